@@ -1,0 +1,45 @@
+"""Host batches of real examples, in an order that depends on nothing but the seed.
+
+    source = make_source("fashion_mnist")           # knows its shapes, has read nothing
+    data = source.load()                            # reads, and checks what it read
+    for batch in TrainBatches(data.train, global_batch_size=128, seed=0, augment=source.augment):
+        ...                                         # a dict of numpy arrays, for ever
+
+*Examples* are numbered rows (`examples`), an *order* says which of them stands at which position
+of the run (`order`), *batches* cut the order into steps and processes (`batches`), and a *source*
+is a named place where examples come from. This room knows numpy and files, and nothing of JAX,
+devices or configs.
+"""
+
+from jddp.data.augment import Augment, FlipAndShift
+from jddp.data.batches import TrainBatches, eval_batches
+from jddp.data.examples import (
+    ArrayExamples,
+    Batch,
+    Examples,
+    ImageExamples,
+    TokenExamples,
+    as_examples,
+)
+from jddp.data.source import DataSet, Source, Spec, make_data_set, spec_of
+from jddp.data.sources import SOURCES, make_source
+
+__all__ = [
+    "SOURCES",
+    "ArrayExamples",
+    "Augment",
+    "Batch",
+    "DataSet",
+    "Examples",
+    "FlipAndShift",
+    "ImageExamples",
+    "Source",
+    "Spec",
+    "TokenExamples",
+    "TrainBatches",
+    "as_examples",
+    "eval_batches",
+    "make_data_set",
+    "make_source",
+    "spec_of",
+]

@@ -1,0 +1,220 @@
+"""Numbered examples: how many there are, and the rows at given indices as one batch.
+
+That is all a data set has to offer to be trained on. Three kinds are here: arrays as they are
+(`ArrayExamples`), images that are kept as bytes and normalised when read (`ImageExamples`), and
+windows of one long sequence of tokens (`TokenExamples`). What can be known to be wrong when they
+are made is refused then.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from jddp.errors import DataError
+
+Batch = dict[str, np.ndarray]
+
+# What JAX would turn these into; done here so that shapes and dtypes are known beforehand.
+_NARROW = {"float64": np.dtype("float32"), "int64": np.dtype("int32")}
+
+
+@runtime_checkable
+class Examples(Protocol):
+    """A data set with random access."""
+
+    def __len__(self) -> int:
+        """How many examples there are."""
+
+    def take(self, indices: np.ndarray) -> Batch:
+        """The examples at `indices`, in that order, stacked into one array per name."""
+
+
+class ArrayExamples:
+    """Examples that are the rows of equally long arrays, such as a user's own."""
+
+    def __init__(self, arrays: Mapping[str, np.ndarray]):
+        """Checks the arrays; does not copy them.
+
+        Args:
+          arrays: Arrays by name. 64-bit numbers are handed out in 32 bits.
+
+        Raises:
+          DataError: If there is no array or no row, lengths differ, an array holds neither
+            numbers nor booleans, a number is not finite, or an integer needs 64 bits.
+        """
+        if not arrays:
+            raise DataError("the data holds no arrays. Give a dict such as {'x': ..., 'y': ...}.")
+        self._arrays = {name: np.asarray(array) for name, array in arrays.items()}
+        for name, array in self._arrays.items():
+            _check_numbers(name, array)
+        lengths = {name: len(array) for name, array in self._arrays.items()}
+        if len(set(lengths.values())) != 1:
+            listed = ", ".join(f"{name} {length}" for name, length in lengths.items())
+            raise DataError(f"arrays have different lengths: {listed}. All need one row each.")
+        if not next(iter(lengths.values())):
+            raise DataError(f"arrays {sorted(lengths)} hold 0 examples. At least one is needed.")
+
+    def __len__(self) -> int:
+        return len(next(iter(self._arrays.values())))
+
+    def take(self, indices: np.ndarray) -> Batch:
+        """The rows at `indices` of every array."""
+        return {
+            name: array[indices].astype(_NARROW.get(array.dtype.name, array.dtype), copy=False)
+            for name, array in self._arrays.items()
+        }
+
+
+class ImageExamples:
+    """Images, kept as they are stored and normalised when read, with a label each."""
+
+    def __init__(
+        self,
+        images: np.ndarray,
+        labels: np.ndarray,
+        *,
+        mean: float | Sequence[float] = 0.0,
+        std: float | Sequence[float] = 1.0,
+    ):
+        """Checks shapes; reads no image, so that a memory-mapped array stays on disk.
+
+        Args:
+          images: `(n, height, width, channels)`: uint8, which is divided by 255 and normalised, or
+            floating point, which is taken as already normalised.
+          labels: `(n,)` whole numbers from 0.
+          mean: Subtracted, of the range 0 to 1; one number, or one per channel.
+          std: Divides what is left.
+
+        Raises:
+          DataError: If there are no images, or shapes or dtypes are not as above.
+        """
+        if images.ndim != 4 or len(images) == 0:
+            raise DataError(
+                f"images have shape {images.shape}. They need (n, height, width, channels), n > 0."
+            )
+        if images.dtype != np.uint8 and images.dtype.kind != "f":
+            raise DataError(f"images are {images.dtype}. They need uint8 or floating point.")
+        if labels.shape != images.shape[:1] or labels.dtype.kind not in "iu":
+            raise DataError(
+                f"labels are {labels.dtype}{labels.shape} for {len(images)} images. They need one "
+                "whole number each."
+            )
+        self._images = images
+        self._labels = labels
+        self._scale = np.float32(1 / 255) / np.asarray(std, np.float32)
+        self._offset = np.asarray(mean, np.float32) / np.asarray(std, np.float32)
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def take(self, indices: np.ndarray) -> Batch:
+        """float32 images `(b, height, width, channels)` and int32 labels `(b,)`.
+
+        Raises:
+          DataError: If a floating-point image holds a number that is not finite.
+        """
+        images = self._images[indices].astype(np.float32)
+        if self._images.dtype == np.uint8:
+            images *= self._scale
+            images -= self._offset
+        else:
+            _check_finite("image", images, row_names=indices)
+        return {"image": images, "label": self._labels[indices].astype(np.int32)}
+
+
+class TokenExamples:
+    """Windows of a long sequence: each token but the first is predicted exactly once an epoch."""
+
+    def __init__(self, tokens: np.ndarray, *, sequence_length: int, vocab_size: int | None = None):
+        """Cuts the sequence into windows that overlap by one token; what is left over is not used.
+
+        Args:
+          tokens: `(n,)` whole numbers, in memory or memory-mapped.
+          sequence_length: Predictions an example, `t`; a window holds `t + 1` tokens.
+          vocab_size: Tokens that read are refused from here on; `None` trusts them.
+
+        Raises:
+          DataError: If the sequence is too short for one window, or not one row of integers.
+        """
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise DataError(
+                f"tokens are {tokens.dtype}{tokens.shape}. They need one row of whole numbers."
+            )
+        if len(tokens) <= sequence_length:
+            raise DataError(
+                f"{len(tokens):,} tokens are too few for sequence_length {sequence_length}, which "
+                f"needs {sequence_length + 1:,}. Give more text or shorter sequences."
+            )
+        self._tokens = tokens
+        self._sequence_length = sequence_length
+        self._vocab_size = vocab_size
+
+    def __len__(self) -> int:
+        return (len(self._tokens) - 1) // self._sequence_length
+
+    def take(self, indices: np.ndarray) -> Batch:
+        """int32 tokens `(b, t + 1)`: inputs are all but the last, targets all but the first.
+
+        Raises:
+          DataError: If a token does not lie below `vocab_size`.
+        """
+        offsets = np.arange(self._sequence_length + 1)
+        tokens = self._tokens[indices[:, None] * self._sequence_length + offsets]
+        if self._vocab_size is not None and tokens.max(initial=0) >= self._vocab_size:
+            raise DataError(
+                f"token {tokens.max()} does not lie below vocab_size {self._vocab_size}. Raise "
+                "vocab_size, or give the tokens of the right tokenizer."
+            )
+        return {"tokens": tokens.astype(np.int32)}
+
+
+def as_examples(data: object) -> Examples:
+    """A dict of arrays as examples, and examples as they are.
+
+    Raises:
+      DataError: If it is neither.
+    """
+    if isinstance(data, Mapping):
+        return ArrayExamples(data)
+    if isinstance(data, Examples):
+        return data
+    raise DataError(
+        f"data of type {type(data).__name__} cannot be read. Give a dict of arrays, or an object "
+        "with __len__() and take(indices)."
+    )
+
+
+def check_labels(labels: np.ndarray, num_classes: int, *, where: object) -> None:
+    """Refuses labels that do not lie in 0 ... num_classes - 1."""
+    lowest, highest = labels.min(initial=0), labels.max(initial=0)
+    if lowest < 0 or highest >= num_classes:
+        raise DataError(
+            f"{where}: labels reach from {lowest} to {highest}. With num_classes {num_classes} "
+            f"they must lie in 0 ... {num_classes - 1}."
+        )
+
+
+def _check_numbers(name: str, array: np.ndarray) -> None:
+    if array.ndim == 0 or array.dtype.kind not in "biuf":
+        raise DataError(
+            f"array '{name}' is {array.dtype}{array.shape}. It needs rows of numbers or booleans."
+        )
+    if array.dtype.kind == "f":
+        _check_finite(name, array, row_names=np.arange(len(array)))
+    if array.dtype.kind in "iu" and array.dtype.itemsize == 8 and array.size:
+        limits = np.iinfo(np.int32)
+        if array.min() < limits.min or array.max() > limits.max:
+            raise DataError(
+                f"array '{name}' holds {array.max()}, which needs 64 bits. Numbers must fit int32."
+            )
+
+
+def _check_finite(name: str, array: np.ndarray, *, row_names: np.ndarray) -> None:
+    if np.isfinite(array).all():
+        return
+    finite_rows = np.isfinite(array.reshape(len(array), -1)).all(axis=1)
+    raise DataError(
+        f"array '{name}' holds NaN or infinity, first in row {row_names[~finite_rows][0]}. Remove "
+        f"or mend the {np.sum(~finite_rows)} rows that are not finite."
+    )

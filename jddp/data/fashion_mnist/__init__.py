@@ -1,0 +1,108 @@
+"""Fashion-MNIST: 28 x 28 grey images of clothes in ten classes, beside this file.
+
+Two sources, never mixed and never exchanged in silence:
+
+- `embedded`: the complete official test set (10,000 images, the original files) and 15,000 images
+  of the official training set, 1,500 of each class, chosen by `scripts/make_fashion_mnist.py`.
+- `full`: all 60,000 training images and the same test set, from a directory that holds the four
+  original files; without one, where the Debian package `dataset-fashion-mnist` puts them.
+
+Every file is checked against its SHA-256 before it is used.
+
+References:
+  Xiao, Rasul and Vollgraf, "Fashion-MNIST: a Novel Image Dataset for Benchmarking Machine Learning
+  Algorithms", 2017. https://arxiv.org/abs/1708.07747 (data: MIT licence, Zalando SE, see LICENSE)
+"""
+
+from hashlib import sha256
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+
+from jddp.data.augment import FlipAndShift
+from jddp.data.examples import ImageExamples
+from jddp.data.idx import read_idx
+from jddp.data.source import DataSet, Source
+from jddp.errors import ConfigError, DataError
+
+NUM_CLASSES = 10
+MEAN, STD = 0.2860, 0.3530  # of the pixels of the 60,000 training images, over 255
+
+_HERE = Path(str(files(__name__)))
+_DEBIAN = Path("/usr/share/datasets/fashion-mnist")
+_SUMS = {"embedded": _HERE / "SHA256SUMS", "full": _HERE / "SHA256SUMS.original"}
+
+
+def fashion_mnist(
+    *, source: str, directory: str | None, num_held_out: int = 0, max_shift: int = 2
+) -> Source:
+    """The source of Fashion-MNIST.
+
+    Args:
+      source: "embedded" or "full".
+      directory: Where the four original files lie, for "full" only.
+      num_held_out: Tunes without the test set: so many training examples, as many of each class,
+        are held out and judged by in its place. A multiple of ten.
+      max_shift: Largest move of a training image by augmentation, in pixels.
+
+    Raises:
+      ConfigError: If an argument breaks its rule.
+    """
+    if source not in _SUMS:
+        raise ConfigError(f"source '{source}' of fashion_mnist is neither 'embedded' nor 'full'.")
+    if directory is not None and source != "full":
+        raise ConfigError(
+            f"directory '{directory}' is not read with source 'embedded'. Ask for source 'full', "
+            "or leave the directory out."
+        )
+    if num_held_out < 0 or num_held_out % NUM_CLASSES:
+        raise ConfigError(
+            f"num_held_out {num_held_out} is not a multiple of {NUM_CLASSES}, as many per class."
+        )
+    root = _HERE if source == "embedded" else Path(directory or _DEBIAN)
+    return Source(
+        name="fashion_mnist",
+        spec={"image": ((28, 28, 1), np.dtype("float32")), "label": ((), np.dtype("int32"))},
+        load=lambda: _load(source, root, num_held_out),
+        augment=FlipAndShift(max_shift),
+    )
+
+
+def _load(source: str, root: Path, num_held_out: int) -> DataSet:
+    if source == "full" and not root.is_dir():
+        raise DataError(
+            f"{root}: no such directory, and source 'full' needs the four original files of "
+            "Fashion-MNIST. Install the Debian package dataset-fashion-mnist, or give data.dir."
+        )
+    lines = [line.split() for line in _SUMS[source].read_text().splitlines()]
+    # Both lists are in this order, whatever the files are called.
+    test_images, test_labels, train_images, train_labels = (
+        read_idx(root / f"{name}.gz", sha256_hex=digest) for digest, name in lines
+    )
+    judged = f"{len(test_labels):,} test"
+    if num_held_out:
+        kept, held_out = _split_by_class(train_labels, num_held_out)
+        test_images, test_labels = train_images[held_out], train_labels[held_out]
+        train_images, train_labels = train_images[kept], train_labels[kept]
+        judged = f"{num_held_out:,} held-out"
+    return DataSet(
+        name="fashion_mnist",
+        train=_examples(train_images, train_labels),
+        test=_examples(test_images, test_labels),
+        description=f"Fashion-MNIST {source}: {len(train_labels):,} train / {judged} examples",
+        sha256=sha256("".join(digest for digest, _ in lines).encode()).hexdigest(),
+    )
+
+
+def _examples(images: np.ndarray, labels: np.ndarray) -> ImageExamples:
+    return ImageExamples(images[..., None], labels, mean=MEAN, std=STD)
+
+
+def _split_by_class(labels: np.ndarray, num_held_out: int) -> tuple[np.ndarray, np.ndarray]:
+    """Indices kept and indices held out: the last of each class, in the order of the data."""
+    per_class = num_held_out // NUM_CLASSES
+    held_out = np.concatenate(
+        [np.flatnonzero(labels == c)[-per_class:] for c in range(NUM_CLASSES)]
+    )
+    return np.setdiff1d(np.arange(len(labels)), held_out), np.sort(held_out)

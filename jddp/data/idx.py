@@ -1,0 +1,74 @@
+"""Reads gzipped IDX files, the format in which MNIST and its relatives are published.
+
+A file is a magic number (two zero bytes, a type, the number of dims), one big-endian uint32 per
+dim, and the elements. Only bytes (type 8) are read here.
+
+References:
+  LeCun, Cortes and Burges, "The MNIST database of handwritten digits", section "file formats".
+"""
+
+import gzip
+import zlib
+from hashlib import sha256
+from math import prod
+from pathlib import Path
+
+import numpy as np
+
+from jddp.errors import DataError
+
+_UINT8 = 8
+
+
+def read_idx(path: Path, *, sha256_hex: str) -> np.ndarray:
+    """The array in a gzipped IDX file, after checking that it is the one expected (read-only).
+
+    Args:
+      path: The file.
+      sha256_hex: What its content must hash to once unpacked: packed bytes differ from one
+        distribution of the same data to the next.
+
+    Raises:
+      DataError: If the file is missing, is not whole, or holds anything else.
+    """
+    try:
+        packed = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror or error}. This data file is needed.") from error
+    try:
+        plain = gzip.decompress(packed)
+    except (EOFError, OSError, zlib.error) as error:
+        raise DataError(
+            f"{path}: truncated or altered: {len(packed):,} bytes that are not a whole gzip file. "
+            "Put the original in its place."
+        ) from error
+    found = sha256(plain).hexdigest()
+    if found != sha256_hex:
+        raise DataError(
+            f"{path}: altered: unpacked, its sha256 is {found[:12]}..., expected "
+            f"{sha256_hex[:12]}.... Put the original in its place."
+        )
+    return parse_idx(plain)
+
+
+def parse_idx(plain: bytes) -> np.ndarray:
+    """The array in the unpacked bytes of an IDX file (read-only).
+
+    Raises:
+      DataError: If they are not exactly one IDX array of bytes.
+    """
+    num_dims = plain[3] if plain[:3] == bytes([0, 0, _UINT8]) and len(plain) > 3 else 0
+    header_bytes = 4 + 4 * num_dims
+    if not num_dims or len(plain) < header_bytes:
+        raise DataError(f"not an IDX file of bytes: it begins with 0x{plain[:4].hex()}.")
+    shape = tuple(np.frombuffer(plain, ">u4", count=num_dims, offset=4).tolist())
+    elements = np.frombuffer(plain, np.uint8, offset=header_bytes)
+    if elements.size != prod(shape):
+        raise DataError(f"not a whole IDX file: {elements.size:,} elements for shape {shape}.")
+    return elements.reshape(shape)
+
+
+def pack_idx(array: np.ndarray) -> bytes:
+    """The bytes of a gzipped IDX file that holds this array of bytes."""
+    header = bytes([0, 0, _UINT8, array.ndim]) + np.array(array.shape, ">u4").tobytes()
+    return gzip.compress(header + array.astype(np.uint8).tobytes(), compresslevel=9, mtime=0)

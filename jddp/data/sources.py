@@ -1,0 +1,52 @@
+"""The sources of data by name.
+
+`fashion_mnist` is shipped with jddp, `python_stdlib` reads the running interpreter's own library,
+`npy` and `tokens` read a directory of a user's memory-mapped arrays.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jddp.data.arrays_on_disk import npy, tokens
+from jddp.data.fashion_mnist import fashion_mnist
+from jddp.data.source import Source
+from jddp.data.stdlib_text import python_stdlib
+from jddp.errors import ConfigError
+from jddp.names import check_arguments, did_you_mean
+
+SOURCES: dict[str, Callable[..., Source]] = {
+    "fashion_mnist": fashion_mnist,
+    "npy": npy,
+    "python_stdlib": python_stdlib,
+    "tokens": tokens,
+}
+
+
+def make_source(
+    name: str,
+    *,
+    source: str = "embedded",
+    directory: str | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+) -> Source:
+    """The source of that name; it reads nothing before `load()`.
+
+    Args:
+      name: A key of `SOURCES`.
+      source: "embedded", or "full" where the data has a larger part that is not shipped.
+      directory: Where to read from, where that is needed.
+      kwargs: Further arguments of the source.
+
+    Raises:
+      ConfigError: If there is no such source, or an argument breaks its rule.
+    """
+    if name not in SOURCES:
+        known = ", ".join(sorted(SOURCES))
+        raise ConfigError(
+            f"data.name: no data set {name!r}.{did_you_mean(name, list(SOURCES))} Known: {known}."
+        )
+    kwargs = dict(kwargs or {})
+    if misplaced := {"source", "directory"} & kwargs.keys():
+        raise ConfigError(f"data.kwargs: {misplaced.pop()!r} belongs into data.source or data.dir.")
+    check_arguments(SOURCES[name], kwargs, key="data.kwargs", filled=("source", "directory"))
+    return SOURCES[name](source=source, directory=directory, **kwargs)

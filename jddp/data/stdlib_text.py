@@ -1,0 +1,102 @@
+"""Text that is on every machine: the source files of the running Python's standard library.
+
+About 11 MB of Python, read as bytes (a vocabulary of 256), with a zero byte after each file. A
+file belongs to the test part, about one in ten, by a hash of its name, so that both parts stay
+what they are when files come and go. The text changes with the version of Python: its hash is in
+the log.
+"""
+
+import os
+import sysconfig
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+
+from jddp.data.examples import TokenExamples
+from jddp.data.source import DataSet, Source
+from jddp.errors import ConfigError, DataError
+
+VOCAB_SIZE = 256
+
+# Tests, other people's packages, a whole editor: neither typical nor there on every machine.
+_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "idlelib"}
+_MACHINE_MADE = ("_sysconfigdata", "config-")  # written when this interpreter was built
+
+
+def python_stdlib(*, source: str, directory: str | None, sequence_length: int = 256) -> Source:
+    """The source of the standard library's text.
+
+    Args:
+      source: "embedded" is all there is.
+      directory: None: the running interpreter says where its library is.
+      sequence_length: Bytes that are predicted per example.
+
+    Raises:
+      ConfigError: If an argument breaks its rule.
+    """
+    if source != "embedded" or directory is not None:
+        raise ConfigError(
+            "python_stdlib reads the running Python's own library: leave out data.source and "
+            f"data.dir (got {source!r}, {directory!r}), or use data.name=tokens for other text."
+        )
+    check_sequence_length(sequence_length)
+    return Source(
+        name="python_stdlib",
+        spec={"tokens": ((sequence_length + 1,), np.dtype("int32"))},
+        load=lambda: _load(Path(sysconfig.get_path("stdlib")), sequence_length),
+    )
+
+
+def check_sequence_length(sequence_length: int) -> None:
+    """Refuses a length that predicts nothing."""
+    if sequence_length < 1:
+        raise ConfigError(f"sequence_length {sequence_length} is not positive. Take 1 or more.")
+
+
+def source_files(root: Path) -> list[Path]:
+    """The source files under `root` that count as text, relative to it, in one order everywhere."""
+    found = []
+    for directory, subdirectories, names in os.walk(root):
+        subdirectories[:] = [name for name in subdirectories if _is_text(name)]
+        here = Path(directory).relative_to(root)
+        found += [here / name for name in names if name.endswith(".py") and _is_text(name)]
+    return sorted(found, key=Path.as_posix)
+
+
+def _is_text(name: str) -> bool:
+    return name not in _SKIPPED and not name.startswith(_MACHINE_MADE)
+
+
+def _is_test_file(path: Path) -> bool:
+    return sha256(path.as_posix().encode()).digest()[0] % 10 == 0
+
+
+def _load(root: Path, sequence_length: int) -> DataSet:
+    parts: dict[bool, list[bytes]] = {False: [], True: []}
+    for path in source_files(root):
+        try:
+            parts[_is_test_file(path)].append((root / path).read_bytes() + b"\0")
+        except OSError as error:
+            raise DataError(f"{root / path}: {error.strerror}. Mend the installation.") from error
+    train, test = b"".join(parts[False]), b"".join(parts[True])
+    if not (train and test):
+        raise DataError(
+            f"{root}: no source files of the standard library. This Python was installed without "
+            "them; use another one, or data.name=tokens."
+        )
+    digest = sha256(train + test).hexdigest()
+    return DataSet(
+        name="python_stdlib",
+        train=_examples(train, sequence_length),
+        test=_examples(test, sequence_length),
+        description=(
+            f"Python's standard library: {len(train):,} train / {len(test):,} test bytes of "
+            f"{sum(map(len, parts.values())):,} files, sha256 {digest[:12]}"
+        ),
+        sha256=digest,
+    )
+
+
+def _examples(text: bytes, sequence_length: int) -> TokenExamples:
+    return TokenExamples(np.frombuffer(text, np.uint8), sequence_length=sequence_length)

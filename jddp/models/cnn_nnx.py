@@ -1,0 +1,56 @@
+"""The small convolutional network of `cnn`, layer by layer the same, in NNX."""
+
+import math
+from collections.abc import Sequence
+
+from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
+from jaxtyping import Float
+
+
+class CNN(nnx.Module):
+    """Strided 3x3 convolutions with batch norm and ReLU, then a dense layer on all that is left.
+
+    It trains or evaluates as `train()` and `eval()` have set it.
+    """
+
+    def __init__(
+        self,
+        widths: Sequence[int] = (32, 64, 128),
+        image_size: int = 28,
+        num_channels: int = 1,
+        num_classes: int = 10,
+        dtype: DTypeLike = "float32",
+        *,
+        rngs: nnx.Rngs,
+    ):
+        """Makes the parameters.
+
+        Args:
+          widths: Channels of each convolution, which halves height and width.
+          image_size: Height and width of the images, in pixels.
+          num_channels: Channels of the images: 1 for grey, 3 for colour.
+          num_classes: Logits an image.
+          dtype: Of the arithmetic; parameters and statistics are float32.
+          rngs: Where initial values come from.
+        """
+        self.convs: nnx.List[nnx.Conv] = nnx.List()
+        self.norms: nnx.List[nnx.BatchNorm] = nnx.List()
+        size = image_size
+        for num_inputs, width in zip((num_channels, *widths[:-1]), widths, strict=True):
+            self.convs.append(
+                nnx.Conv(
+                    num_inputs, width, (3, 3), strides=2, use_bias=False, dtype=dtype, rngs=rngs
+                )
+            )
+            self.norms.append(nnx.BatchNorm(width, momentum=0.9, dtype=dtype, rngs=rngs))
+            size = math.ceil(size / 2)
+        self.dense = nnx.Linear(size * size * widths[-1], num_classes, dtype=dtype, rngs=rngs)
+
+    def __call__(self, images: Float[Array, "b h w c"]) -> Float[Array, "b classes"]:
+        """The logits, in float32."""
+        x = images
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = nnx.relu(norm(conv(x)))
+        return self.dense(x.reshape(len(x), -1)).astype("float32")

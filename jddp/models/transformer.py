@@ -1,0 +1,102 @@
+"""The blocks that the vision transformer and the language model have in common.
+
+References:
+  Vaswani et al., "Attention Is All You Need", NeurIPS 2017. https://arxiv.org/abs/1706.03762
+  Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, section 2.3: the norm
+  stands at the input of each branch.
+"""
+
+from typing import Any
+
+import jax
+from flax import linen as nn
+from flax.typing import Initializer
+from jax import Array
+from jax.typing import DTypeLike
+from jaxtyping import Float
+
+from jddp.errors import ConfigError
+
+
+class Block(nn.Module):
+    """Adds attention, then a two-layer perceptron of four times the width, each of a normed input.
+
+    Attributes:
+      num_heads: Heads of the attention, which share the width.
+      is_causal: Whether a position sees only itself and those before it.
+      dropout_rate: Share of each branch's outputs that are zeroed in training.
+      train: Whether this is training.
+      kernel_init: Initial weights.
+      output_init: Initial weights of the two layers that end a branch.
+      dtype: Of the arithmetic; parameters are float32.
+    """
+
+    num_heads: int
+    is_causal: bool
+    dropout_rate: float
+    train: bool
+    kernel_init: Initializer = nn.initializers.xavier_uniform()
+    output_init: Initializer = nn.initializers.xavier_uniform()
+    dtype: DTypeLike = "float32"
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "b t width"]) -> Float[Array, "b t width"]:
+        """The block's output."""
+        x = x + self._attend(nn.LayerNorm(dtype=self.dtype, name="norm_1")(x))
+        return x + self._think(nn.LayerNorm(dtype=self.dtype, name="norm_2")(x))
+
+    def _attend(self, x: Array) -> Array:
+        b, t, width = x.shape
+        if width % self.num_heads:
+            raise ConfigError(f"width {width} does not divide over num_heads {self.num_heads}.")
+        x = self._dense(3 * width, self.kernel_init, "query_key_value")(x)
+        query, key, value = x.reshape(b, t, 3, self.num_heads, -1).swapaxes(0, 2).swapaxes(1, 2)
+        x = jax.nn.dot_product_attention(query, key, value, is_causal=self.is_causal)
+        x = self._dense(width, self.output_init, "attention_output")(x.reshape(b, t, width))
+        return self._drop(x)
+
+    def _think(self, x: Array) -> Array:
+        width = x.shape[-1]
+        x = nn.gelu(self._dense(4 * width, self.kernel_init, "mlp_hidden")(x))
+        return self._drop(self._dense(width, self.output_init, "mlp_output")(x))
+
+    def _dense(self, width: int, kernel_init: Initializer, name: str) -> nn.Dense:
+        return nn.Dense(width, dtype=self.dtype, kernel_init=kernel_init, name=name)
+
+    def _drop(self, x: Array) -> Array:
+        return nn.Dropout(self.dropout_rate, deterministic=not self.train)(x)
+
+
+def apply_blocks(
+    x: Float[Array, "b t width"],
+    *,
+    num_layers: int,
+    remat: bool = False,
+    scan_layers: bool = False,
+    **options: Any,
+) -> Float[Array, "b t width"]:
+    """What comes out of `num_layers` blocks, made as parts of the module that calls this.
+
+    Args:
+      x: What goes in.
+      num_layers: Number of blocks.
+      remat: Keeps only the input of each block for the backward pass, and computes the rest again:
+        less memory, a third more arithmetic.
+      scan_layers: Compiles one block and loops over it: the parameters of all blocks are stacked
+        along a leading dim, and compiling takes as long for a hundred blocks as for one.
+      **options: Fields of each `Block`.
+    """
+    # Inside a scan nothing can be merged across the boundary that remat draws.
+    block = nn.remat(Block, prevent_cse=not scan_layers) if remat else Block
+    if not scan_layers:
+        for index in range(num_layers):
+            x = block(**options, name=f"block_{index}")(x)
+        return x
+    scan = nn.scan(
+        lambda block, x, _: (block(x), None),
+        variable_axes={"params": 0},
+        split_rngs={"params": True, "dropout": True},
+        length=num_layers,
+    )
+    x, _ = scan(block(**options, name="blocks"), x, None)
+    return x
