@@ -1,0 +1,256 @@
+"""Linen and NNX modules in one functional form: parameters, other state, and a run of the loss.
+
+    model = functional(module)
+    params, model_state = model.init(loss_fn, key, batch)
+    outputs, model_state = model.train(loss_fn, params, model_state, batch, key)
+
+Both are nested dicts of plain arrays, so that nothing of a module is on the hot path. A loss is
+`loss_fn(model, batch, train)`; what it is handed as `model` is a bound Linen module, or an NNX
+module in train or eval mode.
+"""
+
+import abc
+import inspect
+import zlib
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any, cast
+
+import flax.errors
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax import nnx
+
+from jddp.batch_norm import MODES, Mode, settle, sync_nnx, synced_linen
+from jddp.errors import ConfigError, UsageError
+
+PyTree = Any
+LossFn = Callable[..., Any]
+
+
+class FlaxModel(abc.ABC):
+    """What a step needs to know of a model.
+
+    Attributes:
+      values: Parameters and other state that the module already has (NNX), or None (Linen).
+      batch_norm: How batch statistics agree over the replicas; one of `batch_norm.MODES`.
+      axis: Name of the mapped axis.
+    """
+
+    values: tuple[PyTree, PyTree] | None = None
+    batch_norm: Mode
+    axis: str
+
+    @abc.abstractmethod
+    def init(self, loss_fn: LossFn, key: jax.Array, batch: PyTree) -> tuple[PyTree, PyTree]:
+        """Makes parameters and other state, by running the loss once."""
+
+    @abc.abstractmethod
+    def train(
+        self, loss_fn: LossFn, params: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
+    ) -> tuple[Any, PyTree]:
+        """Runs the loss on one replica's share; returns what it returns, and the new state."""
+
+    @abc.abstractmethod
+    def evaluate(
+        self, loss_fn: LossFn, params: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
+    ) -> Any:
+        """Runs the loss for evaluation on one replica's share; returns what it returns."""
+
+    @abc.abstractmethod
+    def split(self, values: PyTree) -> tuple[PyTree, PyTree | None]:
+        """Splits what a user gives as `init(params=...)` into parameters and other state."""
+
+    @abc.abstractmethod
+    def rebuild(self, params: PyTree, model_state: PyTree) -> Any:
+        """Returns what the user knows: Linen variables, or an NNX module in eval mode."""
+
+
+def functional(model: Any, *, batch_norm: str = "sync", axis: str = "data") -> FlaxModel:
+    """Returns the functional form of a Linen or NNX module.
+
+    Raises:
+      ConfigError: If `model` is neither, or `batch_norm` is unknown.
+    """
+    if batch_norm not in MODES:
+        raise ConfigError(f"batch_norm {batch_norm!r} is unknown. Choose one of {list(MODES)}.")
+    form: FlaxModel
+    if isinstance(model, nn.Module):
+        form = _LinenModel(model)
+    elif isinstance(model, nnx.Module):
+        form = _NnxModel(model)
+    else:
+        what = f"the class {model.__name__}" if inspect.isclass(model) else type(model).__name__
+        raise ConfigError(
+            f"model is {what}. Give an instance of flax.linen.Module or flax.nnx.Module."
+        )
+    form.batch_norm, form.axis = cast(Mode, batch_norm), axis
+    return form
+
+
+def takes_train(loss_fn: LossFn) -> bool:
+    """Whether `loss_fn` is `loss_fn(model, batch, train)`, told by its signature."""
+    parameters = inspect.signature(loss_fn).parameters.values()
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return (
+        any(p.kind is p.VAR_POSITIONAL for p in parameters)
+        or any(p.name == "train" for p in parameters)
+        or sum(p.default is p.empty for p in positional) > 2
+    )
+
+
+def _call(loss_fn: LossFn, model: Any, batch: PyTree, *, train: bool) -> Any:
+    if not takes_train(loss_fn):
+        return loss_fn(model, batch)
+    by_name = "train" in inspect.signature(loss_fn).parameters
+    return loss_fn(model, batch, train=train) if by_name else loss_fn(model, batch, train)
+
+
+def _stream(key: jax.Array, name: str) -> jax.Array:
+    return jax.random.fold_in(key, zlib.crc32(name.encode()))
+
+
+class _LinenModel(FlaxModel):
+    """A Linen module; its variables are made by running the loss under `nn.init`."""
+
+    # Written while running and not part of the model: a state that grew by them would retrace.
+    _TRANSIENT = ("intermediates", "perturbations")
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def init(self, loss_fn: LossFn, key: jax.Array, batch: PyTree) -> tuple[PyTree, PyTree]:
+        run = nn.init(
+            lambda model, batch: _call(loss_fn, model, batch, train=True),
+            self._module,
+            mutable=nn.DenyList(self._TRANSIENT),
+        )
+        params, model_state = self.split(run(self._streams(key), batch))
+        return params, model_state or {}
+
+    def train(
+        self, loss_fn: LossFn, params: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
+    ) -> tuple[Any, PyTree]:
+        run = nn.apply(
+            lambda model, batch: _call(loss_fn, model, batch, train=True),
+            self._module,
+            mutable=nn.DenyList(("params", *self._TRANSIENT)),
+        )
+        synced: set[tuple[Any, ...]] = set()
+        with (
+            synced_linen(self.axis) if self.batch_norm == "sync" else nullcontext(synced) as synced
+        ):
+            variables = {"params": params, **model_state}
+            outputs, written = run(variables, batch, rngs=self._streams(key))
+        new = {name: written.get(name, old) for name, old in model_state.items()}
+
+        def is_synced(path: tuple[Any, ...]) -> bool:
+            collection, *layer, _ = (entry.key for entry in path)
+            return collection == "batch_stats" and tuple(layer) in synced
+
+        mode, axis = self.batch_norm, self.axis
+        return outputs, settle(model_state, new, mode=mode, synced=is_synced, axis=axis)
+
+    def evaluate(
+        self, loss_fn: LossFn, params: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
+    ) -> Any:
+        run = nn.apply(
+            lambda model, batch: _call(loss_fn, model, batch, train=False),
+            self._module,
+            mutable=False,
+        )
+        # Nothing is mutable, and a loss that cannot be told to evaluate gets no keys either: Flax
+        # then refuses a model that would train its statistics or drop units.
+        streams = self._streams(key) if takes_train(loss_fn) else {}
+        try:
+            return run({"params": params, **model_state}, batch, rngs=streams)
+        except (flax.errors.InvalidRngError, flax.errors.ModifyScopeVariableError) as error:
+            raise UsageError(
+                "This model trains while it is evaluated: loss_fn(model, batch) cannot tell it "
+                "not to. Write loss_fn(model, batch, train), or give eval_fn=."
+            ) from error
+
+    def split(self, values: PyTree) -> tuple[PyTree, PyTree | None]:
+        if not (isinstance(values, Mapping) and isinstance(values.get("params"), Mapping)):
+            return values, None
+        rest = {k: v for k, v in values.items() if k not in ("params", *self._TRANSIENT)}
+        return values["params"], rest
+
+    def rebuild(self, params: PyTree, model_state: PyTree) -> Any:
+        return {"params": params, **model_state}
+
+    def _streams(self, key: jax.Array) -> dict[str, jax.Array]:
+        # Flax serves a stream that is not listed from "params"; "dropout" is listed because models
+        # ask `has_rng("dropout")`.
+        return {name: _stream(key, name) for name in ("params", "dropout")}
+
+
+class _NnxModel(FlaxModel):
+    """An NNX module, split once; its own keys are the base keys of its streams."""
+
+    def __init__(self, module: nnx.Module) -> None:
+        self._graph, *parts = nnx.split(module, nnx.Param, nnx.RngState, ...)
+        params, rngs, rest = map(nnx.to_pure_dict, parts)
+        self._own = {"rngs": rngs, "rest": rest}
+        self.values = params, self._own
+
+    def init(self, loss_fn: LossFn, key: jax.Array, batch: PyTree) -> tuple[PyTree, PyTree]:
+        raise AssertionError("an NNX module has its values")
+
+    def train(
+        self, loss_fn: LossFn, params: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
+    ) -> tuple[Any, PyTree]:
+        rngs = jax.tree.map(lambda leaf: _fold(leaf, key), model_state["rngs"])
+        module = nnx.merge(self._graph, params, rngs, model_state["rest"])
+        module.train()
+        synced = sync_nnx(module, self.axis) if self.batch_norm == "sync" else set()
+        outputs = _call(loss_fn, module, batch, train=True)
+        left: Any = nnx.split(module, nnx.Param, nnx.RngState, ...)[-1]
+        rest = _like(model_state["rest"], nnx.to_pure_dict(left))
+
+        def is_synced(path: tuple[Any, ...]) -> bool:
+            return tuple(entry.key for entry in path[:-1]) in synced
+
+        mode, axis = self.batch_norm, self.axis
+        rest = settle(model_state["rest"], rest, mode=mode, synced=is_synced, axis=axis)
+        return outputs, {"rngs": model_state["rngs"], "rest": rest}
+
+    def evaluate(
+        self, loss_fn: LossFn, params: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
+    ) -> Any:
+        rngs = jax.tree.map(lambda leaf: _fold(leaf, key), model_state["rngs"])
+        module = self.rebuild(params, {"rngs": rngs, "rest": model_state["rest"]})
+        return _call(loss_fn, module, batch, train=False)
+
+    def split(self, values: PyTree) -> tuple[PyTree, PyTree]:
+        if not isinstance(values, nnx.State):
+            return values, self._own
+        params, rngs, rest = map(
+            nnx.to_pure_dict, nnx.split_state(values, nnx.Param, nnx.RngState, ...)
+        )
+        return params, {"rngs": rngs or self._own["rngs"], "rest": rest or self._own["rest"]}
+
+    def rebuild(self, params: PyTree, model_state: PyTree) -> Any:
+        module = nnx.merge(self._graph, params, model_state["rngs"], model_state["rest"])
+        module.eval()
+        return module
+
+
+def _fold(leaf: jax.Array, key: jax.Array) -> jax.Array:
+    """Folds a stream's base keys with the bits of this step's and replica's key."""
+    if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return leaf
+    fold = jax.random.fold_in
+    for _ in range(leaf.ndim):
+        fold = jax.vmap(fold, in_axes=(0, None))
+    for word in jax.random.key_data(key).ravel():
+        leaf = fold(leaf, word)
+    return leaf
+
+
+def _like(old: PyTree, new: PyTree) -> PyTree:
+    """The part of `new` that has a place in `old`: sown values would change the state's form."""
+    if not isinstance(old, dict):
+        return new
+    return {name: _like(value, new[name]) for name, value in old.items()}

@@ -1,0 +1,184 @@
+"""Devices in a row: one mesh axis, what lies on it, and batches on their way to it."""
+
+import math
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import P
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from jddp.errors import ConfigError, DataError
+
+PyTree = Any
+AXIS = "data"
+VIRTUAL_DEVICES = 8
+
+
+def configure_devices(num_devices: int | str, *, num_processes: int = 1) -> None:
+    """Sets the number of CPU devices, before JAX looks for any.
+
+    Args:
+      num_devices: Of all processes together. "auto" makes eight virtual CPU devices, which are used
+        only where there is no accelerator, unless the environment says how many there are; a
+        number wins over the environment.
+      num_processes: Of the job.
+
+    Raises:
+      ConfigError: If the devices do not divide over the processes.
+    """
+    if num_devices == "auto" and _environment_counts_devices():
+        return
+    in_all = VIRTUAL_DEVICES if num_devices == "auto" else int(num_devices)
+    if in_all % num_processes and num_devices != "auto":
+        raise ConfigError(
+            f"mesh.num_devices={in_all} does not divide over {num_processes} processes. "
+            f"Choose a multiple of {num_processes}."
+        )
+    jax.config.update("jax_num_cpu_devices", max(1, in_all // num_processes))
+
+
+def _environment_counts_devices() -> bool:
+    flags = os.environ.get("XLA_FLAGS", "")
+    return "JAX_NUM_CPU_DEVICES" in os.environ or "host_platform_device_count" in flags
+
+
+def make_mesh(devices: Mesh | Sequence[jax.Device] | int | None = None) -> Mesh:
+    """Returns a mesh of one axis, "data".
+
+    Args:
+      devices: A mesh with that one axis, devices, a number n (n / num_processes devices of each
+        process), or None: all devices of all processes.
+
+    Raises:
+      ConfigError: If the mesh has other axes, or the number of devices cannot be had.
+    """
+    if isinstance(devices, Mesh):
+        if devices.axis_names != (AXIS,):
+            raise ConfigError(
+                f"The mesh has axes {devices.axis_names}. Data parallelism needs one, {AXIS!r}: "
+                f"jax.make_mesh((n,), ({AXIS!r},), axis_types=(AxisType.Auto,))."
+            )
+        devices = list(devices.devices.flat)
+    elif devices is None:
+        devices = jax.devices()
+    elif isinstance(devices, int):
+        devices = _first_devices(devices)
+    # Explicit axes, the default of `jax.make_mesh`, refuse host arrays.
+    return Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
+
+
+def _first_devices(num_devices: int) -> list[jax.Device]:
+    num_processes = jax.process_count()
+    share, rest = divmod(num_devices, num_processes)
+    by_process: dict[int, list[jax.Device]] = {}
+    for device in jax.devices():
+        by_process.setdefault(device.process_index, []).append(device)
+    most = min(len(own) for own in by_process.values())
+    if share < 1 or rest or share > most:
+        raise ConfigError(
+            f"mesh of {num_devices} devices: {num_processes} processes with {most} devices each "
+            f"can give a multiple of {num_processes} up to {most * num_processes}."
+        )
+    return [device for own in by_process.values() for device in own[:share]]
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """The sharding of what is the same on every device."""
+    return NamedSharding(mesh, P())
+
+
+def sharded(mesh: Mesh) -> NamedSharding:
+    """The sharding of what is split by rows over the devices."""
+    return NamedSharding(mesh, P(AXIS))
+
+
+def platform(mesh: Mesh) -> str:
+    """The hardware of the mesh: "cpu", "gpu", ..."""
+    return str(mesh.devices.flat[0].platform)
+
+
+def replicate(tree: PyTree, mesh: Mesh) -> PyTree:
+    """Copies a host or device tree, keys included, to every device of the mesh."""
+    is_key = jax.tree.map(_is_key, tree)
+    host = jax.tree.map(
+        lambda x, key: np.array(_fetch(jax.random.key_data(x) if key else x)), tree, is_key
+    )
+    # A typed key cannot be put on devices of other processes; its data can.
+    kinds = jax.tree.map(lambda x, key: str(jax.random.key_impl(x)) if key else "", tree, is_key)
+    on_devices = jax.device_put(host, replicated(mesh))
+    return jax.tree.map(
+        lambda x, impl: jax.random.wrap_key_data(x, impl=impl) if impl else x, on_devices, kinds
+    )
+
+
+def _fetch(x: Any) -> Any:
+    """This process's view of a replicated array, without a collective."""
+    return x.addressable_data(0) if isinstance(x, jax.Array) else x
+
+
+def copy_off_mesh(x: jax.Array) -> jax.Array:
+    """A copy of a replicated array, bound to no device."""
+    return jnp.copy(_fetch(x)) if _is_key(x) else jnp.array(np.asarray(_fetch(x)))
+
+
+def from_process_zero(tree: PyTree) -> PyTree:
+    """The host arrays of process 0, on every process."""
+    return tree if jax.process_count() == 1 else multihost_utils.broadcast_one_to_all(tree)
+
+
+def from_all_processes(number: int) -> np.ndarray:
+    """A number of each process, in their order, on every process."""
+    if jax.process_count() == 1:
+        return np.array([number])
+    return np.asarray(multihost_utils.process_allgather(np.int32(number)))
+
+
+def _is_key(x: Any) -> bool:
+    return jax.numpy.issubdtype(getattr(x, "dtype", np.float32), jax.dtypes.prng_key)
+
+
+def count_rows(batch: PyTree) -> int:
+    """Rows of a batch: the common first dim of its leaves.
+
+    Raises:
+      DataError: If there is no leaf, a leaf has no rows, or leaves differ.
+    """
+    rows = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
+    if len(rows) != 1 or () in rows:
+        shapes = {
+            jax.tree_util.keystr(path, simple=True, separator="/"): np.shape(leaf)
+            for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
+        }
+        raise DataError(f"Every leaf of a batch has the same number of rows first; got {shapes}.")
+    return int(next(iter(rows))[0])
+
+
+def check_rows(rows: int, divisor: int, what: str) -> None:
+    """Refuses a number of rows that does not divide, and names those that do.
+
+    Raises:
+      ConfigError: If `rows` is not a positive multiple of `divisor`.
+    """
+    if rows == 0 or rows % divisor:
+        below, above = rows // divisor * divisor, math.ceil(max(rows, 1) / divisor) * divisor
+        sizes = f"{above}" if below == 0 else f"{below} and {above}"
+        raise ConfigError(f"{rows} rows do not divide over {what}. Nearest that do: {sizes}.")
+
+
+def put_rows(batch: PyTree, mesh: Mesh) -> PyTree:
+    """Puts this process's rows on its devices; rows of all processes make the global batch."""
+    sharding = sharded(mesh)
+    if jax.process_count() == 1:
+        return jax.device_put(batch, sharding)
+
+    def put(leaf: Any) -> jax.Array:
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            return jax.device_put(leaf, sharding)
+        return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
+
+    return jax.tree.map(put, batch)

@@ -1,0 +1,110 @@
+"""The state of training, as one pytree, and how each leaf of it lies on the devices.
+
+    replicated    the same on every replica
+    per replica   a leading dim of N, one row for each replica
+    sharded       flat, a part on each replica
+
+Whoever makes a leaf declares its kind; a tree of kinds gives the step its specs. JAX does not
+check that what leaves a `shard_map` as replicated is: a value that differs per replica would leave
+without an error, and every reader would see replica 0's.
+"""
+
+import dataclasses
+import enum
+from typing import Any
+
+import jax
+from jax import P
+from jax.sharding import NamedSharding
+
+PyTree = Any
+
+
+class Kind(enum.Enum):
+    """How a leaf lies on the devices."""
+
+    REPLICATED = "replicated"
+    PER_REPLICA = "per_replica"
+    SHARDED = "sharded"
+
+    def spec(self, axis: str) -> P:
+        """The partition spec of such a leaf."""
+        return P() if self is Kind.REPLICATED else P(axis)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class TrainState:
+    """Everything that a step reads and writes.
+
+    Attributes:
+      step: Finished optimizer steps; an int32 scalar.
+      params: Nested dict of parameters.
+      ema_params: Their exponential moving average, or None.
+      model_state: Nested dict of everything else that the model keeps, such as batch statistics.
+      opt_state: The optimizer's.
+      comm_state: The gradient reduction's.
+      key: Base key of all random numbers.
+    """
+
+    step: Any
+    params: PyTree
+    ema_params: PyTree
+    model_state: PyTree
+    opt_state: PyTree
+    comm_state: PyTree
+    key: Any
+
+    def replace(self, **changes: Any) -> "TrainState":
+        """Returns a copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+
+def specs(kinds: PyTree, axis: str) -> PyTree:
+    """Partition specs, from a tree of kinds."""
+    return jax.tree.map(lambda kind: kind.spec(axis), kinds)
+
+
+def enter(state: PyTree, kinds: PyTree) -> PyTree:
+    """Takes off the leading dim of 1 that a replica sees on its per-replica leaves."""
+    return jax.tree.map(lambda x, kind: x[0] if kind is Kind.PER_REPLICA else x, state, kinds)
+
+
+def leave(state: PyTree, kinds: PyTree) -> PyTree:
+    """Puts the leading dim back; the inverse of `enter`."""
+    return jax.tree.map(lambda x, kind: x[None] if kind is Kind.PER_REPLICA else x, state, kinds)
+
+
+def float_kinds(tree: PyTree, *, per_replica: bool) -> PyTree:
+    """Kinds of a tree in which each replica keeps its own floating leaves, or none does."""
+
+    def kind(x: Any) -> Kind:
+        own = per_replica and jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)
+        return Kind.PER_REPLICA if own else Kind.REPLICATED
+
+    return jax.tree.map(kind, tree)
+
+
+def stack_rows(tree: PyTree, kinds: PyTree, rows: NamedSharding) -> PyTree:
+    """Gives each replica its row of every per-replica leaf of a replicated tree."""
+    if Kind.PER_REPLICA not in jax.tree.leaves(kinds):
+        return tree
+
+    def stack(x: jax.Array, kind: Kind) -> jax.Array:
+        if kind is Kind.REPLICATED:
+            return x
+        x = jax.numpy.broadcast_to(x, (rows.mesh.size, *x.shape))
+        return jax.lax.with_sharding_constraint(x, rows)
+
+    return jax.jit(lambda tree: jax.tree.map(stack, tree, kinds))(tree)
+
+
+def merge_rows(tree: PyTree, kinds: PyTree, everywhere: NamedSharding) -> PyTree:
+    """Averages the rows of every per-replica leaf; the rest is left as it is."""
+    if Kind.PER_REPLICA not in jax.tree.leaves(kinds):
+        return tree
+
+    def merge(tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda x, k: x.mean(0) if k is Kind.PER_REPLICA else x, tree, kinds)
+
+    return jax.jit(merge, out_shardings=everywhere)(tree)
