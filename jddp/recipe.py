@@ -1,0 +1,54 @@
+"""What a step is made of, and the rules that the parts keep."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from jddp.errors import ConfigError
+from jddp.flaxmodel import FlaxModel, LossFn
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """The parts of a step; `jddp.DataParallel` says what each means.
+
+    Raises:
+      ConfigError: If a part breaks its rule.
+    """
+
+    model: FlaxModel
+    loss_fn: LossFn
+    eval_fn: LossFn
+    optimizer: optax.GradientTransformation
+    average: optax.GradientTransformation
+    accumulate_steps: int
+    max_grad_norm: float | None
+    ema_decay: float | None
+
+    def __post_init__(self) -> None:
+        """Holds each part to its rule."""
+        if self.accumulate_steps < 1:
+            raise ConfigError(f"accumulate_steps is at least 1; got {self.accumulate_steps}.")
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise ConfigError(f"max_grad_norm is positive, or None; got {self.max_grad_norm}.")
+        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
+            raise ConfigError(f"ema_decay is between 0 and 1, or None; got {self.ema_decay}.")
+        if self.accumulate_steps > 1 and _is_multi_steps(self.optimizer):
+            raise ConfigError(
+                "optax.MultiSteps beside accumulate_steps would reduce once per part and count "
+                "steps twice. Drop optax.MultiSteps: accumulate_steps reduces once for all parts."
+            )
+
+
+def _is_multi_steps(optimizer: Any) -> bool:
+    """Whether `optax.MultiSteps` is anywhere in it; its state tells."""
+    params = {"w": jax.ShapeDtypeStruct((1, 1), np.float32)}
+    states = jax.tree.leaves(jax.eval_shape(optimizer.init, params), is_leaf=_is_multi_steps_state)
+    return any(map(_is_multi_steps_state, states))
+
+
+def _is_multi_steps_state(state: Any) -> bool:
+    return isinstance(state, optax.MultiStepsState)
