@@ -1,0 +1,97 @@
+"""What a user may hang on a run: called with reduced values only.
+
+Loss and metrics are the same number on every process, so whatever a callback decides from them,
+all processes decide alike, and none waits for another for ever.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from jddp.errors import ConfigError
+from jddp.run import Run
+
+
+class Callback:
+    """Hooks into the loop; override those you need. Every process calls all of them."""
+
+    def on_step(self, run: Run, metrics: Mapping[str, float]) -> None:
+        """After each optimizer step; `metrics["step"]` says which, `run.state` may be one ahead."""
+
+    def on_eval(self, run: Run, metrics: Mapping[str, float]) -> None:
+        """After each evaluation of `run.state`."""
+
+    def on_save(self, run: Run) -> None:
+        """After each checkpoint has been handed over for writing."""
+
+    def on_end(self, run: Run) -> None:
+        """Once, after the last step, evaluation and checkpoint."""
+
+
+class _Watch:
+    """One metric of the evaluations, and which way it improves."""
+
+    def __init__(self, metric: str, mode: str) -> None:
+        if mode not in ("min", "max"):
+            raise ConfigError(f"mode {mode!r} is unknown. Choose 'min' or 'max'.")
+        self.metric, self._sign = metric, 1.0 if mode == "max" else -1.0
+
+    def goodness(self, metrics: Mapping[str, Any]) -> float:
+        """The value, turned so that more is better."""
+        if self.metric not in metrics:
+            raise ConfigError(
+                f"Evaluation has no metric {self.metric!r}; it has {sorted(metrics)}. "
+                "Watch one of those."
+            )
+        return self._sign * metrics[self.metric]
+
+
+class EarlyStopping(Callback):
+    """Ends the run when a metric of the evaluation has stopped improving.
+
+    Args:
+      metric: Its name.
+      mode: "min" or "max", whichever is better.
+      patience: Evaluations without improvement that end the run.
+      min_delta: What counts as improvement, at least.
+    """
+
+    def __init__(
+        self, metric: str = "loss", *, mode: str = "min", patience: int = 3, min_delta: float = 0.0
+    ) -> None:
+        self._watch = _Watch(metric, mode)
+        self._patience, self._min_delta = patience, min_delta
+
+    def on_eval(self, run: Run, metrics: Mapping[str, float]) -> None:
+        """Counts evaluations since the best one, those before a resume included."""
+        best, waited = -math.inf, 0
+        for goodness in map(self._watch.goodness, run.evaluations):
+            is_better = goodness - best > self._min_delta
+            best, waited = (goodness, 0) if is_better else (best, waited + 1)
+        if waited >= self._patience:
+            run.stop(f"{self._watch.metric} has not improved for {waited} evaluations")
+
+
+class KeepBest(Callback):
+    """Keeps the checkpoint with the best value of a metric, in `<run_dir>/best`.
+
+    Args:
+      metric: Its name in the evaluation.
+      mode: "min" or "max", whichever is better.
+
+    Attributes:
+      step: When the best was found by this object, or None.
+      best: Its value.
+    """
+
+    def __init__(self, metric: str = "loss", *, mode: str = "min") -> None:
+        self._watch = _Watch(metric, mode)
+        self.step: int | None = None
+        self.best: float | None = None
+
+    def on_eval(self, run: Run, metrics: Mapping[str, float]) -> None:
+        """Saves the state if it is the best so far, evaluations before a resume included."""
+        *before, now = map(self._watch.goodness, run.evaluations)
+        if now > max(before, default=-math.inf):
+            self.step, self.best = run.step, metrics[self._watch.metric]
+            run.save("best")

@@ -1,0 +1,359 @@
+"""`jddp.DataParallel`: a model, an optimizer and a loss, replicated over a mesh.
+
+    ddp = jddp.DataParallel(model, optax.adamw(1e-3), loss_fn)
+    state = ddp.init(seed=0, batch=example_batch)
+    state, metrics = ddp.step(state, batch)      # batch: this process's share
+    metrics = ddp.evaluate(state, batches)       # exact over every example
+
+This room checks what the user gives, keeps the compiled functions, and places batches. What a step
+does stands in `step`.
+"""
+
+import functools
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from jddp.errors import ConfigError, UsageError
+from jddp.evaluation import evaluate_exactly
+from jddp.flaxmodel import LossFn, functional
+from jddp.mesh import (
+    AXIS,
+    check_rows,
+    copy_off_mesh,
+    count_rows,
+    from_process_zero,
+    make_mesh,
+    platform,
+    put_rows,
+    replicate,
+    replicated,
+    sharded,
+)
+from jddp.recipe import Recipe
+from jddp.reduce import (
+    BucketPlan,
+    average_gradients,
+    compiler_options,
+    plan_gradients,
+    resolve_layout,
+)
+from jddp.run import Run
+from jddp.state import Kind, TrainState, float_kinds, merge_rows, stack_rows
+from jddp.step import Metrics, make_evaluate, make_init, make_step
+from jddp.trainer import train
+
+PyTree = Any
+Batches = Iterable[PyTree]
+
+
+class DataParallel:
+    """Data-parallel training of any Flax model, equal to one device on the whole batch.
+
+    Args:
+      model: A Linen module, or an NNX module, whose values are taken.
+      optimizer: Any optax optimizer.
+      loss_fn: `loss_fn(model, batch)` or `loss_fn(model, batch, train)`, run on one replica's share
+        of b rows. It returns losses of shape (b, ...), or a scalar, this replica's mean; alone or
+        with a dict of metrics of such shapes.
+      mesh: A mesh of one axis "data", devices, a number of them, or None for all.
+      bucket_mb: Largest gradient bucket, in MiB.
+      first_bucket_mb: Largest first bucket, in MiB, capped by `bucket_mb`.
+      layout: "leaf" (gradients are reduced as they are), "flat" (a bucket is one vector), or
+        "auto": flat on GPUs, leaf elsewhere.
+      batch_norm: "sync" (statistics of the global batch), "broadcast" (replica 0's) or "local"
+        (each replica its own, averaged when evaluated or read).
+      accumulate_steps: Parts into which each replica's rows are split, one after the other, with
+        one reduction for all.
+      max_grad_norm: Clips the averaged gradient to this global norm.
+      ema_decay: Keeps `ema_params`, a moving average of the parameters, with this decay.
+      eval_fn: The loss for evaluation; by default `loss_fn` with `train=False`.
+      donate: Whether `step` reuses the memory of the state that it is given.
+
+    Raises:
+      ConfigError: If an option breaks its rule.
+
+    Attributes:
+      mesh: The mesh of devices.
+      plan: After `init`, the `BucketPlan`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: optax.GradientTransformation,
+        loss_fn: LossFn,
+        *,
+        mesh: Mesh | Sequence[jax.Device] | int | None = None,
+        bucket_mb: float = 25,
+        first_bucket_mb: float = 1,
+        layout: str = "auto",
+        batch_norm: str = "sync",
+        accumulate_steps: int = 1,
+        max_grad_norm: float | None = None,
+        ema_decay: float | None = None,
+        eval_fn: LossFn | None = None,
+        donate: bool = True,
+    ) -> None:
+        self.mesh = make_mesh(mesh)
+        self.plan: BucketPlan | None = None
+        self._platform = platform(self.mesh)
+        self._layout = resolve_layout(layout, lambda: self._platform)
+        self._buckets = {"bucket_mb": bucket_mb, "first_bucket_mb": first_bucket_mb}
+        self._model = functional(model, batch_norm=batch_norm, axis=AXIS)
+        self._recipe = Recipe(
+            model=self._model,
+            loss_fn=loss_fn,
+            eval_fn=eval_fn or loss_fn,
+            optimizer=optimizer,
+            average=average_gradients(AXIS, layout=self._layout, **self._buckets),
+            accumulate_steps=accumulate_steps,
+            max_grad_norm=max_grad_norm,
+            ema_decay=ema_decay,
+        )
+        self._donate = donate
+        self._rows_sharding = sharded(self.mesh)
+        self._init = make_init(self._recipe, self.mesh)
+        self._evaluate = make_evaluate(self._recipe, self.mesh)
+        self._step: Any = None  # jitted once the state's form is known
+        self._num_calls = 0
+        self._in_flight: deque[Metrics] = deque()
+        self._taken: weakref.WeakKeyDictionary[TrainState, int] = weakref.WeakKeyDictionary()
+
+    def init(self, seed: int = 0, batch: PyTree = None, params: PyTree = None) -> TrainState:
+        """Makes the first state: the same on every device, from one seed.
+
+        Args:
+          seed: Of the base key, from which parameters and all later random numbers come.
+          batch: Example rows of this process, for their shapes (Linen).
+          params: Values to start from: Linen variables or their "params", or an NNX state. They
+            are copied.
+
+        Raises:
+          UsageError: If a Linen model has neither `batch` nor `params`.
+          ConfigError: If `params` does not fit the model.
+        """
+        values = self._given(params)
+        rows = from_process_zero(self._example(batch, values))  # so that all start alike
+        state = self._call(self._init, np.uint32(seed), rows, *replicate(values, self.mesh))
+        self._prepare(state)
+        kinds = self._kinds.model_state
+        return state.replace(model_state=stack_rows(state.model_state, kinds, self._rows_sharding))
+
+    def abstract_state(self, batch: PyTree) -> TrainState:
+        """Shapes, dtypes and shardings of the state, with nothing allocated.
+
+        Args:
+          batch: Rows of this process, or their shapes.
+        """
+        values = self._given(None)
+        rows = self._example(batch, values)
+        state = self._call(jax.eval_shape, self._init, np.uint32(0), rows, *values)
+        self._prepare(state)
+
+        def place(x: Any, kind: Kind) -> jax.ShapeDtypeStruct:
+            if kind is Kind.REPLICATED:
+                return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(self.mesh))
+            return jax.ShapeDtypeStruct(
+                (self.mesh.size, *x.shape), x.dtype, sharding=self._rows_sharding
+            )
+
+        return jax.tree.map(place, state, self._kinds)
+
+    def _given(self, params: PyTree) -> tuple[PyTree, PyTree]:
+        """Parameters and other state that need not be made; None for what does."""
+        return (self._model.values or (None, None)) if params is None else self._model.split(params)
+
+    def _example(self, batch: PyTree, values: tuple[PyTree, PyTree]) -> PyTree:
+        """The rows that one replica sees, or their shapes; None where nothing is to be made."""
+        if None not in values or (batch is None and values[0] is not None):
+            return None
+        if batch is None:
+            raise UsageError(
+                "init needs batch= (example rows, for their shapes) or params=: a Linen model "
+                "makes its parameters by running the loss."
+            )
+        parts = self._num_local_devices * self._recipe.accumulate_steps
+        num_rows = max(1, count_rows(batch) // parts)
+
+        def share(x: Any) -> Any:
+            if isinstance(x, jax.ShapeDtypeStruct):
+                return jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype)
+            return np.asarray(x[:num_rows])
+
+        return jax.tree.map(share, batch)
+
+    def _prepare(self, state: TrainState) -> None:
+        """Plans buckets and fixes the kinds of all leaves, from a state or its shapes."""
+        self.plan = plan_gradients(state.params, **self._buckets)
+        if self._step is not None:
+            return
+        own = self._model.batch_norm == "local"
+        kinds = jax.tree.map(lambda _: Kind.REPLICATED, state)
+        self._kinds = kinds.replace(model_state=float_kinds(state.model_state, per_replica=own))
+        self._step = make_step(
+            self._recipe,
+            self.mesh,
+            self._kinds,
+            donate=self._donate,
+            options=compiler_options(
+                self._layout, self._platform, bucket_mb=self._buckets["bucket_mb"]
+            ),
+        )
+
+    def _merged(self, model_state: PyTree) -> PyTree:
+        return merge_rows(model_state, self._kinds.model_state, replicated(self.mesh))
+
+    def model(self, state: TrainState, params: str = "params") -> Any:
+        """Returns copies: Linen variables, or an NNX module in eval mode.
+
+        Args:
+          state: From `init` or `step`.
+          params: "params", or "ema" for their moving average.
+        """
+        self._refuse_taken(state)
+        values = self._choose(state, params), self._merged(state.model_state)
+        return self._model.rebuild(*jax.tree.map(copy_off_mesh, values))
+
+    def _choose(self, state: TrainState, params: str) -> PyTree:
+        if params not in ("params", "ema"):
+            raise ConfigError(f"params={params!r} is unknown. Choose 'params' or 'ema'.")
+        if params == "ema" and state.ema_params is None:
+            raise ConfigError("params='ema' needs DataParallel(..., ema_decay=...).")
+        return state.ema_params if params == "ema" else state.params
+
+    def step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+        """Takes one optimizer step; returns at once, with results still being computed.
+
+        Args:
+          state: From `init` or the step before; its memory is reused.
+          batch: This process's rows, on the host or on devices. Where it is a dict with "mask",
+            only entries with mask 1 count.
+
+        Returns:
+          The new state, and global means: "loss", the metrics of `loss_fn`, "count" (the valid
+          loss entries), and "grad_norm" (before clipping) where `max_grad_norm` is set.
+
+        Raises:
+          ConfigError: If the rows do not divide over the devices, or a shape is wrong.
+          UsageError: If the state has already been given to a step.
+        """
+        self._refuse_taken(state)
+        if self._step is None:
+            self._prepare(state)
+        rows = self.put(batch)
+        self._num_calls += 1
+        if self._donate:
+            self._taken[state] = self._num_calls
+        result = self._call(self._step, state, rows)
+        if self._platform == "cpu":
+            self._wait_for_room(result[1])
+        return result
+
+    def _wait_for_room(self, metrics: Metrics) -> None:
+        # XLA:CPU deadlocks in its rendezvous once some thirty programs of many devices are waiting
+        # (measured on jax 0.10.2), which an unbounded loop of steps reaches.
+        self._in_flight.append(metrics)
+        if len(self._in_flight) > 4:
+            jax.block_until_ready(self._in_flight.popleft())
+
+    def put(self, batch: PyTree) -> PyTree:
+        """Places this process's rows on its devices, as `step` does by itself.
+
+        Raises:
+          ConfigError: If the rows do not divide over the devices and `accumulate_steps`.
+        """
+        leaves = jax.tree.leaves(batch)
+        if leaves and all(getattr(x, "sharding", None) == self._rows_sharding for x in leaves):
+            return batch  # by an earlier call
+        on_all = all(isinstance(x, jax.Array) and not x.is_fully_addressable for x in leaves)
+        devices = self.mesh.size if on_all else self._num_local_devices
+        parts = self._recipe.accumulate_steps
+        what = f"{devices} devices" + (f" times accumulate_steps={parts}" if parts > 1 else "")
+        check_rows(count_rows(batch), devices * parts, what)
+        return put_rows(batch, self.mesh)
+
+    @property
+    def _num_local_devices(self) -> int:
+        return len(self.mesh.local_devices)
+
+    def _refuse_taken(self, state: TrainState) -> None:
+        if state.step.is_deleted():
+            call = self._taken.get(state)
+            which = "another step" if call is None else f"step call {call} of this DataParallel"
+            raise UsageError(
+                f"This state was given to {which}, which reused its memory. Go on with the state "
+                "that the step returned, or build DataParallel(..., donate=False)."
+            )
+
+    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return function(*args)
+        except NameError as error:
+            if "unbound axis name" not in str(error):
+                raise
+            name = str(error).split("unbound axis name:")[-1].strip().split(" ")[0].rstrip(".")
+            raise ConfigError(
+                f"The model or loss uses axis {name!r}, which this mesh lacks: its axis is "
+                f"{AXIS!r} (jddp.AXIS)."
+            ) from error
+
+    def lower(self, batch: PyTree) -> jax.stages.Lowered:
+        """Lowers the step for the shapes of `batch`, with nothing allocated or run.
+
+        Args:
+          batch: This process's rows, or their `jax.ShapeDtypeStruct`s.
+        """
+        state = self.abstract_state(batch)
+
+        def everywhere(x: Any) -> jax.ShapeDtypeStruct:
+            shape = (x.shape[0] * jax.process_count(), *x.shape[1:])
+            return jax.ShapeDtypeStruct(shape, x.dtype, sharding=self._rows_sharding)
+
+        return self._call(self._step.lower, state, jax.tree.map(everywhere, batch))
+
+    def evaluate(
+        self, state: TrainState, batches: Batches, params: str = "params"
+    ) -> dict[str, float]:
+        """Returns the exact means of loss and metrics over every example of `batches`.
+
+        Every process gives the same number of batches, of any size, also empty: what does not
+        divide is padded with rows that do not count.
+
+        Args:
+          state: From `init` or `step`; it is not changed.
+          batches: This process's.
+          params: "params", or "ema" for their moving average.
+
+        Returns:
+          "loss", the metrics of the loss, and "examples", the rows counted.
+
+        Raises:
+          UsageError: If a scalar loss or metric meets a ragged batch, whose rows it cannot weigh.
+        """
+        self._refuse_taken(state)
+        if self._step is None:
+            self._prepare(state)
+        values = state.key, self._choose(state, params), self._merged(state.model_state)
+        run = functools.partial(self._call, self._evaluate, *values)
+        return evaluate_exactly(run, batches, self.mesh)
+
+    def fit(self, batches: Batches, *, num_steps: int, **options: Any) -> Run:
+        """Trains for `num_steps`, with evaluation, progress, metrics and checkpoints.
+
+        Args:
+          batches: This process's training batches. An object with `get_state` and `set_state`
+            resumes where it was; any other iterable is fast-forwarded.
+          num_steps: Optimizer steps in all, those of a resumed run included.
+          **options: Those of `jddp.trainer.train`: `evaluate`, `run_dir`, `callbacks`, ...
+
+        Returns:
+          The finished run: its state, its metrics, its directory.
+        """
+        return train(self, batches, num_steps=num_steps, **options)

@@ -1,0 +1,11 @@
+"""What a run leaves behind and says while it runs: its directory, its metrics, its progress.
+
+Process 0 writes and prints; the others hold the same objects, which then do nothing. Nothing here
+knows JAX: records are dicts of plain numbers, already reduced over all replicas.
+"""
+
+from jddp.reports.metrics_file import MetricsFile
+from jddp.reports.progress import Progress
+from jddp.reports.run_directory import RunDirectory
+
+__all__ = ["MetricsFile", "Progress", "RunDirectory"]

@@ -1,0 +1,161 @@
+"""Say how a run is going: one live line on a terminal, a plain line every few seconds elsewhere.
+
+    step 400/1170  loss 0.2384  accuracy 0.9123  lr 0.0016  10.8k/s  ETA 0:18
+    eval 400  loss 0.361  accuracy 0.869  examples 10000
+
+Lines fit 80 columns, and all of them go into the process's log file. What is left of the run is
+reckoned from the `step_seconds` of the newest record, so it leaves out compilation wherever that
+does.
+"""
+
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jddp.reports.log_file import said
+
+Record = Mapping[str, Any]
+COLUMNS = 80
+BAR_COLUMNS = 10
+SECONDS_BETWEEN_LINES = 5.0
+# Shown in places of their own, or not at all.
+TIMING = ("learning_rate", "examples_per_second", "step_seconds")
+NOT_METRICS = ("step", "split", "loss", "count", "examples", *TIMING)
+
+
+class Progress:
+    """Prints records as they come; if not `is_writer`, prints nothing.
+
+    Args:
+      num_steps: Steps of the whole run.
+      is_writer: Whether this process prints.
+      stream: The text stream to print on; standard output by default.
+      clock: Tells seconds, so that tests need not wait.
+    """
+
+    def __init__(
+        self,
+        num_steps: int,
+        *,
+        is_writer: bool,
+        stream: Any = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._num_steps = num_steps
+        self._is_writer = is_writer
+        self._stream = stream if stream is not None else sys.stdout
+        self._clock = clock
+        self._printed_at: float | None = None
+        is_live = is_writer and self._stream.isatty()
+        self._bar = _LiveLine(num_steps, self._stream) if is_live else None
+
+    def log(self, record: Record) -> None:
+        """Shows a record of training; off a terminal, only every few seconds and at the end."""
+        if self._bar:
+            self._bar.show(train_line(record, self._num_steps, columns=COLUMNS - BAR_COLUMNS - 1))
+            self._bar.advance(record["step"])
+        elif self._is_due() or record["step"] >= self._num_steps:
+            self._printed_at = self._clock()
+            self._print(train_line(record, self._num_steps))
+        said.info(train_line(record, self._num_steps))
+
+    def evaluated(self, record: Record) -> None:
+        """Shows a record of an evaluation."""
+        fields = [f"eval {record['step']}", *_metrics(record)]
+        line = _join(fields, [f"examples {record['examples']:.0f}"], COLUMNS)
+        self._print(line)
+        said.info(line)
+
+    def note(self, text: str) -> None:
+        """Shows a sentence."""
+        self._print(textwrap.fill(text, COLUMNS, subsequent_indent="  "))
+        said.info(text)
+
+    def close(self) -> None:
+        """Leaves the terminal as it was. To be called also when training fails."""
+        if self._bar:
+            self._bar.close()
+            self._bar = None
+
+    def _is_due(self) -> bool:
+        last = self._printed_at
+        return last is None or self._clock() - last >= SECONDS_BETWEEN_LINES
+
+    def _print(self, line: str) -> None:
+        if self._bar:
+            self._bar.print_above(line)
+        elif self._is_writer:
+            print(line, file=self._stream, flush=True)
+
+
+class _LiveLine:
+    """A bar and a line at the bottom of a terminal."""
+
+    def __init__(self, num_steps: int, stream: Any) -> None:
+        from rich.console import Console  # Only a terminal needs it, and it costs 0.1 s.
+        from rich.progress import BarColumn, TextColumn
+        from rich.progress import Progress as RichProgress
+
+        columns = (BarColumn(BAR_COLUMNS), TextColumn("{task.description}", markup=False))
+        console = Console(file=stream, highlight=False)
+        self._progress = RichProgress(*columns, console=console, refresh_per_second=2)
+        self._task = self._progress.add_task("compiling", total=num_steps)
+        self._progress.start()
+
+    def show(self, line: str) -> None:
+        self._progress.update(self._task, description=line)
+
+    def advance(self, step: int) -> None:
+        self._progress.update(self._task, completed=step)
+
+    def print_above(self, line: str) -> None:
+        self._progress.console.print(line, markup=False, soft_wrap=True)
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+def train_line(record: Record, num_steps: int, *, columns: int = COLUMNS) -> str:
+    """Returns step, loss, metrics, rate, speed and what is left, in one line that fits."""
+    step = record["step"]
+    end = []
+    if (rate := record.get("learning_rate")) is not None:
+        end.append(f"lr {rate:.2g}")
+    if (speed := record.get("examples_per_second")) is not None:
+        end.append(f"{_short(speed)}/s")
+    if (seconds := record.get("step_seconds")) is not None:
+        end.append(f"ETA {_duration((num_steps - step) * seconds)}")
+    start = [f"step {step}/{num_steps}", *_metrics(record)]
+    if rate is not None and len("  ".join([*start, *end])) > columns:
+        end = end[1:]  # The rate is the first to go: the schedule tells it too.
+    return _join(start, end, columns)
+
+
+def _metrics(record: Record) -> list[str]:
+    """Returns the loss, then the user's metrics in their order."""
+    names = [n for n, v in record.items() if n not in NOT_METRICS and isinstance(v, float | int)]
+    return [f"{name} {record[name]:.4g}" for name in ["loss", *names]]
+
+
+def _join(start: list[str], end: list[str], columns: int) -> str:
+    """Joins all fields, or as many of the metrics at the end of `start` as there is room for."""
+    for kept in range(len(start), 1, -1):
+        line = "  ".join([*start[:kept], *end])
+        if len(line) <= columns:
+            return line
+    return "  ".join([*start[:2], *end])[:columns]
+
+
+def _short(number: float) -> str:
+    for unit, size in (("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:.3g}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

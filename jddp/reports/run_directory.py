@@ -1,0 +1,150 @@
+"""The directory of one run, which never takes in another.
+
+    config.yaml      the resolved config; none for a run that was started from objects
+    manifest.json    versions, data and world at the first start, and at later ones that differ
+    metrics.jsonl    one line a report
+    checkpoints/     states to go on from
+    logs/            what each process said
+
+A directory belongs to the config that it was first used with: a rerun with the same one resumes,
+any other is refused before a byte is written.
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jddp.config import dump_values, read_values
+from jddp.errors import ConfigError, DataError, FileSystemError
+from jddp.reports.log_file import logging_to
+from jddp.reports.metrics_file import MetricsFile
+
+Values = Mapping[str, Any]
+# What may differ from start to start: it changes where a run happens, not what it computes.
+FREE_KEYS = ("run.dir", "data.dir", "mesh.num_devices", "checkpoint.resume")
+MISSING = object()
+
+
+class RunDirectory:
+    """Paths of a run, and the check that they are this run's own.
+
+    Args:
+      path: The directory; it need not exist.
+      is_writer: Whether this process writes. All processes check.
+    """
+
+    def __init__(self, path: Path, *, is_writer: bool) -> None:
+        self.path = Path(path)
+        self.checkpoints = self.path / "checkpoints"
+        self.metrics = MetricsFile(self.path / "metrics.jsonl", is_writer=is_writer)
+        self._config, self._manifest = self.path / "config.yaml", self.path / "manifest.json"
+        self._is_writer = is_writer
+
+    def prepare(self, config: Values | None, manifest: Values) -> None:
+        """Makes the directory, or makes sure that the one there is of the same run.
+
+        Args:
+          config: The resolved config; None if the run was started from objects.
+          manifest: What the run stands on. `manifest["data"]["sha256"]`, where present, must be
+            what it was at the first start.
+
+        Raises:
+          ConfigError: If the directory holds another run, with the keys that differ.
+          DataError: If the data are not the ones that the run was started with.
+          FileSystemError: If it cannot be read or written.
+        """
+        try:
+            self._refuse_another_run(config)
+            first = json.loads(self._manifest.read_text()) if self._manifest.exists() else {}
+            self._refuse_other_data(first, manifest)
+            if self._is_writer:
+                self._write(config, first, manifest)
+        except OSError as error:
+            raise FileSystemError(
+                f"run.dir {self.path}: {error.strerror}: {error.filename}. "
+                "Choose a folder that can be written."
+            ) from error
+        except json.JSONDecodeError as error:
+            raise FileSystemError(
+                f"{self._manifest} is damaged: {error}. Put it back, or choose another run.dir."
+            ) from error
+
+    def logging(self, process_index: int) -> contextlib.AbstractContextManager[None]:
+        """While open, what this process says goes into a log file of its own."""
+        return logging_to(self.path / "logs" / f"process_{process_index}.log")
+
+    def _refuse_another_run(self, config: Values | None) -> None:
+        ours = (self._config, self._manifest)
+        if not any(path.exists() for path in ours):
+            strangers = [p.name for p in (self.metrics.path, self.checkpoints) if p.exists()]
+            if strangers:
+                raise ConfigError(
+                    f"run.dir {self.path} holds {' and '.join(strangers)} of something else. "
+                    "Choose another run.dir."
+                )
+            return
+        before = read_values(self._config) if self._config.exists() else None
+        if (before is None) != (config is None):
+            started = ("from a config", "from objects, by DataParallel.fit")[before is None]
+            raise ConfigError(
+                f"run.dir {self.path} holds a run that was started {started}. "
+                "Choose another run.dir."
+            )
+        if before is not None and config is not None and (keys := _differing(before, config)):
+            raise ConfigError(
+                f"run.dir {self.path} holds a run of another config: {'; '.join(keys)}. "
+                "Choose another run.dir, or the same config to go on."
+            )
+
+    def _refuse_other_data(self, first: Values, manifest: Values) -> None:
+        before, now = (m.get("data", {}).get("sha256") for m in (first, manifest))
+        if before and now and before != now:
+            raise DataError(
+                f"run.dir {self.path} was started with other data (sha256 {before[:12]}, now "
+                f"{now[:12]}). Choose another run.dir, or put the data back."
+            )
+
+    def _write(self, config: Values | None, first: Values, manifest: Values) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        if config is not None and not self._config.exists():
+            _replace(self._config, dump_values(config))
+        manifest = json.loads(json.dumps(manifest))  # Tuples become lists, as in what was read.
+        later = first.get("later_starts", [])
+        known = [{k: v for k, v in first.items() if k != "later_starts"}, *later]
+        if not first:
+            _replace(self._manifest, manifest)
+        elif manifest not in known:
+            _replace(self._manifest, {**first, "later_starts": [*later, manifest]})
+
+
+def _differing(before: Values, now: Values) -> list[str]:
+    """Returns "key: old there, new here" for every key that differs and matters."""
+    old, new = _flat(before), _flat(now)
+    return [
+        f"{key} is {_show(old.get(key, MISSING))} there, {_show(new.get(key, MISSING))} here"
+        for key in dict.fromkeys([*new, *old])
+        if key not in FREE_KEYS and old.get(key, MISSING) != new.get(key, MISSING)
+    ]
+
+
+def _flat(values: Values, above: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        key = f"{above}{name}"
+        value = list(value) if isinstance(value, tuple) else value  # As YAML gives it back.
+        flat |= _flat(value, f"{key}.") if isinstance(value, Mapping) and value else {key: value}
+    return flat
+
+
+def _show(value: Any) -> str:
+    return "absent" if value is MISSING else "null" if value is None else str(value)
+
+
+def _replace(path: Path, values: str | Values) -> None:
+    """Writes a file so that a reader sees the old or the new one, never a part."""
+    beside = path.with_name(path.name + ".partial")
+    beside.write_text(values if isinstance(values, str) else json.dumps(values, indent=2) + "\n")
+    os.replace(beside, path)

@@ -1,0 +1,51 @@
+"""A run in progress or finished: what callbacks see and `fit` returns."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jddp.state import TrainState
+
+
+class Run:
+    """A run in progress or finished: what callbacks see and `fit` returns.
+
+    Attributes:
+      state: The newest state.
+      step: Its finished optimizer steps.
+      metrics: The last train record, a dict of floats.
+      evaluations: The records of all evaluations, those before a resume included.
+      run_dir: Where the run keeps its files, or None.
+    """
+
+    def __init__(self, state: TrainState, run_dir: Path | None, save: Callable[..., None]) -> None:
+        self.state = state
+        self.step = 0
+        self.metrics: dict[str, Any] = {}
+        self.evaluations: list[dict[str, Any]] = []
+        self.run_dir = run_dir
+        self.stopped: str | None = None
+        self._save = save
+
+    @property
+    def eval_metrics(self) -> dict[str, Any]:
+        """The record of the last evaluation; empty before the first."""
+        return self.evaluations[-1] if self.evaluations else {}
+
+    def stop(self, reason: str) -> None:
+        """Ends the run after the step under way; `reason` is reported."""
+        self.stopped = self.stopped or reason
+
+    def save(self, where: str = "checkpoints") -> None:
+        """Writes a checkpoint of the newest state into the run directory."""
+        self._save(where)
+
+    def __repr__(self) -> str:
+        """Step, metrics and directory in one line."""
+        shown = {**self.metrics, **{f"eval {k}": v for k, v in self.eval_metrics.items()}}
+        numbers = ", ".join(
+            f"{name} {value:.4g}"
+            for name, value in shown.items()
+            if isinstance(value, float | int) and not name.endswith("step")
+        )
+        return f"Run(step {self.step}: {numbers}; {self.run_dir or 'no directory'})"

@@ -1,0 +1,103 @@
+"""The trainer: from a state and batches to a finished run.
+
+It steps, evaluates, reports, saves and stops, and knows the model only by what it does for it
+(`Trainable`). `jddp.DataParallel.fit` and the command line run this same function.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jddp.callbacks import Callback
+from jddp.errors import ConfigError
+from jddp.reports import RunDirectory
+from jddp.run import Run
+from jddp.state import TrainState
+from jddp.trainer.loop import Loop, Trainable
+from jddp.trainer.plan import Plan
+from jddp.trainer.source import Source
+
+PyTree = Any
+
+__all__ = ["Trainable", "train"]
+
+
+def train(
+    ddp: Trainable,
+    batches: Iterable[PyTree],
+    *,
+    num_steps: int,
+    state: TrainState | None = None,
+    evaluate: Iterable[PyTree] | None = None,
+    run_dir: str | Path | None = None,
+    callbacks: Sequence[Callback] = (),
+    seed: int = 0,
+    log_every_steps: int = 50,
+    eval_every_steps: int | None = None,
+    save_every_steps: int | None = None,
+    keep: int = 3,
+    resume: str = "auto",
+    eval_params: str = "params",
+    learning_rate: Callable[[int], Any] | None = None,
+    config: Mapping[str, Any] | None = None,
+    manifest: Mapping[str, Any] | None = None,
+) -> Run:
+    """Trains until `num_steps` optimizer steps are finished, going on where the run was.
+
+    Args:
+      ddp: Usually a `jddp.DataParallel`.
+      batches: This process's training batches.
+      num_steps: In all, those before a resume included.
+      state: To start from, where it stands; by default `ddp.init(seed, <the first batch>)`.
+      evaluate: This process's evaluation batches, iterated anew each time.
+      run_dir: For metrics and checkpoints; None keeps nothing.
+      callbacks: See `jddp.Callback`.
+      seed: Of the first state.
+      log_every_steps: Steps between train records.
+      eval_every_steps: Steps between evaluations; None is once, at the end.
+      save_every_steps: Steps between checkpoints; None is once, at the end.
+      keep: Checkpoints that stay.
+      resume: "auto" (go on if there is a checkpoint), "never" (there must be none), "must".
+      eval_params: "params" or "ema".
+      learning_rate: Of a step, for the records.
+      config: Kept in the run directory; another one there is refused.
+      manifest: Kept beside it.
+
+    Returns:
+      The finished run.
+
+    Raises:
+      ConfigError: If an option breaks its rule, or the run directory holds another run.
+      DataError: If the batches end before `num_steps`.
+      NumericsError: If the loss is not finite.
+    """
+    plan = Plan(
+        num_steps=num_steps,
+        log_every_steps=log_every_steps,
+        eval_every_steps=eval_every_steps,
+        save_every_steps=save_every_steps,
+        keep=keep,
+        resume=resume,
+        evaluation=evaluate,
+        eval_params=eval_params,
+        learning_rate=learning_rate,
+    )
+    if resume == "must" and run_dir is None:
+        raise ConfigError("resume='must' needs run_dir=, where the run was saved.")
+    files = None
+    if run_dir is not None:
+        files = RunDirectory(Path(run_dir), is_writer=jax.process_index() == 0)
+        files.prepare(config, manifest or {})
+    source = Source(batches)
+    if state is None:
+        state = ddp.init(seed, source.peek())
+    if eval_params == "ema" and state.ema_params is None:
+        raise ConfigError("eval_params='ema' needs DataParallel(..., ema_decay=...).")
+    loop = Loop(ddp, source, state, plan, files, callbacks)
+    try:
+        loop.resume()
+        return loop.run_to_the_end()
+    finally:
+        loop.close()

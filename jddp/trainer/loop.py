@@ -1,0 +1,265 @@
+"""One run of the loop.
+
+    send step t+1 ─► read the metrics of step t ─► report, evaluate, save where due
+
+A step's metrics are read after the next step has been sent, so the devices never wait for the
+host, and the host is never more than two steps ahead. Every decision is taken from global values,
+so all processes take it alike.
+"""
+
+import contextlib
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jddp.callbacks import Callback
+from jddp.checkpoint import Checkpoints
+from jddp.errors import ConfigError, NumericsError
+from jddp.reports import Progress, RunDirectory
+from jddp.run import Run
+from jddp.state import TrainState
+from jddp.trainer.clock import Clock
+from jddp.trainer.plan import Plan
+from jddp.trainer.source import Source
+
+PyTree = Any
+
+
+@runtime_checkable
+class Trainable(Protocol):
+    """What the loop needs of `jddp.DataParallel`."""
+
+    mesh: Mesh
+
+    def init(self, seed: int = 0, batch: PyTree = None, params: PyTree = None) -> TrainState:
+        """Makes the first state."""
+        ...
+
+    def put(self, batch: PyTree) -> PyTree:
+        """Places a batch on the devices."""
+        ...
+
+    def step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Mapping[str, Any]]:
+        """Takes one optimizer step."""
+        ...
+
+    def evaluate(
+        self, state: TrainState, batches: Iterable[PyTree], params: str = "params"
+    ) -> dict[str, float]:
+        """Evaluates exactly."""
+        ...
+
+
+@jax.jit
+def _is_finite(tree: PyTree) -> jax.Array:
+    return jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]).all()
+
+
+class Loop:
+    """A run from where it stands to its end.
+
+    Args:
+      ddp: What steps and evaluates.
+      source: The training batches.
+      state: To start from, unless a checkpoint is found.
+      plan: What to do when.
+      files: The run directory, or None.
+      callbacks: Called with reduced values.
+    """
+
+    def __init__(
+        self,
+        ddp: Trainable,
+        source: Source,
+        state: TrainState,
+        plan: Plan,
+        files: RunDirectory | None,
+        callbacks: Sequence[Callback],
+    ) -> None:
+        self._ddp, self._source, self._plan = ddp, source, plan
+        self._files, self._callbacks = files, callbacks
+        self._checkpoints: dict[str, Checkpoints] = {}
+        self._run = Run(state, None if files is None else files.path, self._save)
+        if not state.step.is_deleted():  # a state that was taken is refused by the step, in words
+            self._run.step = int(state.step)
+        self._progress = Progress(plan.num_steps, is_writer=jax.process_index() == 0)
+        self._position: Any = source.position()
+        self._resumed_from: int | None = None
+        self._clock = Clock(0)
+
+    def resume(self) -> None:
+        """Restores the newest checkpoint, if there is one, and drops the records behind it."""
+        run, policy = self._run, self._plan.resume
+        if self._files is None:
+            return
+        latest = self._checkpoint("checkpoints").latest()
+        if latest is None and policy == "must":
+            raise ConfigError(
+                f"resume='must', but {run.run_dir} holds no checkpoint. Choose the run.dir of a "
+                "run that was saved, or resume='auto'."
+            )
+        if latest is not None and policy == "never":
+            raise ConfigError(
+                f"{run.run_dir} holds a run at step {latest}, and resume='never' would overwrite "
+                "it. Choose another run.dir, or resume='auto'."
+            )
+        if latest is not None:
+            self._restore(latest)
+        self._files.metrics.truncate_after(run.step)
+
+    def _restore(self, step: int) -> None:
+        run = self._run
+        run.state, beside = self._checkpoint("checkpoints").restore(step, like=run.state)
+        run.step, run.stopped = step, beside["stopped"]
+        run.metrics, run.evaluations = beside["metrics"], beside["evaluations"]
+        self._position = beside["position"]
+        self._source.move_to(self._position)
+        self._resumed_from = step
+
+    def run_to_the_end(self) -> Run:
+        """Steps until all are done or a callback has stopped the run."""
+        run = self._run
+        if self._is_over:
+            self._progress.note(f"finished at step {run.step}; nothing to do")
+            return run
+        files = self._files
+        with contextlib.nullcontext() if files is None else files.logging(jax.process_index()):
+            self._run_on()
+        return run
+
+    def _run_on(self) -> None:
+        run = self._run
+        if self._resumed_from is not None:
+            self._progress.note(f"resumed from step {run.step} of {self._plan.num_steps}")
+        self._take_steps()
+        if run.stopped is not None:
+            self._progress.note(f"stopped at step {run.step}: {run.stopped}")
+        self._evaluate_and_save(at_end=True)
+        for callback in self._callbacks:
+            callback.on_end(run)
+
+    def close(self) -> None:
+        """Waits for checkpoints, and leaves the terminal as it was."""
+        self._progress.close()
+        for checkpoints in self._checkpoints.values():
+            checkpoints.close()
+
+    def _take_steps(self) -> None:
+        run, plan = self._run, self._plan
+        self._clock, first = Clock(run.step), run.step + 1
+        batch, waiting = self._next_batch(), None
+        while not self._is_over:
+            run.state, metrics = self._ddp.step(run.state, batch)
+            run.step += 1
+            self._position = self._source.position()
+            sent = (run.step, metrics, jax.tree.leaves(batch)[0].shape[0])
+            if run.step < plan.num_steps:
+                batch = self._next_batch()  # travels while the devices compute
+            if waiting is not None:
+                self._report(*waiting)
+            waiting = sent
+            if run.step == first:
+                jax.block_until_ready(metrics)
+                self._clock = Clock(run.step)  # compiled: from here on time is training time
+            if self._is_due(plan.eval_every_steps) or self._is_due(plan.save_every_steps):
+                self._report(*waiting)
+                waiting = None
+                if not self._is_over:  # at the end all is due, evaluation before the save
+                    self._evaluate_and_save()
+        if waiting is not None:
+            self._report(*waiting)
+
+    def _next_batch(self) -> PyTree:
+        return self._ddp.put(next(self._source))
+
+    @property
+    def _is_over(self) -> bool:
+        return self._run.step >= self._plan.num_steps or self._run.stopped is not None
+
+    def _is_due(self, every: int | None) -> bool:
+        return every is not None and self._run.step % every == 0
+
+    def _report(self, step: int, metrics: Mapping[str, Any], rows: int) -> None:
+        """Waits for a step, whose successor is on its way, and says what is due of it."""
+        loss = float(metrics["loss"])
+        if not math.isfinite(loss):  # looked at in every step: none behind it may be saved
+            raise NumericsError(
+                f"The loss is {loss} at step {step}. Lower the learning rate, clip with "
+                "max_grad_norm, or look at the data; the last checkpoint is from before."
+            )
+        is_logged = step % self._plan.log_every_steps == 0 or step == self._plan.num_steps
+        if not (is_logged or self._callbacks):
+            return
+        values = {name: float(x) for name, x in jax.device_get(dict(metrics)).items()}
+        if is_logged:
+            self._log(step, values, rows)
+        for callback in self._callbacks:
+            callback.on_step(self._run, {"step": step, **values})
+
+    def _log(self, step: int, values: dict[str, float], rows: int) -> None:
+        record: dict[str, Any] = {"step": step, "split": "train", **values}
+        if self._plan.learning_rate is not None:
+            record["learning_rate"] = float(np.asarray(self._plan.learning_rate(step - 1)))
+        seconds = self._clock.seconds_per_step(step)
+        if seconds is not None:
+            record |= {"step_seconds": seconds, "examples_per_second": rows / seconds}
+        self._run.metrics = record
+        if self._files is not None:
+            self._files.metrics.append(record)
+        self._progress.log(record)
+
+    def _evaluate_and_save(self, *, at_end: bool = False) -> None:
+        """Does what is due at this step; at the end, what has not been done at this step."""
+        paused, run, plan = time.perf_counter(), self._run, self._plan
+        is_new = run.eval_metrics.get("step") != run.step
+        if (
+            plan.evaluation is not None
+            and is_new
+            and (at_end or self._is_due(plan.eval_every_steps))
+        ):
+            self._evaluate(plan.evaluation)
+        if self._files is not None and (at_end or self._is_due(plan.save_every_steps)):
+            run.save()
+        self._clock.pause(time.perf_counter() - paused)
+
+    def _evaluate(self, batches: Iterable[PyTree]) -> None:
+        run = self._run
+        metrics = self._ddp.evaluate(run.state, batches, self._plan.eval_params)
+        record: dict[str, Any] = {"step": run.step, "split": "eval", **metrics}
+        run.evaluations.append(record)
+        if self._files is not None:
+            self._files.metrics.append(run.eval_metrics)
+        self._progress.evaluated(run.eval_metrics)
+        for callback in self._callbacks:
+            callback.on_eval(run, run.eval_metrics)
+
+    def _save(self, where: str) -> None:
+        run = self._run
+        if not _is_finite(run.state.params):
+            raise NumericsError(
+                f"Parameters are not finite after step {run.step}, though its loss was: a gradient "
+                "is not. They are not saved; the last checkpoint is from before."
+            )
+        beside = {
+            "position": self._position,
+            "metrics": run.metrics,
+            "evaluations": run.evaluations,
+            "stopped": run.stopped,
+        }
+        self._checkpoint(where).save(run.step, run.state, beside)
+        for callback in self._callbacks:
+            callback.on_save(run)
+
+    def _checkpoint(self, where: str) -> Checkpoints:
+        if self._files is None:
+            raise ConfigError("Saving needs a directory: fit(..., run_dir=...).")
+        if where not in self._checkpoints:
+            keep = self._plan.keep if where == "checkpoints" else 1
+            self._checkpoints[where] = Checkpoints(self._files.path / where, keep=keep)
+        return self._checkpoints[where]

@@ -1,0 +1,53 @@
+"""What a run does when."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from jddp.errors import ConfigError
+
+PyTree = Any
+
+POSITIVE = ("num_steps", "log_every_steps", "eval_every_steps", "save_every_steps", "keep")
+CHOICES = {"resume": ("auto", "never", "must"), "eval_params": ("params", "ema")}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run does when; periods are in optimizer steps, None is once, at the end.
+
+    Attributes:
+      num_steps: In all.
+      log_every_steps: Between train records.
+      eval_every_steps: Between evaluations.
+      save_every_steps: Between checkpoints.
+      keep: Checkpoints that stay.
+      resume: "auto", "never" or "must".
+      evaluation: Batches, iterated anew each time, or None.
+      eval_params: "params" or "ema".
+      learning_rate: Of a step, for the records, or None.
+
+    Raises:
+      ConfigError: If a number is not positive, or a choice is unknown.
+    """
+
+    num_steps: int
+    log_every_steps: int
+    eval_every_steps: int | None
+    save_every_steps: int | None
+    keep: int
+    resume: str
+    evaluation: Iterable[PyTree] | None
+    eval_params: str
+    learning_rate: Callable[[int], Any] | None
+
+    def __post_init__(self) -> None:
+        """Refuses what breaks its rule, before anything is compiled or written."""
+        for name in POSITIVE:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is at least 1; got {value}.")
+        for name, choices in CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                raise ConfigError(f"{name} {value!r} is unknown. Choose one of {list(choices)}.")
