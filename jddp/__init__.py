@@ -1,0 +1,73 @@
+"""jddp: DistributedDataParallel for JAX.
+
+Importing this package loads neither JAX nor anything else that is heavy: each public name loads
+its room when it is first used.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jddp.build import fit as fit
+    from jddp.build import load as load
+    from jddp.callbacks import Callback as Callback
+    from jddp.callbacks import EarlyStopping as EarlyStopping
+    from jddp.callbacks import KeepBest as KeepBest
+    from jddp.config import Config as Config
+    from jddp.data_parallel import DataParallel as DataParallel
+    from jddp.errors import ConfigError as ConfigError
+    from jddp.errors import DataError as DataError
+    from jddp.errors import Error as Error
+    from jddp.mesh import AXIS as AXIS
+    from jddp.reduce import BucketPlan as BucketPlan
+    from jddp.reduce import average_gradients as average_gradients
+    from jddp.run import Run as Run
+    from jddp.state import TrainState as TrainState
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "AXIS": "mesh",
+    "BucketPlan": "reduce",
+    "Callback": "callbacks",
+    "Config": "config",
+    "ConfigError": "errors",
+    "DataError": "errors",
+    "DataParallel": "data_parallel",
+    "EarlyStopping": "callbacks",
+    "Error": "errors",
+    "KeepBest": "callbacks",
+    "Run": "run",
+    "TrainState": "state",
+    "average_gradients": "reduce",
+    "fit": "build",
+    "load": "build",
+}
+
+__all__ = [
+    "AXIS",
+    "BucketPlan",
+    "Callback",
+    "Config",
+    "ConfigError",
+    "DataError",
+    "DataParallel",
+    "EarlyStopping",
+    "Error",
+    "KeepBest",
+    "Run",
+    "TrainState",
+    "average_gradients",
+    "fit",
+    "load",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'jddp' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"jddp.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -1,0 +1,206 @@
+"""Put the parts of a config together: data in batches, a wrapped model, a number of steps.
+
+job = build(config)
+run = job.run()
+"""
+
+import contextlib
+import importlib.metadata
+import math
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jddp.build.parts import Parts, Schedule, resolve_parts
+from jddp.callbacks import Callback
+from jddp.cluster import initialize, resolve_identity
+from jddp.config import Config, load_config, with_overrides
+from jddp.data import DataSet, TrainBatches, eval_batches
+from jddp.data_parallel import DataParallel
+from jddp.errors import DataError
+from jddp.mesh import configure_devices
+from jddp.run import Run
+
+PACKAGES = ("jddp", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+
+
+def fit(
+    config: Config | str | Path, *, callbacks: Sequence[Callback] = (), **overrides: Any
+) -> Run:
+    """Trains what a config describes: the command line as a function.
+
+    Args:
+      config: A config, a YAML file or the name of a preset.
+      callbacks: Called with reduced values as the run goes on.
+      **overrides: Sections, `model={"name": "mlp"}`, or dotted keys, `**{"model.name": "mlp"}`.
+
+    Returns:
+      The finished run. A `Config` without `run.dir` leaves nothing on disk.
+
+    Raises:
+      Error: A subclass for each kind of mistake, where possible before anything is compiled.
+    """
+    if isinstance(config, Config):
+        resolved = with_overrides(config, overrides)
+    else:
+        resolved, _ = load_config([str(config)], overrides)
+    return build(resolved).run(callbacks)
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that a run needs, made and checked.
+
+    Attributes:
+      config: What it was made from.
+      parts: What the config names.
+      ddp: The model on its mesh.
+      num_steps: Optimizer steps in all; None if only the data, which are absent, could tell.
+      learning_rate: The schedule, or None if the optimizer has its own.
+      data: The examples, or None if they are absent and were not needed.
+      data_error: Why they are absent.
+    """
+
+    config: Config
+    parts: Parts
+    ddp: DataParallel
+    num_steps: int | None
+    learning_rate: Schedule | None
+    data: DataSet | None
+    data_error: str = ""
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this process prints and writes."""
+        return jax.process_index() == 0
+
+    @property
+    def num_parameters(self) -> int:
+        """Trained numbers of the model."""
+        params = self.ddp.abstract_state(self.batch_spec).params
+        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+
+    @property
+    def batch_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """The shapes of one batch of this process."""
+        rows = self.config.data.global_batch_size // jax.process_count()
+        return {
+            name: jax.ShapeDtypeStruct((rows, *shape), dtype)
+            for name, (shape, dtype) in self.parts.source.spec.items()
+        }
+
+    def run(self, callbacks: Sequence[Callback] = ()) -> Run:
+        """Trains to the end, going on from the newest checkpoint where there is one."""
+        assert self.data is not None, "build(config) has data unless told that it needs none"
+        assert self.num_steps is not None, "where there are data, there are steps"
+        config, share = self.config, _share()
+        batches = TrainBatches(
+            self.data.train,
+            global_batch_size=config.data.global_batch_size,
+            seed=config.seed,
+            shuffle=config.data.shuffle,
+            augment=self.parts.source.augment if config.data.augment else None,
+            **share,
+        )
+        # Evaluation holds no gradients: rows of one micro-step fit wherever training fits.
+        rows = config.data.global_batch_size // config.ddp.accumulate_steps
+        return self.ddp.fit(
+            batches,
+            num_steps=self.num_steps,
+            evaluate=eval_batches(self.data.test, global_batch_size=rows, **share),
+            run_dir=config.run.dir,
+            callbacks=callbacks,
+            seed=config.seed,
+            eval_every_steps=config.train.eval_every_steps,
+            log_every_steps=config.train.log_every_steps,
+            save_every_steps=config.checkpoint.every_steps,
+            keep=config.checkpoint.keep,
+            resume=config.checkpoint.resume,
+            eval_params=config.train.eval_params,
+            learning_rate=self.learning_rate,
+            config=config.model_dump(),
+            manifest=self._manifest(),
+        )
+
+    def _manifest(self) -> dict[str, Any]:
+        assert self.data is not None
+        return {
+            "versions": versions(),
+            "data": {"description": self.data.description, "sha256": self.data.sha256},
+            "world": {
+                "num_processes": jax.process_count(),
+                "num_devices": self.ddp.mesh.size,
+                "device_kind": self.ddp.mesh.devices.flat[0].device_kind,
+            },
+        }
+
+
+def build(config: Config, *, needs_data: bool = True) -> Job:
+    """Makes a job: joins the processes, resolves names, makes the mesh, reads the data.
+
+    Args:
+      config: What to make.
+      needs_data: Whether absent data are an error. A preview does without.
+
+    Raises:
+      ConfigError: With all that the config names and that cannot be had, one line each.
+      DataError: If the data are absent or damaged.
+    """
+    identity = resolve_identity()
+    _configure(config, identity.num_processes)
+    initialize(identity)
+    parts = resolve_parts(config)
+    num_devices = config.mesh.num_devices
+    config.check_batch(jax.device_count() if num_devices == "auto" else num_devices)
+    data, data_error = None, ""
+    try:
+        data = parts.source.load()
+    except DataError as error:
+        if needs_data:
+            raise
+        data_error = str(error)
+    num_steps = _num_steps(config, data)
+    optimizer, learning_rate = parts.make_optimizer(num_steps or 1)
+    ddp = DataParallel(
+        parts.model,
+        optimizer,
+        parts.loss_fn,
+        mesh=None if num_devices == "auto" else num_devices,
+        **config.ddp.model_dump(),
+    )
+    return Job(config, parts, ddp, num_steps, learning_rate, data, data_error)
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of Python and of the packages that results depend on."""
+    return {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "checkout"  # Run in place, not installed.
+
+
+def _configure(config: Config, num_processes: int) -> None:
+    # A running JAX, as in a notebook, refuses: then the mesh takes from the devices that are there.
+    with contextlib.suppress(RuntimeError):
+        configure_devices(config.mesh.num_devices, num_processes=num_processes)
+
+
+def _num_steps(config: Config, data: DataSet | None) -> int | None:
+    if config.train.num_steps is not None:
+        return config.train.num_steps
+    if data is None or config.train.num_epochs is None:
+        return None
+    examples = config.train.num_epochs * len(data.train)
+    return max(1, round(examples / config.data.global_batch_size))
+
+
+def _share() -> dict[str, int]:
+    return {"process_index": jax.process_index(), "num_processes": jax.process_count()}

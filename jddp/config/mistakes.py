@@ -1,0 +1,69 @@
+"""Every mistake in a config in one line: which key, which value, which rule, what was meant.
+
+pydantic finds all mistakes at once and says them in its own words and in several lines; here each
+becomes a `Mistake`, whose key the room that read the files can trace to the file that set it.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel, ValidationError
+
+from jddp.config.keys import Path, keys_of, section_at
+from jddp.errors import ConfigError
+from jddp.names import did_you_mean
+
+
+class Mistake(NamedTuple):
+    """What is wrong with one key; `path` leads to it from the top of the config."""
+
+    path: Path
+    text: str
+
+
+class ConfigMistakes(ConfigError):
+    """Everything that is wrong with a config: `mistakes`, and as text one line each."""
+
+    def __init__(self, mistakes: Sequence[Mistake]) -> None:
+        super().__init__("\n".join(mistake.text for mistake in mistakes))
+        self.mistakes = list(mistakes)
+
+
+def describe_mistakes(error: ValidationError, schema: type[BaseModel]) -> list[Mistake]:
+    """Returns one mistake for each key that `error` complains about, in the order of the schema."""
+    complaints: dict[Path, list[Any]] = {}
+    for detail in error.errors(include_url=False):
+        complaints.setdefault(_key_path(schema, detail["loc"]), []).append(detail)
+    return [Mistake(path, _sentence(path, found, schema)) for path, found in complaints.items()]
+
+
+def _key_path(schema: type[BaseModel], location: tuple[int | str, ...]) -> Path:
+    """Cuts off what pydantic adds behind a key: which branch of a union was tried."""
+    path: Path = ()
+    for part in location:
+        path = (*path, str(part))
+        if section_at(schema, path) is None:
+            break
+    return path
+
+
+def _sentence(path: Path, details: list[Any], schema: type[BaseModel]) -> str:
+    key, detail = ".".join(path), details[0]
+    match detail["type"]:
+        case "extra_forbidden":
+            return f"unknown key {key!r}.{_nearest_key(path, schema)}"
+        case "value_error":
+            return f"{key}: {detail['ctx']['error']}."
+        case "model_type" | "model_attributes_type":
+            return f"{key} must be a section of keys, not {detail['input']!r}."
+    rules = [d["msg"].removeprefix("Input should be ") for d in details]
+    return f"{key} must be {' or '.join(dict.fromkeys(rules))}, not {detail['input']!r}."
+
+
+def _nearest_key(path: Path, schema: type[BaseModel]) -> str:
+    """Suggests a sibling, else the full path of a key of like name in another section."""
+    section = section_at(schema, path[:-1])
+    siblings = list(section.model_fields) if section else []
+    if meant := did_you_mean(path[-1], siblings):
+        return meant
+    return did_you_mean(path[-1], {p[-1]: ".".join(p) for p in reversed(keys_of(schema))})

@@ -1,0 +1,212 @@
+"""The sections of a config: every key with its type, range, default and meaning.
+
+    Config(train={"num_steps": 100}, model={"name": "mlp"}).optimizer.learning_rate
+
+Sections are frozen and closed to keys they do not know. This room knows names and numbers; what
+models, data sets and optimizers exist is known where they live.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from jddp.config.mistakes import ConfigMistakes, describe_mistakes
+from jddp.errors import ConfigError
+
+Kwargs = dict[str, Any]
+
+
+class Section(BaseModel):
+    """A part of the config: immutable, and closed to keys it does not know."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_is_default(cls, values: Any) -> Any:
+        """A section whose keys are all commented out reads as None."""
+        return {} if values is None else values
+
+
+class NamedSection(Section):
+    """A part that is chosen by a registered name or by the user's own target, never both."""
+
+    name: str | None = Field(None, description="A registered name.")
+    target: str | None = Field(None, description="One's own, as package.module:Name.")
+    kwargs: Kwargs = Field(default_factory=dict, description="Its arguments.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _target_replaces_default_name(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("target") is not None:
+            return {"name": None, **values}
+        return values
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> "NamedSection":
+        if (self.name is None) == (self.target is None):
+            raise ValueError("give either 'name' or 'target'")
+        return self
+
+
+class RunConfig(Section):
+    """Where a run is kept."""
+
+    dir: str | None = Field(None, description="Run directory; runs/<config name> unless given.")
+
+
+class TrainConfig(Section):
+    """How long training takes, and how often it reports."""
+
+    num_steps: int | None = Field(None, ge=1, description="Optimizer steps in all; or num_epochs.")
+    num_epochs: float | None = Field(None, gt=0, description="Passes over the data; or num_steps.")
+    eval_every_steps: int | None = Field(
+        None, ge=1, description="Steps between evaluations; the end is always evaluated."
+    )
+    eval_params: Literal["params", "ema"] = Field(
+        "params", description="Evaluate the parameters, or their moving average."
+    )
+    log_every_steps: int = Field(50, ge=1, description="Steps between lines of metrics.")
+
+    @model_validator(mode="after")
+    def _one_length(self) -> "TrainConfig":
+        if (self.num_steps is None) == (self.num_epochs is None):
+            raise ValueError("give either 'num_steps' or 'num_epochs'")
+        return self
+
+
+class DataConfig(NamedSection):
+    """What is learnt from."""
+
+    name: str | None = Field("fashion_mnist", description="A data set of jddp.data.")
+    target: str | None = Field(None, description="One's own: a callable giving (train, test).")
+    source: str = Field("embedded", description="Fashion-MNIST: 'embedded' (15,000) or 'full'.")
+    dir: str | None = Field(None, description="Folder of the files, for data sets that have one.")
+    global_batch_size: int = Field(128, ge=1, description="Examples a step, over all replicas.")
+    shuffle: bool = Field(True, description="A new order each epoch, from the seed.")
+    augment: bool = Field(True, description="Random changes to examples, where the set has any.")
+
+
+class ModelConfig(NamedSection):
+    """What learns."""
+
+    name: str | None = Field("cnn", description="A model of jddp.models.")
+    target: str | None = Field(None, description="One's own Flax module class, Linen or NNX.")
+
+
+class LossConfig(NamedSection):
+    """What is made small."""
+
+    name: str | None = Field("cross_entropy", description="A loss of jddp.losses.")
+    target: str | None = Field(None, description="One's own loss_fn(model, batch[, train]).")
+
+
+class ScheduleConfig(Section):
+    """How the learning rate changes after warm-up."""
+
+    name: str = Field("cosine_decay_schedule", description="Any schedule optax.<name>.")
+    kwargs: Kwargs = Field(
+        default_factory=dict, description="Its arguments; peak rate and length are filled in."
+    )
+
+
+class OptimizerConfig(NamedSection):
+    """How parameters move."""
+
+    name: str | None = Field("adamw", description="Any optimizer optax.<name>.")
+    target: str | None = Field(None, description="One's own: a callable giving an optax optimizer.")
+    learning_rate: float = Field(1e-3, gt=0, description="Peak rate, reached after warm-up.")
+    warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up from zero.")
+    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
+    decay_norms_and_biases: bool = Field(
+        False, description="Weight decay on norms and biases too, not on matrices alone."
+    )
+
+
+class MeshConfig(Section):
+    """What it runs on."""
+
+    num_devices: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        "auto", description="Devices of all processes; auto: all GPUs, else 8 virtual CPUs."
+    )
+
+
+class DdpConfig(Section):
+    """How replicas are kept alike: the options of `jddp.DataParallel`."""
+
+    bucket_mb: float = Field(25, gt=0, description="Size of a gradient bucket, in MiB.")
+    first_bucket_mb: float = Field(1, gt=0, description="Size of the first bucket, in MiB.")
+    layout: Literal["auto", "leaf", "flat"] = Field(
+        "auto", description="Buckets reduced leaf by leaf, or packed into one vector."
+    )
+    batch_norm: Literal["sync", "broadcast", "local"] = Field(
+        "sync", description="Batch statistics: of the global batch, replica 0's, or each its own."
+    )
+    accumulate_steps: int = Field(1, ge=1, description="Micro-steps to one optimizer step.")
+    max_grad_norm: float | None = Field(None, gt=0, description="Clip the mean gradient to this.")
+    ema_decay: float | None = Field(
+        None, gt=0, lt=1, description="Decay of the moving average of the parameters."
+    )
+
+
+class CheckpointConfig(Section):
+    """How a run survives."""
+
+    every_steps: int | None = Field(
+        None, ge=1, description="Steps between checkpoints; the end is always saved."
+    )
+    keep: int = Field(3, ge=1, description="Newest checkpoints to keep.")
+    resume: Literal["auto", "never", "must"] = Field(
+        "auto", description="Go on from the last checkpoint: if there is one, never, or only so."
+    )
+
+
+class Config(Section):
+    """A run, completely described.
+
+    Raises:
+      ConfigMistakes: With every mistake in the given values, one line each.
+    """
+
+    seed: int = Field(0, ge=0, description="Makes parameters, order of examples and dropout.")
+    run: RunConfig = Field(default_factory=RunConfig)
+    train: TrainConfig
+    data: DataConfig = Field(default_factory=DataConfig)
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    loss: LossConfig = Field(default_factory=LossConfig)
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    mesh: MeshConfig = Field(default_factory=MeshConfig)
+    ddp: DdpConfig = Field(default_factory=DdpConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**{"train": None, **values})
+        except ValidationError as error:
+            raise ConfigMistakes(describe_mistakes(error, type(self))) from None
+
+    @model_validator(mode="after")
+    def _keys_agree(self) -> "Config":
+        if self.train.eval_params == "ema" and self.ddp.ema_decay is None:
+            raise ConfigError(
+                "train.eval_params=ema needs ddp.ema_decay, e.g. ddp.ema_decay=0.999."
+            )
+        if self.mesh.num_devices != "auto":
+            self.check_batch(self.mesh.num_devices)
+        return self
+
+    def check_batch(self, num_devices: int) -> None:
+        """Holds the batch against the devices, whose number is known late under `auto`.
+
+        Raises:
+          ConfigError: If replicas and micro-steps would get unequal shares.
+        """
+        size, unit = self.data.global_batch_size, num_devices * self.ddp.accumulate_steps
+        if size % unit:
+            below, above = size // unit * unit, (size // unit + 1) * unit
+            nearest = f"{below} and {above}" if below else f"{above}"
+            micro = f" x {self.ddp.accumulate_steps} micro-steps" * (unit > num_devices)
+            raise ConfigError(
+                f"data.global_batch_size {size} does not divide over {num_devices} "
+                f"replicas{micro}. Nearest that does: {nearest}."
+            )

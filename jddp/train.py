@@ -1,0 +1,168 @@
+"""The command line: `python -m jddp.train [--config FILE]... [key.path=value]...`.
+
+Arguments and config are checked before JAX is imported, so that a mistyped key costs a moment. A
+user's mistake is one line on standard error and an exit code; any other exception keeps its
+traceback. A process of many that fails leaves at once: JAX would hold it, and all others, in a
+shutdown barrier for minutes.
+"""
+
+import argparse
+import os
+import sys
+import textwrap
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from jddp.config import Config, describe_keys, dump_values, load_config
+from jddp.errors import Error, UsageError
+
+if TYPE_CHECKING:
+    from jddp.build import Job
+    from jddp.run import Run
+
+EXAMPLES = """\
+examples:
+  python -m jddp.train                             # the default job, in minutes
+  python -m jddp.train train.num_steps=20 run.dir=runs/try
+  python -m jddp.train --config gpt_stdlib optimizer.learning_rate=3e-4
+  python -m jddp.train --config my.yaml model.target=my_models:Net --dry-run
+The same command again goes on from the last checkpoint.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit code."""
+    try:
+        return _run(_parse(argv))
+    except Error as error:
+        for line in str(error).splitlines():
+            print(f"jddp: {line}", file=sys.stderr)
+        code = error.exit_code
+    except KeyboardInterrupt:
+        print(
+            "jddp: interrupted. The same command goes on from the last checkpoint.", file=sys.stderr
+        )
+        code = 130
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    return _leave(code)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.help_keys:
+        print(describe_keys(Config))
+        return 0
+    started = time.monotonic()
+    config, name = load_config(arguments.config, arguments.overrides)
+    if arguments.print_config:
+        print(dump_values(config.model_dump()), end="")
+        return 0
+    _prepare_jax(is_dry_run=arguments.dry_run)
+    from jddp.build import build, preview
+
+    job = build(config, needs_data=not arguments.dry_run)
+    if job.is_writer:
+        print(_banner(job, name), flush=True)
+    if arguments.dry_run:
+        text = preview(job)
+        if job.is_writer:
+            print(f"\n{text}\n\ndry run: nothing was trained or written")
+        return 0
+    run = job.run()
+    if job.is_writer:
+        print(_farewell(run, time.monotonic() - started))
+    return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Raises what the door prints as one line."""
+        raise UsageError(f"{message}. See python -m jddp.train --help.")
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = _Parser(
+        prog="python -m jddp.train",
+        usage="%(prog)s [--config FILE]... [key.path=value]... [--dry-run]",
+        description="Train a Flax model on every device, as a config says.",
+        epilog=f"sections of a config:\n  {_sections()}\n\n{EXAMPLES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("overrides", nargs="*", metavar="key.path=value", help="change a key; the last one wins")
+    add(
+        "--config",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a YAML file or the name of a preset; later ones win",
+    )
+    add("--dry-run", action="store_true", help="compile, and say what a run would need")
+    add("--print-config", action="store_true", help="print the resolved config")
+    add("--help-keys", action="store_true", help="print every key, its default and its meaning")
+    return parser.parse_intermixed_args(argv)
+
+
+def _sections() -> str:
+    return " ".join(Config.model_fields)
+
+
+def _prepare_jax(*, is_dry_run: bool) -> None:
+    """Keeps compiled programs between commands, unless this one is to write nothing."""
+    if is_dry_run:
+        return
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(home) / "jddp" / "xla"))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+
+def _banner(job: "Job", name: str) -> str:
+    """Says in a few lines what is about to run, on what."""
+    import jax
+
+    from jddp.build import versions
+
+    config, mesh = job.config, job.ddp.mesh
+    processes, device = jax.process_count(), mesh.devices.flat[0]
+    facts = {
+        "config": name,
+        "data": job.data.description if job.data else f"not here: {job.data_error}",
+        "model": f"{config.model.name or config.model.target}, {job.num_parameters:,} parameters",
+        "run dir": str(config.run.dir),
+    }
+    lines = [
+        f"jddp {versions()['jddp']} | jax {jax.__version__} | {processes} "
+        f"process{'es' * (processes > 1)} x {mesh.size // processes} {device.platform} devices"
+    ]
+    for label, fact in facts.items():
+        lines += textwrap.wrap(f"{label:<9}{fact}", 80, subsequent_indent=" " * 9)
+    return "\n".join(lines)
+
+
+def _farewell(run: "Run", seconds: float) -> str:
+    """Says how it ended."""
+    names = sorted(
+        run.eval_metrics.keys() - {"step", "split", "examples"},
+        key=lambda name: (name != "loss", name),
+    )
+    metrics = "  ".join(f"{name} {run.eval_metrics[name]:.4g}" for name in names)
+    return f"done     {run.step:,} steps, {seconds:.0f} s in all\neval     {metrics}"
+
+
+def _leave(code: int) -> int:
+    """Ends a process of many at once; the only one of its job just returns its exit code."""
+    if os.environ.get("JAX_COORDINATOR_ADDRESS"):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
