@@ -1,0 +1,83 @@
+"""One device with the whole batch: what everything parallel is judged against.
+
+Written with Flax and optax alone, except under dropout, whose masks differ per replica by design:
+there the N shares run under `vmap(axis_name="data")` on one device, with the N keys.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen as nn
+from flax import nnx
+
+from jddp.step import replica_step
+
+
+def mean_over_valid(values, mask):
+    values = values.astype(jnp.float32)
+    if mask is None:
+        return values.mean()
+    weights = jnp.broadcast_to(
+        mask.astype(jnp.float32).reshape(mask.shape + (1,) * (values.ndim - mask.ndim)),
+        values.shape,
+    )
+    return (values * weights).sum() / weights.sum()
+
+
+def whole_batch_step(model, optimizer, loss_fn):
+    """A plain training step of the user's own model, unaware of replicas."""
+
+    def linen(params, model_state, batch):
+        (losses, metrics), written = nn.apply(
+            lambda m: loss_fn(m, batch, True), model, mutable=list(model_state)
+        )({"params": params, **model_state})
+        return losses, metrics, {**model_state, **written}
+
+    def nnx_(params, model_state, batch):
+        graph = nnx.graphdef(model)
+        module = nnx.merge(graph, params, model_state["rngs"], model_state["rest"])
+        module.train()
+        losses, metrics = loss_fn(module, batch, True)
+        rest = nnx.to_pure_dict(nnx.split(module, nnx.Param, nnx.RngState, ...)[3])
+        return losses, metrics, {**model_state, "rest": rest}
+
+    run = linen if isinstance(model, nn.Module) else nnx_
+
+    @jax.jit
+    def step(state, batch):
+        mask = batch.get("mask")
+
+        def loss(params):
+            losses, metrics, written = run(params, state.model_state, batch)
+            return mean_over_valid(losses, mask), (metrics, written)
+
+        (value, (metrics, written)), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        new = state.replace(
+            step=state.step + 1,
+            params=optax.apply_updates(state.params, updates),
+            model_state=written,
+            opt_state=opt_state,
+        )
+        return new, {"loss": value, **{k: mean_over_valid(x, mask) for k, x in metrics.items()}}
+
+    return step
+
+
+def vmapped_step(ddp, num_replicas):
+    """The step of `ddp` with its replicas side by side on one device."""
+    replica = functools.partial(replica_step, ddp._recipe)
+    mapped = jax.vmap(replica, in_axes=(None, 0), axis_name="data")
+
+    @jax.jit
+    def step(state, batch):
+        shares = jax.tree.map(lambda x: x.reshape(num_replicas, -1, *x.shape[1:]), batch)
+        return jax.tree.map(lambda x: x[0], mapped(state, shares))
+
+    return step
+
+
+def on_one_device(tree):
+    return jax.tree.map(lambda x: jnp.copy(x.addressable_data(0)), tree)

@@ -1,0 +1,1 @@
+"""Trainers of other people's kind, which jddp's numbers and times are held against."""

@@ -1,0 +1,28 @@
+"""Compare states bit by bit, on every device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def _shards(x):
+    """What each device holds of an array; keys as their words, since they are not numbers."""
+    x = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    return [np.asarray(shard.data) for shard in x.addressable_shards]
+
+
+def assert_same(got, want):
+    """Equal structure, dtypes and shardings, and equal bits on every device."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True
+    ):
+        where = jax.tree_util.keystr(path)
+        assert (a.dtype, a.sharding) == (b.dtype, b.sharding), where
+        for one, other in zip(_shards(a), _shards(b), strict=True):
+            np.testing.assert_array_equal(one, other, err_msg=where)
+
+
+def copied(tree):
+    """A copy that outlives the donation of the original, on the same devices."""
+    return jax.tree.map(jnp.copy, tree)

@@ -1,0 +1,210 @@
+"""Batch norm over N replicas equals batch norm over the whole batch on one device."""
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from tiny import ConvNet, loss_fn, make_batch
+
+import jddp
+
+
+class Norm(nn.Module):
+    """A batch norm that may be handed the mask of the batch."""
+
+    axis_name: str | None = None
+    use_fast_variance: bool = True
+    use_mask: bool = False
+    dtype: jnp.dtype | None = None
+
+    @nn.compact
+    def __call__(self, x, mask, train):
+        norm = nn.BatchNorm(
+            use_running_average=not train,
+            momentum=0.5,
+            axis_name=self.axis_name,
+            use_fast_variance=self.use_fast_variance,
+            dtype=self.dtype,
+        )
+        return norm(x, mask=mask[:, None] if self.use_mask else None)
+
+
+class NnxNorm(nnx.Module):
+    def __init__(self, use_fast_variance=True, use_mask=False, dtype=None):
+        self.norm = nnx.BatchNorm(
+            3,
+            momentum=0.5,
+            use_fast_variance=use_fast_variance,
+            dtype=dtype,
+            rngs=nnx.Rngs(0),
+        )
+        self.use_mask = use_mask
+
+    def __call__(self, x, mask, train=None):
+        return self.norm(x, mask=mask[:, None] if self.use_mask else None)
+
+
+def squares(model, batch, train):
+    y = model(batch["x"], batch["mask"], train=train)
+    return (y.astype(jnp.float32) * batch["scale"]) ** 2
+
+
+def rows(num_valid=16):
+    rng = np.random.default_rng(0)
+    return {
+        "x": rng.normal(3, 2, (16, 3)).astype(np.float32),
+        "scale": rng.normal(size=(16, 3)).astype(np.float32),
+        "mask": np.arange(16) < num_valid,
+    }
+
+
+def statistics(state):
+    kept = state.model_state.get("batch_stats") or state.model_state["rest"]
+    return jax.tree.leaves(jax.device_get(kept))
+
+
+@pytest.mark.parametrize("kind", [Norm, NnxNorm])
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("num_valid", [16, 11, 3])
+def test_replicas_weigh_by_what_their_masks_hold_empty_ones_included(kind, fast, num_valid):
+    """The judge is Flax's own layer over the valid rows alone, on one device."""
+    batch = rows(num_valid)
+    ddp = jddp.DataParallel(kind(use_fast_variance=fast, use_mask=True), optax.sgd(1.0), squares)
+    state = ddp.init(0, batch)
+    valid = jax.tree.map(lambda x: x[:num_valid], batch)
+    layer = nn.BatchNorm(momentum=0.5, use_fast_variance=fast)
+    variables = layer.init(jax.random.key(0), valid["x"], use_running_average=False)
+
+    def loss(params):
+        y, written = layer.apply(
+            {**variables, "params": params},
+            valid["x"],
+            use_running_average=False,
+            mutable=["batch_stats"],
+        )
+        return ((y * valid["scale"]) ** 2).mean(), written
+
+    (value, written), grads = jax.value_and_grad(loss, has_aux=True)(variables["params"])
+    before = jax.device_get(state.params)
+    state, metrics = ddp.step(state, batch)
+    np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
+    moved = jax.tree.map(np.subtract, before, jax.device_get(state.params))
+    # Sums of at most 16 rows in another order.
+    for got, want in zip(jax.tree.leaves(moved), jax.tree.leaves(grads), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
+    for got, want in zip(statistics(state), jax.tree.leaves(written), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+@pytest.mark.parametrize("axis_name", [None, "data"])
+def test_an_axis_name_of_the_user_s_own_changes_nothing(axis_name):
+    batch, ends = rows(), []
+    for name in (axis_name, None):
+        ddp = jddp.DataParallel(Norm(axis_name=name), optax.sgd(1.0), squares)
+        state, metrics = ddp.step(ddp.init(0, batch), batch)
+        ends.append(jax.device_get((state.params, metrics)))
+    jax.tree.map(np.testing.assert_array_equal, *ends)
+
+
+@pytest.mark.parametrize("kind", [Norm, NnxNorm])
+def test_a_layer_of_low_precision_keeps_exact_statistics(kind):
+    batch = rows()
+    ddp = jddp.DataParallel(kind(dtype=jnp.bfloat16), optax.sgd(1.0), squares)
+    state, _ = ddp.step(ddp.init(0, batch), batch)
+    for got, want in zip(
+        statistics(state),
+        (0.5 * batch["x"].mean(0), 0.5 + 0.5 * batch["x"].var(0)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+def local_means(batch):
+    return batch["x"].reshape(8, 2, 3).mean(1)
+
+
+@pytest.mark.parametrize("kind", [Norm, NnxNorm])
+def test_broadcast_keeps_replica_zero_s_statistics_everywhere(kind):
+    batch = rows()
+    ddp = jddp.DataParallel(kind(), optax.sgd(1.0), squares, batch_norm="broadcast")
+    state, _ = ddp.step(ddp.init(0, batch), batch)
+    np.testing.assert_allclose(statistics(state)[0], 0.5 * local_means(batch)[0], rtol=1e-5)
+    leaf = jax.tree.leaves(state.model_state)[0]
+    for shard in leaf.addressable_shards:
+        np.testing.assert_array_equal(shard.data, leaf.addressable_data(0))
+
+
+@pytest.mark.parametrize("kind", [Norm, NnxNorm])
+def test_local_keeps_each_replica_s_own_and_averages_them_when_they_are_read(kind):
+    batch = rows()
+    ddp = jddp.DataParallel(kind(), optax.sgd(1.0), squares, batch_norm="local")
+    state = ddp.init(0, batch)
+    for _ in range(2):
+        state, _ = ddp.step(state, batch)
+    means = statistics(state)[0]
+    assert means.shape == (8, 3)
+    np.testing.assert_allclose(means, 0.75 * local_means(batch), rtol=1e-5)
+    model = ddp.model(state)
+    read = model.norm.mean if kind is NnxNorm else model["batch_stats"]["BatchNorm_0"]["mean"]
+    np.testing.assert_allclose(read, 0.75 * batch["x"].mean(0), rtol=1e-5)
+    assert ddp.evaluate(state, [batch])["examples"] == 16
+
+
+class OwnStatistics(nn.Module):
+    """A layer of somebody's own that keeps a running mean, and knows nothing of replicas."""
+
+    @nn.compact
+    def __call__(self, x, mask, train):
+        running = self.variable("running", "mean", jnp.zeros, x.shape[-1:])
+        if train and not self.is_initializing():
+            running.value = x.mean(0)
+        return nn.Dense(3)(x)
+
+
+def test_a_layer_that_cannot_be_synchronised_is_named_once_and_averaged(caplog):
+    batch = rows()
+    ddp = jddp.DataParallel(OwnStatistics(), optax.sgd(0.0), squares)
+    state = ddp.init(0, batch)
+    with caplog.at_level(logging.WARNING, "jddp"):
+        for _ in range(3):
+            state, _ = ddp.step(state, batch)
+    assert [r.getMessage().split(" is written")[0] for r in caplog.records] == ["running/mean"]
+    np.testing.assert_allclose(state.model_state["running"]["mean"], batch["x"].mean(0), rtol=1e-5)
+
+
+class Scanned(nn.Module):
+    """Batch norm inside a scan over layers, under remat."""
+
+    @nn.compact
+    def __call__(self, x, train):
+        class Layer(nn.Module):
+            @nn.compact
+            def __call__(self, x, _):
+                x = nn.BatchNorm(use_running_average=not train)(nn.Dense(16)(x))
+                return nn.relu(x), None
+
+        layers = nn.scan(
+            nn.remat(Layer),
+            length=2,
+            variable_axes={"params": 0, "batch_stats": 0},
+            split_rngs={"params": True},
+        )
+        return nn.Dense(4)(layers()(x, None)[0])
+
+
+@pytest.mark.parametrize("model", [ConvNet(), Scanned()], ids=["plain", "scanned"])
+def test_sync_is_the_same_on_eight_devices_as_on_one(model):
+    batch, ends = make_batch(), []
+    for replicas in (1, 8):
+        ddp = jddp.DataParallel(model, optax.sgd(0.5), loss_fn, mesh=replicas)
+        state = ddp.init(0, batch)
+        for seed in range(2):
+            state, _ = ddp.step(state, make_batch(seed=seed))
+        ends.append(jax.device_get((state.params, state.model_state)))
+    # Two steps of sums in another order.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), *ends)

@@ -1,0 +1,39 @@
+"""The benchmarks run; what they measure is for an idle machine to say."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+
+
+def run(*command):
+    result = subprocess.run(
+        [sys.executable, *map(str, command)],
+        cwd=BENCHMARKS.parent,
+        env={"PYTHONPATH": str(BENCHMARKS.parent), "PATH": "", "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return result.stdout.splitlines()
+
+
+@pytest.mark.slow
+def test_step_time_prints_a_row_for_each_comparison_and_a_line_of_json():
+    names = ["trivial", "pmap", "loop"]
+    *rows, line = run(BENCHMARKS / "step_time.py", "--rounds", 1, "--only", *names)
+    assert [row.split()[0] for row in rows[1:]] == names
+    measured = json.loads(line)
+    assert list(measured["results"]) == names
+    assert {"processor", "date", "command"} <= measured.keys()
+
+
+@pytest.mark.slow
+def test_collectives_counts_every_bucket_of_the_flat_layout():
+    rows = [row.split(maxsplit=4) for row in run(BENCHMARKS / "collectives.py")[1:]]
+    other = {int(count) - int(buckets) for _, layout, buckets, count, _ in rows if layout == "flat"}
+    assert other == {3 * 2 + 1}  # Three batch norms, forward and backward, and the metrics.

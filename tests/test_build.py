@@ -1,0 +1,284 @@
+import dataclasses
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import jddp
+from jddp.build import build, fit, load, preview
+from jddp.build.preview import Memory, memory_table
+from jddp.config import Config, read_values
+from jddp.errors import ConfigError, DataError, FileSystemError, UsageError
+from jddp.models.make import make_model
+
+MINE = """
+import numpy as np
+import optax
+from flax import linen as nn
+from flax import nnx
+
+raise_on_import = False
+
+
+class Line(nn.Module):
+    width: int = 1
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        x = nn.BatchNorm(use_running_average=not train)(x)
+        return nn.Dense(self.width)(x)
+
+
+class LineNnx(nnx.Module):
+    def __init__(self, width=1, *, rngs):
+        self.layers = nnx.List([nnx.Linear(2, width, rngs=rngs)])
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.layers[0](x))
+
+
+def points(slope=2.0, num_examples=20):
+    x = np.linspace(-1, 1, 2 * num_examples, dtype=np.float32).reshape(-1, 2)
+    both = {"x": x, "y": slope * x[:, :1]}
+    return both, {name: array[:7] for name, array in both.items()}
+
+
+def absolute_error(model, batch, train, power=1):
+    y = model(batch["x"], train=train) if hasattr(model, "scope") else model(batch["x"])
+    error = abs(y - batch["y"])[:, 0] ** power
+    return error, {"close": error < 0.5}
+
+
+def plain_sgd(learning_rate, momentum=0.0):
+    return optax.sgd(learning_rate, momentum)
+
+
+def not_a_pair():
+    return 3
+
+
+def not_a_module():
+    return 3
+"""
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """A user's own module in the current directory."""
+    assert jax.device_count() == 8  # JAX runs: a config can no longer change the devices there are.
+    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "broken.py").write_text("import nothing_of_that_name")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    yield tmp_path
+    sys.modules.pop("mine", None)
+
+
+def own_config(**changes):
+    sections = {
+        "train": {"num_steps": 3, "log_every_steps": 1},
+        "run": {"dir": "run"},
+        "data": {"target": "mine:points", "kwargs": {"slope": 3.0}, "global_batch_size": 8},
+        "model": {"target": "mine:Line"},
+        "loss": {"target": "mine:absolute_error", "kwargs": {"power": 2}},
+        "optimizer": {"target": "mine:plain_sgd", "kwargs": {"momentum": 0.5}},
+        "mesh": {"num_devices": 2},
+    }
+    return Config(**{**sections, **changes})
+
+
+def test_ones_own_data_model_loss_and_optimizer_are_trained_and_given_back(mine):
+    run = fit(own_config(), **{"optimizer.learning_rate": 0.05})
+    assert run.step == 3
+    assert run.metrics["learning_rate"] == pytest.approx(0.0125)  # cosine, after 2 of 3 steps
+    assert run.eval_metrics["examples"] == 7
+    x = np.linspace(-1, 1, 40, dtype=np.float32).reshape(-1, 2)[:7]
+    model = load("run", trust="package")
+    losses = (np.asarray(model(x)) - 3 * x[:, :1]) ** 2
+    assert run.eval_metrics["loss"] == pytest.approx(losses.mean(), rel=1e-5)
+
+
+@pytest.mark.parametrize("batch_norm", ["sync", "local"])
+def test_a_model_is_given_back_as_its_run_evaluated_it(mine, batch_norm):
+    ddp = {"batch_norm": batch_norm, "ema_decay": 0.5}
+    config = own_config(ddp=ddp, train={"num_steps": 3, "eval_params": "ema"})
+    run = fit(config)
+    x = np.linspace(-1, 1, 40, dtype=np.float32).reshape(-1, 2)[:7]
+    from mine import Line
+
+    losses = (np.asarray(load("run", model=Line())(x)) - 3 * x[:, :1]) ** 2
+    assert run.eval_metrics["loss"] == pytest.approx(losses.mean(), rel=1e-5)
+
+
+def test_an_nnx_model_of_ones_own_is_given_back_in_eval_mode(mine):
+    run = fit(own_config(model={"target": "mine:LineNnx"}))
+    x = np.linspace(-1, 1, 40, dtype=np.float32).reshape(-1, 2)[:7]
+    losses = (np.asarray(load("run", trust="package")(x)) - 3 * x[:, :1]) ** 2
+    assert run.eval_metrics["loss"] == pytest.approx(losses.mean(), rel=1e-5)
+
+
+def test_a_run_without_a_directory_leaves_nothing_behind(mine):
+    before = set(Path().iterdir())
+    fit(own_config(run={}))
+    assert {path for path in Path().iterdir() if path.name != "__pycache__"} == before
+
+
+def test_epochs_become_steps_and_callbacks_are_called(mine):
+    class Count(jddp.Callback):
+        num_steps = 0
+
+        def on_step(self, run, metrics):
+            self.num_steps += 1
+
+    count = Count()
+    run = fit(own_config(train={"num_epochs": 2}), callbacks=[count])
+    assert run.step == count.num_steps == 5  # 2 epochs of 20 examples, 8 a step
+
+
+def test_the_manifest_says_versions_data_and_world(mine):
+    fit(own_config())
+    manifest = read_values(Path("run/manifest.json"))
+    assert manifest["versions"]["jax"] == jax.__version__
+    assert manifest["data"]["description"].startswith("mine:points: 20 train / 7 test")
+    assert manifest["world"] == {"num_processes": 1, "num_devices": 2, "device_kind": "cpu"}
+
+
+def test_all_that_cannot_be_resolved_is_said_at_once(mine):
+    config = own_config(
+        data={"name": "fashion_mnits"},
+        model={"target": "mine:Lime"},
+        loss={"name": "cros_entropy"},
+        optimizer={"name": "adamv"},
+    )
+    with pytest.raises(ConfigError) as caught:
+        build(config)
+    optimizer, model, loss, data = str(caught.value).splitlines()
+    assert optimizer.startswith("optimizer.name: optax has no 'adamv'. Did you mean 'adam")
+    assert model == "model.target: module 'mine' has no 'Lime'. Did you mean 'Line'?"
+    assert loss.startswith("loss.name: no loss 'cros_entropy'. Did you mean 'cross_entropy'?")
+    assert data.startswith("data.name: no data set 'fashion_mnits'. Did you mean 'fashion_mnist'?")
+
+
+@pytest.mark.parametrize(
+    "section, values, message",
+    [
+        (
+            "model",
+            {"target": "mine.Line"},
+            "not of the form package.module:Name. Did you mean 'mine:L",
+        ),
+        ("model", {"target": "nowhere:Line"}, "cannot import 'nowhere': ModuleNotFoundError"),
+        ("model", {"target": "broken:Line"}, "cannot import 'broken': ModuleNotFoundError: No mod"),
+        ("model", {"target": "mine:raise_on_import"}, "which cannot be called"),
+        ("model", {"target": "mine:not_a_module"}, "which is no Flax module"),
+        ("model", {"target": "mine:Line", "kwargs": {"widht": 1}}, "Did you mean 'width'?"),
+        ("model", {"name": "cnm"}, "model.name: no model 'cnm'. Did you mean 'cnn"),
+        ("model", {"name": "cnn", "kwargs": {"num_clases": 1}}, "Did you mean 'num_classes'?"),
+        ("data", {"target": "mine:not_a_pair"}, "data.target: mine:not_a_pair gives int. It must"),
+        ("data", {"target": "mine:points", "kwargs": {"slop": 1}}, "Did you mean 'slope'?"),
+        ("loss", {"target": "mine:absolute_error", "kwargs": {"powr": 1}}, "Did you mean 'power'?"),
+        ("optimizer", {"target": "mine:points"}, "points gives tuple, no optimizer."),
+    ],
+)
+def test_a_target_that_is_wrong_is_one_clear_line(mine, section, values, message):
+    with pytest.raises(ConfigError) as caught:
+        build(own_config(**{section: values}))
+    assert message in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_batch_that_does_not_divide_over_all_devices_is_refused(mine):
+    config = own_config(data={"target": "mine:points", "global_batch_size": 12}, mesh={})
+    with pytest.raises(ConfigError, match=r"12 does not divide over 8 replicas.*8 and 16"):
+        build(config)
+
+
+def test_a_target_in_a_run_directory_is_not_imported_without_trust(mine):
+    fit(own_config())
+    sys.modules.pop("mine")
+    with pytest.raises(UsageError, match=r"does not import 'mine:Line'.*trust='package'"):
+        load("run")
+    assert "mine" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    "target, trust", [("mine:points", "package"), ("jddp.models:MODELS", None)]
+)
+def test_only_module_classes_are_made_from_a_run_directory(mine, target, trust):
+    fit(own_config())
+    config = Path("run/config.yaml")
+    config.write_text(config.read_text().replace("mine:Line", target))
+    with pytest.raises(UsageError, match="is no Flax module class"):
+        load("run", trust=trust)
+
+
+def test_a_run_directory_is_data_even_where_it_asks_for_the_environment(mine):
+    fit(own_config())
+    config = Path("run/config.yaml")
+    config.write_text(config.read_text().replace("slope: 3.0", "slope: ${oc.env:HOME}"))
+    load("run", trust="package")
+    assert read_values(config)["data"]["kwargs"]["slope"] == "${oc.env:HOME}"
+
+
+def test_loading_what_is_not_there_names_the_path(mine):
+    with pytest.raises(ConfigError, match=r"nowhere/config\.yaml: cannot be read"):
+        load("nowhere")
+    fit(own_config())
+    for path in sorted(Path("run/checkpoints").rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    with pytest.raises(FileSystemError, match="run/checkpoints holds no finished checkpoint"):
+        load("run", trust="package")
+
+
+def test_a_preview_says_what_a_run_would_be_and_writes_nothing(mine):
+    before = set(Path().iterdir())
+    text = preview(build(own_config(ddp={"accumulate_steps": 2}), needs_data=False))
+    assert {path for path in Path().iterdir() if path.name != "__pycache__"} == before
+    for part in [
+        "mesh     data=2 x cpu, 1 process",
+        "batch    8 a step = 1 x 8 a process = 2 x 4 a replica in 2 micro-steps of 2",
+        "steps    3 = 1.2 epochs of 20 examples",
+        "1 bucket",
+        "fits: ",
+    ]:
+        assert part in text
+    assert all(len(line) <= 80 for line in text.splitlines())
+
+
+def test_a_preview_does_without_data_that_are_not_here(mine):
+    kwargs = {"image_size": 8, "num_classes": 10}
+    absent = {"name": "npy", "dir": "nowhere", "global_batch_size": 8, "kwargs": kwargs}
+    config = own_config(data=absent, model={"name": "cnn"}, loss={}, train={"num_epochs": 3})
+    assert "steps    unknown: the data are not here" in preview(build(config, needs_data=False))
+    with pytest.raises(DataError):
+        build(config)
+
+
+def test_what_does_not_fit_comes_with_options_that_would(mine):
+    job = build(own_config(data={"target": "mine:points", "global_batch_size": 16}))
+    mebibyte = 2**20
+    memory = Memory(
+        parameters=100 * mebibyte,
+        gradients=100 * mebibyte,
+        optimizer=200 * mebibyte,
+        other_state=0,
+        batch=8 * mebibyte,
+        temporaries=792 * mebibyte,
+        limit=700 * mebibyte,
+    )
+    text = "\n".join(memory_table(job, memory))
+    assert "does not fit" in text
+    assert "ddp.accumulate_steps=4: about 600.00 MiB\n" in text
+    assert text.endswith("data.global_batch_size=4: about 600.00 MiB")
+    one_row = "\n".join(memory_table(job, dataclasses.replace(memory, limit=450 * mebibyte)))
+    assert "ddp.accumulate_steps=8: about 500.00 MiB, not enough alone" in one_row
+    tight = "\n".join(memory_table(job, dataclasses.replace(memory, limit=300 * mebibyte)))
+    assert "the state alone is larger than the device" in tight
+
+
+def test_a_dtype_that_there_is_not_is_refused_by_its_key():
+    with pytest.raises(ConfigError, match=r"model\.kwargs\.dtype: 'bflot16'.*'bfloat16'"):
+        make_model("cnn", kwargs={"dtype": "bflot16"})

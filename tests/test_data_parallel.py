@@ -1,0 +1,527 @@
+"""The wrapper: what it promises, keeps and refuses."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from tiny import MLP, NUM_CLASSES, ConvNet, NnxConvNet, loss_fn, make_batch
+
+import jddp
+from jddp.checkpoint import Checkpoints
+from jddp.errors import ConfigError, DataError, UsageError
+
+
+def wrapped(model=None, optimizer=None, loss=loss_fn, **options):
+    model = MLP() if model is None else model
+    return jddp.DataParallel(model, optimizer or optax.sgd(0.5), loss, **options)
+
+
+def equal(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def host(tree):
+    return jax.tree.map(np.array, jax.device_get(tree))
+
+
+# --- exactness ---------------------------------------------------------------------------------
+
+
+class Linear(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(3, kernel_init=nn.initializers.ones, use_bias=True)(x)
+
+
+def half_squares(model, batch):
+    return 0.5 * (model(batch["x"]) - batch["y"]) ** 2
+
+
+@pytest.mark.parametrize("layout", ["leaf", "flat"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_whole_numbers_are_equal_to_the_bit_on_any_number_of_devices(layout, masked):
+    rng = np.random.default_rng(0)
+    batch = {
+        "x": rng.integers(-3, 4, (32, 5)).astype(np.float32),
+        "y": rng.integers(-3, 4, (32, 3)).astype(np.float32),
+    }
+    if masked:
+        batch["mask"] = np.arange(32) % 8 < 4  # 16 rows, unevenly spread over replicas
+    results = []
+    for replicas in (1, 2, 4, 8):
+        ddp = wrapped(Linear(), optax.sgd(1.0), half_squares, mesh=replicas, layout=layout)
+        state, metrics = ddp.step(ddp.init(0, batch), batch)
+        results.append(host((state.params, metrics)))
+    for other in results[1:]:
+        equal(other, results[0])
+
+
+def test_unequal_shares_are_averaged_over_entries_not_over_replicas():
+    batch = {"x": np.ones((8, 1), np.float32), "y": np.arange(8, dtype=np.float32)}
+    batch["mask"] = np.array([1, 1, 1, 1, 1, 0, 0, 0])
+
+    def loss(model, batch):
+        return model(batch["x"])[:, 0] * 0 + batch["y"]
+
+    ddp = wrapped(Linear(), loss=loss, mesh=2)
+    _, metrics = ddp.step(ddp.init(0, batch), batch)
+    assert float(metrics["loss"]) == 2.0  # a mean of means would be (1.5 + 4) / 2
+    assert float(metrics["count"]) == 5
+
+
+def test_tokens_are_averaged_over_all_valid_tokens_of_all_replicas():
+    batch = {"x": np.arange(24, dtype=np.float32).reshape(8, 3, 1)}
+    batch["mask"] = np.tril(np.ones((8, 3), int))
+
+    def loss(model, batch):
+        return model(batch["x"])[..., 0] * 0 + batch["x"][..., 0]
+
+    ddp = wrapped(Linear(), loss=loss, mesh=8)
+    _, metrics = ddp.step(ddp.init(0, batch), batch)
+    want = batch["x"][..., 0][batch["mask"] == 1].mean()
+    np.testing.assert_allclose(metrics["loss"], want, rtol=1e-6)
+
+
+def test_a_scalar_loss_is_a_mean_and_replicas_weigh_alike(mesh):
+    def scalar(model, batch, train):
+        losses, metrics = loss_fn(model, batch, train)
+        return losses.mean(), {"accuracy": metrics["accuracy"].mean()}
+
+    batch, ends = make_batch(), []
+    for loss in (scalar, loss_fn):
+        ddp = wrapped(loss=loss, mesh=mesh)
+        state, metrics = ddp.step(ddp.init(0, batch), batch)
+        ends.append(host((state.params, metrics["loss"], metrics["accuracy"])))
+    # The same mean, divided before or after the sum.
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), *ends)
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_accumulated_parts_equal_the_joined_batch(parts):
+    batch, ends = make_batch(32, masked=True), []
+    for accumulate_steps in (1, parts):
+        ddp = wrapped(mesh=4, accumulate_steps=accumulate_steps)
+        state, metrics = ddp.step(ddp.init(0, batch), batch)
+        ends.append(host((state.params, metrics)))
+    # Sums of 27 rows in another order.
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), *ends)
+
+
+def test_linen_and_nnx_versions_of_one_model_agree():
+    batch, linen, module = make_batch(), ConvNet(), NnxConvNet(nnx.Rngs(0))
+    params = nnx.to_pure_dict(nnx.state(module, nnx.Param))
+    renamed = {"Conv_0": params["conv"], "BatchNorm_0": params["norm"], "Dense_0": params["dense"]}
+    ddp, other = wrapped(linen), wrapped(module)
+    a, b = ddp.init(0, batch, params=renamed), other.init(0)
+    for seed in range(2):
+        (a, ma), (b, mb) = ddp.step(a, make_batch(seed=seed)), other.step(b, make_batch(seed=seed))
+        np.testing.assert_allclose(ma["loss"], mb["loss"], rtol=1e-6)
+    np.testing.assert_allclose(
+        a.params["Conv_0"]["kernel"], b.params["conv"]["kernel"], rtol=1e-5, atol=1e-6
+    )
+    np.testing.assert_allclose(
+        a.model_state["batch_stats"]["BatchNorm_0"]["var"],
+        b.model_state["rest"]["norm"]["var"],
+        rtol=1e-5,
+    )
+
+
+def test_a_step_traces_under_strict_promotion():
+    with jax.numpy_dtype_promotion("strict"):
+        ddp = wrapped(ConvNet(), max_grad_norm=1.0, ema_decay=0.9, accumulate_steps=2)
+        batch = make_batch(masked=True)
+        state, _ = ddp.step(ddp.init(0, batch), batch)
+        ddp.evaluate(state, [batch])
+
+
+# --- random numbers ----------------------------------------------------------------------------
+
+
+class Noise(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        self.param("w", nn.initializers.ones, ())
+        return jax.random.uniform(self.make_rng("noise"), x.shape)
+
+
+class NnxNoise(nnx.Module):
+    def __init__(self, rngs):
+        self.w, self.rngs = nnx.Param(jnp.ones(())), rngs
+
+    def __call__(self, x):
+        return self.rngs.noise.uniform(x.shape)
+
+
+@pytest.mark.parametrize("model", [Noise(), NnxNoise(nnx.Rngs(noise=3))], ids=["linen", "nnx"])
+def test_keys_differ_per_replica_and_step_and_repeat_from_a_state(model):
+    def loss(model, batch):
+        noise = model(batch["x"])
+        own = jnp.where(jnp.arange(8) == jax.lax.axis_index("data"), noise[0, 0], 0.0)
+        seen = {f"replica {i}": own[i] * 8 for i in range(8)}
+        return jnp.float32(0), seen
+
+    ddp, batch = wrapped(model, loss=loss, donate=False), make_batch(8)
+    start = ddp.init(0, batch)
+    second, first = ddp.step(start, batch)
+    _, then = ddp.step(second, batch)
+    _, again = ddp.step(start, batch)
+    drawn = [float(m[f"replica {i}"]) for m in (first, then) for i in range(8)]
+    assert len(set(drawn)) == 16
+    equal(host(first), host(again))
+
+
+# --- state -------------------------------------------------------------------------------------
+
+
+def buffers():
+    """Where the memory of every array on a device lies."""
+    shards = (shard.data for x in jax.live_arrays() for shard in x.addressable_shards)
+    return {x.unsafe_buffer_pointer() for x in shards if jnp.issubdtype(x.dtype, np.number)}
+
+
+@pytest.mark.parametrize("model", [ConvNet(), NnxConvNet(nnx.Rngs(0))], ids=["linen", "nnx"])
+def test_every_device_holds_as_many_bytes_in_init_step_evaluate_and_save(model, tmp_path):
+    ddp, batch = wrapped(model, optax.adam(1e-3)), make_batch(32)
+
+    def check(leaves):
+        per_device = dict.fromkeys(ddp.mesh.devices.flat, 0)
+        for leaf in jax.tree.leaves(leaves):
+            for shard in leaf.addressable_shards:
+                per_device[shard.device] += shard.data.nbytes
+        assert max(per_device.values()) <= 1.01 * min(per_device.values())
+
+    state = ddp.init(0, batch)
+    check(state)
+    state, metrics = ddp.step(state, ddp.put(batch))
+    check((state, metrics, ddp.put(batch)))
+    evaluate = ddp._evaluate
+    ddp._evaluate = lambda *args: check(args) or evaluate(*args)
+    ddp.evaluate(state, [batch, make_batch(5)])
+    before = buffers()
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(1, state, {})
+    assert buffers() <= before  # orbax looks at the shards of replica 0, and copies to the host
+    checkpoints.close()
+
+
+def test_the_state_is_the_same_on_every_device_after_steps():
+    ddp, batch = wrapped(ConvNet(dropout_rate=0.2), optax.adam(1e-2)), make_batch()
+    state = ddp.init(0, batch)
+    for seed in range(3):
+        state, _ = ddp.step(state, make_batch(seed=seed))
+    for leaf in jax.tree.leaves((state.params, state.opt_state, state.model_state)):
+        for shard in leaf.addressable_shards:
+            np.testing.assert_array_equal(shard.data, leaf.addressable_data(0))
+
+
+def test_a_state_used_twice_is_refused_with_the_call_that_took_it():
+    ddp, batch = wrapped(), make_batch()
+    state = ddp.init(0, batch)
+    ddp.step(state, batch)
+    for use in (lambda: ddp.step(state, batch), lambda: ddp.evaluate(state, [batch])):
+        with pytest.raises(UsageError, match="step call 1 "):
+            use()
+
+
+def test_without_donation_a_state_can_be_used_again():
+    ddp, batch = wrapped(donate=False), make_batch()
+    state = ddp.init(0, batch)
+    equal(host(ddp.step(state, batch)[0].params), host(ddp.step(state, batch)[0].params))
+
+
+def test_init_copies_so_that_the_user_s_values_outlive_a_donated_step():
+    module, batch = NnxConvNet(nnx.Rngs(0)), make_batch()
+    mine = jnp.ones((16, 16))
+    ddp = wrapped(module)
+    state, _ = ddp.step(ddp.init(0), batch)
+    assert module(batch["x"]).shape == (16, NUM_CLASSES)
+    linen = wrapped()
+    params = host(linen.init(0, batch).params)
+    params["Dense_0"]["kernel"] = mine
+    linen.step(linen.init(0, batch, params=params), batch)
+    assert float(mine.sum()) == 256
+    model = ddp.model(state)
+    ddp.step(state, batch)
+    assert model(batch["x"]).shape == (16, NUM_CLASSES)
+
+
+def test_params_that_do_not_fit_the_model_are_refused_by_their_path():
+    ddp, batch = wrapped(), make_batch()
+    params = host(ddp.init(0, batch).params)
+    params["Dense_1"]["kernel"] = np.zeros((3, 3), np.float32)
+    with pytest.raises(ConfigError, match=r"first is 'Dense_1/kernel': got \(3, 3\).*\(16, 4\)"):
+        ddp.init(0, batch, params=params)
+
+
+def test_init_takes_variables_with_their_statistics():
+    ddp, batch = wrapped(ConvNet()), make_batch()
+    state, _ = ddp.step(ddp.init(0, batch), batch)
+    again = ddp.init(7, batch, params=ddp.model(state))
+    equal(host(again.params), host(state.params))
+    equal(host(again.model_state), host(state.model_state))
+
+
+def test_init_of_a_linen_model_needs_a_batch_or_params():
+    with pytest.raises(UsageError, match="batch="):
+        wrapped().init(0)
+
+
+def test_an_average_of_parameters_follows_its_decay_and_can_be_evaluated():
+    ddp, batch = wrapped(ema_decay=0.75), make_batch()
+    state = ddp.init(0, batch)
+    want = host(state.params)
+    for seed in range(3):
+        state, _ = ddp.step(state, make_batch(seed=seed))
+        want = jax.tree.map(lambda a, p: 0.75 * a + 0.25 * p, want, host(state.params))
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-5), host(state.ema_params), want
+    )
+    by_ema = ddp.evaluate(state, [batch], params="ema")
+    plain = wrapped().init(0, batch, params=want)
+    np.testing.assert_allclose(
+        by_ema["loss"], wrapped().evaluate(plain, [batch])["loss"], rtol=1e-5
+    )
+    with pytest.raises(ConfigError, match="ema_decay"):
+        wrapped().evaluate(plain, [batch], params="ema")
+
+
+def test_gradients_are_clipped_by_their_global_norm_after_the_mean(mesh):
+    batch, max_norm = make_batch(), 0.01
+    ddp = wrapped(optimizer=optax.sgd(1.0), mesh=mesh, max_grad_norm=max_norm)
+    state = ddp.init(0, batch)
+    before = host(state.params)
+    state, metrics = ddp.step(state, batch)
+    moved = jax.tree.map(np.subtract, before, host(state.params))
+    np.testing.assert_allclose(optax.tree.norm(moved), max_norm, rtol=1e-4)
+    assert float(metrics["grad_norm"]) > max_norm
+
+
+def test_an_optimizer_that_asks_for_the_loss_gets_the_global_one(mesh):
+    def update(updates, state, params=None, *, value, **_):
+        return updates, value
+
+    spy = optax.GradientTransformationExtraArgs(lambda params: jnp.float32(0), update)
+    ddp, batch = wrapped(optimizer=spy, mesh=mesh), make_batch()
+    state, metrics = ddp.step(ddp.init(0, batch), batch)
+    equal(host(state.opt_state), host(metrics["loss"]))
+
+
+@pytest.mark.parametrize("accumulate_steps", [1, 2])
+def test_multi_steps_is_refused_beside_accumulate_steps_only(accumulate_steps):
+    optimizer = optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation()
+    if accumulate_steps == 1:
+        wrapped(optimizer=optimizer)
+    else:
+        with pytest.raises(ConfigError, match="MultiSteps.*accumulate_steps"):
+            wrapped(optimizer=optimizer, accumulate_steps=accumulate_steps)
+
+
+# --- evaluation --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [[37], [16, 16, 5], [0, 37], [1] * 37], ids=str)
+def test_evaluation_counts_every_example_once_however_it_is_cut(mesh, sizes):
+    rows = make_batch(37)
+    ddp = wrapped(ConvNet(), mesh=mesh)
+    state = ddp.init(0, make_batch())
+    starts = np.cumsum([0, *sizes[:-1]])
+    batches = [
+        jax.tree.map(lambda x, a=a, n=n: x[a : a + n], rows)
+        for a, n in zip(starts, sizes, strict=True)
+    ]
+    got = ddp.evaluate(state, batches)
+    variables = ddp.model(state)
+    losses, metrics = nn.apply(lambda m: loss_fn(m, rows, False), ConvNet())(variables)
+    assert got["examples"] == 37
+    assert got["accuracy"] == np.mean(metrics["accuracy"])
+    np.testing.assert_allclose(got["loss"], losses.mean(), rtol=1e-6)
+
+
+def test_evaluation_leaves_a_masked_row_out_beside_the_padding():
+    ddp, rows = wrapped(), make_batch(13, masked=True)
+    state = ddp.init(0, make_batch())
+    kept = jax.tree.map(lambda x: x[rows["mask"]], rows)
+    got, want = ddp.evaluate(state, [rows]), ddp.evaluate(state, [kept])
+    assert got["examples"] == want["examples"] == 8
+    np.testing.assert_allclose(got["loss"], want["loss"], rtol=1e-6)
+
+
+def scalar_loss(model, batch, train):
+    return loss_fn(model, batch, train)[0].mean()
+
+
+def test_a_scalar_loss_is_evaluated_where_batches_divide_and_refused_where_not():
+    ddp = wrapped(loss=scalar_loss)
+    state = ddp.init(0, make_batch())
+    big, small = make_batch(32), make_batch(16, seed=1)
+    got = ddp.evaluate(state, [big, small])["loss"]
+    want = wrapped().evaluate(state, [big, small])["loss"]
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    with pytest.raises(UsageError, match="'loss' is a scalar"):
+        ddp.evaluate(state, [make_batch(13)])
+
+
+def test_evaluation_of_no_batches_is_refused():
+    ddp = wrapped()
+    with pytest.raises(UsageError, match="no batches"):
+        ddp.evaluate(ddp.init(0, make_batch()), iter([]))
+
+
+def untold(model, batch):
+    return loss_fn(model, batch, train=True)
+
+
+@pytest.mark.parametrize("model", [ConvNet(), MLP(dropout_rate=0.5)], ids=["norm", "dropout"])
+def test_a_loss_that_cannot_be_told_to_evaluate_is_refused_without_eval_fn(model):
+    batch = make_batch()
+    ddp = wrapped(model, loss=untold)
+    state = ddp.init(0, batch)
+    with pytest.raises(UsageError, match="eval_fn="):
+        ddp.evaluate(state, [batch])
+    ddp = wrapped(model, loss=untold, eval_fn=lambda m, b: loss_fn(m, b, False))
+    assert ddp.evaluate(state, [batch])["examples"] == 16
+
+
+def test_a_two_argument_loss_of_a_plain_model_is_evaluated_as_it_is():
+    ddp, batch = wrapped(loss=untold), make_batch()
+    assert ddp.evaluate(ddp.init(0, batch), [batch])["examples"] == 16
+
+
+def test_nnx_modules_are_switched_on_a_copy_never_the_user_s_own():
+    module, batch = NnxConvNet(nnx.Rngs(0), dropout_rate=0.5), make_batch()
+    module.eval()
+    ddp = wrapped(module)
+    state, _ = ddp.step(ddp.init(0), batch)
+    ddp.evaluate(state, [batch])
+    assert module.dropout.deterministic
+    assert ddp.model(state).norm.use_running_average
+
+
+# --- batches and mistakes ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows, sizes", [(12, "8 and 16"), (3, "8"), (0, "8")])
+def test_rows_that_do_not_divide_are_refused_with_the_sizes_that_would(rows, sizes):
+    ddp = wrapped()
+    state = ddp.init(0, make_batch())
+    with pytest.raises(ConfigError, match=f"{rows} rows .* 8 devices.*: {sizes}"):
+        ddp.step(state, make_batch(rows))
+
+
+def test_rows_that_do_not_divide_into_parts_are_refused():
+    ddp = wrapped(mesh=2, accumulate_steps=4)
+    with pytest.raises(ConfigError, match="2 devices times accumulate_steps=4.*: 8 and 16"):
+        ddp.step(ddp.init(0, make_batch()), make_batch(12))
+
+
+def test_leaves_of_different_lengths_are_refused():
+    batch = {**make_batch(), "y": np.zeros(8, np.int32)}
+    with pytest.raises(DataError, match="same number of rows"):
+        wrapped().init(0, batch)
+
+
+def test_batches_may_be_on_the_host_on_one_device_or_spread():
+    ddp, batch, ends = wrapped(donate=False), make_batch(), []
+    state = ddp.init(0, batch)
+    for form in (batch, jax.tree.map(jnp.asarray, batch), ddp.put(batch)):
+        ends.append(host(ddp.step(state, form)[0].params))
+    equal(ends[0], ends[1])
+    equal(ends[0], ends[2])
+
+
+def test_a_loss_of_the_wrong_shape_is_refused_while_tracing():
+    ddp, batch = wrapped(loss=lambda m, b, train: m(b["x"], train).sum(0)), make_batch()
+    with pytest.raises(ConfigError, match=r"'loss' of shape \(4,\) for 2 rows"):
+        ddp.step(ddp.init(0, batch), batch)
+
+
+class Foreign(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        x = nn.BatchNorm(use_running_average=not train, axis_name="batch")(x)
+        return nn.Dense(NUM_CLASSES)(x)
+
+
+def foreign_psum(model, batch, train):
+    losses, _ = loss_fn(model, batch, train)
+    return jax.lax.pmean(losses, "batch")
+
+
+@pytest.mark.parametrize(
+    "model, loss",
+    [
+        (Foreign(), loss_fn),
+        (MLP(), foreign_psum),
+    ],
+    ids=["norm", "loss"],
+)
+def test_an_axis_that_the_mesh_lacks_is_named(model, loss):
+    ddp = wrapped(model, loss=loss)
+    with pytest.raises(ConfigError, match="'batch'.*'data'"):
+        ddp.step(ddp.init(0, make_batch()), make_batch())
+
+
+def test_a_user_s_own_axis_data_may_be_used():
+    def loss(model, batch, train):
+        losses, _ = loss_fn(model, batch, train)
+        return losses, {"mean_x": jax.lax.pmean(batch["x"].mean(), jddp.AXIS)}
+
+    ddp, batch = wrapped(loss=loss), make_batch()
+    _, metrics = ddp.step(ddp.init(0, batch), batch)
+    np.testing.assert_allclose(metrics["mean_x"], batch["x"].mean(), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"layout": "round"}, "layout 'round'"),
+        ({"batch_norm": "none"}, "batch_norm 'none'"),
+        ({"accumulate_steps": 0}, "accumulate_steps"),
+        ({"max_grad_norm": 0}, "max_grad_norm"),
+        ({"ema_decay": 1}, "ema_decay"),
+        ({"bucket_mb": 0}, "at least one byte"),
+        ({"mesh": 3000}, "can give a multiple of 1 up to 8"),
+        ({"mesh": jax.sharding.Mesh(np.array(jax.devices()), ("batch",))}, "'batch'"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_options_out_of_their_range_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        wrapped(**options).init(0, make_batch())
+
+
+def test_a_class_or_a_function_in_place_of_a_module_is_refused():
+    with pytest.raises(ConfigError, match="the class MLP.*instance"):
+        wrapped(MLP)
+    with pytest.raises(ConfigError, match="function"):
+        wrapped(lambda x: x)
+
+
+def test_a_loop_that_never_waits_does_not_choke_the_cpu():
+    ddp, batch = wrapped(), make_batch()
+    state, batch = ddp.init(0, batch), ddp.put(batch)
+    for _ in range(300):
+        state, metrics = ddp.step(state, batch)
+    assert np.isfinite(metrics["loss"])
+
+
+def test_the_plan_is_known_after_init_and_covers_all_parameters():
+    ddp = wrapped()
+    assert ddp.plan is None
+    state = ddp.init(0, make_batch())
+    assert ddp.plan.wire_bytes == sum(x.nbytes for x in jax.tree.leaves(state.params))
+
+
+def test_shapes_alone_lower_the_step_with_nothing_allocated():
+    ddp = wrapped(ConvNet())
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), make_batch())
+    abstract = ddp.abstract_state(shapes)
+    state = ddp.init(0, make_batch())
+    assert jax.tree.structure(abstract) == jax.tree.structure(state)
+    jax.tree.map(lambda a, x: (a.shape, a.dtype) == (x.shape, x.dtype) or 1 / 0, abstract, state)
+    assert "all_reduce" in ddp.lower(shapes).as_text()

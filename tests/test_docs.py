@@ -1,0 +1,102 @@
+"""What the pages quote from the code still stands there.
+
+A page names code as [`jddp/file.py:function`](../jddp/file.py). If a Python block follows it, every
+line of the block is a line of that function, "..." aside.
+"""
+
+import ast
+import re
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from jax.sharding import PartitionSpec as P
+
+import jddp
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+ANCHOR = re.compile(r"`((?:jddp|examples|tests)/[\w/]+\.py):([\w.]+)`(?:\]\(([^)]*)\))?")
+QUOTE = re.compile(ANCHOR.pattern + r"[^`]*?:?\n\n```python\n(.*?)```", re.DOTALL)
+
+
+def definition(path, name):
+    """Source lines of the function, method or class that `name` stands for in the file."""
+    source = (ROOT / path).read_text()
+    body = ast.parse(source).body
+    for part in name.split("."):
+        found = [node for node in body if getattr(node, "name", None) == part]
+        assert found, f"{path} has no {name}"
+        body = found[0].body
+    return ast.get_source_segment(source, found[0])
+
+
+def pages_with(pattern):
+    return [
+        pytest.param(page, *match.groups(), id=f"{page.name}:{match[2]}")
+        for page in PAGES
+        for match in pattern.finditer(page.read_text())
+    ]
+
+
+@pytest.mark.parametrize("page, path, name, link", pages_with(ANCHOR))
+def test_a_page_names_code_that_is_there(page, path, name, link):
+    definition(path, name)
+    assert link is None or (page.parent / link.partition("#")[0]).resolve() == ROOT / path
+
+
+@pytest.mark.parametrize("page, path, name, link, quoted", pages_with(QUOTE))
+def test_a_page_quotes_code_as_it_is(page, path, name, link, quoted):
+    lines = {line.strip() for line in definition(path, name).splitlines()}
+    assert {line.strip() for line in quoted.splitlines()} - {"", "..."} <= lines
+
+
+def test_the_life_of_a_gradient_quotes_nothing_else():
+    page = (ROOT / "docs" / "life_of_a_gradient.md").read_text()
+    assert page.count("```python") == len(QUOTE.findall(page))
+
+
+# What docs/life_of_a_gradient.md claims of the wire.
+
+
+class Mlp(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(1)(nn.tanh(nn.Dense(8)(nn.tanh(nn.Dense(8)(x)))))
+
+
+def squared_error(model, batch):
+    return ((model(batch["x"]) - batch["y"]) ** 2).mean(axis=-1)
+
+
+BATCH = {
+    "x": jax.ShapeDtypeStruct((16, 4), np.float32),
+    "y": jax.ShapeDtypeStruct((16, 1), np.float32),
+}
+
+
+@pytest.mark.parametrize("accumulate_steps", [1, 2])
+@pytest.mark.parametrize("bucket_mb, num_buckets", [(25, 1), (200 / 2**20, 3)])
+def test_a_model_without_buffers_sends_its_buckets_and_one_small_vector(
+    bucket_mb, num_buckets, accumulate_steps
+):
+    options = {"bucket_mb": bucket_mb, "layout": "flat", "accumulate_steps": accumulate_steps}
+    ddp = jddp.DataParallel(Mlp(), optax.adam(1e-3), squared_error, **options)
+    program = ddp.lower(BATCH).compile().as_text()
+    assert len(ddp.plan) == num_buckets
+    assert len(re.findall(r" all-reduce(?:-start)?\(", program)) == num_buckets + 1
+    assert not re.findall(r" (?:all-gather|all-to-all|collective-\w+|reduce-scatter)\(", program)
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_a_mean_of_ones_own_is_n_times_too_large_under_the_default_check(mesh, check_vma):
+    def step(w, x):
+        return jax.lax.pmean(jax.grad(lambda w: (w * x).mean())(w), "data")
+
+    x = np.arange(16, dtype=np.float32)
+    specs = {"in_specs": (P(), P("data")), "out_specs": P(), "check_vma": check_vma}
+    averaged = jax.shard_map(step, mesh=mesh, **specs)(np.float32(1), x)
+    assert averaged == x.mean() * (mesh.size if check_vma else 1)

@@ -1,0 +1,77 @@
+"""The examples run, and the page that explains jddp does what jddp does."""
+
+import runpy
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+import jddp
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
+
+@pytest.fixture
+def one_page():
+    return runpy.run_path(str(EXAMPLES / "ddp_in_one_page.py"))
+
+
+@pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_an_example_runs(example, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [str(example)])
+    runpy.run_path(str(example), run_name="__main__")
+    assert "loss" in capsys.readouterr().out
+
+
+def test_the_page_fits_on_a_page():
+    assert len((EXAMPLES / "ddp_in_one_page.py").read_text().splitlines()) <= 120
+
+
+def test_the_regression_learns(capsys):
+    runpy.run_path(str(EXAMPLES / "regression.py"))["main"](num_steps=41)
+    losses = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < losses[0]
+
+
+def squared_error(model, batch):
+    return ((model(batch["x"]) - batch["y"]) ** 2).mean(axis=-1)
+
+
+@pytest.mark.parametrize("layout, bucket_bytes", [("leaf", 2**20), ("flat", 100)])
+def test_the_page_does_what_the_library_does(mesh, one_page, layout, bucket_bytes):
+    model = nn.Sequential([nn.Dense(16), nn.tanh, nn.Dense(2)])
+    optimizer = optax.adam(1e-2)
+    rng = np.random.default_rng(0)
+    batch = {
+        "x": rng.standard_normal((24, 4), dtype=np.float32),
+        "y": rng.standard_normal((24, 2), dtype=np.float32),
+        "mask": (np.arange(24) < 19).astype(np.float32),
+    }
+    size = {"bucket_mb": bucket_bytes / 2**20, "first_bucket_mb": bucket_bytes / 2**20}
+    ddp = jddp.DataParallel(model, optimizer, squared_error, mesh=mesh, layout=layout, **size)
+    state = ddp.init(seed=0, batch=batch)
+    params = ddp.model(state)["params"]
+    plan = [list(bucket.leaves) for bucket in ddp.plan.buckets]
+    assert one_page["plan_buckets"](params, bucket_bytes) == plan
+
+    def loss_fn(params, batch):
+        return squared_error(lambda x: model.apply({"params": params}, x), batch)
+
+    step = one_page["make_step"](loss_fn, optimizer, mesh, bucket_bytes=bucket_bytes, layout=layout)
+    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    params, opt_state = jax.device_put((params, optimizer.init(params)), replicated)
+    for _ in range(3):
+        state, metrics = ddp.step(state, batch)
+        params, opt_state, loss = step(params, opt_state, batch)
+        np.testing.assert_allclose(loss, metrics["loss"], rtol=1e-6)
+    # The same sums in the same order; the compiler may fuse them differently.
+    jax.tree.map(
+        lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6),
+        params,
+        ddp.model(state)["params"],
+    )

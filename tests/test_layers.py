@@ -1,0 +1,128 @@
+"""The house stands: rooms import only from floors below, libraries come in by few doors."""
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jddp
+
+PACKAGE = Path(jddp.__file__).parent
+FRONT_DOOR = PACKAGE / "__init__.py"  # Names every room, and imports none until it is asked.
+MODULES = sorted(set(PACKAGE.rglob("*.py")) - {FRONT_DOOR})
+
+# From the ground up. A new room is put here, and in words into docs/.
+FLOORS = [
+    {"errors"},
+    {"names"},
+    {"reduce", "metrics", "losses", "optimizers", "config", "models", "data"},
+    {"batch_norm"},
+    {"state", "mesh", "flaxmodel"},
+    {"recipe"},
+    {"checkpoint", "reports", "cluster", "step", "program", "run", "evaluation"},
+    {"callbacks"},
+    {"trainer"},
+    {"data_parallel"},
+    {"build"},
+    {"train", "launch", "verify", "explain", "doctor"},
+    {"__main__"},
+]
+FLOOR_OF = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
+
+# Where a change of a library's API may reach.
+HOMES = {
+    "flax": {"flaxmodel", "batch_norm", "models"},
+    "optax": {"reduce", "losses", "optimizers", "recipe", "step", "data_parallel"},
+    "orbax": {"checkpoint"},
+    "omegaconf": {"config"},
+    "pydantic": {"config"},
+    "rich": {"reports"},
+    "jax.distributed": {"cluster"},
+    "jax.experimental.multihost_utils": {"mesh"},
+    "jax.shard_map": {"step"},
+}
+NEVER_IN = {"jax": {"data", "config", "names", "errors", "reports"}}
+
+
+def room_of(path):
+    is_door = path.name == "__main__.py"  # Also that of a package below.
+    return "__main__" if is_door else path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def name_of(path):
+    parts = ("jddp", *path.relative_to(PACKAGE).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def names_used(path):
+    """Every dotted name that is imported, also inside functions, or reached through `jax`."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        match node:
+            case ast.Import(names=names):
+                yield from (alias.name for alias in names)
+            case ast.ImportFrom(module=module, names=names, level=level):
+                assert level == 0, f"{path}:{node.lineno}: write imports in full"
+                yield from (f"{module}.{alias.name}" for alias in names)
+            case ast.Attribute(value=ast.Name(id="jax"), attr=attr):
+                yield f"jax.{attr}"
+
+
+def reaches(name, target):
+    return name == target or name.startswith(target + ".")
+
+
+def rooms_using(target):
+    return {room_of(path) for path in MODULES if any(reaches(n, target) for n in names_used(path))}
+
+
+def test_every_room_has_a_floor():
+    assert {room_of(path) for path in MODULES} <= FLOOR_OF.keys()
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_rooms_import_only_from_floors_below(path):
+    room = room_of(path)
+    for name in names_used(path):
+        package, _, rest = name.partition(".")
+        target = rest.partition(".")[0]
+        if package == "jddp" and target != room:
+            assert target in FLOOR_OF, f"{name}: import from the room, not from jddp itself"
+            assert FLOOR_OF[target] < FLOOR_OF[room], f"{room} stands beside or below {target}"
+
+
+@pytest.mark.parametrize("library", HOMES)
+def test_libraries_come_in_by_few_doors(library):
+    assert rooms_using(library) <= HOMES[library]
+
+
+@pytest.mark.parametrize("library", NEVER_IN)
+def test_what_runs_before_jax_does_not_import_it(library):
+    assert not rooms_using(library) & NEVER_IN[library]
+
+
+def test_importing_jddp_imports_nothing_heavy():
+    heavy = "{'jax', 'numpy', 'flax', 'optax', 'orbax', 'pydantic', 'omegaconf', 'rich'}"
+    program = f"import sys, jddp; sys.exit(', '.join({heavy} & sys.modules.keys()) or 0)"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_public_names_are_sorted_and_all_there():
+    assert jddp.__all__ == sorted(jddp.__all__)
+    assert set(jddp.__all__) <= set(dir(jddp))
+
+
+def test_public_names_survive_the_import_of_every_module():
+    for path in MODULES:
+        if path.stem != "__main__":
+            importlib.import_module(name_of(path))
+    for name in jddp.__all__:
+        public = getattr(jddp, name)
+        assert callable(public) or isinstance(public, str), f"{name} is {public}"
+
+
+def test_an_unknown_public_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="nonesuch"):
+        _ = jddp.nonesuch

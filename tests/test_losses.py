@@ -1,0 +1,95 @@
+"""Losses: their values by hand, how they call a model, and what they refuse."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+from jddp.errors import ConfigError
+from jddp.losses import LOSSES, call_model, cross_entropy, mean_squared_error, next_token
+
+LOGITS = jnp.array([[2.0, 0.0, -1.0], [0.0, 0.0, 0.0], [1.0, 3.0, 2.0]])
+LABELS = jnp.array([0, 2, 0])
+
+
+def log_softmax(logits):
+    logits = np.asarray(logits)
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+
+def identity(x):
+    return x
+
+
+def test_cross_entropy_is_per_example():
+    losses, metrics = cross_entropy(identity, {"image": LOGITS, "label": LABELS}, True)
+    np.testing.assert_allclose(losses, -log_softmax(LOGITS)[[0, 1, 2], LABELS], rtol=1e-6)
+    assert metrics["accuracy"].tolist() == [True, False, False]
+
+
+def test_label_smoothing_spreads_the_target_in_training_only():
+    batch = {"image": LOGITS, "label": LABELS}
+    smooth, _ = cross_entropy(identity, batch, True, label_smoothing=0.3)
+    targets = 0.7 * np.eye(3)[LABELS] + 0.1
+    np.testing.assert_allclose(smooth, -(targets * log_softmax(LOGITS)).sum(-1), rtol=1e-6)
+    judged, _ = cross_entropy(identity, batch, False, label_smoothing=0.3)
+    np.testing.assert_array_equal(judged, cross_entropy(identity, batch, False)[0])
+
+
+def test_next_token_scores_each_token_by_those_before_it():
+    tokens = jnp.array([[0, 2, 1, 1], [1, 0, 0, 2]])
+    seen = []
+
+    def model(inputs):
+        seen.append(inputs)
+        return LOGITS[inputs]
+
+    losses, metrics = next_token(model, {"tokens": tokens}, True)
+    np.testing.assert_array_equal(seen[0], tokens[:, :-1])
+    want = -np.take_along_axis(log_softmax(LOGITS)[tokens[:, :-1]], tokens[:, 1:, None], -1)[..., 0]
+    np.testing.assert_allclose(losses, want, rtol=1e-6)
+    assert metrics["accuracy"].tolist() == [[False, True, False], [True, True, False]]
+
+
+def test_mean_squared_error_averages_over_outputs_and_not_over_examples():
+    batch = {"x": jnp.array([[1.0, 2.0], [3.0, 4.0]]), "y": jnp.array([[1.0, 0.0], [0.0, 0.0]])}
+    assert mean_squared_error(identity, batch, True).tolist() == [2.0, 12.5]
+
+
+@pytest.mark.parametrize("word", ["train", "training", "is_training", "deterministic", "other"])
+@pytest.mark.parametrize("train", [False, True])
+def test_a_model_is_told_its_mode_in_its_own_word(word, train):
+    program = f"def call(self, x, {word}=None): return {word}"
+    scope = {}
+    exec(program, scope)
+    want = {"deterministic": not train, "other": None}.get(word, train)
+    linen = type("Linen", (nn.Module,), {"__call__": scope["call"]})()
+    module = type("NNX", (nnx.Module,), {"__call__": scope["call"]})()
+    assert call_model(linen.bind({}), jnp.zeros(1), train) is want
+    assert call_model(module, jnp.zeros(1), train) is want
+
+
+def test_an_nnx_module_keeps_the_mode_that_was_set_on_it():
+    module = nnx.Sequential(nnx.Dropout(0.5, rngs=nnx.Rngs(0)))
+    module.eval()
+    np.testing.assert_array_equal(call_model(module, jnp.ones(8), True), np.ones(8))
+
+
+@pytest.mark.parametrize(
+    "loss, batch, message",
+    [
+        ("cross_entropy", {"tokens": LABELS}, "reads image, label, and the batch holds tokens"),
+        ("next_token", {"image": LOGITS}, "'tokens' is missing"),
+        ("cross_entropy", {"image": LOGITS[None], "label": LABELS}, r"\(1, 3, 3\). They need"),
+        ("mean_squared_error", {"x": LOGITS, "y": LABELS}, r"\(3, 3\) for targets of \(3,\)"),
+    ],
+)
+def test_batches_that_do_not_fit_are_refused_while_tracing(loss, batch, message):
+    with pytest.raises(ConfigError, match=message):
+        jax.eval_shape(lambda: LOSSES[loss](identity, batch, True))
+
+
+def test_losses_are_named_in_order():
+    assert list(LOSSES) == sorted(LOSSES)

@@ -1,0 +1,74 @@
+"""Devices in a row, and what lies on them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jddp.errors import ConfigError
+from jddp.mesh import check_rows, configure_devices, copy_off_mesh, make_mesh, replicate
+
+
+@pytest.fixture
+def configured(monkeypatch):
+    """The number of CPU devices that JAX is told, without telling it."""
+    told = {}
+    monkeypatch.setattr(jax.config, "update", told.__setitem__)
+    for name in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS"):
+        monkeypatch.delenv(name, raising=False)
+    return told
+
+
+@pytest.mark.parametrize(
+    "num_devices, num_processes, each",
+    [("auto", 1, 8), ("auto", 2, 4), ("auto", 16, 1), (6, 3, 2), (1, 1, 1)],
+)
+def test_devices_are_counted_over_all_processes(configured, num_devices, num_processes, each):
+    configure_devices(num_devices, num_processes=num_processes)
+    assert configured == {"jax_num_cpu_devices": each}
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [("JAX_NUM_CPU_DEVICES", "3"), ("XLA_FLAGS", "--xla_force_host_platform_device_count=3")],
+)
+def test_the_environment_wins_over_auto_and_a_number_over_the_environment(
+    configured, monkeypatch, name, value
+):
+    monkeypatch.setenv(name, value)
+    configure_devices("auto")
+    assert configured == {}
+    configure_devices(2)
+    assert configured == {"jax_num_cpu_devices": 2}
+
+
+def test_devices_that_do_not_divide_over_the_processes_are_refused():
+    with pytest.raises(ConfigError, match="num_devices=5 .* 2 processes.*multiple of 2"):
+        configure_devices(5, num_processes=2)
+
+
+@pytest.mark.parametrize("devices", [None, 2, jax.devices()[2:5]], ids=["all", "two", "some"])
+def test_a_mesh_has_one_axis_that_takes_host_arrays(devices):
+    mesh = make_mesh(devices)
+    assert mesh.axis_names == ("data",)
+    assert set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
+    assert make_mesh(mesh) == mesh
+
+
+@pytest.mark.parametrize("rows, nearest", [(0, "4"), (3, "4"), (5, "4 and 8"), (11, "8 and 12")])
+def test_rows_that_do_not_divide_are_refused_with_the_nearest_that_do(rows, nearest):
+    with pytest.raises(ConfigError, match=f"{rows} rows do not divide over 4 devices.*: {nearest}"):
+        check_rows(rows, 4, "4 devices")
+
+
+def test_values_are_copied_to_every_device_and_back_keys_included(mesh):
+    mine = {"w": np.arange(4.0, dtype=np.float32), "key": jax.random.key(3, impl="rbg")}
+    spread = replicate(mine, mesh)
+    mine["w"][:] = 0
+    for leaf in jax.tree.leaves(spread):
+        assert leaf.sharding.is_fully_replicated
+        assert len(leaf.addressable_shards) == mesh.size
+    back = jax.tree.map(copy_off_mesh, spread)
+    np.testing.assert_array_equal(back["w"], [0, 1, 2, 3])
+    assert back["key"] == mine["key"]
+    assert (back["w"] + jnp.ones(4)).shape == (4,)

@@ -1,0 +1,84 @@
+"""Means stay exact however the valid entries are spread."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jddp.errors import ConfigError
+from jddp.metrics import Totals, count_rows, mean, mean_tree, weigh
+
+
+def test_a_mask_keeps_entries_out_of_total_and_count():
+    sums = weigh(jnp.array([1.0, 2.0, 4.0]), {}, mask=jnp.array([1, 0, 1]))
+    assert (float(sums["loss"].total), float(sums["loss"].count)) == (5, 2)
+
+
+def test_a_nan_that_is_masked_out_does_no_harm():
+    sums = weigh(jnp.array([1.0, jnp.nan]), {}, mask=jnp.array([True, False]))
+    assert float(sums["loss"].total) == 1
+
+
+def test_a_mask_of_rows_masks_whole_rows_of_tokens():
+    sums = weigh(jnp.ones((2, 3)), {}, mask=jnp.array([True, False]))
+    assert (float(sums["loss"].total), float(sums["loss"].count)) == (3, 3)
+
+
+def test_a_metric_of_rows_counts_where_its_row_has_a_valid_token():
+    mask = jnp.array([[1, 0], [0, 0], [1, 1]])
+    sums = weigh(jnp.ones((3, 2)), {"row": jnp.array([5.0, 7.0, 9.0])}, mask=mask)
+    assert (float(sums["loss"].total), float(sums["loss"].count)) == (3, 3)
+    assert (float(sums["row"].total), float(sums["row"].count)) == (14, 2)
+
+
+@pytest.mark.parametrize("shape", [(4,), (3, 5), (2, 3)])
+def test_a_shape_that_does_not_align_with_the_mask_is_refused(shape):
+    with pytest.raises(ConfigError, match=r"'loss' has shape .* leading dims"):
+        weigh(jnp.ones(shape), {}, mask=jnp.ones((3, 2)))
+
+
+def test_scalars_weigh_as_told_and_say_that_they_are_scalars():
+    sums = weigh(jnp.float32(3), {"rate": jnp.float32(0.5)}, scalar_count=4)
+    assert (float(sums["loss"].total), float(sums["loss"].count)) == (12, 4)
+    assert sums["rate"].is_scalar
+    assert not weigh(jnp.ones(2), {})["loss"].is_scalar
+
+
+def test_names_that_jddp_reports_itself_are_refused():
+    with pytest.raises(ConfigError, match="'grad_norm'"):
+        weigh(jnp.ones(2), {"grad_norm": jnp.ones(2)})
+
+
+def test_a_mean_over_nothing_is_zero_and_keeps_dtypes():
+    tree = {"a": jnp.ones(2, jnp.bfloat16), "b": jnp.ones(2, jnp.complex64)}
+    got = mean_tree(tree, jnp.float32(0))
+    assert {k: x.dtype for k, x in got.items()} == {k: x.dtype for k, x in tree.items()}
+    np.testing.assert_array_equal(mean_tree(tree, jnp.float32(4))["b"], [0.25, 0.25])
+    assert float(mean(jnp.float32(0), jnp.float32(0))) == 0
+
+
+def test_a_tree_is_divided_to_rounding_and_exactly_by_powers_of_two():
+    totals = jnp.asarray(np.random.default_rng(0).normal(size=1000), jnp.float32)
+    for count in (7.0, 41.0, 96.0):
+        # Two roundings here and one there, of 2^-24 each.
+        np.testing.assert_allclose(
+            mean_tree(totals, jnp.float32(count)), totals / count, rtol=3 * 2**-24
+        )
+    np.testing.assert_array_equal(mean_tree(totals, jnp.float32(64)), totals / 64)
+
+
+def test_rows_with_any_valid_entry_are_counted():
+    assert float(count_rows(jnp.array([[1, 0], [0, 0], [1, 1]]))) == 2
+
+
+def test_totals_of_many_batches_are_exact_where_float32_is_not():
+    totals = Totals()
+    for _ in range(3):
+        totals.add({"loss": weigh(jnp.full(1, 2.0**24), {})["loss"]})
+        totals.add(weigh(jnp.ones(1), {}))
+    assert totals.means()["loss"] == (3 * 2**24 + 3) / 6
+
+
+def test_totals_of_nothing_valid_are_nan_not_zero():
+    totals = Totals()
+    totals.add(weigh(jnp.ones(2), {}, mask=jnp.zeros(2)))
+    assert np.isnan(totals.means()["loss"])

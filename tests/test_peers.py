@@ -1,0 +1,176 @@
+"""jddp trains like the step that people write by hand, and helps the step that they keep."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from jax.sharding import PartitionSpec as P
+
+import jddp
+from jddp.models import CNN
+from peers import pmap_trainer, shard_map_trainer
+from peers.convnet import ConvNet
+
+NUM_STEPS = 5
+WIDTHS = (8, 16)
+
+
+def loss_and_accuracy(logits, labels):
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return losses.mean(), (logits.argmax(-1) == labels).mean()
+
+
+def loss_fn(model, batch, train):
+    logits = model(batch["inputs"], train=train)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+    return losses, {"accuracy": logits.argmax(-1) == batch["targets"]}
+
+
+def image_batches():
+    rng = np.random.default_rng(0)
+    for _ in range(NUM_STEPS):
+        labels = rng.integers(10, size=32, dtype=np.int32)
+        images = rng.standard_normal((32, 8, 8, 1), dtype=np.float32)
+        images += labels[:, None, None, None].astype(np.float32) / 5
+        yield {"inputs": images, "targets": labels}
+
+
+def close(got, want):
+    # Both add the same numbers in another order, over five steps that carry the rounding on.
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=2e-5, atol=2e-6), got, want)
+
+
+def test_the_network_of_the_peers_is_the_default_jobs():
+    images = jnp.asarray(next(image_batches())["inputs"])
+    variables = CNN().init(jax.random.key(0), images, train=False)
+    want = CNN().apply(variables, images, train=False)
+    np.testing.assert_array_equal(ConvNet().apply(variables, images, train=False), want)
+
+
+def test_a_pmap_trainer_gets_the_same_numbers():
+    optimizer = optax.sgd(0.1, momentum=0.9)
+    ddp = jddp.DataParallel(ConvNet(WIDTHS), optimizer, loss_fn)
+    state = ddp.init(seed=0, batch=next(image_batches()))
+    variables = ddp.model(state)
+    peer_step = pmap_trainer.make_step(
+        ConvNet(WIDTHS, axis_name="batch"), loss_and_accuracy, optimizer
+    )
+    params, model_state = variables["params"], {"batch_stats": variables["batch_stats"]}
+    peer = pmap_trainer.State(params, model_state, optimizer.init(params))
+    peer = pmap_trainer.replicate(peer)
+    for batch in image_batches():
+        state, metrics = ddp.step(state, batch)
+        peer, peer_metrics = peer_step(peer, pmap_trainer.shard(batch))
+        close(
+            {name: metrics[name] for name in peer_metrics},
+            jax.tree.map(lambda x: x[0], peer_metrics),
+        )
+    trained = {"params": peer.params, **peer.model_state}
+    close(ddp.model(state), jax.tree.map(lambda x: np.array(x[0]), trained))
+
+
+def test_a_shard_map_trainer_gets_the_same_numbers():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
+    optimizer = optax.sgd(0.1, momentum=0.9)
+    ddp = jddp.DataParallel(ConvNet(WIDTHS), optimizer, loss_fn, mesh=mesh)
+    state = ddp.init(seed=0, batch=next(image_batches()))
+    variables = ddp.model(state)
+    model = ConvNet(WIDTHS, axis_name="data")
+    peer_step = shard_map_trainer.make_step(model, loss_and_accuracy, optimizer, mesh)
+    params, model_state = variables["params"], {"batch_stats": variables["batch_stats"]}
+    peer = pmap_trainer.State(params, model_state, optimizer.init(params))
+    peer = shard_map_trainer.replicate(peer, mesh)
+    for batch in image_batches():
+        state, metrics = ddp.step(state, batch)
+        peer, peer_metrics = peer_step(peer, shard_map_trainer.shard(batch, mesh))
+        close({name: metrics[name] for name in peer_metrics}, peer_metrics)
+    close(ddp.model(state), {"params": peer.params, **peer.model_state})
+
+
+# A step of one's own, that keeps its map and gets its mean from the optimizer.
+
+
+class Mlp(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(1)(nn.tanh(nn.Dense(16)(x)))
+
+
+def squared_error(model, batch):
+    return ((model(batch["x"]) - batch["y"]) ** 2).mean(axis=-1)
+
+
+def own_step(optimizer):
+    def step(params, opt_state, batch):
+        def loss(params):
+            return squared_error(lambda x: Mlp().apply({"params": params}, x), batch).mean()
+
+        updates, opt_state = optimizer.update(jax.grad(loss)(params), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    return step
+
+
+def rows():
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((NUM_STEPS, 32, 4), dtype=np.float32)
+    return {"x": x, "y": np.sin(x.sum(axis=-1, keepdims=True))}
+
+
+def batches():
+    return [{name: x[i] for name, x in rows().items()} for i in range(NUM_STEPS)]
+
+
+@pytest.fixture(scope="module")
+def trained_by_jddp():
+    """Parameters before and after, by `DataParallel`."""
+    ddp = jddp.DataParallel(Mlp(), optax.sgd(0.1), squared_error)
+    state = ddp.init(seed=0, batch=batches()[0])
+    initial = ddp.model(state)["params"]
+    for batch in batches():
+        state, _ = ddp.step(state, batch)
+    return initial, ddp.model(state)["params"]
+
+
+@pytest.mark.parametrize("layout, bucket_mb", [("leaf", 25), ("flat", 1e-4)])
+def test_average_gradients_serves_a_pmap_step_of_ones_own(trained_by_jddp, layout, bucket_mb):
+    initial, want = trained_by_jddp
+    average = jddp.average_gradients("batch", bucket_mb=bucket_mb, layout=layout)
+    optimizer = optax.chain(average, optax.sgd(0.1))
+    step = jax.pmap(own_step(optimizer), axis_name="batch")
+    carry = pmap_trainer.replicate((initial, optimizer.init(initial)))
+    for batch in batches():
+        carry = step(*carry, pmap_trainer.shard(batch))
+    for replica in range(jax.device_count()):
+        close(jax.tree.map(lambda x: np.array(x[replica]), carry[0]), want)  # noqa: B023  # used at once
+
+
+@pytest.mark.parametrize("layout, bucket_mb", [("leaf", 25), ("flat", 1e-4)])
+def test_average_gradients_serves_a_shard_map_step_of_ones_own(trained_by_jddp, layout, bucket_mb):
+    initial, want = trained_by_jddp
+    average = jddp.average_gradients("batch", bucket_mb=bucket_mb, layout=layout)
+    optimizer = optax.chain(average, optax.sgd(0.1))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("batch",))
+    step = jax.shard_map(
+        own_step(optimizer),
+        mesh=mesh,
+        in_specs=(P(), P(), P("batch")),
+        out_specs=P(),
+        check_vma=False,
+    )
+    carry = shard_map_trainer.replicate((initial, optimizer.init(initial)), mesh)
+    for batch in batches():
+        carry = jax.jit(step)(*carry, batch)
+    close(carry[0], want)
+
+
+def test_without_the_mean_a_step_of_ones_own_drifts_apart(trained_by_jddp):
+    initial, _ = trained_by_jddp
+    step = jax.pmap(own_step(optax.sgd(0.1)), axis_name="batch")
+    carry = pmap_trainer.replicate((initial, optax.sgd(0.1).init(initial)))
+    for batch in batches():
+        carry = step(*carry, pmap_trainer.shard(batch))
+    apart = jax.tree.map(lambda x: float(jnp.abs(x - x[:1]).max()), carry[0])
+    assert min(jax.tree.leaves(apart)) > 1e-3

@@ -1,0 +1,123 @@
+"""Two real processes over localhost train as one does."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from workers.job import train_everything
+
+import jddp
+from jddp.cluster import VARIABLES
+
+pytestmark = pytest.mark.processes
+
+TESTS = Path(__file__).parent
+REPOSITORY = Path(jddp.__file__).parents[1]
+SECONDS = 120  # for what takes ten; a process that is stuck is killed
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def run_job(folder, num_processes):
+    """Starts the processes of a job, waits for all, and returns what each has written."""
+    told = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    told |= {"PYTHONPATH": os.pathsep.join(map(str, (REPOSITORY, TESTS)))}
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
+    job = (f"127.0.0.1:{free_port()}", str(num_processes))
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "workers.job", folder],
+            env=kept | told | dict(zip(VARIABLES, (*job, str(process)), strict=True)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for process in range(num_processes)
+    ]
+    try:
+        outputs = [process.communicate(timeout=SECONDS) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()  # does nothing to one that has ended
+            process.wait()
+    assert [process.returncode for process in processes] == [0] * num_processes, outputs
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    """What this process ends up with, on eight devices of its own."""
+    folder = tmp_path_factory.mktemp("one")
+    train_everything(folder, 0, 1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """What two processes with four devices each end up with, and what they have written."""
+    folder = tmp_path_factory.mktemp("two")
+    return folder, run_job(folder, 2)
+
+
+def assert_close(got, want):
+    """Equal names, and numbers but for the order in which gloo adds up eight terms."""
+    assert got.keys() == want.keys()
+    for name in want:
+        if isinstance(want[name], str):
+            assert got[name] == want[name]
+        else:
+            np.testing.assert_allclose(got[name], want[name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def load(path):
+    return dict(np.load(path))
+
+
+@pytest.mark.parametrize("what", ["step", "fit"])
+def test_two_processes_end_with_the_state_and_metrics_of_one(one, two, what):
+    want = load(one / f"{what}_0.npz")
+    assert_close(load(two[0] / f"{what}_0.npz"), want)
+    assert want["metrics/examples"] == 11
+    assert {"state/params/Conv_0/kernel", "state/ema_params/Conv_0/kernel"} <= want.keys()
+
+
+@pytest.mark.parametrize("what", ["step", "fit"])
+def test_both_processes_hold_the_same_bits(two, what):
+    first, second = (load(two[0] / f"{what}_{process}.npz") for process in range(2))
+    assert first.keys() == second.keys()
+    for name in first:
+        np.testing.assert_array_equal(first[name], second[name], err_msg=name)
+
+
+def records(run_dir):
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    timings = ("step_seconds", "examples_per_second")
+    return [{k: v for k, v in line.items() if k not in timings} for line in lines]
+
+
+def test_only_the_first_process_writes_metrics(one, two):
+    want, got = records(one / "run"), records(two[0] / "run")
+    train = [(step, "train") for step in (1, 2, 3, 4)]
+    steps = [(record["step"], record["split"]) for record in got]
+    assert steps == [*train[:2], (2, "eval"), *train[2:], (4, "eval")]
+    for a, b in zip(got, want, strict=True):
+        assert_close(a, b)
+
+
+def test_only_the_first_process_speaks_and_of_nothing_but_the_run(two):
+    (said, _), (silence, _) = two[1]
+    assert "resumed from step 2 of 4" in said
+    assert "eval 4  loss " in said
+    # Not empty: gloo greets every peer on its own.
+    assert not re.search(r"\b(step|eval|resumed)\b", silence)
+    assert not any(re.search("absl|orbax", text) for texts in two[1] for text in texts)

@@ -1,0 +1,209 @@
+import io
+import json
+import os
+
+import pytest
+
+from jddp.errors import ConfigError, DataError, FileSystemError
+from jddp.reports import MetricsFile, Progress, RunDirectory
+from jddp.reports.progress import train_line
+
+CONFIG = {"seed": 1, "run": {"dir": "a"}, "optimizer": {"learning_rate": 1e-3, "kwargs": {}}}
+MANIFEST = {"versions": {"jax": "0.10.2"}, "data": {"sha256": "f" * 64}, "world": (1, 8)}
+
+
+def prepared(path, config=CONFIG, manifest=MANIFEST, is_writer=True):
+    directory = RunDirectory(path, is_writer=is_writer)
+    directory.prepare(config, manifest)
+    return directory
+
+
+def contents(path):
+    return {p.relative_to(path): p.read_bytes() for p in path.rglob("*") if p.is_file()}
+
+
+def test_a_run_directory_is_made_with_its_config_and_manifest(tmp_path):
+    directory = prepared(tmp_path / "runs" / "one")
+    assert (directory.path / "config.yaml").read_text().startswith("seed: 1\n")
+    assert json.loads((directory.path / "manifest.json").read_text())["world"] == [1, 8]
+    assert directory.checkpoints == directory.path / "checkpoints"
+
+
+def test_the_same_config_comes_back_without_a_trace(tmp_path):
+    prepared(tmp_path)
+    before = contents(tmp_path)
+    elsewhere = {**CONFIG, "run": {"dir": "b"}, "optimizer": {"learning_rate": 1e-3, "kwargs": {}}}
+    prepared(tmp_path, elsewhere)
+    assert contents(tmp_path) == before
+
+
+def test_another_config_is_refused_with_the_keys_that_differ_and_nothing_is_lost(tmp_path):
+    prepared(tmp_path)
+    before = contents(tmp_path)
+    other = {**CONFIG, "seed": 2, "optimizer": {"learning_rate": 1e-2, "kwargs": {"b1": None}}}
+    with pytest.raises(ConfigError) as caught:
+        prepared(tmp_path, other)
+    for part in ("seed is 1 there, 2 here", "optimizer.learning_rate is 0.001 there, 0.01 here"):
+        assert part in str(caught.value)
+    assert "optimizer.kwargs.b1 is absent there, null here" in str(caught.value)
+    assert contents(tmp_path) == before
+
+
+def test_all_processes_check_and_only_the_writer_writes(tmp_path):
+    reader = prepared(tmp_path / "new", is_writer=False)
+    reader.metrics.append({"step": 1})
+    assert not (tmp_path / "new").exists()
+    prepared(tmp_path)
+    with pytest.raises(ConfigError):
+        prepared(tmp_path, {**CONFIG, "seed": 2}, is_writer=False)
+
+
+def test_a_run_from_objects_and_one_from_a_config_do_not_mix(tmp_path):
+    prepared(tmp_path / "objects", None)
+    prepared(tmp_path / "objects", None)
+    with pytest.raises(ConfigError, match="started from objects"):
+        prepared(tmp_path / "objects")
+    prepared(tmp_path / "config")
+    with pytest.raises(ConfigError, match="started from a config"):
+        prepared(tmp_path / "config", None)
+
+
+def test_a_directory_with_results_of_something_else_is_refused(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("precious\n")
+    with pytest.raises(ConfigError, match=r"holds metrics\.jsonl of something else"):
+        prepared(tmp_path)
+    assert contents(tmp_path) == {(tmp_path / "metrics.jsonl").relative_to(tmp_path): b"precious\n"}
+
+
+def test_a_start_that_died_between_config_and_manifest_starts_again(tmp_path):
+    prepared(tmp_path)
+    (tmp_path / "manifest.json").unlink()
+    prepared(tmp_path)
+    assert (tmp_path / "manifest.json").exists()
+
+
+def test_other_data_under_the_same_config_are_refused(tmp_path):
+    prepared(tmp_path)
+    with pytest.raises(DataError, match="started with other data"):
+        prepared(tmp_path, manifest={**MANIFEST, "data": {"sha256": "0" * 64}})
+
+
+def test_a_start_on_other_versions_is_added_to_the_manifest(tmp_path):
+    prepared(tmp_path)
+    newer = {**MANIFEST, "versions": {"jax": "0.11"}}
+    for _ in range(2):
+        prepared(tmp_path, manifest=newer)
+    kept = json.loads((tmp_path / "manifest.json").read_text())
+    assert kept["versions"] == {"jax": "0.10.2"}
+    assert [start["versions"] for start in kept["later_starts"]] == [{"jax": "0.11"}]
+
+
+@pytest.mark.parametrize("damage", ["", '{"versions": ', "\x00"])
+def test_a_damaged_manifest_is_a_file_system_error(tmp_path, damage):
+    prepared(tmp_path)
+    (tmp_path / "manifest.json").write_text(damage)
+    with pytest.raises(FileSystemError, match="damaged"):
+        prepared(tmp_path)
+
+
+def test_a_directory_that_cannot_be_made_is_a_file_system_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileSystemError, match=r"run\.dir .*file/run: Not a directory"):
+        prepared(tmp_path / "file" / "run")
+
+
+def test_metrics_are_cut_after_the_step_that_was_resumed_from(tmp_path):
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    for step in (1, 2, 3):
+        metrics.append({"step": step, "split": "train", "loss": 0.1 * step})
+    metrics.append({"step": 2, "split": "eval", "loss": 0.5})
+    with metrics.path.open("a") as file:
+        file.write('{"step": 4, "lo')
+    metrics.truncate_after(2)
+    assert [(r["step"], r["split"]) for r in metrics.read()] == [
+        (1, "train"),
+        (2, "train"),
+        (2, "eval"),
+    ]
+    assert os.listdir(tmp_path) == ["metrics.jsonl"]
+
+
+def test_metrics_keep_every_digit_and_lines_stay_json(tmp_path):
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    metrics.append({"step": 1, "loss": 0.1 + 0.2, "bad": float("nan")})
+    assert metrics.read() == [{"step": 1, "loss": 0.1 + 0.2, "bad": None}]
+    assert MetricsFile(tmp_path / "none").read() == []
+
+
+def test_metrics_that_cannot_be_written_are_a_file_system_error(tmp_path):
+    with pytest.raises(FileSystemError, match="cannot be written: No such file"):
+        MetricsFile(tmp_path / "gone" / "metrics.jsonl").append({"step": 1})
+
+
+RECORD = {
+    "step": 400,
+    "split": "train",
+    "loss": 0.23841,
+    "accuracy": 0.91234,
+    "learning_rate": 1.6e-3,
+    "examples_per_second": 10812.0,
+    "step_seconds": 0.02,
+    "count": 128.0,
+}
+
+
+def test_a_train_line_says_all_and_fits():
+    assert train_line(RECORD, 1170) == (
+        "step 400/1170  loss 0.2384  accuracy 0.9123  lr 0.0016  10.8k/s  ETA 0:15"
+    )
+    many = RECORD | {f"a_metric_with_a_long_name_{i}": 0.5 for i in range(9)}
+    assert len(train_line(many, 1170)) <= 80
+    assert train_line(many, 1170).endswith("ETA 0:15")
+    # Beside a bar there is less room: the rate goes before a metric does.
+    assert train_line(RECORD, 1170, columns=69) == (
+        "step 400/1170  loss 0.2384  accuracy 0.9123  10.8k/s  ETA 0:15"
+    )
+    assert "ETA 2:46:40" in train_line(RECORD | {"step": 0}, 500_000)
+    assert train_line({"step": 1, "loss": float("nan")}, 9) == "step 1/9  loss nan"
+
+
+def printed(records, *, num_steps=1170, is_writer=True, seconds=1.0):
+    stream, now = io.StringIO(), iter(i * seconds for i in range(10_000))
+    progress = Progress(num_steps, is_writer=is_writer, stream=stream, clock=lambda: next(now))
+    for record in records:
+        progress.log(record)
+    progress.evaluated({"step": 1170, "split": "eval", "loss": 0.361, "examples": 10_000.0})
+    progress.note("saved " + "here " * 30)
+    progress.close()
+    return stream.getvalue().splitlines()
+
+
+def test_off_a_terminal_a_line_comes_every_few_seconds_and_at_the_end():
+    lines = printed([RECORD | {"step": step} for step in range(1, 1171)], seconds=0.1)
+    steps = [int(line.split()[1].split("/")[0]) for line in lines if line.startswith("step")]
+    assert steps[0] == 1
+    assert steps[-1] == 1170
+    assert 10 < len(steps) < 40
+    assert "eval 1170  loss 0.361  examples 10000" in lines
+    assert all(len(line) <= 80 and "\r" not in line for line in lines)
+
+
+def test_other_processes_print_nothing():
+    assert printed([RECORD], is_writer=False) == []
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_on_a_terminal_there_is_one_live_line(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    progress = Progress(1170, is_writer=True, stream=stream)
+    progress.log(RECORD)
+    progress.evaluated({"step": 400, "split": "eval", "loss": 0.361, "examples": 10_000.0})
+    progress.close()
+    assert "eval 400  loss 0.361  examples 10000" in stream.getvalue()
+    assert "ETA 0:15" in stream.getvalue()

@@ -1,0 +1,143 @@
+"""The README's commands are there, its links lead somewhere, and the scripts do what they say."""
+
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = [ROOT / "scripts" / name for name in ("venv", "quickstart", "test", "check")]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])
+
+# Stands in for Python: writes down how it was called, and "makes" a venv of itself.
+FAKE_PYTHON = """#!/usr/bin/env bash
+echo "$@" >>"$CALLS"
+case "$*" in
+  *version_info*) exit "${TOO_OLD:-0}" ;;
+  "-m venv --clear "*) mkdir -p "$4/bin" && cp "$0" "$4/bin/python" ;;
+  *"pip install"*) exit "${NO_NETWORK:-0}" ;;
+esac
+"""
+
+
+def commands(page):
+    """The lines of the page's shell blocks that start one of our commands, without prompts."""
+    for block in re.findall(r"```(?:bash|console|sh)\n(.*?)```", page.read_text(), re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line.removeprefix("$ "), comments=True)
+            if words and (words[0].startswith("scripts/") or words[:2] == ["python", "-m"]):
+                yield words
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_of_a_page_exist(page):
+    for words in commands(page):
+        if words[0].startswith("scripts/"):
+            assert os.access(ROOT / words[0], os.X_OK), words
+        else:
+            assert importlib.util.find_spec(words[2]), words
+        for word in words:
+            assert not word.startswith("configs/") or (ROOT / word).exists(), words
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_relative_links_of_a_page_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if not re.match(r"https?://|mailto:|#", target):
+            assert (page.parent / target.partition("#")[0]).exists(), target
+
+
+def test_the_readme_shows_the_two_commands():
+    shown = (ROOT / "README.md").read_text()
+    assert "scripts/quickstart" in shown
+    assert "scripts/test" in shown
+
+
+@pytest.mark.parametrize("script", [*SCRIPTS, ROOT / ".ci" / "run"], ids=lambda path: path.name)
+def test_scripts_are_executable_bash(script):
+    assert os.access(script, os.X_OK)
+    subprocess.run(["bash", "-n", script], check=True)
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A checkout with our scripts, and a stand-in for every Python on PATH."""
+    for name in ("scripts", "bin", "root"):
+        (tmp_path / name).mkdir()
+    for script in SCRIPTS:
+        shutil.copy(script, tmp_path / "scripts")
+    (tmp_path / "pyproject.toml").write_text("")
+    (tmp_path / "constraints.txt").write_text("")
+    for name in ("python", "python3", "python3.11", "python3.12", "python3.13"):
+        (tmp_path / "bin" / name).write_text(FAKE_PYTHON)
+        (tmp_path / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
+    return tmp_path
+
+
+def run(checkout, script, *arguments):
+    command = [checkout / "scripts" / script, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def calls(checkout):
+    """How Python was called since this was last asked."""
+    lines = (checkout / "calls").read_text().splitlines()
+    (checkout / "calls").write_text("")
+    return lines
+
+
+def count_installs(checkout):
+    return sum("pip install" in call for call in calls(checkout))
+
+
+def test_quickstart_makes_an_environment_once_and_passes_its_arguments_on(checkout):
+    assert run(checkout, "quickstart", "seed=1").returncode == 0
+    first = calls(checkout)
+    assert sum("pip install" in call for call in first) == 1
+    assert f"--constraint {checkout}/constraints.txt" in "".join(first)
+    assert first[-1] == "-m jddp.train seed=1"
+    assert run(checkout, "quickstart", "run.dir=my runs").returncode == 0
+    assert calls(checkout) == ["-c import pip", "-m jddp.train run.dir=my runs"]
+
+
+def test_test_installs_what_the_tests_need_and_runs_pytest(checkout):
+    assert run(checkout, "test", "-m", "slow").returncode == 0
+    made = calls(checkout)
+    assert any(call.endswith(f"--editable {checkout}[dev]") for call in made)
+    assert made[-1].startswith("-m pytest")
+    assert made[-1].endswith("-m slow")
+
+
+@pytest.mark.parametrize("changed", ["pyproject.toml", "constraints.txt"])
+def test_a_change_of_what_is_needed_installs_again(checkout, changed):
+    run(checkout, "venv")
+    assert count_installs(checkout) == 1
+    (checkout / changed).write_text("changed")
+    run(checkout, "venv")
+    assert count_installs(checkout) == 1
+    run(checkout, "venv")
+    assert count_installs(checkout) == 0
+
+
+def test_an_install_that_failed_is_tried_again(checkout, monkeypatch):
+    monkeypatch.setenv("NO_NETWORK", "1")
+    assert run(checkout, "quickstart").returncode != 0
+    assert "-m jddp.train" not in calls(checkout)
+    monkeypatch.delenv("NO_NETWORK")
+    assert run(checkout, "quickstart").returncode == 0
+    assert count_installs(checkout) == 1
+
+
+def test_without_a_new_enough_python_the_scripts_say_what_is_missing(checkout, monkeypatch):
+    monkeypatch.setenv("TOO_OLD", "1")
+    refused = run(checkout, "quickstart")
+    assert refused.returncode != 0
+    assert "no Python 3.11 or newer on PATH" in refused.stderr
+    assert not (checkout / ".venv").exists()

@@ -1,0 +1,104 @@
+"""N devices equal one device on the whole batch."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from oracle import on_one_device, vmapped_step, whole_batch_step
+from tiny import MODELS, loss_fn, make_batch
+
+import jddp
+
+SETTINGS = {
+    "model": list(MODELS),
+    "replicas": [1, 2, 4, 8],
+    "layout": ["leaf", "flat"],
+    "dtype": ["float32", "bfloat16"],
+    "masked": [False, True],
+    "dropout": [0.0, 0.3],
+}
+
+
+def all_pairs(settings):
+    """A few cases in which every pair of values of two settings stands at least once."""
+    names = list(settings)
+    pairs = {
+        (a, x, b, y)
+        for a, b in itertools.combinations(names, 2)
+        for x in settings[a]
+        for y in settings[b]
+    }
+
+    def covered(case):
+        chosen = dict(zip(names, case, strict=True))
+        return {(a, chosen[a], b, chosen[b]) for a, b in itertools.combinations(names, 2)}
+
+    product = list(itertools.product(*settings.values()))
+    while pairs:
+        best = max(product, key=lambda case: len(covered(case) & pairs))
+        pairs -= covered(best)
+        yield best
+
+
+def name(case):
+    return "-".join(str(value) for value in case)
+
+
+def assert_close(got, want, *, dtype, what):
+    """Close relative to the largest entry of the whole tree.
+
+    float32: sums of 16 rows in another order, 1e-5. bfloat16: a replica rounds its share's
+    gradient to 8 bits where one device rounds the whole batch's once, 2^-6.
+    """
+    scale = max(float(np.abs(x).max()) for x in jax.tree.leaves(want) if x.size)
+    rtol = {"float32": 1e-5, "bfloat16": 2**-6}[dtype]
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True
+    ):
+        where = f"{what}{jax.tree_util.keystr(path)}"
+        np.testing.assert_allclose(a, b, rtol=0, atol=rtol * max(scale, 1e-3), err_msg=where)
+
+
+def check(model, replicas, layout, dtype, masked, dropout):
+    module = MODELS[model](dtype=jnp.dtype(dtype), dropout_rate=dropout)
+    optimizer = optax.sgd(0.5, momentum=0.9)
+    # Buckets of 200 bytes: several, with leaves larger than one.
+    ddp = jddp.DataParallel(
+        module, optimizer, loss_fn, mesh=replicas, layout=layout, bucket_mb=200 / 2**20
+    )
+    state = ddp.init(seed=1, batch=make_batch(masked=masked))
+    whole = whole_batch_step(module, optimizer, loss_fn)
+    judge = vmapped_step(ddp, replicas) if dropout else whole
+    for step in range(2):
+        batch = make_batch(seed=step, masked=masked)
+        before = on_one_device(state)
+        want, want_metrics = judge(before, batch)
+        state, metrics = ddp.step(state, batch)
+        got = on_one_device(state)
+        moved, want_moved = (
+            jax.tree.map(np.subtract, after.params, before.params) for after in (got, want)
+        )
+        assert_close(moved, want_moved, dtype=dtype, what="update")
+        assert_close(got.opt_state, want.opt_state, dtype=dtype, what="opt_state")
+        if model in ("conv", "nnx"):
+            got, want = (s.model_state.get("rest", s.model_state) for s in (got, want))
+            assert_close(got, want, dtype=dtype, what="model_state")
+        for key in ("loss", "accuracy"):
+            np.testing.assert_allclose(
+                metrics[key], want_metrics[key], rtol=1e-5 if dtype == "float32" else 2**-6
+            )
+        assert metrics["count"] == batch.get("mask", np.ones(16)).sum()
+
+
+@pytest.mark.parametrize("case", list(all_pairs(SETTINGS)), ids=name)
+def test_n_devices_equal_one_device_for_every_pair_of_settings(case):
+    check(*case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", list(itertools.product(*SETTINGS.values())), ids=name)
+def test_n_devices_equal_one_device_for_every_setting(case):
+    check(*case)

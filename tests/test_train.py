@@ -1,0 +1,306 @@
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+import jddp
+from jddp.config import Config, load_config
+from jddp.train import main
+
+REPOSITORY = Path(jddp.__file__).parents[1]
+MINE = """
+from pathlib import Path
+
+import numpy as np
+from flax import linen as nn
+
+from jddp.data import ArrayExamples
+
+
+class Line(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=False):
+        x = nn.BatchNorm(use_running_average=not train)(x)
+        return nn.Dense(1)(nn.Dropout(0.2, deterministic=not train)(x))
+
+
+class Examples(ArrayExamples):
+    num_taken = 0
+
+    def take(self, indices):
+        self.num_taken += 1
+        if Path("break_now").exists() and self.num_taken > 8:
+            raise RuntimeError("the disk is gone")
+        return super().take(indices)
+
+
+def points(num_broken_rows=0):
+    x = np.linspace(-1, 1, 40, dtype=np.float32).reshape(-1, 2)
+    both = {"x": x, "y": 2 * x[:, :1]}
+    both["y"][:num_broken_rows] = np.nan
+    return Examples(both), {name: array[:7] for name, array in both.items()}
+
+
+def loss_that_breaks_on_process_1(model, batch, train):
+    import jax
+
+    if jax.process_index() == 1:
+        raise RuntimeError("a bug")
+    return (model(batch["x"], train=train) - batch["y"])[:, 0] ** 2
+"""
+CONFIG = """
+train: {num_steps: 8, log_every_steps: 1, eval_every_steps: 4}
+data: {target: "mine:points", global_batch_size: 8}
+model: {target: "mine:Line"}
+loss: {name: mean_squared_error}
+optimizer: {name: sgd, learning_rate: 0.1}
+mesh: {num_devices: 2}
+checkpoint: {every_steps: 2}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A user's folder, with a module and a config."""
+    folder = tmp_path_factory.mktemp("user")
+    (folder / "mine.py").write_text(MINE)
+    (folder / "line.yaml").write_text(CONFIG)
+    return folder
+
+
+def environment(folder, **variables):
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "XDG_"))}
+    paths = {"PYTHONPATH": str(REPOSITORY), "XDG_CACHE_HOME": str(folder / "cache")}
+    return kept | paths | {"JAX_PLATFORMS": "cpu"} | variables
+
+
+def command(folder, *arguments):
+    """Runs the command line in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "jddp.train", "--config", "line.yaml", *arguments],
+        cwd=folder,
+        env=environment(folder),
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(folder):
+    """A run from beginning to end, and what the command said."""
+    done = command(folder)
+    assert done.returncode == 0, done.stderr
+    return folder / "runs" / "line", done
+
+
+@pytest.fixture
+def here(folder, monkeypatch, tmp_path):
+    """Calls the command line inside this process, in the user's folder."""
+    assert jax.device_count() == 8  # JAX runs: a config can no longer change the devices there are.
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
+    yield lambda *arguments: main(["--config", "line.yaml", *arguments])
+    sys.modules.pop("mine", None)
+
+
+def records(run_dir):
+    """What a run measured, without what depends on the machine's mood."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    timings = ("step_seconds", "examples_per_second")
+    return [{k: v for k, v in line.items() if k not in timings} for line in lines]
+
+
+def contents(path):
+    return {p.relative_to(path): p.read_bytes() for p in path.rglob("*") if p.is_file()}
+
+
+def test_a_run_says_what_it_does_and_keeps_what_it_measured(trained):
+    run_dir, done = trained
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("jddp ")
+    assert f"jax {jax.__version__} | 1 process x 2 cpu devices" in lines[0]
+    assert "config   line" in lines
+    assert "data     mine:points: 20 train / 7 test examples" in lines
+    assert "model    mine:Line, 7 parameters" in lines
+    assert "run dir  runs/line" in lines
+    assert lines[-2].startswith("done     8 steps")
+    assert all(len(line) <= 80 for line in lines)
+    steps = [(record["step"], record["split"]) for record in records(run_dir)]
+    train = [(step, "train") for step in range(1, 9)]
+    assert steps == [*train[:4], (4, "eval"), *train[4:], (8, "eval")]
+    assert {"loss", "learning_rate", "count"} <= records(run_dir)[0].keys()
+    assert records(run_dir)[-1]["examples"] == 7
+    assert load_config([str(run_dir / "config.yaml")])[0].run.dir == "runs/line"
+    assert (run_dir.parents[1] / "cache" / "jddp" / "xla").is_dir()
+
+
+def test_a_broken_run_goes_on_as_if_nothing_had_happened(folder, trained):
+    (folder / "break_now").touch()
+    broken = command(folder, "run.dir=runs/again")
+    (folder / "break_now").unlink()
+    assert broken.returncode == 1
+    assert "RuntimeError: the disk is gone" in broken.stderr
+    resumed = command(folder, "run.dir=runs/again")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "resumed from step 4 of 8" in resumed.stdout
+    assert records(folder / "runs" / "again") == records(trained[0])
+
+
+def test_a_finished_run_is_not_run_again(here, trained, capsys):
+    before = contents(trained[0])
+    assert here() == 0
+    assert "finished at step 8; nothing to do" in capsys.readouterr().out
+    assert contents(trained[0]) == before
+
+
+def test_another_config_is_refused_and_nothing_is_lost(here, trained, capsys):
+    before = contents(trained[0])
+    assert here("optimizer.learning_rate=0.2", "seed=1") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("jddp: run.dir runs/line holds a run of another config: ")
+    assert "seed is 0 there, 1 here" in line
+    assert "optimizer.learning_rate is 0.1 there, 0.2 here" in line
+    assert here("checkpoint.resume=never") == 2
+    assert "Choose another run.dir" in capsys.readouterr().err
+    assert contents(trained[0]) == before
+
+
+def test_resuming_what_is_not_there_is_refused(here, capsys):
+    assert here("run.dir=runs/none", "checkpoint.resume=must") == 2
+    assert "holds no checkpoint" in capsys.readouterr().err
+
+
+def test_config_mistakes_are_one_line_each(here, capsys):
+    assert here("optimizer.learning_rat=1", "train.num_steps=0", "sede=1") == 2
+    assert sorted(capsys.readouterr().err.splitlines()) == [
+        "jddp: command line: train.num_steps must be greater than or equal to 1, not 0.",
+        "jddp: command line: unknown key 'optimizer.learning_rat'. Did you mean 'learning_rate'?",
+        "jddp: command line: unknown key 'sede'. Did you mean 'seed'?",
+    ]
+
+
+@pytest.mark.parametrize(
+    "arguments, code, message",
+    [
+        (["--confg", "x"], 2, "unrecognized arguments: --confg"),
+        (["--config"], 2, "expected one argument"),
+        (["--config", "nowhere.yaml"], 2, "--config nowhere.yaml: no such file or preset."),
+        (["data.global_batch_size=9"], 2, "9 does not divide over 2 replicas"),
+        (["model.target=mine:Lien"], 2, "module 'mine' has no 'Lien'. Did you mean 'Line'?"),
+        (["data.kwargs.num_broken_rows=1"], 65, "array 'y' holds NaN or infinity"),
+        (["run.dir=line.yaml/run"], 74, "run.dir line.yaml/run: Not a directory"),
+        (["optimizer.learning_rate=1e30", "run.dir=runs/nan"], 80, "The loss is "),
+        (["loss.name=cross_entropy", "run.dir=runs/loss"], 2, "the batch holds x, y: 'image' is"),
+    ],
+)
+def test_each_kind_of_mistake_is_one_line_and_a_code_of_its_own(
+    here, capsys, arguments, code, message
+):
+    assert here(*arguments) == code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("jddp: ")
+    assert message in line
+
+
+def test_a_dry_run_writes_nothing_and_fits_a_terminal(here, folder, capsys):
+    before = contents(folder)
+    assert here("--dry-run", "run.dir=runs/dry") == 0
+    out = capsys.readouterr().out
+    assert "memory per device, MiB" in out
+    assert all(len(line) <= 80 for line in out.splitlines())
+    new = contents(folder).keys() - before.keys()
+    assert {path for path in new if "__pycache__" not in path.parts} == set()
+
+
+def test_the_printed_config_is_the_one_that_runs(here, tmp_path, capsys):
+    assert here("--print-config", "seed=3", "optimizer.kwargs.momentum=1e-1") == 0
+    printed = tmp_path / "printed.yaml"
+    printed.write_text(capsys.readouterr().out)
+    config, _ = load_config([str(printed)])
+    assert (config.seed, config.optimizer.kwargs, config.run.dir) == (
+        3,
+        {"momentum": 0.1},
+        "runs/line",
+    )
+
+
+def test_help_fits_a_screen_and_names_every_section(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 24
+    assert all(len(line) <= 80 for line in lines)
+    assert all(section in "\n".join(lines) for section in Config.model_fields)
+
+
+def test_every_key_can_be_listed(capsys):
+    assert main(["--help-keys"]) == 0
+    out = capsys.readouterr().out
+    assert "optimizer.schedule.name = cosine_decay_schedule\n" in out
+    assert all(len(line) <= 80 for line in out.splitlines())
+
+
+@pytest.mark.parametrize("arguments", [["sede=3"], ["--print-config", "seed=3"], ["--help-keys"]])
+def test_nothing_heavy_is_imported_before_the_arguments_are_right(folder, arguments):
+    program = (
+        "import sys; from jddp.train import main; main(sys.argv[1:]); "
+        "sys.exit(', '.join({'jax', 'numpy', 'flax', 'optax', 'rich'} & sys.modules.keys()) or 0)"
+    )
+    arguments = ["--config", "line.yaml", *arguments]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        cwd=folder,
+        env=environment(folder),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def two_processes(folder, *arguments):
+    """Runs the command line as two processes that meet over localhost."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    job = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "jddp.train", "--config", "line.yaml", *arguments],
+            cwd=folder,
+            env=environment(folder, JAX_PROCESS_ID=str(rank), **job),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [process.communicate(timeout=100) for process in processes]
+    return [p.returncode for p in processes], outputs
+
+
+@pytest.mark.processes
+def test_two_processes_measure_what_one_does_and_only_the_first_speaks(folder, trained):
+    codes, outputs = two_processes(folder, "run.dir=runs/two")
+    assert codes == [0, 0], outputs
+    assert "2 processes x 1 cpu devices" in outputs[0][0]
+    assert "step" not in outputs[1][0]
+    for one, two in zip(records(trained[0]), records(folder / "runs" / "two"), strict=True):
+        assert one.pop("split") == two.pop("split")
+        assert one == pytest.approx(two, rel=1e-5)
+
+
+@pytest.mark.processes
+def test_a_process_that_fails_leaves_at_once_and_so_do_the_others(folder):
+    codes, outputs = two_processes(
+        folder, "loss.target=mine:loss_that_breaks_on_process_1", "run.dir=runs/breaks"
+    )
+    assert codes[1] == 1
+    assert "RuntimeError: a bug" in outputs[1][1]
+    assert codes[0] != 0

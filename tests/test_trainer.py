@@ -1,0 +1,509 @@
+"""The loop: the steps of a bare loop, evaluated, logged and saved when due, and resumed exactly."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from states import assert_same, copied
+from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch
+
+import jddp
+from jddp.checkpoint import Checkpoints
+from jddp.data import ArrayExamples, TrainBatches
+from jddp.errors import ConfigError, DataError, NumericsError, UsageError
+
+NUM_STEPS = 6
+SCHEDULE = optax.cosine_decay_schedule(0.1, NUM_STEPS)
+TIMINGS = ("step_seconds", "examples_per_second")
+
+
+def wrapped(model=None, optimizer=None, **options):
+    model = MLP() if model is None else model
+    return jddp.DataParallel(model, optimizer or optax.sgd(0.1), loss_fn, mesh=2, **options)
+
+
+@pytest.fixture(scope="module")
+def ddp():
+    """A model with everything that a state can hold: statistics, dropout keys, an average."""
+    return wrapped(ConvNet(dropout_rate=0.3), optax.adamw(SCHEDULE), ema_decay=0.5)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """The smallest model."""
+    return wrapped()
+
+
+def batches(num_batches=NUM_STEPS, *, broken=None):
+    """A list of batches, as a user may have it; the `broken`-th holds NaN."""
+    made = [make_batch(8, seed=seed) for seed in range(num_batches)]
+    if broken is not None:
+        made[broken - 1]["x"][3] = np.nan
+    return made
+
+
+def endless():
+    """Batches that know their position."""
+    return TrainBatches(ArrayExamples(make_batch(20)), global_batch_size=8, seed=0)
+
+
+EVALUATION = [make_batch(5, seed=10), make_batch(3, seed=11)]
+
+
+def bare_loop(ddp, source, num_steps, *, seed=0):
+    """What `fit` is held against: the state, and the metrics of each step."""
+    source, metrics = iter(source), []
+    state = ddp.init(seed, make_batch(8))
+    for _ in range(num_steps):
+        state, values = ddp.step(state, next(source))
+        metrics.append({name: float(x) for name, x in values.items()})
+    return state, metrics
+
+
+def records(run_dir):
+    """What a run measured, without what depends on the machine's mood."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k not in TIMINGS} for line in lines]
+
+
+def contents(path):
+    return {p.relative_to(path): p.read_bytes() for p in path.rglob("*") if p.is_file()}
+
+
+def newest(path, like):
+    """The newest checkpoint in a directory, and its step."""
+    checkpoints = Checkpoints(path, keep=1)
+    step = checkpoints.latest()
+    state, _ = checkpoints.restore(step, like=like)
+    checkpoints.close()
+    return step, state
+
+
+class Recorder(jddp.Callback):
+    """Writes down every call."""
+
+    def __init__(self):
+        self.calls, self.metrics, self.states = [], [], {}
+
+    def on_step(self, run, metrics):
+        self.calls.append(("step", metrics["step"]))
+        self.metrics.append(metrics)
+
+    def on_eval(self, run, metrics):
+        self.calls.append(("eval", run.step))
+        self.states[run.step] = copied(run.state)
+
+    def on_save(self, run):
+        self.calls.append(("save", run.step))
+
+    def on_end(self, run):
+        self.calls.append(("end", run.step))
+
+
+class At(jddp.Callback):
+    """Does something once the metrics of a step are known."""
+
+    def __init__(self, step, action):
+        self.step, self.action = step, action
+
+    def on_step(self, run, metrics):
+        if metrics["step"] == self.step:
+            self.action(run)
+
+
+class Broken(Exception):
+    """What ends a run that is to be resumed."""
+
+
+def break_off(run):
+    raise Broken
+
+
+# --- steps, evaluation and records ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "model", [ConvNet(dropout_rate=0.3), NnxConvNet(nnx.Rngs(0), dropout_rate=0.3)], ids=type
+)
+def test_fit_takes_the_steps_of_a_bare_loop_to_the_bit(model):
+    ddp, recorder = wrapped(model), Recorder()
+    state, metrics = bare_loop(ddp, batches(), NUM_STEPS, seed=3)
+    run = ddp.fit(batches(), num_steps=NUM_STEPS, seed=3, callbacks=[recorder], log_every_steps=4)
+    assert_same(run.state, state)
+    want = [{"step": step, **values} for step, values in enumerate(metrics, start=1)]
+    assert recorder.metrics == want
+    assert run.step == NUM_STEPS
+    assert run.metrics.items() >= want[-1].items()
+
+
+def test_one_pass_generators_are_read_without_a_gap(plain):
+    state, _ = bare_loop(plain, batches(), NUM_STEPS)
+    assert_same(plain.fit(iter(batches()), num_steps=NUM_STEPS).state, state)
+
+
+@pytest.mark.parametrize(
+    "num_steps, every, evaluated", [(6, 2, [2, 4, 6]), (5, 2, [2, 4, 5]), (3, None, [3])]
+)
+def test_evaluation_comes_every_n_steps_and_at_the_end_once_per_step(
+    plain, num_steps, every, evaluated
+):
+    recorder = Recorder()
+    run = plain.fit(
+        batches(),
+        num_steps=num_steps,
+        evaluate=EVALUATION,
+        eval_every_steps=every,
+        callbacks=[recorder],
+    )
+    assert [step for what, step in recorder.calls if what == "eval"] == evaluated
+    want = plain.evaluate(run.state, EVALUATION)
+    assert run.eval_metrics == {"step": num_steps, "split": "eval", **want}
+    assert want["examples"] == 8
+
+
+def test_the_metrics_file_holds_a_line_for_each_report(ddp, tmp_path):
+    _, metrics = bare_loop(ddp, batches(), 5)
+    run = ddp.fit(
+        batches(),
+        num_steps=5,
+        evaluate=EVALUATION,
+        run_dir=tmp_path,
+        eval_every_steps=4,
+        log_every_steps=2,
+        learning_rate=SCHEDULE,
+    )
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["split"]) for line in lines] == [
+        (2, "train"),
+        (4, "train"),
+        (4, "eval"),
+        (5, "train"),
+        (5, "eval"),
+    ]
+    for line in lines:
+        if line["split"] == "train":
+            assert line.items() >= metrics[line["step"] - 1].items()
+            # The rate that this step used: the schedule counts the steps before it.
+            assert line["learning_rate"] == pytest.approx(SCHEDULE(line["step"] - 1))
+            assert line["examples_per_second"] == pytest.approx(8 / line["step_seconds"])
+        else:
+            assert line.keys() == {"step", "split", "loss", "accuracy", "examples"}
+    assert lines[-2:] == [run.metrics, run.eval_metrics]
+
+
+def test_the_average_of_parameters_is_evaluated_where_asked_for(ddp):
+    run = ddp.fit(batches(), num_steps=3, evaluate=EVALUATION, eval_params="ema")
+    assert run.eval_metrics["loss"] == ddp.evaluate(run.state, EVALUATION, "ema")["loss"]
+    assert run.eval_metrics["loss"] != ddp.evaluate(run.state, EVALUATION)["loss"]
+
+
+def test_a_state_that_has_steps_behind_it_takes_only_those_that_are_left(plain, tmp_path):
+    want, _ = bare_loop(plain, batches(), NUM_STEPS)
+    state, _ = bare_loop(plain, batches(), 4)
+    run = plain.fit(
+        batches()[4:], num_steps=NUM_STEPS, state=state, run_dir=tmp_path, log_every_steps=1
+    )
+    assert_same(run.state, want)
+    assert [record["step"] for record in records(tmp_path)] == [5, 6]
+    assert newest(tmp_path / "checkpoints", want)[0] == NUM_STEPS
+
+
+# --- resuming ------------------------------------------------------------------------------------
+
+
+def fit(ddp, source, run_dir, **options):
+    plan = {"log_every_steps": 1, "eval_every_steps": 3, "save_every_steps": 2} | options
+    evaluation = options.pop("evaluate", EVALUATION)
+    plan |= {"num_steps": NUM_STEPS, "evaluate": evaluation, "run_dir": run_dir} | options
+    return ddp.fit(source, **plan)
+
+
+@pytest.fixture(scope="module", params=[batches, endless])
+def whole(ddp, request, tmp_path_factory):
+    """A run that nothing disturbed, and what makes its batches."""
+    run_dir = tmp_path_factory.mktemp("whole")
+    return fit(ddp, request.param(), run_dir), request.param
+
+
+@pytest.mark.parametrize("step", [1, 3, 5])
+def test_a_run_that_was_broken_off_ends_as_if_it_had_not_been(ddp, whole, tmp_path, step):
+    want, source = whole
+    with pytest.raises(Broken):
+        fit(ddp, source(), tmp_path, callbacks=[At(step, break_off)])
+    run = fit(ddp, source(), tmp_path)
+    assert_same(run.state, want.state)
+    assert records(tmp_path) == records(want.run_dir)
+    assert run.eval_metrics == want.eval_metrics
+
+
+def test_an_nnx_model_is_resumed_to_the_bit_with_its_keys(tmp_path):
+    ddp = wrapped(NnxConvNet(nnx.Rngs(0), dropout_rate=0.3), optax.adam(0.1))
+    want = fit(ddp, endless(), tmp_path / "whole")
+    with pytest.raises(Broken):
+        fit(ddp, endless(), tmp_path / "broken", callbacks=[At(3, break_off)])
+    run = fit(ddp, endless(), tmp_path / "broken")
+    assert_same(run.state, want.state)
+    assert records(tmp_path / "broken") == records(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("save_every_steps", [None, 2])
+def test_a_finished_run_trains_nothing_and_appends_nothing(plain, tmp_path, save_every_steps):
+    plan = {"eval_every_steps": None, "save_every_steps": save_every_steps}
+    want, before = fit(plain, batches(), tmp_path, **plan), contents(tmp_path)
+    recorder = Recorder()
+    run = fit(plain, batches(), tmp_path, callbacks=[recorder], **plan)
+    assert contents(tmp_path) == before
+    assert recorder.calls == []
+    assert_same(run.state, want.state)
+    assert (run.step, run.metrics, run.eval_metrics) == (6, want.metrics, want.eval_metrics)
+
+
+def test_a_run_that_broke_in_its_last_evaluation_is_evaluated_when_it_is_resumed(plain, tmp_path):
+    plan = {"eval_every_steps": None, "save_every_steps": 3}
+    want = fit(plain, batches(), tmp_path / "whole", **plan)
+    scalar = [{"x": np.zeros((2, 16), np.float32)}]  # no labels
+    with pytest.raises(KeyError):
+        fit(plain, batches(), tmp_path / "broken", evaluate=scalar, **plan)
+    run = fit(plain, batches(), tmp_path / "broken", **plan)
+    assert run.eval_metrics == want.eval_metrics
+    assert records(tmp_path / "broken") == records(tmp_path / "whole")
+
+
+def test_more_steps_go_on_where_fewer_ended(plain, tmp_path):
+    want, _ = bare_loop(plain, batches(), NUM_STEPS)
+    fit(plain, batches(), tmp_path, num_steps=3)
+    assert_same(fit(plain, batches(), tmp_path).state, want)
+    assert [r["step"] for r in records(tmp_path) if r["split"] == "train"] == [1, 2, 3, 4, 5, 6]
+
+
+def test_resume_says_whether_there_must_be_a_run_already(plain, tmp_path):
+    with pytest.raises(ConfigError, match=r"resume='must'.* holds no checkpoint"):
+        fit(plain, batches(), tmp_path, resume="must")
+    fit(plain, batches(), tmp_path, resume="never", num_steps=2)
+    before = contents(tmp_path)
+    with pytest.raises(ConfigError, match=r"holds a run at step 2, and resume='never'"):
+        fit(plain, batches(), tmp_path, resume="never")
+    with pytest.raises(ConfigError, match="resume 'sometimes' is unknown"):
+        fit(plain, batches(), tmp_path, resume="sometimes")
+    assert contents(tmp_path) == before
+    assert fit(plain, batches(), tmp_path, resume="must").step == NUM_STEPS
+
+
+def test_the_run_directory_of_another_config_is_refused_with_nothing_changed(plain, tmp_path):
+    fit(plain, batches(), tmp_path, num_steps=2, config={"seed": 1})
+    before = contents(tmp_path)
+    with pytest.raises(ConfigError, match="seed is 1 there, 2 here"):
+        fit(plain, batches(), tmp_path, config={"seed": 2})
+    assert contents(tmp_path) == before
+
+
+def test_the_run_directory_of_another_model_is_refused_with_nothing_changed(ddp, plain, tmp_path):
+    fit(plain, batches(), tmp_path, num_steps=2)
+    before = contents(tmp_path)
+    with pytest.raises(ConfigError, match="'params/BatchNorm_0/bias': absent there"):
+        fit(ddp, batches(), tmp_path)
+    assert contents(tmp_path) == before
+
+
+# --- what goes wrong -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("log_every_steps", [1, 50])
+def test_a_loss_that_is_not_finite_ends_the_run_and_spares_the_checkpoint_before_it(
+    plain, tmp_path, log_every_steps
+):
+    plan = {"save_every_steps": 1, "log_every_steps": log_every_steps}
+    with pytest.raises(NumericsError, match="The loss is nan at step 4") as caught:
+        fit(plain, batches(broken=4), tmp_path, **plan)
+    assert caught.value.exit_code == 80
+    want, _ = bare_loop(plain, batches(), 3)
+    step, state = newest(tmp_path / "checkpoints", want)
+    assert step == 3
+    assert_same(state, want)
+    assert all(record["loss"] is not None for record in records(tmp_path))
+    mended = fit(plain, batches(), tmp_path, **plan)
+    assert_same(mended.state, bare_loop(plain, batches(), NUM_STEPS)[0])
+
+
+def test_batches_that_end_early_are_a_data_error_that_says_when(plain, tmp_path):
+    with pytest.raises(DataError, match=r"ended after 4\. Give an endless iterator") as caught:
+        fit(plain, batches(4), tmp_path)
+    assert caught.value.exit_code == 65
+    with pytest.raises(DataError, match="ended after 4"):
+        fit(plain, batches(4), tmp_path)
+    with pytest.raises(DataError, match="ended after 0"):
+        plain.fit([], num_steps=1)
+    assert_same(fit(plain, batches(), tmp_path).state, bare_loop(plain, batches(), NUM_STEPS)[0])
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"num_steps": 0}, "num_steps is at least 1; got 0"),
+        ({"log_every_steps": 0}, "log_every_steps is at least 1"),
+        ({"eval_every_steps": 0}, "eval_every_steps is at least 1"),
+        ({"save_every_steps": -1}, "save_every_steps is at least 1"),
+        ({"keep": 0}, "keep is at least 1"),
+        ({"resume": "sometimes"}, "resume 'sometimes' is unknown"),
+        ({"eval_params": "average"}, "eval_params 'average' is unknown"),
+        ({"run_dir": None, "resume": "must"}, "resume='must' needs run_dir"),
+    ],
+)
+def test_options_out_of_their_range_are_refused_before_anything_is_written(
+    plain, tmp_path, options, message
+):
+    with pytest.raises(ConfigError, match=message):
+        fit(plain, batches(), **{"run_dir": tmp_path / "run", **options})
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_average_that_is_not_kept_is_missed_before_the_first_step(plain):
+    recorder = Recorder()
+    with pytest.raises(ConfigError, match="eval_params='ema' needs"):
+        plain.fit(batches(), num_steps=2, eval_params="ema", callbacks=[recorder])
+    assert recorder.calls == []
+
+
+def test_a_state_that_a_step_has_taken_is_refused(plain):
+    state = plain.init(0, make_batch(8))
+    plain.step(state, make_batch(8))
+    with pytest.raises(UsageError, match="This state was given to step call"):
+        plain.fit(batches(), num_steps=2, state=state)
+
+
+# --- callbacks -----------------------------------------------------------------------------------
+
+
+def test_callbacks_are_called_for_every_step_and_in_order(plain, tmp_path):
+    recorder = Recorder()
+    plan = {"num_steps": 5, "eval_every_steps": 2, "save_every_steps": 4, "log_every_steps": 50}
+    run = fit(plain, batches(), tmp_path, callbacks=[recorder], **plan)
+    assert recorder.calls == [
+        ("step", 1),
+        ("step", 2),
+        ("eval", 2),
+        ("step", 3),
+        ("step", 4),
+        ("eval", 4),
+        ("save", 4),
+        ("step", 5),
+        ("eval", 5),
+        ("save", 5),
+        ("end", 5),
+    ]
+    assert "loss" in repr(run)
+    assert str(tmp_path) in repr(run)
+
+
+@pytest.mark.parametrize("every", [1, 2, 50])
+def test_a_run_that_is_stopped_is_evaluated_and_saved_and_then_finished(plain, tmp_path, every):
+    plan = {"eval_every_steps": None, "save_every_steps": every}
+    stop = At(2, lambda run: run.stop("enough"))
+    run = fit(plain, batches(), tmp_path, callbacks=[stop], **plan)
+    # The step after the one that was reported was under way, unless a save had drained the loop.
+    assert run.step == (3 if every == 50 else 2)
+    assert run.stopped == "enough"
+    assert run.eval_metrics["step"] == run.step
+    before = contents(tmp_path)
+    again = fit(plain, batches(), tmp_path, **plan)
+    assert contents(tmp_path) == before
+    assert (again.step, again.eval_metrics) == (run.step, run.eval_metrics)
+
+
+@pytest.fixture
+def some_run(plain):
+    """A run for callbacks to look at."""
+    return jddp.Run(plain.init(0, make_batch(8)), None, lambda where: None)
+
+
+def test_early_stopping_waits_for_as_many_evaluations_as_it_has_patience(some_run):
+    run, stopping = some_run, jddp.EarlyStopping("accuracy", mode="max", patience=2)
+    for accuracy in (0.1, 0.3, 0.2, 0.4, 0.4):
+        run.evaluations.append({"accuracy": accuracy})
+        stopping.on_eval(run, run.eval_metrics)
+        assert run.stopped is None
+    run.evaluations.append({"accuracy": 0.1})
+    stopping.on_eval(run, run.eval_metrics)
+    assert run.stopped == "accuracy has not improved for 2 evaluations"
+
+
+def test_early_stopping_ends_a_run_that_learns_nothing(tmp_path):
+    still = wrapped(MLP(), optax.sgd(0.0))
+    run = fit(still, batches(), tmp_path, eval_every_steps=1, callbacks=[jddp.EarlyStopping()])
+    assert run.step == 4  # the first evaluation is the best; three did not improve on it
+    assert fit(still, batches(), tmp_path, eval_every_steps=1).step == 4
+
+
+def test_what_callbacks_watch_must_be_there(some_run):
+    with pytest.raises(ConfigError, match="Choose 'min' or 'max'"):
+        jddp.KeepBest(mode="most")
+    some_run.evaluations.append({"loss": 0.0, "accuracy": 1.0})
+    with pytest.raises(ConfigError, match=r"no metric 'acuracy'; it has \['accuracy', 'loss'\]"):
+        jddp.EarlyStopping("acuracy").on_eval(some_run, some_run.eval_metrics)
+
+
+@pytest.fixture(scope="module")
+def forth_and_back():
+    """Takes two steps towards the training batch, then goes away from it."""
+    return wrapped(MLP(), optax.sgd(lambda step: jnp.where(step < 2, 0.3, -0.6)))
+
+
+SAME = {"evaluate": [make_batch(8)], "eval_every_steps": 1}
+
+
+def test_the_best_checkpoint_holds_the_state_with_the_best_evaluation(forth_and_back, tmp_path):
+    recorder, keep_best = Recorder(), jddp.KeepBest()
+    same = [make_batch(8)] * NUM_STEPS
+    fit(forth_and_back, same, tmp_path, callbacks=[recorder, keep_best], **SAME)
+    evaluations = {r["step"]: r["loss"] for r in records(tmp_path) if r["split"] == "eval"}
+    assert keep_best.step == min(evaluations, key=evaluations.get) == 2
+    assert keep_best.best == evaluations[2]
+    step, best = newest(tmp_path / "best", recorder.states[2])
+    assert step == 2
+    assert_same(best, recorder.states[2])
+
+
+def test_callbacks_remember_the_evaluations_before_a_resume(forth_and_back, tmp_path):
+    same = [make_batch(8)] * NUM_STEPS
+    callbacks = [jddp.KeepBest(), jddp.EarlyStopping(), At(4, break_off)]
+    with pytest.raises(Broken):
+        fit(forth_and_back, same, tmp_path, callbacks=callbacks, save_every_steps=1, **SAME)
+    callbacks = [jddp.KeepBest(), jddp.EarlyStopping()]
+    run = fit(forth_and_back, same, tmp_path, callbacks=callbacks, **SAME)
+    assert run.stopped == "loss has not improved for 3 evaluations"
+    assert run.step == 5
+    assert newest(tmp_path / "best", run.state)[0] == 2
+
+
+def test_keeping_the_best_needs_a_directory(plain):
+    with pytest.raises(ConfigError, match="run_dir"):
+        plain.fit(batches(), num_steps=1, evaluate=EVALUATION, callbacks=[jddp.KeepBest()])
+
+
+def test_parameters_that_are_not_finite_are_not_saved_though_the_loss_was(tmp_path):
+    def loss(model, batch, train):
+        y = model(batch["x"], train=train).sum(-1)
+        return jnp.sqrt(jnp.square(batch["flag"] * y))  # where the flag is 0, the slope is NaN
+
+    ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss, mesh=2)
+    flagged = [{**make_batch(8), "flag": np.full(8, flag, np.float32)} for flag in (1, 1, 0, 1)]
+    with pytest.raises(NumericsError, match="not finite after step 3"):
+        ddp.fit(flagged, num_steps=4, run_dir=tmp_path, save_every_steps=1)
+    step, state = newest(tmp_path / "checkpoints", ddp.init(0, flagged[0]))
+    assert step == 2
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.params))
+
+
+def test_each_process_logs_what_it_said_and_what_ended_it(plain, tmp_path):
+    with pytest.raises(NumericsError):
+        plain.fit(batches(broken=4), num_steps=NUM_STEPS, run_dir=tmp_path, log_every_steps=1)
+    log = (tmp_path / "logs" / "process_0.log").read_text()
+    assert [f"INFO step {step}/6  loss" in log for step in (1, 2, 3, 4)] == [True] * 3 + [False]
+    assert "ERROR ended by:" in log
+    assert "NumericsError: The loss is nan at step 4" in log
+    plain.fit(batches(), num_steps=1, run_dir=tmp_path / "other")
+    assert (tmp_path / "logs" / "process_0.log").read_text() == log

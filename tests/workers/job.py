@@ -1,0 +1,93 @@
+"""One process of a job that trains by hand and by `fit`, is broken off, and goes on.
+
+    JAX_COORDINATOR_ADDRESS=... JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=0 python -m workers.job FOLDER
+
+Its numbers do not tell how many processes there are: a test calls `train_everything` as the only
+process of a job, and compares.
+"""
+
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+from tiny import ConvNet, loss_fn, make_batch
+
+import jddp
+from jddp import cluster
+from jddp.data import ArrayExamples, TrainBatches, eval_batches
+from jddp.mesh import configure_devices, copy_off_mesh
+
+NUM_DEVICES = 8
+EXAMPLES, TEST = make_batch(40), make_batch(11, seed=1)
+# Parts of two evaluation batches, by process: never as many as devices, and one of them empty.
+PARTS = {
+    1: [[slice(0, 7), slice(7, 11)]],
+    2: [[slice(0, 5), slice(7, 11)], [slice(5, 7), slice(11, 11)]],
+}
+
+
+class Broken(Exception):
+    """What ends a run that is to be resumed."""
+
+
+class BreakOff(jddp.Callback):
+    def on_step(self, run, metrics):
+        if metrics["step"] == 3:
+            raise Broken
+
+
+def keep(path, metrics, state):
+    """Writes numbers and this process's view of all leaves, by path."""
+    leaves = jax.tree_util.tree_leaves_with_path(state.replace(key=None))
+    named = {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in leaves}
+    metrics = {f"metrics/{name}": x for name, x in metrics.items() if not isinstance(x, str)}
+    np.savez(path, **metrics, **{f"state/{name}": np.array(copy_off_mesh(x)) for name, x in named.items()})
+
+
+def train_everything(folder, process_index, num_processes):
+    """Writes what this process ends up with into `folder`, which all processes share."""
+    share = {"process_index": process_index, "num_processes": num_processes}
+
+    def batches():
+        return TrainBatches(ArrayExamples(EXAMPLES), global_batch_size=16, seed=1, **share)
+
+    # SGD: Adam would turn the rounding of sums into whole updates.
+    ddp = jddp.DataParallel(
+        ConvNet(dropout_rate=0.3), optax.sgd(0.2, momentum=0.9), loss_fn, ema_decay=0.5
+    )
+    source, losses = batches(), []
+    state = ddp.init(seed=3, batch=source.batch(0))
+    for _ in range(3):
+        state, metrics = ddp.step(state, next(source))
+        losses.append(float(metrics["loss"]))
+    parts = [{k: x[part] for k, x in TEST.items()} for part in PARTS[num_processes][process_index]]
+    evaluated = ddp.evaluate(state, parts)
+    keep(folder / f"step_{process_index}.npz", {"losses": losses, **evaluated}, state)
+
+    def fit(*callbacks):
+        return ddp.fit(
+            batches(),
+            num_steps=4,
+            seed=3,
+            evaluate=eval_batches(ArrayExamples(TEST), global_batch_size=8, **share),
+            run_dir=folder / "run",
+            callbacks=callbacks,
+            log_every_steps=1,
+            eval_every_steps=2,
+            save_every_steps=2,
+        )
+
+    try:
+        fit(BreakOff())
+    except Broken:
+        run = fit()
+    keep(folder / f"fit_{process_index}.npz", run.eval_metrics, run.state)
+
+
+if __name__ == "__main__":
+    identity = cluster.resolve_identity()
+    configure_devices(NUM_DEVICES, num_processes=identity.num_processes)
+    cluster.initialize(identity)
+    train_everything(Path(sys.argv[1]), identity.process_id, identity.num_processes)
