@@ -1,0 +1,47 @@
+"""Counts the all-reduces of the compiled step, for several bucket sizes and both layouts.
+
+    python benchmarks/collectives.py
+
+Nothing is trained: the default job's step is compiled, and its program read. Beside the gradients,
+the program holds two all-reduces a batch norm (its statistics, forward and backward) and one small
+vector of loss and metrics.
+"""
+
+import itertools
+import re
+
+import jax
+import numpy as np
+import optax
+
+import jddp
+from jddp.losses import cross_entropy
+from jddp.models import CNN
+
+ALL_REDUCE = re.compile(r"= (.*?) all-reduce(?:-start)?\(")
+NUM_DEVICES = 8
+
+
+def num_elements(shapes: str) -> int:
+    """Elements of all arrays in the result of one collective, such as "(f32[3,3], f32[10])"."""
+    dims = re.findall(r"\[([\d,]*)\]", shapes)
+    return sum(int(np.prod([int(d) for d in dim.split(",") if d])) for dim in dims)
+
+
+def main() -> None:
+    jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
+    batch = {
+        "image": jax.ShapeDtypeStruct((128, 28, 28, 1), np.float32),
+        "label": jax.ShapeDtypeStruct((128,), np.int32),
+    }
+    print(f"{'bucket_mb':>9} {'layout':>6} {'buckets':>7} {'all-reduces':>11}  elements of each")
+    for bucket_mb, layout in itertools.product((0.1, 1, 25), ("leaf", "flat")):
+        options = {"bucket_mb": bucket_mb, "layout": layout}
+        ddp = jddp.DataParallel(CNN(), optax.adamw(1e-3), cross_entropy, **options)
+        program = ddp.lower(batch).compile().as_text()
+        sizes = [num_elements(shapes) for shapes in ALL_REDUCE.findall(program)]
+        print(f"{bucket_mb:9} {layout:>6} {len(ddp.plan):7} {len(sizes):11}  {sizes}")
+
+
+if __name__ == "__main__":
+    main()
