@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from jddp.errors import Error as Error
     from jddp.mesh import AXIS as AXIS
     from jddp.reduce import BucketPlan as BucketPlan
+    from jddp.reduce import CommHook as CommHook
     from jddp.reduce import average_gradients as average_gradients
     from jddp.run import Run as Run
     from jddp.state import TrainState as TrainState
@@ -30,6 +31,7 @@ _HOMES = {
     "AXIS": "mesh",
     "BucketPlan": "reduce",
     "Callback": "callbacks",
+    "CommHook": "reduce",
     "Config": "config",
     "ConfigError": "errors",
     "DataError": "errors",
@@ -48,6 +50,7 @@ __all__ = [
     "AXIS",
     "BucketPlan",
     "Callback",
+    "CommHook",
     "Config",
     "ConfigError",
     "DataError",

@@ -37,16 +37,10 @@ from jddp.mesh import (
     sharded,
 )
 from jddp.recipe import Recipe
-from jddp.reduce import (
-    BucketPlan,
-    average_gradients,
-    compiler_options,
-    plan_gradients,
-    resolve_layout,
-)
+from jddp.reduce import BucketPlan, compiler_options, make_reduction
 from jddp.run import Run
-from jddp.state import Kind, TrainState, float_kinds, merge_rows, stack_rows
-from jddp.step import Metrics, make_evaluate, make_init, make_step
+from jddp.state import Kind, TrainState, enter, float_kinds, merge_rows, stack_rows
+from jddp.step import Metrics, make_evaluate, make_init, make_step, trace_ready
 from jddp.trainer import train
 
 PyTree = Any
@@ -63,16 +57,26 @@ class DataParallel:
         of b rows. It returns losses of shape (b, ...), or a scalar, this replica's mean; alone or
         with a dict of metrics of such shapes.
       mesh: A mesh of one axis "data", devices, a number of them, or None for all.
-      bucket_mb: Largest gradient bucket, in MiB.
-      first_bucket_mb: Largest first bucket, in MiB, capped by `bucket_mb`.
+      bucket_mb: Largest gradient bucket on the wire, in MiB; or that of the first, the second, ...,
+        of which the last repeats.
+      first_bucket_mb: Largest first bucket, in MiB, if `bucket_mb` is one number and larger.
+      last_bucket_mb: Largest bucket of the gradients that are ready last, in MiB, if it is to be
+        smaller: what it takes is the hardest to hide.
       layout: "leaf" (gradients are reduced as they are), "flat" (a bucket is one vector), or
         "auto": flat on GPUs, leaf elsewhere.
+      placement: "end" (buckets are reduced after the backward pass), "ready" (inside it, each where
+        its last gradient is made), or "auto": ready on GPUs, end elsewhere. The numbers are the
+        same.
+      wire_dtype: "bfloat16" or "float16": what wider gradients are narrowed to for the way.
+      comm_hook: A `CommHook` that reduces a bucket, in place of the mean.
       batch_norm: "sync" (statistics of the global batch), "broadcast" (replica 0's) or "local"
         (each replica its own, averaged when evaluated or read).
       accumulate_steps: Parts into which each replica's rows are split, one after the other, with
         one reduction for all.
       max_grad_norm: Clips the averaged gradient to this global norm.
       ema_decay: Keeps `ema_params`, a moving average of the parameters, with this decay.
+      unused_parameters: What becomes of parameters that no gradient reaches: "zero" (the optimizer
+        gets zeros), "skip" (it leaves them alone), "error" (they are refused, by name).
       eval_fn: The loss for evaluation; by default `loss_fn` with `train=False`.
       donate: Whether `step` reuses the memory of the state that it is given.
 
@@ -81,7 +85,9 @@ class DataParallel:
 
     Attributes:
       mesh: The mesh of devices.
-      plan: After `init`, the `BucketPlan`.
+      plan: After `init`, the `BucketPlan`. Its order is that in which the traced backward pass
+        finishes the gradients; a guess until a batch has been seen, which `init` of an NNX model
+        does not need.
     """
 
     def __init__(
@@ -91,37 +97,53 @@ class DataParallel:
         loss_fn: LossFn,
         *,
         mesh: Mesh | Sequence[jax.Device] | int | None = None,
-        bucket_mb: float = 25,
+        bucket_mb: float | Sequence[float] = 25,
         first_bucket_mb: float = 1,
+        last_bucket_mb: float | None = None,
         layout: str = "auto",
+        placement: str = "auto",
+        wire_dtype: Any = None,
+        comm_hook: Any = None,
         batch_norm: str = "sync",
         accumulate_steps: int = 1,
         max_grad_norm: float | None = None,
         ema_decay: float | None = None,
+        unused_parameters: str = "zero",
         eval_fn: LossFn | None = None,
         donate: bool = True,
     ) -> None:
         self.mesh = make_mesh(mesh)
         self.plan: BucketPlan | None = None
         self._platform = platform(self.mesh)
-        self._layout = resolve_layout(layout, lambda: self._platform)
-        self._buckets = {"bucket_mb": bucket_mb, "first_bucket_mb": first_bucket_mb}
+        reduction = make_reduction(
+            axis=AXIS,
+            bucket_mb=bucket_mb,
+            first_bucket_mb=first_bucket_mb,
+            last_bucket_mb=last_bucket_mb,
+            layout=layout,
+            placement=placement,
+            wire_dtype=wire_dtype,
+            comm_hook=comm_hook,
+            platform=lambda: self._platform,
+        )
         self._model = functional(model, batch_norm=batch_norm, axis=AXIS)
         self._recipe = Recipe(
             model=self._model,
             loss_fn=loss_fn,
             eval_fn=eval_fn or loss_fn,
             optimizer=optimizer,
-            average=average_gradients(AXIS, layout=self._layout, **self._buckets),
+            reduction=reduction,
             accumulate_steps=accumulate_steps,
             max_grad_norm=max_grad_norm,
             ema_decay=ema_decay,
+            unused_parameters=unused_parameters,
         )
         self._donate = donate
         self._rows_sharding = sharded(self.mesh)
         self._init = make_init(self._recipe, self.mesh)
         self._evaluate = make_evaluate(self._recipe, self.mesh)
-        self._step: Any = None  # jitted once the state's form is known
+        self._is_measured = False  # whether the plan rests on a traced backward pass
+        self._step: Any = None  # jitted once the plan is measured
         self._num_calls = 0
         self._in_flight: deque[Metrics] = deque()
         self._taken: weakref.WeakKeyDictionary[TrainState, int] = weakref.WeakKeyDictionary()
@@ -142,9 +164,9 @@ class DataParallel:
         values = self._given(params)
         rows = from_process_zero(self._example(batch, values))  # so that all start alike
         state = self._call(self._init, np.uint32(seed), rows, *replicate(values, self.mesh))
-        self._prepare(state)
-        kinds = self._kinds.model_state
-        return state.replace(model_state=stack_rows(state.model_state, kinds, self._rows_sharding))
+        self._measure(state, batch)
+        state = state.replace(comm_state=replicate(self._comm_state(), self.mesh))
+        return stack_rows(state, self._kinds(state), self._rows_sharding)
 
     def abstract_state(self, batch: PyTree) -> TrainState:
         """Shapes, dtypes and shardings of the state, with nothing allocated.
@@ -155,7 +177,8 @@ class DataParallel:
         values = self._given(None)
         rows = self._example(batch, values)
         state = self._call(jax.eval_shape, self._init, np.uint32(0), rows, *values)
-        self._prepare(state)
+        self._measure(state, batch)
+        state = state.replace(comm_state=jax.eval_shape(self._comm_state))
 
         def place(x: Any, kind: Kind) -> jax.ShapeDtypeStruct:
             if kind is Kind.REPLICATED:
@@ -164,7 +187,7 @@ class DataParallel:
                 (self.mesh.size, *x.shape), x.dtype, sharding=self._rows_sharding
             )
 
-        return jax.tree.map(place, state, self._kinds)
+        return jax.tree.map(place, state, self._kinds(state))
 
     def _given(self, params: PyTree) -> tuple[PyTree, PyTree]:
         """Parameters and other state that need not be made; None for what does."""
@@ -179,8 +202,7 @@ class DataParallel:
                 "init needs batch= (example rows, for their shapes) or params=: a Linen model "
                 "makes its parameters by running the loss."
             )
-        parts = self._num_local_devices * self._recipe.accumulate_steps
-        num_rows = max(1, count_rows(batch) // parts)
+        num_rows = self._num_rows(batch)
 
         def share(x: Any) -> Any:
             if isinstance(x, jax.ShapeDtypeStruct):
@@ -189,26 +211,68 @@ class DataParallel:
 
         return jax.tree.map(share, batch)
 
-    def _prepare(self, state: TrainState) -> None:
-        """Plans buckets and fixes the kinds of all leaves, from a state or its shapes."""
-        self.plan = plan_gradients(state.params, **self._buckets)
-        if self._step is not None:
-            return
+    def _num_rows(self, batch: PyTree) -> int:
+        """Rows of one replica and one part; at least one."""
+        return max(1, count_rows(batch) // self._num_parts(batch))
+
+    def _measure(self, state: TrainState, batch: PyTree) -> None:
+        """Plans buckets for one replica's state, as measured if there is a batch.
+
+        Raises:
+          ConfigError: If no gradient reaches a parameter, and unused_parameters is "error".
+        """
+        recipe, ready = self._recipe, None
+        if batch is not None:
+            num_rows = self._num_rows(batch)
+            rows = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype), _shapes(batch)
+            )
+            ready = self._call(trace_ready, recipe, self.mesh, _shapes(state), rows)
+            self._is_measured = True
+        self.plan = recipe.reduction.plan(state.params, ready)
+        if self.plan.unused and recipe.unused_parameters == "error":
+            raise ConfigError(
+                f"No gradient reaches {', '.join(self.plan.unused)}. Use them in the loss, or "
+                "choose unused_parameters='zero' or 'skip'."
+            )
+
+    def _comm_state(self) -> PyTree:
+        """What the hook remembers at first, on one replica."""
+        assert self.plan is not None
+        comm_state = self._recipe.reduction.hook.init(self.plan)
+        if jax.tree.leaves(comm_state) and not self._is_measured:
+            raise UsageError(
+                "This comm_hook remembers something for each bucket, and buckets are planned from "
+                "the traced backward pass: init needs batch= (example rows, for their shapes)."
+            )
+        return jax.tree.map(jax.numpy.asarray, comm_state)
+
+    def _kinds(self, state: TrainState) -> TrainState:
         own = self._model.batch_norm == "local"
-        kinds = jax.tree.map(lambda _: Kind.REPLICATED, state)
-        self._kinds = kinds.replace(model_state=float_kinds(state.model_state, per_replica=own))
+        kinds: TrainState = jax.tree.map(lambda _: Kind.REPLICATED, state)
+        return kinds.replace(
+            model_state=float_kinds(state.model_state, per_replica=own),
+            comm_state=jax.tree.map(lambda _: Kind.PER_REPLICA, state.comm_state),
+        )
+
+    def _prepare(self, state: TrainState, batch: PyTree) -> None:
+        """Compiles nothing yet, but fixes what is to be compiled, from a state and its rows."""
+        kinds = self._kinds(state)
+        if not self._is_measured:
+            self._measure(jax.eval_shape(functools.partial(enter, kinds=kinds), state), batch)
+        assert self.plan is not None
         self._step = make_step(
             self._recipe,
+            self.plan,
             self.mesh,
-            self._kinds,
+            kinds,
             donate=self._donate,
-            options=compiler_options(
-                self._layout, self._platform, bucket_mb=self._buckets["bucket_mb"]
-            ),
+            options=compiler_options(self._recipe.reduction, self._platform),
         )
 
     def _merged(self, model_state: PyTree) -> PyTree:
-        return merge_rows(model_state, self._kinds.model_state, replicated(self.mesh))
+        kinds = float_kinds(model_state, per_replica=self._model.batch_norm == "local")
+        return merge_rows(model_state, kinds, replicated(self.mesh))
 
     def model(self, state: TrainState, params: str = "params") -> Any:
         """Returns copies: Linen variables, or an NNX module in eval mode.
@@ -245,9 +309,9 @@ class DataParallel:
           UsageError: If the state has already been given to a step.
         """
         self._refuse_taken(state)
-        if self._step is None:
-            self._prepare(state)
         rows = self.put(batch)
+        if self._step is None:
+            self._prepare(state, batch)
         self._num_calls += 1
         if self._donate:
             self._taken[state] = self._num_calls
@@ -272,12 +336,18 @@ class DataParallel:
         leaves = jax.tree.leaves(batch)
         if leaves and all(getattr(x, "sharding", None) == self._rows_sharding for x in leaves):
             return batch  # by an earlier call
-        on_all = all(isinstance(x, jax.Array) and not x.is_fully_addressable for x in leaves)
-        devices = self.mesh.size if on_all else self._num_local_devices
-        parts = self._recipe.accumulate_steps
-        what = f"{devices} devices" + (f" times accumulate_steps={parts}" if parts > 1 else "")
-        check_rows(count_rows(batch), devices * parts, what)
+        steps, num_parts = self._recipe.accumulate_steps, self._num_parts(batch)
+        what = f"{num_parts // steps} devices"
+        what += f" times accumulate_steps={steps}" if steps > 1 else ""
+        check_rows(count_rows(batch), num_parts, what)
         return put_rows(batch, self.mesh)
+
+    def _num_parts(self, batch: PyTree) -> int:
+        """Into how many parts the rows of this process, or of all where they are global, split."""
+        leaves = jax.tree.leaves(batch)
+        on_all = all(isinstance(x, jax.Array) and not x.is_fully_addressable for x in leaves)
+        num_devices = self.mesh.size if on_all else self._num_local_devices
+        return num_devices * self._recipe.accumulate_steps
 
     @property
     def _num_local_devices(self) -> int:
@@ -316,6 +386,8 @@ class DataParallel:
             shape = (x.shape[0] * jax.process_count(), *x.shape[1:])
             return jax.ShapeDtypeStruct(shape, x.dtype, sharding=self._rows_sharding)
 
+        if self._step is None:
+            self._prepare(state, batch)
         return self._call(self._step.lower, state, jax.tree.map(everywhere, batch))
 
     def evaluate(
@@ -338,8 +410,6 @@ class DataParallel:
           UsageError: If a scalar loss or metric meets a ragged batch, whose rows it cannot weigh.
         """
         self._refuse_taken(state)
-        if self._step is None:
-            self._prepare(state)
         values = state.key, self._choose(state, params), self._merged(state.model_state)
         run = functools.partial(self._call, self._evaluate, *values)
         return evaluate_exactly(run, batches, self.mesh)
@@ -357,3 +427,8 @@ class DataParallel:
           The finished run: its state, its metrics, its directory.
         """
         return train(self, batches, num_steps=num_steps, **options)
+
+
+def _shapes(tree: PyTree) -> PyTree:
+    """Shapes and dtypes, as JAX would take them."""
+    return jax.eval_shape(lambda x: x, tree)

@@ -34,11 +34,13 @@ class Sum:
       total: Scalar.
       count: Scalar.
       is_scalar: Whether replicas gave one mean each, which no mask can correct.
+      num_entries: How many entries there are, masked ones counted.
     """
 
     total: Any
     count: Any
     is_scalar: bool = dataclasses.field(default=False, metadata={"static": True})
+    num_entries: int = dataclasses.field(default=1, metadata={"static": True})
 
 
 Sums = dict[str, Sum]
@@ -79,11 +81,11 @@ def _sum(name: str, values: Array, mask: Array | None, scalar_count: float) -> S
     if values.ndim == 0:
         return Sum(values * scalar_count, jnp.float32(scalar_count), is_scalar=True)
     if mask is None:
-        return Sum(values.sum(), jnp.float32(values.size))
+        return Sum(values.sum(), jnp.float32(values.size), num_entries=values.size)
     weights = _align(name, values.shape, mask)
     # `where` keeps a NaN of an invalid entry out of the sum; 0 * NaN would not.
     total = jnp.where(weights > 0, values * weights, 0.0).sum()
-    return Sum(total, weights.sum())
+    return Sum(total, weights.sum(), num_entries=values.size)
 
 
 def _align(name: str, shape: tuple[int, ...], mask: Array) -> Array:

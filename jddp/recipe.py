@@ -9,6 +9,9 @@ import optax
 
 from jddp.errors import ConfigError
 from jddp.flaxmodel import FlaxModel, LossFn
+from jddp.reduce import Reduction
+
+UNUSED_PARAMETERS = ("zero", "skip", "error")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,10 +26,11 @@ class Recipe:
     loss_fn: LossFn
     eval_fn: LossFn
     optimizer: optax.GradientTransformation
-    average: optax.GradientTransformation
+    reduction: Reduction
     accumulate_steps: int
     max_grad_norm: float | None
     ema_decay: float | None
+    unused_parameters: str
 
     def __post_init__(self) -> None:
         """Holds each part to its rule."""
@@ -36,6 +40,11 @@ class Recipe:
             raise ConfigError(f"max_grad_norm is positive, or None; got {self.max_grad_norm}.")
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
             raise ConfigError(f"ema_decay is between 0 and 1, or None; got {self.ema_decay}.")
+        if self.unused_parameters not in UNUSED_PARAMETERS:
+            raise ConfigError(
+                f"unused_parameters {self.unused_parameters!r} is unknown. "
+                f"Choose one of {', '.join(map(repr, UNUSED_PARAMETERS))}."
+            )
         if self.accumulate_steps > 1 and _is_multi_steps(self.optimizer):
             raise ConfigError(
                 "optax.MultiSteps beside accumulate_steps would reduce once per part and count "

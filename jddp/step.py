@@ -26,18 +26,21 @@ from jddp.mesh import AXIS, count_rows
 from jddp.metrics import Sum, Sums, mean, mean_tree, sum_over_replicas, weigh
 from jddp.metrics import count_rows as count_valid_rows
 from jddp.recipe import Recipe
+from jddp.reduce import BucketPlan, trace_backward
 from jddp.state import TrainState, enter, leave, specs
 
 PyTree = Any
 Metrics = dict[str, Float[Array, ""]]
 
 
-def replica_step(recipe: Recipe, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+def replica_step(
+    recipe: Recipe, plan: BucketPlan, state: TrainState, batch: PyTree
+) -> tuple[TrainState, Metrics]:
     """One optimizer step on one replica's share of the batch."""
-    grads, sums, model_state = _accumulate(recipe, state, batch)
+    reduce = _reduce_when_ready if recipe.reduction.placement == "ready" else _reduce_at_end
+    grads, comm_state, sums, model_state = reduce(recipe, plan, state, _parts(recipe, state, batch))
+    # Gradients of sums have been averaged; divided by the mean count they are the global mean.
     sums = sum_over_replicas(sums, axis=AXIS)
-    grads, comm_state = recipe.average.update(grads, state.comm_state)
-    # Until here each replica had its own; from here on all hold the mean over the global batch.
     grads = mean_tree(grads, sums["loss"].count / lax.axis_size(AXIS))
     metrics = {name: mean(x.total, x.count) for name, x in sums.items()}
     metrics["count"] = sums["loss"].count
@@ -50,6 +53,8 @@ def replica_step(recipe: Recipe, state: TrainState, batch: PyTree) -> tuple[Trai
         grads, state.opt_state, state.params, value=metrics["loss"]
     )
     params = optax.apply_updates(state.params, updates)
+    if recipe.unused_parameters == "skip" and plan.unused:
+        params, opt_state = _skip_unused(recipe, plan, state, params, opt_state)
     state = TrainState(
         step=state.step + 1,
         params=params,
@@ -62,28 +67,87 @@ def replica_step(recipe: Recipe, state: TrainState, batch: PyTree) -> tuple[Trai
     return state, metrics
 
 
-def _accumulate(recipe: Recipe, state: TrainState, batch: PyTree) -> tuple[PyTree, Sums, PyTree]:
-    """Sums gradients, losses and counts over the parts of this replica's share, in order."""
-    key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), lax.axis_index(AXIS))
-    forward = functools.partial(_forward, recipe, train=True)
-    backward = jax.value_and_grad(forward, has_aux=True)
+def _parts(recipe: Recipe, state: TrainState, batch: PyTree) -> tuple[PyTree, Array]:
+    """This replica's rows in `accumulate_steps` parts, stacked, and a key for each."""
     num_parts = recipe.accumulate_steps
-    if num_parts == 1:
-        (_, (sums, model_state)), grads = backward(state.params, state.model_state, batch, key)
-        return grads, sums, model_state
-
-    def one_part(carry: tuple[PyTree, PyTree], xs: tuple[PyTree, Array]) -> Any:
-        grads, model_state = carry
-        part, i = xs
-        (_, (sums, model_state)), more = backward(
-            state.params, model_state, part, jax.random.fold_in(key, i)
-        )
-        return (jax.tree.map(jnp.add, grads, more), model_state), sums
-
+    key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), lax.axis_index(AXIS))
+    keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(num_parts))
     parts = jax.tree.map(lambda x: x.reshape(num_parts, -1, *x.shape[1:]), batch)
-    carry = (jax.tree.map(jnp.zeros_like, state.params), state.model_state)
-    (grads, model_state), sums = lax.scan(one_part, carry, (parts, jnp.arange(num_parts)))
+    return parts, keys if num_parts > 1 else key[None]
+
+
+def _reduce_at_end(recipe: Recipe, plan: BucketPlan, state: TrainState, parts: PyTree) -> Any:
+    """Averages the gradients of all parts after the last; also returns sums and the new state."""
+    grads, sums, model_state = _sum_parts(recipe, state.params, state.model_state, parts)
+    grads, comm_state = recipe.reduction.at_end(
+        grads, state.comm_state, plan=plan, num_entries=_num_entries(recipe, sums)
+    )
+    return grads, comm_state, sums, model_state
+
+
+def _reduce_when_ready(recipe: Recipe, plan: BucketPlan, state: TrainState, parts: PyTree) -> Any:
+    """The same, but each bucket is averaged inside the backward pass of the last part."""
+    so_far, model_state = None, state.model_state
+    *before, last = range(recipe.accumulate_steps)
+    if before:
+        earlier = jax.tree.map(lambda x: x[:last], parts)
+        so_far = _sum_parts(recipe, state.params, model_state, earlier)
+        model_state = so_far[-1]
+    part, key = jax.tree.map(lambda x: x[last], parts)
+    pullback, sums, model_state = _linearize(recipe, state.params, model_state, part, key)
+    grads, comm_state = recipe.reduction.when_ready(
+        trace_backward(pullback),
+        state.comm_state,
+        plan=plan,
+        num_entries=_num_entries(recipe, sums),
+        so_far=so_far and so_far[0],
+    )
+    sums = jax.tree.map(jnp.add, so_far[1], sums) if so_far else sums
+    return grads, comm_state, sums, model_state
+
+
+def _num_entries(recipe: Recipe, sums: Sums) -> int:
+    return sums["loss"].num_entries * recipe.accumulate_steps
+
+
+def _sum_parts(
+    recipe: Recipe, params: PyTree, model_state: PyTree, parts: PyTree
+) -> tuple[PyTree, Sums, PyTree]:
+    """Sums gradients, losses and counts over parts, taken in order.
+
+    Half-precision gradients are summed in float32.
+    """
+
+    def one_part(model_state: PyTree, part: PyTree) -> tuple[PyTree, Sums, PyTree]:
+        pullback, sums, model_state = _linearize(recipe, params, model_state, *part)
+        return pullback(jnp.float32(1)), sums, model_state
+
+    def add_part(carry: tuple[PyTree, PyTree], part: PyTree) -> Any:
+        grads, model_state = carry
+        more, sums, model_state = one_part(model_state, part)
+        grads = jax.tree.map(lambda total, g: total + g.astype(total.dtype), grads, more)
+        return (grads, model_state), sums
+
+    if len(parts[1]) == 1:
+        return one_part(model_state, jax.tree.map(lambda x: x[0], parts))
+    zeros = jax.tree.map(
+        lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), params
+    )
+    (grads, model_state), sums = lax.scan(add_part, (zeros, model_state), parts)
+    grads = jax.tree.map(lambda g, x: g.astype(x.dtype), grads, params)
     return grads, jax.tree.map(lambda x: x.sum(0), sums), model_state
+
+
+def _linearize(
+    recipe: Recipe, params: PyTree, model_state: PyTree, part: PyTree, key: Array
+) -> tuple[Callable[[Array], PyTree], Sums, PyTree]:
+    """Runs the forward pass on some rows; returns what runs it backward, sums, the new state."""
+
+    def forward(params: PyTree) -> Any:
+        return _forward(recipe, params, model_state, part, key, train=True)
+
+    _, pullback, (sums, model_state) = jax.vjp(forward, params, has_aux=True)
+    return lambda cotangent: pullback(cotangent)[0], sums, model_state
 
 
 def _forward(
@@ -133,6 +197,33 @@ def _mask(batch: PyTree, valid: Array | None) -> Any:
     return mask.astype(jnp.float32) * jnp.expand_dims(valid, tuple(range(1, mask.ndim)))
 
 
+def _skip_unused(
+    recipe: Recipe, plan: BucketPlan, old: TrainState, params: PyTree, opt_state: PyTree
+) -> tuple[PyTree, PyTree]:
+    """Takes back what the optimizer has done to parameters that no gradient reaches."""
+
+    def is_unused(path: Any, leaf: Any) -> bool:
+        return jax.tree_util.keystr(path, simple=True, separator="/") in plan.unused
+
+    unused = jax.tree_util.tree_map_with_path(is_unused, params)
+    of_state = optax.tree.map_params(
+        recipe.optimizer,
+        lambda x, unused: x if isinstance(x, optax.MaskedNode) else unused,
+        opt_state,
+        unused,
+        transform_non_params=lambda _: False,
+        is_leaf=lambda x: isinstance(x, optax.MaskedNode),
+    )
+
+    def keep(unused: bool, new: Any, old: Any) -> Any:
+        return old if unused else new
+
+    return (
+        jax.tree.map(keep, unused, params, old.params),
+        jax.tree.map(keep, of_state, opt_state, old.opt_state),
+    )
+
+
 def _move_average(average: PyTree, params: PyTree, decay: float | None) -> PyTree:
     return None if decay is None else optax.incremental_update(params, average, 1 - decay)
 
@@ -160,7 +251,7 @@ def replica_init(
         ema_params=None if recipe.ema_decay is None else params,
         model_state={} if model_state is None else model_state,
         opt_state=recipe.optimizer.init(params),
-        comm_state=recipe.average.init(params),
+        comm_state=(),  # made once the buckets are known
         key=key,
     )
     # An optimizer may keep the parameters themselves: each leaf needs a buffer of its own.
@@ -205,13 +296,41 @@ def make_init(recipe: Recipe, mesh: Mesh) -> Callable[..., TrainState]:
     return jax.jit(_over_replicas(functools.partial(replica_init, recipe), mesh, P(), P()))
 
 
+def trace_ready(
+    recipe: Recipe, mesh: Mesh, state: TrainState, batch: PyTree
+) -> tuple[int | None, ...]:
+    """When the backward pass finishes each gradient; see `Backward.ready`. Computes nothing.
+
+    Args:
+      recipe: What the step is made of.
+      mesh: Gives the axis its size.
+      state: Shapes of one replica's state.
+      batch: Shapes of its rows, of one part.
+    """
+    traced = []
+
+    def replica(state: TrainState, batch: PyTree) -> tuple[()]:
+        pullback, _, _ = _linearize(recipe, state.params, state.model_state, batch, state.key)
+        traced.append(trace_backward(pullback).ready)
+        return ()
+
+    jax.eval_shape(_over_replicas(replica, mesh, P(), P()), state, batch)
+    return traced[0]
+
+
 def make_step(
-    recipe: Recipe, mesh: Mesh, kinds: TrainState, *, donate: bool, options: dict[str, Any]
+    recipe: Recipe,
+    plan: BucketPlan,
+    mesh: Mesh,
+    kinds: TrainState,
+    *,
+    donate: bool,
+    options: dict[str, Any],
 ) -> Callable[[TrainState, PyTree], tuple[TrainState, Metrics]]:
     """Returns `step(state, batch)` over the mesh: a new state, and metrics that are global."""
 
     def step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-        state, metrics = replica_step(recipe, enter(state, kinds), batch)
+        state, metrics = replica_step(recipe, plan, enter(state, kinds), batch)
         return leave(state, kinds), metrics
 
     layout = specs(kinds, AXIS)

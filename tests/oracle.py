@@ -68,7 +68,7 @@ def whole_batch_step(model, optimizer, loss_fn):
 
 def vmapped_step(ddp, num_replicas):
     """The step of `ddp` with its replicas side by side on one device."""
-    replica = functools.partial(replica_step, ddp._recipe)
+    replica = functools.partial(replica_step, ddp._recipe, ddp.plan)
     mapped = jax.vmap(replica, in_axes=(None, 0), axis_name="data")
 
     @jax.jit

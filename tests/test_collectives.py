@@ -27,7 +27,7 @@ def test_flat_buckets_survive_compilation_and_one_small_vector_travels_beside_th
     sizes = sorted(size for _, size in found)
     small = 4  # loss and accuracy, each a total and a count
     assert sizes == sorted([small, *(bucket.size for bucket in plan.buckets)])
-    assert len(plan) == {0.1 * KIB: 4, 0.5 * KIB: 3, 25: 1}[bucket_mb]
+    assert len(plan) == {0.1 * KIB: 4, 0.5 * KIB: 2, 25: 1}[bucket_mb]
 
 
 def test_leaves_are_fused_by_the_compiler_into_no_more_than_one_each():

@@ -43,7 +43,8 @@ def test_a_number_like_1e_3_is_a_number_also_among_free_arguments(file):
 
 
 def test_a_dumped_config_reads_back_to_the_same_values(file):
-    overrides = ["model.kwargs.name='1e-3'", "optimizer.kwargs.eps=1e-30", "ddp.bucket_mb=0.1"]
+    overrides = ["model.kwargs.name='1e-3'", "optimizer.kwargs.eps=1e-30"]
+    overrides += ["ddp.bucket_mb=[0.1, 25]", "ddp.wire_dtype=bfloat16"]
     config, _ = load_config([file(SHORT)], overrides)
     assert load_config([file(dump_values(config.model_dump()))])[0] == config
 
@@ -99,7 +100,8 @@ def test_every_mistake_is_reported_at_once_with_its_source_and_key(file):
         ("optimizer.learning_rate=.nan", "finite number, not nan"),
         ("optimizer.learning_rate=null", "valid number, not None"),
         ("ddp.ema_decay=1", "less than 1, not 1"),
-        ("ddp.bucket_mb=0", "greater than 0, not 0"),
+        ("ddp.bucket_mb=0", "greater than 0 or a valid list, not 0"),
+        ("ddp.first_bucket_mb=0", "greater than 0, not 0"),
         ("checkpoint.resume=yes", "'auto', 'never' or 'must'"),
         ("model.kwargs=[1]", "valid dictionary, not [1]"),
         ("data.name=null", "data: give either 'name' or 'target'."),

@@ -1,9 +1,10 @@
 """Bucket plans, and averages that do not depend on them."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,18 +12,28 @@ from jax import P
 
 import jddp
 from jddp.errors import ConfigError
-from jddp.reduce import compiler_options, plan_buckets, pmean_buckets, resolve_layout
+from jddp.reduce import compiler_options, make_reduction, plan_buckets
+
+MIB = 2**20
+
+
+def reduction(platform="cpu", **options):
+    """From a user's options; only these matter to a test."""
+    sizes = {"bucket_mb": 25, "first_bucket_mb": 1, "last_bucket_mb": None}
+    rest = {"layout": "auto", "placement": "end", "wire_dtype": None, "comm_hook": None}
+    known = {"axis": "data", "platform": lambda: platform}
+    return make_reduction(**known | sizes | rest | options)
 
 
 def shape(size, dtype="float32"):
     return jax.ShapeDtypeStruct((size,), np.dtype(dtype))
 
 
-def planned(sizes, *, bucket_bytes, first=None):
-    """Buckets as leaf numbers counted in the order of reduction, as DDP's own tests count."""
-    tree = [shape(*size) if isinstance(size, tuple) else shape(size) for size in reversed(sizes)]
-    plan = plan_buckets(tree, bucket_bytes=bucket_bytes, first_bucket_bytes=first)
-    return [[len(sizes) - 1 - leaf for leaf in bucket.leaves] for bucket in plan.buckets]
+def planned(sizes, bucket_bytes, **options):
+    """The leaves of each bucket, if they are finished in their order."""
+    tree = [shape(*size) if isinstance(size, tuple) else shape(size) for size in sizes]
+    plan = plan_buckets(tree, bucket_bytes=bucket_bytes, ready=range(len(sizes)), **options)
+    return [list(bucket.leaves) for bucket in plan.buckets]
 
 
 F32_F64 = [(50, "float32"), (25, "float64")] * 3
@@ -31,30 +42,70 @@ F32_F64 = [(50, "float32"), (25, "float64")] * 3
 @pytest.mark.parametrize(
     "sizes, limits, buckets",
     [
-        pytest.param([100, 200, 100, 50], {"bucket_bytes": 400}, [[0], [1], [2], [3]], id="BKT-1"),
-        pytest.param(F32_F64, {"bucket_bytes": 400}, [[0, 2], [1, 3], [4], [5]], id="BKT-2"),
-        pytest.param([10] * 4, {"first": 40, "bucket_bytes": 80}, [[0], [1, 2], [3]], id="BKT-3"),
-        pytest.param(
-            F32_F64, {"first": 200, "bucket_bytes": 400}, [[0], [1], [2, 4], [3, 5]], id="BKT-4"
-        ),
+        pytest.param([100, 200, 100, 50], 400, [[0], [1], [2], [3]], id="BKT-1"),
+        pytest.param(F32_F64, 400, [[0, 2], [1, 3], [4], [5]], id="BKT-2"),
+        pytest.param([10] * 4, (40, 80), [[0], [1, 2], [3]], id="BKT-3"),
+        pytest.param(F32_F64, (200, 400), [[0], [1], [2, 4], [3, 5]], id="BKT-4"),
     ],
 )
 def test_ddp_s_own_bucketing_cases_give_ddp_s_own_buckets(sizes, limits, buckets):
-    assert planned(sizes, **limits) == buckets
+    assert planned(sizes, limits) == buckets
 
 
-def test_leaves_are_taken_last_to_first():
+def test_leaves_are_taken_in_the_order_in_which_they_are_finished():
+    tree = {"a": shape(10), "b": shape(10), "c": shape(10)}
+    plan = plan_buckets(tree, bucket_bytes=80, ready=[5, 9, 2])
+    assert [bucket.paths for bucket in plan.buckets] == [("c", "a"), ("b",)]
+
+
+def test_leaves_are_taken_last_to_first_where_nothing_is_known():
     tree = {"a": shape(10), "b": shape(10), "c": shape(10)}
     plan = plan_buckets(tree, bucket_bytes=80)
     assert [bucket.paths for bucket in plan.buckets] == [("c", "b"), ("a",)]
 
 
+def test_of_leaves_that_are_finished_at_once_the_last_goes_first():
+    plan = plan_buckets({"a": shape(1), "b": shape(1)}, bucket_bytes=80, ready=[3, 3])
+    assert plan.buckets[0].paths == ("b", "a")
+
+
+def test_buckets_are_sent_in_the_order_in_which_they_are_complete():
+    """The float64 bucket is opened first and complete last."""
+    leaves = [(10, "float64"), (10, "float32"), (10, "float32"), (10, "float64")]
+    assert planned(leaves, 400) == [[1, 2], [0, 3]]
+
+
+def test_what_no_gradient_reaches_is_named_and_not_sent():
+    tree = {"a": shape(10), "b": shape(10), "c": shape(10)}
+    plan = plan_buckets(tree, bucket_bytes=80, ready=[None, 1, None])
+    assert [bucket.paths for bucket in plan.buckets] == [("b",)]
+    assert plan.unused == ("a", "c")
+    assert plan.wire_bytes == 40
+    assert "2 unused, not sent: a, c" in str(plan)
+
+
 def test_a_leaf_larger_than_a_bucket_has_one_of_its_own():
-    assert planned([10, 1000, 10], bucket_bytes=80) == [[0], [1], [2]]
+    assert planned([10, 1000, 10], 80) == [[0], [1], [2]]
 
 
 def test_a_bucket_of_one_byte_holds_one_leaf():
-    assert planned([3, 2, 1], bucket_bytes=1) == [[0], [1], [2]]
+    assert planned([3, 2, 1], 1) == [[0], [1], [2]]
+
+
+def test_of_a_list_of_sizes_the_last_repeats():
+    assert planned([10] * 6, (40, 80, 120)) == [[0], [1, 2], [3, 4, 5]]
+    assert planned([10] * 4, (40, 80)) == [[0], [1, 2], [3]]
+
+
+def test_the_bucket_that_is_complete_last_can_be_small():
+    assert planned([10] * 5, 160) == [[0, 1, 2, 3], [4]]
+    assert planned([10] * 5, 160, last_bucket_bytes=80) == [[0, 1, 2], [3, 4]]
+    mixed = [(10, "float64"), (10, "float32"), (10, "float32")]
+    assert planned(mixed, 400, last_bucket_bytes=400) == [[0], [1, 2]]
+
+
+def test_a_last_leaf_that_is_not_small_has_a_bucket_like_any_other():
+    assert planned([10, 10, 30], 160, last_bucket_bytes=80) == [[0, 1], [2]]
 
 
 def test_an_empty_tree_needs_no_bucket():
@@ -63,18 +114,28 @@ def test_an_empty_tree_needs_no_bucket():
     assert "0 buckets" in str(plan)
 
 
-def test_a_first_bucket_is_never_larger_than_the_others():
-    assert planned([10, 10, 10], bucket_bytes=40, first=400) == [[0], [1], [2]]
+def test_leaves_without_elements_are_left_out():
+    assert planned([10, 0, 10], 80) == [[0, 2]]
+    assert planned([0], 80) == []
 
 
-def test_empty_leaves_travel_with_their_neighbours():
-    assert planned([10, 0, 10], bucket_bytes=80) == [[0, 1, 2]]
+def test_a_narrow_wire_counts_its_own_bytes():
+    tree = {"a": shape(10), "h": shape(10, jnp.bfloat16), "z": shape(10, "complex64")}
+    plan = plan_buckets(tree, bucket_bytes=1000, wire_dtype=np.dtype(jnp.bfloat16))
+    assert {b.dtype.name: b.wire_dtype.name for b in plan.buckets} == {
+        "float32": "bfloat16",
+        "bfloat16": "bfloat16",
+        "complex64": "complex64",
+    }
+    assert [bucket.bytes for bucket in plan.buckets] == [80, 20, 20]
 
 
-@pytest.mark.parametrize("sizes", [{"bucket_bytes": 0}, {"bucket_bytes": 8, "first": -1}])
-def test_sizes_that_are_not_positive_are_refused(sizes):
+@pytest.mark.parametrize("limits", [0, (), (8, -1), (0, 8)])
+def test_sizes_that_are_not_positive_are_refused(limits):
     with pytest.raises(ConfigError, match="at least one byte"):
-        planned([1], **sizes)
+        planned([1], limits)
+    with pytest.raises(ConfigError, match="at least one byte"):
+        planned([1], 8, last_bucket_bytes=0)
 
 
 @pytest.mark.parametrize("leaf", [3.0, np.arange(3), np.array([True])])
@@ -87,22 +148,23 @@ dtypes = st.sampled_from(["float32", "bfloat16", "float16", "complex64"])
 shapes = st.lists(st.tuples(st.lists(st.integers(0, 5), max_size=3), dtypes), max_size=12)
 
 
-@given(shapes, st.integers(1, 400), st.integers(1, 400))
-def test_every_leaf_stands_once_in_a_bucket_of_its_dtype_within_the_limit(leaves, cap, first):
+@given(shapes, st.integers(1, 400), st.integers(1, 400), st.randoms(use_true_random=False))
+def test_every_leaf_stands_once_in_a_bucket_of_its_dtype_within_the_limit(leaves, cap, first, rng):
     tree = [jax.ShapeDtypeStruct(tuple(dims), jnp.dtype(dtype)) for dims, dtype in leaves]
-    plan = plan_buckets(tree, bucket_bytes=cap, first_bucket_bytes=first)
-    assert sorted(i for bucket in plan.buckets for i in bucket.leaves) == list(range(len(tree)))
-    assert plan.wire_bytes == sum(x.size * x.dtype.itemsize for x in tree)
+    ready = [rng.choice([None, *range(20)]) for _ in tree]
+    plan = plan_buckets(tree, bucket_bytes=(first, cap), ready=ready)
+    sent = [i for i, x in enumerate(tree) if x.size and ready[i] is not None]
+    assert sorted(i for bucket in plan.buckets for i in bucket.leaves) == sent
+    assert plan.wire_bytes == sum(tree[i].size * tree[i].dtype.itemsize for i in sent)
     seen = set()
     for bucket in plan.buckets:
         assert {tree[i].dtype for i in bucket.leaves} == {bucket.dtype}
-        assert list(bucket.leaves) == sorted(bucket.leaves, reverse=True)
-        limit = cap if bucket.dtype in seen else min(first, cap)
-        filled = [x for x in bucket.leaves if tree[x].size]
-        assert bucket.bytes <= limit or len(filled) == 1
+        assert list(bucket.leaves) == sorted(bucket.leaves, key=lambda i: (ready[i], -i))
+        limit = cap if bucket.dtype in seen else first
+        assert bucket.bytes <= limit or len(bucket.leaves) == 1
         seen.add(bucket.dtype)
-    ends = [bucket.leaves[-1] for bucket in plan.buckets]
-    assert ends == sorted(ends, reverse=True)
+    ends = [ready[bucket.leaves[-1]] for bucket in plan.buckets]
+    assert ends == sorted(ends)
 
 
 def whole_numbers(num_replicas, seed=0):
@@ -113,11 +175,12 @@ def whole_numbers(num_replicas, seed=0):
     return {**tree, "half": tree["b"].astype(jnp.bfloat16)}
 
 
-def averaged(mesh, tree, **options):
+def averaged(mesh, tree, *, bucket_bytes, layout):
+    reduce = reduction(bucket_mb=[bucket_bytes / MIB], layout=layout)
+
     def replica(local):
         local = jax.tree.map(lambda x: x[0], local)
-        plan = plan_buckets(local, bucket_bytes=options["bucket_bytes"])
-        return pmean_buckets(local, plan, axis="data", layout=options["layout"])
+        return reduce.at_end(local, (), plan=reduce.plan(local))[0]
 
     mapped = jax.shard_map(replica, mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=False)
     return jax.jit(mapped)(tree)
@@ -150,7 +213,7 @@ def test_averaging_what_is_averaged_changes_nothing(mesh):
     def replica(x):
         reduce = jddp.average_gradients("data")
         x, _ = reduce.update({"g": x}, reduce.init(None))
-        again, _ = reduce.update(x, optax.EmptyState())
+        again, _ = reduce.update(x, ())
         return x["g"], again["g"]
 
     rows = np.arange(mesh.size, dtype=np.float32)
@@ -159,19 +222,69 @@ def test_averaging_what_is_averaged_changes_nothing(mesh):
         np.testing.assert_array_equal(got, [(mesh.size - 1) / 2])
 
 
-def test_auto_is_flat_on_gpus_and_leaf_elsewhere():
-    assert [resolve_layout("auto", lambda p=p: p) for p in ("gpu", "cpu")] == ["flat", "leaf"]
-    with pytest.raises(ConfigError, match="'round'"):
-        resolve_layout("round", lambda: "cpu")
+@pytest.mark.parametrize(
+    "platform, layout, placement, chosen",
+    [
+        ("cpu", "auto", "auto", ("leaf", "end")),
+        ("gpu", "auto", "auto", ("flat", "ready")),
+        ("cuda", "leaf", "auto", ("leaf", "end")),
+        ("gpu", "auto", "end", ("flat", "end")),
+        ("cpu", "auto", "ready", ("flat", "ready")),
+        ("cpu", "flat", "auto", ("flat", "end")),
+    ],
+)
+def test_auto_is_flat_and_ready_on_gpus_and_leaf_at_the_end_elsewhere(
+    platform, layout, placement, chosen
+):
+    reduce = reduction(platform, layout=layout, placement=placement)
+    assert (reduce.layout, reduce.placement) == chosen
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"layout": "round"}, "layout 'round' is unknown. Choose one of 'auto', 'leaf', 'flat'"),
+        ({"placement": "now"}, "placement 'now' is unknown. Choose one of 'auto', 'end', 'ready'"),
+        ({"layout": "leaf", "placement": "ready"}, "layout='flat', or placement='end'"),
+        ({"wire_dtype": "int8"}, "wire_dtype 'int8' is unknown. Choose 'bfloat16', 'float16'"),
+        ({"wire_dtype": "bf16"}, "wire_dtype 'bf16'"),
+        ({"comm_hook": "mean"}, "comm_hook is str. Give a jddp.CommHook"),
+        ({"bucket_mb": 0}, "at least one byte"),
+        ({"bucket_mb": []}, "at least one byte"),
+        ({"bucket_mb": [1, -1]}, "at least one byte"),
+        ({"first_bucket_mb": 0}, "at least one byte"),
+        ({"last_bucket_mb": 0}, "at least one byte"),
+    ],
+    ids=str,
+)
+def test_options_out_of_their_range_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        reduction(**options)
+
+
+@pytest.mark.parametrize(
+    "options, sizes",
+    [
+        ({}, (MIB, 25 * MIB)),
+        ({"bucket_mb": 0.5}, (MIB // 2,)),
+        ({"bucket_mb": [0.5, 8, 25]}, (MIB // 2, 8 * MIB, 25 * MIB)),
+        ({"bucket_mb": 1e-9}, (1,)),
+    ],
+    ids=str,
+)
+def test_a_first_bucket_is_smaller_but_never_larger_than_the_others(options, sizes):
+    assert reduction(**options).bucket_bytes == sizes
 
 
 def test_a_combine_threshold_of_the_user_stands(monkeypatch):
     name = "xla_gpu_all_reduce_combine_threshold_bytes"
-    assert compiler_options("flat", "gpu", bucket_mb=25) == {name: 0}
-    assert compiler_options("leaf", "gpu", bucket_mb=2) == {name: 2 * 2**20}
+    flat, leaf = reduction(layout="flat"), reduction(layout="leaf", bucket_mb=2)
+    assert compiler_options(flat, "gpu") == {name: 0}
+    assert compiler_options(leaf, "gpu") == {name: 2 * MIB}
+    assert compiler_options(flat, "cpu") == {"xla_disable_hlo_passes": "cpu-all-reduce-combiner"}
     monkeypatch.setenv("XLA_FLAGS", f"--{name}=7")
-    assert compiler_options("flat", "gpu", bucket_mb=25) == {}
-    assert compiler_options("leaf", "cpu", bucket_mb=25) == {}
+    assert compiler_options(flat, "gpu") == {}
+    assert compiler_options(leaf, "cpu") == {}
 
 
 def test_a_plan_fits_a_terminal_of_80_columns():
@@ -179,3 +292,20 @@ def test_a_plan_fits_a_terminal_of_80_columns():
     text = str(plan_buckets(tree, bucket_bytes=40))
     assert max(map(len, text.splitlines())) <= 80
     assert plan_buckets(tree, bucket_bytes=40)._repr_html_().startswith("<table>")
+
+
+def test_a_plan_is_json_too():
+    plan = plan_buckets({"a": shape(10), "b": shape(2)}, bucket_bytes=80, ready=[1, None])
+    assert json.loads(plan.to_json()) == {
+        "wire_bytes": 40,
+        "buckets": [
+            {
+                "bytes": 40,
+                "dtype": "float32",
+                "wire_dtype": "float32",
+                "leaves": [{"path": "a", "shape": [10]}],
+            }
+        ],
+        "unused": ["b"],
+        "notes": [],
+    }

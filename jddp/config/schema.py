@@ -131,13 +131,30 @@ class MeshConfig(Section):
     )
 
 
+Size = Annotated[float, Field(gt=0)]
+
+
 class DdpConfig(Section):
     """How replicas are kept alike: the options of `jddp.DataParallel`."""
 
-    bucket_mb: float = Field(25, gt=0, description="Size of a gradient bucket, in MiB.")
+    bucket_mb: Size | Annotated[list[Size], Field(min_length=1)] = Field(
+        25.0, description="Size of a gradient bucket, in MiB; or a list, of which the last repeats."
+    )
     first_bucket_mb: float = Field(1, gt=0, description="Size of the first bucket, in MiB.")
+    last_bucket_mb: float | None = Field(
+        None, gt=0, description="Size of the last bucket, in MiB, to have it smaller."
+    )
     layout: Literal["auto", "leaf", "flat"] = Field(
         "auto", description="Buckets reduced leaf by leaf, or packed into one vector."
+    )
+    placement: Literal["auto", "end", "ready"] = Field(
+        "auto", description="Buckets reduced after the backward pass, or inside it when ready."
+    )
+    wire_dtype: Literal["bfloat16", "float16"] | None = Field(
+        None, description="What wider gradients are narrowed to for the way."
+    )
+    unused_parameters: Literal["zero", "skip", "error"] = Field(
+        "zero", description="Parameters without a gradient: given zeros, left alone, or refused."
     )
     batch_norm: Literal["sync", "broadcast", "local"] = Field(
         "sync", description="Batch statistics: of the global batch, replica 0's, or each its own."

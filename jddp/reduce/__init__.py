@@ -1,23 +1,20 @@
-"""Gradients averaged over replicas: which travel together, how, and what the compiler may merge."""
+"""Gradients averaged over replicas: which travel together, how, when, and what XLA may merge."""
 
-from jddp.reduce.average import (
-    Layout,
-    average_gradients,
-    compiler_options,
-    plan_gradients,
-    pmean_buckets,
-    resolve_layout,
-)
+from jddp.reduce.average import average_gradients, compiler_options, make_reduction
+from jddp.reduce.backward import trace_backward
+from jddp.reduce.hooks import CommHook, GradBucket
 from jddp.reduce.plan import Bucket, BucketPlan, plan_buckets
+from jddp.reduce.reduction import Reduction
 
 __all__ = [
     "Bucket",
     "BucketPlan",
-    "Layout",
+    "CommHook",
+    "GradBucket",
+    "Reduction",
     "average_gradients",
     "compiler_options",
+    "make_reduction",
     "plan_buckets",
-    "plan_gradients",
-    "pmean_buckets",
-    "resolve_layout",
+    "trace_backward",
 ]

@@ -1,46 +1,85 @@
-"""Average a gradient tree over the replicas in a few large all-reduces.
+"""From what a user asks for to a `Reduction`: the options, and what "auto" is on which hardware.
 
-A network with hundreds of small leaves pays one launch latency per leaf. Here leaves are grouped
-into buckets, and each bucket is averaged by `lax.pmean`, in one of two layouts:
-
-    leaf   the leaves of a bucket are reduced as they are; the compiler fuses them
-    flat   a bucket is packed into one vector, which is reduced by exactly one collective
-
-XLA packs fused leaves on GPUs anyway, so `flat` costs nothing there and fixes the number of
-collectives; on CPUs packing is a copy that `leaf` saves. XLA also merges collectives that it was
-given apart, unless it is told not to: `compiler_options` says it, per function.
-
-This room knows trees of arrays and the name of one mesh axis, and nothing of models, meshes or
-configs.
+XLA merges collectives that it was given apart, unless it is told not to: `compiler_options` says
+it, per function.
 """
 
-import itertools
 import os
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, cast, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-from jax import lax
 
 from jddp.errors import ConfigError
-from jddp.reduce.plan import MEBIBYTE, Bucket, BucketPlan, plan_buckets
+from jddp.reduce.hooks import CommHook, mean, narrow
+from jddp.reduce.plan import MEBIBYTE
+from jddp.reduce.reduction import Layout, Placement, Reduction
 
 PyTree = Any
-Layout = Literal["leaf", "flat"]
+GPUS = ("gpu", "cuda", "rocm")
+
+
+def make_reduction(
+    *,
+    axis: str,
+    bucket_mb: float | Sequence[float],
+    first_bucket_mb: float,
+    last_bucket_mb: float | None,
+    layout: str,
+    placement: str,
+    wire_dtype: Any,
+    comm_hook: Any,
+    platform: Callable[[], str],
+) -> Reduction:
+    """Makes a `Reduction` from what a user gives; `platform()` decides what is "auto".
+
+    Raises:
+      ConfigError: If an option breaks its rule.
+    """
+    chosen, where = _resolve(layout, placement, platform)
+    dtype = _resolve_wire_dtype(wire_dtype)
+    hook = mean() if comm_hook is None else comm_hook
+    if not (callable(getattr(hook, "init", None)) and callable(getattr(hook, "reduce", None))):
+        raise ConfigError(
+            f"comm_hook is {type(hook).__name__}. Give a jddp.CommHook(init, reduce) of functions."
+        )
+    sizes = [bucket_mb] if isinstance(bucket_mb, int | float) else list(bucket_mb)
+    if isinstance(bucket_mb, int | float) and first_bucket_mb < bucket_mb:
+        sizes.insert(0, first_bucket_mb)
+    given = [*sizes, first_bucket_mb, *([] if last_bucket_mb is None else [last_bucket_mb])]
+    if not sizes or min(given) <= 0:
+        raise ConfigError(
+            f"A bucket holds at least one byte: got bucket_mb={bucket_mb}, first_bucket_mb="
+            f"{first_bucket_mb}, last_bucket_mb={last_bucket_mb}. Give positive sizes, in MiB."
+        )
+    return Reduction(
+        axis=axis,
+        bucket_bytes=tuple(map(_bytes, sizes)),
+        last_bucket_bytes=None if last_bucket_mb is None else _bytes(last_bucket_mb),
+        layout=chosen,
+        placement=where,
+        hook=hook if dtype is None else narrow(hook, dtype),
+        wire_dtype=dtype,
+    )
 
 
 def average_gradients(
     axis: str = "data",
-    bucket_mb: float = 25,
+    bucket_mb: float | Sequence[float] = 25,
     layout: str = "auto",
     *,
     first_bucket_mb: float = 1,
+    last_bucket_mb: float | None = None,
+    wire_dtype: Any = None,
+    comm_hook: CommHook | None = None,
 ) -> optax.GradientTransformation:
     """Returns an optax transformation that averages gradients over `axis`, bucket by bucket.
 
     Put it first in a chain, inside one's own `pmap` or `shard_map` step; `jddp.DataParallel` uses
-    the same transformation.
+    the same buckets.
 
         optimizer = optax.chain(jddp.average_gradients("batch"), optax.adamw(1e-3))
 
@@ -49,81 +88,81 @@ def average_gradients(
 
     Args:
       axis: Name of the mapped axis.
-      bucket_mb: Largest size of a bucket, in MiB.
+      bucket_mb: Largest size of a bucket, in MiB; or of the first, the second, ..., of which the
+        last repeats.
       layout: "leaf", "flat", or "auto": flat on GPUs, leaf elsewhere.
-      first_bucket_mb: Largest size of the first bucket, in MiB, capped by `bucket_mb`.
+      first_bucket_mb: Largest size of the first bucket, in MiB, if `bucket_mb` is one number.
+      last_bucket_mb: Largest size of the last bucket, in MiB, if it is to be smaller.
+      wire_dtype: "bfloat16" or "float16": what wider gradients are narrowed to for the way.
+      comm_hook: What reduces a bucket, in place of the mean. Its state differs per replica.
 
     Raises:
-      ConfigError: If a size is not positive or the layout is unknown.
+      ConfigError: If an option breaks its rule.
     """
-    chosen = resolve_layout(layout, jax.default_backend)
-
-    def update(updates: PyTree, state: optax.EmptyState, params: PyTree = None) -> Any:
-        del params
-        plan = plan_gradients(updates, bucket_mb=bucket_mb, first_bucket_mb=first_bucket_mb)
-        return pmean_buckets(updates, plan, axis=axis, layout=chosen), state
-
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
-
-
-def plan_gradients(tree: PyTree, *, bucket_mb: float, first_bucket_mb: float) -> BucketPlan:
-    """Plans buckets from sizes in MiB, as `average_gradients` does."""
-    return plan_buckets(
-        tree,
-        bucket_bytes=int(bucket_mb * MEBIBYTE),
-        first_bucket_bytes=int(first_bucket_mb * MEBIBYTE),
+    reduction = make_reduction(
+        axis=axis,
+        bucket_mb=bucket_mb,
+        first_bucket_mb=first_bucket_mb,
+        last_bucket_mb=last_bucket_mb,
+        layout=layout,
+        placement="end",
+        wire_dtype=wire_dtype,
+        comm_hook=comm_hook,
+        platform=jax.default_backend,
     )
 
+    def init(params: PyTree) -> PyTree:
+        # Stateless hooks need no plan, and then any tree will do.
+        return reduction.hook.init(reduction.plan(params))
 
-def resolve_layout(layout: str, platform: Any) -> Layout:
-    """Returns "leaf" or "flat"; `platform()` names the hardware when `layout` is "auto".
+    def update(updates: PyTree, state: PyTree, params: PyTree = None) -> Any:
+        del params
+        return reduction.at_end(updates, state, plan=reduction.plan(updates))
 
-    Raises:
-      ConfigError: If `layout` is none of "auto", "leaf" and "flat".
-    """
+    return optax.GradientTransformation(init, update)
+
+
+def _resolve(layout: str, placement: str, platform: Callable[[], str]) -> tuple[Layout, Placement]:
+    for name, value, known in (
+        ("layout", layout, get_args(Layout)),
+        ("placement", placement, get_args(Placement)),
+    ):
+        if value not in ("auto", *known):
+            choices = ", ".join(map(repr, ("auto", *known)))
+            raise ConfigError(f"{name} {value!r} is unknown. Choose one of {choices}.")
+    if (layout, placement) == ("leaf", "ready"):
+        raise ConfigError(
+            "placement='ready' waits for a bucket as a whole, and layout='leaf' reduces its leaves "
+            "one by one. Choose layout='flat', or placement='end'."
+        )
+    on_gpu = "auto" in (layout, placement) and platform() in GPUS
+    if placement == "auto":
+        placement = "ready" if on_gpu and layout != "leaf" else "end"
     if layout == "auto":
-        return "flat" if platform() in ("gpu", "cuda", "rocm") else "leaf"
-    if layout not in ("leaf", "flat"):
-        raise ConfigError(f"layout {layout!r} is unknown. Choose 'auto', 'leaf' or 'flat'.")
-    return layout  # type: ignore[return-value]  # narrowed by the test above
+        layout = "flat" if on_gpu or placement == "ready" else "leaf"
+    return cast(Layout, layout), cast(Placement, placement)
 
 
-def pmean_buckets(tree: PyTree, plan: BucketPlan, *, axis: str, layout: Layout) -> PyTree:
-    """Averages the leaves of `tree` over `axis`, one bucket after the other.
-
-    Args:
-      tree: This replica's gradients, of the structure that `plan` was made for.
-      plan: From `plan_buckets`.
-      axis: Name of the mapped axis.
-      layout: "leaf" or "flat"; the numbers are the same.
-
-    Returns:
-      A tree like `tree`, the same on every replica.
-    """
-    average = _pmean_flat if layout == "flat" else _pmean_leaves
-    leaves, treedef = jax.tree.flatten(tree)
-    for bucket in plan.buckets:
-        averaged = average([leaves[i] for i in bucket.leaves], bucket, axis)
-        for i, leaf in zip(bucket.leaves, averaged, strict=True):
-            leaves[i] = leaf
-    return jax.tree.unflatten(treedef, leaves)
+def _resolve_wire_dtype(wire_dtype: Any) -> np.dtype | None:
+    if wire_dtype is None:
+        return None
+    known = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
+    try:
+        dtype = np.dtype(jnp.dtype(wire_dtype))
+    except TypeError:
+        dtype = None
+    if dtype not in known:
+        raise ConfigError(
+            f"wire_dtype {wire_dtype!r} is unknown. Choose 'bfloat16', 'float16' or None."
+        )
+    return dtype
 
 
-def _pmean_leaves(leaves: list[jax.Array], bucket: Bucket, axis: str) -> list[jax.Array]:
-    del bucket
-    return list(lax.pmean(leaves, axis))
+def _bytes(mebibytes: float) -> int:
+    return max(1, int(mebibytes * MEBIBYTE))
 
 
-def _pmean_flat(leaves: list[jax.Array], bucket: Bucket, axis: str) -> list[jax.Array]:
-    averaged = lax.pmean(jnp.concatenate([leaf.ravel() for leaf in leaves]), axis)
-    ends = [0]
-    for leaf in leaves:
-        ends.append(ends[-1] + leaf.size)
-    parts = (averaged[start:end] for start, end in itertools.pairwise(ends))
-    return [part.reshape(shape) for part, shape in zip(parts, bucket.shapes, strict=True)]
-
-
-def compiler_options(layout: Layout, platform: str, *, bucket_mb: float) -> dict[str, Any]:
+def compiler_options(reduction: Reduction, platform: str) -> dict[str, Any]:
     """Returns what tells XLA to leave the buckets as they are, for `jax.jit`.
 
     On GPUs the combiner merges all-reduces up to 30 MiB: its threshold becomes 0 for flat buckets
@@ -131,9 +170,10 @@ def compiler_options(layout: Layout, platform: str, *, bucket_mb: float) -> dict
     for flat buckets, and left to fuse single leaves. A threshold that the user has set in
     `XLA_FLAGS` stands.
     """
-    if platform == "cpu" and layout == "flat":
+    is_flat = reduction.layout == "flat"
+    if platform == "cpu" and is_flat:
         return {"xla_disable_hlo_passes": "cpu-all-reduce-combiner"}
     threshold = "xla_gpu_all_reduce_combine_threshold_bytes"
-    if platform in ("gpu", "cuda", "rocm") and threshold not in os.environ.get("XLA_FLAGS", ""):
-        return {threshold: 0 if layout == "flat" else int(bucket_mb * MEBIBYTE)}
+    if platform in GPUS and threshold not in os.environ.get("XLA_FLAGS", ""):
+        return {threshold: 0 if is_flat else reduction.bucket_bytes[-1]}
     return {}

@@ -4,14 +4,15 @@ A bucket is a set of leaves of one dtype whose bytes travel in one all-reduce. A
 all-reduces cost less than hundreds of small ones, and a first bucket that is small leaves early,
 while the rest of the backward pass is still computing.
 
-    plan = plan_buckets(grads, bucket_bytes=25 * 2**20, first_bucket_bytes=2**20)
+    plan = plan_buckets(grads, bucket_bytes=(2**20, 25 * 2**20))
     print(plan)
 
 This room knows shapes, dtypes and paths. It touches no array and no device.
 """
 
+import json
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -34,12 +35,14 @@ class Bucket:
       leaves: Their positions among the leaves of the gradient tree.
       shapes: Their shapes.
       dtype: Their common dtype.
+      wire_dtype: The dtype that travels.
     """
 
     paths: tuple[str, ...]
     leaves: tuple[int, ...]
     shapes: tuple[tuple[int, ...], ...]
     dtype: np.dtype
+    wire_dtype: np.dtype
 
     @property
     def size(self) -> int:
@@ -49,14 +52,23 @@ class Bucket:
     @property
     def bytes(self) -> int:
         """Bytes on the wire, once around."""
-        return self.size * self.dtype.itemsize
+        return self.size * self.wire_dtype.itemsize
 
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Every leaf of a gradient tree, exactly once, in buckets that are sent first to last."""
+    """The gradients that travel, each exactly once, in buckets that are sent first to last.
+
+    Attributes:
+      buckets: In the order in which they are sent.
+      unused: Names of the leaves that no gradient reaches: they are zero on every replica, and
+        nothing is sent for them.
+      notes: What else there is to know, a sentence each.
+    """
 
     buckets: tuple[Bucket, ...]
+    unused: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         """Number of buckets."""
@@ -74,42 +86,88 @@ class BucketPlan:
         for i, bucket in enumerate(self.buckets):
             rows.append(
                 f"{i:>6} {_mebibytes(bucket.bytes):>9} {len(bucket.paths):>6}  "
-                f"{bucket.dtype.name:<9} {_shorten(_ends(bucket.paths), 45)}"
+                f"{bucket.wire_dtype.name:<9} {_shorten(_ends(bucket.paths), 45)}"
             )
-        return "\n".join(rows)
+        return "\n".join((*rows, *self._remarks()))
+
+    def to_json(self) -> str:
+        """Every bucket with its leaves' paths, shapes and dtypes, as JSON."""
+        buckets = [
+            {
+                "bytes": bucket.bytes,
+                "dtype": bucket.dtype.name,
+                "wire_dtype": bucket.wire_dtype.name,
+                "leaves": [
+                    {"path": path, "shape": shape}
+                    for path, shape in zip(bucket.paths, bucket.shapes, strict=True)
+                ],
+            }
+            for bucket in self.buckets
+        ]
+        rest = {"unused": self.unused, "notes": self.notes}
+        return json.dumps({"wire_bytes": self.wire_bytes, "buckets": buckets, **rest})
 
     def _repr_html_(self) -> str:
         rows = "".join(
             f"<tr><td>{i}</td><td>{_mebibytes(b.bytes)}</td><td>{len(b.paths)}</td>"
-            f"<td>{b.dtype.name}</td><td>{escape(', '.join(b.paths))}</td></tr>"
+            f"<td>{b.wire_dtype.name}</td><td>{escape(', '.join(b.paths))}</td></tr>"
             for i, b in enumerate(self.buckets)
         )
         head = "<tr><th>bucket</th><th>MiB</th><th>leaves</th><th>dtype</th><th>paths</th></tr>"
-        return f"<table><caption>{self._title()}</caption>{head}{rows}</table>"
+        remarks = "".join(f"<p>{escape(remark)}</p>" for remark in self._remarks())
+        return f"<table><caption>{self._title()}</caption>{head}{rows}</table>{remarks}"
 
     def _title(self) -> str:
         num = f"{len(self)} bucket{'' if len(self) == 1 else 's'}"
         return f"{num}, {_mebibytes(self.wire_bytes)} MiB on the wire per step"
 
+    def _remarks(self) -> tuple[str, ...]:
+        if not self.unused:
+            return self.notes
+        named = ", ".join(self.unused[:3]) + (", ..." if len(self.unused) > 3 else "")
+        return (*self.notes, f"{len(self.unused)} unused, not sent: {_shorten(named, 55)}")
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    position: int
+    path: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    wire_dtype: np.dtype
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.wire_dtype.itemsize
+
 
 def plan_buckets(
-    tree: PyTree, *, bucket_bytes: int, first_bucket_bytes: int | None = None
+    tree: PyTree,
+    *,
+    bucket_bytes: int | Sequence[int],
+    last_bucket_bytes: int | None = None,
+    ready: Sequence[int | None] | None = None,
+    wire_dtype: np.dtype | None = None,
 ) -> BucketPlan:
     """Groups the leaves of `tree` into buckets of one dtype each.
 
-    Leaves are taken last to first, roughly the order in which the backward pass finishes them.
-    Each dtype fills a bucket of its own; a bucket is closed when the next leaf would take it over
-    its limit. A leaf larger than the limit gets a bucket of its own: leaves are never split.
-    Buckets are ordered by their last leaf, so that each can leave as soon as it is complete.
+    Leaves are taken in the order in which the backward pass finishes them; where that is not known,
+    last to first. Each dtype fills a bucket of its own; a bucket is closed when the next leaf would
+    take it over its limit. A leaf larger than the limit gets a bucket of its own: leaves are never
+    split. Buckets are ordered by their last leaf, so that each can leave as soon as it is complete.
+    Leaves without elements are left out.
 
     Args:
       tree: Gradients, or their shapes and dtypes from `jax.eval_shape`.
-      bucket_bytes: Largest size of a bucket, in bytes.
-      first_bucket_bytes: Largest size of the first bucket of each dtype, in bytes; capped by
-        `bucket_bytes`, which is also its default.
+      bucket_bytes: Largest size of a bucket on the wire, in bytes; or the sizes of the first, the
+        second, ... of each dtype, of which the last repeats.
+      last_bucket_bytes: Largest size of the bucket that is complete last, in bytes, if it is to be
+        smaller than the others.
+      ready: When the backward pass finishes each leaf; None for one that no gradient reaches.
+      wire_dtype: What wider floats are narrowed to for the way.
 
     Returns:
-      A plan in which every leaf of `tree` stands exactly once.
+      A plan in which every leaf of `tree` with elements and a gradient stands exactly once.
 
     Raises:
       ConfigError: If a size is not positive, or a leaf is not a floating or complex array.
@@ -119,50 +177,87 @@ def plan_buckets(
       VLDB 2020, section 3.2.3. https://arxiv.org/abs/2006.15704. There a bucket closes once it
       has reached its limit; here it never passes it.
     """
-    first = bucket_bytes if first_bucket_bytes is None else min(first_bucket_bytes, bucket_bytes)
-    if first <= 0:
+    limits = (bucket_bytes,) if isinstance(bucket_bytes, int) else tuple(bucket_bytes)
+    sizes = limits if last_bucket_bytes is None else (*limits, last_bucket_bytes)
+    if not limits or min(sizes) <= 0:
         raise ConfigError(
             f"A bucket holds at least one byte: got bucket_bytes={bucket_bytes}, "
-            f"first_bucket_bytes={first_bucket_bytes}. Give positive sizes."
+            f"last_bucket_bytes={last_bucket_bytes}. Give positive sizes."
         )
     leaves = [
-        (i, _path_name(path), tuple(np.shape(leaf)), _wire_dtype(path, leaf))
+        _leaf(i, path, leaf, wire_dtype)
         for i, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(tree))
     ]
-    groups: list[list[tuple[int, str, tuple[int, ...], np.dtype]]] = []
-    filling: dict[np.dtype, list[tuple[int, str, tuple[int, ...], np.dtype]]] = {}
+    when = [-i for i in range(len(leaves))] if ready is None else ready
+    unused = tuple(leaf.path for leaf in leaves if when[leaf.position] is None)
+    # Of leaves that are finished at once, the last of the tree goes first.
+    rank = {leaf.position: (when[leaf.position], -leaf.position) for leaf in leaves}
+    sent = [leaf for leaf in leaves if leaf.bytes and when[leaf.position] is not None]
+    sent.sort(key=lambda leaf: rank[leaf.position])
+    last = _last_bucket(sent, last_bucket_bytes)
+    groups = [*_fill(sent[: len(sent) - len(last)], limits), *([last] if last else [])]
+    groups.sort(key=lambda group: rank[group[-1].position])
+    return BucketPlan(tuple(map(_bucket, groups)), unused)
+
+
+def _fill(leaves: Sequence[_Leaf], limits: Sequence[int]) -> list[list[_Leaf]]:
+    """Fills buckets of one dtype each, up to the limits, of which the last repeats."""
+    groups: list[list[_Leaf]] = []
+    filling: dict[np.dtype, list[_Leaf]] = {}
+    num_opened: dict[np.dtype, int] = {}
     room: dict[np.dtype, int] = {}
+    for leaf in leaves:
+        if leaf.dtype not in filling or leaf.bytes > room[leaf.dtype]:
+            num = num_opened.get(leaf.dtype, 0)
+            num_opened[leaf.dtype] = num + 1
+            room[leaf.dtype] = limits[min(num, len(limits) - 1)]
+            filling[leaf.dtype] = []
+            groups.append(filling[leaf.dtype])
+        filling[leaf.dtype].append(leaf)
+        room[leaf.dtype] -= leaf.bytes
+    return groups
+
+
+def _last_bucket(leaves: Sequence[_Leaf], limit: int | None) -> list[_Leaf]:
+    """The leaves at the end that share a dtype and fit into `limit` bytes together."""
+    last: list[_Leaf] = []
+    room = limit or 0
     for leaf in reversed(leaves):
-        _, _, shape, dtype = leaf
-        num_bytes = math.prod(shape) * dtype.itemsize
-        if dtype not in filling or num_bytes > room[dtype]:
-            room[dtype] = bucket_bytes if dtype in filling else first
-            filling[dtype] = []
-            groups.append(filling[dtype])
-        filling[dtype].append(leaf)
-        room[dtype] -= num_bytes
-    groups.sort(key=lambda group: -group[-1][0])
-    return BucketPlan(tuple(_bucket(group) for group in groups))
+        room -= leaf.bytes
+        if room < 0 or leaf.dtype != leaves[-1].dtype:
+            break
+        last.insert(0, leaf)
+    return last
 
 
-def _bucket(group: Iterable[tuple[int, str, tuple[int, ...], np.dtype]]) -> Bucket:
-    leaves, paths, shapes, dtypes = zip(*group, strict=True)
-    return Bucket(paths=paths, leaves=leaves, shapes=shapes, dtype=dtypes[0])
+def _bucket(group: Sequence[_Leaf]) -> Bucket:
+    return Bucket(
+        paths=tuple(leaf.path for leaf in group),
+        leaves=tuple(leaf.position for leaf in group),
+        shapes=tuple(leaf.shape for leaf in group),
+        dtype=group[0].dtype,
+        wire_dtype=group[0].wire_dtype,
+    )
 
 
-def _wire_dtype(path: tuple[Any, ...], leaf: Any) -> np.dtype:
+def _leaf(position: int, path: tuple[Any, ...], leaf: Any, wire_dtype: np.dtype | None) -> _Leaf:
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
     dtype = getattr(leaf, "dtype", None)
     if dtype is None or not jax.numpy.issubdtype(dtype, np.inexact):
         what = type(leaf).__name__ if dtype is None else f"an array of {dtype}"
         raise ConfigError(
-            f"Gradient leaf {_path_name(path)!r} is {what}; only floating and complex arrays can "
-            "be averaged. Keep it out of the parameters."
+            f"Gradient leaf {name!r} is {what}; only floating and complex arrays can be averaged. "
+            "Keep it out of the parameters."
         )
-    return np.dtype(dtype)
+    dtype = np.dtype(dtype)
+    return _Leaf(position, name, tuple(np.shape(leaf)), dtype, _on_the_wire(dtype, wire_dtype))
 
 
-def _path_name(path: tuple[Any, ...]) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/")
+def _on_the_wire(dtype: np.dtype, wire_dtype: np.dtype | None) -> np.dtype:
+    """`wire_dtype` for wider real floats; what is complex, or as narrow, travels as it is."""
+    if wire_dtype is None or not jax.numpy.issubdtype(dtype, np.floating):
+        return dtype
+    return wire_dtype if wire_dtype.itemsize < dtype.itemsize else dtype
 
 
 def _mebibytes(num_bytes: int) -> str:

@@ -43,7 +43,8 @@ def keep(path, metrics, state):
     leaves = jax.tree_util.tree_leaves_with_path(state.replace(key=None))
     named = {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in leaves}
     metrics = {f"metrics/{name}": x for name, x in metrics.items() if not isinstance(x, str)}
-    np.savez(path, **metrics, **{f"state/{name}": np.array(copy_off_mesh(x)) for name, x in named.items()})
+    arrays = {f"state/{name}": np.array(copy_off_mesh(x)) for name, x in named.items()}
+    np.savez(path, **metrics, **arrays)
 
 
 def train_everything(folder, process_index, num_processes):

@@ -1,0 +1,125 @@
+"""A traced backward pass: when it finishes each gradient, and a way to run it piece by piece.
+
+The backward pass of any model, once traced, is a list of equations that leads from the cotangent of
+the loss to the gradients. The equation that makes a gradient says when it is finished, which no
+order of a parameter tree can; and the list can be evaluated up to there, something else be done,
+and the rest be evaluated after it.
+
+    _, pullback = jax.vjp(loss, params)
+    backward = trace_backward(pullback)
+    backward.ready          # for each leaf: the number of equations that it takes
+
+A loop is one equation: gradients that a `lax.scan` over layers stacks up are finished all at once.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import eval_jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Backward:
+    """A backward pass, from the cotangent of the loss to the gradients.
+
+    Attributes:
+      traced: Its equations; calls of jitted functions are opened.
+      treedef: The structure of the gradients.
+      ready: For each gradient leaf, how many equations have been evaluated when it is finished;
+        None for one that the cotangent does not reach, and which is therefore zero.
+    """
+
+    traced: ClosedJaxpr
+    treedef: jax.tree_util.PyTreeDef
+    ready: tuple[int | None, ...]
+
+
+def trace_backward(pullback: Callable[[Any], PyTree]) -> Backward:
+    """Traces what `jax.vjp` has returned for a float32 loss, with nothing computed.
+
+    Args:
+      pullback: From the cotangent of the loss to the tree of gradients.
+    """
+    one = jnp.float32(1)
+    traced, shapes = jax.make_jaxpr(pullback, return_shape=True)(one)
+    opened = jax.make_jaxpr(lambda one: _open(traced.jaxpr, traced.consts, [one]))(one)
+    return Backward(opened, jax.tree.structure(shapes), _ready(opened.jaxpr))
+
+
+class Evaluation:
+    """A backward pass under way, from the cotangent 1."""
+
+    def __init__(self, backward: Backward) -> None:
+        self._jaxpr = backward.traced.jaxpr
+        self._done = 0  # equations
+        self._values: dict[Var, Any] = dict(
+            zip(
+                (*self._jaxpr.constvars, *self._jaxpr.invars),
+                (*backward.traced.consts, jnp.float32(1)),
+                strict=True,
+            )
+        )
+        self._made: set[Var] = set()
+
+    def advance(self, num_equations: int | None = None) -> bool:
+        """Evaluates up to an equation, or all; returns whether there was anything to do."""
+        eqns = self._jaxpr.eqns[self._done : num_equations]
+        if eqns:
+            self._done += len(eqns)
+            self._values.update(_evaluate(self._jaxpr, eqns, self._values))
+            self._made |= {var for eqn in eqns for var in eqn.outvars}
+        return bool(eqns)
+
+    def gradients(self, leaves: Sequence[int]) -> list[Any]:
+        """The leaves at these positions; they must be finished."""
+        outvars = (self._jaxpr.outvars[i] for i in leaves)
+        return [v.val if isinstance(v, Literal) else self._values[v] for v in outvars]
+
+    @property
+    def crossing(self) -> dict[Var, Any]:
+        """What this pass has made so far and still needs: the frontier of its dataflow."""
+        needed = (v for eqn in self._jaxpr.eqns[self._done :] for v in _variables(eqn))
+        return {var: self._values[var] for var in needed if var in self._made}
+
+    def replace(self, values: dict[Var, Any]) -> None:
+        """Lets the rest of the pass use other arrays for some of the `crossing` ones."""
+        self._values.update(values)
+
+
+def _ready(jaxpr: Jaxpr) -> tuple[int | None, ...]:
+    finished = dict.fromkeys(jaxpr.invars, 0)  # what the cotangent reaches, and when
+    for num, eqn in enumerate(jaxpr.eqns, start=1):
+        if any(var in finished for var in _variables(eqn)):
+            finished |= dict.fromkeys(eqn.outvars, num)
+    return tuple(None if isinstance(v, Literal) else finished.get(v) for v in jaxpr.outvars)
+
+
+def _open(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    """Evaluates equation by equation, and those of jitted functions in the place of their call."""
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "jit":
+            inner = eqn.params["jaxpr"]
+            inputs = [v.val if isinstance(v, Literal) else values[v] for v in eqn.invars]
+            values |= zip(eqn.outvars, _open(inner.jaxpr, inner.consts, inputs), strict=True)
+        else:
+            values |= _evaluate(jaxpr, [eqn], values)
+    return [v.val if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]
+
+
+def _evaluate(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], values: dict[Var, Any]) -> dict[Var, Any]:
+    """What some equations of a jaxpr make, from the values of the variables before them."""
+    made = [var for eqn in eqns for var in eqn.outvars]
+    given = [v for v in dict.fromkeys(v for e in eqns for v in _variables(e)) if v in values]
+    piece = jaxpr.replace(constvars=[], invars=given, outvars=made, eqns=list(eqns))
+    return dict(zip(made, eval_jaxpr(piece, (), *map(values.__getitem__, given)), strict=True))
+
+
+def _variables(eqn: JaxprEqn) -> list[Var]:
+    return [v for v in eqn.invars if not isinstance(v, Literal)]

@@ -1,0 +1,92 @@
+"""What is done with a bucket of gradients on its way: a pair of functions, in optax's style.
+
+    init(plan) -> comm_state                                    once, from the plan
+    reduce(bucket, comm_state, axis) -> bucket, comm_state      inside the step, for each bucket
+
+`mean` is the default. `narrow` puts a smaller dtype on the wire, around any hook. A hook of one's
+own sees each bucket as a pytree of arrays:
+
+    def reduce(bucket, comm_state, axis):
+        signs = jax.tree.map(jnp.sign, bucket)
+        return jax.lax.pmean(signs, axis), comm_state
+
+    jddp.DataParallel(..., comm_hook=jddp.CommHook(lambda plan: (), reduce))
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import lax
+
+from jddp.reduce.plan import Bucket, BucketPlan
+
+PyTree = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GradBucket:
+    """One replica's gradients of one bucket; a pytree of its arrays.
+
+    Attributes:
+      values: The leaves of the bucket, or, in the flat layout, one vector of all.
+      planned: Paths, shapes and dtypes of the leaves.
+      index: Its place in the plan; buckets are reduced in this order.
+      is_last: Whether it is the last.
+      num_entries: How many losses `values` are summed over on this replica, masked ones counted:
+        gradients of the size of a mean are these divided by it.
+    """
+
+    values: list[jax.Array]
+    planned: Bucket = dataclasses.field(metadata={"static": True})
+    index: int = dataclasses.field(metadata={"static": True})
+    is_last: bool = dataclasses.field(metadata={"static": True})
+    num_entries: int = dataclasses.field(metadata={"static": True})
+
+
+class CommHook(NamedTuple):
+    """How the buckets of all replicas become their mean.
+
+    Attributes:
+      init: From the `BucketPlan` to what the hook remembers from step to step, a pytree of arrays;
+        each replica keeps its own.
+      reduce: From one replica's bucket to the mean over the replicas of `axis`, which must be the
+        same on all of them; and the new memory.
+    """
+
+    init: Callable[[BucketPlan], PyTree]
+    reduce: Callable[[GradBucket, PyTree, str], tuple[GradBucket, PyTree]]
+
+
+def mean() -> CommHook:
+    """The exact mean, by `lax.pmean`; it remembers nothing."""
+
+    def reduce(bucket: GradBucket, comm_state: PyTree, axis: str) -> tuple[GradBucket, PyTree]:
+        return lax.pmean(bucket, axis), comm_state
+
+    return CommHook(lambda plan: (), reduce)
+
+
+def narrow(hook: CommHook, wire_dtype: np.dtype) -> CommHook:
+    """Hands `hook` its buckets in the dtype that is planned for the wire.
+
+    Sums that float16 could not hold are scaled down for the way by a power of two, which costs no
+    bit: to less than the gradient of the mean loss, so that their sum over replicas fits too.
+    """
+
+    def reduce(bucket: GradBucket, comm_state: PyTree, axis: str) -> tuple[GradBucket, PyTree]:
+        planned = bucket.planned
+        if planned.wire_dtype == planned.dtype:
+            return hook.reduce(bucket, comm_state, axis)
+        scale = 1.0
+        if wire_dtype == np.float16:
+            scale = 2.0 ** -math.ceil(math.log2(bucket.num_entries * lax.axis_size(axis)))
+        sent = jax.tree.map(lambda x: (x * scale).astype(wire_dtype), bucket)
+        got, comm_state = hook.reduce(sent, comm_state, axis)
+        return jax.tree.map(lambda x: x.astype(planned.dtype) / scale, got), comm_state
+
+    return CommHook(hook.init, reduce)

@@ -1,0 +1,174 @@
+"""Average a gradient tree over the replicas in a few large all-reduces.
+
+A network with hundreds of small leaves pays one launch latency per leaf. Here leaves are grouped
+into buckets, and each bucket is averaged by `lax.pmean`, in one of two layouts:
+
+    leaf   the leaves of a bucket are reduced as they are; the compiler fuses them
+    flat   a bucket is packed into one vector, which is reduced by exactly one collective
+
+XLA packs fused leaves on GPUs anyway, so `flat` costs nothing there and fixes the number of
+collectives; on CPUs packing is a copy that `leaf` saves.
+
+Buckets are reduced in one of two places:
+
+    end    after the backward pass
+    ready  inside the backward pass, each where its last gradient is made
+
+XLA's scheduler is free to put off what nobody waits for, and would put off the reductions to the
+end. So `ready` chains them by barriers into the backward pass: before the pass goes on, a bucket
+must be packed and the one before it must have arrived. What the network does meanwhile is hidden.
+
+This room knows trees of arrays and the name of one mesh axis, and nothing of models, meshes or
+configs.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jddp.reduce.backward import Backward, Evaluation
+from jddp.reduce.hooks import CommHook, GradBucket
+from jddp.reduce.plan import BucketPlan, plan_buckets
+
+PyTree = Any
+Layout = Literal["leaf", "flat"]
+Placement = Literal["end", "ready"]
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How gradients become their mean over the replicas.
+
+    Attributes:
+      axis: Name of the mapped axis.
+      bucket_bytes: Largest sizes of the buckets, first to last; the last repeats.
+      last_bucket_bytes: That of the bucket that is complete last, if it is smaller.
+      layout: "leaf" or "flat".
+      placement: "end" or "ready".
+      hook: What reduces a bucket.
+      wire_dtype: What wider floats are narrowed to for the way.
+    """
+
+    axis: str
+    bucket_bytes: tuple[int, ...]
+    last_bucket_bytes: int | None
+    layout: Layout
+    placement: Placement
+    hook: CommHook
+    wire_dtype: np.dtype | None
+
+    def plan(self, tree: PyTree, ready: Sequence[int | None] | None = None) -> BucketPlan:
+        """Plans buckets for gradients like `tree`, which are finished at `ready` if that is known.
+
+        Raises:
+          ConfigError: If a leaf is not a floating or complex array.
+        """
+        plan = plan_buckets(
+            tree,
+            bucket_bytes=self.bucket_bytes,
+            last_bucket_bytes=self.last_bucket_bytes,
+            ready=ready,
+            wire_dtype=self.wire_dtype,
+        )
+        order = "as the backward pass finishes them" if ready else "last leaf first, by guess"
+        return replace(plan, notes=(f"{self.layout}, {self.placement}; order: {order}",))
+
+    def at_end(
+        self, grads: PyTree, comm_state: PyTree, *, plan: BucketPlan, num_entries: int = 1
+    ) -> tuple[PyTree, PyTree]:
+        """Averages complete gradients, one bucket after the other.
+
+        Args:
+          grads: This replica's, of the structure that `plan` was made for.
+          comm_state: The hook's.
+          plan: From `plan`.
+          num_entries: How many losses the gradients are summed over, masked ones counted.
+
+        Returns:
+          A tree like `grads`, the same on every replica; and the hook's new state.
+        """
+        leaves, treedef = jax.tree.flatten(grads)
+        for index, planned in enumerate(plan.buckets):
+            bucket = self._pack([leaves[i] for i in planned.leaves], plan, index, num_entries)
+            bucket, comm_state = self.hook.reduce(bucket, comm_state, self.axis)
+            _unpack_into(leaves, bucket)
+        return jax.tree.unflatten(treedef, leaves), comm_state
+
+    def when_ready(
+        self,
+        backward: Backward,
+        comm_state: PyTree,
+        *,
+        plan: BucketPlan,
+        num_entries: int = 1,
+        so_far: PyTree = None,
+    ) -> tuple[PyTree, PyTree]:
+        """Runs a backward pass, and averages each bucket where its last gradient is made.
+
+        Args:
+          backward: The pass, traced.
+          comm_state: The hook's.
+          plan: From `plan`.
+          num_entries: How many losses the gradients are summed over, masked ones counted.
+          so_far: Gradients of the parts of the batch before this one, to which the pass adds.
+
+        Returns:
+          As `at_end`.
+        """
+        run = Evaluation(backward)
+        num_leaves = len(backward.ready)
+        added = [None] * num_leaves if so_far is None else jax.tree.leaves(so_far)
+        leaves: list[Any] = [None] * num_leaves
+        arrived: GradBucket | None = None
+        for index, planned in enumerate(plan.buckets):
+            moved = run.advance(max(backward.ready[i] or 0 for i in planned.leaves))
+            grads = _add(run.gradients(planned.leaves), [added[i] for i in planned.leaves])
+            bucket = self._pack(grads, plan, index, num_entries)
+            # Two buckets that are complete at once hold the pass up only once.
+            crossing = run.crossing if moved else {}
+            bucket, values, arrived = lax.optimization_barrier(
+                (bucket, [*crossing.values()], arrived)
+            )
+            run.replace(dict(zip(crossing, values, strict=True)))
+            if arrived is not None:
+                _unpack_into(leaves, arrived)
+            arrived, comm_state = self.hook.reduce(bucket, comm_state, self.axis)
+        run.advance()
+        if arrived is not None:
+            _unpack_into(leaves, arrived)
+        unsent = [i for i, leaf in enumerate(leaves) if leaf is None]
+        for i, leaf in zip(unsent, run.gradients(unsent), strict=True):
+            leaves[i] = leaf
+        return jax.tree.unflatten(backward.treedef, leaves), comm_state
+
+    def _pack(
+        self, leaves: list[Any], plan: BucketPlan, index: int, num_entries: int
+    ) -> GradBucket:
+        if self.layout == "flat":
+            leaves = [jnp.concatenate([leaf.ravel() for leaf in leaves])]
+        is_last = index == len(plan) - 1
+        return GradBucket(leaves, plan.buckets[index], index, is_last, num_entries)
+
+
+def _unpack_into(leaves: list[Any], bucket: GradBucket) -> None:
+    planned, values = bucket.planned, bucket.values
+    if len(values) < len(planned.leaves):
+        sizes = [int(np.prod(shape)) for shape in planned.shapes]
+        ends = [0, *itertools.accumulate(sizes)]
+        values = [values[0][start:end] for start, end in itertools.pairwise(ends)]
+    for i, value, shape in zip(planned.leaves, values, planned.shapes, strict=True):
+        leaves[i] = value.reshape(shape)
+
+
+def _add(grads: list[Any], so_far: list[Any]) -> list[Any]:
+    """Sums, in the dtypes of the gradients; `so_far` may be more precise."""
+    return [
+        g if s is None else (g.astype(s.dtype) + s).astype(g.dtype)
+        for g, s in zip(grads, so_far, strict=True)
+    ]

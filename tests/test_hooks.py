@@ -1,0 +1,198 @@
+"""Wire formats, and hooks of one's own."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from jax import P, lax
+from tiny import MLP, loss_fn, make_batch
+
+import jddp
+
+BYTES = 1 / 2**20
+PLACES = [("leaf", "end"), ("flat", "end"), ("flat", "ready")]
+places = pytest.mark.parametrize("layout, placement", PLACES)
+
+
+def average(tree, num_replicas=8, **options):
+    """Averages rows of a tree, one row for each replica, by the optax transformation."""
+    reduce = jddp.average_gradients("data", **options)
+
+    def replica(rows):
+        local = jax.tree.map(lambda x: x[0], rows)
+        return reduce.update(local, reduce.init(local))[0]
+
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:num_replicas]), ("data",))
+    mapped = jax.shard_map(replica, mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=False)
+    return jax.jit(mapped)(tree)
+
+
+def wire_dtypes(ddp, batch):
+    """Dtype and elements of each all-reduce as it was asked for: XLA:CPU widens bfloat16."""
+    lowered = ddp.lower(batch).as_text().split("stablehlo.all_reduce")[1:]
+    shapes = [text.split("}) : (tensor<")[1].split(">")[0] for text in lowered]
+    return sorted((shape.split("x")[-1], shape.split("x")[:-1]) for shape in shapes)
+
+
+@pytest.mark.parametrize("wire_dtype", ["bfloat16", "float16", jnp.bfloat16])
+@places
+def test_a_narrow_wire_carries_half_the_bytes(layout, placement, wire_dtype):
+    options = {"layout": layout, "placement": placement}
+    wide = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, **options)
+    narrow = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, wire_dtype=wire_dtype, **options)
+    sent, sent_wide = wire_dtypes(narrow, make_batch()), wire_dtypes(wide, make_batch())
+    name = {"bfloat16": "bf16", "float16": "f16"}[jnp.dtype(wire_dtype).name]
+    assert [dtype for dtype, _ in sent].count("f32") == 1  # loss and metrics
+    assert {dtype for dtype, _ in sent} == {"f32", name}
+    assert {dtype for dtype, _ in sent_wide} == {"f32"}
+    assert narrow.plan.wire_bytes * 2 == wide.plan.wire_bytes
+
+
+@pytest.mark.parametrize("wire_dtype", ["bfloat16", "float16"])
+@places
+def test_a_narrow_wire_rounds_and_no_more(layout, placement, wire_dtype):
+    def step(**options):
+        ddp = jddp.DataParallel(
+            MLP(), optax.sgd(1.0), loss_fn, layout=layout, placement=placement, **options
+        )
+        batch = make_batch(32, masked=True)
+        state = ddp.init(0, batch)
+        before = jax.device_get(state.params)
+        state, _ = ddp.step(state, batch)
+        return jax.tree.map(np.subtract, before, jax.device_get(state.params))
+
+    exact, narrow = step(), step(wire_dtype=wire_dtype)
+    eps = float(jnp.finfo(wire_dtype).eps)
+    for got, want in zip(jax.tree.leaves(narrow), jax.tree.leaves(exact), strict=True):
+        # Each summand, each of up to eight sums, and the mean round once, relative to what they
+        # add up; float32 rounding comes on top.
+        np.testing.assert_allclose(got, want, rtol=0, atol=10 * eps * np.abs(want).max() + 1e-7)
+
+
+@pytest.mark.parametrize("wire_dtype", ["bfloat16", "float16"])
+def test_whole_numbers_that_fit_the_wire_stay_exact(wire_dtype):
+    rows = np.random.default_rng(0).integers(-8, 8, (8, 50)).astype(np.float32)
+    got = average({"g": rows}, wire_dtype=wire_dtype)["g"]
+    np.testing.assert_array_equal(got, rows.mean(0))
+
+
+def test_a_float16_wire_divides_before_it_adds():
+    """NUM-4: eight times 2**15 does not fit into float16."""
+    rows = np.full((8, 3), 2.0**15, np.float32)
+    np.testing.assert_array_equal(average({"g": rows}, wire_dtype="float16")["g"], [2.0**15] * 3)
+
+
+def test_a_float16_wire_holds_sums_over_many_entries():
+    """A replica's gradient is a sum over its entries: 64 of 2**12 do not fit into float16."""
+
+    class Scale(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return x * self.param("scale", nn.initializers.ones, ())
+
+    def loss(model, batch):
+        return model(batch["x"])
+
+    options = {"wire_dtype": "float16", "accumulate_steps": 2}
+    ddp = jddp.DataParallel(Scale(), optax.sgd(1.0), loss, **options)
+    batch = {"x": np.full((512,), 2.0**12, np.float32)}
+    state, _ = ddp.step(ddp.init(0, batch), batch)
+    assert float(state.params["scale"]) == 1 - 2.0**12
+
+
+def test_what_is_complex_or_as_narrow_travels_as_it_is():
+    rows = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+    tree = {"z": rows + 1j * rows[::-1], "h": rows.astype(np.float16), "f": rows}
+    tree["z"] = tree["z"].astype(np.complex64)
+    got = average(tree, wire_dtype="bfloat16")
+    assert {name: x.dtype.name for name, x in got.items()} == {
+        "z": "complex64",
+        "h": "float16",
+        "f": "float32",
+    }
+    np.testing.assert_allclose(got["z"], tree["z"].mean(0), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(got["h"], rows.mean(0), atol=1e-3)
+
+
+def counting(plan_seen, calls):
+    """A hook that remembers how often it has run, and what it has seen while traced."""
+
+    def init(plan):
+        plan_seen.append(plan)
+        return {"calls": jnp.zeros(len(plan))}
+
+    def reduce(bucket, comm_state, axis):
+        calls.append((bucket.index, bucket.is_last, bucket.planned.paths, bucket.num_entries))
+        counted = comm_state["calls"].at[bucket.index].add(1 + lax.axis_index(axis))
+        return lax.pmean(bucket, axis), {"calls": counted}
+
+    return jddp.CommHook(init, reduce)
+
+
+@places
+def test_a_hook_sees_every_bucket_and_its_memory_is_each_replica_s_own(layout, placement):
+    plans, calls = [], []
+    options = {"layout": layout, "placement": placement, "bucket_mb": 200 * BYTES}
+    ddp = jddp.DataParallel(
+        MLP(), optax.sgd(0.1), loss_fn, comm_hook=counting(plans, calls), **options
+    )
+    batch = make_batch(32)
+    state = ddp.init(0, batch)
+    for _ in range(3):
+        state, _ = ddp.step(state, batch)
+    num = len(ddp.plan)
+    assert plans[-1] is ddp.plan
+    assert [(i, is_last) for i, is_last, _, _ in calls] == [(i, i == num - 1) for i in range(num)]
+    assert [paths for _, _, paths, _ in calls] == [bucket.paths for bucket in ddp.plan.buckets]
+    assert {entries for *_, entries in calls} == {4}
+    rows = state.comm_state["calls"]
+    np.testing.assert_array_equal(rows, 3 * np.outer(np.arange(1, 9), np.ones(num)))
+
+
+@places
+def test_a_hook_may_do_as_it_likes(layout, placement):
+    """HK-3 and HK-4: what it returns is the gradient."""
+
+    def twice(bucket, comm_state, axis):
+        return jax.tree.map(lambda x: 2 * x, lax.pmean(bucket, axis)), comm_state
+
+    def step(rate, **options):
+        places = {"layout": layout, "placement": placement}
+        ddp = jddp.DataParallel(MLP(), optax.sgd(rate), loss_fn, **places, **options)
+        batch = make_batch()
+        return jax.device_get(ddp.step(ddp.init(0, batch), batch)[0].params)
+
+    hooked = step(0.1, comm_hook=jddp.CommHook(lambda plan: (), twice))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), hooked, step(0.2))
+
+
+def test_a_hook_and_a_narrow_wire_compose():
+    """The hook is handed what travels."""
+    seen = []
+
+    def reduce(bucket, comm_state, axis):
+        seen.extend(x.dtype.name for x in jax.tree.leaves(bucket))
+        return lax.pmean(bucket, axis), comm_state
+
+    hook = jddp.CommHook(lambda plan: (), reduce)
+    options = {"comm_hook": hook, "wire_dtype": "bfloat16", "layout": "flat"}
+    ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, **options)
+    batch = make_batch()
+    state, _ = ddp.step(ddp.init(0, batch), batch)
+    assert set(seen) == {"bfloat16"}
+    assert {x.dtype.name for x in jax.tree.leaves(state.params)} == {"float32"}
+
+
+def test_a_hook_that_remembers_needs_a_batch_to_plan_by():
+    from flax import nnx
+    from tiny import NnxConvNet
+
+    hook = counting([], [])
+    ddp = jddp.DataParallel(NnxConvNet(nnx.Rngs(0)), optax.sgd(0.1), loss_fn, comm_hook=hook)
+    with pytest.raises(jddp.Error, match="init needs batch="):
+        ddp.init()
+    batch = make_batch()
+    state, _ = ddp.step(ddp.init(batch=batch), batch)
+    assert state.comm_state["calls"].shape == (8, len(ddp.plan))

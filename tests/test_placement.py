@@ -1,0 +1,151 @@
+"""Reductions where gradients are ready: the same numbers, in the order of the backward pass."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from compiled import collectives
+from flax import linen as nn
+from tiny import MLP, MODELS, Transformer, loss_fn, make_batch
+
+import jddp
+from jddp.reduce import trace_backward
+
+BYTES = 1 / 2**20
+
+
+def params():
+    return {"first": jnp.ones((3, 3)), "last": jnp.ones((3, 2)), "unused": jnp.ones(2)}
+
+
+def two_layers(params, x):
+    return (jnp.tanh(x @ params["first"]) @ params["last"]).sum()
+
+
+def traced(loss, *args):
+    def backward(*args):
+        _, pullback = jax.vjp(lambda params: loss(params, *args[1:]), args[0])
+        found.append(trace_backward(lambda one: pullback(one)[0]))
+
+    found = []
+    jax.eval_shape(backward, *args)
+    return found[0]
+
+
+def test_the_last_layer_is_ready_first_and_what_is_unused_never():
+    """The tree is in the alphabet's order, which is not the network's."""
+    first, last, unused = traced(two_layers, params(), jnp.ones((5, 3))).ready
+    assert last < first
+    assert unused is None
+
+
+def test_a_gradient_that_is_summed_up_is_ready_with_its_last_summand():
+    def tied(params, x):
+        return (jnp.tanh(x @ params["first"]) @ params["first"].T @ params["last"]).sum()
+
+    first, last, _ = traced(tied, params(), jnp.ones((5, 3))).ready
+    once, _, _ = traced(two_layers, params(), jnp.ones((5, 3))).ready
+    assert last < first
+    assert first > once
+
+
+def test_calls_of_jitted_functions_are_opened():
+    """As one call, all of its gradients would be ready only at its end."""
+    inner = jax.jit(lambda params, x: jnp.tanh(x @ params["first"]) @ params["last"])
+    twice = jax.jit(lambda params, x: inner(params, x).sum())
+    backward = traced(twice, params(), jnp.ones((5, 3)))
+    assert backward.ready[1] < backward.ready[0]
+    assert "jit" not in {eqn.primitive.name for eqn in backward.traced.eqns}
+
+
+def test_the_plan_follows_the_network_and_not_the_alphabet():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x, train):
+            x = nn.tanh(nn.Dense(16, name="b_first")(x))
+            x = nn.tanh(nn.Dense(16, name="c_second")(x))
+            return nn.Dense(4, name="a_last")(x)
+
+    sizes = {"bucket_mb": 1100 * BYTES, "first_bucket_mb": 300 * BYTES}
+    ddp = jddp.DataParallel(Net(), optax.sgd(0.1), loss_fn, **sizes)
+    ddp.init(0, make_batch())
+    layers = [{path.partition("/")[0] for path in bucket.paths} for bucket in ddp.plan.buckets]
+    assert layers == [{"a_last"}, {"c_second"}, {"b_first"}]
+    assert "as the backward pass finishes them" in str(ddp.plan)
+
+
+def test_the_order_of_an_nnx_model_is_a_guess_until_a_batch_was_seen():
+    ddp = jddp.DataParallel(MODELS["nnx"](), optax.sgd(0.1), loss_fn)
+    state = ddp.init()
+    assert "by guess" in str(ddp.plan)
+    ddp.step(state, make_batch())
+    assert "as the backward pass finishes them" in str(ddp.plan)
+
+
+def trained(name, num_steps=2, **options):
+    ddp = jddp.DataParallel(MODELS[name](), optax.sgd(0.2, momentum=0.9), loss_fn, **options)
+    batch = make_batch(32, masked=True)
+    state = ddp.init(0, batch)
+    for _ in range(num_steps):
+        state, metrics = ddp.step(state, batch)
+    return ddp, jax.device_get((state.params, state.opt_state, metrics))
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("name", MODELS)
+def test_numbers_do_not_depend_on_the_place(name, parts):
+    options = {"layout": "flat", "bucket_mb": 200 * BYTES, "accumulate_steps": parts}
+    _, at_end = trained(name, placement="end", **options)
+    ddp, when_ready = trained(name, placement="ready", **options)
+    assert len(ddp.plan) > 1
+
+    def equal(got, want):
+        # The same sums in the same order; the compiler may contract a product and a sum.
+        np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-7)
+
+    jax.tree.map(equal, when_ready, at_end)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
+@pytest.mark.parametrize("bucket_mb", [200 * BYTES, 25])
+def test_each_bucket_travels_once_whatever_the_number_of_parts(bucket_mb, parts):
+    options = {"placement": "ready", "bucket_mb": bucket_mb, "accumulate_steps": parts}
+    ddp = jddp.DataParallel(MLP(), optax.adam(1e-3), loss_fn, **options)
+    text = ddp.lower(make_batch(64)).compile().as_text()
+    small = 4  # loss and accuracy, each a total and a count
+    sizes = [small, *(bucket.size for bucket in ddp.plan.buckets)]
+    assert sorted(size for _, size in collectives(text)) == sorted(sizes)
+
+
+def operations(ddp, batch):
+    """The chain of the lowered step: a barrier before each reduction, products in between."""
+    pattern = r"stablehlo\.(optimization_barrier|all_reduce|dot_general)"
+    text = ddp.lower(batch).as_text()
+    letters = {"optimization_barrier": "b", "all_reduce": "r", "dot_general": "."}
+    return "".join(letters[name] for name in re.findall(pattern, text))
+
+
+def test_a_bucket_leaves_where_its_last_gradient_is_made():
+    options = {"bucket_mb": 200 * BYTES, "layout": "flat"}
+    batch = make_batch()
+    ready = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, placement="ready", **options)
+    end = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, placement="end", **options)
+    # Two products forward. Then, backward: the last bias; the last kernel; what goes on to the
+    # first layer, and its bias; its kernel. The one vector of loss and metrics is reduced last.
+    assert operations(ready, batch) == "..br.br.br.brr"
+    assert operations(end, batch) == ".....rrrrr"
+
+
+def test_a_scanned_stack_of_layers_is_ready_all_at_once_and_still_right():
+    options = {"placement": "ready", "bucket_mb": 200 * BYTES}
+    ddp = jddp.DataParallel(Transformer(), optax.sgd(0.1), loss_fn, **options)
+    text = ddp.lower(make_batch()).compile().as_text()
+    assert len(collectives(text)) == len(ddp.plan) + 1
+
+
+def test_ready_and_leaf_cannot_go_together():
+    with pytest.raises(jddp.ConfigError, match="layout='flat', or placement='end'"):
+        jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, layout="leaf", placement="ready")
