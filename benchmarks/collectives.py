@@ -8,7 +8,6 @@ vector of loss and metrics.
 """
 
 import itertools
-import re
 
 import jax
 import numpy as np
@@ -17,15 +16,9 @@ import optax
 import jddp
 from jddp.losses import cross_entropy
 from jddp.models import CNN
+from jddp.program import collectives, read_program
 
-ALL_REDUCE = re.compile(r"= (.*?) all-reduce(?:-start)?\(")
 NUM_DEVICES = 8
-
-
-def num_elements(shapes: str) -> int:
-    """Elements of all arrays in the result of one collective, such as "(f32[3,3], f32[10])"."""
-    dims = re.findall(r"\[([\d,]*)\]", shapes)
-    return sum(int(np.prod([int(d) for d in dim.split(",") if d])) for dim in dims)
 
 
 def main() -> None:
@@ -38,8 +31,8 @@ def main() -> None:
     for bucket_mb, layout in itertools.product((0.1, 1, 25), ("leaf", "flat")):
         options = {"bucket_mb": bucket_mb, "layout": layout}
         ddp = jddp.DataParallel(CNN(), optax.adamw(1e-3), cross_entropy, **options)
-        program = ddp.lower(batch).compile().as_text()
-        sizes = [num_elements(shapes) for shapes in ALL_REDUCE.findall(program)]
+        program = read_program(ddp.lower(batch).compile().as_text())
+        sizes = [found.num_elements for found in collectives(program)]
         print(f"{bucket_mb:9} {layout:>6} {len(ddp.plan):7} {len(sizes):11}  {sizes}")
 
 

@@ -110,7 +110,8 @@ def count_rows(mask: Array) -> Float[Array, ""]:
 def sum_over_replicas(sums: Sums, *, axis: str) -> Sums:
     """Adds totals and counts over `axis`: one all-reduce of one small vector."""
     leaves, treedef = jax.tree.flatten(sums)
-    return jax.tree.unflatten(treedef, list(lax.psum(jnp.stack(leaves), axis)))
+    with jax.named_scope("metrics"):
+        return jax.tree.unflatten(treedef, list(lax.psum(jnp.stack(leaves), axis)))
 
 
 def mean(total: Float[Array, ""], count: Float[Array, ""]) -> Float[Array, ""]:

@@ -293,7 +293,7 @@ def replica_evaluate(
 
 def make_init(recipe: Recipe, mesh: Mesh) -> Callable[..., TrainState]:
     """Returns `init(seed, batch, params, model_state)`, run on every device of the mesh."""
-    return jax.jit(_over_replicas(functools.partial(replica_init, recipe), mesh, P(), P()))
+    return jax.jit(over_replicas(functools.partial(replica_init, recipe), mesh, P(), P()))
 
 
 def trace_ready(
@@ -314,7 +314,7 @@ def trace_ready(
         traced.append(trace_backward(pullback).ready)
         return ()
 
-    jax.eval_shape(_over_replicas(replica, mesh, P(), P()), state, batch)
+    jax.eval_shape(over_replicas(replica, mesh, P(), P()), state, batch)
     return traced[0]
 
 
@@ -334,7 +334,7 @@ def make_step(
         return leave(state, kinds), metrics
 
     layout = specs(kinds, AXIS)
-    mapped = _over_replicas(step, mesh, (layout, P(AXIS)), (layout, P()))
+    mapped = over_replicas(step, mesh, (layout, P(AXIS)), (layout, P()))
     return jax.jit(mapped, donate_argnums=(0,) if donate else (), compiler_options=options)
 
 
@@ -342,10 +342,11 @@ def make_evaluate(recipe: Recipe, mesh: Mesh) -> Callable[..., Sums]:
     """Returns `evaluate(key, params, model_state, batch, valid)` over the mesh."""
     in_specs = (P(), P(), P(), P(AXIS), P(AXIS))
     replica = functools.partial(replica_evaluate, recipe)
-    return jax.jit(_over_replicas(replica, mesh, in_specs, P()))
+    return jax.jit(over_replicas(replica, mesh, in_specs, P()))
 
 
-def _over_replicas(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any) -> Any:
+def over_replicas(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any) -> Any:
+    """Maps a replica's function over the mesh; what leaves through `P()` it has made the same."""
     # Unchecked: the check refuses plain RNNs, scans from zeros, conds with a constant branch, and
     # makes autodiff sum gradients leaf by leaf. That replicas end alike is ours to keep and to
     # test.

@@ -1,20 +1,9 @@
-"""Reads the collectives out of a compiled program's text."""
+"""The collectives of a compiled program's text, as pairs that are easily compared."""
 
-import math
-import re
-
-COLLECTIVE = re.compile(
-    r"= (?P<result>.*?) (?P<op>all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)"
-    r"(-start)?\("
-)
-SHAPE = re.compile(r"\w+\[([\d,]*)\]")
+from jddp import program
 
 
 def collectives(text):
     """(op, number of elements) of each collective, in the program's order."""
-    found = []
-    for line in text.splitlines():
-        if match := COLLECTIVE.search(line):
-            dims = [shape.split(",") if shape else [] for shape in SHAPE.findall(match["result"])]
-            found.append((match["op"], sum(math.prod(map(int, shape)) for shape in dims)))
-    return found
+    found = program.collectives(program.read_program(text))
+    return [(collective.op, collective.num_elements) for collective in found]

@@ -3,7 +3,7 @@
 from jddp.reduce.average import average_gradients, compiler_options, make_reduction
 from jddp.reduce.backward import trace_backward
 from jddp.reduce.hooks import CommHook, GradBucket
-from jddp.reduce.plan import Bucket, BucketPlan, plan_buckets
+from jddp.reduce.plan import Bucket, BucketPlan, in_mebibytes, plan_buckets
 from jddp.reduce.reduction import Reduction
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "Reduction",
     "average_gradients",
     "compiler_options",
+    "in_mebibytes",
     "make_reduction",
     "plan_buckets",
     "trace_backward",

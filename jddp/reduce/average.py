@@ -62,6 +62,7 @@ def make_reduction(
         layout=chosen,
         placement=where,
         hook=hook if dtype is None else narrow(hook, dtype),
+        hook_name="" if comm_hook is None else getattr(hook.reduce, "__name__", repr(hook.reduce)),
         wire_dtype=dtype,
     )
 

@@ -10,6 +10,7 @@ while the rest of the backward pass is still computing.
 This room knows shapes, dtypes and paths. It touches no array and no device.
 """
 
+import dataclasses
 import json
 import math
 from collections.abc import Sequence
@@ -85,31 +86,20 @@ class BucketPlan:
         rows.append(f"{'bucket':>6} {'MiB':>9} {'leaves':>6}  {'dtype':<9} first and last leaf")
         for i, bucket in enumerate(self.buckets):
             rows.append(
-                f"{i:>6} {_mebibytes(bucket.bytes):>9} {len(bucket.paths):>6}  "
+                f"{i:>6} {in_mebibytes(bucket.bytes):>9} {len(bucket.paths):>6}  "
                 f"{bucket.wire_dtype.name:<9} {_shorten(_ends(bucket.paths), 45)}"
             )
         return "\n".join((*rows, *self._remarks()))
 
     def to_json(self) -> str:
         """Every bucket with its leaves' paths, shapes and dtypes, as JSON."""
-        buckets = [
-            {
-                "bytes": bucket.bytes,
-                "dtype": bucket.dtype.name,
-                "wire_dtype": bucket.wire_dtype.name,
-                "leaves": [
-                    {"path": path, "shape": shape}
-                    for path, shape in zip(bucket.paths, bucket.shapes, strict=True)
-                ],
-            }
-            for bucket in self.buckets
-        ]
+        buckets = [{"bytes": bucket.bytes, **dataclasses.asdict(bucket)} for bucket in self.buckets]
         rest = {"unused": self.unused, "notes": self.notes}
-        return json.dumps({"wire_bytes": self.wire_bytes, "buckets": buckets, **rest})
+        return json.dumps({"wire_bytes": self.wire_bytes, "buckets": buckets, **rest}, default=str)
 
     def _repr_html_(self) -> str:
         rows = "".join(
-            f"<tr><td>{i}</td><td>{_mebibytes(b.bytes)}</td><td>{len(b.paths)}</td>"
+            f"<tr><td>{i}</td><td>{in_mebibytes(b.bytes)}</td><td>{len(b.paths)}</td>"
             f"<td>{b.wire_dtype.name}</td><td>{escape(', '.join(b.paths))}</td></tr>"
             for i, b in enumerate(self.buckets)
         )
@@ -119,7 +109,7 @@ class BucketPlan:
 
     def _title(self) -> str:
         num = f"{len(self)} bucket{'' if len(self) == 1 else 's'}"
-        return f"{num}, {_mebibytes(self.wire_bytes)} MiB on the wire per step"
+        return f"{num}, {in_mebibytes(self.wire_bytes)} MiB on the wire per step"
 
     def _remarks(self) -> tuple[str, ...]:
         if not self.unused:
@@ -170,7 +160,7 @@ def plan_buckets(
       A plan in which every leaf of `tree` with elements and a gradient stands exactly once.
 
     Raises:
-      ConfigError: If a size is not positive, or a leaf is not a floating or complex array.
+      ConfigError: If a leaf is not a floating or complex array.
 
     References:
       Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
@@ -178,12 +168,6 @@ def plan_buckets(
       has reached its limit; here it never passes it.
     """
     limits = (bucket_bytes,) if isinstance(bucket_bytes, int) else tuple(bucket_bytes)
-    sizes = limits if last_bucket_bytes is None else (*limits, last_bucket_bytes)
-    if not limits or min(sizes) <= 0:
-        raise ConfigError(
-            f"A bucket holds at least one byte: got bucket_bytes={bucket_bytes}, "
-            f"last_bucket_bytes={last_bucket_bytes}. Give positive sizes."
-        )
     leaves = [
         _leaf(i, path, leaf, wire_dtype)
         for i, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(tree))
@@ -260,8 +244,10 @@ def _on_the_wire(dtype: np.dtype, wire_dtype: np.dtype | None) -> np.dtype:
     return wire_dtype if wire_dtype.itemsize < dtype.itemsize else dtype
 
 
-def _mebibytes(num_bytes: int) -> str:
-    return f"{num_bytes / MEBIBYTE:,.3f}"
+def in_mebibytes(num_bytes: float) -> str:
+    """A number of bytes in MiB, with three digits that count."""
+    mebibytes = num_bytes / MEBIBYTE
+    return f"{mebibytes:,.3f}" if mebibytes >= 1 else f"{mebibytes:.3g}"
 
 
 def _ends(paths: tuple[str, ...]) -> str:

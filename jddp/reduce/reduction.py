@@ -39,6 +39,14 @@ from jddp.reduce.plan import BucketPlan, plan_buckets
 PyTree = Any
 Layout = Literal["leaf", "flat"]
 Placement = Literal["end", "ready"]
+_COLLECTIVES = {
+    "leaf": "XLA fuses them: all on CPUs, up to a bucket's size on GPUs",
+    "flat": "one all-reduce for each bucket",
+}
+_PLACES = {
+    "end": "after the backward pass",
+    "ready": "in the backward pass, where the last gradient of a bucket is made",
+}
 
 
 @dataclass(frozen=True)
@@ -52,6 +60,7 @@ class Reduction:
       layout: "leaf" or "flat".
       placement: "end" or "ready".
       hook: What reduces a bucket.
+      hook_name: Its name, for reports; "" for the mean.
       wire_dtype: What wider floats are narrowed to for the way.
     """
 
@@ -61,6 +70,7 @@ class Reduction:
     layout: Layout
     placement: Placement
     hook: CommHook
+    hook_name: str
     wire_dtype: np.dtype | None
 
     def plan(self, tree: PyTree, ready: Sequence[int | None] | None = None) -> BucketPlan:
@@ -77,7 +87,12 @@ class Reduction:
             wire_dtype=self.wire_dtype,
         )
         order = "as the backward pass finishes them" if ready else "last leaf first, by guess"
-        return replace(plan, notes=(f"{self.layout}, {self.placement}; order: {order}",))
+        notes = (
+            f"order: {order}",
+            f"layout {self.layout}: {_COLLECTIVES[self.layout]}",
+            f"placement {self.placement}: {_PLACES[self.placement]}",
+        )
+        return replace(plan, notes=notes)
 
     def at_end(
         self, grads: PyTree, comm_state: PyTree, *, plan: BucketPlan, num_entries: int = 1
@@ -96,7 +111,7 @@ class Reduction:
         leaves, treedef = jax.tree.flatten(grads)
         for index, planned in enumerate(plan.buckets):
             bucket = self._pack([leaves[i] for i in planned.leaves], plan, index, num_entries)
-            bucket, comm_state = self.hook.reduce(bucket, comm_state, self.axis)
+            bucket, comm_state = self._reduce(bucket, comm_state)
             _unpack_into(leaves, bucket)
         return jax.tree.unflatten(treedef, leaves), comm_state
 
@@ -138,7 +153,7 @@ class Reduction:
             run.replace(dict(zip(crossing, values, strict=True)))
             if arrived is not None:
                 _unpack_into(leaves, arrived)
-            arrived, comm_state = self.hook.reduce(bucket, comm_state, self.axis)
+            arrived, comm_state = self._reduce(bucket, comm_state)
         run.advance()
         if arrived is not None:
             _unpack_into(leaves, arrived)
@@ -154,6 +169,11 @@ class Reduction:
             leaves = [jnp.concatenate([leaf.ravel() for leaf in leaves])]
         is_last = index == len(plan) - 1
         return GradBucket(leaves, plan.buckets[index], index, is_last, num_entries)
+
+    def _reduce(self, bucket: GradBucket, comm_state: PyTree) -> tuple[GradBucket, PyTree]:
+        # The name by which profiles and compiled programs show it.
+        with jax.named_scope(f"bucket_{bucket.index}"):
+            return self.hook.reduce(bucket, comm_state, self.axis)
 
 
 def _unpack_into(leaves: list[Any], bucket: GradBucket) -> None:

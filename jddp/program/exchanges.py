@@ -1,0 +1,120 @@
+"""Find what a compiled program communicates.
+
+    for collective in collectives(read_program(text)):
+        print(collective.op, collective.bytes, collective.is_async)
+
+A collective hides in a program in several forms, all of which are found: a plain instruction; a
+pair `-start` and `-done`, which may still be marked to run in one piece; such a pair around a
+fusion that holds the collective; a part of an ordinary fusion; any of these in a loop or a branch.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from jddp.program.hlo import Computation, Instruction, Program, Shape
+
+_COLLECTIVES = (
+    "all-gather",
+    "all-reduce",
+    "all-to-all",
+    "collective-broadcast",
+    "collective-permute",
+    "ragged-all-to-all",
+    "reduce-scatter",
+)
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One exchange between devices.
+
+    Attributes:
+      name: Of the instruction.
+      op_name: What of the traced step it came from, such as "jit(step)/shard_map/bucket_0/psum"; of
+        several that the compiler has merged, one.
+      op: "all-reduce", "all-gather", "reduce-scatter", ...
+      dtypes: Dtypes of the arrays that travel, each once, in order.
+      num_elements: Of all these arrays. What is gathered or scattered counts whole.
+      bytes: Of all these arrays.
+      is_async: Whether other instructions can run while it does.
+      is_in_loop: Whether it stands in the body of a loop.
+      num_runs: How often it runs in all; None if the compiler does not say, as in a branch.
+    """
+
+    name: str
+    op_name: str
+    op: str
+    dtypes: tuple[str, ...]
+    num_elements: int
+    bytes: int
+    is_async: bool
+    is_in_loop: bool = False
+    num_runs: int | None = 1
+
+
+def collectives(program: Program) -> tuple[Collective, ...]:
+    """Returns every exchange between devices, in the order of the program."""
+    return tuple(collectives_of(program, program.entry, *program.entry.instructions))
+
+
+def collectives_of(
+    program: Program, computation: Computation, *instructions: Instruction
+) -> Iterator[Collective]:
+    """Yields what some instructions of `computation` exchange, also in what they run."""
+    for instruction in instructions:
+        kind = instruction.op.removesuffix("-start")
+        if kind in _COLLECTIVES:
+            yield _read_collective(kind, _payload(computation, instruction), instruction)
+        elif not instruction.op.endswith(("-done", "-update")):
+            for inner in map(program.computations.__getitem__, instruction.runs):
+                for found in collectives_of(program, inner, *inner.instructions):
+                    yield _as_part_of(instruction, found)
+
+
+def _payload(computation: Computation, instruction: Instruction) -> tuple[Shape, ...]:
+    """The arrays that go in, or those that come out if they are larger: what travels, whole."""
+    given = tuple(s for x in computation.operands(instruction) for s in x.shapes)
+    results = instruction.shapes
+    if len(results) > len(given):  # The start of a pair holds its operands, results and more.
+        results = results[len(given) : 2 * len(given)]
+    return max(given, results, key=lambda shapes: sum(shape.bytes for shape in shapes))
+
+
+def _read_collective(op: str, payload: tuple[Shape, ...], instruction: Instruction) -> Collective:
+    op_name = _OP_NAME.search(instruction.attributes)
+    return Collective(
+        name=instruction.name,
+        op_name=op_name[1] if op_name else "",
+        op=op,
+        dtypes=tuple(dict.fromkeys(shape.dtype for shape in payload)),
+        num_elements=sum(shape.size for shape in payload),
+        bytes=sum(shape.bytes for shape in payload),
+        is_async=_is_async(instruction),
+    )
+
+
+def _as_part_of(instruction: Instruction, found: Collective) -> Collective:
+    """What was found in a computation that `instruction` runs, seen from outside."""
+    return dataclasses.replace(
+        found,
+        is_async=found.is_async or _is_async(instruction),
+        is_in_loop=found.is_in_loop or instruction.op == "while",
+        num_runs=_times(instruction, found.num_runs),
+    )
+
+
+def _times(instruction: Instruction, num_runs: int | None) -> int | None:
+    """How often something runs that runs `num_runs` times whenever `instruction` does."""
+    if instruction.op == "conditional":
+        return None
+    if instruction.op != "while" or num_runs is None:
+        return num_runs
+    return None if instruction.trip_count is None else instruction.trip_count * num_runs
+
+
+def _is_async(instruction: Instruction) -> bool:
+    # A pair with nothing between is marked to run in one piece, on the stream that computes.
+    return instruction.op.endswith("-start") and '"is_sync":true' not in instruction.attributes

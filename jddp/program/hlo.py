@@ -1,0 +1,233 @@
+"""Read the text of a compiled program: computations, and the instructions that they run in order.
+
+    program = read_program(jitted.lower(*arguments).compile().as_text())
+    for instruction in program.entry.instructions:
+        print(instruction.op, instruction.bytes)
+
+This room reads text. It knows nothing of models, steps or devices.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+from functools import cached_property
+
+from jddp.errors import UsageError
+
+_ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,<=]*)\]")
+_HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) .*\{$")
+_INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
+_OP = re.compile(r" ([\w\-]+)\(")
+_COMMENT = re.compile(r"/\*.*?\*/")
+_RUNS = re.compile(
+    r", (?:calls|body|condition|branch_computations|true_computation|false_computation)="
+    r"(\{[^}]*\}|%?[\w.\-]+)"
+)
+_TO_APPLY = re.compile(r", to_apply=%?([\w.\-]+)")
+_BODY = re.compile(r", body=%?([\w.\-]+)")
+_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The dtype and dims of one array, as XLA names them: "bf16", (256, 1000)."""
+
+    dtype: str
+    dims: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.dims)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all elements."""
+        return math.ceil(self.size * _bits(self.dtype) / 8)
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of a computation.
+
+    Attributes:
+      name: Its name, which other instructions use.
+      op: What it does: "fusion", "all-reduce-start", ...
+      shapes: Its results: one array, or all arrays of a tuple, however nested.
+      operands: Names of the instructions that it reads.
+      number: Of a parameter, its position; else None.
+      runs: Names of the computations that it runs as they stand: those of a fusion, a call, a loop
+        or a branch, but not the sum that a reduction applies.
+      attributes: The text behind the operands.
+      is_root: Whether its result is that of the computation.
+    """
+
+    name: str
+    op: str
+    shapes: tuple[Shape, ...]
+    operands: tuple[str, ...]
+    number: int | None
+    runs: tuple[str, ...]
+    attributes: str
+    is_root: bool
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all results."""
+        return sum(shape.bytes for shape in self.shapes)
+
+    @property
+    def body(self) -> str | None:
+        """Of a loop, the computation that it repeats."""
+        found = _BODY.search(self.attributes)
+        return found[1] if found else None
+
+    @property
+    def trip_count(self) -> int | None:
+        """Of a loop, how often it runs, where the compiler has found that out."""
+        found = _TRIP_COUNT.search(self.attributes)
+        return int(found[1]) if found else None
+
+
+@dataclass(frozen=True)
+class Computation:
+    """Instructions, in the order in which they run."""
+
+    name: str
+    instructions: tuple[Instruction, ...]
+
+    @cached_property
+    def by_name(self) -> dict[str, Instruction]:
+        """The instructions, by their names."""
+        return {instruction.name: instruction for instruction in self.instructions}
+
+    @cached_property
+    def parameters(self) -> dict[int, Instruction]:
+        """The parameters, by their positions."""
+        return {x.number: x for x in self.instructions if x.number is not None}
+
+    @cached_property
+    def users(self) -> dict[str, list[Instruction]]:
+        """The instructions that read each instruction, by its name."""
+        users: dict[str, list[Instruction]] = {name: [] for name in self.by_name}
+        for instruction in self.instructions:
+            for name in dict.fromkeys(instruction.operands):
+                users[name].append(instruction)
+        return users
+
+    def operands(self, instruction: Instruction) -> list[Instruction]:
+        """The instructions that `instruction` reads."""
+        return [self.by_name[name] for name in instruction.operands]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A compiled program.
+
+    Attributes:
+      entry: The computation with which it begins.
+      computations: All of them, by name.
+      is_scheduled: Whether instructions stand in the order in which they will run.
+    """
+
+    entry: Computation
+    computations: dict[str, Computation]
+    is_scheduled: bool
+
+
+def read_program(text: str) -> Program:
+    """Returns the program whose text XLA prints, such as that of `jax.stages.Compiled.as_text()`.
+
+    Raises:
+      UsageError: If the text is no such program.
+    """
+    computations: dict[str, Computation] = {}
+    entry, name = None, None
+    instructions: list[Instruction] = []
+    for line in text.splitlines():
+        if name is None:
+            if head := _HEAD.match(line):
+                name, instructions = head[2], []
+                entry = name if head[1] else entry
+        elif line.startswith("}"):
+            computations[name] = Computation(name, tuple(instructions))
+            name = None
+        elif line.strip():
+            instructions.append(_read_instruction(line))
+    if entry not in computations:
+        raise UsageError(
+            f"A compiled program has a computation marked ENTRY, and this text of {len(text)} "
+            "characters has none. Give jitted.lower(...).compile().as_text()."
+        )
+    return Program(computations[entry], computations, "is_scheduled=true" in text[:10_000])
+
+
+def _read_instruction(line: str) -> Instruction:
+    line = _COMMENT.sub("", line)
+    head = _INSTRUCTION.match(line)
+    if not head:
+        raise UsageError(f"This is no instruction of a compiled program: {line.strip()[:120]!r}.")
+    after_shape = _end_of_shape(line, head.end())
+    op = _OP.match(line, after_shape)
+    if not op:
+        raise UsageError(f"Instruction {head[2]!r} has no operation: {line.strip()[:120]!r}.")
+    end = _closing(line, op.end() - 1)
+    operands, attributes = line[op.end() : end], line[end + 1 :]
+    is_parameter = op[1] == "parameter"
+    return Instruction(
+        name=head[2],
+        op=op[1],
+        shapes=_read_shapes(line[head.end() : after_shape]),
+        operands=() if op[1] in ("parameter", "constant") else _read_operands(operands),
+        number=int(operands) if is_parameter else None,
+        runs=_read_runs(op[1], attributes),
+        attributes=attributes,
+        is_root=head[1] is not None,
+    )
+
+
+def _end_of_shape(line: str, start: int) -> int:
+    return _closing(line, start) + 1 if line[start] == "(" else line.index(" ", start)
+
+
+def _closing(line: str, start: int) -> int:
+    """The position of the bracket that closes the one at `start`."""
+    depth = 0
+    for position in range(start, len(line)):
+        depth += (line[position] == "(") - (line[position] == ")")
+        if depth == 0:
+            return position
+    raise UsageError(f"A bracket is not closed in {line.strip()[:120]!r}.")
+
+
+def _read_shapes(text: str) -> tuple[Shape, ...]:
+    # A dynamic dim, "<=8", counts with its bound.
+    return tuple(
+        Shape(dtype, tuple(int(dim.strip("<=")) for dim in dims.split(",") if dim))
+        for dtype, dims in _ARRAY.findall(text)
+        if dtype not in ("token", "opaque")
+    )
+
+
+def _read_operands(text: str) -> tuple[str, ...]:
+    # Older texts give each operand its shape: "f32[2,2]{1,0} %x".
+    if "%" in text:
+        return tuple(re.findall(r"%([\w.\-]+)", text))
+    return tuple(operand.split()[-1] for operand in text.split(",") if operand.strip())
+
+
+def _read_runs(op: str, attributes: str) -> tuple[str, ...]:
+    found = _TO_APPLY.findall(attributes) if op == "call" else []
+    for names in _RUNS.findall(attributes):
+        found += [name.strip().lstrip("%") for name in names.strip("{}").split(",")]
+    return tuple(found)
+
+
+def _bits(dtype: str) -> int:
+    """The width of an element: "f32" has 32 bits, and so has any name with that number first."""
+    if dtype == "pred":
+        return 8
+    width = re.match(r"[a-z]+(\d+)", dtype)
+    if not width:
+        raise UsageError(f"{dtype!r} is no dtype of XLA whose width is known.")
+    return int(width[1])

@@ -1,0 +1,178 @@
+"""Walk a compiled program in its order, and add up what communication cannot hide.
+
+    timeline = walk(read_program(text), GPUS["h100_sxm"], make_network())
+    print(timeline.step_seconds, timeline.exposed_share)
+
+There is one clock for computing and one queue for communicating. A collective enters the queue
+where it starts; where it must be done, computing waits for it. What waits is exposed, the rest is
+hidden behind what was computed in between.
+
+This is a model, from the order that XLA has chosen and from assumed rates, not a measurement. It
+leaves out that kernels slow down beside a collective, which shares their cores and memory.
+"""
+
+from dataclasses import dataclass
+
+from jddp.errors import UsageError
+from jddp.program.cost import Cost, cost
+from jddp.program.exchanges import collectives_of
+from jddp.program.gpus import Gpu, Network
+from jddp.program.hlo import Instruction, Program
+
+LARGE_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One all-reduce of the schedule.
+
+    Attributes:
+      name: Of the instruction that starts it.
+      bytes: Its payload.
+      is_async: Whether anything can be computed while it runs.
+      needed_seconds: How long it takes.
+      waited_seconds: How long computing stands still for it.
+      hiding_seconds: What is computed between its start and where it must be done.
+      num_products: Products and convolutions among that.
+    """
+
+    name: str
+    bytes: int
+    is_async: bool
+    needed_seconds: float
+    waited_seconds: float
+    hiding_seconds: float
+    num_products: int
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What a walk finds.
+
+    Attributes:
+      step_seconds: From the first instruction to the last.
+      compute_seconds: Of that, what computes.
+      transfers: Every all-reduce, in the order in which they must be done.
+    """
+
+    step_seconds: float
+    compute_seconds: float
+    transfers: tuple[Transfer, ...]
+
+    @property
+    def large(self) -> tuple[Transfer, ...]:
+        """Transfers above 64 KiB: gradients."""
+        return tuple(x for x in self.transfers if x.bytes > LARGE_BYTES)
+
+    @property
+    def small(self) -> tuple[Transfer, ...]:
+        """The others: loss and metrics, and statistics of batch norm."""
+        return tuple(x for x in self.transfers if x.bytes <= LARGE_BYTES)
+
+    @property
+    def exposed_share(self) -> float:
+        """The share of the step that waits for large transfers."""
+        return sum(x.waited_seconds for x in self.large) / self.step_seconds
+
+    @property
+    def small_exposed_share(self) -> float:
+        """The share of the step that waits for small transfers."""
+        return sum(x.waited_seconds for x in self.small) / self.step_seconds
+
+
+def walk(program: Program, gpu: Gpu, network: Network) -> Timeline:
+    """Models one run of a scheduled program.
+
+    Args:
+      program: From `read_program`, of a program compiled for GPUs.
+      gpu: Whose rates the computing has.
+      network: Whose times the all-reduces have.
+
+    Raises:
+      UsageError: If the program holds what cannot be modelled, or is not scheduled.
+    """
+    if not program.is_scheduled:
+        raise UsageError(
+            "This program is not scheduled: its order means nothing. Give the text of a compiled "
+            "program, not of a lowered one."
+        )
+    clock = _Clock()
+    flights: dict[str, _Flight | None] = {}  # None once it has landed.
+    for instruction in program.entry.instructions:
+        if instruction.op.endswith("-done") and instruction.operands[0] in flights:
+            if flight := flights.pop(instruction.operands[0]):
+                clock.wait_for(flight)
+        elif payload := _payload(program, instruction):
+            flight = clock.start(payload, network)
+            flights[instruction.name] = flight if payload.is_async else None
+            if not payload.is_async:
+                clock.wait_for(flight)
+        else:
+            clock.computed += cost(program, program.entry, instruction, gpu)
+    return Timeline(clock.now, clock.computed.seconds, tuple(clock.transfers))
+
+
+@dataclass(frozen=True)
+class _Payload:
+    """All that one instruction sends."""
+
+    name: str
+    bytes: int
+    is_async: bool
+
+
+def _payload(program: Program, instruction: Instruction) -> _Payload | None:
+    found = list(collectives_of(program, program.entry, instruction))
+    for each in found:
+        if each.op != "all-reduce" or instruction.op in ("while", "conditional", "call"):
+            where = "" if each.name == instruction.name else f" inside {instruction.op!r}"
+            raise UsageError(
+                f"Instruction {each.name!r}: there is no model of {each.op!r}{where}. What is "
+                "modelled are all-reduces outside loops, branches and calls."
+            )
+    if not found:
+        return None
+    return _Payload(instruction.name, sum(x.bytes for x in found), found[0].is_async)
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A transfer under way: when it will be over, and what had been computed as it started."""
+
+    payload: _Payload
+    needed: float
+    end: float
+    before: Cost
+
+
+class _Clock:
+    """Computing, and the queue of transfers beside it."""
+
+    def __init__(self) -> None:
+        self.computed = Cost()
+        self.transfers: list[Transfer] = []
+        self._waited = 0.0
+        self._queue_end = 0.0
+
+    @property
+    def now(self) -> float:
+        return self.computed.seconds + self._waited
+
+    def start(self, payload: _Payload, network: Network) -> _Flight:
+        needed = network.seconds(payload.bytes)
+        self._queue_end = max(self.now, self._queue_end) + needed
+        return _Flight(payload, needed, self._queue_end, self.computed)
+
+    def wait_for(self, flight: _Flight) -> None:
+        wait = max(0.0, flight.end - self.now)
+        self._waited += wait
+        transfer = Transfer(
+            name=flight.payload.name,
+            bytes=flight.payload.bytes,
+            is_async=flight.payload.is_async,
+            needed_seconds=flight.needed,
+            waited_seconds=wait,
+            hiding_seconds=self.computed.seconds - flight.before.seconds,
+            num_products=self.computed.num_products - flight.before.num_products,
+        )
+        self.transfers.append(transfer)
