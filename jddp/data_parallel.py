@@ -9,6 +9,7 @@ This room checks what the user gives, keeps the compiled functions, and places b
 does stands in `step`.
 """
 
+import dataclasses
 import functools
 import weakref
 from collections import deque
@@ -22,6 +23,7 @@ from jax.sharding import Mesh
 
 from jddp.errors import ConfigError, UsageError
 from jddp.evaluation import evaluate_exactly
+from jddp.explanation import Calls, Explanation, explain, logging_data, measure
 from jddp.flaxmodel import LossFn, functional
 from jddp.mesh import (
     AXIS,
@@ -144,7 +146,7 @@ class DataParallel:
         self._evaluate = make_evaluate(self._recipe, self.mesh)
         self._is_measured = False  # whether the plan rests on a traced backward pass
         self._step: Any = None  # jitted once the plan is measured
-        self._num_calls = 0
+        self._calls = Calls()
         self._in_flight: deque[Metrics] = deque()
         self._taken: weakref.WeakKeyDictionary[TrainState, int] = weakref.WeakKeyDictionary()
 
@@ -221,15 +223,17 @@ class DataParallel:
         Raises:
           ConfigError: If no gradient reaches a parameter, and unused_parameters is "error".
         """
-        recipe, ready = self._recipe, None
+        recipe, measured = self._recipe, (None, 0)
+        if self._is_measured:
+            return
         if batch is not None:
             num_rows = self._num_rows(batch)
             rows = jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype), _shapes(batch)
             )
-            ready = self._call(trace_ready, recipe, self.mesh, _shapes(state), rows)
+            measured = self._call(trace_ready, recipe, self.mesh, _shapes(state), rows)
             self._is_measured = True
-        self.plan = recipe.reduction.plan(state.params, ready)
+        self.plan = recipe.reduction.plan(state.params, *measured)
         if self.plan.unused and recipe.unused_parameters == "error":
             raise ConfigError(
                 f"No gradient reaches {', '.join(self.plan.unused)}. Use them in the loss, or "
@@ -258,17 +262,13 @@ class DataParallel:
     def _prepare(self, state: TrainState, batch: PyTree) -> None:
         """Compiles nothing yet, but fixes what is to be compiled, from a state and its rows."""
         kinds = self._kinds(state)
-        if not self._is_measured:
-            self._measure(jax.eval_shape(functools.partial(enter, kinds=kinds), state), batch)
+        self._measure(jax.eval_shape(functools.partial(enter, kinds=kinds), state), batch)
+        self._step = self._make_step(self._recipe, kinds)
+
+    def _make_step(self, recipe: Recipe, kinds: TrainState) -> Any:
         assert self.plan is not None
-        self._step = make_step(
-            self._recipe,
-            self.plan,
-            self.mesh,
-            kinds,
-            donate=self._donate,
-            options=compiler_options(self._recipe.reduction, self._platform),
-        )
+        options = compiler_options(recipe.reduction, self._platform)
+        return make_step(recipe, self.plan, self.mesh, kinds, donate=self._donate, options=options)
 
     def _merged(self, model_state: PyTree) -> PyTree:
         kinds = float_kinds(model_state, per_replica=self._model.batch_norm == "local")
@@ -312,9 +312,9 @@ class DataParallel:
         rows = self.put(batch)
         if self._step is None:
             self._prepare(state, batch)
-        self._num_calls += 1
+        self._calls.count()
         if self._donate:
-            self._taken[state] = self._num_calls
+            self._taken[state] = self._calls.number
         result = self._call(self._step, state, rows)
         if self._platform == "cpu":
             self._wait_for_room(result[1])
@@ -381,14 +381,64 @@ class DataParallel:
           batch: This process's rows, or their `jax.ShapeDtypeStruct`s.
         """
         state = self.abstract_state(batch)
-
-        def everywhere(x: Any) -> jax.ShapeDtypeStruct:
-            shape = (x.shape[0] * jax.process_count(), *x.shape[1:])
-            return jax.ShapeDtypeStruct(shape, x.dtype, sharding=self._rows_sharding)
-
         if self._step is None:
             self._prepare(state, batch)
-        return self._call(self._step.lower, state, jax.tree.map(everywhere, batch))
+        return self._lower(self._step, state, batch)
+
+    def _lower(
+        self, step: Any, state: TrainState, batch: PyTree, *, times: int = 1
+    ) -> jax.stages.Lowered:
+        """Lowers a step for `times` as many rows as `batch` has, of all processes together."""
+        times *= jax.process_count()
+
+        def everywhere(x: Any) -> jax.ShapeDtypeStruct:
+            shape = (x.shape[0] * times, *x.shape[1:])
+            return jax.ShapeDtypeStruct(shape, x.dtype, sharding=self._rows_sharding)
+
+        return self._call(step.lower, state, jax.tree.map(everywhere, batch))
+
+    def explain(self, batch: PyTree) -> Explanation:
+        """Compiles the step and says what it sends, beside what was planned; runs nothing.
+
+        Args:
+          batch: This process's rows, or their `jax.ShapeDtypeStruct`s.
+        """
+        lowered, state = self.lower(batch), self.abstract_state(batch)
+        more_parts = dataclasses.replace(
+            self._recipe, accumulate_steps=2 * self._recipe.accumulate_steps
+        )
+        doubled = [
+            self._lower(step, state, batch, times=2)
+            for step in (self._step, self._make_step(more_parts, self._kinds(state)))
+        ]
+        assert self.plan is not None
+        return explain(lowered, doubled, plan=self.plan, mesh=self.mesh)
+
+    def stats(self, batch: PyTree = None) -> dict[str, Any]:
+        """What DDP's logging data tells, under DDP's names where the thing is the same.
+
+        Args:
+          batch: This process's rows, or their shapes: then the step is compiled for them, and its
+            collectives are counted; and the reduction alone is timed.
+
+        Returns:
+          Bytes, sizes and counts. "avg_step_seconds" is the mean time between calls of `step`,
+          None before the third: that of a step, where the loop now and then waits for a result.
+          With `batch`, also "num_collectives" of the compiled step, and "reduce_seconds", the
+          median of the reduction with nothing beside it.
+
+        Raises:
+          UsageError: If there is no state yet.
+        """
+        if self.plan is None:
+            raise UsageError("stats needs a plan, which init makes. Call init first.")
+        told = logging_data(self.plan, self._recipe, self.mesh, self._calls)
+        if batch is not None:
+            params = self.abstract_state(batch).params
+            told |= self._call(
+                measure, self.explain(batch).compiled, self.plan, self._recipe, self.mesh, params
+            )
+        return told
 
     def evaluate(
         self, state: TrainState, batches: Batches, params: str = "params"

@@ -298,8 +298,8 @@ def make_init(recipe: Recipe, mesh: Mesh) -> Callable[..., TrainState]:
 
 def trace_ready(
     recipe: Recipe, mesh: Mesh, state: TrainState, batch: PyTree
-) -> tuple[int | None, ...]:
-    """When the backward pass finishes each gradient; see `Backward.ready`. Computes nothing.
+) -> tuple[tuple[int | None, ...], int]:
+    """`Backward.ready` and `Backward.num_looped` of a replica's step. Computes nothing.
 
     Args:
       recipe: What the step is made of.
@@ -311,7 +311,8 @@ def trace_ready(
 
     def replica(state: TrainState, batch: PyTree) -> tuple[()]:
         pullback, _, _ = _linearize(recipe, state.params, state.model_state, batch, state.key)
-        traced.append(trace_backward(pullback).ready)
+        backward = trace_backward(pullback)
+        traced.append((backward.ready, backward.num_looped))
         return ()
 
     jax.eval_shape(over_replicas(replica, mesh, P(), P()), state, batch)

@@ -23,6 +23,7 @@ FLOORS = [
     {"state", "mesh", "flaxmodel"},
     {"recipe"},
     {"checkpoint", "reports", "cluster", "step", "program", "run", "evaluation"},
+    {"explanation"},
     {"callbacks"},
     {"trainer"},
     {"data_parallel"},

@@ -144,6 +144,8 @@ def test_a_scanned_stack_of_layers_is_ready_all_at_once_and_still_right():
     ddp = jddp.DataParallel(Transformer(), optax.sgd(0.1), loss_fn, **options)
     text = ddp.lower(make_batch()).compile().as_text()
     assert len(collectives(text)) == len(ddp.plan) + 1
+    layers = [path for bucket in ddp.plan.buckets for path in bucket.paths if "Scan" in path]
+    assert f"{len(layers)} gradients leave a loop at once" in str(ddp.plan)
 
 
 def test_ready_and_leaf_cannot_go_together():

@@ -33,11 +33,13 @@ class Backward:
       treedef: The structure of the gradients.
       ready: For each gradient leaf, how many equations have been evaluated when it is finished;
         None for one that the cotangent does not reach, and which is therefore zero.
+      num_looped: How many gradients come straight out of a loop.
     """
 
     traced: ClosedJaxpr
     treedef: jax.tree_util.PyTreeDef
     ready: tuple[int | None, ...]
+    num_looped: int
 
 
 def trace_backward(pullback: Callable[[Any], PyTree]) -> Backward:
@@ -49,7 +51,10 @@ def trace_backward(pullback: Callable[[Any], PyTree]) -> Backward:
     one = jnp.float32(1)
     traced, shapes = jax.make_jaxpr(pullback, return_shape=True)(one)
     opened = jax.make_jaxpr(lambda one: _open(traced.jaxpr, traced.consts, [one]))(one)
-    return Backward(opened, jax.tree.structure(shapes), _ready(opened.jaxpr))
+    loops = [eqn for eqn in opened.eqns if eqn.primitive.name in ("scan", "while")]
+    gradients = [v for v in opened.jaxpr.outvars if isinstance(v, Var)]
+    num_looped = len({v for eqn in loops for v in eqn.outvars}.intersection(gradients))
+    return Backward(opened, jax.tree.structure(shapes), _ready(opened.jaxpr), num_looped)
 
 
 class Evaluation:

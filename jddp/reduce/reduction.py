@@ -39,14 +39,6 @@ from jddp.reduce.plan import BucketPlan, plan_buckets
 PyTree = Any
 Layout = Literal["leaf", "flat"]
 Placement = Literal["end", "ready"]
-_COLLECTIVES = {
-    "leaf": "XLA fuses them: all on CPUs, up to a bucket's size on GPUs",
-    "flat": "one all-reduce for each bucket",
-}
-_PLACES = {
-    "end": "after the backward pass",
-    "ready": "in the backward pass, where the last gradient of a bucket is made",
-}
 
 
 @dataclass(frozen=True)
@@ -73,8 +65,15 @@ class Reduction:
     hook_name: str
     wire_dtype: np.dtype | None
 
-    def plan(self, tree: PyTree, ready: Sequence[int | None] | None = None) -> BucketPlan:
+    def plan(
+        self, tree: PyTree, ready: Sequence[int | None] | None = None, num_looped: int = 0
+    ) -> BucketPlan:
         """Plans buckets for gradients like `tree`, which are finished at `ready` if that is known.
+
+        Args:
+          tree: Gradients, or their shapes and dtypes.
+          ready: `Backward.ready`.
+          num_looped: `Backward.num_looped`.
 
         Raises:
           ConfigError: If a leaf is not a floating or complex array.
@@ -87,12 +86,12 @@ class Reduction:
             wire_dtype=self.wire_dtype,
         )
         order = "as the backward pass finishes them" if ready else "last leaf first, by guess"
-        notes = (
-            f"order: {order}",
-            f"layout {self.layout}: {_COLLECTIVES[self.layout]}",
-            f"placement {self.placement}: {_PLACES[self.placement]}",
-        )
-        return replace(plan, notes=notes)
+        notes = [f"order: {order}", f"layout {self.layout}, placement {self.placement}"]
+        if self.layout == "leaf":
+            notes.append("XLA fuses the buckets: all of them on CPUs, up to their size on GPUs")
+        if num_looped and self.placement == "ready":
+            notes.append(f"{num_looped} gradients leave a loop at once: they are ready at its end")
+        return replace(plan, notes=tuple(notes))
 
     def at_end(
         self, grads: PyTree, comm_state: PyTree, *, plan: BucketPlan, num_entries: int = 1

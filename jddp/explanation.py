@@ -1,0 +1,208 @@
+"""What a step sends, in words: the plan, and the collectives of the program that came of it.
+
+    print(ddp.explain(batch))      # text in a terminal, HTML in a notebook
+    ddp.stats()                    # DDP's logging data, as a dict
+
+This room reads plans and programs. What it times, it times alone.
+"""
+
+import collections
+import dataclasses
+import re
+import statistics
+import time
+from html import escape
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import P, lax
+from jax.sharding import Mesh
+
+from jddp.mesh import AXIS, platform
+from jddp.program import Collective, collectives, read_program
+from jddp.recipe import Recipe
+from jddp.reduce import BucketPlan, compiler_options, in_mebibytes
+from jddp.step import over_replicas
+
+GRADIENTS = "gradients"
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What a compiled step sends; `str` of it is made for a terminal of 80 columns.
+
+    Attributes:
+      plan: The buckets.
+      num_devices: On which the step runs.
+      platform: Their hardware.
+      compiled: The collectives of the compiled program, in its order.
+      is_fixed: Whether the same gradients are asked for with twice the rows, and with twice the
+        parts.
+    """
+
+    plan: BucketPlan
+    num_devices: int
+    platform: str
+    compiled: tuple[Collective, ...]
+    is_fixed: bool
+
+    def __str__(self) -> str:
+        """The plan, what was compiled, and what it depends on."""
+        rows: dict[tuple[str, ...], list[Collective]] = {}
+        for collective in self.compiled:
+            rows.setdefault(_row(collective), []).append(collective)
+        lines = [
+            str(self.plan),
+            "",
+            f"compiled for {self.num_devices} {self.platform} devices, jax {jax.__version__}",
+            f"{'number':>6} {'MiB':>9}  {'dtype':<6} {'collective':<14} {'async':<5}  for",
+        ]
+        for (*columns, purpose), found in rows.items():
+            size = in_mebibytes(sum(x.bytes for x in found))
+            kind = "{:<6} {:<14} {:<5}".format(*columns)
+            lines.append(f"{len(found):>6} {size:>9}  {kind}  {purpose}")
+        return "\n".join([*lines, "", *self._sentences()])
+
+    def _sentences(self) -> list[str]:
+        ring = 2 * (self.num_devices - 1) / self.num_devices * self.plan.wire_bytes
+        sent = [
+            f"Gradients are {in_mebibytes(self.plan.wire_bytes)} MiB per optimizer step; a ring of "
+            f"{self.num_devices} devices",
+            f"moves {in_mebibytes(ring)} MiB into and out of each.",
+        ]
+        if not self.is_fixed:
+            return [*sent, "Their collectives depend on the batch size or on accumulate_steps."]
+        return [
+            *sent,
+            "Neither their number nor their bytes depend on the batch size or on",
+            "accumulate_steps: lowered with twice of either, the step asks for the same.",
+        ]
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(str(self))}</pre>"
+
+
+def explain(
+    lowered: jax.stages.Lowered, doubled: list[jax.stages.Lowered], *, plan: BucketPlan, mesh: Mesh
+) -> Explanation:
+    """Compiles a lowered step and reads what it sends.
+
+    Args:
+      lowered: The step.
+      doubled: The same step with twice the rows, and with twice the parts.
+      plan: Its buckets.
+      mesh: What it is compiled for.
+    """
+    asked = _gradients(lowered)
+    return Explanation(
+        plan=plan,
+        num_devices=mesh.size,
+        platform=platform(mesh),
+        compiled=_collectives(lowered.compile().as_text()),
+        is_fixed=all(_gradients(other) == asked for other in doubled),
+    )
+
+
+def _collectives(text: str | None) -> tuple[Collective, ...]:
+    assert text is not None, "a backend without program text"
+    return collectives(read_program(text))
+
+
+def _gradients(lowered: jax.stages.Lowered) -> list[Any]:
+    """Dtypes and bytes of the gradient collectives that a step asks for."""
+    found = _collectives(lowered.as_text("hlo", debug_info=True))
+    return sorted((x.dtypes, x.bytes) for x in found if _purpose(x) == GRADIENTS)
+
+
+def _row(collective: Collective) -> tuple[str, ...]:
+    is_async = "yes" if collective.is_async else "no"
+    return ",".join(collective.dtypes), collective.op, is_async, _purpose(collective)
+
+
+def _purpose(collective: Collective) -> str:
+    """From the names that the step gives to what it sends."""
+    if re.search(r"\bbucket_\d+/", collective.op_name):
+        return GRADIENTS
+    if "metrics/" in collective.op_name:
+        return "loss and metrics"
+    direction = "backward" if "transpose(" in collective.op_name else "forward"
+    return f"the model, {direction}"
+
+
+class Calls:
+    """How often a step was called, and how long apart."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._moments: collections.deque[float] = collections.deque(maxlen=101)
+
+    def count(self) -> None:
+        """Takes down one call, now. The first is left out of the times: it compiles."""
+        if self.number:
+            self._moments.append(time.perf_counter())
+        self.number += 1
+
+    @property
+    def mean_seconds(self) -> float | None:
+        """Between the last hundred calls; None where there are not yet two to count."""
+        num = len(self._moments) - 1
+        return (self._moments[-1] - self._moments[0]) / num if num > 0 else None
+
+
+def logging_data(plan: BucketPlan, recipe: Recipe, mesh: Mesh, calls: Calls) -> dict[str, Any]:
+    """What DDP's `_get_ddp_logging_data` tells, under its names where the thing is the same."""
+    reduction = recipe.reduction
+    return {
+        "world_size": mesh.size,
+        "rank": jax.process_index(),
+        "backend_name": platform(mesh),
+        "iteration": calls.number,
+        "num_parameter_tensors": sum(len(b.leaves) for b in plan.buckets) + len(plan.unused),
+        "dtypes": ", ".join(sorted({bucket.dtype.name for bucket in plan.buckets})),
+        "wire_dtypes": ", ".join(sorted({bucket.wire_dtype.name for bucket in plan.buckets})),
+        "wire_bytes": plan.wire_bytes,
+        "num_buckets_reduced": len(plan),
+        "bucket_sizes": [bucket.bytes for bucket in plan.buckets],
+        "initial_bucket_size_limits": list(reduction.bucket_bytes),
+        "layout": reduction.layout,
+        "placement": reduction.placement,
+        "comm_hook": reduction.hook_name,
+        "accumulate_steps": recipe.accumulate_steps,
+        "batch_norm": recipe.model.batch_norm,
+        "unused_parameters": list(plan.unused),
+        "avg_step_seconds": calls.mean_seconds,
+    }
+
+
+def measure(
+    compiled: tuple[Collective, ...], plan: BucketPlan, recipe: Recipe, mesh: Mesh, params: Any
+) -> dict[str, Any]:
+    """What only a compiled step, or a clock, can tell.
+
+    Args:
+      compiled: The collectives of the step.
+      plan: The buckets.
+      recipe: What the step is made of.
+      mesh: The devices.
+      params: Shapes of the parameters.
+    """
+    reduction = recipe.reduction
+
+    def replica() -> Any:
+        # Differing by replica, or the compiler would know the mean.
+        own = lax.axis_index(AXIS)
+        grads = jax.tree.map(lambda x: (jnp.zeros(x.shape) + own).astype(x.dtype), params)
+        return reduction.at_end(grads, reduction.hook.init(plan), plan=plan)[0]
+
+    options = compiler_options(reduction, platform(mesh))
+    run = jax.jit(over_replicas(replica, mesh, (), P()), compiler_options=options)
+    seconds = []
+    for _ in range(6):  # the first compiles
+        start = time.perf_counter()
+        jax.block_until_ready(run())
+        seconds.append(time.perf_counter() - start)
+    return {
+        "num_collectives": sum(x.num_runs or 1 for x in compiled),
+        "reduce_seconds": statistics.median(seconds[1:]),
+    }
