@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -144,8 +144,9 @@ class DataParallel:
         self._rows_sharding = sharded(self.mesh)
         self._init = make_init(self._recipe, self.mesh)
         self._evaluate = make_evaluate(self._recipe, self.mesh)
-        self._is_measured = False  # whether the plan rests on a traced backward pass
-        self._step: Any = None  # jitted once the plan is measured
+        # A plan belongs to the form of the rows: others may use other parameters.
+        self._plans: dict[Hashable, BucketPlan] = {}  # by the form of one replica's part
+        self._steps: dict[Hashable, Any] = {}  # jitted, by the form of all rows
         self._calls = Calls()
         self._in_flight: deque[Metrics] = deque()
         self._taken: weakref.WeakKeyDictionary[TrainState, int] = weakref.WeakKeyDictionary()
@@ -166,7 +167,7 @@ class DataParallel:
         values = self._given(params)
         rows = from_process_zero(self._example(batch, values))  # so that all start alike
         state = self._call(self._init, np.uint32(seed), rows, *replicate(values, self.mesh))
-        self._measure(state, batch)
+        self.plan = self._measure(state, batch)
         state = state.replace(comm_state=replicate(self._comm_state(), self.mesh))
         return stack_rows(state, self._kinds(state), self._rows_sharding)
 
@@ -179,7 +180,7 @@ class DataParallel:
         values = self._given(None)
         rows = self._example(batch, values)
         state = self._call(jax.eval_shape, self._init, np.uint32(0), rows, *values)
-        self._measure(state, batch)
+        self.plan = self._measure(state, batch)
         state = state.replace(comm_state=jax.eval_shape(self._comm_state))
 
         def place(x: Any, kind: Kind) -> jax.ShapeDtypeStruct:
@@ -217,38 +218,42 @@ class DataParallel:
         """Rows of one replica and one part; at least one."""
         return max(1, count_rows(batch) // self._num_parts(batch))
 
-    def _measure(self, state: TrainState, batch: PyTree) -> None:
+    def _measure(self, state: TrainState, batch: PyTree) -> BucketPlan:
         """Plans buckets for one replica's state, as measured if there is a batch.
 
         Raises:
           ConfigError: If no gradient reaches a parameter, and unused_parameters is "error".
         """
-        recipe, measured = self._recipe, (None, 0)
-        if self._is_measured:
-            return
-        if batch is not None:
-            num_rows = self._num_rows(batch)
-            rows = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype), _shapes(batch)
-            )
+        recipe = self._recipe
+        if batch is None:
+            return recipe.reduction.plan(state.params)
+        num_rows = self._num_rows(batch)
+        rows = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype), _shapes(batch)
+        )
+        form = _form(rows)
+        if form not in self._plans:
             measured = self._call(trace_ready, recipe, self.mesh, _shapes(state), rows)
-            self._is_measured = True
-        self.plan = recipe.reduction.plan(state.params, *measured)
-        if self.plan.unused and recipe.unused_parameters == "error":
+            self._plans[form] = recipe.reduction.plan(state.params, *measured)
+        plan = self._plans[form]
+        if plan.unused and recipe.unused_parameters == "error":
             raise ConfigError(
-                f"No gradient reaches {', '.join(self.plan.unused)}. Use them in the loss, or "
+                f"No gradient reaches {', '.join(plan.unused)}. Use them in the loss, or "
                 "choose unused_parameters='zero' or 'skip'."
             )
+        return plan
 
     def _comm_state(self) -> PyTree:
         """What the hook remembers at first, on one replica."""
         assert self.plan is not None
         comm_state = self._recipe.reduction.hook.init(self.plan)
-        if jax.tree.leaves(comm_state) and not self._is_measured:
+        if jax.tree.leaves(comm_state) and not self._plans:
             raise UsageError(
                 "This comm_hook remembers something for each bucket, and buckets are planned from "
                 "the traced backward pass: init needs batch= (example rows, for their shapes)."
             )
+        if not all(hasattr(x, "dtype") for x in jax.tree.leaves(comm_state)):
+            raise ConfigError(f"comm_hook: init returns {comm_state}. It must return arrays.")
         return jax.tree.map(jax.numpy.asarray, comm_state)
 
     def _kinds(self, state: TrainState) -> TrainState:
@@ -259,11 +264,25 @@ class DataParallel:
             comm_state=jax.tree.map(lambda _: Kind.PER_REPLICA, state.comm_state),
         )
 
-    def _prepare(self, state: TrainState, batch: PyTree) -> None:
-        """Compiles nothing yet, but fixes what is to be compiled, from a state and its rows."""
-        kinds = self._kinds(state)
-        self._measure(jax.eval_shape(functools.partial(enter, kinds=kinds), state), batch)
-        self._step = self._make_step(self._recipe, kinds)
+    def _step_for(self, state: TrainState, rows: PyTree) -> Any:
+        """The jitted step for rows of this form; compiles nothing yet.
+
+        Raises:
+          UsageError: If a comm_hook remembers buckets that these rows do not have.
+        """
+        form = _form(rows)
+        if form not in self._steps:
+            kinds = self._kinds(state)
+            one = jax.eval_shape(functools.partial(enter, kinds=kinds), state)
+            plan, before = self._measure(one, rows), self.plan
+            if jax.tree.leaves(state.comm_state) and before not in (None, plan):
+                raise UsageError(
+                    "These rows use other parameters than those that the comm_hook was made for: "
+                    "its memory is of other buckets. Give init a batch that uses them too."
+                )
+            self.plan = plan
+            self._steps[form] = self._make_step(self._recipe, kinds)
+        return self._steps[form]
 
     def _make_step(self, recipe: Recipe, kinds: TrainState) -> Any:
         assert self.plan is not None
@@ -310,12 +329,11 @@ class DataParallel:
         """
         self._refuse_taken(state)
         rows = self.put(batch)
-        if self._step is None:
-            self._prepare(state, batch)
+        step = self._step_for(state, rows)
         self._calls.count()
         if self._donate:
             self._taken[state] = self._calls.number
-        result = self._call(self._step, state, rows)
+        result = self._call(step, state, rows)
         if self._platform == "cpu":
             self._wait_for_room(result[1])
         return result
@@ -381,15 +399,13 @@ class DataParallel:
           batch: This process's rows, or their `jax.ShapeDtypeStruct`s.
         """
         state = self.abstract_state(batch)
-        if self._step is None:
-            self._prepare(state, batch)
-        return self._lower(self._step, state, batch)
+        return self._lower(self._step_for(state, batch), state, batch)
 
     def _lower(
         self, step: Any, state: TrainState, batch: PyTree, *, times: int = 1
     ) -> jax.stages.Lowered:
         """Lowers a step for `times` as many rows as `batch` has, of all processes together."""
-        times *= jax.process_count()
+        times *= self.mesh.size // self._num_local_devices
 
         def everywhere(x: Any) -> jax.ShapeDtypeStruct:
             shape = (x.shape[0] * times, *x.shape[1:])
@@ -404,12 +420,14 @@ class DataParallel:
           batch: This process's rows, or their `jax.ShapeDtypeStruct`s.
         """
         lowered, state = self.lower(batch), self.abstract_state(batch)
-        more_parts = dataclasses.replace(
-            self._recipe, accumulate_steps=2 * self._recipe.accumulate_steps
-        )
+        num_parts = 2 * self._recipe.accumulate_steps
+        more_parts = dataclasses.replace(self._recipe, accumulate_steps=num_parts)
         doubled = [
             self._lower(step, state, batch, times=2)
-            for step in (self._step, self._make_step(more_parts, self._kinds(state)))
+            for step in (
+                self._step_for(state, batch),
+                self._make_step(more_parts, self._kinds(state)),
+            )
         ]
         assert self.plan is not None
         return explain(lowered, doubled, plan=self.plan, mesh=self.mesh)
@@ -477,6 +495,12 @@ class DataParallel:
           The finished run: its state, its metrics, its directory.
         """
         return train(self, batches, num_steps=num_steps, **options)
+
+
+def _form(tree: PyTree) -> Hashable:
+    """What a jitted function is compiled for: structure, shapes and dtypes."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef, tuple((x.shape, x.dtype) for x in leaves)
 
 
 def _shapes(tree: PyTree) -> PyTree:

@@ -28,6 +28,7 @@ from jddp.metrics import count_rows as count_valid_rows
 from jddp.recipe import Recipe
 from jddp.reduce import BucketPlan, trace_backward
 from jddp.state import TrainState, enter, leave, specs
+from jddp.unused import take_back
 
 PyTree = Any
 Metrics = dict[str, Float[Array, ""]]
@@ -54,7 +55,9 @@ def replica_step(
     )
     params = optax.apply_updates(state.params, updates)
     if recipe.unused_parameters == "skip" and plan.unused:
-        params, opt_state = _skip_unused(recipe, plan, state, params, opt_state)
+        params, opt_state = take_back(
+            (params, opt_state), (state.params, state.opt_state), params, plan.unused
+        )
     state = TrainState(
         step=state.step + 1,
         params=params,
@@ -78,63 +81,66 @@ def _parts(recipe: Recipe, state: TrainState, batch: PyTree) -> tuple[PyTree, Ar
 
 def _reduce_at_end(recipe: Recipe, plan: BucketPlan, state: TrainState, parts: PyTree) -> Any:
     """Averages the gradients of all parts after the last; also returns sums and the new state."""
-    grads, sums, model_state = _sum_parts(recipe, state.params, state.model_state, parts)
+    num_parts = recipe.accumulate_steps
+    grads, sums, model_state = _sum_parts(recipe, state, parts, num_parts)
+    grads = jax.tree.map(lambda g, x: g.astype(x.dtype), grads, state.params)
     grads, comm_state = recipe.reduction.at_end(
-        grads, state.comm_state, plan=plan, num_entries=_num_entries(recipe, sums)
+        grads, state.comm_state, plan=plan, num_entries=sums["loss"].num_entries * num_parts
     )
     return grads, comm_state, sums, model_state
 
 
 def _reduce_when_ready(recipe: Recipe, plan: BucketPlan, state: TrainState, parts: PyTree) -> Any:
     """The same, but each bucket is averaged inside the backward pass of the last part."""
-    so_far, model_state = None, state.model_state
-    *before, last = range(recipe.accumulate_steps)
-    if before:
-        earlier = jax.tree.map(lambda x: x[:last], parts)
-        so_far = _sum_parts(recipe, state.params, model_state, earlier)
+    so_far, model_state, num_parts = None, state.model_state, recipe.accumulate_steps
+    if num_parts > 1:
+        so_far = _sum_parts(recipe, state, parts, num_parts - 1)
         model_state = so_far[-1]
-    part, key = jax.tree.map(lambda x: x[last], parts)
-    pullback, sums, model_state = _linearize(recipe, state.params, model_state, part, key)
+    pullback, sums, model_state = _linearize(
+        recipe, state.params, model_state, *_part(parts, num_parts - 1)
+    )
     grads, comm_state = recipe.reduction.when_ready(
         trace_backward(pullback),
         state.comm_state,
         plan=plan,
-        num_entries=_num_entries(recipe, sums),
+        num_entries=sums["loss"].num_entries * num_parts,
         so_far=so_far and so_far[0],
     )
     sums = jax.tree.map(jnp.add, so_far[1], sums) if so_far else sums
     return grads, comm_state, sums, model_state
 
 
-def _num_entries(recipe: Recipe, sums: Sums) -> int:
-    return sums["loss"].num_entries * recipe.accumulate_steps
+def _part(parts: PyTree, i: Any) -> PyTree:
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), parts)
 
 
 def _sum_parts(
-    recipe: Recipe, params: PyTree, model_state: PyTree, parts: PyTree
+    recipe: Recipe, state: TrainState, parts: PyTree, num_parts: int
 ) -> tuple[PyTree, Sums, PyTree]:
-    """Sums gradients, losses and counts over parts, taken in order.
+    """Sums gradients, losses and counts over the first parts, taken in order.
 
-    Half-precision gradients are summed in float32.
+    Half-precision gradients are summed, and returned, in float32.
     """
 
-    def one_part(model_state: PyTree, part: PyTree) -> tuple[PyTree, Sums, PyTree]:
-        pullback, sums, model_state = _linearize(recipe, params, model_state, *part)
+    def one_part(model_state: PyTree, i: Any) -> tuple[PyTree, Sums, PyTree]:
+        pullback, sums, model_state = _linearize(
+            recipe, state.params, model_state, *_part(parts, i)
+        )
         return pullback(jnp.float32(1)), sums, model_state
 
-    def add_part(carry: tuple[PyTree, PyTree], part: PyTree) -> Any:
+    def add_part(carry: tuple[PyTree, PyTree], i: Array) -> Any:
         grads, model_state = carry
-        more, sums, model_state = one_part(model_state, part)
+        more, sums, model_state = one_part(model_state, i)
         grads = jax.tree.map(lambda total, g: total + g.astype(total.dtype), grads, more)
         return (grads, model_state), sums
 
-    if len(parts[1]) == 1:
-        return one_part(model_state, jax.tree.map(lambda x: x[0], parts))
+    if num_parts == 1:
+        return one_part(state.model_state, 0)
     zeros = jax.tree.map(
-        lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), params
+        lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), state.params
     )
-    (grads, model_state), sums = lax.scan(add_part, (zeros, model_state), parts)
-    grads = jax.tree.map(lambda g, x: g.astype(x.dtype), grads, params)
+    carry = (zeros, state.model_state)
+    (grads, model_state), sums = lax.scan(add_part, carry, jnp.arange(num_parts))
     return grads, jax.tree.map(lambda x: x.sum(0), sums), model_state
 
 
@@ -195,33 +201,6 @@ def _mask(batch: PyTree, valid: Array | None) -> Any:
     if mask is None or valid is None:
         return valid if mask is None else mask
     return mask.astype(jnp.float32) * jnp.expand_dims(valid, tuple(range(1, mask.ndim)))
-
-
-def _skip_unused(
-    recipe: Recipe, plan: BucketPlan, old: TrainState, params: PyTree, opt_state: PyTree
-) -> tuple[PyTree, PyTree]:
-    """Takes back what the optimizer has done to parameters that no gradient reaches."""
-
-    def is_unused(path: Any, leaf: Any) -> bool:
-        return jax.tree_util.keystr(path, simple=True, separator="/") in plan.unused
-
-    unused = jax.tree_util.tree_map_with_path(is_unused, params)
-    of_state = optax.tree.map_params(
-        recipe.optimizer,
-        lambda x, unused: x if isinstance(x, optax.MaskedNode) else unused,
-        opt_state,
-        unused,
-        transform_non_params=lambda _: False,
-        is_leaf=lambda x: isinstance(x, optax.MaskedNode),
-    )
-
-    def keep(unused: bool, new: Any, old: Any) -> Any:
-        return old if unused else new
-
-    return (
-        jax.tree.map(keep, unused, params, old.params),
-        jax.tree.map(keep, of_state, opt_state, old.opt_state),
-    )
 
 
 def _move_average(average: PyTree, params: PyTree, decay: float | None) -> PyTree:

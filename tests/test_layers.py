@@ -18,7 +18,7 @@ MODULES = sorted(set(PACKAGE.rglob("*.py")) - {FRONT_DOOR})
 FLOORS = [
     {"errors"},
     {"names"},
-    {"reduce", "metrics", "losses", "optimizers", "config", "models", "data"},
+    {"reduce", "metrics", "unused", "losses", "optimizers", "config", "models", "data"},
     {"batch_norm"},
     {"state", "mesh", "flaxmodel"},
     {"recipe"},

@@ -273,10 +273,15 @@ def test_a_combine_threshold_of_the_user_stands(monkeypatch):
     flat, leaf = reduction(layout="flat"), reduction(layout="leaf", bucket_mb=2)
     assert compiler_options(flat, "gpu") == {name: 0}
     assert compiler_options(leaf, "gpu") == {name: 2 * MIB}
-    assert compiler_options(flat, "cpu") == {"xla_disable_hlo_passes": "cpu-all-reduce-combiner"}
+    assert compiler_options(flat, "tpu") == {}
     monkeypatch.setenv("XLA_FLAGS", f"--{name}=7")
     assert compiler_options(flat, "gpu") == {}
-    assert compiler_options(leaf, "cpu") == {}
+
+
+def test_on_cpus_only_flat_buckets_are_kept_from_being_merged():
+    flat, leaf = reduction(layout="flat"), reduction(layout="leaf")
+    assert compiler_options(flat, "cpu").pop("xla_disable_hlo_passes") == "cpu-all-reduce-combiner"
+    assert compiler_options(leaf, "cpu") == {"xla_cpu_copy_insertion_use_region_analysis": True}
 
 
 def test_a_plan_fits_a_terminal_of_80_columns():

@@ -147,16 +147,12 @@ def _resolve(layout: str, placement: str, platform: Callable[[], str]) -> tuple[
 def _resolve_wire_dtype(wire_dtype: Any) -> np.dtype | None:
     if wire_dtype is None:
         return None
-    known = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
-    try:
-        dtype = np.dtype(jnp.dtype(wire_dtype))
-    except TypeError:
-        dtype = None
-    if dtype not in known:
+    name = wire_dtype if isinstance(wire_dtype, str) else jnp.dtype(wire_dtype).name
+    if name not in ("bfloat16", "float16"):
         raise ConfigError(
             f"wire_dtype {wire_dtype!r} is unknown. Choose 'bfloat16', 'float16' or None."
         )
-    return dtype
+    return np.dtype(jnp.dtype(name))
 
 
 def _bytes(mebibytes: float) -> int:
@@ -168,13 +164,17 @@ def compiler_options(reduction: Reduction, platform: str) -> dict[str, Any]:
 
     On GPUs the combiner merges all-reduces up to 30 MiB: its threshold becomes 0 for flat buckets
     and the bucket size for single leaves. On CPUs one pass merges all of them: it is switched off
-    for flat buckets, and left to fuse single leaves. A threshold that the user has set in
-    `XLA_FLAGS` stands.
+    for flat buckets, and left to fuse single leaves; and a finer analysis of copies spares those of
+    donated parameters. What the user has set in `XLA_FLAGS` stands.
     """
     is_flat = reduction.layout == "flat"
-    if platform == "cpu" and is_flat:
-        return {"xla_disable_hlo_passes": "cpu-all-reduce-combiner"}
-    threshold = "xla_gpu_all_reduce_combine_threshold_bytes"
-    if platform in GPUS and threshold not in os.environ.get("XLA_FLAGS", ""):
-        return {threshold: 0 if is_flat else reduction.bucket_bytes[-1]}
-    return {}
+    options: dict[str, Any] = {}
+    if platform == "cpu":
+        options["xla_cpu_copy_insertion_use_region_analysis"] = True
+        if is_flat:
+            options["xla_disable_hlo_passes"] = "cpu-all-reduce-combiner"
+    elif platform in GPUS:
+        threshold = 0 if is_flat else reduction.bucket_bytes[-1]
+        options["xla_gpu_all_reduce_combine_threshold_bytes"] = threshold
+    set_by_user = os.environ.get("XLA_FLAGS", "")
+    return {name: value for name, value in options.items() if name not in set_by_user}

@@ -32,6 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jddp.errors import ConfigError
 from jddp.reduce.backward import Backward, Evaluation
 from jddp.reduce.hooks import CommHook, GradBucket
 from jddp.reduce.plan import BucketPlan, plan_buckets
@@ -170,9 +171,22 @@ class Reduction:
         return GradBucket(leaves, plan.buckets[index], index, is_last, num_entries)
 
     def _reduce(self, bucket: GradBucket, comm_state: PyTree) -> tuple[GradBucket, PyTree]:
+        given = (bucket, comm_state)
         # The name by which profiles and compiled programs show it.
         with jax.named_scope(f"bucket_{bucket.index}"):
-            return self.hook.reduce(bucket, comm_state, self.axis)
+            got = self.hook.reduce(*given, self.axis)
+        if _form(got) != _form(given):
+            raise ConfigError(
+                f"comm_hook {self.hook_name!r} returns {_form(got)}. It must return a bucket and a "
+                f"comm_state of the structure, shapes and dtypes that it is given: {_form(given)}."
+            )
+        return got
+
+
+def _form(tree: PyTree) -> str:
+    leaves, treedef = jax.tree.flatten(tree)
+    arrays = [f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else str(x) for x in leaves]
+    return f"{treedef} of {', '.join(arrays)}"
 
 
 def _unpack_into(leaves: list[Any], bucket: GradBucket) -> None:

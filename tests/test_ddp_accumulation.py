@@ -1,0 +1,211 @@
+"""PyTorch DDP's cases of gradient accumulation (ACC): k parts, one reduction."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from judge import (
+    PLACES,
+    REPLICAS,
+    WIDTH,
+    Net,
+    assert_close,
+    beside_one_device,
+    host,
+    in_all_places,
+    make_rows,
+    start,
+    wrapped,
+)
+from oracle import on_one_device
+from states import assert_same, copied
+from tiny import ConvNet, loss_fn, make_batch
+
+import jddp
+from jddp.program import collectives, read_program
+
+MASKS = {
+    "all": np.ones(32),
+    "ragged": np.arange(32) < 27,
+    "one part of one replica": np.arange(32) // 2 == 9,
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_k_parts_equal_one_device_on_the_joined_batch(name):
+    """ACC-1: entries count alike, however they are spread over replicas and parts."""
+    batches = [{**make_rows(32, seed=seed), "mask": MASKS[name]} for seed in range(2)]
+    beside_one_device(Net(), batches=batches, accumulate_steps=4)
+
+
+@in_all_places
+def test_what_travels_depends_neither_on_k_nor_on_the_rows(place):
+    """ACC-1: not its number, not its bytes; and nothing travels inside of the loop over parts."""
+
+    def sent(num_parts, rows_of_a_part):
+        ddp = wrapped(Net(), accumulate_steps=num_parts, **place)
+        batch = make_rows(REPLICAS * num_parts * rows_of_a_part)
+        found = collectives(read_program(ddp.lower(batch).compile().as_text()))
+        return sorted((x.op, x.dtypes, x.bytes, x.is_in_loop, x.num_runs) for x in found)
+
+    want = sent(1, 2)
+    assert all(op == "all-reduce" and num_runs == 1 for op, *_, num_runs in want)
+    assert sum(x[2] for x in want) == 4 * (WIDTH * WIDTH + WIDTH + WIDTH + 1) + 8
+    assert sent(2, 2) == sent(8, 5) == want
+
+
+class Wide(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(1)(nn.tanh(nn.Dense(64)(nn.tanh(nn.Dense(64)(x)))))[:, 0]
+
+
+@in_all_places
+def test_memory_does_not_grow_with_k(place):
+    """As many rows in each part. The batch is an argument, and not counted.
+
+    What each part may add is its key, and the sum and the count of its losses: sixteen bytes.
+    """
+
+    def temporaries(num_parts):
+        ddp = wrapped(Wide(), mesh=2, accumulate_steps=num_parts, **place)
+        compiled = ddp.lower(make_rows(2 * 32 * num_parts)).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporaries(12) <= temporaries(3) + 9 * 16
+
+
+@in_all_places
+def test_half_precision_gradients_are_summed_in_float32(place):
+    """256 and 1 and 1: bfloat16 knows nothing between 256 and 258."""
+
+    class Half(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return self.param("w", nn.initializers.zeros, (), jnp.bfloat16) * x
+
+    batch = {"x": np.repeat(np.array([[256, 1, 1]], np.float32), 4, 0).ravel()}
+    options = {"accumulate_steps": 3, "optimizer": optax.sgd(1.0), **place}
+    ddp = wrapped(Half(), lambda m, b: m(b["x"].astype(jnp.bfloat16)), **options)
+    state, _ = ddp.step(ddp.init(0, batch), batch)
+    assert state.params["w"].dtype == jnp.bfloat16
+    assert float(state.params["w"]) == -258 / 3
+
+
+class Normed(nn.Module):
+    """Batch norm that some rows pass alone."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.BatchNorm(use_running_average=False, momentum=0.9)(nn.Dense(WIDTH)(x))
+        return nn.Dense(1)(nn.tanh(x))[:, 0]
+
+
+def parts_in_order(model, optimizer, num_parts):
+    """One device takes the parts one after the other; plain Flax and optax.
+
+    Part i is the i-th of each replica's parts. Statistics move from part to part; gradients of
+    the sums of losses add up.
+    """
+
+    def total(params, stats, part):
+        y, written = model.apply(
+            {"params": params, "batch_stats": stats}, part["x"], mutable=["batch_stats"]
+        )
+        return (part["mask"] * (y - part["y"]) ** 2).sum(), written["batch_stats"]
+
+    @jax.jit
+    def step(params, stats, opt_state, batch):
+        rows = jax.tree.map(lambda x: x.reshape(REPLICAS, num_parts, -1, *x.shape[1:]), batch)
+        grads, loss = jax.tree.map(jnp.zeros_like, params), 0.0
+        for i in range(num_parts):
+            part = jax.tree.map(lambda x, i=i: x[:, i].reshape(-1, *x.shape[3:]), rows)
+            (more, stats), g = jax.value_and_grad(total, has_aux=True)(params, stats, part)
+            grads, loss = jax.tree.map(jnp.add, grads, g), loss + more
+        count = batch["mask"].sum()
+        grads = jax.tree.map(lambda g: g / count, grads)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), stats, opt_state, loss / count
+
+    return step
+
+
+@pytest.mark.parametrize("num_parts, name", [(2, "all"), (4, "ragged")])
+def test_with_batch_norm_k_parts_equal_one_device_that_takes_them_in_order(num_parts, name):
+    batches = [{**make_rows(32, seed=s), "mask": MASKS[name].astype(np.float32)} for s in range(2)]
+    optimizer = optax.sgd(0.1, momentum=0.9)
+    step = parts_in_order(Normed(), optimizer, num_parts)
+    for place in (PLACES["leaf-end"], PLACES["flat-ready"]):
+        ddp = wrapped(Normed(), optimizer=optimizer, accumulate_steps=num_parts, **place)
+        state = start(ddp, batches[0])
+        one = on_one_device((state.params, state.model_state["batch_stats"], state.opt_state))
+        for batch in batches:
+            state, metrics = ddp.step(state, batch)
+            *one, loss = step(*one, batch)
+            got = state.params, state.model_state["batch_stats"], state.opt_state
+            # Variances of float32 sums in another order, and gradients through them.
+            for a, b, what in zip(
+                host(got), one, ("params", "batch_stats", "opt_state"), strict=True
+            ):
+                assert_close(a, b, rtol=1e-5, what=what)
+            np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
+
+
+@in_all_places
+def test_a_hook_sees_each_bucket_once_however_many_parts_there_are(place):
+    """ACC-2: and what it multiplies by two and divides by two is what it was."""
+    calls = []
+
+    def reduce(bucket, comm_state, axis):
+        calls.append(bucket.index)
+        doubled = jax.tree.map(lambda x: 2 * x, bucket)
+        return jax.tree.map(lambda x: x / 2, jax.lax.pmean(doubled, axis)), comm_state
+
+    hook = jddp.CommHook(lambda plan: (), reduce)
+    ddp = wrapped(Net(), comm_hook=hook, accumulate_steps=4, **place)
+    plain = wrapped(Net(), accumulate_steps=4, **place)
+    state, judge = start(ddp, make_rows()), start(plain, make_rows())
+    assert_same(ddp.step(state, make_rows())[0].params, plain.step(judge, make_rows())[0].params)
+    assert calls == list(range(len(ddp.plan)))
+
+
+class Either(nn.Module):
+    def setup(self):
+        self.a, self.b = Net(), Net()
+
+    def __call__(self, x):
+        return self.a(x) + self.b(x)
+
+
+def by_share(model, batch):
+    """The first row of each share and part chooses for all of its rows."""
+    x = batch["x"]
+    if model.is_initializing():
+        return model(x)
+    branches = (lambda model, x: model.a(x)), (lambda model, x: model.b(x))
+    return (nn.cond(x[0, 0] > 0, *branches, model, x) - 1) ** 2
+
+
+def test_replicas_may_use_other_layers_in_each_part():
+    """ACC-4: four replicas, four parts, each with a choice of its own; one row in each."""
+
+    def by_row(model, batch):
+        x = batch["x"]
+        return (jnp.where(x[:, 0] > 0, model.a(x), model.b(x)) - 1) ** 2
+
+    ddp, _ = beside_one_device(Either(), by_share, alone=by_row, accumulate_steps=4)
+    assert ddp.plan.unused == ()
+
+
+def test_evaluation_in_between_leaves_no_trace():
+    """ACC-1, ACC-5: what is run without gradients is added to nothing."""
+    options = {"accumulate_steps": 2, "donate": False, "placement": "ready"}
+    ddp = jddp.DataParallel(ConvNet(), optax.adam(0.1), loss_fn, **options)
+    state = ddp.init(0, make_batch(32))
+    want, _ = ddp.step(state, make_batch(32))
+    kept = copied(state)
+    ddp.evaluate(state, [make_batch(32, seed=1), make_batch(5)])
+    assert_same(state, kept)
+    assert_same(ddp.step(state, make_batch(32))[0], want)

@@ -1,0 +1,217 @@
+"""PyTorch DDP's cases of communication hooks (HK)."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from jax import lax
+from judge import Net, host, in_all_places, make_rows, start, wrapped
+
+import jddp
+from jddp.errors import ConfigError
+from jddp.program import collectives, read_program
+
+
+def stateless(reduce):
+    """A hook of `reduce(bucket, axis)`."""
+    return jddp.CommHook(
+        lambda plan: (), lambda bucket, comm_state, axis: (reduce(bucket, axis), comm_state)
+    )
+
+
+def scaled(bucket, factor):
+    return jax.tree.map(lambda x: factor * x, bucket)
+
+
+def step(model, loss=None, *, batch=None, num_steps=1, **options):
+    options = {"optimizer": optax.sgd(1.0), **options}
+    ddp = wrapped(model, **options) if loss is None else wrapped(model, loss, **options)
+    batch = make_rows() if batch is None else batch
+    state = start(ddp, batch)
+    for _ in range(num_steps):
+        state, _ = ddp.step(state, batch)
+    return ddp, state
+
+
+HOOKS = {
+    # The same arithmetic: the same bits.
+    "mean": ({"comm_hook": stateless(lax.pmean)}, 0),
+    "sum, divided before": (
+        {"comm_hook": stateless(lambda b, axis: lax.psum(scaled(b, 1 / 4), axis))},
+        0,
+    ),
+    # Replicas are four, and eight bits a number: 4 * 2^-8. Eleven bits: 4 * 2^-11.
+    "bfloat16": ({"wire_dtype": "bfloat16"}, 2**-6),
+    "float16": ({"wire_dtype": "float16"}, 2**-9),
+    "bfloat16 around a hook": (
+        {"wire_dtype": "bfloat16", "comm_hook": stateless(lax.pmean)},
+        2**-6,
+    ),
+}
+
+
+@in_all_places
+def test_parameters_are_those_without_a_hook(place):
+    """HK-1."""
+    want = host(step(Net(), **place)[1].params)
+    for name, (options, rtol) in HOOKS.items():
+        got = host(step(Net(), **options, **place)[1].params)
+        for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=rtol * np.abs(b).max(), err_msg=name)
+
+
+@in_all_places
+def test_a_hook_that_does_nothing_sends_nothing(place):
+    """HK-1, noop: what then travels is the loss; each replica goes its own way."""
+    ddp, state = step(Net(), comm_hook=stateless(lambda bucket, axis: bucket), **place)
+    found = collectives(read_program(ddp.lower(make_rows()).compile().as_text()))
+    assert [x.num_elements for x in found] == [2]
+    kernels = [shard.data for shard in state.params["first"]["kernel"].addressable_shards]
+    assert not np.array_equal(kernels[0], kernels[1])
+
+
+class Plane(nn.Module):
+    """Four weights whose gradient on replica r is r, and so their mean (R - 1) / 2."""
+
+    @nn.compact
+    def __call__(self, x):
+        return self.param("w", nn.initializers.zeros, (2, 2)).sum() * x
+
+
+def ranks(model, batch):
+    return model(batch["rank"])
+
+
+RANKS = {"rank": np.arange(4, dtype=np.float32)}
+
+
+@in_all_places
+@pytest.mark.parametrize(
+    "hook, gradient",
+    [
+        pytest.param(stateless(lax.pmean), 1.5, id="mean"),
+        pytest.param(
+            stateless(lambda b, axis: scaled(scaled(lax.pmean(b, axis), 10), 0.5)),
+            7.5,
+            id="HK-3, ten times and by two",
+        ),
+        pytest.param(
+            stateless(lambda b, axis: jax.tree.map(lambda x: jnp.full_like(x, 2), b)),
+            2.0,
+            id="HK-4, of its own",
+        ),
+    ],
+)
+def test_what_a_hook_returns_is_the_gradient(hook, gradient, place):
+    ddp = wrapped(Plane(), ranks, optimizer=optax.sgd(1.0), comm_hook=hook, **place)
+    state, _ = ddp.step(ddp.init(0, RANKS), RANKS)
+    np.testing.assert_array_equal(state.params["w"], np.full((2, 2), -gradient))
+
+
+@in_all_places
+def test_a_hook_may_stand_around_another(place):
+    """HK-3: "then": what the inner one has averaged, the outer one takes five times."""
+
+    def five_times(inner):
+        def reduce(bucket, comm_state, axis):
+            bucket, comm_state = inner.reduce(bucket, comm_state, axis)
+            return scaled(bucket, 5), comm_state
+
+        return jddp.CommHook(inner.init, reduce)
+
+    ddp = wrapped(
+        Plane(),
+        ranks,
+        optimizer=optax.sgd(1.0),
+        comm_hook=five_times(five_times(stateless(lax.pmean))),
+        wire_dtype="float16",
+        **place,
+    )
+    state, _ = ddp.step(ddp.init(0, RANKS), RANKS)
+    np.testing.assert_array_equal(state.params["w"], np.full((2, 2), -37.5))
+
+
+class Ten(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for i in range(10):
+            x = nn.Dense(4, use_bias=False, name=f"layer_{i}")(x)
+        return x.sum(-1)
+
+
+@in_all_places
+def test_of_ten_layers_the_first_is_in_the_last_bucket_and_only_that_is_last(place):
+    """HK-5."""
+    seen = []
+
+    def reduce(bucket, axis):
+        seen.append((bucket.index, bucket.is_last, bucket.planned.paths))
+        return lax.pmean(bucket, axis)
+
+    step(Ten(), comm_hook=stateless(reduce), bucket_mb=64 / 2**20, **place)
+    layers = [(f"layer_{i}/kernel",) for i in reversed(range(10))]
+    assert seen == [(i, i == 9, layer) for i, layer in enumerate(layers)]
+
+
+@in_all_places
+@pytest.mark.parametrize("wire_dtype", [None, "float16"])
+def test_the_mean_is_the_same_in_each_of_a_hundred_steps(place, wire_dtype):
+    """HK-6."""
+    ddp = wrapped(Plane(), ranks, optimizer=optax.sgd(1.0), wire_dtype=wire_dtype, **place)
+    state = ddp.init(0, RANKS)
+    for i in range(100):
+        state, _ = ddp.step(state, RANKS)
+        np.testing.assert_array_equal(state.params["w"], np.full((2, 2), -1.5 * (i + 1)))
+
+
+# --- HK-7: wrong hooks ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "hook",
+    ["bfloat16", lax.pmean, (len, len), jddp.CommHook, jddp.CommHook(len, "mean")],
+    ids=["name", "function", "pair", "class", "no functions"],
+)
+def test_what_is_no_hook_is_refused_when_it_is_given(hook):
+    with pytest.raises(ConfigError, match="comm_hook is .* Give a jddp.CommHook"):
+        wrapped(Net(), comm_hook=hook)
+
+
+def remembering(initial, new):
+    return jddp.CommHook(
+        lambda plan: initial, lambda bucket, comm_state, axis: (lax.pmean(bucket, axis), new)
+    )
+
+
+def reducing(reduce):
+    return jddp.CommHook(lambda plan: (), reduce)
+
+
+WRONG = {
+    "returns a bucket alone": reducing(lambda bucket, s, axis: lax.pmean(bucket, axis)),
+    "returns nothing": reducing(lambda bucket, s, axis: None),
+    "returns arrays": stateless(lambda bucket, axis: lax.pmean(bucket.values, axis)),
+    "returns another shape": stateless(
+        lambda b, axis: jax.tree.map(lambda x: x.ravel()[:-1], lax.pmean(b, axis))
+    ),
+    "returns another dtype": stateless(
+        lambda b, axis: jax.tree.map(lambda x: x.astype(jnp.bfloat16), lax.pmean(b, axis))
+    ),
+    "remembers another structure": remembering((), {"calls": np.zeros(2)}),
+    "remembers another shape": remembering(np.zeros(2), jnp.zeros(3)),
+    "remembers another dtype": remembering(np.zeros(2), jnp.zeros(2, jnp.int32)),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_hook_that_breaks_its_contract_is_refused_with_the_reason(name):
+    """While the step is traced: before anything is compiled or sent."""
+    with pytest.raises(ConfigError, match="comm_hook"):
+        step(Net(), comm_hook=WRONG[name])
+
+
+def test_memory_that_is_no_array_is_refused_when_it_is_made():
+    with pytest.raises(ConfigError, match="comm_hook"):
+        wrapped(Net(), comm_hook=remembering("words", ())).init(0, make_rows())
