@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = [ROOT / "scripts" / name for name in ("venv", "quickstart", "test", "check")]
+SCRIPTS = [ROOT / "scripts" / name for name in ("venv", "quickstart", "test", "check", "overlap")]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])
 
 # Stands in for Python: writes down how it was called, and "makes" a venv of itself.

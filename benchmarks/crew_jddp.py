@@ -1,0 +1,61 @@
+"""One process of a crew that trains with `jddp.DataParallel`; see `crew`."""
+
+import time
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from crew import Turn, serve
+from jobs import JOBS
+
+import jddp
+from jddp import cluster
+from jddp.models import GPT, MLP
+from jddp.models.resnet import BasicBlock, ResNet
+
+MODELS = {
+    "mlp": lambda sizes: MLP(sizes[1:-1], sizes[-1]),
+    "gpt": GPT,
+    "resnet": lambda: ResNet((1, 1, 1), BasicBlock, width=32, num_classes=10, stem="cifar"),
+}
+
+
+def loss_fn(model: Any, batch: Any, train: bool) -> jax.Array:
+    logits = model(batch["inputs"], train=train)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+
+
+def data_parallel(job: str, **options: Any) -> jddp.DataParallel:
+    model = MODELS[JOBS[job].model](**JOBS[job].sizes)
+    return jddp.DataParallel(model, optax.sgd(0.01, momentum=0.9), loss_fn, **options)
+
+
+def make_turn(job: str, copy: int = 0, **options: Any) -> Turn:
+    """Returns turns of a contender; a `copy` of another number is compiled anew."""
+    del copy
+    ddp = data_parallel(job, **options)
+    batch = {
+        name: np.split(x, jax.process_count())[jax.process_index()]
+        for name, x in JOBS[job].batch().items()
+    }
+    state = ddp.init(seed=0, batch=batch)
+    batch = ddp.put(batch)
+
+    def turn(num_steps: int) -> float:
+        nonlocal state
+        started, waiting = time.perf_counter(), None
+        for _ in range(num_steps):
+            state, metrics = ddp.step(state, batch)
+            jax.block_until_ready(waiting)
+            waiting = metrics["loss"]
+        jax.block_until_ready(state)
+        return time.perf_counter() - started
+
+    turn(3)
+    return turn
+
+
+if __name__ == "__main__":
+    cluster.initialize(cluster.resolve_identity())
+    serve(make_turn)

@@ -1,0 +1,105 @@
+"""The networks of `jddp.models` in PyTorch, and their parameters as Flax names and lays them out.
+
+Layers are called as Flax calls them, so that a parameter is found by its path.
+"""
+
+from collections import OrderedDict
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+EPSILON = 1e-6  # of Flax's layer norm; PyTorch's is 1e-5
+
+
+def mlp(sizes):
+    layers = OrderedDict()
+    for i, (num_inputs, num_outputs) in enumerate(pairwise(sizes)):
+        if i > 0:
+            layers[f"relu_{i}"] = nn.ReLU()
+        layers[f"Dense_{i}"] = nn.Linear(num_inputs, num_outputs)
+    return nn.Sequential(layers)
+
+
+class ChannelsFirst(nn.Module):
+    def forward(self, x):
+        return x.movedim(-1, 1)
+
+
+def conv_net(widths, num_classes):
+    layers = OrderedDict(channels_first=ChannelsFirst())
+    for i, (num_inputs, num_outputs) in enumerate(pairwise(widths)):
+        layers[f"Conv_{i}"] = nn.Conv2d(num_inputs, num_outputs, 3, stride=2, padding=1)
+        layers[f"relu_{i}"] = nn.ReLU()
+    layers |= {"mean": nn.AdaptiveAvgPool2d(1), "flatten": nn.Flatten()}
+    layers["Dense_0"] = nn.Linear(widths[-1], num_classes)
+    return nn.Sequential(layers)
+
+
+class Block(nn.Module):
+    def __init__(self, num_heads, width):
+        super().__init__()
+        self.num_heads = num_heads
+        self.norm_1 = nn.LayerNorm(width, EPSILON)
+        self.query_key_value = nn.Linear(width, 3 * width)
+        self.attention_output = nn.Linear(width, width)
+        self.norm_2 = nn.LayerNorm(width, EPSILON)
+        self.mlp_hidden = nn.Linear(width, 4 * width)
+        self.mlp_output = nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        x = x + self.attend(self.norm_1(x))
+        hidden = F.gelu(self.mlp_hidden(self.norm_2(x)), approximate="tanh")
+        return x + self.mlp_output(hidden)
+
+    def attend(self, x):
+        x = self.query_key_value(x).unflatten(-1, (3, self.num_heads, -1))
+        query, key, value = x.permute(2, 0, 3, 1, 4)  # each (b, heads, t, channels of a head)
+        x = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.attention_output(x.transpose(1, 2).flatten(2))
+
+
+class GPT(nn.Module):
+    def __init__(self, vocab_size, num_layers, num_heads, width, max_length):
+        super().__init__()
+        self.Embed_0 = nn.Embedding(vocab_size, width)
+        self.positions = nn.Parameter(torch.zeros(max_length, width))
+        self.blocks = [Block(num_heads, width) for _ in range(num_layers)]
+        for i, block in enumerate(self.blocks):
+            self.add_module(f"block_{i}", block)
+        self.LayerNorm_0 = nn.LayerNorm(width, EPSILON)
+
+    def forward(self, tokens):
+        x = self.Embed_0(tokens) + self.positions[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(self.LayerNorm_0(x), self.Embed_0.weight)
+
+
+MODELS = {"mlp": mlp, "conv_net": conv_net, "gpt": GPT}
+
+
+def torch_name(path):
+    *modules, name = path.split("/")
+    name = {"kernel": "weight", "scale": "weight", "embedding": "weight"}.get(name, name)
+    return ".".join([*modules, name])
+
+
+def from_flax(params):
+    """The state dict of parameters that are given by Flax's paths, as NumPy arrays."""
+    state = {}
+    for path, x in params.items():
+        if path.endswith("kernel"):  # (in, out) or (h, w, in, out)
+            x = x.transpose(-1, -2, *range(x.ndim - 2))
+        state[torch_name(path)] = torch.tensor(x)
+    return state
+
+
+def to_flax(state, paths):
+    """The parameters of a state dict by Flax's paths, as NumPy arrays."""
+    params = {path: state[torch_name(path)].numpy() for path in paths}
+    return {
+        path: x.transpose(*range(2, x.ndim), 1, 0) if path.endswith("kernel") else x
+        for path, x in params.items()
+    }
