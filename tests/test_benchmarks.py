@@ -37,3 +37,12 @@ def test_collectives_counts_every_bucket_of_the_flat_layout():
     rows = [row.split(maxsplit=4) for row in run(BENCHMARKS / "collectives.py")[1:]]
     other = {int(count) - int(buckets) for _, layout, buckets, count, _ in rows if layout == "flat"}
     assert other == {3 * 2 + 1}  # Three batch norms, forward and backward, and the metrics.
+
+
+@pytest.mark.slow
+def test_the_wire_carries_the_parameters_and_no_more():
+    rows = [row.split() for row in run(BENCHMARKS / "wire.py", "mlp", "gpt")[1:]]
+    assert {row[4] for row in rows} == {"1.0000"}
+    assert all(int(reduces) <= int(buckets) for *_, reduces, buckets in rows)
+    for _, wide, narrow in (rows[:3], rows[3:]):
+        assert int(wide[3].replace(",", "")) == 2 * int(narrow[3].replace(",", ""))
