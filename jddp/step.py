@@ -11,6 +11,7 @@ small vector of sums and counts, and what synced batch norm needs.
 """
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -294,7 +295,9 @@ def trace_ready(
         traced.append((backward.ready, backward.num_looped))
         return ()
 
-    jax.eval_shape(over_replicas(replica, mesh, P(), P()), state, batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # The step is traced again, and warns then.
+        jax.eval_shape(over_replicas(replica, mesh, P(), P()), state, batch)
     return traced[0]
 
 
