@@ -11,7 +11,7 @@ small vector of sums and counts, and what synced batch norm needs.
 """
 
 import functools
-import warnings
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -295,9 +295,13 @@ def trace_ready(
         traced.append((backward.ready, backward.num_looped))
         return ()
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # The step is traced again, and warns then.
+    log = logging.getLogger("jddp")
+    level = log.level
+    log.setLevel(logging.ERROR)  # The step is traced again, and warns then.
+    try:
         jax.eval_shape(over_replicas(replica, mesh, P(), P()), state, batch)
+    finally:
+        log.setLevel(level)
     return traced[0]
 
 
