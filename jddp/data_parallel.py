@@ -5,15 +5,14 @@
     state, metrics = ddp.step(state, batch)      # batch: this process's share
     metrics = ddp.evaluate(state, batches)       # exact over every example
 
-This room checks what the user gives, keeps the compiled functions, and places batches. What a step
-does stands in `step`.
+This room checks what the user gives, and places it. What a step does stands in `step`; for which
+rows one is planned and compiled, in `steps`.
 """
 
-import dataclasses
 import functools
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +22,7 @@ from jax.sharding import Mesh
 
 from jddp.errors import ConfigError, UsageError
 from jddp.evaluation import evaluate_exactly
-from jddp.explanation import Calls, Explanation, explain, logging_data, measure
+from jddp.explanation import Calls, Explanation, logging_data, measure
 from jddp.flaxmodel import LossFn, functional
 from jddp.mesh import (
     AXIS,
@@ -39,10 +38,11 @@ from jddp.mesh import (
     sharded,
 )
 from jddp.recipe import Recipe
-from jddp.reduce import BucketPlan, compiler_options, make_reduction
+from jddp.reduce import BucketPlan, make_reduction
 from jddp.run import Run
-from jddp.state import Kind, TrainState, enter, float_kinds, merge_rows, stack_rows
-from jddp.step import Metrics, make_evaluate, make_init, make_step, trace_ready
+from jddp.state import Kind, TrainState, float_kinds, merge_rows, stack_rows
+from jddp.step import Metrics, make_evaluate, make_init
+from jddp.steps import Steps, call
 from jddp.trainer import train
 
 PyTree = Any
@@ -87,9 +87,6 @@ class DataParallel:
 
     Attributes:
       mesh: The mesh of devices.
-      plan: After `init`, the `BucketPlan`. Its order is that in which the traced backward pass
-        finishes the gradients; a guess until a batch has been seen, which `init` of an NNX model
-        does not need.
     """
 
     def __init__(
@@ -115,7 +112,6 @@ class DataParallel:
         donate: bool = True,
     ) -> None:
         self.mesh = make_mesh(mesh)
-        self.plan: BucketPlan | None = None
         self._platform = platform(self.mesh)
         reduction = make_reduction(
             axis=AXIS,
@@ -144,12 +140,19 @@ class DataParallel:
         self._rows_sharding = sharded(self.mesh)
         self._init = make_init(self._recipe, self.mesh)
         self._evaluate = make_evaluate(self._recipe, self.mesh)
-        # A plan belongs to the form of the rows: others may use other parameters.
-        self._plans: dict[Hashable, BucketPlan] = {}  # by the form of one replica's part
-        self._steps: dict[Hashable, Any] = {}  # jitted, by the form of all rows
+        self._steps = Steps(self._recipe, self.mesh, donate=donate)
         self._calls = Calls()
         self._in_flight: deque[Metrics] = deque()
         self._taken: weakref.WeakKeyDictionary[TrainState, int] = weakref.WeakKeyDictionary()
+
+    @property
+    def plan(self) -> BucketPlan | None:
+        """The buckets of the rows that came last; None before `init`.
+
+        Their order is that in which the traced backward pass finishes the gradients; a guess until
+        a batch has been seen, which `init` of an NNX model does not need.
+        """
+        return self._steps.plan
 
     def init(self, seed: int = 0, batch: PyTree = None, params: PyTree = None) -> TrainState:
         """Makes the first state: the same on every device, from one seed.
@@ -166,10 +169,10 @@ class DataParallel:
         """
         values = self._given(params)
         rows = from_process_zero(self._example(batch, values))  # so that all start alike
-        state = self._call(self._init, np.uint32(seed), rows, *replicate(values, self.mesh))
-        self.plan = self._measure(state, batch)
-        state = state.replace(comm_state=replicate(self._comm_state(), self.mesh))
-        return stack_rows(state, self._kinds(state), self._rows_sharding)
+        state = call(self._init, np.uint32(seed), rows, *replicate(values, self.mesh))
+        self._steps.plan_for(state, batch)
+        state = state.replace(comm_state=replicate(self._steps.comm_state(), self.mesh))
+        return stack_rows(state, self._steps.kinds(state), self._rows_sharding)
 
     def abstract_state(self, batch: PyTree) -> TrainState:
         """Shapes, dtypes and shardings of the state, with nothing allocated.
@@ -179,9 +182,9 @@ class DataParallel:
         """
         values = self._given(None)
         rows = self._example(batch, values)
-        state = self._call(jax.eval_shape, self._init, np.uint32(0), rows, *values)
-        self.plan = self._measure(state, batch)
-        state = state.replace(comm_state=jax.eval_shape(self._comm_state))
+        state = call(jax.eval_shape, self._init, np.uint32(0), rows, *values)
+        self._steps.plan_for(state, batch)
+        state = state.replace(comm_state=jax.eval_shape(self._steps.comm_state))
 
         def place(x: Any, kind: Kind) -> jax.ShapeDtypeStruct:
             if kind is Kind.REPLICATED:
@@ -190,7 +193,7 @@ class DataParallel:
                 (self.mesh.size, *x.shape), x.dtype, sharding=self._rows_sharding
             )
 
-        return jax.tree.map(place, state, self._kinds(state))
+        return jax.tree.map(place, state, self._steps.kinds(state))
 
     def _given(self, params: PyTree) -> tuple[PyTree, PyTree]:
         """Parameters and other state that need not be made; None for what does."""
@@ -205,7 +208,7 @@ class DataParallel:
                 "init needs batch= (example rows, for their shapes) or params=: a Linen model "
                 "makes its parameters by running the loss."
             )
-        num_rows = self._num_rows(batch)
+        num_rows = self._steps.count_rows_of_part(batch)
 
         def share(x: Any) -> Any:
             if isinstance(x, jax.ShapeDtypeStruct):
@@ -213,81 +216,6 @@ class DataParallel:
             return np.asarray(x[:num_rows])
 
         return jax.tree.map(share, batch)
-
-    def _num_rows(self, batch: PyTree) -> int:
-        """Rows of one replica and one part; at least one."""
-        return max(1, count_rows(batch) // self._num_parts(batch))
-
-    def _measure(self, state: TrainState, batch: PyTree) -> BucketPlan:
-        """Plans buckets for one replica's state, as measured if there is a batch.
-
-        Raises:
-          ConfigError: If no gradient reaches a parameter, and unused_parameters is "error".
-        """
-        recipe = self._recipe
-        if batch is None:
-            return recipe.reduction.plan(state.params)
-        num_rows = self._num_rows(batch)
-        rows = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype), _shapes(batch)
-        )
-        form = _form(rows)
-        if form not in self._plans:
-            measured = self._call(trace_ready, recipe, self.mesh, _shapes(state), rows)
-            self._plans[form] = recipe.reduction.plan(state.params, *measured)
-        plan = self._plans[form]
-        if plan.unused and recipe.unused_parameters == "error":
-            raise ConfigError(
-                f"No gradient reaches {', '.join(plan.unused)}. Use them in the loss, or "
-                "choose unused_parameters='zero' or 'skip'."
-            )
-        return plan
-
-    def _comm_state(self) -> PyTree:
-        """What the hook remembers at first, on one replica."""
-        assert self.plan is not None
-        comm_state = self._recipe.reduction.hook.init(self.plan)
-        if jax.tree.leaves(comm_state) and not self._plans:
-            raise UsageError(
-                "This comm_hook remembers something for each bucket, and buckets are planned from "
-                "the traced backward pass: init needs batch= (example rows, for their shapes)."
-            )
-        if not all(hasattr(x, "dtype") for x in jax.tree.leaves(comm_state)):
-            raise ConfigError(f"comm_hook: init returns {comm_state}. It must return arrays.")
-        return jax.tree.map(jax.numpy.asarray, comm_state)
-
-    def _kinds(self, state: TrainState) -> TrainState:
-        own = self._model.batch_norm == "local"
-        kinds: TrainState = jax.tree.map(lambda _: Kind.REPLICATED, state)
-        return kinds.replace(
-            model_state=float_kinds(state.model_state, per_replica=own),
-            comm_state=jax.tree.map(lambda _: Kind.PER_REPLICA, state.comm_state),
-        )
-
-    def _step_for(self, state: TrainState, rows: PyTree) -> Any:
-        """The jitted step for rows of this form; compiles nothing yet.
-
-        Raises:
-          UsageError: If a comm_hook remembers buckets that these rows do not have.
-        """
-        form = _form(rows)
-        if form not in self._steps:
-            kinds = self._kinds(state)
-            one = jax.eval_shape(functools.partial(enter, kinds=kinds), state)
-            plan, before = self._measure(one, rows), self.plan
-            if jax.tree.leaves(state.comm_state) and before not in (None, plan):
-                raise UsageError(
-                    "These rows use other parameters than those that the comm_hook was made for: "
-                    "its memory is of other buckets. Give init a batch that uses them too."
-                )
-            self.plan = plan
-            self._steps[form] = self._make_step(self._recipe, kinds)
-        return self._steps[form]
-
-    def _make_step(self, recipe: Recipe, kinds: TrainState) -> Any:
-        assert self.plan is not None
-        options = compiler_options(recipe.reduction, self._platform)
-        return make_step(recipe, self.plan, self.mesh, kinds, donate=self._donate, options=options)
 
     def _merged(self, model_state: PyTree) -> PyTree:
         kinds = float_kinds(model_state, per_replica=self._model.batch_norm == "local")
@@ -329,11 +257,11 @@ class DataParallel:
         """
         self._refuse_taken(state)
         rows = self.put(batch)
-        step = self._step_for(state, rows)
+        step = self._steps.step_for(state, rows)
         self._calls.count()
         if self._donate:
             self._taken[state] = self._calls.number
-        result = self._call(step, state, rows)
+        result = call(step, state, rows)
         if self._platform == "cpu":
             self._wait_for_room(result[1])
         return result
@@ -354,22 +282,11 @@ class DataParallel:
         leaves = jax.tree.leaves(batch)
         if leaves and all(getattr(x, "sharding", None) == self._rows_sharding for x in leaves):
             return batch  # by an earlier call
-        steps, num_parts = self._recipe.accumulate_steps, self._num_parts(batch)
+        steps, num_parts = self._recipe.accumulate_steps, self._steps.count_parts(batch)
         what = f"{num_parts // steps} devices"
         what += f" times accumulate_steps={steps}" if steps > 1 else ""
         check_rows(count_rows(batch), num_parts, what)
         return put_rows(batch, self.mesh)
-
-    def _num_parts(self, batch: PyTree) -> int:
-        """Into how many parts the rows of this process, or of all where they are global, split."""
-        leaves = jax.tree.leaves(batch)
-        on_all = all(isinstance(x, jax.Array) and not x.is_fully_addressable for x in leaves)
-        num_devices = self.mesh.size if on_all else self._num_local_devices
-        return num_devices * self._recipe.accumulate_steps
-
-    @property
-    def _num_local_devices(self) -> int:
-        return len(self.mesh.local_devices)
 
     def _refuse_taken(self, state: TrainState) -> None:
         if state.step.is_deleted():
@@ -380,38 +297,13 @@ class DataParallel:
                 "that the step returned, or build DataParallel(..., donate=False)."
             )
 
-    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
-        try:
-            return function(*args)
-        except NameError as error:
-            if "unbound axis name" not in str(error):
-                raise
-            name = str(error).split("unbound axis name:")[-1].strip().split(" ")[0].rstrip(".")
-            raise ConfigError(
-                f"The model or loss uses axis {name!r}, which this mesh lacks: its axis is "
-                f"{AXIS!r} (jddp.AXIS)."
-            ) from error
-
     def lower(self, batch: PyTree) -> jax.stages.Lowered:
         """Lowers the step for the shapes of `batch`, with nothing allocated or run.
 
         Args:
           batch: This process's rows, or their `jax.ShapeDtypeStruct`s.
         """
-        state = self.abstract_state(batch)
-        return self._lower(self._step_for(state, batch), state, batch)
-
-    def _lower(
-        self, step: Any, state: TrainState, batch: PyTree, *, times: int = 1
-    ) -> jax.stages.Lowered:
-        """Lowers a step for `times` as many rows as `batch` has, of all processes together."""
-        times *= self.mesh.size // self._num_local_devices
-
-        def everywhere(x: Any) -> jax.ShapeDtypeStruct:
-            shape = (x.shape[0] * times, *x.shape[1:])
-            return jax.ShapeDtypeStruct(shape, x.dtype, sharding=self._rows_sharding)
-
-        return self._call(step.lower, state, jax.tree.map(everywhere, batch))
+        return self._steps.lower(self.abstract_state(batch), batch)
 
     def explain(self, batch: PyTree) -> Explanation:
         """Compiles the step and says what it sends, beside what was planned; runs nothing.
@@ -419,18 +311,7 @@ class DataParallel:
         Args:
           batch: This process's rows, or their `jax.ShapeDtypeStruct`s.
         """
-        lowered, state = self.lower(batch), self.abstract_state(batch)
-        num_parts = 2 * self._recipe.accumulate_steps
-        more_parts = dataclasses.replace(self._recipe, accumulate_steps=num_parts)
-        doubled = [
-            self._lower(step, state, batch, times=2)
-            for step in (
-                self._step_for(state, batch),
-                self._make_step(more_parts, self._kinds(state)),
-            )
-        ]
-        assert self.plan is not None
-        return explain(lowered, doubled, plan=self.plan, mesh=self.mesh)
+        return self._steps.explain(self.abstract_state(batch), batch)
 
     def stats(self, batch: PyTree = None) -> dict[str, Any]:
         """What DDP's logging data tells, under DDP's names where the thing is the same.
@@ -453,7 +334,7 @@ class DataParallel:
         told = logging_data(self.plan, self._recipe, self.mesh, self._calls)
         if batch is not None:
             params = self.abstract_state(batch).params
-            told |= self._call(
+            told |= call(
                 measure, self.explain(batch).compiled, self.plan, self._recipe, self.mesh, params
             )
         return told
@@ -479,7 +360,7 @@ class DataParallel:
         """
         self._refuse_taken(state)
         values = state.key, self._choose(state, params), self._merged(state.model_state)
-        run = functools.partial(self._call, self._evaluate, *values)
+        run = functools.partial(call, self._evaluate, *values)
         return evaluate_exactly(run, batches, self.mesh)
 
     def fit(self, batches: Batches, *, num_steps: int, **options: Any) -> Run:
@@ -495,14 +376,3 @@ class DataParallel:
           The finished run: its state, its metrics, its directory.
         """
         return train(self, batches, num_steps=num_steps, **options)
-
-
-def _form(tree: PyTree) -> Hashable:
-    """What a jitted function is compiled for: structure, shapes and dtypes."""
-    leaves, treedef = jax.tree.flatten(tree)
-    return treedef, tuple((x.shape, x.dtype) for x in leaves)
-
-
-def _shapes(tree: PyTree) -> PyTree:
-    """Shapes and dtypes, as JAX would take them."""
-    return jax.eval_shape(lambda x: x, tree)

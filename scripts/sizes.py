@@ -14,8 +14,8 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-CORE = {"reduce", "step", "state", "mesh", "flaxmodel", "batch_norm", "data_parallel"}
-BUDGETS = {"core lines": 1_520, "jddp lines": 7_000, "public names": 20, "dependencies": 12}
+CORE = {"reduce", "step", "state", "mesh", "flaxmodel", "batch_norm", "steps", "data_parallel"}
+BUDGETS = {"core lines": 1_570, "jddp lines": 7_000, "public names": 20, "dependencies": 12}
 NOT_CODE = {
     tokenize.COMMENT,
     tokenize.NL,

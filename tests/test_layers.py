@@ -24,7 +24,7 @@ FLOORS = [
     {"recipe"},
     {"checkpoint", "reports", "cluster", "step", "program", "run", "evaluation"},
     {"explanation"},
-    {"callbacks"},
+    {"callbacks", "steps"},
     {"trainer"},
     {"data_parallel"},
     {"build"},

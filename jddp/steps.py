@@ -1,0 +1,198 @@
+"""One step for each form of rows: its buckets planned, its program compiled, what it sends told.
+
+A jitted step belongs to rows of one structure, shapes and dtypes; and rows of another form may use
+other parameters, so their buckets are others too.
+
+    steps = Steps(recipe, mesh, donate=True)
+    steps.plan_for(state, batch)                 # traces, computes nothing
+    state, metrics = steps.step_for(state, rows)(state, rows)
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jddp.errors import ConfigError, UsageError
+from jddp.explanation import Explanation, explain
+from jddp.mesh import AXIS, count_rows, platform, sharded
+from jddp.recipe import Recipe
+from jddp.reduce import BucketPlan, compiler_options
+from jddp.state import Kind, TrainState, enter, float_kinds
+from jddp.step import make_step, trace_ready
+
+PyTree = Any
+
+
+class Steps:
+    """The steps of one recipe on one mesh.
+
+    Args:
+      recipe: What a step is made of.
+      mesh: The devices.
+      donate: Whether a step reuses the memory of the state that it is given.
+
+    Attributes:
+      plan: The `BucketPlan` of the rows that came last; None before any.
+    """
+
+    def __init__(self, recipe: Recipe, mesh: Mesh, *, donate: bool) -> None:
+        self.plan: BucketPlan | None = None
+        self._recipe, self._mesh, self._donate = recipe, mesh, donate
+        self._plans: dict[Hashable, BucketPlan] = {}  # by the form of one replica's part
+        self._steps: dict[Hashable, Any] = {}  # jitted, by the form of all rows
+
+    def plan_for(self, state: TrainState, batch: PyTree) -> BucketPlan:
+        """Plans buckets for one replica's state, as measured if there is a batch.
+
+        Raises:
+          ConfigError: If no gradient reaches a parameter, and unused_parameters is "error".
+        """
+        self.plan = self._plan(state, batch)
+        return self.plan
+
+    def _plan(self, state: TrainState, batch: PyTree) -> BucketPlan:
+        recipe = self._recipe
+        if batch is None:
+            return recipe.reduction.plan(state.params)
+        num_rows = self.count_rows_of_part(batch)
+        rows = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype), _shapes(batch)
+        )
+        form = _form(rows)
+        if form not in self._plans:
+            measured = call(trace_ready, recipe, self._mesh, _shapes(state), rows)
+            self._plans[form] = recipe.reduction.plan(state.params, *measured)
+        plan = self._plans[form]
+        if plan.unused and recipe.unused_parameters == "error":
+            raise ConfigError(
+                f"No gradient reaches {', '.join(plan.unused)}. Use them in the loss, or "
+                "choose unused_parameters='zero' or 'skip'."
+            )
+        return plan
+
+    def comm_state(self) -> PyTree:
+        """What the hook remembers at first, on one replica.
+
+        Raises:
+          UsageError: If it remembers something, and no rows have been planned for.
+          ConfigError: If that is not a tree of arrays.
+        """
+        assert self.plan is not None
+        comm_state = self._recipe.reduction.hook.init(self.plan)
+        if jax.tree.leaves(comm_state) and not self._plans:
+            raise UsageError(
+                "This comm_hook remembers something for each bucket, and buckets are planned from "
+                "the traced backward pass: init needs batch= (example rows, for their shapes)."
+            )
+        if not all(hasattr(x, "dtype") for x in jax.tree.leaves(comm_state)):
+            raise ConfigError(f"comm_hook: init returns {comm_state}. It must return arrays.")
+        return jax.tree.map(jax.numpy.asarray, comm_state)
+
+    def kinds(self, state: TrainState) -> TrainState:
+        """For each leaf of a state, how it lies on the mesh."""
+        own = self._recipe.model.batch_norm == "local"
+        kinds: TrainState = jax.tree.map(lambda _: Kind.REPLICATED, state)
+        return kinds.replace(
+            model_state=float_kinds(state.model_state, per_replica=own),
+            comm_state=jax.tree.map(lambda _: Kind.PER_REPLICA, state.comm_state),
+        )
+
+    def step_for(self, state: TrainState, rows: PyTree) -> Any:
+        """The jitted step for rows of this form; compiles nothing yet.
+
+        Raises:
+          UsageError: If a comm_hook remembers buckets that these rows do not have.
+        """
+        form = _form(rows)
+        if form not in self._steps:
+            kinds = self.kinds(state)
+            one = jax.eval_shape(functools.partial(enter, kinds=kinds), state)
+            plan, before = self._plan(one, rows), self.plan
+            if jax.tree.leaves(state.comm_state) and before not in (None, plan):
+                raise UsageError(
+                    "These rows use other parameters than those that the comm_hook was made for: "
+                    "its memory is of other buckets. Give init a batch that uses them too."
+                )
+            self.plan = plan
+            self._steps[form] = self._make_step(self._recipe, kinds)
+        return self._steps[form]
+
+    def _make_step(self, recipe: Recipe, kinds: TrainState) -> Any:
+        assert self.plan is not None
+        options = compiler_options(recipe.reduction, platform(self._mesh))
+        return make_step(recipe, self.plan, self._mesh, kinds, donate=self._donate, options=options)
+
+    def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
+        """Lowers the step for a state and rows of one process, or for their shapes."""
+        return self._lower(self.step_for(state, batch), state, batch)
+
+    def _lower(
+        self, step: Any, state: TrainState, batch: PyTree, *, times: int = 1
+    ) -> jax.stages.Lowered:
+        """Lowers a step for `times` as many rows as `batch` has, of all processes together."""
+        times *= self._mesh.size // len(self._mesh.local_devices)
+
+        def everywhere(x: Any) -> jax.ShapeDtypeStruct:
+            shape = (x.shape[0] * times, *x.shape[1:])
+            return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharded(self._mesh))
+
+        return call(step.lower, state, jax.tree.map(everywhere, batch))
+
+    def explain(self, state: TrainState, batch: PyTree) -> Explanation:
+        """Compiles the step, and compares it with that of twice the rows, and twice the parts."""
+        lowered = self.lower(state, batch)
+        num_parts = 2 * self._recipe.accumulate_steps
+        more_parts = dataclasses.replace(self._recipe, accumulate_steps=num_parts)
+        doubled = [
+            self._lower(step, state, batch, times=2)
+            for step in (
+                self.step_for(state, batch),
+                self._make_step(more_parts, self.kinds(state)),
+            )
+        ]
+        assert self.plan is not None
+        return explain(lowered, doubled, plan=self.plan, mesh=self._mesh)
+
+    def count_parts(self, batch: PyTree) -> int:
+        """Into how many parts the rows of this process, or of all where they are global, split."""
+        leaves = jax.tree.leaves(batch)
+        on_all = all(isinstance(x, jax.Array) and not x.is_fully_addressable for x in leaves)
+        num_devices = self._mesh.size if on_all else len(self._mesh.local_devices)
+        return num_devices * self._recipe.accumulate_steps
+
+    def count_rows_of_part(self, batch: PyTree) -> int:
+        """Rows of one replica and one part; at least one."""
+        return max(1, count_rows(batch) // self.count_parts(batch))
+
+
+def call(function: Callable[..., Any], *args: Any) -> Any:
+    """Calls what traces the user's model.
+
+    Raises:
+      ConfigError: If the model names an axis that there is not.
+    """
+    try:
+        return function(*args)
+    except NameError as error:
+        if "unbound axis name" not in str(error):
+            raise
+        name = str(error).split("unbound axis name:")[-1].strip().split(" ")[0].rstrip(".")
+        raise ConfigError(
+            f"The model or loss uses axis {name!r}, which this mesh lacks: its axis is "
+            f"{AXIS!r} (jddp.AXIS)."
+        ) from error
+
+
+def _form(tree: PyTree) -> Hashable:
+    """What a jitted function is compiled for: structure, shapes and dtypes."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef, tuple((x.shape, x.dtype) for x in leaves)
+
+
+def _shapes(tree: PyTree) -> PyTree:
+    """Shapes and dtypes, as JAX would take them."""
+    return jax.eval_shape(lambda x: x, tree)
