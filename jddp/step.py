@@ -27,7 +27,7 @@ from jddp.mesh import AXIS, count_rows
 from jddp.metrics import Sum, Sums, mean, mean_tree, sum_over_replicas, weigh
 from jddp.metrics import count_rows as count_valid_rows
 from jddp.recipe import Recipe
-from jddp.reduce import BucketPlan, trace_backward
+from jddp.reduce import BucketPlan, power_of_two_within, trace_backward
 from jddp.state import TrainState, enter, leave, specs
 from jddp.unused import take_back
 
@@ -43,7 +43,8 @@ def replica_step(
     grads, comm_state, sums, model_state = reduce(recipe, plan, state, _parts(recipe, state, batch))
     # Gradients of sums have been averaged; divided by the mean count they are the global mean.
     sums = sum_over_replicas(sums, axis=AXIS)
-    grads = mean_tree(grads, sums["loss"].count / lax.axis_size(AXIS))
+    count = sums["loss"].count / lax.axis_size(AXIS)
+    grads = mean_tree(grads, count * _start(recipe, state.params, sums))
     metrics = {name: mean(x.total, x.count) for name, x in sums.items()}
     metrics["count"] = sums["loss"].count
     if recipe.max_grad_norm is not None:
@@ -86,7 +87,7 @@ def _reduce_at_end(recipe: Recipe, plan: BucketPlan, state: TrainState, parts: P
     grads, sums, model_state = _sum_parts(recipe, state, parts, num_parts)
     grads = jax.tree.map(lambda g, x: g.astype(x.dtype), grads, state.params)
     grads, comm_state = recipe.reduction.at_end(
-        grads, state.comm_state, plan=plan, num_entries=sums["loss"].num_entries * num_parts
+        grads, state.comm_state, plan=plan, scale=_scale(recipe, state.params, sums)
     )
     return grads, comm_state, sums, model_state
 
@@ -104,7 +105,7 @@ def _reduce_when_ready(recipe: Recipe, plan: BucketPlan, state: TrainState, part
         trace_backward(pullback),
         state.comm_state,
         plan=plan,
-        num_entries=sums["loss"].num_entries * num_parts,
+        scale=_scale(recipe, state.params, sums),
         so_far=so_far and so_far[0],
     )
     sums = jax.tree.map(jnp.add, so_far[1], sums) if so_far else sums
@@ -154,7 +155,27 @@ def _linearize(
         return _forward(recipe, params, model_state, part, key, train=True)
 
     _, pullback, (sums, model_state) = jax.vjp(forward, params, has_aux=True)
-    return lambda cotangent: pullback(cotangent)[0], sums, model_state
+    start = _start(recipe, params, sums)
+    return lambda cotangent: pullback(cotangent * start)[0], sums, model_state
+
+
+def _start(recipe: Recipe, params: PyTree, sums: Sums) -> float:
+    """What the backward pass starts from: 1; where parameters are float16, a power of two.
+
+    A gradient summed over all entries of a replica overflows float16. Times this, it is no more
+    than the gradient of their mean.
+    """
+    if all(x.dtype != jnp.float16 for x in jax.tree.leaves(params)):
+        return 1.0
+    return power_of_two_within(1 / _count_entries(recipe, sums))
+
+
+def _scale(recipe: Recipe, params: PyTree, sums: Sums) -> float:
+    return 1 / (_count_entries(recipe, sums) * _start(recipe, params, sums))
+
+
+def _count_entries(recipe: Recipe, sums: Sums) -> int:
+    return sums["loss"].num_entries * recipe.accumulate_steps
 
 
 def _forward(

@@ -84,6 +84,12 @@ def test_a_float16_wire_divides_before_it_adds():
     np.testing.assert_array_equal(average({"g": rows}, wire_dtype="float16")["g"], [2.0**15] * 3)
 
 
+def test_float16_gradients_are_divided_before_they_are_added():
+    """NUM-4, for the buckets in a step of one's own."""
+    rows = np.full((8, 3), 2.0**15, np.float16)
+    np.testing.assert_array_equal(average({"g": rows})["g"], [2.0**15] * 3)
+
+
 def test_a_float16_wire_holds_sums_over_many_entries():
     """A replica's gradient is a sum over its entries: 64 of 2**12 do not fit into float16."""
 
@@ -124,7 +130,7 @@ def counting(plan_seen, calls):
         return {"calls": jnp.zeros(len(plan))}
 
     def reduce(bucket, comm_state, axis):
-        calls.append((bucket.index, bucket.is_last, bucket.planned.paths, bucket.num_entries))
+        calls.append((bucket.index, bucket.is_last, bucket.planned.paths, bucket.scale))
         counted = comm_state["calls"].at[bucket.index].add(1 + lax.axis_index(axis))
         return lax.pmean(bucket, axis), {"calls": counted}
 
@@ -146,7 +152,7 @@ def test_a_hook_sees_every_bucket_and_its_memory_is_each_replica_s_own(layout, p
     assert plans[-1] is ddp.plan
     assert [(i, is_last) for i, is_last, _, _ in calls] == [(i, i == num - 1) for i in range(num)]
     assert [paths for _, _, paths, _ in calls] == [bucket.paths for bucket in ddp.plan.buckets]
-    assert {entries for *_, entries in calls} == {4}
+    assert {scale for *_, scale in calls} == {1 / 4}
     rows = state.comm_state["calls"]
     np.testing.assert_array_equal(rows, 3 * np.outer(np.arange(1, 9), np.ones(num)))
 

@@ -2,7 +2,7 @@
 
 from jddp.reduce.average import average_gradients, compiler_options, make_reduction
 from jddp.reduce.backward import trace_backward
-from jddp.reduce.hooks import CommHook, GradBucket
+from jddp.reduce.hooks import CommHook, GradBucket, power_of_two_within
 from jddp.reduce.plan import Bucket, BucketPlan, in_mebibytes, plan_buckets
 from jddp.reduce.reduction import Reduction
 
@@ -17,5 +17,6 @@ __all__ = [
     "in_mebibytes",
     "make_reduction",
     "plan_buckets",
+    "power_of_two_within",
     "trace_backward",
 ]

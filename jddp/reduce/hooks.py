@@ -37,15 +37,15 @@ class GradBucket:
       planned: Paths, shapes and dtypes of the leaves.
       index: Its place in the plan; buckets are reduced in this order.
       is_last: Whether it is the last.
-      num_entries: How many losses `values` are summed over on this replica, masked ones counted:
-        gradients of the size of a mean are these divided by it.
+      scale: `values` times this are the gradients of this replica's mean loss, masked entries
+        counted: they are those of a sum of losses, since the global count divides in the end.
     """
 
     values: list[jax.Array]
     planned: Bucket = dataclasses.field(metadata={"static": True})
     index: int = dataclasses.field(metadata={"static": True})
     is_last: bool = dataclasses.field(metadata={"static": True})
-    num_entries: int = dataclasses.field(metadata={"static": True})
+    scale: float = dataclasses.field(metadata={"static": True})
 
 
 class CommHook(NamedTuple):
@@ -63,32 +63,45 @@ class CommHook(NamedTuple):
 
 
 def mean() -> CommHook:
-    """The exact mean, by `lax.pmean`; it remembers nothing."""
+    """The exact mean, by `lax.pmean`; it remembers nothing.
+
+    What travels as float16 is made smaller for the way, so that its sum fits where its mean does.
+    """
 
     def reduce(bucket: GradBucket, comm_state: PyTree, axis: str) -> tuple[GradBucket, PyTree]:
-        if lax.axis_size(axis) == 1:  # XLA:CPU would still copy what it sends to itself.
+        num_replicas = lax.axis_size(axis)
+        if num_replicas == 1:  # XLA:CPU would still copy what it sends to itself.
             return bucket, comm_state
-        return lax.pmean(bucket, axis), comm_state
+        small = power_of_two_within(1 / num_replicas)
+        bucket = lax.pmean(_scale_float16(bucket, small), axis)
+        return _scale_float16(bucket, 1 / small), comm_state
 
     return CommHook(lambda plan: (), reduce)
+
+
+def _scale_float16(bucket: GradBucket, scale: float) -> GradBucket:
+    return jax.tree.map(lambda x: x * scale if x.dtype == np.float16 else x, bucket)
 
 
 def narrow(hook: CommHook, wire_dtype: np.dtype) -> CommHook:
     """Hands `hook` its buckets in the dtype that is planned for the wire.
 
     Sums that float16 could not hold are scaled down for the way by a power of two, which costs no
-    bit: to less than the gradient of the mean loss, so that their sum over replicas fits too.
+    bit: to no more than the gradient of the mean loss.
     """
 
     def reduce(bucket: GradBucket, comm_state: PyTree, axis: str) -> tuple[GradBucket, PyTree]:
         planned = bucket.planned
         if planned.wire_dtype == planned.dtype:
             return hook.reduce(bucket, comm_state, axis)
-        scale = 1.0
-        if wire_dtype == np.float16:
-            scale = 2.0 ** -math.ceil(math.log2(bucket.num_entries * lax.axis_size(axis)))
+        scale = power_of_two_within(bucket.scale) if wire_dtype == np.float16 else 1.0
         sent = jax.tree.map(lambda x: (x * scale).astype(wire_dtype), bucket)
         got, comm_state = hook.reduce(sent, comm_state, axis)
         return jax.tree.map(lambda x: x.astype(planned.dtype) / scale, got), comm_state
 
     return CommHook(hook.init, reduce)
+
+
+def power_of_two_within(scale: float) -> float:
+    """The largest power of two that is no more than `scale`."""
+    return 2.0 ** math.floor(math.log2(scale))

@@ -95,7 +95,7 @@ class Reduction:
         return replace(plan, notes=tuple(notes))
 
     def at_end(
-        self, grads: PyTree, comm_state: PyTree, *, plan: BucketPlan, num_entries: int = 1
+        self, grads: PyTree, comm_state: PyTree, *, plan: BucketPlan, scale: float = 1.0
     ) -> tuple[PyTree, PyTree]:
         """Averages complete gradients, one bucket after the other.
 
@@ -103,14 +103,14 @@ class Reduction:
           grads: This replica's, of the structure that `plan` was made for.
           comm_state: The hook's.
           plan: From `plan`.
-          num_entries: How many losses the gradients are summed over, masked ones counted.
+          scale: What makes the gradients those of a mean loss (`GradBucket.scale`).
 
         Returns:
           A tree like `grads`, the same on every replica; and the hook's new state.
         """
         leaves, treedef = jax.tree.flatten(grads)
         for index, planned in enumerate(plan.buckets):
-            bucket = self._pack([leaves[i] for i in planned.leaves], plan, index, num_entries)
+            bucket = self._pack([leaves[i] for i in planned.leaves], plan, index, scale)
             bucket, comm_state = self._reduce(bucket, comm_state)
             _unpack_into(leaves, bucket)
         return jax.tree.unflatten(treedef, leaves), comm_state
@@ -121,7 +121,7 @@ class Reduction:
         comm_state: PyTree,
         *,
         plan: BucketPlan,
-        num_entries: int = 1,
+        scale: float = 1.0,
         so_far: PyTree = None,
     ) -> tuple[PyTree, PyTree]:
         """Runs a backward pass, and averages each bucket where its last gradient is made.
@@ -130,7 +130,7 @@ class Reduction:
           backward: The pass, traced.
           comm_state: The hook's.
           plan: From `plan`.
-          num_entries: How many losses the gradients are summed over, masked ones counted.
+          scale: What makes the gradients those of a mean loss (`GradBucket.scale`).
           so_far: Gradients of the parts of the batch before this one, to which the pass adds.
 
         Returns:
@@ -144,7 +144,7 @@ class Reduction:
         for index, planned in enumerate(plan.buckets):
             moved = run.advance(max(backward.ready[i] or 0 for i in planned.leaves))
             grads = _add(run.gradients(planned.leaves), [added[i] for i in planned.leaves])
-            bucket = self._pack(grads, plan, index, num_entries)
+            bucket = self._pack(grads, plan, index, scale)
             # Two buckets that are complete at once hold the pass up only once.
             crossing = run.crossing if moved else {}
             bucket, values, arrived = lax.optimization_barrier(
@@ -163,12 +163,12 @@ class Reduction:
         return jax.tree.unflatten(backward.treedef, leaves), comm_state
 
     def _pack(
-        self, leaves: list[Any], plan: BucketPlan, index: int, num_entries: int
+        self, leaves: list[Any], plan: BucketPlan, index: int, scale: float
     ) -> GradBucket:
         if self.layout == "flat":
             leaves = [jnp.concatenate([leaf.ravel() for leaf in leaves])]
         is_last = index == len(plan) - 1
-        return GradBucket(leaves, plan.buckets[index], index, is_last, num_entries)
+        return GradBucket(leaves, plan.buckets[index], index, is_last, scale)
 
     def _reduce(self, bucket: GradBucket, comm_state: PyTree) -> tuple[GradBucket, PyTree]:
         given = (bucket, comm_state)
