@@ -1,6 +1,7 @@
 """Bucket plans, and averages that do not depend on them."""
 
 import json
+import math
 
 import jax
 import jax.numpy as jnp
@@ -162,13 +163,13 @@ def test_every_leaf_stands_once_in_a_bucket_of_its_dtype_within_the_limit(leaves
 def whole_numbers(num_replicas, seed=0):
     """Gradients whose sums over replicas are exact in any order, one row for each replica."""
     rng = np.random.default_rng(seed)
-    sizes = {"w": (3, 4), "b": (4,), "scalar": (), "empty": (0, 2), "big": (50,)}
+    sizes = {"w": (3, 4), "b": (4,), "scalar": (), "empty": (0, 2), "big": (130, 130)}
     tree = {k: rng.integers(-8, 8, (num_replicas, *s)).astype(np.float32) for k, s in sizes.items()}
     return {**tree, "half": tree["b"].astype(jnp.bfloat16)}
 
 
-def averaged(mesh, tree, *, bucket_bytes, layout):
-    reduce = reduction(bucket_mb=[bucket_bytes / MIB], layout=layout)
+def averaged(mesh, tree, *, bucket_bytes, **options):
+    reduce = reduction(bucket_mb=[bucket_bytes / MIB], **options)
 
     def replica(local):
         local = jax.tree.map(lambda x: x[0], local)
@@ -185,6 +186,24 @@ def test_buckets_average_exactly_like_single_leaves(mesh, bucket_bytes, layout):
     got = averaged(mesh, tree, bucket_bytes=bucket_bytes, layout=layout)
     for name, want in tree.items():
         np.testing.assert_array_equal(got[name], want.mean(0).astype(want.dtype), err_msg=name)
+
+
+def test_the_leaf_layout_packs_small_leaves_and_sends_large_ones_as_they_are():
+    """A leaf of 64 KiB is large."""
+    seen = []
+
+    def reduce(bucket, comm_state, axis):
+        seen.extend(x.shape for x in bucket.values)
+        return jax.lax.pmean(bucket, axis), comm_state
+
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
+    shapes = {"a": (3, 5), "b": (128, 128), "c": (128, 127), "d": (200, 100), "e": ()}
+    tree = {name: np.arange(2 * math.prod(x)).reshape(2, *x) for name, x in shapes.items()}
+    tree = {name: x.astype(np.float32) for name, x in tree.items()}
+    hook = jddp.CommHook(lambda plan: (), reduce)
+    got = averaged(mesh, tree, bucket_bytes=2**20, layout="leaf", comm_hook=hook)
+    assert sorted(seen) == [(128, 128), (200, 100), (15 + 128 * 127 + 1,)]
+    jax.tree.map(np.testing.assert_array_equal, got, jax.tree.map(lambda x: x.mean(0), tree))
 
 
 @settings(max_examples=8, deadline=None)

@@ -33,7 +33,8 @@ class GradBucket:
     """One replica's gradients of one bucket; a pytree of its arrays.
 
     Attributes:
-      values: The leaves of the bucket, or, in the flat layout, one vector of all.
+      values: In the flat layout, one vector of all leaves of the bucket; in the leaf layout, one of
+        the small leaves, and the large ones as they are.
       planned: Paths, shapes and dtypes of the leaves.
       index: Its place in the plan; buckets are reduced in this order.
       is_last: Whether it is the last.

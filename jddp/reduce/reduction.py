@@ -3,11 +3,13 @@
 A network with hundreds of small leaves pays one launch latency per leaf. Here leaves are grouped
 into buckets, and each bucket is averaged by `lax.pmean`, in one of two layouts:
 
-    leaf   the leaves of a bucket are reduced as they are; the compiler fuses them
+    leaf   the large leaves of a bucket are reduced as they are, the small ones as one vector; the
+           compiler fuses what it is given
     flat   a bucket is packed into one vector, which is reduced by exactly one collective
 
 XLA packs fused leaves on GPUs anyway, so `flat` costs nothing there and fixes the number of
-collectives; on CPUs packing is a copy that `leaf` saves.
+collectives. On CPUs packing is a copy, dear for large leaves; but a collective makes one round of
+the network for each array in it, dearer for small ones.
 
 Buckets are reduced in one of two places:
 
@@ -23,6 +25,7 @@ configs.
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -35,11 +38,12 @@ from jax import lax
 from jddp.errors import ConfigError
 from jddp.reduce.backward import Backward, Evaluation
 from jddp.reduce.hooks import CommHook, GradBucket
-from jddp.reduce.plan import BucketPlan, plan_buckets
+from jddp.reduce.plan import Bucket, BucketPlan, plan_buckets
 
 PyTree = Any
 Layout = Literal["leaf", "flat"]
 Placement = Literal["end", "ready"]
+SMALL_BYTES = 64 * 1024  # What the leaf layout packs: less to copy than a round costs to make.
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,7 @@ class Reduction:
         for index, planned in enumerate(plan.buckets):
             bucket = self._pack([leaves[i] for i in planned.leaves], plan, index, scale)
             bucket, comm_state = self._reduce(bucket, comm_state)
-            _unpack_into(leaves, bucket)
+            self._unpack_into(leaves, bucket)
         return jax.tree.unflatten(treedef, leaves), comm_state
 
     def when_ready(
@@ -152,23 +156,40 @@ class Reduction:
             )
             run.replace(dict(zip(crossing, values, strict=True)))
             if arrived is not None:
-                _unpack_into(leaves, arrived)
+                self._unpack_into(leaves, arrived)
             arrived, comm_state = self._reduce(bucket, comm_state)
         run.advance()
         if arrived is not None:
-            _unpack_into(leaves, arrived)
+            self._unpack_into(leaves, arrived)
         unsent = [i for i, leaf in enumerate(leaves) if leaf is None]
         for i, leaf in zip(unsent, run.gradients(unsent), strict=True):
             leaves[i] = leaf
         return jax.tree.unflatten(backward.treedef, leaves), comm_state
 
-    def _pack(
-        self, leaves: list[Any], plan: BucketPlan, index: int, scale: float
-    ) -> GradBucket:
-        if self.layout == "flat":
-            leaves = [jnp.concatenate([leaf.ravel() for leaf in leaves])]
-        is_last = index == len(plan) - 1
-        return GradBucket(leaves, plan.buckets[index], index, is_last, scale)
+    def _pack(self, leaves: list[Any], plan: BucketPlan, index: int, scale: float) -> GradBucket:
+        planned, is_last = plan.buckets[index], index == len(plan) - 1
+        values = []
+        for members in self._arrays(planned):
+            one, *more = (leaves[i] for i in members)
+            if more or self.layout == "flat":
+                one = jnp.concatenate([leaf.ravel() for leaf in (one, *more)])
+            values.append(one)
+        return GradBucket(values, planned, index, is_last, scale)
+
+    def _arrays(self, planned: Bucket) -> list[list[int]]:
+        """Which leaves of a bucket share an array on the way, by their places in it."""
+        limit = math.inf if self.layout == "flat" else SMALL_BYTES / planned.dtype.itemsize
+        alone = [[i] for i, shape in enumerate(planned.shapes) if math.prod(shape) >= limit]
+        packed = [i for i in range(len(planned.leaves)) if [i] not in alone]
+        return [packed, *alone] if packed else alone
+
+    def _unpack_into(self, leaves: list[Any], bucket: GradBucket) -> None:
+        planned = bucket.planned
+        for members, value in zip(self._arrays(planned), bucket.values, strict=True):
+            ends = [*itertools.accumulate(math.prod(planned.shapes[i]) for i in members)]
+            pieces = jnp.split(value, ends[:-1]) if ends[1:] else [value]
+            for i, piece in zip(members, pieces, strict=True):
+                leaves[planned.leaves[i]] = piece.reshape(planned.shapes[i])
 
     def _reduce(self, bucket: GradBucket, comm_state: PyTree) -> tuple[GradBucket, PyTree]:
         given = (bucket, comm_state)
@@ -187,16 +208,6 @@ def _form(tree: PyTree) -> str:
     leaves, treedef = jax.tree.flatten(tree)
     arrays = [f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else str(x) for x in leaves]
     return f"{treedef} of {', '.join(arrays)}"
-
-
-def _unpack_into(leaves: list[Any], bucket: GradBucket) -> None:
-    planned, values = bucket.planned, bucket.values
-    if len(values) < len(planned.leaves):
-        sizes = [int(np.prod(shape)) for shape in planned.shapes]
-        ends = [0, *itertools.accumulate(sizes)]
-        values = [values[0][start:end] for start, end in itertools.pairwise(ends)]
-    for i, value, shape in zip(planned.leaves, values, planned.shapes, strict=True):
-        leaves[i] = value.reshape(shape)
 
 
 def _add(grads: list[Any], so_far: list[Any]) -> list[Any]:
