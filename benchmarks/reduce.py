@@ -10,6 +10,7 @@ reference; `noise` is the same for a second copy of the reference.
     wire      bytes and all-reduces of the step, against parameters x wire dtype, and buckets + 2
     layouts   layout="auto" against the best of the layouts and bucket sizes tried
     torch     jddp against PyTorch, the same network, global batch and optimizer (needs jddp[peers])
+    memory    peak memory of a step, against the same step by hand
 """
 
 import argparse
@@ -17,14 +18,14 @@ import itertools
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from crew import Crew, jddp_crew, torch_crew
 from jobs import JOBS
 
 Contender = tuple[Crew, dict[str, object]]
-SIZES = [{"layout": layout, "bucket_mb": mb} for layout in ("leaf", "flat") for mb in (1, 25)]
+SIZES = [{"layout": "leaf"}, *({"layout": "flat", "bucket_mb": mb} for mb in (1, 4, 25))]
 
 
 def race(contenders: Mapping[str, Contender], *, num_steps: int, rounds: int) -> dict[str, list]:
@@ -59,19 +60,22 @@ def print_goal(what: str, value: float, goal: float) -> None:
 
 
 def compare_layouts(jobs: list[str], rounds: int) -> None:
+    tried = {"auto": {}, "auto, again": {}}
+    tried |= {" ".join(map(str, size.values())): size for size in SIZES}
     for (processes, devices), job in itertools.product([(1, 2), (1, 8), (2, 2)], jobs):
         print(f"layouts: {job}, {processes} process(es) x {devices // processes} devices")
-        crew = jddp_crew(processes, devices)
-        contenders = {"auto": (crew, {"job": job}), "noise": (crew, {"job": job, "copy": 1})}
-        for size in SIZES:
-            name = f"{size['layout']} {size['bucket_mb']}"
-            contenders[name] = (crew, {"job": job, **size})
+        # Processes of its own for each: what one leaves in the heap slows the next.
+        contenders = {
+            name: (jddp_crew(processes, devices), {"job": job, **size})
+            for name, size in tried.items()
+        }
         seconds = race(contenders, num_steps=JOBS[job].num_steps, rounds=rounds)
-        crew.close()
+        for crew, _ in contenders.values():
+            crew.close()
         print_times(seconds)
-        tried = {name: found for name, found in seconds.items() if name != "noise"}
-        print_goal("auto / best", ratio(seconds, "auto", fastest(tried, "")), 1.05)
-        print_goal("noise", ratio(seconds, "noise", "auto"), 1.05)
+        noise = seconds.pop("auto, again")
+        print_goal("auto / best", ratio(seconds, "auto", fastest(seconds, "")), 1.05)
+        print_goal("noise", ratio({**seconds, "again": noise}, "again", "auto"), 1.05)
 
 
 def torch_contenders(job: str) -> Iterator[tuple[str, Contender]]:
@@ -109,14 +113,23 @@ def compare_with_torch(jobs: list[str], rounds: int) -> None:
         print_goal("noise", noise, 1.05)
 
 
-def count_wire(jobs: list[str], rounds: int) -> None:
-    """In a process of its own, since it needs eight devices."""
-    del rounds
-    script = Path(__file__).with_name("wire.py")
-    subprocess.run([sys.executable, script, *jobs], check=True)
+def run_alone(script: str) -> Callable[[list[str], int], None]:
+    """A section in a process of its own, since it needs eight devices."""
+
+    def section(jobs: list[str], rounds: int) -> None:
+        del rounds
+        command = [sys.executable, Path(__file__).with_name(script), *jobs]
+        subprocess.run(command, check=True)
+
+    return section
 
 
-SECTIONS = {"wire": count_wire, "layouts": compare_layouts, "torch": compare_with_torch}
+SECTIONS = {
+    "wire": run_alone("wire.py"),
+    "memory": run_alone("memory.py"),
+    "layouts": compare_layouts,
+    "torch": compare_with_torch,
+}
 
 
 def main() -> None:
