@@ -40,6 +40,22 @@ def test_collectives_counts_every_bucket_of_the_flat_layout():
 
 
 @pytest.mark.slow
+def test_a_step_needs_the_memory_of_one_by_hand():
+    rows = [row.split() for row in run(BENCHMARKS / "memory.py", "mlp")[1:]]
+    assert [layout for _, layout, *_ in rows] == ["auto", "leaf", "flat"]
+    assert all(float(ratio) <= 1.05 for *_, ratio in rows)
+
+
+@pytest.mark.slow
+def test_mutants_are_made_and_the_tests_notice_them():
+    """Two of hundreds; benchmarks/README.md has the score of all."""
+    files = ["--files", "jddp/reduce/plan.py"]
+    *rows, score = run(BENCHMARKS / "mutation.py", *files, "--sample", 2, "--seed", 1)
+    assert [json.loads(row)["outcome"] for row in rows] == ["killed"] * 2
+    assert score == "killed 2 of 2 mutants: 100.0%"
+
+
+@pytest.mark.slow
 def test_the_wire_carries_the_parameters_and_no_more():
     rows = [row.split() for row in run(BENCHMARKS / "wire.py", "mlp", "gpt")[1:]]
     assert {row[4] for row in rows} == {"1.0000"}
