@@ -84,6 +84,13 @@ def test_a_float16_wire_divides_before_it_adds():
     np.testing.assert_array_equal(average({"g": rows}, wire_dtype="float16")["g"], [2.0**15] * 3)
 
 
+def test_a_replica_on_its_own_sends_nothing():
+    text = jax.jit(lambda rows: average(rows, num_replicas=1)).lower({"g": jnp.ones((1, 3))})
+    assert "all_reduce" not in text.as_text()
+    text = jax.jit(lambda rows: average(rows, num_replicas=2)).lower({"g": jnp.ones((2, 3))})
+    assert "all_reduce" in text.as_text()
+
+
 def test_float16_gradients_are_divided_before_they_are_added():
     """NUM-4, for the buckets in a step of one's own."""
     rows = np.full((8, 3), 2.0**15, np.float16)

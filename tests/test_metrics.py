@@ -13,6 +13,25 @@ def test_a_mask_keeps_entries_out_of_total_and_count():
     assert (float(sums["loss"].total), float(sums["loss"].count)) == (5, 2)
 
 
+def test_a_fraction_in_a_mask_weighs():
+    sums = weigh(jnp.array([2.0, 4.0]), {}, mask=jnp.array([0.5, 1.0]))
+    assert (float(sums["loss"].total), float(sums["loss"].count)) == (5, 1.5)
+
+
+def test_a_scalar_counts_once_unless_told_otherwise():
+    loss = weigh(jnp.float32(3), {})["loss"]
+    assert (float(loss.total), float(loss.count), loss.num_entries) == (3, 1, 1)
+
+
+def test_rows_are_counted_whatever_the_number_of_their_tokens():
+    assert float(count_rows(jnp.array([[1, 0, 1], [0, 0, 0]]))) == 1
+
+
+def test_the_first_of_several_reserved_names_is_named():
+    with pytest.raises(ConfigError, match="'count' is jddp's own"):
+        weigh(jnp.ones(2), {"examples": jnp.ones(2), "count": jnp.ones(2)})
+
+
 def test_a_nan_that_is_masked_out_does_no_harm():
     sums = weigh(jnp.array([1.0, jnp.nan]), {}, mask=jnp.array([True, False]))
     assert float(sums["loss"].total) == 1

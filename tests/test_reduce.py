@@ -1,5 +1,6 @@
 """Bucket plans, and averages that do not depend on them."""
 
+import inspect
 import json
 import math
 
@@ -295,6 +296,27 @@ def test_a_combine_threshold_of_the_user_stands(monkeypatch):
     assert compiler_options(flat, "tpu") == {}
     monkeypatch.setenv("XLA_FLAGS", f"--{name}=7")
     assert compiler_options(flat, "gpu") == {}
+
+
+def test_the_threshold_of_leaves_is_the_size_that_repeats():
+    leaf = reduction(layout="leaf", bucket_mb=[1, 2, 3])
+    assert set(compiler_options(leaf, "gpu").values()) == {3 * MIB}
+
+
+def test_the_defaults_are_those_of_the_wrapper():
+    ours, wrapper = (
+        inspect.signature(function).parameters
+        for function in (jddp.average_gradients, jddp.DataParallel)
+    )
+    shared = ours.keys() & wrapper.keys()
+    assert {"bucket_mb", "first_bucket_mb", "layout", "wire_dtype"} <= shared
+    assert all(ours[name].default == wrapper[name].default for name in shared)
+    assert (ours["bucket_mb"].default, ours["first_bucket_mb"].default) == (25, 1)
+
+
+def test_a_hook_needs_both_of_its_functions():
+    with pytest.raises(ConfigError, match="comm_hook is Half"):
+        reduction(comm_hook=type("Half", (), {"init": lambda plan: ()})())
 
 
 def test_on_cpus_only_flat_buckets_are_kept_from_being_merged():
