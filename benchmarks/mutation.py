@@ -4,10 +4,10 @@
     python benchmarks/mutation.py --sample 20 --seed 1     some of them
     python benchmarks/mutation.py --files jddp/metrics.py
 
-A mutant is one operator, number, condition, loop, decorator or exception of `reduce/`, `step` or
-`metrics` replaced by another (cosmic-ray; needs jddp[mutation]). It is killed if a test of its room
-fails, and survives if none does. Each worker changes files in a copy of its own. The last line is
-the score.
+A mutant is one operator, number, condition, loop, decorator or exception of `reduce/`,
+`gradients`, `step` or `metrics` replaced by another (cosmic-ray; needs jddp[mutation]). It is
+killed if a test of its room fails, and survives if none does. Each worker changes files in a copy
+of its own. The last line is the score.
 """
 
 import argparse
@@ -32,14 +32,16 @@ from cosmic_ray.work_db import use_db
 from cosmic_ray.work_item import MutationSpec, TestOutcome
 
 ROOT = Path(__file__).resolve().parent.parent
+STEP = ["step", "ddp_accumulation", "parameters", "data_parallel", "ddp_unused"]
 TESTS = {  # of each room, those that notice most first
+    "jddp/gradients.py": STEP,
     "jddp/metrics.py": ["metrics", "data_parallel"],
     "jddp/reduce/average.py": ["reduce", "hooks"],
     "jddp/reduce/backward.py": ["placement", "transforms"],
     "jddp/reduce/hooks.py": ["hooks", "ddp_cases"],
     "jddp/reduce/plan.py": ["reduce", "hooks"],
     "jddp/reduce/reduction.py": ["reduce", "placement", "hooks", "ddp_accumulation"],
-    "jddp/step.py": ["step", "ddp_accumulation", "parameters", "data_parallel", "ddp_unused"],
+    "jddp/step.py": STEP,
 }
 # cosmic-ray replaces each operator by all others, which says ten times the same: one stands for
 # them. `|` is left out: here it joins types and dicts.
@@ -53,7 +55,13 @@ OTHERS = {
 
 def is_chosen(mutant: MutationSpec) -> bool:
     replaced = mutant.operator_name.removeprefix("core/Replace")
-    return "Operator_" not in replaced or replaced in OTHERS
+    return "Operator_" not in replaced or (replaced in OTHERS and not is_star_of_signature(mutant))
+
+
+def is_star_of_signature(mutant: MutationSpec) -> bool:
+    """Cosmic-ray takes the `*` before arguments that are keyword-only for a product."""
+    line, column = mutant.start_pos
+    return mutant.module_path.read_text().splitlines()[line - 1][column:].startswith("*,")
 
 
 def find_mutants(files: list[str]) -> list[MutationSpec]:

@@ -2,17 +2,17 @@
 
     forward ─► backward ─► reduce (bucketed mean) ─► optimizer update
 
-Each replica runs the loss on its share of the batch and sums it over the valid entries; gradients
-of those sums are averaged over the replicas, bucket by bucket, and divided by the mean count. That
-is the mean over the global batch, however valid entries are spread. Nothing else travels but one
-small vector of sums and counts, and what synced batch norm needs.
+Gradients of sums over a replica's valid entries are averaged over the replicas, bucket by bucket
+(`gradients`), and divided by the mean count. That is the mean over the global batch, however valid
+entries are spread. Nothing else travels but one small vector of sums and counts, and what synced
+batch norm needs.
 
 `shard_map` stands in this module alone.
 """
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,11 +23,11 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from jddp.errors import ConfigError
-from jddp.mesh import AXIS, count_rows
-from jddp.metrics import Sum, Sums, mean, mean_tree, sum_over_replicas, weigh
-from jddp.metrics import count_rows as count_valid_rows
+from jddp.gradients import mask_of, mean_gradients, run_forward, trace_gradients
+from jddp.mesh import AXIS
+from jddp.metrics import Sum, Sums, count_rows, mean, sum_over_replicas
 from jddp.recipe import Recipe
-from jddp.reduce import BucketPlan, power_of_two_within, trace_backward
+from jddp.reduce import BucketPlan
 from jddp.state import TrainState, enter, leave, specs
 from jddp.unused import take_back
 
@@ -39,12 +39,7 @@ def replica_step(
     recipe: Recipe, plan: BucketPlan, state: TrainState, batch: PyTree
 ) -> tuple[TrainState, Metrics]:
     """One optimizer step on one replica's share of the batch."""
-    reduce = _reduce_when_ready if recipe.reduction.placement == "ready" else _reduce_at_end
-    grads, comm_state, sums, model_state = reduce(recipe, plan, state, _parts(recipe, state, batch))
-    # Gradients of sums have been averaged; divided by the mean count they are the global mean.
-    sums = sum_over_replicas(sums, axis=AXIS)
-    count = sums["loss"].count / lax.axis_size(AXIS)
-    grads = mean_tree(grads, count * _start(recipe, state.params, sums))
+    grads, comm_state, sums, model_state = mean_gradients(recipe, plan, state, batch)
     metrics = {name: mean(x.total, x.count) for name, x in sums.items()}
     metrics["count"] = sums["loss"].count
     if recipe.max_grad_norm is not None:
@@ -70,159 +65,6 @@ def replica_step(
         key=state.key,
     )
     return state, metrics
-
-
-def _parts(recipe: Recipe, state: TrainState, batch: PyTree) -> tuple[PyTree, Array]:
-    """This replica's rows in `accumulate_steps` parts, stacked, and a key for each."""
-    num_parts = recipe.accumulate_steps
-    key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), lax.axis_index(AXIS))
-    keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(num_parts))
-    parts = jax.tree.map(lambda x: x.reshape(num_parts, -1, *x.shape[1:]), batch)
-    return parts, keys if num_parts > 1 else key[None]
-
-
-def _reduce_at_end(recipe: Recipe, plan: BucketPlan, state: TrainState, parts: PyTree) -> Any:
-    """Averages the gradients of all parts after the last; also returns sums and the new state."""
-    num_parts = recipe.accumulate_steps
-    grads, sums, model_state = _sum_parts(recipe, state, parts, num_parts)
-    grads = jax.tree.map(lambda g, x: g.astype(x.dtype), grads, state.params)
-    grads, comm_state = recipe.reduction.at_end(
-        grads, state.comm_state, plan=plan, scale=_scale(recipe, state.params, sums)
-    )
-    return grads, comm_state, sums, model_state
-
-
-def _reduce_when_ready(recipe: Recipe, plan: BucketPlan, state: TrainState, parts: PyTree) -> Any:
-    """The same, but each bucket is averaged inside the backward pass of the last part."""
-    so_far, model_state, num_parts = None, state.model_state, recipe.accumulate_steps
-    if num_parts > 1:
-        so_far = _sum_parts(recipe, state, parts, num_parts - 1)
-        model_state = so_far[-1]
-    pullback, sums, model_state = _linearize(
-        recipe, state.params, model_state, *_part(parts, num_parts - 1)
-    )
-    grads, comm_state = recipe.reduction.when_ready(
-        trace_backward(pullback),
-        state.comm_state,
-        plan=plan,
-        scale=_scale(recipe, state.params, sums),
-        so_far=so_far and so_far[0],
-    )
-    sums = jax.tree.map(jnp.add, so_far[1], sums) if so_far else sums
-    return grads, comm_state, sums, model_state
-
-
-def _part(parts: PyTree, i: Any) -> PyTree:
-    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), parts)
-
-
-def _sum_parts(
-    recipe: Recipe, state: TrainState, parts: PyTree, num_parts: int
-) -> tuple[PyTree, Sums, PyTree]:
-    """Sums gradients, losses and counts over the first parts, taken in order.
-
-    Half-precision gradients are summed, and returned, in float32.
-    """
-
-    def one_part(model_state: PyTree, i: Any) -> tuple[PyTree, Sums, PyTree]:
-        pullback, sums, model_state = _linearize(
-            recipe, state.params, model_state, *_part(parts, i)
-        )
-        return pullback(jnp.float32(1)), sums, model_state
-
-    def add_part(carry: tuple[PyTree, PyTree], i: Array) -> Any:
-        grads, model_state = carry
-        more, sums, model_state = one_part(model_state, i)
-        grads = jax.tree.map(lambda total, g: total + g.astype(total.dtype), grads, more)
-        return (grads, model_state), sums
-
-    if num_parts == 1:
-        return one_part(state.model_state, 0)
-    zeros = jax.tree.map(
-        lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), state.params
-    )
-    carry = (zeros, state.model_state)
-    (grads, model_state), sums = lax.scan(add_part, carry, jnp.arange(num_parts))
-    return grads, jax.tree.map(lambda x: x.sum(0), sums), model_state
-
-
-def _linearize(
-    recipe: Recipe, params: PyTree, model_state: PyTree, part: PyTree, key: Array
-) -> tuple[Callable[[Array], PyTree], Sums, PyTree]:
-    """Runs the forward pass on some rows; returns what runs it backward, sums, the new state."""
-
-    def forward(params: PyTree) -> Any:
-        return _forward(recipe, params, model_state, part, key, train=True)
-
-    _, pullback, (sums, model_state) = jax.vjp(forward, params, has_aux=True)
-    start = _start(recipe, params, sums)
-    return lambda cotangent: pullback(cotangent * start)[0], sums, model_state
-
-
-def _start(recipe: Recipe, params: PyTree, sums: Sums) -> float:
-    """What the backward pass starts from: 1; where parameters are float16, a power of two.
-
-    A gradient summed over all entries of a replica overflows float16. Times this, it is no more
-    than the gradient of their mean.
-    """
-    if all(x.dtype != jnp.float16 for x in jax.tree.leaves(params)):
-        return 1.0
-    return power_of_two_within(1 / _count_entries(recipe, sums))
-
-
-def _scale(recipe: Recipe, params: PyTree, sums: Sums) -> float:
-    return 1 / (_count_entries(recipe, sums) * _start(recipe, params, sums))
-
-
-def _count_entries(recipe: Recipe, sums: Sums) -> int:
-    return sums["loss"].num_entries * recipe.accumulate_steps
-
-
-def _forward(
-    recipe: Recipe,
-    params: PyTree,
-    model_state: PyTree,
-    batch: PyTree,
-    key: Array,
-    *,
-    train: bool,
-    valid: Array | None = None,
-) -> tuple[Float[Array, ""], tuple[Sums, PyTree]]:
-    """The loss of one replica, summed over its valid entries, with all sums and the new state."""
-    arguments = (params, model_state, batch, key)
-    if train:
-        outputs, model_state = recipe.model.train(recipe.loss_fn, *arguments)
-    else:
-        outputs = recipe.model.evaluate(recipe.eval_fn, *arguments)
-    losses, metrics = _losses_and_metrics(outputs, count_rows(batch))
-    # In evaluation batches may differ in size, so a scalar, a mean over its rows, weighs by them.
-    sums = weigh(
-        losses,
-        metrics,
-        mask=_mask(batch, valid),
-        scalar_count=1.0 if train else float(count_rows(batch)),
-    )
-    return sums["loss"].total, (sums, model_state)
-
-
-def _losses_and_metrics(outputs: Any, rows: int) -> tuple[Array, Mapping[str, Array]]:
-    losses, metrics = outputs if isinstance(outputs, tuple) else (outputs, {})
-    for name, values in {"loss": losses, **metrics}.items():
-        shape = jnp.shape(values)
-        if shape and shape[0] != rows:
-            raise ConfigError(
-                f"loss_fn returned {name!r} of shape {shape} for {rows} rows. Return one value per "
-                "row (or per token of each row), or a scalar."
-            )
-    return losses, metrics
-
-
-def _mask(batch: PyTree, valid: Array | None) -> Any:
-    """The user's mask, without the rows that evaluation has padded; None where all counts."""
-    mask = batch.get("mask") if isinstance(batch, Mapping) else None
-    if mask is None or valid is None:
-        return valid if mask is None else mask
-    return mask.astype(jnp.float32) * jnp.expand_dims(valid, tuple(range(1, mask.ndim)))
 
 
 def _move_average(average: PyTree, params: PyTree, decay: float | None) -> PyTree:
@@ -287,8 +129,8 @@ def replica_evaluate(
 ) -> Sums:
     """Sums of one evaluation batch over all replicas; "examples" counts rows."""
     key = jax.random.fold_in(key, lax.axis_index(AXIS))
-    _, (sums, _) = _forward(recipe, params, model_state, batch, key, train=False, valid=valid)
-    rows = count_valid_rows(_mask(batch, valid))
+    _, (sums, _) = run_forward(recipe, params, model_state, batch, key, train=False, valid=valid)
+    rows = count_rows(mask_of(batch, valid))
     return sum_over_replicas({**sums, "examples": Sum(rows, rows)}, axis=AXIS)
 
 
@@ -311,8 +153,7 @@ def trace_ready(
     traced = []
 
     def replica(state: TrainState, batch: PyTree) -> tuple[()]:
-        pullback, _, _ = _linearize(recipe, state.params, state.model_state, batch, state.key)
-        backward = trace_backward(pullback)
+        backward = trace_gradients(recipe, state, batch)
         traced.append((backward.ready, backward.num_looped))
         return ()
 

@@ -14,8 +14,9 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-CORE = {"reduce", "step", "state", "mesh", "flaxmodel", "batch_norm", "steps", "data_parallel"}
-BUDGETS = {"core lines": 1_570, "jddp lines": 7_000, "public names": 20, "dependencies": 12}
+CORE = {"reduce", "state", "mesh", "flaxmodel", "batch_norm", "gradients", "step"}
+CORE |= {"steps", "data_parallel"}
+BUDGETS = {"core lines": 1_590, "jddp lines": 7_000, "public names": 20, "dependencies": 12}
 NOT_CODE = {
     tokenize.COMMENT,
     tokenize.NL,

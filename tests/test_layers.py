@@ -22,6 +22,7 @@ FLOORS = [
     {"batch_norm"},
     {"state", "mesh", "flaxmodel"},
     {"recipe"},
+    {"gradients"},
     {"checkpoint", "reports", "cluster", "step", "program", "run", "evaluation"},
     {"explanation"},
     {"callbacks", "steps"},

@@ -1,12 +1,13 @@
 """Gradients averaged over replicas: which travel together, how, when, and what XLA may merge."""
 
 from jddp.reduce.average import average_gradients, compiler_options, make_reduction
-from jddp.reduce.backward import trace_backward
+from jddp.reduce.backward import Backward, trace_backward
 from jddp.reduce.hooks import CommHook, GradBucket, power_of_two_within
 from jddp.reduce.plan import Bucket, BucketPlan, in_mebibytes, plan_buckets
 from jddp.reduce.reduction import Reduction
 
 __all__ = [
+    "Backward",
     "Bucket",
     "BucketPlan",
     "CommHook",

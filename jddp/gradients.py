@@ -1,0 +1,222 @@
+"""One replica's gradients: its rows run forward and backward, and the sums averaged over replicas.
+
+Each replica runs the loss on its share of the batch and sums it over the valid entries; gradients
+of those sums are averaged over the replicas, bucket by bucket: after the backward pass, or inside
+it. The rows may be taken in parts, one after the other, with one reduction for all.
+
+This room knows models, losses and masks, and nothing of optimizers or meshes.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from jddp.errors import ConfigError
+from jddp.mesh import AXIS, count_rows
+from jddp.metrics import Sums, mean_tree, sum_over_replicas, weigh
+from jddp.recipe import Recipe
+from jddp.reduce import Backward, BucketPlan, power_of_two_within, trace_backward
+from jddp.state import TrainState
+
+PyTree = Any
+
+
+def mean_gradients(
+    recipe: Recipe, plan: BucketPlan, state: TrainState, batch: PyTree
+) -> tuple[PyTree, PyTree, Sums, PyTree]:
+    """Gradients of the mean loss over the valid entries of the global batch.
+
+    Args:
+      recipe: What the step is made of.
+      plan: The buckets.
+      state: Of one replica.
+      batch: Its rows.
+
+    Returns:
+      The gradients, the new `comm_state`, sums over all replicas, and this replica's new
+      `model_state`.
+    """
+    reduce = _reduce_when_ready if recipe.reduction.placement == "ready" else _reduce_at_end
+    grads, comm_state, sums, model_state = reduce(recipe, plan, state, _parts(recipe, state, batch))
+    # Gradients of sums have been averaged; divided by the mean count they are the global mean.
+    sums = sum_over_replicas(sums, axis=AXIS)
+    count = sums["loss"].count / lax.axis_size(AXIS)
+    grads = mean_tree(grads, count * _start(recipe, state.params, sums))
+    return grads, comm_state, sums, model_state
+
+
+def trace_gradients(recipe: Recipe, state: TrainState, batch: PyTree) -> Backward:
+    """The backward pass over a replica's rows of one part, traced and not run."""
+    pullback, _, _ = _linearize(recipe, state.params, state.model_state, batch, state.key)
+    return trace_backward(pullback)
+
+
+def _parts(recipe: Recipe, state: TrainState, batch: PyTree) -> tuple[PyTree, Array]:
+    """This replica's rows in `accumulate_steps` parts, stacked, and a key for each."""
+    num_parts = recipe.accumulate_steps
+    key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), lax.axis_index(AXIS))
+    keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(num_parts))
+    parts = jax.tree.map(lambda x: x.reshape(num_parts, -1, *x.shape[1:]), batch)
+    return parts, keys if num_parts > 1 else key[None]
+
+
+def _reduce_at_end(recipe: Recipe, plan: BucketPlan, state: TrainState, parts: PyTree) -> Any:
+    """Averages the gradients of all parts after the last; also returns sums and the new state."""
+    num_parts = recipe.accumulate_steps
+    grads, sums, model_state = _sum_parts(recipe, state, parts, num_parts)
+    grads = jax.tree.map(lambda g, x: g.astype(x.dtype), grads, state.params)
+    grads, comm_state = recipe.reduction.at_end(
+        grads, state.comm_state, plan=plan, scale=_scale(recipe, state.params, sums)
+    )
+    return grads, comm_state, sums, model_state
+
+
+def _reduce_when_ready(recipe: Recipe, plan: BucketPlan, state: TrainState, parts: PyTree) -> Any:
+    """The same, but each bucket is averaged inside the backward pass of the last part."""
+    so_far, model_state, num_parts = None, state.model_state, recipe.accumulate_steps
+    if num_parts > 1:
+        so_far = _sum_parts(recipe, state, parts, num_parts - 1)
+        model_state = so_far[-1]
+    pullback, sums, model_state = _linearize(
+        recipe, state.params, model_state, *_part(parts, num_parts - 1)
+    )
+    grads, comm_state = recipe.reduction.when_ready(
+        trace_backward(pullback),
+        state.comm_state,
+        plan=plan,
+        scale=_scale(recipe, state.params, sums),
+        so_far=so_far and so_far[0],
+    )
+    sums = jax.tree.map(jnp.add, so_far[1], sums) if so_far else sums
+    return grads, comm_state, sums, model_state
+
+
+def _part(parts: PyTree, i: Any) -> PyTree:
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), parts)
+
+
+def _sum_parts(
+    recipe: Recipe, state: TrainState, parts: PyTree, num_parts: int
+) -> tuple[PyTree, Sums, PyTree]:
+    """Sums gradients, losses and counts over the first parts, taken in order.
+
+    Half-precision gradients are summed, and returned, in float32.
+    """
+
+    def one_part(model_state: PyTree, i: Any) -> tuple[PyTree, Sums, PyTree]:
+        pullback, sums, model_state = _linearize(
+            recipe, state.params, model_state, *_part(parts, i)
+        )
+        return pullback(jnp.float32(1)), sums, model_state
+
+    def add_part(carry: tuple[PyTree, PyTree], i: Array) -> Any:
+        grads, model_state = carry
+        more, sums, model_state = one_part(model_state, i)
+        grads = jax.tree.map(lambda total, g: total + g.astype(total.dtype), grads, more)
+        return (grads, model_state), sums
+
+    if num_parts == 1:
+        return one_part(state.model_state, 0)
+    zeros = jax.tree.map(
+        lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), state.params
+    )
+    carry = (zeros, state.model_state)
+    (grads, model_state), sums = lax.scan(add_part, carry, jnp.arange(num_parts))
+    return grads, jax.tree.map(lambda x: x.sum(0), sums), model_state
+
+
+def _linearize(
+    recipe: Recipe, params: PyTree, model_state: PyTree, part: PyTree, key: Array
+) -> tuple[Callable[[Array], PyTree], Sums, PyTree]:
+    """Runs the forward pass on some rows; returns what runs it backward, sums, the new state."""
+
+    def forward(params: PyTree) -> Any:
+        return run_forward(recipe, params, model_state, part, key, train=True)
+
+    _, pullback, (sums, model_state) = jax.vjp(forward, params, has_aux=True)
+    start = _start(recipe, params, sums)
+    return lambda cotangent: pullback(cotangent * start)[0], sums, model_state
+
+
+def _start(recipe: Recipe, params: PyTree, sums: Sums) -> float:
+    """What the backward pass starts from: 1; where parameters are float16, a power of two.
+
+    A gradient summed over all entries of a replica overflows float16. Times this, it is no more
+    than the gradient of their mean.
+    """
+    if all(x.dtype != jnp.float16 for x in jax.tree.leaves(params)):
+        return 1.0
+    return power_of_two_within(1 / _count_entries(recipe, sums))
+
+
+def _scale(recipe: Recipe, params: PyTree, sums: Sums) -> float:
+    return 1 / (_count_entries(recipe, sums) * _start(recipe, params, sums))
+
+
+def _count_entries(recipe: Recipe, sums: Sums) -> int:
+    return sums["loss"].num_entries * recipe.accumulate_steps
+
+
+def run_forward(
+    recipe: Recipe,
+    params: PyTree,
+    model_state: PyTree,
+    batch: PyTree,
+    key: Array,
+    *,
+    train: bool,
+    valid: Array | None = None,
+) -> tuple[Float[Array, ""], tuple[Sums, PyTree]]:
+    """The loss of one replica, summed over its valid entries, with all sums and the new state.
+
+    Args:
+      recipe: What the step is made of.
+      params: The parameters.
+      model_state: All other state of the model.
+      batch: This replica's rows.
+      key: Of the random numbers.
+      train: Whether the model trains, or is evaluated.
+      valid: 0 for a row of padding; None where there is none.
+
+    Raises:
+      ConfigError: If the loss or a metric has another number of rows.
+    """
+    arguments = (params, model_state, batch, key)
+    if train:
+        outputs, model_state = recipe.model.train(recipe.loss_fn, *arguments)
+    else:
+        outputs = recipe.model.evaluate(recipe.eval_fn, *arguments)
+    losses, metrics = _losses_and_metrics(outputs, count_rows(batch))
+    # In evaluation batches may differ in size, so a scalar, a mean over its rows, weighs by them.
+    sums = weigh(
+        losses,
+        metrics,
+        mask=mask_of(batch, valid),
+        scalar_count=1.0 if train else float(count_rows(batch)),
+    )
+    return sums["loss"].total, (sums, model_state)
+
+
+def _losses_and_metrics(outputs: Any, rows: int) -> tuple[Array, Mapping[str, Array]]:
+    losses, metrics = outputs if isinstance(outputs, tuple) else (outputs, {})
+    for name, values in {"loss": losses, **metrics}.items():
+        shape = jnp.shape(values)
+        if shape and shape[0] != rows:
+            raise ConfigError(
+                f"loss_fn returned {name!r} of shape {shape} for {rows} rows. Return one value per "
+                "row (or per token of each row), or a scalar."
+            )
+    return losses, metrics
+
+
+def mask_of(batch: PyTree, valid: Array | None) -> Any:
+    """The user's mask, without the rows of padding; None where all counts."""
+    mask = batch.get("mask") if isinstance(batch, Mapping) else None
+    if mask is None or valid is None:
+        return valid if mask is None else mask
+    return mask.astype(jnp.float32) * jnp.expand_dims(valid, tuple(range(1, mask.ndim)))
