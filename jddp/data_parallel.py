@@ -9,6 +9,7 @@ This room checks what the user gives, and places it. What a step does stands in 
 rows one is planned and compiled, in `steps`.
 """
 
+import copy
 import functools
 import weakref
 from collections import deque
@@ -363,6 +364,15 @@ class DataParallel:
         run = functools.partial(call, self._evaluate, *values)
         return evaluate_exactly(run, batches, self.mesh)
 
+    def _refuse_scalars(self, batch: PyTree) -> None:
+        self.abstract_state(batch)
+        for name in self._steps.scalars:
+            raise UsageError(
+                f"{name!r} is a scalar, so rows of padding cannot be kept out of it. Return one "
+                "value per row, or let the batches divide: drop_remainder=True, a global batch "
+                f"size that is a multiple of {self.mesh.size * self._recipe.accumulate_steps}."
+            )
+
     def fit(self, batches: Batches, *, num_steps: int, **options: Any) -> Run:
         """Trains for `num_steps`, with evaluation, progress, metrics and checkpoints.
 
@@ -374,5 +384,10 @@ class DataParallel:
 
         Returns:
           The finished run: its state, its metrics, its directory.
+
+        Raises:
+          UsageError: If batches are padded, and the loss or a metric is a scalar.
         """
+        if getattr(batches, "is_padded", False):
+            self._refuse_scalars(next(iter(copy.copy(batches))))
         return train(self, batches, num_steps=num_steps, **options)

@@ -32,6 +32,12 @@ class FileSystemError(Error):
     exit_code = 74
 
 
+class DisagreementError(Error):
+    """Processes of one job were given different code, configs or data."""
+
+    exit_code = 78
+
+
 class NumericsError(Error):
     """Numbers went wrong: a loss that is not finite."""
 

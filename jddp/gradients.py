@@ -50,10 +50,10 @@ def mean_gradients(
     return grads, comm_state, sums, model_state
 
 
-def trace_gradients(recipe: Recipe, state: TrainState, batch: PyTree) -> Backward:
-    """The backward pass over a replica's rows of one part, traced and not run."""
-    pullback, _, _ = _linearize(recipe, state.params, state.model_state, batch, state.key)
-    return trace_backward(pullback)
+def trace_gradients(recipe: Recipe, state: TrainState, batch: PyTree) -> tuple[Backward, Sums]:
+    """The backward pass over a replica's rows of one part, traced and not run; and its sums."""
+    pullback, sums, _ = _linearize(recipe, state.params, state.model_state, batch, state.key)
+    return trace_backward(pullback), sums
 
 
 def _parts(recipe: Recipe, state: TrainState, batch: PyTree) -> tuple[PyTree, Array]:

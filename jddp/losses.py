@@ -27,11 +27,14 @@ LossFn = Callable[..., Losses | tuple[Losses, dict[str, Array]]]
 _MODES = {"train": True, "training": True, "is_training": True, "deterministic": False}
 
 
-def call_model(model: Callable[..., Any], inputs: Array, train: bool) -> Any:
+def call_model(
+    model: Callable[..., Any], inputs: Array, train: bool, mask: Array | None = None
+) -> Any:
     """The model's outputs, telling it whether this is training in whatever word it uses.
 
     A model whose `__call__` names `train`, `training`, `is_training` or `deterministic` is told;
-    one that names none is just called.
+    one that names `mask` is given the rows that count, for its batch norms; one that names none is
+    just called.
     """
     parameters = inspect.signature(model).parameters
     mode = {
@@ -39,7 +42,8 @@ def call_model(model: Callable[..., Any], inputs: Array, train: bool) -> Any:
         for name, value_in_training in _MODES.items()
         if name in parameters
     }
-    return model(inputs, **mode)
+    masked = {} if mask is None or "mask" not in parameters else {"mask": mask}
+    return model(inputs, **mode, **masked)
 
 
 def cross_entropy(
@@ -53,7 +57,7 @@ def cross_entropy(
 
     Args:
       model: Gives logits `(b, classes)` for images.
-      batch: "image" and "label", whole numbers `(b,)`.
+      batch: "image" and "label", whole numbers `(b,)`; "mask" `(b,)`, if some do not count.
       train: Whether this is training.
       label_smoothing: In training, this share of the target is spread evenly over all classes.
 
@@ -62,7 +66,7 @@ def cross_entropy(
       section 7. https://arxiv.org/abs/1512.00567
     """
     images, labels = _fields(batch, "cross_entropy", "image", "label")
-    logits = call_model(model, images, train)
+    logits = call_model(model, images, train, batch.get("mask"))
     if logits.ndim != 2:
         raise ConfigError(
             f"cross_entropy: the model gives outputs of shape {logits.shape}. They need "

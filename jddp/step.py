@@ -10,6 +10,7 @@ batch norm needs.
 `shard_map` stands in this module alone.
 """
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable
@@ -139,10 +140,23 @@ def make_init(recipe: Recipe, mesh: Mesh) -> Callable[..., TrainState]:
     return jax.jit(over_replicas(functools.partial(replica_init, recipe), mesh, P(), P()))
 
 
-def trace_ready(
-    recipe: Recipe, mesh: Mesh, state: TrainState, batch: PyTree
-) -> tuple[tuple[int | None, ...], int]:
-    """`Backward.ready` and `Backward.num_looped` of a replica's step. Computes nothing.
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """What a replica's step says when it is traced.
+
+    Attributes:
+      ready: As `Backward.ready`.
+      num_looped: As `Backward.num_looped`.
+      scalars: The loss and metrics that are scalars, by name.
+    """
+
+    ready: tuple[int | None, ...]
+    num_looped: int
+    scalars: tuple[str, ...]
+
+
+def trace(recipe: Recipe, mesh: Mesh, state: TrainState, batch: PyTree) -> Traced:
+    """Traces a replica's forward and backward pass. Computes nothing.
 
     Args:
       recipe: What the step is made of.
@@ -153,8 +167,9 @@ def trace_ready(
     traced = []
 
     def replica(state: TrainState, batch: PyTree) -> tuple[()]:
-        backward = trace_gradients(recipe, state, batch)
-        traced.append((backward.ready, backward.num_looped))
+        backward, sums = trace_gradients(recipe, state, batch)
+        scalars = tuple(name for name, x in sums.items() if x.is_scalar)
+        traced.append(Traced(backward.ready, backward.num_looped, scalars))
         return ()
 
     log = logging.getLogger("jddp")

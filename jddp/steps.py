@@ -22,7 +22,7 @@ from jddp.mesh import AXIS, count_rows, platform, sharded
 from jddp.recipe import Recipe
 from jddp.reduce import BucketPlan, compiler_options
 from jddp.state import Kind, TrainState, enter, float_kinds
-from jddp.step import make_step, trace_ready
+from jddp.step import make_step, trace
 
 PyTree = Any
 
@@ -37,10 +37,12 @@ class Steps:
 
     Attributes:
       plan: The `BucketPlan` of the rows that came last; None before any.
+      scalars: The loss and metrics that are scalars, by name; none before any rows.
     """
 
     def __init__(self, recipe: Recipe, mesh: Mesh, *, donate: bool) -> None:
         self.plan: BucketPlan | None = None
+        self.scalars: tuple[str, ...] = ()
         self._recipe, self._mesh, self._donate = recipe, mesh, donate
         self._plans: dict[Hashable, BucketPlan] = {}  # by the form of one replica's part
         self._steps: dict[Hashable, Any] = {}  # jitted, by the form of all rows
@@ -64,8 +66,9 @@ class Steps:
         )
         form = _form(rows)
         if form not in self._plans:
-            measured = call(trace_ready, recipe, self._mesh, _shapes(state), rows)
-            self._plans[form] = recipe.reduction.plan(state.params, *measured)
+            traced = call(trace, recipe, self._mesh, _shapes(state), rows)
+            self.scalars = traced.scalars
+            self._plans[form] = recipe.reduction.plan(state.params, traced.ready, traced.num_looped)
         plan = self._plans[form]
         if plan.unused and recipe.unused_parameters == "error":
             raise ConfigError(

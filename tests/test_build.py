@@ -190,10 +190,25 @@ def test_a_target_that_is_wrong_is_one_clear_line(mine, section, values, message
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_a_batch_that_does_not_divide_over_all_devices_is_refused(mine):
-    config = own_config(data={"target": "mine:points", "global_batch_size": 12}, mesh={})
-    with pytest.raises(ConfigError, match=r"12 does not divide over 8 replicas.*8 and 16"):
-        build(config)
+def test_a_batch_that_does_not_divide_over_all_devices_trains_as_on_one(mine):
+    def trained(num_devices):
+        data = {"target": "mine:points", "global_batch_size": 12}
+        return fit(own_config(data=data, mesh={"num_devices": num_devices}))
+
+    one, eight = trained(1), trained(8)
+    assert eight.metrics["count"] == 12
+    for name in ("loss", "count"):
+        assert eight.metrics[name] == pytest.approx(one.metrics[name], rel=1e-6)
+    assert eight.eval_metrics["loss"] == pytest.approx(one.eval_metrics["loss"], rel=1e-6)
+
+
+def test_the_last_batch_of_a_run_counts_the_examples_that_are_left(mine):
+    run = fit(
+        own_config(train={"num_epochs": 1}, data={"target": "mine:points", "global_batch_size": 12})
+    )
+    num_examples = len(build(own_config()).data.train)
+    assert run.step == -(-num_examples // 12)
+    assert run.metrics["count"] == num_examples % 12 or 12
 
 
 def test_a_target_in_a_run_directory_is_not_imported_without_trust(mine):

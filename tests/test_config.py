@@ -140,17 +140,6 @@ def test_a_missing_file_or_preset_suggests_a_preset(monkeypatch, tmp_path):
     assert load_config()[1] == "fashion_mnist_cnn"
 
 
-def test_a_batch_that_does_not_divide_names_the_sizes_that_would(file):
-    keys = ["data.global_batch_size=100", "mesh.num_devices=8"]
-    assert mistakes_in([file(SHORT)], keys) == [
-        "data.global_batch_size 100 does not divide over 8 replicas. Nearest that does: 96 and 104."
-    ]
-    (line,) = mistakes_in([file(SHORT)], [*keys, "ddp.accumulate_steps=16"])
-    assert line.endswith(
-        "does not divide over 8 replicas x 16 micro-steps. Nearest that does: 128."
-    )
-
-
 def test_a_config_made_in_python_obeys_the_same_rules():
     with pytest.raises(ConfigMistakes, match=r"optimizer\.learning_rate must be greater than 0"):
         Config(train={"num_steps": 1}, optimizer={"learning_rate": -1})

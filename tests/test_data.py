@@ -2,9 +2,12 @@
 
 import gzip
 import importlib.util
+import itertools
+import math
 import shutil
 import subprocess
 import sys
+import tracemalloc
 from hashlib import sha256
 from pathlib import Path
 
@@ -27,6 +30,7 @@ from jddp.data import (
 )
 from jddp.data import fashion_mnist as embedded
 from jddp.data.idx import pack_idx, parse_idx, read_idx
+from jddp.data.order import Order
 from jddp.data.stdlib_text import source_files
 from jddp.errors import ConfigError, DataError
 
@@ -55,14 +59,60 @@ def fashion():
 # The order.
 
 
+def places(num_examples, *, seed=0, epoch=0, **options):
+    """What one epoch reads."""
+    positions = np.arange(num_examples) + epoch * num_examples
+    return Order(num_examples, seed, **options).examples_at(positions)
+
+
 @settings(deadline=None, max_examples=50)
-@given(st.integers(1, 40), st.integers(1, 90), st.integers(0, 2**63))
-def test_every_epoch_reads_every_example_once_whatever_the_batch(num_examples, batch_size, seed):
+@given(st.integers(1, 40), st.data(), st.integers(0, 2**63))
+def test_every_epoch_reads_every_example_once_whatever_the_batch(num_examples, data, seed):
+    batch_size = data.draw(st.integers(1, num_examples))
     batches = TrainBatches(numbered(num_examples), global_batch_size=batch_size, seed=seed)
     num_epochs = 3
     run = read(batches, -(-num_epochs * num_examples // batch_size))
     epochs = run[: num_epochs * num_examples].reshape(num_epochs, num_examples)
     np.testing.assert_array_equal(np.sort(epochs), [np.arange(num_examples)] * num_epochs)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(1, 3000), st.integers(0, 2**64 - 1), st.integers(0, 2**40))
+def test_a_shuffled_epoch_is_a_permutation_of_any_number_of_examples(num_examples, seed, epoch):
+    np.testing.assert_array_equal(
+        np.sort(places(num_examples, seed=seed, epoch=epoch)), np.arange(num_examples)
+    )
+
+
+@pytest.mark.parametrize("num_examples", [3, 5])
+def test_all_permutations_are_equally_frequent(num_examples):
+    found = np.array([places(num_examples, seed=seed) for seed in range(4000)])
+    _, counts = np.unique(found, axis=0, return_counts=True)
+    num_permutations = math.factorial(num_examples)
+    expected = len(found) / num_permutations
+    chi_squared = ((counts - expected) ** 2 / expected).sum()
+    freedom = num_permutations - 1
+    assert len(counts) == num_permutations
+    # Five standard deviations, of seeds that are fixed; with twelve rounds it is more for 5.
+    assert abs(chi_squared - freedom) < 5 * math.sqrt(2 * freedom)
+
+
+def test_neighbours_are_torn_apart():
+    """Neither steps between neighbours nor where an example lands shows a pattern."""
+    order = places(10_000).astype(float)
+    assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.04  # four standard deviations
+    assert abs(np.corrcoef(order, np.arange(10_000))[0, 1]) < 0.04
+    assert abs(np.corrcoef(order, places(10_000, epoch=1))[0, 1]) < 0.04
+
+
+def test_a_billion_examples_need_no_table():
+    tracemalloc.start()
+    taken = Order(10**9, seed=0).examples_at(np.arange(128) + 10**12)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(np.unique(taken)) == 128
+    assert taken.max() > 9 * 10**8
+    assert peak < 2**20
 
 
 def test_order_is_fixed_by_seed_and_position_and_not_by_the_batch_size():
@@ -73,60 +123,156 @@ def test_order_is_fixed_by_seed_and_position_and_not_by_the_batch_size():
 
 def test_order_is_the_same_on_every_machine_and_version():
     run = read(TrainBatches(numbered(10), global_batch_size=10, seed=0), 2)
-    assert run.tolist() == [0, 2, 9, 1, 8, 5, 4, 3, 6, 7, 5, 3, 7, 8, 2, 4, 1, 0, 6, 9]
+    assert run.tolist() == [0, 8, 2, 3, 4, 5, 1, 6, 7, 9, 8, 4, 1, 7, 5, 0, 3, 9, 6, 2]
 
 
 def test_epochs_and_seeds_differ_and_unshuffled_data_keep_their_order():
-    first, second = read(TrainBatches(numbered(50), global_batch_size=50, seed=0), 2).reshape(2, 50)
-    other_seed = read(TrainBatches(numbered(50), global_batch_size=50, seed=1), 1)
-    assert (first != second).any()
-    assert (first != other_seed).any()
+    assert (places(50) != places(50, epoch=1)).any()
+    assert (places(50) != places(50, seed=1)).any()
     plain = TrainBatches(numbered(4), global_batch_size=3, seed=0, shuffle=False)
     assert read(plain, 3).tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0]
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.floats(0, 10), min_size=1, max_size=30), st.integers(0, 2**63), st.booleans())
+def test_weights_are_kept_in_every_epoch_to_the_next_whole_number(weights, seed, shuffle):
+    weights = np.array(weights)
+    if weights.sum() < 1e-3:
+        weights[0] = 1.0
+    wanted = weights / weights.sum() * len(weights)
+    for epoch in range(2):
+        taken = places(len(weights), seed=seed, epoch=epoch, weights=weights, shuffle=shuffle)
+        counts = np.bincount(taken, minlength=len(weights))
+        assert (np.abs(counts - wanted) < 1 + 1e-9).all()
+        assert (counts[weights == 0] == 0).all()
+
+
+def test_equal_weights_change_nothing():
+    same = places(100, weights=np.full(100, 0.3))
+    np.testing.assert_array_equal(same, places(100))
 
 
 # Batches.
 
 
-@pytest.mark.parametrize("num_processes", [1, 2, 4])
-def test_all_processes_together_read_what_one_would_augmentation_included(num_processes):
-    def batches(process_index, num_processes):
-        return TrainBatches(
-            numbered_images(10),
-            global_batch_size=8,
-            seed=3,
-            augment=FlipAndShift(),
-            process_index=process_index,
-            num_processes=num_processes,
-        )
+def images_of(process_index=0, num_processes=1, **options):
+    plan = {"global_batch_size": 8, "seed": 3, "augment": FlipAndShift()} | options
+    return TrainBatches(
+        numbered_images(10), process_index=process_index, num_processes=num_processes, **plan
+    )
 
-    alone = batches(0, 1)
-    together = [batches(r, num_processes) for r in range(num_processes)]
-    for _ in range(3):
-        parts = [next(part) for part in together]
-        for name, whole in next(alone).items():
-            np.testing.assert_array_equal(np.concatenate([p[name] for p in parts]), whole)
+
+@pytest.mark.parametrize("num_processes", [1, 2, 4])
+@pytest.mark.parametrize("options", [{}, {"num_epochs": 2.5}, {"global_batch_size": 7}], ids=str)
+def test_all_processes_together_read_what_one_would_augmentation_included(num_processes, options):
+    options = {"multiple_of": 8, **options}
+    together = [images_of(r, num_processes, **options) for r in range(num_processes)]
+    for whole, *parts in itertools.islice(zip(images_of(**options), *together, strict=True), 4):
+        for name, want in whole.items():
+            np.testing.assert_array_equal(np.concatenate([p[name] for p in parts]), want)
 
 
 def test_state_resumes_where_it_was_taken():
-    batches = TrainBatches(numbered_images(10), global_batch_size=4, seed=0, augment=FlipAndShift())
+    batches = images_of(global_batch_size=4)
     next(batches), next(batches)
     state = batches.get_state()
     expected = [next(batches) for _ in range(4)]
-    resumed = TrainBatches(numbered_images(10), global_batch_size=4, seed=0, augment=FlipAndShift())
+    resumed = images_of(global_batch_size=4)
     resumed.set_state(state)
-    assert state == {"position": 2}
+    assert state == {"position": 8}
     for batch in expected:
         again = next(resumed)
         np.testing.assert_array_equal(again["image"], batch["image"])
         np.testing.assert_array_equal(again["label"], batch["label"])
 
 
-def test_reading_ahead_by_step_disturbs_nothing():
+def test_reading_ahead_by_position_disturbs_nothing():
     batches = TrainBatches(numbered(10), global_batch_size=4, seed=0)
-    ahead = batches.batch(2)["x"]
+    ahead = batches.batch(8)["x"]
     np.testing.assert_array_equal(read(batches, 3)[8:], ahead)
-    assert batches.steps_per_epoch == 2.5
+
+
+def counted(batches):
+    """The examples that count, batch by batch."""
+    return [batch["x"][batch.get("mask", np.ones(len(batch["x"]))) > 0] for batch in batches]
+
+
+def test_only_the_last_batch_of_a_run_is_padded_with_real_rows_that_do_not_count():
+    batches = TrainBatches(numbered(10), global_batch_size=4, seed=0, num_epochs=1.5)
+    assert batches.is_padded
+    made = list(batches)
+    assert [batch["mask"].tolist() for batch in made] == [[1] * 4] * 3 + [[1, 1, 1, 0]]
+    assert made[-1]["x"][3] == made[-1]["x"][2]
+    endless = TrainBatches(numbered(10), global_batch_size=4, seed=0)
+    np.testing.assert_array_equal(np.concatenate(counted(made)), read(endless, 4)[:15])
+
+
+def test_a_run_that_ends_with_a_full_batch_has_no_mask():
+    batches = TrainBatches(numbered(10), global_batch_size=5, seed=0, num_epochs=2)
+    assert not batches.is_padded
+    assert [list(batch) for batch in batches] == [["x"]] * 4
+
+
+def test_a_remainder_can_be_dropped():
+    batches = TrainBatches(
+        numbered(10), global_batch_size=4, seed=0, num_epochs=1, drop_remainder=True
+    )
+    assert not batches.is_padded
+    assert [len(batch["x"]) for batch in batches] == [4, 4]
+
+
+def test_a_batch_that_devices_do_not_divide_is_padded_and_still_the_same():
+    plain = TrainBatches(numbered(20), global_batch_size=6, seed=0)
+    wide = TrainBatches(numbered(20), global_batch_size=6, seed=0, multiple_of=4)
+    assert wide.is_padded
+    for _ in range(5):
+        batch = next(wide)
+        assert batch["mask"].tolist() == [1] * 6 + [0] * 2
+        np.testing.assert_array_equal(batch["x"][:6], next(plain)["x"])
+
+
+def test_a_mask_of_the_examples_own_stays_where_rows_count():
+    examples = ArrayExamples({"x": np.arange(6), "mask": np.eye(6, 3, dtype=np.float32)})
+    options = {"global_batch_size": 4, "seed": 0, "shuffle": False, "num_epochs": 1}
+    first, last = TrainBatches(examples, **options)
+    np.testing.assert_array_equal(first["mask"], np.eye(6, 3)[:4])
+    np.testing.assert_array_equal(last["mask"], np.zeros((4, 3)))
+
+
+WORLDS = st.sampled_from([(1, 1), (2, 1), (8, 1), (4, 2), (8, 4), (3, 1)])  # devices, processes
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(5, 60), st.data(), st.lists(WORLDS, min_size=2, max_size=4))
+def test_a_run_interrupted_anywhere_and_finished_elsewhere_sees_each_example_once_an_epoch(
+    num_examples, data, worlds
+):
+    batch_size = data.draw(st.integers(1, num_examples))
+    num_epochs = data.draw(st.integers(1, 3))
+    state, seen = None, []
+    for number, (num_devices, num_processes) in enumerate(worlds):
+        parts = [
+            TrainBatches(
+                numbered(num_examples),
+                global_batch_size=batch_size,
+                seed=5,
+                num_epochs=num_epochs,
+                multiple_of=num_devices,
+                process_index=r,
+                num_processes=num_processes,
+            )
+            for r in range(num_processes)
+        ]
+        for part in parts:
+            part.set_state(state or part.get_state())
+        is_last = number == len(worlds) - 1
+        stop = None if is_last else data.draw(st.integers(0, 6))
+        for batches in itertools.islice(zip(*parts, strict=True), stop):
+            seen += counted(batches)
+        assert len({str(part.get_state()) for part in parts}) == 1
+        state = parts[0].get_state()
+    epochs = np.concatenate(seen).reshape(num_epochs, num_examples)
+    np.testing.assert_array_equal(np.sort(epochs), [np.arange(num_examples)] * num_epochs)
 
 
 @settings(deadline=None, max_examples=50)
@@ -154,12 +300,24 @@ def test_evaluation_batches_can_be_read_again():
 
 
 def test_batches_that_cannot_be_cut_are_refused():
+    def train(num_examples=20, size=10, seed=0, **options):
+        return TrainBatches(numbered(num_examples), global_batch_size=size, seed=seed, **options)
+
     with pytest.raises(ConfigError, match=r"10 does not divide over 4 .* 8 and 12"):
-        TrainBatches(numbered(4), global_batch_size=10, seed=0, num_processes=4)
+        train(num_processes=4)
     with pytest.raises(ConfigError, match=r"3 does not divide over 4 .* Smallest that does: 4"):
-        TrainBatches(numbered(4), global_batch_size=3, seed=0, num_processes=4)
+        train(size=3, num_processes=4)
     with pytest.raises(ConfigError, match="seed -1 is negative"):
-        TrainBatches(numbered(4), global_batch_size=2, seed=-1)
+        train(seed=-1)
+    with pytest.raises(DataError, match="holds 4 examples, and one global batch 10"):
+        train(num_examples=4)
+    with pytest.raises(DataError, match=r"0.4 epochs of 20 examples do not fill a batch of 10"):
+        train(num_epochs=0.4, drop_remainder=True)
+    with pytest.raises(DataError, match=r"weights have shape \(3,\) for 20 examples"):
+        train(weights=np.ones(3))
+    for bad in (np.zeros(20), np.full(20, np.nan), np.arange(20) - 1.0):
+        with pytest.raises(DataError, match="finite and not negative, and one of them positive"):
+            train(weights=bad)
     with pytest.raises(ConfigError, match="batch_size 0"):
         eval_batches(numbered(4), global_batch_size=0)
 
@@ -170,12 +328,9 @@ def test_batches_that_cannot_be_cut_are_refused():
 def test_flips_and_shifts_move_whole_images_and_repeat_the_edge():
     image = np.arange(9, dtype=np.float32).reshape(1, 3, 3, 1)
     batch = {"image": np.repeat(image, 4, axis=0), "label": np.arange(4)}
-    choices = {
-        "down": np.array([0, 1, 0, 0]),
-        "right": np.array([0, 0, -1, 1]),
-        "mirrored": np.array([True, False, False, True]),
-    }
-    moved = FlipAndShift(1).apply(batch, choices)
+    # Thirds of the range move by -1, 0 and 1 pixels, down and right; its lower half mirrors.
+    uniform = np.array([[0.5, 0.5, 0.1], [0.9, 0.5, 0.9], [0.5, 0.1, 0.9], [0.5, 0.9, 0.1]])
+    moved = FlipAndShift(1)(batch, uniform)
     assert moved["image"][..., 0].tolist() == [
         [[2, 1, 0], [5, 4, 3], [8, 7, 6]],
         [[0, 1, 2], [0, 1, 2], [3, 4, 5]],
@@ -186,11 +341,19 @@ def test_flips_and_shifts_move_whole_images_and_repeat_the_edge():
     np.testing.assert_array_equal(batch["image"], np.repeat(image, 4, axis=0))
 
 
-def test_augmentation_mirrors_half_and_uses_every_shift():
-    choices = FlipAndShift(2).draw(np.random.default_rng(0), 10_000)
-    assert abs(choices["mirrored"].mean() - 0.5) < 0.02
-    for move in ("down", "right"):
-        assert np.unique(choices[move]).tolist() == [-2, -1, 0, 1, 2]
+def test_what_augmentation_draws_depends_on_seed_epoch_and_example_alone():
+    order = Order(1000, seed=0)
+    positions = np.arange(2000)
+    unshuffled = Order(1000, seed=0, shuffle=False).uniform(positions, 3)
+    assert len(np.unique(unshuffled, axis=0)) == 2000
+    for batch in np.split(positions, 40):
+        examples = order.examples_at(batch) + 1000 * (batch // 1000)
+        np.testing.assert_array_equal(order.uniform(batch, 3), unshuffled[examples])
+    other = Order(1000, seed=1, shuffle=False).uniform(np.arange(2000), 3)
+    assert (other != unshuffled).all()
+    # Means and correlations of 2000 uniform numbers, to five standard deviations.
+    np.testing.assert_allclose(unshuffled.mean(0), 0.5, atol=0.033)
+    np.testing.assert_allclose(np.corrcoef(unshuffled.T) - np.eye(3), 0, atol=0.11)
 
 
 # Sources.

@@ -14,15 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from jddp.build.parts import Parts, Schedule, resolve_parts
 from jddp.callbacks import Callback
 from jddp.cluster import initialize, resolve_identity
 from jddp.config import Config, load_config, with_overrides
-from jddp.data import DataSet, TrainBatches, eval_batches
+from jddp.data import DataSet, TrainBatches, count_steps, eval_batches, load_weights
 from jddp.data_parallel import DataParallel
-from jddp.errors import DataError
-from jddp.mesh import configure_devices
+from jddp.errors import DataError, DisagreementError
+from jddp.mesh import configure_devices, from_all_processes
 from jddp.run import Run
 
 PACKAGES = ("jddp", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
@@ -87,31 +88,31 @@ class Job:
     @property
     def batch_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
         """The shapes of one batch of this process."""
-        rows = self.config.data.global_batch_size // jax.process_count()
+        size = self.config.data.global_batch_size
+        in_all = -(-size // self._num_parts) * self._num_parts
+        rows, spec = in_all // jax.process_count(), self.parts.source.spec
+        if in_all > size:
+            spec = {"mask": ((), np.dtype("float32")), **spec}
         return {
             name: jax.ShapeDtypeStruct((rows, *shape), dtype)
-            for name, (shape, dtype) in self.parts.source.spec.items()
+            for name, (shape, dtype) in spec.items()
         }
+
+    @property
+    def _num_parts(self) -> int:
+        return self.ddp.mesh.size * self.config.ddp.accumulate_steps
 
     def run(self, callbacks: Sequence[Callback] = ()) -> Run:
         """Trains to the end, going on from the newest checkpoint where there is one."""
         assert self.data is not None, "build(config) has data unless told that it needs none"
         assert self.num_steps is not None, "where there are data, there are steps"
-        config, share = self.config, _share()
-        batches = TrainBatches(
-            self.data.train,
-            global_batch_size=config.data.global_batch_size,
-            seed=config.seed,
-            shuffle=config.data.shuffle,
-            augment=self.parts.source.augment if config.data.augment else None,
-            **share,
-        )
+        config = self.config
         # Evaluation holds no gradients: rows of one micro-step fit wherever training fits.
-        rows = config.data.global_batch_size // config.ddp.accumulate_steps
+        rows = max(1, config.data.global_batch_size // config.ddp.accumulate_steps)
         return self.ddp.fit(
-            batches,
+            self.train_batches(),
             num_steps=self.num_steps,
-            evaluate=eval_batches(self.data.test, global_batch_size=rows, **share),
+            evaluate=eval_batches(self.data.test, global_batch_size=rows, **_share()),
             run_dir=config.run.dir,
             callbacks=callbacks,
             seed=config.seed,
@@ -124,6 +125,23 @@ class Job:
             learning_rate=self.learning_rate,
             config=config.model_dump(),
             manifest=self._manifest(),
+        )
+
+    def train_batches(self) -> TrainBatches:
+        """This process's training batches, from the first."""
+        assert self.data is not None, "build(config) has data unless told that it needs none"
+        config = self.config.data
+        return TrainBatches(
+            self.data.train,
+            global_batch_size=config.global_batch_size,
+            seed=self.config.seed,
+            num_epochs=self.config.train.num_epochs,
+            drop_remainder=config.drop_remainder,
+            shuffle=config.shuffle,
+            weights=None if config.weights is None else load_weights(Path(config.weights)),
+            augment=self.parts.source.augment if config.augment else None,
+            multiple_of=self._num_parts,
+            **_share(),
         )
 
     def _manifest(self) -> dict[str, Any]:
@@ -149,13 +167,12 @@ def build(config: Config, *, needs_data: bool = True) -> Job:
     Raises:
       ConfigError: With all that the config names and that cannot be had, one line each.
       DataError: If the data are absent or damaged.
+      DisagreementError: If processes read different data.
     """
     identity = resolve_identity()
     _configure(config, identity.num_processes)
     initialize(identity)
     parts = resolve_parts(config)
-    num_devices = config.mesh.num_devices
-    config.check_batch(jax.device_count() if num_devices == "auto" else num_devices)
     data, data_error = None, ""
     try:
         data = parts.source.load()
@@ -163,13 +180,15 @@ def build(config: Config, *, needs_data: bool = True) -> Job:
         if needs_data:
             raise
         data_error = str(error)
+    if data is not None:
+        _check_that_all_read_the_same(data)
     num_steps = _num_steps(config, data)
     optimizer, learning_rate = parts.make_optimizer(num_steps or 1)
     ddp = DataParallel(
         parts.model,
         optimizer,
         parts.loss_fn,
-        mesh=None if num_devices == "auto" else num_devices,
+        mesh=None if config.mesh.num_devices == "auto" else config.mesh.num_devices,
         **config.ddp.model_dump(),
     )
     return Job(config, parts, ddp, num_steps, learning_rate, data, data_error)
@@ -193,14 +212,29 @@ def _configure(config: Config, num_processes: int) -> None:
         configure_devices(config.mesh.num_devices, num_processes=num_processes)
 
 
+def _check_that_all_read_the_same(data: DataSet) -> None:
+    hashes = from_all_processes(int(data.sha256[:7], 16))
+    differ = np.flatnonzero(hashes != hashes[0])
+    if differ.size:
+        raise DisagreementError(
+            f"process {differ[0]} reads other data than process 0: sha256 begins with "
+            f"{hashes[differ[0]]:07x} there and {hashes[0]:07x} here. Give every process the same "
+            "files under data.dir."
+        )
+
+
 def _num_steps(config: Config, data: DataSet | None) -> int | None:
     if config.train.num_steps is not None:
         return config.train.num_steps
     if data is None or config.train.num_epochs is None:
         return None
-    examples = config.train.num_epochs * len(data.train)
-    return max(1, round(examples / config.data.global_batch_size))
+    return count_steps(
+        config.train.num_epochs,
+        len(data.train),
+        config.data.global_batch_size,
+        config.data.drop_remainder,
+    )
 
 
-def _share() -> dict[str, int]:
+def _share() -> dict[str, Any]:
     return {"process_index": jax.process_index(), "num_processes": jax.process_count()}

@@ -84,7 +84,19 @@ class DataConfig(NamedSection):
     dir: str | None = Field(None, description="Folder of the files, for data sets that have one.")
     global_batch_size: int = Field(128, ge=1, description="Examples a step, over all replicas.")
     shuffle: bool = Field(True, description="A new order each epoch, from the seed.")
+    weights: str | None = Field(
+        None, description="A .npy file: how often each training example is wanted."
+    )
+    drop_remainder: bool = Field(
+        False, description="End with the last full batch, instead of filling one up."
+    )
     augment: bool = Field(True, description="Random changes to examples, where the set has any.")
+    num_workers: int = Field(
+        0, ge=0, description="Processes that read training batches; 0 reads in a thread."
+    )
+    allow_changed: bool = Field(
+        False, description="Go on with data that are not those the run was started with."
+    )
 
 
 class ModelConfig(NamedSection):
@@ -185,7 +197,9 @@ class Config(Section):
       ConfigMistakes: With every mistake in the given values, one line each.
     """
 
-    seed: int = Field(0, ge=0, description="Makes parameters, order of examples and dropout.")
+    seed: int = Field(
+        0, ge=0, lt=2**32, description="Makes parameters, order of examples and dropout."
+    )
     run: RunConfig = Field(default_factory=RunConfig)
     train: TrainConfig
     data: DataConfig = Field(default_factory=DataConfig)
@@ -208,22 +222,4 @@ class Config(Section):
             raise ConfigError(
                 "train.eval_params=ema needs ddp.ema_decay, e.g. ddp.ema_decay=0.999."
             )
-        if self.mesh.num_devices != "auto":
-            self.check_batch(self.mesh.num_devices)
         return self
-
-    def check_batch(self, num_devices: int) -> None:
-        """Holds the batch against the devices, whose number is known late under `auto`.
-
-        Raises:
-          ConfigError: If replicas and micro-steps would get unequal shares.
-        """
-        size, unit = self.data.global_batch_size, num_devices * self.ddp.accumulate_steps
-        if size % unit:
-            below, above = size // unit * unit, (size // unit + 1) * unit
-            nearest = f"{below} and {above}" if below else f"{above}"
-            micro = f" x {self.ddp.accumulate_steps} micro-steps" * (unit > num_devices)
-            raise ConfigError(
-                f"data.global_batch_size {size} does not divide over {num_devices} "
-                f"replicas{micro}. Nearest that does: {nearest}."
-            )

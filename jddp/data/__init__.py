@@ -11,8 +11,9 @@ is a named place where examples come from. This room knows numpy and files, and 
 devices or configs.
 """
 
+from jddp.data.arrays_on_disk import load_weights
 from jddp.data.augment import Augment, FlipAndShift
-from jddp.data.batches import TrainBatches, eval_batches
+from jddp.data.batches import TrainBatches, count_steps, eval_batches
 from jddp.data.examples import (
     ArrayExamples,
     Batch,
@@ -38,7 +39,9 @@ __all__ = [
     "TokenExamples",
     "TrainBatches",
     "as_examples",
+    "count_steps",
     "eval_batches",
+    "load_weights",
     "make_data_set",
     "make_source",
     "spec_of",

@@ -101,6 +101,18 @@ def tokens(
     )
 
 
+def load_weights(path: Path) -> np.ndarray:
+    """The numbers in a .npy file.
+
+    Raises:
+      DataError: If there is no such file, or it holds no numbers.
+    """
+    weights = _open(path)
+    if weights.dtype.kind not in "iuf":
+        raise DataError(f"{path}: {weights.dtype} are no weights. Write numbers.")
+    return np.asarray(weights, np.float64)
+
+
 def _directory(name: str, source: str, directory: str | None) -> Path:
     if source != "embedded":
         raise ConfigError(f"data.source {source!r}: {name} has no such part. Leave it out.")

@@ -1,8 +1,7 @@
-"""Random changes of training images that leave their class alone.
+"""Random changes of training examples that leave what is to be learnt from them alone.
 
-An augmentation acts in two halves: it draws its choices for a whole batch, then applies a part of
-them to a part of the batch. So what happens to a row depends on the seed and the step, and not on
-how the batch is spread over processes.
+What happens to an example follows from the numbers it is given, which depend on the seed, the epoch
+and the example: not on the batch it is in, nor on who holds it.
 """
 
 from dataclasses import dataclass
@@ -15,13 +14,21 @@ from jddp.data.examples import Batch
 
 @runtime_checkable
 class Augment(Protocol):
-    """Draws choices for a batch, and applies them to it or to some of its rows."""
+    """Changes examples at random.
 
-    def draw(self, rng: np.random.Generator, num_rows: int) -> dict[str, np.ndarray]:
-        """Named choices, each with one entry per row."""
+    Attributes:
+      num_draws: Random numbers that one example needs.
+    """
 
-    def apply(self, batch: Batch, choices: dict[str, np.ndarray]) -> Batch:
-        """The batch, changed as chosen; the one given stays as it is."""
+    num_draws: int
+
+    def __call__(self, batch: Batch, uniform: np.ndarray) -> Batch:
+        """The batch, changed; the one given stays as it is.
+
+        Args:
+          batch: Some rows.
+          uniform: Random numbers in [0, 1), `(b, num_draws)`.
+        """
 
 
 @dataclass(frozen=True)
@@ -33,18 +40,15 @@ class FlipAndShift:
     """
 
     max_shift: int = 2
+    num_draws = 3
 
-    def draw(self, rng: np.random.Generator, num_rows: int) -> dict[str, np.ndarray]:
-        """Draws, per row, whether to mirror and how far to move."""
-        moves = rng.integers(-self.max_shift, self.max_shift, (2, num_rows), endpoint=True)
-        return {"down": moves[0], "right": moves[1], "mirrored": rng.random(num_rows) < 0.5}
-
-    def apply(self, batch: Batch, choices: dict[str, np.ndarray]) -> Batch:
+    def __call__(self, batch: Batch, uniform: np.ndarray) -> Batch:
         """Reads every pixel of the new images from its place in the old ones."""
         images = batch["image"]
         num_rows, height, width = images.shape[:3]
-        y = np.clip(np.arange(height) - choices["down"][:, None], 0, height - 1)
-        x = np.clip(np.arange(width) - choices["right"][:, None], 0, width - 1)
-        x = np.where(choices["mirrored"][:, None], width - 1 - x, x)
+        down, right = np.floor(uniform.T[:2] * (2 * self.max_shift + 1)) - self.max_shift
+        y = np.clip(np.arange(height) - down[:, None], 0, height - 1).astype(int)
+        x = np.clip(np.arange(width) - right[:, None], 0, width - 1).astype(int)
+        x = np.where(uniform[:, 2:] < 0.5, width - 1 - x, x)
         row = np.arange(num_rows)[:, None, None]
         return batch | {"image": images[row, y[:, :, None], x[:, None, :]]}

@@ -1,11 +1,12 @@
-"""Batches of one process: endless and resumable to train on, each example once to evaluate.
+"""Batches of one process: full and resumable to train on, each example once to evaluate.
 
     batches = TrainBatches(examples, global_batch_size=128, seed=0)
     batch = next(batches)              # the rows of this process, a dict of numpy arrays
-    batches.get_state()                # {"position": 1}: give it to set_state to resume
+    batches.get_state()                # {"position": 128}: give it to set_state to resume
 
 Every process walks through the same global batches and takes its own contiguous part of each, so
-that all processes together read what one process would have read, in the same order.
+that all processes together read what one process would have read, in the same order. Where a batch
+cannot be full, it is filled with real rows, whose mask is 0.
 """
 
 from collections.abc import Iterator
@@ -15,16 +16,17 @@ import numpy as np
 
 from jddp.data.augment import Augment
 from jddp.data.examples import Batch, Examples
-from jddp.data.order import examples_at, random_bits
+from jddp.data.order import Order
 from jddp.errors import ConfigError, DataError
 
 
 class TrainBatches:
-    """An endless iterator over the batches of one process.
+    """An iterator over the batches of one process, endless or for some epochs.
 
     Batch `s` holds positions `s * global_batch_size` onwards of the run (see `order`). Epochs
     follow each other without a gap: a batch may straddle two of them, no example is dropped, and
-    no batch is short.
+    only the last batch of a run can be short. It then holds rows that do not count, as every batch
+    does where the devices do not divide it: "mask" tells them, and all batches have it.
     """
 
     def __init__(
@@ -33,80 +35,107 @@ class TrainBatches:
         *,
         global_batch_size: int,
         seed: int,
+        num_epochs: float | None = None,
+        drop_remainder: bool = False,
         shuffle: bool = True,
+        weights: np.ndarray | None = None,
         augment: Augment | None = None,
+        multiple_of: int = 1,
         process_index: int = 0,
         num_processes: int = 1,
     ):
-        """Starts at step 0.
+        """Starts at position 0.
 
         Args:
           examples: What to read.
           global_batch_size: Examples a step, over all processes.
           seed: Names the order and the augmentation; not negative.
+          num_epochs: When to end; None is never.
+          drop_remainder: Whether to end with the last batch that is full, instead of filling one.
           shuffle: Whether each epoch is a new permutation, or the order of the data.
-          augment: Changes the rows of a batch at random, or `None`.
+          weights: How often each example is wanted in comparison with others, `(n,)`.
+          augment: Changes rows at random, or None.
+          multiple_of: Rows of a global batch are filled up to a multiple of this, such as the
+            number of devices.
           process_index: Which part of each batch is this process's.
           num_processes: How many such parts there are.
 
         Raises:
           ConfigError: If the batch does not divide over the processes, or the seed is negative.
-          DataError: If there are no examples.
+          DataError: If there are fewer examples than one batch holds, or weights are not one per
+            example, finite, not negative and somewhere positive.
         """
-        if global_batch_size < 1 or global_batch_size % num_processes:
+        self._rows_in_all = -(-global_batch_size // multiple_of) * multiple_of
+        if global_batch_size < 1 or self._rows_in_all % num_processes:
             raise ConfigError(
                 f"global_batch_size {global_batch_size} does not divide over {num_processes} "
                 f"processes. {_nearest_multiples(global_batch_size, num_processes)}"
             )
         if seed < 0:
             raise ConfigError(f"seed {seed} is negative. Take 0 or any larger whole number.")
-        if len(examples) == 0:
-            raise DataError("the training data holds 0 examples. At least one is needed.")
+        if len(examples) < global_batch_size:
+            raise DataError(
+                f"the training data holds {len(examples)} examples, and one global batch "
+                f"{global_batch_size}. Give more examples, or a smaller batch."
+            )
+        if weights is not None:
+            _check_weights(weights, len(examples))
         self.num_examples = len(examples)
         self.global_batch_size = global_batch_size
         self._examples = examples
-        self._seed = seed
-        self._shuffle = shuffle
+        self._order = Order(len(examples), seed, shuffle, weights)
         self._augment = augment
-        process_batch_size = global_batch_size // num_processes
-        first_row = process_index * process_batch_size
-        self._rows = slice(first_row, first_row + process_batch_size)
-        self._step = 0
+        self._end = None
+        if num_epochs is not None:
+            num_steps = count_steps(num_epochs, len(examples), global_batch_size, drop_remainder)
+            full = num_steps * global_batch_size
+            self._end = full if drop_remainder else max(1, round(num_epochs * len(examples)))
+        process_batch_size = self._rows_in_all // num_processes
+        self._own = np.arange(process_batch_size) + process_index * process_batch_size
+        self._position = 0
 
     @property
-    def steps_per_epoch(self) -> float:
-        """Steps that read as many examples as there are: whole only where the sizes divide."""
-        return self.num_examples / self.global_batch_size
+    def is_padded(self) -> bool:
+        """Whether a batch may hold rows that do not count: then all have a "mask"."""
+        is_short = self._end is not None and self._end % self.global_batch_size > 0
+        return is_short or self._rows_in_all > self.global_batch_size
 
-    def batch(self, step: int) -> Batch:
-        """This process's rows of one step, whatever was read before."""
-        first = step * self.global_batch_size
-        positions = np.arange(first + self._rows.start, first + self._rows.stop)
-        seed = self._seed if self._shuffle else None
-        indices = examples_at(positions, num_examples=self.num_examples, seed=seed)
-        batch = self._examples.take(indices)
-        if self._augment is None:
-            return batch
-        # Choices are drawn for the whole global batch: a row's do not depend on who holds it.
-        rng = np.random.Generator(random_bits("augment", self._seed, step))
-        choices = self._augment.draw(rng, self.global_batch_size)
-        return self._augment.apply(batch, {name: c[self._rows] for name, c in choices.items()})
+    def batch(self, position: int) -> Batch:
+        """This process's rows of the global batch that begins at a position of the run."""
+        end = position + self.global_batch_size
+        end = end if self._end is None else min(end, self._end)
+        positions = np.minimum(position + self._own, end - 1)
+        batch = self._examples.take(self._order.examples_at(positions))
+        if self._augment is not None:
+            uniform = self._order.uniform(positions, self._augment.num_draws)
+            batch = self._augment(batch, uniform)
+        if self.is_padded:
+            counts = (position + self._own < end).astype(np.float32)
+            mask = batch.get("mask", np.ones(len(counts), np.float32))
+            dims = tuple(range(1, mask.ndim))
+            batch = {**batch, "mask": mask * np.expand_dims(counts, dims)}
+        return batch
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        batch = self.batch(self._step)
-        self._step += 1
+        if self._end is not None and self._position >= self._end:
+            raise StopIteration
+        batch = self.batch(self._position)
+        self._position += self.global_batch_size
         return batch
 
     def get_state(self) -> dict[str, int]:
-        """Says how many batches were delivered: all that is needed to go on from here."""
-        return {"position": self._step}
+        """Says how many examples were delivered: all that is needed to go on from here.
+
+        It does not depend on processes, devices or the size of a batch.
+        """
+        return {"position": self._position}
 
     def set_state(self, state: dict[str, int]) -> None:
-        """Goes on as if `state["position"]` batches had been delivered."""
-        self._step = int(state["position"])
+        """Goes on as if `state["position"]` examples had been delivered."""
+        self._position = int(state["position"])
 
 
 @dataclass(frozen=True)
@@ -127,6 +156,25 @@ class _EvalBatches:
         for first in range(0, len(self.examples), self.global_batch_size):
             rows = np.arange(first + begin, first + end)
             yield self.examples.take(rows[rows < len(self.examples)])
+
+
+def count_steps(
+    num_epochs: float, num_examples: int, global_batch_size: int, drop_remainder: bool = False
+) -> int:
+    """How many batches there are in some epochs: at least one.
+
+    Raises:
+      DataError: If the batches are to be full, and one is not.
+    """
+    end = max(1, round(num_epochs * num_examples))
+    if not drop_remainder:
+        return -(-end // global_batch_size)
+    if end < global_batch_size:
+        raise DataError(
+            f"{num_epochs} epochs of {num_examples} examples do not fill a batch of "
+            f"{global_batch_size}. Take more epochs, a smaller batch, or drop_remainder=False."
+        )
+    return end // global_batch_size
 
 
 def eval_batches(
@@ -153,6 +201,13 @@ def eval_batches(
     if len(examples) == 0:
         raise DataError("the evaluation data holds 0 examples. At least one is needed.")
     return _EvalBatches(examples, global_batch_size, process_index, num_processes)
+
+
+def _check_weights(weights: np.ndarray, num_examples: int) -> None:
+    if weights.shape != (num_examples,):
+        raise DataError(f"weights have shape {weights.shape} for {num_examples} examples.")
+    if not (np.isfinite(weights).all() and (weights >= 0).all() and (weights > 0).any()):
+        raise DataError("weights must be finite and not negative, and one of them positive.")
 
 
 def _nearest_multiples(size: int, factor: int) -> str:

@@ -5,49 +5,121 @@ epoch is a permutation of all examples, and epochs follow each other without a g
 depends on batch sizes, processes or devices, so a run keeps its order when any of them changes,
 and resumes at any position without replaying the ones before.
 
-Random numbers come from Philox, which is counter-based: a stream is named, not advanced to. Only
-its raw bits are used to shuffle, since numpy promises those, and not what `Generator` makes of
-them, to stay the same from version to version (NEP 19).
+No permutation is stored: a Feistel network says of each index alone where it goes, so that a
+billion examples cost no more than ten. With weights, an epoch takes each example as often as its
+weight asks for, rounded down or up, instead of drawing at random and hoping.
 
 References:
-  Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011.
-  NEP 19, "Random Number Generator Policy", https://numpy.org/neps/nep-0019-rng-policy.html
+  Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002, section 5, for the
+  network and for walking the cycle where its domain is larger than what is permuted.
+  Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014, for the
+  finalizer that mixes bits.
+  Kitagawa, "Monte Carlo Filter and Smoother", JCGS 1996, for systematic sampling.
 """
 
-from functools import lru_cache
+import functools
+import math
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
-_STREAMS = {"order": 0, "augment": 1}
+_STREAMS = {"order": 0, "augment": 1, "weights": 2}
+
+# With these, all permutations of few examples are equally frequent; twelve are not enough.
+NUM_ROUNDS = 16
 
 
-def random_bits(stream: Literal["order", "augment"], seed: int, index: int) -> np.random.Philox:
-    """The source of random bits named (stream, seed, index), at its beginning."""
-    return np.random.Philox(key=[seed, index], counter=[0, 0, 0, _STREAMS[stream]])
+@dataclass(frozen=True, eq=False)
+class Order:
+    """The order of a run.
+
+    Attributes:
+      num_examples: Examples of one epoch.
+      seed: Names the permutations.
+      shuffle: Whether each epoch is permuted anew, or is in the order of the data.
+      weights: How often an example is wanted in comparison with others, `(num_examples,)`; None
+        wants all alike.
+    """
+
+    num_examples: int
+    seed: int
+    shuffle: bool = True
+    weights: np.ndarray | None = None
+
+    def examples_at(self, positions: np.ndarray) -> np.ndarray:
+        """The indices of the examples at these positions of the run, in any order."""
+        epochs, indices = np.divmod(positions, self.num_examples)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            indices[here] = self._of_epoch(indices[here], int(epoch))
+        return indices
+
+    def _of_epoch(self, indices: np.ndarray, epoch: int) -> np.ndarray:
+        if self.shuffle:
+            keys = _keys("order", self.seed, epoch)
+            indices = permute(indices, self.num_examples, keys)
+        if self.weights is None:
+            return indices
+        offset = _keys("weights", self.seed, epoch)[0] >> np.uint64(11)
+        ends = self._ends
+        points = (indices + offset * 2.0**-53) * (ends[-1] / self.num_examples)
+        # A point that is rounded up to the very end belongs to the last example of any weight.
+        return np.searchsorted(ends, np.minimum(points, np.nextafter(ends[-1], 0)), side="right")
+
+    @functools.cached_property
+    def _ends(self) -> np.ndarray:
+        assert self.weights is not None
+        return np.cumsum(self.weights, dtype=np.float64)
+
+    def uniform(self, positions: np.ndarray, num_draws: int) -> np.ndarray:
+        """Random numbers in [0, 1) for the examples at these positions, `(b, num_draws)`.
+
+        They depend on seed, epoch and example: not on the batch that the example is in.
+        """
+        epochs, indices = positions // self.num_examples, self.examples_at(positions)
+        bits = indices.astype(np.uint64)
+        for epoch in np.unique(epochs):
+            bits[epochs == epoch] ^= _keys("augment", self.seed, int(epoch))[0]
+        draws = np.arange(1, num_draws + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        return (_mix(_mix(bits)[:, None] + draws) >> np.uint64(11)) * 2.0**-53
 
 
-@lru_cache(maxsize=4)
-def epoch_order(num_examples: int, *, seed: int, epoch: int) -> np.ndarray:
-    """The permutation of the examples that is read in one epoch (read-only)."""
-    keys = random_bits("order", seed, epoch).random_raw(num_examples)
-    order = np.argsort(keys, kind="stable")
-    order.flags.writeable = False
-    return order
-
-
-def examples_at(positions: np.ndarray, *, num_examples: int, seed: int | None) -> np.ndarray:
-    """The indices of the examples at these positions of the run.
+def permute(indices: np.ndarray, num_examples: int, keys: np.ndarray) -> np.ndarray:
+    """Where a permutation of `num_examples` puts these indices.
 
     Args:
-      positions: Positions of a run, counted from 0, in any order.
-      num_examples: Examples of one epoch.
-      seed: Names the permutations; `None` reads every epoch in the order of the data.
+      indices: From 0 to below `num_examples`.
+      num_examples: At least 1.
+      keys: Name the permutation: an even number of random uint64.
     """
-    epochs, indices = np.divmod(positions, num_examples)
-    if seed is None:
-        return indices
-    for epoch in np.unique(epochs):
-        here = epochs == epoch
-        indices[here] = epoch_order(num_examples, seed=seed, epoch=int(epoch))[indices[here]]
-    return indices
+    width = math.isqrt(num_examples - 1) + 1
+    height = -(-num_examples // width)
+    places = _scramble(indices.astype(np.uint64), width, height, keys)
+    while (outside := places >= num_examples).any():
+        places[outside] = _scramble(places[outside], width, height, keys)
+    return places.astype(np.int64)
+
+
+def _scramble(places: np.ndarray, width: int, height: int, keys: np.ndarray) -> np.ndarray:
+    """A permutation of `width * height` places: a Feistel network on their rows and columns."""
+    w, h = np.uint64(width), np.uint64(height)
+    x: np.ndarray = places % w
+    y: np.ndarray = places // w
+    for even, odd in keys.reshape(-1, 2):
+        x = (x + _mix(y ^ even) % w) % w
+        y = (y + _mix(x ^ odd) % h) % h
+    return y * w + x
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+@functools.lru_cache(maxsize=8)
+def _keys(stream: Literal["order", "augment", "weights"], seed: int, epoch: int) -> np.ndarray:
+    # numpy promises Philox's raw bits, not what `Generator` makes of them (NEP 19).
+    key = np.array([seed, epoch], np.uint64)
+    return np.random.Philox(key=key, counter=[0, 0, 0, _STREAMS[stream]]).random_raw(NUM_ROUNDS)

@@ -25,13 +25,16 @@ class CNN(nn.Module):
 
     @nn.compact
     def __call__(
-        self, images: Float[Array, "b h w c"], train: bool = False
+        self,
+        images: Float[Array, "b h w c"],
+        train: bool = False,
+        mask: Float[Array, "b"] | None = None,
     ) -> Float[Array, "b classes"]:
-        """The logits, in float32."""
-        x = images
+        """The logits, in float32; batch norm leaves out images of mask 0."""
+        x, counts = images, None if mask is None else mask[:, None, None, None] > 0
         for width in self.widths:
             x = nn.Conv(width, (3, 3), strides=2, use_bias=False, dtype=self.dtype)(x)
-            x = nn.BatchNorm(use_running_average=not train, momentum=0.9, dtype=self.dtype)(x)
-            x = nn.relu(x)
+            norm = nn.BatchNorm(use_running_average=not train, momentum=0.9, dtype=self.dtype)
+            x = nn.relu(norm(x, mask=counts))
         x = x.reshape(len(x), -1)
         return nn.Dense(self.num_classes, dtype=self.dtype)(x).astype("float32")

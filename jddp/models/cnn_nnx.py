@@ -48,9 +48,11 @@ class CNN(nnx.Module):
             size = math.ceil(size / 2)
         self.dense = nnx.Linear(size * size * widths[-1], num_classes, dtype=dtype, rngs=rngs)
 
-    def __call__(self, images: Float[Array, "b h w c"]) -> Float[Array, "b classes"]:
-        """The logits, in float32."""
-        x = images
+    def __call__(
+        self, images: Float[Array, "b h w c"], mask: Float[Array, "b"] | None = None
+    ) -> Float[Array, "b classes"]:
+        """The logits, in float32; batch norm leaves out images of mask 0."""
+        x, counts = images, None if mask is None else mask[:, None, None, None] > 0
         for conv, norm in zip(self.convs, self.norms, strict=True):
-            x = nnx.relu(norm(conv(x)))
+            x = nnx.relu(norm(conv(x), mask=counts))
         return self.dense(x.reshape(len(x), -1)).astype("float32")

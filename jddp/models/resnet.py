@@ -10,6 +10,7 @@ References:
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from flax import linen as nn
 from jax import Array
@@ -18,7 +19,7 @@ from jaxtyping import Float
 
 from jddp.errors import ConfigError
 
-_Layer = Callable[..., nn.Module]
+_Layer = Callable[..., Callable[..., Array]]
 
 
 class BasicBlock(nn.Module):
@@ -101,15 +102,25 @@ class ResNet(nn.Module):
 
     @nn.compact
     def __call__(
-        self, images: Float[Array, "b h w c"], train: bool = False
+        self,
+        images: Float[Array, "b h w c"],
+        train: bool = False,
+        mask: Float[Array, "b"] | None = None,
     ) -> Float[Array, "b classes"]:
-        """The logits, in float32."""
+        """The logits, in float32; batch norm leaves out images of mask 0."""
         if self.stem not in ("cifar", "imagenet"):
             raise ConfigError(f"stem {self.stem!r} is neither 'cifar' nor 'imagenet'.")
         conv = partial(
             nn.Conv, use_bias=False, dtype=self.dtype, kernel_init=nn.initializers.he_normal()
         )
-        norm = partial(nn.BatchNorm, use_running_average=not train, momentum=0.9, dtype=self.dtype)
+        counts = None if mask is None else mask[:, None, None, None] > 0
+
+        def norm(**options: Any) -> Callable[..., Array]:
+            layer = nn.BatchNorm(
+                use_running_average=not train, momentum=0.9, dtype=self.dtype, **options
+            )
+            return partial(layer, mask=counts)
+
         if self.stem == "imagenet":
             x = conv(self.width, (7, 7), strides=2, padding=3)(images)
             x = nn.relu(norm()(x))

@@ -24,7 +24,10 @@ from jddp.reports.metrics_file import MetricsFile
 
 Values = Mapping[str, Any]
 # What may differ from start to start: it changes where a run happens, not what it computes.
-FREE_KEYS = ("run.dir", "data.dir", "mesh.num_devices", "checkpoint.resume")
+FREE_KEYS = (
+    *("run.dir", "data.dir", "data.num_workers", "data.allow_changed"),
+    *("mesh.num_devices", "checkpoint.resume"),
+)
 MISSING = object()
 
 
@@ -49,7 +52,7 @@ class RunDirectory:
         Args:
           config: The resolved config; None if the run was started from objects.
           manifest: What the run stands on. `manifest["data"]["sha256"]`, where present, must be
-            what it was at the first start.
+            what it was at some start, unless the config's `data.allow_changed` says otherwise.
 
         Raises:
           ConfigError: If the directory holds another run, with the keys that differ.
@@ -59,7 +62,8 @@ class RunDirectory:
         try:
             self._refuse_another_run(config)
             first = json.loads(self._manifest.read_text()) if self._manifest.exists() else {}
-            self._refuse_other_data(first, manifest)
+            if not (config or {}).get("data", {}).get("allow_changed"):
+                self._refuse_other_data(first, manifest)
             if self._is_writer:
                 self._write(config, first, manifest)
         except OSError as error:
@@ -100,11 +104,14 @@ class RunDirectory:
             )
 
     def _refuse_other_data(self, first: Values, manifest: Values) -> None:
-        before, now = (m.get("data", {}).get("sha256") for m in (first, manifest))
-        if before and now and before != now:
+        starts = [first, *first.get("later_starts", [])]
+        known = [m["data"]["sha256"] for m in starts if m.get("data", {}).get("sha256")]
+        now = manifest.get("data", {}).get("sha256")
+        if known and now and now not in known:
             raise DataError(
-                f"run.dir {self.path} was started with other data (sha256 {before[:12]}, now "
-                f"{now[:12]}). Choose another run.dir, or put the data back."
+                f"run.dir {self.path} was started with other data (sha256 {known[-1][:12]}, now "
+                f"{now[:12]}). Put the data back, choose another run.dir, or set "
+                "data.allow_changed=true."
             )
 
     def _write(self, config: Values | None, first: Values, manifest: Values) -> None:
