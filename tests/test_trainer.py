@@ -18,7 +18,7 @@ from jddp.errors import ConfigError, DataError, NumericsError, UsageError
 
 NUM_STEPS = 6
 SCHEDULE = optax.cosine_decay_schedule(0.1, NUM_STEPS)
-TIMINGS = ("step_seconds", "examples_per_second")
+TIMINGS = ("step_seconds", "examples_per_second", "data_wait_seconds")
 
 
 def wrapped(model=None, optimizer=None, **options):
@@ -189,6 +189,7 @@ def test_the_metrics_file_holds_a_line_for_each_report(ddp, tmp_path):
             assert line.items() >= metrics[line["step"] - 1].items()
             # The rate that this step used: the schedule counts the steps before it.
             assert line["learning_rate"] == pytest.approx(SCHEDULE(line["step"] - 1))
+            assert 0 <= line["data_wait_seconds"] <= line["step_seconds"]
             assert line["examples_per_second"] == pytest.approx(8 / line["step_seconds"])
         else:
             assert line.keys() == {"step", "split", "loss", "accuracy", "examples"}

@@ -21,7 +21,7 @@ COLUMNS = 80
 BAR_COLUMNS = 10
 SECONDS_BETWEEN_LINES = 5.0
 # Shown in places of their own, or not at all.
-TIMING = ("learning_rate", "examples_per_second", "step_seconds")
+TIMING = ("learning_rate", "examples_per_second", "step_seconds", "data_wait_seconds")
 NOT_METRICS = ("step", "split", "loss", "count", "examples", *TIMING)
 
 

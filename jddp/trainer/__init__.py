@@ -90,7 +90,7 @@ def train(
     if run_dir is not None:
         files = RunDirectory(Path(run_dir), is_writer=jax.process_index() == 0)
         files.prepare(config, manifest or {})
-    source = Source(batches)
+    source = Source(batches, ddp.put)
     if state is None:
         state = ddp.init(seed, source.peek())
     if eval_params == "ema" and state.ema_params is None:

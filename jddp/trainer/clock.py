@@ -1,23 +1,35 @@
 """Time per step, as a user means it: without compilation, evaluation and saving."""
 
+import contextlib
 import time
+from collections.abc import Iterator
 
 
 class Clock:
     """Measures from `step`, which is finished now."""
 
     def __init__(self, step: int) -> None:
-        self._since, self._step = time.perf_counter(), step
+        self._since, self._step, self._waited = time.perf_counter(), step, 0.0
 
     def pause(self, seconds: float) -> None:
         """Takes out seconds that were not spent on steps."""
         self._since += seconds
 
-    def seconds_per_step(self, step: int) -> float | None:
-        """Mean since the last call; None where no step lies between."""
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """While open, the loop waits for data."""
+        since = time.perf_counter()
+        yield
+        self._waited += time.perf_counter() - since
+
+    def seconds_per_step(self, step: int) -> dict[str, float]:
+        """Means since the last call, "data_wait_seconds" a part of "step_seconds"; or nothing."""
         now, num_steps = time.perf_counter(), step - self._step
         if num_steps < 1:
-            return None
-        seconds = (now - self._since) / num_steps
-        self._since, self._step = now, step
+            return {}
+        seconds = {
+            "step_seconds": (now - self._since) / num_steps,
+            "data_wait_seconds": self._waited / num_steps,
+        }
+        self._since, self._step, self._waited = now, step, 0.0
         return seconds

@@ -146,6 +146,7 @@ class Loop:
 
     def close(self) -> None:
         """Waits for checkpoints, and leaves the terminal as it was."""
+        self._source.close()
         self._progress.close()
         for checkpoints in self._checkpoints.values():
             checkpoints.close()
@@ -153,14 +154,15 @@ class Loop:
     def _take_steps(self) -> None:
         run, plan = self._run, self._plan
         self._clock, first = Clock(run.step), run.step + 1
-        batch, waiting = self._next_batch(), None
+        self._source.start(plan.num_steps - run.step)
+        waiting = None
         while not self._is_over:
+            with self._clock.waiting():
+                batch = next(self._source)
             run.state, metrics = self._ddp.step(run.state, batch)
             run.step += 1
             self._position = self._source.position()
             sent = (run.step, metrics, jax.tree.leaves(batch)[0].shape[0])
-            if run.step < plan.num_steps:
-                batch = self._next_batch()  # travels while the devices compute
             if waiting is not None:
                 self._report(*waiting)
             waiting = sent
@@ -174,9 +176,6 @@ class Loop:
                     self._evaluate_and_save()
         if waiting is not None:
             self._report(*waiting)
-
-    def _next_batch(self) -> PyTree:
-        return self._ddp.put(next(self._source))
 
     @property
     def _is_over(self) -> bool:
@@ -206,9 +205,8 @@ class Loop:
         record: dict[str, Any] = {"step": step, "split": "train", **values}
         if self._plan.learning_rate is not None:
             record["learning_rate"] = float(np.asarray(self._plan.learning_rate(step - 1)))
-        seconds = self._clock.seconds_per_step(step)
-        if seconds is not None:
-            record |= {"step_seconds": seconds, "examples_per_second": rows / seconds}
+        if seconds := self._clock.seconds_per_step(step):
+            record |= {**seconds, "examples_per_second": rows / seconds["step_seconds"]}
         self._run.metrics = record
         if self._files is not None:
             self._files.metrics.append(record)

@@ -1,62 +1,138 @@
-"""Training batches one after the other, and where among them a run stands."""
+"""Training batches one after the other, on the devices before they are asked for.
 
-import itertools
-from collections.abc import Iterable
+A thread reads ahead and puts batches on the devices while the step computes. What it has read and
+the loop has not taken does not count: the position is that of the batch taken last.
+"""
+
+import base64
+import contextlib
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from jddp.errors import DataError
 
 PyTree = Any
 
+# Batches that wait on the devices: one more than the next, for when reading takes longer at times.
+DEPTH = 2
+_END = object()
+
 
 class Source:
     """Batches, with or without a position of their own.
 
     Args:
-      batches: Their iterator may have `get_state` and `set_state`, as grain's have; any other is
-        counted, and read from its start again on resume.
+      batches: Their iterator may have `get_state` and `set_state`, as grain's have, or they
+        themselves `state_dict` and `load_state_dict`, as torchdata's and those of Hugging Face
+        have. Any others are counted, and read from their start again on resume.
+      put: Places a batch on the devices.
     """
 
-    def __init__(self, batches: Iterable[PyTree]) -> None:
-        self._iterator: Any = iter(batches)
-        self._num_taken = 0
-        self._has_state = all(hasattr(self._iterator, x) for x in ("get_state", "set_state"))
+    def __init__(self, batches: Iterable[PyTree], put: Callable[[PyTree], PyTree]) -> None:
+        self._batches, self._iterator, self._put = batches, iter(batches), put
+        self._peeked: list[tuple[PyTree, Any]] = []
+        self._num_read = self._num_taken = 0
+        self._state: Any = None
+        self._ready: queue.Queue[Any] = queue.Queue(DEPTH)
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
 
     def peek(self) -> PyTree:
-        """The first batch, which stays to be taken."""
-        position = self.position()
-        first = next(self)
-        if self._has_state:
-            self.move_to(position)
-        else:
-            self._iterator = itertools.chain([first], self._iterator)
-            self._num_taken = 0
-        return first
-
-    def __next__(self) -> PyTree:
-        """The next batch.
-
-        Raises:
-          DataError: If there is none.
-        """
-        batch = next(self._iterator, None)
-        if batch is None:
-            raise DataError(
-                f"The training batches ended after {self._num_taken}. Give an endless iterator, "
-                "or fewer steps."
-            )
-        self._num_taken += 1
-        return batch
+        """The first batch, on the host; it stays to be taken."""
+        self._peeked.append(self._read())
+        self._num_read -= 1
+        return self._peeked[0][0]
 
     def position(self) -> dict[str, Any]:
         """Where it stands, for a checkpoint."""
-        own = {"state": self._iterator.get_state()} if self._has_state else {}
+        own = {} if self._state is None else {"state": self._state}
         return {"num_taken": self._num_taken, **own}
 
     def move_to(self, position: dict[str, Any]) -> None:
         """Goes where it stood; batches without a state are read up to there."""
-        if self._has_state and "state" in position:
-            self._iterator.set_state(position["state"])
-            self._num_taken = position["num_taken"]
-        while self._num_taken < position["num_taken"]:
-            next(self)
+        num_taken, state = position["num_taken"], position.get("state")
+        if state is not None and self._set_state(state):
+            self._peeked.clear()
+        elif num_taken:
+            logging.getLogger("jddp").warning(
+                "The training batches know no position: %d of them are read again, which is right "
+                "if they are the same each time. Batches with get_state and set_state go on.",
+                num_taken,
+            )
+            for _ in range(num_taken):
+                self._read()
+        self._num_read = self._num_taken = num_taken
+        self._state = state
+
+    def start(self, num_batches: int) -> None:
+        """Begins to read ahead, as many batches and no more: what is left stays the caller's."""
+        self._thread = threading.Thread(
+            target=self._read_ahead, args=(num_batches,), name="jddp-batches", daemon=True
+        )
+        self._thread.start()
+
+    def __next__(self) -> PyTree:
+        """The next batch, on the devices.
+
+        Raises:
+          DataError: If there is none.
+        """
+        batch, state = self._ready.get()
+        if isinstance(batch, BaseException):
+            raise batch
+        self._num_taken, self._state = self._num_taken + 1, state
+        return batch
+
+    def close(self) -> None:
+        """Ends the reading ahead."""
+        self._closed.set()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._ready.get_nowait()  # so that the thread finds room, and then the end
+        if self._thread is not None:
+            self._thread.join(timeout=1)  # An iterator that waits for ever is left waiting.
+
+    def _read_ahead(self, num_batches: int) -> None:
+        for _ in range(num_batches):
+            try:
+                batch, state = self._read()
+                item = self._put(batch), state
+            except BaseException as error:  # the loop raises it, where somebody can see it
+                item = error, None
+            self._ready.put(item)
+            if self._closed.is_set() or isinstance(item[0], BaseException):
+                return
+
+    def _read(self) -> tuple[PyTree, Any]:
+        if self._peeked:
+            self._num_read += 1
+            return self._peeked.pop()
+        batch = next(self._iterator, _END)
+        if batch is _END:
+            raise DataError(
+                f"The training batches ended after {self._num_read}. Give an endless iterator, "
+                "or fewer steps."
+            )
+        self._num_read += 1
+        return batch, self._get_state()
+
+    def _get_state(self) -> Any:
+        if hasattr(self._iterator, "get_state"):
+            state = self._iterator.get_state()
+            is_bytes = isinstance(state, bytes)
+            return {"base64": base64.b64encode(state).decode()} if is_bytes else state
+        return self._batches.state_dict() if hasattr(self._batches, "state_dict") else None
+
+    def _set_state(self, state: Any) -> bool:
+        if hasattr(self._iterator, "set_state"):
+            is_bytes = isinstance(state, dict) and state.keys() == {"base64"}
+            self._iterator.set_state(base64.b64decode(state["base64"]) if is_bytes else state)
+        elif hasattr(self._batches, "load_state_dict"):
+            self._batches.load_state_dict(state)
+            self._iterator = iter(self._batches)
+        else:
+            return False
+        return True
