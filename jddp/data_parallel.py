@@ -9,7 +9,6 @@ This room checks what the user gives, and places it. What a step does stands in 
 rows one is planned and compiled, in `steps`.
 """
 
-import copy
 import functools
 import weakref
 from collections import deque
@@ -21,8 +20,9 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from jddp.data import TrainBatches, WorkerBatches
 from jddp.errors import ConfigError, UsageError
-from jddp.evaluation import evaluate_exactly
+from jddp.evaluation import evaluate_exactly, refuse_padding
 from jddp.explanation import Calls, Explanation, logging_data, measure
 from jddp.flaxmodel import LossFn, functional
 from jddp.mesh import (
@@ -364,15 +364,6 @@ class DataParallel:
         run = functools.partial(call, self._evaluate, *values)
         return evaluate_exactly(run, batches, self.mesh)
 
-    def _refuse_scalars(self, batch: PyTree) -> None:
-        self.abstract_state(batch)
-        for name in self._steps.scalars:
-            raise UsageError(
-                f"{name!r} is a scalar, so rows of padding cannot be kept out of it. Return one "
-                "value per row, or let the batches divide: drop_remainder=True, a global batch "
-                f"size that is a multiple of {self.mesh.size * self._recipe.accumulate_steps}."
-            )
-
     def fit(self, batches: Batches, *, num_steps: int, **options: Any) -> Run:
         """Trains for `num_steps`, with evaluation, progress, metrics and checkpoints.
 
@@ -388,6 +379,7 @@ class DataParallel:
         Raises:
           UsageError: If batches are padded, and the loss or a metric is a scalar.
         """
-        if getattr(batches, "is_padded", False):
-            self._refuse_scalars(next(iter(copy.copy(batches))))
+        if isinstance(batches, TrainBatches | WorkerBatches) and batches.is_padded:
+            self.abstract_state(batches.batch(0))
+            refuse_padding(self._steps.scalars, self.mesh.size * self._recipe.accumulate_steps)
         return train(self, batches, num_steps=num_steps, **options)

@@ -7,7 +7,7 @@ the devices; they are added up on the host in float64, so that counts stay whole
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -70,6 +70,24 @@ def pad_rows(batch: PyTree, room: int) -> tuple[PyTree, np.ndarray]:
 
 def _round_up(rows: int, num_devices: int) -> int:
     return max(1, math.ceil(rows / num_devices)) * num_devices
+
+
+def refuse_padding(scalars: Sequence[str], num_parts: int) -> None:
+    """Refuses to train on padded batches with a loss or metric that is a scalar.
+
+    Args:
+      scalars: The scalars, by name.
+      num_parts: What a global batch size is a multiple of, if it needs no padding.
+
+    Raises:
+      UsageError: If there is one.
+    """
+    for name in scalars:
+        raise UsageError(
+            f"{name!r} is a scalar, so rows of padding cannot be kept out of it. Return one value "
+            "per row, or let batches be full: a global batch size that is a multiple of "
+            f"{num_parts}, drop_remainder=True."
+        )
 
 
 def _refuse_scalars(sums: Sums, rows: int, room: int) -> None:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from jddp.errors import ConfigError
 
@@ -72,12 +72,20 @@ def cross_entropy(
             f"cross_entropy: the model gives outputs of shape {logits.shape}. They need "
             "(b, classes)."
         )
-    if train and label_smoothing:
-        targets = jax.nn.one_hot(labels, logits.shape[-1], dtype=logits.dtype)
-        losses = optax.softmax_cross_entropy(logits, optax.smooth_labels(targets, label_smoothing))
-    else:
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    losses = _cross_entropy(logits, labels, label_smoothing if train else 0.0)
+    if "other_label" in batch:  # images with others laid over them (data.mixup)
+        others = _cross_entropy(logits, batch["other_label"], label_smoothing)
+        losses = batch["share"] * losses + (1 - batch["share"]) * others
     return losses, {"accuracy": logits.argmax(-1) == labels}
+
+
+def _cross_entropy(
+    logits: Float[Array, "b classes"], labels: Int[Array, "b"], smoothing: float
+) -> Float[Array, "b"]:
+    if not smoothing:
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    targets = jax.nn.one_hot(labels, logits.shape[-1], dtype=logits.dtype)
+    return optax.softmax_cross_entropy(logits, optax.smooth_labels(targets, smoothing))
 
 
 def next_token(

@@ -10,7 +10,6 @@ batch norm needs.
 `shard_map` stands in this module alone.
 """
 
-import dataclasses
 import functools
 import logging
 from collections.abc import Callable
@@ -140,22 +139,9 @@ def make_init(recipe: Recipe, mesh: Mesh) -> Callable[..., TrainState]:
     return jax.jit(over_replicas(functools.partial(replica_init, recipe), mesh, P(), P()))
 
 
-@dataclasses.dataclass(frozen=True)
-class Traced:
-    """What a replica's step says when it is traced.
-
-    Attributes:
-      ready: As `Backward.ready`.
-      num_looped: As `Backward.num_looped`.
-      scalars: The loss and metrics that are scalars, by name.
-    """
-
-    ready: tuple[int | None, ...]
-    num_looped: int
-    scalars: tuple[str, ...]
-
-
-def trace(recipe: Recipe, mesh: Mesh, state: TrainState, batch: PyTree) -> Traced:
+def trace(
+    recipe: Recipe, mesh: Mesh, state: TrainState, batch: PyTree
+) -> tuple[tuple[int | None, ...], int, tuple[str, ...]]:
     """Traces a replica's forward and backward pass. Computes nothing.
 
     Args:
@@ -163,13 +149,16 @@ def trace(recipe: Recipe, mesh: Mesh, state: TrainState, batch: PyTree) -> Trace
       mesh: Gives the axis its size.
       state: Shapes of one replica's state.
       batch: Shapes of its rows, of one part.
+
+    Returns:
+      `Backward.ready`, `Backward.num_looped`, and the loss and metrics that are scalars, by name.
     """
     traced = []
 
     def replica(state: TrainState, batch: PyTree) -> tuple[()]:
         backward, sums = trace_gradients(recipe, state, batch)
         scalars = tuple(name for name, x in sums.items() if x.is_scalar)
-        traced.append(Traced(backward.ready, backward.num_looped, scalars))
+        traced.append((backward.ready, backward.num_looped, scalars))
         return ()
 
     log = logging.getLogger("jddp")

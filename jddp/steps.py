@@ -66,9 +66,8 @@ class Steps:
         )
         form = _form(rows)
         if form not in self._plans:
-            traced = call(trace, recipe, self._mesh, _shapes(state), rows)
-            self.scalars = traced.scalars
-            self._plans[form] = recipe.reduction.plan(state.params, traced.ready, traced.num_looped)
+            *measured, self.scalars = call(trace, recipe, self._mesh, _shapes(state), rows)
+            self._plans[form] = recipe.reduction.plan(state.params, *measured)
         plan = self._plans[form]
         if plan.unused and recipe.unused_parameters == "error":
             raise ConfigError(

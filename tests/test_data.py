@@ -356,6 +356,29 @@ def test_what_augmentation_draws_depends_on_seed_epoch_and_example_alone():
     np.testing.assert_allclose(np.corrcoef(unshuffled.T) - np.eye(3), 0, atol=0.11)
 
 
+def test_mixup_lays_another_image_over_each_and_keeps_both_labels():
+    images, labels = np.arange(10, dtype=np.float32), np.arange(10)
+    examples = ImageExamples(np.broadcast_to(images[:, None, None, None], (10, 3, 3, 1)), labels)
+    options = {"global_batch_size": 10, "seed": 0, "mixup": 0.4}
+    batch = next(TrainBatches(examples, **options))
+    share = batch["share"]
+    mixed = share * batch["label"] + (1 - share) * batch["other_label"]
+    np.testing.assert_allclose(batch["image"][:, 1, 1, 0], mixed, rtol=1e-5)
+    assert 0 <= share.min() < share.max() <= 1
+    parts = [
+        next(TrainBatches(examples, **options, process_index=r, num_processes=2)) for r in (0, 1)
+    ]
+    for name, want in batch.items():
+        np.testing.assert_array_equal(np.concatenate([p[name] for p in parts]), want)
+    seeds = ({**options, "seed": seed} for seed in range(200))
+    many = [next(TrainBatches(examples, **seed))["share"] for seed in seeds]
+    # Beta(a, a): mean 1/2, variance 1/(8a + 4); five standard deviations of 2000 draws.
+    assert abs(np.mean(many) - 0.5) < 5 * math.sqrt(1 / 7.2 / 2000)
+    assert np.var(many) == pytest.approx(1 / 7.2, rel=0.1)
+    with pytest.raises(ConfigError, match="mixes images with labels, and the data hold x"):
+        next(TrainBatches(numbered(10), **options))
+
+
 # Sources.
 
 
@@ -572,7 +595,9 @@ def test_bad_arrays_are_refused(arrays, message):
 
 
 def test_data_that_are_not_data_are_refused():
-    with pytest.raises(DataError, match="type list cannot be read"):
+    with pytest.raises(DataError, match="type set cannot be read"):
+        make_data_set("mine", {1, 2}, {"x": np.zeros(1)})
+    with pytest.raises(DataError, match="a row of the data is int"):
         make_data_set("mine", [1, 2], {"x": np.zeros(1)})
 
 
@@ -617,7 +642,7 @@ def test_bad_token_directories_are_refused(tmp_path):
         np.save(tmp_path / f"{part}.npy", np.arange(9, dtype=np.uint16))
     with pytest.raises(DataError, match=r"train\.npy: 9 tokens are too few"):
         load(sequence_length=9)
-    with pytest.raises(DataError, match="token 8 does not lie below vocab_size 8"):
+    with pytest.raises(DataError, match="token 8 at 8 does not lie below vocab_size 8"):
         load(vocab_size=8)
     np.save(tmp_path / "train.npy", np.zeros((3, 3), np.uint16))
     with pytest.raises(DataError, match=r"train\.npy: tokens are uint16\(3, 3\)"):

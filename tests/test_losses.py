@@ -38,6 +38,24 @@ def test_label_smoothing_spreads_the_target_in_training_only():
     np.testing.assert_array_equal(judged, cross_entropy(identity, batch, False)[0])
 
 
+def test_an_image_with_another_laid_over_it_is_judged_by_both_labels():
+    others, share = jnp.array([1, 0, 0]), jnp.array([1.0, 0.75, 0.25])
+    batch = {"image": LOGITS, "label": LABELS, "other_label": others, "share": share}
+    losses, _ = cross_entropy(identity, batch, True)
+    one, other = (-log_softmax(LOGITS)[[0, 1, 2], labels] for labels in (LABELS, others))
+    np.testing.assert_allclose(losses, share * one + (1 - share) * other, rtol=1e-6)
+
+
+def test_a_model_that_names_a_mask_is_told_which_rows_count():
+    batch = {"image": LOGITS, "label": LABELS, "mask": jnp.array([1.0, 0.0, 1.0])}
+    losses, _ = cross_entropy(lambda x, mask=None: x * mask[:, None], batch, True)
+    assert losses[1] == pytest.approx(np.log(3))
+    np.testing.assert_array_equal(
+        cross_entropy(identity, batch, True)[0],
+        cross_entropy(identity, {"image": LOGITS, "label": LABELS}, True)[0],
+    )
+
+
 def test_next_token_scores_each_token_by_those_before_it():
     tokens = jnp.array([[0, 2, 1, 1], [1, 0, 0, 2]])
     seen = []

@@ -191,6 +191,28 @@ def test_linen_and_nnx_networks_agree_in_training_and_after_it(linen_and_nnx):
     np.testing.assert_allclose(module(IMAGES), outputs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["cnn", "resnet18"])
+def test_images_of_mask_0_change_nothing_for_the_others(name):
+    model, images = TINY[name]
+    variables = model.init(jax.random.key(0), images)
+    padded = jnp.concatenate([images[:3], 1e3 * images[:2]])
+    run = partial(model.apply, variables, train=True, mutable="batch_stats")
+    want, want_written = run(images[:3])
+    got, written = run(padded, mask=jnp.array([1.0, 1.0, 1.0, 0.0, 0.0]))
+    np.testing.assert_allclose(got[:3], want, 1e-5, 1e-5)
+    assert_trees_close(written["batch_stats"], want_written["batch_stats"])
+
+
+def test_images_of_mask_0_change_nothing_for_the_others_in_nnx():
+    padded = jnp.concatenate([IMAGES[:3], 1e3 * IMAGES[:2]])
+    one, other = (CNN_NNX((4, 8), 8, 3, num_classes=5, rngs=nnx.Rngs(0)) for _ in range(2))
+    got = one(padded, mask=jnp.array([1.0, 1.0, 1.0, 0.0, 0.0]))
+    np.testing.assert_allclose(got[:3], other(IMAGES[:3]), 1e-5, 1e-5)
+    for norm, want in zip(one.norms, other.norms, strict=True):
+        np.testing.assert_allclose(norm.mean[...], want.mean[...], 1e-5, 1e-5)
+        np.testing.assert_allclose(norm.var[...], want.var[...], 1e-5, 1e-5)
+
+
 @pytest.mark.usefixtures("promotion_inside_flax")
 def test_nnx_network_keeps_float32_parameters_in_bfloat16():
     module = CNN_NNX(widths=(4,), image_size=8, num_channels=3, dtype="bfloat16", rngs=nnx.Rngs(0))

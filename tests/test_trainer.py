@@ -213,6 +213,38 @@ def test_a_state_that_has_steps_behind_it_takes_only_those_that_are_left(plain, 
     assert newest(tmp_path / "checkpoints", want)[0] == NUM_STEPS
 
 
+def padded(num_devices, **options):
+    """Batches of 6 of 20 examples, the last of 2, for a number of devices."""
+    examples = ArrayExamples(make_batch(20))
+    plan = {"global_batch_size": 6, "seed": 0, "num_epochs": 1, "multiple_of": num_devices}
+    return TrainBatches(examples, **plan | options)
+
+
+@pytest.mark.parametrize("num_devices", [2, 8])
+def test_padded_batches_train_as_one_device_does_on_what_counts(num_devices):
+    def train(num_devices):
+        ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, mesh=num_devices)
+        recorder = Recorder()
+        run = ddp.fit(padded(num_devices), num_steps=4, callbacks=[recorder])
+        return run.state.params, recorder.metrics
+
+    (want, metrics), (got, found) = train(1), train(num_devices)
+    assert [x["count"] for x in found] == [6, 6, 6, 2] == [x["count"] for x in metrics]
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, 1e-5, 1e-6)
+
+
+def test_padding_is_refused_for_a_loss_that_is_a_scalar():
+    def scalar_loss(model, batch, train):
+        return loss_fn(model, batch, train)[0].mean()
+
+    ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), scalar_loss, mesh=4)
+    with pytest.raises(UsageError, match="'loss' is a scalar, .* a multiple of 4, drop_remainder"):
+        ddp.fit(padded(4), num_steps=4)
+    full = padded(4, global_batch_size=4, drop_remainder=True)
+    assert ddp.fit(full, num_steps=5).step == 5
+
+
 # --- resuming ------------------------------------------------------------------------------------
 
 

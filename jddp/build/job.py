@@ -20,7 +20,7 @@ from jddp.build.parts import Parts, Schedule, resolve_parts
 from jddp.callbacks import Callback
 from jddp.cluster import initialize, resolve_identity
 from jddp.config import Config, load_config, with_overrides
-from jddp.data import DataSet, TrainBatches, count_steps, eval_batches, load_weights
+from jddp.data import DataSet, TrainBatches, WorkerBatches, count_steps, eval_batches, load_weights
 from jddp.data_parallel import DataParallel
 from jddp.errors import DataError, DisagreementError
 from jddp.mesh import configure_devices, from_all_processes
@@ -106,32 +106,36 @@ class Job:
         """Trains to the end, going on from the newest checkpoint where there is one."""
         assert self.data is not None, "build(config) has data unless told that it needs none"
         assert self.num_steps is not None, "where there are data, there are steps"
-        config = self.config
+        config, batches = self.config, self.train_batches()
         # Evaluation holds no gradients: rows of one micro-step fit wherever training fits.
         rows = max(1, config.data.global_batch_size // config.ddp.accumulate_steps)
-        return self.ddp.fit(
-            self.train_batches(),
-            num_steps=self.num_steps,
-            evaluate=eval_batches(self.data.test, global_batch_size=rows, **_share()),
-            run_dir=config.run.dir,
-            callbacks=callbacks,
-            seed=config.seed,
-            eval_every_steps=config.train.eval_every_steps,
-            log_every_steps=config.train.log_every_steps,
-            save_every_steps=config.checkpoint.every_steps,
-            keep=config.checkpoint.keep,
-            resume=config.checkpoint.resume,
-            eval_params=config.train.eval_params,
-            learning_rate=self.learning_rate,
-            config=config.model_dump(),
-            manifest=self._manifest(),
-        )
+        try:
+            return self.ddp.fit(
+                batches,
+                num_steps=self.num_steps,
+                evaluate=eval_batches(self.data.test, global_batch_size=rows, **_share()),
+                run_dir=config.run.dir,
+                callbacks=callbacks,
+                seed=config.seed,
+                eval_every_steps=config.train.eval_every_steps,
+                log_every_steps=config.train.log_every_steps,
+                save_every_steps=config.checkpoint.every_steps,
+                keep=config.checkpoint.keep,
+                resume=config.checkpoint.resume,
+                eval_params=config.train.eval_params,
+                learning_rate=self.learning_rate,
+                config=config.model_dump(),
+                manifest=self._manifest(),
+            )
+        finally:
+            if isinstance(batches, WorkerBatches):
+                batches.close()
 
-    def train_batches(self) -> TrainBatches:
+    def train_batches(self) -> TrainBatches | WorkerBatches:
         """This process's training batches, from the first."""
         assert self.data is not None, "build(config) has data unless told that it needs none"
         config = self.config.data
-        return TrainBatches(
+        batches = TrainBatches(
             self.data.train,
             global_batch_size=config.global_batch_size,
             seed=self.config.seed,
@@ -140,9 +144,13 @@ class Job:
             shuffle=config.shuffle,
             weights=None if config.weights is None else load_weights(Path(config.weights)),
             augment=self.parts.source.augment if config.augment else None,
+            mixup=config.mixup,
             multiple_of=self._num_parts,
             **_share(),
         )
+        if config.num_workers == 0:
+            return batches
+        return WorkerBatches(batches, num_workers=config.num_workers)
 
     def _manifest(self) -> dict[str, Any]:
         assert self.data is not None

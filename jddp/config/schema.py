@@ -91,6 +91,9 @@ class DataConfig(NamedSection):
         False, description="End with the last full batch, instead of filling one up."
     )
     augment: bool = Field(True, description="Random changes to examples, where the set has any.")
+    mixup: float | None = Field(
+        None, gt=0, description="Lay another image over each, with shares of Beta(mixup, mixup)."
+    )
     num_workers: int = Field(
         0, ge=0, description="Processes that read training batches; 0 reads in a thread."
     )

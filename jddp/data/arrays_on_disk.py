@@ -1,7 +1,7 @@
 """A user's own arrays in a directory, memory-mapped: larger than memory is fine.
 
 - `npy`: images and labels in train_images.npy, train_labels.npy, test_images.npy, test_labels.npy;
-- `tokens`: one long row of uint16 or uint32 in each of train.npy and test.npy.
+- `npz`: any arrays by name in train.npz and test.npz; those that are compressed are read at once.
 
 Headers are checked when the files are opened, rows when they are read. The hash of such data is
 of its sizes and of the rows at both ends: reading all of it could take hours.
@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from jddp.data.augment import FlipAndShift
-from jddp.data.examples import Examples, ImageExamples, TokenExamples, check_labels
-from jddp.data.source import Source, make_data_set
-from jddp.data.stdlib_text import check_sequence_length
+from jddp.data.examples import ArrayExamples, ImageExamples, check_labels
+from jddp.data.mapped import map_npy, map_npz
+from jddp.data.source import Source, make_data_set, spec_of
 from jddp.errors import ConfigError, DataError
 
 
@@ -46,12 +46,12 @@ def npy(
     Raises:
       ConfigError: If an argument breaks its rule.
     """
-    root = _directory("npy", source, directory)
+    root = checked_directory("npy", source, directory)
     shape = (image_size, image_size, num_channels)
 
     def examples(part: str) -> ImageExamples:
-        images = _open(root / f"{part}_images.npy")
-        labels = _open(root / f"{part}_labels.npy")
+        images = map_npy(root / f"{part}_images.npy")
+        labels = map_npy(root / f"{part}_labels.npy")
         if images.shape[1:] != shape:
             raise DataError(
                 f"{root}: {part}_images.npy has images of shape {images.shape[1:]}, and image_size "
@@ -68,37 +68,21 @@ def npy(
     )
 
 
-def tokens(
-    *, source: str, directory: str | None, sequence_length: int, vocab_size: int | None = None
-) -> Source:
-    """The source of tokens in a directory.
+def npz(*, source: str, directory: str | None) -> Source:
+    """The source of any arrays in a directory: all those of train.npz and of test.npz.
 
     Args:
       source: "embedded" is the only value, and says nothing here.
-      directory: Holds train.npy and test.npy.
-      sequence_length: Tokens that are predicted per example.
-      vocab_size: Refuses tokens that do not lie below it.
+      directory: Holds the two files, of arrays that are equally long: one row an example.
 
     Raises:
       ConfigError: If an argument breaks its rule.
+      DataError: If the files are missing or damaged, or no examples can be made of them.
     """
-    root = _directory("tokens", source, directory)
-    check_sequence_length(sequence_length)
-
-    def examples(part: str) -> Examples:
-        path = root / f"{part}.npy"
-        try:
-            return TokenExamples(
-                _open(path), sequence_length=sequence_length, vocab_size=vocab_size
-            )
-        except DataError as error:
-            raise DataError(f"{path}: {error}") from error
-
-    return Source(
-        name="tokens",
-        spec={"tokens": ((sequence_length + 1,), np.dtype("int32"))},
-        load=lambda: make_data_set(f"tokens {root}", examples("train"), examples("test")),
-    )
+    root = checked_directory("npz", source, directory)
+    train, test = (ArrayExamples(map_npz(root / f"{part}.npz")) for part in ("train", "test"))
+    data = make_data_set(f"npz {root}", train, test)
+    return Source("npz", spec_of(train), lambda: data)
 
 
 def load_weights(path: Path) -> np.ndarray:
@@ -107,25 +91,16 @@ def load_weights(path: Path) -> np.ndarray:
     Raises:
       DataError: If there is no such file, or it holds no numbers.
     """
-    weights = _open(path)
+    weights = map_npy(path)
     if weights.dtype.kind not in "iuf":
         raise DataError(f"{path}: {weights.dtype} are no weights. Write numbers.")
     return np.asarray(weights, np.float64)
 
 
-def _directory(name: str, source: str, directory: str | None) -> Path:
+def checked_directory(name: str, source: str, directory: str | None) -> Path:
+    """The directory that a source of that name reads; it has no other parts."""
     if source != "embedded":
         raise ConfigError(f"data.source {source!r}: {name} has no such part. Leave it out.")
     if directory is None:
         raise ConfigError(f"data.name={name} reads a directory. Give data.dir.")
     return Path(directory)
-
-
-def _open(path: Path) -> np.ndarray:
-    try:
-        return np.load(path, mmap_mode="r", allow_pickle=False)
-    except FileNotFoundError as error:
-        raise DataError(f"{path}: no such file. It is needed; see data.dir.") from error
-    except (OSError, ValueError, EOFError) as error:
-        reason = str(error).splitlines()[0]
-        raise DataError(f"{path}: not a whole .npy file ({reason}). Write it again.") from error

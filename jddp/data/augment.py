@@ -10,6 +10,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from jddp.data.examples import Batch
+from jddp.errors import ConfigError
 
 
 @runtime_checkable
@@ -52,3 +53,80 @@ class FlipAndShift:
         x = np.where(uniform[:, 2:] < 0.5, width - 1 - x, x)
         row = np.arange(num_rows)[:, None, None]
         return batch | {"image": images[row, y[:, :, None], x[:, None, :]]}
+
+
+@dataclass(frozen=True)
+class CropAndFlip:
+    """Enlarges a part of each image to its whole size, and mirrors half of them left to right.
+
+    Attributes:
+      smallest: Least share of the image's area that is kept.
+      widest: Largest ratio of the part's sides.
+
+    References:
+      Szegedy et al., "Going Deeper with Convolutions", CVPR 2015, section 6.
+      https://arxiv.org/abs/1409.4842
+    """
+
+    smallest: float = 0.25
+    widest: float = 4 / 3
+    num_draws = 5
+
+    def __call__(self, batch: Batch, uniform: np.ndarray) -> Batch:
+        """Reads every pixel of the new images between four pixels of the old ones."""
+        images = batch["image"]
+        height, width = images.shape[1:3]
+        area = self.smallest + (1 - self.smallest) * uniform[:, 0]
+        ratio = self.widest ** (2 * uniform[:, 1] - 1)
+        tall = np.minimum(1, np.sqrt(area / ratio)) * height
+        wide = np.minimum(1, np.sqrt(area * ratio)) * width
+        y = _centres(uniform[:, 2] * (height - tall), tall, height)
+        x = _centres(uniform[:, 3] * (width - wide), wide, width)
+        x = np.where(uniform[:, 4:] < 0.5, x[:, ::-1], x)
+        images = _between(images, y, axis=1)
+        return batch | {"image": _between(images, x, axis=2)}
+
+
+def _centres(begin: np.ndarray, length: np.ndarray, num_pixels: int) -> np.ndarray:
+    """Where the centres of the new pixels lie among those of the old ones, `(b, num_pixels)`."""
+    places = (np.arange(num_pixels) + 0.5) / num_pixels
+    return np.clip(begin[:, None] + places * length[:, None] - 0.5, 0, num_pixels - 1)
+
+
+def _between(images: np.ndarray, places: np.ndarray, *, axis: int) -> np.ndarray:
+    """Values at places between pixels along one axis, linearly."""
+    below = np.floor(places).astype(int)
+    shape = [len(images), 1, 1, 1]
+    shape[axis] = places.shape[1]
+    share = (places - below).astype(images.dtype).reshape(shape)
+    low, high = below.reshape(shape), np.minimum(below + 1, images.shape[axis] - 1).reshape(shape)
+    low_pixels = np.take_along_axis(images, low, axis)
+    return low_pixels + share * (np.take_along_axis(images, high, axis) - low_pixels)
+
+
+def mix_up(batch: Batch, others: Batch, share: np.ndarray) -> Batch:
+    """Lays another image over each, and gives both labels.
+
+    Args:
+      batch: "image" and "label".
+      others: The same, to be laid over them.
+      share: Of the image itself, `(b,)`.
+
+    Returns:
+      The images, with "other_label" and "share", which the loss weighs labels by.
+
+    Raises:
+      ConfigError: If the examples are no images with labels.
+
+    References:
+      Zhang et al., "mixup: Beyond Empirical Risk Minimization", ICLR 2018.
+      https://arxiv.org/abs/1710.09412
+    """
+    if not {"image", "label"} <= batch.keys():
+        raise ConfigError(
+            f"data.mixup mixes images with labels, and the data hold {', '.join(batch)}."
+        )
+    weight = share.astype(np.float32)
+    by_image = weight[:, None, None, None]
+    mixed = by_image * batch["image"] + (1 - by_image) * others["image"]
+    return batch | {"image": mixed, "other_label": others["label"], "share": weight}

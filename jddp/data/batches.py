@@ -14,10 +14,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jddp.data.augment import Augment
+from jddp.data.augment import Augment, mix_up
 from jddp.data.examples import Batch, Examples
 from jddp.data.order import Order
 from jddp.errors import ConfigError, DataError
+
+ENDLESS = 2**62
 
 
 class TrainBatches:
@@ -40,6 +42,7 @@ class TrainBatches:
         shuffle: bool = True,
         weights: np.ndarray | None = None,
         augment: Augment | None = None,
+        mixup: float | None = None,
         multiple_of: int = 1,
         process_index: int = 0,
         num_processes: int = 1,
@@ -55,6 +58,7 @@ class TrainBatches:
           shuffle: Whether each epoch is a new permutation, or the order of the data.
           weights: How often each example is wanted in comparison with others, `(n,)`.
           augment: Changes rows at random, or None.
+          mixup: Lays another image over each, with shares drawn from Beta(mixup, mixup).
           multiple_of: Rows of a global batch are filled up to a multiple of this, such as the
             number of devices.
           process_index: Which part of each batch is this process's.
@@ -84,7 +88,7 @@ class TrainBatches:
         self.global_batch_size = global_batch_size
         self._examples = examples
         self._order = Order(len(examples), seed, shuffle, weights)
-        self._augment = augment
+        self._augment, self._mixup = augment, mixup
         self._end = None
         if num_epochs is not None:
             num_steps = count_steps(num_epochs, len(examples), global_batch_size, drop_remainder)
@@ -105,16 +109,29 @@ class TrainBatches:
         end = position + self.global_batch_size
         end = end if self._end is None else min(end, self._end)
         positions = np.minimum(position + self._own, end - 1)
-        batch = self._examples.take(self._order.examples_at(positions))
-        if self._augment is not None:
-            uniform = self._order.uniform(positions, self._augment.num_draws)
-            batch = self._augment(batch, uniform)
+        batch = self._take(self._order.examples_at(positions), positions)
+        if self._mixup is not None:
+            batch = self._mix(batch, positions)
         if self.is_padded:
             counts = (position + self._own < end).astype(np.float32)
             mask = batch.get("mask", np.ones(len(counts), np.float32))
             dims = tuple(range(1, mask.ndim))
             batch = {**batch, "mask": mask * np.expand_dims(counts, dims)}
         return batch
+
+    def _take(self, indices: np.ndarray, positions: np.ndarray) -> Batch:
+        batch = self._examples.take(indices)
+        if self._augment is None:
+            return batch
+        return self._augment(batch, self._order.uniform(positions, self._augment.num_draws))
+
+    def _mix(self, batch: Batch, positions: np.ndarray) -> Batch:
+        from scipy.special import betaincinv  # Only this needs it, and it takes a while.
+
+        num_draws = 0 if self._augment is None else self._augment.num_draws
+        which, share = self._order.uniform(positions, num_draws + 2)[:, num_draws:].T
+        others = self._take((which * self.num_examples).astype(np.int64), positions)
+        return mix_up(batch, others, betaincinv(self._mixup, self._mixup, share))
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -123,8 +140,17 @@ class TrainBatches:
         if self._end is not None and self._position >= self._end:
             raise StopIteration
         batch = self.batch(self._position)
-        self._position += self.global_batch_size
+        self.advance()
         return batch
+
+    def advance(self) -> None:
+        """Takes the next batch as delivered."""
+        self._position += self.global_batch_size
+
+    def positions_left(self) -> range:
+        """Where the batches begin that have not been delivered; where they never end, many."""
+        end = ENDLESS if self._end is None else self._end
+        return range(self._position, end, self.global_batch_size)
 
     def get_state(self) -> dict[str, int]:
         """Says how many examples were delivered: all that is needed to go on from here.

@@ -1,9 +1,8 @@
 """Numbered examples: how many there are, and the rows at given indices as one batch.
 
-That is all a data set has to offer to be trained on. Three kinds are here: arrays as they are
-(`ArrayExamples`), images that are kept as bytes and normalised when read (`ImageExamples`), and
-windows of one long sequence of tokens (`TokenExamples`). What can be known to be wrong when they
-are made is refused then.
+That is all a data set has to offer to be trained on. Two kinds are here: arrays as they are
+(`ArrayExamples`), and images that are kept as bytes and normalised when read (`ImageExamples`).
+What can be known to be wrong when they are made is refused then.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ from jddp.errors import DataError
 Batch = dict[str, np.ndarray]
 
 # What JAX would turn these into; done here so that shapes and dtypes are known beforehand.
-_NARROW = {"float64": np.dtype("float32"), "int64": np.dtype("int32")}
+NARROW = {"float64": np.dtype("float32"), "int64": np.dtype("int32")}
 
 
 @runtime_checkable
@@ -61,7 +60,7 @@ class ArrayExamples:
     def take(self, indices: np.ndarray) -> Batch:
         """The rows at `indices` of every array."""
         return {
-            name: array[indices].astype(_NARROW.get(array.dtype.name, array.dtype), copy=False)
+            name: array[indices].astype(NARROW.get(array.dtype.name, array.dtype), copy=False)
             for name, array in self._arrays.items()
         }
 
@@ -119,70 +118,8 @@ class ImageExamples:
             images *= self._scale
             images -= self._offset
         else:
-            _check_finite("image", images, row_names=indices)
+            check_finite("image", images, row_names=indices)
         return {"image": images, "label": self._labels[indices].astype(np.int32)}
-
-
-class TokenExamples:
-    """Windows of a long sequence: each token but the first is predicted exactly once an epoch."""
-
-    def __init__(self, tokens: np.ndarray, *, sequence_length: int, vocab_size: int | None = None):
-        """Cuts the sequence into windows that overlap by one token; what is left over is not used.
-
-        Args:
-          tokens: `(n,)` whole numbers, in memory or memory-mapped.
-          sequence_length: Predictions an example, `t`; a window holds `t + 1` tokens.
-          vocab_size: Tokens that read are refused from here on; `None` trusts them.
-
-        Raises:
-          DataError: If the sequence is too short for one window, or not one row of integers.
-        """
-        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            raise DataError(
-                f"tokens are {tokens.dtype}{tokens.shape}. They need one row of whole numbers."
-            )
-        if len(tokens) <= sequence_length:
-            raise DataError(
-                f"{len(tokens):,} tokens are too few for sequence_length {sequence_length}, which "
-                f"needs {sequence_length + 1:,}. Give more text or shorter sequences."
-            )
-        self._tokens = tokens
-        self._sequence_length = sequence_length
-        self._vocab_size = vocab_size
-
-    def __len__(self) -> int:
-        return (len(self._tokens) - 1) // self._sequence_length
-
-    def take(self, indices: np.ndarray) -> Batch:
-        """int32 tokens `(b, t + 1)`: inputs are all but the last, targets all but the first.
-
-        Raises:
-          DataError: If a token does not lie below `vocab_size`.
-        """
-        offsets = np.arange(self._sequence_length + 1)
-        tokens = self._tokens[indices[:, None] * self._sequence_length + offsets]
-        if self._vocab_size is not None and tokens.max(initial=0) >= self._vocab_size:
-            raise DataError(
-                f"token {tokens.max()} does not lie below vocab_size {self._vocab_size}. Raise "
-                "vocab_size, or give the tokens of the right tokenizer."
-            )
-        return {"tokens": tokens.astype(np.int32)}
-
-
-def as_examples(data: object) -> Examples:
-    """A dict of arrays as examples, and examples as they are.
-
-    Raises:
-      DataError: If it is neither.
-    """
-    if isinstance(data, Mapping):
-        return ArrayExamples(data)
-    if isinstance(data, Examples):
-        return data
-    raise DataError(
-        f"data of type {type(data).__name__} cannot be read. Give a dict of arrays, or an object "
-        "with __len__() and take(indices)."
-    )
 
 
 def check_labels(labels: np.ndarray, num_classes: int, *, where: object) -> None:
@@ -201,7 +138,7 @@ def _check_numbers(name: str, array: np.ndarray) -> None:
             f"array '{name}' is {array.dtype}{array.shape}. It needs rows of numbers or booleans."
         )
     if array.dtype.kind == "f":
-        _check_finite(name, array, row_names=np.arange(len(array)))
+        check_finite(name, array, row_names=np.arange(len(array)))
     if array.dtype.kind in "iu" and array.dtype.itemsize == 8 and array.size:
         limits = np.iinfo(np.int32)
         if array.min() < limits.min or array.max() > limits.max:
@@ -210,7 +147,8 @@ def _check_numbers(name: str, array: np.ndarray) -> None:
             )
 
 
-def _check_finite(name: str, array: np.ndarray, *, row_names: np.ndarray) -> None:
+def check_finite(name: str, array: np.ndarray, *, row_names: np.ndarray) -> None:
+    """Refuses NaN and infinity, and names the first row that holds one."""
     if np.isfinite(array).all():
         return
     finite_rows = np.isfinite(array.reshape(len(array), -1)).all(axis=1)

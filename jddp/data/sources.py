@@ -1,22 +1,30 @@
 """The sources of data by name.
 
 `fashion_mnist` is shipped with jddp, `python_stdlib` reads the running interpreter's own library,
-`npy` and `tokens` read a directory of a user's memory-mapped arrays.
+all others read a directory of the user's own, in a format that the name says.
 """
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jddp.data.arrays_on_disk import npy, tokens
+from jddp.data.arrays_on_disk import npy, npz
 from jddp.data.fashion_mnist import fashion_mnist
+from jddp.data.image_folder import image_folder
+from jddp.data.records import array_record, hugging_face, parquet
 from jddp.data.source import Source
 from jddp.data.stdlib_text import python_stdlib
+from jddp.data.tokens import tokens
 from jddp.errors import ConfigError
 from jddp.names import check_arguments, did_you_mean
 
 SOURCES: dict[str, Callable[..., Source]] = {
+    "array_record": array_record,
     "fashion_mnist": fashion_mnist,
+    "hugging_face": hugging_face,
+    "image_folder": image_folder,
     "npy": npy,
+    "npz": npz,
+    "parquet": parquet,
     "python_stdlib": python_stdlib,
     "tokens": tokens,
 }

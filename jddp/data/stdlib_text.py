@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jddp.data.examples import TokenExamples
 from jddp.data.source import DataSet, Source
+from jddp.data.tokens import TokenExamples, check_sequence_length
 from jddp.errors import ConfigError, DataError
 
 VOCAB_SIZE = 256
@@ -46,12 +46,6 @@ def python_stdlib(*, source: str, directory: str | None, sequence_length: int = 
         spec={"tokens": ((sequence_length + 1,), np.dtype("int32"))},
         load=lambda: _load(Path(sysconfig.get_path("stdlib")), sequence_length),
     )
-
-
-def check_sequence_length(sequence_length: int) -> None:
-    """Refuses a length that predicts nothing."""
-    if sequence_length < 1:
-        raise ConfigError(f"sequence_length {sequence_length} is not positive. Take 1 or more.")
 
 
 def source_files(root: Path) -> list[Path]:

@@ -1,0 +1,194 @@
+"""Images in folders, one folder a class, decoded by Pillow when they are read.
+
+    data/train/cat/0001.jpg      data/test/cat/0001.jpg
+    data/train/dog/0001.jpg      data/test/dog/0001.jpg
+
+An image is scaled until its shorter side fits, and its middle is kept. Pillow's limit on the number
+of pixels stays as it is: a larger image is refused like one that does not decode.
+"""
+
+import logging
+from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+
+from jddp.data.arrays_on_disk import checked_directory
+from jddp.data.augment import CropAndFlip
+from jddp.data.examples import Batch
+from jddp.data.source import DataSet, Source
+from jddp.errors import ConfigError, DataError
+
+ENDINGS = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
+
+
+class FolderExamples:
+    """Images of a folder, and the number of the class that each is of.
+
+    Args:
+      root: Holds one folder a class.
+      image_size: Height and width of what is given, in pixels.
+      margin: Share of the shorter side that is left out, half of it on each side.
+      mean: Subtracted, of the range 0 to 1; one number, or one per channel.
+      std: Divides what is left.
+      keep_undecodable: Whether an image that does not decode is a black one of mask 0; it is an
+        error otherwise.
+
+    Attributes:
+      classes: Their names, in the order of their numbers.
+
+    Raises:
+      DataError: If there are no images.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        image_size: int,
+        margin: float = 0.0,
+        mean: float | Sequence[float] = 0.5,
+        std: float | Sequence[float] = 0.5,
+        keep_undecodable: bool = False,
+    ) -> None:
+        if not root.is_dir():
+            raise DataError(f"{root}: no such folder. It is needed; see data.dir.")
+        self.root = root
+        self.classes = sorted(path.name for path in root.iterdir() if path.is_dir())
+        found = [
+            (path.relative_to(root).as_posix(), label)
+            for label, name in enumerate(self.classes)
+            for path in sorted((root / name).rglob("*"))
+            if path.suffix.lower() in ENDINGS
+        ]
+        if not found:
+            raise DataError(f"{root}: no images in folders of classes. Put some there.")
+        self.files = [name for name, _ in found]
+        self.labels = np.array([label for _, label in found], np.int32)
+        self._size, self._margin = image_size, margin
+        self._mean, self._std = np.asarray(mean, np.float32), np.asarray(std, np.float32)
+        self._keep_undecodable = keep_undecodable
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def take(self, indices: np.ndarray) -> Batch:
+        """float32 "image" `(b, size, size, 3)`, int32 "label", and "mask" if some may be missing.
+
+        Raises:
+          DataError: If an image does not decode, and none may be missing.
+        """
+        images = np.zeros((len(indices), self._size, self._size, 3), np.uint8)
+        counts = np.ones(len(indices), np.float32)
+        for row, index in enumerate(indices.tolist()):
+            try:
+                images[row] = self.decode(index)
+            except DataError as error:
+                if not self._keep_undecodable:
+                    raise
+                logging.getLogger("jddp").warning("%s It is not counted.", error)
+                counts[row] = 0
+        scaled = images * (1 / (255 * self._std)) - self._mean / self._std
+        batch = {"image": scaled.astype(np.float32), "label": self.labels[indices]}
+        return batch | ({"mask": counts} if self._keep_undecodable else {})
+
+    def decode(self, index: int) -> np.ndarray:
+        """One image, uint8 `(size, size, 3)`.
+
+        Raises:
+          DataError: If it does not decode, or has more pixels than Pillow allows.
+        """
+        from PIL import Image
+
+        path = self.root / self.files[index]
+        bomb = (Image.DecompressionBombError, Image.DecompressionBombWarning)
+        try:
+            with Image.open(path) as file:
+                # Decodes JPEG at a fraction of its size where that is enough.
+                wanted = self._size / ((1 - self._margin) * min(file.size))
+                file.draft("RGB", (round(file.width * wanted), round(file.height * wanted)))
+                side = (1 - self._margin) * min(file.size)
+                left, top = (file.width - side) / 2, (file.height - side) / 2
+                return np.asarray(
+                    file.convert("RGB").resize(
+                        (self._size, self._size),
+                        Image.Resampling.BILINEAR,
+                        box=(left, top, left + side, top + side),
+                    )
+                )
+        except (OSError, SyntaxError, ValueError, *bomb) as error:
+            raise DataError(f"{path}: does not decode ({error}).") from error
+
+    def fingerprint(self) -> str:
+        """A hash of names and sizes of all files."""
+        sizes = (f"{name} {(self.root / name).stat().st_size}\n" for name in self.files)
+        return sha256("".join(sizes).encode()).hexdigest()
+
+
+def image_folder(
+    *,
+    source: str,
+    directory: str | None,
+    image_size: int,
+    num_classes: int | None = None,
+    mean: float | Sequence[float] = (0.485, 0.456, 0.406),
+    std: float | Sequence[float] = (0.229, 0.224, 0.225),
+    undecodable: str = "error",
+) -> Source:
+    """The source of a directory with the folders train and test.
+
+    Args:
+      source: "embedded" is the only value, and says nothing here.
+      directory: Holds the folders, in which each class has one.
+      image_size: Height and width, in pixels.
+      num_classes: Refuses any other number of them.
+      mean: Subtracted from pixels over 255; one number, or one per channel.
+      std: Divides what is left.
+      undecodable: "error", or "mask": such an image does not count, and is named in the log.
+
+    Raises:
+      ConfigError: If an argument breaks its rule, or Pillow is not installed.
+    """
+    root = checked_directory("image_folder", source, directory)
+    if undecodable not in ("error", "mask"):
+        raise ConfigError(f"data.kwargs.undecodable: {undecodable!r}. Choose 'error' or 'mask'.")
+    try:
+        import PIL  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            "image_folder needs Pillow, which is not installed: pip install 'jddp[data]'."
+        ) from error
+
+    def load() -> DataSet:
+        train, test = (
+            FolderExamples(
+                root / part,
+                image_size=image_size,
+                margin=margin,
+                mean=mean,
+                std=std,
+                keep_undecodable=undecodable == "mask",
+            )
+            for part, margin in (("train", 0.0), ("test", 0.125))
+        )
+        if train.classes != test.classes or num_classes not in (None, len(train.classes)):
+            raise DataError(
+                f"{root}: train has {len(train.classes)} classes, test {len(test.classes)}, and "
+                f"num_classes is {num_classes}. The folders must be the same."
+            )
+        return DataSet(
+            name="image_folder",
+            train=train,
+            test=test,
+            description=f"image_folder {root}: {len(train):,} train / {len(test):,} test examples",
+            sha256=sha256((train.fingerprint() + test.fingerprint()).encode()).hexdigest(),
+        )
+
+    spec = {
+        "image": ((image_size, image_size, 3), np.dtype("float32")),
+        "label": ((), np.dtype("int32")),
+    }
+    if undecodable == "mask":
+        spec["mask"] = ((), np.dtype("float32"))
+    return Source("image_folder", spec, load, CropAndFlip())

@@ -1,0 +1,86 @@
+"""Data sets that others have made, row by row: PyTorch's, Hugging Face's, grain's, plain lists.
+
+What has a length and gives a row for a number can be trained on: a row is a dict of arrays or
+numbers, or a tuple of them, with names given. Rows are stacked into batches here.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jddp.data.examples import NARROW, ArrayExamples, Batch, Examples, check_finite
+from jddp.errors import DataError
+
+
+class RowExamples:
+    """Examples of a data set that gives one row at a time.
+
+    Args:
+      rows: Has `__len__` and `__getitem__`; `__getitems__`, where there is one, reads many at once.
+      names: Of the parts of a row, if rows are tuples.
+    """
+
+    def __init__(self, rows: Any, *, names: Sequence[str] | None = None) -> None:
+        # Hugging Face gives lists of Python numbers unless asked for arrays.
+        self._rows = rows.with_format("numpy") if hasattr(rows, "with_format") else rows
+        self._names = names
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def take(self, indices: np.ndarray) -> Batch:
+        """The rows at `indices`, stacked by name.
+
+        Raises:
+          DataError: If a row has no names, rows differ in shape, or hold no numbers.
+        """
+        if hasattr(self._rows, "__getitems__"):
+            rows = self._rows.__getitems__(indices.tolist())
+        else:
+            rows = [self._rows[index] for index in indices.tolist()]
+        named = [self._named(row) for row in rows]
+        return {name: self._stack(name, [row[name] for row in named], indices) for name in named[0]}
+
+    def _named(self, row: Any) -> Mapping[str, Any]:
+        if isinstance(row, Mapping):
+            return row
+        if isinstance(row, tuple | list) and self._names and len(self._names) == len(row):
+            return dict(zip(self._names, row, strict=True))
+        raise DataError(
+            f"a row of the data is {type(row).__name__}, with names {self._names}. Rows must be "
+            "dicts, or tuples with names: RowExamples(rows, names=('image', 'label'))."
+        )
+
+    def _stack(self, name: str, parts: list[Any], indices: np.ndarray) -> np.ndarray:
+        arrays = [np.asarray(part) for part in parts]
+        shapes = {array.shape for array in arrays}
+        if len(shapes) > 1 or arrays[0].dtype.kind not in "biuf":
+            found = f"{arrays[0].dtype} of shapes {sorted(shapes)}"
+            raise DataError(
+                f"{name!r} of the data is {found}. Rows must hold numbers, all of one shape: "
+                "convert, pad or leave out that part before training."
+            )
+        stacked = np.stack(arrays)
+        stacked = stacked.astype(NARROW.get(stacked.dtype.name, stacked.dtype), copy=False)
+        if stacked.dtype.kind == "f":
+            check_finite(name, stacked, row_names=indices)
+        return stacked
+
+
+def as_examples(data: object) -> Examples:
+    """A dict of arrays, or a data set of rows, as examples; and examples as they are.
+
+    Raises:
+      DataError: If it is neither.
+    """
+    if isinstance(data, Mapping):
+        return ArrayExamples(data)
+    if isinstance(data, Examples):
+        return data
+    if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
+        return RowExamples(data)
+    raise DataError(
+        f"data of type {type(data).__name__} cannot be read. Give a dict of arrays, or an object "
+        "with __len__() and take(indices) or __getitem__(index)."
+    )

@@ -1,0 +1,195 @@
+"""Writes the token files that `tokens` reads, from text.
+
+    write_tokens(documents_in([Path("books")]), Path("data/tokens"), tokenizer=Bytes())
+
+Documents go to the test part or to the training part by a hash of their text, so that neither order
+nor number of files moves one. No more than one shard is held in memory.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from jddp.data.tokens import DOCUMENTS, INDEX
+from jddp.errors import ConfigError, DataError
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """Turns text into numbers.
+
+    Attributes:
+      name: For the record.
+      vocab_size: The numbers lie below it.
+      end_of_document: What is put after each document, or None.
+    """
+
+    name: str
+    vocab_size: int
+    end_of_document: int | None
+
+    def encode(self, text: str) -> Sequence[int] | np.ndarray:
+        """The tokens of a text."""
+
+
+class Bytes:
+    """Bytes of UTF-8 are tokens; a zero byte ends a document."""
+
+    name = "bytes"
+    vocab_size = 256
+    end_of_document: int | None = 0
+
+    def encode(self, text: str) -> np.ndarray:
+        """The bytes of a text."""
+        return np.frombuffer(text.encode(), np.uint8)
+
+
+class FromFile:
+    """A tokenizer of Hugging Face's `tokenizers`, from its JSON file.
+
+    Args:
+      path: The file.
+      end_of_document: The token that ends a document, as text; None for none.
+
+    Raises:
+      ConfigError: If `tokenizers` is not installed, the file is none of its, or it lacks the token.
+    """
+
+    def __init__(self, path: Path, *, end_of_document: str | None = None) -> None:
+        try:
+            import tokenizers
+        except ImportError as error:
+            raise ConfigError(
+                "--tokenizer FILE needs tokenizers, which is not installed: pip install "
+                "'jddp[data]'."
+            ) from error
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # of no class of its own
+            raise ConfigError(f"{path}: no file of tokenizers ({error}).") from error
+        self.name, self.vocab_size = path.name, self._tokenizer.get_vocab_size()
+        self.end_of_document: int | None = None
+        if end_of_document is not None:
+            self.end_of_document = self._tokenizer.token_to_id(end_of_document)
+            if self.end_of_document is None:
+                raise ConfigError(f"{path} has no token {end_of_document!r}. Name one of its own.")
+
+    def encode(self, text: str) -> Sequence[int]:
+        """The tokens of a text, without those that a tokenizer may put around it."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def documents_in(paths: Sequence[Path]) -> Iterator[str]:
+    """The documents in files: a .jsonl has one in "text" of each line, any other file is one.
+
+    Args:
+      paths: Files, and folders whose files are read in the order of their names.
+
+    Raises:
+      DataError: If there is no such file, or one is not UTF-8, or a line has no "text".
+    """
+    for path in paths:
+        files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+        for file in files:
+            try:
+                yield from _documents_of(file)
+            except OSError as error:
+                raise DataError(f"{file}: {error.strerror or error}.") from error
+            except UnicodeDecodeError as error:
+                raise DataError(f"{file}: not UTF-8 at byte {error.start:,}.") from error
+
+
+def _documents_of(file: Path) -> Iterator[str]:
+    if file.suffix != ".jsonl":
+        yield file.read_text(encoding="utf-8")
+        return
+    with file.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                yield json.loads(line)["text"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise DataError(f'{file}: line {number} is no object with "text".') from error
+
+
+def write_tokens(
+    documents: Iterable[str],
+    directory: Path,
+    *,
+    tokenizer: Tokenizer,
+    test_share: float = 0.1,
+    shard_tokens: int = 2**27,
+) -> dict[str, Any]:
+    """Writes shards of tokens, where documents begin in them, and tokens.json.
+
+    Args:
+      documents: The text.
+      directory: Where to; it must hold none yet.
+      tokenizer: Turns text into numbers.
+      test_share: Of the documents; the rest is for training.
+      shard_tokens: A shard ends with the document that makes it so long.
+
+    Returns:
+      What tokens.json holds.
+
+    Raises:
+      ConfigError: If the directory holds tokens already, or an argument breaks its rule.
+      DataError: If a part gets no document.
+    """
+    if not 0 < test_share < 1 or shard_tokens < 1:
+        raise ConfigError("the test share lies between 0 and 1, and a shard holds a token or more.")
+    directory.mkdir(parents=True, exist_ok=True)
+    if any(directory.glob("*.npy")):
+        raise ConfigError(f"{directory} holds .npy files already. Choose another folder.")
+    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
+    parts = {name: _Part(directory, name, dtype, shard_tokens) for name in ("train", "test")}
+    for text in documents:
+        draw = int.from_bytes(sha256(text.encode()).digest()[:8], "big") / 2**64
+        part = parts["test" if draw < test_share else "train"]
+        tokens = np.asarray(tokenizer.encode(text), dtype)
+        if tokenizer.end_of_document is not None:
+            tokens = np.append(tokens, np.array(tokenizer.end_of_document, dtype))
+        part.add(tokens)
+    for name, part in parts.items():
+        part.end_shard()
+        if not part.num_documents:
+            raise DataError(f"no document came to {name}. Give more, or another test share.")
+    index = {
+        "tokenizer": tokenizer.name,
+        "vocab_size": tokenizer.vocab_size,
+        "end_of_document": tokenizer.end_of_document,
+        "documents": {name: part.num_documents for name, part in parts.items()},
+        "tokens": {name: part.num_tokens for name, part in parts.items()},
+    }
+    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    return index
+
+
+class _Part:
+    """Shards of one part, one after the other."""
+
+    def __init__(self, directory: Path, name: str, dtype: np.dtype, shard_tokens: int) -> None:
+        self._directory, self._name, self._dtype = directory, name, dtype
+        self._shard_tokens = shard_tokens
+        self._documents: list[np.ndarray] = []
+        self._num_shards = self._in_shard = self.num_tokens = self.num_documents = 0
+
+    def add(self, tokens: np.ndarray) -> None:
+        self._documents.append(tokens)
+        self._in_shard += len(tokens)
+        self.num_tokens += len(tokens)
+        self.num_documents += 1
+        if self._in_shard >= self._shard_tokens:
+            self.end_shard()
+
+    def end_shard(self) -> None:
+        if not self._documents:
+            return
+        stem = f"{self._name}-{self._num_shards:05}"
+        ends = np.cumsum([len(tokens) for tokens in self._documents])
+        np.save(self._directory / f"{stem}.npy", np.concatenate(self._documents))
+        np.save(self._directory / f"{stem}{DOCUMENTS}", np.concatenate([[0], ends[:-1]]))
+        self._documents, self._in_shard, self._num_shards = [], 0, self._num_shards + 1

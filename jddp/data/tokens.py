@@ -1,0 +1,169 @@
+"""Windows of long sequences of tokens, to predict each token from those before it.
+
+    python -m jddp.data tokenize data/tokens book1.txt book2.txt     writes what is read here
+
+A directory holds train.npy and test.npy, or shards of them (train-00000.npy, ...): one row of
+uint16 or uint32 each, memory-mapped. Beside a shard, train-00000.documents.npy says where documents
+begin in it; tokens.json says how they were made.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from jddp.data.arrays_on_disk import checked_directory
+from jddp.data.examples import Batch
+from jddp.data.mapped import map_npy
+from jddp.data.source import Source, Spec, make_data_set
+from jddp.errors import ConfigError, DataError
+
+INDEX = "tokens.json"
+DOCUMENTS = ".documents.npy"
+
+
+class TokenExamples:
+    """Windows of long sequences: each token but the first of one is predicted once an epoch."""
+
+    def __init__(
+        self,
+        *shards: np.ndarray,
+        sequence_length: int,
+        vocab_size: int | None = None,
+        documents: Sequence[np.ndarray] | None = None,
+    ):
+        """Cuts sequences into windows that overlap by one token; what is left over is not used.
+
+        Args:
+          shards: Sequences `(n,)` of whole numbers, in memory or memory-mapped.
+          sequence_length: Predictions an example, `t`; a window holds `t + 1` tokens.
+          vocab_size: Tokens that read are refused from here on; None trusts them.
+          documents: Where documents begin in each shard, in rising order. Their first tokens are
+            then not predicted: "mask" is 0 there.
+
+        Raises:
+          DataError: If no sequence is long enough for one window, or one is no row of integers.
+        """
+        for tokens in shards:
+            if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+                raise DataError(
+                    f"{_name(tokens)}tokens are {tokens.dtype}{tokens.shape}. They need one row of "
+                    "whole numbers."
+                )
+        self._shards, self._documents = shards, documents
+        self._sequence_length, self._vocab_size = sequence_length, vocab_size
+        sizes = [max(0, len(tokens) - 1) // sequence_length for tokens in shards]
+        self._ends = np.cumsum(sizes)
+        if not sum(sizes):
+            longest = max(shards, key=len)
+            raise DataError(
+                f"{_name(longest)}{len(longest):,} tokens are too few for sequence_length "
+                f"{sequence_length}, which needs {sequence_length + 1:,}. Give more text or "
+                "shorter sequences."
+            )
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def take(self, indices: np.ndarray) -> Batch:
+        """int32 tokens `(b, t + 1)`: inputs are all but the last, targets all but the first.
+
+        Returns:
+          "tokens", and float32 "mask" `(b, t)` where documents are known.
+
+        Raises:
+          DataError: If a token does not lie below `vocab_size`.
+        """
+        length = self._sequence_length
+        batch = {"tokens": np.empty((len(indices), length + 1), np.int32)}
+        if self._documents is not None:
+            batch["mask"] = np.ones((len(indices), length), np.float32)
+        shards = np.searchsorted(self._ends, indices, side="right")
+        for shard in np.unique(shards):
+            rows = np.flatnonzero(shards == shard)
+            firsts = (indices[rows] - (self._ends[shard - 1] if shard else 0)) * length
+            places = firsts[:, None] + np.arange(length + 1)
+            batch["tokens"][rows] = self._read(self._shards[shard], places)
+            if self._documents is not None:
+                batch["mask"][rows] = ~_are_in(places[:, 1:], self._documents[shard])
+        return batch
+
+    def _read(self, tokens: np.ndarray, places: np.ndarray) -> np.ndarray:
+        taken = tokens[places]
+        if self._vocab_size is not None and taken.max(initial=0) >= self._vocab_size:
+            place = places[taken >= self._vocab_size][0]
+            raise DataError(
+                f"{_name(tokens)}token {tokens[place]} at {place:,} does not lie below vocab_size "
+                f"{self._vocab_size}. Raise vocab_size, or give the tokens of the right tokenizer."
+            )
+        return taken
+
+
+def tokens(
+    *,
+    source: str,
+    directory: str | None,
+    sequence_length: int,
+    vocab_size: int | None = None,
+    cross_documents: bool = True,
+) -> Source:
+    """The source of tokens in a directory.
+
+    Args:
+      source: "embedded" is the only value, and says nothing here.
+      directory: Holds the shards.
+      sequence_length: Tokens that are predicted per example.
+      vocab_size: Refuses tokens that do not lie below it; by default what tokens.json says.
+      cross_documents: Whether the first token of a document is predicted from the one before.
+
+    Raises:
+      ConfigError: If an argument breaks its rule.
+    """
+    root = checked_directory("tokens", source, directory)
+    check_sequence_length(sequence_length)
+    spec: Spec = {"tokens": ((sequence_length + 1,), np.dtype("int32"))}
+    if not cross_documents:
+        spec["mask"] = ((sequence_length,), np.dtype("float32"))
+
+    def examples(part: str) -> TokenExamples:
+        paths = _shards(root, part)
+        limit = vocab_size
+        if limit is None and (root / INDEX).exists():
+            limit = json.loads((root / INDEX).read_text())["vocab_size"]
+        begin = None
+        if not cross_documents:
+            begin = [map_npy(path.with_name(path.stem + DOCUMENTS)) for path in paths]
+        return TokenExamples(
+            *(map_npy(path) for path in paths),
+            sequence_length=sequence_length,
+            vocab_size=limit,
+            documents=begin,
+        )
+
+    return Source(
+        name="tokens",
+        spec=spec,
+        load=lambda: make_data_set(f"tokens {root}", examples("train"), examples("test")),
+    )
+
+
+def check_sequence_length(sequence_length: int) -> None:
+    """Refuses a length that predicts nothing."""
+    if sequence_length < 1:
+        raise ConfigError(f"sequence_length {sequence_length} is not positive. Take 1 or more.")
+
+
+def _shards(root: Path, part: str) -> list[Path]:
+    paths = [p for p in root.glob(f"{part}-*.npy") if not p.name.endswith(DOCUMENTS)]
+    return sorted(paths) or [root / f"{part}.npy"]
+
+
+def _name(tokens: np.ndarray) -> str:
+    name = getattr(tokens, "filename", None)
+    return "" if name is None else f"{name}: "
+
+
+def _are_in(places: np.ndarray, rising: np.ndarray) -> np.ndarray:
+    found = np.searchsorted(rising, places)
+    return rising[np.minimum(found, len(rising) - 1)] == places if len(rising) else found < 0

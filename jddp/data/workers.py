@@ -1,0 +1,95 @@
+"""Training batches read by processes of their own, for data that take work to read.
+
+    batches = WorkerBatches(TrainBatches(examples, ...), num_workers=4)
+
+Grain starts the processes, hands them positions of the run, and brings back what they read through
+shared memory, in order. What stands at a position is known without reading what is before it, so
+the batches are those that one process would read, and a resumed run starts at its position.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from jddp.data.batches import TrainBatches
+from jddp.data.examples import Batch
+from jddp.errors import ConfigError, DataError
+
+# Batches that a worker has ready.
+BUFFER = 2
+
+
+class WorkerBatches:
+    """The batches of a `TrainBatches`, read by several processes.
+
+    Args:
+      batches: What is read, from where it stands; it must be possible to pickle it.
+      num_workers: Processes, at least 1.
+
+    Raises:
+      ConfigError: If grain is not installed.
+    """
+
+    def __init__(self, batches: TrainBatches, *, num_workers: int) -> None:
+        try:
+            import grain  # noqa: F401
+        except ImportError as error:
+            raise ConfigError(
+                "data.num_workers needs grain, which is not installed: pip install 'jddp[data]'."
+            ) from error
+        self._batches, self._num_workers = batches, num_workers
+        self._iterator: Any = None
+
+    @property
+    def is_padded(self) -> bool:
+        """As `TrainBatches.is_padded`."""
+        return self._batches.is_padded
+
+    def batch(self, position: int) -> Batch:
+        """As `TrainBatches.batch`, read here."""
+        return self._batches.batch(position)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._iterator is None:
+            self._iterator = self._start()
+        try:
+            batch = next(self._iterator)
+        except RuntimeError as error:
+            if "terminated unexpectedly" not in str(error):
+                raise
+            raise DataError(
+                f"a process that reads data has died ({error}). Was it short of memory? Take fewer "
+                "data.num_workers, or 0 to see what happens."
+            ) from error
+        self._batches.advance()
+        return batch
+
+    def _start(self) -> Any:
+        import grain
+        from absl import flags
+
+        if not flags.FLAGS.is_parsed():  # by nobody: grain's workers look at some
+            flags.FLAGS.mark_as_parsed()
+        positions = grain.MapDataset.source(self._batches.positions_left())
+        batches = positions.map(self._batches.batch).to_iter_dataset(
+            grain.ReadOptions(num_threads=1, prefetch_buffer_size=BUFFER)
+        )
+        options = grain.MultiprocessingOptions(self._num_workers, per_worker_buffer_size=BUFFER)
+        return iter(batches.mp_prefetch(options))
+
+    def get_state(self) -> dict[str, int]:
+        """As `TrainBatches.get_state`: what was delivered, not what has been read ahead."""
+        return self._batches.get_state()
+
+    def set_state(self, state: dict[str, int]) -> None:
+        """As `TrainBatches.set_state`."""
+        self.close()
+        self._batches.set_state(state)
+
+    def close(self) -> None:
+        """Ends the processes."""
+        if self._iterator is not None:
+            self._iterator.close()
+            self._iterator = None  # Grain complains at exit of what has not been collected by then.

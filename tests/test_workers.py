@@ -1,0 +1,83 @@
+"""Processes that read training batches: the same batches, and no hang when one of them dies."""
+
+import itertools
+import os
+import signal
+import sys
+
+import numpy as np
+import pytest
+
+from jddp.data import ArrayExamples, TrainBatches, WorkerBatches
+from jddp.errors import ConfigError, DataError
+
+pytestmark = pytest.mark.processes
+
+
+class Watched(ArrayExamples):
+    """Examples that say who read them, and of which one cannot be read."""
+
+    bad = None
+
+    def take(self, indices):
+        if self.bad is not None and self.bad in indices:
+            raise ZeroDivisionError(f"example {self.bad} is bad")
+        return super().take(indices) | {"pid": np.full(len(indices), os.getpid())}
+
+
+def batches(num_examples=40, *, bad=None, **options):
+    examples = Watched({"x": np.arange(num_examples)})
+    examples.bad = bad
+    return TrainBatches(examples, global_batch_size=4, seed=0, **options)
+
+
+@pytest.fixture
+def in_workers():
+    """Makes batches read by two processes, which end with the test."""
+    made = []
+
+    def make(*args, **options):
+        made.append(WorkerBatches(batches(*args, **options), num_workers=2))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def test_two_processes_read_what_one_does_and_resume_where_the_loop_stands(in_workers):
+    one, two = batches(num_epochs=1.05), in_workers(num_epochs=1.05)
+    assert two.is_padded
+    np.testing.assert_array_equal(two.batch(8)["x"], one.batch(8)["x"])
+    readers, state = set(), None
+    for number, (want, got) in enumerate(zip(one, two, strict=True)):
+        np.testing.assert_array_equal(got["x"], want["x"])
+        np.testing.assert_array_equal(got["mask"], want["mask"])
+        readers |= set(got["pid"])
+        assert two.get_state() == one.get_state()
+        state = one.get_state() if number == 6 else state
+    assert len(readers - {os.getpid()}) == 2
+    one.set_state(state)
+    two.set_state(state)
+    rest = [batch["x"].tolist() for batch in two]
+    assert rest == [batch["x"].tolist() for batch in one]
+    assert len(rest) == 4
+
+
+def test_an_error_in_a_process_arrives_with_its_words(in_workers):
+    with pytest.raises(ZeroDivisionError, match="example 30 is bad"):
+        list(in_workers(bad=30, num_epochs=1))
+
+
+def test_a_process_that_dies_ends_the_reading_instead_of_holding_it(in_workers):
+    reading = in_workers()
+    victim = int(next(reading)["pid"][0])
+    os.kill(victim, signal.SIGKILL)
+    with pytest.raises(DataError, match="a process that reads data has died .*num_workers"):
+        list(itertools.islice(reading, 100))
+
+
+def test_without_grain_there_are_no_workers(monkeypatch):
+    monkeypatch.setitem(sys.modules, "grain", None)
+    with pytest.raises(ConfigError, match=r"needs grain, .*pip install 'jddp\[data\]'"):
+        WorkerBatches(batches(), num_workers=1)
