@@ -90,7 +90,7 @@ def _sum(name: str, values: Array, mask: Array | None, scalar_count: float) -> S
 
 def _align(name: str, shape: tuple[int, ...], mask: Array) -> Array:
     weights = mask.astype(jnp.float32)
-    if weights.ndim > len(shape) > 0:
+    if weights.ndim > len(shape):
         weights = weights.max(axis=tuple(range(len(shape), weights.ndim)))
     if weights.shape != shape[: weights.ndim]:
         raise ConfigError(

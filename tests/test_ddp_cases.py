@@ -237,7 +237,7 @@ def test_buckets_given_by_hand_are_averaged_in_whatever_order(place, groups):
         _, pullback = jax.vjp(loss, weights)
         backward = trace_backward(lambda one: pullback(one)[0])
         if reduction.placement == "ready":
-            grads, _ = reduction.when_ready(backward, (), plan=plan)
+            grads, _ = reduction.when_ready(backward, (), plan=plan, scale=1.0)
         else:
             grads, _ = reduction.at_end(pullback(jnp.float32(1))[0], (), plan=plan)
         return jax.tree.map(lambda g: g[None], grads)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jddp.errors import ConfigError
-from jddp.metrics import Totals, count_rows, mean, mean_tree, weigh
+from jddp.metrics import Sum, Totals, count_rows, mean, mean_tree, weigh
 
 
 def test_a_mask_keeps_entries_out_of_total_and_count():
@@ -101,3 +101,7 @@ def test_totals_of_nothing_valid_are_nan_not_zero():
     totals = Totals()
     totals.add(weigh(jnp.ones(2), {}, mask=jnp.zeros(2)))
     assert np.isnan(totals.means()["loss"])
+
+
+def test_a_sum_is_a_value():
+    assert Sum.__dataclass_params__.frozen

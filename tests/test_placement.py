@@ -42,6 +42,10 @@ def test_the_last_layer_is_ready_first_and_what_is_unused_never():
     assert unused is None
 
 
+def test_a_gradient_that_is_the_cotangent_itself_is_ready_at_once():
+    assert traced(lambda params: params["w"], {"w": jnp.float32(3)}).ready == (0,)
+
+
 def test_a_gradient_that_is_summed_up_is_ready_with_its_last_summand():
     def tied(params, x):
         return (jnp.tanh(x @ params["first"]) @ params["first"].T @ params["last"]).sum()

@@ -1,5 +1,7 @@
 """Bucket plans, and averages that do not depend on them."""
 
+import dataclasses
+import importlib
 import inspect
 import json
 import math
@@ -17,6 +19,7 @@ from jddp.errors import ConfigError
 from jddp.reduce import compiler_options, make_reduction, plan_buckets
 
 MIB = 2**20
+BFLOAT16 = np.dtype(jnp.bfloat16)
 
 
 def reduction(platform="cpu", **options):
@@ -104,6 +107,12 @@ def test_the_bucket_that_is_complete_last_can_be_small():
     assert planned([10] * 5, 160, last_bucket_bytes=80) == [[0, 1, 2], [3, 4]]
     mixed = [(10, "float64"), (10, "float32"), (10, "float32")]
     assert planned(mixed, 400, last_bucket_bytes=400) == [[0], [1, 2]]
+    assert planned([10] * 5, 160, last_bucket_bytes=120) == [[0, 1], [2, 3, 4]]
+    assert planned([10] * 3, 160, last_bucket_bytes=79) == [[0, 1], [2]]
+    around = [(10, "float32"), (10, "float64"), (10, "float32")]
+    assert planned(around, 400, last_bucket_bytes=400) == [[0], [1], [2]]
+    two_before = [(10, "float64"), (10, "float32"), (10, "float64"), (10, "float64")]
+    assert planned(two_before, 400, last_bucket_bytes=400) == [[0], [1], [2, 3]]
 
 
 def test_a_last_leaf_that_is_not_small_has_a_bucket_like_any_other():
@@ -123,18 +132,28 @@ def test_leaves_without_elements_are_left_out():
 
 def test_a_narrow_wire_counts_its_own_bytes():
     tree = {"a": shape(10), "h": shape(10, jnp.bfloat16), "z": shape(10, "complex64")}
-    plan = plan_buckets(tree, bucket_bytes=1000, wire_dtype=np.dtype(jnp.bfloat16))
+    plan = plan_buckets(tree, bucket_bytes=1000, wire_dtype=BFLOAT16)
     assert {b.dtype.name: b.wire_dtype.name for b in plan.buckets} == {
         "float32": "bfloat16",
         "bfloat16": "bfloat16",
         "complex64": "complex64",
     }
     assert [bucket.bytes for bucket in plan.buckets] == [80, 20, 20]
+    other = plan_buckets({"h": shape(10, "float16")}, bucket_bytes=1000, wire_dtype=BFLOAT16)
+    assert other.buckets[0].wire_dtype == np.float16
 
 
-@pytest.mark.parametrize("leaf", [3.0, np.arange(3), np.array([True])])
-def test_what_cannot_be_averaged_is_refused_by_its_path(leaf):
-    with pytest.raises(ConfigError, match="'layer/w'"):
+@pytest.mark.parametrize(
+    "leaf, what",
+    [
+        (3.0, "float;"),
+        (np.arange(3), "an array of int64;"),
+        (np.array([True]), "an array of bool;"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_averaged_is_refused_by_its_path(leaf, what):
+    with pytest.raises(ConfigError, match=f"'layer/w' is {what}"):
         plan_buckets({"layer": {"w": leaf}}, bucket_bytes=100)
 
 
@@ -330,6 +349,89 @@ def test_a_plan_fits_a_terminal_of_80_columns():
     text = str(plan_buckets(tree, bucket_bytes=40))
     assert max(map(len, text.splitlines())) <= 80
     assert plan_buckets(tree, bucket_bytes=40)._repr_html_().startswith("<table>")
+
+
+SIX = {
+    "a": shape(2**18),
+    "b": shape(300_000_000),
+    "deep": {"layer_with_quite_a_name": shape(10), "one": shape(10), "two": shape(11)},
+    "z": shape(3, "float16"),
+}
+
+
+def text(tree, ready, *notes):
+    plan = plan_buckets(tree, bucket_bytes=MIB, ready=ready)
+    return str(dataclasses.replace(plan, notes=notes)).splitlines()
+
+
+def test_a_plan_says_in_full_what_travels():
+    assert text(SIX, range(6), "a note", "another") == [
+        "4 buckets, 1,145.409 MiB on the wire per step",
+        "bucket       MiB leaves  dtype     first and last leaf",
+        "     0     1.000      1  float32   a",
+        "     1 1,144.409      1  float32   b",
+        "     2  0.000118      3  float32   deep/layer_with_quite_a_name .. deep/two",
+        "     3  5.72e-06      1  float16   z",
+        "a note",
+        "another",
+    ]
+    assert text(SIX, [1, None, None, None, None, None])[0] == (
+        "1 bucket, 1.000 MiB on the wire per step"
+    )
+
+
+def test_a_plan_names_three_of_those_that_are_not_sent():
+    def last_line(*ready):
+        return text({name: shape(1) for name in "abcdef"}, ready, "a note")[-1]
+
+    assert last_line(1, 2, 3, 4, 5, 6) == "a note"
+    assert last_line(1, 2, 3, 4, 5, None) == "1 unused, not sent: f"
+    assert last_line(1, 2, 3, None, None, None) == "3 unused, not sent: d, e, f"
+    assert last_line(1, 2, None, None, None, None) == "4 unused, not sent: c, d, e, ..."
+
+
+@pytest.mark.parametrize("excess", [0, 1])
+def test_long_names_lose_their_beginning(excess):
+    sent, unused = "s" * (45 + excess), "u" * (55 + excess)
+    lines = text({"a": shape(1), sent: shape(1), unused: shape(1)}, [None, 1, None])
+    assert lines[2].endswith("   " + ("..." + "s" * 42 if excess else sent))
+    (line,) = text({unused: shape(1)}, [None])[2:]
+    assert line.endswith(": " + ("..." + "u" * 52 if excess else unused))
+
+
+def test_a_plan_says_what_is_known_of_its_layout():
+    tree = {"w": shape(1)}
+    order = "order: last leaf first, by guess"
+    fuses = "XLA fuses the buckets: all of them on CPUs, up to their size on GPUs"
+    assert reduction(layout="leaf").plan(tree).notes == (
+        order,
+        "layout leaf, placement end",
+        fuses,
+    )
+    ready = reduction(layout="flat", placement="ready")
+    assert ready.plan(tree).notes == (order, "layout flat, placement ready")
+    assert ready.plan(tree, [1], 0).notes == (
+        "order: as the backward pass finishes them",
+        "layout flat, placement ready",
+    )
+    assert ready.plan(tree, [1], 1).notes[2] == (
+        "1 gradients leave a loop at once: they are ready at its end"
+    )
+    assert len(reduction(layout="flat").plan(tree, [1], 1).notes) == 2
+
+
+def test_a_hook_is_named_by_its_function_and_the_mean_is_not():
+    hook = jddp.CommHook(init=lambda plan: (), reduce=jax.jit)
+    assert reduction(comm_hook=hook).hook_name == "jit"
+    assert reduction().hook_name == ""
+
+
+def test_what_passes_between_rooms_is_a_value():
+    for module in ("plan", "reduction", "hooks", "backward"):
+        module = importlib.import_module(f"jddp.reduce.{module}")
+        classes = [x for x in vars(module).values() if dataclasses.is_dataclass(x)]
+        assert classes
+        assert all(x.__dataclass_params__.frozen for x in classes)
 
 
 def test_a_plan_is_json_too():

@@ -125,7 +125,7 @@ class Reduction:
         comm_state: PyTree,
         *,
         plan: BucketPlan,
-        scale: float = 1.0,
+        scale: float,
         so_far: PyTree = None,
     ) -> tuple[PyTree, PyTree]:
         """Runs a backward pass, and averages each bucket where its last gradient is made.
