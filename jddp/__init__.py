@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from jddp.errors import DataError as DataError
     from jddp.errors import Error as Error
     from jddp.mesh import AXIS as AXIS
+    from jddp.metrics import Metric as Metric
     from jddp.reduce import BucketPlan as BucketPlan
     from jddp.reduce import CommHook as CommHook
     from jddp.reduce import average_gradients as average_gradients
@@ -39,6 +40,7 @@ _HOMES = {
     "EarlyStopping": "callbacks",
     "Error": "errors",
     "KeepBest": "callbacks",
+    "Metric": "metrics",
     "Run": "run",
     "TrainState": "state",
     "average_gradients": "reduce",
@@ -58,6 +60,7 @@ __all__ = [
     "EarlyStopping",
     "Error",
     "KeepBest",
+    "Metric",
     "Run",
     "TrainState",
     "average_gradients",

@@ -342,7 +342,7 @@ class DataParallel:
 
     def evaluate(
         self, state: TrainState, batches: Batches, params: str = "params"
-    ) -> dict[str, float]:
+    ) -> dict[str, Any]:
         """Returns the exact means of loss and metrics over every example of `batches`.
 
         Every process gives the same number of batches, of any size, also empty: what does not
@@ -354,7 +354,8 @@ class DataParallel:
           params: "params", or "ema" for their moving average.
 
         Returns:
-          "loss", the metrics of the loss, and "examples", the rows counted.
+          "loss", the metrics of the loss, what each `jddp.Metric` computes, and "examples", the
+          rows counted.
 
         Raises:
           UsageError: If a scalar loss or metric meets a ragged batch, whose rows it cannot weigh.

@@ -198,19 +198,20 @@ def run_forward(
         metrics,
         mask=mask_of(batch, valid),
         scalar_count=1.0 if train else float(count_rows(batch)),
+        train=train,
     )
     return sums["loss"].total, (sums, model_state)
 
 
-def _losses_and_metrics(outputs: Any, rows: int) -> tuple[Array, Mapping[str, Array]]:
+def _losses_and_metrics(outputs: Any, rows: int) -> tuple[Array, Mapping[str, Any]]:
     losses, metrics = outputs if isinstance(outputs, tuple) else (outputs, {})
     for name, values in {"loss": losses, **metrics}.items():
-        shape = jnp.shape(values)
-        if shape and shape[0] != rows:
-            raise ConfigError(
-                f"loss_fn returned {name!r} of shape {shape} for {rows} rows. Return one value per "
-                "row (or per token of each row), or a scalar."
-            )
+        for shape in map(jnp.shape, jax.tree.leaves(values)):
+            if shape and shape[0] != rows:
+                raise ConfigError(
+                    f"loss_fn returned {name!r} of shape {shape} for {rows} rows. Return one value "
+                    "per row (or per token of each row), or a scalar."
+                )
     return losses, metrics
 
 

@@ -2,7 +2,7 @@
 
 A mean of means is wrong as soon as replicas hold different numbers of valid entries. Here every
 quantity travels as (total, count): totals and counts of all of them are added over the replicas
-in one small vector, and divided once.
+in one small vector, and divided once. What is no mean is told from sums too (`Metric`).
 
     sums = weigh(losses, {"accuracy": hits}, mask=batch["mask"])   # per replica
     sums = sum_over_replicas(sums, axis="data")                    # the same on every replica
@@ -10,8 +10,9 @@ in one small vector, and divided once.
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -27,20 +28,43 @@ RESERVED = ("loss", "count", "grad_norm", "examples")
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class Metric:
+    """A metric of the evaluation that is no mean, but can be told from sums.
+
+        {"perplexity": jddp.Metric(losses, lambda total, count: np.exp(total / count))}
+
+    A loss returns it in the place of an array. In training it is left out.
+
+    Attributes:
+      values: A tree of arrays that begin with the dims of the losses, `(b, ...)`. They are summed
+        over those dims, where the mask says so, over replicas and over batches: on the host in
+        int64 and float64.
+      compute: `compute(sums, count)`, called on the host with the tree of sums, as numpy arrays
+        without those dims, and the number of valid entries. Gives a number or an array.
+    """
+
+    values: Any
+    compute: Callable[[Any, float], Any] = dataclasses.field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Sum:
     """A weighted sum and the sum of its weights; their quotient is the mean.
 
     Attributes:
-      total: Scalar.
+      total: Scalar; a tree of arrays where something is computed of it.
       count: Scalar.
       is_scalar: Whether replicas gave one mean each, which no mask can correct.
       num_entries: How many entries there are, masked ones counted.
+      compute: What is told from the sums, `Metric.compute`; None for the mean.
     """
 
     total: Any
     count: Any
     is_scalar: bool = dataclasses.field(default=False, metadata={"static": True})
     num_entries: int = dataclasses.field(default=1, metadata={"static": True})
+    compute: Any = dataclasses.field(default=None, metadata={"static": True})
 
 
 Sums = dict[str, Sum]
@@ -48,10 +72,11 @@ Sums = dict[str, Sum]
 
 def weigh(
     losses: Array,
-    metrics: Mapping[str, Array],
+    metrics: Mapping[str, Array | Metric],
     *,
     mask: Array | None = None,
     scalar_count: float = 1.0,
+    train: bool = True,
 ) -> Sums:
     """Sums the losses and metrics of one replica over their valid entries.
 
@@ -62,6 +87,7 @@ def weigh(
         `losses` and of each metric. A metric with fewer dims than the mask counts where its row
         has any valid entry.
       scalar_count: What a scalar counts for, against other replicas and batches.
+      train: Whether to leave out what is no mean.
 
     Returns:
       "loss" and each metric, in float32.
@@ -72,8 +98,13 @@ def weigh(
     taken = sorted(set(metrics) & set(RESERVED))
     if taken:
         raise ConfigError(f"Metric name {taken[0]!r} is jddp's own. Rename the metric.")
-    named = {"loss": losses, **metrics}
-    return {name: _sum(name, x, mask, scalar_count) for name, x in named.items()}
+    sums = {"loss": _sum("loss", losses, mask, scalar_count)}
+    for name, x in metrics.items():
+        if not isinstance(x, Metric):
+            sums[name] = _sum(name, x, mask, scalar_count)
+        elif not train:
+            sums[name] = _sum_tree(name, x, mask, max(1, jnp.ndim(losses)))
+    return sums
 
 
 def _sum(name: str, values: Array, mask: Array | None, scalar_count: float) -> Sum:
@@ -86,6 +117,24 @@ def _sum(name: str, values: Array, mask: Array | None, scalar_count: float) -> S
     # `where` keeps a NaN of an invalid entry out of the sum; 0 * NaN would not.
     total = jnp.where(weights > 0, values * weights, 0.0).sum()
     return Sum(total, weights.sum(), num_entries=values.size)
+
+
+def _sum_tree(name: str, metric: Metric, mask: Array | None, num_dims: int) -> Sum:
+    """Sums of a metric over the dims of the losses; whole numbers stay whole."""
+
+    def add_up(x: Array) -> tuple[Array, Array]:
+        shape = x.shape[:num_dims]
+        weights = jnp.ones(shape) if mask is None else _align(name, shape, mask)
+        dims = tuple(range(len(shape)))
+        x = x.astype(jnp.int32 if x.dtype.kind in "biu" else jnp.float32)
+        counts = jnp.expand_dims(weights > 0, tuple(range(len(shape), x.ndim)))
+        return jnp.where(counts, x, 0).sum(dims), weights.sum()
+
+    leaves, treedef = jax.tree.flatten(metric.values)
+    if not leaves or any(jnp.ndim(x) == 0 for x in leaves):
+        raise ConfigError(f"{name!r} holds a scalar, or nothing. Its values need a dim for rows.")
+    totals, counts = zip(*map(add_up, map(jnp.asarray, leaves)), strict=True)
+    return Sum(jax.tree.unflatten(treedef, totals), counts[0], compute=metric.compute)
 
 
 def _align(name: str, shape: tuple[int, ...], mask: Array) -> Array:
@@ -108,10 +157,16 @@ def count_rows(mask: Array) -> Float[Array, ""]:
 
 
 def sum_over_replicas(sums: Sums, *, axis: str) -> Sums:
-    """Adds totals and counts over `axis`: one all-reduce of one small vector."""
+    """Adds totals and counts over `axis`: one all-reduce of one small vector, and of each array."""
     leaves, treedef = jax.tree.flatten(sums)
+    is_number = [x.ndim == 0 and x.dtype == jnp.float32 for x in leaves]
     with jax.named_scope("metrics"):
-        return jax.tree.unflatten(treedef, list(lax.psum(jnp.stack(leaves), axis)))
+        numbers = iter(lax.psum(jnp.stack([*itertools.compress(leaves, is_number)]), axis))
+        added = [
+            next(numbers) if number else lax.psum(x, axis)
+            for x, number in zip(leaves, is_number, strict=True)
+        ]
+    return jax.tree.unflatten(treedef, added)
 
 
 def mean(total: Float[Array, ""], count: Float[Array, ""]) -> Float[Array, ""]:
@@ -135,23 +190,40 @@ def mean_tree(totals: Any, count: Float[Array, ""]) -> Any:
 
 
 class Totals:
-    """Sums of many batches, added up on the host in float64: counts stay whole numbers."""
+    """Sums of many batches, added up on the host: in float64, whole numbers in int64."""
 
     def __init__(self) -> None:
-        self._totals: dict[str, np.ndarray] = {}
+        self._sums: dict[str, Sum] = {}
 
     def add(self, sums: Sums) -> None:
         """Adds one batch; waits for the device."""
         for name, x in jax.device_get(sums).items():
-            pair = np.array([x.total, x.count], np.float64)
-            self._totals[name] = self._totals.get(name, 0.0) + pair
+            wide = dataclasses.replace(
+                x, total=jax.tree.map(_widen, x.total), count=np.float64(x.count)
+            )
+            before = self._sums.get(name)
+            if before is not None:
+                total = jax.tree.map(np.add, before.total, wide.total)
+                wide = dataclasses.replace(wide, total=total, count=before.count + wide.count)
+            self._sums[name] = wide
 
-    def means(self) -> dict[str, float]:
-        """The means over all entries; NaN where none was valid. "examples" is a number of rows."""
-        means = {
-            name: float(total / count) if count else math.nan
-            for name, (total, count) in self._totals.items()
-        }
-        if "examples" in self._totals:
-            means["examples"] = int(self._totals["examples"][0])
-        return means
+    def values(self) -> dict[str, Any]:
+        """Means over all entries, and what is computed; NaN where none was valid.
+
+        "examples" is a number of rows. What is computed is a float, or a list for an array.
+        """
+        values = {name: _value(x) for name, x in self._sums.items()}
+        if "examples" in self._sums:
+            values["examples"] = int(self._sums["examples"].total)
+        return values
+
+
+def _widen(x: np.ndarray) -> np.ndarray:
+    return np.asarray(x, np.float64 if x.dtype.kind == "f" else np.int64)
+
+
+def _value(x: Sum) -> Any:
+    if not x.count:
+        return math.nan
+    computed = x.total / x.count if x.compute is None else x.compute(x.total, float(x.count))
+    return np.asarray(computed).tolist()

@@ -351,6 +351,40 @@ def test_evaluation_leaves_a_masked_row_out_beside_the_padding():
     np.testing.assert_allclose(got["loss"], want["loss"], rtol=1e-6)
 
 
+def loss_with_tables(model, batch, train):
+    logits = model(batch["x"], train=train)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+    pair = batch["y"], logits.argmax(-1)
+    truth, guess = (jax.nn.one_hot(x, NUM_CLASSES, dtype=int) for x in pair)
+    ranks = (logits > jnp.take_along_axis(logits, batch["y"][:, None], 1)).sum(1)
+    table = truth[:, :, None] * guess[:, None, :]
+    return losses, {
+        "perplexity": jddp.Metric(losses, lambda total, count: np.exp(total / count)),
+        "confusion": jddp.Metric(table, lambda total, count: total),
+        "top_2": ranks < 2,
+    }
+
+
+def test_metrics_that_are_no_means_are_exact_on_any_number_of_devices():
+    rows = make_batch(37)
+    batches = [jax.tree.map(lambda x, s=s: x[s], rows) for s in np.split(np.arange(37), [16, 32])]
+    found = []
+    for num_devices in (1, 2, 8):
+        ddp = wrapped(loss=loss_with_tables, mesh=num_devices)
+        state = ddp.init(0, make_batch())
+        found.append(ddp.evaluate(state, batches))
+    guesses = np.argmax(nn.apply(lambda m: m(rows["x"], False), MLP())(ddp.model(state)), -1)
+    want = np.zeros((NUM_CLASSES, NUM_CLASSES), int)
+    np.add.at(want, (rows["y"], guesses), 1)
+    for values in found:
+        assert values["confusion"] == want.tolist()
+        assert values["perplexity"] == pytest.approx(np.exp(values["loss"]), rel=1e-9)
+        assert values["top_2"] == found[0]["top_2"]
+        assert values["examples"] == 37
+    _, metrics = ddp.step(state, make_batch())
+    assert metrics.keys() == {"loss", "count", "top_2"}
+
+
 def scalar_loss(model, batch, train):
     return loss_fn(model, batch, train)[0].mean()
 

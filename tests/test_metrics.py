@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jddp.errors import ConfigError
-from jddp.metrics import Sum, Totals, count_rows, mean, mean_tree, weigh
+from jddp.metrics import Metric, Sum, Totals, count_rows, mean, mean_tree, weigh
 
 
 def test_a_mask_keeps_entries_out_of_total_and_count():
@@ -94,14 +94,69 @@ def test_totals_of_many_batches_are_exact_where_float32_is_not():
     for _ in range(3):
         totals.add({"loss": weigh(jnp.full(1, 2.0**24), {})["loss"]})
         totals.add(weigh(jnp.ones(1), {}))
-    assert totals.means()["loss"] == (3 * 2**24 + 3) / 6
+    assert totals.values()["loss"] == (3 * 2**24 + 3) / 6
 
 
 def test_totals_of_nothing_valid_are_nan_not_zero():
     totals = Totals()
     totals.add(weigh(jnp.ones(2), {}, mask=jnp.zeros(2)))
-    assert np.isnan(totals.means()["loss"])
+    assert np.isnan(totals.values()["loss"])
 
 
-def test_a_sum_is_a_value():
+def test_sums_and_metrics_are_values():
     assert Sum.__dataclass_params__.frozen
+    assert Metric.__dataclass_params__.frozen
+
+
+# --- what is no mean ------------------------------------------------------------------------------
+
+
+def told(batches, **options):
+    """What is told of some batches of (losses, metric, mask)."""
+    totals = Totals()
+    for losses, metric, mask in batches:
+        totals.add(weigh(losses, {"metric": metric}, mask=mask, train=False, **options))
+    return totals.values()["metric"]
+
+
+def test_what_is_computed_comes_from_the_sums_of_all_that_counts():
+    losses = jnp.array([[1.0, 2.0, 3.0], [4.0, 5.0, jnp.nan]])
+    mask = jnp.array([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]])
+    metric = Metric(losses, lambda total, count: np.exp(total / count))
+    assert told([(losses, metric, mask)] * 2) == pytest.approx(np.exp(3.0))
+    assert told([(losses[:1], Metric(losses[:1], metric.compute), None)]) == pytest.approx(
+        np.exp(2.0)
+    )
+
+
+def test_values_of_rows_are_summed_over_rows_with_anything_valid():
+    mask = jnp.array([[1.0, 0.0], [0.0, 0.0]])
+    values = {"a": jnp.array([3, 4]), "b": jnp.array([[1.0, 2.0], [8.0, 9.0]])}
+    found = []
+    metric = Metric(values["a"], lambda total, count: found.append((total, count)) or 0.0)
+    told([(jnp.zeros((2, 2)), metric, mask)])
+    ((total, count),) = found
+    assert (total.tolist(), total.dtype, count) == (3, np.int64, 1.0)
+
+
+def test_a_table_is_counted_in_whole_numbers_beyond_what_float32_holds():
+    labels, guesses = np.array([0, 1, 1, 0]), np.array([0, 1, 0, 0])
+    pairs = np.eye(2, dtype=np.int32)
+    hits = jnp.asarray(2**29 * pairs[labels][:, :, None] * pairs[guesses][:, None, :])
+    metric = Metric(hits, lambda total, count: total)
+    batch = (jnp.zeros(4), metric, None)
+    assert told([batch] * 8) == [[8 * 2**30, 0], [8 * 2**29, 8 * 2**29]]
+    last = (jnp.zeros(4), metric, jnp.array([1.0, 0.0, 0.0, 0.0]))
+    assert told([last]) == [[2**29, 0], [0, 0]]
+
+
+def test_what_is_computed_is_left_out_of_training_and_of_nothing_valid_is_nan():
+    metric = Metric(jnp.ones(2), lambda total, count: 1 / 0)
+    assert weigh(jnp.ones(2), {"metric": metric}).keys() == {"loss"}
+    assert np.isnan(told([(jnp.ones(2), metric, jnp.zeros(2))]))
+
+
+@pytest.mark.parametrize("values", [jnp.float32(1), {}, {"a": jnp.ones(2), "b": 3.0}])
+def test_a_metric_without_rows_is_refused(values):
+    with pytest.raises(ConfigError, match="'metric' holds a scalar, or nothing"):
+        told([(jnp.ones(2), Metric(values, lambda total, count: 0.0), None)])
