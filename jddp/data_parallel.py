@@ -27,6 +27,7 @@ from jddp.explanation import Calls, Explanation, logging_data, measure
 from jddp.flaxmodel import LossFn, functional
 from jddp.mesh import (
     AXIS,
+    as_arrays,
     check_rows,
     copy_off_mesh,
     count_rows,
@@ -168,7 +169,7 @@ class DataParallel:
           UsageError: If a Linen model has neither `batch` nor `params`.
           ConfigError: If `params` does not fit the model.
         """
-        values = self._given(params)
+        values, batch = self._given(params), as_arrays(batch)
         rows = from_process_zero(self._example(batch, values))  # so that all start alike
         state = call(self._init, np.uint32(seed), rows, *replicate(values, self.mesh))
         self._steps.plan_for(state, batch)
@@ -283,6 +284,7 @@ class DataParallel:
         leaves = jax.tree.leaves(batch)
         if leaves and all(getattr(x, "sharding", None) == self._rows_sharding for x in leaves):
             return batch  # by an earlier call
+        batch = as_arrays(batch)
         steps, num_parts = self._recipe.accumulate_steps, self._steps.count_parts(batch)
         what = f"{num_parts // steps} devices"
         what += f" times accumulate_steps={steps}" if steps > 1 else ""

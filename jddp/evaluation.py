@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jddp.errors import UsageError
-from jddp.mesh import count_rows, from_all_processes, put_rows
+from jddp.mesh import as_arrays, count_rows, from_all_processes, put_rows
 from jddp.metrics import Sums, Totals
 
 PyTree = Any
@@ -35,7 +35,7 @@ def evaluate_exactly(
       UsageError: If a scalar meets rows of padding, or there is no batch.
     """
     totals, waiting, room = Totals(), None, 0
-    for batch in batches:
+    for batch in map(as_arrays, batches):
         rows = from_all_processes(count_rows(batch))
         fitting = _round_up(int(rows.max()), len(mesh.local_devices))
         # A ragged batch takes the room of a full one, which is compiled already.

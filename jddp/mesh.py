@@ -170,6 +170,12 @@ def check_rows(rows: int, divisor: int, what: str) -> None:
         raise ConfigError(f"{rows} rows do not divide over {what}. Nearest that do: {sizes}.")
 
 
+def as_arrays(batch: PyTree) -> PyTree:
+    """The batch, with arrays in the place of what is none but can be, such as PyTorch's tensors."""
+    kept = jax.Array | np.ndarray | jax.ShapeDtypeStruct
+    return jax.tree.map(lambda x: x if isinstance(x, kept) else np.asarray(x), batch)
+
+
 def put_rows(batch: PyTree, mesh: Mesh) -> PyTree:
     """Puts this process's rows on its devices; rows of all processes make the global batch."""
     sharding = sharded(mesh)

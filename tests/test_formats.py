@@ -9,7 +9,6 @@ import datasets
 import grain
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from jddp.data import CropAndFlip, RowExamples, TokenExamples, make_source, spec_of
@@ -395,18 +394,11 @@ def test_the_command_writes_tokens_and_says_how_to_train(tmp_path, capsys):
 # --- what others have made ------------------------------------------------------------------------
 
 
-class TorchRows(torch.utils.data.Dataset):
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        return torch.from_numpy(X)[index], int(Y[index])
-
-
-def test_a_torch_data_set_is_taken_as_it_is():
-    check_rows(RowExamples(TorchRows(), names=("x", "y")))
+def test_rows_that_are_tuples_need_names():
+    rows = list(zip(X, Y, strict=True))
+    check_rows(RowExamples(rows, names=("x", "y")))
     with pytest.raises(DataError, match=r"is tuple, with names None. .*names=\('image', 'label'\)"):
-        RowExamples(TorchRows()).take(np.array([0]))
+        RowExamples(rows).take(np.array([0]))
 
 
 def test_a_list_of_dicts_and_a_grain_data_set_are_taken_as_they_are():
