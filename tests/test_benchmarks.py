@@ -47,6 +47,15 @@ def test_a_step_needs_the_memory_of_one_by_hand():
 
 
 @pytest.mark.slow
+def test_data_prints_a_row_for_each_figure_and_a_line_of_json():
+    *rows, line = run(BENCHMARKS / "data.py", "--rounds", 1, "--only", "pipeline", "order")
+    measured = json.loads(line)["results"]
+    names = [(section, name) for section, values in measured.items() for name in values]
+    assert [tuple(row.split()[:2]) for row in rows] == names
+    assert measured["order"]["peak_kib"] < 1024
+
+
+@pytest.mark.slow
 def test_mutants_are_made_and_the_tests_notice_them():
     """Two of hundreds; benchmarks/README.md has the score of all."""
     files = ["--files", "jddp/reduce/plan.py"]

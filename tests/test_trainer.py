@@ -26,6 +26,10 @@ def wrapped(model=None, optimizer=None, **options):
     return jddp.DataParallel(model, optimizer or optax.sgd(0.1), loss_fn, mesh=2, **options)
 
 
+def wrapped_on(num_devices):
+    return jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, mesh=num_devices)
+
+
 @pytest.fixture(scope="module")
 def ddp():
     """A model with everything that a state can hold: statistics, dropout keys, an average."""
@@ -223,9 +227,8 @@ def padded(num_devices, **options):
 @pytest.mark.parametrize("num_devices", [2, 8])
 def test_padded_batches_train_as_one_device_does_on_what_counts(num_devices):
     def train(num_devices):
-        ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, mesh=num_devices)
         recorder = Recorder()
-        run = ddp.fit(padded(num_devices), num_steps=4, callbacks=[recorder])
+        run = wrapped_on(num_devices).fit(padded(num_devices), num_steps=4, callbacks=[recorder])
         return run.state.params, recorder.metrics
 
     (want, metrics), (got, found) = train(1), train(num_devices)
@@ -271,6 +274,62 @@ def test_a_run_that_was_broken_off_ends_as_if_it_had_not_been(ddp, whole, tmp_pa
     assert_same(run.state, want.state)
     assert records(tmp_path) == records(want.run_dir)
     assert run.eval_metrics == want.eval_metrics
+
+
+class Logged(TrainBatches):
+    """Batches of which a file tells, position and examples that count; resuming cuts it off."""
+
+    log = None
+
+    def __next__(self):
+        position, batch = self.get_state()["position"], super().__next__()
+        examples = batch["id"][batch["mask"] > 0]
+        with self.log.open("a") as file:
+            file.write(json.dumps([position, examples.tolist()]) + "\n")
+        return batch
+
+    def set_state(self, state):
+        super().set_state(state)
+        kept = [line for line in self.read() if line[0] < state["position"]]
+        self.log.write_text("".join(json.dumps(line) + "\n" for line in kept))
+
+    def read(self):
+        return [json.loads(line) for line in self.log.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_run_broken_off_on_8_devices_and_finished_on_2_saw_each_example_once_an_epoch(
+    tmp_path, seed
+):
+    rng = np.random.default_rng(seed)
+    num_examples, num_epochs, size = 50, 3, int(rng.integers(3, 12))
+    log = tmp_path / "examples.jsonl"
+
+    def train(num_devices, *callbacks):
+        examples = ArrayExamples({**make_batch(num_examples), "id": np.arange(num_examples)})
+        source = Logged(
+            examples,
+            global_batch_size=size,
+            seed=seed,
+            num_epochs=num_epochs,
+            multiple_of=8 if num_devices == 8 else 14,  # padded in both worlds
+        )
+        source.log = log
+        ddp = wrapped_on(num_devices)
+        num_steps = -(-num_examples * num_epochs // size)
+        options = {"save_every_steps": int(rng.integers(1, 5)), "callbacks": callbacks}
+        return ddp.fit(source, num_steps=num_steps, run_dir=tmp_path / "run", **options)
+
+    with pytest.raises(Broken):
+        train(8, At(int(rng.integers(1, 12)), break_off))
+    run = train(2)
+    assert run.metrics["count"] == (num_examples * num_epochs % size or size)
+    seen = dict(json.loads(line) for line in log.read_text().splitlines())  # 0 was peeked at twice
+    assert sorted(seen) == list(range(0, num_examples * num_epochs, size))
+    epochs = np.concatenate([seen[position] for position in sorted(seen)]).reshape(
+        num_epochs, num_examples
+    )
+    np.testing.assert_array_equal(np.sort(epochs), [np.arange(num_examples)] * num_epochs)
 
 
 def test_an_nnx_model_is_resumed_to_the_bit_with_its_keys(tmp_path):
