@@ -1,5 +1,6 @@
 """Formats: each read back as it was written, and refused where it is damaged."""
 
+import gzip
 import json
 import pickle
 import sys
@@ -13,6 +14,7 @@ from PIL import Image
 
 from jddp.data import CropAndFlip, RowExamples, TokenExamples, make_source, spec_of
 from jddp.data.__main__ import main
+from jddp.data.idx import pack_idx
 from jddp.data.image_folder import FolderExamples
 from jddp.data.mapped import MappedArray, map_npy, map_npz
 from jddp.data.tokenize import Bytes, FromFile, documents_in, write_tokens
@@ -127,6 +129,32 @@ def test_a_member_that_is_no_array_is_refused(tmp_path):
         archive.writestr("readme.txt", "hello")
     with pytest.raises(DataError, match=r"readme\.txt: not a whole \.npy file"):
         map_npz(tmp_path / "a.npz")
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_idx_files_are_read_as_mnist_is_published(tmp_path, is_packed):
+    images = np.arange(6 * 16, dtype=np.uint8).reshape(6, 4, 4)
+    labels = np.arange(6, dtype=np.uint8) % 3
+    for part in ("train", "t10k"):
+        for name, array in (("images-idx3", images), ("labels-idx1", labels)):
+            data = pack_idx(array)
+            path = tmp_path / f"{part}-{name}-ubyte{'.gz' * is_packed}"
+            path.write_bytes(data if is_packed else gzip.decompress(data))
+    kwargs = {"image_size": 4, "num_classes": 3, "mean": 0.0, "std": 1.0}
+    source = make_source("idx", directory=str(tmp_path), kwargs=kwargs)
+    data = source.load()
+    assert spec_of(data.train) == source.spec
+    rows = take_all(data.test)
+    np.testing.assert_allclose(rows["image"][..., 0] * 255, images, rtol=1e-6)
+    np.testing.assert_array_equal(rows["label"], labels)
+    for bad, message in (({"num_classes": 2}, "reach from 0 to 2"), ({"image_size": 5}, "Mend")):
+        with pytest.raises(DataError, match=message):
+            make_source("idx", directory=str(tmp_path), kwargs=kwargs | bad).load()
+    if not is_packed:
+        path = tmp_path / "train-images-idx3-ubyte"
+        path.write_bytes(path.read_bytes()[:-1])
+        with pytest.raises(DataError, match=r"train-images-idx3-ubyte: not a whole IDX file: 95"):
+            source.load()
 
 
 # --- images in folders ----------------------------------------------------------------------------
@@ -389,6 +417,27 @@ def test_the_command_writes_tokens_and_says_how_to_train(tmp_path, capsys):
     assert main(["tokenize", str(tmp_path / "out"), *texts]) == 2
     assert "holds .npy files already" in capsys.readouterr().err
     assert main(["tokenize", str(tmp_path / "more"), str(tmp_path / "none")]) == 65
+
+
+def test_the_command_times_each_stage(tmp_path, capsys):
+    np.savez(tmp_path / "train.npz", x=X.repeat(8, 0), y=X.repeat(8, 0))
+    np.savez(tmp_path / "test.npz", x=X, y=X)
+    (tmp_path / "job.yaml").write_text(
+        "train: {num_steps: 1}\n"
+        f"data: {{name: npz, dir: {tmp_path}, global_batch_size: 8}}\n"
+        "model: {name: mlp, kwargs: {num_outputs: 3}}\n"
+        "loss: {name: mean_squared_error}\n"
+    )
+    arguments = ["bench", "--seconds", "0.01", "--config", str(tmp_path / "job.yaml")]
+    assert main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    stages = ["order  ", "read  ", "order, read and augment", "on the devices, by a thread"]
+    assert len(lines) == 5
+    for line, stage in zip(lines[1:], stages, strict=True):
+        assert line.startswith(stage)
+        assert "examples/s" in line
+    assert main(["bench", "data.name=fashion_mnis"]) == 2
+    assert "Did you mean 'fashion_mnist'?" in capsys.readouterr().err
 
 
 # --- what others have made ------------------------------------------------------------------------

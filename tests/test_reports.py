@@ -84,8 +84,13 @@ def test_a_start_that_died_between_config_and_manifest_starts_again(tmp_path):
 
 def test_other_data_under_the_same_config_are_refused(tmp_path):
     prepared(tmp_path)
-    with pytest.raises(DataError, match="started with other data"):
-        prepared(tmp_path, manifest={**MANIFEST, "data": {"sha256": "0" * 64}})
+    other = {**MANIFEST, "data": {"sha256": "0" * 64}}
+    with pytest.raises(DataError, match="started with other data.*data.allow_changed=true"):
+        prepared(tmp_path, manifest=other)
+    told = {**CONFIG, "data": {**CONFIG.get("data", {}), "allow_changed": True}}
+    prepared(tmp_path, told, manifest=other)
+    prepared(tmp_path, manifest=other)  # now known
+    prepared(tmp_path)
 
 
 def test_a_start_on_other_versions_is_added_to_the_manifest(tmp_path):

@@ -46,6 +46,14 @@ def points(num_broken_rows=0):
     return Examples(both), {name: array[:7] for name, array in both.items()}
 
 
+def points_of_each_process():
+    import jax
+
+    train, test = points()
+    both = train.take(np.arange(len(train)))
+    return both | {"x": both["x"] + jax.process_index()}, test
+
+
 def loss_that_breaks_on_process_1(model, batch, train):
     import jax
 
@@ -294,6 +302,17 @@ def test_two_processes_measure_what_one_does_and_only_the_first_speaks(folder, t
     for one, two in zip(records(trained[0]), records(folder / "runs" / "two"), strict=True):
         assert one.pop("split") == two.pop("split")
         assert one == pytest.approx(two, rel=1e-5)
+
+
+@pytest.mark.processes
+def test_processes_that_read_different_data_say_so_and_end(folder):
+    target = "data.target=mine:points_of_each_process"
+    codes, outputs = two_processes(folder, target, "run.dir=runs/differ")
+    assert codes == [78, 78], outputs
+    for _, complaint in outputs:
+        assert "process 1 reads other data than process 0: sha256 begins with" in complaint
+        assert "Traceback" not in complaint
+    assert not (folder / "runs" / "differ").exists()
 
 
 @pytest.mark.processes

@@ -1,5 +1,6 @@
-"""A user's own arrays in a directory, memory-mapped: larger than memory is fine.
+"""A user's own arrays in a directory, memory-mapped where the format allows it.
 
+- `idx`: grey images and labels as MNIST and its relatives are published, read into memory;
 - `npy`: images and labels in train_images.npy, train_labels.npy, test_images.npy, test_labels.npy;
 - `npz`: any arrays by name in train.npz and test.npz; those that are compressed are read at once.
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from jddp.data.augment import FlipAndShift
 from jddp.data.examples import ArrayExamples, ImageExamples, check_labels
+from jddp.data.idx import read_idx
 from jddp.data.mapped import map_npy, map_npz
 from jddp.data.source import Source, make_data_set, spec_of
 from jddp.errors import ConfigError, DataError
@@ -64,6 +66,56 @@ def npy(
         name="npy",
         spec={"image": (shape, np.dtype("float32")), "label": ((), np.dtype("int32"))},
         load=lambda: make_data_set(f"npy {root}", examples("train"), examples("test")),
+        augment=FlipAndShift(max_shift),
+    )
+
+
+def idx(
+    *,
+    source: str,
+    directory: str | None,
+    image_size: int,
+    num_classes: int,
+    mean: float = 0.5,
+    std: float = 0.5,
+    max_shift: int = 2,
+) -> Source:
+    """The source of labelled square grey images in four IDX files, which are read into memory.
+
+    Args:
+      source: "embedded" is the only value, and says nothing here.
+      directory: Holds train-images-idx3-ubyte, train-labels-idx1-ubyte, and the same two of t10k;
+        with or without .gz.
+      image_size: Height and width, in pixels.
+      num_classes: Labels lie below it.
+      mean: Subtracted from pixels over 255.
+      std: Divides what is left.
+      max_shift: Largest move of a training image by augmentation, in pixels.
+
+    Raises:
+      ConfigError: If an argument breaks its rule.
+    """
+    root = checked_directory("idx", source, directory)
+    shape = (image_size, image_size)
+
+    def read(name: str) -> np.ndarray:
+        packed = root / f"{name}-ubyte.gz"
+        return read_idx(packed if packed.exists() else root / f"{name}-ubyte")
+
+    def examples(part: str) -> ImageExamples:
+        images, labels = read(f"{part}-images-idx3"), read(f"{part}-labels-idx1")
+        if images.shape[1:] != shape:
+            raise DataError(
+                f"{root}: {part} has images of shape {images.shape[1:]}, and image_size says "
+                f"{shape}. Mend one of the two."
+            )
+        check_labels(labels, num_classes, where=root / f"{part}-labels-idx1-ubyte")
+        return ImageExamples(images[..., None], labels, mean=mean, std=std)
+
+    return Source(
+        name="idx",
+        spec={"image": ((*shape, 1), np.dtype("float32")), "label": ((), np.dtype("int32"))},
+        load=lambda: make_data_set(f"idx {root}", examples("train"), examples("t10k")),
         augment=FlipAndShift(max_shift),
     )
 

@@ -1,4 +1,4 @@
-"""Reads gzipped IDX files, the format in which MNIST and its relatives are published.
+"""Reads IDX files, gzipped or not, the format in which MNIST and its relatives are published.
 
 A file is a magic number (two zero bytes, a type, the number of dims), one big-endian uint32 per
 dim, and the elements. Only bytes (type 8) are read here.
@@ -20,13 +20,13 @@ from jddp.errors import DataError
 _UINT8 = 8
 
 
-def read_idx(path: Path, *, sha256_hex: str) -> np.ndarray:
-    """The array in a gzipped IDX file, after checking that it is the one expected (read-only).
+def read_idx(path: Path, *, sha256_hex: str | None = None) -> np.ndarray:
+    """The array in an IDX file, after checking that it is the one expected (read-only).
 
     Args:
-      path: The file.
+      path: The file; gzipped if it ends in .gz.
       sha256_hex: What its content must hash to once unpacked: packed bytes differ from one
-        distribution of the same data to the next.
+        distribution of the same data to the next. None takes any.
 
     Raises:
       DataError: If the file is missing, is not whole, or holds anything else.
@@ -36,19 +36,22 @@ def read_idx(path: Path, *, sha256_hex: str) -> np.ndarray:
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}. This data file is needed.") from error
     try:
-        plain = gzip.decompress(packed)
+        plain = gzip.decompress(packed) if path.suffix == ".gz" else packed
     except (EOFError, OSError, zlib.error) as error:
         raise DataError(
             f"{path}: truncated or altered: {len(packed):,} bytes that are not a whole gzip file. "
             "Put the original in its place."
         ) from error
     found = sha256(plain).hexdigest()
-    if found != sha256_hex:
+    if sha256_hex is not None and found != sha256_hex:
         raise DataError(
             f"{path}: altered: unpacked, its sha256 is {found[:12]}..., expected "
             f"{sha256_hex[:12]}.... Put the original in its place."
         )
-    return parse_idx(plain)
+    try:
+        return parse_idx(plain)
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error
 
 
 def parse_idx(plain: bytes) -> np.ndarray:

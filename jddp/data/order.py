@@ -26,7 +26,7 @@ import numpy as np
 
 _STREAMS = {"order": 0, "augment": 1, "weights": 2}
 
-# With these, all permutations of few examples are equally frequent; with twelve, those of six are not.
+# All permutations of few examples are equally frequent with so many; with twelve they are not.
 NUM_ROUNDS = 16
 
 

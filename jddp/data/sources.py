@@ -7,7 +7,7 @@ all others read a directory of the user's own, in a format that the name says.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jddp.data.arrays_on_disk import npy, npz
+from jddp.data.arrays_on_disk import idx, npy, npz
 from jddp.data.fashion_mnist import fashion_mnist
 from jddp.data.image_folder import image_folder
 from jddp.data.records import array_record, hugging_face, parquet
@@ -21,6 +21,7 @@ SOURCES: dict[str, Callable[..., Source]] = {
     "array_record": array_record,
     "fashion_mnist": fashion_mnist,
     "hugging_face": hugging_face,
+    "idx": idx,
     "image_folder": image_folder,
     "npy": npy,
     "npz": npz,
