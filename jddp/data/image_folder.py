@@ -105,9 +105,9 @@ class FolderExamples:
         bomb = (Image.DecompressionBombError, Image.DecompressionBombWarning)
         try:
             with Image.open(path) as file:
-                # Decodes JPEG at a fraction of its size where that is enough.
                 wanted = self._size / ((1 - self._margin) * min(file.size))
-                file.draft("RGB", (round(file.width * wanted), round(file.height * wanted)))
+                if wanted <= 0.5:  # JPEG is decoded at a fraction of its size
+                    file.draft("RGB", (round(file.width * wanted), round(file.height * wanted)))
                 side = (1 - self._margin) * min(file.size)
                 left, top = (file.width - side) / 2, (file.height - side) / 2
                 return np.asarray(
