@@ -40,7 +40,9 @@ TESTS = {  # of each room, those that notice most first
     "jddp/reduce/backward.py": ["placement", "transforms"],
     "jddp/reduce/hooks.py": ["hooks", "ddp_cases"],
     "jddp/reduce/plan.py": ["reduce", "hooks"],
-    "jddp/reduce/reduction.py": ["reduce", "placement", "hooks", "ddp_accumulation"],
+    "jddp/reduce/reduction.py": [
+        *("reduce", "placement", "hooks", "ddp_hooks", "ddp_accumulation", "ddp_unused"),
+    ],
     "jddp/step.py": STEP,
 }
 # cosmic-ray replaces each operator by all others, which says ten times the same: one stands for

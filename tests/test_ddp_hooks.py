@@ -212,6 +212,11 @@ def test_a_hook_that_breaks_its_contract_is_refused_with_the_reason(name):
         step(Net(), comm_hook=WRONG[name])
 
 
+def test_a_hook_s_complaint_tells_what_came_and_what_should_have():
+    with pytest.raises(ConfigError, match=r"of bfloat16\[.*that it is given: .* of float32\["):
+        step(Net(), comm_hook=WRONG["returns another dtype"])
+
+
 def test_memory_that_is_no_array_is_refused_when_it_is_made():
     with pytest.raises(ConfigError, match="comm_hook"):
         wrapped(Net(), comm_hook=remembering("words", ())).init(0, make_rows())

@@ -143,6 +143,18 @@ def test_a_bucket_leaves_where_its_last_gradient_is_made():
     assert operations(end, batch) == ".....rrrrr"
 
 
+def test_the_pass_goes_on_from_what_a_bucket_s_barrier_has_let_through():
+    """It holds the bucket, what the rest of the pass needs, and the bucket before."""
+    options = {"bucket_mb": 200 * BYTES, "layout": "flat", "placement": "ready"}
+    text = (
+        jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, **options).lower(make_batch()).as_text()
+    )
+    barriers = [line for line in text.splitlines() if "optimization_barrier" in line]
+    held = [len(re.findall(r"%[\w#]+", line.split("=")[1])) for line in barriers]
+    # There is none before the first bucket, and nothing goes on after the last.
+    assert held == [1 + 1, 1 + 1 + 1, 1 + 1 + 1, 1 + 1]
+
+
 def test_a_scanned_stack_of_layers_is_ready_all_at_once_and_still_right():
     options = {"placement": "ready", "bucket_mb": 200 * BYTES}
     ddp = jddp.DataParallel(Transformer(), optax.sgd(0.1), loss_fn, **options)
