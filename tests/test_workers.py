@@ -3,11 +3,14 @@
 import itertools
 import os
 import signal
+import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+import jddp
 from jddp.data import ArrayExamples, TrainBatches, WorkerBatches
 from jddp.errors import ConfigError, DataError
 
@@ -81,3 +84,27 @@ def test_without_grain_there_are_no_workers(monkeypatch):
     monkeypatch.setitem(sys.modules, "grain", None)
     with pytest.raises(ConfigError, match=r"needs grain, .*pip install 'jddp\[data\]'"):
         WorkerBatches(batches(), num_workers=1)
+
+
+QUIET = """
+import itertools
+import sys
+import numpy as np
+from jddp.data import ArrayExamples, TrainBatches, WorkerBatches
+
+if __name__ == "__main__":
+    examples = ArrayExamples({"x": np.zeros((100, 20_000), np.float32)})
+    batches = TrainBatches(examples, global_batch_size=4, seed=0, num_epochs=eval(sys.argv[1]))
+    workers = WorkerBatches(batches, num_workers=2)
+    print(sum(len(batch["x"]) for batch in itertools.islice(workers, 5)))
+    workers.close()
+"""
+
+
+@pytest.mark.parametrize("num_epochs", [0.2, None])
+def test_workers_end_without_a_word(tmp_path, num_epochs):
+    (tmp_path / "quiet.py").write_text(QUIET)
+    command = [sys.executable, tmp_path / "quiet.py", str(num_epochs)]
+    environment = os.environ | {"PYTHONPATH": str(Path(jddp.__file__).parents[1])}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "20\n", "")

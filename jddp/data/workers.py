@@ -7,8 +7,12 @@ shared memory, in order. What stands at a position is known without reading what
 the batches are those that one process would read, and a resumed run starts at its position.
 """
 
+import contextlib
+import gc
 from collections.abc import Iterator
 from typing import Any
+
+import numpy as np
 
 from jddp.data.batches import TrainBatches
 from jddp.data.examples import Batch
@@ -64,7 +68,8 @@ class WorkerBatches:
                 "data.num_workers, or 0 to see what happens."
             ) from error
         self._batches.advance()
-        return batch
+        # Out of the shared memory, which is freed here: at exit Python would call it lost.
+        return {name: np.array(array) for name, array in batch.items()}
 
     def _start(self) -> Any:
         import grain
@@ -92,4 +97,17 @@ class WorkerBatches:
         """Ends the processes."""
         if self._iterator is not None:
             self._iterator.close()
-            self._iterator = None  # Grain complains at exit of what has not been collected by then.
+            self._iterator = None
+            gc.collect()  # Grain's parts hold each other, and at exit complain that they are there.
+            _wait_until_memory_is_freed()
+
+
+def _wait_until_memory_is_freed() -> None:
+    # Grain frees shared memory in a thread, which the end of the process would cut short, with a
+    # warning of what is left. It has no name for that in public: where it has none at all, we do
+    # not wait.
+    with contextlib.suppress(ImportError, AttributeError):
+        from grain._src.python.ipc.shared_memory_array import SharedMemoryArray
+
+        if SharedMemoryArray._del_thread_pool is not None:
+            SharedMemoryArray._del_thread_pool.apply(int)  # after all that it was given before

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from jddp.data import TrainBatches, WorkerBatches
 from jddp.errors import DataError
 
 PyTree = Any
@@ -42,6 +43,8 @@ class Source:
 
     def peek(self) -> PyTree:
         """The first batch, on the host; it stays to be taken."""
+        if isinstance(self._batches, TrainBatches | WorkerBatches):
+            return self._batches.batch(0)  # which starts no workers
         self._peeked.append(self._read())
         self._num_read -= 1
         return self._peeked[0][0]
