@@ -260,6 +260,9 @@ def test_a_preview_says_what_a_run_would_be_and_writes_nothing(mine):
         "fits: ",
     ]:
         assert part in text
+    odd = own_config(data={"target": "mine:points", "global_batch_size": 5})
+    said = "batch    5 a step and 1 of padding = 1 x 6 a process = 2 x 3 a replica"
+    assert said in preview(build(odd, needs_data=False))
     assert all(len(line) <= 80 for line in text.splitlines())
 
 

@@ -106,7 +106,9 @@ def _device_limit(devices: list[jax.Device]) -> int:
 def _arithmetic(job: Job) -> list[str]:
     config, mesh = job.config, job.ddp.mesh
     size, parts = config.data.global_batch_size, config.ddp.accumulate_steps
-    share, processes = size // mesh.size, jax.process_count()
+    processes = jax.process_count()
+    rows = processes * next(iter(job.batch_spec.values())).shape[0]
+    share, padding = rows // mesh.size, f" and {rows - size} of padding" * (rows > size)
     micro = f" in {parts} micro-steps of {share // parts}" if parts > 1 else ""
     if job.data is None or job.num_steps is None:
         length = f"{job.num_steps or 'unknown'}: the data are not here"
@@ -116,7 +118,7 @@ def _arithmetic(job: Job) -> list[str]:
     return [
         f"mesh     data={mesh.size} x {mesh.devices.flat[0].device_kind}, "
         f"{processes} process{'es' * (processes > 1)}",
-        f"batch    {size} a step = {processes} x {size // processes} a process "
+        f"batch    {size} a step{padding} = {processes} x {rows // processes} a process "
         f"= {mesh.size} x {share} a replica{micro}",
         f"steps    {length}",
     ]
