@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jddp.errors import ConfigError
 
 PyTree = Any
-Path = tuple[str, ...]
+Path = tuple[tuple[bool, str], ...]  # Of each step, whether it is a field, and its name.
 
 
 def take_back(new: PyTree, old: PyTree, params: PyTree, unused: Collection[str]) -> PyTree:
@@ -37,16 +37,24 @@ def take_back(new: PyTree, old: PyTree, params: PyTree, unused: Collection[str])
         if not owner and jnp.size(after) >= num_all > 1:
             raise ConfigError(
                 "unused_parameters='skip': this optimizer keeps an array of all parameters at "
-                f"{'/'.join(_path(path))!r}, of which none can be left alone. Choose 'zero' or "
+                f"{_name(_path(path))!r}, of which none can be left alone. Choose 'zero' or "
                 "'error'."
             )
-        return before if "/".join(owner) in unused else after
+        return before if owner and _name(owner) in unused else after
 
     return jax.tree_util.tree_map_with_path(choose, new, old)
 
 
 def _path(path: Any) -> Path:
-    return tuple(jax.tree_util.keystr((entry,), simple=True) for entry in path)
+    """A parameter of the name "count" is in a dict, an optimizer's own `count` is a field."""
+    return tuple(
+        (isinstance(entry, jax.tree_util.GetAttrKey), jax.tree_util.keystr((entry,), simple=True))
+        for entry in path
+    )
+
+
+def _name(path: Path) -> str:
+    return "/".join(name for _, name in path)
 
 
 def _owner(path: Path, owners: Collection[Path]) -> Path:
@@ -58,6 +66,6 @@ def _owner(path: Path, owners: Collection[Path]) -> Path:
         for end in range(len(path), start, -1):
             if path[start:end] in owners:
                 return path[start:end]
-            if not path[end - 1].isdigit():
+            if not path[end - 1][1].isdigit():
                 break
     return ()

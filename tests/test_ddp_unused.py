@@ -127,6 +127,26 @@ def assert_only_used_ones_moved(first, last):
                 assert not np.array_equal(before, after), where
 
 
+class Counting(nn.Module):
+    """A parameter of the name that optimizers give to the number of their updates."""
+
+    @nn.compact
+    def __call__(self, x):
+        self.param("count", nn.initializers.ones, ())
+        return nn.Dense(1, name="last")(x)[:, 0]
+
+
+def test_an_unused_parameter_is_not_taken_for_what_an_optimizer_calls_alike():
+    ddp = wrapped(Counting(), optimizer=optax.adam(0.1), unused_parameters="skip")
+    state = start(ddp, make_rows())
+    before = float(state.params["count"])
+    for seed in range(2):
+        state, _ = ddp.step(state, make_rows(seed=seed))
+    assert ddp.plan.unused == ("count",)
+    assert state.opt_state[0].count == 2
+    assert state.params["count"] == before
+
+
 def is_matrix(params):
     return jax.tree.map(lambda x: x.ndim > 1, params)
 
