@@ -40,7 +40,8 @@ class Metric:
         over those dims, where the mask says so, over replicas and over batches: on the host in
         int64 and float64.
       compute: `compute(sums, count)`, called on the host with the tree of sums, as numpy arrays
-        without those dims, and the number of valid entries. Gives a number or an array.
+        without those dims, and the number of valid entries (of the tree's first array). Gives a
+        number or an array.
     """
 
     values: Any

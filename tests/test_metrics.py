@@ -1,11 +1,21 @@
 """Means stay exact however the valid entries are spread."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jddp.errors import ConfigError
-from jddp.metrics import Metric, Sum, Totals, count_rows, mean, mean_tree, weigh
+from jddp.metrics import (
+    Metric,
+    Sum,
+    Totals,
+    count_rows,
+    mean,
+    mean_tree,
+    sum_over_replicas,
+    weigh,
+)
 
 
 def test_a_mask_keeps_entries_out_of_total_and_count():
@@ -154,6 +164,29 @@ def test_what_is_computed_is_left_out_of_training_and_of_nothing_valid_is_nan():
     metric = Metric(jnp.ones(2), lambda total, count: 1 / 0)
     assert weigh(jnp.ones(2), {"metric": metric}).keys() == {"loss"}
     assert np.isnan(told([(jnp.ones(2), metric, jnp.zeros(2))]))
+
+
+def test_beside_a_scalar_loss_rows_are_summed_all_the_same():
+    metric = Metric(jnp.array([1, 2, 4]), lambda total, count: [total, count])
+    assert told([(jnp.float32(3), metric, None)]) == [7, 3]
+
+
+def test_the_entries_that_are_counted_are_those_of_the_first_array():
+    values = {"a": jnp.ones(2), "b": jnp.ones((2, 3))}
+    metric = Metric(values, lambda sums, count: [sums["a"], sums["b"], count])
+    assert told([(jnp.ones((2, 3)), metric, jnp.ones((2, 3)))]) == [2, 6, 2]
+
+
+def test_whole_numbers_are_added_over_replicas_as_whole_numbers():
+    values = jnp.full(8, 2**24 + 1)
+
+    def replica(x):
+        sums = weigh(x, {"n": Metric(x, lambda total, count: total)}, train=False)
+        return sum_over_replicas(sums, axis="data")
+
+    totals = Totals()
+    totals.add(jax.tree.map(lambda x: x[0], jax.vmap(replica, axis_name="data")(values[:, None])))
+    assert totals.values()["n"] == 8 * (2**24 + 1)
 
 
 @pytest.mark.parametrize("values", [jnp.float32(1), {}, {"a": jnp.ones(2), "b": 3.0}])
