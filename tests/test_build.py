@@ -202,6 +202,22 @@ def test_a_batch_that_does_not_divide_over_all_devices_trains_as_on_one(mine):
     assert eight.eval_metrics["loss"] == pytest.approx(one.eval_metrics["loss"], rel=1e-6)
 
 
+def test_weights_of_a_file_say_how_often_an_example_is_read(mine):
+    weights = np.zeros(20)
+    weights[[3, 7]] = 1
+    np.save("weights.npy", weights)
+    data = {"target": "mine:points", "global_batch_size": 20, "weights": "weights.npy"}
+    x = build(own_config(data=data)).train_batches().batch(0)["x"]
+    rows, counts = np.unique(x, axis=0, return_counts=True)
+    np.testing.assert_array_equal(
+        rows, np.linspace(-1, 1, 40, dtype=np.float32).reshape(-1, 2)[[3, 7]]
+    )
+    assert counts.tolist() == [10, 10]
+    np.save("weights.npy", np.array(["a"] * 20))
+    with pytest.raises(DataError, match=r"weights\.npy: <U1 are no weights"):
+        build(own_config(data=data)).train_batches()
+
+
 def test_the_last_batch_of_a_run_counts_the_examples_that_are_left(mine):
     run = fit(
         own_config(train={"num_epochs": 1}, data={"target": "mine:points", "global_batch_size": 12})
