@@ -197,6 +197,10 @@ class DataParallel:
 
         return jax.tree.map(place, state, self._steps.kinds(state))
 
+    def kinds(self, state: TrainState) -> TrainState:
+        """For each leaf of a state its `Kind`: how it lies on the mesh."""
+        return self._steps.kinds(state)
+
     def _given(self, params: PyTree) -> tuple[PyTree, PyTree]:
         """Parameters and other state that need not be made; None for what does."""
         return (self._model.values or (None, None)) if params is None else self._model.split(params)

@@ -21,11 +21,18 @@ PyTree = Any
 
 
 class Kind(enum.Enum):
-    """How a leaf lies on the devices."""
+    """How a leaf lies on the devices; and, per replica, what another number of them begin with."""
 
     REPLICATED = "replicated"
-    PER_REPLICA = "per_replica"
     SHARDED = "sharded"
+    AVERAGED = "per replica, and each begins with the mean of all"
+    SUMMED = "per replica, and each begins with its share of the sum of all"
+    ANEW = "per replica, and each begins as at first"
+
+    @property
+    def is_per_replica(self) -> bool:
+        """Whether each replica has a row of its own."""
+        return self in (Kind.AVERAGED, Kind.SUMMED, Kind.ANEW)
 
     def spec(self, axis: str) -> P:
         """The partition spec of such a leaf."""
@@ -67,12 +74,12 @@ def specs(kinds: PyTree, axis: str) -> PyTree:
 
 def enter(state: PyTree, kinds: PyTree) -> PyTree:
     """Takes off the leading dim of 1 that a replica sees on its per-replica leaves."""
-    return jax.tree.map(lambda x, kind: x[0] if kind is Kind.PER_REPLICA else x, state, kinds)
+    return jax.tree.map(lambda x, kind: x[0] if kind.is_per_replica else x, state, kinds)
 
 
 def leave(state: PyTree, kinds: PyTree) -> PyTree:
     """Puts the leading dim back; the inverse of `enter`."""
-    return jax.tree.map(lambda x, kind: x[None] if kind is Kind.PER_REPLICA else x, state, kinds)
+    return jax.tree.map(lambda x, kind: x[None] if kind.is_per_replica else x, state, kinds)
 
 
 def float_kinds(tree: PyTree, *, per_replica: bool) -> PyTree:
@@ -80,14 +87,14 @@ def float_kinds(tree: PyTree, *, per_replica: bool) -> PyTree:
 
     def kind(x: Any) -> Kind:
         own = per_replica and jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)
-        return Kind.PER_REPLICA if own else Kind.REPLICATED
+        return Kind.AVERAGED if own else Kind.REPLICATED
 
     return jax.tree.map(kind, tree)
 
 
 def stack_rows(tree: PyTree, kinds: PyTree, rows: NamedSharding) -> PyTree:
     """Gives each replica its row of every per-replica leaf of a replicated tree."""
-    if Kind.PER_REPLICA not in jax.tree.leaves(kinds):
+    if not any(kind.is_per_replica for kind in jax.tree.leaves(kinds)):
         return tree
 
     def stack(x: jax.Array, kind: Kind) -> jax.Array:
@@ -101,10 +108,10 @@ def stack_rows(tree: PyTree, kinds: PyTree, rows: NamedSharding) -> PyTree:
 
 def merge_rows(tree: PyTree, kinds: PyTree, everywhere: NamedSharding) -> PyTree:
     """Averages the rows of every per-replica leaf; the rest is left as it is."""
-    if Kind.PER_REPLICA not in jax.tree.leaves(kinds):
+    if not any(kind.is_per_replica for kind in jax.tree.leaves(kinds)):
         return tree
 
     def merge(tree: PyTree) -> PyTree:
-        return jax.tree.map(lambda x, k: x.mean(0) if k is Kind.PER_REPLICA else x, tree, kinds)
+        return jax.tree.map(lambda x, k: x.mean(0) if k.is_per_replica else x, tree, kinds)
 
     return jax.jit(merge, out_shardings=everywhere)(tree)

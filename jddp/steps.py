@@ -25,6 +25,7 @@ from jddp.state import Kind, TrainState, enter, float_kinds
 from jddp.step import make_step, trace
 
 PyTree = Any
+ON_RESIZE = {"mean": Kind.AVERAGED, "sum": Kind.SUMMED, "drop": Kind.ANEW}
 
 
 class Steps:
@@ -97,10 +98,11 @@ class Steps:
     def kinds(self, state: TrainState) -> TrainState:
         """For each leaf of a state, how it lies on the mesh."""
         own = self._recipe.model.batch_norm == "local"
+        kind = ON_RESIZE[self._recipe.reduction.hook.on_resize]
         kinds: TrainState = jax.tree.map(lambda _: Kind.REPLICATED, state)
         return kinds.replace(
             model_state=float_kinds(state.model_state, per_replica=own),
-            comm_state=jax.tree.map(lambda _: Kind.PER_REPLICA, state.comm_state),
+            comm_state=jax.tree.map(lambda _: kind, state.comm_state),
         )
 
     def step_for(self, state: TrainState, rows: PyTree) -> Any:

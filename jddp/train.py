@@ -126,7 +126,7 @@ def _banner(job: "Job", name: str) -> str:
     """Says in a few lines what is about to run, on what."""
     import jax
 
-    from jddp.build import versions
+    from jddp.versions import versions
 
     config, mesh = job.config, job.ddp.mesh
     processes, device = jax.process_count(), mesh.devices.flat[0]

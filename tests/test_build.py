@@ -1,4 +1,5 @@
 import dataclasses
+import json
 import sys
 from pathlib import Path
 
@@ -144,6 +145,23 @@ def test_the_manifest_says_versions_data_and_world(mine):
     assert manifest["versions"]["jax"] == jax.__version__
     assert manifest["data"]["description"].startswith("mine:points: 20 train / 7 test")
     assert manifest["world"] == {"num_processes": 1, "num_devices": 2, "device_kind": "cpu"}
+
+
+def test_a_checkpoint_says_what_the_run_was(mine):
+    fit(own_config(seed=3))
+    (step,) = Path("run/checkpoints").iterdir()
+    beside = json.loads((step / "run.json").read_text())
+    assert beside["config"]["seed"] == 3
+    assert beside["manifest"]["versions"]["jax"] == jax.__version__
+    assert beside["metrics"]["step"] == int(step.name)
+
+
+def test_checkpoints_stay_as_the_config_says(mine):
+    section = {"every_steps": 1, "keep": 1, "keep_every_steps": 2, "best_metric": "loss"}
+    run = fit(own_config(train={"num_steps": 5, "eval_every_steps": 1}, checkpoint=section))
+    assert {path.name for path in Path("run/checkpoints").iterdir()} == {"2", "4", "5"}
+    best = min(run.evaluations, key=lambda record: record["loss"])
+    assert [path.name for path in Path("run/best").iterdir()] == [str(best["step"])]
 
 
 def test_all_that_cannot_be_resolved_is_said_at_once(mine):

@@ -1,8 +1,12 @@
 """Checkpoints: what comes back is what went in, bit by bit, onto any mesh that can hold it."""
 
 import functools
+import inspect
+import json
 import logging
 import os
+import shutil
+import subprocess
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +21,7 @@ from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch
 import jddp
 from jddp.checkpoint import Checkpoints
 from jddp.checkpoint.read import read_newest
+from jddp.checkpoint.sums import find_damage, seal
 from jddp.errors import ConfigError, FileSystemError, UsageError
 from jddp.state import TrainState
 
@@ -40,6 +45,19 @@ def checkpoints(tmp_path):
     opened = Checkpoints(tmp_path / "checkpoints", keep=3)
     yield opened
     opened.close()
+
+
+def contents(path):
+    return {p.relative_to(path): p.is_file() and p.read_bytes() for p in path.rglob("*")}
+
+
+def memory(on_resize):
+    """A hook that remembers a number of its own on each replica."""
+
+    def reduce(bucket, comm_state, axis):
+        return jax.lax.pmean(bucket, axis), comm_state + 1.0 + jax.lax.axis_index(axis)
+
+    return jddp.CommHook(lambda plan: jnp.zeros(3), reduce, on_resize)
 
 
 def spread(tree, sharding):
@@ -90,7 +108,8 @@ def test_every_leaf_comes_back_as_it_was(checkpoints, optimizer, has_average):
     own = jax.device_put(rows, jax.NamedSharding(mesh, P("data")))
     state = state.replace(model_state={**state.model_state, "own": own})
     checkpoints.save(7, state, {"position": {"epoch": 2}, "nothing": None})
-    restored, extra = checkpoints.restore(7, like=state)
+    step, restored, extra = checkpoints.restore(like=state)
+    assert step == 7
     assert_same(restored, state)
     assert extra == {"position": {"epoch": 2}, "nothing": None}
 
@@ -102,13 +121,13 @@ def test_a_restored_state_takes_the_same_steps_and_is_donated(checkpoints, model
     ddp = wrapped(model, optax.adamw(0.1), ema_decay=0.9)
     state = stepped(ddp)
     checkpoints.save(1, state, {})
-    restored, _ = checkpoints.restore(1, like=state)
+    _, restored, _ = checkpoints.restore(like=state)
     want = stepped(ddp, 2, state)
     assert_same(stepped(ddp, 2, restored), want)
     with pytest.raises(UsageError, match="This state was given to step call"):
         ddp.step(restored, make_batch())
     # The state that was restored to may be gone, as it is after a step.
-    again, _ = checkpoints.restore(1, like=restored)
+    _, again, _ = checkpoints.restore(like=restored)
     assert_same(stepped(ddp, 2, again), want)
 
 
@@ -121,23 +140,44 @@ def test_training_may_go_on_while_a_checkpoint_is_being_written(tmp_path):
         copies[step] = copied(state)
         checkpoints.save(step, state, {})  # and the next step takes its memory
     state = stepped(ddp, 3, state)
-    for step, want in copies.items():
-        assert_same(checkpoints.restore(step, like=state)[0], want)
     checkpoints.close()
+    for step in range(5, 0, -1):
+        assert_same(Checkpoints(tmp_path, keep=5).restore(like=state).state, copies[step])
+        shutil.rmtree(tmp_path / str(step))
 
 
-def test_as_many_checkpoints_stay_as_are_to_be_kept(tmp_path):
+def test_a_step_that_was_saved_or_restored_last_is_not_written_again(tmp_path):
     checkpoints, state = Checkpoints(tmp_path, keep=2), wrapped().init(0, make_batch())
-    assert checkpoints.latest() is None
-    for step in (1, 5, 30):
-        checkpoints.save(step, state, {"step": step})
-    checkpoints.save(30, state, {"step": "another"})  # is there, and left as it is
+    assert checkpoints.restore(like=state) is None
+    checkpoints.save(30, state, {"step": 30})
+    checkpoints.save(30, state, {"step": "another"})
+    assert checkpoints.restore(like=state).beside == {"step": 30}
+    checkpoints.save(30, state, {"step": "another"})
     checkpoints.close()
-    assert sorted(int(path.name) for path in tmp_path.iterdir()) == [5, 30]
-    opened = Checkpoints(tmp_path, keep=2)
-    assert opened.latest() == 30
-    assert opened.restore(30, like=state)[1] == {"step": 30}
-    opened.close()
+    assert Checkpoints(tmp_path, keep=2).restore(like=state).beside == {"step": 30}
+
+
+def test_a_step_of_an_earlier_life_of_the_run_is_replaced(tmp_path):
+    state = wrapped().init(0, make_batch())
+    for life in ("first", "second"):
+        checkpoints = Checkpoints(tmp_path, keep=2)
+        checkpoints.save(30, state, {"life": life})
+        checkpoints.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["30"]
+    assert Checkpoints(tmp_path, keep=2).restore(like=state).beside == {"life": "second"}
+
+
+@pytest.mark.parametrize(
+    "keep, every, stay",
+    [(1, None, [50]), (2, None, [40, 50]), (9, None, [10, 20, 30, 40, 50]), (1, 20, [20, 40, 50])],
+)
+def test_the_newest_stay_and_every_so_many_steps_one(tmp_path, keep, every, stay):
+    checkpoints = Checkpoints(tmp_path, keep=keep, keep_every=every)
+    state = wrapped().init(0, make_batch())
+    for step in (10, 20, 30, 40, 50):
+        checkpoints.save(step, state, {})
+    checkpoints.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == list(map(str, stay))
 
 
 def test_every_replica_gets_its_own_statistics_back(checkpoints):
@@ -146,14 +186,14 @@ def test_every_replica_gets_its_own_statistics_back(checkpoints):
     mean = state.model_state["batch_stats"]["BatchNorm_0"]["mean"]
     assert len(np.unique(mean, axis=0)) == NUM_REPLICAS
     checkpoints.save(2, state, {})
-    assert_same(checkpoints.restore(2, like=ddp.init(1, make_batch()))[0], state)
+    assert_same(checkpoints.restore(like=ddp.init(1, make_batch())).state, state)
 
 
 def test_a_state_goes_on_on_a_mesh_of_another_size(checkpoints):
     before, after = (wrapped(ConvNet(), optax.sgd(0.1, 0.9), mesh=size) for size in (8, 2))
     state = stepped(before, 2)
     checkpoints.save(2, state, {})
-    restored, _ = checkpoints.restore(2, like=after.init(1, make_batch()))
+    _, restored, _ = checkpoints.restore(like=after.init(1, make_batch()))
     assert {x.sharding.mesh.size for x in jax.tree.leaves(restored)} == {2}
     jax.tree.map(np.testing.assert_array_equal, restored.params, state.params)
     got, want = stepped(after, 2, restored), stepped(before, 2, state)
@@ -163,40 +203,97 @@ def test_a_state_goes_on_on_a_mesh_of_another_size(checkpoints):
 
 
 @pytest.mark.parametrize(
-    "saved, wanted, what",
+    "batch_norm, hook",
+    [("local", None), ("sync", memory("sum")), ("sync", memory("mean")), ("sync", memory("drop"))],
+    ids=["local statistics", "sum", "mean", "drop"],
+)
+def test_what_replicas_have_of_their_own_follows_its_rule_on_another_mesh(
+    checkpoints, batch_norm, hook
+):
+    options = {"batch_norm": batch_norm, "comm_hook": hook}
+    before, after = (wrapped(ConvNet(), mesh=size, **options) for size in (4, 2))
+    state = stepped(before, 2)
+    checkpoints.save(2, state, {})
+    like = after.init(1, make_batch())
+    restored = checkpoints.restore(like, after.kinds(like)).state
+    if hook is None:
+        (saved, got) = (
+            x.model_state["batch_stats"]["BatchNorm_0"]["mean"] for x in (state, restored)
+        )
+        want = np.asarray(saved).mean(0)
+    else:
+        saved, got = state.comm_state, restored.comm_state
+        rule = {
+            "sum": lambda x: x.sum(0) / 2,
+            "mean": lambda x: x.mean(0),
+            "drop": lambda x: x[0] * 0,
+        }
+        want = rule[hook.on_resize](np.asarray(saved))
+        assert len(np.unique(saved)) == 4
+    assert (got.shape[0], got.sharding) == (2, jax.NamedSharding(after.mesh, P("data")))
+    for row in np.asarray(got):
+        np.testing.assert_allclose(row, want, rtol=1e-6)
+    stepped(after, 1, restored)
+
+
+@pytest.mark.parametrize(
+    "saved, wanted, tree",
     [
         (
             {"model": MLP()},
             {"model": ConvNet()},
-            "'params/BatchNorm_0/bias': absent there, (4,) float32 here",
+            """
+              params
+                BatchNorm_0
+                  bias: absent there, (4,) float32 here
+                  scale: absent there, (4,) float32 here
+                Conv_0
+                  kernel: absent there, (3, 3, 1, 4) float32 here
+                Dense_0
+                  bias: (16,) float32 there, (4,) float32 here
+                  kernel: (16, 16) float32 there, (4, 4) float32 here
+                Dense_1
+                  bias: (4,) float32 there, absent here
+                  kernel: (16, 4) float32 there, absent here
+              model_state
+                batch_stats
+                  BatchNorm_0
+                    mean: absent there, (4,) float32 here
+                    var: absent there, (4,) float32 here
+            """,
         ),
         (
-            {"optimizer": optax.adam(0.1)},
+            {"optimizer": optax.sgd(0.1, 0.9)},
             {"optimizer": optax.sgd(0.1)},
-            "'opt_state/0/count': () int32 there, absent here",
+            """
+              opt_state
+                0
+                  trace
+                    Dense_0
+                      bias: (16,) float32 there, absent here
+                      kernel: (16, 16) float32 there, absent here
+                    Dense_1
+                      bias: (4,) float32 there, absent here
+                      kernel: (16, 4) float32 there, absent here
+            """,
         ),
         (
-            {"ema_decay": None},
-            {"ema_decay": 0.5},
-            "'ema_params/Dense_0/bias': absent there, (16,) float32 here",
-        ),
-        (
-            {"model": ConvNet(), "batch_norm": "local", "mesh": 4},
-            {"model": ConvNet(), "batch_norm": "local", "mesh": 2},
-            "'model_state/batch_stats/BatchNorm_0/mean': (4, 4) float32 there, (2, 4) float32 here",
+            {"optimizer": optax.adafactor(0.1)},
+            {"model": ConvNet(), "optimizer": optax.adam(0.1), "ema_decay": 0.5},
+            "and 16 more",
         ),
     ],
-    ids=["model", "optimizer", "average", "mesh"],
+    ids=["model", "optimizer", "much"],
 )
-def test_a_checkpoint_of_something_else_is_refused_with_what_differs(
-    checkpoints, saved, wanted, what
+def test_a_checkpoint_of_something_else_is_refused_with_a_tree_of_what_differs(
+    checkpoints, saved, wanted, tree
 ):
     checkpoints.save(3, wrapped(**saved).init(0, make_batch()), {})
     with pytest.raises(ConfigError) as caught:
-        checkpoints.restore(3, like=wrapped(**wanted).init(0, make_batch()))
-    (line,) = str(caught.value).splitlines()
-    assert "holds, at step 3, another model, optimizer or mesh: " in line
-    assert f"such as {what}. Choose another run.dir" in line
+        checkpoints.restore(wrapped(**wanted).init(0, make_batch()))
+    first, *lines = str(caught.value).splitlines()
+    assert "holds, at step 3, another model, optimizer or mesh. Choose another run.dir" in first
+    assert inspect.cleandoc("\n".join(["", *lines])).endswith(inspect.cleandoc(tree))
 
 
 @pytest.mark.parametrize("dtype, width", [(jnp.bfloat16, 3), (jnp.float32, 4)])
@@ -206,42 +303,126 @@ def test_values_are_never_cast_or_cut_to_fit(checkpoints, dtype, width):
         return made.replace(params=jax.device_put({"w": jnp.ones(width, dtype)}, made.key.sharding))
 
     checkpoints.save(1, state(jnp.float32, 3), {})
-    with pytest.raises(ConfigError, match=r"1 of \d+ arrays differ, such as 'params/w': \(3,\)"):
-        checkpoints.restore(1, like=state(dtype, width))
+    with pytest.raises(ConfigError, match=r"\n  params\n    w: \(3,\) float32 there, \("):
+        checkpoints.restore(like=state(dtype, width))
 
 
-@pytest.mark.parametrize("damage", [os.unlink, lambda path: os.truncate(path, 20)])
-@pytest.mark.parametrize("name", ["state/_METADATA", "extra/metadata"])
-def test_a_damaged_checkpoint_is_a_file_system_error_in_one_line(tmp_path, damage, name):
-    checkpoints, state = Checkpoints(tmp_path, keep=1), wrapped().init(0, make_batch())
-    checkpoints.save(4, state, {"position": 4})
+# --- what goes wrong -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def two_saved(tmp_path_factory):
+    """Checkpoints of steps 2 and 4, and the state of which they are."""
+    path = tmp_path_factory.mktemp("saved")
+    checkpoints, state = Checkpoints(path, keep=2), wrapped().init(0, make_batch())
+    for step in (2, 4):
+        checkpoints.save(step, state, {"position": step})
     checkpoints.close()
-    damage(tmp_path / "4" / name)
-    opened = Checkpoints(tmp_path, keep=1)
-    with pytest.raises(FileSystemError) as caught:
-        opened.restore(4, like=state)
-    opened.close()
-    (line,) = str(caught.value).splitlines()
-    assert line.startswith(f"{tmp_path} cannot be read at step 4: ")
-    assert caught.value.exit_code == 74
+    return path, state
 
 
-def test_damage_that_tensorstore_finds_is_told_in_one_line(checkpoints, monkeypatch):
-    # As it is for a damaged state/manifest.ocdbt; but then the reads that are still under way
-    # complain to an event loop that is gone, in the middle of another test.
-    def restore(step, args):
-        raise ValueError("DATA_LOSS: Error opening \"zarr\" driver\n[tensorstore_spec='...']")
-
-    state = wrapped().init(0, make_batch())
-    checkpoints.save(4, state, {})
-    monkeypatch.setattr(checkpoints._manager, "restore", restore)
-    with pytest.raises(FileSystemError, match=r"at step 4: DATA_LOSS: .* driver$"):
-        checkpoints.restore(4, like=state)
+@pytest.fixture
+def saved(two_saved, tmp_path):
+    """A copy of them, to be damaged."""
+    path, state = two_saved
+    return shutil.copytree(path, tmp_path / "saved"), state
 
 
-def test_a_step_that_is_not_there_is_a_file_system_error(checkpoints):
-    with pytest.raises(FileSystemError, match="cannot be read at step 9"):
-        checkpoints.restore(9, like=wrapped().init(0, make_batch()))
+def test_the_files_are_those_that_the_list_of_coreutils_says(saved):
+    path, _ = saved
+    for folder in path.iterdir():
+        subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=folder, check=True)
+
+
+def test_every_bit_that_flips_in_any_file_is_found(saved):
+    path, _ = saved
+    rng, folder = np.random.default_rng(0), path / "4"
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    assert len(files) >= 8
+    for file in files:
+        sound = file.read_bytes()
+        for position in rng.integers(0, 8 * len(sound), 20):
+            flipped = bytearray(sound)
+            flipped[position // 8] ^= 1 << position % 8
+            file.write_bytes(flipped)
+            assert find_damage(folder) is not None, f"bit {position} of {file}"
+        for cut in (0, 1, len(sound) // 2, len(sound) - 1):
+            file.write_bytes(sound[:cut])
+            assert find_damage(folder) is not None, f"{file} cut to {cut} bytes"
+        file.write_bytes(sound)
+    assert find_damage(folder) is None
+
+
+DAMAGES = {
+    "removed": (lambda folder: (folder / "run.json").unlink(), "run.json is missing"),
+    "added": (lambda folder: (folder / "state" / "x").touch(), "state/x is not listed"),
+    "torn list": (lambda folder: os.truncate(folder / "SHA256SUMS", 70), "SHA256SUMS is torn"),
+    "no list": (lambda folder: (folder / "SHA256SUMS").unlink(), "No such file"),
+    "no text": (lambda folder: (folder / "SHA256SUMS").write_bytes(b"\xff"), "can't decode"),
+    "a link": (lambda folder: (folder / "state" / "x").symlink_to("/"), "state/x is a link"),
+    "a list that hides": (
+        lambda folder: (folder / "SHA256SUMS").write_text(f"{'0' * 64}  ../../etc/passwd\n"),
+        "../../etc/passwd is missing",
+    ),
+    "swapped": (
+        lambda folder: shutil.copy(folder.parent / "2" / "run.json", folder / "run.json"),
+        "run.json has another digest",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage, told", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(saved, caplog, damage, told):
+    path, state = saved
+    damage(path / "4")
+    before = contents(path / "4")
+    checkpoints = Checkpoints(path, keep=2)
+    step, restored, beside = checkpoints.restore(like=state)
+    assert (step, beside) == (2, {"position": 2})
+    assert_same(restored, state)
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "jddp"]
+    assert line.startswith("The checkpoint of step 4 cannot be trusted: ")
+    assert told in line
+    assert line.endswith(f"It is now {path}/4.damaged.")
+    assert contents(path / "4.damaged") == before
+    checkpoints.save(4, state, {"position": "again"})  # and the run comes by once more
+    assert checkpoints.restore(like=state).beside == {"position": "again"}
+    (path / "4" / "run.json").unlink()
+    assert checkpoints.restore(like=state).step == 2
+    assert {"2", "4.damaged", "4.damaged.1"} == {folder.name for folder in path.iterdir()}
+
+
+def test_an_array_that_is_read_as_another_than_was_saved_is_found(saved, caplog):
+    # Whoever wrote the files may have been wrong already: their digests hold, the array's does not.
+    path, state = saved
+    described = json.loads((path / "4" / "arrays.json").read_text())
+    described["params/Dense_1/kernel"]["digest"] = "00000000"
+    (path / "4" / "arrays.json").write_text(json.dumps(described))
+    (path / "4" / "SHA256SUMS").unlink()
+    seal(path / "4")
+    assert Checkpoints(path, keep=2).restore(like=state).step == 2
+    assert "params/Dense_1/kernel is read as another array than was saved" in caplog.text
+
+
+def test_if_no_checkpoint_can_be_trusted_nothing_starts_anew(saved):
+    path, state = saved
+    for step in ("2", "4"):
+        (path / step / "arrays.json").unlink()
+    with pytest.raises(FileSystemError, match="but none that can be trusted: they are now ") as got:
+        Checkpoints(path, keep=2).restore(like=state)
+    assert got.value.exit_code == 74
+    assert len(str(got.value).splitlines()) == 1
+    assert {"2.damaged", "4.damaged"} == {folder.name for folder in path.iterdir()}
+
+
+def test_what_orbax_cannot_read_though_its_digests_hold_is_told_in_one_line(saved):
+    path, state = saved
+    (path / "4" / "state" / "_METADATA").write_text("[]")
+    (path / "4" / "SHA256SUMS").unlink()
+    seal(path / "4")
+    with pytest.raises(FileSystemError, match="cannot be read at step 4: ") as caught:
+        Checkpoints(path, keep=2).restore(like=state)
+    assert len(str(caught.value).splitlines()) == 1
 
 
 def test_a_directory_that_cannot_be_made_is_a_file_system_error(tmp_path):
@@ -250,16 +431,31 @@ def test_a_directory_that_cannot_be_made_is_a_file_system_error(tmp_path):
         Checkpoints(tmp_path / "file" / "run", keep=1)
 
 
-def test_a_save_that_was_torn_off_is_no_checkpoint(tmp_path):
-    checkpoints, state = Checkpoints(tmp_path, keep=3), wrapped().init(0, make_batch())
+def test_what_a_process_that_died_was_writing_or_removing_is_no_checkpoint(saved):
+    path, state = saved
+    shutil.copytree(path / "4", path / "6.new")
+    shutil.copytree(path / "4", path / "1.old")
+    (path / "notes").mkdir()  # somebody's own
+    checkpoints = Checkpoints(path, keep=2)
+    assert {"2", "4", "notes"} == {folder.name for folder in path.iterdir()}
+    assert checkpoints.restore(like=state).step == 4
+
+
+def test_a_save_that_fails_is_told_and_the_next_one_is_made(tmp_path, caplog):
+    checkpoints, state = Checkpoints(tmp_path, keep=1), wrapped().init(0, make_batch())
     checkpoints.save(2, state, {})
+    checkpoints.restore(like=state)
+    (tmp_path / "4.new").write_text("in the way")
+    checkpoints.save(4, state, {})
+    with pytest.raises(FileSystemError, match="step 4 cannot be saved: process 0: "):
+        checkpoints.close()
+    assert "step 4 cannot be saved" in caplog.text
+    (tmp_path / "4.new").unlink()
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    assert checkpoints.restore(like=state).step == 2
+    checkpoints.save(6, state, {})
     checkpoints.close()
-    (tmp_path / "4.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
-    opened = Checkpoints(tmp_path, keep=3)
-    assert opened.latest() == 2
-    opened.save(4, state, {})
-    opened.close()
-    assert read_newest(tmp_path, ["step"])["step"] == 0  # the state's own
+    assert [folder.name for folder in tmp_path.iterdir()] == ["6"]
 
 
 def test_values_can_be_read_without_the_program_that_wrote_them(checkpoints, tmp_path):
@@ -280,6 +476,6 @@ def test_those_who_log_information_are_spared_orbax(tmp_path, caplog):
         checkpoints, state = Checkpoints(tmp_path, keep=1), wrapped().init(0, make_batch())
         for step in (1, 2):
             checkpoints.save(step, state, {})
-        checkpoints.restore(2, like=state)
+        checkpoints.restore(like=state)
         checkpoints.close()
     assert [record for record in caplog.records if record.name == "absl"] == []

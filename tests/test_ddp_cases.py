@@ -54,7 +54,7 @@ def test_training_goes_on_from_what_was_saved_in_the_middle(place, tmp_path):
     state, _ = ddp.step(start(ddp, make_rows()), make_rows())
     checkpoints = Checkpoints(tmp_path, keep=1)
     checkpoints.save(1, state, {})
-    restored, _ = checkpoints.restore(1, like=state)
+    _, restored, _ = checkpoints.restore(like=state)
     checkpoints.close()
     assert_same(restored, state)
     assert_same(ddp.step(restored, make_rows(seed=1))[0], ddp.step(state, make_rows(seed=1))[0])

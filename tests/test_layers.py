@@ -17,13 +17,15 @@ MODULES = sorted(set(PACKAGE.rglob("*.py")) - {FRONT_DOOR})
 # From the ground up. A new room is put here, and in words into docs/.
 FLOORS = [
     {"errors"},
-    {"names"},
+    {"names", "versions"},
     {"reduce", "metrics", "unused", "losses", "optimizers", "config", "models", "data"},
     {"batch_norm"},
-    {"state", "mesh", "flaxmodel"},
+    {"state", "mesh", "flaxmodel", "coordination"},
     {"recipe"},
     {"gradients"},
-    {"checkpoint", "reports", "cluster", "step", "program", "run", "evaluation"},
+    {"reports", "cluster", "step", "program", "run", "evaluation"},
+    {"digest"},
+    {"checkpoint"},
     {"explanation"},
     {"callbacks", "steps"},
     {"trainer"},
@@ -36,13 +38,14 @@ FLOOR_OF = {room: height for height, rooms in enumerate(FLOORS) for room in room
 
 # Where a change of a library's API may reach.
 HOMES = {
-    "flax": {"flaxmodel", "batch_norm", "models"},
+    "flax": {"flaxmodel", "batch_norm", "models", "checkpoint"},
     "optax": {"reduce", "losses", "optimizers", "recipe", "step", "data_parallel"},
     "orbax": {"checkpoint"},
     "omegaconf": {"config"},
     "pydantic": {"config"},
     "rich": {"reports"},
     "jax.distributed": {"cluster"},
+    "jax._src": {"coordination"},
     "jax.experimental.multihost_utils": {"mesh"},
     "jax.shard_map": {"step"},
 }

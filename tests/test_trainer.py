@@ -81,8 +81,7 @@ def contents(path):
 def newest(path, like):
     """The newest checkpoint in a directory, and its step."""
     checkpoints = Checkpoints(path, keep=1)
-    step = checkpoints.latest()
-    state, _ = checkpoints.restore(step, like=like)
+    step, state, _ = checkpoints.restore(like=like)
     checkpoints.close()
     return step, state
 
@@ -396,7 +395,7 @@ def test_the_run_directory_of_another_config_is_refused_with_nothing_changed(pla
 def test_the_run_directory_of_another_model_is_refused_with_nothing_changed(ddp, plain, tmp_path):
     fit(plain, batches(), tmp_path, num_steps=2)
     before = contents(tmp_path)
-    with pytest.raises(ConfigError, match="'params/BatchNorm_0/bias': absent there"):
+    with pytest.raises(ConfigError, match=r"\n    BatchNorm_0\n      bias: absent there"):
         fit(ddp, batches(), tmp_path)
     assert contents(tmp_path) == before
 

@@ -5,9 +5,7 @@ run = job.run()
 """
 
 import contextlib
-import importlib.metadata
 import math
-import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +15,7 @@ import jax
 import numpy as np
 
 from jddp.build.parts import Parts, Schedule, resolve_parts
-from jddp.callbacks import Callback
+from jddp.callbacks import Callback, KeepBest
 from jddp.cluster import initialize, resolve_identity
 from jddp.config import Config, load_config, with_overrides
 from jddp.data import DataSet, TrainBatches, WorkerBatches, count_steps, eval_batches, load_weights
@@ -25,8 +23,6 @@ from jddp.data_parallel import DataParallel
 from jddp.errors import DataError, DisagreementError
 from jddp.mesh import configure_devices, from_all_processes
 from jddp.run import Run
-
-PACKAGES = ("jddp", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
 def fit(
@@ -115,12 +111,13 @@ class Job:
                 num_steps=self.num_steps,
                 evaluate=eval_batches(self.data.test, global_batch_size=rows, **_share()),
                 run_dir=config.run.dir,
-                callbacks=callbacks,
+                callbacks=[*self._own_callbacks(), *callbacks],
                 seed=config.seed,
                 eval_every_steps=config.train.eval_every_steps,
                 log_every_steps=config.train.log_every_steps,
                 save_every_steps=config.checkpoint.every_steps,
                 keep=config.checkpoint.keep,
+                keep_every_steps=config.checkpoint.keep_every_steps,
                 resume=config.checkpoint.resume,
                 eval_params=config.train.eval_params,
                 learning_rate=self.learning_rate,
@@ -130,6 +127,12 @@ class Job:
         finally:
             if isinstance(batches, WorkerBatches):
                 batches.close()
+
+    def _own_callbacks(self) -> list[Callback]:
+        section = self.config.checkpoint
+        if section.best_metric is None:
+            return []
+        return [KeepBest(section.best_metric, mode=section.best_mode)]
 
     def train_batches(self) -> TrainBatches | WorkerBatches:
         """This process's training batches, from the first."""
@@ -155,7 +158,6 @@ class Job:
     def _manifest(self) -> dict[str, Any]:
         assert self.data is not None
         return {
-            "versions": versions(),
             "data": {"description": self.data.description, "sha256": self.data.sha256},
             "world": {
                 "num_processes": jax.process_count(),
@@ -200,18 +202,6 @@ def build(config: Config, *, needs_data: bool = True) -> Job:
         **config.ddp.model_dump(),
     )
     return Job(config, parts, ddp, num_steps, learning_rate, data, data_error)
-
-
-def versions() -> dict[str, str]:
-    """Returns the versions of Python and of the packages that results depend on."""
-    return {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "checkout"  # Run in place, not installed.
 
 
 def _configure(config: Config, num_processes: int) -> None:

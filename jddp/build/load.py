@@ -81,5 +81,5 @@ def _as(own: Any, found: Any) -> Any:
     A module keeps its random keys, which are never used in evaluation.
     """
     if isinstance(own, dict):
-        return {key: _as(value, found[str(key)]) for key, value in own.items()}
+        return {key: _as(value, found.get(str(key), {})) for key, value in own.items()}
     return own if jnp.issubdtype(own.dtype, jax.dtypes.prng_key) else found

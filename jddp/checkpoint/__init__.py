@@ -1,28 +1,63 @@
-"""Checkpoints: everything that a run needs to go on, written by orbax in the background.
+"""Checkpoints: everything that a run needs to go on, and the proof that it is what was written.
 
     checkpoints = Checkpoints(directory, keep=3)
-    checkpoints.save(step, state, {"data": {"position": 10}})
-    state, extra = checkpoints.restore(step, like=state)
+    checkpoints.save(step, state, {"position": 10})
+    found = checkpoints.restore(like=state)  # the newest whose digests hold, or None
     checkpoints.close()                      # waits for what is still being written
 
-Every process calls `save` and `restore`: orbax meets the others inside. A replicated array is
-written once. The step loop waits only for the copy off the devices.
+A checkpoint is a folder with the step as its name:
+
+    state/          the arrays, written by orbax
+    arrays.json     shape, dtype and digest of each
+    run.json        what goes beside them: position in the data, metrics, config, versions
+    SHA256SUMS      of every other file; `sha256sum --check` understands it
+
+Every process calls `save` and `restore`. What is split over the processes is written by its
+owners, all else by process 0. A checkpoint gets its name once all of it has been read back and is
+on the disk. One whose digests do not hold is set aside, never removed, and the one before is used.
 """
 
-import contextlib
-import dataclasses
+import json
 import logging
-from collections.abc import Iterator
+import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 
+from jddp.checkpoint import steps
+from jddp.checkpoint.arrays import by_path, describe, difference, forms, forms_of
+from jddp.checkpoint.resize import on_this_mesh, saved_shapes
+from jddp.checkpoint.sums import NAME as SUMS
+from jddp.checkpoint.sums import find_damage
+from jddp.checkpoint.writer import SECONDS, Keep, Writer, first_line
+from jddp.coordination import from_first
+from jddp.digest import digests
 from jddp.errors import ConfigError, FileSystemError
-from jddp.state import TrainState
+from jddp.state import Kind, TrainState
 
 PyTree = Any
+log = logging.getLogger("jddp")
+
+SEEN_SECONDS = 60.0  # in which a shared file system shows all hosts what is there
+
+
+class Restored(NamedTuple):
+    """What a checkpoint gives back.
+
+    Attributes:
+      step: Finished optimizer steps.
+      state: The training state, on the devices.
+      beside: What was saved beside it.
+    """
+
+    step: int
+    state: TrainState
+    beside: dict[str, Any]
 
 
 class Checkpoints:
@@ -31,124 +66,169 @@ class Checkpoints:
     Args:
       directory: Made if it is not there.
       keep: How many of the newest stay.
+      keep_every: Multiples of this many steps stay too.
 
     Raises:
-      FileSystemError: If the directory cannot be made.
+      FileSystemError: If the directory cannot be made or written.
     """
 
-    def __init__(self, directory: Path, *, keep: int) -> None:
-        self._directory = Path(directory).resolve()
-        with self._explained("opened for checkpoints"):
-            self._manager = ocp.CheckpointManager(
-                self._directory,
-                # Named here so that orbax can describe a checkpoint before it has read one.
-                item_handlers={
-                    "state": ocp.StandardCheckpointHandler(),
-                    "extra": ocp.JsonCheckpointHandler(),
-                },
-                options=ocp.CheckpointManagerOptions(max_to_keep=keep, create=True),
-            )
+    def __init__(self, directory: Path, *, keep: int, keep_every: int | None = None) -> None:
+        self._directory = Path(directory).absolute()
+        self._writer = Writer(self._directory, Keep(keep, keep_every))
+        self._last: int | None = None
+        try:
+            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if jax.process_index() == 0:
+                steps.remove_unfinished(self._directory)
+                (self._directory / "0.new").mkdir()  # so that what cannot be written is found now
+                (self._directory / "0.new").rmdir()
+        except OSError as error:
+            raise self._cannot("be opened for checkpoints", error) from error
 
-    def latest(self) -> int | None:
-        """The newest step, or None."""
-        return self._manager.latest_step()
+    def steps(self) -> list[int]:
+        """Those that are there, sound or not, in order.
 
-    def save(self, step: int, state: TrainState, extra: dict[str, Any]) -> None:
-        """Copies the state off the devices and writes it in the background.
+        Raises:
+          FileSystemError: If the directory cannot be read.
+        """
+        try:
+            return steps.finished(self._directory)
+        except OSError as error:
+            raise self._cannot("be read", error) from error
+
+    def save(self, step: int, state: TrainState, beside: Mapping[str, Any]) -> None:
+        """Copies the state off the devices, and writes it in the background.
+
+        What the file system refuses is logged, and costs this checkpoint only: those before it
+        stay, and the next is tried again. `close` raises it if the last one failed.
 
         Args:
-          step: Finished optimizer steps. A step that is there already is left as it is.
+          step: Finished optimizer steps; nothing is done if it was saved or restored last.
           state: The training state.
-          extra: What goes beside it, as JSON.
-
-        Raises:
-          FileSystemError: If it cannot be written, or the one before it could not.
+          beside: What goes beside it, as JSON.
         """
-        if step in self._manager.all_steps():
-            return
-        arguments = ocp.args.Composite(
-            state=ocp.args.StandardSave(_as_dict(state)), extra=ocp.args.JsonSave(extra)
-        )
-        with self._explained("written"):
-            self._manager.save(step, args=arguments)
+        if step != self._last:
+            self._writer.start(step, by_path(state), beside)
+            self._last = step
 
-    def restore(self, step: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
-        """Reads a checkpoint onto the devices.
+    def restore(self, like: TrainState, kinds: TrainState | None = None) -> Restored | None:
+        """Reads the newest checkpoint whose digests hold onto the devices; None if there is none.
 
         Args:
-          step: Which.
           like: A state of the structure, shapes and shardings to restore to; only read.
+          kinds: How its leaves lie on the mesh. With it a state may come from another number of
+            replicas: what each has of its own follows its kind.
 
         Raises:
-          ConfigError: If the checkpoint is of another model, optimizer or mesh than `like`.
-          FileSystemError: If it cannot be read.
+          ConfigError: If the checkpoint is of another model or optimizer than `like`.
+          FileSystemError: If there are checkpoints, and none of them can be trusted or read.
         """
-        target = jax.tree.map(_abstract, _as_dict(like))
-        arguments = ocp.args.Composite(
-            state=ocp.args.StandardRestore(target), extra=ocp.args.JsonRestore()
+        self._writer.wait()
+        there = self.steps()
+        while (step := self._newest_sound()) is not None:
+            if (restored := self._read(step, like, kinds)) is not None:
+                self._last = step
+                return restored
+        if there:
+            raise FileSystemError(
+                f"{self._directory} holds checkpoints, but none that can be trusted: they are now "
+                "*.damaged. Put back a sound copy, or choose another run.dir to start anew."
+            )
+        return None
+
+    def _newest_sound(self) -> int | None:
+        """The newest step whose files are what was written; those that are not are set aside."""
+        sound = ""
+        if jax.process_index() == 0:
+            for step in reversed(self.steps()):
+                damage = find_damage(self._directory / str(step))
+                if damage is None:
+                    sound = str(step)
+                    break
+                self._set_aside(step, damage)
+        sound = from_first("newest", sound, timeout_seconds=SECONDS)
+        if not sound:
+            return None
+        self._wait_until_seen(self._directory / sound / SUMS)
+        return int(sound)
+
+    def _wait_until_seen(self, path: Path) -> None:
+        until = time.monotonic() + SEEN_SECONDS
+        while not path.exists():
+            if time.monotonic() > until:
+                raise FileSystemError(
+                    f"Process 0 sees {path}, and process {jax.process_index()} does not. All "
+                    "processes need the same run.dir, on a file system that they share."
+                )
+            time.sleep(0.1)
+
+    def _set_aside(self, step: int, damage: str) -> None:
+        if jax.process_index() != 0:
+            return
+        try:
+            aside = steps.set_aside(self._directory, step)
+        except OSError as error:
+            raise self._cannot(f"have its damaged step {step} set aside", error) from error
+        log.error(
+            "The checkpoint of step %d cannot be trusted: %s. It is now %s.", step, damage, aside
         )
-        with self._explained(f"read at step {step}"):
-            self._manager.wait_until_finished()
-            saved = self._manager.metadata(step).item_metadata["state"]
-            if saved is None:
-                raise FileNotFoundError("its description, state/_METADATA, is missing")
-            self._refuse_misfit(step, _forms(saved.tree), _forms(target))
-            restored = self._manager.restore(step, args=arguments)
-        return TrainState(**restored["state"]), restored["extra"]
+
+    def _read(self, step: int, like: TrainState, kinds: TrainState | None) -> Restored | None:
+        """Reads one; or sets it aside, and returns None, if an array is not what was saved."""
+        folder, wanted = self._directory / str(step), by_path(like)
+        lie = dict.fromkeys(wanted, Kind.REPLICATED) if kinds is None else by_path(kinds)
+        try:
+            described, beside = (_read_json(folder / name) for name in ("arrays.json", "run.json"))
+            shapes = {name: tuple(about["shape"]) for name, about in described.items()}
+            target = saved_shapes(wanted, lie, shapes)
+            self._refuse_misfit(step, forms(described), forms_of(target))
+            arrays = _restore(folder / "state", target)
+        except ConfigError:
+            raise
+        except Exception as error:  # orbax raises all kinds over files that are not its own
+            raise self._cannot(f"be read at step {step}", error) from error
+        for name, found in describe(arrays, np.asarray(digests(arrays))).items():
+            if found != described[name]:
+                self._set_aside(step, f"{name} is read as another array than was saved")
+                return None
+        leaves = [on_this_mesh(arrays[name], x, lie[name]) for name, x in wanted.items()]
+        return Restored(step, jax.tree.unflatten(jax.tree.structure(like), leaves), beside)
+
+    def _refuse_misfit(self, step: int, there: dict[str, str], here: dict[str, str]) -> None:
+        if differ := difference(there, here):
+            raise ConfigError(
+                f"{self._directory} holds, at step {step}, another model, optimizer or mesh. "
+                f"Choose another run.dir, or what it was saved from:\n{differ}"
+            )
 
     def close(self) -> None:
         """Waits until all is written.
 
         Raises:
-          FileSystemError: If something could not be.
+          FileSystemError: If the last checkpoint could not be.
         """
-        with self._explained("written"):
-            self._manager.close()
+        self._writer.close()
+        if self._writer.failure is not None:
+            raise self._writer.failure
 
-    def _refuse_misfit(self, step: int, there: dict[str, str], here: dict[str, str]) -> None:
-        names = sorted({*there, *here}, key=lambda name: (not name.startswith("params"), name))
-        differ = [name for name in names if there.get(name) != here.get(name)]
-        if differ:
-            first = differ[0]
-            raise ConfigError(
-                f"{self._directory} holds, at step {step}, another model, optimizer or mesh: "
-                f"{len(differ)} of {len(names)} arrays differ, such as {first!r}: "
-                f"{there.get(first, 'absent')} there, {here.get(first, 'absent')} here. "
-                "Choose another run.dir, or what it was saved from."
-            )
-
-    @contextlib.contextmanager
-    def _explained(self, done: str) -> Iterator[None]:
-        """Turns what orbax, TensorStore and the file system raise into one line."""
-        try:
-            yield
-        except (OSError, ValueError) as error:
-            first = next(iter(str(error).strip().splitlines()), repr(error))
-            raise FileSystemError(f"{self._directory} cannot be {done}: {first}") from error
+    def _cannot(self, done: str, error: BaseException) -> FileSystemError:
+        """What orbax, TensorStore or the file system raised, in one line."""
+        return FileSystemError(f"{self._directory} cannot {done}: {first_line(error)}")
 
 
-def _as_dict(state: TrainState) -> dict[str, PyTree]:
-    return {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+def _read_json(path: Path) -> dict[str, Any]:
+    values = json.loads(path.read_text())
+    if not isinstance(values, dict):
+        raise ValueError(f"{path.name} holds no object")
+    return values
 
 
-def _abstract(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-
-
-def _forms(tree: PyTree) -> dict[str, str]:
-    """Shape and dtype of every array by its path; keys as the words that are written."""
-
-    def form(x: Any) -> str:
-        if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
-            x = jax.eval_shape(jax.random.key_data, x)
-        return f"{tuple(x.shape)} {x.dtype}"
-
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): form(x)
-        for path, x in leaves
-        if hasattr(x, "dtype")
-    }
+def _restore(folder: Path, target: PyTree) -> PyTree:
+    handler = ocp.StandardCheckpointHandler()
+    try:
+        return handler.restore(epath.Path(folder), args=ocp.args.StandardRestore(target))
+    finally:
+        handler.close()
 
 
 def _is_worth_showing(record: logging.LogRecord) -> bool:

@@ -188,6 +188,13 @@ class CheckpointConfig(Section):
         None, ge=1, description="Steps between checkpoints; the end is always saved."
     )
     keep: int = Field(3, ge=1, description="Newest checkpoints to keep.")
+    keep_every_steps: int | None = Field(
+        None, ge=1, description="Checkpoints of multiples of it are kept too."
+    )
+    best_metric: str | None = Field(
+        None, description="Metric of the evaluation whose best state is kept, in <run.dir>/best."
+    )
+    best_mode: Literal["min", "max"] = Field("min", description="Which way it improves.")
     resume: Literal["auto", "never", "must"] = Field(
         "auto", description="Go on from the last checkpoint: if there is one, never, or only so."
     )

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 from jddp.errors import ConfigError
-from jddp.reduce.hooks import CommHook, mean, narrow
+from jddp.reduce.hooks import ON_RESIZE, CommHook, mean, narrow
 from jddp.reduce.plan import MEBIBYTE
 from jddp.reduce.reduction import Layout, Placement, Reduction
 
@@ -42,9 +42,13 @@ def make_reduction(
     chosen, where = _resolve(layout, placement, platform)
     dtype = _resolve_wire_dtype(wire_dtype)
     hook = mean() if comm_hook is None else comm_hook
-    if not (callable(getattr(hook, "init", None)) and callable(getattr(hook, "reduce", None))):
+    if not (isinstance(hook, CommHook) and callable(hook.init) and callable(hook.reduce)):
         raise ConfigError(
             f"comm_hook is {type(hook).__name__}. Give a jddp.CommHook(init, reduce) of functions."
+        )
+    if hook.on_resize not in ON_RESIZE:
+        raise ConfigError(
+            f"comm_hook: on_resize {hook.on_resize!r} is unknown. Choose one of {ON_RESIZE}."
         )
     sizes = [bucket_mb] if isinstance(bucket_mb, int | float) else list(bucket_mb)
     if isinstance(bucket_mb, int | float) and first_bucket_mb < bucket_mb:

@@ -49,6 +49,9 @@ class GradBucket:
     scale: float = dataclasses.field(metadata={"static": True})
 
 
+ON_RESIZE = ("drop", "mean", "sum")
+
+
 class CommHook(NamedTuple):
     """How the buckets of all replicas become their mean.
 
@@ -57,10 +60,13 @@ class CommHook(NamedTuple):
         each replica keeps its own.
       reduce: From one replica's bucket to the mean over the replicas of `axis`, which must be the
         same on all of them; and the new memory.
+      on_resize: What replicas remember when a run goes on on another number of them: "drop" (what
+        `init` gives), the "mean" of what all remembered, or each an equal share of the "sum".
     """
 
     init: Callable[[BucketPlan], PyTree]
     reduce: Callable[[GradBucket, PyTree, str], tuple[GradBucket, PyTree]]
+    on_resize: str = "drop"
 
 
 def mean() -> CommHook:
@@ -100,7 +106,7 @@ def narrow(hook: CommHook, wire_dtype: np.dtype) -> CommHook:
         got, comm_state = hook.reduce(sent, comm_state, axis)
         return jax.tree.map(lambda x: x.astype(planned.dtype) / scale, got), comm_state
 
-    return CommHook(hook.init, reduce)
+    return hook._replace(reduce=reduce)
 
 
 def power_of_two_within(scale: float) -> float:

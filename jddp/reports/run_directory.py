@@ -23,10 +23,13 @@ from jddp.reports.log_file import logging_to
 from jddp.reports.metrics_file import MetricsFile
 
 Values = Mapping[str, Any]
-# What may differ from start to start: it changes where a run happens, not what it computes.
+# What may differ from start to start: it changes where a run happens and what is kept of it, not
+# what it computes, but for rounding.
 FREE_KEYS = (
     *("run.dir", "data.dir", "data.num_workers", "data.allow_changed"),
-    *("mesh.num_devices", "checkpoint.resume"),
+    *("mesh.num_devices", "ddp.accumulate_steps"),
+    *("checkpoint.resume", "checkpoint.every_steps", "checkpoint.keep"),
+    *("checkpoint.keep_every_steps",),
 )
 MISSING = object()
 

@@ -18,6 +18,7 @@ from jddp.state import TrainState
 from jddp.trainer.loop import Loop, Trainable
 from jddp.trainer.plan import Plan
 from jddp.trainer.source import Source
+from jddp.versions import versions
 
 PyTree = Any
 
@@ -38,6 +39,7 @@ def train(
     eval_every_steps: int | None = None,
     save_every_steps: int | None = None,
     keep: int = 3,
+    keep_every_steps: int | None = None,
     resume: str = "auto",
     eval_params: str = "params",
     learning_rate: Callable[[int], Any] | None = None,
@@ -58,7 +60,8 @@ def train(
       log_every_steps: Steps between train records.
       eval_every_steps: Steps between evaluations; None is once, at the end.
       save_every_steps: Steps between checkpoints; None is once, at the end.
-      keep: Checkpoints that stay.
+      keep: The newest checkpoints, which stay.
+      keep_every_steps: Checkpoints of multiples of it stay too.
       resume: "auto" (go on if there is a checkpoint), "never" (there must be none), "must".
       eval_params: "params" or "ema".
       learning_rate: Of a step, for the records.
@@ -79,6 +82,7 @@ def train(
         eval_every_steps=eval_every_steps,
         save_every_steps=save_every_steps,
         keep=keep,
+        keep_every_steps=keep_every_steps,
         resume=resume,
         evaluation=evaluate,
         eval_params=eval_params,
@@ -86,16 +90,17 @@ def train(
     )
     if resume == "must" and run_dir is None:
         raise ConfigError("resume='must' needs run_dir=, where the run was saved.")
-    files = None
+    files, manifest = None, {"versions": versions(), **(manifest or {})}
     if run_dir is not None:
         files = RunDirectory(Path(run_dir), is_writer=jax.process_index() == 0)
-        files.prepare(config, manifest or {})
+        files.prepare(config, manifest)
     source = Source(batches, ddp.put)
     if state is None:
         state = ddp.init(seed, source.peek())
     if eval_params == "ema" and state.ema_params is None:
         raise ConfigError("eval_params='ema' needs DataParallel(..., ema_decay=...).")
-    loop = Loop(ddp, source, state, plan, files, callbacks)
+    about = {"config": config, "manifest": manifest}
+    loop = Loop(ddp, source, state, plan, files, callbacks, about)
     try:
         loop.resume()
         return loop.run_to_the_end()

@@ -41,6 +41,10 @@ class Trainable(Protocol):
         """Makes the first state."""
         ...
 
+    def kinds(self, state: TrainState) -> TrainState:
+        """How each leaf of a state lies on the mesh."""
+        ...
+
     def put(self, batch: PyTree) -> PyTree:
         """Places a batch on the devices."""
         ...
@@ -71,6 +75,7 @@ class Loop:
       plan: What to do when.
       files: The run directory, or None.
       callbacks: Called with reduced values.
+      about: What goes into every checkpoint: config, versions, ...
     """
 
     def __init__(
@@ -81,9 +86,10 @@ class Loop:
         plan: Plan,
         files: RunDirectory | None,
         callbacks: Sequence[Callback],
+        about: Mapping[str, Any],
     ) -> None:
         self._ddp, self._source, self._plan = ddp, source, plan
-        self._files, self._callbacks = files, callbacks
+        self._files, self._callbacks, self._about = files, callbacks, about
         self._checkpoints: dict[str, Checkpoints] = {}
         self._run = Run(state, None if files is None else files.path, self._save)
         if not state.step.is_deleted():  # a state that was taken is refused by the step, in words
@@ -98,29 +104,31 @@ class Loop:
         run, policy = self._run, self._plan.resume
         if self._files is None:
             return
-        latest = self._checkpoint("checkpoints").latest()
-        if latest is None and policy == "must":
+        steps = self._checkpoint("checkpoints").steps()
+        if not steps and policy == "must":
             raise ConfigError(
                 f"resume='must', but {run.run_dir} holds no checkpoint. Choose the run.dir of a "
                 "run that was saved, or resume='auto'."
             )
-        if latest is not None and policy == "never":
+        if steps and policy == "never":
             raise ConfigError(
-                f"{run.run_dir} holds a run at step {latest}, and resume='never' would overwrite "
-                "it. Choose another run.dir, or resume='auto'."
+                f"{run.run_dir} holds a run at step {steps[-1]}, and resume='never' would "
+                "overwrite it. Choose another run.dir, or resume='auto'."
             )
-        if latest is not None:
-            self._restore(latest)
+        self._restore()
         self._files.metrics.truncate_after(run.step)
 
-    def _restore(self, step: int) -> None:
-        run = self._run
-        run.state, beside = self._checkpoint("checkpoints").restore(step, like=run.state)
-        run.step, run.stopped = step, beside["stopped"]
+    def _restore(self) -> None:
+        run, kinds = self._run, self._ddp.kinds(self._run.state)
+        restored = self._checkpoint("checkpoints").restore(run.state, kinds)
+        if restored is None:
+            return
+        run.step, run.state, beside = restored
+        run.stopped = beside["stopped"]
         run.metrics, run.evaluations = beside["metrics"], beside["evaluations"]
         self._position = beside["position"]
         self._source.move_to(self._position)
-        self._resumed_from = step
+        self._resumed_from = run.step
 
     def run_to_the_end(self) -> Run:
         """Steps until all are done or a callback has stopped the run."""
@@ -249,6 +257,7 @@ class Loop:
             "metrics": run.metrics,
             "evaluations": run.evaluations,
             "stopped": run.stopped,
+            **self._about,
         }
         self._checkpoint(where).save(run.step, run.state, beside)
         for callback in self._callbacks:
@@ -258,6 +267,8 @@ class Loop:
         if self._files is None:
             raise ConfigError("Saving needs a directory: fit(..., run_dir=...).")
         if where not in self._checkpoints:
-            keep = self._plan.keep if where == "checkpoints" else 1
-            self._checkpoints[where] = Checkpoints(self._files.path / where, keep=keep)
+            keep = {"keep": self._plan.keep, "keep_every": self._plan.keep_every_steps}
+            self._checkpoints[where] = Checkpoints(
+                self._files.path / where, **(keep if where == "checkpoints" else {"keep": 1})
+            )
         return self._checkpoints[where]

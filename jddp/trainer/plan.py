@@ -8,7 +8,10 @@ from jddp.errors import ConfigError
 
 PyTree = Any
 
-POSITIVE = ("num_steps", "log_every_steps", "eval_every_steps", "save_every_steps", "keep")
+POSITIVE = (
+    *("num_steps", "log_every_steps", "eval_every_steps", "save_every_steps"),
+    *("keep", "keep_every_steps"),
+)
 CHOICES = {"resume": ("auto", "never", "must"), "eval_params": ("params", "ema")}
 
 
@@ -21,7 +24,8 @@ class Plan:
       log_every_steps: Between train records.
       eval_every_steps: Between evaluations.
       save_every_steps: Between checkpoints.
-      keep: Checkpoints that stay.
+      keep: The newest checkpoints, which stay.
+      keep_every_steps: Between checkpoints that stay too, or None.
       resume: "auto", "never" or "must".
       evaluation: Batches, iterated anew each time, or None.
       eval_params: "params" or "ema".
@@ -36,6 +40,7 @@ class Plan:
     eval_every_steps: int | None
     save_every_steps: int | None
     keep: int
+    keep_every_steps: int | None
     resume: str
     evaluation: Iterable[PyTree] | None
     eval_params: str

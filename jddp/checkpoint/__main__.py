@@ -1,0 +1,95 @@
+"""`python -m jddp.checkpoint list | verify | export | import`: look after checkpoints."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from jddp.errors import Error, FileSystemError
+
+EXPORTED = ["params", "ema_params", "model_state"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit code."""
+    arguments = _parser().parse_args(argv)
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # Nothing here is worth waking a GPU for.
+    try:
+        arguments.command(arguments)
+    except Error as error:
+        for line in str(error).splitlines():
+            print(f"jddp: {line}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m jddp.checkpoint", allow_abbrev=False)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, (run, text) in COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=text.capitalize() + ".")
+        command.set_defaults(command=run)
+        add = command.add_argument
+        if name == "import":
+            add("file", type=Path, help="what export wrote")
+            add("directory", type=Path, help="of checkpoints, such as RUN/checkpoints")
+            continue
+        add("run", type=Path, help="a run directory, or one of checkpoints")
+        if name == "export":
+            add("file", type=Path, help="made anew: *.safetensors or *.msgpack")
+            add("--step", type=int, help="which; the newest that can be trusted")
+            add("--all", action="store_true", help="the whole state, not the model's values alone")
+    return parser
+
+
+def _list(arguments: argparse.Namespace) -> None:
+    from jddp.checkpoint.listing import directory_of, lines
+
+    for line in lines(directory_of(arguments.run)):
+        print(line)
+
+
+def _verify(arguments: argparse.Namespace) -> None:
+    from jddp.checkpoint.listing import directory_of, find_any_damage
+    from jddp.checkpoint.steps import finished
+
+    directory, num_damaged = directory_of(arguments.run), 0
+    for step in finished(directory):
+        damage = find_any_damage(directory / str(step))
+        num_damaged += damage is not None
+        print(f"{step:>12}  {damage or 'every file and every array is what was saved'}")
+    if num_damaged:
+        raise FileSystemError(
+            f"{directory}: {num_damaged} cannot be trusted. A run sets them aside."
+        )
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    from jddp.checkpoint.export import export
+    from jddp.checkpoint.listing import directory_of
+    from jddp.checkpoint.read import newest_sound
+
+    directory = directory_of(arguments.run)
+    step = newest_sound(directory) if arguments.step is None else arguments.step
+    export(directory / str(step), arguments.file, None if arguments.all else EXPORTED)
+    print(f"step {step} is in {arguments.file}, {arguments.file.stat().st_size / 2**20:.1f} MiB")
+
+
+def _import(arguments: argparse.Namespace) -> None:
+    from jddp.checkpoint.export import import_file
+
+    step = import_file(arguments.file, arguments.directory)
+    print(f"{arguments.directory / str(step)} is a checkpoint of what {arguments.file} holds")
+
+
+COMMANDS = {
+    "list": (_list, "tell the checkpoints of a run"),
+    "verify": (_verify, "hold every file and every array against its digest"),
+    "export": (_export, "write the values of a model into one file"),
+    "import": (_import, "make a checkpoint of such a file"),
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""What lies in a directory of checkpoints, and whether it is what was written."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from jddp.checkpoint.arrays import describe
+from jddp.checkpoint.read import read
+from jddp.checkpoint.steps import finished
+from jddp.checkpoint.sums import find_damage
+from jddp.digest import digests
+from jddp.errors import ConfigError, FileSystemError
+from jddp.mesh import make_mesh, replicate
+
+
+def directory_of(path: Path) -> Path:
+    """The checkpoints of a run directory; or the directory itself, if it holds some.
+
+    Raises:
+      ConfigError: If there are none.
+    """
+    for directory in (path / "checkpoints", path):
+        if directory.is_dir() and (directory.name == "checkpoints" or finished(directory)):
+            return directory
+    raise ConfigError(f"{path} holds no checkpoints. Name a run directory.")
+
+
+def lines(directory: Path) -> list[str]:
+    """A line for each checkpoint, those that were set aside included: step, size, loss."""
+    told = []
+    for folder in sorted(directory.iterdir(), key=_order):
+        size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+        told.append(f"{folder.name:>12}  {size / 2**20:10.1f} MiB  {_metrics(folder)}".rstrip())
+    return told
+
+
+def _order(folder: Path) -> tuple[int, str]:
+    step, _, rest = folder.name.partition(".")
+    return (int(step) if step.isdecimal() else 0, rest)
+
+
+def _metrics(folder: Path) -> str:
+    try:
+        run = json.loads((folder / "run.json").read_text())
+        last = run["evaluations"][-1] if run.get("evaluations") else run.get("metrics", {})
+        numbers = {name: x for name, x in last.items() if isinstance(x, int | float)}
+    except (OSError, ValueError, AttributeError, LookupError, TypeError):
+        return "not readable"
+    return "  ".join(f"{name} {x:.4g}" for name, x in numbers.items() if name != "step")
+
+
+def find_any_damage(folder: Path) -> str | None:
+    """Says what is wrong with a checkpoint: a file, or an array that is not what was saved."""
+    if (damage := find_damage(folder)) is not None:
+        return damage
+    try:
+        described = json.loads((folder / "arrays.json").read_text())
+        arrays = replicate(read(folder), make_mesh(1))
+    except FileSystemError as error:
+        return str(error)
+    found = describe(arrays, np.asarray(digests(arrays)))
+    differ = [name for name in {**described, **found} if described.get(name) != found.get(name)]
+    return f"{differ[0]} is read as another array than was saved" if differ else None

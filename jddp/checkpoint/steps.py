@@ -1,0 +1,62 @@
+"""The names in a directory of checkpoints, and which of them stay.
+
+`1200` is a finished checkpoint, whole before it got this name. `1300.new` is being written, or was
+when the process died; `1100.old` is being removed. `1000.damaged` is one whose digests did not
+hold, and nobody removes it.
+"""
+
+import os
+import re
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+
+from jddp.checkpoint.sums import sync_directory
+
+_UNFINISHED = re.compile(r"\d+\.(new|old)")
+
+
+def finished(directory: Path) -> list[int]:
+    """The steps of the checkpoints that are there, sound or not, in order."""
+    names = (entry.name for entry in os.scandir(directory) if entry.is_dir(follow_symlinks=False))
+    return sorted(int(name) for name in names if name.isascii() and name.isdecimal())
+
+
+def surplus(steps: Collection[int], *, keep: int, keep_every: int | None) -> list[int]:
+    """Which steps may go: all but the newest `keep`, and the multiples of `keep_every`."""
+    return [step for step in sorted(steps)[:-keep] if keep_every is None or step % keep_every != 0]
+
+
+def commit(directory: Path, step: int) -> None:
+    """Gives what has been sealed as `<step>.new` its name, in the place of what may have it."""
+    there = directory / str(step)
+    if there.exists():  # of a life of the run that went on from an older checkpoint
+        remove(directory, step)
+    os.rename(directory / f"{step}.new", there)
+    sync_directory(directory)
+
+
+def remove(directory: Path, step: int) -> None:
+    """Removes a checkpoint, so that it is there as a whole or not at all."""
+    old = directory / f"{step}.old"
+    os.rename(directory / str(step), old)
+    sync_directory(directory)
+    shutil.rmtree(old)
+
+
+def remove_unfinished(directory: Path) -> None:
+    """Removes what a process that died was writing or removing."""
+    for entry in os.scandir(directory):
+        if _UNFINISHED.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry.path)
+
+
+def set_aside(directory: Path, step: int) -> Path:
+    """Takes a damaged checkpoint out of the way, and returns where it is now."""
+    number, aside = 0, directory / f"{step}.damaged"
+    while aside.exists():
+        number += 1
+        aside = directory / f"{step}.damaged.{number}"
+    os.rename(directory / str(step), aside)
+    sync_directory(directory)
+    return aside

@@ -1,0 +1,81 @@
+"""What processes of a job tell each other without a device: JAX's coordination service.
+
+    votes = gather("save/100", "", timeout_seconds=600)      # of every process, in their order
+    step = from_first("restore", "100", timeout_seconds=60)  # what process 0 says
+
+Collectives would do for most of it, but a device that hangs, or a process that fails, is what much
+of it is about. A job of one process talks to itself.
+"""
+
+import collections
+import threading
+from typing import Any
+
+import jax
+from jax._src import distributed
+
+_uses: collections.Counter[str] = collections.Counter()
+_lock = threading.Lock()
+
+
+def gather(key: str, value: str, *, timeout_seconds: float) -> list[str]:
+    """The values of all processes, in their order.
+
+    Args:
+      key: What it is about. Each process calls as often with the same key as the others.
+      value: This process's.
+      timeout_seconds: How long to wait for each of the others.
+
+    Raises:
+      TimeoutError: If a process has not said anything by then; it is named.
+    """
+    name = _unique(key)
+    if jax.process_count() == 1:
+        return [value]
+    publish(f"{name}/{jax.process_index()}", value)
+    return [read(f"{name}/{i}", timeout_seconds, of=i) for i in range(jax.process_count())]
+
+
+def from_first(key: str, value: str, *, timeout_seconds: float) -> str:
+    """The value of process 0, on every process; those of the others do not matter.
+
+    Raises:
+      TimeoutError: If process 0 has not said anything by then.
+    """
+    name = _unique(key)
+    if jax.process_count() == 1:
+        return value
+    if jax.process_index() == 0:
+        publish(name, value)
+        return value
+    return read(name, timeout_seconds, of=0)
+
+
+def publish(name: str, value: str) -> None:
+    """Says something once; whoever reads it may have come first."""
+    _client().key_value_set(name, value)
+
+
+def read(name: str, timeout_seconds: float, *, of: int) -> str:
+    """What was published, as soon as it is there.
+
+    Raises:
+      TimeoutError: If process `of` has not published it by then.
+    """
+    try:
+        return str(_client().blocking_key_value_get(name, int(timeout_seconds * 1000)))
+    except jax.errors.JaxRuntimeError as error:
+        if "DEADLINE_EXCEEDED" not in str(error):
+            raise
+        raise TimeoutError(f"process {of} has not answered for {timeout_seconds:.0f} s") from None
+
+
+def _unique(key: str) -> str:
+    """The same key may be used again and again, in the same order by every process."""
+    with _lock:
+        _uses[key] += 1
+        return f"jddp/{key}/{_uses[key]}"
+
+
+def _client() -> Any:
+    return distributed.global_state.client
