@@ -197,9 +197,23 @@ class DataParallel:
 
         return jax.tree.map(place, state, self._steps.kinds(state))
 
+    @property
+    def world(self) -> dict[str, Any]:
+        """Over how many processes, devices and parts a step spreads its rows, and statistics."""
+        return {
+            "num_processes": jax.process_count(),
+            "num_devices": self.mesh.size,
+            "accumulate_steps": self._recipe.accumulate_steps,
+            "batch_norm": self._model.batch_norm,
+        }
+
     def kinds(self, state: TrainState) -> TrainState:
         """For each leaf of a state its `Kind`: how it lies on the mesh."""
         return self._steps.kinds(state)
+
+    def draws(self, batch: PyTree) -> bool:
+        """Whether a step draws random numbers, such as those of dropout; traces, runs nothing."""
+        return self._steps.draws(self.abstract_state(batch), batch)
 
     def _given(self, params: PyTree) -> tuple[PyTree, PyTree]:
         """Parameters and other state that need not be made; None for what does."""

@@ -138,13 +138,22 @@ class Steps:
         self, step: Any, state: TrainState, batch: PyTree, *, times: int = 1
     ) -> jax.stages.Lowered:
         """Lowers a step for `times` as many rows as `batch` has, of all processes together."""
+        return call(step.lower, state, self._global(batch, times))
+
+    def _global(self, batch: PyTree, times: int = 1) -> PyTree:
+        """The shapes of `times` as many rows as `batch` has, of all processes together."""
         times *= self._mesh.size // len(self._mesh.local_devices)
 
         def everywhere(x: Any) -> jax.ShapeDtypeStruct:
             shape = (x.shape[0] * times, *x.shape[1:])
             return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharded(self._mesh))
 
-        return call(step.lower, state, jax.tree.map(everywhere, batch))
+        return jax.tree.map(everywhere, batch)
+
+    def draws(self, state: TrainState, batch: PyTree) -> bool:
+        """Whether the step draws random numbers; it is traced, and not run."""
+        traced = call(self.step_for(state, batch).trace, state, self._global(batch))
+        return "random_bits" in str(traced.jaxpr)
 
     def explain(self, state: TrainState, batch: PyTree) -> Explanation:
         """Compiles the step, and compares it with that of twice the rows, and twice the parts."""

@@ -400,6 +400,87 @@ def test_the_run_directory_of_another_model_is_refused_with_nothing_changed(ddp,
     assert contents(tmp_path) == before
 
 
+@pytest.mark.parametrize(
+    "optimizer", [optax.sgd(0.05, 0.9), optax.adamw(0.01)], ids=["sgd", "adam"]
+)
+def test_two_hundred_steps_that_stop_anywhere_are_two_hundred_steps(tmp_path, optimizer):
+    ddp = wrapped(ConvNet(dropout_rate=0.3), optimizer, ema_decay=0.9)
+    plan = {"num_steps": 200, "log_every_steps": 7, "eval_every_steps": 90, "save_every_steps": 30}
+    want = fit(ddp, endless(), tmp_path / "whole", **plan)
+    rng = np.random.default_rng()
+    stops = sorted(rng.integers(1, 200, 2).tolist())
+    for stop in stops:
+        with pytest.raises(Broken):
+            fit(ddp, endless(), tmp_path / "broken", callbacks=[At(stop, break_off)], **plan)
+    run = fit(ddp, endless(), tmp_path / "broken", **plan)
+    assert_same(run.state, want.state)
+    assert records(tmp_path / "broken") == records(tmp_path / "whole"), f"stopped at {stops}"
+
+
+WORLDS = {
+    "devices": (MLP(), "sync", [(8, 1), (1, 1), (4, 1)]),
+    "parts": (MLP(), "sync", [(2, 1), (2, 2), (1, 4)]),
+    "devices under batch norm": (ConvNet(), "sync", [(8, 1), (1, 1), (4, 1)]),
+}
+
+
+@pytest.mark.parametrize("model, batch_norm, worlds", WORLDS.values(), ids=WORLDS)
+def test_a_run_moves_from_world_to_world_up_to_rounding(
+    tmp_path, capsys, model, batch_norm, worlds
+):
+    def train(world, run_dir, num_steps):
+        num_devices, accumulate_steps = world
+        ddp = jddp.DataParallel(
+            model,
+            optax.sgd(0.05, 0.9),
+            loss_fn,
+            mesh=num_devices,
+            batch_norm=batch_norm,
+            accumulate_steps=accumulate_steps,
+        )
+        return fit(ddp, endless(), run_dir, num_steps=num_steps)
+
+    want = train(worlds[0], tmp_path / "whole", 9)
+    for num_steps, world in zip((3, 6, 9), worlds, strict=True):
+        capsys.readouterr()
+        run = train(world, tmp_path / "moved", num_steps)
+        said = " ".join(capsys.readouterr().out.split())
+        told = "all counts go on exactly; all else is the same up to rounding" in said
+        assert told == (num_steps > 3)
+    jax.tree.map(
+        # Nine steps' sums, each in another order.
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
+        jax.device_get((run.state.params, run.state.model_state, run.state.opt_state)),
+        jax.device_get((want.state.params, want.state.model_state, want.state.opt_state)),
+    )
+    assert [r["count"] for r in records(tmp_path / "moved") if r["split"] == "train"] == [8] * 9
+
+
+@pytest.mark.parametrize(
+    "model, batch_norm, worlds, told",
+    [
+        (MLP(dropout_rate=0.5), "sync", [(4, 1), (2, 1)], "num_devices 2 (was 4): the order of"),
+        (MLP(dropout_rate=0.5), "sync", [(2, 1), (2, 2)], "draws for itself, are others"),
+        (ConvNet(), "sync", [(2, 1), (2, 2)], "exactly; batch norm sees other parts of a batch"),
+        (ConvNet(), "local", [(4, 1), (2, 1)], "exactly; batch norm sees other parts of a batch"),
+        (NnxConvNet(nnx.Rngs(0), dropout_rate=0.3), "sync", [(2, 1), (1, 2)], "are others; batch"),
+    ],
+    ids=["dropout on devices", "dropout in parts", "parts", "local statistics", "nnx"],
+)
+def test_what_is_not_the_same_in_another_world_is_said_once(
+    tmp_path, capsys, model, batch_norm, worlds, told
+):
+    for num_steps, (num_devices, parts) in zip((2, 4), worlds, strict=True):
+        options = {"mesh": num_devices, "accumulate_steps": parts, "batch_norm": batch_norm}
+        ddp = jddp.DataParallel(model, optax.sgd(0.1), loss_fn, **options)
+        capsys.readouterr()
+        fit(ddp, endless(), tmp_path, num_steps=num_steps)
+        said = " ".join(capsys.readouterr().out.split())
+        assert said.count(told) == (num_steps == 4)
+    fit(ddp, endless(), tmp_path)
+    assert told not in " ".join(capsys.readouterr().out.split())
+
+
 # --- what goes wrong -----------------------------------------------------------------------------
 
 

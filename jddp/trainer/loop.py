@@ -25,6 +25,7 @@ from jddp.reports import Progress, RunDirectory
 from jddp.run import Run
 from jddp.state import TrainState
 from jddp.trainer.clock import Clock
+from jddp.trainer.elsewhere import differences
 from jddp.trainer.plan import Plan
 from jddp.trainer.source import Source
 
@@ -36,6 +37,15 @@ class Trainable(Protocol):
     """What the loop needs of `jddp.DataParallel`."""
 
     mesh: Mesh
+
+    @property
+    def world(self) -> dict[str, Any]:
+        """Over how many processes, devices and parts a step spreads its rows, and statistics."""
+        ...
+
+    def draws(self, batch: PyTree) -> bool:
+        """Whether a step draws random numbers."""
+        ...
 
     def init(self, seed: int = 0, batch: PyTree = None, params: PyTree = None) -> TrainState:
         """Makes the first state."""
@@ -63,6 +73,10 @@ class Trainable(Protocol):
 @jax.jit
 def _is_finite(tree: PyTree) -> jax.Array:
     return jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]).all()
+
+
+def _has_numbers(tree: PyTree) -> bool:
+    return any(jnp.issubdtype(x.dtype, jnp.inexact) for x in jax.tree.leaves(tree))
 
 
 class Loop:
@@ -97,6 +111,7 @@ class Loop:
         self._progress = Progress(plan.num_steps, is_writer=jax.process_index() == 0)
         self._position: Any = source.position()
         self._resumed_from: int | None = None
+        self._moved: str | None = None
         self._clock = Clock(0)
 
     def resume(self) -> None:
@@ -126,6 +141,13 @@ class Loop:
         run.step, run.state, beside = restored
         run.stopped = beside["stopped"]
         run.metrics, run.evaluations = beside["metrics"], beside["evaluations"]
+        if beside["world"] != (world := self._ddp.world):
+            self._moved = differences(
+                beside["world"],
+                world,
+                draws=self._ddp.draws(self._source.peek()),
+                has_statistics=_has_numbers(run.state.model_state),
+            )
         self._position = beside["position"]
         self._source.move_to(self._position)
         self._resumed_from = run.step
@@ -145,6 +167,8 @@ class Loop:
         run = self._run
         if self._resumed_from is not None:
             self._progress.note(f"resumed from step {run.step} of {self._plan.num_steps}")
+        if self._moved is not None:
+            self._progress.note(self._moved)
         self._take_steps()
         if run.stopped is not None:
             self._progress.note(f"stopped at step {run.step}: {run.stopped}")
@@ -257,6 +281,7 @@ class Loop:
             "metrics": run.metrics,
             "evaluations": run.evaluations,
             "stopped": run.stopped,
+            "world": self._ddp.world,
             **self._about,
         }
         self._checkpoint(where).save(run.step, run.state, beside)

@@ -45,8 +45,9 @@ class Source:
         """The first batch, on the host; it stays to be taken."""
         if isinstance(self._batches, TrainBatches | WorkerBatches):
             return self._batches.batch(0)  # which starts no workers
-        self._peeked.append(self._read())
-        self._num_read -= 1
+        if not self._peeked:
+            self._peeked.append(self._read())
+            self._num_read -= 1
         return self._peeked[0][0]
 
     def position(self) -> dict[str, Any]:
