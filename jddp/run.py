@@ -16,6 +16,9 @@ class Run:
       metrics: The last train record, a dict of floats.
       evaluations: The records of all evaluations, those before a resume included.
       run_dir: Where the run keeps its files, or None.
+      stopped: Why a callback has ended the run, or None.
+      interrupted: The signal at which it stopped before its end, saved so that it goes on when it
+        is started again; or None.
     """
 
     def __init__(self, state: TrainState, run_dir: Path | None, save: Callable[..., None]) -> None:
@@ -25,6 +28,7 @@ class Run:
         self.evaluations: list[dict[str, Any]] = []
         self.run_dir = run_dir
         self.stopped: str | None = None
+        self.interrupted: str | None = None
         self._save = save
 
     @property

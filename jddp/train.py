@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from jddp.build import Job
     from jddp.run import Run
 
+PREEMPTED = 75  # the same command goes on
 EXAMPLES = """\
 examples:
   python -m jddp.train                             # the default job, in minutes
@@ -73,6 +74,8 @@ def _run(arguments: argparse.Namespace) -> int:
             print(f"\n{text}\n\ndry run: nothing was trained or written")
         return 0
     run = job.run()
+    if run.interrupted is not None:
+        return PREEMPTED
     if job.is_writer:
         print(_farewell(run, time.monotonic() - started))
     return 0

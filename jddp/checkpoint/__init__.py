@@ -201,15 +201,20 @@ class Checkpoints:
                 f"Choose another run.dir, or what it was saved from:\n{differ}"
             )
 
-    def close(self) -> None:
-        """Waits until all is written.
+    def wait(self) -> None:
+        """Waits until what was saved is written.
 
         Raises:
           FileSystemError: If the last checkpoint could not be.
         """
-        self._writer.close()
+        self._writer.wait()
         if self._writer.failure is not None:
             raise self._writer.failure
+
+    def close(self) -> None:
+        """Waits as `wait` does, and lets go of what writing needs."""
+        self._writer.close()
+        self.wait()
 
     def _cannot(self, done: str, error: BaseException) -> FileSystemError:
         """What orbax, TensorStore or the file system raised, in one line."""

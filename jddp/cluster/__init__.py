@@ -69,6 +69,8 @@ def initialize(identity: Identity) -> None:
 
     if identity.coordinator is None or jax.distributed.is_initialized():
         return
+    # JAX's handler swallows SIGTERM where nobody asks it; `stopping` has its own.
+    jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         coordinator_address=identity.coordinator,
         num_processes=identity.num_processes,

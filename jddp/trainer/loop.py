@@ -10,7 +10,7 @@ so all processes take it alike.
 import contextlib
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 
 from jddp.callbacks import Callback
 from jddp.checkpoint import Checkpoints
+from jddp.cluster.stopping import StopSignals
 from jddp.errors import ConfigError, NumericsError
 from jddp.reports import Progress, RunDirectory
 from jddp.run import Run
@@ -79,6 +80,10 @@ def _has_numbers(tree: PyTree) -> bool:
     return any(jnp.issubdtype(x.dtype, jnp.inexact) for x in jax.tree.leaves(tree))
 
 
+class _Interrupted(Exception):
+    """All processes stop here, at a signal."""
+
+
 class Loop:
     """A run from where it stands to its end.
 
@@ -109,6 +114,7 @@ class Loop:
         if not state.step.is_deleted():  # a state that was taken is refused by the step, in words
             self._run.step = int(state.step)
         self._progress = Progress(plan.num_steps, is_writer=jax.process_index() == 0)
+        self._signals = StopSignals()
         self._position: Any = source.position()
         self._resumed_from: int | None = None
         self._moved: str | None = None
@@ -153,20 +159,28 @@ class Loop:
         self._resumed_from = run.step
 
     def run_to_the_end(self) -> Run:
-        """Steps until all are done or a callback has stopped the run."""
+        """Steps until all are done, a callback has stopped the run or a signal interrupts it."""
         run = self._run
-        if self._is_over:
+        if self._is_over and self._is_evaluated:
             self._progress.note(f"finished at step {run.step}; nothing to do")
             return run
         files = self._files
-        with contextlib.nullcontext() if files is None else files.logging(jax.process_index()):
-            self._run_on()
+        with (
+            contextlib.nullcontext() if files is None else files.logging(jax.process_index()),
+            self._signals,
+        ):
+            try:
+                self._run_on()
+            except _Interrupted:
+                self._leave()
         return run
 
     def _run_on(self) -> None:
         run = self._run
         if self._resumed_from is not None:
             self._progress.note(f"resumed from step {run.step} of {self._plan.num_steps}")
+            if self._is_due(self._plan.eval_every_steps):
+                self._evaluate()  # if it was interrupted
         if self._moved is not None:
             self._progress.note(self._moved)
         self._take_steps()
@@ -175,6 +189,20 @@ class Loop:
         self._evaluate_and_save(at_end=True)
         for callback in self._callbacks:
             callback.on_end(run)
+
+    def _leave(self) -> None:
+        """Saves what there is, for another process to go on from."""
+        run = self._run
+        run.interrupted = self._signals.name
+        if self._files is None:
+            self._progress.note(f"{run.interrupted}: stopped after step {run.step}")
+            return
+        run.save()
+        self._checkpoint("checkpoints").wait()
+        self._progress.note(
+            f"{run.interrupted}: saved step {run.step} of {self._plan.num_steps}, from which the "
+            "same call goes on"
+        )
 
     def close(self) -> None:
         """Waits for checkpoints, and leaves the terminal as it was."""
@@ -189,6 +217,8 @@ class Loop:
         self._source.start(plan.num_steps - run.step)
         waiting = None
         while not self._is_over:
+            if self._signals.agreed():
+                break
             with self._clock.waiting():
                 batch = next(self._source)
             run.state, metrics = self._ddp.step(run.state, batch)
@@ -208,10 +238,17 @@ class Loop:
                     self._evaluate_and_save()
         if waiting is not None:
             self._report(*waiting)
+        if not self._is_over:
+            raise _Interrupted
 
     @property
     def _is_over(self) -> bool:
         return self._run.step >= self._plan.num_steps or self._run.stopped is not None
+
+    @property
+    def _is_evaluated(self) -> bool:
+        no_need = self._plan.evaluation is None
+        return no_need or self._run.eval_metrics.get("step") == self._run.step
 
     def _is_due(self, every: int | None) -> bool:
         return every is not None and self._run.step % every == 0
@@ -247,20 +284,18 @@ class Loop:
     def _evaluate_and_save(self, *, at_end: bool = False) -> None:
         """Does what is due at this step; at the end, what has not been done at this step."""
         paused, run, plan = time.perf_counter(), self._run, self._plan
-        is_new = run.eval_metrics.get("step") != run.step
-        if (
-            plan.evaluation is not None
-            and is_new
-            and (at_end or self._is_due(plan.eval_every_steps))
-        ):
-            self._evaluate(plan.evaluation)
+        if at_end or self._is_due(plan.eval_every_steps):
+            self._evaluate()
         if self._files is not None and (at_end or self._is_due(plan.save_every_steps)):
             run.save()
         self._clock.pause(time.perf_counter() - paused)
 
-    def _evaluate(self, batches: Iterable[PyTree]) -> None:
-        run = self._run
-        metrics = self._ddp.evaluate(run.state, batches, self._plan.eval_params)
+    def _evaluate(self) -> None:
+        run, plan = self._run, self._plan
+        if plan.evaluation is None or self._is_evaluated:
+            return
+        batches = self._until_stopped(plan.evaluation)
+        metrics = self._ddp.evaluate(run.state, batches, plan.eval_params)
         record: dict[str, Any] = {"step": run.step, "split": "eval", **metrics}
         run.evaluations.append(record)
         if self._files is not None:
@@ -268,6 +303,12 @@ class Loop:
         self._progress.evaluated(run.eval_metrics)
         for callback in self._callbacks:
             callback.on_eval(run, run.eval_metrics)
+
+    def _until_stopped(self, batches: Iterable[PyTree]) -> Iterator[PyTree]:
+        for batch in batches:
+            if self._signals.agreed():
+                raise _Interrupted
+            yield batch
 
     def _save(self, where: str) -> None:
         run = self._run

@@ -1,0 +1,146 @@
+"""Stop a job in good order: a signal to any one process ends all after the same step.
+
+    with StopSignals() as signals:
+        while not signals.agreed():      # asked as often, at the same places, by every process
+            ...
+
+A process that is signalled tells the others through the coordination service. Each then says how
+often it has asked, holding up its next question until all have: the question after the last of
+them is where all stop. Nothing is sent before a signal comes.
+
+The second signal ends a process at once. In a notebook, whose kernel is to live on, it raises
+`KeyboardInterrupt`.
+"""
+
+import contextlib
+import itertools
+import os
+import signal
+import socket
+import sys
+import threading
+from types import FrameType
+from typing import Any
+
+import jax
+
+from jddp.coordination import gather, publish, read
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SECONDS = 30.0  # for which the others may be busy, at most
+_numbers = itertools.count()
+
+
+class StopSignals:
+    """While open, SIGTERM and SIGINT ask all processes of the job to stop together.
+
+    Attributes:
+      name: The signal that came first, to whichever process; None before.
+    """
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self._key = f"jddp/stop/{next(_numbers)}"
+        self._num_asked = 0
+        self._last: int | None = None  # the question whose answer is yes
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._num_signals = 0
+        self._before: dict[int, Any] = {}
+        self._threads: list[threading.Thread] = []
+        self._ends: tuple[socket.socket, socket.socket] | None = None
+
+    def agreed(self) -> bool:
+        """Whether all stop here."""
+        with self._lock:
+            self._num_asked += 1
+            return self._last is not None and self._num_asked >= self._last
+
+    def __enter__(self) -> "StopSignals":
+        """Takes the signals over, if this is the main thread, and listens to the others."""
+        if threading.current_thread() is threading.main_thread():
+            self._take_signals()
+        if jax.process_count() > 1:
+            self._start(self._listen)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Gives the signals back."""
+        self._closed.set()
+        if self._ends is not None:
+            signal.set_wakeup_fd(self._wakeup)
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
+            self._ends[1].close()  # so that the thread reads the end
+        for thread in self._threads:
+            thread.join()
+        if self._ends is not None:
+            self._ends[0].close()
+
+    def _start(self, target: Any) -> None:
+        thread = threading.Thread(target=target, name="jddp-signals", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _take_signals(self) -> None:
+        self._ends = socket.socketpair()
+        self._ends[1].setblocking(False)
+        for number in SIGNALS:
+            # None stands for a handler that Python cannot give back.
+            self._before[number] = signal.signal(number, self._handle) or signal.SIG_DFL
+        # The number of each signal also comes through this socket, while the main thread computes.
+        self._wakeup = signal.set_wakeup_fd(self._ends[1].fileno(), warn_on_full_buffer=False)
+        self._start(self._watch)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Runs in the main thread, when that next comes by."""
+        if self._num_signals > 1 and number == signal.SIGINT:
+            raise KeyboardInterrupt
+
+    def _watch(self) -> None:
+        """Reads the signals, whatever the main thread does."""
+        assert self._ends is not None
+        while received := self._ends[0].recv(1):
+            number = received[0]
+            if number not in SIGNALS:
+                continue
+            self._num_signals += 1
+            name = signal.Signals(number).name
+            if self._num_signals > 1:
+                if not (_is_interactive() and number == signal.SIGINT):
+                    _say(f"{name} again: leaving at once")
+                    os._exit(128 + number)
+                continue
+            _say(f"{name}: stopping after the step under way; once more to leave at once")
+            self._ask(name)
+
+    def _ask(self, name: str) -> None:
+        if jax.process_count() == 1:
+            with self._lock:
+                self.name, self._last = name, self._num_asked + 1
+            return
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # another was first
+            publish(self._key, name)
+
+    def _listen(self) -> None:
+        while not self._closed.is_set():
+            try:
+                self.name = read(self._key, 1.0, of=0)
+                break
+            except TimeoutError:
+                continue
+        else:
+            return
+        with self._lock:
+            asked = gather(self._key, str(self._num_asked), timeout_seconds=_SECONDS)
+            self._last = max(map(int, asked)) + 1
+
+
+def _is_interactive() -> bool:
+    return hasattr(sys, "ps1") or "ipykernel" in sys.modules
+
+
+def _say(text: str) -> None:
+    """Writes past every buffer and lock that the interrupted thread may hold."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"jddp: {text}\n".encode())

@@ -1,0 +1,163 @@
+"""Start `python -m jddp.train` as the processes of a job, wait for what they do, disturb them.
+
+    with Job(folder, "run.dir=run", num_processes=2) as job:
+        job.wait_for(lambda: job.num_steps() >= 20)
+        job.processes[1].send_signal(signal.SIGTERM)
+        assert job.codes() == [75, 75]
+
+Nothing here sleeps for luck: whatever is waited for is a condition, and a job that does not meet it
+in time is killed, and what it said is told.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jddp
+
+REPOSITORY = Path(jddp.__file__).parents[1]
+SECONDS = 120  # for what takes ten
+TIMINGS = ("step_seconds", "examples_per_second", "data_wait_seconds")
+
+# Everything that a state can hold, in steps of a millisecond.
+MINE = """
+from pathlib import Path
+
+import jax
+import numpy as np
+from flax import linen as nn
+
+from jddp.data import ArrayExamples
+
+
+class Line(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=False):
+        x = nn.BatchNorm(use_running_average=not train)(x)
+        x = nn.relu(nn.Dense(8)(nn.Dropout(0.2, deterministic=not train)(x)))
+        return nn.Dense(1)(x)
+
+
+def points(num_test=7):
+    x = np.linspace(-1, 1, 4000, dtype=np.float32).reshape(-1, 2)
+    both = {"x": x, "y": 2 * x[:, :1]}
+    return ArrayExamples(both), {name: array[:num_test] for name, array in both.items()}
+"""
+CONFIG = """
+train: {num_steps: 1000, log_every_steps: 10}
+data: {target: "mine:points", global_batch_size: 8}
+model: {target: "mine:Line"}
+loss: {name: mean_squared_error}
+optimizer: {name: adam, learning_rate: 0.001}
+ddp: {ema_decay: 0.99}
+mesh: {num_devices: 2}
+checkpoint: {every_steps: 200, keep: 2}
+"""
+
+
+def make_folder(folder, cache):
+    """A user's folder, with a module and a config; jobs in it share what others have compiled."""
+    folder.mkdir(exist_ok=True)
+    (folder / "cache").write_text(str(cache))
+    (folder / "mine.py").write_text(MINE)
+    (folder / "job.yaml").write_text(CONFIG)
+    return folder
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+class Job:
+    """The processes of one job, which are ended with the block.
+
+    Args:
+      folder: Of `make_folder`; where the processes run.
+      arguments: For `jddp.train`; `run.dir` is `run` unless one of them says otherwise.
+      num_processes: Of the job.
+      variables: Of the environment.
+    """
+
+    def __init__(self, folder, *arguments, num_processes=1, variables=()):
+        self.run_dir = folder / "run"
+        for argument in arguments:
+            if argument.startswith("run.dir="):
+                self.run_dir = folder / argument.removeprefix("run.dir=")
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "XDG_"))}
+        kept |= {"PYTHONPATH": str(REPOSITORY), "XDG_CACHE_HOME": (folder / "cache").read_text()}
+        kept |= {"JAX_PLATFORMS": "cpu"} | dict(variables)
+        arguments = ["--config", "job.yaml", f"run.dir={self.run_dir}", *arguments]
+        names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+        address = f"127.0.0.1:{free_port()}"
+        self.processes = []
+        for process in range(num_processes):
+            values = (address, str(num_processes), str(process))
+            job = dict(zip(names, values, strict=True)) if num_processes > 1 else {}
+            self.processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "jddp.train", *arguments],
+                    cwd=folder,
+                    env=kept | job,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for process in self.processes:
+            process.kill()  # does nothing to one that has ended
+            process.communicate()
+
+    def codes(self, seconds=SECONDS):
+        """Waits for the end of all; what they said is then in `outputs`."""
+        self.outputs = [process.communicate(timeout=seconds) for process in self.processes]
+        return [process.returncode for process in self.processes]
+
+    def wait_for(self, condition, seconds=SECONDS):
+        """Waits until a condition holds, as long as all processes live."""
+        until = time.monotonic() + seconds
+        while not condition():
+            ended = [process.poll() for process in self.processes]
+            assert set(ended) == {None}, (ended, [p.communicate() for p in self.processes])
+            assert time.monotonic() < until, "the condition was not met in time"
+            time.sleep(0.005)
+
+    def records(self):
+        """What has been measured, without what depends on the machine's mood."""
+        path = self.run_dir / "metrics.jsonl"
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []
+        records = map(json.loads, lines)
+        return [{k: v for k, v in record.items() if k not in TIMINGS} for record in records]
+
+    def num_steps(self):
+        """Steps of the last record."""
+        records = self.records()
+        return records[-1]["step"] if records else 0
+
+    def saved(self):
+        """Steps of the finished checkpoints."""
+        folder = self.run_dir / "checkpoints"
+        there = folder.iterdir() if folder.exists() else ()
+        return sorted(int(path.name) for path in there if path.name.isdecimal())
+
+    def digests(self):
+        """Of every array of the last checkpoint: equal if all bits are."""
+        path = self.run_dir / "checkpoints" / str(self.saved()[-1])
+        return json.loads((path / "arrays.json").read_text())
+
+
+def assert_same_run(job, golden):
+    """Ended as if nothing had disturbed it: in every bit of the state, and in what it measured."""
+    assert job.saved()[-1] == golden.saved()[-1]
+    assert job.digests() == golden.digests()
+    assert job.records() == golden.records()

@@ -1,0 +1,87 @@
+"""A signal to any process: all stop after the same step, save, and go on as if nothing had been."""
+
+import signal
+import time
+
+import pytest
+
+from faults.jobs import Job, assert_same_run
+
+pytestmark = pytest.mark.processes
+
+PREEMPTED = 75
+
+
+def stopped_step(job):
+    """The step at which all stopped, which is the last that was saved."""
+    said = job.outputs[0][0]
+    assert f": saved step {job.saved()[-1]} of " in " ".join(said.split()), said
+    return job.saved()[-1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda x: x.name)
+def test_a_run_of_one_process_stops_and_goes_on_to_the_bit(folder, golden, number):
+    with Job(folder) as job:
+        job.wait_for(lambda: job.num_steps() >= 20)
+        job.processes[0].send_signal(number)
+        assert job.codes() == [PREEMPTED], job.outputs
+    assert 20 <= stopped_step(job) < 1000
+    (complaint,) = job.outputs[0][1].splitlines()
+    assert complaint.startswith(f"jddp: {number.name}: stopping after the step under way")
+    with Job(folder) as job:
+        assert job.codes() == [0], job.outputs
+    assert_same_run(job, golden())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", [[0], [1], [0, 1]], ids=["first", "second", "both"])
+def test_a_signal_to_any_process_stops_all_after_the_same_step(folder, golden, who):
+    with Job(folder, num_processes=2) as job:
+        job.wait_for(lambda: job.num_steps() >= 20)
+        for process in who:
+            job.processes[process].send_signal(signal.SIGTERM)
+        assert job.codes() == [PREEMPTED] * 2, job.outputs
+    assert stopped_step(job) < 1000
+    with Job(folder, num_processes=2) as job:
+        assert job.codes() == [0, 0], job.outputs
+    assert_same_run(job, golden(num_processes=2))
+
+
+LONG_EVALUATION = ["data.kwargs.num_test=2000", "train.eval_every_steps=200"]
+
+
+@pytest.mark.slow
+def test_an_evaluation_is_broken_off_and_made_up_for(folder, golden):
+
+    arguments = [*LONG_EVALUATION, "data.global_batch_size=2"]
+    with Job(folder, *arguments) as job:
+        job.wait_for(lambda: job.num_steps() >= 200)
+        job.processes[0].send_signal(signal.SIGTERM)
+        assert job.codes() == [PREEMPTED], job.outputs
+    with Job(folder, *arguments) as job:
+        assert job.codes() == [0], job.outputs
+    assert_same_run(job, golden(*arguments))
+
+
+@pytest.mark.slow
+def test_a_signal_while_compiling_stops_after_the_first_step(folder):
+    with Job(folder) as job:
+        job.wait_for((job.run_dir / "checkpoints").exists)
+        job.processes[0].send_signal(signal.SIGTERM)
+        (code,) = job.codes()
+    # Before the run listens, the signal has its usual meaning.
+    assert code in (PREEMPTED, -signal.SIGTERM)
+    assert job.saved() in ([], [0], [1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda x: x.name)
+def test_a_second_signal_ends_a_process_at_once(folder, number):
+    with Job(folder, "checkpoint.every_steps=20") as job:
+        job.wait_for(lambda: len(job.saved()) == 2)
+        since = time.monotonic()
+        for _ in range(20):  # until it has gone
+            job.processes[0].send_signal(number)
+        (code,) = job.codes()
+        assert time.monotonic() - since < 5
+    assert code in (128 + number, PREEMPTED)
