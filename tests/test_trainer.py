@@ -1,6 +1,8 @@
 """The loop: the steps of a bare loop, evaluated, logged and saved when due, and resumed exactly."""
 
 import json
+import signal
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch
 
 import jddp
 from jddp.checkpoint import Checkpoints
+from jddp.cluster.stopping import SIGNALS
 from jddp.data import ArrayExamples, TrainBatches
 from jddp.errors import ConfigError, DataError, NumericsError, UsageError
 
@@ -479,6 +482,88 @@ def test_what_is_not_the_same_in_another_world_is_said_once(
         assert said.count(told) == (num_steps == 4)
     fit(ddp, endless(), tmp_path)
     assert told not in " ".join(capsys.readouterr().out.split())
+
+
+# --- signals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda x: x.name)
+def test_a_signal_interrupts_a_run_which_the_same_call_goes_on_with(
+    plain, tmp_path, capsys, number
+):
+    def train(run_dir, *callbacks):
+        return fit(plain, endless(), run_dir, num_steps=1000, callbacks=callbacks, **rarely)
+
+    rarely = {"log_every_steps": 50, "eval_every_steps": 400, "save_every_steps": 300}
+    want, handlers = train(tmp_path / "whole"), list(map(signal.getsignal, SIGNALS))
+    recorder = Recorder()
+    run = train(tmp_path / "run", At(20, lambda run: signal.raise_signal(number)), recorder)
+    assert run.interrupted == number.name
+    assert 20 <= run.step < 1000
+    assert recorder.calls[-1] == ("save", run.step)
+    assert list(map(signal.getsignal, SIGNALS)) == handlers
+    captured = capsys.readouterr()
+    assert f"{number.name}: saved step {run.step} of 1000" in captured.out
+    step, state = newest(tmp_path / "run" / "checkpoints", run.state)
+    assert step == run.step
+    assert_same(state, run.state)
+    run = train(tmp_path / "run")
+    assert run.interrupted is None
+    assert_same(run.state, want.state)
+    assert records(tmp_path / "run") == records(tmp_path / "whole")
+
+
+def test_a_run_without_a_directory_just_stops_at_a_signal(plain):
+    run = plain.fit(
+        endless(),
+        num_steps=10_000,
+        callbacks=[At(3, lambda run: signal.raise_signal(signal.SIGINT))],
+    )
+    assert run.interrupted == "SIGINT"
+    assert int(run.state.step) == run.step < 10_000
+
+
+def test_an_evaluation_that_a_signal_breaks_off_is_made_up_for(plain, tmp_path):
+    class Interrupting(list):
+        def __iter__(self):
+            yield self[0]
+            signal.raise_signal(signal.SIGTERM)
+            while True:  # until all have agreed
+                yield self[1]
+
+    plan = {"eval_every_steps": 3, "save_every_steps": None}
+    want = fit(plain, batches(), tmp_path / "whole", **plan)
+    run = fit(plain, batches(), tmp_path / "run", evaluate=Interrupting(EVALUATION), **plan)
+    assert (run.interrupted, run.step, run.evaluations) == ("SIGTERM", 3, [])
+    run = fit(plain, batches(), tmp_path / "run", **plan)
+    assert_same(run.state, want.state)
+    assert records(tmp_path / "run") == records(tmp_path / "whole")
+
+
+def test_a_last_evaluation_that_a_signal_breaks_off_is_made_up_for(plain, tmp_path):
+    class Interrupting(list):
+        def __iter__(self):
+            signal.raise_signal(signal.SIGTERM)
+            while True:
+                yield self[0]
+
+    plan = {"eval_every_steps": None, "save_every_steps": None}
+    want = fit(plain, batches(), tmp_path / "whole", **plan)
+    run = fit(plain, batches(), tmp_path / "run", evaluate=Interrupting(EVALUATION), **plan)
+    assert (run.interrupted, run.step, run.evaluations) == ("SIGTERM", NUM_STEPS, [])
+    run = fit(plain, batches(), tmp_path / "run", **plan)
+    assert run.eval_metrics == want.eval_metrics
+    assert records(tmp_path / "run") == records(tmp_path / "whole")
+
+
+def test_a_run_in_another_thread_leaves_the_signals_alone(plain):
+    handlers = list(map(signal.getsignal, SIGNALS))
+    seen = []
+    look = At(1, lambda run: seen.append(list(map(signal.getsignal, SIGNALS))))
+    thread = threading.Thread(target=lambda: plain.fit(batches(), num_steps=2, callbacks=[look]))
+    thread.start()
+    thread.join()
+    assert seen == [handlers]
 
 
 # --- what goes wrong -----------------------------------------------------------------------------

@@ -9,7 +9,9 @@ the batches are those that one process would read, and a resumed run starts at i
 
 import contextlib
 import gc
+import signal
 from collections.abc import Iterator
+from multiprocessing import resource_tracker
 from typing import Any
 
 import numpy as np
@@ -56,10 +58,8 @@ class WorkerBatches:
         return self
 
     def __next__(self) -> Batch:
-        if self._iterator is None:
-            self._iterator = self._start()
         try:
-            batch = next(self._iterator)
+            batch = self._next()
         except RuntimeError as error:
             if "terminated unexpectedly" not in str(error):
                 raise
@@ -83,6 +83,19 @@ class WorkerBatches:
         )
         options = grain.MultiprocessingOptions(self._num_workers, per_worker_buffer_size=BUFFER)
         return iter(batches.mp_prefetch(options))
+
+    def _next(self) -> Any:
+        if self._iterator is not None:
+            return next(self._iterator)
+        # The first batch starts the processes, which have this mask from us: Ctrl-C reaches all of
+        # a terminal's, and it is for the run to end them, once it has saved.
+        resource_tracker.ensure_running()  # whose start would lift the mask
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self._iterator = self._start()
+            return next(self._iterator)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def get_state(self) -> dict[str, int]:
         """As `TrainBatches.get_state`: what was delivered, not what has been read ahead."""

@@ -82,9 +82,10 @@ class Job:
       arguments: For `jddp.train`; `run.dir` is `run` unless one of them says otherwise.
       num_processes: Of the job.
       variables: Of the environment.
+      start_new_session: Whether the processes are a group of their own, as in a terminal.
     """
 
-    def __init__(self, folder, *arguments, num_processes=1, variables=()):
+    def __init__(self, folder, *arguments, num_processes=1, variables=(), start_new_session=False):
         self.run_dir = folder / "run"
         for argument in arguments:
             if argument.startswith("run.dir="):
@@ -107,6 +108,7 @@ class Job:
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     text=True,
+                    start_new_session=start_new_session,
                 )
             )
 

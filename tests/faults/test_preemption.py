@@ -1,5 +1,6 @@
 """A signal to any process: all stop after the same step, save, and go on as if nothing had been."""
 
+import os
 import signal
 import time
 
@@ -19,7 +20,11 @@ def stopped_step(job):
     return job.saved()[-1]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda x: x.name)
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)],
+    ids=lambda x: x.name,
+)
 def test_a_run_of_one_process_stops_and_goes_on_to_the_bit(folder, golden, number):
     with Job(folder) as job:
         job.wait_for(lambda: job.num_steps() >= 20)
@@ -85,3 +90,15 @@ def test_a_second_signal_ends_a_process_at_once(folder, number):
         (code,) = job.codes()
         assert time.monotonic() - since < 5
     assert code in (128 + number, PREEMPTED)
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_a_terminal_reaches_processes_that_read_data_too(folder, golden):
+    with Job(folder, "data.num_workers=2", start_new_session=True) as job:
+        job.wait_for(lambda: job.num_steps() >= 20)
+        os.killpg(job.processes[0].pid, signal.SIGINT)
+        assert job.codes() == [PREEMPTED], job.outputs
+    assert "Traceback" not in job.outputs[0][1]
+    with Job(folder, "data.num_workers=2") as job:
+        assert job.codes() == [0], job.outputs
+    assert_same_run(job, golden())
