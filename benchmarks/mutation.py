@@ -34,7 +34,7 @@ from cosmic_ray.work_item import MutationSpec, TestOutcome
 ROOT = Path(__file__).resolve().parent.parent
 STEP = ["data_parallel", "step", "ddp_accumulation", "parameters", "ddp_unused"]
 TESTS = {  # of each room, those that notice most first
-    "jddp/gradients.py": STEP,
+    "jddp/gradients.py": [*STEP, "placement", "hooks", "ddp_hooks"],
     "jddp/metrics.py": ["metrics", "data_parallel"],
     "jddp/reduce/average.py": ["reduce", "hooks"],
     "jddp/reduce/backward.py": ["placement", "transforms"],

@@ -1,6 +1,7 @@
 """The wrapper: what it promises, keeps and refuses."""
 
 import functools
+import zlib
 
 import jax
 import jax.numpy as jnp
@@ -99,6 +100,9 @@ def test_a_scalar_loss_is_a_mean_and_replicas_weigh_alike(mesh):
         ends.append(host((state.params, metrics["loss"], metrics["accuracy"])))
     # The same mean, divided before or after the sum.
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), *ends)
+    ddp = wrapped(loss=scalar, mesh=mesh)
+    _, metrics = ddp.step(ddp.init(0, batch), batch)
+    assert metrics["count"] == mesh.size
 
 
 @pytest.mark.parametrize("parts", [2, 4])
@@ -173,6 +177,28 @@ def test_keys_differ_per_replica_and_step_and_repeat_from_a_state(model):
     drawn = [float(m[f"replica {i}"]) for m in (first, then) for i in range(8)]
     assert len(set(drawn)) == 16
     equal(host(first), host(again))
+
+
+def test_keys_differ_from_part_to_part():
+    def loss(model, batch):
+        noise = model(batch["x"])[:, 0]
+        return noise, {"square": noise**2}
+
+    ddp = wrapped(Noise(), loss=loss, mesh=1, accumulate_steps=3)
+    batch = make_batch(3)  # a row in each part
+    _, metrics = ddp.step(ddp.init(0, batch), batch)
+    assert metrics["square"] - metrics["loss"] ** 2 > 1e-4  # the variance of what was drawn
+
+
+def test_keys_are_those_of_a_step_a_replica_and_a_stream():
+    # What a checkpoint goes on with: the same step draws the same numbers in any version.
+    ddp = wrapped(Noise(), loss=lambda model, batch: model(batch["x"]), mesh=1)
+    batch = make_batch(2)
+    state = ddp.init(0, batch)
+    key = functools.reduce(jax.random.fold_in, (0, 0, zlib.crc32(b"params")), jax.random.key(0))
+    drawn = Noise().apply({"params": ddp.model(state)["params"]}, batch["x"], rngs={"params": key})
+    _, metrics = ddp.step(state, batch)
+    np.testing.assert_allclose(metrics["loss"], drawn.mean(), rtol=1e-6)
 
 
 # --- state -------------------------------------------------------------------------------------
@@ -349,6 +375,20 @@ def test_evaluation_leaves_a_masked_row_out_beside_the_padding():
     got, want = ddp.evaluate(state, [rows]), ddp.evaluate(state, [kept])
     assert got["examples"] == want["examples"] == 8
     np.testing.assert_allclose(got["loss"], want["loss"], rtol=1e-6)
+
+
+def test_evaluation_leaves_masked_tokens_out_beside_the_padding():
+    def loss(model, batch):
+        return model(batch["x"])[..., 0]
+
+    rows = {"x": make_batch(13)["x"].reshape(13, 4, 4), "mask": np.arange(52).reshape(13, 4) % 3}
+    rows["mask"] = rows["mask"] < 2
+    ddp = wrapped(nn.Dense(1), loss=loss)
+    state = ddp.init(0, jax.tree.map(lambda x: x[:8], rows))
+    got = ddp.evaluate(state, [rows])
+    losses = np.asarray(loss(nn.Dense(1).bind(ddp.model(state)), rows))
+    assert got["examples"] == 13
+    np.testing.assert_allclose(got["loss"], losses[rows["mask"]].mean(), rtol=1e-5)
 
 
 def loss_with_tables(model, batch, train):

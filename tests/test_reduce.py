@@ -111,6 +111,8 @@ def test_the_bucket_that_is_complete_last_can_be_small():
     assert planned([10] * 3, 160, last_bucket_bytes=79) == [[0, 1], [2]]
     around = [(10, "float32"), (10, "float64"), (10, "float32")]
     assert planned(around, 400, last_bucket_bytes=400) == [[0], [1], [2]]
+    one_of_two = [(10, "float64"), (10, "float32"), (10, "float32")]
+    assert planned(one_of_two, 400, last_bucket_bytes=40) == [[0], [1], [2]]
     two_before = [(10, "float64"), (10, "float32"), (10, "float64"), (10, "float64")]
     assert planned(two_before, 400, last_bucket_bytes=400) == [[0], [1], [2, 3]]
 

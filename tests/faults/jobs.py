@@ -35,10 +35,12 @@ from jddp.data import ArrayExamples
 
 
 class Line(nn.Module):
+    dropout_rate: float = 0.2
+
     @nn.compact
     def __call__(self, x, train=False):
         x = nn.BatchNorm(use_running_average=not train)(x)
-        x = nn.relu(nn.Dense(8)(nn.Dropout(0.2, deterministic=not train)(x)))
+        x = nn.relu(nn.Dense(8)(nn.Dropout(self.dropout_rate, deterministic=not train)(x)))
         return nn.Dense(1)(x)
 
 
