@@ -56,6 +56,14 @@ def test_data_prints_a_row_for_each_figure_and_a_line_of_json():
 
 
 @pytest.mark.slow
+def test_overhead_prints_a_row_for_each_figure_and_a_line_of_json():
+    *rows, line = run(BENCHMARKS / "overhead.py", "--rounds", 1, "--only", "save")
+    measured = json.loads(line)["results"]["save"]
+    assert len(rows) == len(measured) == 6
+    assert all(value > 0 for value in measured.values())
+
+
+@pytest.mark.slow
 def test_mutants_are_made_and_the_tests_notice_them():
     """Two of hundreds; benchmarks/README.md has the score of all."""
     files = ["--files", "jddp/reduce/plan.py"]

@@ -34,6 +34,7 @@ PyTree = Any
 log = logging.getLogger("jddp")
 
 SECONDS = 1800.0  # that a process may take to write its part
+FILE_BYTES = 2**26  # of a file of arrays, about: several are digested at the same time
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Writer:
     def __init__(self, directory: Path, keep: Keep) -> None:
         self.failure: FileSystemError | None = None
         self._directory, self._keep = directory, keep
-        self._handler = ocp.StandardCheckpointHandler()
+        self._handler = ocp.PyTreeCheckpointHandler()
         self._thread: threading.Thread | None = None
         self._bug: BaseException | None = None
 
@@ -111,7 +112,7 @@ class Writer:
 
     def _copy(self, folder: Path, arrays: PyTree) -> list[Any]:
         """Copies arrays to the host, and returns the writing that has begun."""
-        arguments = ocp.args.StandardSave(arrays)
+        arguments = ocp.args.PyTreeSave(arrays, ocdbt_target_data_file_size=FILE_BYTES)
         with concurrent.futures.ThreadPoolExecutor(1) as pool:  # A notebook runs a loop of its own.
             begun = pool.submit(
                 lambda: asyncio.run(self._handler.async_save(epath.Path(folder), args=arguments))

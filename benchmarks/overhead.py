@@ -1,0 +1,147 @@
+"""Times what it costs to survive, as ratios in one run.
+
+    JAX_PLATFORMS=cpu python benchmarks/overhead.py
+    JAX_PLATFORMS=cpu python benchmarks/overhead.py --only save --rounds 9
+
+    save      a checkpoint of 500 MB: how long the loop waits / a forced copy of every array, and
+              digests of files / all else that is done in the background
+    restart   seconds from the start of the default job, which was killed, to its next finished
+              step; what it compiles has been compiled before
+
+Contenders take turns; a ratio is the median over the rounds. The last line is JSON.
+"""
+
+import argparse
+import json
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from step_time import machine
+
+
+def seconds_of(act: Callable[[], Any]) -> float:
+    since = time.perf_counter()
+    act()
+    return time.perf_counter() - since
+
+
+def made_state(num_megabytes: int) -> Any:
+    """A state of twenty-five arrays of random numbers, replicated over one device."""
+    import jax
+
+    from jddp.mesh import make_mesh, replicate
+    from jddp.state import TrainState
+
+    rng = np.random.default_rng(0)
+    size = num_megabytes * 10**6 // 4 // 25
+    arrays = {f"array {i}": rng.normal(size=size).astype(np.float32) for i in range(25)}
+    step, key = np.int32(0), jax.random.key(0)
+    state = TrainState(step, arrays, None, {}, (), (), key)
+    return replicate(state, make_mesh(1))
+
+
+def save(num_rounds: int, num_megabytes: int = 500) -> dict[str, float]:
+    import jax
+
+    from jddp.checkpoint import Checkpoints
+    from jddp.checkpoint.sums import _digests
+    from jddp.digest import digests
+
+    state = made_state(num_megabytes)
+    names = ("copy", "blocking", "background", "files", "arrays")
+    found: dict[str, list[float]] = {name: [] for name in names}
+    folder = Path(tempfile.mkdtemp())
+    checkpoints = Checkpoints(folder, keep=1)
+    for step in range(num_rounds + 1):
+        copy = seconds_of(lambda: jax.tree.map(force_copy, state))
+        blocking = seconds_of(lambda step=step: checkpoints.save(step, state, {}))
+        background = seconds_of(checkpoints.wait)
+        files = seconds_of(lambda step=step: _digests(folder / str(step)))
+        arrays = seconds_of(lambda: jax.block_until_ready(digests(state)))
+        if step:  # the first compiles
+            values = (copy, blocking, background, files, arrays)
+            for name, value in zip(names, values, strict=True):
+                found[name].append(value)
+    checkpoints.close()
+    shutil.rmtree(folder)
+    medians = {name: statistics.median(values) for name, values in found.items()}
+    return {
+        "blocking seconds": medians["blocking"],
+        "copy seconds": medians["copy"],
+        "blocking / (1.2 copies + 50 ms)": statistics.median(
+            b / (1.2 * c + 0.05) for b, c in zip(found["blocking"], found["copy"], strict=True)
+        ),
+        "background seconds": medians["background"],
+        "digests of files / all else in the background": statistics.median(
+            f / (b - f) for f, b in zip(found["files"], found["background"], strict=True)
+        ),
+        "digests of arrays, on the device, in seconds": medians["arrays"],
+    }
+
+
+def force_copy(x: Any) -> Any:
+    import jax
+
+    is_key = jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return np.array(jax.random.key_data(x) if is_key else x, copy=True)
+
+
+def restart(num_rounds: int) -> dict[str, float]:
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "jddp.train", f"run.dir={folder}/run"]
+        command += ["train.log_every_steps=1", "checkpoint.every_steps=10"]
+        metrics, seconds = Path(folder, "run", "metrics.jsonl"), []
+        for number in range(num_rounds + 1):
+            saved = Path(folder, "run", "checkpoints")
+            step = max((int(p.name) for p in saved.glob("*") if p.name.isdecimal()), default=0)
+            metrics.unlink(
+                missing_ok=True
+            )  # what an earlier life wrote would be taken for this one's
+            since = time.perf_counter()
+            process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+            wait_until(lambda step=step: last_step(metrics) > step)
+            if number:  # the first compiles
+                seconds.append(time.perf_counter() - since)
+            wait_until(lambda step=step: last_step(metrics) > step + 25)
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+    return {"seconds to the next step": statistics.median(seconds), "longest": max(seconds)}
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        time.sleep(0.01)
+
+
+def last_step(metrics: Path) -> int:
+    lines = metrics.read_text().split("\n")[:-1] if metrics.exists() else []
+    return json.loads(lines[-1])["step"] if lines else 0
+
+
+PARTS = {"save": save, "restart": restart}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--rounds", type=int, default=7)
+    arguments = parser.parse_args()
+    found: dict[str, Any] = {}
+    for name in arguments.only:
+        found[name] = PARTS[name](arguments.rounds)
+        for what, value in found[name].items():
+            print(f"{name:8} {what:48} {value:8.3f}", flush=True)
+    print(json.dumps({**machine(), "results": found}))
+
+
+if __name__ == "__main__":
+    main()
