@@ -18,6 +18,16 @@ _uses: collections.Counter[str] = collections.Counter()
 _lock = threading.Lock()
 
 
+def num_processes() -> int:
+    """Of the job; asked without waking a device."""
+    return distributed.global_state.num_processes or 1
+
+
+def process_index() -> int:
+    """Which of them this is."""
+    return distributed.global_state.process_id or 0
+
+
 def gather(key: str, value: str, *, timeout_seconds: float) -> list[str]:
     """The values of all processes, in their order.
 
@@ -30,10 +40,10 @@ def gather(key: str, value: str, *, timeout_seconds: float) -> list[str]:
       TimeoutError: If a process has not said anything by then; it is named.
     """
     name = _unique(key)
-    if jax.process_count() == 1:
+    if num_processes() == 1:
         return [value]
-    publish(f"{name}/{jax.process_index()}", value)
-    return [read(f"{name}/{i}", timeout_seconds, of=i) for i in range(jax.process_count())]
+    publish(f"{name}/{process_index()}", value)
+    return [read(f"{name}/{i}", timeout_seconds, of=i) for i in range(num_processes())]
 
 
 def from_first(key: str, value: str, *, timeout_seconds: float) -> str:
@@ -43,9 +53,9 @@ def from_first(key: str, value: str, *, timeout_seconds: float) -> str:
       TimeoutError: If process 0 has not said anything by then.
     """
     name = _unique(key)
-    if jax.process_count() == 1:
+    if num_processes() == 1:
         return value
-    if jax.process_index() == 0:
+    if process_index() == 0:
         publish(name, value)
         return value
     return read(name, timeout_seconds, of=0)

@@ -41,16 +41,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Error as error:
         for line in str(error).splitlines():
             print(f"jddp: {line}", file=sys.stderr)
-        code = error.exit_code
+        code, told = error.exit_code, str(error)
     except KeyboardInterrupt:
-        print(
-            "jddp: interrupted. The same command goes on from the last checkpoint.", file=sys.stderr
-        )
+        told = "interrupted. The same command goes on from the last checkpoint."
+        print(f"jddp: {told}", file=sys.stderr)
         code = 130
-    except Exception:
+    except Exception as error:
         traceback.print_exc()
-        code = 1
-    return _leave(code)
+        code, told = 1, f"{type(error).__name__}: {error}"
+    return _leave(code, told)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -64,6 +63,10 @@ def _run(arguments: argparse.Namespace) -> int:
         return 0
     _prepare_jax(is_dry_run=arguments.dry_run)
     from jddp.build import build, preview
+    from jddp.cluster import failure, initialize, resolve_identity
+
+    initialize(resolve_identity())
+    failure.own_process()
 
     job = build(config, needs_data=not arguments.dry_run)
     if job.is_writer:
@@ -158,12 +161,14 @@ def _farewell(run: "Run", seconds: float) -> str:
     return f"done     {run.step:,} steps, {seconds:.0f} s in all\neval     {metrics}"
 
 
-def _leave(code: int) -> int:
-    """Ends a process of many at once; the only one of its job just returns its exit code."""
+def _leave(code: int, told: str) -> int:
+    """Ends a process of many, and its job, at once; the only one just returns its exit code."""
     if os.environ.get("JAX_COORDINATOR_ADDRESS"):
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        from jddp.cluster.failure import leave
+        from jddp.coordination import num_processes
+
+        if num_processes() > 1:
+            leave(code, told)
     return code
 
 

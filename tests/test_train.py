@@ -320,6 +320,6 @@ def test_a_process_that_fails_leaves_at_once_and_so_do_the_others(folder):
     codes, outputs = two_processes(
         folder, "loss.target=mine:loss_that_breaks_on_process_1", "run.dir=runs/breaks"
     )
-    assert codes[1] == 1
+    assert codes == [81, 1], outputs
     assert "RuntimeError: a bug" in outputs[1][1]
-    assert codes[0] != 0
+    assert "failed first, with exit code 1: RuntimeError: a bug" in outputs[0][1]

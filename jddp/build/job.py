@@ -17,6 +17,7 @@ import numpy as np
 from jddp.build.parts import Parts, Schedule, resolve_parts
 from jddp.callbacks import Callback, KeepBest
 from jddp.cluster import initialize, resolve_identity
+from jddp.cluster.watchdog import Limits
 from jddp.config import Config, load_config, with_overrides
 from jddp.data import DataSet, TrainBatches, WorkerBatches, count_steps, eval_batches, load_weights
 from jddp.data_parallel import DataParallel
@@ -123,6 +124,7 @@ class Job:
                 learning_rate=self.learning_rate,
                 config=config.model_dump(),
                 manifest=self._manifest(),
+                limits=Limits(**config.watchdog.model_dump()),
             )
         finally:
             if isinstance(batches, WorkerBatches):

@@ -200,6 +200,18 @@ class CheckpointConfig(Section):
     )
 
 
+class WatchdogConfig(Section):
+    """After how many seconds a phase is said to hang, which ends all processes."""
+
+    start_seconds: float = Field(1800, gt=0, description="Of the first state, or reading one.")
+    compile_seconds: float = Field(3600, gt=0, description="Of the first step.")
+    step_seconds: float | None = Field(
+        None, gt=0, description="Of a later step; by default 30 times the longest, or 120."
+    )
+    evaluation_seconds: float = Field(3600, gt=0, description="Of a batch of an evaluation.")
+    save_seconds: float = Field(3600, gt=0, description="Of waiting for a checkpoint.")
+
+
 class Config(Section):
     """A run, completely described.
 
@@ -219,6 +231,7 @@ class Config(Section):
     mesh: MeshConfig = Field(default_factory=MeshConfig)
     ddp: DdpConfig = Field(default_factory=DdpConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    watchdog: WatchdogConfig = Field(default_factory=WatchdogConfig)
 
     def __init__(self, **values: Any) -> None:
         try:

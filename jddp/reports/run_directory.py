@@ -29,7 +29,8 @@ FREE_KEYS = (
     *("run.dir", "data.dir", "data.num_workers", "data.allow_changed"),
     *("mesh.num_devices", "ddp.accumulate_steps"),
     *("checkpoint.resume", "checkpoint.every_steps", "checkpoint.keep"),
-    *("checkpoint.keep_every_steps",),
+    *("checkpoint.keep_every_steps", "watchdog.start_seconds", "watchdog.compile_seconds"),
+    *("watchdog.step_seconds", "watchdog.evaluation_seconds", "watchdog.save_seconds"),
 )
 MISSING = object()
 
@@ -82,6 +83,10 @@ class RunDirectory:
     def logging(self, process_index: int) -> contextlib.AbstractContextManager[None]:
         """While open, what this process says goes into a log file of its own."""
         return logging_to(self.path / "logs" / f"process_{process_index}.log")
+
+    def stacks(self, process_index: int) -> Path:
+        """Where a process writes what its threads are doing, if it hangs."""
+        return self.path / "logs" / f"process_{process_index}.stacks"
 
     def _refuse_another_run(self, config: Values | None) -> None:
         ours = (self._config, self._manifest)

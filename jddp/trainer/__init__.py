@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from jddp.callbacks import Callback
+from jddp.cluster.watchdog import Limits, Watchdog
 from jddp.errors import ConfigError
 from jddp.reports import RunDirectory
 from jddp.run import Run
@@ -21,6 +22,8 @@ from jddp.trainer.source import Source
 from jddp.versions import versions
 
 PyTree = Any
+
+LIMITS = Limits()
 
 __all__ = ["Trainable", "train"]
 
@@ -45,6 +48,7 @@ def train(
     learning_rate: Callable[[int], Any] | None = None,
     config: Mapping[str, Any] | None = None,
     manifest: Mapping[str, Any] | None = None,
+    limits: Limits = LIMITS,
 ) -> Run:
     """Trains until `num_steps` optimizer steps are finished, going on where the run was.
 
@@ -67,6 +71,7 @@ def train(
       learning_rate: Of a step, for the records.
       config: Kept in the run directory; another one there is refused.
       manifest: Kept beside it.
+      limits: Of what a phase may take before its processes are said to hang.
 
     Returns:
       The finished run.
@@ -95,14 +100,16 @@ def train(
         files = RunDirectory(Path(run_dir), is_writer=jax.process_index() == 0)
         files.prepare(config, manifest)
     source = Source(batches, ddp.put)
-    if state is None:
-        state = ddp.init(seed, source.peek())
-    if eval_params == "ema" and state.ema_params is None:
-        raise ConfigError("eval_params='ema' needs DataParallel(..., ema_decay=...).")
-    about = {"config": config, "manifest": manifest}
-    loop = Loop(ddp, source, state, plan, files, callbacks, about)
-    try:
-        loop.resume()
-        return loop.run_to_the_end()
-    finally:
-        loop.close()
+    stacks = None if files is None else files.stacks(jax.process_index())
+    with Watchdog(limits, stacks) as watchdog:
+        if state is None:
+            state = ddp.init(seed, source.peek())
+        if eval_params == "ema" and state.ema_params is None:
+            raise ConfigError("eval_params='ema' needs DataParallel(..., ema_decay=...).")
+        about = {"config": config, "manifest": manifest}
+        loop = Loop(ddp, source, state, plan, files, callbacks, about, watchdog)
+        try:
+            loop.resume()
+            return loop.run_to_the_end()
+        finally:
+            loop.close()

@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 from jddp.callbacks import Callback
 from jddp.checkpoint import Checkpoints
 from jddp.cluster.stopping import StopSignals
+from jddp.cluster.watchdog import Watchdog
 from jddp.errors import ConfigError, NumericsError
 from jddp.reports import Progress, RunDirectory
 from jddp.run import Run
@@ -95,6 +96,7 @@ class Loop:
       files: The run directory, or None.
       callbacks: Called with reduced values.
       about: What goes into every checkpoint: config, versions, ...
+      watchdog: Told of each step and phase.
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class Loop:
         files: RunDirectory | None,
         callbacks: Sequence[Callback],
         about: Mapping[str, Any],
+        watchdog: Watchdog,
     ) -> None:
         self._ddp, self._source, self._plan = ddp, source, plan
         self._files, self._callbacks, self._about = files, callbacks, about
@@ -114,7 +117,7 @@ class Loop:
         if not state.step.is_deleted():  # a state that was taken is refused by the step, in words
             self._run.step = int(state.step)
         self._progress = Progress(plan.num_steps, is_writer=jax.process_index() == 0)
-        self._signals = StopSignals()
+        self._signals, self._watchdog = StopSignals(), watchdog
         self._position: Any = source.position()
         self._resumed_from: int | None = None
         self._moved: str | None = None
@@ -206,6 +209,7 @@ class Loop:
 
     def close(self) -> None:
         """Waits for checkpoints, and leaves the terminal as it was."""
+        self._watchdog.enter("save", self._run.step)
         self._source.close()
         self._progress.close()
         for checkpoints in self._checkpoints.values():
@@ -215,6 +219,7 @@ class Loop:
         run, plan = self._run, self._plan
         self._clock, first = Clock(run.step), run.step + 1
         self._source.start(plan.num_steps - run.step)
+        self._watchdog.enter("compile", run.step)
         waiting = None
         while not self._is_over:
             if self._signals.agreed():
@@ -231,6 +236,7 @@ class Loop:
             if run.step == first:
                 jax.block_until_ready(metrics)
                 self._clock = Clock(run.step)  # compiled: from here on time is training time
+            self._watchdog.enter("step", run.step)
             if self._is_due(plan.eval_every_steps) or self._is_due(plan.save_every_steps):
                 self._report(*waiting)
                 waiting = None
@@ -288,6 +294,7 @@ class Loop:
             self._evaluate()
         if self._files is not None and (at_end or self._is_due(plan.save_every_steps)):
             run.save()
+        self._watchdog.enter("step", run.step)
         self._clock.pause(time.perf_counter() - paused)
 
     def _evaluate(self) -> None:
@@ -306,12 +313,14 @@ class Loop:
 
     def _until_stopped(self, batches: Iterable[PyTree]) -> Iterator[PyTree]:
         for batch in batches:
+            self._watchdog.enter("evaluation", self._run.step)
             if self._signals.agreed():
                 raise _Interrupted
             yield batch
 
     def _save(self, where: str) -> None:
         run = self._run
+        self._watchdog.enter("save", run.step)
         if not _is_finite(run.state.params):
             raise NumericsError(
                 f"Parameters are not finite after step {run.step}, though its loss was: a gradient "

@@ -25,6 +25,8 @@ TIMINGS = ("step_seconds", "examples_per_second", "data_wait_seconds")
 
 # Everything that a state can hold, in steps of a millisecond.
 MINE = """
+import ctypes
+import time
 from pathlib import Path
 
 import jax
@@ -44,10 +46,23 @@ class Line(nn.Module):
         return nn.Dense(1)(x)
 
 
+class Examples(ArrayExamples):
+    # What a test has put into the folder happens to the process of that number.
+    def take(self, indices):
+        me = jax.process_index()
+        while Path(f"hang-{me}").exists():
+            time.sleep(0.05)
+        if Path(f"hold-{me}").exists():
+            ctypes.PyDLL(None).sleep(1000)  # and does not let go of the interpreter's lock
+        if Path(f"fail-{me}").exists():
+            raise RuntimeError("a bug in reading")
+        return super().take(indices)
+
+
 def points(num_test=7):
     x = np.linspace(-1, 1, 4000, dtype=np.float32).reshape(-1, 2)
     both = {"x": x, "y": 2 * x[:, :1]}
-    return ArrayExamples(both), {name: array[:num_test] for name, array in both.items()}
+    return Examples(both), {name: array[:num_test] for name, array in both.items()}
 """
 CONFIG = """
 train: {num_steps: 1000, log_every_steps: 10}

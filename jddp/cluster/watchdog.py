@@ -1,0 +1,189 @@
+"""Notice that nothing goes on, and say which process is to blame.
+
+A process that hangs is healthy to JAX, whose heartbeats come from another thread, and all others
+wait for it in a collective for ever. So each process watches itself: every phase has its time.
+Where one passes, all write their stacks and tell how far they are, and the one that is behind, or
+that does not answer, is named. A process that the command line owns then ends, with 79.
+
+    with Watchdog(Limits(), stacks=Path("logs/process_0.stacks")) as watchdog:
+        watchdog.enter("step", 17)            # and again with each step
+"""
+
+import contextlib
+import faulthandler
+import itertools
+import json
+import logging
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import jax
+
+from jddp.cluster import failure
+from jddp.coordination import num_processes, process_index, publish, read
+
+HANG = 79
+PHASES = ("start", "compile", "step", "evaluation", "save")
+_ANSWER_SECONDS = 5.0
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds that a phase may take, and in evaluation one batch.
+
+    Attributes:
+      start_seconds: Making the first state, and reading a checkpoint.
+      compile_seconds: The first step.
+      step_seconds: A later step; None is thirty times the longest so far, and at least two minutes.
+      evaluation_seconds: A batch of an evaluation, the first of which is compiled.
+      save_seconds: What the loop waits for a checkpoint.
+    """
+
+    start_seconds: float = 1800.0
+    compile_seconds: float = 3600.0
+    step_seconds: float | None = None
+    evaluation_seconds: float = 3600.0
+    save_seconds: float = 3600.0
+
+    def of(self, phase: str, longest_step: float) -> float:
+        """Seconds for a phase; `longest_step` is that of the run so far."""
+        limit = getattr(self, f"{phase}_seconds")
+        return max(120.0, 30 * longest_step) if limit is None else float(limit)
+
+
+class Watchdog:
+    """Watches this process of a job, while it is open.
+
+    Args:
+      limits: Of each phase.
+      stacks: The file for what every thread is doing; standard error if there is none.
+    """
+
+    def __init__(self, limits: Limits, stacks: Path | None) -> None:
+        self._limits, self._path = limits, stacks
+        self._key = f"jddp/hang/{next(_numbers)}"
+        self._phase, self._step, self._since = "start", 0, time.monotonic()
+        self._longest_step = 0.0
+        self._closed = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._file: TextIO = sys.stderr
+
+    def enter(self, phase: str, step: int) -> None:
+        """Says that a phase begins, or a step or batch of it, after `step` finished steps."""
+        now = time.monotonic()
+        if phase == self._phase == "step":
+            self._longest_step = max(self._longest_step, now - self._since)
+        self._phase, self._step, self._since = phase, step, now
+
+    def __enter__(self) -> "Watchdog":
+        """Begins to watch."""
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("a")
+        self._since = time.monotonic()
+        for target in (self._watch, *([self._listen] if num_processes() > 1 else [])):
+            thread = threading.Thread(target=target, name="jddp-watchdog", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ends watching."""
+        self._closed.set()
+        for thread in self._threads:
+            thread.join()
+        faulthandler.cancel_dump_traceback_later()
+        if self._path is not None:
+            self._file.close()
+            if self._path.stat().st_size == 0:
+                self._path.unlink()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(0.5):
+            limit = self._limits.of(self._phase, self._longest_step)
+            if failure.owns_process:
+                # Whoever holds the interpreter's lock keeps this thread from running, not that one.
+                faulthandler.dump_traceback_later(limit + 30, exit=True, file=self._file)
+            if time.monotonic() - self._since > limit:
+                with contextlib.suppress(jax.errors.JaxRuntimeError):  # another was faster
+                    if num_processes() > 1:
+                        publish(self._key, str(process_index()))
+                self._tell()
+                return
+
+    def _listen(self) -> None:
+        while not self._closed.is_set():
+            with contextlib.suppress(TimeoutError, jax.errors.JaxRuntimeError):
+                read(self._key, 1.0, of=0)
+                self._tell()
+                return
+
+    def _tell(self) -> None:
+        """Writes the stacks, compares how far all are, and ends the process if it may."""
+        faulthandler.dump_traceback(self._file, all_threads=True)
+        self._file.flush()
+        told = describe(self._progress_of_all(), self._limits, self._longest_step)
+        told += f" Stacks: {self._path or 'above'}."
+        if failure.owns_process:
+            failure.end(HANG, told)
+        logging.getLogger("jddp").error("%s", told)
+
+    def _progress_of_all(self) -> dict[int, dict[str, Any] | None]:
+        own = {
+            "host": socket.gethostname(),
+            "phase": self._phase,
+            "step": self._step,
+            "seconds": time.monotonic() - self._since,
+        }
+        found: dict[int, dict[str, Any] | None] = {process_index(): own}
+        if num_processes() == 1:
+            return found
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            publish(f"{self._key}/{process_index()}", json.dumps(own))
+        for process in range(num_processes()):
+            try:
+                found[process] = json.loads(
+                    read(f"{self._key}/{process}", _ANSWER_SECONDS, of=process)
+                )
+            except (TimeoutError, jax.errors.JaxRuntimeError):
+                found[process] = None
+        return found
+
+
+def describe(
+    progress: Mapping[int, Mapping[str, Any] | None], limits: Limits, longest_step: float
+) -> str:
+    """Names the process to blame: one that does not answer, else the one that is behind.
+
+    Args:
+      progress: Host, phase, steps and seconds in the phase of each process; None for no answer.
+      limits: Of each phase.
+      longest_step: Seconds.
+    """
+    silent = [process for process, known in progress.items() if known is None]
+    known = {process: x for process, x in progress.items() if x is not None}
+    behind = min(known, key=lambda i: (known[i]["step"], -known[i]["seconds"]))
+    x = known[behind]
+    others = [
+        f"process {i}: {y['phase']} after step {y['step']}, for {y['seconds']:.0f} s"
+        for i, y in sorted(known.items())
+        if i != behind
+    ]
+    limit = limits.of(x["phase"], longest_step)
+    if silent:
+        names = ", ".join(map(str, silent))
+        blamed = f"process {names} does not answer; process {behind}"
+    else:
+        blamed = f"process {behind}"
+    told = (
+        f"nothing goes on: {blamed} on {x['host']} is in phase {x['phase']} after step {x['step']} "
+        f"for {x['seconds']:.0f} s, where {limit:.0f} s are the limit."
+    )
+    return " ".join([told, *(f"{other[0].upper()}{other[1:]}." for other in others)])
