@@ -10,6 +10,7 @@ rows one is planned and compiled, in `steps`.
 """
 
 import functools
+import hashlib
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -210,6 +211,21 @@ class DataParallel:
     def kinds(self, state: TrainState) -> TrainState:
         """For each leaf of a state its `Kind`: how it lies on the mesh."""
         return self._steps.kinds(state)
+
+    def facts(self, batch: PyTree) -> dict[str, str]:
+        """What processes that step together have alike: the state's shapes, the step's program.
+
+        Args:
+          batch: This process's rows, or their `jax.ShapeDtypeStruct`s.
+        """
+        state = self.abstract_state(batch)
+        leaves = jax.tree_util.tree_leaves_with_path(state)
+        shapes = {jax.tree_util.keystr(p, simple=True, separator="/"): x for p, x in leaves}
+        program = self._steps.lower(state, batch).as_text()
+        return {
+            **{name: f"{x.shape} {x.dtype}" for name, x in shapes.items()},
+            "the lowered step": hashlib.sha256(program.encode()).hexdigest(),
+        }
 
     def draws(self, batch: PyTree) -> bool:
         """Whether a step draws random numbers, such as those of dropout; traces, runs nothing."""

@@ -51,6 +51,29 @@ def as_words(found: Any, tree: PyTree) -> list[str]:
     ]
 
 
+def find_divergence(found: Any, tree: PyTree) -> str | None:
+    """Names an array that is not the same on all replicas, and the fewest that have it otherwise.
+
+    Of two halves that differ, it is that without replica 0 which is named.
+
+    Args:
+      found: What `digests` returned.
+      tree: What was digested, or its shapes and shardings.
+    """
+    rows = np.asarray(found)
+    for i, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(tree)):
+        if is_split(x) or (rows[:, i] == rows[0, i]).all():
+            continue
+        column = rows[:, i].tolist()
+        most = max(column, key=column.count)  # the first of those that are equally many
+        others = [n for n, digest in enumerate(column) if digest != most]
+        devices = x.sharding.mesh.devices.flat
+        where = ", ".join(f"{n} (process {devices[n].process_index})" for n in others)
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        return f"{name} differs on replica {where}"
+    return None
+
+
 def is_split(x: Any) -> bool:
     """Whether each device holds rows of its own."""
     return any(axis is not None for axis in x.sharding.spec)

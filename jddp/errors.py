@@ -32,6 +32,12 @@ class FileSystemError(Error):
     exit_code = 74
 
 
+class DivergenceError(Error):
+    """Replicas that have to be alike are not: hardware that errs, or code that differs by host."""
+
+    exit_code = 76
+
+
 class DisagreementError(Error):
     """Processes of one job were given different code, configs or data."""
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from jax import P
 
-from jddp.digest import as_words, digests
+from jddp.digest import as_words, digests, find_divergence
 from jddp.mesh import make_mesh
 
 DTYPES = ["float32", "bfloat16", "float16", "float8_e4m3fn", "int8", "uint32", "bool", "complex64"]
@@ -79,6 +79,9 @@ def test_replicas_that_differ_in_one_bit_have_other_rows():
     x = jax.make_array_from_single_device_arrays((3, 2), jax.NamedSharding(mesh, P()), arrays)
     found = np.asarray(digests({"same": put(np.ones(2), 4), "differs": x}))
     assert found.shape == (4, 2)
+    told = find_divergence(found, {"same": put(np.ones(2), 4), "differs": x})
+    assert told == "differs differs on replica 2 (process 0)"
+    assert find_divergence(found[:2], {"same": put(np.ones(2), 4), "differs": x}) is None
     differs, same = found[:, 0], found[:, 1]  # in the tree's order
     assert (same == same[0]).all()
     assert (differs != differs[0]).tolist() == [False, False, True, False]

@@ -310,7 +310,7 @@ def test_processes_that_read_different_data_say_so_and_end(folder):
     codes, outputs = two_processes(folder, target, "run.dir=runs/differ")
     assert codes == [78, 78], outputs
     for _, complaint in outputs:
-        assert "process 1 reads other data than process 0: sha256 begins with" in complaint
+        assert "process 1 has another data set than process 0: sha256 is " in complaint
         assert "Traceback" not in complaint
     assert not (folder / "runs" / "differ").exists()
 

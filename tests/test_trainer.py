@@ -17,7 +17,7 @@ import jddp
 from jddp.checkpoint import Checkpoints
 from jddp.cluster.stopping import SIGNALS
 from jddp.data import ArrayExamples, TrainBatches
-from jddp.errors import ConfigError, DataError, NumericsError, UsageError
+from jddp.errors import ConfigError, DataError, DivergenceError, NumericsError, UsageError
 
 NUM_STEPS = 6
 SCHEDULE = optax.cosine_decay_schedule(0.1, NUM_STEPS)
@@ -482,6 +482,68 @@ def test_what_is_not_the_same_in_another_world_is_said_once(
         assert said.count(told) == (num_steps == 4)
     fit(ddp, endless(), tmp_path)
     assert told not in " ".join(capsys.readouterr().out.split())
+
+
+# --- replicas ------------------------------------------------------------------------------------
+
+
+def bent(state, replica=1):
+    """The state, one parameter of which is one bit off on one replica."""
+
+    def bend(x):
+        copies = [np.array(shard.data) for shard in x.addressable_shards]
+        copies[replica].view(np.uint32).reshape(-1)[3] ^= 1
+        arrays = [
+            jax.device_put(copy, shard.device)
+            for copy, shard in zip(copies, x.addressable_shards, strict=True)
+        ]
+        return jax.make_array_from_single_device_arrays(x.shape, x.sharding, arrays)
+
+    layer = {**state.params["Dense_0"], "kernel": bend(state.params["Dense_0"]["kernel"])}
+    return state.replace(params={**state.params, "Dense_0": layer})
+
+
+def bend(run):
+    run.state = bent(run.state)
+
+
+def test_a_replica_that_drifts_off_by_one_bit_is_found_and_named(plain, tmp_path):
+    with pytest.raises(DivergenceError) as caught:
+        fit(
+            plain,
+            endless(),
+            tmp_path,
+            num_steps=40,
+            compare_every_steps=10,
+            eval_every_steps=None,
+            save_every_steps=None,
+            callbacks=[At(13, bend)],
+        )
+    assert caught.value.exit_code == 76
+    told = str(caught.value)
+    assert told.startswith("After step 20 ")
+    assert "params/Dense_0/" in told
+    assert "differs on replica 1 (process 0)" in told
+
+
+def test_no_checkpoint_is_made_of_replicas_that_differ(plain, tmp_path):
+    with pytest.raises(DivergenceError, match="Step 4 is not saved: params/Dense_0/"):
+        fit(
+            plain,
+            batches(),
+            tmp_path,
+            eval_every_steps=None,
+            compare_every_steps=None,
+            callbacks=[At(3, bend)],
+        )
+    step, _ = newest(tmp_path / "checkpoints", plain.init(0, make_batch(8)))
+    assert step == 2
+
+
+def test_a_first_state_whose_replicas_differ_is_refused(plain):
+    state = bent(plain.init(0, make_batch(8)))
+    with pytest.raises(DivergenceError, match="After step 0 params/Dense_0/kernel differs on"):
+        plain.fit(batches(), num_steps=2, state=state)
 
 
 # --- signals -------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ run = job.run()
 
 import contextlib
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +18,18 @@ import numpy as np
 from jddp.build.parts import Parts, Schedule, resolve_parts
 from jddp.callbacks import Callback, KeepBest
 from jddp.cluster import initialize, resolve_identity
+from jddp.cluster.agreement import agree
 from jddp.cluster.watchdog import Limits
-from jddp.config import Config, load_config, with_overrides
+from jddp.config import Config, flatten, load_config, with_overrides
 from jddp.data import DataSet, TrainBatches, WorkerBatches, count_steps, eval_batches, load_weights
 from jddp.data_parallel import DataParallel
-from jddp.errors import DataError, DisagreementError
-from jddp.mesh import configure_devices, from_all_processes
+from jddp.errors import DataError
+from jddp.mesh import configure_devices
 from jddp.run import Run
+from jddp.versions import source_hash, versions
+
+# Of JAX: what changes what a program computes.
+SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion")
 
 
 def fit(
@@ -124,6 +130,7 @@ class Job:
                 learning_rate=self.learning_rate,
                 config=config.model_dump(),
                 manifest=self._manifest(),
+                compare_every_steps=config.train.compare_every_steps,
                 limits=Limits(**config.watchdog.model_dump()),
             )
         finally:
@@ -179,11 +186,12 @@ def build(config: Config, *, needs_data: bool = True) -> Job:
     Raises:
       ConfigError: With all that the config names and that cannot be had, one line each.
       DataError: If the data are absent or damaged.
-      DisagreementError: If processes read different data.
+      DisagreementError: If processes have different configs, versions or data.
     """
     identity = resolve_identity()
     _configure(config, identity.num_processes)
     initialize(identity)
+    agree("config or version", _facts(config))
     parts = resolve_parts(config)
     data, data_error = None, ""
     try:
@@ -193,7 +201,7 @@ def build(config: Config, *, needs_data: bool = True) -> Job:
             raise
         data_error = str(error)
     if data is not None:
-        _check_that_all_read_the_same(data)
+        agree("data set", {"sha256": data.sha256})
     num_steps = _num_steps(config, data)
     optimizer, learning_rate = parts.make_optimizer(num_steps or 1)
     ddp = DataParallel(
@@ -212,15 +220,12 @@ def _configure(config: Config, num_processes: int) -> None:
         configure_devices(config.mesh.num_devices, num_processes=num_processes)
 
 
-def _check_that_all_read_the_same(data: DataSet) -> None:
-    hashes = from_all_processes(int(data.sha256[:7], 16))
-    differ = np.flatnonzero(hashes != hashes[0])
-    if differ.size:
-        raise DisagreementError(
-            f"process {differ[0]} reads other data than process 0: sha256 begins with "
-            f"{hashes[differ[0]]:07x} there and {hashes[0]:07x} here. Give every process the same "
-            "files under data.dir."
-        )
+def _facts(config: Config) -> dict[str, str]:
+    """What all processes of a job have in common, but for where their data lie."""
+    keys = {key: str(x) for key, x in flatten(config.model_dump()).items() if key != "data.dir"}
+    settings = {name: str(getattr(jax.config, name)) for name in SETTINGS}
+    flags = {"XLA_FLAGS": os.environ.get("XLA_FLAGS", ""), "code of jddp": source_hash()}
+    return {**keys, **versions(), **settings, **flags}
 
 
 def _num_steps(config: Config, data: DataSet | None) -> int | None:

@@ -27,8 +27,8 @@ from jddp.checkpoint import steps
 from jddp.checkpoint.arrays import describe
 from jddp.checkpoint.sums import seal
 from jddp.coordination import from_first, gather
-from jddp.digest import digests
-from jddp.errors import FileSystemError
+from jddp.digest import digests, find_divergence
+from jddp.errors import DivergenceError, FileSystemError
 
 PyTree = Any
 log = logging.getLogger("jddp")
@@ -122,13 +122,21 @@ class Writer:
     def _finish(
         self, step: int, reason: str, shapes: PyTree, found: jax.Array, beside: str
     ) -> FileSystemError | None:
-        """Makes a checkpoint of what all have written; returns why, if it cannot be."""
+        """Makes a checkpoint of what all have written; returns why, if it cannot be.
+
+        Raises:
+          DivergenceError: If replicas differ, which all processes see alike.
+        """
+        rows = np.asarray(found)
+        told = find_divergence(rows, shapes)
+        if told is not None:
+            raise DivergenceError(f"Step {step} is not saved: {told}.")
         votes = gather(f"save/{step}", reason, timeout_seconds=SECONDS)
         reason = next((f"process {i}: {vote}" for i, vote in enumerate(votes) if vote), "")
         if jax.process_index() == 0:
             try:
                 if not reason:
-                    self._commit(step, describe(shapes, np.asarray(found)), beside)
+                    self._commit(step, describe(shapes, rows), beside)
             except (OSError, ValueError) as error:
                 reason = first_line(error)
             if reason:

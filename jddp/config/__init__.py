@@ -7,7 +7,7 @@ overrides, `mistakes` says in one line each what is wrong. JAX is not imported h
 key does not cost a start of JAX.
 """
 
-from jddp.config.files import dump_values, load_config, read_values, with_overrides
+from jddp.config.files import dump_values, flatten, load_config, read_values, with_overrides
 from jddp.config.keys import describe_keys
 from jddp.config.mistakes import ConfigMistakes
 from jddp.config.schema import Config
@@ -17,6 +17,7 @@ __all__ = [
     "ConfigMistakes",
     "describe_keys",
     "dump_values",
+    "flatten",
     "load_config",
     "read_values",
     "with_overrides",

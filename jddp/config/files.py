@@ -181,3 +181,13 @@ def _plain(values: Any) -> dict[str, Any]:
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
+
+
+def flatten(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Nested values by their dotted keys; tuples become lists, as YAML gives them back."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        key = f"{above}{name}"
+        value = list(value) if isinstance(value, tuple) else value
+        flat |= flatten(value, f"{key}.") if isinstance(value, Mapping) and value else {key: value}
+    return flat

@@ -67,6 +67,9 @@ class TrainConfig(Section):
         "params", description="Evaluate the parameters, or their moving average."
     )
     log_every_steps: int = Field(50, ge=1, description="Steps between lines of metrics.")
+    compare_every_steps: int | None = Field(
+        500, ge=1, description="Steps between comparisons of all replicas, bit by bit; or null."
+    )
 
     @model_validator(mode="after")
     def _one_length(self) -> "TrainConfig":

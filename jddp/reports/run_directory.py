@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jddp.config import dump_values, read_values
+from jddp.config import dump_values, flatten, read_values
 from jddp.errors import ConfigError, DataError, FileSystemError
 from jddp.reports.log_file import logging_to
 from jddp.reports.metrics_file import MetricsFile
@@ -137,21 +137,12 @@ class RunDirectory:
 
 def _differing(before: Values, now: Values) -> list[str]:
     """Returns "key: old there, new here" for every key that differs and matters."""
-    old, new = _flat(before), _flat(now)
+    old, new = flatten(before), flatten(now)
     return [
         f"{key} is {_show(old.get(key, MISSING))} there, {_show(new.get(key, MISSING))} here"
         for key in dict.fromkeys([*new, *old])
         if key not in FREE_KEYS and old.get(key, MISSING) != new.get(key, MISSING)
     ]
-
-
-def _flat(values: Values, above: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        key = f"{above}{name}"
-        value = list(value) if isinstance(value, tuple) else value  # As YAML gives it back.
-        flat |= _flat(value, f"{key}.") if isinstance(value, Mapping) and value else {key: value}
-    return flat
 
 
 def _show(value: Any) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from jddp.callbacks import Callback
+from jddp.cluster.agreement import agree
 from jddp.cluster.watchdog import Limits, Watchdog
 from jddp.errors import ConfigError
 from jddp.reports import RunDirectory
@@ -49,6 +50,7 @@ def train(
     config: Mapping[str, Any] | None = None,
     manifest: Mapping[str, Any] | None = None,
     limits: Limits = LIMITS,
+    compare_every_steps: int | None = 500,
 ) -> Run:
     """Trains until `num_steps` optimizer steps are finished, going on where the run was.
 
@@ -71,6 +73,7 @@ def train(
       learning_rate: Of a step, for the records.
       config: Kept in the run directory; another one there is refused.
       manifest: Kept beside it.
+      compare_every_steps: Steps between comparisons of all replicas; None never compares.
       limits: Of what a phase may take before its processes are said to hang.
 
     Returns:
@@ -79,6 +82,8 @@ def train(
     Raises:
       ConfigError: If an option breaks its rule, or the run directory holds another run.
       DataError: If the batches end before `num_steps`.
+      DisagreementError: If processes have different models, optimizers or batches.
+      DivergenceError: If what replicas have to have alike differs.
       NumericsError: If the loss is not finite.
     """
     plan = Plan(
@@ -92,6 +97,7 @@ def train(
         evaluation=evaluate,
         eval_params=eval_params,
         learning_rate=learning_rate,
+        compare_every_steps=compare_every_steps,
     )
     if resume == "must" and run_dir is None:
         raise ConfigError("resume='must' needs run_dir=, where the run was saved.")
@@ -102,6 +108,8 @@ def train(
     source = Source(batches, ddp.put)
     stacks = None if files is None else files.stacks(jax.process_index())
     with Watchdog(limits, stacks) as watchdog:
+        if jax.process_count() > 1:
+            agree("model, optimizer or batch", ddp.facts(source.peek()))
         if state is None:
             state = ddp.init(seed, source.peek())
         if eval_params == "ema" and state.ema_params is None:

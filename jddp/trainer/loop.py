@@ -29,6 +29,7 @@ from jddp.state import TrainState
 from jddp.trainer.clock import Clock
 from jddp.trainer.elsewhere import differences
 from jddp.trainer.plan import Plan
+from jddp.trainer.replicas import Comparison
 from jddp.trainer.source import Source
 
 PyTree = Any
@@ -47,6 +48,10 @@ class Trainable(Protocol):
 
     def draws(self, batch: PyTree) -> bool:
         """Whether a step draws random numbers."""
+        ...
+
+    def facts(self, batch: PyTree) -> dict[str, str]:
+        """What every process must have alike: shapes of the state, and the step as a program."""
         ...
 
     def init(self, seed: int = 0, batch: PyTree = None, params: PyTree = None) -> TrainState:
@@ -118,6 +123,7 @@ class Loop:
             self._run.step = int(state.step)
         self._progress = Progress(plan.num_steps, is_writer=jax.process_index() == 0)
         self._signals, self._watchdog = StopSignals(), watchdog
+        self._comparison = Comparison(plan.compare_every_steps)
         self._position: Any = source.position()
         self._resumed_from: int | None = None
         self._moved: str | None = None
@@ -186,6 +192,8 @@ class Loop:
                 self._evaluate()  # if it was interrupted
         if self._moved is not None:
             self._progress.note(self._moved)
+        self._comparison.begin(0, run.state)  # as it was made or read
+        self._comparison.finish()
         self._take_steps()
         if run.stopped is not None:
             self._progress.note(f"stopped at step {run.step}: {run.stopped}")
@@ -228,6 +236,8 @@ class Loop:
                 batch = next(self._source)
             run.state, metrics = self._ddp.step(run.state, batch)
             run.step += 1
+            self._comparison.finish()
+            self._comparison.begin(run.step, run.state)
             self._position = self._source.position()
             sent = (run.step, metrics, jax.tree.leaves(batch)[0].shape[0])
             if waiting is not None:
@@ -244,6 +254,7 @@ class Loop:
                     self._evaluate_and_save()
         if waiting is not None:
             self._report(*waiting)
+        self._comparison.finish()
         if not self._is_over:
             raise _Interrupted
 

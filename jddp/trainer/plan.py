@@ -10,7 +10,7 @@ PyTree = Any
 
 POSITIVE = (
     *("num_steps", "log_every_steps", "eval_every_steps", "save_every_steps"),
-    *("keep", "keep_every_steps"),
+    *("keep", "keep_every_steps", "compare_every_steps"),
 )
 CHOICES = {"resume": ("auto", "never", "must"), "eval_params": ("params", "ema")}
 
@@ -30,6 +30,7 @@ class Plan:
       evaluation: Batches, iterated anew each time, or None.
       eval_params: "params" or "ema".
       learning_rate: Of a step, for the records, or None.
+      compare_every_steps: Between comparisons of all replicas.
 
     Raises:
       ConfigError: If a number is not positive, or a choice is unknown.
@@ -45,6 +46,7 @@ class Plan:
     evaluation: Iterable[PyTree] | None
     eval_params: str
     learning_rate: Callable[[int], Any] | None
+    compare_every_steps: int | None
 
     def __post_init__(self) -> None:
         """Refuses what breaks its rule, before anything is compiled or written."""

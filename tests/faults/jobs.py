@@ -26,6 +26,7 @@ TIMINGS = ("step_seconds", "examples_per_second", "data_wait_seconds")
 # Everything that a state can hold, in steps of a millisecond.
 MINE = """
 import ctypes
+import os
 import time
 from pathlib import Path
 
@@ -38,11 +39,12 @@ from jddp.data import ArrayExamples
 
 class Line(nn.Module):
     dropout_rate: float = 0.2
+    width: int = int(os.environ.get("WIDTH", 8))  # which no config knows
 
     @nn.compact
     def __call__(self, x, train=False):
         x = nn.BatchNorm(use_running_average=not train)(x)
-        x = nn.relu(nn.Dense(8)(nn.Dropout(self.dropout_rate, deterministic=not train)(x)))
+        x = nn.relu(nn.Dense(self.width)(nn.Dropout(self.dropout_rate, deterministic=not train)(x)))
         return nn.Dense(1)(x)
 
 
@@ -99,10 +101,21 @@ class Job:
       arguments: For `jddp.train`; `run.dir` is `run` unless one of them says otherwise.
       num_processes: Of the job.
       variables: Of the environment.
+      last_arguments: More of them, for the last process alone.
+      last_variables: The same of the environment.
       start_new_session: Whether the processes are a group of their own, as in a terminal.
     """
 
-    def __init__(self, folder, *arguments, num_processes=1, variables=(), start_new_session=False):
+    def __init__(
+        self,
+        folder,
+        *arguments,
+        num_processes=1,
+        variables=(),
+        last_arguments=(),
+        last_variables=(),
+        start_new_session=False,
+    ):
         self.run_dir = folder / "run"
         for argument in arguments:
             if argument.startswith("run.dir="):
@@ -113,15 +126,17 @@ class Job:
         arguments = ["--config", "job.yaml", f"run.dir={self.run_dir}", *arguments]
         names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
         address = f"127.0.0.1:{free_port()}"
+        command = [sys.executable, "-m", "jddp.train", *arguments]
         self.processes = []
         for process in range(num_processes):
             values = (address, str(num_processes), str(process))
             job = dict(zip(names, values, strict=True)) if num_processes > 1 else {}
+            is_last = process == num_processes - 1
             self.processes.append(
                 subprocess.Popen(
-                    [sys.executable, "-m", "jddp.train", *arguments],
+                    [*command, *(last_arguments if is_last else ())],
                     cwd=folder,
-                    env=kept | job,
+                    env=kept | job | dict(last_variables if is_last else ()),
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     text=True,

@@ -1,0 +1,50 @@
+"""Processes that do not run the same thing say so before they meet, each with code 78."""
+
+import shutil
+import time
+
+import pytest
+
+from faults.jobs import REPOSITORY, Job
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+
+def end(folder, **last):
+    """What both processes of a job say, of which the last was given something else."""
+    since = time.monotonic()
+    with Job(folder, num_processes=2, **last) as job:
+        codes = job.codes()
+    assert codes == [78, 78], job.outputs
+    assert time.monotonic() - since < 60  # half of it is promised
+    assert not job.saved()
+    assert all("Traceback" not in complaint for _, complaint in job.outputs)
+    first, second = (" ".join(complaint.split()) for _, complaint in job.outputs)
+    return first, second
+
+
+def test_another_config_is_told_by_its_key(folder):
+    for said in end(folder, last_arguments=["seed=7", "optimizer.learning_rate=0.5"]):
+        assert "process 1 has another config or version than process 0: seed is 7 there" in said
+        assert "and 0 here, and 1 more differ" in said
+
+
+def test_other_flags_of_the_compiler_are_told(folder):
+    flag = "--xla_cpu_enable_fast_math=true"
+    for said in end(folder, last_variables={"XLA_FLAGS": flag}):
+        assert f"XLA_FLAGS is {flag} there" in said
+
+
+def test_other_code_is_told(folder, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(REPOSITORY / "jddp", other / "jddp")
+    with (other / "jddp" / "losses.py").open("a") as file:
+        file.write("# another\n")
+    for said in end(folder, last_variables={"PYTHONPATH": str(other)}):
+        assert "code of jddp is " in said
+
+
+def test_another_model_is_told_by_the_shape_of_a_parameter(folder):
+    for said in end(folder, last_variables={"WIDTH": "9"}):
+        assert "process 1 has another model, optimizer or batch than process 0" in said
+        assert "(9,) float32 there and (8,) float32 here" in said
