@@ -140,9 +140,16 @@ def test_metrics_keep_every_digit_and_lines_stay_json(tmp_path):
     assert MetricsFile(tmp_path / "none").read() == []
 
 
-def test_metrics_that_cannot_be_written_are_a_file_system_error(tmp_path):
-    with pytest.raises(FileSystemError, match="cannot be written: No such file"):
-        MetricsFile(tmp_path / "gone" / "metrics.jsonl").append({"step": 1})
+def test_metrics_that_cannot_be_written_are_told_once_and_written_later(tmp_path, caplog):
+    metrics = MetricsFile(tmp_path / "gone" / "metrics.jsonl")
+    for step in (1, 2):
+        metrics.append({"step": step})
+    (record,) = caplog.records
+    assert "cannot be written: No such file or directory. Lines are kept" in record.getMessage()
+    (tmp_path / "gone").mkdir()
+    metrics.append({"step": 3})
+    metrics.append({"step": 4})
+    assert [record["step"] for record in metrics.read()] == [1, 2, 3, 4]
 
 
 RECORD = {

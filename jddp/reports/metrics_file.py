@@ -5,7 +5,9 @@ on, so that a reader never meets a step twice. A line is complete or, if the pro
 middle of it, dropped when the file is cut.
 """
 
+import contextlib
 import json
+import logging
 import math
 import os
 from collections.abc import Mapping
@@ -15,6 +17,7 @@ from typing import Any
 from jddp.errors import FileSystemError
 
 Record = Mapping[str, Any]
+log = logging.getLogger("jddp")
 
 
 class MetricsFile:
@@ -23,21 +26,33 @@ class MetricsFile:
     def __init__(self, path: Path, *, is_writer: bool = True) -> None:
         self.path = path
         self._is_writer = is_writer
+        self._waiting: list[str] = []
 
     def append(self, record: Record) -> None:
         """Adds one line. A number that is not finite is written as null, for JSON has none.
 
-        Raises:
-          FileSystemError: If the file cannot be written.
+        What cannot be written is said once, kept, and written with a later line: a full disk does
+        not end a run.
         """
         if not self._is_writer:
             return
         plain = {name: _plain(value) for name, value in record.items()}
+        self._waiting.append(json.dumps(plain, allow_nan=False) + "\n")
+        size = self.path.stat().st_size if self.path.exists() else 0
         try:
             with self.path.open("a") as file:
-                file.write(json.dumps(plain, allow_nan=False) + "\n")
+                file.writelines(self._waiting)
         except OSError as error:
-            raise FileSystemError(f"{self.path}: cannot be written: {error.strerror}.") from error
+            with contextlib.suppress(OSError):
+                os.truncate(self.path, size)  # Half a line would be joined to the next.
+            if len(self._waiting) == 1:
+                log.error(
+                    "%s: cannot be written: %s. Lines are kept until it can.",
+                    self.path,
+                    error.strerror,
+                )
+        else:
+            self._waiting.clear()
 
     def read(self) -> list[dict[str, Any]]:
         """Returns the complete records, in order; none if there is no file yet."""
