@@ -118,6 +118,9 @@ def train(
         loop = Loop(ddp, source, state, plan, files, callbacks, about, watchdog)
         try:
             loop.resume()
-            return loop.run_to_the_end()
-        finally:
-            loop.close()
+            run = loop.run_to_the_end()
+        except BaseException:
+            loop.abandon()
+            raise
+        loop.close()
+        return run

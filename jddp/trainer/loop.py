@@ -22,7 +22,7 @@ from jddp.callbacks import Callback
 from jddp.checkpoint import Checkpoints
 from jddp.cluster.stopping import StopSignals
 from jddp.cluster.watchdog import Watchdog
-from jddp.errors import ConfigError, NumericsError
+from jddp.errors import ConfigError, Error, NumericsError
 from jddp.reports import Progress, RunDirectory
 from jddp.run import Run
 from jddp.state import TrainState
@@ -222,6 +222,15 @@ class Loop:
         self._progress.close()
         for checkpoints in self._checkpoints.values():
             checkpoints.close()
+
+    def abandon(self) -> None:
+        """The same where something has failed, which is to be told rather than what comes of it."""
+        self._source.close()
+        self._progress.close()
+        if jax.process_count() == 1:  # Others may wait for this process, as it would for them.
+            for checkpoints in self._checkpoints.values():
+                with contextlib.suppress(Error):
+                    checkpoints.close()
 
     def _take_steps(self) -> None:
         run, plan = self._run, self._plan

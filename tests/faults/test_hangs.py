@@ -53,18 +53,14 @@ def test_the_process_that_hangs_is_named_by_all(folder, process):
 
 
 def test_a_process_that_is_stopped_is_the_one_that_does_not_answer(folder):
-    job, codes, _ = disturbed_by_stopping(folder)
-    assert codes[0] == HANG, job.outputs
-    assert "process 1 does not answer" in said(job, 0)
-
-
-def disturbed_by_stopping(folder):
     with Job(folder, *SOON, num_processes=2) as job:
         job.wait_for(lambda: job.num_steps() >= 20)
         job.processes[1].send_signal(signal.SIGSTOP)
         job.processes[0].wait(timeout=60)
         job.processes[1].kill()
-        return job, job.codes(), 0
+        codes = job.codes()
+    assert codes[0] == HANG, job.outputs
+    assert "process 1 does not answer" in said(job, 0)
 
 
 def test_a_process_that_holds_the_interpreter_s_lock_does_not_answer(folder):
@@ -88,6 +84,13 @@ def test_a_process_that_fails_ends_the_job_with_its_own_words(folder, process):
     other = said(job, 1 - process)
     assert f"process {process} on " in other
     assert "failed first, with exit code 1: RuntimeError: a bug in reading" in other
+
+
+def test_a_process_that_fails_while_it_saves_ends_the_job_as_soon(folder):
+    job, codes, seconds = disturbed(folder, "fail-1", "checkpoint.every_steps=1")
+    assert codes == [ANOTHER_FAILED, 1], job.outputs
+    assert seconds < SECONDS
+    assert "RuntimeError: a bug in reading" in said(job, 0)
 
 
 def test_a_process_whose_peer_is_killed_leaves_soon(folder):
