@@ -20,6 +20,7 @@ from jax import P, lax
 from jax.sharding import Mesh
 from jaxtyping import Array, UInt32
 
+from jddp.errors import UsageError
 from jddp.mesh import AXIS
 from jddp.step import over_replicas
 
@@ -31,8 +32,13 @@ def digests(tree: PyTree) -> UInt32[Array, "replicas leaves"]:
 
     Args:
       tree: Arrays on one mesh, replicated or split by rows; at least one.
+
+    Raises:
+      UsageError: If a step has taken their memory.
     """
     leaves = jax.tree.leaves(tree)
+    if any(x.is_deleted() for x in leaves):  # with which JAX would crash
+        raise UsageError("This state was given to a step, which reused its memory.")
     layout = tuple(x.sharding.spec for x in leaves)
     return _on(leaves[0].sharding.mesh, layout)(leaves)
 

@@ -10,6 +10,7 @@ from hypothesis.extra import numpy as hnp
 from jax import P
 
 from jddp.digest import as_words, digests, find_divergence
+from jddp.errors import UsageError
 from jddp.mesh import make_mesh
 
 DTYPES = ["float32", "bfloat16", "float16", "float8_e4m3fn", "int8", "uint32", "bool", "complex64"]
@@ -69,6 +70,13 @@ def test_a_random_key_is_its_words():
 
 def test_no_elements_have_a_digest_too():
     assert word(np.zeros((0, 3), np.float32)) == "00000000"
+
+
+def test_arrays_whose_memory_is_gone_are_refused():
+    x = put(np.ones(2))
+    x.delete()
+    with pytest.raises(UsageError, match="was given to a step"):
+        digests({"x": x})
 
 
 def test_replicas_that_differ_in_one_bit_have_other_rows():

@@ -23,7 +23,8 @@ class Comparison:
     def begin(self, step: int, state: TrainState) -> None:
         """Digests a state after `step` finished steps, where that is due; waits for nothing."""
         is_alone = state.step.sharding.mesh.size == 1
-        if self._every is None or is_alone or step % self._every:
+        is_taken = state.step.is_deleted()  # the next step refuses it, in words
+        if self._every is None or is_alone or is_taken or step % self._every:
             return
         shapes = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
