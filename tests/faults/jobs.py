@@ -67,14 +67,14 @@ def points(num_test=7):
     return Examples(both), {name: array[:num_test] for name, array in both.items()}
 """
 CONFIG = """
-train: {num_steps: 1000, log_every_steps: 10}
+train: {num_steps: 2000, log_every_steps: 10}
 data: {target: "mine:points", global_batch_size: 8}
 model: {target: "mine:Line"}
 loss: {name: mean_squared_error}
 optimizer: {name: adam, learning_rate: 0.001}
 ddp: {ema_decay: 0.99}
 mesh: {num_devices: 2}
-checkpoint: {every_steps: 200, keep: 2}
+checkpoint: {every_steps: 400, keep: 2}
 """
 
 

@@ -50,6 +50,6 @@ def test_a_run_that_is_killed_five_times_ends_as_one_that_was_not(folder, golden
 
 @pytest.mark.long
 def test_a_run_that_is_killed_fifty_times_ends_as_one_that_was_not(folder, cache, golden):
-    # 50 times up to 60 steps beyond what was measured before are more than the 1,000 there are.
+    # 50 times up to 60 steps beyond what was measured before are more than the 2,000 there are.
     for seed in range(5):
         kill_and_go_on(make_folder(folder / str(seed), cache), golden, 10, seed)

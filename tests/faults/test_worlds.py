@@ -38,7 +38,7 @@ def test_a_run_moves_from_two_processes_to_one_and_to_four(folder, golden):
     got, wanted = values(job), values(want)
     assert got.keys() == wanted.keys()
     for name, value in wanted.items():
-        # Sums of a thousand steps, each in another order.
+        # Sums of two thousand steps, each in another order.
         np.testing.assert_allclose(got[name], value, rtol=1e-3, atol=1e-5, err_msg=name)
     for one, other in zip(job.records(), want.records(), strict=True):
         assert (one["step"], one.get("count")) == (other["step"], other.get("count"))
