@@ -62,16 +62,21 @@ def _run(arguments: argparse.Namespace) -> int:
         print(dump_values(config.model_dump()), end="")
         return 0
     _prepare_jax(is_dry_run=arguments.dry_run)
-    from jddp.build import build, preview
-    from jddp.cluster import failure, initialize, resolve_identity
+    from jddp.cluster import initialize, resolve_identity
+    from jddp.cluster.failure import owned_process
 
     initialize(resolve_identity())
-    failure.own_process()
+    with owned_process():
+        return _train(config, name, is_dry_run=arguments.dry_run, started=started)
 
-    job = build(config, needs_data=not arguments.dry_run)
+
+def _train(config: Config, name: str, *, is_dry_run: bool, started: float) -> int:
+    from jddp.build import build, preview
+
+    job = build(config, needs_data=not is_dry_run)
     if job.is_writer:
         print(_banner(job, name), flush=True)
-    if arguments.dry_run:
+    if is_dry_run:
         text = preview(job)
         if job.is_writer:
             print(f"\n{text}\n\ndry run: nothing was trained or written")

@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import jax
@@ -30,12 +31,21 @@ _leaving = threading.Lock()  # of the thread that ends this process
 owns_process = False
 
 
-def own_process() -> None:
-    """Says that this process is a command's own, and may be ended; as it is if another fails."""
+@contextlib.contextmanager
+def owned_process() -> Iterator[None]:
+    """While open, this process is a command's own: it may be ended, and is if another fails."""
     global owns_process
-    owns_process = True
+    owns_process, over = True, threading.Event()
+    thread = threading.Thread(target=_listen, args=(over,), name="jddp-failures", daemon=True)
     if num_processes() > 1:
-        threading.Thread(target=_listen, name="jddp-failures", daemon=True).start()
+        thread.start()
+    try:
+        yield
+    finally:
+        owns_process = False
+        over.set()
+    if thread.is_alive():
+        thread.join()  # At exit Python aborts a thread that is inside of JAX.
 
 
 def leave(code: int, told: str) -> NoReturn:
@@ -72,14 +82,13 @@ def _announce(code: int, headline: str) -> None:
         publish(_KEY, json.dumps({**about, "headline": headline}))
 
 
-def _listen() -> None:
-    first = None
-    while first is None:
-        first = _read(60.0)
-    if first["process"] != process_index():
-        time.sleep(_MOMENT)
-        with _leaving:
-            _follow(first)
+def _listen(over: threading.Event) -> None:
+    while not over.is_set():
+        first = _read(0.5)
+        if first is not None and first["process"] != process_index():
+            time.sleep(_MOMENT)
+            with _leaving:
+                _follow(first)
 
 
 def _read(seconds: float) -> dict[str, Any] | None:
