@@ -14,6 +14,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -127,22 +128,24 @@ class Job:
         names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
         address = f"127.0.0.1:{free_port()}"
         command = [sys.executable, "-m", "jddp.train", *arguments]
-        self.processes = []
+        self.processes, self._said = [], Path(tempfile.mkdtemp(dir=folder))
         for process in range(num_processes):
             values = (address, str(num_processes), str(process))
             job = dict(zip(names, values, strict=True)) if num_processes > 1 else {}
             is_last = process == num_processes - 1
-            self.processes.append(
-                subprocess.Popen(
-                    [*command, *(last_arguments if is_last else ())],
-                    cwd=folder,
-                    env=kept | job | dict(last_variables if is_last else ()),
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                    start_new_session=start_new_session,
+            # Files: a pipe that nobody reads would hold up a process that says much.
+            said = [self._said / f"{process}.{name}" for name in ("out", "err")]
+            with said[0].open("w") as out, said[1].open("w") as err:
+                self.processes.append(
+                    subprocess.Popen(
+                        [*command, *(last_arguments if is_last else ())],
+                        cwd=folder,
+                        env=kept | job | dict(last_variables if is_last else ()),
+                        stdout=out,
+                        stderr=err,
+                        start_new_session=start_new_session,
+                    )
                 )
-            )
 
     def __enter__(self):
         return self
@@ -150,19 +153,26 @@ class Job:
     def __exit__(self, *_):
         for process in self.processes:
             process.kill()  # does nothing to one that has ended
-            process.communicate()
+            process.wait()
 
     def codes(self, seconds=SECONDS):
         """Waits for the end of all; what they said is then in `outputs`."""
-        self.outputs = [process.communicate(timeout=seconds) for process in self.processes]
+        for process in self.processes:
+            process.wait(timeout=seconds)
+        self.outputs = self._outputs()
         return [process.returncode for process in self.processes]
+
+    def _outputs(self):
+        names = ("out", "err")
+        numbers = range(len(self.processes))
+        return [tuple((self._said / f"{i}.{x}").read_text() for x in names) for i in numbers]
 
     def wait_for(self, condition, seconds=SECONDS):
         """Waits until a condition holds, as long as all processes live."""
         until = time.monotonic() + seconds
         while not condition():
             ended = [process.poll() for process in self.processes]
-            assert set(ended) == {None}, (ended, [p.communicate() for p in self.processes])
+            assert set(ended) == {None}, (ended, self._outputs())
             assert time.monotonic() < until, "the condition was not met in time"
             time.sleep(0.005)
 
