@@ -45,7 +45,7 @@ def made_state(num_megabytes: int) -> Any:
     size = num_megabytes * 10**6 // 4 // 25
     arrays = {f"array {i}": rng.normal(size=size).astype(np.float32) for i in range(25)}
     step, key = np.int32(0), jax.random.key(0)
-    state = TrainState(step, arrays, None, {}, (), (), key)
+    state = TrainState(step, arrays, None, {}, (), (), step, key)
     return replicate(state, make_mesh(1))
 
 

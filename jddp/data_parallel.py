@@ -22,6 +22,7 @@ import optax
 from jax.sharding import Mesh
 
 from jddp.data import TrainBatches, WorkerBatches
+from jddp.diagnosis import Layers, diagnose
 from jddp.errors import ConfigError, UsageError
 from jddp.evaluation import evaluate_exactly, refuse_padding
 from jddp.explanation import Calls, Explanation, logging_data, measure
@@ -82,6 +83,8 @@ class DataParallel:
       ema_decay: Keeps `ema_params`, a moving average of the parameters, with this decay.
       unused_parameters: What becomes of parameters that no gradient reaches: "zero" (the optimizer
         gets zeros), "skip" (it leaves them alone), "error" (they are refused, by name).
+      skip_nonfinite: Whether a step whose loss or gradients are not finite leaves all but its count
+        as it was.
       eval_fn: The loss for evaluation; by default `loss_fn` with `train=False`.
       donate: Whether `step` reuses the memory of the state that it is given.
 
@@ -111,6 +114,7 @@ class DataParallel:
         max_grad_norm: float | None = None,
         ema_decay: float | None = None,
         unused_parameters: str = "zero",
+        skip_nonfinite: bool = False,
         eval_fn: LossFn | None = None,
         donate: bool = True,
     ) -> None:
@@ -138,6 +142,7 @@ class DataParallel:
             max_grad_norm=max_grad_norm,
             ema_decay=ema_decay,
             unused_parameters=unused_parameters,
+            skip_nonfinite=skip_nonfinite,
         )
         self._donate = donate
         self._rows_sharding = sharded(self.mesh)
@@ -285,7 +290,8 @@ class DataParallel:
 
         Returns:
           The new state, and global means: "loss", the metrics of `loss_fn`, "count" (the valid
-          loss entries), and "grad_norm" (before clipping) where `max_grad_norm` is set.
+          loss entries), "grad_norm" (before clipping) where `max_grad_norm` is set, and "skipped"
+          (all steps skipped so far) where `skip_nonfinite` is.
 
         Raises:
           ConfigError: If the rows do not divide over the devices, or a shape is wrong.
@@ -375,6 +381,24 @@ class DataParallel:
                 measure, self.explain(batch).compiled, self.plan, self._recipe, self.mesh, params
             )
         return told
+
+    def diagnose(self, state: TrainState, batch: PyTree) -> Layers:
+        """Measures, layer by layer, what the next step would begin with; changes nothing.
+
+        Args:
+          state: From `init` or `step`.
+          batch: This process's rows.
+
+        Returns:
+          For each parameter, by its path: "parameter" and "gradient", the norms of it and of its
+          averaged gradient, and "not_finite", how many numbers of that gradient are not.
+        """
+        self._refuse_taken(state)
+        rows = self.put(batch)
+        self._steps.step_for(state, rows)  # which plans for them
+        assert self.plan is not None
+        kinds = self.kinds(state)
+        return call(diagnose, self._recipe, self.plan, self.mesh, kinds, state, rows)
 
     def evaluate(
         self, state: TrainState, batches: Batches, params: str = "params"

@@ -31,6 +31,7 @@ class Recipe:
     max_grad_norm: float | None
     ema_decay: float | None
     unused_parameters: str
+    skip_nonfinite: bool
 
     def __post_init__(self) -> None:
         """Holds each part to its rule."""

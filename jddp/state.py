@@ -51,6 +51,7 @@ class TrainState:
       model_state: Nested dict of everything else that the model keeps, such as batch statistics.
       opt_state: The optimizer's.
       comm_state: The gradient reduction's.
+      skipped: Those of the steps that changed nothing, since numbers were not finite; int32.
       key: Base key of all random numbers.
     """
 
@@ -60,6 +61,7 @@ class TrainState:
     model_state: PyTree
     opt_state: PyTree
     comm_state: PyTree
+    skipped: Any
     key: Any
 
     def replace(self, **changes: Any) -> "TrainState":

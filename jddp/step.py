@@ -55,20 +55,29 @@ def replica_step(
         params, opt_state = take_back(
             (params, opt_state), (state.params, state.opt_state), params, plan.unused
         )
-    state = TrainState(
+    after = state.replace(
         step=state.step + 1,
         params=params,
         ema_params=_move_average(state.ema_params, params, recipe.ema_decay),
         model_state=model_state,
         opt_state=opt_state,
         comm_state=comm_state,
-        key=state.key,
     )
-    return state, metrics
+    if recipe.skip_nonfinite:
+        after = _unless_nonfinite((metrics["loss"], grads), after, state)
+        metrics["skipped"] = after.skipped.astype(jnp.float32)
+    return after, metrics
 
 
 def _move_average(average: PyTree, params: PyTree, decay: float | None) -> PyTree:
     return None if decay is None else optax.incremental_update(params, average, 1 - decay)
+
+
+def _unless_nonfinite(numbers: PyTree, after: TrainState, before: TrainState) -> TrainState:
+    """The state after a step; where numbers are not finite that before, but for its counts."""
+    is_finite = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(numbers)]).all()
+    skipped = before.replace(step=after.step, skipped=before.skipped + 1)
+    return jax.tree.map(functools.partial(jnp.where, is_finite), after, skipped)
 
 
 def replica_init(
@@ -95,6 +104,7 @@ def replica_init(
         model_state={} if model_state is None else model_state,
         opt_state=recipe.optimizer.init(params),
         comm_state=(),  # made once the buckets are known
+        skipped=jnp.int32(0),
         key=key,
     )
     # An optimizer may keep the parameters themselves: each leaf needs a buffer of its own.

@@ -101,6 +101,7 @@ def test_every_leaf_comes_back_as_it_was(checkpoints, optimizer, has_average):
         model_state={"count": jnp.uint32(0), "keys": jax.random.split(jax.random.key(1), 3)},
         opt_state=optimizer.init(PARAMS),
         comm_state=optax.EmptyState(),
+        skipped=jnp.int32(0),
         key=jax.random.key(3),
     )
     state = spread(state, jax.NamedSharding(mesh, P()))

@@ -24,6 +24,7 @@ def one_page():
 @pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_an_example_runs(example, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [str(example)])
+    monkeypatch.syspath_prepend(EXAMPLES)  # as Python does for what it is told to run
     runpy.run_path(str(example), run_name="__main__")
     assert "loss" in capsys.readouterr().out
 
@@ -79,3 +80,14 @@ def test_the_page_does_what_the_library_does(mesh, one_page, layout, bucket_byte
         params,
         ddp.model(state)["params"],
     )
+
+
+def test_a_run_goes_back_and_learns_on_behind_a_bad_batch(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    main = runpy.run_path(str(EXAMPLES / "roll_back.py"))["main"]
+    good, jumps = main(num_steps=41, bad=())
+    assert jumps == []
+    run, jumps = main(num_steps=41, bad=(30,))
+    assert jumps[0] in (30, 31)  # the step behind it was under way
+    assert int(run.state.step) == 41
+    assert run.metrics["loss"] < 1.5 * good.metrics["loss"]

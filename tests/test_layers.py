@@ -26,7 +26,7 @@ FLOORS = [
     {"reports", "cluster", "step", "program", "run", "evaluation"},
     {"digest"},
     {"checkpoint"},
-    {"explanation"},
+    {"explanation", "diagnosis"},
     {"callbacks", "steps"},
     {"trainer"},
     {"data_parallel"},

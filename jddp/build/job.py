@@ -131,6 +131,7 @@ class Job:
                 config=config.model_dump(),
                 manifest=self._manifest(),
                 compare_every_steps=config.train.compare_every_steps,
+                max_consecutive_skips=config.train.max_consecutive_skips,
                 limits=Limits(**config.watchdog.model_dump()),
             )
         finally:

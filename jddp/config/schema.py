@@ -70,6 +70,9 @@ class TrainConfig(Section):
     compare_every_steps: int | None = Field(
         500, ge=1, description="Steps between comparisons of all replicas, bit by bit; or null."
     )
+    max_consecutive_skips: int = Field(
+        10, ge=1, description="As many steps in a row that ddp.skip_nonfinite skips end the run."
+    )
 
     @model_validator(mode="after")
     def _one_length(self) -> "TrainConfig":
@@ -181,6 +184,9 @@ class DdpConfig(Section):
     max_grad_norm: float | None = Field(None, gt=0, description="Clip the mean gradient to this.")
     ema_decay: float | None = Field(
         None, gt=0, lt=1, description="Decay of the moving average of the parameters."
+    )
+    skip_nonfinite: bool = Field(
+        False, description="A step whose loss or gradients are not finite changes nothing."
     )
 
 

@@ -152,6 +152,12 @@ class TrainBatches:
         end = ENDLESS if self._end is None else self._end
         return range(self._position, end, self.global_batch_size)
 
+    def examples_before(self, state: dict[str, int]) -> np.ndarray:
+        """Numbers of the examples in the global batch, of all processes, that led to a state."""
+        end = state["position"]
+        first = max(0, end - self.global_batch_size)
+        return self._order.examples_at(np.arange(first, min(end, self._end or end)))
+
     def get_state(self) -> dict[str, int]:
         """Says how many examples were delivered: all that is needed to go on from here.
 

@@ -54,6 +54,10 @@ class WorkerBatches:
         """As `TrainBatches.batch`, read here."""
         return self._batches.batch(position)
 
+    def examples_before(self, state: dict[str, int]) -> np.ndarray:
+        """As `TrainBatches.examples_before`."""
+        return self._batches.examples_before(state)
+
     def __iter__(self) -> Iterator[Batch]:
         return self
 

@@ -31,6 +31,7 @@ FREE_KEYS = (
     *("checkpoint.resume", "checkpoint.every_steps", "checkpoint.keep"),
     *("checkpoint.keep_every_steps", "watchdog.start_seconds", "watchdog.compile_seconds"),
     *("watchdog.step_seconds", "watchdog.evaluation_seconds", "watchdog.save_seconds"),
+    "train.max_consecutive_skips",
 )
 MISSING = object()
 

@@ -17,9 +17,10 @@ from jddp.errors import ConfigError
 from jddp.reports import RunDirectory
 from jddp.run import Run
 from jddp.state import TrainState
-from jddp.trainer.loop import Loop, Trainable
+from jddp.trainer.loop import Loop
 from jddp.trainer.plan import Plan
 from jddp.trainer.source import Source
+from jddp.trainer.trainable import Trainable
 from jddp.versions import versions
 
 PyTree = Any
@@ -51,6 +52,7 @@ def train(
     manifest: Mapping[str, Any] | None = None,
     limits: Limits = LIMITS,
     compare_every_steps: int | None = 500,
+    max_consecutive_skips: int = 10,
 ) -> Run:
     """Trains until `num_steps` optimizer steps are finished, going on where the run was.
 
@@ -73,8 +75,10 @@ def train(
       learning_rate: Of a step, for the records.
       config: Kept in the run directory; another one there is refused.
       manifest: Kept beside it.
-      compare_every_steps: Steps between comparisons of all replicas; None never compares.
       limits: Of what a phase may take before its processes are said to hang.
+      compare_every_steps: Steps between comparisons of all replicas; None never compares.
+      max_consecutive_skips: Of steps that `skip_nonfinite` leaves out; as many in a row end the
+        run.
 
     Returns:
       The finished run.
@@ -84,7 +88,7 @@ def train(
       DataError: If the batches end before `num_steps`.
       DisagreementError: If processes have different models, optimizers or batches.
       DivergenceError: If what replicas have to have alike differs.
-      NumericsError: If the loss is not finite.
+      NumericsError: If the loss is not finite, or too many steps in a row were skipped.
     """
     plan = Plan(
         num_steps=num_steps,
@@ -98,6 +102,7 @@ def train(
         eval_params=eval_params,
         learning_rate=learning_rate,
         compare_every_steps=compare_every_steps,
+        max_consecutive_skips=max_consecutive_skips,
     )
     if resume == "must" and run_dir is None:
         raise ConfigError("resume='must' needs run_dir=, where the run was saved.")

@@ -8,15 +8,13 @@ so all processes take it alike.
 """
 
 import contextlib
-import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from jddp.callbacks import Callback
 from jddp.checkpoint import Checkpoints
@@ -28,62 +26,34 @@ from jddp.run import Run
 from jddp.state import TrainState
 from jddp.trainer.clock import Clock
 from jddp.trainer.elsewhere import differences
+from jddp.trainer.numerics import Numerics, Sent
 from jddp.trainer.plan import Plan
 from jddp.trainer.replicas import Comparison
 from jddp.trainer.source import Source
+from jddp.trainer.trainable import Trainable
 
 PyTree = Any
 
 
-@runtime_checkable
-class Trainable(Protocol):
-    """What the loop needs of `jddp.DataParallel`."""
-
-    mesh: Mesh
-
-    @property
-    def world(self) -> dict[str, Any]:
-        """Over how many processes, devices and parts a step spreads its rows, and statistics."""
-        ...
-
-    def draws(self, batch: PyTree) -> bool:
-        """Whether a step draws random numbers."""
-        ...
-
-    def facts(self, batch: PyTree) -> dict[str, str]:
-        """What every process must have alike: shapes of the state, and the step as a program."""
-        ...
-
-    def init(self, seed: int = 0, batch: PyTree = None, params: PyTree = None) -> TrainState:
-        """Makes the first state."""
-        ...
-
-    def kinds(self, state: TrainState) -> TrainState:
-        """How each leaf of a state lies on the mesh."""
-        ...
-
-    def put(self, batch: PyTree) -> PyTree:
-        """Places a batch on the devices."""
-        ...
-
-    def step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Mapping[str, Any]]:
-        """Takes one optimizer step."""
-        ...
-
-    def evaluate(
-        self, state: TrainState, batches: Iterable[PyTree], params: str = "params"
-    ) -> dict[str, float]:
-        """Evaluates exactly."""
-        ...
-
-
 @jax.jit
-def _is_finite(tree: PyTree) -> jax.Array:
-    return jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]).all()
+def _is_sound(state: TrainState) -> jax.Array:
+    """Whether a state can be gone on from.
+
+    Infinities of an optimizer may be meant, such as the best loss so far; NaN never is.
+    """
+    finite = jax.tree.leaves((state.params, state.ema_params, state.model_state))
+    defined = jax.tree.leaves((state.opt_state, state.comm_state))
+    checks = [jnp.isfinite(x).all() for x in finite if _is_float(x)]
+    checks += [~jnp.isnan(x).any() for x in defined if _is_float(x)]
+    return jnp.stack([jnp.bool(True), *checks]).all()
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def _has_numbers(tree: PyTree) -> bool:
-    return any(jnp.issubdtype(x.dtype, jnp.inexact) for x in jax.tree.leaves(tree))
+    return any(map(_is_float, jax.tree.leaves(tree)))
 
 
 class _Interrupted(Exception):
@@ -124,6 +94,8 @@ class Loop:
         self._progress = Progress(plan.num_steps, is_writer=jax.process_index() == 0)
         self._signals, self._watchdog = StopSignals(), watchdog
         self._comparison = Comparison(plan.compare_every_steps)
+        evidence = None if files is None else files.path / "nonfinite"
+        self._numerics = Numerics(ddp, source, evidence, plan.max_consecutive_skips)
         self._position: Any = source.position()
         self._resumed_from: int | None = None
         self._moved: str | None = None
@@ -155,6 +127,7 @@ class Loop:
             return
         run.step, run.state, beside = restored
         run.stopped = beside["stopped"]
+        self._numerics.skipped, self._numerics.in_a_row = beside["skipped"]
         run.metrics, run.evaluations = beside["metrics"], beside["evaluations"]
         if beside["world"] != (world := self._ddp.world):
             self._moved = differences(
@@ -237,7 +210,7 @@ class Loop:
         self._clock, first = Clock(run.step), run.step + 1
         self._source.start(plan.num_steps - run.step)
         self._watchdog.enter("compile", run.step)
-        waiting = None
+        waiting: Sent | None = None
         while not self._is_over:
             if self._signals.agreed():
                 break
@@ -248,21 +221,22 @@ class Loop:
             self._comparison.finish()
             self._comparison.begin(run.step, run.state)
             self._position = self._source.position()
-            sent = (run.step, metrics, jax.tree.leaves(batch)[0].shape[0])
+            sent = Sent(run.step, metrics, batch, self._position)
             if waiting is not None:
-                self._report(*waiting)
+                self._report(waiting)
             waiting = sent
             if run.step == first:
                 jax.block_until_ready(metrics)
                 self._clock = Clock(run.step)  # compiled: from here on time is training time
             self._watchdog.enter("step", run.step)
-            if self._is_due(plan.eval_every_steps) or self._is_due(plan.save_every_steps):
-                self._report(*waiting)
+            is_due = self._is_due(plan.eval_every_steps) or self._is_due(plan.save_every_steps)
+            if is_due or self._numerics.in_a_row:  # which is to end with the state at hand
+                self._report(waiting)
                 waiting = None
-                if not self._is_over:  # at the end all is due, evaluation before the save
-                    self._evaluate_and_save()
+            if is_due and not self._is_over:  # at the end all is due, evaluation before the save
+                self._evaluate_and_save()
         if waiting is not None:
-            self._report(*waiting)
+            self._report(waiting)
         self._comparison.finish()
         if not self._is_over:
             raise _Interrupted
@@ -279,20 +253,17 @@ class Loop:
     def _is_due(self, every: int | None) -> bool:
         return every is not None and self._run.step % every == 0
 
-    def _report(self, step: int, metrics: Mapping[str, Any], rows: int) -> None:
+    def _report(self, sent: Sent) -> None:
         """Waits for a step, whose successor is on its way, and says what is due of it."""
-        loss = float(metrics["loss"])
-        if not math.isfinite(loss):  # looked at in every step: none behind it may be saved
-            raise NumericsError(
-                f"The loss is {loss} at step {step}. Lower the learning rate, clip with "
-                "max_grad_norm, or look at the data; the last checkpoint is from before."
-            )
+        step = sent.step
+        if self._numerics.look(sent, self._run.state):  # at each: none behind it may be saved
+            self._progress.note(f"step {step} is skipped: its loss or gradients are not finite")
         is_logged = step % self._plan.log_every_steps == 0 or step == self._plan.num_steps
         if not (is_logged or self._callbacks):
             return
-        values = {name: float(x) for name, x in jax.device_get(dict(metrics)).items()}
+        values = {name: float(x) for name, x in jax.device_get(dict(sent.metrics)).items()}
         if is_logged:
-            self._log(step, values, rows)
+            self._log(step, values, sent.num_rows)
         for callback in self._callbacks:
             callback.on_step(self._run, {"step": step, **values})
 
@@ -341,16 +312,18 @@ class Loop:
     def _save(self, where: str) -> None:
         run = self._run
         self._watchdog.enter("save", run.step)
-        if not _is_finite(run.state.params):
+        if not _is_sound(run.state):
             raise NumericsError(
-                f"Parameters are not finite after step {run.step}, though its loss was: a gradient "
-                "is not. They are not saved; the last checkpoint is from before."
+                f"The state is not finite after step {run.step}, though its loss was: a gradient "
+                "or an update is not. It is not saved; the last checkpoint is from before. "
+                "skip_nonfinite=True leaves out steps with such gradients."
             )
         beside = {
             "position": self._position,
             "metrics": run.metrics,
             "evaluations": run.evaluations,
             "stopped": run.stopped,
+            "skipped": [self._numerics.skipped, self._numerics.in_a_row],
             "world": self._ddp.world,
             **self._about,
         }

@@ -10,7 +10,7 @@ PyTree = Any
 
 POSITIVE = (
     *("num_steps", "log_every_steps", "eval_every_steps", "save_every_steps"),
-    *("keep", "keep_every_steps", "compare_every_steps"),
+    *("keep", "keep_every_steps", "compare_every_steps", "max_consecutive_skips"),
 )
 CHOICES = {"resume": ("auto", "never", "must"), "eval_params": ("params", "ema")}
 
@@ -31,6 +31,7 @@ class Plan:
       eval_params: "params" or "ema".
       learning_rate: Of a step, for the records, or None.
       compare_every_steps: Between comparisons of all replicas.
+      max_consecutive_skips: As many steps skipped in a row end the run.
 
     Raises:
       ConfigError: If a number is not positive, or a choice is unknown.
@@ -47,6 +48,7 @@ class Plan:
     eval_params: str
     learning_rate: Callable[[int], Any] | None
     compare_every_steps: int | None
+    max_consecutive_skips: int
 
     def __post_init__(self) -> None:
         """Refuses what breaks its rule, before anything is compiled or written."""

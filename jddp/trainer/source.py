@@ -55,6 +55,12 @@ class Source:
         own = {} if self._state is None else {"state": self._state}
         return {"num_taken": self._num_taken, **own}
 
+    def examples_before(self, position: dict[str, Any]) -> list[int] | None:
+        """Numbers of the examples in the global batch that ends there, if batches can tell."""
+        if not isinstance(self._batches, TrainBatches | WorkerBatches):
+            return None
+        return self._batches.examples_before(position["state"]).tolist()
+
     def move_to(self, position: dict[str, Any]) -> None:
         """Goes where it stood; batches without a state are read up to there."""
         num_taken, state = position["num_taken"], position.get("state")

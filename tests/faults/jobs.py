@@ -59,7 +59,10 @@ class Examples(ArrayExamples):
             ctypes.PyDLL(None).sleep(1000)  # and does not let go of the interpreter's lock
         if Path(f"fail-{me}").exists():
             raise RuntimeError("a bug in reading")
-        return super().take(indices)
+        batch = super().take(indices)
+        if Path(f"nan-{me}").exists():
+            batch["x"][0] = np.nan
+        return batch
 
 
 def points(num_test=7):

@@ -1,0 +1,164 @@
+"""Steps whose numbers went wrong: counted, and after too many in a row the end of the run.
+
+What can tell why is kept in the run directory (`reports.evidence`): the rows, which examples they
+are, and the norms of each layer. Where such steps are skipped the state is that from before them,
+and so are the norms; where they are not, the state is ruined, and the report says so by numbers.
+"""
+
+import json
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jddp.coordination import gather
+from jddp.errors import NumericsError
+from jddp.reports import write_evidence
+from jddp.state import TrainState
+from jddp.trainer.source import Source
+from jddp.trainer.trainable import Trainable
+
+PyTree = Any
+SECONDS = 600.0  # for other processes to look at their rows
+log = logging.getLogger("jddp")
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A step that was given to the devices.
+
+    Attributes:
+      step: Its number, from 1.
+      metrics: What it returns, perhaps not yet computed.
+      batch: Its rows, on the devices.
+      position: Of the data, behind it.
+    """
+
+    step: int
+    metrics: Mapping[str, Any]
+    batch: PyTree
+    position: Any
+
+    @property
+    def num_rows(self) -> int:
+        """Of all processes."""
+        return int(jax.tree.leaves(self.batch)[0].shape[0])
+
+
+class Numerics:
+    """Looks at every step.
+
+    Args:
+      ddp: What takes the steps.
+      source: Where the batches come from.
+      folder: For the evidence; None keeps none.
+      most: As many steps skipped in a row end the run.
+
+    Attributes:
+      skipped: Steps skipped in all.
+      in_a_row: Those up to the newest step, without one that was taken.
+    """
+
+    def __init__(self, ddp: Trainable, source: Source, folder: Path | None, most: int) -> None:
+        self._ddp, self._source, self._folder, self._most = ddp, source, folder, most
+        self.skipped = self.in_a_row = 0
+
+    def look(self, sent: Sent, state: TrainState) -> bool:
+        """Waits for a step; says whether it is the first of a row that is skipped.
+
+        Args:
+          sent: The step.
+          state: The newest, of it or of the step behind it.
+
+        Raises:
+          NumericsError: If too many were skipped, or the loss is not finite and is not skipped.
+        """
+        loss, skipped = map(
+            float, jax.device_get((sent.metrics["loss"], sent.metrics.get("skipped", 0)))
+        )
+        was_skipped = skipped > self.skipped
+        self.skipped, self.in_a_row = int(skipped), self.in_a_row + 1 if was_skipped else 0
+        if was_skipped and self.in_a_row < self._most:
+            return self.in_a_row == 1
+        if was_skipped or not math.isfinite(loss):
+            raise NumericsError(self._describe(sent, state, loss))
+        return False
+
+    def _describe(self, sent: Sent, state: TrainState, loss: float) -> str:
+        told = f"The loss is {loss} at step {sent.step}"
+        if self.in_a_row:
+            told += f", the last of {self.in_a_row} in a row that were skipped: loss or gradients"
+            told += " are not finite"
+        kept = "" if self._folder is None else self._keep(self._folder, sent, state, loss)
+        return (
+            f"{told}.{kept} Lower the learning rate, clip with max_grad_norm, or look at the data; "
+            "the last checkpoint is from before."
+        )
+
+    def _keep(self, folder: Path, sent: Sent, state: TrainState, loss: float) -> str:
+        """Writes down what is known of the step; says where, and what is not finite."""
+        rows, layers = _own_rows(sent.batch), self._layers(sent, state)
+        examples, broken = self._source.examples_before(sent.position), _broken_rows(rows)
+        if examples is not None:  # without those that only fill the batch up
+            broken = [examples[row] for row in broken if row < len(examples)]
+        report = {
+            "step": sent.step,
+            "loss": loss,
+            "skipped_in_a_row": self.in_a_row,
+            "metrics": {name: float(x) for name, x in jax.device_get(sent.metrics).items()},
+            "examples": examples,
+            "inputs_not_finite": broken,
+            "position": sent.position,
+            "key": np.asarray(jax.random.key_data(state.key)).tolist(),
+            "layers_after_step": int(state.step),
+            "layers": layers,
+        }
+        folder /= f"step_{sent.step}"
+        write_evidence(folder, report, rows, process_index=jax.process_index())
+        wrong = [name for name, layer in layers.items() if layer["not_finite"]]
+        found = []
+        if broken:
+            found.append(f"inputs of {'rows' if examples is None else 'examples'} {_few(broken)}")
+        if wrong and self.in_a_row:  # else nothing is finite any more
+            found.append(f"gradients of {_few(wrong)}")
+        not_finite = f" Not finite: {'; '.join(found)}." if found else ""
+        return f" {folder} has its rows and norms.{not_finite}"
+
+    def _layers(self, sent: Sent, state: TrainState) -> dict[str, dict[str, float]]:
+        """Norms as they were for that step, if its state is still there: with the same numbers."""
+        steps_ahead = int(state.step) - sent.step + 1
+        before = state.replace(step=state.step - steps_ahead)
+        try:
+            return self._ddp.diagnose(before, sent.batch)
+        except jax.errors.JaxRuntimeError as error:  # which is not what has gone wrong
+            log.warning("The norms of the layers cannot be told: %s", error)
+            return {}
+
+
+def _own_rows(batch: PyTree) -> dict[str, np.ndarray]:
+    """This process's rows of a batch on the devices, by path."""
+    rows = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(batch):
+        shards = sorted(x.addressable_shards, key=lambda shard: shard.index[0].start or 0)
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        rows[name] = np.concatenate([np.asarray(shard.data) for shard in shards])
+    return rows
+
+
+def _broken_rows(rows: Mapping[str, np.ndarray]) -> list[int]:
+    """Rows of the global batch with numbers that are not finite, found by all processes."""
+    floats = [x.astype(np.float32) for x in rows.values() if x.dtype.kind in "fV"]
+    num_rows = len(next(iter(rows.values())))
+    broken = [i for i in range(num_rows) if not all(np.isfinite(x[i]).all() for x in floats)]
+    told = gather("nonfinite", json.dumps(broken), timeout_seconds=SECONDS)
+    return [p * num_rows + i for p, found in enumerate(told) for i in json.loads(found)]
+
+
+def _few(names: list[Any]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(map(str, names[:3])) + more

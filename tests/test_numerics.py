@@ -1,0 +1,258 @@
+"""Numbers that go wrong: skipped to the bit, counted, and told when they do not stop."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from states import assert_same, copied
+from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch
+
+import jddp
+from jddp.data import ArrayExamples, TrainBatches
+from jddp.errors import NumericsError
+from jddp.reports import write_evidence
+
+
+def wrapped(model=None, loss=loss_fn, **options):
+    options = {"mesh": 2, "skip_nonfinite": True, **options}
+    return jddp.DataParallel(model or MLP(), optax.adam(0.01), loss, **options)
+
+
+def counting():
+    """A hook with a memory, which every step changes."""
+
+    def reduce(bucket, memory, axis):
+        return jax.lax.pmean(bucket, axis), memory + 1.0
+
+    return jddp.CommHook(lambda plan: jnp.zeros(3), reduce)
+
+
+def slope(model, batch, train):
+    """Finite where the flag is 0, but for its gradient."""
+    y = model(batch["x"], train=train).sum(-1)
+    return jnp.sqrt(jnp.square(batch["flag"] * y))
+
+
+def broken(batch, row):
+    """A copy whose row holds a NaN."""
+    x = batch["x"].copy()
+    x[row] = np.nan
+    return {**batch, "x": x}
+
+
+def flagged(seed, flag):
+    return {**make_batch(8, seed=seed), "flag": np.full(8, flag, np.float32)}
+
+
+# --- the step ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "model, options",
+    [
+        (ConvNet(dropout_rate=0.3), {"ema_decay": 0.5}),
+        (ConvNet(), {"batch_norm": "local", "mesh": 4}),
+        (NnxConvNet, {"accumulate_steps": 2}),
+        (MLP(), {"comm_hook": counting(), "max_grad_norm": 1.0}),
+        (MLP(), {"layout": "flat", "placement": "ready", "wire_dtype": "bfloat16"}),
+        (MLP(), {"mesh": 1, "unused_parameters": "skip"}),
+    ],
+    ids=["everything", "local", "nnx", "hook", "ready", "alone"],
+)
+@pytest.mark.parametrize("row", [0, 7])
+def test_a_step_that_is_not_finite_changes_nothing_but_its_counts(model, options, row):
+    if model is NnxConvNet:
+        model = NnxConvNet(nnx.Rngs(0))
+    ddp = wrapped(model, **options)
+    state, metrics = ddp.step(ddp.init(0, make_batch(8)), make_batch(8))
+    assert (int(state.skipped), float(metrics["skipped"])) == (0, 0)
+    before = copied(state)
+    state, metrics = ddp.step(state, broken(make_batch(8, seed=1), row))
+    assert np.isnan(metrics["loss"])
+    assert (int(state.step), int(state.skipped), float(metrics["skipped"])) == (2, 1, 1)
+    assert_same(state.replace(step=before.step, skipped=before.skipped), before)
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_though_the_loss_is():
+    ddp = wrapped(loss=slope)
+    state, _ = ddp.step(ddp.init(0, flagged(0, 1)), flagged(0, 1))
+    before = copied(state)
+    state, metrics = ddp.step(state, flagged(1, 0))
+    assert float(metrics["loss"]) == 0
+    assert int(state.skipped) == 1
+    assert_same(state.params, before.params)
+
+
+def test_steps_that_are_finite_have_the_bits_of_those_that_none_watches():
+    ends = []
+    for skip in (True, False):
+        ddp = wrapped(ConvNet(dropout_rate=0.3), skip_nonfinite=skip)
+        state = ddp.init(0, make_batch(8))
+        for seed in range(4):
+            state, _ = ddp.step(state, make_batch(8, seed=seed))
+        ends.append(state)
+    assert_same(*ends)
+
+
+def test_the_step_behind_a_skipped_one_goes_on_with_random_numbers_of_its_own():
+    ddp = wrapped(ConvNet(dropout_rate=0.3))
+    state = ddp.init(0, make_batch(8))
+    skipped, _ = ddp.step(jax.tree.map(jnp.copy, state), broken(make_batch(8), 0))
+    later, _ = ddp.step(skipped, make_batch(8))
+    sooner, _ = ddp.step(state, make_batch(8))
+    assert int(later.step) == 2
+    assert not np.array_equal(later.params["Dense_0"]["kernel"], sooner.params["Dense_0"]["kernel"])
+
+
+def test_layers_are_measured_as_one_device_would_measure_them():
+    batch = make_batch(8)
+    ddp = wrapped(mesh=4)
+    state = ddp.init(0, batch)
+    before = copied(state)
+    layers = ddp.diagnose(state, batch)
+    assert_same(state, before)
+
+    def mean(params):
+        bound = MLP().bind({"params": params})
+        return loss_fn(bound, batch, False)[0].mean()
+
+    grads = jax.grad(mean)(before.params)
+    for layer in ("Dense_0", "Dense_1"):
+        for name in ("kernel", "bias"):
+            told = layers[f"{layer}/{name}"]
+            norms = [np.linalg.norm(tree[layer][name]) for tree in (before.params, grads)]
+            np.testing.assert_allclose([told["parameter"], told["gradient"]], norms, rtol=1e-5)
+            assert told["not_finite"] == 0
+    told = ddp.diagnose(state, broken(batch, 5))
+    assert told["Dense_0/kernel"]["not_finite"] == 16 * 16
+
+
+# --- the run -------------------------------------------------------------------------------------
+
+SKIPPING = {"num_steps": 8, "log_every_steps": 1}
+
+
+def batches(*wrong):
+    """Eight batches, those of these numbers with a NaN in row 3."""
+    made = [make_batch(8, seed=seed) for seed in range(8)]
+    return [broken(batch, 3) if i + 1 in wrong else batch for i, batch in enumerate(made)]
+
+
+def records(run_dir):
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_skips_counts_and_says_so_once_for_a_row(tmp_path, capsys):
+    run = wrapped().fit(batches(2, 4, 5), run_dir=tmp_path, max_consecutive_skips=3, **SKIPPING)
+    assert [record["skipped"] for record in records(tmp_path)] == [0, 1, 1, 2, 3, 3, 3, 3]
+    assert [r["step"] for r in records(tmp_path) if r["loss"] is None] == [2, 4, 5]
+    said = capsys.readouterr().out
+    assert said.count("is skipped: its loss or gradients are not finite") == 2
+    assert "step 4 is skipped" in said
+    ddp = wrapped()
+    state = ddp.init(0, make_batch(8))
+    for batch in batches(2, 4, 5):
+        state, _ = ddp.step(state, batch)
+    assert_same(run.state, state)
+
+
+@pytest.mark.parametrize("save_every_steps", [1, 3, None])
+def test_too_many_skips_in_a_row_end_the_run_with_the_evidence(tmp_path, save_every_steps):
+    plan = {"max_consecutive_skips": 3, "save_every_steps": save_every_steps, **SKIPPING}
+    with pytest.raises(NumericsError, match="at step 6, the last of 3 in a row") as caught:
+        wrapped(ConvNet(dropout_rate=0.3)).fit(batches(2, 4, 5, 6), run_dir=tmp_path, **plan)
+    assert caught.value.exit_code == 80
+    assert "Not finite: inputs of rows 3; gradients of " in str(caught.value)
+    report = json.loads((tmp_path / "nonfinite" / "step_6" / "report.json").read_text())
+    assert (report["step"], report["loss"], report["skipped_in_a_row"]) == (6, "nan", 3)
+    assert (report["inputs_not_finite"], report["examples"]) == ([3], None)
+    assert report["layers_after_step"] == 6
+    ddp = wrapped(ConvNet(dropout_rate=0.3))
+    state = ddp.init(0, make_batch(8))
+    for batch in batches(2, 4, 5, 6)[:5]:
+        state, _ = ddp.step(state, batch)
+    layers = {
+        path: {name: str(x) if x != x else x for name, x in layer.items()}
+        for path, layer in ddp.diagnose(state, batches(6)[5]).items()
+    }
+    assert report["layers"] == layers
+    with np.load(tmp_path / "nonfinite" / "step_6" / "process_0.npz") as rows:
+        np.testing.assert_array_equal(rows["x"], batches(6)[5]["x"])
+
+
+def test_steps_skipped_before_a_resume_count_in_the_row(tmp_path):
+    plan = {"run_dir": tmp_path, "save_every_steps": 1, "max_consecutive_skips": 3}
+    wrapped().fit(batches(2, 3, 4), num_steps=3, **plan)
+    with pytest.raises(NumericsError, match="at step 4, the last of 3 in a row"):
+        wrapped().fit(batches(2, 3, 4), num_steps=8, **plan)
+    run = wrapped().fit(batches(2, 3, 4), num_steps=8, **{**plan, "max_consecutive_skips": 4})
+    assert (run.step, int(run.state.skipped)) == (8, 3)
+
+
+@pytest.mark.parametrize("skip, told", [(True, "gradients of"), (False, "examples")])
+def test_the_evidence_names_examples_where_batches_know_them(tmp_path, skip, told):
+    class Damaged(ArrayExamples):
+        def take(self, indices):
+            batch = super().take(indices)
+            batch["x"][np.isin(indices, [5, 17])] = np.nan
+            return batch
+
+    examples = TrainBatches(Damaged(make_batch(40)), global_batch_size=8, seed=0)
+    with pytest.raises(NumericsError, match=told):
+        wrapped(skip_nonfinite=skip).fit(
+            examples, num_steps=20, run_dir=tmp_path, max_consecutive_skips=1
+        )
+    (folder,) = (tmp_path / "nonfinite").iterdir()
+    report = json.loads((folder / "report.json").read_text())
+    assert report["inputs_not_finite"]
+    assert set(report["inputs_not_finite"]) <= {5, 17}
+    assert len(report["examples"]) == 8
+    with np.load(folder / "process_0.npz") as rows:
+        np.testing.assert_array_equal(rows["y"], make_batch(40)["y"][report["examples"]])
+
+
+def test_no_directory_no_evidence(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(NumericsError, match=r"at step 2\. Lower"):
+        wrapped(skip_nonfinite=False).fit(batches(2), num_steps=8)
+    assert not list(tmp_path.iterdir())
+
+
+def test_evidence_that_cannot_be_written_is_said_and_hides_nothing(tmp_path, caplog):
+    (tmp_path / "nonfinite").write_text("in the way")
+    rows = {"x": np.zeros((2, 3))}
+    write_evidence(tmp_path / "nonfinite" / "step_1", {}, rows, process_index=0)
+    assert "cannot be written" in caplog.text
+
+
+def test_evidence_in_half_precision_can_be_read_without_jax(tmp_path):
+    rows = {"x": np.ones((2, 3), jnp.bfloat16)}
+    write_evidence(tmp_path, {"loss": float("inf")}, rows, process_index=1)
+    with np.load(tmp_path / "process_1.npz") as kept:
+        assert kept["x"].dtype == np.float32
+    assert not (tmp_path / "report.json").exists()  # which is for the first to write
+
+
+def test_a_state_with_a_nan_in_its_optimizer_is_not_saved(tmp_path):
+    def update(grads, state, params=None):
+        return grads, {"best": state["best"], "memory": state["memory"] + jnp.float32(np.nan)}
+
+    odd = optax.GradientTransformation(
+        lambda params: {"best": jnp.float32(np.inf), "memory": jnp.float32(0)}, update
+    )
+    ddp = jddp.DataParallel(MLP(), odd, loss_fn, mesh=2)
+    with pytest.raises(NumericsError, match="The state is not finite after step 1"):
+        ddp.fit([make_batch(8)] * 2, num_steps=2, run_dir=tmp_path, save_every_steps=1)
+
+
+def test_an_infinity_that_an_optimizer_means_is_saved(tmp_path):
+    plateau = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=3))
+    ddp = jddp.DataParallel(MLP(), plateau, loss_fn, mesh=2)
+    state = ddp.init(0, make_batch(8))
+    assert any(np.isinf(x).any() for x in jax.tree.leaves(state.opt_state))
+    ddp.fit([make_batch(8)], num_steps=1, run_dir=tmp_path, save_every_steps=1)
+    assert (tmp_path / "checkpoints" / "1").exists()
