@@ -27,6 +27,7 @@ from jddp.errors import ConfigError, UsageError
 from jddp.evaluation import evaluate_exactly, refuse_padding
 from jddp.explanation import Calls, Explanation, logging_data, measure
 from jddp.flaxmodel import LossFn, functional
+from jddp.memory import Memory
 from jddp.mesh import (
     AXIS,
     as_arrays,
@@ -355,6 +356,15 @@ class DataParallel:
           batch: This process's rows, or their `jax.ShapeDtypeStruct`s.
         """
         return self._steps.explain(self.abstract_state(batch), batch)
+
+    def memory(self, batch: PyTree, *, accumulate_steps: int | None = None) -> Memory:
+        """Compiles the step and says what it needs of each device's memory; runs nothing.
+
+        Args:
+          batch: This process's rows, or their `jax.ShapeDtypeStruct`s.
+          accumulate_steps: Of another step than this one's, to compare.
+        """
+        return self._steps.memory(self.abstract_state(batch), batch, accumulate_steps)
 
     def stats(self, batch: PyTree = None) -> dict[str, Any]:
         """What DDP's logging data tells, under DDP's names where the thing is the same.

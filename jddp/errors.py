@@ -38,6 +38,12 @@ class DivergenceError(Error):
     exit_code = 76
 
 
+class OutOfMemoryError(Error):
+    """A device has less memory than the step needs."""
+
+    exit_code = 77
+
+
 class DisagreementError(Error):
     """Processes of one job were given different code, configs or data."""
 

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 
 from jddp.errors import ConfigError, UsageError
 from jddp.explanation import Explanation, explain
+from jddp.memory import Memory, measure
 from jddp.mesh import AXIS, count_rows, platform, sharded
 from jddp.recipe import Recipe
 from jddp.reduce import BucketPlan, compiler_options
@@ -154,6 +155,15 @@ class Steps:
         """Whether the step draws random numbers; it is traced, and not run."""
         traced = call(self.step_for(state, batch).trace, state, self._global(batch))
         return "random_bits" in str(traced.jaxpr)
+
+    def memory(self, state: TrainState, batch: PyTree, accumulate_steps: int | None) -> Memory:
+        """Compiles the step, perhaps with another number of parts, and measures it."""
+        step, recipe = self.step_for(state, batch), self._recipe
+        if accumulate_steps is not None:
+            recipe = dataclasses.replace(recipe, accumulate_steps=accumulate_steps)
+            step = self._make_step(recipe, self.kinds(state))
+        compiled = self._lower(step, state, batch).compile()
+        return measure(compiled, state, batch, self._mesh)
 
     def explain(self, state: TrainState, batch: PyTree) -> Explanation:
         """Compiles the step, and compares it with that of twice the rows, and twice the parts."""

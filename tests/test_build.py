@@ -9,9 +9,10 @@ import pytest
 
 import jddp
 from jddp.build import build, fit, load, preview
-from jddp.build.preview import Memory, memory_table
+from jddp.build.preview import memory_table
 from jddp.config import Config, read_values
 from jddp.errors import ConfigError, DataError, FileSystemError, UsageError
+from jddp.memory import Memory
 from jddp.models.make import make_model
 
 MINE = """

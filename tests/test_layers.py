@@ -26,7 +26,7 @@ FLOORS = [
     {"reports", "cluster", "step", "program", "run", "evaluation"},
     {"digest"},
     {"checkpoint"},
-    {"explanation", "diagnosis"},
+    {"explanation", "diagnosis", "memory"},
     {"callbacks", "steps"},
     {"trainer"},
     {"data_parallel"},

@@ -3,104 +3,24 @@
     print(preview(job))
 
 Sizes per device come from the compiler. What a change of options would bring is reckoned from
-them: activations go with the rows that are in work at once, the rest does not.
+them.
 """
-
-import math
-import os
-from dataclasses import dataclass
-from typing import Any
 
 import jax
 
 from jddp.build.job import Job
+from jddp.memory import Memory
 from jddp.names import accepted_names
-from jddp.state import TrainState
 
-PyTree = Any
 MEBIBYTE = 2**20
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes of one device while a step runs, and how many there are.
-
-    Attributes:
-      parameters: With their moving average, if there is one.
-      gradients: One for each parameter.
-      optimizer: The optimizer's state.
-      other_state: Batch statistics and the like.
-      batch: The rows of one device.
-      temporaries: Everything else that the compiler asks for: activations above all.
-      limit: What the device has.
-    """
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    other_state: int
-    batch: int
-    temporaries: int
-    limit: int
-
-    @property
-    def total(self) -> int:
-        """Bytes in all."""
-        return self.fixed + self.batch + self.temporaries
-
-    @property
-    def fixed(self) -> int:
-        """What does not depend on the batch."""
-        return self.parameters + self.gradients + self.optimizer + self.other_state
 
 
 def preview(job: Job) -> str:
     """Returns model size, batch arithmetic, mesh, bucket plan and memory, in 80 columns."""
-    state = job.ddp.abstract_state(job.batch_spec)
-    memory = measure_memory(job, state)
+    memory = job.ddp.memory(job.batch_spec)
     return "\n\n".join(
         ["\n".join(_arithmetic(job)), str(job.ddp.plan), "\n".join(memory_table(job, memory))]
     )
-
-
-def measure_memory(job: Job, state: TrainState) -> Memory:
-    """Compiles the step of `job` and returns what it needs on each device."""
-    analysis = job.ddp.lower(job.batch_spec).compile().memory_analysis()
-    assert analysis is not None, "CPUs and GPUs have one"
-    gradients = _bytes_per_device(state.params)
-    # The new state takes the place of the old one, which is donated.
-    beyond = analysis.temp_size_in_bytes + max(
-        0, analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-    )
-    rows = _bytes_per_device(job.batch_spec) // len(job.ddp.mesh.local_devices)
-    return Memory(
-        parameters=_bytes_per_device((state.params, state.ema_params)),
-        gradients=gradients,
-        optimizer=_bytes_per_device(state.opt_state),
-        other_state=_bytes_per_device((state.model_state, state.comm_state)),
-        batch=rows,
-        temporaries=max(0, beyond - gradients),
-        limit=_device_limit(job.ddp.mesh.local_devices),
-    )
-
-
-def _bytes_per_device(tree: PyTree) -> int:
-    """Bytes of the shard of every leaf that lies on one device."""
-
-    def size(leaf: Any) -> int:
-        sharding = getattr(leaf, "sharding", None)
-        shape = sharding.shard_shape(leaf.shape) if sharding else leaf.shape
-        return math.prod(shape) * leaf.dtype.itemsize
-
-    return sum(map(size, jax.tree.leaves(tree)))
-
-
-def _device_limit(devices: list[jax.Device]) -> int:
-    stats = devices[0].memory_stats() or {}
-    if "bytes_limit" in stats:
-        return int(stats["bytes_limit"])
-    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return host // len(devices)  # Virtual devices share the memory of their host.
 
 
 def _arithmetic(job: Job) -> list[str]:
@@ -138,7 +58,7 @@ def memory_table(job: Job, memory: Memory) -> list[str]:
     }
     lines = ["memory per device, MiB"]
     lines += [f"  {name:<15}{_mebibytes(size):>12}" for name, size in rows.items()]
-    if memory.total <= memory.limit:
+    if memory.fits:
         return [*lines, f"fits: {memory.total / memory.limit:.1%} of the device"]
     return [*lines, "does not fit; what would make it smaller", *_ways_out(job, memory)]
 
@@ -154,8 +74,7 @@ def _ways_out(job: Job, memory: Memory) -> list[str]:
     activations = memory.batch + memory.temporaries
     parts = job.config.ddp.accumulate_steps
     rows = job.config.data.global_batch_size // job.ddp.mesh.size // parts
-    divisors = [k for k in range(2, rows + 1) if rows % k == 0]
-    cut = next((k for k in divisors if activations / k <= room), rows)
+    cut = next(memory.cuts(rows), rows)
     ways = []
     if rows > 1:
         smaller = job.config.data.global_batch_size // cut

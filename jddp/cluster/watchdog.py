@@ -75,6 +75,11 @@ class Watchdog:
         self._threads: list[threading.Thread] = []
         self._file: TextIO = sys.stderr
 
+    @property
+    def phase(self) -> str:
+        """What goes on."""
+        return self._phase
+
     def enter(self, phase: str, step: int) -> None:
         """Says that a phase begins, or a step or batch of it, after `step` finished steps."""
         now = time.monotonic()

@@ -18,6 +18,7 @@ from jddp.reports import RunDirectory
 from jddp.run import Run
 from jddp.state import TrainState
 from jddp.trainer.loop import Loop
+from jddp.trainer.out_of_memory import explained
 from jddp.trainer.plan import Plan
 from jddp.trainer.source import Source
 from jddp.trainer.trainable import Trainable
@@ -88,6 +89,7 @@ def train(
       DataError: If the batches end before `num_steps`.
       DisagreementError: If processes have different models, optimizers or batches.
       DivergenceError: If what replicas have to have alike differs.
+      OutOfMemoryError: If a device has less memory than a step needs.
       NumericsError: If the loss is not finite, or too many steps in a row were skipped.
     """
     plan = Plan(
@@ -113,19 +115,21 @@ def train(
     source = Source(batches, ddp.put)
     stacks = None if files is None else files.stacks(jax.process_index())
     with Watchdog(limits, stacks) as watchdog:
+        batch = source.peek()
         if jax.process_count() > 1:
-            agree("model, optimizer or batch", ddp.facts(source.peek()))
-        if state is None:
-            state = ddp.init(seed, source.peek())
-        if eval_params == "ema" and state.ema_params is None:
-            raise ConfigError("eval_params='ema' needs DataParallel(..., ema_decay=...).")
-        about = {"config": config, "manifest": manifest}
-        loop = Loop(ddp, source, state, plan, files, callbacks, about, watchdog)
-        try:
-            loop.resume()
-            run = loop.run_to_the_end()
-        except BaseException:
-            loop.abandon()
-            raise
-        loop.close()
-        return run
+            agree("model, optimizer or batch", ddp.facts(batch))
+        with explained(ddp, jax.eval_shape(lambda x: x, batch), watchdog):
+            if state is None:
+                state = ddp.init(seed, batch)
+            if eval_params == "ema" and state.ema_params is None:
+                raise ConfigError("eval_params='ema' needs DataParallel(..., ema_decay=...).")
+            about = {"config": config, "manifest": manifest}
+            loop = Loop(ddp, source, state, plan, files, callbacks, about, watchdog)
+            try:
+                loop.resume()
+                run = loop.run_to_the_end()
+            except BaseException:
+                loop.abandon()
+                raise
+            loop.close()
+            return run

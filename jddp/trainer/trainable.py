@@ -5,6 +5,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from jax.sharding import Mesh
 
+from jddp.memory import Memory
 from jddp.state import TrainState
 
 PyTree = Any
@@ -49,6 +50,10 @@ class Trainable(Protocol):
         self, state: TrainState, batches: Iterable[PyTree], params: str = "params"
     ) -> dict[str, float]:
         """Evaluates exactly."""
+        ...
+
+    def memory(self, batch: PyTree, *, accumulate_steps: int | None = None) -> Memory:
+        """Measures what a step needs, without running it."""
         ...
 
     def diagnose(self, state: TrainState, batch: PyTree) -> dict[str, dict[str, float]]:

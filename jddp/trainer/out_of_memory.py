@@ -1,0 +1,75 @@
+"""A device that is out of memory: what asked for it, and what would fit."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from jddp.cluster.watchdog import Watchdog
+from jddp.errors import OutOfMemoryError
+from jddp.memory import Memory, in_words
+from jddp.mesh import count_rows
+from jddp.trainer.trainable import Trainable
+
+PyTree = Any
+
+
+@contextlib.contextmanager
+def explained(ddp: Trainable, batch: PyTree, watchdog: Watchdog) -> Iterator[None]:
+    """While open, a device that is out of memory is told about in full.
+
+    Args:
+      ddp: What steps.
+      batch: The shapes of this process's rows.
+      watchdog: Knows the phase; and is told that the step is compiled for less.
+
+    Raises:
+      OutOfMemoryError: With the largest arrays, and what would fit.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if not ("RESOURCE_EXHAUSTED" in str(error) and "memory" in str(error).lower()):
+            raise
+        phase = watchdog.phase
+        watchdog.enter("compile", 0)
+        raise OutOfMemoryError(_explain(ddp, batch, phase)) from error
+
+
+def _explain(ddp: Trainable, batch: PyTree, phase: str) -> str:
+    memory = ddp.memory(batch)
+    told = (
+        f"out of memory in phase {phase}: a step needs {in_words(memory.total)} of each device, "
+        f"which has {in_words(memory.limit)}"
+    )
+    large = [f"{in_words(x.bytes)} {x}" for x in memory.largest if x.bytes > memory.total / 100]
+    if large:
+        told += f". The largest arrays: {', '.join(large)}"
+    ways = list(_ways_out(ddp, batch, memory))
+    if ways:
+        return f"{told}. What would fit: {', or '.join(ways)}."
+    return (
+        f"{told}. One row at a time is too much: choose a smaller model, an optimizer with less "
+        "state, or devices with more memory."
+    )
+
+
+def _ways_out(ddp: Trainable, batch: PyTree, memory: Memory) -> Iterator[str]:
+    parts, num_rows = ddp.world["accumulate_steps"], count_rows(batch)
+    of_replica = num_rows // len(ddp.mesh.local_devices) // parts
+    for cut in memory.cuts(of_replica):
+        needed = ddp.memory(batch, accumulate_steps=parts * cut)
+        if needed.fits:
+            yield f"accumulate_steps={parts * cut} ({in_words(needed.total)})"
+            break
+    for cut in memory.cuts(of_replica):
+        fewer = jax.tree.map(
+            lambda x, cut=cut: jax.ShapeDtypeStruct((x.shape[0] // cut, *x.shape[1:]), x.dtype),
+            batch,
+        )
+        needed = ddp.memory(fewer)
+        if needed.fits:
+            size = num_rows // cut * jax.process_count()
+            yield f"a global batch of {size} ({in_words(needed.total)})"
+            break
