@@ -1,4 +1,4 @@
-"""A disk that is full costs checkpoints, and nothing else."""
+"""A disk that is full, or cannot be written for a while, costs checkpoints alone."""
 
 import contextlib
 import os
@@ -43,9 +43,21 @@ def fill(path):
     os.close(descriptor)
 
 
-def test_a_run_goes_on_while_the_disk_is_full_and_saves_when_there_is_room(
-    folder, golden, small_disk
-):
+def fill_up(disk):
+    """Leaves no room; the end of the block makes some."""
+    fill(disk / "filler")
+    yield "RESOURCE_EXHAUSTED"
+    (disk / "filler").unlink()
+
+
+def read_only(disk):
+    subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+    yield "Read-only file system"
+    subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
+
+
+@pytest.mark.parametrize("fault", [fill_up, read_only])
+def test_a_run_goes_on_without_its_disk_and_saves_when_it_can(folder, golden, small_disk, fault):
     with Job(folder, *LONG) as job:
         job.wait_for(lambda: job.saved())
         job.processes[0].send_signal(signal.SIGTERM)
@@ -54,15 +66,24 @@ def test_a_run_goes_on_while_the_disk_is_full_and_saves_when_there_is_room(
     small_disk(checkpoints)
     with Job(folder, *LONG) as job:
         job.wait_for(lambda: max(job.saved(), default=0) > stopped)
-        fill(checkpoints / "filler")
-        full_at = job.num_steps()
-        job.wait_for(lambda: job.num_steps() >= full_at + 150)
-        kept = job.saved()
-        assert kept
-        assert max(kept) <= full_at + 50  # a save that had its room before
-        (checkpoints / "filler").unlink()
-        job.wait_for(lambda: max(job.saved()) > full_at + 150)
+        with contextlib.contextmanager(fault)(checkpoints) as told:
+            broken_at = job.num_steps()
+            job.wait_for(lambda: job.num_steps() >= broken_at + 150)
+            saved_meanwhile = max(job.saved(), default=0)
+            assert saved_meanwhile <= broken_at + 50  # a save that had its room before
+        job.wait_for(lambda: max(job.saved(), default=0) > broken_at + 150)
         assert job.codes() == [0], job.outputs
-    assert "cannot be saved: process 0: RESOURCE_EXHAUSTED" in job.outputs[0][1]
+    assert "cannot be saved: process 0: " in job.outputs[0][1]
+    assert told in job.outputs[0][1]
     assert "What was saved before is still there" in job.outputs[0][1]
+    assert_same_run(job, golden(*LONG))
+
+
+def test_checkpoints_that_somebody_removes_are_made_anew(folder, golden):
+    with Job(folder, *LONG) as job:
+        job.wait_for(lambda: len(job.saved()) > 1)
+        (job.run_dir / "checkpoints").rename(folder / "removed")  # at once, inside a save perhaps
+        removed_at = job.num_steps()
+        job.wait_for(lambda: max(job.saved(), default=0) > removed_at)
+        assert job.codes() == [0], job.outputs
     assert_same_run(job, golden(*LONG))
