@@ -7,11 +7,17 @@
               digests of files / all else that is done in the background
     restart   seconds from the start of the default job, which was killed, to its next finished
               step; what it compiles has been compiled before
+    watching  the default job's step in `fit` (signals, watchdog, each loss looked at) / in a loop
+              that does nothing else; the same with steps skipped that are not finite; and a
+              comparison of all replicas / the 500 steps between two of them
 
 Contenders take turns; a ratio is the median over the rounds. The last line is JSON.
 """
 
 import argparse
+import contextlib
+import io
+import itertools
 import json
 import shutil
 import signal
@@ -127,7 +133,79 @@ def last_step(metrics: Path) -> int:
     return json.loads(lines[-1])["step"] if lines else 0
 
 
-PARTS = {"save": save, "restart": restart}
+def watching(num_rounds: int, num_steps: int = 50) -> dict[str, float]:
+    from jddp.digest import digests, find_divergence
+
+    plain, skipping = (default_job(skip) for skip in (False, True))
+    batch = plain.put(first_batch())
+    found: dict[str, list[float]] = {name: [] for name in ("bare", "fit", "skipping", "digest")}
+    state = plain.init(0, first_batch())
+    for number in range(num_rounds + 1):
+        values = {
+            "bare": bare_loop(plain, batch, num_steps),
+            "fit": fitted(plain, batch, num_steps),
+            "skipping": fitted(skipping, batch, num_steps),
+            "digest": seconds_of(lambda: find_divergence(digests(state), state)),
+        }
+        if number:  # the first compiles
+            for name, value in values.items():
+                found[name].append(value)
+
+    def median_ratio(of: str, to: str, times: int = 1) -> float:
+        pairs = zip(found[of], found[to], strict=True)
+        return statistics.median(a / (b * times) for a, b in pairs)
+
+    return {
+        "seconds of a bare step": statistics.median(found["bare"]),
+        "fit / bare": median_ratio("fit", "bare"),
+        "fit that skips what is not finite / bare": median_ratio("skipping", "bare"),
+        "seconds of a comparison": statistics.median(found["digest"]),
+        "a comparison / 500 steps": median_ratio("digest", "bare", 500),
+    }
+
+
+def default_job(skip_nonfinite: bool) -> Any:
+    from jddp.build import build
+    from jddp.config import load_config
+
+    overrides = {"ddp.skip_nonfinite": skip_nonfinite}
+    return build(load_config([], overrides)[0]).ddp
+
+
+def first_batch() -> Any:
+    from jddp.build import build
+    from jddp.config import load_config
+
+    return build(load_config([], {})[0]).train_batches().batch(0)
+
+
+def bare_loop(ddp: Any, batch: Any, num_steps: int) -> float:
+    """Seconds a step, each loss read after the next step has been sent."""
+    state, metrics = ddp.step(ddp.init(0, batch), batch)
+    waiting, since = metrics, time.perf_counter()
+    for _ in range(num_steps):
+        state, metrics = ddp.step(state, batch)
+        float(waiting["loss"])
+        waiting = metrics
+    return (time.perf_counter() - since) / num_steps
+
+
+def fitted(ddp: Any, batch: Any, num_steps: int) -> float:
+    """Seconds a step in `fit`, between the same two moments."""
+    from jddp import Callback
+
+    at: dict[int, float] = {}
+
+    class Moments(Callback):
+        def on_step(self, run: Any, metrics: Any) -> None:
+            at[metrics["step"]] = time.perf_counter()
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        ddp.fit(itertools.repeat(batch), num_steps=num_steps + 2, callbacks=[Moments()])
+    return (at[num_steps + 1] - at[1]) / num_steps
+
+
+PARTS = {"save": save, "restart": restart, "watching": watching}
 
 
 def main() -> None:
@@ -139,7 +217,7 @@ def main() -> None:
     for name in arguments.only:
         found[name] = PARTS[name](arguments.rounds)
         for what, value in found[name].items():
-            print(f"{name:8} {what:48} {value:8.3f}", flush=True)
+            print(f"{name:8} {what:48} {value:9.3g}", flush=True)
     print(json.dumps({**machine(), "results": found}))
 
 

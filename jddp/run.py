@@ -1,10 +1,14 @@
 """A run in progress or finished: what callbacks see and `fit` returns."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from jddp.errors import ConfigError
 from jddp.state import TrainState
+
+_NAME = re.compile(r"\w[\w-]*", re.ASCII)
 
 
 class Run:
@@ -41,7 +45,16 @@ class Run:
         self.stopped = self.stopped or reason
 
     def save(self, where: str = "checkpoints") -> None:
-        """Writes a checkpoint of the newest state into the run directory."""
+        """Writes a checkpoint of the newest state into a folder of the run directory.
+
+        Raises:
+          ConfigError: If `where` is no plain name.
+        """
+        if not _NAME.fullmatch(where):
+            raise ConfigError(
+                f"Checkpoints are kept in a folder of the run directory, and {where!r} is no plain "
+                "name of one. Take letters, digits, '_' and '-'."
+            )
         self._save(where)
 
     def __repr__(self) -> str:

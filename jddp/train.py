@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from jddp.config import Config, describe_keys, dump_values, load_config
 from jddp.errors import Error, UsageError
+from jddp.ownership import make_private
 
 if TYPE_CHECKING:
     from jddp.build import Job
@@ -127,8 +128,11 @@ def _prepare_jax(*, is_dry_run: bool) -> None:
     """Keeps compiled programs between commands, unless this one is to write nothing."""
     if is_dry_run:
         return
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(home) / "jddp" / "xla"))
+    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        cache = Path(home) / "jddp" / "xla"
+        make_private(cache, "the cache of compiled programs, which are run as they are,")
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(cache)
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 

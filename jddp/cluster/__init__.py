@@ -5,12 +5,16 @@ The three variables that JAX does not all read by itself are resolved here and h
 for a job, is off.
 """
 
+import ipaddress
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jddp.errors import ConfigError
 
+BIND = "JAX_COORDINATOR_BIND_ADDRESS"
+JOB = "JDDP_JOB"  # the same word for all processes of a job, and another for each job
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
@@ -63,8 +67,12 @@ def resolve_identity(environ: Mapping[str, str] = os.environ) -> Identity:
     return Identity(coordinator, num_processes, process_id)
 
 
-def initialize(identity: Identity) -> None:
-    """Joins the job, before any device is touched; a user's own `initialize` is respected."""
+def initialize(identity: Identity, environ: Mapping[str, str] = os.environ) -> None:
+    """Joins the job, before any device is touched; a user's own `initialize` is respected.
+
+    Raises:
+      DisagreementError: If processes of several jobs have met, as JDDP_JOB tells.
+    """
     import jax
 
     if identity.coordinator is None or jax.distributed.is_initialized():
@@ -76,4 +84,34 @@ def initialize(identity: Identity) -> None:
         num_processes=identity.num_processes,
         process_id=identity.process_id,
         cluster_detection_method="deactivate",
+        coordinator_bind_address=environ.get(BIND)
+        or (bind_address(identity.coordinator) if identity.process_id == 0 else None),
     )
+    from jddp.cluster.agreement import agree
+
+    agree("job", {JOB: environ.get(JOB, "not set")})
+
+
+def bind_address(coordinator: str) -> str | None:
+    """Where process 0 listens: on the interface of the coordinator's address alone.
+
+    JAX would listen on all of them, and asks nobody who connects for a password.
+
+    Args:
+      coordinator: host:port.
+
+    Returns:
+      address:port; None, which leaves it to JAX, if the host has no address of this machine other
+      than loopback, and is not meant to be loopback: then the address leads here by another way.
+    """
+    host, _, port = coordinator.rpartition(":")
+    is_local_name = host in ("localhost", "[::1]") or host.startswith("127.")
+    try:
+        family, *_, address = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as here:
+            here.bind(address)  # on any free port
+    except OSError:
+        return None
+    if ipaddress.ip_address(address[0]).is_loopback and not is_local_name:
+        return None  # Debian's 127.0.1.1, where no other host could connect
+    return f"[{address[0]}]:{port}" if family == socket.AF_INET6 else f"{address[0]}:{port}"

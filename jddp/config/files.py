@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
@@ -24,6 +25,7 @@ from jddp.names import did_you_mean
 DEFAULT_PRESET = "fashion_mnist_cnn"
 # A wheel carries the presets inside the package, a checkout beside it.
 PRESETS = [folder / "configs" for folder in Path(__file__).parents[1:3]]
+MOST_VALUES = 10_000  # of a config: aliases of aliases make few lines endless
 # Which keys go together: setting one of them in a later source drops the others from earlier ones.
 RIVALS = {
     **{
@@ -88,12 +90,36 @@ def read_values(path: Path, origin: str | None = None) -> dict[str, Any]:
       origin: What to call it in an error, if not by its path.
 
     Raises:
-      ConfigError: If it cannot be read, or holds no sections of keys.
+      ConfigError: If it cannot be read, holds no sections of keys, or more of them than a config
+        can need.
     """
     try:
-        return _plain(OmegaConf.load(path))
+        text = path.read_text()
+        _refuse_more_than_a_config_needs(text)
+        return _plain(OmegaConf.create(text) if text.strip() else OmegaConf.create())
     except (OSError, ValueError, YAMLError, OmegaConfBaseException, ConfigError) as error:
         raise ConfigError(f"{origin or path}: cannot be read: {_one_line(error)}") from error
+
+
+def _refuse_more_than_a_config_needs(text: str) -> None:
+    """Counts values as they will be once aliases (`*name`) are replaced by what they stand for."""
+    sizes: dict[int, int] = {}
+
+    def size(node: yaml.Node | None) -> int:
+        if not isinstance(node, yaml.CollectionNode):
+            return 1
+        if id(node) not in sizes:
+            sizes[id(node)] = MOST_VALUES  # a node that holds itself has no end
+            pairs = node.value if isinstance(node, yaml.SequenceNode) else sum(node.value, ())
+            sizes[id(node)] = 1 + sum(map(size, pairs))
+        return sizes[id(node)]
+
+    try:
+        is_too_much = size(yaml.compose(text, yaml.SafeLoader)) > MOST_VALUES
+    except RecursionError:
+        is_too_much = True
+    if is_too_much:
+        raise ConfigError(f"it holds more than {MOST_VALUES:,} values, or too deep ones")
 
 
 def find_config(name: str) -> tuple[str, Path]:

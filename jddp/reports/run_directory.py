@@ -19,6 +19,7 @@ from typing import Any
 
 from jddp.config import dump_values, flatten, read_values
 from jddp.errors import ConfigError, DataError, FileSystemError
+from jddp.ownership import refuse_foreign
 from jddp.reports.log_file import logging_to
 from jddp.reports.metrics_file import MetricsFile
 
@@ -65,6 +66,7 @@ class RunDirectory:
           FileSystemError: If it cannot be read or written.
         """
         try:
+            refuse_foreign(self.path, "run.dir")
             self._refuse_another_run(config)
             first = json.loads(self._manifest.read_text()) if self._manifest.exists() else {}
             if not (config or {}).get("data", {}).get("allow_changed"):
@@ -124,7 +126,7 @@ class RunDirectory:
             )
 
     def _write(self, config: Values | None, first: Values, manifest: Values) -> None:
-        self.path.mkdir(parents=True, exist_ok=True)
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         if config is not None and not self._config.exists():
             _replace(self._config, dump_values(config))
         manifest = json.loads(json.dumps(manifest))  # Tuples become lists, as in what was read.

@@ -1,7 +1,10 @@
 """Processes that do not run the same thing say so before they meet, each with code 78."""
 
+import contextlib
+import os
 import shutil
 import time
+from pathlib import Path
 
 import pytest
 
@@ -48,3 +51,31 @@ def test_another_model_is_told_by_the_shape_of_a_parameter(folder):
     for said in end(folder, last_variables={"WIDTH": "9"}):
         assert "process 1 has another model, optimizer or batch than process 0" in said
         assert "(9,) float32 there and (8,) float32 here" in said
+
+
+def test_a_process_of_another_job_is_told(folder):
+    for said in end(folder, variables={"JDDP_JOB": "a"}, last_variables={"JDDP_JOB": "b"}):
+        assert "process 1 has another job than process 0: JDDP_JOB is b there and a here" in said
+
+
+def listening(process):
+    """Addresses on which a process listens, as the kernel has them."""
+    held = set()
+    for entry in Path(f"/proc/{process.pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            held.add(os.readlink(entry))
+    rows = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/{process.pid}/net/{name}").read_text().splitlines()[1:]
+    ]
+    return {row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in held}
+
+
+def test_a_job_on_one_host_listens_to_that_host_alone(folder):
+    with Job(folder, num_processes=2) as job:
+        job.wait_for(lambda: job.num_steps() >= 10)
+        addresses = set().union(*map(listening, job.processes))
+    assert addresses
+    hosts = {address.partition(":")[0] for address in addresses}
+    assert all(host.endswith("0100007F") for host in hosts), hosts  # also as one of IPv6
