@@ -76,8 +76,18 @@ def test_a_process_of_a_job_joins_it_with_nothing_left_to_detection(joined, monk
             "num_processes": 4,
             "process_id": 3,
             "cluster_detection_method": "deactivate",
+            "coordinator_bind_address": None,  # which is the first process's affair
         }
     ]
+
+
+@pytest.mark.parametrize(
+    "environ, listens",
+    [({}, "127.0.0.1:1234"), ({"JAX_COORDINATOR_BIND_ADDRESS": "[::]:99"}, "[::]:99")],
+)
+def test_the_first_process_listens_where_it_is_told_to(joined, environ, listens):
+    initialize(Identity("127.0.0.1:1234", 2, 0), environ)
+    assert joined[0]["coordinator_bind_address"] == listens
 
 
 def test_a_process_that_is_alone_joins_nothing(joined):

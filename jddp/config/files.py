@@ -94,9 +94,8 @@ def read_values(path: Path, origin: str | None = None) -> dict[str, Any]:
         can need.
     """
     try:
-        text = path.read_text()
-        _refuse_more_than_a_config_needs(text)
-        return _plain(OmegaConf.create(text) if text.strip() else OmegaConf.create())
+        _refuse_more_than_a_config_needs(path.read_text())
+        return _plain(OmegaConf.load(path))
     except (OSError, ValueError, YAMLError, OmegaConfBaseException, ConfigError) as error:
         raise ConfigError(f"{origin or path}: cannot be read: {_one_line(error)}") from error
 
