@@ -10,6 +10,8 @@
     watching  the default job's step in `fit` (signals, watchdog, each loss looked at) / in a loop
               that does nothing else; the same with steps skipped that are not finite; and a
               comparison of all replicas / the 500 steps between two of them
+    goodput   the default job, killed a minute after each of its starts: steps that were not lost,
+              in the time that a step takes / all of the time; a round is a life
 
 Contenders take turns; a ratio is the median over the rounds. The last line is JSON.
 """
@@ -123,6 +125,37 @@ def restart(num_rounds: int) -> dict[str, float]:
     return {"seconds to the next step": statistics.median(seconds), "longest": max(seconds)}
 
 
+def goodput(num_rounds: int, seconds_of_life: float = 60.0) -> dict[str, float]:
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "jddp.train", f"run.dir={folder}/run"]
+        command += ["train.num_steps=1000000", "train.log_every_steps=10"]
+        metrics = Path(folder, "run", "metrics.jsonl")
+        live(command, lambda: last_step(metrics) > 0)  # compiles
+        shutil.rmtree(Path(folder, "run"))
+        since = time.perf_counter()
+        for number in range(1, num_rounds + 1):
+            end = since + number * seconds_of_life
+            live(command, lambda end=end: time.perf_counter() >= end)
+        wall = time.perf_counter() - since
+        lines = [json.loads(line) for line in metrics.read_text().split("\n")[:-1]]
+        seconds = statistics.median(x["step_seconds"] for x in lines if "step_seconds" in x)
+        saved = Path(folder, "run", "checkpoints")
+        kept = max(int(p.name) for p in saved.glob("*") if p.name.isdecimal())
+    return {
+        "seconds in all": wall,
+        "steps that were saved": kept,
+        "seconds of a step": seconds,
+        "productive share of the time": kept * seconds / wall,
+    }
+
+
+def live(command: list[str], is_over: Callable[[], bool]) -> None:
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    wait_until(is_over)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
 def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         time.sleep(0.01)
@@ -205,7 +238,7 @@ def fitted(ddp: Any, batch: Any, num_steps: int) -> float:
     return (at[num_steps + 1] - at[1]) / num_steps
 
 
-PARTS = {"save": save, "restart": restart, "watching": watching}
+PARTS = {"save": save, "restart": restart, "watching": watching, "goodput": goodput}
 
 
 def main() -> None:

@@ -17,7 +17,6 @@ owners, all else by process 0. A checkpoint gets its name once all of it has bee
 on the disk. One whose digests do not hold is set aside, never removed, and the one before is used.
 """
 
-import json
 import logging
 import time
 from collections.abc import Mapping
@@ -31,6 +30,7 @@ from etils import epath
 
 from jddp.checkpoint import steps
 from jddp.checkpoint.arrays import by_path, describe, difference, forms, forms_of
+from jddp.checkpoint.read import read_described, read_object
 from jddp.checkpoint.resize import on_this_mesh, saved_shapes
 from jddp.checkpoint.sums import NAME as SUMS
 from jddp.checkpoint.sums import find_damage
@@ -178,12 +178,12 @@ class Checkpoints:
         folder, wanted = self._directory / str(step), by_path(like)
         lie = dict.fromkeys(wanted, Kind.REPLICATED) if kinds is None else by_path(kinds)
         try:
-            described, beside = (_read_json(folder / name) for name in ("arrays.json", "run.json"))
+            described, beside = read_described(folder), read_object(folder / "run.json")
             shapes = {name: tuple(about["shape"]) for name, about in described.items()}
             target = saved_shapes(wanted, lie, shapes)
             self._refuse_misfit(step, forms(described), forms_of(target))
             arrays = _restore(folder / "state", target)
-        except ConfigError:
+        except (ConfigError, FileSystemError):
             raise
         except Exception as error:  # orbax raises all kinds over files that are not its own
             raise self._cannot(f"be read at step {step}", error) from error
@@ -219,13 +219,6 @@ class Checkpoints:
     def _cannot(self, done: str, error: BaseException) -> FileSystemError:
         """What orbax, TensorStore or the file system raised, in one line."""
         return FileSystemError(f"{self._directory} cannot {done}: {first_line(error)}")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    values = json.loads(path.read_text())
-    if not isinstance(values, dict):
-        raise ValueError(f"{path.name} holds no object")
-    return values
 
 
 def _restore(folder: Path, target: PyTree) -> PyTree:

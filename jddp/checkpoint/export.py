@@ -18,7 +18,7 @@ import safetensors.numpy
 from flax import serialization
 
 from jddp.checkpoint.arrays import by_path, nested
-from jddp.checkpoint.read import read
+from jddp.checkpoint.read import read, read_object
 from jddp.checkpoint.writer import Keep, Writer
 from jddp.errors import ConfigError, DataError, FileSystemError
 from jddp.mesh import make_mesh, replicate
@@ -89,7 +89,7 @@ def export(folder: Path, file: Path, fields: Sequence[str] | None = None) -> Non
         "step": int(folder.name),
         "dtypes": {name: x.dtype.name for name, x in arrays.items()},
         "keys": keys,
-        "run": json.loads((folder / "run.json").read_text()),
+        "run": read_object(folder / "run.json"),
     }
     try:
         with file.open("xb") as opened:

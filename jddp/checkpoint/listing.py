@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from jddp.checkpoint.arrays import describe
-from jddp.checkpoint.read import read
+from jddp.checkpoint.read import read, read_described
 from jddp.checkpoint.steps import finished
 from jddp.checkpoint.sums import find_damage
 from jddp.digest import digests
@@ -55,8 +55,7 @@ def find_any_damage(folder: Path) -> str | None:
     if (damage := find_damage(folder)) is not None:
         return damage
     try:
-        described = json.loads((folder / "arrays.json").read_text())
-        arrays = replicate(read(folder), make_mesh(1))
+        described, arrays = read_described(folder), replicate(read(folder), make_mesh(1))
     except FileSystemError as error:
         return str(error)
     found = describe(arrays, np.asarray(digests(arrays)))

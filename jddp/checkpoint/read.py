@@ -20,6 +20,7 @@ from etils import epath
 from jddp.checkpoint.arrays import as_saved, nested
 from jddp.checkpoint.steps import finished
 from jddp.checkpoint.sums import find_damage
+from jddp.checkpoint.writer import first_line
 from jddp.errors import FileSystemError
 
 PyTree = Any
@@ -66,10 +67,9 @@ def read(folder: Path, fields: Sequence[str] | None = None) -> dict[str, PyTree]
     Raises:
       FileSystemError: If it cannot be read.
     """
-    state = epath.Path(folder.absolute()) / "state"
+    state, described = epath.Path(folder.absolute()) / "state", read_described(folder)
     handler = ocp.PyTreeCheckpointHandler()
     try:
-        described = json.loads((folder / "arrays.json").read_text())
         chosen = [n for n in described if fields is None or n.partition("/")[0] in fields]
         as_numpy = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in chosen}
         arguments = ocp.args.PyTreeRestore(
@@ -78,8 +78,42 @@ def read(folder: Path, fields: Sequence[str] | None = None) -> dict[str, PyTree]
         arrays = handler.restore(state, args=arguments)
         leaves = {name: as_saved(arrays[name], described[name]["dtype"]) for name in chosen}
         return {field: {} for field in fields or ()} | nested(leaves)
-    except (OSError, ValueError, KeyError) as error:
-        first = str(error).strip().partition("\n")[0]
-        raise FileSystemError(f"{state} cannot be read: {first}") from error
+    except Exception as error:  # orbax raises all kinds over files that are not its own
+        raise FileSystemError(f"{state} cannot be read: {first_line(error)}") from error
     finally:
         handler.close()
+
+
+def read_described(folder: Path) -> dict[str, dict[str, Any]]:
+    """What a checkpoint says of its arrays, as `arrays.describe` has said it.
+
+    Raises:
+      FileSystemError: If it says something else.
+    """
+    described = read_object(folder / "arrays.json")
+    if not all(map(_is_description, described.values())):
+        raise FileSystemError(f"{folder / 'arrays.json'} describes no arrays.")
+    return described
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a file of JSON.
+
+    Raises:
+      FileSystemError: If the file cannot be read, or holds something else.
+    """
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise FileSystemError(f"{path} cannot be read: {first_line(error)}") from error
+    if not isinstance(values, dict):
+        raise FileSystemError(f"{path} holds no object.")
+    return values
+
+
+def _is_description(about: Any) -> bool:
+    if not (isinstance(about, dict) and about.keys() == {"shape", "dtype", "digest"}):
+        return False
+    dims, words = about["shape"], (about["dtype"], about["digest"])
+    is_shape = isinstance(dims, list) and all(type(dim) is int and dim >= 0 for dim in dims)
+    return is_shape and all(isinstance(word, str) for word in words)

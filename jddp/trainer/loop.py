@@ -20,7 +20,7 @@ from jddp.callbacks import Callback
 from jddp.checkpoint import Checkpoints
 from jddp.cluster.stopping import StopSignals
 from jddp.cluster.watchdog import Watchdog
-from jddp.errors import ConfigError, Error, NumericsError
+from jddp.errors import ConfigError, Error, FileSystemError, NumericsError
 from jddp.reports import Progress, RunDirectory
 from jddp.run import Run
 from jddp.state import TrainState
@@ -126,6 +126,18 @@ class Loop:
         if restored is None:
             return
         run.step, run.state, beside = restored
+        try:
+            self._go_on_from(beside)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise FileSystemError(
+                f"{run.run_dir} holds, at step {run.step}, a run.json of another version of jddp, "
+                f"or of something else: {error!r}. Choose another run.dir."
+            ) from error
+        self._resumed_from = run.step
+
+    def _go_on_from(self, beside: Mapping[str, Any]) -> None:
+        """Takes up what was saved beside the state."""
+        run = self._run
         run.stopped = beside["stopped"]
         self._numerics.skipped, self._numerics.in_a_row = beside["skipped"]
         run.metrics, run.evaluations = beside["metrics"], beside["evaluations"]
@@ -138,7 +150,6 @@ class Loop:
             )
         self._position = beside["position"]
         self._source.move_to(self._position)
-        self._resumed_from = run.step
 
     def run_to_the_end(self) -> Run:
         """Steps until all are done, a callback has stopped the run or a signal interrupts it."""

@@ -1,0 +1,89 @@
+"""A notebook's kernel, driven as Jupyter drives it."""
+
+import os
+import queue
+import time
+from pathlib import Path
+
+import pytest
+from jupyter_client.manager import KernelManager
+
+import jddp
+
+SECONDS = 120
+SETUP = """
+import itertools
+import jax
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 2)
+import optax
+import jddp
+from states import assert_same
+from tiny import MLP, loss_fn, make_batch
+ddp = jddp.DataParallel(MLP(), optax.adam(0.01), loss_fn)
+def fit(num_steps):
+    return ddp.fit(itertools.repeat(make_batch(8)), num_steps=num_steps, run_dir="run")
+"""
+CHECK = """
+again = fit(run.step + 5)
+state = ddp.init(0, make_batch(8))
+for _ in range(run.step + 5):
+    state, _ = ddp.step(state, make_batch(8))
+assert_same(again.state, state)
+print(run.interrupted, again.interrupted, again.step - run.step)
+"""
+
+
+@pytest.fixture
+def kernel(tmp_path):
+    """A kernel and its client, in a folder of its own."""
+    manager = KernelManager(kernel_name="python3")
+    paths = [str(Path(jddp.__file__).parents[1]), str(Path(__file__).parent)]
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
+    manager.start_kernel(cwd=str(tmp_path), env={**kept, "PYTHONPATH": os.pathsep.join(paths)})
+    client = manager.client()
+    client.start_channels()
+    try:
+        client.wait_for_ready(timeout=SECONDS)
+        yield manager, client
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+
+
+def run_cell(client, code):
+    """Runs a cell to its end, and returns what it printed."""
+    printed = []
+
+    def take(message):
+        if message["msg_type"] == "stream":
+            printed.append(message["content"]["text"])
+
+    reply = client.execute_interactive(code, timeout=SECONDS, output_hook=take)
+    assert reply["content"]["status"] == "ok", reply["content"]
+    return "".join(printed)
+
+
+def wait_until_printed(client, word):
+    """Waits for a word of the cell that runs."""
+    until = time.monotonic() + SECONDS
+    while time.monotonic() < until:
+        try:
+            message = client.get_iopub_msg(timeout=1)
+        except queue.Empty:
+            continue
+        if message["msg_type"] == "stream" and word in message["content"]["text"]:
+            return
+    raise AssertionError(f"{word!r} was not printed in time")
+
+
+def test_an_interrupt_stops_behind_a_step_and_the_same_call_goes_on(kernel):
+    manager, client = kernel
+    run_cell(client, SETUP)
+    request = client.execute("run = fit(1_000_000)")
+    wait_until_printed(client, "step 50/")
+    manager.interrupt_kernel()
+    reply = client.get_shell_msg(timeout=SECONDS)
+    assert reply["parent_header"]["msg_id"] == request
+    assert reply["content"]["status"] == "ok", reply["content"]
+    assert run_cell(client, CHECK).splitlines()[-1] == "SIGINT None 5"
