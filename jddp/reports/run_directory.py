@@ -5,15 +5,19 @@
     metrics.jsonl    one line a report
     checkpoints/     states to go on from
     logs/            what each process said
+    lock             who writes here, for as long as it does
 
 A directory belongs to the config that it was first used with: a rerun with the same one resumes,
 any other is refused before a byte is written.
 """
 
 import contextlib
+import fcntl
 import json
+import logging
 import os
-from collections.abc import Mapping
+import socket
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +39,7 @@ FREE_KEYS = (
     "train.max_consecutive_skips",
 )
 MISSING = object()
+log = logging.getLogger("jddp")
 
 
 class RunDirectory:
@@ -82,6 +87,35 @@ class RunDirectory:
             raise FileSystemError(
                 f"{self._manifest} is damaged: {error}. Put it back, or choose another run.dir."
             ) from error
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """While open, the directory is this run's: another that wants to write there is refused.
+
+        The lock ends with the process, however that ends. Where a file system has no locks there
+        is none.
+
+        Raises:
+          ConfigError: If a run holds it.
+        """
+        if not self._is_writer:
+            yield
+            return
+        with (self.path / "lock").open("a+") as lock:
+            try:
+                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):
+                lock.seek(0)
+                raise ConfigError(
+                    f"run.dir {self.path} is in use by {lock.read().strip() or 'another process'}. "
+                    "Wait for its end, or choose another run.dir."
+                ) from None
+            except OSError as error:
+                log.warning("%s cannot be locked: %s.", self.path, error.strerror)
+            lock.truncate(0)
+            lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            lock.flush()
+            yield
 
     def logging(self, process_index: int) -> contextlib.AbstractContextManager[None]:
         """While open, what this process says goes into a log file of its own."""

@@ -4,6 +4,7 @@ It steps, evaluates, reports, saves and stops, and knows the model only by what 
 (`Trainable`). `jddp.DataParallel.fit` and the command line run this same function.
 """
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,8 @@ def train(
       The finished run.
 
     Raises:
-      ConfigError: If an option breaks its rule, or the run directory holds another run.
+      ConfigError: If an option breaks its rule, or the run directory holds another run, or is in
+        use.
       DataError: If the batches end before `num_steps`.
       DisagreementError: If processes have different models, optimizers or batches.
       DivergenceError: If what replicas have to have alike differs.
@@ -114,7 +116,8 @@ def train(
         files.prepare(config, manifest)
     source = Source(batches, ddp.put)
     stacks = None if files is None else files.stacks(jax.process_index())
-    with Watchdog(limits, stacks) as watchdog:
+    held = contextlib.nullcontext() if files is None else files.held()
+    with held, Watchdog(limits, stacks) as watchdog:
         batch = source.peek()
         if jax.process_count() > 1:
             agree("model, optimizer or batch", ddp.facts(batch))
