@@ -209,3 +209,23 @@ def test_evaluation_in_between_leaves_no_trace():
     ddp.evaluate(state, [make_batch(32, seed=1), make_batch(5)])
     assert_same(state, kept)
     assert_same(ddp.step(state, make_batch(32))[0], want)
+
+
+@pytest.mark.parametrize("placement", ["end", "ready"])
+def test_two_parts_draw_random_numbers_of_their_own(placement):
+    class Drop(nn.Module):
+        @nn.compact
+        def __call__(self, x, train):
+            weight = self.param("weight", nn.initializers.ones, ())
+            return weight * nn.Dropout(0.5, deterministic=not train)(x)
+
+    def loss(model, batch, train):
+        kept = model(batch["x"], train=train).mean(-1)
+        return kept, {"square": kept**2}
+
+    ddp = jddp.DataParallel(
+        Drop(), optax.sgd(0.1), loss, mesh=1, accumulate_steps=2, placement=placement
+    )
+    batch = {"x": np.ones((2, 101), np.float32)}  # odd: two draws hardly keep alike many
+    _, metrics = ddp.step(ddp.init(0, batch), batch)
+    assert metrics["square"] > metrics["loss"] ** 2 + 1e-6

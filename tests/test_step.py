@@ -22,24 +22,19 @@ SETTINGS = {
 }
 
 
-def all_pairs(settings):
-    """A few cases in which every pair of values of two settings stands at least once."""
+def covering(settings, strength):
+    """A few cases in which all values of any two, or three, ... settings stand once together."""
     names = list(settings)
-    pairs = {
-        (a, x, b, y)
-        for a, b in itertools.combinations(names, 2)
-        for x in settings[a]
-        for y in settings[b]
-    }
 
     def covered(case):
-        chosen = dict(zip(names, case, strict=True))
-        return {(a, chosen[a], b, chosen[b]) for a, b in itertools.combinations(names, 2)}
+        chosen = list(zip(names, case, strict=True))
+        return set(itertools.combinations(chosen, strength))
 
     product = list(itertools.product(*settings.values()))
-    while pairs:
-        best = max(product, key=lambda case: len(covered(case) & pairs))
-        pairs -= covered(best)
+    missing = set().union(*map(covered, product))
+    while missing:
+        best = max(product, key=lambda case: len(covered(case) & missing))
+        missing -= covered(best)
         yield best
 
 
@@ -93,12 +88,18 @@ def check(model, replicas, layout, dtype, masked, dropout):
         assert metrics["count"] == batch.get("mask", np.ones(16)).sum()
 
 
-@pytest.mark.parametrize("case", list(all_pairs(SETTINGS)), ids=name)
+@pytest.mark.parametrize("case", list(covering(SETTINGS, 2)), ids=name)
 def test_n_devices_equal_one_device_for_every_pair_of_settings(case):
     check(*case)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("case", list(covering(SETTINGS, 3)), ids=name)
+def test_n_devices_equal_one_device_for_every_three_settings(case):
+    check(*case)
+
+
+@pytest.mark.long  # All 320, where any three together take 40.
 @pytest.mark.parametrize("case", list(itertools.product(*SETTINGS.values())), ids=name)
 def test_n_devices_equal_one_device_for_every_setting(case):
     check(*case)

@@ -13,14 +13,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jddp.callbacks import Callback
-from jddp.checkpoint import Checkpoints
 from jddp.cluster.stopping import StopSignals
 from jddp.cluster.watchdog import Watchdog
-from jddp.errors import ConfigError, Error, FileSystemError, NumericsError
+from jddp.errors import FileSystemError
 from jddp.reports import Progress, RunDirectory
 from jddp.run import Run
 from jddp.state import TrainState
@@ -29,31 +27,11 @@ from jddp.trainer.elsewhere import differences
 from jddp.trainer.numerics import Numerics, Sent
 from jddp.trainer.plan import Plan
 from jddp.trainer.replicas import Comparison
+from jddp.trainer.saving import Saving, is_float
 from jddp.trainer.source import Source
 from jddp.trainer.trainable import Trainable
 
 PyTree = Any
-
-
-@jax.jit
-def _is_sound(state: TrainState) -> jax.Array:
-    """Whether a state can be gone on from.
-
-    Infinities of an optimizer may be meant, such as the best loss so far; NaN never is.
-    """
-    finite = jax.tree.leaves((state.params, state.ema_params, state.model_state))
-    defined = jax.tree.leaves((state.opt_state, state.comm_state))
-    checks = [jnp.isfinite(x).all() for x in finite if _is_float(x)]
-    checks += [~jnp.isnan(x).any() for x in defined if _is_float(x)]
-    return jnp.stack([jnp.bool(True), *checks]).all()
-
-
-def _is_float(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.inexact)
-
-
-def _has_numbers(tree: PyTree) -> bool:
-    return any(map(_is_float, jax.tree.leaves(tree)))
 
 
 class _Interrupted(Exception):
@@ -86,8 +64,8 @@ class Loop:
         watchdog: Watchdog,
     ) -> None:
         self._ddp, self._source, self._plan = ddp, source, plan
-        self._files, self._callbacks, self._about = files, callbacks, about
-        self._checkpoints: dict[str, Checkpoints] = {}
+        self._files, self._callbacks = files, callbacks
+        self._saving = Saving(ddp, files, plan, about)
         self._run = Run(state, None if files is None else files.path, self._save)
         if not state.step.is_deleted():  # a state that was taken is refused by the step, in words
             self._run.step = int(state.step)
@@ -103,37 +81,21 @@ class Loop:
 
     def resume(self) -> None:
         """Restores the newest checkpoint, if there is one, and drops the records behind it."""
-        run, policy = self._run, self._plan.resume
+        run = self._run
         if self._files is None:
             return
-        steps = self._checkpoint("checkpoints").steps()
-        if not steps and policy == "must":
-            raise ConfigError(
-                f"resume='must', but {run.run_dir} holds no checkpoint. Choose the run.dir of a "
-                "run that was saved, or resume='auto'."
-            )
-        if steps and policy == "never":
-            raise ConfigError(
-                f"{run.run_dir} holds a run at step {steps[-1]}, and resume='never' would "
-                "overwrite it. Choose another run.dir, or resume='auto'."
-            )
-        self._restore()
+        restored = self._saving.restore(run.state)
+        if restored is not None:
+            run.step, run.state, beside = restored
+            try:
+                self._go_on_from(beside)
+            except (LookupError, TypeError, ValueError, AttributeError) as error:
+                raise FileSystemError(
+                    f"{run.run_dir} holds, at step {run.step}, a run.json of another version of "
+                    f"jddp, or of something else: {error!r}. Choose another run.dir."
+                ) from error
+            self._resumed_from = run.step
         self._files.metrics.truncate_after(run.step)
-
-    def _restore(self) -> None:
-        run, kinds = self._run, self._ddp.kinds(self._run.state)
-        restored = self._checkpoint("checkpoints").restore(run.state, kinds)
-        if restored is None:
-            return
-        run.step, run.state, beside = restored
-        try:
-            self._go_on_from(beside)
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise FileSystemError(
-                f"{run.run_dir} holds, at step {run.step}, a run.json of another version of jddp, "
-                f"or of something else: {error!r}. Choose another run.dir."
-            ) from error
-        self._resumed_from = run.step
 
     def _go_on_from(self, beside: Mapping[str, Any]) -> None:
         """Takes up what was saved beside the state."""
@@ -146,7 +108,7 @@ class Loop:
                 beside["world"],
                 world,
                 draws=self._ddp.draws(self._source.peek()),
-                has_statistics=_has_numbers(run.state.model_state),
+                has_statistics=any(map(is_float, jax.tree.leaves(run.state.model_state))),
             )
         self._position = beside["position"]
         self._source.move_to(self._position)
@@ -193,7 +155,7 @@ class Loop:
             self._progress.note(f"{run.interrupted}: stopped after step {run.step}")
             return
         run.save()
-        self._checkpoint("checkpoints").wait()
+        self._saving.wait()
         self._progress.note(
             f"{run.interrupted}: saved step {run.step} of {self._plan.num_steps}, from which the "
             "same call goes on"
@@ -204,17 +166,13 @@ class Loop:
         self._watchdog.enter("save", self._run.step)
         self._source.close()
         self._progress.close()
-        for checkpoints in self._checkpoints.values():
-            checkpoints.close()
+        self._saving.close()
 
     def abandon(self) -> None:
         """The same where something has failed, which is to be told rather than what comes of it."""
         self._source.close()
         self._progress.close()
-        if jax.process_count() == 1:  # Others may wait for this process, as it would for them.
-            for checkpoints in self._checkpoints.values():
-                with contextlib.suppress(Error):
-                    checkpoints.close()
+        self._saving.abandon()
 
     def _take_steps(self) -> None:
         run, plan = self._run, self._plan
@@ -323,12 +281,6 @@ class Loop:
     def _save(self, where: str) -> None:
         run = self._run
         self._watchdog.enter("save", run.step)
-        if not _is_sound(run.state):
-            raise NumericsError(
-                f"The state is not finite after step {run.step}, though its loss was: a gradient "
-                "or an update is not. It is not saved; the last checkpoint is from before. "
-                "skip_nonfinite=True leaves out steps with such gradients."
-            )
         beside = {
             "position": self._position,
             "metrics": run.metrics,
@@ -336,18 +288,7 @@ class Loop:
             "stopped": run.stopped,
             "skipped": [self._numerics.skipped, self._numerics.in_a_row],
             "world": self._ddp.world,
-            **self._about,
         }
-        self._checkpoint(where).save(run.step, run.state, beside)
+        self._saving.save(where, run.step, run.state, beside)
         for callback in self._callbacks:
             callback.on_save(run)
-
-    def _checkpoint(self, where: str) -> Checkpoints:
-        if self._files is None:
-            raise ConfigError("Saving needs a directory: fit(..., run_dir=...).")
-        if where not in self._checkpoints:
-            keep = {"keep": self._plan.keep, "keep_every": self._plan.keep_every_steps}
-            self._checkpoints[where] = Checkpoints(
-                self._files.path / where, **(keep if where == "checkpoints" else {"keep": 1})
-            )
-        return self._checkpoints[where]

@@ -1,0 +1,115 @@
+"""The checkpoints of a run: whether it goes on from one, and what may become one."""
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jddp.checkpoint import Checkpoints, Restored
+from jddp.errors import ConfigError, Error, NumericsError
+from jddp.reports import RunDirectory
+from jddp.state import TrainState
+from jddp.trainer.plan import Plan
+from jddp.trainer.trainable import Trainable
+
+LATEST = "checkpoints"  # the folder of those to go on from; all others hold one each
+
+
+@jax.jit
+def _is_sound(state: TrainState) -> jax.Array:
+    """Whether a state can be gone on from.
+
+    Infinities of an optimizer may be meant, such as the best loss so far; NaN never is.
+    """
+    finite = jax.tree.leaves((state.params, state.ema_params, state.model_state))
+    defined = jax.tree.leaves((state.opt_state, state.comm_state))
+    checks = [jnp.isfinite(x).all() for x in finite if is_float(x)]
+    checks += [~jnp.isnan(x).any() for x in defined if is_float(x)]
+    return jnp.stack([jnp.bool(True), *checks]).all()
+
+
+def is_float(x: Any) -> bool:
+    """Whether an array holds numbers that can be averaged: no counts, no random keys."""
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+class Saving:
+    """Saves and restores, in folders of the run directory.
+
+    Args:
+      ddp: Knows how a state lies on the devices.
+      files: The run directory, or None.
+      plan: How many to keep, and whether to go on.
+      about: What goes into every checkpoint: config, versions, ...
+    """
+
+    def __init__(
+        self, ddp: Trainable, files: RunDirectory | None, plan: Plan, about: Mapping[str, Any]
+    ) -> None:
+        self._ddp, self._files, self._plan, self._about = ddp, files, plan, about
+        self._folders: dict[str, Checkpoints] = {}
+
+    def restore(self, state: TrainState) -> Restored | None:
+        """The newest checkpoint, as `state` lies on the devices; None where there is none.
+
+        Raises:
+          ConfigError: If there must be one and is not, or the other way round.
+        """
+        if self._files is None:
+            return None
+        steps, path = self._folder(LATEST).steps(), self._files.path
+        if not steps and self._plan.resume == "must":
+            raise ConfigError(
+                f"resume='must', but {path} holds no checkpoint. Choose the run.dir of a run that "
+                "was saved, or resume='auto'."
+            )
+        if steps and self._plan.resume == "never":
+            raise ConfigError(
+                f"{path} holds a run at step {steps[-1]}, and resume='never' would overwrite it. "
+                "Choose another run.dir, or resume='auto'."
+            )
+        return self._folder(LATEST).restore(state, self._ddp.kinds(state))
+
+    def save(self, where: str, step: int, state: TrainState, beside: Mapping[str, Any]) -> None:
+        """Hands a state over for writing.
+
+        Raises:
+          NumericsError: If nobody could go on from it.
+        """
+        if not _is_sound(state):
+            raise NumericsError(
+                f"The state is not finite after step {step}, though its loss was: a gradient or an "
+                "update is not. It is not saved; the last checkpoint is from before. "
+                "skip_nonfinite=True leaves out steps with such gradients."
+            )
+        self._folder(where).save(step, state, {**beside, **self._about})
+
+    def wait(self) -> None:
+        """Waits until the newest checkpoint is written."""
+        self._folder(LATEST).wait()
+
+    def close(self) -> None:
+        """Waits for all of them."""
+        for checkpoints in self._folders.values():
+            checkpoints.close()
+
+    def abandon(self) -> None:
+        """The same where something has failed, which is to be told rather than what comes of it."""
+        if jax.process_count() == 1:  # Others may wait for this process, as it would for them.
+            for checkpoints in self._folders.values():
+                with contextlib.suppress(Error):
+                    checkpoints.close()
+
+    def _folder(self, name: str) -> Checkpoints:
+        if self._files is None:
+            raise ConfigError("Saving needs a directory: fit(..., run_dir=...).")
+        if name not in self._folders:
+            is_latest = name == LATEST
+            self._folders[name] = Checkpoints(
+                self._files.path / name,
+                keep=self._plan.keep if is_latest else 1,
+                keep_every=self._plan.keep_every_steps if is_latest else None,
+            )
+        return self._folders[name]
