@@ -59,7 +59,7 @@ def _measure(param: Array, grad: Array) -> dict[str, Float[Array, ""]]:
     return {
         "parameter": _norm(param),
         "gradient": _norm(grad),
-        "not_finite": jnp.float32(0) + (~jnp.isfinite(grad)).sum(),
+        "not_finite": (~jnp.isfinite(grad)).sum(dtype=jnp.float32),
     }
 
 
