@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from jddp.config import Config, describe_keys, dump_values, load_config
-from jddp.errors import Error, UsageError
+from jddp.errors import Error, FileSystemError, UsageError
 from jddp.ownership import make_private
 
 if TYPE_CHECKING:
@@ -131,8 +131,12 @@ def _prepare_jax(*, is_dry_run: bool) -> None:
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         cache = Path(home) / "jddp" / "xla"
-        make_private(cache, "the cache of compiled programs, which are run as they are,")
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(cache)
+        try:
+            make_private(cache, "the cache of compiled programs")
+        except FileSystemError as error:  # what is compiled each time is only slower to start
+            print(f"jddp: {error} Until then nothing is kept there.", file=sys.stderr)
+        else:
+            os.environ["JAX_COMPILATION_CACHE_DIR"] = str(cache)
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 

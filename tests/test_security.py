@@ -19,6 +19,7 @@ from jddp.cluster import bind_address
 from jddp.config import Config, dump_values, load_config, read_values
 from jddp.errors import ConfigError, Error, FileSystemError
 from jddp.ownership import make_private, refuse_foreign
+from jddp.train import _prepare_jax
 
 PACKAGE = Path(jddp.__file__).parent
 RUN_CODE = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
@@ -193,6 +194,23 @@ def test_a_private_directory_is_closed_and_one_that_was_open_is_refused(tmp_path
     (tmp_path / "file").write_text("")
     with pytest.raises(FileSystemError, match="the cache"):
         make_private(tmp_path / "file" / "x", "the cache")
+
+
+@pytest.mark.parametrize("fault", ["open", "no directory"])
+def test_a_cache_that_cannot_be_private_is_not_used(tmp_path, monkeypatch, capsys, fault):
+    cache = tmp_path / "jddp" / "xla"
+    if fault == "open":
+        cache.mkdir(parents=True)
+        cache.chmod(0o777)
+    else:
+        (tmp_path / "jddp").write_text("")
+    for name in ("MIN_COMPILE_TIME_SECS", "MIN_ENTRY_SIZE_BYTES"):
+        monkeypatch.setenv(f"JAX_PERSISTENT_CACHE_{name}", "0")
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    _prepare_jax(is_dry_run=False)
+    assert "JAX_COMPILATION_CACHE_DIR" not in os.environ
+    assert "nothing is kept there" in capsys.readouterr().err
 
 
 # --- who listens ---------------------------------------------------------------------------------
