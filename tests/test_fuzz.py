@@ -47,14 +47,14 @@ def taken_or_refused(act):
         return act()
 
 
-@settings(FUZZ, max_examples=300)
+@settings(FUZZ, max_examples=100)
 @given(st.dictionaries(st.sampled_from([*Config.model_fields, "x"]), VALUES, max_size=5))
 def test_any_values_are_a_config_or_a_list_of_mistakes(tmp_path, values):
     (tmp_path / "c.yaml").write_text(json.dumps(values))
     taken_or_refused(lambda: load_config([str(tmp_path / "c.yaml")]))
 
 
-@settings(FUZZ, max_examples=200)
+@settings(FUZZ, max_examples=100)
 @given(st.text(max_size=200) | st.binary(max_size=200))
 def test_any_file_is_a_config_or_a_line(tmp_path, text):
     file = tmp_path / "c.yaml"
@@ -62,7 +62,7 @@ def test_any_file_is_a_config_or_a_line(tmp_path, text):
     taken_or_refused(lambda: load_config([str(file)]))
 
 
-@settings(FUZZ, max_examples=300)
+@settings(FUZZ, max_examples=100)
 @given(st.lists(st.builds("{}={}".format, st.sampled_from(KEYS) | st.text(max_size=9), st.text())))
 def test_any_overrides_are_a_config_or_a_list_of_mistakes(overrides):
     taken_or_refused(lambda: load_config([], overrides))
@@ -125,7 +125,7 @@ def forge(data, folder):
         seal(folder)
 
 
-@settings(FUZZ, max_examples=40)
+@settings(FUZZ, max_examples=20)
 @given(data=st.data())
 def test_a_checkpoint_is_what_was_saved_or_is_refused(ddp, run, tmp_path, data):
     folder = tmp_path / "run"

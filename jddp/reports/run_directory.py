@@ -116,6 +116,7 @@ class RunDirectory:
             lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
             lock.flush()
             yield
+            lock.truncate(0)
 
     def logging(self, process_index: int) -> contextlib.AbstractContextManager[None]:
         """While open, what this process says goes into a log file of its own."""

@@ -8,7 +8,7 @@ import pytest
 
 from faults.jobs import Job, assert_same_run
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 PREEMPTED = 75
 
@@ -22,7 +22,7 @@ def stopped_step(job):
 
 @pytest.mark.parametrize(
     "number",
-    [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)],
+    [signal.SIGTERM, signal.SIGINT],
     ids=lambda x: x.name,
 )
 def test_a_run_of_one_process_stops_and_goes_on_to_the_bit(folder, golden, number):
@@ -38,7 +38,6 @@ def test_a_run_of_one_process_stops_and_goes_on_to_the_bit(folder, golden, numbe
     assert_same_run(job, golden())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("who", [[0], [1], [0, 1]], ids=["first", "second", "both"])
 def test_a_signal_to_any_process_stops_all_after_the_same_step(folder, golden, who):
     with Job(folder, num_processes=2) as job:
@@ -55,7 +54,6 @@ def test_a_signal_to_any_process_stops_all_after_the_same_step(folder, golden, w
 LONG_EVALUATION = ["data.kwargs.num_test=2000", "train.eval_every_steps=200"]
 
 
-@pytest.mark.slow
 def test_an_evaluation_is_broken_off_and_made_up_for(folder, golden):
 
     arguments = [*LONG_EVALUATION, "data.global_batch_size=2"]
@@ -68,7 +66,6 @@ def test_an_evaluation_is_broken_off_and_made_up_for(folder, golden):
     assert_same_run(job, golden(*arguments))
 
 
-@pytest.mark.slow
 def test_a_signal_while_compiling_stops_after_the_first_step(folder):
     with Job(folder) as job:
         job.wait_for((job.run_dir / "checkpoints").exists)
@@ -79,7 +76,6 @@ def test_a_signal_while_compiling_stops_after_the_first_step(folder):
     assert job.saved() in ([], [0], [1])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda x: x.name)
 def test_a_second_signal_ends_a_process_at_once(folder, number):
     with Job(folder, "checkpoint.every_steps=20") as job:
@@ -92,7 +88,6 @@ def test_a_second_signal_ends_a_process_at_once(folder, number):
     assert code in (128 + number, PREEMPTED)
 
 
-@pytest.mark.slow
 def test_ctrl_c_in_a_terminal_reaches_processes_that_read_data_too(folder, golden):
     with Job(folder, "data.num_workers=2", start_new_session=True) as job:
         job.wait_for(lambda: job.num_steps() >= 20)
