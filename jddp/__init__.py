@@ -8,6 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jddp.batch_norm import sync_batch_norm as sync_batch_norm
     from jddp.build import fit as fit
     from jddp.build import load as load
     from jddp.callbacks import Callback as Callback
@@ -46,6 +47,7 @@ _HOMES = {
     "average_gradients": "reduce",
     "fit": "build",
     "load": "build",
+    "sync_batch_norm": "batch_norm",
 }
 
 __all__ = [
@@ -66,6 +68,7 @@ __all__ = [
     "average_gradients",
     "fit",
     "load",
+    "sync_batch_norm",
 ]
 
 

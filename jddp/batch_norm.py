@@ -6,17 +6,21 @@ them to the layer as its running statistics, let it normalise with those, then g
 running statistics moved by its momentum. Sums and counts travel, so replicas whose masks differ
 weigh by what they hold. One all-reduce per layer and direction.
 
-    with synced_linen("data") as synced: ...            # while a Linen model runs
-    synced = sync_nnx(module, "data")                   # on the step's copy of an NNX module
+    with synced_linen(sync) as synced: ...              # while a Linen model runs
+    synced = sync_nnx(module, sync)                     # on the step's copy of an NNX module
     model_state = settle(old, new, mode="sync", ...)    # what other layers wrote
+
+Model libraries carry copies of the class. A layer that keeps `batch_stats` and has a field
+`axis_name` is taken for one, and is given the axis: it then averages over replicas by itself.
 
 This room knows Flax's BatchNorm classes and the name of one mesh axis.
 """
 
 import contextlib
+import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -36,8 +40,92 @@ MODES = ("sync", "broadcast", "local")
 log = logging.getLogger("jddp")
 
 
+@dataclasses.dataclass(frozen=True)
+class Sync:
+    """Over which replicas batch statistics are taken, and how they are kept.
+
+    Attributes:
+      axis: Name of the mapped axis.
+      group_size: Replicas that share statistics, neighbours; None for all.
+      unbiased: Whether the running variance is n / (n - 1) times that of the batch, as PyTorch's.
+    """
+
+    axis: str
+    group_size: int | None = None
+    unbiased: bool = False
+
+    def check(self, num_replicas: int, mode: str) -> None:
+        """Holds the options to their rules.
+
+        Raises:
+          ConfigError: If there are no such groups.
+        """
+        if mode != "sync" and (self.group_size is not None or self.unbiased):
+            raise ConfigError(
+                f"batch_norm_group_size and batch_norm_unbiased say how batch_norm='sync' is done; "
+                f"batch_norm is {mode!r}. Leave them out."
+            )
+        if self.group_size is not None and (self.group_size < 1 or num_replicas % self.group_size):
+            sizes = [k for k in range(1, num_replicas + 1) if num_replicas % k == 0]
+            raise ConfigError(
+                f"batch_norm_group_size={self.group_size} does not divide {num_replicas} replicas. "
+                f"Choose one of {sizes}."
+            )
+
+    @property
+    def groups(self) -> list[list[int]] | None:
+        """The replicas of each group, where there are several."""
+        size = self.group_size
+        if size is None or size == (num_replicas := lax.axis_size(self.axis)):
+            return None
+        return [list(range(first, first + size)) for first in range(0, num_replicas, size)]
+
+    def psum(self, x: Array) -> Array:
+        """Sums over the replicas of a group."""
+        total: Array = lax.psum(x, self.axis, axis_index_groups=self.groups)
+        return total
+
+    def kept(self, var: Array, count: Array) -> Array:
+        """What the running variance moves to, from that of `count` values."""
+        return var * count / jnp.maximum(count - 1, 1) if self.unbiased else var
+
+
+def sync_batch_norm(model: Any, axis: str = "data") -> Any:
+    """Returns a model whose batch norms take the statistics of all replicas, for one's own step.
+
+    The counterpart of PyTorch's `convert_sync_batchnorm`. `jddp.DataParallel` does it by itself.
+
+    Args:
+      model: A Linen module, which then does so in `apply`, or an NNX module, which is copied.
+      axis: Of the `pmap` or `shard_map` in which it trains.
+
+    Raises:
+      ConfigError: If it is neither.
+    """
+    sync = Sync(axis)
+    if isinstance(model, nnx.Module):
+        copy = nnx.clone(model)
+        sync_nnx(copy, sync)
+        return copy
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"model is {type(model).__name__}. Give an instance of flax.linen.Module or "
+            "flax.nnx.Module."
+        )
+
+    class Synced(type(model)):  # type: ignore[misc]  # a base known only at run time
+        @nn.nowrap
+        def apply(self, *args: Any, **kwargs: Any) -> Any:
+            with synced_linen(sync):
+                return super().apply(*args, **kwargs)
+
+    Synced.__name__, Synced.__qualname__ = type(model).__name__, type(model).__qualname__
+    names = [field.name for field in dataclasses.fields(model) if field.init]
+    return Synced(**{name: getattr(model, name) for name in names if name != "parent"})
+
+
 @contextlib.contextmanager
-def synced_linen(axis: str) -> Iterator[set[Path]]:
+def synced_linen(sync: Sync) -> Iterator[set[Path]]:
     """While open, every Linen `BatchNorm` that trains uses statistics of the global batch.
 
     Yields:
@@ -49,23 +137,30 @@ def synced_linen(axis: str) -> Iterator[set[Path]]:
         call: Callable[..., Array], args: Any, kwargs: Any, context: nn.module.InterceptorContext
     ) -> Any:
         layer = context.module
-        if not isinstance(layer, nn.BatchNorm) or context.method_name != "__call__":
+        if context.method_name != "__call__" or layer.is_initializing():
             return call(*args, **kwargs)
-        _refuse_foreign_axis("/".join(layer.path), layer.axis_name, axis)
+        if _is_copy(layer):
+            synced.add(layer.path)
+            _give_axis(layer, "/".join(layer.path), sync)
+        if not isinstance(layer, nn.BatchNorm):
+            return call(*args, **kwargs)
+        _refuse_foreign_axis("/".join(layer.path), layer.axis_name, sync.axis)
         x, average, mask = _arguments(*args, **kwargs)
         average = nn.merge_param("use_running_average", layer.use_running_average, average)
-        if average or layer.is_initializing() or layer.axis_index_groups is not None:
+        if average or layer.axis_index_groups is not None:
             return call(*args, **kwargs)
         synced.add(layer.path)
         lowest = jnp.float32 if layer.force_float32_reductions else x.dtype
-        mean, var = _moments(layer, x.astype(jnp.promote_types(x.dtype, lowest)), mask, axis)
+        exact = x.astype(jnp.promote_types(x.dtype, lowest))
+        mean, var, count = _moments(layer, exact, mask, sync)
         running: list[Array] = [layer.get_variable("batch_stats", n) for n in ("mean", "var")]
         layer.put_variable("batch_stats", "mean", mean)
         layer.put_variable("batch_stats", "var", var)
         # Flax takes the choice at one place only; a bound module is frozen.
         object.__setattr__(layer, "use_running_average", None)
         y = call(x, use_running_average=True)
-        for name, old, new in zip(("mean", "var"), running, (mean, var), strict=True):
+        batch = (mean, sync.kept(var, count))
+        for name, old, new in zip(("mean", "var"), running, batch, strict=True):
             layer.put_variable("batch_stats", name, _move(layer.momentum, old, new))
         return y
 
@@ -73,12 +168,32 @@ def synced_linen(axis: str) -> Iterator[set[Path]]:
         yield synced
 
 
-def sync_nnx(module: nnx.Module, axis: str) -> set[Path]:
+def _is_copy(layer: nn.Module) -> bool:
+    """Whether this is a model library's own copy of batch norm."""
+    if isinstance(layer, nn.BatchNorm) or not hasattr(layer, "axis_name"):
+        return False
+    kept = layer.variables.get("batch_stats", {})
+    return any(not isinstance(value, Mapping) for value in kept.values())
+
+
+def _give_axis(layer: Any, path: str, sync: Sync) -> None:
+    _refuse_foreign_axis(path, layer.axis_name, sync.axis)
+    object.__setattr__(layer, "axis_name", sync.axis)  # a bound Linen module is frozen
+    if sync.groups is not None and getattr(layer, "axis_index_groups", None) is None:
+        if not hasattr(layer, "axis_index_groups"):
+            raise ConfigError(
+                f"{path!r} is a batch norm of its own that knows no groups of replicas. Leave "
+                "batch_norm_group_size out, or give it a field axis_index_groups."
+            )
+        object.__setattr__(layer, "axis_index_groups", sync.groups)
+
+
+def sync_nnx(module: nnx.Module, sync: Sync) -> set[Path]:
     """Makes every `nnx.BatchNorm` inside `module` use statistics of the global batch.
 
     Args:
       module: The step's own copy; its batch-norm layers change class.
-      axis: Name of the mapped axis.
+      sync: Over which replicas, and how.
 
     Returns:
       The paths of the layers.
@@ -86,15 +201,22 @@ def sync_nnx(module: nnx.Module, axis: str) -> set[Path]:
     synced: set[Path] = set()
     for path, node in nnx.iter_graph(module):
         if isinstance(node, nnx.BatchNorm):
-            _refuse_foreign_axis("/".join(map(str, path)), node.axis_name, axis)
+            _refuse_foreign_axis("/".join(map(str, path)), node.axis_name, sync.axis)
             if node.axis_index_groups is None:
-                node.__class__ = _synced_class(type(node), axis)
+                node.__class__ = _synced_class(type(node), sync)
                 synced.add(tuple(path))
+        elif hasattr(node, "axis_name") and _holds_statistics(node):
+            _give_axis(node, "/".join(map(str, path)), sync)
+            synced.add(tuple(path))
     return synced
 
 
+def _holds_statistics(node: Any) -> bool:
+    return any(isinstance(value, nnx.BatchStat) for value in vars(node).values())
+
+
 @functools.cache
-def _synced_class(cls: type[nnx.BatchNorm], axis: str) -> type[nnx.BatchNorm]:
+def _synced_class(cls: type[nnx.BatchNorm], sync: Sync) -> type[nnx.BatchNorm]:
     class Synced(cls):  # type: ignore[misc,valid-type]  # a base known only at run time
         def __call__(
             self, x: Array, use_running_average: bool | None = None, *, mask: Array | None = None
@@ -104,23 +226,23 @@ def _synced_class(cls: type[nnx.BatchNorm], axis: str) -> type[nnx.BatchNorm]:
             )
             if average:
                 return super().__call__(x, use_running_average=True)
-            return _normalize_nnx(self, super().__call__, x, mask, axis)
+            return _normalize_nnx(self, super().__call__, x, mask, sync)
 
     Synced.__name__, Synced.__qualname__ = cls.__name__, cls.__qualname__
     return Synced
 
 
 def _normalize_nnx(
-    layer: nnx.BatchNorm, call: Callable[..., Array], x: Array, mask: Array | None, axis: str
+    layer: nnx.BatchNorm, call: Callable[..., Array], x: Array, mask: Array | None, sync: Sync
 ) -> Array:
     exact = jnp.promote_types(x.dtype, jnp.float32)
-    mean, var = _moments(layer, x.astype(exact), mask, axis)
+    mean, var, count = _moments(layer, x.astype(exact), mask, sync)
     running, dtype = (layer.mean[...], layer.var[...]), layer.dtype
     # A layer of low precision would round the lent statistics, so it computes in `exact`.
     layer.mean[...], layer.var[...], layer.dtype = mean, var, exact
     y = call(x, use_running_average=True)
     layer.mean[...] = _move(layer.momentum, running[0], mean)
-    layer.var[...] = _move(layer.momentum, running[1], var)
+    layer.var[...] = _move(layer.momentum, running[1], sync.kept(var, count))
     layer.dtype = dtype
     return y if dtype is None else y.astype(dtype)
 
@@ -144,8 +266,8 @@ def _move(momentum: float, running: Array, batch: Array) -> Array:
     return lax.stop_gradient(moved)
 
 
-def _moments(layer: Any, x: Array, mask: Array | None, axis: str) -> tuple[Array, Array]:
-    """Mean and biased variance of `x` over all replicas and all dims but the layer's features.
+def _moments(layer: Any, x: Array, mask: Array | None, sync: Sync) -> tuple[Array, Array, Array]:
+    """Mean and biased variance of `x` over replicas and all dims but the layer's features; counts.
 
     `use_fast_variance` is the layer's own choice: E[x^2] - E[x]^2 in one all-reduce, or the mean of
     squared deviations in a second one.
@@ -156,15 +278,15 @@ def _moments(layer: Any, x: Array, mask: Array | None, axis: str) -> tuple[Array
     total = functools.partial(_masked_sum, dims=dims, mask=mask)
     count = total(jnp.ones_like(x, x.real.dtype))
     if layer.use_fast_variance:
-        sums = lax.psum(jnp.stack([total(x), total(_square(x)).astype(x.dtype), count]), axis)
+        sums = sync.psum(jnp.stack([total(x), total(_square(x)).astype(x.dtype), count]))
         count = jnp.maximum(sums[2].real, 1.0)
         mean = sums[0] / count
-        return mean, jnp.maximum(0.0, sums[1].real / count - _square(mean))
-    sums = lax.psum(jnp.stack([total(x), count.astype(x.dtype)]), axis)
+        return mean, jnp.maximum(0.0, sums[1].real / count - _square(mean)), count
+    sums = sync.psum(jnp.stack([total(x), count.astype(x.dtype)]))
     count = jnp.maximum(sums[1].real, 1.0)
     mean = sums[0] / count
     deviations = _square(x - jnp.expand_dims(mean, dims))
-    return mean, lax.psum(total(deviations), axis) / count
+    return mean, sync.psum(total(deviations)) / count, count
 
 
 def _masked_sum(x: Array, *, dims: tuple[int, ...], mask: Array | None) -> Array:
@@ -177,24 +299,25 @@ def _square(x: Array) -> Float[Array, "..."]:
 
 
 def settle(
-    old: PyTree, new: PyTree, *, mode: Mode, synced: Callable[[Path], bool], axis: str
+    old: PyTree, new: PyTree, *, mode: Mode, synced: Callable[[Path], bool], sync: Sync
 ) -> Any:
     """Makes what the model wrote beside its parameters agree over the replicas.
 
-    Under "sync", synced layers agree already; floating leaves that anything else wrote are
-    averaged, and named once while tracing. Under "broadcast", replica 0's values win, as with
-    DDP's `broadcast_buffers`. Under "local" each replica keeps its own. Integers and keys are
-    left as they are: they count steps, which replicas take together.
+    Under "sync", synced layers agree already, or are averaged over their groups; floating leaves
+    that anything else wrote are averaged, and named once while tracing. Under "broadcast", replica
+    0's values win, as with DDP's `broadcast_buffers`. Under "local" each replica keeps its own.
+    Integers and keys are left as they are: they count steps, which replicas take together.
 
     Args:
       old: The state that the model was given.
       new: The state that it left.
       mode: One of `MODES`.
       synced: Whether the leaf at a path was written by a synced layer.
-      axis: Name of the mapped axis.
+      sync: Over which replicas statistics were taken.
     """
     if mode == "local":
         return new
+    axis = sync.axis
 
     def agree(path: Path, before: Array, after: Array) -> Array:
         if after is before or not jnp.issubdtype(after.dtype, jnp.inexact):
@@ -202,7 +325,7 @@ def settle(
         if mode == "broadcast":
             return lax.psum(jnp.where(lax.axis_index(axis) == 0, after, 0), axis)
         if synced(path):
-            return after
+            return after if sync.groups is None else lax.pmean(after, axis)
         log.warning(
             "%s is written by a layer that jddp cannot synchronise; its value is averaged over "
             "the replicas each step.",

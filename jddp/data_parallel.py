@@ -21,6 +21,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from jddp.batch_norm import Sync
 from jddp.data import TrainBatches, WorkerBatches
 from jddp.diagnosis import Layers, diagnose
 from jddp.errors import ConfigError, UsageError
@@ -78,6 +79,8 @@ class DataParallel:
       comm_hook: A `CommHook` that reduces a bucket, in place of the mean.
       batch_norm: "sync" (statistics of the global batch), "broadcast" (replica 0's) or "local"
         (each replica its own, averaged when evaluated or read).
+      batch_norm_group_size: Neighbouring replicas that share statistics under "sync"; None for all.
+      batch_norm_unbiased: Whether running variances are unbiased, as PyTorch keeps them.
       accumulate_steps: Parts into which each replica's rows are split, one after the other, with
         one reduction for all.
       max_grad_norm: Clips the averaged gradient to this global norm.
@@ -111,6 +114,8 @@ class DataParallel:
         wire_dtype: Any = None,
         comm_hook: Any = None,
         batch_norm: str = "sync",
+        batch_norm_group_size: int | None = None,
+        batch_norm_unbiased: bool = False,
         accumulate_steps: int = 1,
         max_grad_norm: float | None = None,
         ema_decay: float | None = None,
@@ -132,7 +137,9 @@ class DataParallel:
             comm_hook=comm_hook,
             platform=lambda: self._platform,
         )
-        self._model = functional(model, batch_norm=batch_norm, axis=AXIS)
+        sync = Sync(AXIS, batch_norm_group_size, batch_norm_unbiased)
+        self._model = functional(model, batch_norm=batch_norm, sync=sync)
+        sync.check(self.mesh.size, batch_norm)
         self._recipe = Recipe(
             model=self._model,
             loss_fn=loss_fn,
@@ -212,6 +219,7 @@ class DataParallel:
             "num_devices": self.mesh.size,
             "accumulate_steps": self._recipe.accumulate_steps,
             "batch_norm": self._model.batch_norm,
+            "batch_norm_group_size": self._model.sync.group_size,
         }
 
     def kinds(self, state: TrainState) -> TrainState:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 
-from jddp.batch_norm import MODES, Mode, settle, sync_nnx, synced_linen
+from jddp.batch_norm import MODES, Mode, Sync, settle, sync_nnx, synced_linen
 from jddp.errors import ConfigError, UsageError
 
 PyTree = Any
@@ -35,12 +35,12 @@ class FlaxModel(abc.ABC):
     Attributes:
       values: Parameters and other state that the module already has (NNX), or None (Linen).
       batch_norm: How batch statistics agree over the replicas; one of `batch_norm.MODES`.
-      axis: Name of the mapped axis.
+      sync: Over which replicas they are taken under "sync".
     """
 
     values: tuple[PyTree, PyTree] | None = None
     batch_norm: Mode
-    axis: str
+    sync: Sync
 
     @abc.abstractmethod
     def init(self, loss_fn: LossFn, key: jax.Array, batch: PyTree) -> tuple[PyTree, PyTree]:
@@ -67,7 +67,7 @@ class FlaxModel(abc.ABC):
         """Returns what the user knows: Linen variables, or an NNX module in eval mode."""
 
 
-def functional(model: Any, *, batch_norm: str = "sync", axis: str = "data") -> FlaxModel:
+def functional(model: Any, *, batch_norm: str = "sync", sync: Sync | None = None) -> FlaxModel:
     """Returns the functional form of a Linen or NNX module.
 
     Raises:
@@ -85,7 +85,7 @@ def functional(model: Any, *, batch_norm: str = "sync", axis: str = "data") -> F
         raise ConfigError(
             f"model is {what}. Give an instance of flax.linen.Module or flax.nnx.Module."
         )
-    form.batch_norm, form.axis = cast(Mode, batch_norm), axis
+    form.batch_norm, form.sync = cast(Mode, batch_norm), sync or Sync("data")
     return form
 
 
@@ -139,7 +139,7 @@ class _LinenModel(FlaxModel):
         )
         synced: set[tuple[Any, ...]] = set()
         with (
-            synced_linen(self.axis) if self.batch_norm == "sync" else nullcontext(synced) as synced
+            synced_linen(self.sync) if self.batch_norm == "sync" else nullcontext(synced) as synced
         ):
             variables = {"params": params, **model_state}
             outputs, written = run(variables, batch, rngs=self._streams(key))
@@ -149,8 +149,8 @@ class _LinenModel(FlaxModel):
             collection, *layer, _ = (entry.key for entry in path)
             return collection == "batch_stats" and tuple(layer) in synced
 
-        mode, axis = self.batch_norm, self.axis
-        return outputs, settle(model_state, new, mode=mode, synced=is_synced, axis=axis)
+        mode, sync = self.batch_norm, self.sync
+        return outputs, settle(model_state, new, mode=mode, synced=is_synced, sync=sync)
 
     def evaluate(
         self, loss_fn: LossFn, params: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
@@ -204,7 +204,7 @@ class _NnxModel(FlaxModel):
         rngs = jax.tree.map(lambda leaf: _fold(leaf, key), model_state["rngs"])
         module = nnx.merge(self._graph, params, rngs, model_state["rest"])
         module.train()
-        synced = sync_nnx(module, self.axis) if self.batch_norm == "sync" else set()
+        synced = sync_nnx(module, self.sync) if self.batch_norm == "sync" else set()
         outputs = _call(loss_fn, module, batch, train=True)
         left: Any = nnx.split(module, nnx.Param, nnx.RngState, ...)[-1]
         rest = _like(model_state["rest"], nnx.to_pure_dict(left))
@@ -212,8 +212,8 @@ class _NnxModel(FlaxModel):
         def is_synced(path: tuple[Any, ...]) -> bool:
             return tuple(entry.key for entry in path[:-1]) in synced
 
-        mode, axis = self.batch_norm, self.axis
-        rest = settle(model_state["rest"], rest, mode=mode, synced=is_synced, axis=axis)
+        mode, sync = self.batch_norm, self.sync
+        rest = settle(model_state["rest"], rest, mode=mode, synced=is_synced, sync=sync)
         return outputs, {"rngs": model_state["rngs"], "rest": rest}
 
     def evaluate(

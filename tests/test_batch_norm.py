@@ -208,3 +208,206 @@ def test_sync_is_the_same_on_eight_devices_as_on_one(model):
         ends.append(jax.device_get((state.params, state.model_state)))
     # Two steps of sums in another order.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), *ends)
+
+
+# --- groups, PyTorch's variance, other people's classes ------------------------------------------
+
+
+def one_device(layer, batch):
+    """Flax's own layer over a batch: loss, gradients and statistics."""
+    variables = layer.init(jax.random.key(0), batch["x"], use_running_average=False)
+
+    def loss(params):
+        y, written = layer.apply(
+            {**variables, "params": params},
+            batch["x"],
+            use_running_average=False,
+            mutable=["batch_stats"],
+        )
+        return ((y * batch["scale"]) ** 2).mean(), written["batch_stats"]
+
+    (value, written), grads = jax.value_and_grad(loss, has_aux=True)(variables["params"])
+    return value, grads, written
+
+
+def mean_of(trees):
+    return jax.tree.map(lambda *leaves: np.mean(leaves, 0), *trees)
+
+
+@pytest.mark.parametrize("kind", [Norm, NnxNorm])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_group_of_replicas_is_a_device_of_its_own(kind, size):
+    """The judge is one device that takes the rows of each group apart."""
+    batch, num_groups = rows(), 4 // size
+    ddp = jddp.DataParallel(kind(), optax.sgd(1.0), squares, mesh=4, batch_norm_group_size=size)
+    state = ddp.init(0, batch)
+    before = jax.device_get(state.params)
+    state, metrics = ddp.step(state, batch)
+    parts = [
+        jax.tree.map(lambda x, i=i: np.split(x, num_groups)[i], batch) for i in range(num_groups)
+    ]
+    value, grads, written = mean_of([one_device(nn.BatchNorm(momentum=0.5), x) for x in parts])
+    np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
+    moved = jax.tree.map(np.subtract, before, jax.device_get(state.params))
+    for got, want in zip(jax.tree.leaves(moved), jax.tree.leaves(grads), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
+    for got, want in zip(statistics(state), jax.tree.leaves(written), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5)
+    for leaf in jax.tree.leaves(state.model_state):
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            assert len({shard.data.tobytes() for shard in leaf.addressable_shards}) == 1
+
+
+@pytest.mark.parametrize("kind", [Norm, NnxNorm])
+@pytest.mark.parametrize("num_valid", [16, 5])
+def test_an_unbiased_running_variance_divides_by_one_less(kind, num_valid):
+    batch = rows(num_valid)
+    states = []
+    for unbiased in (False, True):
+        ddp = jddp.DataParallel(
+            kind(use_mask=True), optax.sgd(1.0), squares, batch_norm_unbiased=unbiased
+        )
+        states.append(ddp.step(ddp.init(0, batch), batch)[0])
+    (mean, biased), (same_mean, unbiased) = map(statistics, states)
+    np.testing.assert_array_equal(mean, same_mean)
+    valid = batch["x"][:num_valid]
+    np.testing.assert_allclose(biased, 0.5 + 0.5 * valid.var(0), rtol=1e-5)
+    np.testing.assert_allclose(unbiased, 0.5 + 0.5 * valid.var(0, ddof=1), rtol=1e-5)
+    jax.tree.map(np.testing.assert_array_equal, *(jax.device_get(x.params) for x in states))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Norm, NnxNorm])
+def test_it_is_the_batch_norm_of_pytorch_over_the_joined_batch(kind):
+    torch = pytest.importorskip("torch")
+    batch = rows()
+    ddp = jddp.DataParallel(kind(), optax.sgd(0.0), squares, batch_norm_unbiased=True)
+    state = ddp.init(0, batch)
+    layer = torch.nn.BatchNorm1d(3, momentum=0.5)
+    for seed in range(3):
+        batch["x"] = np.random.default_rng(seed).normal(3, 2, (16, 3)).astype(np.float32)
+        state, metrics = ddp.step(state, batch)
+        y = layer(torch.from_numpy(batch["x"]))
+        loss = ((y * torch.from_numpy(batch["scale"])) ** 2).mean()
+        np.testing.assert_allclose(metrics["loss"], loss.item(), rtol=1e-5)
+    mean, var = statistics(state)
+    np.testing.assert_allclose(mean, layer.running_mean.numpy(), rtol=1e-5)
+    np.testing.assert_allclose(var, layer.running_var.numpy(), rtol=1e-5)
+
+
+class CopiedNorm(nn.Module):
+    """A batch norm as model libraries carry them: another class, with the same two names."""
+
+    axis_name: str | None = None
+
+    @nn.compact
+    def __call__(self, x, train):
+        mean_kept = self.variable("batch_stats", "mean", jnp.zeros, x.shape[-1])
+        var_kept = self.variable("batch_stats", "var", jnp.ones, x.shape[-1])
+        mean, var = mean_kept.value, var_kept.value
+        if train:
+            mean, square = x.mean(0), jnp.square(x).mean(0)
+            if self.axis_name is not None and not self.is_initializing():
+                mean, square = jax.lax.pmean((mean, square), self.axis_name)
+            var = square - jnp.square(mean)
+            if not self.is_initializing():
+                mean_kept.value, var_kept.value = mean, var
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
+        return scale[None] * (x - mean[None]) / jnp.sqrt(var[None] + 1e-5)
+
+
+class Copied(nn.Module):
+    @nn.compact
+    def __call__(self, x, mask, train):
+        return CopiedNorm()(x, train)
+
+
+class NnxCopiedNorm(nnx.Module):
+    def __init__(self):
+        self.axis_name = None
+        self.mean, self.var = nnx.BatchStat(jnp.zeros(3)), nnx.BatchStat(jnp.ones(3))
+        self.scale = nnx.Param(jnp.ones(3))
+
+    def __call__(self, x, train):
+        mean, var = self.mean[...], self.var[...]
+        if train:
+            mean, square = x.mean(0), jnp.square(x).mean(0)
+            if self.axis_name is not None:
+                mean, square = jax.lax.pmean((mean, square), self.axis_name)
+            var = square - jnp.square(mean)
+            self.mean[...], self.var[...] = mean, var
+        return self.scale[None] * (x - mean[None]) / jnp.sqrt(var[None] + 1e-5)
+
+
+class NnxCopied(nnx.Module):
+    def __init__(self):
+        self.norm = NnxCopiedNorm()
+
+    def __call__(self, x, mask, train):
+        return self.norm(x, train)
+
+
+@pytest.mark.parametrize("kind", [Copied, NnxCopied])
+def test_a_library_s_own_copy_of_the_class_is_synchronised_too(kind, caplog):
+    batch, ends = rows(), []
+    for replicas in (1, 8):
+        ddp = jddp.DataParallel(kind(), optax.sgd(1.0), squares, mesh=replicas)
+        state, metrics = ddp.step(ddp.init(0, batch), batch)
+        ends.append(jax.device_get((state.params, statistics(state), metrics)))
+        assert ddp.evaluate(state, [batch])["examples"] == 16
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *ends)
+    assert "cannot synchronise" not in caplog.text
+    grouped = jddp.DataParallel(kind(), optax.sgd(1.0), squares, batch_norm_group_size=2)
+    with pytest.raises(jddp.ConfigError, match="knows no groups of replicas"):
+        grouped.init(0, batch)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"batch_norm_group_size": 3, "mesh": 4}, r"=3 does not divide 4 .*\[1, 2, 4\]"),
+        ({"batch_norm_group_size": 0}, "=0 does not divide"),
+        ({"batch_norm_group_size": 2, "batch_norm": "local"}, "batch_norm is 'local'"),
+        ({"batch_norm_unbiased": True, "batch_norm": "broadcast"}, "batch_norm is 'broadcast'"),
+    ],
+)
+def test_groups_that_there_cannot_be_are_refused(options, message):
+    with pytest.raises(jddp.ConfigError, match=message):
+        jddp.DataParallel(Norm(), optax.sgd(1.0), squares, **options)
+
+
+@pytest.mark.parametrize("kind", [Norm, NnxNorm, Copied, NnxCopied])
+def test_a_model_is_converted_for_a_step_of_one_s_own(kind):
+    """On eight replicas of one's own `shard_map` it is what it is on one device."""
+    batch, model = rows(), kind()
+    converted = jddp.sync_batch_norm(model, "batch")
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("batch",))
+    if isinstance(model, nn.Module):
+        variables = model.init(jax.random.key(0), batch["x"], batch["mask"], True)
+
+        def run(model, x, mask):
+            return model.apply(variables, x, mask, True, mutable=["batch_stats"])
+    else:
+
+        def run(model, x, mask):
+            graph, values = nnx.split(model)
+            model = nnx.merge(graph, jax.tree.map(jnp.copy, values))
+            return model(x, mask, train=True), nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
+
+    rows_of, P = jax.P("batch"), jax.P
+    mapped = jax.shard_map(
+        lambda x, mask: run(converted, x, mask),
+        mesh=mesh,
+        in_specs=(rows_of, rows_of),
+        out_specs=(rows_of, P()),
+        check_vma=False,
+    )
+    got = mapped(batch["x"], batch["mask"])
+    want = run(model, batch["x"], batch["mask"])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want)
+    assert type(converted).__name__ == type(model).__name__
+
+
+def test_only_flax_models_are_converted():
+    with pytest.raises(jddp.ConfigError, match="model is function"):
+        jddp.sync_batch_norm(squares)

@@ -180,6 +180,12 @@ class DdpConfig(Section):
     batch_norm: Literal["sync", "broadcast", "local"] = Field(
         "sync", description="Batch statistics: of the global batch, replica 0's, or each its own."
     )
+    batch_norm_group_size: int | None = Field(
+        None, ge=1, description="Neighbouring replicas that share statistics under sync; or all."
+    )
+    batch_norm_unbiased: bool = Field(
+        False, description="Running variances of n / (n - 1), as PyTorch keeps them."
+    )
     accumulate_steps: int = Field(1, ge=1, description="Micro-steps to one optimizer step.")
     max_grad_norm: float | None = Field(None, gt=0, description="Clip the mean gradient to this.")
     ema_decay: float | None = Field(

@@ -23,7 +23,8 @@ def differences(before: World, now: World, *, draws: bool, has_statistics: bool)
     inexact = []
     if draws and differ != ["num_processes"]:
         inexact.append("random numbers, which each replica and part draws for itself, are others")
-    split_otherwise = "accumulate_steps" in differ or now["batch_norm"] != "sync"
+    is_whole = now["batch_norm"] == "sync" and now["batch_norm_group_size"] is None
+    split_otherwise = "accumulate_steps" in differ or not is_whole
     if has_statistics and split_otherwise and differ != ["num_processes"]:
         inexact.append("batch norm sees other parts of a batch")
     changed = "; ".join(inexact) or "all else is the same up to rounding"
