@@ -115,8 +115,10 @@ class RunDirectory:
             lock.truncate(0)
             lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
             lock.flush()
-            yield
-            lock.truncate(0)
+            try:
+                yield
+            finally:
+                lock.truncate(0)
 
     def logging(self, process_index: int) -> contextlib.AbstractContextManager[None]:
         """While open, what this process says goes into a log file of its own."""
