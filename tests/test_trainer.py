@@ -628,6 +628,21 @@ def test_a_run_in_another_thread_leaves_the_signals_alone(plain):
     assert seen == [handlers]
 
 
+def test_batches_of_what_can_become_arrays_are_trained_on_as_arrays(plain):
+    class Tensor:
+        """Of another library, as PyTorch's."""
+
+        def __init__(self, values):
+            self.values = values
+
+        def __array__(self, dtype=None, copy=None):
+            return self.values
+
+    tensors = [{name: Tensor(x) for name, x in batch.items()} for batch in batches()]
+    run = plain.fit(tensors, num_steps=NUM_STEPS)
+    assert_same(run.state, bare_loop(plain, batches(), NUM_STEPS)[0])
+
+
 # --- what goes wrong -----------------------------------------------------------------------------
 
 

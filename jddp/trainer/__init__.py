@@ -15,6 +15,7 @@ from jddp.callbacks import Callback
 from jddp.cluster.agreement import agree
 from jddp.cluster.watchdog import Limits, Watchdog
 from jddp.errors import ConfigError
+from jddp.mesh import as_arrays
 from jddp.reports import RunDirectory
 from jddp.run import Run
 from jddp.state import TrainState
@@ -121,7 +122,7 @@ def train(
         batch = source.peek()
         if jax.process_count() > 1:
             agree("model, optimizer or batch", ddp.facts(batch))
-        with explained(ddp, jax.eval_shape(lambda x: x, batch), watchdog):
+        with explained(ddp, jax.eval_shape(lambda x: x, as_arrays(batch)), watchdog):
             if state is None:
                 state = ddp.init(seed, batch)
             if eval_params == "ema" and state.ema_params is None:
