@@ -68,6 +68,23 @@ def statistics(state):
     return jax.tree.leaves(jax.device_get(kept))
 
 
+def one_device(layer, batch):
+    """Flax's own layer over a batch: loss, gradients and statistics."""
+    variables = layer.init(jax.random.key(0), batch["x"], use_running_average=False)
+
+    def loss(params):
+        y, written = layer.apply(
+            {**variables, "params": params},
+            batch["x"],
+            use_running_average=False,
+            mutable=["batch_stats"],
+        )
+        return ((y * batch["scale"]) ** 2).mean(), written["batch_stats"]
+
+    (value, written), grads = jax.value_and_grad(loss, has_aux=True)(variables["params"])
+    return value, grads, written
+
+
 @pytest.mark.parametrize("kind", [Norm, NnxNorm])
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("num_valid", [16, 11, 3])
@@ -78,18 +95,7 @@ def test_replicas_weigh_by_what_their_masks_hold_empty_ones_included(kind, fast,
     state = ddp.init(0, batch)
     valid = jax.tree.map(lambda x: x[:num_valid], batch)
     layer = nn.BatchNorm(momentum=0.5, use_fast_variance=fast)
-    variables = layer.init(jax.random.key(0), valid["x"], use_running_average=False)
-
-    def loss(params):
-        y, written = layer.apply(
-            {**variables, "params": params},
-            valid["x"],
-            use_running_average=False,
-            mutable=["batch_stats"],
-        )
-        return ((y * valid["scale"]) ** 2).mean(), written
-
-    (value, written), grads = jax.value_and_grad(loss, has_aux=True)(variables["params"])
+    value, grads, written = one_device(layer, valid)
     before = jax.device_get(state.params)
     state, metrics = ddp.step(state, batch)
     np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
@@ -211,23 +217,6 @@ def test_sync_is_the_same_on_eight_devices_as_on_one(model):
 
 
 # --- groups, PyTorch's variance, other people's classes ------------------------------------------
-
-
-def one_device(layer, batch):
-    """Flax's own layer over a batch: loss, gradients and statistics."""
-    variables = layer.init(jax.random.key(0), batch["x"], use_running_average=False)
-
-    def loss(params):
-        y, written = layer.apply(
-            {**variables, "params": params},
-            batch["x"],
-            use_running_average=False,
-            mutable=["batch_stats"],
-        )
-        return ((y * batch["scale"]) ** 2).mean(), written["batch_stats"]
-
-    (value, written), grads = jax.value_and_grad(loss, has_aux=True)(variables["params"])
-    return value, grads, written
 
 
 def mean_of(trees):
