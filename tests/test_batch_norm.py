@@ -85,6 +85,20 @@ def one_device(layer, batch):
     return value, grads, written
 
 
+def step_is(ddp, state, batch, value, grads, written):
+    """Takes a step of plain SGD at rate 1, holds it to a judge's, and returns the new state."""
+    before = jax.device_get(state.params)
+    state, metrics = ddp.step(state, batch)
+    np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
+    moved = jax.tree.map(np.subtract, before, jax.device_get(state.params))
+    # Sums of at most 16 rows in another order.
+    for got, want in zip(jax.tree.leaves(moved), jax.tree.leaves(grads), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
+    for got, want in zip(statistics(state), jax.tree.leaves(written), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5)
+    return state
+
+
 @pytest.mark.parametrize("kind", [Norm, NnxNorm])
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("num_valid", [16, 11, 3])
@@ -95,16 +109,7 @@ def test_replicas_weigh_by_what_their_masks_hold_empty_ones_included(kind, fast,
     state = ddp.init(0, batch)
     valid = jax.tree.map(lambda x: x[:num_valid], batch)
     layer = nn.BatchNorm(momentum=0.5, use_fast_variance=fast)
-    value, grads, written = one_device(layer, valid)
-    before = jax.device_get(state.params)
-    state, metrics = ddp.step(state, batch)
-    np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
-    moved = jax.tree.map(np.subtract, before, jax.device_get(state.params))
-    # Sums of at most 16 rows in another order.
-    for got, want in zip(jax.tree.leaves(moved), jax.tree.leaves(grads), strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
-    for got, want in zip(statistics(state), jax.tree.leaves(written), strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-5)
+    step_is(ddp, state, batch, *one_device(layer, valid))
 
 
 @pytest.mark.parametrize("axis_name", [None, "data"])
@@ -230,18 +235,11 @@ def test_a_group_of_replicas_is_a_device_of_its_own(kind, size):
     batch, num_groups = rows(), 4 // size
     ddp = jddp.DataParallel(kind(), optax.sgd(1.0), squares, mesh=4, batch_norm_group_size=size)
     state = ddp.init(0, batch)
-    before = jax.device_get(state.params)
-    state, metrics = ddp.step(state, batch)
     parts = [
         jax.tree.map(lambda x, i=i: np.split(x, num_groups)[i], batch) for i in range(num_groups)
     ]
-    value, grads, written = mean_of([one_device(nn.BatchNorm(momentum=0.5), x) for x in parts])
-    np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
-    moved = jax.tree.map(np.subtract, before, jax.device_get(state.params))
-    for got, want in zip(jax.tree.leaves(moved), jax.tree.leaves(grads), strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
-    for got, want in zip(statistics(state), jax.tree.leaves(written), strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-5)
+    judged = mean_of([one_device(nn.BatchNorm(momentum=0.5), x) for x in parts])
+    state = step_is(ddp, state, batch, *judged)
     for leaf in jax.tree.leaves(state.model_state):
         if jnp.issubdtype(leaf.dtype, jnp.floating):
             assert len({shard.data.tobytes() for shard in leaf.addressable_shards}) == 1
