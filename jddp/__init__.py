@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from jddp.reduce import BucketPlan as BucketPlan
     from jddp.reduce import CommHook as CommHook
     from jddp.reduce import average_gradients as average_gradients
+    from jddp.replica import all_gather as all_gather
+    from jddp.replica import replica_key as replica_key
     from jddp.run import Run as Run
     from jddp.state import TrainState as TrainState
 
@@ -44,9 +46,11 @@ _HOMES = {
     "Metric": "metrics",
     "Run": "run",
     "TrainState": "state",
+    "all_gather": "replica",
     "average_gradients": "reduce",
     "fit": "build",
     "load": "build",
+    "replica_key": "replica",
     "sync_batch_norm": "batch_norm",
 }
 
@@ -65,9 +69,11 @@ __all__ = [
     "Metric",
     "Run",
     "TrainState",
+    "all_gather",
     "average_gradients",
     "fit",
     "load",
+    "replica_key",
     "sync_batch_norm",
 ]
 

@@ -299,13 +299,20 @@ def _square(x: Array) -> Float[Array, "..."]:
 
 
 def settle(
-    old: PyTree, new: PyTree, *, mode: Mode, synced: Callable[[Path], bool], sync: Sync
+    old: PyTree,
+    new: PyTree,
+    *,
+    mode: Mode,
+    synced: Callable[[Path], bool],
+    own: Callable[[Path], bool],
+    sync: Sync,
 ) -> Any:
     """Makes what the model wrote beside its parameters agree over the replicas.
 
     Under "sync", synced layers agree already, or are averaged over their groups; floating leaves
     that anything else wrote are averaged, and named once while tracing. Under "broadcast", replica
-    0's values win, as with DDP's `broadcast_buffers`. Under "local" each replica keeps its own.
+    0's values win, as with DDP's `broadcast_buffers`. What each replica keeps for itself, all of it
+    under "local", is left alone.
     Integers and keys are left as they are: they count steps, which replicas take together.
 
     Args:
@@ -313,14 +320,13 @@ def settle(
       new: The state that it left.
       mode: One of `MODES`.
       synced: Whether the leaf at a path was written by a synced layer.
+      own: Whether each replica keeps its own of the leaf at a path.
       sync: Over which replicas statistics were taken.
     """
-    if mode == "local":
-        return new
     axis = sync.axis
 
     def agree(path: Path, before: Array, after: Array) -> Array:
-        if after is before or not jnp.issubdtype(after.dtype, jnp.inexact):
+        if after is before or own(path) or not jnp.issubdtype(after.dtype, jnp.inexact):
             return after
         if mode == "broadcast":
             return lax.psum(jnp.where(lax.axis_index(axis) == 0, after, 0), axis)

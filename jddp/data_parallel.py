@@ -9,10 +9,8 @@ This room checks what the user gives, and places it. What a step does stands in 
 rows one is planned and compiled, in `steps`.
 """
 
-import functools
+import copy
 import hashlib
-import weakref
-from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -24,10 +22,11 @@ from jax.sharding import Mesh
 from jddp.batch_norm import Sync
 from jddp.data import TrainBatches, WorkerBatches
 from jddp.diagnosis import Layers, diagnose
+from jddp.dispatch import Dispatch, call
 from jddp.errors import ConfigError, UsageError
 from jddp.evaluation import evaluate_exactly, refuse_padding
-from jddp.explanation import Calls, Explanation, logging_data, measure
-from jddp.flaxmodel import LossFn, functional
+from jddp.explanation import Explanation, logging_data, measure
+from jddp.flaxmodel import LossFn, functional, takes_constants
 from jddp.memory import Memory
 from jddp.mesh import (
     AXIS,
@@ -35,6 +34,7 @@ from jddp.mesh import (
     check_rows,
     copy_off_mesh,
     count_rows,
+    everywhere,
     from_process_zero,
     make_mesh,
     platform,
@@ -43,12 +43,12 @@ from jddp.mesh import (
     replicated,
     sharded,
 )
-from jddp.recipe import Recipe
+from jddp.recipe import Inputs, Recipe
 from jddp.reduce import BucketPlan, make_reduction
 from jddp.run import Run
 from jddp.state import Kind, TrainState, float_kinds, merge_rows, stack_rows
 from jddp.step import Metrics, make_evaluate, make_init
-from jddp.steps import Steps, call
+from jddp.steps import Steps
 from jddp.trainer import train
 
 PyTree = Any
@@ -63,7 +63,8 @@ class DataParallel:
       optimizer: Any optax optimizer.
       loss_fn: `loss_fn(model, batch)` or `loss_fn(model, batch, train)`, run on one replica's share
         of b rows. It returns losses of shape (b, ...), or a scalar, this replica's mean; alone or
-        with a dict of metrics of such shapes.
+        with a dict of metrics of such shapes. One that has an argument `constants` is handed the
+        tree that `step(..., constants=)` was given, whole and on every replica.
       mesh: A mesh of one axis "data", devices, a number of them, or None for all.
       bucket_mb: Largest gradient bucket on the wire, in MiB; or that of the first, the second, ...,
         of which the last repeats.
@@ -81,6 +82,9 @@ class DataParallel:
         (each replica its own, averaged when evaluated or read).
       batch_norm_group_size: Neighbouring replicas that share statistics under "sync"; None for all.
       batch_norm_unbiased: Whether running variances are unbiased, as PyTorch keeps them.
+      per_replica: What each replica keeps for itself of the state beside the parameters: names of
+        collections (Linen), or of classes of variables (NNX). Their floating arrays are neither
+        averaged nor compared; they are averaged when evaluated or read.
       accumulate_steps: Parts into which each replica's rows are split, one after the other, with
         one reduction for all.
       max_grad_norm: Clips the averaged gradient to this global norm.
@@ -116,6 +120,7 @@ class DataParallel:
         batch_norm: str = "sync",
         batch_norm_group_size: int | None = None,
         batch_norm_unbiased: bool = False,
+        per_replica: Sequence[str] = (),
         accumulate_steps: int = 1,
         max_grad_norm: float | None = None,
         ema_decay: float | None = None,
@@ -138,7 +143,7 @@ class DataParallel:
             platform=lambda: self._platform,
         )
         sync = Sync(AXIS, batch_norm_group_size, batch_norm_unbiased)
-        self._model = functional(model, batch_norm=batch_norm, sync=sync)
+        self._model = functional(model, batch_norm=batch_norm, sync=sync, per_replica=per_replica)
         sync.check(self.mesh.size, batch_norm)
         self._recipe = Recipe(
             model=self._model,
@@ -152,14 +157,12 @@ class DataParallel:
             unused_parameters=unused_parameters,
             skip_nonfinite=skip_nonfinite,
         )
-        self._donate = donate
+        self._constants: PyTree = None
+        self._dispatch = Dispatch(donate=donate, platform=self._platform)
         self._rows_sharding = sharded(self.mesh)
         self._init = make_init(self._recipe, self.mesh)
         self._evaluate = make_evaluate(self._recipe, self.mesh)
         self._steps = Steps(self._recipe, self.mesh, donate=donate)
-        self._calls = Calls()
-        self._in_flight: deque[Metrics] = deque()
-        self._taken: weakref.WeakKeyDictionary[TrainState, int] = weakref.WeakKeyDictionary()
 
     @property
     def plan(self) -> BucketPlan | None:
@@ -170,7 +173,34 @@ class DataParallel:
         """
         return self._steps.plan
 
-    def init(self, seed: int = 0, batch: PyTree = None, params: PyTree = None) -> TrainState:
+    @property
+    def latest(self) -> TrainState | None:
+        """The newest state of all, from `init` or `step`, also if an interrupt kept it from you."""
+        return self._dispatch.latest
+
+    def given(self, constants: PyTree) -> "DataParallel":
+        """The same object, of which each call hands these constants to the loss.
+
+        Args:
+          constants: A tree of arrays, host or replicated. They are not differentiated, and other
+            values of the same shapes trace and compile nothing.
+
+        Raises:
+          ConfigError: If neither `loss_fn` nor `eval_fn` names `constants`.
+        """
+        losses = self._recipe.loss_fn, self._recipe.eval_fn
+        if not any(map(takes_constants, losses)):
+            raise ConfigError(
+                "constants= were given, and loss_fn has no argument of that name. Write "
+                "loss_fn(model, batch, train, constants)."
+            )
+        bound = copy.copy(self)
+        bound._constants = everywhere(constants, self.mesh)
+        return bound
+
+    def init(
+        self, seed: int = 0, batch: PyTree = None, params: PyTree = None, constants: PyTree = None
+    ) -> TrainState:
         """Makes the first state: the same on every device, from one seed.
 
         Args:
@@ -178,17 +208,27 @@ class DataParallel:
           batch: Example rows of this process, for their shapes (Linen).
           params: Values to start from: Linen variables or their "params", or an NNX state. They
             are copied.
+          constants: As for `step`.
 
         Raises:
           UsageError: If a Linen model has neither `batch` nor `params`.
           ConfigError: If `params` does not fit the model.
         """
+        if constants is not None:
+            return self.given(constants).init(seed, batch, params)
         values, batch = self._given(params), as_arrays(batch)
         rows = from_process_zero(self._example(batch, values))  # so that all start alike
-        state = call(self._init, np.uint32(seed), rows, *replicate(values, self.mesh))
-        self._steps.plan_for(state, batch)
+        inputs = Inputs(rows, self._constants)
+        state = call(self._init, np.uint32(seed), inputs, *replicate(values, self.mesh))
+        self._model.check_kinds(state.model_state)
+        self._steps.plan_for(state, self._inputs(batch))
         state = state.replace(comm_state=replicate(self._steps.comm_state(), self.mesh))
-        return stack_rows(state, self._steps.kinds(state), self._rows_sharding)
+        state = stack_rows(state, self._steps.kinds(state), self._rows_sharding)
+        self._dispatch.latest = state
+        return state
+
+    def _inputs(self, batch: PyTree) -> Inputs:
+        return Inputs(batch, self._constants)
 
     def abstract_state(self, batch: PyTree) -> TrainState:
         """Shapes, dtypes and shardings of the state, with nothing allocated.
@@ -198,8 +238,9 @@ class DataParallel:
         """
         values = self._given(None)
         rows = self._example(batch, values)
-        state = call(jax.eval_shape, self._init, np.uint32(0), rows, *values)
-        self._steps.plan_for(state, batch)
+        inputs = Inputs(rows, self._constants)
+        state = call(jax.eval_shape, self._init, np.uint32(0), inputs, *values)
+        self._steps.plan_for(state, self._inputs(batch))
         state = state.replace(comm_state=jax.eval_shape(self._steps.comm_state))
 
         def place(x: Any, kind: Kind) -> jax.ShapeDtypeStruct:
@@ -235,7 +276,7 @@ class DataParallel:
         state = self.abstract_state(batch)
         leaves = jax.tree_util.tree_leaves_with_path(state)
         shapes = {jax.tree_util.keystr(p, simple=True, separator="/"): x for p, x in leaves}
-        program = self._steps.lower(state, batch).as_text()
+        program = self._steps.lower(state, self._inputs(batch)).as_text()
         return {
             **{name: f"{x.shape} {x.dtype}" for name, x in shapes.items()},
             "the lowered step": hashlib.sha256(program.encode()).hexdigest(),
@@ -243,7 +284,7 @@ class DataParallel:
 
     def draws(self, batch: PyTree) -> bool:
         """Whether a step draws random numbers, such as those of dropout; traces, runs nothing."""
-        return self._steps.draws(self.abstract_state(batch), batch)
+        return self._steps.draws(self.abstract_state(batch), self._inputs(batch))
 
     def _given(self, params: PyTree) -> tuple[PyTree, PyTree]:
         """Parameters and other state that need not be made; None for what does."""
@@ -268,7 +309,7 @@ class DataParallel:
         return jax.tree.map(share, batch)
 
     def _merged(self, model_state: PyTree) -> PyTree:
-        kinds = float_kinds(model_state, per_replica=self._model.batch_norm == "local")
+        kinds = float_kinds(model_state, self._model.keeps_own)
         return merge_rows(model_state, kinds, replicated(self.mesh))
 
     def model(self, state: TrainState, params: str = "params") -> Any:
@@ -278,7 +319,7 @@ class DataParallel:
           state: From `init` or `step`.
           params: "params", or "ema" for their moving average.
         """
-        self._refuse_taken(state)
+        self._dispatch.refuse_taken(state)
         values = self._choose(state, params), self._merged(state.model_state)
         return self._model.rebuild(*jax.tree.map(copy_off_mesh, values))
 
@@ -289,13 +330,16 @@ class DataParallel:
             raise ConfigError("params='ema' needs DataParallel(..., ema_decay=...).")
         return state.ema_params if params == "ema" else state.params
 
-    def step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+    def step(
+        self, state: TrainState, batch: PyTree, constants: PyTree = None
+    ) -> tuple[TrainState, Metrics]:
         """Takes one optimizer step; returns at once, with results still being computed.
 
         Args:
           state: From `init` or the step before; its memory is reused.
           batch: This process's rows, on the host or on devices. Where it is a dict with "mask",
             only entries with mask 1 count.
+          constants: What `loss_fn` is handed under that name: never split, never differentiated.
 
         Returns:
           The new state, and global means: "loss", the metrics of `loss_fn`, "count" (the valid
@@ -306,23 +350,32 @@ class DataParallel:
           ConfigError: If the rows do not divide over the devices, or a shape is wrong.
           UsageError: If the state has already been given to a step.
         """
-        self._refuse_taken(state)
-        rows = self.put(batch)
-        step = self._steps.step_for(state, rows)
-        self._calls.count()
-        if self._donate:
-            self._taken[state] = self._calls.number
-        result = call(step, state, rows)
-        if self._platform == "cpu":
-            self._wait_for_room(result[1])
-        return result
+        if constants is not None:
+            return self.given(constants).step(state, batch)
+        self._dispatch.refuse_taken(state)
+        inputs = self._inputs(self.put(batch))
+        step = self._steps.step_for(state, inputs)
+        return self._dispatch.send(step, state, inputs)
 
-    def _wait_for_room(self, metrics: Metrics) -> None:
-        # XLA:CPU deadlocks in its rendezvous once some thirty programs of many devices are waiting
-        # (measured on jax 0.10.2), which an unbounded loop of steps reaches.
-        self._in_flight.append(metrics)
-        if len(self._in_flight) > 4:
-            jax.block_until_ready(self._in_flight.popleft())
+    def gradients(
+        self, state: TrainState, batch: PyTree, constants: PyTree = None
+    ) -> tuple[PyTree, Metrics]:
+        """What a step would update with: nothing is updated, and the state is not taken.
+
+        Args:
+          state: From `init` or `step`.
+          batch: This process's rows.
+          constants: As for `step`.
+
+        Returns:
+          The gradient of the global mean loss, averaged over all replicas and not clipped, of the
+          structure of `state.params`; and the metrics.
+        """
+        if constants is not None:
+            return self.given(constants).gradients(state, batch)
+        self._dispatch.refuse_taken(state)
+        inputs = self._inputs(self.put(batch))
+        return call(self._steps.gradients_for(state, inputs), state, inputs)
 
     def put(self, batch: PyTree) -> PyTree:
         """Places this process's rows on its devices, as `step` does by itself.
@@ -340,22 +393,13 @@ class DataParallel:
         check_rows(count_rows(batch), num_parts, what)
         return put_rows(batch, self.mesh)
 
-    def _refuse_taken(self, state: TrainState) -> None:
-        if state.step.is_deleted():
-            call = self._taken.get(state)
-            which = "another step" if call is None else f"step call {call} of this DataParallel"
-            raise UsageError(
-                f"This state was given to {which}, which reused its memory. Go on with the state "
-                "that the step returned, or build DataParallel(..., donate=False)."
-            )
-
     def lower(self, batch: PyTree) -> jax.stages.Lowered:
         """Lowers the step for the shapes of `batch`, with nothing allocated or run.
 
         Args:
           batch: This process's rows, or their `jax.ShapeDtypeStruct`s.
         """
-        return self._steps.lower(self.abstract_state(batch), batch)
+        return self._steps.lower(self.abstract_state(batch), self._inputs(batch))
 
     def explain(self, batch: PyTree) -> Explanation:
         """Compiles the step and says what it sends, beside what was planned; runs nothing.
@@ -363,7 +407,7 @@ class DataParallel:
         Args:
           batch: This process's rows, or their `jax.ShapeDtypeStruct`s.
         """
-        return self._steps.explain(self.abstract_state(batch), batch)
+        return self._steps.explain(self.abstract_state(batch), self._inputs(batch))
 
     def memory(self, batch: PyTree, *, accumulate_steps: int | None = None) -> Memory:
         """Compiles the step and says what it needs of each device's memory; runs nothing.
@@ -372,7 +416,8 @@ class DataParallel:
           batch: This process's rows, or their `jax.ShapeDtypeStruct`s.
           accumulate_steps: Of another step than this one's, to compare.
         """
-        return self._steps.memory(self.abstract_state(batch), batch, accumulate_steps)
+        inputs = self._inputs(batch)
+        return self._steps.memory(self.abstract_state(batch), inputs, accumulate_steps)
 
     def stats(self, batch: PyTree = None) -> dict[str, Any]:
         """What DDP's logging data tells, under DDP's names where the thing is the same.
@@ -392,7 +437,7 @@ class DataParallel:
         """
         if self.plan is None:
             raise UsageError("stats needs a plan, which init makes. Call init first.")
-        told = logging_data(self.plan, self._recipe, self.mesh, self._calls)
+        told = logging_data(self.plan, self._recipe, self.mesh, self._dispatch.calls)
         if batch is not None:
             params = self.abstract_state(batch).params
             told |= call(
@@ -411,15 +456,10 @@ class DataParallel:
           For each parameter, by its path: "parameter" and "gradient", the norms of it and of its
           averaged gradient, and "not_finite", how many numbers of that gradient are not.
         """
-        self._refuse_taken(state)
-        rows = self.put(batch)
-        self._steps.step_for(state, rows)  # which plans for them
-        assert self.plan is not None
-        kinds = self.kinds(state)
-        return call(diagnose, self._recipe, self.plan, self.mesh, kinds, state, rows)
+        return diagnose(state.params, self.gradients(state, batch)[0])
 
     def evaluate(
-        self, state: TrainState, batches: Batches, params: str = "params"
+        self, state: TrainState, batches: Batches, params: str = "params", constants: PyTree = None
     ) -> dict[str, Any]:
         """Returns the exact means of loss and metrics over every example of `batches`.
 
@@ -430,6 +470,7 @@ class DataParallel:
           state: From `init` or `step`; it is not changed.
           batches: This process's.
           params: "params", or "ema" for their moving average.
+          constants: As for `step`.
 
         Returns:
           "loss", the metrics of the loss, what each `jddp.Metric` computes, and "examples", the
@@ -438,9 +479,14 @@ class DataParallel:
         Raises:
           UsageError: If a scalar loss or metric meets a ragged batch, whose rows it cannot weigh.
         """
-        self._refuse_taken(state)
+        if constants is not None:
+            return self.given(constants).evaluate(state, batches, params)
+        self._dispatch.refuse_taken(state)
         values = state.key, self._choose(state, params), self._merged(state.model_state)
-        run = functools.partial(call, self._evaluate, *values)
+
+        def run(rows: PyTree, valid: jax.Array) -> Any:
+            return call(self._evaluate, *values, self._inputs(rows), valid)
+
         return evaluate_exactly(run, batches, self.mesh)
 
     def fit(self, batches: Batches, *, num_steps: int, **options: Any) -> Run:

@@ -6,7 +6,6 @@
 This room reads plans and programs. What it times, it times alone.
 """
 
-import collections
 import dataclasses
 import re
 import statistics
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 from jax import P, lax
 from jax.sharding import Mesh
 
+from jddp.dispatch import Calls
 from jddp.mesh import AXIS, platform
 from jddp.program import Collective, collectives, read_program
 from jddp.recipe import Recipe
@@ -128,26 +128,6 @@ def _purpose(collective: Collective) -> str:
         return "loss and metrics"
     direction = "backward" if "transpose(" in collective.op_name else "forward"
     return f"the model, {direction}"
-
-
-class Calls:
-    """How often a step was called, and how long apart."""
-
-    def __init__(self) -> None:
-        self.number = 0
-        self._moments: collections.deque[float] = collections.deque(maxlen=101)
-
-    def count(self) -> None:
-        """Takes down one call, now. The first is left out of the times: it compiles."""
-        if self.number:
-            self._moments.append(time.perf_counter())
-        self.number += 1
-
-    @property
-    def mean_seconds(self) -> float | None:
-        """Between the last hundred calls; None where there are not yet two to count."""
-        num = len(self._moments) - 1
-        return (self._moments[-1] - self._moments[0]) / num if num > 0 else None
 
 
 def logging_data(plan: BucketPlan, recipe: Recipe, mesh: Mesh, calls: Calls) -> dict[str, Any]:

@@ -10,9 +10,11 @@ module in train or eval mode.
 """
 
 import abc
+import functools
 import inspect
+import logging
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, cast
 
@@ -22,11 +24,12 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 
-from jddp.batch_norm import MODES, Mode, Sync, settle, sync_nnx, synced_linen
+from jddp.batch_norm import MODES, Mode, Path, Sync, settle, sync_nnx, synced_linen
 from jddp.errors import ConfigError, UsageError
 
 PyTree = Any
 LossFn = Callable[..., Any]
+log = logging.getLogger("jddp")
 
 
 class FlaxModel(abc.ABC):
@@ -36,11 +39,36 @@ class FlaxModel(abc.ABC):
       values: Parameters and other state that the module already has (NNX), or None (Linen).
       batch_norm: How batch statistics agree over the replicas; one of `batch_norm.MODES`.
       sync: Over which replicas they are taken under "sync".
+      per_replica: Kinds of other state of which each replica keeps its own: collections (Linen),
+        or classes of variables (NNX), by name.
     """
 
     values: tuple[PyTree, PyTree] | None = None
     batch_norm: Mode
     sync: Sync
+    per_replica: tuple[str, ...]
+
+    def keeps_own(self, path: Path) -> bool:
+        """Whether each replica keeps its own of what stands there in the other state."""
+        return self.batch_norm == "local" or not self.kinds_at(path).isdisjoint(self.per_replica)
+
+    def check_kinds(self, model_state: PyTree) -> None:
+        """Refuses a `per_replica` that names nothing.
+
+        Raises:
+          ConfigError: If no leaf is of such a kind.
+        """
+        leaves = jax.tree_util.tree_leaves_with_path(model_state)
+        there = set[str]().union(*(self.kinds_at(path) for path, _ in leaves))
+        if unknown := sorted(set(self.per_replica) - there):
+            raise ConfigError(
+                f"per_replica names {unknown[0]!r}, and the model keeps "
+                f"{', '.join(sorted(there)) or 'nothing'} beside its parameters."
+            )
+
+    @abc.abstractmethod
+    def kinds_at(self, path: Path) -> set[str]:
+        """The names by which what stands there in the other state may be called in a whole."""
 
     @abc.abstractmethod
     def init(self, loss_fn: LossFn, key: jax.Array, batch: PyTree) -> tuple[PyTree, PyTree]:
@@ -67,8 +95,14 @@ class FlaxModel(abc.ABC):
         """Returns what the user knows: Linen variables, or an NNX module in eval mode."""
 
 
-def functional(model: Any, *, batch_norm: str = "sync", sync: Sync | None = None) -> FlaxModel:
-    """Returns the functional form of a Linen or NNX module.
+def functional(
+    model: Any,
+    *,
+    batch_norm: str = "sync",
+    sync: Sync | None = None,
+    per_replica: Sequence[str] = (),
+) -> FlaxModel:
+    """Returns the functional form of a Linen or NNX module; `FlaxModel` says what the options mean.
 
     Raises:
       ConfigError: If `model` is neither, or `batch_norm` is unknown.
@@ -83,9 +117,11 @@ def functional(model: Any, *, batch_norm: str = "sync", sync: Sync | None = None
     else:
         what = f"the class {model.__name__}" if inspect.isclass(model) else type(model).__name__
         raise ConfigError(
-            f"model is {what}. Give an instance of flax.linen.Module or flax.nnx.Module."
+            f"model is {what}. Give an instance of flax.linen.Module or flax.nnx.Module; "
+            "docs/models.md shows how to make one of a function, or of another library's model."
         )
     form.batch_norm, form.sync = cast(Mode, batch_norm), sync or Sync("data")
+    form.per_replica = tuple(per_replica)
     return form
 
 
@@ -100,6 +136,28 @@ def takes_train(loss_fn: LossFn) -> bool:
     )
 
 
+def takes_constants(loss_fn: LossFn) -> bool:
+    """Whether the loss has an argument `constants`."""
+    return "constants" in inspect.signature(loss_fn).parameters
+
+
+def name_constants(loss_fn: LossFn, constants: PyTree) -> LossFn:
+    """The loss, handed `constants` if it names them.
+
+    Raises:
+      UsageError: If it needs them, and there are none.
+    """
+    parameter = inspect.signature(loss_fn).parameters.get("constants")
+    if parameter is None or (constants is None and parameter.default is not parameter.empty):
+        return loss_fn
+    if constants is None:
+        raise UsageError(
+            "loss_fn names `constants`, and was given none. Pass constants=, a tree of arrays, to "
+            "init, step and evaluate; or take ddp.given(constants)."
+        )
+    return functools.partial(loss_fn, constants=constants)
+
+
 def _call(loss_fn: LossFn, model: Any, batch: PyTree, *, train: bool) -> Any:
     if not takes_train(loss_fn):
         return loss_fn(model, batch)
@@ -107,7 +165,8 @@ def _call(loss_fn: LossFn, model: Any, batch: PyTree, *, train: bool) -> Any:
     return loss_fn(model, batch, train=train) if by_name else loss_fn(model, batch, train)
 
 
-def _stream(key: jax.Array, name: str) -> jax.Array:
+def stream(key: jax.Array, name: str) -> jax.Array:
+    """The key of a stream of random numbers."""
     return jax.random.fold_in(key, zlib.crc32(name.encode()))
 
 
@@ -126,7 +185,11 @@ class _LinenModel(FlaxModel):
             self._module,
             mutable=nn.DenyList(self._TRANSIENT),
         )
-        params, model_state = self.split(run(self._streams(key), batch))
+        # A model that was written for other meshes names their axes. Where JAX sees no mesh, Flax
+        # leaves the values alone; `lax.psum` and the like know the replicas all the same.
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            variables = run(self._streams(key), batch)
+        params, model_state = self.split(variables)
         return params, model_state or {}
 
     def train(
@@ -149,8 +212,14 @@ class _LinenModel(FlaxModel):
             collection, *layer, _ = (entry.key for entry in path)
             return collection == "batch_stats" and tuple(layer) in synced
 
-        mode, sync = self.batch_norm, self.sync
-        return outputs, settle(model_state, new, mode=mode, synced=is_synced, sync=sync)
+        return outputs, settle(
+            model_state,
+            new,
+            mode=self.batch_norm,
+            synced=is_synced,
+            own=self.keeps_own,
+            sync=self.sync,
+        )
 
     def evaluate(
         self, loss_fn: LossFn, params: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
@@ -172,6 +241,7 @@ class _LinenModel(FlaxModel):
             ) from error
 
     def split(self, values: PyTree) -> tuple[PyTree, PyTree | None]:
+        values = _without_axes(values)
         if not (isinstance(values, Mapping) and isinstance(values.get("params"), Mapping)):
             return values, None
         rest = {k: v for k, v in values.items() if k not in ("params", *self._TRANSIENT)}
@@ -180,10 +250,36 @@ class _LinenModel(FlaxModel):
     def rebuild(self, params: PyTree, model_state: PyTree) -> Any:
         return {"params": params, **model_state}
 
+    def kinds_at(self, path: Path) -> set[str]:
+        return {path[0].key}
+
     def _streams(self, key: jax.Array) -> dict[str, jax.Array]:
         # Flax serves a stream that is not listed from "params"; "dropout" is listed because models
         # ask `has_rng("dropout")`.
-        return {name: _stream(key, name) for name in ("params", "dropout")}
+        return {name: stream(key, name) for name in ("params", "dropout")}
+
+
+def _without_axes(variables: PyTree) -> PyTree:
+    """Takes the values out of the boxes in which Flax keeps the names of mesh axes."""
+
+    def is_box(x: Any) -> bool:
+        return isinstance(x, nn.Partitioned)
+
+    boxes = filter(is_box, jax.tree.leaves(variables, is_leaf=is_box))
+    _tell_axes(box.names for box in boxes)
+    return jax.tree.map(lambda x: x.value if is_box(x) else x, variables, is_leaf=is_box)
+
+
+def _tell_axes(names: Iterable[Any]) -> None:
+    axes = {axis for axes in names if axes for axis in jax.tree.leaves(tuple(axes))}
+    if axes:
+        log.warning(
+            "The model names the mesh axes %s for its parameters. Here each device holds them all.",
+            ", ".join(sorted(map(str, axes))),
+        )
+
+
+_REST = jax.tree_util.DictKey("rest")
 
 
 class _NnxModel(FlaxModel):
@@ -191,6 +287,9 @@ class _NnxModel(FlaxModel):
 
     def __init__(self, module: nnx.Module) -> None:
         self._graph, *parts = nnx.split(module, nnx.Param, nnx.RngState, ...)
+        kept = nnx.to_flat_state(parts[-1])
+        self._kinds = {path: {c.__name__ for c in type(x).__mro__} for path, x in kept}
+        _tell_axes(x.get_metadata().get("out_sharding") for _, x in nnx.to_flat_state(parts[0]))
         params, rngs, rest = map(nnx.to_pure_dict, parts)
         self._own = {"rngs": rngs, "rest": rest}
         self.values = params, self._own
@@ -212,8 +311,14 @@ class _NnxModel(FlaxModel):
         def is_synced(path: tuple[Any, ...]) -> bool:
             return tuple(entry.key for entry in path[:-1]) in synced
 
-        mode, sync = self.batch_norm, self.sync
-        rest = settle(model_state["rest"], rest, mode=mode, synced=is_synced, sync=sync)
+        rest = settle(
+            model_state["rest"],
+            rest,
+            mode=self.batch_norm,
+            synced=is_synced,
+            own=lambda path: self.keeps_own((_REST, *path)),
+            sync=self.sync,
+        )
         return outputs, {"rngs": model_state["rngs"], "rest": rest}
 
     def evaluate(
@@ -230,6 +335,9 @@ class _NnxModel(FlaxModel):
             nnx.to_pure_dict, nnx.split_state(values, nnx.Param, nnx.RngState, ...)
         )
         return params, {"rngs": rngs or self._own["rngs"], "rest": rest or self._own["rest"]}
+
+    def kinds_at(self, path: Path) -> set[str]:
+        return self._kinds.get(tuple(entry.key for entry in path[1:]), set())
 
     def rebuild(self, params: PyTree, model_state: PyTree) -> Any:
         module = nnx.merge(self._graph, params, model_state["rngs"], model_state["rest"])

@@ -8,18 +8,17 @@ This room knows models, losses and masks, and nothing of optimizers or meshes.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
-from jddp.errors import ConfigError
-from jddp.mesh import AXIS, count_rows
-from jddp.metrics import Sums, mean_tree, sum_over_replicas, weigh
-from jddp.recipe import Recipe
+from jddp.mesh import AXIS
+from jddp.metrics import Sums, mean_tree, sum_over_replicas
+from jddp.recipe import Inputs, Recipe
 from jddp.reduce import Backward, BucketPlan, power_of_two_within, trace_backward
 from jddp.state import TrainState
 
@@ -27,7 +26,7 @@ PyTree = Any
 
 
 def mean_gradients(
-    recipe: Recipe, plan: BucketPlan, state: TrainState, batch: PyTree
+    recipe: Recipe, plan: BucketPlan, state: TrainState, inputs: Inputs
 ) -> tuple[PyTree, PyTree, Sums, PyTree]:
     """Gradients of the mean loss over the valid entries of the global batch.
 
@@ -35,14 +34,16 @@ def mean_gradients(
       recipe: What the step is made of.
       plan: The buckets.
       state: Of one replica.
-      batch: Its rows.
+      inputs: Its rows, and constants.
 
     Returns:
       The gradients, the new `comm_state`, sums over all replicas, and this replica's new
       `model_state`.
     """
     reduce = _reduce_when_ready if recipe.reduction.placement == "ready" else _reduce_at_end
-    grads, comm_state, sums, model_state = reduce(recipe, plan, state, _parts(recipe, state, batch))
+    parts = _parts(recipe, state, inputs)
+    parts = _parts(recipe, state, inputs)
+    grads, comm_state, sums, model_state = reduce(recipe, plan, state, parts)
     # Gradients of sums have been averaged; divided by the mean count they are the global mean.
     sums = sum_over_replicas(sums, axis=AXIS)
     count = sums["loss"].count / lax.axis_size(AXIS)
@@ -50,19 +51,20 @@ def mean_gradients(
     return grads, comm_state, sums, model_state
 
 
-def trace_gradients(recipe: Recipe, state: TrainState, batch: PyTree) -> tuple[Backward, Sums]:
+def trace_gradients(recipe: Recipe, state: TrainState, inputs: Inputs) -> tuple[Backward, Sums]:
     """The backward pass over a replica's rows of one part, traced and not run; and its sums."""
-    pullback, sums, _ = _linearize(recipe, state.params, state.model_state, batch, state.key)
+    part = inputs.rows, state.key, inputs.constants
+    pullback, sums, _ = _linearize(recipe, state.params, state.model_state, *part)
     return trace_backward(pullback), sums
 
 
-def _parts(recipe: Recipe, state: TrainState, batch: PyTree) -> tuple[PyTree, Array]:
-    """This replica's rows in `accumulate_steps` parts, stacked, and a key for each."""
+def _parts(recipe: Recipe, state: TrainState, inputs: Inputs) -> tuple[PyTree, Array, PyTree]:
+    """This replica's rows in `accumulate_steps` parts, stacked, a key for each, and constants."""
     num_parts = recipe.accumulate_steps
     key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), lax.axis_index(AXIS))
     keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(num_parts))
-    parts = jax.tree.map(lambda x: x.reshape(num_parts, -1, *x.shape[1:]), batch)
-    return parts, keys if num_parts > 1 else key[None]
+    parts = jax.tree.map(lambda x: x.reshape(num_parts, -1, *x.shape[1:]), inputs.rows)
+    return parts, keys if num_parts > 1 else key[None], inputs.constants
 
 
 def _reduce_at_end(recipe: Recipe, plan: BucketPlan, state: TrainState, parts: PyTree) -> Any:
@@ -97,7 +99,8 @@ def _reduce_when_ready(recipe: Recipe, plan: BucketPlan, state: TrainState, part
 
 
 def _part(parts: PyTree, i: Any) -> PyTree:
-    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), parts)
+    *split, constants = parts
+    return *jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), split), constants
 
 
 def _sum_parts(
@@ -131,12 +134,12 @@ def _sum_parts(
 
 
 def _linearize(
-    recipe: Recipe, params: PyTree, model_state: PyTree, part: PyTree, key: Array
+    recipe: Recipe, params: PyTree, model_state: PyTree, part: PyTree, key: Array, constants: PyTree
 ) -> tuple[Callable[[Array], PyTree], Sums, PyTree]:
     """Runs the forward pass on some rows; returns what runs it backward, sums, the new state."""
 
     def forward(params: PyTree) -> Any:
-        return run_forward(recipe, params, model_state, part, key, train=True)
+        return recipe.forward(params, model_state, part, key, constants)
 
     _, pullback, (sums, model_state) = jax.vjp(forward, params, has_aux=True)
     start = _start(recipe, params, sums)
@@ -160,64 +163,3 @@ def _scale(recipe: Recipe, params: PyTree, sums: Sums) -> float:
 
 def _count_entries(recipe: Recipe, sums: Sums) -> int:
     return sums["loss"].num_entries * recipe.accumulate_steps
-
-
-def run_forward(
-    recipe: Recipe,
-    params: PyTree,
-    model_state: PyTree,
-    batch: PyTree,
-    key: Array,
-    *,
-    train: bool,
-    valid: Array | None = None,
-) -> tuple[Float[Array, ""], tuple[Sums, PyTree]]:
-    """The loss of one replica, summed over its valid entries, with all sums and the new state.
-
-    Args:
-      recipe: What the step is made of.
-      params: The parameters.
-      model_state: All other state of the model.
-      batch: This replica's rows.
-      key: Of the random numbers.
-      train: Whether the model trains, or is evaluated.
-      valid: 0 for a row of padding; None where there is none.
-
-    Raises:
-      ConfigError: If the loss or a metric has another number of rows.
-    """
-    arguments = (params, model_state, batch, key)
-    if train:
-        outputs, model_state = recipe.model.train(recipe.loss_fn, *arguments)
-    else:
-        outputs = recipe.model.evaluate(recipe.eval_fn, *arguments)
-    losses, metrics = _losses_and_metrics(outputs, count_rows(batch))
-    # In evaluation batches may differ in size, so a scalar, a mean over its rows, weighs by them.
-    sums = weigh(
-        losses,
-        metrics,
-        mask=mask_of(batch, valid),
-        scalar_count=1.0 if train else float(count_rows(batch)),
-        train=train,
-    )
-    return sums["loss"].total, (sums, model_state)
-
-
-def _losses_and_metrics(outputs: Any, rows: int) -> tuple[Array, Mapping[str, Any]]:
-    losses, metrics = outputs if isinstance(outputs, tuple) else (outputs, {})
-    for name, values in {"loss": losses, **metrics}.items():
-        for shape in map(jnp.shape, jax.tree.leaves(values)):
-            if shape and shape[0] != rows:
-                raise ConfigError(
-                    f"loss_fn returned {name!r} of shape {shape} for {rows} rows. Return one value "
-                    "per row (or per token of each row), or a scalar."
-                )
-    return losses, metrics
-
-
-def mask_of(batch: PyTree, valid: Array | None) -> Any:
-    """The user's mask, without the rows of padding; None where all counts."""
-    mask = batch.get("mask") if isinstance(batch, Mapping) else None
-    if mask is None or valid is None:
-        return valid if mask is None else mask
-    return mask.astype(jnp.float32) * jnp.expand_dims(valid, tuple(range(1, mask.ndim)))

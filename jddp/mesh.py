@@ -116,9 +116,20 @@ def replicate(tree: PyTree, mesh: Mesh) -> PyTree:
     )
 
 
+def everywhere(tree: PyTree, mesh: Mesh) -> PyTree:
+    """A tree on every device of the mesh: as it is where it lies so, else copied."""
+    sharding = replicated(mesh)
+    lies_so = (
+        isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim)
+        for x in jax.tree.leaves(tree)
+    )
+    return tree if all(lies_so) else replicate(tree, mesh)
+
+
 def _fetch(x: Any) -> Any:
-    """This process's view of a replicated array, without a collective."""
-    return x.addressable_data(0) if isinstance(x, jax.Array) else x
+    """A whole array; of a replicated one this process's view, without a collective."""
+    is_here = isinstance(x, jax.Array) and x.is_fully_replicated
+    return x.addressable_data(0) if is_here else x
 
 
 def copy_off_mesh(x: jax.Array) -> jax.Array:

@@ -1,7 +1,8 @@
 """What a step is made of, and the rules that the parts keep."""
 
 import dataclasses
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -9,9 +10,23 @@ import optax
 
 from jddp.errors import ConfigError
 from jddp.flaxmodel import FlaxModel, LossFn
+from jddp.forward import run_forward
 from jddp.reduce import Reduction
 
+PyTree = Any
 UNUSED_PARAMETERS = ("zero", "skip", "error")
+
+
+class Inputs(NamedTuple):
+    """What a step is given beside the state.
+
+    Attributes:
+      rows: The batch, split over the replicas.
+      constants: What the loss is handed as `constants`, on every replica; None for nothing.
+    """
+
+    rows: PyTree
+    constants: PyTree = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +66,16 @@ class Recipe:
                 "optax.MultiSteps beside accumulate_steps would reduce once per part and count "
                 "steps twice. Drop optax.MultiSteps: accumulate_steps reduces once for all parts."
             )
+
+    @functools.cached_property
+    def forward(self) -> Any:
+        """`forward(params, model_state, rows, key, constants)`: `run_forward` in training.
+
+        The plan, the step and each of its parts run the model; for rows of one form JAX traces it
+        once for all of them, since they call one jitted function.
+        """
+        run = functools.partial(run_forward, self.model, self.loss_fn, train=True)
+        return jax.jit(run, inline=True)
 
 
 def _is_multi_steps(optimizer: Any) -> bool:

@@ -11,6 +11,7 @@ without an error, and every reader would see replica 0's.
 
 import dataclasses
 import enum
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -84,14 +85,17 @@ def leave(state: PyTree, kinds: PyTree) -> PyTree:
     return jax.tree.map(lambda x, kind: x[None] if kind.is_per_replica else x, state, kinds)
 
 
-def float_kinds(tree: PyTree, *, per_replica: bool) -> PyTree:
-    """Kinds of a tree in which each replica keeps its own floating leaves, or none does."""
+def float_kinds(tree: PyTree, is_own: Callable[[Any], bool]) -> PyTree:
+    """Kinds of a tree in which each replica keeps its own of some floating leaves, by their path.
 
-    def kind(x: Any) -> Kind:
-        own = per_replica and jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)
+    Whole numbers and keys are the same everywhere: they count steps, which replicas take together.
+    """
+
+    def kind(path: Any, x: Any) -> Kind:
+        own = jax.numpy.issubdtype(x.dtype, jax.numpy.inexact) and is_own(path)
         return Kind.AVERAGED if own else Kind.REPLICATED
 
-    return jax.tree.map(kind, tree)
+    return jax.tree_util.tree_map_with_path(kind, tree)
 
 
 def stack_rows(tree: PyTree, kinds: PyTree, rows: NamedSharding) -> PyTree:

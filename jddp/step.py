@@ -11,7 +11,6 @@ batch norm needs.
 """
 
 import functools
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -23,25 +22,27 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from jddp.errors import ConfigError
-from jddp.gradients import mask_of, mean_gradients, run_forward, trace_gradients
+from jddp.flaxmodel import name_constants
+from jddp.forward import mask_of, run_forward
+from jddp.gradients import mean_gradients, trace_gradients
 from jddp.mesh import AXIS
 from jddp.metrics import Sum, Sums, count_rows, mean, sum_over_replicas
-from jddp.recipe import Recipe
+from jddp.recipe import Inputs, Recipe
 from jddp.reduce import BucketPlan
 from jddp.state import TrainState, enter, leave, specs
 from jddp.unused import take_back
 
 PyTree = Any
 Metrics = dict[str, Float[Array, ""]]
+SPLIT: Any = Inputs(P(AXIS), P())  # How what a step is given lies on the mesh.
 
 
 def replica_step(
-    recipe: Recipe, plan: BucketPlan, state: TrainState, batch: PyTree
+    recipe: Recipe, plan: BucketPlan, state: TrainState, inputs: Inputs
 ) -> tuple[TrainState, Metrics]:
     """One optimizer step on one replica's share of the batch."""
-    grads, comm_state, sums, model_state = mean_gradients(recipe, plan, state, batch)
-    metrics = {name: mean(x.total, x.count) for name, x in sums.items()}
-    metrics["count"] = sums["loss"].count
+    grads, comm_state, sums, model_state = mean_gradients(recipe, plan, state, inputs)
+    metrics = _means(sums)
     if recipe.max_grad_norm is not None:
         metrics["grad_norm"] = optax.tree.norm(grads)
         clip = optax.clip_by_global_norm(recipe.max_grad_norm)
@@ -69,6 +70,19 @@ def replica_step(
     return after, metrics
 
 
+def _means(sums: Sums) -> Metrics:
+    means = {name: mean(x.total, x.count) for name, x in sums.items()}
+    return {**means, "count": sums["loss"].count}
+
+
+def replica_gradients(
+    recipe: Recipe, plan: BucketPlan, state: TrainState, inputs: Inputs
+) -> tuple[PyTree, Metrics]:
+    """A step as far as its averaged gradients, and its metrics."""
+    grads, _, sums, _ = mean_gradients(recipe, plan, state, inputs)
+    return grads, _means(sums)
+
+
 def _move_average(average: PyTree, params: PyTree, decay: float | None) -> PyTree:
     return None if decay is None else optax.incremental_update(params, average, 1 - decay)
 
@@ -81,20 +95,21 @@ def _unless_nonfinite(numbers: PyTree, after: TrainState, before: TrainState) ->
 
 
 def replica_init(
-    recipe: Recipe, seed: Array, batch: PyTree, params: PyTree, model_state: PyTree
+    recipe: Recipe, seed: Array, inputs: Inputs, params: PyTree, model_state: PyTree
 ) -> TrainState:
     """The first state, made on every replica alike from one seed.
 
     Args:
       recipe: What the step is made of.
       seed: Of the base key.
-      batch: Example rows, or None where the model has its values.
+      inputs: Example rows, or None where the model has its values; and constants.
       params: Given parameters, or None to make them.
       model_state: Given other state, or None to make it.
     """
     key = jax.random.key(seed)
-    if params is None or (model_state is None and batch is not None):
-        made, made_state = recipe.model.init(recipe.loss_fn, key, batch)
+    if params is None or (model_state is None and inputs.rows is not None):
+        loss_fn = name_constants(recipe.loss_fn, inputs.constants)
+        made, made_state = recipe.model.init(loss_fn, key, inputs.rows)
         params = made if params is None else _matching(params, made)
         model_state = made_state if model_state is None else model_state
     state = TrainState(
@@ -134,23 +149,24 @@ def replica_evaluate(
     key: Array,
     params: PyTree,
     model_state: PyTree,
-    batch: PyTree,
+    inputs: Inputs,
     valid: Float[Array, "b"],
 ) -> Sums:
     """Sums of one evaluation batch over all replicas; "examples" counts rows."""
     key = jax.random.fold_in(key, lax.axis_index(AXIS))
-    _, (sums, _) = run_forward(recipe, params, model_state, batch, key, train=False, valid=valid)
-    rows = count_rows(mask_of(batch, valid))
+    arguments = (params, model_state, inputs.rows, key, inputs.constants)
+    _, (sums, _) = run_forward(recipe.model, recipe.eval_fn, *arguments, train=False, valid=valid)
+    rows = count_rows(mask_of(inputs.rows, valid))
     return sum_over_replicas({**sums, "examples": Sum(rows, rows)}, axis=AXIS)
 
 
 def make_init(recipe: Recipe, mesh: Mesh) -> Callable[..., TrainState]:
-    """Returns `init(seed, batch, params, model_state)`, run on every device of the mesh."""
+    """Returns `init(seed, inputs, params, model_state)`, run on every device of the mesh."""
     return jax.jit(over_replicas(functools.partial(replica_init, recipe), mesh, P(), P()))
 
 
 def trace(
-    recipe: Recipe, mesh: Mesh, state: TrainState, batch: PyTree
+    recipe: Recipe, mesh: Mesh, state: TrainState, inputs: Inputs
 ) -> tuple[tuple[int | None, ...], int, tuple[str, ...]]:
     """Traces a replica's forward and backward pass. Computes nothing.
 
@@ -158,26 +174,20 @@ def trace(
       recipe: What the step is made of.
       mesh: Gives the axis its size.
       state: Shapes of one replica's state.
-      batch: Shapes of its rows, of one part.
+      inputs: Shapes of its rows, of one part, and of constants.
 
     Returns:
       `Backward.ready`, `Backward.num_looped`, and the loss and metrics that are scalars, by name.
     """
     traced = []
 
-    def replica(state: TrainState, batch: PyTree) -> tuple[()]:
-        backward, sums = trace_gradients(recipe, state, batch)
+    def replica(state: TrainState, inputs: Inputs) -> tuple[()]:
+        backward, sums = trace_gradients(recipe, state, inputs)
         scalars = tuple(name for name, x in sums.items() if x.is_scalar)
         traced.append((backward.ready, backward.num_looped, scalars))
         return ()
 
-    log = logging.getLogger("jddp")
-    level = log.level
-    log.setLevel(logging.ERROR)  # The step is traced again, and warns then.
-    try:
-        jax.eval_shape(over_replicas(replica, mesh, P(), P()), state, batch)
-    finally:
-        log.setLevel(level)
+    jax.eval_shape(over_replicas(replica, mesh, P(), P()), state, inputs)
     return traced[0]
 
 
@@ -189,21 +199,33 @@ def make_step(
     *,
     donate: bool,
     options: dict[str, Any],
-) -> Callable[[TrainState, PyTree], tuple[TrainState, Metrics]]:
-    """Returns `step(state, batch)` over the mesh: a new state, and metrics that are global."""
+) -> Callable[[TrainState, Inputs], tuple[TrainState, Metrics]]:
+    """Returns `step(state, inputs)` over the mesh: a new state, and metrics that are global."""
 
-    def step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-        state, metrics = replica_step(recipe, plan, enter(state, kinds), batch)
+    def step(state: TrainState, inputs: Inputs) -> tuple[TrainState, Metrics]:
+        state, metrics = replica_step(recipe, plan, enter(state, kinds), inputs)
         return leave(state, kinds), metrics
 
     layout = specs(kinds, AXIS)
-    mapped = over_replicas(step, mesh, (layout, P(AXIS)), (layout, P()))
+    mapped = over_replicas(step, mesh, (layout, SPLIT), (layout, P()))
     return jax.jit(mapped, donate_argnums=(0,) if donate else (), compiler_options=options)
 
 
+def make_gradients(
+    recipe: Recipe, plan: BucketPlan, mesh: Mesh, kinds: TrainState, *, options: dict[str, Any]
+) -> Callable[[TrainState, Inputs], tuple[PyTree, Metrics]]:
+    """Returns `gradients(state, inputs)` over the mesh: both are global, the state is kept."""
+
+    def gradients(state: TrainState, inputs: Inputs) -> tuple[PyTree, Metrics]:
+        return replica_gradients(recipe, plan, enter(state, kinds), inputs)
+
+    mapped = over_replicas(gradients, mesh, (specs(kinds, AXIS), SPLIT), P())
+    return jax.jit(mapped, compiler_options=options)
+
+
 def make_evaluate(recipe: Recipe, mesh: Mesh) -> Callable[..., Sums]:
-    """Returns `evaluate(key, params, model_state, batch, valid)` over the mesh."""
-    in_specs = (P(), P(), P(), P(AXIS), P(AXIS))
+    """Returns `evaluate(key, params, model_state, inputs, valid)` over the mesh."""
+    in_specs = (P(), P(), P(), SPLIT, P(AXIS))
     replica = functools.partial(replica_evaluate, recipe)
     return jax.jit(over_replicas(replica, mesh, in_specs, P()))
 

@@ -4,26 +4,27 @@ A jitted step belongs to rows of one structure, shapes and dtypes; and rows of a
 other parameters, so their buckets are others too.
 
     steps = Steps(recipe, mesh, donate=True)
-    steps.plan_for(state, batch)                 # traces, computes nothing
-    state, metrics = steps.step_for(state, rows)(state, rows)
+    steps.plan_for(state, inputs)                # traces, computes nothing
+    state, metrics = steps.step_for(state, inputs)(state, inputs)
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
+from jddp.dispatch import call
 from jddp.errors import ConfigError, UsageError
 from jddp.explanation import Explanation, explain
 from jddp.memory import Memory, measure
-from jddp.mesh import AXIS, count_rows, platform, sharded
-from jddp.recipe import Recipe
+from jddp.mesh import count_rows, platform, sharded
+from jddp.recipe import Inputs, Recipe
 from jddp.reduce import BucketPlan, compiler_options
 from jddp.state import Kind, TrainState, enter, float_kinds
-from jddp.step import make_step, trace
+from jddp.step import make_gradients, make_step, trace
 
 PyTree = Any
 ON_RESIZE = {"mean": Kind.AVERAGED, "sum": Kind.SUMMED, "drop": Kind.ANEW}
@@ -48,27 +49,28 @@ class Steps:
         self._recipe, self._mesh, self._donate = recipe, mesh, donate
         self._plans: dict[Hashable, BucketPlan] = {}  # by the form of one replica's part
         self._steps: dict[Hashable, Any] = {}  # jitted, by the form of all rows
+        self._gradients: dict[Hashable, Any] = {}  # the same as far as the gradients
 
-    def plan_for(self, state: TrainState, batch: PyTree) -> BucketPlan:
+    def plan_for(self, state: TrainState, inputs: Inputs) -> BucketPlan:
         """Plans buckets for one replica's state, as measured if there is a batch.
 
         Raises:
           ConfigError: If no gradient reaches a parameter, and unused_parameters is "error".
         """
-        self.plan = self._plan(state, batch)
+        self.plan = self._plan(state, inputs)
         return self.plan
 
-    def _plan(self, state: TrainState, batch: PyTree) -> BucketPlan:
+    def _plan(self, state: TrainState, inputs: Inputs) -> BucketPlan:
         recipe = self._recipe
-        if batch is None:
+        if inputs.rows is None:
             return recipe.reduction.plan(state.params)
-        num_rows = self.count_rows_of_part(batch)
-        rows = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype), _shapes(batch)
-        )
-        form = _form(rows)
+        num_rows = self.count_rows_of_part(inputs.rows)
+        rows, constants = _shapes(inputs)
+        rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype), rows)
+        part = Inputs(rows, constants)
+        form = _form(part)
         if form not in self._plans:
-            *measured, self.scalars = call(trace, recipe, self._mesh, _shapes(state), rows)
+            *measured, self.scalars = call(trace, recipe, self._mesh, _shapes(state), part)
             self._plans[form] = recipe.reduction.plan(state.params, *measured)
         plan = self._plans[form]
         if plan.unused and recipe.unused_parameters == "error":
@@ -98,82 +100,101 @@ class Steps:
 
     def kinds(self, state: TrainState) -> TrainState:
         """For each leaf of a state, how it lies on the mesh."""
-        own = self._recipe.model.batch_norm == "local"
         kind = ON_RESIZE[self._recipe.reduction.hook.on_resize]
         kinds: TrainState = jax.tree.map(lambda _: Kind.REPLICATED, state)
         return kinds.replace(
-            model_state=float_kinds(state.model_state, per_replica=own),
+            model_state=float_kinds(state.model_state, self._recipe.model.keeps_own),
             comm_state=jax.tree.map(lambda _: kind, state.comm_state),
         )
 
-    def step_for(self, state: TrainState, rows: PyTree) -> Any:
+    def step_for(self, state: TrainState, inputs: Inputs) -> Any:
         """The jitted step for rows of this form; compiles nothing yet.
 
         Raises:
           UsageError: If a comm_hook remembers buckets that these rows do not have.
         """
-        form = _form(rows)
+        form = _form(inputs)
         if form not in self._steps:
             kinds = self.kinds(state)
-            one = jax.eval_shape(functools.partial(enter, kinds=kinds), state)
-            plan, before = self._plan(one, rows), self.plan
-            if jax.tree.leaves(state.comm_state) and before not in (None, plan):
-                raise UsageError(
-                    "These rows use other parameters than those that the comm_hook was made for: "
-                    "its memory is of other buckets. Give init a batch that uses them too."
-                )
-            self.plan = plan
+            self._plan_again(state, inputs, kinds)
             self._steps[form] = self._make_step(self._recipe, kinds)
         return self._steps[form]
 
+    def gradients_for(self, state: TrainState, inputs: Inputs) -> Any:
+        """The same as far as the averaged gradients."""
+        form = _form(inputs)
+        if form not in self._gradients:
+            kinds = self.kinds(state)
+            plan = self._plan_again(state, inputs, kinds)
+            self._gradients[form] = make_gradients(
+                self._recipe, plan, self._mesh, kinds, options=self._options
+            )
+        return self._gradients[form]
+
+    def _plan_again(self, state: TrainState, inputs: Inputs, kinds: TrainState) -> BucketPlan:
+        """Plans for rows as they are given to a step, beside the state that it is given."""
+        one = jax.eval_shape(functools.partial(enter, kinds=kinds), state)
+        plan, before = self._plan(one, inputs), self.plan
+        if jax.tree.leaves(state.comm_state) and before not in (None, plan):
+            raise UsageError(
+                "These rows use other parameters than those that the comm_hook was made for: "
+                "its memory is of other buckets. Give init a batch that uses them too."
+            )
+        self.plan = plan
+        return plan
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return compiler_options(self._recipe.reduction, platform(self._mesh))
+
     def _make_step(self, recipe: Recipe, kinds: TrainState) -> Any:
         assert self.plan is not None
-        options = compiler_options(recipe.reduction, platform(self._mesh))
+        options = self._options
         return make_step(recipe, self.plan, self._mesh, kinds, donate=self._donate, options=options)
 
-    def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
+    def lower(self, state: TrainState, inputs: Inputs) -> jax.stages.Lowered:
         """Lowers the step for a state and rows of one process, or for their shapes."""
-        return self._lower(self.step_for(state, batch), state, batch)
+        return self._lower(self.step_for(state, inputs), state, inputs)
 
     def _lower(
-        self, step: Any, state: TrainState, batch: PyTree, *, times: int = 1
+        self, step: Any, state: TrainState, inputs: Inputs, *, times: int = 1
     ) -> jax.stages.Lowered:
-        """Lowers a step for `times` as many rows as `batch` has, of all processes together."""
-        return call(step.lower, state, self._global(batch, times))
+        """Lowers a step for `times` as many rows as are given, of all processes together."""
+        return call(step.lower, state, self._global(inputs, times))
 
-    def _global(self, batch: PyTree, times: int = 1) -> PyTree:
-        """The shapes of `times` as many rows as `batch` has, of all processes together."""
+    def _global(self, inputs: Inputs, times: int = 1) -> Inputs:
+        """The shapes of `times` as many rows as are given, of all processes together."""
         times *= self._mesh.size // len(self._mesh.local_devices)
 
         def everywhere(x: Any) -> jax.ShapeDtypeStruct:
             shape = (x.shape[0] * times, *x.shape[1:])
             return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharded(self._mesh))
 
-        return jax.tree.map(everywhere, batch)
+        return inputs._replace(rows=jax.tree.map(everywhere, inputs.rows))
 
-    def draws(self, state: TrainState, batch: PyTree) -> bool:
+    def draws(self, state: TrainState, inputs: Inputs) -> bool:
         """Whether the step draws random numbers; it is traced, and not run."""
-        traced = call(self.step_for(state, batch).trace, state, self._global(batch))
+        traced = call(self.step_for(state, inputs).trace, state, self._global(inputs))
         return "random_bits" in str(traced.jaxpr)
 
-    def memory(self, state: TrainState, batch: PyTree, accumulate_steps: int | None) -> Memory:
+    def memory(self, state: TrainState, inputs: Inputs, accumulate_steps: int | None) -> Memory:
         """Compiles the step, perhaps with another number of parts, and measures it."""
-        step, recipe = self.step_for(state, batch), self._recipe
+        step, recipe = self.step_for(state, inputs), self._recipe
         if accumulate_steps is not None:
             recipe = dataclasses.replace(recipe, accumulate_steps=accumulate_steps)
             step = self._make_step(recipe, self.kinds(state))
-        compiled = self._lower(step, state, batch).compile()
-        return measure(compiled, state, batch, self._mesh)
+        compiled = self._lower(step, state, inputs).compile()
+        return measure(compiled, state, inputs.rows, self._mesh)
 
-    def explain(self, state: TrainState, batch: PyTree) -> Explanation:
+    def explain(self, state: TrainState, inputs: Inputs) -> Explanation:
         """Compiles the step, and compares it with that of twice the rows, and twice the parts."""
-        lowered = self.lower(state, batch)
+        lowered = self.lower(state, inputs)
         num_parts = 2 * self._recipe.accumulate_steps
         more_parts = dataclasses.replace(self._recipe, accumulate_steps=num_parts)
         doubled = [
-            self._lower(step, state, batch, times=2)
+            self._lower(step, state, inputs, times=2)
             for step in (
-                self.step_for(state, batch),
+                self.step_for(state, inputs),
                 self._make_step(more_parts, self.kinds(state)),
             )
         ]
@@ -190,24 +211,6 @@ class Steps:
     def count_rows_of_part(self, batch: PyTree) -> int:
         """Rows of one replica and one part; at least one."""
         return max(1, count_rows(batch) // self.count_parts(batch))
-
-
-def call(function: Callable[..., Any], *args: Any) -> Any:
-    """Calls what traces the user's model.
-
-    Raises:
-      ConfigError: If the model names an axis that there is not.
-    """
-    try:
-        return function(*args)
-    except NameError as error:
-        if "unbound axis name" not in str(error):
-            raise
-        name = str(error).split("unbound axis name:")[-1].strip().split(" ")[0].rstrip(".")
-        raise ConfigError(
-            f"The model or loss uses axis {name!r}, which this mesh lacks: its axis is "
-            f"{AXIS!r} (jddp.AXIS)."
-        ) from error
 
 
 def _form(tree: PyTree) -> Hashable:

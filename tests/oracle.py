@@ -12,6 +12,7 @@ import optax
 from flax import linen as nn
 from flax import nnx
 
+from jddp.recipe import Inputs
 from jddp.step import replica_step
 
 
@@ -74,7 +75,7 @@ def vmapped_step(ddp, num_replicas):
     @jax.jit
     def step(state, batch):
         shares = jax.tree.map(lambda x: x.reshape(num_replicas, -1, *x.shape[1:]), batch)
-        return jax.tree.map(lambda x: x[0], mapped(state, shares))
+        return jax.tree.map(lambda x: x[0], mapped(state, Inputs(shares)))
 
     return step
 

@@ -60,8 +60,9 @@ def test_evaluation_sends_one_small_vector():
     ddp = jddp.DataParallel(ConvNet(), optax.sgd(0.1), loss_fn)
     batch = make_batch()
     state = ddp.init(0, batch)
-    placed = ddp.put((batch, batch["x"][:, 0]))
-    lowered = ddp._evaluate.lower(state.key, state.params, state.model_state, *placed)
+    rows, valid = ddp.put((batch, batch["x"][:, 0]))
+    values = state.key, state.params, state.model_state
+    lowered = ddp._evaluate.lower(*values, ddp._inputs(rows), valid)
     assert collectives(lowered.compile().as_text()) == [("all-reduce", 6)]
 
 
@@ -73,5 +74,5 @@ def test_local_batch_norm_sends_nothing_for_statistics():
 def test_nothing_is_communicated_to_make_the_state():
     ddp = jddp.DataParallel(ConvNet(), optax.adam(1e-3), loss_fn)
     rows = jax.tree.map(lambda x: x[:2], make_batch())
-    text = ddp._init.lower(0, rows, None, None).compile().as_text()
+    text = ddp._init.lower(0, ddp._inputs(rows), None, None).compile().as_text()
     assert collectives(text) == []

@@ -21,6 +21,7 @@ FLOORS = [
     {"reduce", "metrics", "unused", "losses", "optimizers", "config", "models", "data"},
     {"batch_norm"},
     {"state", "mesh", "flaxmodel", "coordination"},
+    {"forward", "dispatch", "replica"},
     {"recipe"},
     {"gradients"},
     {"reports", "cluster", "step", "program", "run", "evaluation"},

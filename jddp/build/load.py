@@ -13,6 +13,7 @@ from jddp.errors import UsageError
 from jddp.flaxmodel import functional
 from jddp.models.make import is_module_class, make_model
 from jddp.names import resolve_target
+from jddp.state import Kind, float_kinds
 
 OWN_MODELS = "jddp.models"
 
@@ -44,11 +45,11 @@ def load(run_dir: str | Path, *, model: Any = None, trust: str | None = None) ->
     params = "ema_params" if config.train.eval_params == "ema" else "params"
     saved = read_newest(run_dir / "checkpoints", [params, "model_state"])
     values, state = saved[params], saved["model_state"]
-    if config.ddp.batch_norm == "local":
-        state = jax.tree.map(_mean_over_replicas, state)
-    form = functional(module)
+    section = config.ddp
+    form = functional(module, batch_norm=section.batch_norm, per_replica=section.per_replica)
     if form.values is not None:
         values, state = _as(form.values[0], values), _as(form.values[1], state)
+    state = jax.tree.map(_mean_over_replicas, state, float_kinds(state, form.keeps_own))
     filled = form.rebuild(*jax.tree.map(jnp.asarray, (values, state)))
     return module.bind(filled) if isinstance(filled, Mapping) else filled
 
@@ -70,9 +71,8 @@ def _model_of(config: Config, trust: str | None) -> Any:
     return make_model(found, kwargs=section.kwargs)
 
 
-def _mean_over_replicas(x: Any) -> Any:
-    """Averages what each replica kept for itself: everything but whole numbers and keys."""
-    return x.mean(0, dtype=x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x
+def _mean_over_replicas(x: Any, kind: Kind) -> Any:
+    return x.mean(0, dtype=x.dtype) if kind.is_per_replica else x
 
 
 def _as(own: Any, found: Any) -> Any:

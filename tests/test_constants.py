@@ -1,0 +1,217 @@
+"""Constants, gradients without an update, and how often a model is traced."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch
+
+import jddp
+from jddp.errors import ConfigError, UsageError
+
+
+def host(tree):
+    return jax.tree.map(np.array, jax.device_get(tree))
+
+
+def close(got, want, rtol=1e-5, atol=1e-6):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), got, want)
+
+
+# --- constants ---------------------------------------------------------------------------------
+
+
+def scaled_loss(model, batch, train, constants):
+    losses, metrics = loss_fn(model, batch, train)
+    return losses * constants["weights"][batch["y"]] * constants["scale"], metrics
+
+
+def constants_of(scale):
+    return {"scale": np.float32(scale), "weights": np.arange(1, 5, dtype=np.float32)}
+
+
+def test_constants_reach_every_replica_whole(mesh):
+    batch = make_batch()
+
+    def written_out(model, batch, train):
+        return scaled_loss(model, batch, train, jax.tree.map(jnp.asarray, constants_of(3)))
+
+    ends = []
+    for loss, given in ((scaled_loss, constants_of(3)), (written_out, None)):
+        ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss, mesh=mesh)
+        state = ddp.init(0, batch, constants=given)
+        state, metrics = ddp.step(state, batch, constants=given)
+        grads, _ = ddp.gradients(state, batch, constants=given)
+        evaluated = ddp.evaluate(state, [batch, make_batch(5)], constants=given)
+        ends.append((host((state.params, metrics, grads)), evaluated))
+    close(*ends)
+
+
+def test_other_values_of_constants_trace_and_compile_nothing():
+    traces = []
+
+    def counted(model, batch, train, constants):
+        traces.append(train)
+        return scaled_loss(model, batch, train, constants)
+
+    ddp = jddp.DataParallel(MLP(), optax.sgd(0.0), counted)
+    batch = make_batch()
+    state, losses = ddp.init(0, batch, constants=constants_of(1)), []
+    state, _ = ddp.step(state, batch, constants_of(1))
+    before = len(traces)
+    for scale in (1, 2, 4):
+        state, metrics = ddp.step(state, batch, constants=constants_of(scale))
+        losses.append(float(metrics["loss"]))
+    assert len(traces) == before
+    np.testing.assert_allclose(losses, np.multiply(losses[0], (1, 2, 4)), rtol=1e-6)
+
+
+def test_constants_go_through_accumulated_parts_whole():
+    batch, ends = make_batch(32), []
+    for accumulate_steps, placement in ((1, "end"), (2, "end"), (2, "ready")):
+        options = {"accumulate_steps": accumulate_steps, "placement": placement}
+        ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), scaled_loss, mesh=4, **options)
+        state = ddp.init(0, batch, constants=constants_of(2))
+        state, metrics = ddp.step(state, batch, constants=constants_of(2))
+        ends.append(host((state.params, metrics)))
+    close(ends[1], ends[0])
+    close(ends[2], ends[0])
+
+
+def test_constants_given_once_serve_every_call(tmp_path):
+    batch = make_batch()
+    ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), scaled_loss)
+    given = ddp.given(constants_of(2))
+    run = given.fit([batch] * 3, num_steps=3, evaluate=[batch], run_dir=tmp_path)
+    state = ddp.init(0, batch, constants=constants_of(2))
+    for _ in range(3):
+        state, _ = ddp.step(state, batch, constants=constants_of(2))
+    jax.tree.map(np.testing.assert_array_equal, host(run.state.params), host(state.params))
+    assert given.latest is ddp.latest
+    assert "gradients" in str(given.explain(batch))
+    assert given.memory(batch).total > 0
+
+
+def test_constants_are_not_differentiated():
+    teacher = MLP()
+    batch = make_batch()
+    weights = teacher.init(jax.random.key(1), batch["x"], False)
+
+    def distil(model, batch, train, constants):
+        want = teacher.apply(constants, batch["x"], False)
+        return ((model(batch["x"], train) - want) ** 2).mean(-1)
+
+    ddp = jddp.DataParallel(MLP(), optax.adam(1e-2), distil)
+    state = ddp.init(0, batch, constants=weights)
+    losses = []
+    for _ in range(30):
+        state, metrics = ddp.step(state, batch, constants=weights)
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < 0.1 * losses[0]
+    assert jax.tree.structure(state.params) == jax.tree.structure(weights["params"])
+
+
+def test_a_loss_that_names_constants_is_not_run_without():
+    ddp, batch = jddp.DataParallel(MLP(), optax.sgd(0.1), scaled_loss), make_batch()
+    with pytest.raises(UsageError, match="names `constants`, and was given none"):
+        ddp.init(0, batch)
+
+
+def test_constants_that_no_loss_names_are_refused():
+    ddp, batch = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn), make_batch()
+    with pytest.raises(ConfigError, match="has no argument of that name"):
+        ddp.step(ddp.init(0, batch), batch, constants=constants_of(1))
+
+
+def test_two_models_in_one_game_each_see_the_other_s_weights(mesh):
+    """A GAN's two steps, each beside one device."""
+
+    class Generator(nn.Module):
+        @nn.compact
+        def __call__(self, z):
+            return nn.Dense(4)(nn.tanh(nn.Dense(8)(z)))
+
+    class Critic(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(1)(nn.tanh(nn.Dense(8)(x)))[:, 0]
+
+    generator, critic = Generator(), Critic()
+
+    def generator_loss(model, batch, constants):
+        return jax.nn.softplus(-critic.apply({"params": constants}, model(batch["z"])))
+
+    def critic_loss(model, batch, constants):
+        fake = generator.apply({"params": constants}, batch["z"])
+        return jax.nn.softplus(-model(batch["x"])) + jax.nn.softplus(model(fake))
+
+    def play(devices):
+        rng = np.random.default_rng(0)
+        batch = {"z": rng.normal(size=(16, 3)), "x": rng.normal(size=(16, 4))}
+        batch = jax.tree.map(np.float32, batch)
+        makes = jddp.DataParallel(generator, optax.sgd(0.1), generator_loss, mesh=devices)
+        judges = jddp.DataParallel(critic, optax.sgd(0.1), critic_loss, mesh=devices)
+        g = makes.init(0, params=generator.init(jax.random.key(0), batch["z"]))
+        d = judges.init(1, params=critic.init(jax.random.key(1), batch["x"]))
+        for _ in range(3):
+            d, _ = judges.step(d, batch, constants=g.params)
+            g, _ = makes.step(g, batch, constants=d.params)
+        return host((g.params, d.params))
+
+    # Three rounds of sums in another order.
+    close(play(mesh), play(1), rtol=1e-4, atol=1e-5)
+
+
+# --- gradients ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", [ConvNet(), NnxConvNet(nnx.Rngs(0))], ids=["linen", "nnx"])
+def test_gradients_are_those_that_a_step_takes_and_change_nothing(model, mesh):
+    batch = make_batch(masked=True)
+    ddp = jddp.DataParallel(model, optax.sgd(1.0), loss_fn, mesh=mesh, max_grad_norm=1e9)
+    state = ddp.init(0, batch)
+    before = host((state.params, state.model_state.get("rest", 0)))
+    grads, metrics = ddp.gradients(state, batch)
+    after = host((state.params, state.model_state.get("rest", 0)))
+    jax.tree.map(np.testing.assert_array_equal, before, after)
+    new, stepped = ddp.step(state, batch)
+    close(jax.tree.map(np.subtract, before[0], host(new.params)), host(grads))
+    assert metrics.keys() == stepped.keys() - {"grad_norm"}
+    close(host(metrics), {name: float(stepped[name]) for name in metrics})
+
+
+def test_an_update_of_one_s_own_is_made_of_gradients():
+    batch, optimizer = make_batch(), optax.sgd(0.5)
+    ddp = jddp.DataParallel(MLP(), optimizer, loss_fn, donate=False)
+    state = ddp.init(0, batch)
+    grads, _ = ddp.gradients(state, batch)
+    updates, _ = optimizer.update(grads, state.opt_state, state.params)
+    want, _ = ddp.step(state, batch)
+    close(host(optax.apply_updates(state.params, updates)), host(want.params))
+
+
+# --- how often a model is traced -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("placement", ["end", "ready"])
+@pytest.mark.parametrize("accumulate_steps", [1, 2])
+def test_a_model_is_traced_once_to_make_it_and_once_for_each_form_of_rows(
+    placement, accumulate_steps
+):
+    traced = []
+
+    def counting(model, batch, train):
+        kind = "init" if model.is_initializing() else "train" if train else "eval"
+        traced.append(kind)
+        return loss_fn(model, batch, train)
+
+    options = {"placement": placement, "accumulate_steps": accumulate_steps}
+    ddp = jddp.DataParallel(MLP(dropout_rate=0.1), optax.sgd(0.1), counting, **options)
+    state = ddp.init(0, make_batch(32))
+    for rows in (32, 32, 64, 32, 64):
+        state, _ = ddp.step(state, make_batch(rows))
+    ddp.evaluate(state, [make_batch(16), make_batch(16), make_batch(3)])
+    assert traced == ["init", "train", "train", "eval"]
