@@ -11,7 +11,8 @@ rows one is planned and compiled, in `steps`.
 
 import copy
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from html import escape
 from typing import Any
 
 import jax
@@ -24,9 +25,10 @@ from jddp.data import TrainBatches, WorkerBatches
 from jddp.diagnosis import Layers, diagnose
 from jddp.dispatch import Dispatch, call
 from jddp.errors import ConfigError, UsageError
-from jddp.evaluation import evaluate_exactly, refuse_padding
+from jddp.evaluation import evaluate_exactly, predict_rows, refuse_padding
 from jddp.explanation import Explanation, logging_data, measure
 from jddp.flaxmodel import LossFn, functional, takes_constants
+from jddp.losses import outputs
 from jddp.memory import Memory
 from jddp.mesh import (
     AXIS,
@@ -47,7 +49,7 @@ from jddp.recipe import Inputs, Recipe
 from jddp.reduce import BucketPlan, make_reduction
 from jddp.run import Run
 from jddp.state import Kind, TrainState, float_kinds, merge_rows, stack_rows
-from jddp.step import Metrics, make_evaluate, make_init
+from jddp.step import Metrics, make_evaluate, make_init, make_predict
 from jddp.steps import Steps
 from jddp.trainer import train
 
@@ -163,6 +165,17 @@ class DataParallel:
         self._init = make_init(self._recipe, self.mesh)
         self._evaluate = make_evaluate(self._recipe, self.mesh)
         self._steps = Steps(self._recipe, self.mesh, donate=donate)
+        self._predicts: dict[LossFn, Any] = {}
+
+    def __repr__(self) -> str:
+        """What is replicated over which devices, and the plan, once there is one."""
+        recipe, kind = self._recipe, self.mesh.devices.flat[0].device_kind
+        parts = f", {recipe.accumulate_steps} parts a step" * (recipe.accumulate_steps > 1)
+        head = f"DataParallel({self._model.name} on {self.mesh.size} x {kind}{parts})"
+        return head if self.plan is None else f"{head}\n{self.plan}"
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(repr(self))}</pre>"
 
     @property
     def plan(self) -> BucketPlan | None:
@@ -481,13 +494,44 @@ class DataParallel:
         """
         if constants is not None:
             return self.given(constants).evaluate(state, batches, params)
+        return evaluate_exactly(self._run(self._evaluate, state, params), batches, self.mesh)
+
+    def predict(
+        self,
+        state: TrainState,
+        batches: Batches,
+        function: LossFn = outputs,
+        params: str = "params",
+        constants: PyTree = None,
+    ) -> PyTree:
+        """Returns what the model gives for each row of `batches`, in their order.
+
+        Args:
+          state: From `init` or `step`; it is not changed.
+          batches: This process's, of any size; as many on every process.
+          function: `function(model, batch)` gives a tree of arrays, a row for each of the batch; by
+            default what the model says of "image", "tokens" or "x".
+          params: "params", or "ema" for their moving average.
+          constants: As for `step`.
+
+        Returns:
+          The tree, of numpy arrays, for this process's rows.
+
+        Raises:
+          ConfigError: If the function returns an array that has no row for each of the batch.
+        """
+        if constants is not None:
+            return self.given(constants).predict(state, batches, function, params)
+        if function not in self._predicts:
+            self._predicts[function] = make_predict(self._recipe, function, self.mesh)
+        run = self._run(self._predicts[function], state, params)
+        return predict_rows(run, batches, self.mesh)
+
+    def _run(self, compiled: Any, state: TrainState, params: str) -> Callable[[PyTree, Any], Any]:
+        """`run(rows, valid)`, which calls what is compiled with a state's values."""
         self._dispatch.refuse_taken(state)
         values = state.key, self._choose(state, params), self._merged(state.model_state)
-
-        def run(rows: PyTree, valid: jax.Array) -> Any:
-            return call(self._evaluate, *values, self._inputs(rows), valid)
-
-        return evaluate_exactly(run, batches, self.mesh)
+        return lambda rows, valid: call(compiled, *values, self._inputs(rows), valid)
 
     def fit(self, batches: Batches, *, num_steps: int, **options: Any) -> Run:
         """Trains for `num_steps`, with evaluation, progress, metrics and checkpoints.

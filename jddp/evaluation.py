@@ -1,14 +1,15 @@
-"""Means over every example exactly once, however their number divides.
+"""Means over every example exactly once, or what each of them gives, however their number divides.
 
     metrics = evaluate_exactly(run, batches, mesh)
+    outputs = predict_rows(run, batches, mesh)
 
 What does not fill the devices is padded with rows that count for nothing. Sums and counts leave
 the devices; they are added up on the host in float64, so that counts stay whole numbers.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -34,16 +35,11 @@ def evaluate_exactly(
     Raises:
       UsageError: If a scalar meets rows of padding, or there is no batch.
     """
-    totals, waiting, room = Totals(), None, 0
-    for batch in map(as_arrays, batches):
-        rows = from_all_processes(count_rows(batch))
-        fitting = _round_up(int(rows.max()), len(mesh.local_devices))
-        # A ragged batch takes the room of a full one, which is compiled already.
-        room = fitting if (rows == fitting).all() else max(room, fitting)
-        padded, valid = pad_rows(batch, room)
-        sums = run(*put_rows((padded, valid), mesh))
-        if (rows != room).any():
-            _refuse_scalars(sums, int(rows.min()), room)
+    totals, waiting = Totals(), None
+    for placed in _place(batches, mesh):
+        sums = run(placed.rows, placed.valid)
+        if placed.fewest < placed.room:
+            _refuse_scalars(sums, placed.fewest, placed.room)
         if waiting is not None:
             totals.add(waiting)  # one batch late, so that the devices never wait
         waiting = sums
@@ -51,6 +47,67 @@ def evaluate_exactly(
         raise UsageError("evaluate was given no batches. Was the iterator used up before?")
     totals.add(waiting)
     return totals.values()
+
+
+def predict_rows(
+    run: Callable[[PyTree, Any], PyTree], batches: Iterable[PyTree], mesh: Mesh
+) -> PyTree:
+    """Returns what `run` gives for all rows of `batches` of this process, in their order.
+
+    Args:
+      run: `run(batch, valid)` over the mesh gives a tree of arrays with the rows of the batch.
+      batches: This process's, of any size; as many on every process.
+      mesh: The mesh of devices.
+
+    Returns:
+      The tree, of numpy arrays.
+
+    Raises:
+      UsageError: If there is no batch.
+    """
+    found = [
+        jax.tree.map(lambda x, n=placed.num_rows: _own_rows(x)[:n], run(placed.rows, placed.valid))
+        for placed in _place(batches, mesh)
+    ]
+    if not found:
+        raise UsageError("predict was given no batches. Was the iterator used up before?")
+    return jax.tree.map(lambda *parts: np.concatenate(parts), *found)
+
+
+def _own_rows(x: jax.Array) -> np.ndarray:
+    """The rows that lie on this process's devices."""
+    shards = sorted(x.addressable_shards, key=lambda shard: shard.index[0].start or 0)
+    return np.concatenate([np.asarray(shard.data) for shard in shards])
+
+
+class _Placed(NamedTuple):
+    """A batch on the devices, filled up.
+
+    Attributes:
+      rows: Of all processes.
+      valid: 1 for a row that counts.
+      num_rows: Of this process, those that count.
+      fewest: The same of the process that has fewest.
+      room: Rows of each process, padding included.
+    """
+
+    rows: PyTree
+    valid: jax.Array
+    num_rows: int
+    fewest: int
+    room: int
+
+
+def _place(batches: Iterable[PyTree], mesh: Mesh) -> Iterator[_Placed]:
+    room = 0
+    for batch in map(as_arrays, batches):
+        num_rows = count_rows(batch)
+        rows = from_all_processes(num_rows)
+        fitting = _round_up(int(rows.max()), len(mesh.local_devices))
+        # A ragged batch takes the room of a full one, which is compiled already.
+        room = fitting if (rows == fitting).all() else max(room, fitting)
+        placed, valid = put_rows(pad_rows(batch, room), mesh)
+        yield _Placed(placed, valid, num_rows, int(rows.min()), room)
 
 
 def pad_rows(batch: PyTree, room: int) -> tuple[PyTree, np.ndarray]:

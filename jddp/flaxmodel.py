@@ -36,6 +36,7 @@ class FlaxModel(abc.ABC):
     """What a step needs to know of a model.
 
     Attributes:
+      name: Of the module's class.
       values: Parameters and other state that the module already has (NNX), or None (Linen).
       batch_norm: How batch statistics agree over the replicas; one of `batch_norm.MODES`.
       sync: Over which replicas they are taken under "sync".
@@ -43,6 +44,7 @@ class FlaxModel(abc.ABC):
         or classes of variables (NNX), by name.
     """
 
+    name: str
     values: tuple[PyTree, PyTree] | None = None
     batch_norm: Mode
     sync: Sync
@@ -122,6 +124,7 @@ def functional(
         )
     form.batch_norm, form.sync = cast(Mode, batch_norm), sync or Sync("data")
     form.per_replica = tuple(per_replica)
+    form.name = type(model).__name__
     return form
 
 

@@ -128,6 +128,18 @@ def mean_squared_error(
     return jnp.square(predictions - y).reshape(len(y), -1).mean(axis=1)
 
 
+def outputs(model: Callable[..., Any], batch: Mapping[str, Array]) -> Any:
+    """What a model, not training, gives for the inputs of one of these losses."""
+    for name in ("image", "tokens", "x"):
+        if name in batch:
+            inputs = batch[name][:, :-1] if name == "tokens" else batch[name]
+            return call_model(model, inputs, train=False)
+    raise ConfigError(
+        f"The batch holds {', '.join(batch)}, of which none is known for the model's inputs. Give "
+        "predict a function(model, batch)."
+    )
+
+
 LOSSES: dict[str, LossFn] = {
     "cross_entropy": cross_entropy,
     "mean_squared_error": mean_squared_error,

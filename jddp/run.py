@@ -1,12 +1,21 @@
-"""A run in progress or finished: what callbacks see and `fit` returns."""
+"""A run in progress or finished: what callbacks see and `fit` returns.
+
+run = ddp.fit(batches, num_steps=1000, evaluate=test_batches)
+run.plot(); run.history; run.evaluate(other_batches); run.predict(batches)
+"""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from html import escape
 from pathlib import Path
 from typing import Any
 
-from jddp.errors import ConfigError
+from jddp.errors import ConfigError, UsageError
+from jddp.losses import outputs
+from jddp.reports import plot
 from jddp.state import TrainState
+
+PyTree = Any
 
 _NAME = re.compile(r"\w[\w-]*", re.ASCII)
 
@@ -18,6 +27,8 @@ class Run:
       state: The newest state.
       step: Its finished optimizer steps.
       metrics: The last train record, a dict of floats.
+      history: The records of training and evaluation in their order, as in `metrics.jsonl`; those
+        before a resume included, where there is a run directory.
       evaluations: The records of all evaluations, those before a resume included.
       run_dir: Where the run keeps its files, or None.
       stopped: Why a callback has ended the run, or None.
@@ -25,7 +36,16 @@ class Run:
         is started again; or None.
     """
 
-    def __init__(self, state: TrainState, run_dir: Path | None, save: Callable[..., None]) -> None:
+    def __init__(
+        self,
+        ddp: Any,
+        state: TrainState,
+        *,
+        run_dir: Path | None,
+        save: Callable[..., None],
+        evaluation: Iterable[PyTree] | None = None,
+        eval_params: str = "params",
+    ) -> None:
         self.state = state
         self.step = 0
         self.metrics: dict[str, Any] = {}
@@ -33,7 +53,9 @@ class Run:
         self.run_dir = run_dir
         self.stopped: str | None = None
         self.interrupted: str | None = None
-        self._save = save
+        self.history: list[dict[str, Any]] = []
+        self._ddp, self._save = ddp, save
+        self._evaluation, self._eval_params = evaluation, eval_params
 
     @property
     def eval_metrics(self) -> dict[str, Any]:
@@ -56,6 +78,43 @@ class Run:
                 "name of one. Take letters, digits, '_' and '-'."
             )
         self._save(where)
+
+    def evaluate(self, batches: Iterable[PyTree] | None = None) -> dict[str, Any]:
+        """Evaluates the newest state, as `jddp.DataParallel.evaluate` does.
+
+        Args:
+          batches: This process's; by default those that the run itself was evaluated with.
+        """
+        return dict(self._ddp.evaluate(self.state, self._given(batches), self._eval_params))
+
+    def predict(
+        self,
+        batches: Iterable[PyTree] | None = None,
+        function: Callable[..., PyTree] = outputs,
+    ) -> PyTree:
+        """What the newest model gives for each row, as `jddp.DataParallel.predict` has it.
+
+        Args:
+          batches: This process's; by default those that the run itself was evaluated with.
+          function: `function(model, batch)`.
+        """
+        return self._ddp.predict(self.state, self._given(batches), function, self._eval_params)
+
+    def _given(self, batches: Iterable[PyTree] | None) -> Iterable[PyTree]:
+        if batches is None and self._evaluation is None:
+            raise UsageError("The run has no evaluation batches of its own. Give batches.")
+        return self._evaluation if batches is None else batches  # type: ignore[return-value]
+
+    def plot(self) -> Any:
+        """Draws loss and metrics over the steps; returns the matplotlib figure.
+
+        Raises:
+          UsageError: If matplotlib is not installed.
+        """
+        return plot(self.history)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(repr(self))}</pre>"
 
     def __repr__(self) -> str:
         """Step, metrics and directory in one line."""

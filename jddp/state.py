@@ -12,11 +12,14 @@ without an error, and every reader would see replica 0's.
 import dataclasses
 import enum
 from collections.abc import Callable
+from html import escape
 from typing import Any
 
 import jax
 from jax import P
 from jax.sharding import NamedSharding
+
+from jddp.reduce import in_mebibytes
 
 PyTree = Any
 
@@ -41,7 +44,7 @@ class Kind(enum.Enum):
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class TrainState:
     """Everything that a step reads and writes.
 
@@ -64,6 +67,22 @@ class TrainState:
     comm_state: PyTree
     skipped: Any
     key: Any
+
+    def __repr__(self) -> str:
+        """What it holds, in numbers and bytes; waits for the devices."""
+        if getattr(self.step, "is_deleted", lambda: False)():
+            return "TrainState, whose memory a step has taken"
+        is_there = isinstance(self.step, jax.Array) and not isinstance(self.step, jax.core.Tracer)
+        lines = [f"TrainState at step {self.step}" if is_there else "TrainState, its shapes"]
+        for field in ("params", "ema_params", "model_state", "opt_state", "comm_state"):
+            leaves = jax.tree.leaves(getattr(self, field))
+            size = in_mebibytes(sum(x.size * x.dtype.itemsize for x in leaves))
+            numbers = f"{sum(x.size for x in leaves):,} numbers in {len(leaves)} arrays"
+            lines += [f"  {field:<12} {numbers}, {size} MiB"] * bool(leaves)
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(repr(self))}</pre>"
 
     def replace(self, **changes: Any) -> "TrainState":
         """Returns a copy with some fields changed."""

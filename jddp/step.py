@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from jddp.errors import ConfigError
-from jddp.flaxmodel import name_constants
+from jddp.flaxmodel import LossFn, name_constants
 from jddp.forward import mask_of, run_forward
 from jddp.gradients import mean_gradients, trace_gradients
 from jddp.mesh import AXIS
@@ -228,6 +228,27 @@ def make_evaluate(recipe: Recipe, mesh: Mesh) -> Callable[..., Sums]:
     in_specs = (P(), P(), P(), SPLIT, P(AXIS))
     replica = functools.partial(replica_evaluate, recipe)
     return jax.jit(over_replicas(replica, mesh, in_specs, P()))
+
+
+def make_predict(recipe: Recipe, function: LossFn, mesh: Mesh) -> Callable[..., PyTree]:
+    """Returns `predict(key, params, model_state, inputs, valid)`: what `function` gives."""
+
+    def replica(
+        key: Array, params: PyTree, model_state: PyTree, inputs: Inputs, valid: Array
+    ) -> PyTree:
+        key = jax.random.fold_in(key, lax.axis_index(AXIS))
+        named = name_constants(function, inputs.constants)
+        outputs = recipe.model.evaluate(named, params, model_state, inputs.rows, key)
+        for x in jax.tree.leaves(outputs):
+            if jnp.shape(x)[:1] != valid.shape:
+                raise ConfigError(
+                    f"predict: the function returned shape {jnp.shape(x)} for {len(valid)} rows. "
+                    "Return arrays whose first dim is the rows."
+                )
+        return outputs
+
+    in_specs = (P(), P(), P(), SPLIT, P(AXIS))
+    return jax.jit(over_replicas(replica, mesh, in_specs, P(AXIS)))
 
 
 def over_replicas(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any) -> Any:

@@ -751,7 +751,7 @@ def test_a_run_that_is_stopped_is_evaluated_and_saved_and_then_finished(plain, t
 @pytest.fixture
 def some_run(plain):
     """A run for callbacks to look at."""
-    return jddp.Run(plain.init(0, make_batch(8)), None, lambda where: None)
+    return jddp.Run(plain, plain.init(0, make_batch(8)), run_dir=None, save=lambda where: None)
 
 
 def test_early_stopping_waits_for_as_many_evaluations_as_it_has_patience(some_run):

@@ -4,9 +4,10 @@ Process 0 writes and prints; the others hold the same objects, which then do not
 knows JAX: records are dicts of plain numbers, already reduced over all replicas.
 """
 
+from jddp.reports.curves import plot
 from jddp.reports.evidence import write_evidence
 from jddp.reports.metrics_file import MetricsFile
 from jddp.reports.progress import Progress
 from jddp.reports.run_directory import RunDirectory
 
-__all__ = ["MetricsFile", "Progress", "RunDirectory", "write_evidence"]
+__all__ = ["MetricsFile", "Progress", "RunDirectory", "plot", "write_evidence"]

@@ -66,7 +66,14 @@ class Loop:
         self._ddp, self._source, self._plan = ddp, source, plan
         self._files, self._callbacks = files, callbacks
         self._saving = Saving(ddp, files, plan, about)
-        self._run = Run(state, None if files is None else files.path, self._save)
+        self._run = Run(
+            ddp,
+            state,
+            run_dir=None if files is None else files.path,
+            save=self._save,
+            evaluation=plan.evaluation,
+            eval_params=plan.eval_params,
+        )
         if not state.step.is_deleted():  # a state that was taken is refused by the step, in words
             self._run.step = int(state.step)
         self._progress = Progress(plan.num_steps, is_writer=jax.process_index() == 0)
@@ -96,6 +103,7 @@ class Loop:
                 ) from error
             self._resumed_from = run.step
         self._files.metrics.truncate_after(run.step)
+        run.history = [x for x in self._files.metrics.read() if x["step"] <= run.step]
 
     def _go_on_from(self, beside: Mapping[str, Any]) -> None:
         """Takes up what was saved beside the state."""
@@ -243,6 +251,7 @@ class Loop:
         if seconds := self._clock.seconds_per_step(step):
             record |= {**seconds, "examples_per_second": rows / seconds["step_seconds"]}
         self._run.metrics = record
+        self._run.history.append(record)
         if self._files is not None:
             self._files.metrics.append(record)
         self._progress.log(record)
@@ -265,6 +274,7 @@ class Loop:
         metrics = self._ddp.evaluate(run.state, batches, plan.eval_params)
         record: dict[str, Any] = {"step": run.step, "split": "eval", **metrics}
         run.evaluations.append(record)
+        run.history.append(record)
         if self._files is not None:
             self._files.metrics.append(run.eval_metrics)
         self._progress.evaluated(run.eval_metrics)

@@ -1,0 +1,49 @@
+"""Curves of a run: loss and metrics over its steps."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jddp.errors import UsageError
+from jddp.reports.progress import NOT_METRICS
+
+Record = Mapping[str, Any]
+
+
+def plot(history: Sequence[Record]) -> Any:
+    """Draws a panel for the loss and one for each metric: a line for training, dots for evaluation.
+
+    Args:
+      history: Records, as they stand in `metrics.jsonl`.
+
+    Returns:
+      A `matplotlib.figure.Figure`; a notebook shows it.
+
+    Raises:
+      UsageError: If matplotlib is not installed, or there is no record.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UsageError("plot needs matplotlib: pip install 'jddp[notebook]'.") from error
+    names = ["loss", *dict.fromkeys(n for x in history for n in x if _is_metric(n, x))]
+    if not history:
+        raise UsageError("There is nothing to plot: the run has no record yet.")
+    figure = Figure(figsize=(4.5 * len(names), 3.2), layout="constrained")
+    for name, panel in zip(names, figure.subplots(1, len(names), squeeze=False)[0], strict=True):
+        for split, style in (("train", "-"), ("eval", "o--")):
+            points = [
+                (x["step"], x[name])
+                for x in history
+                if x["split"] == split and x.get(name) is not None
+            ]
+            if points:
+                panel.plot(*zip(*points, strict=True), style, label=split)
+        panel.set(xlabel="step", title=name)
+        panel.grid(alpha=0.3)
+        panel.legend()
+    return figure
+
+
+def _is_metric(name: str, record: Record) -> bool:
+    is_number = isinstance(record[name], float | int)
+    return is_number and name not in (*NOT_METRICS, "grad_norm", "skipped")

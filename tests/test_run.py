@@ -1,0 +1,205 @@
+"""What a notebook has in its hands: a run's results, the newest state, and what each looks like."""
+
+import _thread
+import signal
+import threading
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch
+
+import jddp
+from jddp.errors import ConfigError, UsageError
+
+
+def wrapped(model=None, **options):
+    return jddp.DataParallel(model or MLP(), optax.sgd(0.1), loss_fn, **options)
+
+
+def fit(num_steps=4, **options):
+    batches = [make_batch(seed=seed) for seed in range(8)]
+    options = {"evaluate": [make_batch(13, seed=9)], "log_every_steps": 1, **options}
+    return wrapped().fit(batches, num_steps=num_steps, eval_every_steps=2, **options)
+
+
+def logits_of(model, batch, train):
+    return {"logits": model(batch["x"], train=train), "label": batch["y"]}
+
+
+# --- what a run has ------------------------------------------------------------------------------
+
+
+def test_a_run_remembers_its_records_in_their_order():
+    run = fit()
+    steps = [(record["step"], record["split"]) for record in run.history]
+    assert steps == [
+        (1, "train"),
+        (2, "train"),
+        (2, "eval"),
+        (3, "train"),
+        (4, "train"),
+        (4, "eval"),
+    ]
+    assert run.history[-1] == run.eval_metrics
+    assert run.history[-2] == run.metrics
+
+
+def test_a_resumed_run_remembers_the_records_before(tmp_path):
+    fit(2, run_dir=tmp_path)
+    resumed, whole = fit(4, run_dir=tmp_path), fit(4)
+
+    def seen(run):
+        return [(x["step"], x["split"], x["loss"]) for x in run.history]
+
+    assert seen(resumed) == seen(whole)
+
+
+def test_a_run_evaluates_and_predicts_with_its_own_batches_or_with_others():
+    run = fit()
+    assert run.evaluate()["loss"] == run.eval_metrics["loss"]
+    other = make_batch(16, seed=5)
+    assert run.evaluate([other])["examples"] == 16
+    assert run.predict([{"x": other["x"]}]).shape == (16, 4)
+    assert run.predict().shape == (13, 4)
+
+
+def test_a_run_without_evaluation_says_that_it_has_no_batches():
+    run = fit(evaluate=None)
+    with pytest.raises(UsageError, match="no evaluation batches of its own"):
+        run.evaluate()
+
+
+def test_a_run_draws_a_panel_for_the_loss_and_for_each_metric():
+    figure = fit().plot()
+    assert [panel.get_title() for panel in figure.axes] == ["loss", "accuracy"]
+    lines = {line.get_label(): line.get_xdata().tolist() for line in figure.axes[0].lines}
+    assert lines == {"train": [1, 2, 3, 4], "eval": [2, 4]}
+
+
+def test_a_run_without_a_record_has_nothing_to_draw():
+    ddp = wrapped()
+    state = ddp.init(0, make_batch())
+    with pytest.raises(UsageError, match="no record yet"):
+        jddp.Run(ddp, state, run_dir=None, save=print).plot()
+
+
+# --- predictions ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", [ConvNet(), NnxConvNet(nnx.Rngs(0))], ids=["linen", "nnx"])
+@pytest.mark.parametrize("sizes", [[37], [16, 16, 5], [0, 3]], ids=str)
+def test_predictions_are_those_of_one_device_row_by_row(model, sizes, mesh):
+    ddp = wrapped(model, mesh=mesh)
+    state = ddp.init(0, make_batch())
+    batches = [make_batch(size, seed=i) for i, size in enumerate(sizes)]
+    got = ddp.predict(state, batches, logits_of)
+    rows = jax.tree.map(lambda *parts: np.concatenate(parts), *batches)
+    read = ddp.model(state)
+    module = model.bind(read) if isinstance(model, nn.Module) else read
+    want = logits_of(module, rows, False)
+    np.testing.assert_array_equal(got["label"], rows["y"])
+    # Convolutions of other numbers of rows.
+    np.testing.assert_allclose(got["logits"], want["logits"], rtol=1e-5, atol=1e-6)
+
+
+def test_predictions_without_a_row_for_each_are_refused():
+    ddp = wrapped()
+    state = ddp.init(0, make_batch())
+    with pytest.raises(ConfigError, match=r"shape \(\) for 2 rows"):
+        ddp.predict(state, [make_batch()], lambda model, batch: model(batch["x"], False).sum())
+
+
+def test_inputs_that_nobody_knows_ask_for_a_function():
+    ddp = wrapped()
+    state = ddp.init(0, make_batch())
+    with pytest.raises(ConfigError, match=r"holds y, of which none .* function\(model, batch\)"):
+        ddp.predict(state, [{"y": make_batch()["y"]}])
+
+
+# --- the newest state, and interrupts ------------------------------------------------------------
+
+
+def test_the_newest_state_is_at_hand_after_init_and_each_step():
+    ddp, batch = wrapped(), make_batch()
+    assert ddp.latest is None
+    state = ddp.init(0, batch)
+    assert ddp.latest is state
+    for _ in range(3):
+        state, _ = ddp.step(state, batch)
+        assert ddp.latest is state
+
+
+def test_an_interrupt_while_a_step_is_sent_comes_when_its_state_is_kept(monkeypatch):
+    ddp, batch = wrapped(), make_batch()
+    state = ddp.init(0, batch)
+    state, _ = ddp.step(state, batch)
+    rows = ddp.put(batch)
+    inputs = ddp._inputs(rows)
+    compiled = ddp._steps.step_for(state, inputs)
+
+    def taken_then_interrupted(state, inputs):
+        result = compiled(state, inputs)
+        assert state.step.is_deleted()
+        signal.raise_signal(signal.SIGINT)
+        return result
+
+    monkeypatch.setattr(ddp._steps, "step_for", lambda *_: taken_then_interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ddp.step(state, rows)
+    monkeypatch.undo()
+    assert int(ddp.latest.step) == 2
+    state, _ = ddp.step(ddp.latest, batch)
+    assert int(state.step) == 3
+
+
+def test_an_interrupt_while_a_step_is_traced_comes_at_once_and_costs_nothing():
+    def loss(model, batch, train):
+        if train and not model.is_initializing() and interrupts:
+            interrupts.pop()
+            _thread.interrupt_main()
+        return loss_fn(model, batch, train)
+
+    interrupts = []
+    ddp, batch = jddp.DataParallel(MLP(), optax.sgd(0.1), loss), make_batch()
+    state = ddp.init(0, batch)
+    interrupts.append("now")
+    with pytest.raises(KeyboardInterrupt):
+        ddp.step(state, make_batch(32))
+    assert ddp.latest is state
+    state, _ = ddp.step(ddp.latest, make_batch(32))
+    assert int(state.step) == 1
+
+
+def test_a_step_may_be_taken_in_any_thread():
+    ddp, batch, ends = wrapped(), make_batch(), []
+    state = ddp.init(0, batch)
+    thread = threading.Thread(target=lambda: ends.append(ddp.step(state, batch)))
+    thread.start()
+    thread.join()
+    assert int(ends[0][0].step) == 1
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+# --- what it looks like --------------------------------------------------------------------------
+
+
+def test_what_a_cell_ends_with_says_what_it_is_in_text_and_in_html():
+    ddp, batch = wrapped(ConvNet(), ema_decay=0.9, accumulate_steps=2), make_batch()
+    assert repr(ddp) == "DataParallel(ConvNet on 8 x cpu, 2 parts a step)"
+    state = ddp.init(0, batch)
+    assert repr(state).splitlines()[:3] == [
+        "TrainState at step 0",
+        "  params       64 numbers in 5 arrays, 0.000244 MiB",
+        "  ema_params   64 numbers in 5 arrays, 0.000244 MiB",
+    ]
+    assert repr(jax.eval_shape(lambda: state)).startswith("TrainState, its shapes")
+    run = fit()
+    for shown in (ddp, state, run, ddp.plan, ddp.explain(batch)):
+        assert max(map(len, str(shown).splitlines())) <= 80 or shown is run
+        assert shown._repr_html_().startswith("<")
+    ddp.step(state, batch)
+    assert repr(state) == "TrainState, whose memory a step has taken"
