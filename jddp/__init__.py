@@ -5,6 +5,8 @@ its room when it is first used.
 """
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from jddp.errors import Error as Error
     from jddp.mesh import AXIS as AXIS
     from jddp.metrics import Metric as Metric
+    from jddp.oracle import verify as verify
     from jddp.reduce import BucketPlan as BucketPlan
     from jddp.reduce import CommHook as CommHook
     from jddp.reduce import average_gradients as average_gradients
@@ -52,6 +55,7 @@ _HOMES = {
     "load": "build",
     "replica_key": "replica",
     "sync_batch_norm": "batch_norm",
+    "verify": "oracle",
 }
 
 __all__ = [
@@ -75,7 +79,20 @@ __all__ = [
     "load",
     "replica_key",
     "sync_batch_norm",
+    "verify",
 ]
+
+
+class _Package(ModuleType):
+    """Does not let a module that is run, such as `jddp.verify`, hide the function of its name."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an attribute, as an import of a module below does."""
+        if not (name in _HOMES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:

@@ -297,7 +297,30 @@ class DataParallel:
 
     def draws(self, batch: PyTree) -> bool:
         """Whether a step draws random numbers, such as those of dropout; traces, runs nothing."""
-        return self._steps.draws(self.abstract_state(batch), self._inputs(batch))
+        return "random_bits" in str(self.trace(batch).jaxpr)
+
+    def trace(self, batch: PyTree) -> jax.stages.Traced:
+        """Traces the step for the shapes of `batch`, with nothing allocated, compiled or run.
+
+        Args:
+          batch: This process's rows, or their `jax.ShapeDtypeStruct`s.
+        """
+        return self._steps.trace(self.abstract_state(batch), self._inputs(batch))
+
+    @property
+    def scalars(self) -> tuple[str, ...]:
+        """The loss and metrics that are scalars, by name, for the rows that came last."""
+        return self._steps.scalars
+
+    def side_by_side(self, state: TrainState, batch: PyTree) -> tuple[PyTree, TrainState, Metrics]:
+        """Takes a step on one device, where the replicas are shares side by side (`jax.vmap`).
+
+        What N devices are to be equal to where replicas draw random numbers, each its own.
+
+        Returns:
+          The averaged gradients, the new state, and the metrics.
+        """
+        return self._steps.side_by_side(state, self._inputs(as_arrays(batch)))
 
     def _given(self, params: PyTree) -> tuple[PyTree, PyTree]:
         """Parameters and other state that need not be made; None for what does."""

@@ -14,10 +14,11 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from jddp.config import Config, describe_keys, dump_values, load_config
-from jddp.errors import Error, FileSystemError, UsageError
+from jddp.door import Parser, add_config_arguments, tell
+from jddp.errors import Error, FileSystemError
 from jddp.ownership import make_private
 
 if TYPE_CHECKING:
@@ -40,8 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(_parse(argv))
     except Error as error:
-        for line in str(error).splitlines():
-            print(f"jddp: {line}", file=sys.stderr)
+        tell(error)
         code, told = error.exit_code, str(error)
     except KeyboardInterrupt:
         told = "interrupted. The same command goes on from the last checkpoint."
@@ -90,14 +90,8 @@ def _train(config: Config, name: str, *, is_dry_run: bool, started: float) -> in
     return 0
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """Raises what the door prints as one line."""
-        raise UsageError(f"{message}. See python -m jddp.train --help.")
-
-
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = _Parser(
+    parser = Parser(
         prog="python -m jddp.train",
         usage="%(prog)s [--config FILE]... [key.path=value]... [--dry-run]",
         description="Train a Flax model on every device, as a config says.",
@@ -105,15 +99,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    add_config_arguments(parser)
     add = parser.add_argument
-    add("overrides", nargs="*", metavar="key.path=value", help="change a key; the last one wins")
-    add(
-        "--config",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="a YAML file or the name of a preset; later ones win",
-    )
     add("--dry-run", action="store_true", help="compile, and say what a run would need")
     add("--print-config", action="store_true", help="print the resolved config")
     add("--help-keys", action="store_true", help="print every key, its default and its meaning")

@@ -17,7 +17,7 @@ MODULES = sorted(set(PACKAGE.rglob("*.py")) - {FRONT_DOOR})
 # From the ground up. A new room is put here, and in words into docs/.
 FLOORS = [
     {"errors"},
-    {"names", "versions", "ownership"},
+    {"names", "versions", "ownership", "door"},
     {"reduce", "metrics", "unused", "losses", "optimizers", "config", "models", "data"},
     {"batch_norm"},
     {"state", "mesh", "flaxmodel", "coordination"},
@@ -31,6 +31,7 @@ FLOORS = [
     {"callbacks", "steps"},
     {"trainer"},
     {"data_parallel"},
+    {"oracle"},
     {"build"},
     {"train", "launch", "verify", "explain", "doctor"},
     {"__main__"},
@@ -40,7 +41,7 @@ FLOOR_OF = {room: height for height, rooms in enumerate(FLOORS) for room in room
 # Where a change of a library's API may reach.
 HOMES = {
     "flax": {"flaxmodel", "batch_norm", "models", "checkpoint"},
-    "optax": {"reduce", "losses", "optimizers", "recipe", "step", "data_parallel"},
+    "optax": {"reduce", "losses", "optimizers", "recipe", "step", "data_parallel", "oracle"},
     "orbax": {"checkpoint"},
     "omegaconf": {"config"},
     "pydantic": {"config"},

@@ -25,6 +25,7 @@ from jddp.data import DataSet, TrainBatches, WorkerBatches, count_steps, eval_ba
 from jddp.data_parallel import DataParallel
 from jddp.errors import DataError
 from jddp.mesh import configure_devices
+from jddp.oracle import Verification, verify
 from jddp.run import Run
 from jddp.versions import source_hash, versions
 
@@ -137,6 +138,25 @@ class Job:
         finally:
             if isinstance(batches, WorkerBatches):
                 batches.close()
+
+    def verify(self) -> Verification:
+        """Compares a step on the mesh with one on a single device, on the first batch.
+
+        Raises:
+          UsageError: If there is no second device.
+        """
+        optimizer, _ = self.parts.make_optimizer(self.num_steps or 1)
+        batches = self.train_batches()
+        try:
+            batch = next(iter(batches))
+        finally:
+            if isinstance(batches, WorkerBatches):
+                batches.close()
+        model, loss_fn = self.parts.model, self.parts.loss_fn
+        options = self.config.ddp.model_dump()
+        return verify(
+            model, optimizer, loss_fn, batch, mesh=self.ddp.mesh, seed=self.config.seed, **options
+        )
 
     def _own_callbacks(self) -> list[Callback]:
         section = self.config.checkpoint

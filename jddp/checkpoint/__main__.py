@@ -6,26 +6,25 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jddp.errors import Error, FileSystemError
+from jddp.door import Parser, enter
+from jddp.errors import FileSystemError
 
 EXPORTED = ["params", "ema_params", "model_state"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
-    arguments = _parser().parse_args(argv)
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # Nothing here is worth waking a GPU for.
-    try:
+
+    def run() -> None:
+        arguments = _parser().parse_args(argv)
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")  # Nothing here is worth waking a GPU for.
         arguments.command(arguments)
-    except Error as error:
-        for line in str(error).splitlines():
-            print(f"jddp: {line}", file=sys.stderr)
-        return error.exit_code
-    return 0
+
+    return enter(run)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m jddp.checkpoint", allow_abbrev=False)
+def _parser() -> Parser:
+    parser = Parser(prog="python -m jddp.checkpoint", allow_abbrev=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, (run, text) in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text.capitalize() + ".")

@@ -7,23 +7,21 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jddp.errors import Error
+from jddp.door import Parser, add_config_arguments, enter
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
-    arguments = _parser().parse_args(argv)
-    try:
+
+    def run() -> None:
+        arguments = _parser().parse_args(argv)
         arguments.run(arguments)
-    except Error as error:
-        for line in str(error).splitlines():
-            print(f"jddp: {line}", file=sys.stderr)
-        return error.exit_code
-    return 0
+
+    return enter(run)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m jddp.data", allow_abbrev=False)
+def _parser() -> Parser:
+    parser = Parser(prog="python -m jddp.data", allow_abbrev=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     tokenize = commands.add_parser("tokenize", help="write token files from text")
     add = tokenize.add_argument
@@ -35,10 +33,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--shard-tokens", type=int, default=2**27, help="tokens of a file (2^27)")
     tokenize.set_defaults(run=_tokenize)
     bench = commands.add_parser("bench", help="time each stage that batches go through")
-    add = bench.add_argument
-    add("overrides", nargs="*", metavar="key.path=value", help="change a key of the config")
-    add("--config", action="append", default=[], metavar="FILE", help="as of jddp.train")
-    add("--seconds", type=float, default=3.0, help="for each stage (3)")
+    add_config_arguments(bench)
+    bench.add_argument("--seconds", type=float, default=3.0, help="for each stage (3)")
     bench.set_defaults(run=_bench)
     return parser
 

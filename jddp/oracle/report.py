@@ -1,0 +1,133 @@
+"""What was compared, how far apart it is, and where it is worst."""
+
+import dataclasses
+import math
+from html import escape
+from typing import Any
+
+import jax
+import numpy as np
+
+PyTree = Any
+UPDATE = 0.05  # of how far a leaf moves
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """How far apart two trees are.
+
+    Attributes:
+      what: Was compared.
+      leaf: Where they are farthest apart; empty where there is nothing to compare.
+      error: How far, of the largest entry there.
+      allowed: How far they may be.
+    """
+
+    what: str
+    leaf: str
+    error: float
+    allowed: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether they are as close as they have to be."""
+        return self.error <= self.allowed  # and not, where it is NaN
+
+
+@dataclasses.dataclass(frozen=True)
+class Verification:
+    """What `jddp.verify` found; `str` of it is made for a terminal of 80 columns.
+
+    Attributes:
+      num_devices: That were compared with one.
+      num_rows: Of the batch.
+      is_side_by_side: Whether that one ran the shares of all, with their random numbers.
+      comparisons: One for each thing that was compared.
+      findings: What seems to be wrong, or is worth knowing, in words.
+    """
+
+    num_devices: int
+    num_rows: int
+    is_side_by_side: bool
+    comparisons: tuple[Comparison, ...]
+    findings: tuple[str, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether N devices are one device, to rounding."""
+        return all(comparison.passed for comparison in self.comparisons)
+
+    def __str__(self) -> str:
+        """The verdict, a table, and what was found."""
+        beside = "their shares on one" if self.is_side_by_side else "one"
+        verdict = "the same, to rounding" if self.passed else "NOT the same"
+        lines = [
+            f"{self.num_devices} devices beside {beside}, {self.num_rows} rows: {verdict}",
+            "",
+            f"{'':16} {'error':>8} {'allowed':>8}  worst at",
+        ]
+        for x in self.comparisons:
+            mark = "" if x.passed else "  <- apart"
+            numbers = f"{x.error:8.1e} {x.allowed:8.1e}" if x.leaf else f"{'-':>8} {'-':>8}"
+            lines.append(f"{x.what:16} {numbers}  {x.leaf or 'there is none'}{mark}")
+        return "\n".join([*lines, *(f"\n{finding}" for finding in self.findings)])
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(str(self))}</pre>"
+
+
+def compare(what: str, got: PyTree, want: PyTree, *, allowed: float) -> Comparison:
+    """Compares leaf by leaf; of leaves that are next to nothing, beside the largest of all."""
+    pairs = _pairs(got, want)
+    largest = max((_size(b) for _, _, b in pairs), default=0.0)
+    errors = {path: _size(a - b) / (max(_size(b), 1e-3 * largest) or 1.0) for path, a, b in pairs}
+    return _worst(what, errors, allowed)
+
+
+def compare_moves(
+    what: str, before: PyTree, got: PyTree, want: PyTree, grads: PyTree, *, noise: float
+) -> Comparison:
+    """Compares how leaves moved, by norms, where gradients are more than noise.
+
+    Args:
+      what: Is compared.
+      before: Where they began.
+      got: Where they ended.
+      want: Where they were to end.
+      grads: Of one device.
+      noise: What of the largest gradient in a leaf may be the rounding of zero.
+    """
+    errors = {}
+    moves = zip(_pairs(got, want), _pairs(before, grads), strict=True)
+    largest = max((_size(g) for _, _, g in _pairs(grads, grads)), default=0.0)
+    for (path, a, b), (_, start, grad) in moves:
+        counts = np.abs(grad) > noise * max(_size(grad), 1e-3 * largest)
+        apart, moved = (float(np.linalg.norm(x[counts])) for x in (a - b, b - start))
+        if apart or moved:  # and not where the learning rate begins at zero
+            errors[path] = apart / moved if moved else math.inf
+    return _worst(what, errors, UPDATE)
+
+
+def _worst(what: str, errors: dict[str, float], allowed: float) -> Comparison:
+    # NaN is the worst of all, and is not larger than anything.
+    leaf = max(errors, key=lambda path: np.nan_to_num(errors[path], nan=math.inf), default="")
+    return Comparison(what, leaf, errors.get(leaf, 0.0), allowed)
+
+
+def _pairs(got: PyTree, want: PyTree) -> list[tuple[str, np.ndarray, np.ndarray]]:
+    """The numbers of two trees, by path, in double precision."""
+    both = zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True)
+    return [
+        (jax.tree_util.keystr(path, simple=True, separator="/"), _exact(a), _exact(b))
+        for (path, a), b in both
+        if not jax.numpy.issubdtype(a.dtype, jax.dtypes.prng_key)
+    ]
+
+
+def _exact(x: Any) -> np.ndarray:
+    is_complex = jax.numpy.issubdtype(x.dtype, np.complexfloating)
+    return np.asarray(x).astype(np.complex128 if is_complex else np.float64)
+
+
+def _size(x: Any) -> float:
+    return float(np.abs(x).max(initial=0.0))

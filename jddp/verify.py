@@ -1,0 +1,43 @@
+"""`python -m jddp.verify [--config FILE]... [key.path=value]...`: are N devices one device?
+
+Takes a job as `jddp.train` does, and compares a step on its mesh with one on a single device:
+`jddp.verify` for what the config describes. Exit code 0 if they are the same, 76 if they are not.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from jddp.door import Parser, add_config_arguments, enter
+from jddp.errors import DivergenceError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit code."""
+    return enter(lambda: _verify(_parser().parse_intermixed_args(argv)))
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="python -m jddp.verify",
+        description="Compare a step of a job on its devices with one on a single device.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_config_arguments(parser)
+    return parser
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from jddp.config import load_config
+
+    config, name = load_config(arguments.config, arguments.overrides)
+    from jddp.build import build
+
+    report = build(config).verify()
+    print(f"{name}: {report}")
+    return 0 if report.passed else DivergenceError.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
