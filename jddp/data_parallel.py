@@ -11,8 +11,10 @@ rows one is planned and compiled, in `steps`.
 
 import copy
 import hashlib
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,6 +23,7 @@ import optax
 from jax.sharding import Mesh
 
 from jddp.batch_norm import Sync
+from jddp.checkpoint.weights import Loaded, fit_weights, read_weights
 from jddp.data import TrainBatches, WorkerBatches
 from jddp.diagnosis import Layers, diagnose
 from jddp.dispatch import Dispatch, call
@@ -103,6 +106,7 @@ class DataParallel:
 
     Attributes:
       mesh: The mesh of devices.
+      loaded: What became of the last `init(params=...)`; None before one.
     """
 
     def __init__(
@@ -160,6 +164,7 @@ class DataParallel:
             skip_nonfinite=skip_nonfinite,
         )
         self._constants: PyTree = None
+        self.loaded: Loaded | None = None
         self._dispatch = Dispatch(donate=donate, platform=self._platform)
         self._rows_sharding = sharded(self.mesh)
         self._init = make_init(self._recipe, self.mesh)
@@ -212,24 +217,34 @@ class DataParallel:
         return bound
 
     def init(
-        self, seed: int = 0, batch: PyTree = None, params: PyTree = None, constants: PyTree = None
+        self,
+        seed: int = 0,
+        batch: PyTree = None,
+        params: PyTree = None,
+        *,
+        partial: bool = False,
+        constants: PyTree = None,
     ) -> TrainState:
         """Makes the first state: the same on every device, from one seed.
 
         Args:
           seed: Of the base key, from which parameters and all later random numbers come.
           batch: Example rows of this process, for their shapes (Linen).
-          params: Values to start from: Linen variables or their "params", or an NNX state. They
-            are copied.
+          params: Values to start from: Linen variables or their "params", or an NNX state, which
+            are copied; or where to read them: a .safetensors or .msgpack file, a run directory, a
+            folder that orbax has written. Floating values of files take the model's dtypes.
+          partial: Whether `params` may have other paths or shapes than the model, which then keeps
+            its own there; `loaded` says what became of them.
           constants: As for `step`.
 
         Raises:
-          UsageError: If a Linen model has neither `batch` nor `params`.
+          UsageError: If a Linen model has neither `batch` nor `params`, or `partial` no `batch`.
           ConfigError: If `params` does not fit the model.
         """
         if constants is not None:
-            return self.given(constants).init(seed, batch, params)
-        values, batch = self._given(params), as_arrays(batch)
+            return self.given(constants).init(seed, batch, params, partial=partial)
+        batch = as_arrays(batch)
+        values = self._fitting(params, batch, partial=partial, seed=seed)
         rows = from_process_zero(self._example(batch, values))  # so that all start alike
         inputs = Inputs(rows, self._constants)
         state = call(self._init, np.uint32(seed), inputs, *replicate(values, self.mesh))
@@ -325,6 +340,29 @@ class DataParallel:
     def _given(self, params: PyTree) -> tuple[PyTree, PyTree]:
         """Parameters and other state that need not be made; None for what does."""
         return (self._model.values or (None, None)) if params is None else self._model.split(params)
+
+    def _fitting(
+        self, params: PyTree, batch: PyTree, *, partial: bool, seed: int
+    ) -> tuple[PyTree, PyTree]:
+        """What is given to start from, held against what the model has, if that is known."""
+        is_path = isinstance(params, str | Path)
+        given = self._given(read_weights(Path(params)) if is_path else params)
+        has = self._model.values
+        if partial and (params is None or (has is None and batch is None)):
+            raise UsageError("init(partial=True) needs params=, and for a Linen model batch=.")
+        if params is None or (has is None and batch is None):
+            return given
+        if has is None:
+            own = self.init(seed, batch) if partial else self.abstract_state(batch)
+            has = own.params, self._merged(own.model_state) if partial else own.model_state
+        values, self.loaded = fit_weights(given[0], has[0], partial=partial)
+        state = given[1]
+        if state is not None:
+            state, told = fit_weights(state, has[1], partial=partial)
+            self.loaded += told
+        if partial:
+            logging.getLogger("jddp").warning("params=: %s", self.loaded)
+        return (jax.tree.map(_like, values, has[0]) if is_path else values), state
 
     def _example(self, batch: PyTree, values: tuple[PyTree, PyTree]) -> PyTree:
         """The rows that one replica sees, or their shapes; None where nothing is to be made."""
@@ -575,3 +613,9 @@ class DataParallel:
             self.abstract_state(batches.batch(0))
             refuse_padding(self._steps.scalars, self.mesh.size * self._recipe.accumulate_steps)
         return train(self, batches, num_steps=num_steps, **options)
+
+
+def _like(x: Any, wanted: Any) -> Any:
+    """A floating array in another floating dtype; all else as it is."""
+    both = (jax.numpy.issubdtype(v.dtype, np.floating) for v in (x, wanted))
+    return np.asarray(x).astype(wanted.dtype) if all(both) else x

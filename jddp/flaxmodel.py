@@ -245,10 +245,12 @@ class _LinenModel(FlaxModel):
 
     def split(self, values: PyTree) -> tuple[PyTree, PyTree | None]:
         values = _without_axes(values)
+        if _is_saved(values):
+            return values["params"], values.get("model_state")
         if not (isinstance(values, Mapping) and isinstance(values.get("params"), Mapping)):
             return values, None
         rest = {k: v for k, v in values.items() if k not in ("params", *self._TRANSIENT)}
-        return values["params"], rest
+        return values["params"], rest or None
 
     def rebuild(self, params: PyTree, model_state: PyTree) -> Any:
         return {"params": params, **model_state}
@@ -260,6 +262,12 @@ class _LinenModel(FlaxModel):
         # Flax serves a stream that is not listed from "params"; "dropout" is listed because models
         # ask `has_rng("dropout")`.
         return {name: stream(key, name) for name in ("params", "dropout")}
+
+
+def _is_saved(values: PyTree) -> bool:
+    """Whether these are fields of a state, as a checkpoint or an export of one has them."""
+    fields = {"params", "model_state", "ema_params"}
+    return isinstance(values, Mapping) and {"params"} <= values.keys() <= fields
 
 
 def _without_axes(variables: PyTree) -> PyTree:
@@ -332,6 +340,9 @@ class _NnxModel(FlaxModel):
         return _call(loss_fn, module, batch, train=False)
 
     def split(self, values: PyTree) -> tuple[PyTree, PyTree]:
+        if _is_saved(values) and "params" not in cast(Any, self.values)[0]:
+            rest = values.get("model_state", {}).get("rest", self._own["rest"])
+            return values["params"], {**self._own, "rest": rest}
         if not isinstance(values, nnx.State):
             return values, self._own
         params, rngs, rest = map(

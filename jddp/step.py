@@ -110,7 +110,7 @@ def replica_init(
     if params is None or (model_state is None and inputs.rows is not None):
         loss_fn = name_constants(recipe.loss_fn, inputs.constants)
         made, made_state = recipe.model.init(loss_fn, key, inputs.rows)
-        params = made if params is None else _matching(params, made)
+        params = made if params is None else params
         model_state = made_state if model_state is None else model_state
     state = TrainState(
         step=jnp.int32(0),
@@ -124,24 +124,6 @@ def replica_init(
     )
     # An optimizer may keep the parameters themselves: each leaf needs a buffer of its own.
     return jax.tree.map(jnp.copy, state)
-
-
-def _matching(given: PyTree, made: PyTree) -> PyTree:
-    """Refuses given parameters whose paths or shapes are not those of the model."""
-
-    def shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
-        leaves = jax.tree_util.tree_leaves_with_path(tree)
-        return {jax.tree_util.keystr(p, simple=True, separator="/"): x.shape for p, x in leaves}
-
-    got, want = shapes(given), shapes(made)
-    differ = sorted(name for name in {*got, *want} if got.get(name) != want.get(name))
-    if differ:
-        name = differ[0]
-        raise ConfigError(
-            f"params= does not fit the model at {len(differ)} places; the first is {name!r}: got "
-            f"{got.get(name, 'nothing')}, the model has {want.get(name, 'nothing')}."
-        )
-    return given
 
 
 def replica_evaluate(

@@ -27,6 +27,7 @@ from jddp.errors import DataError
 from jddp.mesh import configure_devices
 from jddp.oracle import Verification, verify
 from jddp.run import Run
+from jddp.state import TrainState
 from jddp.versions import source_hash, versions
 
 # Of JAX: what changes what a program computes.
@@ -117,6 +118,7 @@ class Job:
             return self.ddp.fit(
                 batches,
                 num_steps=self.num_steps,
+                state=self._first_state(batches),
                 evaluate=eval_batches(self.data.test, global_batch_size=rows, **_share()),
                 run_dir=config.run.dir,
                 callbacks=[*self._own_callbacks(), *callbacks],
@@ -138,6 +140,14 @@ class Job:
         finally:
             if isinstance(batches, WorkerBatches):
                 batches.close()
+
+    def _first_state(self, batches: TrainBatches | WorkerBatches) -> TrainState | None:
+        """With the weights that the config names; None where it names none."""
+        model = self.config.model
+        if model.weights is None:
+            return None
+        seed, partial = self.config.seed, model.weights_partial
+        return self.ddp.init(seed, batches.batch(0), params=model.weights, partial=partial)
 
     def verify(self) -> Verification:
         """Compares a step on the mesh with one on a single device, on the first batch.

@@ -113,6 +113,12 @@ class ModelConfig(NamedSection):
 
     name: str | None = Field("cnn", description="A model of jddp.models.")
     target: str | None = Field(None, description="One's own Flax module class, Linen or NNX.")
+    weights: str | None = Field(
+        None, description="To start from: .safetensors, .msgpack, a run directory, orbax's folder."
+    )
+    weights_partial: bool = Field(
+        False, description="Whether the model keeps its own where they do not fit."
+    )
 
 
 class LossConfig(NamedSection):

@@ -1,0 +1,214 @@
+"""Training starts from given weights: whole or in part, from memory or from files."""
+
+import logging
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+import safetensors.numpy
+from flax import linen as nn
+from flax import nnx
+from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch
+
+import jddp
+from jddp.checkpoint.__main__ import main as checkpoint_main
+from jddp.errors import ConfigError, DataError, FileSystemError, UsageError
+
+
+def wrapped(model, **options):
+    return jddp.DataParallel(model, optax.sgd(0.5), loss_fn, **options)
+
+
+def host(tree):
+    return jax.tree.map(np.array, jax.device_get(tree))
+
+
+def equal(got, want):
+    jax.tree.map(np.testing.assert_array_equal, host(got), host(want))
+
+
+def flat(tree, mark):
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(p, simple=True, separator=mark): np.array(x) for p, x in leaves}
+
+
+def trained(model):
+    """A state after two steps, and its wrapper."""
+    ddp = wrapped(model, donate=False)
+    state = ddp.init(0, make_batch())
+    for seed in range(2):
+        state, _ = ddp.step(state, make_batch(seed=seed))
+    return ddp, state
+
+
+class Wider(nn.Module):
+    """The ConvNet with another head."""
+
+    @nn.compact
+    def __call__(self, x, train):
+        x = nn.Conv(4, (3, 3), use_bias=False)(x.reshape(-1, 4, 4, 1))
+        x = nn.BatchNorm(use_running_average=not train, momentum=0.9)(x)
+        return nn.Dense(7)(nn.relu(x).mean((1, 2)))[:, :4]
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mark", [".", "/"])
+def test_safetensors_of_anybody_s_are_taken_by_their_names(tmp_path, mark):
+    ddp, state = trained(MLP())
+    file = tmp_path / "weights.safetensors"
+    safetensors.numpy.save_file(flat(state.params, mark), file)
+    equal(ddp.init(7, make_batch(), params=file).params, state.params)
+    equal(ddp.init(7, make_batch(), params=str(file)).params, state.params)
+
+
+def test_msgpack_of_flax_is_taken_with_its_statistics(tmp_path):
+    ddp, state = trained(ConvNet())
+    file = tmp_path / "weights.msgpack"
+    file.write_bytes(flax.serialization.to_bytes(ddp.model(state)))
+    begun = ddp.init(7, make_batch(), params=file)
+    equal((begun.params, begun.model_state), (state.params, state.model_state))
+
+
+def test_a_folder_of_orbax_is_taken(tmp_path):
+    ddp, state = trained(ConvNet())
+    checkpointer = ocp.StandardCheckpointer()
+    checkpointer.save(tmp_path / "saved", ddp.model(state))
+    checkpointer.close()
+    begun = ddp.init(7, make_batch(), params=tmp_path / "saved")
+    equal((begun.params, begun.model_state), (state.params, state.model_state))
+
+
+@pytest.mark.parametrize("model", [ConvNet(), NnxConvNet(nnx.Rngs(0))], ids=["linen", "nnx"])
+@pytest.mark.parametrize("form", ["", "out.safetensors", "out.msgpack"])
+def test_a_run_and_what_is_exported_of_it_are_taken(tmp_path, model, form):
+    ddp = wrapped(model)
+    run = ddp.fit([make_batch()] * 2, num_steps=2, run_dir=tmp_path / "run")
+    source = tmp_path / "run"
+    if form:
+        source = tmp_path / form
+        assert checkpoint_main(["export", str(tmp_path / "run"), str(source)]) == 0
+    fresh = wrapped(NnxConvNet(nnx.Rngs(1)) if isinstance(model, nnx.Module) else model)
+    begun = fresh.init(7, make_batch(), params=source)
+    equal(begun.params, run.state.params)
+    equal(begun.model_state.get("rest"), run.state.model_state.get("rest"))
+    begun, _ = fresh.step(begun, make_batch())
+    assert int(begun.step) == 1
+
+
+def test_half_precision_in_a_file_becomes_what_the_model_has(tmp_path):
+    ddp, state = trained(MLP())
+    file = tmp_path / "weights.safetensors"
+    halves = {k: x.astype(np.float16) for k, x in flat(state.params, "/").items()}
+    safetensors.numpy.save_file(halves, file)
+    begun = ddp.init(0, make_batch(), params=file)
+    assert {x.dtype.name for x in jax.tree.leaves(begun.params)} == {"float32"}
+    kept = ddp.init(0, make_batch(), params=jax.tree.map(jnp.float16, host(state.params)))
+    assert {x.dtype.name for x in jax.tree.leaves(kept.params)} == {"float16"}
+
+
+@pytest.mark.parametrize(
+    "name, content, error, message",
+    [
+        ("absent.safetensors", None, FileSystemError, "is not there"),
+        ("w.safetensors", b"nonsense", DataError, "holds no weights"),
+        ("w.msgpack", b"\xc1nonsense", DataError, "holds no weights"),
+        ("w.pickle", b"", ConfigError, "says no format"),
+    ],
+)
+def test_a_file_that_holds_no_weights_is_one_line(tmp_path, name, content, error, message):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(error, match=message) as told:
+        wrapped(MLP()).init(0, make_batch(), params=tmp_path / name)
+    assert "\n" not in str(told.value)
+
+
+# --- in part -------------------------------------------------------------------------------------
+
+
+def test_a_part_is_taken_and_the_rest_is_made_with_a_report(caplog):
+    ddp, state = trained(ConvNet())
+    given = ddp.model(state)
+    given["params"]["Extra"] = {"kernel": np.zeros(3)}
+    wider = wrapped(Wider())
+    own = host(wider.init(5, make_batch()).params)
+    with caplog.at_level(logging.WARNING, "jddp"):
+        begun = wider.init(5, make_batch(), params=given, partial=True)
+    equal(begun.params["Conv_0"], state.params["Conv_0"])
+    equal(begun.model_state, state.model_state)
+    equal(begun.params["Dense_0"], own["Dense_0"])
+    loaded = wider.loaded
+    assert loaded.unused == ("Extra/kernel",)
+    assert loaded.made == (
+        "Dense_0/bias ((4,) given, (7,) here)",
+        "Dense_0/kernel ((4, 4) given, (4, 7) here)",
+    )
+    assert str(loaded).startswith("5 of 7 arrays are as given. Made anew: Dense_0/bias")
+    assert str(loaded) in caplog.text
+    begun, _ = wider.step(begun, make_batch())
+    assert int(begun.step) == 1
+
+
+def test_a_part_of_an_nnx_module_is_taken():
+    _, state = trained(NnxConvNet(nnx.Rngs(0)))
+    other = wrapped(NnxConvNet(nnx.Rngs(1)))
+    given = {"conv": host(state.params)["conv"]}
+    begun = other.init(0, params=given, partial=True)
+    equal(begun.params["conv"], state.params["conv"])
+    assert set(other.loaded.made) == {
+        "dense/bias",
+        "dense/kernel",
+        "norm/bias",
+        "norm/scale",
+    }
+
+
+def test_parameters_alone_leave_the_statistics_to_be_made():
+    ddp, state = trained(ConvNet())
+    begun = ddp.init(0, make_batch(), params={"params": host(state.params)})
+    equal(begun.params, state.params)
+    equal(begun.model_state, ddp.init(0, make_batch()).model_state)
+
+
+@pytest.mark.parametrize("model", [MLP(), NnxConvNet(nnx.Rngs(0))], ids=["linen", "nnx"])
+def test_what_does_not_fit_is_refused_by_its_path(model):
+    ddp, state = trained(model)
+    params = host(state.params)
+    name = sorted(params)[-1]
+    params["Unknown"] = params.pop(name)
+    with pytest.raises(ConfigError, match=r"does not fit the model at \d places; .*partial=True"):
+        ddp.init(0, make_batch(), params=params)
+
+
+def test_an_unknown_collection_is_refused():
+    ddp, state = trained(ConvNet())
+    given = {**ddp.model(state), "cache": {"key": np.zeros(3)}}
+    with pytest.raises(ConfigError, match="'cache/key'.*the model has nothing"):
+        ddp.init(0, make_batch(), params=given)
+
+
+def test_a_part_needs_something_to_be_a_part_of():
+    with pytest.raises(UsageError, match="needs params=, and for a Linen model batch="):
+        wrapped(MLP()).init(0, make_batch(), partial=True)
+    with pytest.raises(UsageError, match="needs params=, and for a Linen model batch="):
+        wrapped(MLP()).init(0, params={}, partial=True)
+
+
+def test_a_job_starts_from_the_weights_that_its_config_names(tmp_path):
+    def fit(name, **overrides):
+        keys = {"model.name": "mlp", "data.global_batch_size": 16, "train.num_steps": 2}
+        keys |= {"run.dir": str(tmp_path / name), "optimizer.learning_rate": 1e-9}
+        return jddp.fit("fashion_mnist_cnn", **keys, **overrides).state
+
+    first = fit("first", seed=1)
+    second = fit("second", seed=2, **{"model.weights": str(tmp_path / "first")})
+    # Two steps at a rate of 1e-9.
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-7), second.params, first.params
+    )
