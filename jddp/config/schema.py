@@ -189,8 +189,8 @@ class DdpConfig(Section):
     batch_norm_group_size: int | None = Field(
         None, ge=1, description="Neighbouring replicas that share statistics under sync; or all."
     )
-    per_replica: tuple[str, ...] = Field(
-        (), description="Collections, or classes of variables, of which each replica has its own."
+    per_replica: list[str] = Field(
+        [], description="Collections, or classes of variables, of which each replica has its own."
     )
     batch_norm_unbiased: bool = Field(
         False, description="Running variances of n / (n - 1), as PyTorch keeps them."
