@@ -139,6 +139,8 @@ def synced_linen(sync: Sync) -> Iterator[set[Path]]:
         layer = context.module
         if context.method_name != "__call__" or layer.is_initializing():
             return call(*args, **kwargs)
+        if isinstance(layer, nn.SpectralNorm):
+            synced.add(layer.path)  # its statistics are of weights, which replicas have alike
         if _is_copy(layer):
             synced.add(layer.path)
             _give_axis(layer, "/".join(layer.path), sync)
@@ -157,8 +159,10 @@ def synced_linen(sync: Sync) -> Iterator[set[Path]]:
         layer.put_variable("batch_stats", "mean", mean)
         layer.put_variable("batch_stats", "var", var)
         # Flax takes the choice at one place only; a bound module is frozen.
-        object.__setattr__(layer, "use_running_average", None)
+        field, chosen = "use_running_average", layer.use_running_average
+        object.__setattr__(layer, field, None)
         y = call(x, use_running_average=True)
+        object.__setattr__(layer, field, chosen)  # a layer that is shared is called again
         batch = (mean, sync.kept(var, count))
         for name, old, new in zip(("mean", "var"), running, batch, strict=True):
             layer.put_variable("batch_stats", name, _move(layer.momentum, old, new))
@@ -205,6 +209,8 @@ def sync_nnx(module: nnx.Module, sync: Sync) -> set[Path]:
             if node.axis_index_groups is None:
                 node.__class__ = _synced_class(type(node), sync)
                 synced.add(tuple(path))
+        elif isinstance(node, nnx.SpectralNorm):
+            synced.add(tuple(path))
         elif hasattr(node, "axis_name") and _holds_statistics(node):
             _give_axis(node, "/".join(map(str, path)), sync)
             synced.add(tuple(path))

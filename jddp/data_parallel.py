@@ -11,6 +11,7 @@ rows one is planned and compiled, in `steps`.
 
 import copy
 import hashlib
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
@@ -592,7 +593,12 @@ class DataParallel:
         """`run(rows, valid)`, which calls what is compiled with a state's values."""
         self._dispatch.refuse_taken(state)
         values = state.key, self._choose(state, params), self._merged(state.model_state)
-        return lambda rows, valid: call(compiled, *values, self._inputs(rows), valid)
+        numbers = map(np.uint32, itertools.count())
+
+        def run(rows: PyTree, valid: jax.Array) -> Any:
+            return call(compiled, *values, next(numbers), self._inputs(rows), valid)
+
+        return run
 
     def fit(self, batches: Batches, *, num_steps: int, **options: Any) -> Run:
         """Trains for `num_steps`, with evaluation, progress, metrics and checkpoints.

@@ -176,8 +176,8 @@ def stream(key: jax.Array, name: str) -> jax.Array:
 class _LinenModel(FlaxModel):
     """A Linen module; its variables are made by running the loss under `nn.init`."""
 
-    # Written while running and not part of the model: a state that grew by them would retrace.
-    _TRANSIENT = ("intermediates", "perturbations")
+    # Collections that are there for whoever looks into a model, and that nothing writes here.
+    _OFF = ("perturbations",)
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -186,7 +186,7 @@ class _LinenModel(FlaxModel):
         run = nn.init(
             lambda model, batch: _call(loss_fn, model, batch, train=True),
             self._module,
-            mutable=nn.DenyList(self._TRANSIENT),
+            mutable=nn.DenyList(self._OFF),
         )
         # A model that was written for other meshes names their axes. Where JAX sees no mesh, Flax
         # leaves the values alone; `lax.psum` and the like know the replicas all the same.
@@ -201,7 +201,7 @@ class _LinenModel(FlaxModel):
         run = nn.apply(
             lambda model, batch: _call(loss_fn, model, batch, train=True),
             self._module,
-            mutable=nn.DenyList(("params", *self._TRANSIENT)),
+            mutable=nn.DenyList(("params", *self._OFF)),
         )
         synced: set[tuple[Any, ...]] = set()
         with (
@@ -227,20 +227,25 @@ class _LinenModel(FlaxModel):
     def evaluate(
         self, loss_fn: LossFn, params: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
     ) -> Any:
+        # Flax refuses a model that would train its statistics or drop units. A loss that cannot be
+        # told to evaluate may write no state and has no keys; and none has one for "dropout", which
+        # a model that asks `has_rng("dropout")` takes for training.
+        is_told = takes_train(loss_fn)
+        streams = {"params": stream(key, "params")} if is_told else {}
+        kept = ("batch_stats",) if is_told else tuple(model_state)
         run = nn.apply(
             lambda model, batch: _call(loss_fn, model, batch, train=False),
             self._module,
-            mutable=False,
+            # What is written is forgotten, such as a cache.
+            mutable=nn.DenyList(("params", *kept)),
         )
-        # Nothing is mutable, and a loss that cannot be told to evaluate gets no keys either: Flax
-        # then refuses a model that would train its statistics or drop units.
-        streams = self._streams(key) if takes_train(loss_fn) else {}
         try:
-            return run({"params": params, **model_state}, batch, rngs=streams)
+            outputs, _ = run({"params": params, **model_state}, batch, rngs=streams)
+            return outputs
         except (flax.errors.InvalidRngError, flax.errors.ModifyScopeVariableError) as error:
             raise UsageError(
-                "This model trains while it is evaluated: loss_fn(model, batch) cannot tell it "
-                "not to. Write loss_fn(model, batch, train), or give eval_fn=."
+                "This model trains while it is evaluated. Write loss_fn(model, batch, train) and "
+                "hand train on to the model, or give eval_fn=."
             ) from error
 
     def split(self, values: PyTree) -> tuple[PyTree, PyTree | None]:
@@ -249,7 +254,8 @@ class _LinenModel(FlaxModel):
             return values["params"], values.get("model_state")
         if not (isinstance(values, Mapping) and isinstance(values.get("params"), Mapping)):
             return values, None
-        rest = {k: v for k, v in values.items() if k not in ("params", *self._TRANSIENT)}
+        off = ("params", *self._OFF)
+        rest = {k: v for k, v in values.items() if k not in off and not _is_sown(v)}
         return values["params"], rest or None
 
     def rebuild(self, params: PyTree, model_state: PyTree) -> Any:
@@ -262,6 +268,12 @@ class _LinenModel(FlaxModel):
         # Flax serves a stream that is not listed from "params"; "dropout" is listed because models
         # ask `has_rng("dropout")`.
         return {name: stream(key, name) for name in ("params", "dropout")}
+
+
+def _is_sown(collection: PyTree) -> bool:
+    """Whether `sow` has made it: a tuple that grows with every run, and no state."""
+    leaves = jax.tree.leaves(collection, is_leaf=lambda x: isinstance(x, tuple))
+    return any(isinstance(leaf, tuple) for leaf in leaves)
 
 
 def _is_saved(values: PyTree) -> bool:
@@ -316,7 +328,14 @@ class _NnxModel(FlaxModel):
         module.train()
         synced = sync_nnx(module, self.sync) if self.batch_norm == "sync" else set()
         outputs = _call(loss_fn, module, batch, train=True)
-        left: Any = nnx.split(module, nnx.Param, nnx.RngState, ...)[-1]
+        parts: Any = nnx.split(module, nnx.Param, nnx.RngState, ...)
+        _, own, _, left = parts
+        if _paths(nnx.to_pure_dict(own)) != _paths(params):
+            raise ConfigError(
+                "The module has other parameters after the loss than before: they are made or "
+                "removed while it runs. Make them in __init__, or run the module once before it is "
+                "wrapped."
+            )
         rest = _like(model_state["rest"], nnx.to_pure_dict(left))
 
         def is_synced(path: tuple[Any, ...]) -> bool:
@@ -371,8 +390,16 @@ def _fold(leaf: jax.Array, key: jax.Array) -> jax.Array:
     return leaf
 
 
+def _paths(tree: PyTree) -> list[Path]:
+    return [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
 def _like(old: PyTree, new: PyTree) -> PyTree:
     """The part of `new` that has a place in `old`: sown values would change the state's form."""
     if not isinstance(old, dict):
         return new
+    if gone := sorted(map(str, old.keys() - new.keys())):
+        raise ConfigError(
+            f"The module has lost its {gone[0]!r} in the loss. Let it keep its variables."
+        )
     return {name: _like(value, new[name]) for name, value in old.items()}

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from jddp.errors import ConfigError
 from jddp.flaxmodel import FlaxModel, LossFn, name_constants
 from jddp.mesh import count_rows
-from jddp.metrics import Sums, weigh
+from jddp.metrics import Metric, Sums, weigh
 
 PyTree = Any
 _NUMBERS = jax.Array | np.ndarray | np.generic | float | int
@@ -76,6 +76,11 @@ def _losses_and_metrics(outputs: Any, rows: int) -> tuple[Any, Mapping[str, Any]
             "scalar; alone, or as (losses, metrics) with a dict of such arrays."
         )
     for name, values in {"loss": losses, **metrics}.items():
+        if not isinstance(values, _NUMBERS | Metric):
+            raise ConfigError(
+                f"loss_fn returned metric {name!r} of {type(values).__name__}. Return an array "
+                "with a value per row, a scalar, or a jddp.Metric."
+            )
         for shape in map(jnp.shape, jax.tree.leaves(values)):
             if shape and shape[0] != rows:
                 raise ConfigError(

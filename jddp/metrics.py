@@ -197,7 +197,16 @@ class Totals:
         self._sums: dict[str, Sum] = {}
 
     def add(self, sums: Sums) -> None:
-        """Adds one batch; waits for the device."""
+        """Adds one batch; waits for the device.
+
+        Raises:
+          ConfigError: If it has other metrics than the batches before.
+        """
+        if self._sums and (differ := sorted(self._sums.keys() ^ sums.keys())):
+            raise ConfigError(
+                f"Metric {differ[0]!r} is told of some batches and not of others. Return the same "
+                "metrics for each."
+            )
         for name, x in jax.device_get(sums).items():
             wide = dataclasses.replace(
                 x, total=jax.tree.map(_widen, x.total), count=np.float64(x.count)

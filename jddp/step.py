@@ -131,15 +131,21 @@ def replica_evaluate(
     key: Array,
     params: PyTree,
     model_state: PyTree,
+    number: Array,
     inputs: Inputs,
     valid: Float[Array, "b"],
 ) -> Sums:
-    """Sums of one evaluation batch over all replicas; "examples" counts rows."""
-    key = jax.random.fold_in(key, lax.axis_index(AXIS))
+    """Sums of evaluation batch `number` over all replicas; "examples" counts rows."""
+    key = _fold(key, number)
     arguments = (params, model_state, inputs.rows, key, inputs.constants)
     _, (sums, _) = run_forward(recipe.model, recipe.eval_fn, *arguments, train=False, valid=valid)
     rows = count_rows(mask_of(inputs.rows, valid))
     return sum_over_replicas({**sums, "examples": Sum(rows, rows)}, axis=AXIS)
+
+
+def _fold(key: Array, number: Array) -> Array:
+    """The key of a batch that is evaluated, on this replica."""
+    return jax.random.fold_in(jax.random.fold_in(key, number), lax.axis_index(AXIS))
 
 
 def make_init(recipe: Recipe, mesh: Mesh) -> Callable[..., TrainState]:
@@ -206,19 +212,24 @@ def make_gradients(
 
 
 def make_evaluate(recipe: Recipe, mesh: Mesh) -> Callable[..., Sums]:
-    """Returns `evaluate(key, params, model_state, inputs, valid)` over the mesh."""
-    in_specs = (P(), P(), P(), SPLIT, P(AXIS))
+    """Returns `evaluate(key, params, model_state, number, inputs, valid)` over the mesh."""
+    in_specs = (P(), P(), P(), P(), SPLIT, P(AXIS))
     replica = functools.partial(replica_evaluate, recipe)
     return jax.jit(over_replicas(replica, mesh, in_specs, P()))
 
 
 def make_predict(recipe: Recipe, function: LossFn, mesh: Mesh) -> Callable[..., PyTree]:
-    """Returns `predict(key, params, model_state, inputs, valid)`: what `function` gives."""
+    """Returns `predict`, called as `evaluate` is: what `function` gives for each row."""
 
     def replica(
-        key: Array, params: PyTree, model_state: PyTree, inputs: Inputs, valid: Array
+        key: Array,
+        params: PyTree,
+        model_state: PyTree,
+        number: Array,
+        inputs: Inputs,
+        valid: Array,
     ) -> PyTree:
-        key = jax.random.fold_in(key, lax.axis_index(AXIS))
+        key = _fold(key, number)
         named = name_constants(function, inputs.constants)
         outputs = recipe.model.evaluate(named, params, model_state, inputs.rows, key)
         for x in jax.tree.leaves(outputs):
@@ -229,7 +240,7 @@ def make_predict(recipe: Recipe, function: LossFn, mesh: Mesh) -> Callable[..., 
                 )
         return outputs
 
-    in_specs = (P(), P(), P(), SPLIT, P(AXIS))
+    in_specs = (P(), P(), P(), P(), SPLIT, P(AXIS))
     return jax.jit(over_replicas(replica, mesh, in_specs, P(AXIS)))
 
 

@@ -178,7 +178,7 @@ def _compare(
     means, moved = _means(got, want, many.scalars), (got.state.params, want.state.params)
     before = jax.device_get(state.params)
     return (
-        compare("loss and metrics", *means, allowed=allowed),
+        compare("loss and metrics", *means, allowed=allowed, floor=1e-6),
         compare("gradients", got.gradients, want.gradients, allowed=allowed),
         compare("other state", shared, wanted, allowed=allowed),
         compare_moves("update", before, *moved, want.gradients, noise=allowed),

@@ -76,11 +76,16 @@ class Verification:
         return f"<pre>{escape(str(self))}</pre>"
 
 
-def compare(what: str, got: PyTree, want: PyTree, *, allowed: float) -> Comparison:
-    """Compares leaf by leaf; of leaves that are next to nothing, beside the largest of all."""
+def compare(
+    what: str, got: PyTree, want: PyTree, *, allowed: float, floor: float = 0.1
+) -> Comparison:
+    """Compares leaf by leaf; leaves below a part of the largest of all are held against that part.
+
+    A bias before a batch norm has a gradient of zero, and what is left of it is rounding.
+    """
     pairs = _pairs(got, want)
     largest = max((_size(b) for _, _, b in pairs), default=0.0)
-    errors = {path: _size(a - b) / (max(_size(b), 1e-3 * largest) or 1.0) for path, a, b in pairs}
+    errors = {path: _size(a - b) / (max(_size(b), floor * largest) or 1.0) for path, a, b in pairs}
     return _worst(what, errors, allowed)
 
 
@@ -101,7 +106,7 @@ def compare_moves(
     moves = zip(_pairs(got, want), _pairs(before, grads), strict=True)
     largest = max((_size(g) for _, _, g in _pairs(grads, grads)), default=0.0)
     for (path, a, b), (_, start, grad) in moves:
-        counts = np.abs(grad) > noise * max(_size(grad), 1e-3 * largest)
+        counts = np.abs(grad) > noise * max(_size(grad), 0.1 * largest)
         apart, moved = (float(np.linalg.norm(x[counts])) for x in (a - b, b - start))
         if apart or moved:  # and not where the learning rate begins at zero
             errors[path] = apart / moved if moved else math.inf

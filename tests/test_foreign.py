@@ -1,0 +1,482 @@
+"""Models that were not written for jddp are taken as they are, or refused in a sentence."""
+
+import collections
+import dataclasses
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from judge import WIDTH, make_rows
+from tiny import MLP, NUM_CLASSES, NnxConvNet, loss_fn, make_batch
+
+import jddp
+from jddp.errors import ConfigError
+
+
+def wrapped(model, loss=loss_fn, **options):
+    return jddp.DataParallel(model, optax.sgd(0.1), loss, **options)
+
+
+def host(tree):
+    return jax.tree.map(np.array, jax.device_get(tree))
+
+
+def passes(model, loss=loss_fn, batch=None, **options):
+    batch = make_batch() if batch is None else batch
+    report = jddp.verify(model, optax.sgd(0.1), loss, batch, **options)
+    assert report.passed, report
+    return report
+
+
+# --- batch norm wherever it stands ---------------------------------------------------------------
+
+
+class Shared(nn.Module):
+    """One batch norm, used twice."""
+
+    @nn.compact
+    def __call__(self, x, train):
+        norm = nn.BatchNorm(use_running_average=not train)
+        x = nn.relu(norm(nn.Dense(8)(x)))
+        return nn.Dense(NUM_CLASSES)(norm(nn.Dense(8)(x)))
+
+
+class NnxShared(nnx.Module):
+    """The same, under two names."""
+
+    def __init__(self, rngs):
+        self.first, self.second = nnx.Linear(16, 8, rngs=rngs), nnx.Linear(8, 8, rngs=rngs)
+        self.last = nnx.Linear(8, NUM_CLASSES, rngs=rngs)
+        self.before = nnx.BatchNorm(8, rngs=rngs)
+        self.after = self.before
+
+    def __call__(self, x, train):
+        x = nnx.relu(self.before(self.first(x)))
+        return self.last(self.after(self.second(x)))
+
+
+class Branch(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        return nn.BatchNorm(use_running_average=not train)(nn.Dense(8)(x))
+
+
+class Vmapped(nn.Module):
+    """Four branches in one, each with statistics of its own."""
+
+    @nn.compact
+    def __call__(self, x, train):
+        branches = nn.vmap(
+            Branch,
+            in_axes=None,
+            axis_size=4,
+            variable_axes={"params": 0, "batch_stats": 0},
+            split_rngs={"params": True},
+        )
+        return nn.Dense(NUM_CLASSES)(branches()(x, train).mean(0))
+
+
+class NnxBranch(nnx.Module):
+    def __init__(self, rngs):
+        self.dense, self.norm = nnx.Linear(16, 8, rngs=rngs), nnx.BatchNorm(8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.0, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.norm(self.dense(x)))
+
+
+class NnxVmapped(nnx.Module):
+    """The same; the keys of the four are an array."""
+
+    def __init__(self, rngs):
+        make = nnx.vmap(lambda rngs: NnxBranch(rngs), in_axes=0, out_axes=0)
+        self.branches = make(rngs.split(4))
+        self.last = nnx.Linear(8, NUM_CLASSES, rngs=rngs)
+
+    def __call__(self, x, train):
+        run = nnx.vmap(lambda branch, x: branch(x), in_axes=(0, None), out_axes=0)
+        return self.last(run(self.branches, x).mean(0))
+
+
+NORMED = {
+    "shared": Shared(),
+    "nnx shared": NnxShared(nnx.Rngs(0)),
+    "vmapped": Vmapped(),
+    "nnx vmapped": NnxVmapped(nnx.Rngs(0)),
+}
+
+
+@pytest.mark.parametrize("model", NORMED.values(), ids=NORMED)
+def test_a_batch_norm_that_is_shared_or_vmapped_is_synchronised(model, caplog):
+    passes(model)
+    assert "cannot synchronise" not in caplog.text
+
+
+@pytest.mark.parametrize("name", ["vmapped", "nnx vmapped"])
+def test_vmapped_batch_norms_are_one_all_reduce_a_direction(name):
+    ddp = wrapped(NORMED[name], layout="flat")
+    ddp.init(0, make_batch())
+    purposes = collections.Counter()
+    for row in str(ddp.explain(make_batch())).splitlines():
+        if "the model, " in row:
+            purposes[row.split("the model, ")[1]] += int(row.split()[0])
+    assert purposes == {"forward": 1, "backward": 1}
+
+
+# --- names of other meshes -----------------------------------------------------------------------
+
+
+class Partitioned(nn.Module):
+    """As for a mesh of "fsdp" and "model"."""
+
+    boxed: bool = True
+
+    @nn.compact
+    def __call__(self, x, train):
+        lecun = nn.initializers.lecun_normal()
+        first = nn.with_partitioning(lecun, ("fsdp", "model")) if self.boxed else lecun
+        last = nn.with_logical_partitioning(lecun, ("embed", "mlp")) if self.boxed else lecun
+        x = nn.with_logical_constraint(nn.Dense(8, kernel_init=first)(x), ("batch", "embed"))
+        return nn.Dense(NUM_CLASSES, kernel_init=last)(nn.relu(x))
+
+
+class NnxPartitioned(nnx.Module):
+    def __init__(self, rngs):
+        init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("fsdp", "model"))
+        self.first = nnx.Linear(16, 8, kernel_init=init, rngs=rngs)
+        self.last = nnx.Linear(8, NUM_CLASSES, rngs=rngs)
+
+    def __call__(self, x, train):
+        return self.last(nnx.relu(self.first(x)))
+
+
+def on_a_mesh_of_its_own():
+    types = (jax.sharding.AxisType.Auto,) * 2
+    with jax.set_mesh(jax.make_mesh((2, 4), ("fsdp", "model"), axis_types=types)):
+        module = NnxPartitioned(nnx.Rngs(0))
+    assert not module.first.kernel[...].sharding.is_fully_replicated
+    return module
+
+
+def on_no_mesh():
+    with nnx.use_eager_sharding(False):
+        return NnxPartitioned(nnx.Rngs(0))
+
+
+def test_boxes_with_the_axes_of_other_meshes_are_taken_off_with_a_notice(caplog):
+    batch, ends = make_batch(), []
+    for boxed in (True, False):
+        ddp = wrapped(Partitioned(boxed))
+        with caplog.at_level(logging.WARNING, "jddp"):
+            state = ddp.init(0, batch)
+        state, metrics = ddp.step(state, batch)
+        ends.append(host((state.params, metrics)))
+    jax.tree.map(np.testing.assert_array_equal, *ends)
+    (notice,) = [record.getMessage() for record in caplog.records]
+    assert "mesh axes embed, fsdp, mlp, model" in notice
+
+
+@pytest.mark.parametrize("make", [on_a_mesh_of_its_own, on_no_mesh])
+def test_a_module_that_lies_on_another_mesh_is_taken_whole(make, caplog):
+    module = make()
+    with caplog.at_level(logging.WARNING, "jddp"):
+        ddp = wrapped(module)
+    assert "mesh axes fsdp, model" in caplog.text
+    state = ddp.init(0)
+    np.testing.assert_array_equal(state.params["first"]["kernel"], module.first.kernel[...])
+    _, metrics = ddp.step(state, make_batch())
+    assert np.isfinite(metrics["loss"])
+
+
+# --- whatever a model gives and takes ------------------------------------------------------------
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Heads:
+    logits: jax.Array
+    value: jax.Array
+
+
+class ManyHeads(nn.Module):
+    """Takes a nested batch with whole numbers, gives a dataclass, a dict or a tuple."""
+
+    kind: str
+
+    @nn.compact
+    def __call__(self, batch):
+        words = nn.Embed(8, 16)(batch["text"]["words"]).mean(1)
+        x = nn.relu(nn.Dense(8)(words + batch["image"][0]))
+        heads = Heads(nn.Dense(NUM_CLASSES)(x), nn.Dense(1)(x)[:, 0])
+        pair = {"logits": heads.logits, "value": heads.value}
+        return {"dataclass": heads, "dict": pair, "tuple": tuple(pair.values())}[self.kind]
+
+
+def heads_loss(model, batch, train):
+    found = model(batch)
+    if isinstance(found, Heads):
+        found = dataclasses.asdict(found)
+    logits, value = found.values() if isinstance(found, dict) else found
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["text"]["label"])
+    return losses + value**2, {"value": value}
+
+
+@pytest.mark.parametrize("kind", ["dataclass", "dict", "tuple"])
+def test_outputs_and_batches_have_any_form(kind):
+    rng = np.random.default_rng(0)
+    text = {"words": rng.integers(0, 8, (16, 5)), "label": rng.integers(0, NUM_CLASSES, 16)}
+    image = (rng.normal(size=(16, 16)).astype(np.float32), rng.integers(0, 255, (16, 2), np.uint8))
+    passes(ManyHeads(kind), heads_loss, {"text": text, "image": image})
+
+
+class Streams(nn.Module):
+    """Draws from three streams, and keeps two collections beside the parameters."""
+
+    @nn.compact
+    def __call__(self, x, train):
+        calls = self.variable("cache", "calls", jnp.zeros, (), jnp.int32)
+        if train and not self.is_initializing():
+            calls.value += 1
+            x += 0.1 * jax.random.normal(self.make_rng("noise"), x.shape)
+            x *= jax.random.bernoulli(self.make_rng("augment"), 0.9, x.shape)
+        x = nn.Dropout(0.1, deterministic=not train)(nn.Dense(8)(x))
+        return nn.SpectralNorm(nn.Dense(NUM_CLASSES))(x, update_stats=train)
+
+
+def test_streams_and_collections_are_kept_apart():
+    passes(Streams())
+    ddp, batch = wrapped(Streams()), make_batch()
+    state = ddp.init(0, batch)
+    for _ in range(3):
+        state, _ = ddp.step(state, batch)
+    assert int(state.model_state["cache"]["calls"]) == 3
+
+
+class Statistic(nnx.Variable):
+    pass
+
+
+class OwnVariables(nnx.Module):
+    """A low-rank correction of its own kind of parameter, and a counter of its own kind."""
+
+    def __init__(self, rngs):
+        self.dense = nnx.Linear(16, NUM_CLASSES, rngs=rngs)
+        self.lora = nnx.LoRA(16, 2, NUM_CLASSES, rngs=rngs)
+        self.seen = Statistic(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x, train):
+        if train:
+            self.seen[...] += 1
+        return self.dense(x) + self.lora(x)
+
+
+def test_variables_of_one_s_own_are_trained_or_kept():
+    ddp, batch = wrapped(OwnVariables(nnx.Rngs(0))), make_batch()
+    state = ddp.init(0)
+    before = host(state.params)
+    for _ in range(2):
+        state, _ = ddp.step(state, batch)
+    after = host(state.params)
+    assert not np.array_equal(before["lora"]["lora_b"], after["lora"]["lora_b"])
+    assert int(state.model_state["rest"]["seen"]) == 2
+    passes(OwnVariables(nnx.Rngs(0)))
+
+
+# --- what a model writes and draws on its way ----------------------------------------------------
+
+
+def squares(model, batch, train):
+    return (model(batch["x"], train) - batch["y"]) ** 2
+
+
+class Sowing(nn.Module):
+    """Leaves a loss of its own in a collection."""
+
+    collection: str
+
+    @nn.compact
+    def __call__(self, x, train):
+        hidden = nn.Dense(WIDTH)(x)
+        self.sow(self.collection, "square", (hidden**2).mean(-1))
+        return nn.Dense(1)(nn.tanh(hidden))[:, 0]
+
+
+@pytest.mark.parametrize("collection", ["losses", "intermediates"])
+def test_a_loss_reads_what_its_model_has_sown(collection):
+    def loss_fn(model, batch, train):
+        losses = squares(model, batch, train)
+        if not train:
+            return losses
+        (sown,) = model.variables[collection]["square"]
+        return losses + 0.1 * sown
+
+    ddp = wrapped(Sowing(collection), loss_fn)
+    state = ddp.init(0, make_rows())
+    state, _ = ddp.step(state, make_rows())
+    assert state.model_state == {}
+    variables = ddp.model(state)
+    state, second = ddp.step(state, make_rows())
+
+    def plain(params):
+        run = nn.apply(lambda m: loss_fn(m, make_rows(), True), Sowing(collection), mutable=True)
+        return run({"params": params})[0].mean()
+
+    np.testing.assert_allclose(second["loss"], plain(variables["params"]), rtol=1e-5)
+    assert ddp.evaluate(state, [make_rows(5)])["examples"] == 5
+
+
+def test_a_model_may_keep_a_cache_while_it_is_evaluated():
+    class Decoder(nn.Module):
+        @nn.compact
+        def __call__(self, x, train):
+            if not train:
+                seen = self.variable("cache", "seen", jnp.zeros, (len(x), WIDTH))
+                for _ in range(2):
+                    seen.value = seen.value + x
+                x = seen.value
+            return nn.Dense(1)(x)[:, 0]
+
+    ddp = wrapped(Decoder(), squares)
+    state = ddp.init(0, make_rows())
+    assert ddp.evaluate(state, [make_rows(), make_rows(5)])["examples"] == 21
+
+
+def test_a_model_that_trains_where_it_has_keys_for_dropout_is_evaluated_without():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x, train):
+            x = nn.Dropout(0.5, deterministic=not self.has_rng("dropout"))(x)
+            return nn.Dense(1)(x)[:, 0]
+
+    ddp, batch = wrapped(Net(), squares), make_rows()
+    state = ddp.init(0, batch)
+    want = squares(Net().bind(ddp.model(state)), batch, False).mean()
+    np.testing.assert_allclose(ddp.evaluate(state, [batch])["loss"], want, rtol=1e-5)
+
+
+def test_batches_of_one_evaluation_draw_other_numbers_and_evaluations_the_same():
+    class Noise(nn.Module):
+        @nn.compact
+        def __call__(self, x, train):
+            self.param("number", nn.initializers.zeros, (1,))
+            return jax.random.normal(self.make_rng("noise"), (len(x),))
+
+    ddp = wrapped(Noise(), lambda model, batch, train: model(batch["x"], train))
+    state = ddp.init(0, make_rows())
+    one, two = (ddp.evaluate(state, [make_rows()] * n)["loss"] for n in (1, 2))
+    assert one != two
+    assert two == ddp.evaluate(state, [make_rows()] * 2)["loss"]
+
+
+# --- mistakes ------------------------------------------------------------------------------------
+
+Transformed = collections.namedtuple("Transformed", "init apply")
+FOREIGN = {
+    "a function": (lambda params, x: x, "model is function"),
+    "a pair of functions": (Transformed(len, len), "model is Transformed"),
+    "a class": (MLP, "model is the class MLP"),
+    "variables": ({"params": {}}, "model is dict"),
+}
+
+
+@pytest.mark.parametrize("model, message", FOREIGN.values(), ids=FOREIGN)
+def test_what_is_no_flax_module_is_told_what_would_be(model, message):
+    with pytest.raises(ConfigError, match=f"{message}.*docs/models.md"):
+        wrapped(model)
+
+
+RETURNED = {
+    "nothing": (lambda losses: None, "returned NoneType"),
+    "a list": (lambda losses: [losses], "returned list"),
+    "metrics that are none": (lambda losses: (losses, losses), "returned .*Return losses"),
+    "three things": (lambda losses: (losses, {}, {}), "returned tuple"),
+    "too few rows": (lambda losses: losses[1:], r"'loss' of shape \(1,\) for 2 rows"),
+    "a metric of nothing": (lambda losses: (losses, {"top": None}), "metric 'top' of NoneType"),
+}
+
+
+@pytest.mark.parametrize("give, message", RETURNED.values(), ids=RETURNED)
+def test_a_loss_that_returns_something_else_is_told_what_to_return(give, message):
+    ddp = wrapped(MLP(), lambda model, batch, train: give(loss_fn(model, batch, train)[0]))
+    with pytest.raises(ConfigError, match=message):
+        ddp.init(0, make_batch())
+
+
+def test_a_loss_that_keeps_a_traced_value_is_told_where_to_put_it():
+    kept = []
+
+    def loss(model, batch, train):
+        losses, _ = loss_fn(model, batch, train)
+        if kept:
+            return losses + kept[0]
+        kept.append(losses.mean())
+        return losses
+
+    ddp = wrapped(MLP(), loss)
+    state = ddp.init(0, make_batch())
+    with pytest.raises(ConfigError, match="a value of another trace.*constants="):
+        ddp.step(state, make_batch())
+
+
+def test_metrics_that_come_and_go_are_named():
+    def loss(model, batch, train):
+        losses, metrics = loss_fn(model, batch, train)
+        return losses, metrics if "more" in batch else {}
+
+    ddp = wrapped(MLP(), loss)
+    state = ddp.init(0, make_batch())
+    batches = [make_batch(), {**make_batch(), "more": np.zeros(16)}]
+    with pytest.raises(ConfigError, match="'accuracy' is told of some batches"):
+        ddp.evaluate(state, batches)
+
+
+def test_a_module_that_changes_after_it_was_wrapped_changes_nothing():
+    batch, ends = make_batch(), []
+    for change in (False, True):
+        module = NnxConvNet(nnx.Rngs(0))
+        ddp = wrapped(module)
+        if change:
+            module.conv.kernel[...] = jnp.zeros_like(module.conv.kernel[...])
+            module.dense = None
+        state, _ = ddp.step(ddp.init(0), batch)
+        ends.append(host(state.params))
+    jax.tree.map(np.testing.assert_array_equal, *ends)
+
+
+class Growing(nnx.Module):
+    """Makes a parameter while it runs."""
+
+    def __init__(self, rngs):
+        self.dense = nnx.Linear(16, NUM_CLASSES, rngs=rngs)
+
+    def __call__(self, x, train):
+        if not hasattr(self, "scale"):
+            self.scale = nnx.Param(jnp.ones(NUM_CLASSES))
+        return self.dense(x) * self.scale[None]
+
+
+class Losing(nnx.Module):
+    """Drops its statistics while it runs."""
+
+    def __init__(self, rngs):
+        self.dense, self.norm = nnx.Linear(16, NUM_CLASSES, rngs=rngs), nnx.BatchNorm(4, rngs=rngs)
+        self.seen = Statistic(jnp.zeros(()))
+
+    def __call__(self, x, train):
+        del self.seen
+        return self.norm(self.dense(x))
+
+
+@pytest.mark.parametrize(
+    "kind, message",
+    [(Growing, "made or removed while it runs"), (Losing, "has lost its 'seen'")],
+)
+def test_a_module_that_changes_its_form_in_the_loss_is_refused(kind, message):
+    ddp = wrapped(kind(nnx.Rngs(0)))
+    with pytest.raises(ConfigError, match=message):
+        ddp.step(ddp.init(0), make_batch())
