@@ -5,6 +5,7 @@ there the N shares run under `vmap(axis_name="data")` on one device, with the N 
 """
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -78,6 +79,24 @@ def vmapped_step(ddp, num_replicas):
         return jax.tree.map(lambda x: x[0], mapped(state, Inputs(shares)))
 
     return step
+
+
+def one_device_step(ddp, model, loss_fn, batch):
+    """The judge of `ddp.step` for any model and any form of loss: one of the two above."""
+    if ddp.draws(batch):
+        return vmapped_step(ddp, ddp.mesh.size)
+    return whole_batch_step(model, ddp._recipe.optimizer, with_metrics(loss_fn))
+
+
+def with_metrics(loss_fn):
+    """The loss in one form: of three arguments, and with metrics, if only none."""
+    takes_train = "train" in inspect.signature(loss_fn).parameters
+
+    def adapted(model, batch, train):
+        outputs = loss_fn(model, batch, train) if takes_train else loss_fn(model, batch)
+        return outputs if isinstance(outputs, tuple) else (outputs, {})
+
+    return adapted
 
 
 def on_one_device(tree):

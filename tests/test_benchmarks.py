@@ -33,6 +33,16 @@ def test_step_time_prints_a_row_for_each_comparison_and_a_line_of_json():
 
 
 @pytest.mark.slow
+def test_gallery_prints_a_row_for_each_model_and_a_line_of_json():
+    names = ["tied_autoencoder", "vae"]
+    *rows, line = run(BENCHMARKS / "gallery.py", "--rounds", 1, "--only", *names)
+    assert [row.split()[0] for row in rows[1:]] == names
+    for row in json.loads(line)["results"].values():
+        assert row["error"] < 1e-5  # float32: sums of 128 rows in another order
+        assert row["all_reduces"] == 1
+
+
+@pytest.mark.slow
 def test_collectives_counts_every_bucket_of_the_flat_layout():
     rows = [row.split(maxsplit=4) for row in run(BENCHMARKS / "collectives.py")[1:]]
     other = {int(count) - int(buckets) for _, layout, buckets, count, _ in rows if layout == "flat"}

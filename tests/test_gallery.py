@@ -1,7 +1,6 @@
 """Models of others, changed in nothing, train on eight devices as on one."""
 
 import contextlib
-import inspect
 from pathlib import Path
 
 import jax
@@ -11,7 +10,7 @@ import optax
 import pytest
 from judge import PLACES, assert_close, assert_same_on_all_devices, host
 from models import GALLERY
-from oracle import on_one_device, vmapped_step, whole_batch_step
+from oracle import on_one_device, one_device_step
 from states import assert_same, copied
 
 import jddp
@@ -30,24 +29,6 @@ def wrapped(example, optimizer, place):
     # Buckets of 1 KiB: several, with leaves larger than one.
     options = {"mesh": REPLICAS, "bucket_mb": 2**-10, **PLACES[place], **example.options}
     return jddp.DataParallel(example.model(), optimizer, example.loss_fn, **options)
-
-
-def with_metrics(loss_fn):
-    """The loss in the one form that the judge takes."""
-    takes_train = "train" in inspect.signature(loss_fn).parameters
-
-    def adapted(model, batch, train):
-        outputs = loss_fn(model, batch, train) if takes_train else loss_fn(model, batch)
-        return outputs if isinstance(outputs, tuple) else (outputs, {})
-
-    return adapted
-
-
-def one_device(ddp, example, batch):
-    """Flax and optax alone; where a model draws random numbers, replicas side by side."""
-    if ddp.draws(batch):
-        return vmapped_step(ddp, REPLICAS)
-    return whole_batch_step(example.model(), ddp._recipe.optimizer, with_metrics(example.loss_fn))
 
 
 def without_keys(model_state):
@@ -72,7 +53,7 @@ def test_eight_devices_train_and_evaluate_a_model_as_one_does(example):
     for place in ("leaf-end", "flat-ready"):
         ddp = wrapped(example, optax.sgd(0.1, momentum=0.9), place)
         state = ddp.init(0, batches[0])
-        judge = judge or one_device(ddp, example, batches[0])
+        judge = judge or one_device_step(ddp, example.model(), example.loss_fn, batches[0])
         for batch in batches:
             before = on_one_device(state)
             want, want_metrics = judge(before, batch)
