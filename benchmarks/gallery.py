@@ -10,8 +10,9 @@
     ratio        ddp.step / jit(shard_map) by hand, as in step_time.py, with its `noise`
 
 The step by hand averages gradients, losses, metrics and statistics with `lax.pmean`, so that it is
-exact for equal shares only. Its batch norms see the rows of one replica, since the models name no
-axis; those of jddp see all, which costs two all-reduces a layer.
+exact for equal shares only. It sends leaf by leaf, in one all-reduce of many arrays; jddp makes one
+array of small leaves, and with `--packed` so does the step by hand. Its batch norms see the rows of
+one replica, since the models name no axis; those of jddp see all: two all-reduces a layer.
 """
 
 import argparse
@@ -26,6 +27,7 @@ import optax
 from flax import linen as nn
 from flax import nnx
 from jax import P, lax
+from jax.flatten_util import ravel_pytree
 from step_time import Turn, compare, machine, stepping
 
 import jddp
@@ -79,11 +81,24 @@ def by_jddp(example: Example, batch: Any) -> Turn:
     return stepping(ddp.step, ddp.init(0, batch), ddp.put(batch), NUM_STEPS)
 
 
-def by_hand(example: Example, batch: Any) -> Turn:
-    mesh = jax.make_mesh((jax.device_count(),), ("data",))
+def by_hand(example: Example, batch: Any, *, packed: bool) -> Turn:
     params, kept, forward = (linen if example.api == "Linen" else from_nnx)(example, batch)
     decay = example.options.get("ema_decay")
+    replica = make_replica_step(forward, decay, packed_pmean if packed else lax.pmean)
+    mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    specs = {"mesh": mesh, "in_specs": (P(), P("data")), "out_specs": P(), "check_vma": False}
+    step = jax.jit(jax.shard_map(replica, **specs), donate_argnums=0)
+    opt_state = OPTIMIZER.init(params)
+    state = State(jnp.int32(0), params, decay and params, kept, opt_state, jax.random.key(1))
+    # Copied, for a step gives up each buffer once.
+    state = jax.device_put(jax.tree.map(jnp.copy, state), jax.NamedSharding(mesh, P()))
+    rows = jax.device_put(batch, jax.NamedSharding(mesh, P("data")))
+    return stepping(step, state, rows, NUM_STEPS)
 
+
+def make_replica_step(
+    forward: Forward, decay: float | None, pmean: Callable[[Any, str], Any]
+) -> Callable[[State, Any], tuple[State, dict[str, jax.Array]]]:
     def replica(state: State, batch: Any) -> tuple[State, dict[str, jax.Array]]:
         key = jax.random.fold_in(state.key, state.step)
         key = jax.random.fold_in(key, lax.axis_index("data"))
@@ -97,22 +112,19 @@ def by_hand(example: Example, batch: Any) -> Turn:
             return means["loss"], (means, kept)
 
         grads, (means, kept) = jax.grad(mean_loss, has_aux=True)(state.params)
-        grads, means = lax.pmean((grads, means), "data")
+        grads, means = pmean((grads, means), "data")
         updates, opt_state = OPTIMIZER.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         average = decay and optax.incremental_update(params, state.average, 1 - decay)
         kept = jax.tree.map(agree, state.kept, kept)
         return State(state.step + 1, params, average, kept, opt_state, state.key), means
 
-    specs = {"mesh": mesh, "in_specs": (P(), P("data")), "out_specs": P(), "check_vma": False}
-    step = jax.jit(jax.shard_map(replica, **specs), donate_argnums=0)
-    opt_state = OPTIMIZER.init(params)
-    first = State(jnp.int32(0), params, decay and params, kept, opt_state, jax.random.key(1))
-    # Copied, for a step gives up each buffer once.
-    state = jax.device_put(jax.tree.map(jnp.copy, first), jax.NamedSharding(mesh, P()))
-    return stepping(
-        step, state, jax.device_put(batch, jax.NamedSharding(mesh, P("data"))), NUM_STEPS
-    )
+    return replica
+
+
+def packed_pmean(tree: Any, axis: str) -> Any:
+    vector, unpack = ravel_pytree(tree)
+    return unpack(lax.pmean(vector, axis))
 
 
 def agree(old: jax.Array, new: jax.Array) -> jax.Array:
@@ -159,10 +171,14 @@ def from_nnx(example: Example, batch: Any) -> tuple[Any, Any, Forward]:
     return params, kept, forward
 
 
-def measure(example: Example, num_rounds: int) -> dict[str, Any]:
+def measure(example: Example, num_rounds: int, *, packed: bool) -> dict[str, Any]:
     batch = example.make_batch(NUM_ROWS, 0)
     error, judge = error_and_judge(example, batch)
-    turns = (by_jddp(example, batch), by_hand(example, batch), by_hand(example, batch))
+    turns = (
+        by_jddp(example, batch),
+        by_hand(example, batch, packed=packed),
+        by_hand(example, batch, packed=packed),
+    )
     return {
         "api": example.api,
         "error": error,
@@ -179,6 +195,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=GALLERY, default=list(GALLERY))
     parser.add_argument("--rounds", type=int, default=30, help="30 by default")
     parser.add_argument("--devices", type=int, default=8, help="virtual CPU devices; 8 by default")
+    parser.add_argument("--packed", action="store_true", help="one array by hand too")
     arguments = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", arguments.devices)
     results = {}
@@ -187,7 +204,8 @@ def main() -> None:
         f"{'jddp':>9} {'by hand':>9} {'ratio':>7} {'noise':>7}"
     )
     for name in arguments.only:
-        row = results[name] = measure(GALLERY[name], arguments.rounds)
+        row = measure(GALLERY[name], arguments.rounds, packed=arguments.packed)
+        results[name] = row
         print(
             f"{name:20} {row['api']:6} {row['error']:8.1e}  {row['judge']:11} "
             f"{row['all_reduces']:11} {row['candidate_ms']:6.2f} ms {row['reference_ms']:6.2f} ms "
