@@ -14,6 +14,7 @@ import jddp
 from jddp.reduce import plan_buckets
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+SCRIPTS = sorted(set(EXAMPLES.glob("*.py")) - {EXAMPLES / "notebook.py"})  # see test_notebook.py
 
 
 @pytest.fixture
@@ -21,7 +22,7 @@ def one_page():
     return runpy.run_path(str(EXAMPLES / "ddp_in_one_page.py"))
 
 
-@pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize("example", SCRIPTS, ids=lambda path: path.name)
 def test_an_example_runs(example, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [str(example)])
     monkeypatch.syspath_prepend(EXAMPLES)  # as Python does for what it is told to run

@@ -1,15 +1,18 @@
-"""A notebook's kernel, driven as Jupyter drives it."""
+"""A notebook's kernel, driven as Jupyter drives it; and the notebook of examples/."""
 
 import os
 import queue
 import time
 from pathlib import Path
 
+import jupytext
 import pytest
 from jupyter_client.manager import KernelManager
 
 import jddp
 
+ROOT = Path(__file__).resolve().parent.parent
+NOTEBOOK = ROOT / "examples" / "notebook.py"
 SECONDS = 120
 SETUP = """
 import itertools
@@ -34,13 +37,18 @@ print(run.interrupted, again.interrupted, again.step - run.step)
 """
 
 
+def environment():
+    """What a kernel finds: the jddp of the tests, and no word about devices."""
+    paths = [str(Path(jddp.__file__).parents[1]), str(Path(__file__).parent)]
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
+    return {**kept, "PYTHONPATH": os.pathsep.join(paths)}
+
+
 @pytest.fixture
 def kernel(tmp_path):
     """A kernel and its client, in a folder of its own."""
     manager = KernelManager(kernel_name="python3")
-    paths = [str(Path(jddp.__file__).parents[1]), str(Path(__file__).parent)]
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
-    manager.start_kernel(cwd=str(tmp_path), env={**kept, "PYTHONPATH": os.pathsep.join(paths)})
+    manager.start_kernel(cwd=str(tmp_path), env=environment())
     client = manager.client()
     client.start_channels()
     try:
@@ -87,3 +95,20 @@ def test_an_interrupt_stops_behind_a_step_and_the_same_call_goes_on(kernel):
     assert reply["parent_header"]["msg_id"] == request
     assert reply["content"]["status"] == "ok", reply["content"]
     assert run_cell(client, CHECK).splitlines()[-1] == "SIGINT None 5"
+
+
+# --- the notebook of examples/ -------------------------------------------------------------------
+
+
+def test_the_notebook_is_a_percent_script_without_outputs():
+    text = NOTEBOOK.read_text()
+    notebook = jupytext.reads(text, fmt="py:percent")
+    assert jupytext.guess_format(text, ".py")[0] == "percent"
+    assert {cell.cell_type for cell in notebook.cells} == {"code", "markdown"}
+    for cell in notebook.cells:
+        assert not cell.get("outputs")
+        if cell.cell_type == "code":
+            compile(cell.source, str(NOTEBOOK), "exec")
+    # Jupytext would write it as it is; but for its version, in the header.
+    written = jupytext.writes(notebook, fmt="py:percent")
+    assert written.partition("# %%")[2] == text.partition("# %%")[2]
