@@ -2,6 +2,9 @@
 
 import os
 import queue
+import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -112,3 +115,21 @@ def test_the_notebook_is_a_percent_script_without_outputs():
     # Jupytext would write it as it is; but for its version, in the header.
     written = jupytext.writes(notebook, fmt="py:percent")
     assert written.partition("# %%")[2] == text.partition("# %%")[2]
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_to_its_end_learns_and_draws(tmp_path):
+    path, pictures = tmp_path / "notebook.ipynb", tmp_path / "pictures"
+    command = [sys.executable, ROOT / "scripts" / "run_notebook.py", path, "--pictures", pictures]
+    env = {**environment(), "JAX_PLATFORMS": "cpu"}
+    subprocess.run(command, check=True, env=env, cwd=tmp_path)
+    notebook = jupytext.read(path)
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert not [output for output in outputs if output.output_type == "error"]
+    drawn = sum("image/png" in output.get("data", {}) for output in outputs)
+    written = sorted(pictures.glob("*.png"))
+    assert len(written) == drawn == 5
+    assert all(file.read_bytes().startswith(b"\x89PNG") for file in written)
+    printed = "".join(output.text for output in outputs if output.output_type == "stream")
+    assert float(re.search(r"test accuracy (\S+)", printed)[1]) > 0.8
+    assert re.search(r"interrupted at step \d+", printed)

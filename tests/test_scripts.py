@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = [ROOT / "scripts" / name for name in ("venv", "quickstart", "test", "check", "overlap")]
+NAMES = ("venv", "quickstart", "test", "check", "overlap", "notebook")
+SCRIPTS = [ROOT / "scripts" / name for name in NAMES]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])
 
 # Stands in for Python: writes down how it was called, and "makes" a venv of itself.
@@ -113,6 +114,13 @@ def test_test_installs_what_the_tests_need_and_runs_pytest(checkout):
     assert any(call.endswith(f"--editable {checkout}[dev]") for call in made)
     assert made[-1].startswith("-m pytest")
     assert made[-1].endswith("-m slow")
+
+
+def test_notebook_installs_what_it_needs_and_passes_its_arguments_on(checkout):
+    assert run(checkout, "notebook", "my.ipynb", "--pictures", "my pictures").returncode == 0
+    made = calls(checkout)
+    assert any(call.endswith(f"--editable {checkout}[notebook]") for call in made)
+    assert made[-1].endswith("scripts/run_notebook.py my.ipynb --pictures my pictures")
 
 
 @pytest.mark.parametrize("changed", ["pyproject.toml", "constraints.txt"])
