@@ -1,5 +1,6 @@
 """The examples run, and the page that explains jddp does what jddp does."""
 
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import jddp
 from jddp.reduce import plan_buckets
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+SLOW = {"reinforce"}
 SCRIPTS = sorted(set(EXAMPLES.glob("*.py")) - {EXAMPLES / "notebook.py"})  # see test_notebook.py
 
 
@@ -22,7 +24,14 @@ def one_page():
     return runpy.run_path(str(EXAMPLES / "ddp_in_one_page.py"))
 
 
-@pytest.mark.parametrize("example", SCRIPTS, ids=lambda path: path.name)
+def load(name):
+    return runpy.run_path(str(EXAMPLES / f"{name}.py"))
+
+
+@pytest.mark.parametrize(
+    "example",
+    [pytest.param(x, marks=[pytest.mark.slow] * (x.stem in SLOW), id=x.name) for x in SCRIPTS],
+)
 def test_an_example_runs(example, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [str(example)])
     monkeypatch.syspath_prepend(EXAMPLES)  # as Python does for what it is told to run
@@ -92,3 +101,22 @@ def test_a_run_goes_back_and_learns_on_behind_a_bad_batch(monkeypatch):
     assert jumps[0] in (30, 31)  # the step behind it was under way
     assert int(run.state.step) == 41
     assert run.metrics["loss"] < 1.5 * good.metrics["loss"]
+
+
+def test_players_in_worlds_of_their_own_learn_from_all_of_them():
+    worlds, ages = load("reinforce")["main"](num_rounds=75)
+    assert ages[-1] > 2 * ages[0]
+    for x in jax.tree.leaves(worlds):  # none has moved, and none is another's copy
+        assert [shard.data.shape[0] for shard in x.addressable_shards] == [16] * 8
+    assert len(np.unique(worlds["body"], axis=0)) == 16 * 8
+
+
+def test_playing_sends_nothing():
+    example = load("reinforce")
+    ddp = jddp.DataParallel(example["Player"](), optax.sgd(0.1), example["loss_fn"])
+    params = example["Player"]().init(jax.random.key(0), np.zeros(4, np.float32))
+    state = ddp.init(0, params=params)
+    keys = jddp.replica_key(state)
+    worlds = jax.device_put(example["make_worlds"](keys), keys.sharding)
+    program = example["play"].lower(state.params, worlds, keys).compile().as_text()
+    assert not re.findall(r" (?:all-\w+|collective-\w+|reduce-scatter)[(-]", program)
