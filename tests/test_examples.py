@@ -15,7 +15,7 @@ import jddp
 from jddp.reduce import plan_buckets
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-SLOW = {"reinforce"}
+SLOW = {"gan", "reinforce"}
 SCRIPTS = sorted(set(EXAMPLES.glob("*.py")) - {EXAMPLES / "notebook.py"})  # see test_notebook.py
 
 
@@ -120,3 +120,9 @@ def test_playing_sends_nothing():
     worlds = jax.device_put(example["make_worlds"](keys), keys.sharding)
     program = example["play"].lower(state.params, worlds, keys).compile().as_text()
     assert not re.findall(r" (?:all-\w+|collective-\w+|reduce-scatter)[(-]", program)
+
+
+def test_a_generator_comes_near_to_what_it_should_make():
+    made, distances = load("gan")["main"](num_steps=200)
+    assert made.shape == (512, 2)
+    assert distances[-1] < 0.4 * distances[0]
