@@ -15,7 +15,7 @@ import jddp
 from jddp.reduce import plan_buckets
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-SLOW = {"gan", "reinforce"}
+SLOW = {"contrastive", "gan", "reinforce"}
 SCRIPTS = sorted(set(EXAMPLES.glob("*.py")) - {EXAMPLES / "notebook.py"})  # see test_notebook.py
 
 
@@ -126,3 +126,16 @@ def test_a_generator_comes_near_to_what_it_should_make():
     made, distances = load("gan")["main"](num_steps=200)
     assert made.shape == (512, 2)
     assert distances[-1] < 0.4 * distances[0]
+
+
+def test_halves_of_images_find_each_other():
+    losses, found = load("contrastive")["main"](num_steps=50)
+    assert losses[-1] < losses[0] / 2
+    assert found > 0.4  # by chance 1 of 256
+
+
+def test_all_rows_of_all_replicas_are_told_from_each_other(capsys):
+    main = load("contrastive")["main"]
+    (want, _), (got, _) = main(num_steps=5, mesh=1), main(num_steps=5, mesh=8)
+    # Five steps of sums in another order.
+    np.testing.assert_allclose(got, want, rtol=1e-4)
