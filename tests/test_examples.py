@@ -15,7 +15,7 @@ import jddp
 from jddp.reduce import plan_buckets
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-SLOW = {"contrastive", "gan", "reinforce"}
+SLOW = {"contrastive", "gan", "perturbed_weights", "reinforce"}
 SCRIPTS = sorted(set(EXAMPLES.glob("*.py")) - {EXAMPLES / "notebook.py"})  # see test_notebook.py
 
 
@@ -139,3 +139,17 @@ def test_all_rows_of_all_replicas_are_told_from_each_other(capsys):
     (want, _), (got, _) = main(num_steps=5, mesh=1), main(num_steps=5, mesh=8)
     # Five steps of sums in another order.
     np.testing.assert_allclose(got, want, rtol=1e-4)
+
+
+def test_each_replica_learns_with_weights_of_its_own():
+    plain, noisy = load("perturbed_weights")["main"](num_steps=15)
+    assert plain["spread"] == 0
+    assert 0.08 < noisy["spread"] < 0.1  # the standard deviation of eight, in the mean 0.09
+    assert noisy[0.0] > 0.3
+
+
+@pytest.mark.slow
+def test_a_network_that_learned_with_noise_in_its_weights_bears_it():
+    plain, noisy = load("perturbed_weights")["main"](num_steps=100)
+    assert noisy[0.0] > 0.65
+    assert noisy[0.1] > plain[0.1] + 0.1
