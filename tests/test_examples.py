@@ -15,7 +15,7 @@ import jddp
 from jddp.reduce import plan_buckets
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-SLOW = {"contrastive", "gan", "perturbed_weights", "reinforce"}
+SLOW = {"contrastive", "gan", "perturbed_weights", "reinforce", "teacher_student"}
 SCRIPTS = sorted(set(EXAMPLES.glob("*.py")) - {EXAMPLES / "notebook.py"})  # see test_notebook.py
 
 
@@ -153,3 +153,9 @@ def test_a_network_that_learned_with_noise_in_its_weights_bears_it():
     plain, noisy = load("perturbed_weights")["main"](num_steps=100)
     assert noisy[0.0] > 0.65
     assert noisy[0.1] > plain[0.1] + 0.1
+
+
+def test_a_student_learns_from_its_teacher_alone():
+    ends = load("teacher_student")["main"](num_steps=60)
+    assert ends["agrees"] > 0.8
+    assert ends["teacher"] > ends["accuracy"] > 0.7

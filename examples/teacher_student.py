@@ -1,0 +1,85 @@
+"""A small network learns from a large one, and sees no label.
+
+    python examples/teacher_student.py
+
+The teacher is a tree of weights and statistics. It reaches the student's loss as `constants=`:
+whole on every replica, neither split nor differentiated, and no part of the student's state, of
+its gradients or of its checkpoints.
+"""
+
+import jax
+import optax
+from flax import linen as nn
+
+import jddp
+from jddp.data import TrainBatches, eval_batches, make_source
+
+
+class Mlp(nn.Module):
+    """Dense layers with batch norm."""
+
+    width: int
+    depth: int
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        """Returns logits (b, 10) for images."""
+        x = x.reshape(len(x), -1)
+        for _ in range(self.depth):
+            x = nn.Dense(self.width, use_bias=False)(x)
+            x = nn.relu(nn.BatchNorm(use_running_average=not train, momentum=0.9)(x))
+        return nn.Dense(10)(x)
+
+
+TEACHER, STUDENT = Mlp(width=256, depth=2), Mlp(width=32, depth=1)
+TEMPERATURE = 3.0
+
+
+def labelled_loss(model, batch, train):
+    """What the teacher learns from."""
+    logits = model(batch["image"], train)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+    return losses, {"accuracy": logits.argmax(-1) == batch["label"]}
+
+
+def distilled_loss(model, batch, train, constants):
+    """How far the student is from the teacher's doubts, which tell more than a label.
+
+    Hinton et al., "Distilling the Knowledge in a Neural Network", 2015, section 2.
+    """
+    told = TEACHER.apply(constants, batch["image"])
+    logits = model(batch["image"], train)
+    losses = optax.losses.kl_divergence(
+        nn.log_softmax(logits / TEMPERATURE), nn.softmax(told / TEMPERATURE)
+    )
+    return TEMPERATURE**2 * losses, {"agrees": logits.argmax(-1) == told.argmax(-1)}
+
+
+def judge(model, batch, train, constants):
+    """In evaluation only there are labels: how often the student is right, and how often alike."""
+    logits, told = model(batch["image"], train), TEACHER.apply(constants, batch["image"])
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+    guess = logits.argmax(-1)
+    return losses, {"accuracy": guess == batch["label"], "agrees": guess == told.argmax(-1)}
+
+
+def main(num_steps=300):
+    """Trains both; returns the test accuracies of both, and how often they agree."""
+    data = make_source("fashion_mnist").load()
+    batches = TrainBatches(data.train, global_batch_size=256, seed=0)
+    test_batches = eval_batches(data.test, global_batch_size=2000)
+
+    ddp = jddp.DataParallel(TEACHER, optax.adam(2e-3), labelled_loss)
+    taught = ddp.fit(batches, num_steps=num_steps, evaluate=test_batches)
+    teacher = ddp.model(taught.state)
+
+    ddp = jddp.DataParallel(STUDENT, optax.adam(5e-3), distilled_loss, eval_fn=judge)
+    unlabelled = ({"image": batch["image"]} for batch in batches)
+    learned = ddp.given(teacher).fit(unlabelled, num_steps=num_steps, evaluate=test_batches)
+    ends = {name: learned.eval_metrics[name] for name in ("accuracy", "agrees")}
+    return {"teacher": taught.eval_metrics["accuracy"], **ends}
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", 8)  # Virtual replicas, where there is no GPU.
+    main()
