@@ -12,11 +12,13 @@ that says nothing.
     gpt       the same, a small GPT
     trivial   the same, a model of one number: the cost of the call itself
     pmap      ddp.step / a pmap step by hand, the default job's network
+    nnx       ddp.step of the default job's network in NNX / the same in Linen
     loop      ddp.fit with its reports / a bare loop over ddp.step, on the same host batches
 """
 
 import argparse
 import contextlib
+import dataclasses
 import datetime
 import io
 import itertools
@@ -37,9 +39,10 @@ import jax
 import numpy as np
 import optax
 from flax import linen as nn
+from flax import nnx
 
 import jddp
-from jddp.models import CNN, GPT
+from jddp.models import CNN, GPT, cnn_nnx
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from peers import pmap_trainer, shard_map_trainer
@@ -60,7 +63,7 @@ class Job:
       num_steps: Steps in a turn.
     """
 
-    model: nn.Module
+    model: nn.Module | nnx.Module
     by_hand: Callable[[str], nn.Module]
     batch: dict[str, np.ndarray]
     optimizer: optax.GradientTransformation
@@ -83,6 +86,10 @@ def cnn_job() -> Job:
     return Job(CNN(), lambda axis: ConvNet(axis_name=axis), batch, optax.adamw(1e-3), 4)
 
 
+def cnn_nnx_job() -> Job:
+    return dataclasses.replace(cnn_job(), model=cnn_nnx.CNN(rngs=nnx.Rngs(0)))
+
+
 def gpt_job() -> Job:
     tokens = np.random.default_rng(0).integers(256, size=(16, 65), dtype=np.int32)
     model = GPT(num_layers=2, num_heads=4, width=128, max_length=64)
@@ -96,7 +103,8 @@ def trivial_job() -> Job:
 
 
 def loss_fn(model: Any, batch: Any, train: bool) -> Any:
-    logits = model(batch["inputs"], train=train)
+    mode = {"train": train} if isinstance(model, nn.Module) else {}
+    logits = model(batch["inputs"], **mode)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
     return losses, {"accuracy": logits.argmax(-1) == batch["targets"]}
 
@@ -215,6 +223,7 @@ COMPARISONS: dict[str, Callable[[], tuple[Turn, Turn, Turn]]] = {
     "gpt": lambda: (by_jddp(gpt_job()), by_hand(gpt_job()), by_hand(gpt_job())),
     "trivial": lambda: (by_jddp(trivial_job()), by_hand(trivial_job()), by_hand(trivial_job())),
     "pmap": lambda: (by_jddp(cnn_job()), by_pmap(cnn_job()), by_pmap(cnn_job())),
+    "nnx": lambda: (by_jddp(cnn_nnx_job()), by_jddp(cnn_job()), by_jddp(cnn_job())),
     "loop": lambda: tuple(looping(cnn_job(), in_fit=in_fit) for in_fit in (True, False, False)),
 }
 

@@ -10,6 +10,7 @@ rows one is planned and compiled, in `steps`.
 """
 
 import copy
+import functools
 import hashlib
 import itertools
 import logging
@@ -107,6 +108,7 @@ class DataParallel:
 
     Attributes:
       mesh: The mesh of devices.
+      recipe: What a step is made of.
       loaded: What became of the last `init(params=...)`; None before one.
     """
 
@@ -152,7 +154,7 @@ class DataParallel:
         sync = Sync(AXIS, batch_norm_group_size, batch_norm_unbiased)
         self._model = functional(model, batch_norm=batch_norm, sync=sync, per_replica=per_replica)
         sync.check(self.mesh.size, batch_norm)
-        self._recipe = Recipe(
+        self.recipe = Recipe(
             model=self._model,
             loss_fn=loss_fn,
             eval_fn=eval_fn or loss_fn,
@@ -168,14 +170,15 @@ class DataParallel:
         self.loaded: Loaded | None = None
         self._dispatch = Dispatch(donate=donate, platform=self._platform)
         self._rows_sharding = sharded(self.mesh)
-        self._init = make_init(self._recipe, self.mesh)
-        self._evaluate = make_evaluate(self._recipe, self.mesh)
-        self._steps = Steps(self._recipe, self.mesh, donate=donate)
-        self._predicts: dict[LossFn, Any] = {}
+        self._init = make_init(self.recipe, self.mesh)
+        self._evaluate = make_evaluate(self.recipe, self.mesh)
+        self._steps = Steps(self.recipe, self.mesh, donate=donate)
+        predict = functools.partial(make_predict, self.recipe, self.mesh)
+        self._predict = functools.lru_cache(maxsize=8)(predict)
 
     def __repr__(self) -> str:
         """What is replicated over which devices, and the plan, once there is one."""
-        recipe, kind = self._recipe, self.mesh.devices.flat[0].device_kind
+        recipe, kind = self.recipe, self.mesh.devices.flat[0].device_kind
         parts = f", {recipe.accumulate_steps} parts a step" * (recipe.accumulate_steps > 1)
         head = f"DataParallel({self._model.name} on {self.mesh.size} x {kind}{parts})"
         return head if self.plan is None else f"{head}\n{self.plan}"
@@ -207,7 +210,7 @@ class DataParallel:
         Raises:
           ConfigError: If neither `loss_fn` nor `eval_fn` names `constants`.
         """
-        losses = self._recipe.loss_fn, self._recipe.eval_fn
+        losses = self.recipe.loss_fn, self.recipe.eval_fn
         if not any(map(takes_constants, losses)):
             raise ConfigError(
                 "constants= were given, and loss_fn has no argument of that name. Write "
@@ -287,7 +290,7 @@ class DataParallel:
         return {
             "num_processes": jax.process_count(),
             "num_devices": self.mesh.size,
-            "accumulate_steps": self._recipe.accumulate_steps,
+            "accumulate_steps": self.recipe.accumulate_steps,
             "batch_norm": self._model.batch_norm,
             "batch_norm_group_size": self._model.sync.group_size,
         }
@@ -328,16 +331,6 @@ class DataParallel:
         """The loss and metrics that are scalars, by name, for the rows that came last."""
         return self._steps.scalars
 
-    def side_by_side(self, state: TrainState, batch: PyTree) -> tuple[PyTree, TrainState, Metrics]:
-        """Takes a step on one device, where the replicas are shares side by side (`jax.vmap`).
-
-        What N devices are to be equal to where replicas draw random numbers, each its own.
-
-        Returns:
-          The averaged gradients, the new state, and the metrics.
-        """
-        return self._steps.side_by_side(state, self._inputs(as_arrays(batch)))
-
     def _given(self, params: PyTree) -> tuple[PyTree, PyTree]:
         """Parameters and other state that need not be made; None for what does."""
         return (self._model.values or (None, None)) if params is None else self._model.split(params)
@@ -355,7 +348,8 @@ class DataParallel:
             return given
         if has is None:
             own = self.init(seed, batch) if partial else self.abstract_state(batch)
-            has = own.params, self._merged(own.model_state) if partial else own.model_state
+            merged = self._merged if partial else functools.partial(jax.eval_shape, self._merged)
+            has = own.params, merged(own.model_state)
         values, self.loaded = fit_weights(given[0], has[0], partial=partial)
         state = given[1]
         if state is not None:
@@ -462,7 +456,7 @@ class DataParallel:
         if leaves and all(getattr(x, "sharding", None) == self._rows_sharding for x in leaves):
             return batch  # by an earlier call
         batch = as_arrays(batch)
-        steps, num_parts = self._recipe.accumulate_steps, self._steps.count_parts(batch)
+        steps, num_parts = self.recipe.accumulate_steps, self._steps.count_parts(batch)
         what = f"{num_parts // steps} devices"
         what += f" times accumulate_steps={steps}" if steps > 1 else ""
         check_rows(count_rows(batch), num_parts, what)
@@ -512,11 +506,11 @@ class DataParallel:
         """
         if self.plan is None:
             raise UsageError("stats needs a plan, which init makes. Call init first.")
-        told = logging_data(self.plan, self._recipe, self.mesh, self._dispatch.calls)
+        told = logging_data(self.plan, self.recipe, self.mesh, self._dispatch.calls)
         if batch is not None:
             params = self.abstract_state(batch).params
             told |= call(
-                measure, self.explain(batch).compiled, self.plan, self._recipe, self.mesh, params
+                measure, self.explain(batch).compiled, self.plan, self.recipe, self.mesh, params
             )
         return told
 
@@ -572,7 +566,8 @@ class DataParallel:
           state: From `init` or `step`; it is not changed.
           batches: This process's, of any size; as many on every process.
           function: `function(model, batch)` gives a tree of arrays, a row for each of the batch; by
-            default what the model says of "image", "tokens" or "x".
+            default what the model says of "image", "tokens" or "x". The same function is compiled
+            once; a new one, such as a lambda that is written again, anew.
           params: "params", or "ema" for their moving average.
           constants: As for `step`.
 
@@ -584,9 +579,7 @@ class DataParallel:
         """
         if constants is not None:
             return self.given(constants).predict(state, batches, function, params)
-        if function not in self._predicts:
-            self._predicts[function] = make_predict(self._recipe, function, self.mesh)
-        run = self._run(self._predicts[function], state, params)
+        run = self._run(self._predict(function), state, params)
         return predict_rows(run, batches, self.mesh)
 
     def _run(self, compiled: Any, state: TrainState, params: str) -> Callable[[PyTree, Any], Any]:
@@ -617,7 +610,7 @@ class DataParallel:
         """
         if isinstance(batches, TrainBatches | WorkerBatches) and batches.is_padded:
             self.abstract_state(batches.batch(0))
-            refuse_padding(self._steps.scalars, self.mesh.size * self._recipe.accumulate_steps)
+            refuse_padding(self._steps.scalars, self.mesh.size * self.recipe.accumulate_steps)
         return train(self, batches, num_steps=num_steps, **options)
 
 

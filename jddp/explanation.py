@@ -28,7 +28,7 @@ from jddp.step import over_replicas
 GRADIENTS = "gradients"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Explanation:
     """What a compiled step sends; `str` of it is made for a terminal of 80 columns.
 
@@ -47,7 +47,7 @@ class Explanation:
     compiled: tuple[Collective, ...]
     is_fixed: bool
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         """The plan, what was compiled, and what it depends on."""
         rows: dict[tuple[str, ...], list[Collective]] = {}
         for collective in self.compiled:
@@ -125,9 +125,14 @@ def _purpose(collective: Collective) -> str:
     if re.search(r"\bbucket_\d+/", collective.op_name):
         return GRADIENTS
     if "metrics/" in collective.op_name:
-        return "loss and metrics"
-    direction = "backward" if "transpose(" in collective.op_name else "forward"
-    return f"the model, {direction}"
+        # XLA joins what is of one kind: here a layer's sums with those of the loss.
+        is_joined = "transpose(" in collective.op_name or "BatchNorm" in collective.op_name
+        return f"metrics; the model, {_direction(collective)}" if is_joined else "loss and metrics"
+    return f"the model, {_direction(collective)}"
+
+
+def _direction(collective: Collective) -> str:
+    return "backward" if "transpose(" in collective.op_name else "forward"
 
 
 def logging_data(plan: BucketPlan, recipe: Recipe, mesh: Mesh, calls: Calls) -> dict[str, Any]:

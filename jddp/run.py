@@ -12,7 +12,7 @@ from typing import Any
 
 from jddp.errors import ConfigError, UsageError
 from jddp.losses import outputs
-from jddp.reports import plot
+from jddp.reports import is_metric, plot
 from jddp.state import TrainState
 
 PyTree = Any
@@ -117,11 +117,11 @@ class Run:
         return f"<pre>{escape(repr(self))}</pre>"
 
     def __repr__(self) -> str:
-        """Step, metrics and directory in one line."""
-        shown = {**self.metrics, **{f"eval {k}": v for k, v in self.eval_metrics.items()}}
-        numbers = ", ".join(
-            f"{name} {value:.4g}"
-            for name, value in shown.items()
-            if isinstance(value, float | int) and not name.endswith("step")
-        )
-        return f"Run(step {self.step}: {numbers}; {self.run_dir or 'no directory'})"
+        """Step, metrics and directory, a line each."""
+        lines = [f"Run at step {self.step:,}"]
+        lines += [f"  stopped: {self.stopped}"] * (self.stopped is not None)
+        lines += [f"  interrupted by {self.interrupted}"] * (self.interrupted is not None)
+        for split, record in (("train", self.metrics), ("eval", self.eval_metrics)):
+            shown = [f"{name} {x:.4g}" for name, x in record.items() if is_metric(name, x)]
+            lines += [f"  {split:<6} {', '.join(shown)}"] * bool(shown)
+        return "\n".join([*lines, f"  in {self.run_dir or 'no directory'}"])

@@ -218,7 +218,7 @@ def make_evaluate(recipe: Recipe, mesh: Mesh) -> Callable[..., Sums]:
     return jax.jit(over_replicas(replica, mesh, in_specs, P()))
 
 
-def make_predict(recipe: Recipe, function: LossFn, mesh: Mesh) -> Callable[..., PyTree]:
+def make_predict(recipe: Recipe, mesh: Mesh, function: LossFn) -> Callable[..., PyTree]:
     """Returns `predict`, called as `evaluate` is: what `function` gives for each row."""
 
     def replica(

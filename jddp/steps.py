@@ -20,18 +20,11 @@ from jddp.dispatch import call
 from jddp.errors import ConfigError, UsageError
 from jddp.explanation import Explanation, explain
 from jddp.memory import Memory, measure
-from jddp.mesh import AXIS, count_rows, platform, sharded
+from jddp.mesh import count_rows, platform, sharded
 from jddp.recipe import Inputs, Recipe
 from jddp.reduce import BucketPlan, compiler_options
 from jddp.state import Kind, TrainState, enter, float_kinds
-from jddp.step import (
-    Metrics,
-    make_gradients,
-    make_step,
-    replica_gradients,
-    replica_step,
-    trace,
-)
+from jddp.step import make_gradients, make_step, trace
 
 PyTree = Any
 ON_RESIZE = {"mean": Kind.AVERAGED, "sum": Kind.SUMMED, "drop": Kind.ANEW}
@@ -185,29 +178,6 @@ class Steps:
             self.step_for(state, inputs).trace, state, self._global(inputs)
         )
         return traced
-
-    def side_by_side(self, state: TrainState, inputs: Inputs) -> tuple[PyTree, TrainState, Metrics]:
-        """Gradients and step of all replicas, one beside the other on the first device."""
-        self.step_for(state, inputs)  # which plans for these rows
-        assert self.plan is not None
-        step = functools.partial(replica_step, self._recipe, self.plan)
-        gradients = functools.partial(replica_gradients, self._recipe, self.plan)
-        kinds, num_replicas = self.kinds(state), self._mesh.size
-        axes = jax.tree.map(lambda kind: 0 if kind.is_per_replica else None, kinds)
-        first = self._mesh.devices.flat[0]
-
-        def place(x: Any, kind: Kind) -> Any:
-            return jax.device_put(x if kind.is_per_replica else x.addressable_data(0), first)
-
-        def replica(state: TrainState, inputs: Inputs) -> tuple[PyTree, TrainState, Metrics]:
-            return gradients(state, inputs)[0], *step(state, inputs)
-
-        rows = jax.tree.map(lambda x: x.reshape(num_replicas, -1, *x.shape[1:]), inputs.rows)
-        shares = inputs._replace(rows=jax.device_put(rows, first))
-        mapped = jax.jit(jax.vmap(replica, in_axes=(axes, Inputs(0, None)), axis_name=AXIS))
-        grads, new, metrics = call(mapped, jax.tree.map(place, state, kinds), shares)
-        new = jax.tree.map(lambda x, kind: x if kind.is_per_replica else x[0], new, kinds)
-        return jax.tree.map(lambda x: x[0], grads), new, jax.tree.map(lambda x: x[0], metrics)
 
     def memory(self, state: TrainState, inputs: Inputs, accumulate_steps: int | None) -> Memory:
         """Compiles the step, perhaps with another number of parts, and measures it."""

@@ -3,6 +3,9 @@
 import collections
 import dataclasses
 import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -480,3 +483,41 @@ def test_a_module_that_changes_its_form_in_the_loss_is_refused(kind, message):
     ddp = wrapped(kind(nnx.Rngs(0)))
     with pytest.raises(ConfigError, match=message):
         ddp.step(ddp.init(0), make_batch())
+
+
+# --- models of other libraries, as docs/models.md adapts them ------------------------------------
+
+
+def adapters():
+    """The classes that the page shows, made from its own text."""
+    page = (Path(jddp.__file__).parents[1] / "docs" / "models.md").read_text()
+    found = {"nn": nn, "nnx": nnx, "jax": jax, "Callable": Callable}
+    for block in re.findall(r"```python\n(class .*?)```", page, re.DOTALL):
+        exec(block, found)
+    return found
+
+
+def test_a_pair_of_functions_is_trained_as_the_page_says():
+    def make(key, x):
+        return {"w": jax.random.normal(key, (x.shape[-1], NUM_CLASSES)), "b": jnp.zeros(1)}
+
+    model = adapters()["FromFunctions"](make, lambda params, x: x @ params["w"] + params["b"][None])
+    report = passes(model, lambda model, batch: (model(batch["x"]) ** 2).mean(-1))
+    assert report.comparisons[1].leaf.startswith("weights/")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Affine:
+    """A module that is a tree of arrays, and can be called."""
+
+    weight: jax.Array
+    bias: jax.Array
+
+    def __call__(self, x):
+        return x @ self.weight + self.bias[None]
+
+
+def test_a_module_that_is_a_tree_is_trained_as_the_page_says():
+    model = adapters()["FromTree"](Affine(jnp.ones((16, NUM_CLASSES)), jnp.zeros(NUM_CLASSES)))
+    passes(model, lambda model, batch: (model(batch["x"]) ** 2).mean(-1))

@@ -76,6 +76,7 @@ def test_a_run_without_evaluation_says_that_it_has_no_batches():
 def test_a_run_draws_a_panel_for_the_loss_and_for_each_metric():
     figure = fit().plot()
     assert [panel.get_title() for panel in figure.axes] == ["loss", "accuracy"]
+    assert figure._repr_png_().startswith(b"\x89PNG")
     lines = {line.get_label(): line.get_xdata().tolist() for line in figure.axes[0].lines}
     assert lines == {"train": [1, 2, 3, 4], "eval": [2, 4]}
 

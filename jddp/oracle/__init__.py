@@ -24,6 +24,7 @@ from jddp.flaxmodel import LossFn
 from jddp.mesh import as_arrays, count_rows
 from jddp.oracle.findings import CLOSE, Evidence, explain
 from jddp.oracle.report import Comparison, Verification, compare, compare_moves
+from jddp.oracle.side_by_side import side_by_side
 from jddp.state import TrainState
 
 __all__ = ["Verification", "verify"]
@@ -102,7 +103,7 @@ def verify(
         draws=draws,
     )
     if draws:
-        want = _Step(*jax.device_get(many.side_by_side(state, batch)))
+        want = _Step(*jax.device_get(side_by_side(many, state, batch, constants)))
         other = state.replace(key=jax.random.fold_in(state.key, 1))
         evidence.key_matters = not _same(got, _step(many, other, batch))
     else:

@@ -34,7 +34,7 @@ class Comparison:
         return self.error <= self.allowed  # and not, where it is NaN
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Verification:
     """What `jddp.verify` found; `str` of it is made for a terminal of 80 columns.
 
@@ -57,7 +57,7 @@ class Verification:
         """Whether N devices are one device, to rounding."""
         return all(comparison.passed for comparison in self.comparisons)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         """The verdict, a table, and what was found."""
         beside = "their shares on one" if self.is_side_by_side else "one"
         verdict = "the same, to rounding" if self.passed else "NOT the same"

@@ -7,7 +7,7 @@ knows JAX: records are dicts of plain numbers, already reduced over all replicas
 from jddp.reports.curves import plot
 from jddp.reports.evidence import write_evidence
 from jddp.reports.metrics_file import MetricsFile
-from jddp.reports.progress import Progress
+from jddp.reports.progress import Progress, is_metric
 from jddp.reports.run_directory import RunDirectory
 
-__all__ = ["MetricsFile", "Progress", "RunDirectory", "plot", "write_evidence"]
+__all__ = ["MetricsFile", "Progress", "RunDirectory", "is_metric", "plot", "write_evidence"]

@@ -1,10 +1,11 @@
 """Curves of a run: loss and metrics over its steps."""
 
+import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jddp.errors import UsageError
-from jddp.reports.progress import NOT_METRICS
+from jddp.reports.progress import is_metric
 
 Record = Mapping[str, Any]
 
@@ -16,7 +17,7 @@ def plot(history: Sequence[Record]) -> Any:
       history: Records, as they stand in `metrics.jsonl`.
 
     Returns:
-      A `matplotlib.figure.Figure`; a notebook shows it.
+      A `matplotlib.figure.Figure`, which a notebook shows.
 
     Raises:
       UsageError: If matplotlib is not installed, or there is no record.
@@ -25,10 +26,20 @@ def plot(history: Sequence[Record]) -> Any:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise UsageError("plot needs matplotlib: pip install 'jddp[notebook]'.") from error
-    names = ["loss", *dict.fromkeys(n for x in history for n in x if _is_metric(n, x))]
+
+    class Curves(Figure):
+        """A figure that a notebook shows also where pyplot, which would see to it, is not there."""
+
+        def _repr_png_(self) -> bytes:
+            picture = io.BytesIO()
+            self.savefig(picture, format="png")
+            return picture.getvalue()
+
+    found = (name for record in history for name in record if is_metric(name, record[name]))
+    names = list(dict.fromkeys(("loss", *found)))
     if not history:
         raise UsageError("There is nothing to plot: the run has no record yet.")
-    figure = Figure(figsize=(4.5 * len(names), 3.2), layout="constrained")
+    figure = Curves(figsize=(4.5 * len(names), 3.2), layout="constrained")
     for name, panel in zip(names, figure.subplots(1, len(names), squeeze=False)[0], strict=True):
         for split, style in (("train", "-"), ("eval", "o--")):
             points = [
@@ -42,8 +53,3 @@ def plot(history: Sequence[Record]) -> Any:
         panel.grid(alpha=0.3)
         panel.legend()
     return figure
-
-
-def _is_metric(name: str, record: Record) -> bool:
-    is_number = isinstance(record[name], float | int)
-    return is_number and name not in (*NOT_METRICS, "grad_norm", "skipped")

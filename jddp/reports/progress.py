@@ -25,6 +25,12 @@ TIMING = ("learning_rate", "examples_per_second", "step_seconds", "data_wait_sec
 NOT_METRICS = ("step", "split", "loss", "count", "examples", *TIMING)
 
 
+def is_metric(name: str, value: Any) -> bool:
+    """Whether this is the loss or a metric of the user's, in a record."""
+    others = (*NOT_METRICS, "grad_norm", "skipped")
+    return isinstance(value, float | int) and (name == "loss" or name not in others)
+
+
 class Progress:
     """Prints records as they come; if not `is_writer`, prints nothing.
 
