@@ -13,10 +13,8 @@ import copy
 import functools
 import hashlib
 import itertools
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,13 +23,14 @@ import optax
 from jax.sharding import Mesh
 
 from jddp.batch_norm import Sync
-from jddp.checkpoint.weights import Loaded, fit_weights, read_weights
+from jddp.checkpoint.weights import Loaded
 from jddp.data import TrainBatches, WorkerBatches
 from jddp.diagnosis import Layers, diagnose
 from jddp.dispatch import Dispatch, call
 from jddp.errors import ConfigError, UsageError
 from jddp.evaluation import evaluate_exactly, predict_rows, refuse_padding
 from jddp.explanation import Explanation, logging_data, measure
+from jddp.first_state import FirstState
 from jddp.flaxmodel import LossFn, functional, takes_constants
 from jddp.losses import outputs
 from jddp.memory import Memory
@@ -42,19 +41,16 @@ from jddp.mesh import (
     copy_off_mesh,
     count_rows,
     everywhere,
-    from_process_zero,
     make_mesh,
     platform,
     put_rows,
-    replicate,
-    replicated,
     sharded,
 )
 from jddp.recipe import Inputs, Recipe
 from jddp.reduce import BucketPlan, make_reduction
 from jddp.run import Run
-from jddp.state import Kind, TrainState, float_kinds, merge_rows, stack_rows
-from jddp.step import Metrics, make_evaluate, make_init, make_predict
+from jddp.state import TrainState
+from jddp.step import Metrics, make_evaluate, make_predict
 from jddp.steps import Steps
 from jddp.trainer import train
 
@@ -109,7 +105,6 @@ class DataParallel:
     Attributes:
       mesh: The mesh of devices.
       recipe: What a step is made of.
-      loaded: What became of the last `init(params=...)`; None before one.
     """
 
     def __init__(
@@ -167,12 +162,11 @@ class DataParallel:
             skip_nonfinite=skip_nonfinite,
         )
         self._constants: PyTree = None
-        self.loaded: Loaded | None = None
         self._dispatch = Dispatch(donate=donate, platform=self._platform)
         self._rows_sharding = sharded(self.mesh)
-        self._init = make_init(self.recipe, self.mesh)
         self._evaluate = make_evaluate(self.recipe, self.mesh)
         self._steps = Steps(self.recipe, self.mesh, donate=donate)
+        self._first = FirstState(self.recipe, self._steps, self.mesh)
         predict = functools.partial(make_predict, self.recipe, self.mesh)
         self._predict = functools.lru_cache(maxsize=8)(predict)
 
@@ -247,17 +241,15 @@ class DataParallel:
         """
         if constants is not None:
             return self.given(constants).init(seed, batch, params, partial=partial)
-        batch = as_arrays(batch)
-        values = self._fitting(params, batch, partial=partial, seed=seed)
-        rows = from_process_zero(self._example(batch, values))  # so that all start alike
-        inputs = Inputs(rows, self._constants)
-        state = call(self._init, np.uint32(seed), inputs, *replicate(values, self.mesh))
-        self._model.check_kinds(state.model_state)
-        self._steps.plan_for(state, self._inputs(batch))
-        state = state.replace(comm_state=replicate(self._steps.comm_state(), self.mesh))
-        state = stack_rows(state, self._steps.kinds(state), self._rows_sharding)
+        inputs = self._inputs(as_arrays(batch))
+        state = self._first.make(seed, inputs, params, partial=partial)
         self._dispatch.latest = state
         return state
+
+    @property
+    def loaded(self) -> Loaded | None:
+        """What became of the last `init(params=...)`, array by array; None before one."""
+        return self._first.loaded
 
     def _inputs(self, batch: PyTree) -> Inputs:
         return Inputs(batch, self._constants)
@@ -268,21 +260,7 @@ class DataParallel:
         Args:
           batch: Rows of this process, or their shapes.
         """
-        values = self._given(None)
-        rows = self._example(batch, values)
-        inputs = Inputs(rows, self._constants)
-        state = call(jax.eval_shape, self._init, np.uint32(0), inputs, *values)
-        self._steps.plan_for(state, self._inputs(batch))
-        state = state.replace(comm_state=jax.eval_shape(self._steps.comm_state))
-
-        def place(x: Any, kind: Kind) -> jax.ShapeDtypeStruct:
-            if kind is Kind.REPLICATED:
-                return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(self.mesh))
-            return jax.ShapeDtypeStruct(
-                (self.mesh.size, *x.shape), x.dtype, sharding=self._rows_sharding
-            )
-
-        return jax.tree.map(place, state, self._steps.kinds(state))
+        return self._first.shapes(self._inputs(batch))
 
     @property
     def world(self) -> dict[str, Any]:
@@ -331,56 +309,6 @@ class DataParallel:
         """The loss and metrics that are scalars, by name, for the rows that came last."""
         return self._steps.scalars
 
-    def _given(self, params: PyTree) -> tuple[PyTree, PyTree]:
-        """Parameters and other state that need not be made; None for what does."""
-        return (self._model.values or (None, None)) if params is None else self._model.split(params)
-
-    def _fitting(
-        self, params: PyTree, batch: PyTree, *, partial: bool, seed: int
-    ) -> tuple[PyTree, PyTree]:
-        """What is given to start from, held against what the model has, if that is known."""
-        is_path = isinstance(params, str | Path)
-        given = self._given(read_weights(Path(params)) if is_path else params)
-        has = self._model.values
-        if partial and (params is None or (has is None and batch is None)):
-            raise UsageError("init(partial=True) needs params=, and for a Linen model batch=.")
-        if params is None or (has is None and batch is None):
-            return given
-        if has is None:
-            own = self.init(seed, batch) if partial else self.abstract_state(batch)
-            merged = self._merged if partial else functools.partial(jax.eval_shape, self._merged)
-            has = own.params, merged(own.model_state)
-        values, self.loaded = fit_weights(given[0], has[0], partial=partial)
-        state = given[1]
-        if state is not None:
-            state, told = fit_weights(state, has[1], partial=partial)
-            self.loaded += told
-        if partial:
-            logging.getLogger("jddp").warning("params=: %s", self.loaded)
-        return (jax.tree.map(_like, values, has[0]) if is_path else values), state
-
-    def _example(self, batch: PyTree, values: tuple[PyTree, PyTree]) -> PyTree:
-        """The rows that one replica sees, or their shapes; None where nothing is to be made."""
-        if None not in values or (batch is None and values[0] is not None):
-            return None
-        if batch is None:
-            raise UsageError(
-                "init needs batch= (example rows, for their shapes) or params=: a Linen model "
-                "makes its parameters by running the loss."
-            )
-        num_rows = self._steps.count_rows_of_part(batch)
-
-        def share(x: Any) -> Any:
-            if isinstance(x, jax.ShapeDtypeStruct):
-                return jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype)
-            return np.asarray(x[:num_rows])
-
-        return jax.tree.map(share, batch)
-
-    def _merged(self, model_state: PyTree) -> PyTree:
-        kinds = float_kinds(model_state, self._model.keeps_own)
-        return merge_rows(model_state, kinds, replicated(self.mesh))
-
     def model(self, state: TrainState, params: str = "params") -> Any:
         """Returns copies: Linen variables, or an NNX module in eval mode.
 
@@ -389,7 +317,7 @@ class DataParallel:
           params: "params", or "ema" for their moving average.
         """
         self._dispatch.refuse_taken(state)
-        values = self._choose(state, params), self._merged(state.model_state)
+        values = self._choose(state, params), self._first.merged(state.model_state)
         return self._model.rebuild(*jax.tree.map(copy_off_mesh, values))
 
     def _choose(self, state: TrainState, params: str) -> PyTree:
@@ -585,7 +513,7 @@ class DataParallel:
     def _run(self, compiled: Any, state: TrainState, params: str) -> Callable[[PyTree, Any], Any]:
         """`run(rows, valid)`, which calls what is compiled with a state's values."""
         self._dispatch.refuse_taken(state)
-        values = state.key, self._choose(state, params), self._merged(state.model_state)
+        values = state.key, self._choose(state, params), self._first.merged(state.model_state)
         numbers = map(np.uint32, itertools.count())
 
         def run(rows: PyTree, valid: jax.Array) -> Any:
@@ -612,9 +540,3 @@ class DataParallel:
             self.abstract_state(batches.batch(0))
             refuse_padding(self._steps.scalars, self.mesh.size * self.recipe.accumulate_steps)
         return train(self, batches, num_steps=num_steps, **options)
-
-
-def _like(x: Any, wanted: Any) -> Any:
-    """A floating array in another floating dtype; all else as it is."""
-    both = (jax.numpy.issubdtype(v.dtype, np.floating) for v in (x, wanted))
-    return np.asarray(x).astype(wanted.dtype) if all(both) else x

@@ -74,5 +74,5 @@ def test_local_batch_norm_sends_nothing_for_statistics():
 def test_nothing_is_communicated_to_make_the_state():
     ddp = jddp.DataParallel(ConvNet(), optax.adam(1e-3), loss_fn)
     rows = jax.tree.map(lambda x: x[:2], make_batch())
-    text = ddp._init.lower(0, ddp._inputs(rows), None, None).compile().as_text()
+    text = ddp._first._init.lower(0, ddp._inputs(rows), None, None).compile().as_text()
     assert collectives(text) == []

@@ -19,6 +19,8 @@ from tiny import MLP, NUM_CLASSES, NnxConvNet, loss_fn, make_batch
 
 import jddp
 from jddp.errors import ConfigError
+from jddp.losses import cross_entropy
+from jddp.models import CNN, cnn_nnx
 
 
 def wrapped(model, loss=loss_fn, **options):
@@ -374,6 +376,21 @@ def test_batches_of_one_evaluation_draw_other_numbers_and_evaluations_the_same()
     one, two = (ddp.evaluate(state, [make_rows()] * n)["loss"] for n in (1, 2))
     assert one != two
     assert two == ddp.evaluate(state, [make_rows()] * 2)["loss"]
+
+
+def test_a_network_in_nnx_compiles_to_what_it_does_in_linen():
+    """So it costs a step the same: leaves are plain on the hot path."""
+    rng = np.random.default_rng(0)
+    images = rng.normal(size=(16, 28, 28, 1)).astype(np.float32)
+    batch = {"image": images, "label": rng.integers(0, 10, 16)}
+    seen = []
+    for model in (CNN(), cnn_nnx.CNN(rngs=nnx.Rngs(0))):
+        ddp = wrapped(model, cross_entropy)
+        compiled = ddp.lower(batch).compile()
+        cost = compiled.cost_analysis()
+        ops = collections.Counter(re.findall(r"= \S+ ([\w-]+)\(", compiled.as_text()))
+        seen.append((ops, cost["flops"], cost["bytes accessed"]))
+    assert seen[0] == seen[1]
 
 
 # --- mistakes ------------------------------------------------------------------------------------

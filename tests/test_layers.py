@@ -29,6 +29,7 @@ FLOORS = [
     {"checkpoint"},
     {"explanation", "diagnosis", "memory"},
     {"callbacks", "steps"},
+    {"first_state"},
     {"trainer"},
     {"data_parallel"},
     {"oracle"},

@@ -204,7 +204,9 @@ def test_a_job_starts_from_the_weights_that_its_config_names(tmp_path):
     def fit(name, **overrides):
         keys = {"model.name": "mlp", "data.global_batch_size": 16, "train.num_steps": 2}
         keys |= {"run.dir": str(tmp_path / name), "optimizer.learning_rate": 1e-9}
-        return jddp.fit("fashion_mnist_cnn", **keys, **overrides).state
+        run = jddp.fit("fashion_mnist_cnn", **keys, **overrides)
+        assert run.predict([{"image": np.zeros((3, 28, 28, 1), np.float32)}]).shape == (3, 10)
+        return run.state
 
     first = fit("first", seed=1)
     second = fit("second", seed=2, **{"model.weights": str(tmp_path / "first")})
