@@ -85,23 +85,23 @@ def _interrupts_after(state: TrainState) -> Iterator[None]:
 
     While the step is traced and compiled nothing is lost, and it is delivered at once.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield  # where no signal is handled
-        return
     handle, waiting = signal.getsignal(signal.SIGINT), []
+    if not callable(handle) or threading.current_thread() is not threading.main_thread():
+        yield  # where it ends the process or nothing, or is not handled
+        return
 
     def note(*received: Any) -> None:
-        if callable(handle) and not state.step.is_deleted():
-            handle(*received)
-        else:
+        if state.step.is_deleted():
             waiting.append(received)
+        else:
+            handle(*received)
 
     signal.signal(signal.SIGINT, note)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, handle)
-        if waiting and callable(handle):
+        if waiting:
             handle(*waiting[0])
 
 

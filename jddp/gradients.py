@@ -42,7 +42,6 @@ def mean_gradients(
     """
     reduce = _reduce_when_ready if recipe.reduction.placement == "ready" else _reduce_at_end
     parts = _parts(recipe, state, inputs)
-    parts = _parts(recipe, state, inputs)
     grads, comm_state, sums, model_state = reduce(recipe, plan, state, parts)
     # Gradients of sums have been averaged; divided by the mean count they are the global mean.
     sums = sum_over_replicas(sums, axis=AXIS)

@@ -175,6 +175,18 @@ def test_an_interrupt_while_a_step_is_traced_comes_at_once_and_costs_nothing():
     assert int(state.step) == 1
 
 
+@pytest.mark.parametrize("handle", [signal.SIG_DFL, signal.SIG_IGN])
+def test_a_signal_that_no_python_handles_is_left_alone(handle):
+    ddp, batch = wrapped(), make_batch()
+    state = ddp.init(0, batch)
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        state, _ = ddp.step(state, batch)
+        assert signal.getsignal(signal.SIGINT) == handle
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_a_step_may_be_taken_in_any_thread():
     ddp, batch, ends = wrapped(), make_batch(), []
     state = ddp.init(0, batch)
