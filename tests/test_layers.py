@@ -29,7 +29,7 @@ FLOORS = [
     {"checkpoint"},
     {"explanation", "diagnosis", "memory"},
     {"callbacks", "steps"},
-    {"first_state"},
+    {"first_state", "checkup"},
     {"trainer"},
     {"data_parallel"},
     {"oracle"},

@@ -4,10 +4,18 @@ Process 0 writes and prints; the others hold the same objects, which then do not
 knows JAX: records are dicts of plain numbers, already reduced over all replicas.
 """
 
-from jddp.reports.curves import plot
+from jddp.reports.curves import plot, plot_bandwidth
 from jddp.reports.evidence import write_evidence
 from jddp.reports.metrics_file import MetricsFile
 from jddp.reports.progress import Progress, is_metric
 from jddp.reports.run_directory import RunDirectory
 
-__all__ = ["MetricsFile", "Progress", "RunDirectory", "is_metric", "plot", "write_evidence"]
+__all__ = [
+    "MetricsFile",
+    "Progress",
+    "RunDirectory",
+    "is_metric",
+    "plot",
+    "plot_bandwidth",
+    "write_evidence",
+]

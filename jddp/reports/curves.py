@@ -22,24 +22,11 @@ def plot(history: Sequence[Record]) -> Any:
     Raises:
       UsageError: If matplotlib is not installed, or there is no record.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UsageError("plot needs matplotlib: pip install 'jddp[notebook]'.") from error
-
-    class Curves(Figure):
-        """A figure that a notebook shows also where pyplot, which would see to it, is not there."""
-
-        def _repr_png_(self) -> bytes:
-            picture = io.BytesIO()
-            self.savefig(picture, format="png")
-            return picture.getvalue()
-
     found = (name for record in history for name in record if is_metric(name, record[name]))
     names = list(dict.fromkeys(("loss", *found)))
     if not history:
         raise UsageError("There is nothing to plot: the run has no record yet.")
-    figure = Curves(figsize=(4.5 * len(names), 3.2), layout="constrained")
+    figure = _figure_class()(figsize=(4.5 * len(names), 3.2), layout="constrained")
     for name, panel in zip(names, figure.subplots(1, len(names), squeeze=False)[0], strict=True):
         for split, style in (("train", "-"), ("eval", "o--")):
             points = [
@@ -53,3 +40,40 @@ def plot(history: Sequence[Record]) -> Any:
         panel.grid(alpha=0.3)
         panel.legend()
     return figure
+
+
+def plot_bandwidth(table: Sequence[tuple[int, float]]) -> Any:
+    """Draws bandwidths over sizes, on logarithmic axes.
+
+    Args:
+      table: Bytes, and bytes a second.
+
+    Returns:
+      A `matplotlib.figure.Figure`.
+
+    Raises:
+      UsageError: If matplotlib is not installed.
+    """
+    figure = _figure_class()(figsize=(5, 3.2), layout="constrained")
+    panel = figure.subplots()
+    panel.loglog([size / 2**20 for size, _ in table], [speed / 1e9 for _, speed in table], "o-")
+    panel.set(xlabel="MiB on each device", ylabel="GB/s", title="all-reduce")
+    panel.grid(alpha=0.3)
+    return figure
+
+
+def _figure_class() -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UsageError("plot needs matplotlib: pip install 'jddp[notebook]'.") from error
+
+    class Curves(Figure):
+        """A figure that a notebook shows also where pyplot, which would see to it, is not there."""
+
+        def _repr_png_(self) -> bytes:
+            picture = io.BytesIO()
+            self.savefig(picture, format="png")
+            return picture.getvalue()
+
+    return Curves

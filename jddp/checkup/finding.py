@@ -1,0 +1,28 @@
+"""What was found, how bad it is, and what mends it."""
+
+import textwrap
+from dataclasses import dataclass
+
+OK, WARN, BAD = "ok", "warn", "bad"
+COLUMNS = 80
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+      level: "ok"; "warn", what may slow a job down or confuse; "bad", what will stop it.
+      what: Is so.
+      fix: What mends it, where it is not ok.
+    """
+
+    level: str
+    what: str
+    fix: str = ""
+
+    def __str__(self) -> str:
+        """Lines of at most 80 columns, the first with the level."""
+        lines = textwrap.wrap(self.what, COLUMNS - 8) + textwrap.wrap(self.fix, COLUMNS - 8)
+        heads = [f"  {self.level:<4}", *["      "] * (len(lines) - 1)]
+        return "\n".join(f"{head}  {line}" for head, line in zip(heads, lines, strict=True))

@@ -1,0 +1,142 @@
+"""What a host says of itself without JAX: its name, its limits, its interfaces."""
+
+import ipaddress
+import os
+import resource
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from jddp.checkup.finding import BAD, OK, WARN, Finding
+from jddp.versions import versions
+
+GIBIBYTE = 2**30
+_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy", "HTTPS_PROXY", "HTTP_PROXY")
+
+
+def check_host(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
+    """Looks at this host, before JAX is asked for a device."""
+    yield Finding(OK, ", ".join(f"{name} {version}" for name, version in versions().items()))
+    name = socket.gethostname()
+    yield check_name(name, addresses_of(name))
+    gpus = sorted(Path("/dev").glob("nvidia[0-9]*"))
+    links = _names("/sys/class/infiniband")
+    yield from check_shared_memory(_size("/dev/shm"), len(gpus))
+    yield from check_locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], links)
+    yield from check_interfaces(_names("/sys/class/net"), links, environ)
+    yield from check_proxies(environ)
+
+
+def addresses_of(name: str) -> list[str]:
+    """The addresses that a name leads to; none if it leads nowhere."""
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return sorted({str(address[0]).partition("%")[0] for *_, address in found})
+
+
+def check_name(name: str, addresses: Sequence[str]) -> Finding:
+    """Whether other hosts could come to this one by its name."""
+    way_out = f"Name an address instead, JAX_COORDINATOR_ADDRESS=<address>:<port>, or give {name} "
+    way_out += "its own in /etc/hosts."
+    if not addresses:
+        return Finding(BAD, f"{name}, the name of this host, leads to no address.", way_out)
+    listed = ", ".join(addresses)
+    if all(ipaddress.ip_address(address).is_loopback for address in addresses):
+        return Finding(
+            WARN,
+            f"{name} leads to {listed} alone: other hosts that ask for it reach themselves.",
+            f"A job on this host alone is fine. {way_out}",
+        )
+    return Finding(OK, f"{name} leads to {listed}")
+
+
+def check_shared_memory(size: int | None, num_gpus: int) -> Iterator[Finding]:
+    """Whether NCCL has room in /dev/shm, through which GPUs of a host may talk."""
+    if size is None or not num_gpus:
+        return
+    if size < GIBIBYTE:
+        yield Finding(
+            BAD if num_gpus > 1 else WARN,
+            f"/dev/shm holds {size / 2**20:,.0f} MiB, and NCCL needs more for {num_gpus} GPUs.",
+            "In a container: --shm-size=16g, or --ipc=host.",
+        )
+    else:
+        yield Finding(OK, f"/dev/shm holds {size / GIBIBYTE:,.1f} GiB")
+
+
+def check_locked_memory(limit: int, links: Sequence[str]) -> Iterator[Finding]:
+    """Whether memory may be locked as InfiniBand needs it.
+
+    Args:
+      limit: In bytes, or RLIM_INFINITY.
+      links: InfiniBand devices.
+    """
+    if not links:
+        return
+    if limit == resource.RLIM_INFINITY:
+        yield Finding(OK, "memory may be locked without a limit")
+    else:
+        yield Finding(
+            BAD,
+            f"Only {limit / 2**20:,.0f} MiB may be locked: InfiniBand registers what it sends.",
+            "ulimit -l unlimited; in a container --ulimit memlock=-1.",
+        )
+
+
+def check_interfaces(
+    interfaces: Sequence[str], links: Sequence[str], environ: Mapping[str, str]
+) -> Iterator[Finding]:
+    """Whether NCCL is pointed at interfaces that are there.
+
+    Args:
+      interfaces: Of the network, by name.
+      links: InfiniBand devices.
+      environ: NCCL_SOCKET_IFNAME is a list of beginnings of names; "=" makes them whole names, "^"
+        those that are not to be used.
+    """
+    rest = [name for name in interfaces if name != "lo"]
+    yield Finding(OK, f"interfaces {', '.join(rest) or 'none but loopback'}")
+    asked = environ.get("NCCL_SOCKET_IFNAME", "")
+    if asked and not asked.startswith("^"):
+        names = asked.lstrip("=").split(",")
+        is_whole = asked.startswith("=")
+        if not any(x == n or (x.startswith(n) and not is_whole) for x in interfaces for n in names):
+            yield Finding(
+                BAD,
+                f"NCCL_SOCKET_IFNAME={asked}, and there is no such interface.",
+                f"Name one of {', '.join(interfaces)}, or leave it unset.",
+            )
+    if links and environ.get("NCCL_IB_DISABLE", "0") != "0":
+        yield Finding(
+            WARN,
+            f"NCCL_IB_DISABLE leaves {', '.join(links)} unused.",
+            "Unset it, unless the links are known to be bad.",
+        )
+    elif links:
+        yield Finding(OK, f"InfiniBand {', '.join(links)}")
+
+
+def check_proxies(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Whether a proxy stands between the processes: their coordinator speaks gRPC."""
+    asked = [name for name in _PROXIES if environ.get(name)]
+    if asked and not (environ.get("no_proxy") or environ.get("NO_PROXY")):
+        yield Finding(
+            WARN,
+            f"{asked[0]} is set, through which gRPC may look for the coordinator.",
+            "Put the addresses of the job's hosts into no_proxy.",
+        )
+
+
+def _names(folder: str) -> list[str]:
+    path = Path(folder)
+    return sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
+
+
+def _size(folder: str) -> int | None:
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return None
+    return found.f_blocks * found.f_frsize

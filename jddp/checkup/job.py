@@ -1,0 +1,135 @@
+"""What processes of a job have to have in common: versions, clocks, a directory."""
+
+import json
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from jddp.checkup.finding import BAD, OK, WARN, Finding
+from jddp.coordination import from_first, gather, num_processes, process_index, publish, read
+from jddp.versions import versions
+
+SECONDS = 60.0
+VISIBLE_SECONDS = 15.0  # after which a directory is not shared; NFS caches absence for 3 to 60
+CLOSE_SECONDS = 1.0
+
+
+def check_job(directory: Path) -> list[Finding]:
+    """Asks all processes; every one of them calls it, and all are told the same.
+
+    Args:
+      directory: That is to be shared: where runs are kept.
+    """
+    if num_processes() == 1:
+        return [Finding(OK, "one process: nothing to agree on")]
+    told = [
+        json.loads(x) for x in gather("checkup", json.dumps(versions()), timeout_seconds=SECONDS)
+    ]
+    return [
+        Finding(OK, f"{len(told)} processes have met"),
+        *compare_versions(told),
+        *compare_clocks(_clocks()),
+        *compare_sight(directory, _sight(directory)),
+    ]
+
+
+def compare_versions(told: list[Mapping[str, str]]) -> Iterator[Finding]:
+    """Whether processes run the same packages.
+
+    Args:
+      told: Versions by package, of each process.
+    """
+    differ = {name for other in told for name in other if other[name] != told[0].get(name)}
+    for name in sorted(differ):
+        found = [other.get(name, "absent") for other in told]
+        yield Finding(
+            BAD,
+            f"{name} is {', '.join(dict.fromkeys(found))}: process {_first_other(found)} has "
+            "another than process 0.",
+            "Install the same everywhere.",
+        )
+
+
+def _first_other(found: list[str]) -> int:
+    return next(i for i, x in enumerate(found) if x != found[0])
+
+
+def _clocks() -> list[tuple[float, float]]:
+    """By how many seconds each process's clock is ahead of that of process 0, and how surely."""
+    found = []
+    for i in range(1, num_processes()):
+        name = f"jddp/checkup/clock/{i}"
+        if process_index() == 0:
+            sent = time.time()
+            publish(f"{name}/asked", "")
+            there = float(read(f"{name}/told", SECONDS, of=i))
+            back = time.time()
+            found.append((there - (sent + back) / 2, (back - sent) / 2))
+        elif process_index() == i:
+            read(f"{name}/asked", SECONDS, of=0)
+            publish(f"{name}/told", repr(time.time()))
+    told = from_first("checkup/clocks", json.dumps(found), timeout_seconds=SECONDS)
+    return [(float(ahead), float(width)) for ahead, width in json.loads(told)]
+
+
+def compare_clocks(clocks: list[tuple[float, float]]) -> Iterator[Finding]:
+    """Whether logs of several hosts can be read side by side.
+
+    Args:
+      clocks: Of each process but the first, by how much it is ahead, and how surely.
+    """
+    wrong = {
+        i: ahead for i, (ahead, width) in enumerate(clocks, 1) if abs(ahead) - width > CLOSE_SECONDS
+    }
+    for i, ahead in wrong.items():
+        yield Finding(
+            WARN,
+            f"The clock of process {i} is {abs(ahead):.1f} s "
+            f"{'ahead of' if ahead > 0 else 'behind'} that of process 0: logs and files will seem "
+            "to be out of order.",
+            "Let the hosts keep time: chrony, or systemd-timesyncd.",
+        )
+    if not wrong:
+        most = max((abs(ahead) + width for ahead, width in clocks), default=0.0)
+        yield Finding(OK, f"clocks are within {1e3 * most:,.0f} ms of each other")
+
+
+def _sight(directory: Path) -> list[float | None]:
+    """How late each process sees a file that process 0 writes, in seconds; None for not at all."""
+    nonce = from_first("checkup/nonce", secrets.token_hex(8), timeout_seconds=SECONDS)
+    file = directory / f".jddp-doctor-{nonce}"
+    if process_index() == 0:
+        directory.mkdir(parents=True, exist_ok=True)
+        file.write_text("")
+    from_first("checkup/written", "", timeout_seconds=SECONDS)
+    start, late = time.monotonic(), None
+    while late is None and time.monotonic() - start < VISIBLE_SECONDS:
+        if file.exists():
+            late = time.monotonic() - start
+        else:
+            time.sleep(0.02)
+    told = gather("checkup/seen", json.dumps(late), timeout_seconds=SECONDS)
+    if process_index() == 0:
+        file.unlink()
+    return [json.loads(x) for x in told]
+
+
+def compare_sight(directory: Path, seen: list[float | None]) -> Iterator[Finding]:
+    """Whether all processes see the same directory, in which checkpoints are to be kept.
+
+    Args:
+      directory: The directory.
+      seen: How late each process saw a new file in it, in seconds; None for not at all.
+    """
+    blind = [i for i, late in enumerate(seen) if late is None]
+    if blind:
+        yield Finding(
+            BAD,
+            f"{directory.absolute()}: process {', '.join(map(str, blind))} does not see in "
+            f"{VISIBLE_SECONDS:.0f} s what process 0 writes there.",
+            "Let run.dir be in a directory that all hosts share.",
+        )
+        return
+    latest = max(late for late in seen if late is not None)
+    yield Finding(OK, f"all see {directory.absolute()}, the last {1e3 * latest:,.0f} ms late")

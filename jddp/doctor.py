@@ -1,0 +1,93 @@
+"""`python -m jddp.doctor`: is this machine, or this job, fit to train?
+
+Run it as the job is run, under the same launcher: every process looks at its own host and devices,
+and together they look at clocks, the shared directory and the wire. Each finding comes with what
+mends it. Exit code 0, or 69 if something will stop a job.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jddp.door import Parser, enter
+
+UNFIT = 69
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit code."""
+    return enter(lambda: _examine(_parser().parse_args(argv)))
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="python -m jddp.doctor",
+        description="Look at what makes jobs fail, and say what mends it.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--dir", type=Path, default=Path("runs"), help="that all processes share (runs)")
+    add("--plot", type=Path, metavar="FILE", help="a picture of the bandwidths, as .png or .svg")
+    add("--num-devices", type=int, default=8, help="virtual CPU devices, where there is no GPU (8)")
+    return parser
+
+
+def _examine(arguments: argparse.Namespace) -> int:
+    from jddp.checkup.host import check_host
+
+    findings = list(check_host())
+    from jddp.cluster import initialize, resolve_identity
+    from jddp.coordination import gather, process_index
+    from jddp.mesh import configure_devices
+
+    identity = resolve_identity()
+    per_process = max(1, arguments.num_devices // identity.num_processes)
+    configure_devices(per_process * identity.num_processes, num_processes=identity.num_processes)
+    initialize(identity)
+    from jddp.checkup import BAD, check_devices, check_job, check_links, measure_all_reduce
+    from jddp.mesh import make_mesh
+
+    findings += check_devices()
+    told = gather("doctor", "\n".join(map(str, findings)), timeout_seconds=120)
+    mesh = make_mesh()
+    shared = check_job(arguments.dir)
+    table, right = measure_all_reduce(mesh)
+    shared += [*right, *check_links(mesh)]
+    if process_index() == 0:
+        _print(told, shared, table)
+        if arguments.plot:
+            _plot(table, arguments.plot)
+    levels = {finding.level for finding in (*findings, *shared)}
+    return UNFIT if BAD in levels else 0
+
+
+def _print(told: list[str], shared: list[Any], table: list[Any]) -> None:
+    for process, text in enumerate(told):
+        if process and _without_names(text) == _without_names(told[0]):
+            print(f"process {process}: as process 0")
+        else:
+            print(f"process {process}\n{text}")
+    print("together")
+    for finding in shared:
+        print(finding)
+    print(f"\nall-reduce\n{'size':>10} {'time':>13} {'bandwidth':>14}")
+    for exchange in table:
+        print(exchange)
+
+
+def _without_names(text: str) -> str:
+    """Findings but for the host's name and addresses."""
+    return "\n".join(line for line in text.splitlines() if " leads to " not in line)
+
+
+def _plot(table: list[Any], file: Path) -> None:
+    from jddp.reports import plot_bandwidth
+
+    plot_bandwidth([(x.size, x.bandwidth) for x in table]).savefig(file)
+    print(f"\n{file}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

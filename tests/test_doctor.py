@@ -1,0 +1,219 @@
+"""The doctor names what will make a job fail, and what mends it."""
+
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+from faults.jobs import free_port
+
+from jddp.checkup import devices, host, job, wire
+from jddp.checkup.finding import Finding
+from jddp.cluster import VARIABLES
+from jddp.doctor import main
+from jddp.mesh import make_mesh
+
+
+def levels(findings):
+    return [finding.level for finding in findings]
+
+
+# --- a host --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "addresses, level, told",
+    [
+        (["10.0.0.5"], "ok", "node-3 leads to 10.0.0.5"),
+        (["10.0.0.5", "127.0.1.1"], "ok", "10.0.0.5, 127.0.1.1"),
+        (["127.0.1.1"], "warn", "127.0.1.1 alone"),
+        (["::1"], "warn", "::1 alone"),
+        ([], "bad", "leads to no address"),
+    ],
+)
+def test_a_name_that_leads_to_loopback_or_nowhere_is_told(addresses, level, told):
+    finding = host.check_name("node-3", addresses)
+    assert finding.level == level
+    assert told in finding.what
+    assert ("JAX_COORDINATOR_ADDRESS" in finding.fix) == (level != "ok")
+
+
+@pytest.mark.parametrize(
+    "size, num_gpus, want",
+    [(2**26, 0, []), (None, 4, []), (2**26, 1, ["warn"]), (2**26, 4, ["bad"]), (2**34, 4, ["ok"])],
+)
+def test_shared_memory_matters_where_there_are_gpus(size, num_gpus, want):
+    assert levels(host.check_shared_memory(size, num_gpus)) == want
+
+
+@pytest.mark.parametrize(
+    "limit, links, want",
+    [
+        (2**16, [], []),
+        (2**16, ["mlx5_0"], ["bad"]),
+        (resource.RLIM_INFINITY, ["mlx5_0"], ["ok"]),
+    ],
+)
+def test_locked_memory_matters_to_infiniband(limit, links, want):
+    assert levels(host.check_locked_memory(limit, links)) == want
+
+
+@pytest.mark.parametrize(
+    "asked, is_there",
+    [
+        ("eth", True),
+        ("=eth0", True),
+        ("=eth", False),
+        ("ib", False),
+        ("ib,eth", True),
+        ("^docker", True),
+    ],
+)
+def test_interfaces_are_read_as_nccl_reads_them(asked, is_there):
+    found = list(host.check_interfaces(["lo", "eth0"], [], {"NCCL_SOCKET_IFNAME": asked}))
+    assert ("bad" in levels(found)) != is_there
+
+
+def test_infiniband_that_is_turned_off_is_told():
+    assert levels(host.check_interfaces(["eth0"], ["mlx5_0"], {})) == ["ok", "ok"]
+    off = host.check_interfaces(["eth0"], ["mlx5_0"], {"NCCL_IB_DISABLE": "1"})
+    assert levels(off) == ["ok", "warn"]
+
+
+def test_a_proxy_between_processes_is_told():
+    proxy = {"https_proxy": "http://proxy:3128"}
+    assert levels(host.check_proxies(proxy)) == ["warn"]
+    assert levels(host.check_proxies({**proxy, "no_proxy": "10.0.0.0/8"})) == []
+
+
+# --- devices -------------------------------------------------------------------------------------
+
+DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}.54.14  Thu"
+
+
+@pytest.mark.parametrize(
+    "version, platform, runtime, want",
+    [
+        (None, "cpu", "", []),
+        (550, "gpu", "cuda 12090", ["ok"]),
+        (550, "gpu", "cuda 13000", ["bad"]),
+        (580, "gpu", "cuda 13000", ["ok"]),
+        (550, "cpu", "", ["bad"]),
+    ],
+)
+def test_a_driver_is_held_against_what_jax_runs_on(version, platform, runtime, want):
+    told = DRIVER.format(version) if version else ""
+    found = list(devices.check_driver(told, platform, runtime))
+    assert levels(found) == want
+    if platform == "cpu" and found:
+        assert "jddp[cuda12]" in found[0].fix
+
+
+@pytest.mark.parametrize(
+    "gpus, tasks, want", [(1, "8", ["warn"]), (1, "8(x2)", ["warn"]), (8, "8", []), (1, "1", [])]
+)
+def test_a_task_that_is_cut_off_from_its_neighbours_gpus_is_told(gpus, tasks, want):
+    names = [f"nvidia{i}" for i in range(gpus)]
+    environ = {"SLURM_TASKS_PER_NODE": tasks}
+    assert levels(devices.check_peers(names, gpus, "gpu", environ)) == want
+
+
+# --- a job ---------------------------------------------------------------------------------------
+
+
+def test_another_version_is_told_with_the_process_that_has_it():
+    (found,) = job.compare_versions([{"jax": "0.10.2"}, {"jax": "0.10.2"}, {"jax": "0.11.0"}])
+    assert found.level == "bad"
+    assert "jax is 0.10.2, 0.11.0: process 2" in found.what
+
+
+def test_clocks_that_are_apart_by_more_than_can_be_told_are_told():
+    assert levels(job.compare_clocks([(0.2, 0.01), (-0.3, 0.01)])) == ["ok"]
+    assert levels(job.compare_clocks([(4.0, 3.5)])) == ["ok"]  # nobody can tell
+    (found,) = job.compare_clocks([(0.0, 0.01), (-90.0, 0.01)])
+    assert "process 2 is 90.0 s behind" in found.what
+
+
+def test_a_directory_that_not_all_see_is_told(tmp_path):
+    assert levels(job.compare_sight(tmp_path, [0.0, 0.4])) == ["ok"]
+    (found,) = job.compare_sight(tmp_path, [0.0, None, 0.1, None])
+    assert found.level == "bad"
+    assert "process 1, 3 does not see" in found.what
+
+
+def test_a_link_that_stands_out_is_told():
+    assert levels(wire.compare_links({})) == []
+    assert levels(wire.compare_links({1: 0.5})) == ["ok"]
+    assert levels(wire.compare_links({1: 1e-4, 2: 1e-3, 3: 1e-4})) == ["ok"]  # that is noise
+    (found,) = wire.compare_links({1: 1e-3, 2: 1e-3, 3: 4e-2})
+    assert "process 3 takes 40.00 ms" in found.what
+
+
+def test_sums_over_the_devices_are_right_and_timed():
+    table, (found,) = wire.measure_all_reduce(make_mesh(4), sizes=(64, 4096))
+    assert found.level == "ok"
+    assert [x.size for x in table] == [64, 4096]
+    assert all(x.bandwidth == pytest.approx(1.5 * x.size / x.seconds) for x in table)
+
+
+def test_a_sum_that_is_wrong_is_told(monkeypatch):
+    monkeypatch.setattr(wire.lax, "psum", lambda x, axis: x * 0.0)
+    _, (found,) = wire.measure_all_reduce(make_mesh(4), sizes=(64, 128))
+    assert found.level == "bad"
+    assert "64, 128 bytes" in found.what
+
+
+def test_a_finding_fits_a_terminal():
+    text = str(Finding("warn", "word " * 40, "another " * 20))
+    assert max(map(len, text.splitlines())) <= 80
+    assert text.startswith("  warn  word")
+
+
+# --- the door ------------------------------------------------------------------------------------
+
+
+def test_one_process_is_examined(capsys, tmp_path):
+    picture = tmp_path / "bandwidth.png"
+    assert main(["--dir", str(tmp_path), "--plot", str(picture)]) == 0
+    told = capsys.readouterr().out
+    assert "one process: nothing to agree on" in told
+    assert "8 cpu devices here" in told
+    assert "GB/s" in told
+    assert max(map(len, told.splitlines())) <= 80
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in tmp_path.iterdir()] == ["bandwidth.png"]
+
+
+@pytest.mark.processes
+def test_processes_are_examined_together(tmp_path):
+    port = free_port()
+
+    def start(process):
+        numbers = (f"127.0.0.1:{port}", "2", str(process))
+        environ = {**os.environ, **dict(zip(VARIABLES, numbers, strict=True))}
+        command = [
+            sys.executable,
+            "-m",
+            "jddp.doctor",
+            "--dir",
+            str(tmp_path),
+            "--num-devices",
+            "2",
+        ]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen(command, env=environ, **pipes)
+
+    running = [start(process) for process in range(2)]
+    ends = [process.communicate(timeout=120) for process in running]
+    assert [process.returncode for process in running] == [0, 0], ends
+    told = ends[0][0]
+    for words in (
+        "2 processes have met",
+        "clocks are within",
+        "all see",
+        "process 1: as process 0",
+    ):
+        assert words in told
+    assert "the slowest link: process 1 takes" in told
+    assert list(tmp_path.iterdir()) == []
