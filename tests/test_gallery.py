@@ -46,23 +46,32 @@ def compare(got, want, before):
     assert_close(*states, rtol=RTOL, what="model_state")
 
 
+def train_beside_one_device(example, place):
+    """Two steps on eight devices and on one, compared; returns the wrapper and its last state."""
+    batches = [example.make_batch(ROWS, seed) for seed in range(2)]
+    ddp = wrapped(example, optax.sgd(0.1, momentum=0.9), place)
+    state = ddp.init(0, batches[0])
+    judge = one_device_step(ddp, example.model(), example.loss_fn, batches[0])
+    for batch in batches:
+        before = on_one_device(state)
+        want, want_metrics = judge(before, batch)
+        state, metrics = ddp.step(state, batch)
+        compare(on_one_device(state), want, before)
+        for name, value in want_metrics.items():
+            np.testing.assert_allclose(metrics[name], value, rtol=RTOL, err_msg=name)
+    assert_same_on_all_devices(state)
+    return ddp, state
+
+
+@pytest.mark.slow
+@for_each_example
+def test_eight_devices_train_a_model_as_one_does_with_reductions_at_the_end(example):
+    train_beside_one_device(example, "leaf-end")
+
+
 @for_each_example
 def test_eight_devices_train_and_evaluate_a_model_as_one_does(example):
-    batches = [example.make_batch(ROWS, seed) for seed in range(2)]
-    judge = None
-    for place in ("leaf-end", "flat-ready"):
-        ddp = wrapped(example, optax.sgd(0.1, momentum=0.9), place)
-        state = ddp.init(0, batches[0])
-        judge = judge or one_device_step(ddp, example.model(), example.loss_fn, batches[0])
-        for batch in batches:
-            before = on_one_device(state)
-            want, want_metrics = judge(before, batch)
-            state, metrics = ddp.step(state, batch)
-            compare(on_one_device(state), want, before)
-            for name, value in want_metrics.items():
-                np.testing.assert_allclose(metrics[name], value, rtol=RTOL, err_msg=name)
-        assert_same_on_all_devices(state)
-
+    ddp, state = train_beside_one_device(example, "flat-ready")
     # A loss that is one number cannot leave out rows that fill up the devices.
     sizes = (16, 16) if "loss" in ddp._steps.scalars else (16, 16, 5)
     before = copied(state)

@@ -134,6 +134,15 @@ def test_the_newest_state_is_at_hand_after_init_and_each_step():
         assert ddp.latest is state
 
 
+@pytest.fixture
+def interrupts():
+    """Ctrl-C as a terminal has it: a shell that starts jobs in the background has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts")
 def test_an_interrupt_while_a_step_is_sent_comes_when_its_state_is_kept(monkeypatch):
     ddp, batch = wrapped(), make_batch()
     state = ddp.init(0, batch)
@@ -157,17 +166,18 @@ def test_an_interrupt_while_a_step_is_sent_comes_when_its_state_is_kept(monkeypa
     assert int(state.step) == 3
 
 
+@pytest.mark.usefixtures("interrupts")
 def test_an_interrupt_while_a_step_is_traced_comes_at_once_and_costs_nothing():
     def loss(model, batch, train):
-        if train and not model.is_initializing() and interrupts:
-            interrupts.pop()
+        if train and not model.is_initializing() and waiting:
+            waiting.pop()
             _thread.interrupt_main()
         return loss_fn(model, batch, train)
 
-    interrupts = []
+    waiting = []
     ddp, batch = jddp.DataParallel(MLP(), optax.sgd(0.1), loss), make_batch()
     state = ddp.init(0, batch)
-    interrupts.append("now")
+    waiting.append("now")
     with pytest.raises(KeyboardInterrupt):
         ddp.step(state, make_batch(32))
     assert ddp.latest is state
@@ -187,6 +197,7 @@ def test_a_signal_that_no_python_handles_is_left_alone(handle):
         signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.usefixtures("interrupts")
 def test_a_step_may_be_taken_in_any_thread():
     ddp, batch, ends = wrapped(), make_batch(), []
     state = ddp.init(0, batch)
