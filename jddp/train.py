@@ -66,17 +66,19 @@ def _run(arguments: argparse.Namespace) -> int:
     from jddp.cluster import initialize, resolve_identity
     from jddp.cluster.failure import owned_process
 
-    initialize(resolve_identity())
+    identity = resolve_identity()
+    initialize(identity)
+    told = str(identity) if identity.source else ""
     with owned_process():
-        return _train(config, name, is_dry_run=arguments.dry_run, started=started)
+        return _train(config, name, told=told, is_dry_run=arguments.dry_run, started=started)
 
 
-def _train(config: Config, name: str, *, is_dry_run: bool, started: float) -> int:
+def _train(config: Config, name: str, *, told: str, is_dry_run: bool, started: float) -> int:
     from jddp.build import build, preview
 
     job = build(config, needs_data=not is_dry_run)
     if job.is_writer:
-        print(_banner(job, name), flush=True)
+        print(_banner(job, name, told), flush=True)
     if is_dry_run:
         text = preview(job)
         if job.is_writer:
@@ -128,8 +130,8 @@ def _prepare_jax(*, is_dry_run: bool) -> None:
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 
-def _banner(job: "Job", name: str) -> str:
-    """Says in a few lines what is about to run, on what."""
+def _banner(job: "Job", name: str, told: str) -> str:
+    """Says in a few lines what is about to run, on what, and who told which process this is."""
     import jax
 
     from jddp.versions import versions
@@ -141,7 +143,7 @@ def _banner(job: "Job", name: str) -> str:
         "data": job.data.description if job.data else f"not here: {job.data_error}",
         "model": f"{config.model.name or config.model.target}, {job.num_parameters:,} parameters",
         "run dir": str(config.run.dir),
-    }
+    } | ({"job": told} if told else {})
     lines = [
         f"jddp {versions()['jddp']} | jax {jax.__version__} | {processes} "
         f"process{'es' * (processes > 1)} x {mesh.size // processes} {device.platform} devices"
@@ -163,7 +165,7 @@ def _farewell(run: "Run", seconds: float) -> str:
 
 def _leave(code: int, told: str) -> int:
     """Ends a process of many, and its job, at once; the only one just returns its exit code."""
-    if os.environ.get("JAX_COORDINATOR_ADDRESS"):
+    if "jax" in sys.modules:
         from jddp.cluster.failure import leave
         from jddp.coordination import num_processes
 

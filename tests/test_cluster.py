@@ -75,6 +75,7 @@ def test_a_process_of_a_job_joins_it_with_nothing_left_to_detection(joined, monk
             "coordinator_address": "node-0:1234",
             "num_processes": 4,
             "process_id": 3,
+            "local_device_ids": None,
             "cluster_detection_method": "deactivate",
             "coordinator_bind_address": None,  # which is the first process's affair
         }

@@ -1,0 +1,181 @@
+"""One process of a job, as whoever started it says.
+
+A source gives the numbers as it found them, with the names of its variables; here they are held to
+their rules, so that every source's mistakes read alike. Nothing here knows a scheduler.
+"""
+
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from jddp.errors import ConfigError
+
+VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+ADDRESS, COUNT, ID = VARIABLES
+FIRST_PORT, NUM_PORTS = 61440, 4096  # above those that Linux hands out by itself
+
+
+@dataclass(frozen=True)
+class Identity:
+    """One process of a job.
+
+    Attributes:
+      coordinator: host:port of process 0, or None for a job of one process.
+      num_processes: Of the job.
+      process_id: From 0.
+      local_device_ids: Of the host's accelerators, those of this process; None for all it sees.
+      source: Who says so; empty where nobody says anything.
+    """
+
+    coordinator: str | None = None
+    num_processes: int = 1
+    process_id: int = 0
+    local_device_ids: tuple[int, ...] | None = None
+    source: str = field(default="", compare=False)
+
+    def __str__(self) -> str:
+        """One line: what was found, and where."""
+        count = f"{self.num_processes} process" + "es" * (self.num_processes > 1)
+        told = [f"{count}, as {self.source}" if self.source else f"{count}, nobody says otherwise"]
+        if self.coordinator is not None:
+            told += [f"process {self.process_id}", f"coordinator {self.coordinator}"]
+            ids = self.local_device_ids
+            told += ["every local device" if ids is None else f"local devices {_list(ids)}"]
+        return "; ".join(told)
+
+
+class HalfSetError(ConfigError):
+    """A source says a part of what it has to; another may still say it all."""
+
+
+@dataclass(frozen=True)
+class Names:
+    """Variables of one source.
+
+    Attributes:
+      num_processes: Holds how many there are.
+      process_id: Holds which this is.
+      num_local: Holds how many of them are on this host.
+      local_id: Holds which of these this is.
+    """
+
+    num_processes: str
+    process_id: str
+    num_local: str = ""
+    local_id: str = ""
+
+
+def read_numbers(environ: Mapping[str, str], names: Names) -> tuple[int, int]:
+    """Number of processes and the number of this one.
+
+    Raises:
+      HalfSetError: If one of both is not set.
+      ConfigError: If they are not numbers in their range.
+    """
+    require(environ, (names.num_processes, names.process_id))
+    values = [environ[name] for name in (names.num_processes, names.process_id)]
+    if not all(value.isdecimal() for value in values):
+        raise ConfigError(
+            f"{names.num_processes}={values[0]!r} and {names.process_id}={values[1]!r} must be "
+            "numbers."
+        )
+    num_processes, process_id = map(int, values)
+    if not process_id < num_processes:
+        raise ConfigError(
+            f"{names.process_id}={process_id} must be below {names.num_processes}={num_processes}."
+        )
+    return num_processes, process_id
+
+
+def require(environ: Mapping[str, str], names: tuple[str, ...]) -> None:
+    """Refuses variables of which only some are set.
+
+    Raises:
+      HalfSetError: If one is not set, or empty.
+    """
+    missing = [name for name in names if not environ.get(name)]
+    if missing:
+        given = ", ".join(name for name in names if environ.get(name)) or "nothing"
+        raise HalfSetError(
+            f"{given} set but {', '.join(missing)} not. A job of many processes needs "
+            f"all {len(names)}; a job of one needs none."
+        )
+
+
+def check_address(address: str, name: str) -> str:
+    """Lets pass what is host:port.
+
+    Raises:
+      ConfigError: If it is not.
+    """
+    host, _, port = address.rpartition(":")
+    if not (host and port.isdecimal() and 0 < int(port) < 2**16):
+        raise ConfigError(
+            f"{name}={address!r} must be host:port, such as node-0:1234, of process 0."
+        )
+    return address
+
+
+def make_identity(
+    environ: Mapping[str, str], names: Names, address: Callable[[], str], source: str
+) -> Identity:
+    """An identity from the numbers under these names.
+
+    Args:
+      environ: The environment.
+      names: Of the variables.
+      address: Finds out where process 0 is, unless JAX's variable for that is set.
+      source: Who says so.
+
+    Raises:
+      ConfigError: If the numbers or the address break their rules.
+    """
+    num_processes, process_id = read_numbers(environ, names)
+    if num_processes == 1:
+        return Identity(source=source)
+    told = environ.get(ADDRESS)
+    return Identity(
+        check_address(told, ADDRESS) if told else address(),
+        num_processes,
+        process_id,
+        choose_local_devices(environ, names),
+        source,
+    )
+
+
+def port_of(job: str) -> int:
+    """A port that all processes of a job find by themselves, and another job hardly."""
+    return FIRST_PORT + zlib.crc32(job.encode()) % NUM_PORTS
+
+
+def choose_local_devices(environ: Mapping[str, str], names: Names) -> tuple[int, ...] | None:
+    """Accelerators of this process, of those it sees, where it shares them with others.
+
+    The processes of a host share what is visible evenly, which is one each if nobody says how many
+    there are. What a scheduler has given to this process alone stays its own.
+
+    Raises:
+      ConfigError: If there are more processes than accelerators.
+    """
+    local_id, num_local = environ.get(names.local_id, ""), environ.get(names.num_local, "")
+    if not local_id.isdecimal() or num_local == "1":
+        return None
+    if environ.get("JAX_LOCAL_DEVICE_IDS") or environ.get("SLURM_GPUS_PER_TASK"):
+        return None  # which JAX reads; which Slurm has kept to
+    visible = [x for x in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if x.strip()]
+    if len(visible) == 1 or environ.get("JAX_PLATFORMS") == "cpu":
+        return None
+    if not (visible and num_local.isdecimal()):
+        return (int(local_id),)
+    share = len(visible) // int(num_local)
+    if share == 0:
+        raise ConfigError(
+            f"{names.num_local}={num_local} processes on this host, and "
+            f"CUDA_VISIBLE_DEVICES={environ['CUDA_VISIBLE_DEVICES']} for them: start no more "
+            "processes than there are devices."
+        )
+    return tuple(range(int(local_id) * share, (int(local_id) + 1) * share))
+
+
+def _list(ids: tuple[int, ...]) -> str:
+    return ", ".join(map(str, ids))

@@ -1,0 +1,136 @@
+"""What schedulers and MPI tell a process of its job.
+
+Each function reads the environment and nothing else, and says None where it has nothing to do with
+this process.
+"""
+
+import re
+import socket
+from collections.abc import Mapping
+
+from jddp.cluster.identity import (
+    ADDRESS,
+    COUNT,
+    Identity,
+    Names,
+    make_identity,
+    port_of,
+)
+from jddp.errors import ConfigError
+
+Environ = Mapping[str, str]
+KUBERNETES_PORT = 8476  # each pod has an address of its own
+OPEN_MPI = Names(*(f"OMPI_COMM_WORLD_{x}" for x in ("SIZE", "RANK", "LOCAL_SIZE", "LOCAL_RANK")))
+MPICH = Names("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID")
+SLURM = Names("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_LOCALID")
+
+
+def open_mpi(environ: Environ) -> Identity | None:
+    """A process of Open MPI's mpirun: version 4 and 5 name themselves differently."""
+    if not (environ.get(OPEN_MPI.num_processes) or environ.get(OPEN_MPI.process_id)):
+        return None
+    uri = environ.get("OMPI_MCA_orte_hnp_uri", "")
+    space = environ.get("PMIX_NAMESPACE", "")
+
+    def address() -> str:
+        launcher = re.search(r"tcp://([\d.]+)", uri) or re.match(r"prte(?:run)?-(.+)-\d+@", space)
+        job = uri.partition(".")[0] or space
+        if environ.get(OPEN_MPI.num_local) == environ.get(OPEN_MPI.num_processes) and job:
+            return f"127.0.0.1:{port_of(job)}"
+        return _first_of_slurm(environ) or _known(
+            launcher and f"{launcher[1]}:{port_of(job)}", "Open MPI"
+        )
+
+    return make_identity(environ, OPEN_MPI, address, "Open MPI says")
+
+
+def mpich(environ: Environ) -> Identity | None:
+    """A process of MPICH's or Intel's mpiexec, which do not say where the first one is."""
+    if not (environ.get(MPICH.num_processes) or environ.get(MPICH.process_id)):
+        return None
+    pairs = ((MPICH.num_processes, SLURM.num_processes), (MPICH.process_id, SLURM.process_id))
+    if all(environ.get(ours) == environ.get(theirs) for ours, theirs in pairs):
+        return None  # srun speaks this protocol too, and says more by itself
+    return make_identity(
+        environ, MPICH, lambda: _known(_first_of_slurm(environ), "MPICH"), "MPICH says"
+    )
+
+
+def slurm(environ: Environ) -> Identity | None:
+    """A task of a step; a batch script and a shell inside an allocation are none."""
+    if not (environ.get("SLURM_JOB_ID") and environ.get("SLURM_STEP_NODELIST")):
+        return None
+    count = environ.get(SLURM.num_processes) or environ.get("SLURM_NTASKS", "")
+    if environ.get("SLURM_HET_SIZE", "1") != "1":
+        count = _count_components(environ, count)
+    told = {**environ, SLURM.num_processes: count, SLURM.num_local: _local_tasks(environ)}
+    return make_identity(
+        told, SLURM, lambda: _known(_first_of_slurm(environ), "Slurm"), "Slurm says"
+    )
+
+
+def kubernetes(environ: Environ) -> Identity | None:
+    """A pod of an Indexed Job, which knows its index; the manifest has to say how many there are.
+
+    The first pod is where this one is, with the index 0: `job-0.a.b` for `job-3.a.b`.
+    """
+    index = environ.get("JOB_COMPLETION_INDEX")
+    if not index or not environ.get(COUNT):
+        return None  # an array of jobs of one process each
+    names = Names(COUNT, "JOB_COMPLETION_INDEX")
+
+    def address() -> str:
+        host, _, domain = socket.getfqdn().partition(".")
+        first = f"{host.removesuffix(f'-{index}')}-0.{domain}"
+        is_known = domain and host.endswith(f"-{index}")
+        return _known(f"{first}:{KUBERNETES_PORT}" if is_known else None, "Kubernetes")
+
+    return make_identity(environ, names, address, "an Indexed Job says")
+
+
+def first_host(nodes: str) -> str:
+    """First of Slurm's list of hosts: `n003` of `n[003-010,12],m1`."""
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", nodes).partition(",")[0]
+
+
+def _known(address: str | None, scheduler: str) -> str:
+    if address is None:
+        raise ConfigError(
+            f"{scheduler} does not say where process 0 is: set {ADDRESS} to host:port on the host "
+            "of process 0, for all processes."
+        )
+    return address
+
+
+def _first_of_slurm(environ: Environ) -> str | None:
+    """Where the first task of a step is, and a port of its own for each step."""
+    lists = ["SLURM_JOB_NODELIST_HET_GROUP_0", "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"]
+    step = environ.get("SLURM_STEP_ID", "")
+    if environ.get(OPEN_MPI.num_processes) or environ.get(MPICH.num_processes):
+        del lists[1]  # of the daemons of mpirun, which may leave out the first host
+        step = ""
+    nodes = next((environ[name] for name in lists if environ.get(name)), None)
+    if nodes is None or not environ.get("SLURM_JOB_ID"):
+        return None
+    return f"{first_host(nodes)}:{port_of('.'.join((environ['SLURM_JOB_ID'], step)))}"
+
+
+def _local_tasks(environ: Environ) -> str:
+    """Tasks of the step on this host: of `2(x3),1`, by the number of the host."""
+    told = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "")
+    counts: list[str] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", told):
+        counts += [count] * int(times or 1)
+    node = environ.get("SLURM_NODEID", "0")
+    return counts[int(node)] if node.isdecimal() and int(node) < len(counts) else ""
+
+
+def _count_components(environ: Environ, count: str) -> str:
+    """Tasks of a step of a heterogeneous job, which may know those of its own component only."""
+    count, process_id = environ.get(COUNT) or count, environ.get(SLURM.process_id, "")
+    if process_id.isdecimal() and count.isdecimal() and int(process_id) >= int(count):
+        raise ConfigError(
+            f"{SLURM.process_id}={process_id} in a heterogeneous job, of which this step knows "
+            f"{count} tasks. Set {COUNT} to the tasks of all its components."
+        )
+    return count

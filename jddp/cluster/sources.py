@@ -1,0 +1,181 @@
+"""Who can say which process of a job this is: one small function for each, asked in their order.
+
+Each reads the environment and nothing else, and says None where it has nothing to do with this
+process. JAX's own detection is not asked: it takes a notebook inside a Slurm allocation for a job,
+and Open MPI's launcher for the first process.
+
+MPI is asked before Slurm, since `mpirun` inside an allocation starts its daemons as a step of
+Slurm, whose numbers its processes inherit.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from jddp.cluster.identity import (
+    COUNT,
+    ID,
+    VARIABLES,
+    HalfSetError,
+    Identity,
+    Names,
+    check_address,
+    make_identity,
+    port_of,
+    read_numbers,
+    require,
+)
+from jddp.cluster.schedulers import kubernetes, mpich, open_mpi, slurm
+from jddp.errors import ConfigError
+
+Environ = Mapping[str, str]
+ARGUMENTS = ("coordinator", "num_processes", "process_id")
+LAUNCHED = "JDDP_LAUNCHED"  # by jddp.launch: its variables are JAX's, whatever is around it
+TORCHRUN = Names("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK")
+
+
+def resolve_identity(
+    environ: Environ = os.environ,
+    *,
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    is_interactive: bool | None = None,
+) -> Identity:
+    """Finds out which process of which job this is.
+
+    The three arguments win over everything. Then, the first that has something to say: jddp's own
+    launcher, JAX's variables, torchrun's, Open MPI's, MPICH's, a step of Slurm, an Indexed Job of
+    Kubernetes. Where nobody has, this process is alone.
+
+    Args:
+      environ: The environment.
+      coordinator: host:port of process 0.
+      num_processes: Of the job.
+      process_id: Of this one.
+      is_interactive: Whether somebody types here, as in a notebook: then no scheduler is asked.
+        Found out by itself if None.
+
+    Raises:
+      ConfigError: If somebody says only a part, something that is out of its range, or something
+        else than another.
+    """
+    given = (coordinator, num_processes, process_id)
+    if None not in given:
+        told = dict(zip(ARGUMENTS, map(str, given), strict=True))
+        found = _of_three(told, ARGUMENTS)
+        return replace(found, source="the arguments say")
+    overlay = {n: str(x) for n, x in zip(VARIABLES, given, strict=True) if x is not None}
+    environ = {**environ, **overlay}
+    if is_interactive is None:
+        is_interactive = _is_interactive(environ)
+    half_set = None
+    for source in SOURCES[:3] if is_interactive else SOURCES:
+        try:
+            identity = source(environ)
+        except HalfSetError as error:
+            half_set = half_set or error
+            continue
+        if identity is not None:
+            _refuse_contradiction(identity, environ)
+            return identity
+    if half_set is not None:
+        raise half_set
+    return Identity(source=_alone(environ))
+
+
+def jddp_launch(environ: Environ) -> Identity | None:
+    """A worker of `python -m jddp.launch`, which has split the devices already."""
+    if not environ.get(LAUNCHED):
+        return None
+    return replace(_of_three(environ, VARIABLES), source="jddp.launch says")
+
+
+def jax_variables(environ: Environ) -> Identity | None:
+    """The three variables, of which JAX itself reads one; Kubeflow's JAX runtime sets them."""
+    if not any(environ.get(name) for name in VARIABLES):
+        return None
+    found = _of_three(environ, VARIABLES)
+    for source in SOURCES[2:]:
+        _refuse_other_numbers(found, source, environ)
+    return replace(found, source=f"{COUNT} says")
+
+
+def torchrun(environ: Environ) -> Identity | None:
+    """The variables of torchrun, and of whoever sets the same.
+
+    torchrun itself listens on MASTER_PORT, and keeps to it over restarts.
+    """
+    if environ.get("WORLD_SIZE", "1") == "1" and not environ.get("RANK"):
+        return None
+    require(environ, ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
+    port = environ["MASTER_PORT"]
+    if environ.get("TORCHELASTIC_RUN_ID"):
+        run = [environ.get(f"TORCHELASTIC_{x}", "") for x in ("RUN_ID", "RESTART_COUNT")]
+        port = str(port_of("/".join([port, *run])))
+    address = check_address(f"{environ['MASTER_ADDR']}:{port}", "MASTER_ADDR:MASTER_PORT")
+    return make_identity(environ, TORCHRUN, lambda: address, "torchrun says")
+
+
+SOURCES: tuple[Callable[[Environ], Identity | None], ...] = (
+    jddp_launch,
+    jax_variables,
+    torchrun,
+    open_mpi,
+    mpich,
+    slurm,
+    kubernetes,
+)
+
+
+def _of_three(environ: Environ, names: tuple[str, ...]) -> Identity:
+    require(environ, names)
+    address, *numbers = names
+    check_address(environ[address], address)
+    return Identity(environ[address], *read_numbers(environ, Names(*numbers)))
+
+
+def _refuse_other_numbers(
+    found: Identity, source: Callable[[Environ], Identity | None], environ: Environ
+) -> None:
+    """Refuses numbers of JAX's variables that cannot be meant for the processes there are.
+
+    A job may have more processes than its scheduler has tasks, if each task starts several; but it
+    cannot have fewer, and of as many each has its own number.
+    """
+    others = {name: value for name, value in environ.items() if name not in (COUNT, ID)}
+    try:
+        other = source(others)
+    except ConfigError:
+        return
+    if other is None or other.num_processes == 1:
+        return
+    is_other = other.num_processes == found.num_processes and other.process_id != found.process_id
+    if is_other or other.num_processes > found.num_processes:
+        raise ConfigError(
+            f"{COUNT}={found.num_processes} and {ID}={found.process_id}, but {other.source} that "
+            f"this is process {other.process_id} of {other.num_processes}. Unset {COUNT} and {ID}, "
+            "or give each process its own."
+        )
+
+
+def _refuse_contradiction(found: Identity, environ: Environ) -> None:
+    """Refuses what JAX's variables say, in part, of a process that another has told about."""
+    told = {COUNT: found.num_processes, ID: found.process_id}
+    for name, number in told.items():
+        if environ.get(name) and environ[name] != str(number):
+            raise ConfigError(
+                f"{name}={environ[name]}, but {found.source} {number}. Unset {name}, or start as "
+                "many processes as it says."
+            )
+
+
+def _is_interactive(environ: Environ) -> bool:
+    """Whether somebody types here: at a prompt, in a notebook, in the shell of `srun --pty`."""
+    at_prompt = hasattr(sys, "ps1") or "ipykernel" in sys.modules
+    return at_prompt or (bool(environ.get("SLURM_PTY_PORT")) and os.isatty(0))
+
+
+def _alone(environ: Environ) -> str:
+    return "Slurm started no step of several tasks" if environ.get("SLURM_JOB_ID") else ""

@@ -1,0 +1,277 @@
+"""What each scheduler's environment makes of a process, and what of it is refused."""
+
+import socket
+
+import pytest
+
+from jddp.cluster import Identity, resolve_identity
+from jddp.cluster.identity import FIRST_PORT, NUM_PORTS, port_of
+from jddp.cluster.schedulers import first_host
+from jddp.errors import ConfigError
+
+JAX = {
+    "JAX_COORDINATOR_ADDRESS": "a:1",
+    "JAX_NUM_PROCESSES": "4",
+    "JAX_PROCESS_ID": "3",
+}
+LAUNCHED = JAX | {"JDDP_LAUNCHED": "1"}
+TORCHRUN = {
+    "MASTER_ADDR": "b",
+    "MASTER_PORT": "29500",
+    "WORLD_SIZE": "4",
+    "RANK": "3",
+    "LOCAL_WORLD_SIZE": "2",
+    "LOCAL_RANK": "1",
+}
+ALLOCATION = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NODELIST": "n[1-4]",
+    "SLURM_NTASKS": "4",
+    "SLURM_TASKS_PER_NODE": "2(x2)",
+}
+BATCH = ALLOCATION | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+STEP = ALLOCATION | {
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "n[2-3]",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_PROCID": "3",
+    "SLURM_NODEID": "1",
+    "SLURM_LOCALID": "1",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+}
+OPEN_MPI_4 = OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.0.0.1,10.1.0.1:34911"}
+OPEN_MPI_5 = OPEN_MPI | {"PMIX_NAMESPACE": "prterun-login-1-4242@1"}
+MPICH = {
+    "PMI_SIZE": "4",
+    "PMI_RANK": "3",
+    "MPI_LOCALNRANKS": "2",
+    "MPI_LOCALRANKID": "1",
+}
+INDEXED = {"JOB_COMPLETION_INDEX": "3", "JAX_NUM_PROCESSES": "4"}
+SEVERAL = {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
+ADDRESS = {"JAX_COORDINATOR_ADDRESS": "z:9"}
+ELASTIC = {"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": "1"}
+
+
+def resolve(environ, **given):
+    return resolve_identity(environ, is_interactive=False, **given)
+
+
+@pytest.fixture(autouse=True)
+def pod(monkeypatch):
+    """This host is the last pod of an Indexed Job."""
+    monkeypatch.setattr(socket, "getfqdn", lambda: "job-3.pods.space.svc.cluster.local")
+
+
+@pytest.mark.parametrize(
+    "environ, coordinator, source",
+    [
+        (LAUNCHED, "a:1", "jddp.launch"),
+        (JAX, "a:1", "JAX_NUM_PROCESSES"),
+        (TORCHRUN, "b:29500", "torchrun"),
+        (TORCHRUN | ELASTIC, f"b:{port_of('29500/x/1')}", "torchrun"),
+        (OPEN_MPI_4, f"10.0.0.1:{port_of('1531576320')}", "Open MPI"),
+        (OPEN_MPI_4 | SEVERAL, f"127.0.0.1:{port_of('1531576320')}", "Open MPI"),
+        (OPEN_MPI_5, f"login-1:{port_of('prterun-login-1-4242@1')}", "Open MPI"),
+        (OPEN_MPI_5 | STEP, f"n1:{port_of('7.')}", "Open MPI"),  # its daemons are a step
+        (OPEN_MPI | ADDRESS, "z:9", "Open MPI"),
+        (MPICH | ADDRESS, "z:9", "MPICH"),
+        (MPICH | ALLOCATION, f"n1:{port_of('7.')}", "MPICH"),
+        (STEP, f"n2:{port_of('7.0')}", "Slurm"),
+        (STEP | {"PMI_SIZE": "4", "PMI_RANK": "3"}, f"n1:{port_of('7.')}", "Slurm"),
+        (STEP | ADDRESS, "z:9", "Slurm"),
+        (INDEXED, "job-0.pods.space.svc.cluster.local:8476", "an Indexed Job"),
+        (INDEXED | ADDRESS, "z:9", "an Indexed Job"),
+    ],
+)
+def test_each_source_tells_who_this_is(environ, coordinator, source):
+    identity = resolve(environ)
+    assert (identity.coordinator, identity.num_processes, identity.process_id) == (
+        coordinator,
+        4,
+        3,
+    )
+    told = str(identity)
+    assert told.startswith(f"4 processes, as {source} says; process 3; coordinator {coordinator};")
+    assert "\n" not in told
+
+
+def test_the_first_source_that_speaks_wins():
+    every = STEP | OPEN_MPI_5 | TORCHRUN | LAUNCHED
+    assert resolve(every, coordinator="c:5", num_processes=9, process_id=8) == Identity("c:5", 9, 8)
+    assert "the arguments say" in str(
+        resolve(every, coordinator="c:5", num_processes=9, process_id=8)
+    )
+    for environ, source in [
+        (every, "jddp.launch"),
+        (STEP | OPEN_MPI_5 | TORCHRUN | JAX, "JAX_NUM_PROCESSES"),
+        (STEP | OPEN_MPI_5 | TORCHRUN, "torchrun"),
+        (STEP | OPEN_MPI_5, "Open MPI"),
+    ]:
+        assert f"as {source} says" in str(resolve(environ))
+
+
+def test_arguments_complete_what_the_environment_says():
+    assert resolve(STEP, coordinator="c:5").coordinator == "c:5"
+    assert resolve({"JAX_NUM_PROCESSES": "2"}, coordinator="c:5", process_id=1) == Identity(
+        "c:5", 2, 1
+    )
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        ALLOCATION,
+        BATCH,
+        STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
+        TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0"},
+        {"MASTER_ADDR": "b", "MASTER_PORT": "1"},
+        {"WORLD_SIZE": "1"},
+        OPEN_MPI_5 | {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"},
+        MPICH | {"PMI_SIZE": "1", "PMI_RANK": "0"},
+        {"JOB_COMPLETION_INDEX": "3"},  # an array of jobs
+        {"KUBERNETES_SERVICE_HOST": "10.0.0.1"},
+    ],
+)
+def test_one_task_is_alone_whatever_is_around_it(environ):
+    assert resolve(environ) == Identity()
+
+
+def test_in_a_notebook_no_scheduler_is_asked():
+    for environ in (STEP, OPEN_MPI_5, MPICH, INDEXED | ADDRESS | {"JAX_NUM_PROCESSES": ""}):
+        environ.pop("JAX_COORDINATOR_ADDRESS", None)
+        assert resolve_identity(environ, is_interactive=True) == Identity()
+    assert resolve_identity(JAX, is_interactive=True).num_processes == 4
+
+
+def test_a_shell_of_srun_is_a_notebook_and_the_tasks_it_starts_are_not(monkeypatch):
+    shell = STEP | {"SLURM_PTY_PORT": "1"}
+    monkeypatch.setattr("os.isatty", lambda _: True)
+    assert resolve_identity(shell) == Identity()
+    monkeypatch.setattr("os.isatty", lambda _: False)
+    assert resolve_identity(shell).num_processes == 4
+
+
+def test_what_a_torch_script_sets_for_all_tasks_of_slurm_does_no_harm():
+    shared = {name: TORCHRUN[name] for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")}
+    assert "Slurm says" in str(resolve(STEP | shared))
+
+
+def test_a_job_may_have_more_processes_than_its_scheduler_has_tasks():
+    assert resolve(STEP | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"} | JAX) == Identity(
+        "a:1", 4, 3
+    )
+
+
+@pytest.mark.parametrize(
+    "nodes, first",
+    [
+        ("n1", "n1"),
+        ("n1,n2", "n1"),
+        ("n[1-4]", "n1"),
+        ("node-[003-010,12],m1", "node-003"),
+        ("a[1-2]b[07-08]", "a1b07"),
+        ("login,n[2-4]", "login"),
+        ("gpu-a.b.c", "gpu-a.b.c"),
+    ],
+)
+def test_the_first_host_of_a_list_is_found(nodes, first):
+    assert first_host(nodes) == first
+
+
+def test_jobs_and_steps_have_ports_of_their_own_which_linux_does_not_hand_out():
+    ports = [resolve(STEP | {"SLURM_STEP_ID": str(step)}).coordinator for step in range(20)]
+    ports += [resolve(STEP | {"SLURM_JOB_ID": str(job)}).coordinator for job in range(8, 28)]
+    assert len(set(ports)) >= 39
+    assert all(FIRST_PORT <= port_of(str(job)) < FIRST_PORT + NUM_PORTS for job in range(1000))
+    assert FIRST_PORT + NUM_PORTS == 2**16
+
+
+GPUS = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+
+
+@pytest.mark.parametrize(
+    "environ, ids",
+    [
+        (STEP, (1,)),
+        (TORCHRUN, (1,)),
+        (OPEN_MPI_5, (1,)),
+        (MPICH | ADDRESS, (1,)),
+        (STEP | GPUS, (2, 3)),  # two tasks on this host share four
+        (STEP | {"CUDA_VISIBLE_DEVICES": "0,1"}, (1,)),
+        (STEP | {"CUDA_VISIBLE_DEVICES": "2"}, None),  # cut already
+        (STEP | GPUS | {"SLURM_GPUS_PER_TASK": "4"}, None),
+        (STEP | {"JAX_LOCAL_DEVICE_IDS": "0,1"}, None),
+        (STEP | GPUS | {"JAX_PLATFORMS": "cpu"}, None),
+        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "1(x4)", "SLURM_LOCALID": "0"}, None),
+        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "3,1", "SLURM_LOCALID": "0"}, None),
+        (JAX, None),
+        (INDEXED, None),
+    ],
+)
+def test_processes_of_a_host_share_its_devices(environ, ids):
+    identity = resolve(environ)
+    assert identity.local_device_ids == ids
+    assert ("every local device" in str(identity)) == (ids is None)
+
+
+HET = STEP | {"SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST_HET_GROUP_0": "big[1-2]"}
+
+
+def test_a_heterogeneous_job_meets_at_the_first_host_of_its_first_component():
+    assert resolve(HET).coordinator == f"big1:{port_of('7.0')}"
+    told = HET | {"SLURM_STEP_NUM_TASKS": "2", "JAX_NUM_PROCESSES": "4"}
+    assert resolve(told) == resolve(HET)
+
+
+@pytest.mark.parametrize(
+    "environ, told",
+    [
+        (HET | {"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_PROCID=3.*knows 2 tasks. Set JAX_NUM_PRO"),
+        (STEP | {"SLURM_PROCID": "4"}, "SLURM_PROCID=4 must be below SLURM_STEP_NUM_TASKS=4"),
+        (STEP | {"SLURM_PROCID": "x"}, "SLURM_PROCID='x' must be numbers"),
+        (STEP | {"SLURM_PROCID": ""}, "SLURM_STEP_NUM_TASKS set but SLURM_PROCID not"),
+        (
+            STEP | {"CUDA_VISIBLE_DEVICES": "0,1", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"},
+            "PER_NODE=4 processes on this host, and CUDA_VISIBLE_DEVICES=0,1 for them",
+        ),
+        (TORCHRUN | {"RANK": "7"}, "RANK=7 must be below WORLD_SIZE=4"),
+        (TORCHRUN | {"MASTER_PORT": "http"}, "MASTER_ADDR:MASTER_PORT='b:http' must be host:port"),
+        (TORCHRUN | {"RANK": ""}, "set but RANK not"),
+        ({"RANK": "1"}, "RANK set but MASTER_ADDR, MASTER_PORT, WORLD_SIZE not"),
+        (OPEN_MPI_5 | {"OMPI_COMM_WORLD_RANK": ""}, "SIZE set but OMPI_COMM_WORLD_RANK not"),
+        (OPEN_MPI, "Open MPI does not say where process 0 is: set JAX_COORDINATOR_ADDRESS"),
+        (MPICH, "MPICH does not say where process 0 is: set JAX_COORDINATOR_ADDRESS"),
+        (MPICH | {"JAX_COORDINATOR_ADDRESS": "z"}, "JAX_COORDINATOR_ADDRESS='z' must be host:"),
+        (INDEXED | {"JAX_NUM_PROCESSES": "3"}, "JOB_COMPLETION_INDEX=3 must be below"),
+        (STEP | {"JAX_NUM_PROCESSES": "8"}, "JAX_NUM_PROCESSES=8, but Slurm says 4"),
+        (OPEN_MPI_4 | {"JAX_PROCESS_ID": "0"}, "JAX_PROCESS_ID=0, but Open MPI says 3"),
+        (STEP | JAX | {"JAX_PROCESS_ID": "0"}, "JAX_PROCESS_ID=0, but Slurm says .* 3 of 4"),
+        (STEP | JAX | {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}, "but Slurm says"),
+        (TORCHRUN | JAX | {"JAX_PROCESS_ID": "0"}, "but torchrun says that this is process 3 of 4"),
+        (BATCH | {"JAX_NUM_PROCESSES": "4"}, "JAX_NUM_PROCESSES set but JAX_COORDINATOR_ADDRESS"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_variables_and_values(environ, told):
+    with pytest.raises(ConfigError, match=told) as caught:
+        resolve(environ)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_pod_without_a_name_in_the_network_asks_for_an_address(monkeypatch):
+    monkeypatch.setattr(socket, "getfqdn", lambda: "job-3")
+    with pytest.raises(ConfigError, match="Kubernetes does not say .* set JAX_COORDINATOR_ADDRESS"):
+        resolve(INDEXED)
+
+
+def test_wrong_arguments_are_refused_by_their_names():
+    with pytest.raises(ConfigError, match="process_id=4 must be below num_processes=4"):
+        resolve({}, coordinator="c:5", num_processes=4, process_id=4)
+    with pytest.raises(ConfigError, match="coordinator='c' must be host:port"):
+        resolve({}, coordinator="c", num_processes=4, process_id=0)
