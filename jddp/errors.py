@@ -26,6 +26,12 @@ class DataError(Error):
     exit_code = 65
 
 
+class CoordinatorError(Error):
+    """The processes of a job cannot meet: an address that is wrong, taken or out of reach."""
+
+    exit_code = 69
+
+
 class FileSystemError(Error):
     """A directory or file cannot be read or written."""
 

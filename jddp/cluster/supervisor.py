@@ -1,0 +1,207 @@
+"""Watch a group of processes: who failed first, and is it worth another start?
+
+All are ended when one fails, and all are started again, with the same command: a job of jddp goes
+on from its last checkpoint. What would fail again is not tried again: a mistake in config, code or
+data, numbers that are not finite, and whatever fails twice running in the same words within a
+minute. Nor is a job that a signal has stopped.
+"""
+
+import itertools
+import re
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from jddp.cluster.spawn import POLL_SECONDS, Group, Worker
+from jddp.cluster.workers import Launch
+
+PREEMPTED, ANOTHER_FAILED = 75, 81
+# A config, data, memory, a disagreement, numbers: the same again would end the same.
+DETERMINISTIC = {2, 65, 77, 78, 80}
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# Ends that may only be the consequence of another's: said by jddp, or JAX's abort.
+_CONSEQUENCES = {ANOTHER_FAILED, -signal.SIGABRT}
+_MOMENT = 2.0  # seconds in which others fail too, and processes of jddp leave by themselves
+_SAVE_SECONDS = 600.0  # which the others may need to save, where one has stopped in good order
+_SOON = 60.0  # seconds
+_LONGEST_PAUSE = 60.0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The first that went wrong in an attempt.
+
+    Attributes:
+      process_id: Which process.
+      code: That the launcher returns; 128 and a signal's number for a signal.
+      how: It ended, in words.
+      seconds: That it ran.
+      words: The end of its standard error.
+    """
+
+    process_id: int
+    code: int
+    how: str
+    seconds: float
+    words: str
+
+    def repeats(self, other: "Failure | None") -> bool:
+        """Whether this is what another attempt ended with, both times at once."""
+        if other is None or max(self.seconds, other.seconds) > _SOON or self.code > 128:
+            return False
+        return self.code == other.code and self._headline() == other._headline()
+
+    def _headline(self) -> str:
+        return self.words.rpartition("\n")[2]
+
+
+class Supervisor:
+    """Runs a launch to its end.
+
+    Args:
+      launch: What to start.
+      max_restarts: How often to start all again.
+      grace_seconds: From asking a process to end until it is killed.
+      pause_seconds: Before the first restart; twice as long before each further one.
+    """
+
+    def __init__(
+        self,
+        launch: Launch,
+        *,
+        max_restarts: int = 0,
+        grace_seconds: float = 10.0,
+        pause_seconds: float = 1.0,
+    ):
+        self._launch = launch
+        self._max_restarts = max_restarts
+        self._grace_seconds = grace_seconds
+        self._pause_seconds = pause_seconds
+        self._signals: list[int] = []
+        self._num_forwarded = 0
+
+    def run(self) -> int:
+        """Starts, watches and restarts; returns the exit code of the first failure, or 0."""
+        before: dict[int, Any] = {x: signal.signal(x, self._take_signal) for x in _SIGNALS}
+        try:
+            return self._run()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _run(self) -> int:
+        last: Failure | None = None
+        for attempt in itertools.count():
+            failure = self._attempt(attempt)
+            if failure is None:
+                return 0
+            if failure.code != PREEMPTED:
+                self._report(failure)
+            if not self._starts_again(failure, last, attempt):
+                return failure.code
+            last = failure
+        raise AssertionError
+
+    def _starts_again(self, failure: Failure, last: Failure | None, attempt: int) -> bool:
+        """Says whether all are started again, after a pause, or why not."""
+        if not self._max_restarts:
+            return False
+        reason = self._reason_to_stop(failure, last, attempt)
+        if reason is not None:
+            _say(f"not restarted: {reason}")
+            return False
+        pause = min(self._pause_seconds * 2**attempt, _LONGEST_PAUSE)
+        _say(f"restart {attempt + 1} of {self._max_restarts} in {pause:g} s")
+        return self._pause(pause)
+
+    def _attempt(self, attempt: int) -> Failure | None:
+        group = Group(self._launch, attempt)
+        if attempt == 0:
+            _say(f"{len(group.workers)} processes; all they say is in {self._launch.logs}")
+        try:
+            return self._watch(group)
+        finally:
+            group.end(moment_seconds=0.0, grace_seconds=0.0)
+
+    def _watch(self, group: Group) -> Failure | None:
+        """Waits for the first failure, and ends the group."""
+        while group.num_running() and not group.failed():
+            if self._forward(group) > 1:
+                break
+            time.sleep(POLL_SECONDS)
+            group.look()
+        if group.failed() and all(worker.code in _CONSEQUENCES for worker in group.failed()):
+            group.wait(_MOMENT)  # for the one that it is the consequence of
+        in_order = {worker.code for worker in group.failed()} == {PREEMPTED}
+        if in_order or self._signals:
+            self._wait_until_saved(group)
+        group.end(moment_seconds=_MOMENT, grace_seconds=self._grace_seconds)
+        failed = group.failed()
+        if not failed:
+            return None
+        return _describe(min(failed, key=lambda worker: worker.code in _CONSEQUENCES))
+
+    def _wait_until_saved(self, group: Group) -> None:
+        until = time.monotonic() + _SAVE_SECONDS
+        while self._forward(group) < 2 and time.monotonic() < until:
+            if group.wait(POLL_SECONDS):
+                return
+
+    def _forward(self, group: Group) -> int:
+        """Hands on the signals that have come; returns how many there were."""
+        while self._num_forwarded < len(self._signals):
+            group.signal(self._signals[self._num_forwarded])
+            self._num_forwarded += 1
+        return self._num_forwarded
+
+    def _take_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signals.append(number)
+
+    def _reason_to_stop(self, failure: Failure, last: Failure | None, attempt: int) -> str | None:
+        if self._signals:
+            return f"{signal.Signals(self._signals[0]).name} has stopped the job"
+        if failure.code == PREEMPTED:
+            return "it was stopped in good order"
+        if failure.code in DETERMINISTIC:
+            return f"exit code {failure.code} would come again"
+        if failure.repeats(last):
+            return "the same failure at once, twice"
+        if attempt == self._max_restarts:
+            return f"{attempt} restarts were allowed"
+        return None
+
+    def _report(self, failure: Failure) -> None:
+        log = self._launch.logs / f"process_{failure.process_id}.log"
+        _say(
+            f"process {failure.process_id} failed first, with {failure.how}, after "
+            f"{failure.seconds:.1f} s. Everything it said is in {log}."
+        )
+        for line in failure.words.splitlines():
+            print(f"    {line}", file=sys.stderr)
+
+    def _pause(self, seconds: float) -> bool:
+        """Waits, unless a signal comes; says whether none did."""
+        until = time.monotonic() + seconds
+        while not self._signals and time.monotonic() < until:
+            time.sleep(POLL_SECONDS)
+        return not self._signals
+
+
+def _describe(worker: Worker) -> Failure:
+    code, words = worker.code or 0, worker.output.last_words()
+    how = f"exit code {code}"
+    if code < 0:
+        how, code = f"signal {signal.Signals(-code).name}", 128 - code
+        if how.endswith("SIGKILL"):
+            how += " (if nobody sent it, the machine was out of memory)"
+    told = re.search(r"process \d+ on \S+ failed first, with exit code (\d+)", words)
+    if code == ANOTHER_FAILED and told:
+        code, how = int(told[1]), f"{how}: on another node, a process failed with {told[1]}"
+    return Failure(worker.process_id, code, how, worker.seconds, words)
+
+
+def _say(text: str) -> None:
+    print(f"jddp: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,146 @@
+"""`python -m jddp.launch --num-processes N ... -m package.module`: many processes, one command.
+
+Starts a program once for each process of a job on this machine, tells each who it is, shows what
+they say, and ends and restarts them together. What it starts may be any program that joins the job
+by `jax.distributed` as jddp does, or by JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
+JAX_PROCESS_ID.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from jddp.cluster.identity import check_address
+from jddp.cluster.supervisor import Supervisor
+from jddp.cluster.workers import Launch
+from jddp.door import Parser, enter
+from jddp.errors import UsageError
+
+EXAMPLES = """\
+examples:
+  python -m jddp.launch --num-processes 2 -m jddp.train --config gpt_stdlib
+  python -m jddp.launch --num-processes 4 --max-restarts 3 my_script.py --my-argument 1
+  python -m jddp.launch --num-processes 8 --num-nodes 2 --node-rank 0 --coordinator node-0:1234 \\
+      -m jddp.train      # on the other node the same, with --node-rank 1
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code of the first process that failed, or 0."""
+    return enter(lambda: _run(_parser().parse_args(argv)))
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    launch = plan_launch(arguments)
+    return Supervisor(
+        launch,
+        max_restarts=arguments.max_restarts,
+        grace_seconds=arguments.grace_seconds,
+    ).run()
+
+
+def plan_launch(arguments: argparse.Namespace) -> Launch:
+    """What the arguments ask for.
+
+    Raises:
+      ConfigError: If the coordinator is not host:port.
+      UsageError: If they do not go together.
+    """
+    coordinator = _coordinator(arguments)
+    if arguments.num_nodes > 1 and (coordinator is None or arguments.node_rank is None):
+        raise UsageError(
+            f"--num-nodes {arguments.num_nodes} needs --coordinator host:port, of node 0, and "
+            "--node-rank, another on each node."
+        )
+    node_rank = arguments.node_rank or 0
+    if node_rank >= arguments.num_nodes:
+        raise UsageError(
+            f"--node-rank {node_rank} must be below --num-nodes {arguments.num_nodes}: it counts "
+            "from 0."
+        )
+    logs = arguments.logs or Path("logs", f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
+    return Launch(
+        command=_command(arguments),
+        num_processes=arguments.num_processes,
+        num_nodes=arguments.num_nodes,
+        node_rank=node_rank,
+        coordinator=coordinator,
+        devices_per_process=arguments.devices_per_process,
+        logs=logs,
+    )
+
+
+def _command(arguments: argparse.Namespace) -> tuple[str, ...]:
+    if arguments.module:
+        return ("-m", *arguments.module)
+    if not arguments.script:
+        raise UsageError("nothing to start: end with -m package.module, or with script.py.")
+    script = arguments.script[0]
+    if not Path(script).is_file():
+        raise UsageError(f"there is no script {script!r}. Options of the launcher stand before it.")
+    return tuple(arguments.script)
+
+
+def _coordinator(arguments: argparse.Namespace) -> str | None:
+    host, port = arguments.master_addr, arguments.master_port
+    if arguments.coordinator is not None:
+        if host is not None or port is not None:
+            raise UsageError("--coordinator says what --master-addr and --master-port say.")
+        return check_address(arguments.coordinator, "--coordinator")
+    if host is None and port is None:
+        return None
+    address = f"{host or '127.0.0.1'}:{port or 29500}"
+    return check_address(address, "--master-addr:--master-port")
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="python -m jddp.launch",
+        usage="%(prog)s --num-processes N [...] (-m package.module | script.py) [arguments]",
+        description="Start a program once for each process of a job.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+    def add(name: str, peer: str = "", **how: object) -> None:
+        peers = (peer, peer.replace("-", "_").replace("__", "--", 1)) if peer else ()
+        how["dest"] = name.removeprefix("--").replace("-", "_")
+        parser.add_argument(*dict.fromkeys((name, *peers)), **how)  # type: ignore[arg-type]
+
+    add("--num-processes", "--nproc-per-node", type=_positive, default=1, help="on this machine")
+    add("--devices-per-process", type=_positive, help="CPU devices of each, or GPUs")
+    add("--max-restarts", "--max-restarts", type=_count, default=0, help="of all together")
+    add("--num-nodes", "--nnodes", type=_positive, default=1, help="machines, each as this one")
+    add("--node-rank", "--node-rank", type=_count, help="which machine this is, from 0")
+    add("--coordinator", help="host:port on node 0; a free port here if it is the only one")
+    add("--master-addr", "--master-addr", help="host of --coordinator")
+    add("--master-port", "--master-port", help="port of --coordinator")
+    add("--logs", type=Path, help="folder for what each process says (logs/DATE-TIME-PID)")
+    add("--grace-seconds", type=float, default=10.0, help="from SIGTERM to SIGKILL (%(default)g)")
+    parser.add_argument(
+        "-m", dest="module", nargs=argparse.REMAINDER, help="a module to run, and its arguments"
+    )
+    parser.add_argument(
+        "script", nargs=argparse.REMAINDER, help="a script to run, and its arguments"
+    )
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return int(text)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 up")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

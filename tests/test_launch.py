@@ -1,0 +1,399 @@
+"""The launcher starts processes, says who failed first, restarts them, and leaves none behind."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import jddp
+from jddp.cluster import resolve_identity
+from jddp.cluster.workers import LOCAL, Launch, split_gpus, worker_environments
+from jddp.errors import ConfigError, CoordinatorError
+from jddp.launch import main
+
+REPOSITORY = Path(jddp.__file__).parents[1]
+SECONDS = 60  # for what takes a few
+# A program without JAX: what the launcher does is the same to it.
+PROGRAM = """
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+me = os.environ["JAX_PROCESS_ID"]
+Path(f"pid-{me}").write_text(str(os.getpid()))
+
+
+def is_told(what):
+    return f"{what}-{me}" in sys.argv
+
+
+print("here is", me, "of", os.environ["JAX_NUM_PROCESSES"], sys.argv[1:])
+if is_told("ignore"):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    Path(f"ignores-{me}").touch()
+with open("attempts-" + me, "a") as attempts:
+    attempts.write(" ".join(os.environ[x] for x in ("JAX_COORDINATOR_ADDRESS", "JDDP_JOB")) + "\\n")
+for argument in sys.argv:
+    if argument.startswith("exit:") and argument.endswith("-" + me):
+        sys.exit(int(argument[5 : -1 - len(me)]))
+if is_told("speak"):
+    print("x" * 100_000)
+    sys.stdout.write("no end of a line")
+    sys.stdout.flush()
+if is_told("once") and not Path("done").exists():
+    Path("done").touch()
+    sys.exit(1)
+if is_told("raise"):
+    raise RuntimeError("a bug in " + me)
+if is_told("kill"):
+    os.kill(os.getpid(), signal.SIGKILL)
+if is_told("child"):
+    os.fork()
+    Path(f"child-{me}-{os.getpid()}").touch()
+if "stay" in sys.argv or is_told("stay"):
+    Path(f"stays-{me}").touch()
+    time.sleep(100)
+"""
+
+
+class Launched:
+    """`python -m jddp.launch` in a folder; ended with the block, by force if need be."""
+
+    def __init__(self, folder, *arguments, **variables):
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
+        kept |= {"PYTHONPATH": f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'tests'}"}
+        self.folder = folder
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "jddp.launch", "--logs", "logs", *map(str, arguments)],
+            cwd=folder,
+            env=kept | {"JAX_PLATFORMS": "cpu"} | variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()  # does nothing to one that has ended
+        self.process.communicate()
+
+    def end(self):
+        """Waits for its end; returns its exit code."""
+        self.out, self.err = self.process.communicate(timeout=SECONDS)
+        return self.process.returncode
+
+    def wait_for(self, *names):
+        """Waits until a program has made files of these names, with what is meant to be in them."""
+        until = time.monotonic() + SECONDS
+        while not all((self.folder / name).exists() for name in names):
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < until
+            time.sleep(0.005)
+
+    def log(self, process):
+        return (self.folder / "logs" / f"process_{process}.log").read_text()
+
+
+def launch(folder, *arguments, **variables):
+    """Runs one to its end."""
+    with Launched(folder, *arguments, **variables) as launched:
+        launched.code = launched.end()
+    return launched
+
+
+def assert_gone(folder, seconds=5.0):
+    """No process is left of those that have written down their number."""
+    pids = [int(path.read_text()) for path in folder.glob("pid-*")]
+    pids += [int(path.name.split("-")[2]) for path in folder.glob("child-*")]
+    assert pids
+    until = time.monotonic() + seconds
+    while left := [pid for pid in pids if is_alive(pid)]:
+        assert time.monotonic() < until, f"{left} are still there"
+        time.sleep(0.01)
+
+
+def is_alive(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    return tmp_path
+
+
+# What a launch decides before it starts anything.
+
+
+def test_each_process_is_told_who_it_is():
+    launch = Launch(
+        ("x.py",), 2, num_nodes=2, node_rank=1, coordinator="h:1", devices_per_process=3
+    )
+    first, second = worker_environments(launch, 0, {"A": "1"})
+    assert (first["JAX_PROCESS_ID"], second["JAX_PROCESS_ID"]) == ("2", "3")
+    for told in (first, second):
+        assert told["A"] == "1"
+        assert told["JAX_NUM_PROCESSES"] == "4"
+        assert told["JAX_COORDINATOR_ADDRESS"] == "h:1"
+        assert told["JAX_NUM_CPU_DEVICES"] == "3"
+        assert "CUDA_VISIBLE_DEVICES" not in told
+        assert resolve_identity(told).num_processes == 4
+
+
+def test_each_attempt_has_a_port_and_a_word_of_its_own_which_all_nodes_find():
+    def told(node, attempt):
+        launch = Launch(("x.py",), 1, num_nodes=2, node_rank=node, coordinator="127.0.0.1:62000")
+        environ = worker_environments(launch, attempt, {})[0]
+        return environ["JAX_COORDINATOR_ADDRESS"], environ["JDDP_JOB"]
+
+    assert told(0, 0) == told(1, 0)
+    assert told(0, 1) == told(1, 1)
+    assert not set(told(0, 0)) & set(told(0, 1))
+    alone = [worker_environments(Launch(("x.py",), 2), 0, {}) for _ in range(2)]
+    assert len({environ["JDDP_JOB"] for group in alone for environ in group}) == 2
+
+
+@pytest.mark.parametrize(
+    "num_processes, devices, visible, num_there, shares",
+    [
+        (2, None, None, 0, [None, None]),
+        (2, None, None, 4, ["0,1", "2,3"]),
+        (2, None, None, 5, ["0,1", "2,3"]),
+        (2, 1, None, 4, ["0", "1"]),
+        (4, None, "4,5,6,7", 8, ["4", "5", "6", "7"]),
+        (2, None, "GPU-a, GPU-b", 8, ["GPU-a", "GPU-b"]),
+        (1, None, None, 4, ["0,1,2,3"]),
+        (2, None, "", 8, [None, None]),
+        (2, None, "-1", 8, [None, None]),
+    ],
+)
+def test_processes_share_the_gpus_that_are_visible(
+    num_processes, devices, visible, num_there, shares
+):
+    launch = Launch(("x.py",), num_processes, devices_per_process=devices)
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert split_gpus(launch, environ, num_there) == shares
+
+
+@pytest.mark.parametrize("num_processes, devices", [(3, None), (2, 2)])
+def test_more_processes_than_gpus_are_refused_unless_they_are_for_cpus(num_processes, devices):
+    launch = Launch(("x.py",), num_processes, devices_per_process=devices)
+    environ = {"CUDA_VISIBLE_DEVICES": "0,1"}
+    with pytest.raises(ConfigError, match=f"{num_processes} processes with .* 2 are visible: 0,1"):
+        split_gpus(launch, environ, 2)
+    assert split_gpus(launch, environ | {"JAX_PLATFORMS": "cpu"}, 2) == [None] * num_processes
+
+
+def test_a_port_that_is_taken_is_refused_on_the_first_node_alone():
+    with socket.socket() as taken:
+        taken.bind((LOCAL, 0))
+        taken.listen()
+        address = f"{LOCAL}:{taken.getsockname()[1]}"
+        with pytest.raises(CoordinatorError, match="is taken. Choose another") as caught:
+            worker_environments(Launch(("x.py",), 1, coordinator=address), 0, {})
+        other = Launch(("x.py",), 1, num_nodes=2, node_rank=1, coordinator=address)
+        assert worker_environments(other, 0, {})
+    assert caught.value.exit_code == 69
+
+
+@pytest.mark.parametrize(
+    "arguments, told",
+    [
+        ("", "nothing to start: end with -m package.module"),
+        ("-m", "nothing to start"),
+        ("nowhere.py", "there is no script 'nowhere.py'"),
+        ("--num-processes 0 -m x", "'0' is not a positive number"),
+        ("--num-processes two -m x", "'two' is not a positive number"),
+        ("--max-restarts -1 -m x", "--max-restarts"),
+        ("--devices-per-process 0 -m x", "'0' is not a positive number"),
+        ("--num-nodes 2 -m x", "--num-nodes 2 needs --coordinator host:port"),
+        ("--num-nodes 2 --coordinator h:1 -m x", "and --node-rank, another on each node"),
+        ("--num-nodes 2 --node-rank 2 --coordinator h:1 -m x", "--node-rank 2 must be below"),
+        ("--coordinator h -m x", "--coordinator='h' must be host:port"),
+        ("--master-port http -m x", "must be host:port"),
+        ("--coordinator h:1 --master-addr h -m x", "--coordinator says what --master-addr"),
+        ("--proces 2 -m x", "unrecognized arguments: --proces"),
+    ],
+)
+def test_a_mistake_in_the_arguments_is_one_line(capsys, arguments, told):
+    assert main(arguments.split()) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert told in said.err
+    assert said.err.startswith("jddp: ")
+    assert said.err.count("\n") == 1
+
+
+# Real processes of a program without JAX.
+
+
+@pytest.mark.processes
+def test_a_script_and_a_module_are_run_with_their_arguments(folder):
+    for what in (["program.py"], ["-m", "program"]):
+        # An option that the launcher knows too is the program's, behind its name.
+        done = launch(folder, "--num-processes", 2, *what, "--logs", "-m", "x")
+        assert done.code == 0, done.err
+        said = sorted(done.out.splitlines())
+        assert said == [f"[{i}] here is {i} of 2 ['--logs', '-m', 'x']" for i in range(2)]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("number", ["--nproc-per-node", "--nproc_per_node"])
+def test_the_spellings_of_torchrun_are_taken(folder, number):
+    options = [number, 2, "--nnodes", 2, "--node-rank", 1, "--master-addr", LOCAL]
+    done = launch(folder, *options, "--master-port", 1234, "program.py")
+    assert done.code == 0, done.err
+    assert sorted(done.out.splitlines()) == [f"[{i}] here is {i} of 4 []" for i in (2, 3)]
+    assert (folder / "attempts-2").read_text().startswith(f"{LOCAL}:1234 ")
+
+
+@pytest.mark.processes
+def test_the_first_that_fails_is_named_with_its_traceback_and_the_others_end(folder):
+    done = launch(folder, "--num-processes", 3, "program.py", "raise-1", "stay-0", "stay-2")
+    assert done.code == 1
+    headline, *words = done.err[done.err.index("jddp: process") :].splitlines()
+    assert re.match(r"jddp: process 1 failed first, with exit code 1, after .* s. Every", headline)
+    assert words[0] == "    Traceback (most recent call last):"
+    assert words[-1] == "    RuntimeError: a bug in 1"
+    assert "logs/process_1.log" in headline
+    assert "Traceback" in done.log(1)
+    assert done.log(1).rstrip().endswith("RuntimeError: a bug in 1")
+    assert_gone(folder)
+
+
+@pytest.mark.processes
+def test_a_worker_that_is_killed_is_named_with_the_signal(folder):
+    done = launch(folder, "--num-processes", 2, "program.py", "kill-1", "stay-0")
+    assert done.code == 128 + signal.SIGKILL
+    assert "process 1 failed first, with signal SIGKILL (if nobody sent it" in done.err
+    assert_gone(folder)
+
+
+@pytest.mark.processes
+def test_who_says_that_another_failed_first_did_not_fail_first(folder):
+    done = launch(folder, "--num-processes", 2, "program.py", "exit:81-0", "once-1")
+    assert done.code == 1
+    assert "process 1 failed first, with exit code 1" in done.err
+
+
+@pytest.mark.processes
+def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace_with_what_it_started(folder):
+    options = ["--num-processes", 2, "--grace-seconds", 0.2]
+    done = launch(folder, *options, "program.py", "ignore-0", "child-0", "stay-0", "raise-1")
+    assert done.code == 1
+    assert "process 1 failed first" in done.err
+    assert_gone(folder)
+
+
+@pytest.mark.processes
+def test_the_launcher_killed_takes_its_workers_along(folder):
+    with Launched(folder, "--num-processes", 2, "program.py", "ignore-0", "stay") as launched:
+        launched.wait_for("stays-0", "stays-1")
+        launched.process.kill()
+        launched.process.wait()
+        assert_gone(folder)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda x: x.name)
+def test_a_signal_is_handed_on_and_ends_the_job_without_a_restart(folder, number):
+    options = ["--num-processes", 2, "--max-restarts", 3]
+    with Launched(folder, *options, "program.py", "stay") as launched:
+        launched.wait_for("stays-0", "stays-1")
+        launched.process.send_signal(number)
+        code = launched.end()
+        # Python turns SIGINT into an exception, and then dies of the signal.
+        assert code == 128 + number, launched.err
+        assert f"not restarted: {number.name} has stopped the job" in launched.err
+        assert_gone(folder)
+
+
+@pytest.mark.processes
+def test_the_second_signal_ends_those_who_ignore_the_first(folder):
+    options = ["--num-processes", 1, "--grace-seconds", 0.1]
+    with Launched(folder, *options, "program.py", "ignore-0", "stay") as launched:
+        launched.wait_for("ignores-0", "stays-0")
+        launched.process.send_signal(signal.SIGTERM)
+        launched.process.send_signal(signal.SIGINT)
+        assert launched.end() == 128 + signal.SIGINT, launched.err
+        assert_gone(folder)
+
+
+@pytest.mark.processes
+def test_all_is_kept_that_a_process_says_before_it_is_killed(folder):
+    done = launch(folder, "--num-processes", 1, "program.py", "speak-0", "kill-0")
+    assert done.log(0).splitlines()[1:] == ["x" * 100_000, "no end of a line"]
+    assert "[0] no end of a line\n" in done.out
+
+
+@pytest.mark.processes
+def test_a_failure_is_followed_by_a_restart_of_all_with_a_port_and_a_word_of_its_own(folder):
+    done = launch(folder, "--num-processes", 2, "--max-restarts", 2, "program.py", "once-1")
+    assert done.code == 0, done.err
+    assert "jddp: restart 1 of 2 in 1 s" in done.err
+    attempts = [(folder / f"attempts-{i}").read_text().splitlines() for i in range(2)]
+    assert attempts[0] == attempts[1]
+    (first, one), (second, other) = (line.split() for line in attempts[0])
+    assert first != second
+    assert one != other
+    assert done.log(1).count("here is 1") == 2
+
+
+@pytest.mark.processes
+def test_restarts_have_an_end(folder):
+    done = launch(folder, "--max-restarts", 1, "program.py", "kill-0")
+    assert done.code == 128 + signal.SIGKILL
+    assert "not restarted: 1 restarts were allowed" in done.err
+    assert len((folder / "attempts-0").read_text().splitlines()) == 2
+
+
+@pytest.mark.processes
+def test_the_same_failure_at_once_is_not_tried_a_third_time(folder):
+    done = launch(folder, "--max-restarts", 5, "program.py", "raise-0")
+    assert done.code == 1
+    assert "not restarted: the same failure at once, twice" in done.err
+    assert len((folder / "attempts-0").read_text().splitlines()) == 2
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("code", [2, 65, 75, 77, 78, 80])
+def test_what_would_fail_again_is_not_tried_again(folder, code):
+    done = launch(folder, "--max-restarts", 5, "program.py", f"exit:{code}-0")
+    assert done.code == code
+    assert "jddp: not restarted: " in done.err
+    assert ("failed first" in done.err) == (code != 75)
+    assert len((folder / "attempts-0").read_text().splitlines()) == 1
+
+
+@pytest.mark.processes
+def test_a_port_that_is_taken_is_told_in_one_line(folder):
+    with socket.socket() as taken:
+        taken.bind((LOCAL, 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = launch(folder, "--coordinator", f"{LOCAL}:{port}", "program.py")
+    assert done.code == 69
+    assert done.err.startswith(f"jddp: port {port} of {LOCAL} is taken.")
+    assert done.err.count("\n") == 1
+
+
+@pytest.mark.processes
+def test_a_folder_for_logs_that_cannot_be_made_is_told_in_one_line(folder):
+    (folder / "file").touch()
+    done = launch(folder, "--logs", "file/logs", "program.py")
+    assert done.code == 74
+    assert done.err == "jddp: --logs file/logs: Not a directory.\n"
