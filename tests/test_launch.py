@@ -1,5 +1,7 @@
 """The launcher starts processes, says who failed first, restarts them, and leaves none behind."""
 
+import contextlib
+import json
 import os
 import re
 import signal
@@ -10,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from faults.jobs import TIMINGS, make_folder
 
 import jddp
 from jddp.cluster import resolve_identity
@@ -397,3 +400,156 @@ def test_a_folder_for_logs_that_cannot_be_made_is_told_in_one_line(folder):
     done = launch(folder, "--logs", "file/logs", "program.py")
     assert done.code == 74
     assert done.err == "jddp: --logs file/logs: Not a directory.\n"
+
+
+# Jobs of jddp.
+
+
+def train(folder, *options, run="run", arguments=()):
+    """Launches `jddp.train` on four devices in all, to its end."""
+    training = ["-m", "jddp.train", "--config", "job.yaml", f"run.dir={run}", *arguments]
+    cache = (folder / "cache").read_text()
+    return launch(folder, "--logs", f"logs-{run}", *options, *training, XDG_CACHE_HOME=cache)
+
+
+def result(folder, run="run"):
+    """Records without times, and the step and digests of the last checkpoint."""
+    lines = (folder / run / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    records = [{k: v for k, v in r.items() if k not in TIMINGS} for r in records]
+    steps = [path for path in (folder / run / "checkpoints").iterdir() if path.name.isdecimal()]
+    last = max(steps, key=lambda path: int(path.name))
+    return records, int(last.name), json.loads((last / "arrays.json").read_text())
+
+
+def assert_alike(got, want):
+    """Equal but for the order in which sums over processes are made."""
+    assert len(got) == len(want)
+    for one, other in zip(got, want, strict=True):
+        assert one.keys() == other.keys()
+        for name, value in other.items():
+            is_number = isinstance(value, float)
+            assert one[name] == (pytest.approx(value, rel=1e-4) if is_number else value)
+
+
+FEW = ["train.num_steps=6", "train.log_every_steps=1", "mesh.num_devices=auto"]
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory, request):
+    """A user's folder, in which one process of four devices has trained a few steps."""
+    folder = make_folder(tmp_path_factory.mktemp("jobs"), request.config.cache.mkdir("jobs"))
+    options = ["--num-processes", 1, "--devices-per-process", 4]
+    done = train(folder, *options, run="one", arguments=FEW)
+    assert done.code == 0, done.err
+    return folder
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "num_processes, devices", [(2, 2), pytest.param(4, 1, marks=pytest.mark.slow)]
+)
+def test_processes_train_as_one_with_as_many_devices(jobs, num_processes, devices):
+    options = ["--num-processes", num_processes, "--devices-per-process", devices]
+    run = f"of-{num_processes}"
+    done = train(jobs, *options, run=run, arguments=FEW)
+    assert done.code == 0, done.err
+    assert "[0] jddp " in done.out
+    assert f"job      {num_processes} processes, as jddp.launch says; process 0;" in done.out
+    assert_alike(result(jobs, run)[0], result(jobs, "one")[0])
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_two_launches_at_once_do_not_meet(jobs):
+    def options(run):
+        job = ["--num-processes", 2, "--devices-per-process", 1, "--logs", f"logs-{run}"]
+        return [*job, "-m", "jddp.train", "--config", "job.yaml", f"run.dir={run}", *FEW]
+
+    variables = {"XDG_CACHE_HOME": (jobs / "cache").read_text()}
+    with (
+        Launched(jobs, *options("left"), **variables) as left,
+        Launched(jobs, *options("right"), **variables) as right,
+    ):
+        assert (left.end(), right.end()) == (0, 0), (left.err, right.err)
+    assert result(jobs, "left")[2] == result(jobs, "right")[2]
+
+
+@pytest.mark.processes
+def test_the_exit_code_of_a_job_is_that_of_the_process_that_failed(jobs):
+    (jobs / "fail-1").touch()
+    try:
+        done = train(jobs, "--num-processes", 2, run="fails", arguments=FEW)
+    finally:
+        (jobs / "fail-1").unlink()
+    assert done.code == 1
+    assert "jddp: process 1 failed first, with exit code 1" in done.err
+    assert "    RuntimeError: a bug in reading" in done.err
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_job_whose_process_is_killed_goes_on_to_the_same_bits(jobs, process):
+    job = ["--num-processes", 2, "--devices-per-process", 1, "--max-restarts", 2]
+    often = ["checkpoint.every_steps=20", "train.num_steps=400"]
+    assert train(jobs, *job, run="golden", arguments=often).code == 0
+    run = f"killed-{process}"
+    arguments = ["-m", "jddp.train", "--config", "job.yaml", f"run.dir={run}", *often]
+    variables = {"XDG_CACHE_HOME": (jobs / "cache").read_text()}
+    with Launched(jobs, *job, "--logs", f"logs-{run}", *arguments, **variables) as launched:
+        launched.wait_for(f"{run}/checkpoints/60")
+        os.kill(child_of(launched.process.pid, process), signal.SIGKILL)
+        assert launched.end() == 0, launched.err
+    assert f"process {process} failed first, with signal SIGKILL" in launched.err
+    assert "jddp: restart 1 of 2" in launched.err
+    assert result(jobs, run) == result(jobs, "golden")
+
+
+def child_of(pid, process):
+    """The worker of this number that a launcher has started."""
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            parent = path.with_name("stat").read_text().rpartition(")")[2].split()[1]
+            if parent == str(pid) and f"JAX_PROCESS_ID={process}" in path.read_text().split("\0"):
+                return int(path.parent.name)
+    raise AssertionError(f"{pid} has no worker {process}")
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_signal_to_the_launcher_saves_and_the_same_command_goes_on(jobs):
+    options = ["--num-processes", 2, "--devices-per-process", 1, "--logs", "logs-stopped"]
+    arguments = ["-m", "jddp.train", "--config", "job.yaml", "run.dir=stopped"]
+    variables = {"XDG_CACHE_HOME": (jobs / "cache").read_text()}
+    often = ["train.num_steps=400", "checkpoint.every_steps=20"]
+    with Launched(jobs, *options, *arguments, *often, **variables) as launched:
+        launched.wait_for("stopped/checkpoints/20")
+        launched.process.send_signal(signal.SIGTERM)
+        assert launched.end() == 75, launched.err
+    assert "failed" not in launched.err
+    done = launch(jobs, *options, *arguments, *often, **variables)
+    assert done.code == 0, done.err
+    assert "resumed from step" in done.out
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_two_nodes_train_as_one(jobs):
+    with socket.socket() as free:
+        free.bind((LOCAL, 0))
+        address = f"{LOCAL}:{free.getsockname()[1]}"
+    arguments = ["-m", "jddp.train", "--config", "job.yaml", "run.dir=nodes", *FEW]
+    job = ["--num-processes", 2, "--devices-per-process", 1, "--num-nodes", 2]
+    job += ["--coordinator", address]
+    variables = {"XDG_CACHE_HOME": (jobs / "cache").read_text()}
+    first = [*job, "--node-rank", 0, *arguments]
+    second = [*job, "--node-rank", 1, *arguments]
+    with (
+        Launched(jobs, *second, **variables) as other,
+        Launched(jobs, *first, **variables) as one,
+    ):
+        assert (one.end(), other.end()) == (0, 0), (one.err, other.err)
+    assert "job      4 processes, as jddp.launch says" in one.out
+    assert "eval" not in other.out
+    assert_alike(result(jobs, "nodes")[0], result(jobs, "one")[0])
