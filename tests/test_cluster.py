@@ -1,10 +1,16 @@
 """Who am I among the processes: three variables, all or none."""
 
+import os
+import socket
+import subprocess
+import sys
+
 import jax
 import pytest
 
+from jddp import cluster
 from jddp.cluster import VARIABLES, Identity, initialize, resolve_identity
-from jddp.errors import ConfigError
+from jddp.errors import ConfigError, CoordinatorError
 
 JOB = dict(zip(VARIABLES, ("node-0:1234", "4", "3"), strict=True))
 
@@ -63,6 +69,7 @@ def test_the_environment_is_where_a_process_is_told(monkeypatch):
 def joined(monkeypatch):
     """What `jax.distributed.initialize` was called with."""
     calls = []
+    monkeypatch.setattr(cluster, "reach", lambda *_: None)
     monkeypatch.setattr(jax.distributed, "initialize", lambda **given: calls.append(given))
     return calls
 
@@ -77,6 +84,7 @@ def test_a_process_of_a_job_joins_it_with_nothing_left_to_detection(joined, monk
             "process_id": 3,
             "local_device_ids": None,
             "cluster_detection_method": "deactivate",
+            "initialization_timeout": 330,
             "coordinator_bind_address": None,  # which is the first process's affair
         }
     ]
@@ -100,3 +108,36 @@ def test_a_job_that_the_user_has_joined_is_left_as_it_is(joined, monkeypatch):
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     initialize(resolve_identity(JOB))
     assert joined == []
+
+
+def test_a_process_that_cannot_reach_the_first_says_where_it_has_tried(free_port):
+    identity, environ = Identity(f"127.0.0.1:{free_port}", 2, 1), {"JDDP_START_SECONDS": "1"}
+    told = f"process 1 of 2 cannot reach process 0 at 127.0.0.1:{free_port}: Connection refused, "
+    with pytest.raises(CoordinatorError, match=told) as caught:
+        initialize(identity, environ)
+    assert caught.value.exit_code == 69
+
+
+@pytest.fixture
+def free_port():
+    """A port on which nobody listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "soon", "1.5"])
+def test_a_time_limit_that_is_no_number_is_refused(seconds):
+    with pytest.raises(ConfigError, match=f"JDDP_START_SECONDS='{seconds}' must be a positive"):
+        initialize(Identity("127.0.0.1:1", 2, 1), {"JDDP_START_SECONDS": seconds})
+
+
+@pytest.mark.processes
+def test_a_first_process_that_waits_in_vain_says_so(free_port):
+    told = {**os.environ, "JDDP_START_SECONDS": "1"}
+    told |= dict(zip(VARIABLES, (f"127.0.0.1:{free_port}", "2", "0"), strict=True))
+    program = "from jddp.cluster import *; initialize(resolve_identity())"
+    done = subprocess.run([sys.executable, "-c", program], env=told, capture_output=True, text=True)
+    assert done.returncode == 69, done.stderr
+    assert f"not all of 2 processes have come to 127.0.0.1:{free_port} within 1 s" in done.stderr
+    assert "this is process 0." in done.stderr

@@ -304,7 +304,8 @@ def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace_with_what_it_st
 
 @pytest.mark.processes
 def test_the_launcher_killed_takes_its_workers_along(folder):
-    with Launched(folder, "--num-processes", 2, "program.py", "ignore-0", "stay") as launched:
+    arguments = ["program.py", "ignore-0", "child-1", "stay"]
+    with Launched(folder, "--num-processes", 2, *arguments) as launched:
         launched.wait_for("stays-0", "stays-1")
         launched.process.kill()
         launched.process.wait()

@@ -9,18 +9,21 @@ import socket
 from collections.abc import Mapping
 
 from jddp.cluster.identity import VARIABLES, Identity
+from jddp.cluster.meeting import reach, start_seconds, time_limit
 from jddp.cluster.sources import resolve_identity
 
 __all__ = ["BIND", "JOB", "VARIABLES", "Identity", "bind_address", "initialize", "resolve_identity"]
 
 BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 JOB = "JDDP_JOB"  # the same word for all processes of a job, and another for each job
+_LATER = 30  # seconds, after which JAX gives up too
 
 
 def initialize(identity: Identity, environ: Mapping[str, str] = os.environ) -> None:
     """Joins the job, before any device is touched; a user's own `initialize` is respected.
 
     Raises:
+      CoordinatorError: If process 0 cannot be reached in JDDP_START_SECONDS.
       DisagreementError: If processes of several jobs have met, as JDDP_JOB tells.
     """
     import jax
@@ -29,15 +32,20 @@ def initialize(identity: Identity, environ: Mapping[str, str] = os.environ) -> N
         return
     # JAX's handler swallows SIGTERM where nobody asks it; `stopping` has its own.
     jax.config.update("jax_enable_preemption_service", False)
-    jax.distributed.initialize(
-        coordinator_address=identity.coordinator,
-        num_processes=identity.num_processes,
-        process_id=identity.process_id,
-        local_device_ids=identity.local_device_ids,
-        cluster_detection_method="deactivate",
-        coordinator_bind_address=environ.get(BIND)
-        or (bind_address(identity.coordinator) if identity.process_id == 0 else None),
-    )
+    seconds = start_seconds(environ)
+    if identity.process_id > 0:
+        reach(identity, seconds)
+    with time_limit(identity, seconds):
+        jax.distributed.initialize(
+            coordinator_address=identity.coordinator,
+            num_processes=identity.num_processes,
+            process_id=identity.process_id,
+            local_device_ids=identity.local_device_ids,
+            cluster_detection_method="deactivate",
+            coordinator_bind_address=environ.get(BIND)
+            or (bind_address(identity.coordinator) if identity.process_id == 0 else None),
+            initialization_timeout=int(seconds) + _LATER,
+        )
     from jddp.cluster.agreement import agree
 
     agree("job", {JOB: environ.get(JOB, "not set")})

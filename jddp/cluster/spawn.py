@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from jddp.cluster import child
+from jddp.cluster.guard import Guard
 from jddp.cluster.output import Output
 from jddp.cluster.workers import Launch, worker_environments
 from jddp.errors import FileSystemError
@@ -62,6 +63,11 @@ class Worker:
         self.code, self.seconds = self.process.returncode, time.monotonic() - self._started
         return True
 
+    def kill(self) -> None:
+        """Kills it, and all that it has started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
 
 class Group:
     """All processes of one attempt on this machine.
@@ -82,19 +88,25 @@ class Group:
         self.workers: list[Worker] = []
         self._ended: list[Worker] = []  # in their order
         self._num_by_themselves: int | None = None
+        self._guard = Guard()
         first = launch.node_rank * launch.num_processes
         try:
             for process_id, environ in enumerate(environments, start=first):
                 log = launch.logs / f"process_{process_id}.log"
                 command = [sys.executable, *launch.command]
                 self.workers.append(Worker(process_id, command, environ, log))
+                self._guard.watch(self.workers[-1].process.pid)
         except BaseException:
             self.end(moment_seconds=0, grace_seconds=0)
             raise
 
     def look(self) -> None:
-        """Finds out who has ended."""
-        self._ended += [worker for worker in self.workers if worker.has_just_ended()]
+        """Finds out who has ended, and ends what they have started."""
+        for worker in self.workers:
+            if worker.has_just_ended():
+                self._ended.append(worker)
+                worker.kill()  # at once: some day its number will be another's
+                self._guard.release(worker.process.pid)
 
     def failed(self) -> list[Worker]:
         """Those that have ended badly, the first one first, but for those that `end` has asked."""
@@ -129,12 +141,13 @@ class Group:
             self.signal(signal.SIGTERM)
             self.wait(grace_seconds)
         for worker in self.workers:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(worker.process.pid, signal.SIGKILL)
-            worker.process.wait()
+            if worker.code is None:
+                worker.kill()
+                worker.process.wait()
         self.look()
         for worker in self.workers:
             worker.output.close()
+        self._guard.close()
 
 
 def _make_logs(folder: Path) -> None:
