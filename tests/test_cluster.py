@@ -1,6 +1,7 @@
 """Who am I among the processes: three variables, all or none."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -141,3 +142,22 @@ def test_a_first_process_that_waits_in_vain_says_so(free_port):
     assert done.returncode == 69, done.stderr
     assert f"not all of 2 processes have come to 127.0.0.1:{free_port} within 1 s" in done.stderr
     assert "this is process 0." in done.stderr
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_two_processes_of_one_number_do_not_train(free_port):
+    job = {**os.environ, "JDDP_START_SECONDS": "5", "JAX_NUM_PROCESSES": "3"}
+    job |= {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port}"}
+    program = "from jddp.cluster import *; initialize(resolve_identity()); print('met')"
+    command = [sys.executable, "-c", program]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    processes = [
+        subprocess.Popen(command, env=job | {"JAX_PROCESS_ID": number}, **pipes)
+        for number in ("0", "1", "1")
+    ]
+    said = [process.communicate(timeout=60) for process in processes]
+    # JAX itself aborts the one that came first.
+    assert sorted(process.returncode for process in processes) == [-signal.SIGABRT, 69, 69], said
+    assert not any(out for out, _ in said)
+    assert "not all of 3 processes have come" in said[0][1]

@@ -1,6 +1,7 @@
 """The launcher starts processes, says who failed first, restarts them, and leaves none behind."""
 
 import contextlib
+import importlib.util
 import json
 import os
 import re
@@ -532,6 +533,29 @@ def test_a_signal_to_the_launcher_saves_and_the_same_command_goes_on(jobs):
     done = launch(jobs, *options, *arguments, *often, **variables)
     assert done.code == 0, done.err
     assert "resumed from step" in done.out
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.xdist_group("torch")
+def test_torchrun_starts_a_job(jobs):
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("PyTorch is not installed: pip install -c constraints.txt -e '.[peers]'")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
+    kept |= {"PYTHONPATH": str(REPOSITORY), "XDG_CACHE_HOME": (jobs / "cache").read_text()}
+    starts = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    arguments = ["-m", "jddp.train", "--config", "job.yaml", "run.dir=torchrun", *FEW]
+    done = subprocess.run(
+        [*starts, *arguments],
+        cwd=jobs,
+        env=kept | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "job      2 processes, as torchrun says; process 0;" in done.stdout
+    assert_alike(result(jobs, "torchrun")[0], result(jobs, "one")[0])
 
 
 @pytest.mark.processes
