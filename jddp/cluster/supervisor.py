@@ -120,7 +120,7 @@ class Supervisor:
     def _attempt(self, attempt: int) -> Failure | None:
         group = Group(self._launch, attempt)
         if attempt == 0:
-            _say(f"{len(group.workers)} processes; all they say is in {self._launch.logs}")
+            _say(f"processes here: {len(group.workers)}; all they say is in {self._launch.logs}")
         try:
             return self._watch(group)
         finally:
@@ -170,7 +170,7 @@ class Supervisor:
         if failure.repeats(last):
             return "the same failure at once, twice"
         if attempt == self._max_restarts:
-            return f"{attempt} restarts were allowed"
+            return f"restarts allowed: {attempt}"
         return None
 
     def _report(self, failure: Failure) -> None:
@@ -198,8 +198,9 @@ def _describe(worker: Worker) -> Failure:
         if how.endswith("SIGKILL"):
             how += " (if nobody sent it, the machine was out of memory)"
     told = re.search(r"process \d+ on \S+ failed first, with exit code (\d+)", words)
-    if code == ANOTHER_FAILED and told:
-        code, how = int(told[1]), f"{how}: on another node, a process failed with {told[1]}"
+    if code == ANOTHER_FAILED:
+        how += f": one on another node has failed, with {told[1] if told else 'no word'}"
+        code = int(told[1]) if told else code
     return Failure(worker.process_id, code, how, worker.seconds, words)
 
 
