@@ -269,7 +269,7 @@ def test_the_spellings_of_torchrun_are_taken(folder, number):
 def test_the_first_that_fails_is_named_with_its_traceback_and_the_others_end(folder):
     done = launch(folder, "--num-processes", 3, "program.py", "raise-1", "stay-0", "stay-2")
     assert done.code == 1
-    headline, *words = done.err[done.err.index("jddp: process") :].splitlines()
+    headline, *words = done.err[done.err.index("jddp: process 1") :].splitlines()
     assert re.match(r"jddp: process 1 failed first, with exit code 1, after .* s. Every", headline)
     assert words[0] == "    Traceback (most recent call last):"
     assert words[-1] == "    RuntimeError: a bug in 1"
