@@ -170,7 +170,8 @@ class Steps:
             shape = (x.shape[0] * times, *x.shape[1:])
             return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharded(self._mesh))
 
-        return inputs._replace(rows=jax.tree.map(everywhere, inputs.rows))
+        # As JAX would take them: a host's 64-bit numbers are of no such shape on devices.
+        return inputs._replace(rows=jax.tree.map(everywhere, _shapes(inputs.rows)))
 
     def trace(self, state: TrainState, inputs: Inputs) -> jax.stages.Traced:
         """Traces the step for a state and rows of one process, or for their shapes."""
