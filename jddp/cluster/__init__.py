@@ -8,14 +8,13 @@ import os
 import socket
 from collections.abc import Mapping
 
-from jddp.cluster.identity import VARIABLES, Identity
+from jddp.cluster.identity import JOB, VARIABLES, Identity
 from jddp.cluster.meeting import reach, start_seconds, time_limit
 from jddp.cluster.sources import resolve_identity
 
 __all__ = ["BIND", "JOB", "VARIABLES", "Identity", "bind_address", "initialize", "resolve_identity"]
 
 BIND = "JAX_COORDINATOR_BIND_ADDRESS"
-JOB = "JDDP_JOB"  # the same word for all processes of a job, and another for each job
 _LATER = 30  # seconds, after which JAX gives up too
 
 

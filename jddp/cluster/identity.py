@@ -12,6 +12,7 @@ from jddp.errors import ConfigError
 
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 ADDRESS, COUNT, ID = VARIABLES
+JOB = "JDDP_JOB"  # the same word for all processes of a job, and another for each job
 FIRST_PORT, NUM_PORTS = 61440, 4096  # above those that Linux hands out by itself
 
 

@@ -11,11 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from jddp.cluster.identity import VARIABLES, check_address
+from jddp.cluster.identity import JOB, VARIABLES, check_address
 from jddp.cluster.sources import LAUNCHED
 from jddp.errors import ConfigError, CoordinatorError
 
-JOB = "JDDP_JOB"
 LOCAL = "127.0.0.1"
 
 

@@ -1,4 +1,4 @@
-"""Curves of a run: loss and metrics over its steps."""
+"""Pictures: a run's loss and metrics over its steps, and an all-reduce's bandwidth over sizes."""
 
 import io
 from collections.abc import Mapping, Sequence
