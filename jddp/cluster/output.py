@@ -1,12 +1,14 @@
 """What the processes of a group say: whole into a file each, and line by line to the terminal.
 
-A thread reads each stream, so that nobody waits for a pipe to be emptied. What cannot be written,
-on a disk that is full or to a terminal that has gone, is told once and no more.
+A thread reads both streams of a process, so that nobody waits for a pipe to be emptied. What cannot
+be written, on a disk that is full or to a terminal that has gone, is told once and no more.
 """
 
 import collections
 import contextlib
+import os
 import re
+import selectors
 import sys
 import threading
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import IO, BinaryIO
 
 NUM_LINES = 200  # which are kept of what went wrong
 _SHOWN = 20  # of them, without a traceback to begin with
-_LONGEST = 2**16  # bytes of a line before it is shown in parts
+_LONGEST = 2**16  # bytes that Linux keeps in a pipe, and of a line before it is shown in parts
 _console = threading.Lock()
 
 
@@ -33,18 +35,12 @@ class Output:
         self._path = path
         self._lock = threading.Lock()
         self._errors: collections.deque[str] = collections.deque(maxlen=NUM_LINES)
-        sinks = (sys.stdout, sys.stderr)
-        self._threads = [
-            threading.Thread(target=self._copy, args=(stream, sink.buffer), daemon=True)
-            for stream, sink in zip(streams, sinks, strict=True)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._thread = threading.Thread(target=self._copy, args=streams, daemon=True)
+        self._thread.start()
 
     def close(self, timeout_seconds: float = 2.0) -> None:
         """Reads to the end, unless somebody else holds a stream open."""
-        for thread in self._threads:
-            thread.join(timeout_seconds)
+        self._thread.join(timeout_seconds)
         with self._lock:
             if self._file is not None:
                 self._file.close()
@@ -56,15 +52,22 @@ class Output:
         starts = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent")]
         return "\n".join(lines[starts[-1] :] if starts else lines[-_SHOWN:])
 
-    def _copy(self, stream: IO[bytes], sink: BinaryIO) -> None:
-        rest = b""
-        while chunk := stream.read1(_LONGEST):  # type: ignore[attr-defined]  # it is buffered
-            self._keep(chunk)
-            *lines, rest = re.split(rb"(?<=[\r\n])", rest + chunk)
-            if len(rest) > _LONGEST:
-                lines, rest = [*lines, rest + b"\n"], b""
-            self._show(lines, sink)
-        self._show([rest + b"\n"] if rest else [], sink)
+    def _copy(self, out: IO[bytes], err: IO[bytes]) -> None:
+        """Copies both to their ends; what was printed before an error comes before it."""
+        sinks = {out: sys.stdout.buffer, err: sys.stderr.buffer}
+        rests = dict.fromkeys(sinks, b"")
+        with selectors.DefaultSelector() as selector:
+            for stream in sinks:
+                selector.register(stream, selectors.EVENT_READ)
+            while selector.get_map():
+                ready = {key.fileobj for key, _ in selector.select()}
+                for stream in [stream for stream in sinks if stream in ready]:
+                    chunk = os.read(stream.fileno(), _LONGEST)
+                    self._keep(chunk)
+                    if not chunk:
+                        selector.unregister(stream)
+                        chunk = b"\n" if rests[stream] else b""
+                    rests[stream] = self._show(rests[stream] + chunk, sinks[stream])
 
     def _keep(self, chunk: bytes) -> None:
         with self._lock:
@@ -77,13 +80,18 @@ class Output:
                 self._file = None
                 _say(f"{self._path}: {error.strerror}. The terminal alone has the rest.")
 
-    def _show(self, lines: list[bytes], sink: BinaryIO) -> None:
+    def _show(self, text: bytes, sink: BinaryIO) -> bytes:
+        """Shows the lines of a text; returns the beginning of one at its end."""
+        *lines, rest = re.split(rb"(?<=[\r\n])", text)
+        if len(rest) > _LONGEST:
+            lines, rest = [*lines, rest + b"\n"], b""
         if sink is sys.stderr.buffer:
             self._errors.extend(line.decode(errors="replace").rstrip() for line in lines)
         with _console, contextlib.suppress(OSError, ValueError):
             for line in lines:
                 sink.write(self._prefix + line)
             sink.flush()
+        return rest
 
 
 def _say(text: str) -> None:
