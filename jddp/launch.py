@@ -61,6 +61,12 @@ def plan_launch(arguments: argparse.Namespace) -> Launch:
             f"--node-rank {node_rank} must be below --num-nodes {arguments.num_nodes}: it counts "
             "from 0."
         )
+    may_shrink = arguments.num_nodes > 1 and arguments.max_restarts > 0
+    if arguments.min_processes is not None and not may_shrink:
+        raise UsageError(
+            "--min-processes is for a job that may lose machines: it needs --num-nodes above 1 and "
+            "--max-restarts."
+        )
     logs = arguments.logs or Path("logs", f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
     return Launch(
         command=_command(arguments),
@@ -69,6 +75,7 @@ def plan_launch(arguments: argparse.Namespace) -> Launch:
         node_rank=node_rank,
         coordinator=coordinator,
         devices_per_process=arguments.devices_per_process,
+        min_processes=arguments.min_processes,
         logs=logs,
     )
 
@@ -114,9 +121,10 @@ def _parser() -> Parser:
     add("--num-processes", "--nproc-per-node", type=_positive, default=1, help="on this machine")
     add("--devices-per-process", type=_positive, help="CPU devices of each, or GPUs")
     add("--max-restarts", "--max-restarts", type=_count, default=0, help="of all together")
-    add("--num-nodes", "--nnodes", type=_positive, default=1, help="machines, each as this one")
+    add("--num-nodes", "--nnodes", type=_positive, default=1, help="machines of the job")
     add("--node-rank", "--node-rank", type=_count, help="which machine this is, from 0")
     add("--coordinator", help="host:port on node 0; a free port here if it is the only one")
+    add("--min-processes", type=_positive, help="of all machines: go on with, if one is lost")
     add("--master-addr", "--master-addr", help="host of --coordinator")
     add("--master-port", "--master-port", help="port of --coordinator")
     add("--logs", type=Path, help="folder for what each process says (logs/DATE-TIME-PID)")

@@ -1,17 +1,22 @@
-"""Who am I among the processes: three variables, all or none."""
+"""Who am I among the processes, and who else has come."""
 
+import contextlib
 import os
-import signal
+import re
 import socket
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import pytest
 
 from jddp import cluster
 from jddp.cluster import VARIABLES, Identity, initialize, resolve_identity
-from jddp.errors import ConfigError, CoordinatorError
+from jddp.cluster.meeting import meet
+from jddp.cluster.roll_call import Caller, Member, Roll, connect
+from jddp.errors import ConfigError, CoordinatorError, DisagreementError
 
 JOB = dict(zip(VARIABLES, ("node-0:1234", "4", "3"), strict=True))
 
@@ -70,7 +75,7 @@ def test_the_environment_is_where_a_process_is_told(monkeypatch):
 def joined(monkeypatch):
     """What `jax.distributed.initialize` was called with."""
     calls = []
-    monkeypatch.setattr(cluster, "reach", lambda *_: None)
+    monkeypatch.setattr(cluster, "meet", lambda *_: None)
     monkeypatch.setattr(jax.distributed, "initialize", lambda **given: calls.append(given))
     return calls
 
@@ -133,31 +138,163 @@ def test_a_time_limit_that_is_no_number_is_refused(seconds):
         initialize(Identity("127.0.0.1:1", 2, 1), {"JDDP_START_SECONDS": seconds})
 
 
+# Who has come, with processes that are threads.
+
+
+def meet_all(identities, seconds=60):
+    """Lets processes meet; returns what each of them gets: None, or an error."""
+    environ = {"JDDP_START_SECONDS": str(seconds)}
+    with ThreadPoolExecutor(len(identities)) as threads:
+        futures = [
+            threads.submit(meet, identity, identity.coordinator, environ | variables)
+            for identity, variables in identities
+        ]
+        return [future.exception() for future in futures]
+
+
+def process(free_port, number, count, **variables):
+    return Identity(f"127.0.0.1:{free_port}", count, number), variables
+
+
+def test_processes_meet_whoever_comes_first(free_port):
+    # JAX listens as soon as they have met, at the same port: here something else does.
+    def listens():
+        with socket.create_server(("127.0.0.1", free_port)) as server:
+            for _ in range(3):
+                server.accept()[0].close()
+
+    with ThreadPoolExecutor() as threads:
+        others = [threads.submit(meet_all, [process(free_port, i, 4)]) for i in (3, 1, 2)]
+        assert meet_all([process(free_port, 0, 4)]) == [None]
+        threads.submit(listens).result()
+        assert [other.result() for other in others] == [[None]] * 3
+
+
+def test_who_is_missing_is_named_to_all(free_port):
+    errors = meet_all([process(free_port, i, 5) for i in (0, 1, 4)], seconds=1)
+    told = f"processes 2, 3 of 5 did not come to 127.0.0.1:{free_port} within 1 s. Was each started"
+    for error in errors:
+        assert isinstance(error, CoordinatorError)
+        assert str(error).startswith(told)
+
+
+def test_of_many_who_are_missing_the_first_are_named(free_port):
+    (error,) = meet_all([process(free_port, 0, 100)], seconds=1)
+    assert str(error).startswith("processes 1, 2, 3, 4, 5, 6, 7, 8 and 91 more of 100 did not come")
+
+
+def test_two_of_one_number_are_named_with_where_they_run(free_port):
+    errors = meet_all([process(free_port, i, 3) for i in (0, 1, 1)])
+    where = rf"{socket.gethostname()}, pid {os.getpid()}"
+    for error in errors:
+        assert isinstance(error, DisagreementError)
+        assert str(error).startswith(f"two have come as process 1: {where}, and {where}. Give each")
+
+
+def test_processes_that_were_told_other_counts_are_named(free_port):
+    errors = meet_all([process(free_port, 0, 3), process(free_port, 1, 2)])
+    for error in errors:
+        assert isinstance(error, DisagreementError)
+        assert re.match(r"process 1 \(.*\) was told that there are 2, and process 0", str(error))
+
+
+def test_processes_of_two_jobs_do_not_meet(free_port):
+    errors = meet_all([process(free_port, 0, 2, JDDP_JOB="a"), process(free_port, 1, 2)])
+    told = "process 1 has another job than process 0: JDDP_JOB is not set there and a here."
+    for error in errors:
+        assert isinstance(error, DisagreementError)
+        assert str(error).startswith(told)
+
+
+def test_a_port_that_is_taken_is_told(free_port):
+    with socket.create_server(("127.0.0.1", free_port)):
+        (error,) = meet_all([process(free_port, 0, 2)])
+    assert isinstance(error, CoordinatorError)
+    assert str(error).startswith(f"port {free_port} of 127.0.0.1 is taken.")
+
+
+def test_a_program_that_speaks_another_language_is_not_taken_for_process_0(free_port):
+    def listens():
+        with socket.create_server(("127.0.0.1", free_port)) as server:
+            with server.accept()[0] as caller:
+                caller.sendall(b"220 good day\r\n")
+
+    with ThreadPoolExecutor() as threads:
+        threads.submit(listens)
+        (error,) = meet_all([process(free_port, 1, 2)])
+    assert isinstance(error, CoordinatorError)
+    assert "listens something else than process 0 of a job that begins" in str(error)
+
+
+def test_who_calls_and_says_nothing_or_nonsense_is_no_process(free_port):
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(meet_all, [process(free_port, 0, 2)], seconds=2)
+        silent = connect(f"127.0.0.1:{free_port}", "", time.monotonic() + 5, 5)
+        rude = connect(f"127.0.0.1:{free_port}", "", time.monotonic() + 5, 5)
+        rude.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        endless = connect(f"127.0.0.1:{free_port}", "", time.monotonic() + 5, 5)
+        with contextlib.suppress(OSError):
+            endless.sendall(b"x" * 2**20)
+        (error,) = first.result()
+        for caller in (silent, rude, endless):
+            caller.close()
+    assert str(error).startswith("process 1 of 2 did not come")
+
+
+def test_a_further_round_does_without_who_has_gone_and_takes_who_has_come(free_port):
+    address = f"127.0.0.1:{free_port}"
+    members = [Member(i, 3, says={"processes": 2}) for i in range(3)]
+
+    def has_two(said):
+        return len(said) >= 2
+
+    def gather(end, i, **how):
+        return threads.submit(end.gather, members[i], seconds=60, **how)
+
+    with ThreadPoolExecutor() as threads, Roll("node", address) as roll:
+        callers = [Caller("node", address) for _ in range(2)]
+        rounds = [gather(roll, 0), gather(callers[0], 1), gather(callers[1], 2)]
+        assert all(sorted(said.result()) == [0, 1, 2] for said in rounds)
+        assert not roll.has_newcomer()
+        callers[1].close()
+        both = {"is_enough": has_two, "patience_seconds": 60}
+        rounds = [gather(roll, 0, **both), gather(callers[0], 1)]
+        assert all(sorted(said.result()) == [0, 1] for said in rounds)
+        with Caller("node", address) as impostor:
+            turned_away = gather(impostor, 1)
+            while not turned_away.done():
+                assert not roll.has_newcomer()
+            assert "node 1 is there already" in str(turned_away.exception())
+        callers[1] = Caller("node", address)
+        back = gather(callers[1], 2)
+        while not roll.has_newcomer():
+            assert not back.done()
+        rounds = [gather(roll, 0, **both), gather(callers[0], 1), back]
+        assert all(sorted(said.result()) == [0, 1, 2] for said in rounds)
+        roll.close()
+        with pytest.raises(CoordinatorError, match=f"node 0 at {address} has gone"):
+            callers[0].gather(members[1], seconds=60)
+        for caller in callers:
+            caller.close()
+
+
+def test_nobody_is_waited_for_when_that_is_wanted_no_more(free_port):
+    address = f"127.0.0.1:{free_port}"
+    member = Member(0, 2)
+    with Roll("node", address) as roll, Caller("node", address) as caller:
+        assert roll.gather(member, seconds=60, is_wanted=lambda: False) is None
+        assert caller.gather(member, seconds=60, is_wanted=lambda: False) is None
+
+
+# Real processes.
+
+
 @pytest.mark.processes
 def test_a_first_process_that_waits_in_vain_says_so(free_port):
     told = {**os.environ, "JDDP_START_SECONDS": "1"}
     told |= dict(zip(VARIABLES, (f"127.0.0.1:{free_port}", "2", "0"), strict=True))
-    program = "from jddp.cluster import *; initialize(resolve_identity())"
-    done = subprocess.run([sys.executable, "-c", program], env=told, capture_output=True, text=True)
+    command = [sys.executable, "-m", "jddp.train"]
+    done = subprocess.run(command, env=told, capture_output=True, text=True)
     assert done.returncode == 69, done.stderr
-    assert f"not all of 2 processes have come to 127.0.0.1:{free_port} within 1 s" in done.stderr
-    assert "this is process 0." in done.stderr
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-def test_two_processes_of_one_number_do_not_train(free_port):
-    job = {**os.environ, "JDDP_START_SECONDS": "5", "JAX_NUM_PROCESSES": "3"}
-    job |= {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port}"}
-    program = "from jddp.cluster import *; initialize(resolve_identity()); print('met')"
-    command = [sys.executable, "-c", program]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    processes = [
-        subprocess.Popen(command, env=job | {"JAX_PROCESS_ID": number}, **pipes)
-        for number in ("0", "1", "1")
-    ]
-    said = [process.communicate(timeout=60) for process in processes]
-    # JAX itself aborts the one that came first.
-    assert sorted(process.returncode for process in processes) == [-signal.SIGABRT, 69, 69], said
-    assert not any(out for out, _ in said)
-    assert "not all of 3 processes have come" in said[0][1]
+    assert done.stderr.startswith(f"jddp: process 1 of 2 did not come to 127.0.0.1:{free_port}")
+    assert done.stderr.count("\n") == 1

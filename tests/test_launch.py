@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ from faults.jobs import TIMINGS, make_folder
 
 import jddp
 from jddp.cluster import resolve_identity
-from jddp.cluster.workers import LOCAL, Launch, split_gpus, worker_environments
+from jddp.cluster.nodes import LOCAL, Nodes
+from jddp.cluster.workers import Launch, Place, split_gpus, worker_environments
 from jddp.errors import ConfigError, CoordinatorError
 from jddp.launch import main
 
@@ -29,6 +31,7 @@ import os
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 me = os.environ["JAX_PROCESS_ID"]
@@ -144,31 +147,55 @@ def folder(tmp_path):
 
 
 def test_each_process_is_told_who_it_is():
-    launch = Launch(
-        ("x.py",), 2, num_nodes=2, node_rank=1, coordinator="h:1", devices_per_process=3
-    )
-    first, second = worker_environments(launch, 0, {"A": "1"})
+    launch = Launch(("x.py",), 2, devices_per_process=3)
+    place = Place("h:1", num_processes=4, first=2, job="word")
+    first, second = worker_environments(launch, place, {"A": "1"})
     assert (first["JAX_PROCESS_ID"], second["JAX_PROCESS_ID"]) == ("2", "3")
     for told in (first, second):
         assert told["A"] == "1"
         assert told["JAX_NUM_PROCESSES"] == "4"
         assert told["JAX_COORDINATOR_ADDRESS"] == "h:1"
         assert told["JAX_NUM_CPU_DEVICES"] == "3"
+        assert told["JDDP_JOB"] == "word"
         assert "CUDA_VISIBLE_DEVICES" not in told
         assert resolve_identity(told).num_processes == 4
 
 
-def test_each_attempt_has_a_port_and_a_word_of_its_own_which_all_nodes_find():
-    def told(node, attempt):
-        launch = Launch(("x.py",), 1, num_nodes=2, node_rank=node, coordinator="127.0.0.1:62000")
-        environ = worker_environments(launch, attempt, {})[0]
-        return environ["JAX_COORDINATOR_ADDRESS"], environ["JDDP_JOB"]
+def always():
+    return True
 
-    assert told(0, 0) == told(1, 0)
-    assert told(0, 1) == told(1, 1)
-    assert not set(told(0, 0)) & set(told(0, 1))
-    alone = [worker_environments(Launch(("x.py",), 2), 0, {}) for _ in range(2)]
-    assert len({environ["JDDP_JOB"] for group in alone for environ in group}) == 2
+
+def test_each_attempt_has_a_port_and_a_word_of_its_own():
+    nodes = Nodes(Launch(("x.py",), 2), {})
+    places = [nodes.gather(always) for _ in range(2)]
+    assert {(place.num_processes, place.first) for place in places} == {(2, 0)}
+    assert len({place.coordinator for place in places}) == 2
+    assert len({place.job for place in places}) == 2
+
+
+@pytest.fixture
+def address():
+    """host:port on which nobody listens."""
+    with socket.socket() as free:
+        free.bind((LOCAL, 0))
+        return f"{LOCAL}:{free.getsockname()[1]}"
+
+
+def test_nodes_count_their_processes_together_whatever_each_starts(address):
+    def gather(rank):
+        nodes = Nodes(Launch(("x.py",), 1 + rank, 3, rank, address), {})
+        places = [nodes.gather(always), nodes.gather(always)]
+        nodes.close()
+        return places
+
+    with ThreadPoolExecutor() as threads:
+        attempts = zip(*threads.map(gather, range(3)), strict=True)
+    for places in attempts:
+        assert [place.num_processes for place in places] == [6, 6, 6]
+        assert [place.first for place in places] == [0, 1, 3]
+        assert len({place.job for place in places}) == 1
+        (coordinator,) = {place.coordinator for place in places}
+        assert 0 < int(coordinator.rpartition(":")[2]) - int(address.rpartition(":")[2]) < 64
 
 
 @pytest.mark.parametrize(
@@ -202,15 +229,12 @@ def test_more_processes_than_gpus_are_refused_unless_they_are_for_cpus(num_proce
     assert split_gpus(launch, environ | {"JAX_PLATFORMS": "cpu"}, 2) == [None] * num_processes
 
 
-def test_a_port_that_is_taken_is_refused_on_the_first_node_alone():
-    with socket.socket() as taken:
-        taken.bind((LOCAL, 0))
-        taken.listen()
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_a_port_that_is_taken_is_refused(num_nodes):
+    with socket.create_server((LOCAL, 0)) as taken:
         address = f"{LOCAL}:{taken.getsockname()[1]}"
-        with pytest.raises(CoordinatorError, match="is taken. Choose another") as caught:
-            worker_environments(Launch(("x.py",), 1, coordinator=address), 0, {})
-        other = Launch(("x.py",), 1, num_nodes=2, node_rank=1, coordinator=address)
-        assert worker_environments(other, 0, {})
+        with pytest.raises(CoordinatorError, match="is taken. Tell all processes") as caught:
+            Nodes(Launch(("x.py",), 1, num_nodes, 0, address), {}).gather(always)
     assert caught.value.exit_code == 69
 
 
@@ -226,6 +250,8 @@ def test_a_port_that_is_taken_is_refused_on_the_first_node_alone():
         ("--devices-per-process 0 -m x", "'0' is not a positive number"),
         ("--num-nodes 2 -m x", "--num-nodes 2 needs --coordinator host:port"),
         ("--num-nodes 2 --coordinator h:1 -m x", "and --node-rank, another on each node"),
+        ("--min-processes 1 --max-restarts 1 -m x", "it needs --num-nodes above 1"),
+        ("--min-processes 1 --num-nodes 2 --node-rank 1 --coordinator h:1 -m x", "--max-restarts"),
         ("--num-nodes 2 --node-rank 2 --coordinator h:1 -m x", "--node-rank 2 must be below"),
         ("--coordinator h -m x", "--coordinator='h' must be host:port"),
         ("--master-port http -m x", "must be host:port"),
@@ -257,12 +283,44 @@ def test_a_script_and_a_module_are_run_with_their_arguments(folder):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("number", ["--nproc-per-node", "--nproc_per_node"])
-def test_the_spellings_of_torchrun_are_taken(folder, number):
-    options = [number, 2, "--nnodes", 2, "--node-rank", 1, "--master-addr", LOCAL]
-    done = launch(folder, *options, "--master-port", 1234, "program.py")
-    assert done.code == 0, done.err
-    assert sorted(done.out.splitlines()) == [f"[{i}] here is {i} of 4 []" for i in (2, 3)]
-    assert (folder / "attempts-2").read_text().startswith(f"{LOCAL}:1234 ")
+def test_the_spellings_of_torchrun_are_taken(folder, address, number):
+    port = address.rpartition(":")[2]
+    options = [number, 2, "--nnodes", 2, "--master-addr", LOCAL, "--master-port", port]
+    with (
+        Launched(folder, *options, "--node-rank", 0, "program.py") as first,
+        Launched(folder, *options, "--node-rank", 1, "program.py") as second,
+    ):
+        assert (first.end(), second.end()) == (0, 0), (first.err, second.err)
+    for node, numbers in ((first, (0, 1)), (second, (2, 3))):
+        assert sorted(node.out.splitlines()) == [f"[{i}] here is {i} of 4 []" for i in numbers]
+
+
+@pytest.mark.processes
+def test_a_node_that_does_not_come_is_named(folder, address):
+    options = ["--num-nodes", 3, "--node-rank", 0, "--coordinator", address]
+    done = launch(folder, *options, "program.py", JDDP_START_SECONDS="1")
+    assert done.code == 69
+    assert done.err.startswith(f"jddp: nodes 1, 2 of 3 did not come to {address} within 1 s.")
+    assert done.err.count("\n") == 1
+    assert not (folder / "attempts-0").exists()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_launcher_that_waits_for_others_can_be_stopped(folder, address, rank):
+    options = ["--num-nodes", 2, "--node-rank", rank, "--coordinator", address]
+    with Launched(folder, *options, "program.py") as launched:
+        until = time.monotonic() + SECONDS
+        while not handles(launched.process.pid, signal.SIGTERM):
+            assert time.monotonic() < until
+        launched.process.send_signal(signal.SIGTERM)
+        assert launched.end() == 128 + signal.SIGTERM
+
+
+def handles(pid, number):
+    """Whether a process has a handler of its own for a signal."""
+    (mask,) = re.findall(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+    return bool(int(mask, 16) >> (number - 1) & 1)
 
 
 @pytest.mark.processes

@@ -222,18 +222,18 @@ def test_a_cache_that_cannot_be_private_is_not_used(tmp_path, monkeypatch, capsy
         ("127.0.0.1:1234", "127.0.0.1:1234"),
         ("127.0.0.5:1234", "127.0.0.5:1234"),
         ("[::1]:1234", "[::1]:1234"),
-        ("192.0.2.1:1234", None),  # of nobody: it is for documentation
-        ("no.such.host.invalid:1234", None),
+        ("192.0.2.1:1234", "[::]:1234"),  # of nobody: it is for documentation
+        ("no.such.host.invalid:1234", "[::]:1234"),
     ],
 )
-def test_process_zero_listens_where_it_is_called_and_nowhere_else(coordinator, address):
+def test_process_zero_listens_where_it_is_called_if_that_is_here(coordinator, address):
     assert bind_address(coordinator) == address
 
 
-def test_a_name_of_this_machine_that_means_loopback_is_left_to_jax(monkeypatch):
+def test_a_name_of_this_machine_that_means_loopback_says_nothing(monkeypatch):
     import socket
 
     loopback = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: loopback)
-    assert bind_address("node-0:1234") is None
+    assert bind_address("node-0:1234") == "[::]:1234"
     assert bind_address("localhost:1234") == "127.0.1.1:1234"

@@ -1,10 +1,11 @@
-"""Processes meet within a time limit, or somebody says what did not happen.
+"""Processes meet within a time limit, or each says what did not happen.
 
-JAX waits five minutes and aborts, with a page about its own tasks. Here who cannot reach process 0
-says so, with address and reason, and who waits for others in vain says that.
+JAX waits five minutes and aborts, with a page about its own tasks. Here process 0 calls the roll
+before JAX begins, on the same port; what is left to JAX has a time limit.
 """
 
 import contextlib
+import ipaddress
 import os
 import socket
 import sys
@@ -12,12 +13,12 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 
-from jddp.cluster.identity import Identity
+from jddp.cluster.identity import JOB, Identity
+from jddp.cluster.roll_call import Caller, Member, Roll, connect
 from jddp.errors import ConfigError, CoordinatorError
 
 SECONDS = "JDDP_START_SECONDS"
 _DEFAULT = "300"
-_BETWEEN_TRIES = 0.2
 
 
 def start_seconds(environ: Mapping[str, str]) -> float:
@@ -32,29 +33,57 @@ def start_seconds(environ: Mapping[str, str]) -> float:
     return float(told)
 
 
-def reach(identity: Identity, seconds: float) -> None:
-    """Waits until process 0 listens.
+def meet(identity: Identity, listens: str | None, environ: Mapping[str, str]) -> None:
+    """Returns when all processes are there, and JAX may listen, or listens.
+
+    Args:
+      identity: Of this process.
+      listens: host:port on which process 0 does; None for the others.
+      environ: The environment.
 
     Raises:
-      CoordinatorError: If it cannot be reached.
+      CoordinatorError: If not all come in time.
+      DisagreementError: If two have the same number, or were told different things.
     """
     assert identity.coordinator is not None
-    host, _, port = identity.coordinator.rpartition(":")
-    until, tries = time.monotonic() + seconds, 0
-    while True:
-        tries += 1
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
-            return
-        except OSError as error:
-            reason = error.strerror or str(error)
-        if time.monotonic() > until:
-            raise CoordinatorError(
-                f"process {identity.process_id} of {identity.num_processes} cannot reach process 0 "
-                f"at {identity.coordinator}: {reason}, {tries} times in {seconds:.0f} s. Does "
-                f"process 0 run there, is the port open, was every process told this address?"
-            )
-        time.sleep(_BETWEEN_TRIES)
+    seconds = start_seconds(environ)
+    mine = Member(identity.process_id, identity.num_processes, environ.get(JOB, ""))
+    if identity.process_id == 0:
+        with Roll("process", identity.coordinator, listens) as roll:
+            roll.gather(mine, seconds=seconds, is_last=True)
+        return
+    with Caller("process", identity.coordinator) as caller:
+        caller.gather(mine, seconds=seconds)
+    me = f"process {mine.number} of {mine.count}"
+    jax_listens = connect(identity.coordinator, me, time.monotonic() + seconds, seconds)
+    assert jax_listens is not None
+    jax_listens.close()
+
+
+def bind_address(coordinator: str) -> str:
+    """Where process 0 listens: on the interface of the coordinator's address alone.
+
+    JAX would listen on all of them, and asks nobody who connects for a password.
+
+    Args:
+      coordinator: host:port.
+
+    Returns:
+      address:port; of all interfaces if the host has no address of this machine other than
+      loopback, and is not meant to be loopback: then the address leads here by another way.
+    """
+    host, _, port = coordinator.rpartition(":")
+    everywhere = f"[::]:{port}" if socket.has_dualstack_ipv6() else f"0.0.0.0:{port}"
+    is_local_name = host in ("localhost", "[::1]") or host.startswith("127.")
+    try:
+        family, *_, address = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as here:
+            here.bind(address)  # on any free port
+    except OSError:
+        return everywhere
+    if ipaddress.ip_address(address[0]).is_loopback and not is_local_name:
+        return everywhere  # Debian's 127.0.1.1, where no other host could connect
+    return f"[{address[0]}]:{port}" if family == socket.AF_INET6 else f"{address[0]}:{port}"
 
 
 @contextlib.contextmanager
@@ -74,9 +103,9 @@ def time_limit(identity: Identity, seconds: float) -> Iterator[None]:
 
 def _give_up(identity: Identity, seconds: float) -> None:
     print(
-        f"jddp: not all of {identity.num_processes} processes have come to {identity.coordinator} "
-        f"within {seconds:.0f} s; this is process {identity.process_id}. Was every process "
-        "started, with a number of its own?",
+        f"jddp: process {identity.process_id} of {identity.num_processes} has waited "
+        f"{seconds:.0f} s for JAX to connect all of them, at {identity.coordinator}. One has come "
+        "and gone.",
         file=sys.stderr,
         flush=True,
     )

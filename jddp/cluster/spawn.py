@@ -1,6 +1,6 @@
 """The processes of a job on this machine: start them, hear how they end, end them.
 
-    group = Group(launch, attempt=0)
+    group = Group(launch, place)
     while group.num_running() and not group.failed():
         group.look()
     group.end(moment_seconds=2, grace_seconds=10)
@@ -21,7 +21,7 @@ from pathlib import Path
 from jddp.cluster import child
 from jddp.cluster.guard import Guard
 from jddp.cluster.output import Output
-from jddp.cluster.workers import Launch, worker_environments
+from jddp.cluster.workers import Launch, Place, worker_environments
 from jddp.errors import FileSystemError
 
 POLL_SECONDS = 0.02
@@ -74,24 +74,22 @@ class Group:
 
     Args:
       launch: What to start.
-      attempt: From 0: each has a port of its own, by which a latecomer of the last one is kept out.
+      place: Of its processes, in this attempt.
 
     Raises:
       ConfigError: If there are more processes than devices.
-      CoordinatorError: If the port is taken.
       FileSystemError: If nothing can be written into the folder for logs.
     """
 
-    def __init__(self, launch: Launch, attempt: int):
-        environments = worker_environments(launch, attempt, os.environ)
+    def __init__(self, launch: Launch, place: Place):
+        environments = worker_environments(launch, place, os.environ)
         _make_logs(launch.logs)
         self.workers: list[Worker] = []
         self._ended: list[Worker] = []  # in their order
         self._num_by_themselves: int | None = None
         self._guard = Guard()
-        first = launch.node_rank * launch.num_processes
         try:
-            for process_id, environ in enumerate(environments, start=first):
+            for process_id, environ in enumerate(environments, start=place.first):
                 log = launch.logs / f"process_{process_id}.log"
                 command = [sys.executable, *launch.command]
                 self.workers.append(Worker(process_id, command, environ, log))

@@ -4,9 +4,11 @@ All are ended when one fails, and all are started again, with the same command: 
 on from its last checkpoint. What would fail again is not tried again: a mistake in config, code or
 data, numbers that are not finite, and whatever fails twice running in the same words within a
 minute. Nor is a job that a signal has stopped.
+
+Where a job may do with fewer processes than it could have, a machine that has left in good order is
+no failure: the others go on without it. One that comes back makes all stop and start again with it.
 """
 
-import itertools
 import re
 import signal
 import sys
@@ -15,8 +17,10 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from jddp.cluster.nodes import Nodes
 from jddp.cluster.spawn import POLL_SECONDS, Group, Worker
-from jddp.cluster.workers import Launch
+from jddp.cluster.workers import Launch, Place
+from jddp.errors import CoordinatorError
 
 PREEMPTED, ANOTHER_FAILED = 75, 81
 # A config, data, memory, a disagreement, numbers: the same again would end the same.
@@ -80,47 +84,75 @@ class Supervisor:
         self._max_restarts = max_restarts
         self._grace_seconds = grace_seconds
         self._pause_seconds = pause_seconds
+        self._num_restarts = 0
         self._signals: list[int] = []
         self._num_forwarded = 0
 
     def run(self) -> int:
-        """Starts, watches and restarts; returns the exit code of the first failure, or 0."""
+        """Starts, watches and restarts; returns the exit code of the first failure, or 0.
+
+        Raises:
+          CoordinatorError: If the other machines do not come.
+          DisagreementError: If they were told other numbers.
+        """
         before: dict[int, Any] = {x: signal.signal(x, self._take_signal) for x in _SIGNALS}
+        self._nodes = Nodes(self._launch)
         try:
             return self._run()
         finally:
+            self._nodes.close()
             for number, handler in before.items():
                 signal.signal(number, handler)
 
     def _run(self) -> int:
         last: Failure | None = None
-        for attempt in itertools.count():
-            failure = self._attempt(attempt)
+        while True:
+            try:
+                place = self._nodes.gather(is_wanted=lambda: not self._signals)
+            except CoordinatorError as error:
+                if last is None:
+                    raise
+                _say(f"not restarted: {error}")
+                return last.code
+            if place is None:
+                return 128 + self._signals[0]
+            failure = self._attempt(place)
             if failure is None:
                 return 0
-            if failure.code != PREEMPTED:
-                self._report(failure)
-            if not self._starts_again(failure, last, attempt):
-                return failure.code
+            if self._has_changed(failure):
+                _say("starting again with the machines that are there")
+            else:
+                if failure.code != PREEMPTED:
+                    self._report(failure)
+                if not self._starts_again(failure, last):
+                    return failure.code
             last = failure
-        raise AssertionError
 
-    def _starts_again(self, failure: Failure, last: Failure | None, attempt: int) -> bool:
+    def _has_changed(self, failure: Failure) -> bool:
+        """Whether all have only stopped because a machine has left, or has come."""
+        return (
+            self._launch.min_processes is not None
+            and failure.code == PREEMPTED
+            and not self._signals
+        )
+
+    def _starts_again(self, failure: Failure, last: Failure | None) -> bool:
         """Says whether all are started again, after a pause, or why not."""
         if not self._max_restarts:
             return False
-        reason = self._reason_to_stop(failure, last, attempt)
+        reason = self._reason_to_stop(failure, last)
         if reason is not None:
             _say(f"not restarted: {reason}")
             return False
-        pause = min(self._pause_seconds * 2**attempt, _LONGEST_PAUSE)
-        _say(f"restart {attempt + 1} of {self._max_restarts} in {pause:g} s")
+        pause = min(self._pause_seconds * 2**self._num_restarts, _LONGEST_PAUSE)
+        self._num_restarts += 1
+        _say(f"restart {self._num_restarts} of {self._max_restarts} in {pause:g} s")
         return self._pause(pause)
 
-    def _attempt(self, attempt: int) -> Failure | None:
-        group = Group(self._launch, attempt)
-        if attempt == 0:
-            _say(f"processes here: {len(group.workers)}; all they say is in {self._launch.logs}")
+    def _attempt(self, place: Place) -> Failure | None:
+        group = Group(self._launch, place)
+        numbers = ", ".join(str(worker.process_id) for worker in group.workers)
+        _say(f"process {numbers} of {place.num_processes} here; logs in {self._launch.logs}")
         try:
             return self._watch(group)
         finally:
@@ -128,9 +160,14 @@ class Supervisor:
 
     def _watch(self, group: Group) -> Failure | None:
         """Waits for the first failure, and ends the group."""
+        is_stopping = self._launch.min_processes is None
         while group.num_running() and not group.failed():
             if self._forward(group) > 1:
                 break
+            if not is_stopping and self._nodes.has_newcomer():
+                is_stopping = True
+                _say("another machine has come: stopping, to go on with it")
+                group.signal(signal.SIGTERM)
             time.sleep(POLL_SECONDS)
             group.look()
         if group.failed() and all(worker.code in _CONSEQUENCES for worker in group.failed()):
@@ -160,7 +197,7 @@ class Supervisor:
     def _take_signal(self, number: int, frame: FrameType | None) -> None:
         self._signals.append(number)
 
-    def _reason_to_stop(self, failure: Failure, last: Failure | None, attempt: int) -> str | None:
+    def _reason_to_stop(self, failure: Failure, last: Failure | None) -> str | None:
         if self._signals:
             return f"{signal.Signals(self._signals[0]).name} has stopped the job"
         if failure.code == PREEMPTED:
@@ -169,8 +206,8 @@ class Supervisor:
             return f"exit code {failure.code} would come again"
         if failure.repeats(last):
             return "the same failure at once, twice"
-        if attempt == self._max_restarts:
-            return f"restarts allowed: {attempt}"
+        if self._num_restarts == self._max_restarts:
+            return f"restarts allowed: {self._max_restarts}"
         return None
 
     def _report(self, failure: Failure) -> None:

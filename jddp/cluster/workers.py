@@ -1,21 +1,16 @@
 """What a launch starts, and what each of its processes on this machine is told.
 
-Decided before anything is started: where they meet, who each is, and which devices are whose.
+Decided before anything is started: who each is, where they meet, and which devices are whose.
 """
 
-import errno
 import glob
-import secrets
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from jddp.cluster.identity import JOB, VARIABLES, check_address
+from jddp.cluster.identity import JOB, VARIABLES
 from jddp.cluster.sources import LAUNCHED
-from jddp.errors import ConfigError, CoordinatorError
-
-LOCAL = "127.0.0.1"
+from jddp.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -24,12 +19,13 @@ class Launch:
 
     Attributes:
       command: What Python is to run, with its arguments.
-      num_processes: On this machine, and as many on each other node.
-      num_nodes: Of the job.
+      num_processes: On this machine.
+      num_nodes: Machines of the job.
       node_rank: Which of them this is.
       coordinator: host:port on node 0; None for a free port of this machine.
       devices_per_process: CPU devices of each, or GPUs where there are any; None leaves the first
         to JAX, and splits the second evenly.
+      min_processes: Of all machines, with which the job goes on if one is lost; None for all.
       logs: Folder for what the processes say.
     """
 
@@ -39,24 +35,35 @@ class Launch:
     node_rank: int = 0
     coordinator: str | None = None
     devices_per_process: int | None = None
+    min_processes: int | None = None
     logs: Path = Path("logs")
 
 
+@dataclass(frozen=True)
+class Place:
+    """That of this machine's processes in one attempt.
+
+    Attributes:
+      coordinator: host:port on which JAX listens in the first process of all.
+      num_processes: Of all machines.
+      first: Number of the first process here.
+      job: A word of this attempt's own.
+    """
+
+    coordinator: str
+    num_processes: int
+    first: int
+    job: str
+
+
 def worker_environments(
-    launch: Launch, attempt: int, environ: Mapping[str, str]
+    launch: Launch, place: Place, environ: Mapping[str, str]
 ) -> list[dict[str, str]]:
     """What each process on this machine is told."""
-    coordinator = _choose_coordinator(launch, attempt)
-    job = secrets.token_hex(8)
-    if launch.num_nodes > 1:  # which have to find the same word
-        job = "/".join([environ.get(JOB, ""), coordinator, str(attempt)])
-    count = str(launch.num_nodes * launch.num_processes)
-    shares = split_gpus(launch, environ)
     environments = []
-    for local, share in enumerate(shares):
-        process_id = str(launch.node_rank * launch.num_processes + local)
-        told = dict(zip(VARIABLES, (coordinator, count, process_id), strict=True))
-        told |= {JOB: job, LAUNCHED: "1"}
+    for process_id, share in enumerate(split_gpus(launch, environ), start=place.first):
+        numbers = (place.coordinator, str(place.num_processes), str(process_id))
+        told = dict(zip(VARIABLES, numbers, strict=True)) | {JOB: place.job, LAUNCHED: "1"}
         if launch.devices_per_process is not None:
             told["JAX_NUM_CPU_DEVICES"] = str(launch.devices_per_process)
         if share is not None:
@@ -92,30 +99,3 @@ def split_gpus(
         ",".join(visible[local * share : (local + 1) * share])
         for local in range(launch.num_processes)
     ]
-
-
-def _choose_coordinator(launch: Launch, attempt: int) -> str:
-    if launch.coordinator is None:
-        with socket.socket() as free:
-            free.bind((LOCAL, 0))
-            return f"{LOCAL}:{free.getsockname()[1]}"
-    host, _, port = launch.coordinator.rpartition(":")
-    address = check_address(f"{host}:{int(port) + attempt}", "--coordinator")
-    if launch.node_rank == 0:
-        _refuse_taken(address)
-    return address
-
-
-def _refuse_taken(address: str) -> None:
-    host, _, port = address.rpartition(":")
-    try:
-        family, *_, found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, socket.SOCK_STREAM) as here:
-            here.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            here.bind(found)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise CoordinatorError(
-                f"port {port} of {host} is taken. Choose another with --coordinator, or leave it "
-                "out on one machine."
-            ) from error
