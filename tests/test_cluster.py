@@ -215,9 +215,9 @@ def test_a_port_that_is_taken_is_told(free_port):
 
 def test_a_program_that_speaks_another_language_is_not_taken_for_process_0(free_port):
     def listens():
-        with socket.create_server(("127.0.0.1", free_port)) as server:
-            with server.accept()[0] as caller:
-                caller.sendall(b"220 good day\r\n")
+        server = socket.create_server(("127.0.0.1", free_port))
+        with server, server.accept()[0] as caller:
+            caller.sendall(b"220 good day\r\n")
 
     with ThreadPoolExecutor() as threads:
         threads.submit(listens)
@@ -256,7 +256,11 @@ def test_a_further_round_does_without_who_has_gone_and_takes_who_has_come(free_p
         rounds = [gather(roll, 0), gather(callers[0], 1), gather(callers[1], 2)]
         assert all(sorted(said.result()) == [0, 1, 2] for said in rounds)
         assert not roll.has_newcomer()
+        assert roll.lost() == callers[0].lost() == []
         callers[1].close()
+        while not roll.lost():
+            time.sleep(0.005)
+        assert roll.lost() == [2]
         both = {"is_enough": has_two, "patience_seconds": 60}
         rounds = [gather(roll, 0, **both), gather(callers[0], 1)]
         assert all(sorted(said.result()) == [0, 1] for said in rounds)
@@ -271,7 +275,13 @@ def test_a_further_round_does_without_who_has_gone_and_takes_who_has_come(free_p
             assert not back.done()
         rounds = [gather(roll, 0, **both), gather(callers[0], 1), back]
         assert all(sorted(said.result()) == [0, 1, 2] for said in rounds)
+        callers[1].say_goodbye()
+        callers[1].close()
+        for _ in range(100):
+            assert roll.lost() == []
         roll.close()
+        while callers[0].lost() != [0]:
+            time.sleep(0.005)
         with pytest.raises(CoordinatorError, match=f"node 0 at {address} has gone"):
             callers[0].gather(members[1], seconds=60)
         for caller in callers:

@@ -185,7 +185,7 @@ def test_nodes_count_their_processes_together_whatever_each_starts(address):
     def gather(rank):
         nodes = Nodes(Launch(("x.py",), 1 + rank, 3, rank, address), {})
         places = [nodes.gather(always), nodes.gather(always)]
-        nodes.close()
+        nodes.close(in_order=True)
         return places
 
     with ThreadPoolExecutor() as threads:
@@ -653,6 +653,51 @@ def test_nodes_start_again_together(jobs):
         os.kill(child_of(second.process.pid, 3), signal.SIGKILL)
         assert (first.end(), second.end()) == (0, 0), (first.err, second.err)
     assert "jddp: process 3 failed first, with signal SIGKILL" in second.err
-    assert "with exit code 81: one on another node has failed" in first.err
+    assert "jddp: process 0 ended because another did, with exit code 81" in first.err
     assert "resumed from step" in first.out
     assert result(jobs, "again")[1] == 400
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_job_goes_on_without_a_machine_that_is_lost_and_with_one_that_comes_or_is_stopped(jobs, address):
+    few = ["train.num_steps=400", "checkpoint.every_steps=20", "mesh.num_devices=auto"]
+    few += ["model.kwargs={dropout_rate: 0.0}"]  # each replica would draw for itself
+    whole = ["--num-processes", 1, "--devices-per-process", 4]
+    assert train(jobs, *whole, run="whole", arguments=few).code == 0
+    options = ["--num-nodes", 2, "--coordinator", address, "--min-processes", 1]
+    options += ["--max-restarts", 2, "--devices-per-process", 2]
+    training = ["-m", "jddp.train", "--config", "job.yaml", "run.dir=elastic", *few]
+    variables = {"XDG_CACHE_HOME": (jobs / "cache").read_text()}
+
+    def node(rank, life):
+        here = ["--node-rank", rank, "--logs", f"logs-elastic-{rank}-{life}"]
+        return Launched(jobs, *options, *here, *training, **variables)
+
+    def wait_for(text):
+        log = jobs / "logs-elastic-0-0/process_0.log"
+        until = time.monotonic() + SECONDS
+        while not (log.exists() and text in log.read_text()):
+            assert first.process.poll() is None, first.process.communicate()
+            assert time.monotonic() < until
+            time.sleep(0.005)
+
+    with node(0, 0) as first, node(1, 0) as lost:
+        first.wait_for("elastic/checkpoints/60")
+        lost.process.kill()  # and its processes, as if the machine had lost its power
+        lost.process.communicate()
+        first.wait_for("elastic/checkpoints/80")
+        (jobs / "hang-0").touch()
+        with node(1, 1) as back:
+            wait_for("SIGTERM: stopping")
+            (jobs / "hang-0").unlink()
+            wait_for("num_processes 2 (was 1)")
+            back.process.send_signal(signal.SIGTERM)
+            assert (first.end(), back.end()) == (0, 75), (first.err, back.err)
+    assert "another machine has come: stopping, to go on with it" in first.err
+    assert "jddp: process 1 of 2 here" in back.err
+    assert first.err.count("jddp: process 0 of 1 here") == 2
+    assert first.out.count("num_processes 1 (was 2)") == 2
+    assert "restart 1 of 2" in first.err  # what was lost; the rest was in good order
+    assert "restart 2 of 2" not in first.err
+    assert_alike(result(jobs, "elastic")[0], result(jobs, "whole")[0])

@@ -75,14 +75,23 @@ class Nodes:
         )
 
     def has_newcomer(self) -> bool:
-        """Whether, at node 0, a machine waits for the next attempt."""
-        return self._roll is not None and self._roll.has_newcomer()
+        """Whether, at node 0 of a job that may change, a machine waits for the next attempt."""
+        if self._roll is None or self._launch.min_processes is None:
+            return False
+        return self._roll.has_newcomer()
 
-    def close(self) -> None:
-        """Leaves: the others notice."""
-        for end in (self._roll, self._caller):
-            if end is not None:
-                end.close()
+    def lost(self) -> list[int]:
+        """Machines of this attempt that have gone without a word; only node 0 hears of all."""
+        end = self._roll or self._caller
+        return end.lost() if end is not None else []
+
+    def close(self, *, in_order: bool) -> None:
+        """Leaves: the others notice, and those of this attempt end it unless it is in order."""
+        end = self._roll or self._caller
+        if end is not None:
+            if in_order:
+                end.say_goodbye()
+            end.close()
 
     def _is_enough(self, said: Said) -> bool:
         assert self._launch.min_processes is not None

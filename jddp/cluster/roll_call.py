@@ -7,7 +7,7 @@
 
 Each says a line. When all have, each is answered by a line: what every member has said, or what is
 wrong, to all alike: who is missing, who has come twice, who was told another number. A connection
-may stay open for further rounds; when it ends, the member has gone.
+may stay open for further rounds; who has not said goodbye when it ends is lost.
 """
 
 import contextlib
@@ -28,6 +28,8 @@ _LONGEST = 2**16  # bytes of a line
 _POLL_SECONDS = 0.02
 _SLACK = 5.0  # seconds in which member 0 says that its time is over, before the others give up
 _SHOWN = 8  # numbers of those who are missing
+_GOODBYE = {"goodbye": True}
+_SECONDS_ALIVE = 2  # between signs of life; Linux lets nine be missed
 
 Said = dict[int, dict[str, Any]]
 Condition = Callable[[], bool]
@@ -74,6 +76,7 @@ class Roll:
         self._lines: dict[socket.socket, bytes] = {}  # of each caller, as far as it has come
         self._members: dict[socket.socket, Member] = {}  # who have said all, and wait
         self._present: dict[socket.socket, int] = {}  # who took part in the last round
+        self._lost: list[int] = []  # of them
         self._num_rounds = 0
         self._server = listen(listens or address)
         self._selector = selectors.DefaultSelector()
@@ -138,6 +141,15 @@ class Roll:
             self._hear(_POLL_SECONDS)
         return None
 
+    def lost(self) -> list[int]:
+        """Who took part in the last round, and has gone without a word."""
+        self._hear(0.0)
+        return self._lost
+
+    def say_goodbye(self) -> None:
+        """Tells all that this member leaves in good order."""
+        self._tell(_GOODBYE, self._lines)
+
     def has_newcomer(self) -> bool:
         """Whether somebody waits who did not take part in the last round.
 
@@ -156,6 +168,7 @@ class Roll:
             if key.fileobj is self._server:
                 caller, _ = self._server.accept()
                 caller.settimeout(_SLACK)
+                _keep_alive(caller)
                 self._lines[caller] = b""
                 self._selector.register(caller, selectors.EVENT_READ)
             else:
@@ -169,17 +182,21 @@ class Roll:
         line, end, rest = (self._lines[caller] + chunk).partition(b"\n")
         self._lines[caller] = rest if end else line
         try:
-            if end:
+            if end and json.loads(line) == _GOODBYE:
+                self._present.pop(caller, None)
+            elif end:
                 self._members[caller] = Member(**json.loads(line))
         except (ValueError, TypeError):
             chunk = b""  # it speaks another language
         if not chunk or len(line) > _LONGEST:
+            self._lost += [self._present[caller]] if caller in self._present else []
             self._forget(caller)
 
     def _answer(self, said: Said, is_last: bool) -> Said:
         if is_last:
             self._stop_listening()
         self._num_rounds += 1
+        self._lost = []
         self._present = {caller: member.number for caller, member in self._members.items()}
         self._tell({"said": said}, self._members)
         self._members.clear()
@@ -233,6 +250,24 @@ class Caller:
             self._socket.close()
             self._socket = None
 
+    def lost(self) -> list[int]:
+        """Member 0, if it has held the last round and gone without a word."""
+        if self._socket is None:
+            return []
+        self._socket.settimeout(0.0)
+        try:
+            return [] if self._socket.recv(1, socket.MSG_PEEK) else [0]
+        except BlockingIOError:
+            return []
+        except OSError:
+            return [0]
+
+    def say_goodbye(self) -> None:
+        """Tells member 0 that this one leaves in good order."""
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.sendall(json.dumps(_GOODBYE).encode() + b"\n")
+
     def gather(self, mine: Member, *, seconds: float, is_wanted: Condition = always) -> Said | None:
         """What all members say, by their numbers.
 
@@ -263,8 +298,9 @@ class Caller:
                 line = b""
             if line is None:
                 return None
-            if line:
-                return self._understand(line)
+            said = self._understand(line) if line else None
+            if said is not None:
+                return said
             self.close()
             if is_again:
                 raise CoordinatorError(f"{self._kind} 0 at {self._address} has gone.")
@@ -296,7 +332,8 @@ class Caller:
                 break
         return line
 
-    def _understand(self, line: bytes) -> Said:
+    def _understand(self, line: bytes) -> Said | None:
+        """What was answered; None if it is a goodbye."""
         try:
             words = json.loads(line)
         except ValueError:
@@ -307,6 +344,8 @@ class Caller:
         if "error" in words:
             kind = CoordinatorError if words["is_missing"] else DisagreementError
             raise kind(words["error"])
+        if words == _GOODBYE:
+            return None
         return {int(number): says for number, says in words["said"].items()}
 
 
@@ -323,7 +362,9 @@ def connect(
     while is_wanted():
         tries += 1
         try:
-            return socket.create_connection((host.strip("[]"), int(port)), timeout=5)
+            caller = socket.create_connection((host.strip("[]"), int(port)), timeout=5)
+            _keep_alive(caller)
+            return caller
         except OSError as error:
             reason = error.strerror or str(error)
         if time.monotonic() > until:
@@ -354,6 +395,14 @@ def listen(address: str) -> socket.socket:
             f"port {port} of {host} {'is taken' if taken else f'does not do: {error.strerror}'}. "
             "Tell all processes another, or let jddp.launch choose one."
         ) from error
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    """Lets a connection break when the other machine has gone, or the way there."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name in ("TCP_KEEPIDLE", "TCP_KEEPINTVL"):
+        if hasattr(socket, name):  # Linux, and macOS in part
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), _SECONDS_ALIVE)
 
 
 def _mistake(kind: str, members: Iterable[Member]) -> DisagreementError | None:

@@ -9,57 +9,22 @@ Where a job may do with fewer processes than it could have, a machine that has l
 no failure: the others go on without it. One that comes back makes all stop and start again with it.
 """
 
-import re
 import signal
 import sys
 import time
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 from jddp.cluster.nodes import Nodes
-from jddp.cluster.spawn import POLL_SECONDS, Group, Worker
+from jddp.cluster.spawn import POLL_SECONDS, Group
+from jddp.cluster.verdict import CONSEQUENCES, DETERMINISTIC, PREEMPTED, Failure, first_failure
 from jddp.cluster.workers import Launch, Place
 from jddp.errors import CoordinatorError
 
-PREEMPTED, ANOTHER_FAILED = 75, 81
-# A config, data, memory, a disagreement, numbers: the same again would end the same.
-DETERMINISTIC = {2, 65, 77, 78, 80}
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# Ends that may only be the consequence of another's: said by jddp, or JAX's abort.
-_CONSEQUENCES = {ANOTHER_FAILED, -signal.SIGABRT}
 _MOMENT = 2.0  # seconds in which others fail too, and processes of jddp leave by themselves
 _SAVE_SECONDS = 600.0  # which the others may need to save, where one has stopped in good order
-_SOON = 60.0  # seconds
 _LONGEST_PAUSE = 60.0
-
-
-@dataclass(frozen=True)
-class Failure:
-    """The first that went wrong in an attempt.
-
-    Attributes:
-      process_id: Which process.
-      code: That the launcher returns; 128 and a signal's number for a signal.
-      how: It ended, in words.
-      seconds: That it ran.
-      words: The end of its standard error.
-    """
-
-    process_id: int
-    code: int
-    how: str
-    seconds: float
-    words: str
-
-    def repeats(self, other: "Failure | None") -> bool:
-        """Whether this is what another attempt ended with, both times at once."""
-        if other is None or max(self.seconds, other.seconds) > _SOON or self.code > 128:
-            return False
-        return self.code == other.code and self._headline() == other._headline()
-
-    def _headline(self) -> str:
-        return self.words.rpartition("\n")[2]
 
 
 class Supervisor:
@@ -85,6 +50,7 @@ class Supervisor:
         self._grace_seconds = grace_seconds
         self._pause_seconds = pause_seconds
         self._num_restarts = 0
+        self._has_asked = False  # this attempt's processes to stop, for a machine that has come
         self._signals: list[int] = []
         self._num_forwarded = 0
 
@@ -96,11 +62,12 @@ class Supervisor:
           DisagreementError: If they were told other numbers.
         """
         before: dict[int, Any] = {x: signal.signal(x, self._take_signal) for x in _SIGNALS}
-        self._nodes = Nodes(self._launch)
+        self._nodes, code = Nodes(self._launch), None
         try:
-            return self._run()
+            code = self._run()
+            return code
         finally:
-            self._nodes.close()
+            self._nodes.close(in_order=code in (0, PREEMPTED))
             for number, handler in before.items():
                 signal.signal(number, handler)
 
@@ -123,18 +90,15 @@ class Supervisor:
                 _say("starting again with the machines that are there")
             else:
                 if failure.code != PREEMPTED:
-                    self._report(failure)
+                    _report(failure)
                 if not self._starts_again(failure, last):
                     return failure.code
             last = failure
 
     def _has_changed(self, failure: Failure) -> bool:
         """Whether all have only stopped because a machine has left, or has come."""
-        return (
-            self._launch.min_processes is not None
-            and failure.code == PREEMPTED
-            and not self._signals
-        )
+        in_order = self._launch.min_processes is not None and failure.code == PREEMPTED
+        return (in_order or self._has_asked) and not self._signals
 
     def _starts_again(self, failure: Failure, last: Failure | None) -> bool:
         """Says whether all are started again, after a pause, or why not."""
@@ -160,26 +124,23 @@ class Supervisor:
 
     def _watch(self, group: Group) -> Failure | None:
         """Waits for the first failure, and ends the group."""
-        is_stopping = self._launch.min_processes is None
+        self._has_asked = False
         while group.num_running() and not group.failed():
-            if self._forward(group) > 1:
+            if self._forward(group) > 1 or self._nodes.lost():
                 break
-            if not is_stopping and self._nodes.has_newcomer():
-                is_stopping = True
+            if not self._has_asked and self._nodes.has_newcomer():
+                self._has_asked = True
                 _say("another machine has come: stopping, to go on with it")
                 group.signal(signal.SIGTERM)
             time.sleep(POLL_SECONDS)
             group.look()
-        if group.failed() and all(worker.code in _CONSEQUENCES for worker in group.failed()):
+        if all(worker.code in CONSEQUENCES for worker in group.failed()):
             group.wait(_MOMENT)  # for the one that it is the consequence of
         in_order = {worker.code for worker in group.failed()} == {PREEMPTED}
-        if in_order or self._signals:
+        if in_order or self._signals or self._has_asked:
             self._wait_until_saved(group)
         group.end(moment_seconds=_MOMENT, grace_seconds=self._grace_seconds)
-        failed = group.failed()
-        if not failed:
-            return None
-        return _describe(min(failed, key=lambda worker: worker.code in _CONSEQUENCES))
+        return first_failure(group.failed(), self._nodes.lost(), self._launch.logs)
 
     def _wait_until_saved(self, group: Group) -> None:
         until = time.monotonic() + _SAVE_SECONDS
@@ -210,15 +171,6 @@ class Supervisor:
             return f"restarts allowed: {self._max_restarts}"
         return None
 
-    def _report(self, failure: Failure) -> None:
-        log = self._launch.logs / f"process_{failure.process_id}.log"
-        _say(
-            f"process {failure.process_id} failed first, with {failure.how}, after "
-            f"{failure.seconds:.1f} s. Everything it said is in {log}."
-        )
-        for line in failure.words.splitlines():
-            print(f"    {line}", file=sys.stderr)
-
     def _pause(self, seconds: float) -> bool:
         """Waits, unless a signal comes; says whether none did."""
         until = time.monotonic() + seconds
@@ -227,18 +179,10 @@ class Supervisor:
         return not self._signals
 
 
-def _describe(worker: Worker) -> Failure:
-    code, words = worker.code or 0, worker.output.last_words()
-    how = f"exit code {code}"
-    if code < 0:
-        how, code = f"signal {signal.Signals(-code).name}", 128 - code
-        if how.endswith("SIGKILL"):
-            how += " (if nobody sent it, the machine was out of memory)"
-    told = re.search(r"process \d+ on \S+ failed first, with exit code (\d+)", words)
-    if code == ANOTHER_FAILED:
-        how += f": one on another node has failed, with {told[1] if told else 'no word'}"
-        code = int(told[1]) if told else code
-    return Failure(worker.process_id, code, how, worker.seconds, words)
+def _report(failure: Failure) -> None:
+    _say(failure.headline)
+    for line in failure.words.splitlines():
+        print(f"    {line}", file=sys.stderr)
 
 
 def _say(text: str) -> None:
