@@ -54,6 +54,7 @@ MPICH = {
     "MPI_LOCALRANKID": "1",
 }
 INDEXED = {"JOB_COMPLETION_INDEX": "3", "JAX_NUM_PROCESSES": "4"}
+SECOND_JOB = {"JOB_COMPLETION_INDEX": "1", "JOB_INDEX": "1", "PROCESSES_IN_JOB": "2"}
 SEVERAL = {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
 ADDRESS = {"JAX_COORDINATOR_ADDRESS": "z:9"}
 ELASTIC = {"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": "1"}
@@ -88,6 +89,7 @@ def pod(monkeypatch):
         (STEP | ADDRESS, "z:9", "Slurm"),
         (INDEXED, "job-0.pods.space.svc.cluster.local:8476", "an Indexed Job"),
         (INDEXED | ADDRESS, "z:9", "an Indexed Job"),
+        (INDEXED | SECOND_JOB | ADDRESS, "z:9", "an Indexed Job"),
     ],
 )
 def test_each_source_tells_who_this_is(environ, coordinator, source):
@@ -250,6 +252,13 @@ def test_a_heterogeneous_job_meets_at_the_first_host_of_its_first_component():
         (MPICH, "MPICH does not say where process 0 is: set JAX_COORDINATOR_ADDRESS"),
         (MPICH | {"JAX_COORDINATOR_ADDRESS": "z"}, "JAX_COORDINATOR_ADDRESS='z' must be host:"),
         (INDEXED | {"JAX_NUM_PROCESSES": "3"}, "JOB_COMPLETION_INDEX=3 must be below"),
+        (INDEXED | {"JOB_INDEX": "1"}, "JOB_INDEX=1 and PROCESSES_IN_JOB=''.* set it to the pods"),
+        (INDEXED | {"JOB_INDEX": "x"}, "JOB_INDEX=x and PROCESSES_IN_JOB=''"),
+        (INDEXED | SECOND_JOB | {"PROCESSES_IN_JOB": "1"}, "PROCESSES_IN_JOB='1'"),
+        (
+            INDEXED | SECOND_JOB | {"JAX_NUM_PROCESSES": "2"},
+            r"JOB_INDEX \* PROCESSES_IN_JOB \+ JOB_COMPLETION_INDEX=3 must be below JAX_NUM",
+        ),
         (STEP | {"JAX_NUM_PROCESSES": "8"}, "JAX_NUM_PROCESSES=8, but Slurm says 4"),
         (OPEN_MPI_4 | {"JAX_PROCESS_ID": "0"}, "JAX_PROCESS_ID=0, but Open MPI says 3"),
         (STEP | JAX | {"JAX_PROCESS_ID": "0"}, "JAX_PROCESS_ID=0, but Slurm says .* 3 of 4"),
@@ -268,6 +277,25 @@ def test_a_pod_without_a_name_in_the_network_asks_for_an_address(monkeypatch):
     monkeypatch.setattr(socket, "getfqdn", lambda: "job-3")
     with pytest.raises(ConfigError, match="Kubernetes does not say .* set JAX_COORDINATOR_ADDRESS"):
         resolve(INDEXED)
+
+
+@pytest.mark.parametrize(
+    "name, job, coordinator",
+    [
+        ("mine-workers-0-3.mine.space.svc", {}, "mine-workers-0-0.mine.space.svc:8476"),
+        ("mine-workers-0-3.mine", {"JOB_INDEX": "0"}, "mine-workers-0-0.mine:8476"),
+        ("mine-workers-1-1.mine", SECOND_JOB, "mine-workers-0-0.mine:8476"),
+    ],
+)
+def test_pods_of_a_jobset_meet_at_the_first_of_its_first_job(monkeypatch, name, job, coordinator):
+    monkeypatch.setattr(socket, "getfqdn", lambda: name)
+    assert resolve(INDEXED | job) == Identity(coordinator, 4, 3)
+
+
+def test_a_job_of_another_name_in_its_jobset_asks_for_an_address(monkeypatch):
+    monkeypatch.setattr(socket, "getfqdn", lambda: "mine-others-0-1.mine")
+    with pytest.raises(ConfigError, match="Kubernetes does not say .* set JAX_COORDINATOR_ADDRESS"):
+        resolve(INDEXED | SECOND_JOB)
 
 
 def test_wrong_arguments_are_refused_by_their_names():

@@ -20,6 +20,7 @@ from jddp.errors import ConfigError
 
 Environ = Mapping[str, str]
 KUBERNETES_PORT = 8476  # each pod has an address of its own
+_POD, _JOB, _PODS = "JOB_COMPLETION_INDEX", "JOB_INDEX", "PROCESSES_IN_JOB"
 OPEN_MPI = Names(*(f"OMPI_COMM_WORLD_{x}" for x in ("SIZE", "RANK", "LOCAL_SIZE", "LOCAL_RANK")))
 MPICH = Names("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID")
 SLURM = Names("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_LOCALID")
@@ -72,25 +73,43 @@ def slurm(environ: Environ) -> Identity | None:
 def kubernetes(environ: Environ) -> Identity | None:
     """A pod of an Indexed Job, which knows its index; the manifest has to say how many there are.
 
-    The first pod is where this one is, with the index 0: `job-0.a.b` for `job-3.a.b`.
+    The first pod is where this one is, with the index 0: `job-0.a.b` for `job-3.a.b`. A JobSet may
+    have several Jobs, each with pods from 0: JOB_INDEX says which this is, PROCESSES_IN_JOB how
+    many each has. Its pods are called `name-job-pod`.
     """
-    index = environ.get("JOB_COMPLETION_INDEX")
+    index = environ.get(_POD)
     if not index or not environ.get(COUNT):
         return None  # an array of jobs of one process each
-    names = Names(COUNT, "JOB_COMPLETION_INDEX")
+    job = environ.get(_JOB, "")
+    names, told = Names(COUNT, _POD), dict(environ)
+    if job not in ("", "0"):
+        names = Names(COUNT, f"{_JOB} * {_PODS} + {_POD}")
+        told[names.process_id] = _count_pods(job, environ.get(_PODS, ""), index)
 
     def address() -> str:
         host, _, domain = socket.getfqdn().partition(".")
-        first = f"{host.removesuffix(f'-{index}')}-0.{domain}"
-        is_known = domain and host.endswith(f"-{index}")
+        mine = f"-{job}-{index}" if job else f"-{index}"
+        first = f"{host.removesuffix(mine)}{re.sub('[0-9]+', '0', mine)}.{domain}"
+        is_known = domain and host.endswith(mine)
         return _known(f"{first}:{KUBERNETES_PORT}" if is_known else None, "Kubernetes")
 
-    return make_identity(environ, names, address, "an Indexed Job says")
+    return make_identity(told, names, address, "an Indexed Job says")
 
 
 def first_host(nodes: str) -> str:
     """First of Slurm's list of hosts: `n003` of `n[003-010,12],m1`."""
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", nodes).partition(",")[0]
+
+
+def _count_pods(job: str, pods: str, index: str) -> str:
+    """Pods of a JobSet before this one."""
+    are_numbers = all(number.isdecimal() for number in (job, pods, index))
+    if not (are_numbers and int(index) < int(pods)):
+        raise ConfigError(
+            f"{_JOB}={job} and {_PODS}={pods!r} for pod {index} of one of several Jobs, each of "
+            f"which counts from 0: set it to the pods of each, and {COUNT} to those of all."
+        )
+    return str(int(job) * int(pods) + int(index))
 
 
 def _known(address: str | None, scheduler: str) -> str:
