@@ -34,8 +34,8 @@ exec cat
 _MAKE_HOST = """
 set -eu
 ip netns add {name}
-ip link add {name} type veth peer name e0 netns {name}
-ip link set {name} master wire up
+ip link add {link} type veth peer name e0 netns {name}
+ip link set {link} master wire up
 ip -n {name} link set lo up
 ip -n {name} address add {address}/24 dev e0
 ip -n {name} link set e0 up
@@ -69,7 +69,8 @@ class Hosts:
         assert self._holder.stdout is not None
         assert self._holder.stdout.readline() == "ready\n"
         for name, address in self.addresses.items():
-            self.wire("sh", "-c", _MAKE_HOST.format(name=name, address=address))
+            link = name[-15:]  # which is the longest that Linux takes
+            self.wire("sh", "-c", _MAKE_HOST.format(name=name, address=address, link=link))
             self.resolve(name)
 
     def __enter__(self):
@@ -86,6 +87,11 @@ class Hosts:
         ordinary = [f"{address} {other}" for other, address in self.addresses.items()]
         text = "\n".join(["127.0.0.1 localhost", *(lines or ordinary)]) + "\n"
         self._hosts_file(name).write_text(text)
+
+    def has_asked(self, name: str) -> bool:
+        """Whether a host has looked into its /etc/hosts since that was written last."""
+        found = self._hosts_file(name).stat()
+        return found.st_atime_ns > found.st_mtime_ns
 
     def wire(self, *command: str) -> str:
         """Runs a command where the wire is; returns what it prints."""
@@ -126,7 +132,8 @@ class Hosts:
                     os.kill(pid, signal.SIGKILL)
 
     def _enter(self) -> list[str]:
-        return ["nsenter", "--target", str(self._holder.pid), "--mount", "--net"]
+        here = ["sh", "-c", 'exec nsenter --wdns="$(pwd -P)" "$@"', "sh"]  # else it is /
+        return [*here, "--target", str(self._holder.pid), "--mount", "--net"]
 
     def _hosts_file(self, name: str) -> Path:
         return self._folder / f"hosts-of-{name}"
