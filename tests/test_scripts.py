@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = ("venv", "quickstart", "test", "check", "overlap", "notebook")
 SCRIPTS = [ROOT / "scripts" / name for name in NAMES]
+CONTAINERFILE = ROOT / "scripts" / "Containerfile"
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])
 
 # Stands in for Python: writes down how it was called, and "makes" a venv of itself.
@@ -63,6 +65,49 @@ def test_the_readme_shows_the_two_commands():
 def test_scripts_are_executable_bash(script):
     assert os.access(script, os.X_OK)
     subprocess.run(["bash", "-n", script], check=True)
+
+
+# The recipe of a container, which only somebody with a container runtime can build.
+
+
+def instructions():
+    """Words of each instruction, the first of which says which it is."""
+    lines = [x for x in CONTAINERFILE.read_text().splitlines() if not x.lstrip().startswith("#")]
+    return [x.split() for x in "\n".join(lines).replace("\\\n", " ").splitlines() if x.strip()]
+
+
+def test_the_container_recipe_is_one():
+    first, *_ = names = [words[0] for words in instructions()]
+    assert first == "FROM"
+    assert set(names) == {"FROM", "ARG", "RUN", "WORKDIR", "COPY", "USER", "ENV", "CMD"}
+    (version,) = re.findall(r"python:(\d\.\d+)-slim", instructions()[0][1])
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert f"Programming Language :: Python :: {version}" in project["classifiers"]
+    # Kubernetes' runAsNonRoot takes nothing else for one.
+    (user,) = (words[1] for words in instructions() if words[0] == "USER")
+    assert int(user) > 0
+
+
+def test_the_container_recipe_copies_what_the_installation_reads():
+    copied = {name for words in instructions() if words[0] == "COPY" for name in words[1:-1]}
+    assert all((ROOT / name).exists() for name in copied)
+    whole = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    wheel = whole["tool"]["hatch"]["build"]["targets"]["wheel"]
+    project = whole["project"]
+    read = {"pyproject.toml", project["readme"], *wheel["packages"], *wheel["force-include"]}
+    read |= {name for name in project["license-files"] if "/" not in name}
+    (install,) = (words for words in instructions() if words[1:3] == ["pip", "install"])
+    read |= {install[install.index("--constraint") + 1]}
+    assert copied == read
+
+
+def test_the_container_recipe_installs_extras_that_there_are():
+    (cuda,) = (words[1] for words in instructions() if words[0] == "ARG")
+    name, _, default = cuda.partition("=")
+    (install,) = (words for words in instructions() if words[1:3] == ["pip", "install"])
+    extras = re.fullmatch(r'"\.\[(.+)\]"', install[-1])[1].replace(f"${name}", default)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert {*extras.split(","), "cuda13"} <= set(project["optional-dependencies"])
 
 
 @pytest.fixture
