@@ -17,6 +17,8 @@ SCRIPTS = [ROOT / "scripts" / name for name in NAMES]
 CONTAINERFILE = ROOT / "scripts" / "Containerfile"
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])
 
+OURS = re.compile(r"\bJDDP_[A-Z_]+\b")
+
 # Stands in for Python: writes down how it was called, and "makes" a venv of itself.
 FAKE_PYTHON = """#!/usr/bin/env bash
 echo "$@" >>"$CALLS"
@@ -65,6 +67,21 @@ def test_the_readme_shows_the_two_commands():
 def test_scripts_are_executable_bash(script):
     assert os.access(script, os.X_OK)
     subprocess.run(["bash", "-n", script], check=True)
+
+
+def test_variables_of_ours_that_pages_and_scripts_name_are_read():
+    read = {name for path in ROOT.glob("jddp/**/*.py") for name in OURS.findall(path.read_text())}
+    for path in [*PAGES, *(ROOT / "scripts").iterdir()]:
+        if path.is_file():
+            assert set(OURS.findall(path.read_text())) <= read, path
+
+
+def test_nothing_to_copy_sets_xla_flags():
+    # One that XLA does not know aborts a run.
+    pages = [block for page in PAGES for block in re.findall(r"```.*?```", page.read_text(), re.S)]
+    scripts = [path.read_text() for path in (ROOT / "scripts").iterdir() if path.is_file()]
+    for text in [*pages, *scripts]:
+        assert "XLA_FLAGS" not in re.sub(r"#.*", "", text)
 
 
 # The recipe of a container, which only somebody with a container runtime can build.
