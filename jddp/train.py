@@ -7,12 +7,15 @@ shutdown barrier for minutes.
 """
 
 import argparse
+import contextlib
 import os
+import signal
 import sys
 import textwrap
+import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,10 +42,15 @@ The same command again goes on from the last checkpoint.
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
     try:
-        return _run(_parse(argv))
+        with _stopped_by_sigterm():
+            return _run(_parse(argv))
     except Error as error:
         tell(error)
         code, told = error.exit_code, str(error)
+    except _Stopped:
+        told = "SIGTERM: stopped before the first step. The same command goes on."
+        print(f"jddp: {told}", file=sys.stderr)
+        code = PREEMPTED
     except KeyboardInterrupt:
         told = "interrupted. The same command goes on from the last checkpoint."
         print(f"jddp: {told}", file=sys.stderr)
@@ -51,6 +59,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         code, told = 1, f"{type(error).__name__}: {error}"
     return _leave(code, told)
+
+
+class _Stopped(BaseException):
+    """SIGTERM came where there is nothing to save."""
+
+
+@contextlib.contextmanager
+def _stopped_by_sigterm() -> Iterator[None]:
+    """While open, SIGTERM ends what goes on here; a run has a better answer while it lasts."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise _Stopped
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 def _run(arguments: argparse.Namespace) -> int:

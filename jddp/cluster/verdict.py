@@ -77,7 +77,7 @@ def _describe(worker: Worker, logs: Path) -> Failure:
 def _told(worker: Worker) -> Failure | None:
     """What a process of jddp has told of the one that failed first, on another machine."""
     words = worker.output.last_words()
-    told = re.search(r"process (\d+) on (\S+) failed first, with exit code (\d+)", words)
+    told = re.search(r"process (\d+) on (\S+) failed first, with exit code (?!81)(\d+)", words)
     if worker.code != ANOTHER_FAILED or told is None:
         return None
     process, host, code = told.groups()

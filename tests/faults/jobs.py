@@ -54,6 +54,7 @@ class Examples(ArrayExamples):
     def take(self, indices):
         me = jax.process_index()
         while Path(f"hang-{me}").exists():
+            Path(f"hangs-{me}").touch()
             time.sleep(0.05)
         if Path(f"hold-{me}").exists():
             ctypes.PyDLL(None).sleep(1000)  # and does not let go of the interpreter's lock

@@ -71,9 +71,22 @@ def test_a_signal_while_compiling_stops_after_the_first_step(folder):
         job.wait_for((job.run_dir / "checkpoints").exists)
         job.processes[0].send_signal(signal.SIGTERM)
         (code,) = job.codes()
-    # Before the run listens, the signal has its usual meaning.
-    assert code in (PREEMPTED, -signal.SIGTERM)
+    assert code == PREEMPTED, job.outputs
     assert job.saved() in ([], [0], [1])
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_a_signal_before_the_first_step_ends_all_in_good_order(folder, num_processes):
+    for process in range(num_processes):
+        (folder / f"hang-{process}").touch()  # while the data are looked at
+    with Job(folder, num_processes=num_processes) as job:
+        job.wait_for(lambda: all((folder / f"hangs-{i}").exists() for i in range(num_processes)))
+        job.processes[0].send_signal(signal.SIGTERM)
+        codes = job.codes()
+    assert codes[0] == PREEMPTED
+    assert codes[1:] == [81] * (num_processes - 1), job.outputs
+    told = "jddp: SIGTERM: stopped before the first step. The same command goes on.\n"
+    assert told in job.outputs[0][1]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda x: x.name)
