@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from jddp.callbacks import Callback as Callback
     from jddp.callbacks import EarlyStopping as EarlyStopping
     from jddp.callbacks import KeepBest as KeepBest
+    from jddp.cluster.supervisor import launch as launch
     from jddp.config import Config as Config
     from jddp.data_parallel import DataParallel as DataParallel
     from jddp.errors import ConfigError as ConfigError
@@ -52,6 +53,7 @@ _HOMES = {
     "all_gather": "replica",
     "average_gradients": "reduce",
     "fit": "build",
+    "launch": "cluster.supervisor",
     "load": "build",
     "replica_key": "replica",
     "sync_batch_norm": "batch_norm",
@@ -76,6 +78,7 @@ __all__ = [
     "all_gather",
     "average_gradients",
     "fit",
+    "launch",
     "load",
     "replica_key",
     "sync_batch_norm",

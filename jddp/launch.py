@@ -7,15 +7,13 @@ JAX_PROCESS_ID.
 """
 
 import argparse
-import os
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from jddp.cluster.identity import check_address
 from jddp.cluster.supervisor import Supervisor
-from jddp.cluster.workers import Launch
+from jddp.cluster.workers import Launch, name_logs
 from jddp.door import Parser, enter
 from jddp.errors import UsageError
 
@@ -67,7 +65,6 @@ def plan_launch(arguments: argparse.Namespace) -> Launch:
             "--min-processes is for a job that may lose machines: it needs --num-nodes above 1 and "
             "--max-restarts."
         )
-    logs = arguments.logs or Path("logs", f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
     return Launch(
         command=_command(arguments),
         num_processes=arguments.num_processes,
@@ -76,7 +73,7 @@ def plan_launch(arguments: argparse.Namespace) -> Launch:
         coordinator=coordinator,
         devices_per_process=arguments.devices_per_process,
         min_processes=arguments.min_processes,
-        logs=logs,
+        logs=arguments.logs or name_logs(),
     )
 
 

@@ -288,6 +288,24 @@ def test_a_further_round_does_without_who_has_gone_and_takes_who_has_come(free_p
             caller.close()
 
 
+def test_the_first_process_waits_for_its_own_name_to_be_known(free_port, monkeypatch):
+    look_up, names = socket.getaddrinfo, iter(["unknown", "unknown"])
+
+    def late(host, *arguments, **how):
+        if host == "pod-0" and next(names, None):
+            raise socket.gaierror("not known yet")
+        return look_up("127.0.0.1" if host == "pod-0" else host, *arguments, **how)
+
+    monkeypatch.setattr(socket, "getaddrinfo", late)
+    first = Identity(f"pod-0:{free_port}", 2, 0)
+    with ThreadPoolExecutor() as threads:
+        met = threads.submit(meet, first, f"127.0.0.1:{free_port}", {})
+        with Caller("process", f"127.0.0.1:{free_port}") as caller:
+            caller.gather(Member(1, 2), seconds=60)
+        assert met.result() is None
+    assert list(names) == []
+
+
 def test_nobody_is_waited_for_when_that_is_wanted_no_more(free_port):
     address = f"127.0.0.1:{free_port}"
     member = Member(0, 2)

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import io
 import json
 import os
 import re
@@ -279,6 +280,25 @@ def test_a_script_and_a_module_are_run_with_their_arguments(folder):
         assert done.code == 0, done.err
         said = sorted(done.out.splitlines())
         assert said == [f"[{i}] here is {i} of 2 ['--logs', '-m', 'x']" for i in range(2)]
+
+
+@pytest.mark.processes
+def test_a_script_can_be_launched_from_python(folder, monkeypatch, capfd):
+    monkeypatch.chdir(folder)
+    assert jddp.launch("program.py", "exit:7-1", num_processes=2, logs="logs") == 7
+    assert "jddp: process 1 failed first, with exit code 7" in capfd.readouterr().err
+    assert "here is 0 of 2" in (folder / "logs/process_0.log").read_text()
+
+
+@pytest.mark.processes
+def test_what_processes_say_is_shown_in_a_notebook_too(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "stdout", io.StringIO())  # which has no bytes below it
+    assert jddp.launch(folder / "program.py", num_processes=2) == 0
+    assert sorted(sys.stdout.getvalue().splitlines()) == [
+        f"[{i}] here is {i} of 2 []" for i in (0, 1)
+    ]
+    assert len(list(folder.glob("logs/*/process_1.log"))) == 1
 
 
 @pytest.mark.processes

@@ -19,6 +19,7 @@ from jddp.errors import ConfigError, CoordinatorError
 
 SECONDS = "JDDP_START_SECONDS"
 _DEFAULT = "300"
+_POLL_SECONDS = 0.1
 
 
 def start_seconds(environ: Mapping[str, str]) -> float:
@@ -51,6 +52,7 @@ def meet(identity: Identity, listens: str | None, environ: Mapping[str, str]) ->
     if identity.process_id == 0:
         with Roll("process", identity.coordinator, listens) as roll:
             roll.gather(mine, seconds=seconds, is_last=True)
+        _wait_for_name(identity.coordinator, time.monotonic() + seconds)
         return
     with Caller("process", identity.coordinator) as caller:
         caller.gather(mine, seconds=seconds)
@@ -58,6 +60,16 @@ def meet(identity: Identity, listens: str | None, environ: Mapping[str, str]) ->
     jax_listens = connect(identity.coordinator, me, time.monotonic() + seconds, seconds)
     assert jax_listens is not None
     jax_listens.close()
+
+
+def _wait_for_name(coordinator: str, until: float) -> None:
+    """Waits until this process can look up its own name, which JAX would ask for twice a minute."""
+    host = coordinator.rpartition(":")[0].strip("[]")
+    while time.monotonic() < until:
+        with contextlib.suppress(OSError):
+            socket.getaddrinfo(host, None)
+            return
+        time.sleep(_POLL_SECONDS)
 
 
 def bind_address(coordinator: str) -> str:

@@ -12,7 +12,7 @@ import selectors
 import sys
 import threading
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import IO, Any, BinaryIO
 
 NUM_LINES = 200  # which are kept of what went wrong
 _SHOWN = 20  # of them, without a traceback to begin with
@@ -54,7 +54,7 @@ class Output:
 
     def _copy(self, out: IO[bytes], err: IO[bytes]) -> None:
         """Copies both to their ends; what was printed before an error comes before it."""
-        sinks = {out: sys.stdout.buffer, err: sys.stderr.buffer}
+        sinks = {out: sys.stdout, err: sys.stderr}
         rests = dict.fromkeys(sinks, b"")
         with selectors.DefaultSelector() as selector:
             for stream in sinks:
@@ -66,6 +66,7 @@ class Output:
                     self._keep(chunk)
                     if not chunk:
                         selector.unregister(stream)
+                        stream.close()
                         chunk = b"\n" if rests[stream] else b""
                     rests[stream] = self._show(rests[stream] + chunk, sinks[stream])
 
@@ -80,16 +81,19 @@ class Output:
                 self._file = None
                 _say(f"{self._path}: {error.strerror}. The terminal alone has the rest.")
 
-    def _show(self, text: bytes, sink: BinaryIO) -> bytes:
+    def _show(self, text: bytes, sink: Any) -> bytes:
         """Shows the lines of a text; returns the beginning of one at its end."""
         *lines, rest = re.split(rb"(?<=[\r\n])", text)
         if len(rest) > _LONGEST:
             lines, rest = [*lines, rest + b"\n"], b""
-        if sink is sys.stderr.buffer:
+        if sink is sys.stderr:
             self._errors.extend(line.decode(errors="replace").rstrip() for line in lines)
+        shown = b"".join(self._prefix + line for line in lines)
         with _console, contextlib.suppress(OSError, ValueError):
-            for line in lines:
-                sink.write(self._prefix + line)
+            if hasattr(sink, "buffer"):
+                sink.buffer.write(shown)
+            else:  # a notebook's
+                sink.write(shown.decode(errors="replace"))
             sink.flush()
         return rest
 

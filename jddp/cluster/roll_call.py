@@ -237,6 +237,7 @@ class Caller:
     def __init__(self, kind: str, address: str):
         self._kind, self._address = kind, address
         self._socket: socket.socket | None = None
+        self._heard = b""  # beyond the last line
 
     def __enter__(self) -> "Caller":
         return self
@@ -248,11 +249,11 @@ class Caller:
         """Hangs up."""
         if self._socket is not None:
             self._socket.close()
-            self._socket = None
+            self._socket, self._heard = None, b""
 
     def lost(self) -> list[int]:
         """Member 0, if it has held the last round and gone without a word."""
-        if self._socket is None:
+        if self._socket is None or self._heard:
             return []
         self._socket.settimeout(0.0)
         try:
@@ -315,8 +316,7 @@ class Caller:
         """The answer; empty if there is none, None if it is wanted no more."""
         assert self._socket is not None
         self._socket.settimeout(_POLL_SECONDS)
-        line = b""
-        while not line.endswith(b"\n"):
+        while b"\n" not in self._heard and self._heard[:1] in (b"", b"{"):
             if not is_wanted():
                 return None
             try:
@@ -327,9 +327,8 @@ class Caller:
                 continue
             if not chunk:
                 return b""
-            line += chunk
-            if not line.startswith(b"{"):
-                break
+            self._heard += chunk
+        line, _, self._heard = self._heard.partition(b"\n")
         return line
 
     def _understand(self, line: bytes) -> Said | None:

@@ -12,19 +12,58 @@ no failure: the others go on without it. One that comes back makes all stop and 
 import signal
 import sys
 import time
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from jddp.cluster.nodes import Nodes
 from jddp.cluster.spawn import POLL_SECONDS, Group
 from jddp.cluster.verdict import CONSEQUENCES, DETERMINISTIC, PREEMPTED, Failure, first_failure
-from jddp.cluster.workers import Launch, Place
+from jddp.cluster.workers import Launch, Place, name_logs
 from jddp.errors import CoordinatorError
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _MOMENT = 2.0  # seconds in which others fail too, and processes of jddp leave by themselves
 _SAVE_SECONDS = 600.0  # which the others may need to save, where one has stopped in good order
 _LONGEST_PAUSE = 60.0
+
+
+def launch(
+    *command: str | Path,
+    num_processes: int = 1,
+    devices_per_process: int | None = None,
+    max_restarts: int = 0,
+    logs: str | Path | None = None,
+) -> int:
+    """Runs a program as the processes of a job on this machine, to its end.
+
+        code = jddp.launch("-m", "jddp.train", "--config", "gpt_stdlib", num_processes=2)
+
+    `python -m jddp.launch` as a function, for scripts and tests. A notebook needs it for programs
+    alone: one process, such as its own, drives all devices of a machine.
+
+    Args:
+      *command: What Python is to run: a script, or "-m" and a module, with its arguments.
+      num_processes: How many to start.
+      devices_per_process: CPU devices of each, or GPUs where there are any; None leaves the first
+        to JAX, and splits the second evenly.
+      max_restarts: How often to start all again when one fails.
+      logs: Folder for what the processes say, logs/DATE-TIME-PID unless given.
+
+    Returns:
+      The exit code of the first process that failed, 128 and a signal's number for a signal, or 0.
+
+    Raises:
+      ConfigError: If there are more processes than devices.
+      FileSystemError: If nothing can be written into the folder for logs.
+    """
+    plan = Launch(
+        command=tuple(map(str, command)),
+        num_processes=num_processes,
+        devices_per_process=devices_per_process,
+        logs=Path(logs) if logs is not None else name_logs(),
+    )
+    return Supervisor(plan, max_restarts=max_restarts).run()
 
 
 class Supervisor:

@@ -4,6 +4,8 @@ Decided before anything is started: who each is, where they meet, and which devi
 """
 
 import glob
+import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +56,11 @@ class Place:
     num_processes: int
     first: int
     job: str
+
+
+def name_logs() -> Path:
+    """A folder for the logs of a launch that begins now."""
+    return Path("logs", f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
 
 
 def worker_environments(
