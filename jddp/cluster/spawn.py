@@ -105,6 +105,7 @@ class Group:
                 self._ended.append(worker)
                 worker.kill()  # at once: some day its number will be another's
                 self._guard.release(worker.process.pid)
+                worker.output.close()
 
     def failed(self) -> list[Worker]:
         """Those that have ended badly, the first one first, but for those that `end` has asked."""
@@ -143,8 +144,6 @@ class Group:
                 worker.kill()
                 worker.process.wait()
         self.look()
-        for worker in self.workers:
-            worker.output.close()
         self._guard.close()
 
 

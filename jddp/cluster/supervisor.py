@@ -127,11 +127,8 @@ class Supervisor:
                 return 0
             if self._has_changed(failure):
                 _say("starting again with the machines that are there")
-            else:
-                if failure.code != PREEMPTED:
-                    _report(failure)
-                if not self._starts_again(failure, last):
-                    return failure.code
+            elif not self._starts_again(failure, last):
+                return failure.code
             last = failure
 
     def _has_changed(self, failure: Failure) -> bool:
@@ -175,11 +172,21 @@ class Supervisor:
             group.look()
         if all(worker.code in CONSEQUENCES for worker in group.failed()):
             group.wait(_MOMENT)  # for the one that it is the consequence of
+        failure = self._judge(group)
         in_order = {worker.code for worker in group.failed()} == {PREEMPTED}
         if in_order or self._signals or self._has_asked:
             self._wait_until_saved(group)
         group.end(moment_seconds=_MOMENT, grace_seconds=self._grace_seconds)
-        return first_failure(group.failed(), self._nodes.lost(), self._launch.logs)
+        return failure or self._judge(group)
+
+    def _judge(self, group: Group) -> Failure | None:
+        """What went wrong first, as far as it is known; tells it."""
+        failure = first_failure(group.failed(), self._nodes.lost(), self._launch.logs)
+        if failure and failure.code != PREEMPTED and not self._has_changed(failure):
+            _say(failure.headline)
+            for line in failure.words.splitlines():
+                print(f"    {line}", file=sys.stderr)
+        return failure
 
     def _wait_until_saved(self, group: Group) -> None:
         until = time.monotonic() + _SAVE_SECONDS
@@ -216,12 +223,6 @@ class Supervisor:
         while not self._signals and time.monotonic() < until:
             time.sleep(POLL_SECONDS)
         return not self._signals
-
-
-def _report(failure: Failure) -> None:
-    _say(failure.headline)
-    for line in failure.words.splitlines():
-        print(f"    {line}", file=sys.stderr)
 
 
 def _say(text: str) -> None:
