@@ -74,6 +74,14 @@ def test_overhead_prints_a_row_for_each_figure_and_a_line_of_json():
 
 
 @pytest.mark.slow
+def test_launch_prints_a_row_for_each_figure_and_a_line_of_json():
+    *rows, line = run(BENCHMARKS / "launch.py", "--rounds", 1, "--only", "start", "death")
+    measured = json.loads(line)["results"]
+    assert len(rows) == sum(map(len, measured.values())) == 6
+    assert all(value > 0 for part in measured.values() for value in part.values())
+
+
+@pytest.mark.slow
 def test_mutants_are_made_and_the_tests_notice_them():
     """Two of hundreds; benchmarks/README.md has the score of all."""
     files = ["--files", "jddp/reduce/plan.py"]
