@@ -208,8 +208,12 @@ class Terminal(io.StringIO):
     def isatty(self):
         return True
 
+    def fileno(self):
+        return 1
+
 
 def test_on_a_terminal_there_is_one_live_line(monkeypatch):
+    monkeypatch.setattr("os.tcgetpgrp", lambda _: 1)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", "xterm")
     stream = Terminal()

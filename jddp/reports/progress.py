@@ -8,6 +8,7 @@ reckoned from the `step_seconds` of the newest record, so it leaves out compilat
 does.
 """
 
+import os
 import sys
 import textwrap
 import time
@@ -54,7 +55,7 @@ class Progress:
         self._stream = stream if stream is not None else sys.stdout
         self._clock = clock
         self._printed_at: float | None = None
-        is_live = is_writer and self._stream.isatty()
+        is_live = is_writer and _is_watched(self._stream)
         self._bar = _LiveLine(num_steps, self._stream) if is_live else None
 
     def log(self, record: Record) -> None:
@@ -94,6 +95,18 @@ class Progress:
             self._bar.print_above(line)
         elif self._is_writer:
             print(line, file=self._stream, flush=True)
+
+
+def _is_watched(stream: Any) -> bool:
+    """Whether this is the terminal that the process runs in.
+
+    Open MPI hands every process a terminal to write to, which is nobody's: what comes out of it
+    goes into a pipe. There one live line would become thousands.
+    """
+    try:
+        return bool(stream.isatty() and os.tcgetpgrp(stream.fileno()))
+    except OSError:  # a terminal of nobody's, or of another session
+        return False
 
 
 class _LiveLine:
