@@ -14,7 +14,7 @@ import pytest
 
 from jddp import cluster
 from jddp.cluster import VARIABLES, Identity, initialize, resolve_identity
-from jddp.cluster.meeting import meet
+from jddp.cluster.meeting import HEARTBEAT, START, meet
 from jddp.cluster.roll_call import Caller, Member, Roll, connect
 from jddp.errors import ConfigError, CoordinatorError, DisagreementError
 
@@ -91,6 +91,7 @@ def test_a_process_of_a_job_joins_it_with_nothing_left_to_detection(joined, monk
             "local_device_ids": None,
             "cluster_detection_method": "deactivate",
             "initialization_timeout": 330,
+            "heartbeat_timeout_seconds": 100,
             "coordinator_bind_address": None,  # which is the first process's affair
         }
     ]
@@ -132,10 +133,16 @@ def free_port():
         return free.getsockname()[1]
 
 
+@pytest.mark.parametrize("name", ["JDDP_START_SECONDS", "JDDP_HEARTBEAT_SECONDS"])
 @pytest.mark.parametrize("seconds", ["0", "-1", "soon", "1.5"])
-def test_a_time_limit_that_is_no_number_is_refused(seconds):
-    with pytest.raises(ConfigError, match=f"JDDP_START_SECONDS='{seconds}' must be a positive"):
-        initialize(Identity("127.0.0.1:1", 2, 1), {"JDDP_START_SECONDS": seconds})
+def test_a_time_limit_that_is_no_number_is_refused(name, seconds):
+    with pytest.raises(ConfigError, match=f"{name}='{seconds}' must be a positive"):
+        initialize(Identity("127.0.0.1:1", 2, 1), {name: seconds})
+
+
+def test_time_limits_are_those_that_were_told(joined):
+    initialize(Identity("127.0.0.1:1234", 2, 1), dict.fromkeys((START, HEARTBEAT), "7"))
+    assert (joined[0]["initialization_timeout"], joined[0]["heartbeat_timeout_seconds"]) == (37, 7)
 
 
 # Who has come, with processes that are threads.
@@ -301,7 +308,7 @@ def test_the_first_process_waits_for_its_own_name_to_be_known(free_port, monkeyp
     with ThreadPoolExecutor() as threads:
         met = threads.submit(meet, first, f"127.0.0.1:{free_port}", {})
         with Caller("process", f"127.0.0.1:{free_port}") as caller:
-            caller.gather(Member(1, 2), seconds=60)
+            caller.gather(Member(1, 2, {"JDDP_JOB": "not set", HEARTBEAT: "100"}), seconds=60)
         assert met.result() is None
     assert list(names) == []
 

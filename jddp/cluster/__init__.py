@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 
 from jddp.cluster.identity import JOB, VARIABLES, Identity
-from jddp.cluster.meeting import bind_address, meet, start_seconds, time_limit
+from jddp.cluster.meeting import HEARTBEAT, START, bind_address, meet, read_seconds, time_limit
 from jddp.cluster.sources import resolve_identity
 
 __all__ = ["BIND", "JOB", "VARIABLES", "Identity", "bind_address", "initialize", "resolve_identity"]
@@ -21,8 +21,8 @@ def initialize(identity: Identity, environ: Mapping[str, str] = os.environ) -> N
 
     Raises:
       CoordinatorError: If not all processes come in JDDP_START_SECONDS.
-      DisagreementError: If two have the same number, were told different numbers, or are of
-        several jobs, as JDDP_JOB tells.
+      DisagreementError: If two have the same number, were told different numbers, are of several
+        jobs, as JDDP_JOB tells, or were told other JDDP_HEARTBEAT_SECONDS.
     """
     import jax
 
@@ -30,7 +30,7 @@ def initialize(identity: Identity, environ: Mapping[str, str] = os.environ) -> N
         return
     # JAX's handler swallows SIGTERM where nobody asks it; `stopping` has its own.
     jax.config.update("jax_enable_preemption_service", False)
-    seconds = start_seconds(environ)
+    seconds, heartbeat = (read_seconds(environ, name) for name in (START, HEARTBEAT))
     listens = None
     if identity.process_id == 0:
         listens = environ.get(BIND) or bind_address(identity.coordinator)
@@ -43,5 +43,6 @@ def initialize(identity: Identity, environ: Mapping[str, str] = os.environ) -> N
             local_device_ids=identity.local_device_ids,
             cluster_detection_method="deactivate",
             coordinator_bind_address=listens,
-            initialization_timeout=int(seconds) + _LATER,
+            initialization_timeout=seconds + _LATER,
+            heartbeat_timeout_seconds=heartbeat,
         )

@@ -17,21 +17,21 @@ from jddp.cluster.identity import JOB, Identity
 from jddp.cluster.roll_call import Caller, Member, Roll, connect
 from jddp.errors import ConfigError, CoordinatorError
 
-SECONDS = "JDDP_START_SECONDS"
-_DEFAULT = "300"
+START, HEARTBEAT = "JDDP_START_SECONDS", "JDDP_HEARTBEAT_SECONDS"
+_DEFAULTS = {START: "300", HEARTBEAT: "100"}
 _POLL_SECONDS = 0.1
 
 
-def start_seconds(environ: Mapping[str, str]) -> float:
-    """How long processes wait for each other.
+def read_seconds(environ: Mapping[str, str], name: str) -> int:
+    """How long processes wait for each other: to START, or for a sign of life, a HEARTBEAT.
 
     Raises:
       ConfigError: If that is not a positive number.
     """
-    told = environ.get(SECONDS) or _DEFAULT
+    told = environ.get(name) or _DEFAULTS[name]
     if not told.isdecimal() or int(told) == 0:
-        raise ConfigError(f"{SECONDS}={told!r} must be a positive number of seconds.")
-    return float(told)
+        raise ConfigError(f"{name}={told!r} must be a positive number of seconds.")
+    return int(told)
 
 
 def meet(identity: Identity, listens: str | None, environ: Mapping[str, str]) -> None:
@@ -47,8 +47,10 @@ def meet(identity: Identity, listens: str | None, environ: Mapping[str, str]) ->
       DisagreementError: If two have the same number, or were told different things.
     """
     assert identity.coordinator is not None
-    seconds = start_seconds(environ)
-    mine = Member(identity.process_id, identity.num_processes, environ.get(JOB, ""))
+    seconds = read_seconds(environ, START)
+    heartbeat = str(read_seconds(environ, HEARTBEAT))
+    same = {JOB: environ.get(JOB, "not set"), HEARTBEAT: heartbeat}
+    mine = Member(identity.process_id, identity.num_processes, same)
     if identity.process_id == 0:
         with Roll("process", identity.coordinator, listens) as roll:
             roll.gather(mine, seconds=seconds, is_last=True)

@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Mapping
 
 from jddp.cluster.identity import JOB, check_address
-from jddp.cluster.meeting import bind_address, start_seconds
+from jddp.cluster.meeting import START, bind_address, read_seconds
 from jddp.cluster.roll_call import Caller, Condition, Member, Roll, Said, listen
 from jddp.cluster.workers import Launch, Place
 from jddp.errors import CoordinatorError
@@ -33,8 +33,8 @@ class Nodes:
 
     def __init__(self, launch: Launch, environ: Mapping[str, str] = os.environ):
         self._launch = launch
-        self._seconds = start_seconds(environ)
-        self._job = environ.get(JOB, "")
+        self._seconds = read_seconds(environ, START)
+        self._same = {JOB: environ.get(JOB, "not set")}
         self._roll: Roll | None = None
         self._caller: Caller | None = None
         if launch.coordinator is not None and launch.num_nodes > 1:
@@ -52,7 +52,7 @@ class Nodes:
           DisagreementError: If two are the same node, or were told other numbers.
         """
         launch = self._launch
-        mine = Member(launch.node_rank, launch.num_nodes, self._job, self._words())
+        mine = Member(launch.node_rank, launch.num_nodes, self._same, self._words())
         said: Said | None = {0: mine.says}
         if self._roll is not None:
             said = self._roll.gather(

@@ -47,14 +47,14 @@ class Member:
     Attributes:
       number: From 0.
       count: Of the group.
-      job: The same word for all of a group.
+      same: What has to be so for all of a group, by its name.
       says: What the others should know.
       where: It runs, for messages.
     """
 
     number: int
     count: int
-    job: str = ""
+    same: dict[str, str] = field(default_factory=dict)
     says: dict[str, Any] = field(default_factory=dict)
     where: str = field(default_factory=lambda: f"{socket.gethostname()}, pid {os.getpid()}")
 
@@ -409,12 +409,12 @@ def _mistake(kind: str, members: Iterable[Member]) -> DisagreementError | None:
     there: dict[int, Member] = {}
     for member in members:
         first = there.setdefault(0, member)
-        if member.job != first.job:
-            return DisagreementError(
-                f"{kind} {member.number} has another job than {kind} 0: JDDP_JOB is "
-                f"{member.job or 'not set'} there and {first.job or 'not set'} here. Give every "
-                f"{kind} the same."
-            )
+        for name, value in first.same.items():
+            if member.same.get(name) != value:
+                return DisagreementError(
+                    f"{kind} {member.number} has another job than {kind} 0: {name} is "
+                    f"{member.same.get(name)} there and {value} here. Give every {kind} the same."
+                )
         if member.count != first.count:
             return DisagreementError(
                 f"{kind} {member.number} ({member.where}) was told that there are {member.count}, "

@@ -58,6 +58,11 @@ def test_a_process_of_another_job_is_told(folder):
         assert "process 1 has another job than process 0: JDDP_JOB is b there and a here" in said
 
 
+def test_another_heartbeat_is_told(folder):
+    for said in end(folder, last_variables={"JDDP_HEARTBEAT_SECONDS": "60"}):
+        assert "JDDP_HEARTBEAT_SECONDS is 60 there and 100 here" in said
+
+
 def listening(process):
     """Addresses on which a process listens, as the kernel has them."""
     held = set()
