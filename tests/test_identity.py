@@ -45,9 +45,21 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
     "OMPI_COMM_WORLD_LOCAL_RANK": "1",
 }
-OPEN_MPI_4 = OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.0.0.1,10.1.0.1:34911"}
-OPEN_MPI_5 = OPEN_MPI | {"PMIX_NAMESPACE": "prterun-login-1-4242@1"}
+OPEN_MPI_4 = OPEN_MPI | {
+    "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.0.0.1,10.1.0.1:34911;tcp6://[fd00::2]:48309",
+    "PMIX_HOSTNAME": "n2",
+    "PMIX_NAMESPACE": "1531576321",
+    "PMIX_SERVER_URI2": "1531576320.1;tcp4://127.0.0.1:35571",
+}
+OPEN_MPI_5 = OPEN_MPI | {
+    "PMIX_HOSTNAME": "n2",
+    "PMIX_NAMESPACE": "prterun-login-1-4242@1",
+    "PMIX_SERVER_URI2": "prterun-login-1-4242@0.1;tcp4://127.0.0.1:35571",
+}
 MPICH = {
+    "HYDI_CONTROL_FD": "7",
+    "MPIR_CVAR_CH3_INTERFACE_HOSTNAME": "n2",
+    "PMI_FD": "8",
     "PMI_SIZE": "4",
     "PMI_RANK": "3",
     "MPI_LOCALNRANKS": "2",
@@ -55,6 +67,7 @@ MPICH = {
 }
 INDEXED = {"JOB_COMPLETION_INDEX": "3", "JAX_NUM_PROCESSES": "4"}
 SECOND_JOB = {"JOB_COMPLETION_INDEX": "1", "JOB_INDEX": "1", "PROCESSES_IN_JOB": "2"}
+FIRST = {"OMPI_COMM_WORLD_RANK": "0"}
 SEVERAL = {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
 ADDRESS = {"JAX_COORDINATOR_ADDRESS": "z:9"}
 ELASTIC = {"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": "1"}
@@ -102,6 +115,15 @@ def test_each_source_tells_who_this_is(environ, coordinator, source):
     told = str(identity)
     assert told.startswith(f"4 processes, as {source} says; process 3; coordinator {coordinator};")
     assert "\n" not in told
+
+
+def test_the_first_process_of_open_mpi_is_where_mpirun_runs_or_where_slurm_says():
+    for told in (OPEN_MPI_4, OPEN_MPI_5):
+        here = told["PMIX_SERVER_URI2"].replace(".1;", ".0;")
+        at_launcher = resolve(told | FIRST | {"PMIX_SERVER_URI2": here})
+        assert at_launcher.coordinator == resolve(told).coordinator
+        assert resolve(told | FIRST | ALLOCATION).coordinator == f"n1:{port_of('7.')}"
+        assert resolve(told | FIRST | ADDRESS).coordinator == "z:9"
 
 
 def test_the_first_source_that_speaks_wins():
@@ -249,6 +271,8 @@ def test_a_heterogeneous_job_meets_at_the_first_host_of_its_first_component():
         ({"RANK": "1"}, "RANK set but MASTER_ADDR, MASTER_PORT, WORLD_SIZE not"),
         (OPEN_MPI_5 | {"OMPI_COMM_WORLD_RANK": ""}, "SIZE set but OMPI_COMM_WORLD_RANK not"),
         (OPEN_MPI, "Open MPI does not say where process 0 is: set JAX_COORDINATOR_ADDRESS"),
+        (OPEN_MPI_4 | FIRST, rf"give it -x JAX_.*=n2:{port_of('1531576320')}, so that all"),
+        (OPEN_MPI_5 | FIRST, "mpirun runs on another host than process 0: give it -x JAX_.*=n2:"),
         (MPICH, "MPICH does not say where process 0 is: set JAX_COORDINATOR_ADDRESS"),
         (MPICH | {"JAX_COORDINATOR_ADDRESS": "z"}, "JAX_COORDINATOR_ADDRESS='z' must be host:"),
         (INDEXED | {"JAX_NUM_PROCESSES": "3"}, "JOB_COMPLETION_INDEX=3 must be below"),

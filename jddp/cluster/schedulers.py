@@ -38,9 +38,17 @@ def open_mpi(environ: Environ) -> Identity | None:
         job = uri.partition(".")[0] or space
         if environ.get(OPEN_MPI.num_local) == environ.get(OPEN_MPI.num_processes) and job:
             return f"127.0.0.1:{port_of(job)}"
-        return _first_of_slurm(environ) or _known(
-            launcher and f"{launcher[1]}:{port_of(job)}", "Open MPI"
-        )
+        if first := _first_of_slurm(environ):
+            return first
+        # The daemons are numbered: the one with 0 is the launcher. mpirun ends the other processes.
+        daemon = re.match(r"[^;]*\.(\d+);", environ.get("PMIX_SERVER_URI2", ""))
+        if daemon and daemon[1] != "0" and environ.get(OPEN_MPI.process_id) == "0":
+            here = f"{environ.get('PMIX_HOSTNAME', socket.gethostname())}:{port_of(job)}"
+            raise ConfigError(
+                f"mpirun runs on another host than process 0: give it -x {ADDRESS}={here}, so that "
+                "all processes find the first."
+            )
+        return _known(launcher and f"{launcher[1]}:{port_of(job)}", "Open MPI")
 
     return make_identity(environ, OPEN_MPI, address, "Open MPI says")
 
