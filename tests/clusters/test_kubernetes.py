@@ -20,7 +20,7 @@ from faults.jobs import REPOSITORY, SECONDS, Job, assert_same_run, make_folder
 from kubeflow_trainer_api import models
 
 from clusters.hosts import Hosts
-from jddp.cluster.supervisor import ANOTHER_FAILED, DETERMINISTIC, PREEMPTED
+from jddp.cluster.verdict import ANOTHER_FAILED, DETERMINISTIC, PREEMPTED
 from jddp.launch import _parser, plan_launch
 
 MODELS = {
