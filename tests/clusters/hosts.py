@@ -18,7 +18,6 @@ from pathlib import Path
 
 import pytest
 
-_NETWORK = "10.8.0"
 # Where names of namespaces live, and the wire: nobody else sees either.
 _MAKE_NETWORK = """
 set -eu
@@ -56,12 +55,12 @@ class Hosts:
       addresses: Of each name.
     """
 
-    def __init__(self, folder: Path, *names: str):
+    def __init__(self, folder: Path, *names: str, network: str = "10.8.0"):
         refuse_without("ip", "nsenter", "unshare")
-        self.addresses = {name: f"{_NETWORK}.{i}" for i, name in enumerate(names, start=1)}
+        self.addresses = {name: f"{network}.{i}" for i, name in enumerate(names, start=1)}
         self._folder = folder
         self._holder = subprocess.Popen(
-            ["unshare", "--mount", "--net", "sh", "-c", _MAKE_NETWORK.format(network=_NETWORK)],
+            ["unshare", "--mount", "--net", "sh", "-c", _MAKE_NETWORK.format(network=network)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -95,15 +94,19 @@ class Hosts:
 
     def wire(self, *command: str) -> str:
         """Runs a command where the wire is; returns what it prints."""
-        return subprocess.run(
-            [*self._enter(), *command], check=True, capture_output=True, text=True
-        ).stdout
+        command = self.on_wire(*command)
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    def on_wire(self, *command: str) -> list[str]:
+        """The command that runs another where the wire is, as the same process."""
+        here = ["sh", "-c", 'exec nsenter --wdns="$(pwd -P)" "$@"', "sh"]  # else it is /
+        return [*here, "--target", str(self._holder.pid), "--mount", "--net", *command]
 
     def command(self, name: str, *command: str) -> list[str]:
         """The command that runs another on a host, as the same process."""
         on_host = ["ip", "netns", "exec", name, "unshare", "--uts", "--mount", "sh", "-c"]
         inside = [_ENTER_HOST, "sh", str(self._hosts_file(name)), name, *command]
-        return [*self._enter(), *on_host, *inside]
+        return self.on_wire(*on_host, *inside)
 
     def start(self, name: str, *command: str, **how) -> subprocess.Popen:
         """Starts a command on a host."""
@@ -130,10 +133,6 @@ class Hosts:
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-
-    def _enter(self) -> list[str]:
-        here = ["sh", "-c", 'exec nsenter --wdns="$(pwd -P)" "$@"', "sh"]  # else it is /
-        return [*here, "--target", str(self._holder.pid), "--mount", "--net"]
 
     def _hosts_file(self, name: str) -> Path:
         return self._folder / f"hosts-of-{name}"
