@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from jddp.cluster import ssh
 from jddp.cluster.identity import check_address
 from jddp.cluster.supervisor import Supervisor
 from jddp.cluster.workers import Launch, name_logs
@@ -23,21 +24,48 @@ examples:
   python -m jddp.launch --num-processes 4 --max-restarts 3 my_script.py --my-argument 1
   python -m jddp.launch --num-processes 8 --num-nodes 2 --node-rank 0 --coordinator node-0:1234 \\
       -m jddp.train      # on the other node the same, with --node-rank 1
+  python -m jddp.launch --hosts node-0,node-1 --num-processes 8 -m jddp.train      # by ssh
 """
+
+_NOTHING = "nothing to start: end with -m package.module, or with script.py."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code of the first process that failed, or 0."""
-    return enter(lambda: _run(_parser().parse_args(argv)))
+    return enter(lambda: _run(sys.argv[1:] if argv is None else argv))
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _run(argv: Sequence[str]) -> int:
+    arguments = _parser().parse_args(argv)
+    if arguments.hosts is not None:
+        return _run_on_hosts(arguments, argv)
     launch = plan_launch(arguments)
-    return Supervisor(
+    if arguments.obey_input:
+        ssh.obey_input(arguments.grace_seconds)
+    code = Supervisor(
         launch,
         max_restarts=arguments.max_restarts,
         grace_seconds=arguments.grace_seconds,
     ).run()
+    return min(code, ssh.LOST - 1) if arguments.obey_input else code
+
+
+def _run_on_hosts(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
+    hosts = ssh.parse_hosts(arguments.hosts)
+    if arguments.node_rank is not None:
+        raise UsageError("--hosts starts all nodes, and --node-rank says which one this is.")
+    if arguments.num_nodes not in (1, len(hosts)):
+        raise UsageError(f"--num-nodes {arguments.num_nodes}, and --hosts names {len(hosts)}.")
+    if not (arguments.module or arguments.script):
+        raise UsageError(_NOTHING)
+    coordinator = _coordinator(arguments)
+    at = next(i for i, argument in enumerate(argv) if argument.partition("=")[0] == "--hosts")
+    given = [*argv[:at], *argv[at + (1 if "=" in argv[at] else 2) :]]
+    if coordinator is None:
+        coordinator = ssh.choose_coordinator(hosts[0])
+        given = ["--coordinator", coordinator, *given]
+    print(f"jddp: {', '.join(hosts)} are to meet at {coordinator}", file=sys.stderr, flush=True)
+    return ssh.launch_on(hosts, ["--logs", str(arguments.logs or name_logs()), *given], arguments.grace_seconds)
 
 
 def plan_launch(arguments: argparse.Namespace) -> Launch:
@@ -81,7 +109,7 @@ def _command(arguments: argparse.Namespace) -> tuple[str, ...]:
     if arguments.module:
         return ("-m", *arguments.module)
     if not arguments.script:
-        raise UsageError("nothing to start: end with -m package.module, or with script.py.")
+        raise UsageError(_NOTHING)
     script = arguments.script[0]
     if not Path(script).is_file():
         raise UsageError(f"there is no script {script!r}. Options of the launcher stand before it.")
@@ -118,6 +146,7 @@ def _parser() -> Parser:
     add("--num-processes", "--nproc-per-node", type=_positive, default=1, help="on this machine")
     add("--devices-per-process", type=_positive, help="CPU devices of each, or GPUs")
     add("--max-restarts", "--max-restarts", type=_count, default=0, help="of all together")
+    add("--hosts", help="a,b,...: start all nodes from here, through ssh")
     add("--num-nodes", "--nnodes", type=_positive, default=1, help="machines of the job")
     add("--node-rank", "--node-rank", type=_count, help="which machine this is, from 0")
     add("--coordinator", help="host:port on node 0; a free port here if it is the only one")
@@ -126,6 +155,7 @@ def _parser() -> Parser:
     add("--master-port", "--master-port", help="port of --coordinator")
     add("--logs", type=Path, help="folder for what each process says (logs/DATE-TIME-PID)")
     add("--grace-seconds", type=float, default=10.0, help="from SIGTERM to SIGKILL (%(default)g)")
+    add("--obey-input", action="store_true", help="signals are words on standard input (--hosts)")
     parser.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, help="a module to run, and its arguments"
     )
