@@ -65,7 +65,8 @@ def _run_on_hosts(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         coordinator = ssh.choose_coordinator(hosts[0])
         given = ["--coordinator", coordinator, *given]
     print(f"jddp: {', '.join(hosts)} are to meet at {coordinator}", file=sys.stderr, flush=True)
-    return ssh.launch_on(hosts, ["--logs", str(arguments.logs or name_logs()), *given], arguments.grace_seconds)
+    given = ["--logs", str(arguments.logs or name_logs()), *given]
+    return ssh.launch_on(hosts, given, arguments.grace_seconds)
 
 
 def plan_launch(arguments: argparse.Namespace) -> Launch:

@@ -13,7 +13,7 @@ import jax
 import pytest
 
 from jddp import cluster
-from jddp.cluster import VARIABLES, Identity, initialize, resolve_identity
+from jddp.cluster import VARIABLES, Identity, gloo, initialize, resolve_identity
 from jddp.cluster.meeting import HEARTBEAT, START, meet
 from jddp.cluster.roll_call import Caller, Member, Roll, connect
 from jddp.errors import ConfigError, CoordinatorError, DisagreementError
@@ -76,6 +76,7 @@ def joined(monkeypatch):
     """What `jax.distributed.initialize` was called with."""
     calls = []
     monkeypatch.setattr(cluster, "meet", lambda *_: None)
+    monkeypatch.setattr(gloo, "settle_address", lambda *_: None)
     monkeypatch.setattr(jax.distributed, "initialize", lambda **given: calls.append(given))
     return calls
 

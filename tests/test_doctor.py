@@ -29,7 +29,7 @@ def levels(findings):
         (["10.0.0.5", "127.0.1.1"], "ok", "10.0.0.5, 127.0.1.1"),
         (["127.0.1.1"], "warn", "127.0.1.1 alone"),
         (["::1"], "warn", "::1 alone"),
-        ([], "bad", "leads to no address"),
+        ([], "warn", "leads to no address"),
     ],
 )
 def test_a_name_that_leads_to_loopback_or_nowhere_is_told(addresses, level, told):

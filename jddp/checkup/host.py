@@ -41,7 +41,7 @@ def check_name(name: str, addresses: Sequence[str]) -> Finding:
     way_out = f"Name an address instead, JAX_COORDINATOR_ADDRESS=<address>:<port>, or give {name} "
     way_out += "its own in /etc/hosts."
     if not addresses:
-        return Finding(BAD, f"{name}, the name of this host, leads to no address.", way_out)
+        return Finding(WARN, f"{name}, the name of this host, leads to no address.", way_out)
     listed = ", ".join(addresses)
     if all(ipaddress.ip_address(address).is_loopback for address in addresses):
         return Finding(

@@ -46,3 +46,6 @@ def initialize(identity: Identity, environ: Mapping[str, str] = os.environ) -> N
             initialization_timeout=seconds + _LATER,
             heartbeat_timeout_seconds=heartbeat,
         )
+    from jddp.cluster.gloo import settle_address
+
+    settle_address(identity.coordinator)

@@ -1,0 +1,96 @@
+"""The same command on each of two hosts: late, badly named, cut off from each other, or alone."""
+
+import contextlib
+import time
+
+import pytest
+from test_launch import FEW, assert_alike, result
+
+from clusters.hosts import Hosts
+from clusters.launching import LONGER, assert_only, two_launchers, workers_of
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.xdist_group("hosts")]
+HEARTBEAT_SECONDS = 100  # JAX's
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    with Hosts(tmp_path, "h1", "h2") as hosts:
+        yield hosts
+        for name in hosts.addresses:
+            assert_only(hosts, name)
+
+
+@contextlib.contextmanager
+def ends_of(*nodes):
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(node()) for node in nodes]
+
+
+def test_hosts_of_which_one_is_late_train_as_one(hosts, jobs, one):
+    first, second = two_launchers(hosts, jobs, "late", *FEW)
+    with first() as first:
+        hosts.run("h1", "sh", "-c", "until ss -Hltn sport = :61500 | grep -q .; do sleep 0.1; done")
+        with second() as second:
+            assert (first.end(), second.end()) == (0, 0), (first.err, second.err)
+    assert "job      4 processes, as jddp.launch says" in first.out
+    assert_alike(result(jobs, "late")[0], one)
+
+
+def test_hosts_whose_names_lead_nowhere_or_to_themselves_train(tmp_path, jobs, one):
+    # gloo connects from the larger address to the smaller: here always to the host that is asked.
+    with Hosts(tmp_path, "h1", "h2", network="192.168.8") as hosts:
+        hosts.resolve("h1", "127.0.1.1 h1", "192.168.8.2 h2")  # as Debian does
+        hosts.resolve("h2", "192.168.8.1 h1")
+        with ends_of(*two_launchers(hosts, jobs, "names", *FEW)) as (first, second):
+            assert (first.end(), second.end()) == (0, 0), (first.err, second.err)
+    assert_alike(result(jobs, "names")[0], one)
+
+
+def test_a_host_that_never_comes_is_waited_for_in_vain(hosts, jobs):
+    first, _ = two_launchers(hosts, jobs, "alone", JDDP_START_SECONDS="3")
+    start = time.monotonic()
+    with first() as first:
+        assert first.end() == 69
+    assert time.monotonic() - start < 30
+    assert "within 3 s" in first.err
+
+
+def test_a_host_that_does_not_find_the_other_says_so(hosts, jobs):
+    _, second = two_launchers(
+        hosts, jobs, "alone", address="10.8.0.9:61500", JDDP_START_SECONDS="1"
+    )
+    with second() as second:
+        assert second.end() == 69
+    assert "cannot reach process 0 at 10.8.0.9:61500: " in second.err.replace("node 0", "process 0")
+
+
+@pytest.mark.long
+def test_hosts_that_are_cut_off_for_good_end_by_themselves(hosts, jobs):
+    with ends_of(*two_launchers(hosts, jobs, "cut", *LONGER)) as (first, second):
+        first.wait_for("cut/checkpoints/60")
+        hosts.set_link("h2", "down")
+        cut = time.monotonic()
+        assert (first.end(HEARTBEAT_SECONDS + 60), second.end()) == (134, 134)
+        assert time.monotonic() - cut < HEARTBEAT_SECONDS + 60
+    assert "with signal SIGABRT: JAX has lost processes 2, 3, or the way there" in first.err
+    assert "with signal SIGABRT: JAX has lost process 0, or the way there" in second.err
+    # Process 0 saves, and is on one side.
+    assert result(jobs, "cut")[1] < 300
+
+
+@pytest.mark.long
+def test_hosts_that_were_cut_off_start_again_to_the_same_bits(hosts, jobs, golden):
+    nodes = two_launchers(hosts, jobs, "rejoins", *LONGER, options=["--max-restarts", "1"])
+    with ends_of(*nodes) as (first, second):
+        first.wait_for("rejoins/checkpoints/60")
+        before = {name: workers_of(hosts, name).items() for name in hosts.addresses}
+        hosts.set_link("h2", "down")
+        until = time.monotonic() + HEARTBEAT_SECONDS + 60
+        while any(workers_of(hosts, name).items() & before[name] for name in before):
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        hosts.set_link("h2", "up")
+        assert (first.end(), second.end()) == (0, 0), (first.err, second.err)
+    assert "resumed from step" in first.out
+    assert result(jobs, "rejoins") == golden
