@@ -40,12 +40,17 @@ def _examine(arguments: argparse.Namespace) -> int:
     findings = list(check_host())
     from jddp.cluster import initialize, resolve_identity
     from jddp.coordination import gather, process_index
+    from jddp.errors import CoordinatorError
     from jddp.mesh import configure_devices
 
     identity = resolve_identity()
     per_process = max(1, arguments.num_devices // identity.num_processes)
     configure_devices(per_process * identity.num_processes, num_processes=identity.num_processes)
-    initialize(identity)
+    try:
+        initialize(identity)
+    except CoordinatorError:
+        print(*findings, sep="\n")  # one of which may be why
+        raise
     from jddp.checkup import BAD, check_devices, check_job, check_links, measure_all_reduce
     from jddp.mesh import make_mesh
 

@@ -142,12 +142,26 @@ def test_a_directory_that_not_all_see_is_told(tmp_path):
     assert "process 1, 3 does not see" in found.what
 
 
-def test_a_link_that_stands_out_is_told():
-    assert levels(wire.compare_links({})) == []
-    assert levels(wire.compare_links({1: 0.5})) == ["ok"]
-    assert levels(wire.compare_links({1: 1e-4, 2: 1e-3, 3: 1e-4})) == ["ok"]  # that is noise
-    (found,) = wire.compare_links({1: 1e-3, 2: 1e-3, 3: 4e-2})
-    assert "process 3 takes 40.00 ms" in found.what
+NAMES = [f"process {i} on h{i}" for i in range(4)]
+
+
+@pytest.mark.parametrize(
+    "times, told",
+    [
+        ({(0, 1): 0.5}, []),
+        ({(0, 1): 1e-4, (1, 2): 1e-3, (2, 0): 1e-4}, []),  # that is noise
+        ({(0, 1): 4e-2, (1, 2): 1e-3, (2, 0): 4e-2}, ["process 0 on h0 takes 40.00 ms for 1 KiB"]),
+        ({(0, 1): 1e-3, (1, 2): 4e-2, (2, 0): 4e-2}, ["process 2 on h2 takes 40.00 ms"]),
+        (
+            {(0, 1): 1e-3, (1, 2): 4e-2, (2, 3): 1e-3, (3, 0): 1e-3},
+            ["the way from process 1 on h1 to process 2 on h2 takes 40.00 ms"],
+        ),
+    ],
+)
+def test_a_host_or_else_a_link_that_stands_out_is_told(times, told):
+    found = list(wire.compare_links(times, NAMES, 1024))
+    assert levels(found) == (["warn"] * len(told) or ["ok"])
+    assert all(words in finding.what for words, finding in zip(told, found, strict=False))
 
 
 def test_sums_over_the_devices_are_right_and_timed():
@@ -217,5 +231,6 @@ def test_processes_are_examined_together(tmp_path):
         "process 1: as process 0",
     ):
         assert words in told
-    assert "the slowest link: process 1 takes" in told
+    assert "1 KiB there and back: " in told
+    assert "1024 KiB there and back: " in told
     assert list(tmp_path.iterdir()) == []

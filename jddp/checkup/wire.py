@@ -1,9 +1,12 @@
 """Is what devices send right, how fast is it, and which host is slow."""
 
 import functools
+import itertools
+import json
+import socket
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,14 +17,17 @@ from jax import P, lax
 from jax.sharding import Mesh
 
 from jddp.checkup.finding import BAD, OK, WARN, Finding
+from jddp.coordination import gather
 from jddp.mesh import AXIS, from_process_zero, put_rows
 from jddp.step import over_replicas
 
 SIZES = tuple(4 * 2**k for k in range(10, 25, 2))  # 4 KiB to 64 MiB
 ROUNDS = 7
 SLOW_SECONDS = 0.5  # where sizes end
+LINK_SIZES = (2**10, 2**20)
 APART = 3.0  # a link that takes so many times as long as the others is told,
 LATE_SECONDS = 2e-3  # if it takes that much more
+_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
@@ -82,47 +88,69 @@ def _own_ranks(mesh: Mesh) -> np.ndarray:
 
 
 def check_links(mesh: Mesh) -> Iterator[Finding]:
-    """Names the process whose way to process 0 takes longest, if it stands out.
+    """Names the host, or else the link, that takes much longer than the others.
 
-    Every process calls it: a small array goes back and forth between the first devices of both.
+    Every process calls it: small and larger arrays go back and forth on a ring of hosts, or of
+    processes where there is one host, between the first devices of both ends.
     """
-    firsts: dict[int, int] = {}
+    places: dict[int, int] = {}
     for place, device in enumerate(mesh.devices.flat):
-        firsts.setdefault(device.process_index, place)
-    times = {}
-    for process, place in sorted(firsts.items())[1:]:
-        pair = [(firsts[0], place), (place, firsts[0])]
-
-        def replica(pair: Any = pair) -> Any:
-            there = lax.ppermute(jnp.ones(256) * lax.axis_index(AXIS), AXIS, pair)
-            return lax.ppermute(there, AXIS, pair)
-
-        run = jax.jit(over_replicas(replica, mesh, (), P(AXIS)))
-        jax.block_until_ready(run())
-        times[process] = _median(run)
-    yield from compare_links(times)
+        places.setdefault(device.process_index, place)
+    hosts = gather("checkup/hosts", socket.gethostname(), timeout_seconds=_SECONDS)
+    names = [f"process {i} on {host}" for i, host in enumerate(hosts)]
+    members = sorted({hosts[i]: i for i in sorted(places, reverse=True)}.values())
+    members = members if len(members) > 1 else sorted(places)
+    ring = list(itertools.pairwise([*members, *members[:1]]))[: len(members) if members[2:] else 1]
+    for size in LINK_SIZES if members[1:] else ():
+        mine = [_seconds_between(mesh, places[a], places[b], size) for a, b in ring]
+        told = gather("checkup/links", json.dumps(mine), timeout_seconds=_SECONDS)
+        times = {link: json.loads(told[link[0]])[i] for i, link in enumerate(ring)}
+        yield from compare_links(times, names, size)
 
 
-def compare_links(times: dict[int, float]) -> Iterator[Finding]:
-    """Which link stands out.
+def _seconds_between(mesh: Mesh, here: int, there: int, size: int) -> float:
+    """For an array of `size` bytes, there and back; measured by the processes of both devices."""
+
+    def replica() -> Any:
+        sent = jnp.ones(size // 4) * lax.axis_index(AXIS)
+        arrived = lax.ppermute(sent, AXIS, [(here, there), (there, here)])
+        return lax.ppermute(arrived, AXIS, [(here, there), (there, here)])
+
+    run = jax.jit(over_replicas(replica, mesh, (), P(AXIS)))
+    jax.block_until_ready(run())
+    return _median(run)
+
+
+def compare_links(
+    times: Mapping[tuple[int, int], float], names: Sequence[str], size: int
+) -> Iterator[Finding]:
+    """Which host or link stands out.
+
+    A host is slow if it is far from both of its neighbours, who have nearer ones.
 
     Args:
-      times: Seconds there and back, by process.
+      times: Seconds there and back, by the processes at both ends.
+      names: Of all processes, by number.
+      size: Bytes that went.
     """
-    if not times:
-        return
-    slowest = max(times, key=times.__getitem__)
-    others = [seconds for process, seconds in times.items() if process != slowest]
-    told = f"process {slowest} takes {1e3 * times[slowest]:.2f} ms there and back"
-    usual = statistics.median(others) if others else times[slowest]
-    if times[slowest] > max(APART * usual, usual + LATE_SECONDS):
+    ends = sorted({end for link in times for end in link})
+    nearest = {end: min(t for link, t in times.items() if end in link) for end in ends}
+    usual = statistics.median(nearest.values())
+    limit = max(APART * usual, usual + LATE_SECONDS)
+    slow = [end for end in ends if nearest[end] > limit]
+    links = [link for link, t in times.items() if t > limit and not set(link) & set(slow)]
+    told = {names[end]: nearest[end] for end in slow}
+    told |= {f"the way from {names[a]} to {names[b]}": times[a, b] for a, b in links}
+    for name, seconds in told.items():
         yield Finding(
             WARN,
-            f"{told}, the others {1e3 * usual:.2f} ms: every step waits for it.",
-            "Look at its host's link, or leave the host out.",
+            f"{name} takes {1e3 * seconds:.2f} ms for {size >> 10} KiB there and back, others "
+            f"{1e3 * usual:.2f} ms: every step waits for it.",
+            "Look at its link, or leave the host out.",
         )
-    else:
-        yield Finding(OK, f"the slowest link: {told}")
+    if not told:
+        slowest = max(times.values())
+        yield Finding(OK, f"{size >> 10} KiB there and back: {1e3 * slowest:.2f} ms at most")
 
 
 def _median(run: Callable[[], Any]) -> float:
