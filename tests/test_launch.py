@@ -19,6 +19,7 @@ from faults.jobs import TIMINGS, make_folder
 
 import jddp
 from jddp.cluster import resolve_identity
+from jddp.cluster.aborts import whom_jax_has_lost
 from jddp.cluster.nodes import LOCAL, Nodes
 from jddp.cluster.workers import Launch, Place, split_gpus, worker_environments
 from jddp.errors import ConfigError, CoordinatorError
@@ -723,3 +724,33 @@ def test_a_job_goes_on_without_a_machine_that_is_lost_and_with_one_that_comes_or
     assert "restart 1 of 2" in first.err  # what was lost; the rest was in good order
     assert "restart 2 of 2" not in first.err
     assert_alike(result(jobs, "elastic")[0], result(jobs, "whole")[0])
+
+
+SILENT = """
+F1122 client.h:80] Terminating process because the JAX distributed service detected fatal errors.
+absl::Status: UNAVAILABLE: The following tasks are unhealthy (stopped sending heartbeats):
+2
+3
+The tasks have crashed.
+
+RPC: /xla.coordination.CoordinationService/PollForError [type.googleapis.com/x='']
+"""
+GONE = """
+absl::Status: DEADLINE_EXCEEDED: Deadline Exceeded
+
+RPC: /xla.coordination.CoordinationService/Heartbeat
+"""
+
+
+@pytest.mark.parametrize(
+    "words, who",
+    [
+        (SILENT, "processes 2, 3"),
+        (SILENT.replace("2\n3\n", "10\n3\n"), "processes 3, 10"),
+        (SILENT.replace("\n3", ""), "process 2"),
+        (GONE, "process 0"),
+        ("Check failed", None),
+    ],
+)
+def test_what_jax_says_of_a_process_that_is_silent_is_understood(words, who):
+    assert whom_jax_has_lost(words) == who

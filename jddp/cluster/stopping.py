@@ -129,6 +129,8 @@ class StopSignals:
                 break
             except TimeoutError:
                 continue
+            except jax.errors.JaxRuntimeError:
+                return  # process 0 has gone, and JAX ends this one
         else:
             return
         with self._lock:

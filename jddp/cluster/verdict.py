@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from jddp.cluster.aborts import whom_jax_has_lost
 from jddp.cluster.spawn import Worker
 
 PREEMPTED, ANOTHER_FAILED = 75, 81
@@ -65,6 +66,9 @@ def _describe(worker: Worker, logs: Path) -> Failure:
         how, code = f"signal {signal.Signals(-code).name}", 128 - code
         if how.endswith("SIGKILL"):
             how += " (if nobody sent it, the machine was out of memory)"
+        lost = whom_jax_has_lost(worker.output.last_words())
+        if how.endswith("SIGABRT") and lost is not None:
+            how += f": JAX has lost {lost}, or the way there"
     log = logs / f"process_{worker.process_id}.log"
     what = "ended because another did" if worker.code in CONSEQUENCES else "failed first"
     headline = (

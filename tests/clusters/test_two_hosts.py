@@ -1,6 +1,7 @@
 """The same command on each of two hosts: late, badly named, cut off from each other, or alone."""
 
 import contextlib
+import re
 import time
 
 import pytest
@@ -73,7 +74,8 @@ def test_hosts_that_are_cut_off_for_good_end_by_themselves(hosts, jobs):
         cut = time.monotonic()
         assert (first.end(HEARTBEAT_SECONDS + 60), second.end()) == (134, 134)
         assert time.monotonic() - cut < HEARTBEAT_SECONDS + 60
-    assert "with signal SIGABRT: JAX has lost processes 2, 3, or the way there" in first.err
+    lost = "with signal SIGABRT: JAX has lost process(es 2, 3| 2| 3), or the way there"
+    assert re.search(lost, first.err), first.err
     assert "with signal SIGABRT: JAX has lost process 0, or the way there" in second.err
     # Process 0 saves, and is on one side.
     assert result(jobs, "cut")[1] < 300
