@@ -176,6 +176,13 @@ def test_the_first_failure_of_a_host_ends_all_and_is_the_exit_code(folder, launc
     assert "[0] here is 0 of 2" in done.out
 
 
+def test_a_host_that_says_that_another_failed_first_did_not_fail_first(folder, launch):
+    job = ["--hosts", "h1,h2", "--num-processes", "2", "--grace-seconds", "1", "program.py"]
+    done = launch(folder, *job, "exit:81-0", "exit:81-1", "kill-2", "ignore-3", "stay-3")
+    assert done.end() == 128 + signal.SIGKILL, done.err
+    assert "jddp: the launcher on h2 ended first" in done.err
+
+
 def test_the_first_launcher_killed_leaves_nothing_on_any_host(folder, launch, network):
     hosts, _ = network
     job = ["--hosts", "h1,h2", "--num-processes", "2", "--grace-seconds", "0.5", "program.py"]
@@ -229,8 +236,14 @@ def test_a_host_that_ssh_does_not_reach_is_named_with_its_words(folder, launch):
 
 def test_a_host_that_ssh_does_not_know_is_refused_without_a_question(folder, launch, network):
     hosts, _ = network  # its address is not in the list of keys
-    done = launch(folder, "--hosts", f"h1,{hosts.addresses['h2']}", "program.py", "stay-0")
+    yes = folder / "yes"
+    yes.write_text("#!/bin/sh\ntouch asked\necho yes\n")
+    yes.chmod(0o755)
+    asks = {"SSH_ASKPASS": str(yes), "SSH_ASKPASS_REQUIRE": "force"}
+    names = f"h1,{hosts.addresses['h2']}"
+    done = launch(folder, "--hosts", names, "program.py", "stay-0", **asks)
     assert done.end() == 69
+    assert not (folder / "asked").exists()
     assert "Host key verification failed." in done.err.splitlines()[-1], done.err
 
 

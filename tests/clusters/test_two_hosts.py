@@ -9,6 +9,7 @@ from test_launch import FEW, assert_alike, result
 
 from clusters.hosts import Hosts
 from clusters.launching import LONGER, assert_only, two_launchers, workers_of
+from clusters.slow_link import slow_link
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.xdist_group("hosts")]
 HEARTBEAT_SECONDS = 100  # JAX's
@@ -28,14 +29,24 @@ def ends_of(*nodes):
         yield [stack.enter_context(node()) for node in nodes]
 
 
-def test_hosts_of_which_one_is_late_train_as_one(hosts, jobs, one):
+def test_hosts_of_which_one_is_late_and_far_away_train_as_one(hosts, jobs, one):
     first, second = two_launchers(hosts, jobs, "late", *FEW)
-    with first() as first:
+    with slow_link(hosts, "h2", delay_seconds=0.01, loss=0.01), first() as first:
         hosts.run("h1", "sh", "-c", "until ss -Hltn sport = :61500 | grep -q .; do sleep 0.1; done")
         with second() as second:
             assert (first.end(), second.end()) == (0, 0), (first.err, second.err)
     assert "job      4 processes, as jddp.launch says" in first.out
     assert_alike(result(jobs, "late")[0], one)
+
+
+def test_a_link_that_is_cut_for_a_moment_changes_nothing(hosts, jobs, golden):
+    with ends_of(*two_launchers(hosts, jobs, "moment", *LONGER)) as (first, second):
+        first.wait_for("moment/checkpoints/60")
+        hosts.set_link("h2", "down")
+        time.sleep(2)  # which is the fault
+        hosts.set_link("h2", "up")
+        assert (first.end(), second.end()) == (0, 0), (first.err, second.err)
+    assert result(jobs, "moment") == golden
 
 
 def test_hosts_whose_names_lead_nowhere_or_to_themselves_train(tmp_path, jobs, one):
