@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Mapping
 
 from jddp.cluster.identity import JOB, check_address
-from jddp.cluster.meeting import START, bind_address, read_seconds
+from jddp.cluster.meeting import HEARTBEAT, START, bind_address, read_seconds
 from jddp.cluster.roll_call import Caller, Condition, Member, Roll, Said, listen
 from jddp.cluster.workers import Launch, Place
 from jddp.errors import CoordinatorError
@@ -35,14 +35,15 @@ class Nodes:
         self._launch = launch
         self._seconds = read_seconds(environ, START)
         self._same = {JOB: environ.get(JOB, "not set")}
+        silence = read_seconds(environ, HEARTBEAT)
         self._roll: Roll | None = None
         self._caller: Caller | None = None
         if launch.coordinator is not None and launch.num_nodes > 1:
             address = check_address(launch.coordinator, "--coordinator")
             if launch.node_rank == 0:
-                self._roll = Roll("node", address, bind_address(address))
+                self._roll = Roll("node", address, bind_address(address), silence_seconds=silence)
             else:
-                self._caller = Caller("node", address)
+                self._caller = Caller("node", address, silence_seconds=silence)
 
     def gather(self, is_wanted: Condition) -> Place | None:
         """Waits for the others; None if that is wanted no more.

@@ -24,12 +24,13 @@ from typing import Any
 
 from jddp.errors import CoordinatorError, DisagreementError, Error
 
+SILENCE_SECONDS = 100
 _LONGEST = 2**16  # bytes of a line
 _POLL_SECONDS = 0.02
 _SLACK = 5.0  # seconds in which member 0 says that its time is over, before the others give up
 _SHOWN = 8  # numbers of those who are missing
 _GOODBYE = {"goodbye": True}
-_SECONDS_ALIVE = 2  # between signs of life; Linux lets nine be missed
+_PROBES = 4  # that are not answered, and a connection is lost
 
 Said = dict[int, dict[str, Any]]
 Condition = Callable[[], bool]
@@ -66,13 +67,21 @@ class Roll:
       kind: What members are called: "process" or "node".
       address: host:port, as the others know it.
       listens: host:port to listen on, if that is another.
+      silence_seconds: After which a member is lost.
 
     Raises:
       CoordinatorError: If the port is taken, or the address is not one of this machine.
     """
 
-    def __init__(self, kind: str, address: str, listens: str | None = None):
-        self._kind, self._address = kind, address
+    def __init__(
+        self,
+        kind: str,
+        address: str,
+        listens: str | None = None,
+        *,
+        silence_seconds: int = SILENCE_SECONDS,
+    ):
+        self._kind, self._address, self._silence_seconds = kind, address, silence_seconds
         self._lines: dict[socket.socket, bytes] = {}  # of each caller, as far as it has come
         self._members: dict[socket.socket, Member] = {}  # who have said all, and wait
         self._present: dict[socket.socket, int] = {}  # who took part in the last round
@@ -168,7 +177,7 @@ class Roll:
             if key.fileobj is self._server:
                 caller, _ = self._server.accept()
                 caller.settimeout(_SLACK)
-                _keep_alive(caller)
+                _keep_alive(caller, self._silence_seconds)
                 self._lines[caller] = b""
                 self._selector.register(caller, selectors.EVENT_READ)
             else:
@@ -232,10 +241,11 @@ class Caller:
     Args:
       kind: What members are called.
       address: host:port of member 0.
+      silence_seconds: After which it is lost.
     """
 
-    def __init__(self, kind: str, address: str):
-        self._kind, self._address = kind, address
+    def __init__(self, kind: str, address: str, *, silence_seconds: int = SILENCE_SECONDS):
+        self._kind, self._address, self._silence_seconds = kind, address, silence_seconds
         self._socket: socket.socket | None = None
         self._heard = b""  # beyond the last line
 
@@ -292,6 +302,7 @@ class Caller:
                 self._socket = connect(self._address, me, until, seconds, is_wanted)
             if self._socket is None:
                 return None
+            _keep_alive(self._socket, self._silence_seconds)
             try:
                 self._socket.sendall(json.dumps(dataclasses.asdict(mine)).encode() + b"\n")
                 line = self._read_line(until + _SLACK, is_wanted)
@@ -361,9 +372,7 @@ def connect(
     while is_wanted():
         tries += 1
         try:
-            caller = socket.create_connection((host.strip("[]"), int(port)), timeout=5)
-            _keep_alive(caller)
-            return caller
+            return socket.create_connection((host.strip("[]"), int(port)), timeout=5)
         except OSError as error:
             reason = error.strerror or str(error)
         if time.monotonic() > until:
@@ -396,12 +405,14 @@ def listen(address: str) -> socket.socket:
         ) from error
 
 
-def _keep_alive(connection: socket.socket) -> None:
-    """Lets a connection break when the other machine has gone, or the way there."""
+def _keep_alive(connection: socket.socket, seconds: int) -> None:
+    """Lets a connection break when nothing has come from the other machine for so long."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name in ("TCP_KEEPIDLE", "TCP_KEEPINTVL"):
+    between = max(1, seconds // (_PROBES + 1))
+    options = {"TCP_KEEPIDLE": between, "TCP_KEEPINTVL": between, "TCP_KEEPCNT": _PROBES}
+    for name, value in options.items():
         if hasattr(socket, name):  # Linux, and macOS in part
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), _SECONDS_ALIVE)
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _mistake(kind: str, members: Iterable[Member]) -> DisagreementError | None:

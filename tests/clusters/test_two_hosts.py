@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import signal
 import time
 
 import pytest
@@ -10,9 +11,11 @@ from test_launch import FEW, assert_alike, result
 from clusters.hosts import Hosts
 from clusters.launching import LONGER, assert_only, two_launchers, workers_of
 from clusters.slow_link import slow_link
+from jddp.cluster.verdict import ANOTHER_FAILED
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.xdist_group("hosts")]
-HEARTBEAT_SECONDS = 100  # JAX's
+HEARTBEAT_SECONDS = 15
+SILENCE = {"JDDP_HEARTBEAT_SECONDS": str(HEARTBEAT_SECONDS)}
 
 
 @pytest.fixture
@@ -77,24 +80,26 @@ def test_a_host_that_does_not_find_the_other_says_so(hosts, jobs):
     assert "cannot reach process 0 at 10.8.0.9:61500: " in second.err.replace("node 0", "process 0")
 
 
-@pytest.mark.long
 def test_hosts_that_are_cut_off_for_good_end_by_themselves(hosts, jobs):
-    with ends_of(*two_launchers(hosts, jobs, "cut", *LONGER)) as (first, second):
+    with ends_of(*two_launchers(hosts, jobs, "cut", *LONGER, **SILENCE)) as (first, second):
         first.wait_for("cut/checkpoints/60")
         hosts.set_link("h2", "down")
         cut = time.monotonic()
-        assert (first.end(HEARTBEAT_SECONDS + 60), second.end()) == (134, 134)
+        codes = first.end(), second.end()
         assert time.monotonic() - cut < HEARTBEAT_SECONDS + 60
-    lost = "with signal SIGABRT: JAX has lost process(es 2, 3| 2| 3), or the way there"
+    # Whoever notices first, JAX's processes or the launchers.
+    assert set(codes) <= {ANOTHER_FAILED, 128 + signal.SIGABRT}, (first.err, second.err)
+    lost = "node 1 has gone without a word|JAX has lost process(es 2, 3| 2| 3), or the way there"
     assert re.search(lost, first.err), first.err
-    assert "with signal SIGABRT: JAX has lost process 0, or the way there" in second.err
+    lost = "node 0 has gone without a word|JAX has lost process 0, or the way there"
+    assert re.search(lost, second.err), second.err
     # Process 0 saves, and is on one side.
     assert result(jobs, "cut")[1] < 300
 
 
-@pytest.mark.long
 def test_hosts_that_were_cut_off_start_again_to_the_same_bits(hosts, jobs, golden):
-    nodes = two_launchers(hosts, jobs, "rejoins", *LONGER, options=["--max-restarts", "1"])
+    options = ["--max-restarts", "1"]
+    nodes = two_launchers(hosts, jobs, "rejoins", *LONGER, options=options, **SILENCE)
     with ends_of(*nodes) as (first, second):
         first.wait_for("rejoins/checkpoints/60")
         before = {name: workers_of(hosts, name).items() for name in hosts.addresses}
