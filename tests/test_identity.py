@@ -6,7 +6,7 @@ import pytest
 
 from jddp.cluster import Identity, resolve_identity
 from jddp.cluster.identity import FIRST_PORT, NUM_PORTS, port_of
-from jddp.cluster.schedulers import first_host
+from jddp.cluster.schedulers import list_hosts
 from jddp.errors import ConfigError
 
 JAX = {
@@ -29,14 +29,14 @@ ALLOCATION = {
     "SLURM_NTASKS": "4",
     "SLURM_TASKS_PER_NODE": "2(x2)",
 }
-BATCH = ALLOCATION | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+BATCH = ALLOCATION | {"SLURMD_NODENAME": "n1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
 STEP = ALLOCATION | {
     "SLURM_STEP_ID": "0",
     "SLURM_STEP_NODELIST": "n[2-3]",
     "SLURM_STEP_NUM_TASKS": "4",
     "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURMD_NODENAME": "n3",
     "SLURM_PROCID": "3",
-    "SLURM_NODEID": "1",
     "SLURM_LOCALID": "1",
 }
 OPEN_MPI = {
@@ -98,7 +98,7 @@ def pod(monkeypatch):
         (MPICH | ADDRESS, "z:9", "MPICH"),
         (MPICH | ALLOCATION, f"n1:{port_of('7.')}", "MPICH"),
         (STEP, f"n2:{port_of('7.0')}", "Slurm"),
-        (STEP | {"PMI_SIZE": "4", "PMI_RANK": "3"}, f"n1:{port_of('7.')}", "Slurm"),
+        (STEP | {"PMI_SIZE": "4", "PMI_RANK": "3"}, f"n2:{port_of('7.0')}", "Slurm"),
         (STEP | ADDRESS, "z:9", "Slurm"),
         (INDEXED, "job-0.pods.space.svc.cluster.local:8476", "an Indexed Job"),
         (INDEXED | ADDRESS, "z:9", "an Indexed Job"),
@@ -194,19 +194,20 @@ def test_a_job_may_have_more_processes_than_its_scheduler_has_tasks():
 
 
 @pytest.mark.parametrize(
-    "nodes, first",
+    "nodes, hosts",
     [
         ("n1", "n1"),
-        ("n1,n2", "n1"),
-        ("n[1-4]", "n1"),
-        ("node-[003-010,12],m1", "node-003"),
-        ("a[1-2]b[07-08]", "a1b07"),
-        ("login,n[2-4]", "login"),
+        ("n1,n2", "n1 n2"),
+        ("n[1-3]", "n1 n2 n3"),
+        ("node-[003-004,12],m1", "node-003 node-004 node-12 m1"),
+        ("n[9-10]", "n9 n10"),
+        ("a[1-2]b[07-08].c", "a1b07.c a1b08.c a2b07.c a2b08.c"),
+        ("login,n[2,4]", "login n2 n4"),
         ("gpu-a.b.c", "gpu-a.b.c"),
     ],
 )
-def test_the_first_host_of_a_list_is_found(nodes, first):
-    assert first_host(nodes) == first
+def test_the_hosts_of_a_list_are_found(nodes, hosts):
+    assert list_hosts(nodes) == hosts.split()
 
 
 def test_jobs_and_steps_have_ports_of_their_own_which_linux_does_not_hand_out():
@@ -230,7 +231,9 @@ GPUS = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
         (STEP | GPUS, (2, 3)),  # two tasks on this host share four
         (STEP | {"CUDA_VISIBLE_DEVICES": "0,1"}, (1,)),
         (STEP | {"CUDA_VISIBLE_DEVICES": "2"}, None),  # cut already
-        (STEP | GPUS | {"SLURM_GPUS_PER_TASK": "4"}, None),
+        (STEP | GPUS | {"SLURM_GPUS_ON_NODE": "4"}, (2, 3)),
+        (STEP | GPUS | {"SLURM_GPUS_ON_NODE": "8"}, None),  # --gpus-per-task=4
+        (OPEN_MPI_5 | GPUS | {"SLURM_GPUS_ON_NODE": "8"}, (2, 3)),
         (STEP | {"JAX_LOCAL_DEVICE_IDS": "0,1"}, None),
         (STEP | GPUS | {"JAX_PLATFORMS": "cpu"}, None),
         (STEP | {"SLURM_STEP_TASKS_PER_NODE": "1(x4)", "SLURM_LOCALID": "0"}, None),
@@ -245,19 +248,42 @@ def test_processes_of_a_host_share_its_devices(environ, ids):
     assert ("every local device" in str(identity)) == (ids is None)
 
 
-HET = STEP | {"SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST_HET_GROUP_0": "big[1-2]"}
+# A step of both components: of the first on n3, and of the second on n1 (twice) and n2.
+HET = STEP | {
+    "SLURM_HET_SIZE": "2",
+    "SLURM_JOB_NODELIST_HET_GROUP_0": "n3",
+    "SLURM_JOB_NODELIST_HET_GROUP_1": "n[1-2]",
+    "SLURM_STEP_NODELIST": "n[1-3]",
+    "SLURM_STEP_TASKS_PER_NODE": "2,1(x2)",
+    "SLURMD_NODENAME": "n2",
+}
+OF_SRUN = {name.replace("_HET_GROUP_", "_PACK_GROUP_"): value for name, value in HET.items()}
+WIDE = {"SLURM_JOB_NODELIST_HET_GROUP_0": "n[3-4]", "SLURM_STEP_NODELIST": "n[1,4]"}
 
 
-def test_a_heterogeneous_job_meets_at_the_first_host_of_its_first_component():
-    assert resolve(HET).coordinator == f"big1:{port_of('7.0')}"
-    told = HET | {"SLURM_STEP_NUM_TASKS": "2", "JAX_NUM_PROCESSES": "4"}
-    assert resolve(told) == resolve(HET)
+@pytest.mark.parametrize(
+    "environ, host",
+    [
+        (HET, "n3"),
+        (OF_SRUN, "n3"),
+        (HET | {"SLURM_STEP_NODELIST": "n[1-2]"}, "n1"),  # of the second component alone
+        (HET | WIDE, "n4"),  # of a part of the first
+        (HET | {"SLURM_STEP_NODELIST": "n[3]", "SLURM_PROCID": "0", "SLURMD_NODENAME": "n3"}, "n3"),
+    ],
+)
+def test_a_heterogeneous_job_meets_at_the_first_host_of_its_first_component(environ, host):
+    assert resolve(environ).coordinator == f"{host}:{port_of('7.0')}"
+
+
+@pytest.mark.parametrize("host, ids", [("n1", (2, 3)), ("n2", None), ("n3", None)])
+def test_hosts_of_a_heterogeneous_job_are_told_apart_by_name(host, ids):
+    assert resolve(HET | GPUS | {"SLURMD_NODENAME": host}).local_device_ids == ids
 
 
 @pytest.mark.parametrize(
     "environ, told",
     [
-        (HET | {"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_PROCID=3.*knows 2 tasks. Set JAX_NUM_PRO"),
+        (STEP | {"SLURM_PROCID": "0"}, "process 0 is on n3, .* others n2: set JAX_COORDINATOR_ADD"),
         (STEP | {"SLURM_PROCID": "4"}, "SLURM_PROCID=4 must be below SLURM_STEP_NUM_TASKS=4"),
         (STEP | {"SLURM_PROCID": "x"}, "SLURM_PROCID='x' must be numbers"),
         (STEP | {"SLURM_PROCID": ""}, "SLURM_STEP_NUM_TASKS set but SLURM_PROCID not"),

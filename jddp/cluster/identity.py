@@ -161,8 +161,8 @@ def choose_local_devices(environ: Mapping[str, str], names: Names) -> tuple[int,
     local_id, num_local = environ.get(names.local_id, ""), environ.get(names.num_local, "")
     if not local_id.isdecimal() or num_local == "1":
         return None
-    if environ.get("JAX_LOCAL_DEVICE_IDS") or environ.get("SLURM_GPUS_PER_TASK"):
-        return None  # which JAX reads; which Slurm has kept to
+    if environ.get("JAX_LOCAL_DEVICE_IDS"):
+        return None  # JAX reads it
     visible = [x for x in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if x.strip()]
     if len(visible) == 1 or environ.get("JAX_PLATFORMS") == "cpu":
         return None

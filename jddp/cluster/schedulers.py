@@ -23,6 +23,7 @@ KUBERNETES_PORT = 8476  # each pod has an address of its own
 _POD, _JOB, _PODS = "JOB_COMPLETION_INDEX", "JOB_INDEX", "PROCESSES_IN_JOB"
 OPEN_MPI = Names(*(f"OMPI_COMM_WORLD_{x}" for x in ("SIZE", "RANK", "LOCAL_SIZE", "LOCAL_RANK")))
 MPICH = Names("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID")
+_KINDS = ("HET", "PACK")  # as components are called, and as srun alone calls them
 SLURM = Names("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_LOCALID")
 
 
@@ -69,13 +70,9 @@ def slurm(environ: Environ) -> Identity | None:
     """A task of a step; a batch script and a shell inside an allocation are none."""
     if not (environ.get("SLURM_JOB_ID") and environ.get("SLURM_STEP_NODELIST")):
         return None
-    count = environ.get(SLURM.num_processes) or environ.get("SLURM_NTASKS", "")
-    if environ.get("SLURM_HET_SIZE", "1") != "1":
-        count = _count_components(environ, count)
-    told = {**environ, SLURM.num_processes: count, SLURM.num_local: _local_tasks(environ)}
-    return make_identity(
-        told, SLURM, lambda: _known(_first_of_slurm(environ), "Slurm"), "Slurm says"
-    )
+    hosts = list_hosts(environ["SLURM_STEP_NODELIST"])
+    told = {**environ, SLURM.num_local: _num_sharing(environ, hosts)}
+    return make_identity(told, SLURM, lambda: _of_step(environ, hosts), "Slurm says")
 
 
 def kubernetes(environ: Environ) -> Identity | None:
@@ -104,9 +101,19 @@ def kubernetes(environ: Environ) -> Identity | None:
     return make_identity(told, names, address, "an Indexed Job says")
 
 
-def first_host(nodes: str) -> str:
-    """First of Slurm's list of hosts: `n003` of `n[003-010,12],m1`."""
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", nodes).partition(",")[0]
+def list_hosts(nodes: str) -> list[str]:
+    """Hosts of one of Slurm's lists: `n9`, `n10`, `m1` of `n[9-10],m1`."""
+    hosts = []
+    for name in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodes):
+        before, bracket, rest = name.partition("[")
+        if not bracket:
+            hosts.append(name)
+            continue
+        ranges, _, after = rest.partition("]")
+        for first, last in re.findall(r"(\d+)(?:-(\d+))?", ranges):
+            for number in range(int(first), int(last or first) + 1):
+                hosts += list_hosts(f"{before}{number:0{len(first)}}{after}")
+    return hosts
 
 
 def _count_pods(job: str, pods: str, index: str) -> str:
@@ -130,34 +137,40 @@ def _known(address: str | None, scheduler: str) -> str:
 
 
 def _first_of_slurm(environ: Environ) -> str | None:
-    """Where the first task of a step is, and a port of its own for each step."""
-    lists = ["SLURM_JOB_NODELIST_HET_GROUP_0", "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"]
-    step = environ.get("SLURM_STEP_ID", "")
-    if environ.get(OPEN_MPI.num_processes) or environ.get(MPICH.num_processes):
-        del lists[1]  # of the daemons of mpirun, which may leave out the first host
-        step = ""
+    """Where mpirun starts the first process; its daemons, a step, may leave out that host."""
+    lists = ("SLURM_JOB_NODELIST_HET_GROUP_0", "SLURM_JOB_NODELIST")
     nodes = next((environ[name] for name in lists if environ.get(name)), None)
     if nodes is None or not environ.get("SLURM_JOB_ID"):
         return None
-    return f"{first_host(nodes)}:{port_of('.'.join((environ['SLURM_JOB_ID'], step)))}"
+    return f"{list_hosts(nodes)[0]}:{port_of(environ['SLURM_JOB_ID'] + '.')}"
 
 
-def _local_tasks(environ: Environ) -> str:
-    """Tasks of the step on this host: of `2(x3),1`, by the number of the host."""
-    told = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "")
+def _of_step(environ: Environ, hosts: list[str]) -> str:
+    """Where the first task of a step is, and a port of its own for each step.
+
+    Slurm sorts the hosts of a step. Tasks are numbered in that order, but for the components of a
+    heterogeneous job, which stay in theirs.
+    """
+    size = environ.get("SLURM_HET_SIZE", "")
+    names = [f"SLURM_JOB_NODELIST_{x}_GROUP_{i}" for i in range(int(size or 0)) for x in _KINDS]
+    of_components = [host for name in names for host in list_hosts(environ.get(name, ""))]
+    first = next((host for host in of_components if host in hosts), hosts[0])
+    mine = environ.get("SLURMD_NODENAME", first)
+    if environ[SLURM.process_id] == "0" and mine != first:
+        raise ConfigError(
+            f"process 0 is on {mine}, where Slurm's variables tell the others {first}: set "
+            f"{ADDRESS} to {mine}:port, for all processes."
+        )
+    return f"{first}:{port_of('.'.join((environ['SLURM_JOB_ID'], environ['SLURM_STEP_ID'])))}"
+
+
+def _num_sharing(environ: Environ, hosts: list[str]) -> str:
+    """How many tasks share what this one sees of its host: of `2(x3),1`, by the host's number."""
+    visible, there = environ.get("CUDA_VISIBLE_DEVICES", ""), environ.get("SLURM_GPUS_ON_NODE", "")
+    if visible and there.isdecimal() and len(visible.split(",")) < int(there):
+        return "1"  # Slurm has kept to --gpus-per-task, or to --gpu-bind
     counts: list[str] = []
+    told = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", told):
         counts += [count] * int(times or 1)
-    node = environ.get("SLURM_NODEID", "0")
-    return counts[int(node)] if node.isdecimal() and int(node) < len(counts) else ""
-
-
-def _count_components(environ: Environ, count: str) -> str:
-    """Tasks of a step of a heterogeneous job, which may know those of its own component only."""
-    count, process_id = environ.get(COUNT) or count, environ.get(SLURM.process_id, "")
-    if process_id.isdecimal() and count.isdecimal() and int(process_id) >= int(count):
-        raise ConfigError(
-            f"{SLURM.process_id}={process_id} in a heterogeneous job, of which this step knows "
-            f"{count} tasks. Set {COUNT} to the tasks of all its components."
-        )
-    return count
+    return dict(zip(hosts, counts, strict=False)).get(environ.get("SLURMD_NODENAME", ""), "")
