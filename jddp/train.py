@@ -103,6 +103,8 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _train(config: Config, name: str, *, told: str, is_dry_run: bool, started: float) -> int:
+    import jax
+
     from jddp.build import build, preview
 
     job = build(config, needs_data=not is_dry_run)
@@ -115,6 +117,9 @@ def _train(config: Config, name: str, *, told: str, is_dry_run: bool, started: f
         return 0
     run = job.run()
     if run.interrupted is not None:
+        # Schedulers end the others as soon as one has left; all are to leave with this code.
+        if jax.process_count() > 1:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return PREEMPTED
     if job.is_writer:
         print(_farewell(run, time.monotonic() - started))
