@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-NAMES = ("venv", "quickstart", "test", "check", "overlap", "notebook", "openmpi.sh")
+NAMES = ("venv", "quickstart", "test", "check", "overlap", "notebook", "openmpi.sh", "slurm.sbatch")
 SCRIPTS = [ROOT / "scripts" / name for name in NAMES]
 CONTAINERFILE = ROOT / "scripts" / "Containerfile"
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])

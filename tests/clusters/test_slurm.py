@@ -1,0 +1,264 @@
+"""Under a real Slurm a job finds itself, ends as a whole, and goes on when its turn comes again."""
+
+import json
+import os
+import re
+import signal
+
+import pytest
+from faults.jobs import make_folder
+from test_launch import FEW, assert_alike, result
+
+from clusters.slurm import Slurm
+
+pytestmark = pytest.mark.processes
+TEMPLATE = "scripts/slurm.sbatch"
+FOUR = ["--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=1"]
+TWO = ["--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=1"]
+# Two components, of which the first is on the last host, and another task of the second shares one.
+HETEROGENEOUS = ["--ntasks=1", "--nodelist=n3"], ["--ntasks=3", "--nodelist=n[1-2]"]
+OFTEN = ["mesh.num_devices=4", "train.num_steps=400", "checkpoint.every_steps=20"]
+ENDLESS = ["train.num_steps=1000000", "checkpoint.every_steps=1000000"]
+WHO = """
+import json
+import socket
+
+from jddp.cluster import resolve_identity
+
+i = resolve_identity()
+print(json.dumps([i.process_id, i.num_processes, i.coordinator, socket.gethostname(),
+                  i.local_device_ids]))
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with Slurm(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def slurm(cluster):
+    yield cluster
+    cluster.end_jobs()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, request):
+    folder = make_folder(tmp_path_factory.mktemp("jobs"), request.config.cache.mkdir("jobs"))
+    (folder / "who.py").write_text(WHO)
+    return folder
+
+
+# Who a process is.
+
+
+def ask(slurm, folder, *command, **variables):
+    """Has the tasks that a command starts say who they are; returns that by their numbers."""
+    done = slurm.run(*command, "python", "who.py", cwd=folder, **variables)
+    assert done.returncode == 0, done.stderr
+    return answers(done.stdout)
+
+
+def answers(text):
+    return sorted(map(json.loads, re.findall(r"\[.+\]", text)))
+
+
+def assert_meet(found, num_processes, host):
+    """They have numbers of their own, and all know where the first one is."""
+    assert [one[0] for one in found] == list(range(num_processes))
+    assert {one[1] for one in found} == {num_processes}
+    (coordinator,) = {one[2] for one in found}
+    assert coordinator.partition(":")[0] == found[0][3] == host
+
+
+def two_components(*command):
+    first, second = HETEROGENEOUS
+    return [*first, *command, ":", *second, *command]
+
+
+@pytest.mark.parametrize(
+    "options, host",
+    [
+        ("--nodes=4 --ntasks=4", "n1"),
+        ("--nodes=2 --ntasks=4", "n1"),
+        ("--nodes=3 --ntasks=4 --distribution=cyclic", "n1"),
+        ("--nodelist=n4,n2 --ntasks=4", "n2"),
+        ("--nodes=2 --ntasks=4 --mpi=pmi2", "n1"),
+    ],
+)
+def test_tasks_of_a_step_know_where_the_first_one_is(slurm, folder, options, host):
+    assert_meet(ask(slurm, folder, "srun", *options.split()), 4, host)
+
+
+@pytest.mark.parametrize("more", [[], ["--mpi=pmi2"]], ids=["", "pmi2"])
+def test_a_step_may_be_a_part_of_its_allocation(slurm, folder, more):
+    step = ["srun", "--nodes=2", "--ntasks=2", "--relative=2", *more]
+    assert_meet(ask(slurm, folder, "salloc", "--nodes=4", "--ntasks=4", *step), 2, "n3")
+
+
+def test_components_of_a_heterogeneous_job_are_one(slurm, folder):
+    alone = slurm.run("srun", *two_components("python", "who.py"), cwd=folder)
+    assert_meet(answers(alone.stdout), 4, "n3")
+    allocation = ["salloc", *two_components()[:-2], *HETEROGENEOUS[1]]
+    both = ask(slurm, folder, *allocation, "srun", "--het-group=0,1")
+    assert_meet(both, 4, "n3")
+    second = ask(slurm, folder, *allocation, "srun", "--het-group=1")
+    assert_meet(second, 3, "n1")
+
+
+def test_what_no_variable_tells_process_0_says(slurm, folder):
+    (folder / "order").write_text("n3\nn1\nn2\nn2\n")
+    order = ["srun", "--kill-on-bad-exit", "--ntasks=4", "--distribution=arbitrary"]
+    in_order = {"SLURM_HOSTFILE": "order"}
+    components = two_components("python", "who.py")  # of one ordinary job
+    allocation = ["salloc", "--nodes=4", "--ntasks=8"]
+    for done in (
+        slurm.run(*order, "python", "who.py", cwd=folder, **in_order),
+        slurm.run(*allocation, "srun", "--kill-on-bad-exit", *components, cwd=folder),
+    ):
+        assert done.returncode != 0
+        assert "process 0 is on n3, where Slurm's variables tell the others n1: " in done.stderr
+    told = {"JAX_COORDINATOR_ADDRESS": "n3:1234"}
+    assert_meet(ask(slurm, folder, *order, **in_order, **told), 4, "n3")
+
+
+def test_without_a_step_of_several_tasks_there_is_one_process(slurm, folder):
+    alone = [[0, 1, None]]
+    assert [x[:3] for x in ask(slurm, folder, "salloc", "--ntasks=4")] == alone
+    assert [x[:3] for x in ask(slurm, folder, "srun", "--ntasks=1")] == alone
+    job = slurm.submit("--ntasks=4", "--output=alone", "--wrap=python who.py", cwd=folder)
+    assert slurm.end_of(job)["JobState"] == "COMPLETED"
+    assert [x[:3] for x in answers((folder / "alone").read_text())] == alone
+    # At a terminal, where the other task has none.
+    shell = "srun --nodes=2 --ntasks=2 --pty python who.py"
+    typed = slurm.run("script", "--quiet", "--command", shell, "typed", cwd=folder)
+    assert [x[:3] for x in answers(typed.stdout)] == alone
+
+
+@pytest.mark.parametrize(
+    "options, ids",
+    [
+        ("--gpus-per-node=4", [[0, 1], [2, 3]]),
+        ("--gpus-per-node=2", [[0], [1]]),
+        ("--gpus-per-task=2", [None, None]),  # each sees its own two
+        ("--gpus-per-task=1", [None, None]),
+        ("--gpus-per-node=4 --gpu-bind=single:1", [None, None]),
+    ],
+)
+def test_tasks_of_a_host_take_gpus_of_their_own(slurm, folder, options, ids):
+    options = ["--nodes=1", "--ntasks=2", *options.split()]
+    found = ask(slurm, folder, "srun", *options, JAX_PLATFORMS="")
+    assert [one[4] for one in found] == ids
+
+
+# What becomes of a job.
+
+
+def training(folder, run, *arguments):
+    """What trains, and where, and the compile cache of all tests' jobs."""
+    command = ["--config", "job.yaml", f"run.dir={run}", *arguments]
+    return command, {"cwd": folder, "XDG_CACHE_HOME": (folder / "cache").read_text()}
+
+
+def submit(slurm, folder, run, options, *arguments):
+    """Submits the template as it stands; options of sbatch win over those in it."""
+    command, how = training(folder, run, *arguments)
+    template = slurm.repository / TEMPLATE
+    return slurm.submit(*options, f"--job-name={run}", template, *command, **how)
+
+
+def wait_for_step(slurm, folder, run, job):
+    """Waits until a job trains, as its log says."""
+
+    def trains():
+        assert slurm.job(job)["JobState"] in ("PENDING", "RUNNING"), log(folder, run, job)
+        return "step 10/" in log(folder, run, job)
+
+    slurm.wait_for(trains)
+
+
+def log(folder, run, job):
+    path = folder / f"{run}-{job}.log"
+    return path.read_text() if path.exists() else ""
+
+
+@pytest.fixture(scope="module")
+def one(cluster, folder):
+    """What one process of four devices makes of a few steps."""
+    command, how = training(folder, "one", *FEW, "mesh.num_devices=4")
+    done = cluster.run("srun", "--ntasks=1", "python", "-m", "jddp.train", *command, **how)
+    assert done.returncode == 0, done.stderr
+    assert "job      1 process, as Slurm says" in done.stdout
+    return result(folder, "one")[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["step", "heterogeneous"])
+def test_tasks_of_a_step_train_as_one_process(slurm, folder, one, form):
+    command, how = training(folder, form, *FEW, "mesh.num_devices=4")
+    command = ["python", "-m", "jddp.train", *command]
+    step = ["--nodes=2", "--ntasks=4", *command]
+    done = slurm.run("srun", *(two_components(*command) if form != "step" else step), **how)
+    assert done.returncode == 0, done.stderr
+    assert "job      4 processes, as Slurm says; process 0; coordinator n" in done.stdout
+    assert_alike(result(folder, form)[0], one)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster, folder):
+    """What the template makes of a job in one turn."""
+    job = submit(cluster, folder, "undisturbed", FOUR, *OFTEN)
+    ended, said = cluster.end_of(job), log(folder, "undisturbed", job)
+    assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), said
+    assert f"jddp: start 1 of job {job} on n[1-2]\n" in said
+    assert "job      4 processes, as Slurm says; process 0; coordinator n1:" in said
+    return result(folder, "undisturbed")
+
+
+@pytest.mark.slow
+def test_the_template_goes_on_in_another_turn_to_the_same_bits(slurm, folder, undisturbed):
+    job = submit(slurm, folder, "signalled", FOUR, *OFTEN)
+    slurm.wait_for(lambda: (folder / "signalled" / "checkpoints" / "20").exists())
+    slurm.run("scancel", "--signal=TERM", job)  # to all tasks, as before a time limit
+    ended, said = slurm.end_of(job), log(folder, "signalled", job)
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "1")
+    saved = re.search(r"SIGTERM: saved step (\d+) of 400", said)[1]
+    assert "Exited with exit code 75" in said
+    assert "Terminated" not in said  # though Slurm ends those that leave last
+    assert f"jddp: stopped in good order; job {job} waits for its next turn\n" in said
+    assert f"jddp: start 2 of job {job} on " in said
+    assert f"resumed from step {saved} of 400" in said
+    assert result(folder, "signalled") == undisturbed
+
+
+@pytest.mark.slow
+def test_a_job_that_is_cancelled_saves_and_does_not_come_back(slurm, folder):
+    job = submit(slurm, folder, "cancelled", TWO, *ENDLESS)
+    wait_for_step(slurm, folder, "cancelled", job)
+    slurm.run("scancel", job)
+    ended, said = slurm.end_of(job), log(folder, "cancelled", job)
+    assert (ended["JobState"], ended["Restarts"]) == ("CANCELLED", "0"), said
+    saved = re.search(r"SIGTERM: saved step (\d+) of", said)[1]
+    assert (folder / "cancelled" / "checkpoints" / saved / "arrays.json").exists()
+
+
+@pytest.mark.slow
+def test_a_task_that_is_killed_ends_its_job(slurm, folder):
+    job = submit(slurm, folder, "killed", TWO, *ENDLESS)
+    wait_for_step(slurm, folder, "killed", job)
+    (pid,) = (pid for pid, task in slurm.running().items() if task == "1")
+    os.kill(pid, signal.SIGKILL)
+    ended, said = slurm.end_of(job), log(folder, "killed", job)
+    assert (ended["JobState"], ended["Restarts"]) == ("FAILED", "0"), said
+    assert ended["ExitCode"] in ("137:0", "143:0")  # of the task, or of those that Slurm ends
+    assert "n2: task 1: Killed" in said
+
+
+@pytest.mark.long  # Slurm looks for the ends of jobs twice a minute.
+def test_before_its_time_is_over_a_job_is_told_and_goes_on(slurm, folder):
+    limit = ["--time=2", "--signal=TERM@30"]
+    job = submit(slurm, folder, "limited", [*TWO, *limit], *ENDLESS)
+    slurm.wait_for(lambda: "resumed from step" in log(folder, "limited", job), seconds=300)
+    assert slurm.job(job)["Restarts"] == "1"
+    assert "TIME LIMIT" not in log(folder, "limited", job)
