@@ -9,6 +9,7 @@ Each node has four GPUs, in name: Slurm hands out their numbers, and nobody open
 are used, whose form is the machine's: a namespace sees none, and is content with their first form.
 """
 
+import contextlib
 import os
 import re
 import subprocess
@@ -64,10 +65,7 @@ class Slurm:
 
     Attributes:
       environ: Of what is submitted.
-      repository: Where commands run, unless they are told otherwise.
     """
-
-    repository = REPOSITORY
 
     def __init__(self, folder: Path):
         refuse_without(*DAEMONS, "srun", "sbatch", "scancel", "scontrol")
@@ -130,17 +128,20 @@ class Slurm:
         return self.job(job)
 
     def running(self):
-        """The processes of jobs, on all nodes, by number: Slurm's number of the task, or None."""
-        found = {}
-        for pid in {pid for node in NODES for pid in self._hosts.pids(node)} - self._at_rest:
-            try:
-                environ = Path(f"/proc/{pid}/environ").read_text(errors="replace")
-            except OSError:
-                continue
-            found[pid] = None
-            if "jddp.train" in Path(f"/proc/{pid}/cmdline").read_text().split("\0"):
-                found[pid] = re.search(r"(?:^|\0)SLURM_PROCID=(\d+)", environ)[1]
-        return found
+        """Numbers of the processes of jobs, on all nodes."""
+        return {pid for node in NODES for pid in self._hosts.pids(node)} - self._at_rest
+
+    def task(self, number):
+        """The process of jddp that is this task; the only job is of one step."""
+        found = []
+        for pid in self.running():
+            with contextlib.suppress(OSError):
+                command = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+                environ = Path(f"/proc/{pid}/environ").read_text().split("\0")
+                if "-m" in command[1:2] and f"SLURM_PROCID={number}" in environ:
+                    found.append(pid)
+        (pid,) = found
+        return pid
 
     def end_jobs(self):
         """Ends what a test has left."""
@@ -153,7 +154,7 @@ class Slurm:
         until = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < until, self._logs()
-            time.sleep(0.05)
+            time.sleep(0.2)  # each look is a few processes
 
     def _start(self, host, *command):
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}

@@ -4,15 +4,16 @@ import json
 import os
 import re
 import signal
+from pathlib import Path
 
 import pytest
-from faults.jobs import make_folder
+from faults.jobs import REPOSITORY, make_folder
 from test_launch import FEW, assert_alike, result
 
 from clusters.slurm import Slurm
 
-pytestmark = pytest.mark.processes
-TEMPLATE = "scripts/slurm.sbatch"
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("slurm")]
+TEMPLATE = REPOSITORY / "scripts" / "slurm.sbatch"
 FOUR = ["--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=1"]
 TWO = ["--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=1"]
 # Two components, of which the first is on the last host, and another task of the second shares one.
@@ -48,6 +49,24 @@ def folder(tmp_path_factory, request):
     folder = make_folder(tmp_path_factory.mktemp("jobs"), request.config.cache.mkdir("jobs"))
     (folder / "who.py").write_text(WHO)
     return folder
+
+
+def test_a_cluster_ends_with_all_that_runs_on_it(tmp_path):
+    with Slurm(tmp_path) as cluster:
+        step = cluster.start("srun", "--nodes=4", "sleep", "1000")
+        cluster.wait_for(lambda: len(cluster.running()) >= 4)
+    step.communicate(timeout=10)
+    assert step.returncode == -signal.SIGKILL
+    folder = f"SLURM_CONF={tmp_path}".encode()
+    assert not [pid for pid in os.listdir("/proc") if pid.isdecimal() and is_of(pid, folder)]
+
+
+def is_of(pid, word):
+    """Whether a word is in the environment of a process."""
+    try:
+        return word in Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return False
 
 
 # Who a process is.
@@ -164,8 +183,7 @@ def training(folder, run, *arguments):
 def submit(slurm, folder, run, options, *arguments):
     """Submits the template as it stands; options of sbatch win over those in it."""
     command, how = training(folder, run, *arguments)
-    template = slurm.repository / TEMPLATE
-    return slurm.submit(*options, f"--job-name={run}", template, *command, **how)
+    return slurm.submit(*options, f"--job-name={run}", TEMPLATE, *command, **how)
 
 
 def wait_for_step(slurm, folder, run, job):
@@ -247,8 +265,7 @@ def test_a_job_that_is_cancelled_saves_and_does_not_come_back(slurm, folder):
 def test_a_task_that_is_killed_ends_its_job(slurm, folder):
     job = submit(slurm, folder, "killed", TWO, *ENDLESS)
     wait_for_step(slurm, folder, "killed", job)
-    (pid,) = (pid for pid, task in slurm.running().items() if task == "1")
-    os.kill(pid, signal.SIGKILL)
+    os.kill(slurm.task(1), signal.SIGKILL)
     ended, said = slurm.end_of(job), log(folder, "killed", job)
     assert (ended["JobState"], ended["Restarts"]) == ("FAILED", "0"), said
     assert ended["ExitCode"] in ("137:0", "143:0")  # of the task, or of those that Slurm ends
