@@ -143,6 +143,10 @@ class Slurm:
         (pid,) = found
         return pid
 
+    def end_node(self, node):
+        """Kills all that runs on a node, as pulling its plug would."""
+        self._hosts.end(node)
+
     def end_jobs(self):
         """Ends what a test has left."""
         self._answer("scancel", "--user=root")

@@ -11,6 +11,7 @@ from faults.jobs import REPOSITORY, make_folder
 from test_launch import FEW, assert_alike, result
 
 from clusters.slurm import Slurm
+from jddp.cluster.schedulers import list_hosts
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("slurm")]
 TEMPLATE = REPOSITORY / "scripts" / "slurm.sbatch"
@@ -196,6 +197,10 @@ def wait_for_step(slurm, folder, run, job):
     slurm.wait_for(trains)
 
 
+def has_saved(folder, run):
+    return any(path.name.isdecimal() for path in (folder / run / "checkpoints").glob("*"))
+
+
 def log(folder, run, job):
     path = folder / f"{run}-{job}.log"
     return path.read_text() if path.exists() else ""
@@ -237,7 +242,7 @@ def undisturbed(cluster, folder):
 @pytest.mark.slow
 def test_the_template_goes_on_in_another_turn_to_the_same_bits(slurm, folder, undisturbed):
     job = submit(slurm, folder, "signalled", FOUR, *OFTEN)
-    slurm.wait_for(lambda: (folder / "signalled" / "checkpoints" / "20").exists())
+    slurm.wait_for(lambda: has_saved(folder, "signalled"))
     slurm.run("scancel", "--signal=TERM", job)  # to all tasks, as before a time limit
     ended, said = slurm.end_of(job), log(folder, "signalled", job)
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "1")
@@ -270,6 +275,20 @@ def test_a_task_that_is_killed_ends_its_job(slurm, folder):
     assert (ended["JobState"], ended["Restarts"]) == ("FAILED", "0"), said
     assert ended["ExitCode"] in ("137:0", "143:0")  # of the task, or of those that Slurm ends
     assert "n2: task 1: Killed" in said
+
+
+@pytest.mark.slow
+def test_a_job_whose_node_dies_goes_on_on_another(tmp_path, folder):
+    with Slurm(tmp_path) as slurm:
+        job = submit(slurm, folder, "orphaned", TWO, *ENDLESS[:1], "checkpoint.every_steps=20")
+        slurm.wait_for(lambda: has_saved(folder, "orphaned"))
+        slurm.end_node("n2")
+        # Which Slurm finds out by itself after SlurmdTimeout, five minutes.
+        slurm.run("scontrol", "update", "nodename=n2", "state=down", "reason=dead")
+        slurm.wait_for(lambda: "resumed from step" in log(folder, "orphaned", job))
+        goes_on = slurm.job(job)
+        assert goes_on["Restarts"] == "1"
+        assert "n2" not in list_hosts(goes_on["NodeList"])
 
 
 @pytest.mark.long  # Slurm looks for the ends of jobs twice a minute.
