@@ -79,7 +79,8 @@ def _stopped_by_sigterm() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+        if signal.getsignal(signal.SIGTERM) is stop:
+            signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 def _run(arguments: argparse.Namespace) -> int:

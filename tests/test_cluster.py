@@ -283,17 +283,43 @@ def test_a_further_round_does_without_who_has_gone_and_takes_who_has_come(free_p
             assert not back.done()
         rounds = [gather(roll, 0, **both), gather(callers[0], 1), back]
         assert all(sorted(said.result()) == [0, 1, 2] for said in rounds)
-        callers[1].say_goodbye()
+        callers[1].say_goodbye(failed=False)
         callers[1].close()
         for _ in range(100):
             assert roll.lost() == []
-        roll.close()
-        while callers[0].lost() != [0]:
+        callers[0].say_goodbye(failed=True)
+        while not roll.lost():
             time.sleep(0.005)
-        with pytest.raises(CoordinatorError, match=f"node 0 at {address} has gone"):
-            callers[0].gather(members[1], seconds=60)
+        assert roll.lost() == [1]
         for caller in callers:
             caller.close()
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_whom_the_first_has_told_goodbye_does_not_wait_for_it(free_port, failed):
+    address = f"127.0.0.1:{free_port}"
+    with ThreadPoolExecutor() as threads, Caller("node", address) as caller:
+        with Roll("node", address) as roll:
+            met = threads.submit(caller.gather, Member(1, 2), seconds=60)
+            roll.gather(Member(0, 2), seconds=60)
+            assert met.result()
+            roll.say_goodbye(failed=failed)
+        for _ in range(100):
+            lost = caller.lost()
+        assert lost == ([0] if failed else [])
+        with pytest.raises(CoordinatorError, match=f"node 0 at {address} has gone"):
+            caller.gather(Member(1, 2), seconds=60)
+
+
+def test_a_first_that_was_lost_may_come_back(free_port):
+    address = f"127.0.0.1:{free_port}"
+    with ThreadPoolExecutor() as threads, Caller("node", address) as caller:
+        for _ in range(2):
+            with Roll("node", address) as roll:
+                met = threads.submit(caller.gather, Member(1, 2), seconds=60)
+                assert roll.gather(Member(0, 2), seconds=60) == met.result() == {0: {}, 1: {}}
+            while caller.lost() != [0]:
+                time.sleep(0.005)
 
 
 def test_the_first_process_waits_for_its_own_name_to_be_known(free_port, monkeypatch):

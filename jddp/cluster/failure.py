@@ -22,7 +22,7 @@ import jax
 
 from jddp.coordination import num_processes, process_index, publish, read
 
-ANOTHER_FAILED = 81
+STOPPED, ANOTHER_FAILED = 75, 81
 _KEY = "jddp/failed"
 # What gloo and JAX say where a process has gone.
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
@@ -100,12 +100,12 @@ def _read(seconds: float) -> dict[str, Any] | None:
 
 
 def _follow(first: dict[str, Any]) -> NoReturn:
-    """Leaves because another process has failed."""
-    print(
-        f"jddp: process {first['process']} on {first['host']} failed first, with exit code "
-        f"{first['code']}: {first['headline']}",
-        file=sys.stderr,
-    )
+    """Leaves because another process has failed, or was stopped before there was a run to stop."""
+    who, code = f"process {first['process']} on {first['host']}", first["code"]
+    if code == STOPPED:
+        print(f"jddp: {who} was stopped: {first['headline']}", file=sys.stderr)
+        _exit(STOPPED)
+    print(f"jddp: {who} failed first, with exit code {code}: {first['headline']}", file=sys.stderr)
     _exit(ANOTHER_FAILED)
 
 

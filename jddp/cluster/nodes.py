@@ -86,12 +86,11 @@ class Nodes:
         end = self._roll or self._caller
         return end.lost() if end is not None else []
 
-    def close(self, *, in_order: bool) -> None:
-        """Leaves: the others notice, and those of this attempt end it unless it is in order."""
+    def close(self, *, failed: bool) -> None:
+        """Leaves; if with a failure, the attempt of the others ends too."""
         end = self._roll or self._caller
         if end is not None:
-            if in_order:
-                end.say_goodbye()
+            end.say_goodbye(failed=failed)
             end.close()
 
     def _is_enough(self, said: Said) -> bool:

@@ -7,7 +7,8 @@
 
 Each says a line. When all have, each is answered by a line: what every member has said, or what is
 wrong, to all alike: who is missing, who has come twice, who was told another number. A connection
-may stay open for further rounds; who has not said goodbye when it ends is lost.
+may stay open for further rounds; who has not said goodbye when it breaks is lost, and may come
+back.
 """
 
 import contextlib
@@ -29,7 +30,6 @@ _LONGEST = 2**16  # bytes of a line
 _POLL_SECONDS = 0.02
 _SLACK = 5.0  # seconds in which member 0 says that its time is over, before the others give up
 _SHOWN = 8  # numbers of those who are missing
-_GOODBYE = {"goodbye": True}
 _PROBES = 4  # that are not answered, and a connection is lost
 
 Said = dict[int, dict[str, Any]]
@@ -151,13 +151,13 @@ class Roll:
         return None
 
     def lost(self) -> list[int]:
-        """Who took part in the last round, and has gone without a word."""
+        """Who took part in the last round, and is no more connected, or has left with a failure."""
         self._hear(0.0)
         return self._lost
 
-    def say_goodbye(self) -> None:
-        """Tells all that this member leaves in good order."""
-        self._tell(_GOODBYE, self._lines)
+    def say_goodbye(self, *, failed: bool) -> None:
+        """Tells all that this member leaves for good."""
+        self._tell(_goodbye(failed=failed), self._lines)
 
     def has_newcomer(self) -> bool:
         """Whether somebody waits who did not take part in the last round.
@@ -191,10 +191,13 @@ class Roll:
         line, end, rest = (self._lines[caller] + chunk).partition(b"\n")
         self._lines[caller] = rest if end else line
         try:
-            if end and json.loads(line) == _GOODBYE:
+            words = json.loads(line) if end else None
+            if words == _goodbye(failed=False):
                 self._present.pop(caller, None)
-            elif end:
-                self._members[caller] = Member(**json.loads(line))
+            elif words == _goodbye(failed=True):
+                chunk = b""
+            elif words is not None:
+                self._members[caller] = Member(**words)
         except (ValueError, TypeError):
             chunk = b""  # it speaks another language
         if not chunk or len(line) > _LONGEST:
@@ -220,7 +223,7 @@ class Roll:
     def _tell(self, words: dict[str, Any], callers: Iterable[socket.socket]) -> None:
         for caller in callers:
             with contextlib.suppress(OSError):
-                caller.sendall(json.dumps(words).encode() + b"\n")
+                caller.sendall(_line(words))
 
     def _forget(self, caller: socket.socket) -> None:
         del self._lines[caller]
@@ -248,6 +251,7 @@ class Caller:
         self._kind, self._address, self._silence_seconds = kind, address, silence_seconds
         self._socket: socket.socket | None = None
         self._heard = b""  # beyond the last line
+        self._has_lost = False
 
     def __enter__(self) -> "Caller":
         return self
@@ -259,25 +263,26 @@ class Caller:
         """Hangs up."""
         if self._socket is not None:
             self._socket.close()
-            self._socket, self._heard = None, b""
+            self._socket, self._heard, self._has_lost = None, b"", False
 
     def lost(self) -> list[int]:
-        """Member 0, if it has held the last round and gone without a word."""
-        if self._socket is None or self._heard:
-            return []
-        self._socket.settimeout(0.0)
-        try:
-            return [] if self._socket.recv(1, socket.MSG_PEEK) else [0]
-        except BlockingIOError:
-            return []
-        except OSError:
-            return [0]
+        """Member 0, if it is no more connected, or has left with a failure."""
+        if self._socket is not None and not self._heard:
+            self._socket.settimeout(0.0)
+            try:
+                self._heard = self._socket.recv(_LONGEST)
+                self._has_lost = self._heard in (b"", _line(_goodbye(failed=True)))
+            except BlockingIOError:
+                pass
+            except OSError:
+                self._has_lost = True
+        return [0] if self._has_lost else []
 
-    def say_goodbye(self) -> None:
-        """Tells member 0 that this one leaves in good order."""
+    def say_goodbye(self, *, failed: bool) -> None:
+        """Tells member 0 that this one leaves for good."""
         if self._socket is not None:
             with contextlib.suppress(OSError):
-                self._socket.sendall(json.dumps(_GOODBYE).encode() + b"\n")
+                self._socket.sendall(_line(_goodbye(failed=failed)))
 
     def gather(self, mine: Member, *, seconds: float, is_wanted: Condition = always) -> Said | None:
         """What all members say, by their numbers.
@@ -291,12 +296,14 @@ class Caller:
           None if it is wanted no more.
 
         Raises:
-          CoordinatorError: If member 0 cannot be reached, or not all have come to it, or it was
-            there in an earlier round and has gone.
+          CoordinatorError: If member 0 cannot be reached, or not all have come to it, or it has
+            said goodbye.
           DisagreementError: If members were told different things.
         """
         me = f"{self._kind} {mine.number} of {mine.count}"
-        until, is_again = time.monotonic() + seconds, self._socket is not None
+        until = time.monotonic() + seconds
+        if self._has_lost and not self._heard:
+            self.close()  # it may be back, or the way to it
         while True:
             if self._socket is None:
                 self._socket = connect(self._address, me, until, seconds, is_wanted)
@@ -304,18 +311,15 @@ class Caller:
                 return None
             _keep_alive(self._socket, self._silence_seconds)
             try:
-                self._socket.sendall(json.dumps(dataclasses.asdict(mine)).encode() + b"\n")
+                self._socket.sendall(_line(dataclasses.asdict(mine)))
                 line = self._read_line(until + _SLACK, is_wanted)
             except OSError:
                 line = b""
             if line is None:
                 return None
-            said = self._understand(line) if line else None
-            if said is not None:
-                return said
+            if line:
+                return self._understand(line)
             self.close()
-            if is_again:
-                raise CoordinatorError(f"{self._kind} 0 at {self._address} has gone.")
             if time.monotonic() > until:
                 raise CoordinatorError(
                     f"{me} has heard nothing from {self._kind} 0 at {self._address} in "
@@ -342,8 +346,7 @@ class Caller:
         line, _, self._heard = self._heard.partition(b"\n")
         return line
 
-    def _understand(self, line: bytes) -> Said | None:
-        """What was answered; None if it is a goodbye."""
+    def _understand(self, line: bytes) -> Said:
         try:
             words = json.loads(line)
         except ValueError:
@@ -354,8 +357,8 @@ class Caller:
         if "error" in words:
             kind = CoordinatorError if words["is_missing"] else DisagreementError
             raise kind(words["error"])
-        if words == _GOODBYE:
-            return None
+        if "said" not in words:
+            raise CoordinatorError(f"{self._kind} 0 at {self._address} has gone.")
         return {int(number): says for number, says in words["said"].items()}
 
 
@@ -413,6 +416,14 @@ def _keep_alive(connection: socket.socket, seconds: int) -> None:
     for name, value in options.items():
         if hasattr(socket, name):  # Linux, and macOS in part
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _goodbye(*, failed: bool) -> dict[str, bool]:
+    return {"goodbye": True, "failed": failed}
+
+
+def _line(words: dict[str, Any]) -> bytes:
+    return json.dumps(words).encode() + b"\n"
 
 
 def _mistake(kind: str, members: Iterable[Member]) -> DisagreementError | None:

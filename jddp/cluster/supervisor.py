@@ -106,7 +106,7 @@ class Supervisor:
             code = self._run()
             return code
         finally:
-            self._nodes.close(in_order=code in (0, PREEMPTED))
+            self._nodes.close(failed=code not in (0, PREEMPTED))
             for number, handler in before.items():
                 signal.signal(number, handler)
 
