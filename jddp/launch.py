@@ -58,6 +58,7 @@ def _run_on_hosts(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         raise UsageError(f"--num-nodes {arguments.num_nodes}, and --hosts names {len(hosts)}.")
     if not (arguments.module or arguments.script):
         raise UsageError(_NOTHING)
+    _check_min_processes(arguments, len(hosts))
     coordinator = _coordinator(arguments)
     at = next(i for i, argument in enumerate(argv) if argument.partition("=")[0] == "--hosts")
     given = [*argv[:at], *argv[at + (1 if "=" in argv[at] else 2) :]]
@@ -66,7 +67,8 @@ def _run_on_hosts(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         given = ["--coordinator", coordinator, *given]
     print(f"jddp: {', '.join(hosts)} are to meet at {coordinator}", file=sys.stderr, flush=True)
     given = ["--logs", str(arguments.logs or name_logs()), *given]
-    return ssh.launch_on(hosts, given, arguments.grace_seconds)
+    may_lose = arguments.min_processes is not None
+    return ssh.launch_on(hosts, given, arguments.grace_seconds, may_lose=may_lose)
 
 
 def plan_launch(arguments: argparse.Namespace) -> Launch:
@@ -88,12 +90,7 @@ def plan_launch(arguments: argparse.Namespace) -> Launch:
             f"--node-rank {node_rank} must be below --num-nodes {arguments.num_nodes}: it counts "
             "from 0."
         )
-    may_shrink = arguments.num_nodes > 1 and arguments.max_restarts > 0
-    if arguments.min_processes is not None and not may_shrink:
-        raise UsageError(
-            "--min-processes is for a job that may lose machines: it needs --num-nodes above 1 and "
-            "--max-restarts."
-        )
+    _check_min_processes(arguments, arguments.num_nodes)
     return Launch(
         command=_command(arguments),
         num_processes=arguments.num_processes,
@@ -104,6 +101,14 @@ def plan_launch(arguments: argparse.Namespace) -> Launch:
         min_processes=arguments.min_processes,
         logs=arguments.logs or name_logs(),
     )
+
+
+def _check_min_processes(arguments: argparse.Namespace, num_nodes: int) -> None:
+    if arguments.min_processes is not None and (num_nodes == 1 or not arguments.max_restarts):
+        raise UsageError(
+            "--min-processes is for a job that may lose machines: it needs several (--num-nodes or "
+            "--hosts) and --max-restarts."
+        )
 
 
 def _command(arguments: argparse.Namespace) -> tuple[str, ...]:

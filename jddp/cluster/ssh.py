@@ -44,6 +44,7 @@ _CONSEQUENCES = (81, 128 + signal.SIGABRT)
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _BEAT_SECONDS = 5.0
 _POLL_SECONDS = 0.02
+_AGAIN_SECONDS = 10.0  # until a host that was lost is tried again
 _MOMENT = 3.0  # seconds in which the others fail too, for the same reason
 
 
@@ -86,23 +87,26 @@ def command_on_host(arguments: Sequence[str], environ: Mapping[str, str]) -> str
     return f"{shlex.join(['cd', os.getcwd()])} && exec {shlex.join(command)}"
 
 
-def launch_on(hosts: Sequence[str], arguments: Sequence[str], grace_seconds: float) -> int:
+def launch_on(
+    hosts: Sequence[str], arguments: Sequence[str], grace_seconds: float, *, may_lose: bool
+) -> int:
     """Launches on each host, to the end of all; returns the exit code of the first failure, or 0.
 
     Args:
       hosts: As ssh takes them.
       arguments: For the launcher on each, but for its place among them.
       grace_seconds: From asking to end until what runs is killed.
+      may_lose: Whether only the first has to stay: the others are tried again and again.
 
     Raises:
-      CoordinatorError: If ssh does not reach a host, or no more.
+      CoordinatorError: If ssh does not reach a host that it needs, or no more.
     """
     environ = {JOB: secrets.token_hex(8), **os.environ}
     commands = []
     for rank in range(len(hosts)):
         node = ["--num-nodes", str(len(hosts)), "--node-rank", str(rank), "--obey-input"]
         commands.append(command_on_host([*node, *arguments], environ))
-    started = _Launchers(hosts, commands, grace_seconds)
+    started = _Launchers(hosts, commands, grace_seconds, may_lose=may_lose)
     before: dict[int, Any] = {x: signal.signal(x, started.take_signal) for x in _SIGNALS}
     try:
         return started.watch()
@@ -116,7 +120,8 @@ class _Launcher:
     """On one host."""
 
     def __init__(self, host: str, command: str):
-        self.host = host
+        self.host, self.command = host, command
+        self.ended = 0.0  # when
         self.process = subprocess.Popen(
             ["ssh", *_OPTIONS, "--", host, command],
             stdin=subprocess.PIPE,
@@ -135,16 +140,26 @@ class _Launcher:
         with contextlib.suppress(OSError):  # it has gone
             self.process.stdin.write(f"{word}\n".encode())
 
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.output.close()
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+
 
 class _Launchers:
     """On all hosts."""
 
-    def __init__(self, hosts: Sequence[str], commands: Sequence[str], grace_seconds: float):
-        self._grace_seconds = grace_seconds
+    def __init__(
+        self, hosts: Sequence[str], commands: Sequence[str], grace_seconds: float, *, may_lose: bool
+    ):
+        self._grace_seconds, self._may_lose = grace_seconds, may_lose
         self._signals: list[int] = []
         self._num_told = 0
         self._next_beat = 0.0
         self._running = [_Launcher(*both) for both in zip(hosts, commands, strict=True)]
+        self._first = self._running[0]
         self._ended: list[_Launcher] = []  # in their order
 
     def take_signal(self, number: int, frame: object) -> None:
@@ -155,7 +170,13 @@ class _Launchers:
         failed = None
         while self._running and not failed:
             self._look()
-            failed = next((x for x in self._ended if x.process.returncode), None)
+            decisive = self._ended
+            if self._may_lose:
+                decisive = [x for x in self._ended if x is self._first]
+                self._try_again()
+            failed = next((x for x in decisive if x.process.returncode), None)
+            if self._may_lose and decisive:
+                break
         in_order = self._signals or (failed and failed.process.returncode == _PREEMPTED)
         # They know themselves how long saving may take.
         for seconds in [math.inf] if in_order else [_MOMENT, self._grace_seconds]:
@@ -167,15 +188,13 @@ class _Launchers:
     def close(self) -> None:
         """Hangs up."""
         for launcher in [*self._running, *self._ended]:
-            launcher.process.kill()
-            launcher.process.wait()
-            launcher.output.close()
-            assert launcher.process.stdin is not None
-            launcher.process.stdin.close()
+            launcher.close()
 
     def _code(self) -> int:
         """Of the first failure that is nobody else's."""
         failed = [x for x in self._ended if x.process.returncode]
+        if self._may_lose and self._first.process.returncode not in _CONSEQUENCES:
+            failed = [x for x in failed if x is self._first]
         if not failed:
             return 1 if self._running else 0
         first = min(failed, key=lambda x: x.process.returncode in _CONSEQUENCES)
@@ -208,9 +227,20 @@ class _Launchers:
             for launcher in self._running:
                 launcher.tell("")
         ended = [x for x in self._running if x.process.poll() is not None]
+        for launcher in ended:
+            launcher.ended = time.monotonic()
         self._ended += ended
         self._running = [x for x in self._running if x not in ended]
         time.sleep(_POLL_SECONDS)
+
+    def _try_again(self) -> None:
+        """Launches again where ssh has lost a host some time ago."""
+        for lost in [x for x in self._ended if x.process.returncode == LOST]:
+            if lost is not self._first and time.monotonic() > lost.ended + _AGAIN_SECONDS:
+                print(f"jddp: trying {lost.host} again", file=sys.stderr, flush=True)
+                self._ended.remove(lost)
+                lost.close()
+                self._running.append(_Launcher(lost.host, lost.command))
 
     def _tell(self, number: int) -> None:
         for launcher in self._running:

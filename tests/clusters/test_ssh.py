@@ -11,7 +11,7 @@ import pytest
 from test_launch import FEW, PROGRAM, assert_alike, result
 
 from clusters.hosts import Hosts
-from clusters.launching import LONGER, NODE, TRAIN, OnHost, assert_only, told, workers_of
+from clusters.launching import LONGER, NODE, SECONDS, TRAIN, OnHost, assert_only, told, workers_of
 from clusters.sshd import sshd
 from jddp.cluster.ssh import SILENCE_SECONDS, choose_coordinator, parse_hosts
 from jddp.errors import UsageError
@@ -205,6 +205,34 @@ def test_a_host_that_is_lost_is_named_and_the_others_end(folder, launch, network
         os.kill(pid, signal.SIGKILL)
     assert job.end() == 69
     assert "jddp: ssh does not reach h2, or no more: " in job.err
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("hosts")
+def test_a_job_goes_on_without_a_host_that_is_lost_until_ssh_reaches_it_again(
+    folder, launch, network
+):
+    hosts, _ = network
+    job = ["--hosts", "h1,h2", "--min-processes", "1", "--max-restarts", "1"]
+    job = launch(folder, *job, "--grace-seconds", "0.5", "program.py", "stay")
+    job.wait_for("stays-0", "stays-1")
+    for pid in hosts.pids("h2"):
+        if "sshd: root" in told(pid, "cmdline"):
+            os.kill(pid, signal.SIGKILL)
+
+    def attempts(process):
+        return len((folder / f"attempts-{process}").read_text().splitlines())
+
+    until = time.monotonic() + SECONDS
+    while (attempts(0), attempts(1)) != (3, 2):  # both, the first alone, both
+        assert job.process.poll() is None, job.process.communicate()
+        assert time.monotonic() < until, (attempts(0), attempts(1))
+        time.sleep(0.05)
+    job.process.send_signal(signal.SIGTERM)
+    assert job.end() == 128 + signal.SIGTERM, job.err
+    assert "jddp: node 1 has gone without a word." in job.err
+    assert "jddp: trying h2 again" in job.err
+    assert "jddp: another machine has come: stopping, to go on with it" in job.err
 
 
 @pytest.mark.long
