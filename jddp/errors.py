@@ -32,6 +32,12 @@ class CoordinatorError(Error):
     exit_code = 69
 
 
+class DeviceError(Error):
+    """A process has no device to compute with."""
+
+    exit_code = 69
+
+
 class FileSystemError(Error):
     """A directory or file cannot be read or written."""
 

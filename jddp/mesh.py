@@ -12,7 +12,7 @@ from jax import P
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from jddp.errors import ConfigError, DataError
+from jddp.errors import ConfigError, DataError, DeviceError
 
 PyTree = Any
 AXIS = "data"
@@ -40,6 +40,23 @@ def configure_devices(num_devices: int | str, *, num_processes: int = 1) -> None
             f"Choose a multiple of {num_processes}."
         )
     jax.config.update("jax_num_cpu_devices", max(1, in_all // num_processes))
+
+
+def require_devices() -> None:
+    """Wakes the devices of this process; jobs of many call it after they have met.
+
+    Raises:
+      DeviceError: If JAX finds none of the kind that it was told to use.
+    """
+    try:
+        jax.local_devices()
+    except (RuntimeError, AssertionError) as error:
+        told = os.environ.get("JAX_PLATFORMS")
+        reason = (str(error).splitlines() or ["no reason given"])[0]
+        raise DeviceError(
+            f"JAX finds no device for JAX_PLATFORMS={told}: {reason}. Does nvidia-smi show it "
+            "here, and is jax[cuda12] installed? JAX_PLATFORMS=cpu computes without one."
+        ) from error
 
 
 def _environment_counts_devices() -> bool:

@@ -569,15 +569,24 @@ def test_the_exit_code_of_a_job_is_that_of_the_process_that_failed(jobs):
     assert "    RuntimeError: a bug in reading" in done.err
 
 
+OFTEN = ["checkpoint.every_steps=20", "train.num_steps=200"]
+
+
+@pytest.fixture(scope="module")
+def golden(jobs):
+    """The result of two processes that nothing has disturbed."""
+    job = ["--num-processes", 2, "--devices-per-process", 1]
+    assert train(jobs, *job, run="golden", arguments=OFTEN).code == 0
+    return result(jobs, "golden")
+
+
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize("process", [0, 1])
-def test_a_job_whose_process_is_killed_goes_on_to_the_same_bits(jobs, process):
+def test_a_job_whose_process_is_killed_goes_on_to_the_same_bits(jobs, golden, process):
     job = ["--num-processes", 2, "--devices-per-process", 1, "--max-restarts", 2]
-    often = ["checkpoint.every_steps=20", "train.num_steps=400"]
-    assert train(jobs, *job, run="golden", arguments=often).code == 0
     run = f"killed-{process}"
-    arguments = ["-m", "jddp.train", "--config", "job.yaml", f"run.dir={run}", *often]
+    arguments = ["-m", "jddp.train", "--config", "job.yaml", f"run.dir={run}", *OFTEN]
     variables = {"XDG_CACHE_HOME": (jobs / "cache").read_text()}
     with Launched(jobs, *job, "--logs", f"logs-{run}", *arguments, **variables) as launched:
         launched.wait_for(f"{run}/checkpoints/60")
@@ -585,7 +594,27 @@ def test_a_job_whose_process_is_killed_goes_on_to_the_same_bits(jobs, process):
         assert launched.end() == 0, launched.err
     assert f"process {process} failed first, with signal SIGKILL" in launched.err
     assert "jddp: restart 1 of 2" in launched.err
-    assert result(jobs, run) == result(jobs, "golden")
+    assert result(jobs, run) == golden
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_job_that_hangs_goes_on_to_the_end(jobs):
+    job = ["--num-processes", 2, "--devices-per-process", 1, "--max-restarts", 1]
+    soon = [*OFTEN, "watchdog.step_seconds=3"]
+    arguments = ["-m", "jddp.train", "--config", "job.yaml", "run.dir=hangs", *soon]
+    variables = {"XDG_CACHE_HOME": (jobs / "cache").read_text()}
+    with Launched(jobs, *job, "--logs", "logs-hangs", *arguments, **variables) as launched:
+        launched.wait_for("hangs/checkpoints/60")
+        (jobs / "hang-1").touch()
+        until = time.monotonic() + SECONDS
+        while "nothing goes on" not in (jobs / "logs-hangs/process_1.log").read_text():
+            assert time.monotonic() < until
+            time.sleep(0.005)
+        (jobs / "hang-1").unlink()
+        assert launched.end() == 0, launched.err
+    assert re.search(r"jddp: process \d failed first, with exit code 79", launched.err)
+    assert result(jobs, "hangs")[1] == 200
 
 
 def child_of(pid, process):
@@ -669,7 +698,7 @@ def test_two_nodes_train_as_one(jobs):
 @pytest.mark.processes
 @pytest.mark.slow
 def test_nodes_start_again_together(jobs):
-    often = ["checkpoint.every_steps=20", "train.num_steps=400", "mesh.num_devices=auto"]
+    often = [*OFTEN, "mesh.num_devices=auto"]
     with two_nodes(jobs, "again", "--max-restarts", 1, arguments=often) as (first, second):
         first.wait_for("again/checkpoints/60")
         os.kill(child_of(second.process.pid, 3), signal.SIGKILL)
@@ -677,7 +706,7 @@ def test_nodes_start_again_together(jobs):
     assert "jddp: process 3 failed first, with signal SIGKILL" in second.err
     assert re.search(r"jddp: process \d ended because another did, with exit code 81", first.err)
     assert "resumed from step" in first.out
-    assert result(jobs, "again")[1] == 400
+    assert result(jobs, "again")[1] == 200
 
 
 @pytest.mark.processes

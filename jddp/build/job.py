@@ -5,6 +5,7 @@ run = job.run()
 """
 
 import contextlib
+import glob
 import math
 import os
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ from jddp.config import Config, flatten, load_config, with_overrides
 from jddp.data import DataSet, TrainBatches, WorkerBatches, count_steps, eval_batches, load_weights
 from jddp.data_parallel import DataParallel
 from jddp.errors import DataError
-from jddp.mesh import configure_devices
+from jddp.mesh import configure_devices, require_devices
 from jddp.oracle import Verification, verify
 from jddp.run import Run
 from jddp.state import TrainState
@@ -217,12 +218,14 @@ def build(config: Config, *, needs_data: bool = True) -> Job:
     Raises:
       ConfigError: With all that the config names and that cannot be had, one line each.
       DataError: If the data are absent or damaged.
+      DeviceError: If JAX finds no device.
       DisagreementError: If processes have different configs, versions or data.
     """
     identity = resolve_identity()
     _configure(config, identity.num_processes)
     initialize(identity)
     agree("config or version", _facts(config))
+    require_devices()
     parts = resolve_parts(config)
     data, data_error = None, ""
     try:
@@ -256,6 +259,10 @@ def _facts(config: Config) -> dict[str, str]:
     keys = {key: str(x) for key, x in flatten(config.model_dump()).items() if key != "data.dir"}
     settings = {name: str(getattr(jax.config, name)) for name in SETTINGS}
     flags = {"XLA_FLAGS": os.environ.get("XLA_FLAGS", ""), "code of jddp": source_hash()}
+    platforms = os.environ.get("JAX_PLATFORMS", "")
+    flags["JAX_PLATFORMS"] = platforms
+    if not platforms:  # one without a GPU would take its CPU, and wait for others that do
+        flags["a GPU"] = "there" if glob.glob("/dev/nvidia[0-9]*") else "not there"
     return {**keys, **versions(), **settings, **flags}
 
 

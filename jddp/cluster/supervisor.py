@@ -18,7 +18,14 @@ from typing import Any
 
 from jddp.cluster.nodes import Nodes
 from jddp.cluster.spawn import POLL_SECONDS, Group
-from jddp.cluster.verdict import CONSEQUENCES, DETERMINISTIC, PREEMPTED, Failure, first_failure
+from jddp.cluster.verdict import (
+    CONSEQUENCES,
+    DETERMINISTIC,
+    PREEMPTED,
+    SOON,
+    Failure,
+    first_failure,
+)
 from jddp.cluster.workers import Launch, Place, name_logs
 from jddp.errors import CoordinatorError
 
@@ -73,7 +80,8 @@ class Supervisor:
       launch: What to start.
       max_restarts: How often to start all again.
       grace_seconds: From asking a process to end until it is killed.
-      pause_seconds: Before the first restart; twice as long before each further one.
+      pause_seconds: Before the first restart; twice as long before each further one, until an
+        attempt lasts a minute.
     """
 
     def __init__(
@@ -89,6 +97,7 @@ class Supervisor:
         self._grace_seconds = grace_seconds
         self._pause_seconds = pause_seconds
         self._num_restarts = 0
+        self._num_hasty = 0  # of them, in a row, after an attempt that did not last
         self._has_asked = False  # this attempt's processes to stop, for a machine that has come
         self._signals: list[int] = []
         self._num_forwarded = 0
@@ -122,9 +131,12 @@ class Supervisor:
                 return last.code
             if place is None:
                 return 128 + self._signals[0]
+            since = time.monotonic()
             failure = self._attempt(place)
             if failure is None:
                 return 0
+            if time.monotonic() - since > SOON:
+                self._num_hasty = 0
             if self._has_changed(failure):
                 _say("starting again with the machines that are there")
             elif not self._starts_again(failure, last):
@@ -144,8 +156,9 @@ class Supervisor:
         if reason is not None:
             _say(f"not restarted: {reason}")
             return False
-        pause = min(self._pause_seconds * 2**self._num_restarts, _LONGEST_PAUSE)
+        pause = min(self._pause_seconds * 2**self._num_hasty, _LONGEST_PAUSE)
         self._num_restarts += 1
+        self._num_hasty += 1
         _say(f"restart {self._num_restarts} of {self._max_restarts} in {pause:g} s")
         return self._pause(pause)
 

@@ -14,7 +14,7 @@ PREEMPTED, ANOTHER_FAILED = 75, 81
 DETERMINISTIC = {2, 65, 77, 78, 80}
 # Ends that may only be the consequence of another's: said by jddp, or JAX's abort.
 CONSEQUENCES = {ANOTHER_FAILED, -signal.SIGABRT}
-_SOON = 60.0  # seconds
+SOON = 60.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Failure:
 
     def repeats(self, other: "Failure | None") -> bool:
         """Whether this is what another attempt ended with, both times at once."""
-        if other is None or max(self.seconds, other.seconds) > _SOON or self.code > 128:
+        if other is None or max(self.seconds, other.seconds) > SOON or self.code > 128:
             return False
         return self.code == other.code and self._last_word() == other._last_word() != ""
 

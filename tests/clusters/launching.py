@@ -12,7 +12,7 @@ from test_launch import REPOSITORY, Launched
 SECONDS = 120  # for what takes ten
 NODE = ["--num-processes", "2", "--devices-per-process", "1"]
 TRAIN = ["-m", "jddp.train", "--config", "job.yaml", "mesh.num_devices=auto"]
-LONGER = ["train.num_steps=300", "checkpoint.every_steps=20"]  # than it takes to be disturbed
+LONGER = ["train.num_steps=160", "checkpoint.every_steps=20"]  # than it takes to be disturbed
 
 
 class OnHost(Launched):

@@ -94,7 +94,7 @@ def test_hosts_that_are_cut_off_for_good_end_by_themselves(hosts, jobs):
     lost = "node 0 has gone without a word|JAX has lost process 0, or the way there"
     assert re.search(lost, second.err), second.err
     # Process 0 saves, and is on one side.
-    assert result(jobs, "cut")[1] < 300
+    assert result(jobs, "cut")[1] < 160
 
 
 def test_hosts_that_were_cut_off_start_again_to_the_same_bits(hosts, jobs, golden):

@@ -58,6 +58,21 @@ def test_a_process_of_another_job_is_told(folder):
         assert "process 1 has another job than process 0: JDDP_JOB is b there and a here" in said
 
 
+def test_a_process_that_would_compute_on_something_else_is_told(folder):
+    for said in end(folder, last_variables={"JAX_PLATFORMS": "rocm"}):
+        assert "JAX_PLATFORMS is rocm there and cpu here" in said
+
+
+def test_a_process_without_devices_is_told(folder):
+    with Job(folder, num_processes=2, variables={"JAX_PLATFORMS": "rocm"}) as job:
+        codes = job.codes()
+    assert set(codes) <= {69, 81}, job.outputs
+    assert 69 in codes
+    first = codes.index(69)
+    assert job.outputs[first][1].startswith("jddp: JAX finds no device for JAX_PLATFORMS=rocm: ")
+    assert job.outputs[first][1].count("\n") == 1
+
+
 def test_another_heartbeat_is_told(folder):
     for said in end(folder, last_variables={"JDDP_HEARTBEAT_SECONDS": "60"}):
         assert "JDDP_HEARTBEAT_SECONDS is 60 there and 100 here" in said
