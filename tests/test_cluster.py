@@ -1,6 +1,7 @@
 """Who am I among the processes, and who else has come."""
 
 import contextlib
+import dataclasses
 import os
 import re
 import socket
@@ -234,17 +235,31 @@ def test_a_program_that_speaks_another_language_is_not_taken_for_process_0(free_
     assert "listens something else than process 0 of a job that begins" in str(error)
 
 
+STRANGE = [
+    b"1",
+    b"[]",
+    b"{}",
+    b'{"kind": "node", "number": 1, "count": 2}',
+    b'{"kind": "process", "number": [1], "count": 2}',
+    b'{"kind": "process", "number": 1, "count": 2, "same": 3}',
+    b'{"kind": "process", "number": 1, "count": 2, "more": 3}',
+]
+
+
 def test_who_calls_and_says_nothing_or_nonsense_is_no_process(free_port):
     with ThreadPoolExecutor() as threads:
         first = threads.submit(meet_all, [process(free_port, 0, 2)], seconds=2)
         silent = connect(f"127.0.0.1:{free_port}", "", time.monotonic() + 5, 5)
         rude = connect(f"127.0.0.1:{free_port}", "", time.monotonic() + 5, 5)
         rude.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        others = [connect(f"127.0.0.1:{free_port}", "", time.monotonic() + 5, 5) for _ in STRANGE]
+        for other, line in zip(others, STRANGE, strict=True):
+            other.sendall(line + b"\n")
         endless = connect(f"127.0.0.1:{free_port}", "", time.monotonic() + 5, 5)
         with contextlib.suppress(OSError):
             endless.sendall(b"x" * 2**20)
         (error,) = first.result()
-        for caller in (silent, rude, endless):
+        for caller in (silent, rude, endless, *others):
             caller.close()
     assert str(error).startswith("process 1 of 2 did not come")
 
@@ -273,7 +288,8 @@ def test_a_further_round_does_without_who_has_gone_and_takes_who_has_come(free_p
         rounds = [gather(roll, 0, **both), gather(callers[0], 1)]
         assert all(sorted(said.result()) == [0, 1] for said in rounds)
         with Caller("node", address) as impostor:
-            turned_away = gather(impostor, 1)
+            elsewhere = dataclasses.replace(members[1], where="elsewhere, pid 1")
+            turned_away = threads.submit(impostor.gather, elsewhere, seconds=60)
             while not turned_away.done():
                 assert not roll.has_newcomer()
             assert "node 1 is there already" in str(turned_away.exception())
@@ -293,6 +309,24 @@ def test_a_further_round_does_without_who_has_gone_and_takes_who_has_come(free_p
         assert roll.lost() == [1]
         for caller in callers:
             caller.close()
+
+
+def test_a_machine_that_was_lost_without_a_sign_is_noticed_when_it_is_back(free_port):
+    address = f"127.0.0.1:{free_port}"
+    with (
+        ThreadPoolExecutor() as threads,
+        Roll("node", address) as roll,
+        Caller("node", address) as before,
+        Caller("node", address) as after,
+    ):
+        met = threads.submit(before.gather, Member(1, 2), seconds=60)
+        roll.gather(Member(0, 2), seconds=60)
+        met.result()
+        back = threads.submit(after.gather, Member(1, 2), seconds=60)
+        while not roll.has_newcomer():
+            assert not back.done()
+        assert roll.lost() == [1]
+        assert sorted(roll.gather(Member(0, 2), seconds=60)) == sorted(back.result()) == [0, 1]
 
 
 @pytest.mark.parametrize("failed", [False, True])

@@ -59,6 +59,11 @@ class Member:
     says: dict[str, Any] = field(default_factory=dict)
     where: str = field(default_factory=lambda: f"{socket.gethostname()}, pid {os.getpid()}")
 
+    @property
+    def host(self) -> str:
+        """The machine it runs on."""
+        return self.where.partition(",")[0]
+
 
 class Roll:
     """Member 0's end.
@@ -84,7 +89,7 @@ class Roll:
         self._kind, self._address, self._silence_seconds = kind, address, silence_seconds
         self._lines: dict[socket.socket, bytes] = {}  # of each caller, as far as it has come
         self._members: dict[socket.socket, Member] = {}  # who have said all, and wait
-        self._present: dict[socket.socket, int] = {}  # who took part in the last round
+        self._present: dict[socket.socket, Member] = {}  # who took part in the last round
         self._lost: list[int] = []  # of them
         self._num_rounds = 0
         self._server = listen(listens or address)
@@ -162,15 +167,24 @@ class Roll:
     def has_newcomer(self) -> bool:
         """Whether somebody waits who did not take part in the last round.
 
-        Who comes with the number of one who did, and is connected, is turned away.
+        Who comes with the number of one who did is that one, lost and come back, if it is of the
+        same machine, and is turned away if not.
         """
         self._hear(0.0)
         for caller, member in list(self._members.items()):
-            if caller not in self._present and member.number in (0, *self._present.values()):
-                words = f"{self._kind} {member.number} is there already, and another than this."
-                self._tell({"error": words, "is_missing": False}, (caller,))
-                self._forget(caller)
+            if caller not in self._present:
+                self._make_room(caller, member)
         return any(caller not in self._present for caller in self._members)
+
+    def _make_room(self, caller: socket.socket, member: Member) -> None:
+        for other, present in list(self._present.items()):
+            if present.number == member.number and present.host == member.host:
+                self._lost.append(member.number)
+                self._forget(other)
+        if member.number in (0, *(present.number for present in self._present.values())):
+            words = f"{self._kind} {member.number} is there already, and another than this."
+            self._tell({"error": words, "is_missing": False}, (caller,))
+            self._forget(caller)
 
     def _hear(self, seconds: float) -> None:
         for key, _ in self._selector.select(seconds):
@@ -197,11 +211,12 @@ class Roll:
             elif words == _goodbye(failed=True):
                 chunk = b""
             elif words is not None:
-                self._members[caller] = Member(**words)
-        except (ValueError, TypeError):
+                self._members[caller] = _introduced(self._kind, words)
+        except (ValueError, TypeError, AttributeError, KeyError):
             chunk = b""  # it speaks another language
         if not chunk or len(line) > _LONGEST:
-            self._lost += [self._present[caller]] if caller in self._present else []
+            if caller in self._present:
+                self._lost.append(self._present[caller].number)
             self._forget(caller)
 
     def _answer(self, said: Said, is_last: bool) -> Said:
@@ -209,7 +224,7 @@ class Roll:
             self._stop_listening()
         self._num_rounds += 1
         self._lost = []
-        self._present = {caller: member.number for caller, member in self._members.items()}
+        self._present = dict(self._members)
         self._tell({"said": said}, self._members)
         self._members.clear()
         return said
@@ -311,7 +326,7 @@ class Caller:
                 return None
             _keep_alive(self._socket, self._silence_seconds)
             try:
-                self._socket.sendall(_line(dataclasses.asdict(mine)))
+                self._socket.sendall(_line({"kind": self._kind, **dataclasses.asdict(mine)}))
                 line = self._read_line(until + _SLACK, is_wanted)
             except OSError:
                 line = b""
@@ -424,6 +439,22 @@ def _goodbye(*, failed: bool) -> dict[str, bool]:
 
 def _line(words: dict[str, Any]) -> bytes:
     return json.dumps(words).encode() + b"\n"
+
+
+def _introduced(kind: str, words: dict[str, Any]) -> Member:
+    """A member from the line it has said.
+
+    Raises:
+      TypeError: If the line is another's.
+      ValueError: If it is of another kind.
+    """
+    if words.pop("kind") != kind:
+        raise ValueError
+    member = Member(**words)
+    shapes = (member.number, int), (member.count, int), (member.same, dict), (member.says, dict)
+    if not all(isinstance(value, shape) for value, shape in shapes):
+        raise TypeError
+    return member
 
 
 def _mistake(kind: str, members: Iterable[Member]) -> DisagreementError | None:

@@ -109,8 +109,8 @@ class Supervisor:
           CoordinatorError: If the other machines do not come.
           DisagreementError: If they were told other numbers.
         """
-        before: dict[int, Any] = {x: signal.signal(x, self._take_signal) for x in _SIGNALS}
         self._nodes, code = Nodes(self._launch), None
+        before: dict[int, Any] = {x: signal.signal(x, self._take_signal) for x in _SIGNALS}
         try:
             code = self._run()
             return code
