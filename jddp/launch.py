@@ -7,12 +7,14 @@ JAX_PROCESS_ID.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from jddp.cluster import ssh
 from jddp.cluster.identity import check_address
+from jddp.cluster.meeting import START
 from jddp.cluster.supervisor import Supervisor
 from jddp.cluster.workers import Launch, name_logs
 from jddp.door import Parser, enter
@@ -37,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
+    if arguments.start_seconds is not None:
+        os.environ[START] = str(arguments.start_seconds)  # which the processes are handed on
     if arguments.hosts is not None:
         return _run_on_hosts(arguments, argv)
     launch = plan_launch(arguments)
@@ -160,6 +164,11 @@ def _parser() -> Parser:
     add("--master-addr", "--master-addr", help="host of --coordinator")
     add("--master-port", "--master-port", help="port of --coordinator")
     add("--logs", type=Path, help="folder for what each process says (logs/DATE-TIME-PID)")
+    add(
+        "--start-seconds",
+        type=_positive,
+        help="to wait for all processes (300)",
+    )
     add("--grace-seconds", type=float, default=10.0, help="from SIGTERM to SIGKILL (%(default)g)")
     add("--obey-input", action="store_true", help="signals are words on standard input (--hosts)")
     parser.add_argument(

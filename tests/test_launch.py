@@ -320,7 +320,7 @@ def test_the_spellings_of_torchrun_are_taken(folder, address, number):
 @pytest.mark.processes
 def test_a_node_that_does_not_come_is_named(folder, address):
     options = ["--num-nodes", 3, "--node-rank", 0, "--coordinator", address]
-    done = launch(folder, *options, "program.py", JDDP_START_SECONDS="1")
+    done = launch(folder, *options, "--start-seconds", 1, "program.py")
     assert done.code == 69
     assert done.err.startswith(f"jddp: nodes 1, 2 of 3 did not come to {address} within 1 s.")
     assert done.err.count("\n") == 1

@@ -113,10 +113,12 @@ def test_without_ssh_the_way_out_is_told(monkeypatch, tmp_path):
 # What a launcher hears on its standard input.
 
 OBEY = """
+import signal
 import sys
 import time
 from jddp.cluster.ssh import obey_input
 
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # which whoever is in the background ignores
 obey_input(0.1, float(sys.argv[1]))
 print("here", flush=True)
 time.sleep(100)

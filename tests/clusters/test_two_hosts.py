@@ -9,7 +9,7 @@ import pytest
 from test_launch import FEW, assert_alike, result
 
 from clusters.hosts import Hosts
-from clusters.launching import LONGER, assert_only, two_launchers, workers_of
+from clusters.launching import LONGER, OnHost, assert_only, two_launchers, workers_of
 from clusters.slow_link import slow_link
 from jddp.cluster.verdict import ANOTHER_FAILED
 
@@ -40,6 +40,23 @@ def test_hosts_of_which_one_is_late_and_far_away_train_as_one(hosts, jobs, one):
             assert (first.end(), second.end()) == (0, 0), (first.err, second.err)
     assert "job      4 processes, as jddp.launch says" in first.out
     assert_alike(result(jobs, "late")[0], one)
+
+
+def test_the_default_job_on_two_hosts_of_four_devices_is_that_of_one_process_of_eight(hosts, jobs):
+    few = ["-m", "jddp.train", "train.num_steps=4", "train.log_every_steps=1"]
+    one = ["--devices-per-process", "8", "--logs", "logs-whole", *few, "run.dir=whole"]
+    with OnHost(hosts, "h1", jobs, *one) as whole:
+        assert whole.end() == 0, whole.err
+    both = ["--devices-per-process", "4", "--num-nodes", "2", "--coordinator", "h1:61500"]
+
+    def node(rank):
+        mine = ["--node-rank", str(rank), "--logs", f"logs-halves-{rank}"]
+        return OnHost(hosts, f"h{rank + 1}", jobs, *both, *mine, *few, "run.dir=halves")
+
+    with node(0) as first, node(1) as second:
+        assert (first.end(), second.end()) == (0, 0), (first.err, second.err)
+    assert "2 processes x 4 cpu devices" in first.out
+    assert_alike(result(jobs, "halves")[0], result(jobs, "whole")[0])
 
 
 def test_a_link_that_is_cut_for_a_moment_changes_nothing(hosts, jobs, golden):
