@@ -228,6 +228,20 @@ def test_tasks_of_a_step_train_as_one_process(slurm, folder, one, form):
     assert_alike(result(folder, form)[0], one)
 
 
+@pytest.mark.slow
+def test_the_default_job_trains_on_four_tasks_of_srun_and_of_the_template(slurm, folder):
+    few = ["train.num_steps=3", "train.log_every_steps=1"]
+    how = {"cwd": folder, "XDG_CACHE_HOME": (folder / "cache").read_text()}
+    step = ["--nodes=2", "--ntasks=4", "python", "-m", "jddp.train", "run.dir=by-srun", *few]
+    done = slurm.run("srun", *step, **how)
+    assert done.returncode == 0, done.stderr
+    assert "4 processes x 2 cpu devices" in done.stdout
+    job = slurm.submit(*FOUR, "--job-name=default", TEMPLATE, "run.dir=by-sbatch", *few, **how)
+    ended, said = slurm.end_of(job), log(folder, "default", job)
+    assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), said
+    assert result(folder, "by-sbatch") == result(folder, "by-srun")
+
+
 @pytest.fixture(scope="module")
 def undisturbed(cluster, folder):
     """What the template makes of a job in one turn."""
