@@ -15,8 +15,10 @@ import pytest
 
 from jddp import cluster
 from jddp.cluster import VARIABLES, Identity, gloo, initialize, resolve_identity
+from jddp.cluster.caller import Caller, connect
 from jddp.cluster.meeting import HEARTBEAT, START, meet
-from jddp.cluster.roll_call import Caller, Member, Roll, connect
+from jddp.cluster.roll import Roll
+from jddp.cluster.roll_call import Member
 from jddp.errors import ConfigError, CoordinatorError, DisagreementError
 
 JOB = dict(zip(VARIABLES, ("node-0:1234", "4", "3"), strict=True))

@@ -13,8 +13,10 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 
+from jddp.cluster.caller import Caller, connect
 from jddp.cluster.identity import JOB, Identity
-from jddp.cluster.roll_call import Caller, Member, Roll, connect
+from jddp.cluster.roll import Roll
+from jddp.cluster.roll_call import Member
 from jddp.errors import ConfigError, CoordinatorError
 
 START, HEARTBEAT = "JDDP_START_SECONDS", "JDDP_HEARTBEAT_SECONDS"

@@ -8,9 +8,11 @@ import os
 import secrets
 from collections.abc import Mapping
 
+from jddp.cluster.caller import Caller
 from jddp.cluster.identity import JOB, check_address
 from jddp.cluster.meeting import HEARTBEAT, START, bind_address, read_seconds
-from jddp.cluster.roll_call import Caller, Condition, Member, Roll, Said, listen
+from jddp.cluster.roll import Roll, listen
+from jddp.cluster.roll_call import Condition, Member, Said
 from jddp.cluster.workers import Launch, Place
 from jddp.errors import CoordinatorError
 
