@@ -14,10 +14,8 @@
 Contenders take turns; a figure is the median over the rounds. The last line is JSON.
 """
 
-import argparse
 import contextlib
 import importlib.util
-import json
 import os
 import signal
 import statistics
@@ -28,8 +26,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from overhead import last_step, wait_until
-from step_time import machine
+from overhead import last_step, print_figures, wait_until
 
 SPEAK = "import os; print('here', os.environ.get('RANK', os.environ.get('JAX_PROCESS_ID')))"
 STAY = "import os, time\nprint('pid', os.getpid())\ntime.sleep(600)\n"
@@ -126,18 +123,5 @@ def worker_of(launcher: int) -> int:
 PARTS = {"start": start, "death": death, "restart": restart}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--rounds", type=int, default=7)
-    arguments = parser.parse_args()
-    found: dict[str, Any] = {}
-    for name in arguments.only:
-        found[name] = PARTS[name](arguments.rounds)
-        for what, value in found[name].items():
-            print(f"{name:8} {what:48} {value:9.3g} s", flush=True)
-    print(json.dumps({**machine(), "results": found}))
-
-
 if __name__ == "__main__":
-    main()
+    print_figures(PARTS, __doc__.splitlines()[0])

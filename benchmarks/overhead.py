@@ -241,18 +241,19 @@ def fitted(ddp: Any, batch: Any, num_steps: int) -> float:
 PARTS = {"save": save, "restart": restart, "watching": watching, "goodput": goodput}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+def print_figures(parts: dict[str, Callable[[int], dict[str, float]]], description: str) -> None:
+    """Runs the parts that the command line names; prints a row for each figure, and JSON."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--only", nargs="+", choices=parts, default=list(parts))
     parser.add_argument("--rounds", type=int, default=7)
     arguments = parser.parse_args()
     found: dict[str, Any] = {}
     for name in arguments.only:
-        found[name] = PARTS[name](arguments.rounds)
+        found[name] = parts[name](arguments.rounds)
         for what, value in found[name].items():
             print(f"{name:8} {what:48} {value:9.3g}", flush=True)
     print(json.dumps({**machine(), "results": found}))
 
 
 if __name__ == "__main__":
-    main()
+    print_figures(PARTS, __doc__.splitlines()[0])
