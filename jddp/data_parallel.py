@@ -90,6 +90,9 @@ class DataParallel:
         averaged nor compared; they are averaged when evaluated or read.
       accumulate_steps: Parts into which each replica's rows are split, one after the other, with
         one reduction for all.
+      shard_optimizer: Whether each replica updates its part of every parameter, and keeps the
+        optimizer's state for that part alone (ZeRO, stage 1). The optimizer must work element by
+        element, which is read from its equations.
       max_grad_norm: Clips the averaged gradient to this global norm.
       ema_decay: Keeps `ema_params`, a moving average of the parameters, with this decay.
       unused_parameters: What becomes of parameters that no gradient reaches: "zero" (the optimizer
@@ -126,6 +129,7 @@ class DataParallel:
         batch_norm_unbiased: bool = False,
         per_replica: Sequence[str] = (),
         accumulate_steps: int = 1,
+        shard_optimizer: bool = False,
         max_grad_norm: float | None = None,
         ema_decay: float | None = None,
         unused_parameters: str = "zero",
@@ -145,6 +149,7 @@ class DataParallel:
             wire_dtype=wire_dtype,
             comm_hook=comm_hook,
             platform=lambda: self._platform,
+            keep_parts=shard_optimizer,
         )
         sync = Sync(AXIS, batch_norm_group_size, batch_norm_unbiased)
         self._model = functional(model, batch_norm=batch_norm, sync=sync, per_replica=per_replica)
@@ -160,6 +165,7 @@ class DataParallel:
             ema_decay=ema_decay,
             unused_parameters=unused_parameters,
             skip_nonfinite=skip_nonfinite,
+            shard_optimizer=shard_optimizer,
         )
         self._constants: PyTree = None
         self._dispatch = Dispatch(donate=donate, platform=self._platform)

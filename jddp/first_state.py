@@ -21,7 +21,7 @@ from jddp.dispatch import call
 from jddp.errors import UsageError
 from jddp.mesh import from_process_zero, replicate, replicated, sharded
 from jddp.recipe import Inputs, Recipe
-from jddp.state import Kind, TrainState, float_kinds, merge_rows, stack_rows
+from jddp.state import Kind, Sharded, TrainState, float_kinds, merge_rows, stack_rows
 from jddp.step import make_init
 from jddp.steps import Steps
 
@@ -67,10 +67,10 @@ class FirstState:
         self._steps.plan_for(state, inputs)
         state = state.replace(comm_state=jax.eval_shape(self._steps.comm_state))
 
-        def place(x: Any, kind: Kind) -> jax.ShapeDtypeStruct:
+        def place(x: Any, kind: Kind | Sharded) -> jax.ShapeDtypeStruct:
             if kind is Kind.REPLICATED:
                 return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(self._mesh))
-            shape = (self._mesh.size, *x.shape)
+            shape = (self._mesh.size, *x.shape) if kind.is_per_replica else x.shape
             return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharded(self._mesh))
 
         return jax.tree.map(place, state, self._steps.kinds(state))

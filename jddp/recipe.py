@@ -47,6 +47,7 @@ class Recipe:
     ema_decay: float | None
     unused_parameters: str
     skip_nonfinite: bool
+    shard_optimizer: bool
 
     def __post_init__(self) -> None:
         """Holds each part to its rule."""

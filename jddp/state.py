@@ -25,10 +25,9 @@ PyTree = Any
 
 
 class Kind(enum.Enum):
-    """How a leaf lies on the devices; and, per replica, what another number of them begin with."""
+    """How a whole leaf lies on the devices; and what another number of replicas begin with."""
 
     REPLICATED = "replicated"
-    SHARDED = "sharded"
     AVERAGED = "per replica, and each begins with the mean of all"
     SUMMED = "per replica, and each begins with its share of the sum of all"
     ANEW = "per replica, and each begins as at first"
@@ -41,6 +40,22 @@ class Kind(enum.Enum):
     def spec(self, axis: str) -> P:
         """The partition spec of such a leaf."""
         return P() if self is Kind.REPLICATED else P(axis)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharded:
+    """The kind of a leaf that is cut into parts, as `jddp.reduce.own_part` does.
+
+    Attributes:
+      whole: The shape that it would have on a single device.
+    """
+
+    whole: tuple[int, ...]
+    is_per_replica = False
+
+    def spec(self, axis: str) -> P:
+        """The partition spec of such a leaf."""
+        return P(axis)
 
 
 @jax.tree_util.register_dataclass
@@ -122,8 +137,8 @@ def stack_rows(tree: PyTree, kinds: PyTree, rows: NamedSharding) -> PyTree:
     if not any(kind.is_per_replica for kind in jax.tree.leaves(kinds)):
         return tree
 
-    def stack(x: jax.Array, kind: Kind) -> jax.Array:
-        if kind is Kind.REPLICATED:
+    def stack(x: jax.Array, kind: Kind | Sharded) -> jax.Array:
+        if not kind.is_per_replica:
             return x
         x = jax.numpy.broadcast_to(x, (rows.mesh.size, *x.shape))
         return jax.lax.with_sharding_constraint(x, rows)

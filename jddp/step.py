@@ -30,7 +30,7 @@ from jddp.metrics import Sum, Sums, count_rows, mean, sum_over_replicas
 from jddp.recipe import Inputs, Recipe
 from jddp.reduce import BucketPlan
 from jddp.state import TrainState, enter, leave, specs
-from jddp.unused import take_back
+from jddp.update import init_optimizer, is_finite, norm, optimizer_kinds, update
 
 PyTree = Any
 Metrics = dict[str, Float[Array, ""]]
@@ -44,18 +44,9 @@ def replica_step(
     grads, comm_state, sums, model_state = mean_gradients(recipe, plan, state, inputs)
     metrics = _means(sums)
     if recipe.max_grad_norm is not None:
-        metrics["grad_norm"] = optax.tree.norm(grads)
-        clip = optax.clip_by_global_norm(recipe.max_grad_norm)
-        grads, _ = clip.update(grads, clip.init(grads))
-    optimizer = optax.with_extra_args_support(recipe.optimizer)
-    updates, opt_state = optimizer.update(
-        grads, state.opt_state, state.params, value=metrics["loss"]
-    )
-    params = optax.apply_updates(state.params, updates)
-    if recipe.unused_parameters == "skip" and plan.unused:
-        params, opt_state = take_back(
-            (params, opt_state), (state.params, state.opt_state), params, plan.unused
-        )
+        metrics["grad_norm"] = norm(recipe, grads)
+        grads = _clip(grads, metrics["grad_norm"], recipe.max_grad_norm)
+    params, opt_state = update(recipe, plan, grads, state, metrics["loss"])
     after = state.replace(
         step=state.step + 1,
         params=params,
@@ -65,7 +56,7 @@ def replica_step(
         comm_state=comm_state,
     )
     if recipe.skip_nonfinite:
-        after = _unless_nonfinite((metrics["loss"], grads), after, state)
+        after = _choose(is_finite(recipe, metrics["loss"], grads), after, state)
         metrics["skipped"] = after.skipped.astype(jnp.float32)
     return after, metrics
 
@@ -80,6 +71,8 @@ def replica_gradients(
 ) -> tuple[PyTree, Metrics]:
     """A step as far as its averaged gradients, and its metrics."""
     grads, _, sums, _ = mean_gradients(recipe, plan, state, inputs)
+    if recipe.reduction.keeps_parts:
+        grads = recipe.reduction.gather(grads, state.params, plan=plan)
     return grads, _means(sums)
 
 
@@ -87,9 +80,15 @@ def _move_average(average: PyTree, params: PyTree, decay: float | None) -> PyTre
     return None if decay is None else optax.incremental_update(params, average, 1 - decay)
 
 
-def _unless_nonfinite(numbers: PyTree, after: TrainState, before: TrainState) -> TrainState:
+def _clip(grads: PyTree, norm: Array, limit: float) -> PyTree:
+    """Scales gradients of this norm down to the limit, as `optax.clip_by_global_norm` does."""
+    return jax.tree.map(
+        lambda g: jnp.where(norm < limit, g, g / norm.astype(g.dtype) * limit), grads
+    )
+
+
+def _choose(is_finite: Array, after: TrainState, before: TrainState) -> TrainState:
     """The state after a step; where numbers are not finite that before, but for its counts."""
-    is_finite = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(numbers)]).all()
     skipped = before.replace(step=after.step, skipped=before.skipped + 1)
     return jax.tree.map(functools.partial(jnp.where, is_finite), after, skipped)
 
@@ -97,7 +96,7 @@ def _unless_nonfinite(numbers: PyTree, after: TrainState, before: TrainState) ->
 def replica_init(
     recipe: Recipe, seed: Array, inputs: Inputs, params: PyTree, model_state: PyTree
 ) -> TrainState:
-    """The first state, made on every replica alike from one seed.
+    """The first state but for the optimizer's, made on every replica alike from one seed.
 
     Args:
       recipe: What the step is made of.
@@ -117,12 +116,12 @@ def replica_init(
         params=params,
         ema_params=None if recipe.ema_decay is None else params,
         model_state={} if model_state is None else model_state,
-        opt_state=recipe.optimizer.init(params),
+        opt_state=(),  # made by `init_optimizer`
         comm_state=(),  # made once the buckets are known
         skipped=jnp.int32(0),
         key=key,
     )
-    # An optimizer may keep the parameters themselves: each leaf needs a buffer of its own.
+    # Given values are kept, and an average begins with them: each leaf needs its own buffer.
     return jax.tree.map(jnp.copy, state)
 
 
@@ -150,7 +149,14 @@ def _fold(key: Array, number: Array) -> Array:
 
 def make_init(recipe: Recipe, mesh: Mesh) -> Callable[..., TrainState]:
     """Returns `init(seed, inputs, params, model_state)`, run on every device of the mesh."""
-    return jax.jit(over_replicas(functools.partial(replica_init, recipe), mesh, P(), P()))
+
+    def init(*args: Any) -> TrainState:
+        state = over_replicas(functools.partial(replica_init, recipe), mesh, P(), P())(*args)
+        layout = specs(optimizer_kinds(recipe, state.params, mesh.size), AXIS)
+        optimizer = over_replicas(functools.partial(init_optimizer, recipe), mesh, P(), layout)
+        return state.replace(opt_state=optimizer(state.params))
+
+    return jax.jit(init)
 
 
 def trace(

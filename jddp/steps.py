@@ -25,6 +25,7 @@ from jddp.recipe import Inputs, Recipe
 from jddp.reduce import BucketPlan, compiler_options
 from jddp.state import Kind, TrainState, enter, float_kinds
 from jddp.step import make_gradients, make_step, trace
+from jddp.update import optimizer_kinds
 
 PyTree = Any
 ON_RESIZE = {"mean": Kind.AVERAGED, "sum": Kind.SUMMED, "drop": Kind.ANEW}
@@ -104,6 +105,7 @@ class Steps:
         kinds: TrainState = jax.tree.map(lambda _: Kind.REPLICATED, state)
         return kinds.replace(
             model_state=float_kinds(state.model_state, self._recipe.model.keeps_own),
+            opt_state=optimizer_kinds(self._recipe, state.params, self._mesh.size),
             comm_state=jax.tree.map(lambda _: kind, state.comm_state),
         )
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CORE = {"reduce", "state", "mesh", "flaxmodel", "batch_norm", "gradients", "step"}
-CORE |= {"steps", "first_state", "data_parallel"}
-BUDGETS = {"core lines": 2_050, "jddp lines": 11_800, "public names": 22, "dependencies": 12}
+CORE |= {"steps", "first_state", "data_parallel", "update"}
+BUDGETS = {"core lines": 2_700, "jddp lines": 12_900, "public names": 22, "dependencies": 12}
 NOT_CODE = {
     tokenize.COMMENT,
     tokenize.NL,

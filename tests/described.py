@@ -20,6 +20,7 @@ VARIANTS = {
     "leaf, end": {"layout": "leaf", "placement": "end"},
     "flat, end": {"layout": "flat", "placement": "end"},
     "flat, ready": {"layout": "flat", "placement": "ready"},
+    "sharded": {"layout": "flat", "placement": "ready", "shard_optimizer": True},
 }
 
 

@@ -17,13 +17,13 @@ MODULES = sorted(set(PACKAGE.rglob("*.py")) - {FRONT_DOOR})
 # From the ground up. A new room is put here, and in words into docs/.
 FLOORS = [
     {"errors"},
-    {"names", "versions", "ownership", "door"},
+    {"names", "versions", "ownership", "door", "elementwise"},
     {"reduce", "metrics", "unused", "losses", "optimizers", "config", "models", "data"},
     {"batch_norm"},
     {"state", "mesh", "flaxmodel", "coordination"},
     {"forward", "dispatch", "replica"},
     {"recipe"},
-    {"gradients"},
+    {"gradients", "update"},
     {"reports", "cluster", "step", "program", "evaluation"},
     {"digest", "run"},
     {"checkpoint"},
@@ -42,7 +42,16 @@ FLOOR_OF = {room: height for height, rooms in enumerate(FLOORS) for room in room
 # Where a change of a library's API may reach.
 HOMES = {
     "flax": {"flaxmodel", "batch_norm", "models", "checkpoint"},
-    "optax": {"reduce", "losses", "optimizers", "recipe", "step", "data_parallel", "oracle"},
+    "optax": {
+        "reduce",
+        "losses",
+        "optimizers",
+        "recipe",
+        "step",
+        "update",
+        "data_parallel",
+        "oracle",
+    },
     "orbax": {"checkpoint"},
     "omegaconf": {"config"},
     "pydantic": {"config"},

@@ -10,7 +10,7 @@ import jax
 import pytest
 from described import VARIANTS, compile_gpt2, compile_resnet50
 
-from jddp.program import GPUS, make_network, walk
+from jddp.program import GPUS, collectives, make_network, walk
 from jddp.program.schedule import LARGE_BYTES
 
 pytestmark = pytest.mark.aot
@@ -82,3 +82,20 @@ def test_the_model_sees_what_is_not_hidden():
     found = timeline("resnet50", "leaf, end")
     assert found.exposed_share > 0.01
     assert not all(transfer.is_async for transfer in found.large)
+
+
+@each_model
+def test_a_sharded_update_scatters_each_bucket_and_gathers_it_again(model):
+    step = compiled(model, "sharded")
+    found = collectives(step.program)
+    for op in ("reduce-scatter", "all-gather"):
+        padded = [x.bytes for x in found if x.op == op]
+        assert len(padded) == len(step.plan)
+        assert 0 <= sum(padded) - step.plan.wire_bytes < 0.001 * step.plan.wire_bytes
+    assert all(x.is_async for x in found)
+
+
+@each_model
+def test_a_sharded_update_waits_for_at_most_three_thousandths_of_the_step(model):
+    """The last bucket is scattered and gathered with nothing left to compute: 0.1 and 0.2 %."""
+    assert timeline(model, "sharded").exposed_share <= 0.003

@@ -410,7 +410,7 @@ def test_a_conditional_costs_its_longest_branch():
 
 
 REFUSED = {
-    "all-gather": "%r = f32[262144]{0} all-gather(%v), dimensions={0}",
+    "all-to-all": "%r = f32[32768]{0} all-to-all(%v), dimensions={0}",
     "'all-reduce' inside 'conditional'": (
         "%r = f32[] conditional(%p, %v, %v), branch_computations={%reducing, %reducing}"
     ),
@@ -426,6 +426,15 @@ REFUSED = {
 def test_what_cannot_be_modelled_is_refused(message):
     with pytest.raises(UsageError, match=message):
         walk(make_program(REFUSED[message]), GPU, NETWORK)
+
+
+@pytest.mark.parametrize("op", ["reduce-scatter", "all-gather"])
+def test_half_of_an_all_reduce_takes_half_its_time(op):
+    whole, half = (
+        walk(make_program(f"%r = f32[32768]{{0}} {name}(%v), dimensions={{0}}"), GPU, NETWORK)
+        for name in ("all-reduce", op)
+    )
+    assert half.transfers[0].needed_seconds == whole.transfers[0].needed_seconds / 2
 
 
 def test_a_loop_that_communicates_is_refused():

@@ -117,7 +117,7 @@ class Checkpoints:
         Args:
           like: A state of the structure, shapes and shardings to restore to; only read.
           kinds: How its leaves lie on the mesh. With it a state may come from another number of
-            replicas: what each has of its own follows its kind.
+            replicas, and from one with an optimizer that is split or is not: see `resize`.
 
         Raises:
           ConfigError: If the checkpoint is of another model or optimizer than `like`.
@@ -180,7 +180,8 @@ class Checkpoints:
         try:
             described, beside = read_described(folder), read_object(folder / "run.json")
             shapes = {name: tuple(about["shape"]) for name, about in described.items()}
-            target = saved_shapes(wanted, lie, shapes)
+            world = beside.get("world", {})
+            target = saved_shapes(wanted, lie, shapes, world.get("num_devices"))
             self._refuse_misfit(step, forms(described), forms_of(target))
             arrays = _restore(folder / "state", target)
         except (ConfigError, FileSystemError):

@@ -196,6 +196,9 @@ class DdpConfig(Section):
         False, description="Running variances of n / (n - 1), as PyTorch keeps them."
     )
     accumulate_steps: int = Field(1, ge=1, description="Micro-steps to one optimizer step.")
+    shard_optimizer: bool = Field(
+        False, description="The optimizer's state and its update split over the replicas."
+    )
     max_grad_norm: float | None = Field(None, gt=0, description="Clip the mean gradient to this.")
     ema_decay: float | None = Field(
         None, gt=0, lt=1, description="Decay of the moving average of the parameters."

@@ -32,7 +32,7 @@ __all__ = ["Verification", "verify"]
 PyTree = Any
 # What one device has no use for: how gradients travel.
 _OF_THE_WAY = {"bucket_mb", "first_bucket_mb", "last_bucket_mb", "layout", "placement"}
-_OF_THE_WAY |= {"wire_dtype", "comm_hook", "mesh"}
+_OF_THE_WAY |= {"wire_dtype", "comm_hook", "mesh", "shard_optimizer"}
 _ROUNDINGS = {"bf16[": 2**-8, ":f16[": 2**-11}  # of dtypes, as a traced program names them
 
 

@@ -86,7 +86,7 @@ def walk(program: Program, gpu: Gpu, network: Network) -> Timeline:
     Args:
       program: From `read_program`, of a program compiled for GPUs.
       gpu: Whose rates the computing has.
-      network: Whose times the all-reduces have.
+      network: Whose times the transfers have.
 
     Raises:
       UsageError: If the program holds what cannot be modelled, or is not scheduled.
@@ -112,6 +112,10 @@ def walk(program: Program, gpu: Gpu, network: Network) -> Timeline:
     return Timeline(clock.now, clock.computed.seconds, tuple(clock.transfers))
 
 
+# Of an all-reduce's time: in a ring it is a reduce-scatter and then an all-gather.
+_SHARES = {"all-reduce": 1.0, "reduce-scatter": 0.5, "all-gather": 0.5}
+
+
 @dataclass(frozen=True)
 class _Payload:
     """All that one instruction sends."""
@@ -119,20 +123,22 @@ class _Payload:
     name: str
     bytes: int
     is_async: bool
+    share: float
 
 
 def _payload(program: Program, instruction: Instruction) -> _Payload | None:
     found = list(collectives_of(program, program.entry, instruction))
     for each in found:
-        if each.op != "all-reduce" or instruction.op in ("while", "conditional", "call"):
+        if each.op not in _SHARES or instruction.op in ("while", "conditional", "call"):
             where = "" if each.name == instruction.name else f" inside {instruction.op!r}"
             raise UsageError(
                 f"Instruction {each.name!r}: there is no model of {each.op!r}{where}. What is "
-                "modelled are all-reduces outside loops, branches and calls."
+                f"modelled are {', '.join(_SHARES)} outside loops, branches and calls."
             )
     if not found:
         return None
-    return _Payload(instruction.name, sum(x.bytes for x in found), found[0].is_async)
+    share = _SHARES[found[0].op]
+    return _Payload(instruction.name, sum(x.bytes for x in found), found[0].is_async, share)
 
 
 @dataclass(frozen=True)
@@ -159,7 +165,7 @@ class _Clock:
         return self.computed.seconds + self._waited
 
     def start(self, payload: _Payload, network: Network) -> _Flight:
-        needed = network.seconds(payload.bytes)
+        needed = payload.share * network.seconds(payload.bytes)
         self._queue_end = max(self.now, self._queue_end) + needed
         return _Flight(payload, needed, self._queue_end, self.computed)
 

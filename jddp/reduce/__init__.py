@@ -3,6 +3,7 @@
 from jddp.reduce.average import average_gradients, compiler_options, make_reduction
 from jddp.reduce.backward import Backward, trace_backward
 from jddp.reduce.hooks import CommHook, GradBucket, power_of_two_within
+from jddp.reduce.parts import own_part, part_shape, parts_shape
 from jddp.reduce.plan import Bucket, BucketPlan, in_mebibytes, plan_buckets
 from jddp.reduce.reduction import Reduction
 
@@ -17,6 +18,9 @@ __all__ = [
     "compiler_options",
     "in_mebibytes",
     "make_reduction",
+    "own_part",
+    "part_shape",
+    "parts_shape",
     "plan_buckets",
     "power_of_two_within",
     "trace_backward",

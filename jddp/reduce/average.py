@@ -17,6 +17,7 @@ from jddp.errors import ConfigError
 from jddp.reduce.hooks import ON_RESIZE, CommHook, mean, narrow
 from jddp.reduce.plan import MEBIBYTE
 from jddp.reduce.reduction import Layout, Placement, Reduction
+from jddp.reduce.scatter import Scattered, exchange_mean, scatter_mean
 
 PyTree = Any
 GPUS = ("gpu", "cuda", "rocm")
@@ -33,15 +34,20 @@ def make_reduction(
     wire_dtype: Any,
     comm_hook: Any,
     platform: Callable[[], str],
+    keep_parts: bool = False,
 ) -> Reduction:
     """Makes a `Reduction` from what a user gives; `platform()` decides what is "auto".
+
+    With `keep_parts` each replica gets its part of the mean; of what a `comm_hook` makes, all.
 
     Raises:
       ConfigError: If an option breaks its rule.
     """
     chosen, where = _resolve(layout, placement, platform)
     dtype = _resolve_wire_dtype(wire_dtype)
-    hook = mean() if comm_hook is None else comm_hook
+    form, hook = Reduction, mean() if comm_hook is None else comm_hook
+    if keep_parts and comm_hook is None:
+        form, hook = Scattered, mean(exchange_mean if platform() == "cpu" else scatter_mean)
     if not (isinstance(hook, CommHook) and callable(hook.init) and callable(hook.reduce)):
         raise ConfigError(
             f"comm_hook is {type(hook).__name__}. Give a jddp.CommHook(init, reduce) of functions."
@@ -59,7 +65,7 @@ def make_reduction(
             f"A bucket holds at least one byte: got bucket_mb={bucket_mb}, first_bucket_mb="
             f"{first_bucket_mb}, last_bucket_mb={last_bucket_mb}. Give positive sizes, in MiB."
         )
-    return Reduction(
+    return form(
         axis=axis,
         bucket_bytes=tuple(map(_bytes, sizes)),
         last_bucket_bytes=None if last_bucket_mb is None else _bytes(last_bucket_mb),
@@ -179,6 +185,8 @@ def compiler_options(reduction: Reduction, platform: str) -> dict[str, Any]:
             options["xla_disable_hlo_passes"] = "cpu-all-reduce-combiner"
     elif platform in GPUS:
         threshold = 0 if is_flat else reduction.bucket_bytes[-1]
-        options["xla_gpu_all_reduce_combine_threshold_bytes"] = threshold
+        kinds = ("reduce_scatter", "all_gather") if reduction.keeps_parts else ("all_reduce",)
+        for kind in kinds:
+            options[f"xla_gpu_{kind}_combine_threshold_bytes"] = threshold
     set_by_user = os.environ.get("XLA_FLAGS", "")
     return {name: value for name, value in options.items() if name not in set_by_user}

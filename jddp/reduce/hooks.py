@@ -69,21 +69,23 @@ class CommHook(NamedTuple):
     on_resize: str = "drop"
 
 
-def mean() -> CommHook:
-    """The exact mean, by `lax.pmean`; it remembers nothing.
+def mean(average: Callable[[PyTree, str], PyTree] | None = None) -> CommHook:
+    """The exact mean, by `lax.pmean` or another `average(tree, axis)`; it remembers nothing.
 
     What travels as float16 is made smaller for the way, so that its sum fits where its mean does.
     """
 
     def reduce(bucket: GradBucket, comm_state: PyTree, axis: str) -> tuple[GradBucket, PyTree]:
-        num_replicas = lax.axis_size(axis)
-        if num_replicas == 1:  # XLA:CPU would still copy what it sends to itself.
-            return bucket, comm_state
-        small = power_of_two_within(1 / num_replicas)
-        bucket = lax.pmean(_scale_float16(bucket, small), axis)
+        small = power_of_two_within(1 / lax.axis_size(axis))
+        bucket = (average or _pmean)(_scale_float16(bucket, small), axis)
         return _scale_float16(bucket, 1 / small), comm_state
 
     return CommHook(lambda plan: (), reduce)
+
+
+def _pmean(tree: PyTree, axis: str) -> PyTree:
+    # XLA:CPU would still copy what a single replica sends to itself.
+    return tree if lax.axis_size(axis) == 1 else lax.pmean(tree, axis)
 
 
 def _scale_float16(bucket: GradBucket, scale: float) -> GradBucket:

@@ -38,6 +38,7 @@ from jax import lax
 from jddp.errors import ConfigError
 from jddp.reduce.backward import Backward, Evaluation
 from jddp.reduce.hooks import CommHook, GradBucket
+from jddp.reduce.parts import join
 from jddp.reduce.plan import Bucket, BucketPlan, plan_buckets
 
 PyTree = Any
@@ -69,6 +70,8 @@ class Reduction:
     hook: CommHook
     hook_name: str
     wire_dtype: np.dtype | None
+
+    keeps_parts = False  # Whether each replica gets its part of the mean, and not all of it.
 
     def plan(
         self, tree: PyTree, ready: Sequence[int | None] | None = None, num_looped: int = 0
@@ -165,6 +168,36 @@ class Reduction:
         for i, leaf in zip(unsent, run.gradients(unsent), strict=True):
             leaves[i] = leaf
         return jax.tree.unflatten(backward.treedef, leaves), comm_state
+
+    def gather(self, parts: PyTree, like: PyTree, *, plan: BucketPlan) -> PyTree:
+        """Puts the parts of all replicas together, with one all-gather where one array was reduced.
+
+        Args:
+          parts: Of arrays that were cut by `own_part`.
+          like: The arrays, for their shapes.
+          plan: From `plan`.
+
+        Returns:
+          A tree like `like`, the same on every replica.
+        """
+        leaves, treedef = jax.tree.flatten(parts)
+        shapes = [x.shape for x in jax.tree.leaves(like)]
+        sent = [
+            [planned.leaves[i] for i in m]
+            for planned in plan.buckets
+            for m in self._arrays(planned)
+        ]
+        unsent = {*range(len(leaves))} - {i for members in sent for i in members}
+        for members in (*sent, *([i] for i in unsent)):
+            ends = [*itertools.accumulate(leaves[i].size for i in members)]
+            with jax.named_scope("parameters"):
+                row = jnp.concatenate([leaves[i].ravel() for i in members])
+                rows = lax.all_gather(row, self.axis)
+            for i, piece in zip(members, jnp.split(rows, ends[:-1], axis=1), strict=True):
+                leaves[i] = join(piece, shapes[i])
+        return jax.tree.unflatten(
+            treedef, [x.reshape(s) for x, s in zip(leaves, shapes, strict=True)]
+        )
 
     def _pack(self, leaves: list[Any], plan: BucketPlan, index: int, scale: float) -> GradBucket:
         planned, is_last = plan.buckets[index], index == len(plan) - 1

@@ -32,7 +32,7 @@ Values = Mapping[str, Any]
 # what it computes, but for rounding.
 FREE_KEYS = (
     *("run.dir", "data.dir", "data.num_workers", "data.allow_changed"),
-    *("mesh.num_devices", "ddp.accumulate_steps"),
+    *("mesh.num_devices", "ddp.accumulate_steps", "ddp.shard_optimizer"),
     *("checkpoint.resume", "checkpoint.every_steps", "checkpoint.keep"),
     *("checkpoint.keep_every_steps", "watchdog.start_seconds", "watchdog.compile_seconds"),
     *("watchdog.step_seconds", "watchdog.evaluation_seconds", "watchdog.save_seconds"),

@@ -67,13 +67,13 @@ def train_everything(folder, process_index, num_processes):
     evaluated = ddp.evaluate(state, parts)
     keep(folder / f"step_{process_index}.npz", {"losses": losses, **evaluated}, state)
 
-    def fit(*callbacks):
+    def fit(*callbacks, ddp=ddp, run_dir=folder / "run"):
         return ddp.fit(
             batches(),
             num_steps=4,
             seed=3,
             evaluate=eval_batches(ArrayExamples(TEST), global_batch_size=8, **share),
-            run_dir=folder / "run",
+            run_dir=run_dir,
             callbacks=callbacks,
             log_every_steps=1,
             eval_every_steps=2,
@@ -85,6 +85,14 @@ def train_everything(folder, process_index, num_processes):
     except Broken:
         run = fit()
     keep(folder / f"fit_{process_index}.npz", run.eval_metrics, run.state)
+
+    options = {"max_grad_norm": 0.5, "shard_optimizer": True}
+    split = jddp.DataParallel(ConvNet(), optax.sgd(0.2, momentum=0.9), loss_fn, **options)
+    try:
+        fit(BreakOff(), ddp=split, run_dir=folder / "split")
+    except Broken:
+        run = fit(ddp=split, run_dir=folder / "split")
+    keep(folder / f"split_{process_index}.npz", run.eval_metrics, run.state.replace(opt_state=()))
 
 
 if __name__ == "__main__":
