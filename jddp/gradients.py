@@ -37,17 +37,17 @@ def mean_gradients(
       inputs: Its rows, and constants.
 
     Returns:
-      The gradients, the new `comm_state`, sums over all replicas, and this replica's new
+      The gradients, what the hook remembers now, sums over all replicas, and this replica's new
       `model_state`.
     """
     reduce = _reduce_when_ready if recipe.reduction.placement == "ready" else _reduce_at_end
     parts = _parts(recipe, state, inputs)
-    grads, comm_state, sums, model_state = reduce(recipe, plan, state, parts)
+    grads, memory, sums, model_state = reduce(recipe, plan, state, parts)
     # Gradients of sums have been averaged; divided by the mean count they are the global mean.
     sums = sum_over_replicas(sums, axis=AXIS)
     count = sums["loss"].count / lax.axis_size(AXIS)
     grads = mean_tree(grads, count * _start(recipe, state.params, sums))
-    return grads, comm_state, sums, model_state
+    return grads, memory, sums, model_state
 
 
 def trace_gradients(recipe: Recipe, state: TrainState, inputs: Inputs) -> tuple[Backward, Sums]:
@@ -71,10 +71,10 @@ def _reduce_at_end(recipe: Recipe, plan: BucketPlan, state: TrainState, parts: P
     num_parts = recipe.accumulate_steps
     grads, sums, model_state = _sum_parts(recipe, state, parts, num_parts)
     grads = jax.tree.map(lambda g, x: g.astype(x.dtype), grads, state.params)
-    grads, comm_state = recipe.reduction.at_end(
-        grads, state.comm_state, plan=plan, scale=_scale(recipe, state.params, sums)
+    grads, memory = recipe.reduction.at_end(
+        grads, state.comm_state.hook, plan=plan, scale=_scale(recipe, state.params, sums)
     )
-    return grads, comm_state, sums, model_state
+    return grads, memory, sums, model_state
 
 
 def _reduce_when_ready(recipe: Recipe, plan: BucketPlan, state: TrainState, parts: PyTree) -> Any:
@@ -86,15 +86,15 @@ def _reduce_when_ready(recipe: Recipe, plan: BucketPlan, state: TrainState, part
     pullback, sums, model_state = _linearize(
         recipe, state.params, model_state, *_part(parts, num_parts - 1)
     )
-    grads, comm_state = recipe.reduction.when_ready(
+    grads, memory = recipe.reduction.when_ready(
         trace_backward(pullback),
-        state.comm_state,
+        state.comm_state.hook,
         plan=plan,
         scale=_scale(recipe, state.params, sums),
         so_far=so_far and so_far[0],
     )
     sums = jax.tree.map(jnp.add, so_far[1], sums) if so_far else sums
-    return grads, comm_state, sums, model_state
+    return grads, memory, sums, model_state
 
 
 def _part(parts: PyTree, i: Any) -> PyTree:

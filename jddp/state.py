@@ -59,6 +59,18 @@ class Sharded:
 
 
 @jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class CommState:
+    """What the reduction remembers from step to step; () for nothing.
+
+    Attributes:
+      hook: The `CommHook`'s.
+    """
+
+    hook: PyTree = ()
+
+
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class TrainState:
     """Everything that a step reads and writes.
@@ -69,7 +81,7 @@ class TrainState:
       ema_params: Their exponential moving average, or None.
       model_state: Nested dict of everything else that the model keeps, such as batch statistics.
       opt_state: The optimizer's.
-      comm_state: The gradient reduction's.
+      comm_state: The gradient reduction's, a `CommState`.
       skipped: Those of the steps that changed nothing, since numbers were not finite; int32.
       key: Base key of all random numbers.
     """
@@ -79,7 +91,7 @@ class TrainState:
     ema_params: PyTree
     model_state: PyTree
     opt_state: PyTree
-    comm_state: PyTree
+    comm_state: CommState
     skipped: Any
     key: Any
 

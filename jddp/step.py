@@ -10,6 +10,7 @@ batch norm needs.
 `shard_map` stands in this module alone.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +30,7 @@ from jddp.mesh import AXIS
 from jddp.metrics import Sum, Sums, count_rows, mean, sum_over_replicas
 from jddp.recipe import Inputs, Recipe
 from jddp.reduce import BucketPlan
-from jddp.state import TrainState, enter, leave, specs
+from jddp.state import CommState, TrainState, enter, leave, specs
 from jddp.update import init_optimizer, is_finite, norm, optimizer_kinds, update
 
 PyTree = Any
@@ -41,7 +42,7 @@ def replica_step(
     recipe: Recipe, plan: BucketPlan, state: TrainState, inputs: Inputs
 ) -> tuple[TrainState, Metrics]:
     """One optimizer step on one replica's share of the batch."""
-    grads, comm_state, sums, model_state = mean_gradients(recipe, plan, state, inputs)
+    grads, memory, sums, model_state = mean_gradients(recipe, plan, state, inputs)
     metrics = _means(sums)
     if recipe.max_grad_norm is not None:
         metrics["grad_norm"] = norm(recipe, grads)
@@ -53,7 +54,7 @@ def replica_step(
         ema_params=_move_average(state.ema_params, params, recipe.ema_decay),
         model_state=model_state,
         opt_state=opt_state,
-        comm_state=comm_state,
+        comm_state=dataclasses.replace(state.comm_state, hook=memory),
     )
     if recipe.skip_nonfinite:
         after = _choose(is_finite(recipe, metrics["loss"], grads), after, state)
@@ -117,7 +118,7 @@ def replica_init(
         ema_params=None if recipe.ema_decay is None else params,
         model_state={} if model_state is None else model_state,
         opt_state=(),  # made by `init_optimizer`
-        comm_state=(),  # made once the buckets are known
+        comm_state=CommState(),  # what a hook remembers is made once the buckets are known
         skipped=jnp.int32(0),
         key=key,
     )

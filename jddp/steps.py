@@ -23,7 +23,7 @@ from jddp.memory import Memory, measure
 from jddp.mesh import count_rows, platform, sharded
 from jddp.recipe import Inputs, Recipe
 from jddp.reduce import BucketPlan, compiler_options
-from jddp.state import Kind, TrainState, enter, float_kinds
+from jddp.state import CommState, Kind, TrainState, enter, float_kinds
 from jddp.step import make_gradients, make_step, trace
 from jddp.update import optimizer_kinds
 
@@ -81,23 +81,23 @@ class Steps:
             )
         return plan
 
-    def comm_state(self) -> PyTree:
-        """What the hook remembers at first, on one replica.
+    def comm_state(self) -> CommState:
+        """What the reduction remembers at first, on one replica.
 
         Raises:
           UsageError: If it remembers something, and no rows have been planned for.
           ConfigError: If that is not a tree of arrays.
         """
         assert self.plan is not None
-        comm_state = self._recipe.reduction.hook.init(self.plan)
-        if jax.tree.leaves(comm_state) and not self._plans:
+        memory = self._recipe.reduction.hook.init(self.plan)
+        if jax.tree.leaves(memory) and not self._plans:
             raise UsageError(
                 "This comm_hook remembers something for each bucket, and buckets are planned from "
                 "the traced backward pass: init needs batch= (example rows, for their shapes)."
             )
-        if not all(hasattr(x, "dtype") for x in jax.tree.leaves(comm_state)):
-            raise ConfigError(f"comm_hook: init returns {comm_state}. It must return arrays.")
-        return jax.tree.map(jax.numpy.asarray, comm_state)
+        if not all(hasattr(x, "dtype") for x in jax.tree.leaves(memory)):
+            raise ConfigError(f"comm_hook: init returns {memory}. It must return arrays.")
+        return CommState(hook=jax.tree.map(jax.numpy.asarray, memory))
 
     def kinds(self, state: TrainState) -> TrainState:
         """For each leaf of a state, how it lies on the mesh."""
@@ -106,7 +106,7 @@ class Steps:
         return kinds.replace(
             model_state=float_kinds(state.model_state, self._recipe.model.keeps_own),
             opt_state=optimizer_kinds(self._recipe, state.params, self._mesh.size),
-            comm_state=jax.tree.map(lambda _: kind, state.comm_state),
+            comm_state=CommState(hook=jax.tree.map(lambda _: kind, state.comm_state.hook)),
         )
 
     def step_for(self, state: TrainState, inputs: Inputs) -> Any:
@@ -137,7 +137,7 @@ class Steps:
         """Plans for rows as they are given to a step, beside the state that it is given."""
         one = jax.eval_shape(functools.partial(enter, kinds=kinds), state)
         plan, before = self._plan(one, inputs), self.plan
-        if jax.tree.leaves(state.comm_state) and before not in (None, plan):
+        if jax.tree.leaves(state.comm_state.hook) and before not in (None, plan):
             raise UsageError(
                 "These rows use other parameters than those that the comm_hook was made for: "
                 "its memory is of other buckets. Give init a batch that uses them too."

@@ -23,7 +23,7 @@ from jddp.checkpoint import Checkpoints
 from jddp.checkpoint.read import read_newest
 from jddp.checkpoint.sums import find_damage, seal
 from jddp.errors import ConfigError, FileSystemError, UsageError
-from jddp.state import TrainState
+from jddp.state import CommState, TrainState
 
 NUM_REPLICAS = 4
 
@@ -100,7 +100,7 @@ def test_every_leaf_comes_back_as_it_was(checkpoints, optimizer, has_average):
         ema_params=PARAMS if has_average else None,
         model_state={"count": jnp.uint32(0), "keys": jax.random.split(jax.random.key(1), 3)},
         opt_state=optimizer.init(PARAMS),
-        comm_state=optax.EmptyState(),
+        comm_state=CommState(),
         skipped=jnp.int32(0),
         key=jax.random.key(3),
     )
@@ -223,7 +223,7 @@ def test_what_replicas_have_of_their_own_follows_its_rule_on_another_mesh(
         )
         want = np.asarray(saved).mean(0)
     else:
-        saved, got = state.comm_state, restored.comm_state
+        saved, got = state.comm_state.hook, restored.comm_state.hook
         rule = {
             "sum": lambda x: x.sum(0) / 2,
             "mean": lambda x: x.mean(0),

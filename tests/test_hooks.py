@@ -160,7 +160,7 @@ def test_a_hook_sees_every_bucket_and_its_memory_is_each_replica_s_own(layout, p
     assert [(i, is_last) for i, is_last, _, _ in calls] == [(i, i == num - 1) for i in range(num)]
     assert [paths for _, _, paths, _ in calls] == [bucket.paths for bucket in ddp.plan.buckets]
     assert {scale for *_, scale in calls} == {1 / 4}
-    rows = state.comm_state["calls"]
+    rows = state.comm_state.hook["calls"]
     np.testing.assert_array_equal(rows, 3 * np.outer(np.arange(1, 9), np.ones(num)))
 
 
@@ -208,4 +208,4 @@ def test_a_hook_that_remembers_needs_a_batch_to_plan_by():
         ddp.init()
     batch = make_batch()
     state, _ = ddp.step(ddp.init(batch=batch), batch)
-    assert state.comm_state["calls"].shape == (8, len(ddp.plan))
+    assert state.comm_state.hook["calls"].shape == (8, len(ddp.plan))
