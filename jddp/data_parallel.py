@@ -93,6 +93,8 @@ class DataParallel:
       shard_optimizer: Whether each replica updates its part of every parameter, and keeps the
         optimizer's state for that part alone (ZeRO, stage 1). The optimizer must work element by
         element, which is read from its equations.
+      num_shards: Logical replicas on which a step is defined, a multiple of the devices: with a
+        number, results are equal to the bit on any number of devices that divides it.
       max_grad_norm: Clips the averaged gradient to this global norm.
       ema_decay: Keeps `ema_params`, a moving average of the parameters, with this decay.
       unused_parameters: What becomes of parameters that no gradient reaches: "zero" (the optimizer
@@ -130,6 +132,7 @@ class DataParallel:
         per_replica: Sequence[str] = (),
         accumulate_steps: int = 1,
         shard_optimizer: bool = False,
+        num_shards: int | None = None,
         max_grad_norm: float | None = None,
         ema_decay: float | None = None,
         unused_parameters: str = "zero",
@@ -150,6 +153,7 @@ class DataParallel:
             comm_hook=comm_hook,
             platform=lambda: self._platform,
             keep_parts=shard_optimizer,
+            num_shards=num_shards,
         )
         sync = Sync(AXIS, batch_norm_group_size, batch_norm_unbiased)
         self._model = functional(model, batch_norm=batch_norm, sync=sync, per_replica=per_replica)
@@ -166,7 +170,10 @@ class DataParallel:
             unused_parameters=unused_parameters,
             skip_nonfinite=skip_nonfinite,
             shard_optimizer=shard_optimizer,
+            num_shards=num_shards,
         )
+        if num_shards is not None:
+            check_rows(num_shards, self.mesh.size, f"{self.mesh.size} devices", "num_shards")
         self._constants: PyTree = None
         self._dispatch = Dispatch(donate=donate, platform=self._platform)
         self._rows_sharding = sharded(self.mesh)
@@ -277,7 +284,13 @@ class DataParallel:
             "accumulate_steps": self.recipe.accumulate_steps,
             "batch_norm": self._model.batch_norm,
             "batch_norm_group_size": self._model.sync.group_size,
+            "num_shards": self.recipe.num_shards,
         }
+
+    @property
+    def num_parts(self) -> int:
+        """Into how many parts a step splits the global batch, whose rows are a multiple of it."""
+        return self._steps.num_shards * self.recipe.accumulate_steps
 
     def kinds(self, state: TrainState) -> TrainState:
         """For each leaf of a state its `Kind`: how it lies on the mesh."""
@@ -391,7 +404,8 @@ class DataParallel:
             return batch  # by an earlier call
         batch = as_arrays(batch)
         steps, num_parts = self.recipe.accumulate_steps, self._steps.count_parts(batch)
-        what = f"{num_parts // steps} devices"
+        shares = "devices" if self.recipe.num_shards is None else "shards"
+        what = f"{num_parts // steps} {shares}"
         what += f" times accumulate_steps={steps}" if steps > 1 else ""
         check_rows(count_rows(batch), num_parts, what)
         return put_rows(batch, self.mesh)
@@ -484,7 +498,8 @@ class DataParallel:
         """
         if constants is not None:
             return self.given(constants).evaluate(state, batches, params)
-        return evaluate_exactly(self._run(self._evaluate, state, params), batches, self.mesh)
+        run = self._run(self._evaluate, state, params)
+        return evaluate_exactly(run, batches, self.mesh, self._steps.num_local_shards)
 
     def predict(
         self,
@@ -544,5 +559,5 @@ class DataParallel:
         """
         if isinstance(batches, TrainBatches | WorkerBatches) and batches.is_padded:
             self.abstract_state(batches.batch(0))
-            refuse_padding(self._steps.scalars, self.mesh.size * self.recipe.accumulate_steps)
+            refuse_padding(self._steps.scalars, self.num_parts)
         return train(self, batches, num_steps=num_steps, **options)

@@ -1,6 +1,6 @@
 """Means over every example exactly once, or what each of them gives, however their number divides.
 
-    metrics = evaluate_exactly(run, batches, mesh)
+    metrics = evaluate_exactly(run, batches, mesh, num_shares)
     outputs = predict_rows(run, batches, mesh)
 
 What does not fill the devices is padded with rows that count for nothing. Sums and counts leave
@@ -23,7 +23,7 @@ PyTree = Any
 
 
 def evaluate_exactly(
-    run: Callable[[PyTree, Any], Sums], batches: Iterable[PyTree], mesh: Mesh
+    run: Callable[[PyTree, Any], Sums], batches: Iterable[PyTree], mesh: Mesh, num_shares: int
 ) -> dict[str, Any]:
     """Returns the means of what `run` sums, over all rows of `batches`.
 
@@ -31,12 +31,13 @@ def evaluate_exactly(
       run: `run(batch, valid)` over the mesh; `valid` is 1 for a row that counts.
       batches: This process's, of any size, also empty; as many on every process.
       mesh: The mesh of devices.
+      num_shares: Into which the rows of this process are split.
 
     Raises:
       UsageError: If a scalar meets rows of padding, or there is no batch.
     """
     totals, waiting = Totals(), None
-    for placed in _place(batches, mesh):
+    for placed in _place(batches, mesh, num_shares):
         sums = run(placed.rows, placed.valid)
         if placed.fewest < placed.room:
             _refuse_scalars(sums, placed.fewest, placed.room)
@@ -67,7 +68,7 @@ def predict_rows(
     """
     found = [
         jax.tree.map(lambda x, n=placed.num_rows: _own_rows(x)[:n], run(placed.rows, placed.valid))
-        for placed in _place(batches, mesh)
+        for placed in _place(batches, mesh, len(mesh.local_devices))
     ]
     if not found:
         raise UsageError("predict was given no batches. Was the iterator used up before?")
@@ -98,12 +99,12 @@ class _Placed(NamedTuple):
     room: int
 
 
-def _place(batches: Iterable[PyTree], mesh: Mesh) -> Iterator[_Placed]:
+def _place(batches: Iterable[PyTree], mesh: Mesh, num_shares: int) -> Iterator[_Placed]:
     room = 0
     for batch in map(as_arrays, batches):
         num_rows = count_rows(batch)
         rows = from_all_processes(num_rows)
-        fitting = _round_up(int(rows.max()), len(mesh.local_devices))
+        fitting = _round_up(int(rows.max()), num_shares)
         # A ragged batch takes the room of a full one, which is compiled already.
         room = fitting if (rows == fitting).all() else max(room, fitting)
         placed, valid = put_rows(pad_rows(batch, room), mesh)
@@ -125,8 +126,8 @@ def pad_rows(batch: PyTree, room: int) -> tuple[PyTree, np.ndarray]:
     return jax.tree.map(pad, batch), valid
 
 
-def _round_up(rows: int, num_devices: int) -> int:
-    return max(1, math.ceil(rows / num_devices)) * num_devices
+def _round_up(rows: int, num_shares: int) -> int:
+    return max(1, math.ceil(rows / num_shares)) * num_shares
 
 
 def refuse_padding(scalars: Sequence[str], num_parts: int) -> None:

@@ -57,7 +57,8 @@ class FirstState:
         self._model.check_kinds(state.model_state)
         self._steps.plan_for(state, inputs)
         state = state.replace(comm_state=replicate(self._steps.comm_state(), self._mesh))
-        return stack_rows(state, self._steps.kinds(state), sharded(self._mesh))
+        kinds, num = self._steps.kinds(state), self._steps.num_shards
+        return stack_rows(state, kinds, sharded(self._mesh), num)
 
     def shapes(self, inputs: Inputs) -> TrainState:
         """Shapes, dtypes and shardings of a state."""
@@ -70,7 +71,7 @@ class FirstState:
         def place(x: Any, kind: Kind | Sharded) -> jax.ShapeDtypeStruct:
             if kind is Kind.REPLICATED:
                 return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(self._mesh))
-            shape = (self._mesh.size, *x.shape) if kind.is_per_replica else x.shape
+            shape = (self._steps.num_shards, *x.shape) if kind.is_per_replica else x.shape
             return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharded(self._mesh))
 
         return jax.tree.map(place, state, self._steps.kinds(state))

@@ -8,6 +8,7 @@ This room knows models, losses and masks, and nothing of optimizers or meshes.
 """
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -16,11 +17,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from jddp.errors import ConfigError
 from jddp.mesh import AXIS
-from jddp.metrics import Sums, mean_tree, sum_over_replicas
+from jddp.metrics import Sums, mean_tree, sum_in_order, sum_over_replicas
+from jddp.pairs import sum_in_pairs
 from jddp.recipe import Inputs, Recipe
 from jddp.reduce import Backward, BucketPlan, power_of_two_within, trace_backward
-from jddp.state import TrainState
+from jddp.state import TrainState, float_kinds
 
 PyTree = Any
 
@@ -40,12 +43,15 @@ def mean_gradients(
       The gradients, what the hook remembers now, sums over all replicas, and this replica's new
       `model_state`.
     """
-    reduce = _reduce_when_ready if recipe.reduction.placement == "ready" else _reduce_at_end
-    parts = _parts(recipe, state, inputs)
-    grads, memory, sums, model_state = reduce(recipe, plan, state, parts)
+    reduce, add = _reduce_at_end, sum_over_replicas
+    if recipe.reduction.placement == "ready":
+        reduce = _reduce_when_ready
+    if recipe.num_shards is not None:
+        reduce, add = _reduce_shards, sum_in_order
+    grads, memory, sums, model_state = reduce(recipe, plan, state, inputs)
     # Gradients of sums have been averaged; divided by the mean count they are the global mean.
-    sums = sum_over_replicas(sums, axis=AXIS)
-    count = sums["loss"].count / lax.axis_size(AXIS)
+    sums = add(sums, axis=AXIS)
+    count = sums["loss"].count / (recipe.num_shards or lax.axis_size(AXIS))
     grads = mean_tree(grads, count * _start(recipe, state.params, sums))
     return grads, memory, sums, model_state
 
@@ -57,28 +63,73 @@ def trace_gradients(recipe: Recipe, state: TrainState, inputs: Inputs) -> tuple[
     return trace_backward(pullback), sums
 
 
-def _parts(recipe: Recipe, state: TrainState, inputs: Inputs) -> tuple[PyTree, Array, PyTree]:
-    """This replica's rows in `accumulate_steps` parts, stacked, a key for each, and constants."""
+def refuse_meetings(recipe: Recipe, state: TrainState, inputs: Inputs) -> None:
+    """Refuses a model or loss in which replicas meet: logical shards cannot.
+
+    Raises:
+      ConfigError: Which names the operation.
+    """
+    arguments = (state.params, state.model_state, inputs.rows, state.key, inputs.constants)
+    text = str(jax.make_jaxpr(recipe.forward)(*arguments))
+    if found := re.search(rf"(\w+)\[[^\]]*\b(?:axes|axis_name)=\(?'?{AXIS}\b", text):
+        raise ConfigError(
+            f"num_shards={recipe.num_shards} runs shards one after the other, and in this model or "
+            f"loss they meet, by {found[1]!r} over axis {AXIS!r}. If it is a batch norm, choose "
+            "batch_norm='local': each shard its own statistics. Else leave out what meets."
+        )
+
+
+def _parts(
+    recipe: Recipe, state: TrainState, inputs: Inputs, replica: Array
+) -> tuple[PyTree, Array, PyTree]:
+    """A replica's rows in `accumulate_steps` parts, stacked, a key for each, and constants."""
     num_parts = recipe.accumulate_steps
-    key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), lax.axis_index(AXIS))
+    key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), replica)
     keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(num_parts))
     parts = jax.tree.map(lambda x: x.reshape(num_parts, -1, *x.shape[1:]), inputs.rows)
     return parts, keys if num_parts > 1 else key[None], inputs.constants
 
 
-def _reduce_at_end(recipe: Recipe, plan: BucketPlan, state: TrainState, parts: PyTree) -> Any:
+def _reduce_at_end(recipe: Recipe, plan: BucketPlan, state: TrainState, inputs: Inputs) -> Any:
     """Averages the gradients of all parts after the last; also returns sums and the new state."""
-    num_parts = recipe.accumulate_steps
-    grads, sums, model_state = _sum_parts(recipe, state, parts, num_parts)
-    grads = jax.tree.map(lambda g, x: g.astype(x.dtype), grads, state.params)
+    parts = _parts(recipe, state, inputs, lax.axis_index(AXIS))
+    grads, sums, model_state = _sum_all_parts(recipe, state, parts)
     grads, memory = recipe.reduction.at_end(
         grads, state.comm_state.hook, plan=plan, scale=_scale(recipe, state.params, sums)
     )
     return grads, memory, sums, model_state
 
 
-def _reduce_when_ready(recipe: Recipe, plan: BucketPlan, state: TrainState, parts: PyTree) -> Any:
+def _reduce_shards(recipe: Recipe, plan: BucketPlan, state: TrainState, inputs: Inputs) -> Any:
+    """The same of logical shards, one after the other, added up in one order.
+
+    Sums are rows, one for each shard here, and so is what each keeps of its own in `model_state`.
+    What a shard computes stands between barriers, and so does the mean of all: what the compiler
+    fuses with it would depend on how many a device carries.
+    """
+    assert recipe.num_shards is not None
+    num = recipe.num_shards // lax.axis_size(AXIS)
+    first = lax.axis_index(AXIS) * num
+    rows = jax.tree.map(lambda x: x.reshape(num, -1, *x.shape[1:]), inputs.rows)
+    kinds = float_kinds(state.model_state, recipe.model.keeps_own)
+
+    def one(i: Array) -> Any:
+        own = jax.tree.map(lambda x, k: x[i] if k.is_per_replica else x, state.model_state, kinds)
+        given = (jax.tree.map(lambda x: x[i], rows), state.replace(model_state=own))
+        its_rows, shard = lax.optimization_barrier(given)
+        parts = _parts(recipe, shard, inputs._replace(rows=its_rows), first + i)
+        grads, *kept = _sum_all_parts(recipe, shard, parts)
+        return lax.optimization_barrier((grads, kept))
+
+    grads, (sums, own) = sum_in_pairs(one, num)
+    grads, memory = recipe.reduction.at_end(grads, state.comm_state.hook, plan=plan)
+    model_state = jax.tree.map(lambda x, k: x if k.is_per_replica else x[0], own, kinds)
+    return lax.optimization_barrier((grads, memory, sums, model_state))
+
+
+def _reduce_when_ready(recipe: Recipe, plan: BucketPlan, state: TrainState, inputs: Inputs) -> Any:
     """The same, but each bucket is averaged inside the backward pass of the last part."""
+    parts = _parts(recipe, state, inputs, lax.axis_index(AXIS))
     so_far, model_state, num_parts = None, state.model_state, recipe.accumulate_steps
     if num_parts > 1:
         so_far = _sum_parts(recipe, state, parts, num_parts - 1)
@@ -100,6 +151,13 @@ def _reduce_when_ready(recipe: Recipe, plan: BucketPlan, state: TrainState, part
 def _part(parts: PyTree, i: Any) -> PyTree:
     *split, constants = parts
     return *jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), split), constants
+
+
+def _sum_all_parts(recipe: Recipe, state: TrainState, parts: PyTree) -> tuple[PyTree, Sums, PyTree]:
+    """Gradients, in the dtypes of the parameters, sums and new state, of a replica's rows."""
+    grads, sums, model_state = _sum_parts(recipe, state, parts, recipe.accumulate_steps)
+    grads = jax.tree.map(lambda g, x: g.astype(x.dtype), grads, state.params)
+    return grads, sums, model_state
 
 
 def _sum_parts(

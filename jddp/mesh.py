@@ -186,8 +186,8 @@ def count_rows(batch: PyTree) -> int:
     return int(next(iter(rows))[0])
 
 
-def check_rows(rows: int, divisor: int, what: str) -> None:
-    """Refuses a number of rows that does not divide, and names those that do.
+def check_rows(rows: int, divisor: int, what: str, called: str = "rows") -> None:
+    """Refuses a number of rows, or of what it is called, that does not divide; names those that do.
 
     Raises:
       ConfigError: If `rows` is not a positive multiple of `divisor`.
@@ -195,7 +195,7 @@ def check_rows(rows: int, divisor: int, what: str) -> None:
     if rows == 0 or rows % divisor:
         below, above = rows // divisor * divisor, math.ceil(max(rows, 1) / divisor) * divisor
         sizes = f"{above}" if below == 0 else f"{below} and {above}"
-        raise ConfigError(f"{rows} rows do not divide over {what}. Nearest that do: {sizes}.")
+        raise ConfigError(f"{rows} {called} do not divide over {what}. Nearest that do: {sizes}.")
 
 
 def as_arrays(batch: PyTree) -> PyTree:

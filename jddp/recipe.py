@@ -48,6 +48,7 @@ class Recipe:
     unused_parameters: str
     skip_nonfinite: bool
     shard_optimizer: bool
+    num_shards: int | None
 
     def __post_init__(self) -> None:
         """Holds each part to its rule."""

@@ -144,15 +144,15 @@ def float_kinds(tree: PyTree, is_own: Callable[[Any], bool]) -> PyTree:
     return jax.tree_util.tree_map_with_path(kind, tree)
 
 
-def stack_rows(tree: PyTree, kinds: PyTree, rows: NamedSharding) -> PyTree:
-    """Gives each replica its row of every per-replica leaf of a replicated tree."""
+def stack_rows(tree: PyTree, kinds: PyTree, rows: NamedSharding, num: int) -> PyTree:
+    """Gives each of `num` replicas its row of every per-replica leaf of a replicated tree."""
     if not any(kind.is_per_replica for kind in jax.tree.leaves(kinds)):
         return tree
 
     def stack(x: jax.Array, kind: Kind | Sharded) -> jax.Array:
         if not kind.is_per_replica:
             return x
-        x = jax.numpy.broadcast_to(x, (rows.mesh.size, *x.shape))
+        x = jax.numpy.broadcast_to(x, (num, *x.shape))
         return jax.lax.with_sharding_constraint(x, rows)
 
     return jax.jit(lambda tree: jax.tree.map(stack, tree, kinds))(tree)
@@ -163,7 +163,9 @@ def merge_rows(tree: PyTree, kinds: PyTree, everywhere: NamedSharding) -> PyTree
     if not any(kind.is_per_replica for kind in jax.tree.leaves(kinds)):
         return tree
 
-    def merge(tree: PyTree) -> PyTree:
-        return jax.tree.map(lambda x, k: x.mean(0) if k.is_per_replica else x, tree, kinds)
+    def merge(x: jax.Array, kind: Kind) -> jax.Array:
+        # All rows on every device, and then their mean: so it is the same on any number of them.
+        rows = jax.lax.with_sharding_constraint(x, everywhere)
+        return rows.mean(0) if kind.is_per_replica else rows
 
-    return jax.jit(merge, out_shardings=everywhere)(tree)
+    return jax.jit(lambda tree: jax.tree.map(merge, tree, kinds))(tree)

@@ -25,9 +25,9 @@ from jaxtyping import Array, Float
 from jddp.errors import ConfigError
 from jddp.flaxmodel import LossFn, name_constants
 from jddp.forward import mask_of, run_forward
-from jddp.gradients import mean_gradients, trace_gradients
+from jddp.gradients import mean_gradients, refuse_meetings, trace_gradients
 from jddp.mesh import AXIS
-from jddp.metrics import Sum, Sums, count_rows, mean, sum_over_replicas
+from jddp.metrics import Sum, Sums, count_rows, mean, sum_in_order, sum_over_replicas
 from jddp.recipe import Inputs, Recipe
 from jddp.reduce import BucketPlan
 from jddp.state import CommState, TrainState, enter, leave, specs
@@ -136,11 +136,29 @@ def replica_evaluate(
     valid: Float[Array, "b"],
 ) -> Sums:
     """Sums of evaluation batch `number` over all replicas; "examples" counts rows."""
-    key = _fold(key, number)
-    arguments = (params, model_state, inputs.rows, key, inputs.constants)
-    _, (sums, _) = run_forward(recipe.model, recipe.eval_fn, *arguments, train=False, valid=valid)
-    rows = count_rows(mask_of(inputs.rows, valid))
-    return sum_over_replicas({**sums, "examples": Sum(rows, rows)}, axis=AXIS)
+
+    def one(rows: PyTree, valid: Array, key: Array) -> Sums:
+        arguments = (params, model_state, rows, key, inputs.constants)
+        _, (sums, _) = run_forward(
+            recipe.model, recipe.eval_fn, *arguments, train=False, valid=valid
+        )
+        examples = count_rows(mask_of(rows, valid))
+        return {**sums, "examples": Sum(examples, examples)}
+
+    key = jax.random.fold_in(key, number)
+    if recipe.num_shards is None:
+        key = jax.random.fold_in(key, lax.axis_index(AXIS))
+        return sum_over_replicas(one(inputs.rows, valid, key), axis=AXIS)
+    num = recipe.num_shards // lax.axis_size(AXIS)
+    numbers = lax.axis_index(AXIS) * num + jnp.arange(num)
+    keys = jax.vmap(functools.partial(jax.random.fold_in, key))(numbers)
+    shards = jax.tree.map(lambda x: x.reshape(num, -1, *x.shape[1:]), (inputs.rows, valid))
+
+    def between_barriers(given: PyTree) -> Sums:
+        sums: Sums = lax.optimization_barrier(one(*lax.optimization_barrier(given)))
+        return sums
+
+    return sum_in_order(lax.map(between_barriers, (*shards, keys)), axis=AXIS)
 
 
 def _fold(key: Array, number: Array) -> Array:
@@ -177,6 +195,8 @@ def trace(
     traced = []
 
     def replica(state: TrainState, inputs: Inputs) -> tuple[()]:
+        if recipe.num_shards is not None:
+            refuse_meetings(recipe, state, inputs)
         backward, sums = trace_gradients(recipe, state, inputs)
         scalars = tuple(name for name, x in sums.items() if x.is_scalar)
         traced.append((backward.ready, backward.num_looped, scalars))
@@ -198,6 +218,8 @@ def make_step(
     """Returns `step(state, inputs)` over the mesh: a new state, and metrics that are global."""
 
     def step(state: TrainState, inputs: Inputs) -> tuple[TrainState, Metrics]:
+        if recipe.num_shards is not None:  # of which a replica has several
+            return replica_step(recipe, plan, state, inputs)
         state, metrics = replica_step(recipe, plan, enter(state, kinds), inputs)
         return leave(state, kinds), metrics
 
@@ -212,7 +234,8 @@ def make_gradients(
     """Returns `gradients(state, inputs)` over the mesh: both are global, the state is kept."""
 
     def gradients(state: TrainState, inputs: Inputs) -> tuple[PyTree, Metrics]:
-        return replica_gradients(recipe, plan, enter(state, kinds), inputs)
+        entered = state if recipe.num_shards is not None else enter(state, kinds)
+        return replica_gradients(recipe, plan, entered, inputs)
 
     mapped = over_replicas(gradients, mesh, (specs(kinds, AXIS), SPLIT), P())
     return jax.jit(mapped, compiler_options=options)

@@ -206,12 +206,23 @@ class Steps:
         assert self.plan is not None
         return explain(lowered, doubled, plan=self.plan, mesh=self._mesh)
 
+    @property
+    def num_shards(self) -> int:
+        """Logical shards of all processes together; one a device unless the recipe has more."""
+        return self._recipe.num_shards or self._mesh.size
+
+    @property
+    def num_local_shards(self) -> int:
+        """Those of this process."""
+        return self.num_shards // self._mesh.size * len(self._mesh.local_devices)
+
     def count_parts(self, batch: PyTree) -> int:
         """Into how many parts the rows of this process, or of all where they are global, split."""
         leaves = jax.tree.leaves(batch)
         on_all = all(isinstance(x, jax.Array) and not x.is_fully_addressable for x in leaves)
-        num_devices = self._mesh.size if on_all else len(self._mesh.local_devices)
-        return num_devices * self._recipe.accumulate_steps
+        return (
+            self.num_shards if on_all else self.num_local_shards
+        ) * self._recipe.accumulate_steps
 
     def count_rows_of_part(self, batch: PyTree) -> int:
         """Rows of one replica and one part; at least one."""

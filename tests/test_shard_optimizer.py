@@ -17,7 +17,7 @@ from jddp.checkpoint import Checkpoints
 from jddp.errors import ConfigError
 from jddp.optimizers import decay_mask
 from jddp.program import collectives, read_program
-from jddp.reduce.parts import cut, join, part_shape
+from jddp.reduce.parts import pack, part_shape, unpack
 
 # Adam and its kin divide by roots of what is small: rounding of a gradient is all of it.
 ROUNDING = 1e-5
@@ -182,6 +182,13 @@ def test_verify_holds_it_against_one_device():
     assert report.passed, str(report)
 
 
+def test_verify_holds_it_against_its_shares_side_by_side():
+    model, batch = MODELS["mlp"](dropout_rate=0.2), make_batch()
+    report = jddp.verify(model, optax.adam(1e-3), loss_fn, batch, shard_optimizer=True)
+    assert report.is_side_by_side
+    assert report.passed, str(report)
+
+
 PLACES = [(True, 8), (True, 4), (False, 2), (True, 3)]
 
 
@@ -227,11 +234,16 @@ def test_another_optimizer_is_still_refused(tmp_path):
         Checkpoints(tmp_path, keep=1).restore(like, other.kinds(like))
 
 
+SHAPES = st.lists(st.integers(0, 5), min_size=1, max_size=3).map(tuple)
+
+
 @settings(deadline=None)  # Each new shape is compiled.
-@given(st.lists(st.integers(0, 5), max_size=3), st.integers(1, 9))
-def test_an_array_is_its_parts_put_together(shape, num):
-    x = np.arange(np.prod(shape, dtype=int), dtype=np.float32).reshape(shape)
-    rows = cut(jnp.asarray(x), num)
-    np.testing.assert_array_equal(join(rows, x.shape), x)
-    assert rows.shape == (num, part_shape(x.shape, num)[0])
-    assert len(part_shape(x.shape, num)) == max(1, x.ndim)
+@given(st.lists(SHAPES, min_size=1, max_size=3), st.integers(1, 9))
+def test_arrays_are_their_parts_put_together(shapes, num):
+    arrays = [np.random.default_rng(0).normal(size=shape).astype(np.float32) for shape in shapes]
+    rows = pack([jnp.asarray(x) for x in arrays], num)
+    parts = [part_shape(shape, num) for shape in shapes]
+    assert rows.shape == (num, sum(part[0] for part in parts))
+    assert [len(part) for part in parts] == [len(shape) for shape in shapes]
+    for got, want in zip(unpack(rows, shapes), arrays, strict=True):
+        np.testing.assert_array_equal(got, want)

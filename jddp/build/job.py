@@ -106,7 +106,7 @@ class Job:
 
     @property
     def _num_parts(self) -> int:
-        return self.ddp.mesh.size * self.config.ddp.accumulate_steps
+        return self.ddp.num_parts
 
     def run(self, callbacks: Sequence[Callback] = ()) -> Run:
         """Trains to the end, going on from the newest checkpoint where there is one."""

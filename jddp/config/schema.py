@@ -199,6 +199,11 @@ class DdpConfig(Section):
     shard_optimizer: bool = Field(
         False, description="The optimizer's state and its update split over the replicas."
     )
+    num_shards: int | None = Field(
+        None,
+        ge=1,
+        description="Logical replicas: equal bits on any number of devices that divides.",
+    )
     max_grad_norm: float | None = Field(None, gt=0, description="Clip the mean gradient to this.")
     ema_decay: float | None = Field(
         None, gt=0, lt=1, description="Decay of the moving average of the parameters."

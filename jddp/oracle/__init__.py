@@ -92,7 +92,8 @@ def verify(
     with _overheard() as warnings:
         state = many.init(seed, batch)
         got = _step(many, state, batch)
-    draws = many.draws(batch)
+    # Where shards are logical, one device carries them too, and draws the same.
+    draws = many.draws(batch) and many.recipe.num_shards is None
     evidence = Evidence(
         num_devices=many.mesh.size,
         options=options,
@@ -111,7 +112,8 @@ def verify(
         one = wrapped(mesh=many.mesh.devices.flat[:1].tolist(), **here)
         values = many.model(state)
         alone = one.init(seed, batch, params=values if isinstance(values, Mapping) else None)
-        want = _step(one, alone, _in_order(batch, many))
+        has_shards = many.recipe.num_shards is not None
+        want = _step(one, alone, batch if has_shards else _in_order(batch, many))
         evidence.rows_meet = _rows_meet(one, alone, batch, float(want.metrics["loss"]))
     evidence.losses = float(got.metrics["loss"]), float(want.metrics["loss"])
     comparisons = _compare(got, want, many, state, batch)

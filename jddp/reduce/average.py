@@ -4,6 +4,7 @@ XLA merges collectives that it was given apart, unless it is told not to: `compi
 it, per function.
 """
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, cast, get_args
@@ -17,7 +18,7 @@ from jddp.errors import ConfigError
 from jddp.reduce.hooks import ON_RESIZE, CommHook, mean, narrow
 from jddp.reduce.plan import MEBIBYTE
 from jddp.reduce.reduction import Layout, Placement, Reduction
-from jddp.reduce.scatter import Scattered, exchange_mean, scatter_mean
+from jddp.reduce.scatter import Ordered, Scattered, exchange_mean, scatter_mean
 
 PyTree = Any
 GPUS = ("gpu", "cuda", "rocm")
@@ -35,18 +36,24 @@ def make_reduction(
     comm_hook: Any,
     platform: Callable[[], str],
     keep_parts: bool = False,
+    num_shards: int | None = None,
 ) -> Reduction:
     """Makes a `Reduction` from what a user gives; `platform()` decides what is "auto".
 
-    With `keep_parts` each replica gets its part of the mean; of what a `comm_hook` makes, all.
+    With `keep_parts` each replica gets its part of the mean; of what a `comm_hook` makes, all. With
+    `num_shards` gradients are rows of sums over so many shards, and all get the mean.
 
     Raises:
       ConfigError: If an option breaks its rule.
     """
-    chosen, where = _resolve(layout, placement, platform)
+    chosen, where = _resolve(layout, placement if num_shards is None else "end", platform)
     dtype = _resolve_wire_dtype(wire_dtype)
-    form, hook = Reduction, mean() if comm_hook is None else comm_hook
-    if keep_parts and comm_hook is None:
+    form: Callable[..., Reduction] = Reduction
+    hook = mean() if comm_hook is None else comm_hook
+    if num_shards is not None:
+        _refuse_beside_shards(wire_dtype=wire_dtype, comm_hook=comm_hook, placement=placement)
+        form = functools.partial(Ordered, num_shards=num_shards)
+    elif keep_parts and comm_hook is None:
         form, hook = Scattered, mean(exchange_mean if platform() == "cpu" else scatter_mean)
     if not (isinstance(hook, CommHook) and callable(hook.init) and callable(hook.reduce)):
         raise ConfigError(
@@ -75,6 +82,20 @@ def make_reduction(
         hook_name="" if comm_hook is None else getattr(hook.reduce, "__name__", repr(hook.reduce)),
         wire_dtype=dtype,
     )
+
+
+def _refuse_beside_shards(*, wire_dtype: Any, comm_hook: Any, placement: str) -> None:
+    for name, value in {"wire_dtype": wire_dtype, "comm_hook": comm_hook}.items():
+        if value is not None:
+            raise ConfigError(
+                f"num_shards adds up gradients in one order, and {name} rounds or adds them on the "
+                f"way, where that depends on the number of devices. Leave out {name}."
+            )
+    if placement == "ready":
+        raise ConfigError(
+            "num_shards adds up the gradients of several shards before any is sent, and "
+            "placement='ready' sends within the backward pass of one. Choose placement='end'."
+        )
 
 
 def average_gradients(

@@ -6,11 +6,15 @@ A part keeps the number of dims of its array, so that what looks at them finds a
     kernel (3, 3, 10) on 4 replicas  ─►  4 rows of 23, the last with 2 zeros  ─►  parts (23, 1, 1)
 """
 
+import itertools
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+Shape = tuple[int, ...]
 
 
 def cut(x: jax.Array, num_parts: int) -> jax.Array:
@@ -20,9 +24,19 @@ def cut(x: jax.Array, num_parts: int) -> jax.Array:
     return flat.reshape(num_parts, size)
 
 
-def join(rows: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Makes an array of its rows; the inverse of `cut`."""
-    return rows.ravel()[: math.prod(shape)].reshape(shape)
+def pack(arrays: Sequence[jax.Array], num_parts: int) -> jax.Array:
+    """Cuts arrays of one dtype, side by side: (num_parts, all their parts)."""
+    return jnp.concatenate([cut(x, num_parts) for x in arrays], axis=1)
+
+
+def unpack(rows: jax.Array, shapes: Sequence[Shape]) -> list[jax.Array]:
+    """Makes the arrays of their rows; the inverse of `pack`."""
+    sizes = [part_shape(shape, len(rows))[0] for shape in shapes]
+    pieces = jnp.split(rows, [*itertools.accumulate(sizes)][:-1], axis=1)
+    return [
+        piece.ravel()[: math.prod(shape)].reshape(shape)
+        for piece, shape in zip(pieces, shapes, strict=True)
+    ]
 
 
 def own_part(x: jax.Array, axis: str) -> jax.Array:
@@ -32,12 +46,12 @@ def own_part(x: jax.Array, axis: str) -> jax.Array:
     return row.reshape(part_shape(x.shape, num_parts))
 
 
-def parts_shape(shape: tuple[int, ...], num_parts: int) -> tuple[int, ...]:
+def parts_shape(shape: Shape, num_parts: int) -> Shape:
     """The shape of all parts, one behind the other."""
     size, *ones = part_shape(shape, num_parts)
     return (num_parts * size, *ones)
 
 
-def part_shape(shape: tuple[int, ...], num_parts: int) -> tuple[int, ...]:
+def part_shape(shape: Shape, num_parts: int) -> Shape:
     """The shape of a part: its elements first, then ones; at least one dim."""
     return (-(-math.prod(shape) // num_parts), *[1] * (len(shape) - 1))

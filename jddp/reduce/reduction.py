@@ -38,7 +38,7 @@ from jax import lax
 from jddp.errors import ConfigError
 from jddp.reduce.backward import Backward, Evaluation
 from jddp.reduce.hooks import CommHook, GradBucket
-from jddp.reduce.parts import join
+from jddp.reduce.parts import unpack
 from jddp.reduce.plan import Bucket, BucketPlan, plan_buckets
 
 PyTree = Any
@@ -120,6 +120,8 @@ class Reduction:
             bucket = self._pack([leaves[i] for i in planned.leaves], plan, index, scale)
             bucket, comm_state = self._reduce(bucket, comm_state)
             self._unpack_into(leaves, bucket)
+        for i in _unsent(leaves, plan):
+            leaves[i] = self._without(leaves[i])
         return jax.tree.unflatten(treedef, leaves), comm_state
 
     def when_ready(
@@ -164,9 +166,9 @@ class Reduction:
         run.advance()
         if arrived is not None:
             self._unpack_into(leaves, arrived)
-        unsent = [i for i, leaf in enumerate(leaves) if leaf is None]
+        unsent = _unsent(leaves, plan)
         for i, leaf in zip(unsent, run.gradients(unsent), strict=True):
-            leaves[i] = leaf
+            leaves[i] = self._without(leaf)
         return jax.tree.unflatten(backward.treedef, leaves), comm_state
 
     def gather(self, parts: PyTree, like: PyTree, *, plan: BucketPlan) -> PyTree:
@@ -183,21 +185,18 @@ class Reduction:
         leaves, treedef = jax.tree.flatten(parts)
         shapes = [x.shape for x in jax.tree.leaves(like)]
         sent = [
-            [planned.leaves[i] for i in m]
+            [planned.leaves[i] for i in members]
             for planned in plan.buckets
-            for m in self._arrays(planned)
+            for members in self._arrays(planned)
         ]
-        unsent = {*range(len(leaves))} - {i for members in sent for i in members}
-        for members in (*sent, *([i] for i in unsent)):
-            ends = [*itertools.accumulate(leaves[i].size for i in members)]
+        for members in (*sent, *([i] for i in _unsent(leaves, plan))):
             with jax.named_scope("parameters"):
                 row = jnp.concatenate([leaves[i].ravel() for i in members])
                 rows = lax.all_gather(row, self.axis)
-            for i, piece in zip(members, jnp.split(rows, ends[:-1], axis=1), strict=True):
-                leaves[i] = join(piece, shapes[i])
-        return jax.tree.unflatten(
-            treedef, [x.reshape(s) for x, s in zip(leaves, shapes, strict=True)]
-        )
+            arrays = unpack(rows, [shapes[i] for i in members])
+            for i, array in zip(members, arrays, strict=True):
+                leaves[i] = array
+        return jax.tree.unflatten(treedef, leaves)
 
     def _pack(self, leaves: list[Any], plan: BucketPlan, index: int, scale: float) -> GradBucket:
         planned, is_last = plan.buckets[index], index == len(plan) - 1
@@ -224,6 +223,10 @@ class Reduction:
             for i, piece in zip(members, pieces, strict=True):
                 leaves[planned.leaves[i]] = piece.reshape(planned.shapes[i])
 
+    def _without(self, leaf: Any) -> Any:
+        """The mean of a gradient that is in no bucket, since it is alike on all replicas."""
+        return leaf
+
     def _reduce(self, bucket: GradBucket, comm_state: PyTree) -> tuple[GradBucket, PyTree]:
         given = (bucket, comm_state)
         # The name by which profiles and compiled programs show it.
@@ -235,6 +238,11 @@ class Reduction:
                 f"comm_state of the structure, shapes and dtypes that it is given: {_form(given)}."
             )
         return got
+
+
+def _unsent(leaves: list[Any], plan: BucketPlan) -> list[int]:
+    sent = {i for planned in plan.buckets for i in planned.leaves}
+    return [i for i in range(len(leaves)) if i not in sent]
 
 
 def _form(tree: PyTree) -> str:

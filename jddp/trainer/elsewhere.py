@@ -20,6 +20,9 @@ def differences(before: World, now: World, *, draws: bool, has_statistics: bool)
     if not differ:
         return None
     numbers = ", ".join(f"{name} {now[name]} (was {before.get(name)})" for name in differ)
+    goes_on = f"{numbers}: the order of examples and all counts go on exactly"
+    if now["num_shards"] is not None and "accumulate_steps" not in differ:
+        return f"{goes_on}, and all numbers, to the bit"
     inexact = []
     if draws and differ != ["num_processes"]:
         inexact.append("random numbers, which each replica and part draws for itself, are others")
@@ -28,4 +31,4 @@ def differences(before: World, now: World, *, draws: bool, has_statistics: bool)
     if has_statistics and split_otherwise and differ != ["num_processes"]:
         inexact.append("batch norm sees other parts of a batch")
     changed = "; ".join(inexact) or "all else is the same up to rounding"
-    return f"{numbers}: the order of examples and all counts go on exactly; {changed}"
+    return f"{goes_on}; {changed}"

@@ -5,7 +5,7 @@ import signal
 import numpy as np
 import pytest
 
-from faults.jobs import Job
+from faults.jobs import Job, assert_same_run
 from jddp.checkpoint.arrays import by_path
 from jddp.checkpoint.read import read
 
@@ -43,3 +43,21 @@ def test_a_run_moves_from_two_processes_to_one_and_to_four(folder, golden):
     for one, other in zip(job.records(), want.records(), strict=True):
         assert (one["step"], one.get("count")) == (other["step"], other.get("count"))
         np.testing.assert_allclose(one["loss"], other["loss"], rtol=1e-3)
+
+
+SHARDS = ["ddp.num_shards=8", "ddp.batch_norm=local", "checkpoint.every_steps=100"]
+
+
+def test_logical_shards_go_on_to_the_bit_wherever_they_are_carried(folder, golden):
+    """Killed on 8 devices, on 1, and on 4 of two processes; finished on 2."""
+    for num_processes, num_devices, until in [(1, 8, 300), (1, 1, 700), (2, 4, 1200), (1, 2, None)]:
+        arguments = [*SHARDS, f"mesh.num_devices={num_devices}"]
+        with Job(folder, *arguments, num_processes=num_processes) as job:
+            if until is None:
+                assert job.codes() == [0], job.outputs
+                break
+            job.wait_for(lambda at=until: job.num_steps() >= at)
+            job.processes[0].kill()
+            job.codes()
+    assert "and all numbers, to the bit" in " ".join(job.outputs[0][0].split())
+    assert_same_run(job, golden(*SHARDS, "mesh.num_devices=8"))

@@ -1,0 +1,199 @@
+"""A step on logical replicas is equal to the bit, whatever number of devices carries them."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from jax import lax
+from judge import BUCKET_MB, assert_close, host
+from tiny import MODELS, NUM_CLASSES, loss_fn, make_batch
+
+import jddp
+from jddp.errors import ConfigError
+from jddp.program import collectives, read_program
+
+SHARDS = 8
+BATCHES = [make_batch(32, seed=i) for i in range(2)]
+RAGGED = [make_batch(13, seed=9), make_batch(5, seed=8)]
+
+
+@pytest.fixture
+def as_users_compile():
+    """Undoes what the other tests ask of JAX: what is fused may change bits."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
+def wrapped(num, model=None, loss=loss_fn, **options):
+    options = {"optimizer": optax.adam(1e-2), "num_shards": SHARDS, **options}
+    options = {"batch_norm": "local", "bucket_mb": BUCKET_MB, **options}
+    model, optimizer = model or MODELS["mlp"](dropout_rate=0.2), options.pop("optimizer")
+    return jddp.DataParallel(model, optimizer, loss, mesh=num, **options)
+
+
+def trained(num, batches=BATCHES, **options):
+    """All that a run says and keeps: the state, the metrics of each step, an evaluation."""
+    ddp = wrapped(num, **options)
+    state, said = ddp.init(3, batches[0]), []
+    for batch in batches:
+        state, metrics = ddp.step(state, batch)
+        said.append(metrics)
+    said.append(ddp.evaluate(state, RAGGED))
+    return host((state.replace(key=jax.random.key_data(state.key)), said))
+
+
+def bits(tree):
+    return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
+
+
+def assert_same_bits(numbers=(1, 2, 4, 8), **options):
+    want, *others = (trained(num, **options) for num in numbers)
+    for num, got in zip(numbers[1:], others, strict=True):
+        for (path, a), b in zip(
+            jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True
+        ):
+            assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), (num, path)
+
+
+def test_state_metrics_and_evaluation_are_equal_to_the_bit(as_users_compile):
+    assert_same_bits((1, 4))
+
+
+def test_without_shards_they_are_not(as_users_compile):
+    options = {"num_shards": None, "model": MODELS["mlp"]()}
+    one, eight = (trained(num, **options)[0].params for num in (1, 8))
+    assert bits(one) != bits(eight)
+    # Adam makes whole steps of the rounding of small gradients.
+    assert_close(one, eight, rtol=1e-2)
+
+
+OPTIONS = {
+    "parts, clipping, an average": {
+        "accumulate_steps": 2,
+        "max_grad_norm": 0.1,
+        "ema_decay": 0.9,
+        "skip_nonfinite": True,
+    },
+    "a mask, flat buckets": {
+        "batches": [make_batch(32, seed=i, masked=True) for i in range(2)],
+        "layout": "flat",
+    },
+    "a split optimizer": {"shard_optimizer": True, "max_grad_norm": 0.1},
+    "momentum": {"optimizer": optax.sgd(0.1, momentum=0.9)},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIONS)
+def test_so_they_are_with_every_option(name, as_users_compile):
+    options = OPTIONS[name]
+    if "shard_optimizer" not in options:
+        assert_same_bits((1, 2, 8), **options)
+        return
+    # Cut otherwise on other numbers of devices; but the same numbers.
+    one, eight = (trained(num, **options) for num in (1, 8))
+    assert bits((one[0].params, one[1])) == bits((eight[0].params, eight[1]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_so_they_are_for_every_model(name, as_users_compile):
+    assert_same_bits((1, 8), model=MODELS[name](dropout_rate=0.2))
+
+
+@pytest.mark.slow
+def test_so_they_are_where_shards_are_no_power_of_two(as_users_compile):
+    batches = [make_batch(24, seed=i) for i in range(2)]
+    assert_same_bits((1, 2, 3, 4, 6), batches=batches, num_shards=12)
+
+
+def test_as_many_shards_as_devices_are_the_replicas_that_there_always_were():
+    options = {"optimizer": optax.sgd(0.1, momentum=0.9), "model": MODELS["conv"](dropout_rate=0.2)}
+    ordered, plain = (trained(8, **options, num_shards=n) for n in (8, None))
+    # The same keys and statistics; the mean in another order.
+    for got, want in zip(ordered, plain, strict=True):
+        assert_close(got, want, rtol=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["leaf", "flat"])
+def test_the_bytes_are_those_of_a_ring(layout):
+    ddp = wrapped(4, layout=layout)
+    state = ddp.init(0, BATCHES[0])
+    found = collectives(read_program(ddp.lower(BATCHES[0]).compile().as_text()))
+    gradients = [x for x in found if "bucket_" in x.op_name]
+    padded = sum(4 * -(-x.size // 4) for x in jax.tree.leaves(state.params))
+    for op in ("all-to-all", "all-gather"):
+        assert sum(x.num_elements for x in gradients if x.op == op) == padded
+    assert {x.op for x in gradients} == {"all-to-all", "all-gather"}
+    if layout == "flat":
+        assert len(gradients) == 2 * len(ddp.plan)
+
+
+def test_statistics_are_each_shards_own():
+    ddp = wrapped(2, MODELS["conv"]())
+    state, _ = ddp.step(ddp.init(0, BATCHES[0]), BATCHES[0])
+    mean = np.asarray(state.model_state["batch_stats"]["BatchNorm_0"]["mean"])
+    assert mean.shape == (SHARDS, 4)
+    assert len(np.unique(mean[:, 0])) == SHARDS
+    read = ddp.model(state)["batch_stats"]["BatchNorm_0"]["mean"]
+    np.testing.assert_allclose(read, mean.mean(0), rtol=1e-6)
+
+
+class Unused(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        nn.Dense(3, name="unused")(x)
+        return nn.Dense(NUM_CLASSES, name="used")(x)
+
+
+def test_parameters_that_are_not_used_send_nothing():
+    ddp = wrapped(4, Unused())
+    state, _ = ddp.step(ddp.init(0, BATCHES[0]), BATCHES[0])
+    assert {"unused/kernel", "unused/bias"} == set(ddp.plan.unused)
+    assert state.params["unused"]["kernel"].shape == (16, 3)
+
+
+def meeting(model, batch, train):
+    losses, metrics = loss_fn(model, batch, train)
+    return losses - lax.pmean(losses.mean(), jddp.AXIS), metrics
+
+
+REFUSED = {
+    "6 num_shards do not divide over 4 devices. Nearest that do: 4 and 8": {"num_shards": 6},
+    "wire_dtype rounds or adds": {"wire_dtype": "bfloat16"},
+    "comm_hook rounds or adds": {
+        "comm_hook": jddp.CommHook(lambda plan: (), lambda b, s, axis: (b, s))
+    },
+    "Choose placement='end'": {"placement": "ready"},
+    "choose batch_norm='local'": {"model": MODELS["conv"](), "batch_norm": "sync"},
+    "in this model or loss they meet, by 'psum": {"loss": meeting},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_would_change_bits_is_refused(message):
+    with pytest.raises(ConfigError, match=message):
+        wrapped(4, **REFUSED[message]).init(0, BATCHES[0])
+
+
+def test_rows_that_do_not_divide_are_refused():
+    ddp = wrapped(4)
+    state = ddp.init(0, BATCHES[0])
+    with pytest.raises(ConfigError, match="12 rows do not divide over 8 shards"):
+        ddp.step(state, make_batch(12))
+
+
+@pytest.mark.parametrize("dropout_rate", [0.0, 0.2])
+def test_verify_holds_it_against_one_device(dropout_rate):
+    report = jddp.verify(
+        MODELS["mlp"](dropout_rate=dropout_rate),
+        optax.sgd(0.1),
+        loss_fn,
+        BATCHES[0],
+        mesh=4,
+        num_shards=SHARDS,
+    )
+    assert report.passed, str(report)
+    assert all(comparison.error == 0 for comparison in report.comparisons), str(report)
