@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -125,6 +126,27 @@ def test_importing_jddp_imports_nothing_heavy():
     heavy = "{'jax', 'numpy', 'flax', 'optax', 'orbax', 'pydantic', 'omegaconf', 'rich'}"
     program = f"import sys, jddp; sys.exit(', '.join({heavy} & sys.modules.keys()) or 0)"
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+WITHOUT_CONFIGS = """
+import sys
+for library in ("grain", "omegaconf", "pydantic"):
+    sys.modules[library] = None  # Importing it raises.
+import numpy as np, optax
+import jddp, jddp.program
+from jddp.losses import cross_entropy
+from jddp.models import MLP
+ddp = jddp.DataParallel(MLP(widths=(3,)), optax.sgd(0.1), cross_entropy)
+batch = {"image": np.ones((8, 2), np.float32), "label": np.zeros(8, np.int32)}
+for _ in range(2):  # the second goes on where the first has ended
+    run = ddp.fit([batch] * 4, num_steps=2, evaluate=[batch], run_dir=sys.argv[1])
+assert run.step == 2, run
+"""
+
+
+def test_objects_train_without_the_libraries_that_configs_and_loaders_need(tmp_path):
+    program = [sys.executable, "-c", WITHOUT_CONFIGS, str(tmp_path / "run")]
+    subprocess.run(program, env={**os.environ, "JAX_PLATFORMS": "cpu"}, check=True)
 
 
 def test_public_names_are_sorted_and_all_there():

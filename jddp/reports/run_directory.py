@@ -21,7 +21,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jddp.config import dump_values, flatten, read_values
 from jddp.errors import ConfigError, DataError, FileSystemError
 from jddp.ownership import refuse_foreign
 from jddp.reports.log_file import logging_to
@@ -138,7 +137,7 @@ class RunDirectory:
                     "Choose another run.dir."
                 )
             return
-        before = read_values(self._config) if self._config.exists() else None
+        before = _read_config(self._config) if self._config.exists() else None
         if (before is None) != (config is None):
             started = ("from a config", "from objects, by DataParallel.fit")[before is None]
             raise ConfigError(
@@ -165,6 +164,8 @@ class RunDirectory:
     def _write(self, config: Values | None, first: Values, manifest: Values) -> None:
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         if config is not None and not self._config.exists():
+            from jddp.config import dump_values
+
             _replace(self._config, dump_values(config))
         manifest = json.loads(json.dumps(manifest))  # Tuples become lists, as in what was read.
         later = first.get("later_starts", [])
@@ -175,8 +176,17 @@ class RunDirectory:
             _replace(self._manifest, {**first, "later_starts": [*later, manifest]})
 
 
+def _read_config(path: Path) -> Values:
+    # Imported where a config is at hand: objects train without pydantic and OmegaConf.
+    from jddp.config import read_values
+
+    return read_values(path)
+
+
 def _differing(before: Values, now: Values) -> list[str]:
     """Returns "key: old there, new here" for every key that differs and matters."""
+    from jddp.config import flatten
+
     old, new = flatten(before), flatten(now)
     return [
         f"{key} is {_show(old.get(key, MISSING))} there, {_show(new.get(key, MISSING))} here"
