@@ -118,6 +118,26 @@ def test_dropout_acts_in_training_only(name):
     np.testing.assert_array_equal(outputs(1, train=False), outputs(2, train=False))
 
 
+@pytest.mark.usefixtures("promotion_inside_flax")
+@pytest.mark.parametrize("name", ["gpt", "vit"])
+def test_attention_is_computed_by_what_was_named(name, monkeypatch):
+    kernels = []
+    attend = partial(jax.nn.dot_product_attention, implementation="xla")
+
+    def note(*arrays, implementation, **options):
+        kernels.append(implementation)
+        return attend(*arrays, **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", note)
+    model, inputs = TINY[name]
+    for attention in ("xla", "cudnn"):
+        model = model.clone(attention=attention)
+        jax.eval_shape(model.init, jax.random.key(0), inputs)
+    assert kernels == ["xla", "xla", "cudnn", "cudnn"]  # two blocks each
+    with pytest.raises(ConfigError, match="attention 'flash' is neither 'xla' nor 'cudnn'"):
+        jax.eval_shape(model.clone(attention="flash").init, jax.random.key(0), inputs)
+
+
 def test_gpt_does_not_see_the_future():
     model = tiny_gpt()
     variables = jax.jit(model.init)(jax.random.key(0), TOKENS)

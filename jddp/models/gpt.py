@@ -29,6 +29,7 @@ class GPT(nn.Module):
       dropout_rate: Share of embeddings and of branch outputs that are zeroed in training.
       remat: Trades arithmetic for memory (see `transformer.apply_blocks`).
       scan_layers: Trades separate parameters for compile time (see `transformer.apply_blocks`).
+      attention: "xla", or "cudnn" for NVIDIA GPUs (see `transformer.Block`).
       dtype: Of the arithmetic; parameters are float32.
     """
 
@@ -40,6 +41,7 @@ class GPT(nn.Module):
     dropout_rate: float = 0.0
     remat: bool = False
     scan_layers: bool = False
+    attention: str = "xla"
     dtype: DTypeLike = "float32"
 
     @nn.compact
@@ -64,6 +66,7 @@ class GPT(nn.Module):
             is_causal=True,
             dropout_rate=self.dropout_rate,
             train=train,
+            attention=self.attention,
             kernel_init=init,
             # Two branches a block add up in the residual stream: GPT-2 scales their ends for it.
             output_init=nn.initializers.normal(0.02 / (2 * self.num_layers) ** 0.5),

@@ -25,6 +25,7 @@ class ViT(nn.Module):
       width: Channels of a patch's embedding.
       num_classes: Logits an image.
       dropout_rate: Share of embeddings and of branch outputs that are zeroed in training.
+      attention: "xla", or "cudnn" for NVIDIA GPUs (see `transformer.Block`).
       dtype: Of the arithmetic; parameters are float32.
     """
 
@@ -34,6 +35,7 @@ class ViT(nn.Module):
     width: int = 128
     num_classes: int = 10
     dropout_rate: float = 0.0
+    attention: str = "xla"
     dtype: DTypeLike = "float32"
 
     @nn.compact
@@ -60,6 +62,7 @@ class ViT(nn.Module):
             is_causal=False,
             dropout_rate=self.dropout_rate,
             train=train,
+            attention=self.attention,
             dtype=self.dtype,
         )
         x = nn.LayerNorm(dtype=self.dtype)(x).mean(axis=1)
