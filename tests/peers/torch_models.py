@@ -37,10 +37,65 @@ def conv_net(widths, num_classes):
     return nn.Sequential(layers)
 
 
-class Block(nn.Module):
-    def __init__(self, num_heads, width):
+class Bottleneck(nn.Module):
+    def __init__(self, num_inputs, width, stride):
         super().__init__()
-        self.num_heads = num_heads
+        sizes = [(num_inputs, width, 1, 1), (width, width, 3, stride), (width, 4 * width, 1, 1)]
+        for i, size in enumerate(sizes):
+            self.add_module(f"Conv_{i}", convolution(*size))
+            self.add_module(f"BatchNorm_{i}", nn.BatchNorm2d(size[1]))
+        nn.init.zeros_(self.BatchNorm_2.weight)
+        self.projection = None
+        if stride > 1 or num_inputs != 4 * width:
+            self.projection = convolution(num_inputs, 4 * width, 1, stride)
+            self.projection_norm = nn.BatchNorm2d(4 * width)
+
+    def forward(self, x):
+        y = F.relu(self.BatchNorm_0(self.Conv_0(x)))
+        y = F.relu(self.BatchNorm_1(self.Conv_1(y)))
+        y = self.BatchNorm_2(self.Conv_2(y))
+        if self.projection is not None:
+            x = self.projection_norm(self.projection(x))
+        return F.relu(y + x)
+
+
+def convolution(num_inputs, num_outputs, size, stride):
+    padding = size // 2
+    conv = nn.Conv2d(num_inputs, num_outputs, size, stride, padding, bias=False)
+    nn.init.kaiming_normal_(conv.weight)
+    return conv
+
+
+class ResNet(nn.Module):
+    """As `jddp.models.ResNet`, but that an even input is padded on both sides before a stride."""
+
+    def __init__(self, stage_sizes=(3, 4, 6, 3), width=64, num_classes=1000):
+        super().__init__()
+        self.Conv_0 = convolution(3, width, 7, 2)
+        self.BatchNorm_0 = nn.BatchNorm2d(width)
+        blocks, num_inputs = [], width
+        for stage, num_blocks in enumerate(stage_sizes):
+            for i in range(num_blocks):
+                stride = 2 if stage > 0 and i == 0 else 1
+                blocks.append(Bottleneck(num_inputs, width * 2**stage, stride))
+                num_inputs = 4 * width * 2**stage
+        self.blocks = blocks
+        for i, block in enumerate(blocks):
+            self.add_module(f"BottleneckBlock_{i}", block)
+        self.Dense_0 = nn.Linear(num_inputs, num_classes)
+
+    def forward(self, x):
+        x = F.relu(self.BatchNorm_0(self.Conv_0(x)))
+        x = F.max_pool2d(x, 3, 2, 1)
+        for block in self.blocks:
+            x = block(x)
+        return self.Dense_0(x.mean((2, 3)))
+
+
+class Block(nn.Module):
+    def __init__(self, num_heads, width, is_causal=True):
+        super().__init__()
+        self.num_heads, self.is_causal = num_heads, is_causal
         self.norm_1 = nn.LayerNorm(width, EPSILON)
         self.query_key_value = nn.Linear(width, 3 * width)
         self.attention_output = nn.Linear(width, width)
@@ -56,7 +111,7 @@ class Block(nn.Module):
     def attend(self, x):
         x = self.query_key_value(x).unflatten(-1, (3, self.num_heads, -1))
         query, key, value = x.permute(2, 0, 3, 1, 4)  # each (b, heads, t, channels of a head)
-        x = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = F.scaled_dot_product_attention(query, key, value, is_causal=self.is_causal)
         return self.attention_output(x.transpose(1, 2).flatten(2))
 
 
@@ -64,6 +119,7 @@ class GPT(nn.Module):
     def __init__(self, vocab_size, num_layers, num_heads, width, max_length):
         super().__init__()
         self.Embed_0 = nn.Embedding(vocab_size, width)
+        nn.init.normal_(self.Embed_0.weight, std=0.02)
         self.positions = nn.Parameter(torch.zeros(max_length, width))
         self.blocks = [Block(num_heads, width) for _ in range(num_layers)]
         for i, block in enumerate(self.blocks):
@@ -77,7 +133,26 @@ class GPT(nn.Module):
         return F.linear(self.LayerNorm_0(x), self.Embed_0.weight)
 
 
-MODELS = {"mlp": mlp, "conv_net": conv_net, "gpt": GPT}
+class ViT(nn.Module):
+    def __init__(self, patch_size, image_size, num_layers, num_heads, width, num_classes):
+        super().__init__()
+        self.Conv_0 = nn.Conv2d(3, width, patch_size, patch_size)
+        num_patches = (image_size // patch_size) ** 2
+        self.positions = nn.Parameter(0.02 * torch.randn(1, num_patches, width))
+        self.blocks = [Block(num_heads, width, is_causal=False) for _ in range(num_layers)]
+        for i, block in enumerate(self.blocks):
+            self.add_module(f"block_{i}", block)
+        self.LayerNorm_0 = nn.LayerNorm(width, EPSILON)
+        self.Dense_0 = nn.Linear(width, num_classes)
+
+    def forward(self, x):
+        x = self.Conv_0(x).flatten(2).transpose(1, 2) + self.positions
+        for block in self.blocks:
+            x = block(x)
+        return self.Dense_0(self.LayerNorm_0(x).mean(1))
+
+
+MODELS = {"mlp": mlp, "conv_net": conv_net, "gpt": GPT, "resnet": ResNet, "vit": ViT}
 
 
 def torch_name(path):
