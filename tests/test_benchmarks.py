@@ -10,11 +10,12 @@ import pytest
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
 
-def run(*command):
+def run(*command, **environment):
     result = subprocess.run(
         [sys.executable, *map(str, command)],
         cwd=BENCHMARKS.parent,
-        env={"PYTHONPATH": str(BENCHMARKS.parent), "PATH": "", "JAX_PLATFORMS": "cpu"},
+        env={"PYTHONPATH": str(BENCHMARKS.parent), "PATH": "", "JAX_PLATFORMS": "cpu"}
+        | environment,
         capture_output=True,
         text=True,
         check=True,
@@ -97,3 +98,66 @@ def test_the_wire_carries_the_parameters_and_no_more():
     assert all(int(reduces) <= int(buckets) for *_, reduces, buckets in rows)
     for _, wide, narrow in (rows[:3], rows[3:]):
         assert int(wide[3].replace(",", "")) == 2 * int(narrow[3].replace(",", ""))
+
+
+def contend(tmp_path, *options, **environment):
+    """What `gpu.py` prints of each contender, and what it knows."""
+    out = tmp_path / "gpu.json"
+    quick = ["--smoke", "--rounds", 2, "--turn-seconds", 0.01, "--out", out]
+    _, *rows, line = run(BENCHMARKS / "gpu.py", *quick, *options, **environment)
+    assert json.loads(line) == json.loads(out.read_text())
+    return {tuple(row.split()[:2]): row for row in rows}, json.loads(line)
+
+
+@pytest.mark.slow
+def test_contenders_for_a_gpu_take_turns_on_every_model(tmp_path):
+    names = ["jddp", "torch_compiled"]
+    rows, measured = contend(tmp_path, "--contenders", *names)
+    assert list(rows) == [(job, name) for job in measured["results"] for name in names]
+    for job, result in measured["results"].items():
+        for name, row in result["contenders"].items():
+            assert len(row["turns"]) == 2, (job, name, row)
+            assert row["per_second"] * row["median_seconds"] == pytest.approx(
+                result["rows"] * result["units_per_row"]
+            )
+            assert 0 < row["loss"] < 10  # of random rows, some steps on
+            assert f"{row['speed_over_torch_compiled']:.3f}" in rows[job, name]
+    assert {"jax", "flax", "optax", "torch"} <= measured["versions"].keys()
+    assert measured["device"] == "cpu"
+
+
+@pytest.mark.slow
+def test_contenders_that_fail_say_why_in_their_rows_and_the_others_go_on(tmp_path):
+    (tmp_path / "torch.py").write_text("raise MemoryError('there was none')")
+    rows, measured = contend(tmp_path, "--only", "gpt2_124m", PYTHONPATH=str(tmp_path))
+    contenders = measured["results"]["gpt2_124m"]["contenders"]
+    for name in ("torch", "torch_compiled"):
+        assert contenders[name]["failure"] == "exit code 1: MemoryError: there was none"
+        assert rows["gpt2_124m", name].endswith("MemoryError: there was none")
+    for name, num_devices in {"by_hand": 1, "jddp": 1, "jddp_of_8": 8}.items():
+        assert contenders[name]["devices"] == num_devices
+        assert contenders[name]["speed_over_by_hand"] > 0
+        assert contenders[name]["speed_over_torch_compiled"] is None
+
+
+@pytest.mark.slow
+def test_contenders_that_get_no_time_are_told_so(tmp_path):
+    only = ["--only", "vit_b16", "--contenders", "by_hand", "jddp"]
+    rows, _ = contend(tmp_path, *only, "--budget-seconds", 0.5)
+    assert all("out of time" in row for row in rows.values())
+    assert len(rows) == 2
+
+
+def test_operations_are_those_that_papers_count(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    from gpu_jobs import JOBS
+
+    billions = {name: job.flops_per_row() / 1e9 for name, job in JOBS.items()}
+    # 4.09 and 17.6 billion multiplications an image, the latter with a class token (torchvision's
+    # tables of models, "GFLOPS"); 6 for each of 124 M parameters and 12 layers x width x length a
+    # token (Chowdhery et al.), where positions take part in no product.
+    assert billions["resnet50"] == pytest.approx(6 * 4.09, rel=1e-3)
+    assert billions["vit_b16"] == pytest.approx(6 * 17.56, rel=1e-2)
+    assert billions["gpt2_124m"] == pytest.approx(
+        1024 * (6 * 124e-3 + 12 * 12 * 768 * 1024 / 1e9), rel=1e-2
+    )

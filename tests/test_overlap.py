@@ -5,12 +5,14 @@ so belongs to one version of JAX: the pinned one.
 """
 
 import functools
+from pathlib import Path
 
 import jax
 import pytest
 from described import VARIANTS, compile_gpt2, compile_resnet50
 
 from jddp.program import GPUS, collectives, make_network, walk
+from jddp.program.gpus import target_config
 from jddp.program.schedule import LARGE_BYTES
 
 pytestmark = pytest.mark.aot
@@ -99,3 +101,17 @@ def test_a_sharded_update_scatters_each_bucket_and_gathers_it_again(model):
 def test_a_sharded_update_waits_for_at_most_three_thousandths_of_the_step(model):
     """The last bucket is scattered and gathered with nothing left to compute: 0.1 and 0.2 %."""
     assert timeline(model, "sharded").exposed_share <= 0.003
+
+
+def test_on_one_gpu_jddp_becomes_what_a_step_by_hand_does(monkeypatch):
+    """What benchmarks/gpu.py races, for a GPU described by a text such as a device gives."""
+    monkeypatch.syspath_prepend(Path(__file__).resolve().parent.parent / "benchmarks")
+    from gpu_compile import compile_one
+
+    text = target_config(GPUS["h100_sxm"])
+    by_hand, ours = (compile_one("gpt2_124m", name, text, 1) for name in ("by_hand", "jddp"))
+    assert ours["exchanges"] == 0
+    assert ours["flops"] == by_hand["flops"]
+    assert ours["flops"] == pytest.approx(ours["formula_flops"], rel=0.1)  # without recomputation
+    assert ours["temporary_bytes"] <= 1.01 * by_hand["temporary_bytes"]
+    assert ours["argument_bytes"] <= by_hand["argument_bytes"] + 1024  # A key, and counts.

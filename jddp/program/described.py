@@ -22,20 +22,21 @@ def described_mesh(gpu: str = "h100_sxm", *, num_hosts: int = 1, devices_per_hos
     """Returns a mesh of GPUs that need not be there, along the one axis "data".
 
     Args:
-      gpu: A key of `GPUS`.
+      gpu: A key of `GPUS`; or a GPU's description of itself, as text (`GpuTargetConfigProto`).
       num_hosts: Hosts, each a process of its own.
       devices_per_host: GPUs of each.
 
     Raises:
       ConfigError: If the GPU is unknown, or JAX cannot compile for it here.
     """
-    if gpu not in GPUS:
+    described = "gpu_device_info" in gpu
+    if not described and gpu not in GPUS:
         meant = did_you_mean(gpu, GPUS.keys())
         raise ConfigError(f"No GPU {gpu!r} is described.{meant} Known: {', '.join(GPUS)}.")
     try:
         topology = topologies.get_topology_desc(
             platform="cuda",
-            target_config=target_config(GPUS[gpu]),
+            target_config=gpu if described else target_config(GPUS[gpu]),
             topology=f"1x{num_hosts}x{devices_per_host}",
         )
     except (NotImplementedError, RuntimeError, ValueError) as error:

@@ -1,0 +1,68 @@
+"""Compiles the programs of `gpu.py` for a GPU that is only described; says what became of them."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+from gpu_crew import one_line
+from gpu_jax import lower
+from gpu_jobs import JOBS
+
+from jddp.program import GPUS, collectives, described_mesh, make_network, read_program, walk
+
+NUM_DEVICES = {"by_hand": 1, "jddp": 1, "jddp_of_8": 8}
+
+
+def compile_all(names: list[str], target: str) -> None:
+    """Prints a row for each program, and a line of JSON.
+
+    TFLOP are those of the compiled products and convolutions, where one of 32 bits counts twice;
+    modelled is the time that the schedule takes at the rates of `GPUS["h100_sxm"]`. Attention is
+    XLA's: cuDNN's asks for a GPU.
+    """
+    gpu = target if target in GPUS else json.loads(Path(target).read_text())["target_description"]
+    print(
+        f"{'':10} {'':10} {'arguments':>10} {'temporary':>10} {'TFLOP':>7} {'formula':>7} "
+        f"{'exchanges':>9} {'large':>5} {'modelled':>9}"
+    )
+    results: dict[str, dict[str, dict[str, Any]]] = {}
+    for name in names:
+        for contender, num_devices in NUM_DEVICES.items():
+            results.setdefault(name, {})[contender] = row = {}
+            try:
+                row |= compile_one(name, contender, gpu, num_devices)
+            except jax.errors.JaxRuntimeError as error:  # of XLA, which runs no kernels to choose
+                row["failure"] = one_line(str(error))
+                print(f"{name:10} {contender:10} {row['failure']}", flush=True)
+                continue
+            print(
+                f"{name:10} {contender:10} {row['argument_bytes'] / 2**30:6.2f} GiB "
+                f"{row['temporary_bytes'] / 2**30:6.2f} GiB {row['flops'] / 1e12:7.2f} "
+                f"{row['formula_flops'] / 1e12:7.2f} {row['exchanges']:9} {row['large']:5} "
+                f"{row['modelled_seconds'] * 1e3:6.1f} ms",
+                flush=True,
+            )
+    print(json.dumps({"jax": jax.__version__, "target": target, "results": results}))
+
+
+def compile_one(name: str, contender: str, gpu: str, num_devices: int) -> dict[str, float]:
+    """What one program needs and does on each device."""
+    mesh = described_mesh(gpu, devices_per_host=num_devices)
+    compiled = lower(JOBS[name], contender, mesh).compile()
+    memory, program = compiled.memory_analysis(), read_program(compiled.as_text())
+    timeline = walk(program, GPUS["h100_sxm"], make_network())
+    # Where an operation takes a second and nothing else takes any, seconds are operations.
+    rates = {"product_flops": 1.0, "convolution_flops": 1.0, "bytes_per_second": math.inf}
+    counting = replace(GPUS["h100_sxm"], kernel_seconds=0.0, **rates)
+    return {
+        "argument_bytes": memory.argument_size_in_bytes,
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "flops": walk(program, counting, make_network()).compute_seconds,
+        "formula_flops": JOBS[name].flops_per_row() * JOBS[name].rows,
+        "exchanges": len(collectives(program)),
+        "large": len(timeline.large),
+        "modelled_seconds": timeline.step_seconds,
+    }
