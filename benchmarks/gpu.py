@@ -178,7 +178,7 @@ class Measured:
 
     def note(self, job: str, contender: str, facts: Facts) -> None:
         """Adds what a contender has answered, "seconds" being a turn's, of one step."""
-        row = self.rows(job).setdefault(contender, {"turns": []})
+        row, facts = self.rows(job).setdefault(contender, {"turns": []}), rounded(facts)
         if "seconds" in facts:
             row["turns"].append(facts.pop("seconds"))
         self.all["versions"] |= facts.pop("versions", {})
@@ -216,13 +216,14 @@ def format_row(name: str, job: Job, contender: str, facts: dict[str, Facts]) -> 
     seconds = statistics.median(times)
     flops = job.flops_per_row() * job.rows / seconds
     peak = PEAKS.get(row["device"])
-    row |= {
+    told = {
         "median_seconds": seconds,
         "spread": (max(times) - min(times)) / seconds,
         "per_second": job.rows * job.units_per_row / seconds,
         "mfu": flops / peak if peak else None,
         **{f"speed_over_{other}": speed_over(facts.get(other), row) for other in COMPARED},
     }
+    row |= rounded(told)
     shown = [row[f"speed_over_{other}"] for other in COMPARED]
     return (
         f"{label} {row['per_second']:9,.0f} {job.unit} {seconds * 1e3:6.2f} ms "
@@ -232,12 +233,18 @@ def format_row(name: str, job: Job, contender: str, facts: dict[str, Facts]) -> 
     )
 
 
+def rounded(facts: Facts) -> Facts:
+    """The same to six digits, which is more than there is in them."""
+    return {k: float(f"{x:.6g}") if isinstance(x, float) else x for k, x in facts.items()}
+
+
 def speed_over(other: Facts | None, row: Facts) -> float | None:
     """How many times as fast as another: the median over the rounds that both were in."""
     if other is None or "failure" in other:
         return None
     both = zip(other["turns"], row["turns"], strict=False)  # The clock may have ended a round.
-    return statistics.median(theirs / ours for theirs, ours in both)
+    ratios = [theirs / ours for theirs, ours in both]
+    return statistics.median(ratios) if ratios else None
 
 
 def race(arguments: argparse.Namespace) -> None:

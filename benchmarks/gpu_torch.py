@@ -98,9 +98,8 @@ def prepare(job: Job, contender: str) -> Any:
     """Compiles while others use the GPU; its kernels are chosen later, alone."""
     started = time.perf_counter()
     torch.set_float32_matmul_precision("high")
-    dist.init_process_group(
-        "nccl" if CUDA else "gloo", store=dist.HashStore(), rank=0, world_size=1
-    )
+    store = dist.TCPStore("127.0.0.1", 0, world_size=1, is_master=True)
+    dist.init_process_group("nccl" if CUDA else "gloo", store=store, rank=0, world_size=1)
     trainer = Trainer(job, is_compiled=contender == "torch_compiled")
     if contender == "torch_compiled":
         trainer.turn(1)
