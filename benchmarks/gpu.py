@@ -5,7 +5,7 @@
     "$(scripts/venv aot)" benchmarks/gpu.py --compile-only     # without a GPU
     python3 benchmarks/gpu.py --smoke                          # tiny, on the CPU: does it run?
 
-It ends within --budget-seconds (530), and needs no network, and of jddp only this checkout.
+It ends within --budget-seconds (520), and needs no network, and of jddp only this checkout.
 
     by_hand          a jitted step with Flax and optax for one device
     jddp             jddp.DataParallel
@@ -278,7 +278,7 @@ def main() -> None:
     parser.add_argument("--contenders", nargs="+", choices=SCRIPTS, default=list(SCRIPTS))
     parser.add_argument("--rounds", type=int, default=9, help="9 by default")
     parser.add_argument("--turn-seconds", type=float, default=0.5, help="0.5 by default")
-    parser.add_argument("--budget-seconds", type=float, default=530, help="530 by default")
+    parser.add_argument("--budget-seconds", type=float, default=520, help="520 by default")
     parser.add_argument("--out", type=Path, help="a file for the JSON, written at every step")
     parser.add_argument("--smoke", action="store_true", help="tiny networks, on the CPU")
     parser.add_argument("--compile-only", action="store_true", help="compile, without a GPU")
