@@ -77,8 +77,8 @@ class DataParallel:
       layout: "leaf" (gradients are reduced as they are), "flat" (a bucket is one vector), or
         "auto": flat on GPUs, leaf elsewhere.
       placement: "end" (buckets are reduced after the backward pass), "ready" (inside it, each where
-        its last gradient is made), or "auto": ready on GPUs, end elsewhere. The numbers are the
-        same.
+        its last gradient is made), or "auto": ready on several GPUs, end elsewhere. The
+        numbers are the same.
       wire_dtype: "bfloat16" or "float16": what wider gradients are narrowed to for the way.
       comm_hook: A `CommHook` that reduces a bucket, in place of the mean.
       batch_norm: "sync" (statistics of the global batch), "broadcast" (replica 0's) or "local"
@@ -142,6 +142,8 @@ class DataParallel:
     ) -> None:
         self.mesh = make_mesh(mesh)
         self._platform = platform(self.mesh)
+        if placement == "auto" and self.mesh.size == 1:
+            placement = "end"  # Nothing travels, and packing would be for nothing.
         reduction = make_reduction(
             axis=AXIS,
             bucket_mb=bucket_mb,

@@ -167,3 +167,10 @@ def test_a_scanned_stack_of_layers_is_ready_all_at_once_and_still_right():
 def test_ready_and_leaf_cannot_go_together():
     with pytest.raises(jddp.ConfigError, match="layout='flat', or placement='end'"):
         jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, layout="leaf", placement="ready")
+
+
+@pytest.mark.parametrize("num, placement", [(1, "end"), (2, "ready")])
+def test_on_gpus_nothing_is_packed_for_a_single_one(monkeypatch, num, placement):
+    monkeypatch.setattr("jddp.data_parallel.platform", lambda mesh: "gpu")
+    ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, mesh=num)
+    assert ddp.recipe.reduction.placement == placement
