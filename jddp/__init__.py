@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from jddp.reduce import BucketPlan as BucketPlan
     from jddp.reduce import CommHook as CommHook
     from jddp.reduce import average_gradients as average_gradients
+    from jddp.reduce import powersgd as powersgd
     from jddp.replica import all_gather as all_gather
     from jddp.replica import replica_key as replica_key
     from jddp.run import Run as Run
@@ -55,6 +56,7 @@ _HOMES = {
     "fit": "build",
     "launch": "cluster.supervisor",
     "load": "build",
+    "powersgd": "reduce",
     "replica_key": "replica",
     "sync_batch_norm": "batch_norm",
     "verify": "oracle",
@@ -80,6 +82,7 @@ __all__ = [
     "fit",
     "launch",
     "load",
+    "powersgd",
     "replica_key",
     "sync_batch_norm",
     "verify",

@@ -198,6 +198,50 @@ def test_a_hook_and_a_narrow_wire_compose():
     assert {x.dtype.name for x in jax.tree.leaves(state.params)} == {"float32"}
 
 
+@pytest.mark.parametrize(
+    "wire_dtype, scale", [(None, 1 / 6), ("bfloat16", 1 / 6), ("float16", 8 / 6)]
+)
+def test_the_scale_is_that_of_what_a_hook_is_given(wire_dtype, scale):
+    """Gradients of sums over six rows, which a float16 wire takes an eighth of."""
+    seen = set()
+
+    def reduce(bucket, comm_state, axis):
+        seen.add(bucket.scale)
+        return lax.pmean(bucket, axis), comm_state
+
+    options = {"comm_hook": jddp.CommHook(lambda plan: (), reduce), "wire_dtype": wire_dtype}
+    ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, **options)
+    ddp.lower(make_batch(48))
+    assert seen == {scale}
+
+
+@places
+def test_a_hook_may_take_its_gradients_one_by_one(layout, placement):
+    """In their shapes, whatever travels together; 64 KiB travel alone in the leaf layout."""
+    seen = []
+
+    def reduce(bucket, comm_state, axis):
+        seen.append(([x.shape for x in bucket.leaves], bucket.planned.shapes, len(bucket.values)))
+        leaves = [lax.pmean(x, axis) for x in bucket.leaves]
+        return bucket.with_leaves(leaves), comm_state
+
+    def gradients(**options):
+        options |= {"layout": layout, "placement": placement}
+        model = nn.Sequential([nn.Dense(256), nn.Dense(256), nn.Dense(4)])
+        ddp = jddp.DataParallel(model, optax.sgd(0.1), plain, **options)
+        batch = make_batch(16)
+        return ddp.gradients(ddp.init(0, batch), batch)[0]
+
+    def plain(model, batch):
+        return model(batch["x"]).sum(-1)
+
+    got, want = gradients(comm_hook=jddp.CommHook(lambda plan: (), reduce)), gradients()
+    for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)  # sums of eight, in another order
+    assert all(tuple(shapes) == planned for shapes, planned, _ in seen)
+    assert max(num for *_, num in seen) == (2 if layout == "leaf" else 1)
+
+
 def test_a_hook_that_remembers_needs_a_batch_to_plan_by():
     from flax import nnx
     from tiny import NnxConvNet

@@ -5,6 +5,7 @@ from jddp.reduce.backward import Backward, trace_backward
 from jddp.reduce.hooks import CommHook, GradBucket, power_of_two_within
 from jddp.reduce.parts import own_part, part_shape, parts_shape
 from jddp.reduce.plan import Bucket, BucketPlan, in_mebibytes, plan_buckets
+from jddp.reduce.powersgd import powersgd
 from jddp.reduce.reduction import Reduction
 
 __all__ = [
@@ -23,5 +24,6 @@ __all__ = [
     "parts_shape",
     "plan_buckets",
     "power_of_two_within",
+    "powersgd",
     "trace_backward",
 ]

@@ -11,20 +11,25 @@ own sees each bucket as a pytree of arrays:
         return jax.lax.pmean(signs, axis), comm_state
 
     jddp.DataParallel(..., comm_hook=jddp.CommHook(lambda plan: (), reduce))
+
+or, by `leaves` and `with_leaves`, as the gradients one by one. `powersgd` is one that remembers.
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from jddp.reduce.plan import Bucket, BucketPlan
 
 PyTree = Any
+Average = Callable[[PyTree, str], PyTree]
 
 
 @jax.tree_util.register_dataclass
@@ -36,6 +41,7 @@ class GradBucket:
       values: In the flat layout, one vector of all leaves of the bucket; in the leaf layout, one of
         the small leaves, and the large ones as they are.
       planned: Paths, shapes and dtypes of the leaves.
+      members: For each array of `values` which leaves it holds, by their places in `planned`.
       index: Its place in the plan; buckets are reduced in this order.
       is_last: Whether it is the last.
       scale: `values` times this are the gradients of this replica's mean loss, masked entries
@@ -44,9 +50,29 @@ class GradBucket:
 
     values: list[jax.Array]
     planned: Bucket = dataclasses.field(metadata={"static": True})
+    members: tuple[tuple[int, ...], ...] = dataclasses.field(metadata={"static": True})
     index: int = dataclasses.field(metadata={"static": True})
     is_last: bool = dataclasses.field(metadata={"static": True})
     scale: float = dataclasses.field(metadata={"static": True})
+
+    @property
+    def leaves(self) -> list[jax.Array]:
+        """The gradients one by one, in their shapes, in the order of `planned`."""
+        shapes = self.planned.shapes
+        leaves: dict[int, jax.Array] = {}
+        for places, value in zip(self.members, self.values, strict=True):
+            ends = [*itertools.accumulate(math.prod(shapes[i]) for i in places)]
+            pieces = jnp.split(value, ends[:-1]) if ends[1:] else [value]
+            leaves |= {i: x.reshape(shapes[i]) for i, x in zip(places, pieces, strict=True)}
+        return [leaves[i] for i in range(len(shapes))]
+
+    def with_leaves(self, leaves: Sequence[jax.Array]) -> "GradBucket":
+        """The same bucket of other gradients, which are given as `leaves` gives them."""
+        values = [
+            jnp.concatenate([leaves[i].ravel() for i in places]).reshape(value.shape)
+            for places, value in zip(self.members, self.values, strict=True)
+        ]
+        return dataclasses.replace(self, values=values)
 
 
 ON_RESIZE = ("drop", "mean", "sum")
@@ -69,27 +95,32 @@ class CommHook(NamedTuple):
     on_resize: str = "drop"
 
 
-def mean(average: Callable[[PyTree, str], PyTree] | None = None) -> CommHook:
-    """The exact mean, by `lax.pmean` or another `average(tree, axis)`; it remembers nothing.
-
-    What travels as float16 is made smaller for the way, so that its sum fits where its mean does.
-    """
-
-    def reduce(bucket: GradBucket, comm_state: PyTree, axis: str) -> tuple[GradBucket, PyTree]:
-        small = power_of_two_within(1 / lax.axis_size(axis))
-        bucket = (average or _pmean)(_scale_float16(bucket, small), axis)
-        return _scale_float16(bucket, 1 / small), comm_state
-
-    return CommHook(lambda plan: (), reduce)
-
-
 def _pmean(tree: PyTree, axis: str) -> PyTree:
     # XLA:CPU would still copy what a single replica sends to itself.
     return tree if lax.axis_size(axis) == 1 else lax.pmean(tree, axis)
 
 
-def _scale_float16(bucket: GradBucket, scale: float) -> GradBucket:
-    return jax.tree.map(lambda x: x * scale if x.dtype == np.float16 else x, bucket)
+def mean(average: Average = _pmean) -> CommHook:
+    """The exact mean, as `mean_over` takes it; it remembers nothing."""
+
+    def reduce(bucket: GradBucket, comm_state: PyTree, axis: str) -> tuple[GradBucket, PyTree]:
+        return mean_over(axis, bucket, average), comm_state
+
+    return CommHook(lambda plan: (), reduce)
+
+
+def mean_over(axis: str, tree: PyTree, average: Average = _pmean) -> PyTree:
+    """The mean of a tree of arrays over the replicas of `axis`, by `lax.pmean` or another way.
+
+    What travels as float16 is made smaller for the way, so that its sum fits where its mean does.
+    """
+    small = power_of_two_within(1 / lax.axis_size(axis))
+    tree = average(_scale_float16(tree, small), axis)
+    return _scale_float16(tree, 1 / small)
+
+
+def _scale_float16(tree: PyTree, scale: float) -> PyTree:
+    return jax.tree.map(lambda x: x * scale if x.dtype == np.float16 else x, tree)
 
 
 def narrow(hook: CommHook, wire_dtype: np.dtype) -> CommHook:
@@ -105,8 +136,12 @@ def narrow(hook: CommHook, wire_dtype: np.dtype) -> CommHook:
             return hook.reduce(bucket, comm_state, axis)
         scale = power_of_two_within(bucket.scale) if wire_dtype == np.float16 else 1.0
         sent = jax.tree.map(lambda x: (x * scale).astype(wire_dtype), bucket)
+        sent = dataclasses.replace(sent, scale=bucket.scale / scale)
         got, comm_state = hook.reduce(sent, comm_state, axis)
-        return jax.tree.map(lambda x: x.astype(planned.dtype) / scale, got), comm_state
+        got = jax.tree.map(lambda x: x.astype(planned.dtype) / scale, got)
+        if isinstance(got, GradBucket):  # else it is refused, by the name of the hook
+            got = dataclasses.replace(got, scale=bucket.scale)
+        return got, comm_state
 
     return hook._replace(reduce=reduce)
 

@@ -24,7 +24,6 @@ This room knows trees of arrays and the name of one mesh axis, and nothing of mo
 configs.
 """
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -200,28 +199,26 @@ class Reduction:
 
     def _pack(self, leaves: list[Any], plan: BucketPlan, index: int, scale: float) -> GradBucket:
         planned, is_last = plan.buckets[index], index == len(plan) - 1
-        values = []
-        for members in self._arrays(planned):
-            one, *more = (leaves[i] for i in members)
-            if more or self.layout == "flat":
-                one = jnp.concatenate([leaf.ravel() for leaf in (one, *more)])
-            values.append(one)
-        return GradBucket(values, planned, index, is_last, scale)
+        members = self._arrays(planned)
+        values = [self._in_one([leaves[i] for i in places]) for places in members]
+        return GradBucket(values, planned, members, index, is_last, scale)
 
-    def _arrays(self, planned: Bucket) -> list[list[int]]:
+    def _in_one(self, leaves: list[Any]) -> Any:
+        """The array in which some leaves travel."""
+        if len(leaves) > 1 or self.layout == "flat":
+            return jnp.concatenate([leaf.ravel() for leaf in leaves])
+        return leaves[0]
+
+    def _arrays(self, planned: Bucket) -> tuple[tuple[int, ...], ...]:
         """Which leaves of a bucket share an array on the way, by their places in it."""
         limit = math.inf if self.layout == "flat" else SMALL_BYTES / planned.dtype.itemsize
-        alone = [[i] for i, shape in enumerate(planned.shapes) if math.prod(shape) >= limit]
-        packed = [i for i in range(len(planned.leaves)) if [i] not in alone]
-        return [packed, *alone] if packed else alone
+        alone = [(i,) for i, shape in enumerate(planned.shapes) if math.prod(shape) >= limit]
+        packed = tuple(i for i in range(len(planned.leaves)) if (i,) not in alone)
+        return (packed, *alone) if packed else tuple(alone)
 
     def _unpack_into(self, leaves: list[Any], bucket: GradBucket) -> None:
-        planned = bucket.planned
-        for members, value in zip(self._arrays(planned), bucket.values, strict=True):
-            ends = [*itertools.accumulate(math.prod(planned.shapes[i]) for i in members)]
-            pieces = jnp.split(value, ends[:-1]) if ends[1:] else [value]
-            for i, piece in zip(members, pieces, strict=True):
-                leaves[planned.leaves[i]] = piece.reshape(planned.shapes[i])
+        for position, leaf in zip(bucket.planned.leaves, bucket.leaves, strict=True):
+            leaves[position] = leaf
 
     def _without(self, leaf: Any) -> Any:
         """The mean of a gradient that is in no bucket, since it is alike on all replicas."""

@@ -19,7 +19,6 @@ from jax import lax
 from jddp.pairs import add_in_pairs
 from jddp.reduce.hooks import GradBucket
 from jddp.reduce.parts import own_part, pack, part_shape, unpack
-from jddp.reduce.plan import BucketPlan
 from jddp.reduce.reduction import Reduction
 
 PyTree = Any
@@ -30,12 +29,8 @@ class Scattered(Reduction):
 
     keeps_parts = True
 
-    def _pack(self, leaves: list[Any], plan: BucketPlan, index: int, scale: float) -> GradBucket:
-        planned, num_parts = plan.buckets[index], lax.axis_size(self.axis)
-        values = [
-            pack([leaves[i] for i in members], num_parts) for members in self._arrays(planned)
-        ]
-        return GradBucket(values, planned, index, index == len(plan) - 1, scale)
+    def _in_one(self, leaves: list[Any]) -> Any:
+        return pack(leaves, lax.axis_size(self.axis))
 
     def _reduce(self, bucket: GradBucket, comm_state: PyTree) -> tuple[GradBucket, PyTree]:
         with jax.named_scope(f"bucket_{bucket.index}"):
@@ -43,7 +38,7 @@ class Scattered(Reduction):
 
     def _unpack_into(self, leaves: list[Any], bucket: GradBucket) -> None:
         planned, num_parts = bucket.planned, lax.axis_size(self.axis)
-        for members, value in zip(self._arrays(planned), bucket.values, strict=True):
+        for members, value in zip(bucket.members, bucket.values, strict=True):
             shapes = [part_shape(planned.shapes[i], num_parts) for i in members]
             ends = [*itertools.accumulate(map(math.prod, shapes))]
             pieces = jnp.split(value, ends[:-1])
@@ -67,13 +62,9 @@ class Ordered(Reduction):
 
     num_shards: int
 
-    def _pack(self, leaves: list[Any], plan: BucketPlan, index: int, scale: float) -> GradBucket:
-        planned, num_parts = plan.buckets[index], lax.axis_size(self.axis)
-        values = [
-            jax.vmap(lambda *rows: pack(rows, num_parts))(*(leaves[i] for i in members))
-            for members in self._arrays(planned)
-        ]
-        return GradBucket(values, planned, index, index == len(plan) - 1, scale)
+    def _in_one(self, leaves: list[Any]) -> Any:
+        num_parts = lax.axis_size(self.axis)
+        return jax.vmap(lambda *rows: pack(rows, num_parts))(*leaves)
 
     def _reduce(self, bucket: GradBucket, comm_state: PyTree) -> tuple[GradBucket, PyTree]:
         with jax.named_scope(f"bucket_{bucket.index}"):
@@ -86,7 +77,7 @@ class Ordered(Reduction):
 
     def _unpack_into(self, leaves: list[Any], bucket: GradBucket) -> None:
         planned = bucket.planned
-        for members, rows in zip(self._arrays(planned), bucket.values, strict=True):
+        for members, rows in zip(bucket.members, bucket.values, strict=True):
             arrays = unpack(rows, [planned.shapes[i] for i in members])
             for i, array in zip(members, arrays, strict=True):
                 leaves[planned.leaves[i]] = array

@@ -1,0 +1,213 @@
+"""PowerSGD: gradients travel as two thin factors; what these leave out is sent later.
+
+    ddp = jddp.DataParallel(model, optimizer, loss_fn, comm_hook=jddp.powersgd(rank=2))
+
+A gradient of m x n numbers is a matrix M, of which each replica has its own. With the Q of the step
+before, of r columns of n numbers,
+
+    P = the mean over replicas of M Q, made orthonormal      m r numbers travel
+    Q = the mean of M^T P                                    n r numbers
+    P Q^T is the gradient; M - P Q^T is added to this replica's next M
+
+so that from step to step P and Q come nearer to the largest singular vectors of the mean of M.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.flatten_util import ravel_pytree
+from jaxtyping import Array, Float
+
+from jddp.errors import ConfigError
+from jddp.reduce.hooks import CommHook, GradBucket, mean_over
+from jddp.reduce.plan import Bucket, BucketPlan
+
+Memory = dict[str, Any]
+# Of a column in the span of those before it rounding leaves this much, which is no direction.
+ROUNDING = 1e-5
+
+_product = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+
+
+def powersgd(
+    rank: int = 1,
+    *,
+    start_step: int = 1000,
+    min_compression_rate: float = 2.0,
+    error_feedback: bool = True,
+    warm_start: bool = True,
+) -> CommHook:
+    """Returns a hook that sends matrices of low rank in place of gradients.
+
+    A leaf of two or more dims is a matrix of its last dim and all others: in Flax the last dim of a
+    kernel is what a layer gives, and the others are what it takes. Leaves of fewer dims, those that
+    would not become small enough, and complex ones travel exactly. A bucket costs two collectives:
+    of what travels exactly together with each P, and of each Q.
+
+    Each replica remembers what it has not sent, in float32, as much as the parameters. It is kept
+    as a gradient of the replica's mean loss, and so keeps its weight whatever number of rows the
+    next step has. On another number of replicas each begins with the mean of what all remembered:
+    the sum of all that is applied, and the mean of what is left, stay the sum of all gradients.
+    Masked entries count in that weight: beside a batch that is mostly masked, what is remembered
+    weighs more than its rows do.
+
+    Args:
+      rank: Columns of P and Q.
+      start_step: Steps that average exactly before the first that does not: gradients change most
+        in the beginning. PyTorch demands two where something is remembered, since its buckets
+        change after the first; here buckets are planned before it, and 0 will do.
+      min_compression_rate: How many times fewer numbers must travel for a leaf to be compressed.
+      error_feedback: Whether what was not sent is remembered, and sent later.
+      warm_start: Whether Q is that of the step before, and not drawn anew.
+
+    Raises:
+      ConfigError: If an option breaks its rule.
+
+    References:
+      Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression for Distributed
+      Optimization", NeurIPS 2019, algorithms 1 and 2. https://arxiv.org/abs/1905.13727. Here the
+      optimizer comes after, whatever it is; there, momentum is applied to what was decompressed.
+    """
+    counts = isinstance(rank, int) and isinstance(start_step, int) and rank >= 1 and start_step >= 0
+    if not (counts and min_compression_rate > 0):
+        raise ConfigError(
+            f"powersgd: got rank={rank}, start_step={start_step}, min_compression_rate="
+            f"{min_compression_rate}. Give whole numbers from 1 and from 0 on, and a rate above 0."
+        )
+    hook = _PowerSGD(rank, start_step, min_compression_rate, error_feedback, warm_start)
+    return CommHook(hook.init, hook.powersgd, on_resize="mean")
+
+
+@dataclass(frozen=True)
+class _PowerSGD:
+    rank: int
+    start_step: int
+    min_compression_rate: float
+    error_feedback: bool
+    warm_start: bool
+
+    def init(self, plan: BucketPlan) -> Memory:
+        sides = {path: s for bucket in plan.buckets for path, s in self._matrices(bucket).items()}
+        memory: Memory = {"step": jnp.int32(0)}
+        if self.error_feedback:
+            memory["unsent"] = {
+                path: jnp.zeros((m, n), jnp.float32) for path, (m, n, _) in sides.items()
+            }
+        if self.warm_start:
+            memory["q"] = {
+                path: jnp.zeros((n, r), jnp.float32) for path, (_, n, r) in sides.items()
+            }
+        return memory
+
+    def powersgd(self, bucket: GradBucket, memory: Memory, axis: str) -> tuple[GradBucket, Memory]:
+        """Named so for reports, which call a hook by the name of its `reduce`."""
+        if not self._matrices(bucket.planned):
+            bucket = mean_over(axis, bucket)
+        elif self.start_step == 0:
+            bucket, memory = self._compress(axis, bucket, memory)
+        else:
+            begins = memory["step"] >= self.start_step
+            compress = functools.partial(self._compress, axis)
+            bucket, memory = lax.cond(
+                begins, compress, lambda b, m: (mean_over(axis, b), m), bucket, memory
+            )
+        return bucket, {**memory, "step": memory["step"] + int(bucket.is_last)}
+
+    def _matrices(self, planned: Bucket) -> dict[str, tuple[int, int, int]]:
+        """Rows, columns and rank of the leaves that are compressed, by their paths."""
+        sides = {}
+        for path, shape in zip(planned.paths, planned.shapes, strict=True):
+            if len(shape) > 1 and jnp.issubdtype(planned.dtype, np.floating):
+                m, n = math.prod(shape[:-1]), shape[-1]
+                r = min(self.rank, m, n)
+                if r * (m + n) * self.min_compression_rate < m * n:
+                    sides[path] = m, n, r
+        return sides
+
+    def _compress(self, axis: str, bucket: GradBucket, memory: Memory) -> tuple[GradBucket, Memory]:
+        sides, scale = self._matrices(bucket.planned), bucket.scale
+        leaves = dict(zip(bucket.planned.paths, bucket.leaves, strict=True))
+        exact = {path: leaf for path, leaf in leaves.items() if path not in sides}
+        m = {path: _wide(leaves[path]).reshape(x[:2]) * scale for path, x in sides.items()}
+        if self.error_feedback:
+            m = {path: x + memory["unsent"][path] for path, x in m.items()}
+        q = {path: self._columns(memory, path, *x[1:]) for path, x in sides.items()}
+
+        dtype = bucket.values[0].dtype  # of the wire
+        p = {path: _product(x, q[path]).astype(dtype) for path, x in m.items()}
+        p, exact = _mean_as_one(axis, (p, exact))
+        p = {path: _orthonormal(_wide(x)) for path, x in p.items()}
+        q = {path: _product(x.T, p[path]).astype(dtype) for path, x in m.items()}
+        q = jax.tree.map(_wide, _mean_as_one(axis, q))
+        got = {path: (_product(p[path], q[path].T) / scale).astype(dtype) for path in sides}
+
+        memory = dict(memory)
+        if self.error_feedback:
+            # Less what the optimizer gets, so that all rounding on the way is made good too.
+            unsent = {path: x - _wide(got[path]) * scale for path, x in m.items()}
+            memory["unsent"] = memory["unsent"] | unsent
+        if self.warm_start:
+            memory["q"] = memory["q"] | q
+        leaves |= exact | {path: x.reshape(leaves[path].shape) for path, x in got.items()}
+        return bucket.with_leaves([*leaves.values()]), memory
+
+    def _columns(self, memory: Memory, path: str, n: int, r: int) -> Float[Array, "n r"]:
+        """What a leaf's Q begins with; a column of zeros in memory is none."""
+        columns = _draw(n, r, memory["step"])
+        if self.warm_start:
+            before = memory["q"][path]
+            columns = jnp.where((before == 0).all(axis=0, keepdims=True), columns, before)
+        return _unit(columns)
+
+
+def _mean_as_one(axis: str, tree: Any) -> Any:
+    """The mean over the replicas, of one vector of all arrays."""
+    vector, unravel = ravel_pytree(tree)
+    return unravel(mean_over(axis, vector))
+
+
+def _wide(x: Array) -> Array:
+    return x.astype(jnp.float32)
+
+
+def _unit(x: Float[Array, "n r"]) -> Float[Array, "n r"]:
+    """Columns of length 1; one of zeros stays so."""
+    length = jnp.linalg.norm(x, axis=0, keepdims=True)
+    return x / jnp.where(length == 0, 1, length)
+
+
+def _orthonormal(x: Float[Array, "m r"]) -> Float[Array, "m r"]:
+    """An orthonormal basis of the columns, by Gram and Schmidt; zeros where one adds nothing.
+
+    Projected twice, since the first time leaves the rounding of what it takes away (Giraud,
+    Langou and Rozloznik, 2005). Zeros send nothing, where a basis of rounding would send noise.
+    """
+
+    def add_column(i: Array, done: Array) -> Array:
+        column = lax.dynamic_slice_in_dim(x, i, 1, axis=1)
+        rest = column - _product(done, _product(done.T, column))
+        adds_nothing = jnp.linalg.norm(rest) <= ROUNDING * jnp.linalg.norm(column)
+        rest = _unit(jnp.where(adds_nothing, 0, rest))
+        rest = _unit(rest - _product(done, _product(done.T, rest)))
+        return lax.dynamic_update_slice_in_dim(done, rest, i, axis=1)
+
+    return lax.fori_loop(0, x.shape[1], add_column, jnp.zeros_like(x))
+
+
+def _draw(n: int, r: int, step: Array) -> Float[Array, "n r"]:
+    """Numbers of both signs, others at each step, the same on every replica.
+
+    They are hashes (the end of MurmurHash3), and not drawn by JAX: a step that draws is taken for
+    one of a model that does.
+    """
+    # From 1, for the hash of 0 is 0.
+    bits = lax.iota(jnp.uint32, n * r) + (step + 1).astype(jnp.uint32) * jnp.uint32(0x9E3779B1)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+        bits = (bits ^ (bits >> shift)) * jnp.uint32(factor)
+    return lax.bitcast_convert_type(bits, jnp.int32).astype(jnp.float32).reshape(n, r)
