@@ -7,9 +7,11 @@ import optax
 import pytest
 from flax import linen as nn
 from jax import lax
-from judge import Net, host, in_all_places, make_rows, start, wrapped
+from judge import PLACES, Net, host, in_all_places, make_rows, start, wrapped
+from states import assert_same
 
 import jddp
+from jddp.checkpoint import Checkpoints
 from jddp.errors import ConfigError
 from jddp.program import collectives, read_program
 
@@ -164,6 +166,74 @@ def test_the_mean_is_the_same_in_each_of_a_hundred_steps(place, wire_dtype):
     for i in range(100):
         state, _ = ddp.step(state, RANKS)
         np.testing.assert_array_equal(state.params["w"], np.full((2, 2), -1.5 * (i + 1)))
+
+
+# --- PowerSGD ------------------------------------------------------------------------------------
+
+OPTIONS = [
+    {"error_feedback": feedback, "warm_start": warm, "rank": rank}
+    for feedback in (True, False)
+    for warm in (True, False)
+    for rank in (1, 2)
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda x: "-".join(map(str, x.values())))
+@pytest.mark.parametrize("place", [PLACES["leaf-end"], PLACES["flat-ready"]], ids=["leaf", "ready"])
+def test_before_it_begins_powersgd_is_no_hook(options, place):
+    """HK-2: eight combinations of options, three steps before the start, one behind it."""
+    hook = jddp.powersgd(start_step=3, min_compression_rate=0.1, **options)
+    ends = [wrapped(Net(), comm_hook=x, **place) for x in (hook, None)]
+    states = [start(ddp, make_rows()) for ddp in ends]
+    for i in range(4):
+        states = [ddp.step(s, make_rows(seed=i))[0] for ddp, s in zip(ends, states, strict=True)]
+        got, want = (host(state.params) for state in states)
+        alike = [np.array_equal(got[x][y], want[x][y]) for x in want for y in want[x]]
+        # Biases always travel exactly; a kernel of one column is of rank 1.
+        assert (
+            all(alike)
+            if i < 3
+            else not np.array_equal(*(x["first"]["kernel"] for x in (got, want)))
+        )
+
+
+class Wide(nn.Module):
+    """As `Plane`, of more weights than rank 1 sends."""
+
+    @nn.compact
+    def __call__(self, x):
+        return self.param("w", nn.initializers.zeros, (6, 5)).sum() * x
+
+
+@in_all_places
+@pytest.mark.parametrize("feedback", [True, False], ids=["feedback", "no feedback"])
+def test_the_mean_of_powersgd_is_the_same_in_each_of_a_hundred_steps(place, feedback):
+    """HK-6: of a gradient of rank 1, and so to rounding; two steps travel exactly."""
+    hook = jddp.powersgd(start_step=2, min_compression_rate=1, error_feedback=feedback)
+    ddp = wrapped(Wide(), ranks, optimizer=optax.sgd(1.0), comm_hook=hook, **place)
+    state = ddp.init(0, RANKS)
+    for i in range(100):
+        state, _ = ddp.step(state, RANKS)
+        # Float32 sums of a hundred numbers; P and Q round once more in each.
+        np.testing.assert_allclose(state.params["w"], np.full((6, 5), -1.5 * (i + 1)), rtol=2e-5)
+
+
+def test_what_powersgd_remembers_is_saved_and_the_next_ten_steps_are_the_same(tmp_path):
+    """HK-9, to the bit."""
+    hook = jddp.powersgd(start_step=2, min_compression_rate=0.1)
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    ddp, state = step(Net(), comm_hook=hook, num_steps=5)
+    assert np.asarray(state.comm_state["unsent"]["first/kernel"]).any()
+    checkpoints.save(5, state, {})
+    other = wrapped(Net(), optimizer=optax.sgd(1.0), comm_hook=hook)
+    like = other.init(1, make_rows())
+    restored = checkpoints.restore(like, other.kinds(like)).state
+    checkpoints.close()
+    assert_same(restored, state)
+    for i in range(10):
+        state, _ = ddp.step(state, make_rows(seed=i))
+        restored, _ = other.step(restored, make_rows(seed=i))
+        assert_same(restored, state)
 
 
 # --- HK-7: wrong hooks ---------------------------------------------------------------------------
