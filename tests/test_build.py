@@ -10,7 +10,7 @@ import pytest
 import jddp
 from jddp.build import build, fit, load, preview
 from jddp.build.preview import memory_table
-from jddp.config import Config, read_values
+from jddp.config import Config, dump_values, load_config, read_values
 from jddp.errors import ConfigError, DataError, FileSystemError, UsageError
 from jddp.memory import Memory
 from jddp.models.make import make_model
@@ -20,6 +20,8 @@ import numpy as np
 import optax
 from flax import linen as nn
 from flax import nnx
+from jax.lax import pmean
+from jddp import CommHook
 
 raise_on_import = False
 
@@ -58,6 +60,13 @@ def plain_sgd(learning_rate, momentum=0.0):
     return optax.sgd(learning_rate, momentum)
 
 
+def scale(slope=1.0):
+    def scaled(bucket, comm_state, axis):
+        return bucket.with_leaves([slope * pmean(x, axis) for x in bucket.leaves]), comm_state
+
+    return CommHook(lambda plan: (), scaled)
+
+
 def not_a_pair():
     return 3
 
@@ -77,6 +86,10 @@ def mine(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", ["", *sys.path])
     yield tmp_path
     sys.modules.pop("mine", None)
+
+
+def hook(**values):
+    return {"comm_hook": values}
 
 
 def own_config(**changes):
@@ -101,6 +114,34 @@ def test_ones_own_data_model_loss_and_optimizer_are_trained_and_given_back(mine)
     model = load("run", trust="package")
     losses = (np.asarray(model(x)) - 3 * x[:, :1]) ** 2
     assert run.eval_metrics["loss"] == pytest.approx(losses.mean(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "values, name",
+    [
+        ({}, ""),
+        ({"name": "mean"}, ""),
+        ({"name": "powersgd", "kwargs": {"rank": 1, "start_step": 1}}, "powersgd"),
+        ({"target": "mine:scale", "kwargs": {"slope": 2.0}}, "scaled"),
+    ],
+    ids=["default", "mean", "powersgd", "one's own"],
+)
+def test_the_hook_of_a_config_reduces_its_gradients(mine, values, name):
+    job = build(own_config(ddp=hook(**values)))
+    assert job.ddp.recipe.reduction.hook_name == name
+    job.run()
+
+
+def test_a_hook_that_is_named_later_drops_the_arguments_of_the_first(mine):
+    Path("first.yaml").write_text(
+        dump_values(own_config(ddp=hook(name="powersgd", kwargs={"rank": 2})).model_dump())
+    )
+    config, _ = load_config(["first.yaml"], ["ddp.comm_hook.target=mine:scale"])
+    assert config.ddp.comm_hook.model_dump() == {
+        "name": None,
+        "target": "mine:scale",
+        "kwargs": {},
+    }
 
 
 @pytest.mark.parametrize("batch_norm", ["sync", "local"])
@@ -200,6 +241,16 @@ def test_all_that_cannot_be_resolved_is_said_at_once(mine):
         ("data", {"target": "mine:points", "kwargs": {"slop": 1}}, "Did you mean 'slope'?"),
         ("loss", {"target": "mine:absolute_error", "kwargs": {"powr": 1}}, "Did you mean 'power'?"),
         ("optimizer", {"target": "mine:points"}, "points gives tuple, no optimizer."),
+        ("ddp", hook(name="powersg"), "ddp.comm_hook.name: no hook 'powersg'. Did you mean 'power"),
+        (
+            "ddp",
+            hook(name="powersgd", kwargs={"rnk": 1}),
+            "ddp.comm_hook.kwargs.rnk: powersgd takes",
+        ),
+        ("ddp", hook(name="powersgd", kwargs={"rank": 0}), "powersgd: got rank=0"),
+        ("ddp", hook(kwargs={"rank": 1}), "ddp.comm_hook.kwargs.rank: mean takes no argument"),
+        ("ddp", hook(target="mine:scal"), "ddp.comm_hook.target: module 'mine' has no 'scal'."),
+        ("ddp", hook(target="mine:not_a_pair"), "mine:not_a_pair gives int. It must give a"),
     ],
 )
 def test_a_target_that_is_wrong_is_one_clear_line(mine, section, values, message):

@@ -164,10 +164,8 @@ class Job:
             if isinstance(batches, WorkerBatches):
                 batches.close()
         model, loss_fn = self.parts.model, self.parts.loss_fn
-        options = self.config.ddp.model_dump()
-        return verify(
-            model, optimizer, loss_fn, batch, mesh=self.ddp.mesh, seed=self.config.seed, **options
-        )
+        options = {"mesh": self.ddp.mesh, **_ddp_options(self.config, self.parts)}
+        return verify(model, optimizer, loss_fn, batch, seed=self.config.seed, **options)
 
     def _own_callbacks(self) -> list[Callback]:
         section = self.config.checkpoint
@@ -243,9 +241,14 @@ def build(config: Config, *, needs_data: bool = True) -> Job:
         optimizer,
         parts.loss_fn,
         mesh=None if config.mesh.num_devices == "auto" else config.mesh.num_devices,
-        **config.ddp.model_dump(),
+        **_ddp_options(config, parts),
     )
     return Job(config, parts, ddp, num_steps, learning_rate, data, data_error)
+
+
+def _ddp_options(config: Config, parts: Parts) -> dict[str, Any]:
+    """The options of `DataParallel` under `ddp`, what they name among them made."""
+    return {**config.ddp.model_dump(), "comm_hook": parts.comm_hook}
 
 
 def _configure(config: Config, num_processes: int) -> None:

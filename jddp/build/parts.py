@@ -1,11 +1,11 @@
-"""Resolve what a config names: data, model, loss, optimizer, before anything is read or compiled.
+"""Resolve what a config names: data, model, loss, optimizer, hook, before anything is compiled.
 
 A registered name is looked up in its room; a target, `package.module:Name`, is imported. Mistakes
 in several sections are collected, so that one run of the command shows them all.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,16 @@ from jddp.losses import LOSSES
 from jddp.models.make import make_model
 from jddp.names import accepted_names, check_arguments, did_you_mean, resolve_target
 from jddp.optimizers import make_optimizer, make_schedule
+from jddp.reduce import CommHook, powersgd
 
 Schedule = Callable[[int], Any]
+
+
+def mean() -> None:
+    """The exact mean, which is no hook."""
+
+
+COMM_HOOKS: dict[str, Callable[..., CommHook | None]] = {"mean": mean, "powersgd": powersgd}
 
 
 @dataclass(frozen=True)
@@ -29,12 +37,14 @@ class Parts:
       model: A Linen or NNX module.
       loss_fn: `loss_fn(model, batch[, train])`.
       make_optimizer: Gives the optimizer, and the schedule it follows, for a number of steps.
+      comm_hook: What reduces buckets, or None for the mean.
     """
 
     source: Source
     model: Any
     loss_fn: Callable[..., Any]
     make_optimizer: Callable[[int], tuple[Any, Schedule | None]]
+    comm_hook: CommHook | None
 
 
 def resolve_parts(config: Config) -> Parts:
@@ -54,9 +64,10 @@ def resolve_parts(config: Config) -> Parts:
 
     optimizer = attempt(_optimizer)
     model, loss_fn, source = attempt(_model), attempt(_loss), attempt(_source)
+    comm_hook = attempt(_comm_hook)
     if mistakes:
         raise ConfigError("\n".join(mistakes))
-    return Parts(source, model, loss_fn, optimizer)
+    return Parts(source, model, loss_fn, optimizer, comm_hook)
 
 
 def _source(config: Config) -> Source:
@@ -83,17 +94,35 @@ def _model(config: Config) -> Any:
     return make_model(factory, kwargs=model.kwargs, seed=config.seed)
 
 
+def _comm_hook(config: Config) -> Any:
+    section = config.ddp.comm_hook
+    if section.target is not None:
+        make = resolve_target(section.target, key="ddp.comm_hook.target")
+    else:
+        make = _registered(section.name, COMM_HOOKS, key="ddp.comm_hook.name", kind="hook")
+    check_arguments(make, section.kwargs, key="ddp.comm_hook.kwargs")
+    hook = make(**section.kwargs)
+    if make is not mean and not isinstance(hook, CommHook):
+        raise ConfigError(
+            f"ddp.comm_hook.target: {section.target} gives {type(hook).__name__}. It must give a "
+            "jddp.CommHook."
+        )
+    return hook
+
+
+def _registered(name: str | None, known: Mapping[str, Any], *, key: str, kind: str) -> Any:
+    if name is None or name not in known:
+        meant = did_you_mean(str(name), known.keys())
+        raise ConfigError(f"{key}: no {kind} {name!r}.{meant} Known: {', '.join(sorted(known))}.")
+    return known[name]
+
+
 def _loss(config: Config) -> Callable[..., Any]:
     loss = config.loss
     if loss.target is not None:
         found = resolve_target(loss.target, key="loss.target")
-    elif loss.name in LOSSES:
-        found = LOSSES[loss.name]
     else:
-        raise ConfigError(
-            f"loss.name: no loss {loss.name!r}.{did_you_mean(str(loss.name), LOSSES.keys())} "
-            f"Known: {', '.join(sorted(LOSSES))}."
-        )
+        found = _registered(loss.name, LOSSES, key="loss.name", kind="loss")
     filled = accepted_names(found, key="loss.target") - loss.kwargs.keys()  # model, batch, train
     check_arguments(found, loss.kwargs, key="loss.kwargs", filled=filled)
     return functools.partial(found, **loss.kwargs) if loss.kwargs else found

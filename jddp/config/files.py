@@ -3,9 +3,9 @@
     config, name = load_config(["base.yaml", "small.yaml"], ["train.num_steps=10"])
 
 Files come first, in order, then the command line; what comes later wins. Naming another model (or
-data set, loss, optimizer, schedule) also drops the arguments that were meant for the first one, and
-`num_steps` replaces an earlier `num_epochs`. OmegaConf reads and merges, for YAML read by PyYAML
-alone takes `1e-3` for a string.
+data set, loss, optimizer, schedule, hook) also drops the arguments that were meant for the first
+one, and `num_steps` replaces an earlier `num_epochs`. OmegaConf reads and merges, for YAML read by
+PyYAML alone takes `1e-3` for a string.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ MOST_VALUES = 10_000  # of a config: aliases of aliases make few lines endless
 RIVALS = {
     **{
         section: (("name", "target"), ("name", "target", "kwargs"))
-        for section in ("data", "model", "loss", "optimizer", "optimizer.schedule")
+        for section in ("data", "model", "loss", "optimizer", "optimizer.schedule", "ddp.comm_hook")
     },
     "train": (("num_steps", "num_epochs"), ("num_steps", "num_epochs")),
 }

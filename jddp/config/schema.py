@@ -161,6 +161,13 @@ class MeshConfig(Section):
 Size = Annotated[float, Field(gt=0)]
 
 
+class CommHookConfig(NamedSection):
+    """How the buckets of all replicas become their mean."""
+
+    name: str | None = Field("mean", description="mean, which is exact, or powersgd.")
+    target: str | None = Field(None, description="One's own: a callable giving a jddp.CommHook.")
+
+
 class DdpConfig(Section):
     """How replicas are kept alike: the options of `jddp.DataParallel`."""
 
@@ -180,6 +187,7 @@ class DdpConfig(Section):
     wire_dtype: Literal["bfloat16", "float16"] | None = Field(
         None, description="What wider gradients are narrowed to for the way."
     )
+    comm_hook: CommHookConfig = Field(default_factory=CommHookConfig)
     unused_parameters: Literal["zero", "skip", "error"] = Field(
         "zero", description="Parameters without a gradient: given zeros, left alone, or refused."
     )
