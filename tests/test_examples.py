@@ -103,6 +103,16 @@ def test_a_run_goes_back_and_learns_on_behind_a_bad_batch(monkeypatch):
     assert run.metrics["loss"] < 1.5 * good.metrics["loss"]
 
 
+def test_signs_of_which_nothing_is_lost_learn_from_fewer_bytes():
+    """And all that was not said yet stays, on other numbers of replicas too, as a mean."""
+    example = load("send_signs")
+    ends = example["main"]()
+    (mean_loss, mean_bytes), (loss, num_bytes) = ends["mean"], ends["signs"]
+    assert loss < 1.5 * mean_loss
+    assert num_bytes < mean_bytes / 3  # of eight replicas, whose signs are gathered
+    assert example["send_signs"]().on_resize == "mean"
+
+
 def test_players_in_worlds_of_their_own_learn_from_all_of_them():
     worlds, ages = load("reinforce")["main"](num_rounds=75)
     assert ages[-1] > 2 * ages[0]

@@ -1,0 +1,75 @@
+"""A hook of one's own that remembers: of each gradient only the signs travel, a bit a number.
+
+    python examples/send_signs.py
+
+What a replica sends are its signs and, for each leaf, how large its numbers are in the mean. What
+it could not say that way it keeps, and adds to the next gradient (EF-SignSGD: Karimireddy et al.,
+ICML 2019, https://arxiv.org/abs/1901.09847). In a config the hook is
+`ddp.comm_hook.target=send_signs:send_signs`.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen as nn
+from jax import lax
+from jax.flatten_util import ravel_pytree
+
+import jddp
+from jddp.program import collectives, read_program
+
+
+def send_signs():
+    """Returns the hook; its memory is a vector for each bucket, each replica's own."""
+
+    def init(plan):
+        return [jnp.zeros(bucket.size) for bucket in plan.buckets]
+
+    def reduce(bucket, unsent, axis):
+        gradients, unravel = ravel_pytree(bucket.leaves)
+        counts = np.array([x.size for x in bucket.leaves])
+        # As gradients of the mean loss, whatever number of rows they are of.
+        wanted = gradients.astype(jnp.float32) * bucket.scale + unsent[bucket.index]
+
+        def said_by(bits, sizes):
+            signs = 2 * jnp.unpackbits(bits, count=len(wanted)).astype(jnp.float32) - 1
+            return signs * jnp.repeat(sizes, counts, total_repeat_length=len(wanted))
+
+        pieces = jnp.split(jnp.abs(wanted), np.cumsum(counts)[:-1])
+        own = jnp.packbits(wanted > 0), jnp.stack([piece.mean() for piece in pieces])
+        # A sum of bits is no bit: each replica gets those of all, and takes the mean itself.
+        mean = jax.vmap(said_by)(*lax.all_gather(own, axis)).mean(0)
+        unsent = list(unsent)
+        unsent[bucket.index] = wanted - said_by(*own)
+        return bucket.with_leaves(unravel((mean / bucket.scale).astype(gradients.dtype))), unsent
+
+    # On another number of replicas each begins with the mean of what all have not said.
+    return jddp.CommHook(init, reduce, on_resize="mean")
+
+
+def loss_fn(model, batch):
+    """Squared errors (b,)."""
+    return ((model(batch["x"]) - batch["y"]) ** 2).mean(axis=-1)
+
+
+def main(num_steps=200):
+    """Trains by the mean and by signs; returns each one's last loss, and bytes of a step."""
+    rng, ends = np.random.default_rng(0), {}
+    x = rng.standard_normal((512, 16), dtype=np.float32)
+    batch = {"x": x, "y": np.sin(x)}
+    for name, hook in {"mean": None, "signs": send_signs()}.items():
+        model = nn.Sequential([nn.Dense(64), nn.tanh, nn.Dense(16)])
+        ddp = jddp.DataParallel(model, optax.adam(1e-3), loss_fn, comm_hook=hook)
+        state = ddp.init(seed=0, batch=batch)
+        for _ in range(num_steps):
+            state, metrics = ddp.step(state, batch)
+        program = read_program(ddp.lower(batch).as_text("hlo"))
+        ends[name] = float(metrics["loss"]), sum(found.bytes for found in collectives(program))
+        print(f"{name}: loss {ends[name][0]:.4f}, the collectives hold {ends[name][1]:,} bytes")
+    return ends
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", 8)  # Virtual replicas, where there is no GPU.
+    main()
