@@ -44,6 +44,18 @@ def test_gallery_prints_a_row_for_each_model_and_a_line_of_json():
 
 
 @pytest.mark.slow
+def test_modes_prints_a_row_for_each_and_fewer_bytes_for_what_is_compressed():
+    names = ["PowerSGD, rank 1", "signs"]
+    *rows, line = run(BENCHMARKS / "modes.py", "--rounds", 1, "--steps", 1, "--only", *names)
+    results = json.loads(line)["results"]
+    assert list(results) == ["mean", *names, "mean again"]
+    assert [row[:18].strip() for row in rows[1:]] == list(results)
+    for name in names:
+        assert results[name]["wire_kib"] < results["mean"]["wire_kib"] / 5
+        assert results[name]["hook_kib"] > 0 == results["mean"]["hook_kib"]
+
+
+@pytest.mark.slow
 def test_collectives_counts_every_bucket_of_the_flat_layout():
     rows = [row.split(maxsplit=4) for row in run(BENCHMARKS / "collectives.py")[1:]]
     other = {int(count) - int(buckets) for _, layout, buckets, count, _ in rows if layout == "flat"}
