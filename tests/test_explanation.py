@@ -94,3 +94,5 @@ def test_stats_name_the_hook(options, name):
     ddp = wrapped(**options)
     ddp.init(0, make_batch())
     assert ddp.stats()["comm_hook"] == name
+    # The plan's bytes are those before a hook: it says so.
+    assert ("comm_hook 'max'" in str(ddp.plan)) == (name == "max")

@@ -96,6 +96,8 @@ class Reduction:
         notes = [f"order: {order}", f"layout {self.layout}, placement {self.placement}"]
         if self.layout == "leaf":
             notes.append("XLA fuses the buckets: all of them on CPUs, up to their size on GPUs")
+        if self.hook_name:
+            notes.append(f"what of these bytes is sent is for comm_hook {self.hook_name!r} to say")
         if num_looped and self.placement == "ready":
             notes.append(f"{num_looped} gradients leave a loop at once: they are ready at its end")
         return replace(plan, notes=tuple(notes))
