@@ -28,15 +28,17 @@ def send_signs():
 
     def reduce(bucket, unsent, axis):
         gradients, unravel = ravel_pytree(bucket.leaves)
-        counts = np.array([x.size for x in bucket.leaves])
+        ends = np.cumsum([x.size for x in bucket.leaves])[:-1]
         # As gradients of the mean loss, whatever number of rows they are of.
         wanted = gradients.astype(jnp.float32) * bucket.scale + unsent[bucket.index]
 
         def said_by(bits, sizes):
             signs = 2 * jnp.unpackbits(bits, count=len(wanted)).astype(jnp.float32) - 1
-            return signs * jnp.repeat(sizes, counts, total_repeat_length=len(wanted))
+            return jnp.concatenate(
+                [x * y for x, y in zip(jnp.split(signs, ends), sizes, strict=True)]
+            )
 
-        pieces = jnp.split(jnp.abs(wanted), np.cumsum(counts)[:-1])
+        pieces = jnp.split(jnp.abs(wanted), ends)
         own = jnp.packbits(wanted > 0), jnp.stack([piece.mean() for piece in pieces])
         # A sum of bits is no bit: each replica gets those of all, and takes the mean itself.
         mean = jax.vmap(said_by)(*lax.all_gather(own, axis)).mean(0)
