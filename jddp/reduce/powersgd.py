@@ -61,7 +61,8 @@ def powersgd(
       rank: Columns of P and Q.
       start_step: Steps that average exactly before the first that does not: gradients change most
         in the beginning. PyTorch demands two where something is remembered, since its buckets
-        change after the first; here buckets are planned before it, and 0 will do.
+        change after the first; here buckets are planned before it, and 0 will do. Other than with
+        0 a bucket is sent in a branch, and XLA hides no branch behind the backward pass.
       min_compression_rate: How many times fewer numbers must travel for a leaf to be compressed.
       error_feedback: Whether what was not sent is remembered, and sent later.
       warm_start: Whether Q is that of the step before, and not drawn anew.
