@@ -223,7 +223,7 @@ def test_what_powersgd_remembers_is_saved_and_the_next_ten_steps_are_the_same(tm
     hook = jddp.powersgd(start_step=2, min_compression_rate=0.1)
     checkpoints = Checkpoints(tmp_path, keep=1)
     ddp, state = step(Net(), comm_hook=hook, num_steps=5)
-    assert np.asarray(state.comm_state["unsent"]["first/kernel"]).any()
+    assert np.asarray(state.comm_state.hook["unsent"]["first/kernel"]).any()
     checkpoints.save(5, state, {})
     other = wrapped(Net(), optimizer=optax.sgd(1.0), comm_hook=hook)
     like = other.init(1, make_rows())

@@ -155,7 +155,7 @@ def test_what_is_not_finite_arrives_as_such_and_a_skipped_step_leaves_no_trace(b
     x[5, 2, 3] = bad
     state = through(ddp, [{"x": x}], state)
     assert int(state.skipped) == 1
-    assert_same((state.params, state.comm_state), (before.params, before.comm_state))
+    assert_same((state.params, state.comm_state.hook), (before.params, before.comm_state.hook))
 
 
 @in_two_places
@@ -178,7 +178,7 @@ def test_half_precision_parameters_keep_their_dtype_and_remember_in_float32(plac
     ddp = wrapped(Linear(dtype), output, optimizer=optax.sgd(1.0), comm_hook=powersgd(6), **place)
     state = through(ddp, [{"x": x}])
     assert {a.dtype for a in jax.tree.leaves(state.params)} == {np.dtype(dtype)}
-    assert {a.dtype.name for a in jax.tree.leaves(state.comm_state)} == {"float32", "int32"}
+    assert {a.dtype.name for a in jax.tree.leaves(state.comm_state.hook)} == {"float32", "int32"}
     got = -host(state.params["w"]).astype(np.float32)
     np.testing.assert_allclose(got, x.mean(0), rtol=0, atol=10 * eps * np.abs(x).max())
 
@@ -196,7 +196,7 @@ def test_complex_gradients_travel_exactly():
         through(wrapped(Complex(), output, optimizer=optax.sgd(1.0), comm_hook=hook), [{"x": x}])
         for hook in (None, powersgd())
     ]
-    assert list(ends[1].comm_state["unsent"]) == []
+    assert list(ends[1].comm_state.hook["unsent"]) == []
     assert_same(ends[1].params, ends[0].params)
 
 
@@ -264,7 +264,7 @@ def test_before_its_start_only_the_mean_runs():
 
 def applied_and_unsent(state, factor=1.0):
     """The sum of all gradients that were applied, times a factor; and what is left to apply."""
-    return -factor * host(state.params["w"]) + host(state.comm_state["unsent"]["w"]).mean(0)
+    return -factor * host(state.params["w"]) + host(state.comm_state.hook["unsent"]["w"]).mean(0)
 
 
 # Float32: some ten sums of numbers of up to thirty.
@@ -297,8 +297,8 @@ def test_without_error_feedback_and_warm_start_nothing_but_the_count_is_kept():
     hook = powersgd(error_feedback=False, warm_start=False)
     ddp = linear(hook)
     state = through(ddp, [{"x": matrices()}] * 3)
-    assert list(state.comm_state) == ["step"]
-    np.testing.assert_array_equal(state.comm_state["step"], [3] * REPLICAS)
+    assert list(state.comm_state.hook) == ["step"]
+    np.testing.assert_array_equal(state.comm_state.hook["step"], [3] * REPLICAS)
 
 
 def test_without_warm_start_each_step_looks_another_way():
@@ -320,11 +320,13 @@ def test_all_gradients_survive_8_replicas_that_become_4_and_8_again(tmp_path):
     for size in (8, 4, 8):
         ddp = linear(powersgd(), mesh=size)
         if state is not None:
-            saved, like = host(state.comm_state), ddp.init(1, {"x": x[0]})
+            saved, like = host(state.comm_state.hook), ddp.init(1, {"x": x[0]})
             checkpoints.save(seen, state, {})
             state = checkpoints.restore(like, ddp.kinds(like)).state
-            assert_same(state.comm_state["step"], jnp.full_like(state.comm_state["step"], seen))
-            for a, b in zip(*map(jax.tree.leaves, (state.comm_state, saved)), strict=True):
+            assert_same(
+                state.comm_state.hook["step"], jnp.full_like(state.comm_state.hook["step"], seen)
+            )
+            for a, b in zip(*map(jax.tree.leaves, (state.comm_state.hook, saved)), strict=True):
                 np.testing.assert_array_equal(a, np.broadcast_to(a[0], a.shape))
                 np.testing.assert_allclose(a[0], b.mean(0), rtol=1e-6)  # eight sums of float32
         state = through(ddp, [{"x": a} for a in x[seen : seen + 3]], state)
