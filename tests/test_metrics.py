@@ -42,6 +42,12 @@ def test_the_first_of_several_reserved_names_is_named():
         weigh(jnp.ones(2), {"examples": jnp.ones(2), "count": jnp.ones(2)})
 
 
+def test_what_tells_of_steps_left_out_is_no_metric_of_the_user_s():
+    """The loop would take it for its own, and end the run."""
+    with pytest.raises(ConfigError, match="'skipped' is jddp's own"):
+        weigh(jnp.ones(2), {"skipped": jnp.ones(2)})
+
+
 def test_a_nan_that_is_masked_out_does_no_harm():
     sums = weigh(jnp.array([1.0, jnp.nan]), {}, mask=jnp.array([True, False]))
     assert float(sums["loss"].total) == 1
