@@ -8,8 +8,9 @@
     restart   seconds from the start of the default job, which was killed, to its next finished
               step; what it compiles has been compiled before
     watching  the default job's step in `fit` (signals, watchdog, each loss looked at) / in a loop
-              that does nothing else; the same with steps skipped that are not finite; and a
-              comparison of all replicas / the 500 steps between two of them
+              that does nothing else; the same with steps skipped that are not finite, and with a
+              dynamic loss scale; and a comparison of all replicas / the 500 steps between two of
+              them
     goodput   the default job, killed a minute after each of its starts: steps that were not lost,
               in the time that a step takes / all of the time; a round is a life
 
@@ -169,15 +170,18 @@ def last_step(metrics: Path) -> int:
 def watching(num_rounds: int, num_steps: int = 50) -> dict[str, float]:
     from jddp.digest import digests, find_divergence
 
-    plain, skipping = (default_job(skip) for skip in (False, True))
+    plain, skipping = (default_job({"ddp.skip_nonfinite": skip}) for skip in (False, True))
+    scaling = default_job({"ddp.loss_scale": "dynamic"})
     batch = plain.put(first_batch())
-    found: dict[str, list[float]] = {name: [] for name in ("bare", "fit", "skipping", "digest")}
+    names = ("bare", "fit", "skipping", "scaling", "digest")
+    found: dict[str, list[float]] = {name: [] for name in names}
     state = plain.init(0, first_batch())
     for number in range(num_rounds + 1):
         values = {
             "bare": bare_loop(plain, batch, num_steps),
             "fit": fitted(plain, batch, num_steps),
             "skipping": fitted(skipping, batch, num_steps),
+            "scaling": fitted(scaling, batch, num_steps),
             "digest": seconds_of(lambda: find_divergence(digests(state), state)),
         }
         if number:  # the first compiles
@@ -192,16 +196,17 @@ def watching(num_rounds: int, num_steps: int = 50) -> dict[str, float]:
         "seconds of a bare step": statistics.median(found["bare"]),
         "fit / bare": median_ratio("fit", "bare"),
         "fit that skips what is not finite / bare": median_ratio("skipping", "bare"),
+        "fit with a dynamic loss scale / bare": median_ratio("scaling", "bare"),
+        "a dynamic loss scale / skipping alone": median_ratio("scaling", "skipping"),
         "seconds of a comparison": statistics.median(found["digest"]),
         "a comparison / 500 steps": median_ratio("digest", "bare", 500),
     }
 
 
-def default_job(skip_nonfinite: bool) -> Any:
+def default_job(overrides: dict[str, Any]) -> Any:
     from jddp.build import build
     from jddp.config import load_config
 
-    overrides = {"ddp.skip_nonfinite": skip_nonfinite}
     return build(load_config([], overrides)[0]).ddp
 
 

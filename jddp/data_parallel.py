@@ -32,6 +32,7 @@ from jddp.evaluation import evaluate_exactly, predict_rows, refuse_padding
 from jddp.explanation import Explanation, logging_data, measure
 from jddp.first_state import FirstState
 from jddp.flaxmodel import LossFn, functional, takes_constants
+from jddp.loss_scale import DYNAMIC
 from jddp.losses import outputs
 from jddp.memory import Memory
 from jddp.mesh import (
@@ -101,6 +102,10 @@ class DataParallel:
         gets zeros), "skip" (it leaves them alone), "error" (they are refused, by name).
       skip_nonfinite: Whether a step whose loss or gradients are not finite leaves all but its count
         as it was.
+      loss_scale: For models that compute in float16: a power of two by which each replica's mean
+        loss is multiplied for the backward pass, so that no gradient is lost below what float16
+        holds. Averaged gradients are divided by it. "dynamic" finds what fits as PyTorch's
+        GradScaler does, and skips steps whose gradients do not, as `skip_nonfinite` does.
       eval_fn: The loss for evaluation; by default `loss_fn` with `train=False`.
       donate: Whether `step` reuses the memory of the state that it is given.
 
@@ -137,6 +142,7 @@ class DataParallel:
         ema_decay: float | None = None,
         unused_parameters: str = "zero",
         skip_nonfinite: bool = False,
+        loss_scale: float | str | None = None,
         eval_fn: LossFn | None = None,
         donate: bool = True,
     ) -> None:
@@ -170,7 +176,8 @@ class DataParallel:
             max_grad_norm=max_grad_norm,
             ema_decay=ema_decay,
             unused_parameters=unused_parameters,
-            skip_nonfinite=skip_nonfinite,
+            skip_nonfinite=skip_nonfinite or loss_scale == DYNAMIC,
+            loss_scale=loss_scale,
             shard_optimizer=shard_optimizer,
             num_shards=num_shards,
         )
@@ -361,8 +368,9 @@ class DataParallel:
 
         Returns:
           The new state, and global means: "loss", the metrics of `loss_fn`, "count" (the valid
-          loss entries), "grad_norm" (before clipping) where `max_grad_norm` is set, and "skipped"
-          (all steps skipped so far) where `skip_nonfinite` is.
+          loss entries), "grad_norm" (before clipping) where `max_grad_norm` is set, "skipped"
+          (all steps skipped so far) where `skip_nonfinite` is, and "loss_scale" (this step's) where
+          that is dynamic.
 
         Raises:
           ConfigError: If the rows do not divide over the devices, or a shape is wrong.

@@ -7,6 +7,7 @@ it. The rows may be taken in parts, one after the other, with one reduction for 
 This room knows models, losses and masks, and nothing of optimizers or meshes.
 """
 
+import dataclasses
 import functools
 import re
 from collections.abc import Callable
@@ -18,11 +19,19 @@ from jax import lax
 from jaxtyping import Array
 
 from jddp.errors import ConfigError
+from jddp.loss_scale import DYNAMIC
 from jddp.mesh import AXIS
 from jddp.metrics import Sums, mean_tree, sum_in_order, sum_over_replicas
 from jddp.pairs import sum_in_pairs
 from jddp.recipe import Inputs, Recipe
-from jddp.reduce import Backward, BucketPlan, power_of_two_within, trace_backward
+from jddp.reduce import (
+    Backward,
+    BucketPlan,
+    GradBucket,
+    Reduction,
+    power_of_two_within,
+    trace_backward,
+)
 from jddp.state import TrainState, float_kinds
 
 PyTree = Any
@@ -52,7 +61,8 @@ def mean_gradients(
     # Gradients of sums have been averaged; divided by the mean count they are the global mean.
     sums = add(sums, axis=AXIS)
     count = sums["loss"].count / (recipe.num_shards or lax.axis_size(AXIS))
-    grads = mean_tree(grads, count * _start(recipe, state.params, sums))
+    start = _start(recipe, state.params, sums) * _loss_scale(recipe, state)
+    grads = mean_tree(grads, count * start)
     return grads, memory, sums, model_state
 
 
@@ -94,7 +104,7 @@ def _reduce_at_end(recipe: Recipe, plan: BucketPlan, state: TrainState, inputs: 
     """Averages the gradients of all parts after the last; also returns sums and the new state."""
     parts = _parts(recipe, state, inputs, lax.axis_index(AXIS))
     grads, sums, model_state = _sum_all_parts(recipe, state, parts)
-    grads, memory = recipe.reduction.at_end(
+    grads, memory = _reduction(recipe, state, sums).at_end(
         grads, state.comm_state.hook, plan=plan, scale=_scale(recipe, state.params, sums)
     )
     return grads, memory, sums, model_state
@@ -137,8 +147,9 @@ def _reduce_when_ready(recipe: Recipe, plan: BucketPlan, state: TrainState, inpu
     pullback, sums, model_state = _linearize(
         recipe, state.params, model_state, *_part(parts, num_parts - 1)
     )
-    grads, memory = recipe.reduction.when_ready(
-        trace_backward(pullback),
+    scale = _loss_scale(recipe, state)
+    grads, memory = _reduction(recipe, state, sums).when_ready(
+        trace_backward(lambda one: pullback(one * scale)),
         state.comm_state.hook,
         plan=plan,
         scale=_scale(recipe, state.params, sums),
@@ -172,7 +183,7 @@ def _sum_parts(
         pullback, sums, model_state = _linearize(
             recipe, state.params, model_state, *_part(parts, i)
         )
-        return pullback(jnp.float32(1)), sums, model_state
+        return pullback(jnp.float32(_loss_scale(recipe, state))), sums, model_state
 
     def add_part(carry: tuple[PyTree, PyTree], i: Array) -> Any:
         grads, model_state = carry
@@ -204,14 +215,44 @@ def _linearize(
 
 
 def _start(recipe: Recipe, params: PyTree, sums: Sums) -> float:
-    """What the backward pass starts from: 1; where parameters are float16, a power of two.
+    """What the backward pass starts from: 1; where numbers are float16, a power of two.
 
     A gradient summed over all entries of a replica overflows float16. Times this, it is no more
-    than the gradient of their mean.
+    than the gradient of their mean, and that is what a loss scale scales.
     """
-    if all(x.dtype != jnp.float16 for x in jax.tree.leaves(params)):
+    if recipe.loss_scale is None and not _is_half(params):
         return 1.0
     return power_of_two_within(1 / _count_entries(recipe, sums))
+
+
+def _loss_scale(recipe: Recipe, state: TrainState) -> Any:
+    """What the loss is multiplied by beside that, on every replica alike."""
+    if recipe.loss_scale == DYNAMIC:
+        return state.comm_state.loss_scale.scale
+    return recipe.loss_scale or 1.0
+
+
+def _is_half(params: PyTree) -> bool:
+    return any(x.dtype == jnp.float16 for x in jax.tree.leaves(params))
+
+
+def _reduction(recipe: Recipe, state: TrainState, sums: Sums) -> Reduction:
+    """The reduction; a hook of one's own is handed what it would be without a loss scale.
+
+    What it remembers, such as what it has not sent yet, would else be of the scale of another step.
+    """
+    reduction = recipe.reduction
+    if recipe.loss_scale is None or not reduction.hook_name:
+        return reduction
+    start = 1.0 if _is_half(state.params) else _start(recipe, state.params, sums)
+    scale, hook = jnp.float32(start * _loss_scale(recipe, state)), reduction.hook
+
+    def reduce(bucket: GradBucket, memory: PyTree, axis: str) -> tuple[GradBucket, PyTree]:
+        plain = dataclasses.replace(mean_tree(bucket, scale), scale=bucket.scale * start)
+        got, memory = hook.reduce(plain, memory, axis)
+        return dataclasses.replace(mean_tree(got, 1 / scale), scale=bucket.scale), memory
+
+    return dataclasses.replace(reduction, hook=hook._replace(reduce=reduce))
 
 
 def _scale(recipe: Recipe, params: PyTree, sums: Sums) -> float:

@@ -24,7 +24,7 @@ from jaxtyping import Array, Float
 from jddp.errors import ConfigError
 from jddp.pairs import add_in_pairs
 
-RESERVED = ("loss", "count", "grad_norm", "skipped", "examples")
+RESERVED = ("loss", "count", "grad_norm", "skipped", "loss_scale", "examples")
 
 
 @jax.tree_util.register_dataclass

@@ -11,6 +11,7 @@ import optax
 from jddp.errors import ConfigError
 from jddp.flaxmodel import FlaxModel, LossFn
 from jddp.forward import run_forward
+from jddp.loss_scale import check_loss_scale
 from jddp.reduce import Reduction
 
 PyTree = Any
@@ -47,6 +48,7 @@ class Recipe:
     ema_decay: float | None
     unused_parameters: str
     skip_nonfinite: bool
+    loss_scale: float | str | None
     shard_optimizer: bool
     num_shards: int | None
 
@@ -63,6 +65,7 @@ class Recipe:
                 f"unused_parameters {self.unused_parameters!r} is unknown. "
                 f"Choose one of {', '.join(map(repr, UNUSED_PARAMETERS))}."
             )
+        check_loss_scale(self.loss_scale)
         if self.accumulate_steps > 1 and _is_multi_steps(self.optimizer):
             raise ConfigError(
                 "optax.MultiSteps beside accumulate_steps would reduce once per part and count "

@@ -65,9 +65,11 @@ class CommState:
 
     Attributes:
       hook: The `CommHook`'s.
+      loss_scale: A `LossScale`, where it is dynamic.
     """
 
     hook: PyTree = ()
+    loss_scale: PyTree = ()
 
 
 @jax.tree_util.register_dataclass

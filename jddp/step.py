@@ -26,6 +26,7 @@ from jddp.errors import ConfigError
 from jddp.flaxmodel import LossFn, name_constants
 from jddp.forward import mask_of, run_forward
 from jddp.gradients import mean_gradients, refuse_meetings, trace_gradients
+from jddp.loss_scale import DYNAMIC, adjust
 from jddp.mesh import AXIS
 from jddp.metrics import Sum, Sums, count_rows, mean, sum_in_order, sum_over_replicas
 from jddp.recipe import Inputs, Recipe
@@ -57,8 +58,14 @@ def replica_step(
         comm_state=dataclasses.replace(state.comm_state, hook=memory),
     )
     if recipe.skip_nonfinite:
-        after = _choose(is_finite(recipe, metrics["loss"], grads), after, state)
+        is_good = is_finite(recipe, metrics["loss"], grads)
+        after = _choose(is_good, after, state)
         metrics["skipped"] = after.skipped.astype(jnp.float32)
+        if recipe.loss_scale == DYNAMIC:
+            before = state.comm_state.loss_scale
+            metrics["loss_scale"] = before.scale
+            memory = dataclasses.replace(after.comm_state, loss_scale=adjust(before, is_good))
+            after = after.replace(comm_state=memory)
     return after, metrics
 
 

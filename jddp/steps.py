@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from jddp.dispatch import call
 from jddp.errors import ConfigError, UsageError
 from jddp.explanation import Explanation, explain
+from jddp.loss_scale import DYNAMIC, first_loss_scale
 from jddp.memory import Memory, measure
 from jddp.mesh import count_rows, platform, sharded
 from jddp.recipe import Inputs, Recipe
@@ -97,7 +98,10 @@ class Steps:
             )
         if not all(hasattr(x, "dtype") for x in jax.tree.leaves(memory)):
             raise ConfigError(f"comm_hook: init returns {memory}. It must return arrays.")
-        return CommState(hook=jax.tree.map(jax.numpy.asarray, memory))
+        return CommState(
+            hook=jax.tree.map(jax.numpy.asarray, memory),
+            loss_scale=first_loss_scale() if self._recipe.loss_scale == DYNAMIC else (),
+        )
 
     def kinds(self, state: TrainState) -> TrainState:
         """For each leaf of a state, how it lies on the mesh."""
@@ -106,7 +110,9 @@ class Steps:
         return kinds.replace(
             model_state=float_kinds(state.model_state, self._recipe.model.keeps_own),
             opt_state=optimizer_kinds(self._recipe, state.params, self._mesh.size),
-            comm_state=CommState(hook=jax.tree.map(lambda _: kind, state.comm_state.hook)),
+            comm_state=dataclasses.replace(
+                kinds.comm_state, hook=jax.tree.map(lambda _: kind, state.comm_state.hook)
+            ),
         )
 
     def step_for(self, state: TrainState, inputs: Inputs) -> Any:

@@ -18,7 +18,7 @@ MODULES = sorted(set(PACKAGE.rglob("*.py")) - {FRONT_DOOR})
 # From the ground up. A new room is put here, and in words into docs/.
 FLOORS = [
     {"errors"},
-    {"names", "versions", "ownership", "door", "elementwise", "pairs"},
+    {"names", "versions", "ownership", "door", "elementwise", "pairs", "loss_scale"},
     {"reduce", "metrics", "unused", "losses", "optimizers", "config", "models", "data"},
     {"batch_norm"},
     {"state", "mesh", "flaxmodel", "coordination"},

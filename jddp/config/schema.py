@@ -219,6 +219,9 @@ class DdpConfig(Section):
     skip_nonfinite: bool = Field(
         False, description="A step whose loss or gradients are not finite changes nothing."
     )
+    loss_scale: float | Literal["dynamic"] | None = Field(
+        None, description="For float16: a power of two, or dynamic, which finds it by skipping."
+    )
 
 
 class CheckpointConfig(Section):

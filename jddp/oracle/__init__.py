@@ -21,6 +21,7 @@ import optax
 from jddp.data_parallel import DataParallel
 from jddp.errors import UsageError
 from jddp.flaxmodel import LossFn
+from jddp.loss_scale import DYNAMIC
 from jddp.mesh import as_arrays, count_rows
 from jddp.oracle.findings import CLOSE, Evidence, explain
 from jddp.oracle.report import Comparison, Verification, compare, compare_moves
@@ -90,7 +91,7 @@ def verify(
             "jax.config.update('jax_num_cpu_devices', 8) before anything else of JAX."
         )
     with _overheard() as warnings:
-        state = many.init(seed, batch)
+        state = _settled(many, many.init(seed, batch), batch)
         got = _step(many, state, batch)
     # Where shards are logical, one device carries them too, and draws the same.
     draws = many.draws(batch) and many.recipe.num_shards is None
@@ -112,6 +113,7 @@ def verify(
         one = wrapped(mesh=many.mesh.devices.flat[:1].tolist(), **here)
         values = many.model(state)
         alone = one.init(seed, batch, params=values if isinstance(values, Mapping) else None)
+        alone = _settled(one, alone, batch)
         has_shards = many.recipe.num_shards is not None
         want = _step(one, alone, batch if has_shards else _in_order(batch, many))
         evidence.rows_meet = _rows_meet(one, alone, batch, float(want.metrics["loss"]))
@@ -139,6 +141,16 @@ def _refuse(options: Mapping[str, Any]) -> None:
 
 def _step(ddp: DataParallel, state: TrainState, batch: PyTree) -> _Step:
     return _Step(*jax.device_get((ddp.gradients(state, batch)[0], *ddp.step(state, batch))))
+
+
+def _settled(ddp: DataParallel, state: TrainState, batch: PyTree) -> TrainState:
+    """The state, with its loss scale, if it has one, brought down until a step is not skipped."""
+    while ddp.recipe.loss_scale == DYNAMIC:
+        after = ddp.step(state, batch)[0].comm_state
+        if not after.loss_scale.scale < state.comm_state.loss_scale.scale:
+            break
+        state = state.replace(comm_state=after)
+    return state
 
 
 def _in_order(batch: PyTree, ddp: DataParallel) -> PyTree:
@@ -189,8 +201,11 @@ def _compare(
 
 
 def _means(got: _Step, want: _Step, scalars: tuple[str, ...]) -> list[PyTree]:
-    """The metrics; of scalar losses there is one a replica, so their count is no mean."""
-    left_out = {"count"} if "loss" in scalars else set()
+    """The metrics; of scalar losses there is one a replica, so their count is no mean.
+
+    A replica's loss scale depends on how many rows it has.
+    """
+    left_out = {"loss_scale", *(["count"] if "loss" in scalars else [])}
     return [
         {name: x for name, x in step.metrics.items() if name not in left_out}
         for step in (got, want)

@@ -28,7 +28,7 @@ NOT_METRICS = ("step", "split", "loss", "count", "examples", *TIMING)
 
 def is_metric(name: str, value: Any) -> bool:
     """Whether this is the loss or a metric of the user's, in a record."""
-    others = (*NOT_METRICS, "grad_norm", "skipped")
+    others = (*NOT_METRICS, "grad_norm", "skipped", "loss_scale")
     return isinstance(value, float | int) and (name == "loss" or name not in others)
 
 

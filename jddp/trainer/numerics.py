@@ -18,6 +18,7 @@ import numpy as np
 
 from jddp.coordination import gather
 from jddp.errors import NumericsError
+from jddp.loss_scale import LEAST
 from jddp.reports import write_evidence
 from jddp.state import TrainState
 from jddp.trainer.source import Source
@@ -61,7 +62,8 @@ class Numerics:
 
     Attributes:
       skipped: Steps skipped in all.
-      in_a_row: Those up to the newest step, without one that was taken.
+      in_a_row: Those up to the newest step, without one that was taken; those left out that only
+        bring a loss scale down.
     """
 
     def __init__(self, ddp: Trainable, source: Source, folder: Path | None, most: int) -> None:
@@ -78,11 +80,14 @@ class Numerics:
         Raises:
           NumericsError: If too many were skipped, or the loss is not finite and is not skipped.
         """
-        loss, skipped = map(
-            float, jax.device_get((sent.metrics["loss"], sent.metrics.get("skipped", 0)))
-        )
+        metrics = {"skipped": 0, "loss_scale": LEAST, **sent.metrics}
+        names = ("loss", "skipped", "loss_scale")
+        loss, skipped, scale = map(float, jax.device_get([metrics[name] for name in names]))
         was_skipped = skipped > self.skipped
-        self.skipped, self.in_a_row = int(skipped), self.in_a_row + 1 if was_skipped else 0
+        self.skipped = int(skipped)
+        if was_skipped and math.isfinite(loss) and scale > LEAST:
+            return False  # The loss scale is coming down, in which the forward pass has no part.
+        self.in_a_row = self.in_a_row + 1 if was_skipped else 0
         if was_skipped and self.in_a_row < self._most:
             return self.in_a_row == 1
         if was_skipped or not math.isfinite(loss):

@@ -1,0 +1,404 @@
+"""The loss scale: float16 gradients that would be lost are kept, and nothing else changes."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from judge import PLACES
+from states import assert_same, copied
+from tiny import MLP, ConvNet, loss_fn, make_batch
+
+import jddp
+from jddp.config import ConfigMistakes, load_config
+from jddp.errors import ConfigError, NumericsError
+from jddp.loss_scale import GROWTH_INTERVAL, LossScale, adjust, first_loss_scale
+from jddp.train import main
+
+HALF = MLP(dtype=jnp.float16)
+# Eleven bits, of which a gradient loses one in each of some eight operations.
+HALF_ROUNDING = 8 * 2.0**-11
+SMALL = 2.0**-26
+
+
+def wrapped(model=HALF, loss=loss_fn, **options):
+    options = {"mesh": 4, "loss_scale": "dynamic", **options}
+    return jddp.DataParallel(model, options.pop("optimizer", optax.sgd(0.1)), loss, **options)
+
+
+def small(model, batch, train):
+    """A loss whose gradients are below half of the smallest number of float16, 2^-24."""
+    return SMALL * loss_fn(model, batch, train)[0]
+
+
+def weighed(model, batch, train):
+    """A loss of which each row may have a weight; its value stays in the range of float32."""
+    return batch["weight"] * loss_fn(model, batch, train)[0]
+
+
+def with_weights(batch, weight=1.0, **rows):
+    """A copy with weights of 1, but for some rows."""
+    weights = np.full(len(batch["y"]), weight, np.float32)
+    for row, x in rows.items():
+        weights[int(row.removeprefix("row_"))] = x
+    return {**batch, "weight": weights}
+
+
+def with_scale(state, scale, num_good=0):
+    """The state with another loss scale."""
+    old = state.comm_state.loss_scale
+    new = LossScale(
+        jax.device_put(jnp.float32(scale), old.scale.sharding),
+        jax.device_put(jnp.int32(num_good), old.num_good.sharding),
+    )
+    return state.replace(comm_state=dataclasses.replace(state.comm_state, loss_scale=new))
+
+
+def scale_of(state):
+    """The scale and the good steps, which all devices must have alike."""
+    found = state.comm_state.loss_scale
+    shards = [
+        tuple(float(x.addressable_data(i)) for x in (found.scale, found.num_good))
+        for i in range(len(found.scale.addressable_shards))
+    ]
+    assert len(set(shards)) == 1
+    return shards[0]
+
+
+def largest(tree):
+    return max(float(np.abs(np.asarray(x, np.float32)).max()) for x in jax.tree.leaves(tree))
+
+
+def gradients(model, batch, loss=small, **options):
+    ddp = wrapped(model, loss, **options)
+    state = ddp.init(0, batch)
+    if options["loss_scale"] == "dynamic":
+        state = with_scale(state, 2.0**20)  # where it would grow to
+    return jax.device_get(ddp.gradients(state, batch)[0])
+
+
+# --- what it is for ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        PLACES["leaf-end"],
+        {**PLACES["flat-ready"], "accumulate_steps": 2},
+        {**PLACES["flat-end"], "wire_dtype": "float16"},
+    ],
+    ids=PLACES,
+)
+def test_gradients_that_float16_would_lose_are_those_of_float32(options):
+    batch = make_batch(32)
+    want = gradients(MLP(), batch, loss_scale=None)
+    assert largest(gradients(HALF, batch, **options, loss_scale=None)) == 0
+    for scale in (2.0**20, "dynamic"):
+        got = gradients(HALF, batch, **options, loss_scale=scale)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=HALF_ROUNDING * largest(want))
+
+
+def test_float16_trains_as_float32_does_with_finite_gradients():
+    """MP-2, with a loss whose gradients float16 alone would lose."""
+    ends = {}
+    for model, scale in ((MLP(), None), (HALF, "dynamic"), (HALF, None)):
+        ddp = wrapped(model, small, loss_scale=scale, optimizer=optax.sgd(0.5 / SMALL))
+        state = ddp.init(0, make_batch())
+        for _ in range(20):
+            state, metrics = ddp.step(state, make_batch())
+        assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(state.params))
+        ends[model.dtype, scale] = float(metrics["loss"]) / SMALL
+    assert ends[jnp.float32, None] < 0.5 < 1.2 < ends[jnp.float16, None]  # which has not moved
+    assert ends[jnp.float16, "dynamic"] == pytest.approx(ends[jnp.float32, None], rel=0.02)
+
+
+def test_what_is_told_of_gradients_is_told_without_the_scale():
+    batch = make_batch()
+    told = []
+    for scale in (None, 2.0**10):
+        ddp = wrapped(MLP(), loss_scale=scale, max_grad_norm=0.1)
+        state = ddp.init(0, batch)
+        layers = ddp.diagnose(state, batch)
+        told.append(
+            (layers, ddp.gradients(state, batch), jax.device_get(ddp.step(state, batch)[1]))
+        )
+    jax.tree.map(np.testing.assert_array_equal, *told)
+
+
+def test_parameters_of_float16_have_a_scale_too():
+    class Half(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            w = self.param("w", nn.initializers.constant(0.5), (), jnp.float16)
+            return x * w
+
+    def loss(model, batch):
+        return 2.0**-30 * (2.0**10 * model(batch["x"])).astype(jnp.float32)
+
+    batch = {"x": np.full((8, 1), 2.0**4, np.float16)}
+    want = 2.0**-16  # which float16 holds; what leads to it is smaller
+    for scale, found in ((None, 0.0), (2.0**12, want)):
+        ddp = jddp.DataParallel(Half(), optax.sgd(1.0), loss, mesh=2, loss_scale=scale)
+        grads, _ = ddp.gradients(ddp.init(0, batch), batch)
+        assert float(grads["w"]) == found, scale
+
+
+# --- what it does not change ---------------------------------------------------------------------
+
+
+def keeping_errors():
+    """A hook that sends bfloat16, and remembers what that leaves out."""
+
+    def reduce(bucket, memory, axis):
+        wanted = jax.tree.map(jnp.add, bucket.values, memory[bucket.index])
+        sent = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(x.dtype), wanted)
+        left = jax.tree.map(jnp.subtract, wanted, sent)
+        memory = [left if i == bucket.index else x for i, x in enumerate(memory)]
+        return dataclasses.replace(bucket, values=jax.lax.pmean(sent, axis)), memory
+
+    def init(plan):
+        return [[jnp.zeros(sum(map(np.prod, b.shapes), 0))] for b in plan.buckets]
+
+    return jddp.CommHook(init, reduce)
+
+
+UNCHANGED = {
+    "plain": {},
+    "ready": {**PLACES["flat-ready"], "bucket_mb": 1e-4, "accumulate_steps": 2},
+    "clipped": {"max_grad_norm": 0.1, "ema_decay": 0.9, "optimizer": optax.adam(1e-2)},
+    "narrow": {"wire_dtype": "bfloat16"},
+    "sharded": {"shard_optimizer": True, "optimizer": optax.adam(1e-2)},
+    "hook": {"comm_hook": keeping_errors(), "layout": "flat"},
+}
+
+
+@pytest.mark.parametrize("name", UNCHANGED)
+def test_a_float32_model_has_the_same_bits_whatever_the_scale(name):
+    options = {"skip_nonfinite": True, **UNCHANGED[name]}
+    ends = []
+    for scale in (None, 2.0**24, "dynamic"):
+        ddp = wrapped(MLP(), **options, loss_scale=scale)
+        state = ddp.init(0, make_batch(32))
+        for seed in range(3):
+            if scale == "dynamic":
+                state = with_scale(state, 2.0 ** (7 * seed))  # another for each step
+            state, _ = ddp.step(state, make_batch(32, seed=seed))
+        kept = dataclasses.replace(state.comm_state, loss_scale=())
+        ends.append(state.replace(comm_state=kept))
+    for end in ends[1:]:
+        assert_same(end, ends[0])
+
+
+def test_evaluation_has_no_scale():
+    batch = make_batch()
+    with_it, without = (wrapped(loss_scale=scale) for scale in ("dynamic", None))
+    found = [ddp.evaluate(ddp.init(0, batch), [batch]) for ddp in (with_it, without)]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("dropout_rate", [0.0, 0.3])
+def test_one_device_is_the_judge_also_where_the_first_steps_overflow(dropout_rate):
+    def loss(model, batch, train):
+        return 2.0**12 * loss_fn(model, batch, train)[0]
+
+    model = MLP(dtype=jnp.float16, dropout_rate=dropout_rate)
+    options = {"loss_scale": "dynamic", "accumulate_steps": 2, **PLACES["flat-ready"], "mesh": 4}
+    report = jddp.verify(model, optax.sgd(2.0**-14), loss, make_batch(32), **options)
+    assert report.passed, report
+    assert report.is_side_by_side == (dropout_rate > 0)
+
+
+# --- how it moves --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"ema_decay": 0.9},
+        {**PLACES["flat-ready"], "wire_dtype": "float16"},
+        {"shard_optimizer": True, "max_grad_norm": 1.0},
+    ],
+    ids=["end", "ready", "sharded"],
+)
+@pytest.mark.parametrize("row", [0, 15])
+def test_where_one_replica_overflows_all_skip_and_halve(options, row):
+    ddp = wrapped(ConvNet(dtype=jnp.float16), weighed, **options, optimizer=optax.adam(0.01))
+    batch = with_weights(make_batch(), **{f"row_{row}": 2.0**9})
+    state, metrics = ddp.step(ddp.init(0, with_weights(make_batch())), with_weights(make_batch()))
+    assert (float(metrics["loss_scale"]), float(metrics["skipped"])) == (2.0**16, 0)
+    assert scale_of(state) == (2.0**16, 1)
+    before = copied(state)
+    state, metrics = ddp.step(state, batch)
+    assert np.isfinite(metrics["loss"])
+    assert (float(metrics["loss_scale"]), float(metrics["skipped"])) == (2.0**16, 1)
+    assert scale_of(state) == (2.0**15, 0)
+    kept = state.replace(step=before.step, skipped=before.skipped, comm_state=before.comm_state)
+    assert_same(kept, before)
+    while scale_of(state)[1] == 0:
+        state, metrics = ddp.step(state, batch)
+        assert float(metrics["loss_scale"]) > 1
+    assert scale_of(state) == (float(metrics["loss_scale"]), 1)
+    assert 1 < float(metrics["loss_scale"]) < 2.0**15
+
+
+def test_a_loss_that_is_not_finite_is_skipped_too():
+    ddp = wrapped()
+    batch = make_batch()
+    state = ddp.init(0, batch)
+    before = copied(state)
+    batch["x"][3] = np.nan
+    state, _ = ddp.step(state, batch)
+    assert int(state.skipped) == 1
+    assert_same(state.params, before.params)
+
+
+def test_a_scale_that_is_given_skips_nothing_by_itself():
+    ddp = wrapped(loss_scale=2.0**10)
+    _, metrics = ddp.step(ddp.init(0, make_batch()), make_batch())
+    assert not {"skipped", "loss_scale"} & set(metrics)
+
+
+@pytest.mark.parametrize("interval", [1, 3])
+def test_it_doubles_after_so_many_good_steps_in_a_row(interval):
+    state, scales = first_loss_scale(), []
+    for is_finite in (True, True, True, False, True, True, True, True):
+        state = adjust(state, jnp.bool(is_finite), interval=interval)
+        scales.append(float(jnp.log2(state.scale)))
+    assert (
+        scales
+        == {
+            1: [17, 18, 19, 18, 19, 20, 21, 22],
+            3: [16, 16, 17, 16, 16, 16, 17, 17],
+        }[interval]
+    )
+
+
+def test_it_stays_between_one_and_what_no_float32_gradient_overflows_with():
+    down = up = first_loss_scale()
+    for _ in range(40):
+        down = adjust(down, jnp.bool(False), interval=1)
+        up = adjust(up, jnp.bool(True), interval=1)
+    assert (float(down.scale), float(up.scale)) == (1, 2.0**24)
+    assert float(adjust(down, jnp.bool(True), interval=1).scale) == 2
+
+
+def test_a_step_doubles_it_after_two_thousand_good_ones():
+    ddp = wrapped()
+    state = with_scale(ddp.init(0, make_batch()), 2.0**8, num_good=GROWTH_INTERVAL - 2)
+    found = []
+    for _ in range(3):
+        state, metrics = ddp.step(state, make_batch())
+        found.append((float(metrics["loss_scale"]), *scale_of(state)))
+    assert found == [(2.0**8, 2.0**8, 1999), (2.0**8, 2.0**9, 0), (2.0**9, 2.0**9, 1)]
+
+
+# --- the run -------------------------------------------------------------------------------------
+
+
+def test_a_run_goes_on_with_its_scale_on_as_many_devices_or_others(tmp_path):
+    batches = [with_weights(make_batch(seed=seed), 2.0**2) for seed in range(6)]
+    at_once = wrapped(loss=weighed, optimizer=optax.sgd(1e-2)).fit(batches, num_steps=6)
+    assert scale_of(at_once.state)[0] < 2.0**16
+    plan = {"save_every_steps": 3, "run_dir": tmp_path}
+    first = wrapped(loss=weighed, optimizer=optax.sgd(1e-2)).fit(batches, num_steps=3, **plan)
+    there = scale_of(first.state)
+    assert there[1] > 0
+    seen = []
+
+    class Look(jddp.Callback):
+        def on_step(self, run, metrics):
+            seen.append(metrics["loss_scale"])
+
+    other = wrapped(loss=weighed, optimizer=optax.sgd(1e-2), mesh=2)
+    moved = other.fit(batches, num_steps=4, callbacks=[Look()], **plan)
+    assert seen == [there[0]]
+    assert scale_of(moved.state)[1] in (0, there[1] + 1)
+    again = wrapped(loss=weighed, optimizer=optax.sgd(1e-2))
+    (tmp_path / "checkpoints" / "4").rename(tmp_path / "another")
+    assert_same(again.fit(batches, num_steps=6, **plan).state, at_once.state)
+
+
+def test_a_checkpoint_without_a_scale_does_not_go_on_with_one(tmp_path):
+    plan = {"save_every_steps": 1, "run_dir": tmp_path}
+    wrapped(loss_scale=None).fit([make_batch()], num_steps=1, **plan)
+    with pytest.raises(ConfigError, match=r"saved from:\n  comm_state\n    loss_scale\n"):
+        wrapped().fit([make_batch()] * 2, num_steps=2, **plan)
+    run = wrapped(loss_scale=2.0**8).fit([make_batch()] * 2, num_steps=2, **plan)
+    assert run.step == 2
+
+
+def test_steps_that_bring_the_scale_down_do_not_end_a_run(tmp_path):
+    batches = [with_weights(make_batch(seed=seed), 2.0**9) for seed in range(16)]
+    options = {"loss": weighed, "optimizer": optax.sgd(1e-4)}
+    run = wrapped(**options).fit(
+        batches, num_steps=16, run_dir=tmp_path, max_consecutive_skips=1, log_every_steps=1
+    )
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    num_skipped = int(run.state.skipped)
+    assert 3 < num_skipped < 12
+    scales = [2.0 ** (16 - i) for i in range(num_skipped)]
+    assert [x["loss_scale"] for x in records[:num_skipped]] == scales
+    assert [x["skipped"] for x in records[:num_skipped]] == list(range(1, num_skipped + 1))
+
+
+def test_a_loss_that_is_not_finite_ends_a_run_as_without_a_scale(tmp_path):
+    batches = [make_batch(seed=seed) for seed in range(8)]
+    for batch in batches[2:]:
+        batch["x"][3] = np.nan
+    with pytest.raises(NumericsError, match="at step 5, the last of 3 in a row"):
+        wrapped().fit(batches, num_steps=8, run_dir=tmp_path, max_consecutive_skips=3)
+
+
+def test_gradients_that_no_scale_makes_finite_end_a_run_once_it_is_one(tmp_path):
+    def slope(model, batch, train):
+        return jnp.sqrt(0.0 * loss_fn(model, batch, train)[0])
+
+    with pytest.raises(NumericsError, match="at step 19, the last of 3 in a row") as caught:
+        wrapped(loss=slope).fit(
+            [make_batch()] * 30, num_steps=30, run_dir=tmp_path, max_consecutive_skips=3
+        )
+    assert caught.value.exit_code == 80
+    report = json.loads((tmp_path / "nonfinite" / "step_19" / "report.json").read_text())
+    assert (report["metrics"]["loss_scale"], report["metrics"]["skipped"]) == (1, 19)
+
+
+@pytest.mark.slow
+def test_the_default_job_trains_in_float16_from_the_command_line(tmp_path):
+    arguments = ["model.kwargs.dtype=float16", "ddp.loss_scale=dynamic", "train.num_steps=60"]
+    arguments += ["train.log_every_steps=1", f"run.dir={tmp_path}/run"]
+    assert main(arguments) == 0
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    *steps, last = [json.loads(line) for line in lines]
+    assert steps[0]["loss_scale"] == 2.0**16
+    assert steps[-1]["skipped"] < 10
+    assert all(np.isfinite(x["loss"]) for x in steps)
+    assert last["accuracy"] > 0.6  # of ten classes
+
+
+# --- the option ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", [None, "dynamic", 1, 1024, 2.0**24])
+def test_it_may_be(given):
+    assert wrapped(loss_scale=given).recipe.loss_scale == given
+    config = load_config([], {"ddp.loss_scale": given})[0]
+    assert config.ddp.loss_scale == given
+
+
+@pytest.mark.parametrize(
+    "given", [0, -2, 0.5, 1000, 3, 2.0**25, float("inf"), float("nan"), True, "static"]
+)
+def test_it_may_not_be(given):
+    with pytest.raises(ConfigError, match=r"loss_scale is 'dynamic', a power of two from 1 to 2"):
+        wrapped(loss_scale=given)
+
+
+def test_a_config_names_the_key_of_a_wrong_one():
+    with pytest.raises(ConfigMistakes, match=r"ddp\.loss_scale"):
+        load_config([], {"ddp.loss_scale": "dynamc"})
