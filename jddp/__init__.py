@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from jddp.errors import ConfigError as ConfigError
     from jddp.errors import DataError as DataError
     from jddp.errors import Error as Error
+    from jddp.local_steps import LocalSteps as LocalSteps
     from jddp.mesh import AXIS as AXIS
     from jddp.metrics import Metric as Metric
     from jddp.oracle import verify as verify
@@ -48,6 +49,7 @@ _HOMES = {
     "EarlyStopping": "callbacks",
     "Error": "errors",
     "KeepBest": "callbacks",
+    "LocalSteps": "local_steps",
     "Metric": "metrics",
     "Run": "run",
     "TrainState": "state",
@@ -74,6 +76,7 @@ __all__ = [
     "EarlyStopping",
     "Error",
     "KeepBest",
+    "LocalSteps",
     "Metric",
     "Run",
     "TrainState",

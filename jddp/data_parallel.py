@@ -32,6 +32,7 @@ from jddp.evaluation import evaluate_exactly, predict_rows, refuse_padding
 from jddp.explanation import Explanation, logging_data, measure
 from jddp.first_state import FirstState
 from jddp.flaxmodel import LossFn, functional, takes_constants
+from jddp.local_steps import LocalSteps
 from jddp.loss_scale import DYNAMIC
 from jddp.losses import outputs
 from jddp.memory import Memory
@@ -96,7 +97,10 @@ class DataParallel:
         element, which is read from its equations.
       num_shards: Logical replicas on which a step is defined, a multiple of the devices: with a
         number, results are equal to the bit on any number of devices that divides it.
-      max_grad_norm: Clips the averaged gradient to this global norm.
+      local_steps: A `LocalSteps`: each replica then steps alone, and parameters travel now and
+        then. Read is the mean of the replicas: evaluated, predicted with, exported.
+      max_grad_norm: Clips the averaged gradient to this global norm; with `local_steps`, each
+        replica its own.
       ema_decay: Keeps `ema_params`, a moving average of the parameters, with this decay.
       unused_parameters: What becomes of parameters that no gradient reaches: "zero" (the optimizer
         gets zeros), "skip" (it leaves them alone), "error" (they are refused, by name).
@@ -138,6 +142,7 @@ class DataParallel:
         accumulate_steps: int = 1,
         shard_optimizer: bool = False,
         num_shards: int | None = None,
+        local_steps: LocalSteps | None = None,
         max_grad_norm: float | None = None,
         ema_decay: float | None = None,
         unused_parameters: str = "zero",
@@ -156,7 +161,7 @@ class DataParallel:
             first_bucket_mb=first_bucket_mb,
             last_bucket_mb=last_bucket_mb,
             layout=layout,
-            placement=placement,
+            placement=placement if local_steps is None else "end",
             wire_dtype=wire_dtype,
             comm_hook=comm_hook,
             platform=lambda: self._platform,
@@ -180,6 +185,7 @@ class DataParallel:
             loss_scale=loss_scale,
             shard_optimizer=shard_optimizer,
             num_shards=num_shards,
+            local_steps=local_steps,
         )
         if num_shards is not None:
             check_rows(num_shards, self.mesh.size, f"{self.mesh.size} devices", "num_shards")
@@ -287,6 +293,7 @@ class DataParallel:
     @property
     def world(self) -> dict[str, Any]:
         """Over how many processes, devices and parts a step spreads its rows, and statistics."""
+        local = self.recipe.local_steps
         return {
             "num_processes": jax.process_count(),
             "num_devices": self.mesh.size,
@@ -294,6 +301,7 @@ class DataParallel:
             "batch_norm": self._model.batch_norm,
             "batch_norm_group_size": self._model.sync.group_size,
             "num_shards": self.recipe.num_shards,
+            "local_steps": None if local is None else local.every,
         }
 
     @property
@@ -345,7 +353,7 @@ class DataParallel:
           params: "params", or "ema" for their moving average.
         """
         self._dispatch.refuse_taken(state)
-        values = self._choose(state, params), self._first.merged(state.model_state)
+        values = self._first.merged((self._choose(state, params), state.model_state))
         return self._model.rebuild(*jax.tree.map(copy_off_mesh, values))
 
     def _choose(self, state: TrainState, params: str) -> PyTree:
@@ -368,9 +376,9 @@ class DataParallel:
 
         Returns:
           The new state, and global means: "loss", the metrics of `loss_fn`, "count" (the valid
-          loss entries), "grad_norm" (before clipping) where `max_grad_norm` is set, "skipped"
-          (all steps skipped so far) where `skip_nonfinite` is, and "loss_scale" (this step's) where
-          that is dynamic.
+          loss entries), "grad_norm" (before clipping; with `local_steps` the mean of the replicas'
+          own) where `max_grad_norm` is set, "skipped" (all steps skipped so far) where
+          `skip_nonfinite` is, and "loss_scale" (this step's) where that is dynamic.
 
         Raises:
           ConfigError: If the rows do not divide over the devices, or a shape is wrong.
@@ -466,7 +474,8 @@ class DataParallel:
             raise UsageError("stats needs a plan, which init makes. Call init first.")
         told = logging_data(self.plan, self.recipe, self.mesh, self._dispatch.calls)
         if batch is not None:
-            params = self.abstract_state(batch).params
+            state = self.abstract_state(batch)
+            params, _ = jax.eval_shape(self._first.merged, (state.params, {}))
             told |= call(
                 measure, self.explain(batch).compiled, self.plan, self.recipe, self.mesh, params
             )
@@ -483,7 +492,8 @@ class DataParallel:
           For each parameter, by its path: "parameter" and "gradient", the norms of it and of its
           averaged gradient, and "not_finite", how many numbers of that gradient are not.
         """
-        return diagnose(state.params, self.gradients(state, batch)[0])
+        params, _ = self._first.merged((state.params, {}))
+        return diagnose(params, self.gradients(state, batch)[0])
 
     def evaluate(
         self, state: TrainState, batches: Batches, params: str = "params", constants: PyTree = None
@@ -544,11 +554,11 @@ class DataParallel:
     def _run(self, compiled: Any, state: TrainState, params: str) -> Callable[[PyTree, Any], Any]:
         """`run(rows, valid)`, which calls what is compiled with a state's values."""
         self._dispatch.refuse_taken(state)
-        values = state.key, self._choose(state, params), self._first.merged(state.model_state)
+        values = self._first.merged((self._choose(state, params), state.model_state))
         numbers = map(np.uint32, itertools.count())
 
         def run(rows: PyTree, valid: jax.Array) -> Any:
-            return call(compiled, *values, next(numbers), self._inputs(rows), valid)
+            return call(compiled, state.key, *values, next(numbers), self._inputs(rows), valid)
 
         return run
 

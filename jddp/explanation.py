@@ -19,13 +19,15 @@ from jax import P, lax
 from jax.sharding import Mesh
 
 from jddp.dispatch import Calls
+from jddp.local_steps import LocalSteps
 from jddp.mesh import AXIS, platform
 from jddp.program import Collective, collectives, read_program
 from jddp.recipe import Recipe
 from jddp.reduce import BucketPlan, compiler_options, in_mebibytes
 from jddp.step import over_replicas
 
-GRADIENTS = "gradients"
+GRADIENTS, PARAMETERS = "gradients", "parameters, at meetings"
+SENT = (GRADIENTS, PARAMETERS)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -39,6 +41,7 @@ class Explanation:
       compiled: The collectives of the compiled program, in its order.
       is_fixed: Whether the same gradients are asked for with twice the rows, and with twice the
         parts.
+      local_steps: How often replicas meet, if not in each step.
     """
 
     plan: BucketPlan
@@ -46,6 +49,20 @@ class Explanation:
     platform: str
     compiled: tuple[Collective, ...]
     is_fixed: bool
+    local_steps: LocalSteps | None = None
+
+    @property
+    def bytes_per_step(self) -> float:
+        """Bytes of all that is compiled to travel, in the mean step; under `local_steps` a later.
+
+        Each array counts once, whatever a network makes of it.
+        """
+        return sum(x.bytes * self._runs(x) for x in self.compiled)
+
+    def _runs(self, collective: Collective) -> float:
+        if self.local_steps is not None and (purpose := _purpose(collective)) in SENT:
+            return 1 / self.local_steps.every if purpose == PARAMETERS else 0
+        return collective.num_runs or 1
 
     def __repr__(self) -> str:
         """The plan, what was compiled, and what it depends on."""
@@ -66,7 +83,7 @@ class Explanation:
 
     def _sentences(self) -> list[str]:
         ring = 2 * (self.num_devices - 1) / self.num_devices * self.plan.wire_bytes
-        sent = [
+        sent = self._meetings() or [
             f"Gradients are {in_mebibytes(self.plan.wire_bytes)} MiB per optimizer step; a ring of "
             f"{self.num_devices} devices",
             f"moves {in_mebibytes(ring)} MiB into and out of each.",
@@ -79,12 +96,32 @@ class Explanation:
             "accumulate_steps: lowered with twice of either, the step asks for the same.",
         ]
 
+    def _meetings(self) -> list[str]:
+        local = self.local_steps
+        if local is None:
+            return []
+        ring = 2 * (self.num_devices - 1) / self.num_devices * self.plan.wire_bytes
+        plain = f"In each of the first {local.start} steps gradients travel, as many bytes."
+        return [
+            *[plain] * bool(local.start),
+            f"Replicas meet every {local.every} steps. Differences of parameters then are",
+            f"{in_mebibytes(self.plan.wire_bytes)} MiB; a ring of {self.num_devices} devices moves "
+            f"{in_mebibytes(ring)} MiB into and out of each.",
+            "With what travels in each step that is "
+            f"{in_mebibytes(self.bytes_per_step)} MiB a step on average.",
+        ]
+
     def _repr_html_(self) -> str:
         return f"<pre>{escape(str(self))}</pre>"
 
 
 def explain(
-    lowered: jax.stages.Lowered, doubled: list[jax.stages.Lowered], *, plan: BucketPlan, mesh: Mesh
+    lowered: jax.stages.Lowered,
+    doubled: list[jax.stages.Lowered],
+    *,
+    plan: BucketPlan,
+    mesh: Mesh,
+    local_steps: LocalSteps | None = None,
 ) -> Explanation:
     """Compiles a lowered step and reads what it sends.
 
@@ -93,6 +130,7 @@ def explain(
       doubled: The same step with twice the rows, and with twice the parts.
       plan: Its buckets.
       mesh: What it is compiled for.
+      local_steps: How often replicas meet, if not in each step.
     """
     asked = _gradients(lowered)
     return Explanation(
@@ -101,6 +139,7 @@ def explain(
         platform=platform(mesh),
         compiled=_collectives(lowered.compile().as_text()),
         is_fixed=all(_gradients(other) == asked for other in doubled),
+        local_steps=local_steps,
     )
 
 
@@ -112,7 +151,7 @@ def _collectives(text: str | None) -> tuple[Collective, ...]:
 def _gradients(lowered: jax.stages.Lowered) -> list[Any]:
     """Dtypes and bytes of the gradient collectives that a step asks for."""
     found = _collectives(lowered.as_text("hlo", debug_info=True))
-    return sorted((x.dtypes, x.bytes) for x in found if _purpose(x) == GRADIENTS)
+    return sorted((x.dtypes, x.bytes) for x in found if _purpose(x) in SENT)
 
 
 def _row(collective: Collective) -> tuple[str, ...]:
@@ -122,6 +161,8 @@ def _row(collective: Collective) -> tuple[str, ...]:
 
 def _purpose(collective: Collective) -> str:
     """From the names that the step gives to what it sends."""
+    if "meeting/" in collective.op_name:
+        return PARAMETERS
     if re.search(r"\bbucket_\d+/", collective.op_name):
         return GRADIENTS
     if "metrics/" in collective.op_name:
@@ -154,6 +195,7 @@ def logging_data(plan: BucketPlan, recipe: Recipe, mesh: Mesh, calls: Calls) -> 
         "placement": reduction.placement,
         "comm_hook": reduction.hook_name,
         "accumulate_steps": recipe.accumulate_steps,
+        "local_steps": None if recipe.local_steps is None else recipe.local_steps.every,
         "batch_norm": recipe.model.batch_norm,
         "unused_parameters": list(plan.unused),
         "avg_step_seconds": calls.mean_seconds,

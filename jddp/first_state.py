@@ -8,6 +8,7 @@ Processes start alike: what is made is made on every device from the same seed a
 given is replicated.
 """
 
+import dataclasses
 import logging
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ class FirstState:
         self.loaded: Loaded | None = None
         self._model, self._steps, self._mesh = recipe.model, steps, mesh
         self._init = make_init(recipe, mesh)
+        self._is_local = recipe.local_steps is not None
 
     def make(
         self, seed: int, inputs: Inputs, params: PyTree = None, *, partial: bool = False
@@ -56,7 +58,9 @@ class FirstState:
         state = call(self._init, np.uint32(seed), example, *replicate(values, self._mesh))
         self._model.check_kinds(state.model_state)
         self._steps.plan_for(state, inputs)
-        state = state.replace(comm_state=replicate(self._steps.comm_state(), self._mesh))
+        outer = state.comm_state.outer
+        comm_state = replicate(self._steps.comm_state(), self._mesh)
+        state = state.replace(comm_state=dataclasses.replace(comm_state, outer=outer))
         kinds, num = self._steps.kinds(state), self._steps.num_shards
         return stack_rows(state, kinds, sharded(self._mesh), num)
 
@@ -66,7 +70,8 @@ class FirstState:
         example = inputs._replace(rows=self._example(inputs, values))
         state = call(jax.eval_shape, self._init, np.uint32(0), example, *values)
         self._steps.plan_for(state, inputs)
-        state = state.replace(comm_state=jax.eval_shape(self._steps.comm_state))
+        outer, comm_state = state.comm_state.outer, jax.eval_shape(self._steps.comm_state)
+        state = state.replace(comm_state=dataclasses.replace(comm_state, outer=outer))
 
         def place(x: Any, kind: Kind | Sharded) -> jax.ShapeDtypeStruct:
             if kind is Kind.REPLICATED:
@@ -76,10 +81,15 @@ class FirstState:
 
         return jax.tree.map(place, state, self._steps.kinds(state))
 
-    def merged(self, model_state: PyTree) -> PyTree:
-        """Other state as it is read: what each replica has its own of is averaged."""
-        kinds = float_kinds(model_state, self._model.keeps_own)
-        return merge_rows(model_state, kinds, replicated(self._mesh))
+    def merged(self, values: Values) -> Values:
+        """Values as they are read: what each replica has its own of is averaged."""
+        params, model_state = values
+        kinds = (
+            float_kinds(params, lambda _: self._is_local),
+            float_kinds(model_state, self._model.keeps_own),
+        )
+        merged: Values = merge_rows(values, kinds, replicated(self._mesh))
+        return merged
 
     def _split(self, params: PyTree) -> Values:
         return (self._model.values or (None, None)) if params is None else self._model.split(params)
@@ -106,9 +116,9 @@ class FirstState:
         """What the model makes by itself, or its shapes."""
         if with_values:
             made = self.make(seed, inputs)
-            return made.params, self.merged(made.model_state)
+            return self.merged((made.params, made.model_state))
         shapes = self.shapes(inputs)
-        return shapes.params, jax.eval_shape(self.merged, shapes.model_state)
+        return jax.eval_shape(self.merged, (shapes.params, shapes.model_state))
 
     def _example(self, inputs: Inputs, values: Values) -> PyTree:
         """The rows that one replica sees, or their shapes; None where nothing is to be made."""

@@ -39,7 +39,7 @@ PyTree = Any
 
 def mean_gradients(
     recipe: Recipe, plan: BucketPlan, state: TrainState, inputs: Inputs
-) -> tuple[PyTree, PyTree, Sums, PyTree]:
+) -> tuple[PyTree, PyTree, Sums, PyTree, Array]:
     """Gradients of the mean loss over the valid entries of the global batch.
 
     Args:
@@ -49,8 +49,8 @@ def mean_gradients(
       inputs: Its rows, and constants.
 
     Returns:
-      The gradients, what the hook remembers now, sums over all replicas, and this replica's new
-      `model_state`.
+      The gradients, what the hook remembers now, sums over all replicas, this replica's new
+      `model_state`, and how many valid entries it has.
     """
     reduce, add = _reduce_at_end, sum_over_replicas
     if recipe.reduction.placement == "ready":
@@ -59,11 +59,14 @@ def mean_gradients(
         reduce, add = _reduce_shards, sum_in_order
     grads, memory, sums, model_state = reduce(recipe, plan, state, inputs)
     # Gradients of sums have been averaged; divided by the mean count they are the global mean.
+    own = sums["loss"].count
     sums = add(sums, axis=AXIS)
     count = sums["loss"].count / (recipe.num_shards or lax.axis_size(AXIS))
+    if recipe.local_steps is not None:
+        count = recipe.local_steps.divisor(state, own, count)
     start = _start(recipe, state.params, sums) * _loss_scale(recipe, state)
     grads = mean_tree(grads, count * start)
-    return grads, memory, sums, model_state
+    return grads, memory, sums, model_state, own
 
 
 def trace_gradients(recipe: Recipe, state: TrainState, inputs: Inputs) -> tuple[Backward, Sums]:
@@ -104,9 +107,11 @@ def _reduce_at_end(recipe: Recipe, plan: BucketPlan, state: TrainState, inputs: 
     """Averages the gradients of all parts after the last; also returns sums and the new state."""
     parts = _parts(recipe, state, inputs, lax.axis_index(AXIS))
     grads, sums, model_state = _sum_all_parts(recipe, state, parts)
-    grads, memory = _reduction(recipe, state, sums).at_end(
-        grads, state.comm_state.hook, plan=plan, scale=_scale(recipe, state.params, sums)
-    )
+    reduction, scale = _reduction(recipe, state, sums), _scale(recipe, state.params, sums)
+    average: Callable[..., Any] = functools.partial(reduction.at_end, plan=plan, scale=scale)
+    if recipe.local_steps is not None:
+        average = recipe.local_steps.while_shared(average, state)
+    grads, memory = average(grads, state.comm_state.hook)
     return grads, memory, sums, model_state
 
 

@@ -11,6 +11,7 @@ import optax
 from jddp.errors import ConfigError
 from jddp.flaxmodel import FlaxModel, LossFn
 from jddp.forward import run_forward
+from jddp.local_steps import LocalSteps
 from jddp.loss_scale import check_loss_scale
 from jddp.reduce import Reduction
 
@@ -51,6 +52,7 @@ class Recipe:
     loss_scale: float | str | None
     shard_optimizer: bool
     num_shards: int | None
+    local_steps: LocalSteps | None
 
     def __post_init__(self) -> None:
         """Holds each part to its rule."""
@@ -70,6 +72,27 @@ class Recipe:
             raise ConfigError(
                 "optax.MultiSteps beside accumulate_steps would reduce once per part and count "
                 "steps twice. Drop optax.MultiSteps: accumulate_steps reduces once for all parts."
+            )
+        self._check_local_steps()
+
+    def _check_local_steps(self) -> None:
+        if self.local_steps is None:
+            return
+        if self.shard_optimizer:
+            raise ConfigError(
+                "shard_optimizer=True gives each replica a part of every parameter to update, and "
+                "with local_steps each updates all of its own. Leave one of them out."
+            )
+        if self.num_shards is not None:
+            raise ConfigError(
+                "num_shards makes all replicas one run, equal on any number of them, and with "
+                "local_steps each goes its own way. Leave one of them out."
+            )
+        if self.reduction.hook_name:
+            raise ConfigError(
+                f"comm_hook {self.reduction.hook_name!r} reduces gradients in each step, and with "
+                "local_steps differences of parameters travel now and then. Leave it out; "
+                "wire_dtype= makes them smaller."
             )
 
     @functools.cached_property

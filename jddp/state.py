@@ -66,10 +66,13 @@ class CommState:
     Attributes:
       hook: The `CommHook`'s.
       loss_scale: A `LossScale`, where it is dynamic.
+      outer: Under `local_steps`, the parameters after the last meeting, and the outer optimizer's
+        state.
     """
 
     hook: PyTree = ()
     loss_scale: PyTree = ()
+    outer: PyTree = ()
 
 
 @jax.tree_util.register_dataclass

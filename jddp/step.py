@@ -43,19 +43,24 @@ def replica_step(
     recipe: Recipe, plan: BucketPlan, state: TrainState, inputs: Inputs
 ) -> tuple[TrainState, Metrics]:
     """One optimizer step on one replica's share of the batch."""
-    grads, memory, sums, model_state = mean_gradients(recipe, plan, state, inputs)
+    grads, memory, sums, model_state, own = mean_gradients(recipe, plan, state, inputs)
     metrics = _means(sums)
     if recipe.max_grad_norm is not None:
-        metrics["grad_norm"] = norm(recipe, grads)
-        grads = _clip(grads, metrics["grad_norm"], recipe.max_grad_norm)
+        size = norm(recipe, grads)
+        grads = _clip(grads, size, recipe.max_grad_norm)
+        metrics["grad_norm"] = size if recipe.local_steps is None else _mean_over_replicas(size)
     params, opt_state = update(recipe, plan, grads, state, metrics["loss"])
+    outer = state.comm_state.outer
+    if recipe.local_steps is not None:
+        params, opt_state = recipe.local_steps.wait(state, own, params, opt_state)
+        params, outer = recipe.local_steps.meet(recipe.reduction, state, params)
     after = state.replace(
         step=state.step + 1,
         params=params,
         ema_params=_move_average(state.ema_params, params, recipe.ema_decay),
         model_state=model_state,
         opt_state=opt_state,
-        comm_state=dataclasses.replace(state.comm_state, hook=memory),
+        comm_state=dataclasses.replace(state.comm_state, hook=memory, outer=outer),
     )
     if recipe.skip_nonfinite:
         is_good = is_finite(recipe, metrics["loss"], grads)
@@ -78,10 +83,15 @@ def replica_gradients(
     recipe: Recipe, plan: BucketPlan, state: TrainState, inputs: Inputs
 ) -> tuple[PyTree, Metrics]:
     """A step as far as its averaged gradients, and its metrics."""
-    grads, _, sums, _ = mean_gradients(recipe, plan, state, inputs)
+    grads, _, sums, *_ = mean_gradients(recipe, plan, state, inputs)
     if recipe.reduction.keeps_parts:
         grads = recipe.reduction.gather(grads, state.params, plan=plan)
     return grads, _means(sums)
+
+
+def _mean_over_replicas(x: Array) -> Array:
+    with jax.named_scope("metrics"):
+        return lax.pmean(x, AXIS)
 
 
 def _move_average(average: PyTree, params: PyTree, decay: float | None) -> PyTree:
@@ -119,13 +129,15 @@ def replica_init(
         made, made_state = recipe.model.init(loss_fn, key, inputs.rows)
         params = made if params is None else params
         model_state = made_state if model_state is None else model_state
+    local = recipe.local_steps
     state = TrainState(
         step=jnp.int32(0),
         params=params,
         ema_params=None if recipe.ema_decay is None else params,
         model_state={} if model_state is None else model_state,
         opt_state=(),  # made by `init_optimizer`
-        comm_state=CommState(),  # what a hook remembers is made once the buckets are known
+        # What a hook remembers is made once the buckets are known.
+        comm_state=CommState(outer=() if local is None else local.init(params)),
         skipped=jnp.int32(0),
         key=key,
     )
@@ -244,6 +256,7 @@ def make_gradients(
         entered = state if recipe.num_shards is not None else enter(state, kinds)
         return replica_gradients(recipe, plan, entered, inputs)
 
+    recipe = dataclasses.replace(recipe, local_steps=None)  # also where steps do not average them
     mapped = over_replicas(gradients, mesh, (specs(kinds, AXIS), SPLIT), P())
     return jax.jit(mapped, compiler_options=options)
 

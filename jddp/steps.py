@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from jddp.dispatch import call
 from jddp.errors import ConfigError, UsageError
 from jddp.explanation import Explanation, explain
+from jddp.local_steps import check_own
 from jddp.loss_scale import DYNAMIC, first_loss_scale
 from jddp.memory import Memory, measure
 from jddp.mesh import count_rows, platform, sharded
@@ -57,15 +58,18 @@ class Steps:
         """Plans buckets for one replica's state, as measured if there is a batch.
 
         Raises:
-          ConfigError: If no gradient reaches a parameter, and unused_parameters is "error".
+          ConfigError: If no gradient reaches a parameter, and unused_parameters is "error"; or if
+            the model needs replicas to agree where local_steps keep them apart.
         """
+        if self._recipe.local_steps is not None:
+            check_own(state.model_state, self._recipe.model.keeps_own)
         self.plan = self._plan(state, inputs)
         return self.plan
 
     def _plan(self, state: TrainState, inputs: Inputs) -> BucketPlan:
         recipe = self._recipe
         if inputs.rows is None:
-            return recipe.reduction.plan(state.params)
+            return self._noted(recipe.reduction.plan(state.params))
         num_rows = self.count_rows_of_part(inputs.rows)
         rows, constants = _shapes(inputs)
         rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype), rows)
@@ -73,7 +77,7 @@ class Steps:
         form = _form(part)
         if form not in self._plans:
             *measured, self.scalars = call(trace, recipe, self._mesh, _shapes(state), part)
-            self._plans[form] = recipe.reduction.plan(state.params, *measured)
+            self._plans[form] = self._noted(recipe.reduction.plan(state.params, *measured))
         plan = self._plans[form]
         if plan.unused and recipe.unused_parameters == "error":
             raise ConfigError(
@@ -81,6 +85,15 @@ class Steps:
                 "choose unused_parameters='zero' or 'skip'."
             )
         return plan
+
+    def _noted(self, plan: BucketPlan) -> BucketPlan:
+        """The plan, which says that it is not for each step where that is so."""
+        local = self._recipe.local_steps
+        if local is None:
+            return plan
+        when = f"local_steps: sent every {local.every} steps"
+        when += f", and in each of the first {local.start}" * bool(local.start)
+        return dataclasses.replace(plan, notes=(*plan.notes, when))
 
     def comm_state(self) -> CommState:
         """What the reduction remembers at first, on one replica.
@@ -107,13 +120,20 @@ class Steps:
         """For each leaf of a state, how it lies on the mesh."""
         kind = ON_RESIZE[self._recipe.reduction.hook.on_resize]
         kinds: TrainState = jax.tree.map(lambda _: Kind.REPLICATED, state)
-        return kinds.replace(
+        kinds = kinds.replace(
             model_state=float_kinds(state.model_state, self._recipe.model.keeps_own),
-            opt_state=optimizer_kinds(self._recipe, state.params, self._mesh.size),
             comm_state=dataclasses.replace(
                 kinds.comm_state, hook=jax.tree.map(lambda _: kind, state.comm_state.hook)
             ),
         )
+        if self._recipe.local_steps is None:
+            opt_state = optimizer_kinds(self._recipe, state.params, self._mesh.size)
+            return kinds.replace(opt_state=opt_state)
+        own = {
+            field: float_kinds(getattr(state, field), lambda _: True)
+            for field in ("params", "ema_params", "opt_state")
+        }
+        return kinds.replace(**own)
 
     def step_for(self, state: TrainState, inputs: Inputs) -> Any:
         """The jitted step for rows of this form; compiles nothing yet.
@@ -209,8 +229,12 @@ class Steps:
                 self._make_step(more_parts, self.kinds(state)),
             )
         ]
-        assert self.plan is not None
-        return explain(lowered, doubled, plan=self.plan, mesh=self._mesh)
+        local, plan = self._recipe.local_steps, self.plan
+        if local is not None:  # all parameters travel, not those alone that have gradients
+            one = jax.eval_shape(functools.partial(enter, kinds=self.kinds(state)), state)
+            plan = self._noted(self._recipe.reduction.plan(one.params))
+        assert plan is not None
+        return explain(lowered, doubled, plan=plan, mesh=self._mesh, local_steps=local)
 
     @property
     def num_shards(self) -> int:

@@ -68,7 +68,7 @@ def norm(recipe: Recipe, grads: PyTree) -> Float[Array, ""]:
 def is_finite(recipe: Recipe, loss: Array, grads: PyTree) -> Array:
     """Whether a step's numbers are finite; the same on every replica."""
     finite = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves((loss, grads))]).all()
-    if not recipe.reduction.keeps_parts:
+    if not recipe.reduction.keeps_parts and recipe.local_steps is None:
         return finite
     with jax.named_scope("metrics"):
         return lax.psum((~finite).astype(jnp.float32), AXIS) == 0

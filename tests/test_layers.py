@@ -22,7 +22,7 @@ FLOORS = [
     {"reduce", "metrics", "unused", "losses", "optimizers", "config", "models", "data"},
     {"batch_norm"},
     {"state", "mesh", "flaxmodel", "coordination"},
-    {"forward", "dispatch", "replica"},
+    {"forward", "dispatch", "replica", "local_steps"},
     {"recipe"},
     {"gradients", "update"},
     {"reports", "cluster", "step", "program", "evaluation"},
@@ -45,6 +45,7 @@ HOMES = {
     "flax": {"flaxmodel", "batch_norm", "models", "checkpoint"},
     "optax": {
         "reduce",
+        "local_steps",
         "losses",
         "optimizers",
         "recipe",

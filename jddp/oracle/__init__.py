@@ -137,6 +137,11 @@ def _refuse(options: Mapping[str, Any]) -> None:
             "With batch_norm_group_size statistics are those of groups, and no single device has "
             "such: leave it out of verify."
         )
+    if options.get("local_steps") is not None:
+        raise UsageError(
+            "With local_steps replicas differ between meetings by design, and no single device is "
+            "all of them: leave it out of verify, which then judges the model and the loss."
+        )
 
 
 def _step(ddp: DataParallel, state: TrainState, batch: PyTree) -> _Step:

@@ -30,5 +30,7 @@ def differences(before: World, now: World, *, draws: bool, has_statistics: bool)
     split_otherwise = "accumulate_steps" in differ or not is_whole
     if has_statistics and split_otherwise and differ != ["num_processes"]:
         inexact.append("batch norm sees other parts of a batch")
+    if now.get("local_steps") and "num_devices" in differ:
+        inexact.append("each replica begins with the mean of those that were")
     changed = "; ".join(inexact) or "all else is the same up to rounding"
     return f"{goes_on}; {changed}"

@@ -1,0 +1,454 @@
+"""Replicas that step alone and meet now and then: judged by as many models on one device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from judge import REPLICAS, Net, assert_close, host, make_rows, squares, start, wrapped
+from oracle import mean_over_valid
+from states import assert_same
+from tiny import ConvNet, loss_fn, make_batch
+
+import jddp
+from jddp.checkpoint import Checkpoints
+from jddp.digest import digests, find_divergence
+from jddp.errors import ConfigError, UsageError
+from jddp.program import collectives, read_program
+from jddp.trainer.elsewhere import differences
+
+DILOCO = optax.sgd(0.7, momentum=0.9, nesterov=True)
+# Sums of four rows, and of four replicas, in another order, over some steps.
+ROUNDING = 1e-5
+
+
+def local(every=3, **options):
+    return {"local_steps": jddp.LocalSteps(every, **options)}
+
+
+def begin(ddp, batch=None, model=None):
+    """A first state with the numbers of `judge.start`, the same for all."""
+    params = start(wrapped(model or Net()), make_rows()).params
+    return ddp.init(0, make_rows() if batch is None else batch, params={"params": host(params)})
+
+
+def taken(batches, model=None, **options):
+    """The state after each of the batches, on the host, and the metrics; and the wrapper."""
+    ddp = wrapped(model or Net(), donate=False, **options)
+    state, states, told = begin(ddp, batches[0], model), [], []
+    for batch in batches:
+        state, metrics = ddp.step(state, batch)
+        states.append(state)
+        told.append(host(metrics))
+    return ddp, states, told
+
+
+def batches_of(num, rows=16):
+    return [make_rows(rows, seed=i) for i in range(num)]
+
+
+def ragged(batches):
+    """Replicas of 4, 3 and 2 valid rows, and one that now and then has none."""
+    masks = [[1, 1, 1, 1, 1, 1, 0, 1, 0, 1, 0, 1, *([i % 2] * 4)] for i in range(len(batches))]
+    return [b | {"mask": np.array(m, np.float32)} for b, m in zip(batches, masks, strict=True)]
+
+
+def by_hand(batches, optimizer, plan, *, clip=None, num=REPLICAS):
+    """As many models of Flax as there are replicas, each with its own rows and optimizer."""
+
+    @jax.jit
+    def gradient(params, rows):
+        def loss(params):
+            losses = nn.apply(lambda m: squares(m, rows), Net())({"params": params})
+            return mean_over_valid(losses, rows.get("mask"))
+
+        return jax.grad(loss)(params)
+
+    def clipped(grads):
+        return grads if clip is None else clip.update(grads, clip.init(grads))[0]
+
+    def moved(new, old, moves):
+        is_own = [jnp.issubdtype(x.dtype, jnp.inexact) for x in jax.tree.leaves(new)]
+        leaves = zip(jax.tree.leaves(new), jax.tree.leaves(old), is_own, strict=True)
+        kept = [a if moves or not own else b for a, b, own in leaves]
+        return jax.tree.unflatten(jax.tree.structure(new), kept)
+
+    first = host(start(wrapped(Net()), make_rows()).params)
+    own = [(first, optimizer.init(first)) for _ in range(num)]
+    together, outer_state = first, plan.outer.init(first)
+    for step, batch in enumerate(batches, start=1):
+        shares = [
+            jax.tree.map(lambda x, r=r: np.split(np.asarray(x), num)[r], batch) for r in range(num)
+        ]
+        for r, (params, opt_state) in enumerate(own):
+            is_shared = step <= plan.start
+            rows = batch if is_shared else shares[r]
+            moves = is_shared or rows.get("mask", np.ones(1)).sum() > 0
+            grads = (
+                clipped(gradient(params, rows)) if moves else jax.tree.map(np.zeros_like, params)
+            )
+            updates, new = optimizer.update(grads, opt_state, params)
+            own[r] = moved((optax.apply_updates(params, updates), new), own[r], moves)
+        if step <= plan.start:
+            together = own[0][0]
+        elif (step - plan.start) % plan.every == 0:
+            mean = jax.tree.map(lambda *x: np.mean(x, 0, np.float64), *(p for p, _ in own))
+            apart = jax.tree.map(lambda a, b: (a - b).astype(np.float32), together, mean)
+            updates, outer_state = plan.outer.update(apart, outer_state, together)
+            together = optax.apply_updates(together, updates)
+            own = [(together, opt_state) for _, opt_state in own]
+    return own, {"params": together, "opt_state": outer_state}
+
+
+def assert_as_by_hand(batches, optimizer, clip=None, **options):
+    plan = options["local_steps"]
+    _, states, told = taken(batches, optimizer=optimizer, **options)
+    state = states[-1]
+    own, outer = by_hand(batches, optimizer, plan, clip=clip)
+    stacked = jax.tree.map(lambda *x: np.stack(x), *own)
+    params, opt_state = host((state.params, state.opt_state))
+    assert_close(params, host(stacked[0]), rtol=ROUNDING)
+    # Whole numbers are the same on all replicas, which have one of them.
+    opt_state = jax.tree.map(
+        lambda got, want: np.broadcast_to(got, want.shape), opt_state, stacked[1]
+    )
+    assert_close(opt_state, host(stacked[1]), rtol=ROUNDING)
+    assert_close(host(state.comm_state.outer), host(outer), rtol=ROUNDING)
+    return states, told
+
+
+CASES = {
+    "averaging": (optax.sgd(0.1), {}),
+    "averaging under momentum": (optax.sgd(0.1, momentum=0.9), {}),
+    "post-local": (optax.sgd(0.1, momentum=0.9), {"start": 2}),
+    "diloco": (optax.adamw(1e-2), {"outer": DILOCO}),
+    "diloco after plain steps": (optax.adamw(1e-2), {"outer": DILOCO, "start": 1}),
+}
+
+
+@pytest.mark.parametrize("optimizer, options", CASES.values(), ids=CASES)
+def test_replicas_are_models_on_one_device_each_that_meet(optimizer, options):
+    states, _ = assert_as_by_hand(batches_of(8), optimizer, **local(**options))
+    begins = options.get("start", 0)
+    for step, state in enumerate(states, start=1):
+        rows = np.asarray(state.params["first"]["kernel"])
+        meet = step <= begins or (step - begins) % 3 == 0
+        assert (rows == rows[0]).all() == meet, step
+
+
+@pytest.mark.parametrize("optimizer", [optax.sgd(0.1, momentum=0.9), optax.adam(1e-2)])
+def test_each_divides_by_its_own_valid_rows_and_waits_where_it_has_none(optimizer):
+    assert_as_by_hand(ragged(batches_of(5)), optimizer, **local(start=1, outer=DILOCO))
+
+
+@pytest.mark.parametrize("start", [0, 2])
+def test_parts_and_packed_buckets_make_no_difference(start):
+    options = {"accumulate_steps": 2, "layout": "flat", "placement": "ready"}
+    assert_as_by_hand(batches_of(5), optax.sgd(0.1), **options, **local(2, start=start))
+
+
+def test_each_clips_its_own_gradient_and_tells_the_mean_of_norms():
+    limit = optax.clip_by_global_norm(0.5)
+    batches = batches_of(4)
+    _, told = assert_as_by_hand(batches, optax.sgd(0.1), clip=limit, max_grad_norm=0.5, **local())
+    one = wrapped(Net(), mesh=1, max_grad_norm=0.5)
+    norms = []
+    for r in range(REPLICAS):
+        share = jax.tree.map(lambda x, r=r: np.split(x, REPLICAS)[r], batches[0])
+        norms.append(float(one.step(begin(one), share)[1]["grad_norm"]))
+    np.testing.assert_allclose(told[0]["grad_norm"], np.mean(norms), rtol=ROUNDING)
+
+
+def test_meeting_after_each_step_is_data_parallel_sgd():
+    batches = batches_of(4)
+    _, states, told = taken(batches, optimizer=optax.sgd(0.1), **local(1))
+    _, plain, wanted = taken(batches, optimizer=optax.sgd(0.1))
+    assert_close(told, wanted, rtol=ROUNDING)
+    for row in range(REPLICAS):
+        got = jax.tree.map(lambda x, row=row: x[row], host(states[-1].params))
+        assert_close(got, host(plain[-1].params), rtol=ROUNDING)
+
+
+@pytest.mark.parametrize("begins, same", [(0, 0), (2, 2), (5, 4), (100, 4)])
+def test_before_the_start_steps_are_plain_to_the_bit(begins, same):
+    """HK-6, post-local: with the start in range and out of it."""
+    batches = ragged(batches_of(4))
+    _, states, _ = taken(batches, **local(start=begins))
+    _, plain, _ = taken(batches)
+    for step, (got, want) in enumerate(zip(states, plain, strict=True), start=1):
+        got, want = host((got.params, got.opt_state)), host((want.params, want.opt_state))
+        alike = [(a == b).all() for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True)]
+        assert all(alike) == (step <= same), step
+
+
+class Plane(nn.Module):
+    """Four weights whose gradient on replica r is r, and so their mean (R - 1) / 2."""
+
+    @nn.compact
+    def __call__(self, x):
+        return self.param("w", nn.initializers.zeros, (2, 2)).sum() * x
+
+
+@pytest.mark.parametrize("begins", [0, 3, 100])
+def test_what_replicas_move_by_on_the_mean_is_that_of_plain_steps(begins):
+    """HK-6, AVG-1: gradients do not depend on parameters here, so that means are exact."""
+    batch = {"x": np.repeat(np.arange(4, dtype=np.float32), 2)}
+    options = {"optimizer": optax.sgd(1.0), **local(2, start=begins)}
+    ddp = wrapped(Plane(), lambda m, b: m(b["x"]), **options)
+    state = ddp.init(0, batch)
+    for step in range(1, 11):
+        state, _ = ddp.step(state, batch)
+        rows = np.asarray(state.params["w"])[:, 0, 0]
+        assert rows.mean() == -1.5 * step
+        meet = step <= begins or (step - begins) % 2 == 0
+        last = 1.5 if meet else np.arange(4)
+        np.testing.assert_array_equal(-rows, 1.5 * (step - 1) + last)
+
+
+def compiled(ddp, batch=None):
+    text = ddp.lower(make_rows() if batch is None else batch).compile().as_text()
+    return collectives(read_program(text))
+
+
+@pytest.mark.parametrize(
+    "options, num_numbers", [({}, 2), ({"max_grad_norm": 1.0, "skip_nonfinite": True}, 4)]
+)
+def test_between_meetings_travel_the_loss_and_its_count_and_a_number_for_each_option(
+    options, num_numbers
+):
+    found = compiled(wrapped(Net(), **local(), **options))
+    always = [x for x in found if x.num_runs is not None]
+    assert sum(x.num_elements for x in always) == num_numbers
+    meeting = [x for x in found if x.num_runs is None]
+    assert sum(x.num_elements for x in meeting) == 25
+    assert all("meeting/" in x.op_name for x in meeting)
+
+
+def test_before_the_start_gradients_travel_in_a_branch_of_their_own():
+    found = [x for x in compiled(wrapped(Net(), **local(start=9))) if x.num_runs is None]
+    assert [("meeting/" in x.op_name, x.num_elements) for x in found] == [(False, 25), (True, 25)]
+
+
+def test_differences_may_be_narrowed_for_the_way():
+    ddp = wrapped(Net(), wire_dtype="bfloat16", layout="flat", **local())
+    # As asked for: XLA:CPU adds in float32 what is bfloat16.
+    assert "tensor<25xbf16>" in ddp.lower(make_rows()).as_text()
+    batches = batches_of(3)
+    (_, got, _), (_, want, _) = (
+        taken(batches, optimizer=optax.sgd(0.1), **options, **local())
+        for options in ({"wire_dtype": "bfloat16"}, {})
+    )
+    before = host(begin(wrapped(Net())).params)
+    moved, wanted = (
+        jax.tree.map(lambda x, b: x[0] - b, host(s[-1].params), before) for s in (got, want)
+    )
+    # Differences are rounded, each to eight bits, and parameters are not: 4 * 2^-8 of the largest.
+    assert_close(moved, wanted, rtol=2**-6)
+    rows = np.asarray(got[-1].params["first"]["kernel"])
+    assert (rows == rows[0]).all()
+
+
+def test_what_is_read_is_the_mean_of_the_replicas():
+    options = {"ema_decay": 0.5, "optimizer": optax.sgd(0.1), **local()}
+    batches = batches_of(4)
+    ddp, states, _ = taken(batches, **options)
+    state = states[-1]
+    mean = jax.tree.map(lambda x: x.mean(0), host(state.params))
+    assert_close(host(ddp.model(state)["params"]), mean, rtol=1e-6)
+    plain = wrapped(Net())
+    alone = plain.init(0, batches[0], params={"params": mean})
+    got, want = ddp.evaluate(state, batches), plain.evaluate(alone, batches)
+    np.testing.assert_allclose(got["loss"], want["loss"], rtol=ROUNDING)
+    assert_close(
+        ddp.predict(state, batches, lambda m, b: m(b["x"])),
+        plain.predict(alone, batches, lambda m, b: m(b["x"])),
+        rtol=ROUNDING,
+    )
+    told = ddp.diagnose(state, batches[0])
+    np.testing.assert_allclose(
+        told["first/kernel"]["parameter"], np.linalg.norm(mean["first"]["kernel"]), rtol=1e-6
+    )
+    # The moving average of the mean is the mean of moving averages.
+    average = host(begin(wrapped(Net())).params)
+    for seen in states:
+        now = jax.tree.map(lambda x: x.mean(0), host(seen.params))
+        average = jax.tree.map(lambda a, x: 0.5 * a + 0.5 * x, average, now)
+    assert_close(host(ddp.model(state, "ema")["params"]), average, rtol=1e-6)
+
+
+def test_gradients_are_those_of_the_global_batch():
+    got, want = (wrapped(Net(), **options) for options in (local(), {}))
+    got, want = (ddp.gradients(begin(ddp), make_rows()) for ddp in (got, want))
+    assert_close(host(got), host(want), rtol=ROUNDING)
+
+
+def test_a_step_that_is_not_finite_is_left_out_by_all_and_not_counted():
+    batches = batches_of(5)
+    broken = make_rows(seed=2)
+    broken["x"][-1] = np.nan  # of the last replica alone
+    options = {"skip_nonfinite": True, **local()}
+    _, states, told = taken([*batches[:2], broken, *batches[2:]], **options)
+    _, wanted, _ = taken(batches, **options)
+    assert [x["skipped"] for x in told] == [0, 0, 1, 1, 1, 1]
+    # The third step that is taken is the fourth: there they meet. Keys differ, and draw nothing.
+    for got, want in zip([*states[:2], *states[3:]], wanted, strict=True):
+        assert_same(
+            (got.params, got.opt_state, got.comm_state),
+            (want.params, want.opt_state, want.comm_state),
+        )
+    rows = np.asarray(states[3].params["first"]["kernel"])
+    assert (rows == rows[0]).all()
+
+
+def test_an_optimizer_that_counts_what_it_sees_in_gradients_is_found_out():
+    broken = make_rows()
+    broken["x"][-1] = np.nan  # of the last replica alone
+    optimizer = optax.apply_if_finite(optax.sgd(0.1), 3)
+    _, states, _ = taken([make_rows(), broken], optimizer=optimizer, **local())
+    clean, told = (find_divergence(np.asarray(digests(s)), s) for s in states)
+    assert clean is None
+    assert told.startswith("opt_state/notfinite_count differs on replica 3")
+
+
+class Half(nn.Module):
+    """Of whose layers the loss uses one."""
+
+    @nn.compact
+    def __call__(self, x):
+        nn.Dense(5, name="unused", bias_init=nn.initializers.ones)(x)
+        return nn.Dense(1, name="used")(x)[:, 0]
+
+
+@pytest.mark.parametrize("policy", ["zero", "skip"])
+def test_unused_parameters_follow_their_policy(policy):
+    optimizer = optax.adamw(1e-2, weight_decay=0.5)
+    options = {"unused_parameters": policy, "optimizer": optimizer, **local(2, outer=DILOCO)}
+    _, states, _ = taken(batches_of(4), model=Half(), **options)
+    first = np.asarray(start(wrapped(Half()), make_rows()).params["unused"]["kernel"])
+    rows = np.asarray(states[-1].params["unused"]["kernel"])
+    assert (rows == rows[0]).all()
+    assert (rows[0] == first).all() == (policy == "skip")
+
+
+@pytest.mark.parametrize("mode", ["sync", "broadcast"])
+def test_statistics_on_which_replicas_would_agree_in_each_step_are_refused(mode):
+    ddp = jddp.DataParallel(ConvNet(), optax.sgd(0.1), loss_fn, mesh=2, batch_norm=mode, **local())
+    with pytest.raises(ConfigError, match=r"agree on 'batch_stats/.*batch_norm='local'"):
+        ddp.init(0, make_batch())
+
+
+def test_statistics_of_ones_own_go_with_it():
+    ddp = jddp.DataParallel(
+        ConvNet(), optax.sgd(0.1), loss_fn, mesh=2, batch_norm="local", **local(2)
+    )
+    state = ddp.init(0, make_batch())
+    for i in range(4):
+        state, _ = ddp.step(state, make_batch(seed=i))
+    mean = np.asarray(state.model_state["batch_stats"]["BatchNorm_0"]["mean"])
+    assert len(np.unique(mean, axis=0)) == 2
+    assert [x.num_elements for x in compiled(ddp, make_batch()) if x.num_runs == 1] == [4]
+    assert 0 <= ddp.evaluate(state, [make_batch()])["accuracy"] <= 1
+
+
+REFUSED = {
+    "never": (lambda: local(0), "every is at least 1 and start at least 0; got every=0"),
+    "before all": (lambda: local(start=-1), "got every=3, start=-1"),
+    "a split optimizer": (lambda: {"shard_optimizer": True, **local()}, "Leave one of them out"),
+    "a hook": (
+        lambda: {"comm_hook": jddp.CommHook(lambda p: (), lambda b, s, a: (b, s)), **local()},
+        "reduces gradients in each step.*Leave it out",
+    ),
+}
+
+
+@pytest.mark.parametrize("options, told", REFUSED.values(), ids=REFUSED)
+def test_what_does_not_go_with_it_is_refused(options, told):
+    with pytest.raises(ConfigError, match=told):
+        wrapped(Net(), **options())
+
+
+def test_verify_says_that_there_is_nothing_to_compare():
+    with pytest.raises(UsageError, match="leave it out of verify"):
+        jddp.verify(Net(), optax.sgd(0.1), squares, make_rows(), **local())
+
+
+def test_a_run_broken_off_between_meetings_goes_on_to_the_bit(tmp_path):
+    def train(num_steps, run_dir):
+        ddp = wrapped(
+            Net(), optimizer=optax.adam(1e-2), ema_decay=0.9, **local(outer=DILOCO, start=1)
+        )
+        every = {"compare_every_steps": 1, "log_every_steps": 1}
+        return ddp.fit(batches_of(8), num_steps=num_steps, run_dir=run_dir, **every)
+
+    want = train(8, tmp_path / "whole")
+    for num_steps in (3, 6, 8):  # meetings are after 4 and 7
+        got = train(num_steps, tmp_path / "broken")
+    assert_same(got.state, want.state)
+
+
+@pytest.mark.parametrize("num", [2, 8, 3])
+def test_on_another_number_of_replicas_each_begins_with_the_mean(tmp_path, num):
+    options = {"optimizer": optax.sgd(0.1, momentum=0.9), **local(outer=DILOCO)}
+    ddp, states, _ = taken(batches_of(4, rows=24), **options)
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(4, states[-1], {"world": ddp.world})
+    checkpoints.close()
+    other = wrapped(Net(), mesh=num, **options)
+    like = begin(other, make_rows(24))
+    state = checkpoints.restore(like, other.kinds(like)).state
+    for field in ("params", "opt_state"):
+        saved, got = host((getattr(states[-1], field), getattr(state, field)))
+        for a, b in zip(*map(jax.tree.leaves, (got, saved)), strict=True):
+            np.testing.assert_allclose(a, np.broadcast_to(b.mean(0), a.shape), rtol=1e-5, atol=1e-7)
+    assert_close(host(state.comm_state), host(states[-1].comm_state), rtol=0)
+    told = differences(ddp.world, other.world, draws=False, has_statistics=False)
+    assert "each replica begins with the mean of those that were" in told
+    for i in (4, 5):
+        state, _ = other.step(state, make_rows(24, seed=i))
+    rows = np.asarray(state.params["first"]["kernel"])
+    assert len(rows) == num
+    assert (rows == rows[0]).all()
+
+
+@pytest.mark.parametrize("options", [local(8), local(8, outer=DILOCO), local(8, start=16)])
+def test_it_learns_about_as_well_with_meetings_far_apart(options):
+    batches = [make_rows(32, seed=i % 8) for i in range(64)]
+    test, optimizer = [make_rows(256, seed=99)], optax.sgd(0.03)
+    losses = []
+    for chosen in ({}, options):
+        ddp, states, _ = taken(batches, optimizer=optimizer, **chosen)
+        losses.append(ddp.evaluate(states[-1], test)["loss"])
+    first = ddp.evaluate(begin(ddp), test)["loss"]
+    plain, apart = losses
+    assert plain < 0.5 * first
+    assert apart < 1.5 * plain
+
+
+def test_an_explanation_tells_what_travels_when():
+    ddp = wrapped(Net(), bucket_mb=25, **local(16, start=100))
+    told = ddp.explain(make_rows())
+    # Loss and count each step; twenty-five parameters each sixteenth; four bytes each.
+    assert told.bytes_per_step == 4 * (2 + 25 / 16)
+    text = " ".join(str(told).split())
+    assert "In each of the first 100 steps gradients travel, as many bytes." in text
+    assert "Replicas meet every 16 steps. Differences of parameters then are 9.54e-05 MiB" in text
+    assert "sent every 16 steps, and in each of the first 100" in text
+    assert "parameters, at meetings" in text
+    assert "lowered with twice of either, the step asks for the same" in text
+    assert max(map(len, str(told).splitlines())) <= 80
+    assert "sent every 16 steps" in str(ddp.plan)
+
+
+def test_fewer_bytes_travel_than_with_gradients_in_each_step():
+    plain, apart = (wrapped(Net(), **options).explain(make_rows()) for options in ({}, local(25)))
+    assert plain.bytes_per_step == 4 * (2 + 25)
+    assert apart.bytes_per_step == 4 * (2 + 1)
+
+
+def test_stats_count_the_parameters_of_one_replica():
+    ddp = wrapped(Net(), **local(16))
+    begin(ddp)
+    told = ddp.stats(make_rows())
+    assert (told["local_steps"], told["wire_bytes"]) == (16, 100)
+    assert told["reduce_seconds"] > 0
