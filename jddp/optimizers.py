@@ -75,6 +75,7 @@ def make_optimizer(
     schedule: optax.Schedule,
     kwargs: Arguments = NOTHING,
     decay_norms_and_biases: bool = False,
+    key: str = "optimizer",
 ) -> tuple[optax.GradientTransformation, optax.Schedule | None]:
     """Returns an optimizer, and the schedule that it follows.
 
@@ -84,6 +85,7 @@ def make_optimizer(
       kwargs: The factory's own arguments, which win over what would be filled in.
       decay_norms_and_biases: Whether weight decay also applies to norms and biases. If not, a
         factory that takes `mask` or `weight_decay_mask` is given `decay_mask`.
+      key: The section of the config, for errors.
 
     Returns:
       The transformation; and `schedule`, or None if the factory takes no learning rate.
@@ -91,7 +93,6 @@ def make_optimizer(
     Raises:
       ConfigError: If optax has no such optimizer, or it does not take these arguments.
     """
-    key = "optimizer"
     make = factory
     if isinstance(factory, str):
         make = find_attribute(optax, factory, called="optax", key=f"{key}.name")

@@ -12,7 +12,9 @@ from states import assert_same
 from tiny import ConvNet, loss_fn, make_batch
 
 import jddp
+from jddp.build import build
 from jddp.checkpoint import Checkpoints
+from jddp.checkpoint.export import export
 from jddp.digest import digests, find_divergence
 from jddp.errors import ConfigError, UsageError
 from jddp.program import collectives, read_program
@@ -452,3 +454,54 @@ def test_stats_count_the_parameters_of_one_replica():
     told = ddp.stats(make_rows())
     assert (told["local_steps"], told["wire_bytes"]) == (16, 100)
     assert told["reduce_seconds"] > 0
+
+
+CONFIG = {
+    "model": {"name": "mlp", "kwargs": {"widths": [4]}},
+    "train": {"num_steps": 5, "eval_every_steps": 5},
+    "data": {"global_batch_size": 16},
+    "mesh": {"num_devices": 4},
+    "checkpoint": {"every_steps": 5},
+}
+OUTER = {"learning_rate": 0.7, "kwargs": {"momentum": 0.9, "nesterov": True}}
+
+
+def configured(**options):
+    return jddp.Config(**CONFIG, ddp={"local_steps": options})
+
+
+def test_a_config_describes_it():
+    job = build(configured(every=16, start=3, outer=OUTER))
+    plan = job.ddp.recipe.local_steps
+    assert (plan.every, plan.start) == (16, 3)
+    params, grads = {"w": np.ones(2, np.float32)}, {"w": np.array([1.0, 2.0], np.float32)}
+    for optimizer in (plan.outer, DILOCO):
+        updates, _ = optimizer.update(grads, optimizer.init(params), params)
+        np.testing.assert_allclose(updates["w"], [-1.33, -2.66], rtol=1e-6)
+    assert job.num_parameters == build(configured()).num_parameters
+    assert build(configured()).ddp.recipe.local_steps is None
+
+
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        ({"start": 8}, "give 'every' too"),
+        ({"every": 8, "outer": {"name": "sgdd"}}, "ddp.local_steps.outer.name.*Did you mean 'sgd'"),
+        ({"every": 8, "outer": {"kwargs": {"momentun": 1}}}, "Did you mean 'momentum'"),
+    ],
+)
+def test_mistakes_in_a_config_are_told(options, told):
+    with pytest.raises(ConfigError, match=told):
+        build(configured(**options))
+
+
+def test_a_finished_run_is_read_as_the_mean_of_its_replicas(tmp_path):
+    run = jddp.fit(configured(every=3), **{"run.dir": str(tmp_path / "run")})
+    mean = jax.tree.map(lambda x: x.mean(0), host(run.state.params))
+    assert len(np.unique(np.asarray(jax.tree.leaves(run.state.params)[0]), axis=0)) == 4
+    assert_close(host(jddp.load(tmp_path / "run").variables["params"]), mean, rtol=1e-6)
+    export(tmp_path / "run/checkpoints/5", tmp_path / "weights.safetensors", ["params"])
+    for path in (tmp_path / "run", tmp_path / "weights.safetensors"):
+        job = build(configured())
+        state = job.ddp.init(0, job.train_batches().batch(0), params=path)
+        assert_close(host(state.params), mean, rtol=1e-6)

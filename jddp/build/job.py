@@ -89,7 +89,9 @@ class Job:
     def num_parameters(self) -> int:
         """Trained numbers of the model."""
         params = self.ddp.abstract_state(self.batch_spec).params
-        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+        # Of one replica: each may have its own.
+        shapes = (leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(params))
+        return sum(map(math.prod, shapes))
 
     @property
     def batch_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -248,7 +250,8 @@ def build(config: Config, *, needs_data: bool = True) -> Job:
 
 def _ddp_options(config: Config, parts: Parts) -> dict[str, Any]:
     """The options of `DataParallel` under `ddp`, what they name among them made."""
-    return {**config.ddp.model_dump(), "comm_hook": parts.comm_hook}
+    made = {"comm_hook": parts.comm_hook, "local_steps": parts.local_steps}
+    return {**config.ddp.model_dump(), **made}
 
 
 def _configure(config: Config, num_processes: int) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from jddp.config import Config
 from jddp.data import Source, make_data_set, make_source, spec_of
 from jddp.errors import ConfigError
+from jddp.local_steps import LocalSteps
 from jddp.losses import LOSSES
 from jddp.models.make import make_model
 from jddp.names import accepted_names, check_arguments, did_you_mean, resolve_target
@@ -38,6 +39,7 @@ class Parts:
       loss_fn: `loss_fn(model, batch[, train])`.
       make_optimizer: Gives the optimizer, and the schedule it follows, for a number of steps.
       comm_hook: What reduces buckets, or None for the mean.
+      local_steps: How often replicas meet, or None for each step.
     """
 
     source: Source
@@ -45,6 +47,7 @@ class Parts:
     loss_fn: Callable[..., Any]
     make_optimizer: Callable[[int], tuple[Any, Schedule | None]]
     comm_hook: CommHook | None
+    local_steps: LocalSteps | None
 
 
 def resolve_parts(config: Config) -> Parts:
@@ -62,12 +65,12 @@ def resolve_parts(config: Config) -> Parts:
         except ConfigError as error:
             mistakes.append(str(error))
 
-    optimizer = attempt(_optimizer)
+    optimizer, local_steps = attempt(_optimizer), attempt(_local_steps)
     model, loss_fn, source = attempt(_model), attempt(_loss), attempt(_source)
     comm_hook = attempt(_comm_hook)
     if mistakes:
         raise ConfigError("\n".join(mistakes))
-    return Parts(source, model, loss_fn, optimizer, comm_hook)
+    return Parts(source, model, loss_fn, optimizer, comm_hook, local_steps)
 
 
 def _source(config: Config) -> Source:
@@ -151,3 +154,19 @@ def _optimizer(config: Config) -> Callable[[int], tuple[Any, Schedule | None]]:
 
     make(1)  # So that mistakes show before the data, which say how many steps there are, are read.
     return make
+
+
+def _local_steps(config: Config) -> LocalSteps | None:
+    section, key = config.ddp.local_steps, "ddp.local_steps.outer"
+    if section.every is None:
+        return None
+    factory: Any = section.outer.name
+    if section.outer.target is not None:
+        factory = resolve_target(section.outer.target, key=f"{key}.target")
+    outer, _ = make_optimizer(
+        factory,
+        schedule=lambda meeting: section.outer.learning_rate,
+        kwargs=section.outer.kwargs,
+        key=key,
+    )
+    return LocalSteps(section.every, outer, section.start)

@@ -18,7 +18,7 @@ import safetensors.numpy
 from flax import serialization
 
 from jddp.checkpoint.arrays import by_path, nested
-from jddp.checkpoint.read import read, read_object
+from jddp.checkpoint.read import read, read_object, read_values
 from jddp.checkpoint.writer import Keep, Writer
 from jddp.errors import ConfigError, DataError, FileSystemError
 from jddp.mesh import make_mesh, replicate
@@ -72,14 +72,14 @@ def export(folder: Path, file: Path, fields: Sequence[str] | None = None) -> Non
     Args:
       folder: Of the checkpoint.
       file: Made anew; its suffix says the format.
-      fields: Of the state; None for all.
+      fields: Of the state, as they are evaluated; None for all, as they are.
 
     Raises:
       ConfigError: If the suffix is unknown, or the format has no such numbers.
       FileSystemError: If the checkpoint cannot be read, or the file cannot be written.
     """
     form = _form_of(file)
-    leaves = by_path(read(folder, fields))
+    leaves = by_path(read(folder) if fields is None else read_values(folder, fields))
     keys = {name: str(jax.random.key_impl(x)) for name, x in leaves.items() if _is_key(x)}
     arrays = {
         name: np.asarray(jax.random.key_data(x) if name in keys else x)

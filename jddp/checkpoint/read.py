@@ -17,7 +17,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from jddp.checkpoint.arrays import as_saved, nested
+from jddp.checkpoint.arrays import as_saved, by_path, nested
 from jddp.checkpoint.steps import finished
 from jddp.checkpoint.sums import find_damage
 from jddp.checkpoint.writer import first_line
@@ -32,7 +32,26 @@ def read_newest(directory: Path, fields: Sequence[str]) -> dict[str, PyTree]:
     Raises:
       FileSystemError: If there is no such checkpoint, or it cannot be read.
     """
-    return read(directory / str(newest_sound(directory)), fields)
+    return read_values(directory / str(newest_sound(directory)), fields)
+
+
+def read_values(folder: Path, fields: Sequence[str]) -> dict[str, PyTree]:
+    """Returns fields of the state in one checkpoint as they are evaluated.
+
+    Parameters of which each replica has its own, under `local_steps`, are averaged: those that have
+    a dim more than what replicas have in common.
+
+    Raises:
+      FileSystemError: If it cannot be read.
+    """
+    described, leaves = read_described(folder), by_path(read(folder, fields))
+    for name, x in leaves.items():
+        field, _, path = name.partition("/")
+        common = described.get(f"comm_state/outer/params/{path}", {"shape": None})["shape"]
+        if field in ("params", "ema_params") and x.ndim and list(x.shape[1:]) == common:
+            exact = x.astype(np.result_type(x.dtype, np.float32))
+            leaves[name] = exact.mean(0).astype(x.dtype)
+    return {field: {} for field in fields} | nested(leaves)
 
 
 def newest_sound(directory: Path) -> int:

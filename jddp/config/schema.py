@@ -168,6 +168,30 @@ class CommHookConfig(NamedSection):
     target: str | None = Field(None, description="One's own: a callable giving a jddp.CommHook.")
 
 
+class OuterConfig(NamedSection):
+    """What takes the mean move of the replicas for a gradient; by default it gives their mean."""
+
+    name: str | None = Field("sgd", description="Any optimizer optax.<name>.")
+    target: str | None = Field(None, description="One's own: a callable giving an optax optimizer.")
+    learning_rate: float = Field(1.0, gt=0, description="Of SGD, 1 gives the replicas' mean.")
+
+
+class LocalStepsConfig(Section):
+    """Steps that each replica takes alone, between meetings at which parameters travel."""
+
+    every: int | None = Field(
+        None, ge=1, description="Steps from one meeting to the next; null averages gradients."
+    )
+    start: int = Field(0, ge=0, description="As many first steps average gradients.")
+    outer: OuterConfig = Field(default_factory=OuterConfig)
+
+    @model_validator(mode="after")
+    def _every_is_given(self) -> "LocalStepsConfig":
+        if self.every is None and (self.start or self.outer != OuterConfig()):
+            raise ValueError("give 'every' too, the steps from one meeting to the next")
+        return self
+
+
 class DdpConfig(Section):
     """How replicas are kept alike: the options of `jddp.DataParallel`."""
 
@@ -212,6 +236,7 @@ class DdpConfig(Section):
         ge=1,
         description="Logical replicas: equal bits on any number of devices that divides.",
     )
+    local_steps: LocalStepsConfig = Field(default_factory=LocalStepsConfig)
     max_grad_norm: float | None = Field(None, gt=0, description="Clip the mean gradient to this.")
     ema_decay: float | None = Field(
         None, gt=0, lt=1, description="Decay of the moving average of the parameters."
