@@ -165,6 +165,8 @@ def _purpose(collective: Collective) -> str:
         return PARAMETERS
     if re.search(r"\bbucket_\d+/", collective.op_name):
         return GRADIENTS
+    if "parameters/" in collective.op_name:
+        return "parameters, updated"
     if "metrics/" in collective.op_name:
         # XLA joins what is of one kind: here a layer's sums with those of the loss.
         is_joined = "transpose(" in collective.op_name or "BatchNorm" in collective.op_name

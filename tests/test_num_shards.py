@@ -1,6 +1,7 @@
 """A step on logical replicas is equal to the bit, whatever number of devices carries them."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -81,6 +82,7 @@ OPTIONS = {
         "layout": "flat",
     },
     "a split optimizer": {"shard_optimizer": True, "max_grad_norm": 0.1},
+    "a loss scale": {"loss_scale": "dynamic", "model": MODELS["mlp"](dtype=jnp.float16)},
     "momentum": {"optimizer": optax.sgd(0.1, momentum=0.9)},
 }
 
@@ -167,6 +169,7 @@ REFUSED = {
         "comm_hook": jddp.CommHook(lambda plan: (), lambda b, s, axis: (b, s))
     },
     "Choose placement='end'": {"placement": "ready"},
+    "each goes its own way": {"local_steps": jddp.LocalSteps(every=2)},
     "choose batch_norm='local'": {"model": MODELS["conv"](), "batch_norm": "sync"},
     "in this model or loss they meet, by 'psum": {"loss": meeting},
 }

@@ -127,6 +127,13 @@ def test_what_travels_is_each_gradient_out_and_each_parameter_back(place):
         assert len(sizes["all-to-all"]) == len(sizes["all-gather"]) == len(ddp.plan)
 
 
+def test_explain_names_what_comes_back():
+    ddp = wrapped(Net(), shard_optimizer=True)
+    rows = str(ddp.explain(make_rows())).splitlines()
+    purposes = {tuple(row.split()[3:4] + row.split()[5:]) for row in rows if " f32 " in row}
+    assert {("all-to-all", "gradients"), ("all-gather", "parameters,", "updated")} <= purposes
+
+
 def test_a_norm_costs_one_number_more():
     ddp = wrapped(Net(), shard_optimizer=True, max_grad_norm=1.0)
     start(ddp, make_rows())
