@@ -214,9 +214,32 @@ def _linearize(
     def forward(params: PyTree) -> Any:
         return recipe.forward(params, model_state, part, key, constants)
 
+    before = model_state
     _, pullback, (sums, model_state) = jax.vjp(forward, params, has_aux=True)
     start = _start(recipe, params, sums)
-    return lambda cotangent: pullback(cotangent * start)[0], sums, model_state
+
+    def backward(cotangent: Array) -> PyTree:
+        return pullback(cotangent * start)[0]
+
+    if recipe.model.batch_norm == "sync" or not jax.tree.leaves(before):
+        return backward, sums, model_state
+    return _without_empty(recipe, backward, sums, before, model_state)
+
+
+def _without_empty(
+    recipe: Recipe, backward: Callable[[Array], PyTree], sums: Sums, before: PyTree, after: PyTree
+) -> tuple[Callable[[Array], PyTree], Sums, PyTree]:
+    """Keeps out what batch norm makes of a replica's rows where none of them is valid: NaN."""
+    is_empty = sums["loss"].count == 0
+
+    def keep(path: Any, old: Array, new: Array) -> Array:
+        is_own = recipe.model.keeps_own(path) and jnp.issubdtype(new.dtype, jnp.inexact)
+        return jnp.where(is_empty, old, new) if is_own else new
+
+    def without(cotangent: Array) -> PyTree:
+        return jax.tree.map(lambda g: jnp.where(is_empty, 0, g), backward(cotangent))
+
+    return without, sums, jax.tree_util.tree_map_with_path(keep, before, after)
 
 
 def _start(recipe: Recipe, params: PyTree, sums: Sums) -> float:

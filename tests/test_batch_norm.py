@@ -12,6 +12,8 @@ from flax import nnx
 from tiny import ConvNet, loss_fn, make_batch
 
 import jddp
+from jddp.losses import cross_entropy
+from jddp.models.cnn import CNN
 
 
 class Norm(nn.Module):
@@ -398,3 +400,30 @@ def test_a_model_is_converted_for_a_step_of_one_s_own(kind):
 def test_only_flax_models_are_converted():
     with pytest.raises(jddp.ConfigError, match="model is function"):
         jddp.sync_batch_norm(squares)
+
+
+@pytest.mark.parametrize("mode, parts", [("local", 1), ("local", 2), ("broadcast", 1)])
+@pytest.mark.parametrize("placement", ["end", "ready"])
+def test_a_replica_of_padding_alone_changes_nothing(mode, parts, placement):
+    """Its batch norms are handed a mask of nothing, of which they make NaN."""
+    rng = np.random.default_rng(0)
+    batch = {
+        "image": rng.normal(size=(16, 8, 8, 1)).astype(np.float32),
+        "label": rng.integers(0, 10, 16).astype(np.int32),
+        "mask": (np.arange(16) < 8).astype(np.float32),
+    }
+    states = []
+    for num in (4, 2):  # of the four two have no row, and of the two none
+        options = {"batch_norm": mode, "accumulate_steps": parts, "placement": placement}
+        optimizer = optax.sgd(0.1, momentum=0.9)
+        ddp = jddp.DataParallel(CNN(widths=[4]), optimizer, cross_entropy, mesh=num, **options)
+        rows = jax.tree.map(lambda x, num=num: x[: 4 * num], batch)
+        state = ddp.init(0, rows)
+        for _ in range(2):
+            state, metrics = ddp.step(state, rows)
+        assert np.isfinite(metrics["loss"])
+        own = jax.tree.map(lambda x: np.asarray(x)[:2], state.model_state)
+        states.append((state.params, state.opt_state, own))
+    for got, want in zip(*map(jax.tree.leaves, states), strict=True):
+        # Means of 8 rows in another order, twice.
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)

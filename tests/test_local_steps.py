@@ -17,6 +17,8 @@ from jddp.checkpoint import Checkpoints
 from jddp.checkpoint.export import export
 from jddp.digest import digests, find_divergence
 from jddp.errors import ConfigError, UsageError
+from jddp.losses import cross_entropy
+from jddp.models.cnn import CNN
 from jddp.program import collectives, read_program
 from jddp.trainer.elsewhere import differences
 
@@ -505,3 +507,20 @@ def test_a_finished_run_is_read_as_the_mean_of_its_replicas(tmp_path):
         job = build(configured())
         state = job.ddp.init(0, job.train_batches().batch(0), params=path)
         assert_close(host(state.params), mean, rtol=1e-6)
+
+
+def test_a_replica_without_valid_rows_keeps_its_statistics():
+    options = {"batch_norm": "local", "max_grad_norm": 1.0, "skip_nonfinite": True, **local(2)}
+    ddp = jddp.DataParallel(CNN(widths=[4]), optax.sgd(0.1), cross_entropy, mesh=2, **options)
+    batch = {
+        "image": np.random.default_rng(0).normal(size=(8, 8, 8, 1)).astype(np.float32),
+        "label": np.arange(8, dtype=np.int32),
+        "mask": np.repeat(np.array([1, 0], np.float32), 4),
+    }
+    state = ddp.init(0, batch)
+    before = np.asarray(state.model_state["batch_stats"]["BatchNorm_0"]["mean"])
+    state, metrics = ddp.step(state, batch)
+    after = np.asarray(state.model_state["batch_stats"]["BatchNorm_0"]["mean"])
+    assert (after == before).all(1).tolist() == [False, True]
+    assert metrics["skipped"] == 0
+    assert np.isfinite(metrics["grad_norm"])
