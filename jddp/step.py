@@ -256,7 +256,8 @@ def make_gradients(
         entered = state if recipe.num_shards is not None else enter(state, kinds)
         return replica_gradients(recipe, plan, entered, inputs)
 
-    recipe = dataclasses.replace(recipe, local_steps=None)  # also where steps do not average them
+    if recipe.local_steps is not None:  # steps average nothing, and this is the mean all the same
+        recipe = dataclasses.replace(recipe, local_steps=None)
     mapped = over_replicas(gradients, mesh, (specs(kinds, AXIS), SPLIT), P())
     return jax.jit(mapped, compiler_options=options)
 
