@@ -1,4 +1,4 @@
-"""Compares what may be sent in place of the mean: its bytes, its memory, its time, its accuracy.
+"""Compares the modes of a step: their bytes, their memory, their time, their accuracy.
 
     python benchmarks/modes.py
     python benchmarks/modes.py --only "PowerSGD, rank 2" --rounds 40
@@ -10,11 +10,12 @@ All modes train the default job (`jddp.train` without arguments) and take turns 
                asks for: (N-1)/N of what is gathered, scattered or exchanged, twice that of what is
                reduced; read in the lowered program, since XLA:CPU widens bfloat16
     optimizer  KiB of the optimizer's state on a device
-    hook       KiB of what the hook remembers on a device
+    memory     KiB of what the reduction remembers on a device: a hook's, or where replicas met
     ratio      median over the rounds of the mode's step / the mean's; of CPUs, whose network is
                memory: what the arithmetic costs, and nothing of what a network would gain
     accuracy   of the default job, as its config is, at its end
 
+"own statistics" is the mean with batch norms that do not meet, which the modes below it need.
 PowerSGD is measured where it compresses, and trains from the step on that is its default.
 """
 
@@ -36,6 +37,8 @@ from jddp.config import load_config
 from jddp.program import Collective, collectives, read_program
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+EVERY = 16  # steps from one meeting to the next
+OWN = {"ddp.batch_norm": "local"}  # as modes ask for in which replicas do not meet in each layer
 POWERSGD = {"ddp.comm_hook.name": "powersgd"}
 MODES: dict[str, dict[str, Any]] = {
     "mean": {},
@@ -45,6 +48,17 @@ MODES: dict[str, dict[str, Any]] = {
     "PowerSGD, rank 2": {**POWERSGD, "ddp.comm_hook.kwargs.rank": 2},
     "PowerSGD, rank 4": {**POWERSGD, "ddp.comm_hook.kwargs.rank": 4},
     "signs": {"ddp.comm_hook.target": "send_signs:send_signs"},
+    "split optimizer": {"ddp.shard_optimizer": True},
+    "own statistics": OWN,
+    "8 shards": {**OWN, "ddp.num_shards": 8},
+    "averages": {**OWN, "ddp.local_steps.every": EVERY},
+    "DiLoCo": {
+        **OWN,
+        "ddp.local_steps.every": EVERY,
+        "ddp.local_steps.outer.learning_rate": 0.7,
+        "ddp.local_steps.outer.kwargs.momentum": 0.9,
+        "ddp.local_steps.outer.kwargs.nesterov": True,
+    },
 }
 AT_WORK = {"ddp.comm_hook.kwargs.start_step": 0}  # of what begins later, when it is measured
 MEAN, AGAIN = "mean", "mean again"
@@ -58,8 +72,9 @@ def job(name: str) -> Any:
 
 
 def moved(collective: Collective, num_devices: int) -> float:
-    """Bytes that a ring moves into each device, and out of it."""
-    share = (num_devices - 1) / num_devices * collective.bytes * (collective.num_runs or 1)
+    """Bytes that a ring moves into each device, and out of it, in the mean step."""
+    runs = 1 / EVERY if "meeting/" in collective.op_name else collective.num_runs or 1
+    share = (num_devices - 1) / num_devices * collective.bytes * runs
     return 2 * share if collective.op == "all-reduce" else share
 
 
@@ -73,11 +88,11 @@ def measure(name: str, num_steps: int) -> tuple[dict[str, float], Turn]:
     made = job(name)
     ddp, batch = made.ddp, made.train_batches().batch(0)
     state = ddp.init(0, batch)
-    found = collectives(read_program(ddp.lower(batch).as_text("hlo")))
+    found = collectives(read_program(ddp.lower(batch).as_text("hlo", debug_info=True)))
     row = {
         "wire_kib": sum(moved(x, ddp.mesh.size) for x in found) / 1024,
         "optimizer_kib": bytes_on_a_device(state.opt_state) / 1024,
-        "hook_kib": bytes_on_a_device(state.comm_state) / 1024,
+        "memory_kib": bytes_on_a_device(state.comm_state) / 1024,
     }
     return row, stepping(ddp.step, state, ddp.put(batch), num_steps)
 
@@ -130,12 +145,12 @@ def print_rows(names: list[str], num_rounds: int, num_steps: int) -> None:
         rows[name], turns[name] = measure(name, num_steps)
     rows[AGAIN], turns[AGAIN] = measure(MEAN, num_steps)
     found = ratios(turns, num_rounds)
-    print(f"{'':18} {'wire':>9} {'optimizer':>10} {'hook':>9} {'ratio':>7}")
+    print(f"{'':18} {'wire':>9} {'optimizer':>10} {'memory':>9} {'ratio':>7}")
     for name, row in rows.items():
         row["ratio"] = found[name]
         print(
             f"{name:18} {row['wire_kib']:9,.1f} {row['optimizer_kib']:10,.1f} "
-            f"{row['hook_kib']:9,.1f} {row['ratio']:7.3f}"
+            f"{row['memory_kib']:9,.1f} {row['ratio']:7.3f}"
         )
     print(json.dumps({**machine(), "rounds": num_rounds, "results": rows}))
 

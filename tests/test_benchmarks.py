@@ -52,7 +52,7 @@ def test_modes_prints_a_row_for_each_and_fewer_bytes_for_what_is_compressed():
     assert [row[:18].strip() for row in rows[1:]] == list(results)
     for name in names:
         assert results[name]["wire_kib"] < results["mean"]["wire_kib"] / 5
-        assert results[name]["hook_kib"] > 0 == results["mean"]["hook_kib"]
+        assert results[name]["memory_kib"] > 0 == results["mean"]["memory_kib"]
 
 
 @pytest.mark.slow
