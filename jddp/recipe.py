@@ -73,6 +73,12 @@ class Recipe:
                 "optax.MultiSteps beside accumulate_steps would reduce once per part and count "
                 "steps twice. Drop optax.MultiSteps: accumulate_steps reduces once for all parts."
             )
+        if self.num_shards is not None and self.shard_optimizer:
+            raise ConfigError(
+                "num_shards promises equal bits, and with shard_optimizer=True the last bit of an "
+                "update depends on how arrays are cut: a part is computed in other vectors than "
+                "the whole. Leave one of them out."
+            )
         self._check_local_steps()
 
     def _check_local_steps(self) -> None:
