@@ -32,7 +32,7 @@ from jddp.metrics import Sum, Sums, count_rows, mean, sum_in_order, sum_over_rep
 from jddp.recipe import Inputs, Recipe
 from jddp.reduce import BucketPlan
 from jddp.state import CommState, TrainState, enter, leave, specs
-from jddp.update import init_optimizer, is_finite, norm, optimizer_kinds, update
+from jddp.update import check_optimizer, init_optimizer, is_finite, norm, optimizer_kinds, update
 
 PyTree = Any
 Metrics = dict[str, Float[Array, ""]]
@@ -190,7 +190,8 @@ def make_init(recipe: Recipe, mesh: Mesh) -> Callable[..., TrainState]:
 
     def init(*args: Any) -> TrainState:
         state = over_replicas(functools.partial(replica_init, recipe), mesh, P(), P())(*args)
-        layout = specs(optimizer_kinds(recipe, state.params, mesh.size), AXIS)
+        check_optimizer(recipe, state.params, mesh.size)
+        layout = specs(optimizer_kinds(recipe, state.params), AXIS)
         optimizer = over_replicas(functools.partial(init_optimizer, recipe), mesh, P(), layout)
         return state.replace(opt_state=optimizer(state.params))
 

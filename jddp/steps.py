@@ -127,7 +127,7 @@ class Steps:
             ),
         )
         if self._recipe.local_steps is None:
-            opt_state = optimizer_kinds(self._recipe, state.params, self._mesh.size)
+            opt_state = optimizer_kinds(self._recipe, state.params)
             return kinds.replace(opt_state=opt_state)
         own = {
             field: float_kinds(getattr(state, field), lambda _: True)

@@ -12,6 +12,7 @@ References:
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -81,28 +82,36 @@ def init_optimizer(recipe: Recipe, params: PyTree) -> PyTree:
     return jax.tree.map(jnp.copy, recipe.optimizer.init(params))
 
 
-def optimizer_kinds(recipe: Recipe, params: PyTree, num_replicas: int) -> PyTree:
-    """How each leaf of the optimizer's state lies on the mesh, for parameters of these shapes.
-
-    Raises:
-      ConfigError: If it is to be split, and the optimizer does not work element by element.
-    """
+def optimizer_kinds(recipe: Recipe, params: PyTree) -> PyTree:
+    """How each leaf of the optimizer's state lies on the mesh, for parameters of these shapes."""
     if not recipe.shard_optimizer:
         opt_state = jax.eval_shape(recipe.optimizer.init, params)
         return jax.tree.map(lambda _: Kind.REPLICATED, opt_state)
-    whole, part = (
-        jax.tree.map(lambda x, shape=shape: jax.ShapeDtypeStruct(shape(x.shape), x.dtype), params)
-        for shape in (_at_least_1d, functools.partial(part_shape, num_parts=num_replicas))
-    )
-    if reason := _why_not_split(recipe.optimizer, whole, part):
+    opt_state = jax.eval_shape(recipe.optimizer.init, _reshaped(params, _at_least_1d))
+    return jax.tree.map(lambda x: Sharded(x.shape) if x.shape else Kind.REPLICATED, opt_state)
+
+
+def check_optimizer(recipe: Recipe, params: PyTree, num_replicas: int) -> None:
+    """Refuses to split an optimizer that does not work element by element.
+
+    Raises:
+      ConfigError: Which says what it does.
+    """
+    if not recipe.shard_optimizer:
+        return
+    part = functools.partial(part_shape, num_parts=num_replicas)
+    shapes = (_reshaped(params, shape) for shape in (_at_least_1d, part))
+    if reason := _why_not_split(recipe.optimizer, *shapes):
         raise ConfigError(
             "shard_optimizer=True gives each replica a part of every array, and this optimizer "
             f"does not work element by element: it {reason}. Choose shard_optimizer=False; or, if "
             "it is clipping, max_grad_norm= in its place, and for apply_if_finite "
             "skip_nonfinite=True."
         )
-    opt_state = jax.eval_shape(recipe.optimizer.init, whole)
-    return jax.tree.map(lambda x: Sharded(x.shape) if x.shape else Kind.REPLICATED, opt_state)
+
+
+def _reshaped(params: PyTree, shape: Callable[[tuple[int, ...]], tuple[int, ...]]) -> PyTree:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(shape(x.shape), x.dtype), params)
 
 
 def _at_least_1d(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -126,7 +135,9 @@ def _why_not_split(optimizer: optax.GradientTransformation, whole: PyTree, part:
     if mixing:
         return f"applies {mixing!r} to arrays as a whole"
     of_part = jax.eval_shape(optimizer.init, part)
-    if is_same(step, (whole, loss, opt_state), (part, loss, of_part)):
+    if is_same(optimizer.init, (whole,), (part,)) and is_same(
+        step, (whole, loss, opt_state), (part, loss, of_part)
+    ):
         return ""
     return "does something else with arrays of other shapes"
 

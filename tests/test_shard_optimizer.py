@@ -94,6 +94,26 @@ def test_an_optimizer_that_mixes_elements_is_refused_with_the_reason(name):
         trained(sharded=True, optimizer=MIXING[name])
 
 
+def growing_with_size():
+    """Whose first state depends on how large an array is, and whose update does not."""
+    adam = optax.adam(1e-3)
+
+    def init(params):
+        fill = jax.tree.map(lambda x: jnp.ones_like(x) if x.size > 9 else jnp.zeros_like(x), params)
+        return adam.init(params), fill
+
+    def update(grads, state, params=None):
+        updates, inner = adam.update(grads, state[0], params)
+        return jax.tree.map(jnp.multiply, updates, state[1]), (inner, state[1])
+
+    return optax.GradientTransformation(init, update)
+
+
+def test_an_optimizer_that_begins_otherwise_with_parts_is_refused():
+    with pytest.raises(ConfigError, match="something else with arrays of other shapes"):
+        trained(sharded=True, optimizer=growing_with_size())
+
+
 class Wide(nn.Module):
     @nn.compact
     def __call__(self, x):
