@@ -153,7 +153,11 @@ def _reduce_when_ready(recipe: Recipe, plan: BucketPlan, state: TrainState, inpu
         recipe, state.params, model_state, *_part(parts, num_parts - 1)
     )
     scale = _loss_scale(recipe, state)
-    grads, memory = _reduction(recipe, state, sums).when_ready(
+    reduction = _reduction(recipe, state, sums)
+    has_own = recipe.model.batch_norm != "sync" and jax.tree.leaves(state.model_state)
+    if has_own and _cleans_buckets(recipe):
+        reduction = _clean(reduction, sums["loss"].count == 0)
+    grads, memory = reduction.when_ready(
         trace_backward(lambda one: pullback(one * scale)),
         state.comm_state.hook,
         plan=plan,
@@ -223,7 +227,23 @@ def _linearize(
 
     if recipe.model.batch_norm == "sync" or not jax.tree.leaves(before):
         return backward, sums, model_state
-    return _without_empty(recipe, backward, sums, before, model_state)
+    without, sums, model_state = _without_empty(recipe, backward, sums, before, model_state)
+    # Where buckets leave inside the backward pass they are cleaned one by one, or all would wait.
+    return backward if _cleans_buckets(recipe) else without, sums, model_state
+
+
+def _cleans_buckets(recipe: Recipe) -> bool:
+    return recipe.reduction.placement == "ready" and recipe.accumulate_steps == 1
+
+
+def _clean(reduction: Reduction, is_empty: Array) -> Reduction:
+    """Sends zeros from a replica that has no valid row."""
+    hook = reduction.hook
+
+    def reduce(bucket: GradBucket, memory: PyTree, axis: str) -> tuple[GradBucket, PyTree]:
+        return hook.reduce(jax.tree.map(lambda x: jnp.where(is_empty, 0, x), bucket), memory, axis)
+
+    return dataclasses.replace(reduction, hook=hook._replace(reduce=reduce))
 
 
 def _without_empty(

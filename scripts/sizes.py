@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CORE = {"reduce", "state", "mesh", "flaxmodel", "batch_norm", "gradients", "step"}
 CORE |= {"steps", "first_state", "data_parallel", "update", "local_steps"}
-BUDGETS = {"core lines": 2_700, "jddp lines": 12_900, "public names": 24, "dependencies": 12}
+BUDGETS = {"core lines": 2_720, "jddp lines": 12_900, "public names": 24, "dependencies": 12}
 NOT_CODE = {
     tokenize.COMMENT,
     tokenize.NL,
