@@ -48,8 +48,8 @@ def timed(act: Callable[[], Any]) -> Turn:
 
 
 def default_job() -> Any:
-    from jddp.build import build
-    from jddp.config import load_config
+    from jddp.config.files import load_config
+    from jddp.job.job import build
 
     return build(load_config()[0])
 
@@ -90,7 +90,7 @@ def pipeline(num_rounds: int) -> dict[str, float]:
 
 
 def loader(num_rounds: int, num_steps: int = 30) -> dict[str, float]:
-    from jddp.trainer.source import Source
+    from jddp.trainer.prefetch import Source
 
     job = default_job()
     size, batches = job.config.data.global_batch_size, job.train_batches()
@@ -147,7 +147,7 @@ def images(num_rounds: int, num_files: int = 2000, pixels: int = 256) -> dict[st
     from PIL import Image
 
     from jddp.data import TrainBatches, WorkerBatches
-    from jddp.data.image_folder import FolderExamples
+    from jddp.data.sources.image_folder import FolderExamples
 
     with tempfile.TemporaryDirectory() as folder:
         rng, root = np.random.default_rng(0), Path(folder)

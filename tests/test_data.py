@@ -28,11 +28,12 @@ from jddp.data import (
     make_source,
     spec_of,
 )
-from jddp.data import fashion_mnist as embedded
-from jddp.data.idx import pack_idx, parse_idx, read_idx
 from jddp.data.order import Order
-from jddp.data.stdlib_text import source_files
+from jddp.data.sources.idx import pack_idx, parse_idx, read_idx
+from jddp.data.sources.stdlib_text import source_files
 from jddp.errors import ConfigError, DataError
+
+embedded = importlib.import_module("jddp.data.sources.fashion_mnist")  # not the function
 
 
 def numbered(num_examples):

@@ -11,19 +11,14 @@ is a named place where examples come from. This room knows numpy and files, and 
 devices or configs.
 """
 
-from jddp.data.arrays_on_disk import load_weights
 from jddp.data.augment import Augment, CropAndFlip, FlipAndShift
 from jddp.data.batches import TrainBatches, count_steps, eval_batches
-from jddp.data.examples import (
-    ArrayExamples,
-    Batch,
-    Examples,
-    ImageExamples,
-)
+from jddp.data.examples import ArrayExamples, Batch, Examples, ImageExamples
 from jddp.data.rows import RowExamples, as_examples
 from jddp.data.source import DataSet, Source, Spec, make_data_set, spec_of
 from jddp.data.sources import SOURCES, make_source
-from jddp.data.tokens import TokenExamples
+from jddp.data.sources.arrays_on_disk import load_weights
+from jddp.data.sources.tokens import TokenExamples
 from jddp.data.workers import WorkerBatches
 
 __all__ = [

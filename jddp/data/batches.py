@@ -17,12 +17,14 @@ import numpy as np
 from jddp.data.augment import Augment, mix_up
 from jddp.data.examples import Batch, Examples
 from jddp.data.order import Order
+from jddp.data.rows import as_examples
 from jddp.errors import ConfigError, DataError
+from jddp.html import Shown
 
 ENDLESS = 2**62
 
 
-class TrainBatches:
+class TrainBatches(Shown):
     """An iterator over the batches of one process, endless or for some epochs.
 
     Batch `s` holds positions `s * global_batch_size` onwards of the run (see `order`). Epochs
@@ -33,7 +35,7 @@ class TrainBatches:
 
     def __init__(
         self,
-        examples: Examples,
+        examples: object,
         *,
         global_batch_size: int,
         seed: int,
@@ -50,7 +52,7 @@ class TrainBatches:
         """Starts at position 0.
 
         Args:
-          examples: What to read.
+          examples: Examples to read, or a dict of arrays with a row for each.
           global_batch_size: Examples a step, over all processes.
           seed: Names the order and the augmentation; not negative.
           num_epochs: When to end; None is never.
@@ -69,6 +71,7 @@ class TrainBatches:
           DataError: If there are fewer examples than one batch holds, or weights are not one per
             example, finite, not negative and somewhere positive.
         """
+        self._examples = examples = as_examples(examples)
         self._rows_in_all = -(-global_batch_size // multiple_of) * multiple_of
         if global_batch_size < 1 or self._rows_in_all % num_processes:
             raise ConfigError(
@@ -86,7 +89,6 @@ class TrainBatches:
             _check_weights(weights, len(examples))
         self.num_examples = len(examples)
         self.global_batch_size = global_batch_size
-        self._examples = examples
         self._order = Order(len(examples), seed, shuffle, weights)
         self._augment, self._mixup = augment, mixup
         self._end = None
@@ -133,6 +135,12 @@ class TrainBatches:
         others = self._take((which * self.num_examples).astype(np.int64), positions)
         return mix_up(batch, others, betaincinv(self._mixup, self._mixup, share))
 
+    def __repr__(self) -> str:
+        """Number of examples, global batch size and position; reads none of them."""
+        head = f"TrainBatches: {self.num_examples:,} examples, {self.global_batch_size} a step"
+        end = "endless" if self._end is None else f"{len(self.positions_left()):,} steps left"
+        return f"{head}, at position {self._position:,}, {end}"
+
     def __iter__(self) -> Iterator[Batch]:
         return self
 
@@ -161,23 +169,29 @@ class TrainBatches:
     def get_state(self) -> dict[str, int]:
         """Says how many examples were delivered: all that is needed to go on from here.
 
-        It does not depend on processes, devices or the size of a batch.
+        It does not depend on processes, devices or the size of a batch. After a last batch that was
+        short, "end" says where the examples ended, for a run that is made longer.
         """
+        if self._end is not None and self._position > self._end:
+            return {"position": self._position, "end": self._end}
         return {"position": self._position}
 
     def set_state(self, state: dict[str, int]) -> None:
         """Goes on as if `state["position"]` examples had been delivered."""
-        self._position = int(state["position"])
+        self._position = min(int(state["position"]), state.get("end", ENDLESS))
 
 
-@dataclass(frozen=True)
-class _EvalBatches:
+@dataclass(frozen=True, repr=False)
+class _EvalBatches(Shown):
     """Can be iterated any number of times, from the beginning each time."""
 
     examples: Examples
     global_batch_size: int
     process_index: int
     num_processes: int
+
+    def __repr__(self) -> str:
+        return f"evaluation batches: {len(self.examples):,} examples in {len(self):,} batches"
 
     def __len__(self) -> int:
         return -(-len(self.examples) // self.global_batch_size)
@@ -210,12 +224,12 @@ def count_steps(
 
 
 def eval_batches(
-    examples: Examples, *, global_batch_size: int, process_index: int = 0, num_processes: int = 1
+    examples: object, *, global_batch_size: int, process_index: int = 0, num_processes: int = 1
 ) -> _EvalBatches:
     """Batches that hold each example exactly once, in order, over all processes together.
 
     Args:
-      examples: What to read.
+      examples: Examples to read, or a dict of arrays with a row for each.
       global_batch_size: Examples a batch, over all processes.
       process_index: Which part of each batch is this process's.
       num_processes: How many such parts there are.
@@ -228,6 +242,7 @@ def eval_batches(
       ConfigError: If `global_batch_size` is not positive.
       DataError: If there are no examples.
     """
+    examples = as_examples(examples)
     if global_batch_size < 1:
         raise ConfigError(f"global_batch_size {global_batch_size} is not positive. Take 1 or more.")
     if len(examples) == 0:

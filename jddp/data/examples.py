@@ -32,7 +32,7 @@ class Examples(Protocol):
 class ArrayExamples:
     """Examples that are the rows of equally long arrays, such as a user's own."""
 
-    def __init__(self, arrays: Mapping[str, np.ndarray]):
+    def __init__(self, arrays: Mapping[str, object]):
         """Checks the arrays; does not copy them.
 
         Args:
@@ -56,6 +56,12 @@ class ArrayExamples:
 
     def __len__(self) -> int:
         return len(next(iter(self._arrays.values())))
+
+    @property
+    def num_classes(self) -> int:
+        """Classes that the labels need at least; 0 where no "label" holds whole numbers."""
+        labels = self._arrays.get("label", np.zeros(1))
+        return int(labels.max()) + 1 if labels.dtype.kind in "iu" else 0
 
     def take(self, indices: np.ndarray) -> Batch:
         """The rows at `indices` of every array."""

@@ -78,7 +78,7 @@ def as_examples(data: object) -> Examples:
         return ArrayExamples(data)
     if isinstance(data, Examples):
         return data
-    if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, tuple):
         return RowExamples(data)
     raise DataError(
         f"data of type {type(data).__name__} cannot be read. Give a dict of arrays, or an object "

@@ -1,7 +1,7 @@
 """What a source of data is, before it is read and after."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from hashlib import sha256
 
 import numpy as np
@@ -43,12 +43,15 @@ class Source:
       spec: Shape and dtype of each array of one example, without the leading batch dim.
       load: Reads and checks the data.
       augment: How training examples may be changed, or `None`.
+      sizes: Number of classes, or of tokens, as models call it: "num_classes" or "vocab_size";
+        empty where only the examples would say.
     """
 
     name: str
     spec: Spec
     load: Callable[[], DataSet]
     augment: Augment | None = None
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
 
 def make_data_set(name: str, train: object, test: object) -> DataSet:

@@ -19,12 +19,13 @@ import numpy as np
 from jddp.data.batches import TrainBatches
 from jddp.data.examples import Batch
 from jddp.errors import ConfigError, DataError
+from jddp.html import Shown
 
 # Batches that a worker has ready.
 BUFFER = 2
 
 
-class WorkerBatches:
+class WorkerBatches(Shown):
     """The batches of a `TrainBatches`, read by several processes.
 
     Args:
@@ -57,6 +58,9 @@ class WorkerBatches:
     def examples_before(self, state: dict[str, int]) -> np.ndarray:
         """As `TrainBatches.examples_before`."""
         return self._batches.examples_before(state)
+
+    def __repr__(self) -> str:
+        return f"WorkerBatches, {self._num_workers} processes\n{self._batches}"
 
     def __iter__(self) -> Iterator[Batch]:
         return self

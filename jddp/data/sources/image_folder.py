@@ -14,10 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
-from jddp.data.arrays_on_disk import checked_directory
 from jddp.data.augment import CropAndFlip
 from jddp.data.examples import Batch
 from jddp.data.source import DataSet, Source
+from jddp.data.sources.arrays_on_disk import checked_directory
 from jddp.errors import ConfigError, DataError
 
 ENDINGS = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
@@ -191,4 +191,7 @@ def image_folder(
     }
     if undecodable == "mask":
         spec["mask"] = ((), np.dtype("float32"))
-    return Source("image_folder", spec, load, CropAndFlip())
+    found = num_classes or sum(path.is_dir() for path in (root / "train").glob("*"))
+    return Source(
+        "image_folder", spec, load, CropAndFlip(), {"num_classes": found} if found else {}
+    )

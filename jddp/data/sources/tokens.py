@@ -13,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
-from jddp.data.arrays_on_disk import checked_directory
 from jddp.data.examples import Batch
-from jddp.data.mapped import map_npy
 from jddp.data.source import Source, Spec, make_data_set
+from jddp.data.sources.arrays_on_disk import checked_directory
+from jddp.data.sources.mapped import map_npy
 from jddp.errors import ConfigError, DataError
 
 INDEX = "tokens.json"
@@ -123,21 +123,20 @@ def tokens(
     root = checked_directory("tokens", source, directory)
     check_sequence_length(sequence_length)
     spec: Spec = {"tokens": ((sequence_length + 1,), np.dtype("int32"))}
+    if vocab_size is None and (root / INDEX).exists():
+        vocab_size = json.loads((root / INDEX).read_text())["vocab_size"]
     if not cross_documents:
         spec["mask"] = ((sequence_length,), np.dtype("float32"))
 
     def examples(part: str) -> TokenExamples:
         paths = _shards(root, part)
-        limit = vocab_size
-        if limit is None and (root / INDEX).exists():
-            limit = json.loads((root / INDEX).read_text())["vocab_size"]
         begin = None
         if not cross_documents:
             begin = [map_npy(path.with_name(path.stem + DOCUMENTS)) for path in paths]
         return TokenExamples(
             *(map_npy(path) for path in paths),
             sequence_length=sequence_length,
-            vocab_size=limit,
+            vocab_size=vocab_size,
             documents=begin,
         )
 
@@ -145,6 +144,7 @@ def tokens(
         name="tokens",
         spec=spec,
         load=lambda: make_data_set(f"tokens {root}", examples("train"), examples("test")),
+        sizes={"vocab_size": vocab_size} if vocab_size else {},
     )
 
 

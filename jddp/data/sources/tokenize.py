@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from jddp.data.tokens import DOCUMENTS, INDEX
+from jddp.data.sources.tokens import DOCUMENTS, INDEX
 from jddp.errors import ConfigError, DataError
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from jddp.data.source import DataSet, Source
-from jddp.data.tokens import TokenExamples, check_sequence_length
+from jddp.data.sources.tokens import TokenExamples, check_sequence_length
 from jddp.errors import ConfigError, DataError
 
 VOCAB_SIZE = 256
@@ -45,6 +45,7 @@ def python_stdlib(*, source: str, directory: str | None, sequence_length: int = 
         name="python_stdlib",
         spec={"tokens": ((sequence_length + 1,), np.dtype("int32"))},
         load=lambda: _load(Path(sysconfig.get_path("stdlib")), sequence_length),
+        sizes={"vocab_size": VOCAB_SIZE},
     )
 
 

@@ -15,9 +15,9 @@ import numpy as np
 
 from jddp.data.augment import FlipAndShift
 from jddp.data.examples import ArrayExamples, ImageExamples, check_labels
-from jddp.data.idx import read_idx
-from jddp.data.mapped import map_npy, map_npz
 from jddp.data.source import Source, make_data_set, spec_of
+from jddp.data.sources.idx import read_idx
+from jddp.data.sources.mapped import map_npy, map_npz
 from jddp.errors import ConfigError, DataError
 
 
@@ -67,6 +67,7 @@ def npy(
         spec={"image": (shape, np.dtype("float32")), "label": ((), np.dtype("int32"))},
         load=lambda: make_data_set(f"npy {root}", examples("train"), examples("test")),
         augment=FlipAndShift(max_shift),
+        sizes={"num_classes": num_classes},
     )
 
 
@@ -117,6 +118,7 @@ def idx(
         spec={"image": ((*shape, 1), np.dtype("float32")), "label": ((), np.dtype("int32"))},
         load=lambda: make_data_set(f"idx {root}", examples("train"), examples("t10k")),
         augment=FlipAndShift(max_shift),
+        sizes={"num_classes": num_classes},
     )
 
 

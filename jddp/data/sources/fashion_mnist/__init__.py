@@ -22,8 +22,8 @@ import numpy as np
 
 from jddp.data.augment import FlipAndShift
 from jddp.data.examples import ImageExamples
-from jddp.data.idx import read_idx
 from jddp.data.source import DataSet, Source
+from jddp.data.sources.idx import read_idx
 from jddp.errors import ConfigError, DataError
 
 NUM_CLASSES = 10
@@ -66,6 +66,7 @@ def fashion_mnist(
         spec={"image": ((28, 28, 1), np.dtype("float32")), "label": ((), np.dtype("int32"))},
         load=lambda: _load(source, root, num_held_out),
         augment=FlipAndShift(max_shift),
+        sizes={"num_classes": NUM_CLASSES},
     )
 
 

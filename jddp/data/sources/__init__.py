@@ -5,17 +5,18 @@ all others read a directory of the user's own, in a format that the name says.
 """
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
-from jddp.data.arrays_on_disk import idx, npy, npz
-from jddp.data.fashion_mnist import fashion_mnist
-from jddp.data.image_folder import image_folder
-from jddp.data.records import array_record, hugging_face, parquet
 from jddp.data.source import Source
-from jddp.data.stdlib_text import python_stdlib
-from jddp.data.tokens import tokens
+from jddp.data.sources.arrays_on_disk import idx, npy, npz
+from jddp.data.sources.fashion_mnist import fashion_mnist
+from jddp.data.sources.image_folder import image_folder
+from jddp.data.sources.records import array_record, hugging_face, parquet
+from jddp.data.sources.stdlib_text import python_stdlib
+from jddp.data.sources.tokens import tokens
 from jddp.errors import ConfigError
-from jddp.names import check_arguments, did_you_mean
+from jddp.zoo.names import check_arguments, did_you_mean
 
 SOURCES: dict[str, Callable[..., Source]] = {
     "array_record": array_record,
@@ -43,7 +44,7 @@ def make_source(
     Args:
       name: A key of `SOURCES`.
       source: "embedded", or "full" where the data has a larger part that is not shipped.
-      directory: Where to read from, where that is needed.
+      directory: Where to read from, where that is needed; `~` is the home directory.
       kwargs: Further arguments of the source.
 
     Raises:
@@ -58,4 +59,5 @@ def make_source(
     if misplaced := {"source", "directory"} & kwargs.keys():
         raise ConfigError(f"data.kwargs: {misplaced.pop()!r} belongs into data.source or data.dir.")
     check_arguments(SOURCES[name], kwargs, key="data.kwargs", filled=("source", "directory"))
-    return SOURCES[name](source=source, directory=directory, **kwargs)
+    home = directory and str(Path(directory).expanduser())
+    return SOURCES[name](source=source, directory=home, **kwargs)

@@ -9,16 +9,17 @@ They are the extra jddp[data]. Columns that hold anything but numbers are refuse
 leaves them out.
 """
 
+import contextlib
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jddp.data.arrays_on_disk import checked_directory
 from jddp.data.rows import RowExamples
 from jddp.data.source import Source, make_data_set, spec_of
+from jddp.data.sources.arrays_on_disk import checked_directory
 from jddp.errors import ConfigError, DataError
-from jddp.names import resolve_target
+from jddp.zoo.names import resolve_target
 
 
 class DecodedRecords:
@@ -51,7 +52,8 @@ def parquet(*, source: str, directory: str | None, columns: Sequence[str] | None
     def read(root: Path, part: str) -> Any:
         files = [str(path) for path in _files(root, part, "parquet")]
         arguments = {"columns": list(columns)} if columns else {}
-        return _library("datasets").Dataset.from_parquet(files, keep_in_memory=False, **arguments)
+        with _quiet_datasets() as datasets:
+            return datasets.Dataset.from_parquet(files, keep_in_memory=False, **arguments)
 
     return _source("parquet", source, directory, read)
 
@@ -64,7 +66,8 @@ def hugging_face(
     def read(root: Path, part: str) -> Any:
         if not (root / part).is_dir():
             raise DataError(f"{root / part}: no such folder. It is needed; see data.dir.")
-        rows = _library("datasets").load_from_disk(str(root / part))
+        with _quiet_datasets() as datasets:
+            rows = datasets.load_from_disk(str(root / part))
         return rows.select_columns(list(columns)) if columns else rows
 
     return _source("hugging_face", source, directory, read)
@@ -95,6 +98,19 @@ def _files(root: Path, part: str, ending: str) -> list[Path]:
     if not files:
         raise DataError(f"{root}: no files {part}*.{ending}. They are needed; see data.dir.")
     return files
+
+
+@contextlib.contextmanager
+def _quiet_datasets() -> Iterator[Any]:
+    """`datasets`, which shows no progress bars meanwhile: in a log each is a line of its own."""
+    datasets = _library("datasets")
+    # What its environment variable says stands: datasets would warn of every attempt.
+    is_ours = datasets.config.HF_DATASETS_DISABLE_PROGRESS_BARS is None
+    with contextlib.ExitStack() as afterwards:
+        if is_ours and not datasets.are_progress_bars_disabled():
+            datasets.disable_progress_bars()
+            afterwards.callback(datasets.enable_progress_bars)
+        yield datasets
 
 
 def _library(name: str) -> Any:
