@@ -19,11 +19,12 @@ from states import assert_same, copied
 from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch
 
 import jddp
-from jddp.checkpoint import Checkpoints
-from jddp.checkpoint.read import read_newest
-from jddp.checkpoint.sums import find_damage, seal
+from jddp.checkpoint.__main__ import main as checkpoint_command
+from jddp.checkpoint.checkpoints import Checkpoints
+from jddp.checkpoint.checksums import find_damage, seal
+from jddp.checkpoint.reader import read_newest
+from jddp.engine.state import CommState, TrainState
 from jddp.errors import ConfigError, FileSystemError, UsageError
-from jddp.state import CommState, TrainState
 
 NUM_REPLICAS = 4
 
@@ -150,12 +151,12 @@ def test_training_may_go_on_while_a_checkpoint_is_being_written(tmp_path):
 def test_a_step_that_was_saved_or_restored_last_is_not_written_again(tmp_path):
     checkpoints, state = Checkpoints(tmp_path, keep=2), wrapped().init(0, make_batch())
     assert checkpoints.restore(like=state) is None
-    checkpoints.save(30, state, {"step": 30})
-    checkpoints.save(30, state, {"step": "another"})
-    assert checkpoints.restore(like=state).beside == {"step": 30}
-    checkpoints.save(30, state, {"step": "another"})
+    checkpoints.save(30, state, {"position": 30})
+    checkpoints.save(30, state, {"position": "another"})
+    assert checkpoints.restore(like=state).beside == {"position": 30}
+    checkpoints.save(30, state, {"position": "another"})
     checkpoints.close()
-    assert Checkpoints(tmp_path, keep=2).restore(like=state).beside == {"step": 30}
+    assert Checkpoints(tmp_path, keep=2).restore(like=state).beside == {"position": 30}
 
 
 def test_a_step_of_an_earlier_life_of_the_run_is_replaced(tmp_path):
@@ -186,8 +187,8 @@ def test_every_replica_gets_its_own_statistics_back(checkpoints):
     state = stepped(ddp, 2)
     mean = state.model_state["batch_stats"]["BatchNorm_0"]["mean"]
     assert len(np.unique(mean, axis=0)) == NUM_REPLICAS
-    checkpoints.save(2, state, {})
-    assert_same(checkpoints.restore(like=ddp.init(1, make_batch())).state, state)
+    checkpoints.save(2, state, {}, ddp.layouts(state))
+    assert_same(checkpoints.restore(ddp.init(1, make_batch()), ddp.layouts(state)).state, state)
 
 
 def test_a_state_goes_on_on_a_mesh_of_another_size(checkpoints):
@@ -214,9 +215,9 @@ def test_what_replicas_have_of_their_own_follows_its_rule_on_another_mesh(
     options = {"batch_norm": batch_norm, "comm_hook": hook}
     before, after = (wrapped(ConvNet(), mesh=size, **options) for size in (4, 2))
     state = stepped(before, 2)
-    checkpoints.save(2, state, {})
+    checkpoints.save(2, state, {}, before.layouts(state))
     like = after.init(1, make_batch())
-    restored = checkpoints.restore(like, after.kinds(like)).state
+    restored = checkpoints.restore(like, after.layouts(like)).state
     if hook is None:
         (saved, got) = (
             x.model_state["batch_stats"]["BatchNorm_0"]["mean"] for x in (state, restored)
@@ -235,6 +236,72 @@ def test_what_replicas_have_of_their_own_follows_its_rule_on_another_mesh(
     for row in np.asarray(got):
         np.testing.assert_allclose(row, want, rtol=1e-6)
     stepped(after, 1, restored)
+
+
+@pytest.fixture
+def laid_out(tmp_path):
+    """A checkpoint with arrays of every layout, the wrapper it is of, and what is read of it."""
+    options = {"batch_norm": "local", "comm_hook": memory("sum"), "shard_optimizer": True}
+    ddp = wrapped(ConvNet(), optax.adam(0.1), mesh=4, **options)
+    state, directory = stepped(ddp, 2), tmp_path / "checkpoints"
+    checkpoints = Checkpoints(directory, keep=1)
+    checkpoints.save(2, state, {"world": ddp.world}, ddp.layouts(state))
+    checkpoints.close()
+    return ddp, state, directory
+
+
+def relaid(directory, name, layout):
+    """Changes one layout in a checkpoint, and makes its digests hold."""
+    path = directory / "2" / "arrays.json"
+    described = json.loads(path.read_text())
+    described[name]["layout"] = layout
+    path.write_text(json.dumps(described))
+    (directory / "2" / "SHA256SUMS").unlink()
+    seal(directory / "2")
+
+
+def test_a_checkpoint_says_how_every_array_lies(laid_out):
+    ddp, state, directory = laid_out
+    described = json.loads((directory / "2" / "arrays.json").read_text())
+    layouts = {name: about["layout"] for name, about in described.items()}
+    assert layouts["params/Conv_0/kernel"] == layouts["opt_state/0/count"] == "replicated"
+    assert layouts["opt_state/0/mu/Conv_0/kernel"] == {"sharded": [3, 3, 1, 4]}
+    assert layouts["model_state/batch_stats/BatchNorm_0/mean"] == {"per_replica": "mean"}
+    assert layouts["comm_state/hook"] == {"per_replica": "sum"}
+    values = read_newest(directory, ["params", "model_state"])
+    mean = np.asarray(state.model_state["batch_stats"]["BatchNorm_0"]["mean"]).mean(0)
+    got = values["model_state"]["batch_stats"]["BatchNorm_0"]["mean"]
+    np.testing.assert_allclose(got, mean, rtol=1e-6)
+    # A run starts from it, whatever its replicas had of their own.
+    begun = ddp.init(0, make_batch(), params=values)
+    np.testing.assert_array_equal(begun.model_state["batch_stats"]["BatchNorm_0"]["mean"][3], got)
+
+
+RELAID = {
+    "another rule": ("comm_state/hook", {"per_replica": "mean"}, ConfigError, "hook: "),
+    "not a replica's own": ("comm_state/hook", "replicated", ConfigError, "hook: "),
+    "a replica's own": ("key", {"per_replica": "mean"}, FileSystemError, "describes no arrays"),
+    "another whole": ("opt_state/0/mu/Conv_0/kernel", {"sharded": [35]}, ConfigError, "kernel: "),
+    "too large a whole": ("step", {"sharded": [2]}, FileSystemError, "describes no arrays"),
+    "no such rule": ("comm_state/hook", {"per_replica": "max"}, FileSystemError, "is no layout"),
+    "no layout": ("comm_state/hook", 0, FileSystemError, "is no layout of shape"),
+}
+
+
+@pytest.mark.parametrize("name, layout, error, told", RELAID.values(), ids=RELAID)
+def test_a_layout_that_was_changed_is_found_as_a_shape_is(laid_out, name, layout, error, told):
+    ddp, state, directory = laid_out
+    relaid(directory, name, layout)
+    with pytest.raises(error, match=told):
+        Checkpoints(directory, keep=1).restore(state, ddp.layouts(state))
+
+
+def test_a_layout_that_was_changed_and_not_sealed_is_damage(laid_out, capsys):
+    _, _, directory = laid_out
+    path = directory / "2" / "arrays.json"
+    path.write_text(path.read_text().replace('"sum"', '"mean"'))
+    assert checkpoint_command(["verify", str(directory)]) == 74
+    assert "arrays.json has another digest than SHA256SUMS says" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -480,3 +547,104 @@ def test_those_who_log_information_are_spared_orbax(tmp_path, caplog):
         checkpoints.restore(like=state)
         checkpoints.close()
     assert [record for record in caplog.records if record.name == "absl"] == []
+
+
+# --- names of folders ----------------------------------------------------------------------------
+
+
+def without_a_signed_step(folder):
+    """Makes a checkpoint one of a version that did not write the step into `run.json`."""
+    run = json.loads((folder / "run.json").read_text())
+    run.pop("step", None)
+    (folder / "run.json").write_text(json.dumps(run))
+    (folder / "SHA256SUMS").unlink()
+    seal(folder)
+
+
+@pytest.fixture
+def renamed(checkpoints, tmp_path):
+    """Checkpoints of steps 1 and 2, the second of which is now called 3."""
+    ddp = wrapped()
+    first = stepped(ddp)
+    checkpoints.save(1, first, {"position": 1})
+    state, _ = ddp.step(first, make_batch())
+    checkpoints.save(2, state, {"position": 2})
+    checkpoints.wait()
+    (tmp_path / "checkpoints" / "2").rename(tmp_path / "checkpoints" / "3")
+    return tmp_path / "checkpoints", state
+
+
+def test_a_checkpoint_under_another_number_is_set_aside(renamed, caplog):
+    path, state = renamed
+    assert Checkpoints(path, keep=3).restore(like=state).beside == {"position": 1}
+    assert "The checkpoint of step 3 cannot be trusted: it was saved as step 2" in caplog.text
+    assert {"1", "3.damaged"} == {folder.name for folder in path.iterdir()}
+
+
+def test_a_checkpoint_that_was_copied_to_another_number_is_passed_over(renamed, caplog):
+    path, state = renamed
+    shutil.copytree(path / "1", path / "99")
+    want = jax.device_get(state.params)
+    values = read_newest(path, ["params"])["params"]
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x.shape, y.shape), values, want)
+    assert "99 is passed over: it was saved as step 1" in caplog.text
+    assert "3 is passed over: it was saved as step 2" in caplog.text
+    assert checkpoint_command(["verify", str(path)]) == 74
+
+
+def test_an_older_checkpoint_says_its_step_by_its_arrays(renamed, caplog):
+    path, state = renamed
+    for name in ("1", "3"):
+        without_a_signed_step(path / name)
+    restored = Checkpoints(path, keep=3).restore(like=state)
+    assert (restored.step, restored.beside) == (1, {"position": 1})
+    assert "The checkpoint of step 3 cannot be trusted: it was saved as step 2" in caplog.text
+
+
+def test_a_checkpoint_under_another_number_is_not_exported(renamed, tmp_path, capsys):
+    path, _ = renamed
+    file = tmp_path / "weights.safetensors"
+    assert checkpoint_command(["export", str(path), str(file), "--step", "3"]) == 74
+    assert "3 cannot be read as step 3: it was saved as step 2" in capsys.readouterr().err
+    assert not file.exists()
+
+
+def test_a_folder_whose_number_begins_with_a_zero_is_no_checkpoint(saved):
+    path, state = saved
+    for name in ("02", "030", "007.new"):
+        shutil.copytree(path / "2", path / name)
+    assert Checkpoints(path, keep=2).restore(like=state).step == 4
+    assert {"2", "4", "02", "030", "007.new"} == {folder.name for folder in path.iterdir()}
+    assert checkpoint_command(["list", str(path)]) == 0
+
+
+def test_a_failure_that_lasts_is_told_once_and_told_again_after_a_success(tmp_path, caplog):
+    checkpoints, state = Checkpoints(tmp_path, keep=1), wrapped().init(0, make_batch())
+    for step in range(1, 9):
+        in_the_way = tmp_path / f"{step}.new"
+        if step != 4:
+            in_the_way.write_text("")
+        checkpoints.save(step, state, {})
+        checkpoints._writer.wait()
+        in_the_way.unlink(missing_ok=True)
+    told = [record.getMessage() for record in caplog.records if record.name == "jddp"]
+    assert [line.split(" cannot")[0].split(": ")[1] for line in told] == ["step 1", "step 5"]
+    with pytest.raises(FileSystemError, match="step 8 cannot be saved"):
+        checkpoints.close()
+
+
+def test_a_run_directory_that_was_moved_is_not_made_anew_by_a_save(tmp_path, caplog):
+    checkpoints, state = (
+        Checkpoints(tmp_path / "run" / "saved", keep=1),
+        wrapped().init(0, make_batch()),
+    )
+    checkpoints.save(1, state, {})
+    checkpoints.wait()
+    (tmp_path / "run").rename(tmp_path / "moved")
+    checkpoints.save(2, state, {})
+    with pytest.raises(FileSystemError, match="step 2 cannot be saved: process 0: .*No such file"):
+        checkpoints.wait()
+    (tmp_path / "moved").rename(tmp_path / "run")
+    checkpoints.save(3, state, {})
+    checkpoints.close()
+    assert [folder.name for folder in (tmp_path / "run" / "saved").iterdir()] == ["3"]

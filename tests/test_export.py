@@ -15,10 +15,10 @@ from states import assert_same
 from tiny import ConvNet, loss_fn, make_batch
 
 import jddp
-from jddp.checkpoint import Checkpoints
 from jddp.checkpoint.__main__ import main
-from jddp.checkpoint.read import read
-from jddp.checkpoint.sums import seal
+from jddp.checkpoint.checkpoints import Checkpoints
+from jddp.checkpoint.checksums import seal
+from jddp.checkpoint.reader import read
 
 BESIDE = {"position": {"num_taken": 3}, "evaluations": [{"step": 3, "loss": 0.25}]}
 

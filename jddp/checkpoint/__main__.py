@@ -4,9 +4,9 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from jddp.door import Parser, enter
+from jddp.config.cli import Parser, enter
+from jddp.config.permissions import expand
 from jddp.errors import FileSystemError
 
 EXPORTED = ["params", "ema_params", "model_state"]
@@ -24,19 +24,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="python -m jddp.checkpoint", allow_abbrev=False)
+    parser = Parser(prog="python -m jddp.checkpoint")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, (run, text) in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text.capitalize() + ".")
         command.set_defaults(command=run)
         add = command.add_argument
         if name == "import":
-            add("file", type=Path, help="what export wrote")
-            add("directory", type=Path, help="of checkpoints, such as RUN/checkpoints")
+            add("file", type=expand, help="what export wrote")
+            add("directory", type=expand, help="of checkpoints, such as RUN/checkpoints")
             continue
-        add("run", type=Path, help="a run directory, or one of checkpoints")
+        add("run", type=expand, help="a run directory, or one of checkpoints")
         if name == "export":
-            add("file", type=Path, help="made anew: *.safetensors or *.msgpack")
+            add("file", type=expand, help="made anew: *.safetensors or *.msgpack")
             add("--step", type=int, help="which; the newest that can be trusted")
             add("--all", action="store_true", help="the whole state, not the model's values alone")
     return parser
@@ -50,8 +50,8 @@ def _list(arguments: argparse.Namespace) -> None:
 
 
 def _verify(arguments: argparse.Namespace) -> None:
+    from jddp.checkpoint.folders import finished
     from jddp.checkpoint.listing import directory_of, find_any_damage
-    from jddp.checkpoint.steps import finished
 
     directory, num_damaged = directory_of(arguments.run), 0
     for step in finished(directory):
@@ -67,10 +67,12 @@ def _verify(arguments: argparse.Namespace) -> None:
 def _export(arguments: argparse.Namespace) -> None:
     from jddp.checkpoint.export import export
     from jddp.checkpoint.listing import directory_of
-    from jddp.checkpoint.read import newest_sound
+    from jddp.checkpoint.reader import find_fault, newest_sound
 
     directory = directory_of(arguments.run)
     step = newest_sound(directory) if arguments.step is None else arguments.step
+    if fault := find_fault(directory / str(step)):
+        raise FileSystemError(f"{directory / str(step)} cannot be read as step {step}: {fault}.")
     export(directory / str(step), arguments.file, None if arguments.all else EXPORTED)
     print(f"step {step} is in {arguments.file}, {arguments.file.stat().st_size / 2**20:.1f} MiB")
 

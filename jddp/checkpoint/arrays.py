@@ -1,18 +1,24 @@
-"""What a checkpoint says of its arrays: for each path its shape, dtype and digest.
+"""What a checkpoint says of its arrays: for each path its shape, dtype, digest and layout.
 
-describe(tree, found)  # {"params/Dense_0/kernel": {"shape": [16, 4], "dtype": "float32", ...}}
+    describe(tree, found, layouts)  # {"params/Dense_0/kernel": {"shape": [16, 4], ...}}
+
+In the file a layout is "replicated", {"per_replica": "mean"} (or "sum", "reset": what becomes of it
+on another number of replicas) or {"sharded": [16, 4]} (the whole shape). Format 1 has none.
 """
 
 import functools
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
-from jddp.digest import as_words
+from jddp.engine.digest import as_words
+from jddp.engine.state import Layout, PerReplica, Replicated, Sharded
+from jddp.typing import PyTree
 
-PyTree = Any
-Forms = dict[str, str]
+Layouts = Mapping[str, Any]  # a `Layout` by path; None where it is not known
+Described = dict[str, dict[str, Any]]
 KEY_IMPLS = ("threefry2x32", "rbg", "unsafe_rbg")
 
 
@@ -34,13 +40,71 @@ def nested(leaves: Mapping[str, Any]) -> dict[str, PyTree]:
     return tree
 
 
-def describe(tree: PyTree, found: Any) -> dict[str, dict[str, Any]]:
-    """Shape, dtype and digest of every array; `found` is what `jddp.digest` found."""
+def describe(tree: PyTree, found: Any, layouts: Layouts) -> Described:
+    """Describes every array.
+
+    Args:
+      tree: Arrays, or their shapes and shardings.
+      found: The digests that `jddp.engine.digest` found.
+      layouts: By path; none of what lay in a checkpoint of format 1.
+    """
     words = as_words(found, tree)
     return {
-        name: {"shape": list(x.shape), "dtype": str(x.dtype), "digest": word}
+        name: dict(shape=[*x.shape], dtype=str(x.dtype), digest=word, layout=layouts.get(name))
         for (name, x), word in zip(by_path(tree).items(), words, strict=True)
     }
+
+
+def layouts_in(described: Described) -> Layouts:
+    """The layouts that a checkpoint has recorded; none if it is of format 1."""
+    found = {name: about["layout"] for name, about in described.items()}
+    return {} if None in found.values() else found
+
+
+def in_file(layout: Layout) -> Any:
+    """A layout as JSON."""
+    match layout:
+        case PerReplica(rule):
+            return {"per_replica": rule}
+        case Sharded(whole):
+            return {"sharded": whole}
+        case Replicated():
+            return "replicated"
+    raise TypeError(f"{layout} is no layout")
+
+
+def from_file(about: Any) -> dict[str, Any]:
+    """An entry of the file with its layout, which is None in format 1.
+
+    Raises:
+      ValueError: If it describes no array.
+    """
+    match about:
+        case {"shape": [*dims], "dtype": str(), "digest": str(), **rest} if _is_shape(dims):
+            return {**about, "layout": layout_of(rest.get("layout"), dims)}
+    raise ValueError(f"{about} describes no array")
+
+
+def layout_of(words: Any, shape: Sequence[int]) -> Layout | None:
+    """The layout of an array, from JSON.
+
+    Raises:
+      ValueError: If no array of this shape has such a layout.
+    """
+    match words:
+        case None:
+            return None
+        case "replicated":
+            return Replicated()
+        case {"per_replica": "mean" | "sum" | "reset" as rule} if any(shape[:1]):
+            return PerReplica(rule)
+        case {"sharded": [*whole]} if _is_shape(whole) and math.prod(whole) <= math.prod(shape):
+            return Sharded(tuple(whole))
+    raise ValueError(f"{words} is no layout of shape {shape}")
+
+
+def _is_shape(dims: Sequence[Any]) -> bool:
+    return all(type(dim) is int and dim >= 0 for dim in dims)
 
 
 def as_saved(words: Any, dtype: str) -> Any:
@@ -55,26 +119,28 @@ def _key_impls() -> dict[str, str]:
     return {str(jax.random.key(0, impl=impl).dtype): impl for impl in KEY_IMPLS}
 
 
-def forms(described: Mapping[str, Mapping[str, Any]]) -> Forms:
-    """Shape and dtype of every array, in words."""
-    return {name: f"{tuple(x['shape'])} {x['dtype']}" for name, x in described.items()}
+def _form(shape: Sequence[int], dtype: Any, layout: Layout) -> str:
+    """What an array is on a single device, in words: alike on any number of them."""
+    own = f" per replica ({layout.on_resize})" if isinstance(layout, PerReplica) else ""
+    return f"{layout.one_device_shape(tuple(shape))} {dtype}{own}"
 
 
-def forms_of(tree: PyTree) -> Forms:
-    """The same of arrays, or of their shapes."""
-    return {name: f"{tuple(x.shape)} {x.dtype}" for name, x in by_path(tree).items()}
-
-
-def difference(there: Forms, here: Forms, *, most: int = 20) -> str:
-    """A tree of the paths at which two sets of arrays differ; empty if they do not.
+def difference(
+    described: Described, wanted: Mapping[str, Any], lie: Layouts, here: Layouts, *, most: int = 20
+) -> str:
+    """A tree of the paths at which two sets of arrays differ on a device; empty if they do not.
 
     Args:
-      there: Of the checkpoint.
-      here: Of the program.
-      most: Paths that are shown, those of parameters first.
+      described: Of the checkpoint.
+      wanted: Arrays of the program.
+      lie: Layouts of the checkpoint.
+      here: Layouts of the program.
+      most: Number of paths that are shown, those of parameters first.
     """
-    names = sorted({*there, *here}, key=lambda name: (not name.startswith("params"), name))
-    differ = [name for name in names if there.get(name) != here.get(name)]
+    saved = {n: _form(x["shape"], x["dtype"], lie[n]) for n, x in described.items()}
+    own = {n: _form(x.shape, x.dtype, here[n]) for n, x in wanted.items()}
+    names = sorted({*saved, *own}, key=lambda name: (not name.startswith("params"), name))
+    differ = [name for name in names if saved.get(name) != own.get(name)]
     lines: list[str] = []
     above: list[str] = []
     for name in differ[:most]:
@@ -83,8 +149,8 @@ def difference(there: Forms, here: Forms, *, most: int = 20) -> str:
             if above[: depth + 1] != parents[: depth + 1]:
                 lines.append("  " * (depth + 1) + parent)
         above = parents
-        saved, wanted = there.get(name, "absent"), here.get(name, "absent")
-        lines.append("  " * (len(parents) + 1) + f"{leaf}: {saved} there, {wanted} here")
+        both = f"{saved.get(name, 'absent')} there, {own.get(name, 'absent')} here"
+        lines.append("  " * (len(parents) + 1) + f"{leaf}: {both}")
     if len(differ) > most:
         lines.append(f"  and {len(differ) - most} more")
     return "\n".join(lines)

@@ -17,13 +17,13 @@ import numpy as np
 import safetensors.numpy
 from flax import serialization
 
-from jddp.checkpoint.arrays import by_path, nested
-from jddp.checkpoint.read import read, read_object, read_values
+from jddp.checkpoint.arrays import by_path, in_file, layout_of, layouts_in, nested
+from jddp.checkpoint.reader import read, read_described, read_object, read_values
 from jddp.checkpoint.writer import Keep, Writer
+from jddp.engine.mesh import make_mesh, replicate
+from jddp.engine.state import Replicated
 from jddp.errors import ConfigError, DataError, FileSystemError
-from jddp.mesh import make_mesh, replicate
 
-PyTree = Any
 Arrays = dict[str, np.ndarray]
 
 
@@ -80,6 +80,7 @@ def export(folder: Path, file: Path, fields: Sequence[str] | None = None) -> Non
     """
     form = _form_of(file)
     leaves = by_path(read(folder) if fields is None else read_values(folder, fields))
+    lie = dict.fromkeys(leaves, Replicated()) if fields else layouts_in(read_described(folder))
     keys = {name: str(jax.random.key_impl(x)) for name, x in leaves.items() if _is_key(x)}
     arrays = {
         name: np.asarray(jax.random.key_data(x) if name in keys else x)
@@ -89,11 +90,12 @@ def export(folder: Path, file: Path, fields: Sequence[str] | None = None) -> Non
         "step": int(folder.name),
         "dtypes": {name: x.dtype.name for name, x in arrays.items()},
         "keys": keys,
+        "layouts": lie,
         "run": read_object(folder / "run.json"),
     }
     try:
         with file.open("xb") as opened:
-            opened.write(form.pack(arrays, json.dumps(about)))
+            opened.write(form.pack(arrays, json.dumps(about, default=in_file)))
     except OSError as error:
         raise FileSystemError(f"{file} cannot be written: {error.strerror}.") from error
 
@@ -114,6 +116,8 @@ def import_file(file: Path, directory: Path) -> int:
     try:
         arrays, about = form.unpack(file.read_bytes())
         step, run, keys = int(about["step"]), about["run"], about["keys"]
+        words = about.get("layouts", {})  # none of what lay in a checkpoint of format 1
+        layouts = {name: layout_of(words.get(name), x.shape) for name, x in arrays.items()}
     except OSError as error:
         raise FileSystemError(f"{file} cannot be read: {error.strerror}.") from error
     except Exception as error:  # of a parser that is given anything
@@ -124,7 +128,7 @@ def import_file(file: Path, directory: Path) -> int:
     }
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     writer = Writer(directory.absolute(), Keep(2**62))
-    writer.start(step, replicate(leaves, make_mesh(1)), run)
+    writer.start(step, replicate(leaves, make_mesh(1)), run, layouts)
     writer.close()
     if writer.failure is not None:
         raise writer.failure

@@ -5,13 +5,12 @@ from pathlib import Path
 
 import numpy as np
 
-from jddp.checkpoint.arrays import describe
-from jddp.checkpoint.read import read, read_described
-from jddp.checkpoint.steps import finished
-from jddp.checkpoint.sums import find_damage
-from jddp.digest import digests
+from jddp.checkpoint.arrays import describe, layouts_in
+from jddp.checkpoint.folders import finished
+from jddp.checkpoint.reader import find_fault, find_other_step, read, read_described
+from jddp.engine.digest import digests
+from jddp.engine.mesh import make_mesh, replicate
 from jddp.errors import ConfigError, FileSystemError
-from jddp.mesh import make_mesh, replicate
 
 
 def directory_of(path: Path) -> Path:
@@ -52,12 +51,14 @@ def _metrics(folder: Path) -> str:
 
 def find_any_damage(folder: Path) -> str | None:
     """Says what is wrong with a checkpoint: a file, or an array that is not what was saved."""
-    if (damage := find_damage(folder)) is not None:
-        return damage
     try:
+        if (fault := find_fault(folder)) is not None:
+            return fault
         described, arrays = read_described(folder), replicate(read(folder), make_mesh(1))
     except FileSystemError as error:
         return str(error)
-    found = describe(arrays, np.asarray(digests(arrays)))
+    found = describe(arrays, np.asarray(digests(arrays)), layouts_in(described))
     differ = [name for name in {**described, **found} if described.get(name) != found.get(name)]
-    return f"{differ[0]} is read as another array than was saved" if differ else None
+    if differ:
+        return f"{differ[0]} is read as another array than was saved"
+    return find_other_step(folder, arrays.get("step"))

@@ -9,7 +9,6 @@ orbax has written. All of them hold numbers and names, and no code.
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -20,11 +19,10 @@ from flax import serialization
 
 from jddp.checkpoint.arrays import by_path, nested
 from jddp.checkpoint.listing import directory_of
-from jddp.checkpoint.read import read_newest
+from jddp.checkpoint.reader import read_newest
 from jddp.checkpoint.writer import first_line
 from jddp.errors import ConfigError, DataError, FileSystemError
-
-PyTree = Any
+from jddp.typing import PyTree
 
 
 def read_weights(path: Path) -> PyTree:

@@ -9,8 +9,11 @@ saved before stays.
 
 import asyncio
 import concurrent.futures
+import errno
 import json
 import logging
+import os
+import re
 import shutil
 import threading
 from collections.abc import Mapping
@@ -23,17 +26,19 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from jddp.checkpoint import steps
-from jddp.checkpoint.arrays import describe
-from jddp.checkpoint.sums import seal
-from jddp.coordination import from_first, gather
-from jddp.digest import digests, find_divergence
-from jddp.errors import DivergenceError, FileSystemError
+from jddp.checkpoint import folders
+from jddp.checkpoint.arrays import Layouts, describe, in_file
+from jddp.checkpoint.checksums import seal
+from jddp.distributed.coordination import from_first, gather
+from jddp.engine.digest import digests, find_divergence
+from jddp.errors import FileSystemError, ReplicaMismatchError
+from jddp.typing import PyTree
 
-PyTree = Any
+Arrays = Mapping[str, jax.Array]
 log = logging.getLogger("jddp")
 
 SECONDS = 1800.0  # that a process may take to write its part
+LEAST_BYTES = 2**18  # of the files of a checkpoint without its arrays, about
 FILE_BYTES = 2**26  # of a file of arrays, about: several are digested at the same time
 
 
@@ -59,26 +64,34 @@ class Writer:
     def __init__(self, directory: Path, keep: Keep) -> None:
         self.failure: FileSystemError | None = None
         self._directory, self._keep = directory, keep
+        self._above = os.stat(directory.parent)
         self._handler = ocp.PyTreeCheckpointHandler()
         self._thread: threading.Thread | None = None
         self._bug: BaseException | None = None
+        self._told = ""  # the kind of the last failure, until a checkpoint is written
 
-    def start(self, step: int, arrays: Mapping[str, jax.Array], beside: Mapping[str, Any]) -> None:
+    def start(self, step: int, arrays: Arrays, beside: Mapping[str, Any], layouts: Layouts) -> None:
         """Waits for the checkpoint before, and for the copy off the devices; no longer.
 
         Args:
           step: Finished optimizer steps.
           arrays: By their paths, on the devices; they may be given away afterwards.
           beside: What goes beside them, as JSON.
+          layouts: Of each; none of what lay in a checkpoint of format 1.
         """
         self.wait()
-        shapes = jax.tree.map(_shape, arrays)
-        text, found = json.dumps(beside) + "\n", digests(arrays)
+        text = json.dumps({**beside, "step": step}) + "\n"
+        saved = jax.tree.map(_shape, arrays), digests(arrays), layouts
         failure: Exception | None = None
         parts: list[Any] = []
         try:
+            # A run directory that was moved is not made again, here or by what was being written.
+            if not os.path.samestat(os.stat(self._directory.parent), self._above):
+                raise OSError(f"{self._directory.parent} is another directory than at the start")
+            self._directory.mkdir(mode=0o700, exist_ok=True)
             folder = self._folder(step) / "state"
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _refuse_full(folder, arrays)
             parts = self._copy(folder, arrays)
         except (OSError, ValueError) as error:
             failure = error
@@ -86,7 +99,7 @@ class Writer:
         def finish() -> None:
             try:
                 reason = first_line(_wait_for(parts, failure))
-                self.failure = self._finish(step, reason, shapes, found, text)
+                self.failure = self._finish(step, reason, saved, text)
             except BaseException as error:  # which `wait` raises, where somebody can see it
                 self._bug = error
 
@@ -120,47 +133,60 @@ class Writer:
             return begun.result() or []
 
     def _finish(
-        self, step: int, reason: str, shapes: PyTree, found: jax.Array, beside: str
+        self, step: int, reason: str, saved: tuple[PyTree, jax.Array, Layouts], beside: str
     ) -> FileSystemError | None:
         """Makes a checkpoint of what all have written; returns why, if it cannot be.
 
         Raises:
-          DivergenceError: If replicas differ, which all processes see alike.
+          ReplicaMismatchError: If replicas differ, which all processes see alike.
         """
+        shapes, found, layouts = saved
         rows = np.asarray(found)
         told = find_divergence(rows, shapes)
         if told is not None:
-            raise DivergenceError(f"Step {step} is not saved: {told}.")
+            raise ReplicaMismatchError(f"Step {step} is not saved: {told}.")
         votes = gather(f"save/{step}", reason, timeout_seconds=SECONDS)
         reason = next((f"process {i}: {vote}" for i, vote in enumerate(votes) if vote), "")
         if jax.process_index() == 0:
             try:
                 if not reason:
-                    self._commit(step, describe(shapes, rows), beside)
+                    self._commit(step, describe(shapes, rows, layouts), beside)
             except (OSError, ValueError) as error:
                 reason = first_line(error)
             if reason:
                 shutil.rmtree(self._folder(step), ignore_errors=True)
         reason = from_first(f"saved/{step}", reason, timeout_seconds=SECONDS)
+        kind = re.split("[\"'/]", reason)[0]  # without names of files, which differ each time
+        is_new, self._told = kind != self._told, kind
         if not reason:
             return None
         failure = FileSystemError(
             f"{self._directory}: step {step} cannot be saved: {reason}. What was saved before is "
             "still there."
         )
-        log.error("%s", failure)
+        log.log(logging.ERROR if is_new else logging.DEBUG, "%s", failure)
         return failure
 
     def _commit(self, step: int, described: Mapping[str, Any], beside: str) -> None:
         folder = self._folder(step)
         self._handler.finalize(epath.Path(folder / "state"))
-        (folder / "arrays.json").write_text(json.dumps(described, indent=1) + "\n")
+        (folder / "arrays.json").write_text(json.dumps(described, indent=1, default=in_file) + "\n")
         (folder / "run.json").write_text(beside)
         seal(folder)
-        steps.commit(self._directory, step)
-        there = steps.finished(self._directory)
-        for old in steps.surplus(there, keep=self._keep.newest, keep_every=self._keep.every):
-            steps.remove(self._directory, old)
+        folders.commit(self._directory, step)
+        there = folders.finished(self._directory)
+        for old in folders.surplus(there, keep=self._keep.newest, keep_every=self._keep.every):
+            folders.remove(self._directory, old)
+
+
+def _refuse_full(folder: Path, arrays: Arrays) -> None:
+    """Finds a disk that is full before orbax does, whose threads would print a traceback each."""
+    room = os.statvfs(folder)
+    free = room.f_frsize * (room.f_bavail if os.geteuid() else room.f_bfree)
+    # Half of the arrays' size: they may be written smaller than they are.
+    least = sum(x.size * x.dtype.itemsize for x in arrays.values()) // 2 + LEAST_BYTES
+    if room.f_blocks and free < least:
+        raise OSError(errno.ENOSPC, "No space left on device", str(folder))
 
 
 def first_line(error: BaseException | None) -> str:

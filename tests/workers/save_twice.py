@@ -12,7 +12,7 @@ import optax
 from tiny import MLP, loss_fn, make_batch
 
 import jddp
-from jddp.checkpoint import Checkpoints
+from jddp.checkpoint.checkpoints import Checkpoints
 
 
 def made():
@@ -27,7 +27,7 @@ def main(directory):
     for step in (1, 2):
         state, _ = ddp.step(state, make_batch(seed=step))
         np.save(directory.parent / f"{step}.npy", np.asarray(state.params["Dense_0"]["kernel"]))
-        checkpoints.save(step, state, {"step": step})
+        checkpoints.save(step, state, {"saved": step})
     checkpoints.close()
 
 

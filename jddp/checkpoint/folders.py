@@ -11,15 +11,16 @@ import shutil
 from collections.abc import Collection
 from pathlib import Path
 
-from jddp.checkpoint.sums import sync_directory
+from jddp.checkpoint.checksums import sync_directory
 
-_UNFINISHED = re.compile(r"\d+\.(new|old)")
+_STEP = re.compile(r"0|[1-9][0-9]*")  # no other spelling, such as 030, is a name of jddp's own
+_UNFINISHED = re.compile(rf"({_STEP.pattern})\.(new|old)")
 
 
 def finished(directory: Path) -> list[int]:
     """The steps of the checkpoints that are there, sound or not, in order."""
     names = (entry.name for entry in os.scandir(directory) if entry.is_dir(follow_symlinks=False))
-    return sorted(int(name) for name in names if name.isascii() and name.isdecimal())
+    return sorted(int(name) for name in names if _STEP.fullmatch(name))
 
 
 def surplus(steps: Collection[int], *, keep: int, keep_every: int | None) -> list[int]:

@@ -17,13 +17,14 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from jddp.checkpoint.arrays import as_saved, by_path, nested
-from jddp.checkpoint.steps import finished
-from jddp.checkpoint.sums import find_damage
+from jddp.checkpoint.arrays import Described, as_saved, by_path, from_file, layouts_in, nested
+from jddp.checkpoint.checksums import find_damage
+from jddp.checkpoint.folders import finished
+from jddp.checkpoint.format_1 import guess_layouts
 from jddp.checkpoint.writer import first_line
+from jddp.engine.state import merged
 from jddp.errors import FileSystemError
-
-PyTree = Any
+from jddp.typing import PyTree
 
 
 def read_newest(directory: Path, fields: Sequence[str]) -> dict[str, PyTree]:
@@ -38,20 +39,16 @@ def read_newest(directory: Path, fields: Sequence[str]) -> dict[str, PyTree]:
 def read_values(folder: Path, fields: Sequence[str]) -> dict[str, PyTree]:
     """Returns fields of the state in one checkpoint as they are evaluated.
 
-    Parameters of which each replica has its own, under `local_steps`, are averaged: those that have
-    a dim more than what replicas have in common.
+    What each replica has of its own, parameters under `local_steps` or statistics, is averaged. A
+    checkpoint of format 1 does not say which statistics are.
 
     Raises:
       FileSystemError: If it cannot be read.
     """
     described, leaves = read_described(folder), by_path(read(folder, fields))
-    for name, x in leaves.items():
-        field, _, path = name.partition("/")
-        common = described.get(f"comm_state/outer/params/{path}", {"shape": None})["shape"]
-        if field in ("params", "ema_params") and x.ndim and list(x.shape[1:]) == common:
-            exact = x.astype(np.result_type(x.dtype, np.float32))
-            leaves[name] = exact.mean(0).astype(x.dtype)
-    return {field: {} for field in fields} | nested(leaves)
+    layouts = layouts_in(described) or guess_layouts(described, {}, 1)
+    values = {name: merged(x, layouts[name]) for name, x in leaves.items()}
+    return {field: {} for field in fields} | nested(values)
 
 
 def newest_sound(directory: Path) -> int:
@@ -67,11 +64,30 @@ def newest_sound(directory: Path) -> int:
     if not steps:
         raise FileSystemError(f"{directory} holds no finished checkpoint. Train first.")
     for step in reversed(steps):
-        damage = find_damage(directory / str(step))
+        damage = find_fault(directory / str(step))
         if damage is None:
             return step
         logging.getLogger("jddp").error("%s is passed over: %s.", directory / str(step), damage)
     raise FileSystemError(f"{directory} holds no checkpoint that can be trusted.")
+
+
+def find_fault(folder: Path) -> str | None:
+    """Says why a checkpoint cannot be trusted: a damaged file, or the number of another step.
+
+    Older versions did not write the step into `run.json`: their folders pass here, and are compared
+    with the array of that name where all arrays are read.
+
+    Raises:
+      FileSystemError: If `run.json` holds no object.
+    """
+    damage = find_damage(folder)
+    return damage or find_other_step(folder, read_object(folder / "run.json").get("step"))
+
+
+def find_other_step(folder: Path, step: Any) -> str | None:
+    """Says that a folder has the number of another step than it was saved as, if it has."""
+    is_other = step is not None and str(step) != folder.name
+    return f"it was saved as step {step}" if is_other else None
 
 
 def read(folder: Path, fields: Sequence[str] | None = None) -> dict[str, PyTree]:
@@ -103,16 +119,17 @@ def read(folder: Path, fields: Sequence[str] | None = None) -> dict[str, PyTree]
         handler.close()
 
 
-def read_described(folder: Path) -> dict[str, dict[str, Any]]:
+def read_described(folder: Path) -> Described:
     """What a checkpoint says of its arrays, as `arrays.describe` has said it.
 
     Raises:
       FileSystemError: If it says something else.
     """
-    described = read_object(folder / "arrays.json")
-    if not all(map(_is_description, described.values())):
-        raise FileSystemError(f"{folder / 'arrays.json'} describes no arrays.")
-    return described
+    path = folder / "arrays.json"
+    try:
+        return {name: from_file(about) for name, about in read_object(path).items()}
+    except ValueError as error:
+        raise FileSystemError(f"{path} describes no arrays: {error}.") from error
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -128,11 +145,3 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise FileSystemError(f"{path} holds no object.")
     return values
-
-
-def _is_description(about: Any) -> bool:
-    if not (isinstance(about, dict) and about.keys() == {"shape", "dtype", "digest"}):
-        return False
-    dims, words = about["shape"], (about["dtype"], about["digest"])
-    is_shape = isinstance(dims, list) and all(type(dim) is int and dim >= 0 for dim in dims)
-    return is_shape and all(isinstance(word, str) for word in words)

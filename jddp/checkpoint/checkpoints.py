@@ -1,0 +1,251 @@
+"""Checkpoints: everything that a run needs to go on, and the proof that it is what was written.
+
+    checkpoints = Checkpoints(directory, keep=3)
+    checkpoints.save(step, state, {"position": 10})
+    found = checkpoints.restore(like=state)  # the newest whose digests hold, or None
+    checkpoints.close()                      # waits for what is still being written
+
+A checkpoint is a folder with the step as its name:
+
+    state/          the arrays, written by orbax
+    arrays.json     shape, dtype, digest and layout of each: see `arrays`
+    run.json        what goes beside them: step, position in the data, metrics, config, versions
+    SHA256SUMS      of every other file; `sha256sum --check` understands it
+
+Every process calls `save` and `restore`. What is split over the processes is written by its
+owners, all else by process 0. A checkpoint gets its name once all of it has been read back and is
+on the disk. One whose digests do not hold is set aside, never removed, and the one before is used.
+"""
+
+import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+
+from jddp.checkpoint import folders
+from jddp.checkpoint.arrays import Layouts, by_path, describe, difference, layouts_in
+from jddp.checkpoint.checksums import NAME as SUMS
+from jddp.checkpoint.format_1 import guess_layouts
+from jddp.checkpoint.reader import find_fault, find_other_step, read_described, read_object
+from jddp.checkpoint.resize import on_this_mesh, to_read
+from jddp.checkpoint.writer import SECONDS, Keep, Writer, first_line
+from jddp.distributed.coordination import from_first
+from jddp.engine.digest import digests
+from jddp.engine.state import Replicated, TrainState
+from jddp.errors import ConfigError, FileSystemError
+from jddp.typing import PyTree
+
+log = logging.getLogger("jddp")
+
+SEEN_SECONDS = 60.0  # in which a shared file system shows all hosts what is there
+
+
+class Restored(NamedTuple):
+    """What a checkpoint gives back.
+
+    Attributes:
+      step: Finished optimizer steps.
+      state: The training state, on the devices.
+      beside: What was saved beside it.
+    """
+
+    step: int
+    state: TrainState
+    beside: dict[str, Any]
+
+
+class Checkpoints:
+    """The numbered checkpoints in one directory.
+
+    Args:
+      directory: Made if it is not there.
+      keep: How many of the newest stay.
+      keep_every: Multiples of this many steps stay too.
+
+    Raises:
+      FileSystemError: If the directory cannot be made or written.
+    """
+
+    def __init__(self, directory: Path, *, keep: int, keep_every: int | None = None) -> None:
+        self._directory = Path(directory).absolute()
+        self._last: tuple[int, Any] | None = None
+        try:
+            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._writer = Writer(self._directory, Keep(keep, keep_every))
+            if jax.process_index() == 0:
+                folders.remove_unfinished(self._directory)
+                (self._directory / "0.new").mkdir()  # so that what cannot be written is found now
+                (self._directory / "0.new").rmdir()
+        except OSError as error:
+            raise self._cannot("be opened for checkpoints", error) from error
+
+    def steps(self) -> list[int]:
+        """Those that are there, sound or not, in order.
+
+        Raises:
+          FileSystemError: If the directory cannot be read.
+        """
+        try:
+            return folders.finished(self._directory)
+        except OSError as error:
+            raise self._cannot("be read", error) from error
+
+    def save(
+        self, step: int, state: TrainState, beside: Mapping[str, Any], layouts: PyTree = None
+    ) -> None:
+        """Copies the state off the devices, and writes it in the background.
+
+        What the file system refuses is logged, and costs this checkpoint only: those before it
+        stay, and the next is tried again. `close` raises it if the last one failed.
+
+        Args:
+          step: Finished optimizer steps; nothing is done if it was saved or restored last, and the
+            run was as much "stopped" as now.
+          state: The training state.
+          beside: What goes beside it, as JSON.
+          layouts: Of its leaves; None where all are replicated.
+        """
+        if (now := (step, beside.get("stopped"))) != self._last:
+            self._writer.start(step, by_path(state), beside, _layouts_of(state, layouts))
+            self._last = now
+
+    def restore(self, like: TrainState, layouts: TrainState | None = None) -> Restored | None:
+        """Reads the newest checkpoint whose digests hold onto the devices; None if there is none.
+
+        Args:
+          like: A state of the structure, shapes and shardings to restore to; only read.
+          layouts: Of its leaves; None where all are replicated. The state may come from another
+            number of replicas, and its optimizer may have been sharded or not: see `resize`.
+
+        Raises:
+          ConfigError: If the checkpoint is of another model or optimizer than `like`.
+          FileSystemError: If there are checkpoints, and none of them can be trusted or read.
+        """
+        self._writer.wait()
+        there = self.steps()
+        while (step := self._newest_sound()) is not None:
+            if (restored := self._read(step, like, layouts)) is not None:
+                self._last = step, restored.beside.get("stopped")
+                return restored
+        if there:
+            raise FileSystemError(
+                f"{self._directory} holds checkpoints, but none that can be trusted: they are now "
+                "*.damaged. Put back a sound copy, or choose another run.dir to start anew."
+            )
+        return None
+
+    def _newest_sound(self) -> int | None:
+        """The newest step whose files are what was written; those that are not are set aside."""
+        sound = ""
+        if jax.process_index() == 0:
+            for step in reversed(self.steps()):
+                damage = find_fault(self._directory / str(step))
+                if damage is None:
+                    sound = str(step)
+                    break
+                self._set_aside(step, damage)
+        sound = from_first("newest", sound, timeout_seconds=SECONDS)
+        if not sound:
+            return None
+        self._wait_until_seen(self._directory / sound / SUMS)
+        return int(sound)
+
+    def _wait_until_seen(self, path: Path) -> None:
+        until = time.monotonic() + SEEN_SECONDS
+        while not path.exists():
+            if time.monotonic() > until:
+                raise FileSystemError(
+                    f"Process 0 sees {path}, and process {jax.process_index()} does not. All "
+                    "processes need the same run.dir, on a file system that they share."
+                )
+            time.sleep(0.1)
+
+    def _set_aside(self, step: int, damage: str) -> None:
+        if jax.process_index() != 0:
+            return
+        try:
+            aside = folders.set_aside(self._directory, step)
+        except OSError as error:
+            raise self._cannot(f"have its damaged step {step} set aside", error) from error
+        log.error(
+            "The checkpoint of step %d cannot be trusted: %s. It is now %s.", step, damage, aside
+        )
+
+    def _read(self, step: int, like: TrainState, layouts: TrainState | None) -> Restored | None:
+        """Reads one; or sets it aside, and returns None, if an array is not what was saved."""
+        folder, wanted = self._directory / str(step), by_path(like)
+        here = _layouts_of(like, layouts)
+        try:
+            described, beside = read_described(folder), read_object(folder / "run.json")
+            recorded = layouts_in(described)
+            like_one = {n: (x, x.one_device_shape(wanted[n].shape)) for n, x in here.items()}
+            saved_by = beside.get("world", {}).get("num_devices", 1)
+            lie = recorded or guess_layouts(described, like_one, saved_by)
+            if differ := difference(described, wanted, lie, here):
+                raise ConfigError(
+                    f"{self._directory} holds, at step {step}, another model, optimizer or mesh. "
+                    f"Choose another run.dir, or what it was saved from:\n{differ}"
+                )
+            target = {n: to_read(described[n]["shape"], lie[n], x) for n, x in wanted.items()}
+            arrays = _restore(folder / "state", target)
+        except (ConfigError, FileSystemError):
+            raise
+        except Exception as error:  # orbax raises all kinds over files that are not its own
+            raise self._cannot(f"be read at step {step}", error) from error
+        for name, found in describe(arrays, np.asarray(digests(arrays)), recorded).items():
+            if found != described[name]:
+                self._set_aside(step, f"{name} is read as another array than was saved")
+                return None
+        if (other := find_other_step(folder, beside.pop("step", arrays["step"]))) is not None:
+            self._set_aside(step, other)
+            return None
+        leaves = [on_this_mesh(arrays[name], x, lie[name]) for name, x in wanted.items()]
+        return Restored(step, jax.tree.unflatten(jax.tree.structure(like), leaves), beside)
+
+    def wait(self) -> None:
+        """Waits until what was saved is written.
+
+        Raises:
+          FileSystemError: If the last checkpoint could not be.
+        """
+        self._writer.wait()
+        if self._writer.failure is not None:
+            raise self._writer.failure
+
+    def close(self) -> None:
+        """Waits as `wait` does, and lets go of what writing needs."""
+        self._writer.close()
+        self.wait()
+
+    def _cannot(self, done: str, error: BaseException) -> FileSystemError:
+        """What orbax, TensorStore or the file system raised, in one line."""
+        return FileSystemError(f"{self._directory} cannot {done}: {first_line(error)}")
+
+
+def _layouts_of(state: TrainState, layouts: TrainState | None) -> Layouts:
+    """Layouts by path."""
+    return by_path(jax.tree.map(lambda _: Replicated(), state) if layouts is None else layouts)
+
+
+def _restore(folder: Path, target: PyTree) -> PyTree:
+    handler = ocp.StandardCheckpointHandler()
+    try:
+        return handler.restore(epath.Path(folder), args=ocp.args.StandardRestore(target))
+    finally:
+        handler.close()
+
+
+def _is_worth_showing(record: logging.LogRecord) -> bool:
+    # An exception of orbax's own is raised where it is saved or read, and told in one line.
+    is_error = record.levelno >= logging.ERROR and not record.exc_info
+    return is_error or "orbax" not in Path(record.pathname).parts
+
+
+# Orbax tells absl's log some hundred times a checkpoint what it does; a run has its own lines.
+logging.getLogger("absl").addFilter(_is_worth_showing)
