@@ -12,13 +12,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jddp.cluster import ssh
-from jddp.cluster.identity import check_address
-from jddp.cluster.meeting import START
-from jddp.cluster.supervisor import Supervisor
-from jddp.cluster.workers import Launch, name_logs
-from jddp.door import Parser, enter
+from jddp.config.cli import Parser, enter
+from jddp.config.permissions import expand
+from jddp.distributed.connect import START
+from jddp.distributed.identity import check_address
 from jddp.errors import UsageError
+from jddp.launcher import ssh
+from jddp.launcher.supervisor import Supervisor
+from jddp.launcher.workers import Launch, name_logs
 
 EXAMPLES = """\
 examples:
@@ -47,9 +48,7 @@ def _run(argv: Sequence[str]) -> int:
     if arguments.obey_input:
         ssh.obey_input(arguments.grace_seconds)
     code = Supervisor(
-        launch,
-        max_restarts=arguments.max_restarts,
-        grace_seconds=arguments.grace_seconds,
+        launch, max_restarts=arguments.max_restarts, grace_seconds=arguments.grace_seconds
     ).run()
     return min(code, ssh.LOST - 1) if arguments.obey_input else code
 
@@ -144,8 +143,6 @@ def _parser() -> Parser:
         usage="%(prog)s --num-processes N [...] (-m package.module | script.py) [arguments]",
         description="Start a program once for each process of a job.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
 
     def add(name: str, peer: str = "", **how: object) -> None:
@@ -163,12 +160,8 @@ def _parser() -> Parser:
     add("--min-processes", type=_positive, help="of all machines: go on with, if one is lost")
     add("--master-addr", "--master-addr", help="host of --coordinator")
     add("--master-port", "--master-port", help="port of --coordinator")
-    add("--logs", type=Path, help="folder for what each process says (logs/DATE-TIME-PID)")
-    add(
-        "--start-seconds",
-        type=_positive,
-        help="to wait for all processes (300)",
-    )
+    add("--logs", type=expand, help="folder for what each process says (logs/DATE-TIME-PID)")
+    add("--start-seconds", type=_positive, help="to wait for all processes (300)")
     add("--grace-seconds", type=float, default=10.0, help="from SIGTERM to SIGKILL (%(default)g)")
     add("--obey-input", action="store_true", help="signals are words on standard input (--hosts)")
     parser.add_argument(

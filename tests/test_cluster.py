@@ -13,13 +13,15 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import pytest
 
-from jddp import cluster
-from jddp.cluster import VARIABLES, Identity, gloo, initialize, resolve_identity
-from jddp.cluster.caller import Caller, connect
-from jddp.cluster.meeting import HEARTBEAT, START, meet
-from jddp.cluster.roll import Roll
-from jddp.cluster.roll_call import Member
-from jddp.errors import ConfigError, CoordinatorError, DisagreementError
+from jddp.distributed import failure, gloo, join
+from jddp.distributed.connect import HEARTBEAT, START, meet
+from jddp.distributed.identity import VARIABLES, Identity
+from jddp.distributed.join import initialize
+from jddp.distributed.rendezvous import Member
+from jddp.distributed.rendezvous_client import Caller, connect
+from jddp.distributed.rendezvous_server import Roll
+from jddp.distributed.resolve import resolve_identity
+from jddp.errors import ConfigError, CoordinatorError, ProcessMismatchError
 
 JOB = dict(zip(VARIABLES, ("node-0:1234", "4", "3"), strict=True))
 
@@ -78,8 +80,10 @@ def test_the_environment_is_where_a_process_is_told(monkeypatch):
 def joined(monkeypatch):
     """What `jax.distributed.initialize` was called with."""
     calls = []
-    monkeypatch.setattr(cluster, "meet", lambda *_: None)
-    monkeypatch.setattr(gloo, "settle_address", lambda *_: None)
+    monkeypatch.setattr(join, "meet", lambda *_: None)
+    monkeypatch.setattr(failure, "watch_over_job", lambda: None)
+    for name in ("hide_connections", "settle_address"):
+        monkeypatch.setattr(gloo, name, lambda *_: None)
     monkeypatch.setattr(jax.distributed, "initialize", lambda **given: calls.append(given))
     return calls
 
@@ -198,14 +202,14 @@ def test_two_of_one_number_are_named_with_where_they_run(free_port):
     errors = meet_all([process(free_port, i, 3) for i in (0, 1, 1)])
     where = rf"{socket.gethostname()}, pid {os.getpid()}"
     for error in errors:
-        assert isinstance(error, DisagreementError)
+        assert isinstance(error, ProcessMismatchError)
         assert str(error).startswith(f"two have come as process 1: {where}, and {where}. Give each")
 
 
 def test_processes_that_were_told_other_counts_are_named(free_port):
     errors = meet_all([process(free_port, 0, 3), process(free_port, 1, 2)])
     for error in errors:
-        assert isinstance(error, DisagreementError)
+        assert isinstance(error, ProcessMismatchError)
         assert re.match(r"process 1 \(.*\) was told that there are 2, and process 0", str(error))
 
 
@@ -213,7 +217,7 @@ def test_processes_of_two_jobs_do_not_meet(free_port):
     errors = meet_all([process(free_port, 0, 2, JDDP_JOB="a"), process(free_port, 1, 2)])
     told = "process 1 has another job than process 0: JDDP_JOB is not set there and a here."
     for error in errors:
-        assert isinstance(error, DisagreementError)
+        assert isinstance(error, ProcessMismatchError)
         assert str(error).startswith(told)
 
 
@@ -396,3 +400,35 @@ def test_a_first_process_that_waits_in_vain_says_so(free_port):
     assert done.returncode == 69, done.stderr
     assert done.stderr.startswith(f"jddp: process 1 of 2 did not come to 127.0.0.1:{free_port}")
     assert done.stderr.count("\n") == 1
+
+
+PRINTS = r"""
+import ctypes
+import os
+import subprocess
+from jddp.distributed.gloo import hide_connections
+
+hide_connections()
+libc = ctypes.CDLL(None)
+line = b"[Gloo] Rank %d is connected to 3 peer ranks. "
+line += b"Expected number of connected peer ranks is : 3"
+print("Python prints", flush=True)
+libc.printf(line + b"\n", 0)
+libc.printf(line % 1 + line % 2 + b"\n\n")  # as two threads do
+libc.printf(b"C prints\n\n[Gloo] has more to say\n")
+subprocess.run(["echo", "a child prints"])
+libc.printf(b"without an end")
+"""
+
+
+@pytest.mark.processes
+def test_what_gloo_says_of_its_connections_is_hidden_and_nothing_else():
+    said = subprocess.run(
+        [sys.executable, "-c", PRINTS], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert said.stderr == ""
+    by_c = "C prints\n\n[Gloo] has more to say\nwithout an end"
+    lines = said.stdout.splitlines()
+    assert lines.pop(0) == "Python prints"
+    lines.remove("a child prints")
+    assert lines == by_c.splitlines()

@@ -1,18 +1,23 @@
 """The doctor names what will make a job fail, and what mends it."""
 
+import contextlib
 import os
+import re
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from faults.jobs import free_port
 
-from jddp.checkup import devices, host, job, wire
-from jddp.checkup.finding import Finding
-from jddp.cluster import VARIABLES
-from jddp.doctor import main
-from jddp.mesh import make_mesh
+from jddp.distributed.identity import VARIABLES
+from jddp.doctor import __main__ as doctor
+from jddp.doctor import devices, host, job, links
+from jddp.doctor.__main__ import main
+from jddp.doctor.finding import Finding
+from jddp.engine.mesh import make_mesh
+from jddp.errors import FileSystemError
 
 
 def levels(findings):
@@ -159,21 +164,21 @@ NAMES = [f"process {i} on h{i}" for i in range(4)]
     ],
 )
 def test_a_host_or_else_a_link_that_stands_out_is_told(times, told):
-    found = list(wire.compare_links(times, NAMES, 1024))
+    found = list(links.compare_links(times, NAMES, 1024))
     assert levels(found) == (["warn"] * len(told) or ["ok"])
     assert all(words in finding.what for words, finding in zip(told, found, strict=False))
 
 
 def test_sums_over_the_devices_are_right_and_timed():
-    table, (found,) = wire.measure_all_reduce(make_mesh(4), sizes=(64, 4096))
+    table, (found,) = links.measure_all_reduce(make_mesh(4), sizes=(64, 4096))
     assert found.level == "ok"
     assert [x.size for x in table] == [64, 4096]
     assert all(x.bandwidth == pytest.approx(1.5 * x.size / x.seconds) for x in table)
 
 
 def test_a_sum_that_is_wrong_is_told(monkeypatch):
-    monkeypatch.setattr(wire.lax, "psum", lambda x, axis: x * 0.0)
-    _, (found,) = wire.measure_all_reduce(make_mesh(4), sizes=(64, 128))
+    monkeypatch.setattr(links.lax, "psum", lambda x, axis: x * 0.0)
+    _, (found,) = links.measure_all_reduce(make_mesh(4), sizes=(64, 128))
     assert found.level == "bad"
     assert "64, 128 bytes" in found.what
 
@@ -234,3 +239,65 @@ def test_processes_are_examined_together(tmp_path):
     assert "1 KiB there and back: " in told
     assert "1024 KiB there and back: " in told
     assert list(tmp_path.iterdir()) == []
+
+
+# --- the directory of runs -----------------------------------------------------------------------
+
+
+def small_disk(path):
+    """A disk of a megabyte, full."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", path], check=True)
+    with contextlib.suppress(OSError), (path / "filler").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+
+
+def told_of(directory):
+    found = job.check_directory(directory)
+    return {found.level: found}
+
+
+def test_a_directory_that_can_be_written_is_told_with_its_room_and_left_as_it_was(tmp_path):
+    found = told_of(tmp_path)["ok"]
+    assert re.search(rf"{tmp_path} can be written, [\d,.]+ GiB free", found.what)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_does_not_exist_is_told_and_not_made(tmp_path):
+    found = told_of(tmp_path / "rusn" / "x")["warn"]
+    assert f"{tmp_path}/rusn/x does not exist" in found.what
+    assert "mkdir" in found.fix
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_cannot_be_made_is_told(tmp_path):
+    (tmp_path / "file").write_text("")
+    found = told_of(tmp_path / "file" / "runs")["bad"]
+    assert f"{tmp_path}/file/runs cannot be written: Not a directory" in found.what
+
+
+def test_a_disk_that_is_full_is_told(tmp_path):
+    small_disk(tmp_path)
+    try:
+        found = told_of(tmp_path)["bad"]
+    finally:
+        subprocess.run(["umount", "--lazy", tmp_path], check=True)
+    assert f"{tmp_path} cannot be written: No space left on device" in found.what
+    assert found.fix
+
+
+def test_a_disk_with_little_room_is_told(tmp_path, monkeypatch):
+    room = os.statvfs(tmp_path)
+    few = os.statvfs_result((*room[:4], 2**20 // room.f_frsize, *room[5:]))
+    monkeypatch.setattr("os.statvfs", lambda _: few)
+    assert "0.0 GiB free" in told_of(tmp_path)["warn"].what
+
+
+@pytest.mark.parametrize("name", ["/proc", "/proc/self/nothing", "/dev/null/x"])
+def test_a_directory_that_is_no_place_for_files_is_told(name):
+    assert f"{name} cannot be written: " in told_of(Path(name))["bad"].what
+
+
+def test_a_picture_that_cannot_be_written_is_refused(tmp_path):
+    with pytest.raises(FileSystemError, match=r"nowhere/x\.png cannot be written: No such file"):
+        doctor._plot([links.Exchange(64, 0.1, 1e3)], tmp_path / "nowhere" / "x.png")

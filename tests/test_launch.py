@@ -18,12 +18,13 @@ import pytest
 from faults.jobs import TIMINGS, make_folder
 
 import jddp
-from jddp.cluster import resolve_identity
-from jddp.cluster.aborts import whom_jax_has_lost
-from jddp.cluster.nodes import LOCAL, Nodes
-from jddp.cluster.workers import Launch, Place, split_gpus, worker_environments
+from jddp.distributed.resolve import resolve_identity
+from jddp.distributed.signals import SAME_SECONDS
 from jddp.errors import ConfigError, CoordinatorError
 from jddp.launch import main
+from jddp.launcher.aborts import whom_jax_has_lost
+from jddp.launcher.nodes import LOCAL, Nodes
+from jddp.launcher.workers import Launch, Place, split_gpus, worker_environments
 
 REPOSITORY = Path(jddp.__file__).parents[1]
 SECONDS = 60  # for what takes a few
@@ -394,7 +395,9 @@ def test_the_launcher_killed_takes_its_workers_along(folder):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda x: x.name)
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=lambda x: x.name
+)
 def test_a_signal_is_handed_on_and_ends_the_job_without_a_restart(folder, number):
     options = ["--num-processes", 2, "--max-restarts", 3]
     with Launched(folder, *options, "program.py", "stay") as launched:
@@ -413,9 +416,20 @@ def test_the_second_signal_ends_those_who_ignore_the_first(folder):
     with Launched(folder, *options, "program.py", "ignore-0", "stay") as launched:
         launched.wait_for("ignores-0", "stays-0")
         launched.process.send_signal(signal.SIGTERM)
+        time.sleep(SAME_SECONDS)  # in which a second one would be the first once more
         launched.process.send_signal(signal.SIGINT)
         assert launched.end() == 128 + signal.SIGINT, launched.err
         assert_gone(folder)
+
+
+@pytest.mark.processes
+def test_two_signals_at_once_are_handed_on_as_one(folder):
+    with Launched(folder, "--num-processes", 1, "program.py", "ignore-0", "stay") as launched:
+        launched.wait_for("ignores-0", "stays-0")
+        for _ in range(2):
+            launched.process.send_signal(signal.SIGTERM)
+        time.sleep(SAME_SECONDS)
+        assert launched.process.poll() is None  # the second would have ended it
 
 
 @pytest.mark.processes
@@ -538,6 +552,7 @@ def test_processes_train_as_one_with_as_many_devices(jobs, num_processes, device
     assert done.code == 0, done.err
     assert "[0] jddp " in done.out
     assert f"job      {num_processes} processes, as jddp.launch says; process 0;" in done.out
+    assert "[Gloo]" not in done.out
     assert_alike(result(jobs, run)[0], result(jobs, "one")[0])
 
 
@@ -567,6 +582,75 @@ def test_the_exit_code_of_a_job_is_that_of_the_process_that_failed(jobs):
     assert done.code == 1
     assert "jddp: process 1 failed first, with exit code 1" in done.err
     assert "    RuntimeError: a bug in reading" in done.err
+
+
+SCRIPT = REPOSITORY / "tests" / "workers" / "script.py"
+# JAX's shutdown barrier holds processes for 300 s. Here it is 10 s for one that is waited for, a
+# few for each to leave, and what it takes to start and compile on a machine that is busy.
+LONG_BEFORE_300 = 120
+
+
+def run_script(folder, *arguments):
+    since = time.monotonic()
+    with Launched(folder, "--num-processes", 2, SCRIPT, *arguments) as launched:
+        launched.out, launched.err = launched.process.communicate(timeout=LONG_BEFORE_300)
+    launched.code, launched.seconds = launched.process.returncode, time.monotonic() - since
+    return launched
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "what, where, code, told",
+    [
+        ("raise", "loop", 1, "RuntimeError: a bug of mine"),
+        pytest.param("refuse", "loop", 65, "DataError: my data are bad", marks=pytest.mark.slow),
+        pytest.param("raise", "iterator", 1, "RuntimeError: a bug of mine", marks=pytest.mark.slow),
+        pytest.param("raise", "callback", 1, "RuntimeError: a bug of mine", marks=pytest.mark.slow),
+    ],
+)
+def test_a_script_that_raises_in_one_process_ends_its_job_in_seconds(
+    folder, what, where, code, told
+):
+    done = run_script(folder, what, where)
+    assert done.code == code, done.err
+    headline, *words = done.err[done.err.index("jddp: process 1 failed") :].splitlines()
+    assert f"process 1 failed first, with exit code {code}" in headline
+    assert words[0] == "    Traceback (most recent call last):"
+    assert told in words[-1]
+    assert "Check failure stack trace" not in done.err  # no abort of JAX's
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["loop", "iterator", "callback"])
+def test_a_script_that_exits_in_one_process_ends_its_job_with_its_code(folder, where):
+    done = run_script(folder, "exit", where)
+    assert done.code == 3, done.err
+    assert "jddp: process 1 failed first, with exit code 3" in done.err
+    assert "process 1 on " in done.log(0)
+    assert "ended too early: others still wait for it" in done.log(0)
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_script_whose_batches_end_early_in_one_process_is_told_so_in_seconds(folder):
+    done = run_script(folder, "stop", "loop")
+    assert done.code == 65, done.err
+    assert re.search(r"\njddp: process 1 on \S+ ended too early", done.err)
+    assert "Give all as many steps and batches." in done.err
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_sys_exit_while_data_are_read_ends_a_job_with_a_traceback(jobs):
+    (jobs / "exit-1").touch()
+    try:
+        done = train(jobs, "--num-processes", 2, run="exits", arguments=FEW)
+    finally:
+        (jobs / "exit-1").unlink()
+    assert done.code == 1
+    assert "jddp: process 1 failed first, with exit code 1" in done.err
+    assert "called sys.exit: SystemExit(0)" in done.err
 
 
 OFTEN = ["checkpoint.every_steps=20", "train.num_steps=200"]

@@ -41,7 +41,7 @@ def test_other_flags_of_the_compiler_are_told(folder):
 def test_other_code_is_told(folder, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(REPOSITORY / "jddp", other / "jddp")
-    with (other / "jddp" / "losses.py").open("a") as file:
+    with (other / "jddp" / "zoo" / "losses.py").open("a") as file:
         file.write("# another\n")
     for said in end(folder, last_variables={"PYTHONPATH": str(other)}):
         assert "code of jddp is " in said

@@ -5,10 +5,11 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 
 import pytest
 
-from faults.jobs import Job, assert_same_run
+from faults.jobs import REPOSITORY, Job, assert_same_run
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -27,7 +28,8 @@ def small_disk():
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", path], check=True)
         mounted.append(path)
         for folder in held.iterdir():
-            shutil.copytree(folder, path / folder.name)
+            copy = shutil.copytree if folder.is_dir() else shutil.copy
+            copy(folder, path / folder.name)
 
     yield mount
     for path in mounted:
@@ -46,7 +48,7 @@ def fill(path):
 def fill_up(disk):
     """Leaves no room; the end of the block makes some."""
     fill(disk / "filler")
-    yield "RESOURCE_EXHAUSTED"
+    yield "No space left on device"
     (disk / "filler").unlink()
 
 
@@ -76,7 +78,49 @@ def test_a_run_goes_on_without_its_disk_and_saves_when_it_can(folder, golden, sm
     assert "cannot be saved: process 0: " in job.outputs[0][1]
     assert told in job.outputs[0][1]
     assert "What was saved before is still there" in job.outputs[0][1]
+    assert job.outputs[0][1].count("cannot be saved") == 1  # a line for the kind, not for each save
+    assert "Traceback" not in job.outputs[0][1]
     assert_same_run(job, golden(*LONG))
+
+
+def test_a_run_directory_that_fills_up_is_told_in_a_line_for_each_kind_of_failure(
+    folder, golden, small_disk
+):
+    with Job(folder, *LONG) as job:
+        job.wait_for(lambda: job.saved())
+        job.processes[0].send_signal(signal.SIGTERM)
+        assert job.codes() == [75], job.outputs
+    stopped = max(job.saved())
+    small_disk(job.run_dir)
+    with Job(folder, *LONG) as job:
+        job.wait_for(lambda: max(job.saved(), default=0) > stopped)
+        with contextlib.contextmanager(fill_up)(job.run_dir):
+            (code,) = job.codes()
+    told = [line for line in job.outputs[0][1].splitlines() if "cannot be" in line]
+    assert code == 74
+    assert sorted(line.split("run/")[1].split(":")[0] for line in told) == [
+        "checkpoints",
+        "checkpoints",  # and once more, as what ends the command
+        "logs/process_0.log",
+        "metrics.jsonl",
+    ]
+    assert "Traceback" not in job.outputs[0][1]
+
+
+@pytest.mark.parametrize("redirection", ["| head -n 1", ">/dev/full", ">&-"])
+def test_a_run_goes_on_without_its_standard_output(folder, golden, redirection):
+    command = f"{sys.executable} -m jddp.train --config job.yaml run.dir=run"
+    environ = {**os.environ, "XDG_CACHE_HOME": (folder / "cache").read_text()}
+    done = subprocess.run(
+        ["bash", "-c", f"{command} {redirection}; exit ${{PIPESTATUS[0]}}"],
+        cwd=folder,
+        env={**environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    job = Job(folder, num_processes=0)
+    assert_same_run(job, golden())
 
 
 def test_checkpoints_that_somebody_removes_are_made_anew(folder, golden):

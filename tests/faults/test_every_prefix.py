@@ -11,7 +11,7 @@ from workers.save_twice import made
 
 import jddp
 from faults.crashes import Disk, record, write
-from jddp.checkpoint import Checkpoints
+from jddp.checkpoint.checkpoints import Checkpoints
 
 TESTS = Path(__file__).parents[1]
 
@@ -57,7 +57,7 @@ def test_a_save_that_is_cut_anywhere_leaves_the_last_checkpoint_or_the_one_befor
         write(disk, tmp_path / str(number))
         checkpoints = Checkpoints(tmp_path / str(number), keep=1)
         step, got, beside = checkpoints.restore(like=like)
-        assert beside == {"step": step}
+        assert beside == {"saved": step}
         assert not is_finished or step == 2, f"step 2 was there and is gone: {sorted(disk)}"
         np.testing.assert_array_equal(got.params["Dense_0"]["kernel"], want[step])
         checkpoints.close()

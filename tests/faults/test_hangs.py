@@ -6,10 +6,12 @@ import time
 import pytest
 
 from faults.jobs import Job
+from jddp.errors import ExitCode
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
-HANG, ANOTHER_FAILED, ABORTED = 79, 81, -signal.SIGABRT
+HANG, ANOTHER_FAILED = ExitCode.HANG, ExitCode.ANOTHER_FAILED
+ABORTED = -signal.SIGABRT
 SOON = ["watchdog.step_seconds=3"]
 # Promised are five seconds; twice that on a machine that is busy.
 SECONDS = 10
@@ -38,6 +40,25 @@ def test_a_run_of_one_process_that_hangs_ends_with_its_stacks(folder):
     assert "jddp: nothing goes on: process 0 on " in said(job, 0)
     assert " is in phase step after step " in said(job, 0)
     assert "3 s are the limit" in said(job, 0)
+    assert "take" in (job.run_dir / "logs" / "process_0.stacks").read_text()
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_a_process_that_was_paused_is_not_ended_by_the_watchdog(folder, num_processes):
+    # Twenty seconds, in which a step ends on a machine that is busy too.
+    with Job(folder, "watchdog.step_seconds=20", num_processes=num_processes) as job:
+        job.wait_for(lambda: job.num_steps() >= 20)
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for process in job.processes:
+                process.send_signal(number)
+            if number == signal.SIGSTOP:
+                time.sleep(55)  # longer than the limit, and the half minute of one that is silent
+        assert job.codes() == [0] * num_processes, job.outputs
+
+
+def test_a_run_of_one_process_that_holds_the_interpreter_s_lock_ends_with_its_stacks(folder):
+    job, codes, _ = disturbed(folder, "hold-0", *SOON, num_processes=1)
+    assert codes == [-signal.SIGQUIT], job.outputs
     assert "take" in (job.run_dir / "logs" / "process_0.stacks").read_text()
 
 
@@ -91,6 +112,17 @@ def test_a_process_that_fails_while_it_saves_ends_the_job_as_soon(folder):
     assert codes == [ANOTHER_FAILED, 1], job.outputs
     assert seconds < SECONDS
     assert "RuntimeError: a bug in reading" in said(job, 0)
+
+
+@pytest.mark.parametrize("every", [400, 100_000], ids=["on the way", "at the end"])
+def test_an_evaluation_that_fails_on_all_processes_costs_no_step(folder, every):
+    options = ["train.num_steps=1200", f"train.eval_every_steps={every}", "mesh.num_devices=2"]
+    job, codes, _ = disturbed(folder, "fail-test", *options, "checkpoint.every_steps=100000")
+    assert 1 in codes, job.outputs
+    assert set(codes) <= {1, ANOTHER_FAILED}, job.outputs
+    assert "RuntimeError: a bug in evaluation" in said(job, codes.index(1))
+    [step] = [int(path.name) for path in (job.run_dir / "checkpoints").iterdir()]
+    assert step == 1200 if every == 100_000 else step % every == 0
 
 
 def test_a_process_whose_peer_is_killed_leaves_soon(folder):

@@ -7,10 +7,12 @@ import time
 import pytest
 
 from faults.jobs import Job, assert_same_run
+from jddp.distributed.signals import SAME_SECONDS
+from jddp.errors import ExitCode
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
-PREEMPTED = 75
+PREEMPTED = ExitCode.PREEMPTED
 
 
 def stopped_step(job):
@@ -22,7 +24,7 @@ def stopped_step(job):
 
 @pytest.mark.parametrize(
     "number",
-    [signal.SIGTERM, signal.SIGINT],
+    [signal.SIGTERM, signal.SIGINT, signal.SIGHUP],
     ids=lambda x: x.name,
 )
 def test_a_run_of_one_process_stops_and_goes_on_to_the_bit(folder, golden, number):
@@ -87,16 +89,56 @@ def test_a_signal_before_the_first_step_ends_all_in_good_order(folder, num_proce
     assert told in job.outputs[0][1]
 
 
+def test_a_run_started_with_nohup_does_not_hear_a_closed_terminal(folder):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which a process is started with
+    try:
+        job = Job(folder)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    with job:
+        job.wait_for(lambda: job.num_steps() >= 20)
+        job.processes[0].send_signal(signal.SIGHUP)
+        assert job.codes() == [0], job.outputs
+
+
+def said(job, text):
+    return any(text in err for _, err in job._outputs())
+
+
+def stands_still(job):
+    """Whether no step ends in a second: the batches that were read ahead are used up."""
+    before = job.num_steps()
+    time.sleep(1)
+    return job.num_steps() == before
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda x: x.name)
 def test_a_second_signal_ends_a_process_at_once(folder, number):
-    with Job(folder, "checkpoint.every_steps=20") as job:
-        job.wait_for(lambda: len(job.saved()) == 2)
+    with Job(folder) as job:
+        job.wait_for(lambda: job.num_steps() >= 20)
+        (folder / "hang-0").touch()  # so that it cannot stop in good order
+        job.wait_for(lambda: (folder / "hangs-0").exists() and stands_still(job))
+        job.processes[0].send_signal(number)
+        job.wait_for(lambda: said(job, "stopping after the step under way"))
+        job.processes[0].send_signal(number)  # at once, which is the first once more
+        time.sleep(SAME_SECONDS)
+        assert job.processes[0].poll() is None
+        job.processes[0].send_signal(number)
         since = time.monotonic()
-        for _ in range(20):  # until it has gone
-            job.processes[0].send_signal(number)
-        (code,) = job.codes()
+        assert job.codes() == [128 + number], job.outputs
         assert time.monotonic() - since < 5
-    assert code in (128 + number, PREEMPTED)
+    assert said(job, f"{number.name} again: leaving at once")
+
+
+def test_a_signal_to_a_process_and_to_its_group_is_one(folder, golden):
+    with Job(folder, start_new_session=True) as job:
+        job.wait_for(lambda: job.num_steps() >= 20)
+        job.processes[0].send_signal(signal.SIGTERM)  # as GNU timeout does
+        os.killpg(job.processes[0].pid, signal.SIGTERM)
+        assert job.codes() == [PREEMPTED], job.outputs
+    with Job(folder) as job:
+        assert job.codes() == [0], job.outputs
+    assert_same_run(job, golden())
 
 
 def test_ctrl_c_in_a_terminal_reaches_processes_that_read_data_too(folder, golden):

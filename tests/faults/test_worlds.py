@@ -7,7 +7,7 @@ import pytest
 
 from faults.jobs import Job, assert_same_run
 from jddp.checkpoint.arrays import by_path
-from jddp.checkpoint.read import read
+from jddp.checkpoint.reader import read
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -59,5 +59,5 @@ def test_logical_shards_go_on_to_the_bit_wherever_they_are_carried(folder, golde
             job.wait_for(lambda at=until: job.num_steps() >= at)
             job.processes[0].kill()
             job.codes()
-    assert "and all numbers, to the bit" in " ".join(job.outputs[0][0].split())
+    assert "and all numbers, bitwise identical" in " ".join(job.outputs[0][0].split())
     assert_same_run(job, golden(*SHARDS, "mesh.num_devices=8"))

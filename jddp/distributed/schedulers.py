@@ -8,14 +8,7 @@ import re
 import socket
 from collections.abc import Mapping
 
-from jddp.cluster.identity import (
-    ADDRESS,
-    COUNT,
-    Identity,
-    Names,
-    make_identity,
-    port_of,
-)
+from jddp.distributed.identity import ADDRESS, COUNT, Identity, Names, make_identity, port_of
 from jddp.errors import ConfigError
 
 Environ = Mapping[str, str]

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from jddp.cluster.roll_call import (
+from jddp.distributed.rendezvous import (
     LONGEST,
     POLL_SECONDS,
     SILENCE_SECONDS,
@@ -23,7 +23,7 @@ from jddp.cluster.roll_call import (
     keep_alive,
     line_of,
 )
-from jddp.errors import CoordinatorError, DisagreementError, Error
+from jddp.errors import CoordinatorError, Error, ProcessMismatchError
 
 _SHOWN = 8  # numbers of those who are missing
 
@@ -98,7 +98,7 @@ class Roll:
 
         Raises:
           CoordinatorError: If not all have come; the others get it too.
-          DisagreementError: If two have the same number, or were told different things; likewise.
+          ProcessMismatchError: If two have the same number, or other settings; likewise.
         """
         until, enough_since = time.monotonic() + seconds, None
         while is_wanted():
@@ -235,25 +235,25 @@ def listen(address: str) -> socket.socket:
         ) from error
 
 
-def _mistake(kind: str, members: Iterable[Member]) -> DisagreementError | None:
+def _mistake(kind: str, members: Iterable[Member]) -> ProcessMismatchError | None:
     """What members were told that cannot be."""
     there: dict[int, Member] = {}
     for member in members:
         first = there.setdefault(0, member)
         for name, value in first.same.items():
             if member.same.get(name) != value:
-                return DisagreementError(
+                return ProcessMismatchError(
                     f"{kind} {member.number} has another job than {kind} 0: {name} is "
                     f"{member.same.get(name)} there and {value} here. Give every {kind} the same."
                 )
         if member.count != first.count:
-            return DisagreementError(
+            return ProcessMismatchError(
                 f"{kind} {member.number} ({member.where}) was told that there are {member.count}, "
                 f"and {kind} 0 ({first.where}) that there are {first.count}. Tell all the same."
             )
         other = there.setdefault(member.number, member)
         if other is not member:
-            return DisagreementError(
+            return ProcessMismatchError(
                 f"two have come as {kind} {member.number}: {other.where}, and {member.where}. "
                 "Give each a number of its own."
             )

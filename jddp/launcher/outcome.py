@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jddp.cluster.aborts import whom_jax_has_lost
-from jddp.cluster.spawn import Worker
+from jddp.errors import ExitCode
+from jddp.launcher.aborts import whom_jax_has_lost
+from jddp.launcher.group import Worker
 
-PREEMPTED, ANOTHER_FAILED = 75, 81
 # A config, data, memory, a disagreement, numbers: the same again would end the same.
-DETERMINISTIC = {2, 65, 77, 78, 80}
+DETERMINISTIC = {ExitCode.USAGE, ExitCode.DATA, ExitCode.OUT_OF_MEMORY}
+DETERMINISTIC |= {ExitCode.PROCESS_MISMATCH, ExitCode.NUMERICS}
 # Ends that may only be the consequence of another's: said by jddp, or JAX's abort.
-CONSEQUENCES = {ANOTHER_FAILED, -signal.SIGABRT}
+CONSEQUENCES = {ExitCode.ANOTHER_FAILED, -signal.SIGABRT}
 SOON = 60.0  # seconds
 
 
@@ -55,7 +56,9 @@ def first_failure(failed: Sequence[Worker], lost: Sequence[int], logs: Path) -> 
         return None
     failures = [_describe(worker, logs) for worker in failed if worker.code not in CONSEQUENCES]
     failures += [told for worker in failed if (told := _told(worker))]
-    failures += [Failure(ANOTHER_FAILED, f"node {node} has gone without a word.") for node in lost]
+    failures += [
+        Failure(ExitCode.ANOTHER_FAILED, f"node {node} has gone without a word.") for node in lost
+    ]
     return [*failures, *(_describe(worker, logs) for worker in failed)][0]
 
 
@@ -81,9 +84,11 @@ def _describe(worker: Worker, logs: Path) -> Failure:
 def _told(worker: Worker) -> Failure | None:
     """What a process of jddp has told of the one that failed first, on another machine."""
     words = worker.output.last_words()
-    told = re.search(r"process (\d+) on (\S+) failed first, with exit code (?!81)(\d+)", words)
-    if worker.code != ANOTHER_FAILED or told is None:
+    told = re.search(
+        r"process \d+ on \S+ (?:ended too early|failed first, with exit code "
+        rf"(?!{ExitCode.ANOTHER_FAILED})(\d+))",
+        words,
+    )
+    if worker.code != ExitCode.ANOTHER_FAILED or told is None:
         return None
-    process, host, code = told.groups()
-    headline = f"process {process} on {host} failed first, with exit code {code}."
-    return Failure(int(code), headline, worker.seconds, words)
+    return Failure(int(told[1] or ExitCode.DATA), f"{told[0]}.", worker.seconds, words)

@@ -8,8 +8,8 @@ A process that is signalled tells the others through the coordination service. E
 often it has asked, holding up its next question until all have: the question after the last of
 them is where all stop. Nothing is sent before a signal comes.
 
-The second signal ends a process at once. In a notebook, whose kernel is to live on, it raises
-`KeyboardInterrupt`.
+The second signal ends a process at once, unless it comes within two seconds: then it is the first
+once more. In a notebook, whose kernel is to live on, it raises `KeyboardInterrupt`.
 """
 
 import contextlib
@@ -24,15 +24,15 @@ from typing import Any
 
 import jax
 
-from jddp.coordination import gather, publish, read
+from jddp.distributed.coordination import gather, publish, read
+from jddp.distributed.signals import Repeats, stop_signals
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SECONDS = 30.0  # for which the others may be busy, at most
 _numbers = itertools.count()
 
 
 class StopSignals:
-    """While open, SIGTERM and SIGINT ask all processes of the job to stop together.
+    """While open, SIGTERM, SIGINT and SIGHUP ask all processes of the job to stop together.
 
     Attributes:
       name: The signal that came first, to whichever process; None before.
@@ -45,7 +45,7 @@ class StopSignals:
         self._last: int | None = None  # the question whose answer is yes
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._num_signals = 0
+        self._num_signals, self._repeats = 0, Repeats()
         self._before: dict[int, Any] = {}
         self._threads: list[threading.Thread] = []
         self._ends: tuple[socket.socket, socket.socket] | None = None
@@ -85,7 +85,7 @@ class StopSignals:
     def _take_signals(self) -> None:
         self._ends = socket.socketpair()
         self._ends[1].setblocking(False)
-        for number in SIGNALS:
+        for number in stop_signals():
             # None stands for a handler that Python cannot give back.
             self._before[number] = signal.signal(number, self._handle) or signal.SIG_DFL
         # The number of each signal also comes through this socket, while the main thread computes.
@@ -102,12 +102,12 @@ class StopSignals:
         assert self._ends is not None
         while received := self._ends[0].recv(1):
             number = received[0]
-            if number not in SIGNALS:
+            if number not in self._before or self._repeats.has():
                 continue
             self._num_signals += 1
             name = signal.Signals(number).name
             if self._num_signals > 1:
-                if not (_is_interactive() and number == signal.SIGINT):
+                if not (is_interactive() and number == signal.SIGINT):
                     _say(f"{name} again: leaving at once")
                     os._exit(128 + number)
                 continue
@@ -138,7 +138,8 @@ class StopSignals:
             self._last = max(map(int, asked)) + 1
 
 
-def _is_interactive() -> bool:
+def is_interactive() -> bool:
+    """Whether somebody at a prompt or a notebook goes on when what runs has ended."""
     return hasattr(sys, "ps1") or "ipykernel" in sys.modules
 
 

@@ -13,11 +13,11 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 
-from jddp.cluster.caller import Caller, connect
-from jddp.cluster.identity import JOB, Identity
-from jddp.cluster.roll import Roll
-from jddp.cluster.roll_call import Member
-from jddp.errors import ConfigError, CoordinatorError
+from jddp.distributed.identity import JOB, Identity
+from jddp.distributed.rendezvous import Member
+from jddp.distributed.rendezvous_client import Caller, connect
+from jddp.distributed.rendezvous_server import Roll
+from jddp.errors import ConfigError, ExitCode
 
 START, HEARTBEAT = "JDDP_START_SECONDS", "JDDP_HEARTBEAT_SECONDS"
 _DEFAULTS = {START: "300", HEARTBEAT: "100"}
@@ -46,7 +46,7 @@ def meet(identity: Identity, listens: str | None, environ: Mapping[str, str]) ->
 
     Raises:
       CoordinatorError: If not all come in time.
-      DisagreementError: If two have the same number, or were told different things.
+      ProcessMismatchError: If two have the same number, or were told different things.
     """
     assert identity.coordinator is not None
     seconds = read_seconds(environ, START)
@@ -125,4 +125,4 @@ def _give_up(identity: Identity, seconds: float) -> None:
         file=sys.stderr,
         flush=True,
     )
-    os._exit(CoordinatorError.exit_code)
+    os._exit(ExitCode.UNAVAILABLE)

@@ -16,20 +16,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from jddp.cluster.nodes import Nodes
-from jddp.cluster.spawn import POLL_SECONDS, Group
-from jddp.cluster.verdict import (
-    CONSEQUENCES,
-    DETERMINISTIC,
-    PREEMPTED,
-    SOON,
-    Failure,
-    first_failure,
-)
-from jddp.cluster.workers import Launch, Place, name_logs
-from jddp.errors import CoordinatorError
+from jddp.distributed.signals import Repeats, stop_signals
+from jddp.errors import CoordinatorError, ExitCode
+from jddp.launcher.group import POLL_SECONDS, Group
+from jddp.launcher.nodes import Nodes
+from jddp.launcher.outcome import CONSEQUENCES, DETERMINISTIC, SOON, Failure, first_failure
+from jddp.launcher.workers import Launch, Place, name_logs
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _MOMENT = 2.0  # seconds in which others fail too, and processes of jddp leave by themselves
 _SAVE_SECONDS = 600.0  # which the others may need to save, where one has stopped in good order
 _LONGEST_PAUSE = 60.0
@@ -100,6 +93,7 @@ class Supervisor:
         self._num_hasty = 0  # of them, in a row, after an attempt that did not last
         self._has_asked = False  # this attempt's processes to stop, for a machine that has come
         self._signals: list[int] = []
+        self._repeats = Repeats()
         self._num_forwarded = 0
 
     def run(self) -> int:
@@ -107,15 +101,15 @@ class Supervisor:
 
         Raises:
           CoordinatorError: If the other machines do not come.
-          DisagreementError: If they were told other numbers.
+          ProcessMismatchError: If they were told other numbers.
         """
         self._nodes, code = Nodes(self._launch), None
-        before: dict[int, Any] = {x: signal.signal(x, self._take_signal) for x in _SIGNALS}
+        before: dict[int, Any] = {x: signal.signal(x, self._take_signal) for x in stop_signals()}
         try:
             code = self._run()
             return code
         finally:
-            self._nodes.close(failed=code not in (0, PREEMPTED))
+            self._nodes.close(failed=code not in (ExitCode.DONE, ExitCode.PREEMPTED))
             for number, handler in before.items():
                 signal.signal(number, handler)
 
@@ -134,7 +128,7 @@ class Supervisor:
             since = time.monotonic()
             failure = self._attempt(place)
             if failure is None:
-                return 0
+                return ExitCode.DONE
             if time.monotonic() - since > SOON:
                 self._num_hasty = 0
             if self._has_changed(failure):
@@ -145,7 +139,7 @@ class Supervisor:
 
     def _has_changed(self, failure: Failure) -> bool:
         """Whether all have only stopped because a machine has left, or has come."""
-        in_order = self._launch.min_processes is not None and failure.code == PREEMPTED
+        in_order = self._launch.min_processes is not None and failure.code == ExitCode.PREEMPTED
         return (in_order or self._has_asked) and not self._signals
 
     def _starts_again(self, failure: Failure, last: Failure | None) -> bool:
@@ -186,7 +180,7 @@ class Supervisor:
         if all(worker.code in CONSEQUENCES for worker in group.failed()):
             group.wait(_MOMENT)  # for the one that it is the consequence of
         failure = self._judge(group)
-        in_order = {worker.code for worker in group.failed()} == {PREEMPTED}
+        in_order = {worker.code for worker in group.failed()} == {ExitCode.PREEMPTED}
         if in_order or self._signals or self._has_asked:
             self._wait_until_saved(group)
         group.end(moment_seconds=_MOMENT, grace_seconds=self._grace_seconds)
@@ -195,7 +189,7 @@ class Supervisor:
     def _judge(self, group: Group) -> Failure | None:
         """What went wrong first, as far as it is known; tells it."""
         failure = first_failure(group.failed(), self._nodes.lost(), self._launch.logs)
-        if failure and failure.code != PREEMPTED and not self._has_changed(failure):
+        if failure and failure.code != ExitCode.PREEMPTED and not self._has_changed(failure):
             _say(failure.headline)
             for line in failure.words.splitlines():
                 print(f"    {line}", file=sys.stderr)
@@ -215,12 +209,13 @@ class Supervisor:
         return self._num_forwarded
 
     def _take_signal(self, number: int, frame: FrameType | None) -> None:
-        self._signals.append(number)
+        if not self._repeats.has():
+            self._signals.append(number)
 
     def _reason_to_stop(self, failure: Failure, last: Failure | None) -> str | None:
         if self._signals:
             return f"{signal.Signals(self._signals[0]).name} has stopped the job"
-        if failure.code == PREEMPTED:
+        if failure.code == ExitCode.PREEMPTED:
             return "it was stopped in good order"
         if failure.code in DETERMINISTIC:
             return f"exit code {failure.code} would come again"

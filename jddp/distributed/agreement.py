@@ -1,6 +1,6 @@
 """Do all processes of a job run the same thing? Asked before they meet in a collective.
 
-    agree("config", {"seed": "0", ...})       # DisagreementError, on all, names process and key
+    agree("config", {"seed": "0", ...})       # ProcessMismatchError, on all, names process and key
 
 Processes that were given different code, configs or data hang, or compute nonsense, in silence.
 """
@@ -8,8 +8,8 @@ Processes that were given different code, configs or data hang, or compute nonse
 import json
 from collections.abc import Mapping
 
-from jddp.coordination import gather
-from jddp.errors import DisagreementError
+from jddp.distributed.coordination import gather
+from jddp.errors import ProcessMismatchError
 
 SECONDS = 120.0  # for which the others may still be busy
 _ABSENT = "nothing"
@@ -23,7 +23,7 @@ def agree(what: str, facts: Mapping[str, str]) -> None:
       facts: By name.
 
     Raises:
-      DisagreementError: On every process, if any differs.
+      ProcessMismatchError: On every process, if any differs.
     """
     told = [
         json.loads(x) for x in gather(f"agree/{what}", json.dumps(facts), timeout_seconds=SECONDS)
@@ -34,7 +34,7 @@ def agree(what: str, facts: Mapping[str, str]) -> None:
         if differ:
             name = differ[0]
             more = f", and {len(differ) - 1} more differ" if len(differ) > 1 else ""
-            raise DisagreementError(
+            raise ProcessMismatchError(
                 f"process {process} has another {what} than process 0: {name} is "
                 f"{other.get(name, _ABSENT)} there and {first.get(name, _ABSENT)} here{more}. "
                 "Give every process the same."

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from jddp.cluster.identity import JOB, VARIABLES
-from jddp.cluster.sources import LAUNCHED
+from jddp.distributed.identity import JOB, VARIABLES
+from jddp.distributed.resolve import LAUNCHED
 from jddp.errors import ConfigError
 
 

@@ -3,15 +3,27 @@
 gloo, which connects them, listens where the name of its host leads. On Debian that is 127.0.1.1, to
 which no other host comes, and in some containers nowhere. Then the address counts under which this
 host and process 0 reach each other.
+
+And what gloo prints of each connection does not reach the user.
 """
 
+import atexit
+import contextlib
+import ctypes
 import ipaddress
+import os
+import re
 import socket
+import threading
+from typing import BinaryIO
 
-from jddp.coordination import listen_at, num_processes, process_index, publish, read
+from jddp.distributed.coordination import listen_at, num_processes, process_index, publish, read
 
 _SECONDS = 60.0
 _KEY = "jddp/address"
+_FILENO = 112  # where glibc keeps a stream's file descriptor, on every 64-bit machine
+# Lines of several threads may be mixed up, word by word.
+_WORDS = re.compile(rb"\[Gloo\]|[Rr]anks?|is|connected|to|peer|Expected|number|of|[.:]|\d")
 
 
 def settle_address(coordinator: str) -> None:
@@ -50,3 +62,42 @@ def _way_to(coordinator: str) -> tuple[str, str]:
 
 def _is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address).is_loopback
+
+
+def hide_connections() -> None:
+    """Takes what gloo says of its connections out of what C and C++ print, where libc is glibc.
+
+    They print through a pipe from now on, and Python, like whatever it starts, where it always did.
+    """
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "gnu_get_libc_version"):
+        return
+    stdout = ctypes.c_void_p.in_dll(libc, "stdout")
+    number = ctypes.c_int.from_address((stdout.value or 0) + _FILENO)
+    if number.value != 1:
+        return  # closed, or another's
+    reads, writes = os.pipe()
+    thread = threading.Thread(target=_copy, args=(os.fdopen(reads, "rb"),), daemon=True)
+    thread.start()
+
+    def restore() -> None:
+        libc.fflush(stdout)
+        number.value = 1
+        os.close(writes)
+        thread.join()
+
+    libc.fflush(stdout)
+    libc.setvbuf(stdout, None, 1, 0)  # by lines, as to a terminal
+    number.value = writes
+    atexit.register(restore)
+
+
+def _copy(printed: BinaryIO) -> None:
+    num_ends = 0  # of gloo's lines, which are still to come
+    for line in printed:
+        num_ends += line.count(b"[Gloo] Rank ")
+        if num_ends and not _WORDS.sub(b"", line).strip():
+            num_ends -= 1
+            continue
+        with contextlib.suppress(OSError):
+            os.write(1, line)

@@ -28,9 +28,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jddp.cluster.identity import FIRST_PORT, JOB, NUM_PORTS
-from jddp.cluster.output import Output
-from jddp.errors import CoordinatorError, UsageError
+from jddp.distributed.identity import FIRST_PORT, JOB, NUM_PORTS
+from jddp.distributed.signals import SAME_SECONDS, stop_signals
+from jddp.errors import CoordinatorError, ExitCode, UsageError
+from jddp.launcher.output import Output
 
 # What one would export on each host by hand. More of them is ssh's business: SendEnv, SetEnv.
 HANDED_ON: tuple[str, ...] = ("CUDA_", "GLOO_", "JAX_", "JDDP_", "NCCL_", "OMP_", "TF_", "UCX_")
@@ -39,9 +40,7 @@ SILENCE_SECONDS = 45.0
 # Never ask, for nobody would answer; end when the other end has been silent as long.
 _OPTIONS = ("-T", "-oBatchMode=yes", "-oServerAliveInterval=15", "-oServerAliveCountMax=3")
 LOST = 255  # which ssh says where it has failed itself
-_PREEMPTED = 75
-_CONSEQUENCES = (81, 128 + signal.SIGABRT)
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_CONSEQUENCES = (ExitCode.ANOTHER_FAILED, 128 + signal.SIGABRT)
 _BEAT_SECONDS = 5.0
 _POLL_SECONDS = 0.02
 _AGAIN_SECONDS = 10.0  # until a host that was lost is tried again
@@ -107,7 +106,7 @@ def launch_on(
         node = ["--num-nodes", str(len(hosts)), "--node-rank", str(rank), "--obey-input"]
         commands.append(command_on_host([*node, *arguments], environ))
     started = _Launchers(hosts, commands, grace_seconds, may_lose=may_lose)
-    before: dict[int, Any] = {x: signal.signal(x, started.take_signal) for x in _SIGNALS}
+    before: dict[int, Any] = {x: signal.signal(x, started.take_signal) for x in stop_signals()}
     try:
         return started.watch()
     finally:
@@ -177,7 +176,7 @@ class _Launchers:
             failed = next((x for x in decisive if x.process.returncode), None)
             if self._may_lose and decisive:
                 break
-        in_order = self._signals or (failed and failed.process.returncode == _PREEMPTED)
+        in_order = self._signals or (failed and failed.process.returncode == ExitCode.PREEMPTED)
         # They know themselves how long saving may take.
         for seconds in [math.inf] if in_order else [_MOMENT, self._grace_seconds]:
             if not self._wait(seconds):
@@ -206,7 +205,7 @@ class _Launchers:
                 f"ssh does not reach {first.host}, or no more: {words or code} "
                 f"(ssh -o BatchMode=yes {first.host} true)"
             )
-        if code != _PREEMPTED:
+        if code != ExitCode.PREEMPTED:
             told = f"the launcher on {first.host} ended first, with exit code {code}"
             print(f"jddp: {told}", file=sys.stderr)
         return code
@@ -264,7 +263,7 @@ def _obey(grace_seconds: float, silence_seconds: float) -> None:
         os.dup2(nowhere, stream)
     for _ in range(2):  # in good order; at once
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(grace_seconds)
+        time.sleep(max(grace_seconds, SAME_SECONDS + _MOMENT))
 
 
 def _ssh(*arguments: str) -> subprocess.CompletedProcess[str]:

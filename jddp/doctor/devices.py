@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jax
 
-from jddp.checkup.finding import BAD, OK, WARN, Finding
+from jddp.doctor.finding import BAD, OK, WARN, Finding
 
 # The oldest driver that each CUDA runs with: NVIDIA's table of minor version compatibility.
 OLDEST_DRIVER = {"12": 525, "13": 580}

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jddp.door import Parser, enter
-
-UNFIT = 69
+from jddp.config.cli import Parser, enter
+from jddp.config.permissions import expand
+from jddp.errors import ExitCode, FileSystemError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,23 +25,23 @@ def _parser() -> Parser:
     parser = Parser(
         prog="python -m jddp.doctor",
         description="Look at what makes jobs fail, and say what mends it.",
-        allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--dir", type=Path, default=Path("runs"), help="that all processes share (runs)")
-    add("--plot", type=Path, metavar="FILE", help="a picture of the bandwidths, as .png or .svg")
+    add("--dir", type=expand, default=Path("runs"), help="that all processes share (runs)")
+    add("--plot", type=expand, metavar="FILE", help="a picture of the bandwidths, as .png or .svg")
     add("--num-devices", type=int, default=8, help="virtual CPU devices, where there is no GPU (8)")
     return parser
 
 
 def _examine(arguments: argparse.Namespace) -> int:
-    from jddp.checkup.host import check_host
+    from jddp.doctor.host import check_host
 
     findings = list(check_host())
-    from jddp.cluster import initialize, resolve_identity
-    from jddp.coordination import gather, process_index
+    from jddp.distributed.coordination import gather, process_index
+    from jddp.distributed.join import initialize
+    from jddp.distributed.resolve import resolve_identity
+    from jddp.engine.mesh import configure_devices
     from jddp.errors import CoordinatorError
-    from jddp.mesh import configure_devices
 
     identity = resolve_identity()
     per_process = max(1, arguments.num_devices // identity.num_processes)
@@ -51,10 +51,13 @@ def _examine(arguments: argparse.Namespace) -> int:
     except CoordinatorError:
         print(*findings, sep="\n")  # one of which may be why
         raise
-    from jddp.checkup import BAD, check_devices, check_job, check_links, measure_all_reduce
-    from jddp.mesh import make_mesh
+    from jddp.doctor.devices import check_devices
+    from jddp.doctor.finding import BAD
+    from jddp.doctor.job import check_directory, check_job
+    from jddp.doctor.links import check_links, measure_all_reduce
+    from jddp.engine.mesh import make_mesh
 
-    findings += check_devices()
+    findings += [*check_devices(), check_directory(arguments.dir)]
     told = gather("doctor", "\n".join(map(str, findings)), timeout_seconds=120)
     mesh = make_mesh()
     shared = check_job(arguments.dir)
@@ -65,7 +68,7 @@ def _examine(arguments: argparse.Namespace) -> int:
         if arguments.plot:
             _plot(table, arguments.plot)
     levels = {finding.level for finding in (*findings, *shared)}
-    return UNFIT if BAD in levels else 0
+    return ExitCode.UNAVAILABLE if BAD in levels else ExitCode.DONE
 
 
 def _print(told: list[str], shared: list[Any], table: list[Any]) -> None:
@@ -88,9 +91,13 @@ def _without_names(text: str) -> str:
 
 
 def _plot(table: list[Any], file: Path) -> None:
-    from jddp.reports import plot_bandwidth
+    from jddp.trainer.reports import plot_bandwidth
 
-    plot_bandwidth([(x.size, x.bandwidth) for x in table]).savefig(file)
+    try:
+        plot_bandwidth([(x.size, x.bandwidth) for x in table]).savefig(file)
+    except (OSError, ValueError) as error:  # a ValueError names the formats that there are
+        reason = getattr(error, "strerror", None) or error
+        raise FileSystemError(f"{file} cannot be written: {reason}.") from error
     print(f"\n{file}")
 
 

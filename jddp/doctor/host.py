@@ -7,8 +7,8 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from jddp.checkup.finding import BAD, OK, WARN, Finding
-from jddp.versions import versions
+from jddp.config.versions import versions
+from jddp.doctor.finding import BAD, OK, WARN, Finding
 
 GIBIBYTE = 2**30
 _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy", "HTTPS_PROXY", "HTTP_PROXY")

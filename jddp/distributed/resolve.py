@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from jddp.cluster.identity import (
+from jddp.distributed.identity import (
     COUNT,
     ID,
     VARIABLES,
@@ -26,7 +26,7 @@ from jddp.cluster.identity import (
     read_numbers,
     require,
 )
-from jddp.cluster.schedulers import kubernetes, mpich, open_mpi, slurm
+from jddp.distributed.schedulers import kubernetes, mpich, open_mpi, slurm
 from jddp.errors import ConfigError
 
 Environ = Mapping[str, str]

@@ -6,9 +6,9 @@ What they say is handed to `jax.distributed` explicitly; JAX's own detection is 
 import os
 from collections.abc import Mapping
 
-from jddp.cluster.identity import JOB, VARIABLES, Identity
-from jddp.cluster.meeting import HEARTBEAT, START, bind_address, meet, read_seconds, time_limit
-from jddp.cluster.sources import resolve_identity
+from jddp.distributed.connect import HEARTBEAT, START, bind_address, meet, read_seconds, time_limit
+from jddp.distributed.identity import JOB, VARIABLES, Identity
+from jddp.distributed.resolve import resolve_identity
 
 __all__ = ["BIND", "JOB", "VARIABLES", "Identity", "bind_address", "initialize", "resolve_identity"]
 
@@ -21,7 +21,7 @@ def initialize(identity: Identity, environ: Mapping[str, str] = os.environ) -> N
 
     Raises:
       CoordinatorError: If not all processes come in JDDP_START_SECONDS.
-      DisagreementError: If two have the same number, were told different numbers, are of several
+      ProcessMismatchError: If two have the same number, were told different numbers, are of several
         jobs, as JDDP_JOB tells, or were told other JDDP_HEARTBEAT_SECONDS.
     """
     import jax
@@ -46,6 +46,9 @@ def initialize(identity: Identity, environ: Mapping[str, str] = os.environ) -> N
             initialization_timeout=seconds + _LATER,
             heartbeat_timeout_seconds=heartbeat,
         )
-    from jddp.cluster.gloo import settle_address
+    from jddp.distributed.failure import watch_over_job
+    from jddp.distributed.gloo import hide_connections, settle_address
 
+    watch_over_job()
+    hide_connections()
     settle_address(identity.coordinator)

@@ -3,7 +3,8 @@
 A process that hangs is healthy to JAX, whose heartbeats come from another thread, and all others
 wait for it in a collective for ever. So each process watches itself: every phase has its time.
 Where one passes, all write their stacks and tell how far they are, and the one that is behind, or
-that does not answer, is named. A process that the command line owns then ends, with 79.
+that does not answer, is named. A process that the command line owns then ends (`HANG`). Time in
+which this process did not run (SIGSTOP, Ctrl-Z, a paused virtual machine) does not count.
 
     with Watchdog(Limits(), stacks=Path("logs/process_0.stacks")) as watchdog:
         watchdog.enter("step", 17)            # and again with each step
@@ -14,7 +15,10 @@ import faulthandler
 import itertools
 import json
 import logging
+import os
+import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -25,12 +29,12 @@ from typing import Any, TextIO
 
 import jax
 
-from jddp.cluster import failure
-from jddp.coordination import num_processes, process_index, publish, read
+from jddp.distributed import failure, silence
+from jddp.distributed.coordination import num_processes, process_index, publish, read
+from jddp.errors import ExitCode
 
-HANG = 79
-PHASES = ("start", "compile", "step", "evaluation", "save")
 _ANSWER_SECONDS = 5.0
+_TICK = 0.5  # seconds
 _numbers = itertools.count()
 
 
@@ -69,11 +73,13 @@ class Watchdog:
     def __init__(self, limits: Limits, stacks: Path | None) -> None:
         self._limits, self._path = limits, stacks
         self._key = f"jddp/hang/{next(_numbers)}"
-        self._phase, self._step, self._since = "start", 0, time.monotonic()
+        self._ran, self._ticked = 0.0, time.monotonic()  # seconds, and when they were counted last
+        self._phase, self._step, self._since = "start", 0, 0.0
         self._longest_step = 0.0
         self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
         self._file: TextIO = sys.stderr
+        self._silence: subprocess.Popen[bytes] | None = None
 
     @property
     def phase(self) -> str:
@@ -82,17 +88,22 @@ class Watchdog:
 
     def enter(self, phase: str, step: int) -> None:
         """Says that a phase begins, or a step or batch of it, after `step` finished steps."""
-        now = time.monotonic()
+        now = self._ran
         if phase == self._phase == "step":
             self._longest_step = max(self._longest_step, now - self._since)
+        is_new = phase != self._phase
         self._phase, self._step, self._since = phase, step, now
+        if is_new:  # a thread that keeps the interpreter's lock from here on lets no tick do it
+            self._report_limit()
 
     def __enter__(self) -> "Watchdog":
         """Begins to watch."""
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("a")
-        self._since = time.monotonic()
+        self._ticked = time.monotonic()
+        if failure.owns_process:
+            self._silence = _watch_for_silence(self._file)
         for target in (self._watch, *([self._listen] if num_processes() > 1 else [])):
             thread = threading.Thread(target=target, name="jddp-watchdog", daemon=True)
             self._threads.append(thread)
@@ -104,24 +115,38 @@ class Watchdog:
         self._closed.set()
         for thread in self._threads:
             thread.join()
-        faulthandler.cancel_dump_traceback_later()
+        if self._silence is not None:
+            self._silence.communicate()
+            faulthandler.unregister(signal.SIGQUIT)
         if self._path is not None:
             self._file.close()
-            if self._path.stat().st_size == 0:
-                self._path.unlink()
+            with contextlib.suppress(OSError):  # somebody may have moved it
+                if self._path.stat().st_size == 0:
+                    self._path.unlink()
 
     def _watch(self) -> None:
-        while not self._closed.wait(0.5):
-            limit = self._limits.of(self._phase, self._longest_step)
-            if failure.owns_process:
-                # Whoever holds the interpreter's lock keeps this thread from running, not that one.
-                faulthandler.dump_traceback_later(limit + 30, exit=True, file=self._file)
-            if time.monotonic() - self._since > limit:
+        while not self._closed.wait(_TICK):
+            self._tick()
+            self._report_limit()
+            if self._ran - self._since > self._limits.of(self._phase, self._longest_step):
                 with contextlib.suppress(jax.errors.JaxRuntimeError):  # another was faster
                     if num_processes() > 1:
                         publish(self._key, str(process_index()))
                 self._tell()
                 return
+
+    def _report_limit(self) -> None:
+        """Passes to the process that watches this one how long it may be silent from now on."""
+        if self._silence is not None and self._silence.stdin is not None:
+            limit = self._limits.of(self._phase, self._longest_step)
+            with contextlib.suppress(OSError):  # somebody has killed it
+                self._silence.stdin.write(b"%f\n" % (limit + 30))
+
+    def _tick(self) -> None:
+        """Counts the time since the last call, unless it is so long that nothing ran in it."""
+        now = time.monotonic()
+        self._ran += min(now - self._ticked, 2 * _TICK)
+        self._ticked = now
 
     def _listen(self) -> None:
         while not self._closed.is_set():
@@ -137,7 +162,7 @@ class Watchdog:
         told = describe(self._progress_of_all(), self._limits, self._longest_step)
         told += f" Stacks: {self._path or 'above'}."
         if failure.owns_process:
-            failure.end(HANG, told)
+            failure.end(ExitCode.HANG, told)
         logging.getLogger("jddp").error("%s", told)
 
     def _progress_of_all(self) -> dict[int, dict[str, Any] | None]:
@@ -145,7 +170,7 @@ class Watchdog:
             "host": socket.gethostname(),
             "phase": self._phase,
             "step": self._step,
-            "seconds": time.monotonic() - self._since,
+            "seconds": self._ran - self._since,
         }
         found: dict[int, dict[str, Any] | None] = {process_index(): own}
         if num_processes() == 1:
@@ -160,6 +185,16 @@ class Watchdog:
             except (TimeoutError, jax.errors.JaxRuntimeError):
                 found[process] = None
         return found
+
+
+def _watch_for_silence(stacks: Any) -> subprocess.Popen[bytes]:
+    """Starts what ends this process if one thread holds the interpreter's lock against all others.
+
+    It is another process, for a timer in this one would go off behind a pause.
+    """
+    faulthandler.register(signal.SIGQUIT, stacks, chain=True)
+    command = [sys.executable, "-I", "-S", silence.__file__, str(os.getpid())]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True)
 
 
 def describe(

@@ -6,7 +6,7 @@ import json
 import socket
 import time
 
-from jddp.cluster.roll_call import (
+from jddp.distributed.rendezvous import (
     LONGEST,
     POLL_SECONDS,
     SILENCE_SECONDS,
@@ -19,7 +19,7 @@ from jddp.cluster.roll_call import (
     keep_alive,
     line_of,
 )
-from jddp.errors import CoordinatorError, DisagreementError
+from jddp.errors import CoordinatorError, ProcessMismatchError
 
 
 class Caller:
@@ -82,7 +82,7 @@ class Caller:
         Raises:
           CoordinatorError: If member 0 cannot be reached, or not all have come to it, or it has
             said goodbye.
-          DisagreementError: If members were told different things.
+          ProcessMismatchError: If members were told different things.
         """
         me = f"{self._kind} {mine.number} of {mine.count}"
         until = time.monotonic() + seconds
@@ -139,7 +139,7 @@ class Caller:
                 "begins: a job that has begun, or another program."
             ) from None
         if "error" in words:
-            kind = CoordinatorError if words["is_missing"] else DisagreementError
+            kind = CoordinatorError if words["is_missing"] else ProcessMismatchError
             raise kind(words["error"])
         if "said" not in words:
             raise CoordinatorError(f"{self._kind} 0 at {self._address} has gone.")

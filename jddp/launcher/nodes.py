@@ -8,13 +8,13 @@ import os
 import secrets
 from collections.abc import Mapping
 
-from jddp.cluster.caller import Caller
-from jddp.cluster.identity import JOB, check_address
-from jddp.cluster.meeting import HEARTBEAT, START, bind_address, read_seconds
-from jddp.cluster.roll import Roll, listen
-from jddp.cluster.roll_call import Condition, Member, Said
-from jddp.cluster.workers import Launch, Place
+from jddp.distributed.connect import HEARTBEAT, START, bind_address, read_seconds
+from jddp.distributed.identity import JOB, check_address
+from jddp.distributed.rendezvous import Condition, Member, Said
+from jddp.distributed.rendezvous_client import Caller
+from jddp.distributed.rendezvous_server import Roll, listen
 from jddp.errors import CoordinatorError
+from jddp.launcher.workers import Launch, Place
 
 LOCAL = "127.0.0.1"
 PATIENCE_SECONDS = 30.0  # for further machines, once there are enough
@@ -52,7 +52,7 @@ class Nodes:
 
         Raises:
           CoordinatorError: If they do not come in JDDP_START_SECONDS, or node 0 has gone.
-          DisagreementError: If two are the same node, or were told other numbers.
+          ProcessMismatchError: If two are the same node, or were told other numbers.
         """
         launch = self._launch
         mine = Member(launch.node_rank, launch.num_nodes, self._same, self._words())

@@ -18,11 +18,11 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from jddp.cluster import child
-from jddp.cluster.guard import Guard
-from jddp.cluster.output import Output
-from jddp.cluster.workers import Launch, Place, worker_environments
 from jddp.errors import FileSystemError
+from jddp.launcher import child
+from jddp.launcher.cleanup import Guard
+from jddp.launcher.output import Output
+from jddp.launcher.workers import Launch, Place, worker_environments
 
 POLL_SECONDS = 0.02
 

@@ -1,14 +1,23 @@
 """What processes of a job have to have in common: versions, clocks, a directory."""
 
+import contextlib
 import json
+import os
 import secrets
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from jddp.checkup.finding import BAD, OK, WARN, Finding
-from jddp.coordination import from_first, gather, num_processes, process_index, publish, read
-from jddp.versions import versions
+from jddp.config.versions import versions
+from jddp.distributed.coordination import (
+    from_first,
+    gather,
+    num_processes,
+    process_index,
+    publish,
+    read,
+)
+from jddp.doctor.finding import BAD, OK, WARN, Finding
 
 SECONDS = 60.0
 VISIBLE_SECONDS = 15.0  # after which a directory is not shared; NFS caches absence for 3 to 60
@@ -32,6 +41,32 @@ def check_job(directory: Path) -> list[Finding]:
         *compare_clocks(_clocks()),
         *compare_sight(directory, _sight(directory)),
     ]
+
+
+def check_directory(directory: Path) -> Finding:
+    """Whether a directory, or the nearest one above it that exists, takes a mebibyte.
+
+    Every process of a run writes into its directory.
+    """
+    path = directory.absolute()
+    there = next(x for x in (path, *path.parents) if os.path.lexists(x))
+    probe = there / f".jddp-doctor-{secrets.token_hex(8)}"
+    try:
+        probe.write_bytes(bytes(2**20))
+        room = os.statvfs(there)
+    except OSError as error:
+        what = f"{path} cannot be written: {error.strerror}."
+        return Finding(BAD, what, "Make room there, or choose another directory for run.dir.")
+    finally:
+        with contextlib.suppress(OSError):
+            probe.unlink()
+    free = room.f_bavail * room.f_frsize / 2**30
+    what = f"{there} can be written, {free:,.1f} GiB free"
+    if there != path:
+        return Finding(WARN, f"{path} does not exist; {what}.", f"mkdir -p {path}, if it is meant.")
+    if free < 1:
+        return Finding(WARN, f"{what}.", "Make room: a run keeps several checkpoints.")
+    return Finding(OK, what)
 
 
 def compare_versions(told: list[Mapping[str, str]]) -> Iterator[Finding]:
@@ -100,8 +135,9 @@ def _sight(directory: Path) -> list[float | None]:
     nonce = from_first("checkup/nonce", secrets.token_hex(8), timeout_seconds=SECONDS)
     file = directory / f".jddp-doctor-{nonce}"
     if process_index() == 0:
-        directory.mkdir(parents=True, exist_ok=True)
-        file.write_text("")
+        with contextlib.suppress(OSError):  # then nobody sees it
+            directory.mkdir(parents=True, exist_ok=True)
+            file.write_text("")
     from_first("checkup/written", "", timeout_seconds=SECONDS)
     start, late = time.monotonic(), None
     while late is None and time.monotonic() - start < VISIBLE_SECONDS:
@@ -111,7 +147,7 @@ def _sight(directory: Path) -> list[float | None]:
             time.sleep(0.02)
     told = gather("checkup/seen", json.dumps(late), timeout_seconds=SECONDS)
     if process_index() == 0:
-        file.unlink()
+        file.unlink(missing_ok=True)
     return [json.loads(x) for x in told]
 
 

@@ -1,0 +1,137 @@
+"""What processes of a job tell each other without a device: JAX's coordination service.
+
+    votes = gather("save/100", "", timeout_seconds=600)      # of every process, in their order
+    step = from_first("restore", "100", timeout_seconds=60)  # what process 0 says
+
+Collectives would do for most of it, but a device that hangs, or a process that fails, is what much
+of it is about. A job of one process talks to itself.
+"""
+
+import collections
+import contextlib
+import ctypes
+import threading
+from collections.abc import Collection
+from typing import Any
+
+import jax
+from jax._src import distributed, xla_bridge
+from jaxlib import _jax
+
+_uses: collections.Counter[str] = collections.Counter()
+_lock = threading.Lock()
+
+
+def num_processes() -> int:
+    """Of the job; asked without waking a device."""
+    return distributed.global_state.num_processes or 1
+
+
+def process_index() -> int:
+    """Which of them this is."""
+    return distributed.global_state.process_id or 0
+
+
+def gather(key: str, value: str, *, timeout_seconds: float) -> list[str]:
+    """The values of all processes, in their order.
+
+    Args:
+      key: What it is about. Each process calls as often with the same key as the others.
+      value: This process's.
+      timeout_seconds: How long to wait for each of the others.
+
+    Raises:
+      TimeoutError: If a process has not said anything by then; it is named.
+    """
+    name = _unique(key)
+    if num_processes() == 1:
+        return [value]
+    publish(f"{name}/{process_index()}", value)
+    return [read(f"{name}/{i}", timeout_seconds, of=i) for i in range(num_processes())]
+
+
+def from_first(key: str, value: str, *, timeout_seconds: float) -> str:
+    """The value of process 0, on every process; those of the others do not matter.
+
+    Raises:
+      TimeoutError: If process 0 has not said anything by then.
+    """
+    name = _unique(key)
+    if num_processes() == 1:
+        return value
+    if process_index() == 0:
+        publish(name, value)
+        return value
+    return read(name, timeout_seconds, of=0)
+
+
+def publish(name: str, value: str) -> None:
+    """Says something once; whoever reads it may have come first."""
+    _client().key_value_set(name, value)
+
+
+def read(name: str, timeout_seconds: float, *, of: int) -> str:
+    """What was published, as soon as it is there.
+
+    Raises:
+      TimeoutError: If process `of` has not published it by then.
+    """
+    try:
+        return str(_client().blocking_key_value_get(name, int(timeout_seconds * 1000)))
+    except jax.errors.JaxRuntimeError as error:
+        if "DEADLINE_EXCEEDED" not in str(error):
+            raise
+        raise TimeoutError(f"process {of} has not answered for {timeout_seconds:.0f} s") from None
+
+
+def published(prefix: str) -> dict[int, str]:
+    """What is there under `prefix/<number of a process>`, by these numbers; nothing is awaited."""
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        found = _client().key_value_dir_get(prefix)
+        return {int(name.rpartition("/")[2]): value for name, value in found}
+    return {}
+
+
+def is_connected() -> bool:
+    """Whether processes can reach each other: one may have called `jax.distributed.shutdown`."""
+    return _client() is not None
+
+
+def is_waiting_for(processes: Collection[int]) -> bool:
+    """Whether arrays here wait for a computation in which devices of these processes take part."""
+    if not xla_bridge.backends_are_initialized():
+        return False
+    for x in jax.live_arrays():
+        with contextlib.suppress(RuntimeError):  # deleted meanwhile
+            if not (x.is_fully_addressable or x.is_ready()):
+                return any(device.process_index in processes for device in x.sharding.device_set)
+    return False
+
+
+def skip_shutdown() -> None:
+    """Lets this process end without JAX's shutdown barrier, in which others would be missed."""
+    state = distributed.global_state
+    for part in (state.client, state.service):  # whose own end would wait for others
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(part))
+    state.client = state.service = None
+
+
+def listen_at(address: str) -> None:
+    """Lets gloo, which connects CPU devices, listen at this address; before a device is touched."""
+
+    def make_client() -> Any:
+        collectives = _jax.make_gloo_tcp_collectives(distributed_client=_client(), hostname=address)
+        return xla_bridge.make_cpu_client(collectives=collectives)
+
+    xla_bridge.register_backend_factory("cpu", make_client, priority=0, fail_quietly=False)
+
+
+def _unique(key: str) -> str:
+    """The same key may be used again and again, in the same order by every process."""
+    with _lock:
+        _uses[key] += 1
+        return f"jddp/{key}/{_uses[key]}"
+
+
+def _client() -> Any:
+    return distributed.global_state.client

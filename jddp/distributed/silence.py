@@ -1,0 +1,44 @@
+"""Ends a process that has been silent for too long: python silence.py PID.
+
+On its standard input it reads, again and again, how many seconds may pass until the next time. Time
+in which the process is stopped (SIGSTOP, Ctrl-Z) does not count, nor does time in which this one is
+(a virtual machine that is paused). SIGQUIT is what the process writes its stacks at; a shell's
+background job may ignore it, so that SIGKILL follows. This module imports nothing of jddp.
+"""
+
+import os
+import select
+import signal
+import sys
+from pathlib import Path
+
+_TICK = 0.5  # seconds
+_PATIENCE = 5.0  # seconds in which stacks are written
+
+
+def main(process: int) -> None:
+    """Listens until the process ends, or is ended."""
+    left, number = float("inf"), signal.SIGQUIT
+    while _state(process) != "gone":
+        if select.select([0], [], [], _TICK)[0]:
+            told = os.read(0, 4096)
+            if not told:
+                return
+            left = float(told.split()[-1])
+        elif _state(process) not in "Tt":
+            left -= _TICK
+        if left < 0:
+            os.kill(process, number)
+            number, left = signal.SIGKILL, _PATIENCE  # SIGQUIT may have been ignored from the start
+
+
+def _state(process: int) -> str:
+    """As `ps` says it: T and t are stopped."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "gone" if sys.platform == "linux" else "R"
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
