@@ -1,19 +1,30 @@
 import dataclasses
+import inspect
 import json
 import sys
 from pathlib import Path
 
 import jax
 import numpy as np
+import optax
 import pytest
+import safetensors.numpy
+from states import assert_same
+from tiny import ConvNet, loss_fn, make_batch
 
 import jddp
-from jddp.build import build, fit, load, preview
-from jddp.build.preview import memory_table
-from jddp.config import Config, dump_values, load_config, read_values
+from jddp.checkpoint.__main__ import main as checkpoint_command
+from jddp.config.files import dump_values, load_config, read_values
+from jddp.config.keys import keys_of
+from jddp.config.schema import Config
 from jddp.errors import ConfigError, DataError, FileSystemError, UsageError
-from jddp.memory import Memory
-from jddp.models.make import make_model
+from jddp.inspection.memory import Memory
+from jddp.job.job import build, fit
+from jddp.job.load import load
+from jddp.job.parts import resolve_parts
+from jddp.job.preview import memory_table, preview
+from jddp.trainer.reports.run_directory import FREE_KEYS
+from jddp.zoo.models.make import make_model
 
 MINE = """
 import numpy as np
@@ -54,6 +65,11 @@ def absolute_error(model, batch, train, power=1):
     y = model(batch["x"], train=train) if hasattr(model, "scope") else model(batch["x"])
     error = abs(y - batch["y"])[:, 0] ** power
     return error, {"close": error < 0.5}
+
+
+def error_by_name(model, batch, train):
+    error, metrics = absolute_error(model, batch, train)
+    return error, {**metrics, "mean": 0 * error + pmean(error.mean(), "batch")}
 
 
 def plain_sgd(learning_rate, momentum=0.0):
@@ -163,6 +179,13 @@ def test_an_nnx_model_of_ones_own_is_given_back_in_eval_mode(mine):
     assert run.eval_metrics["loss"] == pytest.approx(losses.mean(), rel=1e-5)
 
 
+def test_a_config_names_the_axis_that_a_loss_uses(mine):
+    config = own_config(loss={"target": "mine:error_by_name"}, ddp={"axis_name": "batch"})
+    assert build(config).verify().passed
+    run = fit(config)
+    assert run.metrics["mean"] == pytest.approx(run.metrics["loss"], rel=1e-5)
+
+
 def test_a_run_without_a_directory_leaves_nothing_behind(mine):
     before = set(Path().iterdir())
     fit(own_config(run={}))
@@ -215,7 +238,7 @@ def test_all_that_cannot_be_resolved_is_said_at_once(mine):
     )
     with pytest.raises(ConfigError) as caught:
         build(config)
-    optimizer, model, loss, data = str(caught.value).splitlines()
+    optimizer, data, model, loss = str(caught.value).splitlines()
     assert optimizer.startswith("optimizer.name: optax has no 'adamv'. Did you mean 'adam")
     assert model == "model.target: module 'mine' has no 'Lime'. Did you mean 'Line'?"
     assert loss.startswith("loss.name: no loss 'cros_entropy'. Did you mean 'cross_entropy'?")
@@ -306,7 +329,7 @@ def test_a_target_in_a_run_directory_is_not_imported_without_trust(mine):
 
 
 @pytest.mark.parametrize(
-    "target, trust", [("mine:points", "package"), ("jddp.models:MODELS", None)]
+    "target, trust", [("mine:points", "package"), ("jddp.zoo.models:MODELS", None)]
 )
 def test_only_module_classes_are_made_from_a_run_directory(mine, target, trust):
     fit(own_config())
@@ -386,3 +409,214 @@ def test_what_does_not_fit_comes_with_options_that_would(mine):
 def test_a_dtype_that_there_is_not_is_refused_by_its_key():
     with pytest.raises(ConfigError, match=r"model\.kwargs\.dtype: 'bflot16'.*'bfloat16'"):
         make_model("cnn", kwargs={"dtype": "bflot16"})
+
+
+# --- schedules ------------------------------------------------------------------------------------
+
+# What optax has no default for, and nothing can be filled in: as a file of YAML has it.
+NEEDED = {
+    "exponential_decay": "{decay_rate: 0.5}",
+    "warmup_exponential_decay_schedule": "{decay_rate: 0.5}",
+    "linear_schedule": "{end_value: 0.0}",
+    "polynomial_schedule": "{end_value: 0.0, power: 2}",
+    "piecewise_constant_schedule": "{boundaries_and_scales: {10: 0.5}}",
+    "piecewise_interpolate_schedule": (
+        "{interpolate_type: linear, boundaries_and_scales: {10: 0.5}}"
+    ),
+    "sgdr_schedule": (
+        "{cosine_kwargs: [{init_value: 0.0, peak_value: 0.5, warmup_steps: 2, decay_steps: 10}]}"
+    ),
+}
+
+
+def schedules_of_optax():
+    """The names of all functions of optax that return a schedule from numbers."""
+    found = {
+        name: inspect.signature(function)
+        for name, function in vars(optax.schedules).items()
+        if inspect.isfunction(function) and not name.startswith("_")
+    }
+    return sorted(
+        name
+        for name, signature in found.items()
+        if signature.return_annotation == optax.Schedule
+        and "schedules" not in signature.parameters  # which a config cannot give
+    )
+
+
+def test_the_schedules_of_optax_are_found():
+    assert NEEDED.keys() | {"warmup_cosine_decay_schedule"} <= set(schedules_of_optax())
+
+
+@pytest.mark.parametrize("num_steps", [40, 5], ids=["long", "shorter than the warm-up"])
+@pytest.mark.parametrize("warmup_steps", [0, 10])
+@pytest.mark.parametrize("name", schedules_of_optax())
+def test_every_schedule_of_optax_works_from_a_config(tmp_path, name, warmup_steps, num_steps):
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        f"train: {{num_steps: {num_steps}}}\n"
+        f"optimizer:\n  learning_rate: 0.5\n  warmup_steps: {warmup_steps}\n"
+        f"  schedule: {{name: {name}, kwargs: {NEEDED.get(name, '{}')}}}\n"
+    )
+    config, _ = load_config([str(file)])
+    _, schedule = resolve_parts(config).make_optimizer(num_steps)
+    rates = np.asarray(jax.vmap(schedule)(np.arange(num_steps)))
+    assert np.isfinite(rates).all()
+    assert rates.max() <= 0.5 + 1e-6
+    if num_steps == 40:
+        assert rates.max() == pytest.approx(0.5)
+    if warmup_steps:
+        assert rates[0] < 0.05
+
+
+def test_a_warm_up_among_the_own_arguments_of_a_schedule_is_taken(mine):
+    own = {"name": "warmup_cosine_decay_schedule", "kwargs": {"warmup_steps": 10}}
+    config = own_config(train={"num_steps": 20}, optimizer={"learning_rate": 0.5, "schedule": own})
+    rates = [resolve_parts(config).make_optimizer(20)[1](step) for step in (0, 10, 20)]
+    np.testing.assert_allclose(rates, [0, 0.5, 0], atol=1e-7)
+
+
+# --- longer runs ----------------------------------------------------------------------------------
+
+
+def long_config(num_steps, name="constant_schedule", run_dir="run", **changes):
+    schedule = {"name": name, "kwargs": changes.pop("kwargs", {})}
+    optimizer = {"target": "mine:plain_sgd", "learning_rate": 0.05, "schedule": schedule}
+    train = {"num_steps": num_steps, "log_every_steps": 1, **changes.pop("train", {})}
+    return own_config(train=train, optimizer=optimizer, run={"dir": run_dir}, **changes)
+
+
+def said(capsys):
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_a_longer_run_is_as_if_it_had_been_as_long_from_the_start(mine, capsys):
+    fit(long_config(3))
+    assert "->" not in said(capsys)
+    run = fit(long_config(7, train={"log_every_steps": 2, "eval_every_steps": 2}))
+    told = said(capsys)
+    assert "train.num_steps 3 -> 7" in told
+    assert "train.log_every_steps 1 -> 2" in told
+    assert "train.eval_every_steps null -> 2" in told
+    assert "learning rate: the schedule" not in told
+    assert read_values(Path("run/config.yaml"))["train"]["num_steps"] == 7
+    assert_same(run.state, fit(long_config(7, run_dir="whole")).state)
+    assert fit(long_config(3)).step == 7
+    assert "num_steps=3: the run is at step 7 already" in said(capsys)
+
+
+def test_a_schedule_that_follows_the_length_of_a_run_is_said_to_change(mine, capsys):
+    fit(long_config(4, "cosine_decay_schedule"))
+    capsys.readouterr()
+    run = fit(long_config(8, "cosine_decay_schedule"))
+    told = said(capsys)
+    assert "train.num_steps 4 -> 8" in told
+    # Cosine from 0.05 to 0: after 3 of 4 steps, and of 8.
+    assert "step 4 was taken at 0.007322 and would now be at 0.03457" in told
+    assert run.metrics["learning_rate"] == pytest.approx(0.0019, rel=0.01)
+
+
+def test_the_length_of_a_schedule_can_be_kept_while_the_run_is_made_longer(mine, capsys):
+    fit(long_config(4, "cosine_decay_schedule"))
+    kept = {"decay_steps": 4, "alpha": 0.0}
+    with pytest.raises(ConfigError, match=r"schedule\.kwargs\.alpha is absent there, 0\.0 here"):
+        fit(long_config(8, "cosine_decay_schedule", kwargs=kept))
+    kept.pop("alpha")
+    capsys.readouterr()
+    run = fit(long_config(8, "cosine_decay_schedule", kwargs=kept))
+    told = said(capsys)
+    assert "optimizer.schedule.kwargs.decay_steps absent -> 4" in told
+    assert "the schedule has changed" not in told
+    assert run.metrics["learning_rate"] == 0
+    other = {"decay_steps": 5}
+    with pytest.raises(ConfigError, match=r"kwargs\.decay_steps is 4 there, 5 here"):
+        fit(long_config(8, "cosine_decay_schedule", kwargs=other))
+
+
+def test_more_epochs_begin_with_the_example_behind_the_last_one(mine, capsys):
+    def epochs(number):
+        data = {"target": "mine:points", "global_batch_size": 16}
+        train = {"num_steps": None, "num_epochs": number}
+        return build(long_config(None, train=train, data=data))
+
+    seen, state = [], {"position": 0}
+    num_examples = len(epochs(1).data.train)
+    for number in (1, 2):
+        batches = epochs(number).train_batches()
+        batches.set_state(state)
+        for batch in batches:
+            seen += batch["x"][batch.get("mask", np.ones(len(batch["x"]))) > 0, 0].tolist()
+        state = batches.get_state()
+    assert num_examples % 16
+    assert sorted(seen[:num_examples]) == sorted(seen[num_examples:])
+    assert epochs(1).run().step < epochs(2).run().step
+    assert "train.num_epochs 1.0 -> 2.0" in said(capsys)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"seed": 1}, {"optimizer": {"learning_rate": 0.1}}, {"data": {"global_batch_size": 16}}],
+)
+def test_what_changes_a_finished_step_is_another_run(mine, changes):
+    fit(own_config())
+    before = Path("run/config.yaml").read_bytes()
+    config = own_config(train={"num_steps": 5, "log_every_steps": 1}).model_dump()
+    for section, values in changes.items():
+        config[section] = {**config[section], **values} if isinstance(values, dict) else values
+    with pytest.raises(ConfigError, match="holds a run of another config"):
+        fit(Config(**config))
+    assert Path("run/config.yaml").read_bytes() == before
+
+
+def test_every_free_key_is_a_key_of_a_config():
+    keys = {".".join(path) for path in keys_of(Config)}
+    assert set(FREE_KEYS) <= keys
+    assert {key for key in keys if key.startswith("train.")} - set(FREE_KEYS) == {
+        "train.eval_params"  # says what every record of an evaluation is about
+    }
+
+
+# --- runs of objects ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def of_objects(mine):
+    """A run that `DataParallel.fit` has kept, and its object."""
+    ddp = jddp.DataParallel(
+        ConvNet(), optax.sgd(0.1), loss_fn, mesh=2, batch_norm="local", ema_decay=0.5
+    )
+    batches = [make_batch(8, seed=seed) for seed in range(3)]
+    run = ddp.fit(batches, num_steps=3, run_dir="objects", evaluate=batches, eval_params="ema")
+    return ddp, run
+
+
+def test_a_model_that_fit_has_trained_is_given_back(of_objects):
+    ddp, run = of_objects
+    want = ddp.model(run.state, params="ema")
+    x = make_batch(8, seed=9)["x"]
+    found = load("objects", model=ConvNet())(x, train=False)
+    np.testing.assert_array_equal(found, ConvNet().apply(want, x, train=False))
+    with pytest.raises(UsageError, match=r"objects holds a run of DataParallel\.fit.* Give model="):
+        load("objects")
+
+
+def test_commands_read_what_fit_has_written_or_say_what_does(of_objects, capsys):
+    for command in (["list", "objects"], ["verify", "objects"]):
+        assert checkpoint_command(command) == 0
+    assert checkpoint_command(["export", "objects", "model.safetensors"]) == 0
+    _, run = of_objects
+    found = safetensors.numpy.load_file("model.safetensors")["params/Dense_0/kernel"]
+    np.testing.assert_array_equal(found, run.state.params["Dense_0"]["kernel"])
+    with pytest.raises(ConfigError, match=r"--config objects: is a directory.* jddp\.load\("):
+        load_config(["objects"])
+    fit(own_config())
+    with pytest.raises(ConfigError, match=r"--config run: is a directory. Name its config\.yaml"):
+        load_config(["run"])
+
+
+def test_weights_of_a_config_are_in_the_first_state(mine):
+    first = fit(own_config())
+    again = fit(own_config(model={"target": "mine:Line", "weights": "run"}, run={"dir": "again"}))
+    assert again.evaluations[-1]["loss"] != first.evaluations[-1]["loss"]
+    other = own_config(model={"target": "mine:Line", "weights": "run"}, run={"dir": "other"})
+    assert_same(fit(other).state, again.state)

@@ -1,10 +1,17 @@
+import random
+import re
 import sys
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 import jddp.config
-from jddp.config import Config, ConfigMistakes, dump_values, load_config, with_overrides
+from jddp.config.files import dump_values, load_config, refuse_unsafe, with_overrides
+from jddp.config.mistakes import ConfigMistakes
+from jddp.config.schema import Config
 from jddp.errors import ConfigError
 
 
@@ -79,12 +86,14 @@ def test_overrides_from_python_are_dotted_keys_or_sections(file):
 def test_every_mistake_is_reported_at_once_with_its_source_and_key(file):
     files = [file("train: {num_steps: 10}\noptimizer: {learning_rat: 0.1}\nmesh: {num_devices: 0}")]
     given = ["optimizer.learning_rate=-1", "sede=3", "warmup_steps=3", "ddp.layout=leav", "model=3"]
+    given += ["optimizer.lr=0.1"]
     assert sorted(mistakes_in(files, given)) == [
         f"{files[0]}: mesh.num_devices must be greater than or equal to 1 or 'auto', not 0.",
         f"{files[0]}: unknown key 'optimizer.learning_rat'. Did you mean 'learning_rate'?",
         "command line: ddp.layout must be 'auto', 'leaf' or 'flat', not 'leav'.",
         "command line: model must be a section of keys, not 3.",
         "command line: optimizer.learning_rate must be greater than 0, not -1.",
+        "command line: unknown key 'optimizer.lr'. Did you mean 'learning_rate'?",
         "command line: unknown key 'sede'. Did you mean 'seed'?",
         "command line: unknown key 'warmup_steps'. Did you mean 'optimizer.warmup_steps'?",
     ]
@@ -102,7 +111,7 @@ def test_every_mistake_is_reported_at_once_with_its_source_and_key(file):
         ("ddp.ema_decay=1", "less than 1, not 1"),
         ("ddp.bucket_mb=0", "greater than 0 or a valid list, not 0"),
         ("ddp.first_bucket_mb=0", "greater than 0, not 0"),
-        ("checkpoint.resume=yes", "'auto', 'never' or 'must'"),
+        ("checkpoint.resume=always", "'auto', 'never' or 'must'"),
         ("model.kwargs=[1]", "valid dictionary, not [1]"),
         ("data.name=null", "data: give either 'name' or 'target'."),
         ("train.num_epochs=3", "train: give either 'num_steps' or 'num_epochs'."),
@@ -140,6 +149,35 @@ def test_a_missing_file_or_preset_suggests_a_preset(monkeypatch, tmp_path):
     assert load_config()[1] == "fashion_mnist_cnn"
 
 
+def test_a_job_of_targets_without_a_file_starts_from_the_schema_and_has_the_targets_name():
+    targets = ["model.target=my_models:Net", "data.target=my_data:load", "loss.target=my_losses:l2"]
+    config, name = load_config((), targets)
+    assert (name, config.run.dir) == ("Net", "runs/Net")
+    untouched = Config(train={"num_epochs": 1}, run={"dir": "runs/Net"})
+    for section in ("train", "optimizer", "ddp", "checkpoint", "mesh", "watchdog"):
+        assert getattr(config, section) == getattr(untouched, section)
+    assert config.data.global_batch_size == untouched.data.global_batch_size
+    assert (config.model.kwargs, config.loss.kwargs, config.data.kwargs) == ({}, {}, {})
+
+
+@pytest.mark.parametrize("section", ["model", "data", "loss"])
+def test_one_target_alone_names_a_job(section):
+    overrides = [f"{section}.target=mine:Other", "train.num_steps=7"]
+    config, name = load_config((), overrides)
+    assert (name, config.train.num_steps, config.train.num_epochs) == ("Other", 7, None)
+    assert config.optimizer.warmup_steps == 0
+
+
+def test_a_target_beside_a_file_keeps_the_files_values_and_name(file):
+    config, name = load_config([file(SHORT + "seed: 4")], ["model.target=mine:Net"])
+    assert (name, config.seed, config.train.num_steps) == ("small", 4, 10)
+
+
+def test_a_target_that_is_no_text_is_refused_in_words():
+    (line,) = mistakes_in((), ["model.target=5"])
+    assert line.startswith("command line: model.target must be a valid string")
+
+
 def test_a_config_made_in_python_obeys_the_same_rules():
     with pytest.raises(ConfigMistakes, match=r"optimizer\.learning_rate must be greater than 0"):
         Config(train={"num_steps": 1}, optimizer={"learning_rate": -1})
@@ -170,3 +208,168 @@ def test_reading_a_config_does_not_start_jax():
 
     code = "import sys, jddp.config; sys.exit('jax' in sys.modules or 'numpy' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# --- paths, text, depth --------------------------------------------------------------------------
+
+PATHS = ["run.dir", "data.dir", "data.weights", "model.weights"]
+
+
+@pytest.mark.parametrize("key", PATHS)
+def test_a_tilde_in_a_path_is_the_home_directory(file, monkeypatch, key):
+    monkeypatch.setenv("HOME", "/home/ada")
+    section, _, name = key.partition(".")
+    for files, given in (
+        ([file(SHORT)], [f"{key}=~/x"]),
+        ([file(f"{SHORT}{section}: {{{name}: ~/x}}")], []),
+    ):
+        config, _ = load_config(files, given)
+        assert getattr(getattr(config, section), name) == "/home/ada/x"
+
+
+def test_a_tilde_without_a_home_directory_is_refused_in_one_line(file, monkeypatch):
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # a user id without a passwd entry
+    (line,) = mistakes_in([file(SHORT)], ["run.dir=~/x"])
+    assert line.startswith("command line: run.dir: '~/x' names a home directory")
+    assert load_config([file(SHORT)], ["run.dir=./~x"])[0].run.dir == "./~x"
+
+
+def test_a_config_file_may_be_named_by_a_tilde(file, monkeypatch):
+    monkeypatch.setenv("HOME", str(Path(file(SHORT)).parent))
+    assert load_config(["~/small.yaml"])[1] == "small"
+
+
+def test_a_value_that_the_locale_could_not_decode_is_read_as_utf_8(file):
+    # As Python hands on the bytes of a command line in the C locale, without its UTF-8 mode.
+    given = "model.kwargs.title=café".encode().decode("ascii", "surrogateescape")
+    assert load_config([file(SHORT)], [given])[0].model.kwargs == {"title": "café"}
+    assert (
+        load_config([file(SHORT)], {"model.kwargs.title": "café"})[0].model.kwargs["title"]
+        == "café"
+    )
+
+
+def test_a_value_that_is_not_utf_8_is_refused_in_one_line(file):
+    given = b"run.dir=caf\xe9".decode(errors="surrogateescape")
+    (line,) = mistakes_in([file(SHORT)], [given])
+    assert line == r"command line: 'run.dir=caf\udce9': not UTF-8. Type it in a UTF-8 terminal."
+
+
+def test_a_file_is_utf_8_whatever_the_locale_says(file, monkeypatch):
+    path = Path(file(""))
+    path.write_bytes((SHORT + "model: {kwargs: {title: café}}").encode())
+    monkeypatch.setattr("io.text_encoding", lambda encoding, *_: encoding or "ascii")
+    assert load_config([str(path)])[0].model.kwargs == {"title": "café"}
+
+
+DEEP = "[" * 300 + "]" * 300
+
+
+@pytest.mark.parametrize(
+    "override",
+    [f"model.kwargs.x={DEEP}", f"model.kwargs.{'.'.join('x' * 300)}=1"],
+    ids=["value", "key"],
+)
+def test_values_nested_300_deep_are_refused_in_one_line(file, override):
+    (line,) = mistakes_in([file(SHORT)], [override])
+    assert "more than 50 levels deep" in line
+    assert len(line) < 200
+
+
+def test_a_file_nested_300_deep_is_refused_in_one_line(file):
+    path = file(f"{SHORT}model: {{kwargs: {{x: {DEEP}}}}}")
+    (line,) = mistakes_in([path])
+    assert line.startswith(f"{path}: cannot be read: ")
+    assert "more than 50 levels deep" in line
+
+
+def test_values_from_python_nested_300_deep_or_holding_themselves_are_refused_in_one_line(file):
+    deep: dict = {}
+    endless: list = []
+    endless.append(endless)
+    for _ in range(300):
+        deep = {"x": deep}
+    for value, told in ((deep, "more than 50 levels deep"), (endless, "Circular reference")):
+        (line,) = mistakes_in([file(SHORT)], {"model.kwargs": {"x": value}})
+        assert told in line
+
+
+# --- YAML 1.1 and YAML 1.2 -----------------------------------------------------------------------
+
+BOTH = ["12", "-3", "+4", "0", "0x1f", "1.5", "1e-3", "1e5", ".5", "-.inf", ".nan", "true", "False"]
+TEXT = ["cnn", "0o17", "08", "2024-01-05", "0:30", "1:99", "y", "1_x", "a:b", "'1:30'", '"yes"']
+
+
+@pytest.mark.parametrize(
+    "value, read",
+    [
+        *[
+            ("1:30", "90"),
+            ("190:20:30", "685230"),
+            ("1:30.5", "90.5"),
+            ("017", "15"),
+            ("0b11", "3"),
+        ],
+        *[("1_000", "1000"), ("1_000.5", "1000.5"), ("1_0e3", "10000.0"), ("+0x1f", "31")],
+        *[("yes", "true"), ("No", "false"), ("on", "true"), ("OFF", "false")],
+    ],
+)
+def test_a_value_that_yaml_1_1_and_1_2_read_differently_is_refused(file, value, read):
+    told = f"{value!r} is {read} in YAML 1.1 and something else in YAML 1.2"
+    (line,) = mistakes_in([file(SHORT)], [f"model.kwargs.x={value}"])
+    assert told in line
+    assert line.startswith("command line: ")
+    for text in (f"x: {value}", f"x: [1, {value}]", f"{value}: 1"):
+        path = file(f"{SHORT}model: {{kwargs: {{{text}}}}}")
+        (line,) = mistakes_in([path])
+        assert line.startswith(f"{path}: ")
+        assert told in line
+
+
+@pytest.mark.parametrize("value", [*BOTH, *TEXT])
+def test_a_value_that_both_read_alike_or_as_text_is_taken(file, value):
+    load_config(
+        [file(f"{SHORT}model: {{kwargs: {{x: {value}, y: [{value}]}}}}")],
+        [f"loss.kwargs.x={value}"],
+    )
+
+
+def test_text_that_yaml_1_1_takes_for_something_else_survives_a_dump(file):
+    given = {
+        "model.kwargs": {value: value for value in ("1:30", "017", "yes", "1_000", "0o17", "08")}
+    }
+    config, _ = load_config([file(SHORT)], given)
+    assert load_config([file(dump_values(config.model_dump()))])[0] == config
+
+
+def test_what_is_refused_is_what_the_loader_and_yaml_1_2_read_differently(file):
+    def core(text):
+        """A plain scalar by the core schema of YAML 1.2.2, section 10.3.2."""
+        for pattern, value in (
+            (r"[-+]?[0-9]+", int),
+            (r"0o[0-7]+", lambda x: int(x, 8)),
+            (r"0x[0-9a-fA-F]+", lambda x: int(x, 16)),
+            (r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", float),
+        ):
+            if re.fullmatch(pattern, text):
+                return value(text)
+        return text
+
+    rng = random.Random(0)
+    drawn = {"".join(rng.choices("0012345678:_.e+-xob", k=rng.randint(1, 6))) for _ in range(400)}
+    num_refused = 0
+    for text in sorted(drawn):
+        try:
+            loaded = OmegaConf.to_container(OmegaConf.create(f"x: {text}"))["x"]
+        except (YAMLError, OmegaConfBaseException, ValueError):
+            continue  # no scalar, no YAML, or a broken number such as "0b_"
+        want = isinstance(loaded, int | float) and repr(loaded) != repr(core(text))
+        try:
+            refuse_unsafe(f"x: {text}")
+            refused = False
+        except ConfigError:
+            refused = True
+        num_refused += refused
+        assert refused == want or re.match(r"[-+]?0[0-7]", text), text  # 07 is 7 in both
+    assert num_refused > 20

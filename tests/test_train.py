@@ -9,7 +9,9 @@ import jax
 import pytest
 
 import jddp
-from jddp.config import Config, load_config
+from jddp.config.files import load_config
+from jddp.config.schema import Config
+from jddp.errors import FileSystemError
 from jddp.train import main
 
 REPOSITORY = Path(jddp.__file__).parents[1]
@@ -323,3 +325,29 @@ def test_a_process_that_fails_leaves_at_once_and_so_do_the_others(folder):
     assert codes == [81, 1], outputs
     assert "RuntimeError: a bug" in outputs[1][1]
     assert "failed first, with exit code 1: RuntimeError: a bug" in outputs[0][1]
+
+
+def test_a_run_directory_that_cannot_be_used_is_refused_before_jax_is_imported(folder):
+    (folder / "in_the_way").write_text("")
+    program = (
+        "import sys; from jddp.train import main; code = main(sys.argv[1:]); "
+        "sys.exit(code if 'jax' not in sys.modules else 'jax was imported')"
+    )
+    arguments = ["--config", "line.yaml", "run.dir=in_the_way/run"]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        cwd=folder,
+        env=environment(folder),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 74, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("jddp: run.dir in_the_way/run: Not a directory")
+
+
+def test_fit_refuses_a_run_directory_that_cannot_be_used_before_the_data_are_read(tmp_path):
+    (tmp_path / "file").write_text("")
+    given = {"data.target": "nowhere:data", "run.dir": str(tmp_path / "file")}
+    with pytest.raises(FileSystemError, match=r"run\.dir .*file: Not a directory"):
+        jddp.fit("fashion_mnist_cnn", **given)

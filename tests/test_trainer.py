@@ -3,6 +3,7 @@
 import json
 import signal
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +15,17 @@ from states import assert_same, copied
 from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch
 
 import jddp
-from jddp.checkpoint import Checkpoints
-from jddp.cluster.stopping import SIGNALS
+from jddp.checkpoint.checkpoints import Checkpoints
 from jddp.data import ArrayExamples, TrainBatches
-from jddp.errors import ConfigError, DataError, DivergenceError, NumericsError, UsageError
+from jddp.distributed.signals import stop_signals
+from jddp.errors import (
+    ConfigError,
+    DataError,
+    FileSystemError,
+    NumericsError,
+    ReplicaMismatchError,
+    UsageError,
+)
 
 NUM_STEPS = 6
 SCHEDULE = optax.cosine_decay_schedule(0.1, NUM_STEPS)
@@ -359,9 +367,9 @@ def test_a_finished_run_trains_nothing_and_appends_nothing(plain, tmp_path, save
 def test_a_run_that_broke_in_its_last_evaluation_is_evaluated_when_it_is_resumed(plain, tmp_path):
     plan = {"eval_every_steps": None, "save_every_steps": 3}
     want = fit(plain, batches(), tmp_path / "whole", **plan)
-    scalar = [{"x": np.zeros((2, 16), np.float32)}]  # no labels
-    with pytest.raises(KeyError):
-        fit(plain, batches(), tmp_path / "broken", evaluate=scalar, **plan)
+    without_labels = {"x": np.zeros((2, 16), np.float32)}
+    with pytest.raises(ConfigError):
+        fit(plain, batches(), tmp_path / "broken", evaluate=[*EVALUATION, without_labels], **plan)
     run = fit(plain, batches(), tmp_path / "broken", **plan)
     assert run.eval_metrics == want.eval_metrics
     assert records(tmp_path / "broken") == records(tmp_path / "whole")
@@ -508,7 +516,7 @@ def bend(run):
 
 
 def test_a_replica_that_drifts_off_by_one_bit_is_found_and_named(plain, tmp_path):
-    with pytest.raises(DivergenceError) as caught:
+    with pytest.raises(ReplicaMismatchError) as caught:
         fit(
             plain,
             endless(),
@@ -527,7 +535,7 @@ def test_a_replica_that_drifts_off_by_one_bit_is_found_and_named(plain, tmp_path
 
 
 def test_no_checkpoint_is_made_of_replicas_that_differ(plain, tmp_path):
-    with pytest.raises(DivergenceError, match="Step 4 is not saved: params/Dense_0/"):
+    with pytest.raises(ReplicaMismatchError, match="Step 4 is not saved: params/Dense_0/"):
         fit(
             plain,
             batches(),
@@ -542,14 +550,16 @@ def test_no_checkpoint_is_made_of_replicas_that_differ(plain, tmp_path):
 
 def test_a_first_state_whose_replicas_differ_is_refused(plain):
     state = bent(plain.init(0, make_batch(8)))
-    with pytest.raises(DivergenceError, match="After step 0 params/Dense_0/kernel differs on"):
+    with pytest.raises(ReplicaMismatchError, match="After step 0 params/Dense_0/kernel differs on"):
         plain.fit(batches(), num_steps=2, state=state)
 
 
 # --- signals -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda x: x.name)
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=lambda x: x.name
+)
 def test_a_signal_interrupts_a_run_which_the_same_call_goes_on_with(
     plain, tmp_path, capsys, number
 ):
@@ -557,13 +567,13 @@ def test_a_signal_interrupts_a_run_which_the_same_call_goes_on_with(
         return fit(plain, endless(), run_dir, num_steps=1000, callbacks=callbacks, **rarely)
 
     rarely = {"log_every_steps": 50, "eval_every_steps": 400, "save_every_steps": 300}
-    want, handlers = train(tmp_path / "whole"), list(map(signal.getsignal, SIGNALS))
+    want, handlers = train(tmp_path / "whole"), list(map(signal.getsignal, stop_signals()))
     recorder = Recorder()
     run = train(tmp_path / "run", At(20, lambda run: signal.raise_signal(number)), recorder)
     assert run.interrupted == number.name
     assert 20 <= run.step < 1000
     assert recorder.calls[-1] == ("save", run.step)
-    assert list(map(signal.getsignal, SIGNALS)) == handlers
+    assert list(map(signal.getsignal, stop_signals())) == handlers
     captured = capsys.readouterr()
     assert f"{number.name}: saved step {run.step} of 1000" in captured.out
     step, state = newest(tmp_path / "run" / "checkpoints", run.state)
@@ -573,6 +583,28 @@ def test_a_signal_interrupts_a_run_which_the_same_call_goes_on_with(
     assert run.interrupted is None
     assert_same(run.state, want.state)
     assert records(tmp_path / "run") == records(tmp_path / "whole")
+
+
+def test_two_signals_at_once_are_one(plain, tmp_path):
+    def signal_twice(run):
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+
+    callbacks = [At(3, signal_twice)]
+    run = plain.fit(batches(50), num_steps=50, run_dir=tmp_path, callbacks=callbacks)
+    assert run.interrupted == "SIGTERM"
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [str(run.step)]
+
+
+def test_a_hangup_that_is_ignored_stays_so(plain):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as `nohup` has it
+    try:
+        callbacks = [At(3, lambda run: signal.raise_signal(signal.SIGHUP))]
+        run = plain.fit(batches(50), num_steps=50, callbacks=callbacks)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert run.interrupted is None
+    assert run.step == 50
 
 
 def test_a_run_without_a_directory_just_stops_at_a_signal(plain):
@@ -605,6 +637,7 @@ def test_an_evaluation_that_a_signal_breaks_off_is_made_up_for(plain, tmp_path):
 def test_a_last_evaluation_that_a_signal_breaks_off_is_made_up_for(plain, tmp_path):
     class Interrupting(list):
         def __iter__(self):
+            yield self[0]  # which is traced before the first step
             signal.raise_signal(signal.SIGTERM)
             while True:
                 yield self[0]
@@ -619,9 +652,9 @@ def test_a_last_evaluation_that_a_signal_breaks_off_is_made_up_for(plain, tmp_pa
 
 
 def test_a_run_in_another_thread_leaves_the_signals_alone(plain):
-    handlers = list(map(signal.getsignal, SIGNALS))
+    handlers = list(map(signal.getsignal, stop_signals()))
     seen = []
-    look = At(1, lambda run: seen.append(list(map(signal.getsignal, SIGNALS))))
+    look = At(1, lambda run: seen.append(list(map(signal.getsignal, stop_signals()))))
     thread = threading.Thread(target=lambda: plain.fit(batches(), num_steps=2, callbacks=[look]))
     thread.start()
     thread.join()
@@ -709,6 +742,144 @@ def test_a_state_that_a_step_has_taken_is_refused(plain):
         plain.fit(batches(), num_steps=2, state=state)
 
 
+def test_a_mistake_in_evaluation_shows_before_the_first_step(tmp_path):
+    def only_trains(model, batch, train):
+        assert train, "no evaluation"
+        return loss_fn(model, batch, train)
+
+    def scalar(model, batch, train):
+        return loss_fn(model, batch, train)[0].mean()
+
+    recorder = Recorder()
+    for loss, evaluation, error, message in (
+        (only_trains, EVALUATION, AssertionError, "no evaluation"),
+        (loss_fn, [{"x": np.zeros((2, 16), np.float32)}], ConfigError, "'y'"),
+        (scalar, [make_batch(5)], UsageError, "'loss' is a scalar.* 5 rows do not fill 6"),
+        (loss_fn, [], UsageError, "no batches"),
+    ):
+        ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss, mesh=2)
+        with pytest.raises(error, match=message):
+            fit(ddp, batches(), tmp_path, evaluate=evaluation, callbacks=[recorder])
+    assert recorder.calls == []
+
+
+def test_an_evaluation_iterator_that_can_be_read_but_once_is_evaluated_whole(plain):
+    run = plain.fit(batches(), num_steps=2, evaluate=iter(EVALUATION))
+    assert run.eval_metrics["examples"] == 8
+
+
+class FailsIn(jddp.Callback):
+    """Raises in one of its hooks, at the end of the run at the latest."""
+
+    def __init__(self, hook):
+        setattr(self, hook, self.fail)
+
+    def fail(self, run, *_):
+        raise Broken
+
+
+def broken_off_by(what):
+    """Options and batches of a run that ends early, or in the very end."""
+    without_labels = {"x": np.zeros((2, 16), np.float32)}
+    late = {"eval_every_steps": None, "save_every_steps": None}
+    return {
+        "data": (batches(4), late),
+        "evaluation": (batches(), {**late, "evaluate": [*EVALUATION, without_labels]}),
+        "on_step": (batches(), {**late, "callbacks": [At(4, break_off)]}),
+        "on_eval": (batches(), {**late, "eval_every_steps": 4, "callbacks": [FailsIn("on_eval")]}),
+        "on_save": (batches(), {**late, "save_every_steps": 4, "callbacks": [FailsIn("on_save")]}),
+        "on_end": (batches(), {**late, "callbacks": [FailsIn("on_end")]}),
+    }[what]
+
+
+@pytest.mark.parametrize("what", ["data", "evaluation", "on_step", "on_eval", "on_save", "on_end"])
+def test_what_a_run_has_learnt_is_saved_whatever_raises(plain, tmp_path, capsys, what):
+    source, options = broken_off_by(what)
+    with pytest.raises((Broken, DataError, ConfigError)) as caught:
+        fit(plain, source, tmp_path / "broken", **options)
+    failed = caught.value.run
+    assert failed.step >= 4
+    assert [x["step"] for x in failed.history if x["split"] == "train"][:4] == [1, 2, 3, 4]
+    step, state = newest(tmp_path / "broken" / "checkpoints", failed.state)
+    assert step == failed.step
+    assert_same(state, failed.state)
+    plan = {"eval_every_steps": options["eval_every_steps"], "save_every_steps": None}
+    run, want = (fit(plain, batches(), tmp_path / name, **plan) for name in ("broken", "whole"))
+    assert_same(run.state, want.state)
+    assert records(tmp_path / "broken") == records(tmp_path / "whole")
+    assert run.evaluations == want.evaluations
+
+
+def test_an_error_carries_the_run_without_a_directory_too(plain):
+    with pytest.raises(Broken) as caught:
+        plain.fit(batches(), num_steps=6, callbacks=[At(3, break_off)])
+    run = caught.value.run
+    assert run.step == 4
+    assert plain.evaluate(run.state, EVALUATION) == run.evaluate(EVALUATION)
+
+
+def test_the_evaluation_of_a_checkpoint_is_known_when_it_is_resumed(plain, tmp_path):
+    plan = {"eval_every_steps": 2, "save_every_steps": 2, "log_every_steps": 50}
+    fit(plain, batches(), tmp_path, num_steps=4, **plan)
+    recorder = Recorder()
+    run = fit(plain, batches(), tmp_path, callbacks=[recorder], **plan)
+    assert [step for what, step in recorder.calls if what == "eval"] == [6]
+    assert [record["step"] for record in run.evaluations] == [2, 4, 6]
+    steps = [record["step"] for record in records(tmp_path) if record["split"] == "eval"]
+    assert steps == [2, 4, 6]
+
+
+def changed(batch, what):
+    labels, x = batch["y"], batch["x"]
+    return {
+        "features": {"x": x[:, :12], "y": labels},
+        "keys": {"x": x, "label": labels},
+        "dtype": {"x": x.astype(np.float16), "y": labels},
+    }[what]
+
+
+@pytest.mark.parametrize(
+    "what, message",
+    [
+        ("features", r"step 4: .* has x float32 \(rows, 12\); the first .* x float32 \(rows, 16\)"),
+        ("keys", r"step 4: .* has y absent, label int32 \(rows\); the first .* y int32 \(rows\)"),
+        ("dtype", r"step 4: .* has x float16 \(rows, 16\); the first .* x float32"),
+    ],
+)
+def test_a_batch_of_another_form_is_refused_with_its_step_and_both_forms(
+    plain, tmp_path, what, message
+):
+    mixed = [changed(x, what) if i == 3 else x for i, x in enumerate(batches())]
+    with pytest.raises(DataError, match=message):
+        fit(plain, mixed, tmp_path)
+    assert_same(fit(plain, batches(), tmp_path).state, bare_loop(plain, batches(), NUM_STEPS)[0])
+
+
+def test_batches_that_differ_in_rows_alone_are_trained_on(plain):
+    assert plain.fit([make_batch(8), make_batch(4), make_batch(8)], num_steps=3).step == 3
+
+
+def test_a_run_of_objects_says_what_is_changed_when_it_is_made_longer(plain, tmp_path, capsys):
+    fit(plain, batches(), tmp_path, num_steps=3, learning_rate=optax.constant_schedule(0.1))
+    assert "changed" not in capsys.readouterr().out
+    late = optax.constant_schedule(0.2)
+    fit(plain, batches(), tmp_path, log_every_steps=2, learning_rate=late)
+    told = " ".join(capsys.readouterr().out.split())
+    assert "changed: num_steps 3 -> 6, log_every_steps 1 -> 2; finished steps stay" in told
+    assert "step 3 was taken at 0.1 and would now be at 0.2" in told
+
+
+def test_fewer_steps_than_a_run_has_are_told_and_change_nothing(plain, tmp_path, capsys):
+    want = fit(plain, batches(), tmp_path)
+    before = contents(tmp_path)
+    run = fit(plain, batches(), tmp_path, num_steps=2)
+    assert "num_steps=2: the run is at step 6 already" in " ".join(capsys.readouterr().out.split())
+    assert_same(run.state, want.state)
+    assert contents(tmp_path) == before
+    plain.fit(batches(), num_steps=2, state=run.state)
+    assert "the run is at step 6 already" in " ".join(capsys.readouterr().out.split())
+
+
 # --- callbacks -----------------------------------------------------------------------------------
 
 
@@ -722,11 +893,11 @@ def test_callbacks_are_called_for_every_step_and_in_order(plain, tmp_path):
         ("eval", 2),
         ("step", 3),
         ("step", 4),
-        ("eval", 4),
         ("save", 4),
+        ("eval", 4),
         ("step", 5),
-        ("eval", 5),
         ("save", 5),
+        ("eval", 5),
         ("end", 5),
     ]
     assert "loss" in repr(run)
@@ -841,3 +1012,37 @@ def test_each_process_logs_what_it_said_and_what_ended_it(plain, tmp_path):
     assert "NumericsError: The loss is nan at step 4" in log
     plain.fit(batches(), num_steps=1, run_dir=tmp_path / "other")
     assert (tmp_path / "logs" / "process_0.log").read_text() == log
+
+
+# --- a directory that is moved while a run is in it ----------------------------------------------
+
+
+class Moving(jddp.Callback):
+    """Moves a folder after the third step, behind the save of the second."""
+
+    def __init__(self, folder, to):
+        self._folder, self._to = folder, to
+
+    def on_step(self, run, metrics):
+        if metrics["step"] == 3:
+            while any(run.run_dir.glob("checkpoints/*.new")):
+                time.sleep(0.01)
+            self._folder.rename(self._to)
+
+
+def test_a_run_whose_logs_are_moved_goes_on_to_its_end(plain, tmp_path):
+    moving = Moving(tmp_path / "run" / "logs", tmp_path / "logs")
+    run = fit(plain, batches(), tmp_path / "run", callbacks=[moving])
+    assert run.step == NUM_STEPS
+    assert f"step {NUM_STEPS}/{NUM_STEPS}" in (tmp_path / "logs" / "process_0.log").read_text()
+
+
+def test_a_run_whose_directory_is_moved_ends_in_good_order_and_resumes_there(plain, tmp_path):
+    moving = Moving(tmp_path / "run", tmp_path / "moved")
+    with pytest.raises(FileSystemError, match=f"step {NUM_STEPS} cannot be saved.*No such file"):
+        fit(plain, batches(), tmp_path / "run", callbacks=[moving], save_every_steps=2)
+    assert not (tmp_path / "run").exists()
+    run = fit(plain, batches(), tmp_path / "moved", save_every_steps=2)
+    assert run.step == NUM_STEPS
+    trained = [x["step"] for x in records(tmp_path / "moved") if x["split"] == "train"]
+    assert trained == [*range(1, NUM_STEPS + 1)]

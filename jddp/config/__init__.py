@@ -6,19 +6,3 @@
 overrides, `mistakes` says in one line each what is wrong. JAX is not imported here, so a mistyped
 key does not cost a start of JAX.
 """
-
-from jddp.config.files import dump_values, flatten, load_config, read_values, with_overrides
-from jddp.config.keys import describe_keys
-from jddp.config.mistakes import ConfigMistakes
-from jddp.config.schema import Config
-
-__all__ = [
-    "Config",
-    "ConfigMistakes",
-    "describe_keys",
-    "dump_values",
-    "flatten",
-    "load_config",
-    "read_values",
-    "with_overrides",
-]

@@ -5,9 +5,12 @@
 Files come first, in order, then the command line; what comes later wins. Naming another model (or
 data set, loss, optimizer, schedule, hook) also drops the arguments that were meant for the first
 one, and `num_steps` replaces an earlier `num_epochs`. OmegaConf reads and merges, for YAML read by
-PyYAML alone takes `1e-3` for a string.
+PyYAML alone takes `1e-3` for a string. Its loader is one of YAML 1.1: plain values that it takes
+for a number or a boolean and that YAML 1.2 takes for something else, such as `1:30`, are refused.
 """
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -18,14 +21,23 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from jddp.config.mistakes import ConfigMistakes, Mistake
+from jddp.config.permissions import expand
 from jddp.config.schema import Config
 from jddp.errors import ConfigError
-from jddp.names import did_you_mean
+from jddp.zoo.names import did_you_mean
 
 DEFAULT_PRESET = "fashion_mnist_cnn"
 # A wheel carries the presets inside the package, a checkout beside it.
 PRESETS = [folder / "configs" for folder in Path(__file__).parents[1:3]]
+OWN = ("model", "data", "loss")  # sections whose target makes a job yours; the first names it
 MOST_VALUES = 10_000  # of a config: aliases of aliases make few lines endless
+MOST_LEVELS = 50  # of values in values: what reads, checks and writes them recurses
+# Plain values that may be numbers or booleans in YAML 1.1, and those that are the same in YAML 1.2.
+_SUSPECT = re.compile(r"[-+.]?[0-9][\w.:+-]*|[a-zA-Z]{2,3}", re.ASCII)
+_ALIKE = re.compile(
+    r"[-+]?(0|[1-9][0-9]*)|0x[0-9a-fA-F]+|[-+]?[0-9]+[eE][-+]?[0-9]+"
+    r"|[-+]?(\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?"
+)
 # Which keys go together: setting one of them in a later source drops the others from earlier ones.
 RIVALS = {
     **{
@@ -49,19 +61,27 @@ def load_config(
     """Returns the config that files and overrides give, and its name.
 
     Args:
-      files: YAML files or names of presets; the default preset if there are none.
+      files: YAML files or names of presets. If there are none: the default preset; or, where
+        `overrides` name a target of a model, data or loss, the schema's defaults and one epoch.
       overrides: `key.path=value` as on the command line, or a mapping of dotted keys.
 
     Returns:
-      The config, in which `run.dir` is set, and its name: the files' stems joined by "+".
+      The config, in which `run.dir` is set, and its name: the files' stems joined by "+", or the
+      target's name.
 
     Raises:
       ConfigError: With every mistake, one line each, and the source in which it stands.
     """
-    paths = [find_config(file) for file in files or [DEFAULT_PRESET]]
-    layers = [Layer(origin, read_values(path, origin)) for origin, path in paths]
-    name = "+".join(path.stem for _, path in paths)
-    config = _merge([*layers, Layer("command line", _parse(overrides))])
+    given = _parse(overrides)
+    targets = [target for section in OWN if (target := _at(given, (section, "target")))]
+    if targets and not files:  # your own job, for which no preset was tuned
+        layers = [Layer("the schema's defaults", {"train": {"num_epochs": 1}})]
+        name = str(targets[0]).rpartition(":")[2]
+    else:
+        paths = [find_config(file) for file in files or [DEFAULT_PRESET]]
+        layers = [Layer(origin, read_values(path, origin)) for origin, path in paths]
+        name = _decoded("+".join(path.stem for _, path in paths))
+    config = _merge([*layers, Layer("command line", given)])
     if config.run.dir is None:
         config = with_overrides(config, {"run.dir": f"runs/{name}"})
     return config, name
@@ -73,8 +93,7 @@ def with_overrides(config: Config, overrides: Mapping[str, Any]) -> Config:
     Raises:
       ConfigError: As `load_config`.
     """
-    layers = [Layer("config", config.model_dump()), Layer("overrides", _parse(overrides))]
-    return _merge(layers)
+    return _merge([Layer("config", config.model_dump()), Layer("overrides", _parse(overrides))])
 
 
 def dump_values(values: Mapping[str, Any]) -> str:
@@ -94,31 +113,57 @@ def read_values(path: Path, origin: str | None = None) -> dict[str, Any]:
         can need.
     """
     try:
-        _refuse_more_than_a_config_needs(path.read_text())
+        refuse_unsafe(path.read_text(encoding="utf-8"))
         return _plain(OmegaConf.load(path))
     except (OSError, ValueError, YAMLError, OmegaConfBaseException, ConfigError) as error:
         raise ConfigError(f"{origin or path}: cannot be read: {_one_line(error)}") from error
 
 
-def _refuse_more_than_a_config_needs(text: str) -> None:
-    """Counts values as they will be once aliases (`*name`) are replaced by what they stand for."""
+def refuse_unsafe(text: str, above: int = 0) -> None:
+    """Refuses YAML with more values than a config needs, or with one that YAML 1.2 reads otherwise.
+
+    Values are counted as they will be once aliases (`*name`) are replaced by what they stand for.
+
+    Args:
+      text: The YAML.
+      above: Levels of sections in which it stands.
+
+    Raises:
+      ConfigError: If it has.
+    """
     sizes: dict[int, int] = {}
 
-    def size(node: yaml.Node | None) -> int:
+    def size(node: yaml.Node | None, level: int) -> int:
+        if isinstance(node, yaml.ScalarNode) and node.style is None:
+            _refuse_ambiguous(node.value)
+        if level > MOST_LEVELS:
+            raise ConfigError(f"its values are nested more than {MOST_LEVELS} levels deep")
         if not isinstance(node, yaml.CollectionNode):
             return 1
         if id(node) not in sizes:
             sizes[id(node)] = MOST_VALUES  # a node that holds itself has no end
-            pairs = node.value if isinstance(node, yaml.SequenceNode) else sum(node.value, ())
-            sizes[id(node)] = 1 + sum(map(size, pairs))
+            inner = node.value if isinstance(node, yaml.SequenceNode) else sum(node.value, ())
+            sizes[id(node)] = 1 + sum(size(x, level + 1) for x in inner)
         return sizes[id(node)]
 
     try:
-        is_too_much = size(yaml.compose(text, yaml.SafeLoader)) > MOST_VALUES
+        is_too_much = size(yaml.compose(text, yaml.SafeLoader), above) > MOST_VALUES
     except RecursionError:
         is_too_much = True
     if is_too_much:
         raise ConfigError(f"it holds more than {MOST_VALUES:,} values, or too deep ones")
+
+
+def _refuse_ambiguous(text: str) -> None:
+    """Refuses a plain value that is a number or a boolean in YAML 1.1 alone."""
+    if _ALIKE.fullmatch(text) or not _SUSPECT.fullmatch(text):
+        return
+    value = _plain(OmegaConf.create(f"x: {text}"))["x"]
+    if isinstance(value, int | float) and (meant := str(value).lower()) != text.lower():
+        raise ConfigError(
+            f"{text!r} is {meant} in YAML 1.1 and something else in YAML 1.2. Write {meant}, or "
+            "quote it if it is text."
+        )
 
 
 def find_config(name: str) -> tuple[str, Path]:
@@ -127,8 +172,13 @@ def find_config(name: str) -> tuple[str, Path]:
     Raises:
       ConfigError: If there is neither such a file nor such a preset.
     """
-    if Path(name).is_file():
-        return name, Path(name)
+    if (path := expand(name)).is_file():
+        return name, path
+    if path.is_dir():
+        raise ConfigError(
+            f"--config {name}: is a directory. Name its config.yaml; a run of DataParallel.fit has "
+            "none: jddp.load(directory, model=...) and python -m jddp.checkpoint read it."
+        )
     presets = {path.stem: path for folder in PRESETS for path in sorted(folder.glob("*.yaml"))}
     if name in presets:
         return f"preset {name}", presets[name]
@@ -139,16 +189,26 @@ def find_config(name: str) -> tuple[str, Path]:
 def _parse(overrides: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
     values, mistakes = OmegaConf.create(), []
     for override in overrides:
-        key, equals, _ = override.partition("=")
+        key, equals, value = override.partition("=")
         try:
             if isinstance(overrides, Mapping):
+                given = json.dumps(overrides[key], default=str, skipkeys=True)
+                refuse_unsafe(given, key.count("."))
                 OmegaConf.update(values, key, overrides[key], force_add=True)
             elif equals and all(key.split(".")):
-                values.merge_with_dotlist([override])
+                refuse_unsafe(value := _decoded(value), key.count("."))
+                values.merge_with_dotlist([f"{key}={value}"])
             else:
                 raise ConfigError("not of the form key.path=value, e.g. train.num_steps=100")
-        except (ConfigError, YAMLError, OmegaConfBaseException) as error:
-            mistakes.append(Mistake((), f"command line: {override!r}: {_one_line(error)}"))
+        except (
+            ConfigError,
+            ValueError,
+            RecursionError,
+            YAMLError,
+            OmegaConfBaseException,
+        ) as error:
+            shown = override if len(override) <= 80 else f"{override[:77]}..."
+            mistakes.append(Mistake((), f"command line: {shown!r}: {_one_line(error)}"))
     if mistakes:
         raise ConfigMistakes(mistakes)
     return _plain(values)
@@ -202,6 +262,14 @@ def _plain(values: Any) -> dict[str, Any]:
     if not isinstance(plain, dict):
         raise ConfigError(f"a config holds sections of keys, not {plain!r}")
     return cast(dict[str, Any], plain)
+
+
+def _decoded(text: str) -> str:
+    """Text of a command line that Python's locale could not decode, as UTF-8."""
+    try:
+        return text.encode(errors="surrogateescape").decode()
+    except UnicodeError:
+        raise ConfigError("not UTF-8. Type it in a UTF-8 terminal.") from None
 
 
 def _one_line(error: Exception) -> str:

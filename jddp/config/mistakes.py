@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from jddp.config.keys import Path, keys_of, section_at
 from jddp.errors import ConfigError
-from jddp.names import did_you_mean
+from jddp.zoo.names import did_you_mean
 
 
 class Mistake(NamedTuple):

@@ -9,11 +9,23 @@ models, data sets and optimizers exist is known where they live.
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.functional_validators import AfterValidator
 
 from jddp.config.mistakes import ConfigMistakes, describe_mistakes
+from jddp.config.permissions import expand
 from jddp.errors import ConfigError
 
 Kwargs = dict[str, Any]
+
+
+def _expanded(path: str) -> str:
+    try:
+        return str(expand(path)) if path.startswith("~") else path
+    except ConfigError as error:
+        raise ValueError(str(error).rstrip(".")) from None
+
+
+Path = Annotated[str, AfterValidator(_expanded)]
 
 
 class Section(BaseModel):
@@ -52,7 +64,7 @@ class NamedSection(Section):
 class RunConfig(Section):
     """Where a run is kept."""
 
-    dir: str | None = Field(None, description="Run directory; runs/<config name> unless given.")
+    dir: Path | None = Field(None, description="Run directory; runs/<config name> unless given.")
 
 
 class TrainConfig(Section):
@@ -87,10 +99,10 @@ class DataConfig(NamedSection):
     name: str | None = Field("fashion_mnist", description="A data set of jddp.data.")
     target: str | None = Field(None, description="One's own: a callable giving (train, test).")
     source: str = Field("embedded", description="Fashion-MNIST: 'embedded' (15,000) or 'full'.")
-    dir: str | None = Field(None, description="Folder of the files, for data sets that have one.")
+    dir: Path | None = Field(None, description="Folder of the files, for data sets that have one.")
     global_batch_size: int = Field(128, ge=1, description="Examples a step, over all replicas.")
     shuffle: bool = Field(True, description="A new order each epoch, from the seed.")
-    weights: str | None = Field(
+    weights: Path | None = Field(
         None, description="A .npy file: how often each training example is wanted."
     )
     drop_remainder: bool = Field(
@@ -111,9 +123,9 @@ class DataConfig(NamedSection):
 class ModelConfig(NamedSection):
     """What learns."""
 
-    name: str | None = Field("cnn", description="A model of jddp.models.")
+    name: str | None = Field("cnn", description="A model of jddp.zoo.models.")
     target: str | None = Field(None, description="One's own Flax module class, Linen or NNX.")
-    weights: str | None = Field(
+    weights: Path | None = Field(
         None, description="To start from: .safetensors, .msgpack, a run directory, orbax's folder."
     )
     weights_partial: bool = Field(
@@ -124,7 +136,7 @@ class ModelConfig(NamedSection):
 class LossConfig(NamedSection):
     """What is made small."""
 
-    name: str | None = Field("cross_entropy", description="A loss of jddp.losses.")
+    name: str | None = Field("cross_entropy", description="A loss of jddp.zoo.losses.")
     target: str | None = Field(None, description="One's own loss_fn(model, batch[, train]).")
 
 
@@ -195,6 +207,7 @@ class LocalStepsConfig(Section):
 class DdpConfig(Section):
     """How replicas are kept alike: the options of `jddp.DataParallel`."""
 
+    axis_name: str | None = Field(None, description="Name of the axis of the replicas; or data.")
     bucket_mb: Size | Annotated[list[Size], Field(min_length=1)] = Field(
         25.0, description="Size of a gradient bucket, in MiB; or a list, of which the last repeats."
     )
@@ -224,6 +237,9 @@ class DdpConfig(Section):
     per_replica: list[str] = Field(
         [], description="Collections, or classes of variables, of which each replica has its own."
     )
+    state_reduction: dict[str, Literal["mean", "sum", "first"]] = Field(
+        {}, description="By collection or class: how replicas agree on state made from their rows."
+    )
     batch_norm_unbiased: bool = Field(
         False, description="Running variances of n / (n - 1), as PyTorch keeps them."
     )
@@ -242,7 +258,8 @@ class DdpConfig(Section):
         None, gt=0, lt=1, description="Decay of the moving average of the parameters."
     )
     skip_nonfinite: bool = Field(
-        False, description="A step whose loss or gradients are not finite changes nothing."
+        False,
+        description="A step whose loss, gradients or other state are not finite has no effect.",
     )
     loss_scale: float | Literal["dynamic"] | None = Field(
         None, description="For float16: a power of two, or dynamic, which finds it by skipping."

@@ -5,10 +5,12 @@ run = job.run()
 """
 
 import contextlib
+import functools
 import glob
+import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,20 +18,23 @@ from typing import Any
 import jax
 import numpy as np
 
-from jddp.build.parts import Parts, Schedule, resolve_parts
-from jddp.callbacks import Callback, KeepBest
-from jddp.cluster import initialize, resolve_identity
-from jddp.cluster.agreement import agree
-from jddp.cluster.watchdog import Limits
-from jddp.config import Config, flatten, load_config, with_overrides
+from jddp.config.files import flatten, load_config, with_overrides
+from jddp.config.schema import Config
+from jddp.config.versions import source_hash, versions
 from jddp.data import DataSet, TrainBatches, WorkerBatches, count_steps, eval_batches, load_weights
 from jddp.data_parallel import DataParallel
-from jddp.errors import DataError
-from jddp.mesh import configure_devices, require_devices
-from jddp.oracle import Verification, verify
-from jddp.run import Run
-from jddp.state import TrainState
-from jddp.versions import source_hash, versions
+from jddp.distributed.agreement import agree
+from jddp.distributed.join import initialize
+from jddp.distributed.resolve import resolve_identity
+from jddp.distributed.watchdog import Limits
+from jddp.engine.mesh import configure_devices, require_devices
+from jddp.engine.state import TrainState
+from jddp.errors import ConfigError, DataError
+from jddp.job.parts import Parts, Schedule, resolve_parts
+from jddp.trainer.callbacks import Callback, KeepBest
+from jddp.trainer.reports import RunDirectory
+from jddp.trainer.run import Run
+from jddp.verification.verify import Verification, verify
 
 # Of JAX: what changes what a program computes.
 SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion")
@@ -55,6 +60,8 @@ def fit(
         resolved = with_overrides(config, overrides)
     else:
         resolved, _ = load_config([str(config)], overrides)
+    if resolved.run.dir is not None:  # before the data are read
+        RunDirectory(Path(resolved.run.dir), is_writer=True).check_usable()
     return build(resolved).run(callbacks)
 
 
@@ -97,7 +104,7 @@ class Job:
     def batch_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
         """The shapes of one batch of this process."""
         size = self.config.data.global_batch_size
-        in_all = -(-size // self._num_parts) * self._num_parts
+        in_all = -(-size // self.ddp.num_parts) * self.ddp.num_parts
         rows, spec = in_all // jax.process_count(), self.parts.source.spec
         if in_all > size:
             spec = {"mask": ((), np.dtype("float32")), **spec}
@@ -105,10 +112,6 @@ class Job:
             name: jax.ShapeDtypeStruct((rows, *shape), dtype)
             for name, (shape, dtype) in spec.items()
         }
-
-    @property
-    def _num_parts(self) -> int:
-        return self.ddp.num_parts
 
     def run(self, callbacks: Sequence[Callback] = ()) -> Run:
         """Trains to the end, going on from the newest checkpoint where there is one."""
@@ -121,7 +124,7 @@ class Job:
             return self.ddp.fit(
                 batches,
                 num_steps=self.num_steps,
-                state=self._first_state(batches),
+                state=self._first_state(),
                 evaluate=eval_batches(self.data.test, global_batch_size=rows, **_share()),
                 run_dir=config.run.dir,
                 callbacks=[*self._own_callbacks(), *callbacks],
@@ -144,13 +147,13 @@ class Job:
             if isinstance(batches, WorkerBatches):
                 batches.close()
 
-    def _first_state(self, batches: TrainBatches | WorkerBatches) -> TrainState | None:
-        """With the weights that the config names; None where it names none."""
+    def _first_state(self) -> Callable[[Any], TrainState] | None:
+        """Makes it with the weights that the config names; None where it names none."""
         model = self.config.model
         if model.weights is None:
             return None
-        seed, partial = self.config.seed, model.weights_partial
-        return self.ddp.init(seed, batches.batch(0), params=model.weights, partial=partial)
+        init = functools.partial(self.ddp.init, self.config.seed, params=model.weights)
+        return functools.partial(init, partial=model.weights_partial)
 
     def verify(self) -> Verification:
         """Compares a step on the mesh with one on a single device, on the first batch.
@@ -170,10 +173,8 @@ class Job:
         return verify(model, optimizer, loss_fn, batch, seed=self.config.seed, **options)
 
     def _own_callbacks(self) -> list[Callback]:
-        section = self.config.checkpoint
-        if section.best_metric is None:
-            return []
-        return [KeepBest(section.best_metric, mode=section.best_mode)]
+        best = self.config.checkpoint
+        return [KeepBest(best.best_metric, mode=best.best_mode)] if best.best_metric else []
 
     def train_batches(self) -> TrainBatches | WorkerBatches:
         """This process's training batches, from the first."""
@@ -189,7 +190,7 @@ class Job:
             weights=None if config.weights is None else load_weights(Path(config.weights)),
             augment=self.parts.source.augment if config.augment else None,
             mixup=config.mixup,
-            multiple_of=self._num_parts,
+            multiple_of=self.ddp.num_parts,
             **_share(),
         )
         if config.num_workers == 0:
@@ -219,15 +220,17 @@ def build(config: Config, *, needs_data: bool = True) -> Job:
       ConfigError: With all that the config names and that cannot be had, one line each.
       DataError: If the data are absent or damaged.
       DeviceError: If JAX finds no device.
-      DisagreementError: If processes have different configs, versions or data.
+      ProcessMismatchError: If processes have different configs, versions or data.
     """
     identity = resolve_identity()
-    _configure(config, identity.num_processes)
+    # A running JAX, as in a notebook, refuses: then the mesh takes from the devices that are there.
+    with contextlib.suppress(RuntimeError):
+        configure_devices(config.mesh.num_devices, num_processes=identity.num_processes)
     initialize(identity)
     agree("config or version", _facts(config))
     require_devices()
     parts = resolve_parts(config)
-    data, data_error = None, ""
+    config, data, data_error = parts.config, None, ""
     try:
         data = parts.source.load()
     except DataError as error:
@@ -245,19 +248,28 @@ def build(config: Config, *, needs_data: bool = True) -> Job:
         mesh=None if config.mesh.num_devices == "auto" else config.mesh.num_devices,
         **_ddp_options(config, parts),
     )
-    return Job(config, parts, ddp, num_steps, learning_rate, data, data_error)
+    job = Job(config, parts, ddp, num_steps, learning_rate, data, data_error)
+    if config.loss.name in ("cross_entropy", "next_token"):
+        _check_outputs(job)
+    return job
+
+
+def _check_outputs(job: Job) -> None:
+    """Holds the model's outputs against the classes, or the vocabulary, of the data."""
+    known, data, outputs = job.parts.source.sizes, job.data, job.ddp.num_outputs(job.batch_spec)
+    least = max(getattr(x, "num_classes", 0) for x in (data.train, data.test)) if data else 0
+    for name, size in (known or {"num_classes": least}).items():
+        told = f"model: it has {outputs} outputs, and {name} of the data is {size}."
+        if outputs is not None and outputs < size:
+            raise ConfigError(f"{told} Give it as many: model.kwargs.{name}={size}.")
+        if outputs is not None and outputs > size and known and job.is_writer:
+            logging.getLogger("jddp").warning("%s The outputs beyond that learn nothing.", told)
 
 
 def _ddp_options(config: Config, parts: Parts) -> dict[str, Any]:
     """The options of `DataParallel` under `ddp`, what they name among them made."""
     made = {"comm_hook": parts.comm_hook, "local_steps": parts.local_steps}
     return {**config.ddp.model_dump(), **made}
-
-
-def _configure(config: Config, num_processes: int) -> None:
-    # A running JAX, as in a notebook, refuses: then the mesh takes from the devices that are there.
-    with contextlib.suppress(RuntimeError):
-        configure_devices(config.mesh.num_devices, num_processes=num_processes)
 
 
 def _facts(config: Config) -> dict[str, str]:

@@ -8,11 +8,9 @@ them.
 
 import jax
 
-from jddp.build.job import Job
-from jddp.memory import Memory
-from jddp.names import accepted_names
-
-MEBIBYTE = 2**20
+from jddp.inspection.memory import Memory
+from jddp.job.job import Job
+from jddp.zoo.names import accepted_names
 
 
 def preview(job: Job) -> str:
@@ -46,21 +44,9 @@ def _arithmetic(job: Job) -> list[str]:
 
 def memory_table(job: Job, memory: Memory) -> list[str]:
     """Returns lines that hold what a device needs against what it has."""
-    rows = {
-        "parameters": memory.parameters,
-        "gradients": memory.gradients,
-        "optimizer": memory.optimizer,
-        "other state": memory.other_state,
-        "batch": memory.batch,
-        "temporaries": memory.temporaries,
-        "sum": memory.total,
-        "the device has": memory.limit,
-    }
-    lines = ["memory per device, MiB"]
-    lines += [f"  {name:<15}{_mebibytes(size):>12}" for name, size in rows.items()]
     if memory.fits:
-        return [*lines, f"fits: {memory.total / memory.limit:.1%} of the device"]
-    return [*lines, "does not fit; what would make it smaller", *_ways_out(job, memory)]
+        return [repr(memory), f"fits: {memory.total / memory.limit:.1%} of the device"]
+    return [repr(memory), "does not fit; what would make it smaller", *_ways_out(job, memory)]
 
 
 def _ways_out(job: Job, memory: Memory) -> list[str]:
@@ -85,7 +71,7 @@ def _ways_out(job: Job, memory: Memory) -> list[str]:
     lines = []
     for way, size in ways:
         enough = "" if size <= room else ", not enough alone"
-        lines.append(f"  {way}: about {_mebibytes(memory.fixed + size)} MiB{enough}")
+        lines.append(f"  {way}: about {(memory.fixed + size) / 2**20:,.2f} MiB{enough}")
     if _takes(job, "remat"):
         lines.append("  model.kwargs.remat=true: activations are computed twice, not kept")
     return lines or ["  one row a device is too large: choose a smaller model"]
@@ -95,7 +81,3 @@ def _takes(job: Job, name: str) -> bool:
     """Whether the model takes an argument that saves memory, and was not given it."""
     given = job.config.model.kwargs.get(name)
     return not given and name in accepted_names(type(job.parts.model), key="model")
-
-
-def _mebibytes(size: float) -> str:
-    return f"{size / MEBIBYTE:,.2f}"

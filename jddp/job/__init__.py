@@ -7,9 +7,3 @@
 what a run would need, and `load` reads a run that is over. Nothing below this room has heard of a
 `Config`.
 """
-
-from jddp.build.job import Job, build, fit
-from jddp.build.load import load
-from jddp.build.preview import preview
-
-__all__ = ["Job", "build", "fit", "load", "preview"]

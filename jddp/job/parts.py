@@ -9,15 +9,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jddp.config import Config
+from jddp.config.files import with_overrides
+from jddp.config.schema import Config
 from jddp.data import Source, make_data_set, make_source, spec_of
+from jddp.engine.sync import LocalSteps
 from jddp.errors import ConfigError
-from jddp.local_steps import LocalSteps
-from jddp.losses import LOSSES
-from jddp.models.make import make_model
-from jddp.names import accepted_names, check_arguments, did_you_mean, resolve_target
-from jddp.optimizers import make_optimizer, make_schedule
 from jddp.reduce import CommHook, powersgd
+from jddp.zoo.losses import LOSSES
+from jddp.zoo.models import MODELS
+from jddp.zoo.models.make import make_model
+from jddp.zoo.names import (
+    accepted_names,
+    check_arguments,
+    defaults_of,
+    did_you_mean,
+    resolve_target,
+)
+from jddp.zoo.optimizers import make_optimizer, make_schedule
 
 Schedule = Callable[[int], Any]
 
@@ -34,6 +42,7 @@ class Parts:
     """What a config names, made.
 
     Attributes:
+      config: The config, with the sizes of the model that the data have filled in.
       source: Knows the shapes of the data.
       model: A Linen or NNX module.
       loss_fn: `loss_fn(model, batch[, train])`.
@@ -42,8 +51,9 @@ class Parts:
       local_steps: How often replicas meet, or None for each step.
     """
 
-    source: Source
+    config: Config
     model: Any
+    source: Source
     loss_fn: Callable[..., Any]
     make_optimizer: Callable[[int], tuple[Any, Schedule | None]]
     comm_hook: CommHook | None
@@ -66,11 +76,12 @@ def resolve_parts(config: Config) -> Parts:
             mistakes.append(str(error))
 
     optimizer, local_steps = attempt(_optimizer), attempt(_local_steps)
-    model, loss_fn, source = attempt(_model), attempt(_loss), attempt(_source)
-    comm_hook = attempt(_comm_hook)
+    source = attempt(_source)
+    filled = attempt(functools.partial(_model, sizes=source.sizes if source else {}))
+    loss_fn, comm_hook = attempt(_loss), attempt(_comm_hook)
     if mistakes:
         raise ConfigError("\n".join(mistakes))
-    return Parts(source, model, loss_fn, optimizer, comm_hook, local_steps)
+    return Parts(filled[0], filled[1], source, loss_fn, optimizer, comm_hook, local_steps)
 
 
 def _source(config: Config) -> Source:
@@ -89,12 +100,17 @@ def _source(config: Config) -> Source:
     return Source(data.target, spec_of(data_set.train), lambda: data_set)
 
 
-def _model(config: Config) -> Any:
-    model = config.model
-    factory: Any = model.name
-    if model.target is not None:
-        factory = resolve_target(model.target, key="model.target")
-    return make_model(factory, kwargs=model.kwargs, seed=config.seed)
+def _model(config: Config, sizes: Mapping[str, int]) -> tuple[Config, Any]:
+    """The model, and the config, in which it is given the sizes that only the data knew."""
+    section = config.model
+    factory: Any = section.name
+    if section.target is not None:
+        factory = resolve_target(section.target, key="model.target")
+    defaults = defaults_of(MODELS.get(section.name or "", factory))
+    for name, size in sizes.items():
+        if name not in section.kwargs and defaults.get(name, size) != size:
+            config = with_overrides(config, {f"model.kwargs.{name}": size})
+    return config, make_model(factory, kwargs=config.model.kwargs, seed=config.seed)
 
 
 def _comm_hook(config: Config) -> Any:

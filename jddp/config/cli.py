@@ -1,0 +1,96 @@
+"""What every `python -m jddp.X` does: take arguments, and say a user's mistake in one line."""
+
+import argparse
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+from jddp.errors import Error, ExitCode, UsageError
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises a mistake, where argparse's own prints its usage and exits."""
+
+    def __init__(self, **options: Any) -> None:
+        """Takes options by their whole names, and prints texts in the lines they are written in."""
+        raw = {"formatter_class": argparse.RawDescriptionHelpFormatter}
+        super().__init__(**raw | options, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        """Raises what a door says as one line."""
+        raise UsageError(f"{message}. See {self.prog} --help.")
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what says a config: `--config FILE`, again and again, and `key.path=value`."""
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key.path=value", help="change a key; the last one wins"
+    )
+    parser.add_argument(
+        "--config",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a YAML file or the name of a preset; later ones win",
+    )
+
+
+def tell(error: Error) -> None:
+    """Prints a mistake on standard error."""
+    for line in str(error).splitlines():
+        print(f"jddp: {line}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def lasting_streams() -> Iterator[None]:
+    """While open, what standard output and standard error cannot take is lost, and nothing else.
+
+    A pipe that nobody reads any more (`| head`), a full disk and a closed stream (`>&-`) raise
+    nothing, and characters that the locale does not have are escaped.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass  # No file of a run may get the number of a closed standard stream.
+    os.close(descriptor)
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = map(_lasting, before)
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        sys.stdout, sys.stderr = before
+
+
+class _Lasting(io.FileIO):
+    """A file that loses what cannot be written."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return len(data)
+
+
+def _lasting(stream: Any) -> Any:
+    if stream is None:
+        return open(os.devnull, "w", encoding="utf-8", errors="replace")
+    buffer = getattr(stream, "buffer", None)
+    if not isinstance(getattr(buffer, "raw", buffer), io.FileIO):
+        return stream  # a notebook's, or a test's
+    with contextlib.suppress(OSError):
+        stream.flush()
+    written = io.BufferedWriter(_Lasting(stream.fileno(), "w", closefd=False))
+    return io.TextIOWrapper(written, stream.encoding, "backslashreplace", line_buffering=True)
+
+
+@lasting_streams()
+def enter(run: Callable[[], int | None]) -> int:
+    """Runs what is behind a door; returns its exit code."""
+    try:
+        return run() or ExitCode.DONE
+    except Error as error:
+        tell(error)
+        return error.exit_code

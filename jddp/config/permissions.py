@@ -1,0 +1,62 @@
+"""Whose a directory is: what lies in one that is somebody else's is somebody else's word.
+
+And where a path leads that begins with a home directory, `~` or `~user`.
+"""
+
+import os
+from pathlib import Path
+
+from jddp.errors import ConfigError, FileSystemError
+
+
+def expand(path: str | Path) -> Path:
+    """Replaces `~` or `~user` at the beginning of a path, as a shell does.
+
+    Raises:
+      ConfigError: If the home directory is not known.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ConfigError(
+            f"{str(path)!r} names a home directory that is not known here. Set HOME or write the "
+            "whole path, which is ./~name where a name begins with ~."
+        ) from None
+
+
+def refuse_foreign(directory: Path, called: str) -> None:
+    """Lets pass what is this user's own, or not there yet.
+
+    Args:
+      directory: Whose owner is asked for.
+      called: What to call it in the error.
+
+    Raises:
+      FileSystemError: If it belongs to another user.
+    """
+    if not hasattr(os, "geteuid") or not directory.exists():
+        return
+    owner = directory.stat().st_uid
+    if owner != os.geteuid():
+        raise FileSystemError(
+            f"{called} {directory} belongs to user {owner}, and this is user {os.geteuid()}. "
+            "Choose a directory of your own, or take this one over with chown."
+        )
+
+
+def make_private(directory: Path, called: str) -> None:
+    """Makes a directory that nobody else can read or write, or makes sure that it is one.
+
+    Raises:
+      FileSystemError: If it is not, or cannot be made.
+    """
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        refuse_foreign(directory, called)
+        if directory.stat().st_mode & 0o022:
+            raise FileSystemError(
+                f"{called} {directory} can be written by others. Remove it, or choose another."
+            )
+        directory.chmod(0o700)
+    except OSError as error:
+        raise FileSystemError(f"{called} {directory}: {error.strerror}.") from error
