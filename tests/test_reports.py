@@ -1,12 +1,16 @@
+import errno
 import io
 import json
 import os
+import tempfile
+from pathlib import Path
 
 import pytest
 
 from jddp.errors import ConfigError, DataError, FileSystemError
-from jddp.reports import MetricsFile, Progress, RunDirectory
-from jddp.reports.progress import train_line
+from jddp.trainer.reports import MetricsFile, Progress, RunDirectory
+from jddp.trainer.reports.log_file import said
+from jddp.trainer.reports.progress import train_line
 
 CONFIG = {"seed": 1, "run": {"dir": "a"}, "optimizer": {"learning_rate": 1e-3, "kwargs": {}}}
 MANIFEST = {"versions": {"jax": "0.10.2"}, "data": {"sha256": "f" * 64}, "world": (1, 8)}
@@ -223,3 +227,195 @@ def test_on_a_terminal_there_is_one_live_line(monkeypatch):
     progress.close()
     assert "eval 400  loss 0.361  examples 10000" in stream.getvalue()
     assert "ETA 0:15" in stream.getvalue()
+
+
+# --- files that are not as they were left --------------------------------------------------------
+
+OWN_LINES = [
+    b"# a note",
+    b'{"note": "no step"}',
+    b"[1, 2]",
+    b'"text"',
+    b'{"step": "3"}',
+    b"caf\xe9",
+    b"[" * 9999,
+]
+
+
+def test_lines_of_somebody_else_among_the_metrics_are_kept_and_passed_over(tmp_path, caplog):
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    metrics.append({"step": 1, "loss": 0.5})
+    with metrics.path.open("ab") as file:
+        file.writelines(line + b"\n" for line in OWN_LINES)
+    metrics.append({"step": 2, "loss": 0.4})
+    with metrics.path.open("ab") as file:
+        file.write(b'{"step": 3, "lo')  # and here a process died
+    assert [record["step"] for record in metrics.read()] == [1, 2]
+    metrics.truncate_after(1)
+    lines = metrics.path.read_bytes().splitlines()
+    assert lines == [b'{"step": 1, "loss": 0.5}', *OWN_LINES]
+    assert [record["step"] for record in metrics.read()] == [1]
+
+
+def test_metrics_that_cannot_be_read_are_a_file_system_error(tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    for act in (metrics.read, lambda: metrics.truncate_after(1)):
+        with pytest.raises(
+            FileSystemError, match=r"metrics\.jsonl: cannot be read: Is a directory"
+        ):
+            act()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *(
+            "[]",
+            "3",
+            '"x"',
+            "null",
+            '{"later_starts": 5}',
+            '{"later_starts": [3]}',
+            '{"data": "x"}',
+        ),
+        *('{"data": {"sha256": 7}}', "[" * 9999),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_a_manifest_of_another_form_is_a_file_system_error(tmp_path, damage):
+    prepared(tmp_path)
+    (tmp_path / "manifest.json").write_text(damage)
+    with pytest.raises(
+        FileSystemError, match=r"manifest\.json is damaged: .*\. Put it back"
+    ) as got:
+        prepared(tmp_path)
+    assert len(str(got.value).splitlines()) == 1
+
+
+def test_a_manifest_in_another_encoding_is_a_file_system_error(tmp_path):
+    prepared(tmp_path)
+    (tmp_path / "manifest.json").write_bytes(b'{"data": {"description": "caf\xe9"}}')
+    with pytest.raises(FileSystemError, match=r"manifest\.json is damaged: "):
+        prepared(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "lock", "metrics.jsonl", "logs"])
+def test_something_else_in_the_place_of_a_file_of_the_run_is_a_file_system_error(tmp_path, name):
+    directory = prepared(tmp_path)
+    path = tmp_path / name
+    path.unlink(missing_ok=True)
+    if name == "logs":
+        path.write_text("")
+    else:
+        path.mkdir()
+
+    def start():
+        prepared(tmp_path)
+        with directory.held(), directory.logging(0):
+            directory.metrics.truncate_after(1)
+
+    with pytest.raises(FileSystemError) as caught:
+        start()
+    assert name in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+# --- a run directory that cannot be used ---------------------------------------------------------
+
+
+@pytest.fixture
+def as_somebody():
+    """Calls a function with a folder of a user who is not root, to whom permissions apply."""
+    with tempfile.TemporaryDirectory() as folder:
+
+        def call(function):
+            if os.geteuid() != 0:
+                return function(Path(folder))
+            os.chown(folder, 54321, -1)
+            os.setresuid(54321, 54321, 0)
+            try:
+                return function(Path(folder))
+            finally:
+                os.setresuid(0, 0, 0)
+
+        yield call
+
+
+UNUSABLE = {
+    "a file": ("one", lambda path: path.write_text(""), "Not a directory"),
+    "below a file": ("one/run", lambda path: path.parent.write_text(""), "Not a directory"),
+    "a link to nowhere": ("one", lambda path: path.symlink_to("nowhere"), "No such file"),
+    "a link to itself": ("one", lambda path: path.symlink_to(path), "Not a directory|symbolic"),
+    "below a closed folder": ("one/run", lambda path: path.parent.mkdir(0o500), "Permission"),
+    "a closed folder": ("one", lambda path: path.mkdir(0o500), "Permission denied"),
+    "below one that cannot be seen into": ("a/b/c", lambda path: path.parents[1].mkdir(0), "Perm"),
+}
+
+
+@pytest.mark.parametrize("name, make, told", UNUSABLE.values(), ids=UNUSABLE)
+def test_a_run_directory_that_cannot_be_used_is_found_without_writing(
+    as_somebody, name, make, told
+):
+    def check(folder):
+        path = folder / name
+        make(path)
+        with pytest.raises(FileSystemError, match=rf"^run\.dir {path}: .*({told})") as caught:
+            RunDirectory(path, is_writer=True).check_usable()
+        return str(caught.value)
+
+    assert "Choose a folder that can be written." in as_somebody(check)
+
+
+def test_a_run_directory_that_no_file_system_could_name_is_refused(tmp_path):
+    for name in ("x" * 300, "a\0b"):
+        with pytest.raises(FileSystemError, match=r"^run\.dir "):
+            prepared(tmp_path / name)
+
+
+def test_a_run_directory_that_can_be_made_or_written_is_left_as_it_is(tmp_path):
+    for path in (tmp_path, tmp_path / "new" / "run"):
+        RunDirectory(path, is_writer=True).check_usable()
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- a log on a disk that is full ----------------------------------------------------------------
+
+
+def test_a_log_that_cannot_be_written_is_told_once_for_each_kind_of_failure(tmp_path, capsys):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "process_0.log").symlink_to("/dev/full")
+    with RunDirectory(tmp_path, is_writer=True).logging(0):
+        for step in range(300):
+            said.info("step %d", step)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("process_0.log: cannot be written: No space left on device.")
+
+
+def test_a_lock_on_a_full_disk_holds_without_the_name_of_its_holder(tmp_path):
+    prepared(tmp_path)
+    (tmp_path / "lock").symlink_to("/dev/full")
+    with RunDirectory(tmp_path, is_writer=True).held():
+        pass
+
+
+# --- a standard output that breaks ---------------------------------------------------------------
+
+
+class Broken(io.StringIO):
+    def write(self, text):
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+
+@pytest.mark.parametrize(
+    "stream", [Broken(), None, io.TextIOWrapper(io.BytesIO())], ids=["broken", "none", "closed"]
+)
+def test_progress_goes_on_without_a_standard_output(monkeypatch, stream):
+    if isinstance(stream, io.TextIOWrapper):
+        stream.close()
+    monkeypatch.setattr("sys.stdout", stream)
+    progress = Progress(9, is_writer=True)
+    progress.log(RECORD)
+    progress.evaluated({"step": 400, "split": "eval", "loss": 0.361, "examples": 10_000.0})
+    progress.note("saved")
+    progress.close()

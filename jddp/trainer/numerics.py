@@ -16,15 +16,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from jddp.coordination import gather
+from jddp.distributed.coordination import gather
+from jddp.engine.guard import LEAST
+from jddp.engine.state import TrainState
 from jddp.errors import NumericsError
-from jddp.loss_scale import LEAST
-from jddp.reports import write_evidence
-from jddp.state import TrainState
-from jddp.trainer.source import Source
-from jddp.trainer.trainable import Trainable
+from jddp.trainer.prefetch import Source
+from jddp.trainer.reports import write_evidence
+from jddp.typing import Batch
 
-PyTree = Any
+WAY_OUT = "Lower the learning rate, clip with max_grad_norm, or look at the data"
+LABELS = ("label", "labels", "target", "targets", "y", "tokens")
 SECONDS = 600.0  # for other processes to look at their rows
 log = logging.getLogger("jddp")
 
@@ -42,7 +43,7 @@ class Sent:
 
     step: int
     metrics: Mapping[str, Any]
-    batch: PyTree
+    batch: Batch
     position: Any
 
     @property
@@ -66,9 +67,10 @@ class Numerics:
         bring a loss scale down.
     """
 
-    def __init__(self, ddp: Trainable, source: Source, folder: Path | None, most: int) -> None:
+    def __init__(self, ddp: Any, source: Source, folder: Path | None, most: int) -> None:
         self._ddp, self._source, self._folder, self._most = ddp, source, folder, most
         self.skipped = self.in_a_row = 0
+        self._skipped_at: float | None = None  # the loss scale of the step before, if skipped
 
     def look(self, sent: Sent, state: TrainState) -> bool:
         """Waits for a step; says whether it is the first of a row that is skipped.
@@ -85,7 +87,9 @@ class Numerics:
         loss, skipped, scale = map(float, jax.device_get([metrics[name] for name in names]))
         was_skipped = skipped > self.skipped
         self.skipped = int(skipped)
-        if was_skipped and math.isfinite(loss) and scale > LEAST:
+        # A step skipped for other state, which no scale changes, leaves the scale as it was.
+        is_same, self._skipped_at = scale == self._skipped_at, scale if was_skipped else None
+        if was_skipped and math.isfinite(loss) and scale > LEAST and not is_same:
             return False  # The loss scale is coming down, in which the forward pass has no part.
         self.in_a_row = self.in_a_row + 1 if was_skipped else 0
         if was_skipped and self.in_a_row < self._most:
@@ -97,13 +101,23 @@ class Numerics:
     def _describe(self, sent: Sent, state: TrainState, loss: float) -> str:
         told = f"The loss is {loss} at step {sent.step}"
         if self.in_a_row:
-            told += f", the last of {self.in_a_row} in a row that were skipped: loss or gradients"
-            told += " are not finite"
+            told += f", the last of {self.in_a_row} in a row that were skipped: the loss, "
+            told += "gradients or other state are not finite"
         kept = "" if self._folder is None else self._keep(self._folder, sent, state, loss)
-        return (
-            f"{told}.{kept} Lower the learning rate, clip with max_grad_norm, or look at the data; "
-            "the last checkpoint is from before."
-        )
+        way_out = self._labels_beyond(sent.batch) or WAY_OUT
+        return f"{told}.{kept} {way_out}; the last checkpoint is from before."
+
+    def _labels_beyond(self, batch: Batch) -> str:
+        """Labels or tokens of a batch that the model has no output for, in words; or nothing."""
+        outputs = self._ddp.num_outputs(batch) or 1
+        for name in LABELS if outputs > 1 and isinstance(batch, Mapping) else ():
+            x = batch.get(name, np.zeros(1))
+            if x.dtype.kind in "iu" and (highest := int(x.max())) >= outputs:
+                return (
+                    f"{name!r} reaches {highest} there, and the model has {outputs} outputs, for 0 "
+                    f"... {outputs - 1}: give it more (num_classes, vocab_size), or mend the data"
+                )
+        return ""
 
     def _keep(self, folder: Path, sent: Sent, state: TrainState, loss: float) -> str:
         """Writes down what is known of the step; says where, and what is not finite."""
@@ -145,7 +159,7 @@ class Numerics:
             return {}
 
 
-def _own_rows(batch: PyTree) -> dict[str, np.ndarray]:
+def _own_rows(batch: Batch) -> dict[str, np.ndarray]:
     """This process's rows of a batch on the devices, by path."""
     rows = {}
     for path, x in jax.tree_util.tree_leaves_with_path(batch):

@@ -6,17 +6,15 @@ from typing import Any
 
 import jax
 
-from jddp.cluster.watchdog import Watchdog
+from jddp.distributed.watchdog import Watchdog
 from jddp.errors import OutOfMemoryError
-from jddp.memory import Memory, in_words
-from jddp.mesh import count_rows
-from jddp.trainer.trainable import Trainable
-
-PyTree = Any
+from jddp.inspection.memory import Memory, in_words
+from jddp.modules.rows import count_rows
+from jddp.typing import Batch
 
 
 @contextlib.contextmanager
-def explained(ddp: Trainable, batch: PyTree, watchdog: Watchdog) -> Iterator[None]:
+def explained(ddp: Any, batch: Batch, watchdog: Watchdog) -> Iterator[None]:
     """While open, a device that is out of memory is told about in full.
 
     Args:
@@ -34,10 +32,12 @@ def explained(ddp: Trainable, batch: PyTree, watchdog: Watchdog) -> Iterator[Non
             raise
         phase = watchdog.phase
         watchdog.enter("compile", 0)
-        raise OutOfMemoryError(_explain(ddp, batch, phase)) from error
+        explanation = OutOfMemoryError(_explain(ddp, batch, phase))
+        vars(explanation).update(vars(error))  # with the run, if one had begun
+        raise explanation from error
 
 
-def _explain(ddp: Trainable, batch: PyTree, phase: str) -> str:
+def _explain(ddp: Any, batch: Batch, phase: str) -> str:
     memory = ddp.memory(batch)
     told = (
         f"out of memory in phase {phase}: a step needs {in_words(memory.total)} of each device, "
@@ -55,7 +55,7 @@ def _explain(ddp: Trainable, batch: PyTree, phase: str) -> str:
     )
 
 
-def _ways_out(ddp: Trainable, batch: PyTree, memory: Memory) -> Iterator[str]:
+def _ways_out(ddp: Any, batch: Batch, memory: Memory) -> Iterator[str]:
     parts, num_rows = ddp.world["accumulate_steps"], count_rows(batch)
     of_replica = num_rows // len(ddp.mesh.local_devices) // parts
     for cut in memory.cuts(of_replica):

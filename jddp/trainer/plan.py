@@ -1,12 +1,11 @@
 """What a run does when."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from jddp.errors import ConfigError
-
-PyTree = Any
+from jddp.typing import Batches
 
 POSITIVE = (
     *("num_steps", "log_every_steps", "eval_every_steps", "save_every_steps"),
@@ -44,11 +43,16 @@ class Plan:
     keep: int
     keep_every_steps: int | None
     resume: str
-    evaluation: Iterable[PyTree] | None
+    evaluation: Batches | None
     eval_params: str
     learning_rate: Callable[[int], Any] | None
     compare_every_steps: int | None
     max_consecutive_skips: int
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What may change while a run goes on, by name, and how it is evaluated."""
+        return {name: getattr(self, name) for name in (*POSITIVE, "eval_params")}
 
     def __post_init__(self) -> None:
         """Refuses what breaks its rule, before anything is compiled or written."""

@@ -7,14 +7,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jddp.checkpoint import Checkpoints, Restored
-from jddp.errors import ConfigError, Error, NumericsError
-from jddp.reports import RunDirectory
-from jddp.state import TrainState
+from jddp.checkpoint.checkpoints import Checkpoints, Restored
+from jddp.distributed.coordination import gather
+from jddp.engine.state import TrainState, is_float
+from jddp.errors import ConfigError, Error, FileSystemError, NumericsError
 from jddp.trainer.plan import Plan
-from jddp.trainer.trainable import Trainable
+from jddp.trainer.reports import RunDirectory
 
 LATEST = "checkpoints"  # the folder of those to go on from; all others hold one each
+SECONDS = 2.0  # between the first and the last process that fail of the same mistake
 
 
 @jax.jit
@@ -30,11 +31,6 @@ def _is_sound(state: TrainState) -> jax.Array:
     return jnp.stack([jnp.bool(True), *checks]).all()
 
 
-def is_float(x: Any) -> bool:
-    """Whether an array holds numbers that can be averaged: no counts, no random keys."""
-    return jnp.issubdtype(x.dtype, jnp.inexact)
-
-
 class Saving:
     """Saves and restores, in folders of the run directory.
 
@@ -46,10 +42,11 @@ class Saving:
     """
 
     def __init__(
-        self, ddp: Trainable, files: RunDirectory | None, plan: Plan, about: Mapping[str, Any]
+        self, ddp: Any, files: RunDirectory | None, plan: Plan, about: Mapping[str, Any]
     ) -> None:
         self._ddp, self._files, self._plan, self._about = ddp, files, plan, about
         self._folders: dict[str, Checkpoints] = {}
+        self._layouts: TrainState | None = None  # from `restore` on
 
     def restore(self, state: TrainState) -> Restored | None:
         """The newest checkpoint, as `state` lies on the devices; None where there is none.
@@ -59,6 +56,7 @@ class Saving:
         """
         if self._files is None:
             return None
+        self._layouts = self._ddp.layouts(state)
         steps, path = self._folder(LATEST).steps(), self._files.path
         if not steps and self._plan.resume == "must":
             raise ConfigError(
@@ -70,7 +68,7 @@ class Saving:
                 f"{path} holds a run at step {steps[-1]}, and resume='never' would overwrite it. "
                 "Choose another run.dir, or resume='auto'."
             )
-        return self._folder(LATEST).restore(state, self._ddp.kinds(state))
+        return self._folder(LATEST).restore(state, self._layouts)
 
     def save(self, where: str, step: int, state: TrainState, beside: Mapping[str, Any]) -> None:
         """Hands a state over for writing.
@@ -84,7 +82,24 @@ class Saving:
                 "update is not. It is not saved; the last checkpoint is from before. "
                 "skip_nonfinite=True leaves out steps with such gradients."
             )
-        self._folder(where).save(step, state, {**beside, **self._about})
+        folder = self._folder(where)
+        assert self._layouts is not None, "a run restores before it saves"
+        folder.save(step, state, {**beside, **self._about}, self._layouts)
+
+    def all_are_at(self, step: int) -> bool:
+        """Whether all processes ask this of the same step, within seconds of each other."""
+        with contextlib.suppress(TimeoutError, jax.errors.JaxRuntimeError):
+            return bool(gather(f"saved at an error/{step}", "", timeout_seconds=SECONDS))
+        return False
+
+    def settle(self) -> None:
+        """Waits for the newest checkpoint where a process that fails would break off its writing.
+
+        Saving has logged what the file system refuses, and `close` raises it.
+        """
+        if jax.process_count() > 1:
+            with contextlib.suppress(FileSystemError):
+                self.wait()
 
     def wait(self) -> None:
         """Waits until the newest checkpoint is written."""

@@ -12,6 +12,7 @@ any other is refused before a byte is written.
 """
 
 import contextlib
+import errno
 import fcntl
 import json
 import logging
@@ -21,21 +22,29 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from jddp.config.permissions import refuse_foreign
 from jddp.errors import ConfigError, DataError, FileSystemError
-from jddp.ownership import refuse_foreign
-from jddp.reports.log_file import logging_to
-from jddp.reports.metrics_file import MetricsFile
+from jddp.trainer.reports.log_file import logging_to
+from jddp.trainer.reports.metrics_file import MetricsFile
 
 Values = Mapping[str, Any]
-# What may differ from start to start: it changes where a run happens and what is kept of it, not
-# what it computes, but for rounding.
+# Of one start, and not of the run.
+KEYS_OF_A_START = ("run.dir", "data.dir", "data.allow_changed", "checkpoint.resume")
+# What may differ from start to start: it changes no finished step, but for rounding. What it does
+# change is where and how long a run goes on, and what is kept and told of it.
 FREE_KEYS = (
-    *("run.dir", "data.dir", "data.num_workers", "data.allow_changed"),
+    *KEYS_OF_A_START,
+    *("train.num_steps", "train.num_epochs", "train.eval_every_steps", "train.log_every_steps"),
+    *("train.compare_every_steps", "data.num_workers"),
     *("mesh.num_devices", "ddp.accumulate_steps", "ddp.shard_optimizer"),
-    *("checkpoint.resume", "checkpoint.every_steps", "checkpoint.keep"),
+    *("checkpoint.every_steps", "checkpoint.keep"),
     *("checkpoint.keep_every_steps", "watchdog.start_seconds", "watchdog.compile_seconds"),
     *("watchdog.step_seconds", "watchdog.evaluation_seconds", "watchdog.save_seconds"),
     "train.max_consecutive_skips",
+)
+# A schedule without a length has that of the run: to give it that length changes nothing.
+LENGTH_KEYS = tuple(
+    f"optimizer.schedule.kwargs.{name}" for name in ("decay_steps", "transition_steps")
 )
 MISSING = object()
 log = logging.getLogger("jddp")
@@ -69,23 +78,46 @@ class RunDirectory:
           DataError: If the data are not the ones that the run was started with.
           FileSystemError: If it cannot be read or written.
         """
-        try:
-            refuse_foreign(self.path, "run.dir")
+        self.check_usable()
+        with self._explained():
             self._refuse_another_run(config)
-            first = json.loads(self._manifest.read_text()) if self._manifest.exists() else {}
+            first, known = self._read_manifest()
             if not (config or {}).get("data", {}).get("allow_changed"):
-                self._refuse_other_data(first, manifest)
+                self._refuse_other_data(known, manifest)
             if self._is_writer:
                 self._write(config, first, manifest)
-        except OSError as error:
+
+    def check_usable(self) -> None:
+        """Makes sure that the directory can be made or written, without doing it.
+
+        Raises:
+          FileSystemError: If it cannot, or belongs to another user.
+        """
+        with self._explained():
+            refuse_foreign(self.path, "run.dir")
+            above = self.path.absolute().parents
+            there = next(path for path in (self.path, *above) if os.path.lexists(path))
+            inside = f"{there}/."
+            os.stat(inside)  # which raises what is wrong with it, if it is no directory
+            if not os.access(inside, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, "Permission denied", str(there))
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError) as error:  # a ValueError is a name that no file can have
+            name = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) else error
             raise FileSystemError(
-                f"run.dir {self.path}: {error.strerror}: {error.filename}. "
-                "Choose a folder that can be written."
+                f"run.dir {self.path}: {name}. Choose a folder that can be written."
             ) from error
-        except json.JSONDecodeError as error:
-            raise FileSystemError(
-                f"{self._manifest} is damaged: {error}. Put it back, or choose another run.dir."
-            ) from error
+
+    def adopt(self, config: Values | None) -> None:
+        """Keeps the config of a run that resumes with other free keys; the directory is held."""
+        if self._is_writer and config is not None and changes(_read_config(self._config), config):
+            from jddp.config.files import dump_values
+
+            _replace(self._config, dump_values(config))
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -100,24 +132,28 @@ class RunDirectory:
         if not self._is_writer:
             yield
             return
-        with (self.path / "lock").open("a+") as lock:
+        with self._explained():
+            lock = (self.path / "lock").open("a+b", buffering=0)
+        with lock:
             try:
                 fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except (BlockingIOError, PermissionError):
                 lock.seek(0)
+                holder = lock.read().decode().strip() or "another process"
                 raise ConfigError(
-                    f"run.dir {self.path} is in use by {lock.read().strip() or 'another process'}. "
+                    f"run.dir {self.path} is in use by {holder}. "
                     "Wait for its end, or choose another run.dir."
                 ) from None
             except OSError as error:
                 log.warning("%s cannot be locked: %s.", self.path, error.strerror)
-            lock.truncate(0)
-            lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-            lock.flush()
+            with contextlib.suppress(OSError):  # A full disk has locks, and no room for a name.
+                lock.truncate(0)
+                lock.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
             try:
                 yield
             finally:
-                lock.truncate(0)
+                with contextlib.suppress(OSError):
+                    lock.truncate(0)
 
     def logging(self, process_index: int) -> contextlib.AbstractContextManager[None]:
         """While open, what this process says goes into a log file of its own."""
@@ -150,9 +186,20 @@ class RunDirectory:
                 "Choose another run.dir, or the same config to go on."
             )
 
-    def _refuse_other_data(self, first: Values, manifest: Values) -> None:
-        starts = [first, *first.get("later_starts", [])]
-        known = [m["data"]["sha256"] for m in starts if m.get("data", {}).get("sha256")]
+    def _read_manifest(self) -> tuple[Values, list[str]]:
+        """What stands in the manifest, and the data of all starts there."""
+        try:
+            first = json.loads(self._manifest.read_bytes()) if self._manifest.exists() else {}
+            starts = [first, *first.get("later_starts", [])]
+            data = [m["data"]["sha256"] for m in starts if m.get("data", {}).get("sha256")]
+            return first, [sha256.strip() for sha256 in data]
+        except (ValueError, RecursionError, LookupError, AttributeError, TypeError) as error:
+            reason = error if isinstance(error, ValueError) else "it has another form"
+            raise FileSystemError(
+                f"{self._manifest} is damaged: {reason}. Put it back, or choose another run.dir."
+            ) from error
+
+    def _refuse_other_data(self, known: list[str], manifest: Values) -> None:
         now = manifest.get("data", {}).get("sha256")
         if known and now and now not in known:
             raise DataError(
@@ -164,7 +211,7 @@ class RunDirectory:
     def _write(self, config: Values | None, first: Values, manifest: Values) -> None:
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         if config is not None and not self._config.exists():
-            from jddp.config import dump_values
+            from jddp.config.files import dump_values
 
             _replace(self._config, dump_values(config))
         manifest = json.loads(json.dumps(manifest))  # Tuples become lists, as in what was read.
@@ -178,21 +225,42 @@ class RunDirectory:
 
 def _read_config(path: Path) -> Values:
     # Imported where a config is at hand: objects train without pydantic and OmegaConf.
-    from jddp.config import read_values
+    from jddp.config.files import read_values
 
     return read_values(path)
 
 
 def _differing(before: Values, now: Values) -> list[str]:
     """Returns "key: old there, new here" for every key that differs and matters."""
-    from jddp.config import flatten
-
-    old, new = flatten(before), flatten(now)
     return [
-        f"{key} is {_show(old.get(key, MISSING))} there, {_show(new.get(key, MISSING))} here"
-        for key in dict.fromkeys([*new, *old])
-        if key not in FREE_KEYS and old.get(key, MISSING) != new.get(key, MISSING)
+        f"{key} is {_show(old)} there, {_show(new)} here"
+        for key, (old, new) in _pairs(before, now).items()
+        if not _is_free(key, old, new)
     ]
+
+
+def changes(before: Values, now: Values) -> list[str]:
+    """Returns "key old -> new" for every key that differs and may do so while a run goes on."""
+    return [
+        f"{key} {_show(old)} -> {_show(new)}"
+        for key, (old, new) in _pairs(before, now).items()
+        if key not in KEYS_OF_A_START and _is_free(key, old, new)
+    ]
+
+
+def _pairs(before: Values, now: Values) -> dict[str, tuple[Any, Any]]:
+    """Old and new of every key that differs."""
+    from jddp.config.files import flatten
+
+    old, new = (  # without empty sections
+        {key: x for key, x in flatten(values).items() if x != {}} for values in (before, now)
+    )
+    both = {key: (old.get(key, MISSING), new.get(key, MISSING)) for key in {**new, **old}}
+    return {key: (a, b) for key, (a, b) in both.items() if a != b}
+
+
+def _is_free(key: str, old: Any, new: Any) -> bool:
+    return key in FREE_KEYS or (key in LENGTH_KEYS and MISSING in (old, new))
 
 
 def _show(value: Any) -> str:
@@ -202,5 +270,6 @@ def _show(value: Any) -> str:
 def _replace(path: Path, values: str | Values) -> None:
     """Writes a file so that a reader sees the old or the new one, never a part."""
     beside = path.with_name(path.name + ".partial")
-    beside.write_text(values if isinstance(values, str) else json.dumps(values, indent=2) + "\n")
+    text = values if isinstance(values, str) else json.dumps(values, indent=2) + "\n"
+    beside.write_text(text, encoding="utf-8")
     os.replace(beside, path)

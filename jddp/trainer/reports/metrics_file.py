@@ -2,7 +2,7 @@
 
 A run that resumes from step 400 cuts off what an earlier life wrote behind step 400 before it goes
 on, so that a reader never meets a step twice. A line is complete or, if the process died in the
-middle of it, dropped when the file is cut.
+middle of it, dropped when the file is cut. Other lines, such as notes, are kept and are no records.
 """
 
 import contextlib
@@ -10,13 +10,12 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from jddp.errors import FileSystemError
+from jddp.typing import Record
 
-Record = Mapping[str, Any]
 log = logging.getLogger("jddp")
 
 
@@ -38,8 +37,9 @@ class MetricsFile:
             return
         plain = {name: _plain(value) for name, value in record.items()}
         self._waiting.append(json.dumps(plain, allow_nan=False) + "\n")
-        size = self.path.stat().st_size if self.path.exists() else 0
+        size = 0
         try:
+            size = self.path.stat().st_size if self.path.exists() else 0
             with self.path.open("a") as file:
                 file.writelines(self._waiting)
         except OSError as error:
@@ -55,16 +55,21 @@ class MetricsFile:
             self._waiting.clear()
 
     def read(self) -> list[dict[str, Any]]:
-        """Returns the complete records, in order; none if there is no file yet."""
-        if not self.path.exists():
-            return []
-        records = []
-        for line in self.path.read_text().splitlines():
-            try:
-                records.append(json.loads(line))
-            except json.JSONDecodeError:
-                continue  # A process died while it wrote this line.
-        return records
+        """Returns the complete records, in order; none if there is no file yet.
+
+        Raises:
+          FileSystemError: If the file cannot be read.
+        """
+        return [record for _, record in self._lines() if record is not None]
+
+    def _lines(self) -> list[tuple[bytes, dict[str, Any] | None]]:
+        """Every line, and the record in it if it is one of a run's."""
+        try:
+            *whole, torn = self.path.read_bytes().split(b"\n") if self.path.exists() else [b""]
+        except OSError as error:
+            raise FileSystemError(f"{self.path}: cannot be read: {error.strerror}.") from error
+        # A process may have died while it wrote the last line.
+        return [(line, _record(line)) for line in (*whole, *([torn] if _record(torn) else []))]
 
     def truncate_after(self, step: int) -> None:
         """Drops records of later steps than `step`, and torn lines.
@@ -74,13 +79,22 @@ class MetricsFile:
         """
         if not (self._is_writer and self.path.exists()):
             return
-        kept = [json.dumps(record) + "\n" for record in self.read() if record["step"] <= step]
+        lines = self._lines()
+        kept = [line + b"\n" for line, x in lines if x is None or x["step"] <= step]
         beside = self.path.with_suffix(".partial")
         try:
-            beside.write_text("".join(kept))
+            beside.write_bytes(b"".join(kept))
             os.replace(beside, self.path)
         except OSError as error:
             raise FileSystemError(f"{self.path}: cannot be written: {error.strerror}.") from error
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) and type(value.get("step")) is int else None
 
 
 def _plain(value: Any) -> Any:

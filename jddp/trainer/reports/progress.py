@@ -8,16 +8,17 @@ reckoned from the `step_seconds` of the newest record, so it leaves out compilat
 does.
 """
 
+import contextlib
 import os
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-from jddp.reports.log_file import said
+from jddp.trainer.reports.log_file import said
+from jddp.typing import Record
 
-Record = Mapping[str, Any]
 COLUMNS = 80
 BAR_COLUMNS = 10
 SECONDS_BETWEEN_LINES = 5.0
@@ -91,10 +92,13 @@ class Progress:
         return last is None or self._clock() - last >= SECONDS_BETWEEN_LINES
 
     def _print(self, line: str) -> None:
-        if self._bar:
-            self._bar.print_above(line)
-        elif self._is_writer:
-            print(line, file=self._stream, flush=True)
+        with contextlib.suppress(
+            OSError, ValueError
+        ):  # A run continues without its terminal or pipe.
+            if self._bar:
+                self._bar.print_above(line)
+            elif self._is_writer:
+                print(line, file=self._stream, flush=True)
 
 
 def _is_watched(stream: Any) -> bool:
@@ -105,7 +109,7 @@ def _is_watched(stream: Any) -> bool:
     """
     try:
         return bool(stream.isatty() and os.tcgetpgrp(stream.fileno()))
-    except OSError:  # a terminal of nobody's, or of another session
+    except (OSError, ValueError, AttributeError):  # nobody's, of another session, or closed
         return False
 
 

@@ -4,11 +4,11 @@ Process 0 writes and prints; the others hold the same objects, which then do not
 knows JAX: records are dicts of plain numbers, already reduced over all replicas.
 """
 
-from jddp.reports.curves import plot, plot_bandwidth
-from jddp.reports.evidence import write_evidence
-from jddp.reports.metrics_file import MetricsFile
-from jddp.reports.progress import Progress, is_metric
-from jddp.reports.run_directory import RunDirectory
+from jddp.trainer.reports.curves import plot, plot_bandwidth
+from jddp.trainer.reports.evidence import write_evidence
+from jddp.trainer.reports.metrics_file import MetricsFile
+from jddp.trainer.reports.progress import Progress, is_metric
+from jddp.trainer.reports.run_directory import RunDirectory
 
 __all__ = [
     "MetricsFile",

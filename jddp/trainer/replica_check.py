@@ -4,9 +4,9 @@ from typing import Any
 
 import jax
 
-from jddp.digest import digests, find_divergence
-from jddp.errors import DivergenceError
-from jddp.state import TrainState
+from jddp.engine.digest import digests, find_divergence
+from jddp.engine.state import TrainState
+from jddp.errors import ReplicaMismatchError
 
 
 class Comparison:
@@ -35,14 +35,14 @@ class Comparison:
         """Waits for what was begun.
 
         Raises:
-          DivergenceError: If replicas differ.
+          ReplicaMismatchError: If replicas differ.
         """
         if self._begun is None:
             return
         step, found, shapes = self._begun
         self._begun = None
         if (told := find_divergence(found, shapes)) is not None:
-            raise DivergenceError(
+            raise ReplicaMismatchError(
                 f"After step {step} {told}. No checkpoint is made of that: those that are there "
                 "are of replicas that were alike. Leave that device out, or look for code that "
                 "depends on the host."

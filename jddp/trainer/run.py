@@ -5,22 +5,21 @@ run.plot(); run.history; run.evaluate(other_batches); run.predict(batches)
 """
 
 import re
-from collections.abc import Callable, Iterable
-from html import escape
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from jddp.engine.state import TrainState
 from jddp.errors import ConfigError, UsageError
-from jddp.losses import outputs
-from jddp.reports import is_metric, plot
-from jddp.state import TrainState
-
-PyTree = Any
+from jddp.html import Shown
+from jddp.trainer.reports import is_metric, plot
+from jddp.typing import Batches, PyTree
+from jddp.zoo.losses import outputs
 
 _NAME = re.compile(r"\w[\w-]*", re.ASCII)
 
 
-class Run:
+class Run(Shown):
     """A run in progress or finished: what callbacks see and `fit` returns.
 
     Attributes:
@@ -43,7 +42,7 @@ class Run:
         *,
         run_dir: Path | None,
         save: Callable[..., None],
-        evaluation: Iterable[PyTree] | None = None,
+        evaluation: Batches | None = None,
         eval_params: str = "params",
     ) -> None:
         self.state = state
@@ -79,7 +78,7 @@ class Run:
             )
         self._save(where)
 
-    def evaluate(self, batches: Iterable[PyTree] | None = None) -> dict[str, Any]:
+    def evaluate(self, batches: Batches | None = None) -> dict[str, Any]:
         """Evaluates the newest state, as `jddp.DataParallel.evaluate` does.
 
         Args:
@@ -89,7 +88,7 @@ class Run:
 
     def predict(
         self,
-        batches: Iterable[PyTree] | None = None,
+        batches: Batches | None = None,
         function: Callable[..., PyTree] = outputs,
     ) -> PyTree:
         """What the newest model gives for each row, as `jddp.DataParallel.predict` has it.
@@ -100,7 +99,7 @@ class Run:
         """
         return self._ddp.predict(self.state, self._given(batches), function, self._eval_params)
 
-    def _given(self, batches: Iterable[PyTree] | None) -> Iterable[PyTree]:
+    def _given(self, batches: Batches | None) -> Batches:
         if batches is None and self._evaluation is None:
             raise UsageError("The run has no evaluation batches of its own. Give batches.")
         return self._evaluation if batches is None else batches  # type: ignore[return-value]
@@ -112,9 +111,6 @@ class Run:
           UsageError: If matplotlib is not installed.
         """
         return plot(self.history)
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{escape(repr(self))}</pre>"
 
     def __repr__(self) -> str:
         """Step, metrics and directory, a line each."""

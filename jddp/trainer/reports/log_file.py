@@ -6,6 +6,7 @@ traceback of what ended the run, each with its time.
 
 import contextlib
 import logging
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,17 @@ said.propagate = False
 said.addHandler(logging.NullHandler())
 
 
+class _LogFile(logging.FileHandler):
+    """Tells each kind of failure to write once, where logging would print every traceback."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        reason = getattr(error, "strerror", None) or repr(error)
+        if reason not in self.__dict__.setdefault("told", set()):
+            self.__dict__["told"].add(reason)
+            print(f"jddp: {self.baseFilename}: cannot be written: {reason}.", file=sys.stderr)
+
+
 @contextlib.contextmanager
 def logging_to(path: Path) -> Iterator[None]:
     """While open, appends what this process says to `path`.
@@ -27,7 +39,7 @@ def logging_to(path: Path) -> Iterator[None]:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handler = logging.FileHandler(path, encoding="utf-8")
+        handler = _LogFile(path, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise FileSystemError(f"{path}: cannot be written: {error.strerror}.") from error
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
@@ -42,4 +54,5 @@ def logging_to(path: Path) -> Iterator[None]:
     finally:
         for logger in loggers:
             logger.removeHandler(handler)
-        handler.close()
+        with contextlib.suppress(OSError):  # which has been told
+            handler.close()

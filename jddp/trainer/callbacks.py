@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jddp.errors import ConfigError
-from jddp.run import Run
+from jddp.trainer.run import Run
 
 
 class Callback:

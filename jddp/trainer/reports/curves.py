@@ -1,13 +1,12 @@
 """Pictures: a run's loss and metrics over its steps, and an all-reduce's bandwidth over sizes."""
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jddp.errors import UsageError
-from jddp.reports.progress import is_metric
-
-Record = Mapping[str, Any]
+from jddp.trainer.reports.progress import is_metric
+from jddp.typing import Record
 
 
 def plot(history: Sequence[Record]) -> Any:
@@ -32,7 +31,7 @@ def plot(history: Sequence[Record]) -> Any:
             points = [
                 (x["step"], x[name])
                 for x in history
-                if x["split"] == split and x.get(name) is not None
+                if x.get("split") == split and x.get(name) is not None
             ]
             if points:
                 panel.plot(*zip(*points, strict=True), style, label=split)

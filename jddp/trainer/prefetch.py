@@ -9,13 +9,15 @@ import contextlib
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
-from jddp.data import TrainBatches, WorkerBatches
-from jddp.errors import DataError
+import jax
 
-PyTree = Any
+from jddp.data import TrainBatches, WorkerBatches
+from jddp.engine.mesh import as_arrays
+from jddp.errors import DataError
+from jddp.typing import Batch, Batches
 
 # Batches that wait on the devices: one more than the next, for when reading takes longer at times.
 DEPTH = 2
@@ -32,16 +34,16 @@ class Source:
       put: Places a batch on the devices.
     """
 
-    def __init__(self, batches: Iterable[PyTree], put: Callable[[PyTree], PyTree]) -> None:
+    def __init__(self, batches: Batches, put: Callable[[Batch], Batch]) -> None:
         self._batches, self._iterator, self._put = batches, iter(batches), put
-        self._peeked: list[tuple[PyTree, Any]] = []
+        self._peeked: list[tuple[Batch, Any]] = []
         self._num_read = self._num_taken = 0
         self._state: Any = None
         self._ready: queue.Queue[Any] = queue.Queue(DEPTH)
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def peek(self) -> PyTree:
+    def peek(self) -> Batch:
         """The first batch, on the host; it stays to be taken."""
         if isinstance(self._batches, TrainBatches | WorkerBatches):
             return self._batches.batch(0)  # which starts no workers
@@ -77,14 +79,20 @@ class Source:
         self._num_read = self._num_taken = num_taken
         self._state = state
 
-    def start(self, num_batches: int) -> None:
-        """Begins to read ahead, as many batches and no more: what is left stays the caller's."""
+    def start(self, num_batches: int, first_step: int = 1) -> None:
+        """Begins to read ahead, as many batches and no more: what is left stays the caller's.
+
+        Args:
+          num_batches: Number of batches.
+          first_step: Number of the step that takes the first of them, for errors.
+        """
+        steps = range(first_step, first_step + num_batches)
         self._thread = threading.Thread(
-            target=self._read_ahead, args=(num_batches,), name="jddp-batches", daemon=True
+            target=self._read_ahead, args=(steps,), name="jddp-batches", daemon=True
         )
         self._thread.start()
 
-    def __next__(self) -> PyTree:
+    def __next__(self) -> Batch:
         """The next batch, on the devices.
 
         Raises:
@@ -105,10 +113,15 @@ class Source:
         if self._thread is not None:
             self._thread.join(timeout=1)  # An iterator that waits for ever is left waiting.
 
-    def _read_ahead(self, num_batches: int) -> None:
-        for _ in range(num_batches):
+    def _read_ahead(self, steps: range) -> None:
+        first: dict[str, str] = {}
+        for step in steps:
             try:
                 batch, state = self._read()
+                batch = as_arrays(batch)
+                form = _form(batch)
+                first = first or form
+                _refuse_another_form(step, first, form)
                 item = self._put(batch), state
             except BaseException as error:  # the loop raises it, where somebody can see it
                 item = error, None
@@ -116,7 +129,7 @@ class Source:
             if self._closed.is_set() or isinstance(item[0], BaseException):
                 return
 
-    def _read(self) -> tuple[PyTree, Any]:
+    def _read(self) -> tuple[Batch, Any]:
         if self._peeked:
             self._num_read += 1
             return self._peeked.pop()
@@ -146,3 +159,31 @@ class Source:
         else:
             return False
         return True
+
+
+def _form(batch: Batch) -> dict[str, str]:
+    """Dtype and dims of each leaf by its path; batches may differ in rows, and in nothing else."""
+    form = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(batch):
+        dims = ", ".join(map(str, ("rows", *x.shape[1:])))
+        dtype = jax.dtypes.canonicalize_dtype(x.dtype) if x.dtype.kind in "iufc" else x.dtype
+        form[jax.tree_util.keystr(path, simple=True, separator="/")] = f"{dtype} ({dims})"
+    return form
+
+
+def _refuse_another_form(step: int, first: dict[str, str], now: dict[str, str]) -> None:
+    """Refuses a batch that a new program would be compiled for, or none could be.
+
+    Raises:
+      DataError: If keys, dtypes or dims other than the rows differ from those of the first batch.
+    """
+    differ = [name for name in {**first, **now} if first.get(name) != now.get(name)]
+    if differ:
+        here, there = (
+            ", ".join(f"{name} {form.get(name, 'absent')}" for name in differ)
+            for form in (now, first)
+        )
+        raise DataError(
+            f"step {step}: the training batch has {here}; the first batch has {there}. Give every "
+            "batch the same keys, dtypes and dims after the rows: pad sequences to one length."
+        )

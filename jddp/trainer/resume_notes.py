@@ -1,0 +1,76 @@
+"""What is different once a run goes on: in another world, for longer, on another schedule.
+
+Which keys of a config may differ at all stands in `reports.run_directory`.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from jddp.trainer.reports.run_directory import changes
+
+World = Mapping[str, Any]
+
+
+def differences(before: World, now: World, *, draws: bool, has_statistics: bool) -> str | None:
+    """Says how two worlds differ and what that changes; None if they do not.
+
+    Args:
+      before: Number of processes, of devices and of parts, and the kind of batch norm, by name,
+        when the run was saved.
+      now: The same of the run that goes on.
+      draws: Whether a step draws random numbers.
+      has_statistics: Whether the model keeps batch statistics.
+    """
+    differ = [name for name in now if before.get(name) != now[name]]
+    if not differ:
+        return None
+    numbers = ", ".join(f"{name} {now[name]} (was {before.get(name)})" for name in differ)
+    goes_on = f"{numbers}: the order of examples and all counts go on exactly"
+    if now["num_shards"] is not None and "accumulate_steps" not in differ:
+        return f"{goes_on}, and all numbers, bitwise identical"
+    inexact = []
+    if draws and differ != ["num_processes"]:
+        inexact.append("random numbers, which each replica and part draws for itself, are others")
+    is_whole = now["batch_norm"] == "sync" and now["batch_norm_group_size"] is None
+    split_otherwise = "accumulate_steps" in differ or not is_whole
+    if has_statistics and split_otherwise and differ != ["num_processes"]:
+        inexact.append("batch norm sees other parts of a batch")
+    if now.get("local_steps") and "num_devices" in differ:
+        inexact.append("each replica begins with the mean of those that were")
+    changed = "; ".join(inexact) or "all else is the same up to rounding"
+    return f"{goes_on}; {changed}"
+
+
+def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """Says which settings a run resumes with are not those that it was saved with.
+
+    Args:
+      before: Values saved beside the state, among them "config", or where that is None "plan".
+      now: The same of the run that resumes.
+    """
+    if now["config"] is not None and before.get("config") is not None:
+        differ = changes(before["config"], now["config"])
+    else:
+        old = before.get("plan", now["plan"])
+        differ = [f"{k} {old[k]} -> {x}" for k, x in now["plan"].items() if old.get(k, x) != x]
+    return f"changed: {', '.join(differ)}; finished steps stay" if differ else None
+
+
+def changed_rate(step: int, before: float | None, now: float | None) -> str | None:
+    """Says that the schedule is not the one that finished steps followed.
+
+    Args:
+      step: Number of finished steps, the last of which tells.
+      before: Its learning rate when it was taken; None if that is not known.
+      now: Its learning rate on the schedule that the run resumes with.
+    """
+    # Another platform may round a schedule otherwise.
+    if before is None or now is None or math.isclose(before, now, rel_tol=1e-4, abs_tol=1e-12):
+        return None
+    return (
+        f"learning rate: the schedule has changed, step {step} was taken at {before:.4g} and would "
+        f"now be at {now:.4g}. Finished steps stay as they are. A schedule without a length of its "
+        "own has that of the run: optimizer.schedule.kwargs.decay_steps (or transition_steps) of "
+        "the shorter run, without its warm-up, keeps the old one."
+    )
