@@ -10,58 +10,62 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jddp.batch_norm import sync_batch_norm as sync_batch_norm
-    from jddp.build import fit as fit
-    from jddp.build import load as load
-    from jddp.callbacks import Callback as Callback
-    from jddp.callbacks import EarlyStopping as EarlyStopping
-    from jddp.callbacks import KeepBest as KeepBest
-    from jddp.cluster.supervisor import launch as launch
-    from jddp.config import Config as Config
+    from jddp.config.schema import Config as Config
     from jddp.data_parallel import DataParallel as DataParallel
+    from jddp.engine.mesh import AXIS as AXIS
+    from jddp.engine.replica import all_gather as all_gather
+    from jddp.engine.replica import replica_key as replica_key
+    from jddp.engine.state import TrainState as TrainState
+    from jddp.engine.sync import LocalSteps as LocalSteps
     from jddp.errors import ConfigError as ConfigError
     from jddp.errors import DataError as DataError
     from jddp.errors import Error as Error
-    from jddp.local_steps import LocalSteps as LocalSteps
-    from jddp.mesh import AXIS as AXIS
-    from jddp.metrics import Metric as Metric
-    from jddp.oracle import verify as verify
+    from jddp.job.job import fit as fit
+    from jddp.job.load import load as load
+    from jddp.launcher.supervisor import launch as launch
+    from jddp.modules.batch_norm import register_batch_norm as register_batch_norm
+    from jddp.modules.batch_norm import sync_batch_norm as sync_batch_norm
+    from jddp.modules.metrics import Mean as Mean
+    from jddp.modules.metrics import Metric as Metric
     from jddp.reduce import BucketPlan as BucketPlan
     from jddp.reduce import CommHook as CommHook
     from jddp.reduce import average_gradients as average_gradients
     from jddp.reduce import powersgd as powersgd
-    from jddp.replica import all_gather as all_gather
-    from jddp.replica import replica_key as replica_key
-    from jddp.run import Run as Run
-    from jddp.state import TrainState as TrainState
+    from jddp.trainer.callbacks import Callback as Callback
+    from jddp.trainer.callbacks import EarlyStopping as EarlyStopping
+    from jddp.trainer.callbacks import KeepBest as KeepBest
+    from jddp.trainer.run import Run as Run
+    from jddp.verification.verify import verify as verify
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "AXIS": "mesh",
+    "AXIS": "engine.mesh",
     "BucketPlan": "reduce",
-    "Callback": "callbacks",
+    "Callback": "trainer.callbacks",
     "CommHook": "reduce",
-    "Config": "config",
+    "Config": "config.schema",
     "ConfigError": "errors",
     "DataError": "errors",
     "DataParallel": "data_parallel",
-    "EarlyStopping": "callbacks",
+    "EarlyStopping": "trainer.callbacks",
     "Error": "errors",
-    "KeepBest": "callbacks",
-    "LocalSteps": "local_steps",
-    "Metric": "metrics",
-    "Run": "run",
-    "TrainState": "state",
-    "all_gather": "replica",
+    "KeepBest": "trainer.callbacks",
+    "LocalSteps": "engine.sync",
+    "Mean": "modules.metrics",
+    "Metric": "modules.metrics",
+    "Run": "trainer.run",
+    "TrainState": "engine.state",
+    "all_gather": "engine.replica",
     "average_gradients": "reduce",
-    "fit": "build",
-    "launch": "cluster.supervisor",
-    "load": "build",
+    "fit": "job.job",
+    "launch": "launcher.supervisor",
+    "load": "job.load",
     "powersgd": "reduce",
-    "replica_key": "replica",
-    "sync_batch_norm": "batch_norm",
-    "verify": "oracle",
+    "register_batch_norm": "modules.batch_norm",
+    "replica_key": "engine.replica",
+    "sync_batch_norm": "modules.batch_norm",
+    "verify": "verification.verify",
 }
 
 __all__ = [
@@ -77,6 +81,7 @@ __all__ = [
     "Error",
     "KeepBest",
     "LocalSteps",
+    "Mean",
     "Metric",
     "Run",
     "TrainState",
@@ -86,6 +91,7 @@ __all__ = [
     "launch",
     "load",
     "powersgd",
+    "register_batch_norm",
     "replica_key",
     "sync_batch_norm",
     "verify",

@@ -13,8 +13,8 @@ import copy
 import functools
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from html import escape
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,55 +22,60 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from jddp.batch_norm import Sync
+from jddp.checkpoint.arrays import by_path
 from jddp.checkpoint.weights import Loaded
+from jddp.config.permissions import expand
 from jddp.data import TrainBatches, WorkerBatches
-from jddp.diagnosis import Layers, diagnose
-from jddp.dispatch import Dispatch, call
-from jddp.errors import ConfigError, UsageError
-from jddp.evaluation import evaluate_exactly, predict_rows, refuse_padding
-from jddp.explanation import Explanation, logging_data, measure
-from jddp.first_state import FirstState
-from jddp.flaxmodel import LossFn, functional, takes_constants
-from jddp.local_steps import LocalSteps
-from jddp.loss_scale import DYNAMIC
-from jddp.losses import outputs
-from jddp.memory import Memory
-from jddp.mesh import (
-    AXIS,
+from jddp.distributed.watchdog import Limits
+from jddp.engine.compiled import CompiledSteps
+from jddp.engine.evaluate import evaluate_exactly, predict_rows, refuse_padding, sums_of
+from jddp.engine.executor import Executor, call
+from jddp.engine.mesh import (
     as_arrays,
-    check_rows,
     copy_off_mesh,
-    count_rows,
     everywhere,
     make_mesh,
     platform,
     put_rows,
     sharded,
 )
-from jddp.recipe import Inputs, Recipe
+from jddp.engine.spec import Inputs, Recipe
+from jddp.engine.state import TrainState
+from jddp.engine.step import make_evaluate, make_predict
+from jddp.engine.sync import LocalSteps
+from jddp.errors import ConfigError, UsageError
+from jddp.html import Shown
+from jddp.init import FirstState
+from jddp.inspection.explain import Explanation, explain, logging_data, measure
+from jddp.inspection.memory import Memory, measure_memory
+from jddp.inspection.norms import Layers, diagnose
+from jddp.modules.batch_norm import Sync
+from jddp.modules.functional import functional, takes_constants
+from jddp.modules.rows import check_rows, count_rows
 from jddp.reduce import BucketPlan, make_reduction
-from jddp.run import Run
-from jddp.state import TrainState
-from jddp.step import Metrics, make_evaluate, make_predict
-from jddp.steps import Steps
-from jddp.trainer import train
+from jddp.trainer.callbacks import Callback
+from jddp.trainer.fit import LIMITS, Kept, train
+from jddp.trainer.plan import Plan
+from jddp.trainer.run import Run
+from jddp.typing import Batch, Batches, Grads, LossFn, Metrics, Params, PyTree
+from jddp.zoo.losses import outputs
+from jddp.zoo.names import refuse_unknown
 
-PyTree = Any
-Batches = Iterable[PyTree]
 
-
-class DataParallel:
+class DataParallel(Shown):
     """Data-parallel training of any Flax model, equal to one device on the whole batch.
 
     Args:
       model: A Linen module, or an NNX module, whose values are taken.
       optimizer: Any optax optimizer.
       loss_fn: `loss_fn(model, batch)` or `loss_fn(model, batch, train)`, run on one replica's share
-        of b rows. It returns losses of shape (b, ...), or a scalar, this replica's mean; alone or
-        with a dict of metrics of such shapes. One that has an argument `constants` is handed the
-        tree that `step(..., constants=)` was given, whole and on every replica.
-      mesh: A mesh of one axis "data", devices, a number of them, or None for all.
+        of b rows. It returns losses of shape (b, ...), a scalar, this replica's mean, or a
+        `jddp.Mean(total, count)`; alone or with a dict of metrics of such forms. One that has an
+        argument `constants` is handed the tree that `step(..., constants=)` was given, whole and on
+        every replica.
+      mesh: A mesh of one axis, devices, a number of them, or None for all.
+      axis_name: Name of the axis of the replicas, for models and losses that use one by name, such
+        as `lax.pmean(x, "batch")`; by default that of the given mesh, or else "data".
       bucket_mb: Largest gradient bucket on the wire, in MiB; or that of the first, the second, ...,
         of which the last repeats.
       first_bucket_mb: Largest first bucket, in MiB, if `bucket_mb` is one number and larger.
@@ -83,13 +88,18 @@ class DataParallel:
         numbers are the same.
       wire_dtype: "bfloat16" or "float16": what wider gradients are narrowed to for the way.
       comm_hook: A `CommHook` that reduces a bucket, in place of the mean.
-      batch_norm: "sync" (statistics of the global batch), "broadcast" (replica 0's) or "local"
-        (each replica its own, averaged when evaluated or read).
+      batch_norm: "sync" (statistics of the global batch), "broadcast" (replica 0's; with a mask,
+        those of the first replica with a valid row) or "local" (each replica its own, averaged when
+        evaluated or read). Axis names of the layers are ignored.
       batch_norm_group_size: Neighbouring replicas that share statistics under "sync"; None for all.
       batch_norm_unbiased: Whether running variances are unbiased, as PyTorch keeps them.
       per_replica: What each replica keeps for itself of the state beside the parameters: names of
-        collections (Linen), or of classes of variables (NNX). Their floating arrays are neither
-        averaged nor compared; they are averaged when evaluated or read.
+        collections (Linen), or of classes of variables (NNX). Their arrays are neither averaged
+        nor compared; they are averaged when evaluated or read, whole numbers rounded down.
+      state_reduction: How replicas agree, in each step, on other state that depends on their rows
+        or random numbers: by name of the collection or class "mean", "sum" (what each has added,
+        exact for whole numbers) or "first" (replica 0's). Without, such state is refused, unless it
+        is that of a batch norm; state that is the same on all replicas is left as it is.
       accumulate_steps: Parts into which each replica's rows are split, one after the other, with
         one reduction for all.
       shard_optimizer: Whether each replica updates its part of every parameter, and keeps the
@@ -104,8 +114,8 @@ class DataParallel:
       ema_decay: Keeps `ema_params`, a moving average of the parameters, with this decay.
       unused_parameters: What becomes of parameters that no gradient reaches: "zero" (the optimizer
         gets zeros), "skip" (it leaves them alone), "error" (they are refused, by name).
-      skip_nonfinite: Whether a step whose loss or gradients are not finite leaves all but its count
-        as it was.
+      skip_nonfinite: Whether a step whose loss or gradients are not finite, or that would leave
+        other state so, leaves all but its count as it was.
       loss_scale: For models that compute in float16: a power of two by which each replica's mean
         loss is multiplied for the backward pass, so that no gradient is lost below what float16
         holds. Averaged gradients are divided by it. "dynamic" finds what fits as PyTorch's
@@ -128,6 +138,7 @@ class DataParallel:
         loss_fn: LossFn,
         *,
         mesh: Mesh | Sequence[jax.Device] | int | None = None,
+        axis_name: str | None = None,
         bucket_mb: float | Sequence[float] = 25,
         first_bucket_mb: float = 1,
         last_bucket_mb: float | None = None,
@@ -139,6 +150,7 @@ class DataParallel:
         batch_norm_group_size: int | None = None,
         batch_norm_unbiased: bool = False,
         per_replica: Sequence[str] = (),
+        state_reduction: Mapping[str, str] | None = None,
         accumulate_steps: int = 1,
         shard_optimizer: bool = False,
         num_shards: int | None = None,
@@ -150,13 +162,15 @@ class DataParallel:
         loss_scale: float | str | None = None,
         eval_fn: LossFn | None = None,
         donate: bool = True,
+        **unknown: Any,
     ) -> None:
-        self.mesh = make_mesh(mesh)
+        refuse_unknown(DataParallel, unknown, key="DataParallel")
+        self.mesh = make_mesh(mesh, axis_name)
         self._platform = platform(self.mesh)
         if placement == "auto" and self.mesh.size == 1:
             placement = "end"  # Nothing travels, and packing would be for nothing.
         reduction = make_reduction(
-            axis=AXIS,
+            axis=str(self.mesh.axis_names[0]),
             bucket_mb=bucket_mb,
             first_bucket_mb=first_bucket_mb,
             last_bucket_mb=last_bucket_mb,
@@ -168,8 +182,14 @@ class DataParallel:
             keep_parts=shard_optimizer,
             num_shards=num_shards,
         )
-        sync = Sync(AXIS, batch_norm_group_size, batch_norm_unbiased)
-        self._model = functional(model, batch_norm=batch_norm, sync=sync, per_replica=per_replica)
+        sync = Sync(reduction.axis, batch_norm_group_size, batch_norm_unbiased, num_shards)
+        self._model = functional(
+            model,
+            batch_norm=batch_norm,
+            sync=sync,
+            per_replica=per_replica,
+            state_reduction=state_reduction,
+        )
         sync.check(self.mesh.size, batch_norm)
         self.recipe = Recipe(
             model=self._model,
@@ -181,7 +201,7 @@ class DataParallel:
             max_grad_norm=max_grad_norm,
             ema_decay=ema_decay,
             unused_parameters=unused_parameters,
-            skip_nonfinite=skip_nonfinite or loss_scale == DYNAMIC,
+            skip_nonfinite=skip_nonfinite,
             loss_scale=loss_scale,
             shard_optimizer=shard_optimizer,
             num_shards=num_shards,
@@ -190,10 +210,10 @@ class DataParallel:
         if num_shards is not None:
             check_rows(num_shards, self.mesh.size, f"{self.mesh.size} devices", "num_shards")
         self._constants: PyTree = None
-        self._dispatch = Dispatch(donate=donate, platform=self._platform)
+        self._executor = Executor(donate=donate, platform=self._platform)
         self._rows_sharding = sharded(self.mesh)
         self._evaluate = make_evaluate(self.recipe, self.mesh)
-        self._steps = Steps(self.recipe, self.mesh, donate=donate)
+        self._steps = CompiledSteps(self.recipe, self.mesh, donate=donate)
         self._first = FirstState(self.recipe, self._steps, self.mesh)
         predict = functools.partial(make_predict, self.recipe, self.mesh)
         self._predict = functools.lru_cache(maxsize=8)(predict)
@@ -204,9 +224,6 @@ class DataParallel:
         parts = f", {recipe.accumulate_steps} parts a step" * (recipe.accumulate_steps > 1)
         head = f"DataParallel({self._model.name} on {self.mesh.size} x {kind}{parts})"
         return head if self.plan is None else f"{head}\n{self.plan}"
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{escape(repr(self))}</pre>"
 
     @property
     def plan(self) -> BucketPlan | None:
@@ -220,7 +237,7 @@ class DataParallel:
     @property
     def latest(self) -> TrainState | None:
         """The newest state of all, from `init` or `step`, also if an interrupt kept it from you."""
-        return self._dispatch.latest
+        return self._executor.latest
 
     def given(self, constants: PyTree) -> "DataParallel":
         """The same object, of which each call hands these constants to the loss.
@@ -245,8 +262,8 @@ class DataParallel:
     def init(
         self,
         seed: int = 0,
-        batch: PyTree = None,
-        params: PyTree = None,
+        batch: Batch = None,
+        params: Params = None,
         *,
         partial: bool = False,
         constants: PyTree = None,
@@ -271,7 +288,7 @@ class DataParallel:
             return self.given(constants).init(seed, batch, params, partial=partial)
         inputs = self._inputs(as_arrays(batch))
         state = self._first.make(seed, inputs, params, partial=partial)
-        self._dispatch.latest = state
+        self._executor.latest = state
         return state
 
     @property
@@ -279,10 +296,10 @@ class DataParallel:
         """What became of the last `init(params=...)`, array by array; None before one."""
         return self._first.loaded
 
-    def _inputs(self, batch: PyTree) -> Inputs:
+    def _inputs(self, batch: Batch) -> Inputs:
         return Inputs(batch, self._constants)
 
-    def abstract_state(self, batch: PyTree) -> TrainState:
+    def abstract_state(self, batch: Batch) -> TrainState:
         """Shapes, dtypes and shardings of the state, with nothing allocated.
 
         Args:
@@ -293,8 +310,10 @@ class DataParallel:
     @property
     def world(self) -> dict[str, Any]:
         """Over how many processes, devices and parts a step spreads its rows, and statistics."""
-        local = self.recipe.local_steps
+        local, model = self.recipe.local_steps, self._model
+        kept = {"per_replica": [*model.per_replica], "state_reduction": dict(model.sync.rules)}
         return {
+            **{name: kinds for name, kinds in kept.items() if kinds},
             "num_processes": jax.process_count(),
             "num_devices": self.mesh.size,
             "accumulate_steps": self.recipe.accumulate_steps,
@@ -309,30 +328,32 @@ class DataParallel:
         """Into how many parts a step splits the global batch, whose rows are a multiple of it."""
         return self._steps.num_shards * self.recipe.accumulate_steps
 
-    def kinds(self, state: TrainState) -> TrainState:
-        """For each leaf of a state its `Kind`: how it lies on the mesh."""
-        return self._steps.kinds(state)
+    def layouts(self, state: TrainState) -> TrainState:
+        """For each leaf of a state its `Layout`: how it lies on the mesh."""
+        return self._steps.layouts(state)
 
-    def facts(self, batch: PyTree) -> dict[str, str]:
+    def facts(self, batch: Batch) -> dict[str, str]:
         """What processes that step together have alike: the state's shapes, the step's program.
 
         Args:
           batch: This process's rows, or their `jax.ShapeDtypeStruct`s.
         """
         state = self.abstract_state(batch)
-        leaves = jax.tree_util.tree_leaves_with_path(state)
-        shapes = {jax.tree_util.keystr(p, simple=True, separator="/"): x for p, x in leaves}
         program = self._steps.lower(state, self._inputs(batch)).as_text()
         return {
-            **{name: f"{x.shape} {x.dtype}" for name, x in shapes.items()},
+            **{name: f"{x.shape} {x.dtype}" for name, x in by_path(state).items()},
             "the lowered step": hashlib.sha256(program.encode()).hexdigest(),
         }
 
-    def draws(self, batch: PyTree) -> bool:
-        """Whether a step draws random numbers, such as those of dropout; traces, runs nothing."""
-        return "random_bits" in str(self.trace(batch).jaxpr)
+    def draws(self, batch: Batch) -> bool:
+        """Whether model or loss draw random numbers, such as dropout's; traces, runs nothing.
 
-    def trace(self, batch: PyTree) -> jax.stages.Traced:
+        Those of a hook or an optimizer are the same on every replica, or sent as gradients are.
+        """
+        self.abstract_state(batch)  # for which buckets are planned, from the traced passes
+        return self._steps.draws
+
+    def trace(self, batch: Batch) -> jax.stages.Traced:
         """Traces the step for the shapes of `batch`, with nothing allocated, compiled or run.
 
         Args:
@@ -343,7 +364,7 @@ class DataParallel:
     @property
     def scalars(self) -> tuple[str, ...]:
         """The loss and metrics that are scalars, by name, for the rows that came last."""
-        return self._steps.scalars
+        return tuple(name for name, x in self._steps.sums.items() if x.is_scalar)
 
     def model(self, state: TrainState, params: str = "params") -> Any:
         """Returns copies: Linen variables, or an NNX module in eval mode.
@@ -352,11 +373,19 @@ class DataParallel:
           state: From `init` or `step`.
           params: "params", or "ema" for their moving average.
         """
-        self._dispatch.refuse_taken(state)
+        self._refuse_foreign(state)
         values = self._first.merged((self._choose(state, params), state.model_state))
         return self._model.rebuild(*jax.tree.map(copy_off_mesh, values))
 
-    def _choose(self, state: TrainState, params: str) -> PyTree:
+    def _refuse_foreign(self, state: TrainState, rows: Batch = None) -> None:
+        """Refuses a state that a step has taken, or whose parameters are those of another model."""
+        self._executor.refuse_taken(state)
+        own = self._executor.latest or (None if rows is None else self.abstract_state(rows))
+        shapes = functools.partial(jax.tree.map, np.shape)
+        if own not in (None, state) and shapes(own.params) != shapes(state.params):
+            raise UsageError("This state has the parameters of another model: make one with init.")
+
+    def _choose(self, state: TrainState, params: str) -> Params:
         if params not in ("params", "ema"):
             raise ConfigError(f"params={params!r} is unknown. Choose 'params' or 'ema'.")
         if params == "ema" and state.ema_params is None:
@@ -364,7 +393,7 @@ class DataParallel:
         return state.ema_params if params == "ema" else state.params
 
     def step(
-        self, state: TrainState, batch: PyTree, constants: PyTree = None
+        self, state: TrainState, batch: Batch, constants: PyTree = None
     ) -> tuple[TrainState, Metrics]:
         """Takes one optimizer step; returns at once, with results still being computed.
 
@@ -386,14 +415,14 @@ class DataParallel:
         """
         if constants is not None:
             return self.given(constants).step(state, batch)
-        self._dispatch.refuse_taken(state)
         inputs = self._inputs(self.put(batch))
+        self._refuse_foreign(state, inputs.rows)
         step = self._steps.step_for(state, inputs)
-        return self._dispatch.send(step, state, inputs)
+        return self._executor.send(step, state, inputs)
 
     def gradients(
-        self, state: TrainState, batch: PyTree, constants: PyTree = None
-    ) -> tuple[PyTree, Metrics]:
+        self, state: TrainState, batch: Batch, constants: PyTree = None
+    ) -> tuple[Grads, Metrics]:
         """What a step would update with: nothing is updated, and the state is not taken.
 
         Args:
@@ -407,11 +436,11 @@ class DataParallel:
         """
         if constants is not None:
             return self.given(constants).gradients(state, batch)
-        self._dispatch.refuse_taken(state)
         inputs = self._inputs(self.put(batch))
+        self._refuse_foreign(state, inputs.rows)
         return call(self._steps.gradients_for(state, inputs), state, inputs)
 
-    def put(self, batch: PyTree) -> PyTree:
+    def put(self, batch: Batch) -> Batch:
         """Places this process's rows on its devices, as `step` does by itself.
 
         Raises:
@@ -428,7 +457,27 @@ class DataParallel:
         check_rows(count_rows(batch), num_parts, what)
         return put_rows(batch, self.mesh)
 
-    def lower(self, batch: PyTree) -> jax.stages.Lowered:
+    def num_outputs(self, batch: Batch) -> int | None:
+        """Size of the last dim of what the model gives; None where that cannot be known.
+
+        Args:
+          batch: This process's rows, or their `jax.ShapeDtypeStruct`s, with "image", "tokens" or
+            "x".
+        """
+        num = self.mesh.size
+        rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((num, *x.shape[1:]), x.dtype), batch)
+        valid = jax.ShapeDtypeStruct((num,), np.float32)
+        try:
+            state = self.abstract_state(batch)
+            values = jax.eval_shape(self._first.merged, (state.params, state.model_state))
+            arguments = (state.key, *values, np.uint32(0), self._inputs(rows), valid)
+            (given,) = jax.tree.leaves(jax.eval_shape(self._predict(outputs), *arguments))
+            return int(given.shape[1:][-1])
+        # The model has other inputs or outputs, or trains while it is evaluated: a step says so.
+        except Exception:
+            return None
+
+    def lower(self, batch: Batch) -> jax.stages.Lowered:
         """Lowers the step for the shapes of `batch`, with nothing allocated or run.
 
         Args:
@@ -436,25 +485,26 @@ class DataParallel:
         """
         return self._steps.lower(self.abstract_state(batch), self._inputs(batch))
 
-    def explain(self, batch: PyTree) -> Explanation:
+    def explain(self, batch: Batch) -> Explanation:
         """Compiles the step and says what it sends, beside what was planned; runs nothing.
 
         Args:
           batch: This process's rows, or their `jax.ShapeDtypeStruct`s.
         """
-        return self._steps.explain(self.abstract_state(batch), self._inputs(batch))
+        return explain(self._steps, self.abstract_state(batch), self._inputs(batch))
 
-    def memory(self, batch: PyTree, *, accumulate_steps: int | None = None) -> Memory:
+    def memory(self, batch: Batch, *, accumulate_steps: int | None = None) -> Memory:
         """Compiles the step and says what it needs of each device's memory; runs nothing.
 
         Args:
           batch: This process's rows, or their `jax.ShapeDtypeStruct`s.
           accumulate_steps: Of another step than this one's, to compare.
         """
-        inputs = self._inputs(batch)
-        return self._steps.memory(self.abstract_state(batch), inputs, accumulate_steps)
+        state, inputs = self.abstract_state(batch), self._inputs(batch)
+        lowered = self._steps.lower(state, inputs, accumulate_steps)
+        return measure_memory(lowered, state, inputs.rows, self.mesh)
 
-    def stats(self, batch: PyTree = None) -> dict[str, Any]:
+    def stats(self, batch: Batch = None) -> dict[str, Any]:
         """What DDP's logging data tells, under DDP's names where the thing is the same.
 
         Args:
@@ -472,7 +522,7 @@ class DataParallel:
         """
         if self.plan is None:
             raise UsageError("stats needs a plan, which init makes. Call init first.")
-        told = logging_data(self.plan, self.recipe, self.mesh, self._dispatch.calls)
+        told = logging_data(self.plan, self.recipe, self.mesh, self._executor.calls)
         if batch is not None:
             state = self.abstract_state(batch)
             params, _ = jax.eval_shape(self._first.merged, (state.params, {}))
@@ -481,7 +531,7 @@ class DataParallel:
             )
         return told
 
-    def diagnose(self, state: TrainState, batch: PyTree) -> Layers:
+    def diagnose(self, state: TrainState, batch: Batch) -> Layers:
         """Measures, layer by layer, what the next step would begin with; changes nothing.
 
         Args:
@@ -497,7 +547,7 @@ class DataParallel:
 
     def evaluate(
         self, state: TrainState, batches: Batches, params: str = "params", constants: PyTree = None
-    ) -> dict[str, Any]:
+    ) -> Metrics:
         """Returns the exact means of loss and metrics over every example of `batches`.
 
         Every process gives the same number of batches, of any size, also empty: what does not
@@ -514,12 +564,24 @@ class DataParallel:
           rows counted.
 
         Raises:
-          UsageError: If a scalar loss or metric meets a ragged batch, whose rows it cannot weigh.
+          UsageError: If a partial batch meets a scalar loss or metric, or a `jddp.Mean` of
+            scalars: padding cannot be masked in it.
         """
         if constants is not None:
             return self.given(constants).evaluate(state, batches, params)
         run = self._run(self._evaluate, state, params)
         return evaluate_exactly(run, batches, self.mesh, self._steps.num_local_shards)
+
+    def trace_evaluation(self, state: TrainState, batch: Batch, params: str = "params") -> None:
+        """Traces `evaluate` for such a batch, so that a mistake in it shows; runs nothing.
+
+        Args:
+          state: State from `init` or `step`; it is not changed.
+          batch: Evaluation rows of this process.
+          params: "params", or "ema" for their moving average.
+        """
+        trace = self._run(functools.partial(jax.eval_shape, self._evaluate), state, params)
+        next(sums_of(trace, [batch], self.mesh, self._steps.num_local_shards))
 
     def predict(
         self,
@@ -551,33 +613,108 @@ class DataParallel:
         run = self._run(self._predict(function), state, params)
         return predict_rows(run, batches, self.mesh)
 
-    def _run(self, compiled: Any, state: TrainState, params: str) -> Callable[[PyTree, Any], Any]:
+    def _run(self, compiled: Any, state: TrainState, params: str) -> Callable[[Batch, Any], Any]:
         """`run(rows, valid)`, which calls what is compiled with a state's values."""
-        self._dispatch.refuse_taken(state)
+        self._refuse_foreign(state)
         values = self._first.merged((self._choose(state, params), state.model_state))
         numbers = map(np.uint32, itertools.count())
 
-        def run(rows: PyTree, valid: jax.Array) -> Any:
+        def run(rows: Batch, valid: jax.Array) -> Any:
             return call(compiled, state.key, *values, next(numbers), self._inputs(rows), valid)
 
         return run
 
-    def fit(self, batches: Batches, *, num_steps: int, **options: Any) -> Run:
+    def fit(
+        self,
+        batches: Batches,
+        *,
+        num_steps: int,
+        state: TrainState | Callable[[Batch], TrainState] | None = None,
+        evaluate: Batches | None = None,
+        run_dir: str | Path | None = None,
+        callbacks: Sequence[Callback] = (),
+        seed: int = 0,
+        log_every_steps: int = 50,
+        eval_every_steps: int | None = None,
+        save_every_steps: int | None = None,
+        keep: int = 3,
+        keep_every_steps: int | None = None,
+        resume: str = "auto",
+        eval_params: str = "params",
+        learning_rate: Callable[[int], Any] | None = None,
+        config: Mapping[str, Any] | None = None,
+        manifest: Mapping[str, Any] | None = None,
+        limits: Limits = LIMITS,
+        compare_every_steps: int | None = 500,
+        max_consecutive_skips: int = 10,
+        **unknown: Any,
+    ) -> Run:
         """Trains for `num_steps`, with evaluation, progress, metrics and checkpoints.
 
         Args:
           batches: This process's training batches. An object with `get_state` and `set_state`
             resumes where it was; any other iterable is fast-forwarded.
           num_steps: Optimizer steps in all, those of a resumed run included.
-          **options: Those of `jddp.trainer.train`: `evaluate`, `run_dir`, `callbacks`, ...
+          state: The state to start from, which is copied, so that it stays yours, with
+            `run.evaluate()` of an earlier run: the devices hold both as long as you keep it. A
+            function of the first batch that makes the state holds but one. By default
+            `init(seed, <the first batch>)`.
+          evaluate: This process's evaluation batches, iterated anew each time.
+          run_dir: Directory for metrics and checkpoints; None keeps nothing.
+          callbacks: Objects as `jddp.Callback` describes them.
+          seed: Seed of the first state's PRNG key.
+          log_every_steps: Steps between train records.
+          eval_every_steps: Steps between evaluations; None is once, at the end.
+          save_every_steps: Steps between checkpoints; None is once, at the end.
+          keep: Number of newest checkpoints that stay.
+          keep_every_steps: Checkpoints of its multiples stay too.
+          resume: "auto" (resume if there is a checkpoint), "never" (there must be none) or "must".
+          eval_params: "params" or "ema".
+          learning_rate: Learning rate of a step, for the records.
+          config: Settings kept in the run directory; a directory with other ones is refused.
+          manifest: Facts kept beside them.
+          limits: Seconds that a phase may take before its processes are reported as hanging.
+          compare_every_steps: Steps between comparisons of all replicas; None never compares.
+          max_consecutive_skips: Number of steps in a row which `skip_nonfinite` leaves out that
+            end the run.
+          **unknown: None; what is given here is refused, with the option that may be meant.
 
         Returns:
           The finished run: its state, its metrics, its directory.
 
         Raises:
-          UsageError: If batches are padded, and the loss or a metric is a scalar.
+          ConfigError: If an option is unknown or breaks its rule, or the run directory holds
+            another run, or is in use.
+          UsageError: If batches are padded, and the loss or a metric is a scalar, or a `jddp.Mean`
+            of scalars; or if a step has taken the state.
+          DataError: If the batches end before `num_steps`.
+          ProcessMismatchError: If processes have different models, optimizers or batches.
+          ReplicaMismatchError: If what replicas have to have alike differs.
+          OutOfMemoryError: If a device has less memory than a step needs.
+          NumericsError: If the loss is not finite, or too many steps in a row were skipped.
         """
+        refuse_unknown(DataParallel.fit, unknown, key="fit")
+        if isinstance(state, TrainState):
+            self._executor.refuse_taken(state)
+            state = jax.tree.map(jax.numpy.copy, state)
         if isinstance(batches, TrainBatches | WorkerBatches) and batches.is_padded:
             self.abstract_state(batches.batch(0))
-            refuse_padding(self._steps.scalars, self.num_parts)
-        return train(self, batches, num_steps=num_steps, **options)
+            full = f"a global batch size that is a multiple of {self.num_parts}"
+            refuse_padding(self._steps.sums, f"let batches be full: {full}, drop_remainder=True")
+        plan = Plan(
+            num_steps=num_steps,
+            log_every_steps=log_every_steps,
+            eval_every_steps=eval_every_steps,
+            save_every_steps=save_every_steps,
+            keep=keep,
+            keep_every_steps=keep_every_steps,
+            resume=resume,
+            evaluation=evaluate,
+            eval_params=eval_params,
+            learning_rate=learning_rate,
+            compare_every_steps=compare_every_steps,
+            max_consecutive_skips=max_consecutive_skips,
+        )
+        kept = Kept(None if run_dir is None else expand(run_dir), config, manifest or {})
+        first = functools.partial(self.init, seed) if state is None else state
+        return train(self, batches, plan, kept, first, callbacks, limits)

@@ -1,15 +1,59 @@
-"""The errors that jddp raises for a user's mistake, each with its exit code.
+"""The exit codes of jddp's commands, and the errors that it raises for a user's mistake.
 
 Whatever is wrong with a config, a batch, a file or a run leaves jddp as one of these. The message
 names the value, the rule and the way out, in one line; the command line prints that line and exits
 with `exit_code`. Any other exception is a bug of jddp's own and keeps its traceback.
 """
 
+import enum
+
+
+class ExitCode(enum.IntEnum):
+    """How a command ended; docs/reliability.md has the same as a table.
+
+    "Restarted" is what `jddp.launch --max-restarts` does about it. What would fail again the same
+    is not (`DETERMINISTIC` in jddp/launcher/outcome.py).
+    """
+
+    # All is done.
+    DONE = 0
+    # A bug, of jddp or of your code, with its traceback. Restarted.
+    BUG = 1
+    # Your command line, config or call. Not restarted.
+    USAGE = 2
+    # Your data: missing, damaged or changed. Not restarted.
+    DATA = 65
+    # The network or a host: processes that cannot connect, or have no device. Restarted.
+    UNAVAILABLE = 69
+    # The file system: full, forbidden, or with no sound checkpoint left. Restarted.
+    FILE_SYSTEM = 74
+    # Nobody's: a signal stopped the run, and it is saved. Not restarted: the same command resumes.
+    PREEMPTED = 75
+    # Hardware, or code that is not the same everywhere: replicas differ. Restarted.
+    REPLICA_MISMATCH = 76
+    # The job is too large for its devices. Not restarted.
+    OUT_OF_MEMORY = 77
+    # Processes were started with other code, configs or data than each other. Not restarted.
+    PROCESS_MISMATCH = 78
+    # A process that makes no progress, in your code, the network or a device. Restarted.
+    HANG = 79
+    # A loss, gradient or state that is not finite. Not restarted.
+    NUMERICS = 80
+    # Another process's: its code decides, and the launcher returns that one.
+    ANOTHER_FAILED = 81
+    # Nobody's: Ctrl-C (128 + SIGINT) where nothing was to be saved. Restarted, unless the launcher
+    # was interrupted too.
+    INTERRUPTED = 130
+
 
 class Error(Exception):
-    """A mistake that the user can mend. `exit_code` is what the command line returns for it."""
+    """A mistake that the user can mend. `exit_code` is what the command line returns for it.
 
-    exit_code = 2
+    Any exception that ends a run, also one of a callback or of the data, has an attribute `run`:
+    the `jddp.Run` as far as it came, with its state and history.
+    """
+
+    exit_code: int = ExitCode.USAGE
 
 
 class ConfigError(Error):
@@ -23,46 +67,46 @@ class UsageError(Error):
 class DataError(Error):
     """Data is missing, truncated, altered or out of its range."""
 
-    exit_code = 65
+    exit_code = ExitCode.DATA
 
 
 class CoordinatorError(Error):
     """The processes of a job cannot meet: an address that is wrong, taken or out of reach."""
 
-    exit_code = 69
+    exit_code = ExitCode.UNAVAILABLE
 
 
 class DeviceError(Error):
     """A process has no device to compute with."""
 
-    exit_code = 69
+    exit_code = ExitCode.UNAVAILABLE
 
 
 class FileSystemError(Error):
     """A directory or file cannot be read or written."""
 
-    exit_code = 74
+    exit_code = ExitCode.FILE_SYSTEM
 
 
-class DivergenceError(Error):
+class ReplicaMismatchError(Error):
     """Replicas that have to be alike are not: hardware that errs, or code that differs by host."""
 
-    exit_code = 76
+    exit_code = ExitCode.REPLICA_MISMATCH
 
 
 class OutOfMemoryError(Error):
     """A device has less memory than the step needs."""
 
-    exit_code = 77
+    exit_code = ExitCode.OUT_OF_MEMORY
 
 
-class DisagreementError(Error):
+class ProcessMismatchError(Error):
     """Processes of one job were given different code, configs or data."""
 
-    exit_code = 78
+    exit_code = ExitCode.PROCESS_MISMATCH
 
 
 class NumericsError(Error):
     """Numbers went wrong: a loss that is not finite."""
 
-    exit_code = 80
+    exit_code = ExitCode.NUMERICS

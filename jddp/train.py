@@ -19,16 +19,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jddp.config import Config, describe_keys, dump_values, load_config
-from jddp.door import Parser, add_config_arguments, tell
-from jddp.errors import Error, FileSystemError
-from jddp.ownership import make_private
+from jddp.config.cli import Parser, add_config_arguments, lasting_streams, tell
+from jddp.config.files import dump_values, load_config
+from jddp.config.keys import describe_keys
+from jddp.config.permissions import expand, make_private
+from jddp.config.schema import Config
+from jddp.distributed.signals import Repeats, stop_signals
+from jddp.errors import Error, ExitCode
 
 if TYPE_CHECKING:
-    from jddp.build import Job
-    from jddp.run import Run
+    from jddp.job.job import Job
+    from jddp.trainer.run import Run
 
-PREEMPTED = 75  # the same command goes on
 EXAMPLES = """\
 examples:
   python -m jddp.train                             # the default job, in minutes
@@ -39,62 +41,75 @@ The same command again goes on from the last checkpoint.
 """
 
 
+@lasting_streams()
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
     try:
-        with _stopped_by_sigterm():
+        with _stopped_by_signals():
             return _run(_parse(argv))
     except Error as error:
         tell(error)
         code, told = error.exit_code, str(error)
-    except _Stopped:
-        told = "SIGTERM: stopped before the first step. The same command goes on."
+    except _Stopped as error:
+        told = f"{error}: stopped before the first step. The same command goes on."
         print(f"jddp: {told}", file=sys.stderr)
-        code = PREEMPTED
+        code = ExitCode.PREEMPTED
     except KeyboardInterrupt:
         told = "interrupted. The same command goes on from the last checkpoint."
         print(f"jddp: {told}", file=sys.stderr)
-        code = 130
+        code = ExitCode.INTERRUPTED
     except Exception as error:
         traceback.print_exc()
-        code, told = 1, f"{type(error).__name__}: {error}"
+        code, told = ExitCode.BUG, f"{type(error).__name__}: {error}"
     return _leave(code, told)
 
 
 class _Stopped(BaseException):
-    """SIGTERM came where there is nothing to save."""
+    """A signal, which it names, came where there is nothing to save."""
 
 
 @contextlib.contextmanager
-def _stopped_by_sigterm() -> Iterator[None]:
-    """While open, SIGTERM ends what goes on here; a run has a better answer while it lasts."""
+def _stopped_by_signals() -> Iterator[None]:
+    """While open, SIGTERM and SIGHUP end what goes on here; a run has a better answer meanwhile."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    repeats, before = Repeats(), {}
 
-    def stop(*_: object) -> None:
-        raise _Stopped
+    def stop(number: int, frame: object) -> None:
+        if not repeats.has():
+            raise _Stopped(signal.Signals(number).name)
 
-    before = signal.signal(signal.SIGTERM, stop)
+    for number in set(stop_signals()) - {signal.SIGINT}:
+        before[number] = signal.signal(number, stop) or signal.SIG_DFL
     try:
         yield
+    except _Stopped:
+        before.clear()  # a repeat may still come while this process leaves
+        raise
     finally:
-        if signal.getsignal(signal.SIGTERM) is stop:
-            signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+        for number, handler in before.items():
+            if signal.getsignal(number) is stop:
+                signal.signal(number, handler)
 
 
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.help_keys:
         print(describe_keys(Config))
-        return 0
+        return ExitCode.DONE
     started = time.monotonic()
     config, name = load_config(arguments.config, arguments.overrides)
     if arguments.print_config:
         print(dump_values(config.model_dump()), end="")
-        return 0
+        return ExitCode.DONE
+    if not arguments.dry_run:
+        from jddp.trainer.reports import RunDirectory
+
+        RunDirectory(Path(config.run.dir or ""), is_writer=True).check_usable()
     _prepare_jax(is_dry_run=arguments.dry_run)
-    from jddp.cluster import initialize, resolve_identity
-    from jddp.cluster.failure import owned_process
+    from jddp.distributed.failure import owned_process
+    from jddp.distributed.join import initialize
+    from jddp.distributed.resolve import resolve_identity
 
     identity = resolve_identity()
     initialize(identity)
@@ -106,7 +121,8 @@ def _run(arguments: argparse.Namespace) -> int:
 def _train(config: Config, name: str, *, told: str, is_dry_run: bool, started: float) -> int:
     import jax
 
-    from jddp.build import build, preview
+    from jddp.job.job import build
+    from jddp.job.preview import preview
 
     job = build(config, needs_data=not is_dry_run)
     if job.is_writer:
@@ -115,16 +131,16 @@ def _train(config: Config, name: str, *, told: str, is_dry_run: bool, started: f
         text = preview(job)
         if job.is_writer:
             print(f"\n{text}\n\ndry run: nothing was trained or written")
-        return 0
+        return ExitCode.DONE
     run = job.run()
     if run.interrupted is not None:
         # Schedulers end the others as soon as one has left; all are to leave with this code.
         if jax.process_count() > 1:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        return PREEMPTED
+        return ExitCode.PREEMPTED
     if job.is_writer:
         print(_farewell(run, time.monotonic() - started))
-    return 0
+    return ExitCode.DONE
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -133,8 +149,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         usage="%(prog)s [--config FILE]... [key.path=value]... [--dry-run]",
         description="Train a Flax model on every device, as a config says.",
         epilog=f"sections of a config:\n  {_sections()}\n\n{EXAMPLES}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add_config_arguments(parser)
     add = parser.add_argument
@@ -153,11 +167,10 @@ def _prepare_jax(*, is_dry_run: bool) -> None:
     if is_dry_run:
         return
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        cache = Path(home) / "jddp" / "xla"
         try:
+            cache = expand(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "jddp" / "xla"
             make_private(cache, "the cache of compiled programs")
-        except FileSystemError as error:  # what is compiled each time is only slower to start
+        except Error as error:  # what is compiled each time is only slower to start
             print(f"jddp: {error} Until then nothing is kept there.", file=sys.stderr)
         else:
             os.environ["JAX_COMPILATION_CACHE_DIR"] = str(cache)
@@ -169,7 +182,7 @@ def _banner(job: "Job", name: str, told: str) -> str:
     """Says in a few lines what is about to run, on what, and who told which process this is."""
     import jax
 
-    from jddp.versions import versions
+    from jddp.config.versions import versions
 
     config, mesh = job.config, job.ddp.mesh
     processes, device = jax.process_count(), mesh.devices.flat[0]
@@ -201,8 +214,8 @@ def _farewell(run: "Run", seconds: float) -> str:
 def _leave(code: int, told: str) -> int:
     """Ends a process of many, and its job, at once; the only one just returns its exit code."""
     if "jax" in sys.modules:
-        from jddp.cluster.failure import leave
-        from jddp.coordination import num_processes
+        from jddp.distributed.coordination import num_processes
+        from jddp.distributed.failure import leave
 
         if num_processes() > 1:
             leave(code, told)

@@ -8,8 +8,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from jddp.door import Parser, add_config_arguments, enter
-from jddp.errors import DivergenceError
+from jddp.config.cli import Parser, add_config_arguments, enter
+from jddp.errors import ExitCode
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,22 +21,20 @@ def _parser() -> Parser:
     parser = Parser(
         prog="python -m jddp.verify",
         description="Compare a step of a job on its devices with one on a single device.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add_config_arguments(parser)
     return parser
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from jddp.config import load_config
+    from jddp.config.files import load_config
 
     config, name = load_config(arguments.config, arguments.overrides)
-    from jddp.build import build
+    from jddp.job.job import build
 
     report = build(config).verify()
     print(f"{name}: {report}")
-    return 0 if report.passed else DivergenceError.exit_code
+    return ExitCode.DONE if report.passed else ExitCode.REPLICA_MISMATCH
 
 
 if __name__ == "__main__":

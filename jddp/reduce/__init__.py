@@ -1,16 +1,13 @@
 """Gradients averaged over replicas: which travel together, how, when, and what XLA may merge."""
 
 from jddp.reduce.average import average_gradients, compiler_options, make_reduction
-from jddp.reduce.backward import Backward, trace_backward
 from jddp.reduce.hooks import CommHook, GradBucket, power_of_two_within
-from jddp.reduce.parts import own_part, part_shape, parts_shape
-from jddp.reduce.plan import Bucket, BucketPlan, in_mebibytes, plan_buckets
+from jddp.reduce.parts import own_part, part_shape
+from jddp.reduce.plan import BucketPlan, in_mebibytes
 from jddp.reduce.powersgd import powersgd
 from jddp.reduce.reduction import Reduction
 
 __all__ = [
-    "Backward",
-    "Bucket",
     "BucketPlan",
     "CommHook",
     "GradBucket",
@@ -21,9 +18,6 @@ __all__ = [
     "make_reduction",
     "own_part",
     "part_shape",
-    "parts_shape",
-    "plan_buckets",
     "power_of_two_within",
     "powersgd",
-    "trace_backward",
 ]

@@ -4,7 +4,6 @@ XLA merges collectives that it was given apart, unless it is told not to: `compi
 it, per function.
 """
 
-import functools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, cast, get_args
@@ -15,12 +14,13 @@ import numpy as np
 import optax
 
 from jddp.errors import ConfigError
-from jddp.reduce.hooks import ON_RESIZE, CommHook, mean, narrow
+from jddp.reduce.gradients import Finished
+from jddp.reduce.hooks import CommHook, varies
+from jddp.reduce.packing import Layout, bucketed, name_of, pairwise, scattered
 from jddp.reduce.plan import MEBIBYTE
-from jddp.reduce.reduction import Layout, Placement, Reduction
-from jddp.reduce.scatter import Ordered, Scattered, exchange_mean, scatter_mean
+from jddp.reduce.reduction import Placement, Reduction
+from jddp.typing import Grads, HookState, Params
 
-PyTree = Any
 GPUS = ("gpu", "cuda", "rocm")
 
 
@@ -48,21 +48,13 @@ def make_reduction(
     """
     chosen, where = _resolve(layout, placement if num_shards is None else "end", platform)
     dtype = _resolve_wire_dtype(wire_dtype)
-    form: Callable[..., Reduction] = Reduction
-    hook = mean() if comm_hook is None else comm_hook
     if num_shards is not None:
         _refuse_beside_shards(wire_dtype=wire_dtype, comm_hook=comm_hook, placement=placement)
-        form = functools.partial(Ordered, num_shards=num_shards)
+        packing, hook = pairwise(chosen, num_shards)
     elif keep_parts and comm_hook is None:
-        form, hook = Scattered, mean(exchange_mean if platform() == "cpu" else scatter_mean)
-    if not (isinstance(hook, CommHook) and callable(hook.init) and callable(hook.reduce)):
-        raise ConfigError(
-            f"comm_hook is {type(hook).__name__}. Give a jddp.CommHook(init, reduce) of functions."
-        )
-    if hook.on_resize not in ON_RESIZE:
-        raise ConfigError(
-            f"comm_hook: on_resize {hook.on_resize!r} is unknown. Choose one of {ON_RESIZE}."
-        )
+        packing, hook = scattered(chosen, platform())
+    else:
+        packing, hook = bucketed(chosen, comm_hook)
     sizes = [bucket_mb] if isinstance(bucket_mb, int | float) else list(bucket_mb)
     if isinstance(bucket_mb, int | float) and first_bucket_mb < bucket_mb:
         sizes.insert(0, first_bucket_mb)
@@ -72,16 +64,9 @@ def make_reduction(
             f"A bucket holds at least one byte: got bucket_mb={bucket_mb}, first_bucket_mb="
             f"{first_bucket_mb}, last_bucket_mb={last_bucket_mb}. Give positive sizes, in MiB."
         )
-    return form(
-        axis=axis,
-        bucket_bytes=tuple(map(_bytes, sizes)),
-        last_bucket_bytes=None if last_bucket_mb is None else _bytes(last_bucket_mb),
-        layout=chosen,
-        placement=where,
-        hook=hook if dtype is None else narrow(hook, dtype),
-        hook_name="" if comm_hook is None else getattr(hook.reduce, "__name__", repr(hook.reduce)),
-        wire_dtype=dtype,
-    )
+    last = None if last_bucket_mb is None else _bytes(last_bucket_mb)
+    name = "" if comm_hook is None else name_of(comm_hook)
+    return Reduction(axis, tuple(map(_bytes, sizes)), last, where, packing, hook, name, dtype)
 
 
 def _refuse_beside_shards(*, wire_dtype: Any, comm_hook: Any, placement: str) -> None:
@@ -115,8 +100,9 @@ def average_gradients(
 
         optimizer = optax.chain(jddp.average_gradients("batch"), optax.adamw(1e-3))
 
-    Under `shard_map` the step must be built with `check_vma=False`: with the check on, JAX has
-    already summed the gradients of replicated parameters.
+    Under `shard_map` build the step with `check_vma=False`, or take the gradient at
+    `jax.lax.pcast(params, axis, to="varying")`: otherwise JAX has already summed the gradients of
+    replicated parameters, which is refused. examples/bring_your_own_step.py shows both, and `pmap`.
 
     Args:
       axis: Name of the mapped axis.
@@ -129,7 +115,8 @@ def average_gradients(
       comm_hook: What reduces a bucket, in place of the mean. Its state differs per replica.
 
     Raises:
-      ConfigError: If an option breaks its rule.
+      ConfigError: If an option breaks its rule; in `update`, if gradients are already the same on
+        all replicas.
     """
     reduction = make_reduction(
         axis=axis,
@@ -143,24 +130,29 @@ def average_gradients(
         platform=jax.default_backend,
     )
 
-    def init(params: PyTree) -> PyTree:
+    def init(params: Params) -> HookState:
         # Stateless hooks need no plan, and then any tree will do.
         return reduction.hook.init(reduction.plan(params))
 
-    def update(updates: PyTree, state: PyTree, params: PyTree = None) -> Any:
+    def update(updates: Grads, state: HookState, params: Params = None) -> Any:
         del params
-        return reduction.at_end(updates, state, plan=reduction.plan(updates))
+        is_checked = varies(jax.lax.axis_index(axis), axis)
+        if is_checked and not all(varies(x, axis) for x in jax.tree.leaves(updates)):
+            raise ConfigError(
+                f"average_gradients: these gradients are already the same over {axis!r}: under "
+                "shard_map's check_vma=True JAX sums those of replicated parameters by itself, and "
+                "their mean would be N times too large. Build the step with check_vma=False, or "
+                f"take the gradient at jax.lax.pcast(params, {axis!r}, to='varying')."
+            )
+        return reduction(Finished(updates), state, plan=reduction.plan(updates))
 
     return optax.GradientTransformation(init, update)
 
 
 def _resolve(layout: str, placement: str, platform: Callable[[], str]) -> tuple[Layout, Placement]:
-    for name, value, known in (
-        ("layout", layout, get_args(Layout)),
-        ("placement", placement, get_args(Placement)),
-    ):
-        if value not in ("auto", *known):
-            choices = ", ".join(map(repr, ("auto", *known)))
+    for name, value, known in (("layout", layout, Layout), ("placement", placement, Placement)):
+        if value not in ("auto", *get_args(known)):
+            choices = ", ".join(map(repr, ("auto", *get_args(known))))
             raise ConfigError(f"{name} {value!r} is unknown. Choose one of {choices}.")
     if (layout, placement) == ("leaf", "ready"):
         raise ConfigError(
@@ -198,7 +190,7 @@ def compiler_options(reduction: Reduction, platform: str) -> dict[str, Any]:
     for flat buckets, and left to fuse single leaves; and a finer analysis of copies spares those of
     donated parameters. What the user has set in `XLA_FLAGS` stands.
     """
-    is_flat = reduction.layout == "flat"
+    is_flat = reduction.packing.layout == "flat"
     options: dict[str, Any] = {}
     if platform == "cpu":
         options["xla_cpu_copy_insertion_use_region_analysis"] = True

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.core import eval_jaxpr
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-PyTree = Any
+from jddp.typing import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,50 +57,10 @@ def trace_backward(pullback: Callable[[Any], PyTree]) -> Backward:
     return Backward(opened, jax.tree.structure(shapes), _ready(opened.jaxpr), num_looped)
 
 
-class Evaluation:
-    """A backward pass under way, from the cotangent 1."""
-
-    def __init__(self, backward: Backward) -> None:
-        self._jaxpr = backward.traced.jaxpr
-        self._done = 0  # equations
-        self._values: dict[Var, Any] = dict(
-            zip(
-                (*self._jaxpr.constvars, *self._jaxpr.invars),
-                (*backward.traced.consts, jnp.float32(1)),
-                strict=True,
-            )
-        )
-        self._made: set[Var] = set()
-
-    def advance(self, num_equations: int | None = None) -> bool:
-        """Evaluates up to an equation, or all; returns whether there was anything to do."""
-        eqns = self._jaxpr.eqns[self._done : num_equations]
-        if eqns:
-            self._done += len(eqns)
-            self._values.update(_evaluate(self._jaxpr, eqns, self._values))
-            self._made |= {var for eqn in eqns for var in eqn.outvars}
-        return bool(eqns)
-
-    def gradients(self, leaves: Sequence[int]) -> list[Any]:
-        """The leaves at these positions; they must be finished."""
-        outvars = (self._jaxpr.outvars[i] for i in leaves)
-        return [v.val if isinstance(v, Literal) else self._values[v] for v in outvars]
-
-    @property
-    def crossing(self) -> dict[Var, Any]:
-        """What this pass has made so far and still needs: the frontier of its dataflow."""
-        needed = (v for eqn in self._jaxpr.eqns[self._done :] for v in _variables(eqn))
-        return {var: self._values[var] for var in needed if var in self._made}
-
-    def replace(self, values: dict[Var, Any]) -> None:
-        """Lets the rest of the pass use other arrays for some of the `crossing` ones."""
-        self._values.update(values)
-
-
 def _ready(jaxpr: Jaxpr) -> tuple[int | None, ...]:
     finished = dict.fromkeys(jaxpr.invars, 0)  # what the cotangent reaches, and when
     for num, eqn in enumerate(jaxpr.eqns, start=1):
-        if any(var in finished for var in _variables(eqn)):
+        if any(var in finished for var in variables(eqn)):
             finished |= dict.fromkeys(eqn.outvars, num)
     return tuple(None if isinstance(v, Literal) else finished.get(v) for v in jaxpr.outvars)
 
@@ -114,17 +74,18 @@ def _open(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]
             inputs = [v.val if isinstance(v, Literal) else values[v] for v in eqn.invars]
             values |= zip(eqn.outvars, _open(inner.jaxpr, inner.consts, inputs), strict=True)
         else:
-            values |= _evaluate(jaxpr, [eqn], values)
+            values |= evaluate(jaxpr, [eqn], values)
     return [v.val if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]
 
 
-def _evaluate(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], values: dict[Var, Any]) -> dict[Var, Any]:
-    """What some equations of a jaxpr make, from the values of the variables before them."""
+def evaluate(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], values: dict[Var, Any]) -> dict[Var, Any]:
+    """Returns what some equations of a jaxpr make, from the values of the variables before."""
     made = [var for eqn in eqns for var in eqn.outvars]
-    given = [v for v in dict.fromkeys(v for e in eqns for v in _variables(e)) if v in values]
+    given = [v for v in dict.fromkeys(v for e in eqns for v in variables(e)) if v in values]
     piece = jaxpr.replace(constvars=[], invars=given, outvars=made, eqns=list(eqns))
     return dict(zip(made, eval_jaxpr(piece, (), *map(values.__getitem__, given)), strict=True))
 
 
-def _variables(eqn: JaxprEqn) -> list[Var]:
+def variables(eqn: JaxprEqn) -> list[Var]:
+    """Returns what an equation reads, but for literals."""
     return [v for v in eqn.invars if not isinstance(v, Literal)]

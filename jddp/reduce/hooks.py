@@ -19,17 +19,19 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jddp.reduce.parts import Shape
 from jddp.reduce.plan import Bucket, BucketPlan
+from jddp.typing import HookState, PyTree
 
-PyTree = Any
 Average = Callable[[PyTree, str], PyTree]
+Split = Callable[[jax.Array, list[Shape]], list[jax.Array]]
 
 
 @jax.tree_util.register_dataclass
@@ -58,13 +60,7 @@ class GradBucket:
     @property
     def leaves(self) -> list[jax.Array]:
         """The gradients one by one, in their shapes, in the order of `planned`."""
-        shapes = self.planned.shapes
-        leaves: dict[int, jax.Array] = {}
-        for places, value in zip(self.members, self.values, strict=True):
-            ends = [*itertools.accumulate(math.prod(shapes[i]) for i in places)]
-            pieces = jnp.split(value, ends[:-1]) if ends[1:] else [value]
-            leaves |= {i: x.reshape(shapes[i]) for i, x in zip(places, pieces, strict=True)}
-        return [leaves[i] for i in range(len(shapes))]
+        return leaves_of(self, split)
 
     def with_leaves(self, leaves: Sequence[jax.Array]) -> "GradBucket":
         """The same bucket of other gradients, which are given as `leaves` gives them."""
@@ -73,6 +69,22 @@ class GradBucket:
             for places, value in zip(self.members, self.values, strict=True)
         ]
         return dataclasses.replace(self, values=values)
+
+
+def leaves_of(bucket: GradBucket, split: Split) -> list[jax.Array]:
+    """The leaves of a bucket, in the order of the plan: `split(value, shapes)` for each array."""
+    shapes = bucket.planned.shapes
+    leaves: dict[int, jax.Array] = {}
+    for places, value in zip(bucket.members, bucket.values, strict=True):
+        leaves |= zip(places, split(value, [shapes[i] for i in places]), strict=True)
+    return [leaves[i] for i in range(len(shapes))]
+
+
+def split(vector: jax.Array, shapes: Sequence[Shape]) -> list[jax.Array]:
+    """Cuts a vector into arrays of these shapes; of one shape, makes one array."""
+    ends = [*itertools.accumulate(map(math.prod, shapes))]
+    pieces = jnp.split(vector, ends[:-1]) if ends[1:] else [vector]
+    return [x.reshape(shape) for x, shape in zip(pieces, shapes, strict=True)]
 
 
 ON_RESIZE = ("drop", "mean", "sum")
@@ -90,21 +102,31 @@ class CommHook(NamedTuple):
         `init` gives), the "mean" of what all remembered, or each an equal share of the "sum".
     """
 
-    init: Callable[[BucketPlan], PyTree]
-    reduce: Callable[[GradBucket, PyTree, str], tuple[GradBucket, PyTree]]
+    init: Callable[[BucketPlan], HookState]
+    reduce: Callable[[GradBucket, HookState, str], tuple[GradBucket, HookState]]
     on_resize: str = "drop"
 
 
+def varies(x: jax.Array, axis: str) -> bool:
+    """Whether the type of `x` says that it varies over `axis`.
+
+    Types say so under `shard_map`'s `check_vma=True`. Without the check no type does, not even that
+    of `lax.axis_index(axis)`.
+    """
+    return axis in jax.typeof(x).manual_axis_type.varying
+
+
 def _pmean(tree: PyTree, axis: str) -> PyTree:
-    # XLA:CPU would still copy what a single replica sends to itself.
-    return tree if lax.axis_size(axis) == 1 else lax.pmean(tree, axis)
+    # XLA:CPU would still copy what a single replica sends to itself. A check wants it all the same.
+    is_alone = lax.axis_size(axis) == 1 and not varies(lax.axis_index(axis), axis)
+    return tree if is_alone else lax.pmean(tree, axis)
 
 
 def mean(average: Average = _pmean) -> CommHook:
     """The exact mean, as `mean_over` takes it; it remembers nothing."""
 
-    def reduce(bucket: GradBucket, comm_state: PyTree, axis: str) -> tuple[GradBucket, PyTree]:
-        return mean_over(axis, bucket, average), comm_state
+    def reduce(bucket: GradBucket, state: HookState, axis: str) -> tuple[GradBucket, HookState]:
+        return mean_over(axis, bucket, average), state
 
     return CommHook(lambda plan: (), reduce)
 
@@ -123,25 +145,25 @@ def _scale_float16(tree: PyTree, scale: float) -> PyTree:
     return jax.tree.map(lambda x: x * scale if x.dtype == np.float16 else x, tree)
 
 
-def narrow(hook: CommHook, wire_dtype: np.dtype) -> CommHook:
+def narrow(hook: CommHook) -> CommHook:
     """Hands `hook` its buckets in the dtype that is planned for the wire.
 
     Sums that float16 could not hold are scaled down for the way by a power of two, which costs no
     bit: to no more than the gradient of the mean loss.
     """
 
-    def reduce(bucket: GradBucket, comm_state: PyTree, axis: str) -> tuple[GradBucket, PyTree]:
+    def reduce(bucket: GradBucket, state: HookState, axis: str) -> tuple[GradBucket, HookState]:
         planned = bucket.planned
         if planned.wire_dtype == planned.dtype:
-            return hook.reduce(bucket, comm_state, axis)
-        scale = power_of_two_within(bucket.scale) if wire_dtype == np.float16 else 1.0
-        sent = jax.tree.map(lambda x: (x * scale).astype(wire_dtype), bucket)
+            return hook.reduce(bucket, state, axis)
+        scale = power_of_two_within(bucket.scale) if planned.wire_dtype == np.float16 else 1.0
+        sent = jax.tree.map(lambda x: (x * scale).astype(planned.wire_dtype), bucket)
         sent = dataclasses.replace(sent, scale=bucket.scale / scale)
-        got, comm_state = hook.reduce(sent, comm_state, axis)
+        got, state = hook.reduce(sent, state, axis)
         got = jax.tree.map(lambda x: x.astype(planned.dtype) / scale, got)
         if isinstance(got, GradBucket):  # else it is refused, by the name of the hook
             got = dataclasses.replace(got, scale=bucket.scale)
-        return got, comm_state
+        return got, state
 
     return hook._replace(reduce=reduce)
 

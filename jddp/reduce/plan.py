@@ -10,20 +10,18 @@ while the rest of the backward pass is still computing.
 This room knows shapes, dtypes and paths. It touches no array and no device.
 """
 
-import dataclasses
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
 import jax
 import numpy as np
 
 from jddp.errors import ConfigError
+from jddp.html import Shown
+from jddp.typing import PyTree
 
-PyTree = Any
 MEBIBYTE = 2**20
 
 
@@ -57,7 +55,7 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class BucketPlan:
+class BucketPlan(Shown):
     """The gradients that travel, each exactly once, in buckets that are sent first to last.
 
     Attributes:
@@ -90,22 +88,6 @@ class BucketPlan:
                 f"{bucket.wire_dtype.name:<9} {_shorten(_ends(bucket.paths), 45)}"
             )
         return "\n".join((*rows, *self._remarks()))
-
-    def to_json(self) -> str:
-        """Every bucket with its leaves' paths, shapes and dtypes, as JSON."""
-        buckets = [{"bytes": bucket.bytes, **dataclasses.asdict(bucket)} for bucket in self.buckets]
-        rest = {"unused": self.unused, "notes": self.notes}
-        return json.dumps({"wire_bytes": self.wire_bytes, "buckets": buckets, **rest}, default=str)
-
-    def _repr_html_(self) -> str:
-        rows = "".join(
-            f"<tr><td>{i}</td><td>{in_mebibytes(b.bytes)}</td><td>{len(b.paths)}</td>"
-            f"<td>{b.wire_dtype.name}</td><td>{escape(', '.join(b.paths))}</td></tr>"
-            for i, b in enumerate(self.buckets)
-        )
-        head = "<tr><th>bucket</th><th>MiB</th><th>leaves</th><th>dtype</th><th>paths</th></tr>"
-        remarks = "".join(f"<p>{escape(remark)}</p>" for remark in self._remarks())
-        return f"<table><caption>{self._title()}</caption>{head}{rows}</table>{remarks}"
 
     def _title(self) -> str:
         num = f"{len(self)} bucket{'' if len(self) == 1 else 's'}"

@@ -97,13 +97,9 @@ class _PowerSGD:
         sides = {path: s for bucket in plan.buckets for path, s in self._matrices(bucket).items()}
         memory: Memory = {"step": jnp.int32(0)}
         if self.error_feedback:
-            memory["unsent"] = {
-                path: jnp.zeros((m, n), jnp.float32) for path, (m, n, _) in sides.items()
-            }
+            memory["unsent"] = {path: jnp.zeros(x[:2], jnp.float32) for path, x in sides.items()}
         if self.warm_start:
-            memory["q"] = {
-                path: jnp.zeros((n, r), jnp.float32) for path, (_, n, r) in sides.items()
-            }
+            memory["q"] = {path: jnp.zeros(x[1:], jnp.float32) for path, x in sides.items()}
         return memory
 
     def powersgd(self, bucket: GradBucket, memory: Memory, axis: str) -> tuple[GradBucket, Memory]:
@@ -138,7 +134,8 @@ class _PowerSGD:
         m = {path: _wide(leaves[path]).reshape(x[:2]) * scale for path, x in sides.items()}
         if self.error_feedback:
             m = {path: x + memory["unsent"][path] for path, x in m.items()}
-        q = {path: self._columns(memory, path, *x[1:]) for path, x in sides.items()}
+        drawn = self._draw(memory["step"], sides)
+        q = {path: self._columns(memory, path, x) for path, x in drawn.items()}
 
         dtype = bucket.values[0].dtype  # of the wire
         p = {path: _product(x, q[path]).astype(dtype) for path, x in m.items()}
@@ -158,9 +155,18 @@ class _PowerSGD:
         leaves |= exact | {path: x.reshape(leaves[path].shape) for path, x in got.items()}
         return bucket.with_leaves([*leaves.values()]), memory
 
-    def _columns(self, memory: Memory, path: str, n: int, r: int) -> Float[Array, "n r"]:
-        """What a leaf's Q begins with; a column of zeros in memory is none."""
-        columns = _draw(n, r, memory["step"])
+    def _draw(self, step: Array, sides: dict[str, tuple[int, int, int]]) -> dict[str, Array]:
+        """A random Q for each leaf, another at each step, the same on every replica.
+
+        Drawn once for all leaves of a bucket: a draw is some hundred operations of the program.
+        """
+        # Of this kind numbers are the same under `vmap`; of the default kind they need not be.
+        key = jax.random.fold_in(jax.random.key(0, impl="threefry2x32"), step)
+        numbers = jax.random.normal(key, (max(n for _, n, _ in sides.values()), self.rank))
+        return {path: numbers[:n, :r] for path, (_, n, r) in sides.items()}
+
+    def _columns(self, memory: Memory, path: str, columns: Array) -> Float[Array, "n r"]:
+        """What a leaf's Q begins with: a column of zeros in memory is none, and is drawn."""
         if self.warm_start:
             before = memory["q"][path]
             columns = jnp.where((before == 0).all(axis=0, keepdims=True), columns, before)
@@ -199,16 +205,3 @@ def _orthonormal(x: Float[Array, "m r"]) -> Float[Array, "m r"]:
         return lax.dynamic_update_slice_in_dim(done, rest, i, axis=1)
 
     return lax.fori_loop(0, x.shape[1], add_column, jnp.zeros_like(x))
-
-
-def _draw(n: int, r: int, step: Array) -> Float[Array, "n r"]:
-    """Numbers of both signs, others at each step, the same on every replica.
-
-    They are hashes (the end of MurmurHash3), and not drawn by JAX: a step that draws is taken for
-    one of a model that does.
-    """
-    # From 1, for the hash of 0 is 0.
-    bits = lax.iota(jnp.uint32, n * r) + (step + 1).astype(jnp.uint32) * jnp.uint32(0x9E3779B1)
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
-        bits = (bits ^ (bits >> shift)) * jnp.uint32(factor)
-    return lax.bitcast_convert_type(bits, jnp.int32).astype(jnp.float32).reshape(n, r)

@@ -1,4 +1,4 @@
-"""The networks of `jddp.models` in PyTorch, and their parameters as Flax names and lays them out.
+"""The networks of `jddp.zoo.models` in PyTorch, with parameters as Flax names and lays them out.
 
 Layers are called as Flax calls them, so that a parameter is found by its path.
 """
@@ -67,7 +67,7 @@ def convolution(num_inputs, num_outputs, size, stride):
 
 
 class ResNet(nn.Module):
-    """As `jddp.models.ResNet`, but that an even input is padded on both sides before a stride."""
+    """As `jddp.zoo.models.ResNet`, but an even input is padded on both sides before a stride."""
 
     def __init__(self, stage_sizes=(3, 4, 6, 3), width=64, num_classes=1000):
         super().__init__()

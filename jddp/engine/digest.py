@@ -1,0 +1,127 @@
+"""A digest of every array where it lies: exact to the bit, whatever the order of adding.
+
+    found = digests(state)                # uint32 (replicas, leaves), the same on every process
+    words = as_words(found, state)        # of a state that is alike everywhere, one for each leaf
+
+Every word of an array is mixed with its place, and the mixed words are added up modulo 2^32. For
+one place the mix is one-to-one: a change of one element always shows, any other with all but 2^-32
+of chance. Replicas of one array have equal digests; those of the parts of an array that is split
+add up to the digest of the whole, on any number of devices.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import P, lax
+from jax.sharding import Mesh
+from jaxtyping import Array, UInt32
+
+from jddp.engine.mesh import axis_of
+from jddp.engine.step import over_replicas
+from jddp.errors import UsageError
+from jddp.typing import PyTree
+
+
+def digests(tree: PyTree) -> UInt32[Array, "replicas leaves"]:
+    """Digests what each device of the mesh holds of each array.
+
+    Args:
+      tree: Arrays on one mesh, replicated or split by rows; at least one.
+
+    Raises:
+      UsageError: If a step has taken their memory.
+    """
+    leaves = jax.tree.leaves(tree)
+    if any(x.is_deleted() for x in leaves):  # with which JAX would crash
+        raise UsageError("This state was given to a step, which reused its memory.")
+    layout = tuple(x.sharding.spec for x in leaves)
+    return _on(leaves[0].sharding.mesh, layout)(leaves)
+
+
+def as_words(found: Any, tree: PyTree) -> list[str]:
+    """The digest of each leaf, as eight hexadecimal digits.
+
+    Args:
+      found: What `digests` returned.
+      tree: What was digested, or its shapes and shardings.
+    """
+    leaves, rows = jax.tree.leaves(tree), np.asarray(found)
+    return [
+        f"{rows[:, i].sum(dtype=np.uint32) if is_split(x) else rows[0, i]:08x}"
+        for i, x in enumerate(leaves)
+    ]
+
+
+def find_divergence(found: Any, tree: PyTree) -> str | None:
+    """Names an array that is not the same on all replicas, and the fewest that have it otherwise.
+
+    Of two halves that differ, it is that without replica 0 which is named.
+
+    Args:
+      found: What `digests` returned.
+      tree: What was digested, or its shapes and shardings.
+    """
+    rows = np.asarray(found)
+    for i, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(tree)):
+        if is_split(x) or (rows[:, i] == rows[0, i]).all():
+            continue
+        column = rows[:, i].tolist()
+        most = max(column, key=column.count)  # the first of those that are equally many
+        others = [n for n, digest in enumerate(column) if digest != most]
+        devices = x.sharding.mesh.devices.flat
+        where = ", ".join(f"{n} (process {devices[n].process_index})" for n in others)
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        return f"{name} differs on replica {where}"
+    return None
+
+
+def is_split(x: Any) -> bool:
+    """Whether each device holds rows of its own."""
+    return any(axis is not None for axis in x.sharding.spec)
+
+
+@functools.cache
+def _on(mesh: Mesh, layout: Sequence[P]) -> Any:
+    def on_replica(leaves: list[Array]) -> UInt32[Array, "replicas leaves"]:
+        replica = lax.axis_index(axis_of(mesh))
+        found = [
+            _digest(x, replica * x.size if any(spec) else 0)
+            for x, spec in zip(leaves, layout, strict=True)
+        ]
+        return lax.all_gather(jnp.stack(found), axis_of(mesh))
+
+    return jax.jit(over_replicas(on_replica, mesh, (list(layout),), P()))
+
+
+def _digest(x: Array, offset: Any) -> UInt32[Array, ""]:
+    """Of one device's part of an array, which begins at element `offset` of the whole."""
+    words = _words(x)
+    place = lax.iota(jnp.uint32, words.size)
+    place += jnp.asarray(offset).astype(jnp.uint32) * np.uint32(words.size // max(x.size, 1))
+    mixed = words * np.uint32(0x9E3779B1) + place * np.uint32(0x85EBCA77)
+    mixed = (mixed ^ (mixed >> 16)) * np.uint32(0x7FEB352D)
+    mixed = (mixed ^ (mixed >> 15)) * np.uint32(0x846CA68B)
+    return (mixed ^ (mixed >> 16)).sum(dtype=jnp.uint32)
+
+
+def _words(x: Array) -> UInt32[Array, "words"]:
+    """The bits of an array in words of 32; an element that is narrower has a word of its own."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    elif jnp.issubdtype(x.dtype, jnp.complexfloating):
+        x = jnp.stack([x.real, x.imag], -1)
+    elif _num_bits(x.dtype) < 8:
+        x = x.astype(jnp.float32)  # which holds each of the few numbers there are
+    bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{min(32, _num_bits(x.dtype))}"))
+    return bits.reshape(-1).astype(jnp.uint32)
+
+
+def _num_bits(dtype: Any) -> int:
+    if dtype == jnp.bool_:
+        return 1
+    info = jnp.finfo if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo
+    return int(info(dtype).bits)

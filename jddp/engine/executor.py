@@ -1,0 +1,147 @@
+"""Send what is compiled to the devices, and know what became of the states.
+
+A step reuses the memory of the state that it is given. So whoever sends it knows the newest state,
+says which call took an old one, and keeps Ctrl-C from losing the new one on its way.
+
+    state, metrics = executor.send(step, state, inputs)
+    executor.latest is state
+
+This room knows states by whether their memory has been taken, and nothing of what a step does.
+"""
+
+import collections
+import contextlib
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from jddp.engine.state import TrainState
+from jddp.errors import ConfigError, UsageError
+
+
+class Executor:
+    """Sends steps, and keeps the newest state.
+
+    Args:
+      donate: Whether a step takes the memory of the state that it is given.
+      platform: The hardware.
+
+    Attributes:
+      latest: The newest state that is whole; None before there is one.
+      calls: How often a step was sent.
+    """
+
+    def __init__(self, *, donate: bool, platform: str) -> None:
+        self.latest: TrainState | None = None
+        self.calls = Calls()
+        self._donate, self._platform = donate, platform
+        self._in_flight: collections.deque[Any] = collections.deque()
+        self._taken: weakref.WeakKeyDictionary[TrainState, int] = weakref.WeakKeyDictionary()
+
+    def send(self, step: Callable[..., Any], state: TrainState, *args: Any) -> Any:
+        """Sends a step; returns its result, which need not be there yet."""
+        self.calls.count()
+        with _interrupts_after(state):
+            result = call(step, state, *args)
+            self.latest = result[0]
+        if self._donate:
+            self._taken[state] = self.calls.number
+        if self._platform == "cpu":
+            self._wait_for_room(result[1])
+        return result
+
+    def _wait_for_room(self, metrics: Any) -> None:
+        # XLA:CPU deadlocks in its rendezvous once some thirty programs of many devices are waiting
+        # (measured on jax 0.10.2), which an unbounded loop of steps reaches.
+        self._in_flight.append(metrics)
+        if len(self._in_flight) > 4:
+            jax.block_until_ready(self._in_flight.popleft())
+
+    def refuse_taken(self, state: TrainState) -> None:
+        """Refuses a state whose memory a step has taken.
+
+        Raises:
+          UsageError: Which says which call took it.
+        """
+        if state.step.is_deleted():
+            number = self._taken.get(state)
+            which = "another step" if number is None else f"step call {number} of this DataParallel"
+            raise UsageError(
+                f"This state was given to {which}, which reused its memory. Go on with the state "
+                "that the step returned (ddp.latest is the newest), or build "
+                "DataParallel(..., donate=False)."
+            )
+
+
+@contextlib.contextmanager
+def _interrupts_after(state: TrainState) -> Iterator[None]:
+    """Puts off Ctrl-C from where a step has taken the state to where its result is kept.
+
+    While the step is traced and compiled nothing is lost, and it is delivered at once.
+    """
+    handle, waiting = signal.getsignal(signal.SIGINT), []
+    if not callable(handle) or threading.current_thread() is not threading.main_thread():
+        yield  # where it ends the process or nothing, or is not handled
+        return
+
+    def note(*received: Any) -> None:
+        if state.step.is_deleted():
+            waiting.append(received)
+        else:
+            handle(*received)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handle)
+        if waiting:
+            handle(*waiting[0])
+
+
+class Calls:
+    """How often a step was called, and how long apart."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._moments: collections.deque[float] = collections.deque(maxlen=101)
+
+    def count(self) -> None:
+        """Takes down one call, now. The first is left out of the times: it compiles."""
+        if self.number:
+            self._moments.append(time.perf_counter())
+        self.number += 1
+
+    @property
+    def mean_seconds(self) -> float | None:
+        """Between the last hundred calls; None where there are not yet two to count."""
+        num = len(self._moments) - 1
+        return (self._moments[-1] - self._moments[0]) / num if num > 0 else None
+
+
+def call(function: Callable[..., Any], *args: Any) -> Any:
+    """Calls what traces the user's model.
+
+    Raises:
+      ConfigError: If the model names an axis that there is not, or uses a value of another trace.
+    """
+    try:
+        return function(*args)
+    except NameError as error:
+        if "unbound axis name" not in str(error):
+            raise
+        name = str(error).split("unbound axis name:")[-1].strip().split(" ")[0].rstrip(".")
+        raise ConfigError(
+            f"The model or loss uses axis {name!r}, which is not the axis of the replicas. Name "
+            f"that so: DataParallel(..., axis_name={name!r}), ddp.axis_name={name} in a config."
+        ) from error
+    except jax.errors.UnexpectedTracerError as error:
+        raise ConfigError(
+            "The model or loss uses a value of another trace, such as one that it kept from an "
+            "earlier call. Hand it what it needs in the batch, or as constants=."
+        ) from error

@@ -1,0 +1,163 @@
+"""The guard of a step: which steps count, and what the loss is multiplied by.
+
+    NoGuard         every step counts; the loss scale is fixed
+    SkipNonfinite   a step with numbers that are not finite changes nothing but counts
+    DynamicScale    the same, and the loss scale follows what overflows
+
+A loss scale keeps gradients of float16 arithmetic from becoming zero. float16 has no number between
+0 and 2^-24 and none above 65,504. So the backward pass starts from a scale in place of 1, and
+gradients are divided by it in float32, once they are averaged. "dynamic" looks for the largest
+scale that fits: it doubles after so many good steps, and halves where gradients overflow, which is
+a step that is skipped. Every scale is a power of two, so that it costs no bit.
+
+References:
+  Micikevicius et al., "Mixed Precision Training", 2018, section 3.2.
+  https://arxiv.org/abs/1710.03740. The numbers are those of PyTorch's `torch.amp.GradScaler`, but
+  for the two ends, which it does not have.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from jddp.engine.state import TrainState, own_layouts
+from jddp.engine.view import View
+from jddp.errors import ConfigError
+from jddp.typing import Metrics, PyTree
+
+Outcome = tuple[TrainState, Metrics]
+DYNAMIC = "dynamic"
+FIRST = 2.0**16
+LEAST, MOST = 1.0, 2.0**24
+ALLOWED = (None, DYNAMIC, *(2.0**power for power in range(25)))
+GROWTH_INTERVAL = 2000  # good steps
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LossScale:
+    """A scale, and how long it has been good.
+
+    Attributes:
+      scale: What the loss is multiplied by; a float32 scalar.
+      num_good: Steps since it changed, or since one was skipped; an int32 scalar.
+    """
+
+    scale: Any
+    num_good: Any
+
+
+def adjust(before: LossScale, is_finite: Array, *, interval: int = GROWTH_INTERVAL) -> LossScale:
+    """The scale after a step: half, the same, or after `interval` good steps twice."""
+    is_grown = is_finite & (before.num_good + 1 >= interval)
+    factor = jnp.where(is_finite, jnp.where(is_grown, 2.0, 1.0), 0.5)
+    return LossScale(
+        scale=jnp.clip(before.scale * factor, LEAST, MOST),
+        num_good=jnp.where(is_finite & ~is_grown, before.num_good + 1, 0),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class NoGuard:
+    """Every step counts, whatever its numbers are.
+
+    Attributes:
+      loss_scale: Factor of the loss in the backward pass.
+    """
+
+    loss_scale: Any
+
+    def init(self) -> PyTree:
+        """Returns what the guard keeps in `CommState.loss_scale`; () for nothing."""
+        return ()
+
+    def scale(self, state: TrainState) -> Any:
+        """Returns the loss scale of the step that starts from this state."""
+        return self.loss_scale
+
+    def accept(self, before: TrainState, after: TrainState, numbers: PyTree, view: View) -> Outcome:
+        """Returns the state that a step ends with, and metrics of the guard.
+
+        Args:
+          before: State before the step, of one replica.
+          after: State that the step has computed.
+          numbers: Loss and gradients, which must be finite.
+          view: What the replica holds of the mean gradient.
+        """
+        return after, {}
+
+
+@dataclasses.dataclass(frozen=True)
+class SkipNonfinite(NoGuard):
+    """A step counts only if its loss, gradients and other state are finite.
+
+    Attributes:
+      keeps_own: Whether each replica has its own of a leaf of `model_state`, by path and leaf.
+    """
+
+    keeps_own: Callable[[Any, Any], bool]
+
+    def accept(self, before: TrainState, after: TrainState, numbers: PyTree, view: View) -> Outcome:
+        """Returns the state after a good step, else that before it; and "skipped"."""
+        states = before.model_state, after.model_state
+        # What was not finite in other state before the step may stay so.
+        stays = [
+            (jnp.isfinite(new) | ~jnp.isfinite(old)).all()
+            for old, new in zip(*map(jax.tree.leaves, states), strict=True)
+            if jnp.issubdtype(new.dtype, jnp.inexact)
+        ]
+        fits = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(numbers)]).all()
+        # 2 if a loss or gradient is not finite, else 1 if a number of other state is not.
+        found = jnp.where(fits, jnp.where(jnp.stack([fits, *stays]).all(), 0, 1), 2)
+        layouts = jax.tree.leaves(own_layouts(states[1], self.keeps_own))
+        if view.differs or any(layout.is_per_replica for layout in layouts):
+            with jax.named_scope("metrics"):
+                found = lax.pmax(found, view.axis)
+        return self._choose(found, before, after)
+
+    def _choose(self, found: Array, before: TrainState, after: TrainState) -> Outcome:
+        choose = functools.partial(jnp.where, found == 0)
+        skipped = before.replace(step=after.step, skipped=before.skipped + 1)
+        after = jax.tree.map(choose, after, skipped)
+        return after, {"skipped": after.skipped.astype(jnp.float32)}
+
+
+class DynamicScale(SkipNonfinite):
+    """As `SkipNonfinite`, with a loss scale that begins with `loss_scale` and follows overflows."""
+
+    def init(self) -> PyTree:
+        """Returns the first `LossScale`."""
+        return LossScale(jnp.float32(self.loss_scale), jnp.int32(0))
+
+    def scale(self, state: TrainState) -> Any:
+        """Returns the scale that the last step has left."""
+        return state.comm_state.loss_scale.scale
+
+    def _choose(self, found: Array, before: TrainState, after: TrainState) -> Outcome:
+        after, metrics = super()._choose(found, before, after)
+        # A smaller scale is no help to other state, which the forward pass writes.
+        scale = adjust(before.comm_state.loss_scale, found < 2)
+        after = after.replace(comm_state=dataclasses.replace(after.comm_state, loss_scale=scale))
+        return after, {**metrics, "loss_scale": self.scale(before)}
+
+
+def choose_guard(loss_scale: Any, skips: bool, keeps_own: Callable[[Any, Any], bool]) -> NoGuard:
+    """Returns the guard of these options, as `jddp.DataParallel` describes them.
+
+    Raises:
+      ConfigError: If it is no loss scale.
+    """
+    if loss_scale is True or loss_scale not in ALLOWED:
+        raise ConfigError(
+            f"loss_scale is 'dynamic', a power of two from 1 to 2**24, which costs no bit, or "
+            f"None; got {loss_scale!r}."
+        )
+    if loss_scale == DYNAMIC:
+        return DynamicScale(FIRST, keeps_own)
+    return SkipNonfinite(loss_scale or 1.0, keeps_own) if skips else NoGuard(loss_scale or 1.0)

@@ -1,0 +1,211 @@
+"""Devices in a row: one mesh axis, what lies on it, and batches on their way to it."""
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import P
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from jddp.errors import ConfigError, DeviceError
+from jddp.typing import Batch, PyTree
+
+AXIS = "data"
+VIRTUAL_DEVICES = 8
+AXIS_HERE: ContextVar[str] = ContextVar("axis", default=AXIS)  # of the step that is traced
+
+
+def configure_devices(num_devices: int | str, *, num_processes: int = 1) -> None:
+    """Sets the number of CPU devices, before JAX looks for any.
+
+    Args:
+      num_devices: Of all processes together. "auto" makes eight virtual CPU devices, which are used
+        only where there is no accelerator, unless the environment says how many there are; a
+        number wins over the environment.
+      num_processes: Of the job.
+
+    Raises:
+      ConfigError: If the devices do not divide over the processes.
+    """
+    if num_devices == "auto" and _environment_counts_devices():
+        return
+    in_all = VIRTUAL_DEVICES if num_devices == "auto" else int(num_devices)
+    if in_all % num_processes and num_devices != "auto":
+        raise ConfigError(
+            f"mesh.num_devices={in_all} does not divide over {num_processes} processes. "
+            f"Choose a multiple of {num_processes}."
+        )
+    jax.config.update("jax_num_cpu_devices", max(1, in_all // num_processes))
+
+
+def require_devices() -> None:
+    """Wakes the devices of this process; jobs of many call it after they have met.
+
+    Raises:
+      DeviceError: If JAX finds none of the kind that it was told to use.
+    """
+    try:
+        jax.local_devices()
+    except (RuntimeError, AssertionError) as error:
+        told = os.environ.get("JAX_PLATFORMS")
+        reason = (str(error).splitlines() or ["no reason given"])[0]
+        raise DeviceError(
+            f"JAX finds no device for JAX_PLATFORMS={told}: {reason}. Does nvidia-smi show it "
+            "here, and is jax[cuda12] installed? JAX_PLATFORMS=cpu computes without one."
+        ) from error
+
+
+def _environment_counts_devices() -> bool:
+    flags = os.environ.get("XLA_FLAGS", "")
+    return "JAX_NUM_CPU_DEVICES" in os.environ or "host_platform_device_count" in flags
+
+
+def make_mesh(
+    devices: Mesh | Sequence[jax.Device] | int | None = None, axis_name: str | None = None
+) -> Mesh:
+    """Returns a mesh of one axis.
+
+    Args:
+      devices: A mesh of one axis, devices, a number n (n / num_processes devices of each process),
+        or None: all devices of all processes.
+      axis_name: Name of the axis; by default that of the given mesh, or else "data".
+
+    Raises:
+      ConfigError: If the mesh has several axes, or the number of devices cannot be had.
+    """
+    if isinstance(devices, Mesh):
+        if len(devices.axis_names) != 1:
+            raise ConfigError(
+                f"The mesh has axes {devices.axis_names}. Data parallelism needs one: "
+                f"jax.make_mesh((n,), ({AXIS!r},), axis_types=(AxisType.Auto,))."
+            )
+        axis_name = axis_name or axis_of(devices)
+        devices = list(devices.devices.flat)
+    elif devices is None:
+        devices = jax.devices()
+    elif isinstance(devices, int):
+        devices = _first_devices(devices)
+    # Explicit axes, the default of `jax.make_mesh`, refuse host arrays.
+    return Mesh(np.array(devices), (axis_name or AXIS,), axis_types=(AxisType.Auto,))
+
+
+def axis_of(mesh: Mesh) -> str:
+    """The name of the axis of a mesh that has one."""
+    return str(mesh.axis_names[0])
+
+
+@contextlib.contextmanager
+def mapped_over(axis: str) -> Iterator[None]:
+    """While open, what is traced is one replica's, along this axis."""
+    token = AXIS_HERE.set(axis)
+    try:
+        yield
+    finally:
+        AXIS_HERE.reset(token)
+
+
+def _first_devices(num_devices: int) -> list[jax.Device]:
+    num_processes = jax.process_count()
+    share, rest = divmod(num_devices, num_processes)
+    by_process: dict[int, list[jax.Device]] = {}
+    for device in jax.devices():
+        by_process.setdefault(device.process_index, []).append(device)
+    most = min(len(own) for own in by_process.values())
+    if share < 1 or rest or share > most:
+        raise ConfigError(
+            f"mesh of {num_devices} devices: {num_processes} processes with {most} devices each "
+            f"can give a multiple of {num_processes} up to {most * num_processes}."
+        )
+    return [device for own in by_process.values() for device in own[:share]]
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """The sharding of what is the same on every device."""
+    return NamedSharding(mesh, P())
+
+
+def sharded(mesh: Mesh) -> NamedSharding:
+    """The sharding of what is split by rows over the devices."""
+    return NamedSharding(mesh, P(axis_of(mesh)))
+
+
+def platform(mesh: Mesh) -> str:
+    """The hardware of the mesh: "cpu", "gpu", ..."""
+    return str(mesh.devices.flat[0].platform)
+
+
+def replicate(tree: PyTree, mesh: Mesh) -> PyTree:
+    """Copies a host or device tree, keys included, to every device of the mesh."""
+    is_key = jax.tree.map(_is_key, tree)
+    host = jax.tree.map(
+        lambda x, key: np.array(_fetch(jax.random.key_data(x) if key else x)), tree, is_key
+    )
+    # A typed key cannot be put on devices of other processes; its data can.
+    kinds = jax.tree.map(lambda x, key: str(jax.random.key_impl(x)) if key else "", tree, is_key)
+    on_devices = jax.device_put(host, replicated(mesh))
+    return jax.tree.map(
+        lambda x, impl: jax.random.wrap_key_data(x, impl=impl) if impl else x, on_devices, kinds
+    )
+
+
+def everywhere(tree: PyTree, mesh: Mesh) -> PyTree:
+    """A tree on every device of the mesh: as it is where it lies so, else copied."""
+    sharding = replicated(mesh)
+    lies_so = (
+        isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim)
+        for x in jax.tree.leaves(tree)
+    )
+    return tree if all(lies_so) else replicate(tree, mesh)
+
+
+def _fetch(x: Any) -> Any:
+    """A whole array; of a replicated one this process's view, without a collective."""
+    is_here = isinstance(x, jax.Array) and x.is_fully_replicated
+    return x.addressable_data(0) if is_here else x
+
+
+def copy_off_mesh(x: jax.Array) -> jax.Array:
+    """A copy of a replicated array, bound to no device."""
+    return jnp.copy(_fetch(x)) if _is_key(x) else jnp.array(np.asarray(_fetch(x)))
+
+
+def from_process_zero(tree: PyTree) -> PyTree:
+    """The host arrays of process 0, on every process."""
+    return tree if jax.process_count() == 1 else multihost_utils.broadcast_one_to_all(tree)
+
+
+def from_all_processes(number: int) -> np.ndarray:
+    """A number of each process, in their order, on every process."""
+    if jax.process_count() == 1:
+        return np.array([number])
+    return np.asarray(multihost_utils.process_allgather(np.int32(number)))
+
+
+def _is_key(x: Any) -> bool:
+    return jax.numpy.issubdtype(getattr(x, "dtype", np.float32), jax.dtypes.prng_key)
+
+
+def as_arrays(batch: Batch) -> Batch:
+    """The batch, with arrays in the place of what is none but can be, such as PyTorch's tensors."""
+    kept = jax.Array | np.ndarray | jax.ShapeDtypeStruct
+    return jax.tree.map(lambda x: x if isinstance(x, kept) else np.asarray(x), batch)
+
+
+def put_rows(batch: Batch, mesh: Mesh) -> Batch:
+    """Puts this process's rows on its devices; rows of all processes make the global batch."""
+    sharding = sharded(mesh)
+    if jax.process_count() == 1:
+        return jax.device_put(batch, sharding)
+
+    def put(leaf: Any) -> jax.Array:
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            return jax.device_put(leaf, sharding)
+        return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
+
+    return jax.tree.map(put, batch)

@@ -1,0 +1,96 @@
+"""Programs that XLA simplifies alike on one device and on several: what `num_shards` needs.
+
+XLA compiles a program for several partitions by other passes than a program for one device. The
+partitioner merges equal operations before the first algebraic simplification: Shardy merges equal
+constants and broadcasts of scalars, and the partitioner's clean-up runs a common subexpression
+elimination. On one device nothing is merged until later. Some rewrites depend on the number of
+users of an operand: `a / broadcast(b)` becomes `a * broadcast(1 / b)` only where the broadcast has
+one user. A softmax divides by its sum twice, forward and backward: with merged broadcasts it keeps
+the division, with unmerged ones it loses it, and the last bit differs.
+
+    step = SameProgram(step, compiler_options=options)   # in the place of jax.jit(step, ...)
+
+So equal operations are merged here, before XLA, on any number of devices, and XLA's own pass is
+switched off: the partitioner then finds nothing to merge. Calls are inlined first, because XLA
+inlines them before it partitions, and operations of two calls may be equal too. What `XLA_FLAGS`
+disables is not disabled in such a program: an option replaces the flag of its name.
+
+This room knows programs in StableHLO, and nothing of what they compute.
+"""
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+from jax.extend.mlir import ir, passmanager
+
+DISABLED = "xla_disable_hlo_passes"
+
+
+class SameProgram:
+    """A jitted function, in whose program equal operations are merged before it is compiled.
+
+    Args:
+      function: The function.
+      compiler_options: Options of XLA.
+      **kwargs: Further arguments of `jax.jit`.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], compiler_options: dict[str, Any] | None, **kwargs: Any
+    ) -> None:
+        options = compiler_options or {}
+        passes = ",".join(filter(None, [options.get(DISABLED), "cse"]))
+        options = {**options, DISABLED: passes}
+        self._jitted = jax.jit(function, compiler_options=options, **kwargs)
+        self.trace = self._jitted.trace
+        self._compiled: dict[Hashable, jax.stages.Compiled] = {}
+
+    def lower(self, *args: Any) -> jax.stages.Lowered:
+        """Lowers the function for arguments, or for their shapes."""
+        lowered: jax.stages.Lowered = self._jitted.lower(*args)
+        module: Any = lowered.compiler_ir("stablehlo")
+        with module.context, ir.Location.unknown():
+            _inline_calls(module)
+            passmanager.PassManager.parse("builtin.module(symbol-dce,cse)").run(module.operation)
+        return lowered
+
+    def __call__(self, *args: Any) -> Any:
+        """Calls the function, compiled for arguments of this form."""
+        leaves, treedef = jax.tree.flatten(args)
+        if any(isinstance(x, jax.core.Tracer) for x in leaves):  # `jax.eval_shape` compiles nothing
+            return self._jitted(*args)
+        form = treedef, tuple((jax.typeof(x), getattr(x, "sharding", None)) for x in leaves)
+        if form not in self._compiled:
+            self._compiled[form] = self.lower(*args).compile()
+        return self._compiled[form](*args)
+
+
+def _inline_calls(module: Any) -> None:
+    """Puts the body of each called function in the place of its call, nested ones included."""
+    functions = {op.operation.attributes["sym_name"].value: op.operation for op in module.body}
+    while calls := _calls(functions["main"]):
+        for call in calls:
+            callee = functions[call.attributes["callee"].value].clone()
+            [block] = callee.regions[0].blocks
+            for parameter, value in zip(block.arguments, call.operands, strict=True):
+                parameter.replace_all_uses_with(value)
+            *body, end = block.operations
+            for op in body:
+                op.operation.move_before(call)
+            for result, value in zip(call.results, end.operation.operands, strict=True):
+                result.replace_all_uses_with(value)
+            call.erase()
+            callee.erase()
+
+
+def _calls(function: Any) -> list[Any]:
+    found = []
+
+    def note(op: Any) -> Any:
+        if op.name == "func.call":
+            found.append(op)
+        return ir.WalkResult.ADVANCE
+
+    function.walk(note)
+    return found

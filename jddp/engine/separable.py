@@ -1,0 +1,110 @@
+"""Whether an optimizer works element by element, read from its traced program.
+
+A replica that has a part of each array can take its part of the update if no element of the update
+depends on another element: Adam can be split, a method that looks at norms or at whole matrices
+cannot. It is not the optimizer's name that tells, but its equations: with each array cut to pieces,
+they must give the pieces of what they give for the whole, and be the same ones, since a mask may
+look at shapes.
+
+This room knows equations, and nothing of meshes or steps.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
+
+from jddp.jaxprs import called, shape_of
+from jddp.typing import PyTree
+
+UNIFORM, SPLIT = "one number for all elements", "an element for each"
+_NAMES = """
+    abs acos acosh add and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp
+    complex conj convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp exp2
+    expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p logistic lt max min mul ne
+    neg nextafter not optimization_barrier or pow real reduce_precision rem round rsqrt select_n
+    shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
+    stop_gradient sub tan tanh xor
+"""
+ELEMENTWISE = frozenset(_NAMES.split())
+RESHAPING = frozenset(("broadcast_in_dim", "reshape", "squeeze"))
+
+
+def find_mixing(function: Callable[..., PyTree], *shapes: PyTree) -> str:
+    """Names an operation in `function` by which elements depend on others; "" if there is none.
+
+    Args:
+      function: From trees of arrays to a tree of arrays.
+      *shapes: Of its arguments. Scalars are alike on all replicas, all else is split.
+    """
+    given = [SPLIT if x.shape else UNIFORM for x in jax.tree.leaves(shapes)]
+    label = _join(*_follow(_trace(function, shapes), given))
+    return "" if label in (UNIFORM, SPLIT) else label
+
+
+def is_same(function: Callable[..., PyTree], some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether `function` has the same equations for arguments of other shapes, shapes aside."""
+    return _form(_trace(function, some)) == _form(_trace(function, others))
+
+
+def _trace(function: Callable[..., PyTree], shapes: Sequence[Any]) -> Jaxpr:
+    with jax.disable_jit():  # so that calls of jitted functions are opened
+        return jax.make_jaxpr(function)(*shapes).jaxpr
+
+
+def _form(jaxpr: Jaxpr) -> list[Any]:
+    """The equations and how they are wired, without shapes."""
+    places: dict[Any, int] = {}
+
+    def place(v: Any) -> Any:
+        known = isinstance(v, Literal)
+        return str(v) if known else (places.setdefault(v, len(places)), v.aval.dtype)
+
+    def settings(params: dict[str, Any]) -> Iterator[Any]:
+        for name, x in params.items():
+            if not name.endswith(("shape", "dimensions")):
+                inner = [*map(_form, jaxprs_in_params({name: x}))]
+                yield name, inner or str(getattr(x, "__name__", x))
+
+    form = [*map(place, jaxpr.invars)]
+    for eqn in jaxpr.eqns:
+        form += [eqn.primitive, *settings(eqn.params), *map(place, (*eqn.invars, *eqn.outvars))]
+    return [*form, *map(place, jaxpr.outvars)]
+
+
+def _follow(jaxpr: Jaxpr, given: Sequence[str]) -> list[str]:
+    """What each result is: UNIFORM, SPLIT, or the name of what has mixed elements."""
+    known = dict(zip(jaxpr.invars, given, strict=True))
+    known |= {v: "constant" if shape_of(v) else UNIFORM for v in jaxpr.constvars}
+
+    def label(v: Any) -> str:
+        return UNIFORM if isinstance(v, Literal) else known[v]
+
+    for eqn in jaxpr.eqns:
+        known |= zip(eqn.outvars, _results(eqn, [*map(label, eqn.invars)]), strict=True)
+    return [*map(label, jaxpr.outvars)]
+
+
+def _results(eqn: JaxprEqn, given: list[str]) -> list[str]:
+    name, num, joined = eqn.primitive.name, len(eqn.outvars), _join(*given)
+    if joined not in (UNIFORM, SPLIT):
+        return [joined] * num
+    if name == "cond" and given[0] == UNIFORM:
+        return [
+            *map(_join, *(_follow(branch.jaxpr, given[1:]) for branch in eqn.params["branches"]))
+        ]
+    if inner := called(eqn):
+        return _follow(inner, given)
+    arrays = {shape for v in (*eqn.invars, *eqn.outvars) if (shape := shape_of(v))}
+    if not arrays or (joined == UNIFORM and name in ELEMENTWISE | RESHAPING):
+        return [UNIFORM] * num
+    if name in ELEMENTWISE and len(arrays) == 1:
+        return [SPLIT] * num
+    return [name] * num
+
+
+def _join(*labels: str) -> str:
+    """Of all of several things."""
+    mixed = [label for label in labels if label not in (UNIFORM, SPLIT)]
+    return mixed[0] if mixed else SPLIT if SPLIT in labels else UNIFORM

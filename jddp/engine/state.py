@@ -1,0 +1,201 @@
+"""The state of training, as one pytree, and how each leaf of it lies on the devices.
+
+    replicated    the same on every replica
+    per replica   a leading dim of N, one row for each replica
+    sharded       flat, a shard on each replica
+
+Whoever makes a leaf decides its `Layout`, once: a tree of layouts gives the step its specs, and is
+written into checkpoints, whose readers ask it. JAX does not check that what leaves a `shard_map` as
+replicated is: a value that differs per replica would leave without an error, and every reader would
+see replica 0's.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import P
+from jax.sharding import NamedSharding
+
+from jddp.html import Shown
+from jddp.reduce import in_mebibytes
+from jddp.typing import HookState, ModelState, OptState, Params, PyTree
+
+Shape = tuple[int, ...]
+
+
+class Layout:
+    """How a leaf lies on the devices, here of one that a mesh splits by its first dim."""
+
+    is_per_replica = False
+
+    def spec(self, axis: str) -> P:
+        """The partition spec of such a leaf."""
+        return P(axis)
+
+    def one_device_shape(self, shape: Shape) -> Shape:
+        """The shape that a leaf of `shape` on the mesh has on a single device."""
+        return shape
+
+
+@dataclasses.dataclass(frozen=True)
+class Replicated(Layout):
+    """The same on every replica."""
+
+    def spec(self, axis: str) -> P:
+        """The partition spec of such a leaf."""
+        return P()
+
+
+@dataclasses.dataclass(frozen=True)
+class PerReplica(Layout):
+    """A row for each replica.
+
+    Attributes:
+      on_resize: The rows on another number of replicas: the "mean" of all, a share of their "sum",
+        or "reset", which is as in a first state.
+    """
+
+    on_resize: str = "mean"
+    is_per_replica = True
+
+    def one_device_shape(self, shape: Shape) -> Shape:
+        """The shape of one row."""
+        return shape[1:]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharded(Layout):
+    """Flat and in shards, as `jddp.reduce.own_part` cuts it.
+
+    Attributes:
+      whole: The shape that it would have on a single device.
+    """
+
+    whole: Shape
+
+    def one_device_shape(self, shape: Shape) -> Shape:
+        """The shape before it was cut."""
+        return self.whole
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class CommState:
+    """What the reduction remembers from step to step; () for nothing.
+
+    Attributes:
+      hook: The `CommHook`'s.
+      loss_scale: A `LossScale`, where it is dynamic.
+      outer: Under `local_steps`, the parameters after the last meeting, and the outer optimizer's
+        state.
+    """
+
+    hook: HookState = ()
+    loss_scale: PyTree = ()
+    outer: PyTree = ()
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class TrainState(Shown):
+    """Everything that a step reads and writes.
+
+    Attributes:
+      step: Finished optimizer steps; an int32 scalar.
+      params: Nested dict of parameters.
+      ema_params: Their exponential moving average, or None.
+      model_state: Nested dict of everything else that the model keeps, such as batch statistics.
+      opt_state: The optimizer's.
+      comm_state: The gradient reduction's, a `CommState`.
+      skipped: Those of the steps that changed nothing, since numbers were not finite; int32.
+      key: Base key of all random numbers.
+    """
+
+    step: Any
+    params: Params
+    ema_params: Params
+    model_state: ModelState
+    opt_state: OptState
+    comm_state: CommState
+    skipped: Any
+    key: Any
+
+    def __repr__(self) -> str:
+        """What it holds, in numbers and bytes; waits for the devices."""
+        if getattr(self.step, "is_deleted", lambda: False)():
+            return "TrainState, whose memory a step has taken"
+        is_there = isinstance(self.step, jax.Array) and not isinstance(self.step, jax.core.Tracer)
+        lines = [f"TrainState at step {self.step}" if is_there else "TrainState, its shapes"]
+        for field in ("params", "ema_params", "model_state", "opt_state", "comm_state"):
+            leaves = jax.tree.leaves(getattr(self, field))
+            size = in_mebibytes(sum(x.size * x.dtype.itemsize for x in leaves))
+            numbers = f"{sum(x.size for x in leaves):,} numbers in {len(leaves)} arrays"
+            lines += [f"  {field:<12} {numbers}, {size} MiB"] * bool(leaves)
+        return "\n".join(lines)
+
+    def replace(self, **changes: Any) -> "TrainState":
+        """Returns a copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+
+def specs(layouts: PyTree, axis: str) -> PyTree:
+    """Partition specs, from a tree of layouts."""
+    return jax.tree.map(lambda layout: layout.spec(axis), layouts)
+
+
+def enter(state: PyTree, layouts: PyTree) -> PyTree:
+    """Takes off the leading dim of 1 that a replica sees on its per-replica leaves."""
+    return jax.tree.map(lambda x, layout: x[0] if layout.is_per_replica else x, state, layouts)
+
+
+def leave(state: PyTree, layouts: PyTree) -> PyTree:
+    """Puts the leading dim back; the inverse of `enter`."""
+    return jax.tree.map(lambda x, layout: x[None] if layout.is_per_replica else x, state, layouts)
+
+
+def own_layouts(tree: PyTree, is_own: Callable[[Any, Any], bool]) -> PyTree:
+    """Layouts of a tree in which each replica keeps its own of some leaves, by path and leaf."""
+
+    def layout(path: Any, x: Any) -> Layout:
+        return PerReplica() if is_own(path, x) else Replicated()
+
+    return jax.tree_util.tree_map_with_path(layout, tree)
+
+
+def is_float(x: Any) -> bool:
+    """Whether a leaf is of floating values: whole numbers count steps, and keys are shared."""
+    return jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)
+
+
+def stack_rows(tree: PyTree, layouts: PyTree, rows: NamedSharding, num: int) -> PyTree:
+    """Gives each of `num` replicas its row of every per-replica leaf of a replicated tree."""
+    if not any(layout.is_per_replica for layout in jax.tree.leaves(layouts)):
+        return tree
+
+    def stack(x: jax.Array, layout: Layout) -> jax.Array:
+        if not layout.is_per_replica:
+            return x
+        return jax.lax.with_sharding_constraint(jax.numpy.broadcast_to(x, (num, *x.shape)), rows)
+
+    return jax.jit(lambda tree: jax.tree.map(stack, tree, layouts))(tree)
+
+
+def merge_rows(tree: PyTree, layouts: PyTree, everywhere: NamedSharding) -> PyTree:
+    """Averages the rows of every per-replica leaf; the rest is left as it is."""
+    if not any(layout.is_per_replica for layout in jax.tree.leaves(layouts)):
+        return tree
+
+    def merge(x: jax.Array, layout: Layout) -> jax.Array:
+        # All rows on every device, and then their mean: so it is the same on any number of them.
+        return merged(jax.lax.with_sharding_constraint(x, everywhere), layout)
+
+    return jax.jit(lambda tree: jax.tree.map(merge, tree, layouts))(tree)
+
+
+def merged(x: Any, layout: Layout) -> Any:
+    """The mean of the rows of a per-replica leaf, in its dtype; any other leaf as it is."""
+    if layout.is_per_replica and is_float(x):
+        return x.astype(jax.numpy.promote_types(x.dtype, "float32")).mean(0).astype(x.dtype)
+    return x.sum(0, dtype=x.dtype) // len(x) if layout.is_per_replica else x

@@ -1,0 +1,71 @@
+"""Leave parameters alone that no gradient reaches, whatever the optimizer is.
+
+An optimizer moves a parameter also when its gradient is zero: weight decay and momentum see to
+that. It keeps trees of the parameters' own form, wherever in its state they are; so what belongs to
+a parameter is known by its path, which ends in that of the parameter.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jddp.errors import ConfigError
+from jddp.typing import Params, PyTree
+
+Path = tuple[tuple[bool, str], ...]  # Of each step, whether it is a field, and its name.
+
+
+def take_back(new: PyTree, old: PyTree, params: Params, unused: Collection[str]) -> PyTree:
+    """Returns `new`, but for what belongs to the unused parameters: that is as in `old`.
+
+    Args:
+      new: Trees with all or part of the form of the parameters, such as an optimizer's state.
+      old: The same, before the optimizer's update.
+      params: The parameters, for their paths.
+      unused: Names of parameters, as in `BucketPlan.unused`.
+
+    Raises:
+      ConfigError: If an array holds all parameters together.
+    """
+    num_all = sum(x.size for x in jax.tree.leaves(params))
+    owners = {_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)}
+
+    def choose(path: Any, after: Any, before: Any) -> Any:
+        owner = _owner(_path(path), owners)
+        if not owner and jnp.size(after) >= num_all > 1:
+            raise ConfigError(
+                "unused_parameters='skip': this optimizer keeps an array of all parameters at "
+                f"{_name(_path(path))!r}, of which none can be left alone. Choose 'zero' or "
+                "'error'."
+            )
+        return before if owner and _name(owner) in unused else after
+
+    return jax.tree_util.tree_map_with_path(choose, new, old)
+
+
+def _path(path: Any) -> Path:
+    """A parameter of the name "count" is in a dict, an optimizer's own `count` is a field."""
+    return tuple(
+        (isinstance(entry, jax.tree_util.GetAttrKey), jax.tree_util.keystr((entry,), simple=True))
+        for entry in path
+    )
+
+
+def _name(path: Path) -> str:
+    return "/".join(name for _, name in path)
+
+
+def _owner(path: Path, owners: Collection[Path]) -> Path:
+    """The longest parameter path that `path` ends in, numbers behind it aside; () if none does.
+
+    Behind it are numbers where an optimizer keeps a list of arrays for each parameter.
+    """
+    for start in range(len(path)):
+        for end in range(len(path), start, -1):
+            if path[start:end] in owners:
+                return path[start:end]
+            if not path[end - 1][1].isdigit():
+                break
+    return ()

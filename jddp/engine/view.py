@@ -1,0 +1,90 @@
+"""What one replica holds of the mean gradient, and clipping, which needs the norm of the whole.
+
+    View     all of it, the same on every replica
+    Shard    its shard
+    Own      a gradient of its own
+
+Whatever is computed from the gradient and must be the same on every replica, such as its norm or
+whether it is finite, asks the view how.
+
+    grads, metrics = clip(grads, view)
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jaxtyping import Array, Float
+
+from jddp.typing import Grads, Metrics
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """All of the mean gradient, on every replica: nothing has to travel.
+
+    Attributes:
+      axis: Name of the axis of the replicas.
+    """
+
+    axis: str
+    differs = False  # Whether replicas hold different numbers.
+
+    def norm(self, grads: Grads) -> Float[Array, ""]:
+        """Returns the global norm of the gradient that the replica updates by."""
+        return optax.tree.norm(grads)
+
+    def metric(self, x: Float[Array, ""]) -> Float[Array, ""]:
+        """Returns the number to report for all replicas, from what each computed."""
+        return x
+
+
+class Shard(View):
+    """The replica's shard of the mean gradient."""
+
+    differs = True
+
+    def norm(self, grads: Grads) -> Float[Array, ""]:
+        """Returns the norm over the shards of all replicas."""
+        with jax.named_scope("metrics"):
+            return jnp.sqrt(lax.psum(optax.tree.norm(grads, squared=True), self.axis))
+
+
+class Own(View):
+    """The replica's own gradient, which is no mean: replicas step apart."""
+
+    differs = True
+
+    def metric(self, x: Float[Array, ""]) -> Float[Array, ""]:
+        """Returns the mean over the replicas."""
+        with jax.named_scope("metrics"):
+            return lax.pmean(x, self.axis)
+
+
+class NoClip:
+    """Leaves gradients as they are."""
+
+    def __call__(self, grads: Grads, view: View) -> tuple[Grads, Metrics]:
+        """Returns the gradients, and no metric."""
+        return grads, {}
+
+
+@dataclasses.dataclass(frozen=True)
+class ClipByGlobalNorm(NoClip):
+    """Scales gradients down to a global norm, as `optax.clip_by_global_norm` does.
+
+    Attributes:
+      limit: The largest global norm.
+    """
+
+    limit: float
+
+    def __call__(self, grads: Grads, view: View) -> tuple[Grads, Metrics]:
+        """Returns the clipped gradients, and "grad_norm": their norm before."""
+        norm = view.norm(grads)
+        clipped = jax.tree.map(
+            lambda g: jnp.where(norm < self.limit, g, g / norm.astype(g.dtype) * self.limit), grads
+        )
+        return clipped, {"grad_norm": view.metric(norm)}

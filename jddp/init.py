@@ -1,0 +1,145 @@
+"""The state that training begins with: made by the model from one seed, or given, whole or in part.
+
+    first = FirstState(recipe, steps, mesh)
+    state = first.make(seed, inputs, params=None)       # the same on every device
+    shapes = first.shapes(inputs)                       # with nothing allocated
+
+Processes start alike: what is made is made on every device from the same seed and rows, what is
+given is replicated.
+"""
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jddp.checkpoint.weights import Loaded, fit_weights, read_weights
+from jddp.config.permissions import expand
+from jddp.engine.compiled import CompiledSteps
+from jddp.engine.executor import call
+from jddp.engine.mesh import from_process_zero, replicate, replicated, sharded
+from jddp.engine.spec import Inputs, Recipe
+from jddp.engine.state import Layout, Replicated, TrainState, merge_rows, own_layouts, stack_rows
+from jddp.engine.step import make_init
+from jddp.errors import UsageError
+from jddp.typing import Batch, ModelState, Params
+
+Values = tuple[Params, ModelState]  # parameters and other state; None for what is to be made
+
+
+class FirstState:
+    """Makes first states.
+
+    Args:
+      recipe: What a step is made of.
+      steps: Which plan for the rows.
+      mesh: Where the state will lie.
+
+    Attributes:
+      loaded: What became of the values that were given last; None before any.
+    """
+
+    def __init__(self, recipe: Recipe, steps: CompiledSteps, mesh: Mesh) -> None:
+        self.loaded: Loaded | None = None
+        self._model, self._steps, self._mesh = recipe.model, steps, mesh
+        self._init = make_init(recipe, mesh)
+        self._keeps_own = recipe.keeps_own
+
+    def make(
+        self, seed: int, inputs: Inputs, params: Params = None, *, partial: bool = False
+    ) -> TrainState:
+        """Makes a state; `jddp.DataParallel.init` says from what."""
+        values = self._values(seed, inputs, params, partial=partial)
+        rows = from_process_zero(self._example(inputs, values))  # so that all start alike
+        example = inputs._replace(rows=rows)
+        state = call(self._init, np.uint32(seed), example, *replicate(values, self._mesh))
+        self._model.check_kinds(state.model_state)
+        self._steps.plan_for(state, inputs)
+        outer = state.comm_state.outer
+        comm_state = replicate(self._steps.comm_state(), self._mesh)
+        state = state.replace(comm_state=dataclasses.replace(comm_state, outer=outer))
+        layouts, num = self._steps.layouts(state), self._steps.num_shards
+        return stack_rows(state, layouts, sharded(self._mesh), num)
+
+    def shapes(self, inputs: Inputs) -> TrainState:
+        """Shapes, dtypes and shardings of a state."""
+        values = self._split(None)
+        example = inputs._replace(rows=self._example(inputs, values))
+        state = call(jax.eval_shape, self._init, np.uint32(0), example, *values)
+        self._steps.plan_for(state, inputs)
+        outer, comm_state = state.comm_state.outer, jax.eval_shape(self._steps.comm_state)
+        state = state.replace(comm_state=dataclasses.replace(comm_state, outer=outer))
+
+        def place(x: Any, layout: Layout) -> jax.ShapeDtypeStruct:
+            sharding = (replicated if layout == Replicated() else sharded)(self._mesh)
+            shape = (self._steps.num_shards, *x.shape) if layout.is_per_replica else x.shape
+            return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
+
+        return jax.tree.map(place, state, self._steps.layouts(state))
+
+    def merged(self, values: Values) -> Values:
+        """Values as they are read: what each replica has its own of is averaged."""
+        params, model_state = values
+        layouts = (
+            own_layouts(params, self._keeps_own),
+            own_layouts(model_state, self._model.keeps_own),
+        )
+        return merge_rows(values, layouts, replicated(self._mesh))
+
+    def _split(self, params: Params) -> Values:
+        return (self._model.values or (None, None)) if params is None else self._model.split(params)
+
+    def _values(self, seed: int, inputs: Inputs, params: Params, *, partial: bool) -> Values:
+        """What is given, held against what the model has, if that is known."""
+        is_path = isinstance(params, str | Path)
+        values, state = self._split(read_weights(expand(params)) if is_path else params)
+        is_unknown = self._model.values is None and inputs.rows is None
+        if partial and (params is None or is_unknown):
+            raise UsageError("init(partial=True) needs params=, and for a Linen model batch=.")
+        if params is None or is_unknown:
+            return values, state
+        own_values, own_state = self._model.values or self._own(seed, inputs, with_values=partial)
+        values, self.loaded = fit_weights(values, own_values, partial=partial)
+        if state is not None:
+            state, loaded = fit_weights(state, own_state, partial=partial)
+            self.loaded += loaded
+        if partial:
+            logging.getLogger("jddp").warning("params=: %s", self.loaded)
+        return (jax.tree.map(_like, values, own_values) if is_path else values), state
+
+    def _own(self, seed: int, inputs: Inputs, *, with_values: bool) -> Values:
+        """What the model makes by itself, or its shapes."""
+        if with_values:
+            made = self.make(seed, inputs)
+            return self.merged((made.params, made.model_state))
+        shapes = self.shapes(inputs)
+        return jax.eval_shape(self.merged, (shapes.params, shapes.model_state))
+
+    def _example(self, inputs: Inputs, values: Values) -> Batch:
+        """The rows that one replica sees, or their shapes; None where nothing is to be made."""
+        batch = inputs.rows
+        if None not in values or (batch is None and values[0] is not None):
+            return None
+        if batch is None:
+            raise UsageError(
+                "init needs batch= (example rows, for their shapes) or params=: a Linen model "
+                "makes its parameters by running the loss."
+            )
+        num_rows = self._steps.count_rows_of_part(batch)
+
+        def share(x: Any) -> Any:
+            if isinstance(x, jax.ShapeDtypeStruct):
+                return jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype)
+            return np.asarray(x[:num_rows])
+
+        return jax.tree.map(share, batch)
+
+
+def _like(x: Any, wanted: Any) -> Any:
+    """A floating array in another floating dtype; all else as it is."""
+    both = (jax.numpy.issubdtype(v.dtype, np.floating) for v in (x, wanted))
+    return np.asarray(x).astype(wanted.dtype) if all(both) else x

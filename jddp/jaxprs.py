@@ -1,0 +1,59 @@
+"""What the equations of a traced program say, those of the programs inside it included.
+
+A loop, a branch and a jitted function are one equation each, with programs of its own. `equations`
+walks into all of them. The text of a program is no place to look: it holds names of functions too,
+which can be anything.
+
+This room knows equations, and nothing of what they are asked for.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
+
+# Primitives that make random numbers; those that only make keys, such as `random_split`, do not.
+DRAWING = {"random_bits", "random_gamma", "rng_bit_generator", "rng_uniform", "threefry2x32"}
+LOOPS = {"scan", "while"}
+
+
+def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """All equations, each before those of the programs inside it."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jaxprs_in_params(eqn.params):
+            yield from equations(inner)
+
+
+def called(eqn: JaxprEqn) -> Jaxpr | None:
+    """The program that an equation runs once, on what it is given as it is; None if it has none.
+
+    Such as that of a jitted function; not that of a loop, or of a reduction.
+    """
+    for inner in jaxprs_in_params(eqn.params):
+        own, given = (*inner.invars, *inner.outvars), (*eqn.invars, *eqn.outvars)
+        if eqn.primitive.name not in LOOPS and [*map(shape_of, own)] == [*map(shape_of, given)]:
+            return inner
+    return None
+
+
+def axes_of(eqn: JaxprEqn) -> tuple[Any, ...]:
+    """The axes that an equation works over: names of mapped axes, and numbers of dims."""
+    axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    return axes if isinstance(axes, tuple) else (axes,)
+
+
+def uses_rng(jaxpr: Jaxpr) -> bool:
+    """Whether a program draws random numbers."""
+    return any(eqn.primitive.name in DRAWING for eqn in equations(jaxpr))
+
+
+def dtypes(jaxpr: Jaxpr) -> set[Any]:
+    """The dtypes of all that a program computes, and computes with."""
+    variables = (v for eqn in equations(jaxpr) for v in (*eqn.invars, *eqn.outvars))
+    return {v.aval.dtype for v in variables if hasattr(v.aval, "dtype")}
+
+
+def shape_of(v: Any) -> tuple[int, ...]:
+    """The shape of a variable or number; () of what is no array."""
+    return getattr(v.aval, "shape", ())

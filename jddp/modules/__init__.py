@@ -1,0 +1,1 @@
+"""Linen and NNX modules in one functional form: batch norm, losses and metrics of replicas."""

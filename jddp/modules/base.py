@@ -1,0 +1,165 @@
+"""What a step needs to know of a model, and how a loss is called; Linen and NNX each fill it in."""
+
+import abc
+import functools
+import inspect
+import logging
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jddp.errors import ConfigError, UsageError
+from jddp.modules.batch_norm import Mode, Path, Sync
+from jddp.typing import Batch, LossFn, ModelState, Params, PyTree
+
+log = logging.getLogger("jddp")
+
+
+class FlaxModel(abc.ABC):
+    """What a step needs to know of a model.
+
+    Attributes:
+      name: Of the module's class.
+      values: Parameters and other state that the module already has (NNX), or None (Linen).
+      batch_norm: How batch statistics agree over the replicas; one of `batch_norm.MODES`.
+      sync: Over which replicas they are taken under "sync", and how declared state is combined.
+      per_replica: Kinds of other state of which each replica keeps its own: collections (Linen),
+        or classes of variables (NNX), by name.
+    """
+
+    name: str
+    values: tuple[Params, ModelState] | None = None
+    batch_norm: Mode
+    sync: Sync
+    per_replica: tuple[str, ...]
+
+    def keeps_own(self, path: Path, x: Any) -> bool:
+        """Whether each replica keeps its own of `x`, which stands there in the other state."""
+        kinds = self.kinds_at(path)
+        if not set(self.per_replica).isdisjoint(kinds):
+            return jnp.issubdtype(x.dtype, jnp.number)
+        is_own = self.batch_norm == "local" and self.sync.rule(kinds) is None
+        is_own = is_own and not self.is_overwritten(path)
+        return is_own and jnp.issubdtype(x.dtype, jnp.inexact)
+
+    def is_overwritten(self, path: Path) -> bool:
+        """Whether each step overwrites what stands there with its gradient: state of fp8 layers."""
+        return "_overwrite_with_gradient" in self.kinds_at(path)
+
+    def check_kinds(self, model_state: ModelState) -> None:
+        """Refuses a `per_replica` or `state_reduction` that names nothing.
+
+        Raises:
+          ConfigError: If no leaf is of such a kind.
+        """
+        leaves = jax.tree_util.tree_leaves_with_path(model_state)
+        there = set[str]().union(*(self.kinds_at(path) for path, _ in leaves))
+        rules = dict(self.sync.rules)
+        for option, kinds in (("per_replica", self.per_replica), ("state_reduction", rules)):
+            if unknown := sorted(set(kinds) - there):
+                raise ConfigError(
+                    f"{option} names {unknown[0]!r}, and the model keeps "
+                    f"{', '.join(sorted(there)) or 'nothing'} beside its parameters."
+                )
+
+    @abc.abstractmethod
+    def kinds_at(self, path: Path) -> Sequence[str]:
+        """Names by which a leaf of the other state may be declared, the narrowest first."""
+
+    @abc.abstractmethod
+    def init(self, loss_fn: LossFn, key: jax.Array, batch: Batch) -> tuple[Params, ModelState]:
+        """Makes parameters and other state, by running the loss once."""
+
+    @abc.abstractmethod
+    def train(
+        self, loss_fn: LossFn, params: Params, model_state: ModelState, batch: Batch, key: jax.Array
+    ) -> tuple[Any, ModelState]:
+        """Runs the loss on one replica's share; returns what it returns, and its new state."""
+
+    @abc.abstractmethod
+    def evaluate(
+        self, loss_fn: LossFn, params: Params, model_state: ModelState, batch: Batch, key: jax.Array
+    ) -> Any:
+        """Runs the loss for evaluation on one replica's share; returns what it returns."""
+
+    @abc.abstractmethod
+    def split(self, values: PyTree) -> tuple[Params, ModelState | None]:
+        """Splits what a user gives as `init(params=...)` into parameters and other state."""
+
+    @abc.abstractmethod
+    def rebuild(self, params: Params, model_state: ModelState) -> Any:
+        """Returns what the user knows: Linen variables, or an NNX module in eval mode."""
+
+
+def takes_train(loss_fn: LossFn) -> bool:
+    """Whether `loss_fn` is `loss_fn(model, batch, train)`, told by its signature."""
+    parameters = inspect.signature(loss_fn).parameters.values()
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return (
+        any(p.kind is p.VAR_POSITIONAL for p in parameters)
+        or any(p.name == "train" for p in parameters)
+        or sum(p.default is p.empty for p in positional) > 2
+    )
+
+
+def takes_constants(loss_fn: LossFn) -> bool:
+    """Whether the loss has an argument `constants`."""
+    return "constants" in inspect.signature(loss_fn).parameters
+
+
+def name_constants(loss_fn: LossFn, constants: PyTree) -> LossFn:
+    """The loss, handed `constants` if it names them.
+
+    Raises:
+      UsageError: If it needs them, and there are none.
+    """
+    parameter = inspect.signature(loss_fn).parameters.get("constants")
+    if parameter is None or (constants is None and parameter.default is not parameter.empty):
+        return loss_fn
+    if constants is None:
+        raise UsageError(
+            "loss_fn names `constants`, and was given none. Pass constants=, a tree of arrays, to "
+            "init, step and evaluate; or take ddp.given(constants)."
+        )
+    return functools.partial(loss_fn, constants=constants)
+
+
+def call_loss(loss_fn: LossFn, model: Any, batch: Batch, *, train: bool) -> Any:
+    """Calls a loss, telling it whether this is training if it asks."""
+    try:
+        if not takes_train(loss_fn):
+            return loss_fn(model, batch)
+        by_name = "train" in inspect.signature(loss_fn).parameters
+        return loss_fn(model, batch, train=train) if by_name else loss_fn(model, batch, train)
+    except (KeyError, TypeError) as error:
+        is_named, reads = isinstance(batch, Mapping), str(error)
+        asks = isinstance(error, KeyError) if is_named else "indices must be" in reads
+        frame = inspect.trace(0)[-1].frame  # of the line that raised it
+        if not (asks and any(x is batch for x in frame.f_locals.values())):
+            raise
+        held = f"it holds {', '.join(map(str, batch))}" if is_named else "it is none: give dicts"
+        raise ConfigError(f"loss_fn reads the batch as a dict ({reads}), and {held}.") from error
+
+
+def stream(key: jax.Array, name: str) -> jax.Array:
+    """The key of a stream of random numbers."""
+    return jax.random.fold_in(key, zlib.crc32(name.encode()))
+
+
+def is_saved(values: PyTree) -> bool:
+    """Whether these are fields of a state, as a checkpoint or an export of one has them."""
+    fields = {"params", "model_state", "ema_params"}
+    return isinstance(values, Mapping) and {"params"} <= values.keys() <= fields
+
+
+def tell_axes(names: Iterable[Any]) -> None:
+    """Gives notice of the mesh axes that a model names for its parameters, if it names any."""
+    axes = {axis for axes in names if axes for axis in jax.tree.leaves(tuple(axes))}
+    if axes:
+        log.warning(
+            "The model names the mesh axes %s for its parameters. Here each device holds them all.",
+            ", ".join(sorted(map(str, axes))),
+        )

@@ -1,0 +1,316 @@
+"""Losses and metrics as sums and counts, so that a mean stays exact however shares differ.
+
+A mean of means is wrong as soon as replicas hold different numbers of valid entries. Here every
+quantity travels as (total, count): totals and counts of all of them are added over the replicas
+in one small vector, and divided once. A loss that divides by a count of its own says which
+(`Mean`); what is no mean is computed from sums too (`Metric`).
+
+    sums = weigh(losses, {"accuracy": hits}, mask=batch["mask"])   # per replica
+    sums = sum_over_replicas(sums, axis="data")                    # the same on every replica
+    accuracy = mean(sums["accuracy"].total, sums["accuracy"].count)
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float
+
+from jddp.errors import ConfigError
+from jddp.reduce.pairwise import add_in_pairs
+
+RESERVED = ("loss", "count", "grad_norm", "skipped", "loss_scale", "examples")
+WEIGHTS = ("mask", "loss_mask", "weight", "weights")  # what batches call weights of losses
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Mean:
+    """A loss or metric with a count of its own: its value is sum(total) / sum(count) of all rows.
+
+        return jddp.Mean(losses * weights, weights)                # a value per row or per token
+        return jddp.Mean((losses * weights).sum(), weights.sum())  # scalars: of this replica's rows
+
+    The sums are over replicas, micro-batches and batches of an evaluation, so that rows weigh as
+    on one device, however the counts are spread. The gradient is that of sum(total), divided by
+    sum(count): the count is not differentiated.
+
+    Entries of arrays are left out where `batch["mask"]` is 0, and where a partial batch is padded.
+    jddp cannot leave anything out of scalars: weigh them by `batch["mask"]` yourself; a padded
+    batch is refused. With float16 (parameters, wire or `loss_scale`) prefer arrays: their size says
+    how far gradients of sums have to be scaled down, where a scalar is taken for one entry per row.
+
+    Attributes:
+      total: Weighted losses: an array of shape (b, ...), or their sum.
+      count: Their weights, or what else the total is divided by: an array of shape (b, ...), or
+        its sum. An integer, boolean or floating dtype.
+    """
+
+    total: Any
+    count: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Metric:
+    """A metric of the evaluation that is no mean, but can be told from sums.
+
+        {"perplexity": jddp.Metric(losses, lambda total, count: np.exp(total / count))}
+
+    A loss returns it in the place of an array. In training it is left out.
+
+    Attributes:
+      values: A tree of arrays that begin with the dims of the losses, `(b, ...)`. They are summed
+        over those dims, where the mask says so, over replicas and over batches: on the host in
+        int64 and float64.
+      compute: `compute(sums, count)`, called on the host with the tree of sums, as numpy arrays
+        without those dims, and the number of valid entries (of the tree's first array). Gives a
+        number or an array.
+    """
+
+    values: Any
+    compute: Callable[[Any, float], Any] = dataclasses.field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sum:
+    """A weighted sum and the sum of its weights; their quotient is the mean.
+
+    Attributes:
+      total: Scalar; a tree of arrays where something is computed of it.
+      count: Scalar.
+      is_scalar: Whether replicas gave one mean each, and so weigh alike.
+      is_maskable: Whether rows of padding can be left out of it.
+      num_entries: How many entries there are, masked ones counted.
+      compute: What is told from the sums, `Metric.compute`; None for the mean.
+    """
+
+    total: Any
+    count: Any
+    is_scalar: bool = dataclasses.field(default=False, metadata={"static": True})
+    is_maskable: bool = dataclasses.field(default=True, metadata={"static": True})
+    num_entries: int = dataclasses.field(default=1, metadata={"static": True})
+    compute: Any = dataclasses.field(default=None, metadata={"static": True})
+
+
+Sums = dict[str, Sum]
+
+
+def weigh(
+    losses: Array | Mean,
+    metrics: Mapping[str, Array | Mean | Metric],
+    *,
+    mask: Array | None = None,
+    num_rows: int = 1,
+    train: bool = True,
+) -> Sums:
+    """Sums the losses and metrics of one replica over their valid entries.
+
+    Args:
+      losses: Any shape whose first dim is b, or a scalar: this replica's mean; or a `Mean`.
+      metrics: By name; shapes as for `losses`.
+      mask: 1 where an entry counts and 0 where it does not; aligned with the leading dims of
+        `losses` and of each metric. A metric with fewer dims than the mask counts where its row
+        has any valid entry.
+      num_rows: Rows of the replica: as many entries a `Mean` of scalars is taken to have.
+      train: Whether to leave out what is no mean. A scalar then weighs like that of any other
+        replica; in evaluation, where batches may differ in size, by its rows.
+
+    Returns:
+      "loss" and each metric, in float32.
+
+    Raises:
+      ConfigError: If a shape does not align with the mask, or a metric has a reserved name.
+    """
+    taken = sorted(set(metrics) & set(RESERVED))
+    if taken:
+        raise ConfigError(f"Metric name {taken[0]!r} is jddp's own. Rename the metric.")
+    num_dims = max(1, *(jnp.ndim(x) for x in jax.tree.leaves(losses)))
+    sums = {}
+    for name, x in {"loss": losses, **metrics}.items():
+        if isinstance(x, Mean):
+            sums[name] = _sum_mean(name, x, mask, num_rows)
+        elif not isinstance(x, Metric):
+            sums[name] = _sum(name, x, mask, 1.0 if train else float(num_rows))
+        elif not train:
+            sums[name] = _sum_tree(name, x, mask, num_dims)
+    return sums
+
+
+def _sum_mean(name: str, mean: Mean, mask: Array | None, num_rows: int) -> Sum:
+    def add_up(x: Array) -> Array:
+        x = jnp.asarray(x).astype(jnp.float32)
+        if x.ndim and mask is not None:  # Its weights are in it already.
+            x = jnp.where(_align(name, x.shape, mask) > 0, x, 0.0)
+        return x.sum()
+
+    both = mean.total, mean.count
+    total, count = map(add_up, both)
+    is_maskable = all(jnp.ndim(x) > 0 for x in both)
+    num_entries = max(num_rows, *map(jnp.size, both))
+    return Sum(total, count, is_maskable=is_maskable, num_entries=num_entries)
+
+
+def mask_in(batch: Any) -> Any:
+    """The mask of a batch, which a dict of rows has under that name; or None."""
+    return batch.get("mask") if isinstance(batch, Mapping) else None
+
+
+def _sum(name: str, values: Array, mask: Array | None, scalar_count: float) -> Sum:
+    values = jnp.asarray(values).astype(jnp.float32)
+    if values.ndim == 0:
+        count = jnp.float32(scalar_count)
+        return Sum(values * scalar_count, count, is_scalar=True, is_maskable=False)
+    if mask is None:
+        return Sum(values.sum(), jnp.float32(values.size), num_entries=values.size)
+    weights = _align(name, values.shape, mask)
+    # `where` keeps a NaN of an invalid entry out of the sum; 0 * NaN would not.
+    total = jnp.where(weights > 0, values * weights, 0.0).sum()
+    return Sum(total, weights.sum(), num_entries=values.size)
+
+
+def _sum_tree(name: str, metric: Metric, mask: Array | None, num_dims: int) -> Sum:
+    """Sums of a metric over the dims of the losses; whole numbers stay whole."""
+
+    def add_up(x: Array) -> tuple[Array, Array]:
+        shape = x.shape[:num_dims]
+        weights = jnp.ones(shape) if mask is None else _align(name, shape, mask)
+        dims = tuple(range(len(shape)))
+        x = x.astype(jnp.int32 if x.dtype.kind in "biu" else jnp.float32)
+        counts = jnp.expand_dims(weights > 0, tuple(range(len(shape), x.ndim)))
+        return jnp.where(counts, x, 0).sum(dims), weights.sum()
+
+    leaves, treedef = jax.tree.flatten(metric.values)
+    if not leaves or any(jnp.ndim(x) == 0 for x in leaves):
+        raise ConfigError(f"{name!r} holds a scalar, or nothing. Its values need a dim for rows.")
+    totals, counts = zip(*map(add_up, map(jnp.asarray, leaves)), strict=True)
+    return Sum(jax.tree.unflatten(treedef, totals), counts[0], compute=metric.compute)
+
+
+def _align(name: str, shape: tuple[int, ...], mask: Array) -> Array:
+    weights = mask.astype(jnp.float32)
+    if weights.ndim > len(shape):
+        weights = weights.max(axis=tuple(range(len(shape), weights.ndim)))
+    if weights.shape != shape[: weights.ndim]:
+        raise ConfigError(
+            f"{name!r} has shape {shape}, and batch['mask'] has shape {mask.shape}: the mask must "
+            "equal the leading dims. Return one value per masked entry, or per row."
+        )
+    dims = tuple(range(weights.ndim, len(shape)))
+    return jnp.broadcast_to(jnp.expand_dims(weights, dims), shape)
+
+
+def weights_in(batch: Any) -> tuple[str, ...]:
+    """The entries of a batch that seem to be weights of losses, by name."""
+    return tuple(x for x in WEIGHTS if x in batch) if isinstance(batch, Mapping) else ()
+
+
+def count_rows(mask: Array) -> Float[Array, ""]:
+    """Number of rows with any valid entry."""
+    rows = mask.reshape(mask.shape[0], -1).astype(jnp.float32)
+    return (rows.max(axis=1) > 0).astype(jnp.float32).sum()
+
+
+def sum_over_replicas(sums: Sums, *, axis: str) -> Sums:
+    """Adds totals and counts over `axis`: one all-reduce of one small vector, and of each array."""
+    leaves, treedef = jax.tree.flatten(sums)
+    is_number = [x.ndim == 0 and x.dtype == jnp.float32 for x in leaves]
+    with jax.named_scope("metrics"):
+        numbers = iter(lax.psum(jnp.stack([*itertools.compress(leaves, is_number)]), axis))
+        added = [
+            next(numbers) if number else lax.psum(x, axis)
+            for x, number in zip(leaves, is_number, strict=True)
+        ]
+    return jax.tree.unflatten(treedef, added)
+
+
+def sum_in_order(sums: Sums, *, axis: str) -> Sums:
+    """Adds the totals and counts of each shard in one order: see `jddp.reduce.pairwise`."""
+
+    def add(rows: Array) -> Array:
+        return add_in_pairs(lax.all_gather(rows, axis, tiled=True))
+
+    leaves, treedef = jax.tree.flatten(sums)
+    is_number = [x.ndim == 1 and x.dtype == jnp.float32 for x in leaves]
+    with jax.named_scope("metrics"):
+        numbers = iter(add(jnp.stack([*itertools.compress(leaves, is_number)], axis=1)))
+        added = [
+            next(numbers) if number else add(x) for x, number in zip(leaves, is_number, strict=True)
+        ]
+    return jax.tree.unflatten(treedef, added)
+
+
+def mean(total: Float[Array, ""], count: Float[Array, ""]) -> Float[Array, ""]:
+    """Divides a total by its count; nothing valid gives zero."""
+    return total / jnp.where(count == 0, 1.0, count)
+
+
+def mean_tree(totals: Any, count: Float[Array, ""]) -> Any:
+    """Divides a tree of totals by one count, leaf dtypes kept; nothing valid gives zero.
+
+    One division, then a product per element, which costs a fraction of a division: the same where
+    the count is a power of two, else to rounding.
+    """
+    inverse = mean(jnp.ones_like(count), count)
+
+    def scale(leaf: Array) -> Array:
+        exact = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+        return (exact * inverse.astype(exact.real.dtype)).astype(leaf.dtype)
+
+    return jax.tree.map(scale, totals)
+
+
+class Totals:
+    """Sums of many batches, added up on the host: in float64, whole numbers in int64."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Sum] = {}
+
+    def add(self, sums: Sums) -> None:
+        """Adds one batch; waits for the device.
+
+        Raises:
+          ConfigError: If it has other metrics than the batches before.
+        """
+        if self._sums and (differ := sorted(self._sums.keys() ^ sums.keys())):
+            raise ConfigError(
+                f"Metric {differ[0]!r} is told of some batches and not of others. Return the same "
+                "metrics for each."
+            )
+        for name, x in jax.device_get(sums).items():
+            wide = dataclasses.replace(
+                x, total=jax.tree.map(_widen, x.total), count=np.float64(x.count)
+            )
+            before = self._sums.get(name)
+            if before is not None:
+                total = jax.tree.map(np.add, before.total, wide.total)
+                wide = dataclasses.replace(wide, total=total, count=before.count + wide.count)
+            self._sums[name] = wide
+
+    def values(self) -> dict[str, Any]:
+        """Means over all entries, and what is computed; NaN where none was valid.
+
+        "examples" is a number of rows. What is computed is a float, or a list for an array.
+        """
+        values = {name: _value(x) for name, x in self._sums.items()}
+        if "examples" in self._sums:
+            values["examples"] = int(self._sums["examples"].total)
+        return values
+
+
+def _widen(x: np.ndarray) -> np.ndarray:
+    return np.asarray(x, np.float64 if x.dtype.kind == "f" else np.int64)
+
+
+def _value(x: Sum) -> Any:
+    if not x.count:
+        return math.nan
+    computed = x.total / x.count if x.compute is None else x.compute(x.total, float(x.count))
+    return np.asarray(computed).tolist()

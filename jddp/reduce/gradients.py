@@ -1,0 +1,132 @@
+"""The gradients that a reduction is given: all there, or still to be made by a backward pass.
+
+A reduction asks both the same, bucket by bucket:
+
+    run = grads.start()                            a pass over them, from the beginning
+    run.take(leaves)                               gradients; a backward pass runs up to the last
+    bucket, flying = run.hold(bucket, flying)      a backward pass waits there for both
+    run.rest(done)                                 what is left, when all has run
+
+Gradients are immutable: each `start` begins anew, so that branches of one program can use the same.
+
+XLA's scheduler is free to put off what nobody waits for, and would put off collectives to the end.
+So a backward pass waits at a barrier until a bucket is packed and the one before it has arrived.
+What the network does meanwhile is hidden.
+"""
+
+from collections.abc import Callable, Container, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Literal, Var
+
+from jddp.reduce.backward import Backward, evaluate, variables
+from jddp.reduce.hooks import GradBucket
+from jddp.typing import Grads, PyTree
+
+Held = tuple[GradBucket, list[GradBucket]]
+
+
+class Finished:
+    """Gradients that are all there: a pass over them has nothing to run."""
+
+    def __init__(self, tree: Grads) -> None:
+        self._leaves, self.treedef = jax.tree.flatten(tree)
+        self.num = len(self._leaves)
+
+    def start(self) -> "Finished":
+        """A pass over the gradients, which remembers nothing."""
+        return self
+
+    def tree(self) -> Grads:
+        """The gradients as they are."""
+        return jax.tree.unflatten(self.treedef, self._leaves)
+
+    def take(self, leaves: Sequence[int]) -> list[Any]:
+        """The gradients at these positions."""
+        return [self._leaves[i] for i in leaves]
+
+    def hold(self, bucket: GradBucket, flying: list[GradBucket]) -> Held:
+        """Both as they are: nothing waits for them."""
+        return bucket, flying
+
+    def rest(self, done: Container[int]) -> dict[int, Any]:
+        """The gradients at other positions than `done`."""
+        return {i: x for i, x in enumerate(self._leaves) if i not in done}
+
+
+class Running:
+    """Gradients that a traced backward pass makes, which runs where they are taken.
+
+    Args:
+      backward: The pass.
+      finish: Called with the position of a gradient and what the pass makes of it; returns the one
+        to send. It sees one leaf at a time, so that no bucket waits for another's.
+      num: How many of the leaves that the pass makes are gradients: the first ones.
+    """
+
+    def __init__(self, backward: Backward, finish: Callable[[int, Any], Any], num: int) -> None:
+        self.backward, self.finish, self.num = backward, finish, num
+        self.treedef = backward.treedef
+
+    def start(self) -> "Pass":
+        """The pass, with nothing computed yet."""
+        return Pass(self)
+
+    def tree(self) -> PyTree:
+        """All that the pass makes."""
+        run, sent = self.start(), range(self.num)
+        leaves = [*run.take(sent), *run.rest(sent).values()]
+        return jax.tree.unflatten(self.treedef, leaves)
+
+
+class Pass:
+    """A backward pass under way, from the cotangent 1."""
+
+    def __init__(self, grads: Running) -> None:
+        traced = grads.backward.traced
+        inputs = (*traced.jaxpr.constvars, *traced.jaxpr.invars)
+        self._grads, self._jaxpr, self._num_done, self._moved = grads, traced.jaxpr, 0, False
+        self._values = dict(zip(inputs, (*traced.consts, jnp.float32(1)), strict=True))
+        self._made: set[Var] = set()
+
+    def take(self, leaves: Sequence[int]) -> list[Any]:
+        """Runs up to the last of these gradients; to the end, if it never reaches one of them."""
+        ready = [self._grads.backward.ready[i] for i in leaves]
+        self._run(max((len(self._jaxpr.eqns) if end is None else end for end in ready), default=0))
+        return [*map(self._grads.finish, leaves, self._outputs(leaves))]
+
+    def hold(self, bucket: GradBucket, flying: list[GradBucket]) -> Held:
+        """Lets the rest of the pass begin when the bucket is packed and those flying are there."""
+        # Two buckets that are complete at once hold the pass up only once.
+        crossing = self._crossing() if self._moved else {}
+        bucket, values, flying = lax.optimization_barrier((bucket, [*crossing.values()], flying))
+        self._values.update(zip(crossing, values, strict=True))
+        return bucket, flying
+
+    def rest(self, done: Container[int]) -> dict[int, Any]:
+        """Runs to the end; the leaves at other positions than `done`, as the pass makes them."""
+        self._run(len(self._jaxpr.eqns))
+        left = [i for i in range(self._grads.treedef.num_leaves) if i not in done]
+        return dict(zip(left, self._outputs(left), strict=True))
+
+    def _run(self, end: int) -> None:
+        eqns = self._jaxpr.eqns[self._num_done : end]
+        self._moved = bool(eqns)
+        self._num_done += len(eqns)
+        self._values |= evaluate(self._jaxpr, eqns, self._values)
+        self._made |= {var for eqn in eqns for var in eqn.outvars}
+
+    def _outputs(self, leaves: Sequence[int]) -> list[Any]:
+        outvars = (self._jaxpr.outvars[i] for i in leaves)
+        return [v.val if isinstance(v, Literal) else self._values[v] for v in outvars]
+
+    def _crossing(self) -> dict[Var, Any]:
+        """What this pass has made so far and still needs: the frontier of its dataflow."""
+        needed = (v for eqn in self._jaxpr.eqns[self._num_done :] for v in variables(eqn))
+        return {var: self._values[var] for var in needed if var in self._made}
+
+
+Gradients = Finished | Running

@@ -1,0 +1,184 @@
+"""In what form the gradients of a bucket travel, and what of their mean each replica gets.
+
+    Whole      as they are, or in one vector; each gets the whole mean
+    Sharded    cut into a part for each replica (`parts`); each gets its part of the mean, and an
+               optimizer that works element by element needs no more
+    Rows       rows of sums, as `sum_in_pairs` makes them, cut alike; each gets the whole mean
+
+What a packing sends only some hooks can reduce, so both are made together: `bucketed` for a hook
+that makes a mean of what it is given, `scattered` for a reduce-scatter, `pairwise` for sums in one
+order.
+"""
+
+import dataclasses
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jddp.errors import ConfigError
+from jddp.reduce.hooks import ON_RESIZE, CommHook, GradBucket, leaves_of, mean, narrow, split
+from jddp.reduce.pairwise import add_in_pairs
+from jddp.reduce.parts import own_part, pack, part_shape, unpack
+from jddp.reduce.plan import Bucket
+from jddp.typing import HookState, PyTree
+
+Layout = Literal["leaf", "flat"]
+SMALL_BYTES = 64 * 1024  # What the leaf layout packs: less to copy than a round costs to make.
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """Leaves as they are, those that share an array as one vector.
+
+    Attributes:
+      layout: "leaf" or "flat": whether only the small leaves of a bucket share an array, or all.
+    """
+
+    layout: Layout
+    keeps_parts = False  # Whether each replica gets its part of the mean, and not all of it.
+
+    def members(self, planned: Bucket) -> tuple[tuple[int, ...], ...]:
+        """Which leaves of a bucket share an array on the way, by their places in it."""
+        limit = math.inf if self.layout == "flat" else SMALL_BYTES / planned.dtype.itemsize
+        alone = [(i,) for i, shape in enumerate(planned.shapes) if math.prod(shape) >= limit]
+        packed = tuple(i for i in range(len(planned.leaves)) if (i,) not in alone)
+        return (packed, *alone) if packed else tuple(alone)
+
+    def pack(self, leaves: list[Any], axis: str) -> Any:
+        """The array in which some leaves travel."""
+        if len(leaves) > 1 or self.layout == "flat":
+            return jnp.concatenate([leaf.ravel() for leaf in leaves])
+        return leaves[0]
+
+    def unpack(self, bucket: GradBucket, axis: str) -> list[Any]:
+        """The gradients of a bucket that has been reduced, in the order of the plan."""
+        return bucket.leaves
+
+    def alone(self, leaf: Any, axis: str) -> Any:
+        """The mean of a gradient that is in no bucket, since it is alike on all replicas."""
+        return leaf
+
+
+class Sharded(Whole):
+    """Leaves cut, (replicas, part); what arrives is this replica's parts, as `own_part` cuts."""
+
+    keeps_parts = True
+
+    def pack(self, leaves: list[Any], axis: str) -> Any:
+        """As `Whole.pack`."""
+        return pack(leaves, lax.axis_size(axis))
+
+    def unpack(self, bucket: GradBucket, axis: str) -> list[Any]:
+        """As `Whole.unpack`."""
+        num = lax.axis_size(axis)
+        return leaves_of(bucket, lambda row, of: split(row, [part_shape(x, num) for x in of]))
+
+    def alone(self, leaf: Any, axis: str) -> Any:
+        """As `Whole.alone`."""
+        return own_part(leaf, axis)
+
+
+class Rows(Whole):
+    """Rows of sums, cut, (rows, replicas, part); what arrives is all parts of the mean."""
+
+    def pack(self, leaves: list[Any], axis: str) -> Any:
+        """As `Whole.pack`."""
+        return jax.vmap(lambda *rows: pack(rows, lax.axis_size(axis)))(*leaves)
+
+    def unpack(self, bucket: GradBucket, axis: str) -> list[Any]:
+        """As `Whole.unpack`."""
+        return leaves_of(bucket, unpack)
+
+    def alone(self, leaf: Any, axis: str) -> Any:
+        """As `Whole.alone`."""
+        return leaf[0]
+
+
+def bucketed(layout: Layout, hook: Any) -> tuple[Whole, CommHook]:
+    """Whole leaves, and a hook that makes a mean of them: a user's, which is checked, or None.
+
+    Raises:
+      ConfigError: If that is no hook; in the step, if it returns something else than a mean.
+    """
+    if hook is None:
+        return Whole(layout), narrow(mean())
+    if not (isinstance(hook, CommHook) and callable(hook.init) and callable(hook.reduce)):
+        raise ConfigError(
+            f"comm_hook is {type(hook).__name__}. Give a jddp.CommHook(init, reduce) of functions."
+        )
+    if hook.on_resize not in ON_RESIZE:
+        raise ConfigError(
+            f"comm_hook: on_resize {hook.on_resize!r} is unknown. Choose one of {ON_RESIZE}."
+        )
+    return Whole(layout), _checked(narrow(hook), name_of(hook))
+
+
+def scattered(layout: Layout, platform: str) -> tuple[Whole, CommHook]:
+    """Cut leaves, and a hook that gives each replica its part of their mean."""
+    average = exchange_mean if platform == "cpu" else scatter_mean
+    return Sharded(layout), narrow(mean(average))
+
+
+def pairwise(layout: Layout, num: int) -> tuple[Whole, CommHook]:
+    """Rows of sums of `num` gradients in all, and a hook that makes their mean in one order.
+
+    Each replica gets its part of all rows, goes on adding where they left off, and all get all
+    parts: the bytes of an all-reduce in a ring where each replica has one row.
+    """
+
+    def reduce(bucket: GradBucket, state: HookState, axis: str) -> tuple[GradBucket, HookState]:
+        def mean(x: jax.Array) -> jax.Array:
+            rows = lax.all_to_all(x, axis, split_axis=1, concat_axis=0, tiled=True)
+            return lax.all_gather(add_in_pairs(rows[:, 0]) / num, axis)
+
+        return jax.tree.map(mean, bucket), state
+
+    return Rows(layout), CommHook(lambda plan: (), reduce)
+
+
+def name_of(hook: CommHook) -> str:
+    """The name of a hook, for reports."""
+    return getattr(hook.reduce, "__name__", repr(hook.reduce))
+
+
+def _checked(hook: CommHook, name: str) -> CommHook:
+    def reduce(*given: Any) -> tuple[GradBucket, HookState]:
+        got = hook.reduce(*given)
+        if _form(got) != _form(given[:-1]):
+            raise ConfigError(
+                f"comm_hook {name!r} returns {_form(got)}. It must return a bucket and a comm_state"
+                f" of the structure, shapes and dtypes that it is given: {_form(given[:-1])}."
+            )
+        return got
+
+    return hook._replace(reduce=reduce)
+
+
+def _form(tree: PyTree) -> str:
+    leaves, treedef = jax.tree.flatten(tree)
+    arrays = [f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else str(x) for x in leaves]
+    return f"{treedef} of {', '.join(arrays)}"
+
+
+def scatter_mean(tree: PyTree, axis: str) -> PyTree:
+    """This replica's row, of the mean over replicas of each array of (replicas, part)."""
+    num = lax.axis_size(axis)
+    return jax.tree.map(lambda x: lax.psum_scatter(x, axis) / num, tree)
+
+
+def exchange_mean(tree: PyTree, axis: str) -> PyTree:
+    """The same, by sending rows to whom they belong, and adding them there, as float32 at least.
+
+    As many bytes travel. Between processes XLA:CPU's reduce-scatter gives up where one waits 30
+    seconds for another (https://github.com/jax-ml/jax/issues/40831); this waits.
+    """
+
+    def mean(x: jax.Array) -> jax.Array:
+        rows = lax.all_to_all(x, axis, split_axis=0, concat_axis=0, tiled=True)
+        total = add_in_pairs(rows.astype(jnp.promote_types(x.dtype, jnp.float32)))
+        return (total / len(x)).astype(x.dtype)
+
+    return jax.tree.map(mean, tree)

@@ -1,0 +1,59 @@
+"""Sums in one order, whoever adds them: neighbours first, and then the sums of neighbours.
+
+Floating addition is not associative, so what is to be equal to the bit must be added up in one
+order. In a tree of neighbours a run of 2^k numbers, beginning where 2^k divides, is a branch: who
+has such a run can add it up alone, and the sums of runs are added on in the same tree.
+
+    0 1 2 3 4 5  ─►  01 23 45  ─►  0123 45  ─►  012345
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jddp.typing import PyTree
+
+
+def add_in_pairs(rows: jax.Array) -> jax.Array:
+    """Adds up the rows of an array."""
+    while len(rows) > 1:
+        paired = len(rows) // 2 * 2
+        rows = jnp.concatenate([rows[:paired:2] + rows[1:paired:2], rows[paired:]])
+    return rows[0]
+
+
+def sum_in_pairs(
+    function: Callable[[jax.Array], tuple[PyTree, PyTree]], num: int
+) -> tuple[PyTree, PyTree]:
+    """Adds up the first results of `function(0)` to `function(num - 1)`, one after the other.
+
+    `function` is traced once; of its first results there are 2 log2(num) at a time.
+
+    Args:
+      function: From a number to what is added up, and what is kept as it is.
+      num: How many there are.
+
+    Returns:
+      Rows: sums of as many as the largest power of two that divides `num`; `add_in_pairs` ends
+      what is begun here. And all second results, stacked.
+    """
+    block = num & -num
+
+    def branch(start: Any, size: int) -> tuple[PyTree, PyTree]:
+        if size == 1:
+            total, kept = function(start)
+            return total, jax.tree.map(lambda x: x[None], kept)
+        half = size // 2
+        totals, kept = lax.map(lambda i: branch(start + i * half, half), jnp.arange(2))
+        return jax.tree.map(lambda x: x[0] + x[1], totals), _in_one(kept)
+
+    totals, kept = lax.map(lambda i: branch(i * block, block), jnp.arange(num // block))
+    return totals, _in_one(kept)
+
+
+def _in_one(tree: PyTree) -> PyTree:
+    """Makes one of the first two dims."""
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)

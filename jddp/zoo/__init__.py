@@ -1,0 +1,1 @@
+"""Models, losses and optimizers by name."""

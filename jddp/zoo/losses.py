@@ -1,0 +1,156 @@
+"""Losses by name, one number per example or per token, never yet averaged.
+
+    losses, metrics = cross_entropy(model, batch, train)
+
+A loss gets a model ready to be called (a bound Linen module, or an NNX module already in the right
+mode), this replica's share of a batch, and whether this is training. It returns `losses`, whose
+leading dim is the examples, alone or with a dict of metrics of the same kind. What is averaged, and
+over whom, is not its business.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+from jaxtyping import Float, Int
+
+from jddp.errors import ConfigError
+from jddp.typing import LossFn
+
+Losses = Float[Array, "b ..."]
+
+# What modules call the argument that tells training from evaluation, and its value in training.
+_MODES = {"train": True, "training": True, "is_training": True, "deterministic": False}
+
+
+def call_model(
+    model: Callable[..., Any], inputs: Array, train: bool, mask: Array | None = None
+) -> Any:
+    """The model's outputs, telling it whether this is training in whatever word it uses.
+
+    A model whose `__call__` names `train`, `training`, `is_training` or `deterministic` is told;
+    one that names `mask` is given the rows that count, for its batch norms; one that names none is
+    just called.
+    """
+    parameters = inspect.signature(model).parameters
+    mode = {
+        name: train if value_in_training else not train
+        for name, value_in_training in _MODES.items()
+        if name in parameters
+    }
+    masked = {} if mask is None or "mask" not in parameters else {"mask": mask}
+    return model(inputs, **mode, **masked)
+
+
+def cross_entropy(
+    model: Callable[..., Any],
+    batch: Mapping[str, Array],
+    train: bool,
+    *,
+    label_smoothing: float = 0.0,
+) -> tuple[Float[Array, "b"], dict[str, Array]]:
+    """The softmax cross entropy of `batch["image"]` and `batch["label"]`, in nats, and "accuracy".
+
+    Args:
+      model: Gives logits `(b, classes)` for images.
+      batch: "image" and "label", whole numbers `(b,)`; "mask" `(b,)`, if some do not count.
+      train: Whether this is training.
+      label_smoothing: In training, this share of the target is spread evenly over all classes.
+
+    References:
+      Szegedy et al., "Rethinking the Inception Architecture for Computer Vision", CVPR 2016,
+      section 7. https://arxiv.org/abs/1512.00567
+    """
+    images, labels = _fields(batch, "cross_entropy", "image", "label")
+    logits = call_model(model, images, train, batch.get("mask"))
+    if logits.ndim != 2:
+        raise ConfigError(
+            f"cross_entropy: the model gives outputs of shape {logits.shape}. They need "
+            "(b, classes)."
+        )
+    losses = _cross_entropy(logits, labels, label_smoothing if train else 0.0)
+    if "other_label" in batch:  # images with others laid over them (data.mixup)
+        others = _cross_entropy(logits, batch["other_label"], label_smoothing)
+        losses = batch["share"] * losses + (1 - batch["share"]) * others
+    return losses, {"accuracy": logits.argmax(-1) == labels}
+
+
+def _cross_entropy(
+    logits: Float[Array, "b classes"], labels: Int[Array, "b"], smoothing: float
+) -> Float[Array, "b"]:
+    if not smoothing:
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    targets = jax.nn.one_hot(labels, logits.shape[-1], dtype=logits.dtype)
+    return optax.softmax_cross_entropy(logits, optax.smooth_labels(targets, smoothing))
+
+
+def next_token(
+    model: Callable[..., Any], batch: Mapping[str, Array], train: bool
+) -> tuple[Float[Array, "b t"], dict[str, Array]]:
+    """The cross entropy of each of `batch["tokens"]` given those before it, and "accuracy".
+
+    Args:
+      model: Gives logits `(b, t, vocab)` for tokens `(b, t)`, each seeing none after itself.
+      batch: "tokens" `(b, t + 1)`.
+      train: Whether this is training.
+
+    Returns:
+      Losses in nats, and metrics, of each of the `t` predictions.
+    """
+    (tokens,) = _fields(batch, "next_token", "tokens")
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    logits = call_model(model, inputs, train)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    return losses, {"accuracy": logits.argmax(-1) == targets}
+
+
+def mean_squared_error(
+    model: Callable[..., Any], batch: Mapping[str, Array], train: bool
+) -> Float[Array, "b"]:
+    """The squared error of the model at `batch["x"]`, averaged over the outputs of each example.
+
+    Args:
+      model: Gives predictions of the shape of "y" for "x".
+      batch: "x" and "y".
+      train: Whether this is training.
+    """
+    x, y = _fields(batch, "mean_squared_error", "x", "y")
+    predictions = call_model(model, x, train)
+    if predictions.shape != y.shape:
+        raise ConfigError(
+            f"mean_squared_error: the model gives {predictions.shape} for targets of {y.shape}. "
+            "The two shapes must be the same."
+        )
+    return jnp.square(predictions - y).reshape(len(y), -1).mean(axis=1)
+
+
+def outputs(model: Callable[..., Any], batch: Mapping[str, Array]) -> Any:
+    """What a model, not training, gives for the inputs of one of these losses."""
+    for name in ("image", "tokens", "x"):
+        if name in batch:
+            inputs = batch[name][:, :-1] if name == "tokens" else batch[name]
+            return call_model(model, inputs, train=False)
+    raise ConfigError(
+        f"The batch holds {', '.join(batch)}, of which none is known for the model's inputs. Give "
+        "predict a function(model, batch)."
+    )
+
+
+LOSSES: dict[str, LossFn] = {
+    "cross_entropy": cross_entropy,
+    "mean_squared_error": mean_squared_error,
+    "next_token": next_token,
+}
+
+
+def _fields(batch: Mapping[str, Array], loss: str, *names: str) -> list[Array]:
+    if missing := [name for name in names if name not in batch]:
+        raise ConfigError(
+            f"loss {loss!r} reads {', '.join(names)}, and the batch holds {', '.join(batch)}: "
+            f"{missing[0]!r} is missing. Choose another loss or other data."
+        )
+    return [batch[name] for name in names]

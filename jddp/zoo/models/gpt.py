@@ -1,0 +1,78 @@
+"""A decoder-only language model, as GPT-2: for bytes by default, or for any tokens.
+
+References:
+  Radford et al., "Language Models are Unsupervised Multitask Learners", 2019. Its smallest model is
+  `GPT(vocab_size=50257, num_layers=12, num_heads=12, width=768, max_length=1024)`. Attention
+  weights are not dropped here, embeddings and branch outputs are.
+  Press and Wolf, "Using the Output Embedding to Improve Language Models", EACL 2017: one matrix
+  both embeds the tokens and scores them. https://arxiv.org/abs/1608.05859
+"""
+
+from flax import linen as nn
+from jax import Array
+from jax.typing import DTypeLike
+from jaxtyping import Float, Int
+
+from jddp.errors import ConfigError
+from jddp.zoo.models.transformer import apply_blocks
+
+
+class GPT(nn.Module):
+    """Tokens, embedded, with learned positions, through a stack of causal blocks.
+
+    Attributes:
+      vocab_size: Number of different tokens; 256 for bytes.
+      num_layers: Number of blocks.
+      num_heads: Heads of each attention.
+      width: Channels of a token's embedding.
+      max_length: Tokens of the longest sequence.
+      dropout_rate: Share of embeddings and of branch outputs that are zeroed in training.
+      remat: Trades arithmetic for memory (see `transformer.apply_blocks`).
+      scan_layers: Trades separate parameters for compile time (see `transformer.apply_blocks`).
+      attention: "xla", or "cudnn" for NVIDIA GPUs (see `transformer.Block`).
+      dtype: Of the arithmetic; parameters are float32.
+    """
+
+    vocab_size: int = 256
+    num_layers: int = 4
+    num_heads: int = 4
+    width: int = 128
+    max_length: int = 256
+    dropout_rate: float = 0.0
+    remat: bool = False
+    scan_layers: bool = False
+    attention: str = "xla"
+    dtype: DTypeLike = "float32"
+
+    @nn.compact
+    def __call__(self, tokens: Int[Array, "b t"], train: bool = False) -> Float[Array, "b t vocab"]:
+        """The logits of the token that follows each position, in float32."""
+        t = tokens.shape[1]
+        if t > self.max_length:
+            raise ConfigError(
+                f"sequences of {t} tokens are longer than max_length {self.max_length}. Raise "
+                "max_length, or shorten the sequences."
+            )
+        init = nn.initializers.normal(0.02)
+        embed = nn.Embed(self.vocab_size, self.width, dtype=self.dtype, embedding_init=init)
+        positions = self.param("positions", init, (self.max_length, self.width))
+        x = embed(tokens)
+        x = x + positions[None, :t].astype(x.dtype)
+        x = nn.Dropout(self.dropout_rate, deterministic=not train)(x)
+        x = apply_blocks(
+            x,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            is_causal=True,
+            dropout_rate=self.dropout_rate,
+            train=train,
+            attention=self.attention,
+            kernel_init=init,
+            # Two branches a block add up in the residual stream: GPT-2 scales their ends for it.
+            output_init=nn.initializers.normal(0.02 / (2 * self.num_layers) ** 0.5),
+            dtype=self.dtype,
+            remat=self.remat,
+            scan_layers=self.scan_layers,
+        )
+        x = nn.LayerNorm(dtype=self.dtype)(x)
+        return embed.attend(x).astype("float32")

@@ -1,0 +1,162 @@
+"""Names that people type: what they may have meant, what they stand for, what they accept.
+
+A config names models, losses, optimizers and their arguments in words. Here a mistyped word gets a
+suggestion, `package.module:Name` becomes the object it names, and arguments are held against a
+signature before anything is called.
+
+    resolve_target("my_models:Net", key="model.target")
+    check_arguments(optax.adamw, {"b3": 0.9}, key="optimizer.kwargs")  # ConfigError: ... 'b2'?
+
+Resolving a target imports the module it names, which runs that module's code: a config that is
+named on the command line is trusted like a program. This room knows nothing of any config's keys.
+"""
+
+import difflib
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from jddp.errors import ConfigError
+
+# What PyTorch and Lightning call an option of `DataParallel` or `fit`, and what it is called here.
+_ELSEWHERE = """
+    bucket_cap_mb=bucket_mb broadcast_buffers=batch_norm find_unused_parameters=unused_parameters
+    device_ids=mesh process_group=mesh gradient_accumulation_steps=accumulate_steps
+"""
+ELSEWHERE = dict(pair.split("=") for pair in _ELSEWHERE.split())
+VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def did_you_mean(name: str, known: Iterable[str] | Mapping[str, str]) -> str:
+    """Returns the sentence " Did you mean 'x'?" for the nearest known name, or nothing.
+
+    Upper and lower case are alike, and a name that stands inside a known one (`cosine` in
+    `cosine_decay_schedule`) counts as near; so does its abbreviation, by initials (`lr` for
+    `learning_rate`) or by leaving out letters (`ckpt`). Of a mapping, keys are compared, a value is
+    suggested.
+    """
+    words = known if isinstance(known, Mapping) else {word: word for word in sorted(known)}
+    typed, lowered = name.lower(), {key.lower(): word for key, word in words.items()}
+    near = (
+        difflib.get_close_matches(typed, lowered, n=1)
+        or [w for w in lowered if typed in w]
+        or [w for w in lowered if typed in "".join(part[:1] for part in w.split("_"))]
+        or [w for w in lowered if re.match(".*".join(map(re.escape, typed)), w)]
+    )
+    return f" Did you mean {lowered[near[0]]!r}?" if near and typed else ""
+
+
+def resolve_target(target: str, *, key: str) -> Any:
+    """Returns the object that `package.module:Name` names, from the current directory too.
+
+    Args:
+      target: A module and, after a colon, a name in it (dots reach further inside).
+      key: The config key that holds the target, for the error.
+
+    Raises:
+      ConfigError: If the module cannot be imported or has no such name.
+    """
+    module_name, colon, name = target.partition(":")
+    if not (module_name and colon and name):
+        meant = did_you_mean(target, [":".join(target.rsplit(".", 1))]) if "." in target else ""
+        raise ConfigError(f"{key}: {target!r} is not of the form package.module:Name.{meant}")
+    if not {"", "."} & set(sys.path):
+        sys.path.insert(
+            0, ""
+        )  # A console script lacks what `python -m` has: the current directory.
+    try:
+        found = importlib.import_module(module_name)
+    except Exception as error:  # The module is the user's: whatever it raises is one line here.
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ConfigError(f"{key}: cannot import {module_name!r}: {reason}") from error
+    return find_attribute(found, name, called=f"module {module_name!r}", key=key)
+
+
+def find_attribute(owner: object, name: str, *, called: str, key: str) -> Any:
+    """Returns `owner.name`, where `name` may be dotted and `owner` is a module or a class.
+
+    Args:
+      owner: Where to look.
+      name: What to look for.
+      called: What to call the owner in the error.
+      key: The config key that holds the name, for the error.
+
+    Raises:
+      ConfigError: If there is no such name.
+    """
+    for part in name.split("."):
+        if not hasattr(owner, part):
+            meant = did_you_mean(part, [n for n in dir(owner) if not n.startswith("_")])
+            raise ConfigError(f"{key}: {called} has no {part!r}.{meant}")
+        owner = getattr(owner, part)
+    return owner
+
+
+def accepted_names(function: Any, *, key: str) -> set[str]:
+    """Returns the names of the arguments that `function` takes by keyword.
+
+    Raises:
+      ConfigError: If it is not callable.
+    """
+    if not callable(function):
+        raise ConfigError(f"{key} names {function!r}, which cannot be called.")
+    kinds = (*VARIADIC, inspect.Parameter.POSITIONAL_ONLY)
+    return {p.name for p in _parameters(function) if p.kind not in kinds}
+
+
+def defaults_of(function: Any) -> dict[str, Any]:
+    """Returns the default of each argument of `function`, by name; `empty` where there is none."""
+    return {p.name: p.default for p in _parameters(function)} if callable(function) else {}
+
+
+def check_arguments(
+    function: Any, arguments: Mapping[str, Any], *, key: str, filled: Collection[str] = ()
+) -> None:
+    """Holds keyword arguments against the signature of `function`, without calling it.
+
+    Args:
+      function: What will be called.
+      arguments: The user's arguments.
+      key: The config key under which they stand, for the error.
+      filled: Names of arguments that the caller fills in itself.
+
+    Raises:
+      ConfigError: For the first argument that the function does not take, or lacks.
+    """
+    accepted_names(function, key=key)
+    called, parameters = name_of(function), _parameters(function)
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        refuse_unknown(function, arguments, key=key)
+    for parameter in parameters:
+        name = parameter.name
+        is_given = name in arguments or name in filled or parameter.kind in VARIADIC
+        if parameter.default is parameter.empty and not is_given:
+            raise ConfigError(f"{key}.{name} is missing: {called} needs the argument {name!r}.")
+
+
+def refuse_unknown(function: Any, arguments: Iterable[str], *, key: str) -> None:
+    """Refuses arguments that `function` does not name, and suggests what is meant.
+
+    Raises:
+      ConfigError: For the first one, with the nearest name, or that for what PyTorch calls so.
+    """
+    called, known = name_of(function), accepted_names(function, key=key)
+    words = {name: name for name in known} | {n: x for n, x in ELSEWHERE.items() if x in known}
+    for name in (name for name in arguments if name not in known):
+        meant = did_you_mean(name, words)
+        raise ConfigError(f"{key}.{name}: {called} takes no argument {name!r}.{meant}")
+
+
+def name_of(function: Any) -> str:
+    """Returns what to call a function, a class or a `functools.partial` of one."""
+    inner = getattr(function, "func", function)
+    return getattr(inner, "__name__", type(inner).__name__)
+
+
+def _parameters(function: Any) -> list[inspect.Parameter]:
+    if isinstance(function, type):  # A metaclass, such as that of NNX, hides what `__init__` takes.
+        return _parameters(inspect.getattr_static(function, "__init__"))[1:]
+    return list(inspect.signature(function).parameters.values())

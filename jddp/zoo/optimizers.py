@@ -1,0 +1,136 @@
+"""Make any optimizer and any schedule of optax from its name and arguments.
+
+    schedule = make_schedule("cosine_decay_schedule", learning_rate=0.1, num_steps=1000)
+    optimizer, schedule = make_optimizer("adamw", schedule=schedule, kwargs={"weight_decay": 0.05})
+
+There is no table of optimizers here: names are looked up in optax (`contrib.muon` too), arguments
+are held against signatures, and what optax gains tomorrow works tomorrow. A signature also says
+what can be filled in: the rate, the length of the schedule, and a mask that keeps weight decay off
+norms and biases. This room knows optax and nothing of steps, replicas or configs.
+"""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jddp.errors import ConfigError
+from jddp.zoo.names import accepted_names, check_arguments, find_attribute, name_of
+
+Arguments = Mapping[str, Any]
+NOTHING: Arguments = MappingProxyType({})
+PEAK_NAMES = ("peak_value", "value", "init_value")  # The first that a schedule has is the peak.
+LENGTH_NAMES = ("decay_steps", "transition_steps")
+MASK_NAMES = ("mask", "weight_decay_mask")
+UNDECAYED_NAMES = ("bias", "scale")
+
+
+def make_schedule(
+    name: str,
+    *,
+    learning_rate: float,
+    num_steps: int,
+    warmup_steps: int = 0,
+    kwargs: Arguments = NOTHING,
+) -> optax.Schedule:
+    """Returns the learning rate as a function of the step.
+
+    The rate rises in a straight line from 0 over `warmup_steps`, then follows `optax.<name>` from
+    its own step 0. A schedule that warms up by itself (it takes `warmup_steps`) is given those.
+
+    Args:
+      name: A function of optax, e.g. "cosine_decay_schedule".
+      learning_rate: The peak rate, given under the name that the schedule has for it.
+      num_steps: Steps of the run; a schedule that asks for its length gets what warm-up leaves.
+      warmup_steps: Steps of warm-up. A run shorter than this never reaches the peak.
+      kwargs: The schedule's own arguments, which win over what would be filled in.
+
+    Raises:
+      ConfigError: If optax has no such schedule, or it does not take these arguments.
+    """
+    key = "optimizer.schedule"
+    factory = find_attribute(optax, name, called="optax", key=f"{key}.name")
+    accepted = accepted_names(factory, key=f"{key}.name")
+    warms_up = "warmup_steps" in accepted
+    filled: dict[str, Any] = {}
+    length = num_steps - warmup_steps
+    if warms_up:  # which optax counts as a part of the length, and wants to be shorter
+        own = kwargs.get("warmup_steps", warmup_steps)
+        length = max(num_steps, own + 1) if isinstance(own, int) else num_steps
+        # Without warm-up, warmup_constant_schedule stays at its first value for good.
+        filled = {"init_value": 0.0 if own else learning_rate, "warmup_steps": warmup_steps}
+    filled |= dict.fromkeys([n for n in PEAK_NAMES if n in accepted][:1], learning_rate)
+    filled |= dict.fromkeys(LENGTH_NAMES, max(1, length))
+    arguments = {n: v for n, v in filled.items() if n in accepted} | dict(kwargs)
+    schedule = _call(factory, arguments, key=f"{key}.kwargs")
+    if not callable(schedule):
+        raise ConfigError(f"{key}.name: optax.{name} is no schedule: it gives {schedule!r}.")
+    if warmup_steps and not warms_up:
+        warmup = optax.linear_schedule(0.0, learning_rate, warmup_steps)
+        return optax.join_schedules([warmup, schedule], [warmup_steps])
+    return schedule
+
+
+def make_optimizer(
+    factory: str | Callable[..., Any],
+    *,
+    schedule: optax.Schedule,
+    kwargs: Arguments = NOTHING,
+    decay_norms_and_biases: bool = False,
+    key: str = "optimizer",
+) -> tuple[optax.GradientTransformation, optax.Schedule | None]:
+    """Returns an optimizer, and the schedule that it follows.
+
+    Args:
+      factory: The name of an optimizer of optax, or a callable that returns a transformation.
+      schedule: The learning rate, given to a factory that takes `learning_rate`.
+      kwargs: The factory's own arguments, which win over what would be filled in.
+      decay_norms_and_biases: Whether weight decay also applies to norms and biases. If not, a
+        factory that takes `mask` or `weight_decay_mask` is given `decay_mask`.
+      key: The section of the config, for errors.
+
+    Returns:
+      The transformation; and `schedule`, or None if the factory takes no learning rate.
+
+    Raises:
+      ConfigError: If optax has no such optimizer, or it does not take these arguments.
+    """
+    make = factory
+    if isinstance(factory, str):
+        make = find_attribute(optax, factory, called="optax", key=f"{key}.name")
+    accepted = accepted_names(make, key=key)
+    filled: dict[str, Any] = {"learning_rate": schedule}
+    if not decay_norms_and_biases:
+        filled |= dict.fromkeys(MASK_NAMES, decay_mask)
+    arguments = {n: v for n, v in filled.items() if n in accepted} | dict(kwargs)
+    optimizer = _call(make, arguments, key=f"{key}.kwargs")
+    if not isinstance(optimizer, optax.GradientTransformation):
+        raise ConfigError(f"{key}: {name_of(make)} gives {type(optimizer).__name__}, no optimizer.")
+    return optimizer, schedule if arguments.get("learning_rate") is schedule else None
+
+
+def decay_mask(params: Any) -> Any:
+    """Returns True for the leaves that weight decay may shrink: not for norms, biases and scalars.
+
+    A leaf is left alone if it has at most one dim or is named "bias" or "scale", as Flax names
+    them. (Under a scan over layers they have two dims.)
+    """
+
+    def is_decayed(path: tuple[Any, ...], leaf: Any) -> bool:
+        name = jax.tree_util.keystr(path[-1:], simple=True)
+        return jnp.ndim(leaf) > 1 and name not in UNDECAYED_NAMES
+
+    return jax.tree_util.tree_map_with_path(is_decayed, params)
+
+
+def _call(make: Any, arguments: Arguments, *, key: str) -> Any:
+    check_arguments(make, arguments, key=key)
+    try:
+        return make(**arguments)
+    except (TypeError, ValueError) as error:
+        if not make.__module__.startswith("optax"):
+            raise  # The user's own code went wrong, and its traceback says where.
+        raise ConfigError(f"{key}: {name_of(make)} refuses them: {error}") from error
