@@ -14,10 +14,10 @@ leaves out that kernels slow down beside a collective, which shares their cores 
 from dataclasses import dataclass
 
 from jddp.errors import UsageError
-from jddp.program.cost import Cost, cost
-from jddp.program.exchanges import collectives_of
-from jddp.program.gpus import Gpu, Network
-from jddp.program.hlo import Instruction, Program
+from jddp.inspection.collectives import collectives_of
+from jddp.inspection.hlo import Instruction, Program
+from modelled.cost import Cost, cost
+from modelled.gpus import Gpu, Network
 
 LARGE_BYTES = 64 * 1024
 

@@ -2,13 +2,15 @@
 
 import dataclasses
 import math
-from html import escape
 from typing import Any
 
 import jax
 import numpy as np
 
-PyTree = Any
+from jddp.checkpoint.arrays import by_path
+from jddp.html import Shown
+from jddp.typing import Grads, PyTree
+
 UPDATE = 0.05  # of how far a leaf moves
 
 
@@ -35,7 +37,7 @@ class Comparison:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Verification:
+class Verification(Shown):
     """What `jddp.verify` found; `str` of it is made for a terminal of 80 columns.
 
     Attributes:
@@ -72,9 +74,6 @@ class Verification:
             lines.append(f"{x.what:16} {numbers}  {x.leaf or 'there is none'}{mark}")
         return "\n".join([*lines, *(f"\n{finding}" for finding in self.findings)])
 
-    def _repr_html_(self) -> str:
-        return f"<pre>{escape(str(self))}</pre>"
-
 
 def compare(
     what: str, got: PyTree, want: PyTree, *, allowed: float, floor: float = 0.1
@@ -90,7 +89,7 @@ def compare(
 
 
 def compare_moves(
-    what: str, before: PyTree, got: PyTree, want: PyTree, grads: PyTree, *, noise: float
+    what: str, before: PyTree, got: PyTree, want: PyTree, grads: Grads, *, noise: float
 ) -> Comparison:
     """Compares how leaves moved, by norms, where gradients are more than noise.
 
@@ -121,10 +120,9 @@ def _worst(what: str, errors: dict[str, float], allowed: float) -> Comparison:
 
 def _pairs(got: PyTree, want: PyTree) -> list[tuple[str, np.ndarray, np.ndarray]]:
     """The numbers of two trees, by path, in double precision."""
-    both = zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True)
     return [
-        (jax.tree_util.keystr(path, simple=True, separator="/"), _exact(a), _exact(b))
-        for (path, a), b in both
+        (path, _exact(a), _exact(b))
+        for (path, a), b in zip(by_path(got).items(), jax.tree.leaves(want), strict=True)
         if not jax.numpy.issubdtype(a.dtype, jax.dtypes.prng_key)
     ]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-CLOSE = 1e-3
+_CLOSE = 1e-3
 
 
 @dataclasses.dataclass
@@ -16,25 +16,25 @@ class Evidence:
     Attributes:
       num_devices: That were compared with one.
       options: Given to `jddp.DataParallel`.
-      warnings: That were given while the step was traced.
       scalars: The loss and metrics that are scalars.
-      has_mask: Whether the batch has a mask.
+      weights: The entries of the batch that seem to be weights of losses, by name.
       is_repeatable: Whether the step, traced anew, is the same program.
       draws: Whether the step draws random numbers.
       key_matters: Whether another key makes a difference.
-      rows_meet: Whether the loss of the whole batch is another than that of its halves.
+      combined: How the gradient of the whole batch is made of those of its shares: as their
+        "mean", as a mean with other "weights" than their rows, as "neither"; None where that is
+        not known.
       losses: Of many devices, and of one.
     """
 
     num_devices: int
     options: Mapping[str, Any]
-    warnings: tuple[str, ...]
     scalars: tuple[str, ...]
-    has_mask: bool
+    weights: tuple[str, ...]
     is_repeatable: bool
     draws: bool
     key_matters: bool = True
-    rows_meet: bool = False
+    combined: str | None = None
     losses: tuple[float, float] = (0.0, 0.0)
 
 
@@ -74,18 +74,29 @@ def _notes(evidence: Evidence) -> Iterator[str]:
 
 def _causes(evidence: Evidence) -> Iterator[str]:
     many, one = evidence.losses
-    is_sum = np.isclose(many * evidence.num_devices, one, rtol=CLOSE)
-    weighs_replicas = "loss" in evidence.scalars and evidence.has_mask
-    if "loss" in evidence.scalars and is_sum:
+    is_sum = np.isclose(many * evidence.num_devices, one, rtol=_CLOSE)
+    is_scalar = "loss" in evidence.scalars
+    seems_weighted = is_scalar and evidence.combined is None and evidence.weights
+    if is_scalar and is_sum:
         yield (
             f"The loss is a sum over its rows: over all {evidence.num_devices} shares it is "
             f"{evidence.num_devices} times that of one.\n"
             "Return one value per row, or their mean: a scalar is taken for a mean."
         )
-    elif weighs_replicas:
+    elif evidence.combined == "weights" or seems_weighted:
         yield (
-            "The loss is a scalar, so replicas weigh alike however many rows their mask leaves.\n"
-            "Return one value per row: then each row weighs alike."
+            "The loss divides by a count or sum of its own rows' weights, as in\n"
+            "sum(l * w) / sum(w), so replicas weigh alike however much their rows weigh.\n"
+            "Return jddp.Mean(l * w, w): both are added up over all replicas before they are\n"
+            'divided. Or return a loss per row or token, with batch["mask"].'
+        )
+    elif evidence.combined == "neither":
+        yield (
+            "Rows meet in the loss: over the whole batch it is not a mean of those over its\n"
+            "shares, and a replica sees its own rows only. Where rows are compared with each\n"
+            "other, jddp.all_gather(x) gives the rows of all replicas. Where means over rows\n"
+            "are multiplied or squared, as in the balancing loss of a mixture of experts,\n"
+            "take each mean over all replicas first: jax.lax.pmean(mean, jddp.AXIS)."
         )
     mode = evidence.options.get("batch_norm", "sync")
     if mode != "sync":
@@ -93,16 +104,10 @@ def _causes(evidence: Evidence) -> Iterator[str]:
             f"batch_norm={mode!r}: each replica normalises with the statistics of its own rows.\n"
             "With 'sync', the default, they are those of the global batch."
         )
-    for warning in evidence.warnings:
-        if "cannot synchronise" in warning:
-            yield (
-                f"{warning}\n"
-                "If the layer normalises with them, give it a field axis_name, as Flax's own has."
-            )
+    if evidence.options.get("state_reduction"):
+        yield (
+            "state_reduction: a layer that normalises with such state does so with its own\n"
+            "replica's. If it is a batch norm, jddp.register_batch_norm(cls) gives it all rows."
+        )
     if evidence.options.get("comm_hook") is not None:
         yield "A comm_hook sends gradients: what it makes of them need not be their mean."
-    if evidence.rows_meet and not is_sum and not weighs_replicas:
-        yield (
-            "Rows meet in the loss: over the whole batch it is not the mean of those over its\n"
-            "halves, and a replica sees its own rows only. jddp.all_gather gives it all of them."
-        )

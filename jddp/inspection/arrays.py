@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from jddp.program.hlo import Computation, Program, Shape
+from jddp.inspection.hlo import Computation, Program, Shape
 
 _OP_NAME = re.compile(r'op_name="(?:jit\([^)]*\)/)?(?:shard_map/)?([^"]*)"')
 _MAKE_NOTHING = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call"}

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from jddp.errors import UsageError
-from jddp.program.gpus import Gpu
-from jddp.program.hlo import Computation, Instruction, Program, Shape
+from jddp.inspection.hlo import Computation, Instruction, Program, Shape
+from modelled.gpus import Gpu
 
 # They name, view or order what is there already.
 _FREE = {

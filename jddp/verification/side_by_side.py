@@ -8,17 +8,16 @@ from typing import Any
 import jax
 
 from jddp.data_parallel import DataParallel
-from jddp.mesh import AXIS
-from jddp.recipe import Inputs
-from jddp.state import Sharded, TrainState
-from jddp.step import replica_gradients, replica_step
-
-PyTree = Any
+from jddp.engine.mesh import mapped_over
+from jddp.engine.spec import Inputs
+from jddp.engine.state import Layout, Replicated, Sharded, TrainState
+from jddp.engine.step import replica_gradients, replica_step
+from jddp.typing import Batch, Grads, Metrics, PyTree
 
 
 def side_by_side(
-    ddp: DataParallel, state: TrainState, batch: PyTree, constants: PyTree
-) -> tuple[PyTree, TrainState, PyTree]:
+    ddp: DataParallel, state: TrainState, batch: Batch, constants: PyTree
+) -> tuple[Grads, TrainState, Metrics]:
     """Takes the step of `ddp` for all replicas on its first device.
 
     Args:
@@ -32,22 +31,22 @@ def side_by_side(
     """
     assert ddp.plan is not None
     recipe, plan, first = ddp.recipe, ddp.plan, ddp.mesh.devices.flat[0]
-    kinds = ddp.kinds(state)
-    split = jax.tree.map(lambda kind: isinstance(kind, Sharded), kinds)
-    own = jax.tree.map(lambda kind, is_split: kind.is_per_replica or is_split, kinds, split)
-    axes = jax.tree.map(lambda is_own: 0 if is_own else None, own)
+    layouts = ddp.layouts(state)
+    axes = jax.tree.map(lambda layout: None if layout == Replicated() else 0, layouts)
 
-    def replica(state: TrainState, inputs: Inputs) -> tuple[PyTree, TrainState, PyTree]:
+    def replica(state: TrainState, inputs: Inputs) -> tuple[Grads, TrainState, Metrics]:
         grads, _ = replica_gradients(recipe, plan, state, inputs)
         return grads, *replica_step(recipe, plan, state, inputs)
 
-    def place(x: Any, is_own: bool, is_split: bool) -> Any:
+    def place(x: Any, layout: Layout) -> Any:
+        is_split = isinstance(layout, Sharded)
         x = x.reshape(ddp.mesh.size, -1, *x.shape[1:]) if is_split else x
-        return jax.device_put(x if is_own else x.addressable_data(0), first)
+        return jax.device_put(x.addressable_data(0) if layout == Replicated() else x, first)
 
     shares = jax.tree.map(lambda x: x.reshape(ddp.mesh.size, -1, *x.shape[1:]), batch)
     inputs = Inputs(*jax.device_put((shares, constants), first))
-    mapped = jax.jit(jax.vmap(replica, in_axes=(axes, Inputs(0, None)), axis_name=AXIS))
-    grads, new, metrics = mapped(jax.tree.map(place, state, own, split), inputs)
-    new = jax.tree.map(lambda x, is_own: x if is_own else x[0], new, own)
+    replica = mapped_over(recipe.axis)(replica)
+    mapped = jax.jit(jax.vmap(replica, in_axes=(axes, Inputs(0, None)), axis_name=recipe.axis))
+    grads, new, metrics = mapped(jax.tree.map(place, state, layouts), inputs)
+    new = jax.tree.map(lambda x, layout: x[0] if layout == Replicated() else x, new, layouts)
     return jax.tree.map(lambda x: x[0], grads), new, jax.tree.map(lambda x: x[0], metrics)

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from jddp.program.hlo import Computation, Instruction, Program, Shape
+from jddp.inspection.hlo import Computation, Instruction, Program, Shape
 
 _COLLECTIVES = (
     "all-gather",

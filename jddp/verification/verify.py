@@ -9,9 +9,7 @@ numbers differ from replica to replica by design, so a model that draws some is 
 device on which the N shares run side by side, with the N keys.
 """
 
-import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -19,37 +17,43 @@ import numpy as np
 import optax
 
 from jddp.data_parallel import DataParallel
+from jddp.engine.guard import DYNAMIC
+from jddp.engine.mesh import as_arrays
+from jddp.engine.state import TrainState
 from jddp.errors import UsageError
-from jddp.flaxmodel import LossFn
-from jddp.loss_scale import DYNAMIC
-from jddp.mesh import as_arrays, count_rows
-from jddp.oracle.findings import CLOSE, Evidence, explain
-from jddp.oracle.report import Comparison, Verification, compare, compare_moves
-from jddp.oracle.side_by_side import side_by_side
-from jddp.state import TrainState
+from jddp.jaxprs import dtypes
+from jddp.modules.metrics import weights_in
+from jddp.modules.rows import count_rows
+from jddp.typing import Batch, Grads, LossFn, Metrics, ModelState, PyTree
+from jddp.verification.compare import Comparison, Verification, compare, compare_moves
+from jddp.verification.findings import Evidence, explain
+from jddp.verification.side_by_side import side_by_side
 
 __all__ = ["Verification", "verify"]
 
-PyTree = Any
 # What one device has no use for: how gradients travel.
 _OF_THE_WAY = {"bucket_mb", "first_bucket_mb", "last_bucket_mb", "layout", "placement"}
 _OF_THE_WAY |= {"wire_dtype", "comm_hook", "mesh", "shard_optimizer"}
-_ROUNDINGS = {"bf16[": 2**-8, ":f16[": 2**-11}  # of dtypes, as a traced program names them
+_OF_NO_ONE_DEVICE = {
+    "batch_norm_group_size": "statistics are those of groups, and no single device has such",
+    "local_steps": "replicas differ by design, and no single device is all of them",
+}
+_ROUNDINGS = {np.dtype(jax.numpy.bfloat16): 2**-8, np.dtype(np.float16): 2**-11}
 
 
 class _Step(NamedTuple):
     """What a step gives, on the host."""
 
-    gradients: PyTree
+    gradients: Grads
     state: TrainState
-    metrics: PyTree
+    metrics: Metrics
 
 
 def verify(
     model: Any,
     optimizer: optax.GradientTransformation,
     loss_fn: LossFn,
-    batch: PyTree,
+    batch: Batch,
     *,
     seed: int = 0,
     constants: PyTree = None,
@@ -90,17 +94,15 @@ def verify(
             "verify compares many devices with one, and there is one. For virtual ones call "
             "jax.config.update('jax_num_cpu_devices', 8) before anything else of JAX."
         )
-    with _overheard() as warnings:
-        state = _settled(many, many.init(seed, batch), batch)
-        got = _step(many, state, batch)
+    state = _settled(many, many.init(seed, batch), batch)
+    got = _step(many, state, batch)
     # Where shards are logical, one device carries them too, and draws the same.
     draws = many.draws(batch) and many.recipe.num_shards is None
     evidence = Evidence(
         num_devices=many.mesh.size,
         options=options,
-        warnings=tuple(warnings),
         scalars=many.scalars,
-        has_mask=isinstance(batch, Mapping) and "mask" in batch,
+        weights=weights_in(batch),
         is_repeatable=many.facts(batch) == wrapped(**options).facts(batch),
         draws=draws,
     )
@@ -110,16 +112,21 @@ def verify(
         evidence.key_matters = not _same(got, _step(many, other, batch))
     else:
         here = {name: value for name, value in options.items() if name not in _OF_THE_WAY}
-        one = wrapped(mesh=many.mesh.devices.flat[:1].tolist(), **here)
+        here["axis_name"] = many.recipe.axis  # which may be that of a given mesh
+        here["mesh"] = many.mesh.devices.flat[:1].tolist()
+        one = wrapped(**here)
         values = many.model(state)
         alone = one.init(seed, batch, params=values if isinstance(values, Mapping) else None)
         alone = _settled(one, alone, batch)
         has_shards = many.recipe.num_shards is not None
         want = _step(one, alone, batch if has_shards else _in_order(batch, many))
-        evidence.rows_meet = _rows_meet(one, alone, batch, float(want.metrics["loss"]))
     evidence.losses = float(got.metrics["loss"]), float(want.metrics["loss"])
     comparisons = _compare(got, want, many, state, batch)
     passed = all(comparison.passed for comparison in comparisons)
+    if not (draws or passed or has_shards or jax.tree.leaves(alone.model_state)):
+        plain = wrapped(**here | {"accumulate_steps": 1})
+        allowed = comparisons[1].allowed
+        evidence.combined = _combined(plain, alone, batch, many.mesh.size, allowed)
     return Verification(
         num_devices=many.mesh.size,
         num_rows=count_rows(batch),
@@ -132,23 +139,16 @@ def verify(
 def _refuse(options: Mapping[str, Any]) -> None:
     if jax.process_count() > 1:
         raise UsageError("verify holds the whole batch on one device: run it in one process.")
-    if options.get("batch_norm_group_size") is not None:
-        raise UsageError(
-            "With batch_norm_group_size statistics are those of groups, and no single device has "
-            "such: leave it out of verify."
-        )
-    if options.get("local_steps") is not None:
-        raise UsageError(
-            "With local_steps replicas differ between meetings by design, and no single device is "
-            "all of them: leave it out of verify, which then judges the model and the loss."
-        )
+    for name, why in _OF_NO_ONE_DEVICE.items():
+        if options.get(name) is not None:
+            raise UsageError(f"With {name} {why}: leave it out of verify.")
 
 
-def _step(ddp: DataParallel, state: TrainState, batch: PyTree) -> _Step:
+def _step(ddp: DataParallel, state: TrainState, batch: Batch) -> _Step:
     return _Step(*jax.device_get((ddp.gradients(state, batch)[0], *ddp.step(state, batch))))
 
 
-def _settled(ddp: DataParallel, state: TrainState, batch: PyTree) -> TrainState:
+def _settled(ddp: DataParallel, state: TrainState, batch: Batch) -> TrainState:
     """The state, with its loss scale, if it has one, brought down until a step is not skipped."""
     while ddp.recipe.loss_scale == DYNAMIC:
         after = ddp.step(state, batch)[0].comm_state
@@ -158,7 +158,7 @@ def _settled(ddp: DataParallel, state: TrainState, batch: PyTree) -> TrainState:
     return state
 
 
-def _in_order(batch: PyTree, ddp: DataParallel) -> PyTree:
+def _in_order(batch: Batch, ddp: DataParallel) -> Batch:
     """The rows in the order in which the devices take them, part by part."""
     shares, parts = ddp.mesh.size, ddp.world["accumulate_steps"]
 
@@ -170,17 +170,38 @@ def _in_order(batch: PyTree, ddp: DataParallel) -> PyTree:
     return jax.tree.map(reorder, batch)
 
 
-def _rows_meet(one: DataParallel, state: TrainState, batch: PyTree, loss: float) -> bool:
-    """Whether the loss of all rows is no mean of its halves', with no batch norm to say why."""
-    if jax.tree.leaves(state.model_state):
-        return False
-    half = count_rows(batch) // 2
-    halves = [
-        jax.tree.map(lambda x, s=s: x[s], batch) for s in (slice(half), slice(half, 2 * half))
-    ]
-    metrics = [jax.device_get(one.gradients(state, rows)[1]) for rows in halves]
-    losses, counts = zip(*((x["loss"], x["count"]) for x in metrics), strict=True)
-    return not np.isclose(np.average(losses, weights=counts), loss, rtol=CLOSE)
+def _combined(
+    one: DataParallel, state: TrainState, batch: Batch, num_shares: int, allowed: float
+) -> str:
+    """How the gradient of all rows is made of that of a share and that of the rest.
+
+    The gradient of sum(l * w) / sum(w) is a mean of the two, with weights that need not be as
+    their counts are; where the loss couples examples it is none, whatever the weights.
+    """
+    share = np.arange(count_rows(batch)) * num_shares // count_rows(batch)
+
+    def gradient(is_taken: np.ndarray) -> tuple[list[np.ndarray], float]:
+        grads, metrics = one.gradients(state, jax.tree.map(lambda x: x[is_taken], batch))
+        count = float(is_taken.sum() if "loss" in one.scalars else metrics["count"])
+        leaves = jax.tree.leaves(jax.device_get(grads))
+        return [x.astype(np.promote_types(x.dtype, np.float64)) for x in leaves], count
+
+    whole, _ = gradient(share >= 0)
+    for i in range(num_shares):
+        (own, count), (rest, other) = gradient(share == i), gradient(share != i)
+        apart, away = (jax.tree.map(np.subtract, x, rest) for x in (own, whole))
+        nearest = _dot(apart, away) / (_dot(apart, apart) or 1.0)
+        weights = count / (count + other), nearest
+        means = [jax.tree.map(lambda y, d, w=w: y + w * d, rest, apart) for w in weights]
+        fits = [compare("", mean, whole, allowed=allowed).passed for mean in means]
+        if not fits[0]:
+            is_empty = np.isnan(nearest) and np.isfinite(_dot(whole, whole))  # 0 / 0 in a share
+            return "weights" if fits[1] or is_empty else "neither"
+    return "mean"
+
+
+def _dot(a: list[np.ndarray], b: list[np.ndarray]) -> float:
+    return float(sum(np.vdot(x, y).real for x, y in zip(a, b, strict=True)))
 
 
 def _same(a: _Step, b: _Step) -> bool:
@@ -189,12 +210,12 @@ def _same(a: _Step, b: _Step) -> bool:
 
 
 def _compare(
-    got: _Step, want: _Step, many: DataParallel, state: TrainState, batch: PyTree
+    got: _Step, want: _Step, many: DataParallel, state: TrainState, batch: Batch
 ) -> tuple[Comparison, ...]:
-    program = str(many.trace(batch).jaxpr)
-    allowed = max([1e-4, *(8 * size for name, size in _ROUNDINGS.items() if name in program)])
-    kinds = many.kinds(state).model_state
-    shared, wanted = (_shared(step.state.model_state, kinds) for step in (got, want))
+    computed = dtypes(many.trace(batch).jaxpr.jaxpr)
+    allowed = max([1e-4, *(8 * size for dtype, size in _ROUNDINGS.items() if dtype in computed)])
+    layouts = many.layouts(state).model_state
+    shared, wanted = (_shared(step.state.model_state, layouts) for step in (got, want))
     means, moved = _means(got, want, many.scalars), (got.state.params, want.state.params)
     before = jax.device_get(state.params)
     return (
@@ -217,19 +238,6 @@ def _means(got: _Step, want: _Step, scalars: tuple[str, ...]) -> list[PyTree]:
     ]
 
 
-def _shared(model_state: PyTree, kinds: PyTree) -> PyTree:
+def _shared(model_state: ModelState, layouts: PyTree) -> ModelState:
     """What replicas have alike of it: each keeps the rest as it likes."""
-    return jax.tree.map(lambda x, kind: None if kind.is_per_replica else x, model_state, kinds)
-
-
-@contextmanager
-def _overheard() -> Iterator[list[str]]:
-    """Collects what jddp warns of."""
-    heard: list[str] = []
-    handler, log = logging.Handler(logging.WARNING), logging.getLogger("jddp")
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
-    log.addHandler(handler)
-    try:
-        yield heard
-    finally:
-        log.removeHandler(handler)
+    return jax.tree.map(lambda x, y: None if y.is_per_replica else x, model_state, layouts)

@@ -1,0 +1,20 @@
+"""GPUs that are only described: compile for them without one, and model how long a program takes.
+
+Nothing here is measured. `described_mesh` needs JAX's plugin for CUDA, and `walk` the text of a
+program that was compiled for it.
+"""
+
+from modelled.described import described_mesh
+from modelled.gpus import GPUS, Gpu, Network, make_network
+from modelled.schedule import Timeline, Transfer, walk
+
+__all__ = [
+    "GPUS",
+    "Gpu",
+    "Network",
+    "Timeline",
+    "Transfer",
+    "described_mesh",
+    "make_network",
+    "walk",
+]

@@ -1,0 +1,202 @@
+"""What a step sends, in words: the plan, and the collectives of the program that came of it.
+
+    print(ddp.explain(batch))      # text in a terminal, HTML in a notebook
+    ddp.stats()                    # DDP's logging data, as a dict
+
+This room reads plans and programs. What it times, it times alone.
+"""
+
+import dataclasses
+import re
+import statistics
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import P, lax
+from jax.sharding import Mesh
+
+from jddp.engine.compiled import CompiledSteps
+from jddp.engine.executor import Calls
+from jddp.engine.mesh import platform
+from jddp.engine.spec import Inputs, Recipe
+from jddp.engine.state import TrainState
+from jddp.engine.step import over_replicas
+from jddp.engine.sync import LocalSteps
+from jddp.html import Shown
+from jddp.inspection.collectives import Collective, collectives
+from jddp.inspection.hlo import read_program
+from jddp.reduce import BucketPlan, compiler_options, in_mebibytes
+from jddp.reduce.gradients import Finished
+
+GRADIENTS, PARAMETERS = "gradients", "parameters, at meetings"
+SENT = (GRADIENTS, PARAMETERS)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Explanation(Shown):
+    """What a compiled step sends; `str` of it is made for a terminal of 80 columns.
+
+    Attributes:
+      plan: The buckets.
+      num_devices: On which the step runs.
+      platform: Their hardware.
+      compiled: The collectives of the compiled program, in its order.
+      local_steps: How often replicas meet, if not in each step.
+    """
+
+    plan: BucketPlan
+    num_devices: int
+    platform: str
+    compiled: tuple[Collective, ...]
+    local_steps: LocalSteps | None = None
+
+    @property
+    def bytes_per_step(self) -> float:
+        """Bytes of all that is compiled to travel, in the mean step; under `local_steps` a later.
+
+        Each array counts once, whatever a network makes of it.
+        """
+        return sum(x.bytes * self._runs(x) for x in self.compiled)
+
+    def _runs(self, collective: Collective) -> float:
+        if self.local_steps is not None and (purpose := _purpose(collective)) in SENT:
+            return 1 / self.local_steps.every if purpose == PARAMETERS else 0
+        return collective.num_runs or 1
+
+    def __repr__(self) -> str:
+        """The plan, what was compiled, and what it depends on."""
+        rows: dict[tuple[str, ...], list[Collective]] = {}
+        for collective in self.compiled:
+            rows.setdefault(_row(collective), []).append(collective)
+        lines = [
+            str(self.plan),
+            "",
+            f"compiled for {self.num_devices} {self.platform} devices, jax {jax.__version__}",
+            f"{'number':>6} {'MiB':>9}  {'dtype':<6} {'collective':<14} {'async':<5}  for",
+        ]
+        for (*columns, purpose), found in rows.items():
+            size = in_mebibytes(sum(x.bytes for x in found))
+            kind = "{:<6} {:<14} {:<5}".format(*columns)
+            lines.append(f"{len(found):>6} {size:>9}  {kind}  {purpose}")
+        return "\n".join([*lines, "", *self._sentences()])
+
+    def _sentences(self) -> list[str]:
+        local, wire = self.local_steps, in_mebibytes(self.plan.wire_bytes)
+        ring = in_mebibytes(2 * (self.num_devices - 1) / self.num_devices * self.plan.wire_bytes)
+        moves = f"{wire} MiB; a ring of {self.num_devices} devices moves"
+        into = f"{ring} MiB into and out of each."
+        if local is None:
+            return [f"Gradients of an optimizer step are {moves}", into]
+        plain = f"In each of the first {local.start} steps gradients travel, as many bytes."
+        return [
+            *[plain] * bool(local.start),
+            f"Replicas synchronize every {local.every} steps. Differences of parameters then are",
+            f"{moves} {into}",
+            "With what travels in each step that is "
+            f"{in_mebibytes(self.bytes_per_step)} MiB a step on average.",
+        ]
+
+
+def explain(steps: CompiledSteps, state: TrainState, inputs: Inputs) -> Explanation:
+    """Compiles the step for a state and rows, or their shapes, and reads what it sends."""
+    lowered, local = steps.lower(state, inputs), steps.recipe.local_steps
+    # Local steps send all parameters, also those that no gradient reaches.
+    plan = steps.plan if local is None else steps.plan_of_all(state)
+    assert plan is not None
+    return Explanation(
+        plan=plan,
+        num_devices=steps.mesh.size,
+        platform=platform(steps.mesh),
+        compiled=_collectives(lowered.compile().as_text()),
+        local_steps=local,
+    )
+
+
+def _collectives(text: str | None) -> tuple[Collective, ...]:
+    assert text is not None, "a backend without program text"
+    return collectives(read_program(text))
+
+
+def _row(collective: Collective) -> tuple[str, ...]:
+    is_async = "yes" if collective.is_async else "no"
+    return ",".join(collective.dtypes), collective.op, is_async, _purpose(collective)
+
+
+def _purpose(collective: Collective) -> str:
+    """From the names that the step gives to what it sends."""
+    if "meeting/" in collective.op_name:
+        return PARAMETERS
+    if re.search(r"\bbucket_\d+/", collective.op_name):
+        return GRADIENTS
+    if "parameters/" in collective.op_name:
+        return "parameters, updated"
+    if "metrics/" in collective.op_name:
+        # XLA joins what is of one kind: here a layer's sums with those of the loss.
+        is_joined = "transpose(" in collective.op_name or "BatchNorm" in collective.op_name
+        return f"metrics; the model, {_direction(collective)}" if is_joined else "loss and metrics"
+    return f"the model, {_direction(collective)}"
+
+
+def _direction(collective: Collective) -> str:
+    return "backward" if "transpose(" in collective.op_name else "forward"
+
+
+def logging_data(plan: BucketPlan, recipe: Recipe, mesh: Mesh, calls: Calls) -> dict[str, Any]:
+    """What DDP's `_get_ddp_logging_data` tells, under its names where the thing is the same."""
+    reduction = recipe.reduction
+    return {
+        "world_size": mesh.size,
+        "rank": jax.process_index(),
+        "backend_name": platform(mesh),
+        "iteration": calls.number,
+        "num_parameter_tensors": sum(len(b.leaves) for b in plan.buckets) + len(plan.unused),
+        "dtypes": ", ".join(sorted({bucket.dtype.name for bucket in plan.buckets})),
+        "wire_dtypes": ", ".join(sorted({bucket.wire_dtype.name for bucket in plan.buckets})),
+        "wire_bytes": plan.wire_bytes,
+        "num_buckets_reduced": len(plan),
+        "bucket_sizes": [bucket.bytes for bucket in plan.buckets],
+        "initial_bucket_size_limits": list(reduction.bucket_bytes),
+        "layout": reduction.packing.layout,
+        "placement": reduction.placement,
+        "comm_hook": reduction.hook_name,
+        "accumulate_steps": recipe.accumulate_steps,
+        "local_steps": None if recipe.local_steps is None else recipe.local_steps.every,
+        "batch_norm": recipe.model.batch_norm,
+        "unused_parameters": list(plan.unused),
+        "avg_step_seconds": calls.mean_seconds,
+    }
+
+
+def measure(
+    compiled: tuple[Collective, ...], plan: BucketPlan, recipe: Recipe, mesh: Mesh, params: Any
+) -> dict[str, Any]:
+    """What only a compiled step, or a clock, can tell.
+
+    Args:
+      compiled: The collectives of the step.
+      plan: The buckets.
+      recipe: What the step is made of.
+      mesh: The devices.
+      params: Shapes of the parameters.
+    """
+    reduction = recipe.reduction
+
+    def replica() -> Any:
+        # Differing by replica, or the compiler would know the mean.
+        own = lax.axis_index(recipe.axis)
+        grads = jax.tree.map(lambda x: (jnp.zeros(x.shape) + own).astype(x.dtype), params)
+        return reduction(Finished(grads), reduction.hook.init(plan), plan=plan)[0]
+
+    options = compiler_options(reduction, platform(mesh))
+    run = jax.jit(over_replicas(replica, mesh, (), P()), compiler_options=options)
+    seconds = []
+    for _ in range(6):  # the first compiles
+        start = time.perf_counter()
+        jax.block_until_ready(run())
+        seconds.append(time.perf_counter() - start)
+    return {
+        "num_collectives": sum(x.num_runs or 1 for x in compiled),
+        "reduce_seconds": statistics.median(seconds[1:]),
+    }

@@ -1,0 +1,40 @@
+"""Norms of each layer: where numbers went wrong first, or will next."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jddp.typing import Grads, Params, PyTree
+
+Layers = dict[str, dict[str, float]]
+
+
+def diagnose(params: Params, grads: Grads) -> Layers:
+    """Measures averaged gradients beside the parameters.
+
+    Returns:
+      For each parameter, by its path: "parameter" and "gradient", which are norms, and
+      "not_finite", how many numbers of the gradient are not.
+    """
+    measured = jax.device_get(jax.jit(_measure_all)(params, grads))
+    layers: Layers = {}
+    for path, value in jax.tree_util.tree_leaves_with_path(measured):
+        *names, what = (jax.tree_util.keystr((key,), simple=True) for key in path)
+        layers.setdefault("/".join(names), {})[what] = float(value)
+    return layers
+
+
+def _measure_all(params: Params, grads: Grads) -> PyTree:
+    return jax.tree.map(_measure, params, grads)
+
+
+def _measure(param: Array, grad: Array) -> dict[str, Float[Array, ""]]:
+    return {
+        "parameter": _norm(param),
+        "gradient": _norm(grad),
+        "not_finite": (~jnp.isfinite(grad)).sum(dtype=jnp.float32),
+    }
+
+
+def _norm(x: Array) -> Float[Array, ""]:
+    return jnp.sqrt(jnp.square(jnp.abs(x).astype(jnp.float32)).sum())

@@ -1,0 +1,1 @@
+"""Compares a step on N devices with one device on the whole batch."""
