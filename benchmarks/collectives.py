@@ -14,9 +14,10 @@ import numpy as np
 import optax
 
 import jddp
-from jddp.losses import cross_entropy
-from jddp.models import CNN
-from jddp.program import collectives, read_program
+from jddp.inspection.collectives import collectives
+from jddp.inspection.hlo import read_program
+from jddp.zoo.losses import cross_entropy
+from jddp.zoo.models import CNN
 
 NUM_DEVICES = 8
 

@@ -10,9 +10,9 @@ from crew import Turn, serve
 from jobs import JOBS
 
 import jddp
-from jddp import cluster
-from jddp.models import GPT, MLP
-from jddp.models.resnet import BasicBlock, ResNet
+from jddp import distributed
+from jddp.zoo.models import GPT, MLP
+from jddp.zoo.models.resnet import BasicBlock, ResNet
 
 MODELS = {
     "mlp": lambda sizes: MLP(sizes[1:-1], sizes[-1]),
@@ -57,5 +57,5 @@ def make_turn(job: str, copy: int = 0, **options: Any) -> Turn:
 
 
 if __name__ == "__main__":
-    cluster.initialize(cluster.resolve_identity())
+    distributed.initialize(distributed.resolve_identity())
     serve(make_turn)

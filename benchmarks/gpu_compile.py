@@ -11,7 +11,9 @@ from gpu_crew import one_line
 from gpu_jax import lower
 from gpu_jobs import JOBS
 
-from jddp.program import GPUS, collectives, described_mesh, make_network, read_program, walk
+from jddp.inspection.collectives import collectives
+from jddp.inspection.hlo import read_program
+from modelled import GPUS, described_mesh, make_network, walk
 
 NUM_DEVICES = {"by_hand": 1, "jddp": 1, "jddp_of_8": 8}
 

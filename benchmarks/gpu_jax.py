@@ -2,7 +2,7 @@
 
     python gpu_jax.py JOB CONTENDER [smoke]     # CONTENDER: a key of CONTENDERS
 
-The network is that of `jddp.models` for all, so that what differs is the step around it.
+The network is that of `jddp.zoo.models` for all, so that what differs is the step around it.
 """
 
 import importlib.metadata
@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jddp
-from jddp.models import MODELS
+from jddp.zoo.models import MODELS
 
 Started = tuple[Callable[..., Any], Any, Any]  # A step, its first state, its batch.
 WARM_UP_STEPS = 5

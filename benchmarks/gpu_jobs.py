@@ -28,7 +28,7 @@ class Job:
     """A network, its batch on one device, and its optimizer.
 
     Attributes:
-      model: Its name in `jddp.models`.
+      model: Its name in `jddp.zoo.models`.
       sizes: Its arguments there.
       rows: Of the batch.
       image_size: Height and width of the images, in pixels; None where rows are tokens.

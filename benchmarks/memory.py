@@ -25,7 +25,7 @@ from step_time import (  # noqa: E402
 )
 
 import jddp  # noqa: E402
-from jddp.models import MLP  # noqa: E402
+from jddp.zoo.models import MLP  # noqa: E402
 from peers import shard_map_trainer  # noqa: E402
 
 

@@ -32,9 +32,10 @@ from typing import Any
 import jax
 from step_time import Turn, machine, stepping
 
-from jddp.build import build
-from jddp.config import load_config
-from jddp.program import Collective, collectives, read_program
+from jddp.config.files import load_config
+from jddp.inspection.collectives import Collective, collectives
+from jddp.inspection.hlo import read_program
+from jddp.job.job import build
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 EVERY = 16  # steps from one meeting to the next

@@ -2,7 +2,7 @@
 
     python benchmarks/mutation.py                          every mutant, an hour or two
     python benchmarks/mutation.py --sample 20 --seed 1     some of them
-    python benchmarks/mutation.py --files jddp/metrics.py
+    python benchmarks/mutation.py --files jddp/modules/metrics.py
 
 A mutant is one operator, number, condition, loop, decorator or exception of `reduce/`,
 `gradients`, `step` or `metrics` replaced by another (cosmic-ray; needs jddp[mutation]). It is
@@ -34,8 +34,8 @@ from cosmic_ray.work_item import MutationSpec, TestOutcome
 ROOT = Path(__file__).resolve().parent.parent
 STEP = ["data_parallel", "step", "ddp_accumulation", "parameters", "ddp_unused"]
 TESTS = {  # of each room, those that notice most first
-    "jddp/gradients.py": [*STEP, "placement", "hooks", "ddp_hooks"],
-    "jddp/metrics.py": ["metrics", "data_parallel"],
+    "jddp/engine/backward.py": [*STEP, "placement", "hooks", "ddp_hooks"],
+    "jddp/modules/metrics.py": ["metrics", "data_parallel"],
     "jddp/reduce/average.py": ["reduce", "hooks"],
     "jddp/reduce/backward.py": ["placement", "transforms"],
     "jddp/reduce/hooks.py": ["hooks", "ddp_cases"],
@@ -43,7 +43,7 @@ TESTS = {  # of each room, those that notice most first
     "jddp/reduce/reduction.py": [
         *("reduce", "placement", "hooks", "ddp_hooks", "ddp_accumulation", "ddp_unused"),
     ],
-    "jddp/step.py": STEP,
+    "jddp/engine/step.py": STEP,
 }
 # cosmic-ray replaces each operator by all others, which says ten times the same: one stands for
 # them. `|` is left out: here it joins types and dicts.

@@ -47,8 +47,8 @@ def made_state(num_megabytes: int) -> Any:
     """A state of twenty-five arrays of random numbers, replicated over one device."""
     import jax
 
-    from jddp.mesh import make_mesh, replicate
-    from jddp.state import TrainState
+    from jddp.engine.mesh import make_mesh, replicate
+    from jddp.engine.state import TrainState
 
     rng = np.random.default_rng(0)
     size = num_megabytes * 10**6 // 4 // 25
@@ -61,9 +61,9 @@ def made_state(num_megabytes: int) -> Any:
 def save(num_rounds: int, num_megabytes: int = 500) -> dict[str, float]:
     import jax
 
-    from jddp.checkpoint import Checkpoints
-    from jddp.checkpoint.sums import _digests
-    from jddp.digest import digests
+    from jddp.checkpoint.checkpoints import Checkpoints
+    from jddp.checkpoint.checksums import _digests
+    from jddp.engine.digest import digests
 
     state = made_state(num_megabytes)
     names = ("copy", "blocking", "background", "files", "arrays")
@@ -168,7 +168,7 @@ def last_step(metrics: Path) -> int:
 
 
 def watching(num_rounds: int, num_steps: int = 50) -> dict[str, float]:
-    from jddp.digest import digests, find_divergence
+    from jddp.engine.digest import digests, find_divergence
 
     plain, skipping = (default_job({"ddp.skip_nonfinite": skip}) for skip in (False, True))
     scaling = default_job({"ddp.loss_scale": "dynamic"})
@@ -204,15 +204,15 @@ def watching(num_rounds: int, num_steps: int = 50) -> dict[str, float]:
 
 
 def default_job(overrides: dict[str, Any]) -> Any:
-    from jddp.build import build
-    from jddp.config import load_config
+    from jddp.config.files import load_config
+    from jddp.job.job import build
 
     return build(load_config([], overrides)[0]).ddp
 
 
 def first_batch() -> Any:
-    from jddp.build import build
-    from jddp.config import load_config
+    from jddp.config.files import load_config
+    from jddp.job.job import build
 
     return build(load_config([], {})[0]).train_batches().batch(0)
 

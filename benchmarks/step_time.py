@@ -42,7 +42,7 @@ from flax import linen as nn
 from flax import nnx
 
 import jddp
-from jddp.models import CNN, GPT, cnn_nnx
+from jddp.zoo.models import CNN, GPT, cnn_nnx
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from peers import pmap_trainer, shard_map_trainer

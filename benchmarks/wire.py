@@ -15,7 +15,8 @@ jax.config.update("jax_num_cpu_devices", 8)
 from crew_jddp import data_parallel  # noqa: E402  # The number of devices comes first.
 from jobs import JOBS  # noqa: E402
 
-from jddp.program import collectives, read_program  # noqa: E402
+from jddp.inspection.collectives import collectives  # noqa: E402
+from jddp.inspection.hlo import read_program  # noqa: E402
 
 
 def gradients(ddp, batch):
