@@ -17,7 +17,8 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 
 import jddp
-from jddp.program import collectives, read_program
+from jddp.inspection.collectives import collectives
+from jddp.inspection.hlo import read_program
 
 
 def send_signs():
