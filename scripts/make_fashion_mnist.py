@@ -4,10 +4,10 @@
     python scripts/make_fashion_mnist.py [ORIGINALS [DESTINATION]]
 
 ORIGINALS is where the Debian package `dataset-fashion-mnist` puts them by default, DESTINATION is
-jddp/data/fashion_mnist. The test set is copied byte for byte. Of the training set, 1,500 images of
-each of the ten classes are kept, in their original order; which ones is decided by sorting the
-images of a class by the SHA-256 of their pixels, so that anybody can repeat the choice in any
-language, without a random number generator. Sums are of the unpacked files.
+jddp/data/sources/fashion_mnist. The test set is copied byte for byte. Of the training set, 1,500
+images of each of the ten classes are kept, in their original order; which ones is decided by
+sorting the images of a class by the SHA-256 of their pixels, so that anybody can repeat the choice
+in any language, without a random number generator. Sums are of the unpacked files.
 """
 
 import gzip
@@ -18,11 +18,11 @@ from pathlib import Path
 
 import numpy as np
 
-from jddp.data.idx import pack_idx, parse_idx
+from jddp.data.sources.idx import pack_idx, parse_idx
 
 NUM_PER_CLASS = 1500
 ORIGINALS = Path("/usr/share/datasets/fashion-mnist")
-DESTINATION = Path(__file__).parents[1] / "jddp" / "data" / "fashion_mnist"
+DESTINATION = Path(__file__).parents[1] / "jddp" / "data" / "sources" / "fashion_mnist"
 
 TEST = ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 TRAIN = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte")

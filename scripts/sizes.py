@@ -14,9 +14,21 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-CORE = {"reduce", "state", "mesh", "flaxmodel", "batch_norm", "gradients", "step"}
-CORE |= {"steps", "first_state", "data_parallel", "update", "local_steps"}
-BUDGETS = {"core lines": 2_720, "jddp lines": 12_900, "public names": 24, "dependencies": 12}
+# What makes, places and runs a step; its packages hold more, such as metrics and evaluation.
+CORE = {
+    "reduce": {
+        *("average", "backward", "gradients", "hooks", "packing", "parts"),
+        *("plan", "powersgd", "reduction"),
+    },
+    "engine": {
+        *("state", "mesh", "backward", "step", "compiled"),
+        *("guard", "optimizer", "sync", "view"),
+    },
+    "modules": {"functional", "base", "linen", "nnx", "batch_norm"},
+    "data_parallel": {"data_parallel"},
+    "init": {"init"},
+}
+BUDGETS = {"core lines": 2_950, "jddp lines": 13_300, "public names": 26, "dependencies": 12}
 NOT_CODE = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -41,7 +53,7 @@ def count_code_lines(source: str) -> int:
 
 
 def room_of(path: Path) -> str:
-    """Names the room a file of jddp/ belongs to: its module, or its package."""
+    """Names the package of a file under jddp/, or the module where it is in none."""
     return path.relative_to(ROOT / "jddp").parts[0].removesuffix(".py")
 
 
@@ -55,18 +67,20 @@ def count_public_names() -> int:
 
 def main() -> int:
     """Prints the table; returns 1 if a budget is exceeded."""
-    lines = Counter()
+    lines, core = Counter(), Counter()
     for path in sorted((ROOT / "jddp").rglob("*.py")):
-        lines[room_of(path)] += count_code_lines(path.read_text())
+        room, size = room_of(path), count_code_lines(path.read_text())
+        lines[room] += size
+        core[room] += size * (path.stem in {"__init__", *CORE[room]} if room in CORE else 0)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     sizes = {
-        "core lines": sum(count for room, count in lines.items() if room in CORE),
+        "core lines": core.total(),
         "jddp lines": lines.total(),
         "public names": count_public_names(),
         "dependencies": len(project["dependencies"]),
     }
     for room, count in sorted(lines.items()):
-        print(f"  {room + (' (core)' if room in CORE else ''):24}{count:6,}")
+        print(f"  {room:24}{count:6,}" + f"{core[room]:6,} of the core" * (core[room] > 0))
     exceeded = [name for name, size in sizes.items() if size > BUDGETS[name]]
     for name, size in sizes.items():
         print(f"{name:26}{size:6,} of {BUDGETS[name]:,}{'  TOO MANY' * (name in exceeded)}")
