@@ -1,8 +1,18 @@
-"""`python -m jddp` is `python -m jddp.train`."""
+"""`python -m jddp` prints the commands, and exits with 2: none of them was run."""
 
 import sys
 
-from jddp.train import main
+from jddp.errors import ExitCode
+
+COMMANDS = """\
+python -m jddp.train       train a model, as a config says
+python -m jddp.launch      start the processes of a job, on one host or several
+python -m jddp.verify      compare a step on all devices with one on a single device
+python -m jddp.doctor      check this host, or this job, before training
+python -m jddp.checkpoint  list, verify, export and import checkpoints
+python -m jddp.data        write token files
+Each has --help. Start with: python -m jddp.train train.num_steps=20 run.dir=runs/try"""
 
 if __name__ == "__main__":
-    sys.exit(main())
+    print(COMMANDS)
+    sys.exit(ExitCode.DONE if sys.argv[1:] in (["-h"], ["--help"]) else ExitCode.USAGE)

@@ -1,7 +1,10 @@
-"""The type checker of the tests: every call inside jddp is held against its annotations.
+"""A type checker for tests: every call inside jddp is held against its annotations.
 
-jaxtyping applies it to each module as it is imported (see addopts in pyproject.toml), and binds the
-dims of shape annotations within a call.
+    scripts/test --jaxtyping-packages=jddp,annotations.check
+
+jaxtyping applies it to each module as it is imported, and binds the dims of shape annotations
+within a call. It adds a fourth to the time of a test, so that CI does this for the random sets of
+options alone, which go through all of the step.
 """
 
 from beartype import BeartypeConf, beartype

@@ -1,9 +1,15 @@
 """Every test runs on eight virtual CPU devices, with no rank promotion and no warning.
 
+Tests trace and compile much and compute little, which the settings below make cheap.
+
 `JAX_PLATFORMS=cuda scripts/test -m gpu` runs the tests of real devices instead.
 """
 
+import gc
 import os
+import signal
+import sys
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -13,9 +19,14 @@ import pytest
 
 NUM_DEVICES = 8
 
+# Tests send signals, which `nohup` and a shell's `&` leave ignored for whatever they start.
+for number in (signal.SIGHUP, signal.SIGQUIT):
+    signal.signal(number, signal.SIG_DFL)
+
 jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
-# Tests compile much and compute little.
 jax.config.update("jax_disable_most_optimizations", True)
+jax.config.update("jax_traceback_in_locations_limit", 0)  # one source line for each operation
+gc.set_threshold(100_000, 20, 100)  # Traces are many small objects, and JAX's caches keep them.
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
@@ -25,10 +36,27 @@ def mesh(request):
     return jax.sharding.Mesh(np.array(jax.devices()[: request.param]), ("data",))
 
 
+@pytest.fixture(autouse=True)
+def process_is_not_owned():
+    """Fails the test that leaves the process to a watchdog, which would end the others with it."""
+    yield
+    failure = sys.modules.get("jddp.distributed.failure")
+    assert failure is None or not failure.owns_process
+
+
+def compile_cache(config):
+    """Where compiled programs are kept for later runs: of this user, in whatever checkout."""
+    try:
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        (folder := caches / "jddp" / "tests").mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # no home, or one that cannot be written
+        return config.cache.mkdir("jax")
+    return folder
+
+
 def pytest_configure(config):
     if config.pluginmanager.hasplugin("cacheprovider"):
-        # What one run has compiled, the next need not.
-        jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("jax")))
+        jax.config.update("jax_compilation_cache_dir", str(compile_cache(config)))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 

@@ -7,10 +7,11 @@ import numpy as np
 import optax
 
 import jddp
-from jddp.losses import cross_entropy, next_token
-from jddp.models import GPT, resnet50
-from jddp.program import Program, described_mesh, read_program
+from jddp.inspection.hlo import Program, read_program
 from jddp.reduce import BucketPlan, CommHook
+from jddp.zoo.losses import cross_entropy, next_token
+from jddp.zoo.models import GPT, resnet50
+from modelled import described_mesh
 
 # Sends nothing: what the step costs without a reduction.
 NO_REDUCTION = CommHook(lambda plan: (), lambda bucket, comm_state, axis: (bucket, comm_state))

@@ -13,8 +13,8 @@ import optax
 from flax import linen as nn
 from flax import nnx
 
-from jddp.recipe import Inputs
-from jddp.step import replica_step
+from jddp.engine.spec import Inputs
+from jddp.engine.step import replica_step
 
 
 def mean_over_valid(values, mask):

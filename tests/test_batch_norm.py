@@ -1,7 +1,5 @@
 """Batch norm over N replicas equals batch norm over the whole batch on one device."""
 
-import logging
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,8 +10,8 @@ from flax import nnx
 from tiny import ConvNet, loss_fn, make_batch
 
 import jddp
-from jddp.losses import cross_entropy
-from jddp.models.cnn import CNN
+from jddp.zoo.losses import cross_entropy
+from jddp.zoo.models.cnn import CNN
 
 
 class Norm(nn.Module):
@@ -179,14 +177,15 @@ class OwnStatistics(nn.Module):
         return nn.Dense(3)(x)
 
 
-def test_a_layer_that_cannot_be_synchronised_is_named_once_and_averaged(caplog):
+def test_statistics_in_a_collection_of_their_own_are_refused_until_declared():
     batch = rows()
-    ddp = jddp.DataParallel(OwnStatistics(), optax.sgd(0.0), squares)
+    with pytest.raises(jddp.ConfigError, match=r"'running/mean' depends on the rows"):
+        jddp.DataParallel(OwnStatistics(), optax.sgd(0.0), squares).init(0, batch)
+    rule = {"running": "mean"}
+    ddp = jddp.DataParallel(OwnStatistics(), optax.sgd(0.0), squares, state_reduction=rule)
     state = ddp.init(0, batch)
-    with caplog.at_level(logging.WARNING, "jddp"):
-        for _ in range(3):
-            state, _ = ddp.step(state, batch)
-    assert [r.getMessage().split(" is written")[0] for r in caplog.records] == ["running/mean"]
+    for _ in range(3):
+        state, _ = ddp.step(state, batch)
     np.testing.assert_allclose(state.model_state["running"]["mean"], batch["x"].mean(0), rtol=1e-5)
 
 
@@ -337,7 +336,7 @@ class NnxCopied(nnx.Module):
 
 
 @pytest.mark.parametrize("kind", [Copied, NnxCopied])
-def test_a_library_s_own_copy_of_the_class_is_synchronised_too(kind, caplog):
+def test_a_library_s_own_copy_of_the_class_is_synchronised_too(kind):
     batch, ends = rows(), []
     for replicas in (1, 8):
         ddp = jddp.DataParallel(kind(), optax.sgd(1.0), squares, mesh=replicas)
@@ -345,10 +344,136 @@ def test_a_library_s_own_copy_of_the_class_is_synchronised_too(kind, caplog):
         ends.append(jax.device_get((state.params, statistics(state), metrics)))
         assert ddp.evaluate(state, [batch])["examples"] == 16
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *ends)
-    assert "cannot synchronise" not in caplog.text
     grouped = jddp.DataParallel(kind(), optax.sgd(1.0), squares, batch_norm_group_size=2)
     with pytest.raises(jddp.ConfigError, match="knows no groups of replicas"):
         grouped.init(0, batch)
+
+
+class ForeignNorm(nn.Module):
+    """A batch norm with no field for an axis, as some model libraries have them."""
+
+    @nn.compact
+    def __call__(self, x, use_running_average):
+        mean_kept = self.variable("batch_stats", "mean", jnp.zeros, x.shape[-1])
+        var_kept = self.variable("batch_stats", "var", jnp.ones, x.shape[-1])
+        mean, var = mean_kept.value, var_kept.value
+        if not use_running_average:
+            mean, var = x.mean(0), x.var(0)
+            if not self.is_initializing():
+                mean_kept.value, var_kept.value = mean, var
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
+        return scale[None] * (x - mean[None]) / jnp.sqrt(var[None] + 1e-5)
+
+
+class RegisteredNorm(ForeignNorm):
+    pass
+
+
+class DeafNorm(ForeignNorm):
+    """Has the field, and does not ask it."""
+
+    axis_name: str | None = None
+
+
+class NnxForeignNorm(nnx.Module):
+    def __init__(self):
+        self.mean, self.var = nnx.BatchStat(jnp.zeros(3)), nnx.BatchStat(jnp.ones(3))
+        self.scale = nnx.Param(jnp.ones(3))
+
+    def __call__(self, x, use_running_average):
+        mean, var = self.mean[...], self.var[...]
+        if not use_running_average:
+            self.mean[...], self.var[...] = mean, var = x.mean(0), x.var(0)
+        return self.scale[None] * (x - mean[None]) / jnp.sqrt(var[None] + 1e-5)
+
+
+class NnxRegisteredNorm(NnxForeignNorm):
+    pass
+
+
+class Foreign(nn.Module):
+    kind: type = ForeignNorm
+
+    @nn.compact
+    def __call__(self, x, mask, train):
+        return self.kind()(nn.Dense(3)(x), use_running_average=not train)
+
+
+class NnxForeign(nnx.Module):
+    def __init__(self, kind=NnxForeignNorm):
+        self.dense, self.norm = nnx.Linear(3, 3, rngs=nnx.Rngs(0)), kind()
+
+    def __call__(self, x, mask, train):
+        return self.norm(self.dense(x), use_running_average=not train)
+
+
+KINDS = ["linen", "copy", "nnx"]
+
+
+@pytest.mark.parametrize("model", [Foreign(), Foreign(DeafNorm), NnxForeign()], ids=KINDS)
+def test_a_batch_norm_that_knows_no_axis_is_refused_under_sync_on_several_replicas(model):
+    batch = rows()
+
+    def step(**options):
+        ddp = jddp.DataParallel(model, optax.sgd(1.0), squares, **options)
+        return ddp.step(ddp.init(0, batch), batch)
+
+    message = "batch_norm='sync': .*mean.* jddp.register_batch_norm.*'local'.*verify"
+    with pytest.raises(jddp.ConfigError, match=message) as caught:
+        step()
+    assert "\n" not in str(caught.value)
+    for options in ({"mesh": 1}, {"batch_norm": "local"}, {"batch_norm": "broadcast"}):
+        assert np.isfinite(step(**options)[1]["loss"])
+
+
+@pytest.mark.parametrize("placement", ["end", "ready"])
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_a_registered_batch_norm_is_that_of_one_device(kind, placement):
+    jddp.register_batch_norm(RegisteredNorm)
+    assert jddp.register_batch_norm(NnxRegisteredNorm) is NnxRegisteredNorm
+    model = Foreign(RegisteredNorm) if kind == "linen" else NnxForeign(NnxRegisteredNorm)
+    ends = []
+    for options in ({"mesh": 1}, {}, {"accumulate_steps": 2}, {"mesh": 1, "accumulate_steps": 2}):
+        ddp = jddp.DataParallel(model, optax.sgd(0.5), squares, placement=placement, **options)
+        # Parts are taken of each replica's rows, so rows of one part are alike for both.
+        batch = jax.tree.map(lambda x: np.repeat(x[:8], 2, axis=0), rows())
+        state = ddp.init(0, batch)
+        for _ in range(2):
+            state, metrics = ddp.step(state, batch)
+        ends.append(jax.device_get((state.params, statistics(state), metrics["loss"])))
+        assert ddp.evaluate(state, [batch])["examples"] == 16
+    # Two steps of sums of 16 rows in another order; the loss feels 1 / sqrt(var).
+    for other in ends[1:2]:
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), ends[0], other
+        )
+    assert jddp.verify(model, optax.sgd(0.5), squares, rows()).passed
+
+
+def test_a_registered_batch_norm_takes_groups_of_replicas():
+    """The judge is one device that takes the rows of each group apart."""
+    jddp.register_batch_norm(RegisteredNorm)
+    batch, ends = rows(), []
+    options = {"mesh": 4, "batch_norm_group_size": 2}
+    ddp = jddp.DataParallel(Foreign(RegisteredNorm), optax.sgd(1.0), squares, **options)
+    state, _ = ddp.step(ddp.init(0, batch), batch)
+    for half in (slice(0, 8), slice(8, 16)):
+        ddp = jddp.DataParallel(Foreign(RegisteredNorm), optax.sgd(1.0), squares, mesh=1)
+        part = jax.tree.map(lambda x, half=half: x[half], batch)
+        one, _ = ddp.step(ddp.init(0, batch), part)
+        ends.append((jax.device_get(one.params), statistics(one)))
+    for got, want in zip(
+        jax.tree.leaves((state.params, statistics(state))),
+        jax.tree.leaves(mean_of(ends)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_only_classes_of_flax_modules_are_registered():
+    for wrong in (squares, int, ForeignNorm()):
+        with pytest.raises(jddp.ConfigError, match="is no class of Flax modules"):
+            jddp.register_batch_norm(wrong)
 
 
 @pytest.mark.parametrize(
@@ -427,3 +552,48 @@ def test_a_replica_of_padding_alone_changes_nothing(mode, parts, placement):
     for got, want in zip(*map(jax.tree.leaves, states), strict=True):
         # Means of 8 rows in another order, twice.
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [Norm, NnxNorm])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_replica_0_without_a_valid_row_hands_on_the_statistics_of_the_first_that_has_one(
+    kind, parts
+):
+    """Of an empty batch Flax's layer makes NaN, which would stay in them for good."""
+    options = {"batch_norm": "broadcast", "mesh": 4, "accumulate_steps": parts}
+    ddp = jddp.DataParallel(kind(use_mask=True), optax.sgd(1.0), squares, **options)
+    batch = rows()
+    batch["mask"] = np.arange(16) >= 9  # replica 2 has three of its four rows, of both parts
+    state = ddp.init(0, batch)
+    first = statistics(state)
+    state, metrics = ddp.step(state, batch)
+    assert np.isfinite(metrics["loss"])
+    want = dict(zip(("mean", "var"), (first[0], first[1]), strict=True))
+    for part in np.split(np.arange(8, 12), parts):
+        x = batch["x"][part][batch["mask"][part]]
+        want = {"mean": want["mean"] / 2 + x.mean(0) / 2, "var": want["var"] / 2 + x.var(0) / 2}
+    for got, wanted in zip(statistics(state), want.values(), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [Norm, NnxNorm])
+@pytest.mark.parametrize("mode", ["sync", "broadcast", "local"])
+def test_a_batch_without_a_valid_row_leaves_the_statistics_as_they_were(kind, mode):
+    ddp = jddp.DataParallel(kind(use_mask=True), optax.sgd(1.0), squares, batch_norm=mode, mesh=2)
+    state, _ = ddp.step(ddp.init(0, rows()), rows())
+    before = statistics(state)
+    state, _ = ddp.step(state, rows(num_valid=0))
+    for got, want in zip(statistics(state), before, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_a_group_without_a_valid_row_leaves_its_statistics_as_they_were():
+    options = {"batch_norm_group_size": 2, "mesh": 4}
+    ddp = jddp.DataParallel(Norm(use_mask=True), optax.sgd(1.0), squares, **options)
+    state = ddp.init(0, rows())
+    first = statistics(state)
+    state, _ = ddp.step(state, rows(num_valid=8))  # all of the first group
+    x = rows()["x"][:8]
+    for got, old, new in zip(statistics(state), first, (x.mean(0), x.var(0)), strict=True):
+        # The mean of both groups: one moves halfway, as its momentum says, the other stays.
+        np.testing.assert_allclose(got, 0.75 * old + 0.25 * new, rtol=1e-4)

@@ -24,7 +24,8 @@ from states import assert_same, copied
 from tiny import ConvNet, loss_fn, make_batch
 
 import jddp
-from jddp.program import collectives, read_program
+from jddp.inspection.collectives import collectives
+from jddp.inspection.hlo import read_program
 
 MASKS = {
     "all": np.ones(32),

@@ -20,9 +20,13 @@ from judge import (
 )
 from states import assert_same
 
-from jddp.checkpoint import Checkpoints
-from jddp.program import collectives, read_program
-from jddp.reduce import Bucket, BucketPlan, make_reduction, trace_backward
+from jddp.checkpoint.checkpoints import Checkpoints
+from jddp.inspection.collectives import collectives
+from jddp.inspection.hlo import read_program
+from jddp.reduce import BucketPlan, make_reduction
+from jddp.reduce.backward import trace_backward
+from jddp.reduce.gradients import Finished, Running
+from jddp.reduce.plan import Bucket
 
 KIB = 1 / 1024
 REDUCTION = {
@@ -237,9 +241,10 @@ def test_buckets_given_by_hand_are_averaged_in_whatever_order(place, groups):
         _, pullback = jax.vjp(loss, weights)
         backward = trace_backward(lambda one: pullback(one)[0])
         if reduction.placement == "ready":
-            grads, _ = reduction.when_ready(backward, (), plan=plan, scale=1.0)
+            grads = Running(backward, lambda leaf, grad: grad, num=4)
         else:
-            grads, _ = reduction.at_end(pullback(jnp.float32(1))[0], (), plan=plan)
+            grads = Finished(pullback(jnp.float32(1))[0])
+        grads, _ = reduction(grads, (), plan=plan)
         return jax.tree.map(lambda g: g[None], grads)
 
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("data",))

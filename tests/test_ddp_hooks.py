@@ -11,9 +11,10 @@ from judge import PLACES, Net, host, in_all_places, make_rows, start, wrapped
 from states import assert_same
 
 import jddp
-from jddp.checkpoint import Checkpoints
+from jddp.checkpoint.checkpoints import Checkpoints
 from jddp.errors import ConfigError
-from jddp.program import collectives, read_program
+from jddp.inspection.collectives import collectives
+from jddp.inspection.hlo import read_program
 
 
 def stateless(reduce):
@@ -224,10 +225,10 @@ def test_what_powersgd_remembers_is_saved_and_the_next_ten_steps_are_the_same(tm
     checkpoints = Checkpoints(tmp_path, keep=1)
     ddp, state = step(Net(), comm_hook=hook, num_steps=5)
     assert np.asarray(state.comm_state.hook["unsent"]["first/kernel"]).any()
-    checkpoints.save(5, state, {})
+    checkpoints.save(5, state, {}, ddp.layouts(state))
     other = wrapped(Net(), optimizer=optax.sgd(1.0), comm_hook=hook)
     like = other.init(1, make_rows())
-    restored = checkpoints.restore(like, other.kinds(like)).state
+    restored = checkpoints.restore(like, other.layouts(like)).state
     checkpoints.close()
     assert_same(restored, state)
     for i in range(10):

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from jax import P
 
-from jddp.digest import as_words, digests, find_divergence
+from jddp.engine.digest import as_words, digests, find_divergence
+from jddp.engine.mesh import make_mesh
 from jddp.errors import UsageError
-from jddp.mesh import make_mesh
 
 DTYPES = ["float32", "bfloat16", "float16", "float8_e4m3fn", "int8", "uint32", "bool", "complex64"]
 DTYPES += ["int4", "float4_e2m1fn"]

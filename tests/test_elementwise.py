@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from jddp.elementwise import find_mixing, is_same
+from jddp.engine.separable import find_mixing, is_same
 
 ARRAY, ITS_PART = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((6, 4), (12, 1)))
 SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
@@ -28,6 +28,7 @@ ELEMENTWISE = {
     "arrays of one number": lambda x, y, s: jnp.full(x.shape, s) + jnp.zeros_like(y),
     "a sum that nobody uses": lambda x, y, s: (x.sum(), x + y)[1],
     "a derivative of its own": lambda x, y, s: jax.nn.relu(x) + y,
+    "something that is not kept": lambda x, y, s: jax.checkpoint(jnp.tanh)(x) + y,
 }
 
 MIXING = {
@@ -40,6 +41,7 @@ MIXING = {
     "constant": lambda x, y, s: x * np.ones((6, 4), np.float32),
     "reduce_max": lambda x, y, s: jax.lax.cond(x.max() > 0, lambda: x, lambda: y),
     "transpose": lambda x, y, s: jax.lax.cond(s > 0, lambda: x, lambda: (y.T + 0).T),
+    "reduce": lambda x, y, s: x + jax.lax.reduce(y, jnp.float32(0), lambda a, b: a + 2 * b, (0, 1)),
 }
 
 
@@ -72,3 +74,35 @@ def test_arrays_of_equal_and_of_other_shapes_do_not_confuse_it():
     part = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((12, 1), (12, 1), (13,))]
     optimizer = optax.adamw(1e-3)
     assert is_same(optimizer.init, [whole], [part])
+
+
+def up(x):
+    return x + 1
+
+
+def down(x):
+    return x - 1
+
+
+def test_branches_that_arrays_of_one_shape_share_are_the_same():
+    """JAX traces a branch once for each shape, and prints what stands in two places once."""
+
+    def step(x, y, s):
+        return jax.lax.cond(s > 0, up, down, x), jax.lax.cond(s > 0, up, down, y)
+
+    turned = jax.ShapeDtypeStruct(ARRAY.shape[::-1], ARRAY.dtype)
+    assert is_same(step, (ARRAY, turned, SCALAR), (ITS_PART, ITS_PART, SCALAR))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, y, s: x * x.shape[0],
+        lambda x, y, s: x + jax.lax.fori_loop(0, x.shape[0], lambda i, s: s * 2, s),
+        lambda x, y, s: jax.lax.cond(s > 0, lambda: x * x.shape[1], lambda: x),
+        lambda x, y, s: x + (x if x.shape[1] > 1 else y),
+    ],
+    ids=["a number", "the length of a loop", "a number in a branch", "another array"],
+)
+def test_a_shape_that_gets_into_the_equations_is_found(function):
+    assert depends_on_shapes(function)

@@ -12,7 +12,7 @@ import pytest
 from flax import linen as nn
 
 import jddp
-from jddp.reduce import plan_buckets
+from jddp.reduce.plan import plan_buckets
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 SLOW = {"contrastive", "gan", "perturbed_weights", "reinforce", "teacher_student"}
@@ -90,6 +90,29 @@ def test_the_page_does_what_the_library_does(mesh, one_page, layout, bucket_byte
         params,
         ddp.model(state)["params"],
     )
+
+
+def test_a_step_of_your_own_ends_as_data_parallel_does_however_it_is_mapped():
+    example = load("bring_your_own_step")
+    initial, ends = example["main"](num_steps=5)
+
+    def losses(model, batch, train):
+        logits = model(batch["x"], train=train)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+
+    batches = example["make_batches"](5)
+    optimizer = optax.sgd(0.3, momentum=0.9)
+    ddp = jddp.DataParallel(example["Model"](), optimizer, losses, batch_norm="local")
+    state = ddp.init(0, batches[0], params=initial)
+    for batch in batches:
+        state, _ = ddp.step(state, batch)
+    for got in ends.values():
+        # The same sums; the compiler may fuse them differently, and five steps carry it on.
+        jax.tree.map(
+            lambda x, want: np.testing.assert_allclose(x, want, rtol=1e-4, atol=1e-5),
+            got,
+            ddp.model(state)["params"],
+        )
 
 
 def test_a_run_goes_back_and_learns_on_behind_a_bad_batch(monkeypatch):

@@ -19,8 +19,8 @@ from tiny import MLP, NUM_CLASSES, NnxConvNet, loss_fn, make_batch
 
 import jddp
 from jddp.errors import ConfigError
-from jddp.losses import cross_entropy
-from jddp.models import CNN, cnn_nnx
+from jddp.zoo.losses import cross_entropy
+from jddp.zoo.models import CNN, cnn_nnx
 
 
 def wrapped(model, loss=loss_fn, **options):

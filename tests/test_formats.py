@@ -10,14 +10,15 @@ import datasets
 import grain
 import numpy as np
 import pytest
+import read_data
 from PIL import Image
 
 from jddp.data import CropAndFlip, RowExamples, TokenExamples, make_source, spec_of
 from jddp.data.__main__ import main
-from jddp.data.idx import pack_idx
-from jddp.data.image_folder import FolderExamples
-from jddp.data.mapped import MappedArray, map_npy, map_npz
-from jddp.data.tokenize import Bytes, FromFile, documents_in, write_tokens
+from jddp.data.sources.idx import pack_idx
+from jddp.data.sources.image_folder import FolderExamples
+from jddp.data.sources.mapped import MappedArray, map_npy, map_npz
+from jddp.data.sources.tokenize import Bytes, FromFile, documents_in, write_tokens
 from jddp.errors import ConfigError, DataError
 
 X = np.arange(24, dtype=np.float32).reshape(8, 3)
@@ -47,6 +48,13 @@ def test_arrays_of_any_names_come_from_npz_files(tmp_path, save):
     source = make_source("npz", directory=str(tmp_path))
     check_rows(source.load().train)
     assert source.spec == {"x": ((3,), np.dtype("float32")), "y": ((), np.dtype("int32"))}
+
+
+def test_a_tilde_in_the_directory_of_a_source_is_the_home_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    np.savez(tmp_path / "train.npz", x=np.zeros((4, 2)), y=np.zeros(4, int))
+    np.savez(tmp_path / "test.npz", x=np.zeros((4, 2)), y=np.zeros(4, int))
+    assert len(make_source("npz", directory="~").load().train) == 4
 
 
 @pytest.mark.parametrize("array", [X, np.asfortranarray(X), X[:0], np.float32(3)], ids=np.shape)
@@ -428,15 +436,15 @@ def test_the_command_times_each_stage(tmp_path, capsys):
         "model: {name: mlp, kwargs: {num_outputs: 3}}\n"
         "loss: {name: mean_squared_error}\n"
     )
-    arguments = ["bench", "--seconds", "0.01", "--config", str(tmp_path / "job.yaml")]
-    assert main(arguments) == 0
+    arguments = ["--seconds", "0.01", "--config", str(tmp_path / "job.yaml")]
+    assert read_data.main(arguments) == 0
     lines = capsys.readouterr().out.splitlines()
     stages = ["order  ", "read  ", "order, read and augment", "on the devices, by a thread"]
     assert len(lines) == 5
     for line, stage in zip(lines[1:], stages, strict=True):
         assert line.startswith(stage)
         assert "examples/s" in line
-    assert main(["bench", "data.name=fashion_mnis"]) == 2
+    assert read_data.main(["data.name=fashion_mnis"]) == 2
     assert "Did you mean 'fashion_mnist'?" in capsys.readouterr().err
 
 
@@ -473,6 +481,26 @@ def test_a_hugging_face_data_set_is_taken_from_memory_disk_and_parquet(tmp_path)
         make_source("parquet", directory=str(tmp_path / "train"))
     with pytest.raises(DataError, match="train: no such folder"):
         make_source("hugging_face", directory=str(tmp_path / "train"))
+
+
+@pytest.mark.parametrize("is_shown", [True, False])
+def test_reading_parquet_prints_no_progress_bars_and_leaves_the_users_setting(
+    tmp_path, capfd, is_shown
+):
+    made = datasets.Dataset.from_dict({"x": X, "y": Y})
+    for part in ("train", "test"):
+        made.to_parquet(str(tmp_path / f"{part}-0.parquet"))
+        made.save_to_disk(str(tmp_path / part))
+    set_bars = datasets.enable_progress_bars if is_shown else datasets.disable_progress_bars
+    set_bars()
+    capfd.readouterr()
+    try:
+        for name in ("parquet", "hugging_face"):
+            make_source(name, directory=str(tmp_path))
+        assert capfd.readouterr() == ("", "")
+        assert datasets.are_progress_bars_disabled() is not is_shown
+    finally:
+        datasets.enable_progress_bars()
 
 
 def test_array_records_are_decoded_by_a_function_of_ones_own(tmp_path, monkeypatch):

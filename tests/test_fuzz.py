@@ -13,11 +13,12 @@ from states import assert_same
 from tiny import MLP, loss_fn, make_batch
 
 import jddp
-from jddp.checkpoint import Checkpoints
 from jddp.checkpoint.__main__ import main
-from jddp.checkpoint.sums import NAME, seal
-from jddp.config import Config, flatten, load_config
-from jddp.errors import Error
+from jddp.checkpoint.checkpoints import Checkpoints
+from jddp.checkpoint.checksums import NAME, seal
+from jddp.config.files import flatten, load_config
+from jddp.config.schema import Config
+from jddp.errors import Error, FileSystemError
 
 KEYS = sorted(
     {
@@ -123,6 +124,18 @@ def forge(data, folder):
     if file.name != NAME:
         (folder / NAME).unlink()
         seal(folder)
+
+
+@pytest.mark.parametrize("skipped", [[None, 0], None, [1], [0, {}]])
+def test_a_run_with_other_counts_of_skipped_steps_is_refused(ddp, run, tmp_path, skipped):
+    folder = tmp_path / "run"
+    shutil.copytree(run.run_dir, folder)
+    file = folder / "checkpoints" / "2" / "run.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"skipped": skipped}))
+    (file.parent / NAME).unlink()
+    seal(file.parent)
+    with pytest.raises(FileSystemError, match="run.json of another version of jddp"):
+        ddp.fit([make_batch(8)] * 3, num_steps=3, run_dir=folder)
 
 
 @settings(FUZZ, max_examples=20)

@@ -4,9 +4,9 @@ import socket
 
 import pytest
 
-from jddp.cluster import Identity, resolve_identity
-from jddp.cluster.identity import FIRST_PORT, NUM_PORTS, port_of
-from jddp.cluster.schedulers import list_hosts
+from jddp.distributed.identity import FIRST_PORT, NUM_PORTS, Identity, port_of
+from jddp.distributed.resolve import resolve_identity
+from jddp.distributed.schedulers import list_hosts
 from jddp.errors import ConfigError
 
 JAX = {

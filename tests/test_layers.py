@@ -1,4 +1,4 @@
-"""The house stands: rooms import only from floors below, libraries come in by few doors."""
+"""Packages import only from floors below their own, and libraries are imported by few of them."""
 
 import ast
 import importlib
@@ -15,56 +15,36 @@ PACKAGE = Path(jddp.__file__).parent
 FRONT_DOOR = PACKAGE / "__init__.py"  # Names every room, and imports none until it is asked.
 MODULES = sorted(set(PACKAGE.rglob("*.py")) - {FRONT_DOOR})
 
-# From the ground up. A new room is put here, and in words into docs/.
-FLOORS = [
-    {"errors"},
-    {"names", "versions", "ownership", "door", "elementwise", "pairs", "loss_scale"},
-    {"reduce", "metrics", "unused", "losses", "optimizers", "config", "models", "data"},
-    {"batch_norm"},
-    {"state", "mesh", "flaxmodel", "coordination"},
-    {"forward", "dispatch", "replica", "local_steps"},
-    {"recipe"},
-    {"gradients", "update"},
-    {"reports", "cluster", "step", "program", "evaluation"},
-    {"digest", "run"},
-    {"checkpoint"},
-    {"explanation", "diagnosis", "memory"},
-    {"callbacks", "steps"},
-    {"first_state", "checkup"},
-    {"trainer"},
-    {"data_parallel"},
-    {"oracle"},
-    {"build"},
-    {"train", "launch", "verify", "explain", "doctor"},
-    {"__main__"},
-]
-FLOOR_OF = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
+# From the ground up; docs/architecture.md shows them. A new room is put here.
+FLOORS = {
+    "ground": {"errors", "typing", "html", "jaxprs"},
+    "numbers and processes": {"reduce", "zoo", "distributed"},
+    "what a job is given": {"modules", "config", "data", "launcher"},
+    "the step": {"engine"},
+    "what became of a step": {"checkpoint", "inspection"},
+    "training": {"init", "trainer"},
+    "the public class": {"data_parallel"},
+    "verification": {"verification"},
+    "jobs": {"job", "doctor"},
+    "commands": {"train", "launch", "verify", "__main__"},
+}
+FLOOR_OF = {room: height for height, rooms in enumerate(FLOORS.values()) for room in rooms}
 
 # Where a change of a library's API may reach.
 HOMES = {
-    "flax": {"flaxmodel", "batch_norm", "models", "checkpoint"},
-    "optax": {
-        "reduce",
-        "local_steps",
-        "losses",
-        "optimizers",
-        "recipe",
-        "step",
-        "update",
-        "data_parallel",
-        "oracle",
-    },
+    "flax": {"modules", "zoo", "checkpoint"},
+    "optax": {"reduce", "zoo", "engine", "data_parallel", "verification"},
     "orbax": {"checkpoint"},
     "omegaconf": {"config"},
     "pydantic": {"config"},
-    "matplotlib": {"reports"},
-    "rich": {"reports"},
-    "jax.distributed": {"cluster"},
-    "jax._src": {"coordination"},
-    "jax.experimental.multihost_utils": {"mesh"},
-    "jax.shard_map": {"step"},
+    "matplotlib": {"trainer"},
+    "rich": {"trainer"},
+    "jax.distributed": {"distributed"},
+    "jax._src": {"distributed"},
+    "jax.experimental.multihost_utils": {"engine"},
+    "jax.shard_map": {"engine"},
 }
-NEVER_IN = {"jax": {"data", "config", "names", "errors", "reports"}}
+NEVER_IN = {"jax": {"data", "config", "zoo.names", "errors", "trainer.reports"}}
 
 
 def room_of(path):
@@ -98,6 +78,29 @@ def rooms_using(target):
     return {room_of(path) for path in MODULES if any(reaches(n, target) for n in names_used(path))}
 
 
+def picture():
+    """The floors from the top, as docs/architecture.md shows them."""
+    return "\n".join(
+        f"{floor:<24}  {'  '.join(sorted(FLOORS[floor]))}" for floor in [*FLOORS][::-1]
+    )
+
+
+def contents():
+    """A row for each room with the first line of its docstring."""
+    for rooms in [*FLOORS.values()][::-1]:
+        for room in sorted(rooms - {"__main__"}):
+            path = PACKAGE / room / "__init__.py"
+            path = path if path.exists() else PACKAGE / f"{room}.py"
+            first = ast.get_docstring(ast.parse(path.read_text())).partition("\n")[0]
+            yield f"| `{room}` | {first} |"
+
+
+def test_the_page_of_the_architecture_shows_the_floors_as_they_are():
+    page = (PACKAGE.parent / "docs" / "architecture.md").read_text()
+    assert picture() in page, picture()
+    assert "\n".join(contents()) in page, "\n".join(contents())
+
+
 def test_every_room_has_a_floor():
     assert {room_of(path) for path in MODULES} <= FLOOR_OF.keys()
 
@@ -120,7 +123,9 @@ def test_libraries_come_in_by_few_doors(library):
 
 @pytest.mark.parametrize("library", NEVER_IN)
 def test_what_runs_before_jax_does_not_import_it(library):
-    assert not rooms_using(library) & NEVER_IN[library]
+    using = [path for path in MODULES if any(reaches(n, library) for n in names_used(path))]
+    for room in NEVER_IN[library]:
+        assert not [path for path in using if reaches(name_of(path), f"jddp.{room}")]
 
 
 def test_importing_jddp_imports_nothing_heavy():
@@ -134,9 +139,9 @@ import sys
 for library in ("grain", "omegaconf", "pydantic"):
     sys.modules[library] = None  # Importing it raises.
 import numpy as np, optax
-import jddp, jddp.program
-from jddp.losses import cross_entropy
-from jddp.models import MLP
+import jddp, jddp.inspection
+from jddp.zoo.losses import cross_entropy
+from jddp.zoo.models import MLP
 ddp = jddp.DataParallel(MLP(widths=(3,)), optax.sgd(0.1), cross_entropy)
 batch = {"image": np.ones((8, 2), np.float32), "label": np.zeros(8, np.int32)}
 for _ in range(2):  # the second goes on where the first has ended

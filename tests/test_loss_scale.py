@@ -14,11 +14,13 @@ from states import assert_same, copied
 from tiny import MLP, ConvNet, loss_fn, make_batch
 
 import jddp
-from jddp.config import ConfigMistakes, load_config
+from jddp.config.files import load_config
+from jddp.config.mistakes import ConfigMistakes
+from jddp.engine.guard import FIRST, GROWTH_INTERVAL, LossScale, adjust
 from jddp.errors import ConfigError, NumericsError
-from jddp.loss_scale import GROWTH_INTERVAL, LossScale, adjust, first_loss_scale
 from jddp.train import main
 
+FIRST_SCALE = LossScale(jnp.float32(FIRST), jnp.int32(0))
 HALF = MLP(dtype=jnp.float16)
 # Eleven bits, of which a gradient loses one in each of some eight operations.
 HALF_ROUNDING = 8 * 2.0**-11
@@ -267,7 +269,7 @@ def test_a_scale_that_is_given_skips_nothing_by_itself():
 
 @pytest.mark.parametrize("interval", [1, 3])
 def test_it_doubles_after_so_many_good_steps_in_a_row(interval):
-    state, scales = first_loss_scale(), []
+    state, scales = FIRST_SCALE, []
     for is_finite in (True, True, True, False, True, True, True, True):
         state = adjust(state, jnp.bool(is_finite), interval=interval)
         scales.append(float(jnp.log2(state.scale)))
@@ -281,7 +283,7 @@ def test_it_doubles_after_so_many_good_steps_in_a_row(interval):
 
 
 def test_it_stays_between_one_and_what_no_float32_gradient_overflows_with():
-    down = up = first_loss_scale()
+    down = up = FIRST_SCALE
     for _ in range(40):
         down = adjust(down, jnp.bool(False), interval=1)
         up = adjust(up, jnp.bool(True), interval=1)

@@ -8,7 +8,7 @@ from flax import linen as nn
 from flax import nnx
 
 from jddp.errors import ConfigError
-from jddp.losses import LOSSES, call_model, cross_entropy, mean_squared_error, next_token
+from jddp.zoo.losses import LOSSES, call_model, cross_entropy, mean_squared_error, next_token
 
 LOGITS = jnp.array([[2.0, 0.0, -1.0], [0.0, 0.0, 0.0], [1.0, 3.0, 2.0]])
 LABELS = jnp.array([0, 2, 0])

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jddp.engine.mesh import configure_devices, copy_off_mesh, make_mesh, replicate, sharded
 from jddp.errors import ConfigError
-from jddp.mesh import check_rows, configure_devices, copy_off_mesh, make_mesh, replicate
+from jddp.modules.rows import check_rows
 
 
 @pytest.fixture
@@ -53,6 +54,14 @@ def test_a_mesh_has_one_axis_that_takes_host_arrays(devices):
     assert mesh.axis_names == ("data",)
     assert set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
     assert make_mesh(mesh) == mesh
+
+
+def test_the_axis_is_named_by_the_option_or_else_by_the_mesh():
+    named = make_mesh(2, "batch")
+    assert named.axis_names == ("batch",)
+    assert make_mesh(named) == named
+    assert make_mesh(named, "rows").axis_names == ("rows",)
+    assert sharded(named).spec == jax.P("batch")
 
 
 @pytest.mark.parametrize("rows, nearest", [(0, "4"), (3, "4"), (5, "4 and 8"), (11, "8 and 12")])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jddp.errors import ConfigError
-from jddp.metrics import (
+from jddp.modules.metrics import (
     Metric,
     Sum,
     Totals,
@@ -72,7 +72,7 @@ def test_a_shape_that_does_not_align_with_the_mask_is_refused(shape):
 
 
 def test_scalars_weigh_as_told_and_say_that_they_are_scalars():
-    sums = weigh(jnp.float32(3), {"rate": jnp.float32(0.5)}, scalar_count=4)
+    sums = weigh(jnp.float32(3), {"rate": jnp.float32(0.5)}, num_rows=4, train=False)
     assert (float(sums["loss"].total), float(sums["loss"].count)) == (12, 4)
     assert sums["rate"].is_scalar
     assert not weigh(jnp.ones(2), {})["loss"].is_scalar

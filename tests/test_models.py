@@ -10,7 +10,7 @@ from flax import nnx
 from flax.traverse_util import flatten_dict
 
 from jddp.errors import ConfigError
-from jddp.models import CNN, CNN_NNX, GPT, MLP, MODELS, ViT, resnet18, resnet50
+from jddp.zoo.models import CNN, CNN_NNX, GPT, MLP, MODELS, ViT, resnet18, resnet50
 
 IMAGES = jax.random.normal(jax.random.key(0), (4, 8, 8, 3))
 TOKENS = jax.random.randint(jax.random.key(1), (2, 6), 0, 11)

@@ -6,7 +6,7 @@ from flax import linen as nn
 from flax import nnx
 
 from jddp.errors import ConfigError
-from jddp.names import (
+from jddp.zoo.names import (
     accepted_names,
     check_arguments,
     did_you_mean,
@@ -28,6 +28,27 @@ from jddp.names import (
 )
 def test_the_nearest_known_name_is_suggested(typed, meant):
     assert did_you_mean(typed, ["adam", "adamw", "cosine_decay_schedule"]) == meant
+
+
+@pytest.mark.parametrize(
+    "typed, meant",
+    [
+        ("lr", "learning_rate"),
+        ("LR", "learning_rate"),
+        ("lrate", "learning_rate"),
+        ("wd", "weight_decay"),
+        ("bs", "global_batch_size"),
+        ("ckpt", "checkpoint"),
+    ],
+)
+def test_an_abbreviation_suggests_the_name_that_it_stands_for(typed, meant):
+    known = ["warmup_steps", "learning_rate", "global_batch_size", "weight_decay", "checkpoint"]
+    assert did_you_mean(typed, known) == f" Did you mean {meant!r}?"
+
+
+@pytest.mark.parametrize("typed", ["tr", "lrx", "_"])
+def test_letters_in_another_order_or_from_the_middle_abbreviate_nothing(typed):
+    assert did_you_mean(typed, ["learning", "rate"]) == ""
 
 
 def test_a_mapping_suggests_what_the_nearest_key_stands_for():

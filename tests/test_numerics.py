@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from flax import nnx
 from states import assert_same, copied
 from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch
@@ -14,7 +15,7 @@ from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch
 import jddp
 from jddp.data import ArrayExamples, TrainBatches
 from jddp.errors import NumericsError
-from jddp.reports import write_evidence
+from jddp.trainer.reports import write_evidence
 
 
 def wrapped(model=None, loss=loss_fn, **options):
@@ -87,6 +88,56 @@ def test_a_gradient_that_is_not_finite_is_skipped_though_the_loss_is():
     assert_same(state.params, before.params)
 
 
+class Kept(nn.Module):
+    """Keeps a number for each run, of which the loss knows nothing."""
+
+    @nn.compact
+    def __call__(self, x, flag):
+        kept = self.variable("kept", "root", jnp.zeros, ())
+        highest = self.variable("kept", "highest", lambda: jnp.float32(-jnp.inf))
+        if not self.is_initializing():
+            kept.value = jnp.sqrt(flag.min())
+        return nn.Dense(1)(x) + 0 * highest.value.astype(x.dtype).clip(0)
+
+
+def kept_loss(model, batch, train):
+    return jnp.square(model(batch["x"], batch["flag"])[:, 0])
+
+
+@pytest.mark.parametrize(
+    "options", [{"state_reduction": {"kept": "mean"}}, {"per_replica": ["kept"]}]
+)
+def test_other_state_that_is_not_finite_is_skipped_on_all_replicas(options):
+    """The loss and the gradients are finite, and one replica alone may see the number."""
+    ddp = wrapped(Kept(), kept_loss, **options)
+    state, metrics = ddp.step(ddp.init(0, flagged(0, 1)), flagged(0, 1))
+    assert int(metrics["skipped"]) == 0  # what was infinite from the start is no reason
+    before = copied(state)
+    batch = flagged(1, 1)
+    batch["flag"][7] = -1
+    state, metrics = ddp.step(state, batch)
+    assert np.isfinite(metrics["loss"])
+    assert int(state.skipped) == 1
+    assert_same(state.replace(step=before.step, skipped=before.skipped), before)
+
+
+def test_other_state_that_is_not_finite_leaves_the_loss_scale_alone():
+    ddp = wrapped(Kept(), kept_loss, loss_scale="dynamic", batch_norm="local")
+    state, first = ddp.step(ddp.init(0, flagged(0, 1)), flagged(0, 1))
+    state, _ = ddp.step(state, flagged(0, -1))
+    state, last = ddp.step(state, flagged(0, 1))
+    assert int(state.skipped) == 1
+    assert float(last["loss_scale"]) == float(first["loss_scale"])
+
+
+@pytest.mark.parametrize("options", [{}, {"loss_scale": "dynamic"}])
+def test_other_state_that_stays_not_finite_ends_the_run(options):
+    with pytest.raises(NumericsError, match="3 in a row .* other state are not finite"):
+        wrapped(Kept(), kept_loss, state_reduction={"kept": "mean"}, **options).fit(
+            [flagged(0, -1)] * 8, num_steps=8, max_consecutive_skips=3
+        )
+
+
 def test_steps_that_are_finite_have_the_bits_of_those_that_none_watches():
     ends = []
     for skip in (True, False):
@@ -151,7 +202,7 @@ def test_a_run_skips_counts_and_says_so_once_for_a_row(tmp_path, capsys):
     assert [record["skipped"] for record in records(tmp_path)] == [0, 1, 1, 2, 3, 3, 3, 3]
     assert [r["step"] for r in records(tmp_path) if r["loss"] is None] == [2, 4, 5]
     said = capsys.readouterr().out
-    assert said.count("is skipped: its loss or gradients are not finite") == 2
+    assert said.count("is skipped: its loss, gradients or other state are not finite") == 2
     assert "step 4 is skipped" in said
     ddp = wrapped()
     state = ddp.init(0, make_batch(8))
@@ -220,6 +271,30 @@ def test_no_directory_no_evidence(tmp_path, monkeypatch):
     with pytest.raises(NumericsError, match=r"at step 2\. Lower"):
         wrapped(skip_nonfinite=False).fit(batches(2), num_steps=8)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("options", [{}, {"skip_nonfinite": True, "mesh": 4}])
+def test_labels_beyond_the_outputs_are_named_before_the_learning_rate(options):
+    def cross_entropy(model, batch, train):
+        logits = model(batch["x"], train=train)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+
+    batch = {"x": make_batch(8)["x"], "label": np.array([0, 1, 2, 3, 4, 0, 0, 0], np.int32)}
+    ddp = wrapped(loss=cross_entropy, **{"skip_nonfinite": False, **options})
+    with pytest.raises(
+        NumericsError, match="'label' reaches 4 there.*4 outputs, for 0 ... 3"
+    ) as caught:
+        ddp.fit([batch] * 3, num_steps=3, max_consecutive_skips=2)
+    assert "learning rate" not in str(caught.value)
+
+
+def test_where_the_outputs_are_not_known_the_learning_rate_is_named():
+    def of_other_inputs(model, batch, train):
+        return loss_fn(model, {"x": batch["z"], "y": batch["y"]}, train)
+
+    batch = {"z": broken(make_batch(8), 3)["x"], "y": np.full(8, 9, np.int32)}
+    with pytest.raises(NumericsError, match="Lower the learning rate"):
+        wrapped(loss=of_other_inputs, skip_nonfinite=False).fit([batch], num_steps=1)
 
 
 def test_evidence_that_cannot_be_written_is_said_and_hides_nothing(tmp_path, caplog):

@@ -5,7 +5,7 @@ import optax
 import pytest
 
 from jddp.errors import ConfigError
-from jddp.optimizers import decay_mask, make_optimizer, make_schedule
+from jddp.zoo.optimizers import decay_mask, make_optimizer, make_schedule
 
 PARAMS = {
     "dense": {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)},

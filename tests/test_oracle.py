@@ -63,6 +63,63 @@ def test_constants_are_handed_on():
     assert verified(loss=loss, constants=np.float32(2)).passed
 
 
+def plain(x):
+    return x
+
+
+def random_bits(x):
+    return x
+
+
+def gamma(x):
+    return x * jax.random.gamma(jax.random.key(0), 2.0)
+
+
+@jax.custom_vjp
+def backward_only(x):
+    return x
+
+
+def noise(x):
+    return x * jax.random.uniform(jax.random.key(0), x.shape)
+
+
+backward_only.defvjp(lambda x: (x, None), lambda _, g: (noise(g),))
+
+
+@pytest.mark.parametrize(
+    "function, draws",
+    [(plain, False), (random_bits, False), (gamma, True), (noise, True), (backward_only, True)],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_a_step_draws_if_its_loss_does_forward_or_backward(function, draws):
+    def loss(model, batch, train):
+        return jax.jit(function)(loss_fn(model, batch, train)[0])
+
+    ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss)
+    assert ddp.draws(make_batch()) == draws
+
+
+def test_an_optimizer_that_draws_is_judged_beside_the_whole_batch():
+    """Its numbers are those of its own key, the same on one device and on many."""
+    noisy = optax.chain(optax.sgd(0.1), optax.add_noise(0.01, 0.55, 0))
+    report = verified(optimizer=noisy)
+    assert report.passed, report
+    assert not report.is_side_by_side
+    assert not report.findings
+
+
+def test_rows_of_a_form_seen_before_bring_back_what_was_found_of_them():
+    def loss(model, batch, train):
+        losses = loss_fn(model, batch, train)[0]
+        return losses.mean() * jax.random.uniform(jax.random.key(0)) if "z" in batch else losses
+
+    ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss)
+    batch = make_batch()
+    for rows, found in ((batch, (False, ())), (batch | {"z": batch["y"]}, (True, ("loss",)))) * 2:
+        assert (ddp.draws(rows), ddp.scalars) == found
+
+
 # --- what does not, and why ----------------------------------------------------------------------
 
 
@@ -101,14 +158,17 @@ WRONG = {
     "a sum": ({"loss": a_sum}, "is a sum over its rows: over all 8 shares it is 8 times"),
     "a mean under a mask": (
         {"loss": a_mean_under_a_mask, "batch": make_batch(masked=True)},
-        "replicas weigh alike however many rows",
+        "replicas weigh alike however much their rows weigh",
     ),
     "local statistics": (
         {"model": ConvNet(), "batch_norm": "local"},
         "'local': each replica normalises with the statistics of its own rows",
     ),
     "broadcast statistics": ({"model": ConvNet(), "batch_norm": "broadcast"}, "'broadcast': each"),
-    "own statistics": ({"model": OwnNorm()}, "running/mean is written by a layer that jddp cannot"),
+    "own statistics": (
+        {"model": OwnNorm(), "state_reduction": {"running": "mean"}},
+        "state_reduction: a layer that normalises .* its own",
+    ),
     "rows that meet": ({"loss": rows_against_rows}, "Rows meet in the loss"),
     "the replica": ({"loss": asks_for_the_replica}, r"which replica it runs on \(lax.axis_index\)"),
 }

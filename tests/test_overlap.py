@@ -11,9 +11,10 @@ import jax
 import pytest
 from described import VARIANTS, compile_gpt2, compile_resnet50
 
-from jddp.program import GPUS, collectives, make_network, walk
-from jddp.program.gpus import target_config
-from jddp.program.schedule import LARGE_BYTES
+from jddp.inspection.collectives import collectives
+from modelled import GPUS, make_network, walk
+from modelled.gpus import target_config
+from modelled.schedule import LARGE_BYTES
 
 pytestmark = pytest.mark.aot
 

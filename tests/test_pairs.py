@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jddp.pairs import add_in_pairs, sum_in_pairs
+from jddp.reduce.pairwise import add_in_pairs, sum_in_pairs
 
 
 def numbers(num):

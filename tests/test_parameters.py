@@ -27,7 +27,8 @@ from judge import (
 )
 
 from jddp.errors import ConfigError
-from jddp.program import collectives, read_program
+from jddp.inspection.collectives import collectives
+from jddp.inspection.hlo import read_program
 
 KERNEL = nn.initializers.normal()
 

@@ -10,9 +10,10 @@ from flax.traverse_util import flatten_dict
 from jax.sharding import PartitionSpec as P
 
 import jddp
-from jddp.models import CNN, ResNet, ViT
-from jddp.models.resnet import BottleneckBlock
-from peers import pmap_trainer, shard_map_trainer
+from jddp.errors import ConfigError
+from jddp.zoo.models import CNN, ResNet, ViT
+from jddp.zoo.models.resnet import BottleneckBlock
+from peers import imagenet_pmap, pmap_trainer, shard_map_trainer
 from peers.convnet import ConvNet
 
 NUM_STEPS = 5
@@ -91,6 +92,45 @@ def test_a_shard_map_trainer_gets_the_same_numbers():
     close(ddp.model(state), {"params": peer.params, **peer.model_state})
 
 
+def penalised(model, batch, train):
+    """The peer's loss, and the mean over the axis that its model names."""
+    logits = model(batch["image"], train=train)
+    losses = imagenet_pmap.cross_entropy(logits, batch["label"])
+    hits = logits.argmax(-1) == batch["label"]
+    return losses + imagenet_pmap.penalty(model.variables["params"]), {"accuracy": hits}
+
+
+def penalised_by_name(model, batch, train):
+    losses, metrics = penalised(model, batch, train)
+    metrics["accuracy"] = jax.lax.pmean(metrics["accuracy"].mean(), "batch")
+    return losses, metrics
+
+
+@pytest.mark.parametrize(
+    "loss, options",
+    [(penalised, {}), (penalised_by_name, {"axis_name": "batch"})],
+    ids=["unchanged", "by_name"],
+)
+def test_a_model_that_names_its_own_axis_trains_as_in_its_own_pmap_step(loss, options):
+    batches = [{"image": x["inputs"], "label": x["targets"]} for x in image_batches()]
+    optimizer = imagenet_pmap.make_optimizer()
+    ddp = jddp.DataParallel(imagenet_pmap.ResNet(), optimizer, loss, **options)
+    state = ddp.init(seed=0, batch=batches[0])
+    params, batch_stats = (ddp.model(state)[name] for name in ("params", "batch_stats"))
+    peer = imagenet_pmap.State(params, batch_stats, optimizer.init(params))
+    peer, step = imagenet_pmap.replicate(peer), imagenet_pmap.make_step(optimizer)
+    for batch in batches:
+        state, metrics = ddp.step(state, batch)
+        peer, peer_metrics = step(peer, pmap_trainer.shard(batch))
+        close(
+            {name: metrics[name] for name in peer_metrics},
+            jax.tree.map(lambda x: x[0], peer_metrics),
+        )
+    peer = peer._replace(batch_stats=imagenet_pmap.average_statistics(peer.batch_stats))
+    trained = {"params": peer.params, "batch_stats": peer.batch_stats}
+    close(ddp.model(state), jax.tree.map(lambda x: np.array(x[0]), trained))
+
+
 # A step of one's own, that keeps its map and gets its mean from the optimizer.
 
 
@@ -165,6 +205,61 @@ def test_average_gradients_serves_a_shard_map_step_of_ones_own(trained_by_jddp, 
     carry = shard_map_trainer.replicate((initial, optimizer.init(initial)), mesh)
     for batch in batches():
         carry = jax.jit(step)(*carry, batch)
+    close(carry[0], want)
+
+
+def mapped_step(optimizer, mesh, differentiate):
+    """A step in a `shard_map` as JAX builds it by default: with `check_vma=True`."""
+
+    def step(params, opt_state, batch):
+        def loss(params):
+            losses = squared_error(lambda x: Mlp().apply({"params": params}, x), batch)
+            return losses.mean()
+
+        updates, opt_state = optimizer.update(differentiate(loss, params), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    specs = {"in_specs": (P(), P(), P("batch")), "out_specs": P()}
+    return jax.jit(jax.shard_map(step, mesh=mesh, **specs))
+
+
+def summed_by_jax(loss, params):
+    return jax.grad(loss)(params)
+
+
+def averaged_by_the_user(loss, params):
+    return jax.grad(lambda params: jax.lax.pmean(loss(params), "batch"))(params)
+
+
+def each_replicas_own(loss, params):
+    return jax.grad(loss)(jax.lax.pcast(params, "batch", to="varying"))
+
+
+@pytest.mark.parametrize("differentiate", [summed_by_jax, averaged_by_the_user])
+def test_average_gradients_refuses_gradients_that_are_already_the_same_everywhere(differentiate):
+    """One of them would be N times too large, and their type does not say which it is."""
+    optimizer = optax.chain(jddp.average_gradients("batch"), optax.sgd(0.1))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("batch",))
+    params = jax.eval_shape(Mlp().init, jax.random.key(0), batches()[0]["x"])["params"]
+    step = mapped_step(optimizer, mesh, differentiate)
+    with pytest.raises(ConfigError, match="check_vma=False, or .* jax.lax.pcast") as error:
+        step.trace(params, optimizer.init(params), batches()[0])
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 8])
+@pytest.mark.parametrize("layout, bucket_mb", [("leaf", 25), ("flat", 1e-4)])
+def test_average_gradients_serves_a_checked_step_that_keeps_gradients_apart(
+    trained_by_jddp, layout, bucket_mb, num_replicas
+):
+    initial, want = trained_by_jddp
+    average = jddp.average_gradients("batch", bucket_mb=bucket_mb, layout=layout)
+    optimizer = optax.chain(average, optax.sgd(0.1))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:num_replicas]), ("batch",))
+    step = mapped_step(optimizer, mesh, each_replicas_own)
+    carry = shard_map_trainer.replicate((initial, optimizer.init(initial)), mesh)
+    for batch in batches():
+        carry = step(*carry, batch)
     close(carry[0], want)
 
 

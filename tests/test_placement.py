@@ -1,5 +1,6 @@
 """Reductions where gradients are ready: the same numbers, in the order of the backward pass."""
 
+import functools
 import re
 
 import jax
@@ -9,10 +10,10 @@ import optax
 import pytest
 from compiled import collectives
 from flax import linen as nn
-from tiny import MLP, MODELS, Transformer, loss_fn, make_batch
+from tiny import MLP, MODELS, NUM_CLASSES, Transformer, loss_fn, make_batch
 
 import jddp
-from jddp.reduce import trace_backward
+from jddp.reduce.backward import trace_backward
 
 BYTES = 1 / 2**20
 
@@ -141,6 +142,81 @@ def test_a_bucket_leaves_where_its_last_gradient_is_made():
     # first layer, and its bias; its kernel. The one vector of loss and metrics is reduced last.
     assert operations(ready, batch) == "..br.br.br.brr"
     assert operations(end, batch) == ".....rrrrr"
+
+
+class Normed(nn.Module):
+    """An MLP with a batch norm over the valid rows: of none it makes NaN."""
+
+    @nn.compact
+    def __call__(self, x, mask, train):
+        x = nn.BatchNorm(not train, momentum=0.9)(nn.Dense(16)(x), mask=mask)
+        return nn.Dense(NUM_CLASSES)(nn.relu(x))
+
+
+def normed_loss(model, batch, train):
+    logits = model(batch["x"], batch["mask"][:, None], train)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+
+
+def normed(placement, **options):
+    options = {"batch_norm": "local", "bucket_mb": 200 * BYTES, "layout": "flat", **options}
+    return jddp.DataParallel(
+        Normed(), optax.sgd(0.2, momentum=0.9), normed_loss, placement=placement, **options
+    )
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("mode", ["local", "broadcast"])
+def test_buckets_leave_inside_the_pass_beside_micro_batches_and_other_state(mode, parts):
+    """As they do without a batch norm: no bucket waits until all gradients are guarded."""
+    batch, options = make_batch(32, masked=True), {"accumulate_steps": parts, "batch_norm": mode}
+    ready, at_end = normed("ready", **options), normed("end", **options)
+    assert operations(ready, batch).endswith("br.br.br.brr")
+    assert "b" not in operations(at_end, batch)
+    layers = [bucket.paths[-1].partition("/")[0] for bucket in ready.plan.buckets]
+    assert layers == ["Dense_1", "Dense_1", "Dense_0", "Dense_0"]
+    assert at_end.plan.buckets == ready.plan.buckets
+
+
+# Micro-batches of four rows, two for each of four replicas: those without a valid row.
+EMPTY = {"the last": [3], "the first": [2], "both": [6, 7], "everybody's last": [1, 3, 5, 7]}
+
+
+@pytest.mark.parametrize("empty", EMPTY.values(), ids=EMPTY)
+@pytest.mark.parametrize("mode", ["local", "broadcast"])
+def test_an_empty_micro_batch_adds_nothing_wherever_buckets_leave(mode, empty):
+    """It makes neither NaN, nor zeros of what the replica's other micro-batch has added."""
+    batch = {**make_batch(32), "mask": ~np.isin(np.arange(32) // 4, empty)}
+    ends = []
+    for placement in ("end", "ready"):
+        ddp = normed(placement, mesh=4, batch_norm=mode, accumulate_steps=2)
+        state = ddp.init(0, batch)
+        want = gradients_on_one_device(jax.device_get(state.params), batch)
+        got, _ = ddp.gradients(state, batch)
+        # Means of up to 32 rows in another order, and gradients through variances of four.
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, want)
+        for _ in range(2):
+            state, metrics = ddp.step(state, batch)
+        ends.append(jax.device_get((state.params, state.opt_state, state.model_state, metrics)))
+    # The same sums in the same order; the compiler may contract a product and a sum.
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), *ends)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(ends))
+
+
+def gradients_on_one_device(params, batch):
+    """Plain Flax: each micro-batch with a valid row is normalised alone, the sum divided once."""
+    stats = {"BatchNorm_0": {"mean": np.zeros(16), "var": np.ones(16)}}
+
+    def total(params, part):
+        def model(*inputs):
+            variables = {"params": params, "batch_stats": stats}
+            return Normed().apply(variables, *inputs, mutable=["batch_stats"])[0]
+
+        return (normed_loss(model, part, True) * part["mask"]).sum()
+
+    parts = [jax.tree.map(lambda x, i=i: x[i : i + 4], batch) for i in range(0, 32, 4)]
+    grads = [jax.grad(total)(params, part) for part in parts if part["mask"].any()]
+    return jax.tree.map(lambda *each: sum(each) / batch["mask"].sum(), *grads)
 
 
 def test_the_pass_goes_on_from_what_a_bucket_s_barrier_has_let_through():

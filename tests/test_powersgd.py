@@ -25,9 +25,10 @@ from states import assert_same, copied
 from tiny import MLP, ConvNet, loss_fn, make_batch
 
 import jddp
-from jddp.checkpoint import Checkpoints
+from jddp.checkpoint.checkpoints import Checkpoints
 from jddp.errors import ConfigError
-from jddp.program import collectives, read_program
+from jddp.inspection.collectives import collectives
+from jddp.inspection.hlo import read_program
 
 SIDES = 8, 6
 ANY_RATE = 1e-3  # A rate that every matrix reaches, however small.
@@ -314,6 +315,18 @@ def test_without_warm_start_each_step_looks_another_way():
     assert np.abs(ends[1] - ends[2]).max() > 1e-3
 
 
+def test_what_it_draws_is_no_random_number_of_the_model():
+    assert not linear(powersgd(warm_start=False)).draws({"x": matrices()})
+
+
+@pytest.mark.parametrize("kind", ["threefry2x32", "rbg"])
+def test_it_draws_the_same_whatever_kind_of_key_jax_makes(kind):
+    hook, x = powersgd(2, error_feedback=False), matrices()
+    with jax.default_prng_impl(kind):
+        got = one_step(x, hook)
+    np.testing.assert_array_equal(got, one_step(x, hook))
+
+
 def test_all_gradients_survive_8_replicas_that_become_4_and_8_again(tmp_path):
     x = [matrices(seed=i) for i in range(9)]
     checkpoints, state, seen = Checkpoints(tmp_path, keep=9), None, 0
@@ -321,8 +334,9 @@ def test_all_gradients_survive_8_replicas_that_become_4_and_8_again(tmp_path):
         ddp = linear(powersgd(), mesh=size)
         if state is not None:
             saved, like = host(state.comm_state.hook), ddp.init(1, {"x": x[0]})
-            checkpoints.save(seen, state, {})
-            state = checkpoints.restore(like, ddp.kinds(like)).state
+            layouts = ddp.layouts(like)  # which no number of replicas changes
+            checkpoints.save(seen, state, {}, layouts)
+            state = checkpoints.restore(like, layouts).state
             assert_same(
                 state.comm_state.hook["step"], jnp.full_like(state.comm_state.hook["step"], seen)
             )

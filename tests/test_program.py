@@ -11,18 +11,11 @@ from jax import P, lax
 from jax.experimental import topologies
 
 from jddp.errors import ConfigError, UsageError
-from jddp.program import (
-    GPUS,
-    Network,
-    collectives,
-    described_mesh,
-    make_network,
-    read_program,
-    walk,
-)
-from jddp.program.cost import cost
-from jddp.program.gpus import MEBIBYTE, target_config
-from jddp.program.hlo import Shape
+from jddp.inspection.collectives import collectives
+from jddp.inspection.hlo import Shape, read_program
+from modelled import GPUS, Network, described_mesh, make_network, walk
+from modelled.cost import cost
+from modelled.gpus import MEBIBYTE, target_config
 
 # A second for the product below, nothing for anything else.
 GPU = dataclasses.replace(

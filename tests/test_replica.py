@@ -13,8 +13,8 @@ from flax import nnx
 from tiny import MLP, loss_fn, make_batch
 
 import jddp
-from jddp.checkpoint import Checkpoints
-from jddp.digest import digests, find_divergence
+from jddp.checkpoint.checkpoints import Checkpoints
+from jddp.engine.digest import digests, find_divergence
 from jddp.errors import ConfigError
 
 
@@ -242,8 +242,13 @@ def test_a_run_goes_on_with_what_each_replica_had(make, kind, tmp_path):
 
 
 @in_both
-def test_what_is_not_declared_is_averaged(make, kind):
-    ddp, batch = jddp.DataParallel(make(), optax.sgd(0.1), loss_fn), make_batch()
+def test_what_is_drawn_and_not_declared_is_refused_and_a_declared_mean_is_one_for_all(make, kind):
+    batch = make_batch()
+    undeclared = jddp.DataParallel(make(), optax.sgd(0.1), loss_fn)
+    with pytest.raises(ConfigError, match=f"random numbers of each replica.*{kind}"):
+        undeclared.step(undeclared.init(0, batch), batch)
+    rule = {kind: "mean"}
+    ddp = jddp.DataParallel(make(), optax.sgd(0.1), loss_fn, state_reduction=rule)
     state, _ = ddp.step(ddp.init(0, batch), batch)
     leaf = own_of(state.model_state)
     assert leaf.shape == (16, 4)

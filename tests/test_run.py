@@ -1,6 +1,9 @@
 """What a notebook has in its hands: a run's results, the newest state, and what each looks like."""
 
 import _thread
+import dataclasses
+import inspect
+import re
 import signal
 import threading
 
@@ -10,10 +13,13 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from states import assert_same
 from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch
 
 import jddp
+from jddp.checkpoint.__main__ import main as checkpoint_command
 from jddp.errors import ConfigError, UsageError
+from jddp.trainer.plan import Plan
 
 
 def wrapped(model=None, **options):
@@ -65,6 +71,23 @@ def test_a_run_evaluates_and_predicts_with_its_own_batches_or_with_others():
     assert run.evaluate([other])["examples"] == 16
     assert run.predict([{"x": other["x"]}]).shape == (16, 4)
     assert run.predict().shape == (13, 4)
+
+
+def test_a_run_stays_usable_when_another_starts_from_its_state():
+    first = fit(2)
+    before = first.evaluate()
+    batches = [make_batch(seed=seed) for seed in range(2, 4)]
+    second = wrapped().fit(batches, num_steps=4, state=first.state)
+    assert first.evaluate() == before
+    assert len(first.predict(function=logits_of)["label"]) == 13
+    assert_same(second.state, fit(4).state)
+
+
+def test_a_function_may_make_the_first_state():
+    ddp = wrapped()
+    batches = [make_batch(seed=seed) for seed in range(4)]
+    run = ddp.fit(batches, num_steps=4, state=lambda batch: ddp.init(3, batch))
+    assert_same(run.state, ddp.fit(batches, num_steps=4, seed=3).state)
 
 
 def test_a_run_without_evaluation_says_that_it_has_no_batches():
@@ -227,3 +250,24 @@ def test_what_a_cell_ends_with_says_what_it_is_in_text_and_in_html():
         assert shown._repr_html_().startswith("<")
     ddp.step(state, batch)
     assert repr(state) == "TrainState, whose memory a step has taken"
+
+
+def test_a_tilde_in_a_path_given_to_the_api_is_the_home_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    given, ddp = make_batch(), wrapped(mesh=1)
+    run = ddp.fit([given], num_steps=1, run_dir="~/run")
+    assert run.run_dir == tmp_path / "run"
+    ddp.init(0, given, params="~/run")
+    assert checkpoint_command(["verify", "~/run"]) == 0
+    with pytest.raises(UsageError, match="^" + re.escape(f"{tmp_path}/run holds a run")):
+        jddp.load("~/run")
+    with pytest.raises(ConfigError, match="'~nobody-here/x' names a home directory that is not"):
+        ddp.fit([given], num_steps=1, run_dir="~nobody-here/x")
+    assert {"run"} == {path.name for path in tmp_path.iterdir()}
+
+
+def test_the_signature_of_fit_names_every_option_of_a_run():
+    options = inspect.signature(jddp.DataParallel.fit).parameters
+    plan = {field.name for field in dataclasses.fields(Plan)} - {"evaluation"}
+    assert plan | {"evaluate", "run_dir", "callbacks", "state", "limits"} <= options.keys()

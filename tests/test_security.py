@@ -12,13 +12,14 @@ import pytest
 from tiny import MLP, loss_fn, make_batch
 
 import jddp
-from jddp.build.load import load
-from jddp.checkpoint import Checkpoints
-from jddp.checkpoint.sums import find_damage
-from jddp.cluster import bind_address
-from jddp.config import Config, dump_values, load_config, read_values
+from jddp.checkpoint.checkpoints import Checkpoints
+from jddp.checkpoint.checksums import find_damage
+from jddp.config.files import dump_values, load_config, read_values
+from jddp.config.permissions import make_private, refuse_foreign
+from jddp.config.schema import Config
+from jddp.distributed.connect import bind_address
 from jddp.errors import ConfigError, Error, FileSystemError
-from jddp.ownership import make_private, refuse_foreign
+from jddp.job.load import load
 from jddp.train import _prepare_jax
 
 PACKAGE = Path(jddp.__file__).parent

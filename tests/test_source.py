@@ -9,7 +9,7 @@ import grain
 import pytest
 
 from jddp.errors import DataError
-from jddp.trainer.source import DEPTH, Source
+from jddp.trainer.prefetch import DEPTH, Source
 
 
 def put(batch):

@@ -7,7 +7,7 @@ import pytest
 from workers.against_torch import CASES, train_case, write_cases
 from workers.start import free_port, run_module
 
-from jddp.cluster import VARIABLES
+from jddp.distributed.identity import VARIABLES
 
 # In one group: the processes run once for all tests.
 pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.xdist_group("torch")]

@@ -20,8 +20,9 @@ from faults.jobs import REPOSITORY, SECONDS, Job, assert_same_run, make_folder
 from kubeflow_trainer_api import models
 
 from clusters.hosts import Hosts
-from jddp.cluster.verdict import ANOTHER_FAILED, DETERMINISTIC, PREEMPTED
+from jddp.errors import ExitCode
 from jddp.launch import _parser, plan_launch
+from jddp.launcher.outcome import DETERMINISTIC
 
 MODELS = {
     "jobset.x-k8s.io/v1alpha2 JobSet": models.JobsetV1alpha2JobSet,
@@ -143,7 +144,9 @@ def test_a_job_that_would_fail_again_is_not_started_again(code):
     assert outcome(code) == "FailJobSet"
 
 
-@pytest.mark.parametrize("code, is_disrupted", [(PREEMPTED, False), (PREEMPTED, True), (137, True)])
+@pytest.mark.parametrize(
+    "code, is_disrupted", [(ExitCode.PREEMPTED, False), (ExitCode.PREEMPTED, True), (137, True)]
+)
 def test_a_job_that_was_preempted_starts_again_as_often_as_it_likes(code, is_disrupted):
     assert outcome(code, is_disrupted=is_disrupted) == "RestartJobSetAndIgnoreMaxRestarts"
 
@@ -155,7 +158,7 @@ def test_a_job_that_may_end_otherwise_starts_again_a_few_times(code):
 
 
 def test_the_process_that_failed_first_decides():
-    assert outcome(ANOTHER_FAILED) == "Ignore"
+    assert outcome(ExitCode.ANOTHER_FAILED) == "Ignore"
 
 
 # What a cluster makes of them.
@@ -303,8 +306,8 @@ def test_a_jobset_that_was_preempted_ends_with_the_same_bits(folder, tmp_path, r
         for process in pods.processes:  # the Job has failed with the first pod: it ends the others
             process.send_signal(signal.SIGTERM)
         codes = pods.codes()
-        assert PREEMPTED in codes, pods.outputs
-        assert set(codes) <= {PREEMPTED, -signal.SIGTERM}
+        assert ExitCode.PREEMPTED in codes, pods.outputs
+        assert set(codes) <= {ExitCode.PREEMPTED, -signal.SIGTERM}
     with Pods(folder, "jobset", "train.num_steps=1000") as pods:
         for pod in (0, 1):
             pods.publish(pod, 0, 1)

@@ -11,7 +11,7 @@ from faults.jobs import make_folder
 
 import jddp
 from clusters.hosts import Hosts
-from jddp.cluster import VARIABLES
+from jddp.distributed.identity import VARIABLES
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 SECONDS = 120  # for what takes ten

@@ -34,7 +34,7 @@ case "$host" in
 esac
 """
 SHOW = """
-from jddp.reports.progress import Progress
+from jddp.trainer.reports.progress import Progress
 
 progress = Progress(100, is_writer=True)
 for step in range(1, 101):

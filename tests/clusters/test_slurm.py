@@ -11,7 +11,7 @@ from faults.jobs import REPOSITORY, make_folder
 from test_launch import FEW, assert_alike, result
 
 from clusters.slurm import Slurm
-from jddp.cluster.schedulers import list_hosts
+from jddp.distributed.schedulers import list_hosts
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("slurm")]
 TEMPLATE = REPOSITORY / "scripts" / "slurm.sbatch"
@@ -25,7 +25,7 @@ WHO = """
 import json
 import socket
 
-from jddp.cluster import resolve_identity
+from jddp.distributed.join import resolve_identity
 
 i = resolve_identity()
 print(json.dumps([i.process_id, i.num_processes, i.coordinator, socket.gethostname(),

@@ -13,9 +13,9 @@ from test_launch import FEW, PROGRAM, assert_alike, result
 from clusters.hosts import Hosts
 from clusters.launching import LONGER, NODE, SECONDS, TRAIN, OnHost, assert_only, told, workers_of
 from clusters.sshd import sshd
-from jddp.cluster.ssh import SILENCE_SECONDS, choose_coordinator, parse_hosts
 from jddp.errors import UsageError
 from jddp.launch import main
+from jddp.launcher.ssh import SILENCE_SECONDS, choose_coordinator, parse_hosts
 
 pytestmark = pytest.mark.processes
 SHOW = """
@@ -116,7 +116,7 @@ OBEY = """
 import signal
 import sys
 import time
-from jddp.cluster.ssh import obey_input
+from jddp.launcher.ssh import obey_input
 
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # which whoever is in the background ignores
 obey_input(0.1, float(sys.argv[1]))

@@ -11,7 +11,7 @@ from test_launch import FEW, assert_alike, result
 from clusters.hosts import Hosts
 from clusters.launching import LONGER, OnHost, assert_only, two_launchers, workers_of
 from clusters.slow_link import slow_link
-from jddp.cluster.verdict import ANOTHER_FAILED
+from jddp.errors import ExitCode
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.xdist_group("hosts")]
 HEARTBEAT_SECONDS = 15
@@ -105,7 +105,7 @@ def test_hosts_that_are_cut_off_for_good_end_by_themselves(hosts, jobs):
         codes = first.end(), second.end()
         assert time.monotonic() - cut < HEARTBEAT_SECONDS + 60
     # Whoever notices first, JAX's processes or the launchers.
-    assert set(codes) <= {ANOTHER_FAILED, 128 + signal.SIGABRT}, (first.err, second.err)
+    assert set(codes) <= {ExitCode.ANOTHER_FAILED, 128 + signal.SIGABRT}, (first.err, second.err)
     lost = "node 1 has gone without a word|JAX has lost process(es 2, 3| 2| 3), or the way there"
     assert re.search(lost, first.err), first.err
     lost = "node 0 has gone without a word|JAX has lost process 0, or the way there"

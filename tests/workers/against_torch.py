@@ -20,9 +20,9 @@ from flax import linen as nn
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 import jddp
-from jddp import cluster
-from jddp.mesh import configure_devices
-from jddp.models import GPT, MLP
+from jddp import distributed
+from jddp.engine.mesh import configure_devices
+from jddp.zoo.models import GPT, MLP
 
 NUM_STEPS, ROWS, NUM_CLASSES, VOCABULARY, LENGTH = 50, 16, 5, 32, 12
 OPTIONS = {
@@ -136,9 +136,9 @@ def train_case(folder, name, **options):
 
 
 def main(folder):
-    identity = cluster.resolve_identity()
+    identity = distributed.resolve_identity()
     configure_devices(identity.num_processes, num_processes=identity.num_processes)
-    cluster.initialize(identity)
+    distributed.initialize(identity)
     for name in json.loads((folder / "cases.json").read_text()):
         np.savez(folder / f"{name}.jddp_{identity.process_id}.npz", **train_case(folder, name))
 

@@ -15,9 +15,9 @@ import optax
 from tiny import ConvNet, loss_fn, make_batch
 
 import jddp
-from jddp import cluster
+from jddp import distributed
 from jddp.data import ArrayExamples, TrainBatches, eval_batches
-from jddp.mesh import configure_devices, copy_off_mesh
+from jddp.engine.mesh import configure_devices, copy_off_mesh
 
 NUM_DEVICES = 8
 EXAMPLES, TEST = make_batch(40), make_batch(11, seed=1)
@@ -96,7 +96,7 @@ def train_everything(folder, process_index, num_processes):
 
 
 if __name__ == "__main__":
-    identity = cluster.resolve_identity()
+    identity = distributed.resolve_identity()
     configure_devices(NUM_DEVICES, num_processes=identity.num_processes)
-    cluster.initialize(identity)
+    distributed.initialize(identity)
     train_everything(Path(sys.argv[1]), identity.process_id, identity.num_processes)

@@ -1,0 +1,202 @@
+"""Models and losses that name the axis of the replicas, as those written for `pmap` do."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax import lax
+from test_batch_norm import CopiedNorm, NnxCopied, Norm, rows, squares, statistics
+
+import jddp
+from jddp.engine.digest import digests
+
+
+class NnxNamed(nnx.Module):
+    def __init__(self, axis_name):
+        self.norm = nnx.BatchNorm(3, momentum=0.5, axis_name=axis_name, rngs=nnx.Rngs(0))
+
+    def __call__(self, x, mask, train):
+        return self.norm(x)
+
+
+class CopiedNamed(nn.Module):
+    axis_name: str | None
+
+    @nn.compact
+    def __call__(self, x, mask, train):
+        return CopiedNorm(axis_name=self.axis_name)(x, train)
+
+
+def nnx_copied(axis_name):
+    model = NnxCopied()
+    model.norm.axis_name = axis_name
+    return model
+
+
+def linen(axis_name):
+    return Norm(axis_name=axis_name)
+
+
+KINDS = [linen, NnxNamed, CopiedNamed, nnx_copied]
+
+
+def trained(model, **options):
+    options = {"mesh": 2, **options}
+    ddp, batch = jddp.DataParallel(model, optax.sgd(0.1), squares, **options), rows()
+    state = ddp.init(0, batch)
+    for _ in range(2):
+        state, metrics = ddp.step(state, batch)
+    return jax.device_get((state.params, statistics(state), metrics))
+
+
+def same(got, want):
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.parametrize("mode", ["sync", "broadcast", "local"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_norm_that_names_an_axis_is_that_which_names_none(kind, mode):
+    same(trained(kind("batch"), batch_norm=mode), trained(kind(None), batch_norm=mode))
+
+
+@pytest.mark.parametrize("mode", ["sync", "local"])
+def test_the_mode_decides_where_the_axis_of_the_replicas_has_the_name_too(mode):
+    got = trained(linen("batch"), batch_norm=mode, axis_name="batch")
+    same(got, trained(linen(None), batch_norm=mode))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_norm_that_names_an_axis_has_logical_shards(kind):
+    options = {"batch_norm": "local", "num_shards": 4}
+    same(trained(kind("batch"), **options), trained(kind(None), **options))
+
+
+class Lanes(nn.Module):
+    """A batch norm over an axis that the model maps itself."""
+
+    @nn.compact
+    def __call__(self, x, mask, train):
+        norm = nn.vmap(
+            nn.BatchNorm,
+            in_axes=1,
+            out_axes=1,
+            axis_name="lane",
+            variable_axes={"params": None, "batch_stats": None},
+            split_rngs={"params": False},
+        )
+        return norm(use_running_average=not train, axis=(), axis_name="lane")(x)
+
+
+@pytest.mark.parametrize("mode", ["broadcast", "local"])
+def test_an_axis_inside_the_model_is_left_to_it(mode):
+    class Alone(nn.Module):
+        @nn.compact
+        def __call__(self, x, mask, train):
+            y = nn.BatchNorm(use_running_average=not train)(x.reshape(-1, 1))
+            return y.reshape(x.shape)
+
+    got = trained(Lanes(), batch_norm=mode, mesh=1)
+    want = trained(Alone(), batch_norm=mode, mesh=1)
+    # One mean over 48 numbers, or the mean of three over 16 each.
+    np.testing.assert_allclose(got[-1]["loss"], want[-1]["loss"], rtol=1e-5)
+
+
+def test_an_axis_inside_the_model_cannot_be_synchronised_over_replicas_too():
+    with pytest.raises(jddp.ConfigError, match="'lane', which is mapped inside the model"):
+        trained(Lanes())
+
+
+# --- lax.pmean over a name of the user's ---------------------------------------------------------
+
+
+class Centred(nn.Module):
+    """Takes the mean of all rows off, and draws random numbers."""
+
+    axis: str
+    dropout: float = 0.0
+
+    @nn.compact
+    def __call__(self, x, train):
+        x = nn.Dropout(self.dropout, deterministic=not train)(nn.Dense(4)(x))
+        return nn.Dense(1)(x - lax.pmean(x.mean(0), self.axis)[None])[:, 0]
+
+
+def by_name(axis):
+    def loss(model, batch, train):
+        y = model(batch["x"], train)
+        every = jddp.all_gather(y)  # which follows the step that it is in
+        spread = lax.pmean((y**2).mean(), axis)
+        return (y - batch["scale"][:, 0]) ** 2, {"spread": spread, "top": every.max()}
+
+    return loss
+
+
+def named(axis, dropout=0.0, **options):
+    options = {"mesh": 2, **options}
+    model = Centred(axis, dropout)
+    return jddp.DataParallel(model, optax.adam(0.1), by_name(axis), **options)
+
+
+def on_axis(axis):
+    return jax.sharding.Mesh(np.array(jax.devices()[:2]), (axis,))
+
+
+OPTIONS = {
+    "option": {"axis_name": "batch"},
+    "mesh": {"mesh": on_axis("batch")},
+    "both": {"mesh": on_axis("rows"), "axis_name": "batch"},
+    "parts": {"axis_name": "batch", "accumulate_steps": 2, "placement": "ready"},
+    "sharded": {"axis_name": "batch", "shard_optimizer": True, "max_grad_norm": 0.1},
+    "local": {"axis_name": "batch", "local_steps": jddp.LocalSteps(2), "max_grad_norm": 0.1},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_an_axis_of_another_name_gives_the_same_bits(options):
+    ends = []
+    plain = {name: x for name, x in options.items() if name not in ("axis_name", "mesh")}
+    for axis, given in [("batch", options), ("data", plain)]:
+        ddp, batch = named(axis, 0.3, skip_nonfinite=True, **given), rows()
+        state = ddp.init(0, batch)
+        assert ddp.mesh.axis_names == (axis,)
+        for _ in range(2):
+            state, metrics = ddp.step(state, batch)
+        scores = ddp.evaluate(state, [batch])
+        outputs = ddp.predict(state, [batch], lambda model, batch: model(batch["x"], False))
+        keys = jax.random.key_data(jddp.replica_key(state))
+        found = digests(state) if "local_steps" not in options else ()
+        ends.append(jax.device_get((state.params, metrics, scores, outputs, keys, found)))
+    same(*ends)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("options", [{"mesh": on_axis("batch")}, {"axis_name": "batch"}])
+def test_verify_takes_the_axis_over(options, dropout):
+    model = Centred("batch", dropout)
+    batch = {name: x for name, x in rows().items() if name != "mask"}
+    report = jddp.verify(model, optax.sgd(0.1), by_name("batch"), batch, **options)
+    assert report.passed, report
+    assert report.is_side_by_side == bool(dropout)
+
+
+def test_what_a_step_sends_is_explained_and_timed_along_another_axis():
+    ddp, batch = named("batch", axis_name="batch"), rows()
+    ddp.init(0, batch)
+    assert "all-reduce" in str(ddp.explain(batch))
+    assert ddp.stats(batch)["reduce_seconds"] > 0
+
+
+def test_a_run_along_another_axis_resumes(tmp_path):
+    def fit(num_steps):
+        ddp, batches = named("batch", axis_name="batch", shard_optimizer=True), [rows()] * num_steps
+        return ddp.fit(batches, num_steps=num_steps, run_dir=tmp_path, save_every_steps=2)
+
+    fit(2)
+    resumed = fit(4)
+    ddp = named("batch", axis_name="batch", shard_optimizer=True)
+    state = ddp.init(0, rows())
+    for _ in range(4):
+        state, _ = ddp.step(state, rows())
+    same(jax.device_get(resumed.state.params), jax.device_get(state.params))

@@ -1,0 +1,205 @@
+"""Objects that are not what a call takes are refused where they are given, with the way out."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from tiny import MLP, NnxConvNet, loss_fn, make_batch
+
+import jddp
+from jddp.data import TrainBatches, eval_batches
+from jddp.errors import ConfigError, DataError, UsageError
+
+
+def wrapped(loss=loss_fn, model=None, **options):
+    return jddp.DataParallel(model or MLP(), optax.adam(0.1), loss, mesh=2, **options)
+
+
+# In a process of its own, for in this one calls are held against their annotations.
+WRONG_OPTIMIZERS = """
+import jddp, optax
+from flax import nnx
+from tiny import MLP, NnxConvNet, loss_fn
+
+of_nnx = nnx.Optimizer(NnxConvNet(nnx.Rngs(0)), optax.adam(0.1), wrt=nnx.Param)
+for optimizer in (optax.adam, of_nnx, "adam"):
+    try:
+        jddp.DataParallel(MLP(), optimizer, loss_fn)
+    except jddp.ConfigError as error:
+        print(error)
+"""
+
+
+def test_an_optimizer_that_is_none_is_refused_with_what_to_give():
+    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", WRONG_OPTIMIZERS]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert [line.split(".")[0] for line in lines] == [
+        f"optimizer is of type {name}" for name in ("function", "Optimizer", "str")
+    ]
+    way_out = "optax.adam(1e-3), not optax.adam; of an nnx.Optimizer its .tx."
+    assert all(line.endswith(way_out) for line in lines)
+
+
+@pytest.mark.parametrize("scalar", [True, False])
+def test_a_loss_that_returns_its_logits_beside_it_is_told_of_the_dict(scalar):
+    def with_logits(model, batch, train):
+        logits = model(batch["x"], train=train)
+        return (logits.mean() if scalar else logits.mean(-1)), logits
+
+    with pytest.raises(
+        ConfigError, match=r"returned .'array', 'array'.*\(losses, metrics\) with a"
+    ):
+        wrapped(with_logits).init(0, make_batch())
+
+
+@pytest.mark.parametrize(
+    "foreign, meant",
+    [
+        ("bucket_cap_mb", "bucket_mb"),
+        ("find_unused_parameters", "unused_parameters"),
+        ("broadcast_buffers", "batch_norm"),
+        ("process_group", "mesh"),
+        ("device_ids", "mesh"),
+        ("gradient_accumulation_steps", "accumulate_steps"),
+        ("max_norm", "max_grad_norm"),
+        ("wire_dtyp", "wire_dtype"),
+    ],
+)
+def test_an_unknown_option_is_told_the_name_that_is_meant(foreign, meant):
+    with pytest.raises(ConfigError, match=f"no argument '{foreign}'. Did you mean '{meant}'"):
+        wrapped(**{foreign: 25})
+
+
+def test_an_option_that_resembles_none_is_refused_too():
+    with pytest.raises(
+        ConfigError, match="DataParallel.zzz: DataParallel takes no argument 'zzz'.$"
+    ):
+        wrapped(zzz=1)
+
+
+@pytest.mark.parametrize(
+    "foreign, meant",
+    [
+        ("eval_every", "eval_every_steps"),
+        ("num_workers", None),
+        ("log_every_n_steps", "log_every_steps"),
+        ("eval_batches", None),
+    ],
+)
+def test_fit_knows_the_names_of_its_options_before_it_reads_a_batch(foreign, meant):
+    def never():
+        raise AssertionError("read")
+        yield
+
+    told = f"fit.{foreign}: .*" + (f"Did you mean '{meant}'" if meant else "")
+    with pytest.raises(ConfigError, match=told):
+        wrapped().fit(never(), num_steps=2, **{foreign: 3})
+
+
+@pytest.mark.parametrize("module", [MLP, NnxConvNet])
+def test_a_state_of_another_model_is_refused_by_name(module):
+    class Wide(nn.Module):
+        @nn.compact
+        def __call__(self, x, train):
+            return nn.Dense(4)(nn.Dense(17)(x))
+
+    batch = make_batch()
+    other = wrapped(model=Wide()).init(0, batch)
+    ddp = wrapped(model=module(nnx.Rngs(0)) if module is NnxConvNet else module())
+    told = "state has the parameters of another model: make one with init"
+    with pytest.raises(UsageError, match=told):  # also before this one has a state of its own
+        ddp.step(other, batch)
+    state = ddp.init(0, batch)
+    calls = [
+        lambda: ddp.step(other, batch),
+        lambda: ddp.gradients(other, batch),
+        lambda: ddp.evaluate(other, [batch]),
+        lambda: ddp.predict(other, [batch]),
+        lambda: ddp.model(other),
+    ]
+    for call in calls:
+        with pytest.raises(UsageError, match=told):
+            call()
+    ddp.step(state, batch)
+
+
+def test_a_state_of_the_same_model_from_elsewhere_is_taken():
+    batch = make_batch()
+    state = wrapped().init(0, batch)
+    metrics = wrapped().evaluate(state, [batch])
+    ddp = wrapped()
+    ddp.init(1, batch)
+    state, _ = ddp.step(state, batch)
+    assert ddp.evaluate(state, [batch]) != metrics
+
+
+def no_such_key(model, batch, train):
+    return loss_fn(model, {"x": batch["image"], "y": batch["y"]}, train)
+
+
+@pytest.mark.parametrize("model", [MLP, NnxConvNet])
+def test_a_key_that_the_batch_lacks_is_named_beside_those_that_it_has(model):
+    made = model(nnx.Rngs(0)) if model is NnxConvNet else model()
+    ddp = wrapped(no_such_key, made)
+    told = r"loss_fn reads the batch as a dict \('image'\), and it holds x, y\."
+    with pytest.raises(ConfigError, match=told):
+        ddp.abstract_state(make_batch())
+    named = dict(zip(["image", "y"], make_batch().values(), strict=True))
+    state = ddp.init(0, named)
+    with pytest.raises(ConfigError, match=told):
+        ddp.step(state, make_batch())
+    with pytest.raises(ConfigError, match=told):
+        ddp.evaluate(state, [make_batch()])
+
+
+def test_a_batch_without_names_is_told_how_to_get_them():
+    batch = tuple(make_batch().values())
+    with pytest.raises(ConfigError, match="not str.*, and it is none: give dicts"):
+        wrapped().init(0, batch)
+
+
+def test_another_key_error_of_the_users_code_stays_what_it_is():
+    table = {"a": 1}
+
+    def looks_up(key):
+        return table[key]
+
+    def other_mistake(model, batch, train):
+        return loss_fn(model, batch, train)[0] * looks_up("b")
+
+    with pytest.raises(KeyError, match="b"):
+        wrapped(other_mistake).init(0, make_batch())
+
+
+def test_batches_are_made_of_a_dict_of_arrays():
+    batch = make_batch(20)
+    batches = TrainBatches(batch, global_batch_size=8, seed=0)
+    assert batches.num_examples == 20
+    taken = next(batches)
+    assert {name: x.shape for name, x in taken.items()} == {"x": (8, 16), "y": (8,)}
+    assert len(eval_batches(batch, global_batch_size=8)) == 3
+    run = wrapped().fit(batches, num_steps=2, evaluate=eval_batches(batch, global_batch_size=8))
+    assert (run.step, run.eval_metrics["examples"]) == (2, 20)
+
+
+@pytest.mark.parametrize("make", [TrainBatches, eval_batches])
+def test_arrays_without_names_are_refused(make):
+    arrays = tuple(make_batch(20).values())
+    more = {"seed": 0} if make is TrainBatches else {}
+    with pytest.raises(DataError, match="data of type tuple cannot be read. Give a dict of arrays"):
+        make(arrays, global_batch_size=1, **more)
+
+
+def test_jnp_arrays_are_taken_as_well():
+    batches = TrainBatches({"x": jnp.ones((4, 2))}, global_batch_size=2, seed=0)
+    assert isinstance(next(batches)["x"], np.ndarray)
