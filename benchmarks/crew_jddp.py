@@ -40,7 +40,7 @@ def make_turn(job: str, copy: int = 0, **options: Any) -> Turn:
         for name, x in JOBS[job].batch().items()
     }
     state = ddp.init(seed=0, batch=batch)
-    batch = ddp.put(batch)
+    batch = ddp.shard_batch(batch)
 
     def turn(num_steps: int) -> float:
         nonlocal state

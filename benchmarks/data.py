@@ -76,7 +76,7 @@ def pipeline(num_rounds: int) -> dict[str, float]:
     job = default_job()
     batches, size = job.train_batches(), job.config.data.global_batch_size
     example = batches.batch(0)
-    rows = job.ddp.put(example)
+    rows = job.ddp.shard_batch(example)
     step = stepping(job.ddp, lambda: iter([rows] * 20), example)
     read = timed(lambda: [next(batches) for _ in range(20)])
     step(), read()
@@ -99,7 +99,7 @@ def loader(num_rounds: int, num_steps: int = 30) -> dict[str, float]:
     example |= {name: x for name, x in batches.batch(0).items() if name not in example}
 
     def loaded() -> Iterator[Any]:
-        source = Source(batches, job.ddp.put)
+        source = Source(batches, job.ddp.shard_batch)
         source.start(num_steps)
         for _ in range(num_steps):
             yield next(source)
@@ -108,7 +108,7 @@ def loader(num_rounds: int, num_steps: int = 30) -> dict[str, float]:
     def sliced() -> Iterator[Any]:
         for i in range(num_steps):
             rows = slice(i % 8 * size, (i % 8 + 1) * size)
-            yield job.ddp.put(example | {name: x[rows] for name, x in whole.items()})
+            yield job.ddp.shard_batch(example | {name: x[rows] for name, x in whole.items()})
 
     turns = [stepping(job.ddp, x, example) for x in (loaded, sliced, sliced)]
     return {

@@ -78,7 +78,7 @@ def count_all_reduces(example: Example, batch: Any) -> int:
 
 def by_jddp(example: Example, batch: Any) -> Turn:
     ddp = jddp.DataParallel(example.model(), OPTIMIZER, example.loss_fn, **example.options)
-    return stepping(ddp.step, ddp.init(0, batch), ddp.put(batch), NUM_STEPS)
+    return stepping(ddp.step, ddp.init(0, batch), ddp.shard_batch(batch), NUM_STEPS)
 
 
 def by_hand(example: Example, batch: Any, *, packed: bool) -> Turn:

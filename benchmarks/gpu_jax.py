@@ -52,7 +52,7 @@ def make_ddp(job: Job, mesh: Mesh | None = None, attention: str = "xla") -> jddp
 def start_jddp(job: Job, attention: str = "xla") -> Started:
     ddp = make_ddp(job, attention=attention)
     state = ddp.init(seed=0, batch=job.batch(rows=jax.local_device_count()))
-    return ddp.step, state, ddp.put(job.batch(rows=job.rows * jax.local_device_count()))
+    return ddp.step, state, ddp.shard_batch(job.batch(rows=job.rows * jax.local_device_count()))
 
 
 def first_state(job: Job, batch: Any) -> Any:

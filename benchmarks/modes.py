@@ -51,7 +51,7 @@ MODES: dict[str, dict[str, Any]] = {
     "signs": {"ddp.comm_hook.target": "send_signs:send_signs"},
     "split optimizer": {"ddp.shard_optimizer": True},
     "own statistics": OWN,
-    "8 shards": {**OWN, "ddp.num_shards": 8},
+    "8 shards": {**OWN, "ddp.logical_replicas": 8},
     "averages": {**OWN, "ddp.local_steps.every": EVERY},
     "DiLoCo": {
         **OWN,
@@ -95,7 +95,7 @@ def measure(name: str, num_steps: int) -> tuple[dict[str, float], Turn]:
         "optimizer_kib": bytes_on_a_device(state.opt_state) / 1024,
         "memory_kib": bytes_on_a_device(state.comm_state) / 1024,
     }
-    return row, stepping(ddp.step, state, ddp.put(batch), num_steps)
+    return row, stepping(ddp.step, state, ddp.shard_batch(batch), num_steps)
 
 
 def ratios(turns: dict[str, Turn], num_rounds: int) -> dict[str, float]:

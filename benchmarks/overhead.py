@@ -172,7 +172,7 @@ def watching(num_rounds: int, num_steps: int = 50) -> dict[str, float]:
 
     plain, skipping = (default_job({"ddp.skip_nonfinite": skip}) for skip in (False, True))
     scaling = default_job({"ddp.loss_scale": "dynamic"})
-    batch = plain.put(first_batch())
+    batch = plain.shard_batch(first_batch())
     names = ("bare", "fit", "skipping", "scaling", "digest")
     found: dict[str, list[float]] = {name: [] for name in names}
     state = plain.init(0, first_batch())

@@ -45,7 +45,7 @@ def _stages(job: Any) -> dict[str, tuple[Callable[[], Any], Callable[[], None]]]
     size, positions = config.data.global_batch_size, _positions(job)
     order = Order(len(examples), config.seed, config.data.shuffle)
     taken = order.examples_at(np.arange(size))
-    source = Source(batches, job.ddp.put)
+    source = Source(batches, job.ddp.shard_batch)
     source.start(2**62)
 
     def nothing() -> None:

@@ -117,7 +117,7 @@ def mean_loss_and_accuracy(logits: jax.Array, targets: jax.Array) -> tuple[jax.A
 def by_jddp(job: Job) -> Turn:
     ddp = jddp.DataParallel(job.model, job.optimizer, loss_fn)
     state = ddp.init(seed=0, batch=job.batch)
-    return stepping(ddp.step, state, ddp.put(job.batch), job.num_steps)
+    return stepping(ddp.step, state, ddp.shard_batch(job.batch), job.num_steps)
 
 
 def by_hand(job: Job) -> Turn:

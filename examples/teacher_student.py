@@ -75,7 +75,9 @@ def main(num_steps=300):
 
     ddp = jddp.DataParallel(STUDENT, optax.adam(5e-3), distilled_loss, eval_fn=judge)
     unlabelled = ({"image": batch["image"]} for batch in batches)
-    learned = ddp.given(teacher).fit(unlabelled, num_steps=num_steps, evaluate=test_batches)
+    learned = ddp.with_constants(teacher).fit(
+        unlabelled, num_steps=num_steps, evaluate=test_batches
+    )
     ends = {name: learned.eval_metrics[name] for name in ("accuracy", "agrees")}
     return {"teacher": taught.eval_metrics["accuracy"], **ends}
 

@@ -61,6 +61,8 @@ from jddp.typing import Batch, Batches, Grads, LossFn, Metrics, Params, PyTree
 from jddp.zoo.losses import outputs
 from jddp.zoo.names import refuse_unknown
 
+PLACEMENTS = {"auto": "auto", True: "ready", False: "end"}  # Words of `Reduction`, by `overlap`.
+
 
 class DataParallel(Shown):
     """Data-parallel training of any Flax model, equal to one device on the whole batch.
@@ -83,9 +85,8 @@ class DataParallel(Shown):
         smaller: what it takes is the hardest to hide.
       layout: "leaf" (gradients are reduced as they are), "flat" (a bucket is one vector), or
         "auto": flat on GPUs, leaf elsewhere.
-      placement: "end" (buckets are reduced after the backward pass), "ready" (inside it, each where
-        its last gradient is made), or "auto": ready on several GPUs, end elsewhere. The
-        numbers are the same.
+      overlap: Whether buckets are reduced inside the backward pass, each where its last gradient is
+        made, and not after it; or "auto": on several GPUs. The numbers are the same.
       wire_dtype: "bfloat16" or "float16": what wider gradients are narrowed to for the way.
       comm_hook: A `CommHook` that reduces a bucket, in place of the mean.
       batch_norm: "sync" (statistics of the global batch), "broadcast" (replica 0's; with a mask,
@@ -105,8 +106,8 @@ class DataParallel(Shown):
       shard_optimizer: Whether each replica updates its part of every parameter, and keeps the
         optimizer's state for that part alone (ZeRO, stage 1). The optimizer must work element by
         element, which is read from its equations.
-      num_shards: Logical replicas on which a step is defined, a multiple of the devices: with a
-        number, results are equal to the bit on any number of devices that divides it.
+      logical_replicas: Number of replicas on which a step is defined, a multiple of the devices:
+        results are equal to the bit on any number of devices that divides it. None is one a device.
       local_steps: A `LocalSteps`: each replica then steps alone, and parameters travel now and
         then. Read is the mean of the replicas: evaluated, predicted with, exported.
       max_grad_norm: Clips the averaged gradient to this global norm; with `local_steps`, each
@@ -143,7 +144,7 @@ class DataParallel(Shown):
         first_bucket_mb: float = 1,
         last_bucket_mb: float | None = None,
         layout: str = "auto",
-        placement: str = "auto",
+        overlap: bool | str = "auto",
         wire_dtype: Any = None,
         comm_hook: Any = None,
         batch_norm: str = "sync",
@@ -153,7 +154,7 @@ class DataParallel(Shown):
         state_reduction: Mapping[str, str] | None = None,
         accumulate_steps: int = 1,
         shard_optimizer: bool = False,
-        num_shards: int | None = None,
+        logical_replicas: int | None = None,
         local_steps: LocalSteps | None = None,
         max_grad_norm: float | None = None,
         ema_decay: float | None = None,
@@ -167,22 +168,24 @@ class DataParallel(Shown):
         refuse_unknown(DataParallel, unknown, key="DataParallel")
         self.mesh = make_mesh(mesh, axis_name)
         self._platform = platform(self.mesh)
-        if placement == "auto" and self.mesh.size == 1:
-            placement = "end"  # Nothing travels, and packing would be for nothing.
+        if overlap not in PLACEMENTS:
+            raise ConfigError(f"overlap is True, False or 'auto'; got {overlap!r}.")
+        if overlap == "auto" and self.mesh.size == 1:
+            overlap = False  # Nothing travels, and packing would be for nothing.
         reduction = make_reduction(
             axis=str(self.mesh.axis_names[0]),
             bucket_mb=bucket_mb,
             first_bucket_mb=first_bucket_mb,
             last_bucket_mb=last_bucket_mb,
             layout=layout,
-            placement=placement if local_steps is None else "end",
+            placement=PLACEMENTS[overlap] if local_steps is None else "end",
             wire_dtype=wire_dtype,
             comm_hook=comm_hook,
             platform=lambda: self._platform,
             keep_parts=shard_optimizer,
-            num_shards=num_shards,
+            num_shards=logical_replicas,
         )
-        sync = Sync(reduction.axis, batch_norm_group_size, batch_norm_unbiased, num_shards)
+        sync = Sync(reduction.axis, batch_norm_group_size, batch_norm_unbiased, logical_replicas)
         self._model = functional(
             model,
             batch_norm=batch_norm,
@@ -204,11 +207,12 @@ class DataParallel(Shown):
             skip_nonfinite=skip_nonfinite,
             loss_scale=loss_scale,
             shard_optimizer=shard_optimizer,
-            num_shards=num_shards,
+            num_shards=logical_replicas,
             local_steps=local_steps,
         )
-        if num_shards is not None:
-            check_rows(num_shards, self.mesh.size, f"{self.mesh.size} devices", "num_shards")
+        if logical_replicas is not None:
+            devices = f"{self.mesh.size} devices"
+            check_rows(logical_replicas, self.mesh.size, devices, "logical_replicas")
         self._constants: PyTree = None
         self._executor = Executor(donate=donate, platform=self._platform)
         self._rows_sharding = sharded(self.mesh)
@@ -239,7 +243,7 @@ class DataParallel(Shown):
         """The newest state of all, from `init` or `step`, also if an interrupt kept it from you."""
         return self._executor.latest
 
-    def given(self, constants: PyTree) -> "DataParallel":
+    def with_constants(self, constants: PyTree) -> "DataParallel":
         """The same object, of which each call hands these constants to the loss.
 
         Args:
@@ -285,7 +289,7 @@ class DataParallel(Shown):
           ConfigError: If `params` does not fit the model.
         """
         if constants is not None:
-            return self.given(constants).init(seed, batch, params, partial=partial)
+            return self.with_constants(constants).init(seed, batch, params, partial=partial)
         inputs = self._inputs(as_arrays(batch))
         state = self._first.make(seed, inputs, params, partial=partial)
         self._executor.latest = state
@@ -319,7 +323,7 @@ class DataParallel(Shown):
             "accumulate_steps": self.recipe.accumulate_steps,
             "batch_norm": self._model.batch_norm,
             "batch_norm_group_size": self._model.sync.group_size,
-            "num_shards": self.recipe.num_shards,
+            "logical_replicas": self.recipe.num_shards,
             "local_steps": None if local is None else local.every,
         }
 
@@ -414,8 +418,8 @@ class DataParallel(Shown):
           UsageError: If the state has already been given to a step.
         """
         if constants is not None:
-            return self.given(constants).step(state, batch)
-        inputs = self._inputs(self.put(batch))
+            return self.with_constants(constants).step(state, batch)
+        inputs = self._inputs(self.shard_batch(batch))
         self._refuse_foreign(state, inputs.rows)
         step = self._steps.step_for(state, inputs)
         return self._executor.send(step, state, inputs)
@@ -435,12 +439,12 @@ class DataParallel(Shown):
           structure of `state.params`; and the metrics.
         """
         if constants is not None:
-            return self.given(constants).gradients(state, batch)
-        inputs = self._inputs(self.put(batch))
+            return self.with_constants(constants).gradients(state, batch)
+        inputs = self._inputs(self.shard_batch(batch))
         self._refuse_foreign(state, inputs.rows)
         return call(self._steps.gradients_for(state, inputs), state, inputs)
 
-    def put(self, batch: Batch) -> Batch:
+    def shard_batch(self, batch: Batch) -> Batch:
         """Places this process's rows on its devices, as `step` does by itself.
 
         Raises:
@@ -451,7 +455,7 @@ class DataParallel(Shown):
             return batch  # by an earlier call
         batch = as_arrays(batch)
         steps, num_parts = self.recipe.accumulate_steps, self._steps.count_parts(batch)
-        shares = "devices" if self.recipe.num_shards is None else "shards"
+        shares = "devices" if self.recipe.num_shards is None else "logical replicas"
         what = f"{num_parts // steps} {shares}"
         what += f" times accumulate_steps={steps}" if steps > 1 else ""
         check_rows(count_rows(batch), num_parts, what)
@@ -568,7 +572,7 @@ class DataParallel(Shown):
             scalars: padding cannot be masked in it.
         """
         if constants is not None:
-            return self.given(constants).evaluate(state, batches, params)
+            return self.with_constants(constants).evaluate(state, batches, params)
         run = self._run(self._evaluate, state, params)
         return evaluate_exactly(run, batches, self.mesh, self._steps.num_local_shards)
 
@@ -609,7 +613,7 @@ class DataParallel(Shown):
           ConfigError: If the function returns an array that has no row for each of the batch.
         """
         if constants is not None:
-            return self.given(constants).predict(state, batches, function, params)
+            return self.with_constants(constants).predict(state, batches, function, params)
         run = self._run(self._predict(function), state, params)
         return predict_rows(run, batches, self.mesh)
 
@@ -645,7 +649,7 @@ class DataParallel(Shown):
         config: Mapping[str, Any] | None = None,
         manifest: Mapping[str, Any] | None = None,
         limits: Limits = LIMITS,
-        compare_every_steps: int | None = 500,
+        check_replicas_every_steps: int | None = 500,
         max_consecutive_skips: int = 10,
         **unknown: Any,
     ) -> Run:
@@ -674,7 +678,8 @@ class DataParallel(Shown):
           config: Settings kept in the run directory; a directory with other ones is refused.
           manifest: Facts kept beside them.
           limits: Seconds that a phase may take before its processes are reported as hanging.
-          compare_every_steps: Steps between comparisons of all replicas; None never compares.
+          check_replicas_every_steps: Steps between comparisons of all replicas; None for no
+            comparison.
           max_consecutive_skips: Number of steps in a row which `skip_nonfinite` leaves out that
             end the run.
           **unknown: None; what is given here is refused, with the option that may be meant.
@@ -712,7 +717,7 @@ class DataParallel(Shown):
             evaluation=evaluate,
             eval_params=eval_params,
             learning_rate=learning_rate,
-            compare_every_steps=compare_every_steps,
+            check_replicas_every_steps=check_replicas_every_steps,
             max_consecutive_skips=max_consecutive_skips,
         )
         kept = Kept(None if run_dir is None else expand(run_dir), config, manifest or {})

@@ -17,11 +17,11 @@ from modelled import described_mesh
 NO_REDUCTION = CommHook(lambda plan: (), lambda bucket, comm_state, axis: (bucket, comm_state))
 
 VARIANTS = {
-    "none": {"layout": "leaf", "placement": "end", "comm_hook": NO_REDUCTION},
-    "leaf, end": {"layout": "leaf", "placement": "end"},
-    "flat, end": {"layout": "flat", "placement": "end"},
-    "flat, ready": {"layout": "flat", "placement": "ready"},
-    "sharded": {"layout": "flat", "placement": "ready", "shard_optimizer": True},
+    "none": {"layout": "leaf", "overlap": False, "comm_hook": NO_REDUCTION},
+    "leaf, end": {"layout": "leaf", "overlap": False},
+    "flat, end": {"layout": "flat", "overlap": False},
+    "flat, ready": {"layout": "flat", "overlap": True},
+    "sharded": {"layout": "flat", "overlap": True, "shard_optimizer": True},
 }
 
 

@@ -16,9 +16,9 @@ REPLICAS, ROWS, WIDTH = 4, 16, 4
 BUCKET_MB = 80 / 2**20  # Several buckets even of a tiny model.
 
 PLACES = {
-    "leaf-end": {"layout": "leaf", "placement": "end"},
-    "flat-end": {"layout": "flat", "placement": "end"},
-    "flat-ready": {"layout": "flat", "placement": "ready"},
+    "leaf-end": {"layout": "leaf", "overlap": False},
+    "flat-end": {"layout": "flat", "overlap": False},
+    "flat-ready": {"layout": "flat", "overlap": True},
 }
 in_all_places = pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 

@@ -69,7 +69,7 @@ def test_the_mode_decides_where_the_axis_of_the_replicas_has_the_name_too(mode):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_batch_norm_that_names_an_axis_has_logical_shards(kind):
-    options = {"batch_norm": "local", "num_shards": 4}
+    options = {"batch_norm": "local", "logical_replicas": 4}
     same(trained(kind("batch"), **options), trained(kind(None), **options))
 
 
@@ -147,7 +147,7 @@ OPTIONS = {
     "option": {"axis_name": "batch"},
     "mesh": {"mesh": on_axis("batch")},
     "both": {"mesh": on_axis("rows"), "axis_name": "batch"},
-    "parts": {"axis_name": "batch", "accumulate_steps": 2, "placement": "ready"},
+    "parts": {"axis_name": "batch", "accumulate_steps": 2, "overlap": True},
     "sharded": {"axis_name": "batch", "shard_optimizer": True, "max_grad_norm": 0.1},
     "local": {"axis_name": "batch", "local_steps": jddp.LocalSteps(2), "max_grad_norm": 0.1},
 }

@@ -426,15 +426,15 @@ def test_a_batch_norm_that_knows_no_axis_is_refused_under_sync_on_several_replic
         assert np.isfinite(step(**options)[1]["loss"])
 
 
-@pytest.mark.parametrize("placement", ["end", "ready"])
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
-def test_a_registered_batch_norm_is_that_of_one_device(kind, placement):
+def test_a_registered_batch_norm_is_that_of_one_device(kind, overlap):
     jddp.register_batch_norm(RegisteredNorm)
     assert jddp.register_batch_norm(NnxRegisteredNorm) is NnxRegisteredNorm
     model = Foreign(RegisteredNorm) if kind == "linen" else NnxForeign(NnxRegisteredNorm)
     ends = []
     for options in ({"mesh": 1}, {}, {"accumulate_steps": 2}, {"mesh": 1, "accumulate_steps": 2}):
-        ddp = jddp.DataParallel(model, optax.sgd(0.5), squares, placement=placement, **options)
+        ddp = jddp.DataParallel(model, optax.sgd(0.5), squares, overlap=overlap, **options)
         # Parts are taken of each replica's rows, so rows of one part are alike for both.
         batch = jax.tree.map(lambda x: np.repeat(x[:8], 2, axis=0), rows())
         state = ddp.init(0, batch)
@@ -528,8 +528,8 @@ def test_only_flax_models_are_converted():
 
 
 @pytest.mark.parametrize("mode, parts", [("local", 1), ("local", 2), ("broadcast", 1)])
-@pytest.mark.parametrize("placement", ["end", "ready"])
-def test_a_replica_of_padding_alone_changes_nothing(mode, parts, placement):
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_replica_of_padding_alone_changes_nothing(mode, parts, overlap):
     """Its batch norms are handed a mask of nothing, of which they make NaN."""
     rng = np.random.default_rng(0)
     batch = {
@@ -539,7 +539,7 @@ def test_a_replica_of_padding_alone_changes_nothing(mode, parts, placement):
     }
     states = []
     for num in (4, 2):  # of the four two have no row, and of the two none
-        options = {"batch_norm": mode, "accumulate_steps": parts, "placement": placement}
+        options = {"batch_norm": mode, "accumulate_steps": parts, "overlap": overlap}
         optimizer = optax.sgd(0.1, momentum=0.9)
         ddp = jddp.DataParallel(CNN(widths=[4]), optimizer, cross_entropy, mesh=num, **options)
         rows = jax.tree.map(lambda x, num=num: x[: 4 * num], batch)

@@ -299,7 +299,7 @@ def test_weights_of_a_file_say_how_often_an_example_is_read(mine):
     weights = np.zeros(20)
     weights[[3, 7]] = 1
     np.save("weights.npy", weights)
-    data = {"target": "mine:points", "global_batch_size": 20, "weights": "weights.npy"}
+    data = {"target": "mine:points", "global_batch_size": 20, "sample_weights": "weights.npy"}
     x = build(own_config(data=data)).train_batches().batch(0)["x"]
     rows, counts = np.unique(x, axis=0, return_counts=True)
     np.testing.assert_array_equal(
@@ -616,7 +616,7 @@ def test_commands_read_what_fit_has_written_or_say_what_does(of_objects, capsys)
 
 def test_weights_of_a_config_are_in_the_first_state(mine):
     first = fit(own_config())
-    again = fit(own_config(model={"target": "mine:Line", "weights": "run"}, run={"dir": "again"}))
+    again = fit(own_config(model={"target": "mine:Line", "init_from": "run"}, run={"dir": "again"}))
     assert again.evaluations[-1]["loss"] != first.evaluations[-1]["loss"]
-    other = own_config(model={"target": "mine:Line", "weights": "run"}, run={"dir": "other"})
+    other = own_config(model={"target": "mine:Line", "init_from": "run"}, run={"dir": "other"})
     assert_same(fit(other).state, again.state)

@@ -212,7 +212,7 @@ def test_reading_a_config_does_not_start_jax():
 
 # --- paths, text, depth --------------------------------------------------------------------------
 
-PATHS = ["run.dir", "data.dir", "data.weights", "model.weights"]
+PATHS = ["run.dir", "data.dir", "data.sample_weights", "model.init_from"]
 
 
 @pytest.mark.parametrize("key", PATHS)

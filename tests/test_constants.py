@@ -71,8 +71,8 @@ def test_other_values_of_constants_trace_and_compile_nothing():
 
 def test_constants_go_through_accumulated_parts_whole():
     batch, ends = make_batch(32), []
-    for accumulate_steps, placement in ((1, "end"), (2, "end"), (2, "ready")):
-        options = {"accumulate_steps": accumulate_steps, "placement": placement}
+    for accumulate_steps, overlap in ((1, False), (2, False), (2, True)):
+        options = {"accumulate_steps": accumulate_steps, "overlap": overlap}
         ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), scaled_loss, mesh=4, **options)
         state = ddp.init(0, batch, constants=constants_of(2))
         state, metrics = ddp.step(state, batch, constants=constants_of(2))
@@ -84,7 +84,7 @@ def test_constants_go_through_accumulated_parts_whole():
 def test_constants_given_once_serve_every_call(tmp_path):
     batch = make_batch()
     ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), scaled_loss)
-    given = ddp.given(constants_of(2))
+    given = ddp.with_constants(constants_of(2))
     run = given.fit([batch] * 3, num_steps=3, evaluate=[batch], run_dir=tmp_path)
     state = ddp.init(0, batch, constants=constants_of(2))
     for _ in range(3):
@@ -196,10 +196,10 @@ def test_an_update_of_one_s_own_is_made_of_gradients():
 # --- how often a model is traced -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("placement", ["end", "ready"])
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("accumulate_steps", [1, 2])
 def test_a_model_is_traced_once_to_make_it_and_once_for_each_form_of_rows(
-    placement, accumulate_steps
+    overlap, accumulate_steps
 ):
     traced = []
 
@@ -208,7 +208,7 @@ def test_a_model_is_traced_once_to_make_it_and_once_for_each_form_of_rows(
         traced.append(kind)
         return loss_fn(model, batch, train)
 
-    options = {"placement": placement, "accumulate_steps": accumulate_steps}
+    options = {"overlap": overlap, "accumulate_steps": accumulate_steps}
     ddp = jddp.DataParallel(MLP(dropout_rate=0.1), optax.sgd(0.1), counting, **options)
     state = ddp.init(0, make_batch(32))
     for rows in (32, 32, 64, 32, 64):

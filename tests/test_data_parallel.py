@@ -227,8 +227,8 @@ def test_every_device_holds_as_many_bytes_in_init_step_evaluate_and_save(model, 
 
     state = ddp.init(0, batch)
     check(state)
-    state, metrics = ddp.step(state, ddp.put(batch))
-    check((state, metrics, ddp.put(batch)))
+    state, metrics = ddp.step(state, ddp.shard_batch(batch))
+    check((state, metrics, ddp.shard_batch(batch)))
     evaluate = ddp._evaluate
     ddp._evaluate = lambda *args: check(args) or evaluate(*args)
     ddp.evaluate(state, [batch, make_batch(5)])
@@ -508,7 +508,7 @@ def test_leaves_of_different_lengths_are_refused():
 def test_batches_may_be_on_the_host_on_one_device_or_spread():
     ddp, batch, ends = wrapped(donate=False), make_batch(), []
     state = ddp.init(0, batch)
-    for form in (batch, jax.tree.map(jnp.asarray, batch), ddp.put(batch)):
+    for form in (batch, jax.tree.map(jnp.asarray, batch), ddp.shard_batch(batch)):
         ends.append(host(ddp.step(state, form)[0].params))
     equal(ends[0], ends[1])
     equal(ends[0], ends[2])
@@ -567,7 +567,7 @@ def test_a_class_or_a_function_in_place_of_a_module_is_refused():
 
 def test_a_loop_that_never_waits_does_not_choke_the_cpu():
     ddp, batch = wrapped(), make_batch()
-    state, batch = ddp.init(0, batch), ddp.put(batch)
+    state, batch = ddp.init(0, batch), ddp.shard_batch(batch)
     for _ in range(300):
         state, metrics = ddp.step(state, batch)
     assert np.isfinite(metrics["loss"])

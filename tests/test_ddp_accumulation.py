@@ -202,7 +202,7 @@ def test_replicas_may_use_other_layers_in_each_part():
 
 def test_evaluation_in_between_leaves_no_trace():
     """ACC-1, ACC-5: what is run without gradients is added to nothing."""
-    options = {"accumulate_steps": 2, "donate": False, "placement": "ready"}
+    options = {"accumulate_steps": 2, "donate": False, "overlap": True}
     ddp = jddp.DataParallel(ConvNet(), optax.adam(0.1), loss_fn, **options)
     state = ddp.init(0, make_batch(32))
     want, _ = ddp.step(state, make_batch(32))
@@ -212,8 +212,8 @@ def test_evaluation_in_between_leaves_no_trace():
     assert_same(ddp.step(state, make_batch(32))[0], want)
 
 
-@pytest.mark.parametrize("placement", ["end", "ready"])
-def test_two_parts_draw_random_numbers_of_their_own(placement):
+@pytest.mark.parametrize("overlap", [False, True])
+def test_two_parts_draw_random_numbers_of_their_own(overlap):
     class Drop(nn.Module):
         @nn.compact
         def __call__(self, x, train):
@@ -225,7 +225,7 @@ def test_two_parts_draw_random_numbers_of_their_own(placement):
         return kept, {"square": kept**2}
 
     ddp = jddp.DataParallel(
-        Drop(), optax.sgd(0.1), loss, mesh=1, accumulate_steps=2, placement=placement
+        Drop(), optax.sgd(0.1), loss, mesh=1, accumulate_steps=2, overlap=overlap
     )
     batch = {"x": np.ones((2, 101), np.float32)}  # odd: two draws hardly keep alike many
     _, metrics = ddp.step(ddp.init(0, batch), batch)

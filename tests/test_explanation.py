@@ -31,11 +31,11 @@ def test_an_explanation_counts_what_the_compiled_step_sends():
     assert [row[0] for row in rows if "model," in row] == ["1", "1"]  # batch norm, either way
 
 
-@pytest.mark.parametrize("placement", ["end", "ready"])
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("parts", [1, 2])
-def test_neither_rows_nor_micro_batches_change_the_gradients_that_are_sent(placement, parts):
+def test_neither_rows_nor_micro_batches_change_the_gradients_that_are_sent(overlap, parts):
     asked = [
-        gradients_asked_for(wrapped(placement=placement, accumulate_steps=times * parts), rows)
+        gradients_asked_for(wrapped(overlap=overlap, accumulate_steps=times * parts), rows)
         for times, rows in ((1, 16), (1, 32), (2, 32))
     ]
     assert asked[0]

@@ -108,11 +108,11 @@ def test_scales_and_histories_are_those_of_flax_s_own_train_state(kind, mesh):
 
 OPTIONS = {
     "parts": {"accumulate_steps": 2},
-    "ready": {"placement": "ready"},
-    "ready parts": {"placement": "ready", "accumulate_steps": 2},
-    "ready split": {"placement": "ready", "shard_optimizer": True},
+    "ready": {"overlap": True},
+    "ready parts": {"overlap": True, "accumulate_steps": 2},
+    "ready split": {"overlap": True, "shard_optimizer": True},
     "local": {"batch_norm": "local", "skip_nonfinite": True},
-    "shards": {"num_shards": 8},
+    "shards": {"logical_replicas": 8},
 }
 
 

@@ -12,8 +12,8 @@ from tiny import MLP, loss_fn, make_batch
 import jddp
 
 BYTES = 1 / 2**20
-PLACES = [("leaf", "end"), ("flat", "end"), ("flat", "ready")]
-places = pytest.mark.parametrize("layout, placement", PLACES)
+PLACES = [("leaf", False), ("flat", False), ("flat", True)]
+places = pytest.mark.parametrize("layout, overlap", PLACES)
 
 
 def average(tree, num_replicas=8, **options):
@@ -38,8 +38,8 @@ def wire_dtypes(ddp, batch):
 
 @pytest.mark.parametrize("wire_dtype", ["bfloat16", "float16", jnp.bfloat16])
 @places
-def test_a_narrow_wire_carries_half_the_bytes(layout, placement, wire_dtype):
-    options = {"layout": layout, "placement": placement}
+def test_a_narrow_wire_carries_half_the_bytes(layout, overlap, wire_dtype):
+    options = {"layout": layout, "overlap": overlap}
     wide = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, **options)
     narrow = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, wire_dtype=wire_dtype, **options)
     sent, sent_wide = wire_dtypes(narrow, make_batch()), wire_dtypes(wide, make_batch())
@@ -52,10 +52,10 @@ def test_a_narrow_wire_carries_half_the_bytes(layout, placement, wire_dtype):
 
 @pytest.mark.parametrize("wire_dtype", ["bfloat16", "float16"])
 @places
-def test_a_narrow_wire_rounds_and_no_more(layout, placement, wire_dtype):
+def test_a_narrow_wire_rounds_and_no_more(layout, overlap, wire_dtype):
     def step(**options):
         ddp = jddp.DataParallel(
-            MLP(), optax.sgd(1.0), loss_fn, layout=layout, placement=placement, **options
+            MLP(), optax.sgd(1.0), loss_fn, layout=layout, overlap=overlap, **options
         )
         batch = make_batch(32, masked=True)
         state = ddp.init(0, batch)
@@ -145,9 +145,9 @@ def counting(plan_seen, calls):
 
 
 @places
-def test_a_hook_sees_every_bucket_and_its_memory_is_each_replica_s_own(layout, placement):
+def test_a_hook_sees_every_bucket_and_its_memory_is_each_replica_s_own(layout, overlap):
     plans, calls = [], []
-    options = {"layout": layout, "placement": placement, "bucket_mb": 200 * BYTES}
+    options = {"layout": layout, "overlap": overlap, "bucket_mb": 200 * BYTES}
     ddp = jddp.DataParallel(
         MLP(), optax.sgd(0.1), loss_fn, comm_hook=counting(plans, calls), **options
     )
@@ -165,14 +165,14 @@ def test_a_hook_sees_every_bucket_and_its_memory_is_each_replica_s_own(layout, p
 
 
 @places
-def test_a_hook_may_do_as_it_likes(layout, placement):
+def test_a_hook_may_do_as_it_likes(layout, overlap):
     """HK-3 and HK-4: what it returns is the gradient."""
 
     def twice(bucket, comm_state, axis):
         return jax.tree.map(lambda x: 2 * x, lax.pmean(bucket, axis)), comm_state
 
     def step(rate, **options):
-        places = {"layout": layout, "placement": placement}
+        places = {"layout": layout, "overlap": overlap}
         ddp = jddp.DataParallel(MLP(), optax.sgd(rate), loss_fn, **places, **options)
         batch = make_batch()
         return jax.device_get(ddp.step(ddp.init(0, batch), batch)[0].params)
@@ -216,7 +216,7 @@ def test_the_scale_is_that_of_what_a_hook_is_given(wire_dtype, scale):
 
 
 @places
-def test_a_hook_may_take_its_gradients_one_by_one(layout, placement):
+def test_a_hook_may_take_its_gradients_one_by_one(layout, overlap):
     """In their shapes, whatever travels together; 64 KiB travel alone in the leaf layout."""
     seen = []
 
@@ -226,7 +226,7 @@ def test_a_hook_may_take_its_gradients_one_by_one(layout, placement):
         return bucket.with_leaves(leaves), comm_state
 
     def gradients(**options):
-        options |= {"layout": layout, "placement": placement}
+        options |= {"layout": layout, "overlap": overlap}
         model = nn.Sequential([nn.Dense(256), nn.Dense(256), nn.Dense(4)])
         ddp = jddp.DataParallel(model, optax.sgd(0.1), plain, **options)
         batch = make_batch(16)

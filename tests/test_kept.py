@@ -9,10 +9,15 @@ import numpy as np
 import optax
 import pytest
 import safetensors.numpy
+import yaml
 
 import jddp
 from jddp.checkpoint.__main__ import main as look_after
+from jddp.config.files import flatten, load_config
+from jddp.config.format_1 import renamed_run
+from jddp.config.schema import Config
 from jddp.train import main
+from jddp.trainer.reports import RunDirectory
 
 KEPT = Path(__file__).parent / "kept"
 RUNS = ("statistics", "local_steps")
@@ -58,6 +63,50 @@ def test_it_resumes_on_any_number_of_devices(folder, run, num_devices, capsys):
     *_, last = records(run, "eval")
     np.testing.assert_allclose(last["loss"], AFTER_TWO_MORE_STEPS[run, num_devices], **ROUNDING)
     assert look_after(["verify", run]) == 0
+    told = capsys.readouterr().out
+    assert "changed: train.num_steps 3 -> 5" in told
+    assert "logical_replicas" not in told
+
+
+# Each key under its old and its new name, with a value other than the default.
+RENAMED = [
+    ("data.weights", "a.npy", "data.sample_weights", "a.npy"),
+    ("ddp.num_shards", 8, "ddp.logical_replicas", 8),
+    ("ddp.placement", "ready", "ddp.overlap", True),
+    ("ddp.placement", "end", "ddp.overlap", False),
+    ("model.weights", "b.msgpack", "model.init_from", "b.msgpack"),
+    ("train.compare_every_steps", 7, "train.check_replicas_every_steps", 7),
+]
+
+
+@pytest.mark.parametrize("was, before, now, after", RENAMED)
+def test_a_renamed_key_is_read_from_its_run_directory_alone(folder, was, before, now, after):
+    path = folder / "statistics" / "config.yaml"
+    values = yaml.safe_load(path.read_text())
+    section, key = was.split(".")
+    assert key in values[section]
+    values[section][key] = before
+    path.write_text(yaml.safe_dump(values))
+    config, _ = load_config([str(path)])
+    found = config.model_dump()
+    assert flatten(found)[now] == after
+    files = RunDirectory(path.parent, is_writer=True)
+    files.prepare(found, {})
+    files.adopt(found)
+    assert was in flatten(yaml.safe_load(path.read_text()))  # nothing has changed
+    shutil.copy(path, folder)
+    with pytest.raises(jddp.ConfigError, match=f"unknown key '{was}'"):
+        load_config([str(folder / "config.yaml")])
+
+
+def test_run_json_is_read_under_the_names_of_today(folder):
+    (path,) = folder.glob("statistics/checkpoints/*/run.json")
+    beside = json.loads(path.read_text())
+    found = renamed_run(beside)
+    assert found["plan"]["check_replicas_every_steps"] == 500
+    assert found["world"]["logical_replicas"] is None
+    assert Config(**found["config"]).ddp.overlap == "auto"
+    assert renamed_run(found) == found
 
 
 @pytest.mark.parametrize("run", RUNS)

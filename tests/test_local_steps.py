@@ -151,7 +151,7 @@ def test_each_divides_by_its_own_valid_rows_and_waits_where_it_has_none(optimize
 
 @pytest.mark.parametrize("start", [0, 2])
 def test_parts_and_packed_buckets_make_no_difference(start):
-    options = {"accumulate_steps": 2, "layout": "flat", "placement": "ready"}
+    options = {"accumulate_steps": 2, "layout": "flat", "overlap": True}
     assert_as_by_hand(batches_of(5), optax.sgd(0.1), **options, **local(2, start=start))
 
 
@@ -418,7 +418,7 @@ def test_a_run_broken_off_between_meetings_goes_on_to_the_bit(tmp_path):
         ddp = wrapped(
             Net(), optimizer=optax.adam(1e-2), ema_decay=0.9, **local(outer=DILOCO, start=1)
         )
-        every = {"compare_every_steps": 1, "log_every_steps": 1}
+        every = {"check_replicas_every_steps": 1, "log_every_steps": 1}
         return ddp.fit(batches_of(8), num_steps=num_steps, run_dir=run_dir, **every)
 
     want = train(8, tmp_path / "whole")

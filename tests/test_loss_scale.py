@@ -224,7 +224,7 @@ def test_one_device_is_the_judge_also_where_the_first_steps_overflow(dropout_rat
         {"ema_decay": 0.9},
         {**PLACES["flat-ready"], "wire_dtype": "float16"},
         {"shard_optimizer": True, "max_grad_norm": 1.0},
-        {"num_shards": 16, "batch_norm": "local"},
+        {"logical_replicas": 16, "batch_norm": "local"},
         {"local_steps": jddp.LocalSteps(every=3), "batch_norm": "local"},
     ],
     ids=["end", "ready", "sharded", "shards", "alone"],

@@ -153,6 +153,8 @@ def lower(chosen):
         "plateau": optax.chain(optax.adam(1e-2), optax.contrib.reduce_on_plateau()),
     }
     options = {k: OBJECTS.get(str(v), lambda v=v: v)() for k, v in chosen.items() if k in KEPT}
+    options["logical_replicas"] = options.pop("num_shards")  # as the pinned file calls it
+    options["overlap"] = {"ready": True, "end": False, "auto": "auto"}[options.pop("placement")]
     if chosen["counts"] is not None:
         name = "Counts" if chosen["model"] == "nnx" else "counts"
         if chosen["counts"] == "sum":
@@ -166,7 +168,7 @@ def lower(chosen):
     if chosen["mask"]:
         batch["mask"] = np.ones(ROWS, np.float32)
     if chosen["loss"] == "constants":
-        ddp = ddp.given({"factor": np.float32(2)})
+        ddp = ddp.with_constants({"factor": np.float32(2)})
     return ddp.lower(batch).as_text()
 
 

@@ -87,10 +87,10 @@ ROUNDING = 1e-5  # float32 sums in another order
 OPTIONS = {
     "plain": ({}, ROUNDING),
     "micro-batches": ({"accumulate_steps": 2}, ROUNDING),
-    "overlap": ({"placement": "ready", "bucket_mb": 1e-4}, ROUNDING),
-    "overlap of micro-batches": ({"placement": "ready", "accumulate_steps": 4}, ROUNDING),
-    "logical replicas": ({"num_shards": 16}, ROUNDING),
-    "logical replicas in parts": ({"num_shards": 8, "accumulate_steps": 2}, ROUNDING),
+    "overlap": ({"overlap": True, "bucket_mb": 1e-4}, ROUNDING),
+    "overlap of micro-batches": ({"overlap": True, "accumulate_steps": 4}, ROUNDING),
+    "logical replicas": ({"logical_replicas": 16}, ROUNDING),
+    "logical replicas in parts": ({"logical_replicas": 8, "accumulate_steps": 2}, ROUNDING),
     "split optimizer": ({"shard_optimizer": True}, ROUNDING),
     "loss scale": ({"loss_scale": 1024.0}, ROUNDING),
     "dynamic loss scale": ({"loss_scale": "dynamic"}, ROUNDING),
@@ -196,11 +196,11 @@ def test_a_metric_may_be_a_mean_of_its_own_count():
         )
 
 
-@pytest.mark.parametrize("num_shards", [None, 16])
-def test_evaluation_is_exact_over_partial_and_empty_batches(num_shards):
+@pytest.mark.parametrize("logical_replicas", [None, 16])
+def test_evaluation_is_exact_over_partial_and_empty_batches(logical_replicas):
     rows = make_batch(45)
     batches = [jax.tree.map(lambda x, a=a: x[a : a + 16], rows) for a in (0, 16, 32, 48)]
-    ddp = jddp.DataParallel(Tagger(), optax.sgd(0.5), as_arrays, num_shards=num_shards)
+    ddp = jddp.DataParallel(Tagger(), optax.sgd(0.5), as_arrays, logical_replicas=logical_replicas)
     state = ddp.init(0, batches[0])
     want, _ = global_mean(Tagger(), ddp.model(state)["params"], rows)
     got = ddp.evaluate(state, batches)

@@ -32,7 +32,7 @@ def as_users_compile():
 
 
 def wrapped(num, model=None, loss=loss_fn, **options):
-    options = {"optimizer": optax.adam(1e-2), "num_shards": SHARDS, **options}
+    options = {"optimizer": optax.adam(1e-2), "logical_replicas": SHARDS, **options}
     options = {"batch_norm": "local", "bucket_mb": BUCKET_MB, **options}
     model, optimizer = model or MODELS["mlp"](dropout_rate=0.2), options.pop("optimizer")
     return jddp.DataParallel(model, optimizer, loss, mesh=num, **options)
@@ -72,7 +72,7 @@ def test_state_metrics_and_evaluation_are_equal_to_the_bit(as_users_compile):
 
 
 def test_without_shards_they_are_not(as_users_compile):
-    options = {"num_shards": None, "model": MODELS["mlp"]()}
+    options = {"logical_replicas": None, "model": MODELS["mlp"]()}
     one, eight = (trained(num, **options)[0].params for num in (1, 8))
     assert bits(one) != bits(eight)
     # Adam makes whole steps of the rounding of small gradients.
@@ -245,12 +245,12 @@ def test_so_they_are_for_every_model(name, as_users_compile):
 @pytest.mark.slow
 def test_so_they_are_where_shards_are_no_power_of_two(as_users_compile):
     batches = [make_batch(24, seed=i) for i in range(2)]
-    assert_same_bits((1, 2, 3, 4, 6), batches=batches, num_shards=12)
+    assert_same_bits((1, 2, 3, 4, 6), batches=batches, logical_replicas=12)
 
 
 def test_as_many_shards_as_devices_are_the_replicas_that_there_always_were():
     options = {"optimizer": optax.sgd(0.1, momentum=0.9), "model": MODELS["conv"](dropout_rate=0.2)}
-    ordered, plain = (trained(8, **options, num_shards=n) for n in (8, None))
+    ordered, plain = (trained(8, **options, logical_replicas=n) for n in (8, None))
     # The same keys and statistics; the mean in another order.
     for got, want in zip(ordered, plain, strict=True):
         assert_close(got, want, rtol=1e-5)
@@ -300,12 +300,14 @@ def meeting(model, batch, train):
 
 
 REFUSED = {
-    "6 num_shards do not divide over 4 devices. Nearest that do: 4 and 8": {"num_shards": 6},
+    "6 logical_replicas do not divide over 4 devices. Nearest that do: 4 and 8": {
+        "logical_replicas": 6
+    },
     "wire_dtype rounds or adds": {"wire_dtype": "bfloat16"},
     "comm_hook rounds or adds": {
         "comm_hook": jddp.CommHook(lambda plan: (), lambda b, s, axis: (b, s))
     },
-    "Choose placement='end'": {"placement": "ready"},
+    "Choose overlap=False": {"overlap": True},
     "computed in other vectors": {"shard_optimizer": True},
     "each goes its own way": {"local_steps": jddp.LocalSteps(every=2)},
     "choose batch_norm='local'": {"model": MODELS["conv"](), "batch_norm": "sync"},
@@ -322,7 +324,7 @@ def test_what_would_change_bits_is_refused(message):
 def test_rows_that_do_not_divide_are_refused():
     ddp = wrapped(4)
     state = ddp.init(0, BATCHES[0])
-    with pytest.raises(ConfigError, match="12 rows do not divide over 8 shards"):
+    with pytest.raises(ConfigError, match="12 rows do not divide over 8 logical replicas"):
         ddp.step(state, make_batch(12))
 
 
@@ -334,7 +336,7 @@ def test_verify_holds_it_against_one_device(dropout_rate):
         loss_fn,
         BATCHES[0],
         mesh=4,
-        num_shards=SHARDS,
+        logical_replicas=SHARDS,
     )
     assert report.passed, str(report)
     assert all(comparison.error == 0 for comparison in report.comparisons), str(report)

@@ -59,7 +59,7 @@ def flagged(seed, flag):
         (ConvNet(), {"batch_norm": "local", "mesh": 4}),
         (NnxConvNet, {"accumulate_steps": 2}),
         (MLP(), {"comm_hook": counting(), "max_grad_norm": 1.0}),
-        (MLP(), {"layout": "flat", "placement": "ready", "wire_dtype": "bfloat16"}),
+        (MLP(), {"layout": "flat", "overlap": True, "wire_dtype": "bfloat16"}),
         (MLP(), {"mesh": 1, "unused_parameters": "skip"}),
     ],
     ids=["everything", "local", "nnx", "hook", "ready", "alone"],

@@ -38,7 +38,7 @@ def test_models_pass_with_and_without_random_numbers(name, dropout_rate):
     "options",
     [
         {"accumulate_steps": 2},
-        {"layout": "flat", "placement": "ready", "bucket_mb": 1e-4},
+        {"layout": "flat", "overlap": True, "bucket_mb": 1e-4},
         {"max_grad_norm": 0.1, "ema_decay": 0.9, "mesh": 4},
         {"batch_norm_unbiased": True, "skip_nonfinite": True},
     ],

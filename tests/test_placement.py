@@ -103,8 +103,8 @@ def trained(name, num_steps=2, **options):
 @pytest.mark.parametrize("name", MODELS)
 def test_numbers_do_not_depend_on_the_place(name, parts):
     options = {"layout": "flat", "bucket_mb": 200 * BYTES, "accumulate_steps": parts}
-    _, at_end = trained(name, placement="end", **options)
-    ddp, when_ready = trained(name, placement="ready", **options)
+    _, at_end = trained(name, overlap=False, **options)
+    ddp, when_ready = trained(name, overlap=True, **options)
     assert len(ddp.plan) > 1
 
     def equal(got, want):
@@ -117,7 +117,7 @@ def test_numbers_do_not_depend_on_the_place(name, parts):
 @pytest.mark.parametrize("parts", [1, 2, 4])
 @pytest.mark.parametrize("bucket_mb", [200 * BYTES, 25])
 def test_each_bucket_travels_once_whatever_the_number_of_parts(bucket_mb, parts):
-    options = {"placement": "ready", "bucket_mb": bucket_mb, "accumulate_steps": parts}
+    options = {"overlap": True, "bucket_mb": bucket_mb, "accumulate_steps": parts}
     ddp = jddp.DataParallel(MLP(), optax.adam(1e-3), loss_fn, **options)
     text = ddp.lower(make_batch(64)).compile().as_text()
     small = 4  # loss and accuracy, each a total and a count
@@ -136,8 +136,8 @@ def operations(ddp, batch):
 def test_a_bucket_leaves_where_its_last_gradient_is_made():
     options = {"bucket_mb": 200 * BYTES, "layout": "flat"}
     batch = make_batch()
-    ready = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, placement="ready", **options)
-    end = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, placement="end", **options)
+    ready = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, overlap=True, **options)
+    end = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, overlap=False, **options)
     # Two products forward. Then, backward: the last bias; the last kernel; what goes on to the
     # first layer, and its bias; its kernel. The one vector of loss and metrics is reduced last.
     assert operations(ready, batch) == "..br.br.br.brr"
@@ -158,10 +158,10 @@ def normed_loss(model, batch, train):
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
 
 
-def normed(placement, **options):
+def normed(overlap, **options):
     options = {"batch_norm": "local", "bucket_mb": 200 * BYTES, "layout": "flat", **options}
     return jddp.DataParallel(
-        Normed(), optax.sgd(0.2, momentum=0.9), normed_loss, placement=placement, **options
+        Normed(), optax.sgd(0.2, momentum=0.9), normed_loss, overlap=overlap, **options
     )
 
 
@@ -170,7 +170,7 @@ def normed(placement, **options):
 def test_buckets_leave_inside_the_pass_beside_micro_batches_and_other_state(mode, parts):
     """As they do without a batch norm: no bucket waits until all gradients are guarded."""
     batch, options = make_batch(32, masked=True), {"accumulate_steps": parts, "batch_norm": mode}
-    ready, at_end = normed("ready", **options), normed("end", **options)
+    ready, at_end = normed(True, **options), normed(False, **options)
     assert operations(ready, batch).endswith("br.br.br.brr")
     assert "b" not in operations(at_end, batch)
     layers = [bucket.paths[-1].partition("/")[0] for bucket in ready.plan.buckets]
@@ -188,8 +188,8 @@ def test_an_empty_micro_batch_adds_nothing_wherever_buckets_leave(mode, empty):
     """It makes neither NaN, nor zeros of what the replica's other micro-batch has added."""
     batch = {**make_batch(32), "mask": ~np.isin(np.arange(32) // 4, empty)}
     ends = []
-    for placement in ("end", "ready"):
-        ddp = normed(placement, mesh=4, batch_norm=mode, accumulate_steps=2)
+    for overlap in (False, True):
+        ddp = normed(overlap, mesh=4, batch_norm=mode, accumulate_steps=2)
         state = ddp.init(0, batch)
         want = gradients_on_one_device(jax.device_get(state.params), batch)
         got, _ = ddp.gradients(state, batch)
@@ -221,7 +221,7 @@ def gradients_on_one_device(params, batch):
 
 def test_the_pass_goes_on_from_what_a_bucket_s_barrier_has_let_through():
     """It holds the bucket, what the rest of the pass needs, and the bucket before."""
-    options = {"bucket_mb": 200 * BYTES, "layout": "flat", "placement": "ready"}
+    options = {"bucket_mb": 200 * BYTES, "layout": "flat", "overlap": True}
     text = (
         jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, **options).lower(make_batch()).as_text()
     )
@@ -232,7 +232,7 @@ def test_the_pass_goes_on_from_what_a_bucket_s_barrier_has_let_through():
 
 
 def test_a_scanned_stack_of_layers_is_ready_all_at_once_and_still_right():
-    options = {"placement": "ready", "bucket_mb": 200 * BYTES}
+    options = {"overlap": True, "bucket_mb": 200 * BYTES}
     ddp = jddp.DataParallel(Transformer(), optax.sgd(0.1), loss_fn, **options)
     text = ddp.lower(make_batch()).compile().as_text()
     assert len(collectives(text)) == len(ddp.plan) + 1
@@ -241,8 +241,13 @@ def test_a_scanned_stack_of_layers_is_ready_all_at_once_and_still_right():
 
 
 def test_ready_and_leaf_cannot_go_together():
-    with pytest.raises(jddp.ConfigError, match="layout='flat', or placement='end'"):
-        jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, layout="leaf", placement="ready")
+    with pytest.raises(jddp.ConfigError, match="layout='flat', or overlap=False"):
+        jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, layout="leaf", overlap=True)
+
+
+def test_an_unknown_overlap_is_refused():
+    with pytest.raises(jddp.ConfigError, match="overlap is True, False or 'auto'; got 'ready'"):
+        jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, overlap="ready")
 
 
 @pytest.mark.parametrize("num, placement", [(1, "end"), (2, "ready")])

@@ -99,7 +99,7 @@ class Case:
 
     @property
     def replicas(self):
-        return self.options.get("num_shards") or self.options["mesh"]
+        return self.options.get("logical_replicas") or self.options["mesh"]
 
 
 OPTIMIZERS = {
@@ -131,7 +131,7 @@ def choose(seed):
         "mesh": mesh,
         "bucket_mb": rng.choice([40 / MIB, 25]),
         "layout": rng.choice(["leaf", "flat"]),
-        "placement": rng.choice(["end", "ready"]),
+        "overlap": rng.choice([False, True]),
         "batch_norm": maybe("local", "broadcast", default="sync"),
         "batch_norm_group_size": maybe(2, default=None, chance=0.15),
         "accumulate_steps": maybe(2, default=1),
@@ -141,7 +141,7 @@ def choose(seed):
         "ema_decay": maybe(0.5, default=None),
         "unused_parameters": maybe("skip", "error", default="zero"),
         "shard_optimizer": maybe(True, default=False, chance=0.25),
-        "num_shards": maybe(8, default=None, chance=0.2),
+        "logical_replicas": maybe(8, default=None, chance=0.2),
         "local_steps": maybe(jddp.LocalSteps(2), default=None, chance=0.2),
         "loss_scale": maybe(2.0**6, "dynamic", default=None, chance=0.2),
         "skip_nonfinite": maybe(True, default=False, chance=0.2),
@@ -164,12 +164,12 @@ def without_refusals(model, options):
     if model.norm == "batch":
         alone |= {"batch_norm": "local", "batch_norm_group_size": None}
     changes = {}
-    if options["placement"] == "ready":
+    if options["overlap"]:
         changes |= {"layout": "flat"}
     if options["batch_norm_group_size"]:
         changes |= {"batch_norm": "sync", "mesh": max(2, options["mesh"])}
-    if options["num_shards"]:
-        changes |= alone | {"placement": "end", "local_steps": None, "wire_dtype": None}
+    if options["logical_replicas"]:
+        changes |= alone | {"overlap": False, "local_steps": None, "wire_dtype": None}
     elif options["local_steps"]:
         changes |= alone
     if model.unused and options["unused_parameters"] == "error":

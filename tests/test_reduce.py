@@ -309,7 +309,7 @@ def test_auto_is_flat_and_ready_on_gpus_and_leaf_at_the_end_elsewhere(
     [
         ({"layout": "round"}, "layout 'round' is unknown. Choose one of 'auto', 'leaf', 'flat'"),
         ({"placement": "now"}, "placement 'now' is unknown. Choose one of 'auto', 'end', 'ready'"),
-        ({"layout": "leaf", "placement": "ready"}, "layout='flat', or placement='end'"),
+        ({"layout": "leaf", "placement": "ready"}, "layout='flat', or overlap=False"),
         ({"wire_dtype": "int8"}, "wire_dtype 'int8' is unknown. Choose 'bfloat16', 'float16'"),
         ({"wire_dtype": "bf16"}, "wire_dtype 'bf16'"),
         ({"comm_hook": "mean"}, "comm_hook is str. Give a jddp.CommHook"),
@@ -437,14 +437,14 @@ def test_a_plan_says_what_is_known_of_its_layout():
     fuses = "XLA fuses the buckets: all of them on CPUs, up to their size on GPUs"
     assert reduction(layout="leaf").plan(tree).notes == (
         order,
-        "layout leaf, placement end",
+        "layout leaf, overlap False",
         fuses,
     )
     ready = reduction(layout="flat", placement="ready")
-    assert ready.plan(tree).notes == (order, "layout flat, placement ready")
+    assert ready.plan(tree).notes == (order, "layout flat, overlap True")
     assert ready.plan(tree, [1], 0).notes == (
         "order: as the backward pass finishes them",
-        "layout flat, placement ready",
+        "layout flat, overlap True",
     )
     assert ready.plan(tree, [1], 1).notes[2] == (
         "1 gradients leave a loop at once: they are ready at its end"

@@ -170,7 +170,7 @@ def test_an_interrupt_while_a_step_is_sent_comes_when_its_state_is_kept(monkeypa
     ddp, batch = wrapped(), make_batch()
     state = ddp.init(0, batch)
     state, _ = ddp.step(state, batch)
-    rows = ddp.put(batch)
+    rows = ddp.shard_batch(batch)
     inputs = ddp._inputs(rows)
     compiled = ddp._steps.step_for(state, inputs)
 

@@ -83,9 +83,9 @@ SUMS = [
     {},
     {"mesh": 2},
     {"accumulate_steps": 2},
-    {"accumulate_steps": 2, "placement": "ready"},
-    {"num_shards": 8},
-    {"num_shards": 8, "mesh": 2, "accumulate_steps": 2},
+    {"accumulate_steps": 2, "overlap": True},
+    {"logical_replicas": 8},
+    {"logical_replicas": 8, "mesh": 2, "accumulate_steps": 2},
     {"local_steps": jddp.LocalSteps(2)},
     {"batch_norm": "local"},
     {"batch_norm": "broadcast"},
@@ -179,7 +179,7 @@ class Codebook(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("options", [{}, {"num_shards": 8}, {"batch_norm": "local"}])
+@pytest.mark.parametrize("options", [{}, {"logical_replicas": 8}, {"batch_norm": "local"}])
 def test_a_declared_mean_is_that_of_one_device(options):
     with pytest.raises(jddp.ConfigError, match="'ema/center' depends on the rows"):
         train(Codebook(), 1)
@@ -195,7 +195,7 @@ def test_a_declared_mean_is_that_of_one_device(options):
 def test_declared_state_of_logical_replicas_has_the_same_bits_on_any_number_of_devices():
     ends = []
     for mesh in (1, 2, 8):
-        options = {"mesh": mesh, "num_shards": 8, "state_reduction": {"ema": "mean"}}
+        options = {"mesh": mesh, "logical_replicas": 8, "state_reduction": {"ema": "mean"}}
         ends.append(jax.device_get(train(Codebook(), **options)[1].model_state))
     for other in ends[1:]:
         jax.tree.map(np.testing.assert_array_equal, ends[0], other)

@@ -522,7 +522,7 @@ def test_a_replica_that_drifts_off_by_one_bit_is_found_and_named(plain, tmp_path
             endless(),
             tmp_path,
             num_steps=40,
-            compare_every_steps=10,
+            check_replicas_every_steps=10,
             eval_every_steps=None,
             save_every_steps=None,
             callbacks=[At(13, bend)],
@@ -541,7 +541,7 @@ def test_no_checkpoint_is_made_of_replicas_that_differ(plain, tmp_path):
             batches(),
             tmp_path,
             eval_every_steps=None,
-            compare_every_steps=None,
+            check_replicas_every_steps=None,
             callbacks=[At(3, bend)],
         )
     step, _ = newest(tmp_path / "checkpoints", plain.init(0, make_batch(8)))

@@ -209,7 +209,7 @@ def test_a_job_starts_from_the_weights_that_its_config_names(tmp_path):
         return run.state
 
     first = fit("first", seed=1)
-    second = fit("second", seed=2, **{"model.weights": str(tmp_path / "first")})
+    second = fit("second", seed=2, **{"model.init_from": str(tmp_path / "first")})
     # Two steps at a rate of 1e-9.
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=1e-7), second.params, first.params

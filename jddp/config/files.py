@@ -20,6 +20,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from jddp.config.format_1 import renamed
 from jddp.config.mistakes import ConfigMistakes, Mistake
 from jddp.config.permissions import expand
 from jddp.config.schema import Config
@@ -114,9 +115,11 @@ def read_values(path: Path, origin: str | None = None) -> dict[str, Any]:
     """
     try:
         refuse_unsafe(path.read_text(encoding="utf-8"))
-        return _plain(OmegaConf.load(path))
+        values = _plain(OmegaConf.load(path))
     except (OSError, ValueError, YAMLError, OmegaConfBaseException, ConfigError) as error:
         raise ConfigError(f"{origin or path}: cannot be read: {_one_line(error)}") from error
+    is_of_a_run = path.with_name("manifest.json").exists()
+    return renamed(values) if is_of_a_run else values
 
 
 def refuse_unsafe(text: str, above: int = 0) -> None:

@@ -79,7 +79,7 @@ class TrainConfig(Section):
         "params", description="Evaluate the parameters, or their moving average."
     )
     log_every_steps: int = Field(50, ge=1, description="Steps between lines of metrics.")
-    compare_every_steps: int | None = Field(
+    check_replicas_every_steps: int | None = Field(
         500, ge=1, description="Steps between comparisons of all replicas, bit by bit; or null."
     )
     max_consecutive_skips: int = Field(
@@ -102,7 +102,7 @@ class DataConfig(NamedSection):
     dir: Path | None = Field(None, description="Folder of the files, for data sets that have one.")
     global_batch_size: int = Field(128, ge=1, description="Examples a step, over all replicas.")
     shuffle: bool = Field(True, description="A new order each epoch, from the seed.")
-    weights: Path | None = Field(
+    sample_weights: Path | None = Field(
         None, description="A .npy file: how often each training example is wanted."
     )
     drop_remainder: bool = Field(
@@ -125,7 +125,7 @@ class ModelConfig(NamedSection):
 
     name: str | None = Field("cnn", description="A model of jddp.zoo.models.")
     target: str | None = Field(None, description="One's own Flax module class, Linen or NNX.")
-    weights: Path | None = Field(
+    init_from: Path | None = Field(
         None, description="To start from: .safetensors, .msgpack, a run directory, orbax's folder."
     )
     weights_partial: bool = Field(
@@ -218,8 +218,8 @@ class DdpConfig(Section):
     layout: Literal["auto", "leaf", "flat"] = Field(
         "auto", description="Buckets reduced leaf by leaf, or packed into one vector."
     )
-    placement: Literal["auto", "end", "ready"] = Field(
-        "auto", description="Buckets reduced after the backward pass, or inside it when ready."
+    overlap: bool | Literal["auto"] = Field(
+        "auto", description="Buckets reduced inside the backward pass, or after it; auto: on GPUs."
     )
     wire_dtype: Literal["bfloat16", "float16"] | None = Field(
         None, description="What wider gradients are narrowed to for the way."
@@ -247,7 +247,7 @@ class DdpConfig(Section):
     shard_optimizer: bool = Field(
         False, description="The optimizer's state and its update split over the replicas."
     )
-    num_shards: int | None = Field(
+    logical_replicas: int | None = Field(
         None,
         ge=1,
         description="Logical replicas: equal bits on any number of devices that divides.",

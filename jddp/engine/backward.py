@@ -85,9 +85,9 @@ def refuse_meetings(recipe: Recipe, state: TrainState, inputs: Inputs) -> None:
     found = equations(jax.make_jaxpr(recipe.forward)(*arguments).jaxpr)
     if names := [eqn.primitive.name for eqn in found if recipe.axis in axes_of(eqn)]:
         raise ConfigError(
-            f"num_shards={recipe.num_shards} runs shards one after the other, and in this model or "
+            f"logical_replicas={recipe.num_shards} run one after the other, and in this model or "
             f"loss they meet, by {names[0]!r} over axis {recipe.axis!r}. If it is a batch norm, "
-            "choose batch_norm='local': each shard its own statistics. Else leave out what meets."
+            "choose batch_norm='local': each its own statistics. Else leave out what meets."
         )
 
 

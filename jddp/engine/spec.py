@@ -21,8 +21,8 @@ from jddp.typing import Batch, LossFn, PyTree
 UNUSED_PARAMETERS = ("zero", "skip", "error")
 # Pairs of options that cannot be combined, and why.
 REFUSED = {
-    ("num_shards", "shard_optimizer"): "an update of a shard is computed in other vectors",
-    ("num_shards", "local_steps"): "its bits do not depend on replicas, and each goes its own way",
+    ("logical_replicas", "shard_optimizer"): "an update of a shard is computed in other vectors",
+    ("logical_replicas", "local_steps"): "bits do not depend on replicas; each goes its own way",
     ("local_steps", "shard_optimizer"): "each replica updates all of its own parameters",
     ("local_steps", "comm_hook"): "a hook reduces gradients in each step; see wire_dtype",
 }
@@ -92,7 +92,8 @@ class Recipe:
                 "optax.MultiSteps beside accumulate_steps would reduce once per part and count "
                 "steps twice. Drop optax.MultiSteps: accumulate_steps reduces once for all parts."
             )
-        given = vars(self) | {"comm_hook": self.reduction.hook_name}
+        given = vars(self) | {"logical_replicas": self.num_shards}
+        given |= {"comm_hook": self.reduction.hook_name}
         for pair, why in REFUSED.items():
             if all(given[name] for name in pair):
                 raise ConfigError(f"{' and '.join(pair)} cannot be combined: {why}. Leave one out.")

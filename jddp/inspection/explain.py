@@ -159,7 +159,7 @@ def logging_data(plan: BucketPlan, recipe: Recipe, mesh: Mesh, calls: Calls) -> 
         "bucket_sizes": [bucket.bytes for bucket in plan.buckets],
         "initial_bucket_size_limits": list(reduction.bucket_bytes),
         "layout": reduction.packing.layout,
-        "placement": reduction.placement,
+        "overlap": reduction.placement == "ready",
         "comm_hook": reduction.hook_name,
         "accumulate_steps": recipe.accumulate_steps,
         "local_steps": None if recipe.local_steps is None else recipe.local_steps.every,

@@ -139,7 +139,7 @@ class Job:
                 learning_rate=self.learning_rate,
                 config=config.model_dump(),
                 manifest=self._manifest(),
-                compare_every_steps=config.train.compare_every_steps,
+                check_replicas_every_steps=config.train.check_replicas_every_steps,
                 max_consecutive_skips=config.train.max_consecutive_skips,
                 limits=Limits(**config.watchdog.model_dump()),
             )
@@ -150,9 +150,9 @@ class Job:
     def _first_state(self) -> Callable[[Any], TrainState] | None:
         """Makes it with the weights that the config names; None where it names none."""
         model = self.config.model
-        if model.weights is None:
+        if model.init_from is None:
             return None
-        init = functools.partial(self.ddp.init, self.config.seed, params=model.weights)
+        init = functools.partial(self.ddp.init, self.config.seed, params=model.init_from)
         return functools.partial(init, partial=model.weights_partial)
 
     def verify(self) -> Verification:
@@ -179,7 +179,7 @@ class Job:
     def train_batches(self) -> TrainBatches | WorkerBatches:
         """This process's training batches, from the first."""
         assert self.data is not None, "build(config) has data unless told that it needs none"
-        config = self.config.data
+        config, weights = self.config.data, self.config.data.sample_weights
         batches = TrainBatches(
             self.data.train,
             global_batch_size=config.global_batch_size,
@@ -187,7 +187,7 @@ class Job:
             num_epochs=self.config.train.num_epochs,
             drop_remainder=config.drop_remainder,
             shuffle=config.shuffle,
-            weights=None if config.weights is None else load_weights(Path(config.weights)),
+            weights=None if weights is None else load_weights(Path(weights)),
             augment=self.parts.source.augment if config.augment else None,
             mixup=config.mixup,
             multiple_of=self.ddp.num_parts,

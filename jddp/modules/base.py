@@ -122,7 +122,7 @@ def name_constants(loss_fn: LossFn, constants: PyTree) -> LossFn:
     if constants is None:
         raise UsageError(
             "loss_fn names `constants`, and was given none. Pass constants=, a tree of arrays, to "
-            "init, step and evaluate; or take ddp.given(constants)."
+            "init, step and evaluate; or take ddp.with_constants(constants)."
         )
     return functools.partial(loss_fn, constants=constants)
 

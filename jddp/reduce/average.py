@@ -73,13 +73,13 @@ def _refuse_beside_shards(*, wire_dtype: Any, comm_hook: Any, placement: str) ->
     for name, value in {"wire_dtype": wire_dtype, "comm_hook": comm_hook}.items():
         if value is not None:
             raise ConfigError(
-                f"num_shards adds up gradients in one order, and {name} rounds or adds them on the "
-                f"way, where that depends on the number of devices. Leave out {name}."
+                f"logical_replicas adds up gradients in one order, and {name} rounds or adds them "
+                f"on the way, where that depends on the number of devices. Leave out {name}."
             )
     if placement == "ready":
         raise ConfigError(
-            "num_shards adds up the gradients of several shards before any is sent, and "
-            "placement='ready' sends within the backward pass of one. Choose placement='end'."
+            "logical_replicas adds up the gradients of several replicas before any is sent, and "
+            "overlap=True sends within the backward pass of one. Choose overlap=False."
         )
 
 
@@ -156,8 +156,8 @@ def _resolve(layout: str, placement: str, platform: Callable[[], str]) -> tuple[
             raise ConfigError(f"{name} {value!r} is unknown. Choose one of {choices}.")
     if (layout, placement) == ("leaf", "ready"):
         raise ConfigError(
-            "placement='ready' waits for a bucket as a whole, and layout='leaf' reduces its leaves "
-            "one by one. Choose layout='flat', or placement='end'."
+            "overlap=True waits for a bucket as a whole, and layout='leaf' reduces its leaves "
+            "one by one. Choose layout='flat', or overlap=False."
         )
     on_gpu = "auto" in (layout, placement) and platform() in GPUS
     if placement == "auto":

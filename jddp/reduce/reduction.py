@@ -90,12 +90,13 @@ class Reduction:
             wire_dtype=self.wire_dtype,
         )
         order = "as the backward pass finishes them" if ready else "last leaf first, by guess"
-        notes = [f"order: {order}", f"layout {self.packing.layout}, placement {self.placement}"]
+        overlap = self.placement == "ready"
+        notes = [f"order: {order}", f"layout {self.packing.layout}, overlap {overlap}"]
         if self.packing.layout == "leaf":
             notes.append("XLA fuses the buckets: all of them on CPUs, up to their size on GPUs")
         if self.hook_name:
             notes.append(f"what of these bytes is sent is for comm_hook {self.hook_name!r} to say")
-        if num_looped and self.placement == "ready":
+        if num_looped and overlap:
             notes.append(f"{num_looped} gradients leave a loop at once: they are ready at its end")
         return replace(plan, notes=tuple(notes))
 

@@ -72,7 +72,7 @@ def train(
     if kept.directory is not None:
         files = RunDirectory(kept.directory, is_writer=jax.process_index() == 0)
         files.prepare(kept.config, manifest)
-    source = Source(batches, ddp.put)
+    source = Source(batches, ddp.shard_batch)
     stacks = None if files is None else files.stacks(jax.process_index())
     held = contextlib.nullcontext() if files is None else files.held()
     with held, Watchdog(limits, stacks) as watchdog:

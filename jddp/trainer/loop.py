@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jddp.config.format_1 import renamed_run
 from jddp.distributed.coordination import from_first
 from jddp.distributed.stopping import StopSignals
 from jddp.distributed.watchdog import Watchdog
@@ -87,7 +88,7 @@ class Loop:
             self._run.step = int(state.step)
         self._progress = Progress(plan.num_steps, is_writer=jax.process_index() == 0)
         self._signals, self._watchdog = StopSignals(), watchdog
-        self._comparison = Comparison(plan.compare_every_steps)
+        self._comparison = Comparison(plan.check_replicas_every_steps)
         evidence = None if files is None else files.path / "nonfinite"
         self._numerics = Numerics(ddp, source, evidence, plan.max_consecutive_skips)
         self._position: Any = source.position()
@@ -121,7 +122,7 @@ class Loop:
 
     def _go_on_from(self, beside: Mapping[str, Any]) -> None:
         """Takes up what was saved beside the state."""
-        run = self._run
+        run, beside = self._run, renamed_run(beside)
         run.stopped = beside["stopped"]
         self._numerics.skipped, self._numerics.in_a_row = map(int, beside["skipped"])
         run.metrics, run.evaluations = beside["metrics"], beside["evaluations"]

@@ -9,7 +9,7 @@ from jddp.typing import Batches
 
 POSITIVE = (
     *("num_steps", "log_every_steps", "eval_every_steps", "save_every_steps"),
-    *("keep", "keep_every_steps", "compare_every_steps", "max_consecutive_skips"),
+    *("keep", "keep_every_steps", "check_replicas_every_steps", "max_consecutive_skips"),
 )
 CHOICES = {"resume": ("auto", "never", "must"), "eval_params": ("params", "ema")}
 
@@ -29,7 +29,7 @@ class Plan:
       evaluation: Batches, iterated anew each time, or None.
       eval_params: "params" or "ema".
       learning_rate: Of a step, for the records, or None.
-      compare_every_steps: Between comparisons of all replicas.
+      check_replicas_every_steps: Between comparisons of all replicas.
       max_consecutive_skips: As many steps skipped in a row end the run.
 
     Raises:
@@ -46,7 +46,7 @@ class Plan:
     evaluation: Batches | None
     eval_params: str
     learning_rate: Callable[[int], Any] | None
-    compare_every_steps: int | None
+    check_replicas_every_steps: int | None
     max_consecutive_skips: int
 
     @property

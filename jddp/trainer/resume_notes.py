@@ -27,7 +27,7 @@ def differences(before: World, now: World, *, draws: bool, has_statistics: bool)
         return None
     numbers = ", ".join(f"{name} {now[name]} (was {before.get(name)})" for name in differ)
     goes_on = f"{numbers}: the order of examples and all counts go on exactly"
-    if now["num_shards"] is not None and "accumulate_steps" not in differ:
+    if now["logical_replicas"] is not None and "accumulate_steps" not in differ:
         return f"{goes_on}, and all numbers, bitwise identical"
     inexact = []
     if draws and differ != ["num_processes"]:

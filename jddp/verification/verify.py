@@ -32,7 +32,7 @@ from jddp.verification.side_by_side import side_by_side
 __all__ = ["Verification", "verify"]
 
 # What one device has no use for: how gradients travel.
-_OF_THE_WAY = {"bucket_mb", "first_bucket_mb", "last_bucket_mb", "layout", "placement"}
+_OF_THE_WAY = {"bucket_mb", "first_bucket_mb", "last_bucket_mb", "layout", "overlap"}
 _OF_THE_WAY |= {"wire_dtype", "comm_hook", "mesh", "shard_optimizer"}
 _OF_NO_ONE_DEVICE = {
     "batch_norm_group_size": "statistics are those of groups, and no single device has such",
@@ -86,7 +86,7 @@ def verify(
 
     def wrapped(**options: Any) -> DataParallel:
         ddp = DataParallel(model, optimizer, loss_fn, **options, donate=False)
-        return ddp if constants is None else ddp.given(constants)
+        return ddp if constants is None else ddp.with_constants(constants)
 
     batch, many = as_arrays(batch), wrapped(**options)
     if many.mesh.size < 2:

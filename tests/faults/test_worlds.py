@@ -45,7 +45,7 @@ def test_a_run_moves_from_two_processes_to_one_and_to_four(folder, golden):
         np.testing.assert_allclose(one["loss"], other["loss"], rtol=1e-3)
 
 
-SHARDS = ["ddp.num_shards=8", "ddp.batch_norm=local", "checkpoint.every_steps=100"]
+SHARDS = ["ddp.logical_replicas=8", "ddp.batch_norm=local", "checkpoint.every_steps=100"]
 
 
 def test_logical_shards_go_on_to_the_bit_wherever_they_are_carried(folder, golden):

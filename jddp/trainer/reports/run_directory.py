@@ -35,7 +35,7 @@ KEYS_OF_A_START = ("run.dir", "data.dir", "data.allow_changed", "checkpoint.resu
 FREE_KEYS = (
     *KEYS_OF_A_START,
     *("train.num_steps", "train.num_epochs", "train.eval_every_steps", "train.log_every_steps"),
-    *("train.compare_every_steps", "data.num_workers"),
+    *("train.check_replicas_every_steps", "data.num_workers"),
     *("mesh.num_devices", "ddp.accumulate_steps", "ddp.shard_optimizer"),
     *("checkpoint.every_steps", "checkpoint.keep"),
     *("checkpoint.keep_every_steps", "watchdog.start_seconds", "watchdog.compile_seconds"),
