@@ -28,10 +28,18 @@ from jddp.config.permissions import expand
 from jddp.data import TrainBatches, WorkerBatches
 from jddp.distributed.watchdog import Limits
 from jddp.engine.compiled import CompiledSteps
-from jddp.engine.evaluate import evaluate_exactly, predict_rows, refuse_padding, sums_of
+from jddp.engine.evaluate import (
+    evaluate_exactly,
+    make_evaluate,
+    make_predict,
+    predict_rows,
+    refuse_padding,
+    sums_of,
+)
 from jddp.engine.executor import Executor, call
 from jddp.engine.mesh import (
     as_arrays,
+    axis_of,
     copy_off_mesh,
     everywhere,
     make_mesh,
@@ -39,9 +47,8 @@ from jddp.engine.mesh import (
     put_rows,
     sharded,
 )
-from jddp.engine.spec import Inputs, Recipe
-from jddp.engine.state import TrainState
-from jddp.engine.step import make_evaluate, make_predict
+from jddp.engine.spec import make_step_spec
+from jddp.engine.state import Inputs, TrainState
 from jddp.engine.sync import LocalSteps
 from jddp.errors import ConfigError, UsageError
 from jddp.html import Shown
@@ -52,7 +59,7 @@ from jddp.inspection.norms import Layers, diagnose
 from jddp.modules.batch_norm import Sync
 from jddp.modules.functional import functional, takes_constants
 from jddp.modules.rows import check_rows, count_rows
-from jddp.reduce import BucketPlan, make_reduction
+from jddp.reduce import BucketPlan
 from jddp.trainer.callbacks import Callback
 from jddp.trainer.fit import LIMITS, Kept, train
 from jddp.trainer.plan import Plan
@@ -61,7 +68,6 @@ from jddp.typing import Batch, Batches, Grads, LossFn, Metrics, Params, PyTree
 from jddp.zoo.losses import outputs
 from jddp.zoo.names import refuse_unknown
 
-PLACEMENTS = {"auto": "auto", True: "ready", False: "end"}  # Words of `Reduction`, by `overlap`.
 
 
 class DataParallel(Shown):
@@ -129,7 +135,7 @@ class DataParallel(Shown):
 
     Attributes:
       mesh: The mesh of devices.
-      recipe: What a step is made of.
+      spec: The parts of a step.
     """
 
     def __init__(
@@ -168,24 +174,10 @@ class DataParallel(Shown):
         refuse_unknown(DataParallel, unknown, key="DataParallel")
         self.mesh = make_mesh(mesh, axis_name)
         self._platform = platform(self.mesh)
-        if overlap not in PLACEMENTS:
-            raise ConfigError(f"overlap is True, False or 'auto'; got {overlap!r}.")
         if overlap == "auto" and self.mesh.size == 1:
-            overlap = False  # Nothing travels, and packing would be for nothing.
-        reduction = make_reduction(
-            axis=str(self.mesh.axis_names[0]),
-            bucket_mb=bucket_mb,
-            first_bucket_mb=first_bucket_mb,
-            last_bucket_mb=last_bucket_mb,
-            layout=layout,
-            placement=PLACEMENTS[overlap] if local_steps is None else "end",
-            wire_dtype=wire_dtype,
-            comm_hook=comm_hook,
-            platform=lambda: self._platform,
-            keep_parts=shard_optimizer,
-            num_shards=logical_replicas,
-        )
-        sync = Sync(reduction.axis, batch_norm_group_size, batch_norm_unbiased, logical_replicas)
+            overlap = False  # Nothing is sent, and packing would be for nothing.
+        axis = axis_of(self.mesh)
+        sync = Sync(axis, batch_norm_group_size, batch_norm_unbiased, logical_replicas)
         self._model = functional(
             model,
             batch_norm=batch_norm,
@@ -194,38 +186,44 @@ class DataParallel(Shown):
             state_reduction=state_reduction,
         )
         sync.check(self.mesh.size, batch_norm)
-        self.recipe = Recipe(
-            model=self._model,
-            loss_fn=loss_fn,
-            eval_fn=eval_fn or loss_fn,
-            optimizer=optimizer,
-            reduction=reduction,
+        self.spec = make_step_spec(
+            self._model,
+            optimizer,
+            loss_fn,
+            axis=axis,
+            platform=self._platform,
+            bucket_mb=bucket_mb,
+            first_bucket_mb=first_bucket_mb,
+            last_bucket_mb=last_bucket_mb,
+            layout=layout,
+            overlap=overlap,
+            wire_dtype=wire_dtype,
+            comm_hook=comm_hook,
             accumulate_steps=accumulate_steps,
+            shard_optimizer=shard_optimizer,
+            logical_replicas=logical_replicas,
+            local_steps=local_steps,
             max_grad_norm=max_grad_norm,
             ema_decay=ema_decay,
             unused_parameters=unused_parameters,
             skip_nonfinite=skip_nonfinite,
             loss_scale=loss_scale,
-            shard_optimizer=shard_optimizer,
-            num_shards=logical_replicas,
-            local_steps=local_steps,
+            eval_fn=eval_fn or loss_fn,
         )
-        if logical_replicas is not None:
-            devices = f"{self.mesh.size} devices"
-            check_rows(logical_replicas, self.mesh.size, devices, "logical_replicas")
+        self.spec.replicas.total(self.mesh.size)  # refuses devices that do not divide them
         self._constants: PyTree = None
         self._executor = Executor(donate=donate, platform=self._platform)
         self._rows_sharding = sharded(self.mesh)
-        self._evaluate = make_evaluate(self.recipe, self.mesh)
-        self._steps = CompiledSteps(self.recipe, self.mesh, donate=donate)
-        self._first = FirstState(self.recipe, self._steps, self.mesh)
-        predict = functools.partial(make_predict, self.recipe, self.mesh)
+        self._evaluate = make_evaluate(self.spec, self.mesh)
+        self._steps = CompiledSteps(self.spec, self.mesh, donate=donate)
+        self._first = FirstState(self.spec, self._steps, self.mesh)
+        predict = functools.partial(make_predict, self.spec, self.mesh)
         self._predict = functools.lru_cache(maxsize=8)(predict)
 
     def __repr__(self) -> str:
         """What is replicated over which devices, and the plan, once there is one."""
-        recipe, kind = self.recipe, self.mesh.devices.flat[0].device_kind
-        parts = f", {recipe.accumulate_steps} parts a step" * (recipe.accumulate_steps > 1)
+        num, kind = self.spec.backward.num, self.mesh.devices.flat[0].device_kind
+        parts = f", {num} micro-batches a step" * (num > 1)
         head = f"DataParallel({self._model.name} on {self.mesh.size} x {kind}{parts})"
         return head if self.plan is None else f"{head}\n{self.plan}"
 
@@ -253,7 +251,7 @@ class DataParallel(Shown):
         Raises:
           ConfigError: If neither `loss_fn` nor `eval_fn` names `constants`.
         """
-        losses = self.recipe.loss_fn, self.recipe.eval_fn
+        losses = self.spec.backward.loss_fn, self.spec.eval_fn
         if not any(map(takes_constants, losses)):
             raise ConfigError(
                 "constants= were given, and loss_fn has no argument of that name. Write "
@@ -314,23 +312,23 @@ class DataParallel(Shown):
     @property
     def world(self) -> dict[str, Any]:
         """Over how many processes, devices and parts a step spreads its rows, and statistics."""
-        local, model = self.recipe.local_steps, self._model
+        model, replicas = self._model, self.spec.replicas
         kept = {"per_replica": [*model.per_replica], "state_reduction": dict(model.sync.rules)}
         return {
             **{name: kinds for name, kinds in kept.items() if kinds},
             "num_processes": jax.process_count(),
             "num_devices": self.mesh.size,
-            "accumulate_steps": self.recipe.accumulate_steps,
+            "accumulate_steps": self.spec.backward.num,
             "batch_norm": self._model.batch_norm,
             "batch_norm_group_size": self._model.sync.group_size,
-            "logical_replicas": self.recipe.num_shards,
-            "local_steps": None if local is None else local.every,
+            "logical_replicas": getattr(replicas, "num", None),
+            "local_steps": getattr(self.spec.sync, "every", None),
         }
 
     @property
     def num_parts(self) -> int:
         """Into how many parts a step splits the global batch, whose rows are a multiple of it."""
-        return self._steps.num_shards * self.recipe.accumulate_steps
+        return self._steps.num_replicas * self.spec.backward.num
 
     def layouts(self, state: TrainState) -> TrainState:
         """For each leaf of a state its `Layout`: how it lies on the mesh."""
@@ -355,7 +353,7 @@ class DataParallel(Shown):
         Those of a hook or an optimizer are the same on every replica, or sent as gradients are.
         """
         self.abstract_state(batch)  # for which buckets are planned, from the traced passes
-        return self._steps.draws
+        return self._steps.traced is not None and self._steps.traced.uses_rng
 
     def trace(self, batch: Batch) -> jax.stages.Traced:
         """Traces the step for the shapes of `batch`, with nothing allocated, compiled or run.
@@ -454,10 +452,9 @@ class DataParallel(Shown):
         if leaves and all(getattr(x, "sharding", None) == self._rows_sharding for x in leaves):
             return batch  # by an earlier call
         batch = as_arrays(batch)
-        steps, num_parts = self.recipe.accumulate_steps, self._steps.count_parts(batch)
-        shares = "devices" if self.recipe.num_shards is None else "logical replicas"
-        what = f"{num_parts // steps} {shares}"
-        what += f" times accumulate_steps={steps}" if steps > 1 else ""
+        num, num_parts = self.spec.backward.num, self._steps.count_micro_batches(batch)
+        what = f"{num_parts // num} {self.spec.replicas.noun}"
+        what += f" times accumulate_steps={num}" if num > 1 else ""
         check_rows(count_rows(batch), num_parts, what)
         return put_rows(batch, self.mesh)
 
@@ -526,12 +523,12 @@ class DataParallel(Shown):
         """
         if self.plan is None:
             raise UsageError("stats needs a plan, which init makes. Call init first.")
-        told = logging_data(self.plan, self.recipe, self.mesh, self._executor.calls)
+        told = logging_data(self.plan, self.spec, self.mesh, self._executor.calls)
         if batch is not None:
             state = self.abstract_state(batch)
             params, _ = jax.eval_shape(self._first.merged, (state.params, {}))
             told |= call(
-                measure, self.explain(batch).compiled, self.plan, self.recipe, self.mesh, params
+                measure, self.explain(batch).compiled, self.plan, self.spec, self.mesh, params
             )
         return told
 
@@ -574,7 +571,7 @@ class DataParallel(Shown):
         if constants is not None:
             return self.with_constants(constants).evaluate(state, batches, params)
         run = self._run(self._evaluate, state, params)
-        return evaluate_exactly(run, batches, self.mesh, self._steps.num_local_shards)
+        return evaluate_exactly(run, batches, self.mesh, self._steps.num_local_replicas)
 
     def trace_evaluation(self, state: TrainState, batch: Batch, params: str = "params") -> None:
         """Traces `evaluate` for such a batch, so that a mistake in it shows; runs nothing.
@@ -585,7 +582,7 @@ class DataParallel(Shown):
           params: "params", or "ema" for their moving average.
         """
         trace = self._run(functools.partial(jax.eval_shape, self._evaluate), state, params)
-        next(sums_of(trace, [batch], self.mesh, self._steps.num_local_shards))
+        next(sums_of(trace, [batch], self.mesh, self._steps.num_local_replicas))
 
     def predict(
         self,

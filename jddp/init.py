@@ -1,6 +1,6 @@
 """The state that training begins with: made by the model from one seed, or given, whole or in part.
 
-    first = FirstState(recipe, steps, mesh)
+    first = FirstState(spec, steps, mesh)
     state = first.make(seed, inputs, params=None)       # the same on every device
     shapes = first.shapes(inputs)                       # with nothing allocated
 
@@ -21,10 +21,18 @@ from jddp.checkpoint.weights import Loaded, fit_weights, read_weights
 from jddp.config.permissions import expand
 from jddp.engine.compiled import CompiledSteps
 from jddp.engine.executor import call
+from jddp.engine.init import make_init
 from jddp.engine.mesh import from_process_zero, replicate, replicated, sharded
-from jddp.engine.spec import Inputs, Recipe
-from jddp.engine.state import Layout, Replicated, TrainState, merge_rows, own_layouts, stack_rows
-from jddp.engine.step import make_init
+from jddp.engine.spec import Step
+from jddp.engine.state import (
+    Inputs,
+    Layout,
+    Replicated,
+    TrainState,
+    merge_rows,
+    own_layouts,
+    stack_rows,
+)
 from jddp.errors import UsageError
 from jddp.typing import Batch, ModelState, Params
 
@@ -35,19 +43,19 @@ class FirstState:
     """Makes first states.
 
     Args:
-      recipe: What a step is made of.
-      steps: Which plan for the rows.
+      spec: The parts of a step.
+      steps: Steps that plan for the rows.
       mesh: Where the state will lie.
 
     Attributes:
       loaded: What became of the values that were given last; None before any.
     """
 
-    def __init__(self, recipe: Recipe, steps: CompiledSteps, mesh: Mesh) -> None:
+    def __init__(self, spec: Step, steps: CompiledSteps, mesh: Mesh) -> None:
         self.loaded: Loaded | None = None
-        self._model, self._steps, self._mesh = recipe.model, steps, mesh
-        self._init = make_init(recipe, mesh)
-        self._keeps_own = recipe.keeps_own
+        self._model, self._steps, self._mesh = spec.model, steps, mesh
+        self._init = make_init(spec, mesh)
+        self._keeps_own = spec.sync.keeps_own
 
     def make(
         self, seed: int, inputs: Inputs, params: Params = None, *, partial: bool = False
@@ -62,7 +70,7 @@ class FirstState:
         outer = state.comm_state.outer
         comm_state = replicate(self._steps.comm_state(), self._mesh)
         state = state.replace(comm_state=dataclasses.replace(comm_state, outer=outer))
-        layouts, num = self._steps.layouts(state), self._steps.num_shards
+        layouts, num = self._steps.layouts(state), self._steps.num_replicas
         return stack_rows(state, layouts, sharded(self._mesh), num)
 
     def shapes(self, inputs: Inputs) -> TrainState:
@@ -76,7 +84,7 @@ class FirstState:
 
         def place(x: Any, layout: Layout) -> jax.ShapeDtypeStruct:
             sharding = (replicated if layout == Replicated() else sharded)(self._mesh)
-            shape = (self._steps.num_shards, *x.shape) if layout.is_per_replica else x.shape
+            shape = (self._steps.num_replicas, *x.shape) if layout.is_per_replica else x.shape
             return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
 
         return jax.tree.map(place, state, self._steps.layouts(state))

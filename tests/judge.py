@@ -85,7 +85,7 @@ def beside_one_device(
         ddp = wrapped(model, loss, **PLACES[place], **options)
         state = start(ddp, batches[0])
         if all_steps is None:
-            optimizer = ddp.recipe.optimizer
+            optimizer = ddp.spec.optimizer.tx
             all_steps = steps_of_one_device(model, optimizer, alone or loss, state, batches)
         before = host(state.params)
         for batch, (want, want_metrics) in zip(batches, all_steps, strict=True):

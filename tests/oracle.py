@@ -13,7 +13,7 @@ import optax
 from flax import linen as nn
 from flax import nnx
 
-from jddp.engine.spec import Inputs
+from jddp.engine.state import Inputs
 from jddp.engine.step import replica_step
 
 
@@ -70,7 +70,7 @@ def whole_batch_step(model, optimizer, loss_fn):
 
 def vmapped_step(ddp, num_replicas):
     """The step of `ddp` with its replicas side by side on one device."""
-    replica = functools.partial(replica_step, ddp.recipe, ddp.plan)
+    replica = functools.partial(replica_step, ddp.spec, ddp.plan)
     mapped = jax.vmap(replica, in_axes=(None, 0), axis_name="data")
 
     @jax.jit
@@ -85,7 +85,7 @@ def one_device_step(ddp, model, loss_fn, batch):
     """The judge of `ddp.step` for any model and any form of loss: one of the two above."""
     if ddp.draws(batch):
         return vmapped_step(ddp, ddp.mesh.size)
-    return whole_batch_step(model, ddp.recipe.optimizer, with_metrics(loss_fn))
+    return whole_batch_step(model, ddp.spec.optimizer.tx, with_metrics(loss_fn))
 
 
 def with_metrics(loss_fn):

@@ -144,7 +144,7 @@ def test_ones_own_data_model_loss_and_optimizer_are_trained_and_given_back(mine)
 )
 def test_the_hook_of_a_config_reduces_its_gradients(mine, values, name):
     job = build(own_config(ddp=hook(**values)))
-    assert job.ddp.recipe.reduction.hook_name == name
+    assert job.ddp.spec.reduction.hook_name == name
     job.run()
 
 

@@ -23,20 +23,20 @@ from states import assert_same
 from jddp.checkpoint.checkpoints import Checkpoints
 from jddp.inspection.collectives import collectives
 from jddp.inspection.hlo import read_program
-from jddp.reduce import BucketPlan, make_reduction
+from jddp.reduce import BucketPlan, choose_layout, make_reduction
 from jddp.reduce.backward import trace_backward
 from jddp.reduce.gradients import Finished, Running
+from jddp.reduce.packing import bucketed
 from jddp.reduce.plan import Bucket
 
 KIB = 1 / 1024
+AUTO = {"layout": "auto", "overlap": "auto"}
 REDUCTION = {
-    "axis": "data",
+    "hook_name": "",
     "bucket_mb": 25,
     "first_bucket_mb": 1,
     "last_bucket_mb": None,
     "wire_dtype": None,
-    "comm_hook": None,
-    "platform": lambda: "cpu",
 }
 
 # --- one device is the judge --------------------------------------------------------------------
@@ -230,7 +230,8 @@ def by_hand(tree, groups):
 @in_all_places
 def test_buckets_given_by_hand_are_averaged_in_whatever_order(place, groups):
     """BKT-10: four gradients of two dtypes, all whole numbers; what is in no bucket stays home."""
-    reduction = make_reduction(**REDUCTION | place)
+    layout, overlaps = choose_layout(**AUTO | place, platform=lambda: "cpu")
+    reduction = make_reduction("data", bucketed(layout, None), **REDUCTION)
     weights = [np.ones((i + 1, 2), ("float32", "bfloat16")[i % 2]) for i in range(4)]
     plan = by_hand(weights, groups)
 
@@ -240,11 +241,11 @@ def test_buckets_given_by_hand_are_averaged_in_whatever_order(place, groups):
 
         _, pullback = jax.vjp(loss, weights)
         backward = trace_backward(lambda one: pullback(one)[0])
-        if reduction.placement == "ready":
+        if overlaps:
             grads = Running(backward, lambda leaf, grad: grad, num=4)
         else:
             grads = Finished(pullback(jnp.float32(1))[0])
-        grads, _ = reduction(grads, (), plan=plan)
+        grads, _ = reduction(grads, (), plan)
         return jax.tree.map(lambda g: g[None], grads)
 
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("data",))

@@ -285,7 +285,7 @@ def test_what_other_batches_use_is_averaged_too(place, order):
     batches = ORDERS[order]
     ddp = wrapped(Extra(), of_batch, **place)
     state = start(ddp, batches[0])
-    want = steps_of_one_device(Extra(), ddp.recipe.optimizer, of_batch, state, batches)
+    want = steps_of_one_device(Extra(), ddp.spec.optimizer.tx, of_batch, state, batches)
     for batch, (one, _) in zip(batches, want, strict=True):
         state, _ = ddp.step(state, batch)
         # Float32 sums of 16 rows in another order.

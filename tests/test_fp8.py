@@ -51,8 +51,8 @@ def loss_fn(model, batch):
 
 def make_batch(seed):
     rng = np.random.default_rng(seed)
-    # Rows of very different sizes: the largest is on one replica.
-    x = rng.normal(size=(16, 8)) * np.geomspace(0.01, 10, 16)[:, None]
+    # Rows of very different sizes: the largest is on one replica, in its last or first micro-batch.
+    x = rng.normal(size=(16, 8)) * np.geomspace(0.01, 10, 16)[:: (-1) ** seed, None]
     return {"x": x.astype(np.float32), "y": rng.normal(size=(16, 16)).astype(np.float32)}
 
 

@@ -17,6 +17,7 @@ import jddp
 from jddp.checkpoint.checkpoints import Checkpoints
 from jddp.checkpoint.export import export
 from jddp.engine.digest import digests, find_divergence
+from jddp.engine.sync import EveryStep
 from jddp.errors import ConfigError, UsageError
 from jddp.inspection.collectives import collectives
 from jddp.inspection.hlo import read_program
@@ -260,14 +261,14 @@ def test_between_meetings_travel_the_loss_and_its_count_and_a_number_for_each_op
     found = compiled(wrapped(Net(), **local(), **options))
     always = [x for x in found if x.num_runs is not None]
     assert sum(x.num_elements for x in always) == num_numbers
-    meeting = [x for x in found if x.num_runs is None]
-    assert sum(x.num_elements for x in meeting) == 25
-    assert all("meeting/" in x.op_name for x in meeting)
+    outer = [x for x in found if x.num_runs is None]
+    assert sum(x.num_elements for x in outer) == 25
+    assert all("outer_step/" in x.op_name for x in outer)
 
 
 def test_before_the_start_gradients_travel_in_a_branch_of_their_own():
     found = [x for x in compiled(wrapped(Net(), **local(start=9))) if x.num_runs is None]
-    assert [("meeting/" in x.op_name, x.num_elements) for x in found] == [(False, 25), (True, 25)]
+    assert [("outer_step/" in x.op_name, x.num_elements) for x in found] == [(False, 25), (True, 25)]
 
 
 def test_differences_may_be_narrowed_for_the_way():
@@ -477,7 +478,7 @@ def test_an_explanation_tells_what_travels_when():
         in text
     )
     assert "sent every 16 steps, and in each of the first 100" in text
-    assert "parameters, at meetings" in text
+    assert "parameters, in outer steps" in text
     assert "a ring of 4 devices moves" in text
     assert max(map(len, str(told).splitlines())) <= 80
     assert "sent every 16 steps" in str(ddp.plan)
@@ -513,14 +514,14 @@ def configured(**options):
 
 def test_a_config_describes_it():
     job = build(configured(every=16, start=3, outer=OUTER))
-    plan = job.ddp.recipe.local_steps
+    plan = job.ddp.spec.sync
     assert (plan.every, plan.start) == (16, 3)
     params, grads = {"w": np.ones(2, np.float32)}, {"w": np.array([1.0, 2.0], np.float32)}
     for optimizer in (plan.outer, DILOCO):
         updates, _ = optimizer.update(grads, optimizer.init(params), params)
         np.testing.assert_allclose(updates["w"], [-1.33, -2.66], rtol=1e-6)
     assert job.num_parameters == build(configured()).num_parameters
-    assert build(configured()).ddp.recipe.local_steps is None
+    assert type(build(configured()).ddp.spec.sync) is EveryStep
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from tiny import MLP, ConvNet, loss_fn, make_batch
 import jddp
 from jddp.config.files import load_config
 from jddp.config.mistakes import ConfigMistakes
-from jddp.engine.guard import FIRST, GROWTH_INTERVAL, LossScale, adjust
+from jddp.engine.guard import FIRST, GROWTH_INTERVAL, DynamicScale, LossScale, adjust
 from jddp.errors import ConfigError, NumericsError
 from jddp.train import main
 
@@ -390,7 +390,9 @@ def test_the_default_job_trains_in_float16_from_the_command_line(tmp_path):
 
 @pytest.mark.parametrize("given", [None, "dynamic", 1, 1024, 2.0**24])
 def test_it_may_be(given):
-    assert wrapped(loss_scale=given).recipe.loss_scale == given
+    guard = wrapped(loss_scale=given).spec.guard
+    assert isinstance(guard, DynamicScale) == (given == "dynamic")
+    assert given == "dynamic" or guard.loss_scale == (given or 1)
     config = load_config([], {"ddp.loss_scale": given})[0]
     assert config.ddp.loss_scale == given
 

@@ -36,7 +36,7 @@ VALUES = {
     "mesh": [8, 1, 2],
     "bucket_mb": [25, 2**-14, [2**-15, 2**-13]],
     "layout": ["auto", "leaf", "flat"],
-    "placement": ["auto", "end", "ready"],
+    "overlap": ["auto", False, True],
     "wire_dtype": [None, "bfloat16"],
     "comm_hook": [None, "halves", "powersgd"],
     "batch_norm": ["sync", "local", "broadcast"],
@@ -45,7 +45,7 @@ VALUES = {
     "counts": [None, "sum", "per replica"],
     "accumulate_steps": [1, 2],
     "shard_optimizer": [False, True],
-    "num_shards": [None, 8],
+    "logical_replicas": [None, 8],
     "local_steps": [None, "mean", "outer", "start"],
     "max_grad_norm": [None, 0.1],
     "ema_decay": [None, 0.9],
@@ -153,8 +153,6 @@ def lower(chosen):
         "plateau": optax.chain(optax.adam(1e-2), optax.contrib.reduce_on_plateau()),
     }
     options = {k: OBJECTS.get(str(v), lambda v=v: v)() for k, v in chosen.items() if k in KEPT}
-    options["logical_replicas"] = options.pop("num_shards")  # as the pinned file calls it
-    options["overlap"] = {"ready": True, "end": False, "auto": "auto"}[options.pop("placement")]
     if chosen["counts"] is not None:
         name = "Counts" if chosen["model"] == "nnx" else "counts"
         if chosen["counts"] == "sum":

@@ -10,7 +10,7 @@ from jddp.modules.metrics import (
     Metric,
     Sum,
     Totals,
-    count_rows,
+    count_valid_rows,
     mean,
     mean_tree,
     sum_over_replicas,
@@ -34,7 +34,7 @@ def test_a_scalar_counts_once_unless_told_otherwise():
 
 
 def test_rows_are_counted_whatever_the_number_of_their_tokens():
-    assert float(count_rows(jnp.array([[1, 0, 1], [0, 0, 0]]))) == 1
+    assert float(count_valid_rows(jnp.array([[1, 0, 1], [0, 0, 0]]))) == 1
 
 
 def test_the_first_of_several_reserved_names_is_named():
@@ -102,7 +102,7 @@ def test_a_tree_is_divided_to_rounding_and_exactly_by_powers_of_two():
 
 
 def test_rows_with_any_valid_entry_are_counted():
-    assert float(count_rows(jnp.array([[1, 0], [0, 0], [1, 1]]))) == 2
+    assert float(count_valid_rows(jnp.array([[1, 0], [0, 0], [1, 1]]))) == 2
 
 
 def test_totals_of_many_batches_are_exact_where_float32_is_not():

@@ -303,15 +303,19 @@ REFUSED = {
     "6 logical_replicas do not divide over 4 devices. Nearest that do: 4 and 8": {
         "logical_replicas": 6
     },
-    "wire_dtype rounds or adds": {"wire_dtype": "bfloat16"},
-    "comm_hook rounds or adds": {
+    "logical_replicas and wire_dtype cannot be combined: sums on the wire would round": {
+        "wire_dtype": "bfloat16"
+    },
+    "logical_replicas and comm_hook cannot be combined: gradients are added in one order": {
         "comm_hook": jddp.CommHook(lambda plan: (), lambda b, s, axis: (b, s))
     },
-    "Choose overlap=False": {"overlap": True},
+    "logical_replicas and overlap cannot be combined: gradients of several replicas": {
+        "overlap": True
+    },
     "computed in other vectors": {"shard_optimizer": True},
-    "each goes its own way": {"local_steps": jddp.LocalSteps(every=2)},
+    "local steps depend on the number of devices": {"local_steps": jddp.LocalSteps(every=2)},
     "choose batch_norm='local'": {"model": MODELS["conv"](), "batch_norm": "sync"},
-    "in this model or loss they meet, by 'psum": {"loss": meeting},
+    "this model or loss has a collective, 'psum": {"loss": meeting},
 }
 
 

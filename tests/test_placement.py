@@ -250,8 +250,8 @@ def test_an_unknown_overlap_is_refused():
         jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, overlap="ready")
 
 
-@pytest.mark.parametrize("num, placement", [(1, "end"), (2, "ready")])
-def test_on_gpus_nothing_is_packed_for_a_single_one(monkeypatch, num, placement):
+@pytest.mark.parametrize("num, overlaps", [(1, False), (2, True)])
+def test_on_gpus_nothing_is_packed_for_a_single_one(monkeypatch, num, overlaps):
     monkeypatch.setattr("jddp.data_parallel.platform", lambda mesh: "gpu")
     ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, mesh=num)
-    assert ddp.recipe.reduction.placement == placement
+    assert ddp.spec.backward.overlaps == overlaps

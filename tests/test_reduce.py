@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 from jax import P
 
 import jddp
+from jddp.engine.backward import OneBatch, OverlappedBatch, OverlappedMicroBatches
 from jddp.errors import ConfigError
-from jddp.reduce import compiler_options, make_reduction
+from jddp.reduce import choose_layout, compiler_options, make_reduction
 from jddp.reduce.backward import trace_backward
 from jddp.reduce.gradients import Finished, Running
+from jddp.reduce.packing import bucketed, name_of
 from jddp.reduce.plan import plan_buckets
 
 MIB = 2**20
@@ -26,10 +28,12 @@ BFLOAT16 = np.dtype(jnp.bfloat16)
 
 def reduction(platform="cpu", **options):
     """From a user's options; only these matter to a test."""
-    sizes = {"bucket_mb": 25, "first_bucket_mb": 1, "last_bucket_mb": None}
-    rest = {"layout": "auto", "placement": "end", "wire_dtype": None, "comm_hook": None}
-    known = {"axis": "data", "platform": lambda: platform}
-    return make_reduction(**known | sizes | rest | options)
+    rest = {"bucket_mb": 25, "first_bucket_mb": 1, "last_bucket_mb": None, "wire_dtype": None}
+    rest |= options
+    layout, hook = rest.pop("layout", "auto"), rest.pop("comm_hook", None)
+    chosen, _ = choose_layout(layout, False, lambda: platform)
+    name = "" if hook is None else name_of(hook) if isinstance(hook, jddp.CommHook) else "?"
+    return make_reduction("data", bucketed(chosen, hook), hook_name=name, **rest)
 
 
 def shape(size, dtype="float32"):
@@ -287,29 +291,38 @@ def test_averaging_what_is_averaged_changes_nothing(mesh):
 
 
 @pytest.mark.parametrize(
-    "platform, layout, placement, chosen",
+    "platform, layout, overlap, chosen",
     [
-        ("cpu", "auto", "auto", ("leaf", "end")),
-        ("gpu", "auto", "auto", ("flat", "ready")),
-        ("cuda", "leaf", "auto", ("leaf", "end")),
-        ("gpu", "auto", "end", ("flat", "end")),
-        ("cpu", "auto", "ready", ("flat", "ready")),
-        ("cpu", "flat", "auto", ("flat", "end")),
+        ("cpu", "auto", "auto", ("leaf", False)),
+        ("gpu", "auto", "auto", ("flat", True)),
+        ("cuda", "leaf", "auto", ("leaf", False)),
+        ("gpu", "auto", False, ("flat", False)),
+        ("cpu", "auto", True, ("flat", True)),
+        ("cpu", "flat", "auto", ("flat", False)),
     ],
 )
-def test_auto_is_flat_and_ready_on_gpus_and_leaf_at_the_end_elsewhere(
-    platform, layout, placement, chosen
+def test_auto_is_flat_and_overlapped_on_gpus_and_leaf_and_not_elsewhere(
+    platform, layout, overlap, chosen
 ):
-    reduce = reduction(platform, layout=layout, placement=placement)
-    assert (reduce.packing.layout, reduce.placement) == chosen
+    assert choose_layout(layout, overlap, lambda: platform) == chosen
+
+
+@pytest.mark.parametrize(
+    "layout, overlap, message",
+    [
+        ("round", False, "layout 'round' is unknown. Choose one of 'auto', 'leaf', 'flat'"),
+        ("flat", "now", "overlap is True, False or 'auto'; got 'now'"),
+        ("leaf", True, "layout='flat', or overlap=False"),
+    ],
+)
+def test_unknown_layouts_and_those_that_cannot_overlap_are_refused(layout, overlap, message):
+    with pytest.raises(ConfigError, match=message):
+        choose_layout(layout, overlap, lambda: "cpu")
 
 
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"layout": "round"}, "layout 'round' is unknown. Choose one of 'auto', 'leaf', 'flat'"),
-        ({"placement": "now"}, "placement 'now' is unknown. Choose one of 'auto', 'end', 'ready'"),
-        ({"layout": "leaf", "placement": "ready"}, "layout='flat', or overlap=False"),
         ({"wire_dtype": "int8"}, "wire_dtype 'int8' is unknown. Choose 'bfloat16', 'float16'"),
         ({"wire_dtype": "bf16"}, "wire_dtype 'bf16'"),
         ({"comm_hook": "mean"}, "comm_hook is str. Give a jddp.CommHook"),
@@ -435,21 +448,33 @@ def test_a_plan_says_what_is_known_of_its_layout():
     tree = {"w": shape(1)}
     order = "order: last leaf first, by guess"
     fuses = "XLA fuses the buckets: all of them on CPUs, up to their size on GPUs"
-    assert reduction(layout="leaf").plan(tree).notes == (
-        order,
-        "layout leaf, overlap False",
-        fuses,
-    )
-    ready = reduction(layout="flat", placement="ready")
-    assert ready.plan(tree).notes == (order, "layout flat, overlap True")
-    assert ready.plan(tree, [1], 0).notes == (
-        "order: as the backward pass finishes them",
-        "layout flat, overlap True",
-    )
-    assert ready.plan(tree, [1], 1).notes[2] == (
-        "1 gradients leave a loop at once: they are ready at its end"
-    )
-    assert len(reduction(layout="flat").plan(tree, [1], 1).notes) == 2
+    assert reduction(layout="leaf").plan(tree).notes == (order, "layout leaf", fuses)
+    flat = reduction(layout="flat")
+    assert flat.plan(tree).notes == (order, "layout flat")
+    measured = "order: as the backward pass finishes them"
+    assert flat.plan(tree, [1]).notes == (measured, "layout flat")
+
+
+ON = "overlap on: buckets leave inside the backward pass"
+LOOPED = "1 gradients leave a loop at once: they are ready at its end"
+
+
+@pytest.mark.parametrize(
+    "part, looped, notes",
+    [
+        (OneBatch, 1, ("overlap off: buckets leave after the backward pass",)),
+        (OverlappedBatch, 0, (ON,)),
+        (
+            OverlappedMicroBatches,
+            1,
+            (ON, "1 gradients leave a loop at once: they are ready at its end"),
+        ),
+    ],
+)
+def test_a_plan_says_when_buckets_leave(part, looped, notes):
+    plan = reduction().plan({"w": shape(1)})
+    backward = part(*[None] * len(dataclasses.fields(part)))
+    assert backward.note(plan, looped).notes == (*plan.notes, *notes)
 
 
 def test_a_hook_is_named_by_its_function_and_the_mean_is_not():

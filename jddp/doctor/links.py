@@ -18,8 +18,7 @@ from jax.sharding import Mesh
 
 from jddp.distributed.coordination import gather
 from jddp.doctor.finding import BAD, OK, WARN, Finding
-from jddp.engine.mesh import AXIS, from_process_zero, put_rows
-from jddp.engine.step import over_replicas
+from jddp.engine.mesh import AXIS, from_process_zero, over_replicas, put_rows
 
 SIZES = tuple(4 * 2**k for k in range(10, 25, 2))  # 4 KiB to 64 MiB
 ROUNDS = 7

@@ -1,15 +1,20 @@
-"""One replica's gradients: its rows run forward and backward, and the sums averaged over replicas.
+"""Gradients of one replica: its rows run forward and backward.
 
-Each replica runs the loss on its share of the batch and sums it over the valid entries; gradients
-of those sums are averaged over the replicas, bucket by bucket: after the backward pass, or inside
-it. The rows may be taken in parts, one after the other, with one reduction for all.
+    OneBatch        all rows at once
+    MicroBatches    one micro-batch after the other: gradient accumulation, one reduction for all
+
+    Overlapped...   the same, but the (last) backward pass is left to the reduction, which runs it
+                    bucket by bucket and sends each while the pass continues
+
+The loss is summed over the valid entries, so gradients are those of a sum, and the step divides
+them by the global count.
 
 This room knows models, losses and masks, and nothing of optimizers or meshes.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -17,264 +22,304 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from jddp.engine.overwritten import largest_of_replicas, largest_of_rows, put, select
-from jddp.engine.spec import Inputs, Recipe
-from jddp.engine.state import TrainState, is_float, own_layouts
-from jddp.errors import ConfigError
-from jddp.jaxprs import axes_of, equations
-from jddp.modules.batch_norm import Path, combine
-from jddp.modules.forward import trace_state
+from jddp.engine.overwritten import put, select
+from jddp.engine.state import Inputs, TrainState, is_float
+from jddp.modules.batch_norm import Path
+from jddp.modules.forward import run_and_settle, trace_state
 from jddp.modules.functional import FlaxModel
-from jddp.modules.metrics import Sums, mean_tree, sum_in_order, sum_over_replicas
-from jddp.reduce import BucketPlan, GradBucket, Reduction, power_of_two_within
+from jddp.modules.metrics import Sums
 from jddp.reduce.backward import Backward, trace_backward
-from jddp.reduce.gradients import Finished, Running
-from jddp.reduce.pairwise import sum_in_pairs
-from jddp.typing import Batch, Grads, HookState, ModelState, Params, PyTree
+from jddp.reduce.gradients import Finished, Gradients, Running
+from jddp.reduce.hooks import Units, power_of_two_within
+from jddp.reduce.plan import BucketPlan
+from jddp.typing import Batch, Grads, LossFn, ModelState, Params, PyTree
 
-Summed = tuple[Grads, Sums, ModelState]
-
-
-def mean_gradients(
-    recipe: Recipe, plan: BucketPlan, state: TrainState, inputs: Inputs
-) -> tuple[Grads, HookState, Sums, ModelState, Array]:
-    """Gradients of the mean loss over the valid entries of the global batch.
-
-    Args:
-      recipe: What the step is made of.
-      plan: The buckets.
-      state: Of one replica.
-      inputs: Its rows, and constants.
-
-    Returns:
-      The gradients, what the hook remembers now, sums over all replicas, this replica's new
-      `model_state`, and how many valid entries it has.
-    """
-    reduce, add = _reduce_at_end, sum_over_replicas
-    if recipe.reduction.placement == "ready":
-        reduce = _reduce_when_ready
-    if recipe.num_shards is not None:
-        reduce, add = _reduce_shards, sum_in_order
-    grads, memory, sums, model_state = reduce(recipe, plan, state, inputs)
-    model_state = largest_of_replicas(recipe.model, model_state, recipe.axis)
-    # Gradients of sums have been averaged; divided by the mean count they are the global mean.
-    own = sums["loss"].count
-    sums = add(sums, axis=recipe.axis)
-    count = sums["loss"].count / (recipe.num_shards or lax.axis_size(recipe.axis))
-    if recipe.local_steps is not None:
-        count = recipe.local_steps.divisor(state, own, count)
-    start = _start(recipe, state.params, sums) * recipe.guard.scale(state)
-    grads = mean_tree(grads, count * start)
-    return grads, memory, sums, model_state, own
+ScaleOf = Callable[[TrainState], Any]  # the loss scale of a step
+Guarded = tuple[ModelState, Callable[[Array], Array]]
 
 
-def trace_gradients(recipe: Recipe, state: TrainState, inputs: Inputs) -> tuple[Backward, Sums]:
-    """The backward pass over a replica's rows of one part, traced and not run; and its sums."""
-    part = inputs.rows, state.key, inputs.constants
-    run = _linearize(recipe, state.params, state.model_state, *part)
-    return trace_backward(lambda one: run.backward(one)[0]), run.sums
+@dataclass(frozen=True)
+class Local:
+    """What one replica computes of its rows.
 
-
-def refuse_meetings(recipe: Recipe, state: TrainState, inputs: Inputs) -> None:
-    """Refuses a model or loss in which replicas meet: logical shards cannot.
-
-    Raises:
-      ConfigError: Which names the operation.
-    """
-    arguments = (state.params, state.model_state, inputs.rows, state.key, inputs.constants)
-    found = equations(jax.make_jaxpr(recipe.forward)(*arguments).jaxpr)
-    if names := [eqn.primitive.name for eqn in found if recipe.axis in axes_of(eqn)]:
-        raise ConfigError(
-            f"logical_replicas={recipe.num_shards} run one after the other, and in this model or "
-            f"loss they meet, by {names[0]!r} over axis {recipe.axis!r}. If it is a batch norm, "
-            "choose batch_norm='local': each its own statistics. Else leave out what meets."
-        )
-
-
-def _parts(
-    recipe: Recipe, state: TrainState, inputs: Inputs, replica: Array
-) -> tuple[Batch, Array, PyTree]:
-    """A replica's rows in `accumulate_steps` parts, stacked, a key for each, and constants."""
-    num_parts = recipe.accumulate_steps
-    key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), replica)
-    keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(num_parts))
-    parts = jax.tree.map(lambda x: x.reshape(num_parts, -1, *x.shape[1:]), inputs.rows)
-    return parts, keys if num_parts > 1 else key[None], inputs.constants
-
-
-def _reduce_at_end(recipe: Recipe, plan: BucketPlan, state: TrainState, inputs: Inputs) -> Any:
-    """Averages the gradients of all parts after the last; also returns sums and the new state."""
-    parts = _parts(recipe, state, inputs, lax.axis_index(recipe.axis))
-    grads, sums, model_state = _sum_all_parts(recipe, state, parts)
-    reduction, scale = _reduction(recipe, state, sums), _scale(recipe, state.params, sums)
-    average: Callable[..., Any] = functools.partial(reduction, plan=plan, scale=scale)
-    if recipe.local_steps is not None:
-        average = recipe.local_steps.while_shared(average, state)
-    grads, memory = average(Finished(grads), state.comm_state.hook)
-    return grads, memory, sums, model_state
-
-
-def _reduce_shards(recipe: Recipe, plan: BucketPlan, state: TrainState, inputs: Inputs) -> Any:
-    """The same of logical shards, one after the other, added up in one order.
-
-    Sums are rows, one for each shard here, and so is what each keeps of its own in `model_state`.
-    What a shard computes stands between barriers, and so does the mean of all: what the compiler
-    fuses with it would depend on how many a device carries.
-    """
-    assert recipe.num_shards is not None
-    num = recipe.num_shards // lax.axis_size(recipe.axis)
-    first = lax.axis_index(recipe.axis) * num
-    rows = jax.tree.map(lambda x: x.reshape(num, -1, *x.shape[1:]), inputs.rows)
-    layouts = own_layouts(state.model_state, recipe.model.keeps_own)
-
-    def one(i: Array) -> Any:
-        own = jax.tree.map(lambda x, k: x[i] if k.is_per_replica else x, state.model_state, layouts)
-        given = (jax.tree.map(lambda x: x[i], rows), state.replace(model_state=own))
-        its_rows, shard = lax.optimization_barrier(given)
-        parts = _parts(recipe, shard, inputs._replace(rows=its_rows), first + i)
-        given = (shard.params, shard.model_state, *_part(parts, 0))
-        labels.append(trace_state(recipe.model, recipe.forward, *given)[1])
-        grads, *kept = _sum_all_parts(recipe, shard, parts)
-        return lax.optimization_barrier((grads, kept))
-
-    labels: list[PyTree] = []
-    grads, (sums, own) = sum_in_pairs(one, num)
-    own = largest_of_rows(recipe.model, own)
-    grads, memory = recipe.reduction(Finished(grads), state.comm_state.hook, plan=plan)
-    model_state = _agree(recipe.model, state.model_state, own, labels[0])
-    return lax.optimization_barrier((grads, memory, sums, model_state))
-
-
-def _agree(model: FlaxModel, old: ModelState, rows: ModelState, labels: PyTree) -> ModelState:
-    """What shards agree on of the state that those of this device have left, in rows."""
-
-    def agree(path: Path, before: Array, rows: Array, label: int) -> Array:
-        if model.keeps_own(path, rows):
-            return rows
-        rule = model.sync.rule(model.kinds_at(path))
-        return combine(path, rule, before, rows, model.sync) if rule and label else rows[0]
-
-    return jax.tree_util.tree_map_with_path(agree, old, rows, labels)
-
-
-def _reduce_when_ready(recipe: Recipe, plan: BucketPlan, state: TrainState, inputs: Inputs) -> Any:
-    """The same, but each bucket is averaged inside the backward pass of the last part."""
-    parts = _parts(recipe, state, inputs, lax.axis_index(recipe.axis))
-    so_far, model_state, num_parts = None, state.model_state, recipe.accumulate_steps
-    if num_parts > 1:
-        so_far = _sum_parts(recipe, state, parts, num_parts - 1)
-        model_state = put(so_far[-1], select(recipe.model, state.model_state))
-    run = _linearize(recipe, state.params, model_state, *_part(parts, num_parts - 1))
-    sums, scale = run.sums, recipe.guard.scale(state)
-    earlier = jax.tree.leaves(so_far and so_far[0])
-
-    def finish(leaf: int, grad: Array) -> Array:
-        grad = run.finish(grad)
-        if not earlier:
-            return grad
-        return (grad.astype(earlier[leaf].dtype) + earlier[leaf]).astype(grad.dtype)
-
-    backward = trace_backward(lambda one: run.backward(one * scale))
-    running = Running(backward, finish, num=len(jax.tree.leaves(state.params)))
-    (grads, found), memory = _reduction(recipe, state, sums)(
-        running, state.comm_state.hook, plan=plan, scale=_scale(recipe, state.params, sums)
-    )
-    if so_far:
-        sums = jax.tree.map(jnp.add, so_far[1], sums)
-        found = jax.tree.map(jnp.maximum, select(recipe.model, so_far[-1]), found)
-    return grads, memory, sums, put(run.model_state, found)
-
-
-def _part(parts: PyTree, i: Any) -> PyTree:
-    *split, constants = parts
-    return *jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), split), constants
-
-
-def _sum_all_parts(recipe: Recipe, state: TrainState, parts: PyTree) -> Summed:
-    """Gradients, in the dtypes of the parameters, sums and new state, of a replica's rows."""
-    grads, sums, model_state = _sum_parts(recipe, state, parts, recipe.accumulate_steps)
-    grads = jax.tree.map(lambda g, x: g.astype(x.dtype), grads, state.params)
-    return grads, sums, model_state
-
-
-def _sum_parts(recipe: Recipe, state: TrainState, parts: PyTree, num_parts: int) -> Summed:
-    """Sums gradients, losses and counts over the first parts, taken in order.
-
-    Half-precision gradients are summed, and returned, in float32.
+    Attributes:
+      grads: Its gradients of the summed loss, in `units`; and values for `overwritten` state.
+      sums: Of the loss and metrics.
+      model_state: The model's other state after the rows, but for overwritten values.
+      units: What the gradients are multiplied by.
     """
 
-    def one_part(model_state: ModelState, i: Any) -> tuple[tuple[Grads, PyTree], Sums, ModelState]:
-        run = _linearize(recipe, state.params, model_state, *_part(parts, i))
-        grads, found = run.backward(jnp.float32(recipe.guard.scale(state)))
-        return (jax.tree.map(run.finish, grads), found), run.sums, run.model_state
+    grads: Gradients
+    sums: Sums
+    model_state: ModelState
+    units: Units
 
-    def add_part(carry: tuple[Grads, PyTree, ModelState], i: Array) -> Any:
-        grads, found, model_state = carry
-        (more, last), sums, model_state = one_part(model_state, i)
-        grads = jax.tree.map(lambda total, g: total + g.astype(total.dtype), grads, more)
-        return (grads, jax.tree.map(jnp.maximum, found, last), model_state), sums
-
-    if num_parts == 1:
-        (grads, found), sums, model_state = one_part(state.model_state, 0)
-        return grads, sums, put(model_state, found)
-    zeros = jax.tree.map(
-        lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), state.params
-    )
-    least = jax.tree.map(jnp.zeros_like, select(recipe.model, state.model_state))
-    carry = (zeros, least, state.model_state)
-    (grads, found, model_state), sums = lax.scan(add_part, carry, jnp.arange(num_parts))
-    return grads, jax.tree.map(lambda x: x.sum(0), sums), put(model_state, found)
+    @property
+    def count(self) -> Array:
+        """Number of valid entries of its loss."""
+        return self.sums["loss"].count
 
 
-class _Linearized(NamedTuple):
+class Linearized(NamedTuple):
     """A micro-batch that has run forward, and how to run it backward.
 
     Attributes:
-      backward: From the cotangent of the loss to gradients, and what `overwritten` selects of the
-        new state.
+      backward: From the loss scale to gradients, and values for `overwritten` state.
       finish: Applied to each gradient where it is taken from the backward pass.
       sums: Of the loss and metrics.
-      model_state: The new one.
+      model_state: The model's other state after it.
     """
 
-    backward: Callable[[Array], PyTree]
+    backward: Callable[[Any], tuple[Grads, PyTree]]
     finish: Callable[[Array], Array]
     sums: Sums
     model_state: ModelState
 
 
-def _linearize(
-    recipe: Recipe, params: Params, before: ModelState, part: Batch, key: Array, constants: PyTree
-) -> _Linearized:
-    def forward(params: Params, found: PyTree) -> Any:
-        return recipe.forward(params, put(before, found), part, key, constants)
+@dataclass(frozen=True)
+class OneBatch:
+    """All rows of a replica at once.
 
-    given = params, select(recipe.model, before)
-    _, pullback, (sums, model_state) = jax.vjp(forward, *given, has_aux=True)
-    start = _start(recipe, params, sums)
-    finish, model_state = _without_empty(recipe.model, sums["loss"].count, before, model_state)
-    return _Linearized(lambda cotangent: pullback(cotangent * start), finish, sums, model_state)
+    Attributes:
+      model: The model.
+      loss_fn: The loss.
+      start: `start_if_half` or `start_per_entry`.
+      guard: `keep_all`, or `drop_empty` where the model makes NaN of no rows.
+    """
+
+    model: FlaxModel
+    loss_fn: LossFn
+    start: Callable[[Params, int], float]
+    guard: Callable[..., Guarded]
+    num = 1  # micro-batches
+    overlaps = False
+
+    @functools.cached_property
+    def forward(self) -> Any:
+        """`forward(params, model_state, rows, key, constants)`: the loss in training.
+
+        The plan, the step and each micro-batch run the model; for rows of one form JAX traces it
+        once for all of them, since they call one jitted function.
+        """
+        run = functools.partial(run_and_settle, self.model, self.loss_fn)
+        return jax.jit(run, inline=True)
+
+    def __call__(self, state: TrainState, inputs: Inputs, key: Array, loss_scale: ScaleOf) -> Local:
+        """Runs a replica's rows forward and backward.
+
+        Args:
+          state: State of one replica.
+          inputs: Its rows, and constants.
+          key: Key of its random numbers in this step.
+          loss_scale: From the state to the loss scale of the step.
+        """
+        run = self.linearize(state, state.model_state, inputs.rows, key, inputs.constants)
+        scale = loss_scale(state)
+        grads, found = run.backward(jnp.float32(scale))
+        grads = _cast(jax.tree.map(run.finish, grads), state.params)
+        return self._local(state, Finished((grads, found)), run.sums, run.model_state, scale)
+
+    def trace(self, state: TrainState, inputs: Inputs) -> tuple[Backward, Sums]:
+        """The backward pass over the rows of one micro-batch, traced and not run; and its sums."""
+        run = self.linearize(state, state.model_state, inputs.rows, state.key, inputs.constants)
+        return trace_backward(lambda one: run.backward(one)[0]), run.sums
+
+    def varying(self, state: TrainState, inputs: Inputs) -> PyTree:
+        """Labels (`jddp.modules.varying`) of the new other state, from shapes of one replica's."""
+        first = jax.eval_shape(self._first, inputs, state.key)
+        given = (state.params, state.model_state, *first)
+        return trace_state(self.model, self.forward, *given)[1]
+
+    def note(self, plan: BucketPlan, num_looped: int) -> BucketPlan:
+        """Returns the plan with notes on when buckets leave.
+
+        Args:
+          plan: The buckets.
+          num_looped: `Backward.num_looped`.
+        """
+        return plan.noted("overlap off: buckets leave after the backward pass")
+
+    def units(self, params: Params, sums: Sums, loss_scale: Any) -> Units:
+        """What gradients are multiplied by, for parameters and sums of these forms."""
+        entries = sums["loss"].num_entries * self.num
+        start = self.start(params, entries)
+        return Units(1 / (entries * start), start, loss_scale, 1.0 if _is_half(params) else start)
+
+    def linearize(
+        self, state: TrainState, before: ModelState, rows: Batch, key: Array, constants: PyTree
+    ) -> Linearized:
+        """Runs a micro-batch forward.
+
+        Args:
+          state: State of one replica.
+          before: The model's other state before the micro-batch.
+          rows: Its rows.
+          key: Key of its random numbers.
+          constants: What the loss is handed as `constants`.
+        """
+
+        def forward(params: Params, found: PyTree) -> Any:
+            return self.forward(params, put(before, found), rows, key, constants)
+
+        given = state.params, select(self.model, before)
+        _, pullback, (sums, model_state) = jax.vjp(forward, *given, has_aux=True)
+        start = self.start(state.params, sums["loss"].num_entries * self.num)
+        model_state, finish = self.guard(self.model, sums["loss"].count, before, model_state)
+        return Linearized(lambda scale: pullback(scale * start), finish, sums, model_state)
+
+    def _first(self, inputs: Inputs, key: Array) -> tuple[Batch, Array, PyTree]:
+        """Rows, key and constants of the first micro-batch."""
+        return inputs.rows, key, inputs.constants
+
+    def _local(
+        self, state: TrainState, grads: Gradients, sums: Sums, model_state: ModelState, scale: Any
+    ) -> Local:
+        return Local(grads, sums, model_state, self.units(state.params, sums, scale))
 
 
-def _without_empty(
-    model: FlaxModel, count: Array, before: ModelState, after: ModelState
-) -> tuple[Callable[[Array], Array], ModelState]:
-    """Keeps out the NaN that batch norm makes of an empty micro-batch, one without a valid row.
+class _Overlapped:
+    overlaps = True
 
-    The guard takes one gradient at a time, so that a bucket need not wait for all of them. Under
-    "sync" statistics are those of all replicas' rows, and there is nothing to keep out.
+    def note(self, plan: BucketPlan, num_looped: int) -> BucketPlan:
+        """As `OneBatch.note`."""
+        looped = f"{num_looped} gradients leave a loop at once: they are ready at its end"
+        when = "overlap on: buckets leave inside the backward pass"
+        return plan.noted(when, *[looped] * bool(num_looped))
+
+
+class OverlappedBatch(_Overlapped, OneBatch):
+    """As `OneBatch`; the reduction runs the backward pass."""
+
+    def __call__(self, state: TrainState, inputs: Inputs, key: Array, loss_scale: ScaleOf) -> Local:
+        """As `OneBatch`."""
+        run = self.linearize(state, state.model_state, inputs.rows, key, inputs.constants)
+        scale = loss_scale(state)
+        num = len(jax.tree.leaves(state.params))
+        backward = trace_backward(lambda one: run.backward(one * scale))
+        grads = Running(backward, lambda i, x: run.finish(x) if i < num else x, num)
+        return self._local(state, grads, run.sums, run.model_state, scale)
+
+
+class Accumulated(NamedTuple):
+    """Sums over micro-batches.
+
+    Attributes:
+      grads: Gradients; those of half precision in float32.
+      found: The largest values for `overwritten` state.
+      model_state: The model's other state after the last.
+      sums: Of the loss and metrics.
+    """
+
+    grads: Grads
+    found: PyTree
+    model_state: ModelState
+    sums: Sums
+
+
+@dataclass(frozen=True)
+class MicroBatches(OneBatch):
+    """One micro-batch after the other.
+
+    Attributes:
+      num: Their number.
+    """
+
+    num: int
+
+    def __call__(self, state: TrainState, inputs: Inputs, key: Array, loss_scale: ScaleOf) -> Local:
+        """As `OneBatch`."""
+        scale = loss_scale(state)
+        total = self._accumulate(state, self._split(inputs, key), self.num, scale)
+        grads = Finished((_cast(total.grads, state.params), total.found))
+        return self._local(state, grads, total.sums, total.model_state, scale)
+
+    def _split(self, inputs: Inputs, key: Array) -> Callable[[Any], tuple[Batch, Array, PyTree]]:
+        """From a number to rows, key and constants of that micro-batch."""
+        keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(self.num))
+        rows = jax.tree.map(lambda x: x.reshape(self.num, -1, *x.shape[1:]), inputs.rows)
+
+        def take(i: Any) -> tuple[Batch, Array, PyTree]:
+            return *jax.tree.map(
+                lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), (rows, keys)
+            ), inputs.constants
+
+        return take
+
+    def _first(self, inputs: Inputs, key: Array) -> tuple[Batch, Array, PyTree]:
+        return self._split(inputs, key)(0)
+
+    def _accumulate(self, state: TrainState, take: Any, num: int, scale: Any) -> Accumulated:
+        """Sums over the first micro-batches, in their order."""
+
+        def one(before: ModelState, i: Any) -> tuple[Grads, PyTree, Linearized]:
+            run = self.linearize(state, before, *take(i))
+            grads, found = run.backward(jnp.float32(scale))
+            return jax.tree.map(run.finish, grads), found, run
+
+        def add(carry: tuple[Grads, PyTree, ModelState], i: Array) -> Any:
+            grads, found, before = carry
+            more, last, run = one(before, i)
+            grads = jax.tree.map(lambda total, g: total + g.astype(total.dtype), grads, more)
+            return (grads, jax.tree.map(jnp.maximum, found, last), run.model_state), run.sums
+
+        if num == 1:
+            grads, found, run = one(state.model_state, 0)
+            return Accumulated(grads, found, run.model_state, run.sums)
+        zeros = jax.tree.map(
+            lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), state.params
+        )
+        least = jax.tree.map(jnp.zeros_like, select(self.model, state.model_state))
+        carry, sums = lax.scan(add, (zeros, least, state.model_state), jnp.arange(num))
+        return Accumulated(*carry, jax.tree.map(lambda x: x.sum(0), sums))
+
+
+class OverlappedMicroBatches(_Overlapped, MicroBatches):
+    """As `MicroBatches`; the reduction runs the last backward pass, outside of the loop."""
+
+    def __call__(self, state: TrainState, inputs: Inputs, key: Array, loss_scale: ScaleOf) -> Local:
+        """As `OneBatch`."""
+        take, scale = self._split(inputs, key), loss_scale(state)
+        total = self._accumulate(state, take, self.num - 1, scale)
+        run = self.linearize(state, total.model_state, *take(self.num - 1))
+        earlier = jax.tree.leaves((total.grads, total.found))
+        num = len(jax.tree.leaves(state.params))
+
+        def finish(i: int, x: Array) -> Array:
+            if i >= num:
+                return jnp.maximum(earlier[i], x)
+            x = run.finish(x)
+            return (x.astype(earlier[i].dtype) + earlier[i]).astype(x.dtype)
+
+        backward = trace_backward(lambda one: run.backward(one * scale))
+        sums = jax.tree.map(jnp.add, total.sums, run.sums)
+        return self._local(state, Running(backward, finish, num), sums, run.model_state, scale)
+
+
+def _cast(grads: Grads, params: Params) -> Grads:
+    return jax.tree.map(lambda g, x: g.astype(x.dtype), grads, params)
+
+
+def keep_all(model: FlaxModel, count: Array, before: ModelState, after: ModelState) -> Guarded:
+    """Takes state and gradients of a micro-batch as they are."""
+    return after, lambda grad: grad
+
+
+def drop_empty(model: FlaxModel, count: Array, before: ModelState, after: ModelState) -> Guarded:
+    """Keeps out the NaN that batch norm makes of a micro-batch without a valid row.
+
+    The guard takes one gradient at a time, so that a bucket need not wait for all of them.
 
     Args:
       model: The model.
       count: Number of valid entries of the micro-batch.
-      before: The model's other state at its start.
-      after: The same at its end.
+      before: The model's other state before it.
+      after: The same after it.
 
     Returns:
-      A guard to apply to each gradient, and the state to go on with.
+      The state to continue with, and a function to apply to each gradient.
     """
-    if model.batch_norm == "sync" or not jax.tree.leaves(before):
-        return lambda grad: grad, after
+    if not jax.tree.leaves(before):
+        return after, lambda grad: grad
     is_empty = count == 0
 
     def keep(path: Path, old: Array, new: Array) -> Array:
@@ -282,46 +327,22 @@ def _without_empty(
         return jnp.where(is_empty, old, new) if is_own else new
 
     state = jax.tree_util.tree_map_with_path(keep, before, after)
-    return lambda grad: jnp.where(is_empty, 0, grad), state
+    return state, lambda grad: jnp.where(is_empty, 0, grad)
 
 
-def _start(recipe: Recipe, params: Params, sums: Sums) -> float:
-    """What the backward pass starts from: 1; where numbers are float16, a power of two.
+def start_per_entry(params: Params, num_entries: int) -> float:
+    """Returns the power of two that the backward pass starts from.
 
     A gradient summed over all entries of a replica overflows float16. Times this, it is no more
     than the gradient of their mean, and that is what a loss scale scales.
     """
-    if recipe.loss_scale is None and not _is_half(params):
-        return 1.0
-    return power_of_two_within(1 / _count_entries(recipe, sums))
+    return power_of_two_within(1 / num_entries)
+
+
+def start_if_half(params: Params, num_entries: int) -> float:
+    """Returns the same where parameters are float16, else 1."""
+    return start_per_entry(params, num_entries) if _is_half(params) else 1.0
 
 
 def _is_half(params: Params) -> bool:
     return any(x.dtype == jnp.float16 for x in jax.tree.leaves(params))
-
-
-def _reduction(recipe: Recipe, state: TrainState, sums: Sums) -> Reduction:
-    """The reduction; a hook of one's own is handed what it would be without a loss scale.
-
-    What it remembers, such as what it has not sent yet, would else be of the scale of another step.
-    """
-    reduction = recipe.reduction
-    if recipe.loss_scale is None or not reduction.hook_name:
-        return reduction
-    start = 1.0 if _is_half(state.params) else _start(recipe, state.params, sums)
-    scale, hook = jnp.float32(start * recipe.guard.scale(state)), reduction.hook
-
-    def reduce(bucket: GradBucket, memory: HookState, axis: str) -> tuple[GradBucket, HookState]:
-        plain = dataclasses.replace(mean_tree(bucket, scale), scale=bucket.scale * start)
-        got, memory = hook.reduce(plain, memory, axis)
-        return dataclasses.replace(mean_tree(got, 1 / scale), scale=bucket.scale), memory
-
-    return dataclasses.replace(reduction, hook=hook._replace(reduce=reduce))
-
-
-def _scale(recipe: Recipe, params: Params, sums: Sums) -> float:
-    return 1 / (_count_entries(recipe, sums) * _start(recipe, params, sums))
-
-
-def _count_entries(recipe: Recipe, sums: Sums) -> int:
-    return sums["loss"].num_entries * recipe.accumulate_steps

@@ -20,8 +20,7 @@ from jax import P, lax
 from jax.sharding import Mesh
 from jaxtyping import Array, UInt32
 
-from jddp.engine.mesh import axis_of
-from jddp.engine.step import over_replicas
+from jddp.engine.mesh import axis_of, over_replicas
 from jddp.errors import UsageError
 from jddp.typing import PyTree
 

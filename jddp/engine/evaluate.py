@@ -1,25 +1,94 @@
-"""Means over every example exactly once, or what each of them gives, however their number divides.
+"""Means over every example exactly once, or a model's outputs, however their number divides.
 
     metrics = evaluate_exactly(run, batches, mesh, num_shares)
     outputs = predict_rows(run, batches, mesh)
 
-What does not fill the devices is padded with rows that count for nothing. Sums and counts leave
+Rows that do not fill the devices are padded, and padding is masked. Sums and counts leave
 the devices; they are added up on the host in float64, so that counts stay whole numbers.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import P, lax
 from jax.sharding import Mesh
+from jaxtyping import Array, Float
 
-from jddp.engine.mesh import as_arrays, from_all_processes, put_rows
-from jddp.errors import UsageError
-from jddp.modules.metrics import Sums, Totals
+from jddp.engine.mesh import (
+    as_arrays,
+    axis_of,
+    from_all_processes,
+    input_specs,
+    over_replicas,
+    put_rows,
+)
+from jddp.engine.spec import Step
+from jddp.engine.state import Inputs
+from jddp.errors import ConfigError, UsageError
+from jddp.modules.forward import mask_of, run_forward
+from jddp.modules.functional import name_constants
+from jddp.modules.metrics import Sum, Sums, Totals, count_valid_rows
 from jddp.modules.rows import count_rows
-from jddp.typing import Batch, Batches, Metrics, PyTree
+from jddp.typing import Batch, Batches, LossFn, Metrics, ModelState, Params, PyTree
+
+
+def replica_evaluate(
+    step: Step,
+    key: Array,
+    params: Params,
+    model_state: ModelState,
+    number: Array,
+    inputs: Inputs,
+    valid: Float[Array, "b"],
+) -> Sums:
+    """Sums of evaluation batch `number` over all replicas; "examples" counts rows."""
+
+    def one(rows: Batch, valid: Array, key: Array) -> Sums:
+        arguments = (params, model_state, rows, key, inputs.constants)
+        _, (sums, _) = run_forward(step.model, step.eval_fn, *arguments, train=False, valid=valid)
+        examples = count_valid_rows(mask_of(rows, valid))
+        return {**sums, "examples": Sum(examples, examples)}
+
+    return step.replicas.evaluate(one, jax.random.fold_in(key, number), inputs.rows, valid)
+
+
+def make_evaluate(step: Step, mesh: Mesh) -> Callable[..., Sums]:
+    """Returns `evaluate(key, params, model_state, number, inputs, valid)` over the mesh."""
+    in_specs = (P(), P(), P(), P(), input_specs(mesh), P(axis_of(mesh)))
+    mapped = over_replicas(functools.partial(replica_evaluate, step), mesh, in_specs, P())
+    evaluate: Callable[..., Sums] = step.replicas.jit(mapped, compiler_options=None)
+    return evaluate
+
+
+def make_predict(step: Step, mesh: Mesh, function: LossFn) -> Callable[..., PyTree]:
+    """Returns `predict`, called as `evaluate` is: what `function` gives for each row."""
+
+    def replica(
+        key: Array,
+        params: Params,
+        model_state: ModelState,
+        number: Array,
+        inputs: Inputs,
+        valid: Array,
+    ) -> PyTree:
+        key = jax.random.fold_in(jax.random.fold_in(key, number), lax.axis_index(step.axis))
+        named = name_constants(function, inputs.constants)
+        outputs = step.model.evaluate(named, params, model_state, inputs.rows, key)
+        for x in jax.tree.leaves(outputs):
+            if jnp.shape(x)[:1] != valid.shape:
+                raise ConfigError(
+                    f"predict: the function returned shape {jnp.shape(x)} for {len(valid)} rows. "
+                    "Return arrays whose first dim is the rows."
+                )
+        return outputs
+
+    in_specs = (P(), P(), P(), P(), input_specs(mesh), P(axis_of(mesh)))
+    return jax.jit(over_replicas(replica, mesh, in_specs, P(axis_of(mesh))))
 
 
 def evaluate_exactly(

@@ -29,7 +29,9 @@ from jaxtyping import Array
 from jddp.engine.state import TrainState, own_layouts
 from jddp.engine.view import View
 from jddp.errors import ConfigError
-from jddp.typing import Metrics, PyTree
+from jddp.modules.metrics import mean_tree
+from jddp.reduce.hooks import CommHook, GradBucket, Units
+from jddp.typing import HookState, Metrics, PyTree
 
 Outcome = tuple[TrainState, Metrics]
 DYNAMIC = "dynamic"
@@ -161,3 +163,18 @@ def choose_guard(loss_scale: Any, skips: bool, keeps_own: Callable[[Any, Any], b
     if loss_scale == DYNAMIC:
         return DynamicScale(FIRST, keeps_own)
     return SkipNonfinite(loss_scale or 1.0, keeps_own) if skips else NoGuard(loss_scale or 1.0)
+
+
+def unscaled(hook: CommHook, units: Units) -> CommHook:
+    """Returns a hook that is handed what it would be without a loss scale.
+
+    Its state, such as what it has not sent yet, would else be of the scale of another step.
+    """
+    scale = jnp.float32(units.hidden * units.loss_scale)
+
+    def reduce(bucket: GradBucket, state: HookState, axis: str) -> tuple[GradBucket, HookState]:
+        plain = dataclasses.replace(mean_tree(bucket, scale), scale=bucket.scale * units.hidden)
+        got, state = hook.reduce(plain, state, axis)
+        return dataclasses.replace(mean_tree(got, 1 / scale), scale=bucket.scale), state
+
+    return hook._replace(reduce=reduce)

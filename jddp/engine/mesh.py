@@ -1,8 +1,11 @@
-"""Devices in a row: one mesh axis, what lies on it, and batches on their way to it."""
+"""Devices in a row: one mesh axis, what lies on it, and batches on their way to it.
+
+`shard_map` stands in this module alone.
+"""
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -13,6 +16,7 @@ from jax import P
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 
+from jddp.engine.state import Inputs
 from jddp.errors import ConfigError, DeviceError
 from jddp.typing import Batch, PyTree
 
@@ -108,6 +112,22 @@ def mapped_over(axis: str) -> Iterator[None]:
         yield
     finally:
         AXIS_HERE.reset(token)
+
+
+def over_replicas(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any) -> Any:
+    """Maps a replica's function over the mesh; what leaves through `P()` it has made the same."""
+    # Unchecked: the check refuses plain RNNs, scans from zeros, conds with a constant branch, and
+    # makes autodiff sum gradients leaf by leaf. That replicas end alike is ours to keep and to
+    # test.
+    function = mapped_over(axis_of(mesh))(function)
+    return jax.shard_map(
+        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
+
+
+def input_specs(mesh: Mesh) -> Inputs:
+    """How the inputs of a step lie on the mesh: rows split, constants on every device."""
+    return Inputs(P(axis_of(mesh)), P())
 
 
 def _first_devices(num_devices: int) -> list[jax.Device]:

@@ -1,9 +1,12 @@
-"""The optimizer's update on one replica: of the whole parameters, or of its part of each.
+"""The optimizer's update on one replica.
 
-With `shard_optimizer` each replica has its part of every gradient, keeps the optimizer's state for
-its part of every parameter alone, updates that, and gets the others' parts from them. That gives
-the numbers of the whole update if the optimizer works element by element, which is read from its
-traced program; one that does not is refused.
+    ReplicatedOptimizer    of the whole parameters
+    Zero1                  of a shard of each array: ZeRO, stage 1
+
+With `Zero1` each replica has its shard of every gradient, keeps the optimizer's state for its shard
+of every parameter alone, updates that, and gets the others' shards from them. That gives the
+numbers of the whole update if the optimizer is separable, which is read from its traced program;
+one that is not is refused.
 
 References:
   Xu et al., "Automatic Cross-Replica Sharding of Weight Update in Data-Parallel Training", 2020.
@@ -13,6 +16,7 @@ References:
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -20,73 +24,116 @@ import optax
 from jaxtyping import Array
 
 from jddp.engine.separable import find_mixing, is_same
-from jddp.engine.spec import Recipe
 from jddp.engine.state import Replicated, Sharded, TrainState
-from jddp.engine.unused import take_back
+from jddp.engine.unused import Zero
+from jddp.engine.view import View
 from jddp.errors import ConfigError
-from jddp.reduce import BucketPlan, own_part, part_shape
+from jddp.reduce import BucketPlan, Reduction, own_part, part_shape
 from jddp.typing import Grads, OptState, Params, PyTree
 
 
-def update(
-    recipe: Recipe, plan: BucketPlan, grads: Grads, state: TrainState, loss: Array
-) -> tuple[Params, OptState]:
-    """Returns one replica's new parameters and optimizer's state.
+@dataclass(frozen=True)
+class ReplicatedOptimizer:
+    """Each replica updates all parameters.
 
-    Args:
-      recipe: What the step is made of.
-      plan: The buckets.
-      grads: Averaged; this replica's parts of them, where the reduction keeps parts.
-      state: Of one replica.
-      loss: Of the step, for optimizers that ask for its `value`.
+    Attributes:
+      tx: Any optax optimizer.
+      unused: What becomes of parameters that no gradient reaches.
     """
-    before = state.params
-    if recipe.shard_optimizer:
-        before = _own_parts(recipe, before)
-        grads = grads if recipe.reduction.keeps_parts else _own_parts(recipe, grads)
-    optimizer = optax.with_extra_args_support(recipe.optimizer)
-    updates, opt_state = optimizer.update(grads, state.opt_state, before, value=loss)
-    params = optax.apply_updates(before, updates)
-    if recipe.shard_optimizer:
-        params = recipe.reduction.gather(params, state.params, plan=plan)
-    if recipe.unused_parameters == "skip" and plan.unused:
-        return take_back((params, opt_state), (state.params, state.opt_state), params, plan.unused)
-    return params, opt_state
 
+    tx: optax.GradientTransformation
+    unused: Zero
 
-def init_optimizer(recipe: Recipe, params: Params) -> OptState:
-    """The optimizer's first state, on one replica."""
-    params = _own_parts(recipe, params) if recipe.shard_optimizer else params
-    # It may keep the parameters themselves: each leaf needs a buffer of its own.
-    return jax.tree.map(jnp.copy, recipe.optimizer.init(params))
+    def init(self, params: Params) -> OptState:
+        """Returns the first state, on one replica."""
+        # It may keep the parameters themselves: each leaf needs a buffer of its own.
+        return jax.tree.map(jnp.copy, self.tx.init(params))
 
+    def layouts(self, params: Params) -> PyTree:
+        """Returns how each leaf of the state lies on the mesh, for parameters of these shapes."""
+        return jax.tree.map(lambda _: Replicated(), jax.eval_shape(self.tx.init, params))
 
-def optimizer_layouts(recipe: Recipe, params: Params) -> PyTree:
-    """How each leaf of the optimizer's state lies on the mesh, for parameters of these shapes."""
-    if not recipe.shard_optimizer:
-        opt_state = jax.eval_shape(recipe.optimizer.init, params)
-        return jax.tree.map(lambda _: Replicated(), opt_state)
-    opt_state = jax.eval_shape(recipe.optimizer.init, _reshaped(params, _at_least_1d))
-    return jax.tree.map(lambda x: Sharded(x.shape) if x.shape else Replicated(), opt_state)
+    def check(self, params: Params, num_replicas: int) -> None:
+        """Refuses an optimizer that cannot be split over the replicas, where it has to be."""
 
+    def update(
+        self, grads: Grads, state: TrainState, plan: BucketPlan, view: View, value: Array
+    ) -> tuple[Params, OptState]:
+        """Returns one replica's new parameters and optimizer state.
 
-def check_optimizer(recipe: Recipe, params: Params, num_replicas: int) -> None:
-    """Refuses to split an optimizer that does not work element by element.
+        Args:
+          grads: The averaged gradients, as the view says.
+          state: State before the step, of one replica.
+          plan: The buckets.
+          view: What the replica holds of the mean gradient.
+          value: Loss of the step, for optimizers that ask for it.
+        """
+        new = self._updated(grads, state.params, state, value)
+        return self._kept(new, state, plan)
 
-    Raises:
-      ConfigError: Which says what it does.
-    """
-    if not recipe.shard_optimizer:
-        return
-    part = functools.partial(part_shape, num_parts=num_replicas)
-    shapes = (_reshaped(params, shape) for shape in (_at_least_1d, part))
-    if reason := _why_not_split(recipe.optimizer, *shapes):
-        raise ConfigError(
-            "shard_optimizer=True gives each replica a part of every array, and this optimizer "
-            f"does not work element by element: it {reason}. Choose shard_optimizer=False; or, if "
-            "it is clipping, max_grad_norm= in its place, and for apply_if_finite "
-            "skip_nonfinite=True."
+    def _updated(
+        self, grads: Grads, params: Params, state: TrainState, value: Array
+    ) -> tuple[Params, OptState]:
+        tx = optax.with_extra_args_support(self.tx)
+        updates, opt_state = tx.update(grads, state.opt_state, params, value=value)
+        return optax.apply_updates(params, updates), opt_state
+
+    def _kept(
+        self, new: tuple[Params, OptState], state: TrainState, plan: BucketPlan
+    ) -> tuple[Params, OptState]:
+        kept: tuple[Params, OptState] = self.unused(
+            new, (state.params, state.opt_state), new[0], plan
         )
+        return kept
+
+
+@dataclass(frozen=True)
+class Zero1(ReplicatedOptimizer):
+    """Each replica updates its shard of each parameter.
+
+    Attributes:
+      reduction: How gradients were averaged; shards of parameters are gathered alike.
+    """
+
+    reduction: Reduction
+
+    def init(self, params: Params) -> OptState:
+        """As `ReplicatedOptimizer.init`, of a shard."""
+        return super().init(self._shards(params))
+
+    def layouts(self, params: Params) -> PyTree:
+        """As `ReplicatedOptimizer.layouts`."""
+        opt_state = jax.eval_shape(self.tx.init, _reshaped(params, _at_least_1d))
+        return jax.tree.map(lambda x: Sharded(x.shape) if x.shape else Replicated(), opt_state)
+
+    def check(self, params: Params, num_replicas: int) -> None:
+        """As `ReplicatedOptimizer.check`.
+
+        Raises:
+          ConfigError: If elements of the update depend on others, with the operation.
+        """
+        part = functools.partial(part_shape, num_parts=num_replicas)
+        shapes = (_reshaped(params, shape) for shape in (_at_least_1d, part))
+        if reason := _why_not_split(self.tx, *shapes):
+            raise ConfigError(
+                "shard_optimizer=True gives each replica a part of every array, and this optimizer "
+                f"does not work element by element: it {reason}. Choose shard_optimizer=False; or, "
+                "if it is clipping, max_grad_norm= in its place, and for apply_if_finite "
+                "skip_nonfinite=True."
+            )
+
+    def update(
+        self, grads: Grads, state: TrainState, plan: BucketPlan, view: View, value: Array
+    ) -> tuple[Params, OptState]:
+        """As `ReplicatedOptimizer.update`."""
+        own, grads = self._shards(state.params), view.shards(grads)
+        shards, opt_state = self._updated(grads, own, state, value)
+        return self._kept(
+            (self.reduction.gather(shards, state.params, plan), opt_state), state, plan
+        )
+
+    def _shards(self, params: Params) -> Params:
+        return jax.tree.map(functools.partial(own_part, axis=self.reduction.axis), params)
 
 
 def _reshaped(params: Params, shape: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Params:
@@ -119,7 +166,3 @@ def _why_not_split(optimizer: optax.GradientTransformation, whole: Params, part:
     ):
         return ""
     return "does something else with arrays of other shapes"
-
-
-def _own_parts(recipe: Recipe, tree: PyTree) -> PyTree:
-    return jax.tree.map(functools.partial(own_part, axis=recipe.axis), tree)

@@ -12,7 +12,7 @@ see replica 0's.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import P
@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 
 from jddp.html import Shown
 from jddp.reduce import in_mebibytes
-from jddp.typing import HookState, ModelState, OptState, Params, PyTree
+from jddp.typing import Batch, HookState, ModelState, OptState, Params, PyTree
 
 Shape = tuple[int, ...]
 
@@ -83,13 +83,13 @@ class Sharded(Layout):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CommState:
-    """What the reduction remembers from step to step; () for nothing.
+    """State of the reduction, kept from step to step; () for nothing.
 
     Attributes:
-      hook: The `CommHook`'s.
+      hook: State of the `CommHook`.
       loss_scale: A `LossScale`, where it is dynamic.
-      outer: Under `local_steps`, the parameters after the last meeting, and the outer optimizer's
-        state.
+      outer: Under `local_steps`, the parameters after the last outer step, and the outer
+        optimizer's state.
     """
 
     hook: HookState = ()
@@ -138,6 +138,18 @@ class TrainState(Shown):
     def replace(self, **changes: Any) -> "TrainState":
         """Returns a copy with some fields changed."""
         return dataclasses.replace(self, **changes)
+
+
+class Inputs(NamedTuple):
+    """What a step is given beside the state.
+
+    Attributes:
+      rows: The batch, split over the replicas.
+      constants: What the loss is handed as `constants`, on every replica; None for nothing.
+    """
+
+    rows: Batch
+    constants: PyTree = None
 
 
 def specs(layouts: PyTree, axis: str) -> PyTree:

@@ -1,12 +1,13 @@
-"""Replicas that go their own ways and meet now and then: DiLoCo, post-local SGD, averaging.
+"""When replicas synchronize: in each step, or after several local ones.
 
-    steps 1 to H    each replica alone: its rows, its gradient, its optimizer
-    after step H    outer parameters - own ─► bucketed mean ─► outer optimizer ─► new for all
+    EveryStep     gradients are averaged in each step
+    LocalSteps    steps 1 to H    each replica alone: its rows, its gradient, its optimizer
+                  after step H    outer parameters - own ─► bucketed mean ─► outer optimizer ─► all
 
 A step of the outer optimizer takes the mean difference for a gradient. With SGD of rate 1 it gives
 the mean of the parameters; with Nesterov momentum it is DiLoCo's.
 
-This room knows when replicas meet and what they do there, and nothing of models or losses.
+This room knows when replicas synchronize and what they send, and nothing of models or losses.
 """
 
 import dataclasses
@@ -19,27 +20,97 @@ import optax
 from jax import lax
 from jaxtyping import Array
 
-from jddp.engine.state import TrainState
+from jddp.engine.backward import Local
+from jddp.engine.state import TrainState, is_float, own_layouts
+from jddp.engine.view import Own, View
 from jddp.errors import ConfigError
-from jddp.reduce import Reduction
-from jddp.reduce.gradients import Finished, Gradients
-from jddp.typing import Grads, HookState, ModelState, OptState, Params, PyTree
+from jddp.reduce import BucketPlan, Reduction
+from jddp.reduce.gradients import Finished
+from jddp.typing import Grads, HookState, ModelState, Params, PyTree
 
-Average = Callable[[Gradients, HookState], tuple[Grads, HookState]]
+Mean = tuple[tuple[Grads, PyTree], HookState]
 MEAN = optax.sgd(1.0)
 
 
+class EveryStep:
+    """Replicas average gradients in each step, and so hold the same parameters."""
+
+    def init(self, params: Params) -> PyTree:
+        """Returns the first `CommState.outer`; () for nothing."""
+        return ()
+
+    def check(self, model_state: ModelState, keeps_own: Callable[[Any, Any], bool]) -> None:
+        """Refuses other state of the model on which replicas cannot agree.
+
+        Args:
+          model_state: Shapes of one replica's.
+          keeps_own: Whether each replica has its own of a leaf, by path and leaf.
+        """
+
+    def keeps_own(self, path: Any, x: Any) -> bool:
+        """Whether each replica has its own of a leaf of parameters or the optimizer's state."""
+        return False
+
+    def layouts(self, state: TrainState, layouts: TrainState) -> TrainState:
+        """Returns the layouts of a state whose parameters these replicas have."""
+        return layouts
+
+    def sent(self, reduction: Reduction, plan: BucketPlan, params: Params) -> BucketPlan:
+        """Returns the plan of what is sent, from that of the gradients of a step."""
+        return plan
+
+    def note(self, plan: BucketPlan) -> BucketPlan:
+        """Returns the plan with a note on when it is used."""
+        return plan
+
+    def view(self, of_packing: View) -> View:
+        """Returns what a replica holds of the mean gradient, from what the packing gives it."""
+        return of_packing
+
+    def mean(self, reduction: Reduction, plan: BucketPlan, local: Local, state: TrainState) -> Mean:
+        """Averages gradients.
+
+        Args:
+          reduction: How they are averaged.
+          plan: The buckets.
+          local: What this replica has computed.
+          state: State before the step.
+
+        Returns:
+          The gradients that the replica updates by, with values for overwritten state; and the new
+          state of the hook.
+        """
+        return reduction(local.grads, state.comm_state.hook, plan, local.units)
+
+    def count(self, state: TrainState, own: Array, mean: Array) -> Array:
+        """Returns the count that gradients are divided by: a replica's own, or the mean of all."""
+        return mean
+
+    def settle(
+        self, reduction: Reduction, local: Local, before: TrainState, after: TrainState
+    ) -> TrainState:
+        """Returns the state after the step, synchronized where that is due.
+
+        Args:
+          reduction: How parameters are averaged.
+          local: What this replica has computed.
+          before: State before the step.
+          after: State after it.
+        """
+        return after
+
+
 @dataclasses.dataclass(frozen=True)
-class LocalSteps:
-    """Steps that each replica takes alone, between meetings at which parameters travel.
+class LocalSteps(EveryStep):
+    """Local steps of each replica, between outer steps in which parameters are averaged.
 
         jddp.LocalSteps(every=16)                                              # their mean
         jddp.LocalSteps(every=16, start=1000)                                  # post-local SGD
         jddp.LocalSteps(16, optax.sgd(0.7, momentum=0.9, nesterov=True))       # DiLoCo
 
     Attributes:
-      every: Steps from one meeting to the next.
-      outer: Takes the mean of (parameters after the last meeting - own) for a gradient of those
+      every: Steps from one outer step to the next.
+      outer: Takes the mean of (parameters after the last outer step - own) for a gradient of those
         parameters. By default SGD of rate 1, which gives the mean of the replicas' parameters.
       start: As many first steps are plain ones, with gradients averaged in each.
 
@@ -68,83 +139,115 @@ class LocalSteps:
             )
 
     def init(self, params: Params) -> PyTree:
-        """What replicas have in common: the outer parameters, and the outer optimizer's state."""
+        """Returns what replicas share: the outer parameters, and the outer optimizer's state."""
         return {"params": params, "opt_state": self.outer.init(params)}
 
-    def while_shared(self, average: Average, state: TrainState) -> Average:
-        """`average(grads, memory)` in the steps before `start`; later both are left as they are."""
+    def check(self, model_state: ModelState, keeps_own: Callable[[Any, Any], bool]) -> None:
+        """As `EveryStep.check`.
 
-        def leave(grads: Gradients, memory: HookState) -> tuple[Grads, HookState]:
-            return grads.tree(), memory
+        Raises:
+          ConfigError: If there is a floating leaf of which not each replica has its own.
+        """
+        for path, x in jax.tree_util.tree_leaves_with_path(model_state):
+            if is_float(x) and not keeps_own(path, x):
+                name = jax.tree_util.keystr(path, simple=True, separator="/")
+                raise ConfigError(
+                    f"local_steps: replicas would have to agree on {name!r} in each step, and "
+                    "between outer steps nothing is to be sent. Choose batch_norm='local', or name "
+                    "its collection in per_replica=: each replica then has its own, and their mean "
+                    "is evaluated."
+                )
 
-        def choose(*given: Any) -> Any:
-            return lax.cond(self._is_shared(state), lambda: average(*given), lambda: leave(*given))
+    def keeps_own(self, path: Any, x: Any) -> bool:
+        """As `EveryStep.keeps_own`: floating values differ between outer steps."""
+        return is_float(x)
 
-        return choose if self.start else leave
+    def layouts(self, state: TrainState, layouts: TrainState) -> TrainState:
+        """As `EveryStep.layouts`."""
+        own = {name: getattr(state, name) for name in ("params", "ema_params", "opt_state")}
+        return layouts.replace(**{k: own_layouts(x, self.keeps_own) for k, x in own.items()})
 
-    def divisor(self, state: TrainState, own: Array, mean: Array) -> Array:
-        """What a replica's sum of gradients is divided by: its own count, or the mean of all."""
-        return jnp.where(self._is_shared(state), mean, own)
+    def sent(self, reduction: Reduction, plan: BucketPlan, params: Params) -> BucketPlan:
+        """As `EveryStep.sent`: all parameters, also those that no gradient reaches."""
+        return self.note(reduction.plan(params))
 
-    def wait(self, state: TrainState, own: Array, params: Params, opt_state: OptState) -> Any:
-        """Leaves a replica alone that has no valid entry to learn from; but it counts the step."""
-        moves = self._is_shared(state) | (own > 0)
+    def note(self, plan: BucketPlan) -> BucketPlan:
+        """As `EveryStep.note`."""
+        when = f"local_steps: sent every {self.every} steps"
+        when += f", and in each of the first {self.start}" * bool(self.start)
+        return plan.noted(when)
+
+    def view(self, of_packing: View) -> View:
+        """As `EveryStep.view`: a gradient of its own."""
+        return Own(of_packing.axis)
+
+    def mean(self, reduction: Reduction, plan: BucketPlan, local: Local, state: TrainState) -> Mean:
+        """As `EveryStep.mean`: averages in the first `start` steps alone."""
+        average, hook = super().mean, state.comm_state.hook
+        if not self.start:
+            return local.grads.tree(), hook
+        return lax.cond(
+            self._is_plain(state),
+            lambda: average(reduction, plan, local, state),
+            lambda: (local.grads.tree(), hook),
+        )
+
+    def count(self, state: TrainState, own: Array, mean: Array) -> Array:
+        """As `EveryStep.count`."""
+        return jnp.where(self._is_plain(state), mean, own)
+
+    def settle(
+        self, reduction: Reduction, local: Local, before: TrainState, after: TrainState
+    ) -> TrainState:
+        """As `EveryStep.settle`.
+
+        A replica without a valid entry has nothing to learn from: it keeps its parameters, and
+        counts the step.
+        """
+        learns = self._is_plain(before) | (local.count > 0)
 
         def choose(new: Array, old: Array) -> Array:
-            return jnp.where(moves, new, old) if jnp.issubdtype(new.dtype, jnp.inexact) else new
+            return jnp.where(learns, new, old) if is_float(new) else new
 
-        return jax.tree.map(choose, (params, opt_state), (state.params, state.opt_state))
+        params, opt_state = jax.tree.map(
+            choose, (after.params, after.opt_state), (before.params, before.opt_state)
+        )
+        taken = before.step - before.skipped + 1
+        is_due = ((taken - self.start) % self.every == 0).astype(jnp.int32)
 
-    def _is_shared(self, state: TrainState) -> Array:
-        return state.step - state.skipped < self.start
-
-    def meet(self, reduction: Reduction, state: TrainState, params: Params) -> tuple[Params, Any]:
-        """Moves all replicas to one place, if they meet after this step.
-
-        Args:
-          reduction: How the differences travel.
-          state: Of one replica, before the step.
-          params: Its parameters after the step.
-
-        Returns:
-          Its parameters, and what replicas have in common.
-        """
-
-        def apart(params: Params, outer: PyTree) -> tuple[Params, PyTree]:
+        def keep(params: Params, outer: PyTree) -> tuple[Params, PyTree]:
             return params, outer
 
-        def together(params: Params, outer: PyTree) -> tuple[Params, PyTree]:
-            start = outer["params"]
-            with jax.named_scope("meeting"):
-                moved = jax.tree.map(jnp.subtract, start, params)
-                # Of all parameters, also of those that these rows do not use.
-                mean, _ = reduction(Finished(moved), (), plan=reduction.plan(params))
-            updates, opt_state = self.outer.update(mean, outer["opt_state"], start)
-            params = optax.apply_updates(start, updates)
-            return params, {"params": params, "opt_state": opt_state}
+        def step(params: Params, outer: PyTree) -> tuple[Params, PyTree]:
+            return self.outer_step(reduction, params, outer)
 
-        def as_one(params: Params, outer: PyTree) -> tuple[Params, PyTree]:
+        def follow(params: Params, outer: PyTree) -> tuple[Params, PyTree]:
             return params, {**outer, "params": params}
 
-        taken = state.step - state.skipped + 1
-        is_due = ((taken - self.start) % self.every == 0).astype(jnp.int32)
-        branches = [apart, together, as_one] if self.start else [apart, together]
+        branches = [keep, step, follow] if self.start else [keep, step]
         chosen = jnp.where(taken <= self.start, 2, is_due)
-        met: tuple[Params, PyTree] = lax.switch(chosen, branches, params, state.comm_state.outer)
-        return met
+        params, outer = lax.switch(chosen, branches, params, before.comm_state.outer)
+        comm_state = dataclasses.replace(after.comm_state, outer=outer)
+        return after.replace(params=params, opt_state=opt_state, comm_state=comm_state)
 
+    def outer_step(
+        self, reduction: Reduction, params: Params, outer: PyTree
+    ) -> tuple[Params, PyTree]:
+        """Returns the same parameters for all replicas, and what they share.
 
-def check_own(model_state: ModelState, keeps_own: Callable[[Any, Any], bool]) -> None:
-    """Refuses other state that replicas would have to agree on between meetings.
+        Args:
+          reduction: How differences are averaged.
+          params: Parameters of this replica.
+          outer: What replicas share since the last outer step.
+        """
+        start = outer["params"]
+        with jax.named_scope("outer_step"):
+            moved = jax.tree.map(jnp.subtract, start, params)
+            # Of all parameters, also of those that no gradient reaches.
+            mean, _ = reduction(Finished(moved), (), reduction.plan(params))
+        updates, opt_state = self.outer.update(mean, outer["opt_state"], start)
+        params = optax.apply_updates(start, updates)
+        return params, {"params": params, "opt_state": opt_state}
 
-    Raises:
-      ConfigError: If there is a floating leaf of which not each replica has its own.
-    """
-    for path, x in jax.tree_util.tree_leaves_with_path(model_state):
-        if jnp.issubdtype(x.dtype, jnp.inexact) and not keeps_own(path, x):
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
-            raise ConfigError(
-                f"local_steps: replicas would have to agree on {name!r} in each step, and between "
-                "meetings nothing is to travel. Choose batch_norm='local', or name its collection "
-                "in per_replica=: each replica then has its own, and their mean is evaluated."
-            )
+    def _is_plain(self, state: TrainState) -> Array:
+        return state.step - state.skipped < self.start

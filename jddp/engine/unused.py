@@ -1,4 +1,8 @@
-"""Leave parameters alone that no gradient reaches, whatever the optimizer is.
+"""Parameters that no gradient reaches: `unused_parameters`.
+
+    Zero      the optimizer gets zeros for them
+    Skip      they and their optimizer state stay as they are, whatever the optimizer is
+    Refuse    they are refused
 
 An optimizer moves a parameter also when its gradient is zero: weight decay and momentum see to
 that. It keeps trees of the parameters' own form, wherever in its state they are; so what belongs to
@@ -12,9 +16,45 @@ import jax
 import jax.numpy as jnp
 
 from jddp.errors import ConfigError
+from jddp.reduce import BucketPlan
 from jddp.typing import Params, PyTree
 
 Path = tuple[tuple[bool, str], ...]  # Of each step, whether it is a field, and its name.
+
+
+class Zero:
+    """The optimizer gets zeros for unused parameters."""
+
+    def check(self, plan: BucketPlan) -> None:
+        """Refuses a plan with unused parameters, where they are not allowed."""
+
+    def __call__(self, new: PyTree, old: PyTree, params: Params, plan: BucketPlan) -> PyTree:
+        """Returns the parameters and optimizer state to keep of an update; see `take_back`."""
+        return new
+
+
+class Skip(Zero):
+    """Unused parameters are left alone."""
+
+    def __call__(self, new: PyTree, old: PyTree, params: Params, plan: BucketPlan) -> PyTree:
+        """As `Zero`."""
+        return take_back(new, old, params, plan.unused) if plan.unused else new
+
+
+class Refuse(Zero):
+    """Unused parameters are refused."""
+
+    def check(self, plan: BucketPlan) -> None:
+        """As `Zero.check`.
+
+        Raises:
+          ConfigError: If there are any, with their names.
+        """
+        if plan.unused:
+            raise ConfigError(
+                f"No gradient reaches {', '.join(plan.unused)}. Use them in the loss, or "
+                "choose unused_parameters='zero' or 'skip'."
+            )
 
 
 def take_back(new: PyTree, old: PyTree, params: Params, unused: Collection[str]) -> PyTree:

@@ -11,6 +11,8 @@ whether it is finite, asks the view how.
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,7 @@ import optax
 from jax import lax
 from jaxtyping import Array, Float
 
+from jddp.reduce import own_part
 from jddp.typing import Grads, Metrics
 
 
@@ -40,6 +43,14 @@ class View:
         """Returns the number to report for all replicas, from what each computed."""
         return x
 
+    def shards(self, grads: Grads) -> Grads:
+        """Returns the replica's shard of the gradient."""
+        return jax.tree.map(functools.partial(own_part, axis=self.axis), grads)
+
+    def whole(self, grads: Grads, gather: Callable[[Grads], Grads]) -> Grads:
+        """Returns the whole gradient; `gather` makes it of the shards of all replicas."""
+        return grads
+
 
 class Shard(View):
     """The replica's shard of the mean gradient."""
@@ -50,6 +61,14 @@ class Shard(View):
         """Returns the norm over the shards of all replicas."""
         with jax.named_scope("metrics"):
             return jnp.sqrt(lax.psum(optax.tree.norm(grads, squared=True), self.axis))
+
+    def shards(self, grads: Grads) -> Grads:
+        """As `View.shards`."""
+        return grads
+
+    def whole(self, grads: Grads, gather: Callable[[Grads], Grads]) -> Grads:
+        """As `View.whole`."""
+        return gather(grads)
 
 
 class Own(View):

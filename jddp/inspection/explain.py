@@ -19,10 +19,9 @@ from jax.sharding import Mesh
 
 from jddp.engine.compiled import CompiledSteps
 from jddp.engine.executor import Calls
-from jddp.engine.mesh import platform
-from jddp.engine.spec import Inputs, Recipe
-from jddp.engine.state import TrainState
-from jddp.engine.step import over_replicas
+from jddp.engine.mesh import over_replicas, platform
+from jddp.engine.spec import Step
+from jddp.engine.state import Inputs, TrainState
 from jddp.engine.sync import LocalSteps
 from jddp.html import Shown
 from jddp.inspection.collectives import Collective, collectives
@@ -30,7 +29,7 @@ from jddp.inspection.hlo import read_program
 from jddp.reduce import BucketPlan, compiler_options, in_mebibytes
 from jddp.reduce.gradients import Finished
 
-GRADIENTS, PARAMETERS = "gradients", "parameters, at meetings"
+GRADIENTS, PARAMETERS = "gradients", "parameters, in outer steps"
 SENT = (GRADIENTS, PARAMETERS)
 
 
@@ -43,7 +42,7 @@ class Explanation(Shown):
       num_devices: On which the step runs.
       platform: Their hardware.
       compiled: The collectives of the compiled program, in its order.
-      local_steps: How often replicas meet, if not in each step.
+      local_steps: When replicas synchronize, if not in each step.
     """
 
     plan: BucketPlan
@@ -101,16 +100,13 @@ class Explanation(Shown):
 
 def explain(steps: CompiledSteps, state: TrainState, inputs: Inputs) -> Explanation:
     """Compiles the step for a state and rows, or their shapes, and reads what it sends."""
-    lowered, local = steps.lower(state, inputs), steps.recipe.local_steps
-    # Local steps send all parameters, also those that no gradient reaches.
-    plan = steps.plan if local is None else steps.plan_of_all(state)
-    assert plan is not None
+    lowered, sync = steps.lower(state, inputs), steps.spec.sync
     return Explanation(
-        plan=plan,
+        plan=steps.sent(state),
         num_devices=steps.mesh.size,
         platform=platform(steps.mesh),
         compiled=_collectives(lowered.compile().as_text()),
-        local_steps=local,
+        local_steps=sync if isinstance(sync, LocalSteps) else None,
     )
 
 
@@ -126,7 +122,7 @@ def _row(collective: Collective) -> tuple[str, ...]:
 
 def _purpose(collective: Collective) -> str:
     """From the names that the step gives to what it sends."""
-    if "meeting/" in collective.op_name:
+    if "outer_step/" in collective.op_name:
         return PARAMETERS
     if re.search(r"\bbucket_\d+/", collective.op_name):
         return GRADIENTS
@@ -143,9 +139,9 @@ def _direction(collective: Collective) -> str:
     return "backward" if "transpose(" in collective.op_name else "forward"
 
 
-def logging_data(plan: BucketPlan, recipe: Recipe, mesh: Mesh, calls: Calls) -> dict[str, Any]:
+def logging_data(plan: BucketPlan, spec: Step, mesh: Mesh, calls: Calls) -> dict[str, Any]:
     """What DDP's `_get_ddp_logging_data` tells, under its names where the thing is the same."""
-    reduction = recipe.reduction
+    reduction = spec.reduction
     return {
         "world_size": mesh.size,
         "rank": jax.process_index(),
@@ -159,35 +155,35 @@ def logging_data(plan: BucketPlan, recipe: Recipe, mesh: Mesh, calls: Calls) -> 
         "bucket_sizes": [bucket.bytes for bucket in plan.buckets],
         "initial_bucket_size_limits": list(reduction.bucket_bytes),
         "layout": reduction.packing.layout,
-        "overlap": reduction.placement == "ready",
+        "overlap": spec.backward.overlaps,
         "comm_hook": reduction.hook_name,
-        "accumulate_steps": recipe.accumulate_steps,
-        "local_steps": None if recipe.local_steps is None else recipe.local_steps.every,
-        "batch_norm": recipe.model.batch_norm,
+        "accumulate_steps": spec.backward.num,
+        "local_steps": getattr(spec.sync, "every", None),
+        "batch_norm": spec.model.batch_norm,
         "unused_parameters": list(plan.unused),
         "avg_step_seconds": calls.mean_seconds,
     }
 
 
 def measure(
-    compiled: tuple[Collective, ...], plan: BucketPlan, recipe: Recipe, mesh: Mesh, params: Any
+    compiled: tuple[Collective, ...], plan: BucketPlan, spec: Step, mesh: Mesh, params: Any
 ) -> dict[str, Any]:
     """What only a compiled step, or a clock, can tell.
 
     Args:
       compiled: The collectives of the step.
       plan: The buckets.
-      recipe: What the step is made of.
+      spec: The parts of the step.
       mesh: The devices.
       params: Shapes of the parameters.
     """
-    reduction = recipe.reduction
+    reduction = spec.reduction
 
     def replica() -> Any:
         # Differing by replica, or the compiler would know the mean.
-        own = lax.axis_index(recipe.axis)
+        own = lax.axis_index(spec.axis)
         grads = jax.tree.map(lambda x: (jnp.zeros(x.shape) + own).astype(x.dtype), params)
-        return reduction(Finished(grads), reduction.hook.init(plan), plan=plan)[0]
+        return reduction(Finished(grads), reduction.hook.init(plan), plan)[0]
 
     options = compiler_options(reduction, platform(mesh))
     run = jax.jit(over_replicas(replica, mesh, (), P()), compiler_options=options)

@@ -212,7 +212,7 @@ def weights_in(batch: Any) -> tuple[str, ...]:
     return tuple(x for x in WEIGHTS if x in batch) if isinstance(batch, Mapping) else ()
 
 
-def count_rows(mask: Array) -> Float[Array, ""]:
+def count_valid_rows(mask: Array) -> Float[Array, ""]:
     """Number of rows with any valid entry."""
     rows = mask.reshape(mask.shape[0], -1).astype(jnp.float32)
     return (rows.max(axis=1) > 0).astype(jnp.float32).sum()
@@ -250,6 +250,12 @@ def sum_in_order(sums: Sums, *, axis: str) -> Sums:
 def mean(total: Float[Array, ""], count: Float[Array, ""]) -> Float[Array, ""]:
     """Divides a total by its count; nothing valid gives zero."""
     return total / jnp.where(count == 0, 1.0, count)
+
+
+def means(sums: Sums) -> dict[str, Float[Array, ""]]:
+    """Means of loss and metrics, and "count": the valid entries of the loss."""
+    found = {name: mean(x.total, x.count) for name, x in sums.items()}
+    return {**found, "count": sums["loss"].count}
 
 
 def mean_tree(totals: Any, count: Float[Array, ""]) -> Any:

@@ -1,6 +1,6 @@
 """Gradients averaged over replicas: which travel together, how, when, and what XLA may merge."""
 
-from jddp.reduce.average import average_gradients, compiler_options, make_reduction
+from jddp.reduce.average import average_gradients, choose_layout, compiler_options, make_reduction
 from jddp.reduce.hooks import CommHook, GradBucket, power_of_two_within
 from jddp.reduce.parts import own_part, part_shape
 from jddp.reduce.plan import BucketPlan, in_mebibytes
@@ -13,6 +13,7 @@ __all__ = [
     "GradBucket",
     "Reduction",
     "average_gradients",
+    "choose_layout",
     "compiler_options",
     "in_mebibytes",
     "make_reduction",

@@ -15,46 +15,31 @@ import optax
 
 from jddp.errors import ConfigError
 from jddp.reduce.gradients import Finished
-from jddp.reduce.hooks import CommHook, varies
-from jddp.reduce.packing import Layout, bucketed, name_of, pairwise, scattered
+from jddp.reduce.hooks import CommHook, Units, as_is, varies
+from jddp.reduce.packing import Layout, Whole, bucketed, name_of
 from jddp.reduce.plan import MEBIBYTE
-from jddp.reduce.reduction import Placement, Reduction
+from jddp.reduce.reduction import Reduction
 from jddp.typing import Grads, HookState, Params
 
 GPUS = ("gpu", "cuda", "rocm")
 
 
 def make_reduction(
-    *,
     axis: str,
+    packed: tuple[Whole, CommHook],
+    *,
+    hook_name: str,
     bucket_mb: float | Sequence[float],
     first_bucket_mb: float,
     last_bucket_mb: float | None,
-    layout: str,
-    placement: str,
     wire_dtype: Any,
-    comm_hook: Any,
-    platform: Callable[[], str],
-    keep_parts: bool = False,
-    num_shards: int | None = None,
+    seen: Callable[[CommHook, Units], CommHook] = as_is,
 ) -> Reduction:
-    """Makes a `Reduction` from what a user gives; `platform()` decides what is "auto".
-
-    With `keep_parts` each replica gets its part of the mean; of what a `comm_hook` makes, all. With
-    `num_shards` gradients are rows of sums over so many shards, and all get the mean.
+    """Makes a `Reduction` from a packing with its hook, and sizes and dtype as a user gives them.
 
     Raises:
       ConfigError: If an option breaks its rule.
     """
-    chosen, where = _resolve(layout, placement if num_shards is None else "end", platform)
-    dtype = _resolve_wire_dtype(wire_dtype)
-    if num_shards is not None:
-        _refuse_beside_shards(wire_dtype=wire_dtype, comm_hook=comm_hook, placement=placement)
-        packing, hook = pairwise(chosen, num_shards)
-    elif keep_parts and comm_hook is None:
-        packing, hook = scattered(chosen, platform())
-    else:
-        packing, hook = bucketed(chosen, comm_hook)
     sizes = [bucket_mb] if isinstance(bucket_mb, int | float) else list(bucket_mb)
     if isinstance(bucket_mb, int | float) and first_bucket_mb < bucket_mb:
         sizes.insert(0, first_bucket_mb)
@@ -65,22 +50,8 @@ def make_reduction(
             f"{first_bucket_mb}, last_bucket_mb={last_bucket_mb}. Give positive sizes, in MiB."
         )
     last = None if last_bucket_mb is None else _bytes(last_bucket_mb)
-    name = "" if comm_hook is None else name_of(comm_hook)
-    return Reduction(axis, tuple(map(_bytes, sizes)), last, where, packing, hook, name, dtype)
-
-
-def _refuse_beside_shards(*, wire_dtype: Any, comm_hook: Any, placement: str) -> None:
-    for name, value in {"wire_dtype": wire_dtype, "comm_hook": comm_hook}.items():
-        if value is not None:
-            raise ConfigError(
-                f"logical_replicas adds up gradients in one order, and {name} rounds or adds them "
-                f"on the way, where that depends on the number of devices. Leave out {name}."
-            )
-    if placement == "ready":
-        raise ConfigError(
-            "logical_replicas adds up the gradients of several replicas before any is sent, and "
-            "overlap=True sends within the backward pass of one. Choose overlap=False."
-        )
+    dtype = _resolve_wire_dtype(wire_dtype)
+    return Reduction(axis, tuple(map(_bytes, sizes)), last, *packed, hook_name, dtype, seen)
 
 
 def average_gradients(
@@ -118,16 +89,15 @@ def average_gradients(
       ConfigError: If an option breaks its rule; in `update`, if gradients are already the same on
         all replicas.
     """
+    chosen, _ = choose_layout(layout, False, jax.default_backend)
     reduction = make_reduction(
-        axis=axis,
+        axis,
+        bucketed(chosen, comm_hook),
+        hook_name="" if comm_hook is None else name_of(comm_hook),
         bucket_mb=bucket_mb,
         first_bucket_mb=first_bucket_mb,
         last_bucket_mb=last_bucket_mb,
-        layout=layout,
-        placement="end",
         wire_dtype=wire_dtype,
-        comm_hook=comm_hook,
-        platform=jax.default_backend,
     )
 
     def init(params: Params) -> HookState:
@@ -144,27 +114,41 @@ def average_gradients(
                 "their mean would be N times too large. Build the step with check_vma=False, or "
                 f"take the gradient at jax.lax.pcast(params, {axis!r}, to='varying')."
             )
-        return reduction(Finished(updates), state, plan=reduction.plan(updates))
+        return reduction(Finished(updates), state, reduction.plan(updates))
 
     return optax.GradientTransformation(init, update)
 
 
-def _resolve(layout: str, placement: str, platform: Callable[[], str]) -> tuple[Layout, Placement]:
-    for name, value, known in (("layout", layout, Layout), ("placement", placement, Placement)):
-        if value not in ("auto", *get_args(known)):
-            choices = ", ".join(map(repr, ("auto", *get_args(known))))
-            raise ConfigError(f"{name} {value!r} is unknown. Choose one of {choices}.")
-    if (layout, placement) == ("leaf", "ready"):
+def choose_layout(
+    layout: str, overlap: bool | str, platform: Callable[[], str]
+) -> tuple[Layout, bool]:
+    """Returns a layout, and whether buckets leave inside the backward pass; resolves "auto".
+
+    Args:
+      layout: "leaf", "flat" or "auto".
+      overlap: True, False or "auto".
+      platform: Returns the hardware, which decides.
+
+    Raises:
+      ConfigError: If a value is unknown, or both do not go together.
+    """
+    if layout not in (known := ("auto", *get_args(Layout))):
+        raise ConfigError(
+            f"layout {layout!r} is unknown. Choose one of {', '.join(map(repr, known))}."
+        )
+    if overlap not in (True, False, "auto"):
+        raise ConfigError(f"overlap is True, False or 'auto'; got {overlap!r}.")
+    if layout == "leaf" and overlap is True:
         raise ConfigError(
             "overlap=True waits for a bucket as a whole, and layout='leaf' reduces its leaves "
             "one by one. Choose layout='flat', or overlap=False."
         )
-    on_gpu = "auto" in (layout, placement) and platform() in GPUS
-    if placement == "auto":
-        placement = "ready" if on_gpu and layout != "leaf" else "end"
+    on_gpu = "auto" in (layout, overlap) and platform() in GPUS
+    if overlap == "auto":
+        overlap = on_gpu and layout != "leaf"
     if layout == "auto":
-        layout = "flat" if on_gpu or placement == "ready" else "leaf"
-    return cast(Layout, layout), cast(Placement, placement)
+        layout = "flat" if on_gpu or overlap else "leaf"
+    return cast(Layout, layout), bool(overlap)
 
 
 def _resolve_wire_dtype(wire_dtype: Any) -> np.dtype | None:

@@ -62,8 +62,8 @@ class Running:
 
     Args:
       backward: The pass.
-      finish: Called with the position of a gradient and what the pass makes of it; returns the one
-        to send. It sees one leaf at a time, so that no bucket waits for another's.
+      finish: Called with the position of a leaf and what the pass makes of it; returns the one to
+        send, or to keep. It sees one leaf at a time, so that no bucket waits for another's.
       num: How many of the leaves that the pass makes are gradients: the first ones.
     """
 
@@ -107,10 +107,14 @@ class Pass:
         return bucket, flying
 
     def rest(self, done: Container[int]) -> dict[int, Any]:
-        """Runs to the end; the leaves at other positions than `done`, as the pass makes them."""
+        """Runs to the end; the leaves at other positions than `done`.
+
+        Gradients among them, which no cotangent reaches, are as the pass makes them: zero.
+        """
         self._run(len(self._jaxpr.eqns))
         left = [i for i in range(self._grads.treedef.num_leaves) if i not in done]
-        return dict(zip(left, self._outputs(left), strict=True))
+        made, finish, num = self._outputs(left), self._grads.finish, self._grads.num
+        return {i: finish(i, x) if i >= num else x for i, x in zip(left, made, strict=True)}
 
     def _run(self, end: int) -> None:
         eqns = self._jaxpr.eqns[self._num_done : end]

@@ -19,7 +19,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -87,6 +87,28 @@ def split(vector: jax.Array, shapes: Sequence[Shape]) -> list[jax.Array]:
     return [x.reshape(shape) for x, shape in zip(pieces, shapes, strict=True)]
 
 
+class Units(NamedTuple):
+    """What gradients are multiplied by when they are reduced.
+
+    Attributes:
+      scale: Gradients times this are those of this replica's mean loss, `GradBucket.scale`.
+      start: What the backward pass starts from, a power of two.
+      loss_scale: The loss scale of the step; it may be traced.
+      hidden: The part of `start` that a custom hook does not see.
+    """
+
+    scale: float = 1.0
+    start: float = 1.0
+    loss_scale: Any = 1.0
+    hidden: float = 1.0
+
+    @property
+    def cotangent(self) -> Any:
+        """The factor of the gradients that the step divides by in the end."""
+        return self.start * self.loss_scale
+
+
+PLAIN = Units()
 ON_RESIZE = ("drop", "mean", "sum")
 
 
@@ -171,3 +193,8 @@ def narrow(hook: CommHook) -> CommHook:
 def power_of_two_within(scale: float) -> float:
     """The largest power of two that is no more than `scale`."""
     return 2.0 ** math.floor(math.log2(scale))
+
+
+def as_is(hook: CommHook, units: Units) -> CommHook:
+    """The hook itself, which is handed gradients in any units."""
+    return hook

@@ -82,7 +82,11 @@ class Sharded(Whole):
 
 
 class Rows(Whole):
-    """Rows of sums, cut, (rows, replicas, part); what arrives is all parts of the mean."""
+    """Rows of sums, cut, (rows, replicas, part); what arrives is all parts of the mean.
+
+    A barrier keeps the compiler from fusing the mean with what uses it: how, would depend on the
+    number of rows.
+    """
 
     def pack(self, leaves: list[Any], axis: str) -> Any:
         """As `Whole.pack`."""
@@ -90,7 +94,8 @@ class Rows(Whole):
 
     def unpack(self, bucket: GradBucket, axis: str) -> list[Any]:
         """As `Whole.unpack`."""
-        return leaves_of(bucket, unpack)
+        leaves: list[Any] = lax.optimization_barrier(leaves_of(bucket, unpack))
+        return leaves
 
     def alone(self, leaf: Any, axis: str) -> Any:
         """As `Whole.alone`."""

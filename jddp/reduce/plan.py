@@ -12,7 +12,7 @@ This room knows shapes, dtypes and paths. It touches no array and no device.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -77,6 +77,10 @@ class BucketPlan(Shown):
     def wire_bytes(self) -> int:
         """Bytes of all buckets: what each replica contributes per optimizer step."""
         return sum(bucket.bytes for bucket in self.buckets)
+
+    def noted(self, *notes: str) -> "BucketPlan":
+        """The plan with more notes."""
+        return replace(self, notes=(*self.notes, *notes))
 
     def __str__(self) -> str:
         """A table of one line per bucket, for a terminal of 80 columns."""

@@ -11,19 +11,17 @@ XLA packs fused leaves on GPUs anyway, so `flat` costs nothing there and fixes t
 collectives. On CPUs packing is a copy, dear for large leaves; but a collective makes one round of
 the network for each array in it, dearer for small ones.
 
-One loop reduces the buckets, in one of two places, which is for the gradients to say (`gradients`):
-
-    end    after the backward pass
-    ready  inside the backward pass, each where its last gradient is made
+One loop reduces the buckets, after the backward pass or inside it, each where its last gradient is
+made: which of both, the gradients decide (`gradients`).
 
 This room knows trees of arrays and the name of one mesh axis, and nothing of models, meshes or
 configs.
 """
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,13 +29,11 @@ import numpy as np
 from jax import lax
 
 from jddp.reduce.gradients import Gradients
-from jddp.reduce.hooks import CommHook, GradBucket
+from jddp.reduce.hooks import PLAIN, CommHook, GradBucket, Units, as_is
 from jddp.reduce.packing import Whole
 from jddp.reduce.parts import unpack
 from jddp.reduce.plan import BucketPlan, plan_buckets
 from jddp.typing import Grads, HookState, Params, PyTree
-
-Placement = Literal["end", "ready"]
 
 
 @dataclass(frozen=True)
@@ -48,36 +44,33 @@ class Reduction:
       axis: Name of the mapped axis.
       bucket_bytes: Largest sizes of the buckets, first to last; the last repeats.
       last_bucket_bytes: That of the bucket that is complete last, if it is smaller.
-      placement: "end" or "ready".
       packing: In what form a bucket travels.
       hook: What reduces what is packed so.
-      hook_name: Its name, for reports; "" for the mean.
-      wire_dtype: What wider floats are narrowed to for the way.
+      hook_name: Name of a custom hook, for reports; "" for the mean.
+      wire_dtype: What wider floats are cast to on the wire.
+      seen: From the hook and the units of a step to the hook as it is called.
     """
 
     axis: str
     bucket_bytes: tuple[int, ...]
     last_bucket_bytes: int | None
-    placement: Placement
     packing: Whole
     hook: CommHook
     hook_name: str
     wire_dtype: np.dtype | None
+    seen: Callable[[CommHook, Units], CommHook] = as_is
 
     @property
     def keeps_parts(self) -> bool:
         """Whether each replica gets its part of the mean, and not all of it."""
         return self.packing.keeps_parts
 
-    def plan(
-        self, tree: PyTree, ready: Sequence[int | None] | None = None, num_looped: int = 0
-    ) -> BucketPlan:
+    def plan(self, tree: PyTree, ready: Sequence[int | None] | None = None) -> BucketPlan:
         """Plans buckets for gradients like `tree`, which are finished at `ready` if that is known.
 
         Args:
           tree: Gradients, or their shapes and dtypes.
           ready: `Backward.ready`.
-          num_looped: `Backward.num_looped`.
 
         Raises:
           ConfigError: If a leaf is not a floating or complex array.
@@ -90,18 +83,15 @@ class Reduction:
             wire_dtype=self.wire_dtype,
         )
         order = "as the backward pass finishes them" if ready else "last leaf first, by guess"
-        overlap = self.placement == "ready"
-        notes = [f"order: {order}", f"layout {self.packing.layout}, overlap {overlap}"]
+        notes = [f"order: {order}", f"layout {self.packing.layout}"]
         if self.packing.layout == "leaf":
             notes.append("XLA fuses the buckets: all of them on CPUs, up to their size on GPUs")
         if self.hook_name:
             notes.append(f"what of these bytes is sent is for comm_hook {self.hook_name!r} to say")
-        if num_looped and overlap:
-            notes.append(f"{num_looped} gradients leave a loop at once: they are ready at its end")
-        return replace(plan, notes=tuple(notes))
+        return plan.noted(*notes)
 
     def __call__(
-        self, grads: Gradients, comm_state: HookState, *, plan: BucketPlan, scale: float = 1.0
+        self, grads: Gradients, comm_state: HookState, plan: BucketPlan, units: Units = PLAIN
     ) -> tuple[Grads, HookState]:
         """Averages gradients, one bucket after the other, each where its last gradient is there.
 
@@ -109,21 +99,21 @@ class Reduction:
           grads: This replica's, of the structure that `plan` was made for.
           comm_state: The hook's.
           plan: From `plan`.
-          scale: What makes the gradients those of a mean loss (`GradBucket.scale`).
+          units: What the gradients are multiplied by.
 
         Returns:
           A tree like `grads`, the same on every replica; and the hook's new state.
         """
-        run = grads.start()
+        run, hook = grads.start(), self.seen(self.hook, units)
         done: dict[int, Any] = {}
         flying: list[GradBucket] = []
         for index, planned in enumerate(plan.buckets):
-            bucket = self._pack(run.take(planned.leaves), plan, index, scale)
+            bucket = self._pack(run.take(planned.leaves), plan, index, units.scale)
             bucket, flying = run.hold(bucket, flying)
             done |= self._arrived(flying)
             # The name by which profiles and compiled programs show it.
             with jax.named_scope(f"bucket_{index}"):
-                bucket, comm_state = self.hook.reduce(bucket, comm_state, self.axis)
+                bucket, comm_state = hook.reduce(bucket, comm_state, self.axis)
             flying = [bucket]
         rest = run.rest({i for planned in plan.buckets for i in planned.leaves})
         done |= self._arrived(flying)
@@ -132,7 +122,7 @@ class Reduction:
         }
         return jax.tree.unflatten(grads.treedef, [done[i] for i in sorted(done)]), comm_state
 
-    def gather(self, parts: Params, like: Params, *, plan: BucketPlan) -> Params:
+    def gather(self, parts: Params, like: Params, plan: BucketPlan) -> Params:
         """Puts the parts of all replicas together, with one all-gather where one array was reduced.
 
         Args:

@@ -9,8 +9,7 @@ import jax
 
 from jddp.data_parallel import DataParallel
 from jddp.engine.mesh import mapped_over
-from jddp.engine.spec import Inputs
-from jddp.engine.state import Layout, Replicated, Sharded, TrainState
+from jddp.engine.state import Inputs, Layout, Replicated, Sharded, TrainState
 from jddp.engine.step import replica_gradients, replica_step
 from jddp.typing import Batch, Grads, Metrics, PyTree
 
@@ -30,13 +29,13 @@ def side_by_side(
       The averaged gradients, the new state, and the metrics.
     """
     assert ddp.plan is not None
-    recipe, plan, first = ddp.recipe, ddp.plan, ddp.mesh.devices.flat[0]
+    spec, plan, first = ddp.spec, ddp.plan, ddp.mesh.devices.flat[0]
     layouts = ddp.layouts(state)
     axes = jax.tree.map(lambda layout: None if layout == Replicated() else 0, layouts)
 
     def replica(state: TrainState, inputs: Inputs) -> tuple[Grads, TrainState, Metrics]:
-        grads, _ = replica_gradients(recipe, plan, state, inputs)
-        return grads, *replica_step(recipe, plan, state, inputs)
+        grads, _ = replica_gradients(spec, plan, state, inputs)
+        return grads, *replica_step(spec, plan, state, inputs)
 
     def place(x: Any, layout: Layout) -> Any:
         is_split = isinstance(layout, Sharded)
@@ -45,8 +44,8 @@ def side_by_side(
 
     shares = jax.tree.map(lambda x: x.reshape(ddp.mesh.size, -1, *x.shape[1:]), batch)
     inputs = Inputs(*jax.device_put((shares, constants), first))
-    replica = mapped_over(recipe.axis)(replica)
-    mapped = jax.jit(jax.vmap(replica, in_axes=(axes, Inputs(0, None)), axis_name=recipe.axis))
+    replica = mapped_over(spec.axis)(replica)
+    mapped = jax.jit(jax.vmap(replica, in_axes=(axes, Inputs(0, None)), axis_name=spec.axis))
     grads, new, metrics = mapped(jax.tree.map(place, state, layouts), inputs)
     new = jax.tree.map(lambda x, layout: x[0] if layout == Replicated() else x, new, layouts)
     return jax.tree.map(lambda x: x[0], grads), new, jax.tree.map(lambda x: x[0], metrics)

@@ -17,8 +17,9 @@ import numpy as np
 import optax
 
 from jddp.data_parallel import DataParallel
-from jddp.engine.guard import DYNAMIC
+from jddp.engine.guard import DynamicScale
 from jddp.engine.mesh import as_arrays
+from jddp.engine.replicas import LogicalReplicas
 from jddp.engine.state import TrainState
 from jddp.errors import UsageError
 from jddp.jaxprs import dtypes
@@ -97,7 +98,7 @@ def verify(
     state = _settled(many, many.init(seed, batch), batch)
     got = _step(many, state, batch)
     # Where shards are logical, one device carries them too, and draws the same.
-    draws = many.draws(batch) and many.recipe.num_shards is None
+    draws = many.draws(batch) and not isinstance(many.spec.replicas, LogicalReplicas)
     evidence = Evidence(
         num_devices=many.mesh.size,
         options=options,
@@ -112,13 +113,13 @@ def verify(
         evidence.key_matters = not _same(got, _step(many, other, batch))
     else:
         here = {name: value for name, value in options.items() if name not in _OF_THE_WAY}
-        here["axis_name"] = many.recipe.axis  # which may be that of a given mesh
+        here["axis_name"] = many.spec.axis  # which may be that of a given mesh
         here["mesh"] = many.mesh.devices.flat[:1].tolist()
         one = wrapped(**here)
         values = many.model(state)
         alone = one.init(seed, batch, params=values if isinstance(values, Mapping) else None)
         alone = _settled(one, alone, batch)
-        has_shards = many.recipe.num_shards is not None
+        has_shards = isinstance(many.spec.replicas, LogicalReplicas)
         want = _step(one, alone, batch if has_shards else _in_order(batch, many))
     evidence.losses = float(got.metrics["loss"]), float(want.metrics["loss"])
     comparisons = _compare(got, want, many, state, batch)
@@ -150,7 +151,7 @@ def _step(ddp: DataParallel, state: TrainState, batch: Batch) -> _Step:
 
 def _settled(ddp: DataParallel, state: TrainState, batch: Batch) -> TrainState:
     """The state, with its loss scale, if it has one, brought down until a step is not skipped."""
-    while ddp.recipe.loss_scale == DYNAMIC:
+    while isinstance(ddp.spec.guard, DynamicScale):
         after = ddp.step(state, batch)[0].comm_state
         if not after.loss_scale.scale < state.comm_state.loss_scale.scale:
             break

@@ -1,0 +1,44 @@
+"""A moving average of the parameters, to evaluate with.
+
+NoAverage    none
+Ema          an exponential moving average
+"""
+
+import dataclasses
+
+import optax
+
+from jddp.engine.state import TrainState
+from jddp.typing import Params
+
+
+class NoAverage:
+    """Keeps no average."""
+
+    def init(self, params: Params) -> Params:
+        """Returns the first average; None for nothing."""
+        return None
+
+    def __call__(self, after: TrainState) -> TrainState:
+        """Returns the state with the average moved on to its parameters."""
+        return after
+
+
+@dataclasses.dataclass(frozen=True)
+class Ema(NoAverage):
+    """Keeps an exponential moving average, which begins with the first parameters.
+
+    Attributes:
+      decay: Weight of the average before the step.
+    """
+
+    decay: float
+
+    def init(self, params: Params) -> Params:
+        """As `NoAverage.init`."""
+        return params
+
+    def __call__(self, after: TrainState) -> TrainState:
+        """As `NoAverage`."""
+        moved = optax.incremental_update(after.params, after.ema_params, 1 - self.decay)
+        return after.replace(ema_params=moved)

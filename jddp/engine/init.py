@@ -1,0 +1,62 @@
+"""The first state, made on every device alike from one seed."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import P
+from jax.sharding import Mesh
+from jaxtyping import Array
+
+from jddp.engine.mesh import over_replicas
+from jddp.engine.spec import Step
+from jddp.engine.state import CommState, Inputs, TrainState, specs
+from jddp.modules.functional import name_constants
+from jddp.typing import ModelState, Params
+
+
+def replica_init(
+    step: Step, seed: Array, inputs: Inputs, params: Params, model_state: ModelState
+) -> TrainState:
+    """Returns the first state but for the optimizer's and the hook's.
+
+    Args:
+      step: The parts of the step.
+      seed: Seed of the base key.
+      inputs: Example rows, or None where the model has its values; and constants.
+      params: Given parameters, or None to make them.
+      model_state: Given other state, or None to make it.
+    """
+    key = jax.random.key(seed)
+    if params is None or (model_state is None and inputs.rows is not None):
+        loss_fn = name_constants(step.backward.loss_fn, inputs.constants)
+        made, made_state = step.model.init(loss_fn, key, inputs.rows)
+        params = made if params is None else params
+        model_state = made_state if model_state is None else model_state
+    state = TrainState(
+        step=jnp.int32(0),
+        params=params,
+        ema_params=step.average.init(params),
+        model_state={} if model_state is None else model_state,
+        opt_state=(),
+        comm_state=CommState(outer=step.sync.init(params)),  # a hook's needs the buckets
+        skipped=jnp.int32(0),
+        key=key,
+    )
+    # Given values are kept, and an average begins with them: each leaf needs its own buffer.
+    return jax.tree.map(jnp.copy, state)
+
+
+def make_init(step: Step, mesh: Mesh) -> Callable[..., TrainState]:
+    """Returns `init(seed, inputs, params, model_state)`, run on every device of the mesh."""
+
+    def init(*args: Any) -> TrainState:
+        state = over_replicas(functools.partial(replica_init, step), mesh, P(), P())(*args)
+        step.optimizer.check(state.params, mesh.size)
+        layout = specs(step.optimizer.layouts(state.params), step.axis)
+        optimizer = over_replicas(step.optimizer.init, mesh, P(), layout)
+        return state.replace(opt_state=optimizer(state.params))
+
+    return step.replicas.jit(init, compiler_options=None)

@@ -1,0 +1,223 @@
+"""Which rows a replica has, and in what order results of all replicas are added.
+
+Devices           a replica on each device; sums in the order of the all-reduce
+LogicalReplicas   a fixed number of them, of which a device runs several one after the other;
+                  sums in one order, so that results do not depend on the number of devices
+
+local = replicas.run(backward, loss_scale, state, inputs)    sums over the rows of this device
+sums = replicas.sum(local.sums)                              sums over all replicas
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from jddp.engine.backward import Local, OneBatch, ScaleOf
+from jddp.engine.overwritten import largest_of_replicas, largest_of_rows, put
+from jddp.engine.same_program import SameProgram
+from jddp.engine.state import Inputs, TrainState, enter, leave, own_layouts
+from jddp.errors import ConfigError
+from jddp.jaxprs import axes_of, equations
+from jddp.modules.batch_norm import Path, combine
+from jddp.modules.functional import FlaxModel
+from jddp.modules.metrics import Sums, sum_in_order, sum_over_replicas
+from jddp.modules.rows import check_rows
+from jddp.reduce.gradients import Finished
+from jddp.reduce.pairwise import sum_in_pairs
+from jddp.typing import Batch, ModelState, PyTree
+
+
+@dataclass(frozen=True)
+class Devices:
+    """A replica on each device.
+
+    Attributes:
+      axis: Name of the axis of the replicas.
+      model: The model.
+    """
+
+    axis: str
+    model: FlaxModel
+    noun = "devices"  # for messages
+
+    def total(self, num_devices: int) -> int:
+        """Returns the number of replicas on so many devices.
+
+        Raises:
+          ConfigError: If they do not divide over the devices.
+        """
+        return num_devices
+
+    def jit(self, function: Callable[..., Any], **kwargs: Any) -> Any:
+        """Returns the function jitted, as `jax.jit` does."""
+        return jax.jit(function, **kwargs)
+
+    def enter(self, state: PyTree, layouts: PyTree) -> PyTree:
+        """Returns the state as one replica sees it, from this device's part of the global one."""
+        return enter(state, layouts)
+
+    def leave(self, state: PyTree, layouts: PyTree) -> PyTree:
+        """Returns this device's part of the global state; the inverse of `enter`."""
+        return leave(state, layouts)
+
+    def check(self, backward: OneBatch, state: TrainState, inputs: Inputs) -> None:
+        """Refuses models that these replicas cannot run.
+
+        Args:
+          backward: How gradients are computed.
+          state: Shapes of one replica's state.
+          inputs: Shapes of its rows, and of constants.
+        """
+
+    def run(
+        self, backward: OneBatch, loss_scale: ScaleOf, state: TrainState, inputs: Inputs
+    ) -> Local:
+        """Returns gradients, sums and new state of the rows of this device."""
+        key = _key(state, lax.axis_index(self.axis))
+        return backward(state, inputs, key, loss_scale)
+
+    def sum(self, sums: Sums) -> Sums:
+        """Returns sums over all replicas."""
+        return sum_over_replicas(sums, axis=self.axis)
+
+    def mean_count(self, sums: Sums) -> Float[Array, ""]:
+        """Returns the mean number of valid entries of a replica, from the sums over all."""
+        return sums["loss"].count / lax.axis_size(self.axis)
+
+    def overwrite(self, model_state: ModelState, values: PyTree) -> ModelState:
+        """Returns the state with values that the backward pass has made, the largest of all."""
+        return largest_of_replicas(self.model, put(model_state, values), self.axis)
+
+    def evaluate(
+        self, function: Callable[[Batch, Array, Array], Sums], key: Array, rows: Batch, valid: Array
+    ) -> Sums:
+        """Returns `function(rows, valid, key)` summed over all replicas."""
+        key = jax.random.fold_in(key, lax.axis_index(self.axis))
+        return sum_over_replicas(function(rows, valid, key), axis=self.axis)
+
+
+@dataclass(frozen=True)
+class LogicalReplicas(Devices):
+    """A fixed number of replicas, whatever the number of devices.
+
+    What a replica computes stands between barriers, and so do the sums: what the compiler fuses
+    with it would depend on how many replicas a device runs.
+
+    Attributes:
+      num: Their number.
+    """
+
+    num: int
+    noun = "logical replicas"
+
+    def total(self, num_devices: int) -> int:
+        """As `Devices.total`."""
+        check_rows(self.num, num_devices, f"{num_devices} devices", "logical_replicas")
+        return self.num
+
+    def jit(self, function: Callable[..., Any], **kwargs: Any) -> Any:
+        """Returns the function jitted to a program that XLA simplifies alike on any mesh."""
+        return SameProgram(function, **kwargs)
+
+    def enter(self, state: PyTree, layouts: PyTree) -> PyTree:
+        """Returns the state as it is: a device has a row for each of its replicas."""
+        return state
+
+    leave = enter
+
+    def check(self, backward: OneBatch, state: TrainState, inputs: Inputs) -> None:
+        """Refuses a model or loss with a collective: replicas run one after the other.
+
+        Raises:
+          ConfigError: If there is one, with its name.
+        """
+        arguments = (state.params, state.model_state, inputs.rows, state.key, inputs.constants)
+        found = equations(jax.make_jaxpr(backward.forward)(*arguments).jaxpr)
+        if names := [eqn.primitive.name for eqn in found if self.axis in axes_of(eqn)]:
+            raise ConfigError(
+                f"logical_replicas={self.num} runs replicas one after the other, and this model or "
+                f"loss has a collective, {names[0]!r} over axis {self.axis!r}. If it is a batch "
+                "norm, choose batch_norm='local': each replica its own statistics. Else leave the "
+                "collective out."
+            )
+
+    def run(
+        self, backward: OneBatch, loss_scale: ScaleOf, state: TrainState, inputs: Inputs
+    ) -> Local:
+        """As `Devices.run`; gradients, sums and per-replica state are rows, to be summed on."""
+        num, first = self._own_replicas()
+        rows = jax.tree.map(lambda x: x.reshape(num, -1, *x.shape[1:]), inputs.rows)
+        layouts = own_layouts(state.model_state, self.model.keeps_own)
+
+        def own(i: Any) -> tuple[Batch, TrainState]:
+            model_state = jax.tree.map(
+                lambda x, k: x[i] if k.is_per_replica else x, state.model_state, layouts
+            )
+            return jax.tree.map(lambda x: x[i], rows), state.replace(model_state=model_state)
+
+        def one(i: Array) -> Any:
+            its_rows, replica = lax.optimization_barrier(own(i))
+            given = inputs._replace(rows=its_rows)
+            local = backward(replica, given, _key(replica, first + i), loss_scale)
+            grads, found = local.grads.tree()
+            kept = local.sums, put(local.model_state, found)
+            return lax.optimization_barrier((grads, kept))
+
+        grads, (sums, states) = sum_in_pairs(one, num)
+        its_rows, replica = jax.eval_shape(own, 0)
+        labels = backward.varying(replica, inputs._replace(rows=its_rows))
+        states = largest_of_rows(self.model, states)
+        model_state = _agree(self.model, state.model_state, states, labels)
+        model_state = lax.optimization_barrier(model_state)
+        units = backward.units(state.params, sums, loss_scale(state))
+        return Local(Finished((grads, {})), sums, model_state, units)
+
+    def sum(self, sums: Sums) -> Sums:
+        """As `Devices.sum`, of rows."""
+        return sum_in_order(lax.optimization_barrier(sums), axis=self.axis)
+
+    def mean_count(self, sums: Sums) -> Float[Array, ""]:
+        """As `Devices.mean_count`."""
+        return sums["loss"].count / self.num
+
+    def evaluate(
+        self, function: Callable[[Batch, Array, Array], Sums], key: Array, rows: Batch, valid: Array
+    ) -> Sums:
+        """As `Devices.evaluate`."""
+        num, first = self._own_replicas()
+        keys = jax.vmap(functools.partial(jax.random.fold_in, key))(first + jnp.arange(num))
+        split = jax.tree.map(lambda x: x.reshape(num, -1, *x.shape[1:]), (rows, valid))
+
+        def between_barriers(given: PyTree) -> Sums:
+            sums: Sums = lax.optimization_barrier(function(*lax.optimization_barrier(given)))
+            return sums
+
+        return sum_in_order(lax.map(between_barriers, (*split, keys)), axis=self.axis)
+
+    def _own_replicas(self) -> tuple[int, Array]:
+        """The number of replicas of this device, and that of the first."""
+        num = self.num // lax.axis_size(self.axis)
+        return num, lax.axis_index(self.axis) * num
+
+
+def _key(state: TrainState, replica: Array) -> Array:
+    """The key of a replica in the step that starts from a state."""
+    return jax.random.fold_in(jax.random.fold_in(state.key, state.step), replica)
+
+
+def _agree(model: FlaxModel, old: ModelState, rows: ModelState, labels: PyTree) -> ModelState:
+    """Combines the state that the replicas of this device have left, in rows."""
+
+    def agree(path: Path, before: Array, rows: Array, label: int) -> Array:
+        if model.keeps_own(path, rows):
+            return rows
+        rule = model.sync.rule(model.kinds_at(path))
+        return combine(path, rule, before, rows, model.sync) if rule and label else rows[0]
+
+    return jax.tree_util.tree_map_with_path(agree, old, rows, labels)
