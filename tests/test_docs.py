@@ -5,7 +5,10 @@ line of the block is a line of that function, "..." aside.
 """
 
 import ast
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -57,6 +60,18 @@ def test_a_page_quotes_code_as_it_is(page, path, name, link, quoted):
 def test_the_life_of_a_gradient_quotes_nothing_else():
     page = (ROOT / "docs" / "life_of_a_gradient.md").read_text()
     assert page.count("```python") == len(QUOTE.findall(page))
+
+
+def test_the_readme_runs_as_pasted(tmp_path):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    program = "\n".join(blocks)  # of one session: the later ones use the names of the first
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    shown = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environ, stdout=subprocess.PIPE, text=True
+    )
+    assert shown.returncode == 0
+    assert "eval 200  loss 0." in shown.stdout
+    assert " all-reduce " in shown.stdout
 
 
 # What docs/life_of_a_gradient.md claims of the wire.
