@@ -504,7 +504,8 @@ def test_data_imports_without_jax():
         ({"name": "fashion_mnist", "kwargs": {"num_held_out": 5}}, "not a multiple of 10"),
         ({"name": "fashion_mnist", "source": "half"}, "'half' of fashion_mnist is neither"),
         ({"name": "fashion_mnist", "directory": "here"}, "not read with source 'embedded'"),
-        ({"name": "python_stdlib", "source": "full"}, "leave out data.source"),
+        ({"name": "python_stdlib", "source": "full"}, "Leave out data.source=full"),
+        ({"name": "python_stdlib", "directory": "here"}, "Leave out data.dir=here"),
         ({"name": "python_stdlib", "kwargs": {"sequence_length": 0}}, "sequence_length 0"),
         ({"name": "tokens", "kwargs": {"sequence_length": 4}}, "Give data.dir"),
         ({"name": "tokens", "directory": "here"}, "kwargs.sequence_length is missing"),
@@ -605,7 +606,7 @@ def test_data_that_are_not_data_are_refused():
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        ({"kwargs": {"image_size": 9}}, r"images of shape \(8, 8, 3\), .* say \(9, 9, 3\)"),
+        ({"kwargs": {"image_size": 9}}, r"images of shape \(8, 8, 3\), .* ask for \(9, 9, 3\)"),
         ({"labels": np.arange(6) + 5}, "reach from 0 to 10. With num_classes 10"),
         ({"labels": np.arange(6) - 1}, "reach from -1 to 4"),
         ({"labels": np.zeros(6)}, "whole number each"),

@@ -67,7 +67,11 @@ def test_the_readme_runs_as_pasted(tmp_path):
     program = "\n".join(blocks)  # of one session: the later ones use the names of the first
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     shown = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, env=environ, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env=environ,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert shown.returncode == 0
     assert "eval 200  loss 0." in shown.stdout

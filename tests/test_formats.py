@@ -155,7 +155,7 @@ def test_idx_files_are_read_as_mnist_is_published(tmp_path, is_packed):
     rows = take_all(data.test)
     np.testing.assert_allclose(rows["image"][..., 0] * 255, images, rtol=1e-6)
     np.testing.assert_array_equal(rows["label"], labels)
-    for bad, message in (({"num_classes": 2}, "reach from 0 to 2"), ({"image_size": 5}, "Mend")):
+    for bad, message in (({"num_classes": 2}, "reach from 0 to 2"), ({"image_size": 5}, "Change")):
         with pytest.raises(DataError, match=message):
             make_source("idx", directory=str(tmp_path), kwargs=kwargs | bad).load()
     if not is_packed:

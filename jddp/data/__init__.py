@@ -15,7 +15,7 @@ from jddp.data.augment import Augment, CropAndFlip, FlipAndShift
 from jddp.data.batches import TrainBatches, count_steps, eval_batches
 from jddp.data.examples import ArrayExamples, Batch, Examples, ImageExamples
 from jddp.data.rows import RowExamples, as_examples
-from jddp.data.source import DataSet, Source, Spec, make_data_set, spec_of
+from jddp.data.source import DataSet, Source, Spec, make_data_set, source_of, spec_of
 from jddp.data.sources import SOURCES, make_source
 from jddp.data.sources.arrays_on_disk import load_weights
 from jddp.data.sources.tokens import TokenExamples
@@ -43,5 +43,6 @@ __all__ = [
     "load_weights",
     "make_data_set",
     "make_source",
+    "source_of",
     "spec_of",
 ]

@@ -1,4 +1,4 @@
-"""What a source of data is, before it is read and after."""
+"""Data sets, and sources that load them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,17 +17,15 @@ _NUM_FINGERPRINT_ROWS = 64
 
 @dataclass(frozen=True)
 class DataSet:
-    """Examples to train on and examples to judge by.
+    """Training examples and test examples.
 
     Attributes:
-      name: Which data this is.
-      train: What the model sees.
-      test: What it is judged by.
-      description: One line for the log: which source, how many examples.
-      sha256: Identifies what was read, for the manifest of the run.
+      train: Examples that the model is trained on.
+      test: Examples that it is evaluated on.
+      description: One line for the log: name of the data, number of examples.
+      sha256: Hash of the data, for the manifest of the run.
     """
 
-    name: str
     train: Examples
     test: Examples
     description: str
@@ -36,38 +34,55 @@ class DataSet:
 
 @dataclass(frozen=True)
 class Source:
-    """A place to read from, that knows the shape of one example without reading.
+    """A data set that can be loaded, with the shapes of one example, known before loading.
 
     Attributes:
-      name: Which data this is.
       spec: Shape and dtype of each array of one example, without the leading batch dim.
-      load: Reads and checks the data.
-      augment: How training examples may be changed, or `None`.
+      load: Function that reads and checks the data.
+      augment: Augmentation of training examples, or `None`.
       sizes: Number of classes, or of tokens, as models call it: "num_classes" or "vocab_size";
-        empty where only the examples would say.
+        empty where only the examples would show it.
     """
 
-    name: str
     spec: Spec
     load: Callable[[], DataSet]
     augment: Augment | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
 
 
-def make_data_set(name: str, train: object, test: object) -> DataSet:
-    """A data set from a user's own dicts of arrays, or examples.
+def make_data_set(name: str, train: object, test: object, *, sha256_hex: str = "") -> DataSet:
+    """A data set of two dicts of arrays, or of examples.
+
+    Args:
+      name: First words of its description.
+      train: Training data.
+      test: Test data.
+      sha256_hex: Hash of the data; by default of its sizes and of the rows at both ends.
 
     Raises:
       DataError: If they cannot be read (see `ArrayExamples` and `as_examples`).
     """
-    to_train, to_test = as_examples(train), as_examples(test)
+    both = as_examples(train), as_examples(test)
     return DataSet(
-        name=name,
-        train=to_train,
-        test=to_test,
-        description=f"{name}: {len(to_train):,} train / {len(to_test):,} test examples",
-        sha256=sha256(_fingerprint(to_train) + _fingerprint(to_test)).hexdigest(),
+        *both,
+        description=f"{name}: {len(both[0]):,} train / {len(both[1]):,} test examples",
+        sha256=sha256_hex or sha256(b"".join(map(_fingerprint, both))).hexdigest(),
     )
+
+
+def source_of(name: str, train: object, test: object) -> Source:
+    """A source of data that are opened already.
+
+    Raises:
+      DataError: If they cannot be read.
+    """
+    data = make_data_set(name, train, test)
+    return Source(spec_of(data.train), lambda: data)
+
+
+def image_spec(*shape: int) -> Spec:
+    """The spec of images of that shape, `(height, width, channels)`, with labels."""
+    return {"image": (shape, np.dtype("float32")), "label": ((), np.dtype("int32"))}
 
 
 def spec_of(examples: Examples) -> Spec:
@@ -77,7 +92,7 @@ def spec_of(examples: Examples) -> Spec:
 
 
 def _fingerprint(examples: Examples) -> bytes:
-    """Hashes the number of examples and the rows at both ends: all of them may be terabytes."""
+    """The hash of the number of examples and of the rows at both ends: all may be terabytes."""
     num_rows = min(_NUM_FINGERPRINT_ROWS, len(examples))
     ends = np.r_[:num_rows, len(examples) - num_rows : len(examples)]
     digest = sha256(str(len(examples)).encode())

@@ -11,7 +11,7 @@ from typing import Any
 
 from jddp.config.files import with_overrides
 from jddp.config.schema import Config
-from jddp.data import Source, make_data_set, make_source, spec_of
+from jddp.data import Source, make_source, source_of
 from jddp.engine.sync import LocalSteps
 from jddp.errors import ConfigError
 from jddp.reduce import CommHook, powersgd
@@ -96,8 +96,7 @@ def _source(config: Config) -> Source:
         raise ConfigError(
             f"data.target: {data.target} gives {type(pair).__name__}. It must give (train, test)."
         )
-    data_set = make_data_set(data.target, *pair)
-    return Source(data.target, spec_of(data_set.train), lambda: data_set)
+    return source_of(data.target, *pair)
 
 
 def _model(config: Config, sizes: Mapping[str, int]) -> tuple[Config, Any]:

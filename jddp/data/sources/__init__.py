@@ -1,9 +1,11 @@
-"""The sources of data by name.
+"""Sources of data by name.
 
-`fashion_mnist` is shipped with jddp, `python_stdlib` reads the running interpreter's own library,
-all others read a directory of the user's own, in a format that the name says.
+`fashion_mnist` is shipped with jddp, `python_stdlib` reads the library of the running interpreter,
+all others read a directory of yours, in the format of their name. A source that can be read from
+a directory, or in more than one version, has an argument `directory` or `source`.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from jddp.data.sources.records import array_record, hugging_face, parquet
 from jddp.data.sources.stdlib_text import python_stdlib
 from jddp.data.sources.tokens import tokens
 from jddp.errors import ConfigError
-from jddp.zoo.names import check_arguments, did_you_mean
+from jddp.zoo.names import check_arguments, defaults_of, did_you_mean
 
 SOURCES: dict[str, Callable[..., Source]] = {
     "array_record": array_record,
@@ -30,6 +32,7 @@ SOURCES: dict[str, Callable[..., Source]] = {
     "python_stdlib": python_stdlib,
     "tokens": tokens,
 }
+KEYS = {"source": "data.source", "directory": "data.dir"}
 
 
 def make_source(
@@ -39,12 +42,12 @@ def make_source(
     directory: str | None = None,
     kwargs: Mapping[str, Any] | None = None,
 ) -> Source:
-    """The source of that name; it reads nothing before `load()`.
+    """The source of that name; it reads no example before `load()`.
 
     Args:
       name: A key of `SOURCES`.
       source: "embedded", or "full" where the data has a larger part that is not shipped.
-      directory: Where to read from, where that is needed; `~` is the home directory.
+      directory: Folder of the data, for sources that read one; `~` is the home directory.
       kwargs: Further arguments of the source.
 
     Raises:
@@ -55,9 +58,17 @@ def make_source(
         raise ConfigError(
             f"data.name: no data set {name!r}.{did_you_mean(name, list(SOURCES))} Known: {known}."
         )
-    kwargs = dict(kwargs or {})
-    if misplaced := {"source", "directory"} & kwargs.keys():
-        raise ConfigError(f"data.kwargs: {misplaced.pop()!r} belongs into data.source or data.dir.")
-    check_arguments(SOURCES[name], kwargs, key="data.kwargs", filled=("source", "directory"))
-    home = directory and str(Path(directory).expanduser())
-    return SOURCES[name](source=source, directory=home, **kwargs)
+    make, kwargs = SOURCES[name], dict(kwargs or {})
+    defaults = defaults_of(make)
+    places: dict[str, Any] = {} if source == "embedded" else {"source": source}
+    if directory is not None:
+        places["directory"] = Path(directory).expanduser()
+    for place, key in KEYS.items():
+        if place in kwargs:
+            raise ConfigError(f"data.kwargs: {place!r} belongs into {key}.")
+        if place in places and place not in defaults:
+            raise ConfigError(f"data.name={name} has no {key}. Leave out {key}={places[place]}.")
+    if defaults.get("directory") is inspect.Parameter.empty and directory is None:
+        raise ConfigError(f"data.name={name} reads a directory. Give data.dir.")
+    check_arguments(make, kwargs, key="data.kwargs", filled=KEYS)
+    return make(**places, **kwargs)

@@ -16,27 +16,26 @@ import numpy as np
 
 from jddp.data.augment import CropAndFlip
 from jddp.data.examples import Batch
-from jddp.data.source import DataSet, Source
-from jddp.data.sources.arrays_on_disk import checked_directory
+from jddp.data.source import DataSet, Source, image_spec, make_data_set
 from jddp.errors import ConfigError, DataError
 
 ENDINGS = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
 
 
 class FolderExamples:
-    """Images of a folder, and the number of the class that each is of.
+    """Images of a folder, and the number of the class of each.
 
     Args:
-      root: Holds one folder a class.
-      image_size: Height and width of what is given, in pixels.
-      margin: Share of the shorter side that is left out, half of it on each side.
-      mean: Subtracted, of the range 0 to 1; one number, or one per channel.
-      std: Divides what is left.
-      keep_undecodable: Whether an image that does not decode is a black one of mask 0; it is an
-        error otherwise.
+      root: Folder with one folder for each class.
+      image_size: Height and width of the images that are returned, in pixels.
+      margin: Fraction of the shorter side that is cropped, half of it on each side.
+      mean: Value to subtract, in the range 0 to 1; one number, or one per channel.
+      std: Divisor after that.
+      keep_undecodable: Whether an image that does not decode becomes a black one of mask 0; it is
+        an error otherwise.
 
     Attributes:
-      classes: Their names, in the order of their numbers.
+      classes: Names of the classes, in the order of their numbers.
 
     Raises:
       DataError: If there are no images.
@@ -128,8 +127,7 @@ class FolderExamples:
 
 def image_folder(
     *,
-    source: str,
-    directory: str | None,
+    directory: Path,
     image_size: int,
     num_classes: int | None = None,
     mean: float | Sequence[float] = (0.485, 0.456, 0.406),
@@ -139,18 +137,16 @@ def image_folder(
     """The source of a directory with the folders train and test.
 
     Args:
-      source: "embedded" is the only value, and says nothing here.
-      directory: Holds the folders, in which each class has one.
+      directory: Folder of "train" and "test", which have a folder for each class.
       image_size: Height and width, in pixels.
-      num_classes: Refuses any other number of them.
-      mean: Subtracted from pixels over 255; one number, or one per channel.
-      std: Divides what is left.
-      undecodable: "error", or "mask": such an image does not count, and is named in the log.
+      num_classes: Number of classes, any other is refused; None takes any.
+      mean: Value to subtract from pixels over 255; one number, or one per channel.
+      std: Divisor after that.
+      undecodable: "error", or "mask": such an image is masked out, and named in the log.
 
     Raises:
       ConfigError: If an argument breaks its rule, or Pillow is not installed.
     """
-    root = checked_directory("image_folder", source, directory)
     if undecodable not in ("error", "mask"):
         raise ConfigError(f"data.kwargs.undecodable: {undecodable!r}. Choose 'error' or 'mask'.")
     try:
@@ -163,7 +159,7 @@ def image_folder(
     def load() -> DataSet:
         train, test = (
             FolderExamples(
-                root / part,
+                directory / part,
                 image_size=image_size,
                 margin=margin,
                 mean=mean,
@@ -174,24 +170,14 @@ def image_folder(
         )
         if train.classes != test.classes or num_classes not in (None, len(train.classes)):
             raise DataError(
-                f"{root}: train has {len(train.classes)} classes, test {len(test.classes)}, and "
-                f"num_classes is {num_classes}. The folders must be the same."
+                f"{directory}: train has {len(train.classes)} classes, test {len(test.classes)}, "
+                f"and num_classes is {num_classes}. The folders must be the same."
             )
-        return DataSet(
-            name="image_folder",
-            train=train,
-            test=test,
-            description=f"image_folder {root}: {len(train):,} train / {len(test):,} test examples",
-            sha256=sha256((train.fingerprint() + test.fingerprint()).encode()).hexdigest(),
-        )
+        digest = sha256((train.fingerprint() + test.fingerprint()).encode()).hexdigest()
+        return make_data_set(f"image_folder {directory}", train, test, sha256_hex=digest)
 
-    spec = {
-        "image": ((image_size, image_size, 3), np.dtype("float32")),
-        "label": ((), np.dtype("int32")),
-    }
+    spec = image_spec(image_size, image_size, 3)
     if undecodable == "mask":
         spec["mask"] = ((), np.dtype("float32"))
-    found = num_classes or sum(path.is_dir() for path in (root / "train").glob("*"))
-    return Source(
-        "image_folder", spec, load, CropAndFlip(), {"num_classes": found} if found else {}
-    )
+    found = num_classes or sum(path.is_dir() for path in (directory / "train").glob("*"))
+    return Source(spec, load, CropAndFlip(), {"num_classes": found} if found else {})

@@ -1,9 +1,8 @@
 """Text that is on every machine: the source files of the running Python's standard library.
 
 About 11 MB of Python, read as bytes (a vocabulary of 256), with a zero byte after each file. A
-file belongs to the test part, about one in ten, by a hash of its name, so that both parts stay
-what they are when files come and go. The text changes with the version of Python: its hash is in
-the log.
+hash of its name puts about one file in ten into the test split, so that adding or removing a file
+moves no other. The text changes with the version of Python: its hash is in the log.
 """
 
 import os
@@ -15,7 +14,7 @@ import numpy as np
 
 from jddp.data.source import DataSet, Source
 from jddp.data.sources.tokens import TokenExamples, check_sequence_length
-from jddp.errors import ConfigError, DataError
+from jddp.errors import DataError
 
 VOCAB_SIZE = 256
 
@@ -24,25 +23,17 @@ _SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "idl
 _MACHINE_MADE = ("_sysconfigdata", "config-")  # written when this interpreter was built
 
 
-def python_stdlib(*, source: str, directory: str | None, sequence_length: int = 256) -> Source:
+def python_stdlib(*, sequence_length: int = 256) -> Source:
     """The source of the standard library's text.
 
     Args:
-      source: "embedded" is all there is.
-      directory: None: the running interpreter says where its library is.
       sequence_length: Bytes that are predicted per example.
 
     Raises:
-      ConfigError: If an argument breaks its rule.
+      ConfigError: If it is not positive.
     """
-    if source != "embedded" or directory is not None:
-        raise ConfigError(
-            "python_stdlib reads the running Python's own library: leave out data.source and "
-            f"data.dir (got {source!r}, {directory!r}), or use data.name=tokens for other text."
-        )
     check_sequence_length(sequence_length)
     return Source(
-        name="python_stdlib",
         spec={"tokens": ((sequence_length + 1,), np.dtype("int32"))},
         load=lambda: _load(Path(sysconfig.get_path("stdlib")), sequence_length),
         sizes={"vocab_size": VOCAB_SIZE},
@@ -82,7 +73,6 @@ def _load(root: Path, sequence_length: int) -> DataSet:
         )
     digest = sha256(train + test).hexdigest()
     return DataSet(
-        name="python_stdlib",
         train=_examples(train, sequence_length),
         test=_examples(test, sequence_length),
         description=(

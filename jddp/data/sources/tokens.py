@@ -15,7 +15,6 @@ import numpy as np
 
 from jddp.data.examples import Batch
 from jddp.data.source import Source, Spec, make_data_set
-from jddp.data.sources.arrays_on_disk import checked_directory
 from jddp.data.sources.mapped import map_npy
 from jddp.errors import ConfigError, DataError
 
@@ -102,8 +101,7 @@ class TokenExamples:
 
 def tokens(
     *,
-    source: str,
-    directory: str | None,
+    directory: Path,
     sequence_length: int,
     vocab_size: int | None = None,
     cross_documents: bool = True,
@@ -111,25 +109,23 @@ def tokens(
     """The source of tokens in a directory.
 
     Args:
-      source: "embedded" is the only value, and says nothing here.
-      directory: Holds the shards.
+      directory: Folder of the shards.
       sequence_length: Tokens that are predicted per example.
-      vocab_size: Refuses tokens that do not lie below it; by default what tokens.json says.
+      vocab_size: Number of tokens, larger ones are refused; by default that of tokens.json.
       cross_documents: Whether the first token of a document is predicted from the one before.
 
     Raises:
       ConfigError: If an argument breaks its rule.
     """
-    root = checked_directory("tokens", source, directory)
     check_sequence_length(sequence_length)
     spec: Spec = {"tokens": ((sequence_length + 1,), np.dtype("int32"))}
-    if vocab_size is None and (root / INDEX).exists():
-        vocab_size = json.loads((root / INDEX).read_text())["vocab_size"]
+    if vocab_size is None and (directory / INDEX).exists():
+        vocab_size = json.loads((directory / INDEX).read_text())["vocab_size"]
     if not cross_documents:
         spec["mask"] = ((sequence_length,), np.dtype("float32"))
 
     def examples(part: str) -> TokenExamples:
-        paths = _shards(root, part)
+        paths = _shards(directory, part)
         begin = None
         if not cross_documents:
             begin = [map_npy(path.with_name(path.stem + DOCUMENTS)) for path in paths]
@@ -141,9 +137,8 @@ def tokens(
         )
 
     return Source(
-        name="tokens",
         spec=spec,
-        load=lambda: make_data_set(f"tokens {root}", examples("train"), examples("test")),
+        load=lambda: make_data_set(f"tokens {directory}", examples("train"), examples("test")),
         sizes={"vocab_size": vocab_size} if vocab_size else {},
     )
 

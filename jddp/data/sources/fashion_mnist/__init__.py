@@ -1,6 +1,6 @@
 """Fashion-MNIST: 28 x 28 grey images of clothes in ten classes, beside this file.
 
-Two sources, never mixed and never exchanged in silence:
+Two sources, never mixed, and neither replaces the other silently:
 
 - `embedded`: the complete official test set (10,000 images, the original files) and 15,000 images
   of the official training set, 1,500 of each class, chosen by `scripts/make_fashion_mnist.py`.
@@ -22,7 +22,7 @@ import numpy as np
 
 from jddp.data.augment import FlipAndShift
 from jddp.data.examples import ImageExamples
-from jddp.data.source import DataSet, Source
+from jddp.data.source import DataSet, Source, image_spec
 from jddp.data.sources.idx import read_idx
 from jddp.errors import ConfigError, DataError
 
@@ -35,15 +35,19 @@ _SUMS = {"embedded": _HERE / "SHA256SUMS", "full": _HERE / "SHA256SUMS.original"
 
 
 def fashion_mnist(
-    *, source: str, directory: str | None, num_held_out: int = 0, max_shift: int = 2
+    *,
+    source: str = "embedded",
+    directory: Path | None = None,
+    num_held_out: int = 0,
+    max_shift: int = 2,
 ) -> Source:
     """The source of Fashion-MNIST.
 
     Args:
       source: "embedded" or "full".
-      directory: Where the four original files lie, for "full" only.
-      num_held_out: Tunes without the test set: so many training examples, as many of each class,
-        are held out and judged by in its place. A multiple of ten.
+      directory: Folder of the four original files, for "full" only.
+      num_held_out: Number of training examples, equally many of each class, that are held out and
+        replace the test set, for tuning without it. A multiple of ten.
       max_shift: Largest move of a training image by augmentation, in pixels.
 
     Raises:
@@ -60,10 +64,9 @@ def fashion_mnist(
         raise ConfigError(
             f"num_held_out {num_held_out} is not a multiple of {NUM_CLASSES}, as many per class."
         )
-    root = _HERE if source == "embedded" else Path(directory or _DEBIAN)
+    root = _HERE if source == "embedded" else directory or _DEBIAN
     return Source(
-        name="fashion_mnist",
-        spec={"image": ((28, 28, 1), np.dtype("float32")), "label": ((), np.dtype("int32"))},
+        spec=image_spec(28, 28, 1),
         load=lambda: _load(source, root, num_held_out),
         augment=FlipAndShift(max_shift),
         sizes={"num_classes": NUM_CLASSES},
@@ -88,7 +91,6 @@ def _load(source: str, root: Path, num_held_out: int) -> DataSet:
         train_images, train_labels = train_images[kept], train_labels[kept]
         judged = f"{num_held_out:,} held-out"
     return DataSet(
-        name="fashion_mnist",
         train=_examples(train_images, train_labels),
         test=_examples(test_images, test_labels),
         description=f"Fashion-MNIST {source}: {len(train_labels):,} train / {judged} examples",
