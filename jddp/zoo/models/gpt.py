@@ -10,39 +10,22 @@ References:
 
 from flax import linen as nn
 from jax import Array
-from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from jddp.errors import ConfigError
-from jddp.zoo.models.transformer import apply_blocks
+from jddp.zoo.models.transformer import Transformer
 
 
-class GPT(nn.Module):
-    """Tokens, embedded, with learned positions, through a stack of causal blocks.
+class GPT(Transformer):
+    """Token embeddings and learned positions through a stack of causal blocks.
 
     Attributes:
       vocab_size: Number of different tokens; 256 for bytes.
-      num_layers: Number of blocks.
-      num_heads: Heads of each attention.
-      width: Channels of a token's embedding.
       max_length: Tokens of the longest sequence.
-      dropout_rate: Share of embeddings and of branch outputs that are zeroed in training.
-      remat: Trades arithmetic for memory (see `transformer.apply_blocks`).
-      scan_layers: Trades separate parameters for compile time (see `transformer.apply_blocks`).
-      attention: "xla", or "cudnn" for NVIDIA GPUs (see `transformer.Block`).
-      dtype: Of the arithmetic; parameters are float32.
     """
 
     vocab_size: int = 256
-    num_layers: int = 4
-    num_heads: int = 4
-    width: int = 128
     max_length: int = 256
-    dropout_rate: float = 0.0
-    remat: bool = False
-    scan_layers: bool = False
-    attention: str = "xla"
-    dtype: DTypeLike = "float32"
 
     @nn.compact
     def __call__(self, tokens: Int[Array, "b t"], train: bool = False) -> Float[Array, "b t vocab"]:
@@ -58,21 +41,12 @@ class GPT(nn.Module):
         positions = self.param("positions", init, (self.max_length, self.width))
         x = embed(tokens)
         x = x + positions[None, :t].astype(x.dtype)
-        x = nn.Dropout(self.dropout_rate, deterministic=not train)(x)
-        x = apply_blocks(
+        x = self.apply_blocks(
             x,
-            num_layers=self.num_layers,
-            num_heads=self.num_heads,
-            is_causal=True,
-            dropout_rate=self.dropout_rate,
             train=train,
-            attention=self.attention,
+            is_causal=True,
             kernel_init=init,
             # Two branches a block add up in the residual stream: GPT-2 scales their ends for it.
             output_init=nn.initializers.normal(0.02 / (2 * self.num_layers) ** 0.5),
-            dtype=self.dtype,
-            remat=self.remat,
-            scan_layers=self.scan_layers,
         )
-        x = nn.LayerNorm(dtype=self.dtype)(x)
         return embed.attend(x).astype("float32")

@@ -1,4 +1,4 @@
-"""The blocks that the vision transformer and the language model have in common.
+"""The stack of blocks that the vision transformer and the language model share.
 
 References:
   Vaswani et al., "Attention Is All You Need", NeurIPS 2017. https://arxiv.org/abs/1706.03762
@@ -6,6 +6,7 @@ References:
   stands at the input of each branch.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -24,13 +25,13 @@ class Block(nn.Module):
     Attributes:
       num_heads: Heads of the attention, which share the width.
       is_causal: Whether a position sees only itself and those before it.
-      dropout_rate: Share of each branch's outputs that are zeroed in training.
+      dropout_rate: Fraction of each branch's outputs that are zeroed in training.
       train: Whether this is training.
       kernel_init: Initial weights.
       output_init: Initial weights of the two layers that end a branch.
-      attention: What computes the attention: "xla" on any device, or "cudnn" in one kernel, which
-        keeps no weights in memory, on NVIDIA GPUs in 16 bits (`jax.nn.dot_product_attention`).
-      dtype: Of the arithmetic; parameters are float32.
+      attention: Implementation of the attention: "xla" on any device, or "cudnn" in one kernel
+        without weights in memory, on NVIDIA GPUs in 16 bits (`jax.nn.dot_product_attention`).
+      dtype: Dtype of the arithmetic; parameters are float32.
     """
 
     num_heads: int
@@ -75,36 +76,57 @@ class Block(nn.Module):
         return nn.Dropout(self.dropout_rate, deterministic=not self.train)(x)
 
 
-def apply_blocks(
-    x: Float[Array, "b t width"],
-    *,
-    num_layers: int,
-    remat: bool = False,
-    scan_layers: bool = False,
-    **options: Any,
-) -> Float[Array, "b t width"]:
-    """What comes out of `num_layers` blocks, made as parts of the module that calls this.
+class Transformer(nn.Module):
+    """A model with a stack of `Block`s.
 
-    Args:
-      x: What goes in.
+    Attributes:
       num_layers: Number of blocks.
+      num_heads: Heads of each attention.
+      width: Channels of an embedding.
+      dropout_rate: Fraction of embeddings and of branch outputs that are zeroed in training.
       remat: Keeps only the input of each block for the backward pass, and computes the rest again:
         less memory, a third more arithmetic.
       scan_layers: Compiles one block and loops over it: the parameters of all blocks are stacked
         along a leading dim, and compiling takes as long for a hundred blocks as for one.
-      **options: Fields of each `Block`.
+      attention: "xla", or "cudnn" for NVIDIA GPUs (see `Block`).
+      dtype: Dtype of the arithmetic; parameters are float32.
     """
-    # Inside a scan nothing can be merged across the boundary that remat draws.
-    block = nn.remat(Block, prevent_cse=not scan_layers) if remat else Block
-    if not scan_layers:
-        for index in range(num_layers):
-            x = block(**options, name=f"block_{index}")(x)
-        return x
-    scan = nn.scan(
-        lambda block, x, _: (block(x), None),
-        variable_axes={"params": 0},
-        split_rngs={"params": True, "dropout": True},
-        length=num_layers,
-    )
-    x, _ = scan(block(**options, name="blocks"), x, None)
-    return x
+
+    num_layers: int = 4
+    num_heads: int = 4
+    width: int = 128
+    dropout_rate: float = 0.0
+    remat: bool = False
+    scan_layers: bool = False
+    attention: str = "xla"
+    dtype: DTypeLike = "float32"
+
+    def apply_blocks(
+        self, x: Float[Array, "b t width"], *, train: bool, is_causal: bool, **inits: Any
+    ) -> Float[Array, "b t width"]:
+        """The normed outputs of the blocks for embeddings, of which dropout zeroes some first."""
+        x = nn.Dropout(self.dropout_rate, deterministic=not train)(x)
+        # Inside a scan nothing can be merged across the boundary that remat draws.
+        block = nn.remat(Block, prevent_cse=not self.scan_layers) if self.remat else Block
+        make = functools.partial(
+            block,
+            self.num_heads,
+            is_causal,
+            self.dropout_rate,
+            train,
+            attention=self.attention,
+            dtype=self.dtype,
+            **inits,
+        )
+        if self.scan_layers:
+            scan = nn.scan(
+                lambda block, x, _: (block(x), None),
+                variable_axes={"params": 0},
+                split_rngs={"params": True, "dropout": True},
+                length=self.num_layers,
+            )
+            x, _ = scan(make(name="blocks"), x, None)
+        else:
+            for index in range(self.num_layers):
+                x = make(name=f"block_{index}")(x)
+        return nn.LayerNorm(dtype=self.dtype)(x)
