@@ -1,7 +1,7 @@
 """jddp: DistributedDataParallel for JAX.
 
-Importing this package loads neither JAX nor anything else that is heavy: each public name loads
-its room when it is first used.
+Importing this package loads neither JAX nor any other large library: each public name imports its
+module when it is first used.
 """
 
 import importlib
@@ -68,41 +68,14 @@ _HOMES = {
     "verify": "verification.verify",
 }
 
-__all__ = [
-    "AXIS",
-    "BucketPlan",
-    "Callback",
-    "CommHook",
-    "Config",
-    "ConfigError",
-    "DataError",
-    "DataParallel",
-    "EarlyStopping",
-    "Error",
-    "KeepBest",
-    "LocalSteps",
-    "Mean",
-    "Metric",
-    "Run",
-    "TrainState",
-    "all_gather",
-    "average_gradients",
-    "fit",
-    "launch",
-    "load",
-    "powersgd",
-    "register_batch_norm",
-    "replica_key",
-    "sync_batch_norm",
-    "verify",
-]
+__all__ = sorted(_HOMES)
 
 
 class _Package(ModuleType):
-    """Does not let a module that is run, such as `jddp.verify`, hide the function of its name."""
+    """Keeps `jddp.verify` a function where the module of that name has been imported too."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets an attribute, as an import of a module below does."""
+        """Sets an attribute; the import of a submodule calls this."""
         if not (name in _HOMES and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 
