@@ -1,7 +1,7 @@
-"""The trainer: from a state and batches to a finished run.
+"""`train`, the function behind `jddp.DataParallel.fit` and the command line.
 
-It steps, evaluates, reports, saves and stops, and knows the model only by what it does for it.
-`jddp.DataParallel.fit` and the command line run this same function.
+It prepares the run directory, compares the processes of a job, and runs the training loop under a
+watchdog. It knows the model only as an object that steps and evaluates.
 """
 
 import contextlib
@@ -32,12 +32,12 @@ __all__ = ["LIMITS", "Kept", "train"]
 
 
 class Kept(NamedTuple):
-    """What a run keeps on disk.
+    """The files of a run.
 
     Attributes:
-      directory: For metrics and checkpoints; None keeps nothing.
-      config: Settings kept there; a directory with other ones is refused.
-      manifest: Facts kept beside them.
+      directory: Folder for metrics and checkpoints; None keeps nothing.
+      config: Settings of the run; a directory with other ones is refused.
+      manifest: Further facts, such as versions.
     """
 
     directory: Path | None
@@ -54,15 +54,15 @@ def train(
     callbacks: Sequence[Callback],
     limits: Limits,
 ) -> Run:
-    """Trains to the end of the plan, from where the run was; `jddp.DataParallel.fit` says how.
+    """Trains to the end of the plan, resuming from the last checkpoint in the run directory.
 
     Args:
       ddp: Usually a `jddp.DataParallel`.
       batches: This process's training batches.
-      plan: When what is done.
-      kept: On disk.
-      state: State to start from, whose memory the first step takes; or a function of the first
-        batch that makes it.
+      plan: Length of the run, and periods of what it does.
+      kept: Files of the run.
+      state: Initial state, which the first step donates; or a function of the first batch that
+        makes it.
       callbacks: Objects as `jddp.Callback` describes them.
       limits: Seconds that a phase may take before its processes are reported as hanging.
     """
@@ -90,10 +90,10 @@ def train(
             loop = Loop(ddp, source, state, plan, files, callbacks, about, watchdog)
             try:
                 loop.resume()
-                run = loop.run_to_the_end()
+                loop.run_to_the_end()
             except BaseException as error:
                 vars(error)["run"] = loop.run
-                loop.abandon()
+                loop.close(failed=True)
                 raise
             loop.close()
-            return run
+            return loop.run

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: whether it goes on from one, and what may become one."""
+"""The checkpoints of a run: restores the newest, and saves states that are finite."""
 
 import contextlib
 from collections.abc import Mapping
@@ -14,15 +14,15 @@ from jddp.errors import ConfigError, Error, FileSystemError, NumericsError
 from jddp.trainer.plan import Plan
 from jddp.trainer.reports import RunDirectory
 
-LATEST = "checkpoints"  # the folder of those to go on from; all others hold one each
-SECONDS = 2.0  # between the first and the last process that fail of the same mistake
+LATEST = "checkpoints"  # the folder of those to resume from; all others hold one each
+SECONDS = 2.0  # between the first and the last process that fail by the same mistake
 
 
 @jax.jit
 def _is_sound(state: TrainState) -> jax.Array:
-    """Whether a state can be gone on from.
+    """Whether a run can resume from a state.
 
-    Infinities of an optimizer may be meant, such as the best loss so far; NaN never is.
+    Infinities in an optimizer may be intended, such as the best loss so far; NaN never is.
     """
     finite = jax.tree.leaves((state.params, state.ema_params, state.model_state))
     defined = jax.tree.leaves((state.opt_state, state.comm_state))
@@ -35,10 +35,10 @@ class Saving:
     """Saves and restores, in folders of the run directory.
 
     Args:
-      ddp: Knows how a state lies on the devices.
+      ddp: A `jddp.DataParallel`, which has the layout of a state.
       files: The run directory, or None.
-      plan: How many to keep, and whether to go on.
-      about: What goes into every checkpoint: config, versions, ...
+      plan: Number of checkpoints to keep, and whether to resume.
+      about: Metadata for every checkpoint: config, versions, ...
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Saving:
         self._layouts: TrainState | None = None  # from `restore` on
 
     def restore(self, state: TrainState) -> Restored | None:
-        """The newest checkpoint, as `state` lies on the devices; None where there is none.
+        """The newest checkpoint, placed on the devices like `state`; None where there is none.
 
         Raises:
           ConfigError: If there must be one and is not, or the other way round.
@@ -74,7 +74,7 @@ class Saving:
         """Hands a state over for writing.
 
         Raises:
-          NumericsError: If nobody could go on from it.
+          NumericsError: If no run could resume from it.
         """
         if not _is_sound(state):
             raise NumericsError(
@@ -105,17 +105,13 @@ class Saving:
         """Waits until the newest checkpoint is written."""
         self._folder(LATEST).wait()
 
-    def close(self) -> None:
-        """Waits for all of them."""
+    def close(self, *, failed: bool) -> None:
+        """Waits for all of them; after a failure, whose error is to be raised, only if alone."""
+        if failed and jax.process_count() > 1:
+            return  # Others may wait for this process, as it would for them.
         for checkpoints in self._folders.values():
-            checkpoints.close()
-
-    def abandon(self) -> None:
-        """The same where something has failed, which is to be told rather than what comes of it."""
-        if jax.process_count() == 1:  # Others may wait for this process, as it would for them.
-            for checkpoints in self._folders.values():
-                with contextlib.suppress(Error):
-                    checkpoints.close()
+            with contextlib.suppress(*[Error] * failed):
+                checkpoints.close()
 
     def _folder(self, name: str) -> Checkpoints:
         if self._files is None:

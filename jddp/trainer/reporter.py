@@ -1,0 +1,107 @@
+"""The metrics of each step, read after the next step was sent, and reported.
+
+A step's metrics are read late, so that the devices never wait for the host. They go to the check
+for NaN and infinity, to the callbacks and, where that is due, to the metrics file and the terminal.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jddp.trainer.callbacks import Callback
+from jddp.trainer.clock import Clock
+from jddp.trainer.numerics import Numerics, Sent
+from jddp.trainer.plan import Plan
+from jddp.trainer.reports import Progress, RunDirectory
+from jddp.trainer.run import Run
+
+
+class Reporter:
+    """Reports the steps and evaluations of a run.
+
+    Args:
+      run: The run, whose records are added to.
+      plan: Periods of reports.
+      files: The run directory, or None.
+      callbacks: Callbacks of the run.
+      numerics: Check of each step.
+
+    Attributes:
+      clock: Time of steps since the last record.
+      note: Function that prints a sentence.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        plan: Plan,
+        files: RunDirectory | None,
+        callbacks: Sequence[Callback],
+        numerics: Numerics,
+    ) -> None:
+        self._run, self._plan, self._files = run, plan, files
+        self._callbacks, self._numerics = callbacks, numerics
+        self._progress = Progress(plan.num_steps, is_writer=jax.process_index() == 0)
+        self.note, self.close = self._progress.note, self._progress.close
+        self.clock = Clock(0)
+        self._waiting: Sent | None = None  # the newest step, whose metrics were not yet read
+
+    def next(self, sent: Sent | None = None) -> None:
+        """Reports the step that waits; `sent`, if given, waits in its place."""
+        late, self._waiting = self._waiting, sent
+        if late is None:
+            return
+        values = self._record(late)
+        for callback in self._callbacks:
+            callback.on_step(self._run, {"step": late.step, **values})
+
+    def record_last(self) -> None:
+        """Records the step that waits, without callbacks, where one of them may have failed."""
+        if self._waiting is not None:
+            self._record(self._waiting)
+
+    def _record(self, sent: Sent) -> dict[str, float]:
+        """Waits for a step, and records its metrics where that is due; returns them if read."""
+        step = sent.step
+        if self._numerics.look(sent, self._run.state):  # at each: none behind it may be saved
+            self.note(f"step {step} is skipped: its loss, gradients or other state are not finite")
+        is_logged = step % self._plan.log_every_steps == 0 or step == self._plan.num_steps
+        if not (is_logged or self._callbacks):
+            return {}
+        values = {name: float(x) for name, x in jax.device_get(dict(sent.metrics)).items()}
+        if is_logged:
+            self._log(step, values, sent.num_rows)
+        return values
+
+    def _log(self, step: int, values: Mapping[str, float], rows: int) -> None:
+        record: dict[str, Any] = {"step": step, "split": "train", **values}
+        if self._plan.learning_rate is not None:
+            record["learning_rate"] = self.learning_rate(step)
+        if seconds := self.clock.seconds_per_step(step):
+            record |= {**seconds, "examples_per_second": rows / seconds["step_seconds"]}
+        self._run.metrics = record
+        self._run.history.append(record)
+        if self._files is not None:
+            self._files.metrics.append(record)
+        self._progress.log(record)
+
+    def learning_rate(self, step: int) -> float | None:
+        """The learning rate of a step, numbered from 1; None where there is none or no schedule."""
+        schedule = self._plan.learning_rate
+        return None if schedule is None or step < 1 else float(np.asarray(schedule(step - 1)))
+
+    def evaluated(self, metrics: Mapping[str, float]) -> None:
+        """Reports an evaluation of the newest state."""
+        run = self._run
+        record: dict[str, Any] = {"step": run.step, "split": "eval", **metrics}
+        run.evaluations.append(record)
+        run.history.append(record)
+        self._progress.evaluated(record)
+        try:
+            for callback in self._callbacks:
+                callback.on_eval(run, record)
+        finally:  # A run that is killed before this evaluates, and calls them, again.
+            if self._files is not None:
+                self._files.metrics.append(record)
