@@ -1,11 +1,11 @@
-"""`python -m jddp` prints the commands, and exits with 2: none of them was run."""
+"""`python -m jddp` prints the commands, and exits with 2, as no command was given."""
 
 import sys
 
 from jddp.errors import ExitCode
 
 COMMANDS = """\
-python -m jddp.train       train a model, as a config says
+python -m jddp.train       train a model from a config
 python -m jddp.launch      start the processes of a job, on one host or several
 python -m jddp.verify      compare a step on all devices with one on a single device
 python -m jddp.doctor      check this host, or this job, before training

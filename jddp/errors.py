@@ -1,21 +1,21 @@
-"""The exit codes of jddp's commands, and the errors that it raises for a user's mistake.
+"""The exit codes of jddp's commands, and its errors.
 
-Whatever is wrong with a config, a batch, a file or a run leaves jddp as one of these. The message
-names the value, the rule and the way out, in one line; the command line prints that line and exits
-with `exit_code`. Any other exception is a bug of jddp's own and keeps its traceback.
+A mistake in a config, a batch, a file or a run raises one of these. The message has the value, the
+rule and the way out, in one line; the command line prints that line and exits with `exit_code`.
+Any other exception is a bug of jddp and keeps its traceback.
 """
 
 import enum
 
 
 class ExitCode(enum.IntEnum):
-    """How a command ended; docs/reliability.md has the same as a table.
+    """The exit code of a command; docs/reliability.md has the same as a table.
 
-    "Restarted" is what `jddp.launch --max-restarts` does about it. What would fail again the same
-    is not (`DETERMINISTIC` in jddp/launcher/outcome.py).
+    "Restarted" is the reaction of `jddp.launch --max-restarts`. A job that would fail again is not
+    (`DETERMINISTIC` in jddp/launcher/outcome.py).
     """
 
-    # All is done.
+    # Done.
     DONE = 0
     # A bug, of jddp or of your code, with its traceback. Restarted.
     BUG = 1
@@ -27,7 +27,7 @@ class ExitCode(enum.IntEnum):
     UNAVAILABLE = 69
     # The file system: full, forbidden, or with no sound checkpoint left. Restarted.
     FILE_SYSTEM = 74
-    # Nobody's: a signal stopped the run, and it is saved. Not restarted: the same command resumes.
+    # A signal stopped the run, and it is saved. Not restarted: the same command resumes.
     PREEMPTED = 75
     # Hardware, or code that is not the same everywhere: replicas differ. Restarted.
     REPLICA_MISMATCH = 76
@@ -39,18 +39,18 @@ class ExitCode(enum.IntEnum):
     HANG = 79
     # A loss, gradient or state that is not finite. Not restarted.
     NUMERICS = 80
-    # Another process's: its code decides, and the launcher returns that one.
+    # Another process failed first: its code decides, and the launcher returns that one.
     ANOTHER_FAILED = 81
-    # Nobody's: Ctrl-C (128 + SIGINT) where nothing was to be saved. Restarted, unless the launcher
-    # was interrupted too.
+    # Ctrl-C (128 + SIGINT) where there was nothing to save. Restarted, unless the launcher was
+    # interrupted too.
     INTERRUPTED = 130
 
 
 class Error(Exception):
-    """A mistake that the user can mend. `exit_code` is what the command line returns for it.
+    """A mistake that you can fix; `exit_code` is that of the command line.
 
     Any exception that ends a run, also one of a callback or of the data, has an attribute `run`:
-    the `jddp.Run` as far as it came, with its state and history.
+    the `jddp.Run` up to there, with its state and history.
     """
 
     exit_code: int = ExitCode.USAGE
@@ -61,7 +61,7 @@ class ConfigError(Error):
 
 
 class UsageError(Error):
-    """A call is out of order, or given something that its contract excludes."""
+    """A call comes at the wrong time, or has an argument that its contract excludes."""
 
 
 class DataError(Error):
@@ -71,7 +71,7 @@ class DataError(Error):
 
 
 class CoordinatorError(Error):
-    """The processes of a job cannot meet: an address that is wrong, taken or out of reach."""
+    """The processes of a job cannot connect: an address is wrong, taken or out of reach."""
 
     exit_code = ExitCode.UNAVAILABLE
 
@@ -89,7 +89,7 @@ class FileSystemError(Error):
 
 
 class ReplicaMismatchError(Error):
-    """Replicas that have to be alike are not: hardware that errs, or code that differs by host."""
+    """Replicas that must be identical are not: faulty hardware, or code that differs by host."""
 
     exit_code = ExitCode.REPLICA_MISMATCH
 
@@ -107,6 +107,6 @@ class ProcessMismatchError(Error):
 
 
 class NumericsError(Error):
-    """Numbers went wrong: a loss that is not finite."""
+    """A loss, gradient or state is not finite."""
 
     exit_code = ExitCode.NUMERICS

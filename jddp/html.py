@@ -1,9 +1,9 @@
-"""How a notebook shows what a terminal prints: the same text, whose columns stay columns.
+"""HTML for notebooks: the text of a terminal, in columns.
 
     class Plan(Shown): ...        # has `__repr__` or `__str__`
 
-A page that a notebook is exported to may give `<pre>` a proportional font, in which columns are
-lost. So the font is named in the element itself, which the page's style sheets do not override.
+A page that is exported from a notebook may give `<pre>` a proportional font, in which columns are
+lost. So the element itself has the font, which the page's style sheets do not override.
 """
 
 from html import escape
@@ -12,7 +12,7 @@ STYLE = "font-family: monospace; white-space: pre; line-height: 1.25"
 
 
 class Shown:
-    """Has HTML for a notebook, made of its text."""
+    """Base class of objects that notebooks show as their text."""
 
     def _repr_html_(self) -> str:
         return f'<pre style="{STYLE}">{escape(str(self))}</pre>'

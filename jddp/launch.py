@@ -1,9 +1,8 @@
-"""`python -m jddp.launch --num-processes N ... -m package.module`: many processes, one command.
+"""`python -m jddp.launch --num-processes N ... -m package.module`: starts the processes of a job.
 
-Starts a program once for each process of a job on this machine, tells each who it is, shows what
-they say, and ends and restarts them together. What it starts may be any program that joins the job
-by `jax.distributed` as jddp does, or by JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
-JAX_PROCESS_ID.
+Starts a program once for each process of a job on this machine, passes each its rank, shows their
+output, and ends and restarts them together. The program may be any that joins the job by
+`jax.distributed` as jddp does, or by JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID.
 """
 
 import argparse
@@ -41,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     if arguments.start_seconds is not None:
-        os.environ[START] = str(arguments.start_seconds)  # which the processes are handed on
+        os.environ[START] = str(arguments.start_seconds)  # which the processes inherit
     if arguments.hosts is not None:
         return _run_on_hosts(arguments, argv)
     launch = plan_launch(arguments)
@@ -56,9 +55,13 @@ def _run(argv: Sequence[str]) -> int:
 def _run_on_hosts(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     hosts = ssh.parse_hosts(arguments.hosts)
     if arguments.node_rank is not None:
-        raise UsageError("--hosts starts all nodes, and --node-rank says which one this is.")
+        raise UsageError(
+            "--hosts and --node-rank cannot be combined: --hosts starts and numbers all nodes."
+        )
     if arguments.num_nodes not in (1, len(hosts)):
-        raise UsageError(f"--num-nodes {arguments.num_nodes}, and --hosts names {len(hosts)}.")
+        raise UsageError(
+            f"--num-nodes {arguments.num_nodes}, but --hosts has {len(hosts)}: give --hosts alone."
+        )
     if not (arguments.module or arguments.script):
         raise UsageError(_NOTHING)
     _check_min_processes(arguments, len(hosts))
@@ -68,18 +71,18 @@ def _run_on_hosts(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     if coordinator is None:
         coordinator = ssh.choose_coordinator(hosts[0])
         given = ["--coordinator", coordinator, *given]
-    print(f"jddp: {', '.join(hosts)} are to meet at {coordinator}", file=sys.stderr, flush=True)
+    print(f"jddp: {', '.join(hosts)} connect at {coordinator}", file=sys.stderr, flush=True)
     given = ["--logs", str(arguments.logs or name_logs()), *given]
     may_lose = arguments.min_processes is not None
     return ssh.launch_on(hosts, given, arguments.grace_seconds, may_lose=may_lose)
 
 
 def plan_launch(arguments: argparse.Namespace) -> Launch:
-    """What the arguments ask for.
+    """The launch that the arguments describe.
 
     Raises:
       ConfigError: If the coordinator is not host:port.
-      UsageError: If they do not go together.
+      UsageError: If they cannot be combined.
     """
     coordinator = _coordinator(arguments)
     if arguments.num_nodes > 1 and (coordinator is None or arguments.node_rank is None):
@@ -129,7 +132,9 @@ def _coordinator(arguments: argparse.Namespace) -> str | None:
     host, port = arguments.master_addr, arguments.master_port
     if arguments.coordinator is not None:
         if host is not None or port is not None:
-            raise UsageError("--coordinator says what --master-addr and --master-port say.")
+            raise UsageError(
+                "--coordinator replaces --master-addr and --master-port: give one of them."
+            )
         return check_address(arguments.coordinator, "--coordinator")
     if host is None and port is None:
         return None
@@ -150,20 +155,40 @@ def _parser() -> Parser:
         how["dest"] = name.removeprefix("--").replace("-", "_")
         parser.add_argument(*dict.fromkeys((name, *peers)), **how)  # type: ignore[arg-type]
 
-    add("--num-processes", "--nproc-per-node", type=_positive, default=1, help="on this machine")
-    add("--devices-per-process", type=_positive, help="CPU devices of each, or GPUs")
-    add("--max-restarts", "--max-restarts", type=_count, default=0, help="of all together")
+    add(
+        "--num-processes",
+        "--nproc-per-node",
+        type=_positive,
+        default=1,
+        help="processes on this machine",
+    )
+    add("--devices-per-process", type=_positive, help="CPU devices, or GPUs, of each")
+    add(
+        "--max-restarts",
+        "--max-restarts",
+        type=_count,
+        default=0,
+        help="restart the whole job at most so often",
+    )
     add("--hosts", help="a,b,...: start all nodes from here, through ssh")
     add("--num-nodes", "--nnodes", type=_positive, default=1, help="machines of the job")
-    add("--node-rank", "--node-rank", type=_count, help="which machine this is, from 0")
+    add("--node-rank", "--node-rank", type=_count, help="number of this machine, from 0")
     add("--coordinator", help="host:port on node 0; a free port here if it is the only one")
-    add("--min-processes", type=_positive, help="of all machines: go on with, if one is lost")
+    add(
+        "--min-processes",
+        type=_positive,
+        help="elastic: keep running with so many, if a machine is lost",
+    )
     add("--master-addr", "--master-addr", help="host of --coordinator")
     add("--master-port", "--master-port", help="port of --coordinator")
-    add("--logs", type=expand, help="folder for what each process says (logs/DATE-TIME-PID)")
-    add("--start-seconds", type=_positive, help="to wait for all processes (300)")
+    add("--logs", type=expand, help="folder for the output of each process (logs/DATE-TIME-PID)")
+    add("--start-seconds", type=_positive, help="rendezvous timeout (300)")
     add("--grace-seconds", type=float, default=10.0, help="from SIGTERM to SIGKILL (%(default)g)")
-    add("--obey-input", action="store_true", help="signals are words on standard input (--hosts)")
+    add(
+        "--obey-input",
+        action="store_true",
+        help="read signals as words from standard input (used by --hosts)",
+    )
     parser.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, help="a module to run, and its arguments"
     )

@@ -1,9 +1,9 @@
-"""The command line: `python -m jddp.train [--config FILE]... [key.path=value]...`.
+"""The command line of training: `python -m jddp.train [--config FILE]... [key.path=value]...`.
 
-Arguments and config are checked before JAX is imported, so that a mistyped key costs a moment. A
-user's mistake is one line on standard error and an exit code; any other exception keeps its
-traceback. A process of many that fails leaves at once: JAX would hold it, and all others, in a
-shutdown barrier for minutes.
+Arguments and config are checked before JAX is imported, so that a mistyped key is reported at once.
+A mistake of yours is one line on standard error and an exit code; any other exception keeps its
+traceback. One of several processes that fails exits at once: JAX would hold it, and all others, in
+a shutdown barrier for minutes.
 """
 
 import argparse
@@ -37,7 +37,7 @@ examples:
   python -m jddp.train train.num_steps=20 run.dir=runs/try
   python -m jddp.train --config gpt_stdlib optimizer.learning_rate=3e-4
   python -m jddp.train --config my.yaml model.target=my_models:Net --dry-run
-The same command again goes on from the last checkpoint.
+The same command again resumes from the last checkpoint.
 """
 
 
@@ -49,28 +49,28 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run(_parse(argv))
     except Error as error:
         tell(error)
-        code, told = error.exit_code, str(error)
+        code, reason = error.exit_code, str(error)
     except _Stopped as error:
-        told = f"{error}: stopped before the first step. The same command goes on."
-        print(f"jddp: {told}", file=sys.stderr)
         code = ExitCode.PREEMPTED
+        reason = f"{error}: stopped before the first step. The same command resumes."
+        print(f"jddp: {reason}", file=sys.stderr)
     except KeyboardInterrupt:
-        told = "interrupted. The same command goes on from the last checkpoint."
-        print(f"jddp: {told}", file=sys.stderr)
         code = ExitCode.INTERRUPTED
+        reason = "interrupted. The same command resumes from the last checkpoint."
+        print(f"jddp: {reason}", file=sys.stderr)
     except Exception as error:
         traceback.print_exc()
-        code, told = ExitCode.BUG, f"{type(error).__name__}: {error}"
-    return _leave(code, told)
+        code, reason = ExitCode.BUG, f"{type(error).__name__}: {error}"
+    return _leave(code, reason)
 
 
 class _Stopped(BaseException):
-    """A signal, which it names, came where there is nothing to save."""
+    """A signal, where there is nothing to save."""
 
 
 @contextlib.contextmanager
 def _stopped_by_signals() -> Iterator[None]:
-    """While open, SIGTERM and SIGHUP end what goes on here; a run has a better answer meanwhile."""
+    """While open, SIGTERM and SIGHUP raise `_Stopped`; during training the run handles them."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -113,12 +113,12 @@ def _run(arguments: argparse.Namespace) -> int:
 
     identity = resolve_identity()
     initialize(identity)
-    told = str(identity) if identity.source else ""
+    detected = str(identity) if identity.source else ""
     with owned_process():
-        return _train(config, name, told=told, is_dry_run=arguments.dry_run, started=started)
+        return _train(config, name, detected, is_dry_run=arguments.dry_run, started=started)
 
 
-def _train(config: Config, name: str, *, told: str, is_dry_run: bool, started: float) -> int:
+def _train(config: Config, name: str, detected: str, *, is_dry_run: bool, started: float) -> int:
     import jax
 
     from jddp.job.job import build
@@ -126,7 +126,7 @@ def _train(config: Config, name: str, *, told: str, is_dry_run: bool, started: f
 
     job = build(config, needs_data=not is_dry_run)
     if job.is_writer:
-        print(_banner(job, name, told), flush=True)
+        print(_banner(job, name, detected), flush=True)
     if is_dry_run:
         text = preview(job)
         if job.is_writer:
@@ -134,7 +134,7 @@ def _train(config: Config, name: str, *, told: str, is_dry_run: bool, started: f
         return ExitCode.DONE
     run = job.run()
     if run.interrupted is not None:
-        # Schedulers end the others as soon as one has left; all are to leave with this code.
+        # Schedulers end the others once one has exited; all are to exit with this code.
         if jax.process_count() > 1:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return ExitCode.PREEMPTED
@@ -147,12 +147,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(
         prog="python -m jddp.train",
         usage="%(prog)s [--config FILE]... [key.path=value]... [--dry-run]",
-        description="Train a Flax model on every device, as a config says.",
+        description="Train a Flax model on every device, as configured.",
         epilog=f"sections of a config:\n  {_sections()}\n\n{EXAMPLES}",
     )
     add_config_arguments(parser)
     add = parser.add_argument
-    add("--dry-run", action="store_true", help="compile, and say what a run would need")
+    add("--dry-run", action="store_true", help="compile, and print the memory of a run")
     add("--print-config", action="store_true", help="print the resolved config")
     add("--help-keys", action="store_true", help="print every key, its default and its meaning")
     return parser.parse_intermixed_args(argv)
@@ -163,23 +163,23 @@ def _sections() -> str:
 
 
 def _prepare_jax(*, is_dry_run: bool) -> None:
-    """Keeps compiled programs between commands, unless this one is to write nothing."""
+    """Turns on the persistent compilation cache, except in a dry run, which writes nothing."""
     if is_dry_run:
         return
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         try:
             cache = expand(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "jddp" / "xla"
             make_private(cache, "the cache of compiled programs")
-        except Error as error:  # what is compiled each time is only slower to start
-            print(f"jddp: {error} Until then nothing is kept there.", file=sys.stderr)
+        except Error as error:  # without it the start is only slower
+            print(f"jddp: {error} Until then the cache is off.", file=sys.stderr)
         else:
             os.environ["JAX_COMPILATION_CACHE_DIR"] = str(cache)
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 
-def _banner(job: "Job", name: str, told: str) -> str:
-    """Says in a few lines what is about to run, on what, and who told which process this is."""
+def _banner(job: "Job", name: str, detected: str) -> str:
+    """A few lines on the job, its devices, and the launcher and rank that were detected."""
     import jax
 
     from jddp.config.versions import versions
@@ -191,7 +191,7 @@ def _banner(job: "Job", name: str, told: str) -> str:
         "data": job.data.description if job.data else f"not here: {job.data_error}",
         "model": f"{config.model.name or config.model.target}, {job.num_parameters:,} parameters",
         "run dir": str(config.run.dir),
-    } | ({"job": told} if told else {})
+    } | ({"job": detected} if detected else {})
     lines = [
         f"jddp {versions()['jddp']} | jax {jax.__version__} | {processes} "
         f"process{'es' * (processes > 1)} x {mesh.size // processes} {device.platform} devices"
@@ -202,7 +202,7 @@ def _banner(job: "Job", name: str, told: str) -> str:
 
 
 def _farewell(run: "Run", seconds: float) -> str:
-    """Says how it ended."""
+    """Two lines on the result of a run."""
     names = sorted(
         run.eval_metrics.keys() - {"step", "split", "examples"},
         key=lambda name: (name != "loss", name),
@@ -211,14 +211,14 @@ def _farewell(run: "Run", seconds: float) -> str:
     return f"done     {run.step:,} steps, {seconds:.0f} s in all\neval     {metrics}"
 
 
-def _leave(code: int, told: str) -> int:
-    """Ends a process of many, and its job, at once; the only one just returns its exit code."""
+def _leave(code: int, reason: str) -> int:
+    """Ends one of several processes, and its job, at once; a single one returns its exit code."""
     if "jax" in sys.modules:
         from jddp.distributed.coordination import num_processes
         from jddp.distributed.failure import leave
 
         if num_processes() > 1:
-            leave(code, told)
+            leave(code, reason)
     return code
 
 

@@ -1,7 +1,7 @@
-"""`python -m jddp.verify [--config FILE]... [key.path=value]...`: are N devices one device?
+"""`python -m jddp.verify [--config FILE]... [key.path=value]...`: do N devices equal one?
 
-Takes a job as `jddp.train` does, and compares a step on its mesh with one on a single device:
-`jddp.verify` for what the config describes. Exit code 0 if they are the same, 76 if they are not.
+Takes a job as `jddp.train` does, and compares a step on its mesh with the same step on a single
+device, as `jddp.verify` does for objects. Exit code 0 if they are equal within rounding, else 76.
 """
 
 import argparse
@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> Parser:
     parser = Parser(
         prog="python -m jddp.verify",
-        description="Compare a step of a job on its devices with one on a single device.",
+        description="Compare a step of a job on its devices with the same step on one device.",
     )
     add_config_arguments(parser)
     return parser

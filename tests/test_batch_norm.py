@@ -492,7 +492,7 @@ def test_groups_that_there_cannot_be_are_refused(options, message):
 
 @pytest.mark.parametrize("kind", [Norm, NnxNorm, Copied, NnxCopied])
 def test_a_model_is_converted_for_a_step_of_one_s_own(kind):
-    """On eight replicas of one's own `shard_map` it is what it is on one device."""
+    """On eight replicas of a custom `shard_map` it is what it is on one device."""
     batch, model = rows(), kind()
     converted = jddp.sync_batch_norm(model, "batch")
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("batch",))

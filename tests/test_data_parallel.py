@@ -191,7 +191,7 @@ def test_keys_differ_from_part_to_part():
 
 
 def test_keys_are_those_of_a_step_a_replica_and_a_stream():
-    # What a checkpoint goes on with: the same step draws the same numbers in any version.
+    # A checkpoint resumes with it: the same step uses the same random numbers in any version.
     ddp = wrapped(Noise(), loss=lambda model, batch: model(batch["x"]), mesh=1)
     batch = make_batch(2)
     state = ddp.init(0, batch)

@@ -53,7 +53,7 @@ def test_parameters_are_those_of_one_device_after_each_of_five_steps(bucket_mb, 
 
 @in_all_places
 def test_training_goes_on_from_what_was_saved_in_the_middle(place, tmp_path):
-    """NUM-1: to the bit."""
+    """NUM-1, bitwise."""
     ddp = wrapped(Net(), **place)
     state, _ = ddp.step(start(ddp, make_rows()), make_rows())
     checkpoints = Checkpoints(tmp_path, keep=1)

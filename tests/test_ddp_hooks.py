@@ -220,7 +220,7 @@ def test_the_mean_of_powersgd_is_the_same_in_each_of_a_hundred_steps(place, feed
 
 
 def test_what_powersgd_remembers_is_saved_and_the_next_ten_steps_are_the_same(tmp_path):
-    """HK-9, to the bit."""
+    """HK-9, bitwise."""
     hook = jddp.powersgd(start_step=2, min_compression_rate=0.1)
     checkpoints = Checkpoints(tmp_path, keep=1)
     ddp, state = step(Net(), comm_hook=hook, num_steps=5)

@@ -30,11 +30,11 @@ def levels(findings):
 @pytest.mark.parametrize(
     "addresses, level, told",
     [
-        (["10.0.0.5"], "ok", "node-3 leads to 10.0.0.5"),
+        (["10.0.0.5"], "ok", "node-3 resolves to 10.0.0.5"),
         (["10.0.0.5", "127.0.1.1"], "ok", "10.0.0.5, 127.0.1.1"),
         (["127.0.1.1"], "warn", "127.0.1.1 alone"),
         (["::1"], "warn", "::1 alone"),
-        ([], "warn", "leads to no address"),
+        ([], "warn", "resolves to no address"),
     ],
 )
 def test_a_name_that_leads_to_loopback_or_nowhere_is_told(addresses, level, told):
@@ -159,7 +159,7 @@ NAMES = [f"process {i} on h{i}" for i in range(4)]
         ({(0, 1): 1e-3, (1, 2): 4e-2, (2, 0): 4e-2}, ["process 2 on h2 takes 40.00 ms"]),
         (
             {(0, 1): 1e-3, (1, 2): 4e-2, (2, 3): 1e-3, (3, 0): 1e-3},
-            ["the way from process 1 on h1 to process 2 on h2 takes 40.00 ms"],
+            ["the link from process 1 on h1 to process 2 on h2 takes 40.00 ms"],
         ),
     ],
 )
@@ -230,7 +230,7 @@ def test_processes_are_examined_together(tmp_path):
     assert [process.returncode for process in running] == [0, 0], ends
     told = ends[0][0]
     for words in (
-        "2 processes have met",
+        "2 processes are connected",
         "clocks are within",
         "all see",
         "process 1: as process 0",

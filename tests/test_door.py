@@ -1,4 +1,4 @@
-"""A command goes on without a standard output or standard error that breaks."""
+"""A command continues without a standard output or standard error that breaks."""
 
 import os
 import subprocess

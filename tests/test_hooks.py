@@ -1,4 +1,4 @@
-"""Wire formats, and hooks of one's own."""
+"""Wire formats, and custom hooks."""
 
 import jax
 import jax.numpy as jnp
@@ -92,7 +92,7 @@ def test_a_replica_on_its_own_sends_nothing():
 
 
 def test_float16_gradients_are_divided_before_they_are_added():
-    """NUM-4, for the buckets in a step of one's own."""
+    """NUM-4, for the buckets in a custom step."""
     rows = np.full((8, 3), 2.0**15, np.float16)
     np.testing.assert_array_equal(average({"g": rows})["g"], [2.0**15] * 3)
 

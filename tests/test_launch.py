@@ -259,7 +259,7 @@ def test_a_port_that_is_taken_is_refused(num_nodes):
         ("--num-nodes 2 --node-rank 2 --coordinator h:1 -m x", "--node-rank 2 must be below"),
         ("--coordinator h -m x", "--coordinator='h' must be host:port"),
         ("--master-port http -m x", "must be host:port"),
-        ("--coordinator h:1 --master-addr h -m x", "--coordinator says what --master-addr"),
+        ("--coordinator h:1 --master-addr h -m x", "--coordinator replaces --master-addr"),
         ("--proces 2 -m x", "unrecognized arguments: --proces"),
     ],
 )

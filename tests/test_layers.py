@@ -144,7 +144,7 @@ from jddp.zoo.losses import cross_entropy
 from jddp.zoo.models import MLP
 ddp = jddp.DataParallel(MLP(widths=(3,)), optax.sgd(0.1), cross_entropy)
 batch = {"image": np.ones((8, 2), np.float32), "label": np.zeros(8, np.int32)}
-for _ in range(2):  # the second goes on where the first has ended
+for _ in range(2):  # the second resumes where the first has ended
     run = ddp.fit([batch] * 4, num_steps=2, evaluate=[batch], run_dir=sys.argv[1])
 assert run.step == 2, run
 """

@@ -443,8 +443,8 @@ def test_on_another_number_of_replicas_each_begins_with_the_mean(tmp_path, num):
         for a, b in zip(*map(jax.tree.leaves, (got, saved)), strict=True):
             np.testing.assert_allclose(a, np.broadcast_to(b.mean(0), a.shape), rtol=1e-5, atol=1e-7)
     assert_close(host(state.comm_state), host(states[-1].comm_state), rtol=0)
-    told = differences(ddp.world, other.world, draws=False, has_statistics=False)
-    assert "each replica begins with the mean of those that were" in told
+    told = differences(ddp.world, other.world, uses_rng=False, has_statistics=False)
+    assert "each replica begins with the mean of the previous ones" in told
     for i in (4, 5):
         state, _ = other.step(state, make_rows(24, seed=i))
     rows = np.asarray(state.params["first"]["kernel"])

@@ -1,4 +1,4 @@
-"""A step on logical replicas is equal to the bit, whatever number of devices carries them."""
+"""A step on logical replicas is bitwise identical on any number of devices."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Numbers that go wrong: skipped to the bit, counted, and told when they do not stop."""
+"""NaN and infinity: steps are skipped bitwise, counted, and reported when they do not stop."""
 
 import json
 

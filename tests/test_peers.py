@@ -131,7 +131,7 @@ def test_a_model_that_names_its_own_axis_trains_as_in_its_own_pmap_step(loss, op
     close(ddp.model(state), jax.tree.map(lambda x: np.array(x[0]), trained))
 
 
-# A step of one's own, that keeps its map and gets its mean from the optimizer.
+# A custom step, that keeps its map and gets its mean from the optimizer.
 
 
 class Mlp(nn.Module):

@@ -286,9 +286,7 @@ def test_metrics_that_cannot_be_read_are_a_file_system_error(tmp_path):
 def test_a_manifest_of_another_form_is_a_file_system_error(tmp_path, damage):
     prepared(tmp_path)
     (tmp_path / "manifest.json").write_text(damage)
-    with pytest.raises(
-        FileSystemError, match=r"manifest\.json is damaged: .*\. Put it back"
-    ) as got:
+    with pytest.raises(FileSystemError, match=r"manifest\.json is damaged: .*\. Restore it") as got:
         prepared(tmp_path)
     assert len(str(got.value).splitlines()) == 1
 

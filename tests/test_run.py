@@ -92,7 +92,7 @@ def test_a_function_may_make_the_first_state():
 
 def test_a_run_without_evaluation_says_that_it_has_no_batches():
     run = fit(evaluate=None)
-    with pytest.raises(UsageError, match="no evaluation batches of its own"):
+    with pytest.raises(UsageError, match="has no evaluation batches"):
         run.evaluate()
 
 

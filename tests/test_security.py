@@ -211,7 +211,7 @@ def test_a_cache_that_cannot_be_private_is_not_used(tmp_path, monkeypatch, capsy
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     _prepare_jax(is_dry_run=False)
     assert "JAX_COMPILATION_CACHE_DIR" not in os.environ
-    assert "nothing is kept there" in capsys.readouterr().err
+    assert "Until then the cache is off" in capsys.readouterr().err
 
 
 # --- who listens ---------------------------------------------------------------------------------

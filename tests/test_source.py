@@ -137,7 +137,7 @@ def test_batches_without_a_position_are_read_again_with_a_loud_notice(caplog):
     assert take(source, 1) == [4]
     (said,) = caplog.records
     assert said.levelname == "WARNING"
-    assert "4 of them are read again" in said.getMessage()
+    assert "replaying 4 batches" in said.getMessage()
 
 
 def test_what_goes_wrong_while_reading_ahead_is_raised_where_the_batch_was_to_be_taken():

@@ -456,7 +456,7 @@ def test_a_run_moves_from_world_to_world_up_to_rounding(
         capsys.readouterr()
         run = train(world, tmp_path / "moved", num_steps)
         said = " ".join(capsys.readouterr().out.split())
-        told = "all counts go on exactly; all else is the same up to rounding" in said
+        told = "all counts continue exactly; all else is equal within rounding" in said
         assert told == (num_steps > 3)
     jax.tree.map(
         # Nine steps' sums, each in another order.
@@ -471,10 +471,20 @@ def test_a_run_moves_from_world_to_world_up_to_rounding(
     "model, batch_norm, worlds, told",
     [
         (MLP(dropout_rate=0.5), "sync", [(4, 1), (2, 1)], "num_devices 2 (was 4): the order of"),
-        (MLP(dropout_rate=0.5), "sync", [(2, 1), (2, 2)], "draws for itself, are others"),
+        (
+            MLP(dropout_rate=0.5),
+            "sync",
+            [(2, 1), (2, 2)],
+            "random numbers differ (keys depend on replica and micro-batch)",
+        ),
         (ConvNet(), "sync", [(2, 1), (2, 2)], "exactly; batch norm sees other parts of a batch"),
         (ConvNet(), "local", [(4, 1), (2, 1)], "exactly; batch norm sees other parts of a batch"),
-        (NnxConvNet(nnx.Rngs(0), dropout_rate=0.3), "sync", [(2, 1), (1, 2)], "are others; batch"),
+        (
+            NnxConvNet(nnx.Rngs(0), dropout_rate=0.3),
+            "sync",
+            [(2, 1), (1, 2)],
+            "and micro-batch); batch",
+        ),
     ],
     ids=["dropout on devices", "dropout in parts", "parts", "local statistics", "nnx"],
 )

@@ -1,14 +1,13 @@
 """Host batches of real examples, in an order that depends on nothing but the seed.
 
-    source = make_source("fashion_mnist")           # knows its shapes, has read nothing
-    data = source.load()                            # reads, and checks what it read
+    source = make_source("fashion_mnist")           # has shapes, has read nothing
+    data = source.load()                            # reads and checks the files
     for batch in TrainBatches(data.train, global_batch_size=128, seed=0, augment=source.augment):
-        ...                                         # a dict of numpy arrays, for ever
+        ...                                         # a dict of numpy arrays, endlessly
 
-*Examples* are numbered rows (`examples`), an *order* says which of them stands at which position
-of the run (`order`), *batches* cut the order into steps and processes (`batches`), and a *source*
-is a named place where examples come from. This room knows numpy and files, and nothing of JAX,
-devices or configs.
+*Examples* are numbered rows (`examples`), an *order* maps positions of the run to examples
+(`order`), *batches* cut the order into steps and processes (`batches`), and a *source* loads a
+named data set. This package knows numpy and files, and nothing of JAX, devices or configs.
 """
 
 from jddp.data.augment import Augment, CropAndFlip, FlipAndShift

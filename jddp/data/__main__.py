@@ -24,12 +24,12 @@ def _parser() -> Parser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     tokenize = commands.add_parser("tokenize", help="write token files from text")
     add = tokenize.add_argument
-    add("directory", type=expand, help="where to; holds none yet")
-    add("texts", type=expand, nargs="+", help="files, folders, .jsonl with a document a line")
+    add("directory", type=expand, help="output directory; must hold no token files yet")
+    add("texts", type=expand, nargs="+", help="files, folders, .jsonl with a document per line")
     add("--tokenizer", default="bytes", help="bytes, or a file of Hugging Face's tokenizers")
-    add("--end-of-document", metavar="TOKEN", help="what ends a document; zero for bytes")
-    add("--test-share", type=float, default=0.1, help="of the documents (0.1)")
-    add("--shard-tokens", type=int, default=2**27, help="tokens of a file (2^27)")
+    add("--end-of-document", metavar="TOKEN", help="token after each document; zero for bytes")
+    add("--test-share", type=float, default=0.1, help="fraction of documents for testing (0.1)")
+    add("--shard-tokens", type=int, default=2**27, help="tokens per file (2^27)")
     tokenize.set_defaults(run=_tokenize)
     return parser
 

@@ -1,7 +1,7 @@
-"""Random changes of training examples that leave what is to be learnt from them alone.
+"""Augmentation: random changes of training examples that keep their labels valid.
 
-What happens to an example follows from the numbers it is given, which depend on the seed, the epoch
-and the example: not on the batch it is in, nor on who holds it.
+A change is a function of random numbers that depend on the seed, the epoch and the example, and
+not on the batch or the process.
 """
 
 from dataclasses import dataclass
@@ -15,19 +15,19 @@ from jddp.errors import ConfigError
 
 @runtime_checkable
 class Augment(Protocol):
-    """Changes examples at random.
+    """A random change of examples.
 
     Attributes:
-      num_draws: Random numbers that one example needs.
+      num_draws: Number of random numbers that one example needs.
     """
 
     num_draws: int
 
     def __call__(self, batch: Batch, uniform: np.ndarray) -> Batch:
-        """The batch, changed; the one given stays as it is.
+        """The changed batch; the argument is not modified.
 
         Args:
-          batch: Some rows.
+          batch: Rows.
           uniform: Random numbers in [0, 1), `(b, num_draws)`.
         """
 
@@ -57,11 +57,11 @@ class FlipAndShift:
 
 @dataclass(frozen=True)
 class CropAndFlip:
-    """Enlarges a part of each image to its whole size, and mirrors half of them left to right.
+    """Resizes a random crop of each image to the full size, and mirrors half of them left to right.
 
     Attributes:
-      smallest: Least share of the image's area that is kept.
-      widest: Largest ratio of the part's sides.
+      smallest: Smallest fraction of the image's area in a crop.
+      widest: Largest aspect ratio of a crop.
 
     References:
       Szegedy et al., "Going Deeper with Convolutions", CVPR 2015, section 6.
@@ -88,13 +88,13 @@ class CropAndFlip:
 
 
 def _centres(begin: np.ndarray, length: np.ndarray, num_pixels: int) -> np.ndarray:
-    """Where the centres of the new pixels lie among those of the old ones, `(b, num_pixels)`."""
+    """Positions of the centres of the new pixels among the old ones, `(b, num_pixels)`."""
     places = (np.arange(num_pixels) + 0.5) / num_pixels
     return np.clip(begin[:, None] + places * length[:, None] - 0.5, 0, num_pixels - 1)
 
 
 def _between(images: np.ndarray, places: np.ndarray, *, axis: int) -> np.ndarray:
-    """Values at places between pixels along one axis, linearly."""
+    """Linear interpolation between pixels along one axis."""
     below = np.floor(places).astype(int)
     shape = [len(images), 1, 1, 1]
     shape[axis] = places.shape[1]
@@ -105,18 +105,18 @@ def _between(images: np.ndarray, places: np.ndarray, *, axis: int) -> np.ndarray
 
 
 def mix_up(batch: Batch, others: Batch, share: np.ndarray) -> Batch:
-    """Lays another image over each, and gives both labels.
+    """mixup: blends each image with another, and keeps both labels.
 
     Args:
-      batch: "image" and "label".
-      others: The same, to be laid over them.
-      share: Of the image itself, `(b,)`.
+      batch: Rows of "image" and "label".
+      others: Rows to blend them with.
+      share: Weight of the image itself, `(b,)`.
 
     Returns:
-      The images, with "other_label" and "share", which the loss weighs labels by.
+      The images, with "other_label" and "share", by which the loss weights the two labels.
 
     Raises:
-      ConfigError: If the examples are no images with labels.
+      ConfigError: If the examples are not images with labels.
 
     References:
       Zhang et al., "mixup: Beyond Empirical Risk Minimization", ICLR 2018.

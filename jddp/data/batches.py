@@ -1,12 +1,12 @@
-"""Batches of one process: full and resumable to train on, each example once to evaluate.
+"""Batches of one process: resumable ones for training, each example once for evaluation.
 
     batches = TrainBatches(examples, global_batch_size=128, seed=0)
     batch = next(batches)              # the rows of this process, a dict of numpy arrays
-    batches.get_state()                # {"position": 128}: give it to set_state to resume
+    batches.get_state()                # {"position": 128}: pass it to set_state to resume
 
-Every process walks through the same global batches and takes its own contiguous part of each, so
-that all processes together read what one process would have read, in the same order. Where a batch
-cannot be full, it is filled with real rows, whose mask is 0.
+Every process iterates over the same global batches and takes its own contiguous part of each, so
+that all processes together read the rows of one process, in the same order. A partial batch is
+padded with real rows, whose mask is 0.
 """
 
 from collections.abc import Iterator
@@ -29,8 +29,8 @@ class TrainBatches(Shown):
 
     Batch `s` holds positions `s * global_batch_size` onwards of the run (see `order`). Epochs
     follow each other without a gap: a batch may straddle two of them, no example is dropped, and
-    only the last batch of a run can be short. It then holds rows that do not count, as every batch
-    does where the devices do not divide it: "mask" tells them, and all batches have it.
+    only the last batch of a run can be partial. It is then padded, as is every batch that the
+    devices do not divide: "mask" is 0 for padding, and all batches have it.
     """
 
     def __init__(
@@ -53,18 +53,18 @@ class TrainBatches(Shown):
 
         Args:
           examples: Examples to read, or a dict of arrays with a row for each.
-          global_batch_size: Examples a step, over all processes.
-          seed: Names the order and the augmentation; not negative.
-          num_epochs: When to end; None is never.
-          drop_remainder: Whether to end with the last batch that is full, instead of filling one.
+          global_batch_size: Examples per step, over all processes.
+          seed: Seed of the order and the augmentation; not negative.
+          num_epochs: Number of epochs; None never ends.
+          drop_remainder: Whether to end with the last full batch, instead of padding a partial one.
           shuffle: Whether each epoch is a new permutation, or the order of the data.
-          weights: How often each example is wanted in comparison with others, `(n,)`.
-          augment: Changes rows at random, or None.
-          mixup: Lays another image over each, with shares drawn from Beta(mixup, mixup).
-          multiple_of: Rows of a global batch are filled up to a multiple of this, such as the
-            number of devices.
-          process_index: Which part of each batch is this process's.
-          num_processes: How many such parts there are.
+          weights: Sample weights, `(n,)`: relative frequency of each example.
+          augment: Augmentation of rows, or None.
+          mixup: Parameter of mixup, whose weights are from Beta(mixup, mixup), or None.
+          multiple_of: Divisor of the rows of a global batch after padding, such as the number of
+            devices.
+          process_index: Number of this process.
+          num_processes: Number of processes, which each take an equal part of a batch.
 
         Raises:
           ConfigError: If the batch does not divide over the processes, or the seed is negative.
@@ -102,7 +102,7 @@ class TrainBatches(Shown):
 
     @property
     def is_padded(self) -> bool:
-        """Whether a batch may hold rows that do not count: then all have a "mask"."""
+        """Whether a batch may be padded: then all have a "mask"."""
         is_short = self._end is not None and self._end % self.global_batch_size > 0
         return is_short or self._rows_in_all > self.global_batch_size
 
@@ -136,7 +136,7 @@ class TrainBatches(Shown):
         return mix_up(batch, others, betaincinv(self._mixup, self._mixup, share))
 
     def __repr__(self) -> str:
-        """Number of examples, global batch size and position; reads none of them."""
+        """Number of examples, global batch size and position; reads no example."""
         head = f"TrainBatches: {self.num_examples:,} examples, {self.global_batch_size} a step"
         end = "endless" if self._end is None else f"{len(self.positions_left()):,} steps left"
         return f"{head}, at position {self._position:,}, {end}"
@@ -152,38 +152,38 @@ class TrainBatches(Shown):
         return batch
 
     def advance(self) -> None:
-        """Takes the next batch as delivered."""
+        """Counts the next batch as delivered."""
         self._position += self.global_batch_size
 
     def positions_left(self) -> range:
-        """Where the batches begin that have not been delivered; where they never end, many."""
+        """Positions of the batches that are not yet delivered; very many if they never end."""
         end = ENDLESS if self._end is None else self._end
         return range(self._position, end, self.global_batch_size)
 
     def examples_before(self, state: dict[str, int]) -> np.ndarray:
-        """Numbers of the examples in the global batch, of all processes, that led to a state."""
+        """Numbers of the examples in the last global batch, of all processes, before a state."""
         end = state["position"]
         first = max(0, end - self.global_batch_size)
         return self._order.examples_at(np.arange(first, min(end, self._end or end)))
 
     def get_state(self) -> dict[str, int]:
-        """Says how many examples were delivered: all that is needed to go on from here.
+        """The number of examples delivered, which is all that is needed to resume from here.
 
-        It does not depend on processes, devices or the size of a batch. After a last batch that was
-        short, "end" says where the examples ended, for a run that is made longer.
+        It does not depend on processes, devices or the size of a batch. After a partial last batch
+        "end" is the position at which the examples ended, for a run that is made longer.
         """
         if self._end is not None and self._position > self._end:
             return {"position": self._position, "end": self._end}
         return {"position": self._position}
 
     def set_state(self, state: dict[str, int]) -> None:
-        """Goes on as if `state["position"]` examples had been delivered."""
+        """Continues as if `state["position"]` examples had been delivered."""
         self._position = min(int(state["position"]), state.get("end", ENDLESS))
 
 
 @dataclass(frozen=True, repr=False)
 class _EvalBatches(Shown):
-    """Can be iterated any number of times, from the beginning each time."""
+    """Evaluation batches, which can be iterated any number of times."""
 
     examples: Examples
     global_batch_size: int
@@ -207,10 +207,10 @@ class _EvalBatches(Shown):
 def count_steps(
     num_epochs: float, num_examples: int, global_batch_size: int, drop_remainder: bool = False
 ) -> int:
-    """How many batches there are in some epochs: at least one.
+    """The number of batches in some epochs: at least one.
 
     Raises:
-      DataError: If the batches are to be full, and one is not.
+      DataError: If only full batches count, and there is none.
     """
     end = max(1, round(num_epochs * num_examples))
     if not drop_remainder:
@@ -230,13 +230,13 @@ def eval_batches(
 
     Args:
       examples: Examples to read, or a dict of arrays with a row for each.
-      global_batch_size: Examples a batch, over all processes.
-      process_index: Which part of each batch is this process's.
-      num_processes: How many such parts there are.
+      global_batch_size: Examples per batch, over all processes.
+      process_index: Number of this process.
+      num_processes: Number of processes, which each take an equal part of a batch.
 
     Returns:
-      An iterable with a length, the same on every process. The parts of the last batch may be
-      short, and on some processes empty.
+      An iterable with a length, the same on every process. The last batch may be smaller, and on
+      some processes empty.
 
     Raises:
       ConfigError: If `global_batch_size` is not positive.

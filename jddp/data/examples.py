@@ -1,8 +1,8 @@
 """Numbered examples: how many there are, and the rows at given indices as one batch.
 
-That is all a data set has to offer to be trained on. Two kinds are here: arrays as they are
-(`ArrayExamples`), and images that are kept as bytes and normalised when read (`ImageExamples`).
-What can be known to be wrong when they are made is refused then.
+That is the whole interface of a data set. Two kinds are here: arrays as they are
+(`ArrayExamples`), and images that are kept as bytes and normalized when read (`ImageExamples`).
+Mistakes that can be found when they are made are refused then.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from jddp.errors import DataError
 
 Batch = dict[str, np.ndarray]
 
-# What JAX would turn these into; done here so that shapes and dtypes are known beforehand.
+# The dtypes that JAX would convert to; done here so that specs are known beforehand.
 NARROW = {"float64": np.dtype("float32"), "int64": np.dtype("int32")}
 
 
@@ -23,20 +23,20 @@ class Examples(Protocol):
     """A data set with random access."""
 
     def __len__(self) -> int:
-        """How many examples there are."""
+        """The number of examples."""
 
     def take(self, indices: np.ndarray) -> Batch:
         """The examples at `indices`, in that order, stacked into one array per name."""
 
 
 class ArrayExamples:
-    """Examples that are the rows of equally long arrays, such as a user's own."""
+    """Examples that are the rows of equally long arrays."""
 
     def __init__(self, arrays: Mapping[str, object]):
         """Checks the arrays; does not copy them.
 
         Args:
-          arrays: Arrays by name. 64-bit numbers are handed out in 32 bits.
+          arrays: Arrays by name. 64-bit numbers are returned in 32 bits.
 
         Raises:
           DataError: If there is no array or no row, lengths differ, an array holds neither
@@ -59,7 +59,7 @@ class ArrayExamples:
 
     @property
     def num_classes(self) -> int:
-        """Classes that the labels need at least; 0 where no "label" holds whole numbers."""
+        """Smallest number of classes for the labels; 0 without whole numbers in "label"."""
         labels = self._arrays.get("label", np.zeros(1))
         return int(labels.max()) + 1 if labels.dtype.kind in "iu" else 0
 
@@ -72,7 +72,7 @@ class ArrayExamples:
 
 
 class ImageExamples:
-    """Images, kept as they are stored and normalised when read, with a label each."""
+    """Images, kept as they are stored and normalized when read, with a label each."""
 
     def __init__(
         self,
@@ -85,11 +85,11 @@ class ImageExamples:
         """Checks shapes; reads no image, so that a memory-mapped array stays on disk.
 
         Args:
-          images: `(n, height, width, channels)`: uint8, which is divided by 255 and normalised, or
-            floating point, which is taken as already normalised.
-          labels: `(n,)` whole numbers from 0.
-          mean: Subtracted, of the range 0 to 1; one number, or one per channel.
-          std: Divides what is left.
+          images: Array `(n, height, width, channels)`: uint8, which is divided by 255 and
+            normalized, or floating point, which is used as it is.
+          labels: Whole numbers from 0, `(n,)`.
+          mean: Value to subtract, in the range 0 to 1; one number, or one per channel.
+          std: Divisor after that.
 
         Raises:
           DataError: If there are no images, or shapes or dtypes are not as above.
@@ -129,7 +129,7 @@ class ImageExamples:
 
 
 def check_labels(labels: np.ndarray, num_classes: int, *, where: object) -> None:
-    """Refuses labels that do not lie in 0 ... num_classes - 1."""
+    """Refuses labels outside of 0 ... num_classes - 1."""
     lowest, highest = labels.min(initial=0), labels.max(initial=0)
     if lowest < 0 or highest >= num_classes:
         raise DataError(
@@ -160,5 +160,5 @@ def check_finite(name: str, array: np.ndarray, *, row_names: np.ndarray) -> None
     finite_rows = np.isfinite(array.reshape(len(array), -1)).all(axis=1)
     raise DataError(
         f"array '{name}' holds NaN or infinity, first in row {row_names[~finite_rows][0]}. Remove "
-        f"or mend the {np.sum(~finite_rows)} rows that are not finite."
+        f"or fix the {np.sum(~finite_rows)} rows that are not finite."
     )

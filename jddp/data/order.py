@@ -1,17 +1,17 @@
-"""Which example stands at which position of a run: a pure function of (seed, epoch, position).
+"""The order of examples in a run: a pure function of (seed, epoch, position).
 
-A run reads positions 0, 1, 2, ... for ever. Position `p` lies in epoch `p // num_examples`, every
+A run reads positions 0, 1, 2, ... endlessly. Position `p` is in epoch `p // num_examples`, every
 epoch is a permutation of all examples, and epochs follow each other without a gap. Nothing here
 depends on batch sizes, processes or devices, so a run keeps its order when any of them changes,
 and resumes at any position without replaying the ones before.
 
-No permutation is stored: a Feistel network says of each index alone where it goes, so that a
-billion examples cost no more than ten. With weights, an epoch takes each example as often as its
-weight asks for, rounded down or up, instead of drawing at random and hoping.
+No permutation is stored: a Feistel network maps each index by itself, so that a billion examples
+cost no more than ten. With sample weights, an epoch takes each example as often as its weight asks
+for, rounded down or up, instead of sampling at random.
 
 References:
   Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002, section 5, for the
-  network and for walking the cycle where its domain is larger than what is permuted.
+  network and for walking the cycle where its domain is larger than the permuted range.
   Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014, for the
   finalizer that mixes bits.
   Kitagawa, "Monte Carlo Filter and Smoother", JCGS 1996, for systematic sampling.
@@ -35,11 +35,11 @@ class Order:
     """The order of a run.
 
     Attributes:
-      num_examples: Examples of one epoch.
-      seed: Names the permutations.
-      shuffle: Whether each epoch is permuted anew, or is in the order of the data.
-      weights: How often an example is wanted in comparison with others, `(num_examples,)`; None
-        wants all alike.
+      num_examples: Number of examples of one epoch.
+      seed: Seed of the permutations.
+      shuffle: Whether each epoch is a new permutation, or in the order of the data.
+      weights: Sample weights, `(num_examples,)`: relative frequency of each example; None weights
+        all equally.
     """
 
     num_examples: int
@@ -86,12 +86,12 @@ class Order:
 
 
 def permute(indices: np.ndarray, num_examples: int, keys: np.ndarray) -> np.ndarray:
-    """Where a permutation of `num_examples` puts these indices.
+    """The positions of these indices in a permutation of `num_examples`.
 
     Args:
-      indices: From 0 to below `num_examples`.
-      num_examples: At least 1.
-      keys: Name the permutation: an even number of random uint64.
+      indices: Indices from 0 to below `num_examples`.
+      num_examples: Number of permuted indices, at least 1.
+      keys: Keys of the permutation: an even number of random uint64.
     """
     width = math.isqrt(num_examples - 1) + 1
     height = -(-num_examples // width)

@@ -1,7 +1,7 @@
-"""Data sets that others have made, row by row: PyTorch's, Hugging Face's, grain's, plain lists.
+"""Data sets of other libraries, read row by row: PyTorch, Hugging Face, grain, plain lists.
 
-What has a length and gives a row for a number can be trained on: a row is a dict of arrays or
-numbers, or a tuple of them, with names given. Rows are stacked into batches here.
+An object with `__len__` and `__getitem__` is a data set: a row is a dict of arrays or numbers, or a
+tuple of them, with names given. Rows are stacked into batches here.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,15 +14,15 @@ from jddp.errors import DataError
 
 
 class RowExamples:
-    """Examples of a data set that gives one row at a time.
+    """Examples of a data set that returns one row at a time.
 
     Args:
-      rows: Has `__len__` and `__getitem__`; `__getitems__`, where there is one, reads many at once.
-      names: Of the parts of a row, if rows are tuples.
+      rows: Data set with `__len__` and `__getitem__`; `__getitems__`, if any, reads many at once.
+      names: Names of the parts of a row, if rows are tuples.
     """
 
     def __init__(self, rows: Any, *, names: Sequence[str] | None = None) -> None:
-        # Hugging Face gives lists of Python numbers unless asked for arrays.
+        # Hugging Face returns lists of Python numbers unless asked for arrays.
         self._rows = rows.with_format("numpy") if hasattr(rows, "with_format") else rows
         self._names = names
 
@@ -69,7 +69,7 @@ class RowExamples:
 
 
 def as_examples(data: object) -> Examples:
-    """A dict of arrays, or a data set of rows, as examples; and examples as they are.
+    """Examples of a dict of arrays, of a data set of rows, or as they are.
 
     Raises:
       DataError: If it is neither.

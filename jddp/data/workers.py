@@ -1,10 +1,10 @@
-"""Training batches read by processes of their own, for data that take work to read.
+"""Training batches read by worker processes, for data that are expensive to read.
 
     batches = WorkerBatches(TrainBatches(examples, ...), num_workers=4)
 
-Grain starts the processes, hands them positions of the run, and brings back what they read through
-shared memory, in order. What stands at a position is known without reading what is before it, so
-the batches are those that one process would read, and a resumed run starts at its position.
+Grain starts the workers, sends them positions of the run, and returns their batches through shared
+memory, in order. A batch is found by its position, without reading those before it, so batches
+are those of one process, and a resumed run starts at its position.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from jddp.data.examples import Batch
 from jddp.errors import ConfigError, DataError
 from jddp.html import Shown
 
-# Batches that a worker has ready.
+# Batches that a worker reads ahead.
 BUFFER = 2
 
 
@@ -29,8 +29,8 @@ class WorkerBatches(Shown):
     """The batches of a `TrainBatches`, read by several processes.
 
     Args:
-      batches: What is read, from where it stands; it must be possible to pickle it.
-      num_workers: Processes, at least 1.
+      batches: Batches to read, from their position; they must be picklable.
+      num_workers: Number of processes, at least 1.
 
     Raises:
       ConfigError: If grain is not installed.
@@ -48,15 +48,15 @@ class WorkerBatches(Shown):
 
     @property
     def is_padded(self) -> bool:
-        """As `TrainBatches.is_padded`."""
+        """See `TrainBatches.is_padded`."""
         return self._batches.is_padded
 
     def batch(self, position: int) -> Batch:
-        """As `TrainBatches.batch`, read here."""
+        """See `TrainBatches.batch`; read in this process."""
         return self._batches.batch(position)
 
     def examples_before(self, state: dict[str, int]) -> np.ndarray:
-        """As `TrainBatches.examples_before`."""
+        """See `TrainBatches.examples_before`."""
         return self._batches.examples_before(state)
 
     def __repr__(self) -> str:
@@ -76,14 +76,14 @@ class WorkerBatches(Shown):
                 "data.num_workers, or 0 to see what happens."
             ) from error
         self._batches.advance()
-        # Out of the shared memory, which is freed here: at exit Python would call it lost.
+        # Copied out of the shared memory, which is freed here: at exit Python would warn of a leak.
         return {name: np.array(array) for name, array in batch.items()}
 
     def _start(self) -> Any:
         import grain
         from absl import flags
 
-        if not flags.FLAGS.is_parsed():  # by nobody: grain's workers look at some
+        if not flags.FLAGS.is_parsed():  # grain's workers read some
             flags.FLAGS.mark_as_parsed()
         positions = grain.MapDataset.source(self._batches.positions_left())
         batches = positions.map(self._batches.batch).to_iter_dataset(
@@ -95,9 +95,9 @@ class WorkerBatches(Shown):
     def _next(self) -> Any:
         if self._iterator is not None:
             return next(self._iterator)
-        # The first batch starts the processes, which have this mask from us: Ctrl-C reaches all of
-        # a terminal's, and it is for the run to end them, once it has saved.
-        resource_tracker.ensure_running()  # whose start would lift the mask
+        # The first batch starts the processes, which inherit this mask: Ctrl-C reaches all of a
+        # terminal's processes, and the run is to end the workers, once it has saved.
+        resource_tracker.ensure_running()  # its start would lift the mask
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             self._iterator = self._start()
@@ -106,11 +106,11 @@ class WorkerBatches(Shown):
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def get_state(self) -> dict[str, int]:
-        """As `TrainBatches.get_state`: what was delivered, not what has been read ahead."""
+        """See `TrainBatches.get_state`; batches read ahead do not count."""
         return self._batches.get_state()
 
     def set_state(self, state: dict[str, int]) -> None:
-        """As `TrainBatches.set_state`."""
+        """See `TrainBatches.set_state`."""
         self.close()
         self._batches.set_state(state)
 
@@ -119,16 +119,15 @@ class WorkerBatches(Shown):
         if self._iterator is not None:
             self._iterator.close()
             self._iterator = None
-            gc.collect()  # Grain's parts hold each other, and at exit complain that they are there.
+            gc.collect()  # Grain's objects are in cycles, and warn if they still exist at exit.
             _wait_until_memory_is_freed()
 
 
 def _wait_until_memory_is_freed() -> None:
-    # Grain frees shared memory in a thread, which the end of the process would cut short, with a
-    # warning of what is left. It has no name for that in public: where it has none at all, we do
-    # not wait.
+    # Grain frees shared memory in a thread, which the end of the process would interrupt, with a
+    # warning of a leak. The thread has no public name: without the private one, do not wait.
     with contextlib.suppress(ImportError, AttributeError):
         from grain._src.python.ipc.shared_memory_array import SharedMemoryArray
 
         if SharedMemoryArray._del_thread_pool is not None:
-            SharedMemoryArray._del_thread_pool.apply(int)  # after all that it was given before
+            SharedMemoryArray._del_thread_pool.apply(int)  # runs after its earlier tasks

@@ -1,10 +1,10 @@
-"""Is this machine, and this job, fit to train? Each finding says what is, and what mends it.
+"""Preflight checks of a machine and of a job; each finding comes with its fix.
 
     findings = [*check_host(), *check_devices(), check_directory(directory)]
-    findings += check_job(directory)               # every process calls it
+    findings += check_job(directory)               # called by every process
     table = measure_all_reduce(make_mesh())
 
-Looked at is what makes a job of many processes fail in ways that are hard to read: names that lead
-to loopback, GPUs that are there and not used, limits of containers, clocks, directories that are
-not shared, and links that are slow.
+They cover causes of failures that are hard to diagnose in a job of many processes: host names that
+resolve to loopback, unused GPUs, limits of containers, clocks, directories that are not shared, and
+slow links.
 """

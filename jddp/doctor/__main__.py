@@ -1,8 +1,8 @@
-"""`python -m jddp.doctor`: is this machine, or this job, fit to train?
+"""`python -m jddp.doctor`: preflight check of a machine or of a job.
 
-Run it as the job is run, under the same launcher: every process looks at its own host and devices,
-and together they look at clocks, the shared directory and the wire. Each finding comes with what
-mends it. Exit code 0, or 69 if something will stop a job.
+Run it as the job is run, under the same launcher: every process examines its host and devices, and
+all together examine clocks, the shared directory and the network. Each finding comes with its fix.
+Exit code 0, or 69 if something will stop a job.
 """
 
 import argparse
@@ -24,11 +24,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> Parser:
     parser = Parser(
         prog="python -m jddp.doctor",
-        description="Look at what makes jobs fail, and say what mends it.",
+        description="Check for causes of failed jobs, and print their fixes.",
     )
     add = parser.add_argument
-    add("--dir", type=expand, default=Path("runs"), help="that all processes share (runs)")
-    add("--plot", type=expand, metavar="FILE", help="a picture of the bandwidths, as .png or .svg")
+    add(
+        "--dir",
+        type=expand,
+        default=Path("runs"),
+        help="a directory that all processes share (runs)",
+    )
+    add("--plot", type=expand, metavar="FILE", help="write a plot of the bandwidths, .png or .svg")
     add("--num-devices", type=int, default=8, help="virtual CPU devices, where there is no GPU (8)")
     return parser
 
@@ -49,7 +54,7 @@ def _examine(arguments: argparse.Namespace) -> int:
     try:
         initialize(identity)
     except CoordinatorError:
-        print(*findings, sep="\n")  # one of which may be why
+        print(*findings, sep="\n")  # one of which may be the reason
         raise
     from jddp.doctor.devices import check_devices
     from jddp.doctor.finding import BAD
@@ -58,22 +63,22 @@ def _examine(arguments: argparse.Namespace) -> int:
     from jddp.engine.mesh import make_mesh
 
     findings += [*check_devices(), check_directory(arguments.dir)]
-    told = gather("doctor", "\n".join(map(str, findings)), timeout_seconds=120)
+    of_processes = gather("doctor", "\n".join(map(str, findings)), timeout_seconds=120)
     mesh = make_mesh()
     shared = check_job(arguments.dir)
     table, right = measure_all_reduce(mesh)
     shared += [*right, *check_links(mesh)]
     if process_index() == 0:
-        _print(told, shared, table)
+        _print(of_processes, shared, table)
         if arguments.plot:
             _plot(table, arguments.plot)
     levels = {finding.level for finding in (*findings, *shared)}
     return ExitCode.UNAVAILABLE if BAD in levels else ExitCode.DONE
 
 
-def _print(told: list[str], shared: list[Any], table: list[Any]) -> None:
-    for process, text in enumerate(told):
-        if process and _without_names(text) == _without_names(told[0]):
+def _print(of_processes: list[str], shared: list[Any], table: list[Any]) -> None:
+    for process, text in enumerate(of_processes):
+        if process and _without_names(text) == _without_names(of_processes[0]):
             print(f"process {process}: as process 0")
         else:
             print(f"process {process}\n{text}")
@@ -86,8 +91,8 @@ def _print(told: list[str], shared: list[Any], table: list[Any]) -> None:
 
 
 def _without_names(text: str) -> str:
-    """Findings but for the host's name and addresses."""
-    return "\n".join(line for line in text.splitlines() if " leads to " not in line)
+    """Findings without the host's name and addresses."""
+    return "\n".join(line for line in text.splitlines() if " resolves to " not in line)
 
 
 def _plot(table: list[Any], file: Path) -> None:
@@ -95,7 +100,7 @@ def _plot(table: list[Any], file: Path) -> None:
 
     try:
         plot_bandwidth([(x.size, x.bandwidth) for x in table]).savefig(file)
-    except (OSError, ValueError) as error:  # a ValueError names the formats that there are
+    except (OSError, ValueError) as error:  # a ValueError lists the supported formats
         reason = getattr(error, "strerror", None) or error
         raise FileSystemError(f"{file} cannot be written: {reason}.") from error
     print(f"\n{file}")

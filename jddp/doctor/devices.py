@@ -1,4 +1,4 @@
-"""What JAX has found, beside what the host has."""
+"""The devices of JAX, compared with those of the host."""
 
 import os
 import re
@@ -14,26 +14,26 @@ OLDEST_DRIVER = {"12": 525, "13": 580}
 
 
 def check_devices(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
-    """Looks at the devices of this process; wakes them."""
+    """Checks the devices of this process, which initializes them."""
     here, everywhere = jax.local_devices(), jax.devices()
     kind = f"{here[0].platform} devices here ({here[0].device_kind})"
     yield Finding(OK, f"{len(here)} {kind}, {len(everywhere)} in all")
     driver = Path("/proc/driver/nvidia/version")
-    told = driver.read_text() if driver.exists() else ""
+    text = driver.read_text() if driver.exists() else ""
     gpus = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
-    yield from check_driver(told, here[0].platform, str(here[0].client.platform_version))
+    yield from check_driver(text, here[0].platform, str(here[0].client.platform_version))
     yield from check_peers(gpus, len(here), here[0].platform, environ)
 
 
-def check_driver(told: str, platform: str, runtime: str) -> Iterator[Finding]:
-    """Whether GPUs that are there are used, by a CUDA that their driver knows.
+def check_driver(text: str, platform: str, runtime: str) -> Iterator[Finding]:
+    """Whether GPUs of the host are used, with a CUDA that their driver supports.
 
     Args:
-      told: What the kernel says of the driver; empty where there is none.
-      platform: Of JAX's devices.
-      runtime: What JAX says it runs on, such as "cuda 12090".
+      text: Version of the driver as the kernel reports it; empty where there is none.
+      platform: Platform of JAX's devices.
+      runtime: Runtime of JAX, such as "cuda 12090".
     """
-    found = re.search(r"Kernel Module(?: for \S+)?\s+(\d+)[.\d]*", told)
+    found = re.search(r"Kernel Module(?: for \S+)?\s+(\d+)[.\d]*", text)
     if found is None:
         return
     version = int(found[1])
@@ -42,7 +42,7 @@ def check_driver(told: str, platform: str, runtime: str) -> Iterator[Finding]:
         yield Finding(
             BAD,
             f"There is an NVIDIA driver ({version}), and JAX runs on {platform}.",
-            f"pip install 'jddp[cuda{newest}]'; and JAX_PLATFORMS must not say otherwise.",
+            f"pip install 'jddp[cuda{newest}]', and JAX_PLATFORMS must not exclude GPUs.",
         )
         return
     cuda = re.search(r"cuda (\d{2})", runtime)
@@ -59,20 +59,20 @@ def check_driver(told: str, platform: str, runtime: str) -> Iterator[Finding]:
 def check_peers(
     gpus: Sequence[str], num_seen: int, platform: str, environ: Mapping[str, str]
 ) -> Iterator[Finding]:
-    """Whether a process is cut off from the GPUs that its neighbours use.
+    """Whether a process cannot reach the GPUs of other processes on its host.
 
     Args:
       gpus: Device files that this process can see.
-      num_seen: Devices that JAX has here.
-      platform: Theirs.
-      environ: Of a scheduler's task.
+      num_seen: Number of local devices of JAX.
+      platform: Platform of these devices.
+      environ: Environment of a scheduler's task.
     """
     tasks = environ.get("SLURM_TASKS_PER_NODE", "1").partition("(")[0].partition(",")[0]
     is_many = tasks.isdecimal() and int(tasks) > 1
     if platform == "gpu" and is_many and len(gpus) == num_seen == 1:
         yield Finding(
             WARN,
-            f"This task sees one GPU, and {tasks} tasks run on its host: cut off from each other, "
-            "GPUs talk through the host's memory.",
+            f"This task sees one GPU, and {tasks} tasks run on its host: GPUs that cannot see each "
+            "other communicate through the host's memory.",
             "Ask for GPUs by node, --gpus-per-node, and not by task; each process takes its own.",
         )

@@ -1,4 +1,4 @@
-"""What was found, how bad it is, and what mends it."""
+"""A finding of a check, with its level and its fix."""
 
 import textwrap
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ COLUMNS = 80
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
-      level: "ok"; "warn", what may slow a job down or confuse; "bad", what will stop it.
-      what: Is so.
-      fix: What mends it, where it is not ok.
+      level: "ok"; "warn", if it may slow a job down or confuse; "bad", if it will stop a job.
+      what: Description of the finding.
+      fix: Fix, where it is not ok.
     """
 
     level: str

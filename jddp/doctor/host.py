@@ -1,4 +1,4 @@
-"""What a host says of itself without JAX: its name, its limits, its interfaces."""
+"""Checks of a host without JAX: its name, its limits, its interfaces."""
 
 import ipaddress
 import os
@@ -15,7 +15,7 @@ _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy", "HTTPS_PROXY", "HTTP_PROX
 
 
 def check_host(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
-    """Looks at this host, before JAX is asked for a device."""
+    """Checks this host, before JAX is initialized."""
     yield Finding(OK, ", ".join(f"{name} {version}" for name, version in versions().items()))
     name = socket.gethostname()
     yield check_name(name, addresses_of(name))
@@ -28,7 +28,7 @@ def check_host(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
 
 
 def addresses_of(name: str) -> list[str]:
-    """The addresses that a name leads to; none if it leads nowhere."""
+    """The addresses that a name resolves to, if any."""
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -37,23 +37,23 @@ def addresses_of(name: str) -> list[str]:
 
 
 def check_name(name: str, addresses: Sequence[str]) -> Finding:
-    """Whether other hosts could come to this one by its name."""
+    """Whether other hosts can reach this one by its name."""
     way_out = f"Name an address instead, JAX_COORDINATOR_ADDRESS=<address>:<port>, or give {name} "
     way_out += "its own in /etc/hosts."
     if not addresses:
-        return Finding(WARN, f"{name}, the name of this host, leads to no address.", way_out)
+        return Finding(WARN, f"{name}, the name of this host, resolves to no address.", way_out)
     listed = ", ".join(addresses)
     if all(ipaddress.ip_address(address).is_loopback for address in addresses):
         return Finding(
             WARN,
-            f"{name} leads to {listed} alone: other hosts that ask for it reach themselves.",
+            f"{name} resolves to {listed} alone: other hosts would reach themselves by it.",
             f"A job on this host alone is fine. {way_out}",
         )
-    return Finding(OK, f"{name} leads to {listed}")
+    return Finding(OK, f"{name} resolves to {listed}")
 
 
 def check_shared_memory(size: int | None, num_gpus: int) -> Iterator[Finding]:
-    """Whether NCCL has room in /dev/shm, through which GPUs of a host may talk."""
+    """Whether NCCL has enough of /dev/shm, through which GPUs of a host may communicate."""
     if size is None or not num_gpus:
         return
     if size < GIBIBYTE:
@@ -70,7 +70,7 @@ def check_locked_memory(limit: int, links: Sequence[str]) -> Iterator[Finding]:
     """Whether memory may be locked as InfiniBand needs it.
 
     Args:
-      limit: In bytes, or RLIM_INFINITY.
+      limit: Limit in bytes, or RLIM_INFINITY.
       links: InfiniBand devices.
     """
     if not links:
@@ -88,13 +88,13 @@ def check_locked_memory(limit: int, links: Sequence[str]) -> Iterator[Finding]:
 def check_interfaces(
     interfaces: Sequence[str], links: Sequence[str], environ: Mapping[str, str]
 ) -> Iterator[Finding]:
-    """Whether NCCL is pointed at interfaces that are there.
+    """Whether NCCL is configured for interfaces that exist.
 
     Args:
-      interfaces: Of the network, by name.
+      interfaces: Names of the network interfaces.
       links: InfiniBand devices.
-      environ: NCCL_SOCKET_IFNAME is a list of beginnings of names; "=" makes them whole names, "^"
-        those that are not to be used.
+      environ: Environment, in which NCCL_SOCKET_IFNAME is a list of beginnings of names; "=" makes
+        them whole names, "^" excludes them.
     """
     rest = [name for name in interfaces if name != "lo"]
     yield Finding(OK, f"interfaces {', '.join(rest) or 'none but loopback'}")
@@ -119,7 +119,7 @@ def check_interfaces(
 
 
 def check_proxies(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Whether a proxy stands between the processes: their coordinator speaks gRPC."""
+    """Whether gRPC, which the coordinator uses, would go through a proxy."""
     asked = [name for name in _PROXIES if environ.get(name)]
     if asked and not (environ.get("no_proxy") or environ.get("NO_PROXY")):
         yield Finding(

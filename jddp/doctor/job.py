@@ -1,4 +1,4 @@
-"""What processes of a job have to have in common: versions, clocks, a directory."""
+"""Checks that compare the processes of a job: versions, clocks, a shared directory."""
 
 import contextlib
 import json
@@ -25,19 +25,17 @@ CLOSE_SECONDS = 1.0
 
 
 def check_job(directory: Path) -> list[Finding]:
-    """Asks all processes; every one of them calls it, and all are told the same.
+    """Compares all processes; every one of them calls it, and gets the same findings.
 
     Args:
-      directory: That is to be shared: where runs are kept.
+      directory: Directory of runs, which has to be shared.
     """
     if num_processes() == 1:
         return [Finding(OK, "one process: nothing to agree on")]
-    told = [
-        json.loads(x) for x in gather("checkup", json.dumps(versions()), timeout_seconds=SECONDS)
-    ]
+    shared = gather("doctor/versions", json.dumps(versions()), timeout_seconds=SECONDS)
     return [
-        Finding(OK, f"{len(told)} processes have met"),
-        *compare_versions(told),
+        Finding(OK, f"{len(shared)} processes are connected"),
+        *compare_versions(list(map(json.loads, shared))),
         *compare_clocks(_clocks()),
         *compare_sight(directory, _sight(directory)),
     ]
@@ -69,15 +67,15 @@ def check_directory(directory: Path) -> Finding:
     return Finding(OK, what)
 
 
-def compare_versions(told: list[Mapping[str, str]]) -> Iterator[Finding]:
+def compare_versions(shared: list[Mapping[str, str]]) -> Iterator[Finding]:
     """Whether processes run the same packages.
 
     Args:
-      told: Versions by package, of each process.
+      shared: Versions by package, of each process.
     """
-    differ = {name for other in told for name in other if other[name] != told[0].get(name)}
+    differ = {name for other in shared for name in other if other[name] != shared[0].get(name)}
     for name in sorted(differ):
-        found = [other.get(name, "absent") for other in told]
+        found = [other.get(name, "absent") for other in shared]
         yield Finding(
             BAD,
             f"{name} is {', '.join(dict.fromkeys(found))}: process {_first_other(found)} has "
@@ -91,28 +89,28 @@ def _first_other(found: list[str]) -> int:
 
 
 def _clocks() -> list[tuple[float, float]]:
-    """By how many seconds each process's clock is ahead of that of process 0, and how surely."""
+    """Seconds by which each clock is ahead of that of process 0, and their uncertainty."""
     found = []
     for i in range(1, num_processes()):
-        name = f"jddp/checkup/clock/{i}"
+        name = f"jddp/doctor/clock/{i}"
         if process_index() == 0:
             sent = time.time()
             publish(f"{name}/asked", "")
-            there = float(read(f"{name}/told", SECONDS, of=i))
+            there = float(read(f"{name}/answer", SECONDS, of=i))
             back = time.time()
             found.append((there - (sent + back) / 2, (back - sent) / 2))
         elif process_index() == i:
             read(f"{name}/asked", SECONDS, of=0)
-            publish(f"{name}/told", repr(time.time()))
-    told = from_first("checkup/clocks", json.dumps(found), timeout_seconds=SECONDS)
-    return [(float(ahead), float(width)) for ahead, width in json.loads(told)]
+            publish(f"{name}/answer", repr(time.time()))
+    shared = from_first("doctor/clocks", json.dumps(found), timeout_seconds=SECONDS)
+    return [(float(ahead), float(width)) for ahead, width in json.loads(shared)]
 
 
 def compare_clocks(clocks: list[tuple[float, float]]) -> Iterator[Finding]:
-    """Whether logs of several hosts can be read side by side.
+    """Whether the times in logs of several hosts can be compared.
 
     Args:
-      clocks: Of each process but the first, by how much it is ahead, and how surely.
+      clocks: Seconds by which each process but the first is ahead, and their uncertainty.
     """
     wrong = {
         i: ahead for i, (ahead, width) in enumerate(clocks, 1) if abs(ahead) - width > CLOSE_SECONDS
@@ -123,7 +121,7 @@ def compare_clocks(clocks: list[tuple[float, float]]) -> Iterator[Finding]:
             f"The clock of process {i} is {abs(ahead):.1f} s "
             f"{'ahead of' if ahead > 0 else 'behind'} that of process 0: logs and files will seem "
             "to be out of order.",
-            "Let the hosts keep time: chrony, or systemd-timesyncd.",
+            "Synchronize the clocks: chrony, or systemd-timesyncd.",
         )
     if not wrong:
         most = max((abs(ahead) + width for ahead, width in clocks), default=0.0)
@@ -131,32 +129,32 @@ def compare_clocks(clocks: list[tuple[float, float]]) -> Iterator[Finding]:
 
 
 def _sight(directory: Path) -> list[float | None]:
-    """How late each process sees a file that process 0 writes, in seconds; None for not at all."""
-    nonce = from_first("checkup/nonce", secrets.token_hex(8), timeout_seconds=SECONDS)
+    """Seconds until each process sees a file that process 0 writes; None for never."""
+    nonce = from_first("doctor/nonce", secrets.token_hex(8), timeout_seconds=SECONDS)
     file = directory / f".jddp-doctor-{nonce}"
     if process_index() == 0:
-        with contextlib.suppress(OSError):  # then nobody sees it
+        with contextlib.suppress(OSError):  # then no process sees it
             directory.mkdir(parents=True, exist_ok=True)
             file.write_text("")
-    from_first("checkup/written", "", timeout_seconds=SECONDS)
+    from_first("doctor/written", "", timeout_seconds=SECONDS)
     start, late = time.monotonic(), None
     while late is None and time.monotonic() - start < VISIBLE_SECONDS:
         if file.exists():
             late = time.monotonic() - start
         else:
             time.sleep(0.02)
-    told = gather("checkup/seen", json.dumps(late), timeout_seconds=SECONDS)
+    shared = gather("doctor/seen", json.dumps(late), timeout_seconds=SECONDS)
     if process_index() == 0:
         file.unlink(missing_ok=True)
-    return [json.loads(x) for x in told]
+    return [json.loads(x) for x in shared]
 
 
 def compare_sight(directory: Path, seen: list[float | None]) -> Iterator[Finding]:
-    """Whether all processes see the same directory, in which checkpoints are to be kept.
+    """Whether all processes see the same directory, for runs and checkpoints.
 
     Args:
       directory: The directory.
-      seen: How late each process saw a new file in it, in seconds; None for not at all.
+      seen: Seconds until each process saw a new file in it; None for never.
     """
     blind = [i for i, late in enumerate(seen) if late is None]
     if blind:
@@ -164,7 +162,7 @@ def compare_sight(directory: Path, seen: list[float | None]) -> Iterator[Finding
             BAD,
             f"{directory.absolute()}: process {', '.join(map(str, blind))} does not see in "
             f"{VISIBLE_SECONDS:.0f} s what process 0 writes there.",
-            "Let run.dir be in a directory that all hosts share.",
+            "Put run.dir into a directory that all hosts share.",
         )
         return
     latest = max(late for late in seen if late is not None)

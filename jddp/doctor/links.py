@@ -1,4 +1,4 @@
-"""Is what devices send right, how fast is it, and which host is slow."""
+"""Checks of the network: right sums, bandwidth of an all-reduce, slow hosts and links."""
 
 import functools
 import itertools
@@ -22,21 +22,21 @@ from jddp.engine.mesh import AXIS, from_process_zero, over_replicas, put_rows
 
 SIZES = tuple(4 * 2**k for k in range(10, 25, 2))  # 4 KiB to 64 MiB
 ROUNDS = 7
-SLOW_SECONDS = 0.5  # where sizes end
+SLOW_SECONDS = 0.5  # after which no larger size is measured
 LINK_SIZES = (2**10, 2**20)
-APART = 3.0  # a link that takes so many times as long as the others is told,
+SLOW_RATIO = 3.0  # a link that takes so many times as long as the others is slow,
 LATE_SECONDS = 2e-3  # if it takes that much more
 _SECONDS = 120.0
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """An all-reduce that was timed.
+    """The time of an all-reduce.
 
     Attributes:
       size: Bytes on each device.
-      seconds: The median of several.
-      bandwidth: Bytes a second into and out of each device, of the 2 (N - 1) / N that a ring moves.
+      seconds: Median of several runs.
+      bandwidth: Bytes per second into and out of each device, of 2 (N - 1) / N that a ring moves.
     """
 
     size: int
@@ -52,9 +52,9 @@ class Exchange:
 def measure_all_reduce(
     mesh: Mesh, sizes: Sequence[int] = SIZES
 ) -> tuple[list[Exchange], list[Finding]]:
-    """Times sums of whole numbers over all devices, and holds them to what they must be.
+    """Times sums of whole numbers over all devices, and checks their results.
 
-    Every process calls it. Whole numbers have one right sum, in whatever order.
+    Every process calls it. Whole numbers have one right sum, in any order.
     """
     total = mesh.size * (mesh.size - 1) // 2
     table: list[Exchange] = []
@@ -68,13 +68,13 @@ def measure_all_reduce(
         moved = 2 * (mesh.size - 1) / mesh.size * size
         table.append(Exchange(size, seconds, moved / seconds))
         if from_process_zero(np.float64(seconds)) > SLOW_SECONDS:
-            break  # larger ones tell no more
+            break
     if wrong:
         return table, [
             Finding(
                 BAD,
                 f"Sums of {', '.join(map(str, wrong))} bytes over the devices came out wrong.",
-                "Leave out devices one by one (CUDA_VISIBLE_DEVICES, --nodelist) to find which.",
+                "Exclude devices one by one (CUDA_VISIBLE_DEVICES, --nodelist) to find which.",
             )
         ]
     return table, [Finding(OK, f"sums over {mesh.size} devices are right, in {len(table)} sizes")]
@@ -95,20 +95,20 @@ def check_links(mesh: Mesh) -> Iterator[Finding]:
     places: dict[int, int] = {}
     for place, device in enumerate(mesh.devices.flat):
         places.setdefault(device.process_index, place)
-    hosts = gather("checkup/hosts", socket.gethostname(), timeout_seconds=_SECONDS)
+    hosts = gather("doctor/hosts", socket.gethostname(), timeout_seconds=_SECONDS)
     names = [f"process {i} on {host}" for i, host in enumerate(hosts)]
     members = sorted({hosts[i]: i for i in sorted(places, reverse=True)}.values())
     members = members if len(members) > 1 else sorted(places)
     ring = list(itertools.pairwise([*members, *members[:1]]))[: len(members) if members[2:] else 1]
     for size in LINK_SIZES if members[1:] else ():
         mine = [_seconds_between(mesh, places[a], places[b], size) for a, b in ring]
-        told = gather("checkup/links", json.dumps(mine), timeout_seconds=_SECONDS)
-        times = {link: json.loads(told[link[0]])[i] for i, link in enumerate(ring)}
+        shared = gather("doctor/links", json.dumps(mine), timeout_seconds=_SECONDS)
+        times = {link: json.loads(shared[link[0]])[i] for i, link in enumerate(ring)}
         yield from compare_links(times, names, size)
 
 
 def _seconds_between(mesh: Mesh, here: int, there: int, size: int) -> float:
-    """For an array of `size` bytes, there and back; measured by the processes of both devices."""
+    """Round trip of an array of `size` bytes, measured by the processes of both devices."""
 
     def replica() -> Any:
         sent = jnp.ones(size // 4) * lax.axis_index(AXIS)
@@ -123,31 +123,31 @@ def _seconds_between(mesh: Mesh, here: int, there: int, size: int) -> float:
 def compare_links(
     times: Mapping[tuple[int, int], float], names: Sequence[str], size: int
 ) -> Iterator[Finding]:
-    """Which host or link stands out.
+    """Names the slow hosts and links.
 
-    A host is slow if it is far from both of its neighbours, who have nearer ones.
+    A host is slow if it is far from both of its neighbours, which have nearer ones.
 
     Args:
-      times: Seconds there and back, by the processes at both ends.
-      names: Of all processes, by number.
-      size: Bytes that went.
+      times: Seconds of a round trip, by the processes at both ends.
+      names: Names of all processes, by number.
+      size: Bytes that were sent.
     """
     ends = sorted({end for link in times for end in link})
     nearest = {end: min(t for link, t in times.items() if end in link) for end in ends}
     usual = statistics.median(nearest.values())
-    limit = max(APART * usual, usual + LATE_SECONDS)
+    limit = max(SLOW_RATIO * usual, usual + LATE_SECONDS)
     slow = [end for end in ends if nearest[end] > limit]
     links = [link for link, t in times.items() if t > limit and not set(link) & set(slow)]
-    told = {names[end]: nearest[end] for end in slow}
-    told |= {f"the way from {names[a]} to {names[b]}": times[a, b] for a, b in links}
-    for name, seconds in told.items():
+    found = {names[end]: nearest[end] for end in slow}
+    found |= {f"the link from {names[a]} to {names[b]}": times[a, b] for a, b in links}
+    for name, seconds in found.items():
         yield Finding(
             WARN,
             f"{name} takes {1e3 * seconds:.2f} ms for {size >> 10} KiB there and back, others "
             f"{1e3 * usual:.2f} ms: every step waits for it.",
-            "Look at its link, or leave the host out.",
+            "Check its link, or exclude the host.",
         )
-    if not told:
+    if not found:
         slowest = max(times.values())
         yield Finding(OK, f"{size >> 10} KiB there and back: {1e3 * slowest:.2f} ms at most")
 

@@ -1,1 +1,1 @@
-"""The trainer: from a state and batches to a finished run."""
+"""The training loop, with its callbacks, checkpoints, records and progress."""

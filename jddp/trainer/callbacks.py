@@ -1,7 +1,7 @@
-"""What a user may hang on a run: called with reduced values only.
+"""Callbacks, which are called with reduced values only.
 
-Loss and metrics are the same number on every process, so whatever a callback decides from them,
-all processes decide alike, and none waits for another for ever.
+Loss and metrics are the same number on every process, so a callback decides the same from them on
+all processes, and none waits for another forever.
 """
 
 import math
@@ -13,23 +13,23 @@ from jddp.trainer.run import Run
 
 
 class Callback:
-    """Hooks into the loop; override those you need. Every process calls all of them."""
+    """Base class of callbacks; override the methods you need. Every process calls all of them."""
 
     def on_step(self, run: Run, metrics: Mapping[str, float]) -> None:
-        """After each optimizer step; `metrics["step"]` says which, `run.state` may be one ahead."""
+        """Called after each optimizer step, `metrics["step"]`; `run.state` may be one ahead."""
 
     def on_eval(self, run: Run, metrics: Mapping[str, float]) -> None:
-        """After each evaluation of `run.state`."""
+        """Called after each evaluation of `run.state`."""
 
     def on_save(self, run: Run) -> None:
-        """After each checkpoint has been handed over for writing."""
+        """Called when a checkpoint save has started; it completes in the background."""
 
     def on_end(self, run: Run) -> None:
-        """Once, after the last step, evaluation and checkpoint."""
+        """Called once, after the last step, evaluation and checkpoint."""
 
 
 class _Watch:
-    """One metric of the evaluations, and which way it improves."""
+    """One metric of the evaluations, and the direction in which it improves."""
 
     def __init__(self, metric: str, mode: str) -> None:
         if mode not in ("min", "max"):
@@ -37,7 +37,7 @@ class _Watch:
         self.metric, self._sign = metric, 1.0 if mode == "max" else -1.0
 
     def goodness(self, metrics: Mapping[str, Any]) -> float:
-        """The value, turned so that more is better."""
+        """The value, with a sign that makes larger better."""
         if self.metric not in metrics:
             raise ConfigError(
                 f"Evaluation has no metric {self.metric!r}; it has {sorted(metrics)}. "
@@ -50,10 +50,10 @@ class EarlyStopping(Callback):
     """Ends the run when a metric of the evaluation has stopped improving.
 
     Args:
-      metric: Its name.
-      mode: "min" or "max", whichever is better.
-      patience: Evaluations without improvement that end the run.
-      min_delta: What counts as improvement, at least.
+      metric: Name of the metric.
+      mode: "min" or "max", the better direction.
+      patience: Number of evaluations without improvement that ends the run.
+      min_delta: Smallest change that counts as an improvement.
     """
 
     def __init__(
@@ -76,12 +76,12 @@ class KeepBest(Callback):
     """Keeps the checkpoint with the best value of a metric, in `<run_dir>/best`.
 
     Args:
-      metric: Its name in the evaluation.
-      mode: "min" or "max", whichever is better.
+      metric: Name of the metric in the evaluation.
+      mode: "min" or "max", the better direction.
 
     Attributes:
-      step: When the best was found by this object, or None.
-      best: Its value.
+      step: Step of the best value that this object has seen, or None.
+      best: Best value, or None.
     """
 
     def __init__(self, metric: str = "loss", *, mode: str = "min") -> None:

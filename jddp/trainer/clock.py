@@ -1,4 +1,4 @@
-"""Time per step, as a user means it: without compilation, evaluation and saving."""
+"""Time per step, without compilation, evaluation and saving."""
 
 import contextlib
 import time
@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 
 class Clock:
-    """Measures from `step`, which is finished now."""
+    """A clock that starts at a step that is finished now."""
 
     def __init__(self, step: int) -> None:
         self._since, self._step, self._waited = time.perf_counter(), step, 0.0
 
     def pause(self, seconds: float) -> None:
-        """Takes out seconds that were not spent on steps."""
+        """Excludes seconds that were not spent on steps."""
         self._since += seconds
 
     @contextlib.contextmanager
@@ -23,7 +23,7 @@ class Clock:
         self._waited += time.perf_counter() - since
 
     def seconds_per_step(self, step: int) -> dict[str, float]:
-        """Means since the last call, "data_wait_seconds" a part of "step_seconds"; or nothing."""
+        """Means since the last call, if any; "data_wait_seconds" is a part of "step_seconds"."""
         now, num_steps = time.perf_counter(), step - self._step
         if num_steps < 1:
             return {}

@@ -1,8 +1,8 @@
-"""Steps whose numbers went wrong: counted, and after too many in a row the end of the run.
+"""Steps with NaN or infinity: counted, and after too many in a row the end of the run.
 
-What can tell why is kept in the run directory (`reports.evidence`): the rows, which examples they
-are, and the norms of each layer. Where such steps are skipped the state is that from before them,
-and so are the norms; where they are not, the state is ruined, and the report says so by numbers.
+Diagnostics are kept in the run directory (`reports.evidence`): the rows, the numbers of their
+examples, and the norms of each layer. Where such steps are skipped the state and the norms are
+those from before them; else the state is not finite, and the norms show where.
 """
 
 import json
@@ -26,19 +26,19 @@ from jddp.typing import Batch
 
 WAY_OUT = "Lower the learning rate, clip with max_grad_norm, or look at the data"
 LABELS = ("label", "labels", "target", "targets", "y", "tokens")
-SECONDS = 600.0  # for other processes to look at their rows
+SECONDS = 600.0  # for other processes to check their rows
 log = logging.getLogger("jddp")
 
 
 @dataclass(frozen=True)
 class Sent:
-    """A step that was given to the devices.
+    """A step that was sent to the devices.
 
     Attributes:
-      step: Its number, from 1.
-      metrics: What it returns, perhaps not yet computed.
-      batch: Its rows, on the devices.
-      position: Of the data, behind it.
+      step: Number of the step, from 1.
+      metrics: Metrics of the step, perhaps not yet computed.
+      batch: Rows of the step, on the devices.
+      position: Position in the data after the step.
     """
 
     step: int
@@ -48,22 +48,22 @@ class Sent:
 
     @property
     def num_rows(self) -> int:
-        """Of all processes."""
+        """Number of rows of all processes."""
         return int(jax.tree.leaves(self.batch)[0].shape[0])
 
 
 class Numerics:
-    """Looks at every step.
+    """The check of every step for NaN and infinity.
 
     Args:
-      ddp: What takes the steps.
-      source: Where the batches come from.
-      folder: For the evidence; None keeps none.
-      most: As many steps skipped in a row end the run.
+      ddp: A `jddp.DataParallel`, which takes the steps.
+      source: The training batches.
+      folder: Folder for the diagnostics; None keeps none.
+      most: Number of steps skipped in a row that ends the run.
 
     Attributes:
-      skipped: Steps skipped in all.
-      in_a_row: Those up to the newest step, without one that was taken; those left out that only
+      skipped: Number of steps skipped in all.
+      in_a_row: Number of steps skipped since the last one that was taken, without those that only
         bring a loss scale down.
     """
 
@@ -73,11 +73,11 @@ class Numerics:
         self._skipped_at: float | None = None  # the loss scale of the step before, if skipped
 
     def look(self, sent: Sent, state: TrainState) -> bool:
-        """Waits for a step; says whether it is the first of a row that is skipped.
+        """Waits for a step; returns whether it is the first skipped one of a row.
 
         Args:
           sent: The step.
-          state: The newest, of it or of the step behind it.
+          state: The newest state, after this step or the next one.
 
         Raises:
           NumericsError: If too many were skipped, or the loss is not finite and is not skipped.
@@ -87,10 +87,10 @@ class Numerics:
         loss, skipped, scale = map(float, jax.device_get([metrics[name] for name in names]))
         was_skipped = skipped > self.skipped
         self.skipped = int(skipped)
-        # A step skipped for other state, which no scale changes, leaves the scale as it was.
+        # A step that is skipped because of other state leaves the loss scale as it was.
         is_same, self._skipped_at = scale == self._skipped_at, scale if was_skipped else None
         if was_skipped and math.isfinite(loss) and scale > LEAST and not is_same:
-            return False  # The loss scale is coming down, in which the forward pass has no part.
+            return False  # The loss scale is coming down; the forward pass was finite.
         self.in_a_row = self.in_a_row + 1 if was_skipped else 0
         if was_skipped and self.in_a_row < self._most:
             return self.in_a_row == 1
@@ -99,31 +99,31 @@ class Numerics:
         return False
 
     def _describe(self, sent: Sent, state: TrainState, loss: float) -> str:
-        told = f"The loss is {loss} at step {sent.step}"
+        found = f"The loss is {loss} at step {sent.step}"
         if self.in_a_row:
-            told += f", the last of {self.in_a_row} in a row that were skipped: the loss, "
-            told += "gradients or other state are not finite"
+            found += f", the last of {self.in_a_row} in a row that were skipped: the loss, "
+            found += "gradients or other state are not finite"
         kept = "" if self._folder is None else self._keep(self._folder, sent, state, loss)
         way_out = self._labels_beyond(sent.batch) or WAY_OUT
-        return f"{told}.{kept} {way_out}; the last checkpoint is from before."
+        return f"{found}.{kept} {way_out}; the last checkpoint is from before."
 
     def _labels_beyond(self, batch: Batch) -> str:
-        """Labels or tokens of a batch that the model has no output for, in words; or nothing."""
+        """A sentence on labels or tokens of a batch that the model has no output for, or ""."""
         outputs = self._ddp.num_outputs(batch) or 1
         for name in LABELS if outputs > 1 and isinstance(batch, Mapping) else ():
             x = batch.get(name, np.zeros(1))
             if x.dtype.kind in "iu" and (highest := int(x.max())) >= outputs:
                 return (
                     f"{name!r} reaches {highest} there, and the model has {outputs} outputs, for 0 "
-                    f"... {outputs - 1}: give it more (num_classes, vocab_size), or mend the data"
+                    f"... {outputs - 1}: give it more (num_classes, vocab_size), or fix the data"
                 )
         return ""
 
     def _keep(self, folder: Path, sent: Sent, state: TrainState, loss: float) -> str:
-        """Writes down what is known of the step; says where, and what is not finite."""
+        """Writes the diagnostics of the step; returns a sentence on their place and findings."""
         rows, layers = _own_rows(sent.batch), self._layers(sent, state)
         examples, broken = self._source.examples_before(sent.position), _broken_rows(rows)
-        if examples is not None:  # without those that only fill the batch up
+        if examples is not None:  # without padding
             broken = [examples[row] for row in broken if row < len(examples)]
         report = {
             "step": sent.step,
@@ -143,19 +143,19 @@ class Numerics:
         found = []
         if broken:
             found.append(f"inputs of {'rows' if examples is None else 'examples'} {_few(broken)}")
-        if wrong and self.in_a_row:  # else nothing is finite any more
+        if wrong and self.in_a_row:  # else the state is not finite as a whole
             found.append(f"gradients of {_few(wrong)}")
         not_finite = f" Not finite: {'; '.join(found)}." if found else ""
         return f" {folder} has its rows and norms.{not_finite}"
 
     def _layers(self, sent: Sent, state: TrainState) -> dict[str, dict[str, float]]:
-        """Norms as they were for that step, if its state is still there: with the same numbers."""
+        """Norms of that step if its state is still there; with the same random numbers."""
         steps_ahead = int(state.step) - sent.step + 1
         before = state.replace(step=state.step - steps_ahead)
         try:
             return self._ddp.diagnose(before, sent.batch)
-        except jax.errors.JaxRuntimeError as error:  # which is not what has gone wrong
-            log.warning("The norms of the layers cannot be told: %s", error)
+        except jax.errors.JaxRuntimeError as error:  # must not hide the first error
+            log.warning("The norms of the layers cannot be computed: %s", error)
             return {}
 
 
@@ -174,8 +174,8 @@ def _broken_rows(rows: Mapping[str, np.ndarray]) -> list[int]:
     floats = [x.astype(np.float32) for x in rows.values() if x.dtype.kind in "fV"]
     num_rows = len(next(iter(rows.values())))
     broken = [i for i in range(num_rows) if not all(np.isfinite(x[i]).all() for x in floats)]
-    told = gather("nonfinite", json.dumps(broken), timeout_seconds=SECONDS)
-    return [p * num_rows + i for p, found in enumerate(told) for i in json.loads(found)]
+    all_broken = gather("nonfinite", json.dumps(broken), timeout_seconds=SECONDS)
+    return [p * num_rows + i for p, found in enumerate(all_broken) for i in json.loads(found)]
 
 
 def _few(names: list[Any]) -> str:

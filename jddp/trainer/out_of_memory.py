@@ -1,4 +1,4 @@
-"""A device that is out of memory: what asked for it, and what would fit."""
+"""The error of a device that is out of memory: the largest arrays, and what would fit."""
 
 import contextlib
 from collections.abc import Iterator
@@ -15,12 +15,12 @@ from jddp.typing import Batch
 
 @contextlib.contextmanager
 def explained(ddp: Any, batch: Batch, watchdog: Watchdog) -> Iterator[None]:
-    """While open, a device that is out of memory is told about in full.
+    """While open, out of memory on a device becomes an error with an explanation.
 
     Args:
-      ddp: What steps.
-      batch: The shapes of this process's rows.
-      watchdog: Knows the phase; and is told that the step is compiled for less.
+      ddp: A `jddp.DataParallel`, which steps.
+      batch: Shapes of this process's rows.
+      watchdog: Watchdog, which has the phase and allows time for compiling smaller steps.
 
     Raises:
       OutOfMemoryError: With the largest arrays, and what would fit.
@@ -39,29 +39,30 @@ def explained(ddp: Any, batch: Batch, watchdog: Watchdog) -> Iterator[None]:
 
 def _explain(ddp: Any, batch: Batch, phase: str) -> str:
     memory = ddp.memory(batch)
-    told = (
+    found = (
         f"out of memory in phase {phase}: a step needs {in_words(memory.total)} of each device, "
         f"which has {in_words(memory.limit)}"
     )
     large = [f"{in_words(x.bytes)} {x}" for x in memory.largest if x.bytes > memory.total / 100]
     if large:
-        told += f". The largest arrays: {', '.join(large)}"
+        found += f". The largest arrays: {', '.join(large)}"
     ways = list(_ways_out(ddp, batch, memory))
     if ways:
-        return f"{told}. What would fit: {', or '.join(ways)}."
+        return f"{found}. What would fit: {', or '.join(ways)}."
     return (
-        f"{told}. One row at a time is too much: choose a smaller model, an optimizer with less "
+        f"{found}. One row at a time is too much: choose a smaller model, an optimizer with less "
         "state, or devices with more memory."
     )
 
 
 def _ways_out(ddp: Any, batch: Batch, memory: Memory) -> Iterator[str]:
-    parts, num_rows = ddp.world["accumulate_steps"], count_rows(batch)
-    of_replica = num_rows // len(ddp.mesh.local_devices) // parts
+    accumulate_steps, num_rows = ddp.world["accumulate_steps"], count_rows(batch)
+    of_replica = num_rows // len(ddp.mesh.local_devices) // accumulate_steps
     for cut in memory.cuts(of_replica):
-        needed = ddp.memory(batch, accumulate_steps=parts * cut)
+        num_steps = accumulate_steps * cut
+        needed = ddp.memory(batch, accumulate_steps=num_steps)
         if needed.fits:
-            yield f"accumulate_steps={parts * cut} ({in_words(needed.total)})"
+            yield f"accumulate_steps={num_steps} ({in_words(needed.total)})"
             break
     for cut in memory.cuts(of_replica):
         fewer = jax.tree.map(

@@ -1,4 +1,4 @@
-"""What a run does when."""
+"""The settings of a run: its length, and the periods of what it does."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,21 +16,21 @@ CHOICES = {"resume": ("auto", "never", "must"), "eval_params": ("params", "ema")
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run does when; periods are in optimizer steps, None is once, at the end.
+    """The settings of a run; periods are in optimizer steps, None is once, at the end.
 
     Attributes:
-      num_steps: In all.
-      log_every_steps: Between train records.
-      eval_every_steps: Between evaluations.
-      save_every_steps: Between checkpoints.
-      keep: The newest checkpoints, which stay.
-      keep_every_steps: Between checkpoints that stay too, or None.
+      num_steps: Total number of optimizer steps, those before a resume included.
+      log_every_steps: Steps between train records.
+      eval_every_steps: Steps between evaluations.
+      save_every_steps: Steps between checkpoints.
+      keep: Number of newest checkpoints to keep.
+      keep_every_steps: Steps between checkpoints that are kept for good, or None.
       resume: "auto", "never" or "must".
-      evaluation: Batches, iterated anew each time, or None.
+      evaluation: Evaluation batches, iterated again each time, or None.
       eval_params: "params" or "ema".
-      learning_rate: Of a step, for the records, or None.
-      check_replicas_every_steps: Between comparisons of all replicas.
-      max_consecutive_skips: As many steps skipped in a row end the run.
+      learning_rate: Learning rate as a function of the step, for the records, or None.
+      check_replicas_every_steps: Steps between comparisons of all replicas.
+      max_consecutive_skips: Number of steps skipped in a row that ends the run.
 
     Raises:
       ConfigError: If a number is not positive, or a choice is unknown.
@@ -51,11 +51,11 @@ class Plan:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What may change while a run goes on, by name, and how it is evaluated."""
+        """The settings that may differ when a run resumes, and how it is evaluated, by name."""
         return {name: getattr(self, name) for name in (*POSITIVE, "eval_params")}
 
     def __post_init__(self) -> None:
-        """Refuses what breaks its rule, before anything is compiled or written."""
+        """Refuses wrong settings, before anything is compiled or written."""
         for name in POSITIVE:
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -1,7 +1,7 @@
-"""Training batches one after the other, on the devices before they are asked for.
+"""Training batches, prefetched to the devices.
 
-A thread reads ahead and puts batches on the devices while the step computes. What it has read and
-the loop has not taken does not count: the position is that of the batch taken last.
+A thread reads ahead and places batches on the devices while the step computes. Batches that were
+read and not yet taken do not count: the position is that of the batch taken last.
 """
 
 import base64
@@ -19,19 +19,19 @@ from jddp.engine.mesh import as_arrays
 from jddp.errors import DataError
 from jddp.typing import Batch, Batches
 
-# Batches that wait on the devices: one more than the next, for when reading takes longer at times.
+# Batches that wait on the devices: one more than the next, as reading may take longer at times.
 DEPTH = 2
 _END = object()
 
 
 class Source:
-    """Batches, with or without a position of their own.
+    """Prefetched batches that can be repositioned.
 
     Args:
-      batches: Their iterator may have `get_state` and `set_state`, as grain's have, or they
-        themselves `state_dict` and `load_state_dict`, as torchdata's and those of Hugging Face
-        have. Any others are counted, and read from their start again on resume.
-      put: Places a batch on the devices.
+      batches: Iterable of batches. Its iterator may have `get_state` and `set_state`, as grain's
+        have, or it may have `state_dict` and `load_state_dict`, as torchdata's and those of
+        Hugging Face have. Any others are counted, and read from their start again on resume.
+      put: Function that places a batch on the devices.
     """
 
     def __init__(self, batches: Batches, put: Callable[[Batch], Batch]) -> None:
@@ -53,25 +53,26 @@ class Source:
         return self._peeked[0][0]
 
     def position(self) -> dict[str, Any]:
-        """Where it stands, for a checkpoint."""
+        """The position of the last batch taken, for a checkpoint."""
         own = {} if self._state is None else {"state": self._state}
         return {"num_taken": self._num_taken, **own}
 
     def examples_before(self, position: dict[str, Any]) -> list[int] | None:
-        """Numbers of the examples in the global batch that ends there, if batches can tell."""
+        """Numbers of the examples in the global batch that ends there; None if unknown."""
         if not isinstance(self._batches, TrainBatches | WorkerBatches):
             return None
         return self._batches.examples_before(position["state"]).tolist()
 
     def move_to(self, position: dict[str, Any]) -> None:
-        """Goes where it stood; batches without a state are read up to there."""
+        """Moves to a saved position; batches without a state are read again up to there."""
         num_taken, state = position["num_taken"], position.get("state")
         if state is not None and self._set_state(state):
             self._peeked.clear()
         elif num_taken:
             logging.getLogger("jddp").warning(
-                "The training batches know no position: %d of them are read again, which is right "
-                "if they are the same each time. Batches with get_state and set_state go on.",
+                "The training iterator cannot be repositioned: replaying %d batches, which is "
+                "right if they are the same each time. With get_state and set_state it would be "
+                "repositioned.",
                 num_taken,
             )
             for _ in range(num_taken):
@@ -80,10 +81,10 @@ class Source:
         self._state = state
 
     def start(self, num_batches: int, first_step: int = 1) -> None:
-        """Begins to read ahead, as many batches and no more: what is left stays the caller's.
+        """Starts to prefetch; later batches stay in the caller's iterator.
 
         Args:
-          num_batches: Number of batches.
+          num_batches: Number of batches to read.
           first_step: Number of the step that takes the first of them, for errors.
         """
         steps = range(first_step, first_step + num_batches)
@@ -105,13 +106,13 @@ class Source:
         return batch
 
     def close(self) -> None:
-        """Ends the reading ahead."""
+        """Ends the thread."""
         self._closed.set()
         with contextlib.suppress(queue.Empty):
             while True:
                 self._ready.get_nowait()  # so that the thread finds room, and then the end
         if self._thread is not None:
-            self._thread.join(timeout=1)  # An iterator that waits for ever is left waiting.
+            self._thread.join(timeout=1)  # An iterator may block forever.
 
     def _read_ahead(self, steps: range) -> None:
         first: dict[str, str] = {}
@@ -123,7 +124,7 @@ class Source:
                 first = first or form
                 _refuse_another_form(step, first, form)
                 item = self._put(batch), state
-            except BaseException as error:  # the loop raises it, where somebody can see it
+            except BaseException as error:  # raised in the loop
                 item = error, None
             self._ready.put(item)
             if self._closed.is_set() or isinstance(item[0], BaseException):
@@ -172,7 +173,7 @@ def _form(batch: Batch) -> dict[str, str]:
 
 
 def _refuse_another_form(step: int, first: dict[str, str], now: dict[str, str]) -> None:
-    """Refuses a batch that a new program would be compiled for, or none could be.
+    """Refuses a batch of another form, for which the step would be compiled again.
 
     Raises:
       DataError: If keys, dtypes or dims other than the rows differ from those of the first batch.

@@ -1,4 +1,4 @@
-"""Compare what replicas have to have alike, bit by bit, while the run goes on."""
+"""The bitwise comparison of all replicas during training."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from jddp.errors import ReplicaMismatchError
 
 
 class Comparison:
-    """Of all replicas of a state: begun on the devices, read one step later.
+    """A comparison of all replicas of a state: started on the devices, read one step later.
 
     Args:
       every: Steps between comparisons; None never compares.
@@ -21,9 +21,9 @@ class Comparison:
         self._begun: tuple[int, Any, Any] | None = None
 
     def begin(self, step: int, state: TrainState) -> None:
-        """Digests a state after `step` finished steps, where that is due; waits for nothing."""
+        """Digests a state after `step` finished steps, where due; asynchronous."""
         is_alone = state.step.sharding.mesh.size == 1
-        is_taken = state.step.is_deleted()  # the next step refuses it, in words
+        is_taken = state.step.is_deleted()  # the next step refuses it
         if self._every is None or is_alone or is_taken or step % self._every:
             return
         shapes = jax.tree.map(
@@ -32,7 +32,7 @@ class Comparison:
         self._begun = step, digests(state), shapes
 
     def finish(self) -> None:
-        """Waits for what was begun.
+        """Waits for the comparison that was started, if any.
 
         Raises:
           ReplicaMismatchError: If replicas differ.
@@ -41,9 +41,9 @@ class Comparison:
             return
         step, found, shapes = self._begun
         self._begun = None
-        if (told := find_divergence(found, shapes)) is not None:
+        if (difference := find_divergence(found, shapes)) is not None:
             raise ReplicaMismatchError(
-                f"After step {step} {told}. No checkpoint is made of that: those that are there "
-                "are of replicas that were alike. Leave that device out, or look for code that "
+                f"After step {step} {difference}. No checkpoint is made of this state; existing "
+                "ones are of identical replicas. Exclude that device, or look for code that "
                 "depends on the host."
             )

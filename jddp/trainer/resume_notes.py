@@ -1,6 +1,6 @@
-"""What is different once a run goes on: in another world, for longer, on another schedule.
+"""Notes on a resumed run: another topology, other settings, another schedule.
 
-Which keys of a config may differ at all stands in `reports.run_directory`.
+The keys of a config that may differ are in `reports.run_directory`.
 """
 
 import math
@@ -9,45 +9,47 @@ from typing import Any
 
 from jddp.trainer.reports.run_directory import changes
 
-World = Mapping[str, Any]
+Topology = Mapping[str, Any]
 
 
-def differences(before: World, now: World, *, draws: bool, has_statistics: bool) -> str | None:
-    """Says how two worlds differ and what that changes; None if they do not.
+def differences(
+    before: Topology, now: Topology, *, uses_rng: bool, has_statistics: bool
+) -> str | None:
+    """A note on how two topologies differ and what that changes; None if they do not.
 
     Args:
-      before: Number of processes, of devices and of parts, and the kind of batch norm, by name,
-        when the run was saved.
-      now: The same of the run that goes on.
-      draws: Whether a step draws random numbers.
+      before: Number of processes, of devices and of micro-batches, and the mode of batch norm, by
+        name, when the run was saved.
+      now: Topology of the run that resumes.
+      uses_rng: Whether a step uses random numbers.
       has_statistics: Whether the model keeps batch statistics.
     """
     differ = [name for name in now if before.get(name) != now[name]]
     if not differ:
         return None
     numbers = ", ".join(f"{name} {now[name]} (was {before.get(name)})" for name in differ)
-    goes_on = f"{numbers}: the order of examples and all counts go on exactly"
+    exact = f"{numbers}: the order of examples and all counts continue exactly"
     if now["logical_replicas"] is not None and "accumulate_steps" not in differ:
-        return f"{goes_on}, and all numbers, bitwise identical"
+        return f"{exact}; all numbers stay bitwise identical"
     inexact = []
-    if draws and differ != ["num_processes"]:
-        inexact.append("random numbers, which each replica and part draws for itself, are others")
+    if uses_rng and differ != ["num_processes"]:
+        inexact.append("random numbers differ (keys depend on replica and micro-batch)")
     is_whole = now["batch_norm"] == "sync" and now["batch_norm_group_size"] is None
     split_otherwise = "accumulate_steps" in differ or not is_whole
     if has_statistics and split_otherwise and differ != ["num_processes"]:
         inexact.append("batch norm sees other parts of a batch")
     if now.get("local_steps") and "num_devices" in differ:
-        inexact.append("each replica begins with the mean of those that were")
-    changed = "; ".join(inexact) or "all else is the same up to rounding"
-    return f"{goes_on}; {changed}"
+        inexact.append("each replica begins with the mean of the previous ones")
+    changed = "; ".join(inexact) or "all else is equal within rounding"
+    return f"{exact}; {changed}"
 
 
 def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """Says which settings a run resumes with are not those that it was saved with.
+    """A note on the settings that differ from those that the run was saved with, or None.
 
     Args:
       before: Values saved beside the state, among them "config", or where that is None "plan".
-      now: The same of the run that resumes.
+      now: Those values of the run that resumes.
     """
     if now["config"] is not None and before.get("config") is not None:
         differ = changes(before["config"], now["config"])
@@ -58,12 +60,12 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> str |
 
 
 def changed_rate(step: int, before: float | None, now: float | None) -> str | None:
-    """Says that the schedule is not the one that finished steps followed.
+    """A note that the schedule is not the one that finished steps followed, or None.
 
     Args:
-      step: Number of finished steps, the last of which tells.
-      before: Its learning rate when it was taken; None if that is not known.
-      now: Its learning rate on the schedule that the run resumes with.
+      step: Number of finished steps.
+      before: Learning rate of the last of them when it was taken; None if that is not known.
+      now: Learning rate of it on the schedule that the run resumes with.
     """
     # Another platform may round a schedule otherwise.
     if before is None or now is None or math.isclose(before, now, rel_tol=1e-4, abs_tol=1e-12):

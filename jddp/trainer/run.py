@@ -1,4 +1,4 @@
-"""A run in progress or finished: what callbacks see and `fit` returns.
+"""A run in progress or finished: the object that callbacks get and `fit` returns.
 
 run = ddp.fit(batches, num_steps=1000, evaluate=test_batches)
 run.plot(); run.history; run.evaluate(other_batches); run.predict(batches)
@@ -20,19 +20,19 @@ _NAME = re.compile(r"\w[\w-]*", re.ASCII)
 
 
 class Run(Shown):
-    """A run in progress or finished: what callbacks see and `fit` returns.
+    """A run in progress or finished: the object that callbacks get and `fit` returns.
 
     Attributes:
-      state: The newest state.
-      step: Its finished optimizer steps.
+      state: The most recent state.
+      step: Number of finished optimizer steps.
       metrics: The last train record, a dict of floats.
       history: The records of training and evaluation in their order, as in `metrics.jsonl`; those
         before a resume included, where there is a run directory.
       evaluations: The records of all evaluations, those before a resume included.
-      run_dir: Where the run keeps its files, or None.
-      stopped: Why a callback has ended the run, or None.
-      interrupted: The signal at which it stopped before its end, saved so that it goes on when it
-        is started again; or None.
+      run_dir: Folder of the run's files, or None.
+      stopped: Reason for which a callback has ended the run, or None.
+      interrupted: Name of the signal that stopped the run before its end; it is saved, and resumes
+        when it is started again. Or None.
     """
 
     def __init__(
@@ -62,27 +62,27 @@ class Run(Shown):
         return self.evaluations[-1] if self.evaluations else {}
 
     def stop(self, reason: str) -> None:
-        """Ends the run after the step under way; `reason` is reported."""
+        """Ends the run after the current step; `reason` is reported."""
         self.stopped = self.stopped or reason
 
     def save(self, where: str = "checkpoints") -> None:
-        """Writes a checkpoint of the newest state into a folder of the run directory.
+        """Writes a checkpoint of the most recent state into a folder of the run directory.
 
         Raises:
-          ConfigError: If `where` is no plain name.
+          ConfigError: If `where` is not a plain name.
         """
         if not _NAME.fullmatch(where):
             raise ConfigError(
                 f"Checkpoints are kept in a folder of the run directory, and {where!r} is no plain "
-                "name of one. Take letters, digits, '_' and '-'."
+                "name of one. Use letters, digits, '_' and '-'."
             )
         self._save(where)
 
     def evaluate(self, batches: Batches | None = None) -> dict[str, Any]:
-        """Evaluates the newest state, as `jddp.DataParallel.evaluate` does.
+        """Evaluates the most recent state, as `jddp.DataParallel.evaluate` does.
 
         Args:
-          batches: This process's; by default those that the run itself was evaluated with.
+          batches: This process's batches; by default the evaluation batches of the run.
         """
         return dict(self._ddp.evaluate(self.state, self._given(batches), self._eval_params))
 
@@ -91,17 +91,17 @@ class Run(Shown):
         batches: Batches | None = None,
         function: Callable[..., PyTree] = outputs,
     ) -> PyTree:
-        """What the newest model gives for each row, as `jddp.DataParallel.predict` has it.
+        """The outputs of the most recent model for each row, as `jddp.DataParallel.predict` does.
 
         Args:
-          batches: This process's; by default those that the run itself was evaluated with.
-          function: `function(model, batch)`.
+          batches: This process's batches; by default the evaluation batches of the run.
+          function: Function of (model, batch) that returns an array with a row for each.
         """
         return self._ddp.predict(self.state, self._given(batches), function, self._eval_params)
 
     def _given(self, batches: Batches | None) -> Batches:
         if batches is None and self._evaluation is None:
-            raise UsageError("The run has no evaluation batches of its own. Give batches.")
+            raise UsageError("The run has no evaluation batches (evaluate=). Give batches.")
         return self._evaluation if batches is None else batches  # type: ignore[return-value]
 
     def plot(self) -> Any:

@@ -3,9 +3,9 @@
     losses, metrics = cross_entropy(model, batch, train)
 
 A loss gets a model ready to be called (a bound Linen module, or an NNX module already in the right
-mode), this replica's share of a batch, and whether this is training. It returns `losses`, whose
-leading dim is the examples, alone or with a dict of metrics of the same kind. What is averaged, and
-over whom, is not its business.
+mode), the batch of this replica, and whether this is training. It returns `losses`, whose
+leading dim is the examples, alone or with a dict of metrics of the same kind. It averages nothing:
+the step does, over all replicas.
 """
 
 import inspect
@@ -23,18 +23,17 @@ from jddp.typing import LossFn
 
 Losses = Float[Array, "b ..."]
 
-# What modules call the argument that tells training from evaluation, and its value in training.
+# Names that modules have for the argument of training or evaluation, with its value in training.
 _MODES = {"train": True, "training": True, "is_training": True, "deterministic": False}
 
 
 def call_model(
     model: Callable[..., Any], inputs: Array, train: bool, mask: Array | None = None
 ) -> Any:
-    """The model's outputs, telling it whether this is training in whatever word it uses.
+    """The model's outputs, in training or evaluation mode.
 
-    A model whose `__call__` names `train`, `training`, `is_training` or `deterministic` is told;
-    one that names `mask` is given the rows that count, for its batch norms; one that names none is
-    just called.
+    The mode is passed as `train`, `training`, `is_training` or `deterministic`, if `__call__` has
+    such an argument, and the mask of valid rows as `mask`, for batch norms, if it has that.
     """
     parameters = inspect.signature(model).parameters
     mode = {
@@ -56,10 +55,10 @@ def cross_entropy(
     """The softmax cross entropy of `batch["image"]` and `batch["label"]`, in nats, and "accuracy".
 
     Args:
-      model: Gives logits `(b, classes)` for images.
-      batch: "image" and "label", whole numbers `(b,)`; "mask" `(b,)`, if some do not count.
+      model: Model that returns logits `(b, classes)` for images.
+      batch: Rows of "image" and "label", whole numbers `(b,)`; "mask" `(b,)`, if there is padding.
       train: Whether this is training.
-      label_smoothing: In training, this share of the target is spread evenly over all classes.
+      label_smoothing: Fraction of the target that is spread over all classes, in training.
 
     References:
       Szegedy et al., "Rethinking the Inception Architecture for Computer Vision", CVPR 2016,
@@ -73,7 +72,7 @@ def cross_entropy(
             "(b, classes)."
         )
     losses = _cross_entropy(logits, labels, label_smoothing if train else 0.0)
-    if "other_label" in batch:  # images with others laid over them (data.mixup)
+    if "other_label" in batch:  # data.mixup
         others = _cross_entropy(logits, batch["other_label"], label_smoothing)
         losses = batch["share"] * losses + (1 - batch["share"]) * others
     return losses, {"accuracy": logits.argmax(-1) == labels}
@@ -94,8 +93,8 @@ def next_token(
     """The cross entropy of each of `batch["tokens"]` given those before it, and "accuracy".
 
     Args:
-      model: Gives logits `(b, t, vocab)` for tokens `(b, t)`, each seeing none after itself.
-      batch: "tokens" `(b, t + 1)`.
+      model: Causal model that returns logits `(b, t, vocab)` for tokens `(b, t)`.
+      batch: Rows of "tokens" `(b, t + 1)`.
       train: Whether this is training.
 
     Returns:
@@ -114,8 +113,8 @@ def mean_squared_error(
     """The squared error of the model at `batch["x"]`, averaged over the outputs of each example.
 
     Args:
-      model: Gives predictions of the shape of "y" for "x".
-      batch: "x" and "y".
+      model: Model that returns predictions of the shape of "y" for "x".
+      batch: Rows of "x" and "y".
       train: Whether this is training.
     """
     x, y = _fields(batch, "mean_squared_error", "x", "y")
@@ -129,7 +128,7 @@ def mean_squared_error(
 
 
 def outputs(model: Callable[..., Any], batch: Mapping[str, Array]) -> Any:
-    """What a model, not training, gives for the inputs of one of these losses."""
+    """The outputs of a model in evaluation mode for the inputs of one of these losses."""
     for name in ("image", "tokens", "x"):
         if name in batch:
             inputs = batch[name][:, :-1] if name == "tokens" else batch[name]

@@ -1,14 +1,14 @@
-"""Names that people type: what they may have meant, what they stand for, what they accept.
+"""Names in a config: suggestions for mistyped ones, the objects they name, their arguments.
 
-A config names models, losses, optimizers and their arguments in words. Here a mistyped word gets a
-suggestion, `package.module:Name` becomes the object it names, and arguments are held against a
+A config gives models, losses, optimizers and their arguments by name. Here a mistyped name gets a
+suggestion, `package.module:Name` becomes the object it names, and arguments are checked against a
 signature before anything is called.
 
     resolve_target("my_models:Net", key="model.target")
     check_arguments(optax.adamw, {"b3": 0.9}, key="optimizer.kwargs")  # ConfigError: ... 'b2'?
 
 Resolving a target imports the module it names, which runs that module's code: a config that is
-named on the command line is trusted like a program. This room knows nothing of any config's keys.
+named on the command line is trusted like a program. This module knows no config keys.
 """
 
 import difflib
@@ -21,7 +21,7 @@ from typing import Any
 
 from jddp.errors import ConfigError
 
-# What PyTorch and Lightning call an option of `DataParallel` or `fit`, and what it is called here.
+# Names of PyTorch and Lightning for options of `DataParallel` or `fit`, and the names here.
 _ELSEWHERE = """
     bucket_cap_mb=bucket_mb broadcast_buffers=batch_norm find_unused_parameters=unused_parameters
     device_ids=mesh process_group=mesh gradient_accumulation_steps=accumulate_steps
@@ -69,7 +69,7 @@ def resolve_target(target: str, *, key: str) -> Any:
         )  # A console script lacks what `python -m` has: the current directory.
     try:
         found = importlib.import_module(module_name)
-    except Exception as error:  # The module is the user's: whatever it raises is one line here.
+    except Exception as error:  # Your module may raise anything: one line here.
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ConfigError(f"{key}: cannot import {module_name!r}: {reason}") from error
     return find_attribute(found, name, called=f"module {module_name!r}", key=key)
@@ -79,9 +79,9 @@ def find_attribute(owner: object, name: str, *, called: str, key: str) -> Any:
     """Returns `owner.name`, where `name` may be dotted and `owner` is a module or a class.
 
     Args:
-      owner: Where to look.
-      name: What to look for.
-      called: What to call the owner in the error.
+      owner: Module or class.
+      name: Dotted name of an attribute.
+      called: Name of the owner for the error.
       key: The config key that holds the name, for the error.
 
     Raises:
@@ -115,11 +115,11 @@ def defaults_of(function: Any) -> dict[str, Any]:
 def check_arguments(
     function: Any, arguments: Mapping[str, Any], *, key: str, filled: Collection[str] = ()
 ) -> None:
-    """Holds keyword arguments against the signature of `function`, without calling it.
+    """Checks keyword arguments against the signature of `function`, without calling it.
 
     Args:
-      function: What will be called.
-      arguments: The user's arguments.
+      function: Function that will be called.
+      arguments: Arguments of the config.
       key: The config key under which they stand, for the error.
       filled: Names of arguments that the caller fills in itself.
 
@@ -138,10 +138,10 @@ def check_arguments(
 
 
 def refuse_unknown(function: Any, arguments: Iterable[str], *, key: str) -> None:
-    """Refuses arguments that `function` does not name, and suggests what is meant.
+    """Refuses arguments that `function` does not have, and suggests a name.
 
     Raises:
-      ConfigError: For the first one, with the nearest name, or that for what PyTorch calls so.
+      ConfigError: For the first one, with the nearest name, or that of the same option in PyTorch.
     """
     called, known = name_of(function), accepted_names(function, key=key)
     words = {name: name for name in known} | {n: x for n, x in ELSEWHERE.items() if x in known}
@@ -151,7 +151,7 @@ def refuse_unknown(function: Any, arguments: Iterable[str], *, key: str) -> None
 
 
 def name_of(function: Any) -> str:
-    """Returns what to call a function, a class or a `functools.partial` of one."""
+    """Returns the name of a function, a class or a `functools.partial` of one."""
     inner = getattr(function, "func", function)
     return getattr(inner, "__name__", type(inner).__name__)
 

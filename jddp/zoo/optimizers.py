@@ -1,12 +1,12 @@
-"""Make any optimizer and any schedule of optax from its name and arguments.
+"""Optimizers and schedules of optax, made from their names and arguments.
 
     schedule = make_schedule("cosine_decay_schedule", learning_rate=0.1, num_steps=1000)
     optimizer, schedule = make_optimizer("adamw", schedule=schedule, kwargs={"weight_decay": 0.05})
 
-There is no table of optimizers here: names are looked up in optax (`contrib.muon` too), arguments
-are held against signatures, and what optax gains tomorrow works tomorrow. A signature also says
-what can be filled in: the rate, the length of the schedule, and a mask that keeps weight decay off
-norms and biases. This room knows optax and nothing of steps, replicas or configs.
+There is no table of optimizers here: names are looked up in optax (`contrib.muon` too), and
+arguments are checked against signatures, so new ones of optax work at once. By its signature a
+function also gets defaults: the rate, the length of the schedule, and a mask that excludes norms
+and biases from weight decay. This module knows optax and nothing of steps, replicas or configs.
 """
 
 from collections.abc import Callable, Mapping
@@ -39,14 +39,14 @@ def make_schedule(
     """Returns the learning rate as a function of the step.
 
     The rate rises in a straight line from 0 over `warmup_steps`, then follows `optax.<name>` from
-    its own step 0. A schedule that warms up by itself (it takes `warmup_steps`) is given those.
+    its step 0. A schedule that has a warm-up (an argument `warmup_steps`) gets those.
 
     Args:
       name: A function of optax, e.g. "cosine_decay_schedule".
-      learning_rate: The peak rate, given under the name that the schedule has for it.
-      num_steps: Steps of the run; a schedule that asks for its length gets what warm-up leaves.
+      learning_rate: Peak rate, passed under the name that the schedule has for it.
+      num_steps: Steps of the run; a schedule with a length gets the steps after warm-up.
       warmup_steps: Steps of warm-up. A run shorter than this never reaches the peak.
-      kwargs: The schedule's own arguments, which win over what would be filled in.
+      kwargs: Arguments of the schedule, which have precedence over defaults.
 
     Raises:
       ConfigError: If optax has no such schedule, or it does not take these arguments.
@@ -57,7 +57,7 @@ def make_schedule(
     warms_up = "warmup_steps" in accepted
     filled: dict[str, Any] = {}
     length = num_steps - warmup_steps
-    if warms_up:  # which optax counts as a part of the length, and wants to be shorter
+    if warms_up:  # which for optax is a part of the length, and shorter
         own = kwargs.get("warmup_steps", warmup_steps)
         length = max(num_steps, own + 1) if isinstance(own, int) else num_steps
         # Without warm-up, warmup_constant_schedule stays at its first value for good.
@@ -67,7 +67,7 @@ def make_schedule(
     arguments = {n: v for n, v in filled.items() if n in accepted} | dict(kwargs)
     schedule = _call(factory, arguments, key=f"{key}.kwargs")
     if not callable(schedule):
-        raise ConfigError(f"{key}.name: optax.{name} is no schedule: it gives {schedule!r}.")
+        raise ConfigError(f"{key}.name: optax.{name} is no schedule: it returns {schedule!r}.")
     if warmup_steps and not warms_up:
         warmup = optax.linear_schedule(0.0, learning_rate, warmup_steps)
         return optax.join_schedules([warmup, schedule], [warmup_steps])
@@ -85,9 +85,9 @@ def make_optimizer(
     """Returns an optimizer, and the schedule that it follows.
 
     Args:
-      factory: The name of an optimizer of optax, or a callable that returns a transformation.
-      schedule: The learning rate, given to a factory that takes `learning_rate`.
-      kwargs: The factory's own arguments, which win over what would be filled in.
+      factory: Name of an optimizer of optax, or a callable that returns a transformation.
+      schedule: Learning rate, passed to a factory that has an argument `learning_rate`.
+      kwargs: Arguments of the factory, which have precedence over defaults.
       decay_norms_and_biases: Whether weight decay also applies to norms and biases. If not, a
         factory that takes `mask` or `weight_decay_mask` is given `decay_mask`.
       key: The section of the config, for errors.
@@ -113,9 +113,9 @@ def make_optimizer(
 
 
 def decay_mask(params: Any) -> Any:
-    """Returns True for the leaves that weight decay may shrink: not for norms, biases and scalars.
+    """Returns True for the leaves with weight decay: not for norms, biases and scalars.
 
-    A leaf is left alone if it has at most one dim or is named "bias" or "scale", as Flax names
+    A leaf is excluded if it has at most one dim or is named "bias" or "scale", as Flax names
     them. (Under a scan over layers they have two dims.)
     """
 
@@ -132,5 +132,5 @@ def _call(make: Any, arguments: Arguments, *, key: str) -> Any:
         return make(**arguments)
     except (TypeError, ValueError) as error:
         if not make.__module__.startswith("optax"):
-            raise  # The user's own code went wrong, and its traceback says where.
+            raise  # An error of your code, with its traceback.
         raise ConfigError(f"{key}: {name_of(make)} refuses them: {error}") from error

@@ -66,7 +66,7 @@ def test_a_slow_host_is_named_and_so_are_files_that_come_late(hosts, tmp_path):
     (late,) = lines_with("all see", told)
     assert float(re.search(r"the last ([\d,]+) ms late", late)[1].replace(",", "")) >= 900
     (name,) = lines_with("127.0.1.1", told)
-    assert name.startswith("  warn  h2 leads to 127.0.1.1 alone: other hosts")
+    assert name.startswith("  warn  h2 resolves to 127.0.1.1 alone: other hosts")
 
 
 def test_a_host_with_less_bandwidth_is_named_and_so_is_a_disk_of_its_own(hosts, tmp_path):
@@ -87,4 +87,4 @@ def test_who_does_not_reach_the_others_is_told_what_is_wrong_with_the_host(hosts
     assert codes == [69]
     assert "cannot reach process 0 at h1:61500: Connection refused" in error
     assert error.count("\n") == 1
-    assert lines_with("h2 leads to 127.0.1.1 alone", told)
+    assert lines_with("h2 resolves to 127.0.1.1 alone", told)

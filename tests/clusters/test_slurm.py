@@ -1,4 +1,4 @@
-"""Under a real Slurm a job finds itself, ends as a whole, and goes on when its turn comes again."""
+"""Under a real Slurm a job detects its ranks, ends as a whole, and resumes when it is requeued."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A signal to any process: all stop after the same step, save, and go on as if nothing had been."""
+"""A signal to any process: all stop after the same step, save, and resume bitwise identically."""
 
 import os
 import signal
@@ -85,7 +85,7 @@ def test_a_signal_before_the_first_step_ends_all_in_good_order(folder, num_proce
         job.wait_for(lambda: all((folder / f"hangs-{i}").exists() for i in range(num_processes)))
         job.processes[0].send_signal(signal.SIGTERM)
         assert job.codes() == [PREEMPTED] * num_processes, job.outputs
-    told = "jddp: SIGTERM: stopped before the first step. The same command goes on.\n"
+    told = "jddp: SIGTERM: stopped before the first step. The same command resumes.\n"
     assert told in job.outputs[0][1]
 
 

@@ -1,4 +1,4 @@
-"""A run goes on on other numbers of processes and devices."""
+"""A run resumes on other numbers of processes and devices."""
 
 import signal
 
@@ -33,7 +33,7 @@ def test_a_run_moves_from_two_processes_to_one_and_to_four(folder, golden):
         said = " ".join(job.outputs[0][0].split())
         if num_processes > 1 and until is None:
             assert "num_processes 4 (was 1), num_devices 4 (was 1): the order of examples" in said
-            assert "all else is the same up to rounding" in said
+            assert "all else is equal within rounding" in said
     want = golden(*PLAIN)
     got, wanted = values(job), values(want)
     assert got.keys() == wanted.keys()
@@ -59,5 +59,5 @@ def test_logical_shards_go_on_to_the_bit_wherever_they_are_carried(folder, golde
             job.wait_for(lambda at=until: job.num_steps() >= at)
             job.processes[0].kill()
             job.codes()
-    assert "and all numbers, bitwise identical" in " ".join(job.outputs[0][0].split())
+    assert "all numbers stay bitwise identical" in " ".join(job.outputs[0][0].split())
     assert_same_run(job, golden(*SHARDS, "mesh.num_devices=8"))

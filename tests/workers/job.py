@@ -1,4 +1,4 @@
-"""One process of a job that trains by hand and by `fit`, is broken off, and goes on.
+"""One process of a job that trains by hand and by `fit`, is interrupted, and resumes.
 
     JAX_COORDINATOR_ADDRESS=... JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=0 python -m workers.job FOLDER
 

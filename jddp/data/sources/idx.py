@@ -25,8 +25,8 @@ def read_idx(path: Path, *, sha256_hex: str | None = None) -> np.ndarray:
 
     Args:
       path: The file; gzipped if it ends in .gz.
-      sha256_hex: What its content must hash to once unpacked: packed bytes differ from one
-        distribution of the same data to the next. None takes any.
+      sha256_hex: Expected hash of the unpacked content: packed bytes differ from one distribution
+        of the same data to the next. None takes any.
 
     Raises:
       DataError: If the file is missing, is not whole, or holds anything else.

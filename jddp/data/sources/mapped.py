@@ -1,10 +1,10 @@
-"""Arrays on disk, read where they are touched: .npy files, and .npz files that are not compressed.
+"""Memory-mapped arrays: .npy files, and .npz files that are not compressed.
 
     array = map_npy(Path("train_images.npy"))
     arrays = map_npz(Path("train.npz"))           # by name
 
-No format here can hold a pickle. A mapped array that is sent to another process is opened there
-again, not copied.
+No format here can hold a pickle. A mapped array that is pickled for another process is opened
+there again, not copied.
 """
 
 import mmap
@@ -20,13 +20,13 @@ from jddp.errors import DataError
 
 
 class MappedArray(np.memmap):
-    """An array in a file, opened for reading; pickled as its place."""
+    """An array in a file, opened for reading; pickled as its path and offset."""
 
     def __reduce__(self) -> Any:
         if isinstance(self.base, mmap.mmap):
             place = (self.filename, self.dtype, "r", self.offset, self.shape, self._order)
             return MappedArray, place
-        return np.array(self).__reduce__()  # a part of one
+        return np.array(self).__reduce__()  # a slice of one
 
     @property
     def _order(self) -> str:
@@ -69,7 +69,7 @@ def _open_member(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo) 
         except (ValueError, EOFError, zipfile.BadZipFile) as error:
             raise DataError(f"{where}: not a whole array ({error}). Write it again.") from error
     with path.open("rb") as file:
-        file.seek(member.header_offset + 26)  # Of the local header, which ends with two lengths.
+        file.seek(member.header_offset + 26)  # The local header ends with two lengths.
         name_bytes, extra_bytes = struct.unpack("<HH", file.read(4))
     return _map_at(path, member.header_offset + 30 + name_bytes + extra_bytes, where)
 

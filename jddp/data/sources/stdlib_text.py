@@ -18,7 +18,7 @@ from jddp.errors import DataError
 
 VOCAB_SIZE = 256
 
-# Tests, other people's packages, a whole editor: neither typical nor there on every machine.
+# Tests, installed packages, a whole editor: neither typical nor on every machine.
 _SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "idlelib"}
 _MACHINE_MADE = ("_sysconfigdata", "config-")  # written when this interpreter was built
 
@@ -64,7 +64,7 @@ def _load(root: Path, sequence_length: int) -> DataSet:
         try:
             parts[_is_test_file(path)].append((root / path).read_bytes() + b"\0")
         except OSError as error:
-            raise DataError(f"{root / path}: {error.strerror}. Mend the installation.") from error
+            raise DataError(f"{root / path}: {error.strerror}. Repair the installation.") from error
     train, test = b"".join(parts[False]), b"".join(parts[True])
     if not (train and test):
         raise DataError(

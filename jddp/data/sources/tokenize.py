@@ -2,8 +2,8 @@
 
     write_tokens(documents_in([Path("books")]), Path("data/tokens"), tokenizer=Bytes())
 
-Documents go to the test part or to the training part by a hash of their text, so that neither order
-nor number of files moves one. No more than one shard is held in memory.
+A hash of its text puts a document into the test split or the training split, so that neither order
+nor number of files moves one. No more than one file of tokens is held in memory.
 """
 
 import json
@@ -23,9 +23,9 @@ class Tokenizer(Protocol):
     """Turns text into numbers.
 
     Attributes:
-      name: For the record.
-      vocab_size: The numbers lie below it.
-      end_of_document: What is put after each document, or None.
+      name: Name of the tokenizer, for tokens.json.
+      vocab_size: Number of different tokens, which are below it.
+      end_of_document: Token to put after each document, or None.
     """
 
     name: str
@@ -52,11 +52,12 @@ class FromFile:
     """A tokenizer of Hugging Face's `tokenizers`, from its JSON file.
 
     Args:
-      path: The file.
-      end_of_document: The token that ends a document, as text; None for none.
+      path: Path of the file.
+      end_of_document: Token that ends a document, as text; None for none.
 
     Raises:
-      ConfigError: If `tokenizers` is not installed, the file is none of its, or it lacks the token.
+      ConfigError: If `tokenizers` is not installed, it cannot read the file, or the token is
+        unknown.
     """
 
     def __init__(self, path: Path, *, end_of_document: str | None = None) -> None:
@@ -69,17 +70,19 @@ class FromFile:
             ) from error
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # of no class of its own
+        except Exception as error:  # tokenizers has no class of errors
             raise ConfigError(f"{path}: no file of tokenizers ({error}).") from error
         self.name, self.vocab_size = path.name, self._tokenizer.get_vocab_size()
         self.end_of_document: int | None = None
         if end_of_document is not None:
             self.end_of_document = self._tokenizer.token_to_id(end_of_document)
             if self.end_of_document is None:
-                raise ConfigError(f"{path} has no token {end_of_document!r}. Name one of its own.")
+                raise ConfigError(
+                    f"{path} has no token {end_of_document!r}. Name one of its tokens."
+                )
 
     def encode(self, text: str) -> Sequence[int]:
-        """The tokens of a text, without those that a tokenizer may put around it."""
+        """The tokens of a text, without special tokens around it."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
 
@@ -123,21 +126,21 @@ def write_tokens(
     test_share: float = 0.1,
     shard_tokens: int = 2**27,
 ) -> dict[str, Any]:
-    """Writes shards of tokens, where documents begin in them, and tokens.json.
+    """Writes files of tokens, the beginnings of documents in them, and tokens.json.
 
     Args:
-      documents: The text.
-      directory: Where to; it must hold none yet.
-      tokenizer: Turns text into numbers.
-      test_share: Of the documents; the rest is for training.
-      shard_tokens: A shard ends with the document that makes it so long.
+      documents: Texts of the documents.
+      directory: Output directory, which must hold no token files yet.
+      tokenizer: Tokenizer of the texts.
+      test_share: Fraction of documents for testing; the rest is for training.
+      shard_tokens: Length of a file, which ends with the document that reaches it.
 
     Returns:
-      What tokens.json holds.
+      The content of tokens.json.
 
     Raises:
       ConfigError: If the directory holds tokens already, or an argument breaks its rule.
-      DataError: If a part gets no document.
+      DataError: If a split gets no document.
     """
     if not 0 < test_share < 1 or shard_tokens < 1:
         raise ConfigError("the test share lies between 0 and 1, and a shard holds a token or more.")
@@ -169,7 +172,7 @@ def write_tokens(
 
 
 class _Part:
-    """Shards of one part, one after the other."""
+    """Files of one split, written one after the other."""
 
     def __init__(self, directory: Path, name: str, dtype: np.dtype, shard_tokens: int) -> None:
         self._directory, self._name, self._dtype = directory, name, dtype

@@ -1,10 +1,10 @@
 """Windows of long sequences of tokens, to predict each token from those before it.
 
-    python -m jddp.data tokenize data/tokens book1.txt book2.txt     writes what is read here
+    python -m jddp.data tokenize data/tokens book1.txt book2.txt     writes these files
 
-A directory holds train.npy and test.npy, or shards of them (train-00000.npy, ...): one row of
-uint16 or uint32 each, memory-mapped. Beside a shard, train-00000.documents.npy says where documents
-begin in it; tokens.json says how they were made.
+A directory holds train.npy and test.npy, or several files of each (train-00000.npy, ...): one row
+of uint16 or uint32 each, memory-mapped. Beside it, train-00000.documents.npy has the beginnings of
+documents; tokens.json has the tokenizer and the sizes.
 """
 
 import json
@@ -23,7 +23,7 @@ DOCUMENTS = ".documents.npy"
 
 
 class TokenExamples:
-    """Windows of long sequences: each token but the first of one is predicted once an epoch."""
+    """Windows of long sequences: each token but the first of one is predicted once per epoch."""
 
     def __init__(
         self,
@@ -32,14 +32,14 @@ class TokenExamples:
         vocab_size: int | None = None,
         documents: Sequence[np.ndarray] | None = None,
     ):
-        """Cuts sequences into windows that overlap by one token; what is left over is not used.
+        """Cuts sequences into windows that overlap by one token; a remainder is not used.
 
         Args:
           shards: Sequences `(n,)` of whole numbers, in memory or memory-mapped.
-          sequence_length: Predictions an example, `t`; a window holds `t + 1` tokens.
-          vocab_size: Tokens that read are refused from here on; None trusts them.
-          documents: Where documents begin in each shard, in rising order. Their first tokens are
-            then not predicted: "mask" is 0 there.
+          sequence_length: Predictions per example, `t`; a window holds `t + 1` tokens.
+          vocab_size: Number of tokens, larger ones are refused when read; None trusts them.
+          documents: Positions at which documents begin in each sequence, in rising order. Their
+            first tokens are then not predicted: "mask" is 0 there.
 
         Raises:
           DataError: If no sequence is long enough for one window, or one is no row of integers.
@@ -72,7 +72,7 @@ class TokenExamples:
           "tokens", and float32 "mask" `(b, t)` where documents are known.
 
         Raises:
-          DataError: If a token does not lie below `vocab_size`.
+          DataError: If a token is not below `vocab_size`.
         """
         length = self._sequence_length
         batch = {"tokens": np.empty((len(indices), length + 1), np.int32)}

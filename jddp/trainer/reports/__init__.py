@@ -1,4 +1,4 @@
-"""What a run leaves behind and says while it runs: its directory, its metrics, its progress.
+"""The output of a run: its directory, its metrics, its progress.
 
 Process 0 writes and prints; the others hold the same objects, which then do nothing. Nothing here
 knows JAX: records are dicts of plain numbers, already reduced over all replicas.

@@ -1,4 +1,4 @@
-"""Pictures: a run's loss and metrics over its steps, and an all-reduce's bandwidth over sizes."""
+"""Plots: a run's loss and metrics over its steps, and an all-reduce's bandwidth over sizes."""
 
 import io
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ def plot(history: Sequence[Record]) -> Any:
     """Draws a panel for the loss and one for each metric: a line for training, dots for evaluation.
 
     Args:
-      history: Records, as they stand in `metrics.jsonl`.
+      history: Records, as in `metrics.jsonl`.
 
     Returns:
       A `matplotlib.figure.Figure`, which a notebook shows.
@@ -45,7 +45,7 @@ def plot_bandwidth(table: Sequence[tuple[int, float]]) -> Any:
     """Draws bandwidths over sizes, on logarithmic axes.
 
     Args:
-      table: Bytes, and bytes a second.
+      table: Rows of bytes, and bytes per second.
 
     Returns:
       A `matplotlib.figure.Figure`.
@@ -68,7 +68,7 @@ def _figure_class() -> Any:
         raise UsageError("plot needs matplotlib: pip install 'jddp[notebook]'.") from error
 
     class Curves(Figure):
-        """A figure that a notebook shows also where pyplot, which would see to it, is not there."""
+        """A figure that a notebook shows without pyplot."""
 
         def _repr_png_(self) -> bytes:
             picture = io.BytesIO()

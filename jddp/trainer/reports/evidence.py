@@ -1,4 +1,4 @@
-"""What is kept of a step whose numbers went wrong, for whoever wants to know why.
+"""Diagnostics of a step with NaN or infinity.
 
 nonfinite/step_120/report.json      loss, examples, position, key, norms of each layer
 nonfinite/step_120/process_0.npz    the rows that process 0 gave to the step
@@ -23,9 +23,9 @@ def write_evidence(
     *,
     process_index: int,
 ) -> None:
-    """Writes this process's rows and, by the first, the report; what cannot be is said.
+    """Writes this process's rows and, on process 0, the report; logs a failure.
 
-    Numbers that are not finite are in words, "nan" or "inf", for JSON has none.
+    Numbers that are not finite become text, "nan" or "inf", for JSON has none.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -39,7 +39,7 @@ def write_evidence(
 
 
 def _plain(x: np.ndarray) -> np.ndarray:
-    """In a dtype of numpy's own: a file of others, such as bfloat16, could not be read back."""
+    """The array in a dtype of numpy: a file of others, such as bfloat16, could not be read back."""
     return x.astype(np.float32) if x.dtype.kind == "V" else x
 
 

@@ -1,7 +1,7 @@
-"""What one process said during a run, in a file of its own.
+"""The log file of one process of a run.
 
-Every line of progress, also those that the terminal did not show, jddp's warnings, and the
-traceback of what ended the run, each with its time.
+It has every line of progress, also those that the terminal did not show, jddp's warnings, and the
+traceback of the exception that ended the run, each with its time.
 """
 
 import contextlib
@@ -12,27 +12,27 @@ from pathlib import Path
 
 from jddp.errors import FileSystemError
 
-# Lines that are shown elsewhere already: for the file alone.
-said = logging.getLogger("jddp.said")
+# Lines that are printed elsewhere already: for the file alone.
+said = logging.getLogger("jddp.lines")
 said.setLevel(logging.INFO)
 said.propagate = False
 said.addHandler(logging.NullHandler())
 
 
 class _LogFile(logging.FileHandler):
-    """Tells each kind of failure to write once, where logging would print every traceback."""
+    """Reports each kind of failure to write once, where logging would print every traceback."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]
         reason = getattr(error, "strerror", None) or repr(error)
-        if reason not in self.__dict__.setdefault("told", set()):
-            self.__dict__["told"].add(reason)
+        if reason not in self.__dict__.setdefault("reported", set()):
+            self.__dict__["reported"].add(reason)
             print(f"jddp: {self.baseFilename}: cannot be written: {reason}.", file=sys.stderr)
 
 
 @contextlib.contextmanager
 def logging_to(path: Path) -> Iterator[None]:
-    """While open, appends what this process says to `path`.
+    """While open, appends the lines of this process to `path`.
 
     Raises:
       FileSystemError: If the file cannot be opened.
@@ -54,5 +54,5 @@ def logging_to(path: Path) -> Iterator[None]:
     finally:
         for logger in loggers:
             logger.removeHandler(handler)
-        with contextlib.suppress(OSError):  # which has been told
+        with contextlib.suppress(OSError):  # which has been reported
             handler.close()

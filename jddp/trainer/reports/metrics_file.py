@@ -1,8 +1,8 @@
-"""A file of metrics, one JSON object a line, in which every step stands once.
+"""A file of metrics, one JSON object per line, with every step once.
 
-A run that resumes from step 400 cuts off what an earlier life wrote behind step 400 before it goes
-on, so that a reader never meets a step twice. A line is complete or, if the process died in the
-middle of it, dropped when the file is cut. Other lines, such as notes, are kept and are no records.
+A run that resumes from step 400 first removes the records of later steps, so that no step is there
+twice. A line is complete or, if the process died in the middle of it, dropped when the file is cut.
+Other lines, such as notes, are kept and are no records.
 """
 
 import contextlib
@@ -30,8 +30,8 @@ class MetricsFile:
     def append(self, record: Record) -> None:
         """Adds one line. A number that is not finite is written as null, for JSON has none.
 
-        What cannot be written is said once, kept, and written with a later line: a full disk does
-        not end a run.
+        A line that cannot be written is kept, and written with a later one, with one warning: a
+        full disk does not end a run.
         """
         if not self._is_writer:
             return
@@ -63,7 +63,7 @@ class MetricsFile:
         return [record for _, record in self._lines() if record is not None]
 
     def _lines(self) -> list[tuple[bytes, dict[str, Any] | None]]:
-        """Every line, and the record in it if it is one of a run's."""
+        """Every line, with its record, or None for other lines."""
         try:
             *whole, torn = self.path.read_bytes().split(b"\n") if self.path.exists() else [b""]
         except OSError as error:
@@ -98,6 +98,6 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a number as JSON has it; numpy's and JAX's scalars have `item`."""
+    """A number as JSON has it; numpy's and JAX's scalars have `item`."""
     value = value.item() if hasattr(value, "item") else value
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,11 +1,10 @@
-"""Say how a run is going: one live line on a terminal, a plain line every few seconds elsewhere.
+"""The progress of a run: one live line on a terminal, a plain line every few seconds elsewhere.
 
     step 400/1170  loss 0.2384  accuracy 0.9123  lr 0.0016  10.8k/s  ETA 0:18
     eval 400  loss 0.361  accuracy 0.869  examples 10000
 
-Lines fit 80 columns, and all of them go into the process's log file. What is left of the run is
-reckoned from the `step_seconds` of the newest record, so it leaves out compilation wherever that
-does.
+Lines fit 80 columns, and all of them go into the process's log file. The remaining time (ETA) is
+computed from the `step_seconds` of the newest record, which excludes compilation.
 """
 
 import contextlib
@@ -22,25 +21,25 @@ from jddp.typing import Record
 COLUMNS = 80
 BAR_COLUMNS = 10
 SECONDS_BETWEEN_LINES = 5.0
-# Shown in places of their own, or not at all.
+# Shown in other places, or not at all.
 TIMING = ("learning_rate", "examples_per_second", "step_seconds", "data_wait_seconds")
 NOT_METRICS = ("step", "split", "loss", "count", "examples", *TIMING)
 
 
 def is_metric(name: str, value: Any) -> bool:
-    """Whether this is the loss or a metric of the user's, in a record."""
+    """Whether this value of a record is the loss or a metric of the loss function."""
     others = (*NOT_METRICS, "grad_norm", "skipped", "loss_scale")
     return isinstance(value, float | int) and (name == "loss" or name not in others)
 
 
 class Progress:
-    """Prints records as they come; if not `is_writer`, prints nothing.
+    """Printer of records; if not `is_writer`, it prints nothing.
 
     Args:
-      num_steps: Steps of the whole run.
+      num_steps: Number of steps of the whole run.
       is_writer: Whether this process prints.
-      stream: The text stream to print on; standard output by default.
-      clock: Tells seconds, so that tests need not wait.
+      stream: Text stream to print on; standard output by default.
+      clock: Function that returns seconds, which tests replace.
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class Progress:
         said.info(text)
 
     def close(self) -> None:
-        """Leaves the terminal as it was. To be called also when training fails."""
+        """Restores the terminal; called also when training fails."""
         if self._bar:
             self._bar.close()
             self._bar = None
@@ -104,12 +103,12 @@ class Progress:
 def _is_watched(stream: Any) -> bool:
     """Whether this is the terminal that the process runs in.
 
-    Open MPI hands every process a terminal to write to, which is nobody's: what comes out of it
-    goes into a pipe. There one live line would become thousands.
+    Open MPI gives every process a pseudo-terminal, whose output goes into a pipe. There one live
+    line would become thousands.
     """
     try:
         return bool(stream.isatty() and os.tcgetpgrp(stream.fileno()))
-    except (OSError, ValueError, AttributeError):  # nobody's, of another session, or closed
+    except (OSError, ValueError, AttributeError):  # of no session, of another one, or closed
         return False
 
 
@@ -141,7 +140,7 @@ class _LiveLine:
 
 
 def train_line(record: Record, num_steps: int, *, columns: int = COLUMNS) -> str:
-    """Returns step, loss, metrics, rate, speed and what is left, in one line that fits."""
+    """Step, loss, metrics, rate, speed and remaining time, in one line that fits."""
     step = record["step"]
     end = []
     if (rate := record.get("learning_rate")) is not None:
@@ -152,18 +151,18 @@ def train_line(record: Record, num_steps: int, *, columns: int = COLUMNS) -> str
         end.append(f"ETA {_duration((num_steps - step) * seconds)}")
     start = [f"step {step}/{num_steps}", *_metrics(record)]
     if rate is not None and len("  ".join([*start, *end])) > columns:
-        end = end[1:]  # The rate is the first to go: the schedule tells it too.
+        end = end[1:]  # The rate is dropped first: it follows from the schedule.
     return _join(start, end, columns)
 
 
 def _metrics(record: Record) -> list[str]:
-    """Returns the loss, then the user's metrics in their order."""
+    """The loss, then the metrics of the loss function in their order."""
     names = [n for n, v in record.items() if n not in NOT_METRICS and isinstance(v, float | int)]
     return [f"{name} {record[name]:.4g}" for name in ["loss", *names]]
 
 
 def _join(start: list[str], end: list[str], columns: int) -> str:
-    """Joins all fields, or as many of the metrics at the end of `start` as there is room for."""
+    """All fields, or as many of the metrics at the end of `start` as there is room for."""
     for kept in range(len(start), 1, -1):
         line = "  ".join([*start[:kept], *end])
         if len(line) <= columns:

@@ -1,14 +1,14 @@
-"""The directory of one run, which never takes in another.
+"""The directory of a run.
 
     config.yaml      the resolved config; none for a run that was started from objects
-    manifest.json    versions, data and world at the first start, and at later ones that differ
-    metrics.jsonl    one line a report
-    checkpoints/     states to go on from
-    logs/            what each process said
-    lock             who writes here, for as long as it does
+    manifest.json    versions, data and topology at the first start, and at later ones that differ
+    metrics.jsonl    one record per line
+    checkpoints/     states to resume from
+    logs/            the lines of each process
+    lock             the process that writes here, while it runs
 
 A directory belongs to the config that it was first used with: a rerun with the same one resumes,
-any other is refused before a byte is written.
+a run with another config is refused before a byte is written.
 """
 
 import contextlib
@@ -28,10 +28,10 @@ from jddp.trainer.reports.log_file import logging_to
 from jddp.trainer.reports.metrics_file import MetricsFile
 
 Values = Mapping[str, Any]
-# Of one start, and not of the run.
+# Keys of one start, and not of the run.
 KEYS_OF_A_START = ("run.dir", "data.dir", "data.allow_changed", "checkpoint.resume")
-# What may differ from start to start: it changes no finished step, but for rounding. What it does
-# change is where and how long a run goes on, and what is kept and told of it.
+# Keys that may differ when a run resumes: they change no finished step, but for rounding. They set
+# its length and its devices, and what is saved and logged.
 FREE_KEYS = (
     *KEYS_OF_A_START,
     *("train.num_steps", "train.num_epochs", "train.eval_every_steps", "train.log_every_steps"),
@@ -51,10 +51,10 @@ log = logging.getLogger("jddp")
 
 
 class RunDirectory:
-    """Paths of a run, and the check that they are this run's own.
+    """Paths of a run, and the check that they belong to it.
 
     Args:
-      path: The directory; it need not exist.
+      path: The directory, which need not exist.
       is_writer: Whether this process writes. All processes check.
     """
 
@@ -66,16 +66,16 @@ class RunDirectory:
         self._is_writer = is_writer
 
     def prepare(self, config: Values | None, manifest: Values) -> None:
-        """Makes the directory, or makes sure that the one there is of the same run.
+        """Makes the directory, or checks that an existing one is of the same run.
 
         Args:
           config: The resolved config; None if the run was started from objects.
-          manifest: What the run stands on. `manifest["data"]["sha256"]`, where present, must be
-            what it was at some start, unless the config's `data.allow_changed` says otherwise.
+          manifest: Versions, data and topology. `manifest["data"]["sha256"]`, where present, must
+            be that of an earlier start, unless the config's `data.allow_changed` is true.
 
         Raises:
           ConfigError: If the directory holds another run, with the keys that differ.
-          DataError: If the data are not the ones that the run was started with.
+          DataError: If the data have changed since the run was started.
           FileSystemError: If it cannot be read or written.
         """
         self.check_usable()
@@ -88,7 +88,7 @@ class RunDirectory:
                 self._write(config, first, manifest)
 
     def check_usable(self) -> None:
-        """Makes sure that the directory can be made or written, without doing it.
+        """Checks that the directory can be made or written, without doing it.
 
         Raises:
           FileSystemError: If it cannot, or belongs to another user.
@@ -98,7 +98,7 @@ class RunDirectory:
             above = self.path.absolute().parents
             there = next(path for path in (self.path, *above) if os.path.lexists(path))
             inside = f"{there}/."
-            os.stat(inside)  # which raises what is wrong with it, if it is no directory
+            os.stat(inside)  # raises if it is not a directory
             if not os.access(inside, os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, "Permission denied", str(there))
 
@@ -106,7 +106,7 @@ class RunDirectory:
     def _explained(self) -> Iterator[None]:
         try:
             yield
-        except (OSError, ValueError) as error:  # a ValueError is a name that no file can have
+        except (OSError, ValueError) as error:  # a ValueError: an impossible file name
             name = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) else error
             raise FileSystemError(
                 f"run.dir {self.path}: {name}. Choose a folder that can be written."
@@ -121,13 +121,13 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """While open, the directory is this run's: another that wants to write there is refused.
+        """While open, the directory is locked: another run that would write there is refused.
 
         The lock ends with the process, however that ends. Where a file system has no locks there
         is none.
 
         Raises:
-          ConfigError: If a run holds it.
+          ConfigError: If another run holds it.
         """
         if not self._is_writer:
             yield
@@ -156,11 +156,11 @@ class RunDirectory:
                     lock.truncate(0)
 
     def logging(self, process_index: int) -> contextlib.AbstractContextManager[None]:
-        """While open, what this process says goes into a log file of its own."""
+        """While open, the lines of this process go into its log file."""
         return logging_to(self.path / "logs" / f"process_{process_index}.log")
 
     def stacks(self, process_index: int) -> Path:
-        """Where a process writes what its threads are doing, if it hangs."""
+        """The file for the stacks of a process that hangs."""
         return self.path / "logs" / f"process_{process_index}.stacks"
 
     def _refuse_another_run(self, config: Values | None) -> None:
@@ -183,11 +183,11 @@ class RunDirectory:
         if before is not None and config is not None and (keys := _differing(before, config)):
             raise ConfigError(
                 f"run.dir {self.path} holds a run of another config: {'; '.join(keys)}. "
-                "Choose another run.dir, or the same config to go on."
+                "Choose another run.dir, or the same config to resume."
             )
 
     def _read_manifest(self) -> tuple[Values, list[str]]:
-        """What stands in the manifest, and the data of all starts there."""
+        """The manifest, and the hashes of the data of all its starts."""
         try:
             first = json.loads(self._manifest.read_bytes()) if self._manifest.exists() else {}
             starts = [first, *first.get("later_starts", [])]
@@ -196,7 +196,7 @@ class RunDirectory:
         except (ValueError, RecursionError, LookupError, AttributeError, TypeError) as error:
             reason = error if isinstance(error, ValueError) else "it has another form"
             raise FileSystemError(
-                f"{self._manifest} is damaged: {reason}. Put it back, or choose another run.dir."
+                f"{self._manifest} is damaged: {reason}. Restore it, or choose another run.dir."
             ) from error
 
     def _refuse_other_data(self, known: list[str], manifest: Values) -> None:
@@ -224,7 +224,7 @@ class RunDirectory:
 
 
 def _read_config(path: Path) -> Values:
-    # Imported where a config is at hand: objects train without pydantic and OmegaConf.
+    # Imported only with a config: objects train without pydantic and OmegaConf.
     from jddp.config.files import read_values
 
     return read_values(path)
@@ -240,7 +240,7 @@ def _differing(before: Values, now: Values) -> list[str]:
 
 
 def changes(before: Values, now: Values) -> list[str]:
-    """Returns "key old -> new" for every key that differs and may do so while a run goes on."""
+    """Returns "key old -> new" for every key that differs and may do so when a run resumes."""
     return [
         f"{key} {_show(old)} -> {_show(new)}"
         for key, (old, new) in _pairs(before, now).items()
@@ -268,7 +268,7 @@ def _show(value: Any) -> str:
 
 
 def _replace(path: Path, values: str | Values) -> None:
-    """Writes a file so that a reader sees the old or the new one, never a part."""
+    """Replaces a file atomically: a reader sees the old or the new one, never a part."""
     beside = path.with_name(path.name + ".partial")
     text = values if isinstance(values, str) else json.dumps(values, indent=2) + "\n"
     beside.write_text(text, encoding="utf-8")

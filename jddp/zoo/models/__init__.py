@@ -1,10 +1,10 @@
-"""Networks to start from, by name. Any other Flax module trains just as well.
+"""Models by name. Any other Flax module can be trained too.
 
     model = MODELS["gpt"](num_layers=6, width=384, dtype="bfloat16")
 
-Each is written as a textbook would: no mesh, no axis names (synced batch norm is made by whoever
-replicates the model), parameters in float32 and arithmetic in `dtype`, outputs in float32. Linen
-modules are called as `model(inputs, train)`; `CNN_NNX` is the small network once more in NNX.
+They are plain Flax: no mesh, no axis names (batch norm is synchronized by `DataParallel`),
+parameters in float32 and arithmetic in `dtype`, outputs in float32. Linen modules are called as
+`model(inputs, train)`; `CNN_NNX` is the small network in NNX.
 """
 
 from collections.abc import Callable

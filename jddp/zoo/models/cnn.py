@@ -9,14 +9,14 @@ from jaxtyping import Float
 
 
 class CNN(nn.Module):
-    """Strided 3x3 convolutions with batch norm and ReLU, then a dense layer on all that is left.
+    """Strided 3x3 convolutions with batch norm and ReLU, then a dense layer on all of it.
 
     Strides instead of pooling: on CPUs a step is several times as fast.
 
     Attributes:
       widths: Channels of each convolution, which halves height and width.
-      num_classes: Logits an image.
-      dtype: Of the arithmetic; parameters and statistics are float32.
+      num_classes: Logits per image.
+      dtype: Dtype of the arithmetic; parameters and statistics are float32.
     """
 
     widths: Sequence[int] = (32, 64, 128)

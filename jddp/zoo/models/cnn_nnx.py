@@ -10,9 +10,9 @@ from jaxtyping import Float
 
 
 class CNN(nnx.Module):
-    """Strided 3x3 convolutions with batch norm and ReLU, then a dense layer on all that is left.
+    """Strided 3x3 convolutions with batch norm and ReLU, then a dense layer on all of it.
 
-    It trains or evaluates as `train()` and `eval()` have set it.
+    It trains or evaluates, as set by `train()` and `eval()`.
     """
 
     def __init__(
@@ -31,9 +31,9 @@ class CNN(nnx.Module):
           widths: Channels of each convolution, which halves height and width.
           image_size: Height and width of the images, in pixels.
           num_channels: Channels of the images: 1 for grey, 3 for colour.
-          num_classes: Logits an image.
-          dtype: Of the arithmetic; parameters and statistics are float32.
-          rngs: Where initial values come from.
+          num_classes: Logits per image.
+          dtype: Dtype of the arithmetic; parameters and statistics are float32.
+          rngs: Random number generators for the initial values.
         """
         self.convs: nnx.List[nnx.Conv] = nnx.List()
         self.norms: nnx.List[nnx.BatchNorm] = nnx.List()

@@ -1,7 +1,7 @@
-"""A model from its name, or from a class of the user's own.
+"""A model from its name, or from your class.
 
     module = make_model("gpt", kwargs={"num_layers": 2})
-    module = make_model(MyNet, kwargs={"width": 64}, seed=1)   # an NNX class is given its rngs
+    module = make_model(MyNet, kwargs={"width": 64}, seed=1)   # an NNX class gets its rngs
 
 An NNX module makes its values when it is made, so it needs a seed; a Linen module makes them later.
 """
@@ -24,13 +24,13 @@ def make_model(factory: Any, *, kwargs: Mapping[str, Any], seed: int = 0) -> Mod
     """Returns a Flax module, made with the given arguments.
 
     Args:
-      factory: A key of `MODELS`, or a module class or a function that returns a module.
-      kwargs: Its arguments; `rngs` is filled in where it is taken.
-      seed: Of `rngs`.
+      factory: Key of `MODELS`, or a module class, or a function that returns a module.
+      kwargs: Arguments of the factory; `rngs` is added where it is one of them.
+      seed: Seed of `rngs`.
 
     Raises:
-      ConfigError: If there is no such model, it does not take these arguments, or what it gives is
-        no module.
+      ConfigError: If there is no such model, it does not take these arguments, or it returns no
+        module.
     """
     make = factory
     if isinstance(factory, str):
@@ -46,7 +46,7 @@ def make_model(factory: Any, *, kwargs: Mapping[str, Any], seed: int = 0) -> Mod
     rngs = {"rngs": nnx.Rngs(seed)} if takes_rngs else {}
     module = make(**rngs, **kwargs)
     if not isinstance(module, Module):
-        raise ConfigError(f"model.target: {make!r} gives {module!r}, which is no Flax module.")
+        raise ConfigError(f"model.target: {make!r} returns {module!r}, which is no Flax module.")
     return module
 
 

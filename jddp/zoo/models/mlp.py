@@ -14,7 +14,7 @@ class MLP(nn.Module):
     Attributes:
       widths: Outputs of each hidden layer.
       num_outputs: Outputs of the last layer, classes for example.
-      dtype: Of the arithmetic; parameters are float32.
+      dtype: Dtype of the arithmetic; parameters are float32.
     """
 
     widths: Sequence[int] = (256, 256)
@@ -23,7 +23,7 @@ class MLP(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "b ..."], train: bool = False) -> Float[Array, "b outputs"]:
-        """The outputs in float32; training and evaluation are alike."""
+        """The outputs in float32, the same in training and evaluation."""
         x = x.reshape(len(x), -1)
         for width in self.widths:
             x = nn.relu(nn.Dense(width, dtype=self.dtype)(x))

@@ -34,9 +34,9 @@ class BasicBlock(_Block):
 
     Attributes:
       width: Channels inside and of the output.
-      strides: Of the first convolution, in both directions.
-      conv: Makes a convolution.
-      norm: Makes a batch norm.
+      strides: Strides of the first convolution, in both directions.
+      conv: Function that makes a convolution.
+      norm: Function that makes a batch norm.
     """
 
     @nn.compact
@@ -54,9 +54,9 @@ class BottleneckBlock(_Block):
 
     Attributes:
       width: Channels inside; the output has four times as many.
-      strides: Of the 3x3 convolution, in both directions.
-      conv: Makes a convolution.
-      norm: Makes a batch norm.
+      strides: Strides of the 3x3 convolution, in both directions.
+      conv: Function that makes a convolution.
+      norm: Function that makes a batch norm.
     """
 
     @nn.compact
@@ -85,9 +85,9 @@ class ResNet(nn.Module):
       stage_sizes: Blocks of each stage.
       block: Kind of block.
       width: Channels of the first stage.
-      num_classes: Logits an image.
+      num_classes: Logits per image.
       stem: "imagenet" begins with a quarter of the resolution, "cifar" with all of it.
-      dtype: Of the arithmetic; parameters and statistics are float32.
+      dtype: Dtype of the arithmetic; parameters and statistics are float32.
     """
 
     stage_sizes: Sequence[int]
