@@ -1,7 +1,7 @@
 """Contenders that live in processes of their own and take turns on command.
 
-A crew is one or more processes that step together. Its contender for a turn is told as a line of
-JSON, and every process answers with the seconds that its steps took. Between turns it sleeps.
+A crew is one or more processes that step together. Its contender for a turn is a line of JSON on
+its input, and every process answers with the seconds that its steps took. Between turns it sleeps.
 
     crew = Crew("benchmarks/crew_jddp.py", environments)   # here
     seconds = crew.turn({"job": "mlp", "num_steps": 8})
@@ -80,16 +80,18 @@ def free_port() -> int:
 
 def jddp_crew(num_processes: int, num_devices: int) -> Crew:
     """Starts processes of jddp with so many virtual devices in all."""
-    told = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(num_devices // num_processes)}
+    environ = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(num_devices // num_processes)}
     if num_processes == 1:
-        return Crew("crew_jddp.py", [told])
-    told |= {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}"}
-    told |= {"JAX_NUM_PROCESSES": str(num_processes)}
-    return Crew("crew_jddp.py", [told | {"JAX_PROCESS_ID": str(i)} for i in range(num_processes)])
+        return Crew("crew_jddp.py", [environ])
+    environ |= {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}"}
+    environ |= {"JAX_NUM_PROCESSES": str(num_processes)}
+    return Crew(
+        "crew_jddp.py", [environ | {"JAX_PROCESS_ID": str(i)} for i in range(num_processes)]
+    )
 
 
 def torch_crew(num_processes: int, num_threads: int) -> Crew:
     """Starts processes of PyTorch with so many threads each."""
-    told = {"OMP_NUM_THREADS": str(num_threads), "WORLD_SIZE": str(num_processes)}
-    told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    return Crew("crew_torch.py", [told | {"RANK": str(i)} for i in range(num_processes)])
+    environ = {"OMP_NUM_THREADS": str(num_threads), "WORLD_SIZE": str(num_processes)}
+    environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    return Crew("crew_torch.py", [environ | {"RANK": str(i)} for i in range(num_processes)])

@@ -32,7 +32,7 @@ def data_parallel(job: str, **options: Any) -> jddp.DataParallel:
 
 
 def make_turn(job: str, copy: int = 0, **options: Any) -> Turn:
-    """Returns turns of a contender; a `copy` of another number is compiled anew."""
+    """Returns turns of a contender; a `copy` of another number is compiled again."""
     del copy
     ddp = data_parallel(job, **options)
     batch = {

@@ -31,7 +31,7 @@ def make_turn(job: str, copy: int = 0, fused: bool = False, **options: Any) -> T
             take_step(model, optimizer, batch)
         return time.perf_counter() - started
 
-    turn(3)  # DDP makes its buckets anew after the first.
+    turn(3)  # DDP rebuilds its buckets after the first.
     return turn
 
 

@@ -5,7 +5,7 @@
 
     error        the largest difference of a gradient from one device's, over the largest gradient
     judge        that device: the whole batch by Flax and optax alone; or the replicas side by side,
-                 with their keys, for models that draw random numbers
+                 with their keys, for models that use random numbers
     all-reduces  those that the compiled step of jddp runs
     ratio        ddp.step / jit(shard_map) by hand, as in step_time.py, with its `noise`
 

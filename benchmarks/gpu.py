@@ -19,8 +19,9 @@ All train on the same rows with arithmetic in bfloat16, the JAX ones also the sa
 Each has a process of its own; they build one at a time, since kernels are chosen by timing them,
 and then take turns of --turn-seconds, in another order each round. A step's time is the median over
 the rounds, ratios are medians of ratios within a round. Compiling, choosing kernels and warming up
-come before. Who fails is shown with the reason, and the others go on. Peak memory is what the
-framework's allocator gave out at most; JAX's holds what choosing kernels took, PyTorch's does not.
+come before. A contender that fails is shown with the reason, and the others continue. Peak memory
+is the most that the framework's allocator gave out; JAX's includes choosing kernels, PyTorch's does
+not.
 MFU is over the dense peak of the device (gpu_jobs.py has these and counts operations).
 """
 
@@ -62,17 +63,17 @@ COLUMNS = f"{'':10} {'':14} {'a second':>16} {'step':>9} {'spread':>6} {'MFU':>6
 
 
 def environment(name: str, *, is_smoke: bool, cache: str) -> dict[str, str]:
-    """What a contender's process is told."""
-    told = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "2"}
+    """The environment of a contender's process."""
+    environ = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "2"}
     if is_smoke:
-        told |= {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        told |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-        return told | {"JAX_NUM_CPU_DEVICES": str(NUM_DEVICES if name == "jddp_of_8" else 1)}
-    # The kernels that one has chosen, the next ones take: it is the same choice for all.
-    told |= {"JAX_PLATFORMS": "cuda", "JAX_COMPILATION_CACHE_DIR": cache}
+        environ |= {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        environ |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+        return environ | {"JAX_NUM_CPU_DEVICES": str(NUM_DEVICES if name == "jddp_of_8" else 1)}
+    # Later contenders use the kernels that the first has chosen: the same choice for all.
+    environ |= {"JAX_PLATFORMS": "cuda", "JAX_COMPILATION_CACHE_DIR": cache}
     if name == "jddp_of_8":
-        told |= {"JAX_MOCK_GPU_TOPOLOGY": f"1x{NUM_DEVICES}x1"}
-    return told
+        environ |= {"JAX_MOCK_GPU_TOPOLOGY": f"1x{NUM_DEVICES}x1"}
+    return environ
 
 
 class Race:
@@ -104,7 +105,7 @@ class Race:
                 continue
             name = (ready or waiting)[0]
             waiting.remove(name)
-            # Who hangs must leave time to the others.
+            # A contender that hangs must leave time to the others.
             share = MOST_OF_WHAT_IS_LEFT if waiting else 1
             deadline = time.monotonic() + share * (build_by - time.monotonic())
             self._try(name, "build", deadline, first=True)
@@ -131,7 +132,7 @@ class Race:
     def _try(self, name: str, request: Any, deadline: float, *, first: bool = False) -> None:
         contender = self._running[name]
         try:
-            if first:  # It has said that it is ready.
+            if first:  # It is ready.
                 contender.answer(deadline)
             answer = contender.ask(request, deadline)
         except Failure as failure:
@@ -190,7 +191,7 @@ class Measured:
         self.save()
 
     def save(self) -> None:
-        """Writes the file anew, if there is to be one."""
+        """Writes the file again, if there is one."""
         if self._out:
             partial = self._out.with_name(self._out.name + ".partial")
             partial.write_text(json.dumps(self.all, indent=1) + "\n")
@@ -216,14 +217,14 @@ def format_row(name: str, job: Job, contender: str, facts: dict[str, Facts]) -> 
     seconds = statistics.median(times)
     flops = job.flops_per_row() * job.rows / seconds
     peak = PEAKS.get(row["device"])
-    told = {
+    measured = {
         "median_seconds": seconds,
         "spread": (max(times) - min(times)) / seconds,
         "per_second": job.rows * job.units_per_row / seconds,
         "mfu": flops / peak if peak else None,
         **{f"speed_over_{other}": speed_over(facts.get(other), row) for other in COMPARED},
     }
-    row |= rounded(told)
+    row |= rounded(measured)
     shown = [row[f"speed_over_{other}"] for other in COMPARED]
     return (
         f"{label} {row['per_second']:9,.0f} {job.unit} {seconds * 1e3:6.2f} ms "

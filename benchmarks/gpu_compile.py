@@ -1,4 +1,4 @@
-"""Compiles the programs of `gpu.py` for a GPU that is only described; says what became of them."""
+"""Compiles the programs of `gpu.py` for a GPU that is only described, and prints the results."""
 
 import json
 import math

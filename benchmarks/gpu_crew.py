@@ -7,7 +7,8 @@
 
     serve(prepare)                                                            # there
 
-Whoever fails says why in one line, `Failure`; whoever does not answer in time is ended.
+A contender that fails gives the reason in one line, `Failure`; one that does not answer in time
+is ended.
 """
 
 import contextlib
@@ -91,7 +92,7 @@ class Contender:
         self._said.seek(0)
         lines = [line.strip() for line in self._said if line.strip()]
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        return one_line(f"{how}: {lines[-1] if lines else 'said nothing'}")
+        return one_line(f"{how}: {lines[-1] if lines else 'no output'}")
 
     def close(self) -> None:
         """Ends the process and its own, and gives back their memory."""

@@ -93,7 +93,7 @@ def start_by_hand(job: Job) -> Started:
 CONTENDERS: dict[str, Callable[[Job], Started]] = {
     "by_hand": start_by_hand,
     "jddp": start_jddp,
-    "jddp_of_8": start_jddp,  # The environment says that there are eight devices.
+    "jddp_of_8": start_jddp,  # Eight devices, by its environment.
     "jddp_cudnn": partial(start_jddp, attention="cudnn"),
 }
 

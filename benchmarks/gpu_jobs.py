@@ -28,9 +28,9 @@ class Job:
     """A network, its batch on one device, and its optimizer.
 
     Attributes:
-      model: Its name in `jddp.zoo.models`.
-      sizes: Its arguments there.
-      rows: Of the batch.
+      model: Name of the model in `jddp.zoo.models`.
+      sizes: Arguments of the model there.
+      rows: Rows of the batch.
       image_size: Height and width of the images, in pixels; None where rows are tokens.
       sgd: Whether SGD with Nesterov momentum trains it, or else AdamW.
     """

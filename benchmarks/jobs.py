@@ -15,11 +15,11 @@ class Job:
     """A network and its global batch.
 
     Attributes:
-      model: Its name in the tables of `crew_jddp` and of `peers.torch_models`.
-      sizes: Its arguments there.
+      model: Name of the model in the tables of `crew_jddp` and of `peers.torch_models`.
+      sizes: Arguments of the model there.
       inputs: Shape and largest value of a row of whole numbers, or shape and None for floats.
-      num_classes: Of the targets.
-      rows: Of the global batch.
+      num_classes: Number of classes of the targets.
+      rows: Rows of the global batch.
       num_steps: Steps of a turn.
     """
 

@@ -1,4 +1,4 @@
-"""Times what a launcher adds: before the first line, and between a death and going on.
+"""Times what a launcher adds: before the first line, and between a death and the resumption.
 
     JAX_PLATFORMS=cpu python benchmarks/launch.py
     JAX_PLATFORMS=cpu python benchmarks/launch.py --only start --rounds 9
@@ -104,7 +104,7 @@ def restart(num_rounds: int) -> dict[str, float]:
                 os.kill(worker_of(job.pid), signal.SIGKILL)
                 since = time.perf_counter()
                 wait_until(lambda: last_step(metrics) > 0)
-                if number:  # the first time it compiles what going on needs
+                if number:  # the first time it compiles what a resumption needs
                     seconds.append(time.perf_counter() - since)
                 job.send_signal(signal.SIGTERM)
     return {"to the next step": statistics.median(seconds), "longest": max(seconds)}

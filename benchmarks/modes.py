@@ -10,12 +10,12 @@ All modes train the default job (`jddp.train` without arguments) and take turns 
                asks for: (N-1)/N of what is gathered, scattered or exchanged, twice that of what is
                reduced; read in the lowered program, since XLA:CPU widens bfloat16
     optimizer  KiB of the optimizer's state on a device
-    memory     KiB of what the reduction remembers on a device: a hook's, or where replicas met
+    memory     KiB of the reduction's state on a device: a hook's, or of local SGD
     ratio      median over the rounds of the mode's step / the mean's; of CPUs, whose network is
                memory: what the arithmetic costs, and nothing of what a network would gain
     accuracy   of the default job, as its config is, at its end
 
-"own statistics" is the mean with batch norms that do not meet, which the modes below it need.
+"own statistics" is the mean with local batch norms, which the modes below it need.
 PowerSGD is measured where it compresses, and trains from the step on that is its default.
 """
 
@@ -38,8 +38,8 @@ from jddp.inspection.hlo import read_program
 from jddp.job.job import build
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-EVERY = 16  # steps from one meeting to the next
-OWN = {"ddp.batch_norm": "local"}  # as modes ask for in which replicas do not meet in each layer
+EVERY = 16  # steps between two outer steps
+OWN = {"ddp.batch_norm": "local"}  # as modes need that do not synchronize in each layer
 POWERSGD = {"ddp.comm_hook.name": "powersgd"}
 MODES: dict[str, dict[str, Any]] = {
     "mean": {},

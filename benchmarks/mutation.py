@@ -45,7 +45,7 @@ TESTS = {  # of each room, those that notice most first
     ],
     "jddp/engine/step.py": STEP,
 }
-# cosmic-ray replaces each operator by all others, which says ten times the same: one stands for
+# cosmic-ray replaces each operator by all others, ten mutants of one kind: one stands for
 # them. `|` is left out: here it joins types and dicts.
 OTHERS = {
     *("BinaryOperator_" + x for x in ("Add_Sub", "Sub_Add", "Mul_Div", "Div_Mul", "Pow_Mul")),

@@ -5,7 +5,7 @@
 
 ResNet-50 and GPT-2 124M are compiled through `jddp.DataParallel`, without a GPU, and the schedules
 that XLA makes are added up at the rates printed below the table. Nothing is measured: a number here
-says what the schedule allows, not what a machine does. The second table walks the same schedules at
+is what the schedule allows, not what a machine does. The second table walks the same schedules at
 other rates. `leaf, end` is what one gets by averaging gradients without further thought; the gate
 in tests/test_overlap.py requires that the model finds fault with it.
 

@@ -3,10 +3,10 @@
     python benchmarks/step_time.py
     python benchmarks/step_time.py --only cnn loop --rounds 50
 
-Contestants take turns within each round, and the order turns too, so that whatever else the machine
-does meets them alike. A ratio is the median over the rounds of candidate / reference; `noise` is
-the same for a second copy of the reference, compiled anew: what a ratio is off 1 by no more than
-that says nothing.
+Contestants take turns within each round, and the order turns too, so that other load of the machine
+affects them equally. A ratio is the median over the rounds of candidate / reference; `noise` is the
+same for a second copy of the reference, compiled again: a ratio that is off 1 by no more than that
+is within the noise.
 
     cnn       ddp.step / jit(shard_map) by hand, the default job's network
     gpt       the same, a small GPT
@@ -174,7 +174,7 @@ class Stopwatch:
         self._asked: list[float] = []
 
     def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
-        """Starts anew."""
+        """Starts again."""
         self._asked = []
         for batch in itertools.cycle(self._batches):
             self._asked.append(time.perf_counter())

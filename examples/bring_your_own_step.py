@@ -2,16 +2,16 @@
 
     python examples/bring_your_own_step.py
 
-`jddp.average_gradients` stands first in the optimizer's chain and averages gradients over the
-replicas. What `jddp.DataParallel` does beside it is yours here: the means of the loss and of batch
-norm's statistics, where the state and the batch lie, and dividing rows by the devices.
+`jddp.average_gradients` is the first link of the optimizer's chain and averages gradients over the
+replicas. The rest of `jddp.DataParallel` is your code here: the means of the loss and of batch
+statistics, the placement of state and batch, and splitting rows over the devices.
 
 Three ways to map one step; all end with the same parameters:
 
-- `shard_map(check_vma=False)`: JAX leaves gradients as each replica has computed them. Any model.
-- `shard_map` with its default check: JAX knows which values differ between replicas, and sums
-  gradients of parameters that do not, by itself. So they are marked as varying first, `pcast`.
-  jddp refuses gradients that are summed already: their mean would be N times too large.
+- `shard_map(check_vma=False)`: gradients stay those of each replica. Works with any model.
+- `shard_map` with its default check: JAX tracks which values differ between replicas, and sums
+  gradients of parameters that do not, by itself. So parameters are marked as varying first, by
+  `pcast`. jddp refuses gradients that are summed already: their mean would be N times too large.
 - `pmap`: the step of older programs, with a leading dim for the devices on state and batch.
 """
 
@@ -49,13 +49,13 @@ def mean_loss(params, statistics, batch):
 
 
 def replica_step(optimizer, own_gradients, state, batch):
-    """One step of one replica: your code, with one mean in the optimizer and two of your own."""
+    """One step of one replica: your code, with one mean in the optimizer and two here."""
     params, statistics, opt_state = state
     (loss, statistics), grads = own_gradients(params, statistics, batch)
     updates, opt_state = optimizer.update(grads, opt_state, params)  # the bucketed mean, then SGD
     params = optax.apply_updates(params, updates)
-    # Of this replica's rows until here. `jddp.sync_batch_norm(model, AXIS)` is the other way: a
-    # model that normalises with the statistics of all rows.
+    # Of this replica's rows until here. `jddp.sync_batch_norm(model, AXIS)` is the alternative: a
+    # model that normalizes with the statistics of all rows.
     loss, statistics = lax.pmean((loss, statistics), AXIS)
     return (params, statistics, opt_state), loss
 
@@ -64,7 +64,7 @@ own_gradients = jax.value_and_grad(mean_loss, has_aux=True)
 
 
 def gradients_at_varying(params, statistics, batch):
-    """The same for a checked step: parameters that vary have gradients that vary."""
+    """The gradients for a checked step: varying parameters have varying gradients."""
     params = lax.pcast(params, AXIS, to="varying")
     return own_gradients(params, statistics, batch)
 
@@ -84,7 +84,7 @@ def make_shard_map_step(optimizer, mesh, *, check_vma):
 
 def train_with_shard_map(state, optimizer, batches, *, check_vma):
     """Trains on all devices; returns the parameters."""
-    # Axes of type Auto: `jax.make_mesh` makes Explicit ones unless told otherwise.
+    # Axes of type Auto: the default of `jax.make_mesh` is Explicit.
     mesh = jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(AxisType.Auto,))
     replicated, split = NamedSharding(mesh, P()), NamedSharding(mesh, P(AXIS))
     step = make_shard_map_step(optimizer, mesh, check_vma=check_vma)

@@ -2,9 +2,9 @@
 
     python examples/contrastive.py
 
-Two towers look at one half each, and learn to give the same vector for the same image. The other
-images of the batch are what a half is told from, and `jddp.all_gather` makes that the whole batch
-rather than a replica's share: eight devices learn what one with all rows would.
+Two towers get one half each, and learn to return the same vector for the same image. The other
+images of the batch are the negatives, and `jddp.all_gather` makes that the global batch rather
+than a replica's: eight devices learn the same as one with all rows.
 """
 
 import jax
@@ -20,7 +20,7 @@ NUM_ROWS = 256
 
 
 class Towers(nn.Module):
-    """Two small networks that know nothing of each other, and a temperature."""
+    """Two independent small networks, and a temperature."""
 
     @nn.compact
     def __call__(self, image):
@@ -34,7 +34,7 @@ class Towers(nn.Module):
 
 
 def loss_fn(model, batch):
-    """Half by half, how far it is from being matched with its other half among all rows.
+    """The cross entropy of matching each half with its other half among all rows.
 
     Radford et al., "Learning Transferable Visual Models From Natural Language Supervision", ICML
     2021, section 2.3.
@@ -49,10 +49,10 @@ def loss_fn(model, batch):
 
 
 def main(num_steps=300, mesh=None):
-    """Learns; returns the losses, and how many of the test images' halves are found."""
+    """Trains; returns the losses, and the fraction of test images whose halves are matched."""
     data = make_source("fashion_mnist").load()
     batches = TrainBatches(data.train, global_batch_size=NUM_ROWS, seed=0)
-    # Rows that fill a batch would be among those to tell from: these batches are full.
+    # Padding would be among the negatives: these batches are full.
     judged = [data.test.take(np.arange(i, i + NUM_ROWS)) for i in range(0, 2560, NUM_ROWS)]
     ddp, losses = jddp.DataParallel(Towers(), optax.adam(2e-3), loss_fn, mesh=mesh), []
     state = ddp.init(seed=0, batch=judged[0])

@@ -2,9 +2,9 @@
 
     python examples/ddp_in_one_page.py
 
-Every device holds a replica of the model and a share of the batch. Once per step the replicas'
+Every device holds a replica of the model and a part of the batch. Once per step the replicas'
 gradients are averaged, in a few large all-reduces; then every replica makes the same update, so
-parameters never travel. Eight devices must train like one device with the whole batch.
+parameters are never sent. Eight devices must train like one device with the whole batch.
 """
 
 import jax
@@ -52,7 +52,7 @@ def make_step(loss_fn, optimizer, mesh, *, bucket_bytes=25 * 2**20, layout="leaf
     """Returns `step(params, opt_state, batch) -> params, opt_state, loss`, the global mean."""
 
     def replica_step(params, opt_state, batch):
-        mask = batch["mask"]  # 1 where a row is an example, 0 where it only fills the batch.
+        mask = batch["mask"]  # 1 for examples, 0 for padding.
 
         def total_loss(params):
             return jnp.sum(loss_fn(params, batch) * mask)
@@ -60,7 +60,7 @@ def make_step(loss_fn, optimizer, mesh, *, bucket_bytes=25 * 2**20, layout="leaf
         # Local: this replica's sum over its own examples.
         total, grads = jax.value_and_grad(total_loss)(params)
         # Global: a mean of means would be wrong where replicas hold different numbers of
-        # examples, so sums travel, and the mean count divides them.
+        # examples, so sums are reduced, and the mean count divides them.
         count = lax.pmean(mask.sum(), AXIS)
         loss = lax.pmean(total, AXIS) / count
         grads = pmean_buckets(grads, plan_buckets(grads, bucket_bytes), layout)
@@ -77,7 +77,7 @@ def make_step(loss_fn, optimizer, mesh, *, bucket_bytes=25 * 2**20, layout="leaf
         out_specs=P(),
         check_vma=False,
     )
-    # XLA for CPUs merges all buckets into one again unless it is told not to.
+    # XLA for CPUs merges all buckets into one again by default.
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     keep_apart = {"xla_disable_hlo_passes": "cpu-all-reduce-combiner"}
     options = keep_apart if on_cpu and layout == "flat" else {}
@@ -90,7 +90,7 @@ def train(num_devices, num_steps=50):
     model = nn.Sequential([nn.Dense(32), nn.relu, nn.Dense(1)])
     x = np.random.default_rng(0).standard_normal((64, 4), dtype=np.float32)
     batch = {"x": x, "y": np.sin(x.sum(axis=1, keepdims=True)), "mask": np.ones(64, np.float32)}
-    batch["mask"][-5:] = 0  # A ragged end: the last replica has three examples of eight.
+    batch["mask"][-5:] = 0  # A partial batch: the last replica has three examples of eight.
 
     def squared_error(params, batch):
         return ((model.apply(params, batch["x"]) - batch["y"]) ** 2).mean(axis=-1)
@@ -103,7 +103,7 @@ def train(num_devices, num_steps=50):
     step = make_step(squared_error, optimizer, mesh)
     for i in range(num_steps):
         params, opt_state, loss = step(params, opt_state, batch)
-        if i % 10 == 9:  # Reading it waits for the devices; now and then is enough.
+        if i % 10 == 9:  # Reading it waits for the devices, so do it rarely.
             print(f"{num_devices} devices, step {i + 1}: loss {loss:.6f}")
     return params
 

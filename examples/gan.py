@@ -1,10 +1,10 @@
-"""Two networks in a game, as two `DataParallel` on the same devices: a GAN on a ring of gaussians.
+"""A GAN as two `DataParallel` objects on the same devices, each frozen in the other's loss.
 
     python examples/gan.py
 
-The generator's loss needs the critic's weights and the other way round, and neither moves the
-other's: each is handed to the other as `constants=`, whole and not differentiated. Wanted are
-points on the ring; the energy distance between what is made and what is wanted shrinks.
+The generator's loss needs the critic's weights and the other way round, and neither updates the
+other's: each is passed to the other as `constants=`, complete and not differentiated. The data are
+points on a ring of gaussians; the energy distance between generated and real points shrinks.
 """
 
 import jax
@@ -35,14 +35,14 @@ GENERATOR, CRITIC = Mlp(num_outputs=2), Mlp(num_outputs=1)
 
 
 def generator_loss(model, batch, constants):
-    """How far the critic is from taking what is made for real."""
+    """The loss of generated points that the critic does not take for real (non-saturating)."""
     return nn.softplus(-CRITIC.apply({"params": constants}, model(batch["noise"]))[:, 0])
 
 
 def critic_loss(model, batch, constants):
-    """How far the critic is from telling real from made, and how steep it is about the real.
+    """The classification loss of real and generated points, with a gradient penalty on real ones.
 
-    The steepness keeps the two from circling: Mescheder et al., "Which Training Methods for GANs do
+    The penalty makes training converge: Mescheder et al., "Which Training Methods for GANs do
     actually Converge?", ICML 2018, section 4.1.
     """
     made = GENERATOR.apply({"params": constants}, batch["noise"])
@@ -64,7 +64,7 @@ def draw(rng, num_rows=NUM_ROWS):
 
 
 def energy_distance(x, y):
-    """Twice the mean distance between the two, less that within each; zero for the same."""
+    """Twice the mean distance between two samples, less that within each; zero if equal."""
 
     def mean_distance(x, y):
         return np.linalg.norm(x[:, None] - y, axis=-1).mean()
@@ -73,7 +73,7 @@ def energy_distance(x, y):
 
 
 def main(num_steps=1000):
-    """Plays the game; returns the points made at its end, and the distances on the way."""
+    """Trains both; returns the points generated at the end, and the distances during training."""
     rng, judged = np.random.default_rng(0), draw(np.random.default_rng(1))
     makes = jddp.DataParallel(GENERATOR, optax.adam(1e-3, b1=0.5), generator_loss, ema_decay=0.99)
     judges = jddp.DataParallel(CRITIC, optax.adam(2e-3, b1=0.5), critic_loss)
@@ -81,7 +81,7 @@ def main(num_steps=1000):
     d = judges.init(1, params=CRITIC.init(jax.random.key(1), judged["point"]))
     distances = []
     for i in range(num_steps + 1):
-        if i % (num_steps // 5) == 0:  # The average of the generators is quieter than the last.
+        if i % (num_steps // 5) == 0:  # The EMA of the generator is less noisy than the last one.
             made = makes.predict(g, [judged], make, "ema")
             distances.append(energy_distance(made, judged["point"]))
             print(f"step {i:4}: distance {distances[-1]:.4f}")

@@ -11,11 +11,11 @@
 # ---
 
 # %% [markdown]
-# # Eight replicas learn to tell clothes apart
+# # Classify clothes on eight replicas
 #
-# In data parallelism every device holds a copy of the model, a *replica*, and sees a share of each
-# batch. Once a step the gradients are averaged, and all replicas make the same update. Here that
-# happens on eight virtual devices of one CPU; where there are GPUs, they are taken instead.
+# In data parallelism every device holds a copy of the model, a *replica*, and gets a part of each
+# batch. Once per step the gradients are averaged, and all replicas make the same update. Here that
+# happens on eight virtual devices of one CPU; where there are GPUs, they are used instead.
 #
 # This file is the notebook: Jupyter opens it with [jupytext](https://jupytext.readthedocs.io), and
 # `scripts/notebook` runs it, in about a minute, and writes an `.ipynb` with all its pictures.
@@ -78,10 +78,10 @@ draw([np.flatnonzero(test["label"] == i)[0] for i in range(10)], test["label"])
 # %% [markdown]
 # ## Model and loss
 #
-# The model is plain Flax. The loss is run on one replica's rows, and gives one number for each of
-# them: the mean over all replicas is jddp's business. What is asked in evaluation only stands in a
-# function of its own. A `jddp.Metric` is what is no mean but can be told from sums, such as a table
-# of which class was taken for which.
+# The model is plain Flax. The loss runs on one replica's rows, and returns one number for each of
+# them: jddp takes the mean over all replicas. Metrics of the evaluation alone are in a separate
+# function, `judge`. A `jddp.Metric` is a metric computed from sums over all examples, such as a
+# confusion matrix.
 
 
 # %%
@@ -120,8 +120,8 @@ def judge(model, batch):
 # %% [markdown]
 # ## One object for all of it
 #
-# `ddp` knows the devices, and says how the gradients travel: in *buckets*, which are made once.
-# `explain` compiles the step, and counts what it really sends.
+# `ddp` has the devices, and shows how gradients are sent: in *buckets*, which are planned once.
+# `explain` compiles the step, and lists the collectives of the compiled program.
 
 # %%
 NUM_STEPS = 400
@@ -135,14 +135,14 @@ ddp
 print(ddp.explain(batches.batch(0)))
 
 # %% [markdown]
-# Each batch norm sends its sums in the forward pass, and what belongs to them in the backward pass,
-# where XLA lets one of them ride with the loss: statistics are those of the whole batch, so that
-# eight devices train as one would.
+# Each batch norm sends its sums in the forward pass, and their gradients in the backward pass,
+# where XLA merges one of them with the loss: statistics are those of the global batch, so that
+# eight devices train as one.
 #
-# ## A loop of one's own
+# ## Your own loop
 #
 # A step takes the state and 256 rows, splits the rows over the devices, and returns before it is
-# done. Reading a metric waits for it, so a loop reads one now and then.
+# done. Reading a metric waits for it, so a loop reads one only sometimes.
 
 # %%
 for number, batch in enumerate(itertools.islice(batches, 20), start=1):
@@ -153,8 +153,8 @@ for number, batch in enumerate(itertools.islice(batches, 20), start=1):
 state
 
 # %% [markdown]
-# A step reuses the memory of the state before it. So what if a loop without an end is stopped, and
-# the new state has not reached its name? Nothing is lost: the newest state is `ddp.latest`.
+# A step donates the state before it. If a loop is interrupted before the new state has been
+# assigned, nothing is lost: the most recent state is `ddp.latest`.
 
 # %%
 try:
@@ -166,11 +166,11 @@ except KeyboardInterrupt:
     print(f"interrupted at step {ddp.latest.step}")
 
 # %% [markdown]
-# ## A loop with everything
+# ## The training loop of jddp
 #
-# `fit` goes on from there: with evaluations, records and checkpoints. Interrupted, it ends the step
-# under way, saves, and returns; then the same call, with the same `run_dir`, goes on with the same
-# bits.
+# `fit` continues from there, with evaluations, records and checkpoints. Interrupted, it finishes
+# the current step, saves, and returns; then the same call, with the same `run_dir`, resumes, and
+# the result is bitwise identical.
 
 # %%
 folder = tempfile.TemporaryDirectory(prefix="jddp-")  # a path of your own, to keep it
@@ -189,7 +189,7 @@ run
 run.plot()
 
 # %% [markdown]
-# ## What it has learned
+# ## Results
 #
 # Evaluation is exact over all 10,000 images, whatever the number of devices.
 
@@ -200,7 +200,7 @@ print(f"test accuracy {judged['accuracy']:.4f} on {judged['examples']:,} images"
 # %%
 table = np.array(judged["confusion"])
 figure, panel = plt.subplots(figsize=(6.5, 6), layout="constrained")
-panel.imshow(np.sqrt(table), cmap="Blues")  # roots, or the diagonal outshines all mistakes
+panel.imshow(np.sqrt(table), cmap="Blues")  # roots, or the diagonal dominates
 panel.set_xticks(range(10), CLASSES, rotation=45, ha="right")
 panel.set_yticks(range(10), CLASSES)
 panel.set(xlabel="taken for", ylabel="is")
@@ -210,8 +210,8 @@ for (row, column), number in np.ndenumerate(table):
 plt.show()
 
 # %% [markdown]
-# Shirts are the hard ones. Here are the first twenty images; where the model is wrong, its guess
-# stands above what is right.
+# Shirts are the hardest. Here are the first twenty images; where the model is wrong, its guess
+# is above the right class.
 
 # %%
 chances = np.asarray(jax.nn.softmax(run.predict()))
@@ -219,16 +219,16 @@ guesses = chances.argmax(-1)
 draw(range(20), guesses)
 
 # %% [markdown]
-# And the twenty mistakes of which it was surest. Would you have known?
+# And the twenty mistakes with the highest confidence. Would you have known?
 
 # %%
 is_wrong = guesses != test["label"]
 draw(np.argsort(-chances.max(-1) * is_wrong)[:20], guesses)
 
 # %% [markdown]
-# ## Where to go from here
+# ## Next steps
 #
-# The [README](../README.md) has the options of `DataParallel`, and the command line, which is this
-# loop driven by a config. On several machines, the same program is started on each, with JAX's
-# coordinator in its environment. The other examples beside this one are short: two networks in a
-# game, losses in which rows of all replicas meet, environments that stay on their devices.
+# The [README](../README.md) has the command line, which runs this loop from a config, and links to
+# the options of `DataParallel`. On several machines, the same program is started on each, with
+# JAX's coordinator in its environment. The other examples beside this one are short: a GAN, a
+# contrastive loss, distillation, reinforcement learning, gradient compression.

@@ -1,10 +1,10 @@
-"""Every replica learns with weights of its own: the common ones, moved by noise.
+"""Weight noise per replica: each trains with the common weights plus its own noise.
 
     python examples/perturbed_weights.py
 
-Each draws the noise from its own key, and finds the gradient there. The mean of all is a gradient
-of the loss smoothed over the weights' neighbourhood, as in evolution strategies; so it ends where
-the neighbourhood is good too: weights that are moved later, or rounded, still do their work.
+Each replica uses its own random key for the noise, and computes the gradient there. The mean of all
+is a gradient of the loss smoothed over the neighbourhood of the weights, as in evolution
+strategies; so the result is robust: weights that are perturbed later, or rounded, still work.
 """
 
 import jax
@@ -26,7 +26,7 @@ class Mlp(nn.Module):
 
 
 def moved(tree, key, noise):
-    """The tree, with normal noise of that size in every number."""
+    """The tree plus normal noise of that standard deviation."""
     leaves, treedef = jax.tree.flatten(tree)
     keys = jax.random.split(key, len(leaves))
     moves = [noise * jax.random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=True)]
@@ -34,10 +34,10 @@ def moved(tree, key, noise):
 
 
 def loss_fn(model, batch, train, constants):
-    """The cross entropy, in training with weights that no other replica has."""
+    """The cross entropy; in training with the noisy weights of this replica."""
     metrics = {}
     if train and not model.is_initializing():
-        key = model.make_rng("noise")  # By step and replica; another run draws the same.
+        key = model.make_rng("noise")  # By step and replica, and reproducible.
         module, variables = model.unbind()
         variables = moved(variables, key, constants["noise"])
         model = module.bind(variables)
@@ -54,9 +54,7 @@ def main(num_steps=300, noises=(0.0, 0.1)):
     test_batches = eval_batches(data.test, global_batch_size=2000)
     wrapped = jddp.DataParallel(Mlp(), optax.adam(1e-3), loss_fn)
     for noise in noises:
-        ddp = wrapped.with_constants(
-            {"noise": jnp.float32(noise)}
-        )  # Another value compiles nothing.
+        ddp = wrapped.with_constants({"noise": jnp.float32(noise)})  # Another value does not recompile.
         batches = TrainBatches(data.train, global_batch_size=256, seed=0)
         state = ddp.init(seed=0, batch=batches.batch(0))
         for _ in range(num_steps):

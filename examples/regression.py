@@ -32,7 +32,7 @@ def loss_fn(model, batch):
 def main(num_steps=101):
     """Trains on every device of this machine, or of all machines, and returns the model."""
     ddp = jddp.DataParallel(ToyModel(), optax.sgd(0.01), loss_fn)
-    rng = np.random.default_rng(seed=jax.process_index())  # Each process brings its own share.
+    rng = np.random.default_rng(seed=jax.process_index())  # Each process has its own rows.
     num_rows = BATCH_PER_REPLICA * jax.local_device_count()
     batch = {
         "x": rng.standard_normal((num_rows, NUM_INPUTS), dtype=np.float32),
@@ -42,7 +42,7 @@ def main(num_steps=101):
     for i in range(num_steps):
         state, metrics = ddp.step(state, batch)
         if i % 20 == 0:
-            print(f"step {i:3}: loss {metrics['loss']:.4f}")  # Of all replicas together.
+            print(f"step {i:3}: loss {metrics['loss']:.4f}")  # The mean over all replicas.
     return ddp.model(state)
 
 

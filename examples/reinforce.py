@@ -1,11 +1,11 @@
-"""Reinforcement learning: every replica plays in worlds of its own, and learns from all of them.
+"""Reinforcement learning (actor-critic): each replica steps its own environments.
 
     python examples/reinforce.py
 
-A world is a cart with a pole on it, which lives on the device of its replica: worlds are rows that
-never move, and what happens in them is drawn from the replica's own key. Each round plays some
-time in all worlds, and takes one step of advantage actor-critic (Mnih et al., "Asynchronous
-Methods for Deep Reinforcement Learning", ICML 2016, section 4.3) on what was seen.
+An environment is a cart with a pole on it, on the device of its replica: environments are rows that
+stay on their device, with random numbers from the replica's key. Each round steps all environments
+for some time, and takes one step of advantage actor-critic (Mnih et al., "Asynchronous Methods for
+Deep Reinforcement Learning", ICML 2016, section 4.3) on these transitions.
 """
 
 import functools
@@ -21,7 +21,7 @@ WORLDS_PER_REPLICA, TICKS_PER_ROUND, LONGEST, DISCOUNT = 16, 32, 200, 0.97
 
 
 class Player(nn.Module):
-    """Says how likely either push is to be right, and how long the pole will stand."""
+    """Policy and value: logits of the two pushes, and how long the pole will stand."""
 
     @nn.compact
     def __call__(self, seen):
@@ -31,7 +31,7 @@ class Player(nn.Module):
 
 
 def advance(body, push_right):
-    """Moves cart and pole on by a fiftieth of a second; also tells whether they have failed.
+    """Moves cart and pole by a fiftieth of a second; also returns whether they have failed.
 
     Barto, Sutton and Anderson, "Neuronlike adaptive elements ...", 1983, without friction.
     """
@@ -46,12 +46,12 @@ def advance(body, push_right):
 
 
 def begin(key):
-    """A world in which the pole stands almost upright."""
+    """An environment in which the pole is almost upright."""
     return {"body": jax.random.uniform(key, (4,), minval=-0.05, maxval=0.05), "age": jnp.int32(0)}
 
 
 def live(player, world, key):
-    """Plays a round in one world; returns the world, and a row to learn from."""
+    """Steps one environment for a round; returns it, and a row to learn from."""
 
     def tick(world, key):
         key, fresh = jax.random.split(key)
@@ -59,20 +59,20 @@ def live(player, world, key):
         body, failed = advance(world["body"], push)
         after = {"body": body, "age": world["age"] + 1}
         over = failed | (after["age"] >= LONGEST)
-        told = {"seen": world["body"], "push": push, "over": over, "age": after["age"]}
-        return jax.tree.map(lambda x, y: jnp.where(over, x, y), begin(fresh), after), told
+        transition = {"seen": world["body"], "push": push, "over": over, "age": after["age"]}
+        return jax.tree.map(lambda x, y: jnp.where(over, x, y), begin(fresh), after), transition
 
     def look_back(value, over):
         value = 1 - DISCOUNT + DISCOUNT * jnp.where(over, 0.0, value)
         return value, value
 
-    world, told = jax.lax.scan(tick, world, jax.random.split(key, TICKS_PER_ROUND))
+    world, seen = jax.lax.scan(tick, world, jax.random.split(key, TICKS_PER_ROUND))
     last = player(world["body"])[1]
-    return world, told | {"value": jax.lax.scan(look_back, last, told["over"], reverse=True)[1]}
+    return world, seen | {"value": jax.lax.scan(look_back, last, seen["over"], reverse=True)[1]}
 
 
 def split(keys):
-    """Keys of worlds, from keys of replicas; each stays on its device."""
+    """Keys of environments, from keys of replicas; each stays on its device."""
     return jax.vmap(lambda key: jax.random.split(key, WORLDS_PER_REPLICA))(keys).reshape(-1)
 
 
@@ -87,7 +87,7 @@ def play(params, worlds, keys):
 
 
 def loss_fn(model, batch):
-    """What a push has brought above what was expected, and how wrong that expectation was."""
+    """The policy gradient loss with the advantage, and the squared error of the value."""
     logits, value = model(batch["seen"])
     gain = batch["value"] - value
     surprise = optax.softmax_cross_entropy_with_integer_labels(logits, batch["push"])
@@ -96,14 +96,14 @@ def loss_fn(model, batch):
 
 
 def main(num_rounds=200):
-    """Plays and learns; returns the worlds, and the mean age at which poles fell, by round."""
+    """Trains; returns the environments, and the mean age at which poles fell, by round."""
     ddp, ages = jddp.DataParallel(Player(), optax.adam(1e-3), loss_fn), []
     state = ddp.init(seed=0, params=Player().init(jax.random.key(0), jnp.zeros(4)))
     keys = jddp.replica_key(state, "first worlds")
     worlds = jax.jit(make_worlds, out_shardings=keys.sharding)(keys)
     for i in range(1, num_rounds + 1):
-        worlds, told = play(state.params, worlds, jddp.replica_key(state, "environment"))
-        state, metrics = ddp.step(state, told)
+        worlds, rows = play(state.params, worlds, jddp.replica_key(state, "environment"))
+        state, metrics = ddp.step(state, rows)
         if i % 25 == 0:
             ages.append(float(metrics["ages"] / metrics["ends"]))
             print(f"round {i:3}: poles stand {ages[-1]:5.1f} ticks, loss {metrics['loss']:.4f}")

@@ -1,10 +1,10 @@
-"""A run that goes back when its loss jumps, and passes over the batches that made it jump.
+"""A run that restores an earlier state when its loss jumps, and skips the batches of the jump.
 
     python examples/roll_back.py
 
-A loss that jumps and is still finite is no error: what to do then is for a callback to say. This
-one keeps a copy of the state in the devices' memory, and puts it back; the data go on behind the
-jump, which is how large language models have got past theirs.
+A loss that jumps and is still finite is no error: a callback decides what to do. This one keeps a
+copy of the state in the devices' memory, and restores it; the data continue after the jump, as in
+the training of large language models.
 """
 
 import statistics
@@ -20,15 +20,15 @@ import jddp
 
 
 class RollBack(jddp.Callback):
-    """Puts the state of some steps ago back where the loss is far above what it has been.
+    """Restores the state of some steps ago where the loss is far above the last ones.
 
     Args:
-      factor: How many times the median of the last `window` losses is a jump.
+      factor: Ratio to the median of the last `window` losses that is a jump.
       every_steps: Steps between copies of the state.
-      window: Losses that say what is usual.
+      window: Number of losses in the median.
 
     Attributes:
-      steps: Of the jumps.
+      steps: Steps of the jumps.
     """
 
     def __init__(self, factor=5.0, every_steps=20, window=10):
@@ -36,7 +36,7 @@ class RollBack(jddp.Callback):
         self.losses, self.steps, self.kept = deque(maxlen=window), [], None
 
     def on_step(self, run, metrics):
-        """Looks at a loss, which is the same on all processes: so they go back together."""
+        """Checks the loss, which is the same on all processes: so all restore together."""
         is_usual = not self.losses or metrics["loss"] <= self.factor * statistics.median(
             self.losses
         )
@@ -51,7 +51,7 @@ class RollBack(jddp.Callback):
 
 
 def batches(num_batches, bad=()):
-    """Noise around a straight line; of the `bad` batches, around nothing at all."""
+    """Rows on a straight line; those of the `bad` batches are noise."""
     rng = np.random.default_rng(seed=0)
     rows = BATCH_PER_REPLICA * jax.local_device_count()
     for number in range(1, num_batches + 1):

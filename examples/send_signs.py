@@ -1,10 +1,10 @@
-"""A hook of one's own that remembers: of each gradient only the signs travel, a bit a number.
+"""A custom communication hook with state: sign compression with error feedback, one bit a number.
 
     python examples/send_signs.py
 
-What a replica sends are its signs and, for each leaf, how large its numbers are in the mean. What
-it could not say that way it keeps, and adds to the next gradient (EF-SignSGD: Karimireddy et al.,
-ICML 2019, https://arxiv.org/abs/1901.09847). In a config the hook is
+A replica sends the signs of its gradient and, for each leaf, the mean of their absolute values. It
+keeps the compression error, and adds it to the next gradient (EF-SignSGD: Karimireddy et al., ICML
+2019, https://arxiv.org/abs/1901.09847). In a config the hook is
 `ddp.comm_hook.target=send_signs:send_signs`.
 """
 
@@ -22,18 +22,18 @@ from jddp.inspection.hlo import read_program
 
 
 def send_signs():
-    """Returns the hook; its memory is a vector for each bucket, each replica's own."""
+    """Returns the hook; its state is a vector for each bucket, separate on each replica."""
 
     def init(plan):
         return [jnp.zeros(bucket.size) for bucket in plan.buckets]
 
-    def reduce(bucket, unsent, axis):
+    def reduce(bucket, errors, axis):
         gradients, unravel = ravel_pytree(bucket.leaves)
         ends = np.cumsum([x.size for x in bucket.leaves])[:-1]
         # As gradients of the mean loss, whatever number of rows they are of.
-        wanted = gradients.astype(jnp.float32) * bucket.scale + unsent[bucket.index]
+        wanted = gradients.astype(jnp.float32) * bucket.scale + errors[bucket.index]
 
-        def said_by(bits, sizes):
+        def decode(bits, sizes):
             signs = 2 * jnp.unpackbits(bits, count=len(wanted)).astype(jnp.float32) - 1
             return jnp.concatenate(
                 [x * y for x, y in zip(jnp.split(signs, ends), sizes, strict=True)]
@@ -41,13 +41,13 @@ def send_signs():
 
         pieces = jnp.split(jnp.abs(wanted), ends)
         own = jnp.packbits(wanted > 0), jnp.stack([piece.mean() for piece in pieces])
-        # A sum of bits is no bit: each replica gets those of all, and takes the mean itself.
-        mean = jax.vmap(said_by)(*lax.all_gather(own, axis)).mean(0)
-        unsent = list(unsent)
-        unsent[bucket.index] = wanted - said_by(*own)
-        return bucket.with_leaves(unravel((mean / bucket.scale).astype(gradients.dtype))), unsent
+        # Bits cannot be summed: each replica gets those of all, and takes the mean itself.
+        mean = jax.vmap(decode)(*lax.all_gather(own, axis)).mean(0)
+        errors = list(errors)
+        errors[bucket.index] = wanted - decode(*own)
+        return bucket.with_leaves(unravel((mean / bucket.scale).astype(gradients.dtype))), errors
 
-    # On another number of replicas each begins with the mean of what all have not said.
+    # On another number of replicas each begins with the mean of all errors.
     return jddp.CommHook(init, reduce, on_resize="mean")
 
 
@@ -57,7 +57,7 @@ def loss_fn(model, batch):
 
 
 def main(num_steps=200):
-    """Trains by the mean and by signs; returns each one's last loss, and bytes of a step."""
+    """Trains by the mean and by signs; returns the last loss of each, and the bytes of a step."""
     rng, ends = np.random.default_rng(0), {}
     x = rng.standard_normal((512, 16), dtype=np.float32)
     batch = {"x": x, "y": np.sin(x)}

@@ -1,9 +1,9 @@
-"""A small network learns from a large one, and sees no label.
+"""Distillation: a small network learns from a large one, without labels.
 
     python examples/teacher_student.py
 
-The teacher is a tree of weights and statistics. It reaches the student's loss as `constants=`:
-whole on every replica, neither split nor differentiated, and no part of the student's state, of
+The teacher is a tree of weights and statistics. It is passed to the student's loss as `constants=`:
+complete on every replica, neither split nor differentiated, and no part of the student's state, of
 its gradients or of its checkpoints.
 """
 
@@ -36,35 +36,35 @@ TEMPERATURE = 3.0
 
 
 def labelled_loss(model, batch, train):
-    """What the teacher learns from."""
+    """The loss of the teacher."""
     logits = model(batch["image"], train)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
     return losses, {"accuracy": logits.argmax(-1) == batch["label"]}
 
 
 def distilled_loss(model, batch, train, constants):
-    """How far the student is from the teacher's doubts, which tell more than a label.
+    """The divergence of the student's probabilities from the teacher's.
 
     Hinton et al., "Distilling the Knowledge in a Neural Network", 2015, section 2.
     """
-    told = TEACHER.apply(constants, batch["image"])
+    target = TEACHER.apply(constants, batch["image"])
     logits = model(batch["image"], train)
     losses = optax.losses.kl_divergence(
-        nn.log_softmax(logits / TEMPERATURE), nn.softmax(told / TEMPERATURE)
+        nn.log_softmax(logits / TEMPERATURE), nn.softmax(target / TEMPERATURE)
     )
-    return TEMPERATURE**2 * losses, {"agrees": logits.argmax(-1) == told.argmax(-1)}
+    return TEMPERATURE**2 * losses, {"agrees": logits.argmax(-1) == target.argmax(-1)}
 
 
 def judge(model, batch, train, constants):
-    """In evaluation only there are labels: how often the student is right, and how often alike."""
-    logits, told = model(batch["image"], train), TEACHER.apply(constants, batch["image"])
+    """Accuracy, by labels, and agreement with the teacher, in evaluation."""
+    logits, target = model(batch["image"], train), TEACHER.apply(constants, batch["image"])
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
     guess = logits.argmax(-1)
-    return losses, {"accuracy": guess == batch["label"], "agrees": guess == told.argmax(-1)}
+    return losses, {"accuracy": guess == batch["label"], "agrees": guess == target.argmax(-1)}
 
 
 def main(num_steps=300):
-    """Trains both; returns the test accuracies of both, and how often they agree."""
+    """Trains both; returns the test accuracies of both, and their agreement."""
     data = make_source("fashion_mnist").load()
     batches = TrainBatches(data.train, global_batch_size=256, seed=0)
     test_batches = eval_batches(data.test, global_batch_size=2000)

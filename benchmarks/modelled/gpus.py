@@ -25,14 +25,14 @@ class Gpu:
     """One kind of GPU: figures first, then the rates assumed.
 
     Attributes:
-      name: As the vendor calls it.
+      name: Name of the vendor for it.
       compute_capability: Major and minor.
       num_cores: Streaming multiprocessors.
       fpus_per_core: Units for float32 arithmetic in each.
       clock_ghz: Highest clock.
-      memory_bytes: Of the device.
+      memory_bytes: Memory of the device.
       memory_bandwidth: Bytes a second, at most.
-      l2_cache_bytes: Of the second-level cache.
+      l2_cache_bytes: Size of the second-level cache.
       shared_memory_per_block: Bytes that a block may have without asking.
       shared_memory_per_block_optin: Bytes that it may ask for.
       registers_per_block: Registers of 32 bits.

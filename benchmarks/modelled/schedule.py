@@ -27,8 +27,8 @@ class Transfer:
     """One all-reduce of the schedule.
 
     Attributes:
-      name: Of the instruction that starts it.
-      bytes: Its payload.
+      name: Name of the instruction that starts it.
+      bytes: Bytes of its payload.
       is_async: Whether anything can be computed while it runs.
       needed_seconds: How long it takes.
       waited_seconds: How long computing stands still for it.
@@ -50,8 +50,8 @@ class Timeline:
     """What a walk finds.
 
     Attributes:
-      step_seconds: From the first instruction to the last.
-      compute_seconds: Of that, what computes.
+      step_seconds: Time from the first instruction to the last.
+      compute_seconds: Time of computation in that.
       transfers: Every all-reduce, in the order in which they must be done.
     """
 
@@ -84,7 +84,7 @@ def walk(program: Program, gpu: Gpu, network: Network) -> Timeline:
     """Models one run of a scheduled program.
 
     Args:
-      program: From `read_program`, of a program compiled for GPUs.
+      program: Result of `read_program` for a program compiled for GPUs.
       gpu: Whose rates the computing has.
       network: Whose times the transfers have.
 
