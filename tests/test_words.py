@@ -1,0 +1,76 @@
+"""Pages, help, errors, comments and docstrings use the terms of docs/glossary.md.
+
+Its last table lists words that are not used, each with the term that is.
+"""
+
+import ast
+import io
+import re
+import tokenize
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
+ROW = re.compile(r"^\| (`.+`) \| (.+) \|$", re.MULTILINE)
+INSTEAD = {
+    word: terms for words, terms in ROW.findall(GLOSSARY) for word in re.findall("`(.+?)`", words)
+}
+PHRASES = "|".join(r"\s+".join(map(re.escape, word.split())) for word in INSTEAD)
+FORBIDDEN = re.compile(rf"\b({PHRASES})\b(?!/)", re.IGNORECASE)  # but in paths
+# To be shortened: packages whose words are not yet those of the glossary.
+NOT_YET = (
+    *("checkpoint", "config", "data_parallel.py", "distributed", "engine", "init.py"),
+    *("inspection", "jaxprs.py", "job", "launcher", "modules", "reduce", "verification"),
+)
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
+PAGES.append(ROOT / "benchmarks" / "README.md")
+CODE = [
+    *(p for p in sorted(ROOT.glob("jddp/**/*.py")) if p.relative_to(ROOT).parts[1] not in NOT_YET),
+    *sorted([*ROOT.glob("examples/*.py"), *ROOT.glob("benchmarks/**/*.py")]),
+]
+# The table of packages has the first lines of their docstrings: without those of NOT_YET.
+if NOT_YET:
+    PAGES.remove(ROOT / "docs" / "architecture.md")
+# An entry of a docstring that continues its name ("seed: Of the first state.").
+CONTINUED = re.compile(
+    r"^ +\*{0,2}[a-z]\w*: (?:Of|That|For|As|From|With|In|Between|By|Its|Theirs)\b.*", re.M
+)
+
+
+def prose(path):
+    """The text of a page, or the strings and comments of a module; without `code`."""
+    text = path.read_text()
+    if path.suffix == ".py":
+        strings = [
+            node.value
+            for node in ast.walk(ast.parse(text))
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        ]
+        tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+        comments = [token.string.strip("# ") for token in tokens if token.type == tokenize.COMMENT]
+        text = "\n\n".join([*strings, " ".join(comments)])
+    return re.sub(r"`[^`\n]+`", "``", text)
+
+
+@pytest.mark.parametrize("path", [*PAGES, *CODE], ids=lambda path: str(path.relative_to(ROOT)))
+def test_only_words_of_the_glossary_are_used(path):
+    text = prose(path)
+    for found in FORBIDDEN.finditer(text):
+        word = " ".join(found[0].lower().split())
+        around = text[max(0, found.start() - 40) : found.end() + 40]
+        pytest.fail(f"{word!r} in {around!r}: write {INSTEAD[word]}")
+
+
+@pytest.mark.parametrize("path", CODE, ids=lambda path: str(path.relative_to(ROOT)))
+def test_entries_of_docstrings_can_be_read_without_their_names(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            assert not CONTINUED.findall(ast.get_docstring(node) or ""), "a noun phrase is missing"
+
+
+def test_the_words_of_the_table_are_found():
+    assert {"goes on", "one's own", "to the bit"} <= INSTEAD.keys()
+    assert FORBIDDEN.search("The run goes\n    on.")
+    assert not FORBIDDEN.search("goes_on, ragbag")
