@@ -1,7 +1,9 @@
 import dataclasses
 import inspect
 import json
+import re
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 import jax
@@ -16,14 +18,14 @@ import jddp
 from jddp.checkpoint.__main__ import main as checkpoint_command
 from jddp.config.files import dump_values, load_config, read_values
 from jddp.config.keys import keys_of
-from jddp.config.schema import Config
+from jddp.config.schema import Config, effect_of
+from jddp.distributed.watchdog import Limits
 from jddp.errors import ConfigError, DataError, FileSystemError, UsageError
 from jddp.inspection.memory import Memory
 from jddp.job.job import build, fit
 from jddp.job.load import load
 from jddp.job.parts import resolve_parts
 from jddp.job.preview import memory_table, preview
-from jddp.trainer.reports.run_directory import FREE_KEYS
 from jddp.zoo.models.make import make_model
 
 MINE = """
@@ -568,12 +570,59 @@ def test_what_changes_a_finished_step_is_another_run(mine, changes):
     assert Path("run/config.yaml").read_bytes() == before
 
 
-def test_every_free_key_is_a_key_of_a_config():
+ROUNDINGS = {
+    "buckets": {"bucket_mb": 1e-5, "first_bucket_mb": 8e-6, "last_bucket_mb": 4e-6},
+    "packing": {"layout": "flat"},
+    "overlap": {"overlap": True, "bucket_mb": 1e-5},
+    "axis": {"axis_name": "batch"},
+}
+
+
+@pytest.mark.parametrize("ddp", ROUNDINGS.values(), ids=ROUNDINGS)
+def test_what_changes_roundings_alone_may_change_when_a_run_resumes(mine, ddp, capsys):
+    optimizer = {"name": "sgd", "schedule": {"name": "constant_schedule"}}
+    whole = fit(own_config(run={"dir": "whole"}, train={"num_steps": 6}, optimizer=optimizer))
+    fit(own_config(optimizer=optimizer))
+    run = fit(own_config(train={"num_steps": 6}, ddp=ddp, optimizer=optimizer))
+    said = " ".join(capsys.readouterr().out.split())
+    assert all(f"ddp.{name} " in said.partition("changed: ")[2] for name in ddp)
+    got, want = jax.device_get((run.state.params, whole.state.params))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, want)
+
+
+def test_what_may_change_is_what_the_docs_say():
+    text = (Path(__file__).parents[1] / "docs" / "reliability.md").read_text()
     keys = {".".join(path) for path in keys_of(Config)}
-    assert set(FREE_KEYS) <= keys
-    assert {key for key in keys if key.startswith("train.")} - set(FREE_KEYS) == {
-        "train.eval_params"  # says what every record of an evaluation is about
+    for effect in ("none", "rounding"):
+        (row,) = re.findall(rf"^\| {effect}: .*", text, re.M)
+        listed = re.findall(r"`([\w.*]+)`", row)
+        told = {key for key in keys if any(fnmatch(key, pattern) for pattern in listed)}
+        assert told == {key for key in keys if effect_of(key) == effect}
+    assert effect_of("optimizer.kwargs.b1") == effect_of("nothing") == "numbers"
+
+
+def defaults_of_signature(function):
+    return {name: x.default for name, x in inspect.signature(function).parameters.items()}
+
+
+def test_a_default_is_the_same_in_a_config_and_in_a_call():
+    config = Config(train={"num_steps": 1}).model_dump()
+    ddp, own = config["ddp"], defaults_of_signature(jddp.DataParallel.__init__)
+    named = ("comm_hook", "local_steps")  # sections, whose default makes None
+    empty = {"per_replica": (), "state_reduction": None}
+    for name in ddp.keys() - set(named):
+        assert ddp[name] == own[name] or (not ddp[name] and own[name] == empty[name]), name
+    assert all(own[name] is None for name in named)
+
+    saving = config["checkpoint"]
+    fits = {**config["train"], **saving, "save_every_steps": saving["every_steps"]}
+    fits = {**fits, "seed": config["seed"]}
+    left_out = {"num_steps", "num_epochs", "every_steps", "best_metric", "best_mode"}
+    own = defaults_of_signature(jddp.DataParallel.fit)
+    assert {name: own[name] for name in fits.keys() - left_out} == {
+        name: fits[name] for name in fits.keys() - left_out
     }
+    assert config["watchdog"] == dataclasses.asdict(Limits())
 
 
 # --- runs of objects ------------------------------------------------------------------------------

@@ -502,6 +502,16 @@ def test_what_is_not_the_same_in_another_world_is_said_once(
     assert told not in " ".join(capsys.readouterr().out.split())
 
 
+def test_an_option_that_changes_numbers_is_named_when_a_run_of_objects_resumes(tmp_path, capsys):
+    for num_steps, options in ((2, {}), (4, {"batch_norm": "local"})):
+        ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, mesh=2, **options)
+        fit(ddp, endless(), tmp_path, num_steps=num_steps)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "batch_norm local (was sync): the order" in said
+    assert "exactly; another batch_norm changes what later steps compute" in said
+    assert "bitwise identical" not in said
+
+
 # --- replicas ------------------------------------------------------------------------------------
 
 

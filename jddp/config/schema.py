@@ -1,4 +1,4 @@
-"""The sections of a config: every key with its type, range, default and meaning.
+"""The sections of a config: every key with its type, range, default, meaning and effect.
 
     Config(train={"num_steps": 100}, model={"name": "mlp"}).optimizer.learning_rate
 
@@ -11,11 +11,28 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.functional_validators import AfterValidator
 
+from jddp.config.keys import keys_of
 from jddp.config.mistakes import ConfigMistakes, describe_mistakes
 from jddp.config.permissions import expand
 from jddp.errors import ConfigError
 
 Kwargs = dict[str, Any]
+Effect = Literal["none", "rounding", "numbers"]
+
+
+def option(default: Any, description: str, effect: Effect = "numbers", **rules: Any) -> Any:
+    """Declares a key of a config.
+
+    Args:
+      default: Value where the key is not given.
+      description: One line on its meaning.
+      effect: What another value does to the numbers of a run. "none": all steps are bitwise the
+        same, though there may be more of them. "rounding": they are the same up to rounding, but
+        for random numbers, statistics and hooks of each replica, micro-batch or bucket. "numbers":
+        steps, evaluations or the state kept as best are others, so it is another run.
+      **rules: Bounds of its values, as `pydantic.Field` takes them.
+    """
+    return Field(default, description=description, json_schema_extra={"effect": effect}, **rules)
 
 
 def _expanded(path: str) -> str:
@@ -43,9 +60,9 @@ class Section(BaseModel):
 class NamedSection(Section):
     """A part that is chosen by a registered name or by the user's own target, never both."""
 
-    name: str | None = Field(None, description="A registered name.")
-    target: str | None = Field(None, description="One's own, as package.module:Name.")
-    kwargs: Kwargs = Field(default_factory=dict, description="Its arguments.")
+    name: str | None = option(None, "A registered name.")
+    target: str | None = option(None, "Your own, as package.module:Name.")
+    kwargs: Kwargs = option({}, "Its arguments.")
 
     @model_validator(mode="before")
     @classmethod
@@ -64,26 +81,26 @@ class NamedSection(Section):
 class RunConfig(Section):
     """Where a run is kept."""
 
-    dir: Path | None = Field(None, description="Run directory; runs/<config name> unless given.")
+    dir: Path | None = option(None, "Run directory; runs/<config name> unless given.", "none")
 
 
 class TrainConfig(Section):
     """How long training takes, and how often it reports."""
 
-    num_steps: int | None = Field(None, ge=1, description="Optimizer steps in all; or num_epochs.")
-    num_epochs: float | None = Field(None, gt=0, description="Passes over the data; or num_steps.")
-    eval_every_steps: int | None = Field(
-        None, ge=1, description="Steps between evaluations; the end is always evaluated."
+    num_steps: int | None = option(None, "Optimizer steps in all; or num_epochs.", "none", ge=1)
+    num_epochs: float | None = option(None, "Passes over the data; or num_steps.", "none", gt=0)
+    eval_every_steps: int | None = option(
+        None, "Steps between evaluations; the end is always evaluated.", "none", ge=1
     )
-    eval_params: Literal["params", "ema"] = Field(
-        "params", description="Evaluate the parameters, or their moving average."
+    eval_params: Literal["params", "ema"] = option(
+        "params", "Evaluate the parameters, or their moving average."
     )
-    log_every_steps: int = Field(50, ge=1, description="Steps between lines of metrics.")
-    check_replicas_every_steps: int | None = Field(
-        500, ge=1, description="Steps between comparisons of all replicas, bit by bit; or null."
+    log_every_steps: int = option(50, "Steps between lines of metrics.", "none", ge=1)
+    check_replicas_every_steps: int | None = option(
+        500, "Steps between bitwise comparisons of all replicas; or null.", "none", ge=1
     )
-    max_consecutive_skips: int = Field(
-        10, ge=1, description="As many steps in a row that ddp.skip_nonfinite skips end the run."
+    max_consecutive_skips: int = option(
+        10, "Steps skipped in a row (ddp.skip_nonfinite) that end the run.", "none", ge=1
     )
 
     @model_validator(mode="after")
@@ -94,79 +111,65 @@ class TrainConfig(Section):
 
 
 class DataConfig(NamedSection):
-    """What is learnt from."""
+    """The data."""
 
-    name: str | None = Field("fashion_mnist", description="A data set of jddp.data.")
-    target: str | None = Field(None, description="One's own: a callable giving (train, test).")
-    source: str = Field("embedded", description="Fashion-MNIST: 'embedded' (15,000) or 'full'.")
-    dir: Path | None = Field(None, description="Folder of the files, for data sets that have one.")
-    global_batch_size: int = Field(128, ge=1, description="Examples a step, over all replicas.")
-    shuffle: bool = Field(True, description="A new order each epoch, from the seed.")
-    sample_weights: Path | None = Field(
-        None, description="A .npy file: how often each training example is wanted."
+    name: str | None = option("fashion_mnist", "A data set of jddp.data.")
+    target: str | None = option(None, "Your own callable that returns (train, test).")
+    source: str = option("embedded", "Fashion-MNIST: 'embedded' (15,000) or 'full'.")
+    dir: Path | None = option(None, "Folder of the files, for data sets that have one.", "none")
+    global_batch_size: int = option(128, "Examples a step, over all replicas.", ge=1)
+    shuffle: bool = option(True, "A new order each epoch, from the seed.")
+    sample_weights: Path | None = option(None, "A .npy file: how often each example is wanted.")
+    drop_remainder: bool = option(False, "End with the last full batch, and pad none.")
+    augment: bool = option(True, "Random changes to examples, where the set has any.")
+    mixup: float | None = option(
+        None, "Lay another image over each, with shares of Beta(mixup, mixup).", gt=0
     )
-    drop_remainder: bool = Field(
-        False, description="End with the last full batch, instead of filling one up."
-    )
-    augment: bool = Field(True, description="Random changes to examples, where the set has any.")
-    mixup: float | None = Field(
-        None, gt=0, description="Lay another image over each, with shares of Beta(mixup, mixup)."
-    )
-    num_workers: int = Field(
-        0, ge=0, description="Processes that read training batches; 0 reads in a thread."
-    )
-    allow_changed: bool = Field(
-        False, description="Go on with data that are not those the run was started with."
-    )
+    num_workers: int = option(0, "Processes that read batches; 0 reads in a thread.", "none", ge=0)
+    allow_changed: bool = option(False, "Resume with data that have changed.", "none")
 
 
 class ModelConfig(NamedSection):
-    """What learns."""
+    """The model."""
 
-    name: str | None = Field("cnn", description="A model of jddp.zoo.models.")
-    target: str | None = Field(None, description="One's own Flax module class, Linen or NNX.")
-    init_from: Path | None = Field(
-        None, description="To start from: .safetensors, .msgpack, a run directory, orbax's folder."
+    name: str | None = option("cnn", "A model of jddp.zoo.models.")
+    target: str | None = option(None, "Your own Flax module class, Linen or NNX.")
+    init_from: Path | None = option(
+        None, "Initial weights: .safetensors, .msgpack, a run directory, orbax's folder."
     )
-    weights_partial: bool = Field(
-        False, description="Whether the model keeps its own where they do not fit."
-    )
+    weights_partial: bool = option(False, "Whether arrays that do not fit stay the model's.")
 
 
 class LossConfig(NamedSection):
-    """What is made small."""
+    """The loss function."""
 
-    name: str | None = Field("cross_entropy", description="A loss of jddp.zoo.losses.")
-    target: str | None = Field(None, description="One's own loss_fn(model, batch[, train]).")
+    name: str | None = option("cross_entropy", "A loss of jddp.zoo.losses.")
+    target: str | None = option(None, "Your own loss_fn(model, batch[, train]).")
 
 
 class ScheduleConfig(Section):
     """How the learning rate changes after warm-up."""
 
-    name: str = Field("cosine_decay_schedule", description="Any schedule optax.<name>.")
-    kwargs: Kwargs = Field(
-        default_factory=dict, description="Its arguments; peak rate and length are filled in."
-    )
+    name: str = option("cosine_decay_schedule", "Any schedule optax.<name>.")
+    kwargs: Kwargs = option({}, "Its arguments; peak rate and length are filled in.")
 
 
 class OptimizerConfig(NamedSection):
-    """How parameters move."""
+    """The optimizer."""
 
-    name: str | None = Field("adamw", description="Any optimizer optax.<name>.")
-    target: str | None = Field(None, description="One's own: a callable giving an optax optimizer.")
-    learning_rate: float = Field(1e-3, gt=0, description="Peak rate, reached after warm-up.")
-    warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up from zero.")
+    name: str | None = option("adamw", "Any optimizer optax.<name>.")
+    target: str | None = option(None, "Your own callable that returns an optax optimizer.")
+    learning_rate: float = option(1e-3, "Peak rate, reached after warm-up.", gt=0)
+    warmup_steps: int = option(0, "Steps of linear warm-up from zero.", ge=0)
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
-    decay_norms_and_biases: bool = Field(
-        False, description="Weight decay on norms and biases too, not on matrices alone."
-    )
+    decay_norms_and_biases: bool = option(False, "Weight decay on norms and biases too.")
 
 
 class MeshConfig(Section):
-    """What it runs on."""
+    """The devices."""
 
-    num_devices: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
-        "auto", description="Devices of all processes; auto: all GPUs, else 8 virtual CPUs."
+    num_devices: Annotated[int, Field(ge=1)] | Literal["auto"] = option(
+        "auto", "Devices of all processes; auto: all GPUs, else 8 virtual CPUs.", "rounding"
     )
 
 
@@ -176,125 +179,116 @@ Size = Annotated[float, Field(gt=0)]
 class CommHookConfig(NamedSection):
     """How the buckets of all replicas become their mean."""
 
-    name: str | None = Field("mean", description="mean, which is exact, or powersgd.")
-    target: str | None = Field(None, description="One's own: a callable giving a jddp.CommHook.")
+    name: str | None = option("mean", "mean, which is exact, or powersgd.")
+    target: str | None = option(None, "Your own callable that returns a jddp.CommHook.")
 
 
 class OuterConfig(NamedSection):
-    """What takes the mean move of the replicas for a gradient; by default it gives their mean."""
+    """The outer optimizer, whose gradient is the mean move of the replicas."""
 
-    name: str | None = Field("sgd", description="Any optimizer optax.<name>.")
-    target: str | None = Field(None, description="One's own: a callable giving an optax optimizer.")
-    learning_rate: float = Field(1.0, gt=0, description="Of SGD, 1 gives the replicas' mean.")
+    name: str | None = option("sgd", "Any optimizer optax.<name>.")
+    target: str | None = option(None, "Your own callable that returns an optax optimizer.")
+    learning_rate: float = option(1.0, "Of SGD, 1 gives the replicas' mean.", gt=0)
 
 
 class LocalStepsConfig(Section):
-    """Steps that each replica takes alone, between meetings at which parameters travel."""
+    """Steps that each replica takes alone, between synchronizations of the parameters."""
 
-    every: int | None = Field(
-        None, ge=1, description="Steps from one meeting to the next; null averages gradients."
-    )
-    start: int = Field(0, ge=0, description="As many first steps average gradients.")
+    every: int | None = option(None, "Steps to a synchronization; null averages gradients.", ge=1)
+    start: int = option(0, "Number of first steps that average gradients.", ge=0)
     outer: OuterConfig = Field(default_factory=OuterConfig)
 
     @model_validator(mode="after")
     def _every_is_given(self) -> "LocalStepsConfig":
         if self.every is None and (self.start or self.outer != OuterConfig()):
-            raise ValueError("give 'every' too, the steps from one meeting to the next")
+            raise ValueError("give 'every' too, the steps from one synchronization to the next")
         return self
 
 
 class DdpConfig(Section):
-    """How replicas are kept alike: the options of `jddp.DataParallel`."""
+    """Replication: the options of `jddp.DataParallel`."""
 
-    axis_name: str | None = Field(None, description="Name of the axis of the replicas; or data.")
-    bucket_mb: Size | Annotated[list[Size], Field(min_length=1)] = Field(
-        25.0, description="Size of a gradient bucket, in MiB; or a list, of which the last repeats."
+    axis_name: str | None = option(None, "Name of the axis of the replicas; or data.", "none")
+    bucket_mb: Size | Annotated[list[Size], Field(min_length=1)] = option(
+        25.0,
+        "Size of a bucket, in MiB; or a list, of which the last repeats.",
+        "rounding",
     )
-    first_bucket_mb: float = Field(1, gt=0, description="Size of the first bucket, in MiB.")
-    last_bucket_mb: float | None = Field(
-        None, gt=0, description="Size of the last bucket, in MiB, to have it smaller."
+    first_bucket_mb: float = option(1, "Size of the first bucket, in MiB.", "rounding", gt=0)
+    last_bucket_mb: float | None = option(
+        None, "Size of the last bucket, in MiB.", "rounding", gt=0
     )
-    layout: Literal["auto", "leaf", "flat"] = Field(
-        "auto", description="Buckets reduced leaf by leaf, or packed into one vector."
+    layout: Literal["auto", "leaf", "flat"] = option(
+        "auto", "Buckets reduced leaf by leaf, or packed into one vector.", "rounding"
     )
-    overlap: bool | Literal["auto"] = Field(
-        "auto", description="Buckets reduced inside the backward pass, or after it; auto: on GPUs."
+    overlap: bool | Literal["auto"] = option(
+        "auto", "Buckets reduced inside the backward pass, or after it; auto: on GPUs.", "rounding"
     )
-    wire_dtype: Literal["bfloat16", "float16"] | None = Field(
-        None, description="What wider gradients are narrowed to for the way."
+    wire_dtype: Literal["bfloat16", "float16"] | None = option(
+        None, "The dtype to which wider gradients are cast on the wire."
     )
     comm_hook: CommHookConfig = Field(default_factory=CommHookConfig)
-    unused_parameters: Literal["zero", "skip", "error"] = Field(
-        "zero", description="Parameters without a gradient: given zeros, left alone, or refused."
+    unused_parameters: Literal["zero", "skip", "error"] = option(
+        "zero", "Parameters without a gradient: given zeros, left alone, or refused."
     )
-    batch_norm: Literal["sync", "broadcast", "local"] = Field(
-        "sync", description="Batch statistics: of the global batch, replica 0's, or each its own."
+    batch_norm: Literal["sync", "broadcast", "local"] = option(
+        "sync", "Batch statistics: of the global batch, replica 0's, or each its own."
     )
-    batch_norm_group_size: int | None = Field(
-        None, ge=1, description="Neighbouring replicas that share statistics under sync; or all."
+    batch_norm_group_size: int | None = option(
+        None, "Neighbouring replicas that share statistics under sync; or all.", ge=1
     )
-    per_replica: list[str] = Field(
-        [], description="Collections, or classes of variables, of which each replica has its own."
+    per_replica: list[str] = option(
+        [], "Collections, or classes of variables, of which each replica has its own."
     )
-    state_reduction: dict[str, Literal["mean", "sum", "first"]] = Field(
-        {}, description="By collection or class: how replicas agree on state made from their rows."
+    state_reduction: dict[str, Literal["mean", "sum", "first"]] = option(
+        {}, "By collection or class: how replicas agree on state made from their rows."
     )
-    batch_norm_unbiased: bool = Field(
-        False, description="Running variances of n / (n - 1), as PyTorch keeps them."
+    batch_norm_unbiased: bool = option(False, "Unbiased running variances, as PyTorch has them.")
+    accumulate_steps: int = option(1, "Micro-batches of one optimizer step.", "rounding", ge=1)
+    shard_optimizer: bool = option(
+        False, "Optimizer state and update split over the replicas (ZeRO 1).", "rounding"
     )
-    accumulate_steps: int = Field(1, ge=1, description="Micro-steps to one optimizer step.")
-    shard_optimizer: bool = Field(
-        False, description="The optimizer's state and its update split over the replicas."
-    )
-    logical_replicas: int | None = Field(
-        None,
-        ge=1,
-        description="Logical replicas: equal bits on any number of devices that divides.",
+    logical_replicas: int | None = option(
+        None, "Replicas on which a step is defined: equal bits on any devices that divide it.", ge=1
     )
     local_steps: LocalStepsConfig = Field(default_factory=LocalStepsConfig)
-    max_grad_norm: float | None = Field(None, gt=0, description="Clip the mean gradient to this.")
-    ema_decay: float | None = Field(
-        None, gt=0, lt=1, description="Decay of the moving average of the parameters."
-    )
-    skip_nonfinite: bool = Field(
-        False,
-        description="A step whose loss, gradients or other state are not finite has no effect.",
-    )
-    loss_scale: float | Literal["dynamic"] | None = Field(
-        None, description="For float16: a power of two, or dynamic, which finds it by skipping."
+    max_grad_norm: float | None = option(None, "Clip the mean gradient to this.", gt=0)
+    ema_decay: float | None = option(None, "Decay of the parameters' moving average.", gt=0, lt=1)
+    skip_nonfinite: bool = option(False, "Skip steps if loss, gradients or state are not finite.")
+    loss_scale: float | Literal["dynamic"] | None = option(
+        None, "For float16: a power of two, or dynamic, which finds it by skipping."
     )
 
 
 class CheckpointConfig(Section):
-    """How a run survives."""
+    """Checkpointing and resumption."""
 
-    every_steps: int | None = Field(
-        None, ge=1, description="Steps between checkpoints; the end is always saved."
+    every_steps: int | None = option(
+        None, "Steps between checkpoints; the end is always saved.", "none", ge=1
     )
-    keep: int = Field(3, ge=1, description="Newest checkpoints to keep.")
-    keep_every_steps: int | None = Field(
-        None, ge=1, description="Checkpoints of multiples of it are kept too."
+    keep: int = option(3, "Newest checkpoints to keep.", "none", ge=1)
+    keep_every_steps: int | None = option(
+        None, "Checkpoints of multiples of it are kept too.", "none", ge=1
     )
-    best_metric: str | None = Field(
-        None, description="Metric of the evaluation whose best state is kept, in <run.dir>/best."
+    best_metric: str | None = option(
+        None, "Metric of the evaluation whose best state is kept, in <run.dir>/best."
     )
-    best_mode: Literal["min", "max"] = Field("min", description="Which way it improves.")
-    resume: Literal["auto", "never", "must"] = Field(
-        "auto", description="Go on from the last checkpoint: if there is one, never, or only so."
+    best_mode: Literal["min", "max"] = option("min", "Which way it improves.")
+    resume: Literal["auto", "never", "must"] = option(
+        "auto", "Resume from the last checkpoint: if there is one, never, or only so.", "none"
     )
 
 
 class WatchdogConfig(Section):
-    """After how many seconds a phase is said to hang, which ends all processes."""
+    """Seconds after which a phase is reported as hanging, which ends all processes."""
 
-    start_seconds: float = Field(1800, gt=0, description="Of the first state, or reading one.")
-    compile_seconds: float = Field(3600, gt=0, description="Of the first step.")
-    step_seconds: float | None = Field(
-        None, gt=0, description="Of a later step; by default 30 times the longest, or 120."
+    start_seconds: float = option(1800, "Making the first state, or reading one.", "none", gt=0)
+    compile_seconds: float = option(3600, "The first step.", "none", gt=0)
+    step_seconds: float | None = option(
+        None, "A later step; by default 30 times the longest, or 120.", "none", gt=0
     )
-    evaluation_seconds: float = Field(3600, gt=0, description="Of a batch of an evaluation.")
-    save_seconds: float = Field(3600, gt=0, description="Of waiting for a checkpoint.")
+    evaluation_seconds: float = option(3600, "A batch of an evaluation.", "none", gt=0)
+    save_seconds: float = option(3600, "Waiting for a checkpoint.", "none", gt=0)
 
 
 class Config(Section):
@@ -304,9 +298,7 @@ class Config(Section):
       ConfigMistakes: With every mistake in the given values, one line each.
     """
 
-    seed: int = Field(
-        0, ge=0, lt=2**32, description="Makes parameters, order of examples and dropout."
-    )
+    seed: int = option(0, "Seed of parameters, order of examples and dropout.", ge=0, lt=2**32)
     run: RunConfig = Field(default_factory=RunConfig)
     train: TrainConfig
     data: DataConfig = Field(default_factory=DataConfig)
@@ -331,3 +323,10 @@ class Config(Section):
                 "train.eval_params=ema needs ddp.ema_decay, e.g. ddp.ema_decay=0.999."
             )
         return self
+
+
+def effect_of(key: str) -> Effect:
+    """Returns what another value of a key, such as "ddp.overlap", does to the numbers of a run."""
+    field = keys_of(Config).get(tuple(key.split(".")))
+    about: Any = None if field is None else field.json_schema_extra
+    return "numbers" if about is None else about["effect"]

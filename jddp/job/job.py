@@ -118,6 +118,7 @@ class Job:
         assert self.data is not None, "build(config) has data unless told that it needs none"
         assert self.num_steps is not None, "where there are data, there are steps"
         config, batches = self.config, self.train_batches()
+        saving = config.checkpoint.model_dump(include={"keep", "keep_every_steps", "resume"})
         # Evaluation holds no gradients: rows of one micro-step fit wherever training fits.
         rows = max(1, config.data.global_batch_size // config.ddp.accumulate_steps)
         try:
@@ -129,19 +130,13 @@ class Job:
                 run_dir=config.run.dir,
                 callbacks=[*self._own_callbacks(), *callbacks],
                 seed=config.seed,
-                eval_every_steps=config.train.eval_every_steps,
-                log_every_steps=config.train.log_every_steps,
                 save_every_steps=config.checkpoint.every_steps,
-                keep=config.checkpoint.keep,
-                keep_every_steps=config.checkpoint.keep_every_steps,
-                resume=config.checkpoint.resume,
-                eval_params=config.train.eval_params,
                 learning_rate=self.learning_rate,
                 config=config.model_dump(),
                 manifest=self._manifest(),
-                check_replicas_every_steps=config.train.check_replicas_every_steps,
-                max_consecutive_skips=config.train.max_consecutive_skips,
                 limits=Limits(**config.watchdog.model_dump()),
+                **config.train.model_dump(exclude={"num_steps", "num_epochs"}),
+                **saving,
             )
         finally:
             if isinstance(batches, WorkerBatches):
@@ -152,8 +147,8 @@ class Job:
         model = self.config.model
         if model.init_from is None:
             return None
-        init = functools.partial(self.ddp.init, self.config.seed, params=model.init_from)
-        return functools.partial(init, partial=model.weights_partial)
+        options: dict[str, Any] = {"params": model.init_from, "partial": model.weights_partial}
+        return functools.partial(self.ddp.init, self.config.seed, **options)
 
     def verify(self) -> Verification:
         """Compares a step on the mesh with one on a single device, on the first batch.

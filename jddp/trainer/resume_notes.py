@@ -1,6 +1,6 @@
 """Notes on a resumed run: another topology, other settings, another schedule.
 
-The keys of a config that may differ are in `reports.run_directory`.
+Which keys of a config may differ at all follows from their effect, in `config.schema`.
 """
 
 import math
@@ -24,14 +24,18 @@ def differences(
       uses_rng: Whether a step uses random numbers.
       has_statistics: Whether the model keeps batch statistics.
     """
+    from jddp.config.schema import effect_of  # objects train without pydantic
+
     differ = [name for name in now if before.get(name) != now[name]]
     if not differ:
         return None
     numbers = ", ".join(f"{name} {now[name]} (was {before.get(name)})" for name in differ)
     exact = f"{numbers}: the order of examples and all counts continue exactly"
-    if now["logical_replicas"] is not None and "accumulate_steps" not in differ:
+    options = [name for name in differ if name not in ("num_processes", "num_devices")]
+    if now["logical_replicas"] is not None and not options:
         return f"{exact}; all numbers stay bitwise identical"
-    inexact = []
+    others = [name for name in options if effect_of(f"ddp.{name}") == "numbers"]
+    inexact = [f"another {name} changes what later steps compute" for name in others]
     if uses_rng and differ != ["num_processes"]:
         inexact.append("random numbers differ (keys depend on replica and micro-batch)")
     is_whole = now["batch_norm"] == "sync" and now["batch_norm_group_size"] is None

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import optax
 
+from jddp.config.schema import effect_of
 from jddp.data_parallel import DataParallel
 from jddp.engine.guard import DynamicScale
 from jddp.engine.mesh import as_arrays
@@ -32,9 +33,7 @@ from jddp.verification.side_by_side import side_by_side
 
 __all__ = ["Verification", "verify"]
 
-# What one device has no use for: how gradients travel.
-_OF_THE_WAY = {"bucket_mb", "first_bucket_mb", "last_bucket_mb", "layout", "overlap"}
-_OF_THE_WAY |= {"wire_dtype", "comm_hook", "mesh", "shard_optimizer"}
+_ON_THE_WIRE = {"wire_dtype", "comm_hook"}  # judged beside a device that sends nothing
 _OF_NO_ONE_DEVICE = {
     "batch_norm_group_size": "statistics are those of groups, and no single device has such",
     "local_steps": "replicas differ by design, and no single device is all of them",
@@ -112,9 +111,10 @@ def verify(
         other = state.replace(key=jax.random.fold_in(state.key, 1))
         evidence.key_matters = not _same(got, _step(many, other, batch))
     else:
-        here = {name: value for name, value in options.items() if name not in _OF_THE_WAY}
+        here = {name: value for name, value in options.items() if _is_for_one_device(name)}
         here["axis_name"] = many.spec.axis  # which may be that of a given mesh
         here["mesh"] = many.mesh.devices.flat[:1].tolist()
+        here["accumulate_steps"] = many.spec.backward.num  # which batch norm sees
         one = wrapped(**here)
         values = many.model(state)
         alone = one.init(seed, batch, params=values if isinstance(values, Mapping) else None)
@@ -143,6 +143,11 @@ def _refuse(options: Mapping[str, Any]) -> None:
     for name, why in _OF_NO_ONE_DEVICE.items():
         if options.get(name) is not None:
             raise UsageError(f"With {name} {why}: leave it out of verify.")
+
+
+def _is_for_one_device(option: str) -> bool:
+    """Whether the step of one device has an option: one that changes more than roundings."""
+    return option not in _ON_THE_WIRE and effect_of(f"ddp.{option}") == "numbers"
 
 
 def _step(ddp: DataParallel, state: TrainState, batch: Batch) -> _Step:

@@ -28,23 +28,12 @@ from jddp.trainer.reports.log_file import logging_to
 from jddp.trainer.reports.metrics_file import MetricsFile
 
 Values = Mapping[str, Any]
-# Keys of one start, and not of the run.
+# Of one start, and not of the run: what they change is not reported.
 KEYS_OF_A_START = ("run.dir", "data.dir", "data.allow_changed", "checkpoint.resume")
-# Keys that may differ when a run resumes: they change no finished step, but for rounding. They set
-# its length and its devices, and what is saved and logged.
-FREE_KEYS = (
-    *KEYS_OF_A_START,
-    *("train.num_steps", "train.num_epochs", "train.eval_every_steps", "train.log_every_steps"),
-    *("train.check_replicas_every_steps", "data.num_workers"),
-    *("mesh.num_devices", "ddp.accumulate_steps", "ddp.shard_optimizer"),
-    *("checkpoint.every_steps", "checkpoint.keep"),
-    *("checkpoint.keep_every_steps", "watchdog.start_seconds", "watchdog.compile_seconds"),
-    *("watchdog.step_seconds", "watchdog.evaluation_seconds", "watchdog.save_seconds"),
-    "train.max_consecutive_skips",
-)
 # A schedule without a length has that of the run: to give it that length changes nothing.
-LENGTH_KEYS = tuple(
-    f"optimizer.schedule.kwargs.{name}" for name in ("decay_steps", "transition_steps")
+LENGTH_KEYS = (
+    "optimizer.schedule.kwargs.decay_steps",
+    "optimizer.schedule.kwargs.transition_steps",
 )
 MISSING = object()
 log = logging.getLogger("jddp")
@@ -260,7 +249,10 @@ def _pairs(before: Values, now: Values) -> dict[str, tuple[Any, Any]]:
 
 
 def _is_free(key: str, old: Any, new: Any) -> bool:
-    return key in FREE_KEYS or (key in LENGTH_KEYS and MISSING in (old, new))
+    """Whether a key may differ from start to start: no finished step changes but for rounding."""
+    from jddp.config.schema import effect_of
+
+    return effect_of(key) != "numbers" or (key in LENGTH_KEYS and MISSING in (old, new))
 
 
 def _show(value: Any) -> str:
