@@ -212,3 +212,40 @@ def test_without_a_new_enough_python_the_scripts_say_what_is_missing(checkout, m
     assert refused.returncode == 69
     assert "no Python 3.11 or newer on PATH" in refused.stderr
     assert not (checkout / ".venv").exists()
+
+
+def sizes_script():
+    spec = importlib.util.spec_from_file_location("sizes", ROOT / "scripts" / "sizes.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_sizes_count_code_and_what_the_core_imports():
+    sizes = sizes_script()
+    assert sizes.code_lines('"""Text."""\n\nx = [\n    1,  # one\n]\n# end\n') == {3, 4, 5}
+    core = sizes.closure([ROOT / "jddp" / "engine" / "step.py"])
+    assert ROOT / "jddp" / "reduce" / "plan.py" in core  # directly
+    assert ROOT / "jddp" / "errors.py" in core  # a room of its own
+    assert ROOT / "jddp" / "trainer" / "loop.py" not in core
+
+
+def test_sizes_count_parameters_without_public_options_and_items_of_returned_tuples():
+    sizes = sizes_script()
+    source = """
+class Plan:
+    def make(self, a, b, *, option=None) -> tuple[int, tuple[int, int, int]] | None: ...
+    def _make(self, a, b, *, option=None) -> tuple[int, ...]: ...
+"""
+    (public, name, _), (private, _, is_public) = sizes.functions(sizes.ast.parse(source))
+    assert (name, is_public) == ("Plan.make", False)
+    assert sizes.count_parameters(public, is_public=True) == 2
+    assert sizes.count_parameters(private, is_public=False) == 3
+    assert (sizes.largest_tuple(public), sizes.largest_tuple(private)) == (3, 1)
+
+
+def test_a_size_names_its_budget_and_its_goal():
+    size = sizes_script().Size
+    assert str(size("lines", 12, budget=12, goal=10)).endswith("12 of 12  goal 10")
+    assert str(size("lines", 13, budget=12, goal=12)).endswith("goal 12  TOO MANY")
+    assert not size("lines", 9, budget=12, goal=10).is_exceeded
