@@ -6,6 +6,7 @@ Any other exception is a bug of jddp and keeps its traceback.
 """
 
 import enum
+import sys
 
 
 class ExitCode(enum.IntEnum):
@@ -110,3 +111,8 @@ class NumericsError(Error):
     """A loss, gradient or state is not finite."""
 
     exit_code = ExitCode.NUMERICS
+
+
+def report(text: str) -> None:
+    """Prints a line of jddp's on standard error."""
+    print(f"jddp: {text}", file=sys.stderr, flush=True)

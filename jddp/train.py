@@ -77,7 +77,7 @@ def _stopped_by_signals() -> Iterator[None]:
     repeats, before = Repeats(), {}
 
     def stop(number: int, frame: object) -> None:
-        if not repeats.has():
+        if not repeats.is_repeat():
             raise _Stopped(signal.Signals(number).name)
 
     for number in set(stop_signals()) - {signal.SIGINT}:

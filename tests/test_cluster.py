@@ -14,12 +14,12 @@ import jax
 import pytest
 
 from jddp.distributed import failure, gloo, join
-from jddp.distributed.connect import HEARTBEAT, START, meet
+from jddp.distributed.connect import HEARTBEAT, START, rendezvous
 from jddp.distributed.identity import VARIABLES, Identity
 from jddp.distributed.join import initialize
 from jddp.distributed.rendezvous import Member
-from jddp.distributed.rendezvous_client import Caller, connect
-from jddp.distributed.rendezvous_server import Roll
+from jddp.distributed.rendezvous_client import RendezvousClient, connect
+from jddp.distributed.rendezvous_server import RendezvousServer
 from jddp.distributed.resolve import resolve_identity
 from jddp.errors import ConfigError, CoordinatorError, ProcessMismatchError
 
@@ -80,7 +80,7 @@ def test_the_environment_is_where_a_process_is_told(monkeypatch):
 def joined(monkeypatch):
     """What `jax.distributed.initialize` was called with."""
     calls = []
-    monkeypatch.setattr(join, "meet", lambda *_: None)
+    monkeypatch.setattr(join, "rendezvous", lambda *_: None)
     monkeypatch.setattr(failure, "watch_over_job", lambda: None)
     for name in ("hide_connections", "settle_address"):
         monkeypatch.setattr(gloo, name, lambda *_: None)
@@ -156,12 +156,12 @@ def test_time_limits_are_those_that_were_told(joined):
 # Who has come, with processes that are threads.
 
 
-def meet_all(identities, seconds=60):
-    """Lets processes meet; returns what each of them gets: None, or an error."""
+def connect_all(identities, seconds=60):
+    """Connects processes; returns what each of them gets: None, or an error."""
     environ = {"JDDP_START_SECONDS": str(seconds)}
     with ThreadPoolExecutor(len(identities)) as threads:
         futures = [
-            threads.submit(meet, identity, identity.coordinator, environ | variables)
+            threads.submit(rendezvous, identity, identity.coordinator, environ | variables)
             for identity, variables in identities
         ]
         return [future.exception() for future in futures]
@@ -171,59 +171,65 @@ def process(free_port, number, count, **variables):
     return Identity(f"127.0.0.1:{free_port}", count, number), variables
 
 
-def test_processes_meet_whoever_comes_first(free_port):
-    # JAX listens as soon as they have met, at the same port: here something else does.
+def test_processes_connect_in_any_order(free_port):
+    # JAX listens as soon as they have connected, at the same port: here something else does.
     def listens():
         with socket.create_server(("127.0.0.1", free_port)) as server:
             for _ in range(3):
                 server.accept()[0].close()
 
     with ThreadPoolExecutor() as threads:
-        others = [threads.submit(meet_all, [process(free_port, i, 4)]) for i in (3, 1, 2)]
-        assert meet_all([process(free_port, 0, 4)]) == [None]
+        others = [threads.submit(connect_all, [process(free_port, i, 4)]) for i in (3, 1, 2)]
+        assert connect_all([process(free_port, 0, 4)]) == [None]
         threads.submit(listens).result()
         assert [other.result() for other in others] == [[None]] * 3
 
 
-def test_who_is_missing_is_named_to_all(free_port):
-    errors = meet_all([process(free_port, i, 5) for i in (0, 1, 4)], seconds=1)
-    told = f"processes 2, 3 of 5 did not come to 127.0.0.1:{free_port} within 1 s. Was each started"
+def test_missing_processes_are_named_to_all(free_port):
+    errors = connect_all([process(free_port, i, 5) for i in (0, 1, 4)], seconds=1)
+    told = (
+        f"processes 2, 3 of 5 did not connect to 127.0.0.1:{free_port} within 1 s. Was each started"
+    )
     for error in errors:
         assert isinstance(error, CoordinatorError)
         assert str(error).startswith(told)
 
 
-def test_of_many_who_are_missing_the_first_are_named(free_port):
-    (error,) = meet_all([process(free_port, 0, 100)], seconds=1)
-    assert str(error).startswith("processes 1, 2, 3, 4, 5, 6, 7, 8 and 91 more of 100 did not come")
+def test_of_many_missing_processes_the_first_are_named(free_port):
+    (error,) = connect_all([process(free_port, 0, 100)], seconds=1)
+    assert str(error).startswith(
+        "processes 1, 2, 3, 4, 5, 6, 7, 8 and 91 more of 100 did not connect"
+    )
 
 
 def test_two_of_one_number_are_named_with_where_they_run(free_port):
-    errors = meet_all([process(free_port, i, 3) for i in (0, 1, 1)])
+    errors = connect_all([process(free_port, i, 3) for i in (0, 1, 1)])
     where = rf"{socket.gethostname()}, pid {os.getpid()}"
     for error in errors:
         assert isinstance(error, ProcessMismatchError)
-        assert str(error).startswith(f"two have come as process 1: {where}, and {where}. Give each")
+        assert str(error).startswith(
+            f"two have connected as process 1: {where}, and {where}. Give each"
+        )
 
 
 def test_processes_that_were_told_other_counts_are_named(free_port):
-    errors = meet_all([process(free_port, 0, 3), process(free_port, 1, 2)])
+    errors = connect_all([process(free_port, 0, 3), process(free_port, 1, 2)])
     for error in errors:
         assert isinstance(error, ProcessMismatchError)
-        assert re.match(r"process 1 \(.*\) was told that there are 2, and process 0", str(error))
+        assert re.match(r"process 1 \(.*\) was started as one of 2, and process 0", str(error))
 
 
-def test_processes_of_two_jobs_do_not_meet(free_port):
-    errors = meet_all([process(free_port, 0, 2, JDDP_JOB="a"), process(free_port, 1, 2)])
+def test_processes_of_two_jobs_do_not_connect(free_port):
+    errors = connect_all([process(free_port, 0, 2, JDDP_JOB="a"), process(free_port, 1, 2)])
     told = "process 1 has another job than process 0: JDDP_JOB is not set there and a here."
     for error in errors:
         assert isinstance(error, ProcessMismatchError)
         assert str(error).startswith(told)
 
 
-def test_a_port_that_is_taken_is_told(free_port):
+def test_a_port_that_is_taken_is_reported(free_port):
     with socket.create_server(("127.0.0.1", free_port)):
-        (error,) = meet_all([process(free_port, 0, 2)])
+        (error,) = connect_all([process(free_port, 0, 2)])
     assert isinstance(error, CoordinatorError)
     assert str(error).startswith(f"port {free_port} of 127.0.0.1 is taken.")
 
@@ -231,14 +237,14 @@ def test_a_port_that_is_taken_is_told(free_port):
 def test_a_program_that_speaks_another_language_is_not_taken_for_process_0(free_port):
     def listens():
         server = socket.create_server(("127.0.0.1", free_port))
-        with server, server.accept()[0] as caller:
-            caller.sendall(b"220 good day\r\n")
+        with server, server.accept()[0] as client:
+            client.sendall(b"220 good day\r\n")
 
     with ThreadPoolExecutor() as threads:
         threads.submit(listens)
-        (error,) = meet_all([process(free_port, 1, 2)])
+        (error,) = connect_all([process(free_port, 1, 2)])
     assert isinstance(error, CoordinatorError)
-    assert "listens something else than process 0 of a job that begins" in str(error)
+    assert "is not process 0 of a starting job" in str(error)
 
 
 STRANGE = [
@@ -252,9 +258,9 @@ STRANGE = [
 ]
 
 
-def test_who_calls_and_says_nothing_or_nonsense_is_no_process(free_port):
+def test_a_client_that_sends_nothing_or_nonsense_is_no_process(free_port):
     with ThreadPoolExecutor() as threads:
-        first = threads.submit(meet_all, [process(free_port, 0, 2)], seconds=2)
+        first = threads.submit(connect_all, [process(free_port, 0, 2)], seconds=2)
         silent = connect(f"127.0.0.1:{free_port}", "", time.monotonic() + 5, 5)
         rude = connect(f"127.0.0.1:{free_port}", "", time.monotonic() + 5, 5)
         rude.sendall(b"GET / HTTP/1.1\r\n\r\n")
@@ -265,100 +271,100 @@ def test_who_calls_and_says_nothing_or_nonsense_is_no_process(free_port):
         with contextlib.suppress(OSError):
             endless.sendall(b"x" * 2**20)
         (error,) = first.result()
-        for caller in (silent, rude, endless, *others):
-            caller.close()
-    assert str(error).startswith("process 1 of 2 did not come")
+        for client in (silent, rude, endless, *others):
+            client.close()
+    assert str(error).startswith("process 1 of 2 did not connect")
 
 
-def test_a_further_round_does_without_who_has_gone_and_takes_who_has_come(free_port):
+def test_a_further_round_leaves_out_lost_members_and_takes_new_ones(free_port):
     address = f"127.0.0.1:{free_port}"
-    members = [Member(i, 3, says={"processes": 2}) for i in range(3)]
+    members = [Member(i, 3, info={"processes": 2}) for i in range(3)]
 
-    def has_two(said):
-        return len(said) >= 2
+    def has_two(infos):
+        return len(infos) >= 2
 
-    def gather(end, i, **how):
-        return threads.submit(end.gather, members[i], seconds=60, **how)
+    def gather(end, i):
+        return threads.submit(end.gather, members[i], seconds=60)
 
-    with ThreadPoolExecutor() as threads, Roll("node", address) as roll:
-        callers = [Caller("node", address) for _ in range(2)]
-        rounds = [gather(roll, 0), gather(callers[0], 1), gather(callers[1], 2)]
+    options = {"is_enough": has_two, "patience_seconds": 60}
+    with ThreadPoolExecutor() as threads, RendezvousServer("node", address, **options) as server:
+        clients = [RendezvousClient("node", address) for _ in range(2)]
+        rounds = [gather(server, 0), gather(clients[0], 1), gather(clients[1], 2)]
         assert all(sorted(said.result()) == [0, 1, 2] for said in rounds)
-        assert not roll.has_newcomer()
-        assert roll.lost() == callers[0].lost() == []
-        callers[1].close()
-        while not roll.lost():
+        assert not server.has_newcomer()
+        assert server.lost() == clients[0].lost() == []
+        clients[1].close()
+        while not server.lost():
             time.sleep(0.005)
-        assert roll.lost() == [2]
-        both = {"is_enough": has_two, "patience_seconds": 60}
-        rounds = [gather(roll, 0, **both), gather(callers[0], 1)]
+        assert server.lost() == [2]
+        rounds = [gather(server, 0), gather(clients[0], 1)]
         assert all(sorted(said.result()) == [0, 1] for said in rounds)
-        with Caller("node", address) as impostor:
+        with RendezvousClient("node", address) as impostor:
             elsewhere = dataclasses.replace(members[1], where="elsewhere, pid 1")
             turned_away = threads.submit(impostor.gather, elsewhere, seconds=60)
             while not turned_away.done():
-                assert not roll.has_newcomer()
-            assert "node 1 is there already" in str(turned_away.exception())
-        callers[1] = Caller("node", address)
-        back = gather(callers[1], 2)
-        while not roll.has_newcomer():
+                assert not server.has_newcomer()
+            assert "another has already connected as node 1" in str(turned_away.exception())
+        clients[1] = RendezvousClient("node", address)
+        back = gather(clients[1], 2)
+        while not server.has_newcomer():
             assert not back.done()
-        rounds = [gather(roll, 0, **both), gather(callers[0], 1), back]
+        rounds = [gather(server, 0), gather(clients[0], 1), back]
         assert all(sorted(said.result()) == [0, 1, 2] for said in rounds)
-        callers[1].say_goodbye(failed=False)
-        callers[1].close()
+        clients[1].say_goodbye(failed=False)
+        clients[1].close()
         for _ in range(100):
-            assert roll.lost() == []
-        callers[0].say_goodbye(failed=True)
-        while not roll.lost():
+            assert server.lost() == []
+        clients[0].say_goodbye(failed=True)
+        while not server.lost():
             time.sleep(0.005)
-        assert roll.lost() == [1]
-        for caller in callers:
-            caller.close()
+        assert server.lost() == [1]
+        for client in clients:
+            client.close()
 
 
 def test_a_machine_that_was_lost_without_a_sign_is_noticed_when_it_is_back(free_port):
     address = f"127.0.0.1:{free_port}"
     with (
         ThreadPoolExecutor() as threads,
-        Roll("node", address) as roll,
-        Caller("node", address) as before,
-        Caller("node", address) as after,
+        RendezvousServer("node", address) as server,
+        RendezvousClient("node", address) as before,
+        RendezvousClient("node", address) as after,
     ):
         met = threads.submit(before.gather, Member(1, 2), seconds=60)
-        roll.gather(Member(0, 2), seconds=60)
+        server.gather(Member(0, 2), seconds=60)
         met.result()
         back = threads.submit(after.gather, Member(1, 2), seconds=60)
-        while not roll.has_newcomer():
+        while not server.has_newcomer():
             assert not back.done()
-        assert roll.lost() == [1]
-        assert sorted(roll.gather(Member(0, 2), seconds=60)) == sorted(back.result()) == [0, 1]
+        assert server.lost() == [1]
+        assert sorted(server.gather(Member(0, 2), seconds=60)) == sorted(back.result()) == [0, 1]
 
 
 @pytest.mark.parametrize("failed", [False, True])
-def test_whom_the_first_has_told_goodbye_does_not_wait_for_it(free_port, failed):
+def test_a_client_does_not_wait_for_a_server_that_said_goodbye(free_port, failed):
     address = f"127.0.0.1:{free_port}"
-    with ThreadPoolExecutor() as threads, Caller("node", address) as caller:
-        with Roll("node", address) as roll:
-            met = threads.submit(caller.gather, Member(1, 2), seconds=60)
-            roll.gather(Member(0, 2), seconds=60)
+    with ThreadPoolExecutor() as threads, RendezvousClient("node", address) as client:
+        with RendezvousServer("node", address) as server:
+            met = threads.submit(client.gather, Member(1, 2), seconds=60)
+            server.gather(Member(0, 2), seconds=60)
             assert met.result()
-            roll.say_goodbye(failed=failed)
+            server.say_goodbye(failed=failed)
         for _ in range(100):
-            lost = caller.lost()
+            lost = client.lost()
         assert lost == ([0] if failed else [])
-        with pytest.raises(CoordinatorError, match=f"node 0 at {address} has gone"):
-            caller.gather(Member(1, 2), seconds=60)
+        with pytest.raises(CoordinatorError, match=f"node 0 at {address} has left"):
+            client.gather(Member(1, 2), seconds=60)
 
 
 def test_a_first_that_was_lost_may_come_back(free_port):
     address = f"127.0.0.1:{free_port}"
-    with ThreadPoolExecutor() as threads, Caller("node", address) as caller:
+    with ThreadPoolExecutor() as threads, RendezvousClient("node", address) as client:
         for _ in range(2):
-            with Roll("node", address) as roll:
-                met = threads.submit(caller.gather, Member(1, 2), seconds=60)
-                assert roll.gather(Member(0, 2), seconds=60) == met.result() == {0: {}, 1: {}}
-            while caller.lost() != [0]:
+            with RendezvousServer("node", address) as server:
+                met = threads.submit(client.gather, Member(1, 2), seconds=60)
+                assert server.gather(Member(0, 2), seconds=60) == met.result() == {0: {}, 1: {}}
+            while client.lost() != [0]:
                 time.sleep(0.005)
 
 
@@ -373,19 +379,19 @@ def test_the_first_process_waits_for_its_own_name_to_be_known(free_port, monkeyp
     monkeypatch.setattr(socket, "getaddrinfo", late)
     first = Identity(f"pod-0:{free_port}", 2, 0)
     with ThreadPoolExecutor() as threads:
-        met = threads.submit(meet, first, f"127.0.0.1:{free_port}", {})
-        with Caller("process", f"127.0.0.1:{free_port}") as caller:
-            caller.gather(Member(1, 2, {"JDDP_JOB": "not set", HEARTBEAT: "100"}), seconds=60)
+        met = threads.submit(rendezvous, first, f"127.0.0.1:{free_port}", {})
+        with RendezvousClient("process", f"127.0.0.1:{free_port}") as client:
+            client.gather(Member(1, 2, {"JDDP_JOB": "not set", HEARTBEAT: "100"}), seconds=60)
         assert met.result() is None
     assert list(names) == []
 
 
-def test_nobody_is_waited_for_when_that_is_wanted_no_more(free_port):
+def test_waiting_ends_when_its_condition_is_false(free_port):
     address = f"127.0.0.1:{free_port}"
     member = Member(0, 2)
-    with Roll("node", address) as roll, Caller("node", address) as caller:
-        assert roll.gather(member, seconds=60, is_wanted=lambda: False) is None
-        assert caller.gather(member, seconds=60, is_wanted=lambda: False) is None
+    with RendezvousServer("node", address) as server, RendezvousClient("node", address) as client:
+        assert server.gather(member, seconds=60, is_wanted=lambda: False) is None
+        assert client.gather(member, seconds=60, is_wanted=lambda: False) is None
 
 
 # Real processes.
@@ -398,7 +404,7 @@ def test_a_first_process_that_waits_in_vain_says_so(free_port):
     command = [sys.executable, "-m", "jddp.train"]
     done = subprocess.run(command, env=told, capture_output=True, text=True)
     assert done.returncode == 69, done.stderr
-    assert done.stderr.startswith(f"jddp: process 1 of 2 did not come to 127.0.0.1:{free_port}")
+    assert done.stderr.startswith(f"jddp: process 1 of 2 did not connect to 127.0.0.1:{free_port}")
     assert done.stderr.count("\n") == 1
 
 

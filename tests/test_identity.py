@@ -113,7 +113,7 @@ def test_each_source_tells_who_this_is(environ, coordinator, source):
         3,
     )
     told = str(identity)
-    assert told.startswith(f"4 processes, as {source} says; process 3; coordinator {coordinator};")
+    assert told.startswith(f"4 processes, set by {source}; process 3; coordinator {coordinator};")
     assert "\n" not in told
 
 
@@ -129,7 +129,7 @@ def test_the_first_process_of_open_mpi_is_where_mpirun_runs_or_where_slurm_says(
 def test_the_first_source_that_speaks_wins():
     every = STEP | OPEN_MPI_5 | TORCHRUN | LAUNCHED
     assert resolve(every, coordinator="c:5", num_processes=9, process_id=8) == Identity("c:5", 9, 8)
-    assert "the arguments say" in str(
+    assert "set by the arguments" in str(
         resolve(every, coordinator="c:5", num_processes=9, process_id=8)
     )
     for environ, source in [
@@ -138,7 +138,7 @@ def test_the_first_source_that_speaks_wins():
         (STEP | OPEN_MPI_5 | TORCHRUN, "torchrun"),
         (STEP | OPEN_MPI_5, "Open MPI"),
     ]:
-        assert f"as {source} says" in str(resolve(environ))
+        assert f"set by {source}" in str(resolve(environ))
 
 
 def test_arguments_complete_what_the_environment_says():
@@ -184,7 +184,7 @@ def test_a_shell_of_srun_is_a_notebook_and_the_tasks_it_starts_are_not(monkeypat
 
 def test_what_a_torch_script_sets_for_all_tasks_of_slurm_does_no_harm():
     shared = {name: TORCHRUN[name] for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")}
-    assert "Slurm says" in str(resolve(STEP | shared))
+    assert "set by Slurm" in str(resolve(STEP | shared))
 
 
 def test_a_job_may_have_more_processes_than_its_scheduler_has_tasks():
@@ -283,7 +283,10 @@ def test_hosts_of_a_heterogeneous_job_are_told_apart_by_name(host, ids):
 @pytest.mark.parametrize(
     "environ, told",
     [
-        (STEP | {"SLURM_PROCID": "0"}, "process 0 is on n3, .* others n2: set JAX_COORDINATOR_ADD"),
+        (
+            STEP | {"SLURM_PROCID": "0"},
+            "process 0 is on n3, .* name n2 for the others: set JAX_COORD",
+        ),
         (STEP | {"SLURM_PROCID": "4"}, "SLURM_PROCID=4 must be below SLURM_STEP_NUM_TASKS=4"),
         (STEP | {"SLURM_PROCID": "x"}, "SLURM_PROCID='x' must be numbers"),
         (STEP | {"SLURM_PROCID": ""}, "SLURM_STEP_NUM_TASKS set but SLURM_PROCID not"),
@@ -296,10 +299,10 @@ def test_hosts_of_a_heterogeneous_job_are_told_apart_by_name(host, ids):
         (TORCHRUN | {"RANK": ""}, "set but RANK not"),
         ({"RANK": "1"}, "RANK set but MASTER_ADDR, MASTER_PORT, WORLD_SIZE not"),
         (OPEN_MPI_5 | {"OMPI_COMM_WORLD_RANK": ""}, "SIZE set but OMPI_COMM_WORLD_RANK not"),
-        (OPEN_MPI, "Open MPI does not say where process 0 is: set JAX_COORDINATOR_ADDRESS"),
+        (OPEN_MPI, "Open MPI does not give the address of process 0: set JAX_COORDINATOR_ADDRESS"),
         (OPEN_MPI_4 | FIRST, rf"give it -x JAX_.*=n2:{port_of('1531576320')}, so that all"),
         (OPEN_MPI_5 | FIRST, "mpirun runs on another host than process 0: give it -x JAX_.*=n2:"),
-        (MPICH, "MPICH does not say where process 0 is: set JAX_COORDINATOR_ADDRESS"),
+        (MPICH, "MPICH does not give the address of process 0: set JAX_COORDINATOR_ADDRESS"),
         (MPICH | {"JAX_COORDINATOR_ADDRESS": "z"}, "JAX_COORDINATOR_ADDRESS='z' must be host:"),
         (INDEXED | {"JAX_NUM_PROCESSES": "3"}, "JOB_COMPLETION_INDEX=3 must be below"),
         (INDEXED | {"JOB_INDEX": "1"}, "JOB_INDEX=1 and PROCESSES_IN_JOB=''.* set it to the pods"),
@@ -309,11 +312,14 @@ def test_hosts_of_a_heterogeneous_job_are_told_apart_by_name(host, ids):
             INDEXED | SECOND_JOB | {"JAX_NUM_PROCESSES": "2"},
             r"JOB_INDEX \* PROCESSES_IN_JOB \+ JOB_COMPLETION_INDEX=3 must be below JAX_NUM",
         ),
-        (STEP | {"JAX_NUM_PROCESSES": "8"}, "JAX_NUM_PROCESSES=8, but Slurm says 4"),
-        (OPEN_MPI_4 | {"JAX_PROCESS_ID": "0"}, "JAX_PROCESS_ID=0, but Open MPI says 3"),
-        (STEP | JAX | {"JAX_PROCESS_ID": "0"}, "JAX_PROCESS_ID=0, but Slurm says .* 3 of 4"),
-        (STEP | JAX | {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}, "but Slurm says"),
-        (TORCHRUN | JAX | {"JAX_PROCESS_ID": "0"}, "but torchrun says that this is process 3 of 4"),
+        (STEP | {"JAX_NUM_PROCESSES": "8"}, "JAX_NUM_PROCESSES=8, but Slurm has set 4"),
+        (OPEN_MPI_4 | {"JAX_PROCESS_ID": "0"}, "JAX_PROCESS_ID=0, but Open MPI has set 3"),
+        (
+            STEP | JAX | {"JAX_PROCESS_ID": "0"},
+            "JAX_PROCESS_ID=0, but Slurm has started process 3 of 4",
+        ),
+        (STEP | JAX | {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}, "but Slurm has"),
+        (TORCHRUN | JAX | {"JAX_PROCESS_ID": "0"}, "but torchrun has started process 3 of 4"),
         (BATCH | {"JAX_NUM_PROCESSES": "4"}, "JAX_NUM_PROCESSES set but JAX_COORDINATOR_ADDRESS"),
     ],
 )
@@ -325,7 +331,7 @@ def test_a_mistake_is_one_line_that_names_variables_and_values(environ, told):
 
 def test_a_pod_without_a_name_in_the_network_asks_for_an_address(monkeypatch):
     monkeypatch.setattr(socket, "getfqdn", lambda: "job-3")
-    with pytest.raises(ConfigError, match="Kubernetes does not say .* set JAX_COORDINATOR_ADDRESS"):
+    with pytest.raises(ConfigError, match="Kubernetes does not give .* set JAX_COORDINATOR_ADDRESS"):
         resolve(INDEXED)
 
 
@@ -344,7 +350,7 @@ def test_pods_of_a_jobset_meet_at_the_first_of_its_first_job(monkeypatch, name, 
 
 def test_a_job_of_another_name_in_its_jobset_asks_for_an_address(monkeypatch):
     monkeypatch.setattr(socket, "getfqdn", lambda: "mine-others-0-1.mine")
-    with pytest.raises(ConfigError, match="Kubernetes does not say .* set JAX_COORDINATOR_ADDRESS"):
+    with pytest.raises(ConfigError, match="Kubernetes does not give .* set JAX_COORDINATOR_ADDRESS"):
         resolve(INDEXED | SECOND_JOB)
 
 

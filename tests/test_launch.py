@@ -22,7 +22,7 @@ from jddp.distributed.resolve import resolve_identity
 from jddp.distributed.signals import SAME_SECONDS
 from jddp.errors import ConfigError, CoordinatorError
 from jddp.launch import main
-from jddp.launcher.aborts import whom_jax_has_lost
+from jddp.launcher.aborts import lost_processes
 from jddp.launcher.nodes import LOCAL, Nodes
 from jddp.launcher.workers import Launch, Place, split_gpus, worker_environments
 
@@ -236,7 +236,7 @@ def test_more_processes_than_gpus_are_refused_unless_they_are_for_cpus(num_proce
 def test_a_port_that_is_taken_is_refused(num_nodes):
     with socket.create_server((LOCAL, 0)) as taken:
         address = f"{LOCAL}:{taken.getsockname()[1]}"
-        with pytest.raises(CoordinatorError, match="is taken. Tell all processes") as caught:
+        with pytest.raises(CoordinatorError, match="is taken. Give all processes") as caught:
             Nodes(Launch(("x.py",), 1, num_nodes, 0, address), {}).gather(always)
     assert caught.value.exit_code == 69
 
@@ -323,7 +323,7 @@ def test_a_node_that_does_not_come_is_named(folder, address):
     options = ["--num-nodes", 3, "--node-rank", 0, "--coordinator", address]
     done = launch(folder, *options, "--start-seconds", 1, "program.py")
     assert done.code == 69
-    assert done.err.startswith(f"jddp: nodes 1, 2 of 3 did not come to {address} within 1 s.")
+    assert done.err.startswith(f"jddp: nodes 1, 2 of 3 did not connect to {address} within 1 s.")
     assert done.err.count("\n") == 1
     assert not (folder / "attempts-0").exists()
 
@@ -351,7 +351,7 @@ def test_the_first_that_fails_is_named_with_its_traceback_and_the_others_end(fol
     done = launch(folder, "--num-processes", 3, "program.py", "raise-1", "stay-0", "stay-2")
     assert done.code == 1
     headline, *words = done.err[done.err.index("jddp: process 1") :].splitlines()
-    assert re.match(r"jddp: process 1 failed first, with exit code 1, after .* s. Every", headline)
+    assert re.match(r"jddp: process 1 failed first, with exit code 1, after .* s. Its", headline)
     assert words[0] == "    Traceback (most recent call last):"
     assert words[-1] == "    RuntimeError: a bug in 1"
     assert "logs/process_1.log" in headline
@@ -364,7 +364,7 @@ def test_the_first_that_fails_is_named_with_its_traceback_and_the_others_end(fol
 def test_a_worker_that_is_killed_is_named_with_the_signal(folder):
     done = launch(folder, "--num-processes", 2, "program.py", "kill-1", "stay-0")
     assert done.code == 128 + signal.SIGKILL
-    assert "process 1 failed first, with signal SIGKILL (if nobody sent it" in done.err
+    assert "process 1 failed first, with signal SIGKILL (unless it was sent by hand" in done.err
     assert_gone(folder)
 
 
@@ -464,7 +464,7 @@ def test_restarts_have_an_end(folder):
 def test_the_same_failure_at_once_is_not_tried_a_third_time(folder):
     done = launch(folder, "--max-restarts", 5, "program.py", "raise-0")
     assert done.code == 1
-    assert "not restarted: the same failure at once, twice" in done.err
+    assert "not restarted: the same failure twice, each within a minute" in done.err
     assert len((folder / "attempts-0").read_text().splitlines()) == 2
 
 
@@ -551,7 +551,7 @@ def test_processes_train_as_one_with_as_many_devices(jobs, num_processes, device
     done = train(jobs, *options, run=run, arguments=FEW)
     assert done.code == 0, done.err
     assert "[0] jddp " in done.out
-    assert f"job      {num_processes} processes, as jddp.launch says; process 0;" in done.out
+    assert f"job      {num_processes} processes, set by jddp.launch; process 0;" in done.out
     assert "[Gloo]" not in done.out
     assert_alike(result(jobs, run)[0], result(jobs, "one")[0])
 
@@ -692,7 +692,7 @@ def test_a_job_that_hangs_goes_on_to_the_end(jobs):
         launched.wait_for("hangs/checkpoints/60")
         (jobs / "hang-1").touch()
         until = time.monotonic() + SECONDS
-        while "nothing goes on" not in (jobs / "logs-hangs/process_1.log").read_text():
+        while "no progress" not in (jobs / "logs-hangs/process_1.log").read_text():
             assert time.monotonic() < until
             time.sleep(0.005)
         (jobs / "hang-1").unlink()
@@ -747,7 +747,7 @@ def test_torchrun_starts_a_job(jobs):
         timeout=SECONDS,
     )
     assert done.returncode == 0, done.stderr
-    assert "job      2 processes, as torchrun says; process 0;" in done.stdout
+    assert "job      2 processes, set by torchrun; process 0;" in done.stdout
     assert_alike(result(jobs, "torchrun")[0], result(jobs, "one")[0])
 
 
@@ -774,7 +774,7 @@ def two_nodes(folder, run, *options, arguments):
 def test_two_nodes_train_as_one(jobs):
     with two_nodes(jobs, "nodes", arguments=FEW) as (first, second):
         assert (first.end(), second.end()) == (0, 0), (first.err, second.err)
-    assert "job      4 processes, as jddp.launch says" in first.out
+    assert "job      4 processes, set by jddp.launch" in first.out
     assert "eval" not in second.out
     assert_alike(result(jobs, "nodes")[0], result(jobs, "one")[0])
 
@@ -832,7 +832,7 @@ def test_a_job_goes_on_without_a_machine_that_is_lost_and_with_one_that_comes_or
             wait_for("num_processes 2 (was 1)")
             back.process.send_signal(signal.SIGTERM)
             assert (first.end(), back.end()) == (0, 75), (first.err, back.err)
-    assert "another machine has come: stopping, to go on with it" in first.err
+    assert "another machine has connected: stopping, to resume with it" in first.err
     assert "jddp: process 1 of 2 here" in back.err
     assert first.err.count("jddp: process 0 of 1 here") == 2
     assert "restart 1 of 2" in first.err  # what was lost; the rest was in good order
@@ -867,4 +867,4 @@ RPC: /xla.coordination.CoordinationService/Heartbeat
     ],
 )
 def test_what_jax_says_of_a_process_that_is_silent_is_understood(words, who):
-    assert whom_jax_has_lost(words) == who
+    assert lost_processes(words) == who

@@ -19,9 +19,12 @@ def at(step, phase="step", seconds=200.0):
 @pytest.mark.parametrize(
     "progress, told",
     [
-        ({0: at(7)}, "process 0 on node is in phase step after step 7 for 200 s, where 120 s are"),
+        (
+            {0: at(7)},
+            "process 0 on node is in phase step after step 7 for 200 s; the limit is 120 s.",
+        ),
         ({0: at(7), 1: at(6)}, "process 1 on node is in phase step after step 6"),
-        ({0: at(7), 1: at(6)}, "limit. Process 0: step after step 7, for 200 s."),
+        ({0: at(7), 1: at(6)}, "s. Process 0: step after step 7, for 200 s."),
         ({0: at(7, seconds=199), 1: at(7)}, "process 1 on node"),
         ({0: at(7), 1: None, 2: at(7)}, "process 1 does not answer; process 0 on node"),
         ({0: at(9, "evaluation"), 1: at(9, "save", 300)}, "process 1 on node is in phase save"),

@@ -1,6 +1,6 @@
-"""What runs inside a training process of a job: join it, agree, fail and stop together.
+"""Runs inside each training process of a job: processes join, agree, fail and stop together.
 
-`distributed.initialize(distributed.resolve_identity())` joins, before any device is touched.
+`distributed.initialize(distributed.resolve_identity())` joins the job, before devices are used.
 """
 
 from jddp.distributed.join import initialize

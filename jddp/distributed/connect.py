@@ -1,23 +1,22 @@
-"""Processes meet within a time limit, or each says what did not happen.
+"""Processes connect within a time limit, or each reports what is missing.
 
-JAX waits five minutes and aborts, with a page about its own tasks. Here process 0 calls the roll
-before JAX begins, on the same port; what is left to JAX has a time limit.
+JAX waits five minutes and aborts, with a page about its own tasks. Here processes hold a rendezvous
+on the same port before JAX starts, and JAX's own connecting has a time limit.
 """
 
 import contextlib
 import ipaddress
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
 
 from jddp.distributed.identity import JOB, Identity
 from jddp.distributed.rendezvous import Member
-from jddp.distributed.rendezvous_client import Caller, connect
-from jddp.distributed.rendezvous_server import Roll
-from jddp.errors import ConfigError, ExitCode
+from jddp.distributed.rendezvous_client import RendezvousClient, connect
+from jddp.distributed.rendezvous_server import RendezvousServer
+from jddp.errors import ConfigError, ExitCode, report
 
 START, HEARTBEAT = "JDDP_START_SECONDS", "JDDP_HEARTBEAT_SECONDS"
 _DEFAULTS = {START: "300", HEARTBEAT: "100"}
@@ -30,23 +29,23 @@ def read_seconds(environ: Mapping[str, str], name: str) -> int:
     Raises:
       ConfigError: If that is not a positive number.
     """
-    told = environ.get(name) or _DEFAULTS[name]
-    if not told.isdecimal() or int(told) == 0:
-        raise ConfigError(f"{name}={told!r} must be a positive number of seconds.")
-    return int(told)
+    text = environ.get(name) or _DEFAULTS[name]
+    if not text.isdecimal() or int(text) == 0:
+        raise ConfigError(f"{name}={text!r} must be a positive number of seconds.")
+    return int(text)
 
 
-def meet(identity: Identity, listens: str | None, environ: Mapping[str, str]) -> None:
+def rendezvous(identity: Identity, listens: str | None, environ: Mapping[str, str]) -> None:
     """Returns when all processes are there, and JAX may listen, or listens.
 
     Args:
-      identity: Of this process.
-      listens: host:port on which process 0 does; None for the others.
+      identity: Identity of this process.
+      listens: host:port on which process 0 listens; None for the others.
       environ: The environment.
 
     Raises:
-      CoordinatorError: If not all come in time.
-      ProcessMismatchError: If two have the same number, or were told different things.
+      CoordinatorError: If processes are missing after the time limit.
+      ProcessMismatchError: If two have the same number, or different settings.
     """
     assert identity.coordinator is not None
     seconds = read_seconds(environ, START)
@@ -54,12 +53,12 @@ def meet(identity: Identity, listens: str | None, environ: Mapping[str, str]) ->
     same = {JOB: environ.get(JOB, "not set"), HEARTBEAT: heartbeat}
     mine = Member(identity.process_id, identity.num_processes, same)
     if identity.process_id == 0:
-        with Roll("process", identity.coordinator, listens) as roll:
-            roll.gather(mine, seconds=seconds, is_last=True)
+        with RendezvousServer("process", identity.coordinator, listens) as server:
+            server.gather(mine, seconds=seconds, is_last=True)
         _wait_for_name(identity.coordinator, time.monotonic() + seconds)
         return
-    with Caller("process", identity.coordinator) as caller:
-        caller.gather(mine, seconds=seconds)
+    with RendezvousClient("process", identity.coordinator) as client:
+        client.gather(mine, seconds=seconds)
     me = f"process {mine.number} of {mine.count}"
     jax_listens = connect(identity.coordinator, me, time.monotonic() + seconds, seconds)
     assert jax_listens is not None
@@ -67,7 +66,7 @@ def meet(identity: Identity, listens: str | None, environ: Mapping[str, str]) ->
 
 
 def _wait_for_name(coordinator: str, until: float) -> None:
-    """Waits until this process can look up its own name, which JAX would ask for twice a minute."""
+    """Waits until this process can look up its own name, which JAX retries only twice a minute."""
     host = coordinator.rpartition(":")[0].strip("[]")
     while time.monotonic() < until:
         with contextlib.suppress(OSError):
@@ -77,16 +76,16 @@ def _wait_for_name(coordinator: str, until: float) -> None:
 
 
 def bind_address(coordinator: str) -> str:
-    """Where process 0 listens: on the interface of the coordinator's address alone.
+    """The address on which process 0 listens: of the coordinator's interface alone.
 
-    JAX would listen on all of them, and asks nobody who connects for a password.
+    JAX would listen on all interfaces, and without authentication.
 
     Args:
-      coordinator: host:port.
+      coordinator: host:port of process 0.
 
     Returns:
-      address:port; of all interfaces if the host has no address of this machine other than
-      loopback, and is not meant to be loopback: then the address leads here by another way.
+      address:port; of all interfaces if the host's name has no address of this machine but
+      loopback, and is no name of loopback: then other hosts reach it by another address.
     """
     host, _, port = coordinator.rpartition(":")
     everywhere = f"[::]:{port}" if socket.has_dualstack_ipv6() else f"0.0.0.0:{port}"
@@ -104,7 +103,7 @@ def bind_address(coordinator: str) -> str:
 
 @contextlib.contextmanager
 def time_limit(identity: Identity, seconds: float) -> Iterator[None]:
-    """While open, ends this process when the time is over: what it waits for cannot be broken off.
+    """While open, ends this process when the time is over, since JAX's wait cannot be interrupted.
 
     JAX ends it as well, a little later, with an abort.
     """
@@ -118,11 +117,8 @@ def time_limit(identity: Identity, seconds: float) -> Iterator[None]:
 
 
 def _give_up(identity: Identity, seconds: float) -> None:
-    print(
-        f"jddp: process {identity.process_id} of {identity.num_processes} has waited "
-        f"{seconds:.0f} s for JAX to connect all of them, at {identity.coordinator}. One has come "
-        "and gone.",
-        file=sys.stderr,
-        flush=True,
+    report(
+        f"process {identity.process_id} of {identity.num_processes} has waited {seconds:.0f} s for "
+        f"JAX to connect all of them, at {identity.coordinator}. One has connected and left."
     )
     os._exit(ExitCode.UNAVAILABLE)

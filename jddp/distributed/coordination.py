@@ -1,10 +1,10 @@
-"""What processes of a job tell each other without a device: JAX's coordination service.
+"""Messages between the processes of a job, without a device: JAX's coordination service.
 
     votes = gather("save/100", "", timeout_seconds=600)      # of every process, in their order
-    step = from_first("restore", "100", timeout_seconds=60)  # what process 0 says
+    step = from_first("restore", "100", timeout_seconds=60)  # of process 0
 
-Collectives would do for most of it, but a device that hangs, or a process that fails, is what much
-of it is about. A job of one process talks to itself.
+Collectives would do for most messages, but not for those about a device that hangs or a process
+that fails. In a job of one process each call returns that process's own value.
 """
 
 import collections
@@ -23,12 +23,12 @@ _lock = threading.Lock()
 
 
 def num_processes() -> int:
-    """Of the job; asked without waking a device."""
+    """Number of processes of the job, without initializing devices."""
     return distributed.global_state.num_processes or 1
 
 
 def process_index() -> int:
-    """Which of them this is."""
+    """Number of this process, without initializing devices."""
     return distributed.global_state.process_id or 0
 
 
@@ -36,12 +36,12 @@ def gather(key: str, value: str, *, timeout_seconds: float) -> list[str]:
     """The values of all processes, in their order.
 
     Args:
-      key: What it is about. Each process calls as often with the same key as the others.
-      value: This process's.
-      timeout_seconds: How long to wait for each of the others.
+      key: Name of the exchange. Each process calls as often with the same key as the others.
+      value: Value of this process.
+      timeout_seconds: Time to wait for each of the others.
 
     Raises:
-      TimeoutError: If a process has not said anything by then; it is named.
+      TimeoutError: If a process has not answered by then; it is named.
     """
     name = _unique(key)
     if num_processes() == 1:
@@ -51,10 +51,10 @@ def gather(key: str, value: str, *, timeout_seconds: float) -> list[str]:
 
 
 def from_first(key: str, value: str, *, timeout_seconds: float) -> str:
-    """The value of process 0, on every process; those of the others do not matter.
+    """The value of process 0, on every process; those of the others are ignored.
 
     Raises:
-      TimeoutError: If process 0 has not said anything by then.
+      TimeoutError: If process 0 has not answered by then.
     """
     name = _unique(key)
     if num_processes() == 1:
@@ -66,12 +66,12 @@ def from_first(key: str, value: str, *, timeout_seconds: float) -> str:
 
 
 def publish(name: str, value: str) -> None:
-    """Says something once; whoever reads it may have come first."""
+    """Publishes a value under a name once; a process may wait for it already."""
     _client().key_value_set(name, value)
 
 
 def read(name: str, timeout_seconds: float, *, of: int) -> str:
-    """What was published, as soon as it is there.
+    """The value under a name, as soon as it is published.
 
     Raises:
       TimeoutError: If process `of` has not published it by then.
@@ -85,7 +85,7 @@ def read(name: str, timeout_seconds: float, *, of: int) -> str:
 
 
 def published(prefix: str) -> dict[int, str]:
-    """What is there under `prefix/<number of a process>`, by these numbers; nothing is awaited."""
+    """The values under `prefix/<number of a process>`, by these numbers; does not wait."""
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         found = _client().key_value_dir_get(prefix)
         return {int(name.rpartition("/")[2]): value for name, value in found}
@@ -109,15 +109,15 @@ def is_waiting_for(processes: Collection[int]) -> bool:
 
 
 def skip_shutdown() -> None:
-    """Lets this process end without JAX's shutdown barrier, in which others would be missed."""
+    """Lets this process end without JAX's shutdown barrier, which waits for all processes."""
     state = distributed.global_state
-    for part in (state.client, state.service):  # whose own end would wait for others
+    for part in (state.client, state.service):  # whose destructors would wait for others
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(part))
     state.client = state.service = None
 
 
 def listen_at(address: str) -> None:
-    """Lets gloo, which connects CPU devices, listen at this address; before a device is touched."""
+    """Lets gloo, which connects CPU devices, listen at this address; before devices are used."""
 
     def make_client() -> Any:
         collectives = _jax.make_gloo_tcp_collectives(distributed_client=_client(), hostname=address)
@@ -127,7 +127,7 @@ def listen_at(address: str) -> None:
 
 
 def _unique(key: str) -> str:
-    """The same key may be used again and again, in the same order by every process."""
+    """A name for this use of a key, which processes may use repeatedly, in the same order."""
     with _lock:
         _uses[key] += 1
         return f"jddp/{key}/{_uses[key]}"

@@ -1,10 +1,10 @@
-"""CPU devices of several hosts find each other, wherever the hosts' own names lead.
+"""Connects CPU devices of several hosts, also where a host's name does not resolve to its address.
 
-gloo, which connects them, listens where the name of its host leads. On Debian that is 127.0.1.1, to
-which no other host comes, and in some containers nowhere. Then the address counts under which this
-host and process 0 reach each other.
+gloo, which connects them, listens on the address of its host's name. On Debian that is 127.0.1.1,
+which no other host can reach, and in some containers there is none. Then the address is used by
+which this host and process 0 reach each other.
 
-And what gloo prints of each connection does not reach the user.
+The lines that gloo prints for each connection are hidden.
 """
 
 import atexit
@@ -27,23 +27,23 @@ _WORDS = re.compile(rb"\[Gloo\]|[Rr]anks?|is|connected|to|peer|Expected|number|o
 
 
 def settle_address(coordinator: str) -> None:
-    """Chooses where gloo listens, if the name of this host does not say so. Every process calls it.
+    """Chooses gloo's address, if this host's name has no reachable one. Every process calls it.
 
     Args:
       coordinator: host:port of process 0, to which all are connected.
     """
-    mine, there = _way_to(coordinator)
+    mine, there = _addresses(coordinator)
     publish(f"{_KEY}/{process_index()}", there)
     if not leads_to_itself(socket.gethostname()):
         return
-    if _is_loopback(mine):  # process 0 is on this host, to which others come by another address
-        told = [read(f"{_KEY}/{i}", _SECONDS, of=i) for i in range(num_processes())]
-        mine = next((address for address in told if not _is_loopback(address)), mine)
+    if _is_loopback(mine):  # process 0 is on this host, and others reach it by another address
+        of_all = [read(f"{_KEY}/{i}", _SECONDS, of=i) for i in range(num_processes())]
+        mine = next((address for address in of_all if not _is_loopback(address)), mine)
     listen_at(mine)
 
 
 def leads_to_itself(name: str) -> bool:
-    """Whether a name leads to loopback, or nowhere."""
+    """Whether a name has no address, or one of loopback."""
     try:
         address = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]
     except OSError:
@@ -51,13 +51,13 @@ def leads_to_itself(name: str) -> bool:
     return _is_loopback(str(address))
 
 
-def _way_to(coordinator: str) -> tuple[str, str]:
-    """Addresses of this host and of the other, on the way there."""
+def _addresses(coordinator: str) -> tuple[str, str]:
+    """Addresses by which this host and the coordinator's reach each other."""
     host, _, port = coordinator.rpartition(":")
     family, *_, there = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as way:
-        way.connect(there)  # which sends nothing
-        return way.getsockname()[0], str(there[0])
+    with socket.socket(family, socket.SOCK_DGRAM) as route:
+        route.connect(there)  # which sends nothing
+        return route.getsockname()[0], str(there[0])
 
 
 def _is_loopback(address: str) -> bool:
@@ -65,9 +65,9 @@ def _is_loopback(address: str) -> bool:
 
 
 def hide_connections() -> None:
-    """Takes what gloo says of its connections out of what C and C++ print, where libc is glibc.
+    """Removes gloo's lines about connections from the output of C and C++, where libc is glibc.
 
-    They print through a pipe from now on, and Python, like whatever it starts, where it always did.
+    From now on C prints through a pipe; Python and its child processes print as before.
     """
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "gnu_get_libc_version"):

@@ -1,7 +1,7 @@
-"""One process of a job, as whoever started it says.
+"""The identity of a process in its job, from the environment that its launcher sets.
 
-A source gives the numbers as it found them, with the names of its variables; here they are held to
-their rules, so that every source's mistakes read alike. Nothing here knows a scheduler.
+A source passes the numbers that it found and the names of its variables; here they are checked, so
+that the mistakes of all sources read alike. Nothing here knows a scheduler.
 """
 
 import zlib
@@ -22,10 +22,11 @@ class Identity:
 
     Attributes:
       coordinator: host:port of process 0, or None for a job of one process.
-      num_processes: Of the job.
-      process_id: From 0.
-      local_device_ids: Of the host's accelerators, those of this process; None for all it sees.
-      source: Who says so; empty where nobody says anything.
+      num_processes: Number of processes of the job.
+      process_id: Number of this process, from 0.
+      local_device_ids: Those of the host's accelerators that are this process's; None for all it
+        sees.
+      source: Launcher that has set the numbers; empty where there is none.
     """
 
     coordinator: str | None = None
@@ -35,29 +36,29 @@ class Identity:
     source: str = field(default="", compare=False)
 
     def __str__(self) -> str:
-        """One line: what was found, and where."""
+        """One line: the numbers, and their source."""
         count = f"{self.num_processes} process" + "es" * (self.num_processes > 1)
-        told = [f"{count}, as {self.source}" if self.source else f"{count}, nobody says otherwise"]
+        parts = [f"{count}, {f'set by {self.source}' if self.source else 'no launcher found'}"]
         if self.coordinator is not None:
-            told += [f"process {self.process_id}", f"coordinator {self.coordinator}"]
+            parts += [f"process {self.process_id}", f"coordinator {self.coordinator}"]
             ids = self.local_device_ids
-            told += ["every local device" if ids is None else f"local devices {_list(ids)}"]
-        return "; ".join(told)
+            parts += ["every local device" if ids is None else f"local devices {_list(ids)}"]
+        return "; ".join(parts)
 
 
 class HalfSetError(ConfigError):
-    """A source says a part of what it has to; another may still say it all."""
+    """A source sets only some of its variables; another source may set all."""
 
 
 @dataclass(frozen=True)
 class Names:
-    """Variables of one source.
+    """Names of the variables of one source.
 
     Attributes:
-      num_processes: Holds how many there are.
-      process_id: Holds which this is.
-      num_local: Holds how many of them are on this host.
-      local_id: Holds which of these this is.
+      num_processes: Variable with the number of processes.
+      process_id: Variable with the number of this process.
+      num_local: Variable with the number of processes on this host.
+      local_id: Variable with the number of this process among those on this host.
     """
 
     num_processes: str
@@ -104,7 +105,7 @@ def require(environ: Mapping[str, str], names: tuple[str, ...]) -> None:
 
 
 def check_address(address: str, name: str) -> str:
-    """Lets pass what is host:port.
+    """Returns an address if it is host:port.
 
     Raises:
       ConfigError: If it is not.
@@ -124,9 +125,9 @@ def make_identity(
 
     Args:
       environ: The environment.
-      names: Of the variables.
-      address: Finds out where process 0 is, unless JAX's variable for that is set.
-      source: Who says so.
+      names: Names of the variables.
+      address: Function that finds host:port of process 0, unless JAX's variable for that is set.
+      source: Launcher that has set the numbers.
 
     Raises:
       ConfigError: If the numbers or the address break their rules.
@@ -134,9 +135,9 @@ def make_identity(
     num_processes, process_id = read_numbers(environ, names)
     if num_processes == 1:
         return Identity(source=source)
-    told = environ.get(ADDRESS)
+    given = environ.get(ADDRESS)
     return Identity(
-        check_address(told, ADDRESS) if told else address(),
+        check_address(given, ADDRESS) if given else address(),
         num_processes,
         process_id,
         choose_local_devices(environ, names),
@@ -145,15 +146,15 @@ def make_identity(
 
 
 def port_of(job: str) -> int:
-    """A port that all processes of a job find by themselves, and another job hardly."""
+    """A port that all processes of a job compute, and another job is unlikely to."""
     return FIRST_PORT + zlib.crc32(job.encode()) % NUM_PORTS
 
 
 def choose_local_devices(environ: Mapping[str, str], names: Names) -> tuple[int, ...] | None:
     """Accelerators of this process, of those it sees, where it shares them with others.
 
-    The processes of a host share what is visible evenly, which is one each if nobody says how many
-    there are. What a scheduler has given to this process alone stays its own.
+    The processes of a host share the visible ones evenly, which is one each if their number is not
+    set. Those that a scheduler has given to this process alone are not shared.
 
     Raises:
       ConfigError: If there are more processes than accelerators.

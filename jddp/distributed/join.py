@@ -1,40 +1,44 @@
-"""A process joins its job, as `sources` have found out which that is.
+"""A process joins its job, under the identity that `resolve` has found.
 
-What they say is handed to `jax.distributed` explicitly; JAX's own detection is off.
+The identity is passed to `jax.distributed` explicitly; JAX's own detection is off.
 """
 
 import os
 from collections.abc import Mapping
 
-from jddp.distributed.connect import HEARTBEAT, START, bind_address, meet, read_seconds, time_limit
-from jddp.distributed.identity import JOB, VARIABLES, Identity
-from jddp.distributed.resolve import resolve_identity
-
-__all__ = ["BIND", "JOB", "VARIABLES", "Identity", "bind_address", "initialize", "resolve_identity"]
+from jddp.distributed.connect import (
+    HEARTBEAT,
+    START,
+    bind_address,
+    read_seconds,
+    rendezvous,
+    time_limit,
+)
+from jddp.distributed.identity import Identity
 
 BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 _LATER = 30  # seconds, after which JAX gives up too
 
 
 def initialize(identity: Identity, environ: Mapping[str, str] = os.environ) -> None:
-    """Joins the job, before any device is touched; a user's own `initialize` is respected.
+    """Joins the job, before devices are used; nothing is done if your code has joined already.
 
     Raises:
-      CoordinatorError: If not all processes come in JDDP_START_SECONDS.
-      ProcessMismatchError: If two have the same number, were told different numbers, are of several
-        jobs, as JDDP_JOB tells, or were told other JDDP_HEARTBEAT_SECONDS.
+      CoordinatorError: If processes are missing after JDDP_START_SECONDS.
+      ProcessMismatchError: If two have the same number, or counts, JDDP_JOB or
+        JDDP_HEARTBEAT_SECONDS differ.
     """
     import jax
 
     if identity.coordinator is None or jax.distributed.is_initialized():
         return
-    # JAX's handler swallows SIGTERM where nobody asks it; `stopping` has its own.
+    # JAX's handler swallows SIGTERM in programs that do not query it; `stopping` has its own.
     jax.config.update("jax_enable_preemption_service", False)
     seconds, heartbeat = (read_seconds(environ, name) for name in (START, HEARTBEAT))
     listens = None
     if identity.process_id == 0:
         listens = environ.get(BIND) or bind_address(identity.coordinator)
-    meet(identity, listens, environ)
+    rendezvous(identity, listens, environ)
     with time_limit(identity, seconds):
         jax.distributed.initialize(
             coordinator_address=identity.coordinator,

@@ -1,14 +1,14 @@
-"""Who has come? Members of a group find each other over TCP, before there is JAX.
+"""Rendezvous: members of a group connect over TCP and learn which are missing, before JAX starts.
 
-    with Roll("process", "10.0.0.1:1234") as roll:          # member 0 listens
-        said = roll.gather(mine, seconds=300)
-    with Caller("process", "node-0:1234") as caller:        # the others call
-        said = caller.gather(mine, seconds=300)
+    with RendezvousServer("process", "10.0.0.1:1234") as server:   # member 0 listens
+        infos = server.gather(mine, seconds=300)
+    with RendezvousClient("process", "node-0:1234") as client:     # the others connect to it
+        infos = client.gather(mine, seconds=300)
 
-Each says a line. When all have, each is answered by a line: what every member has said, or what is
-wrong, to all alike: who is missing, who has come twice, who was told another number. A connection
-may stay open for further rounds; who has not said goodbye when it breaks is lost, and may come
-back. This is what both ends have in common; `roll` and `caller` are the ends.
+Each client sends a line. When all have, each is answered by a line: the information of every
+member, or the same error for all: a missing member, a number that two of them have, different
+settings. A connection may stay open for further rounds. A member whose connection breaks without
+a goodbye is lost, and may connect again. This module holds what both ends share.
 """
 
 import json
@@ -16,78 +16,100 @@ import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 SILENCE_SECONDS = 100
 LONGEST = 2**16  # bytes of a line
 POLL_SECONDS = 0.02
-SLACK = 5.0  # seconds in which member 0 says that its time is over, before the others give up
-_PROBES = 4  # that are not answered, and a connection is lost
+SLACK = 5.0  # seconds in which member 0 reports that its time is over, before the others give up
+_PROBES = 4  # unanswered ones, after which a connection is lost
 
-Said = dict[int, dict[str, Any]]
+Infos = dict[int, dict[str, Any]]  # by the numbers of the members
 Condition = Callable[[], bool]
 
 
 def always() -> bool:
-    """Whether to go on waiting, if nobody can change their mind."""
+    """The condition of a caller that never stops waiting early."""
     return True
 
 
 @dataclass(frozen=True)
 class Member:
-    """One of a group, as it introduces itself.
+    """One member of a group, as it introduces itself.
 
     Attributes:
-      number: From 0.
-      count: Of the group.
-      same: What has to be so for all of a group, by its name.
-      says: What the others should know.
-      where: It runs, for messages.
+      number: Its number, from 0.
+      count: Number of members of the group.
+      same: Settings that must be equal for all members, by name.
+      info: Information for the other members.
+      where: Its host and process, for messages.
     """
 
     number: int
     count: int
     same: dict[str, str] = field(default_factory=dict)
-    says: dict[str, Any] = field(default_factory=dict)
+    info: dict[str, Any] = field(default_factory=dict)
     where: str = field(default_factory=lambda: f"{socket.gethostname()}, pid {os.getpid()}")
 
     @property
     def host(self) -> str:
-        """The machine it runs on."""
+        """The machine that it runs on."""
         return self.where.partition(",")[0]
 
 
+class Endpoint:
+    """One end of a rendezvous.
+
+    Args:
+      kind: What members are called: "process" or "node".
+      address: host:port of member 0.
+      silence_seconds: Time without a sign of life after which the other end is lost.
+    """
+
+    def __init__(self, kind: str, address: str, silence_seconds: int):
+        self._kind, self._address, self._silence_seconds = kind, address, silence_seconds
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes all connections."""
+        raise NotImplementedError
+
+    def _keep_alive(self, connection: socket.socket) -> None:
+        """Makes a connection break when the other machine has been silent for too long."""
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        between = max(1, self._silence_seconds // (_PROBES + 1))
+        options = {"TCP_KEEPIDLE": between, "TCP_KEEPINTVL": between, "TCP_KEEPCNT": _PROBES}
+        for name, value in options.items():
+            if hasattr(socket, name):  # Linux, and macOS in part
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
 def goodbye(*, failed: bool) -> dict[str, bool]:
-    """What a member says when it leaves for good."""
+    """The message of a member that leaves for good."""
     return {"goodbye": True, "failed": failed}
 
 
-def line_of(words: dict[str, Any]) -> bytes:
-    """As it is sent."""
-    return json.dumps(words).encode() + b"\n"
+def encode(message: dict[str, Any]) -> bytes:
+    """A message as the line that is sent."""
+    return json.dumps(message).encode() + b"\n"
 
 
-def introduced(kind: str, words: dict[str, Any]) -> Member:
-    """A member from the line it has said.
+def decode_member(kind: str, message: dict[str, Any]) -> Member:
+    """The member that introduces itself by a message.
 
     Raises:
-      TypeError: If the line is another's.
+      TypeError: If the message is of another program.
       ValueError: If it is of another kind.
     """
-    if words.pop("kind") != kind:
+    if message.pop("kind") != kind:
         raise ValueError
-    member = Member(**words)
-    shapes = (member.number, int), (member.count, int), (member.same, dict), (member.says, dict)
-    if not all(isinstance(value, shape) for value, shape in shapes):
+    member = Member(**message)
+    types = (member.number, int), (member.count, int), (member.same, dict), (member.info, dict)
+    if not all(isinstance(value, wanted) for value, wanted in types):
         raise TypeError
     return member
-
-
-def keep_alive(connection: socket.socket, seconds: int) -> None:
-    """Lets a connection break when nothing has come from the other machine for so long."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    between = max(1, seconds // (_PROBES + 1))
-    options = {"TCP_KEEPIDLE": between, "TCP_KEEPINTVL": between, "TCP_KEEPCNT": _PROBES}
-    for name, value in options.items():
-        if hasattr(socket, name):  # Linux, and macOS in part
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -1,4 +1,4 @@
-"""Member 0's end of a roll call: it listens, and tells all what each has said."""
+"""Member 0's end of a rendezvous: it listens, and sends each the information of all members."""
 
 import contextlib
 import errno
@@ -15,27 +15,30 @@ from jddp.distributed.rendezvous import (
     SILENCE_SECONDS,
     SLACK,
     Condition,
+    Endpoint,
+    Infos,
     Member,
-    Said,
     always,
+    decode_member,
+    encode,
     goodbye,
-    introduced,
-    keep_alive,
-    line_of,
 )
 from jddp.errors import CoordinatorError, Error, ProcessMismatchError
 
-_SHOWN = 8  # numbers of those who are missing
+_SHOWN = 8  # numbers of missing members in a message
 
 
-class Roll:
+class RendezvousServer(Endpoint):
     """Member 0's end.
 
     Args:
       kind: What members are called: "process" or "node".
-      address: host:port, as the others know it.
+      address: host:port under which the others connect.
       listens: host:port to listen on, if that is another.
-      silence_seconds: After which a member is lost.
+      silence_seconds: Time without a sign of life after which a member is lost.
+      is_enough: Whether these members would do without the missing ones; None if all are needed.
+      patience_seconds: Time to wait for missing members all the same, except for those that were
+        here in an earlier round and have left.
 
     Raises:
       CoordinatorError: If the port is taken, or the address is not one of this machine.
@@ -48,28 +51,25 @@ class Roll:
         listens: str | None = None,
         *,
         silence_seconds: int = SILENCE_SECONDS,
+        is_enough: Callable[[Infos], bool] | None = None,
+        patience_seconds: float = 0.0,
     ):
-        self._kind, self._address, self._silence_seconds = kind, address, silence_seconds
-        self._lines: dict[socket.socket, bytes] = {}  # of each caller, as far as it has come
-        self._members: dict[socket.socket, Member] = {}  # who have said all, and wait
-        self._present: dict[socket.socket, Member] = {}  # who took part in the last round
+        super().__init__(kind, address, silence_seconds)
+        self._is_enough, self._patience_seconds = is_enough, patience_seconds
+        self._lines: dict[socket.socket, bytes] = {}  # of each client, as far as received
+        self._members: dict[socket.socket, Member] = {}  # that await an answer
+        self._present: dict[socket.socket, Member] = {}  # that took part in the last round
         self._lost: list[int] = []  # of them
         self._num_rounds = 0
         self._server = listen(listens or address)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ)
 
-    def __enter__(self) -> "Roll":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def close(self) -> None:
-        """Hangs up."""
+        """Stops listening, and closes all connections."""
         self._stop_listening()
-        for caller in list(self._lines):
-            self._forget(caller)
+        for client in list(self._lines):
+            self._forget(client)
         self._selector.close()
 
     def gather(
@@ -78,137 +78,132 @@ class Roll:
         *,
         seconds: float,
         is_wanted: Condition = always,
-        is_enough: Callable[[Said], bool] | None = None,
-        patience_seconds: float = 0.0,
         is_last: bool = False,
-    ) -> Said | None:
-        """What all members say, by their numbers.
+    ) -> Infos | None:
+        """The information of all members.
 
         Args:
-          mine: Of member 0.
-          seconds: To wait for all.
-          is_wanted: Asked again and again; nobody is waited for when it says no.
-          is_enough: Whether those who have come would do without the others.
-          patience_seconds: For which the others are waited for all the same; not for those who were
-            here in an earlier round, and have gone.
-          is_last: Whether to listen no more before anybody is answered: the port is free then.
+          mine: Member 0.
+          seconds: Time to wait for all.
+          is_wanted: Condition that is asked repeatedly; waiting ends when it is false.
+          is_last: Whether to stop listening before members are answered: the port is free then.
 
         Returns:
-          None if it is wanted no more.
+          None if waiting ended early.
 
         Raises:
-          CoordinatorError: If not all have come; the others get it too.
+          CoordinatorError: If members are missing; the others raise it too.
           ProcessMismatchError: If two have the same number, or other settings; likewise.
         """
         until, enough_since = time.monotonic() + seconds, None
         while is_wanted():
             members = [mine, *self._members.values()]
-            self._refuse(_mistake(self._kind, members))
-            said = {member.number: member.says for member in members}
-            if len(said) == mine.count:
-                return self._answer(said, is_last)
+            self._refuse(_mismatch(self._kind, members))
+            infos = {member.number: member.info for member in members}
+            if len(infos) == mine.count:
+                return self._answer(infos, is_last)
             now = time.monotonic()
-            if is_enough is not None and is_enough(said):
+            if self._is_enough is not None and self._is_enough(infos):
                 enough_since = enough_since or now
-                nobody_else = self._num_rounds > 0 and len(self._members) == len(self._lines)
-                if nobody_else or now > enough_since + patience_seconds:
-                    return self._answer(said, is_last)
+                is_complete = self._num_rounds > 0 and len(self._members) == len(self._lines)
+                if is_complete or now > enough_since + self._patience_seconds:
+                    return self._answer(infos, is_last)
             if now > until:
-                self._refuse(_missing(self._kind, self._address, said, mine.count, seconds))
-            self._hear(POLL_SECONDS)
+                self._refuse(_missing(self._kind, self._address, infos, mine.count, seconds))
+            self._receive(POLL_SECONDS)
         return None
 
     def lost(self) -> list[int]:
-        """Who took part in the last round, and is no more connected, or has left with a failure."""
-        self._hear(0.0)
+        """Members of the last round that are no longer connected, or have left with a failure."""
+        self._receive(0.0)
         return self._lost
 
     def say_goodbye(self, *, failed: bool) -> None:
-        """Tells all that this member leaves for good."""
-        self._tell(goodbye(failed=failed), self._lines)
+        """Informs all that this member leaves for good."""
+        self._send(goodbye(failed=failed), self._lines)
 
     def has_newcomer(self) -> bool:
-        """Whether somebody waits who did not take part in the last round.
+        """Whether a member waits that did not take part in the last round.
 
-        Who comes with the number of one who did is that one, lost and come back, if it is of the
-        same machine, and is turned away if not.
+        One with the number of a member that did is that member after a lost connection, if it is of
+        the same machine, and is refused if not.
         """
-        self._hear(0.0)
-        for caller, member in list(self._members.items()):
-            if caller not in self._present:
-                self._make_room(caller, member)
-        return any(caller not in self._present for caller in self._members)
+        self._receive(0.0)
+        for client, member in list(self._members.items()):
+            if client not in self._present:
+                self._replace_lost(client, member)
+        return any(client not in self._present for client in self._members)
 
-    def _make_room(self, caller: socket.socket, member: Member) -> None:
+    def _replace_lost(self, client: socket.socket, member: Member) -> None:
         for other, present in list(self._present.items()):
             if present.number == member.number and present.host == member.host:
                 self._lost.append(member.number)
                 self._forget(other)
         if member.number in (0, *(present.number for present in self._present.values())):
-            words = f"{self._kind} {member.number} is there already, and another than this."
-            self._tell({"error": words, "is_missing": False}, (caller,))
-            self._forget(caller)
+            error = f"another has already connected as {self._kind} {member.number}."
+            self._send({"error": error, "is_missing": False}, (client,))
+            self._forget(client)
 
-    def _hear(self, seconds: float) -> None:
+    def _receive(self, seconds: float) -> None:
         for key, _ in self._selector.select(seconds):
             if key.fileobj is self._server:
-                caller, _ = self._server.accept()
-                caller.settimeout(SLACK)
-                keep_alive(caller, self._silence_seconds)
-                self._lines[caller] = b""
-                self._selector.register(caller, selectors.EVENT_READ)
+                client, _ = self._server.accept()
+                client.settimeout(SLACK)
+                self._keep_alive(client)
+                self._lines[client] = b""
+                self._selector.register(client, selectors.EVENT_READ)
             else:
                 self._read(key.fileobj)  # type: ignore[arg-type]  # a socket
 
-    def _read(self, caller: socket.socket) -> None:
+    def _read(self, client: socket.socket) -> None:
         try:
-            chunk = caller.recv(LONGEST)
+            chunk = client.recv(LONGEST)
         except OSError:
             chunk = b""
-        line, end, rest = (self._lines[caller] + chunk).partition(b"\n")
-        self._lines[caller] = rest if end else line
+        line, end, rest = (self._lines[client] + chunk).partition(b"\n")
+        self._lines[client] = rest if end else line
         try:
-            words = json.loads(line) if end else None
-            if words == goodbye(failed=False):
-                self._present.pop(caller, None)
-            elif words == goodbye(failed=True):
+            message = json.loads(line) if end else None
+            if message == goodbye(failed=False):
+                self._present.pop(client, None)
+            elif message == goodbye(failed=True):
                 chunk = b""
-            elif words is not None:
-                self._members[caller] = introduced(self._kind, words)
+            elif message is not None:
+                self._members[client] = decode_member(self._kind, message)
         except (ValueError, TypeError, AttributeError, KeyError):
-            chunk = b""  # it speaks another language
+            chunk = b""  # another program
         if not chunk or len(line) > LONGEST:
-            if caller in self._present:
-                self._lost.append(self._present[caller].number)
-            self._forget(caller)
+            if client in self._present:
+                self._lost.append(self._present[client].number)
+            self._forget(client)
 
-    def _answer(self, said: Said, is_last: bool) -> Said:
+    def _answer(self, infos: Infos, is_last: bool) -> Infos:
         if is_last:
             self._stop_listening()
         self._num_rounds += 1
         self._lost = []
         self._present = dict(self._members)
-        self._tell({"said": said}, self._members)
+        self._send({"infos": infos}, self._members)
         self._members.clear()
-        return said
+        return infos
 
     def _refuse(self, error: Error | None) -> None:
         if error is not None:
-            words = {"error": str(error), "is_missing": isinstance(error, CoordinatorError)}
-            self._tell(words, self._members)
+            is_missing = isinstance(error, CoordinatorError)
+            self._send({"error": str(error), "is_missing": is_missing}, self._members)
             raise error
 
-    def _tell(self, words: dict[str, Any], callers: Iterable[socket.socket]) -> None:
-        for caller in callers:
+    def _send(self, message: dict[str, Any], clients: Iterable[socket.socket]) -> None:
+        for client in clients:
             with contextlib.suppress(OSError):
-                caller.sendall(line_of(words))
+                client.sendall(encode(message))
 
-    def _forget(self, caller: socket.socket) -> None:
-        del self._lines[caller]
-        self._members.pop(caller, None)
-        self._present.pop(caller, None)
-        self._selector.unregister(caller)
-        caller.close()
+    def _forget(self, client: socket.socket) -> None:
+        del self._lines[client]
+        self._members.pop(client, None)
+        self._present.pop(client, None)
+        self._selector.unregister(client)
+        client.close()
 
     def _stop_listening(self) -> None:
         if self._server.fileno() != -1:
@@ -228,18 +223,19 @@ def listen(address: str) -> socket.socket:
         both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
         return socket.create_server(place[:2], family=family, backlog=1024, dualstack_ipv6=both)
     except OSError as error:
-        taken = error.errno == errno.EADDRINUSE
+        is_taken = error.errno == errno.EADDRINUSE
+        reason = "is taken" if is_taken else f"cannot be used: {error.strerror}"
         raise CoordinatorError(
-            f"port {port} of {host} {'is taken' if taken else f'does not do: {error.strerror}'}. "
-            "Tell all processes another, or let jddp.launch choose one."
+            f"port {port} of {host} {reason}. "
+            "Give all processes another, or let jddp.launch choose one."
         ) from error
 
 
-def _mistake(kind: str, members: Iterable[Member]) -> ProcessMismatchError | None:
-    """What members were told that cannot be."""
-    there: dict[int, Member] = {}
+def _mismatch(kind: str, members: Iterable[Member]) -> ProcessMismatchError | None:
+    """The first contradiction between members."""
+    seen: dict[int, Member] = {}
     for member in members:
-        first = there.setdefault(0, member)
+        first = seen.setdefault(0, member)
         for name, value in first.same.items():
             if member.same.get(name) != value:
                 return ProcessMismatchError(
@@ -248,24 +244,24 @@ def _mistake(kind: str, members: Iterable[Member]) -> ProcessMismatchError | Non
                 )
         if member.count != first.count:
             return ProcessMismatchError(
-                f"{kind} {member.number} ({member.where}) was told that there are {member.count}, "
-                f"and {kind} 0 ({first.where}) that there are {first.count}. Tell all the same."
+                f"{kind} {member.number} ({member.where}) was started as one of {member.count}, "
+                f"and {kind} 0 ({first.where}) as one of {first.count}. Give all the same count."
             )
-        other = there.setdefault(member.number, member)
+        other = seen.setdefault(member.number, member)
         if other is not member:
             return ProcessMismatchError(
-                f"two have come as {kind} {member.number}: {other.where}, and {member.where}. "
-                "Give each a number of its own."
+                f"two have connected as {kind} {member.number}: {other.where}, and {member.where}. "
+                "Give each its own number."
             )
     return None
 
 
-def _missing(kind: str, address: str, said: Said, count: int, seconds: float) -> CoordinatorError:
-    numbers = [str(number) for number in range(count) if number not in said]
+def _missing(kind: str, address: str, infos: Infos, count: int, seconds: float) -> CoordinatorError:
+    numbers = [str(number) for number in range(count) if number not in infos]
     kinds = {"process": "processes"}.get(kind, f"{kind}s") if len(numbers) > 1 else kind
     more = f" and {len(numbers) - _SHOWN} more" if len(numbers) > _SHOWN else ""
     return CoordinatorError(
-        f"{kinds} {', '.join(numbers[:_SHOWN])}{more} of {count} did not come to {address} within "
-        f"{seconds:.0f} s. Was each started, with a number of its own, and can it reach this "
+        f"{kinds} {', '.join(numbers[:_SHOWN])}{more} of {count} did not connect to {address} "
+        f"within {seconds:.0f} s. Was each started, with its own number, and can it reach this "
         "address?"
     )

@@ -1,15 +1,14 @@
-"""Who can say which process of a job this is: one small function for each, asked in their order.
+"""Finds which process of a job this is: one small function for each launcher, tried in order.
 
-Each reads the environment and nothing else, and says None where it has nothing to do with this
-process. JAX's own detection is not asked: it takes a notebook inside a Slurm allocation for a job,
-and Open MPI's launcher for the first process.
+Each reads the environment and nothing else, and returns None where it has not started this process.
+JAX's own detection is not used: it takes a notebook inside a Slurm allocation for a job, and Open
+MPI's launcher for the first process.
 
-MPI is asked before Slurm, since `mpirun` inside an allocation starts its daemons as a step of
+MPI is tried before Slurm, since `mpirun` inside an allocation starts its daemons as a step of
 Slurm, whose numbers its processes inherit.
 """
 
 import os
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -27,6 +26,7 @@ from jddp.distributed.identity import (
     require,
 )
 from jddp.distributed.schedulers import kubernetes, mpich, open_mpi, slurm
+from jddp.distributed.signals import is_at_prompt
 from jddp.errors import ConfigError
 
 Environ = Mapping[str, str]
@@ -45,27 +45,25 @@ def resolve_identity(
 ) -> Identity:
     """Finds out which process of which job this is.
 
-    The three arguments win over everything. Then, the first that has something to say: jddp's own
-    launcher, JAX's variables, torchrun's, Open MPI's, MPICH's, a step of Slurm, an Indexed Job of
-    Kubernetes. Where nobody has, this process is alone.
+    The three arguments win over everything. Then the first launcher that has set its variables:
+    jddp's own, JAX's variables, torchrun, Open MPI, MPICH, a step of Slurm, an Indexed Job of
+    Kubernetes. Where none has, this process is alone.
 
     Args:
       environ: The environment.
       coordinator: host:port of process 0.
-      num_processes: Of the job.
-      process_id: Of this one.
-      is_interactive: Whether somebody types here, as in a notebook: then no scheduler is asked.
-        Found out by itself if None.
+      num_processes: Number of processes of the job.
+      process_id: Number of this process.
+      is_interactive: Whether a user types here, as in a notebook: then schedulers are ignored.
+        Detected if None.
 
     Raises:
-      ConfigError: If somebody says only a part, something that is out of its range, or something
-        else than another.
+      ConfigError: If numbers are incomplete, out of range or contradictory.
     """
     given = (coordinator, num_processes, process_id)
     if None not in given:
-        told = dict(zip(ARGUMENTS, map(str, given), strict=True))
-        found = _of_three(told, ARGUMENTS)
-        return replace(found, source="the arguments say")
+        found = _of_three(dict(zip(ARGUMENTS, map(str, given), strict=True)), ARGUMENTS)
+        return replace(found, source="the arguments")
     overlay = {n: str(x) for n, x in zip(VARIABLES, given, strict=True) if x is not None}
     environ = {**environ, **overlay}
     if is_interactive is None:
@@ -82,14 +80,15 @@ def resolve_identity(
             return identity
     if half_set is not None:
         raise half_set
-    return Identity(source=_alone(environ))
+    is_in_slurm = environ.get("SLURM_JOB_ID")
+    return Identity(source="Slurm, without a step of several tasks" if is_in_slurm else "")
 
 
 def jddp_launch(environ: Environ) -> Identity | None:
     """A worker of `python -m jddp.launch`, which has split the devices already."""
     if not environ.get(LAUNCHED):
         return None
-    return replace(_of_three(environ, VARIABLES), source="jddp.launch says")
+    return replace(_of_three(environ, VARIABLES), source="jddp.launch")
 
 
 def jax_variables(environ: Environ) -> Identity | None:
@@ -99,13 +98,13 @@ def jax_variables(environ: Environ) -> Identity | None:
     found = _of_three(environ, VARIABLES)
     for source in SOURCES[2:]:
         _refuse_other_numbers(found, source, environ)
-    return replace(found, source=f"{COUNT} says")
+    return replace(found, source=COUNT)
 
 
 def torchrun(environ: Environ) -> Identity | None:
-    """The variables of torchrun, and of whoever sets the same.
+    """The variables of torchrun, and of other launchers that set the same.
 
-    torchrun itself listens on MASTER_PORT, and keeps to it over restarts.
+    torchrun itself listens on MASTER_PORT, and keeps that port over restarts.
     """
     if environ.get("WORLD_SIZE", "1") == "1" and not environ.get("RANK"):
         return None
@@ -115,7 +114,7 @@ def torchrun(environ: Environ) -> Identity | None:
         run = [environ.get(f"TORCHELASTIC_{x}", "") for x in ("RUN_ID", "RESTART_COUNT")]
         port = str(port_of("/".join([port, *run])))
     address = check_address(f"{environ['MASTER_ADDR']}:{port}", "MASTER_ADDR:MASTER_PORT")
-    return make_identity(environ, TORCHRUN, lambda: address, "torchrun says")
+    return make_identity(environ, TORCHRUN, lambda: address, "torchrun")
 
 
 SOURCES: tuple[Callable[[Environ], Identity | None], ...] = (
@@ -139,7 +138,7 @@ def _of_three(environ: Environ, names: tuple[str, ...]) -> Identity:
 def _refuse_other_numbers(
     found: Identity, source: Callable[[Environ], Identity | None], environ: Environ
 ) -> None:
-    """Refuses numbers of JAX's variables that cannot be meant for the processes there are.
+    """Refuses numbers of JAX's variables that contradict those of the scheduler.
 
     A job may have more processes than its scheduler has tasks, if each task starts several; but it
     cannot have fewer, and of as many each has its own number.
@@ -154,28 +153,22 @@ def _refuse_other_numbers(
     is_other = other.num_processes == found.num_processes and other.process_id != found.process_id
     if is_other or other.num_processes > found.num_processes:
         raise ConfigError(
-            f"{COUNT}={found.num_processes} and {ID}={found.process_id}, but {other.source} that "
-            f"this is process {other.process_id} of {other.num_processes}. Unset {COUNT} and {ID}, "
+            f"{COUNT}={found.num_processes} and {ID}={found.process_id}, but {other.source} has "
+            f"started process {other.process_id} of {other.num_processes}. Unset {COUNT} and {ID}, "
             "or give each process its own."
         )
 
 
 def _refuse_contradiction(found: Identity, environ: Environ) -> None:
-    """Refuses what JAX's variables say, in part, of a process that another has told about."""
-    told = {COUNT: found.num_processes, ID: found.process_id}
-    for name, number in told.items():
+    """Refuses single variables of JAX that contradict the launcher."""
+    for name, number in ((COUNT, found.num_processes), (ID, found.process_id)):
         if environ.get(name) and environ[name] != str(number):
             raise ConfigError(
-                f"{name}={environ[name]}, but {found.source} {number}. Unset {name}, or start as "
-                "many processes as it says."
+                f"{name}={environ[name]}, but {found.source} has set {number}. Unset {name}, or "
+                "start that many processes."
             )
 
 
 def _is_interactive(environ: Environ) -> bool:
-    """Whether somebody types here: at a prompt, in a notebook, in the shell of `srun --pty`."""
-    at_prompt = hasattr(sys, "ps1") or "ipykernel" in sys.modules
-    return at_prompt or (bool(environ.get("SLURM_PTY_PORT")) and os.isatty(0))
-
-
-def _alone(environ: Environ) -> str:
-    return "Slurm started no step of several tasks" if environ.get("SLURM_JOB_ID") else ""
+    """Whether a user types here: at a prompt, in a notebook, in the shell of `srun --pty`."""
+    return is_at_prompt() or (bool(environ.get("SLURM_PTY_PORT")) and os.isatty(0))

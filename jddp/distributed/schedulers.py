@@ -1,7 +1,7 @@
-"""What schedulers and MPI tell a process of its job.
+"""Identities from the environment variables of schedulers and MPI.
 
-Each function reads the environment and nothing else, and says None where it has nothing to do with
-this process.
+Each function reads the environment and nothing else, and returns None where its scheduler has not
+started this process.
 """
 
 import re
@@ -16,12 +16,12 @@ KUBERNETES_PORT = 8476  # each pod has an address of its own
 _POD, _JOB, _PODS = "JOB_COMPLETION_INDEX", "JOB_INDEX", "PROCESSES_IN_JOB"
 OPEN_MPI = Names(*(f"OMPI_COMM_WORLD_{x}" for x in ("SIZE", "RANK", "LOCAL_SIZE", "LOCAL_RANK")))
 MPICH = Names("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID")
-_KINDS = ("HET", "PACK")  # as components are called, and as srun alone calls them
+_KINDS = ("HET", "PACK")  # names of components; the second is used by srun alone
 SLURM = Names("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_LOCALID")
 
 
 def open_mpi(environ: Environ) -> Identity | None:
-    """A process of Open MPI's mpirun: version 4 and 5 name themselves differently."""
+    """A process of Open MPI's mpirun, version 4 or 5, which set different variables."""
     if not (environ.get(OPEN_MPI.num_processes) or environ.get(OPEN_MPI.process_id)):
         return None
     uri = environ.get("OMPI_MCA_orte_hnp_uri", "")
@@ -44,19 +44,17 @@ def open_mpi(environ: Environ) -> Identity | None:
             )
         return _known(launcher and f"{launcher[1]}:{port_of(job)}", "Open MPI")
 
-    return make_identity(environ, OPEN_MPI, address, "Open MPI says")
+    return make_identity(environ, OPEN_MPI, address, "Open MPI")
 
 
 def mpich(environ: Environ) -> Identity | None:
-    """A process of MPICH's or Intel's mpiexec, which do not say where the first one is."""
+    """A process of MPICH's or Intel's mpiexec, which do not give the address of process 0."""
     if not (environ.get(MPICH.num_processes) or environ.get(MPICH.process_id)):
         return None
     pairs = ((MPICH.num_processes, SLURM.num_processes), (MPICH.process_id, SLURM.process_id))
     if all(environ.get(ours) == environ.get(theirs) for ours, theirs in pairs):
-        return None  # srun speaks this protocol too, and says more by itself
-    return make_identity(
-        environ, MPICH, lambda: _known(_first_of_slurm(environ), "MPICH"), "MPICH says"
-    )
+        return None  # srun sets these variables too, and has more of its own
+    return make_identity(environ, MPICH, lambda: _known(_first_of_slurm(environ), "MPICH"), "MPICH")
 
 
 def slurm(environ: Environ) -> Identity | None:
@@ -64,25 +62,26 @@ def slurm(environ: Environ) -> Identity | None:
     if not (environ.get("SLURM_JOB_ID") and environ.get("SLURM_STEP_NODELIST")):
         return None
     hosts = list_hosts(environ["SLURM_STEP_NODELIST"])
-    told = {**environ, SLURM.num_local: _num_sharing(environ, hosts)}
-    return make_identity(told, SLURM, lambda: _of_step(environ, hosts), "Slurm says")
+    environ_of_step = {**environ, SLURM.num_local: _num_sharing(environ, hosts)}
+    return make_identity(environ_of_step, SLURM, lambda: _of_step(environ, hosts), "Slurm")
 
 
 def kubernetes(environ: Environ) -> Identity | None:
-    """A pod of an Indexed Job, which knows its index; the manifest has to say how many there are.
+    """A pod of an Indexed Job, which knows its index; the manifest must set the number of pods.
 
-    The first pod is where this one is, with the index 0: `job-0.a.b` for `job-3.a.b`. A JobSet may
-    have several Jobs, each with pods from 0: JOB_INDEX says which this is, PROCESSES_IN_JOB how
-    many each has. Its pods are called `name-job-pod`.
+    The first pod has this one's name with index 0: `job-0.a.b` for `job-3.a.b`. A JobSet may have
+    several Jobs, each with pods from 0: JOB_INDEX is the number of the Job, PROCESSES_IN_JOB the
+    number of pods of each. Its pods are named `name-job-pod`.
     """
     index = environ.get(_POD)
     if not index or not environ.get(COUNT):
         return None  # an array of jobs of one process each
     job = environ.get(_JOB, "")
-    names, told = Names(COUNT, _POD), dict(environ)
+    names = Names(COUNT, _POD)
     if job not in ("", "0"):
         names = Names(COUNT, f"{_JOB} * {_PODS} + {_POD}")
-        told[names.process_id] = _count_pods(job, environ.get(_PODS, ""), index)
+        number = _count_pods(job, environ.get(_PODS, ""), index)
+        environ = {**environ, names.process_id: number}
 
     def address() -> str:
         host, _, domain = socket.getfqdn().partition(".")
@@ -91,11 +90,11 @@ def kubernetes(environ: Environ) -> Identity | None:
         is_known = domain and host.endswith(mine)
         return _known(f"{first}:{KUBERNETES_PORT}" if is_known else None, "Kubernetes")
 
-    return make_identity(told, names, address, "an Indexed Job says")
+    return make_identity(environ, names, address, "an Indexed Job")
 
 
 def list_hosts(nodes: str) -> list[str]:
-    """Hosts of one of Slurm's lists: `n9`, `n10`, `m1` of `n[9-10],m1`."""
+    """Expands one of Slurm's lists of hosts: `n[9-10],m1` is `n9`, `n10`, `m1`."""
     hosts = []
     for name in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodes):
         before, bracket, rest = name.partition("[")
@@ -123,14 +122,14 @@ def _count_pods(job: str, pods: str, index: str) -> str:
 def _known(address: str | None, scheduler: str) -> str:
     if address is None:
         raise ConfigError(
-            f"{scheduler} does not say where process 0 is: set {ADDRESS} to host:port on the host "
-            "of process 0, for all processes."
+            f"{scheduler} does not give the address of process 0: set {ADDRESS} to host:port on "
+            "the host of process 0, for all processes."
         )
     return address
 
 
 def _first_of_slurm(environ: Environ) -> str | None:
-    """Where mpirun starts the first process; its daemons, a step, may leave out that host."""
+    """Address of mpirun's first process; the step of its daemons may leave out that host."""
     lists = ("SLURM_JOB_NODELIST_HET_GROUP_0", "SLURM_JOB_NODELIST")
     nodes = next((environ[name] for name in lists if environ.get(name)), None)
     if nodes is None or not environ.get("SLURM_JOB_ID"):
@@ -139,10 +138,10 @@ def _first_of_slurm(environ: Environ) -> str | None:
 
 
 def _of_step(environ: Environ, hosts: list[str]) -> str:
-    """Where the first task of a step is, and a port of its own for each step.
+    """Host of the first task of a step, and a port for each step.
 
-    Slurm sorts the hosts of a step. Tasks are numbered in that order, but for the components of a
-    heterogeneous job, which stay in theirs.
+    Slurm sorts the hosts of a step. Tasks are numbered in that order, except for the components of
+    a heterogeneous job, which keep theirs.
     """
     size = environ.get("SLURM_HET_SIZE", "")
     names = [f"SLURM_JOB_NODELIST_{x}_GROUP_{i}" for i in range(int(size or 0)) for x in _KINDS]
@@ -151,19 +150,19 @@ def _of_step(environ: Environ, hosts: list[str]) -> str:
     mine = environ.get("SLURMD_NODENAME", first)
     if environ[SLURM.process_id] == "0" and mine != first:
         raise ConfigError(
-            f"process 0 is on {mine}, where Slurm's variables tell the others {first}: set "
+            f"process 0 is on {mine}, but Slurm's variables name {first} for the others: set "
             f"{ADDRESS} to {mine}:port, for all processes."
         )
     return f"{first}:{port_of('.'.join((environ['SLURM_JOB_ID'], environ['SLURM_STEP_ID'])))}"
 
 
 def _num_sharing(environ: Environ, hosts: list[str]) -> str:
-    """How many tasks share what this one sees of its host: of `2(x3),1`, by the host's number."""
+    """Number of tasks that share the visible devices: of `2(x3),1`, by the host's number."""
     visible, there = environ.get("CUDA_VISIBLE_DEVICES", ""), environ.get("SLURM_GPUS_ON_NODE", "")
     if visible and there.isdecimal() and len(visible.split(",")) < int(there):
-        return "1"  # Slurm has kept to --gpus-per-task, or to --gpu-bind
+        return "1"  # Slurm has applied --gpus-per-task or --gpu-bind
     counts: list[str] = []
-    told = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", told):
+    per_node = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", per_node):
         counts += [count] * int(times or 1)
     return dict(zip(hosts, counts, strict=False)).get(environ.get("SLURMD_NODENAME", ""), "")

@@ -1,7 +1,12 @@
-"""Which signals ask a process to stop, and which of them are one."""
+"""Signals that ask a process to stop, which of them are repeats, and whether a user types here."""
 
+import contextlib
 import signal
+import sys
 import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
 
 # A second signal within this time is the first once more: schedulers, and GNU `timeout`, signal a
 # process and then its group.
@@ -14,14 +19,30 @@ def stop_signals() -> tuple[signal.Signals, ...]:
     return (signal.SIGTERM, signal.SIGINT, *(() if outlives else (signal.SIGHUP,)))
 
 
+@contextlib.contextmanager
+def stop_signals_go_to(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """While open, the stop signals call a handler."""
+    before: dict[int, Any] = {x: signal.signal(x, handler) for x in stop_signals()}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
+
+
 class Repeats:
-    """Tells a signal that repeats the first from one that means more."""
+    """Distinguishes a signal that repeats the first from a second one."""
 
     def __init__(self) -> None:
         self._first: float | None = None
 
-    def has(self) -> bool:
+    def is_repeat(self) -> bool:
         """Whether the signal that has come now is only a repeat."""
         is_first, now = self._first is None, time.monotonic()
         self._first = self._first or now
         return not is_first and now - self._first < SAME_SECONDS
+
+
+def is_at_prompt() -> bool:
+    """Whether this is a Python prompt or a notebook, which continues when a call has ended."""
+    return hasattr(sys, "ps1") or "ipykernel" in sys.modules

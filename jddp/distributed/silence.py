@@ -1,9 +1,9 @@
 """Ends a process that has been silent for too long: python silence.py PID.
 
-On its standard input it reads, again and again, how many seconds may pass until the next time. Time
-in which the process is stopped (SIGSTOP, Ctrl-Z) does not count, nor does time in which this one is
-(a virtual machine that is paused). SIGQUIT is what the process writes its stacks at; a shell's
-background job may ignore it, so that SIGKILL follows. This module imports nothing of jddp.
+On its standard input it reads repeatedly how many seconds may pass until the next time. Time in
+which the process is stopped (SIGSTOP, Ctrl-Z) does not count, nor does time in which this one is
+(a virtual machine that is paused). At SIGQUIT the process writes its stacks; a shell's background
+job may ignore it, so SIGKILL follows. This module imports nothing of jddp.
 """
 
 import os
@@ -17,14 +17,14 @@ _PATIENCE = 5.0  # seconds in which stacks are written
 
 
 def main(process: int) -> None:
-    """Listens until the process ends, or is ended."""
+    """Runs until the process ends, or is ended."""
     left, number = float("inf"), signal.SIGQUIT
     while _state(process) != "gone":
         if select.select([0], [], [], _TICK)[0]:
-            told = os.read(0, 4096)
-            if not told:
+            received = os.read(0, 4096)
+            if not received:
                 return
-            left = float(told.split()[-1])
+            left = float(received.split()[-1])
         elif _state(process) not in "Tt":
             left -= _TICK
         if left < 0:
@@ -33,7 +33,7 @@ def main(process: int) -> None:
 
 
 def _state(process: int) -> str:
-    """As `ps` says it: T and t are stopped."""
+    """The letter that `ps` prints, where T and t are stopped; "gone" if there is no process."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

@@ -1,15 +1,15 @@
-"""Stop a job in good order: a signal to any one process ends all after the same step.
+"""Stops a job gracefully: a signal to any one process ends all after the same step.
 
     with StopSignals() as signals:
-        while not signals.agreed():      # asked as often, at the same places, by every process
+        while not signals.agreed():      # called as often, at the same places, by every process
             ...
 
-A process that is signalled tells the others through the coordination service. Each then says how
-often it has asked, holding up its next question until all have: the question after the last of
+A process that is signalled informs the others through the coordination service. Each then sends
+how often it has called `agreed`, and its next call waits until all have: the call after the last of
 them is where all stop. Nothing is sent before a signal comes.
 
-The second signal ends a process at once, unless it comes within two seconds: then it is the first
-once more. In a notebook, whose kernel is to live on, it raises `KeyboardInterrupt`.
+The second signal ends a process at once, unless it comes within two seconds: then it repeats the
+first. In a notebook, whose kernel lives on, it raises `KeyboardInterrupt`.
 """
 
 import contextlib
@@ -17,15 +17,15 @@ import itertools
 import os
 import signal
 import socket
-import sys
 import threading
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import jax
 
 from jddp.distributed.coordination import gather, publish, read
-from jddp.distributed.signals import Repeats, stop_signals
+from jddp.distributed.signals import Repeats, is_at_prompt, stop_signals
 
 _SECONDS = 30.0  # for which the others may be busy, at most
 _numbers = itertools.count()
@@ -41,8 +41,8 @@ class StopSignals:
     def __init__(self) -> None:
         self.name: str | None = None
         self._key = f"jddp/stop/{next(_numbers)}"
-        self._num_asked = 0
-        self._last: int | None = None  # the question whose answer is yes
+        self._num_calls = 0
+        self._last: int | None = None  # the call whose answer is yes
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._num_signals, self._repeats = 0, Repeats()
@@ -53,11 +53,11 @@ class StopSignals:
     def agreed(self) -> bool:
         """Whether all stop here."""
         with self._lock:
-            self._num_asked += 1
-            return self._last is not None and self._num_asked >= self._last
+            self._num_calls += 1
+            return self._last is not None and self._num_calls >= self._last
 
     def __enter__(self) -> "StopSignals":
-        """Takes the signals over, if this is the main thread, and listens to the others."""
+        """Handles the signals, if this is the main thread, and waits for those of others."""
         if threading.current_thread() is threading.main_thread():
             self._take_signals()
         if jax.process_count() > 1:
@@ -65,7 +65,7 @@ class StopSignals:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Gives the signals back."""
+        """Restores the handlers."""
         self._closed.set()
         if self._ends is not None:
             signal.set_wakeup_fd(self._wakeup)
@@ -77,7 +77,7 @@ class StopSignals:
         if self._ends is not None:
             self._ends[0].close()
 
-    def _start(self, target: Any) -> None:
+    def _start(self, target: Callable[[], None]) -> None:
         thread = threading.Thread(target=target, name="jddp-signals", daemon=True)
         self._threads.append(thread)
         thread.start()
@@ -86,38 +86,38 @@ class StopSignals:
         self._ends = socket.socketpair()
         self._ends[1].setblocking(False)
         for number in stop_signals():
-            # None stands for a handler that Python cannot give back.
+            # None stands for a handler that Python cannot restore.
             self._before[number] = signal.signal(number, self._handle) or signal.SIG_DFL
         # The number of each signal also comes through this socket, while the main thread computes.
         self._wakeup = signal.set_wakeup_fd(self._ends[1].fileno(), warn_on_full_buffer=False)
         self._start(self._watch)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Runs in the main thread, when that next comes by."""
+        """Runs in the main thread, once that runs Python code again."""
         if self._num_signals > 1 and number == signal.SIGINT:
             raise KeyboardInterrupt
 
     def _watch(self) -> None:
-        """Reads the signals, whatever the main thread does."""
+        """Reads the signals while the main thread computes."""
         assert self._ends is not None
         while received := self._ends[0].recv(1):
             number = received[0]
-            if number not in self._before or self._repeats.has():
+            if number not in self._before or self._repeats.is_repeat():
                 continue
             self._num_signals += 1
             name = signal.Signals(number).name
             if self._num_signals > 1:
-                if not (is_interactive() and number == signal.SIGINT):
-                    _say(f"{name} again: leaving at once")
+                if not (is_at_prompt() and number == signal.SIGINT):
+                    _write(f"{name} again: leaving at once")
                     os._exit(128 + number)
                 continue
-            _say(f"{name}: stopping after the step under way; once more to leave at once")
+            _write(f"{name}: stopping after the step under way; once more to leave at once")
             self._ask(name)
 
     def _ask(self, name: str) -> None:
         if jax.process_count() == 1:
             with self._lock:
-                self.name, self._last = name, self._num_asked + 1
+                self.name, self._last = name, self._num_calls + 1
             return
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # another was first
             publish(self._key, name)
@@ -134,16 +134,11 @@ class StopSignals:
         else:
             return
         with self._lock:
-            asked = gather(self._key, str(self._num_asked), timeout_seconds=_SECONDS)
-            self._last = max(map(int, asked)) + 1
+            calls = gather(self._key, str(self._num_calls), timeout_seconds=_SECONDS)
+            self._last = max(map(int, calls)) + 1
 
 
-def is_interactive() -> bool:
-    """Whether somebody at a prompt or a notebook goes on when what runs has ended."""
-    return hasattr(sys, "ps1") or "ipykernel" in sys.modules
-
-
-def _say(text: str) -> None:
-    """Writes past every buffer and lock that the interrupted thread may hold."""
+def _write(text: str) -> None:
+    """Writes a line of jddp's past every buffer and lock that the interrupted thread may hold."""
     with contextlib.suppress(OSError):
         os.write(2, f"jddp: {text}\n".encode())

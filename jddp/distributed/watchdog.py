@@ -1,9 +1,9 @@
-"""Notice that nothing goes on, and say which process is to blame.
+"""Detects that a job makes no progress, and names the process that is behind.
 
 A process that hangs is healthy to JAX, whose heartbeats come from another thread, and all others
-wait for it in a collective for ever. So each process watches itself: every phase has its time.
-Where one passes, all write their stacks and tell how far they are, and the one that is behind, or
-that does not answer, is named. A process that the command line owns then ends (`HANG`). Time in
+wait for it in a collective for ever. So each process watches itself: every phase has a time limit.
+Where one passes, all write their stacks and publish their progress, and the process that is behind,
+or that does not answer, is named. A process that the command line owns then ends (`HANG`). Time in
 which this process did not run (SIGSTOP, Ctrl-Z, a paused virtual machine) does not count.
 
     with Watchdog(Limits(), stacks=Path("logs/process_0.stacks")) as watchdog:
@@ -43,11 +43,12 @@ class Limits:
     """Seconds that a phase may take, and in evaluation one batch.
 
     Attributes:
-      start_seconds: Making the first state, and reading a checkpoint.
-      compile_seconds: The first step.
-      step_seconds: A later step; None is thirty times the longest so far, and at least two minutes.
-      evaluation_seconds: A batch of an evaluation, the first of which is compiled.
-      save_seconds: What the loop waits for a checkpoint.
+      start_seconds: Time to make the first state, and to read a checkpoint.
+      compile_seconds: Time of the first step.
+      step_seconds: Time of a later step; None is thirty times the longest so far, and at least two
+        minutes.
+      evaluation_seconds: Time of a batch of an evaluation, the first of which is compiled.
+      save_seconds: Time that the loop waits for a checkpoint.
     """
 
     start_seconds: float = 1800.0
@@ -66,8 +67,8 @@ class Watchdog:
     """Watches this process of a job, while it is open.
 
     Args:
-      limits: Of each phase.
-      stacks: The file for what every thread is doing; standard error if there is none.
+      limits: Time limits of the phases.
+      stacks: File for the stacks of all threads; None for standard error.
     """
 
     def __init__(self, limits: Limits, stacks: Path | None) -> None:
@@ -83,17 +84,17 @@ class Watchdog:
 
     @property
     def phase(self) -> str:
-        """What goes on."""
+        """The phase under way."""
         return self._phase
 
     def enter(self, phase: str, step: int) -> None:
-        """Says that a phase begins, or a step or batch of it, after `step` finished steps."""
+        """Records that a phase begins, or a step or batch of it, after `step` finished steps."""
         now = self._ran
         if phase == self._phase == "step":
             self._longest_step = max(self._longest_step, now - self._since)
         is_new = phase != self._phase
         self._phase, self._step, self._since = phase, step, now
-        if is_new:  # a thread that keeps the interpreter's lock from here on lets no tick do it
+        if is_new:  # a thread that holds the interpreter's lock from here on prevents the next tick
             self._report_limit()
 
     def __enter__(self) -> "Watchdog":
@@ -120,7 +121,7 @@ class Watchdog:
             faulthandler.unregister(signal.SIGQUIT)
         if self._path is not None:
             self._file.close()
-            with contextlib.suppress(OSError):  # somebody may have moved it
+            with contextlib.suppress(OSError):  # it may have been moved
                 if self._path.stat().st_size == 0:
                     self._path.unlink()
 
@@ -132,14 +133,14 @@ class Watchdog:
                 with contextlib.suppress(jax.errors.JaxRuntimeError):  # another was faster
                     if num_processes() > 1:
                         publish(self._key, str(process_index()))
-                self._tell()
+                self._report()
                 return
 
     def _report_limit(self) -> None:
         """Passes to the process that watches this one how long it may be silent from now on."""
         if self._silence is not None and self._silence.stdin is not None:
             limit = self._limits.of(self._phase, self._longest_step)
-            with contextlib.suppress(OSError):  # somebody has killed it
+            with contextlib.suppress(OSError):  # it was killed
                 self._silence.stdin.write(b"%f\n" % (limit + 30))
 
     def _tick(self) -> None:
@@ -152,18 +153,18 @@ class Watchdog:
         while not self._closed.is_set():
             with contextlib.suppress(TimeoutError, jax.errors.JaxRuntimeError):
                 read(self._key, 1.0, of=0)
-                self._tell()
+                self._report()
                 return
 
-    def _tell(self) -> None:
-        """Writes the stacks, compares how far all are, and ends the process if it may."""
+    def _report(self) -> None:
+        """Writes the stacks, compares the progress of all, and ends the process if it may."""
         faulthandler.dump_traceback(self._file, all_threads=True)
         self._file.flush()
-        told = describe(self._progress_of_all(), self._limits, self._longest_step)
-        told += f" Stacks: {self._path or 'above'}."
+        message = describe(self._progress_of_all(), self._limits, self._longest_step)
+        message += f" Stacks: {self._path or 'above'}."
         if failure.owns_process:
-            failure.end(ExitCode.HANG, told)
-        logging.getLogger("jddp").error("%s", told)
+            failure.end(ExitCode.HANG, message)
+        logging.getLogger("jddp").error("%s", message)
 
     def _progress_of_all(self) -> dict[int, dict[str, Any] | None]:
         own = {
@@ -172,25 +173,23 @@ class Watchdog:
             "step": self._step,
             "seconds": self._ran - self._since,
         }
-        found: dict[int, dict[str, Any] | None] = {process_index(): own}
         if num_processes() == 1:
-            return found
+            return {process_index(): own}
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             publish(f"{self._key}/{process_index()}", json.dumps(own))
+        found: dict[int, dict[str, Any] | None] = {}
         for process in range(num_processes()):
-            try:
-                found[process] = json.loads(
-                    read(f"{self._key}/{process}", _ANSWER_SECONDS, of=process)
-                )
-            except (TimeoutError, jax.errors.JaxRuntimeError):
-                found[process] = None
-        return found
+            found[process] = None
+            with contextlib.suppress(TimeoutError, jax.errors.JaxRuntimeError):
+                text = read(f"{self._key}/{process}", _ANSWER_SECONDS, of=process)
+                found[process] = json.loads(text)
+        return found | {process_index(): own}
 
 
-def _watch_for_silence(stacks: Any) -> subprocess.Popen[bytes]:
-    """Starts what ends this process if one thread holds the interpreter's lock against all others.
+def _watch_for_silence(stacks: TextIO) -> subprocess.Popen[bytes]:
+    """Starts a process that ends this one if a thread holds the interpreter's lock for too long.
 
-    It is another process, for a timer in this one would go off behind a pause.
+    A timer in this process would count a pause (SIGSTOP, Ctrl-Z) too.
     """
     faulthandler.register(signal.SIGQUIT, stacks, chain=True)
     command = [sys.executable, "-I", "-S", silence.__file__, str(os.getpid())]
@@ -200,12 +199,12 @@ def _watch_for_silence(stacks: Any) -> subprocess.Popen[bytes]:
 def describe(
     progress: Mapping[int, Mapping[str, Any] | None], limits: Limits, longest_step: float
 ) -> str:
-    """Names the process to blame: one that does not answer, else the one that is behind.
+    """Names the process that blocks the job: one that does not answer, else the one behind.
 
     Args:
       progress: Host, phase, steps and seconds in the phase of each process; None for no answer.
-      limits: Of each phase.
-      longest_step: Seconds.
+      limits: Time limits of the phases.
+      longest_step: Seconds of the longest step so far.
     """
     silent = [process for process, known in progress.items() if known is None]
     known = {process: x for process, x in progress.items() if x is not None}
@@ -217,13 +216,9 @@ def describe(
         if i != behind
     ]
     limit = limits.of(x["phase"], longest_step)
-    if silent:
-        names = ", ".join(map(str, silent))
-        blamed = f"process {names} does not answer; process {behind}"
-    else:
-        blamed = f"process {behind}"
-    told = (
-        f"nothing goes on: {blamed} on {x['host']} is in phase {x['phase']} after step {x['step']} "
-        f"for {x['seconds']:.0f} s, where {limit:.0f} s are the limit."
+    unanswered = f"process {', '.join(map(str, silent))} does not answer; " * bool(silent)
+    headline = (
+        f"no progress: {unanswered}process {behind} on {x['host']} is in phase {x['phase']} after "
+        f"step {x['step']} for {x['seconds']:.0f} s; the limit is {limit:.0f} s."
     )
-    return " ".join([told, *(f"{other[0].upper()}{other[1:]}." for other in others)])
+    return " ".join([headline, *(f"{other[0].upper()}{other[1:]}." for other in others)])

@@ -1,1 +1,1 @@
-"""What starts the processes of a job, watches them and starts them again."""
+"""Starts the processes of a job, watches them and restarts them."""

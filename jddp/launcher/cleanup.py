@@ -1,10 +1,10 @@
-"""Kills what a launcher leaves behind: python guard.py, told on its standard input.
+"""Kills the processes that a launcher leaves behind: python cleanup.py, with standard input.
 
-    +123      a process group has been started
-    -123      and has been ended
+    +123      a process group has started
+    -123      and has ended
 
-When the input ends, the launcher has gone, killed perhaps: whatever it has not taken back is
-killed. A worker would then die by itself (see `child`), but not the processes that read its data.
+The input ends when the launcher has ended, perhaps killed: then the remaining groups are killed. A
+worker would end by itself (see `child`), but not the processes that read its data.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import sys
 
 
 class Guard:
-    """The launcher's end of it."""
+    """The launcher's connection to this program."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -23,33 +23,30 @@ class Guard:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            bufsize=0,
             start_new_session=True,  # so that Ctrl-C in a terminal does not reach it
         )
 
     def watch(self, group: int) -> None:
-        """Takes charge of a process group."""
-        self._tell(f"+{group}\n")
+        """Adds a process group."""
+        self._send(f"+{group}\n")
 
     def release(self, group: int) -> None:
-        """Takes no more: it has ended."""
-        self._tell(f"-{group}\n")
+        """Removes a process group, which has ended."""
+        self._send(f"-{group}\n")
 
     def close(self) -> None:
         """Ends the guard."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):
-            self._process.stdin.close()
-        self._process.wait()
+        self._process.communicate()
 
-    def _tell(self, line: str) -> None:
+    def _send(self, line: str) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # somebody has killed it: workers still die with us
+        with contextlib.suppress(OSError):  # it was killed: workers still end with the launcher
             self._process.stdin.write(line.encode())
-            self._process.stdin.flush()
 
 
 def main() -> None:
-    """Listens to the end, and kills."""
+    """Reads to the end of the input, and kills the remaining groups."""
     groups: set[int] = set()
     for line in iter(sys.stdin.readline, ""):
         (groups.add if line.startswith("+") else groups.discard)(int(line[1:]))

@@ -1,12 +1,12 @@
-"""The processes of a job on this machine: start them, hear how they end, end them.
+"""The processes of a job on this machine: start them, poll their exit codes, end them.
 
     group = Group(launch, place)
     while group.num_running() and not group.failed():
-        group.look()
+        group.poll()
     group.end(moment_seconds=2, grace_seconds=10)
 
-Each is a session of its own, so that whatever it has started ends with it, and is killed by Linux
-if the launcher is. Nothing here imports JAX.
+Each has its own session, so that its child processes end with it, and is killed by Linux if the
+launcher is. Nothing here imports JAX.
 """
 
 import contextlib
@@ -31,11 +31,11 @@ class Worker:
     """One process.
 
     Attributes:
-      process_id: Of the job.
-      process: Of this machine.
-      output: What it says.
+      process_id: Its number in the job.
+      process: Its handle.
+      output: Its standard output and standard error.
       code: Its exit code, or minus a signal; None while it runs.
-      seconds: That it ran.
+      seconds: Time that it ran.
     """
 
     def __init__(self, process_id: int, command: list[str], environ: Mapping[str, str], log: Path):
@@ -49,22 +49,19 @@ class Worker:
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
-        assert self.process.stdout is not None
-        assert self.process.stderr is not None
-        streams = (self.process.stdout, self.process.stderr)
-        self.output = Output(f"[{process_id}] ", log, streams)
+        self.output = Output(f"[{process_id}] ", log, self.process)
         self.code: int | None = None
         self.seconds = 0.0
 
     def has_just_ended(self) -> bool:
-        """True once, after which `code` and `seconds` are known."""
+        """Whether it has ended since the last call; then `code` and `seconds` are set."""
         if self.code is not None or self.process.poll() is None:
             return False
         self.code, self.seconds = self.process.returncode, time.monotonic() - self._started
         return True
 
     def kill(self) -> None:
-        """Kills it, and all that it has started."""
+        """Kills it and its child processes."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
@@ -73,12 +70,12 @@ class Group:
     """All processes of one attempt on this machine.
 
     Args:
-      launch: What to start.
-      place: Of its processes, in this attempt.
+      launch: Command and number of processes.
+      place: Numbers and coordinator of the processes in this attempt.
 
     Raises:
       ConfigError: If there are more processes than devices.
-      FileSystemError: If nothing can be written into the folder for logs.
+      FileSystemError: If the folder for logs cannot be written.
     """
 
     def __init__(self, launch: Launch, place: Place):
@@ -98,34 +95,34 @@ class Group:
             self.end(moment_seconds=0, grace_seconds=0)
             raise
 
-    def look(self) -> None:
-        """Finds out who has ended, and ends what they have started."""
+    def poll(self) -> None:
+        """Records the processes that have ended, and ends their child processes."""
         for worker in self.workers:
             if worker.has_just_ended():
                 self._ended.append(worker)
-                worker.kill()  # at once: some day its number will be another's
+                worker.kill()  # at once: its number may be reused
                 self._guard.release(worker.process.pid)
                 worker.output.close()
 
     def failed(self) -> list[Worker]:
-        """Those that have ended badly, the first one first, but for those that `end` has asked."""
+        """Processes that have failed, in order, without those that `end` has stopped."""
         return [worker for worker in self._ended[: self._num_by_themselves] if worker.code]
 
     def num_running(self) -> int:
-        """How many have not ended."""
+        """Number of processes that run."""
         return sum(worker.code is None for worker in self.workers)
 
     def signal(self, number: int) -> None:
-        """Sends a signal to each process that runs, but not to what it has started."""
+        """Sends a signal to each process that runs, but not to its child processes."""
         for worker in self.workers:
             if worker.code is None:
-                worker.process.send_signal(number)  # to nobody, if it has just ended
+                worker.process.send_signal(number)  # nothing is sent if it has just ended
 
     def wait(self, seconds: float) -> bool:
-        """Waits for the end of all; says whether it came."""
+        """Waits for the end of all; returns whether all have ended."""
         until = time.monotonic() + seconds
         while True:
-            self.look()
+            self.poll()
             if not self.num_running():
                 return True
             if time.monotonic() > until:
@@ -133,7 +130,7 @@ class Group:
             time.sleep(POLL_SECONDS)
 
     def end(self, *, moment_seconds: float, grace_seconds: float) -> None:
-        """Leaves nothing running: waits, then asks, then kills, with all they have started."""
+        """Ends all processes and their children: waits, then sends SIGTERM, then kills."""
         if not self.wait(moment_seconds):
             if self.failed():
                 self._num_by_themselves = len(self._ended)
@@ -143,7 +140,7 @@ class Group:
             if worker.code is None:
                 worker.kill()
                 worker.process.wait()
-        self.look()
+        self.poll()
         self._guard.close()
 
 
@@ -153,4 +150,4 @@ def _make_logs(folder: Path) -> None:
     except OSError as error:
         raise FileSystemError(f"--logs {folder}: {error.strerror}.") from error
     if not os.access(folder, os.W_OK):
-        raise FileSystemError(f"--logs {folder}: nothing can be written there.")
+        raise FileSystemError(f"--logs {folder}: it cannot be written.")

@@ -1,7 +1,7 @@
-"""Launchers of several machines agree, before each attempt, on who takes part.
+"""Launchers of several machines agree, before each attempt, on the machines that take part.
 
-That of node 0 listens at the coordinator's port as long as it lives, and the others stay connected
-to it. The processes they start meet at another port above that one.
+That of node 0 listens at the coordinator's port as long as it runs, and the others stay connected
+to it. The processes they start connect at another port above that one.
 """
 
 import os
@@ -10,9 +10,9 @@ from collections.abc import Mapping
 
 from jddp.distributed.connect import HEARTBEAT, START, bind_address, read_seconds
 from jddp.distributed.identity import JOB, check_address
-from jddp.distributed.rendezvous import Condition, Member, Said
-from jddp.distributed.rendezvous_client import Caller
-from jddp.distributed.rendezvous_server import Roll, listen
+from jddp.distributed.rendezvous import Condition, Infos, Member
+from jddp.distributed.rendezvous_client import RendezvousClient
+from jddp.distributed.rendezvous_server import RendezvousServer, listen
 from jddp.errors import CoordinatorError
 from jddp.launcher.workers import Launch, Place
 
@@ -22,10 +22,10 @@ _NUM_PORTS = 64  # above the coordinator's, of which one is free
 
 
 class Nodes:
-    """This machine's end of it; a machine that is alone asks nobody.
+    """This machine's connection to the others, if there are any.
 
     Args:
-      launch: Of this machine.
+      launch: The launch of this machine.
       environ: The environment.
 
     Raises:
@@ -37,76 +37,71 @@ class Nodes:
         self._launch = launch
         self._seconds = read_seconds(environ, START)
         self._same = {JOB: environ.get(JOB, "not set")}
-        silence = read_seconds(environ, HEARTBEAT)
-        self._roll: Roll | None = None
-        self._caller: Caller | None = None
+        self._end: RendezvousServer | RendezvousClient | None = None
         if launch.coordinator is not None and launch.num_nodes > 1:
             address = check_address(launch.coordinator, "--coordinator")
+            silence = read_seconds(environ, HEARTBEAT)
             if launch.node_rank == 0:
-                self._roll = Roll("node", address, bind_address(address), silence_seconds=silence)
+                self._end = RendezvousServer(
+                    "node",
+                    address,
+                    bind_address(address),
+                    silence_seconds=silence,
+                    is_enough=self._is_enough if launch.min_processes else None,
+                    patience_seconds=PATIENCE_SECONDS,
+                )
             else:
-                self._caller = Caller("node", address, silence_seconds=silence)
+                self._end = RendezvousClient("node", address, silence_seconds=silence)
 
     def gather(self, is_wanted: Condition) -> Place | None:
-        """Waits for the others; None if that is wanted no more.
+        """Waits for the others; None if waiting ended early.
 
         Raises:
-          CoordinatorError: If they do not come in JDDP_START_SECONDS, or node 0 has gone.
-          ProcessMismatchError: If two are the same node, or were told other numbers.
+          CoordinatorError: If machines are missing after JDDP_START_SECONDS, or node 0 has left.
+          ProcessMismatchError: If two are the same node, or were started with other numbers.
         """
         launch = self._launch
-        mine = Member(launch.node_rank, launch.num_nodes, self._same, self._words())
-        said: Said | None = {0: mine.says}
-        if self._roll is not None:
-            said = self._roll.gather(
-                mine,
-                seconds=self._seconds,
-                is_wanted=is_wanted,
-                is_enough=self._is_enough if launch.min_processes else None,
-                patience_seconds=PATIENCE_SECONDS,
-            )
-        elif self._caller is not None:
-            said = self._caller.gather(mine, seconds=self._seconds, is_wanted=is_wanted)
-        if said is None:
+        mine = Member(launch.node_rank, launch.num_nodes, self._same, self._info())
+        infos: Infos | None = {0: mine.info}
+        if self._end is not None:
+            infos = self._end.gather(mine, seconds=self._seconds, is_wanted=is_wanted)
+        if infos is None:
             return None
-        numbers = {rank: said[rank]["processes"] for rank in sorted(said)}
+        numbers = {rank: infos[rank]["processes"] for rank in sorted(infos)}
         return Place(
-            coordinator=said[0]["coordinator"],
+            coordinator=infos[0]["coordinator"],
             num_processes=sum(numbers.values()),
             first=sum(number for rank, number in numbers.items() if rank < launch.node_rank),
-            job=said[0]["job"],
+            job=infos[0]["job"],
         )
 
     def has_newcomer(self) -> bool:
         """Whether, at node 0 of a job that may change, a machine waits for the next attempt."""
-        if self._roll is None or self._launch.min_processes is None:
-            return False
-        return self._roll.has_newcomer()
+        may_change = self._launch.min_processes is not None
+        return may_change and isinstance(self._end, RendezvousServer) and self._end.has_newcomer()
 
     def lost(self) -> list[int]:
-        """Machines of this attempt that have gone without a word; only node 0 hears of all."""
-        end = self._roll or self._caller
-        return end.lost() if end is not None else []
+        """Machines of this attempt that were lost; only node 0 is connected to all."""
+        return self._end.lost() if self._end is not None else []
 
     def close(self, *, failed: bool) -> None:
         """Leaves; if with a failure, the attempt of the others ends too."""
-        end = self._roll or self._caller
-        if end is not None:
-            end.say_goodbye(failed=failed)
-            end.close()
+        if self._end is not None:
+            self._end.say_goodbye(failed=failed)
+            self._end.close()
 
-    def _is_enough(self, said: Said) -> bool:
+    def _is_enough(self, infos: Infos) -> bool:
         assert self._launch.min_processes is not None
-        return sum(says["processes"] for says in said.values()) >= self._launch.min_processes
+        return sum(info["processes"] for info in infos.values()) >= self._launch.min_processes
 
-    def _words(self) -> dict[str, object]:
-        words: dict[str, object] = {"processes": self._launch.num_processes}
+    def _info(self) -> dict[str, object]:
+        info: dict[str, object] = {"processes": self._launch.num_processes}
         if self._launch.node_rank == 0:
-            words |= {"coordinator": self._choose_port(), "job": secrets.token_hex(8)}
-        return words
+            info |= {"coordinator": self._choose_port(), "job": secrets.token_hex(8)}
+        return info
 
     def _choose_port(self) -> str:
-        """Where the processes meet: a port of node 0 that is free now."""
+        """host:port at which the processes connect: a port of node 0 that is free now."""
         launch = self._launch
         host, _, port = (launch.coordinator or f"{LOCAL}:0").rpartition(":")
         ports = range(int(port), int(port) + 1)

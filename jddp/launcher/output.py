@@ -1,7 +1,7 @@
-"""What the processes of a group say: whole into a file each, and line by line to the terminal.
+"""Output of the processes of a group: all of it in a file each, and line by line in the terminal.
 
-A thread reads both streams of a process, so that nobody waits for a pipe to be emptied. What cannot
-be written, on a disk that is full or to a terminal that has gone, is told once and no more.
+A thread reads both streams of a process, so that no process waits for a full pipe. Output that
+cannot be written, on a full disk or a closed terminal, is dropped, with a message for the disk.
 """
 
 import collections
@@ -9,27 +9,33 @@ import contextlib
 import os
 import re
 import selectors
+import subprocess
 import sys
 import threading
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
-NUM_LINES = 200  # which are kept of what went wrong
-_SHOWN = 20  # of them, without a traceback to begin with
+from jddp.errors import report
+
+NUM_LINES = 200  # of standard error that are kept
+_SHOWN = 20  # of them, where there is no traceback
 _LONGEST = 2**16  # bytes that Linux keeps in a pipe, and of a line before it is shown in parts
 _console = threading.Lock()
 
 
 class Output:
-    """Of one process.
+    """The output of one process.
 
     Args:
-      prefix: Begins each of its lines in the terminal.
-      path: Of its file, to which is added.
-      streams: Its standard output and standard error.
+      prefix: Beginning of each of its lines in the terminal.
+      path: File to append to.
+      process: The process, whose standard output and standard error are pipes.
     """
 
-    def __init__(self, prefix: str, path: Path, streams: tuple[IO[bytes], IO[bytes]]):
+    def __init__(self, prefix: str, path: Path, process: subprocess.Popen[bytes]):
+        assert process.stdout is not None
+        assert process.stderr is not None
+        streams = process.stdout, process.stderr
         self._prefix = prefix.encode()
         self._file: BinaryIO | None = path.open("ab", buffering=0)
         self._path = path
@@ -39,14 +45,14 @@ class Output:
         self._thread.start()
 
     def close(self, timeout_seconds: float = 2.0) -> None:
-        """Reads to the end, unless somebody else holds a stream open."""
+        """Reads to the end, unless another process holds a stream open."""
         self._thread.join(timeout_seconds)
         with self._lock:
             if self._file is not None:
                 self._file.close()
                 self._file = None
 
-    def last_words(self) -> str:
+    def stderr_end(self) -> str:
         """The end of its standard error: from the last traceback on, if there is one."""
         lines = list(self._errors)
         starts = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent")]
@@ -79,7 +85,8 @@ class Output:
             except OSError as error:
                 self._file.close()
                 self._file = None
-                _say(f"{self._path}: {error.strerror}. The terminal alone has the rest.")
+                with _console, contextlib.suppress(OSError):
+                    report(f"{self._path}: {error.strerror}. The rest is in the terminal alone.")
 
     def _show(self, text: bytes, sink: Any) -> bytes:
         """Shows the lines of a text; returns the beginning of one at its end."""
@@ -96,8 +103,3 @@ class Output:
                 sink.write(shown.decode(errors="replace"))
             sink.flush()
         return rest
-
-
-def _say(text: str) -> None:
-    with _console, contextlib.suppress(OSError):
-        print(f"jddp: {text}", file=sys.stderr, flush=True)

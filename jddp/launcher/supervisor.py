@@ -1,12 +1,12 @@
-"""Watch a group of processes: who failed first, and is it worth another start?
+"""Watches a group of processes: finds the first failure, and restarts all if that may help.
 
-All are ended when one fails, and all are started again, with the same command: a job of jddp goes
-on from its last checkpoint. What would fail again is not tried again: a mistake in config, code or
-data, numbers that are not finite, and whatever fails twice running in the same words within a
+All are ended when one fails, and all are restarted with the same command: a job of jddp resumes
+from its last checkpoint. It is not restarted after a failure that would repeat: a mistake in
+config, code or data, numbers that are not finite, and the same message twice in a row within a
 minute. Nor is a job that a signal has stopped.
 
-Where a job may do with fewer processes than it could have, a machine that has left in good order is
-no failure: the others go on without it. One that comes back makes all stop and start again with it.
+Where a job may run on fewer processes, a machine that has left without a failure is none: the
+others resume without it. When one connects again, all stop and restart with it.
 """
 
 import signal
@@ -14,17 +14,16 @@ import sys
 import time
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
-from jddp.distributed.signals import Repeats, stop_signals
-from jddp.errors import CoordinatorError, ExitCode
+from jddp.distributed.signals import Repeats, stop_signals_go_to
+from jddp.errors import CoordinatorError, ExitCode, report
 from jddp.launcher.group import POLL_SECONDS, Group
 from jddp.launcher.nodes import Nodes
 from jddp.launcher.outcome import CONSEQUENCES, DETERMINISTIC, SOON, Failure, first_failure
 from jddp.launcher.workers import Launch, Place, name_logs
 
-_MOMENT = 2.0  # seconds in which others fail too, and processes of jddp leave by themselves
-_SAVE_SECONDS = 600.0  # which the others may need to save, where one has stopped in good order
+_MOMENT = 2.0  # seconds in which others fail too, and processes of jddp end by themselves
+_SAVE_SECONDS = 600.0  # which the others may need to save, where one was stopped by a signal
 _LONGEST_PAUSE = 60.0
 
 
@@ -39,23 +38,23 @@ def launch(
 
         code = jddp.launch("-m", "jddp.train", "--config", "gpt_stdlib", num_processes=2)
 
-    `python -m jddp.launch` as a function, for scripts and tests. A notebook needs it for programs
-    alone: one process, such as its own, drives all devices of a machine.
+    `python -m jddp.launch` as a function, for scripts and tests. A notebook needs it only to run
+    other programs: one process, such as the notebook's, uses all devices of a machine.
 
     Args:
-      *command: What Python is to run: a script, or "-m" and a module, with its arguments.
-      num_processes: How many to start.
+      *command: Arguments of Python: a script, or "-m" and a module, with its arguments.
+      num_processes: Number of processes to start.
       devices_per_process: CPU devices of each, or GPUs where there are any; None leaves the first
         to JAX, and splits the second evenly.
-      max_restarts: How often to start all again when one fails.
-      logs: Folder for what the processes say, logs/DATE-TIME-PID unless given.
+      max_restarts: Number of times that all are restarted when one fails.
+      logs: Folder for the output of the processes, logs/DATE-TIME-PID unless given.
 
     Returns:
       The exit code of the first process that failed, 128 and a signal's number for a signal, or 0.
 
     Raises:
       ConfigError: If there are more processes than devices.
-      FileSystemError: If nothing can be written into the folder for logs.
+      FileSystemError: If the folder for logs cannot be written.
     """
     plan = Launch(
         command=tuple(map(str, command)),
@@ -70,11 +69,11 @@ class Supervisor:
     """Runs a launch to its end.
 
     Args:
-      launch: What to start.
-      max_restarts: How often to start all again.
-      grace_seconds: From asking a process to end until it is killed.
-      pause_seconds: Before the first restart; twice as long before each further one, until an
-        attempt lasts a minute.
+      launch: Command and number of processes.
+      max_restarts: Number of times that all are restarted.
+      grace_seconds: Time from SIGTERM until a process is killed.
+      pause_seconds: Pause before the first restart; twice as long before each further one, until
+        an attempt lasts a minute.
     """
 
     def __init__(
@@ -91,7 +90,7 @@ class Supervisor:
         self._pause_seconds = pause_seconds
         self._num_restarts = 0
         self._num_hasty = 0  # of them, in a row, after an attempt that did not last
-        self._has_asked = False  # this attempt's processes to stop, for a machine that has come
+        self._makes_room = False  # stops this attempt, to restart with a machine that connected
         self._signals: list[int] = []
         self._repeats = Repeats()
         self._num_forwarded = 0
@@ -100,18 +99,16 @@ class Supervisor:
         """Starts, watches and restarts; returns the exit code of the first failure, or 0.
 
         Raises:
-          CoordinatorError: If the other machines do not come.
-          ProcessMismatchError: If they were told other numbers.
+          CoordinatorError: If other machines are missing.
+          ProcessMismatchError: If they were started with other numbers.
         """
         self._nodes, code = Nodes(self._launch), None
-        before: dict[int, Any] = {x: signal.signal(x, self._take_signal) for x in stop_signals()}
-        try:
-            code = self._run()
-            return code
-        finally:
-            self._nodes.close(failed=code not in (ExitCode.DONE, ExitCode.PREEMPTED))
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        with stop_signals_go_to(self._take_signal):
+            try:
+                code = self._run()
+                return code
+            finally:
+                self._nodes.close(failed=code not in (ExitCode.DONE, ExitCode.PREEMPTED))
 
     def _run(self) -> int:
         last: Failure | None = None
@@ -121,7 +118,7 @@ class Supervisor:
             except CoordinatorError as error:
                 if last is None:
                     raise
-                _say(f"not restarted: {error}")
+                report(f"not restarted: {error}")
                 return last.code
             if place is None:
                 return 128 + self._signals[0]
@@ -132,34 +129,34 @@ class Supervisor:
             if time.monotonic() - since > SOON:
                 self._num_hasty = 0
             if self._has_changed(failure):
-                _say("starting again with the machines that are there")
-            elif not self._starts_again(failure, last):
+                report("restarting with the machines that are connected")
+            elif not self._restarts(failure, last):
                 return failure.code
             last = failure
 
     def _has_changed(self, failure: Failure) -> bool:
-        """Whether all have only stopped because a machine has left, or has come."""
+        """Whether all have only stopped because a machine has left, or has connected."""
         in_order = self._launch.min_processes is not None and failure.code == ExitCode.PREEMPTED
-        return (in_order or self._has_asked) and not self._signals
+        return (in_order or self._makes_room) and not self._signals
 
-    def _starts_again(self, failure: Failure, last: Failure | None) -> bool:
-        """Says whether all are started again, after a pause, or why not."""
+    def _restarts(self, failure: Failure, last: Failure | None) -> bool:
+        """Whether all are restarted, after a pause; prints the decision."""
         if not self._max_restarts:
             return False
         reason = self._reason_to_stop(failure, last)
         if reason is not None:
-            _say(f"not restarted: {reason}")
+            report(f"not restarted: {reason}")
             return False
         pause = min(self._pause_seconds * 2**self._num_hasty, _LONGEST_PAUSE)
         self._num_restarts += 1
         self._num_hasty += 1
-        _say(f"restart {self._num_restarts} of {self._max_restarts} in {pause:g} s")
+        report(f"restart {self._num_restarts} of {self._max_restarts} in {pause:g} s")
         return self._pause(pause)
 
     def _attempt(self, place: Place) -> Failure | None:
         group = Group(self._launch, place)
         numbers = ", ".join(str(worker.process_id) for worker in group.workers)
-        _say(f"process {numbers} of {place.num_processes} here; logs in {self._launch.logs}")
+        report(f"process {numbers} of {place.num_processes} here; logs in {self._launch.logs}")
         try:
             return self._watch(group)
         finally:
@@ -167,31 +164,31 @@ class Supervisor:
 
     def _watch(self, group: Group) -> Failure | None:
         """Waits for the first failure, and ends the group."""
-        self._has_asked = False
+        self._makes_room = False
         while group.num_running() and not group.failed():
             if self._forward(group) > 1 or self._nodes.lost():
                 break
-            if not self._has_asked and self._nodes.has_newcomer():
-                self._has_asked = True
-                _say("another machine has come: stopping, to go on with it")
+            if not self._makes_room and self._nodes.has_newcomer():
+                self._makes_room = True
+                report("another machine has connected: stopping, to resume with it")
                 group.signal(signal.SIGTERM)
             time.sleep(POLL_SECONDS)
-            group.look()
+            group.poll()
         if all(worker.code in CONSEQUENCES for worker in group.failed()):
-            group.wait(_MOMENT)  # for the one that it is the consequence of
-        failure = self._judge(group)
+            group.wait(_MOMENT)  # for the failure that caused it
+        failure = self._first_failure(group)
         in_order = {worker.code for worker in group.failed()} == {ExitCode.PREEMPTED}
-        if in_order or self._signals or self._has_asked:
+        if in_order or self._signals or self._makes_room:
             self._wait_until_saved(group)
         group.end(moment_seconds=_MOMENT, grace_seconds=self._grace_seconds)
-        return failure or self._judge(group)
+        return failure or self._first_failure(group)
 
-    def _judge(self, group: Group) -> Failure | None:
-        """What went wrong first, as far as it is known; tells it."""
+    def _first_failure(self, group: Group) -> Failure | None:
+        """The first failure that is known by now; prints it."""
         failure = first_failure(group.failed(), self._nodes.lost(), self._launch.logs)
         if failure and failure.code != ExitCode.PREEMPTED and not self._has_changed(failure):
-            _say(failure.headline)
-            for line in failure.words.splitlines():
+            report(failure.headline)
+            for line in failure.stderr.splitlines():
                 print(f"    {line}", file=sys.stderr)
         return failure
 
@@ -202,36 +199,32 @@ class Supervisor:
                 return
 
     def _forward(self, group: Group) -> int:
-        """Hands on the signals that have come; returns how many there were."""
+        """Forwards the signals that have come; returns how many there were in all."""
         while self._num_forwarded < len(self._signals):
             group.signal(self._signals[self._num_forwarded])
             self._num_forwarded += 1
         return self._num_forwarded
 
     def _take_signal(self, number: int, frame: FrameType | None) -> None:
-        if not self._repeats.has():
+        if not self._repeats.is_repeat():
             self._signals.append(number)
 
     def _reason_to_stop(self, failure: Failure, last: Failure | None) -> str | None:
         if self._signals:
             return f"{signal.Signals(self._signals[0]).name} has stopped the job"
         if failure.code == ExitCode.PREEMPTED:
-            return "it was stopped in good order"
+            return "it was stopped by a signal, and is saved"
         if failure.code in DETERMINISTIC:
-            return f"exit code {failure.code} would come again"
+            return f"exit code {failure.code} would repeat"
         if failure.repeats(last):
-            return "the same failure at once, twice"
+            return "the same failure twice, each within a minute"
         if self._num_restarts == self._max_restarts:
             return f"restarts allowed: {self._max_restarts}"
         return None
 
     def _pause(self, seconds: float) -> bool:
-        """Waits, unless a signal comes; says whether none did."""
+        """Waits, unless a signal comes; returns whether none did."""
         until = time.monotonic() + seconds
         while not self._signals and time.monotonic() < until:
             time.sleep(POLL_SECONDS)
         return not self._signals
-
-
-def _say(text: str) -> None:
-    print(f"jddp: {text}", file=sys.stderr, flush=True)

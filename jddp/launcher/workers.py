@@ -1,6 +1,6 @@
-"""What a launch starts, and what each of its processes on this machine is told.
+"""A launch, and the environment variables of each of its processes on this machine.
 
-Decided before anything is started: who each is, where they meet, and which devices are whose.
+Decided before anything is started: the number, coordinator and devices of each process.
 """
 
 import glob
@@ -17,18 +17,19 @@ from jddp.errors import ConfigError
 
 @dataclass(frozen=True)
 class Launch:
-    """What to start.
+    """The processes to start.
 
     Attributes:
-      command: What Python is to run, with its arguments.
-      num_processes: On this machine.
-      num_nodes: Machines of the job.
-      node_rank: Which of them this is.
+      command: Arguments of Python: a script or module, and its arguments.
+      num_processes: Number of processes on this machine.
+      num_nodes: Number of machines of the job.
+      node_rank: Number of this machine.
       coordinator: host:port on node 0; None for a free port of this machine.
       devices_per_process: CPU devices of each, or GPUs where there are any; None leaves the first
         to JAX, and splits the second evenly.
-      min_processes: Of all machines, with which the job goes on if one is lost; None for all.
-      logs: Folder for what the processes say.
+      min_processes: Number of processes on all machines with which the job resumes if a machine is
+        lost; None for all.
+      logs: Folder for the output of the processes.
     """
 
     command: tuple[str, ...]
@@ -43,13 +44,13 @@ class Launch:
 
 @dataclass(frozen=True)
 class Place:
-    """That of this machine's processes in one attempt.
+    """The place of this machine's processes in one attempt.
 
     Attributes:
-      coordinator: host:port on which JAX listens in the first process of all.
-      num_processes: Of all machines.
+      coordinator: host:port on which JAX listens in process 0.
+      num_processes: Number of processes on all machines.
       first: Number of the first process here.
-      job: A word of this attempt's own.
+      job: Name of this attempt, unique to it.
     """
 
     coordinator: str
@@ -66,17 +67,17 @@ def name_logs() -> Path:
 def worker_environments(
     launch: Launch, place: Place, environ: Mapping[str, str]
 ) -> list[dict[str, str]]:
-    """What each process on this machine is told."""
+    """The environment variables of each process on this machine."""
     environments = []
     for process_id, share in enumerate(split_gpus(launch, environ), start=place.first):
         numbers = (place.coordinator, str(place.num_processes), str(process_id))
-        told = dict(zip(VARIABLES, numbers, strict=True)) | {JOB: place.job, LAUNCHED: "1"}
+        own = dict(zip(VARIABLES, numbers, strict=True)) | {JOB: place.job, LAUNCHED: "1"}
         if launch.devices_per_process is not None:
-            told["JAX_NUM_CPU_DEVICES"] = str(launch.devices_per_process)
+            own["JAX_NUM_CPU_DEVICES"] = str(launch.devices_per_process)
         if share is not None:
-            told["CUDA_VISIBLE_DEVICES"] = share
-        # What was said before a kill is to be read after it.
-        environments.append({"PYTHONUNBUFFERED": "1", **environ, **told})
+            own["CUDA_VISIBLE_DEVICES"] = share
+        # A kill loses buffered output.
+        environments.append({"PYTHONUNBUFFERED": "1", **environ, **own})
     return environments
 
 
@@ -88,10 +89,10 @@ def split_gpus(
     Raises:
       ConfigError: If there are fewer than the processes need.
     """
-    told = environ.get("CUDA_VISIBLE_DEVICES")
     if num_there is None:
         num_there = len(glob.glob("/dev/nvidia[0-9]*"))
-    visible = told.split(",") if told is not None else list(map(str, range(num_there)))
+    listed = environ.get("CUDA_VISIBLE_DEVICES")
+    visible = listed.split(",") if listed is not None else list(map(str, range(num_there)))
     visible = [name.strip() for name in visible if name.strip() not in ("", "-1")]
     if not visible or environ.get("JAX_PLATFORMS") == "cpu" or num_there == 0:
         return [None] * launch.num_processes

@@ -160,7 +160,7 @@ def assert_trained_as_one(job, run):
 def test_processes_of_open_mpi_train_as_one_with_as_many_devices(cluster):
     with cluster.job("h1", "mpirun", "--oversubscribe", "-n", "2", *train("two", *FEW)) as job:
         assert_trained_as_one(job, "two")
-    assert "job      2 processes, as Open MPI says; process 0; coordinator 127.0.0.1:" in job.said
+    assert "job      2 processes, set by Open MPI; process 0; coordinator 127.0.0.1:" in job.said
     assert "\x1b" not in job.said
 
 
@@ -265,13 +265,16 @@ def test_processes_of_mpich_train_as_one_with_as_many_devices(cluster):
     told = ["-genv", "JAX_COORDINATOR_ADDRESS", "localhost:1234"]
     with cluster.job("h1", "mpiexec.mpich", "-n", "2", *told, *train("mpich", *FEW)) as job:
         assert_trained_as_one(job, "mpich")
-    assert "job      2 processes, as MPICH says; process 0; coordinator localhost:1234" in job.said
+    assert "job      2 processes, set by MPICH; process 0; coordinator localhost:1234" in job.said
 
 
 def test_mpich_that_does_not_say_where_the_first_process_is_is_told_what_it_needs(cluster):
     with cluster.job("h1", "mpiexec.mpich", "-n", "2", *train("nowhere")) as job:
         assert job.end() == 2, job.said
-    assert "jddp: MPICH does not say where process 0 is: set JAX_COORDINATOR_ADDRESS" in job.said
+    assert (
+        "jddp: MPICH does not give the address of process 0: set JAX_COORDINATOR_ADDRESS"
+        in job.said
+    )
 
 
 # The terminal.

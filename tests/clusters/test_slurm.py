@@ -25,7 +25,7 @@ WHO = """
 import json
 import socket
 
-from jddp.distributed.join import resolve_identity
+from jddp.distributed.resolve import resolve_identity
 
 i = resolve_identity()
 print(json.dumps([i.process_id, i.num_processes, i.coordinator, socket.gethostname(),
@@ -138,7 +138,7 @@ def test_what_no_variable_tells_process_0_says(slurm, folder):
         slurm.run(*allocation, "srun", "--kill-on-bad-exit", *components, cwd=folder),
     ):
         assert done.returncode != 0
-        assert "process 0 is on n3, where Slurm's variables tell the others n1: " in done.stderr
+        assert "process 0 is on n3, but Slurm's variables name n1 for the others: " in done.stderr
     told = {"JAX_COORDINATOR_ADDRESS": "n3:1234"}
     assert_meet(ask(slurm, folder, *order, **in_order, **told), 4, "n3")
 
@@ -212,7 +212,7 @@ def one(cluster, folder):
     command, how = training(folder, "one", *FEW, "mesh.num_devices=4")
     done = cluster.run("srun", "--ntasks=1", "python", "-m", "jddp.train", *command, **how)
     assert done.returncode == 0, done.stderr
-    assert "job      1 process, as Slurm says" in done.stdout
+    assert "job      1 process, set by Slurm" in done.stdout
     return result(folder, "one")[0]
 
 
@@ -224,7 +224,7 @@ def test_tasks_of_a_step_train_as_one_process(slurm, folder, one, form):
     step = ["--nodes=2", "--ntasks=4", *command]
     done = slurm.run("srun", *(two_components(*command) if form != "step" else step), **how)
     assert done.returncode == 0, done.stderr
-    assert "job      4 processes, as Slurm says; process 0; coordinator n" in done.stdout
+    assert "job      4 processes, set by Slurm; process 0; coordinator n" in done.stdout
     assert_alike(result(folder, form)[0], one)
 
 
@@ -249,7 +249,7 @@ def undisturbed(cluster, folder):
     ended, said = cluster.end_of(job), log(folder, "undisturbed", job)
     assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), said
     assert f"jddp: start 1 of job {job} on n[1-2]\n" in said
-    assert "job      4 processes, as Slurm says; process 0; coordinator n1:" in said
+    assert "job      4 processes, set by Slurm; process 0; coordinator n1:" in said
     return result(folder, "undisturbed")
 
 

@@ -206,7 +206,7 @@ def test_a_host_that_is_lost_is_named_and_the_others_end(folder, launch, network
     for pid in sessions:
         os.kill(pid, signal.SIGKILL)
     assert job.end() == 69
-    assert "jddp: ssh does not reach h2, or no more: " in job.err
+    assert "jddp: ssh cannot reach h2, or has lost it: " in job.err
 
 
 @pytest.mark.slow
@@ -232,9 +232,9 @@ def test_a_job_goes_on_without_a_host_that_is_lost_until_ssh_reaches_it_again(
         time.sleep(0.05)
     job.process.send_signal(signal.SIGTERM)
     assert job.end() == 128 + signal.SIGTERM, job.err
-    assert "jddp: node 1 has gone without a word." in job.err
+    assert "jddp: node 1 was lost." in job.err
     assert "jddp: trying h2 again" in job.err
-    assert "jddp: another machine has come: stopping, to go on with it" in job.err
+    assert "jddp: another machine has connected: stopping, to resume with it" in job.err
 
 
 @pytest.mark.long
@@ -246,7 +246,7 @@ def test_a_host_whose_link_is_cut_is_named_and_all_end(folder, launch, network):
     hosts.set_link("h2", "down")
     try:
         assert job.end() == 69
-        assert "jddp: ssh does not reach h2, or no more: Timeout, server h2 not" in job.err
+        assert "jddp: ssh cannot reach h2, or has lost it: Timeout, server h2 not" in job.err
         assert not workers_of(hosts, "h1")
         until = time.monotonic() + SILENCE_SECONDS
         while workers_of(hosts, "h2"):
@@ -260,7 +260,9 @@ def test_a_host_that_ssh_does_not_reach_is_named_with_its_words(folder, launch):
     done = launch(folder, "--hosts", "h1,h3", "program.py", "stay-0")
     assert done.end() == 69
     last = done.err.splitlines()[-1]
-    assert last.startswith("jddp: ssh does not reach h3, or no more: ssh: connect to host h3 port ")
+    assert last.startswith(
+        "jddp: ssh cannot reach h3, or has lost it: ssh: connect to host h3 port "
+    )
     assert "Connection refused (ssh -o BatchMode=yes h3 true)" in last
 
 
@@ -287,7 +289,7 @@ ON_HOSTS = ["--hosts", "h1,h2", *NODE]
 def test_hosts_train_as_one(jobs, one, launch):
     done = launch(jobs, *ON_HOSTS, *TRAIN, "run.dir=ssh", *FEW)
     assert done.end() == 0, done.err
-    assert "[0] job      4 processes, as jddp.launch says; process 0; coordinator h1:" in done.out
+    assert "[0] job      4 processes, set by jddp.launch; process 0; coordinator h1:" in done.out
     assert_alike(result(jobs, "ssh")[0], one)
 
 

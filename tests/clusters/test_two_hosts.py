@@ -38,7 +38,7 @@ def test_hosts_of_which_one_is_late_and_far_away_train_as_one(hosts, jobs, one):
         hosts.run("h1", "sh", "-c", "until ss -Hltn sport = :61500 | grep -q .; do sleep 0.1; done")
         with second() as second:
             assert (first.end(), second.end()) == (0, 0), (first.err, second.err)
-    assert "job      4 processes, as jddp.launch says" in first.out
+    assert "job      4 processes, set by jddp.launch" in first.out
     assert_alike(result(jobs, "late")[0], one)
 
 
@@ -106,9 +106,9 @@ def test_hosts_that_are_cut_off_for_good_end_by_themselves(hosts, jobs):
         assert time.monotonic() - cut < HEARTBEAT_SECONDS + 60
     # Whoever notices first, JAX's processes or the launchers.
     assert set(codes) <= {ExitCode.ANOTHER_FAILED, 128 + signal.SIGABRT}, (first.err, second.err)
-    lost = "node 1 has gone without a word|JAX has lost process(es 2, 3| 2| 3), or the way there"
+    lost = "node 1 was lost|JAX has lost process(es 2, 3| 2| 3), or the connection to it"
     assert re.search(lost, first.err), first.err
-    lost = "node 0 has gone without a word|JAX has lost process 0, or the way there"
+    lost = "node 0 was lost|JAX has lost process 0, or the connection to it"
     assert re.search(lost, second.err), second.err
     # Process 0 saves, and is on one side.
     assert result(jobs, "cut")[1] < 160

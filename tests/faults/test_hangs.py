@@ -37,9 +37,9 @@ def said(job, process):
 def test_a_run_of_one_process_that_hangs_ends_with_its_stacks(folder):
     job, codes, _ = disturbed(folder, "hang-0", *SOON, num_processes=1)
     assert codes == [HANG], job.outputs
-    assert "jddp: nothing goes on: process 0 on " in said(job, 0)
+    assert "jddp: no progress: process 0 on " in said(job, 0)
     assert " is in phase step after step " in said(job, 0)
-    assert "3 s are the limit" in said(job, 0)
+    assert "the limit is 3 s" in said(job, 0)
     assert "take" in (job.run_dir / "logs" / "process_0.stacks").read_text()
 
 
@@ -67,7 +67,7 @@ def test_the_process_that_hangs_is_named_by_all(folder, process):
     job, codes, _ = disturbed(folder, f"hang-{process}", *SOON)
     assert codes == [HANG, HANG], job.outputs
     for one in (0, 1):
-        assert f"nothing goes on: process {process} on " in said(job, one)
+        assert f"no progress: process {process} on " in said(job, one)
     stacks = [(job.run_dir / "logs" / f"process_{i}.stacks").read_text() for i in (0, 1)]
     assert "take" in stacks[process]
     assert all("Thread" in text for text in stacks)
@@ -129,7 +129,7 @@ def test_a_process_whose_peer_is_killed_leaves_soon(folder):
     job, codes, seconds = disturbed(folder, lambda job: job.processes[1].kill())
     assert codes == [ANOTHER_FAILED, -signal.SIGKILL], job.outputs
     assert seconds < SECONDS
-    assert "another process has gone without a word" in said(job, 0)
+    assert "another process has ended without a report" in said(job, 0)
 
 
 def test_a_process_whose_coordinator_is_killed_leaves_soon(folder):
