@@ -69,7 +69,6 @@ from jddp.zoo.losses import outputs
 from jddp.zoo.names import refuse_unknown
 
 
-
 class DataParallel(Shown):
     """Data-parallel training of any Flax model, equal to one device on the whole batch.
 

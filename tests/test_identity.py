@@ -331,7 +331,9 @@ def test_a_mistake_is_one_line_that_names_variables_and_values(environ, told):
 
 def test_a_pod_without_a_name_in_the_network_asks_for_an_address(monkeypatch):
     monkeypatch.setattr(socket, "getfqdn", lambda: "job-3")
-    with pytest.raises(ConfigError, match="Kubernetes does not give .* set JAX_COORDINATOR_ADDRESS"):
+    with pytest.raises(
+        ConfigError, match="Kubernetes does not give .* set JAX_COORDINATOR_ADDRESS"
+    ):
         resolve(INDEXED)
 
 
@@ -350,7 +352,9 @@ def test_pods_of_a_jobset_meet_at_the_first_of_its_first_job(monkeypatch, name, 
 
 def test_a_job_of_another_name_in_its_jobset_asks_for_an_address(monkeypatch):
     monkeypatch.setattr(socket, "getfqdn", lambda: "mine-others-0-1.mine")
-    with pytest.raises(ConfigError, match="Kubernetes does not give .* set JAX_COORDINATOR_ADDRESS"):
+    with pytest.raises(
+        ConfigError, match="Kubernetes does not give .* set JAX_COORDINATOR_ADDRESS"
+    ):
         resolve(INDEXED | SECOND_JOB)
 
 

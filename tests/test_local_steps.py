@@ -268,7 +268,10 @@ def test_between_meetings_travel_the_loss_and_its_count_and_a_number_for_each_op
 
 def test_before_the_start_gradients_travel_in_a_branch_of_their_own():
     found = [x for x in compiled(wrapped(Net(), **local(start=9))) if x.num_runs is None]
-    assert [("outer_step/" in x.op_name, x.num_elements) for x in found] == [(False, 25), (True, 25)]
+    assert [("outer_step/" in x.op_name, x.num_elements) for x in found] == [
+        (False, 25),
+        (True, 25),
+    ]
 
 
 def test_differences_may_be_narrowed_for_the_way():

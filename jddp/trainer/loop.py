@@ -120,7 +120,7 @@ class Loop:
 
     def _restore_from(self, beside: Mapping[str, Any]) -> None:
         """Restores the values that were saved beside the state."""
-        run = self.run
+        run, beside = self.run, renamed_run(beside)
         run.stopped = beside["stopped"]
         self._numerics.skipped, self._numerics.in_a_row = map(int, beside["skipped"])
         run.metrics, run.evaluations = beside["metrics"], beside["evaluations"]
