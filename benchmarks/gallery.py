@@ -31,6 +31,7 @@ from jax.flatten_util import ravel_pytree
 from step_time import Turn, compare, machine, stepping
 
 import jddp
+from jddp.inspection.fingerprint import uses_rng
 
 # step_time has put tests/ on the path.
 from models import GALLERY, Example  # isort: skip
@@ -67,7 +68,7 @@ def error_and_judge(example: Example, batch: Any) -> tuple[float, str]:
     got, want = (jax.tree.leaves(jax.device_get(x.opt_state.trace)) for x in (got, want))
     difference = max(np.abs(a - b).max() for a, b in zip(got, want, strict=True))
     largest = max(np.abs(x).max() for x in want)
-    return float(difference / largest), "replicas" if ddp.draws(batch) else "whole batch"
+    return float(difference / largest), "replicas" if uses_rng(ddp, batch) else "whole batch"
 
 
 def count_all_reduces(example: Example, batch: Any) -> int:

@@ -54,9 +54,7 @@ def main(num_steps=300, noises=(0.0, 0.1)):
     test_batches = eval_batches(data.test, global_batch_size=2000)
     wrapped = jddp.DataParallel(Mlp(), optax.adam(1e-3), loss_fn)
     for noise in noises:
-        ddp = wrapped.with_constants(
-            {"noise": jnp.float32(noise)}
-        )  # Another value does not recompile.
+        ddp = wrapped.with_constants({"noise": jnp.float32(noise)})  # compiles once
         batches = TrainBatches(data.train, global_batch_size=256, seed=0)
         state = ddp.init(seed=0, batch=batches.batch(0))
         for _ in range(num_steps):

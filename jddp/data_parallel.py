@@ -11,7 +11,6 @@ rows one is planned and compiled, in `steps`.
 
 import copy
 import functools
-import hashlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,11 +21,12 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from jddp.checkpoint.arrays import by_path
 from jddp.checkpoint.weights import Loaded
 from jddp.config.permissions import expand
 from jddp.data import TrainBatches, WorkerBatches
 from jddp.distributed.watchdog import Limits
+from jddp.engine.average import choose_average
+from jddp.engine.backward import choose_backward
 from jddp.engine.compiled import CompiledSteps
 from jddp.engine.evaluate import (
     evaluate_exactly,
@@ -37,6 +37,7 @@ from jddp.engine.evaluate import (
     sums_of,
 )
 from jddp.engine.executor import Executor, call
+from jddp.engine.guard import choose_guard, unscaled
 from jddp.engine.mesh import (
     as_arrays,
     axis_of,
@@ -47,9 +48,12 @@ from jddp.engine.mesh import (
     put_rows,
     sharded,
 )
-from jddp.engine.spec import make_step_spec
+from jddp.engine.optimizer import choose_optimizer
+from jddp.engine.replicas import choose_replicas
+from jddp.engine.spec import Step, refuse_pairs
 from jddp.engine.state import Inputs, TrainState
-from jddp.engine.sync import LocalSteps
+from jddp.engine.sync import EveryStep, LocalSteps
+from jddp.engine.view import choose_clip
 from jddp.errors import ConfigError, UsageError
 from jddp.html import Shown
 from jddp.init import FirstState
@@ -59,7 +63,9 @@ from jddp.inspection.norms import Layers, diagnose
 from jddp.modules.batch_norm import Sync
 from jddp.modules.functional import functional, takes_constants
 from jddp.modules.rows import check_rows, count_rows
-from jddp.reduce import BucketPlan
+from jddp.reduce import BucketPlan, choose_layout, make_reduction
+from jddp.reduce.hooks import as_is
+from jddp.reduce.packing import choose_packing
 from jddp.trainer.callbacks import Callback
 from jddp.trainer.fit import LIMITS, Kept, train
 from jddp.trainer.plan import Plan
@@ -135,6 +141,7 @@ class DataParallel(Shown):
     Attributes:
       mesh: The mesh of devices.
       spec: The parts of a step.
+      steps: What is planned, traced and compiled of it, for programs that look inside.
     """
 
     def __init__(
@@ -173,8 +180,6 @@ class DataParallel(Shown):
         refuse_unknown(DataParallel, unknown, key="DataParallel")
         self.mesh = make_mesh(mesh, axis_name)
         self._platform = platform(self.mesh)
-        if overlap == "auto" and self.mesh.size == 1:
-            overlap = False  # Nothing is sent, and packing would be for nothing.
         axis = axis_of(self.mesh)
         sync = Sync(axis, batch_norm_group_size, batch_norm_unbiased, logical_replicas)
         self._model = functional(
@@ -185,37 +190,53 @@ class DataParallel(Shown):
             state_reduction=state_reduction,
         )
         sync.check(self.mesh.size, batch_norm)
-        self.spec = make_step_spec(
-            self._model,
-            optimizer,
-            loss_fn,
-            axis=axis,
-            platform=self._platform,
+        refuse_pairs(
+            logical_replicas=logical_replicas,
+            local_steps=local_steps,
+            shard_optimizer=shard_optimizer,
+            comm_hook=comm_hook,
+            wire_dtype=wire_dtype,
+            overlap=overlap is True,
+        )
+        # Between outer steps nothing is sent, and logical replicas are added before anything is.
+        is_fixed = self.mesh.size == 1 and overlap == "auto"
+        is_fixed |= local_steps is not None or logical_replicas is not None
+        chosen, overlaps = choose_layout(layout, not is_fixed and overlap, lambda: self._platform)
+        is_scaled = loss_scale is not None
+        packed = choose_packing(
+            chosen, comm_hook, self._platform, is_sharded=shard_optimizer, num=logical_replicas
+        )
+        reduction = make_reduction(
+            axis,
+            packed,
             bucket_mb=bucket_mb,
             first_bucket_mb=first_bucket_mb,
             last_bucket_mb=last_bucket_mb,
-            layout=layout,
-            overlap=overlap,
             wire_dtype=wire_dtype,
             comm_hook=comm_hook,
-            accumulate_steps=accumulate_steps,
-            shard_optimizer=shard_optimizer,
-            logical_replicas=logical_replicas,
-            local_steps=local_steps,
-            max_grad_norm=max_grad_norm,
-            ema_decay=ema_decay,
-            unused_parameters=unused_parameters,
-            skip_nonfinite=skip_nonfinite,
-            loss_scale=loss_scale,
-            eval_fn=eval_fn or loss_fn,
+            seen=unscaled if is_scaled else as_is,
         )
-        self.spec.replicas.total(self.mesh.size)  # refuses devices that do not divide them
+        sharded_by = reduction if shard_optimizer else None
+        self.spec = Step(
+            model=self._model,
+            eval_fn=eval_fn or loss_fn,
+            backward=choose_backward(
+                self._model, loss_fn, accumulate_steps, overlaps=overlaps, is_scaled=is_scaled
+            ),
+            replicas=choose_replicas(axis, self._model, logical_replicas, self.mesh.size),
+            reduction=reduction,
+            sync=local_steps or EveryStep(),
+            clip=choose_clip(max_grad_norm),
+            optimizer=choose_optimizer(optimizer, unused_parameters, sharded_by, accumulate_steps),
+            average=choose_average(ema_decay),
+            guard=choose_guard(loss_scale, skip_nonfinite, self._model.keeps_own),
+        )
         self._constants: PyTree = None
         self._executor = Executor(donate=donate, platform=self._platform)
         self._rows_sharding = sharded(self.mesh)
         self._evaluate = make_evaluate(self.spec, self.mesh)
-        self._steps = CompiledSteps(self.spec, self.mesh, donate=donate)
-        self._first = FirstState(self.spec, self._steps, self.mesh)
+        self.steps = CompiledSteps(self.spec, self.mesh, donate=donate)
+        self._first = FirstState(self.spec, self.steps, self.mesh)
         predict = functools.partial(make_predict, self.spec, self.mesh)
         self._predict = functools.lru_cache(maxsize=8)(predict)
 
@@ -233,7 +254,7 @@ class DataParallel(Shown):
         Their order is that in which the traced backward pass finishes the gradients; a guess until
         a batch has been seen, which `init` of an NNX model does not need.
         """
-        return self._steps.plan
+        return self.steps.plan
 
     @property
     def latest(self) -> TrainState | None:
@@ -308,64 +329,13 @@ class DataParallel(Shown):
         """
         return self._first.shapes(self._inputs(batch))
 
-    @property
-    def world(self) -> dict[str, Any]:
-        """Over how many processes, devices and parts a step spreads its rows, and statistics."""
-        model, replicas = self._model, self.spec.replicas
-        kept = {"per_replica": [*model.per_replica], "state_reduction": dict(model.sync.rules)}
-        return {
-            **{name: kinds for name, kinds in kept.items() if kinds},
-            "num_processes": jax.process_count(),
-            "num_devices": self.mesh.size,
-            "accumulate_steps": self.spec.backward.num,
-            "batch_norm": self._model.batch_norm,
-            "batch_norm_group_size": self._model.sync.group_size,
-            "logical_replicas": getattr(replicas, "num", None),
-            "local_steps": getattr(self.spec.sync, "every", None),
-        }
-
-    @property
-    def num_parts(self) -> int:
-        """Into how many parts a step splits the global batch, whose rows are a multiple of it."""
-        return self._steps.num_replicas * self.spec.backward.num
-
-    def layouts(self, state: TrainState) -> TrainState:
-        """For each leaf of a state its `Layout`: how it lies on the mesh."""
-        return self._steps.layouts(state)
-
-    def facts(self, batch: Batch) -> dict[str, str]:
-        """What processes that step together have alike: the state's shapes, the step's program.
-
-        Args:
-          batch: This process's rows, or their `jax.ShapeDtypeStruct`s.
-        """
-        state = self.abstract_state(batch)
-        program = self._steps.lower(state, self._inputs(batch)).as_text()
-        return {
-            **{name: f"{x.shape} {x.dtype}" for name, x in by_path(state).items()},
-            "the lowered step": hashlib.sha256(program.encode()).hexdigest(),
-        }
-
-    def draws(self, batch: Batch) -> bool:
-        """Whether model or loss draw random numbers, such as dropout's; traces, runs nothing.
-
-        Those of a hook or an optimizer are the same on every replica, or sent as gradients are.
-        """
-        self.abstract_state(batch)  # for which buckets are planned, from the traced passes
-        return self._steps.traced is not None and self._steps.traced.uses_rng
-
     def trace(self, batch: Batch) -> jax.stages.Traced:
         """Traces the step for the shapes of `batch`, with nothing allocated, compiled or run.
 
         Args:
           batch: This process's rows, or their `jax.ShapeDtypeStruct`s.
         """
-        return self._steps.trace(self.abstract_state(batch), self._inputs(batch))
-
-    @property
-    def scalars(self) -> tuple[str, ...]:
-        """The loss and metrics that are scalars, by name, for the rows that came last."""
-        return tuple(name for name, x in self._steps.sums.items() if x.is_scalar)
+        return self.steps.trace(self.abstract_state(batch), self._inputs(batch))
 
     def model(self, state: TrainState, params: str = "params") -> Any:
         """Returns copies: Linen variables, or an NNX module in eval mode.
@@ -418,7 +388,7 @@ class DataParallel(Shown):
             return self.with_constants(constants).step(state, batch)
         inputs = self._inputs(self.shard_batch(batch))
         self._refuse_foreign(state, inputs.rows)
-        step = self._steps.step_for(state, inputs)
+        step = self.steps.step_for(state, inputs)
         return self._executor.send(step, state, inputs)
 
     def gradients(
@@ -439,7 +409,7 @@ class DataParallel(Shown):
             return self.with_constants(constants).gradients(state, batch)
         inputs = self._inputs(self.shard_batch(batch))
         self._refuse_foreign(state, inputs.rows)
-        return call(self._steps.gradients_for(state, inputs), state, inputs)
+        return call(self.steps.gradients_for(state, inputs), state, inputs)
 
     def shard_batch(self, batch: Batch) -> Batch:
         """Places this process's rows on its devices, as `step` does by itself.
@@ -451,7 +421,7 @@ class DataParallel(Shown):
         if leaves and all(getattr(x, "sharding", None) == self._rows_sharding for x in leaves):
             return batch  # by an earlier call
         batch = as_arrays(batch)
-        num, num_parts = self.spec.backward.num, self._steps.count_micro_batches(batch)
+        num, num_parts = self.spec.backward.num, self.steps.count_micro_batches(batch)
         what = f"{num_parts // num} {self.spec.replicas.noun}"
         what += f" times accumulate_steps={num}" if num > 1 else ""
         check_rows(count_rows(batch), num_parts, what)
@@ -483,7 +453,7 @@ class DataParallel(Shown):
         Args:
           batch: This process's rows, or their `jax.ShapeDtypeStruct`s.
         """
-        return self._steps.lower(self.abstract_state(batch), self._inputs(batch))
+        return self.steps.lower(self.abstract_state(batch), self._inputs(batch))
 
     def explain(self, batch: Batch) -> Explanation:
         """Compiles the step and says what it sends, beside what was planned; runs nothing.
@@ -491,7 +461,7 @@ class DataParallel(Shown):
         Args:
           batch: This process's rows, or their `jax.ShapeDtypeStruct`s.
         """
-        return explain(self._steps, self.abstract_state(batch), self._inputs(batch))
+        return explain(self.steps, self.abstract_state(batch), self._inputs(batch))
 
     def memory(self, batch: Batch, *, accumulate_steps: int | None = None) -> Memory:
         """Compiles the step and says what it needs of each device's memory; runs nothing.
@@ -501,7 +471,7 @@ class DataParallel(Shown):
           accumulate_steps: Of another step than this one's, to compare.
         """
         state, inputs = self.abstract_state(batch), self._inputs(batch)
-        lowered = self._steps.lower(state, inputs, accumulate_steps)
+        lowered = self.steps.lower(state, inputs, accumulate_steps)
         return measure_memory(lowered, state, inputs.rows, self.mesh)
 
     def stats(self, batch: Batch = None) -> dict[str, Any]:
@@ -570,7 +540,7 @@ class DataParallel(Shown):
         if constants is not None:
             return self.with_constants(constants).evaluate(state, batches, params)
         run = self._run(self._evaluate, state, params)
-        return evaluate_exactly(run, batches, self.mesh, self._steps.num_local_replicas)
+        return evaluate_exactly(run, batches, self.mesh, self.steps.num_local_replicas)
 
     def trace_evaluation(self, state: TrainState, batch: Batch, params: str = "params") -> None:
         """Traces `evaluate` for such a batch, so that a mistake in it shows; runs nothing.
@@ -581,7 +551,7 @@ class DataParallel(Shown):
           params: "params", or "ema" for their moving average.
         """
         trace = self._run(functools.partial(jax.eval_shape, self._evaluate), state, params)
-        next(sums_of(trace, [batch], self.mesh, self._steps.num_local_replicas))
+        next(sums_of(trace, [batch], self.mesh, self.steps.num_local_replicas))
 
     def predict(
         self,
@@ -700,8 +670,8 @@ class DataParallel(Shown):
             state = jax.tree.map(jax.numpy.copy, state)
         if isinstance(batches, TrainBatches | WorkerBatches) and batches.is_padded:
             self.abstract_state(batches.batch(0))
-            full = f"a global batch size that is a multiple of {self.num_parts}"
-            refuse_padding(self._steps.sums, f"let batches be full: {full}, drop_remainder=True")
+            full = f"a global batch size that is a multiple of {self.steps.num_micro_batches}"
+            refuse_padding(self.steps.sums, f"let batches be full: {full}, drop_remainder=True")
         plan = Plan(
             num_steps=num_steps,
             log_every_steps=log_every_steps,

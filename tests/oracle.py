@@ -15,6 +15,7 @@ from flax import nnx
 
 from jddp.engine.state import Inputs
 from jddp.engine.step import replica_step
+from jddp.inspection.fingerprint import uses_rng
 
 
 def mean_over_valid(values, mask):
@@ -83,7 +84,7 @@ def vmapped_step(ddp, num_replicas):
 
 def one_device_step(ddp, model, loss_fn, batch):
     """The judge of `ddp.step` for any model and any form of loss: one of the two above."""
-    if ddp.draws(batch):
+    if uses_rng(ddp, batch):
         return vmapped_step(ddp, ddp.mesh.size)
     return whole_batch_step(model, ddp.spec.optimizer.tx, with_metrics(loss_fn))
 

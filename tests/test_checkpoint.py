@@ -187,8 +187,10 @@ def test_every_replica_gets_its_own_statistics_back(checkpoints):
     state = stepped(ddp, 2)
     mean = state.model_state["batch_stats"]["BatchNorm_0"]["mean"]
     assert len(np.unique(mean, axis=0)) == NUM_REPLICAS
-    checkpoints.save(2, state, {}, ddp.layouts(state))
-    assert_same(checkpoints.restore(ddp.init(1, make_batch()), ddp.layouts(state)).state, state)
+    checkpoints.save(2, state, {}, ddp.steps.layouts(state))
+    assert_same(
+        checkpoints.restore(ddp.init(1, make_batch()), ddp.steps.layouts(state)).state, state
+    )
 
 
 def test_a_state_goes_on_on_a_mesh_of_another_size(checkpoints):
@@ -215,9 +217,9 @@ def test_what_replicas_have_of_their_own_follows_its_rule_on_another_mesh(
     options = {"batch_norm": batch_norm, "comm_hook": hook}
     before, after = (wrapped(ConvNet(), mesh=size, **options) for size in (4, 2))
     state = stepped(before, 2)
-    checkpoints.save(2, state, {}, before.layouts(state))
+    checkpoints.save(2, state, {}, before.steps.layouts(state))
     like = after.init(1, make_batch())
-    restored = checkpoints.restore(like, after.layouts(like)).state
+    restored = checkpoints.restore(like, after.steps.layouts(like)).state
     if hook is None:
         (saved, got) = (
             x.model_state["batch_stats"]["BatchNorm_0"]["mean"] for x in (state, restored)
@@ -245,7 +247,7 @@ def laid_out(tmp_path):
     ddp = wrapped(ConvNet(), optax.adam(0.1), mesh=4, **options)
     state, directory = stepped(ddp, 2), tmp_path / "checkpoints"
     checkpoints = Checkpoints(directory, keep=1)
-    checkpoints.save(2, state, {"world": ddp.world}, ddp.layouts(state))
+    checkpoints.save(2, state, {"world": ddp.steps.topology}, ddp.steps.layouts(state))
     checkpoints.close()
     return ddp, state, directory
 
@@ -293,7 +295,7 @@ def test_a_layout_that_was_changed_is_found_as_a_shape_is(laid_out, name, layout
     ddp, state, directory = laid_out
     relaid(directory, name, layout)
     with pytest.raises(error, match=told):
-        Checkpoints(directory, keep=1).restore(state, ddp.layouts(state))
+        Checkpoints(directory, keep=1).restore(state, ddp.steps.layouts(state))
 
 
 def test_a_layout_that_was_changed_and_not_sealed_is_damage(laid_out, capsys):

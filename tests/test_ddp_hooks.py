@@ -225,10 +225,10 @@ def test_what_powersgd_remembers_is_saved_and_the_next_ten_steps_are_the_same(tm
     checkpoints = Checkpoints(tmp_path, keep=1)
     ddp, state = step(Net(), comm_hook=hook, num_steps=5)
     assert np.asarray(state.comm_state.hook["unsent"]["first/kernel"]).any()
-    checkpoints.save(5, state, {}, ddp.layouts(state))
+    checkpoints.save(5, state, {}, ddp.steps.layouts(state))
     other = wrapped(Net(), optimizer=optax.sgd(1.0), comm_hook=hook)
     like = other.init(1, make_rows())
-    restored = checkpoints.restore(like, other.layouts(like)).state
+    restored = checkpoints.restore(like, other.steps.layouts(like)).state
     checkpoints.close()
     assert_same(restored, state)
     for i in range(10):

@@ -73,7 +73,7 @@ def test_eight_devices_train_a_model_as_one_does_with_reductions_at_the_end(exam
 def test_eight_devices_train_evaluate_and_resume_a_model_as_one_does(example, tmp_path):
     ddp, state = train_beside_one_device(example, "flat-ready")
     # A loss that is one number cannot leave out rows that fill up the devices.
-    sizes = (16, 16) if "loss" in ddp.scalars else (16, 16, 5)
+    sizes = (16, 16) if "loss" in ddp.steps.scalars else (16, 16, 5)
     before = copied(state)
     told = ddp.evaluate(state, [example.make_batch(rows, rows) for rows in sizes])
     assert told["examples"] == sum(sizes)

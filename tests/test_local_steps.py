@@ -436,17 +436,19 @@ def test_on_another_number_of_replicas_each_begins_with_the_mean(tmp_path, num):
     options = {"optimizer": optax.sgd(0.1, momentum=0.9), **local(outer=DILOCO)}
     ddp, states, _ = taken(batches_of(4, rows=24), **options)
     checkpoints = Checkpoints(tmp_path, keep=1)
-    checkpoints.save(4, states[-1], {"world": ddp.world}, ddp.layouts(states[-1]))
+    checkpoints.save(4, states[-1], {"world": ddp.steps.topology}, ddp.steps.layouts(states[-1]))
     checkpoints.close()
     other = wrapped(Net(), mesh=num, **options)
     like = begin(other, make_rows(24))
-    state = checkpoints.restore(like, other.layouts(like)).state
+    state = checkpoints.restore(like, other.steps.layouts(like)).state
     for field in ("params", "opt_state"):
         saved, got = host((getattr(states[-1], field), getattr(state, field)))
         for a, b in zip(*map(jax.tree.leaves, (got, saved)), strict=True):
             np.testing.assert_allclose(a, np.broadcast_to(b.mean(0), a.shape), rtol=1e-5, atol=1e-7)
     assert_close(host(state.comm_state), host(states[-1].comm_state), rtol=0)
-    told = differences(ddp.world, other.world, uses_rng=False, has_statistics=False)
+    told = differences(
+        ddp.steps.topology, other.steps.topology, uses_rng=False, has_statistics=False
+    )
     assert "each replica begins with the mean of the previous ones" in told
     for i in (4, 5):
         state, _ = other.step(state, make_rows(24, seed=i))

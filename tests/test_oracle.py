@@ -14,6 +14,7 @@ from tiny import MLP, MODELS, NUM_CLASSES, ConvNet, loss_fn, make_batch
 
 import jddp
 from jddp.errors import UsageError
+from jddp.inspection.fingerprint import uses_rng
 from jddp.verify import main
 
 
@@ -97,7 +98,7 @@ def test_a_step_draws_if_its_loss_does_forward_or_backward(function, draws):
         return jax.jit(function)(loss_fn(model, batch, train)[0])
 
     ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss)
-    assert ddp.draws(make_batch()) == draws
+    assert uses_rng(ddp, make_batch()) == draws
 
 
 def test_an_optimizer_that_draws_is_judged_beside_the_whole_batch():
@@ -117,7 +118,7 @@ def test_rows_of_a_form_seen_before_bring_back_what_was_found_of_them():
     ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss)
     batch = make_batch()
     for rows, found in ((batch, (False, ())), (batch | {"z": batch["y"]}, (True, ("loss",)))) * 2:
-        assert (ddp.draws(rows), ddp.scalars) == found
+        assert (uses_rng(ddp, rows), ddp.steps.scalars) == found
 
 
 # --- what does not, and why ----------------------------------------------------------------------

@@ -28,6 +28,7 @@ import jddp
 from jddp.checkpoint.checkpoints import Checkpoints
 from jddp.errors import ConfigError
 from jddp.inspection.collectives import collectives
+from jddp.inspection.fingerprint import uses_rng
 from jddp.inspection.hlo import read_program
 
 SIDES = 8, 6
@@ -316,7 +317,7 @@ def test_without_warm_start_each_step_looks_another_way():
 
 
 def test_what_it_draws_is_no_random_number_of_the_model():
-    assert not linear(powersgd(warm_start=False)).draws({"x": matrices()})
+    assert not uses_rng(linear(powersgd(warm_start=False)), {"x": matrices()})
 
 
 @pytest.mark.parametrize("kind", ["threefry2x32", "rbg"])
@@ -334,7 +335,7 @@ def test_all_gradients_survive_8_replicas_that_become_4_and_8_again(tmp_path):
         ddp = linear(powersgd(), mesh=size)
         if state is not None:
             saved, like = host(state.comm_state.hook), ddp.init(1, {"x": x[0]})
-            layouts = ddp.layouts(like)  # which no number of replicas changes
+            layouts = ddp.steps.layouts(like)  # which no number of replicas changes
             checkpoints.save(seen, state, {}, layouts)
             state = checkpoints.restore(like, layouts).state
             assert_same(

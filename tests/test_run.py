@@ -172,7 +172,7 @@ def test_an_interrupt_while_a_step_is_sent_comes_when_its_state_is_kept(monkeypa
     state, _ = ddp.step(state, batch)
     rows = ddp.shard_batch(batch)
     inputs = ddp._inputs(rows)
-    compiled = ddp._steps.step_for(state, inputs)
+    compiled = ddp.steps.step_for(state, inputs)
 
     def taken_then_interrupted(state, inputs):
         result = compiled(state, inputs)
@@ -180,7 +180,7 @@ def test_an_interrupt_while_a_step_is_sent_comes_when_its_state_is_kept(monkeypa
         signal.raise_signal(signal.SIGINT)
         return result
 
-    monkeypatch.setattr(ddp._steps, "step_for", lambda *_: taken_then_interrupted)
+    monkeypatch.setattr(ddp.steps, "step_for", lambda *_: taken_then_interrupted)
     with pytest.raises(KeyboardInterrupt):
         ddp.step(state, rows)
     monkeypatch.undo()

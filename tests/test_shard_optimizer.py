@@ -233,12 +233,12 @@ def test_a_checkpoint_goes_on_split_or_whole_on_any_number_of_devices(tmp_path):
         ddp, fresh = made(sharded, num)
         checkpoints = Checkpoints(tmp_path, keep=2)
         if moving is not None:
-            restored = checkpoints.restore(fresh, ddp.layouts(fresh))
+            restored = checkpoints.restore(fresh, ddp.steps.layouts(fresh))
             assert restored.step == step - 1
             fresh = restored.state
         moving, _ = ddp.step(fresh, batch)
         state, _ = alone.step(state, batch)
-        checkpoints.save(step, moving, {}, ddp.layouts(moving))
+        checkpoints.save(step, moving, {}, ddp.steps.layouts(moving))
         checkpoints.close()
         # Whole, the optimizer's state is that of one device.
         whole = jax.tree.map(
@@ -254,12 +254,12 @@ def test_another_optimizer_is_still_refused(tmp_path):
     ddp = wrapped(Net(), optimizer=optax.adam(1e-2), shard_optimizer=True)
     state = start(ddp, make_rows())
     checkpoints = Checkpoints(tmp_path, keep=1)
-    checkpoints.save(1, state, {}, ddp.layouts(state))
+    checkpoints.save(1, state, {}, ddp.steps.layouts(state))
     checkpoints.close()
     other = wrapped(Net(), optimizer=optax.sgd(0.1, momentum=0.9), shard_optimizer=True)
     like = start(other, make_rows())
     with pytest.raises(ConfigError, match="another model, optimizer"):
-        Checkpoints(tmp_path, keep=1).restore(like, other.layouts(like))
+        Checkpoints(tmp_path, keep=1).restore(like, other.steps.layouts(like))
 
 
 SHAPES = st.lists(st.integers(0, 5), min_size=1, max_size=3).map(tuple)

@@ -9,6 +9,7 @@ import dataclasses
 import optax
 
 from jddp.engine.state import TrainState
+from jddp.errors import ConfigError
 from jddp.typing import Params
 
 
@@ -42,3 +43,14 @@ class Ema(NoAverage):
         """As `NoAverage`."""
         moved = optax.incremental_update(after.params, after.ema_params, 1 - self.decay)
         return after.replace(ema_params=moved)
+
+
+def choose_average(decay: float | None) -> NoAverage:
+    """Returns the average of this decay.
+
+    Raises:
+      ConfigError: If it is not between 0 and 1.
+    """
+    if decay is not None and not 0 < decay < 1:
+        raise ConfigError(f"ema_decay is between 0 and 1, or None; got {decay}.")
+    return NoAverage() if decay is None else Ema(decay)

@@ -24,6 +24,7 @@ from jaxtyping import Array
 
 from jddp.engine.overwritten import put, select
 from jddp.engine.state import Inputs, TrainState, is_float
+from jddp.errors import ConfigError
 from jddp.modules.batch_norm import Path
 from jddp.modules.forward import run_and_settle, trace_state
 from jddp.modules.functional import FlaxModel
@@ -118,6 +119,13 @@ class OneBatch:
         grads, found = run.backward(jnp.float32(scale))
         grads = _cast(jax.tree.map(run.finish, grads), state.params)
         return self._local(state, Finished((grads, found)), run.sums, run.model_state, scale)
+
+    def with_micro_batches(self, num: int) -> "OneBatch":
+        """Returns the same gradients, from another number of micro-batches."""
+        is_scaled = self.start is start_per_entry
+        return choose_backward(
+            self.model, self.loss_fn, num, overlaps=self.overlaps, is_scaled=is_scaled
+        )
 
     def trace(self, state: TrainState, inputs: Inputs) -> tuple[Backward, Sums]:
         """The backward pass over the rows of one micro-batch, traced and not run; and its sums."""
@@ -293,6 +301,31 @@ class OverlappedMicroBatches(_Overlapped, MicroBatches):
         backward = trace_backward(lambda one: run.backward(one * scale))
         sums = jax.tree.map(jnp.add, total.sums, run.sums)
         return self._local(state, Running(backward, finish, num), sums, run.model_state, scale)
+
+
+def choose_backward(
+    model: FlaxModel, loss_fn: LossFn, num: int, *, overlaps: bool, is_scaled: bool
+) -> OneBatch:
+    """Returns how gradients are computed.
+
+    Args:
+      model: The model.
+      loss_fn: The loss.
+      num: Micro-batches.
+      overlaps: Whether buckets leave inside the backward pass.
+      is_scaled: Whether there is a loss scale.
+
+    Raises:
+      ConfigError: If the number is less than 1.
+    """
+    if num < 1:
+        raise ConfigError(f"accumulate_steps is at least 1; got {num}.")
+    start = start_per_entry if is_scaled else start_if_half
+    guard = keep_all if model.batch_norm == "sync" else drop_empty
+    fields = model, loss_fn, start, guard
+    if num == 1:
+        return (OverlappedBatch if overlaps else OneBatch)(*fields)
+    return (OverlappedMicroBatches if overlaps else MicroBatches)(*fields, num)
 
 
 def _cast(grads: Grads, params: Params) -> Grads:

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from jddp.engine.executor import call
 from jddp.engine.mesh import platform, sharded
-from jddp.engine.spec import Step, with_micro_batches
+from jddp.engine.spec import Step
 from jddp.engine.state import (
     CommState,
     Inputs,
@@ -64,6 +64,27 @@ class CompiledSteps:
     def sums(self) -> Sums:
         """Shapes of the sums of loss and metrics of the last rows; none before any."""
         return {} if self.traced is None else self.traced.sums
+
+    @property
+    def scalars(self) -> tuple[str, ...]:
+        """Names of the loss and metrics that are scalars, for the last rows."""
+        return tuple(name for name, x in self.sums.items() if x.is_scalar)
+
+    @property
+    def topology(self) -> dict[str, Any]:
+        """Processes, devices and options by which a step divides its rows and statistics."""
+        model, sync = self.spec.model, self.spec.model.sync
+        kept = {"per_replica": [*model.per_replica], "state_reduction": dict(sync.rules)}
+        return {
+            **{name: kinds for name, kinds in kept.items() if kinds},
+            "num_processes": jax.process_count(),
+            "num_devices": self.mesh.size,
+            "accumulate_steps": self.spec.backward.num,
+            "batch_norm": model.batch_norm,
+            "batch_norm_group_size": sync.group_size,
+            "logical_replicas": getattr(self.spec.replicas, "num", None),
+            "local_steps": getattr(self.spec.sync, "every", None),
+        }
 
     def plan_for(self, state: TrainState, inputs: Inputs) -> BucketPlan:
         """Plans buckets for one replica's state, as measured if there is a batch.
@@ -176,7 +197,7 @@ class CompiledSteps:
         """
         step = self.step_for(state, inputs)
         if accumulate_steps is not None:
-            backward = with_micro_batches(self.spec.backward, accumulate_steps)
+            backward = self.spec.backward.with_micro_batches(accumulate_steps)
             spec = dataclasses.replace(self.spec, backward=backward)
             given = spec, self.plan, self.mesh, self.layouts(state)
             step = self._make_step(*given, options=self._options)
@@ -207,6 +228,11 @@ class CompiledSteps:
     def num_replicas(self) -> int:
         """Replicas of all processes together: one a device, or logical ones."""
         return self.spec.replicas.total(self.mesh.size)
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of a step, of all replicas: a divisor of the global batch size."""
+        return self.num_replicas * self.spec.backward.num
 
     @property
     def num_local_replicas(self) -> int:

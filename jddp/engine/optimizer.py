@@ -17,15 +17,17 @@ References:
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import Array
 
 from jddp.engine.separable import find_mixing, is_same
 from jddp.engine.state import Replicated, Sharded, TrainState
-from jddp.engine.unused import Zero
+from jddp.engine.unused import UNUSED, Zero
 from jddp.engine.view import View
 from jddp.errors import ConfigError
 from jddp.reduce import BucketPlan, Reduction, own_part, part_shape
@@ -134,6 +136,53 @@ class Zero1(ReplicatedOptimizer):
 
     def _shards(self, params: Params) -> Params:
         return jax.tree.map(functools.partial(own_part, axis=self.reduction.axis), params)
+
+
+def choose_optimizer(
+    tx: optax.GradientTransformation,
+    unused_parameters: str,
+    sharded_by: Reduction | None,
+    num_micro_batches: int,
+) -> ReplicatedOptimizer:
+    """Returns the update of an optax optimizer.
+
+    Args:
+      tx: The optimizer.
+      unused_parameters: "zero", "skip" or "error".
+      sharded_by: How gradients are averaged, where each replica updates its shard.
+      num_micro_batches: Micro-batches of a step.
+
+    Raises:
+      ConfigError: If it is no optax optimizer, or accumulates gradients beside micro-batches.
+    """
+    if not (hasattr(tx, "init") and hasattr(tx, "update")):
+        raise ConfigError(
+            f"optimizer is of type {type(tx).__name__}. Give an optax optimizer: "
+            "optax.adam(1e-3), not optax.adam; of an nnx.Optimizer its .tx."
+        )
+    if num_micro_batches > 1 and _is_multi_steps(tx):
+        raise ConfigError(
+            "optax.MultiSteps beside accumulate_steps would reduce once per micro-batch and count "
+            "steps twice. Drop optax.MultiSteps: accumulate_steps reduces once for all of them."
+        )
+    if unused_parameters not in UNUSED:
+        raise ConfigError(
+            f"unused_parameters {unused_parameters!r} is unknown. "
+            f"Choose one of {', '.join(map(repr, UNUSED))}."
+        )
+    unused = UNUSED[unused_parameters]()
+    return ReplicatedOptimizer(tx, unused) if sharded_by is None else Zero1(tx, unused, sharded_by)
+
+
+def _is_multi_steps(tx: optax.GradientTransformation) -> bool:
+    """Whether `optax.MultiSteps` is anywhere in it; its state tells."""
+    params = {"w": jax.ShapeDtypeStruct((1, 1), np.float32)}
+    states = jax.tree.leaves(jax.eval_shape(tx.init, params), is_leaf=_is_multi_steps_state)
+    return any(map(_is_multi_steps_state, states))
+
+
+def _is_multi_steps_state(state: Any) -> bool:
+    return isinstance(state, optax.MultiStepsState)
 
 
 def _reshaped(params: Params, shape: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Params:

@@ -206,6 +206,17 @@ class LogicalReplicas(Devices):
         return num, lax.axis_index(self.axis) * num
 
 
+def choose_replicas(axis: str, model: FlaxModel, num: int | None, num_devices: int) -> Devices:
+    """Returns logical replicas of this number, or the devices.
+
+    Raises:
+      ConfigError: If they do not divide over the devices.
+    """
+    replicas = Devices(axis, model) if num is None else LogicalReplicas(axis, model, num)
+    replicas.total(num_devices)
+    return replicas
+
+
 def _key(state: TrainState, replica: Array) -> Array:
     """The key of a replica in the step that starts from a state."""
     return jax.random.fold_in(jax.random.fold_in(state.key, state.step), replica)

@@ -57,6 +57,9 @@ class Refuse(Zero):
             )
 
 
+UNUSED = {"zero": Zero, "skip": Skip, "error": Refuse}
+
+
 def take_back(new: PyTree, old: PyTree, params: Params, unused: Collection[str]) -> PyTree:
     """Returns `new`, but for what belongs to the unused parameters: that is as in `old`.
 

@@ -20,6 +20,7 @@ import optax
 from jax import lax
 from jaxtyping import Array, Float
 
+from jddp.errors import ConfigError
 from jddp.reduce import own_part
 from jddp.typing import Grads, Metrics
 
@@ -107,3 +108,14 @@ class ClipByGlobalNorm(NoClip):
             lambda g: jnp.where(norm < self.limit, g, g / norm.astype(g.dtype) * self.limit), grads
         )
         return clipped, {"grad_norm": view.metric(norm)}
+
+
+def choose_clip(limit: float | None) -> NoClip:
+    """Returns the clipping to this global norm.
+
+    Raises:
+      ConfigError: If it is not positive.
+    """
+    if limit is not None and not limit > 0:
+        raise ConfigError(f"max_grad_norm is positive, or None; got {limit}.")
+    return NoClip() if limit is None else ClipByGlobalNorm(limit)

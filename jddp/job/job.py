@@ -104,7 +104,7 @@ class Job:
     def batch_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
         """The shapes of one batch of this process."""
         size = self.config.data.global_batch_size
-        in_all = -(-size // self.ddp.num_parts) * self.ddp.num_parts
+        in_all = -(-size // self.ddp.steps.num_micro_batches) * self.ddp.steps.num_micro_batches
         rows, spec = in_all // jax.process_count(), self.parts.source.spec
         if in_all > size:
             spec = {"mask": ((), np.dtype("float32")), **spec}
@@ -185,7 +185,7 @@ class Job:
             weights=None if weights is None else load_weights(Path(weights)),
             augment=self.parts.source.augment if config.augment else None,
             mixup=config.mixup,
-            multiple_of=self.ddp.num_parts,
+            multiple_of=self.ddp.steps.num_micro_batches,
             **_share(),
         )
         if config.num_workers == 0:

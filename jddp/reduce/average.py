@@ -28,14 +28,24 @@ def make_reduction(
     axis: str,
     packed: tuple[Whole, CommHook],
     *,
-    hook_name: str,
     bucket_mb: float | Sequence[float],
     first_bucket_mb: float,
     last_bucket_mb: float | None,
     wire_dtype: Any,
+    comm_hook: Any,
     seen: Callable[[CommHook, Units], CommHook] = as_is,
 ) -> Reduction:
-    """Makes a `Reduction` from a packing with its hook, and sizes and dtype as a user gives them.
+    """Makes a `Reduction` from options as a user gives them.
+
+    Args:
+      axis: Name of the mapped axis.
+      packed: A packing with its hook.
+      bucket_mb: As for `average_gradients`.
+      first_bucket_mb: As for `average_gradients`.
+      last_bucket_mb: As for `average_gradients`.
+      wire_dtype: As for `average_gradients`.
+      comm_hook: As for `average_gradients`.
+      seen: From the hook and the units of a step to the hook as it is called.
 
     Raises:
       ConfigError: If an option breaks its rule.
@@ -50,8 +60,9 @@ def make_reduction(
             f"{first_bucket_mb}, last_bucket_mb={last_bucket_mb}. Give positive sizes, in MiB."
         )
     last = None if last_bucket_mb is None else _bytes(last_bucket_mb)
+    name, seen = ("", as_is) if comm_hook is None else (name_of(comm_hook), seen)
     dtype = _resolve_wire_dtype(wire_dtype)
-    return Reduction(axis, tuple(map(_bytes, sizes)), last, *packed, hook_name, dtype, seen)
+    return Reduction(axis, tuple(map(_bytes, sizes)), last, *packed, name, dtype, seen)
 
 
 def average_gradients(
@@ -93,11 +104,11 @@ def average_gradients(
     reduction = make_reduction(
         axis,
         bucketed(chosen, comm_hook),
-        hook_name="" if comm_hook is None else name_of(comm_hook),
         bucket_mb=bucket_mb,
         first_bucket_mb=first_bucket_mb,
         last_bucket_mb=last_bucket_mb,
         wire_dtype=wire_dtype,
+        comm_hook=comm_hook,
     )
 
     def init(params: Params) -> HookState:

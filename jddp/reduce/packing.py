@@ -144,6 +144,24 @@ def pairwise(layout: Layout, num: int) -> tuple[Whole, CommHook]:
     return Rows(layout), CommHook(lambda plan: (), reduce)
 
 
+def choose_packing(
+    layout: Layout, hook: Any, platform: str, *, is_sharded: bool, num: int | None
+) -> tuple[Whole, CommHook]:
+    """Returns a packing with its hook.
+
+    Args:
+      layout: "leaf" or "flat".
+      hook: A custom hook, or None.
+      platform: The hardware.
+      is_sharded: Whether a replica needs its shard of the mean alone.
+      num: Logical replicas, or None.
+    """
+    if num is not None:
+        return pairwise(layout, num)
+    is_scattered = is_sharded and hook is None  # a custom hook makes whole means
+    return scattered(layout, platform) if is_scattered else bucketed(layout, hook)
+
+
 def name_of(hook: CommHook) -> str:
     """The name of a hook, for reports."""
     return getattr(hook.reduce, "__name__", repr(hook.reduce))

@@ -17,6 +17,7 @@ from jddp.distributed.watchdog import Limits, Watchdog
 from jddp.engine.mesh import as_arrays
 from jddp.engine.state import TrainState
 from jddp.errors import ConfigError
+from jddp.inspection.fingerprint import fingerprint
 from jddp.trainer.callbacks import Callback
 from jddp.trainer.loop import Loop
 from jddp.trainer.out_of_memory import explained
@@ -80,7 +81,7 @@ def train(
             files.adopt(kept.config)
         batch = source.peek()
         if jax.process_count() > 1:
-            agree("model, optimizer or batch", ddp.facts(batch))
+            agree("model, optimizer or batch", fingerprint(ddp, batch))
         with explained(ddp, jax.eval_shape(lambda x: x, as_arrays(batch)), watchdog):
             if not isinstance(state, TrainState):
                 state = state(batch)

@@ -22,6 +22,7 @@ from jddp.distributed.stopping import StopSignals
 from jddp.distributed.watchdog import Watchdog
 from jddp.engine.state import TrainState, is_float
 from jddp.errors import FileSystemError, NumericsError, ReplicaMismatchError, UsageError
+from jddp.inspection.fingerprint import uses_rng
 from jddp.trainer.callbacks import Callback
 from jddp.trainer.clock import Clock
 from jddp.trainer.numerics import Numerics, Sent
@@ -130,14 +131,11 @@ class Loop:
                 run.step, beside.get("learning_rate"), self._reporter.learning_rate(run.step)
             ),
         ]
-        if beside["world"] != (world := self._ddp.world):
-            uses_rng = self._ddp.draws(self._source.peek())
-            has_statistics = any(map(is_float, jax.tree.leaves(run.state.model_state)))
-            self._changes.append(
-                differences(
-                    beside["world"], world, uses_rng=uses_rng, has_statistics=has_statistics
-                )
-            )
+        if beside["world"] != (world := self._ddp.steps.topology):
+            draws = uses_rng(self._ddp, self._source.peek())
+            stateful = any(map(is_float, jax.tree.leaves(run.state.model_state)))
+            moved = differences(beside["world"], world, uses_rng=draws, has_statistics=stateful)
+            self._changes.append(moved)
         self._position = beside["position"]
         self._source.move_to(self._position)
 
@@ -327,7 +325,7 @@ class Loop:
             "evaluations": run.evaluations,
             "stopped": run.stopped,
             "skipped": [self._numerics.skipped, self._numerics.in_a_row],
-            "world": self._ddp.world,
+            "world": self._ddp.steps.topology,
             "learning_rate": self._reporter.learning_rate(run.step),
         }
         self._saving.save(where, run.step, run.state, beside)

@@ -56,7 +56,7 @@ def _explain(ddp: Any, batch: Batch, phase: str) -> str:
 
 
 def _ways_out(ddp: Any, batch: Batch, memory: Memory) -> Iterator[str]:
-    accumulate_steps, num_rows = ddp.world["accumulate_steps"], count_rows(batch)
+    accumulate_steps, num_rows = ddp.spec.backward.num, count_rows(batch)
     of_replica = num_rows // len(ddp.mesh.local_devices) // accumulate_steps
     for cut in memory.cuts(of_replica):
         num_steps = accumulate_steps * cut

@@ -56,7 +56,7 @@ class Saving:
         """
         if self._files is None:
             return None
-        self._layouts = self._ddp.layouts(state)
+        self._layouts = self._ddp.steps.layouts(state)
         steps, path = self._folder(LATEST).steps(), self._files.path
         if not steps and self._plan.resume == "must":
             raise ConfigError(

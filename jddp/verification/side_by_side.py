@@ -30,7 +30,7 @@ def side_by_side(
     """
     assert ddp.plan is not None
     spec, plan, first = ddp.spec, ddp.plan, ddp.mesh.devices.flat[0]
-    layouts = ddp.layouts(state)
+    layouts = ddp.steps.layouts(state)
     axes = jax.tree.map(lambda layout: None if layout == Replicated() else 0, layouts)
 
     def replica(state: TrainState, inputs: Inputs) -> tuple[Grads, TrainState, Metrics]:

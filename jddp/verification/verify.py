@@ -23,6 +23,7 @@ from jddp.engine.mesh import as_arrays
 from jddp.engine.replicas import LogicalReplicas
 from jddp.engine.state import TrainState
 from jddp.errors import UsageError
+from jddp.inspection.fingerprint import fingerprint, uses_rng
 from jddp.jaxprs import dtypes
 from jddp.modules.metrics import weights_in
 from jddp.modules.rows import count_rows
@@ -97,13 +98,13 @@ def verify(
     state = _settled(many, many.init(seed, batch), batch)
     got = _step(many, state, batch)
     # Where shards are logical, one device carries them too, and draws the same.
-    draws = many.draws(batch) and not isinstance(many.spec.replicas, LogicalReplicas)
+    draws = uses_rng(many, batch) and not isinstance(many.spec.replicas, LogicalReplicas)
     evidence = Evidence(
         num_devices=many.mesh.size,
         options=options,
-        scalars=many.scalars,
+        scalars=many.steps.scalars,
         weights=weights_in(batch),
-        is_repeatable=many.facts(batch) == wrapped(**options).facts(batch),
+        is_repeatable=fingerprint(many, batch) == fingerprint(wrapped(**options), batch),
         draws=draws,
     )
     if draws:
@@ -166,7 +167,7 @@ def _settled(ddp: DataParallel, state: TrainState, batch: Batch) -> TrainState:
 
 def _in_order(batch: Batch, ddp: DataParallel) -> Batch:
     """The rows in the order in which the devices take them, part by part."""
-    shares, parts = ddp.mesh.size, ddp.world["accumulate_steps"]
+    shares, parts = ddp.mesh.size, ddp.spec.backward.num
 
     def reorder(x: Any) -> Any:
         x = np.asarray(x)
@@ -188,7 +189,7 @@ def _combined(
 
     def gradient(is_taken: np.ndarray) -> tuple[list[np.ndarray], float]:
         grads, metrics = one.gradients(state, jax.tree.map(lambda x: x[is_taken], batch))
-        count = float(is_taken.sum() if "loss" in one.scalars else metrics["count"])
+        count = float(is_taken.sum() if "loss" in one.steps.scalars else metrics["count"])
         leaves = jax.tree.leaves(jax.device_get(grads))
         return [x.astype(np.promote_types(x.dtype, np.float64)) for x in leaves], count
 
@@ -220,9 +221,9 @@ def _compare(
 ) -> tuple[Comparison, ...]:
     computed = dtypes(many.trace(batch).jaxpr.jaxpr)
     allowed = max([1e-4, *(8 * size for dtype, size in _ROUNDINGS.items() if dtype in computed)])
-    layouts = many.layouts(state).model_state
+    layouts = many.steps.layouts(state).model_state
     shared, wanted = (_shared(step.state.model_state, layouts) for step in (got, want))
-    means, moved = _means(got, want, many.scalars), (got.state.params, want.state.params)
+    means, moved = _means(got, want, many.steps.scalars), (got.state.params, want.state.params)
     before = jax.device_get(state.params)
     return (
         compare("loss and metrics", *means, allowed=allowed, floor=1e-6),
