@@ -10,7 +10,6 @@ are those of one process, and a resumed run starts at its position.
 import contextlib
 import gc
 import signal
-from collections.abc import Iterator
 from multiprocessing import resource_tracker
 from typing import Any
 
@@ -19,13 +18,12 @@ import numpy as np
 from jddp.data.batches import TrainBatches
 from jddp.data.examples import Batch
 from jddp.errors import ConfigError, DataError
-from jddp.html import Shown
 
 # Batches that a worker reads ahead.
 BUFFER = 2
 
 
-class WorkerBatches(Shown):
+class WorkerBatches(TrainBatches):
     """The batches of a `TrainBatches`, read by several processes.
 
     Args:
@@ -43,27 +41,12 @@ class WorkerBatches(Shown):
             raise ConfigError(
                 "data.num_workers needs grain, which is not installed: pip install 'jddp[data]'."
             ) from error
-        self._batches, self._num_workers = batches, num_workers
+        vars(self).update(vars(batches))
+        self._batches, self._num_workers = batches, num_workers  # workers get the plain batches
         self._iterator: Any = None
 
-    @property
-    def is_padded(self) -> bool:
-        """See `TrainBatches.is_padded`."""
-        return self._batches.is_padded
-
-    def batch(self, position: int) -> Batch:
-        """See `TrainBatches.batch`; read in this process."""
-        return self._batches.batch(position)
-
-    def examples_before(self, state: dict[str, int]) -> np.ndarray:
-        """See `TrainBatches.examples_before`."""
-        return self._batches.examples_before(state)
-
     def __repr__(self) -> str:
-        return f"WorkerBatches, {self._num_workers} processes\n{self._batches}"
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
+        return f"WorkerBatches, {self._num_workers} processes\n{super().__repr__()}"
 
     def __next__(self) -> Batch:
         try:
@@ -75,7 +58,7 @@ class WorkerBatches(Shown):
                 f"a process that reads data has died ({error}). Was it short of memory? Take fewer "
                 "data.num_workers, or 0 to see what happens."
             ) from error
-        self._batches.advance()
+        self.advance()
         # Copied out of the shared memory, which is freed here: at exit Python would warn of a leak.
         return {name: np.array(array) for name, array in batch.items()}
 
@@ -85,7 +68,7 @@ class WorkerBatches(Shown):
 
         if not flags.FLAGS.is_parsed():  # grain's workers read some
             flags.FLAGS.mark_as_parsed()
-        positions = grain.MapDataset.source(self._batches.positions_left())
+        positions = grain.MapDataset.source(self.positions_left())
         batches = positions.map(self._batches.batch).to_iter_dataset(
             grain.ReadOptions(num_threads=1, prefetch_buffer_size=BUFFER)
         )
@@ -105,14 +88,10 @@ class WorkerBatches(Shown):
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    def get_state(self) -> dict[str, int]:
-        """See `TrainBatches.get_state`; batches read ahead do not count."""
-        return self._batches.get_state()
-
     def set_state(self, state: dict[str, int]) -> None:
-        """See `TrainBatches.set_state`."""
+        """Continues from a position; batches read ahead are dropped."""
         self.close()
-        self._batches.set_state(state)
+        super().set_state(state)
 
     def close(self) -> None:
         """Ends the processes."""

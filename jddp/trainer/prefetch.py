@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from jddp.data import TrainBatches, WorkerBatches
+from jddp.data import TrainBatches
 from jddp.engine.mesh import as_arrays
 from jddp.errors import DataError
 from jddp.typing import Batch, Batches
@@ -45,7 +45,7 @@ class Source:
 
     def peek(self) -> Batch:
         """The first batch, on the host; it stays to be taken."""
-        if isinstance(self._batches, TrainBatches | WorkerBatches):
+        if isinstance(self._batches, TrainBatches):
             return self._batches.batch(0)  # which starts no workers
         if not self._peeked:
             self._peeked.append(self._read())
@@ -59,7 +59,7 @@ class Source:
 
     def examples_before(self, position: dict[str, Any]) -> list[int] | None:
         """Numbers of the examples in the global batch that ends there; None if unknown."""
-        if not isinstance(self._batches, TrainBatches | WorkerBatches):
+        if not isinstance(self._batches, TrainBatches):
             return None
         return self._batches.examples_before(position["state"]).tolist()
 
