@@ -170,14 +170,14 @@ RECORD = {
 
 def test_a_train_line_says_all_and_fits():
     assert train_line(RECORD, 1170) == (
-        "step 400/1170  loss 0.2384  accuracy 0.9123  lr 0.0016  10.8k/s  ETA 0:15"
+        "step 400/1170  loss 0.2384  accuracy 0.9123  lr 0.0016  10.8k ex/s  ETA 0:15"
     )
     many = RECORD | {f"a_metric_with_a_long_name_{i}": 0.5 for i in range(9)}
     assert len(train_line(many, 1170)) <= 80
     assert train_line(many, 1170).endswith("ETA 0:15")
     # Beside a bar there is less room: the rate goes before a metric does.
     assert train_line(RECORD, 1170, columns=69) == (
-        "step 400/1170  loss 0.2384  accuracy 0.9123  10.8k/s  ETA 0:15"
+        "step 400/1170  loss 0.2384  accuracy 0.9123  10.8k ex/s  ETA 0:15"
     )
     assert "ETA 2:46:40" in train_line(RECORD | {"step": 0}, 500_000)
     assert train_line({"step": 1, "loss": float("nan")}, 9) == "step 1/9  loss nan"

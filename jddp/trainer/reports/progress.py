@@ -1,6 +1,6 @@
 """The progress of a run: one live line on a terminal, a plain line every few seconds elsewhere.
 
-    step 400/1170  loss 0.2384  accuracy 0.9123  lr 0.0016  10.8k/s  ETA 0:18
+    step 400/1170  loss 0.2384  accuracy 0.9123  lr 0.0016  10.8k ex/s  ETA 0:18
     eval 400  loss 0.361  accuracy 0.869  examples 10000
 
 Lines fit 80 columns, and all of them go into the process's log file. The remaining time (ETA) is
@@ -56,13 +56,13 @@ class Progress:
         self._clock = clock
         self._printed_at: float | None = None
         is_live = is_writer and _is_watched(self._stream)
-        self._bar = _LiveLine(num_steps, self._stream) if is_live else None
+        self._bar = _live_line(num_steps, self._stream) if is_live else None
 
     def log(self, record: Record) -> None:
         """Shows a record of training; off a terminal, only every few seconds and at the end."""
         if self._bar:
-            self._bar.show(train_line(record, self._num_steps, columns=COLUMNS - BAR_COLUMNS - 1))
-            self._bar.advance(record["step"])
+            line = train_line(record, self._num_steps, columns=COLUMNS - BAR_COLUMNS - 1)
+            self._bar.update(self._bar.task_ids[0], description=line, completed=record["step"])
         elif self._is_due() or record["step"] >= self._num_steps:
             self._printed_at = self._clock()
             self._print(train_line(record, self._num_steps))
@@ -83,7 +83,7 @@ class Progress:
     def close(self) -> None:
         """Restores the terminal; called also when training fails."""
         if self._bar:
-            self._bar.close()
+            self._bar.stop()
             self._bar = None
 
     def _is_due(self) -> bool:
@@ -95,7 +95,7 @@ class Progress:
             OSError, ValueError
         ):  # A run continues without its terminal or pipe.
             if self._bar:
-                self._bar.print_above(line)
+                self._bar.console.print(line, markup=False, soft_wrap=True)  # above the bar
             elif self._is_writer:
                 print(line, file=self._stream, flush=True)
 
@@ -112,31 +112,18 @@ def _is_watched(stream: Any) -> bool:
         return False
 
 
-class _LiveLine:
+def _live_line(num_steps: int, stream: Any) -> Any:
     """A bar and a line at the bottom of a terminal."""
+    from rich.console import Console  # Only a terminal needs it, and it costs 0.1 s.
+    from rich.progress import BarColumn, TextColumn
+    from rich.progress import Progress as RichProgress
 
-    def __init__(self, num_steps: int, stream: Any) -> None:
-        from rich.console import Console  # Only a terminal needs it, and it costs 0.1 s.
-        from rich.progress import BarColumn, TextColumn
-        from rich.progress import Progress as RichProgress
-
-        columns = (BarColumn(BAR_COLUMNS), TextColumn("{task.description}", markup=False))
-        console = Console(file=stream, highlight=False)
-        self._progress = RichProgress(*columns, console=console, refresh_per_second=2)
-        self._task = self._progress.add_task("compiling", total=num_steps)
-        self._progress.start()
-
-    def show(self, line: str) -> None:
-        self._progress.update(self._task, description=line)
-
-    def advance(self, step: int) -> None:
-        self._progress.update(self._task, completed=step)
-
-    def print_above(self, line: str) -> None:
-        self._progress.console.print(line, markup=False, soft_wrap=True)
-
-    def close(self) -> None:
-        self._progress.stop()
+    columns = (BarColumn(BAR_COLUMNS), TextColumn("{task.description}", markup=False))
+    console = Console(file=stream, highlight=False)
+    bar = RichProgress(*columns, console=console, refresh_per_second=2)
+    bar.add_task("compiling", total=num_steps)
+    bar.start()
+    return bar
 
 
 def train_line(record: Record, num_steps: int, *, columns: int = COLUMNS) -> str:
@@ -146,7 +133,7 @@ def train_line(record: Record, num_steps: int, *, columns: int = COLUMNS) -> str
     if (rate := record.get("learning_rate")) is not None:
         end.append(f"lr {rate:.2g}")
     if (speed := record.get("examples_per_second")) is not None:
-        end.append(f"{_short(speed)}/s")
+        end.append(f"{_short(speed)} ex/s")
     if (seconds := record.get("step_seconds")) is not None:
         end.append(f"ETA {_duration((num_steps - step) * seconds)}")
     start = [f"step {step}/{num_steps}", *_metrics(record)]
