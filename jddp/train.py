@@ -148,7 +148,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m jddp.train",
         usage="%(prog)s [--config FILE]... [key.path=value]... [--dry-run]",
         description="Train a Flax model on every device, as configured.",
-        epilog=f"sections of a config:\n  {_sections()}\n\n{EXAMPLES}",
+        epilog=f"sections of a config:\n  {' '.join(Config.model_fields)}\n\n{EXAMPLES}",
     )
     add_config_arguments(parser)
     add = parser.add_argument
@@ -156,10 +156,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--print-config", action="store_true", help="print the resolved config")
     add("--help-keys", action="store_true", help="print every key, its default and its meaning")
     return parser.parse_intermixed_args(argv)
-
-
-def _sections() -> str:
-    return " ".join(Config.model_fields)
 
 
 def _prepare_jax(*, is_dry_run: bool) -> None:

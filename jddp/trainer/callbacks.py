@@ -28,25 +28,25 @@ class Callback:
         """Called once, after the last step, evaluation and checkpoint."""
 
 
-class _Watch:
-    """One metric of the evaluations, and the direction in which it improves."""
+class _Watching(Callback):
+    """A callback on one metric of the evaluations, with the direction in which it improves."""
 
     def __init__(self, metric: str, mode: str) -> None:
         if mode not in ("min", "max"):
             raise ConfigError(f"mode {mode!r} is unknown. Choose 'min' or 'max'.")
-        self.metric, self._sign = metric, 1.0 if mode == "max" else -1.0
+        self._metric, self._sign = metric, 1.0 if mode == "max" else -1.0
 
-    def goodness(self, metrics: Mapping[str, Any]) -> float:
+    def _goodness(self, metrics: Mapping[str, Any]) -> float:
         """The value, with a sign that makes larger better."""
-        if self.metric not in metrics:
+        if self._metric not in metrics:
             raise ConfigError(
-                f"Evaluation has no metric {self.metric!r}; it has {sorted(metrics)}. "
+                f"Evaluation has no metric {self._metric!r}; it has {sorted(metrics)}. "
                 "Watch one of those."
             )
-        return self._sign * metrics[self.metric]
+        return self._sign * metrics[self._metric]
 
 
-class EarlyStopping(Callback):
+class EarlyStopping(_Watching):
     """Ends the run when a metric of the evaluation has stopped improving.
 
     Args:
@@ -59,20 +59,20 @@ class EarlyStopping(Callback):
     def __init__(
         self, metric: str = "loss", *, mode: str = "min", patience: int = 3, min_delta: float = 0.0
     ) -> None:
-        self._watch = _Watch(metric, mode)
+        super().__init__(metric, mode)
         self._patience, self._min_delta = patience, min_delta
 
     def on_eval(self, run: Run, metrics: Mapping[str, float]) -> None:
         """Counts evaluations since the best one, those before a resume included."""
         best, waited = -math.inf, 0
-        for goodness in map(self._watch.goodness, run.evaluations):
+        for goodness in map(self._goodness, run.evaluations):
             is_better = goodness - best > self._min_delta
             best, waited = (goodness, 0) if is_better else (best, waited + 1)
         if waited >= self._patience:
-            run.stop(f"{self._watch.metric} has not improved for {waited} evaluations")
+            run.stop(f"{self._metric} has not improved for {waited} evaluations")
 
 
-class KeepBest(Callback):
+class KeepBest(_Watching):
     """Keeps the checkpoint with the best value of a metric, in `<run_dir>/best`.
 
     Args:
@@ -85,13 +85,13 @@ class KeepBest(Callback):
     """
 
     def __init__(self, metric: str = "loss", *, mode: str = "min") -> None:
-        self._watch = _Watch(metric, mode)
+        super().__init__(metric, mode)
         self.step: int | None = None
         self.best: float | None = None
 
     def on_eval(self, run: Run, metrics: Mapping[str, float]) -> None:
         """Saves the state if it is the best so far, evaluations before a resume included."""
-        *before, now = map(self._watch.goodness, run.evaluations)
+        *before, now = map(self._goodness, run.evaluations)
         if now > max(before, default=-math.inf):
-            self.step, self.best = run.step, metrics[self._watch.metric]
+            self.step, self.best = run.step, metrics[self._metric]
             run.save("best")

@@ -139,11 +139,8 @@ def outputs(model: Callable[..., Any], batch: Mapping[str, Array]) -> Any:
     )
 
 
-LOSSES: dict[str, LossFn] = {
-    "cross_entropy": cross_entropy,
-    "mean_squared_error": mean_squared_error,
-    "next_token": next_token,
-}
+_LOSSES: tuple[Any, ...] = (cross_entropy, mean_squared_error, next_token)
+LOSSES: dict[str, LossFn] = {loss.__name__: loss for loss in _LOSSES}
 
 
 def _fields(batch: Mapping[str, Array], loss: str, *names: str) -> list[Array]:

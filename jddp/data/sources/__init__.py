@@ -20,18 +20,9 @@ from jddp.data.sources.tokens import tokens
 from jddp.errors import ConfigError
 from jddp.zoo.names import check_arguments, defaults_of, did_you_mean
 
-SOURCES: dict[str, Callable[..., Source]] = {
-    "array_record": array_record,
-    "fashion_mnist": fashion_mnist,
-    "hugging_face": hugging_face,
-    "idx": idx,
-    "image_folder": image_folder,
-    "npy": npy,
-    "npz": npz,
-    "parquet": parquet,
-    "python_stdlib": python_stdlib,
-    "tokens": tokens,
-}
+_FORMATS: tuple[Callable[..., Source], ...] = (array_record, fashion_mnist, hugging_face, idx)
+_FORMATS += (image_folder, npy, npz, parquet, python_stdlib, tokens)
+SOURCES: dict[str, Callable[..., Source]] = {make.__name__: make for make in _FORMATS}
 KEYS = {"source": "data.source", "directory": "data.dir"}
 
 
