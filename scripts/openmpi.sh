@@ -6,7 +6,7 @@
 #
 # The arguments are those of `python -m jddp.train`. To be run on one of the machines, or on one
 # that reaches all of them by ssh without a password. All see the same files: this folder, Python,
-# and the run directory. The same command again goes on from the last checkpoint.
+# and the run directory. The same command again resumes from the last checkpoint.
 set -euo pipefail
 
 # A file with a line for each machine: its name, as all machines know it, and its GPUs.
@@ -16,8 +16,8 @@ hosts="${HOSTS:-hosts}"
 # Processes on each: as many as it has GPUs, which they share evenly.
 per_host="${PER_HOST:-8}"
 # The network between the machines, as 10.0.0.0/24 or the name of an interface, where they have
-# others too, such as those of containers. What reduces gradients is told apart: NCCL by
-# NCCL_SOCKET_IFNAME, and gloo, on CPUs, takes the address that a machine's own name leads to.
+# others too, such as those of containers. The libraries that reduce gradients are set separately:
+# NCCL by NCCL_SOCKET_IFNAME, and gloo, on CPUs, takes the address that a machine's name resolves to.
 network="${NETWORK:-}"
 
 options=(
@@ -48,8 +48,8 @@ if [ -n "$first" ]; then
   export JAX_COORDINATOR_ADDRESS="${JAX_COORDINATOR_ADDRESS:-$first:$((61440 + $$ % 4096))}"
 fi
 
-# ssh hands on nothing. Of what is set here, the others are told what jddp and its libraries read;
-# to set nothing of XLA's or NCCL's is a good start, and XLA aborts at a flag that it does not know.
+# ssh passes no variables. Those that jddp and its libraries read are passed here; set none of
+# XLA's or NCCL's to begin with, and XLA aborts at a flag that it does not know.
 for name in $(compgen -e); do
   case "$name" in
     PATH | PYTHONPATH | LD_LIBRARY_PATH | XDG_CACHE_HOME) options+=(-x "$name") ;;

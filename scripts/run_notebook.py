@@ -28,7 +28,7 @@ def pictures(notebook):
 
 
 def main() -> None:
-    """Runs, writes, and says where."""
+    """Runs the notebook, writes it, and prints its path."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
