@@ -122,9 +122,7 @@ class DataConfig(NamedSection):
     sample_weights: Path | None = option(None, "A .npy file: how often each example is wanted.")
     drop_remainder: bool = option(False, "End with the last full batch, and pad none.")
     augment: bool = option(True, "Random changes to examples, where the set has any.")
-    mixup: float | None = option(
-        None, "Lay another image over each, with shares of Beta(mixup, mixup).", gt=0
-    )
+    mixup: float | None = option(None, "Mix two images, with shares of Beta(mixup, mixup).", gt=0)
     num_workers: int = option(0, "Processes that read batches; 0 reads in a thread.", "none", ge=0)
     allow_changed: bool = option(False, "Resume with data that have changed.", "none")
 
@@ -237,9 +235,7 @@ class DdpConfig(Section):
     batch_norm_group_size: int | None = option(
         None, "Neighbouring replicas that share statistics under sync; or all.", ge=1
     )
-    per_replica: list[str] = option(
-        [], "Collections, or classes of variables, of which each replica has its own."
-    )
+    per_replica: list[str] = option([], "Collections, or variable classes, that differ by replica.")
     state_reduction: dict[str, Literal["mean", "sum", "first"]] = option(
         {}, "By collection or class: how replicas agree on state made from their rows."
     )
@@ -249,7 +245,7 @@ class DdpConfig(Section):
         False, "Optimizer state and update split over the replicas (ZeRO 1).", "rounding"
     )
     logical_replicas: int | None = option(
-        None, "Replicas on which a step is defined: equal bits on any devices that divide it.", ge=1
+        None, "Replicas of which a step consists: equal bits on any devices that divide it.", ge=1
     )
     local_steps: LocalStepsConfig = Field(default_factory=LocalStepsConfig)
     max_grad_norm: float | None = option(None, "Clip the mean gradient to this.", gt=0)
@@ -267,12 +263,8 @@ class CheckpointConfig(Section):
         None, "Steps between checkpoints; the end is always saved.", "none", ge=1
     )
     keep: int = option(3, "Newest checkpoints to keep.", "none", ge=1)
-    keep_every_steps: int | None = option(
-        None, "Checkpoints of multiples of it are kept too.", "none", ge=1
-    )
-    best_metric: str | None = option(
-        None, "Metric of the evaluation whose best state is kept, in <run.dir>/best."
-    )
+    keep_every_steps: int | None = option(None, "Checkpoints of its multiples stay.", "none", ge=1)
+    best_metric: str | None = option(None, "Metric whose best state is kept, in <run.dir>/best.")
     best_mode: Literal["min", "max"] = option("min", "Which way it improves.")
     resume: Literal["auto", "never", "must"] = option(
         "auto", "Resume from the last checkpoint: if there is one, never, or only so.", "none"

@@ -118,7 +118,6 @@ class Job:
         assert self.data is not None, "build(config) has data unless told that it needs none"
         assert self.num_steps is not None, "where there are data, there are steps"
         config, batches = self.config, self.train_batches()
-        saving = config.checkpoint.model_dump(include={"keep", "keep_every_steps", "resume"})
         # Evaluation holds no gradients: rows of one micro-step fit wherever training fits.
         rows = max(1, config.data.global_batch_size // config.ddp.accumulate_steps)
         try:
@@ -136,7 +135,7 @@ class Job:
                 manifest=self._manifest(),
                 limits=Limits(**config.watchdog.model_dump()),
                 **config.train.model_dump(exclude={"num_steps", "num_epochs"}),
-                **saving,
+                **config.checkpoint.model_dump(include={"keep", "keep_every_steps", "resume"}),
             )
         finally:
             if isinstance(batches, WorkerBatches):

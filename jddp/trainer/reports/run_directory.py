@@ -31,9 +31,8 @@ Values = Mapping[str, Any]
 # Of one start, and not of the run: what they change is not reported.
 KEYS_OF_A_START = ("run.dir", "data.dir", "data.allow_changed", "checkpoint.resume")
 # A schedule without a length has that of the run: to give it that length changes nothing.
-LENGTH_KEYS = (
-    "optimizer.schedule.kwargs.decay_steps",
-    "optimizer.schedule.kwargs.transition_steps",
+LENGTH_KEYS = tuple(
+    f"optimizer.schedule.kwargs.{name}" for name in ("decay_steps", "transition_steps")
 )
 MISSING = object()
 log = logging.getLogger("jddp")
