@@ -31,7 +31,7 @@ from jax.flatten_util import ravel_pytree
 from step_time import Turn, compare, machine, stepping
 
 import jddp
-from jddp.inspection.fingerprint import uses_rng
+from jddp.trainer.fingerprint import uses_rng
 
 # step_time has put tests/ on the path.
 from models import GALLERY, Example  # isort: skip

@@ -15,7 +15,7 @@ from flax import nnx
 
 from jddp.engine.state import Inputs
 from jddp.engine.step import replica_step
-from jddp.inspection.fingerprint import uses_rng
+from jddp.trainer.fingerprint import uses_rng
 
 
 def mean_over_valid(values, mask):

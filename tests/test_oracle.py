@@ -14,7 +14,7 @@ from tiny import MLP, MODELS, NUM_CLASSES, ConvNet, loss_fn, make_batch
 
 import jddp
 from jddp.errors import UsageError
-from jddp.inspection.fingerprint import uses_rng
+from jddp.trainer.fingerprint import uses_rng
 from jddp.verify import main
 
 

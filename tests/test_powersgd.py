@@ -28,8 +28,8 @@ import jddp
 from jddp.checkpoint.checkpoints import Checkpoints
 from jddp.errors import ConfigError
 from jddp.inspection.collectives import collectives
-from jddp.inspection.fingerprint import uses_rng
 from jddp.inspection.hlo import read_program
+from jddp.trainer.fingerprint import uses_rng
 
 SIDES = 8, 6
 ANY_RATE = 1e-3  # A rate that every matrix reaches, however small.

@@ -17,8 +17,8 @@ from jddp.distributed.watchdog import Limits, Watchdog
 from jddp.engine.mesh import as_arrays
 from jddp.engine.state import TrainState
 from jddp.errors import ConfigError
-from jddp.inspection.fingerprint import fingerprint
 from jddp.trainer.callbacks import Callback
+from jddp.trainer.fingerprint import fingerprint
 from jddp.trainer.loop import Loop
 from jddp.trainer.out_of_memory import explained
 from jddp.trainer.plan import Plan

@@ -22,9 +22,9 @@ from jddp.distributed.stopping import StopSignals
 from jddp.distributed.watchdog import Watchdog
 from jddp.engine.state import TrainState, is_float
 from jddp.errors import FileSystemError, NumericsError, ReplicaMismatchError, UsageError
-from jddp.inspection.fingerprint import uses_rng
 from jddp.trainer.callbacks import Callback
 from jddp.trainer.clock import Clock
+from jddp.trainer.fingerprint import uses_rng
 from jddp.trainer.numerics import Numerics, Sent
 from jddp.trainer.plan import Plan
 from jddp.trainer.prefetch import Source

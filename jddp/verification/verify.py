@@ -23,10 +23,10 @@ from jddp.engine.mesh import as_arrays
 from jddp.engine.replicas import LogicalReplicas
 from jddp.engine.state import TrainState
 from jddp.errors import UsageError
-from jddp.inspection.fingerprint import fingerprint, uses_rng
 from jddp.jaxprs import dtypes
 from jddp.modules.metrics import weights_in
 from jddp.modules.rows import count_rows
+from jddp.trainer.fingerprint import fingerprint, uses_rng
 from jddp.typing import Batch, Grads, LossFn, Metrics, ModelState, PyTree
 from jddp.verification.compare import Comparison, Verification, compare, compare_moves
 from jddp.verification.findings import Evidence, explain
