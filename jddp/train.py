@@ -103,7 +103,7 @@ def _run(arguments: argparse.Namespace) -> int:
         print(dump_values(config.model_dump()), end="")
         return ExitCode.DONE
     if not arguments.dry_run:
-        from jddp.trainer.reports import RunDirectory
+        from jddp.trainer.reports.run_directory import RunDirectory
 
         RunDirectory(Path(config.run.dir or ""), is_writer=True).check_usable()
     _prepare_jax(is_dry_run=arguments.dry_run)

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from jddp.errors import ConfigError, DataError, FileSystemError
-from jddp.trainer.reports import MetricsFile, Progress, RunDirectory
 from jddp.trainer.reports.log_file import said
-from jddp.trainer.reports.progress import train_line
+from jddp.trainer.reports.metrics_file import MetricsFile
+from jddp.trainer.reports.progress import Progress, train_line
+from jddp.trainer.reports.run_directory import RunDirectory
 
 CONFIG = {"seed": 1, "run": {"dir": "a"}, "optimizer": {"learning_rate": 1e-3, "kwargs": {}}}
 MANIFEST = {"versions": {"jax": "0.10.2"}, "data": {"sha256": "f" * 64}, "world": (1, 8)}

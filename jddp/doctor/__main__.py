@@ -96,7 +96,7 @@ def _without_names(text: str) -> str:
 
 
 def _plot(table: list[Any], file: Path) -> None:
-    from jddp.trainer.reports import plot_bandwidth
+    from jddp.trainer.reports.curves import plot_bandwidth
 
     try:
         plot_bandwidth([(x.size, x.bandwidth) for x in table]).savefig(file)

@@ -32,7 +32,7 @@ from jddp.engine.state import TrainState
 from jddp.errors import ConfigError, DataError
 from jddp.job.parts import Parts, Schedule, resolve_parts
 from jddp.trainer.callbacks import Callback, KeepBest
-from jddp.trainer.reports import RunDirectory
+from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.run import Run
 from jddp.verification.verify import Verification, verify
 

@@ -23,13 +23,11 @@ from jddp.trainer.loop import Loop
 from jddp.trainer.out_of_memory import explained
 from jddp.trainer.plan import Plan
 from jddp.trainer.prefetch import Source
-from jddp.trainer.reports import RunDirectory
+from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.run import Run
 from jddp.typing import Batch, Batches
 
 LIMITS = Limits()
-
-__all__ = ["LIMITS", "Kept", "train"]
 
 
 class Kept(NamedTuple):

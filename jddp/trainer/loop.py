@@ -30,7 +30,7 @@ from jddp.trainer.plan import Plan
 from jddp.trainer.prefetch import Source
 from jddp.trainer.replica_check import Comparison
 from jddp.trainer.reporter import Reporter
-from jddp.trainer.reports import RunDirectory
+from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.resume_notes import changed_rate, changed_settings, differences
 from jddp.trainer.run import Run
 from jddp.trainer.saving import Saving

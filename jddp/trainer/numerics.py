@@ -21,7 +21,7 @@ from jddp.engine.guard import LEAST
 from jddp.engine.state import TrainState
 from jddp.errors import NumericsError
 from jddp.trainer.prefetch import Source
-from jddp.trainer.reports import write_evidence
+from jddp.trainer.reports.evidence import write_evidence
 from jddp.typing import Batch
 
 WAY_OUT = "Lower the learning rate, clip with max_grad_norm, or look at the data"

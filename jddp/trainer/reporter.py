@@ -14,7 +14,8 @@ from jddp.trainer.callbacks import Callback
 from jddp.trainer.clock import Clock
 from jddp.trainer.numerics import Numerics, Sent
 from jddp.trainer.plan import Plan
-from jddp.trainer.reports import Progress, RunDirectory
+from jddp.trainer.reports.progress import Progress
+from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.run import Run
 
 

@@ -12,7 +12,8 @@ from typing import Any
 from jddp.engine.state import TrainState
 from jddp.errors import ConfigError, UsageError
 from jddp.html import Shown
-from jddp.trainer.reports import is_metric, plot
+from jddp.trainer.reports.curves import plot
+from jddp.trainer.reports.progress import is_metric
 from jddp.typing import Batches, PyTree
 from jddp.zoo.losses import outputs
 

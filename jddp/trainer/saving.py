@@ -12,7 +12,7 @@ from jddp.distributed.coordination import gather
 from jddp.engine.state import TrainState, is_float
 from jddp.errors import ConfigError, Error, FileSystemError, NumericsError
 from jddp.trainer.plan import Plan
-from jddp.trainer.reports import RunDirectory
+from jddp.trainer.reports.run_directory import RunDirectory
 
 LATEST = "checkpoints"  # the folder of those to resume from; all others hold one each
 SECONDS = 2.0  # between the first and the last process that fail by the same mistake
