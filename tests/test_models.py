@@ -138,6 +138,18 @@ def test_attention_is_computed_by_what_was_named(name, monkeypatch):
         jax.eval_shape(model.clone(attention="flash").init, jax.random.key(0), inputs)
 
 
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_a_vit_with_remat_equals_the_plain_one(scan_layers):
+    model, inputs = TINY["vit"]
+    model = model.clone(scan_layers=scan_layers)
+    variables = jax.jit(model.init)(jax.random.key(0), inputs)
+
+    def gradients(model):
+        return jax.jit(jax.grad(lambda v: jnp.square(model.apply(v, inputs)).sum()))(variables)
+
+    assert_trees_close(gradients(model.clone(remat=True)), gradients(model))
+
+
 def test_gpt_does_not_see_the_future():
     model = tiny_gpt()
     variables = jax.jit(model.init)(jax.random.key(0), TOKENS)
