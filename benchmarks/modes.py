@@ -74,7 +74,7 @@ def job(name: str) -> Any:
 
 def moved(collective: Collective, num_devices: int) -> float:
     """Bytes that a ring moves into each device, and out of it, in the mean step."""
-    runs = 1 / EVERY if "meeting/" in collective.op_name else collective.num_runs or 1
+    runs = 1 / EVERY if "outer_step/" in collective.op_name else collective.num_runs or 1
     share = (num_devices - 1) / num_devices * collective.bytes * runs
     return 2 * share if collective.op == "all-reduce" else share
 
