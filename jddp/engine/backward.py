@@ -118,7 +118,8 @@ class OneBatch:
         scale = loss_scale(state)
         grads, found = run.backward(jnp.float32(scale))
         grads = _cast(jax.tree.map(run.finish, grads), state.params)
-        return self._local(state, Finished((grads, found)), run.sums, run.model_state, scale)
+        units = self.units(state.params, run.sums, scale)
+        return Local(Finished((grads, found)), run.sums, run.model_state, units)
 
     def with_micro_batches(self, num: int) -> "OneBatch":
         """Returns the same gradients, from another number of micro-batches."""
@@ -179,11 +180,6 @@ class OneBatch:
         """Rows, key and constants of the first micro-batch."""
         return inputs.rows, key, inputs.constants
 
-    def _local(
-        self, state: TrainState, grads: Gradients, sums: Sums, model_state: ModelState, scale: Any
-    ) -> Local:
-        return Local(grads, sums, model_state, self.units(state.params, sums, scale))
-
 
 class _Overlapped:
     overlaps = True
@@ -205,7 +201,7 @@ class OverlappedBatch(_Overlapped, OneBatch):
         num = len(jax.tree.leaves(state.params))
         backward = trace_backward(lambda one: run.backward(one * scale))
         grads = Running(backward, lambda i, x: run.finish(x) if i < num else x, num)
-        return self._local(state, grads, run.sums, run.model_state, scale)
+        return Local(grads, run.sums, run.model_state, self.units(state.params, run.sums, scale))
 
 
 class Accumulated(NamedTuple):
@@ -239,7 +235,8 @@ class MicroBatches(OneBatch):
         scale = loss_scale(state)
         total = self._accumulate(state, self._split(inputs, key), self.num, scale)
         grads = Finished((_cast(total.grads, state.params), total.found))
-        return self._local(state, grads, total.sums, total.model_state, scale)
+        units = self.units(state.params, total.sums, scale)
+        return Local(grads, total.sums, total.model_state, units)
 
     def _split(self, inputs: Inputs, key: Array) -> Callable[[Any], tuple[Batch, Array, PyTree]]:
         """From a number to rows, key and constants of that micro-batch."""
@@ -247,9 +244,8 @@ class MicroBatches(OneBatch):
         rows = jax.tree.map(lambda x: x.reshape(self.num, -1, *x.shape[1:]), inputs.rows)
 
         def take(i: Any) -> tuple[Batch, Array, PyTree]:
-            return *jax.tree.map(
-                lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), (rows, keys)
-            ), inputs.constants
+            part = functools.partial(lax.dynamic_index_in_dim, index=i, keepdims=False)
+            return *jax.tree.map(part, (rows, keys)), inputs.constants
 
         return take
 
@@ -300,7 +296,8 @@ class OverlappedMicroBatches(_Overlapped, MicroBatches):
 
         backward = trace_backward(lambda one: run.backward(one * scale))
         sums = jax.tree.map(jnp.add, total.sums, run.sums)
-        return self._local(state, Running(backward, finish, num), sums, run.model_state, scale)
+        units = self.units(state.params, sums, scale)
+        return Local(Running(backward, finish, num), sums, run.model_state, units)
 
 
 def choose_backward(

@@ -70,23 +70,25 @@ class ReplicatedOptimizer:
           view: What the replica holds of the mean gradient.
           value: Loss of the step, for optimizers that ask for it.
         """
-        new = self._updated(grads, state.params, state, value)
-        return self._kept(new, state, plan)
-
-    def _updated(
-        self, grads: Grads, params: Params, state: TrainState, value: Array
-    ) -> tuple[Params, OptState]:
+        before, grads = self._own(state.params), self._own_grads(grads, view)
         tx = optax.with_extra_args_support(self.tx)
-        updates, opt_state = tx.update(grads, state.opt_state, params, value=value)
-        return optax.apply_updates(params, updates), opt_state
-
-    def _kept(
-        self, new: tuple[Params, OptState], state: TrainState, plan: BucketPlan
-    ) -> tuple[Params, OptState]:
+        updates, opt_state = tx.update(grads, state.opt_state, before, value=value)
+        params = self._whole(optax.apply_updates(before, updates), state.params, plan)
         kept: tuple[Params, OptState] = self.unused(
-            new, (state.params, state.opt_state), new[0], plan
+            (params, opt_state), (state.params, state.opt_state), params, plan
         )
         return kept
+
+    def _own(self, params: Params) -> Params:
+        """What this replica updates of the parameters."""
+        return params
+
+    def _own_grads(self, grads: Grads, view: View) -> Grads:
+        return grads
+
+    def _whole(self, own: Params, before: Params, plan: BucketPlan) -> Params:
+        """The parameters, of what all replicas have updated."""
+        return own
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ class Zero1(ReplicatedOptimizer):
 
     def init(self, params: Params) -> OptState:
         """As `ReplicatedOptimizer.init`, of a shard."""
-        return super().init(self._shards(params))
+        return super().init(self._own(params))
 
     def layouts(self, params: Params) -> PyTree:
         """As `ReplicatedOptimizer.layouts`."""
@@ -124,18 +126,14 @@ class Zero1(ReplicatedOptimizer):
                 "skip_nonfinite=True."
             )
 
-    def update(
-        self, grads: Grads, state: TrainState, plan: BucketPlan, view: View, value: Array
-    ) -> tuple[Params, OptState]:
-        """As `ReplicatedOptimizer.update`."""
-        own, grads = self._shards(state.params), view.shards(grads)
-        shards, opt_state = self._updated(grads, own, state, value)
-        return self._kept(
-            (self.reduction.gather(shards, state.params, plan), opt_state), state, plan
-        )
-
-    def _shards(self, params: Params) -> Params:
+    def _own(self, params: Params) -> Params:
         return jax.tree.map(functools.partial(own_part, axis=self.reduction.axis), params)
+
+    def _own_grads(self, grads: Grads, view: View) -> Grads:
+        return view.shards(grads)
+
+    def _whole(self, own: Params, before: Params, plan: BucketPlan) -> Params:
+        return self.reduction.gather(own, before, plan)
 
 
 def choose_optimizer(
