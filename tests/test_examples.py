@@ -192,3 +192,28 @@ def test_a_student_learns_from_its_teacher_alone():
     ends = load("teacher_student")["main"](num_steps=60)
     assert ends["agrees"] > 0.8
     assert ends["teacher"] > ends["accuracy"] > 0.7
+
+
+def test_two_levels_give_the_mean_of_one_all_reduce(capsys):
+    one, two = load("two_level_all_reduce")["main"](num_steps=3)
+    # Sums of eight numbers in another order.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), one, two)
+    assert "reduce-scatter" in capsys.readouterr().out
+
+
+def test_a_streaming_step_averages_one_fragment_and_then_the_next():
+    batch = {"x": np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)}
+    batch["y"] = batch["x"][:, :2]
+    model = nn.Sequential([nn.Dense(5), nn.tanh, nn.Dense(2)])
+    streaming = load("streaming_averages")["StreamingSteps"](every=1)
+    options = {"loss_fn": squared_error, "optimizer": optax.sgd(0.1), "donate": False}
+    plain = jddp.DataParallel(model, **options)
+    ddp = jddp.DataParallel(model, **options, local_steps=streaming)
+    state, want = ddp.init(seed=0, batch=batch), plain.init(seed=0, batch=batch)
+    want = jax.tree.leaves(plain.step(want, batch)[0].params)
+    for averaged in (0, 1):
+        state, _ = ddp.step(state, batch)
+        for i, x in enumerate(map(np.asarray, jax.tree.leaves(state.params))):
+            assert (x == x[0]).all() == (i % 2 == averaged)
+            if i % 2 == averaged == 0:  # one step from the common start: plain SGD, to rounding
+                np.testing.assert_allclose(x[0], want[i], rtol=1e-5, atol=1e-7)
