@@ -69,7 +69,7 @@ def test_every_file_and_every_array_is_held_against_its_digest(run, capsys):
     path, _ = run
     assert main(["verify", str(path)]) == 0
     assert [line.split(maxsplit=1) for line in told(capsys)] == [
-        [step, "every file and every array is what was saved"] for step in ("1", "3")
+        [step, "all files and arrays are as they were saved"] for step in ("1", "3")
     ]
     described = json.loads((path / "checkpoints" / "1" / "arrays.json").read_text())
     described["opt_state/1/rng_key"]["digest"] = "00000000"
@@ -79,10 +79,10 @@ def test_every_file_and_every_array_is_held_against_its_digest(run, capsys):
     (path / "checkpoints" / "3" / "state" / "_METADATA").unlink()
     assert main(["verify", str(path)]) == 74
     captured = capsys.readouterr()
-    assert "opt_state/1/rng_key is read as another array than was saved" in captured.out
+    assert "opt_state/1/rng_key is not the array that was saved" in captured.out
     assert "state/_METADATA is missing" in captured.out
     assert captured.err.startswith("jddp: ")
-    assert "2 cannot be trusted" in captured.err
+    assert "2 damaged" in captured.err
 
 
 def test_a_model_is_exported_for_other_programs(run, tmp_path, capsys):
@@ -119,14 +119,18 @@ def test_what_was_exported_as_a_whole_comes_back_to_the_bit(run, tmp_path, suffi
 @pytest.mark.parametrize(
     "arguments, code, message",
     [
-        (["export", "run", "x.npz"], 2, "says no format. Let it end in .safetensors or .msgpack"),
+        (
+            ["export", "run", "x.npz"],
+            2,
+            "has no known format. Let it end in .safetensors or .msgpack",
+        ),
         (["export", "run", "there.msgpack"], 74, "cannot be written: File exists"),
         (["export", "run", "x.msgpack", "--step", "2"], 74, "cannot be read"),
         (["export", "nowhere", "x.msgpack"], 2, "nowhere holds no checkpoints"),
         (["import", "there.msgpack", "again"], 65, "is no export of a checkpoint"),
         (["import", "foreign.safetensors", "again"], 65, "is no export of a checkpoint"),
         (["import", "nowhere.msgpack", "again"], 74, "cannot be read: No such file"),
-        (["import", "there.npz", "again"], 2, "says no format"),
+        (["import", "there.npz", "again"], 2, "has no known format"),
         (["list", "nowhere"], 2, "nowhere holds no checkpoints. Name a run directory"),
     ],
 )

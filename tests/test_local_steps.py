@@ -477,7 +477,7 @@ def test_an_explanation_tells_what_travels_when():
     # Loss and count each step; twenty-five parameters each sixteenth; four bytes each.
     assert told.bytes_per_step == 4 * (2 + 25 / 16)
     text = " ".join(str(told).split())
-    assert "In each of the first 100 steps gradients travel, as many bytes." in text
+    assert "Each of the first 100 steps sends gradients, as many bytes." in text
     assert (
         "Replicas synchronize every 16 steps. Differences of parameters then are 9.54e-05 MiB"
         in text

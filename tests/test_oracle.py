@@ -156,10 +156,10 @@ class OwnNorm(nn.Module):
 
 
 WRONG = {
-    "a sum": ({"loss": a_sum}, "is a sum over its rows: over all 8 shares it is 8 times"),
+    "a sum": ({"loss": a_sum}, "is a sum over its rows: over the whole batch it is 8 times"),
     "a mean under a mask": (
         {"loss": a_mean_under_a_mask, "batch": make_batch(masked=True)},
-        "replicas weigh alike however much their rows weigh",
+        "replicas count alike whatever the weights of their rows",
     ),
     "local statistics": (
         {"model": ConvNet(), "batch_norm": "local"},
@@ -168,9 +168,9 @@ WRONG = {
     "broadcast statistics": ({"model": ConvNet(), "batch_norm": "broadcast"}, "'broadcast': each"),
     "own statistics": (
         {"model": OwnNorm(), "state_reduction": {"running": "mean"}},
-        "state_reduction: a layer that normalises .* its own",
+        "state_reduction: a layer that normalises .* that of its replica",
     ),
-    "rows that meet": ({"loss": rows_against_rows}, "Rows meet in the loss"),
+    "coupled examples": ({"loss": rows_against_rows}, "The loss couples examples"),
     "the replica": ({"loss": asks_for_the_replica}, r"which replica it runs on \(lax.axis_index\)"),
 }
 
@@ -181,7 +181,7 @@ def test_what_is_not_one_device_is_found_and_named(given, message):
     assert not report.passed
     (finding,) = report.findings
     assert re.search(message, finding), report
-    assert "<- apart" in str(report)
+    assert "<- differs" in str(report)
 
 
 def test_the_worst_leaf_is_named():
@@ -209,7 +209,7 @@ def test_a_key_that_is_always_the_same_is_found():
         return losses + jax.random.normal(jax.random.key(0), losses.shape)
 
     report = verified(loss=loss)
-    assert "with a key of its own" in report.findings[0]
+    assert "not from the key of the step" in report.findings[0]
 
 
 def test_gradients_that_are_no_numbers_are_never_the_same():
@@ -224,7 +224,7 @@ def test_gradients_that_are_no_numbers_are_never_the_same():
     "options, message",
     [
         ({"mesh": 1}, "there is one"),
-        ({"batch_norm_group_size": 2}, "no single device has such"),
+        ({"batch_norm_group_size": 2}, "a single device does not have"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(options, message):

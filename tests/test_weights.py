@@ -118,7 +118,7 @@ def test_half_precision_in_a_file_becomes_what_the_model_has(tmp_path):
         ("absent.safetensors", None, FileSystemError, "is not there"),
         ("w.safetensors", b"nonsense", DataError, "holds no weights"),
         ("w.msgpack", b"\xc1nonsense", DataError, "holds no weights"),
-        ("w.pickle", b"", ConfigError, "says no format"),
+        ("w.pickle", b"", ConfigError, "has no known format"),
     ],
 )
 def test_a_file_that_holds_no_weights_is_one_line(tmp_path, name, content, error, message):
@@ -149,7 +149,7 @@ def test_a_part_is_taken_and_the_rest_is_made_with_a_report(caplog):
         "Dense_0/bias ((4,) given, (7,) here)",
         "Dense_0/kernel ((4, 4) given, (4, 7) here)",
     )
-    assert str(loaded).startswith("5 of 7 arrays are as given. Made anew: Dense_0/bias")
+    assert str(loaded).startswith("5 of 7 arrays are as given. Initialized: Dense_0/bias")
     assert str(loaded) in caplog.text
     begun, _ = wider.step(begun, make_batch())
     assert int(begun.step) == 1

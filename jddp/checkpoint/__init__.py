@@ -1,1 +1,1 @@
-"""Checkpoints: everything that a run needs to go on, and the proof that it is what was written."""
+"""Checkpoints: the complete state of a run for resumption, with digests that prove it unchanged."""

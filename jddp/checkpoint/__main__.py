@@ -1,4 +1,4 @@
-"""`python -m jddp.checkpoint list | verify | export | import`: look after checkpoints."""
+"""`python -m jddp.checkpoint list | verify | export | import`: manages checkpoints."""
 
 import argparse
 import os
@@ -17,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def run() -> None:
         arguments = _parser().parse_args(argv)
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")  # Nothing here is worth waking a GPU for.
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")  # Nothing here needs a GPU.
         arguments.command(arguments)
 
     return enter(run)
@@ -31,14 +31,14 @@ def _parser() -> Parser:
         command.set_defaults(command=run)
         add = command.add_argument
         if name == "import":
-            add("file", type=expand, help="what export wrote")
-            add("directory", type=expand, help="of checkpoints, such as RUN/checkpoints")
+            add("file", type=expand, help="a file that export has written")
+            add("directory", type=expand, help="directory of checkpoints, such as RUN/checkpoints")
             continue
         add("run", type=expand, help="a run directory, or one of checkpoints")
         if name == "export":
-            add("file", type=expand, help="made anew: *.safetensors or *.msgpack")
-            add("--step", type=int, help="which; the newest that can be trusted")
-            add("--all", action="store_true", help="the whole state, not the model's values alone")
+            add("file", type=expand, help="a new file: *.safetensors or *.msgpack")
+            add("--step", type=int, help="step of the checkpoint (the newest that is valid)")
+            add("--all", action="store_true", help="the whole state, not only the model's values")
     return parser
 
 
@@ -57,11 +57,9 @@ def _verify(arguments: argparse.Namespace) -> None:
     for step in finished(directory):
         damage = find_any_damage(directory / str(step))
         num_damaged += damage is not None
-        print(f"{step:>12}  {damage or 'every file and every array is what was saved'}")
+        print(f"{step:>12}  {damage or 'all files and arrays are as they were saved'}")
     if num_damaged:
-        raise FileSystemError(
-            f"{directory}: {num_damaged} cannot be trusted. A run sets them aside."
-        )
+        raise FileSystemError(f"{directory}: {num_damaged} damaged. A run sets them aside.")
 
 
 def _export(arguments: argparse.Namespace) -> None:
@@ -81,14 +79,14 @@ def _import(arguments: argparse.Namespace) -> None:
     from jddp.checkpoint.export import import_file
 
     step = import_file(arguments.file, arguments.directory)
-    print(f"{arguments.directory / str(step)} is a checkpoint of what {arguments.file} holds")
+    print(f"{arguments.directory / str(step)} is a checkpoint with the arrays of {arguments.file}")
 
 
 COMMANDS = {
-    "list": (_list, "tell the checkpoints of a run"),
-    "verify": (_verify, "hold every file and every array against its digest"),
+    "list": (_list, "list the checkpoints of a run"),
+    "verify": (_verify, "compare every file and every array with its digest"),
     "export": (_export, "write the values of a model into one file"),
-    "import": (_import, "make a checkpoint of such a file"),
+    "import": (_import, "make a checkpoint from such a file"),
 }
 
 

@@ -1,9 +1,9 @@
-"""What a checkpoint says of its arrays: for each path its shape, dtype, digest and layout.
+"""The description of a checkpoint's arrays: for each path its shape, dtype, digest and layout.
 
     describe(tree, found, layouts)  # {"params/Dense_0/kernel": {"shape": [16, 4], ...}}
 
-In the file a layout is "replicated", {"per_replica": "mean"} (or "sum", "reset": what becomes of it
-on another number of replicas) or {"sharded": [16, 4]} (the whole shape). Format 1 has none.
+In the file a layout is "replicated", {"per_replica": "mean"} (or "sum", "reset": its rule for
+another number of replicas) or {"sharded": [16, 4]} (the whole shape). Format 1 has none.
 """
 
 import functools
@@ -45,8 +45,8 @@ def describe(tree: PyTree, found: Any, layouts: Layouts) -> Described:
 
     Args:
       tree: Arrays, or their shapes and shardings.
-      found: The digests that `jddp.engine.digest` found.
-      layouts: By path; none of what lay in a checkpoint of format 1.
+      found: Digests from `jddp.engine.digest`.
+      layouts: Layouts by path; empty for a checkpoint of format 1.
     """
     words = as_words(found, tree)
     return {
@@ -56,7 +56,7 @@ def describe(tree: PyTree, found: Any, layouts: Layouts) -> Described:
 
 
 def layouts_in(described: Described) -> Layouts:
-    """The layouts that a checkpoint has recorded; none if it is of format 1."""
+    """The layouts that a checkpoint has recorded; empty if it is of format 1."""
     found = {name: about["layout"] for name, about in described.items()}
     return {} if None in found.values() else found
 
@@ -108,36 +108,41 @@ def _is_shape(dims: Sequence[Any]) -> bool:
 
 
 def as_saved(words: Any, dtype: str) -> Any:
-    """An array of a dtype in `describe`'s words, from the numbers that orbax reads without it."""
+    """An array of a dtype named as by `describe`, from the numbers that orbax reads without it."""
     impl = _key_impls().get(dtype)
     return words if impl is None else jax.random.wrap_key_data(words, impl=impl)
 
 
 @functools.cache
 def _key_impls() -> dict[str, str]:
-    """How random keys are made, by what JAX calls their dtype."""
+    """The implementations of PRNG keys, by the names of their dtypes."""
     return {str(jax.random.key(0, impl=impl).dtype): impl for impl in KEY_IMPLS}
 
 
 def _form(shape: Sequence[int], dtype: Any, layout: Layout) -> str:
-    """What an array is on a single device, in words: alike on any number of them."""
-    own = f" per replica ({layout.on_resize})" if isinstance(layout, PerReplica) else ""
-    return f"{layout.one_device_shape(tuple(shape))} {dtype}{own}"
+    """Shape and dtype of an array on a single device, the same for any number of devices."""
+    rule = f" per replica ({layout.on_resize})" if isinstance(layout, PerReplica) else ""
+    return f"{layout.one_device_shape(tuple(shape))} {dtype}{rule}"
 
 
 def difference(
-    described: Described, wanted: Mapping[str, Any], lie: Layouts, here: Layouts, *, most: int = 20
+    described: Described,
+    wanted: Mapping[str, Any],
+    recorded: Layouts,
+    here: Layouts,
+    *,
+    most: int = 20,
 ) -> str:
     """A tree of the paths at which two sets of arrays differ on a device; empty if they do not.
 
     Args:
-      described: Of the checkpoint.
+      described: Description of the checkpoint.
       wanted: Arrays of the program.
-      lie: Layouts of the checkpoint.
+      recorded: Layouts of the checkpoint.
       here: Layouts of the program.
       most: Number of paths that are shown, those of parameters first.
     """
-    saved = {n: _form(x["shape"], x["dtype"], lie[n]) for n, x in described.items()}
+    saved = {n: _form(x["shape"], x["dtype"], recorded[n]) for n, x in described.items()}
     own = {n: _form(x.shape, x.dtype, here[n]) for n, x in wanted.items()}
     names = sorted({*saved, *own}, key=lambda name: (not name.startswith("params"), name))
     differ = [name for name in names if saved.get(name) != own.get(name)]

@@ -1,20 +1,20 @@
-"""Checkpoints: everything that a run needs to go on, and the proof that it is what was written.
+"""Checkpoints: the complete state of a run for resumption, with digests that prove it unchanged.
 
     checkpoints = Checkpoints(directory, keep=3)
     checkpoints.save(step, state, {"position": 10})
-    found = checkpoints.restore(like=state)  # the newest whose digests hold, or None
+    found = checkpoints.restore(like=state)  # the newest with valid digests, or None
     checkpoints.close()                      # waits for what is still being written
 
 A checkpoint is a folder with the step as its name:
 
     state/          the arrays, written by orbax
     arrays.json     shape, dtype, digest and layout of each: see `arrays`
-    run.json        what goes beside them: step, position in the data, metrics, config, versions
-    SHA256SUMS      of every other file; `sha256sum --check` understands it
+    run.json        run data: step, position in the data, metrics, config, versions
+    SHA256SUMS      digests of all other files, for `sha256sum --check` too
 
-Every process calls `save` and `restore`. What is split over the processes is written by its
-owners, all else by process 0. A checkpoint gets its name once all of it has been read back and is
-on the disk. One whose digests do not hold is set aside, never removed, and the one before is used.
+Every process calls `save` and `restore`. Arrays that are split over the processes are written by
+their owners, all else by process 0. A checkpoint gets its name once all of it has been read back
+and is on the disk. One with a wrong digest is set aside, never removed, and the one before is used.
 """
 
 import logging
@@ -43,16 +43,16 @@ from jddp.typing import PyTree
 
 log = logging.getLogger("jddp")
 
-SEEN_SECONDS = 60.0  # in which a shared file system shows all hosts what is there
+SEEN_SECONDS = 60.0  # in which a shared file system shows a new file to all hosts
 
 
 class Restored(NamedTuple):
-    """What a checkpoint gives back.
+    """The contents of a checkpoint.
 
     Attributes:
-      step: Finished optimizer steps.
+      step: Number of finished optimizer steps.
       state: The training state, on the devices.
-      beside: What was saved beside it.
+      beside: The run data.
     """
 
     step: int
@@ -64,9 +64,9 @@ class Checkpoints:
     """The numbered checkpoints in one directory.
 
     Args:
-      directory: Made if it is not there.
-      keep: How many of the newest stay.
-      keep_every: Multiples of this many steps stay too.
+      directory: Directory of the checkpoints; made if it is missing.
+      keep: Number of the newest checkpoints that stay.
+      keep_every: Interval in steps; checkpoints at its multiples stay too.
 
     Raises:
       FileSystemError: If the directory cannot be made or written.
@@ -80,13 +80,13 @@ class Checkpoints:
             self._writer = Writer(self._directory, Keep(keep, keep_every))
             if jax.process_index() == 0:
                 folders.remove_unfinished(self._directory)
-                (self._directory / "0.new").mkdir()  # so that what cannot be written is found now
+                (self._directory / "0.new").mkdir()  # finds now whether it can be written
                 (self._directory / "0.new").rmdir()
         except OSError as error:
             raise self._cannot("be opened for checkpoints", error) from error
 
     def steps(self) -> list[int]:
-        """Those that are there, sound or not, in order.
+        """The steps of all checkpoints, damaged ones included, in order.
 
         Raises:
           FileSystemError: If the directory cannot be read.
@@ -101,31 +101,31 @@ class Checkpoints:
     ) -> None:
         """Copies the state off the devices, and writes it in the background.
 
-        What the file system refuses is logged, and costs this checkpoint only: those before it
-        stay, and the next is tried again. `close` raises it if the last one failed.
+        An error of the file system is logged, and loses only this checkpoint: those before it stay,
+        and the next is tried. `close` raises the error if the last one failed.
 
         Args:
-          step: Finished optimizer steps; nothing is done if it was saved or restored last, and the
-            run was as much "stopped" as now.
+          step: Number of finished optimizer steps; nothing is done if it was saved or restored
+            last, with the same value of "stopped".
           state: The training state.
-          beside: What goes beside it, as JSON.
-          layouts: Of its leaves; None where all are replicated.
+          beside: The run data, as JSON.
+          layouts: Layouts of its leaves; None where all are replicated.
         """
         if (now := (step, beside.get("stopped"))) != self._last:
             self._writer.start(step, by_path(state), beside, _layouts_of(state, layouts))
             self._last = now
 
     def restore(self, like: TrainState, layouts: TrainState | None = None) -> Restored | None:
-        """Reads the newest checkpoint whose digests hold onto the devices; None if there is none.
+        """Reads the newest checkpoint with valid digests onto the devices; None if there is none.
 
         Args:
-          like: A state of the structure, shapes and shardings to restore to; only read.
-          layouts: Of its leaves; None where all are replicated. The state may come from another
-            number of replicas, and its optimizer may have been sharded or not: see `resize`.
+          like: State with the structure, shapes and shardings to restore to; not changed.
+          layouts: Layouts of its leaves; None where all are replicated. The checkpoint may be of
+            another number of replicas, and its optimizer sharded or not: see `resize`.
 
         Raises:
           ConfigError: If the checkpoint is of another model or optimizer than `like`.
-          FileSystemError: If there are checkpoints, and none of them can be trusted or read.
+          FileSystemError: If there are checkpoints, but none is valid and readable.
         """
         self._writer.wait()
         there = self.steps()
@@ -135,13 +135,14 @@ class Checkpoints:
                 return restored
         if there:
             raise FileSystemError(
-                f"{self._directory} holds checkpoints, but none that can be trusted: they are now "
-                "*.damaged. Put back a sound copy, or choose another run.dir to start anew."
+                f"{self._directory} holds checkpoints, but all are damaged: they are now "
+                "*.damaged. Put back an undamaged copy, or choose another run.dir to start from "
+                "step 0."
             )
         return None
 
     def _newest_sound(self) -> int | None:
-        """The newest step whose files are what was written; those that are not are set aside."""
+        """The newest step with undamaged files; damaged checkpoints are set aside."""
         sound = ""
         if jax.process_index() == 0:
             for step in reversed(self.steps()):
@@ -161,8 +162,8 @@ class Checkpoints:
         while not path.exists():
             if time.monotonic() > until:
                 raise FileSystemError(
-                    f"Process 0 sees {path}, and process {jax.process_index()} does not. All "
-                    "processes need the same run.dir, on a file system that they share."
+                    f"Process 0 has {path}, and process {jax.process_index()} does not. All "
+                    "processes need the same run.dir, on a shared file system."
                 )
             time.sleep(0.1)
 
@@ -173,12 +174,10 @@ class Checkpoints:
             aside = folders.set_aside(self._directory, step)
         except OSError as error:
             raise self._cannot(f"have its damaged step {step} set aside", error) from error
-        log.error(
-            "The checkpoint of step %d cannot be trusted: %s. It is now %s.", step, damage, aside
-        )
+        log.error("The checkpoint of step %d is damaged: %s. It is now %s.", step, damage, aside)
 
     def _read(self, step: int, like: TrainState, layouts: TrainState | None) -> Restored | None:
-        """Reads one; or sets it aside, and returns None, if an array is not what was saved."""
+        """Reads one; or sets it aside, and returns None, if an array has changed."""
         folder, wanted = self._directory / str(step), by_path(like)
         here = _layouts_of(like, layouts)
         try:
@@ -186,45 +185,47 @@ class Checkpoints:
             recorded = layouts_in(described)
             like_one = {n: (x, x.one_device_shape(wanted[n].shape)) for n, x in here.items()}
             saved_by = beside.get("world", {}).get("num_devices", 1)
-            lie = recorded or guess_layouts(described, like_one, saved_by)
-            if differ := difference(described, wanted, lie, here):
+            layouts_there = recorded or guess_layouts(described, like_one, saved_by)
+            if differ := difference(described, wanted, layouts_there, here):
                 raise ConfigError(
                     f"{self._directory} holds, at step {step}, another model, optimizer or mesh. "
-                    f"Choose another run.dir, or what it was saved from:\n{differ}"
+                    f"Choose another run.dir, or the job that it was saved from:\n{differ}"
                 )
-            target = {n: to_read(described[n]["shape"], lie[n], x) for n, x in wanted.items()}
+            target = {
+                n: to_read(described[n]["shape"], layouts_there[n], x) for n, x in wanted.items()
+            }
             arrays = _restore(folder / "state", target)
         except (ConfigError, FileSystemError):
             raise
-        except Exception as error:  # orbax raises all kinds over files that are not its own
+        except Exception as error:  # orbax raises anything for foreign files
             raise self._cannot(f"be read at step {step}", error) from error
         for name, found in describe(arrays, np.asarray(digests(arrays)), recorded).items():
             if found != described[name]:
-                self._set_aside(step, f"{name} is read as another array than was saved")
+                self._set_aside(step, f"{name} is not the array that was saved")
                 return None
         if (other := find_other_step(folder, beside.pop("step", arrays["step"]))) is not None:
             self._set_aside(step, other)
             return None
-        leaves = [on_this_mesh(arrays[name], x, lie[name]) for name, x in wanted.items()]
+        leaves = [on_this_mesh(arrays[n], x, layouts_there[n]) for n, x in wanted.items()]
         return Restored(step, jax.tree.unflatten(jax.tree.structure(like), leaves), beside)
 
     def wait(self) -> None:
-        """Waits until what was saved is written.
+        """Waits until the last checkpoint is written.
 
         Raises:
-          FileSystemError: If the last checkpoint could not be.
+          FileSystemError: If it could not be written.
         """
         self._writer.wait()
         if self._writer.failure is not None:
             raise self._writer.failure
 
     def close(self) -> None:
-        """Waits as `wait` does, and lets go of what writing needs."""
+        """Waits as `wait` does, and frees the writer's resources."""
         self._writer.close()
         self.wait()
 
     def _cannot(self, done: str, error: BaseException) -> FileSystemError:
-        """What orbax, TensorStore or the file system raised, in one line."""
+        """An error of orbax, TensorStore or the file system, in one line."""
         return FileSystemError(f"{self._directory} cannot {done}: {first_line(error)}")
 
 
@@ -242,10 +243,10 @@ def _restore(folder: Path, target: PyTree) -> PyTree:
 
 
 def _is_worth_showing(record: logging.LogRecord) -> bool:
-    # An exception of orbax's own is raised where it is saved or read, and told in one line.
+    # Exceptions of orbax are raised where it saves or reads, and reported in one line.
     is_error = record.levelno >= logging.ERROR and not record.exc_info
     return is_error or "orbax" not in Path(record.pathname).parts
 
 
-# Orbax tells absl's log some hundred times a checkpoint what it does; a run has its own lines.
+# Orbax writes some hundred lines a checkpoint to absl's log; a run has its own lines.
 logging.getLogger("absl").addFilter(_is_worth_showing)

@@ -1,11 +1,11 @@
 """The sha256 of every file in a folder, in a list that makes the folder a checkpoint.
 
     seal(folder)               # reads every file back, and makes all of it last
-    find_damage(folder)        # what is wrong, or None
+    find_damage(folder)        # the first damaged file, or None
 
-The list is in the form of `sha256sum`, so that `sha256sum --check SHA256SUMS` checks it too. It
-needs no digest of its own: the files there must be the files listed, so that whatever bit of it
-flips, something does not fit.
+The list is in the form of `sha256sum`, so that `sha256sum --check SHA256SUMS` checks it too. The
+list itself needs no digest: the files in the folder must be the files listed, so that any flipped
+bit of the list is found.
 """
 
 import concurrent.futures
@@ -35,7 +35,7 @@ def seal(folder: Path) -> None:
 
 
 def find_damage(folder: Path) -> str | None:
-    """Says what is wrong with a folder: the first file that is not what was written."""
+    """Describes the first file of a folder that is not as it was written; None if there is none."""
     try:
         text = (folder / NAME).read_bytes().decode()
         lines = _LINE.findall(text)
@@ -50,12 +50,12 @@ def find_damage(folder: Path) -> str | None:
         return str(error)
     for name, digest in listed.items():
         if found[name] != digest:
-            return f"{name} has another digest than {NAME} says"
+            return f"{name} has another digest than in {NAME}"
     return None
 
 
 def sync_directory(path: Path) -> None:
-    """Makes what has been made, renamed or removed in a directory last."""
+    """Writes the entries of a directory to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

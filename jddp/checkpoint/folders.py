@@ -1,8 +1,8 @@
-"""The names in a directory of checkpoints, and which of them stay.
+"""The names in a directory of checkpoints, and which checkpoints stay.
 
-`1200` is a finished checkpoint, whole before it got this name. `1300.new` is being written, or was
-when the process died; `1100.old` is being removed. `1000.damaged` is one whose digests did not
-hold, and nobody removes it.
+`1200` is a finished checkpoint, complete before it got this name. `1300.new` is being written, or
+was when the process ended; `1100.old` is being removed. `1000.damaged` had a wrong digest, and is
+never removed.
 """
 
 import os
@@ -13,32 +13,32 @@ from pathlib import Path
 
 from jddp.checkpoint.checksums import sync_directory
 
-_STEP = re.compile(r"0|[1-9][0-9]*")  # no other spelling, such as 030, is a name of jddp's own
+_STEP = re.compile(r"0|[1-9][0-9]*")  # no other spelling, such as 030, is a name of a checkpoint
 _UNFINISHED = re.compile(rf"({_STEP.pattern})\.(new|old)")
 
 
 def finished(directory: Path) -> list[int]:
-    """The steps of the checkpoints that are there, sound or not, in order."""
+    """The steps of all checkpoints, damaged ones included, in order."""
     names = (entry.name for entry in os.scandir(directory) if entry.is_dir(follow_symlinks=False))
     return sorted(int(name) for name in names if _STEP.fullmatch(name))
 
 
 def surplus(steps: Collection[int], *, keep: int, keep_every: int | None) -> list[int]:
-    """Which steps may go: all but the newest `keep`, and the multiples of `keep_every`."""
+    """Steps to remove: all but the newest `keep`, and the multiples of `keep_every`."""
     return [step for step in sorted(steps)[:-keep] if keep_every is None or step % keep_every != 0]
 
 
 def commit(directory: Path, step: int) -> None:
-    """Gives what has been sealed as `<step>.new` its name, in the place of what may have it."""
+    """Renames the sealed `<step>.new` to `<step>`, in place of a checkpoint of that name."""
     there = directory / str(step)
-    if there.exists():  # of a life of the run that went on from an older checkpoint
+    if there.exists():  # from before the run resumed from an older checkpoint
         remove(directory, step)
     os.rename(directory / f"{step}.new", there)
     sync_directory(directory)
 
 
 def remove(directory: Path, step: int) -> None:
-    """Removes a checkpoint, so that it is there as a whole or not at all."""
+    """Removes a checkpoint atomically."""
     old = directory / f"{step}.old"
     os.rename(directory / str(step), old)
     sync_directory(directory)
@@ -46,14 +46,14 @@ def remove(directory: Path, step: int) -> None:
 
 
 def remove_unfinished(directory: Path) -> None:
-    """Removes what a process that died was writing or removing."""
+    """Removes the checkpoints that an ended process was writing or removing."""
     for entry in os.scandir(directory):
         if _UNFINISHED.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
             shutil.rmtree(entry.path)
 
 
 def set_aside(directory: Path, step: int) -> Path:
-    """Takes a damaged checkpoint out of the way, and returns where it is now."""
+    """Renames a damaged checkpoint, and returns its new path."""
     number, aside = 0, directory / f"{step}.damaged"
     while aside.exists():
         number += 1

@@ -1,6 +1,6 @@
-"""Checkpoints of format 1, whose `arrays.json` does not say how an array lies: it is guessed.
+"""Checkpoints of format 1, whose `arrays.json` has no layouts: they are guessed from shapes.
 
-Nothing else guesses. Written up to November 2026; once nobody has such checkpoints, this goes.
+Format 1 was written up to November 2026; this module is removed once no such checkpoints are left.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,13 +17,13 @@ from jddp.typing import PyTree
 def guess_layouts(
     described: Described, like: Mapping[str, tuple[Layout, Shape]], num_replicas: int
 ) -> Layouts:
-    """How the arrays of a checkpoint probably lie.
+    """The likely layouts of the arrays of a checkpoint.
 
     Args:
-      described: What it says of them.
-      like: Layout, and shape on a single device, of each array of the program that reads; none
+      described: Description of the arrays.
+      like: Layout, and shape on a single device, of each array of the program that reads; empty
         where there is no program.
-      num_replicas: Those that saved it.
+      num_replicas: Number of replicas that saved the checkpoint.
     """
     shapes = {name: tuple(about["shape"]) for name, about in described.items()}
 
@@ -32,7 +32,7 @@ def guess_layouts(
         layout, whole = like.get(name, (Replicated(), shape))
         if layout.is_per_replica and shape and shape[1:] == whole:
             return layout
-        # Under `local_steps` replicas have in common what has a dim less than what each has.
+        # Under `local_steps` the outer parameters lack the replica dim of each replica's own.
         outer = shapes.get(f"comm_state/outer/params/{path}")
         if field in ("params", "ema_params") and shape and shape[1:] == outer:
             return PerReplica()
@@ -43,5 +43,5 @@ def guess_layouts(
 
 
 def merge_by_model(state: PyTree, keeps_own: Callable[[Any, Any], bool]) -> PyTree:
-    """Averages the rows of what each replica keeps of the other state, which a model knows."""
+    """Averages the rows of per-replica leaves of the model's state, which the model knows."""
     return jax.tree.map(merged, state, own_layouts(state, keeps_own))

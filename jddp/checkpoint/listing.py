@@ -1,4 +1,4 @@
-"""What lies in a directory of checkpoints, and whether it is what was written."""
+"""Lists the checkpoints of a directory, and checks their files and arrays."""
 
 import json
 from pathlib import Path
@@ -27,11 +27,11 @@ def directory_of(path: Path) -> Path:
 
 def lines(directory: Path) -> list[str]:
     """A line for each checkpoint, those that were set aside included: step, size, loss."""
-    told = []
+    found = []
     for folder in sorted(directory.iterdir(), key=_order):
         size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-        told.append(f"{folder.name:>12}  {size / 2**20:10.1f} MiB  {_metrics(folder)}".rstrip())
-    return told
+        found.append(f"{folder.name:>12}  {size / 2**20:10.1f} MiB  {_metrics(folder)}".rstrip())
+    return found
 
 
 def _order(folder: Path) -> tuple[int, str]:
@@ -50,7 +50,7 @@ def _metrics(folder: Path) -> str:
 
 
 def find_any_damage(folder: Path) -> str | None:
-    """Says what is wrong with a checkpoint: a file, or an array that is not what was saved."""
+    """Describes the first file or array of a checkpoint that has changed; None if there is none."""
     try:
         if (fault := find_fault(folder)) is not None:
             return fault
@@ -60,5 +60,5 @@ def find_any_damage(folder: Path) -> str | None:
     found = describe(arrays, np.asarray(digests(arrays)), layouts_in(described))
     differ = [name for name in {**described, **found} if described.get(name) != found.get(name)]
     if differ:
-        return f"{differ[0]} is read as another array than was saved"
+        return f"{differ[0]} is not the array that was saved"
     return find_other_step(folder, arrays.get("step"))

@@ -1,10 +1,10 @@
-"""Read parts of a checkpoint as host arrays, without the program that wrote it.
+"""Reads parts of a checkpoint as host arrays, without the program that wrote it.
 
     values = read_newest(run_dir / "checkpoints", ["params", "model_state"])
 
-Restoring a state to go on training needs a state to restore to. To look at a finished run it is
-enough to have the values: any number of devices will do, the optimizer's state is not read, nothing
-that the run named is called, and nothing is written: a damaged checkpoint is passed over.
+Restoring a state to resume training needs a state of the same structure. To examine a finished run
+the values are enough: on any number of devices, without the optimizer's state. No code that the
+run names is called, and nothing is written: damaged checkpoints are skipped.
 """
 
 import json
@@ -28,7 +28,7 @@ from jddp.typing import PyTree
 
 
 def read_newest(directory: Path, fields: Sequence[str]) -> dict[str, PyTree]:
-    """Returns fields of the newest state in `directory` whose digests hold.
+    """Returns fields of the newest state in `directory` with valid digests.
 
     Raises:
       FileSystemError: If there is no such checkpoint, or it cannot be read.
@@ -39,8 +39,8 @@ def read_newest(directory: Path, fields: Sequence[str]) -> dict[str, PyTree]:
 def read_values(folder: Path, fields: Sequence[str]) -> dict[str, PyTree]:
     """Returns fields of the state in one checkpoint as they are evaluated.
 
-    What each replica has of its own, parameters under `local_steps` or statistics, is averaged. A
-    checkpoint of format 1 does not say which statistics are.
+    Per-replica arrays, parameters under `local_steps` or statistics, are averaged. A checkpoint of
+    format 1 does not record which statistics are per replica.
 
     Raises:
       FileSystemError: If it cannot be read.
@@ -52,7 +52,7 @@ def read_values(folder: Path, fields: Sequence[str]) -> dict[str, PyTree]:
 
 
 def newest_sound(directory: Path) -> int:
-    """The newest step whose files are what was written.
+    """The newest step with undamaged files.
 
     Raises:
       FileSystemError: If there is none.
@@ -67,12 +67,12 @@ def newest_sound(directory: Path) -> int:
         damage = find_fault(directory / str(step))
         if damage is None:
             return step
-        logging.getLogger("jddp").error("%s is passed over: %s.", directory / str(step), damage)
-    raise FileSystemError(f"{directory} holds no checkpoint that can be trusted.")
+        logging.getLogger("jddp").error("%s is skipped: %s.", directory / str(step), damage)
+    raise FileSystemError(f"{directory} holds no undamaged checkpoint.")
 
 
 def find_fault(folder: Path) -> str | None:
-    """Says why a checkpoint cannot be trusted: a damaged file, or the number of another step.
+    """Describes the damage of a checkpoint: a changed file, or the number of another step.
 
     Older versions did not write the step into `run.json`: their folders pass here, and are compared
     with the array of that name where all arrays are read.
@@ -85,7 +85,7 @@ def find_fault(folder: Path) -> str | None:
 
 
 def find_other_step(folder: Path, step: Any) -> str | None:
-    """Says that a folder has the number of another step than it was saved as, if it has."""
+    """Describes that a checkpoint was saved as another step than its folder's; None if not."""
     is_other = step is not None and str(step) != folder.name
     return f"it was saved as step {step}" if is_other else None
 
@@ -93,11 +93,11 @@ def find_other_step(folder: Path, step: Any) -> str | None:
 def read(folder: Path, fields: Sequence[str] | None = None) -> dict[str, PyTree]:
     """Returns fields of the state in one checkpoint, as nested dicts of numpy arrays.
 
-    All keys of these dicts are strings, also where the state had numbers; random keys are JAX's.
+    All keys of these dicts are strings, also where the state had numbers; PRNG keys are JAX's.
 
     Args:
-      folder: Of the checkpoint.
-      fields: Of the state; None for all.
+      folder: Folder of the checkpoint.
+      fields: Fields of the state; None for all.
 
     Raises:
       FileSystemError: If it cannot be read.
@@ -113,17 +113,17 @@ def read(folder: Path, fields: Sequence[str] | None = None) -> dict[str, PyTree]
         arrays = handler.restore(state, args=arguments)
         leaves = {name: as_saved(arrays[name], described[name]["dtype"]) for name in chosen}
         return {field: {} for field in fields or ()} | nested(leaves)
-    except Exception as error:  # orbax raises all kinds over files that are not its own
+    except Exception as error:  # orbax raises anything for foreign files
         raise FileSystemError(f"{state} cannot be read: {first_line(error)}") from error
     finally:
         handler.close()
 
 
 def read_described(folder: Path) -> Described:
-    """What a checkpoint says of its arrays, as `arrays.describe` has said it.
+    """The description of a checkpoint's arrays, as `arrays.describe` made it.
 
     Raises:
-      FileSystemError: If it says something else.
+      FileSystemError: If the file holds something else.
     """
     path = folder / "arrays.json"
     try:

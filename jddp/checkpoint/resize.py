@@ -1,8 +1,8 @@
-"""A state that was saved by one number of replicas, and goes on on another.
+"""Fits a state that was saved by one number of replicas to another.
 
-What is replicated or split by rows does not care. What each replica has of its own is a row for
-each of them, and on another number of replicas begins with what its layout says. An optimizer's
-state may be whole or in shards, and what was saved as one goes on as the other.
+Replicated arrays stay as they are. Per-replica arrays have a row for each replica, and on another
+number of replicas begin with the mean, a part of the sum or a reset, as their layout says. An
+optimizer's state may be whole or sharded, and is converted.
 """
 
 import functools
@@ -19,7 +19,7 @@ from jddp.engine.state import Layout, PerReplica, Shape, merged
 
 
 def to_read(shape: Sequence[int], layout: Layout, want: Any) -> jax.ShapeDtypeStruct:
-    """What to read of an array that was saved in a shape and layout, perhaps on another mesh."""
+    """Shape and sharding to read an array in, which may have been saved on another mesh."""
     mesh, sharding = want.sharding.mesh, want.sharding
     if tuple(shape) != want.shape:
         fits = not layout.is_per_replica and shape and shape[0] % mesh.size == 0
@@ -28,7 +28,7 @@ def to_read(shape: Sequence[int], layout: Layout, want: Any) -> jax.ShapeDtypeSt
 
 
 def on_this_mesh(x: jax.Array, want: jax.Array, layout: Layout) -> jax.Array:
-    """Gives an array that lay in a layout the form that is wanted here."""
+    """Converts an array that was saved in a layout to the shape and sharding wanted here."""
     if x.shape == want.shape or layout == PerReplica("reset"):
         return x if x.shape == want.shape else want
     if not layout.is_per_replica:
@@ -41,7 +41,7 @@ def on_this_mesh(x: jax.Array, want: jax.Array, layout: Layout) -> jax.Array:
 
 @functools.lru_cache(maxsize=64)
 def _cut_again(size: int, shape: Shape, sharding: NamedSharding) -> Any:
-    """From an array of `size` elements, whole or in shards, to one whose rest is zero."""
+    """Converts an array of `size` elements, whole or sharded, to a shape padded with zeros."""
 
     def again(x: jax.Array) -> jax.Array:
         flat = x.ravel()[:size]

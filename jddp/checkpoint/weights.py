@@ -1,10 +1,10 @@
-"""Weights to start from: a file or folder becomes a tree, and a tree is fitted to a model.
+"""Initial weights: reads a tree from a file or folder, and fits it to a model.
 
     tree = read_weights(Path("weights.safetensors"))
-    params, told = fit_weights(tree, model_params, partial=True)
+    params, loaded = fit_weights(tree, model_params, partial=True)
 
-Taken are safetensors, Flax's msgpack, the checkpoints of a run of jddp's, and any other folder that
-orbax has written. All of them hold numbers and names, and no code.
+Accepted are safetensors, Flax's msgpack, the checkpoints of a run, and any other folder that orbax
+has written. All of them hold numbers and names, and no code.
 """
 
 import dataclasses
@@ -13,11 +13,10 @@ from pathlib import Path
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-import safetensors.flax
 from etils import epath
-from flax import serialization
 
 from jddp.checkpoint.arrays import by_path, nested
+from jddp.checkpoint.formats import FORMATS
 from jddp.checkpoint.listing import directory_of
 from jddp.checkpoint.reader import read_newest
 from jddp.checkpoint.writer import first_line
@@ -28,43 +27,36 @@ from jddp.typing import PyTree
 def read_weights(path: Path) -> PyTree:
     """The arrays in a file or folder, as nested dicts by the parts of their names.
 
-    Names are taken apart at "/", or where there is none at ".". Of a run it is the parameters and
-    the model's other state, in its newest checkpoint whose digests hold.
+    Names are split at "/", or where none has one at ".". From a run the parameters and the model's
+    other state are read, from its newest checkpoint with valid digests.
 
     Raises:
-      ConfigError: If the path is of no kind that is known.
-      DataError: If it is damaged, or something else.
+      ConfigError: If the format is unknown.
+      DataError: If the file is damaged, or holds something else.
       FileSystemError: If it cannot be read.
     """
     if not path.exists():
         raise FileSystemError(f"{path} is not there.")
     if path.is_dir() and not (path / "_METADATA").exists():
         return read_newest(directory_of(path), ["params", "model_state"])
-    readers = {".safetensors": _read_safetensors, ".msgpack": _read_msgpack}
-    read = _read_orbax if path.is_dir() else readers.get(path.suffix)
-    if read is None:
+    if not (path.is_dir() or path.suffix in FORMATS):
         raise ConfigError(
-            f"{path} says no format. Weights are read from .safetensors, .msgpack, a run "
+            f"{path} has no known format. Weights are read from {', '.join(FORMATS)}, a run "
             "directory, or a folder that orbax has written."
         )
     try:
-        return read(path)
+        return _read_orbax(path) if path.is_dir() else _read_file(path)
     except OSError as error:
         raise FileSystemError(f"{path} cannot be read: {first_line(error)}") from error
-    except Exception as error:  # of a parser that is given anything
+    except Exception as error:  # parsers raise anything for foreign files
         raise DataError(f"{path} holds no weights: {first_line(error)}") from error
 
 
-def _read_safetensors(path: Path) -> PyTree:
-    arrays = safetensors.flax.load_file(path)
-    mark = "/" if any("/" in name for name in arrays) else "."
-    return nested({name.replace(mark, "/"): np.asarray(x) for name, x in arrays.items()})
-
-
-def _read_msgpack(path: Path) -> PyTree:
-    tree = serialization.msgpack_restore(path.read_bytes())
-    # `export` has put a text of its own beside the arrays.
-    return nested({name: x for name, x in by_path(tree).items() if hasattr(x, "dtype")})
+def _read_file(path: Path) -> PyTree:
+    arrays, _ = FORMATS[path.suffix].unpack(path.read_bytes())
+    separator = "/" if any("/" in name for name in arrays) else "."
+    found = {name: x for name, x in arrays.items() if hasattr(x, "dtype")}
+    return nested({name.replace(separator, "/"): x for name, x in found.items()})
 
 
 def _read_orbax(path: Path) -> PyTree:
@@ -80,12 +72,12 @@ def _read_orbax(path: Path) -> PyTree:
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """What became of given weights, by path.
+    """The use of given weights, by path.
 
     Attributes:
-      taken: Those that the model now has.
-      made: What the model has and was not given, with the shapes where they differ.
-      unused: What was given and the model does not have.
+      taken: Weights that the model now has.
+      made: Weights of the model that were not given, with the shapes where they differ.
+      unused: Given weights that the model does not have.
     """
 
     taken: tuple[str, ...]
@@ -93,26 +85,26 @@ class Loaded:
     unused: tuple[str, ...]
 
     def __add__(self, other: "Loaded") -> "Loaded":
-        """Of two trees together."""
+        """The use of two trees together."""
         return Loaded(self.taken + other.taken, self.made + other.made, self.unused + other.unused)
 
     def __str__(self) -> str:
-        """In a sentence or three."""
-        told = f"{len(self.taken)} of {len(self.taken) + len(self.made)} arrays are as given."
-        told += f" Made anew: {', '.join(self.made)}." * bool(self.made)
-        return told + f" Not used: {', '.join(self.unused)}." * bool(self.unused)
+        """One to three sentences."""
+        text = f"{len(self.taken)} of {len(self.taken) + len(self.made)} arrays are as given."
+        text += f" Initialized: {', '.join(self.made)}." * bool(self.made)
+        return text + f" Not used: {', '.join(self.unused)}." * bool(self.unused)
 
 
 def fit_weights(given: PyTree, wanted: PyTree, *, partial: bool) -> tuple[PyTree, Loaded]:
-    """Gives each place of a model the array of its path.
+    """Gives each leaf of a model the array of its path.
 
     Args:
-      given: A tree of arrays.
-      wanted: What the model has; where `partial`, with values.
-      partial: Whether the model keeps its own where it is given none, or one of another shape.
+      given: Tree of arrays.
+      wanted: Tree of the model; where `partial`, with values.
+      partial: Whether the model keeps its own leaf where none is given, or one of another shape.
 
     Returns:
-      A tree of the structure of `wanted`, and what became of what was given.
+      A tree of the structure of `wanted`, and the use of the given weights.
 
     Raises:
       ConfigError: If the two differ in a path or shape, and it is not `partial`.
@@ -136,5 +128,5 @@ def fit_weights(given: PyTree, wanted: PyTree, *, partial: bool) -> tuple[PyTree
         for name in own
         if name not in taken
     ]
-    told = Loaded(tuple(taken), tuple(made), tuple(unused))
-    return jax.tree.unflatten(jax.tree.structure(wanted), values), told
+    loaded = Loaded(tuple(taken), tuple(made), tuple(unused))
+    return jax.tree.unflatten(jax.tree.structure(wanted), values), loaded

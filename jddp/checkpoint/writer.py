@@ -1,10 +1,10 @@
-"""Write one checkpoint in the background, on all processes together.
+"""Writes checkpoints in the background, on all processes together.
 
     copy off the devices ─► write ─► all have written? ─► seal ─► name ─► remove what is surplus
-    (the loop waits)        (each its own)                (process 0)
+    (the loop waits)        (each its part)               (process 0)
 
-If any process cannot write its part, none of it becomes a checkpoint, all learn why, and what was
-saved before stays.
+If any process cannot write its part, no checkpoint is made, all get the reason, and earlier
+checkpoints stay.
 """
 
 import asyncio
@@ -38,8 +38,8 @@ Arrays = Mapping[str, jax.Array]
 log = logging.getLogger("jddp")
 
 SECONDS = 1800.0  # that a process may take to write its part
-LEAST_BYTES = 2**18  # of the files of a checkpoint without its arrays, about
-FILE_BYTES = 2**26  # of a file of arrays, about: several are digested at the same time
+LEAST_BYTES = 2**18  # approximate size of a checkpoint without its arrays
+FILE_BYTES = 2**26  # approximate size of a file of arrays: several are digested at the same time
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,11 @@ class Writer:
     """Writes checkpoints one after the other.
 
     Args:
-      directory: Where; it is there.
-      keep: What is to stay.
+      directory: Existing directory of the checkpoints.
+      keep: Checkpoints that stay.
 
     Attributes:
-      failure: Why the last checkpoint could not be written; None if it could.
+      failure: Error of the last checkpoint; None if it was written.
     """
 
     def __init__(self, directory: Path, keep: Keep) -> None:
@@ -68,16 +68,16 @@ class Writer:
         self._handler = ocp.PyTreeCheckpointHandler()
         self._thread: threading.Thread | None = None
         self._bug: BaseException | None = None
-        self._told = ""  # the kind of the last failure, until a checkpoint is written
+        self._reported = ""  # the kind of the last failure, until a checkpoint is written
 
     def start(self, step: int, arrays: Arrays, beside: Mapping[str, Any], layouts: Layouts) -> None:
-        """Waits for the checkpoint before, and for the copy off the devices; no longer.
+        """Waits for the checkpoint before, and for the copy off the devices, but not for writing.
 
         Args:
-          step: Finished optimizer steps.
-          arrays: By their paths, on the devices; they may be given away afterwards.
-          beside: What goes beside them, as JSON.
-          layouts: Of each; none of what lay in a checkpoint of format 1.
+          step: Number of finished optimizer steps.
+          arrays: Arrays by their paths, on the devices; they may be donated afterwards.
+          beside: The run data, as JSON.
+          layouts: Layouts by path; empty for a checkpoint of format 1.
         """
         self.wait()
         text = json.dumps({**beside, "step": step}) + "\n"
@@ -85,7 +85,7 @@ class Writer:
         failure: Exception | None = None
         parts: list[Any] = []
         try:
-            # A run directory that was moved is not made again, here or by what was being written.
+            # A run directory that was moved is not made again.
             if not os.path.samestat(os.stat(self._directory.parent), self._above):
                 raise OSError(f"{self._directory.parent} is another directory than at the start")
             self._directory.mkdir(mode=0o700, exist_ok=True)
@@ -100,14 +100,14 @@ class Writer:
             try:
                 reason = first_line(_wait_for(parts, failure))
                 self.failure = self._finish(step, reason, saved, text)
-            except BaseException as error:  # which `wait` raises, where somebody can see it
+            except BaseException as error:  # which `wait` raises in the main thread
                 self._bug = error
 
         self._thread = threading.Thread(target=finish, name=f"jddp-save-{step}")
         self._thread.start()
 
     def wait(self) -> None:
-        """Waits until what was started is a checkpoint, or has failed."""
+        """Waits until the started checkpoint is written, or has failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -116,7 +116,7 @@ class Writer:
             raise bug
 
     def close(self) -> None:
-        """Waits, and lets go of what writing needs."""
+        """Waits, and frees orbax's resources."""
         self.wait()
         self._handler.close()
 
@@ -124,9 +124,9 @@ class Writer:
         return self._directory / f"{step}.new"
 
     def _copy(self, folder: Path, arrays: PyTree) -> list[Any]:
-        """Copies arrays to the host, and returns the writing that has begun."""
+        """Copies arrays to the host, and returns the futures of writing them."""
         arguments = ocp.args.PyTreeSave(arrays, ocdbt_target_data_file_size=FILE_BYTES)
-        with concurrent.futures.ThreadPoolExecutor(1) as pool:  # A notebook runs a loop of its own.
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:  # A notebook runs its own loop.
             begun = pool.submit(
                 lambda: asyncio.run(self._handler.async_save(epath.Path(folder), args=arguments))
             )
@@ -135,16 +135,16 @@ class Writer:
     def _finish(
         self, step: int, reason: str, saved: tuple[PyTree, jax.Array, Layouts], beside: str
     ) -> FileSystemError | None:
-        """Makes a checkpoint of what all have written; returns why, if it cannot be.
+        """Makes a checkpoint of the written parts; returns the error if it cannot.
 
         Raises:
-          ReplicaMismatchError: If replicas differ, which all processes see alike.
+          ReplicaMismatchError: On all processes, if replicas differ.
         """
         shapes, found, layouts = saved
         rows = np.asarray(found)
-        told = find_divergence(rows, shapes)
-        if told is not None:
-            raise ReplicaMismatchError(f"Step {step} is not saved: {told}.")
+        divergence = find_divergence(rows, shapes)
+        if divergence is not None:
+            raise ReplicaMismatchError(f"Step {step} is not saved: {divergence}.")
         votes = gather(f"save/{step}", reason, timeout_seconds=SECONDS)
         reason = next((f"process {i}: {vote}" for i, vote in enumerate(votes) if vote), "")
         if jax.process_index() == 0:
@@ -157,12 +157,11 @@ class Writer:
                 shutil.rmtree(self._folder(step), ignore_errors=True)
         reason = from_first(f"saved/{step}", reason, timeout_seconds=SECONDS)
         kind = re.split("[\"'/]", reason)[0]  # without names of files, which differ each time
-        is_new, self._told = kind != self._told, kind
+        is_new, self._reported = kind != self._reported, kind
         if not reason:
             return None
         failure = FileSystemError(
-            f"{self._directory}: step {step} cannot be saved: {reason}. What was saved before is "
-            "still there."
+            f"{self._directory}: step {step} cannot be saved: {reason}. Earlier checkpoints stay."
         )
         log.log(logging.ERROR if is_new else logging.DEBUG, "%s", failure)
         return failure
@@ -180,7 +179,7 @@ class Writer:
 
 
 def _refuse_full(folder: Path, arrays: Arrays) -> None:
-    """Finds a disk that is full before orbax does, whose threads would print a traceback each."""
+    """Raises for a full disk before orbax does, whose threads would print a traceback each."""
     room = os.statvfs(folder)
     free = room.f_frsize * (room.f_bavail if os.geteuid() else room.f_bfree)
     # Half of the arrays' size: they may be written smaller than they are.
@@ -190,14 +189,14 @@ def _refuse_full(folder: Path, arrays: Arrays) -> None:
 
 
 def first_line(error: BaseException | None) -> str:
-    """What orbax, TensorStore or the file system say, in one line; nothing for no error."""
+    """The message of orbax, TensorStore or the file system in one line; empty for no error."""
     if error is None:
         return ""
     return next(iter(str(error).strip().splitlines()), repr(error))
 
 
 def _wait_for(parts: list[Any], failure: Exception | None) -> Exception | None:
-    """Waits until all parts are written; returns what the first failed with."""
+    """Waits until all parts are written; returns the first error."""
     for part in parts:
         try:
             part.result()

@@ -1,1 +1,1 @@
-"""Reads a compiled step: what it sends, what memory it needs, norms of each layer."""
+"""Reads a compiled step: its collectives, its memory, and norms of each layer."""

@@ -1,4 +1,4 @@
-"""The largest arrays that a compiled program makes, and what of the traced step they come from."""
+"""The largest arrays that a compiled program makes, and the operations that they come from."""
 
 import re
 from collections.abc import Iterator
@@ -6,17 +6,17 @@ from dataclasses import dataclass
 
 from jddp.inspection.hlo import Computation, Program, Shape
 
-_OP_NAME = re.compile(r'op_name="(?:jit\([^)]*\)/)?(?:shard_map/)?([^"]*)"')
+_PREFIX = re.compile(r"(?:jit\([^)]*\)/)?(?:shard_map/)?")
 _MAKE_NOTHING = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call"}
 
 
 @dataclass(frozen=True)
 class Array:
-    """An array that has a place in memory of its own.
+    """An array with its own memory.
 
     Attributes:
       shape: Its dtype and dims.
-      origin: The layer and operation that it was made for, as JAX names them.
+      origin: Layer and operation that made it, by JAX's names.
     """
 
     shape: Shape
@@ -42,9 +42,8 @@ def largest_arrays(program: Program, most: int = 3) -> tuple[Array, ...]:
 def _made_in(program: Program, computation: Computation) -> Iterator[Array]:
     for instruction in computation.instructions:
         if instruction.op not in _MAKE_NOTHING:
-            found = _OP_NAME.search(instruction.attributes)
-            for shape in instruction.shapes:
-                yield Array(shape, found[1] if found else "")
-        if instruction.op in ("while", "call", "conditional"):  # a fusion makes its results alone
+            origin = _PREFIX.sub("", instruction.op_name, count=1)
+            yield from (Array(shape, origin) for shape in instruction.shapes)
+        if instruction.op in ("while", "call", "conditional"):  # a fusion makes only its results
             for name in instruction.runs:
                 yield from _made_in(program, program.computations[name])

@@ -1,4 +1,4 @@
-"""Find what a compiled program communicates.
+"""Finds the collectives of a compiled program.
 
     for collective in collectives(read_program(text)):
         print(collective.op, collective.bytes, collective.is_async)
@@ -9,7 +9,6 @@ fusion that holds the collective; a part of an ordinary fusion; any of these in 
 """
 
 import dataclasses
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -24,7 +23,6 @@ _COLLECTIVES = (
     "ragged-all-to-all",
     "reduce-scatter",
 )
-_OP_NAME = re.compile(r'op_name="([^"]*)"')
 
 
 @dataclass(frozen=True)
@@ -32,16 +30,16 @@ class Collective:
     """One exchange between devices.
 
     Attributes:
-      name: Of the instruction.
-      op_name: What of the traced step it came from, such as "jit(step)/shard_map/bucket_0/psum"; of
-        several that the compiler has merged, one.
-      op: "all-reduce", "all-gather", "reduce-scatter", ...
-      dtypes: Dtypes of the arrays that travel, each once, in order.
-      num_elements: Of all these arrays. What is gathered or scattered counts whole.
-      bytes: Of all these arrays.
+      name: Name of the instruction.
+      op_name: Operation of the traced step that it came from, such as
+        "jit(step)/shard_map/bucket_0/psum"; of several that the compiler has merged, one.
+      op: Name of the collective: "all-reduce", "all-gather", "reduce-scatter", ...
+      dtypes: Dtypes of the arrays that are sent, each once, in order.
+      num_elements: Elements of all these arrays, as they are before a scatter or after a gather.
+      bytes: Bytes of all these arrays.
       is_async: Whether other instructions can run while it does.
-      is_in_loop: Whether it stands in the body of a loop.
-      num_runs: How often it runs in all; None if the compiler does not say, as in a branch.
+      is_in_loop: Whether it is in the body of a loop.
+      num_runs: Number of times it runs in all; None if the compiler does not know, as in a branch.
     """
 
     name: str
@@ -63,7 +61,7 @@ def collectives(program: Program) -> tuple[Collective, ...]:
 def collectives_of(
     program: Program, computation: Computation, *instructions: Instruction
 ) -> Iterator[Collective]:
-    """Yields what some instructions of `computation` exchange, also in what they run."""
+    """Yields the collectives of some instructions, and of the computations that they run."""
     for instruction in instructions:
         kind = instruction.op.removesuffix("-start")
         if kind in _COLLECTIVES:
@@ -75,7 +73,7 @@ def collectives_of(
 
 
 def _payload(computation: Computation, instruction: Instruction) -> tuple[Shape, ...]:
-    """The arrays that go in, or those that come out if they are larger: what travels, whole."""
+    """The operands, or the results if they are larger: the whole arrays that are sent."""
     given = tuple(s for x in computation.operands(instruction) for s in x.shapes)
     results = instruction.shapes
     if len(results) > len(given):  # The start of a pair holds its operands, results and more.
@@ -84,10 +82,9 @@ def _payload(computation: Computation, instruction: Instruction) -> tuple[Shape,
 
 
 def _read_collective(op: str, payload: tuple[Shape, ...], instruction: Instruction) -> Collective:
-    op_name = _OP_NAME.search(instruction.attributes)
     return Collective(
         name=instruction.name,
-        op_name=op_name[1] if op_name else "",
+        op_name=instruction.op_name,
         op=op,
         dtypes=tuple(dict.fromkeys(shape.dtype for shape in payload)),
         num_elements=sum(shape.size for shape in payload),
@@ -97,7 +94,7 @@ def _read_collective(op: str, payload: tuple[Shape, ...], instruction: Instructi
 
 
 def _as_part_of(instruction: Instruction, found: Collective) -> Collective:
-    """What was found in a computation that `instruction` runs, seen from outside."""
+    """A collective of a computation that `instruction` runs, as part of that instruction."""
     return dataclasses.replace(
         found,
         is_async=found.is_async or _is_async(instruction),
@@ -107,7 +104,7 @@ def _as_part_of(instruction: Instruction, found: Collective) -> Collective:
 
 
 def _times(instruction: Instruction, num_runs: int | None) -> int | None:
-    """How often something runs that runs `num_runs` times whenever `instruction` does."""
+    """The number of runs in all of a collective that runs `num_runs` times per instruction."""
     if instruction.op == "conditional":
         return None
     if instruction.op != "while" or num_runs is None:

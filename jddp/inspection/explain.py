@@ -1,9 +1,9 @@
-"""What a step sends, in words: the plan, and the collectives of the program that came of it.
+"""Describes what a step sends: the plan, and the collectives of its compiled program.
 
     print(ddp.explain(batch))      # text in a terminal, HTML in a notebook
     ddp.stats()                    # DDP's logging data, as a dict
 
-This room reads plans and programs. What it times, it times alone.
+This module reads plans and programs; it times the reduction without the rest of the step.
 """
 
 import dataclasses
@@ -35,14 +35,14 @@ SENT = (GRADIENTS, PARAMETERS)
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Explanation(Shown):
-    """What a compiled step sends; `str` of it is made for a terminal of 80 columns.
+    """The communication of a compiled step; `str` of it is made for a terminal of 80 columns.
 
     Attributes:
       plan: The buckets.
-      num_devices: On which the step runs.
+      num_devices: Number of devices on which the step runs.
       platform: Their hardware.
       compiled: The collectives of the compiled program, in its order.
-      local_steps: When replicas synchronize, if not in each step.
+      local_steps: How often replicas synchronize, if not in each step.
     """
 
     plan: BucketPlan
@@ -53,9 +53,9 @@ class Explanation(Shown):
 
     @property
     def bytes_per_step(self) -> float:
-        """Bytes of all that is compiled to travel, in the mean step; under `local_steps` a later.
+        """Bytes that a step sends on average; under `local_steps` after the plain first ones.
 
-        Each array counts once, whatever a network makes of it.
+        Each array counts once, whatever the algorithm of the network.
         """
         return sum(x.bytes * self._runs(x) for x in self.compiled)
 
@@ -65,7 +65,7 @@ class Explanation(Shown):
         return collective.num_runs or 1
 
     def __repr__(self) -> str:
-        """The plan, what was compiled, and what it depends on."""
+        """The plan, the compiled collectives, and a summary."""
         rows: dict[tuple[str, ...], list[Collective]] = {}
         for collective in self.compiled:
             rows.setdefault(_row(collective), []).append(collective)
@@ -88,12 +88,12 @@ class Explanation(Shown):
         into = f"{ring} MiB into and out of each."
         if local is None:
             return [f"Gradients of an optimizer step are {moves}", into]
-        plain = f"In each of the first {local.start} steps gradients travel, as many bytes."
+        plain = f"Each of the first {local.start} steps sends gradients, as many bytes."
         return [
             *[plain] * bool(local.start),
             f"Replicas synchronize every {local.every} steps. Differences of parameters then are",
             f"{moves} {into}",
-            "With what travels in each step that is "
+            "With the collectives of every step that is "
             f"{in_mebibytes(self.bytes_per_step)} MiB a step on average.",
         ]
 
@@ -121,7 +121,7 @@ def _row(collective: Collective) -> tuple[str, ...]:
 
 
 def _purpose(collective: Collective) -> str:
-    """From the names that the step gives to what it sends."""
+    """The purpose of a collective, from the name scopes of the step."""
     if "outer_step/" in collective.op_name:
         return PARAMETERS
     if re.search(r"\bbucket_\d+/", collective.op_name):
@@ -129,7 +129,7 @@ def _purpose(collective: Collective) -> str:
     if "parameters/" in collective.op_name:
         return "parameters, updated"
     if "metrics/" in collective.op_name:
-        # XLA joins what is of one kind: here a layer's sums with those of the loss.
+        # XLA merges collectives of one kind: here a layer's sums with those of the loss.
         is_joined = "transpose(" in collective.op_name or "BatchNorm" in collective.op_name
         return f"metrics; the model, {_direction(collective)}" if is_joined else "loss and metrics"
     return f"the model, {_direction(collective)}"
@@ -140,7 +140,7 @@ def _direction(collective: Collective) -> str:
 
 
 def logging_data(plan: BucketPlan, spec: Step, mesh: Mesh, calls: Calls) -> dict[str, Any]:
-    """What DDP's `_get_ddp_logging_data` tells, under its names where the thing is the same."""
+    """The fields of DDP's `_get_ddp_logging_data`, under its names where they mean the same."""
     reduction = spec.reduction
     return {
         "world_size": mesh.size,
@@ -168,7 +168,7 @@ def logging_data(plan: BucketPlan, spec: Step, mesh: Mesh, calls: Calls) -> dict
 def measure(
     compiled: tuple[Collective, ...], plan: BucketPlan, spec: Step, mesh: Mesh, params: Any
 ) -> dict[str, Any]:
-    """What only a compiled step, or a clock, can tell.
+    """Counts the collectives of a compiled step, and times its reduction.
 
     Args:
       compiled: The collectives of the step.
@@ -180,7 +180,7 @@ def measure(
     reduction = spec.reduction
 
     def replica() -> Any:
-        # Differing by replica, or the compiler would know the mean.
+        # Different values on each replica, or the compiler would compute the mean in advance.
         own = lax.axis_index(spec.axis)
         grads = jax.tree.map(lambda x: (jnp.zeros(x.shape) + own).astype(x.dtype), params)
         return reduction(Finished(grads), reduction.hook.init(plan), plan)[0]

@@ -1,4 +1,4 @@
-"""Read the text of a compiled program: computations, and the instructions that they run in order.
+"""Reads the text of a compiled program: computations, and their instructions in order.
 
     program = read_program(jitted.lower(*arguments).compile().as_text())
     for instruction in program.entry.instructions:
@@ -26,6 +26,7 @@ _RUNS = re.compile(
 _TO_APPLY = re.compile(r", to_apply=%?([\w.\-]+)")
 _BODY = re.compile(r", body=%?([\w.\-]+)")
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
 
 
 @dataclass(frozen=True)
@@ -52,10 +53,10 @@ class Instruction:
 
     Attributes:
       name: Its name, which other instructions use.
-      op: What it does: "fusion", "all-reduce-start", ...
+      op: Name of its operation: "fusion", "all-reduce-start", ...
       shapes: Its results: one array, or all arrays of a tuple, however nested.
       operands: Names of the instructions that it reads.
-      number: Of a parameter, its position; else None.
+      number: Position of a parameter; None for other instructions.
       runs: Names of the computations that it runs as they stand: those of a fusion, a call, a loop
         or a branch, but not the sum that a reduction applies.
       attributes: The text behind the operands.
@@ -77,6 +78,12 @@ class Instruction:
         return sum(shape.bytes for shape in self.shapes)
 
     @property
+    def op_name(self) -> str:
+        """Operation of the traced program that it came from, such as "jit(step)/add"; or empty."""
+        found = _OP_NAME.search(self.attributes)
+        return found[1] if found else ""
+
+    @property
     def body(self) -> str | None:
         """Of a loop, the computation that it repeats."""
         found = _BODY.search(self.attributes)
@@ -84,7 +91,7 @@ class Instruction:
 
     @property
     def trip_count(self) -> int | None:
-        """Of a loop, how often it runs, where the compiler has found that out."""
+        """Of a loop, its number of iterations, where the compiler knows it."""
         found = _TRIP_COUNT.search(self.attributes)
         return int(found[1]) if found else None
 

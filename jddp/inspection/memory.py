@@ -1,9 +1,9 @@
-"""What a step needs of each device's memory, as the compiler has laid it out.
+"""Memory that a step needs on each device, as the compiler has assigned it.
 
     print(ddp.memory(batch).total)
 
-What less work at once would bring is reckoned: activations go with the rows that are in work, the
-rest does not.
+The memory of smaller batches is estimated: activations are proportional to the rows that are
+computed at once, the rest is not.
 """
 
 import math
@@ -26,16 +26,16 @@ FIELDS = ("parameters", "gradients", "optimizer", "other_state", "batch", "tempo
 
 @dataclass(frozen=True, repr=False)
 class Memory(Shown):
-    """Bytes of one device while a step runs, and how many there are.
+    """Bytes that a step uses on one device, and the device's memory.
 
     Attributes:
-      parameters: With their moving average, if there is one.
-      gradients: One for each parameter.
-      optimizer: The optimizer's state.
-      other_state: Batch statistics and the like.
-      batch: The rows of one device.
-      temporaries: Everything else that the compiler asks for: activations above all.
-      limit: What the device has.
+      parameters: Bytes of the parameters and their moving average, if there is one.
+      gradients: Bytes of the gradients.
+      optimizer: Bytes of the optimizer's state.
+      other_state: Bytes of batch statistics and the like.
+      batch: Bytes of the rows of one device.
+      temporaries: Bytes that the compiler needs besides, mostly for activations.
+      limit: Bytes of the device's memory.
       largest: The largest arrays that the program makes.
     """
 
@@ -55,23 +55,23 @@ class Memory(Shown):
 
     @property
     def fixed(self) -> int:
-        """What does not depend on the batch."""
+        """Bytes that do not depend on the batch."""
         return self.parameters + self.gradients + self.optimizer + self.other_state
 
     @property
     def fits(self) -> bool:
-        """Whether the device has as much."""
+        """Whether the device has enough memory."""
         return self.total <= self.limit
 
     def __repr__(self) -> str:
-        """A table in 80 columns: what a device needs, and what it has."""
+        """A table in 80 columns: the memory that a device needs, and that it has."""
         rows = {field: getattr(self, field) for field in FIELDS}
         rows |= {"sum": self.total, "the device has": self.limit}
         sizes = (f"  {name.replace('_', ' '):<15}{x / 2**20:>12,.2f}" for name, x in rows.items())
         return "\n".join(["memory per device, MiB", *sizes])
 
     def cuts(self, num_rows: int) -> Iterator[int]:
-        """Into how many parts the rows of a device would have to be cut to fit, by reckoning."""
+        """Numbers of micro-batches, from the smallest, with which a step would fit by estimate."""
         room = self.limit - self.fixed
         for parts in range(2, num_rows + 1):
             if num_rows % parts == 0 and (self.batch + self.temporaries) / parts <= room:
@@ -81,13 +81,13 @@ class Memory(Shown):
 def measure_memory(
     lowered: jax.stages.Lowered, state: TrainState, batch: Batch, mesh: Mesh
 ) -> Memory:
-    """Compiles a step and reads what it needs.
+    """Compiles a step and reads the memory that it needs.
 
     Args:
       lowered: The step.
       state: Its state, or its shapes.
       batch: The rows of this process, or their shapes.
-      mesh: Where it runs.
+      mesh: The devices that it runs on.
     """
     compiled = lowered.compile()
     analysis, text = compiled.memory_analysis(), compiled.as_text()
@@ -110,13 +110,13 @@ def measure_memory(
 
 
 def in_words(size: float) -> str:
-    """Bytes, in the unit that suits them: "12.5 GiB"."""
+    """Bytes in MiB or GiB, such as "12.5 GiB"."""
     unit = "GiB" if size >= 2**30 else "MiB"
     return f"{size / (2**30 if unit == 'GiB' else 2**20):,.1f} {unit}"
 
 
 def _bytes_per_device(tree: PyTree) -> int:
-    """Bytes of the shard of every leaf that lies on one device."""
+    """Bytes of the shards of all leaves on one device."""
 
     def size(leaf: Any) -> int:
         sharding = getattr(leaf, "sharding", None)

@@ -1,4 +1,4 @@
-"""Norms of each layer: where numbers went wrong first, or will next."""
+"""Norms of parameters and gradients of each layer, to find where numbers overflow first."""
 
 import jax
 import jax.numpy as jnp

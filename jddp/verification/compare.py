@@ -1,4 +1,4 @@
-"""What was compared, how far apart it is, and where it is worst."""
+"""Compares two trees leaf by leaf: their largest relative difference, and its leaf."""
 
 import dataclasses
 import math
@@ -11,7 +11,7 @@ from jddp.checkpoint.arrays import by_path
 from jddp.html import Shown
 from jddp.typing import Grads, PyTree
 
-UPDATE = 0.05  # of how far a leaf moves
+UPDATE = 0.05  # allowed difference of an update, relative to its norm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,10 +19,10 @@ class Comparison:
     """How far apart two trees are.
 
     Attributes:
-      what: Was compared.
-      leaf: Where they are farthest apart; empty where there is nothing to compare.
-      error: How far, of the largest entry there.
-      allowed: How far they may be.
+      what: Name of the compared trees.
+      leaf: Path of the largest difference; empty where there is nothing to compare.
+      error: That difference, relative to the largest entry of the leaf.
+      allowed: Largest difference that passes.
     """
 
     what: str
@@ -32,20 +32,20 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
-        """Whether they are as close as they have to be."""
-        return self.error <= self.allowed  # and not, where it is NaN
+        """Whether the difference is small enough."""
+        return self.error <= self.allowed  # False for NaN
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Verification(Shown):
-    """What `jddp.verify` found; `str` of it is made for a terminal of 80 columns.
+    """The report of `jddp.verify`; `str` of it is made for a terminal of 80 columns.
 
     Attributes:
-      num_devices: That were compared with one.
-      num_rows: Of the batch.
-      is_side_by_side: Whether that one ran the shares of all, with their random numbers.
-      comparisons: One for each thing that was compared.
-      findings: What seems to be wrong, or is worth knowing, in words.
+      num_devices: Number of devices that were compared with one.
+      num_rows: Number of rows of the batch.
+      is_side_by_side: Whether the one device ran all replica batches, with their random numbers.
+      comparisons: Comparisons of metrics, gradients, other state and update.
+      findings: Likely causes of a failure, and notes.
     """
 
     num_devices: int
@@ -60,16 +60,16 @@ class Verification(Shown):
         return all(comparison.passed for comparison in self.comparisons)
 
     def __repr__(self) -> str:
-        """The verdict, a table, and what was found."""
-        beside = "their shares on one" if self.is_side_by_side else "one"
+        """The verdict, a table, and the findings."""
+        one = "their replica batches on one" if self.is_side_by_side else "one"
         verdict = "the same, to rounding" if self.passed else "NOT the same"
         lines = [
-            f"{self.num_devices} devices beside {beside}, {self.num_rows} rows: {verdict}",
+            f"{self.num_devices} devices beside {one}, {self.num_rows} rows: {verdict}",
             "",
             f"{'':16} {'error':>8} {'allowed':>8}  worst at",
         ]
         for x in self.comparisons:
-            mark = "" if x.passed else "  <- apart"
+            mark = "" if x.passed else "  <- differs"
             numbers = f"{x.error:8.1e} {x.allowed:8.1e}" if x.leaf else f"{'-':>8} {'-':>8}"
             lines.append(f"{x.what:16} {numbers}  {x.leaf or 'there is none'}{mark}")
         return "\n".join([*lines, *(f"\n{finding}" for finding in self.findings)])
@@ -78,9 +78,9 @@ class Verification(Shown):
 def compare(
     what: str, got: PyTree, want: PyTree, *, allowed: float, floor: float = 0.1
 ) -> Comparison:
-    """Compares leaf by leaf; leaves below a part of the largest of all are held against that part.
+    """Compares leaf by leaf, relative to its size or, if that is larger, `floor` of the largest.
 
-    A bias before a batch norm has a gradient of zero, and what is left of it is rounding.
+    A bias before a batch norm has a gradient of zero, of which only rounding is left.
     """
     pairs = _pairs(got, want)
     largest = max((_size(b) for _, _, b in pairs), default=0.0)
@@ -91,29 +91,29 @@ def compare(
 def compare_moves(
     what: str, before: PyTree, got: PyTree, want: PyTree, grads: Grads, *, noise: float
 ) -> Comparison:
-    """Compares how leaves moved, by norms, where gradients are more than noise.
+    """Compares updates by norms, where gradients are larger than noise.
 
     Args:
-      what: Is compared.
-      before: Where they began.
-      got: Where they ended.
-      want: Where they were to end.
-      grads: Of one device.
-      noise: What of the largest gradient in a leaf may be the rounding of zero.
+      what: Name of the comparison.
+      before: Values before the update.
+      got: Values after it.
+      want: Expected values after it.
+      grads: Gradients of one device.
+      noise: Part of the largest gradient in a leaf that may be the rounding of zero.
     """
     errors = {}
     moves = zip(_pairs(got, want), _pairs(before, grads), strict=True)
     largest = max((_size(g) for _, _, g in _pairs(grads, grads)), default=0.0)
     for (path, a, b), (_, start, grad) in moves:
         counts = np.abs(grad) > noise * max(_size(grad), 0.1 * largest)
-        apart, moved = (float(np.linalg.norm(x[counts])) for x in (a - b, b - start))
-        if apart or moved:  # and not where the learning rate begins at zero
-            errors[path] = apart / moved if moved else math.inf
+        error, update = (float(np.linalg.norm(x[counts])) for x in (a - b, b - start))
+        if error or update:  # and not where the learning rate begins at zero
+            errors[path] = error / update if update else math.inf
     return _worst(what, errors, UPDATE)
 
 
 def _worst(what: str, errors: dict[str, float], allowed: float) -> Comparison:
-    # NaN is the worst of all, and is not larger than anything.
+    # NaN is the worst error, but compares as smaller than any.
     leaf = max(errors, key=lambda path: np.nan_to_num(errors[path], nan=math.inf), default="")
     return Comparison(what, leaf, errors.get(leaf, 0.0), allowed)
 

@@ -1,6 +1,6 @@
-"""The step of many replicas on one device, where they are shares side by side (`jax.vmap`).
+"""The step of many replicas on one device, side by side by `jax.vmap`.
 
-What N devices have to be equal to where replicas draw random numbers, each its own.
+N devices must equal it where each replica draws its own random numbers.
 """
 
 from typing import Any
@@ -20,10 +20,10 @@ def side_by_side(
     """Takes the step of `ddp` for all replicas on its first device.
 
     Args:
-      ddp: Which has taken a step on such rows.
-      state: Of `ddp`; it is not changed.
-      batch: Rows, which divide over the devices.
-      constants: As for its `step`.
+      ddp: Step of many replicas, which has run on such rows.
+      state: State of `ddp`; it is not changed.
+      batch: Rows that divide over the devices.
+      constants: Constants of the step.
 
     Returns:
       The averaged gradients, the new state, and the metrics.

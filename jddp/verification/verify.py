@@ -1,12 +1,12 @@
-"""Holds a user's own model to the promise: N devices are one device with the whole batch.
+"""Checks the promise for your model: a step on N devices equals one device on the whole batch.
 
     report = jddp.verify(model, optimizer, loss_fn, batch)
     print(report)
     assert report.passed
 
 One step is taken twice from the same state: over the mesh, and on one of its devices. Random
-numbers differ from replica to replica by design, so a model that draws some is judged beside one
-device on which the N shares run side by side, with the N keys.
+numbers differ between replicas by design, so a model that draws some is compared with one device
+that runs the N replica batches side by side, with the N keys.
 """
 
 from collections.abc import Mapping
@@ -36,14 +36,14 @@ __all__ = ["Verification", "verify"]
 
 _ON_THE_WIRE = {"wire_dtype", "comm_hook"}  # judged beside a device that sends nothing
 _OF_NO_ONE_DEVICE = {
-    "batch_norm_group_size": "statistics are those of groups, and no single device has such",
-    "local_steps": "replicas differ by design, and no single device is all of them",
+    "batch_norm_group_size": "statistics are those of groups, which a single device does not have",
+    "local_steps": "replicas differ by design, and a single device has one set of parameters",
 }
 _ROUNDINGS = {np.dtype(jax.numpy.bfloat16): 2**-8, np.dtype(np.float16): 2**-11}
 
 
 class _Step(NamedTuple):
-    """What a step gives, on the host."""
+    """Results of a step, on the host."""
 
     gradients: Grads
     state: TrainState
@@ -62,22 +62,22 @@ def verify(
 ) -> Verification:
     """Compares a step of N devices with that of one device on the whole batch.
 
-    Loss, metrics, gradients and other state are judged tightly: to 1e-4 of the largest entry of an
-    array, or eight roundings of the coarsest floating dtype in the step. An update is judged by how
-    far a leaf moves, to 5 %, and not where a gradient may be the rounding of zero, of which Adam
-    makes a whole step.
+    Loss, metrics, gradients and other state must agree to 1e-4 of the largest entry of an array, or
+    eight roundings of the coarsest floating dtype in the step. An update must agree to 5 % of its
+    norm in each leaf, except where a gradient may be the rounding of zero, which Adam scales up to
+    a whole step.
 
     Args:
-      model: As for `jddp.DataParallel`.
-      optimizer: The same.
-      loss_fn: The same.
+      model: The model, as for `jddp.DataParallel`.
+      optimizer: The optimizer.
+      loss_fn: The loss function.
       batch: Rows that divide over the devices.
-      seed: Of the first state.
-      constants: As for `jddp.DataParallel.step`.
-      **options: Those of `jddp.DataParallel`.
+      seed: Seed of the first state's PRNG key.
+      constants: Constants, as for `jddp.DataParallel.given`.
+      **options: Options of `jddp.DataParallel`.
 
     Returns:
-      What was compared, with the worst leaf, and in words what seems to be wrong.
+      The comparisons, each with its worst leaf, and likely causes of differences.
 
     Raises:
       UsageError: If there is one device only, or several processes, or groups of batch norm, which
@@ -140,7 +140,7 @@ def verify(
 
 def _refuse(options: Mapping[str, Any]) -> None:
     if jax.process_count() > 1:
-        raise UsageError("verify holds the whole batch on one device: run it in one process.")
+        raise UsageError("verify needs the whole batch on one device: run it in one process.")
     for name, why in _OF_NO_ONE_DEVICE.items():
         if options.get(name) is not None:
             raise UsageError(f"With {name} {why}: leave it out of verify.")
@@ -156,7 +156,7 @@ def _step(ddp: DataParallel, state: TrainState, batch: Batch) -> _Step:
 
 
 def _settled(ddp: DataParallel, state: TrainState, batch: Batch) -> TrainState:
-    """The state, with its loss scale, if it has one, brought down until a step is not skipped."""
+    """The state with its loss scale, if it has one, reduced until a step is not skipped."""
     while isinstance(ddp.spec.guard, DynamicScale):
         after = ddp.step(state, batch)[0].comm_state
         if not after.loss_scale.scale < state.comm_state.loss_scale.scale:
@@ -166,7 +166,7 @@ def _settled(ddp: DataParallel, state: TrainState, batch: Batch) -> TrainState:
 
 
 def _in_order(batch: Batch, ddp: DataParallel) -> Batch:
-    """The rows in the order in which the devices take them, part by part."""
+    """The rows in the order in which the devices take them, by micro-batches."""
     shares, parts = ddp.mesh.size, ddp.spec.backward.num
 
     def reorder(x: Any) -> Any:
@@ -180,10 +180,10 @@ def _in_order(batch: Batch, ddp: DataParallel) -> Batch:
 def _combined(
     one: DataParallel, state: TrainState, batch: Batch, num_shares: int, allowed: float
 ) -> str:
-    """How the gradient of all rows is made of that of a share and that of the rest.
+    """How the gradient of all rows follows from that of a replica batch and that of the rest.
 
-    The gradient of sum(l * w) / sum(w) is a mean of the two, with weights that need not be as
-    their counts are; where the loss couples examples it is none, whatever the weights.
+    The gradient of sum(l * w) / sum(w) is a mean of the two, with weights that need not be
+    proportional to their counts; where the loss couples examples it is no mean of them.
     """
     share = np.arange(count_rows(batch)) * num_shares // count_rows(batch)
 
@@ -234,9 +234,9 @@ def _compare(
 
 
 def _means(got: _Step, want: _Step, scalars: tuple[str, ...]) -> list[PyTree]:
-    """The metrics; of scalar losses there is one a replica, so their count is no mean.
+    """The metrics, without those that depend on the number of replicas.
 
-    A replica's loss scale depends on how many rows it has.
+    A scalar loss counts once a replica, and a loss scale depends on the rows of a replica.
     """
     left_out = {"loss_scale", *(["count"] if "loss" in scalars else [])}
     return [
@@ -246,5 +246,5 @@ def _means(got: _Step, want: _Step, scalars: tuple[str, ...]) -> list[PyTree]:
 
 
 def _shared(model_state: ModelState, layouts: PyTree) -> ModelState:
-    """What replicas have alike of it: each keeps the rest as it likes."""
+    """The leaves of a model's state that replicas share."""
     return jax.tree.map(lambda x, y: None if y.is_per_replica else x, model_state, layouts)

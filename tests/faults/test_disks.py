@@ -77,7 +77,7 @@ def test_a_run_goes_on_without_its_disk_and_saves_when_it_can(folder, golden, sm
         assert job.codes() == [0], job.outputs
     assert "cannot be saved: process 0: " in job.outputs[0][1]
     assert told in job.outputs[0][1]
-    assert "What was saved before is still there" in job.outputs[0][1]
+    assert "Earlier checkpoints stay" in job.outputs[0][1]
     assert job.outputs[0][1].count("cannot be saved") == 1  # a line for the kind, not for each save
     assert "Traceback" not in job.outputs[0][1]
     assert_same_run(job, golden(*LONG))
