@@ -572,16 +572,21 @@ def test_two_launches_at_once_do_not_meet(jobs):
     assert result(jobs, "left")[2] == result(jobs, "right")[2]
 
 
-@pytest.mark.processes
-def test_the_exit_code_of_a_job_is_that_of_the_process_that_failed(jobs):
-    (jobs / "fail-1").touch()
+def train_while(jobs, mistake):
+    """Trains two processes while one of them makes a mistake in reading; returns the errors."""
+    (jobs / mistake).touch()
     try:
-        done = train(jobs, "--num-processes", 2, run="fails", arguments=FEW)
+        done = train(jobs, "--num-processes", 2, run=f"run-{mistake}", arguments=FEW)
     finally:
-        (jobs / "fail-1").unlink()
+        (jobs / mistake).unlink()
     assert done.code == 1
     assert "jddp: process 1 failed first, with exit code 1" in done.err
-    assert "    RuntimeError: a bug in reading" in done.err
+    return done.err
+
+
+@pytest.mark.processes
+def test_the_exit_code_of_a_job_is_that_of_the_process_that_failed(jobs):
+    assert "    RuntimeError: a bug in reading" in train_while(jobs, "fail-1")
 
 
 SCRIPT = REPOSITORY / "tests" / "workers" / "script.py"
@@ -643,14 +648,7 @@ def test_a_script_whose_batches_end_early_in_one_process_is_told_so_in_seconds(f
 @pytest.mark.processes
 @pytest.mark.slow
 def test_sys_exit_while_data_are_read_ends_a_job_with_a_traceback(jobs):
-    (jobs / "exit-1").touch()
-    try:
-        done = train(jobs, "--num-processes", 2, run="exits", arguments=FEW)
-    finally:
-        (jobs / "exit-1").unlink()
-    assert done.code == 1
-    assert "jddp: process 1 failed first, with exit code 1" in done.err
-    assert "called sys.exit: SystemExit(0)" in done.err
+    assert "called sys.exit: SystemExit(0)" in train_while(jobs, "exit-1")
 
 
 OFTEN = ["checkpoint.every_steps=20", "train.num_steps=200"]

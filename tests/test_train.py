@@ -257,25 +257,29 @@ def test_every_key_can_be_listed(capsys):
     assert all(len(line) <= 80 for line in out.splitlines())
 
 
-@pytest.mark.parametrize("arguments", [["sede=3"], ["--print-config", "seed=3"], ["--help-keys"]])
-def test_nothing_heavy_is_imported_before_the_arguments_are_right(folder, arguments):
-    program = (
-        "import sys; from jddp.train import main; main(sys.argv[1:]); "
-        "sys.exit(', '.join({'jax', 'numpy', 'flax', 'optax', 'rich'} & sys.modules.keys()) or 0)"
-    )
-    arguments = ["--config", "line.yaml", *arguments]
-    done = subprocess.run(
+def run_program(folder, program, *arguments):
+    """Runs a Python program in the folder, to its end."""
+    return subprocess.run(
         [sys.executable, "-c", program, *arguments],
         cwd=folder,
         env=environment(folder),
         capture_output=True,
         text=True,
     )
+
+
+@pytest.mark.parametrize("arguments", [["sede=3"], ["--print-config", "seed=3"], ["--help-keys"]])
+def test_nothing_heavy_is_imported_before_the_arguments_are_right(folder, arguments):
+    program = (
+        "import sys; from jddp.train import main; main(sys.argv[1:]); "
+        "sys.exit(', '.join({'jax', 'numpy', 'flax', 'optax', 'rich'} & sys.modules.keys()) or 0)"
+    )
+    done = run_program(folder, program, "--config", "line.yaml", *arguments)
     assert done.returncode == 0, done.stderr
 
 
 def two_processes(folder, *arguments):
-    """Runs the command line as two processes that meet over localhost."""
+    """Runs the command line as two processes that connect over localhost."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -333,14 +337,7 @@ def test_a_run_directory_that_cannot_be_used_is_refused_before_jax_is_imported(f
         "import sys; from jddp.train import main; code = main(sys.argv[1:]); "
         "sys.exit(code if 'jax' not in sys.modules else 'jax was imported')"
     )
-    arguments = ["--config", "line.yaml", "run.dir=in_the_way/run"]
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments],
-        cwd=folder,
-        env=environment(folder),
-        capture_output=True,
-        text=True,
-    )
+    done = run_program(folder, program, "--config", "line.yaml", "run.dir=in_the_way/run")
     assert done.returncode == 74, done.stderr
     (line,) = done.stderr.splitlines()
     assert line.startswith("jddp: run.dir in_the_way/run: Not a directory")
