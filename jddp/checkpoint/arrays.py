@@ -126,23 +126,18 @@ def _form(shape: Sequence[int], dtype: Any, layout: Layout) -> str:
 
 
 def difference(
-    described: Described,
-    wanted: Mapping[str, Any],
-    recorded: Layouts,
-    here: Layouts,
-    *,
-    most: int = 20,
+    described: Described, wanted: Mapping[str, Any], there: Layouts, here: Layouts, most: int = 20
 ) -> str:
     """A tree of the paths at which two sets of arrays differ on a device; empty if they do not.
 
     Args:
       described: Description of the checkpoint.
       wanted: Arrays of the program.
-      recorded: Layouts of the checkpoint.
+      there: Layouts of the checkpoint.
       here: Layouts of the program.
       most: Number of paths that are shown, those of parameters first.
     """
-    saved = {n: _form(x["shape"], x["dtype"], recorded[n]) for n, x in described.items()}
+    saved = {n: _form(x["shape"], x["dtype"], there[n]) for n, x in described.items()}
     own = {n: _form(x.shape, x.dtype, here[n]) for n, x in wanted.items()}
     names = sorted({*saved, *own}, key=lambda name: (not name.startswith("params"), name))
     differ = [name for name in names if saved.get(name) != own.get(name)]

@@ -185,15 +185,13 @@ class Checkpoints:
             recorded = layouts_in(described)
             like_one = {n: (x, x.one_device_shape(wanted[n].shape)) for n, x in here.items()}
             saved_by = beside.get("world", {}).get("num_devices", 1)
-            layouts_there = recorded or guess_layouts(described, like_one, saved_by)
-            if differ := difference(described, wanted, layouts_there, here):
+            there = recorded or guess_layouts(described, like_one, saved_by)
+            if differ := difference(described, wanted, there, here):
                 raise ConfigError(
                     f"{self._directory} holds, at step {step}, another model, optimizer or mesh. "
                     f"Choose another run.dir, or the job that it was saved from:\n{differ}"
                 )
-            target = {
-                n: to_read(described[n]["shape"], layouts_there[n], x) for n, x in wanted.items()
-            }
+            target = {n: to_read(described[n]["shape"], there[n], x) for n, x in wanted.items()}
             arrays = _restore(folder / "state", target)
         except (ConfigError, FileSystemError):
             raise
@@ -206,7 +204,7 @@ class Checkpoints:
         if (other := find_other_step(folder, beside.pop("step", arrays["step"]))) is not None:
             self._set_aside(step, other)
             return None
-        leaves = [on_this_mesh(arrays[n], x, layouts_there[n]) for n, x in wanted.items()]
+        leaves = [on_this_mesh(arrays[n], x, there[n]) for n, x in wanted.items()]
         return Restored(step, jax.tree.unflatten(jax.tree.structure(like), leaves), beside)
 
     def wait(self) -> None:
