@@ -47,9 +47,6 @@ ONE_OPTION_TWICE = [
     ("local statistics", "broadcast statistics"),
     ("per_replica", "state_reduction"),
 ]
-    ("local statistics", "broadcast statistics"),
-    ("per_replica", "state_reduction"),
-]
 # Statistics are those of a group only where they are synchronized.
 OF_NO_GROUP = {"local statistics", "broadcast statistics"}
 PAIRS = [p for p in itertools.combinations(VALUES, 2) if p not in ONE_OPTION_TWICE]
