@@ -19,7 +19,7 @@ from jddp.errors import ConfigError
 from jddp.reduce import choose_layout, compiler_options, make_reduction
 from jddp.reduce.backward import trace_backward
 from jddp.reduce.gradients import Finished, Running
-from jddp.reduce.packing import bucketed, name_of
+from jddp.reduce.packing import bucketed
 from jddp.reduce.plan import plan_buckets
 
 MIB = 2**20
@@ -29,11 +29,9 @@ BFLOAT16 = np.dtype(jnp.bfloat16)
 def reduction(platform="cpu", **options):
     """From a user's options; only these matter to a test."""
     rest = {"bucket_mb": 25, "first_bucket_mb": 1, "last_bucket_mb": None, "wire_dtype": None}
-    rest |= options
-    layout, hook = rest.pop("layout", "auto"), rest.pop("comm_hook", None)
-    chosen, _ = choose_layout(layout, False, lambda: platform)
-    name = "" if hook is None else name_of(hook) if isinstance(hook, jddp.CommHook) else "?"
-    return make_reduction("data", bucketed(chosen, hook), hook_name=name, **rest)
+    rest |= {"comm_hook": None} | options
+    chosen, _ = choose_layout(rest.pop("layout", "auto"), False, lambda: platform)
+    return make_reduction("data", bucketed(chosen, rest["comm_hook"]), **rest)
 
 
 def shape(size, dtype="float32"):
