@@ -201,7 +201,9 @@ class DataParallel(Shown):
         # Between outer steps nothing is sent, and logical replicas are added before anything is.
         is_fixed = self.mesh.size == 1 and overlap == "auto"
         is_fixed |= local_steps is not None or logical_replicas is not None
-        chosen, overlaps = choose_layout(layout, not is_fixed and overlap, lambda: self._platform)
+        if is_fixed and overlap in (True, "auto"):
+            overlap = False
+        chosen, overlaps = choose_layout(layout, overlap, lambda: self._platform)
         is_scaled = loss_scale is not None
         packed = choose_packing(
             chosen, comm_hook, self._platform, is_sharded=shard_optimizer, num=logical_replicas
