@@ -198,10 +198,11 @@ class DataParallel(Shown):
             wire_dtype=wire_dtype,
             overlap=overlap is True,
         )
-        # Between outer steps nothing is sent, and logical replicas are added before anything is.
-        is_fixed = self.mesh.size == 1 and overlap == "auto"
-        is_fixed |= local_steps is not None or logical_replicas is not None
-        if is_fixed and overlap in (True, "auto"):
+        # Nothing is sent in a step, or so by choice: under local steps the program, which holds
+        # steps with and without a mean, would hold the backward pass twice.
+        if overlap == "auto" and (self.mesh.size == 1 or local_steps or logical_replicas):
+            overlap = False
+        if overlap is True and local_steps is not None and not local_steps.start:
             overlap = False
         chosen, overlaps = choose_layout(layout, overlap, lambda: self._platform)
         is_scaled = loss_scale is not None

@@ -252,6 +252,17 @@ def compiled(ddp, batch=None):
     return collectives(read_program(text))
 
 
+@pytest.mark.parametrize("accumulate_steps", [1, 2])
+def test_before_the_start_buckets_may_leave_inside_the_backward_pass(accumulate_steps):
+    options = {**local(2, start=3), "accumulate_steps": accumulate_steps, "layout": "flat"}
+    (_, off, _), (ddp, on, _) = (
+        taken(batches_of(7), overlap=overlap, **options) for overlap in (False, True)
+    )
+    for a, b in zip(off, on, strict=True):
+        assert_close(host(b.params), host(a.params), rtol=ROUNDING)
+    assert "optimization_barrier" in ddp.lower(make_rows()).as_text()
+
+
 @pytest.mark.parametrize(
     "options, num_numbers", [({}, 2), ({"max_grad_norm": 1.0, "skip_nonfinite": True}, 4)]
 )
