@@ -236,7 +236,7 @@ def test_a_step_may_be_taken_in_any_thread():
 
 def test_what_a_cell_ends_with_says_what_it_is_in_text_and_in_html():
     ddp, batch = wrapped(ConvNet(), ema_decay=0.9, accumulate_steps=2), make_batch()
-    assert repr(ddp) == "DataParallel(ConvNet on 8 x cpu, 2 parts a step)"
+    assert repr(ddp) == "DataParallel(ConvNet on 8 x cpu, 2 micro-batches a step)"
     state = ddp.init(0, batch)
     assert repr(state).splitlines()[:3] == [
         "TrainState at step 0",
