@@ -17,7 +17,7 @@ from jddp.config.files import flatten, load_config
 from jddp.config.format_1 import renamed_run
 from jddp.config.schema import Config
 from jddp.train import main
-from jddp.trainer.reports import RunDirectory
+from jddp.trainer.reports.run_directory import RunDirectory
 
 KEPT = Path(__file__).parent / "kept"
 RUNS = ("statistics", "local_steps")
