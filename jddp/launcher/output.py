@@ -20,7 +20,7 @@ from jddp.errors import report
 NUM_LINES = 200  # of standard error that are kept
 _SHOWN = 20  # of them, where there is no traceback
 _LONGEST = 2**16  # bytes that Linux keeps in a pipe, and of a line before it is shown in parts
-_console = threading.Lock()
+CONSOLE = threading.Lock()  # of who prints lines that belong together
 
 
 class Output:
@@ -85,7 +85,7 @@ class Output:
             except OSError as error:
                 self._file.close()
                 self._file = None
-                with _console, contextlib.suppress(OSError):
+                with CONSOLE, contextlib.suppress(OSError):
                     report(f"{self._path}: {error.strerror}. The rest is in the terminal alone.")
 
     def _show(self, text: bytes, sink: Any) -> bytes:
@@ -96,7 +96,7 @@ class Output:
         if sink is sys.stderr:
             self._errors.extend(line.decode(errors="replace").rstrip() for line in lines)
         shown = b"".join(self._prefix + line for line in lines)
-        with _console, contextlib.suppress(OSError, ValueError):
+        with CONSOLE, contextlib.suppress(OSError, ValueError):
             if hasattr(sink, "buffer"):
                 sink.buffer.write(shown)
             else:  # a notebook's

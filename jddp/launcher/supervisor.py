@@ -10,7 +10,6 @@ others resume without it. When one connects again, all stop and restart with it.
 """
 
 import signal
-import sys
 import time
 from pathlib import Path
 from types import FrameType
@@ -20,6 +19,7 @@ from jddp.errors import CoordinatorError, ExitCode, report
 from jddp.launcher.group import POLL_SECONDS, Group
 from jddp.launcher.nodes import Nodes
 from jddp.launcher.outcome import CONSEQUENCES, DETERMINISTIC, SOON, Failure, first_failure
+from jddp.launcher.output import CONSOLE
 from jddp.launcher.workers import Launch, Place, name_logs
 
 _MOMENT = 2.0  # seconds in which others fail too, and processes of jddp end by themselves
@@ -187,9 +187,8 @@ class Supervisor:
         """The first failure that is known by now; prints it."""
         failure = first_failure(group.failed(), self._nodes.lost(), self._launch.logs)
         if failure and failure.code != ExitCode.PREEMPTED and not self._has_changed(failure):
-            report(failure.headline)
-            for line in failure.stderr.splitlines():
-                print(f"    {line}", file=sys.stderr)
+            with CONSOLE:  # or lines of another process would come in between
+                report("\n    ".join([failure.headline, *failure.stderr.splitlines()]))
         return failure
 
     def _wait_until_saved(self, group: Group) -> None:
