@@ -162,13 +162,13 @@ def _parser() -> Parser:
         default=1,
         help="processes on this machine",
     )
-    add("--devices-per-process", type=_positive, help="CPU devices, or GPUs, of each")
+    add("--devices-per-process", type=_positive, help="CPU devices, or GPUs, of each process")
     add(
         "--max-restarts",
         "--max-restarts",
         type=_count,
         default=0,
-        help="restart the whole job at most so often",
+        help="maximum number of restarts of the whole job",
     )
     add("--hosts", help="a,b,...: start all nodes from here, through ssh")
     add("--num-nodes", "--nnodes", type=_positive, default=1, help="machines of the job")
@@ -177,7 +177,7 @@ def _parser() -> Parser:
     add(
         "--min-processes",
         type=_positive,
-        help="elastic: keep running with so many, if a machine is lost",
+        help="elastic: keep running with at least this many if a machine is lost",
     )
     add("--master-addr", "--master-addr", help="host of --coordinator")
     add("--master-port", "--master-port", help="port of --coordinator")

@@ -365,7 +365,7 @@ def test_a_preview_says_what_a_run_would_be_and_writes_nothing(mine):
     assert {path for path in Path().iterdir() if path.name != "__pycache__"} == before
     for part in [
         "mesh     data=2 x cpu, 1 process",
-        "batch    8 a step = 1 x 8 a process = 2 x 4 a replica in 2 micro-steps of 2",
+        "batch    8 a step = 1 x 8 a process = 2 x 4 a replica in 2 micro-batches of 2",
         "steps    3 = 1.2 epochs of 20 examples",
         "1 bucket",
         "fits: ",

@@ -59,7 +59,9 @@ def _verify(arguments: argparse.Namespace) -> None:
         num_damaged += damage is not None
         print(f"{step:>12}  {damage or 'all files and arrays are as they were saved'}")
     if num_damaged:
-        raise FileSystemError(f"{directory}: {num_damaged} damaged. A run sets them aside.")
+        raise FileSystemError(
+            f"{directory}: {num_damaged} damaged. A run renames them to *.damaged."
+        )
 
 
 def _export(arguments: argparse.Namespace) -> None:

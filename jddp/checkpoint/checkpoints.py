@@ -14,7 +14,7 @@ A checkpoint is a folder with the step as its name:
 
 Every process calls `save` and `restore`. Arrays that are split over the processes are written by
 their owners, all else by process 0. A checkpoint gets its name once all of it has been read back
-and is on the disk. One with a wrong digest is set aside, never removed, and the one before is used.
+and is on the disk. One with a wrong digest is renamed, never removed, and the one before is used.
 """
 
 import logging
@@ -142,7 +142,7 @@ class Checkpoints:
         return None
 
     def _newest_sound(self) -> int | None:
-        """The newest step with undamaged files; damaged checkpoints are set aside."""
+        """The newest step with undamaged files; damaged checkpoints are renamed."""
         sound = ""
         if jax.process_index() == 0:
             for step in reversed(self.steps()):
@@ -173,11 +173,11 @@ class Checkpoints:
         try:
             aside = folders.set_aside(self._directory, step)
         except OSError as error:
-            raise self._cannot(f"have its damaged step {step} set aside", error) from error
+            raise self._cannot(f"have its damaged step {step} renamed", error) from error
         log.error("The checkpoint of step %d is damaged: %s. It is now %s.", step, damage, aside)
 
     def _read(self, step: int, like: TrainState, layouts: TrainState | None) -> Restored | None:
-        """Reads one; or sets it aside, and returns None, if an array has changed."""
+        """Reads one; or renames it, and returns None, if an array has changed."""
         folder, wanted = self._directory / str(step), by_path(like)
         here = _layouts_of(like, layouts)
         try:

@@ -1,6 +1,6 @@
 """The sha256 of every file in a folder, in a list that makes the folder a checkpoint.
 
-    seal(folder)               # reads every file back, and makes all of it last
+    seal(folder)               # reads every file back, and syncs all of it to the disk
     find_damage(folder)        # the first damaged file, or None
 
 The list is in the form of `sha256sum`, so that `sha256sum --check SHA256SUMS` checks it too. The
@@ -72,7 +72,7 @@ def _digests(folder: Path, *, is_synced: bool = False) -> dict[str, str]:
         return found
 
     names = sorted(_files(folder))
-    with concurrent.futures.ThreadPoolExecutor() as pool:  # hashlib leaves the interpreter's lock
+    with concurrent.futures.ThreadPoolExecutor() as pool:  # hashlib releases the interpreter's lock
         return dict(zip(names, pool.map(digest, names), strict=True))
 
 

@@ -26,7 +26,7 @@ def directory_of(path: Path) -> Path:
 
 
 def lines(directory: Path) -> list[str]:
-    """A line for each checkpoint, those that were set aside included: step, size, loss."""
+    """A line for each checkpoint, damaged ones included: step, size, loss."""
     found = []
     for folder in sorted(directory.iterdir(), key=_order):
         size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

@@ -1,8 +1,8 @@
 """Fits a state that was saved by one number of replicas to another.
 
-Replicated arrays stay as they are. Per-replica arrays have a row for each replica, and on another
-number of replicas begin with the mean, a part of the sum or a reset, as their layout says. An
-optimizer's state may be whole or sharded, and is converted.
+Replicated arrays stay as they are. Per-replica arrays have a row for each replica. On another
+number of replicas they begin with the mean, a part of the sum or a reset, by the rule of their
+layout. An optimizer's state may be whole or sharded, and is converted.
 """
 
 import functools

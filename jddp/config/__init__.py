@@ -1,8 +1,8 @@
-"""What a run is, as data: sections of keys with types, ranges and every default, once.
+"""The config of a run: sections of keys with types, ranges and defaults, each defined once.
 
     config, name = load_config(["fashion_mnist_cnn"], ["optimizer.learning_rate=0.01"])
 
 `schema` holds the sections and `keys` walks them, `files` reads and merges YAML files and
-overrides, `mistakes` says in one line each what is wrong. JAX is not imported here, so a mistyped
+overrides, `mistakes` describes each mistake in one line. JAX is not imported here, so a mistyped
 key does not cost a start of JAX.
 """

@@ -1,4 +1,4 @@
-"""What every `python -m jddp.X` does: take arguments, and say a user's mistake in one line."""
+"""Shared parts of the commands `python -m jddp.X`: arguments, and errors in one line each."""
 
 import argparse
 import contextlib
@@ -12,20 +12,20 @@ from jddp.errors import Error, ExitCode, UsageError
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises a mistake, where argparse's own prints its usage and exits."""
+    """Raises an error, where argparse's parser prints its usage and exits."""
 
     def __init__(self, **options: Any) -> None:
-        """Takes options by their whole names, and prints texts in the lines they are written in."""
+        """Allows no abbreviated options, and keeps the line breaks of the help texts."""
         raw = {"formatter_class": argparse.RawDescriptionHelpFormatter}
         super().__init__(**raw | options, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
-        """Raises what a door says as one line."""
+        """Raises the error, which a command prints as one line."""
         raise UsageError(f"{message}. See {self.prog} --help.")
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what says a config: `--config FILE`, again and again, and `key.path=value`."""
+    """Adds the arguments of a config: `--config FILE`, repeatedly, and `key.path=value`."""
     parser.add_argument(
         "overrides", nargs="*", metavar="key.path=value", help="change a key; the last one wins"
     )
@@ -39,16 +39,16 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def tell(error: Error) -> None:
-    """Prints a mistake on standard error."""
+    """Prints an error on standard error."""
     for line in str(error).splitlines():
         print(f"jddp: {line}", file=sys.stderr)
 
 
 @contextlib.contextmanager
 def lasting_streams() -> Iterator[None]:
-    """While open, what standard output and standard error cannot take is lost, and nothing else.
+    """While open, output that standard output and standard error cannot take is dropped.
 
-    A pipe that nobody reads any more (`| head`), a full disk and a closed stream (`>&-`) raise
+    A pipe without a reader (`| head`), a full disk and a closed stream (`>&-`) raise
     nothing, and characters that the locale does not have are escaped.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
@@ -65,7 +65,7 @@ def lasting_streams() -> Iterator[None]:
 
 
 class _Lasting(io.FileIO):
-    """A file that loses what cannot be written."""
+    """A file that drops output that cannot be written."""
 
     def write(self, data: Any) -> int:
         try:
@@ -88,7 +88,7 @@ def _lasting(stream: Any) -> Any:
 
 @lasting_streams()
 def enter(run: Callable[[], int | None]) -> int:
-    """Runs what is behind a door; returns its exit code."""
+    """Runs a command; returns its exit code."""
     try:
         return run() or ExitCode.DONE
     except Error as error:

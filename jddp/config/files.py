@@ -1,4 +1,4 @@
-"""Read config files and overrides, merge them in order, and say where each mistake was made.
+"""Reads config files and overrides, merges them in order, and names the source of each mistake.
 
     config, name = load_config(["base.yaml", "small.yaml"], ["train.num_steps=10"])
 
@@ -50,7 +50,7 @@ RIVALS = {
 
 
 class Layer(NamedTuple):
-    """The values of one source, and what to call it in an error."""
+    """The values of one source, and its name in an error."""
 
     origin: str
     values: dict[str, Any]
@@ -107,7 +107,7 @@ def read_values(path: Path, origin: str | None = None) -> dict[str, Any]:
 
     Args:
       path: The file.
-      origin: What to call it in an error, if not by its path.
+      origin: Name of the file in an error; its path by default.
 
     Raises:
       ConfigError: If it cannot be read, holds no sections of keys, or more of them than a config
@@ -125,14 +125,14 @@ def read_values(path: Path, origin: str | None = None) -> dict[str, Any]:
 def refuse_unsafe(text: str, above: int = 0) -> None:
     """Refuses YAML with more values than a config needs, or with one that YAML 1.2 reads otherwise.
 
-    Values are counted as they will be once aliases (`*name`) are replaced by what they stand for.
+    Values are counted as if aliases (`*name`) were replaced by the values that they stand for.
 
     Args:
       text: The YAML.
-      above: Levels of sections in which it stands.
+      above: Number of sections that enclose it.
 
     Raises:
-      ConfigError: If it has.
+      ConfigError: If the text has too many values, or an ambiguous one.
     """
     sizes: dict[int, int] = {}
 
@@ -170,7 +170,7 @@ def _refuse_ambiguous(text: str) -> None:
 
 
 def find_config(name: str) -> tuple[str, Path]:
-    """Returns what to call a config in errors, and its file: a file's path or a preset's name.
+    """Returns the name of a config in errors, and its file, from a path or the name of a preset.
 
     Raises:
       ConfigError: If there is neither such a file nor such a preset.
@@ -234,7 +234,7 @@ def _merge(layers: Sequence[Layer]) -> Config:
 
 
 def _drop_rivals(earlier: dict[str, Any], later: dict[str, Any]) -> None:
-    """Removes from `earlier` what a choice made in `later` stands in place of."""
+    """Removes the keys from `earlier` that a choice in `later` replaces."""
     for section, (choices, dropped) in RIVALS.items():
         before, after = _at(earlier, section.split(".")), _at(later, section.split("."))
         if isinstance(before, dict) and isinstance(after, dict):

@@ -1,6 +1,7 @@
 """Names that `config.yaml` and `run.json` of a run directory had in format 1, and those of today.
 
-Nothing else takes the old names. Written up to November 2026; once nobody has such runs, this goes.
+Nothing else accepts the old names. Format 1 was written up to November 2026; this module is removed
+once no such runs are left.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
-"""Every mistake in a config in one line: which key, which value, which rule, what was meant.
+"""Describes every mistake in a config in one line: key, value, rule and suggestion.
 
-pydantic finds all mistakes at once and says them in its own words and in several lines; here each
-becomes a `Mistake`, whose key the room that read the files can trace to the file that set it.
+pydantic finds all mistakes at once and describes each in several lines; here each becomes a
+`Mistake`, whose key `files` can trace to the file that set it.
 """
 
 from collections.abc import Sequence
@@ -15,14 +15,14 @@ from jddp.zoo.names import did_you_mean
 
 
 class Mistake(NamedTuple):
-    """What is wrong with one key; `path` leads to it from the top of the config."""
+    """A mistake in one key, with the path to it from the top of the config."""
 
     path: Path
     text: str
 
 
 class ConfigMistakes(ConfigError):
-    """Everything that is wrong with a config: `mistakes`, and as text one line each."""
+    """All mistakes in a config: `mistakes`, and as text one line each."""
 
     def __init__(self, mistakes: Sequence[Mistake]) -> None:
         super().__init__("\n".join(mistake.text for mistake in mistakes))
@@ -30,7 +30,7 @@ class ConfigMistakes(ConfigError):
 
 
 def describe_mistakes(error: ValidationError, schema: type[BaseModel]) -> list[Mistake]:
-    """Returns one mistake for each key that `error` complains about, in the order of the schema."""
+    """Returns one mistake for each key in `error`, in the order of the schema."""
     complaints: dict[Path, list[Any]] = {}
     for detail in error.errors(include_url=False):
         complaints.setdefault(_key_path(schema, detail["loc"]), []).append(detail)
@@ -38,7 +38,7 @@ def describe_mistakes(error: ValidationError, schema: type[BaseModel]) -> list[M
 
 
 def _key_path(schema: type[BaseModel], location: tuple[int | str, ...]) -> Path:
-    """Cuts off what pydantic adds behind a key: which branch of a union was tried."""
+    """Cuts off the part that pydantic adds behind a key: the branch of a union that was tried."""
     path: Path = ()
     for part in location:
         path = (*path, str(part))

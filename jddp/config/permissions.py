@@ -1,6 +1,6 @@
-"""Whose a directory is: what lies in one that is somebody else's is somebody else's word.
+"""Ownership and permissions of directories, and paths that begin with a home directory.
 
-And where a path leads that begins with a home directory, `~` or `~user`.
+Files in the directory of another user are not trusted.
 """
 
 import os
@@ -25,11 +25,11 @@ def expand(path: str | Path) -> Path:
 
 
 def refuse_foreign(directory: Path, called: str) -> None:
-    """Lets pass what is this user's own, or not there yet.
+    """Refuses an existing directory that belongs to another user.
 
     Args:
-      directory: Whose owner is asked for.
-      called: What to call it in the error.
+      directory: Directory whose owner is checked.
+      called: Name of the directory in the error.
 
     Raises:
       FileSystemError: If it belongs to another user.
@@ -45,7 +45,7 @@ def refuse_foreign(directory: Path, called: str) -> None:
 
 
 def make_private(directory: Path, called: str) -> None:
-    """Makes a directory that nobody else can read or write, or makes sure that it is one.
+    """Makes a directory that no other user can write, or checks that an existing one is like that.
 
     Raises:
       FileSystemError: If it is not, or cannot be made.

@@ -2,8 +2,8 @@
 
     Config(train={"num_steps": 100}, model={"name": "mlp"}).optimizer.learning_rate
 
-Sections are frozen and closed to keys they do not know. This room knows names and numbers; what
-models, data sets and optimizers exist is known where they live.
+Sections are frozen and reject unknown keys. They hold names and numbers; which models, data sets
+and optimizers exist is checked in their packages.
 """
 
 from typing import Annotated, Any, Literal
@@ -46,7 +46,7 @@ Path = Annotated[str, AfterValidator(_expanded)]
 
 
 class Section(BaseModel):
-    """A part of the config: immutable, and closed to keys it does not know."""
+    """A part of the config: immutable, without unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
@@ -79,13 +79,13 @@ class NamedSection(Section):
 
 
 class RunConfig(Section):
-    """Where a run is kept."""
+    """The run directory."""
 
     dir: Path | None = option(None, "Run directory; runs/<config name> unless given.", "none")
 
 
 class TrainConfig(Section):
-    """How long training takes, and how often it reports."""
+    """The length of training, and the intervals of reports."""
 
     num_steps: int | None = option(None, "Optimizer steps in all; or num_epochs.", "none", ge=1)
     num_epochs: float | None = option(None, "Passes over the data; or num_steps.", "none", gt=0)
@@ -120,9 +120,9 @@ class DataConfig(NamedSection):
     global_batch_size: int = option(128, "Examples a step, over all replicas.", ge=1)
     shuffle: bool = option(True, "A new order each epoch, from the seed.")
     sample_weights: Path | None = option(None, "A .npy file: how often each example is wanted.")
-    drop_remainder: bool = option(False, "End with the last full batch, and pad none.")
+    drop_remainder: bool = option(False, "Drop the last partial batch, instead of padding it.")
     augment: bool = option(True, "Random changes to examples, where the set has any.")
-    mixup: float | None = option(None, "Mix two images, with shares of Beta(mixup, mixup).", gt=0)
+    mixup: float | None = option(None, "Mix two images, by weights from Beta(mixup, mixup).", gt=0)
     num_workers: int = option(0, "Processes that read batches; 0 reads in a thread.", "none", ge=0)
     allow_changed: bool = option(False, "Resume with data that have changed.", "none")
 
@@ -135,7 +135,7 @@ class ModelConfig(NamedSection):
     init_from: Path | None = option(
         None, "Initial weights: .safetensors, .msgpack, a run directory, orbax's folder."
     )
-    weights_partial: bool = option(False, "Whether arrays that do not fit stay the model's.")
+    weights_partial: bool = option(False, "Keep the model's arrays where given ones do not fit.")
 
 
 class LossConfig(NamedSection):
@@ -146,7 +146,7 @@ class LossConfig(NamedSection):
 
 
 class ScheduleConfig(Section):
-    """How the learning rate changes after warm-up."""
+    """The schedule of the learning rate after warm-up."""
 
     name: str = option("cosine_decay_schedule", "Any schedule optax.<name>.")
     kwargs: Kwargs = option({}, "Its arguments; peak rate and length are filled in.")
@@ -175,18 +175,18 @@ Size = Annotated[float, Field(gt=0)]
 
 
 class CommHookConfig(NamedSection):
-    """How the buckets of all replicas become their mean."""
+    """The communication hook, which averages the buckets of all replicas."""
 
     name: str | None = option("mean", "mean, which is exact, or powersgd.")
     target: str | None = option(None, "Your own callable that returns a jddp.CommHook.")
 
 
 class OuterConfig(NamedSection):
-    """The outer optimizer, whose gradient is the mean move of the replicas."""
+    """The outer optimizer, whose gradient is the mean change of the replicas' parameters."""
 
     name: str | None = option("sgd", "Any optimizer optax.<name>.")
     target: str | None = option(None, "Your own callable that returns an optax optimizer.")
-    learning_rate: float = option(1.0, "Of SGD, 1 gives the replicas' mean.", gt=0)
+    learning_rate: float = option(1.0, "Learning rate; 1 with SGD: the replicas' mean.", gt=0)
 
 
 class LocalStepsConfig(Section):
@@ -227,10 +227,10 @@ class DdpConfig(Section):
     )
     comm_hook: CommHookConfig = Field(default_factory=CommHookConfig)
     unused_parameters: Literal["zero", "skip", "error"] = option(
-        "zero", "Parameters without a gradient: given zeros, left alone, or refused."
+        "zero", "Parameters without a gradient: get zeros, are not updated, or are an error."
     )
     batch_norm: Literal["sync", "broadcast", "local"] = option(
-        "sync", "Batch statistics: of the global batch, replica 0's, or each its own."
+        "sync", "Batch statistics: of the global batch, replica 0's, or each replica's."
     )
     batch_norm_group_size: int | None = option(
         None, "Neighbouring replicas that share statistics under sync; or all.", ge=1
@@ -245,14 +245,14 @@ class DdpConfig(Section):
         False, "Optimizer state and update split over the replicas (ZeRO 1).", "rounding"
     )
     logical_replicas: int | None = option(
-        None, "Replicas of which a step consists: equal bits on any devices that divide it.", ge=1
+        None, "Logical replicas: bitwise identical on any number of devices that divides it.", ge=1
     )
     local_steps: LocalStepsConfig = Field(default_factory=LocalStepsConfig)
     max_grad_norm: float | None = option(None, "Clip the mean gradient to this.", gt=0)
     ema_decay: float | None = option(None, "Decay of the parameters' moving average.", gt=0, lt=1)
     skip_nonfinite: bool = option(False, "Skip steps if loss, gradients or state are not finite.")
     loss_scale: float | Literal["dynamic"] | None = option(
-        None, "For float16: a power of two, or dynamic, which finds it by skipping."
+        None, "For float16: a power of two, or dynamic, adapted by skipping steps."
     )
 
 
@@ -265,9 +265,9 @@ class CheckpointConfig(Section):
     keep: int = option(3, "Newest checkpoints to keep.", "none", ge=1)
     keep_every_steps: int | None = option(None, "Checkpoints of its multiples stay.", "none", ge=1)
     best_metric: str | None = option(None, "Metric whose best state is kept, in <run.dir>/best.")
-    best_mode: Literal["min", "max"] = option("min", "Which way it improves.")
+    best_mode: Literal["min", "max"] = option("min", "Whether smaller or larger is better.")
     resume: Literal["auto", "never", "must"] = option(
-        "auto", "Resume from the last checkpoint: if there is one, never, or only so.", "none"
+        "auto", "Resume from the last checkpoint: if there is one, never, or required.", "none"
     )
 
 

@@ -38,11 +38,11 @@ class Member:
     """One member of a group, as it introduces itself.
 
     Attributes:
-      number: Its number, from 0.
+      number: Number of the member, from 0.
       count: Number of members of the group.
       same: Settings that must be equal for all members, by name.
       info: Information for the other members.
-      where: Its host and process, for messages.
+      where: Host and process, for messages.
     """
 
     number: int

@@ -15,7 +15,7 @@ class Array:
     """An array with its own memory.
 
     Attributes:
-      shape: Its dtype and dims.
+      shape: Dtype and dims.
       origin: Layer and operation that made it, by JAX's names.
     """
 

@@ -4,7 +4,7 @@
     for instruction in program.entry.instructions:
         print(instruction.op, instruction.bytes)
 
-This room reads text. It knows nothing of models, steps or devices.
+This module reads text. It knows nothing of models, steps or devices.
 """
 
 import math
@@ -52,9 +52,9 @@ class Instruction:
     """One line of a computation.
 
     Attributes:
-      name: Its name, which other instructions use.
-      op: Name of its operation: "fusion", "all-reduce-start", ...
-      shapes: Its results: one array, or all arrays of a tuple, however nested.
+      name: Name, which other instructions use.
+      op: Name of the operation: "fusion", "all-reduce-start", ...
+      shapes: Results: one array, or all arrays of a tuple, however nested.
       operands: Names of the instructions that it reads.
       number: Position of a parameter; None for other instructions.
       runs: Names of the computations that it runs as they stand: those of a fusion, a call, a loop

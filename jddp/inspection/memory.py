@@ -85,7 +85,7 @@ def measure_memory(
 
     Args:
       lowered: The step.
-      state: Its state, or its shapes.
+      state: State of the step, or its shapes.
       batch: The rows of this process, or their shapes.
       mesh: The devices that it runs on.
     """

@@ -1,4 +1,4 @@
-"""Put the parts of a config together: data in batches, a wrapped model, a number of steps.
+"""Builds a job from a config: data in batches, a wrapped model, a number of steps.
 
 job = build(config)
 run = job.run()
@@ -36,7 +36,7 @@ from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.run import Run
 from jddp.verification.verify import Verification, verify
 
-# Of JAX: what changes what a program computes.
+# Options of JAX that change the results of a program.
 SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion")
 
 
@@ -47,7 +47,7 @@ def fit(
 
     Args:
       config: A config, a YAML file or the name of a preset.
-      callbacks: Called with reduced values as the run goes on.
+      callbacks: Callbacks, which get reduced values during the run.
       **overrides: Sections, `model={"name": "mlp"}`, or dotted keys, `**{"model.name": "mlp"}`.
 
     Returns:
@@ -70,13 +70,13 @@ class Job:
     """Everything that a run needs, made and checked.
 
     Attributes:
-      config: What it was made from.
-      parts: What the config names.
+      config: Config that it was made from.
+      parts: Objects that the config names.
       ddp: The model on its mesh.
-      num_steps: Optimizer steps in all; None if only the data, which are absent, could tell.
+      num_steps: Optimizer steps in all; None if they depend on data that are absent.
       learning_rate: The schedule, or None if the optimizer has its own.
       data: The examples, or None if they are absent and were not needed.
-      data_error: Why they are absent.
+      data_error: Reason for their absence.
     """
 
     config: Config
@@ -94,7 +94,7 @@ class Job:
 
     @property
     def num_parameters(self) -> int:
-        """Trained numbers of the model."""
+        """Number of trained elements of the model."""
         params = self.ddp.abstract_state(self.batch_spec).params
         # Of one replica: each may have its own.
         shapes = (leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(params))
@@ -114,11 +114,11 @@ class Job:
         }
 
     def run(self, callbacks: Sequence[Callback] = ()) -> Run:
-        """Trains to the end, going on from the newest checkpoint where there is one."""
-        assert self.data is not None, "build(config) has data unless told that it needs none"
+        """Trains to the end, resuming from the newest checkpoint if there is one."""
+        assert self.data is not None, "build(config) has data unless needs_data=False"
         assert self.num_steps is not None, "where there are data, there are steps"
         config, batches = self.config, self.train_batches()
-        # Evaluation holds no gradients: rows of one micro-step fit wherever training fits.
+        # Evaluation holds no gradients: rows of one micro-batch fit wherever training fits.
         rows = max(1, config.data.global_batch_size // config.ddp.accumulate_steps)
         try:
             return self.ddp.fit(
@@ -172,7 +172,7 @@ class Job:
 
     def train_batches(self) -> TrainBatches | WorkerBatches:
         """This process's training batches, from the first."""
-        assert self.data is not None, "build(config) has data unless told that it needs none"
+        assert self.data is not None, "build(config) has data unless needs_data=False"
         config, weights = self.config.data, self.config.data.sample_weights
         batches = TrainBatches(
             self.data.train,
@@ -207,17 +207,17 @@ def build(config: Config, *, needs_data: bool = True) -> Job:
     """Makes a job: joins the processes, resolves names, makes the mesh, reads the data.
 
     Args:
-      config: What to make.
-      needs_data: Whether absent data are an error. A preview does without.
+      config: Config of the job.
+      needs_data: Whether absent data are an error. A preview needs none.
 
     Raises:
-      ConfigError: With all that the config names and that cannot be had, one line each.
+      ConfigError: With all names of the config that cannot be resolved, one line each.
       DataError: If the data are absent or damaged.
       DeviceError: If JAX finds no device.
       ProcessMismatchError: If processes have different configs, versions or data.
     """
     identity = resolve_identity()
-    # A running JAX, as in a notebook, refuses: then the mesh takes from the devices that are there.
+    # A running JAX, as in a notebook, refuses: then the mesh takes some of its devices.
     with contextlib.suppress(RuntimeError):
         configure_devices(config.mesh.num_devices, num_processes=identity.num_processes)
     initialize(identity)
@@ -249,25 +249,25 @@ def build(config: Config, *, needs_data: bool = True) -> Job:
 
 
 def _check_outputs(job: Job) -> None:
-    """Holds the model's outputs against the classes, or the vocabulary, of the data."""
+    """Compares the model's outputs with the classes, or the vocabulary, of the data."""
     known, data, outputs = job.parts.source.sizes, job.data, job.ddp.num_outputs(job.batch_spec)
     least = max(getattr(x, "num_classes", 0) for x in (data.train, data.test)) if data else 0
     for name, size in (known or {"num_classes": least}).items():
-        told = f"model: it has {outputs} outputs, and {name} of the data is {size}."
+        mismatch = f"model: it has {outputs} outputs, and {name} of the data is {size}."
         if outputs is not None and outputs < size:
-            raise ConfigError(f"{told} Give it as many: model.kwargs.{name}={size}.")
+            raise ConfigError(f"{mismatch} Give it as many: model.kwargs.{name}={size}.")
         if outputs is not None and outputs > size and known and job.is_writer:
-            logging.getLogger("jddp").warning("%s The outputs beyond that learn nothing.", told)
+            logging.getLogger("jddp").warning("%s The outputs beyond that learn nothing.", mismatch)
 
 
 def _ddp_options(config: Config, parts: Parts) -> dict[str, Any]:
-    """The options of `DataParallel` under `ddp`, what they name among them made."""
+    """The options of `DataParallel` under `ddp`, with the objects that they name."""
     made = {"comm_hook": parts.comm_hook, "local_steps": parts.local_steps}
     return {**config.ddp.model_dump(), **made}
 
 
 def _facts(config: Config) -> dict[str, str]:
-    """What all processes of a job have in common, but for where their data lie."""
+    """Values that all processes of a job must share: all but the folder of their data."""
     keys = {key: str(x) for key, x in flatten(config.model_dump()).items() if key != "data.dir"}
     settings = {name: str(getattr(jax.config, name)) for name in SETTINGS}
     flags = {"XLA_FLAGS": os.environ.get("XLA_FLAGS", ""), "code of jddp": source_hash()}

@@ -1,4 +1,4 @@
-"""Give back the model of a run, from its directory alone."""
+"""Loads the model of a run from its directory."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,8 +25,8 @@ OWN_MODELS = "jddp.zoo.models"
 def load(run_dir: str | Path, *, model: Any = None, trust: str | None = None) -> Any:
     """Returns the model of a run, with the values of its newest checkpoint.
 
-    The directory is taken as data: of all that its config names only the model is resolved, and
-    that only inside `jddp.zoo.models` unless `trust` says otherwise.
+    The directory is not trusted: of all names in its config only the model is resolved, and only
+    inside `jddp.zoo.models` unless `trust` permits more.
 
     Args:
       run_dir: A run directory.
@@ -75,7 +75,7 @@ def _config_of(run_dir: Path) -> Config | None:
 
 
 def _options_of(config: Config | None, folder: Path) -> tuple[str, dict[str, Any]]:
-    """Which parameters were evaluated, and how replicas differed, by a config or a checkpoint."""
+    """The evaluated parameters and the options of state, from a config or a checkpoint."""
     names = ("batch_norm", "per_replica", "state_reduction")
     if config is not None:
         return config.train.eval_params, {name: getattr(config.ddp, name) for name in names}

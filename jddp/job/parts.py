@@ -1,7 +1,7 @@
-"""Resolve what a config names: data, model, loss, optimizer, hook, before anything is compiled.
+"""Resolves the names of a config: data, model, loss, optimizer, hook; before compiling.
 
-A registered name is looked up in its room; a target, `package.module:Name`, is imported. Mistakes
-in several sections are collected, so that one run of the command shows them all.
+A registered name is looked up in its package; a target, `package.module:Name`, is imported.
+Mistakes in several sections are collected, so that one run of the command shows them all.
 """
 
 import functools
@@ -39,16 +39,16 @@ COMM_HOOKS: dict[str, Callable[..., CommHook | None]] = {"mean": mean, "powersgd
 
 @dataclass(frozen=True)
 class Parts:
-    """What a config names, made.
+    """The objects that a config names.
 
     Attributes:
       config: The config, with the sizes of the model that the data have filled in.
-      source: Knows the shapes of the data.
+      source: Source of the data, with their shapes.
       model: A Linen or NNX module.
-      loss_fn: `loss_fn(model, batch[, train])`.
-      make_optimizer: Gives the optimizer, and the schedule it follows, for a number of steps.
-      comm_hook: What reduces buckets, or None for the mean.
-      local_steps: How often replicas meet, or None for each step.
+      loss_fn: Loss function, `loss_fn(model, batch[, train])`.
+      make_optimizer: Function from a number of steps to the optimizer and its schedule.
+      comm_hook: Communication hook; None for the mean.
+      local_steps: Interval of synchronization; None for each step.
     """
 
     config: Config
@@ -167,7 +167,7 @@ def _optimizer(config: Config) -> Callable[[int], tuple[Any, Schedule | None]]:
             decay_norms_and_biases=section.decay_norms_and_biases,
         )
 
-    make(1)  # So that mistakes show before the data, which say how many steps there are, are read.
+    make(1)  # Raises mistakes before the data are read, which the number of steps may depend on.
     return make
 
 
@@ -180,7 +180,7 @@ def _local_steps(config: Config) -> LocalSteps | None:
         factory = resolve_target(section.outer.target, key=f"{key}.target")
     outer, _ = make_optimizer(
         factory,
-        schedule=lambda meeting: section.outer.learning_rate,
+        schedule=lambda step: section.outer.learning_rate,
         kwargs=section.outer.kwargs,
         key=key,
     )

@@ -1,8 +1,8 @@
-"""Say what a run would be and need, by compiling its step for shapes: nothing is run or written.
+"""Describes a run and its memory by compiling its step: nothing is run or written.
 
     print(preview(job))
 
-Sizes per device come from the compiler. What a change of options would bring is reckoned from
+Sizes per device come from the compiler. The effect of other options is estimated from
 them.
 """
 
@@ -27,7 +27,7 @@ def _arithmetic(job: Job) -> list[str]:
     processes = jax.process_count()
     rows = processes * next(iter(job.batch_spec.values())).shape[0]
     share, padding = rows // mesh.size, f" and {rows - size} of padding" * (rows > size)
-    micro = f" in {parts} micro-steps of {share // parts}" if parts > 1 else ""
+    micro = f" in {parts} micro-batches of {share // parts}" if parts > 1 else ""
     if job.data is None or job.num_steps is None:
         length = f"{job.num_steps or 'unknown'}: the data are not here"
     else:
@@ -43,14 +43,14 @@ def _arithmetic(job: Job) -> list[str]:
 
 
 def memory_table(job: Job, memory: Memory) -> list[str]:
-    """Returns lines that hold what a device needs against what it has."""
+    """Returns lines with the memory that a device needs and has."""
     if memory.fits:
         return [repr(memory), f"fits: {memory.total / memory.limit:.1%} of the device"]
     return [repr(memory), "does not fit; what would make it smaller", *_ways_out(job, memory)]
 
 
 def _ways_out(job: Job, memory: Memory) -> list[str]:
-    """Returns the options that would make it fit, with what they would bring."""
+    """Returns the options that would make it fit, with the memory that they would need."""
     room = memory.limit - memory.fixed
     if room <= 0:
         return [

@@ -31,10 +31,10 @@ class Worker:
     """One process.
 
     Attributes:
-      process_id: Its number in the job.
-      process: Its handle.
-      output: Its standard output and standard error.
-      code: Its exit code, or minus a signal; None while it runs.
+      process_id: Number of the process in the job.
+      process: Handle of the process.
+      output: Standard output and standard error.
+      code: Exit code, or minus a signal; None while it runs.
       seconds: Time that it ran.
     """
 

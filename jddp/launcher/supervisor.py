@@ -5,8 +5,8 @@ from its last checkpoint. It is not restarted after a failure that would repeat:
 config, code or data, numbers that are not finite, and the same message twice in a row within a
 minute. Nor is a job that a signal has stopped.
 
-Where a job may run on fewer processes, a machine that has left without a failure is none: the
-others resume without it. When one connects again, all stop and restart with it.
+Where a job may run on fewer processes, the others resume without a machine that has left without a
+failure. When one connects again, all stop and restart with it.
 """
 
 import signal

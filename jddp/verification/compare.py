@@ -21,7 +21,7 @@ class Comparison:
     Attributes:
       what: Name of the compared trees.
       leaf: Path of the largest difference; empty where there is nothing to compare.
-      error: That difference, relative to the largest entry of the leaf.
+      error: Largest difference, relative to the largest entry of the leaf.
       allowed: Largest difference that passes.
     """
 

@@ -1,4 +1,4 @@
-"""Derives likely causes from the evidence of a comparison, and words them for the user."""
+"""Derives likely causes from the evidence of a comparison, and describes them."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -18,8 +18,8 @@ class Evidence:
       options: Options of `jddp.DataParallel`.
       scalars: Names of the loss and metrics that are scalars.
       weights: Names of the entries of the batch that seem to be weights of losses.
-      is_repeatable: Whether the step, traced anew, is the same program.
-      draws: Whether the step draws random numbers.
+      is_repeatable: Whether the step is the same program when traced again.
+      draws: Whether the step uses random numbers.
       key_matters: Whether another PRNG key changes the result.
       combined: How the gradient of the whole batch follows from those of the replica batches: as
         their "mean", as a mean with other "weights" than their rows, as "neither"; None if unknown.

@@ -5,7 +5,7 @@
     assert report.passed
 
 One step is taken twice from the same state: over the mesh, and on one of its devices. Random
-numbers differ between replicas by design, so a model that draws some is compared with one device
+numbers differ between replicas by design, so a model that uses some is compared with one device
 that runs the N replica batches side by side, with the N keys.
 """
 
@@ -34,7 +34,7 @@ from jddp.verification.side_by_side import side_by_side
 
 __all__ = ["Verification", "verify"]
 
-_ON_THE_WIRE = {"wire_dtype", "comm_hook"}  # judged beside a device that sends nothing
+_ON_THE_WIRE = {"wire_dtype", "comm_hook"}  # compared with a device that sends nothing
 _OF_NO_ONE_DEVICE = {
     "batch_norm_group_size": "statistics are those of groups, which a single device does not have",
     "local_steps": "replicas differ by design, and a single device has one set of parameters",
@@ -73,7 +73,7 @@ def verify(
       loss_fn: The loss function.
       batch: Rows that divide over the devices.
       seed: Seed of the first state's PRNG key.
-      constants: Constants, as for `jddp.DataParallel.given`.
+      constants: Constants, as for `jddp.DataParallel.with_constants`.
       **options: Options of `jddp.DataParallel`.
 
     Returns:
@@ -97,7 +97,7 @@ def verify(
         )
     state = _settled(many, many.init(seed, batch), batch)
     got = _step(many, state, batch)
-    # Where shards are logical, one device carries them too, and draws the same.
+    # With logical replicas one device has all of them too, and uses the same random numbers.
     draws = uses_rng(many, batch) and not isinstance(many.spec.replicas, LogicalReplicas)
     evidence = Evidence(
         num_devices=many.mesh.size,
