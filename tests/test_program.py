@@ -93,7 +93,7 @@ def test_an_instruction_is_read_with_its_shapes_operands_and_attributes():
         'fusion(%v, /*index=1*/%x), kind=kLoop, calls=%reducing, metadata={op_name="f(g)"}'
     )
     read = last(make_program(line))
-    assert (read.name, read.op, read.is_root) == ("a.1", "fusion", True)
+    assert (read.name, read.op) == ("a.1", "fusion")
     assert read.shapes == (Shape("f32", (2, 3)), Shape("bf16", ()), Shape("s32", (4,)))
     assert read.bytes == 24 + 2 + 16
     assert read.operands == ("v", "x")
@@ -112,7 +112,7 @@ def test_parameters_have_a_number_and_constants_no_operands():
     program = make_program("%c = s32[2]{0} constant({1, 2})")
     assert [x.number for x in program.entry.instructions] == [0, 1, 2, None]
     assert last(program).operands == ()
-    assert program.entry.parameters[1].name == "x"
+    assert program.entry.instructions[1].name == "x"
 
 
 @pytest.mark.parametrize(

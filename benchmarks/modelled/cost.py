@@ -172,8 +172,8 @@ def _bytes_moved(program: Program, computation: Computation, instruction: Instru
 
 
 def _bytes_read(fusion: Computation, number: int) -> int:
-    parameter = fusion.parameters[number]
-    users = fusion.users[parameter.name]
+    parameter = next(x for x in fusion.instructions if x.number == number)
+    users = [x for x in fusion.instructions if parameter.name in x.operands]
     if users and all(_reads_partly(user, parameter) for user in users):
         return min(parameter.bytes, sum(user.bytes for user in users if user.op in _PARTIAL_READS))
     return parameter.bytes

@@ -105,14 +105,9 @@ def explain(steps: CompiledSteps, state: TrainState, inputs: Inputs) -> Explanat
         plan=steps.sent(state),
         num_devices=steps.mesh.size,
         platform=platform(steps.mesh),
-        compiled=_collectives(lowered.compile().as_text()),
+        compiled=collectives(read_program(lowered.compile().as_text() or "")),
         local_steps=sync if isinstance(sync, LocalSteps) else None,
     )
-
-
-def _collectives(text: str | None) -> tuple[Collective, ...]:
-    assert text is not None, "a backend without program text"
-    return collectives(read_program(text))
 
 
 def _row(collective: Collective) -> tuple[str, ...]:

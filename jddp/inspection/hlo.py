@@ -16,7 +16,7 @@ from jddp.errors import UsageError
 
 _ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,<=]*)\]")
 _HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) .*\{$")
-_INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
+_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = ")
 _OP = re.compile(r" ([\w\-]+)\(")
 _COMMENT = re.compile(r"/\*.*?\*/")
 _RUNS = re.compile(
@@ -60,7 +60,6 @@ class Instruction:
       runs: Names of the computations that it runs as they stand: those of a fusion, a call, a loop
         or a branch, but not the sum that a reduction applies.
       attributes: The text behind the operands.
-      is_root: Whether its result is that of the computation.
     """
 
     name: str
@@ -70,7 +69,6 @@ class Instruction:
     number: int | None
     runs: tuple[str, ...]
     attributes: str
-    is_root: bool
 
     @property
     def bytes(self) -> int:
@@ -107,20 +105,6 @@ class Computation:
     def by_name(self) -> dict[str, Instruction]:
         """The instructions, by their names."""
         return {instruction.name: instruction for instruction in self.instructions}
-
-    @cached_property
-    def parameters(self) -> dict[int, Instruction]:
-        """The parameters, by their positions."""
-        return {x.number: x for x in self.instructions if x.number is not None}
-
-    @cached_property
-    def users(self) -> dict[str, list[Instruction]]:
-        """The instructions that read each instruction, by its name."""
-        users: dict[str, list[Instruction]] = {name: [] for name in self.by_name}
-        for instruction in self.instructions:
-            for name in dict.fromkeys(instruction.operands):
-                users[name].append(instruction)
-        return users
 
     def operands(self, instruction: Instruction) -> list[Instruction]:
         """The instructions that `instruction` reads."""
@@ -177,19 +161,18 @@ def _read_instruction(line: str) -> Instruction:
     after_shape = _end_of_shape(line, head.end())
     op = _OP.match(line, after_shape)
     if not op:
-        raise UsageError(f"Instruction {head[2]!r} has no operation: {line.strip()[:120]!r}.")
+        raise UsageError(f"Instruction {head[1]!r} has no operation: {line.strip()[:120]!r}.")
     end = _closing(line, op.end() - 1)
     operands, attributes = line[op.end() : end], line[end + 1 :]
     is_parameter = op[1] == "parameter"
     return Instruction(
-        name=head[2],
+        name=head[1],
         op=op[1],
         shapes=_read_shapes(line[head.end() : after_shape]),
         operands=() if op[1] in ("parameter", "constant") else _read_operands(operands),
         number=int(operands) if is_parameter else None,
         runs=_read_runs(op[1], attributes),
         attributes=attributes,
-        is_root=head[1] is not None,
     )
 
 

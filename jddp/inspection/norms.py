@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jddp.typing import Grads, Params, PyTree
+from jddp.typing import Grads, Params
 
 Layers = dict[str, dict[str, float]]
 
@@ -16,16 +16,12 @@ def diagnose(params: Params, grads: Grads) -> Layers:
       For each parameter, by its path: "parameter" and "gradient", which are norms, and
       "not_finite", how many numbers of the gradient are not.
     """
-    measured = jax.device_get(jax.jit(_measure_all)(params, grads))
+    measured = jax.device_get(jax.jit(jax.tree.map, static_argnums=0)(_measure, params, grads))
     layers: Layers = {}
     for path, value in jax.tree_util.tree_leaves_with_path(measured):
         *names, what = (jax.tree_util.keystr((key,), simple=True) for key in path)
         layers.setdefault("/".join(names), {})[what] = float(value)
     return layers
-
-
-def _measure_all(params: Params, grads: Grads) -> PyTree:
-    return jax.tree.map(_measure, params, grads)
 
 
 def _measure(param: Array, grad: Array) -> dict[str, Float[Array, ""]]:
