@@ -17,6 +17,7 @@ their owners, all else by process 0. A checkpoint gets its name once all of it h
 and is on the disk. One with a wrong digest is renamed, never removed, and the one before is used.
 """
 
+import contextlib
 import logging
 import time
 from collections.abc import Mapping
@@ -34,7 +35,7 @@ from jddp.checkpoint.checksums import NAME as SUMS
 from jddp.checkpoint.format_1 import guess_layouts
 from jddp.checkpoint.reader import find_fault, find_other_step, read_described, read_object
 from jddp.checkpoint.resize import on_this_mesh, to_read
-from jddp.checkpoint.writer import SECONDS, Keep, Writer, first_line
+from jddp.checkpoint.writer import SECONDS, Writer, first_line
 from jddp.distributed.coordination import from_first
 from jddp.engine.digest import digests
 from jddp.engine.state import Replicated, TrainState
@@ -77,7 +78,7 @@ class Checkpoints:
         self._last: tuple[int, Any] | None = None
         try:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._writer = Writer(self._directory, Keep(keep, keep_every))
+            self._writer = Writer(self._directory, keep=keep, keep_every=keep_every)
             if jax.process_index() == 0:
                 folders.remove_unfinished(self._directory)
                 (self._directory / "0.new").mkdir()  # finds now whether it can be written
@@ -192,7 +193,9 @@ class Checkpoints:
                     f"Choose another run.dir, or the job that it was saved from:\n{differ}"
                 )
             target = {n: to_read(described[n]["shape"], there[n], x) for n, x in wanted.items()}
-            arrays = _restore(folder / "state", target)
+            with contextlib.closing(ocp.StandardCheckpointHandler()) as handler:
+                arguments = ocp.args.StandardRestore(target)
+                arrays = handler.restore(epath.Path(folder / "state"), args=arguments)
         except (ConfigError, FileSystemError):
             raise
         except Exception as error:  # orbax raises anything for foreign files
@@ -230,14 +233,6 @@ class Checkpoints:
 def _layouts_of(state: TrainState, layouts: TrainState | None) -> Layouts:
     """Layouts by path."""
     return by_path(jax.tree.map(lambda _: Replicated(), state) if layouts is None else layouts)
-
-
-def _restore(folder: Path, target: PyTree) -> PyTree:
-    handler = ocp.StandardCheckpointHandler()
-    try:
-        return handler.restore(epath.Path(folder), args=ocp.args.StandardRestore(target))
-    finally:
-        handler.close()
 
 
 def _is_worth_showing(record: logging.LogRecord) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 from jddp.checkpoint.arrays import by_path, in_file, layout_of, layouts_in
 from jddp.checkpoint.formats import format_of
 from jddp.checkpoint.reader import read, read_described, read_object, read_values
-from jddp.checkpoint.writer import Keep, Writer
+from jddp.checkpoint.writer import Writer
 from jddp.engine.mesh import make_mesh, replicate
 from jddp.engine.state import Replicated
 from jddp.errors import DataError, FileSystemError
@@ -84,7 +84,7 @@ def import_file(file: Path, directory: Path) -> int:
         for name, x in arrays.items()
     }
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    writer = Writer(directory.absolute(), Keep(2**62))
+    writer = Writer(directory.absolute(), keep=2**62)
     writer.start(step, replicate(leaves, make_mesh(1)), run, layouts)
     writer.close()
     if writer.failure is not None:

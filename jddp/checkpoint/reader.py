@@ -7,6 +7,7 @@ the values are enough: on any number of devices, without the optimizer's state. 
 run names is called, and nothing is written: damaged checkpoints are skipped.
 """
 
+import contextlib
 import json
 import logging
 from collections.abc import Sequence
@@ -103,20 +104,18 @@ def read(folder: Path, fields: Sequence[str] | None = None) -> dict[str, PyTree]
       FileSystemError: If it cannot be read.
     """
     state, described = epath.Path(folder.absolute()) / "state", read_described(folder)
-    handler = ocp.PyTreeCheckpointHandler()
     try:
         chosen = [n for n in described if fields is None or n.partition("/")[0] in fields]
         as_numpy = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in chosen}
         arguments = ocp.args.PyTreeRestore(
             dict.fromkeys(chosen, 0), restore_args=as_numpy, partial_restore=True
         )
-        arrays = handler.restore(state, args=arguments)
+        with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
+            arrays = handler.restore(state, args=arguments)
         leaves = {name: as_saved(arrays[name], described[name]["dtype"]) for name in chosen}
         return {field: {} for field in fields or ()} | nested(leaves)
     except Exception as error:  # orbax raises anything for foreign files
         raise FileSystemError(f"{state} cannot be read: {first_line(error)}") from error
-    finally:
-        handler.close()
 
 
 def read_described(folder: Path) -> Described:

@@ -7,6 +7,7 @@ Accepted are safetensors, Flax's msgpack, the checkpoints of a run, and any othe
 has written. All of them hold numbers and names, and no code.
 """
 
+import contextlib
 import dataclasses
 from pathlib import Path
 
@@ -60,14 +61,11 @@ def _read_file(path: Path) -> PyTree:
 
 
 def _read_orbax(path: Path) -> PyTree:
-    handler = ocp.PyTreeCheckpointHandler()
-    try:
+    with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
         folder = epath.Path(path.absolute())
         names = handler.metadata(folder).tree
         as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), names)
         return handler.restore(folder, args=ocp.args.PyTreeRestore(restore_args=as_numpy))
-    finally:
-        handler.close()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,6 @@ import re
 import shutil
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,28 +41,21 @@ LEAST_BYTES = 2**18  # approximate size of a checkpoint without its arrays
 FILE_BYTES = 2**26  # approximate size of a file of arrays: several are digested at the same time
 
 
-@dataclass(frozen=True)
-class Keep:
-    """Which checkpoints stay: the newest `newest`, and multiples of `every` steps."""
-
-    newest: int
-    every: int | None = None
-
-
 class Writer:
     """Writes checkpoints one after the other.
 
     Args:
       directory: Existing directory of the checkpoints.
-      keep: Checkpoints that stay.
+      keep: Number of the newest checkpoints that stay.
+      keep_every: Interval in steps; checkpoints at its multiples stay too.
 
     Attributes:
       failure: Error of the last checkpoint; None if it was written.
     """
 
-    def __init__(self, directory: Path, keep: Keep) -> None:
+    def __init__(self, directory: Path, *, keep: int, keep_every: int | None = None) -> None:
         self.failure: FileSystemError | None = None
-        self._directory, self._keep = directory, keep
+        self._directory, self._keep, self._keep_every = directory, keep, keep_every
         self._above = os.stat(directory.parent)
         self._handler = ocp.PyTreeCheckpointHandler()
         self._thread: threading.Thread | None = None
@@ -174,7 +166,7 @@ class Writer:
         seal(folder)
         folders.commit(self._directory, step)
         there = folders.finished(self._directory)
-        for old in folders.surplus(there, keep=self._keep.newest, keep_every=self._keep.every):
+        for old in folders.surplus(there, keep=self._keep, keep_every=self._keep_every):
             folders.remove(self._directory, old)
 
 
