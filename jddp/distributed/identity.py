@@ -41,8 +41,8 @@ class Identity:
         parts = [f"{count}, {f'set by {self.source}' if self.source else 'no launcher found'}"]
         if self.coordinator is not None:
             parts += [f"process {self.process_id}", f"coordinator {self.coordinator}"]
-            ids = self.local_device_ids
-            parts += ["every local device" if ids is None else f"local devices {_list(ids)}"]
+            ids = ", ".join(map(str, self.local_device_ids or ()))
+            parts += [f"local devices {ids}" if ids else "every local device"]
         return "; ".join(parts)
 
 
@@ -177,7 +177,3 @@ def choose_local_devices(environ: Mapping[str, str], names: Names) -> tuple[int,
             "processes than there are devices."
         )
     return tuple(range(int(local_id) * share, (int(local_id) + 1) * share))
-
-
-def _list(ids: tuple[int, ...]) -> str:
-    return ", ".join(map(str, ids))
