@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jddp.config.files import with_overrides
-from jddp.config.schema import Config
+from jddp.config.schema import Config, NamedSection
 from jddp.data import Source, make_source, source_of
 from jddp.engine.sync import LocalSteps
 from jddp.errors import ConfigError
@@ -102,9 +102,7 @@ def _source(config: Config) -> Source:
 def _model(config: Config, sizes: Mapping[str, int]) -> tuple[Config, Any]:
     """The model, and the config, in which it is given the sizes that only the data knew."""
     section = config.model
-    factory: Any = section.name
-    if section.target is not None:
-        factory = resolve_target(section.target, key="model.target")
+    factory = _named(section, "model")
     defaults = defaults_of(MODELS.get(section.name or "", factory))
     for name, size in sizes.items():
         if name not in section.kwargs and defaults.get(name, size) != size:
@@ -114,10 +112,7 @@ def _model(config: Config, sizes: Mapping[str, int]) -> tuple[Config, Any]:
 
 def _comm_hook(config: Config) -> Any:
     section = config.ddp.comm_hook
-    if section.target is not None:
-        make = resolve_target(section.target, key="ddp.comm_hook.target")
-    else:
-        make = _registered(section.name, COMM_HOOKS, key="ddp.comm_hook.name", kind="hook")
+    make = _named(section, "ddp.comm_hook", COMM_HOOKS, "hook")
     check_arguments(make, section.kwargs, key="ddp.comm_hook.kwargs")
     hook = make(**section.kwargs)
     if make is not mean and not isinstance(hook, CommHook):
@@ -128,19 +123,25 @@ def _comm_hook(config: Config) -> Any:
     return hook
 
 
-def _registered(name: str | None, known: Mapping[str, Any], *, key: str, kind: str) -> Any:
-    if name is None or name not in known:
-        meant = did_you_mean(str(name), known.keys())
-        raise ConfigError(f"{key}: no {kind} {name!r}.{meant} Known: {', '.join(sorted(known))}.")
+def _named(
+    section: NamedSection, key: str, known: Mapping[str, Any] | None = None, kind: str = ""
+) -> Any:
+    """The object that a section names: its target, or its name, which is looked up if `known`."""
+    name = section.name
+    if section.target is not None:
+        return resolve_target(section.target, key=f"{key}.target")
+    if known is None or name is None:
+        return name
+    if name not in known:
+        meant = did_you_mean(name, known.keys())
+        listed = ", ".join(sorted(known))
+        raise ConfigError(f"{key}.name: no {kind} {name!r}.{meant} Known: {listed}.")
     return known[name]
 
 
 def _loss(config: Config) -> Callable[..., Any]:
     loss = config.loss
-    if loss.target is not None:
-        found = resolve_target(loss.target, key="loss.target")
-    else:
-        found = _registered(loss.name, LOSSES, key="loss.name", kind="loss")
+    found = _named(loss, "loss", LOSSES, "loss")
     filled = accepted_names(found, key="loss.target") - loss.kwargs.keys()  # model, batch, train
     check_arguments(found, loss.kwargs, key="loss.kwargs", filled=filled)
     return functools.partial(found, **loss.kwargs) if loss.kwargs else found
@@ -148,9 +149,7 @@ def _loss(config: Config) -> Callable[..., Any]:
 
 def _optimizer(config: Config) -> Callable[[int], tuple[Any, Schedule | None]]:
     section, schedule = config.optimizer, config.optimizer.schedule
-    factory: Any = section.name
-    if section.target is not None:
-        factory = resolve_target(section.target, key="optimizer.target")
+    factory = _named(section, "optimizer")
 
     def make(num_steps: int) -> tuple[Any, Schedule | None]:
         rate = make_schedule(
@@ -175,11 +174,8 @@ def _local_steps(config: Config) -> LocalSteps | None:
     section, key = config.ddp.local_steps, "ddp.local_steps.outer"
     if section.every is None:
         return None
-    factory: Any = section.outer.name
-    if section.outer.target is not None:
-        factory = resolve_target(section.outer.target, key=f"{key}.target")
     outer, _ = make_optimizer(
-        factory,
+        _named(section.outer, key),
         schedule=lambda step: section.outer.learning_rate,
         kwargs=section.outer.kwargs,
         key=key,
