@@ -100,6 +100,9 @@ class TrainBatches(Shown):
         self._own = np.arange(process_batch_size) + process_index * process_batch_size
         self._position = 0
 
+    def close(self) -> None:
+        """Frees resources, of which only `WorkerBatches` has some."""
+
     @property
     def is_padded(self) -> bool:
         """Whether a batch may be padded: then all have a "mask"."""

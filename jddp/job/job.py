@@ -117,10 +117,10 @@ class Job:
         """Trains to the end, resuming from the newest checkpoint if there is one."""
         assert self.data is not None, "build(config) has data unless needs_data=False"
         assert self.num_steps is not None, "where there are data, there are steps"
-        config, batches = self.config, self.train_batches()
+        config = self.config
         # Evaluation holds no gradients: rows of one micro-batch fit wherever training fits.
         rows = max(1, config.data.global_batch_size // config.ddp.accumulate_steps)
-        try:
+        with contextlib.closing(self.train_batches()) as batches:
             return self.ddp.fit(
                 batches,
                 num_steps=self.num_steps,
@@ -137,9 +137,6 @@ class Job:
                 **config.train.model_dump(exclude={"num_steps", "num_epochs"}),
                 **config.checkpoint.model_dump(include={"keep", "keep_every_steps", "resume"}),
             )
-        finally:
-            if isinstance(batches, WorkerBatches):
-                batches.close()
 
     def _first_state(self) -> Callable[[Any], TrainState] | None:
         """Makes it with the weights that the config names; None where it names none."""
@@ -156,12 +153,8 @@ class Job:
           UsageError: If there is no second device.
         """
         optimizer, _ = self.parts.make_optimizer(self.num_steps or 1)
-        batches = self.train_batches()
-        try:
+        with contextlib.closing(self.train_batches()) as batches:
             batch = next(iter(batches))
-        finally:
-            if isinstance(batches, WorkerBatches):
-                batches.close()
         model, loss_fn = self.parts.model, self.parts.loss_fn
         options = {"mesh": self.ddp.mesh, **_ddp_options(self.config, self.parts)}
         return verify(model, optimizer, loss_fn, batch, seed=self.config.seed, **options)
@@ -170,7 +163,7 @@ class Job:
         best = self.config.checkpoint
         return [KeepBest(best.best_metric, mode=best.best_mode)] if best.best_metric else []
 
-    def train_batches(self) -> TrainBatches | WorkerBatches:
+    def train_batches(self) -> TrainBatches:
         """This process's training batches, from the first."""
         assert self.data is not None, "build(config) has data unless needs_data=False"
         config, weights = self.config.data, self.config.data.sample_weights
