@@ -39,6 +39,7 @@ _ALIKE = re.compile(
     r"[-+]?(0|[1-9][0-9]*)|0x[0-9a-fA-F]+|[-+]?[0-9]+[eE][-+]?[0-9]+"
     r"|[-+]?(\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?"
 )
+NOT_READABLE = (ConfigError, ValueError, RecursionError, YAMLError, OmegaConfBaseException)
 # Which keys go together: setting one of them in a later source drops the others from earlier ones.
 RIVALS = {
     **{
@@ -203,13 +204,7 @@ def _parse(overrides: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
                 values.merge_with_dotlist([f"{key}={value}"])
             else:
                 raise ConfigError("not of the form key.path=value, e.g. train.num_steps=100")
-        except (
-            ConfigError,
-            ValueError,
-            RecursionError,
-            YAMLError,
-            OmegaConfBaseException,
-        ) as error:
+        except NOT_READABLE as error:
             shown = override if len(override) <= 80 else f"{override[:77]}..."
             mistakes.append(Mistake((), f"command line: {shown!r}: {_one_line(error)}"))
     if mistakes:
