@@ -9,14 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from jddp.config.versions import versions
-from jddp.distributed.coordination import (
-    from_first,
-    gather,
-    num_processes,
-    process_index,
-    publish,
-    read,
-)
+from jddp.distributed import coordination
 from jddp.doctor.finding import BAD, OK, WARN, Finding
 
 SECONDS = 60.0
@@ -30,9 +23,9 @@ def check_job(directory: Path) -> list[Finding]:
     Args:
       directory: Directory of runs, which has to be shared.
     """
-    if num_processes() == 1:
+    if coordination.num_processes() == 1:
         return [Finding(OK, "one process: nothing to agree on")]
-    shared = gather("doctor/versions", json.dumps(versions()), timeout_seconds=SECONDS)
+    shared = coordination.gather("doctor/versions", json.dumps(versions()), timeout_seconds=SECONDS)
     return [
         Finding(OK, f"{len(shared)} processes are connected"),
         *compare_versions(list(map(json.loads, shared))),
@@ -91,18 +84,18 @@ def _first_other(found: list[str]) -> int:
 def _clocks() -> list[tuple[float, float]]:
     """Seconds by which each clock is ahead of that of process 0, and their uncertainty."""
     found = []
-    for i in range(1, num_processes()):
+    for i in range(1, coordination.num_processes()):
         name = f"jddp/doctor/clock/{i}"
-        if process_index() == 0:
+        if coordination.process_index() == 0:
             sent = time.time()
-            publish(f"{name}/asked", "")
-            there = float(read(f"{name}/answer", SECONDS, of=i))
+            coordination.publish(f"{name}/asked", "")
+            there = float(coordination.read(f"{name}/answer", SECONDS, of=i))
             back = time.time()
             found.append((there - (sent + back) / 2, (back - sent) / 2))
-        elif process_index() == i:
-            read(f"{name}/asked", SECONDS, of=0)
-            publish(f"{name}/answer", repr(time.time()))
-    shared = from_first("doctor/clocks", json.dumps(found), timeout_seconds=SECONDS)
+        elif coordination.process_index() == i:
+            coordination.read(f"{name}/asked", SECONDS, of=0)
+            coordination.publish(f"{name}/answer", repr(time.time()))
+    shared = coordination.from_first("doctor/clocks", json.dumps(found), timeout_seconds=SECONDS)
     return [(float(ahead), float(width)) for ahead, width in json.loads(shared)]
 
 
@@ -130,21 +123,21 @@ def compare_clocks(clocks: list[tuple[float, float]]) -> Iterator[Finding]:
 
 def _sight(directory: Path) -> list[float | None]:
     """Seconds until each process sees a file that process 0 writes; None for never."""
-    nonce = from_first("doctor/nonce", secrets.token_hex(8), timeout_seconds=SECONDS)
+    nonce = coordination.from_first("doctor/nonce", secrets.token_hex(8), timeout_seconds=SECONDS)
     file = directory / f".jddp-doctor-{nonce}"
-    if process_index() == 0:
+    if coordination.process_index() == 0:
         with contextlib.suppress(OSError):  # then no process sees it
             directory.mkdir(parents=True, exist_ok=True)
             file.write_text("")
-    from_first("doctor/written", "", timeout_seconds=SECONDS)
+    coordination.from_first("doctor/written", "", timeout_seconds=SECONDS)
     start, late = time.monotonic(), None
     while late is None and time.monotonic() - start < VISIBLE_SECONDS:
         if file.exists():
             late = time.monotonic() - start
         else:
             time.sleep(0.02)
-    shared = gather("doctor/seen", json.dumps(late), timeout_seconds=SECONDS)
-    if process_index() == 0:
+    shared = coordination.gather("doctor/seen", json.dumps(late), timeout_seconds=SECONDS)
+    if coordination.process_index() == 0:
         file.unlink(missing_ok=True)
     return [json.loads(x) for x in shared]
 

@@ -5,8 +5,7 @@ import itertools
 import json
 import socket
 import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +18,7 @@ from jax.sharding import Mesh
 from jddp.distributed.coordination import gather
 from jddp.doctor.finding import BAD, OK, WARN, Finding
 from jddp.engine.mesh import AXIS, from_process_zero, over_replicas, put_rows
+from jddp.inspection.explain import median_seconds
 
 SIZES = tuple(4 * 2**k for k in range(10, 25, 2))  # 4 KiB to 64 MiB
 ROUNDS = 7
@@ -64,7 +64,7 @@ def measure_all_reduce(
         run = jax.jit(over_replicas(lambda x: lax.psum(x[0], AXIS), mesh, P(AXIS), P()))
         summed = np.asarray(run(rows).addressable_data(0))
         wrong += [size] * bool((summed != total).any())
-        seconds = _median(functools.partial(run, rows))
+        seconds = median_seconds(functools.partial(run, rows), ROUNDS)
         moved = 2 * (mesh.size - 1) / mesh.size * size
         table.append(Exchange(size, seconds, moved / seconds))
         if from_process_zero(np.float64(seconds)) > SLOW_SECONDS:
@@ -117,7 +117,7 @@ def _seconds_between(mesh: Mesh, here: int, there: int, size: int) -> float:
 
     run = jax.jit(over_replicas(replica, mesh, (), P(AXIS)))
     jax.block_until_ready(run())
-    return _median(run)
+    return median_seconds(run, ROUNDS)
 
 
 def compare_links(
@@ -150,12 +150,3 @@ def compare_links(
     if not found:
         slowest = max(times.values())
         yield Finding(OK, f"{size >> 10} KiB there and back: {1e3 * slowest:.2f} ms at most")
-
-
-def _median(run: Callable[[], Any]) -> float:
-    seconds = []
-    for _ in range(ROUNDS):
-        start = time.perf_counter()
-        jax.block_until_ready(run())
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[1:])  # the first may still warm up

@@ -10,6 +10,7 @@ import dataclasses
 import re
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -182,12 +183,17 @@ def measure(
 
     options = compiler_options(reduction, platform(mesh))
     run = jax.jit(over_replicas(replica, mesh, (), P()), compiler_options=options)
+    return {
+        "num_collectives": sum(x.num_runs or 1 for x in compiled),
+        "reduce_seconds": median_seconds(run, 6),
+    }
+
+
+def median_seconds(run: Callable[[], Any], num_runs: int) -> float:
+    """The median time of a computation, without the first run, which may compile."""
     seconds = []
-    for _ in range(6):  # the first compiles
+    for _ in range(num_runs):
         start = time.perf_counter()
         jax.block_until_ready(run())
         seconds.append(time.perf_counter() - start)
-    return {
-        "num_collectives": sum(x.num_runs or 1 for x in compiled),
-        "reduce_seconds": statistics.median(seconds[1:]),
-    }
+    return statistics.median(seconds[1:])
