@@ -24,7 +24,6 @@ _RUNS = re.compile(
     r"(\{[^}]*\}|%?[\w.\-]+)"
 )
 _TO_APPLY = re.compile(r", to_apply=%?([\w.\-]+)")
-_BODY = re.compile(r", body=%?([\w.\-]+)")
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 
@@ -80,12 +79,6 @@ class Instruction:
         """Operation of the traced program that it came from, such as "jit(step)/add"; or empty."""
         found = _OP_NAME.search(self.attributes)
         return found[1] if found else ""
-
-    @property
-    def body(self) -> str | None:
-        """Of a loop, the computation that it repeats."""
-        found = _BODY.search(self.attributes)
-        return found[1] if found else None
 
     @property
     def trip_count(self) -> int | None:
