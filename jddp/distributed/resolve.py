@@ -67,7 +67,9 @@ def resolve_identity(
     overlay = {n: str(x) for n, x in zip(VARIABLES, given, strict=True) if x is not None}
     environ = {**environ, **overlay}
     if is_interactive is None:
-        is_interactive = _is_interactive(environ)
+        # At a prompt, in a notebook, or in the shell of `srun --pty`.
+        is_in_pty = bool(environ.get("SLURM_PTY_PORT")) and os.isatty(0)
+        is_interactive = is_at_prompt() or is_in_pty
     half_set = None
     for source in SOURCES[:3] if is_interactive else SOURCES:
         try:
@@ -167,8 +169,3 @@ def _refuse_contradiction(found: Identity, environ: Environ) -> None:
                 f"{name}={environ[name]}, but {found.source} has set {number}. Unset {name}, or "
                 "start that many processes."
             )
-
-
-def _is_interactive(environ: Environ) -> bool:
-    """Whether a user types here: at a prompt, in a notebook, in the shell of `srun --pty`."""
-    return is_at_prompt() or (bool(environ.get("SLURM_PTY_PORT")) and os.isatty(0))
