@@ -67,8 +67,15 @@ def choose_coordinator(host: str) -> str:
 
     Raises:
       CoordinatorError: If ssh rejects the name.
+      UsageError: If ssh is not installed.
     """
-    done = _ssh("-G", "--", host)
+    try:
+        done = subprocess.run(["ssh", "-G", "--", host], capture_output=True, text=True)
+    except FileNotFoundError:
+        raise UsageError(
+            "--hosts needs ssh, which is not installed. Without it run the same command on each "
+            "host, with --num-nodes, --node-rank and --coordinator."
+        ) from None
     settings = dict(line.partition(" ")[::2] for line in done.stdout.splitlines())
     if "hostname" not in settings:
         raise CoordinatorError(f"ssh rejects {host!r}: {done.stderr.strip()}")
@@ -255,13 +262,3 @@ def _obey(grace_seconds: float, silence_seconds: float) -> None:
     for _ in range(2):  # to save first, then at once
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(max(grace_seconds, SAME_SECONDS + _MOMENT))
-
-
-def _ssh(*arguments: str) -> subprocess.CompletedProcess[str]:
-    try:
-        return subprocess.run(["ssh", *arguments], capture_output=True, text=True)
-    except FileNotFoundError:
-        raise UsageError(
-            "--hosts needs ssh, which is not installed. Without it run the same command on each "
-            "host, with --num-nodes, --node-rank and --coordinator."
-        ) from None
