@@ -286,7 +286,7 @@ def test_pods_wait_for_the_first_to_have_a_name(folder, job):
         pods.publish(1, 0, 1)
         assert pods.codes() == [0, 0], pods.outputs
         said = pods.outputs[1][1] + pods.outputs[1][0]
-        assert f"2 processes, as {pods.source} says; process 0" in said
+        assert f"2 processes, set by {pods.source}; process 0" in said
     assert pods.saved() == [20]
 
 
