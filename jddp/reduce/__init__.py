@@ -1,4 +1,4 @@
-"""Gradients averaged over replicas: which travel together, how, when, and what XLA may merge."""
+"""Gradients averaged over replicas: which are sent together, how, when, and what XLA may merge."""
 
 from jddp.reduce.average import average_gradients, choose_layout, compiler_options, make_reduction
 from jddp.reduce.hooks import CommHook, GradBucket, power_of_two_within

@@ -1,7 +1,7 @@
-"""From what a user asks for to a `Reduction`: the options, and what "auto" is on which hardware.
+"""A `Reduction` from the options of a user, and what "auto" is on which hardware.
 
-XLA merges collectives that it was given apart, unless it is told not to: `compiler_options` says
-it, per function.
+XLA merges collectives that it was given separately, unless an option forbids it:
+`compiler_options` returns these options, for one function.
 """
 
 import os
@@ -40,17 +40,19 @@ def make_reduction(
     Args:
       axis: Name of the mapped axis.
       packed: A packing with its hook.
-      bucket_mb: As for `average_gradients`.
-      first_bucket_mb: As for `average_gradients`.
-      last_bucket_mb: As for `average_gradients`.
-      wire_dtype: As for `average_gradients`.
-      comm_hook: As for `average_gradients`.
-      seen: From the hook and the units of a step to the hook as it is called.
+      bucket_mb: Size of the buckets, or sizes of the first, the second, ..., in MiB.
+      first_bucket_mb: Size of the first bucket, in MiB, if `bucket_mb` is one number.
+      last_bucket_mb: Size of the last bucket, in MiB, or None.
+      wire_dtype: Dtype to which wider gradients are cast on the wire, or None.
+      comm_hook: A custom hook, or None for the mean.
+      seen: Function of the hook and the units of a step that returns the hook to call.
 
     Raises:
       ConfigError: If an option breaks its rule.
     """
     sizes = [bucket_mb] if isinstance(bucket_mb, int | float) else list(bucket_mb)
+    # A small first bucket is complete early, so that the network is busy from nearly the beginning
+    # of the backward pass. PyTorch DDP's first bucket is 1 MiB for that reason.
     if isinstance(bucket_mb, int | float) and first_bucket_mb < bucket_mb:
         sizes.insert(0, first_bucket_mb)
     given = [*sizes, first_bucket_mb, *([] if last_bucket_mb is None else [last_bucket_mb])]
@@ -60,6 +62,8 @@ def make_reduction(
             f"{first_bucket_mb}, last_bucket_mb={last_bucket_mb}. Give positive sizes, in MiB."
         )
     last = None if last_bucket_mb is None else _bytes(last_bucket_mb)
+    # The mean is linear: a loss scale passes through it. A custom hook need not be, or has state of
+    # other steps, so it is called without the scale.
     name, seen = ("", as_is) if comm_hook is None else (name_of(comm_hook), seen)
     dtype = _resolve_wire_dtype(wire_dtype)
     return Reduction(axis, tuple(map(_bytes, sizes)), last, *packed, name, dtype, seen)
@@ -77,7 +81,7 @@ def average_gradients(
 ) -> optax.GradientTransformation:
     """Returns an optax transformation that averages gradients over `axis`, bucket by bucket.
 
-    Put it first in a chain, inside one's own `pmap` or `shard_map` step; `jddp.DataParallel` uses
+    Put it first in a chain, inside your own `pmap` or `shard_map` step; `jddp.DataParallel` uses
     the same buckets.
 
         optimizer = optax.chain(jddp.average_gradients("batch"), optax.adamw(1e-3))
@@ -88,13 +92,14 @@ def average_gradients(
 
     Args:
       axis: Name of the mapped axis.
-      bucket_mb: Largest size of a bucket, in MiB; or of the first, the second, ..., of which the
-        last repeats.
+      bucket_mb: Largest size of a bucket, in MiB; or sizes of the first, the second, ..., of which
+        the last repeats.
       layout: "leaf", "flat", or "auto": flat on GPUs, leaf elsewhere.
       first_bucket_mb: Largest size of the first bucket, in MiB, if `bucket_mb` is one number.
       last_bucket_mb: Largest size of the last bucket, in MiB, if it is to be smaller.
-      wire_dtype: "bfloat16" or "float16": what wider gradients are narrowed to for the way.
-      comm_hook: What reduces a bucket, in place of the mean. Its state differs per replica.
+      wire_dtype: Dtype to which wider gradients are cast on the wire: "bfloat16" or "float16".
+      comm_hook: A `CommHook` that reduces a bucket, in place of the mean. Each replica has its own
+        hook state.
 
     Raises:
       ConfigError: If an option breaks its rule; in `update`, if gradients are already the same on
@@ -117,6 +122,8 @@ def average_gradients(
 
     def update(updates: Grads, state: HookState, params: Params = None) -> Any:
         del params
+        # Under check_vma=True an axis index has a varying type. Without the check no type varies,
+        # and autodiff leaves the gradients of each replica as they are.
         is_checked = varies(jax.lax.axis_index(axis), axis)
         if is_checked and not all(varies(x, axis) for x in jax.tree.leaves(updates)):
             raise ConfigError(
@@ -133,15 +140,15 @@ def average_gradients(
 def choose_layout(
     layout: str, overlap: bool | str, platform: Callable[[], str]
 ) -> tuple[Layout, bool]:
-    """Returns a layout, and whether buckets leave inside the backward pass; resolves "auto".
+    """Returns a layout, and whether buckets are sent inside the backward pass; resolves "auto".
 
     Args:
       layout: "leaf", "flat" or "auto".
       overlap: True, False or "auto".
-      platform: Returns the hardware, which decides.
+      platform: Function that returns the hardware.
 
     Raises:
-      ConfigError: If a value is unknown, or both do not go together.
+      ConfigError: If a value is unknown, or the two cannot be combined.
     """
     if layout not in (known := ("auto", *get_args(Layout))):
         raise ConfigError(
@@ -154,6 +161,7 @@ def choose_layout(
             "overlap=True waits for a bucket as a whole, and layout='leaf' reduces its leaves "
             "one by one. Choose layout='flat', or overlap=False."
         )
+    # Called only where the answer matters: asking for the platform starts JAX's backend.
     on_gpu = "auto" in (layout, overlap) and platform() in GPUS
     if overlap == "auto":
         overlap = on_gpu and layout != "leaf"
@@ -178,23 +186,28 @@ def _bytes(mebibytes: float) -> int:
 
 
 def compiler_options(reduction: Reduction, platform: str) -> dict[str, Any]:
-    """Returns what tells XLA to leave the buckets as they are, for `jax.jit`.
+    """Returns options for `jax.jit` with which XLA leaves the buckets as they are.
 
     On GPUs the combiner merges all-reduces up to 30 MiB: its threshold becomes 0 for flat buckets
     and the bucket size for single leaves. On CPUs one pass merges all of them: it is switched off
-    for flat buckets, and left to fuse single leaves; and a finer analysis of copies spares those of
-    donated parameters. What the user has set in `XLA_FLAGS` stands.
+    for flat buckets, and left on to fuse single leaves; and a finer analysis avoids copies of
+    donated parameters. A flag that the user has set in `XLA_FLAGS` wins.
     """
     is_flat = reduction.packing.layout == "flat"
     options: dict[str, Any] = {}
     if platform == "cpu":
         options["xla_cpu_copy_insertion_use_region_analysis"] = True
+        # Merged buckets would all wait for the last of them.
         if is_flat:
             options["xla_disable_hlo_passes"] = "cpu-all-reduce-combiner"
     elif platform in GPUS:
+        # The last size repeats, so it is that of all buckets but the first few.
         threshold = 0 if is_flat else reduction.bucket_bytes[-1]
+        # ZeRO-1 sends shards of gradients and gathers parameters, for which XLA has other
+        # thresholds.
         kinds = ("reduce_scatter", "all_gather") if reduction.keeps_parts else ("all_reduce",)
         for kind in kinds:
             options[f"xla_gpu_{kind}_combine_threshold_bytes"] = threshold
+    # An option of the compiled function would replace the flag of its name.
     set_by_user = os.environ.get("XLA_FLAGS", "")
     return {name: value for name, value in options.items() if name not in set_by_user}

@@ -1,9 +1,9 @@
 """A traced backward pass: when it finishes each gradient, and a way to run it piece by piece.
 
 The backward pass of any model, once traced, is a list of equations that leads from the cotangent of
-the loss to the gradients. The equation that makes a gradient says when it is finished, which no
-order of a parameter tree can; and the list can be evaluated up to there, something else be done,
-and the rest be evaluated after it.
+the loss to the gradients. The equation that makes a gradient shows when it is finished, which no
+order of a parameter tree can; and the list can be evaluated up to there, then a collective be
+started, and the rest be evaluated after it.
 
     _, pullback = jax.vjp(loss, params)
     backward = trace_backward(pullback)
@@ -29,11 +29,11 @@ class Backward:
     """A backward pass, from the cotangent of the loss to the gradients.
 
     Attributes:
-      traced: Its equations; calls of jitted functions are opened.
+      traced: Equations of the pass; calls of jitted functions are inlined.
       treedef: The structure of the gradients.
-      ready: For each gradient leaf, how many equations have been evaluated when it is finished;
-        None for one that the cotangent does not reach, and which is therefore zero.
-      num_looped: How many gradients come straight out of a loop.
+      ready: Number of equations after which each gradient leaf is finished; None for a leaf that
+        the cotangent does not reach, and which is therefore zero.
+      num_looped: Number of gradients that are results of a loop.
     """
 
     traced: ClosedJaxpr
@@ -43,14 +43,18 @@ class Backward:
 
 
 def trace_backward(pullback: Callable[[Any], PyTree]) -> Backward:
-    """Traces what `jax.vjp` has returned for a float32 loss, with nothing computed.
+    """Traces the pullback of `jax.vjp` for a float32 loss, with nothing computed.
 
     Args:
-      pullback: From the cotangent of the loss to the tree of gradients.
+      pullback: Function from the cotangent of the loss to the tree of gradients.
     """
     one = jnp.float32(1)
     traced, shapes = jax.make_jaxpr(pullback, return_shape=True)(one)
+    # A jitted function is one equation, at whose end all its gradients would be finished at once.
+    # In a model that is jitted as a whole, no bucket could be sent before the last.
     opened = jax.make_jaxpr(lambda one: _open(traced.jaxpr, traced.consts, [one]))(one)
+    # A scan over layers stacks their gradients, so no gradient in it is finished before its end.
+    # The plan reports their number, for then there is less to overlap.
     loops = [eqn for eqn in opened.eqns if eqn.primitive.name in ("scan", "while")]
     gradients = [v for v in opened.jaxpr.outvars if isinstance(v, Var)]
     num_looped = len({v for eqn in loops for v in eqn.outvars}.intersection(gradients))
@@ -62,11 +66,13 @@ def _ready(jaxpr: Jaxpr) -> tuple[int | None, ...]:
     for num, eqn in enumerate(jaxpr.eqns, start=1):
         if any(var in finished for var in variables(eqn)):
             finished |= dict.fromkeys(eqn.outvars, num)
+    # The zero gradient of a parameter that the loss does not use is a literal, or is made of values
+    # that no cotangent reaches.
     return tuple(None if isinstance(v, Literal) else finished.get(v) for v in jaxpr.outvars)
 
 
 def _open(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    """Evaluates equation by equation, and those of jitted functions in the place of their call."""
+    """Evaluates equation by equation; a jitted function in the place of its call."""
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "jit":
@@ -79,13 +85,15 @@ def _open(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]
 
 
 def evaluate(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], values: dict[Var, Any]) -> dict[Var, Any]:
-    """Returns what some equations of a jaxpr make, from the values of the variables before."""
+    """Returns the results of some equations of a jaxpr, from the values of earlier variables."""
     made = [var for eqn in eqns for var in eqn.outvars]
+    # In the order of first use, not of a set: the program, and so its text and its compiled form in
+    # the cache, must be the same in every process.
     given = [v for v in dict.fromkeys(v for e in eqns for v in variables(e)) if v in values]
     piece = jaxpr.replace(constvars=[], invars=given, outvars=made, eqns=list(eqns))
     return dict(zip(made, eval_jaxpr(piece, (), *map(values.__getitem__, given)), strict=True))
 
 
 def variables(eqn: JaxprEqn) -> list[Var]:
-    """Returns what an equation reads, but for literals."""
+    """Returns the variables that an equation reads."""
     return [v for v in eqn.invars if not isinstance(v, Literal)]

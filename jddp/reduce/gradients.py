@@ -1,17 +1,17 @@
-"""The gradients that a reduction is given: all there, or still to be made by a backward pass.
+"""The gradients that a reduction is given: finished, or still to be made by a backward pass.
 
 A reduction asks both the same, bucket by bucket:
 
     run = grads.start()                            a pass over them, from the beginning
     run.take(leaves)                               gradients; a backward pass runs up to the last
     bucket, flying = run.hold(bucket, flying)      a backward pass waits there for both
-    run.rest(done)                                 what is left, when all has run
+    run.rest(done)                                 the other leaves, at the end of the pass
 
-Gradients are immutable: each `start` begins anew, so that branches of one program can use the same.
+Gradients are immutable: each `start` begins again, so that branches of one program can share them.
 
-XLA's scheduler is free to put off what nobody waits for, and would put off collectives to the end.
-So a backward pass waits at a barrier until a bucket is packed and the one before it has arrived.
-What the network does meanwhile is hidden.
+XLA's scheduler may postpone an operation without a consumer, and would postpone collectives to the
+end. So a backward pass waits at a barrier until a bucket is packed and the one before it has
+arrived. The collective between two barriers is overlapped with the pass.
 """
 
 from collections.abc import Callable, Container, Sequence
@@ -30,14 +30,14 @@ Held = tuple[GradBucket, list[GradBucket]]
 
 
 class Finished:
-    """Gradients that are all there: a pass over them has nothing to run."""
+    """Gradients that are finished: a pass over them has nothing to run."""
 
     def __init__(self, tree: Grads) -> None:
         self._leaves, self.treedef = jax.tree.flatten(tree)
         self.num = len(self._leaves)
 
     def start(self) -> "Finished":
-        """A pass over the gradients, which remembers nothing."""
+        """A pass over the gradients, which has no state."""
         return self
 
     def tree(self) -> Grads:
@@ -61,10 +61,10 @@ class Running:
     """Gradients that a traced backward pass makes, which runs where they are taken.
 
     Args:
-      backward: The pass.
-      finish: Called with the position of a leaf and what the pass makes of it; returns the one to
-        send, or to keep. It sees one leaf at a time, so that no bucket waits for another's.
-      num: How many of the leaves that the pass makes are gradients: the first ones.
+      backward: The traced backward pass.
+      finish: Function of a leaf's position and value that returns the leaf to send, or to keep. It
+        is called for one leaf at a time, so that no bucket waits for leaves of another.
+      num: Number of leaves that are gradients: the first ones.
     """
 
     def __init__(self, backward: Backward, finish: Callable[[int, Any], Any], num: int) -> None:
@@ -76,19 +76,21 @@ class Running:
         return Pass(self)
 
     def tree(self) -> PyTree:
-        """All that the pass makes."""
+        """All results of the pass."""
         run, sent = self.start(), range(self.num)
         leaves = [*run.take(sent), *run.rest(sent).values()]
         return jax.tree.unflatten(self.treedef, leaves)
 
 
 class Pass:
-    """A backward pass under way, from the cotangent 1."""
+    """A backward pass that has run up to some equation, from the cotangent 1."""
 
     def __init__(self, grads: Running) -> None:
         traced = grads.backward.traced
         inputs = (*traced.jaxpr.constvars, *traced.jaxpr.invars)
         self._grads, self._jaxpr, self._num_done, self._moved = grads, traced.jaxpr, 0, False
+        # From 1, since the loss scale is multiplied in where the pass is traced: it may be traced
+        # itself, and differ from step to step.
         self._values = dict(zip(inputs, (*traced.consts, jnp.float32(1)), strict=True))
         self._made: set[Var] = set()
 
@@ -99,8 +101,10 @@ class Pass:
         return [*map(self._grads.finish, leaves, self._outputs(leaves))]
 
     def hold(self, bucket: GradBucket, flying: list[GradBucket]) -> Held:
-        """Lets the rest of the pass begin when the bucket is packed and those flying are there."""
-        # Two buckets that are complete at once hold the pass up only once.
+        """Lets the rest of the pass begin once the bucket is packed and those before arrived."""
+        # At most one bucket is in flight. Its result enters the next barrier, so XLA must start the
+        # collective before; the equations between the two barriers are what hides it.
+        # Two buckets that are complete at the same equation need only one barrier in the pass.
         crossing = self._crossing() if self._moved else {}
         bucket, values, flying = lax.optimization_barrier((bucket, [*crossing.values()], flying))
         self._values.update(zip(crossing, values, strict=True))
@@ -128,7 +132,9 @@ class Pass:
         return [v.val if isinstance(v, Literal) else self._values[v] for v in outvars]
 
     def _crossing(self) -> dict[Var, Any]:
-        """What this pass has made so far and still needs: the frontier of its dataflow."""
+        """Values that this pass has made so far and still needs: the frontier of its dataflow."""
+        # Residuals of the forward pass do not cross: they were there before, so a barrier on them
+        # would only keep XLA from fusing their use.
         needed = (v for eqn in self._jaxpr.eqns[self._num_done :] for v in variables(eqn))
         return {var: self._values[var] for var in needed if var in self._made}
 

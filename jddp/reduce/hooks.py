@@ -1,10 +1,10 @@
-"""What is done with a bucket of gradients on its way: a pair of functions, in optax's style.
+"""Communication hooks: how a bucket becomes its mean, as two functions in optax's style.
 
     init(plan) -> comm_state                                    once, from the plan
     reduce(bucket, comm_state, axis) -> bucket, comm_state      inside the step, for each bucket
 
-`mean` is the default. `narrow` puts a smaller dtype on the wire, around any hook. A hook of one's
-own sees each bucket as a pytree of arrays:
+`mean` is the default. `narrow` puts a smaller dtype on the wire, around any hook. A custom
+hook sees each bucket as a pytree of arrays:
 
     def reduce(bucket, comm_state, axis):
         signs = jax.tree.map(jnp.sign, bucket)
@@ -12,7 +12,7 @@ own sees each bucket as a pytree of arrays:
 
     jddp.DataParallel(..., comm_hook=jddp.CommHook(lambda plan: (), reduce))
 
-or, by `leaves` and `with_leaves`, as the gradients one by one. `powersgd` is one that remembers.
+or, by `leaves` and `with_leaves`, as the gradients one by one. `powersgd` is a hook with state.
 """
 
 import dataclasses
@@ -40,16 +40,18 @@ class GradBucket:
     """One replica's gradients of one bucket; a pytree of its arrays.
 
     Attributes:
-      values: In the flat layout, one vector of all leaves of the bucket; in the leaf layout, one of
-        the small leaves, and the large ones as they are.
+      values: Arrays that are sent: in the flat layout one vector of all leaves; in the leaf layout
+        one vector of the small leaves, and the large ones as they are.
       planned: Paths, shapes and dtypes of the leaves.
-      members: For each array of `values` which leaves it holds, by their places in `planned`.
-      index: Its place in the plan; buckets are reduced in this order.
-      is_last: Whether it is the last.
-      scale: `values` times this are the gradients of this replica's mean loss, masked entries
-        counted: they are those of a sum of losses, since the global count divides in the end.
+      members: Leaves that each array of `values` holds, by their places in `planned`.
+      index: Position of the bucket in the plan; buckets are reduced in this order.
+      is_last: Whether the bucket is the last of the plan.
+      scale: Factor that makes of `values` the gradients of this replica's mean loss, masked entries
+        counted: they are gradients of a sum of losses, since the global count divides in the end.
     """
 
+    # Only `values` are leaves of the pytree, so that a hook may map over a bucket as over any tree,
+    # and branch on the rest in Python while it is traced.
     values: list[jax.Array]
     planned: Bucket = dataclasses.field(metadata={"static": True})
     members: tuple[tuple[int, ...], ...] = dataclasses.field(metadata={"static": True})
@@ -63,7 +65,7 @@ class GradBucket:
         return leaves_of(self, split)
 
     def with_leaves(self, leaves: Sequence[jax.Array]) -> "GradBucket":
-        """The same bucket of other gradients, which are given as `leaves` gives them."""
+        """The same bucket with other gradients, in the form of `leaves`."""
         values = [
             jnp.concatenate([leaves[i].ravel() for i in places]).reshape(value.shape)
             for places, value in zip(self.members, self.values, strict=True)
@@ -88,13 +90,13 @@ def split(vector: jax.Array, shapes: Sequence[Shape]) -> list[jax.Array]:
 
 
 class Units(NamedTuple):
-    """What gradients are multiplied by when they are reduced.
+    """Factors of the gradients when they are reduced.
 
     Attributes:
-      scale: Gradients times this are those of this replica's mean loss, `GradBucket.scale`.
-      start: What the backward pass starts from, a power of two.
+      scale: Factor that makes of them gradients of this replica's mean loss, `GradBucket.scale`.
+      start: Cotangent that the backward pass starts from, but for the loss scale; a power of two.
       loss_scale: The loss scale of the step; it may be traced.
-      hidden: The part of `start` that a custom hook does not see.
+      hidden: Factor in `start` that a custom hook does not see.
     """
 
     scale: float = 1.0
@@ -116,12 +118,12 @@ class CommHook(NamedTuple):
     """How the buckets of all replicas become their mean.
 
     Attributes:
-      init: From the `BucketPlan` to what the hook remembers from step to step, a pytree of arrays;
-        each replica keeps its own.
-      reduce: From one replica's bucket to the mean over the replicas of `axis`, which must be the
-        same on all of them; and the new memory.
-      on_resize: What replicas remember when a run goes on on another number of them: "drop" (what
-        `init` gives), the "mean" of what all remembered, or each an equal share of the "sum".
+      init: Function of the `BucketPlan` that returns the first hook state, a pytree of arrays, of
+        which each replica keeps its own.
+      reduce: Function of one replica's bucket, the hook state and the axis that returns the mean
+        over the replicas, which must be the same on all of them, and the new hook state.
+      on_resize: Hook state of a run that resumes on another number of replicas: "drop" (that of
+        `init`), the "mean" of all states, or for each replica an equal share of their "sum".
     """
 
     init: Callable[[BucketPlan], HookState]
@@ -130,10 +132,10 @@ class CommHook(NamedTuple):
 
 
 def varies(x: jax.Array, axis: str) -> bool:
-    """Whether the type of `x` says that it varies over `axis`.
+    """Whether the type of `x` shows that it varies over `axis`.
 
-    Types say so under `shard_map`'s `check_vma=True`. Without the check no type does, not even that
-    of `lax.axis_index(axis)`.
+    Types show it under `shard_map`'s `check_vma=True`. Without the check no type does, not even
+    that of `lax.axis_index(axis)`.
     """
     return axis in jax.typeof(x).manual_axis_type.varying
 
@@ -145,7 +147,7 @@ def _pmean(tree: PyTree, axis: str) -> PyTree:
 
 
 def mean(average: Average = _pmean) -> CommHook:
-    """The exact mean, as `mean_over` takes it; it remembers nothing."""
+    """The exact mean, as `mean_over` takes it; a hook without state."""
 
     def reduce(bucket: GradBucket, state: HookState, axis: str) -> tuple[GradBucket, HookState]:
         return mean_over(axis, bucket, average), state
@@ -154,10 +156,11 @@ def mean(average: Average = _pmean) -> CommHook:
 
 
 def mean_over(axis: str, tree: PyTree, average: Average = _pmean) -> PyTree:
-    """The mean of a tree of arrays over the replicas of `axis`, by `lax.pmean` or another way.
+    """The mean of a tree of arrays over the replicas of `axis`, by `lax.pmean` or `average`.
 
-    What travels as float16 is made smaller for the way, so that its sum fits where its mean does.
+    float16 is scaled down on the wire, so that its sum fits where its mean does.
     """
+    # float16 ends at 65,504, which a sum of N gradients may pass where their mean does not.
     small = power_of_two_within(1 / lax.axis_size(axis))
     tree = average(_scale_float16(tree, small), axis)
     return _scale_float16(tree, 1 / small)
@@ -168,9 +171,9 @@ def _scale_float16(tree: PyTree, scale: float) -> PyTree:
 
 
 def narrow(hook: CommHook) -> CommHook:
-    """Hands `hook` its buckets in the dtype that is planned for the wire.
+    """Casts the buckets of `hook` to the dtype that is planned for the wire, and back.
 
-    Sums that float16 could not hold are scaled down for the way by a power of two, which costs no
+    Sums that float16 could not hold are scaled down on the wire by a power of two, which costs no
     bit: to no more than the gradient of the mean loss.
     """
 
@@ -178,10 +181,14 @@ def narrow(hook: CommHook) -> CommHook:
         planned = bucket.planned
         if planned.wire_dtype == planned.dtype:
             return hook.reduce(bucket, state, axis)
+        # bfloat16 has the range of float32, and so no sum to fear. float16 is scaled before the
+        # cast, after which the sum would already be infinite.
         scale = power_of_two_within(bucket.scale) if planned.wire_dtype == np.float16 else 1.0
         sent = jax.tree.map(lambda x: (x * scale).astype(planned.wire_dtype), bucket)
         sent = dataclasses.replace(sent, scale=bucket.scale / scale)
         got, state = hook.reduce(sent, state, axis)
+        # Wide again before the division: `scale` is at most 1, so the quotient may overflow
+        # float16.
         got = jax.tree.map(lambda x: x.astype(planned.dtype) / scale, got)
         if isinstance(got, GradBucket):  # else it is refused, by the name of the hook
             got = dataclasses.replace(got, scale=bucket.scale)
@@ -196,5 +203,5 @@ def power_of_two_within(scale: float) -> float:
 
 
 def as_is(hook: CommHook, units: Units) -> CommHook:
-    """The hook itself, which is handed gradients in any units."""
+    """The hook itself, which is called with gradients in any units."""
     return hook

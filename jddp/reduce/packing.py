@@ -1,13 +1,12 @@
-"""In what form the gradients of a bucket travel, and what of their mean each replica gets.
+"""In what form the gradients of a bucket are sent, and what of their mean each replica gets.
 
     Whole      as they are, or in one vector; each gets the whole mean
-    Sharded    cut into a part for each replica (`parts`); each gets its part of the mean, and an
-               optimizer that works element by element needs no more
-    Rows       rows of sums, as `sum_in_pairs` makes them, cut alike; each gets the whole mean
+    Sharded    cut into a shard for each replica (`parts`); each gets its shard of the mean, and a
+               separable optimizer needs no more
+    Rows       rows of sums, as `sum_in_pairs` makes them, cut as well; each gets the whole mean
 
-What a packing sends only some hooks can reduce, so both are made together: `bucketed` for a hook
-that makes a mean of what it is given, `scattered` for a reduce-scatter, `pairwise` for sums in one
-order.
+Only some hooks can reduce the arrays of a packing, so both are made together: `bucketed` for a hook
+that averages what it is given, `scattered` for a reduce-scatter, `pairwise` for sums in one order.
 """
 
 import dataclasses
@@ -26,7 +25,7 @@ from jddp.reduce.plan import Bucket
 from jddp.typing import HookState, PyTree
 
 Layout = Literal["leaf", "flat"]
-SMALL_BYTES = 64 * 1024  # What the leaf layout packs: less to copy than a round costs to make.
+SMALL_BYTES = 64 * 1024  # Smaller leaves are packed: a copy costs less than a round of the network.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,17 +37,19 @@ class Whole:
     """
 
     layout: Layout
-    keeps_parts = False  # Whether each replica gets its part of the mean, and not all of it.
+    keeps_parts = False  # Whether each replica gets its shard of the mean, and not all of it.
 
     def members(self, planned: Bucket) -> tuple[tuple[int, ...], ...]:
-        """Which leaves of a bucket share an array on the way, by their places in it."""
+        """Which leaves of a bucket share an array on the wire, by their places in it."""
+        # Packing copies. For a large leaf that costs more than it saves where the compiler fuses
+        # leaves itself; a small one alone would cost gloo a round of the network.
         limit = math.inf if self.layout == "flat" else SMALL_BYTES / planned.dtype.itemsize
         alone = [(i,) for i, shape in enumerate(planned.shapes) if math.prod(shape) >= limit]
         packed = tuple(i for i in range(len(planned.leaves)) if (i,) not in alone)
         return (packed, *alone) if packed else tuple(alone)
 
     def pack(self, leaves: list[Any], axis: str) -> Any:
-        """The array in which some leaves travel."""
+        """The array in which these leaves are sent."""
         if len(leaves) > 1 or self.layout == "flat":
             return jnp.concatenate([leaf.ravel() for leaf in leaves])
         return leaves[0]
@@ -58,12 +59,12 @@ class Whole:
         return bucket.leaves
 
     def alone(self, leaf: Any, axis: str) -> Any:
-        """The mean of a gradient that is in no bucket, since it is alike on all replicas."""
+        """The mean of a gradient that is in no bucket, since it is the same on all replicas."""
         return leaf
 
 
 class Sharded(Whole):
-    """Leaves cut, (replicas, part); what arrives is this replica's parts, as `own_part` cuts."""
+    """Leaves cut to (replicas, part), of whose mean a replica gets its row, as `own_part` cuts."""
 
     keeps_parts = True
 
@@ -82,10 +83,10 @@ class Sharded(Whole):
 
 
 class Rows(Whole):
-    """Rows of sums, cut, (rows, replicas, part); what arrives is all parts of the mean.
+    """Rows of sums, cut to (rows, replicas, part), of which a replica gets the whole mean.
 
-    A barrier keeps the compiler from fusing the mean with what uses it: how, would depend on the
-    number of rows.
+    A barrier keeps the compiler from fusing the mean with its uses: the fusion, and so the last
+    bit, would depend on the number of rows.
     """
 
     def pack(self, leaves: list[Any], axis: str) -> Any:
@@ -103,10 +104,10 @@ class Rows(Whole):
 
 
 def bucketed(layout: Layout, hook: Any) -> tuple[Whole, CommHook]:
-    """Whole leaves, and a hook that makes a mean of them: a user's, which is checked, or None.
+    """Whole leaves, and the hook that averages them: a custom one, which is checked, or the mean.
 
     Raises:
-      ConfigError: If that is no hook; in the step, if it returns something else than a mean.
+      ConfigError: If it is no hook; in the step, if it returns a bucket or state of another form.
     """
     if hook is None:
         return Whole(layout), narrow(mean())
@@ -122,7 +123,7 @@ def bucketed(layout: Layout, hook: Any) -> tuple[Whole, CommHook]:
 
 
 def scattered(layout: Layout, platform: str) -> tuple[Whole, CommHook]:
-    """Cut leaves, and a hook that gives each replica its part of their mean."""
+    """Cut leaves, and a hook that gives each replica its shard of their mean."""
     average = exchange_mean if platform == "cpu" else scatter_mean
     return Sharded(layout), narrow(mean(average))
 
@@ -130,12 +131,14 @@ def scattered(layout: Layout, platform: str) -> tuple[Whole, CommHook]:
 def pairwise(layout: Layout, num: int) -> tuple[Whole, CommHook]:
     """Rows of sums of `num` gradients in all, and a hook that makes their mean in one order.
 
-    Each replica gets its part of all rows, goes on adding where they left off, and all get all
-    parts: the bytes of an all-reduce in a ring where each replica has one row.
+    Each replica gets its part of all rows, continues the sum where they end, and then all parts are
+    gathered: the bytes of an all-reduce in a ring where each replica has one row.
     """
 
     def reduce(bucket: GradBucket, state: HookState, axis: str) -> tuple[GradBucket, HookState]:
         def mean(x: jax.Array) -> jax.Array:
+            # Not an all-reduce: NCCL and gloo add in an order that depends on the number of
+            # devices.
             rows = lax.all_to_all(x, axis, split_axis=1, concat_axis=0, tiled=True)
             return lax.all_gather(add_in_pairs(rows[:, 0]) / num, axis)
 
@@ -153,12 +156,13 @@ def choose_packing(
       layout: "leaf" or "flat".
       hook: A custom hook, or None.
       platform: The hardware.
-      is_sharded: Whether a replica needs its shard of the mean alone.
-      num: Logical replicas, or None.
+      is_sharded: Whether a replica needs only its shard of the mean.
+      num: Number of logical replicas, or None.
     """
     if num is not None:
         return pairwise(layout, num)
-    is_scattered = is_sharded and hook is None  # a custom hook makes whole means
+    # A custom hook promises the mean of whole leaves; each replica then takes its shard of it.
+    is_scattered = is_sharded and hook is None
     return scattered(layout, platform) if is_scattered else bucketed(layout, hook)
 
 
@@ -170,6 +174,8 @@ def name_of(hook: CommHook) -> str:
 def _checked(hook: CommHook, name: str) -> CommHook:
     def reduce(*given: Any) -> tuple[GradBucket, HookState]:
         got = hook.reduce(*given)
+        # A state of another form would fit neither the next step nor a checkpoint, and a bucket of
+        # another form would be cut into wrong leaves.
         if _form(got) != _form(given[:-1]):
             raise ConfigError(
                 f"comm_hook {name!r} returns {_form(got)}. It must return a bucket and a comm_state"
@@ -187,20 +193,22 @@ def _form(tree: PyTree) -> str:
 
 
 def scatter_mean(tree: PyTree, axis: str) -> PyTree:
-    """This replica's row, of the mean over replicas of each array of (replicas, part)."""
+    """This replica's row of the mean over replicas, for each array of (replicas, part)."""
     num = lax.axis_size(axis)
     return jax.tree.map(lambda x: lax.psum_scatter(x, axis) / num, tree)
 
 
 def exchange_mean(tree: PyTree, axis: str) -> PyTree:
-    """The same, by sending rows to whom they belong, and adding them there, as float32 at least.
+    """The same, by sending each row to its replica, and adding it there, in float32 at least.
 
-    As many bytes travel. Between processes XLA:CPU's reduce-scatter gives up where one waits 30
-    seconds for another (https://github.com/jax-ml/jax/issues/40831); this waits.
+    As many bytes are sent. Between processes XLA:CPU's reduce-scatter gives up where one waits 30
+    seconds for another (https://github.com/jax-ml/jax/issues/40831); an all-to-all waits.
     """
 
     def mean(x: jax.Array) -> jax.Array:
         rows = lax.all_to_all(x, axis, split_axis=0, concat_axis=0, tiled=True)
+        # Added in half precision, a small gradient would vanish beside a large partial sum. The
+        # wire carries the wire dtype all the same.
         total = add_in_pairs(rows.astype(jnp.promote_types(x.dtype, jnp.float32)))
         return (total / len(x)).astype(x.dtype)
 

@@ -1,7 +1,7 @@
-"""Arrays cut into a part for each replica.
+"""Arrays cut into one part, a shard, for each replica.
 
 An array is flattened, filled up with zeros and cut into rows of equal length, one for each replica.
-A part keeps the number of dims of its array, so that what looks at them finds as many.
+A part keeps the number of dims of its array, so that an optax mask that asks for it still works.
 
     kernel (3, 3, 10) on 4 replicas  ─►  4 rows of 23, the last with 2 zeros  ─►  parts (23, 1, 1)
 """
@@ -20,6 +20,8 @@ Shape = tuple[int, ...]
 def cut(x: jax.Array, num_parts: int) -> jax.Array:
     """Cuts an array into rows, (num_parts, part)."""
     size = math.prod(part_shape(x.shape, num_parts))
+    # Collectives need rows of equal length on all replicas. Each array is cut by itself, so that
+    # every replica has a share of each, and its update takes as long as that of the others.
     flat = jnp.pad(x.ravel(), (0, num_parts * size - x.size))
     return flat.reshape(num_parts, size)
 
@@ -30,7 +32,7 @@ def pack(arrays: Sequence[jax.Array], num_parts: int) -> jax.Array:
 
 
 def unpack(rows: jax.Array, shapes: Sequence[Shape]) -> list[jax.Array]:
-    """Makes the arrays of their rows; the inverse of `pack`."""
+    """Puts arrays together from their rows; the inverse of `pack`."""
     sizes = [part_shape(shape, len(rows))[0] for shape in shapes]
     pieces = jnp.split(rows, [*itertools.accumulate(sizes)][:-1], axis=1)
     return [

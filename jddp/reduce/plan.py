@@ -1,6 +1,6 @@
-"""Decide on the host which gradients travel together.
+"""Decide on the host which gradients are sent together.
 
-A bucket is a set of leaves of one dtype whose bytes travel in one all-reduce. A few large
+A bucket is a set of leaves of one dtype whose bytes are sent in one all-reduce. A few large
 all-reduces cost less than hundreds of small ones, and a first bucket that is small leaves early,
 while the rest of the backward pass is still computing.
 
@@ -34,7 +34,7 @@ class Bucket:
       leaves: Their positions among the leaves of the gradient tree.
       shapes: Their shapes.
       dtype: Their common dtype.
-      wire_dtype: The dtype that travels.
+      wire_dtype: Their dtype on the wire.
     """
 
     paths: tuple[str, ...]
@@ -56,13 +56,13 @@ class Bucket:
 
 @dataclass(frozen=True)
 class BucketPlan(Shown):
-    """The gradients that travel, each exactly once, in buckets that are sent first to last.
+    """The gradients that are sent, each exactly once, in buckets from first to last.
 
     Attributes:
-      buckets: In the order in which they are sent.
+      buckets: Buckets in the order in which they are sent.
       unused: Names of the leaves that no gradient reaches: they are zero on every replica, and
         nothing is sent for them.
-      notes: What else there is to know, a sentence each.
+      notes: Further facts, a sentence each.
     """
 
     buckets: tuple[Bucket, ...]
@@ -139,8 +139,9 @@ def plan_buckets(
         second, ... of each dtype, of which the last repeats.
       last_bucket_bytes: Largest size of the bucket that is complete last, in bytes, if it is to be
         smaller than the others.
-      ready: When the backward pass finishes each leaf; None for one that no gradient reaches.
-      wire_dtype: What wider floats are narrowed to for the way.
+      ready: Position in the backward pass at which each leaf is finished; None for a leaf that no
+        gradient reaches.
+      wire_dtype: Dtype to which wider floats are cast on the wire.
 
     Returns:
       A plan in which every leaf of `tree` with elements and a gradient stands exactly once.
@@ -158,7 +159,11 @@ def plan_buckets(
         _leaf(i, path, leaf, wire_dtype)
         for i, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(tree))
     ]
+    # Where nothing is measured, the last layers are taken to be finished first, as PyTorch DDP does
+    # before its first backward pass.
     when = [-i for i in range(len(leaves))] if ready is None else ready
+    # Known from the traced program, and so before any step and the same in every process: no
+    # replica waits for a gradient that never comes, which DDP finds at run time.
     unused = tuple(leaf.path for leaf in leaves if when[leaf.position] is None)
     # Of leaves that are finished at once, the last of the tree goes first.
     rank = {leaf.position: (when[leaf.position], -leaf.position) for leaf in leaves}
@@ -166,6 +171,8 @@ def plan_buckets(
     sent.sort(key=lambda leaf: rank[leaf.position])
     last = _last_bucket(sent, last_bucket_bytes)
     groups = [*_fill(sent[: len(sent) - len(last)], limits), *([last] if last else [])]
+    # Buckets of several dtypes fill side by side, and may be complete in another order than that in
+    # which they were opened. All replicas reduce in this one order, or collectives would hang.
     groups.sort(key=lambda group: rank[group[-1].position])
     return BucketPlan(tuple(map(_bucket, groups)), unused)
 
@@ -177,6 +184,8 @@ def _fill(leaves: Sequence[_Leaf], limits: Sequence[int]) -> list[list[_Leaf]]:
     num_opened: dict[np.dtype, int] = {}
     room: dict[np.dtype, int] = {}
     for leaf in leaves:
+        # Closed before the limit, not after it: a bucket waits for its last leaf, so a large leaf
+        # added to a nearly full bucket would delay all that is finished in it.
         if leaf.dtype not in filling or leaf.bytes > room[leaf.dtype]:
             num = num_opened.get(leaf.dtype, 0)
             num_opened[leaf.dtype] = num + 1
@@ -190,6 +199,8 @@ def _fill(leaves: Sequence[_Leaf], limits: Sequence[int]) -> list[list[_Leaf]]:
 
 def _last_bucket(leaves: Sequence[_Leaf], limit: int | None) -> list[_Leaf]:
     """The leaves at the end that share a dtype and fit into `limit` bytes together."""
+    # No compute is left behind which the last bucket could be hidden: the smaller it is, the
+    # shorter the step waits for it.
     last: list[_Leaf] = []
     room = limit or 0
     for leaf in reversed(leaves):
@@ -224,14 +235,14 @@ def _leaf(position: int, path: tuple[Any, ...], leaf: Any, wire_dtype: np.dtype 
 
 
 def _on_the_wire(dtype: np.dtype, wire_dtype: np.dtype | None) -> np.dtype:
-    """`wire_dtype` for wider real floats; what is complex, or as narrow, travels as it is."""
+    """`wire_dtype` for wider real floats; a complex or equally narrow leaf is sent as it is."""
     if wire_dtype is None or not jax.numpy.issubdtype(dtype, np.floating):
         return dtype
     return wire_dtype if wire_dtype.itemsize < dtype.itemsize else dtype
 
 
 def in_mebibytes(num_bytes: float) -> str:
-    """A number of bytes in MiB, with three digits that count."""
+    """A number of bytes in MiB, with three significant digits."""
     mebibytes = num_bytes / MEBIBYTE
     return f"{mebibytes:,.3f}" if mebibytes >= 1 else f"{mebibytes:.3g}"
 

@@ -1,11 +1,11 @@
-"""PowerSGD: gradients travel as two thin factors; what these leave out is sent later.
+"""PowerSGD: gradients are sent as two thin factors; what these leave out is sent later.
 
     ddp = jddp.DataParallel(model, optimizer, loss_fn, comm_hook=jddp.powersgd(rank=2))
 
 A gradient of m x n numbers is a matrix M, of which each replica has its own. With the Q of the step
 before, of r columns of n numbers,
 
-    P = the mean over replicas of M Q, made orthonormal      m r numbers travel
+    P = the mean over replicas of M Q, made orthonormal      m r numbers on the wire
     Q = the mean of M^T P                                    n r numbers
     P Q^T is the gradient; M - P Q^T is added to this replica's next M
 
@@ -29,9 +29,10 @@ from jddp.reduce.hooks import CommHook, GradBucket, mean_over
 from jddp.reduce.plan import Bucket, BucketPlan
 
 Memory = dict[str, Any]
-# Of a column in the span of those before it rounding leaves this much, which is no direction.
+# Rounding leaves this fraction of a column in the span of those before it, which is no direction.
 ROUNDING = 1e-5
 
+# Full float32: the default on GPUs may be TF32, whose rounding is larger than `ROUNDING`.
 _product = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 
 
@@ -46,26 +47,26 @@ def powersgd(
     """Returns a hook that sends matrices of low rank in place of gradients.
 
     A leaf of two or more dims is a matrix of its last dim and all others: in Flax the last dim of a
-    kernel is what a layer gives, and the others are what it takes. Leaves of fewer dims, those that
-    would not become small enough, and complex ones travel exactly. A bucket costs two collectives:
-    of what travels exactly together with each P, and of each Q.
+    kernel are the features that a layer returns, the others those that it takes. Leaves of fewer
+    dims, complex ones, and those that would not become small enough are sent exactly. A bucket
+    costs two collectives: one of its exact leaves together with each P, and one of each Q.
 
-    Each replica remembers what it has not sent, in float32, as much as the parameters. It is kept
-    as a gradient of the replica's mean loss, and so keeps its weight whatever number of rows the
-    next step has. On another number of replicas each begins with the mean of what all remembered:
-    the sum of all that is applied, and the mean of what is left, stay the sum of all gradients.
-    Masked entries count in that weight: beside a batch that is mostly masked, what is remembered
-    weighs more than its rows do.
+    The hook state of a replica is the error of compression that it has not sent, in float32, as
+    large as the parameters. It is kept as a gradient of the replica's mean loss, and so keeps its
+    weight whatever number of rows the next step has. On another number of replicas each begins with
+    the mean of all states: the sum of all that is applied, and the mean of what is left, stay the
+    sum of all gradients. Masked entries count in that weight: beside a batch that is mostly masked,
+    the error weighs more than its rows do.
 
     Args:
-      rank: Columns of P and Q.
-      start_step: Steps that average exactly before the first that does not: gradients change most
-        in the beginning. PyTorch demands two where something is remembered, since its buckets
-        change after the first; here buckets are planned before it, and 0 will do. Other than with
-        0 a bucket is sent in a branch, and XLA hides no branch behind the backward pass.
-      min_compression_rate: How many times fewer numbers must travel for a leaf to be compressed.
-      error_feedback: Whether what was not sent is remembered, and sent later.
-      warm_start: Whether Q is that of the step before, and not drawn anew.
+      rank: Number of columns of P and Q.
+      start_step: Number of exact steps before the first compressed one: gradients change most in
+        the beginning. PyTorch demands two where there is hook state, since its buckets change after
+        the first; here buckets are planned before it, and 0 will do. With any other number a bucket
+        is sent in a branch, and XLA hides no branch behind the backward pass.
+      min_compression_rate: Factor by which fewer numbers must be sent for a leaf to be compressed.
+      error_feedback: Whether the error of compression is kept, and sent later.
+      warm_start: Whether Q begins with that of the step before, and not with random numbers.
 
     Raises:
       ConfigError: If an option breaks its rule.
@@ -73,7 +74,7 @@ def powersgd(
     References:
       Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression for Distributed
       Optimization", NeurIPS 2019, algorithms 1 and 2. https://arxiv.org/abs/1905.13727. Here the
-      optimizer comes after, whatever it is; there, momentum is applied to what was decompressed.
+      optimizer comes after, whatever it is; there, momentum is applied to decompressed gradients.
     """
     counts = isinstance(rank, int) and isinstance(start_step, int) and rank >= 1 and start_step >= 0
     if not (counts and min_compression_rate > 0):
@@ -103,12 +104,14 @@ class _PowerSGD:
         return memory
 
     def powersgd(self, bucket: GradBucket, memory: Memory, axis: str) -> tuple[GradBucket, Memory]:
-        """Named so for reports, which call a hook by the name of its `reduce`."""
+        """The `reduce` of the hook, by whose name reports call it."""
         if not self._matrices(bucket.planned):
             bucket = mean_over(axis, bucket)
         elif self.start_step == 0:
             bucket, memory = self._compress(axis, bucket, memory)
         else:
+            # The count of steps is the same on every replica, so all take one branch. If some did
+            # not, they would wait forever for each other's collectives.
             begins = memory["step"] >= self.start_step
             compress = functools.partial(self._compress, axis)
             bucket, memory = lax.cond(
@@ -131,6 +134,8 @@ class _PowerSGD:
         sides, scale = self._matrices(bucket.planned), bucket.scale
         leaves = dict(zip(bucket.planned.paths, bucket.leaves, strict=True))
         exact = {path: leaf for path, leaf in leaves.items() if path not in sides}
+        # In units of the replica's mean loss: a sum over rows would weigh the kept error by the
+        # number of rows of the step in which it arose.
         m = {path: _wide(leaves[path]).reshape(x[:2]) * scale for path, x in sides.items()}
         if self.error_feedback:
             m = {path: x + memory["unsent"][path] for path, x in m.items()}
@@ -139,6 +144,7 @@ class _PowerSGD:
 
         dtype = bucket.values[0].dtype  # of the wire
         p = {path: _product(x, q[path]).astype(dtype) for path, x in m.items()}
+        # One vector of all factors and exact leaves: each array by itself would cost a latency.
         p, exact = _mean_as_one(axis, (p, exact))
         p = {path: _orthonormal(_wide(x)) for path, x in p.items()}
         q = {path: _product(x.T, p[path]).astype(dtype) for path, x in m.items()}
@@ -147,7 +153,7 @@ class _PowerSGD:
 
         memory = dict(memory)
         if self.error_feedback:
-            # Less what the optimizer gets, so that all rounding on the way is made good too.
+            # Less what the optimizer gets, so that rounding on the wire is sent later too.
             unsent = {path: x - _wide(got[path]) * scale for path, x in m.items()}
             memory["unsent"] = memory["unsent"] | unsent
         if self.warm_start:
@@ -158,15 +164,15 @@ class _PowerSGD:
     def _draw(self, step: Array, sides: dict[str, tuple[int, int, int]]) -> dict[str, Array]:
         """A random Q for each leaf, another at each step, the same on every replica.
 
-        Drawn once for all leaves of a bucket: a draw is some hundred operations of the program.
+        One array for all leaves of a bucket: each call is some hundred operations of the program.
         """
-        # Of this kind numbers are the same under `vmap`; of the default kind they need not be.
+        # threefry's numbers are the same under `vmap`; those of the default generator need not be.
         key = jax.random.fold_in(jax.random.key(0, impl="threefry2x32"), step)
         numbers = jax.random.normal(key, (max(n for _, n, _ in sides.values()), self.rank))
         return {path: numbers[:n, :r] for path, (_, n, r) in sides.items()}
 
     def _columns(self, memory: Memory, path: str, columns: Array) -> Float[Array, "n r"]:
-        """What a leaf's Q begins with: a column of zeros in memory is none, and is drawn."""
+        """The Q that a leaf begins with: the kept one, with random columns in place of zeros."""
         if self.warm_start:
             before = memory["q"][path]
             columns = jnp.where((before == 0).all(axis=0, keepdims=True), columns, before)
@@ -185,6 +191,7 @@ def _wide(x: Array) -> Array:
 
 def _unit(x: Float[Array, "n r"]) -> Float[Array, "n r"]:
     """Columns of length 1; one of zeros stays so."""
+    # A gradient of zeros must give zeros, and not 0 / 0 on every replica.
     length = jnp.linalg.norm(x, axis=0, keepdims=True)
     return x / jnp.where(length == 0, 1, length)
 
@@ -192,7 +199,7 @@ def _unit(x: Float[Array, "n r"]) -> Float[Array, "n r"]:
 def _orthonormal(x: Float[Array, "m r"]) -> Float[Array, "m r"]:
     """An orthonormal basis of the columns, by Gram and Schmidt; zeros where one adds nothing.
 
-    Projected twice, since the first time leaves the rounding of what it takes away (Giraud,
+    Projected twice, since the first time leaves rounding in the earlier directions (Giraud,
     Langou and Rozloznik, 2005). Zeros send nothing, where a basis of rounding would send noise.
     """
 

@@ -12,7 +12,7 @@ collectives. On CPUs packing is a copy, dear for large leaves; but a collective 
 the network for each array in it, dearer for small ones.
 
 One loop reduces the buckets, after the backward pass or inside it, each where its last gradient is
-made: which of both, the gradients decide (`gradients`).
+made: which of the two, the gradients decide (`gradients`).
 
 This room knows trees of arrays and the name of one mesh axis, and nothing of models, meshes or
 configs.
@@ -43,12 +43,12 @@ class Reduction:
     Attributes:
       axis: Name of the mapped axis.
       bucket_bytes: Largest sizes of the buckets, first to last; the last repeats.
-      last_bucket_bytes: That of the bucket that is complete last, if it is smaller.
-      packing: In what form a bucket travels.
-      hook: What reduces what is packed so.
+      last_bucket_bytes: Largest size of the bucket that is complete last, or None for no other.
+      packing: Form in which a bucket is sent.
+      hook: Hook that reduces packed buckets.
       hook_name: Name of a custom hook, for reports; "" for the mean.
-      wire_dtype: What wider floats are cast to on the wire.
-      seen: From the hook and the units of a step to the hook as it is called.
+      wire_dtype: Dtype to which wider floats are cast on the wire, or None.
+      seen: Function of the hook and the units of a step that returns the hook to call.
     """
 
     axis: str
@@ -62,7 +62,7 @@ class Reduction:
 
     @property
     def keeps_parts(self) -> bool:
-        """Whether each replica gets its part of the mean, and not all of it."""
+        """Whether each replica gets its shard of the mean, and not all of it."""
         return self.packing.keeps_parts
 
     def plan(self, tree: PyTree, ready: Sequence[int | None] | None = None) -> BucketPlan:
@@ -70,7 +70,7 @@ class Reduction:
 
         Args:
           tree: Gradients, or their shapes and dtypes.
-          ready: `Backward.ready`.
+          ready: Order in which gradients are finished, `Backward.ready`; None where it is unknown.
 
         Raises:
           ConfigError: If a leaf is not a floating or complex array.
@@ -87,19 +87,19 @@ class Reduction:
         if self.packing.layout == "leaf":
             notes.append("XLA fuses the buckets: all of them on CPUs, up to their size on GPUs")
         if self.hook_name:
-            notes.append(f"what of these bytes is sent is for comm_hook {self.hook_name!r} to say")
+            notes.append(f"comm_hook {self.hook_name!r} decides what of these bytes is sent")
         return plan.noted(*notes)
 
     def __call__(
         self, grads: Gradients, comm_state: HookState, plan: BucketPlan, units: Units = PLAIN
     ) -> tuple[Grads, HookState]:
-        """Averages gradients, one bucket after the other, each where its last gradient is there.
+        """Averages gradients, one bucket after the other, each where its last one is finished.
 
         Args:
-          grads: This replica's, of the structure that `plan` was made for.
-          comm_state: The hook's.
-          plan: From `plan`.
-          units: What the gradients are multiplied by.
+          grads: Gradients of this replica, of the structure that was planned for.
+          comm_state: State of the hook.
+          plan: The buckets.
+          units: Factors of the gradients.
 
         Returns:
           A tree like `grads`, the same on every replica; and the hook's new state.
@@ -107,14 +107,20 @@ class Reduction:
         run, hook = grads.start(), self.seen(self.hook, units)
         done: dict[int, Any] = {}
         flying: list[GradBucket] = []
+        # One order for all replicas, that of the plan: a collective waits for the same one
+        # everywhere. The hook state passes from bucket to bucket.
         for index, planned in enumerate(plan.buckets):
             bucket = self._pack(run.take(planned.leaves), plan, index, units.scale)
+            # The bucket before is unpacked only after this barrier: unpacked where it was sent, it
+            # would make the backward pass wait for the network.
             bucket, flying = run.hold(bucket, flying)
             done |= self._arrived(flying)
             # The name by which profiles and compiled programs show it.
             with jax.named_scope(f"bucket_{index}"):
                 bucket, comm_state = hook.reduce(bucket, comm_state, self.axis)
             flying = [bucket]
+        # Leaves in no bucket: gradients that are zero on every replica, so that nothing is sent for
+        # them, and results of the pass that are no gradients.
         rest = run.rest({i for planned in plan.buckets for i in planned.leaves})
         done |= self._arrived(flying)
         done |= {
@@ -123,12 +129,12 @@ class Reduction:
         return jax.tree.unflatten(grads.treedef, [done[i] for i in sorted(done)]), comm_state
 
     def gather(self, parts: Params, like: Params, plan: BucketPlan) -> Params:
-        """Puts the parts of all replicas together, with one all-gather where one array was reduced.
+        """Gathers the shards of all replicas, with one all-gather where one array was reduced.
 
         Args:
-          parts: Of arrays that were cut by `own_part`.
-          like: The arrays, for their shapes.
-          plan: From `plan`.
+          parts: Shards of arrays, as `own_part` cuts them.
+          like: The whole arrays, for their shapes.
+          plan: The buckets.
 
         Returns:
           A tree like `like`, the same on every replica.
@@ -140,6 +146,8 @@ class Reduction:
             for planned in plan.buckets
             for members in self.packing.members(planned)
         ]
+        # Shards are gathered in the groups in which gradients were sent: as few collectives, and as
+        # few latencies. Arrays without a gradient follow one by one.
         for members in (*sent, *([i] for i in sorted({*range(len(leaves))}.difference(*sent)))):
             with jax.named_scope("parameters"):
                 row = jnp.concatenate([leaves[i].ravel() for i in members])
