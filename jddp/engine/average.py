@@ -21,7 +21,7 @@ class NoAverage:
         return None
 
     def __call__(self, after: TrainState) -> TrainState:
-        """Returns the state with the average moved on to its parameters."""
+        """Returns the state with the average moved towards its parameters."""
         return after
 
 
@@ -41,6 +41,9 @@ class Ema(NoAverage):
 
     def __call__(self, after: TrainState) -> TrainState:
         """As `NoAverage`."""
+        # Each replica averages what it holds: parameters that are equal give equal averages, so
+        # nothing is sent. With local steps each replica has its own average, which is merged when
+        # read.
         moved = optax.incremental_update(after.params, after.ema_params, 1 - self.decay)
         return after.replace(ema_params=moved)
 

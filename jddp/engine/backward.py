@@ -3,8 +3,8 @@
     OneBatch        all rows at once
     MicroBatches    one micro-batch after the other: gradient accumulation, one reduction for all
 
-    Overlapped...   the same, but the (last) backward pass is left to the reduction, which runs it
-                    bucket by bucket and sends each while the pass continues
+    Overlapped...   the same, but the (last) backward pass is run by the reduction, bucket by
+                    bucket, and each bucket is sent while the pass continues
 
 The loss is summed over the valid entries, so gradients are those of a sum, and the step divides
 them by the global count.
@@ -41,13 +41,13 @@ Guarded = tuple[ModelState, Callable[[Array], Array]]
 
 @dataclass(frozen=True)
 class Local:
-    """What one replica computes of its rows.
+    """Results of one replica from its rows.
 
     Attributes:
-      grads: Its gradients of the summed loss, in `units`; and values for `overwritten` state.
-      sums: Of the loss and metrics.
+      grads: Gradients of the summed loss, in `units`; and values for `overwritten` state.
+      sums: Sums of the loss and metrics.
       model_state: The model's other state after the rows, but for overwritten values.
-      units: What the gradients are multiplied by.
+      units: Factors of the gradients.
     """
 
     grads: Gradients
@@ -62,12 +62,13 @@ class Local:
 
 
 class Linearized(NamedTuple):
-    """A micro-batch that has run forward, and how to run it backward.
+    """A micro-batch that has run forward, and its backward pass.
 
     Attributes:
-      backward: From the loss scale to gradients, and values for `overwritten` state.
-      finish: Applied to each gradient where it is taken from the backward pass.
-      sums: Of the loss and metrics.
+      backward: Function of the loss scale that returns gradients, and values for `overwritten`
+        state.
+      finish: Function applied to each gradient where it is taken from the backward pass.
+      sums: Sums of the loss and metrics.
       model_state: The model's other state after it.
     """
 
@@ -84,8 +85,8 @@ class OneBatch:
     Attributes:
       model: The model.
       loss_fn: The loss.
-      start: `start_if_half` or `start_per_entry`.
-      guard: `keep_all`, or `drop_empty` where the model makes NaN of no rows.
+      start: Function that returns the first cotangent, `start_if_half` or `start_per_entry`.
+      guard: Function `keep_all`, or `drop_empty` where a model makes NaN of no valid rows.
     """
 
     model: FlaxModel
@@ -103,6 +104,7 @@ class OneBatch:
         once for all of them, since they call one jitted function.
         """
         run = functools.partial(run_and_settle, self.model, self.loss_fn)
+        # Jitted for its cache of traces alone, and so inlined.
         return jax.jit(run, inline=True)
 
     def __call__(self, state: TrainState, inputs: Inputs, key: Array, loss_scale: ScaleOf) -> Local:
@@ -110,9 +112,9 @@ class OneBatch:
 
         Args:
           state: State of one replica.
-          inputs: Its rows, and constants.
+          inputs: Rows of the replica, and constants.
           key: Key of its random numbers in this step.
-          loss_scale: From the state to the loss scale of the step.
+          loss_scale: Function of the state that returns the loss scale of the step.
         """
         run = self.linearize(state, state.model_state, inputs.rows, key, inputs.constants)
         scale = loss_scale(state)
@@ -129,7 +131,7 @@ class OneBatch:
         )
 
     def trace(self, state: TrainState, inputs: Inputs) -> tuple[Backward, Sums]:
-        """The backward pass over the rows of one micro-batch, traced and not run; and its sums."""
+        """Traces the backward pass over one micro-batch, without running it; returns sums too."""
         run = self.linearize(state, state.model_state, inputs.rows, state.key, inputs.constants)
         return trace_backward(lambda one: run.backward(one)[0]), run.sums
 
@@ -149,7 +151,7 @@ class OneBatch:
         return plan.noted("overlap off: buckets leave after the backward pass")
 
     def units(self, params: Params, sums: Sums, loss_scale: Any) -> Units:
-        """What gradients are multiplied by, for parameters and sums of these forms."""
+        """Factors of the gradients, for parameters and sums of these forms."""
         entries = sums["loss"].num_entries * self.num
         start = self.start(params, entries)
         return Units(1 / (entries * start), start, loss_scale, 1.0 if _is_half(params) else start)
@@ -162,9 +164,9 @@ class OneBatch:
         Args:
           state: State of one replica.
           before: The model's other state before the micro-batch.
-          rows: Its rows.
+          rows: Rows of the micro-batch.
           key: Key of its random numbers.
-          constants: What the loss is handed as `constants`.
+          constants: Constants of the loss.
         """
 
         def forward(params: Params, found: PyTree) -> Any:
@@ -172,7 +174,11 @@ class OneBatch:
 
         given = state.params, select(self.model, before)
         _, pullback, (sums, model_state) = jax.vjp(forward, *given, has_aux=True)
+        # The loss is a sum over valid entries, not a mean: a replica knows its own count, but the
+        # mean needs the global one. With sums, no bucket waits for it.
         start = self.start(state.params, sums["loss"].num_entries * self.num)
+        # The guard works leaf by leaf: one decision over all gradients would hold back the first
+        # bucket until the last gradient is finished.
         model_state, finish = self.guard(self.model, sums["loss"].count, before, model_state)
         return Linearized(lambda scale: pullback(scale * start), finish, sums, model_state)
 
@@ -210,8 +216,8 @@ class Accumulated(NamedTuple):
     Attributes:
       grads: Gradients; those of half precision in float32.
       found: The largest values for `overwritten` state.
-      model_state: The model's other state after the last.
-      sums: Of the loss and metrics.
+      model_state: The model's other state after the last micro-batch.
+      sums: Sums of the loss and metrics.
     """
 
     grads: Grads
@@ -225,7 +231,7 @@ class MicroBatches(OneBatch):
     """One micro-batch after the other.
 
     Attributes:
-      num: Their number.
+      num: Number of micro-batches.
     """
 
     num: int
@@ -239,11 +245,14 @@ class MicroBatches(OneBatch):
         return Local(grads, total.sums, total.model_state, units)
 
     def _split(self, inputs: Inputs, key: Array) -> Callable[[Any], tuple[Batch, Array, PyTree]]:
-        """From a number to rows, key and constants of that micro-batch."""
+        """Returns a function of a number: rows, key and constants of that micro-batch."""
+        # Each micro-batch has its own key, or dropout would drop the same units in all of them.
         keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(self.num))
         rows = jax.tree.map(lambda x: x.reshape(self.num, -1, *x.shape[1:]), inputs.rows)
 
         def take(i: Any) -> tuple[Batch, Array, PyTree]:
+            # Indexed, and not given to the scan to iterate over: with overlap the last micro-batch
+            # is taken outside of it.
             part = functools.partial(lax.dynamic_index_in_dim, index=i, keepdims=False)
             return *jax.tree.map(part, (rows, keys)), inputs.constants
 
@@ -263,12 +272,17 @@ class MicroBatches(OneBatch):
         def add(carry: tuple[Grads, PyTree, ModelState], i: Array) -> Any:
             grads, found, before = carry
             more, last, run = one(before, i)
+            # Added in float32: in half precision a micro-batch's gradient is rounded away once the
+            # sum of the earlier ones is a few hundred times larger.
             grads = jax.tree.map(lambda total, g: total + g.astype(total.dtype), grads, more)
             return (grads, jax.tree.map(jnp.maximum, found, last), run.model_state), run.sums
 
         if num == 1:
+            # A scan of one iteration would add all gradients to zeros.
             grads, found, run = one(state.model_state, 0)
             return Accumulated(grads, found, run.model_state, run.sums)
+        # A scan, and not an unrolled loop: the program holds the model once, and one micro-batch's
+        # activations are in memory at a time.
         zeros = jax.tree.map(
             lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), state.params
         )
@@ -284,6 +298,9 @@ class OverlappedMicroBatches(_Overlapped, MicroBatches):
         """As `OneBatch`."""
         take, scale = self._split(inputs, key), loss_scale(state)
         total = self._accumulate(state, take, self.num - 1, scale)
+        # The last micro-batch stands outside the scan: a loop is one equation, so buckets could
+        # only be sent at its end. Only in the last backward pass are the sums of gradients
+        # finished, one by one.
         run = self.linearize(state, total.model_state, *take(self.num - 1))
         earlier = jax.tree.leaves((total.grads, total.found))
         num = len(jax.tree.leaves(state.params))
@@ -291,10 +308,12 @@ class OverlappedMicroBatches(_Overlapped, MicroBatches):
         def finish(i: int, x: Array) -> Array:
             if i >= num:
                 return jnp.maximum(earlier[i], x)
+            # NaN of an empty micro-batch is replaced before the earlier gradients are added to it.
             x = run.finish(x)
             return (x.astype(earlier[i].dtype) + earlier[i]).astype(x.dtype)
 
         backward = trace_backward(lambda one: run.backward(one * scale))
+        # Sums need no reduction inside the pass: they are sent after it, in one small vector.
         sums = jax.tree.map(jnp.add, total.sums, run.sums)
         units = self.units(state.params, sums, scale)
         return Local(Running(backward, finish, num), sums, run.model_state, units)
@@ -308,8 +327,8 @@ def choose_backward(
     Args:
       model: The model.
       loss_fn: The loss.
-      num: Micro-batches.
-      overlaps: Whether buckets leave inside the backward pass.
+      num: Number of micro-batches.
+      overlaps: Whether buckets are sent inside the backward pass.
       is_scaled: Whether there is a loss scale.
 
     Raises:
@@ -318,6 +337,8 @@ def choose_backward(
     if num < 1:
         raise ConfigError(f"accumulate_steps is at least 1; got {num}.")
     start = start_per_entry if is_scaled else start_if_half
+    # Statistics of the global batch have valid rows wherever the step has; those of one replica's
+    # rows may have none, and 0 / 0 is NaN.
     guard = keep_all if model.batch_norm == "sync" else drop_empty
     fields = model, loss_fn, start, guard
     if num == 1:
@@ -326,6 +347,7 @@ def choose_backward(
 
 
 def _cast(grads: Grads, params: Params) -> Grads:
+    # Back to the parameters' dtypes, in which gradients are planned, sent and given to optax.
     return jax.tree.map(lambda g, x: g.astype(x.dtype), grads, params)
 
 
@@ -353,6 +375,8 @@ def drop_empty(model: FlaxModel, count: Array, before: ModelState, after: ModelS
     is_empty = count == 0
 
     def keep(path: Path, old: Array, new: Array) -> Array:
+        # Counters, which are whole numbers, advance with an empty micro-batch too, or replicas
+        # would count different numbers of steps.
         is_own = model.keeps_own(path, new) and is_float(new)
         return jnp.where(is_empty, old, new) if is_own else new
 
@@ -370,7 +394,7 @@ def start_per_entry(params: Params, num_entries: int) -> float:
 
 
 def start_if_half(params: Params, num_entries: int) -> float:
-    """Returns the same where parameters are float16, else 1."""
+    """Returns `start_per_entry` where parameters are float16, else 1."""
     return start_per_entry(params, num_entries) if _is_half(params) else 1.0
 
 

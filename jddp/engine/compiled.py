@@ -1,7 +1,7 @@
 """One step for each form of rows: its buckets planned, its program compiled.
 
 A jitted step belongs to rows of one structure, shapes and dtypes; and rows of another form may use
-other parameters, so their buckets are others too.
+other parameters, so they have other buckets too.
 
     steps = CompiledSteps(spec, mesh, donate=True)
     steps.plan_for(state, inputs)                # traces, computes nothing
@@ -49,7 +49,7 @@ class CompiledSteps:
       spec: The parts of the step.
       mesh: The devices.
       plan: The `BucketPlan` of the last rows; None before any.
-      traced: What the passes over the last rows show; None before any.
+      traced: Facts from the traced passes over the last rows; None before any.
     """
 
     def __init__(self, spec: Step, mesh: Mesh, *, donate: bool) -> None:
@@ -91,7 +91,7 @@ class CompiledSteps:
 
         Raises:
           ConfigError: If no gradient reaches a parameter, and unused_parameters is "error"; or if
-            the model needs replicas to agree where local_steps keep them apart.
+            state of the model must be the same on all replicas, and local_steps lets it differ.
         """
         self.spec.sync.check(state.model_state, self.spec.model.keeps_own)
         self.plan = self._plan(state, inputs)
@@ -104,6 +104,8 @@ class CompiledSteps:
         num_rows = self.count_rows_of_part(inputs.rows)
         rows, constants = _shapes(inputs)
         rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype), rows)
+        # By the form of one micro-batch: the same micro-batch in a larger batch has the same
+        # buckets, and is not traced again.
         form = _form(part := Inputs(rows, constants))
         if form not in self._plans:
             traced = call(trace, spec, self.mesh, _shapes(state), part)
@@ -112,6 +114,7 @@ class CompiledSteps:
             plan = self._noted(spec.reduction.plan(state.params, traced.ready), traced.num_looped)
             self._plans[form] = plan, traced
         plan, self.traced = self._plans[form]
+        # Checked for each form of rows: another batch may leave other parameters unused.
         spec.optimizer.unused.check(plan)
         return plan
 
@@ -130,12 +133,14 @@ class CompiledSteps:
         memory = self.spec.reduction.hook.init(self.plan)
         if jax.tree.leaves(memory) and not self._plans:
             raise UsageError(
-                "This comm_hook remembers something for each bucket, and buckets are planned from "
+                "This comm_hook keeps state for each bucket, and buckets are planned from "
                 "the traced backward pass: init needs batch= (example rows, for their shapes)."
             )
         if not all(hasattr(x, "dtype") for x in jax.tree.leaves(memory)):
             raise ConfigError(f"comm_hook: init returns {memory}. It must return arrays.")
         return CommState(
+            # numpy arrays become JAX's, of JAX's widths: a float64 array would not have the dtype
+            # with which a step returns it.
             hook=jax.tree.map(jax.numpy.asarray, memory),
             loss_scale=self.spec.guard.init(),
         )
@@ -143,6 +148,8 @@ class CompiledSteps:
     def layouts(self, state: TrainState) -> TrainState:
         """For each leaf of a state its `Layout`."""
         spec, everywhere = self.spec, jax.tree.map(lambda _: Replicated(), state)
+        # Hook state differs per replica, such as an error of compression. It is declared so, since
+        # JAX would let it leave a `shard_map` as replicated, and keep replica 0's.
         rule = spec.reduction.hook.on_resize.replace("drop", "reset")
         hook = jax.tree.map(lambda _: PerReplica(rule), state.comm_state.hook)
         layouts: TrainState = everywhere.replace(
@@ -156,15 +163,16 @@ class CompiledSteps:
         """The jitted step for rows of this form; compiles nothing yet.
 
         Raises:
-          UsageError: If a comm_hook remembers buckets that these rows do not have.
+          UsageError: If a comm_hook has state of buckets that these rows do not have.
         """
         return self._for(self._make_step, state, inputs)
 
     def gradients_for(self, state: TrainState, inputs: Inputs) -> Any:
-        """The same as far as the averaged gradients."""
+        """The jitted step as far as its averaged gradients."""
         return self._for(make_gradients, state, inputs)
 
     def _for(self, make: Callable[..., Any], state: TrainState, inputs: Inputs) -> Any:
+        # By hand, and not by `jax.jit`'s cache, since a form of rows has its own plan.
         form = make, _form(inputs)
         if form not in self._jitted:
             layouts = self.layouts(state)
@@ -176,10 +184,11 @@ class CompiledSteps:
         """Plans for rows as they are given to a step, beside the state that it is given."""
         one = jax.eval_shape(functools.partial(enter, layouts=layouts), state)
         plan, before = self._plan(one, inputs), self.plan
+        # Hook state is kept by bucket: with another plan it would be added to other gradients.
         if jax.tree.leaves(state.comm_state.hook) and before not in (None, plan):
             raise UsageError(
                 "These rows use other parameters than those that the comm_hook was made for: "
-                "its memory is of other buckets. Give init a batch that uses them too."
+                "its state is of other buckets. Give init a batch that uses them too."
             )
         self.plan = plan
         return plan
@@ -197,6 +206,7 @@ class CompiledSteps:
         """
         step = self.step_for(state, inputs)
         if accumulate_steps is not None:
+            # The plan stays: micro-batches change when gradients are finished, not which they are.
             backward = self.spec.backward.with_micro_batches(accumulate_steps)
             spec = dataclasses.replace(self.spec, backward=backward)
             given = spec, self.plan, self.mesh, self.layouts(state)
@@ -219,7 +229,7 @@ class CompiledSteps:
         return call(self.step_for(state, inputs).trace, state, self._global(inputs))
 
     def sent(self, state: TrainState) -> BucketPlan:
-        """The plan of what is sent: of gradients, or of parameters where those are."""
+        """The plan of the arrays that are sent: gradients, or parameters with local steps."""
         assert self.plan is not None
         one = jax.eval_shape(functools.partial(enter, layouts=self.layouts(state)), state)
         return self.spec.sync.sent(self.spec.reduction, self.plan, one.params)
@@ -236,31 +246,34 @@ class CompiledSteps:
 
     @property
     def num_local_replicas(self) -> int:
-        """Those of this process."""
+        """Replicas of this process."""
         return self.num_replicas // self.mesh.size * len(self.mesh.local_devices)
 
     def count_micro_batches(self, batch: Batch) -> int:
         """Micro-batches of all replicas that have rows of this batch."""
         leaves = jax.tree.leaves(batch)
+        # An array with rows on other processes is the global batch; else it is this process's
+        # share.
         on_all = all(isinstance(x, jax.Array) and not x.is_fully_addressable for x in leaves)
         return (self.num_replicas if on_all else self.num_local_replicas) * self.spec.backward.num
 
     def count_rows_of_part(self, batch: Batch) -> int:
         """Rows of a micro-batch; at least one."""
+        # A batch that is empty, or has fewer rows than micro-batches, is planned for as one row.
         return max(1, count_rows(batch) // self.count_micro_batches(batch))
 
 
 def _warn_of_weights(batch: Batch, sums: Sums) -> None:
     if (names := weights_in(batch)) and sums["loss"].is_scalar:
         logging.getLogger("jddp").warning(
-            f"The loss is a scalar, and the batch has {names[0]!r}: replicas weigh alike, "
-            "whatever their rows weigh. If the loss is sum(l * w) / sum(w), return "
+            f"The loss is a scalar, and the batch has {names[0]!r}: replicas are weighted equally, "
+            "whatever the weights of their rows. If the loss is sum(l * w) / sum(w), return "
             "jddp.Mean(l * w, w) instead."
         )
 
 
 def _form(tree: PyTree) -> Hashable:
-    """What a jitted function is compiled for: structure, shapes and dtypes."""
+    """The form that a jitted function is compiled for: structure, shapes and dtypes."""
     leaves, treedef = jax.tree.flatten(tree)
     return treedef, tuple((x.shape, x.dtype) for x in leaves)
 

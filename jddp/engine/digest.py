@@ -1,7 +1,7 @@
-"""A digest of every array where it lies: exact to the bit, whatever the order of adding.
+"""A digest of every array, computed where it lies, and exact in any order of addition.
 
     found = digests(state)                # uint32 (replicas, leaves), the same on every process
-    words = as_words(found, state)        # of a state that is alike everywhere, one for each leaf
+    words = as_words(found, state)        # one for each leaf of a replicated state
 
 Every word of an array is mixed with its place, and the mixed words are added up modulo 2^32. For
 one place the mix is one-to-one: a change of one element always shows, any other with all but 2^-32
@@ -26,7 +26,7 @@ from jddp.typing import PyTree
 
 
 def digests(tree: PyTree) -> UInt32[Array, "replicas leaves"]:
-    """Digests what each device of the mesh holds of each array.
+    """Digests of each array, one for each device of the mesh, from the part that it holds.
 
     Args:
       tree: Arrays on one mesh, replicated or split by rows; at least one.
@@ -45,8 +45,8 @@ def as_words(found: Any, tree: PyTree) -> list[str]:
     """The digest of each leaf, as eight hexadecimal digits.
 
     Args:
-      found: What `digests` returned.
-      tree: What was digested, or its shapes and shardings.
+      found: Result of `digests`.
+      tree: The digested arrays, or their shapes and shardings.
     """
     leaves, rows = jax.tree.leaves(tree), np.asarray(found)
     return [
@@ -56,13 +56,13 @@ def as_words(found: Any, tree: PyTree) -> list[str]:
 
 
 def find_divergence(found: Any, tree: PyTree) -> str | None:
-    """Names an array that is not the same on all replicas, and the fewest that have it otherwise.
+    """Names an array that is not the same on all replicas, and the minority in which it differs.
 
-    Of two halves that differ, it is that without replica 0 which is named.
+    Of two halves, the one without replica 0 is named.
 
     Args:
-      found: What `digests` returned.
-      tree: What was digested, or its shapes and shardings.
+      found: Result of `digests`.
+      tree: The digested arrays, or their shapes and shardings.
     """
     rows = np.asarray(found)
     for i, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(tree)):
@@ -91,19 +91,24 @@ def _on(mesh: Mesh, layout: Sequence[P]) -> Any:
             _digest(x, replica * x.size if any(spec) else 0)
             for x, spec in zip(leaves, layout, strict=True)
         ]
+        # Every process gets all digests: each must find a mismatch by itself, and name the replica.
         return lax.all_gather(jnp.stack(found), axis_of(mesh))
 
     return jax.jit(over_replicas(on_replica, mesh, (list(layout),), P()))
 
 
 def _digest(x: Array, offset: Any) -> UInt32[Array, ""]:
-    """Of one device's part of an array, which begins at element `offset` of the whole."""
+    """The digest of a device's part of an array, which begins at element `offset` of the whole."""
     words = _words(x)
     place = lax.iota(jnp.uint32, words.size)
     place += jnp.asarray(offset).astype(jnp.uint32) * np.uint32(words.size // max(x.size, 1))
+    # The place is mixed in, or the sum would not change when two elements change places. All that
+    # follows is one-to-one: xor-shifts and products with odd numbers, as MurmurHash3 ends.
     mixed = words * np.uint32(0x9E3779B1) + place * np.uint32(0x85EBCA77)
     mixed = (mixed ^ (mixed >> 16)) * np.uint32(0x7FEB352D)
     mixed = (mixed ^ (mixed >> 15)) * np.uint32(0x846CA68B)
+    # Addition modulo 2^32 is exact in any order, so a sum over shards is that of the whole; a
+    # floating sum, or a chained hash such as SHA-256, would depend on how an array is cut.
     return (mixed ^ (mixed >> 16)).sum(dtype=jnp.uint32)
 
 
@@ -115,6 +120,7 @@ def _words(x: Array) -> UInt32[Array, "words"]:
         x = jnp.stack([x.real, x.imag], -1)
     elif _num_bits(x.dtype) < 8:
         x = x.astype(jnp.float32)  # which holds each of the few numbers there are
+    # Bits, and not values: -0 equals 0, and NaN does not equal itself.
     bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{min(32, _num_bits(x.dtype))}"))
     return bits.reshape(-1).astype(jnp.uint32)
 

@@ -1,4 +1,4 @@
-"""Means over every example exactly once, or a model's outputs, however their number divides.
+"""Means over every example exactly once, or outputs of a model, for any number of examples.
 
     metrics = evaluate_exactly(run, batches, mesh, num_shares)
     outputs = predict_rows(run, batches, mesh)
@@ -66,7 +66,7 @@ def make_evaluate(step: Step, mesh: Mesh) -> Callable[..., Sums]:
 
 
 def make_predict(step: Step, mesh: Mesh, function: LossFn) -> Callable[..., PyTree]:
-    """Returns `predict`, called as `evaluate` is: what `function` gives for each row."""
+    """Returns `predict`, called as `evaluate` is: the results of `function` for each row."""
 
     def replica(
         key: Array,
@@ -76,6 +76,8 @@ def make_predict(step: Step, mesh: Mesh, function: LossFn) -> Callable[..., PyTr
         inputs: Inputs,
         valid: Array,
     ) -> PyTree:
+        # Folded with batch and replica: a model that samples while it is evaluated would else give
+        # every batch the same numbers.
         key = jax.random.fold_in(jax.random.fold_in(key, number), lax.axis_index(step.axis))
         named = name_constants(function, inputs.constants)
         outputs = step.model.evaluate(named, params, model_state, inputs.rows, key)
@@ -94,16 +96,16 @@ def make_predict(step: Step, mesh: Mesh, function: LossFn) -> Callable[..., PyTr
 def evaluate_exactly(
     run: Callable[[Batch, Any], Sums], batches: Batches, mesh: Mesh, num_shares: int
 ) -> Metrics:
-    """Returns the means of what `run` sums, over all rows of `batches`.
+    """Returns the means of the sums of `run`, over all rows of `batches`.
 
     Args:
-      run: `run(batch, valid)` over the mesh; `valid` is 1 for a row that counts.
-      batches: This process's, of any size, also empty; as many on every process.
+      run: Function `run(batch, valid)` over the mesh; `valid` is 1 for a row that counts.
+      batches: Batches of this process, of any size, also empty; as many on every process.
       mesh: The mesh of devices.
-      num_shares: Into which the rows of this process are split.
+      num_shares: Number of replicas of this process, over which its rows are split.
 
     Raises:
-      UsageError: If a scalar meets rows of padding, or there is no batch.
+      UsageError: If rows of padding would count in a scalar, or there is no batch.
     """
     totals, waiting = Totals(), None
     for sums in sums_of(run, batches, mesh, num_shares):
@@ -119,7 +121,7 @@ def evaluate_exactly(
 def sums_of(
     run: Callable[[Batch, Any], Sums], batches: Batches, mesh: Mesh, num_shares: int
 ) -> Iterator[Sums]:
-    """What `run` sums for each batch, or their shapes; refuses as `evaluate_exactly`."""
+    """Sums of `run` for each batch, or their shapes; refuses padding as `evaluate_exactly`."""
     for placed in _place(batches, mesh, num_shares):
         sums = run(placed.rows, placed.valid)
         if placed.fewest < placed.room:
@@ -129,11 +131,12 @@ def sums_of(
 
 
 def predict_rows(run: Callable[[Batch, Any], PyTree], batches: Batches, mesh: Mesh) -> PyTree:
-    """Returns what `run` gives for all rows of `batches` of this process, in their order.
+    """Returns the results of `run` for all rows of `batches` of this process, in their order.
 
     Args:
-      run: `run(batch, valid)` over the mesh gives a tree of arrays with the rows of the batch.
-      batches: This process's, of any size; as many on every process.
+      run: Function `run(batch, valid)` over the mesh that returns a tree of arrays, a row for each
+        of the batch.
+      batches: Batches of this process, of any size; as many on every process.
       mesh: The mesh of devices.
 
     Returns:
@@ -158,14 +161,14 @@ def _own_rows(x: jax.Array) -> np.ndarray:
 
 
 class _Placed(NamedTuple):
-    """A batch on the devices, filled up.
+    """A batch on the devices, padded.
 
     Attributes:
-      rows: Of all processes.
-      valid: 1 for a row that counts.
-      num_rows: Of this process, those that count.
-      fewest: The same of the process that has fewest.
-      room: Rows of each process, padding included.
+      rows: Rows of all processes.
+      valid: Array with 1 for a row that counts, and 0 for padding.
+      num_rows: Number of rows of this process that count.
+      fewest: The smallest such number of any process.
+      room: Number of rows of each process, padding included.
     """
 
     rows: Batch
@@ -179,16 +182,18 @@ def _place(batches: Batches, mesh: Mesh, num_shares: int) -> Iterator[_Placed]:
     room = 0
     for batch in map(as_arrays, batches):
         num_rows = count_rows(batch)
+        # All processes must run the same program, so they agree on the size of each batch first. A
+        # process whose batch is empty takes part with padding alone.
         rows = from_all_processes(num_rows)
         fitting = max(1, math.ceil(rows.max() / num_shares)) * num_shares
-        # A ragged batch takes the room of a full one, which is compiled already.
+        # A partial batch is padded to the size of a full one, for which the program is compiled.
         room = fitting if (rows == fitting).all() else max(room, fitting)
         placed, valid = put_rows(pad_rows(batch, room), mesh)
         yield _Placed(placed, valid, num_rows, int(rows.min()), room)
 
 
 def pad_rows(batch: Batch, room: int) -> tuple[Batch, np.ndarray]:
-    """Fills a batch up to `room` rows with copies of its first; also returns which rows count."""
+    """Pads a batch to `room` rows with copies of its first; also returns which rows count."""
     rows = count_rows(batch)
     valid = (np.arange(room) < rows).astype(np.float32)
     if rows == room:
@@ -196,6 +201,7 @@ def pad_rows(batch: Batch, room: int) -> tuple[Batch, np.ndarray]:
 
     def pad(x: Any) -> np.ndarray:
         x = np.asarray(x)
+        # A real row: rows of zeros can make NaN in a model, such as log 0 or 0 / 0.
         filler = x[:1] if rows else np.zeros((1, *x.shape[1:]), x.dtype)
         return np.concatenate([x, np.repeat(filler, room - rows, axis=0)])
 
@@ -206,8 +212,8 @@ def refuse_padding(sums: Sums, instead: str) -> None:
     """Refuses rows of padding beside a loss or metric that cannot leave them out.
 
     Args:
-      sums: The loss and metrics.
-      instead: The way out beside another form of loss.
+      sums: Sums of the loss and metrics.
+      instead: Other way out, for the message.
 
     Raises:
       UsageError: If there is a scalar, or a `Mean` of scalars.

@@ -1,7 +1,7 @@
-"""Send what is compiled to the devices, and know what became of the states.
+"""Send compiled steps to the devices, and keep track of the states.
 
-A step reuses the memory of the state that it is given. So whoever sends it knows the newest state,
-says which call took an old one, and keeps Ctrl-C from losing the new one on its way.
+A step reuses the memory of the state that it is given. So the executor keeps the newest state,
+names the call that took an old one, and delays Ctrl-C while the new one is not yet kept.
 
     state, metrics = executor.send(step, state, inputs)
     executor.latest is state
@@ -33,7 +33,7 @@ class Executor:
 
     Attributes:
       latest: The newest state that is whole; None before there is one.
-      calls: How often a step was sent.
+      calls: Number of steps that were sent, and the times between them.
     """
 
     def __init__(self, *, donate: bool, platform: str) -> None:
@@ -41,10 +41,11 @@ class Executor:
         self.calls = Calls()
         self._donate, self._platform = donate, platform
         self._in_flight: collections.deque[Any] = collections.deque()
+        # Weak, or the handle of every old state would be kept for the sake of a message.
         self._taken: weakref.WeakKeyDictionary[TrainState, int] = weakref.WeakKeyDictionary()
 
     def send(self, step: Callable[..., Any], state: TrainState, *args: Any) -> Any:
-        """Sends a step; returns its result, which need not be there yet."""
+        """Sends a step; returns its result, which need not be computed yet."""
         self.calls.count()
         with _interrupts_after(state):
             result = call(step, state, *args)
@@ -66,21 +67,22 @@ class Executor:
         """Refuses a state whose memory a step has taken.
 
         Raises:
-          UsageError: Which says which call took it.
+          UsageError: If a step has, with the number of its call.
         """
         if state.step.is_deleted():
+            # JAX's own error names a buffer, but not the call that took it.
             number = self._taken.get(state)
             which = "another step" if number is None else f"step call {number} of this DataParallel"
             raise UsageError(
-                f"This state was given to {which}, which reused its memory. Go on with the state "
-                "that the step returned (ddp.latest is the newest), or build "
+                f"This state was given to {which}, which reused its memory. Continue with the "
+                "state that the step returned (ddp.latest is the newest), or build "
                 "DataParallel(..., donate=False)."
             )
 
 
 @contextlib.contextmanager
 def _interrupts_after(state: TrainState) -> Iterator[None]:
-    """Puts off Ctrl-C from where a step has taken the state to where its result is kept.
+    """Delays Ctrl-C from where a step has taken the state to where its result is kept.
 
     While the step is traced and compiled nothing is lost, and it is delivered at once.
     """
@@ -95,6 +97,7 @@ def _interrupts_after(state: TrainState) -> Iterator[None]:
         else:
             handle(*received)
 
+    # A handler, and not a signal mask: a masked signal may be delivered to another thread.
     signal.signal(signal.SIGINT, note)
     try:
         yield
@@ -105,27 +108,27 @@ def _interrupts_after(state: TrainState) -> Iterator[None]:
 
 
 class Calls:
-    """How often a step was called, and how long apart."""
+    """Number of calls of a step, and the times between them."""
 
     def __init__(self) -> None:
         self.number = 0
         self._moments: collections.deque[float] = collections.deque(maxlen=101)
 
     def count(self) -> None:
-        """Takes down one call, now. The first is left out of the times: it compiles."""
+        """Counts one call, now. The first is left out of the times: it compiles."""
         if self.number:
             self._moments.append(time.perf_counter())
         self.number += 1
 
     @property
     def mean_seconds(self) -> float | None:
-        """Between the last hundred calls; None where there are not yet two to count."""
+        """Mean time between the last hundred calls; None before there are two to count."""
         num = len(self._moments) - 1
         return (self._moments[-1] - self._moments[0]) / num if num > 0 else None
 
 
 def call(function: Callable[..., Any], *args: Any) -> Any:
-    """Calls what traces the user's model.
+    """Calls a function that traces the user's model.
 
     Raises:
       ConfigError: If the model names an axis that there is not, or uses a value of another trace.

@@ -1,4 +1,4 @@
-"""The guard of a step: which steps count, and what the loss is multiplied by.
+"""The guard of a step: which steps count, and the loss scale.
 
     NoGuard         every step counts; the loss scale is fixed
     SkipNonfinite   a step with numbers that are not finite changes nothing but counts
@@ -47,8 +47,8 @@ class LossScale:
     """A scale, and how long it has been good.
 
     Attributes:
-      scale: What the loss is multiplied by; a float32 scalar.
-      num_good: Steps since it changed, or since one was skipped; an int32 scalar.
+      scale: Factor of the loss in the backward pass; a float32 scalar.
+      num_good: Number of steps since it changed, or since one was skipped; an int32 scalar.
     """
 
     scale: Any
@@ -58,6 +58,7 @@ class LossScale:
 def adjust(before: LossScale, is_finite: Array, *, interval: int = GROWTH_INTERVAL) -> LossScale:
     """The scale after a step: half, the same, or after `interval` good steps twice."""
     is_grown = is_finite & (before.num_good + 1 >= interval)
+    # Powers of two alone: scaling and its inverse then change exponents, and no digit.
     factor = jnp.where(is_finite, jnp.where(is_grown, 2.0, 1.0), 0.5)
     return LossScale(
         scale=jnp.clip(before.scale * factor, LEAST, MOST),
@@ -76,7 +77,7 @@ class NoGuard:
     loss_scale: Any
 
     def init(self) -> PyTree:
-        """Returns what the guard keeps in `CommState.loss_scale`; () for nothing."""
+        """Returns the first `CommState.loss_scale`; () for nothing."""
         return ()
 
     def scale(self, state: TrainState) -> Any:
@@ -90,7 +91,7 @@ class NoGuard:
           before: State before the step, of one replica.
           after: State that the step has computed.
           numbers: Loss and gradients, which must be finite.
-          view: What the replica holds of the mean gradient.
+          view: View of the replica on the mean gradient.
         """
         return after, {}
 
@@ -118,6 +119,10 @@ class SkipNonfinite(NoGuard):
         # 2 if a loss or gradient is not finite, else 1 if a number of other state is not.
         found = jnp.where(fits, jnp.where(jnp.stack([fits, *stays]).all(), 0, 1), 2)
         layouts = jax.tree.leaves(own_layouts(states[1], self.keeps_own))
+        # The verdict must be the same on all replicas: one that skipped alone would from then on
+        # have other parameters, and take other branches, in which collectives would wait forever.
+        # The mean gradient shows every replica the same; shards and per-replica values do not, so
+        # the largest finding is taken.
         if view.differs or any(layout.is_per_replica for layout in layouts):
             with jax.named_scope("metrics"):
                 found = lax.pmax(found, view.axis)
@@ -125,7 +130,11 @@ class SkipNonfinite(NoGuard):
 
     def _choose(self, found: Array, before: TrainState, after: TrainState) -> Outcome:
         choose = functools.partial(jnp.where, found == 0)
+        # The step counts, though it is skipped: its batch is consumed, and repeated with the same
+        # number it would use the same random numbers.
         skipped = before.replace(step=after.step, skipped=before.skipped + 1)
+        # `where`, and not a `cond`: both states are there, and XLA fuses the choice with the
+        # update.
         after = jax.tree.map(choose, after, skipped)
         return after, {"skipped": after.skipped.astype(jnp.float32)}
 
@@ -166,10 +175,12 @@ def choose_guard(loss_scale: Any, skips: bool, keeps_own: Callable[[Any, Any], b
 
 
 def unscaled(hook: CommHook, units: Units) -> CommHook:
-    """Returns a hook that is handed what it would be without a loss scale.
+    """Returns a hook that is called with the gradients that it would get without a loss scale.
 
-    Its state, such as what it has not sent yet, would else be of the scale of another step.
+    Hook state, such as an error of compression, would otherwise be of the scale of another step.
     """
+    # The scale is traced and changes between steps, so it cannot stand in the bucket, whose `scale`
+    # is static: the hook is wrapped in each step.
     scale = jnp.float32(units.hidden * units.loss_scale)
 
     def reduce(bucket: GradBucket, state: HookState, axis: str) -> tuple[GradBucket, HookState]:

@@ -1,4 +1,4 @@
-"""The first state, made on every device alike from one seed."""
+"""The first state, made on every device from one seed, and the same on all."""
 
 import functools
 from collections.abc import Callable
@@ -29,6 +29,8 @@ def replica_init(
       params: Given parameters, or None to make them.
       model_state: Given other state, or None to make it.
     """
+    # Made on every device instead of on one and sent: equal programs and seeds give equal bits,
+    # where PyTorch DDP broadcasts the parameters of rank 0.
     key = jax.random.key(seed)
     if params is None or (model_state is None and inputs.rows is not None):
         loss_fn = name_constants(step.backward.loss_fn, inputs.constants)
@@ -56,6 +58,8 @@ def make_init(step: Step, mesh: Mesh) -> Callable[..., TrainState]:
         state = over_replicas(functools.partial(replica_init, step), mesh, P(), P())(*args)
         step.optimizer.check(state.params, mesh.size)
         layout = specs(step.optimizer.layouts(state.params), step.axis)
+        # Mapped by itself, since a sharded optimizer's state leaves with another spec, which needs
+        # the shapes of the parameters.
         optimizer = over_replicas(step.optimizer.init, mesh, P(), layout)
         return state.replace(opt_state=optimizer(state.params))
 

@@ -1,4 +1,4 @@
-"""Devices in a row: one mesh axis, what lies on it, and batches on their way to it.
+"""Devices in one mesh axis, arrays that lie on it, and placement of batches.
 
 `shard_map` stands in this module alone.
 """
@@ -22,17 +22,17 @@ from jddp.typing import Batch, PyTree
 
 AXIS = "data"
 VIRTUAL_DEVICES = 8
-AXIS_HERE: ContextVar[str] = ContextVar("axis", default=AXIS)  # of the step that is traced
+AXIS_HERE: ContextVar[str] = ContextVar("axis", default=AXIS)  # of the traced step
 
 
 def configure_devices(num_devices: int | str, *, num_processes: int = 1) -> None:
     """Sets the number of CPU devices, before JAX looks for any.
 
     Args:
-      num_devices: Of all processes together. "auto" makes eight virtual CPU devices, which are used
-        only where there is no accelerator, unless the environment says how many there are; a
-        number wins over the environment.
-      num_processes: Of the job.
+      num_devices: Number of devices of all processes together. "auto" makes eight virtual CPU
+        devices, which are used only where there is no accelerator, unless the environment gives a
+        number; a number here wins over the environment.
+      num_processes: Number of processes of the job.
 
     Raises:
       ConfigError: If the devices do not divide over the processes.
@@ -45,14 +45,16 @@ def configure_devices(num_devices: int | str, *, num_processes: int = 1) -> None
             f"mesh.num_devices={in_all} does not divide over {num_processes} processes. "
             f"Choose a multiple of {num_processes}."
         )
+    # An option of JAX, not a flag of XLA: it is refused once the backend runs, where a flag would
+    # be ignored.
     jax.config.update("jax_num_cpu_devices", max(1, in_all // num_processes))
 
 
 def require_devices() -> None:
-    """Wakes the devices of this process; jobs of many call it after they have met.
+    """Starts the devices of this process; a job of several calls it after they have connected.
 
     Raises:
-      DeviceError: If JAX finds none of the kind that it was told to use.
+      DeviceError: If JAX finds none of the platform that it is to use.
     """
     try:
         jax.local_devices()
@@ -81,7 +83,7 @@ def make_mesh(
       axis_name: Name of the axis; by default that of the given mesh, or else "data".
 
     Raises:
-      ConfigError: If the mesh has several axes, or the number of devices cannot be had.
+      ConfigError: If the mesh has several axes, or there are not as many devices.
     """
     if isinstance(devices, Mesh):
         if len(devices.axis_names) != 1:
@@ -106,7 +108,7 @@ def axis_of(mesh: Mesh) -> str:
 
 @contextlib.contextmanager
 def mapped_over(axis: str) -> Iterator[None]:
-    """While open, what is traced is one replica's, along this axis."""
+    """While open, traced functions are those of one replica along this axis."""
     token = AXIS_HERE.set(axis)
     try:
         yield
@@ -115,10 +117,10 @@ def mapped_over(axis: str) -> Iterator[None]:
 
 
 def over_replicas(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any) -> Any:
-    """Maps a replica's function over the mesh; what leaves through `P()` it has made the same."""
+    """Maps a replica's function over the mesh; it must return equal values for `P()`."""
     # Unchecked: the check refuses plain RNNs, scans from zeros, conds with a constant branch, and
-    # makes autodiff sum gradients leaf by leaf. That replicas end alike is ours to keep and to
-    # test.
+    # under it autodiff sums gradients leaf by leaf, before they could be put into buckets. Tests
+    # prove in its place that replicas end with the same state: N devices equal one.
     function = mapped_over(axis_of(mesh))(function)
     return jax.shard_map(
         function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
@@ -126,13 +128,15 @@ def over_replicas(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_s
 
 
 def input_specs(mesh: Mesh) -> Inputs:
-    """How the inputs of a step lie on the mesh: rows split, constants on every device."""
+    """Specs of the inputs of a step: rows split, constants on every device."""
     return Inputs(P(axis_of(mesh)), P())
 
 
 def _first_devices(num_devices: int) -> list[jax.Device]:
     num_processes = jax.process_count()
     share, rest = divmod(num_devices, num_processes)
+    # The same number from each process, since its rows must divide over its own devices: the first
+    # n of all devices might all belong to process 0.
     by_process: dict[int, list[jax.Device]] = {}
     for device in jax.devices():
         by_process.setdefault(device.process_index, []).append(device)
@@ -146,12 +150,12 @@ def _first_devices(num_devices: int) -> list[jax.Device]:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """The sharding of what is the same on every device."""
+    """The sharding of arrays that are the same on every device."""
     return NamedSharding(mesh, P())
 
 
 def sharded(mesh: Mesh) -> NamedSharding:
-    """The sharding of what is split by rows over the devices."""
+    """The sharding of arrays that are split by rows over the devices."""
     return NamedSharding(mesh, P(axis_of(mesh)))
 
 
@@ -163,6 +167,7 @@ def platform(mesh: Mesh) -> str:
 def replicate(tree: PyTree, mesh: Mesh) -> PyTree:
     """Copies a host or device tree, keys included, to every device of the mesh."""
     is_key = jax.tree.map(_is_key, tree)
+    # By way of the host, from which arrays can be placed on a mesh of several processes.
     host = jax.tree.map(
         lambda x, key: np.array(_fetch(jax.random.key_data(x) if key else x)), tree, is_key
     )
@@ -212,7 +217,7 @@ def _is_key(x: Any) -> bool:
 
 
 def as_arrays(batch: Batch) -> Batch:
-    """The batch, with arrays in the place of what is none but can be, such as PyTorch's tensors."""
+    """The batch as arrays, made of whatever numpy can convert, such as PyTorch's tensors."""
     kept = jax.Array | np.ndarray | jax.ShapeDtypeStruct
     return jax.tree.map(lambda x: x if isinstance(x, kept) else np.asarray(x), batch)
 
@@ -224,6 +229,7 @@ def put_rows(batch: Batch, mesh: Mesh) -> Batch:
         return jax.device_put(batch, sharding)
 
     def put(leaf: Any) -> jax.Array:
+        # Already a global array, of which this process holds a part: it must not be joined again.
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             return jax.device_put(leaf, sharding)
         return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))

@@ -3,10 +3,10 @@
     ReplicatedOptimizer    of the whole parameters
     Zero1                  of a shard of each array: ZeRO, stage 1
 
-With `Zero1` each replica has its shard of every gradient, keeps the optimizer's state for its shard
-of every parameter alone, updates that, and gets the others' shards from them. That gives the
-numbers of the whole update if the optimizer is separable, which is read from its traced program;
-one that is not is refused.
+With `Zero1` each replica has its shard of every gradient, keeps the optimizer's state only for its
+shard of every parameter, updates that, and gathers the other shards. That gives the numbers of the
+whole update if the optimizer is separable, which is read from its traced program; any other
+optimizer is refused.
 
 References:
   Xu et al., "Automatic Cross-Replica Sharding of Weight Update in Data-Parallel Training", 2020.
@@ -40,7 +40,7 @@ class ReplicatedOptimizer:
 
     Attributes:
       tx: Any optax optimizer.
-      unused: What becomes of parameters that no gradient reaches.
+      unused: Treatment of parameters that no gradient reaches.
     """
 
     tx: optax.GradientTransformation
@@ -52,7 +52,7 @@ class ReplicatedOptimizer:
         return jax.tree.map(jnp.copy, self.tx.init(params))
 
     def layouts(self, params: Params) -> PyTree:
-        """Returns how each leaf of the state lies on the mesh, for parameters of these shapes."""
+        """Returns the `Layout` of each leaf of the state, for parameters of these shapes."""
         return jax.tree.map(lambda _: Replicated(), jax.eval_shape(self.tx.init, params))
 
     def check(self, params: Params, num_replicas: int) -> None:
@@ -64,30 +64,34 @@ class ReplicatedOptimizer:
         """Returns one replica's new parameters and optimizer state.
 
         Args:
-          grads: The averaged gradients, as the view says.
+          grads: The averaged gradients, or the replica's shards of them, by `view`.
           state: State before the step, of one replica.
           plan: The buckets.
-          view: What the replica holds of the mean gradient.
+          view: View of the replica on the mean gradient.
           value: Loss of the step, for optimizers that ask for it.
         """
         before, grads = self._own(state.params), self._own_grads(grads, view)
+        # Some optimizers, such as `reduce_on_plateau`, ask for the loss: it is global, so that all
+        # replicas decide the same.
         tx = optax.with_extra_args_support(self.tx)
         updates, opt_state = tx.update(grads, state.opt_state, before, value=value)
         params = self._whole(optax.apply_updates(before, updates), state.params, plan)
+        # After the update, since weight decay and momentum move a parameter also with a gradient of
+        # 0.
         kept: tuple[Params, OptState] = self.unused(
             (params, opt_state), (state.params, state.opt_state), params, plan
         )
         return kept
 
     def _own(self, params: Params) -> Params:
-        """What this replica updates of the parameters."""
+        """The parameters, or shards of them, that this replica updates."""
         return params
 
     def _own_grads(self, grads: Grads, view: View) -> Grads:
         return grads
 
     def _whole(self, own: Params, before: Params, plan: BucketPlan) -> Params:
-        """The parameters, of what all replicas have updated."""
+        """The whole parameters, from those that each replica has updated."""
         return own
 
 
@@ -96,7 +100,7 @@ class Zero1(ReplicatedOptimizer):
     """Each replica updates its shard of each parameter.
 
     Attributes:
-      reduction: How gradients were averaged; shards of parameters are gathered alike.
+      reduction: Reduction of the gradients, by whose buckets shards of parameters are gathered.
     """
 
     reduction: Reduction
@@ -108,6 +112,7 @@ class Zero1(ReplicatedOptimizer):
     def layouts(self, params: Params) -> PyTree:
         """As `ReplicatedOptimizer.layouts`."""
         opt_state = jax.eval_shape(self.tx.init, _reshaped(params, _at_least_1d))
+        # Scalars, such as a count of steps, are the same for every shard.
         return jax.tree.map(lambda x: Sharded(x.shape) if x.shape else Replicated(), opt_state)
 
     def check(self, params: Params, num_replicas: int) -> None:
@@ -120,7 +125,7 @@ class Zero1(ReplicatedOptimizer):
         shapes = (_reshaped(params, shape) for shape in (_at_least_1d, part))
         if reason := _why_not_split(self.tx, *shapes):
             raise ConfigError(
-                "shard_optimizer=True gives each replica a part of every array, and this optimizer "
+                "shard_optimizer=True gives each replica a shard of each array, and this optimizer "
                 f"does not work element by element: it {reason}. Choose shard_optimizer=False; or, "
                 "if it is clipping, max_grad_norm= in its place, and for apply_if_finite "
                 "skip_nonfinite=True."
@@ -133,6 +138,8 @@ class Zero1(ReplicatedOptimizer):
         return view.shards(grads)
 
     def _whole(self, own: Params, before: Params, plan: BucketPlan) -> Params:
+        # At the end of the step, not before the next: `state.params` is always complete, to be
+        # evaluated, saved and compared.
         return self.reduction.gather(own, before, plan)
 
 
@@ -147,8 +154,8 @@ def choose_optimizer(
     Args:
       tx: The optimizer.
       unused_parameters: "zero", "skip" or "error".
-      sharded_by: How gradients are averaged, where each replica updates its shard.
-      num_micro_batches: Micro-batches of a step.
+      sharded_by: Reduction of the gradients, where each replica updates its shard; else None.
+      num_micro_batches: Number of micro-batches of a step.
 
     Raises:
       ConfigError: If it is no optax optimizer, or accumulates gradients beside micro-batches.
@@ -173,7 +180,7 @@ def choose_optimizer(
 
 
 def _is_multi_steps(tx: optax.GradientTransformation) -> bool:
-    """Whether `optax.MultiSteps` is anywhere in it; its state tells."""
+    """Whether `optax.MultiSteps` is anywhere in it, by the type of its state."""
     params = {"w": jax.ShapeDtypeStruct((1, 1), np.float32)}
     states = jax.tree.leaves(jax.eval_shape(tx.init, params), is_leaf=_is_multi_steps_state)
     return any(map(_is_multi_steps_state, states))
@@ -192,7 +199,7 @@ def _at_least_1d(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _why_not_split(optimizer: optax.GradientTransformation, whole: Params, part: Params) -> str:
-    """What keeps an optimizer of such parameters from being split; "" if nothing does."""
+    """The reason why an optimizer of such parameters cannot be split; "" if it can."""
     extended = optax.with_extra_args_support(optimizer)
 
     def step(params: Params, loss: Array, opt_state: OptState) -> PyTree:
@@ -200,6 +207,8 @@ def _why_not_split(optimizer: optax.GradientTransformation, whole: Params, part:
 
     loss = jax.ShapeDtypeStruct((), jnp.float32)
     opt_state = jax.eval_shape(optimizer.init, whole)
+    # State of any other shape, such as Adafactor's rows and columns, has no shard that belongs to a
+    # shard of a parameter.
     known = {x.shape for x in jax.tree.leaves(whole)}
     strange = [x.shape for x in jax.tree.leaves(opt_state) if x.shape and x.shape not in known]
     if strange:
@@ -207,6 +216,8 @@ def _why_not_split(optimizer: optax.GradientTransformation, whole: Params, part:
     mixing = find_mixing(optimizer.init, whole) or find_mixing(step, whole, loss, opt_state)
     if mixing:
         return f"applies {mixing!r} to arrays as a whole"
+    # A mask by shape or size may treat a shard otherwise than the whole array, so the program for
+    # shards has to have the same equations.
     of_part = jax.eval_shape(optimizer.init, part)
     if is_same(optimizer.init, (whole,), (part,)) and is_same(
         step, (whole, loss, opt_state), (part, loss, of_part)

@@ -1,9 +1,9 @@
-"""State that a step overwrites with its gradient: how fp8 layers keep their scales.
+"""State that a step overwrites with its gradient, as fp8 layers keep their scales.
 
 A layer of Flax such as `nn.Fp8DirectDotGeneralOp` returns, in the place of the gradient of its
-collection `_overwrite_with_gradient`, what the collection is to hold next: scales, and a history
-of the largest absolute values. Of several micro-batches and replicas that is the maximum of each
-entry, which is what one device finds in the whole batch.
+collection `_overwrite_with_gradient`, the next values of the collection: scales, and a history of
+the largest absolute values. Of several micro-batches and replicas the maximum of each entry is
+taken, which is the value that one device finds in the whole batch.
 
     values = select(model, model_state)                 # by path; {} for most models
     model_state = put(model_state, values)
@@ -22,8 +22,8 @@ def select(model: FlaxModel, model_state: ModelState, *, only_shared: bool = Fal
 
     Args:
       model: The model.
-      model_state: Its other state.
-      only_shared: Whether to leave out those of which each replica keeps its own.
+      model_state: Other state of the model.
+      only_shared: Whether to leave out per-replica state.
     """
     return {
         jax.tree_util.keystr(path): x
@@ -33,7 +33,7 @@ def select(model: FlaxModel, model_state: ModelState, *, only_shared: bool = Fal
 
 
 def put(model_state: ModelState, values: PyTree) -> ModelState:
-    """The state with these values in the places of its own."""
+    """The state with these values in place of the old ones, by path."""
     return jax.tree_util.tree_map_with_path(
         lambda path, x: values.get(jax.tree_util.keystr(path), x), model_state
     )
@@ -50,5 +50,6 @@ def largest_of_replicas(model: FlaxModel, model_state: ModelState, axis: str) ->
     values = select(model, model_state, only_shared=True)
     if not values:
         return model_state
+    # One vector: these are small arrays of many layers, each of which would cost a latency.
     numbers, restore = ravel_pytree(values)
     return put(model_state, restore(lax.pmax(numbers, axis)))

@@ -44,7 +44,7 @@ class Devices:
 
     axis: str
     model: FlaxModel
-    noun = "devices"  # for messages
+    noun = "devices"  # in messages
 
     def total(self, num_devices: int) -> int:
         """Returns the number of replicas on so many devices.
@@ -70,7 +70,7 @@ class Devices:
         """Refuses models that these replicas cannot run.
 
         Args:
-          backward: How gradients are computed.
+          backward: Computation of the gradients.
           state: Shapes of one replica's state.
           inputs: Shapes of its rows, and of constants.
         """
@@ -79,6 +79,7 @@ class Devices:
         self, backward: OneBatch, loss_scale: ScaleOf, state: TrainState, inputs: Inputs
     ) -> Local:
         """Returns gradients, sums and new state of the rows of this device."""
+        # By the replica's number: with one key for all, dropout would drop the same units on each.
         key = _key(state, lax.axis_index(self.axis))
         return backward(state, inputs, key, loss_scale)
 
@@ -91,7 +92,7 @@ class Devices:
         return sums["loss"].count / lax.axis_size(self.axis)
 
     def overwrite(self, model_state: ModelState, values: PyTree) -> ModelState:
-        """Returns the state with values that the backward pass has made, the largest of all."""
+        """Returns the state with the largest of all replicas' values from the backward pass."""
         return largest_of_replicas(self.model, put(model_state, values), self.axis)
 
     def evaluate(
@@ -106,11 +107,11 @@ class Devices:
 class LogicalReplicas(Devices):
     """A fixed number of replicas, whatever the number of devices.
 
-    What a replica computes stands between barriers, and so do the sums: what the compiler fuses
-    with it would depend on how many replicas a device runs.
+    The computation of a replica stands between barriers, and so do the sums: else fusion would
+    depend on the number of replicas that a device runs.
 
     Attributes:
-      num: Their number.
+      num: Number of logical replicas.
     """
 
     num: int
@@ -122,7 +123,7 @@ class LogicalReplicas(Devices):
         return self.num
 
     def jit(self, function: Callable[..., Any], **kwargs: Any) -> Any:
-        """Returns the function jitted to a program that XLA simplifies alike on any mesh."""
+        """Returns the function jitted to a program that XLA simplifies the same way on any mesh."""
         return SameProgram(function, **kwargs)
 
     def enter(self, state: PyTree, layouts: PyTree) -> PyTree:
@@ -150,7 +151,7 @@ class LogicalReplicas(Devices):
     def run(
         self, backward: OneBatch, loss_scale: ScaleOf, state: TrainState, inputs: Inputs
     ) -> Local:
-        """As `Devices.run`; gradients, sums and per-replica state are rows, to be summed on."""
+        """As `Devices.run`; gradients, sums and per-replica state are rows, still to be summed."""
         num, first = self._own_replicas()
         rows = jax.tree.map(lambda x: x.reshape(num, -1, *x.shape[1:]), inputs.rows)
         layouts = own_layouts(state.model_state, self.model.keeps_own)
@@ -162,6 +163,8 @@ class LogicalReplicas(Devices):
             return jax.tree.map(lambda x: x[i], rows), state.replace(model_state=model_state)
 
         def one(i: Array) -> Any:
+            # Barriers on both sides: a replica's program is compiled the same whether it is one of
+            # many in a loop or the only one, which decides about the last bit.
             its_rows, replica = lax.optimization_barrier(own(i))
             given = inputs._replace(rows=its_rows)
             local = backward(replica, given, _key(replica, first + i), loss_scale)
@@ -169,9 +172,12 @@ class LogicalReplicas(Devices):
             kept = local.sums, put(local.model_state, found)
             return lax.optimization_barrier((grads, kept))
 
+        # Gradients are summed pairwise as they are made: a row for each replica would take as many
+        # times the memory of the parameters.
         grads, (sums, states) = sum_in_pairs(one, num)
         its_rows, replica = jax.eval_shape(own, 0)
         labels = backward.varying(replica, inputs._replace(rows=its_rows))
+        # A maximum is the same in any order, so it needs no tree of sums.
         states = largest_of_rows(self.model, states)
         model_state = _agree(self.model, state.model_state, states, labels)
         model_state = lax.optimization_barrier(model_state)
@@ -201,7 +207,7 @@ class LogicalReplicas(Devices):
         return sum_in_order(lax.map(between_barriers, (*split, keys)), axis=self.axis)
 
     def _own_replicas(self) -> tuple[int, Array]:
-        """The number of replicas of this device, and that of the first."""
+        """How many replicas this device has, and the number of the first."""
         num = self.num // lax.axis_size(self.axis)
         return num, lax.axis_index(self.axis) * num
 
@@ -219,11 +225,13 @@ def choose_replicas(axis: str, model: FlaxModel, num: int | None, num_devices: i
 
 def _key(state: TrainState, replica: Array) -> Array:
     """The key of a replica in the step that starts from a state."""
+    # A function of the base key, the step and the replica; micro-batch and stream are folded in
+    # later. So numbers differ in all four, and a resumed run repeats them from the one saved key.
     return jax.random.fold_in(jax.random.fold_in(state.key, state.step), replica)
 
 
 def _agree(model: FlaxModel, old: ModelState, rows: ModelState, labels: PyTree) -> ModelState:
-    """Combines the state that the replicas of this device have left, in rows."""
+    """Combines the state after the step of the replicas of this device, which are in rows."""
 
     def agree(path: Path, before: Array, rows: Array, label: int) -> Array:
         if model.keeps_own(path, rows):

@@ -1,4 +1,4 @@
-"""Programs that XLA simplifies alike on one device and on several: what `num_shards` needs.
+"""Programs that XLA simplifies the same way on one device and on several: `logical_replicas`.
 
 XLA compiles a program for several partitions by other passes than a program for one device. The
 partitioner merges equal operations before the first algebraic simplification: Shardy merges equal
@@ -12,8 +12,8 @@ the division, with unmerged ones it loses it, and the last bit differs.
 
 So equal operations are merged here, before XLA, on any number of devices, and XLA's own pass is
 switched off: the partitioner then finds nothing to merge. Calls are inlined first, because XLA
-inlines them before it partitions, and operations of two calls may be equal too. What `XLA_FLAGS`
-disables is not disabled in such a program: an option replaces the flag of its name.
+inlines them before it partitions, and operations of two calls may be equal too. Passes that
+`XLA_FLAGS` disables run in such a program: an option replaces the flag of its name.
 
 This room knows programs in StableHLO, and nothing of what they compute.
 """
@@ -40,6 +40,8 @@ class SameProgram:
         self, function: Callable[..., Any], compiler_options: dict[str, Any] | None, **kwargs: Any
     ) -> None:
         options = compiler_options or {}
+        # XLA's own pass would merge operations in other places, before or after other rewrites, by
+        # the number of partitions.
         passes = ",".join(filter(None, [options.get(DISABLED), "cse"]))
         options = {**options, DISABLED: passes}
         self._jitted = jax.jit(function, compiler_options=options, **kwargs)
@@ -49,6 +51,7 @@ class SameProgram:
     def lower(self, *args: Any) -> jax.stages.Lowered:
         """Lowers the function for arguments, or for their shapes."""
         lowered: jax.stages.Lowered = self._jitted.lower(*args)
+        # In place: `lowered.compile()` compiles the module that this returns.
         module: Any = lowered.compiler_ir("stablehlo")
         with module.context, ir.Location.unknown():
             _inline_calls(module)
@@ -60,6 +63,8 @@ class SameProgram:
         leaves, treedef = jax.tree.flatten(args)
         if any(isinstance(x, jax.core.Tracer) for x in leaves):  # `jax.eval_shape` compiles nothing
             return self._jitted(*args)
+        # `jax.jit` would compile the unchanged program, so compiled ones are kept here, by the same
+        # key: structure, types and shardings.
         form = treedef, tuple((jax.typeof(x), getattr(x, "sharding", None)) for x in leaves)
         if form not in self._compiled:
             self._compiled[form] = self.lower(*args).compile()

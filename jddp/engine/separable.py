@@ -1,10 +1,9 @@
-"""Whether an optimizer works element by element, read from its traced program.
+"""Whether an optimizer is separable (works element by element), read from its traced program.
 
-A replica that has a part of each array can take its part of the update if no element of the update
-depends on another element: Adam can be split, a method that looks at norms or at whole matrices
-cannot. It is not the optimizer's name that tells, but its equations: with each array cut to pieces,
-they must give the pieces of what they give for the whole, and be the same ones, since a mask may
-look at shapes.
+A replica that has a shard of each array can compute its shard of the update if no element of the
+update depends on another element: Adam can be split, a method that uses norms or whole matrices
+cannot. The equations of the optimizer decide, not its name: for shards of each array they must give
+the shards of the whole result, and be the same equations, since a mask may depend on shapes.
 
 This room knows equations, and nothing of meshes or steps.
 """
@@ -27,6 +26,7 @@ _NAMES = """
     shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
     stop_gradient sub tan tanh xor
 """
+# A list of what is allowed, so that an operation that is new to JAX is refused, and not trusted.
 ELEMENTWISE = frozenset(_NAMES.split())
 RESHAPING = frozenset(("broadcast_in_dim", "reshape", "squeeze"))
 
@@ -35,8 +35,8 @@ def find_mixing(function: Callable[..., PyTree], *shapes: PyTree) -> str:
     """Names an operation in `function` by which elements depend on others; "" if there is none.
 
     Args:
-      function: From trees of arrays to a tree of arrays.
-      *shapes: Of its arguments. Scalars are alike on all replicas, all else is split.
+      function: Function of trees of arrays that returns a tree of arrays.
+      *shapes: Shapes of its arguments. Scalars are the same on all replicas, arrays are split.
     """
     given = [SPLIT if x.shape else UNIFORM for x in jax.tree.leaves(shapes)]
     label = _join(*_follow(_trace(function, shapes), given))
@@ -49,12 +49,12 @@ def is_same(function: Callable[..., PyTree], some: Sequence[Any], others: Sequen
 
 
 def _trace(function: Callable[..., PyTree], shapes: Sequence[Any]) -> Jaxpr:
-    with jax.disable_jit():  # so that calls of jitted functions are opened
+    with jax.disable_jit():  # so that calls of jitted functions are inlined
         return jax.make_jaxpr(function)(*shapes).jaxpr
 
 
 def _form(jaxpr: Jaxpr) -> list[Any]:
-    """The equations and how they are wired, without shapes."""
+    """The equations and the flow of values between them, without shapes."""
     places: dict[Any, int] = {}
 
     def place(v: Any) -> Any:
@@ -63,6 +63,7 @@ def _form(jaxpr: Jaxpr) -> list[Any]:
 
     def settings(params: dict[str, Any]) -> Iterator[Any]:
         for name, x in params.items():
+            # Shapes differ between an array and its shard by definition; all else must be equal.
             if not name.endswith(("shape", "dimensions")):
                 inner = [*map(_form, jaxprs_in_params({name: x}))]
                 yield name, inner or str(getattr(x, "__name__", x))
@@ -74,8 +75,9 @@ def _form(jaxpr: Jaxpr) -> list[Any]:
 
 
 def _follow(jaxpr: Jaxpr, given: Sequence[str]) -> list[str]:
-    """What each result is: UNIFORM, SPLIT, or the name of what has mixed elements."""
+    """The label of each result: UNIFORM, SPLIT, or the operation that mixed elements."""
     known = dict(zip(jaxpr.invars, given, strict=True))
+    # A constant array has the shape of the whole: it would have to be cut as the parameters are.
     known |= {v: "constant" if shape_of(v) else UNIFORM for v in jaxpr.constvars}
 
     def label(v: Any) -> str:
@@ -90,6 +92,8 @@ def _results(eqn: JaxprEqn, given: list[str]) -> list[str]:
     name, num, joined = eqn.primitive.name, len(eqn.outvars), _join(*given)
     if joined not in (UNIFORM, SPLIT):
         return [joined] * num
+    # A branch by a value that is the same for all elements, such as a count of steps, mixes
+    # nothing; a branch by an element would.
     if name == "cond" and given[0] == UNIFORM:
         return [
             *map(_join, *(_follow(branch.jaxpr, given[1:]) for branch in eqn.params["branches"]))
@@ -105,6 +109,6 @@ def _results(eqn: JaxprEqn, given: list[str]) -> list[str]:
 
 
 def _join(*labels: str) -> str:
-    """Of all of several things."""
+    """The label of a value that depends on values with these labels."""
     mixed = [label for label in labels if label not in (UNIFORM, SPLIT)]
     return mixed[0] if mixed else SPLIT if SPLIT in labels else UNIFORM

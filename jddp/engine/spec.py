@@ -2,7 +2,7 @@
 
     step.backward       OneBatch | MicroBatches     how a replica's rows become gradients
     step.replicas       Devices | LogicalReplicas   which rows a replica has, how sums are added
-    step.reduction      Reduction(packing, hook)    in what form gradients travel
+    step.reduction      Reduction(packing, hook)    in what form gradients are sent
     step.sync           EveryStep | LocalSteps      when replicas synchronize
 
 What varies between steps is a part, chosen once in its own module; the step itself asks nothing.
@@ -46,14 +46,14 @@ class Step:
     Attributes:
       model: The model.
       eval_fn: The loss for evaluation.
-      backward: How a replica's rows become gradients.
-      replicas: Which rows a replica has, and in what order sums are added.
-      reduction: In what form gradients travel, and how they are averaged.
-      sync: When replicas synchronize.
-      clip: What the mean gradient is clipped to.
-      optimizer: The update, of all parameters or of a shard.
-      average: A moving average of the parameters.
-      guard: Which steps count, and the loss scale.
+      backward: Computation of gradients from a replica's rows.
+      replicas: Rows of each replica, and the order in which sums are added.
+      reduction: Form in which gradients are sent, and their averaging.
+      sync: Synchronization of the replicas, in each step or now and then.
+      clip: Clipping of the mean gradient.
+      optimizer: Update of all parameters, or of a shard.
+      average: Moving average of the parameters.
+      guard: Rule by which steps count, and the loss scale.
     """
 
     model: FlaxModel
@@ -75,6 +75,8 @@ class Step:
     @functools.cached_property
     def view(self) -> View:
         """What one replica holds of the mean gradient: it follows from how and when it is sent."""
+        # Derived and never chosen: a step that took a shard for the whole would be wrong without an
+        # error, or wait for a collective that no other replica starts.
         return self.sync.view((Shard if self.reduction.keeps_parts else View)(self.axis))
 
 
@@ -82,11 +84,12 @@ def refuse_pairs(**given: Any) -> None:
     """Refuses options that cannot be combined.
 
     Args:
-      **given: Values of the options in `REFUSED`; what is false is not given.
+      **given: Values of the options in `REFUSED`; a false one counts as not given.
 
     Raises:
       ConfigError: If a pair of them is given, with the reason.
     """
+    # By names of options, and in one table: the parts themselves know nothing of each other.
     for pair, why in REFUSED.items():
         if all(given[name] for name in pair):
             raise ConfigError(f"{' and '.join(pair)} cannot be combined: {why}. Leave one out.")

@@ -4,10 +4,10 @@
     per replica   a leading dim of N, one row for each replica
     sharded       flat, a shard on each replica
 
-Whoever makes a leaf decides its `Layout`, once: a tree of layouts gives the step its specs, and is
-written into checkpoints, whose readers ask it. JAX does not check that what leaves a `shard_map` as
-replicated is: a value that differs per replica would leave without an error, and every reader would
-see replica 0's.
+The module that makes a leaf decides its `Layout`, once: a tree of layouts gives the step its specs,
+and is written into checkpoints, whose readers use it. JAX does not check that arrays which leave a
+`shard_map` as replicated are equal: a value that differs per replica would leave without an error,
+and every reader would see replica 0's.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ Shape = tuple[int, ...]
 
 
 class Layout:
-    """How a leaf lies on the devices, here of one that a mesh splits by its first dim."""
+    """Placement of a leaf on the devices; here it is split by its first dim."""
 
     is_per_replica = False
 
@@ -53,7 +53,7 @@ class PerReplica(Layout):
     """A row for each replica.
 
     Attributes:
-      on_resize: The rows on another number of replicas: the "mean" of all, a share of their "sum",
+      on_resize: Rows on another number of replicas: the "mean" of all, a share of their "sum",
         or "reset", which is as in a first state.
     """
 
@@ -70,7 +70,7 @@ class Sharded(Layout):
     """Flat and in shards, as `jddp.reduce.own_part` cuts it.
 
     Attributes:
-      whole: The shape that it would have on a single device.
+      whole: Shape that the leaf would have on a single device.
     """
 
     whole: Shape
@@ -98,6 +98,7 @@ class CommState:
 
 
 @jax.tree_util.register_dataclass
+# Compared by identity: arrays have no truth value, and a state is a key of weak dictionaries.
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class TrainState(Shown):
     """Everything that a step reads and writes.
@@ -107,9 +108,9 @@ class TrainState(Shown):
       params: Nested dict of parameters.
       ema_params: Their exponential moving average, or None.
       model_state: Nested dict of everything else that the model keeps, such as batch statistics.
-      opt_state: The optimizer's.
-      comm_state: The gradient reduction's, a `CommState`.
-      skipped: Those of the steps that changed nothing, since numbers were not finite; int32.
+      opt_state: State of the optimizer.
+      comm_state: State of the gradient reduction, a `CommState`.
+      skipped: Number of steps that changed nothing, since numbers were not finite; int32.
       key: Base key of all random numbers.
     """
 
@@ -123,7 +124,8 @@ class TrainState(Shown):
     key: Any
 
     def __repr__(self) -> str:
-        """What it holds, in numbers and bytes; waits for the devices."""
+        """Its contents, in numbers and bytes; waits for the devices."""
+        # Printing a state after a step has taken it must not raise: it is what a debugger does.
         if getattr(self.step, "is_deleted", lambda: False)():
             return "TrainState, whose memory a step has taken"
         is_there = isinstance(self.step, jax.Array) and not isinstance(self.step, jax.core.Tracer)
@@ -141,11 +143,11 @@ class TrainState(Shown):
 
 
 class Inputs(NamedTuple):
-    """What a step is given beside the state.
+    """Inputs of a step beside the state.
 
     Attributes:
       rows: The batch, split over the replicas.
-      constants: What the loss is handed as `constants`, on every replica; None for nothing.
+      constants: Constants of the loss, whole on every replica; None for none.
     """
 
     rows: Batch
@@ -158,12 +160,12 @@ def specs(layouts: PyTree, axis: str) -> PyTree:
 
 
 def enter(state: PyTree, layouts: PyTree) -> PyTree:
-    """Takes off the leading dim of 1 that a replica sees on its per-replica leaves."""
+    """Squeezes the leading dim of 1 that a replica sees on its per-replica leaves."""
     return jax.tree.map(lambda x, layout: x[0] if layout.is_per_replica else x, state, layouts)
 
 
 def leave(state: PyTree, layouts: PyTree) -> PyTree:
-    """Puts the leading dim back; the inverse of `enter`."""
+    """Adds the leading dim again; the inverse of `enter`."""
     return jax.tree.map(lambda x, layout: x[None] if layout.is_per_replica else x, state, layouts)
 
 
@@ -191,6 +193,7 @@ def stack_rows(tree: PyTree, layouts: PyTree, rows: NamedSharding, num: int) -> 
             return x
         return jax.lax.with_sharding_constraint(jax.numpy.broadcast_to(x, (num, *x.shape)), rows)
 
+    # Jitted, so that each device makes its row alone, and none holds all of them.
     return jax.jit(lambda tree: jax.tree.map(stack, tree, layouts))(tree)
 
 
@@ -209,5 +212,6 @@ def merge_rows(tree: PyTree, layouts: PyTree, everywhere: NamedSharding) -> PyTr
 def merged(x: Any, layout: Layout) -> Any:
     """The mean of the rows of a per-replica leaf, in its dtype; any other leaf as it is."""
     if layout.is_per_replica and is_float(x):
+        # In float32: in half precision the sum of many replicas' rows loses their last digits.
         return x.astype(jax.numpy.promote_types(x.dtype, "float32")).mean(0).astype(x.dtype)
     return x.sum(0, dtype=x.dtype) // len(x) if layout.is_per_replica else x

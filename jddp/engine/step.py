@@ -4,8 +4,8 @@
 
 Gradients of sums over a replica's valid entries are averaged over the replicas, bucket by bucket,
 and divided by the mean count. That is the mean over the global batch, however valid entries are
-spread. Nothing else travels but one small vector of sums and counts, and what synchronized batch
-norm needs.
+spread. Nothing else is sent but one small vector of sums and counts, and the statistics of
+synchronized batch norm.
 """
 
 import dataclasses
@@ -38,6 +38,8 @@ def replica_step(
     count = step.sync.count(state, local.count, step.replicas.mean_count(sums))
     grads = mean_tree(grads, count * local.units.cotangent)
     metrics = means(sums)
+    # Clipped after the mean: clipped on each replica, the result would depend on how rows are
+    # spread.
     grads, norm = step.clip(grads, step.view)
     params, opt_state = step.optimizer.update(grads, state, plan, step.view, metrics["loss"])
     after = state.replace(
@@ -47,8 +49,12 @@ def replica_step(
         opt_state=opt_state,
         comm_state=dataclasses.replace(state.comm_state, hook=hook),
     )
+    # After the update, since an outer step averages parameters; before the moving average, which is
+    # to follow the parameters that replicas then share.
     after = step.sync.settle(step.reduction, local, state, after)
     after = step.average(after)
+    # Last, so that a step that is not finite changes nothing but counts, whatever part made it so.
+    # The verdict is the same on every replica.
     after, verdict = step.guard.accept(state, after, (metrics["loss"], grads), step.view)
     return after, {**metrics, **norm, **verdict}
 
@@ -62,6 +68,7 @@ def replica_gradients(
     sums = step.replicas.sum(local.sums)
     count = step.sync.count(state, local.count, step.replicas.mean_count(sums))
     grads = mean_tree(grads, count * local.units.cotangent)
+    # With ZeRO-1 a replica holds its shard of the mean: only this function gathers the rest.
     grads = step.view.whole(grads, lambda shards: step.reduction.gather(shards, state.params, plan))
     return grads, means(sums)
 
@@ -75,7 +82,7 @@ def make_step(
     donate: bool,
     options: dict[str, Any],
 ) -> Callable[[TrainState, Inputs], tuple[TrainState, Metrics]]:
-    """Returns `step(state, inputs)` over the mesh: a new state, and metrics that are global."""
+    """Returns `step(state, inputs)` over the mesh, which returns a new state and global metrics."""
 
     def step(state: TrainState, inputs: Inputs) -> tuple[TrainState, Metrics]:
         state, metrics = replica_step(spec, plan, spec.replicas.enter(state, layouts), inputs)
@@ -83,6 +90,8 @@ def make_step(
 
     layout = specs(layouts, spec.axis)
     mapped = over_replicas(step, mesh, (layout, input_specs(mesh)), (layout, P()))
+    # Old and new state share memory: without donation a step needs parameters and optimizer state
+    # twice.
     donated = (0,) if donate else ()
     return spec.replicas.jit(mapped, compiler_options=options, donate_argnums=donated)
 
@@ -104,11 +113,11 @@ def make_gradients(
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """What the traced passes of one replica show.
+    """Facts from the traced passes of one replica.
 
     Attributes:
-      ready: `Backward.ready`.
-      num_looped: `Backward.num_looped`.
+      ready: Order in which gradients are finished, `Backward.ready`.
+      num_looped: Number of gradients that leave a loop, `Backward.num_looped`.
       sums: Shapes of the sums of loss and metrics.
       uses_rng: Whether one of the passes uses random numbers.
     """
@@ -124,9 +133,9 @@ def trace(step: Step, mesh: Mesh, state: TrainState, inputs: Inputs) -> Traced:
 
     Args:
       step: The parts of the step.
-      mesh: Gives the axis its size.
+      mesh: The mesh, for the size of its axis.
       state: Shapes of one replica's state.
-      inputs: Shapes of its rows, of one micro-batch, and of constants.
+      inputs: Shapes of the rows of one micro-batch, and of constants.
     """
     traced = []
 
@@ -136,8 +145,11 @@ def trace(step: Step, mesh: Mesh, state: TrainState, inputs: Inputs) -> Traced:
         traced.append(backward)
         return sums
 
+    # Mapped as the step is, so that a model that names the axis of the replicas can be traced; but
+    # nothing is reduced, so specs that are not true do no harm.
     program = over_replicas(replica, mesh, P(), P())
     forward, sums = jax.make_jaxpr(program, return_shape=True)(state, inputs)
     (backward,) = traced
+    # Both passes: a custom backward pass may use random numbers where the forward pass does not.
     draws = uses_rng(forward.jaxpr) or uses_rng(backward.traced.jaxpr)
     return Traced(backward.ready, backward.num_looped, sums, draws)

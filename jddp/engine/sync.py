@@ -4,8 +4,8 @@
     LocalSteps    steps 1 to H    each replica alone: its rows, its gradient, its optimizer
                   after step H    outer parameters - own ─► bucketed mean ─► outer optimizer ─► all
 
-A step of the outer optimizer takes the mean difference for a gradient. With SGD of rate 1 it gives
-the mean of the parameters; with Nesterov momentum it is DiLoCo's.
+An outer step takes the mean difference for a gradient. With SGD of rate 1 it gives the mean of the
+parameters; with Nesterov momentum it is that of DiLoCo.
 
 This room knows when replicas synchronize and what they send, and nothing of models or losses.
 """
@@ -43,8 +43,8 @@ class EveryStep:
         """Refuses other state of the model on which replicas cannot agree.
 
         Args:
-          model_state: Shapes of one replica's.
-          keeps_own: Whether each replica has its own of a leaf, by path and leaf.
+          model_state: Shapes of one replica's other state.
+          keeps_own: Function of path and leaf: whether each replica has its own.
         """
 
     def keeps_own(self, path: Any, x: Any) -> bool:
@@ -56,7 +56,7 @@ class EveryStep:
         return layouts
 
     def sent(self, reduction: Reduction, plan: BucketPlan, params: Params) -> BucketPlan:
-        """Returns the plan of what is sent, from that of the gradients of a step."""
+        """Returns the plan of the arrays that are sent, from that of the gradients of a step."""
         return plan
 
     def note(self, plan: BucketPlan) -> BucketPlan:
@@ -64,16 +64,16 @@ class EveryStep:
         return plan
 
     def view(self, of_packing: View) -> View:
-        """Returns what a replica holds of the mean gradient, from what the packing gives it."""
+        """Returns the view of a replica on the mean gradient, from that of the packing."""
         return of_packing
 
     def mean(self, reduction: Reduction, plan: BucketPlan, local: Local, state: TrainState) -> Mean:
         """Averages gradients.
 
         Args:
-          reduction: How they are averaged.
+          reduction: Reduction of the gradients.
           plan: The buckets.
-          local: What this replica has computed.
+          local: Results of this replica.
           state: State before the step.
 
         Returns:
@@ -92,8 +92,8 @@ class EveryStep:
         """Returns the state after the step, synchronized where that is due.
 
         Args:
-          reduction: How parameters are averaged.
-          local: What this replica has computed.
+          reduction: Reduction of parameters.
+          local: Results of this replica.
           before: State before the step.
           after: State after it.
         """
@@ -109,10 +109,11 @@ class LocalSteps(EveryStep):
         jddp.LocalSteps(16, optax.sgd(0.7, momentum=0.9, nesterov=True))       # DiLoCo
 
     Attributes:
-      every: Steps from one outer step to the next.
-      outer: Takes the mean of (parameters after the last outer step - own) for a gradient of those
-        parameters. By default SGD of rate 1, which gives the mean of the replicas' parameters.
-      start: As many first steps are plain ones, with gradients averaged in each.
+      every: Number of steps from one outer step to the next.
+      outer: Optimizer of the outer step, which takes the mean of (parameters after the last outer
+        step - own) for a gradient of those parameters. By default SGD of rate 1, which gives the
+        mean of the replicas' parameters.
+      start: Number of first steps that are plain ones, with gradients averaged in each.
 
     Steps that `skip_nonfinite` leaves out are not counted.
 
@@ -131,7 +132,7 @@ class LocalSteps(EveryStep):
     start: int = 0
 
     def __post_init__(self) -> None:
-        """Holds the numbers to their rules."""
+        """Refuses numbers out of range."""
         if self.every < 1 or self.start < 0:
             raise ConfigError(
                 "local_steps: every is at least 1 and start at least 0; got "
@@ -139,7 +140,7 @@ class LocalSteps(EveryStep):
             )
 
     def init(self, params: Params) -> PyTree:
-        """Returns what replicas share: the outer parameters, and the outer optimizer's state."""
+        """Returns the shared state: outer parameters, and the outer optimizer's state."""
         return {"params": params, "opt_state": self.outer.init(params)}
 
     def check(self, model_state: ModelState, keeps_own: Callable[[Any, Any], bool]) -> None:
@@ -184,8 +185,11 @@ class LocalSteps(EveryStep):
     def mean(self, reduction: Reduction, plan: BucketPlan, local: Local, state: TrainState) -> Mean:
         """As `EveryStep.mean`: averages in the first `start` steps alone."""
         average, hook = super().mean, state.comm_state.hook
+        # Without plain steps no collective is in the program, not even in a branch.
         if not self.start:
             return local.grads.tree(), hook
+        # A collective stands in a branch, so all replicas must take the same one: the counts of
+        # steps and of skipped steps are the same everywhere.
         return lax.cond(
             self._is_plain(state),
             lambda: average(reduction, plan, local, state),
@@ -194,6 +198,7 @@ class LocalSteps(EveryStep):
 
     def count(self, state: TrainState, own: Array, mean: Array) -> Array:
         """As `EveryStep.count`."""
+        # A local gradient is divided by the replica's own count, since no other replica adds to it.
         return jnp.where(self._is_plain(state), mean, own)
 
     def settle(
@@ -201,9 +206,10 @@ class LocalSteps(EveryStep):
     ) -> TrainState:
         """As `EveryStep.settle`.
 
-        A replica without a valid entry has nothing to learn from: it keeps its parameters, and
-        counts the step.
+        A replica without a valid entry keeps its parameters, and counts the step.
         """
+        # Without a valid entry the gradient is zero, but momentum and weight decay would still move
+        # the parameters.
         learns = self._is_plain(before) | (local.count > 0)
 
         def choose(new: Array, old: Array) -> Array:
@@ -212,6 +218,8 @@ class LocalSteps(EveryStep):
         params, opt_state = jax.tree.map(
             choose, (after.params, after.opt_state), (before.params, before.opt_state)
         )
+        # Skipped steps do not count, and only the devices know how many there were: the host would
+        # have to wait for each step to choose the program.
         taken = before.step - before.skipped + 1
         is_due = ((taken - self.start) % self.every == 0).astype(jnp.int32)
 
@@ -225,6 +233,8 @@ class LocalSteps(EveryStep):
             return params, {**outer, "params": params}
 
         branches = [keep, step, follow] if self.start else [keep, step]
+        # In the plain steps parameters are equal already, and the outer ones follow without a
+        # message.
         chosen = jnp.where(taken <= self.start, 2, is_due)
         params, outer = lax.switch(chosen, branches, params, before.comm_state.outer)
         comm_state = dataclasses.replace(after.comm_state, outer=outer)
@@ -233,18 +243,19 @@ class LocalSteps(EveryStep):
     def outer_step(
         self, reduction: Reduction, params: Params, outer: PyTree
     ) -> tuple[Params, PyTree]:
-        """Returns the same parameters for all replicas, and what they share.
+        """Returns the same parameters for all replicas, and their shared state.
 
         Args:
-          reduction: How differences are averaged.
+          reduction: Reduction of the differences.
           params: Parameters of this replica.
-          outer: What replicas share since the last outer step.
+          outer: Shared state since the last outer step.
         """
         start = outer["params"]
         with jax.named_scope("outer_step"):
             moved = jax.tree.map(jnp.subtract, start, params)
             # Of all parameters, also of those that no gradient reaches.
             mean, _ = reduction(Finished(moved), (), reduction.plan(params))
+        # The same on every replica, from the same mean: outer parameters need not be sent.
         updates, opt_state = self.outer.update(mean, outer["opt_state"], start)
         params = optax.apply_updates(start, updates)
         return params, {"params": params, "opt_state": opt_state}

@@ -4,9 +4,9 @@
     Skip      they and their optimizer state stay as they are, whatever the optimizer is
     Refuse    they are refused
 
-An optimizer moves a parameter also when its gradient is zero: weight decay and momentum see to
-that. It keeps trees of the parameters' own form, wherever in its state they are; so what belongs to
-a parameter is known by its path, which ends in that of the parameter.
+An optimizer moves a parameter also when its gradient is zero, by weight decay or momentum. Its
+state holds trees of the same form as the parameters; so an array that belongs to a parameter is
+known by its path, which ends in that of the parameter.
 """
 
 from collections.abc import Collection
@@ -19,7 +19,7 @@ from jddp.errors import ConfigError
 from jddp.reduce import BucketPlan
 from jddp.typing import Params, PyTree
 
-Path = tuple[tuple[bool, str], ...]  # Of each step, whether it is a field, and its name.
+Path = tuple[tuple[bool, str], ...]  # for each entry, whether it is a field, and its name
 
 
 class Zero:
@@ -61,11 +61,11 @@ UNUSED = {"zero": Zero, "skip": Skip, "error": Refuse}
 
 
 def take_back(new: PyTree, old: PyTree, params: Params, unused: Collection[str]) -> PyTree:
-    """Returns `new`, but for what belongs to the unused parameters: that is as in `old`.
+    """Returns `new`, but with the arrays of `old` that belong to unused parameters.
 
     Args:
       new: Trees with all or part of the form of the parameters, such as an optimizer's state.
-      old: The same, before the optimizer's update.
+      old: The same trees before the optimizer's update.
       params: The parameters, for their paths.
       unused: Names of parameters, as in `BucketPlan.unused`.
 
@@ -77,6 +77,8 @@ def take_back(new: PyTree, old: PyTree, params: Params, unused: Collection[str])
 
     def choose(path: Any, after: Any, before: Any) -> Any:
         owner = _owner(_path(path), owners)
+        # An optimizer that flattens all parameters into one vector, such as `optax.flatten`, leaves
+        # no array that belongs to one of them.
         if not owner and jnp.size(after) >= num_all > 1:
             raise ConfigError(
                 "unused_parameters='skip': this optimizer keeps an array of all parameters at "
@@ -105,6 +107,7 @@ def _owner(path: Path, owners: Collection[Path]) -> Path:
 
     Behind it are numbers where an optimizer keeps a list of arrays for each parameter.
     """
+    # The longest first: in nested dicts one parameter's path may end in that of another.
     for start in range(len(path)):
         for end in range(len(path), start, -1):
             if path[start:end] in owners:

@@ -1,11 +1,11 @@
-"""What one replica holds of the mean gradient, and clipping, which needs the norm of the whole.
+"""The view of one replica on the mean gradient, and clipping, which needs the norm of the whole.
 
     View     all of it, the same on every replica
     Shard    its shard
     Own      a gradient of its own
 
-Whatever is computed from the gradient and must be the same on every replica, such as its norm or
-whether it is finite, asks the view how.
+A number that is computed from the gradient and must be the same on every replica, such as its norm,
+is taken by the view.
 
     grads, metrics = clip(grads, view)
 """
@@ -27,7 +27,7 @@ from jddp.typing import Grads, Metrics
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """All of the mean gradient, on every replica: nothing has to travel.
+    """All of the mean gradient, on every replica: nothing needs to be sent.
 
     Attributes:
       axis: Name of the axis of the replicas.
@@ -61,6 +61,8 @@ class Shard(View):
     def norm(self, grads: Grads) -> Float[Array, ""]:
         """Returns the norm over the shards of all replicas."""
         with jax.named_scope("metrics"):
+            # Squares are added, and the root is taken of their sum. Zeros that pad shards add
+            # nothing.
             return jnp.sqrt(lax.psum(optax.tree.norm(grads, squared=True), self.axis))
 
     def shards(self, grads: Grads) -> Grads:
@@ -73,13 +75,15 @@ class Shard(View):
 
 
 class Own(View):
-    """The replica's own gradient, which is no mean: replicas step apart."""
+    """The replica's own gradient, which is no mean: replicas take local steps."""
 
     differs = True
 
     def metric(self, x: Float[Array, ""]) -> Float[Array, ""]:
         """Returns the mean over the replicas."""
         with jax.named_scope("metrics"):
+            # For the report alone: each replica clips by its own norm, and metrics must leave the
+            # step the same on all of them.
             return lax.pmean(x, self.axis)
 
 
@@ -104,6 +108,7 @@ class ClipByGlobalNorm(NoClip):
     def __call__(self, grads: Grads, view: View) -> tuple[Grads, Metrics]:
         """Returns the clipped gradients, and "grad_norm": their norm before."""
         norm = view.norm(grads)
+        # The operations of optax's own clipping, so that results equal those of one device.
         clipped = jax.tree.map(
             lambda g: jnp.where(norm < self.limit, g, g / norm.astype(g.dtype) * self.limit), grads
         )
