@@ -451,7 +451,7 @@ def test_metrics_that_come_and_go_are_named():
     ddp = wrapped(MLP(), loss)
     state = ddp.init(0, make_batch())
     batches = [make_batch(), {**make_batch(), "more": np.zeros(16)}]
-    with pytest.raises(ConfigError, match="'accuracy' is told of some batches"):
+    with pytest.raises(ConfigError, match="'accuracy' is returned for some batches"):
         ddp.evaluate(state, batches)
 
 

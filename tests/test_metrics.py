@@ -128,7 +128,7 @@ def test_sums_and_metrics_are_values():
 
 
 def told(batches, **options):
-    """What is told of some batches of (losses, metric, mask)."""
+    """Totals of some batches of (losses, metric, mask)."""
     totals = Totals()
     for losses, metric, mask in batches:
         totals.add(weigh(losses, {"metric": metric}, mask=mask, train=False, **options))

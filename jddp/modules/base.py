@@ -1,4 +1,4 @@
-"""What a step needs to know of a model, and how a loss is called; Linen and NNX each fill it in."""
+"""The interface of a model to a step, which Linen and NNX each implement; and calls of a loss."""
 
 import abc
 import functools
@@ -19,15 +19,15 @@ log = logging.getLogger("jddp")
 
 
 class FlaxModel(abc.ABC):
-    """What a step needs to know of a model.
+    """The interface of a model to a step.
 
     Attributes:
-      name: Of the module's class.
+      name: Name of the module's class.
       values: Parameters and other state that the module already has (NNX), or None (Linen).
-      batch_norm: How batch statistics agree over the replicas; one of `batch_norm.MODES`.
-      sync: Over which replicas they are taken under "sync", and how declared state is combined.
-      per_replica: Kinds of other state of which each replica keeps its own: collections (Linen),
-        or classes of variables (NNX), by name.
+      batch_norm: Synchronization of batch statistics; one of `batch_norm.MODES`.
+      sync: Replicas whose statistics are taken together under "sync", and rules for other state.
+      per_replica: Names of other state of which each replica keeps its own: collections (Linen), or
+        classes of variables (NNX).
     """
 
     name: str
@@ -37,7 +37,7 @@ class FlaxModel(abc.ABC):
     per_replica: tuple[str, ...]
 
     def keeps_own(self, path: Path, x: Any) -> bool:
-        """Whether each replica keeps its own of `x`, which stands there in the other state."""
+        """Whether each replica keeps its own of `x`, which is at `path` in the other state."""
         kinds = self.kinds_at(path)
         if not set(self.per_replica).isdisjoint(kinds):
             return jnp.issubdtype(x.dtype, jnp.number)
@@ -46,7 +46,7 @@ class FlaxModel(abc.ABC):
         return is_own and jnp.issubdtype(x.dtype, jnp.inexact)
 
     def is_overwritten(self, path: Path) -> bool:
-        """Whether each step overwrites what stands there with its gradient: state of fp8 layers."""
+        """Whether a step overwrites the leaf at `path` with its gradient: state of fp8 layers."""
         return "_overwrite_with_gradient" in self.kinds_at(path)
 
     def check_kinds(self, model_state: ModelState) -> None:
@@ -77,25 +77,25 @@ class FlaxModel(abc.ABC):
     def train(
         self, loss_fn: LossFn, params: Params, model_state: ModelState, batch: Batch, key: jax.Array
     ) -> tuple[Any, ModelState]:
-        """Runs the loss on one replica's share; returns what it returns, and its new state."""
+        """Runs the loss on one replica's rows; returns its outputs, and the new state."""
 
     @abc.abstractmethod
     def evaluate(
         self, loss_fn: LossFn, params: Params, model_state: ModelState, batch: Batch, key: jax.Array
     ) -> Any:
-        """Runs the loss for evaluation on one replica's share; returns what it returns."""
+        """Runs the loss for evaluation on one replica's rows; returns its outputs."""
 
     @abc.abstractmethod
     def split(self, values: PyTree) -> tuple[Params, ModelState | None]:
-        """Splits what a user gives as `init(params=...)` into parameters and other state."""
+        """Splits the values of `init(params=...)` into parameters and other state."""
 
     @abc.abstractmethod
     def rebuild(self, params: Params, model_state: ModelState) -> Any:
-        """Returns what the user knows: Linen variables, or an NNX module in eval mode."""
+        """Returns the model in Flax's own form: Linen variables, or an NNX module in eval mode."""
 
 
 def takes_train(loss_fn: LossFn) -> bool:
-    """Whether `loss_fn` is `loss_fn(model, batch, train)`, told by its signature."""
+    """Whether `loss_fn` is `loss_fn(model, batch, train)`, by its signature."""
     parameters = inspect.signature(loss_fn).parameters.values()
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return (
@@ -111,7 +111,7 @@ def takes_constants(loss_fn: LossFn) -> bool:
 
 
 def name_constants(loss_fn: LossFn, constants: PyTree) -> LossFn:
-    """The loss, handed `constants` if it names them.
+    """The loss, with `constants` passed if it names them.
 
     Raises:
       UsageError: If it needs them, and there are none.
@@ -128,7 +128,7 @@ def name_constants(loss_fn: LossFn, constants: PyTree) -> LossFn:
 
 
 def call_loss(loss_fn: LossFn, model: Any, batch: Batch, *, train: bool) -> Any:
-    """Calls a loss, telling it whether this is training if it asks."""
+    """Calls a loss, and passes `train` if it has that argument."""
     try:
         if not takes_train(loss_fn):
             return loss_fn(model, batch)
@@ -156,7 +156,7 @@ def is_saved(values: PyTree) -> bool:
 
 
 def tell_axes(names: Iterable[Any]) -> None:
-    """Gives notice of the mesh axes that a model names for its parameters, if it names any."""
+    """Warns of mesh axes that a model names for its parameters, if it names any."""
     axes = {axis for axes in names if axes for axis in jax.tree.leaves(tuple(axes))}
     if axes:
         log.warning(

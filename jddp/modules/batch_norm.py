@@ -1,14 +1,14 @@
-"""Keep batch-norm statistics in step over the replicas, for models that were not written for it.
+"""Synchronize batch-norm statistics over the replicas, for models that were not written for it.
 
 Batch norm in training is batch norm in evaluation with the batch's own statistics. So a layer is
-synchronised without touching the model: compute mean and variance over the *global* batch, lend
-them to the layer as its running statistics, let it normalise with those, then give it back its
-running statistics moved by its momentum. Sums and counts travel, so replicas whose masks differ
-weigh by what they hold. One all-reduce per layer and direction.
+synchronized without touching the model: mean and variance over the *global* batch are given to the
+layer as its running statistics, it normalizes with those, and then its running statistics are set
+again, moved by its momentum. Sums and counts are sent, so replicas whose masks differ
+are weighted by their valid rows. One all-reduce per layer and direction.
 
     with synced_linen(sync): ...                          # while a Linen model runs
     sync_nnx(module, sync)                                # on the step's copy of an NNX module
-    model_state = settle(old, new, labels, mode="sync")   # what other layers wrote
+    model_state = settle(old, new, labels, mode="sync")   # other state of the model
 
 Model libraries carry copies of the class. A layer that keeps `batch_stats` and has a field
 `axis_name` is taken for one, and is given the axis: it then averages over replicas by itself. A
@@ -45,14 +45,14 @@ _REGISTERED: set[type] = set()
 
 @dataclasses.dataclass(frozen=True)
 class Sync:
-    """Over which replicas batch statistics are taken, and how they are kept.
+    """Replicas whose batch statistics are taken together, and rules for other state.
 
     Attributes:
       axis: Name of the mapped axis.
-      group_size: Replicas that share statistics, neighbours; None for all.
+      group_size: Number of neighbouring replicas that share statistics; None for all.
       unbiased: Whether the running variance is n / (n - 1) times that of the batch, as PyTorch's.
-      num_shards: Number of logical replicas, which agree at the end of a step; None for devices.
-      rules: Pairs of a kind of other state, and the `REDUCTIONS` by which replicas agree on it.
+      num_shards: Number of logical replicas, synchronized at the end of a step; None for devices.
+      rules: Pairs of a kind of other state, and the one of `REDUCTIONS` that synchronizes it.
     """
 
     axis: str
@@ -62,14 +62,14 @@ class Sync:
     rules: tuple[tuple[str, str], ...] = ()
 
     def check(self, num_replicas: int, mode: str) -> None:
-        """Holds the options to their rules.
+        """Refuses options that break their rules.
 
         Raises:
           ConfigError: If there are no such groups.
         """
         if mode != "sync" and (self.group_size is not None or self.unbiased):
             raise ConfigError(
-                f"batch_norm_group_size and batch_norm_unbiased say how batch_norm='sync' is done; "
+                f"batch_norm_group_size and batch_norm_unbiased are options of batch_norm='sync'; "
                 f"batch_norm is {mode!r}. Leave them out."
             )
         if self.group_size is not None and (self.group_size < 1 or num_replicas % self.group_size):
@@ -86,7 +86,7 @@ class Sync:
         return num
 
     def rule(self, kinds: Sequence[str]) -> str | None:
-        """The rule that is declared for the first of these kinds that has one."""
+        """The declared rule of the first of these kinds that has one."""
         rules = dict(self.rules)
         return next((rules[kind] for kind in kinds if kind in rules), None)
 
@@ -111,12 +111,12 @@ class Sync:
         return total
 
     def kept(self, var: Array, count: Array) -> Array:
-        """What the running variance moves to, from that of `count` values."""
+        """The variance that the running one moves to, from that of `count` values."""
         return var * count / jnp.maximum(count - 1, 1) if self.unbiased else var
 
 
 def register_batch_norm(cls: Any) -> Any:
-    """Lets jddp synchronise a batch norm that is not Flax's own, under `batch_norm="sync"`.
+    """Lets jddp synchronize a batch norm that is not Flax's own, under `batch_norm="sync"`.
 
     A layer of the class is then called with the rows of all replicas, and of its output each
     replica keeps its own rows. That is exact for any layer that needs no more than the rows, and
@@ -145,7 +145,7 @@ def sync_batch_norm(model: Any, axis: str = "data") -> Any:
 
     Args:
       model: A Linen module, which then does so in `apply`, or an NNX module, which is copied.
-      axis: Of the `pmap` or `shard_map` in which it trains.
+      axis: Name of the axis of the `pmap` or `shard_map` in which it trains.
 
     Raises:
       ConfigError: If it is neither.
@@ -177,7 +177,7 @@ def synced_linen(sync: Sync, *, is_synced: bool = True) -> Iterator[None]:
     """While open, every Linen `BatchNorm` that trains uses statistics of the global batch.
 
     Args:
-      sync: Over which replicas, and how.
+      sync: Replicas whose statistics are taken together.
       is_synced: False to have the statistics of each replica, also of layers that name an axis.
     """
 
@@ -271,7 +271,7 @@ def sync_nnx(module: nnx.Module, sync: Sync, *, is_synced: bool = True) -> None:
 
     Args:
       module: The step's own copy; its batch-norm layers change class.
-      sync: Over which replicas, and how.
+      sync: Replicas whose statistics are taken together.
       is_synced: False to have the statistics of each replica, also of layers that name an axis.
     """
     for path, node in nnx.iter_graph(module):
@@ -328,7 +328,7 @@ def _normalize_nnx(
     exact = jnp.promote_types(x.dtype, jnp.float32)
     mean, var, count = _moments(layer, x.astype(exact), mask, sync)
     running, dtype = (layer.mean[...], layer.var[...]), layer.dtype
-    # A layer of low precision would round the lent statistics, so it computes in `exact`.
+    # A layer of low precision would round these statistics, so it computes in `exact`.
     layer.mean[...], layer.var[...], layer.dtype = mean, var, exact
     y = call(x, use_running_average=True)
     layer.mean[...] = _move(layer.momentum, running[0], mean, count)
@@ -359,7 +359,7 @@ def _name_axis(layer: Any, path: str, sync: Sync, name: str | None) -> None:
 
 
 def _move(momentum: float, running: Array, batch: Array, count: Array) -> Array:
-    """Running statistics moved to those of a batch, which are of no use where nothing is valid."""
+    """Running statistics moved towards those of a batch; unmoved where nothing is valid."""
     # Weights, and not a choice of two results, which XLA would round otherwise where it is fused.
     old = jnp.where(count > 0, momentum, 1.0).astype(running.dtype)
     new = jnp.where(count > 0, 1 - momentum, 0.0).astype(running.dtype)
@@ -399,23 +399,23 @@ def _square(x: Array) -> Float[Array, "..."]:
 
 
 def settle(old: PyTree, new: PyTree, labels: PyTree, model: Any, mask: Any = None) -> Any:
-    """Makes what the model wrote beside its parameters agree over the replicas.
+    """Synchronizes the state beside the parameters that a model has written.
 
-    What does not depend on a replica's rows agrees already: counts of steps, statistics of weights,
-    and batch statistics of synced layers, unless they are those of groups, which are averaged. What
-    each replica keeps for itself is left alone. The rest is combined as declared; else, under
+    State that does not depend on a replica's rows is equal already: counts of steps, statistics of
+    weights, and batch statistics of synced layers, unless they are those of groups, which are
+    averaged. Per-replica state is left alone. The rest is combined as declared; else, under
     "broadcast", batch statistics become replica 0's, as with DDP's `broadcast_buffers`; with a
     mask, those of the first replica that has a valid row, and if none has, the old ones.
 
     Args:
-      old: The state that the model was given.
-      new: The state that it left.
-      labels: Whether each leaf of it varies, of `jddp.modules.varying`.
-      model: The `jddp.modules.functional.FlaxModel`, which says what is declared of each leaf.
+      old: State before the model ran.
+      new: State after it.
+      labels: Label of each leaf, of `jddp.modules.varying`.
+      model: The `jddp.modules.functional.FlaxModel`, for the rule of each leaf.
       mask: The mask of this replica's rows, if there is one.
 
     Raises:
-      ConfigError: If nothing says how replicas agree on a leaf.
+      ConfigError: If a leaf differs per replica, and no rule is declared for it.
     """
     sync = model.sync
     source: Any = 0
@@ -458,14 +458,14 @@ def _undeclared(path: Path, kind: str, *, is_statistic: bool) -> ConfigError:
 
 
 def combine(path: Path, rule: str, before: Array, rows: Array, sync: Sync) -> Array:
-    """What replicas agree on, of values that each of them has.
+    """Combines the values of all replicas by a rule.
 
     Args:
-      path: Of the leaf.
+      path: Path of the leaf.
       rule: One of `REDUCTIONS`.
-      before: The value that all began with.
-      rows: The value of each replica of this device, in rows; of a logical replica, if there are.
-      sync: Over which replicas.
+      before: The value before the step, equal on all.
+      rows: The values of the replicas of this device, in rows; several for logical replicas.
+      sync: Replicas whose values are combined.
 
     Raises:
       ConfigError: If there is no such mean or sum.

@@ -1,4 +1,4 @@
-"""Rows run forward on one replica: what the loss returns becomes sums, beside the new state.
+"""Rows run forward on one replica: outputs of the loss become sums, beside the new state.
 
 This room knows models, losses and masks, and nothing of gradients.
 """
@@ -43,10 +43,10 @@ def run_forward(
       params: The parameters.
       model_state: All other state of the model.
       batch: This replica's rows.
-      key: Of the random numbers.
-      constants: What the loss is handed as `constants`; None for nothing.
+      key: Key of the random numbers.
+      constants: Constants of the loss; None for none.
       train: Whether the model trains, or is evaluated.
-      valid: 0 for a row of padding; None where there is none.
+      valid: Array with 0 for a row of padding, else 1; None where there is no padding.
 
     Raises:
       ConfigError: If the loss or a metric has another number of rows.
@@ -66,10 +66,10 @@ def run_forward(
 def run_and_settle(
     model: FlaxModel, loss_fn: LossFn, params: Params, model_state: ModelState, *inputs: PyTree
 ) -> tuple[Float[Array, ""], tuple[Sums, ModelState]]:
-    """`run_forward` in training, after which replicas agree on the new state.
+    """`run_forward` in training, with the new state synchronized over the replicas.
 
     Raises:
-      ConfigError: If state depends on a replica's rows, and nothing says how they are to agree.
+      ConfigError: If state depends on a replica's rows, and no rule is declared for it.
     """
     run = functools.partial(run_forward, model, loss_fn, train=True)
     if not jax.tree.leaves(model_state) or model.sync.num_replicas == 1:
@@ -130,7 +130,7 @@ def _losses_and_metrics(outputs: Any, rows: int) -> tuple[Any, Mapping[str, Any]
 
 
 def mask_of(batch: Batch, valid: Array | None) -> Any:
-    """The user's mask, without the rows of padding; None where all counts."""
+    """The user's mask, without the rows of padding; None where all entries count."""
     mask = mask_in(batch)
     if mask is None or valid is None:
         return valid if mask is None else mask

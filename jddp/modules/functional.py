@@ -5,8 +5,8 @@
     outputs, model_state = model.train(loss_fn, params, model_state, batch, key)
 
 Both are nested dicts of plain arrays, so that nothing of a module is on the hot path. A loss is
-`loss_fn(model, batch, train)`; what it is handed as `model` is a bound Linen module, or an NNX
-module in train or eval mode.
+`loss_fn(model, batch, train)`; its `model` is a bound Linen module, or an NNX module in train or
+eval mode.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ def functional(
     per_replica: Sequence[str] = (),
     state_reduction: Mapping[str, str] | None = None,
 ) -> FlaxModel:
-    """Returns the functional form of a Linen or NNX module; `FlaxModel` says what the options mean.
+    """Returns the functional form of a Linen or NNX module, with options as `FlaxModel` has them.
 
     Raises:
       ConfigError: If `model` is neither, or `batch_norm` or a `state_reduction` is unknown.

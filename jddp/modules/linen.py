@@ -16,7 +16,7 @@ from jddp.typing import Batch, LossFn, ModelState, Params, PyTree
 class LinenModel(FlaxModel):
     """A Linen module; its variables are made by running the loss under `nn.init`."""
 
-    # Collections that are there for whoever looks into a model, and that nothing writes here.
+    # Collections for debuggers of a model, which nothing writes here.
     _OFF = ("perturbations",)
 
     def __init__(self, module: nn.Module) -> None:
@@ -53,9 +53,9 @@ class LinenModel(FlaxModel):
     def evaluate(
         self, loss_fn: LossFn, params: Params, model_state: ModelState, batch: Batch, key: jax.Array
     ) -> Any:
-        """Runs the loss with no state to write; what is written is forgotten."""
-        # Flax refuses a model that would train its statistics or drop units. A loss that cannot be
-        # told to evaluate may write no state and has no keys; and none has one for "dropout", which
+        """Runs the loss with no state to write; written values are dropped."""
+        # Flax refuses a model that would train its statistics or drop units. A loss without the
+        # argument `train` may write no state and has no keys; and none has one for "dropout", which
         # a model that asks `has_rng("dropout")` takes for training.
         is_told = takes_train(loss_fn)
         streams = {"params": stream(key, "params")} if is_told else {}
@@ -63,7 +63,7 @@ class LinenModel(FlaxModel):
         run = nn.apply(
             lambda model, batch: call_loss(loss_fn, model, batch, train=False),
             self._module,
-            # What is written is forgotten, such as a cache.
+            # Written values, such as a cache, are dropped.
             mutable=nn.DenyList(("params", *kept)),
         )
         try:
@@ -72,7 +72,7 @@ class LinenModel(FlaxModel):
         except (flax.errors.InvalidRngError, flax.errors.ModifyScopeVariableError) as error:
             raise UsageError(
                 "This model trains while it is evaluated. Write loss_fn(model, batch, train) and "
-                "hand train on to the model, or give eval_fn=."
+                "pass train to the model, or give eval_fn=."
             ) from error
 
     def split(self, values: PyTree) -> tuple[Params, ModelState | None]:
@@ -101,7 +101,7 @@ class LinenModel(FlaxModel):
 
 
 def _is_sown(collection: PyTree) -> bool:
-    """Whether `sow` has made it: a tuple that grows with every run, and no state."""
+    """Whether `sow` made it: a tuple that grows with every run, which is no state."""
     leaves = jax.tree.leaves(collection, is_leaf=lambda x: isinstance(x, tuple))
     return any(isinstance(leaf, tuple) for leaf in leaves)
 

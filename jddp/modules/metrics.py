@@ -1,9 +1,9 @@
-"""Losses and metrics as sums and counts, so that a mean stays exact however shares differ.
+"""Losses and metrics as sums and counts, so that a mean is exact for replica batches of any size.
 
 A mean of means is wrong as soon as replicas hold different numbers of valid entries. Here every
-quantity travels as (total, count): totals and counts of all of them are added over the replicas
-in one small vector, and divided once. A loss that divides by a count of its own says which
-(`Mean`); what is no mean is computed from sums too (`Metric`).
+quantity is sent as (total, count): totals and counts of all of them are added over the replicas
+in one small vector, and divided once. A loss that divides by a count of its own returns that too
+(`Mean`); a metric that is no mean is computed from sums as well (`Metric`).
 
     sums = weigh(losses, {"accuracy": hits}, mask=batch["mask"])   # per replica
     sums = sum_over_replicas(sums, axis="data")                    # the same on every replica
@@ -43,13 +43,13 @@ class Mean:
 
     Entries of arrays are left out where `batch["mask"]` is 0, and where a partial batch is padded.
     jddp cannot leave anything out of scalars: weigh them by `batch["mask"]` yourself; a padded
-    batch is refused. With float16 (parameters, wire or `loss_scale`) prefer arrays: their size says
-    how far gradients of sums have to be scaled down, where a scalar is taken for one entry per row.
+    batch is refused. With float16 (parameters, wire or `loss_scale`) prefer arrays: gradients of
+    sums are scaled down by their size, where a scalar is taken for one entry per row.
 
     Attributes:
       total: Weighted losses: an array of shape (b, ...), or their sum.
-      count: Their weights, or what else the total is divided by: an array of shape (b, ...), or
-        its sum. An integer, boolean or floating dtype.
+      count: Their weights, or another divisor of the total: an array of shape (b, ...), or its
+        sum. An integer, boolean or floating dtype.
     """
 
     total: Any
@@ -59,7 +59,7 @@ class Mean:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Metric:
-    """A metric of the evaluation that is no mean, but can be told from sums.
+    """A metric of the evaluation that is no mean, but can be computed from sums.
 
         {"perplexity": jddp.Metric(losses, lambda total, count: np.exp(total / count))}
 
@@ -67,11 +67,11 @@ class Metric:
 
     Attributes:
       values: A tree of arrays that begin with the dims of the losses, `(b, ...)`. They are summed
-        over those dims, where the mask says so, over replicas and over batches: on the host in
-        int64 and float64.
-      compute: `compute(sums, count)`, called on the host with the tree of sums, as numpy arrays
-        without those dims, and the number of valid entries (of the tree's first array). Gives a
-        number or an array.
+        over those dims, where the mask is 1, over replicas and over batches: on the host in int64
+        and float64.
+      compute: Function `compute(sums, count)`, called on the host with the tree of sums, as numpy
+        arrays without those dims, and the number of valid entries (of the tree's first array). It
+        returns a number or an array.
     """
 
     values: Any
@@ -84,12 +84,12 @@ class Sum:
     """A weighted sum and the sum of its weights; their quotient is the mean.
 
     Attributes:
-      total: Scalar; a tree of arrays where something is computed of it.
+      total: Scalar, or the tree of arrays of a `Metric`.
       count: Scalar.
-      is_scalar: Whether replicas gave one mean each, and so weigh alike.
+      is_scalar: Whether replicas gave one mean each, and so are weighted equally.
       is_maskable: Whether rows of padding can be left out of it.
-      num_entries: How many entries there are, masked ones counted.
-      compute: What is told from the sums, `Metric.compute`; None for the mean.
+      num_entries: Number of entries, masked ones counted.
+      compute: Function of the sums, `Metric.compute`; None for the mean.
     """
 
     total: Any
@@ -114,13 +114,13 @@ def weigh(
     """Sums the losses and metrics of one replica over their valid entries.
 
     Args:
-      losses: Any shape whose first dim is b, or a scalar: this replica's mean; or a `Mean`.
-      metrics: By name; shapes as for `losses`.
-      mask: 1 where an entry counts and 0 where it does not; aligned with the leading dims of
-        `losses` and of each metric. A metric with fewer dims than the mask counts where its row
-        has any valid entry.
-      num_rows: Rows of the replica: as many entries a `Mean` of scalars is taken to have.
-      train: Whether to leave out what is no mean. A scalar then weighs like that of any other
+      losses: Losses of any shape whose first dim is b, a scalar (this replica's mean), or a `Mean`.
+      metrics: Metrics by name, of shapes as for `losses`.
+      mask: Array with 1 where an entry counts and 0 where it does not; aligned with the leading
+        dims of `losses` and of each metric. A metric with fewer dims than the mask counts where
+        its row has any valid entry.
+      num_rows: Number of rows of the replica, and of the entries of a `Mean` of scalars.
+      train: Whether to leave out each `Metric`. A scalar then weighs like that of any other
         replica; in evaluation, where batches may differ in size, by its rows.
 
     Returns:
@@ -232,7 +232,7 @@ def sum_over_replicas(sums: Sums, *, axis: str) -> Sums:
 
 
 def sum_in_order(sums: Sums, *, axis: str) -> Sums:
-    """Adds the totals and counts of each shard in one order: see `jddp.reduce.pairwise`."""
+    """Adds totals and counts of logical replicas in one order: see `jddp.reduce.pairwise`."""
 
     def add(rows: Array) -> Array:
         return add_in_pairs(lax.all_gather(rows, axis, tiled=True))
@@ -287,8 +287,8 @@ class Totals:
         """
         if self._sums and (differ := sorted(self._sums.keys() ^ sums.keys())):
             raise ConfigError(
-                f"Metric {differ[0]!r} is told of some batches and not of others. Return the same "
-                "metrics for each."
+                f"Metric {differ[0]!r} is returned for some batches and not for others. Return the "
+                "same metrics for each."
             )
         for name, x in jax.device_get(sums).items():
             wide = dataclasses.replace(
@@ -301,9 +301,9 @@ class Totals:
             self._sums[name] = wide
 
     def values(self) -> dict[str, Any]:
-        """Means over all entries, and what is computed; NaN where none was valid.
+        """Means over all entries, and computed metrics; NaN where no entry was valid.
 
-        "examples" is a number of rows. What is computed is a float, or a list for an array.
+        "examples" is a number of rows. A computed value is a float, or a list for an array.
         """
         values = {name: _value(x) for name, x in self._sums.items()}
         if "examples" in self._sums:

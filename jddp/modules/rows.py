@@ -26,7 +26,7 @@ def count_rows(batch: Batch) -> int:
 
 
 def check_rows(rows: int, divisor: int, what: str, called: str = "rows") -> None:
-    """Refuses a number of rows, or of what it is called, that does not divide; names those that do.
+    """Refuses a number of rows, or of `called`, that does not divide; names the nearest that do.
 
     Raises:
       ConfigError: If `rows` is not a positive multiple of `divisor`.

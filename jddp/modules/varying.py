@@ -2,11 +2,11 @@
 
 A value varies if rows, or a random key, of one replica reach it through the equations, or the
 number of the replica does. A collective over all replicas, such as `lax.psum`, makes what it
-returns equal again. So it can be read from the program which state of a model depends on the rows
-that a replica happened to see, whatever layer wrote it.
+returns equal again. So the program shows which state of a model depends on the rows of a
+replica, whatever layer wrote it.
 
-The reading is cautious: an equation that is not known passes on what it is given, and a loop is
-followed until nothing changes. A value may be taken for varying that is equal; never the reverse.
+The analysis is cautious: results of an unknown equation vary if one of its inputs does, and a loop
+is followed until nothing changes. An equal value may be taken for varying; never the reverse.
 """
 
 import functools
@@ -21,7 +21,7 @@ from jddp.jaxprs import axes_of, called
 from jddp.typing import PyTree
 
 EQUAL, GROUPED, VARYING = range(3)
-# Collectives after which all replicas hold the same.
+# Collectives whose results are equal on all replicas.
 EQUALISING = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"}
 
 
@@ -31,14 +31,14 @@ def find_varying(
     """Finds which results of a function of arrays vary.
 
     Args:
-      run: From trees of arrays to a tree of arrays; traced once.
-      given: Its arguments.
-      labels: For each leaf of `given`, EQUAL or VARYING.
+      run: Function of trees of arrays that returns a tree of arrays; traced once.
+      given: Arguments of the function.
+      labels: EQUAL or VARYING, for each leaf of `given`.
       axis: Name of the mapped axis.
 
     Returns:
-      A function that evaluates what was traced, for `given`; and a label for each of the results,
-      GROUPED for what is equal within groups of replicas.
+      A function that evaluates the traced program for `given`; and a label for each result, GROUPED
+      for one that is equal within groups of replicas.
     """
     traced, shapes = jax.make_jaxpr(run, return_shape=True)(*given)
     like_results = functools.partial(jax.tree.unflatten, jax.tree.structure(shapes))
@@ -94,7 +94,7 @@ def _results(eqn: JaxprEqn, given: list[int], axis: str) -> list[int]:
 
 
 def _loop(carry: list[int], body: Callable[[list[int]], list[int]]) -> list[int]:
-    """The results of a loop: what it carries, after any number of steps, and stacks up."""
+    """Labels of the results of a loop: its carry, after any number of steps, and stacked ones."""
     while (results := body(carry)) and any(b > a for a, b in zip(carry, results, strict=False)):
         carry = [max(pair) for pair in zip(carry, results, strict=False)]
     return [*carry, *results[len(carry) :]]
