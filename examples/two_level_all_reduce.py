@@ -4,7 +4,7 @@
 
 Links within a host are faster than those between hosts. So a bucket is reduce-scattered within the
 host, each device all-reduces its part with the devices of the same number on the other hosts, and
-the parts are gathered within the host: between hosts 1 / (devices of a host) of the bucket is sent.
+the parts are gathered within the host: 1 / (devices of a host) of the bucket is sent between hosts.
 The mean is the same, up to the order of additions.
 
 A mode of reduction is a communication hook: one function of a bucket, one file, and no change in

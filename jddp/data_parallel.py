@@ -5,8 +5,8 @@
     state, metrics = ddp.step(state, batch)      # batch: this process's share
     metrics = ddp.evaluate(state, batches)       # exact over every example
 
-This room checks what the user gives, and places it. What a step does stands in `step`; for which
-rows one is planned and compiled, in `steps`.
+This room checks the user's options, and places batches. The step itself is defined in
+`engine.step`; `engine.compiled` plans and compiles it for rows of one form.
 """
 
 import copy
@@ -79,59 +79,61 @@ class DataParallel(Shown):
     """Data-parallel training of any Flax model, equal to one device on the whole batch.
 
     Args:
-      model: A Linen module, or an NNX module, whose values are taken.
+      model: A Linen module, or an NNX module, whose values the first state copies.
       optimizer: Any optax optimizer.
-      loss_fn: `loss_fn(model, batch)` or `loss_fn(model, batch, train)`, run on one replica's share
-        of b rows. It returns losses of shape (b, ...), a scalar, this replica's mean, or a
-        `jddp.Mean(total, count)`; alone or with a dict of metrics of such forms. One that has an
-        argument `constants` is handed the tree that `step(..., constants=)` was given, whole and on
-        every replica.
+      loss_fn: Function `loss_fn(model, batch)` or `loss_fn(model, batch, train)`, run on the b rows
+        of one replica. It returns losses of shape (b, ...), a scalar (this replica's mean), or a
+        `jddp.Mean(total, count)`; alone or with a dict of metrics of such forms. An argument
+        `constants` is passed the tree of `step(..., constants=)`, whole on every replica.
       mesh: A mesh of one axis, devices, a number of them, or None for all.
       axis_name: Name of the axis of the replicas, for models and losses that use one by name, such
         as `lax.pmean(x, "batch")`; by default that of the given mesh, or else "data".
-      bucket_mb: Largest gradient bucket on the wire, in MiB; or that of the first, the second, ...,
-        of which the last repeats.
-      first_bucket_mb: Largest first bucket, in MiB, if `bucket_mb` is one number and larger.
-      last_bucket_mb: Largest bucket of the gradients that are ready last, in MiB, if it is to be
-        smaller: what it takes is the hardest to hide.
-      layout: "leaf" (gradients are reduced as they are), "flat" (a bucket is one vector), or
-        "auto": flat on GPUs, leaf elsewhere.
+      bucket_mb: Largest size of a gradient bucket on the wire, in MiB; or sizes of the first, the
+        second, ..., of which the last repeats.
+      first_bucket_mb: Largest size of the first bucket, in MiB, if `bucket_mb` is one number, and
+        larger.
+      last_bucket_mb: Largest size of the bucket that is ready last, in MiB, if it is to be smaller:
+        no compute is left to overlap it with.
+      layout: Form of a bucket: "leaf" (gradients as they are), "flat" (one vector), or "auto": flat
+        on GPUs, leaf elsewhere.
       overlap: Whether buckets are reduced inside the backward pass, each where its last gradient is
         made, and not after it; or "auto": on several GPUs. The numbers are the same.
-      wire_dtype: "bfloat16" or "float16": what wider gradients are narrowed to for the way.
+      wire_dtype: Dtype to which wider gradients are cast on the wire: "bfloat16" or "float16".
       comm_hook: A `CommHook` that reduces a bucket, in place of the mean.
-      batch_norm: "sync" (statistics of the global batch), "broadcast" (replica 0's; with a mask,
-        those of the first replica with a valid row) or "local" (each replica its own, averaged when
-        evaluated or read). Axis names of the layers are ignored.
-      batch_norm_group_size: Neighbouring replicas that share statistics under "sync"; None for all.
+      batch_norm: Statistics that batch norm uses: "sync" (of the global batch), "broadcast" (of
+        replica 0; with a mask, of the first replica with a valid row) or "local" (each replica its
+        own, averaged when evaluated or read). Axis names of the layers are ignored.
+      batch_norm_group_size: Number of neighbouring replicas that share statistics under "sync";
+        None for all.
       batch_norm_unbiased: Whether running variances are unbiased, as PyTorch keeps them.
-      per_replica: What each replica keeps for itself of the state beside the parameters: names of
-        collections (Linen), or of classes of variables (NNX). Their arrays are neither averaged
+      per_replica: Names of the state beside the parameters that each replica keeps for itself:
+        collections (Linen), or classes of variables (NNX). Their arrays are neither synchronized
         nor compared; they are averaged when evaluated or read, whole numbers rounded down.
-      state_reduction: How replicas agree, in each step, on other state that depends on their rows
-        or random numbers: by name of the collection or class "mean", "sum" (what each has added,
-        exact for whole numbers) or "first" (replica 0's). Without, such state is refused, unless it
-        is that of a batch norm; state that is the same on all replicas is left as it is.
-      accumulate_steps: Parts into which each replica's rows are split, one after the other, with
-        one reduction for all.
-      shard_optimizer: Whether each replica updates its part of every parameter, and keeps the
-        optimizer's state for that part alone (ZeRO, stage 1). The optimizer must work element by
-        element, which is read from its equations.
-      logical_replicas: Number of replicas on which a step is defined, a multiple of the devices:
-        results are equal to the bit on any number of devices that divides it. None is one a device.
-      local_steps: A `LocalSteps`: each replica then steps alone, and parameters travel now and
-        then. Read is the mean of the replicas: evaluated, predicted with, exported.
-      max_grad_norm: Clips the averaged gradient to this global norm; with `local_steps`, each
-        replica its own.
-      ema_decay: Keeps `ema_params`, a moving average of the parameters, with this decay.
-      unused_parameters: What becomes of parameters that no gradient reaches: "zero" (the optimizer
+      state_reduction: Rules by which replicas synchronize, in each step, other state that depends
+        on their rows or random numbers, by name of the collection or class: "mean", "sum" (of what
+        each has added, exact for whole numbers) or "first" (replica 0's). Such state is refused
+        without a rule, unless it is that of a batch norm; equal state is left as it is.
+      accumulate_steps: Number of micro-batches into which each replica's rows are split, run one
+        after the other, with one reduction for all.
+      shard_optimizer: Whether each replica updates its shard of every parameter, and keeps the
+        optimizer's state only for that shard (ZeRO, stage 1). The optimizer must be separable (work
+        element by element), which is read from its equations.
+      logical_replicas: Number of replicas on which a step is defined, a multiple of the number of
+        devices: results are bitwise identical on any number of devices that divides it. None for
+        one replica a device.
+      local_steps: A `LocalSteps`: each replica takes steps alone, and parameters are synchronized
+        now and then. The mean of the replicas is evaluated, predicted with and exported.
+      max_grad_norm: Global norm to which the averaged gradient is clipped; with `local_steps`, that
+        of each replica.
+      ema_decay: Decay of `ema_params`, a moving average of the parameters; None for none.
+      unused_parameters: Treatment of parameters that no gradient reaches: "zero" (the optimizer
         gets zeros), "skip" (it leaves them alone), "error" (they are refused, by name).
-      skip_nonfinite: Whether a step whose loss or gradients are not finite, or that would leave
-        other state so, leaves all but its count as it was.
-      loss_scale: For models that compute in float16: a power of two by which each replica's mean
-        loss is multiplied for the backward pass, so that no gradient is lost below what float16
-        holds. Averaged gradients are divided by it. "dynamic" finds what fits as PyTorch's
-        GradScaler does, and skips steps whose gradients do not, as `skip_nonfinite` does.
+      skip_nonfinite: Whether a step whose loss, gradients or new state are not finite is skipped:
+        nothing changes but counts.
+      loss_scale: A power of two by which each replica's mean loss is multiplied in the backward
+        pass, for models that compute in float16, so that small gradients do not become zero.
+        Averaged gradients are divided by it. "dynamic" adapts it as PyTorch's GradScaler does, and
+        skips steps whose gradients overflow, as `skip_nonfinite` does.
       eval_fn: The loss for evaluation; by default `loss_fn` with `train=False`.
       donate: Whether `step` reuses the memory of the state that it is given.
 
@@ -141,7 +143,7 @@ class DataParallel(Shown):
     Attributes:
       mesh: The mesh of devices.
       spec: The parts of a step.
-      steps: What is planned, traced and compiled of it, for programs that look inside.
+      steps: Plans, traces and compiled programs of the step, for tools that inspect it.
     """
 
     def __init__(
@@ -244,7 +246,7 @@ class DataParallel(Shown):
         self._predict = functools.lru_cache(maxsize=8)(predict)
 
     def __repr__(self) -> str:
-        """What is replicated over which devices, and the plan, once there is one."""
+        """The model, its devices, and the plan, once there is one."""
         num, kind = self.spec.backward.num, self.mesh.devices.flat[0].device_kind
         parts = f", {num} micro-batches a step" * (num > 1)
         head = f"DataParallel({self._model.name} on {self.mesh.size} x {kind}{parts})"
@@ -252,7 +254,7 @@ class DataParallel(Shown):
 
     @property
     def plan(self) -> BucketPlan | None:
-        """The buckets of the rows that came last; None before `init`.
+        """The buckets of the last rows; None before `init`.
 
         Their order is that in which the traced backward pass finishes the gradients; a guess until
         a batch has been seen, which `init` of an NNX model does not need.
@@ -261,11 +263,11 @@ class DataParallel(Shown):
 
     @property
     def latest(self) -> TrainState | None:
-        """The newest state of all, from `init` or `step`, also if an interrupt kept it from you."""
+        """The newest state of `init` or `step`, also if an interrupt kept you from getting it."""
         return self._executor.latest
 
     def with_constants(self, constants: PyTree) -> "DataParallel":
-        """The same object, of which each call hands these constants to the loss.
+        """Returns the same object, each call of which passes these constants to the loss.
 
         Args:
           constants: A tree of arrays, host or replicated. They are not differentiated, and other
@@ -296,14 +298,15 @@ class DataParallel(Shown):
         """Makes the first state: the same on every device, from one seed.
 
         Args:
-          seed: Of the base key, from which parameters and all later random numbers come.
+          seed: Seed of the base key, from which parameters and all later random numbers come.
           batch: Example rows of this process, for their shapes (Linen).
           params: Values to start from: Linen variables or their "params", or an NNX state, which
-            are copied; or where to read them: a .safetensors or .msgpack file, a run directory, a
-            folder that orbax has written. Floating values of files take the model's dtypes.
+            are copied; or a path to read them from: a .safetensors or .msgpack file, a run
+            directory, a folder that orbax has written. Floating values of files take the model's
+            dtypes.
           partial: Whether `params` may have other paths or shapes than the model, which then keeps
-            its own there; `loaded` says what became of them.
-          constants: As for `step`.
+            its own values there; `loaded` reports each of them.
+          constants: Constants of the loss, as in `step`.
 
         Raises:
           UsageError: If a Linen model has neither `batch` nor `params`, or `partial` no `batch`.
@@ -318,7 +321,7 @@ class DataParallel(Shown):
 
     @property
     def loaded(self) -> Loaded | None:
-        """What became of the last `init(params=...)`, array by array; None before one."""
+        """Report on the last `init(params=...)`, array by array; None before one."""
         return self._first.loaded
 
     def _inputs(self, batch: Batch) -> Inputs:
@@ -344,7 +347,7 @@ class DataParallel(Shown):
         """Returns copies: Linen variables, or an NNX module in eval mode.
 
         Args:
-          state: From `init` or `step`.
+          state: State from `init` or `step`.
           params: "params", or "ema" for their moving average.
         """
         self._refuse_foreign(state)
@@ -372,10 +375,10 @@ class DataParallel(Shown):
         """Takes one optimizer step; returns at once, with results still being computed.
 
         Args:
-          state: From `init` or the step before; its memory is reused.
+          state: State from `init` or the step before; its memory is reused.
           batch: This process's rows, on the host or on devices. Where it is a dict with "mask",
             only entries with mask 1 count.
-          constants: What `loss_fn` is handed under that name: never split, never differentiated.
+          constants: Argument of `loss_fn` of that name: never split, never differentiated.
 
         Returns:
           The new state, and global means: "loss", the metrics of `loss_fn`, "count" (the valid
@@ -397,12 +400,12 @@ class DataParallel(Shown):
     def gradients(
         self, state: TrainState, batch: Batch, constants: PyTree = None
     ) -> tuple[Grads, Metrics]:
-        """What a step would update with: nothing is updated, and the state is not taken.
+        """Returns the gradients of a step; nothing is updated, and the state is not taken.
 
         Args:
-          state: From `init` or `step`.
+          state: State from `init` or `step`.
           batch: This process's rows.
-          constants: As for `step`.
+          constants: Constants of the loss, as in `step`.
 
         Returns:
           The gradient of the global mean loss, averaged over all replicas and not clipped, of the
@@ -431,7 +434,7 @@ class DataParallel(Shown):
         return put_rows(batch, self.mesh)
 
     def num_outputs(self, batch: Batch) -> int | None:
-        """Size of the last dim of what the model gives; None where that cannot be known.
+        """Size of the last dim of the model's outputs; None where that cannot be known.
 
         Args:
           batch: This process's rows, or their `jax.ShapeDtypeStruct`s, with "image", "tokens" or
@@ -446,7 +449,7 @@ class DataParallel(Shown):
             arguments = (state.key, *values, np.uint32(0), self._inputs(rows), valid)
             (given,) = jax.tree.leaves(jax.eval_shape(self._predict(outputs), *arguments))
             return int(given.shape[1:][-1])
-        # The model has other inputs or outputs, or trains while it is evaluated: a step says so.
+        # The model has other inputs or outputs, or trains while it is evaluated: a step reports it.
         except Exception:
             return None
 
@@ -459,7 +462,7 @@ class DataParallel(Shown):
         return self.steps.lower(self.abstract_state(batch), self._inputs(batch))
 
     def explain(self, batch: Batch) -> Explanation:
-        """Compiles the step and says what it sends, beside what was planned; runs nothing.
+        """Compiles the step and reports what it sends, beside what was planned; runs nothing.
 
         Args:
           batch: This process's rows, or their `jax.ShapeDtypeStruct`s.
@@ -467,18 +470,18 @@ class DataParallel(Shown):
         return explain(self.steps, self.abstract_state(batch), self._inputs(batch))
 
     def memory(self, batch: Batch, *, accumulate_steps: int | None = None) -> Memory:
-        """Compiles the step and says what it needs of each device's memory; runs nothing.
+        """Compiles the step and reports what it needs of each device's memory; runs nothing.
 
         Args:
           batch: This process's rows, or their `jax.ShapeDtypeStruct`s.
-          accumulate_steps: Of another step than this one's, to compare.
+          accumulate_steps: Number of micro-batches of another step, to compare with.
         """
         state, inputs = self.abstract_state(batch), self._inputs(batch)
         lowered = self.steps.lower(state, inputs, accumulate_steps)
         return measure_memory(lowered, state, inputs.rows, self.mesh)
 
     def stats(self, batch: Batch = None) -> dict[str, Any]:
-        """What DDP's logging data tells, under DDP's names where the thing is the same.
+        """The facts of DDP's logging data, under DDP's names where they are the same.
 
         Args:
           batch: This process's rows, or their shapes: then the step is compiled for them, and its
@@ -505,10 +508,10 @@ class DataParallel(Shown):
         return told
 
     def diagnose(self, state: TrainState, batch: Batch) -> Layers:
-        """Measures, layer by layer, what the next step would begin with; changes nothing.
+        """Measures parameters and gradients of the next step, layer by layer; changes nothing.
 
         Args:
-          state: From `init` or `step`.
+          state: State from `init` or `step`.
           batch: This process's rows.
 
         Returns:
@@ -523,22 +526,22 @@ class DataParallel(Shown):
     ) -> Metrics:
         """Returns the exact means of loss and metrics over every example of `batches`.
 
-        Every process gives the same number of batches, of any size, also empty: what does not
-        divide is padded with rows that do not count.
+        Every process gives the same number of batches, of any size, also empty: a partial batch is
+        padded with rows that do not count.
 
         Args:
-          state: From `init` or `step`; it is not changed.
-          batches: This process's.
+          state: State from `init` or `step`; it is not changed.
+          batches: Batches of this process.
           params: "params", or "ema" for their moving average.
-          constants: As for `step`.
+          constants: Constants of the loss, as in `step`.
 
         Returns:
-          "loss", the metrics of the loss, what each `jddp.Metric` computes, and "examples", the
-          rows counted.
+          "loss", the metrics of the loss, results of each `jddp.Metric`, and "examples", the rows
+          counted.
 
         Raises:
-          UsageError: If a partial batch meets a scalar loss or metric, or a `jddp.Mean` of
-            scalars: padding cannot be masked in it.
+          UsageError: If there is a partial batch, and the loss or a metric is a scalar, or a
+            `jddp.Mean` of scalars: padding cannot be masked in it.
         """
         if constants is not None:
             return self.with_constants(constants).evaluate(state, batches, params)
@@ -564,16 +567,17 @@ class DataParallel(Shown):
         params: str = "params",
         constants: PyTree = None,
     ) -> PyTree:
-        """Returns what the model gives for each row of `batches`, in their order.
+        """Returns the model's outputs for each row of `batches`, in their order.
 
         Args:
-          state: From `init` or `step`; it is not changed.
-          batches: This process's, of any size; as many on every process.
-          function: `function(model, batch)` gives a tree of arrays, a row for each of the batch; by
-            default what the model says of "image", "tokens" or "x". The same function is compiled
-            once; a new one, such as a lambda that is written again, anew.
+          state: State from `init` or `step`; it is not changed.
+          batches: Batches of this process, of any size; as many on every process.
+          function: Function `function(model, batch)` that returns a tree of arrays, a row for each
+            of the batch; by default the model's outputs for "image", "tokens" or "x". The same
+            function is compiled once; a new one, such as a lambda that is written again, is
+            compiled again.
           params: "params", or "ema" for their moving average.
-          constants: As for `step`.
+          constants: Constants of the loss, as in `step`.
 
         Returns:
           The tree, of numpy arrays, for this process's rows.
@@ -587,7 +591,7 @@ class DataParallel(Shown):
         return predict_rows(run, batches, self.mesh)
 
     def _run(self, compiled: Any, state: TrainState, params: str) -> Callable[[Batch, Any], Any]:
-        """`run(rows, valid)`, which calls what is compiled with a state's values."""
+        """Returns `run(rows, valid)`, which calls a compiled function with a state's values."""
         self._refuse_foreign(state)
         values = self._first.merged((self._choose(state, params), state.model_state))
         numbers = map(np.uint32, itertools.count())
@@ -632,7 +636,7 @@ class DataParallel(Shown):
             `run.evaluate()` of an earlier run: the devices hold both as long as you keep it. A
             function of the first batch that makes the state holds but one. By default
             `init(seed, <the first batch>)`.
-          evaluate: This process's evaluation batches, iterated anew each time.
+          evaluate: This process's evaluation batches, iterated from the beginning each time.
           run_dir: Directory for metrics and checkpoints; None keeps nothing.
           callbacks: Objects as `jddp.Callback` describes them.
           seed: Seed of the first state's PRNG key.
@@ -640,9 +644,9 @@ class DataParallel(Shown):
           eval_every_steps: Steps between evaluations; None is once, at the end.
           save_every_steps: Steps between checkpoints; None is once, at the end.
           keep: Number of newest checkpoints that stay.
-          keep_every_steps: Checkpoints of its multiples stay too.
+          keep_every_steps: Number of steps whose multiples stay too.
           resume: "auto" (resume if there is a checkpoint), "never" (there must be none) or "must".
-          eval_params: "params" or "ema".
+          eval_params: Parameters to evaluate, "params" or "ema".
           learning_rate: Learning rate of a step, for the records.
           config: Settings kept in the run directory; a directory with other ones is refused.
           manifest: Facts kept beside them.
@@ -651,7 +655,7 @@ class DataParallel(Shown):
             comparison.
           max_consecutive_skips: Number of steps in a row which `skip_nonfinite` leaves out that
             end the run.
-          **unknown: None; what is given here is refused, with the option that may be meant.
+          **unknown: Options that there are not: refused, with the option that may be meant.
 
         Returns:
           The finished run: its state, its metrics, its directory.
@@ -663,7 +667,7 @@ class DataParallel(Shown):
             of scalars; or if a step has taken the state.
           DataError: If the batches end before `num_steps`.
           ProcessMismatchError: If processes have different models, optimizers or batches.
-          ReplicaMismatchError: If what replicas have to have alike differs.
+          ReplicaMismatchError: If state differs that must be the same on all replicas.
           OutOfMemoryError: If a device has less memory than a step needs.
           NumericsError: If the loss is not finite, or too many steps in a row were skipped.
         """

@@ -1,11 +1,11 @@
-"""The state that training begins with: made by the model from one seed, or given, whole or in part.
+"""The first state of training: made by the model from one seed, or given, whole or in part.
 
     first = FirstState(spec, steps, mesh)
     state = first.make(seed, inputs, params=None)       # the same on every device
     shapes = first.shapes(inputs)                       # with nothing allocated
 
-Processes start alike: what is made is made on every device from the same seed and rows, what is
-given is replicated.
+Processes start with the same state: new values are made on every device from the same seed and
+rows, given values are replicated.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ from jddp.engine.state import (
 from jddp.errors import UsageError
 from jddp.typing import Batch, ModelState, Params
 
-Values = tuple[Params, ModelState]  # parameters and other state; None for what is to be made
+Values = tuple[Params, ModelState]  # parameters and other state; None for values to make
 
 
 class FirstState:
@@ -45,10 +45,10 @@ class FirstState:
     Args:
       spec: The parts of a step.
       steps: Steps that plan for the rows.
-      mesh: Where the state will lie.
+      mesh: Mesh on which the state will lie.
 
     Attributes:
-      loaded: What became of the values that were given last; None before any.
+      loaded: Report on the values that were given last; None before any.
     """
 
     def __init__(self, spec: Step, steps: CompiledSteps, mesh: Mesh) -> None:
@@ -60,9 +60,9 @@ class FirstState:
     def make(
         self, seed: int, inputs: Inputs, params: Params = None, *, partial: bool = False
     ) -> TrainState:
-        """Makes a state; `jddp.DataParallel.init` says from what."""
+        """Makes a state, from arguments as of `jddp.DataParallel.init`."""
         values = self._values(seed, inputs, params, partial=partial)
-        rows = from_process_zero(self._example(inputs, values))  # so that all start alike
+        rows = from_process_zero(self._example(inputs, values))  # so that all start with the same
         example = inputs._replace(rows=rows)
         state = call(self._init, np.uint32(seed), example, *replicate(values, self._mesh))
         self._model.check_kinds(state.model_state)
@@ -90,7 +90,7 @@ class FirstState:
         return jax.tree.map(place, state, self._steps.layouts(state))
 
     def merged(self, values: Values) -> Values:
-        """Values as they are read: what each replica has its own of is averaged."""
+        """Values as they are read: per-replica leaves are averaged."""
         params, model_state = values
         layouts = (
             own_layouts(params, self._keeps_own),
@@ -102,7 +102,7 @@ class FirstState:
         return (self._model.values or (None, None)) if params is None else self._model.split(params)
 
     def _values(self, seed: int, inputs: Inputs, params: Params, *, partial: bool) -> Values:
-        """What is given, held against what the model has, if that is known."""
+        """Given values, checked against those of the model, if they are known."""
         is_path = isinstance(params, str | Path)
         values, state = self._split(read_weights(expand(params)) if is_path else params)
         is_unknown = self._model.values is None and inputs.rows is None
@@ -120,7 +120,7 @@ class FirstState:
         return (jax.tree.map(_like, values, own_values) if is_path else values), state
 
     def _own(self, seed: int, inputs: Inputs, *, with_values: bool) -> Values:
-        """What the model makes by itself, or its shapes."""
+        """Values that the model makes by itself, or their shapes."""
         if with_values:
             made = self.make(seed, inputs)
             return self.merged((made.params, made.model_state))

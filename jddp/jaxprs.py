@@ -1,10 +1,10 @@
-"""What the equations of a traced program say, those of the programs inside it included.
+"""Facts read from the equations of a traced program, and of the programs inside it.
 
 A loop, a branch and a jitted function are one equation each, with programs of its own. `equations`
 walks into all of them. The text of a program is no place to look: it holds names of functions too,
 which can be anything.
 
-This room knows equations, and nothing of what they are asked for.
+This room knows equations, and nothing of models or steps.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
 
 
 def called(eqn: JaxprEqn) -> Jaxpr | None:
-    """The program that an equation runs once, on what it is given as it is; None if it has none.
+    """The program that an equation runs once, on its own inputs; None if it has none.
 
     Such as that of a jitted function; not that of a loop, or of a reduction.
     """
@@ -44,12 +44,12 @@ def axes_of(eqn: JaxprEqn) -> tuple[Any, ...]:
 
 
 def uses_rng(jaxpr: Jaxpr) -> bool:
-    """Whether a program draws random numbers."""
+    """Whether a program uses random numbers."""
     return any(eqn.primitive.name in DRAWING for eqn in equations(jaxpr))
 
 
 def dtypes(jaxpr: Jaxpr) -> set[Any]:
-    """The dtypes of all that a program computes, and computes with."""
+    """The dtypes of all inputs and results of the equations of a program."""
     variables = (v for eqn in equations(jaxpr) for v in (*eqn.invars, *eqn.outvars))
     return {v.aval.dtype for v in variables if hasattr(v.aval, "dtype")}
 
