@@ -2,7 +2,7 @@
 
     ddp = jddp.DataParallel(model, optax.adamw(1e-3), loss_fn)
     state = ddp.init(seed=0, batch=example_batch)
-    state, metrics = ddp.step(state, batch)      # batch: this process's share
+    state, metrics = ddp.step(state, batch)      # batch: this process's rows
     metrics = ddp.evaluate(state, batches)       # exact over every example
 
 This room checks the user's options, and places batches. The step itself is defined in
@@ -644,7 +644,7 @@ class DataParallel(Shown):
           eval_every_steps: Steps between evaluations; None is once, at the end.
           save_every_steps: Steps between checkpoints; None is once, at the end.
           keep: Number of newest checkpoints that stay.
-          keep_every_steps: Number of steps whose multiples stay too.
+          keep_every_steps: Number of steps at whose multiples checkpoints stay too.
           resume: "auto" (resume if there is a checkpoint), "never" (there must be none) or "must".
           eval_params: Parameters to evaluate, "params" or "ema".
           learning_rate: Learning rate of a step, for the records.

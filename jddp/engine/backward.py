@@ -136,7 +136,7 @@ class OneBatch:
         return trace_backward(lambda one: run.backward(one)[0]), run.sums
 
     def varying(self, state: TrainState, inputs: Inputs) -> PyTree:
-        """Labels (`jddp.modules.varying`) of the new other state, from shapes of one replica's."""
+        """Labels (`jddp.modules.varying`) of the new other state, from shapes of one replica."""
         first = jax.eval_shape(self._first, inputs, state.key)
         given = (state.params, state.model_state, *first)
         return trace_state(self.model, self.forward, *given)[1]
@@ -365,7 +365,7 @@ def drop_empty(model: FlaxModel, count: Array, before: ModelState, after: ModelS
       model: The model.
       count: Number of valid entries of the micro-batch.
       before: The model's other state before it.
-      after: The same after it.
+      after: The model's other state after it.
 
     Returns:
       The state to continue with, and a function to apply to each gradient.

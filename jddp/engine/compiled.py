@@ -252,8 +252,8 @@ class CompiledSteps:
     def count_micro_batches(self, batch: Batch) -> int:
         """Micro-batches of all replicas that have rows of this batch."""
         leaves = jax.tree.leaves(batch)
-        # An array with rows on other processes is the global batch; else it is this process's
-        # share.
+        # An array with rows on other processes is the global batch; any other holds this process's
+        # rows.
         on_all = all(isinstance(x, jax.Array) and not x.is_fully_addressable for x in leaves)
         return (self.num_replicas if on_all else self.num_local_replicas) * self.spec.backward.num
 

@@ -5,8 +5,8 @@
 
 Every word of an array is mixed with its place, and the mixed words are added up modulo 2^32. For
 one place the mix is one-to-one: a change of one element always shows, any other with all but 2^-32
-of chance. Replicas of one array have equal digests; those of the parts of an array that is split
-add up to the digest of the whole, on any number of devices.
+of chance. Replicas of one array have equal digests; those of the shards of a split array add up to
+the digest of the whole, on any number of devices.
 """
 
 import functools

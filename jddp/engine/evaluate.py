@@ -76,8 +76,8 @@ def make_predict(step: Step, mesh: Mesh, function: LossFn) -> Callable[..., PyTr
         inputs: Inputs,
         valid: Array,
     ) -> PyTree:
-        # Folded with batch and replica: a model that samples while it is evaluated would else give
-        # every batch the same numbers.
+        # Folded with batch and replica: a model that samples while it is evaluated would otherwise
+        # use the same numbers for every batch.
         key = jax.random.fold_in(jax.random.fold_in(key, number), lax.axis_index(step.axis))
         named = name_constants(function, inputs.constants)
         outputs = step.model.evaluate(named, params, model_state, inputs.rows, key)

@@ -6,7 +6,7 @@ names the call that took an old one, and delays Ctrl-C while the new one is not 
     state, metrics = executor.send(step, state, inputs)
     executor.latest is state
 
-This room knows states by whether their memory has been taken, and nothing of what a step does.
+This room knows whether the memory of a state has been taken, and nothing of the step itself.
 """
 
 import collections

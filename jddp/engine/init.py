@@ -20,7 +20,7 @@ from jddp.typing import ModelState, Params
 def replica_init(
     step: Step, seed: Array, inputs: Inputs, params: Params, model_state: ModelState
 ) -> TrainState:
-    """Returns the first state but for the optimizer's and the hook's.
+    """Returns the first state, without that of the optimizer and of the hook.
 
     Args:
       step: The parts of the step.

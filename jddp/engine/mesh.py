@@ -1,6 +1,6 @@
 """Devices in one mesh axis, arrays that lie on it, and placement of batches.
 
-`shard_map` stands in this module alone.
+`shard_map` is used in this module alone.
 """
 
 import contextlib

@@ -5,7 +5,7 @@
     step.reduction      Reduction(packing, hook)    in what form gradients are sent
     step.sync           EveryStep | LocalSteps      when replicas synchronize
 
-What varies between steps is a part, chosen once in its own module; the step itself asks nothing.
+Each option chooses a part, once and in its own module; the step itself tests no option.
 """
 
 import functools
@@ -74,7 +74,7 @@ class Step:
 
     @functools.cached_property
     def view(self) -> View:
-        """What one replica holds of the mean gradient: it follows from how and when it is sent."""
+        """The view of one replica on the mean gradient, from packing and synchronization."""
         # Derived and never chosen: a step that took a shard for the whole would be wrong without an
         # error, or wait for a collective that no other replica starts.
         return self.sync.view((Shard if self.reduction.keeps_parts else View)(self.axis))

@@ -185,7 +185,7 @@ class LocalSteps(EveryStep):
     def mean(self, reduction: Reduction, plan: BucketPlan, local: Local, state: TrainState) -> Mean:
         """As `EveryStep.mean`: averages in the first `start` steps alone."""
         average, hook = super().mean, state.comm_state.hook
-        # Without plain steps no collective is in the program, not even in a branch.
+        # Without plain steps no gradient is ever averaged, and the program needs no branch for it.
         if not self.start:
             return local.grads.tree(), hook
         # A collective stands in a branch, so all replicas must take the same one: the counts of

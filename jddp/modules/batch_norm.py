@@ -468,7 +468,7 @@ def combine(path: Path, rule: str, before: Array, rows: Array, sync: Sync) -> Ar
       sync: Replicas whose values are combined.
 
     Raises:
-      ConfigError: If there is no such mean or sum.
+      ConfigError: If the rule does not fit the dtype of the leaf.
     """
     if rule == "first":
         first: Array = lax.all_gather(rows[0], sync.axis)[0]

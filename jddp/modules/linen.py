@@ -76,7 +76,7 @@ class LinenModel(FlaxModel):
             ) from error
 
     def split(self, values: PyTree) -> tuple[Params, ModelState | None]:
-        """Takes variables apart, or takes bare parameters."""
+        """Splits variables, or takes bare parameters."""
         values = _without_axes(values)
         if is_saved(values):
             return values["params"], values.get("model_state")

@@ -14,7 +14,7 @@ from jddp.typing import Batch, LossFn, ModelState, Params, PyTree
 
 
 class NnxModel(FlaxModel):
-    """An NNX module, split once; its own keys are the base keys of its streams."""
+    """An NNX module, split once; its keys are the base keys of its streams."""
 
     def __init__(self, module: nnx.Module) -> None:
         self._graph, *parts = nnx.split(module, nnx.Param, nnx.RngState, ...)
@@ -52,13 +52,13 @@ class NnxModel(FlaxModel):
     def evaluate(
         self, loss_fn: LossFn, params: Params, model_state: ModelState, batch: Batch, key: jax.Array
     ) -> Any:
-        """Runs the loss with one in eval mode."""
+        """Runs the loss with a module of these values, in eval mode."""
         rngs = jax.tree.map(lambda leaf: _fold(leaf, key), model_state["rngs"])
         module = self.rebuild(params, {"rngs": rngs, "rest": model_state["rest"]})
         return call_loss(loss_fn, module, batch, train=False)
 
     def split(self, values: PyTree) -> tuple[Params, ModelState]:
-        """Takes a state by its kinds of variables apart, or takes bare parameters."""
+        """Splits a state by kinds of variables, or takes bare parameters."""
         if is_saved(values) and "params" not in cast(Any, self.values)[0]:
             rest = values.get("model_state", {}).get("rest", self._own["rest"])
             return values["params"], {**self._own, "rest": rest}

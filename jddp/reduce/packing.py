@@ -201,7 +201,7 @@ def scatter_mean(tree: PyTree, axis: str) -> PyTree:
 def exchange_mean(tree: PyTree, axis: str) -> PyTree:
     """The same, by sending each row to its replica, and adding it there, in float32 at least.
 
-    As many bytes are sent. Between processes XLA:CPU's reduce-scatter gives up where one waits 30
+    As many bytes are sent. Between processes XLA:CPU's reduce-scatter fails where one waits 30
     seconds for another (https://github.com/jax-ml/jax/issues/40831); an all-to-all waits.
     """
 

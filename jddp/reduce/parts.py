@@ -1,7 +1,7 @@
 """Arrays cut into one part, a shard, for each replica.
 
 An array is flattened, filled up with zeros and cut into rows of equal length, one for each replica.
-A part keeps the number of dims of its array, so that an optax mask that asks for it still works.
+A part keeps the number of dims of its array, so that an optax mask by that number still works.
 
     kernel (3, 3, 10) on 4 replicas  ─►  4 rows of 23, the last with 2 zeros  ─►  parts (23, 1, 1)
 """
