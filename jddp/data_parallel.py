@@ -123,13 +123,13 @@ class DataParallel(Shown):
         one replica a device.
       local_steps: A `LocalSteps`: each replica takes steps alone, and parameters are synchronized
         now and then. The mean of the replicas is evaluated, predicted with and exported.
-      max_grad_norm: Global norm to which the averaged gradient is clipped; with `local_steps`, that
-        of each replica.
+      max_grad_norm: Global norm to which the averaged gradient is clipped; with `local_steps`, each
+        replica clips its own.
       ema_decay: Decay of `ema_params`, a moving average of the parameters; None for none.
       unused_parameters: Treatment of parameters that no gradient reaches: "zero" (the optimizer
         gets zeros), "skip" (it leaves them alone), "error" (they are refused, by name).
-      skip_nonfinite: Whether a step whose loss, gradients or new state are not finite is skipped:
-        nothing changes but counts.
+      skip_nonfinite: Whether a step is skipped, which changes nothing but counts, if its loss or
+        gradients are not finite, or it would make other state so.
       loss_scale: A power of two by which each replica's mean loss is multiplied in the backward
         pass, for models that compute in float16, so that small gradients do not become zero.
         Averaged gradients are divided by it. "dynamic" adapts it as PyTorch's GradScaler does, and
@@ -655,7 +655,7 @@ class DataParallel(Shown):
             comparison.
           max_consecutive_skips: Number of steps in a row which `skip_nonfinite` leaves out that
             end the run.
-          **unknown: Options that there are not: refused, with the option that may be meant.
+          **unknown: Unknown options, which are refused, with the option that may be meant.
 
         Returns:
           The finished run: its state, its metrics, its directory.

@@ -67,8 +67,8 @@ class Metric:
 
     Attributes:
       values: A tree of arrays that begin with the dims of the losses, `(b, ...)`. They are summed
-        over those dims, where the mask is 1, over replicas and over batches: on the host in int64
-        and float64.
+        over those dims, where the mask is not 0, over replicas and over batches: on the host in
+        int64 and float64.
       compute: Function `compute(sums, count)`, called on the host with the tree of sums, as numpy
         arrays without those dims, and the number of valid entries (of the tree's first array). It
         returns a number or an array.
