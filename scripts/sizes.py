@@ -191,13 +191,13 @@ def sizes() -> list[Size]:
     facade = of_class(PACKAGE / "data_parallel.py", "DataParallel")
     return [
         Size("reading path of a step", count_lines(reading), 1_200, 1_200),
-        Size("engine + reduce + modules + facade", count_lines(core), 3_870, 3_300),
-        Size("jddp/", code, 13_304, 11_500),
-        Size("lines of DataParallel", facade, 321, 250),
+        Size("engine + reduce + modules + facade", count_lines(core), 4_125, 3_300),
+        Size("jddp/", code, 13_420, 11_500),
+        Size("lines of DataParallel", facade, 298, 250),
         Size("rooms at the top level", len(rooms), 20, 20),
         Size("floors", len(floors), 10, 10),
         Size("parameters of a function", parameters[0], 8, 8, parameters[1]),
-        Size("items of a returned tuple", tuples[0], 5, 3, tuples[1]),
+        Size("items of a returned tuple", tuples[0], 3, 3, tuples[1]),
         Size("public names", len(assigned(PACKAGE / "__init__.py", "_HOMES")), 26, 26),
         Size("dependencies", len(project["dependencies"]), 12, 12),
         Size("lines of tests per line of jddp/", round(tests / code, 2), 1.6, 1.6),

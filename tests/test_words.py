@@ -19,17 +19,12 @@ INSTEAD = {
 }
 PHRASES = "|".join(r"\s+".join(map(re.escape, word.split())) for word in INSTEAD)
 FORBIDDEN = re.compile(rf"\b({PHRASES})\b(?!/|-all-to-all)", re.I)  # but in paths and in HLO
-# To be shortened: packages whose words are not yet those of the glossary.
-NOT_YET = ("checkpoint", "config", "distributed", "inspection", "job", "launcher", "verification")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
 PAGES.append(ROOT / "benchmarks" / "README.md")
 CODE = [
-    *(p for p in sorted(ROOT.glob("jddp/**/*.py")) if p.relative_to(ROOT).parts[1] not in NOT_YET),
+    *sorted(ROOT.glob("jddp/**/*.py")),
     *sorted([*ROOT.glob("examples/*.py"), *ROOT.glob("benchmarks/**/*.py")]),
 ]
-# The table of packages has the first lines of their docstrings: without those of NOT_YET.
-if NOT_YET:
-    PAGES.remove(ROOT / "docs" / "architecture.md")
 # An entry of a docstring that continues its name ("seed: Of the first state.").
 CONTINUED = re.compile(
     r"^ +\*{0,2}[a-z]\w*: (?:Of|That|For|As|From|With|In|Between|By|Its|Theirs)\b.*", re.M
