@@ -245,7 +245,9 @@ def test_ready_and_leaf_cannot_go_together():
         jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, layout="leaf", overlap=True)
 
 
-@pytest.mark.parametrize("options", [{}, {"local_steps": jddp.LocalSteps(2)}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"local_steps": jddp.LocalSteps(2)}], ids=["alone", "beside local steps"]
+)
 def test_an_unknown_overlap_is_refused(options):
     with pytest.raises(jddp.ConfigError, match="overlap is True, False or 'auto'; got 'ready'"):
         jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, overlap="ready", **options)

@@ -16,7 +16,7 @@ import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 SILENCE_SECONDS = 100
 LONGEST = 2**16  # bytes of a line
@@ -69,7 +69,7 @@ class Endpoint:
     def __init__(self, kind: str, address: str, silence_seconds: int):
         self._kind, self._address, self._silence_seconds = kind, address, silence_seconds
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Any:
         return self
 
     def __exit__(self, *_: object) -> None:
