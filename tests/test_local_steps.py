@@ -56,7 +56,7 @@ def batches_of(num, rows=16):
     return [make_rows(rows, seed=i) for i in range(num)]
 
 
-def ragged(batches):
+def unevenly_masked(batches):
     """Replicas of 4, 3 and 2 valid rows, and one that now and then has none."""
     masks = [[1, 1, 1, 1, 1, 1, 0, 1, 0, 1, 0, 1, *([i % 2] * 4)] for i in range(len(batches))]
     return [b | {"mask": np.array(m, np.float32)} for b, m in zip(batches, masks, strict=True)]
@@ -147,7 +147,7 @@ def test_replicas_are_models_on_one_device_each_that_meet(optimizer, options):
 
 @pytest.mark.parametrize("optimizer", [optax.sgd(0.1, momentum=0.9), optax.adam(1e-2)])
 def test_each_divides_by_its_own_valid_rows_and_waits_where_it_has_none(optimizer):
-    assert_as_by_hand(ragged(batches_of(5)), optimizer, **local(start=1, outer=DILOCO))
+    assert_as_by_hand(unevenly_masked(batches_of(5)), optimizer, **local(start=1, outer=DILOCO))
 
 
 @pytest.mark.parametrize("start", [0, 2])
@@ -215,7 +215,7 @@ def test_steps_before_the_start_equal_plain_ones_bitwise_where_arithmetic_is_exa
 @STARTS
 def test_steps_before_the_start_equal_plain_ones_to_rounding(begins, same):
     """HK-6: two programs, in which the compiler may fuse a product and a sum, or not."""
-    batches = ragged(batches_of(4))
+    batches = unevenly_masked(batches_of(4))
     (_, states, _), (_, plain, _) = taken(batches, **local(start=begins)), taken(batches)
     for got, want in [*zip(states, plain, strict=True)][:same]:
         for row in range(REPLICAS):

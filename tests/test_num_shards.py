@@ -20,7 +20,7 @@ from jddp.inspection.hlo import read_program
 
 SHARDS = 8
 BATCHES = [make_batch(32, seed=i) for i in range(2)]
-RAGGED = [make_batch(13, seed=9), make_batch(5, seed=8)]
+PARTIAL = [make_batch(13, seed=9), make_batch(5, seed=8)]
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def wrapped(num, model=None, loss=loss_fn, **options):
     return jddp.DataParallel(model, optimizer, loss, mesh=num, **options)
 
 
-def trained(num, batches=BATCHES, evaluated=RAGGED, **options):
+def trained(num, batches=BATCHES, evaluated=PARTIAL, **options):
     """All that a run says and keeps: the state, the metrics of each step, an evaluation."""
     ddp = wrapped(num, **options)
     state, said = ddp.init(3, batches[0]), []
