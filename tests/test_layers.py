@@ -138,13 +138,14 @@ WITHOUT_CONFIGS = """
 import sys
 for library in ("grain", "omegaconf", "pydantic"):
     sys.modules[library] = None  # Importing it raises.
-import numpy as np, optax
+import jax, numpy as np, optax
+jax.config.update("jax_num_cpu_devices", 2)
 import jddp, jddp.inspection
 from jddp.zoo.losses import cross_entropy
 from jddp.zoo.models import MLP
-ddp = jddp.DataParallel(MLP(widths=(3,)), optax.sgd(0.1), cross_entropy)
 batch = {"image": np.ones((8, 2), np.float32), "label": np.zeros(8, np.int32)}
-for _ in range(2):  # the second resumes where the first has ended
+for mesh in (1, 2):  # the second resumes where the first has ended, on another number of devices
+    ddp = jddp.DataParallel(MLP(widths=(3,)), optax.sgd(0.1), cross_entropy, mesh=mesh)
     run = ddp.fit([batch] * 4, num_steps=2, evaluate=[batch], run_dir=sys.argv[1])
 assert run.step == 2, run
 """

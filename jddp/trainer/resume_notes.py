@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from jddp.trainer.reports.run_directory import changes
+from jddp.trainer.reports.run_directory import changes, is_free
 
 Topology = Mapping[str, Any]
 
@@ -24,8 +24,6 @@ def differences(
       uses_rng: Whether a step uses random numbers.
       has_statistics: Whether the model keeps batch statistics.
     """
-    from jddp.config.schema import effect_of  # objects train without pydantic
-
     differ = [name for name in now if before.get(name) != now[name]]
     if not differ:
         return None
@@ -34,7 +32,7 @@ def differences(
     options = [name for name in differ if name not in ("num_processes", "num_devices")]
     if now["logical_replicas"] is not None and not options:
         return f"{exact}; all numbers stay bitwise identical"
-    others = [name for name in options if effect_of(f"ddp.{name}") == "numbers"]
+    others = [name for name in options if not is_free(f"ddp.{name}", before, now)]
     inexact = [f"another {name} changes what later steps compute" for name in others]
     if uses_rng and differ != ["num_processes"]:
         inexact.append("random numbers differ (keys depend on replica and micro-batch)")

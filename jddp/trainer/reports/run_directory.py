@@ -223,7 +223,7 @@ def _differing(before: Values, now: Values) -> list[str]:
     return [
         f"{key} is {_show(old)} there, {_show(new)} here"
         for key, (old, new) in _pairs(before, now).items()
-        if not _is_free(key, old, new)
+        if not is_free(key, old, new)
     ]
 
 
@@ -232,7 +232,7 @@ def changes(before: Values, now: Values) -> list[str]:
     return [
         f"{key} {_show(old)} -> {_show(new)}"
         for key, (old, new) in _pairs(before, now).items()
-        if key not in KEYS_OF_A_START and _is_free(key, old, new)
+        if key not in KEYS_OF_A_START and is_free(key, old, new)
     ]
 
 
@@ -247,7 +247,7 @@ def _pairs(before: Values, now: Values) -> dict[str, tuple[Any, Any]]:
     return {key: (a, b) for key, (a, b) in both.items() if a != b}
 
 
-def _is_free(key: str, old: Any, new: Any) -> bool:
+def is_free(key: str, old: Any, new: Any) -> bool:
     """Whether a key may differ from start to start: no finished step changes but for rounding."""
     from jddp.config.schema import effect_of
 
