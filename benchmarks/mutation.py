@@ -34,14 +34,14 @@ from cosmic_ray.work_item import MutationSpec, TestOutcome
 ROOT = Path(__file__).resolve().parent.parent
 STEP = ["data_parallel", "step", "ddp_accumulation", "parameters", "ddp_unused"]
 TESTS = {  # of each room, those that notice most first
-    "jddp/engine/backward.py": [*STEP, "placement", "hooks", "ddp_hooks"],
+    "jddp/engine/backward.py": [*STEP, "overlap", "hooks", "ddp_hooks"],
     "jddp/modules/metrics.py": ["metrics", "data_parallel"],
     "jddp/reduce/average.py": ["reduce", "hooks"],
-    "jddp/reduce/backward.py": ["placement", "transforms"],
+    "jddp/reduce/backward.py": ["overlap", "transforms"],
     "jddp/reduce/hooks.py": ["hooks", "ddp_cases"],
     "jddp/reduce/plan.py": ["reduce", "hooks"],
     "jddp/reduce/reduction.py": [
-        *("reduce", "placement", "hooks", "ddp_hooks", "ddp_accumulation", "ddp_unused"),
+        *("reduce", "overlap", "hooks", "ddp_hooks", "ddp_accumulation", "ddp_unused"),
     ],
     "jddp/engine/step.py": STEP,
 }

@@ -1,118 +1,260 @@
-"""What eight H100s communicate is hidden: modelled, from the schedule that XLA makes for them.
-
-No GPU is needed; `scripts/overlap` runs this with JAX's plugin for CUDA. A schedule is XLA's, and
-so belongs to one version of JAX: the pinned one.
-"""
+"""Reductions where gradients are ready: the same numbers, in the order of the backward pass."""
 
 import functools
-from pathlib import Path
+import re
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
-from described import VARIANTS, compile_gpt2, compile_resnet50
+from compiled import collectives
+from flax import linen as nn
+from tiny import MLP, MODELS, NUM_CLASSES, Transformer, loss_fn, make_batch
 
-from jddp.inspection.collectives import collectives
-from modelled import GPUS, make_network, walk
-from modelled.gpus import target_config
-from modelled.schedule import LARGE_BYTES
+import jddp
+from jddp.reduce.backward import trace_backward
 
-pytestmark = pytest.mark.aot
-
-MODELS = {"resnet50": compile_resnet50, "gpt2": compile_gpt2}
-
-each_model = pytest.mark.parametrize("model", MODELS)
-
-# Buckets that are complete only after the last product of the backward pass: nothing of it is left
-# to hide them, but the optimizer is. The position and token embeddings of GPT-2 fill two.
-NUM_LATE = {"resnet50": 1, "gpt2": 2}
+BYTES = 1 / 2**20
 
 
-@pytest.fixture(scope="module", autouse=True)
-def as_users_compile():
-    """Undoes what the other tests ask of JAX to compile fast."""
-    jax.config.update("jax_disable_most_optimizations", False)
-    jax.config.update("jax_enable_compilation_cache", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", True)
-    jax.config.update("jax_enable_compilation_cache", True)
+def params():
+    return {"first": jnp.ones((3, 3)), "last": jnp.ones((3, 2)), "unused": jnp.ones(2)}
 
 
-@functools.cache
-def compiled(model, variant):
-    return MODELS[model](**VARIANTS[variant])
+def two_layers(params, x):
+    return (jnp.tanh(x @ params["first"]) @ params["last"]).sum()
 
 
-@functools.cache
-def timeline(model, variant):
-    return walk(compiled(model, variant).program, GPUS["h100_sxm"], make_network())
+def traced(loss, *args):
+    def backward(*args):
+        _, pullback = jax.vjp(lambda params: loss(params, *args[1:]), args[0])
+        found.append(trace_backward(lambda one: pullback(one)[0]))
+
+    found = []
+    jax.eval_shape(backward, *args)
+    return found[0]
 
 
-@each_model
-def test_the_buckets_of_the_plan_are_what_is_sent_in_their_order(model):
-    planned = [bucket.bytes for bucket in compiled(model, "flat, ready").plan.buckets]
-    sent = [transfer.bytes for transfer in timeline(model, "flat, ready").large]
-    assert sent == [num_bytes for num_bytes in planned if num_bytes > LARGE_BYTES]
-    small = timeline(model, "flat, ready").small
-    assert len(small) == len(planned) - len(sent) + 1  # Loss and metrics.
+def test_the_last_layer_is_ready_first_and_what_is_unused_never():
+    """The tree is in the alphabet's order, which is not the network's."""
+    first, last, unused = traced(two_layers, params(), jnp.ones((5, 3))).ready
+    assert last < first
+    assert unused is None
 
 
-@each_model
-def test_no_bucket_stops_the_computing(model):
-    assert all(transfer.is_async for transfer in timeline(model, "flat, ready").large)
+def test_a_gradient_that_is_the_cotangent_itself_is_ready_at_once():
+    assert traced(lambda params: params["w"], {"w": jnp.float32(3)}).ready == (0,)
 
 
-@each_model
-def test_every_bucket_has_a_product_to_hide_behind_while_there_are_any(model):
-    large = timeline(model, "flat, ready").large
-    assert all(transfer.num_products for transfer in large[: -NUM_LATE[model]])
+def test_a_gradient_that_is_summed_up_is_ready_with_its_last_summand():
+    def tied(params, x):
+        return (jnp.tanh(x @ params["first"]) @ params["first"].T @ params["last"]).sum()
+
+    first, last, _ = traced(tied, params(), jnp.ones((5, 3))).ready
+    once, _, _ = traced(two_layers, params(), jnp.ones((5, 3))).ready
+    assert last < first
+    assert first > once
 
 
-@each_model
-def test_at_most_a_thousandth_of_the_step_waits_for_gradients(model):
-    assert timeline(model, "flat, ready").exposed_share <= 0.001
+def test_calls_of_jitted_functions_are_opened():
+    """As one call, all of its gradients would be ready only at its end."""
+    inner = jax.jit(lambda params, x: jnp.tanh(x @ params["first"]) @ params["last"])
+    twice = jax.jit(lambda params, x: inner(params, x).sum())
+    backward = traced(twice, params(), jnp.ones((5, 3)))
+    assert backward.ready[1] < backward.ready[0]
+    assert "jit" not in {eqn.primitive.name for eqn in backward.traced.eqns}
 
 
-@each_model
-def test_reducing_takes_no_memory_to_speak_of(model):
-    without = compiled(model, "none")
-    assert not walk(without.program, GPUS["h100_sxm"], make_network()).large
-    needed = compiled(model, "flat, ready").temporary_bytes
-    assert needed <= 1.05 * without.temporary_bytes
+def test_the_plan_follows_the_network_and_not_the_alphabet():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x, train):
+            x = nn.tanh(nn.Dense(16, name="b_first")(x))
+            x = nn.tanh(nn.Dense(16, name="c_second")(x))
+            return nn.Dense(4, name="a_last")(x)
+
+    sizes = {"bucket_mb": 1100 * BYTES, "first_bucket_mb": 300 * BYTES}
+    ddp = jddp.DataParallel(Net(), optax.sgd(0.1), loss_fn, **sizes)
+    ddp.init(0, make_batch())
+    layers = [{path.partition("/")[0] for path in bucket.paths} for bucket in ddp.plan.buckets]
+    assert layers == [{"a_last"}, {"c_second"}, {"b_first"}]
+    assert "as the backward pass finishes them" in str(ddp.plan)
 
 
-def test_the_model_sees_what_is_not_hidden():
-    """The negative control: leaf by leaf at the end, ResNet-50 waits, and the walk must say so."""
-    found = timeline("resnet50", "leaf, end")
-    assert found.exposed_share > 0.01
-    assert not all(transfer.is_async for transfer in found.large)
+def test_the_order_of_an_nnx_model_is_a_guess_until_a_batch_was_seen():
+    ddp = jddp.DataParallel(MODELS["nnx"](), optax.sgd(0.1), loss_fn)
+    state = ddp.init()
+    assert "by guess" in str(ddp.plan)
+    ddp.step(state, make_batch())
+    assert "as the backward pass finishes them" in str(ddp.plan)
 
 
-@each_model
-def test_a_sharded_update_scatters_each_bucket_and_gathers_it_again(model):
-    step = compiled(model, "sharded")
-    found = collectives(step.program)
-    for op in ("reduce-scatter", "all-gather"):
-        padded = [x.bytes for x in found if x.op == op]
-        assert len(padded) == len(step.plan)
-        assert 0 <= sum(padded) - step.plan.wire_bytes < 0.001 * step.plan.wire_bytes
-    assert all(x.is_async for x in found)
+def trained(name, num_steps=2, **options):
+    ddp = jddp.DataParallel(MODELS[name](), optax.sgd(0.2, momentum=0.9), loss_fn, **options)
+    batch = make_batch(32, masked=True)
+    state = ddp.init(0, batch)
+    for _ in range(num_steps):
+        state, metrics = ddp.step(state, batch)
+    return ddp, jax.device_get((state.params, state.opt_state, metrics))
 
 
-@each_model
-def test_a_sharded_update_waits_for_at_most_three_thousandths_of_the_step(model):
-    """The last bucket is scattered and gathered with nothing left to compute: 0.1 and 0.2 %."""
-    assert timeline(model, "sharded").exposed_share <= 0.003
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("name", MODELS)
+def test_numbers_do_not_depend_on_the_place(name, parts):
+    options = {"layout": "flat", "bucket_mb": 200 * BYTES, "accumulate_steps": parts}
+    _, at_end = trained(name, overlap=False, **options)
+    ddp, when_ready = trained(name, overlap=True, **options)
+    assert len(ddp.plan) > 1
+
+    def equal(got, want):
+        # The same sums in the same order; the compiler may contract a product and a sum.
+        np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-7)
+
+    jax.tree.map(equal, when_ready, at_end)
 
 
-def test_on_one_gpu_jddp_becomes_what_a_step_by_hand_does(monkeypatch):
-    """What benchmarks/gpu.py races, for a GPU described by a text such as a device gives."""
-    monkeypatch.syspath_prepend(Path(__file__).resolve().parent.parent / "benchmarks")
-    from gpu_compile import compile_one
+@pytest.mark.parametrize("parts", [1, 2, 4])
+@pytest.mark.parametrize("bucket_mb", [200 * BYTES, 25])
+def test_each_bucket_travels_once_whatever_the_number_of_parts(bucket_mb, parts):
+    options = {"overlap": True, "bucket_mb": bucket_mb, "accumulate_steps": parts}
+    ddp = jddp.DataParallel(MLP(), optax.adam(1e-3), loss_fn, **options)
+    text = ddp.lower(make_batch(64)).compile().as_text()
+    small = 4  # loss and accuracy, each a total and a count
+    sizes = [small, *(bucket.size for bucket in ddp.plan.buckets)]
+    assert sorted(size for _, size in collectives(text)) == sorted(sizes)
 
-    text = target_config(GPUS["h100_sxm"])
-    by_hand, ours = (compile_one("gpt2_124m", name, text, 1) for name in ("by_hand", "jddp"))
-    assert ours["exchanges"] == 0
-    assert ours["flops"] == by_hand["flops"]
-    assert ours["flops"] == pytest.approx(ours["formula_flops"], rel=0.1)  # without recomputation
-    assert ours["temporary_bytes"] <= 1.01 * by_hand["temporary_bytes"]
-    assert ours["argument_bytes"] <= by_hand["argument_bytes"] + 1024  # A key, and counts.
+
+def operations(ddp, batch):
+    """The chain of the lowered step: a barrier before each reduction, products in between."""
+    pattern = r"stablehlo\.(optimization_barrier|all_reduce|dot_general)"
+    text = ddp.lower(batch).as_text()
+    letters = {"optimization_barrier": "b", "all_reduce": "r", "dot_general": "."}
+    return "".join(letters[name] for name in re.findall(pattern, text))
+
+
+def test_a_bucket_leaves_where_its_last_gradient_is_made():
+    options = {"bucket_mb": 200 * BYTES, "layout": "flat"}
+    batch = make_batch()
+    ready = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, overlap=True, **options)
+    end = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, overlap=False, **options)
+    # Two products forward. Then, backward: the last bias; the last kernel; what goes on to the
+    # first layer, and its bias; its kernel. The one vector of loss and metrics is reduced last.
+    assert operations(ready, batch) == "..br.br.br.brr"
+    assert operations(end, batch) == ".....rrrrr"
+
+
+class Normed(nn.Module):
+    """An MLP with a batch norm over the valid rows: of none it makes NaN."""
+
+    @nn.compact
+    def __call__(self, x, mask, train):
+        x = nn.BatchNorm(not train, momentum=0.9)(nn.Dense(16)(x), mask=mask)
+        return nn.Dense(NUM_CLASSES)(nn.relu(x))
+
+
+def normed_loss(model, batch, train):
+    logits = model(batch["x"], batch["mask"][:, None], train)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+
+
+def normed(overlap, **options):
+    options = {"batch_norm": "local", "bucket_mb": 200 * BYTES, "layout": "flat", **options}
+    return jddp.DataParallel(
+        Normed(), optax.sgd(0.2, momentum=0.9), normed_loss, overlap=overlap, **options
+    )
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("mode", ["local", "broadcast"])
+def test_buckets_leave_inside_the_pass_beside_micro_batches_and_other_state(mode, parts):
+    """As they do without a batch norm: no bucket waits until all gradients are guarded."""
+    batch, options = make_batch(32, masked=True), {"accumulate_steps": parts, "batch_norm": mode}
+    ready, at_end = normed(True, **options), normed(False, **options)
+    assert operations(ready, batch).endswith("br.br.br.brr")
+    assert "b" not in operations(at_end, batch)
+    layers = [bucket.paths[-1].partition("/")[0] for bucket in ready.plan.buckets]
+    assert layers == ["Dense_1", "Dense_1", "Dense_0", "Dense_0"]
+    assert at_end.plan.buckets == ready.plan.buckets
+
+
+# Micro-batches of four rows, two for each of four replicas: those without a valid row.
+EMPTY = {"the last": [3], "the first": [2], "both": [6, 7], "everybody's last": [1, 3, 5, 7]}
+
+
+@pytest.mark.parametrize("empty", EMPTY.values(), ids=EMPTY)
+@pytest.mark.parametrize("mode", ["local", "broadcast"])
+def test_an_empty_micro_batch_adds_nothing_wherever_buckets_leave(mode, empty):
+    """It makes neither NaN, nor zeros of what the replica's other micro-batch has added."""
+    batch = {**make_batch(32), "mask": ~np.isin(np.arange(32) // 4, empty)}
+    ends = []
+    for overlap in (False, True):
+        ddp = normed(overlap, mesh=4, batch_norm=mode, accumulate_steps=2)
+        state = ddp.init(0, batch)
+        want = gradients_on_one_device(jax.device_get(state.params), batch)
+        got, _ = ddp.gradients(state, batch)
+        # Means of up to 32 rows in another order, and gradients through variances of four.
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, want)
+        for _ in range(2):
+            state, metrics = ddp.step(state, batch)
+        ends.append(jax.device_get((state.params, state.opt_state, state.model_state, metrics)))
+    # The same sums in the same order; the compiler may contract a product and a sum.
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), *ends)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(ends))
+
+
+def gradients_on_one_device(params, batch):
+    """Plain Flax: each micro-batch with a valid row is normalised alone, the sum divided once."""
+    stats = {"BatchNorm_0": {"mean": np.zeros(16), "var": np.ones(16)}}
+
+    def total(params, part):
+        def model(*inputs):
+            variables = {"params": params, "batch_stats": stats}
+            return Normed().apply(variables, *inputs, mutable=["batch_stats"])[0]
+
+        return (normed_loss(model, part, True) * part["mask"]).sum()
+
+    parts = [jax.tree.map(lambda x, i=i: x[i : i + 4], batch) for i in range(0, 32, 4)]
+    grads = [jax.grad(total)(params, part) for part in parts if part["mask"].any()]
+    return jax.tree.map(lambda *each: sum(each) / batch["mask"].sum(), *grads)
+
+
+def test_the_pass_goes_on_from_what_a_bucket_s_barrier_has_let_through():
+    """It holds the bucket, what the rest of the pass needs, and the bucket before."""
+    options = {"bucket_mb": 200 * BYTES, "layout": "flat", "overlap": True}
+    text = (
+        jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, **options).lower(make_batch()).as_text()
+    )
+    barriers = [line for line in text.splitlines() if "optimization_barrier" in line]
+    held = [len(re.findall(r"%[\w#]+", line.split("=")[1])) for line in barriers]
+    # There is none before the first bucket, and nothing goes on after the last.
+    assert held == [1 + 1, 1 + 1 + 1, 1 + 1 + 1, 1 + 1]
+
+
+def test_a_scanned_stack_of_layers_is_ready_all_at_once_and_still_right():
+    options = {"overlap": True, "bucket_mb": 200 * BYTES}
+    ddp = jddp.DataParallel(Transformer(), optax.sgd(0.1), loss_fn, **options)
+    text = ddp.lower(make_batch()).compile().as_text()
+    assert len(collectives(text)) == len(ddp.plan) + 1
+    layers = [path for bucket in ddp.plan.buckets for path in bucket.paths if "Scan" in path]
+    assert f"{len(layers)} gradients leave a loop at once" in str(ddp.plan)
+
+
+def test_ready_and_leaf_cannot_go_together():
+    with pytest.raises(jddp.ConfigError, match="layout='flat', or overlap=False"):
+        jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, layout="leaf", overlap=True)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"local_steps": jddp.LocalSteps(2)}], ids=["alone", "beside local steps"]
+)
+def test_an_unknown_overlap_is_refused(options):
+    with pytest.raises(jddp.ConfigError, match="overlap is True, False or 'auto'; got 'ready'"):
+        jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, overlap="ready", **options)
+
+
+@pytest.mark.parametrize("num, overlaps", [(1, False), (2, True)])
+def test_on_gpus_nothing_is_packed_for_a_single_one(monkeypatch, num, overlaps):
+    monkeypatch.setattr("jddp.data_parallel.platform", lambda mesh: "gpu")
+    ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, mesh=num)
+    assert ddp.spec.backward.overlaps == overlaps
