@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from conftest import COMMANDS
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = ("venv", "quickstart", "test", "check", "overlap", "notebook", "openmpi.sh", "slurm.sbatch")
@@ -55,6 +56,12 @@ def test_relative_links_of_a_page_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if not re.match(r"https?://|mailto:|#", target):
             assert (page.parent / target.partition("#")[0]).exists(), target
+
+
+def test_what_scripts_test_leaves_out_is_named_with_its_command():
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    assert set(COMMANDS) == {marker.partition(":")[0] for marker in options["markers"]}
+    assert set(COMMANDS) == set(re.findall(r"not (\w+)", options["addopts"][-1]))
 
 
 def test_the_readme_shows_the_two_commands():
