@@ -7,14 +7,18 @@ No format here can hold a pickle. A mapped array that is pickled for another pro
 there again, not copied.
 """
 
+import contextlib
 import mmap
 import os
 import struct
 import zipfile
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.lib.format import read_array_header_1_0, read_array_header_2_0, read_magic
 
 from jddp.errors import DataError
 
@@ -23,14 +27,10 @@ class MappedArray(np.memmap):
     """An array in a file, opened for reading; pickled as its path and offset."""
 
     def __reduce__(self) -> Any:
-        if isinstance(self.base, mmap.mmap):
-            place = (self.filename, self.dtype, "r", self.offset, self.shape, self._order)
-            return MappedArray, place
-        return np.array(self).__reduce__()  # a slice of one
-
-    @property
-    def _order(self) -> str:
-        return "F" if self.flags.f_contiguous and not self.flags.c_contiguous else "C"
+        if not isinstance(self.base, mmap.mmap):
+            return np.array(self).__reduce__()  # a slice of one
+        order = "F" if self.flags.f_contiguous and not self.flags.c_contiguous else "C"
+        return MappedArray, (self.filename, self.dtype, "r", self.offset, self.shape, order)
 
 
 def map_npy(path: Path) -> np.ndarray:
@@ -48,26 +48,30 @@ def map_npz(path: Path) -> dict[str, np.ndarray]:
     Raises:
       DataError: If the file is missing, is not whole, or holds objects.
     """
+    with _refusing_damage(path, ".npz file"), zipfile.ZipFile(path) as archive:
+        return {
+            member.filename.removesuffix(".npy"): _open_member(path, archive, member)
+            for member in archive.infolist()
+        }
+
+
+@contextlib.contextmanager
+def _refusing_damage(where: object, kind: str) -> Iterator[None]:
+    """While open, what reading a missing or damaged file raises becomes a `DataError`."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            return {
-                member.filename.removesuffix(".npy"): _open_member(path, archive, member)
-                for member in archive.infolist()
-            }
+        yield
     except FileNotFoundError as error:
-        raise DataError(f"{path}: no such file. It is needed; see data.dir.") from error
-    except (OSError, zipfile.BadZipFile) as error:
-        raise DataError(f"{path}: not a whole .npz file ({error}). Write it again.") from error
+        raise DataError(f"{where}: no such file. It is needed; see data.dir.") from error
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        reason = str(error).partition("\n")[0]
+        raise DataError(f"{where}: not a whole {kind} ({reason}). Write it again.") from error
 
 
 def _open_member(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
     where = f"{path}: {member.filename}"
     if member.compress_type != zipfile.ZIP_STORED:
-        try:
-            with archive.open(member) as file:
-                return np.lib.format.read_array(file, allow_pickle=False)
-        except (ValueError, EOFError, zipfile.BadZipFile) as error:
-            raise DataError(f"{where}: not a whole array ({error}). Write it again.") from error
+        with _refusing_damage(where, "array"), archive.open(member) as packed:
+            return np.lib.format.read_array(packed, allow_pickle=False)
     with path.open("rb") as file:
         file.seek(member.header_offset + 26)  # The local header ends with two lengths.
         name_bytes, extra_bytes = struct.unpack("<HH", file.read(4))
@@ -76,29 +80,17 @@ def _open_member(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo) 
 
 def _map_at(path: Path, offset: int, where: str) -> np.ndarray:
     """The array whose header begins at `offset`."""
-    try:
-        with path.open("rb") as file:
-            file.seek(offset)
-            version = np.lib.format.read_magic(file)
-            read_header = (
-                np.lib.format.read_array_header_1_0
-                if version == (1, 0)
-                else np.lib.format.read_array_header_2_0
-            )
-            shape, is_fortran, dtype = read_header(file)
-            begin, there = file.tell(), os.fstat(file.fileno()).st_size
-    except FileNotFoundError as error:
-        raise DataError(f"{where}: no such file. It is needed; see data.dir.") from error
-    except (OSError, ValueError, EOFError) as error:
-        reason = str(error).splitlines()[0]
-        raise DataError(f"{where}: not a whole .npy file ({reason}). Write it again.") from error
+    with _refusing_damage(where, ".npy file"), path.open("rb") as file:
+        file.seek(offset)
+        is_old = read_magic(file) == (1, 0)
+        read_header = read_array_header_1_0 if is_old else read_array_header_2_0
+        shape, is_fortran, dtype = read_header(file)
+        begin, there = file.tell(), os.fstat(file.fileno()).st_size
     if dtype.hasobject:
         raise DataError(f"{where}: holds Python objects, which are not read. Write numbers.")
-    num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    if begin + num_bytes > there:
-        raise DataError(
-            f"{where}: cut off at byte {there:,} of {begin + num_bytes:,}. Write it again."
-        )
-    if num_bytes == 0:
+    end = begin + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    if end > there:
+        raise DataError(f"{where}: cut off at byte {there:,} of {end:,}. Write it again.")
+    if end == begin:
         return np.zeros(shape, dtype)
     return MappedArray(path, dtype, "r", begin, shape, "F" if is_fortran else "C")
