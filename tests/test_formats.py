@@ -18,7 +18,7 @@ from jddp.data.__main__ import main
 from jddp.data.sources.idx import pack_idx
 from jddp.data.sources.image_folder import FolderExamples
 from jddp.data.sources.mapped import MappedArray, map_npy, map_npz
-from jddp.data.sources.tokenize import Bytes, FromFile, documents_in, write_tokens
+from jddp.data.sources.tokenize import BYTES, documents_in, tokenizer_in, write_tokens
 from jddp.errors import ConfigError, DataError
 
 X = np.arange(24, dtype=np.float32).reshape(8, 3)
@@ -320,7 +320,7 @@ TEXTS = [f"document {i} of some length " * (i % 3 + 1) for i in range(40)]
 
 def written(tmp_path, tokenizer=None, **options):
     directory = tmp_path / "tokens"
-    index = write_tokens(TEXTS, directory, tokenizer=tokenizer or Bytes(), **options)
+    index = write_tokens(TEXTS, directory, tokenizer=tokenizer or BYTES, **options)
     return directory, index
 
 
@@ -348,7 +348,7 @@ def test_text_that_is_written_as_tokens_is_read_back(tmp_path):
 
 def test_the_part_of_a_document_is_that_of_its_text(tmp_path):
     written(tmp_path)
-    write_tokens(reversed(TEXTS), tmp_path / "again", tokenizer=Bytes())
+    write_tokens(reversed(TEXTS), tmp_path / "again", tokenizer=BYTES)
     for part in ("train", "test"):
         one, other = (np.load(tmp_path / d / f"{part}-00000.npy") for d in ("tokens", "again"))
         assert sorted(bytes(one.astype("u1")).split(b"\0")) == sorted(
@@ -365,15 +365,15 @@ def test_a_tokenizer_of_hugging_face_writes_its_own_tokens(tmp_path):
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     path = tmp_path / "words.json"
     tokenizer.save(str(path))
-    directory, index = written(tmp_path, FromFile(path, end_of_document="<end>"))
+    directory, index = written(tmp_path, tokenizer_in(path, end_of_document="<end>"))
     assert (index["tokenizer"], index["vocab_size"]) == ("words.json", len(words))
     tokens = np.load(directory / "train-00000.npy")
     texts = " ".join(words[i] for i in tokens).split(" <end>")
     assert set(" ".join(t.split()) for t in texts if t) < {" ".join(t.split()) for t in TEXTS}
     with pytest.raises(ConfigError, match="has no token '<eos>'"):
-        FromFile(path, end_of_document="<eos>")
+        tokenizer_in(path, end_of_document="<eos>")
     with pytest.raises(ConfigError, match=r"nothing\.json: no file of tokenizers"):
-        FromFile(tmp_path / "nothing.json")
+        tokenizer_in(tmp_path / "nothing.json")
 
 
 def test_documents_are_files_and_lines_of_jsonl(tmp_path):
@@ -409,9 +409,9 @@ def test_bad_token_files_are_named_with_the_place(tmp_path):
     with pytest.raises(ConfigError, match=r"holds \.npy files already"):
         written(tmp_path)
     with pytest.raises(DataError, match="no document came to test"):
-        write_tokens(TEXTS[:1], tmp_path / "few", tokenizer=Bytes())
+        write_tokens(TEXTS[:1], tmp_path / "few", tokenizer=BYTES)
     with pytest.raises(ConfigError, match="between 0 and 1"):
-        write_tokens(TEXTS, tmp_path / "all", tokenizer=Bytes(), test_share=1.0)
+        write_tokens(TEXTS, tmp_path / "all", tokenizer=BYTES, test_share=1.0)
 
 
 def test_the_command_writes_tokens_and_says_how_to_train(tmp_path, capsys):

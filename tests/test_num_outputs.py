@@ -11,7 +11,7 @@ from PIL import Image
 from jddp.config.files import load_config, read_values, with_overrides
 from jddp.config.schema import Config
 from jddp.data import ArrayExamples, make_source
-from jddp.data.sources.tokenize import Bytes, write_tokens
+from jddp.data.sources.tokenize import BYTES, write_tokens
 from jddp.errors import ConfigError
 from jddp.job.job import build, fit
 from jddp.job.load import load
@@ -87,7 +87,7 @@ def test_a_vocabulary_is_filled_in_and_a_smaller_model_is_refused(tmp_path, fold
     write_tokens(
         iter([f"document {i} " * 40 for i in range(20)]),
         tmp_path / "t",
-        tokenizer=Bytes(),
+        tokenizer=BYTES,
         test_share=0.5,
     )
     index = json.loads((tmp_path / "t" / "tokens.json").read_text())

@@ -11,12 +11,7 @@ from jddp.config.permissions import expand
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
-
-    def run() -> None:
-        arguments = _parser().parse_args(argv)
-        arguments.run(arguments)
-
-    return enter(run)
+    return enter(lambda: _tokenize(_parser().parse_args(argv)))
 
 
 def _parser() -> Parser:
@@ -30,23 +25,18 @@ def _parser() -> Parser:
     add("--end-of-document", metavar="TOKEN", help="token after each document; zero for bytes")
     add("--test-share", type=float, default=0.1, help="fraction of documents for testing (0.1)")
     add("--shard-tokens", type=int, default=2**27, help="tokens per file (2^27)")
-    tokenize.set_defaults(run=_tokenize)
     return parser
 
 
 def _tokenize(arguments: argparse.Namespace) -> None:
-    from jddp.data.sources.tokenize import Bytes, FromFile, documents_in, write_tokens
+    from jddp.data.sources.tokenize import BYTES, documents_in, tokenizer_in, write_tokens
 
-    end = arguments.end_of_document
-    tokenizer = (
-        Bytes()
-        if arguments.tokenizer == "bytes"
-        else FromFile(Path(arguments.tokenizer), end_of_document=end)
-    )
+    chosen, end = arguments.tokenizer, arguments.end_of_document
+    is_bytes = chosen == "bytes"
     index = write_tokens(
         documents_in(arguments.texts),
         arguments.directory,
-        tokenizer=tokenizer,
+        tokenizer=BYTES if is_bytes else tokenizer_in(Path(chosen), end_of_document=end),
         test_share=arguments.test_share,
         shard_tokens=arguments.shard_tokens,
     )

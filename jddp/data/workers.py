@@ -17,7 +17,8 @@ import numpy as np
 
 from jddp.data.batches import TrainBatches
 from jddp.data.examples import Batch
-from jddp.errors import ConfigError, DataError
+from jddp.data.extras import import_extra
+from jddp.errors import DataError
 
 # Batches that a worker reads ahead.
 BUFFER = 2
@@ -35,12 +36,7 @@ class WorkerBatches(TrainBatches):
     """
 
     def __init__(self, batches: TrainBatches, *, num_workers: int) -> None:
-        try:
-            import grain  # noqa: F401
-        except ImportError as error:
-            raise ConfigError(
-                "data.num_workers needs grain, which is not installed: pip install 'jddp[data]'."
-            ) from error
+        import_extra("grain", needed_by="data.num_workers")
         vars(self).update(vars(batches))
         self._batches, self._num_workers = batches, num_workers  # workers get the plain batches
         self._iterator: Any = None

@@ -16,6 +16,7 @@ import numpy as np
 
 from jddp.data.augment import CropAndFlip
 from jddp.data.examples import Batch
+from jddp.data.extras import import_extra
 from jddp.data.source import DataSet, Source, image_spec, make_data_set
 from jddp.errors import ConfigError, DataError
 
@@ -149,12 +150,7 @@ def image_folder(
     """
     if undecodable not in ("error", "mask"):
         raise ConfigError(f"data.kwargs.undecodable: {undecodable!r}. Choose 'error' or 'mask'.")
-    try:
-        import PIL  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            "image_folder needs Pillow, which is not installed: pip install 'jddp[data]'."
-        ) from error
+    import_extra("PIL", needed_by="image_folder")
 
     def load() -> DataSet:
         train, test = (

@@ -10,46 +10,22 @@ They need the extra jddp[data]. Columns that hold anything but numbers are refus
 """
 
 import contextlib
-import importlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from jddp.data.extras import import_extra
 from jddp.data.rows import RowExamples
 from jddp.data.source import Source, source_of
-from jddp.errors import ConfigError, DataError
+from jddp.errors import DataError
 from jddp.zoo.names import resolve_target
-
-
-class DecodedRecords:
-    """Records as rows.
-
-    Args:
-      records: Sequence of bytes.
-      decode: "package.module:function" that makes a row of the bytes of a record.
-    """
-
-    def __init__(self, records: Any, decode: str) -> None:
-        self._records, self._decode = records, decode
-        self._function: Callable[[bytes], Any] | None = None
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-    def __getitem__(self, index: int) -> Any:
-        if self._function is None:
-            self._function = resolve_target(self._decode, key="data.kwargs.decode")
-        return self._function(self._records[index])
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_function": None}  # Resolved again after unpickling.
 
 
 def parquet(*, directory: Path, columns: Sequence[str] | None = None) -> Source:
     """The source of Parquet files in a directory; `columns` chooses, None takes all."""
 
     def read(part: str) -> Any:
-        files = [str(path) for path in _files(directory, part, "parquet")]
+        files = _files(directory, part, "parquet")
         arguments = {"columns": list(columns)} if columns else {}
         with _quiet_datasets() as datasets:
             return datasets.Dataset.from_parquet(files, keep_in_memory=False, **arguments)
@@ -74,9 +50,10 @@ def array_record(*, directory: Path, decode: str) -> Source:
     """The source of ArrayRecord files; `decode`, a target, makes a row of the bytes of a record."""
 
     def read(part: str) -> Any:
-        files = [str(path) for path in _files(directory, part, "array_record")]
-        records = _library("grain").sources.ArrayRecordDataSource(files)
-        return DecodedRecords(records, decode)
+        grain = import_extra("grain", needed_by="array_record")
+        records = grain.sources.ArrayRecordDataSource(_files(directory, part, "array_record"))
+        function = resolve_target(decode, key="data.kwargs.decode")
+        return grain.MapDataset.source(records).map(function)
 
     return _source("array_record", directory, read)
 
@@ -86,17 +63,17 @@ def _source(name: str, directory: Path, read: Callable[[str], Any]) -> Source:
     return source_of(f"{name} {directory}", *parts)
 
 
-def _files(root: Path, part: str, ending: str) -> list[Path]:
+def _files(root: Path, part: str, ending: str) -> list[str]:
     files = sorted(root.glob(f"{part}*.{ending}"))
     if not files:
         raise DataError(f"{root}: no files {part}*.{ending}. They are needed; see data.dir.")
-    return files
+    return [str(path) for path in files]
 
 
 @contextlib.contextmanager
 def _quiet_datasets() -> Iterator[Any]:
     """The library `datasets`, without progress bars: a log would have a line for each."""
-    datasets = _library("datasets")
+    datasets = import_extra("datasets", needed_by="this data set")
     # Its environment variable has precedence: datasets would warn of every attempt.
     is_ours = datasets.config.HF_DATASETS_DISABLE_PROGRESS_BARS is None
     with contextlib.ExitStack() as afterwards:
@@ -104,12 +81,3 @@ def _quiet_datasets() -> Iterator[Any]:
             datasets.disable_progress_bars()
             afterwards.callback(datasets.enable_progress_bars)
         yield datasets
-
-
-def _library(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ConfigError(
-            f"this data set needs {name}, which is not installed: pip install 'jddp[data]'."
-        ) from error

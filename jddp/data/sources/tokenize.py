@@ -1,89 +1,69 @@
 """Writes the token files that `tokens` reads, from text.
 
-    write_tokens(documents_in([Path("books")]), Path("data/tokens"), tokenizer=Bytes())
+    write_tokens(documents_in([Path("books")]), Path("data/tokens"), tokenizer=BYTES)
 
 A hash of its text puts a document into the test split or the training split, so that neither order
 nor number of files moves one. No more than one file of tokens is held in memory.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 
+from jddp.data.extras import import_extra
 from jddp.data.sources.tokens import DOCUMENTS, INDEX
 from jddp.errors import ConfigError, DataError
 
 
-@runtime_checkable
-class Tokenizer(Protocol):
+@dataclass(frozen=True)
+class Tokenizer:
     """Turns text into numbers.
 
     Attributes:
       name: Name of the tokenizer, for tokens.json.
       vocab_size: Number of different tokens, which are below it.
+      encode: Function that returns the tokens of a text.
       end_of_document: Token to put after each document, or None.
     """
 
     name: str
     vocab_size: int
-    end_of_document: int | None
-
-    def encode(self, text: str) -> Sequence[int] | np.ndarray:
-        """The tokens of a text."""
+    encode: Callable[[str], Sequence[int] | np.ndarray]
+    end_of_document: int | None = None
 
 
-class Bytes:
-    """Bytes of UTF-8 are tokens; a zero byte ends a document."""
-
-    name = "bytes"
-    vocab_size = 256
-    end_of_document: int | None = 0
-
-    def encode(self, text: str) -> np.ndarray:
-        """The bytes of a text."""
-        return np.frombuffer(text.encode(), np.uint8)
+BYTES = Tokenizer("bytes", 256, lambda text: np.frombuffer(text.encode(), np.uint8), 0)
 
 
-class FromFile:
-    """A tokenizer of Hugging Face's `tokenizers`, from its JSON file.
+def tokenizer_in(path: Path, *, end_of_document: str | None = None) -> Tokenizer:
+    """A tokenizer of Hugging Face's `tokenizers`, which puts no special tokens around a text.
 
     Args:
-      path: Path of the file.
+      path: Path of its JSON file.
       end_of_document: Token that ends a document, as text; None for none.
 
     Raises:
       ConfigError: If `tokenizers` is not installed, it cannot read the file, or the token is
         unknown.
     """
+    tokenizers = import_extra("tokenizers", needed_by="--tokenizer FILE")
+    try:
+        found = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers has no class of errors
+        raise ConfigError(f"{path}: no file of tokenizers ({error}).") from error
+    end = None if end_of_document is None else found.token_to_id(end_of_document)
+    if end is None and end_of_document is not None:
+        raise ConfigError(f"{path} has no token {end_of_document!r}. Name one of its tokens.")
 
-    def __init__(self, path: Path, *, end_of_document: str | None = None) -> None:
-        try:
-            import tokenizers
-        except ImportError as error:
-            raise ConfigError(
-                "--tokenizer FILE needs tokenizers, which is not installed: pip install "
-                "'jddp[data]'."
-            ) from error
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # tokenizers has no class of errors
-            raise ConfigError(f"{path}: no file of tokenizers ({error}).") from error
-        self.name, self.vocab_size = path.name, self._tokenizer.get_vocab_size()
-        self.end_of_document: int | None = None
-        if end_of_document is not None:
-            self.end_of_document = self._tokenizer.token_to_id(end_of_document)
-            if self.end_of_document is None:
-                raise ConfigError(
-                    f"{path} has no token {end_of_document!r}. Name one of its tokens."
-                )
+    def encode(text: str) -> Sequence[int]:
+        return found.encode(text, add_special_tokens=False).ids
 
-    def encode(self, text: str) -> Sequence[int]:
-        """The tokens of a text, without special tokens around it."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+    return Tokenizer(path.name, found.get_vocab_size(), encode, end)
 
 
 def documents_in(paths: Sequence[Path]) -> Iterator[str]:
@@ -148,7 +128,7 @@ def write_tokens(
     if any(directory.glob("*.npy")):
         raise ConfigError(f"{directory} holds .npy files already. Choose another folder.")
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
-    parts = {name: _Part(directory, name, dtype, shard_tokens) for name in ("train", "test")}
+    parts = {name: _Part(directory, name, shard_tokens) for name in ("train", "test")}
     for text in documents:
         draw = int.from_bytes(sha256(text.encode()).digest()[:8], "big") / 2**64
         part = parts["test" if draw < test_share else "train"]
@@ -174,9 +154,8 @@ def write_tokens(
 class _Part:
     """Files of one split, written one after the other."""
 
-    def __init__(self, directory: Path, name: str, dtype: np.dtype, shard_tokens: int) -> None:
-        self._directory, self._name, self._dtype = directory, name, dtype
-        self._shard_tokens = shard_tokens
+    def __init__(self, directory: Path, name: str, shard_tokens: int) -> None:
+        self._directory, self._name, self._shard_tokens = directory, name, shard_tokens
         self._documents: list[np.ndarray] = []
         self._num_shards = self._in_shard = self.num_tokens = self.num_documents = 0
 
