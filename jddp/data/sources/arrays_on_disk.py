@@ -8,8 +8,7 @@ Headers are checked when the files are opened, rows when they are read. The hash
 of its sizes and of the rows at both ends: reading all of it could take hours.
 """
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -49,8 +48,8 @@ def npy(
         return [map_npy(directory / f"{part}_{name}.npy") for name in ("images", "labels")]
 
     shape = (image_size, image_size, num_channels)
-    normalize = functools.partial(ImageExamples, mean=mean, std=std)
-    return _images("npy", directory, shape, num_classes, max_shift, normalize, read)
+    scale = {"mean": mean, "std": std}
+    return _images(f"npy {directory}", read, shape, num_classes, max_shift, scale)
 
 
 def idx(
@@ -75,28 +74,24 @@ def idx(
     """
 
     def read(part: str) -> list[np.ndarray]:
-        part = {"test": "t10k"}.get(part, part)
-        names = [f"{part}-{name}-ubyte" for name in ("images-idx3", "labels-idx1")]
-        packed = [directory / f"{name}.gz" for name in names]
-        images, labels = (
-            read_idx(gz if gz.exists() else directory / name)
-            for gz, name in zip(packed, names, strict=True)
-        )
+        stem = {"test": "t10k"}.get(part, part)
+        names = (f"{stem}-images-idx3-ubyte", f"{stem}-labels-idx1-ubyte")
+        packed = (directory / f"{name}.gz" for name in names)
+        images, labels = (read_idx(gz if gz.exists() else gz.with_suffix("")) for gz in packed)
         return [images[..., None], labels]
 
     shape = (image_size, image_size, 1)
-    normalize = functools.partial(ImageExamples, mean=mean, std=std)
-    return _images("idx", directory, shape, num_classes, max_shift, normalize, read)
+    scale = {"mean": mean, "std": std}
+    return _images(f"idx {directory}", read, shape, num_classes, max_shift, scale)
 
 
 def _images(
     name: str,
-    directory: Path,
+    read: Callable[[str], list[np.ndarray]],
     shape: tuple[int, int, int],
     num_classes: int,
     max_shift: int,
-    normalize: Callable[[np.ndarray, np.ndarray], ImageExamples],
-    read: Callable[[str], list[np.ndarray]],
+    scale: Mapping[str, float | Sequence[float]],
 ) -> Source:
     """The source of images and labels that `read` returns for "train" and for "test"."""
 
@@ -104,15 +99,15 @@ def _images(
         images, labels = read(part)
         if images.shape[1:] != shape:
             raise DataError(
-                f"{directory}: {part} has images of shape {images.shape[1:]}, and image_size and "
+                f"{name}: {part} has images of shape {images.shape[1:]}, and image_size and "
                 f"num_channels ask for {shape}. Change one of the two."
             )
-        check_labels(labels, num_classes, where=f"{directory}: {part}")
-        return normalize(images, labels)
+        check_labels(labels, num_classes, where=f"{name}: {part}")
+        return ImageExamples(images, labels, **scale)
 
     return Source(
         image_spec(*shape),
-        lambda: make_data_set(f"{name} {directory}", examples("train"), examples("test")),
+        lambda: make_data_set(name, examples("train"), examples("test")),
         FlipAndShift(max_shift),
         {"num_classes": num_classes},
     )

@@ -48,14 +48,15 @@ def read_idx(path: Path, *, sha256_hex: str | None = None) -> np.ndarray:
             f"{path}: altered: unpacked, its sha256 is {found[:12]}..., expected "
             f"{sha256_hex[:12]}.... Put the original in its place."
         )
-    try:
-        return parse_idx(plain)
-    except DataError as error:
-        raise DataError(f"{path}: {error}") from error
+    return parse_idx(plain, called=str(path))
 
 
-def parse_idx(plain: bytes) -> np.ndarray:
+def parse_idx(plain: bytes, *, called: str = "these bytes") -> np.ndarray:
     """The array in the unpacked bytes of an IDX file (read-only).
+
+    Args:
+      plain: The bytes.
+      called: Name of the file in an error.
 
     Raises:
       DataError: If they are not exactly one IDX array of bytes.
@@ -63,11 +64,13 @@ def parse_idx(plain: bytes) -> np.ndarray:
     num_dims = plain[3] if plain[:3] == bytes([0, 0, _UINT8]) and len(plain) > 3 else 0
     header_bytes = 4 + 4 * num_dims
     if not num_dims or len(plain) < header_bytes:
-        raise DataError(f"not an IDX file of bytes: it begins with 0x{plain[:4].hex()}.")
+        raise DataError(f"{called}: not an IDX file of bytes: begins with 0x{plain[:4].hex()}.")
     shape = tuple(np.frombuffer(plain, ">u4", count=num_dims, offset=4).tolist())
     elements = np.frombuffer(plain, np.uint8, offset=header_bytes)
     if elements.size != prod(shape):
-        raise DataError(f"not a whole IDX file: {elements.size:,} elements for shape {shape}.")
+        raise DataError(
+            f"{called}: not a whole IDX file: {elements.size:,} elements for shape {shape}."
+        )
     return elements.reshape(shape)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from jddp.data.source import DataSet, Source
-from jddp.data.sources.tokens import TokenExamples, check_sequence_length
+from jddp.data.sources.tokens import TokenExamples, token_spec
 from jddp.errors import DataError
 
 VOCAB_SIZE = 256
@@ -32,9 +32,8 @@ def python_stdlib(*, sequence_length: int = 256) -> Source:
     Raises:
       ConfigError: If it is not positive.
     """
-    check_sequence_length(sequence_length)
     return Source(
-        spec={"tokens": ((sequence_length + 1,), np.dtype("int32"))},
+        spec=token_spec(sequence_length),
         load=lambda: _load(Path(sysconfig.get_path("stdlib")), sequence_length),
         sizes={"vocab_size": VOCAB_SIZE},
     )
@@ -54,15 +53,12 @@ def _is_text(name: str) -> bool:
     return name not in _SKIPPED and not name.startswith(_MACHINE_MADE)
 
 
-def _is_test_file(path: Path) -> bool:
-    return sha256(path.as_posix().encode()).digest()[0] % 10 == 0
-
-
 def _load(root: Path, sequence_length: int) -> DataSet:
     parts: dict[bool, list[bytes]] = {False: [], True: []}
     for path in source_files(root):
+        is_test = sha256(path.as_posix().encode()).digest()[0] % 10 == 0
         try:
-            parts[_is_test_file(path)].append((root / path).read_bytes() + b"\0")
+            parts[is_test].append((root / path).read_bytes() + b"\0")
         except OSError as error:
             raise DataError(f"{root / path}: {error.strerror}. Repair the installation.") from error
     train, test = b"".join(parts[False]), b"".join(parts[True])
@@ -72,16 +68,12 @@ def _load(root: Path, sequence_length: int) -> DataSet:
             "them; use another one, or data.name=tokens."
         )
     digest = sha256(train + test).hexdigest()
-    return DataSet(
-        train=_examples(train, sequence_length),
-        test=_examples(test, sequence_length),
-        description=(
-            f"Python's standard library: {len(train):,} train / {len(test):,} test bytes of "
-            f"{sum(map(len, parts.values())):,} files, sha256 {digest[:12]}"
-        ),
-        sha256=digest,
+    examples = (
+        TokenExamples(np.frombuffer(text, np.uint8), sequence_length=sequence_length)
+        for text in (train, test)
     )
-
-
-def _examples(text: bytes, sequence_length: int) -> TokenExamples:
-    return TokenExamples(np.frombuffer(text, np.uint8), sequence_length=sequence_length)
+    description = (
+        f"Python's standard library: {len(train):,} train / {len(test):,} test bytes of "
+        f"{sum(map(len, parts.values())):,} files, sha256 {digest[:12]}"
+    )
+    return DataSet(*examples, description, digest)

@@ -117,8 +117,7 @@ def tokens(
     Raises:
       ConfigError: If an argument breaks its rule.
     """
-    check_sequence_length(sequence_length)
-    spec: Spec = {"tokens": ((sequence_length + 1,), np.dtype("int32"))}
+    spec = token_spec(sequence_length)
     if vocab_size is None and (directory / INDEX).exists():
         vocab_size = json.loads((directory / INDEX).read_text())["vocab_size"]
     if not cross_documents:
@@ -143,10 +142,11 @@ def tokens(
     )
 
 
-def check_sequence_length(sequence_length: int) -> None:
-    """Refuses a length that predicts nothing."""
+def token_spec(sequence_length: int) -> Spec:
+    """The spec of windows that predict so many tokens; refuses a length that predicts nothing."""
     if sequence_length < 1:
         raise ConfigError(f"sequence_length {sequence_length} is not positive. Take 1 or more.")
+    return {"tokens": ((sequence_length + 1,), np.dtype("int32"))}
 
 
 def _shards(root: Path, part: str) -> list[Path]:

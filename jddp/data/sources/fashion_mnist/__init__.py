@@ -84,28 +84,23 @@ def _load(source: str, root: Path, num_held_out: int) -> DataSet:
     test_images, test_labels, train_images, train_labels = (
         read_idx(root / f"{name}.gz", sha256_hex=digest) for digest, name in lines
     )
-    judged = f"{len(test_labels):,} test"
     if num_held_out:
-        kept, held_out = _split_by_class(train_labels, num_held_out)
-        test_images, test_labels = train_images[held_out], train_labels[held_out]
-        train_images, train_labels = train_images[kept], train_labels[kept]
-        judged = f"{num_held_out:,} held-out"
-    return DataSet(
-        train=_examples(train_images, train_labels),
-        test=_examples(test_images, test_labels),
-        description=f"Fashion-MNIST {source}: {len(train_labels):,} train / {judged} examples",
-        sha256=sha256("".join(digest for digest, _ in lines).encode()).hexdigest(),
+        is_kept = ~_last_of_each_class(train_labels, num_held_out // NUM_CLASSES)
+        test_images, test_labels = train_images[~is_kept], train_labels[~is_kept]
+        train_images, train_labels = train_images[is_kept], train_labels[is_kept]
+    train, test = (
+        ImageExamples(images[..., None], labels, mean=MEAN, std=STD)
+        for images, labels in ((train_images, train_labels), (test_images, test_labels))
     )
+    judged = f"{len(test):,} {'held-out' if num_held_out else 'test'}"
+    description = f"Fashion-MNIST {source}: {len(train):,} train / {judged} examples"
+    digest = sha256("".join(digest for digest, _ in lines).encode()).hexdigest()
+    return DataSet(train, test, description, digest)
 
 
-def _examples(images: np.ndarray, labels: np.ndarray) -> ImageExamples:
-    return ImageExamples(images[..., None], labels, mean=MEAN, std=STD)
-
-
-def _split_by_class(labels: np.ndarray, num_held_out: int) -> tuple[np.ndarray, np.ndarray]:
-    """Indices kept and indices held out: the last of each class, in the order of the data."""
-    per_class = num_held_out // NUM_CLASSES
-    held_out = np.concatenate(
-        [np.flatnonzero(labels == c)[-per_class:] for c in range(NUM_CLASSES)]
-    )
-    return np.setdiff1d(np.arange(len(labels)), held_out), np.sort(held_out)
+def _last_of_each_class(labels: np.ndarray, num_of_each: int) -> np.ndarray:
+    """Whether each example is one of the last of its class."""
+    found = np.zeros(len(labels), bool)
+    for label in range(NUM_CLASSES):
+        found[np.flatnonzero(labels == label)[-num_of_each:]] = True
+    return found
