@@ -42,7 +42,7 @@ from flax import linen as nn
 from flax import nnx
 
 import jddp
-from jddp.zoo.models import CNN, GPT, cnn_nnx
+from jddp.zoo.models import CNN, CNN_NNX, GPT
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from peers import pmap_trainer, shard_map_trainer
@@ -87,7 +87,7 @@ def cnn_job() -> Job:
 
 
 def cnn_nnx_job() -> Job:
-    return dataclasses.replace(cnn_job(), model=cnn_nnx.CNN(rngs=nnx.Rngs(0)))
+    return dataclasses.replace(cnn_job(), model=CNN_NNX(rngs=nnx.Rngs(0)))
 
 
 def gpt_job() -> Job:

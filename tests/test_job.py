@@ -26,7 +26,7 @@ from jddp.job.job import build, fit
 from jddp.job.load import load
 from jddp.job.parts import resolve_parts
 from jddp.job.preview import memory_table, preview
-from jddp.zoo.models.make import make_model
+from jddp.zoo.models import make_model
 
 MINE = """
 import numpy as np

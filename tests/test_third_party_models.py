@@ -20,7 +20,7 @@ from tiny import MLP, NUM_CLASSES, NnxConvNet, loss_fn, make_batch
 import jddp
 from jddp.errors import ConfigError
 from jddp.zoo.losses import cross_entropy
-from jddp.zoo.models import CNN, cnn_nnx
+from jddp.zoo.models import CNN, CNN_NNX
 
 
 def wrapped(model, loss=loss_fn, **options):
@@ -384,7 +384,7 @@ def test_a_network_in_nnx_compiles_to_what_it_does_in_linen():
     images = rng.normal(size=(16, 28, 28, 1)).astype(np.float32)
     batch = {"image": images, "label": rng.integers(0, 10, 16)}
     seen = []
-    for model in (CNN(), cnn_nnx.CNN(rngs=nnx.Rngs(0))):
+    for model in (CNN(), CNN_NNX(rngs=nnx.Rngs(0))):
         ddp = wrapped(model, cross_entropy)
         compiled = ddp.lower(batch).compile()
         cost = compiled.cost_analysis()

@@ -16,7 +16,7 @@ from jddp.config.permissions import expand
 from jddp.config.schema import Config
 from jddp.errors import UsageError
 from jddp.modules.functional import functional
-from jddp.zoo.models.make import is_module_class, make_model
+from jddp.zoo.models import is_module_class, make_model
 from jddp.zoo.names import resolve_target
 
 OWN_MODELS = "jddp.zoo.models"

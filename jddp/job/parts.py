@@ -16,15 +16,8 @@ from jddp.engine.sync import LocalSteps
 from jddp.errors import ConfigError
 from jddp.reduce import CommHook, powersgd
 from jddp.zoo.losses import LOSSES
-from jddp.zoo.models import MODELS
-from jddp.zoo.models.make import make_model
-from jddp.zoo.names import (
-    accepted_names,
-    check_arguments,
-    defaults_of,
-    did_you_mean,
-    resolve_target,
-)
+from jddp.zoo.models import MODELS, make_model
+from jddp.zoo.names import accepted_names, check_arguments, defaults_of, look_up, resolve_target
 from jddp.zoo.optimizers import make_optimizer, make_schedule
 
 Schedule = Callable[[int], Any]
@@ -127,16 +120,11 @@ def _named(
     section: NamedSection, key: str, known: Mapping[str, Any] | None = None, kind: str = ""
 ) -> Any:
     """The object that a section names: its target, or its name, which is looked up if `known`."""
-    name = section.name
     if section.target is not None:
         return resolve_target(section.target, key=f"{key}.target")
-    if known is None or name is None:
-        return name
-    if name not in known:
-        meant = did_you_mean(name, known.keys())
-        listed = ", ".join(sorted(known))
-        raise ConfigError(f"{key}.name: no {kind} {name!r}.{meant} Known: {listed}.")
-    return known[name]
+    if known is None:
+        return section.name
+    return look_up(section.name or "", known, key=f"{key}.name", kind=kind)
 
 
 def _loss(config: Config) -> Callable[..., Any]:

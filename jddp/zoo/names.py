@@ -49,6 +49,24 @@ def did_you_mean(name: str, known: Iterable[str] | Mapping[str, str]) -> str:
     return f" Did you mean {lowered[near[0]]!r}?" if near and typed else ""
 
 
+def look_up(name: str, known: Mapping[str, Any], *, key: str, kind: str) -> Any:
+    """Returns what a registered name stands for.
+
+    Args:
+      name: The name.
+      known: Objects by name.
+      key: The config key that holds the name, for the error.
+      kind: Word for such an object in the error.
+
+    Raises:
+      ConfigError: If it is not known.
+    """
+    if name not in known:
+        meant, listed = did_you_mean(name, known.keys()), ", ".join(sorted(known))
+        raise ConfigError(f"{key}: no {kind} {name!r}.{meant} Known: {listed}.")
+    return known[name]
+
+
 def resolve_target(target: str, *, key: str) -> Any:
     """Returns the object that `package.module:Name` names, from the current directory too.
 
@@ -64,9 +82,8 @@ def resolve_target(target: str, *, key: str) -> Any:
         meant = did_you_mean(target, [":".join(target.rsplit(".", 1))]) if "." in target else ""
         raise ConfigError(f"{key}: {target!r} is not of the form package.module:Name.{meant}")
     if not {"", "."} & set(sys.path):
-        sys.path.insert(
-            0, ""
-        )  # A console script lacks what `python -m` has: the current directory.
+        # A console script lacks what `python -m` has: the current directory.
+        sys.path.insert(0, "")
     try:
         found = importlib.import_module(module_name)
     except Exception as error:  # Your module may raise anything: one line here.

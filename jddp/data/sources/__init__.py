@@ -18,7 +18,7 @@ from jddp.data.sources.records import array_record, hugging_face, parquet
 from jddp.data.sources.stdlib_text import python_stdlib
 from jddp.data.sources.tokens import tokens
 from jddp.errors import ConfigError
-from jddp.zoo.names import check_arguments, defaults_of, did_you_mean
+from jddp.zoo.names import check_arguments, defaults_of, look_up
 
 _FORMATS: tuple[Callable[..., Source], ...] = (array_record, fashion_mnist, hugging_face, idx)
 _FORMATS += (image_folder, npy, npz, parquet, python_stdlib, tokens)
@@ -44,13 +44,8 @@ def make_source(
     Raises:
       ConfigError: If there is no such source, or an argument breaks its rule.
     """
-    if name not in SOURCES:
-        known = ", ".join(sorted(SOURCES))
-        raise ConfigError(
-            f"data.name: no data set {name!r}.{did_you_mean(name, list(SOURCES))} Known: {known}."
-        )
-    make, kwargs = SOURCES[name], dict(kwargs or {})
-    defaults = defaults_of(make)
+    make = look_up(name, SOURCES, key="data.name", kind="data set")
+    defaults, kwargs = defaults_of(make), dict(kwargs or {})
     places: dict[str, Any] = {} if source == "embedded" else {"source": source}
     if directory is not None:
         places["directory"] = Path(directory).expanduser()

@@ -1,25 +1,33 @@
 """Models by name. Any other Flax module can be trained too.
 
     model = MODELS["gpt"](num_layers=6, width=384, dtype="bfloat16")
+    model = make_model("gpt", kwargs={"num_layers": 2})       # as a config names it
+    model = make_model(MyNet, kwargs={"width": 64}, seed=1)   # an NNX class gets its rngs
 
 They are plain Flax: no mesh, no axis names (batch norm is synchronized by `DataParallel`),
 parameters in float32 and arithmetic in `dtype`, outputs in float32. Linen modules are called as
-`model(inputs, train)`; `CNN_NNX` is the small network in NNX.
+`model(inputs, train)`; `CNN_NNX` is the small network in NNX. An NNX module makes its values when
+it is made, so it needs a seed; a Linen module makes them later.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
+import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 
-from jddp.zoo.models.cnn import CNN
-from jddp.zoo.models.cnn_nnx import CNN as CNN_NNX
+from jddp.errors import ConfigError
+from jddp.zoo.models.cnn import CNN, CNN_NNX
 from jddp.zoo.models.gpt import GPT
 from jddp.zoo.models.mlp import MLP
 from jddp.zoo.models.resnet import ResNet, resnet18, resnet50
 from jddp.zoo.models.vit import ViT
+from jddp.zoo.names import accepted_names, check_arguments, did_you_mean, look_up
 
-MODELS: dict[str, Callable[..., nn.Module | nnx.Module]] = {
+Module = nn.Module | nnx.Module
+
+MODELS: dict[str, Callable[..., Module]] = {
     "cnn": CNN,
     "cnn_nnx": CNN_NNX,
     "gpt": GPT,
@@ -30,3 +38,40 @@ MODELS: dict[str, Callable[..., nn.Module | nnx.Module]] = {
 }
 
 __all__ = ["CNN", "CNN_NNX", "GPT", "MLP", "MODELS", "ResNet", "ViT", "resnet18", "resnet50"]
+
+
+def make_model(factory: Any, *, kwargs: Mapping[str, Any], seed: int = 0) -> Module:
+    """Returns a Flax module, made with the given arguments.
+
+    Args:
+      factory: Key of `MODELS`, or a module class, or a function that returns a module.
+      kwargs: Arguments of the factory; `rngs` is added where it is one of them.
+      seed: Seed of `rngs`.
+
+    Raises:
+      ConfigError: If there is no such model, it does not take these arguments, or it returns no
+        module.
+    """
+    is_name = isinstance(factory, str)
+    make = look_up(factory, MODELS, key="model.name", kind="model") if is_name else factory
+    check_arguments(make, kwargs, key="model.kwargs", filled=["rngs"])
+    _check_dtype(kwargs.get("dtype", "float32"))
+    takes_rngs = "rngs" in accepted_names(make, key="model.target")
+    rngs = {"rngs": nnx.Rngs(seed)} if takes_rngs else {}
+    module = make(**rngs, **kwargs)
+    if not isinstance(module, Module):
+        raise ConfigError(f"model.target: {make!r} returns {module!r}, which is no Flax module.")
+    return module
+
+
+def _check_dtype(dtype: Any) -> None:
+    try:
+        jnp.dtype(dtype)
+    except TypeError:
+        meant = did_you_mean(str(dtype), ["float32", "bfloat16", "float16"])
+        raise ConfigError(f"model.kwargs.dtype: {dtype!r} is no dtype.{meant}") from None
+
+
+def is_module_class(found: Any) -> bool:
+    """Whether `found` is a class of Linen or NNX modules."""
+    return isinstance(found, type) and issubclass(found, Module)

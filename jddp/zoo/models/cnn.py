@@ -1,8 +1,10 @@
-"""A small convolutional network with batch norm: the default job's model."""
+"""A small convolutional network with batch norm, in Linen and in NNX: the default job's model."""
 
+import math
 from collections.abc import Sequence
 
 from flax import linen as nn
+from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float
@@ -38,3 +40,52 @@ class CNN(nn.Module):
             x = nn.relu(norm(x, mask=counts))
         x = x.reshape(len(x), -1)
         return nn.Dense(self.num_classes, dtype=self.dtype)(x).astype("float32")
+
+
+class CNN_NNX(nnx.Module):
+    """The network of `CNN`, layer by layer the same, in NNX.
+
+    It trains or evaluates, as set by `train()` and `eval()`.
+    """
+
+    def __init__(
+        self,
+        widths: Sequence[int] = (32, 64, 128),
+        image_size: int = 28,
+        num_channels: int = 1,
+        num_classes: int = 10,
+        dtype: DTypeLike = "float32",
+        *,
+        rngs: nnx.Rngs,
+    ):
+        """Makes the parameters.
+
+        Args:
+          widths: Channels of each convolution, which halves height and width.
+          image_size: Height and width of the images, in pixels.
+          num_channels: Channels of the images: 1 for grey, 3 for colour.
+          num_classes: Logits per image.
+          dtype: Dtype of the arithmetic; parameters and statistics are float32.
+          rngs: Random number generators for the initial values.
+        """
+        self.convs: nnx.List[nnx.Conv] = nnx.List()
+        self.norms: nnx.List[nnx.BatchNorm] = nnx.List()
+        size = image_size
+        for num_inputs, width in zip((num_channels, *widths[:-1]), widths, strict=True):
+            self.convs.append(
+                nnx.Conv(
+                    num_inputs, width, (3, 3), strides=2, use_bias=False, dtype=dtype, rngs=rngs
+                )
+            )
+            self.norms.append(nnx.BatchNorm(width, momentum=0.9, dtype=dtype, rngs=rngs))
+            size = math.ceil(size / 2)
+        self.dense = nnx.Linear(size * size * widths[-1], num_classes, dtype=dtype, rngs=rngs)
+
+    def __call__(
+        self, images: Float[Array, "b h w c"], mask: Float[Array, "b"] | None = None
+    ) -> Float[Array, "b classes"]:
+        """The logits, in float32; batch norm leaves out images of mask 0."""
+        x, counts = images, None if mask is None else mask[:, None, None, None] > 0
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = nnx.relu(norm(conv(x), mask=counts))
+        return self.dense(x.reshape(len(x), -1)).astype("float32")
