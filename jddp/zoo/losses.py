@@ -21,36 +21,27 @@ from jaxtyping import Float, Int
 from jddp.errors import ConfigError
 from jddp.typing import LossFn
 
-Losses = Float[Array, "b ..."]
+Model = Callable[..., Any]  # a bound Linen module, or an NNX module in the right mode
+Batch = Mapping[str, Array]
 
 # Names that modules have for the argument of training or evaluation, with its value in training.
 _MODES = {"train": True, "training": True, "is_training": True, "deterministic": False}
 
 
-def call_model(
-    model: Callable[..., Any], inputs: Array, train: bool, mask: Array | None = None
-) -> Any:
+def call_model(model: Model, inputs: Array, train: bool, mask: Array | None = None) -> Any:
     """The model's outputs, in training or evaluation mode.
 
     The mode is passed as `train`, `training`, `is_training` or `deterministic`, if `__call__` has
     such an argument, and the mask of valid rows as `mask`, for batch norms, if it has that.
     """
     parameters = inspect.signature(model).parameters
-    mode = {
-        name: train if value_in_training else not train
-        for name, value_in_training in _MODES.items()
-        if name in parameters
-    }
-    masked = {} if mask is None or "mask" not in parameters else {"mask": mask}
-    return model(inputs, **mode, **masked)
+    options: dict[str, Any] = {name: train == value for name, value in _MODES.items()}
+    options |= {} if mask is None else {"mask": mask}
+    return model(inputs, **{name: x for name, x in options.items() if name in parameters})
 
 
 def cross_entropy(
-    model: Callable[..., Any],
-    batch: Mapping[str, Array],
-    train: bool,
-    *,
-    label_smoothing: float = 0.0,
+    model: Model, batch: Batch, train: bool, *, label_smoothing: float = 0.0
 ) -> tuple[Float[Array, "b"], dict[str, Array]]:
     """The softmax cross entropy of `batch["image"]` and `batch["label"]`, in nats, and "accuracy".
 
@@ -67,10 +58,7 @@ def cross_entropy(
     images, labels = _fields(batch, "cross_entropy", "image", "label")
     logits = call_model(model, images, train, batch.get("mask"))
     if logits.ndim != 2:
-        raise ConfigError(
-            f"cross_entropy: the model gives outputs of shape {logits.shape}. They need "
-            "(b, classes)."
-        )
+        raise ConfigError(f"cross_entropy: the model gives {logits.shape}. They need (b, classes).")
     losses = _cross_entropy(logits, labels, label_smoothing if train else 0.0)
     if "other_label" in batch:  # data.mixup
         others = _cross_entropy(logits, batch["other_label"], label_smoothing)
@@ -88,7 +76,7 @@ def _cross_entropy(
 
 
 def next_token(
-    model: Callable[..., Any], batch: Mapping[str, Array], train: bool
+    model: Model, batch: Batch, train: bool
 ) -> tuple[Float[Array, "b t"], dict[str, Array]]:
     """The cross entropy of each of `batch["tokens"]` given those before it, and "accuracy".
 
@@ -107,9 +95,7 @@ def next_token(
     return losses, {"accuracy": logits.argmax(-1) == targets}
 
 
-def mean_squared_error(
-    model: Callable[..., Any], batch: Mapping[str, Array], train: bool
-) -> Float[Array, "b"]:
+def mean_squared_error(model: Model, batch: Batch, train: bool) -> Float[Array, "b"]:
     """The squared error of the model at `batch["x"]`, averaged over the outputs of each example.
 
     Args:
@@ -127,7 +113,7 @@ def mean_squared_error(
     return jnp.square(predictions - y).reshape(len(y), -1).mean(axis=1)
 
 
-def outputs(model: Callable[..., Any], batch: Mapping[str, Array]) -> Any:
+def outputs(model: Model, batch: Batch) -> Any:
     """The outputs of a model in evaluation mode for the inputs of one of these losses."""
     for name in ("image", "tokens", "x"):
         if name in batch:
@@ -143,7 +129,7 @@ _LOSSES: tuple[Any, ...] = (cross_entropy, mean_squared_error, next_token)
 LOSSES: dict[str, LossFn] = {loss.__name__: loss for loss in _LOSSES}
 
 
-def _fields(batch: Mapping[str, Array], loss: str, *names: str) -> list[Array]:
+def _fields(batch: Batch, loss: str, *names: str) -> list[Array]:
     if missing := [name for name in names if name not in batch]:
         raise ConfigError(
             f"loss {loss!r} reads {', '.join(names)}, and the batch holds {', '.join(batch)}: "
