@@ -10,7 +10,7 @@ import glob
 import logging
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,6 @@ from jddp.distributed.join import initialize
 from jddp.distributed.resolve import resolve_identity
 from jddp.distributed.watchdog import Limits
 from jddp.engine.mesh import configure_devices, require_devices
-from jddp.engine.state import TrainState
 from jddp.errors import ConfigError, DataError
 from jddp.job.parts import Parts, Schedule, resolve_parts
 from jddp.trainer.callbacks import Callback, KeepBest
@@ -117,17 +116,20 @@ class Job:
         """Trains to the end, resuming from the newest checkpoint if there is one."""
         assert self.data is not None, "build(config) has data unless needs_data=False"
         assert self.num_steps is not None, "where there are data, there are steps"
-        config = self.config
+        config, model, best = self.config, self.config.model, self.config.checkpoint
+        weights: dict[str, Any] = {"params": model.init_from, "partial": model.weights_partial}
+        init = functools.partial(self.ddp.init, config.seed, **weights)
+        keep_best = [KeepBest(best.best_metric, mode=best.best_mode)] if best.best_metric else []
         # Evaluation holds no gradients: rows of one micro-batch fit wherever training fits.
         rows = max(1, config.data.global_batch_size // config.ddp.accumulate_steps)
         with contextlib.closing(self.train_batches()) as batches:
             return self.ddp.fit(
                 batches,
                 num_steps=self.num_steps,
-                state=self._first_state(),
+                state=None if model.init_from is None else init,
                 evaluate=eval_batches(self.data.test, global_batch_size=rows, **_share()),
                 run_dir=config.run.dir,
-                callbacks=[*self._own_callbacks(), *callbacks],
+                callbacks=[*keep_best, *callbacks],
                 seed=config.seed,
                 save_every_steps=config.checkpoint.every_steps,
                 learning_rate=self.learning_rate,
@@ -138,14 +140,6 @@ class Job:
                 **config.checkpoint.model_dump(include={"keep", "keep_every_steps", "resume"}),
             )
 
-    def _first_state(self) -> Callable[[Any], TrainState] | None:
-        """Makes it with the weights that the config names; None where it names none."""
-        model = self.config.model
-        if model.init_from is None:
-            return None
-        options: dict[str, Any] = {"params": model.init_from, "partial": model.weights_partial}
-        return functools.partial(self.ddp.init, self.config.seed, **options)
-
     def verify(self) -> Verification:
         """Compares a step on the mesh with one on a single device, on the first batch.
 
@@ -155,13 +149,10 @@ class Job:
         optimizer, _ = self.parts.make_optimizer(self.num_steps or 1)
         with contextlib.closing(self.train_batches()) as batches:
             batch = next(iter(batches))
-        model, loss_fn = self.parts.model, self.parts.loss_fn
-        options = {"mesh": self.ddp.mesh, **_ddp_options(self.config, self.parts)}
-        return verify(model, optimizer, loss_fn, batch, seed=self.config.seed, **options)
-
-    def _own_callbacks(self) -> list[Callback]:
-        best = self.config.checkpoint
-        return [KeepBest(best.best_metric, mode=best.best_mode)] if best.best_metric else []
+        model, loss_fn, options = self.parts.model, self.parts.loss_fn, self.parts.ddp_options
+        return verify(
+            model, optimizer, loss_fn, batch, seed=self.config.seed, mesh=self.ddp.mesh, **options
+        )
 
     def train_batches(self) -> TrainBatches:
         """This process's training batches, from the first."""
@@ -180,9 +171,8 @@ class Job:
             multiple_of=self.ddp.steps.num_micro_batches,
             **_share(),
         )
-        if config.num_workers == 0:
-            return batches
-        return WorkerBatches(batches, num_workers=config.num_workers)
+        num_workers = config.num_workers
+        return WorkerBatches(batches, num_workers=num_workers) if num_workers else batches
 
     def _manifest(self) -> dict[str, Any]:
         assert self.data is not None
@@ -233,7 +223,7 @@ def build(config: Config, *, needs_data: bool = True) -> Job:
         optimizer,
         parts.loss_fn,
         mesh=None if config.mesh.num_devices == "auto" else config.mesh.num_devices,
-        **_ddp_options(config, parts),
+        **parts.ddp_options,
     )
     job = Job(config, parts, ddp, num_steps, learning_rate, data, data_error)
     if config.loss.name in ("cross_entropy", "next_token"):
@@ -253,35 +243,25 @@ def _check_outputs(job: Job) -> None:
             logging.getLogger("jddp").warning("%s The outputs beyond that learn nothing.", mismatch)
 
 
-def _ddp_options(config: Config, parts: Parts) -> dict[str, Any]:
-    """The options of `DataParallel` under `ddp`, with the objects that they name."""
-    made = {"comm_hook": parts.comm_hook, "local_steps": parts.local_steps}
-    return {**config.ddp.model_dump(), **made}
-
-
 def _facts(config: Config) -> dict[str, str]:
     """Values that all processes of a job must share: all but the folder of their data."""
     keys = {key: str(x) for key, x in flatten(config.model_dump()).items() if key != "data.dir"}
     settings = {name: str(getattr(jax.config, name)) for name in SETTINGS}
-    flags = {"XLA_FLAGS": os.environ.get("XLA_FLAGS", ""), "code of jddp": source_hash()}
-    platforms = os.environ.get("JAX_PLATFORMS", "")
-    flags["JAX_PLATFORMS"] = platforms
-    if not platforms:  # one without a GPU would take its CPU, and wait for others that do
+    flags = {name: os.environ.get(name, "") for name in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    flags["code of jddp"] = source_hash()
+    if not flags[
+        "JAX_PLATFORMS"
+    ]:  # one without a GPU would take its CPU, and wait for others that do
         flags["a GPU"] = "there" if glob.glob("/dev/nvidia[0-9]*") else "not there"
     return {**keys, **versions(), **settings, **flags}
 
 
 def _num_steps(config: Config, data: DataSet | None) -> int | None:
-    if config.train.num_steps is not None:
-        return config.train.num_steps
-    if data is None or config.train.num_epochs is None:
-        return None
-    return count_steps(
-        config.train.num_epochs,
-        len(data.train),
-        config.data.global_batch_size,
-        config.data.drop_remainder,
-    )
+    train, batches = config.train, config.data
+    if data is None or train.num_epochs is None:
+        return train.num_steps
+    size, drops = batches.global_batch_size, batches.drop_remainder
+    return count_steps(train.num_epochs, len(data.train), size, drops)
 
 
 def _share() -> dict[str, Any]:

@@ -36,12 +36,11 @@ class Parts:
 
     Attributes:
       config: The config, with the sizes of the model that the data have filled in.
-      source: Source of the data, with their shapes.
       model: A Linen or NNX module.
+      source: Source of the data, with their shapes.
       loss_fn: Loss function, `loss_fn(model, batch[, train])`.
       make_optimizer: Function from a number of steps to the optimizer and its schedule.
-      comm_hook: Communication hook; None for the mean.
-      local_steps: Interval of synchronization; None for each step.
+      ddp_options: Options of `DataParallel` under `ddp`, with the objects that they name.
     """
 
     config: Config
@@ -49,8 +48,7 @@ class Parts:
     source: Source
     loss_fn: Callable[..., Any]
     make_optimizer: Callable[[int], tuple[Any, Schedule | None]]
-    comm_hook: CommHook | None
-    local_steps: LocalSteps | None
+    ddp_options: dict[str, Any]
 
 
 def resolve_parts(config: Config) -> Parts:
@@ -68,13 +66,20 @@ def resolve_parts(config: Config) -> Parts:
         except ConfigError as error:
             mistakes.append(str(error))
 
-    optimizer, local_steps = attempt(_optimizer), attempt(_local_steps)
+    attempt(_optimizer)  # before the data are read, which the number of steps may depend on
     source = attempt(_source)
     filled = attempt(functools.partial(_model, sizes=source.sizes if source else {}))
-    loss_fn, comm_hook = attempt(_loss), attempt(_comm_hook)
+    loss_fn = attempt(_loss)
+    ddp_options = {
+        **config.ddp.model_dump(),
+        "comm_hook": attempt(_comm_hook),
+        "local_steps": attempt(_local_steps),
+    }
     if mistakes:
         raise ConfigError("\n".join(mistakes))
-    return Parts(filled[0], filled[1], source, loss_fn, optimizer, comm_hook, local_steps)
+    config, model = filled
+    optimizer_for = functools.partial(_optimizer, config)
+    return Parts(config, model, source, loss_fn, optimizer_for, ddp_options)
 
 
 def _source(config: Config) -> Source:
@@ -135,27 +140,21 @@ def _loss(config: Config) -> Callable[..., Any]:
     return functools.partial(found, **loss.kwargs) if loss.kwargs else found
 
 
-def _optimizer(config: Config) -> Callable[[int], tuple[Any, Schedule | None]]:
+def _optimizer(config: Config, num_steps: int = 1) -> tuple[Any, Schedule | None]:
     section, schedule = config.optimizer, config.optimizer.schedule
-    factory = _named(section, "optimizer")
-
-    def make(num_steps: int) -> tuple[Any, Schedule | None]:
-        rate = make_schedule(
-            schedule.name,
-            learning_rate=section.learning_rate,
-            num_steps=num_steps,
-            warmup_steps=section.warmup_steps,
-            kwargs=schedule.kwargs,
-        )
-        return make_optimizer(
-            factory,
-            schedule=rate,
-            kwargs=section.kwargs,
-            decay_norms_and_biases=section.decay_norms_and_biases,
-        )
-
-    make(1)  # Raises mistakes before the data are read, which the number of steps may depend on.
-    return make
+    rate = make_schedule(
+        schedule.name,
+        learning_rate=section.learning_rate,
+        num_steps=num_steps,
+        warmup_steps=section.warmup_steps,
+        kwargs=schedule.kwargs,
+    )
+    return make_optimizer(
+        _named(section, "optimizer"),
+        schedule=rate,
+        kwargs=section.kwargs,
+        decay_norms_and_biases=section.decay_norms_and_biases,
+    )
 
 
 def _local_steps(config: Config) -> LocalSteps | None:
