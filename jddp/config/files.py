@@ -40,14 +40,10 @@ _ALIKE = re.compile(
     r"|[-+]?(\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?"
 )
 NOT_READABLE = (ConfigError, ValueError, RecursionError, YAMLError, OmegaConfBaseException)
-# Which keys go together: setting one of them in a later source drops the others from earlier ones.
-RIVALS = {
-    **{
-        section: (("name", "target"), ("name", "target", "kwargs"))
-        for section in ("data", "model", "loss", "optimizer", "optimizer.schedule", "ddp.comm_hook")
-    },
-    "train": (("num_steps", "num_epochs"), ("num_steps", "num_epochs")),
-}
+# Which keys go together: setting one of them in a later source drops the others, and `kwargs`, from
+# earlier ones.
+NAMED = ("data", "model", "loss", "optimizer", "optimizer.schedule", "ddp.comm_hook")
+RIVALS = {**dict.fromkeys(NAMED, ("name", "target")), "train": ("num_steps", "num_epochs")}
 
 
 class Layer(NamedTuple):
@@ -230,12 +226,12 @@ def _merge(layers: Sequence[Layer]) -> Config:
 
 def _drop_rivals(earlier: dict[str, Any], later: dict[str, Any]) -> None:
     """Removes the keys from `earlier` that a choice in `later` replaces."""
-    for section, (choices, dropped) in RIVALS.items():
+    for section, rivals in RIVALS.items():
         before, after = _at(earlier, section.split(".")), _at(later, section.split("."))
         if isinstance(before, dict) and isinstance(after, dict):
-            chosen = {key: after[key] for key in choices if after.get(key) is not None}
-            if chosen and any(before.get(key) != value for key, value in chosen.items()):
-                for key in dropped:
+            chosen = {key: after[key] for key in rivals if after.get(key) is not None}
+            if any(before.get(key) != value for key, value in chosen.items()):
+                for key in (*rivals, "kwargs"):
                     before.pop(key, None)
 
 

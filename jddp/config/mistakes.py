@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ValidationError
 
-from jddp.config.keys import Path, keys_of, section_at
+from jddp.config.keys import Path, keys_of
 from jddp.errors import ConfigError
 from jddp.zoo.names import did_you_mean
 
@@ -31,27 +31,21 @@ class ConfigMistakes(ConfigError):
 
 def describe_mistakes(error: ValidationError, schema: type[BaseModel]) -> list[Mistake]:
     """Returns one mistake for each key in `error`, in the order of the schema."""
+    keys = list(keys_of(schema))
     complaints: dict[Path, list[Any]] = {}
     for detail in error.errors(include_url=False):
-        complaints.setdefault(_key_path(schema, detail["loc"]), []).append(detail)
-    return [Mistake(path, _sentence(path, found, schema)) for path, found in complaints.items()]
+        place = tuple(map(str, detail["loc"]))
+        # Behind a key pydantic adds the branch of a union that was tried.
+        path = next((key for key in keys if place[: len(key)] == key), place)
+        complaints.setdefault(path, []).append(detail)
+    return [Mistake(path, _sentence(path, found, keys)) for path, found in complaints.items()]
 
 
-def _key_path(schema: type[BaseModel], location: tuple[int | str, ...]) -> Path:
-    """Cuts off the part that pydantic adds behind a key: the branch of a union that was tried."""
-    path: Path = ()
-    for part in location:
-        path = (*path, str(part))
-        if section_at(schema, path) is None:
-            break
-    return path
-
-
-def _sentence(path: Path, details: list[Any], schema: type[BaseModel]) -> str:
+def _sentence(path: Path, details: list[Any], keys: Sequence[Path]) -> str:
     key, detail = ".".join(path), details[0]
     match detail["type"]:
         case "extra_forbidden":
-            return f"unknown key {key!r}.{_nearest_key(path, schema)}"
+            return f"unknown key {key!r}.{_nearest_key(path, keys)}"
         case "value_error":
             return f"{key}: {detail['ctx']['error']}."
         case "model_type" | "model_attributes_type":
@@ -60,10 +54,10 @@ def _sentence(path: Path, details: list[Any], schema: type[BaseModel]) -> str:
     return f"{key} must be {' or '.join(dict.fromkeys(rules))}, not {detail['input']!r}."
 
 
-def _nearest_key(path: Path, schema: type[BaseModel]) -> str:
+def _nearest_key(path: Path, keys: Sequence[Path]) -> str:
     """Suggests a sibling, else the full path of a key of like name in another section."""
-    section = section_at(schema, path[:-1])
-    siblings = list(section.model_fields) if section else []
-    if meant := did_you_mean(path[-1], siblings):
-        return meant
-    return did_you_mean(path[-1], {p[-1]: ".".join(p) for p in reversed(keys_of(schema))})
+    *above, name = path
+    siblings = {key[len(above)] for key in keys if [*key[: len(above)]] == above}
+    return did_you_mean(name, siblings) or did_you_mean(
+        name, {key[-1]: ".".join(key) for key in reversed(keys)}
+    )

@@ -68,12 +68,12 @@ def _load(root: Path, sequence_length: int) -> DataSet:
             "them; use another one, or data.name=tokens."
         )
     digest = sha256(train + test).hexdigest()
-    examples = (
-        TokenExamples(np.frombuffer(text, np.uint8), sequence_length=sequence_length)
-        for text in (train, test)
-    )
     description = (
         f"Python's standard library: {len(train):,} train / {len(test):,} test bytes of "
         f"{sum(map(len, parts.values())):,} files, sha256 {digest[:12]}"
     )
-    return DataSet(*examples, description, digest)
+
+    def windows(text: bytes) -> TokenExamples:
+        return TokenExamples(np.frombuffer(text, np.uint8), sequence_length=sequence_length)
+
+    return DataSet(windows(train), windows(test), description, digest)
