@@ -91,7 +91,7 @@ class TrainBatches(Shown):
         self.global_batch_size = global_batch_size
         self._order = Order(len(examples), seed, shuffle, weights)
         self._augment, self._mixup = augment, mixup
-        self._end = None
+        self._end = ENDLESS
         if num_epochs is not None:
             num_steps = count_steps(num_epochs, len(examples), global_batch_size, drop_remainder)
             full = num_steps * global_batch_size
@@ -106,13 +106,12 @@ class TrainBatches(Shown):
     @property
     def is_padded(self) -> bool:
         """Whether a batch may be padded: then all have a "mask"."""
-        is_short = self._end is not None and self._end % self.global_batch_size > 0
+        is_short = self._end < ENDLESS and self._end % self.global_batch_size > 0
         return is_short or self._rows_in_all > self.global_batch_size
 
     def batch(self, position: int) -> Batch:
         """This process's rows of the global batch that begins at a position of the run."""
-        end = position + self.global_batch_size
-        end = end if self._end is None else min(end, self._end)
+        end = min(position + self.global_batch_size, self._end)
         positions = np.minimum(position + self._own, end - 1)
         batch = self._take(self._order.examples_at(positions), positions)
         if self._mixup is not None:
@@ -141,14 +140,15 @@ class TrainBatches(Shown):
     def __repr__(self) -> str:
         """Number of examples, global batch size and position; reads no example."""
         head = f"TrainBatches: {self.num_examples:,} examples, {self.global_batch_size} a step"
-        end = "endless" if self._end is None else f"{len(self.positions_left()):,} steps left"
+        is_endless = self._end == ENDLESS
+        end = "endless" if is_endless else f"{len(self.positions_left()):,} steps left"
         return f"{head}, at position {self._position:,}, {end}"
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        if self._end is not None and self._position >= self._end:
+        if self._position >= self._end:
             raise StopIteration
         batch = self.batch(self._position)
         self.advance()
@@ -160,14 +160,13 @@ class TrainBatches(Shown):
 
     def positions_left(self) -> range:
         """Positions of the batches that are not yet delivered; very many if they never end."""
-        end = ENDLESS if self._end is None else self._end
-        return range(self._position, end, self.global_batch_size)
+        return range(self._position, self._end, self.global_batch_size)
 
     def examples_before(self, state: dict[str, int]) -> np.ndarray:
         """Numbers of the examples in the last global batch, of all processes, before a state."""
         end = state["position"]
         first = max(0, end - self.global_batch_size)
-        return self._order.examples_at(np.arange(first, min(end, self._end or end)))
+        return self._order.examples_at(np.arange(first, min(end, self._end)))
 
     def get_state(self) -> dict[str, int]:
         """The number of examples delivered, which is all that is needed to resume from here.
@@ -175,7 +174,7 @@ class TrainBatches(Shown):
         It does not depend on processes, devices or the size of a batch. After a partial last batch
         "end" is the position at which the examples ended, for a run that is made longer.
         """
-        if self._end is not None and self._position > self._end:
+        if self._position > self._end:
             return {"position": self._position, "end": self._end}
         return {"position": self._position}
 
