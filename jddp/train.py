@@ -74,14 +74,14 @@ def _stopped_by_signals() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    repeats, before = Repeats(), {}
+    repeats = Repeats()
 
     def stop(number: int, frame: object) -> None:
         if not repeats.is_repeat():
             raise _Stopped(signal.Signals(number).name)
 
-    for number in set(stop_signals()) - {signal.SIGINT}:
-        before[number] = signal.signal(number, stop) or signal.SIG_DFL
+    signals = set(stop_signals()) - {signal.SIGINT}
+    before = {number: signal.signal(number, stop) or signal.SIG_DFL for number in signals}
     try:
         yield
     except _Stopped:
