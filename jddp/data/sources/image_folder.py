@@ -9,6 +9,7 @@ of pixels stays as it is: a larger image is refused like one that does not decod
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
@@ -23,10 +24,11 @@ from jddp.errors import ConfigError, DataError
 ENDINGS = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
 
 
+@dataclass(eq=False)
 class FolderExamples:
     """Images of a folder, and the number of the class of each.
 
-    Args:
+    Attributes:
       root: Folder with one folder for each class.
       image_size: Height and width of the images that are returned, in pixels.
       margin: Fraction of the shorter side that is cropped, half of it on each side.
@@ -34,27 +36,23 @@ class FolderExamples:
       std: Divisor after that.
       keep_undecodable: Whether an image that does not decode becomes a black one of mask 0; it is
         an error otherwise.
-
-    Attributes:
       classes: Names of the classes, in the order of their numbers.
 
     Raises:
       DataError: If there are no images.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        *,
-        image_size: int,
-        margin: float = 0.0,
-        mean: float | Sequence[float] = 0.5,
-        std: float | Sequence[float] = 0.5,
-        keep_undecodable: bool = False,
-    ) -> None:
+    root: Path
+    image_size: int
+    margin: float = 0.0
+    mean: float | Sequence[float] = 0.5
+    std: float | Sequence[float] = 0.5
+    keep_undecodable: bool = False
+
+    def __post_init__(self) -> None:
+        root = self.root
         if not root.is_dir():
             raise DataError(f"{root}: no such folder. It is needed; see data.dir.")
-        self.root = root
         self.classes = sorted(path.name for path in root.iterdir() if path.is_dir())
         found = [
             (path.relative_to(root).as_posix(), label)
@@ -66,9 +64,6 @@ class FolderExamples:
             raise DataError(f"{root}: no images in folders of classes. Put some there.")
         self.files = [name for name, _ in found]
         self.labels = np.array([label for _, label in found], np.int32)
-        self._size, self._margin = image_size, margin
-        self._mean, self._std = np.asarray(mean, np.float32), np.asarray(std, np.float32)
-        self._keep_undecodable = keep_undecodable
 
     def __len__(self) -> int:
         return len(self.files)
@@ -79,19 +74,20 @@ class FolderExamples:
         Raises:
           DataError: If an image does not decode, and none may be missing.
         """
-        images = np.zeros((len(indices), self._size, self._size, 3), np.uint8)
+        images = np.zeros((len(indices), self.image_size, self.image_size, 3), np.uint8)
         counts = np.ones(len(indices), np.float32)
         for row, index in enumerate(indices.tolist()):
             try:
                 images[row] = self.decode(index)
             except DataError as error:
-                if not self._keep_undecodable:
+                if not self.keep_undecodable:
                     raise
                 logging.getLogger("jddp").warning("%s It is not counted.", error)
                 counts[row] = 0
-        scaled = images * (1 / (255 * self._std)) - self._mean / self._std
+        mean, std = np.asarray(self.mean, np.float32), np.asarray(self.std, np.float32)
+        scaled = images * (1 / (255 * std)) - mean / std
         batch = {"image": scaled.astype(np.float32), "label": self.labels[indices]}
-        return batch | ({"mask": counts} if self._keep_undecodable else {})
+        return batch | ({"mask": counts} if self.keep_undecodable else {})
 
     def decode(self, index: int) -> np.ndarray:
         """One image, uint8 `(size, size, 3)`.
@@ -99,24 +95,17 @@ class FolderExamples:
         Raises:
           DataError: If it does not decode, or has more pixels than Pillow allows.
         """
-        from PIL import Image
+        from PIL import Image, ImageOps
 
-        path = self.root / self.files[index]
+        path, size = self.root / self.files[index], self.image_size
         bomb = (Image.DecompressionBombError, Image.DecompressionBombWarning)
         try:
             with Image.open(path) as file:
-                wanted = self._size / ((1 - self._margin) * min(file.size))
+                wanted = size / ((1 - self.margin) * min(file.size))
                 if wanted <= 0.5:  # JPEG is decoded at a fraction of its size
                     file.draft("RGB", (round(file.width * wanted), round(file.height * wanted)))
-                side = (1 - self._margin) * min(file.size)
-                left, top = (file.width - side) / 2, (file.height - side) / 2
-                return np.asarray(
-                    file.convert("RGB").resize(
-                        (self._size, self._size),
-                        Image.Resampling.BILINEAR,
-                        box=(left, top, left + side, top + side),
-                    )
-                )
+                image, kernel = file.convert("RGB"), Image.Resampling.BILINEAR
+                return np.asarray(ImageOps.fit(image, (size, size), kernel, bleed=self.margin / 2))
         except (OSError, SyntaxError, ValueError, *bomb) as error:
             raise DataError(f"{path}: does not decode ({error}).") from error
 
