@@ -20,6 +20,7 @@ from jddp.zoo.models import is_module_class, make_model
 from jddp.zoo.names import resolve_target
 
 OWN_MODELS = "jddp.zoo.models"
+STATE_OPTIONS = ("batch_norm", "per_replica", "state_reduction")  # of DataParallel, in run.json
 
 
 def load(run_dir: str | Path, *, model: Any = None, trust: str | None = None) -> Any:
@@ -46,16 +47,11 @@ def load(run_dir: str | Path, *, model: Any = None, trust: str | None = None) ->
       FileSystemError: If there is no checkpoint.
     """
     run_dir = expand(run_dir)
-    config, checkpoints = _config_of(run_dir), run_dir / "checkpoints"
-    if config is None and model is None:
-        raise UsageError(
-            f"{run_dir} holds a run of DataParallel.fit, which keeps no config. Give model=, the "
-            "module that was trained."
-        )
-    module = _model_of(config, trust) if model is None else model
-    folder = checkpoints / str(newest_sound(checkpoints))
-    eval_params, options = _options_of(config, folder)
-    params = "ema_params" if eval_params == "ema" else "params"
+    module = _model_of(run_dir, trust) if model is None else model
+    folder = run_dir / "checkpoints" / str(newest_sound(run_dir / "checkpoints"))
+    run = read_object(folder / "run.json")
+    options = {name: run["world"][name] for name in STATE_OPTIONS if name in run["world"]}
+    params = "ema_params" if run.get("plan", {}).get("eval_params") == "ema" else "params"
     saved = read_fields(folder, [params, "model_state"])
     values, state = saved[params], saved["model_state"]
     form = functional(module, **options)
@@ -67,26 +63,15 @@ def load(run_dir: str | Path, *, model: Any = None, trust: str | None = None) ->
     return module.bind(filled) if isinstance(filled, Mapping) else filled
 
 
-def _config_of(run_dir: Path) -> Config | None:
-    """The config of a run; None for one that was started from objects."""
+def _model_of(run_dir: Path, trust: str | None) -> Any:
     path = run_dir / "config.yaml"
-    is_of_objects = not path.exists() and (run_dir / "checkpoints").is_dir()
-    return None if is_of_objects else Config(**read_values(path))
-
-
-def _options_of(config: Config | None, folder: Path) -> tuple[str, dict[str, Any]]:
-    """The evaluated parameters and the options of state, from a config or a checkpoint."""
-    names = ("batch_norm", "per_replica", "state_reduction")
-    if config is not None:
-        return config.train.eval_params, {name: getattr(config.ddp, name) for name in names}
-    about = read_object(folder / "run.json")
-    options = {name: about["world"][name] for name in names if name in about["world"]}
-    return about.get("plan", {}).get("eval_params", "params"), options
-
-
-def _model_of(config: Config | None, trust: str | None) -> Any:
-    assert config is not None, "a run without one needs model="
-    section, target = config.model, config.model.target
+    if not path.exists() and (run_dir / "checkpoints").is_dir():
+        raise UsageError(
+            f"{run_dir} holds a run of DataParallel.fit, which keeps no config. Give model=, the "
+            "module that was trained."
+        )
+    section = Config(**read_values(path)).model
+    target = section.target
     if target is None:
         return make_model(section.name, kwargs=section.kwargs)
     package = target.partition(":")[0]
