@@ -9,18 +9,16 @@ from typing import Protocol
 
 import numpy as np
 
-from jddp.data.examples import Batch
+from jddp.data.examples import Batch, Examples
 from jddp.errors import ConfigError
 
 
 class Augment(Protocol):
-    """A random change of examples.
+    """A random change of examples."""
 
-    Attributes:
-      num_draws: Number of random numbers that one example needs.
-    """
-
-    num_draws: int
+    @property
+    def num_draws(self) -> int:
+        """Number of random numbers that one example needs."""
 
     def __call__(self, batch: Batch, uniform: np.ndarray) -> Batch:
         """The changed batch; the argument is not modified.
@@ -103,29 +101,45 @@ def _between(images: np.ndarray, places: np.ndarray, *, axis: int) -> np.ndarray
     return low_pixels + share * (np.take_along_axis(images, high, axis) - low_pixels)
 
 
-def mix_up(batch: Batch, others: Batch, share: np.ndarray) -> Batch:
-    """mixup: blends each image with another, and keeps both labels.
+@dataclass(frozen=True)
+class Mixup:
+    """Blends each image with another, once both are augmented, and keeps both labels: mixup.
 
-    Args:
-      batch: Rows of "image" and "label".
-      others: Rows to blend them with.
-      share: Weight of the image itself, `(b,)`.
-
-    Returns:
-      The images, with "other_label" and "share", by which the loss weights the two labels.
-
-    Raises:
-      ConfigError: If the examples are not images with labels.
+    Attributes:
+      examples: Examples, of which one is blended with each image.
+      parameter: Parameter of the weights, which are from Beta(parameter, parameter).
+      augment: Augmentation of both images, or None.
 
     References:
       Zhang et al., "mixup: Beyond Empirical Risk Minimization", ICLR 2018.
       https://arxiv.org/abs/1710.09412
     """
-    if not {"image", "label"} <= batch.keys():
-        raise ConfigError(
-            f"data.mixup mixes images with labels, and the data hold {', '.join(batch)}."
-        )
-    weight = share.astype(np.float32)
-    by_image = weight[:, None, None, None]
-    mixed = by_image * batch["image"] + (1 - by_image) * others["image"]
-    return batch | {"image": mixed, "other_label": others["label"], "share": weight}
+
+    examples: Examples
+    parameter: float
+    augment: Augment | None = None
+
+    @property
+    def num_draws(self) -> int:
+        """Random numbers of the augmentation, and two for the other image and its weight."""
+        return 2 if self.augment is None else self.augment.num_draws + 2
+
+    def __call__(self, batch: Batch, uniform: np.ndarray) -> Batch:
+        """The images, with "other_label" and "share", by which the loss weights the two labels.
+
+        Raises:
+          ConfigError: If the examples are not images with labels.
+        """
+        from scipy.special import betaincinv  # Only this needs it, and it takes a while.
+
+        if not {"image", "label"} <= batch.keys():
+            raise ConfigError(
+                f"data.mixup mixes images with labels, and the data hold {', '.join(batch)}."
+            )
+        others = self.examples.take((uniform[:, -2] * len(self.examples)).astype(np.int64))
+        if self.augment is not None:
+            batch, others = (self.augment(rows, uniform[:, :-2]) for rows in (batch, others))
+        share = betaincinv(self.parameter, self.parameter, uniform[:, -1]).astype(np.float32)
+        by_image = share[:, None, None, None]
+        mixed = by_image * batch["image"] + (1 - by_image) * others["image"]
+        return batch | {"image": mixed, "other_label": others["label"], "share": share}

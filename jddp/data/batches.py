@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jddp.data.augment import Augment, mix_up
+from jddp.data.augment import Augment, Mixup
 from jddp.data.examples import Batch, Examples
 from jddp.data.order import Order
 from jddp.data.rows import as_examples
@@ -90,7 +90,7 @@ class TrainBatches(Shown):
         self.num_examples = len(examples)
         self.global_batch_size = global_batch_size
         self._order = Order(len(examples), seed, shuffle, weights)
-        self._augment, self._mixup = augment, mixup
+        self._augment = augment if mixup is None else Mixup(examples, mixup, augment)
         self._end = ENDLESS
         if num_epochs is not None:
             num_steps = count_steps(num_epochs, len(examples), global_batch_size, drop_remainder)
@@ -113,29 +113,15 @@ class TrainBatches(Shown):
         """This process's rows of the global batch that begins at a position of the run."""
         end = min(position + self.global_batch_size, self._end)
         positions = np.minimum(position + self._own, end - 1)
-        batch = self._take(self._order.examples_at(positions), positions)
-        if self._mixup is not None:
-            batch = self._mix(batch, positions)
+        batch = self._examples.take(self._order.examples_at(positions))
+        if self._augment is not None:
+            batch = self._augment(batch, self._order.uniform(positions, self._augment.num_draws))
         if self.is_padded:
             counts = (position + self._own < end).astype(np.float32)
             mask = batch.get("mask", np.ones(len(counts), np.float32))
             dims = tuple(range(1, mask.ndim))
             batch = {**batch, "mask": mask * np.expand_dims(counts, dims)}
         return batch
-
-    def _take(self, indices: np.ndarray, positions: np.ndarray) -> Batch:
-        batch = self._examples.take(indices)
-        if self._augment is None:
-            return batch
-        return self._augment(batch, self._order.uniform(positions, self._augment.num_draws))
-
-    def _mix(self, batch: Batch, positions: np.ndarray) -> Batch:
-        from scipy.special import betaincinv  # Only this needs it, and it takes a while.
-
-        num_draws = 0 if self._augment is None else self._augment.num_draws
-        which, share = self._order.uniform(positions, num_draws + 2)[:, num_draws:].T
-        others = self._take((which * self.num_examples).astype(np.int64), positions)
-        return mix_up(batch, others, betaincinv(self._mixup, self._mixup, share))
 
     def __repr__(self) -> str:
         """Number of examples, global batch size and position; reads no example."""
