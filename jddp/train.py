@@ -48,19 +48,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         with _stopped_by_signals():
             return _run(_parse(argv))
     except Error as error:
-        tell(error)
         code, reason = error.exit_code, str(error)
     except _Stopped as error:
         code = ExitCode.PREEMPTED
         reason = f"{error}: stopped before the first step. The same command resumes."
-        print(f"jddp: {reason}", file=sys.stderr)
     except KeyboardInterrupt:
         code = ExitCode.INTERRUPTED
         reason = "interrupted. The same command resumes from the last checkpoint."
-        print(f"jddp: {reason}", file=sys.stderr)
     except Exception as error:
         traceback.print_exc()
-        code, reason = ExitCode.BUG, f"{type(error).__name__}: {error}"
+        return _leave(ExitCode.BUG, f"{type(error).__name__}: {error}")
+    tell(reason)
     return _leave(code, reason)
 
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-from jddp.errors import Error, ExitCode, UsageError
+from jddp.errors import Error, ExitCode, UsageError, report
 
 
 class Parser(argparse.ArgumentParser):
@@ -38,10 +38,10 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def tell(error: Error) -> None:
-    """Prints an error on standard error."""
-    for line in str(error).splitlines():
-        print(f"jddp: {line}", file=sys.stderr)
+def tell(message: str) -> None:
+    """Prints a message on standard error."""
+    for line in message.splitlines():
+        report(line)
 
 
 @contextlib.contextmanager
@@ -92,5 +92,5 @@ def enter(run: Callable[[], int | None]) -> int:
     try:
         return run() or ExitCode.DONE
     except Error as error:
-        tell(error)
+        tell(str(error))
         return error.exit_code
