@@ -197,11 +197,10 @@ def _banner(job: "Job", name: str, detected: str) -> str:
 
 def _farewell(run: "Run", seconds: float) -> str:
     """Two lines on the result of a run."""
-    names = sorted(
-        run.eval_metrics.keys() - {"step", "split", "examples"},
-        key=lambda name: (name != "loss", name),
-    )
-    metrics = "  ".join(f"{name} {run.eval_metrics[name]:.4g}" for name in names)
+    from jddp.trainer.reports.progress import is_metric
+
+    found = sorted(run.eval_metrics.items(), key=lambda item: (item[0] != "loss", item[0]))
+    metrics = "  ".join(f"{name} {x:.4g}" for name, x in found if is_metric(name, x))
     return f"done     {run.step:,} steps, {seconds:.0f} s in all\neval     {metrics}"
 
 

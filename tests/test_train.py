@@ -4,6 +4,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -12,7 +13,7 @@ import jddp
 from jddp.config.files import load_config
 from jddp.config.schema import Config
 from jddp.errors import FileSystemError
-from jddp.train import main
+from jddp.train import _farewell, main
 
 REPOSITORY = Path(jddp.__file__).parents[1]
 MINE = """
@@ -148,6 +149,12 @@ def test_a_run_says_what_it_does_and_keeps_what_it_measured(trained):
     assert records(run_dir)[-1]["examples"] == 7
     assert load_config([str(run_dir / "config.yaml")])[0].run.dir == "runs/line"
     assert (run_dir.parents[1] / "cache" / "jddp" / "xla").is_dir()
+
+
+def test_the_last_line_has_the_scalars_of_the_evaluation():
+    metrics = {"step": 2, "split": "eval", "a": 0.5, "table": [[1, 0]], "loss": 3.0, "examples": 7}
+    text = _farewell(SimpleNamespace(step=2, eval_metrics=metrics), 1.0)
+    assert text.endswith("eval     loss 3  a 0.5")
 
 
 def test_a_broken_run_goes_on_as_if_nothing_had_happened(folder, trained):
