@@ -8,7 +8,7 @@ Headers are checked when the files are opened, rows when they are read. The hash
 of its sizes and of the rows at both ends: reading all of it could take hours.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -48,8 +48,7 @@ def npy(
         return [map_npy(directory / f"{part}_{name}.npy") for name in ("images", "labels")]
 
     shape = (image_size, image_size, num_channels)
-    scale = {"mean": mean, "std": std}
-    return _images(f"npy {directory}", read, shape, num_classes, max_shift, scale)
+    return _images(f"npy {directory}", read, shape, num_classes, max_shift, mean, std)
 
 
 def idx(
@@ -81,8 +80,7 @@ def idx(
         return [images[..., None], labels]
 
     shape = (image_size, image_size, 1)
-    scale = {"mean": mean, "std": std}
-    return _images(f"idx {directory}", read, shape, num_classes, max_shift, scale)
+    return _images(f"idx {directory}", read, shape, num_classes, max_shift, mean, std)
 
 
 def _images(
@@ -91,7 +89,8 @@ def _images(
     shape: tuple[int, int, int],
     num_classes: int,
     max_shift: int,
-    scale: Mapping[str, float | Sequence[float]],
+    mean: float | Sequence[float],
+    std: float | Sequence[float],
 ) -> Source:
     """The source of images and labels that `read` returns for "train" and for "test"."""
 
@@ -103,7 +102,7 @@ def _images(
                 f"num_channels ask for {shape}. Change one of the two."
             )
         check_labels(labels, num_classes, where=f"{name}: {part}")
-        return ImageExamples(images, labels, **scale)
+        return ImageExamples(images, labels, mean=mean, std=std)
 
     return Source(
         image_spec(*shape),

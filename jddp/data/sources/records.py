@@ -26,9 +26,8 @@ def parquet(*, directory: Path, columns: Sequence[str] | None = None) -> Source:
 
     def read(part: str) -> Any:
         files = _files(directory, part, "parquet")
-        arguments = {"columns": list(columns)} if columns else {}
         with _quiet_datasets() as datasets:
-            return datasets.Dataset.from_parquet(files, keep_in_memory=False, **arguments)
+            return datasets.Dataset.from_parquet(files, keep_in_memory=False, columns=columns)
 
     return _source("parquet", directory, read)
 
