@@ -13,7 +13,7 @@ import pytest
 import read_data
 from PIL import Image
 
-from jddp.data import CropAndFlip, RowExamples, TokenExamples, make_source, spec_of
+from jddp.data import CropAndFlip, RowExamples, TokenExamples, make_data_set, make_source, spec_of
 from jddp.data.__main__ import main
 from jddp.data.sources.idx import pack_idx
 from jddp.data.sources.image_folder import FolderExamples
@@ -467,6 +467,7 @@ def test_a_list_of_dicts_and_a_grain_data_set_are_taken_as_they_are():
 def test_a_hugging_face_data_set_is_taken_from_memory_disk_and_parquet(tmp_path):
     made = datasets.Dataset.from_dict({"x": X, "y": Y, "name": [f"row {i}" for i in range(8)]})
     check_rows(RowExamples(made.select_columns(["x", "y"])))
+    check_rows(make_data_set("mine", made.select_columns(["x", "y"]), {"x": X}).train)
     with pytest.raises(DataError, match="'name' of the data is <U5.*leave out that part"):
         RowExamples(made).take(np.array([0]))
     for part in ("train", "test"):

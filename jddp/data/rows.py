@@ -76,8 +76,8 @@ def as_examples(data: object) -> Examples:
     """
     if isinstance(data, Mapping):
         return ArrayExamples(data)
-    if isinstance(data, Examples):
-        return data
+    if isinstance(data, Examples) and not hasattr(data, "with_format"):
+        return data  # Hugging Face's `take` is another one: it has the first rows.
     if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, tuple):
         return RowExamples(data)
     raise DataError(
