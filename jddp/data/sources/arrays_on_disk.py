@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from jddp.data.augment import FlipAndShift
-from jddp.data.examples import ArrayExamples, ImageExamples, check_labels
+from jddp.data.examples import ImageExamples, check_labels
 from jddp.data.source import Source, image_spec, make_data_set, source_of
 from jddp.data.sources.idx import read_idx
 from jddp.data.sources.mapped import map_npy, map_npz
@@ -121,7 +121,7 @@ def npz(*, directory: Path) -> Source:
     Raises:
       DataError: If the files are missing or damaged, or no examples can be made of them.
     """
-    parts = (ArrayExamples(map_npz(directory / f"{part}.npz")) for part in ("train", "test"))
+    parts = (map_npz(directory / f"{part}.npz") for part in ("train", "test"))
     return source_of(f"npz {directory}", *parts)
 
 

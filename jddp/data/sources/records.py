@@ -10,12 +10,11 @@ They need the extra jddp[data]. Columns that hold anything but numbers are refus
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from jddp.data.extras import import_extra
-from jddp.data.rows import RowExamples
 from jddp.data.source import Source, source_of
 from jddp.errors import DataError
 from jddp.zoo.names import resolve_target
@@ -29,7 +28,7 @@ def parquet(*, directory: Path, columns: Sequence[str] | None = None) -> Source:
         with _quiet_datasets() as datasets:
             return datasets.Dataset.from_parquet(files, keep_in_memory=False, columns=columns)
 
-    return _source("parquet", directory, read)
+    return source_of(f"parquet {directory}", read("train"), read("test"))
 
 
 def hugging_face(*, directory: Path, columns: Sequence[str] | None = None) -> Source:
@@ -42,7 +41,7 @@ def hugging_face(*, directory: Path, columns: Sequence[str] | None = None) -> So
             rows = datasets.load_from_disk(str(directory / part))
         return rows.select_columns(list(columns)) if columns else rows
 
-    return _source("hugging_face", directory, read)
+    return source_of(f"hugging_face {directory}", read("train"), read("test"))
 
 
 def array_record(*, directory: Path, decode: str) -> Source:
@@ -54,12 +53,7 @@ def array_record(*, directory: Path, decode: str) -> Source:
         function = resolve_target(decode, key="data.kwargs.decode")
         return grain.MapDataset.source(records).map(function)
 
-    return _source("array_record", directory, read)
-
-
-def _source(name: str, directory: Path, read: Callable[[str], Any]) -> Source:
-    parts = (RowExamples(read(part)) for part in ("train", "test"))
-    return source_of(f"{name} {directory}", *parts)
+    return source_of(f"array_record {directory}", read("train"), read("test"))
 
 
 def _files(root: Path, part: str, ending: str) -> list[str]:
