@@ -100,11 +100,11 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.print_config:
         print(dump_values(config.model_dump()), end="")
         return ExitCode.DONE
-    if not arguments.dry_run:
+    if not arguments.dry_run:  # which writes nothing
         from jddp.trainer.reports.run_directory import RunDirectory
 
         RunDirectory(Path(config.run.dir or ""), is_writer=True).check_usable()
-    _prepare_jax(is_dry_run=arguments.dry_run)
+        _turn_on_cache()
     from jddp.distributed.failure import owned_process
     from jddp.distributed.join import initialize
     from jddp.distributed.resolve import resolve_identity
@@ -156,10 +156,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_intermixed_args(argv)
 
 
-def _prepare_jax(*, is_dry_run: bool) -> None:
-    """Turns on the persistent compilation cache, except in a dry run, which writes nothing."""
-    if is_dry_run:
-        return
+def _turn_on_cache() -> None:
+    """Turns on the persistent compilation cache of JAX, which is not imported yet."""
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         try:
             cache = expand(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "jddp" / "xla"

@@ -20,7 +20,7 @@ from jddp.config.schema import Config
 from jddp.distributed.connect import bind_address
 from jddp.errors import ConfigError, Error, FileSystemError
 from jddp.job.load import load
-from jddp.train import _prepare_jax
+from jddp.train import _turn_on_cache
 
 PACKAGE = Path(jddp.__file__).parent
 RUN_CODE = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
@@ -209,7 +209,7 @@ def test_a_cache_that_cannot_be_private_is_not_used(tmp_path, monkeypatch, capsy
         monkeypatch.setenv(f"JAX_PERSISTENT_CACHE_{name}", "0")
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    _prepare_jax(is_dry_run=False)
+    _turn_on_cache()
     assert "JAX_COMPILATION_CACHE_DIR" not in os.environ
     assert "Until then the cache is off" in capsys.readouterr().err
 

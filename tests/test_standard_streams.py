@@ -9,7 +9,7 @@ import pytest
 
 import jddp
 from jddp.errors import ConfigError
-from jddp.train import _prepare_jax
+from jddp.train import _turn_on_cache
 
 REPOSITORY = str(Path(jddp.__file__).parents[1])
 PROGRAM = """
@@ -79,7 +79,7 @@ def test_a_user_without_a_passwd_entry_and_home_goes_without_a_cache(monkeypatch
     for name in ("MIN_COMPILE_TIME_SECS", "MIN_ENTRY_SIZE_BYTES"):
         monkeypatch.setenv(f"JAX_PERSISTENT_CACHE_{name}", "0")
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
-    _prepare_jax(is_dry_run=False)
+    _turn_on_cache()
     assert "JAX_COMPILATION_CACHE_DIR" not in os.environ
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("jddp: '~/.cache' names a home directory that is not known here.")
