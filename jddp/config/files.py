@@ -113,7 +113,7 @@ def read_values(path: Path, origin: str | None = None) -> dict[str, Any]:
     try:
         refuse_unsafe(path.read_text(encoding="utf-8"))
         values = _plain(OmegaConf.load(path))
-    except (OSError, ValueError, YAMLError, OmegaConfBaseException, ConfigError) as error:
+    except (OSError, *NOT_READABLE) as error:
         raise ConfigError(f"{origin or path}: cannot be read: {_one_line(error)}") from error
     is_of_a_run = path.with_name("manifest.json").exists()
     return renamed(values) if is_of_a_run else values
