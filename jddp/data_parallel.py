@@ -56,7 +56,7 @@ from jddp.engine.sync import EveryStep, LocalSteps
 from jddp.engine.view import choose_clip
 from jddp.errors import ConfigError, UsageError
 from jddp.html import Shown
-from jddp.init import FirstState
+from jddp.init import FirstState, Values
 from jddp.inspection.explain import Explanation, explain, logging_data, measure
 from jddp.inspection.memory import Memory, measure_memory
 from jddp.inspection.norms import Layers, diagnose
@@ -181,10 +181,9 @@ class DataParallel(Shown):
     ) -> None:
         refuse_unknown(DataParallel, unknown, key="DataParallel")
         self.mesh = make_mesh(mesh, axis_name)
-        self._platform = platform(self.mesh)
-        axis = axis_of(self.mesh)
+        axis, hardware = axis_of(self.mesh), platform(self.mesh)
         sync = Sync(axis, batch_norm_group_size, batch_norm_unbiased, logical_replicas)
-        self._model = functional(
+        flax_model = functional(
             model,
             batch_norm=batch_norm,
             sync=sync,
@@ -206,10 +205,10 @@ class DataParallel(Shown):
             overlap = False
         if overlap is True and local_steps is not None and not local_steps.start:
             overlap = False
-        chosen, overlaps = choose_layout(layout, overlap, lambda: self._platform)
+        chosen, overlaps = choose_layout(layout, overlap, lambda: hardware)
         is_scaled = loss_scale is not None
         packed = choose_packing(
-            chosen, comm_hook, self._platform, is_sharded=shard_optimizer, num=logical_replicas
+            chosen, comm_hook, hardware, is_sharded=shard_optimizer, num=logical_replicas
         )
         reduction = make_reduction(
             axis,
@@ -223,25 +222,24 @@ class DataParallel(Shown):
         )
         sharded_by = reduction if shard_optimizer else None
         self.spec = Step(
-            model=self._model,
+            model=flax_model,
             eval_fn=eval_fn or loss_fn,
             backward=choose_backward(
-                self._model, loss_fn, accumulate_steps, overlaps=overlaps, is_scaled=is_scaled
+                flax_model, loss_fn, accumulate_steps, overlaps=overlaps, is_scaled=is_scaled
             ),
-            replicas=choose_replicas(axis, self._model, logical_replicas, self.mesh.size),
+            replicas=choose_replicas(axis, flax_model, logical_replicas, self.mesh.size),
             reduction=reduction,
             sync=local_steps or EveryStep(),
             clip=choose_clip(max_grad_norm),
             optimizer=choose_optimizer(optimizer, unused_parameters, sharded_by, accumulate_steps),
             average=choose_average(ema_decay),
-            guard=choose_guard(loss_scale, skip_nonfinite, self._model.keeps_own),
+            guard=choose_guard(loss_scale, skip_nonfinite, flax_model.keeps_own),
         )
         self._constants: PyTree = None
-        self._executor = Executor(donate=donate, platform=self._platform)
-        self._rows_sharding = sharded(self.mesh)
+        self._executor = Executor(donate=donate, platform=hardware)
         self._evaluate = make_evaluate(self.spec, self.mesh)
         self.steps = CompiledSteps(self.spec, self.mesh, donate=donate)
-        self._first = FirstState(self.spec, self.steps, self.mesh)
+        self._first = FirstState(self.steps)
         predict = functools.partial(make_predict, self.spec, self.mesh)
         self._predict = functools.lru_cache(maxsize=8)(predict)
 
@@ -249,7 +247,7 @@ class DataParallel(Shown):
         """The model, its devices, and the plan, once there is one."""
         num, kind = self.spec.backward.num, self.mesh.devices.flat[0].device_kind
         parts = f", {num} micro-batches a step" * (num > 1)
-        head = f"DataParallel({self._model.name} on {self.mesh.size} x {kind}{parts})"
+        head = f"DataParallel({self.spec.model.name} on {self.mesh.size} x {kind}{parts})"
         return head if self.plan is None else f"{head}\n{self.plan}"
 
     @property
@@ -276,8 +274,7 @@ class DataParallel(Shown):
         Raises:
           ConfigError: If neither `loss_fn` nor `eval_fn` names `constants`.
         """
-        losses = self.spec.backward.loss_fn, self.spec.eval_fn
-        if not any(map(takes_constants, losses)):
+        if not any(map(takes_constants, (self.spec.backward.loss_fn, self.spec.eval_fn))):
             raise ConfigError(
                 "constants= were given, and loss_fn has no argument of that name. Write "
                 "loss_fn(model, batch, train, constants)."
@@ -312,9 +309,7 @@ class DataParallel(Shown):
           UsageError: If a Linen model has neither `batch` nor `params`, or `partial` no `batch`.
           ConfigError: If `params` does not fit the model.
         """
-        if constants is not None:
-            return self.with_constants(constants).init(seed, batch, params, partial=partial)
-        inputs = self._inputs(as_arrays(batch))
+        inputs = self._inputs(as_arrays(batch), constants)
         state = self._first.make(seed, inputs, params, partial=partial)
         self._executor.latest = state
         return state
@@ -324,8 +319,9 @@ class DataParallel(Shown):
         """Report on the last `init(params=...)`, array by array; None before one."""
         return self._first.loaded
 
-    def _inputs(self, batch: Batch) -> Inputs:
-        return Inputs(batch, self._constants)
+    def _inputs(self, batch: Batch, constants: PyTree = None) -> Inputs:
+        bound = self if constants is None else self.with_constants(constants)
+        return Inputs(batch, bound._constants)
 
     def abstract_state(self, batch: Batch) -> TrainState:
         """Shapes, dtypes and shardings of the state, with nothing allocated.
@@ -350,24 +346,26 @@ class DataParallel(Shown):
           state: State from `init` or `step`.
           params: "params", or "ema" for their moving average.
         """
-        self._refuse_foreign(state)
-        values = self._first.merged((self._choose(state, params), state.model_state))
-        return self._model.rebuild(*jax.tree.map(copy_off_mesh, values))
+        values = self._values(state, params)
+        return self.spec.model.rebuild(*jax.tree.map(copy_off_mesh, values))
 
-    def _refuse_foreign(self, state: TrainState, rows: Batch = None) -> None:
+    def _refuse_foreign(self, state: TrainState, inputs: Inputs | None = None) -> None:
         """Refuses a state that a step has taken, or whose parameters are those of another model."""
         self._executor.refuse_taken(state)
-        own = self._executor.latest or (None if rows is None else self.abstract_state(rows))
+        own = self._executor.latest or (None if inputs is None else self._first.shapes(inputs))
         shapes = functools.partial(jax.tree.map, np.shape)
         if own not in (None, state) and shapes(own.params) != shapes(state.params):
             raise UsageError("This state has the parameters of another model: make one with init.")
 
-    def _choose(self, state: TrainState, params: str) -> Params:
+    def _values(self, state: TrainState, params: str = "params") -> Values:
+        """The chosen parameters and the other state, with the replicas' own averaged."""
+        self._refuse_foreign(state)
         if params not in ("params", "ema"):
             raise ConfigError(f"params={params!r} is unknown. Choose 'params' or 'ema'.")
         if params == "ema" and state.ema_params is None:
             raise ConfigError("params='ema' needs DataParallel(..., ema_decay=...).")
-        return state.ema_params if params == "ema" else state.params
+        chosen = state.ema_params if params == "ema" else state.params
+        return self._first.merged((chosen, state.model_state))
 
     def step(
         self, state: TrainState, batch: Batch, constants: PyTree = None
@@ -390,12 +388,9 @@ class DataParallel(Shown):
           ConfigError: If the rows do not divide over the devices, or a shape is wrong.
           UsageError: If the state has already been given to a step.
         """
-        if constants is not None:
-            return self.with_constants(constants).step(state, batch)
-        inputs = self._inputs(self.shard_batch(batch))
-        self._refuse_foreign(state, inputs.rows)
-        step = self.steps.step_for(state, inputs)
-        return self._executor.send(step, state, inputs)
+        inputs = self._inputs(self.shard_batch(batch), constants)
+        self._refuse_foreign(state, inputs)
+        return self._executor.send(self.steps.step_for(state, inputs), state, inputs)
 
     def gradients(
         self, state: TrainState, batch: Batch, constants: PyTree = None
@@ -411,10 +406,8 @@ class DataParallel(Shown):
           The gradient of the global mean loss, averaged over all replicas and not clipped, of the
           structure of `state.params`; and the metrics.
         """
-        if constants is not None:
-            return self.with_constants(constants).gradients(state, batch)
-        inputs = self._inputs(self.shard_batch(batch))
-        self._refuse_foreign(state, inputs.rows)
+        inputs = self._inputs(self.shard_batch(batch), constants)
+        self._refuse_foreign(state, inputs)
         return call(self.steps.gradients_for(state, inputs), state, inputs)
 
     def shard_batch(self, batch: Batch) -> Batch:
@@ -423,8 +416,8 @@ class DataParallel(Shown):
         Raises:
           ConfigError: If the rows do not divide over the devices and `accumulate_steps`.
         """
-        leaves = jax.tree.leaves(batch)
-        if leaves and all(getattr(x, "sharding", None) == self._rows_sharding for x in leaves):
+        leaves, placed = jax.tree.leaves(batch), sharded(self.mesh)
+        if leaves and all(getattr(x, "sharding", None) == placed for x in leaves):
             return batch  # by an earlier call
         batch = as_arrays(batch)
         num, num_parts = self.spec.backward.num, self.steps.count_micro_batches(batch)
@@ -442,13 +435,12 @@ class DataParallel(Shown):
         """
         num = self.mesh.size
         rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((num, *x.shape[1:]), x.dtype), batch)
-        valid = jax.ShapeDtypeStruct((num,), np.float32)
         try:
             state = self.abstract_state(batch)
             values = jax.eval_shape(self._first.merged, (state.params, state.model_state))
-            arguments = (state.key, *values, np.uint32(0), self._inputs(rows), valid)
-            (given,) = jax.tree.leaves(jax.eval_shape(self._predict(outputs), *arguments))
-            return int(given.shape[1:][-1])
+            given = state.key, *values, np.uint32(0), self._inputs(rows), np.ones(num, "float32")
+            (found,) = jax.tree.leaves(jax.eval_shape(self._predict(outputs), *given))
+            return int(found.shape[1:][-1])
         # The model has other inputs or outputs, or trains while it is evaluated: a step reports it.
         except Exception:
             return None
@@ -498,13 +490,9 @@ class DataParallel(Shown):
         """
         if self.plan is None:
             raise UsageError("stats needs a plan, which init makes. Call init first.")
-        told = logging_data(self.plan, self.spec, self.mesh, self._executor.calls)
+        told = logging_data(self.steps, self._executor.calls)
         if batch is not None:
-            state = self.abstract_state(batch)
-            params, _ = jax.eval_shape(self._first.merged, (state.params, {}))
-            told |= call(
-                measure, self.explain(batch).compiled, self.plan, self.spec, self.mesh, params
-            )
+            told |= measure(self.steps, self.abstract_state(batch), self._inputs(batch))
         return told
 
     def diagnose(self, state: TrainState, batch: Batch) -> Layers:
@@ -518,8 +506,7 @@ class DataParallel(Shown):
           For each parameter, by its path: "parameter" and "gradient", the norms of it and of its
           averaged gradient, and "not_finite", how many numbers of that gradient are not.
         """
-        params, _ = self._first.merged((state.params, {}))
-        return diagnose(params, self.gradients(state, batch)[0])
+        return diagnose(self._values(state)[0], self.gradients(state, batch)[0])
 
     def evaluate(
         self, state: TrainState, batches: Batches, params: str = "params", constants: PyTree = None
@@ -543,9 +530,7 @@ class DataParallel(Shown):
           UsageError: If there is a partial batch, and the loss or a metric is a scalar, or a
             `jddp.Mean` of scalars: padding cannot be masked in it.
         """
-        if constants is not None:
-            return self.with_constants(constants).evaluate(state, batches, params)
-        run = self._run(self._evaluate, state, params)
+        run = self._run(self._evaluate, state, params, constants)
         return evaluate_exactly(run, batches, self.mesh, self.steps.num_local_replicas)
 
     def trace_evaluation(self, state: TrainState, batch: Batch, params: str = "params") -> None:
@@ -585,19 +570,19 @@ class DataParallel(Shown):
         Raises:
           ConfigError: If the function returns an array that has no row for each of the batch.
         """
-        if constants is not None:
-            return self.with_constants(constants).predict(state, batches, function, params)
-        run = self._run(self._predict(function), state, params)
+        run = self._run(self._predict(function), state, params, constants)
         return predict_rows(run, batches, self.mesh)
 
-    def _run(self, compiled: Any, state: TrainState, params: str) -> Callable[[Batch, Any], Any]:
+    def _run(
+        self, compiled: Any, state: TrainState, params: str, constants: PyTree = None
+    ) -> Callable[[Batch, Any], Any]:
         """Returns `run(rows, valid)`, which calls a compiled function with a state's values."""
-        self._refuse_foreign(state)
-        values = self._first.merged((self._choose(state, params), state.model_state))
+        values, inputs = self._values(state, params), self._inputs(None, constants)
         numbers = map(np.uint32, itertools.count())
 
         def run(rows: Batch, valid: jax.Array) -> Any:
-            return call(compiled, state.key, *values, next(numbers), self._inputs(rows), valid)
+            given = inputs._replace(rows=rows)
+            return call(compiled, state.key, *values, next(numbers), given, valid)
 
         return run
 

@@ -1,6 +1,6 @@
 """The first state of training: made by the model from one seed, or given, whole or in part.
 
-    first = FirstState(spec, steps, mesh)
+    first = FirstState(steps)
     state = first.make(seed, inputs, params=None)       # the same on every device
     shapes = first.shapes(inputs)                       # with nothing allocated
 
@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from jddp.checkpoint.weights import Loaded, fit_weights, read_weights
 from jddp.config.permissions import expand
@@ -23,7 +22,6 @@ from jddp.engine.compiled import CompiledSteps
 from jddp.engine.executor import call
 from jddp.engine.init import make_init
 from jddp.engine.mesh import from_process_zero, replicate, replicated, sharded
-from jddp.engine.spec import Step
 from jddp.engine.state import (
     Inputs,
     Layout,
@@ -43,19 +41,16 @@ class FirstState:
     """Makes first states.
 
     Args:
-      spec: The parts of a step.
-      steps: Steps that plan for the rows.
-      mesh: Mesh on which the state will lie.
+      steps: Steps that plan for the rows, on the mesh on which the state will lie.
 
     Attributes:
       loaded: Report on the values that were given last; None before any.
     """
 
-    def __init__(self, spec: Step, steps: CompiledSteps, mesh: Mesh) -> None:
+    def __init__(self, steps: CompiledSteps) -> None:
         self.loaded: Loaded | None = None
-        self._model, self._steps, self._mesh = spec.model, steps, mesh
-        self._init = make_init(spec, mesh)
-        self._keeps_own = spec.sync.keeps_own
+        self._model, self._steps, self._mesh = steps.spec.model, steps, steps.mesh
+        self._init = make_init(steps.spec, steps.mesh)
 
     def make(
         self, seed: int, inputs: Inputs, params: Params = None, *, partial: bool = False
@@ -93,7 +88,7 @@ class FirstState:
         """Values as they are read: per-replica leaves are averaged."""
         params, model_state = values
         layouts = (
-            own_layouts(params, self._keeps_own),
+            own_layouts(params, self._steps.spec.sync.keeps_own),
             own_layouts(model_state, self._model.keeps_own),
         )
         return merge_rows(values, layouts, replicated(self._mesh))

@@ -51,7 +51,7 @@ def wrapped(model, loss=squares, *, optimizer=None, **options):
 
 def start(ddp, batch):
     """A first state with numbers of ours: Flax's own take a second to compile."""
-    if ddp._model.values is not None:
+    if ddp.spec.model.values is not None:
         return ddp.init(0, batch)
     rng = np.random.default_rng(0)
 

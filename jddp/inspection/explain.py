@@ -7,6 +7,7 @@ This module reads plans and programs; it times the reduction without the rest of
 """
 
 import dataclasses
+import functools
 import re
 import statistics
 import time
@@ -16,13 +17,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import P, lax
-from jax.sharding import Mesh
 
 from jddp.engine.compiled import CompiledSteps
 from jddp.engine.executor import Calls
 from jddp.engine.mesh import over_replicas, platform
-from jddp.engine.spec import Step
-from jddp.engine.state import Inputs, TrainState
+from jddp.engine.state import Inputs, TrainState, enter
 from jddp.engine.sync import LocalSteps
 from jddp.html import Shown
 from jddp.inspection.collectives import Collective, collectives
@@ -135,9 +134,10 @@ def _direction(collective: Collective) -> str:
     return "backward" if "transpose(" in collective.op_name else "forward"
 
 
-def logging_data(plan: BucketPlan, spec: Step, mesh: Mesh, calls: Calls) -> dict[str, Any]:
+def logging_data(steps: CompiledSteps, calls: Calls) -> dict[str, Any]:
     """The fields of DDP's `_get_ddp_logging_data`, under its names where they mean the same."""
-    reduction = spec.reduction
+    spec, plan, mesh = steps.spec, steps.plan, steps.mesh
+    assert plan is not None
     return {
         "world_size": mesh.size,
         "rank": jax.process_index(),
@@ -149,10 +149,10 @@ def logging_data(plan: BucketPlan, spec: Step, mesh: Mesh, calls: Calls) -> dict
         "wire_bytes": plan.wire_bytes,
         "num_buckets_reduced": len(plan),
         "bucket_sizes": [bucket.bytes for bucket in plan.buckets],
-        "initial_bucket_size_limits": list(reduction.bucket_bytes),
-        "layout": reduction.packing.layout,
+        "initial_bucket_size_limits": list(spec.reduction.bucket_bytes),
+        "layout": spec.reduction.packing.layout,
         "overlap": spec.backward.overlaps,
-        "comm_hook": reduction.hook_name,
+        "comm_hook": spec.reduction.hook_name,
         "accumulate_steps": spec.backward.num,
         "local_steps": getattr(spec.sync, "every", None),
         "batch_norm": spec.model.batch_norm,
@@ -161,19 +161,18 @@ def logging_data(plan: BucketPlan, spec: Step, mesh: Mesh, calls: Calls) -> dict
     }
 
 
-def measure(
-    compiled: tuple[Collective, ...], plan: BucketPlan, spec: Step, mesh: Mesh, params: Any
-) -> dict[str, Any]:
+def measure(steps: CompiledSteps, state: TrainState, inputs: Inputs) -> dict[str, Any]:
     """Counts the collectives of a compiled step, and times its reduction.
 
     Args:
-      compiled: The collectives of the step.
-      plan: The buckets.
-      spec: The parts of the step.
-      mesh: The devices.
-      params: Shapes of the parameters.
+      steps: Steps that have planned.
+      state: State of the step, or its shapes.
+      inputs: Inputs of the step, or their shapes.
     """
-    reduction = spec.reduction
+    compiled, spec = explain(steps, state, inputs).compiled, steps.spec
+    reduction, plan, mesh = spec.reduction, steps.plan, steps.mesh
+    assert plan is not None
+    params = jax.eval_shape(functools.partial(enter, layouts=steps.layouts(state)), state).params
 
     def replica() -> Any:
         # Different values on each replica, or the compiler would compute the mean in advance.
