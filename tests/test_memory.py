@@ -12,8 +12,8 @@ from tiny import MLP, loss_fn, make_batch
 
 import jddp
 from jddp.errors import OutOfMemoryError
-from jddp.inspection.arrays import largest_arrays
 from jddp.inspection.hlo import read_program
+from jddp.inspection.memory import largest_arrays
 
 HOST = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 PER_ROW = HOST // 8 // 4  # floats: an eighth of the host, which two devices share

@@ -8,9 +8,8 @@ pair `-start` and `-done`, which may still be marked to run in one piece; such a
 fusion that holds the collective; a part of an ordinary fusion; any of these in a loop or a branch.
 """
 
-import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from jddp.inspection.hlo import Computation, Instruction, Program, Shape
 
@@ -25,8 +24,7 @@ _COLLECTIVES = (
 )
 
 
-@dataclass(frozen=True)
-class Collective:
+class Collective(NamedTuple):
     """One exchange between devices.
 
     Attributes:
@@ -95,8 +93,7 @@ def _read_collective(op: str, payload: tuple[Shape, ...], instruction: Instructi
 
 def _as_part_of(instruction: Instruction, found: Collective) -> Collective:
     """A collective of a computation that `instruction` runs, as part of that instruction."""
-    return dataclasses.replace(
-        found,
+    return found._replace(
         is_async=found.is_async or _is_async(instruction),
         is_in_loop=found.is_in_loop or instruction.op == "while",
         num_runs=_times(instruction, found.num_runs),
@@ -105,11 +102,8 @@ def _as_part_of(instruction: Instruction, found: Collective) -> Collective:
 
 def _times(instruction: Instruction, num_runs: int | None) -> int | None:
     """The number of runs in all of a collective that runs `num_runs` times per instruction."""
-    if instruction.op == "conditional":
-        return None
-    if instruction.op != "while" or num_runs is None:
-        return num_runs
-    return None if instruction.trip_count is None else instruction.trip_count * num_runs
+    times = {"conditional": None, "while": instruction.trip_count}.get(instruction.op, 1)
+    return None if times is None or num_runs is None else times * num_runs
 
 
 def _is_async(instruction: Instruction) -> bool:

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import re
 import statistics
-import time
+import timeit
 from collections.abc import Callable
 from typing import Any
 
@@ -190,9 +190,5 @@ def measure(steps: CompiledSteps, state: TrainState, inputs: Inputs) -> dict[str
 
 def median_seconds(run: Callable[[], Any], num_runs: int) -> float:
     """The median time of a computation, without the first run, which may compile."""
-    seconds = []
-    for _ in range(num_runs):
-        start = time.perf_counter()
-        jax.block_until_ready(run())
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[1:])
+    _, *seconds = timeit.repeat(lambda: jax.block_until_ready(run()), repeat=num_runs, number=1)
+    return statistics.median(seconds)

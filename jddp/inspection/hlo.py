@@ -11,13 +11,14 @@ import math
 import re
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from jddp.errors import UsageError
 
 _ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,<=]*)\]")
-_HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) .*\{$")
-_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = ")
-_OP = re.compile(r" ([\w\-]+)\(")
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) [^\n]*\{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
+# A shape has brackets of its own, "f32[2,3]{1,0:T(8,128)}", but no word before one.
+_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.+?) ([\w\-]+)\(")
 _COMMENT = re.compile(r"/\*.*?\*/")
 _RUNS = re.compile(
     r", (?:calls|body|condition|branch_computations|true_computation|false_computation)="
@@ -28,8 +29,7 @@ _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """The dtype and dims of one array, as XLA names them: "bf16", (256, 1000)."""
 
     dtype: str
@@ -46,8 +46,7 @@ class Shape:
         return math.ceil(self.size * _bits(self.dtype) / 8)
 
 
-@dataclass(frozen=True)
-class Instruction:
+class Instruction(NamedTuple):
     """One line of a computation.
 
     Attributes:
@@ -104,8 +103,7 @@ class Computation:
         return [self.by_name[name] for name in instruction.operands]
 
 
-@dataclass(frozen=True)
-class Program:
+class Program(NamedTuple):
     """A compiled program.
 
     Attributes:
@@ -125,52 +123,37 @@ def read_program(text: str) -> Program:
     Raises:
       UsageError: If the text is no such program.
     """
-    computations: dict[str, Computation] = {}
-    entry, name = None, None
-    instructions: list[Instruction] = []
-    for line in text.splitlines():
-        if name is None:
-            if head := _HEAD.match(line):
-                name, instructions = head[2], []
-                entry = name if head[1] else entry
-        elif line.startswith("}"):
-            computations[name] = Computation(name, tuple(instructions))
-            name = None
-        elif line.strip():
-            instructions.append(_read_instruction(line))
-    if entry not in computations:
+    computations, entry = {}, None
+    for mark, name, body in _COMPUTATION.findall(text):
+        lines = filter(str.strip, body.splitlines())
+        computations[name] = Computation(name, tuple(map(_read_instruction, lines)))
+        entry = computations[name] if mark else entry
+    if entry is None:
         raise UsageError(
             f"A compiled program has a computation marked ENTRY, and this text of {len(text)} "
             "characters has none. Give jitted.lower(...).compile().as_text()."
         )
-    return Program(computations[entry], computations, "is_scheduled=true" in text[:10_000])
+    return Program(entry, computations, "is_scheduled=true" in text[:10_000])
 
 
 def _read_instruction(line: str) -> Instruction:
     line = _COMMENT.sub("", line)
     head = _INSTRUCTION.match(line)
     if not head:
-        raise UsageError(f"This is no instruction of a compiled program: {line.strip()[:120]!r}.")
-    after_shape = _end_of_shape(line, head.end())
-    op = _OP.match(line, after_shape)
-    if not op:
-        raise UsageError(f"Instruction {head[1]!r} has no operation: {line.strip()[:120]!r}.")
-    end = _closing(line, op.end() - 1)
-    operands, attributes = line[op.end() : end], line[end + 1 :]
-    is_parameter = op[1] == "parameter"
+        text = f"{line.strip()[:120]!r} has no operation with a name and a shape"
+        raise UsageError(f"This is no instruction of a compiled program: {text}.")
+    name, shapes, op = head.groups()
+    end = _closing(line, head.end() - 1)
+    operands, attributes = line[head.end() : end], line[end + 1 :]
     return Instruction(
-        name=head[1],
-        op=op[1],
-        shapes=_read_shapes(line[head.end() : after_shape]),
-        operands=() if op[1] in ("parameter", "constant") else _read_operands(operands),
-        number=int(operands) if is_parameter else None,
-        runs=_read_runs(op[1], attributes),
+        name=name,
+        op=op,
+        shapes=_read_shapes(shapes),
+        operands=() if op in ("parameter", "constant") else _read_operands(operands),
+        number=int(operands) if op == "parameter" else None,
+        runs=_read_runs(op, attributes),
         attributes=attributes,
     )
-
-
-def _end_of_shape(line: str, start: int) -> int:
-    return _closing(line, start) + 1 if line[start] == "(" else line.index(" ", start)
 
 
 def _closing(line: str, start: int) -> int:

@@ -8,6 +8,7 @@ computed at once, the rest is not.
 
 import math
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +18,35 @@ from jax.sharding import Mesh
 
 from jddp.engine.state import TrainState
 from jddp.html import Shown
-from jddp.inspection.arrays import Array, largest_arrays
-from jddp.inspection.hlo import read_program
+from jddp.inspection.hlo import Computation, Program, Shape, read_program
 from jddp.typing import Batch, PyTree
 
 FIELDS = ("parameters", "gradients", "optimizer", "other_state", "batch", "temporaries")
+_PREFIX = re.compile(r"(?:jit\([^)]*\)/)?(?:shard_map/)?")
+_MAKE_NOTHING = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call"}
+
+
+@dataclass(frozen=True)
+class Array:
+    """An array with its own memory.
+
+    Attributes:
+      shape: Dtype and dims.
+      origin: Layer and operation that made it, by JAX's names.
+    """
+
+    shape: Shape
+    origin: str
+
+    @property
+    def bytes(self) -> int:
+        """Its size."""
+        return self.shape.bytes
+
+    def __str__(self) -> str:
+        """Shape and origin."""
+        dims = ",".join(map(str, self.shape.dims))
+        return f"{self.shape.dtype}[{dims}]" + (f" of {self.origin}" if self.origin else "")
 
 
 @dataclass(frozen=True, repr=False)
@@ -94,19 +119,33 @@ def measure_memory(
     assert analysis is not None, "CPUs and GPUs have one"
     gradients = _bytes_per_device(state.params)
     # The new state takes the place of the old one, which is donated.
-    beyond = analysis.temp_size_in_bytes + max(
-        0, analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-    )
+    beyond = max(0, analysis.output_size_in_bytes - analysis.alias_size_in_bytes)
     return Memory(
         parameters=_bytes_per_device((state.params, state.ema_params)),
         gradients=gradients,
         optimizer=_bytes_per_device(state.opt_state),
         other_state=_bytes_per_device((state.model_state, state.comm_state)),
         batch=_bytes_per_device(batch) // len(mesh.local_devices),
-        temporaries=max(0, beyond - gradients),
+        temporaries=max(0, analysis.temp_size_in_bytes + beyond - gradients),
         limit=_device_limit(mesh.local_devices),
         largest=largest_arrays(read_program(text or "")),
     )
+
+
+def largest_arrays(program: Program, most: int = 3) -> tuple[Array, ...]:
+    """The largest arrays, larger ones first; those of one origin and size count once."""
+    made = dict.fromkeys(_made_in(program, program.entry))
+    return tuple(sorted(made, key=lambda array: -array.bytes)[:most])
+
+
+def _made_in(program: Program, computation: Computation) -> Iterator[Array]:
+    for instruction in computation.instructions:
+        if instruction.op not in _MAKE_NOTHING:
+            origin = _PREFIX.sub("", instruction.op_name, count=1)
+            yield from (Array(shape, origin) for shape in instruction.shapes)
+        if instruction.op in ("while", "call", "conditional"):  # a fusion makes only its results
+            for name in instruction.runs:
+                yield from _made_in(program, program.computations[name])
 
 
 def in_words(size: float) -> str:
@@ -127,8 +166,6 @@ def _bytes_per_device(tree: PyTree) -> int:
 
 
 def _device_limit(devices: list[jax.Device]) -> int:
-    stats = devices[0].memory_stats() or {}
-    if "bytes_limit" in stats:
-        return int(stats["bytes_limit"])
-    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return host // len(devices)  # Virtual devices share the memory of their host.
+    # Virtual devices share the memory of their host.
+    share = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(devices)
+    return int((devices[0].memory_stats() or {}).get("bytes_limit", share))

@@ -26,11 +26,7 @@ def diagnose(params: Params, grads: Grads) -> Layers:
 
 def _measure(param: Array, grad: Array) -> dict[str, Float[Array, ""]]:
     return {
-        "parameter": _norm(param),
-        "gradient": _norm(grad),
+        "parameter": jnp.linalg.norm(jnp.abs(param).astype(jnp.float32)),
+        "gradient": jnp.linalg.norm(jnp.abs(grad).astype(jnp.float32)),
         "not_finite": (~jnp.isfinite(grad)).sum(dtype=jnp.float32),
     }
-
-
-def _norm(x: Array) -> Float[Array, ""]:
-    return jnp.sqrt(jnp.square(jnp.abs(x).astype(jnp.float32)).sum())
