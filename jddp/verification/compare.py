@@ -82,9 +82,9 @@ def compare(
 
     A bias before a batch norm has a gradient of zero, of which only rounding is left.
     """
-    pairs = _pairs(got, want)
-    largest = max((_size(b) for _, _, b in pairs), default=0.0)
-    errors = {path: _size(a - b) / (max(_size(b), floor * largest) or 1.0) for path, a, b in pairs}
+    leaves = _leaves(got, want)
+    largest = max((_size(b) for _, _, b in leaves), default=0.0)
+    errors = {path: _size(a - b) / (max(_size(b), floor * largest) or 1.0) for path, a, b in leaves}
     return _worst(what, errors, allowed)
 
 
@@ -101,10 +101,9 @@ def compare_moves(
       grads: Gradients of one device.
       noise: Part of the largest gradient in a leaf that may be the rounding of zero.
     """
-    errors = {}
-    moves = zip(_pairs(got, want), _pairs(before, grads), strict=True)
-    largest = max((_size(g) for _, _, g in _pairs(grads, grads)), default=0.0)
-    for (path, a, b), (_, start, grad) in moves:
+    errors, leaves = {}, _leaves(got, want, before, grads)
+    largest = max((_size(grad) for *_, grad in leaves), default=0.0)
+    for path, a, b, start, grad in leaves:
         counts = np.abs(grad) > noise * max(_size(grad), 0.1 * largest)
         error, update = (float(np.linalg.norm(x[counts])) for x in (a - b, b - start))
         if error or update:  # and not where the learning rate begins at zero
@@ -118,18 +117,18 @@ def _worst(what: str, errors: dict[str, float], allowed: float) -> Comparison:
     return Comparison(what, leaf, errors.get(leaf, 0.0), allowed)
 
 
-def _pairs(got: PyTree, want: PyTree) -> list[tuple[str, np.ndarray, np.ndarray]]:
-    """The numbers of two trees, by path, in double precision."""
+def _leaves(*trees: PyTree) -> list[tuple[Any, ...]]:
+    """Path and numbers of each leaf of trees of one structure, in double precision."""
     return [
-        (path, _exact(a), _exact(b))
-        for (path, a), b in zip(by_path(got).items(), jax.tree.leaves(want), strict=True)
-        if not jax.numpy.issubdtype(a.dtype, jax.dtypes.prng_key)
+        (path, *map(exact, leaves))
+        for path, *leaves in zip(by_path(trees[0]), *map(jax.tree.leaves, trees), strict=True)
+        if not jax.numpy.issubdtype(leaves[0].dtype, jax.dtypes.prng_key)
     ]
 
 
-def _exact(x: Any) -> np.ndarray:
-    is_complex = jax.numpy.issubdtype(x.dtype, np.complexfloating)
-    return np.asarray(x).astype(np.complex128 if is_complex else np.float64)
+def exact(x: Any) -> np.ndarray:
+    """An array in double precision."""
+    return np.asarray(x).astype(np.promote_types(x.dtype, np.float64))
 
 
 def _size(x: Any) -> float:

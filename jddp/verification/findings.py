@@ -39,11 +39,8 @@ class Evidence:
 
 def explain(evidence: Evidence, *, passed: bool) -> list[str]:
     """Notes, which hold in any case, and likely causes where the comparison did not pass."""
-    found = list(_notes(evidence))
-    if passed:
-        return found
-    causes = list(_causes(evidence))
-    return found + (causes or ([] if not evidence.is_repeatable else [UNKNOWN]))
+    causes = [] if passed else list(_causes(evidence)) or [UNKNOWN] * evidence.is_repeatable
+    return [*_notes(evidence), *causes]
 
 
 UNKNOWN = """\

@@ -9,6 +9,7 @@ numbers differ between replicas by design, so a model that uses some is compared
 that runs the N replica batches side by side, with the N keys.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -28,13 +29,13 @@ from jddp.modules.metrics import weights_in
 from jddp.modules.rows import count_rows
 from jddp.trainer.fingerprint import fingerprint, uses_rng
 from jddp.typing import Batch, Grads, LossFn, Metrics, ModelState, PyTree
-from jddp.verification.compare import Comparison, Verification, compare, compare_moves
+from jddp.verification.compare import Comparison, Verification, compare, compare_moves, exact
 from jddp.verification.findings import Evidence, explain
 from jddp.verification.side_by_side import side_by_side
 
 __all__ = ["Verification", "verify"]
 
-_ON_THE_WIRE = {"wire_dtype", "comm_hook"}  # compared with a device that sends nothing
+_SENDS_NOTHING = {"wire_dtype": None, "comm_hook": None}
 _OF_NO_ONE_DEVICE = {
     "batch_norm_group_size": "statistics are those of groups, which a single device does not have",
     "local_steps": "replicas differ by design, and a single device has one set of parameters",
@@ -98,7 +99,8 @@ def verify(
     state = _settled(many, many.init(seed, batch), batch)
     got = _step(many, state, batch)
     # With logical replicas one device has all of them too, and uses the same random numbers.
-    draws = uses_rng(many, batch) and not isinstance(many.spec.replicas, LogicalReplicas)
+    has_all = isinstance(many.spec.replicas, LogicalReplicas)
+    draws = uses_rng(many, batch) and not has_all
     evidence = Evidence(
         num_devices=many.mesh.size,
         options=options,
@@ -112,23 +114,18 @@ def verify(
         other = state.replace(key=jax.random.fold_in(state.key, 1))
         evidence.key_matters = not _same(got, _step(many, other, batch))
     else:
-        here = {name: value for name, value in options.items() if _is_for_one_device(name)}
-        here["axis_name"] = many.spec.axis  # which may be that of a given mesh
-        here["mesh"] = many.mesh.devices.flat[:1].tolist()
-        here["accumulate_steps"] = many.spec.backward.num  # which batch norm sees
+        here = _options_of_one(many, options)
         one = wrapped(**here)
         values = many.model(state)
         alone = one.init(seed, batch, params=values if isinstance(values, Mapping) else None)
         alone = _settled(one, alone, batch)
-        has_shards = isinstance(many.spec.replicas, LogicalReplicas)
-        want = _step(one, alone, batch if has_shards else _in_order(batch, many))
+        want = _step(one, alone, batch if has_all else _in_order(batch, many))
     evidence.losses = float(got.metrics["loss"]), float(want.metrics["loss"])
     comparisons = _compare(got, want, many, state, batch)
     passed = all(comparison.passed for comparison in comparisons)
-    if not (draws or passed or has_shards or jax.tree.leaves(alone.model_state)):
+    if not (draws or passed or has_all or jax.tree.leaves(alone.model_state)):
         plain = wrapped(**here | {"accumulate_steps": 1})
-        allowed = comparisons[1].allowed
-        evidence.combined = _combined(plain, alone, batch, many.mesh.size, allowed)
+        evidence.combined = _combined(plain, alone, batch, many.mesh.size, comparisons[1].allowed)
     return Verification(
         num_devices=many.mesh.size,
         num_rows=count_rows(batch),
@@ -146,9 +143,12 @@ def _refuse(options: Mapping[str, Any]) -> None:
             raise UsageError(f"With {name} {why}: leave it out of verify.")
 
 
-def _is_for_one_device(option: str) -> bool:
-    """Whether the step of one device has an option: one that changes more than roundings."""
-    return option not in _ON_THE_WIRE and effect_of(f"ddp.{option}") == "numbers"
+def _options_of_one(many: DataParallel, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of the step of one device: those that change more than roundings."""
+    given = {name: x for name, x in options.items() if effect_of(f"ddp.{name}") == "numbers"}
+    # The axis may be that of a given mesh; and batch norm sees micro-batches.
+    place = {"axis_name": many.spec.axis, "mesh": many.mesh.devices.flat[:1].tolist()}
+    return given | _SENDS_NOTHING | place | {"accumulate_steps": many.spec.backward.num}
 
 
 def _step(ddp: DataParallel, state: TrainState, batch: Batch) -> _Step:
@@ -190,8 +190,7 @@ def _combined(
     def gradient(is_taken: np.ndarray) -> tuple[list[np.ndarray], float]:
         grads, metrics = one.gradients(state, jax.tree.map(lambda x: x[is_taken], batch))
         count = float(is_taken.sum() if "loss" in one.steps.scalars else metrics["count"])
-        leaves = jax.tree.leaves(jax.device_get(grads))
-        return [x.astype(np.promote_types(x.dtype, np.float64)) for x in leaves], count
+        return [exact(x) for x in jax.tree.leaves(jax.device_get(grads))], count
 
     whole, _ = gradient(share >= 0)
     for i in range(num_shares):
@@ -212,8 +211,8 @@ def _dot(a: list[np.ndarray], b: list[np.ndarray]) -> float:
 
 
 def _same(a: _Step, b: _Step) -> bool:
-    pairs = zip(jax.tree.leaves(a.gradients), jax.tree.leaves(b.gradients), strict=True)
-    return all(np.array_equal(x, y, equal_nan=True) for x, y in pairs)
+    same = functools.partial(np.array_equal, equal_nan=True)
+    return bool(jax.tree.all(jax.tree.map(same, a.gradients, b.gradients)))
 
 
 def _compare(
@@ -222,29 +221,20 @@ def _compare(
     computed = dtypes(many.trace(batch).jaxpr.jaxpr)
     allowed = max([1e-4, *(8 * size for dtype, size in _ROUNDINGS.items() if dtype in computed)])
     layouts = many.steps.layouts(state).model_state
-    shared, wanted = (_shared(step.state.model_state, layouts) for step in (got, want))
-    means, moved = _means(got, want, many.steps.scalars), (got.state.params, want.state.params)
-    before = jax.device_get(state.params)
+    # A loss scale depends on the rows of a replica, and a scalar loss counts once a replica.
+    left_out = {"loss_scale", *["count"] * ("loss" in many.steps.scalars)}
+
+    def means(step: _Step) -> Metrics:
+        return {name: x for name, x in step.metrics.items() if name not in left_out}
+
+    def shared(step: _Step) -> ModelState:
+        kept = step.state.model_state
+        return jax.tree.map(lambda x, y: None if y.is_per_replica else x, kept, layouts)
+
+    before, moved = jax.device_get(state.params), (got.state.params, want.state.params)
     return (
-        compare("loss and metrics", *means, allowed=allowed, floor=1e-6),
+        compare("loss and metrics", means(got), means(want), allowed=allowed, floor=1e-6),
         compare("gradients", got.gradients, want.gradients, allowed=allowed),
-        compare("other state", shared, wanted, allowed=allowed),
+        compare("other state", shared(got), shared(want), allowed=allowed),
         compare_moves("update", before, *moved, want.gradients, noise=allowed),
     )
-
-
-def _means(got: _Step, want: _Step, scalars: tuple[str, ...]) -> list[PyTree]:
-    """The metrics, without those that depend on the number of replicas.
-
-    A scalar loss counts once a replica, and a loss scale depends on the rows of a replica.
-    """
-    left_out = {"loss_scale", *(["count"] if "loss" in scalars else [])}
-    return [
-        {name: x for name, x in step.metrics.items() if name not in left_out}
-        for step in (got, want)
-    ]
-
-
-def _shared(model_state: ModelState, layouts: PyTree) -> ModelState:
-    """The leaves of a model's state that replicas share."""
-    return jax.tree.map(lambda x, y: None if y.is_per_replica else x, model_state, layouts)
