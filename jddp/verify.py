@@ -14,16 +14,10 @@ from jddp.errors import ExitCode
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
-    return enter(lambda: _verify(_parser().parse_intermixed_args(argv)))
-
-
-def _parser() -> Parser:
-    parser = Parser(
-        prog="python -m jddp.verify",
-        description="Compare a step of a job on its devices with the same step on one device.",
-    )
+    description = "Compare a step of a job on its devices with the same step on one device."
+    parser = Parser(prog="python -m jddp.verify", description=description)
     add_config_arguments(parser)
-    return parser
+    return enter(lambda: _verify(parser.parse_intermixed_args(argv)))
 
 
 def _verify(arguments: argparse.Namespace) -> int:

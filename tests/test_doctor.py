@@ -105,6 +105,7 @@ DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}.54.14  Thu"
         (550, "gpu", "cuda 13000", ["bad"]),
         (580, "gpu", "cuda 13000", ["ok"]),
         (550, "cpu", "", ["bad"]),
+        (470, "cpu", "", ["bad"]),
     ],
 )
 def test_a_driver_is_held_against_what_jax_runs_on(version, platform, runtime, want):

@@ -27,12 +27,8 @@ def _parser() -> Parser:
         description="Check for causes of failed jobs, and print their fixes.",
     )
     add = parser.add_argument
-    add(
-        "--dir",
-        type=expand,
-        default=Path("runs"),
-        help="a directory that all processes share (runs)",
-    )
+    shared = "a directory that all processes share (runs)"
+    add("--dir", type=expand, default=Path("runs"), help=shared)
     add("--plot", type=expand, metavar="FILE", help="write a plot of the bandwidths, .png or .svg")
     add("--num-devices", type=int, default=8, help="virtual CPU devices, where there is no GPU (8)")
     return parser
@@ -82,12 +78,8 @@ def _print(of_processes: list[str], shared: list[Any], table: list[Any]) -> None
             print(f"process {process}: as process 0")
         else:
             print(f"process {process}\n{text}")
-    print("together")
-    for finding in shared:
-        print(finding)
-    print(f"\nall-reduce\n{'size':>10} {'time':>13} {'bandwidth':>14}")
-    for exchange in table:
-        print(exchange)
+    print("together", *shared, sep="\n")
+    print("\nall-reduce", f"{'size':>10} {'time':>13} {'bandwidth':>14}", *table, sep="\n")
 
 
 def _without_names(text: str) -> str:

@@ -38,7 +38,7 @@ def check_driver(text: str, platform: str, runtime: str) -> Iterator[Finding]:
         return
     version = int(found[1])
     if platform != "gpu":
-        newest = max(cuda for cuda, oldest in OLDEST_DRIVER.items() if version >= oldest)
+        newest = max((x for x, oldest in OLDEST_DRIVER.items() if version >= oldest), default="12")
         yield Finding(
             BAD,
             f"There is an NVIDIA driver ({version}), and JAX runs on {platform}.",

@@ -1,14 +1,13 @@
 """A finding of a check, with its level and its fix."""
 
 import textwrap
-from dataclasses import dataclass
+from typing import NamedTuple
 
 OK, WARN, BAD = "ok", "warn", "bad"
 COLUMNS = 80
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """The result of one check.
 
     Attributes:
@@ -23,6 +22,7 @@ class Finding:
 
     def __str__(self) -> str:
         """Lines of at most 80 columns, the first with the level."""
-        lines = textwrap.wrap(self.what, COLUMNS - 8) + textwrap.wrap(self.fix, COLUMNS - 8)
-        heads = [f"  {self.level:<4}", *["      "] * (len(lines) - 1)]
-        return "\n".join(f"{head}  {line}" for head, line in zip(heads, lines, strict=True))
+        head, rest = f"  {self.level:<4}  ", " " * 8
+        what = textwrap.wrap(self.what, COLUMNS, initial_indent=head, subsequent_indent=rest)
+        fix = textwrap.wrap(self.fix, COLUMNS, initial_indent=rest, subsequent_indent=rest)
+        return "\n".join([*what, *fix])

@@ -3,6 +3,7 @@
 import ipaddress
 import os
 import resource
+import shutil
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +22,9 @@ def check_host(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
     yield check_name(name, addresses_of(name))
     gpus = sorted(Path("/dev").glob("nvidia[0-9]*"))
     links = _names("/sys/class/infiniband")
-    yield from check_shared_memory(_size("/dev/shm"), len(gpus))
+    shared = Path("/dev/shm")
+    size = shutil.disk_usage(shared).total if shared.is_dir() else None
+    yield from check_shared_memory(size, len(gpus))
     yield from check_locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], links)
     yield from check_interfaces(_names("/sys/class/net"), links, environ)
     yield from check_proxies(environ)
@@ -130,13 +133,4 @@ def check_proxies(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _names(folder: str) -> list[str]:
-    path = Path(folder)
-    return sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
-
-
-def _size(folder: str) -> int | None:
-    try:
-        found = os.statvfs(folder)
-    except OSError:
-        return None
-    return found.f_blocks * found.f_frsize
+    return sorted(path.name for path in Path(folder).glob("*"))

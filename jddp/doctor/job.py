@@ -4,6 +4,8 @@ import contextlib
 import json
 import os
 import secrets
+import shutil
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -41,17 +43,13 @@ def check_directory(directory: Path) -> Finding:
     """
     path = directory.absolute()
     there = next(x for x in (path, *path.parents) if os.path.lexists(x))
-    probe = there / f".jddp-doctor-{secrets.token_hex(8)}"
     try:
-        probe.write_bytes(bytes(2**20))
-        room = os.statvfs(there)
+        with tempfile.TemporaryFile(dir=there) as probe:
+            probe.write(bytes(2**20))
+        free = shutil.disk_usage(there).free / 2**30
     except OSError as error:
         what = f"{path} cannot be written: {error.strerror}."
         return Finding(BAD, what, "Make room there, or choose another directory for run.dir.")
-    finally:
-        with contextlib.suppress(OSError):
-            probe.unlink()
-    free = room.f_bavail * room.f_frsize / 2**30
     what = f"{there} can be written, {free:,.1f} GiB free"
     if there != path:
         return Finding(WARN, f"{path} does not exist; {what}.", f"mkdir -p {path}, if it is meant.")
@@ -69,16 +67,9 @@ def compare_versions(shared: list[Mapping[str, str]]) -> Iterator[Finding]:
     differ = {name for other in shared for name in other if other[name] != shared[0].get(name)}
     for name in sorted(differ):
         found = [other.get(name, "absent") for other in shared]
-        yield Finding(
-            BAD,
-            f"{name} is {', '.join(dict.fromkeys(found))}: process {_first_other(found)} has "
-            "another than process 0.",
-            "Install the same everywhere.",
-        )
-
-
-def _first_other(found: list[str]) -> int:
-    return next(i for i, x in enumerate(found) if x != found[0])
+        process = next(i for i, version in enumerate(found) if version != found[0])
+        what = f"{name} is {', '.join(dict.fromkeys(found))}: process {process} has another than "
+        yield Finding(BAD, f"{what}process 0.", "Install the same everywhere.")
 
 
 def _clocks() -> list[tuple[float, float]]:

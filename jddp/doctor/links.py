@@ -6,8 +6,7 @@ import json
 import socket
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +28,7 @@ LATE_SECONDS = 2e-3  # if it takes that much more
 _SECONDS = 120.0
 
 
-@dataclass(frozen=True)
-class Exchange:
+class Exchange(NamedTuple):
     """The time of an all-reduce.
 
     Attributes:
@@ -92,9 +90,8 @@ def check_links(mesh: Mesh) -> Iterator[Finding]:
     Every process calls it: small and larger arrays go back and forth on a ring of hosts, or of
     processes where there is one host, between the first devices of both ends.
     """
-    places: dict[int, int] = {}
-    for place, device in enumerate(mesh.devices.flat):
-        places.setdefault(device.process_index, place)
+    devices = reversed(list(enumerate(mesh.devices.flat)))
+    places = {device.process_index: place for place, device in devices}  # the first of each
     hosts = gather("doctor/hosts", socket.gethostname(), timeout_seconds=_SECONDS)
     names = [f"process {i} on {host}" for i, host in enumerate(hosts)]
     members = sorted({hosts[i]: i for i in sorted(places, reverse=True)}.values())
