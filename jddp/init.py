@@ -86,11 +86,8 @@ class FirstState:
 
     def merged(self, values: Values) -> Values:
         """Values as they are read: per-replica leaves are averaged."""
-        params, model_state = values
-        layouts = (
-            own_layouts(params, self._steps.spec.sync.keeps_own),
-            own_layouts(model_state, self._model.keeps_own),
-        )
+        keeps_own = self._steps.spec.sync.keeps_own, self._model.keeps_own
+        layouts = tuple(map(own_layouts, values, keeps_own))
         return merge_rows(values, layouts, replicated(self._mesh))
 
     def _split(self, params: Params) -> Values:
@@ -100,10 +97,10 @@ class FirstState:
         """Given values, checked against those of the model, if they are known."""
         is_path = isinstance(params, str | Path)
         values, state = self._split(read_weights(expand(params)) if is_path else params)
-        is_unknown = self._model.values is None and inputs.rows is None
-        if partial and (params is None or is_unknown):
+        is_unchecked = params is None or (self._model.values is None and inputs.rows is None)
+        if is_unchecked and partial:
             raise UsageError("init(partial=True) needs params=, and for a Linen model batch=.")
-        if params is None or is_unknown:
+        if is_unchecked:
             return values, state
         own_values, own_state = self._model.values or self._own(seed, inputs, with_values=partial)
         values, self.loaded = fit_weights(values, own_values, partial=partial)
