@@ -237,6 +237,7 @@ class DataParallel(Shown):
         )
         self._constants: PyTree = None
         self._executor = Executor(donate=donate, platform=hardware)
+        self._rows_sharding = sharded(self.mesh)
         self._evaluate = make_evaluate(self.spec, self.mesh)
         self.steps = CompiledSteps(self.spec, self.mesh, donate=donate)
         self._first = FirstState(self.steps)
@@ -416,8 +417,8 @@ class DataParallel(Shown):
         Raises:
           ConfigError: If the rows do not divide over the devices and `accumulate_steps`.
         """
-        leaves, placed = jax.tree.leaves(batch), sharded(self.mesh)
-        if leaves and all(getattr(x, "sharding", None) == placed for x in leaves):
+        leaves = jax.tree.leaves(batch)
+        if leaves and all(getattr(x, "sharding", None) == self._rows_sharding for x in leaves):
             return batch  # by an earlier call
         batch = as_arrays(batch)
         num, num_parts = self.spec.backward.num, self.steps.count_micro_batches(batch)
