@@ -13,7 +13,8 @@ from typing import Any
 
 from jddp.config.cli import Parser, enter
 from jddp.config.permissions import expand
-from jddp.errors import ExitCode, FileSystemError
+from jddp.doctor.finding import BAD, Finding
+from jddp.errors import CoordinatorError, ExitCode, FileSystemError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,15 +36,16 @@ def _parser() -> Parser:
 
 
 def _examine(arguments: argparse.Namespace) -> int:
-    from jddp.doctor.host import check_host
-
-    findings = list(check_host())
     from jddp.distributed.coordination import gather, process_index
     from jddp.distributed.join import initialize
     from jddp.distributed.resolve import resolve_identity
-    from jddp.engine.mesh import configure_devices
-    from jddp.errors import CoordinatorError
+    from jddp.doctor.devices import check_devices
+    from jddp.doctor.host import check_host
+    from jddp.doctor.job import check_directory, check_job
+    from jddp.doctor.links import check_links, measure_all_reduce
+    from jddp.engine.mesh import configure_devices, make_mesh
 
+    findings = list(check_host())
     identity = resolve_identity()
     per_process = max(1, arguments.num_devices // identity.num_processes)
     configure_devices(per_process * identity.num_processes, num_processes=identity.num_processes)
@@ -52,12 +54,6 @@ def _examine(arguments: argparse.Namespace) -> int:
     except CoordinatorError:
         print(*findings, sep="\n")  # one of which may be the reason
         raise
-    from jddp.doctor.devices import check_devices
-    from jddp.doctor.finding import BAD
-    from jddp.doctor.job import check_directory, check_job
-    from jddp.doctor.links import check_links, measure_all_reduce
-    from jddp.engine.mesh import make_mesh
-
     findings += [*check_devices(), check_directory(arguments.dir)]
     of_processes = gather("doctor", "\n".join(map(str, findings)), timeout_seconds=120)
     mesh = make_mesh()
@@ -72,7 +68,7 @@ def _examine(arguments: argparse.Namespace) -> int:
     return ExitCode.UNAVAILABLE if BAD in levels else ExitCode.DONE
 
 
-def _print(of_processes: list[str], shared: list[Any], table: list[Any]) -> None:
+def _print(of_processes: list[str], shared: list[Finding], table: list[Any]) -> None:
     for process, text in enumerate(of_processes):
         if process and _without_names(text) == _without_names(of_processes[0]):
             print(f"process {process}: as process 0")

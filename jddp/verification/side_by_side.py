@@ -9,7 +9,7 @@ import jax
 
 from jddp.data_parallel import DataParallel
 from jddp.engine.mesh import mapped_over
-from jddp.engine.state import Inputs, Layout, Replicated, Sharded, TrainState
+from jddp.engine.state import Inputs, Replicated, Sharded, TrainState
 from jddp.engine.step import replica_gradients, replica_step
 from jddp.typing import Batch, Grads, Metrics, PyTree
 
@@ -37,15 +37,13 @@ def side_by_side(
         grads, _ = replica_gradients(spec, plan, state, inputs)
         return grads, *replica_step(spec, plan, state, inputs)
 
-    def place(x: Any, layout: Layout) -> Any:
-        is_split = isinstance(layout, Sharded)
-        x = x.reshape(ddp.mesh.size, -1, *x.shape[1:]) if is_split else x
-        return jax.device_put(x.addressable_data(0) if layout == Replicated() else x, first)
+    def split(x: Any) -> Any:
+        return x.reshape(ddp.mesh.size, -1, *x.shape[1:])
 
-    shares = jax.tree.map(lambda x: x.reshape(ddp.mesh.size, -1, *x.shape[1:]), batch)
-    inputs = Inputs(*jax.device_put((shares, constants), first))
+    state = jax.tree.map(lambda x, y: split(x) if isinstance(y, Sharded) else x, state, layouts)
+    given = jax.device_put((state, Inputs(jax.tree.map(split, batch), constants)), first)
     replica = mapped_over(spec.axis)(replica)
     mapped = jax.jit(jax.vmap(replica, in_axes=(axes, Inputs(0, None)), axis_name=spec.axis))
-    grads, new, metrics = mapped(jax.tree.map(place, state, layouts), inputs)
+    grads, new, metrics = mapped(*given)
     new = jax.tree.map(lambda x, layout: x[0] if layout == Replicated() else x, new, layouts)
     return jax.tree.map(lambda x: x[0], grads), new, jax.tree.map(lambda x: x[0], metrics)

@@ -28,9 +28,9 @@ from jddp.jaxprs import dtypes
 from jddp.modules.metrics import weights_in
 from jddp.modules.rows import count_rows
 from jddp.trainer.fingerprint import fingerprint, uses_rng
-from jddp.typing import Batch, Grads, LossFn, Metrics, ModelState, PyTree
+from jddp.typing import Batch, Grads, LossFn, Metrics, ModelState, Params, PyTree
+from jddp.verification import findings
 from jddp.verification.compare import Comparison, Verification, compare, compare_moves, exact
-from jddp.verification.findings import Evidence, explain
 from jddp.verification.side_by_side import side_by_side
 
 __all__ = ["Verification", "verify"]
@@ -96,42 +96,45 @@ def verify(
             "verify compares many devices with one, and there is one. For virtual ones call "
             "jax.config.update('jax_num_cpu_devices', 8) before anything else of JAX."
         )
-    state = _settled(many, many.init(seed, batch), batch)
+    state = _first_state(many, seed, batch)
     got = _step(many, state, batch)
     # With logical replicas one device has all of them too, and uses the same random numbers.
     has_all = isinstance(many.spec.replicas, LogicalReplicas)
     draws = uses_rng(many, batch) and not has_all
-    evidence = Evidence(
-        num_devices=many.mesh.size,
-        options=options,
-        scalars=many.steps.scalars,
-        weights=weights_in(batch),
-        is_repeatable=fingerprint(many, batch) == fingerprint(wrapped(**options), batch),
-        draws=draws,
-    )
+    is_repeatable = fingerprint(many, batch) == fingerprint(wrapped(**options), batch)
+    found = [] if is_repeatable else [findings.NOT_REPEATABLE]
     if draws:
         want = _Step(*jax.device_get(side_by_side(many, state, batch, constants)))
         other = state.replace(key=jax.random.fold_in(state.key, 1))
-        evidence.key_matters = not _same(got, _step(many, other, batch))
+        is_same = _same(got, _step(many, other, batch))
+        found.append(findings.SAME_NUMBERS if is_same else findings.OWN_NUMBERS)
     else:
         here = _options_of_one(many, options)
         one = wrapped(**here)
         values = many.model(state)
-        alone = one.init(seed, batch, params=values if isinstance(values, Mapping) else None)
-        alone = _settled(one, alone, batch)
+        alone = _first_state(one, seed, batch, values if isinstance(values, Mapping) else None)
         want = _step(one, alone, batch if has_all else _in_order(batch, many))
-    evidence.losses = float(got.metrics["loss"]), float(want.metrics["loss"])
     comparisons = _compare(got, want, many, state, batch)
-    passed = all(comparison.passed for comparison in comparisons)
-    if not (draws or passed or has_all or jax.tree.leaves(alone.model_state)):
-        plain = wrapped(**here | {"accumulate_steps": 1})
-        evidence.combined = _combined(plain, alone, batch, many.mesh.size, comparisons[1].allowed)
+    if not all(comparison.passed for comparison in comparisons):
+        combined = None
+        if not (draws or has_all or jax.tree.leaves(alone.model_state)):
+            plain = wrapped(**here | {"accumulate_steps": 1})
+            combined = _combined(plain, alone, batch, many.mesh.size, comparisons[1].allowed)
+        causes = findings.causes(
+            options,
+            num_devices=many.mesh.size,
+            losses=(float(got.metrics["loss"]), float(want.metrics["loss"])),
+            is_scalar="loss" in many.steps.scalars,
+            is_weighted=bool(weights_in(batch)),
+            combined=combined,
+        )
+        found += list(causes) or [findings.UNKNOWN] * is_repeatable
     return Verification(
         num_devices=many.mesh.size,
         num_rows=count_rows(batch),
         is_side_by_side=draws,
         comparisons=comparisons,
-        findings=tuple(explain(evidence, passed=passed)),
+        findings=tuple(found),
     )
 
 
@@ -155,8 +158,9 @@ def _step(ddp: DataParallel, state: TrainState, batch: Batch) -> _Step:
     return _Step(*jax.device_get((ddp.gradients(state, batch)[0], *ddp.step(state, batch))))
 
 
-def _settled(ddp: DataParallel, state: TrainState, batch: Batch) -> TrainState:
-    """The state with its loss scale, if it has one, reduced until a step is not skipped."""
+def _first_state(ddp: DataParallel, seed: int, batch: Batch, params: Params = None) -> TrainState:
+    """A first state; its loss scale, if it has one, is reduced until a step is not skipped."""
+    state = ddp.init(seed, batch, params)
     while isinstance(ddp.spec.guard, DynamicScale):
         after = ddp.step(state, batch)[0].comm_state
         if not after.loss_scale.scale < state.comm_state.loss_scale.scale:
