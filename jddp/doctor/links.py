@@ -55,11 +55,13 @@ def measure_all_reduce(
     Every process calls it. Whole numbers have one right sum, in any order.
     """
     total = mesh.size * (mesh.size - 1) // 2
+    own = [i for i, device in enumerate(mesh.devices.flat) if device in mesh.local_devices]
+    ranks = np.array(own, np.float32)[:, None]
+    run = jax.jit(over_replicas(lambda x: lax.psum(x[0], AXIS), mesh, P(AXIS), P()))
     table: list[Exchange] = []
     wrong: list[int] = []
     for size in sizes:
-        rows = put_rows(np.repeat(_own_ranks(mesh), size // 4, axis=1), mesh)
-        run = jax.jit(over_replicas(lambda x: lax.psum(x[0], AXIS), mesh, P(AXIS), P()))
+        rows = put_rows(np.repeat(ranks, size // 4, axis=1), mesh)
         summed = np.asarray(run(rows).addressable_data(0))
         wrong += [size] * bool((summed != total).any())
         seconds = median_seconds(functools.partial(run, rows), ROUNDS)
@@ -76,12 +78,6 @@ def measure_all_reduce(
             )
         ]
     return table, [Finding(OK, f"sums over {mesh.size} devices are right, in {len(table)} sizes")]
-
-
-def _own_ranks(mesh: Mesh) -> np.ndarray:
-    """The numbers of this process's devices on the mesh, a row each."""
-    own = [i for i, d in enumerate(mesh.devices.flat) if d.process_index == jax.process_index()]
-    return np.array(own, np.float32)[:, None]
 
 
 def check_links(mesh: Mesh) -> Iterator[Finding]:
