@@ -489,8 +489,6 @@ class DataParallel(Shown):
         Raises:
           UsageError: If there is no state yet.
         """
-        if self.plan is None:
-            raise UsageError("stats needs a plan, which init makes. Call init first.")
         told = logging_data(self.steps, self._executor.calls)
         if batch is not None:
             told |= measure(self.steps, self.abstract_state(batch), self._inputs(batch))

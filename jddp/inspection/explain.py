@@ -23,6 +23,7 @@ from jddp.engine.executor import Calls
 from jddp.engine.mesh import over_replicas, platform
 from jddp.engine.state import Inputs, TrainState, enter
 from jddp.engine.sync import LocalSteps
+from jddp.errors import UsageError
 from jddp.html import Shown
 from jddp.inspection.collectives import Collective, collectives
 from jddp.inspection.hlo import read_program
@@ -135,9 +136,14 @@ def _direction(collective: Collective) -> str:
 
 
 def logging_data(steps: CompiledSteps, calls: Calls) -> dict[str, Any]:
-    """The fields of DDP's `_get_ddp_logging_data`, under its names where they mean the same."""
+    """The fields of DDP's `_get_ddp_logging_data`, under its names where they mean the same.
+
+    Raises:
+      UsageError: If nothing has been planned yet.
+    """
     spec, plan, mesh = steps.spec, steps.plan, steps.mesh
-    assert plan is not None
+    if plan is None:
+        raise UsageError("stats needs a plan, which init makes. Call init first.")
     return {
         "world_size": mesh.size,
         "rank": jax.process_index(),
