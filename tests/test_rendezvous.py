@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import jax
 import pytest
@@ -17,8 +18,7 @@ from jddp.distributed import failure, gloo, join
 from jddp.distributed.connect import HEARTBEAT, START, rendezvous
 from jddp.distributed.identity import VARIABLES, Identity
 from jddp.distributed.join import initialize
-from jddp.distributed.rendezvous import Member
-from jddp.distributed.rendezvous_client import RendezvousClient, connect
+from jddp.distributed.rendezvous import Member, RendezvousClient, connect
 from jddp.distributed.rendezvous_server import RendezvousServer
 from jddp.distributed.resolve import resolve_identity
 from jddp.errors import ConfigError, CoordinatorError, ProcessMismatchError
@@ -261,13 +261,13 @@ STRANGE = [
 def test_a_client_that_sends_nothing_or_nonsense_is_no_process(free_port):
     with ThreadPoolExecutor() as threads:
         first = threads.submit(connect_all, [process(free_port, 0, 2)], seconds=2)
-        silent = connect(f"127.0.0.1:{free_port}", "", time.monotonic() + 5, 5)
-        rude = connect(f"127.0.0.1:{free_port}", "", time.monotonic() + 5, 5)
+        silent = connect(f"127.0.0.1:{free_port}", "", time.monotonic() + 5)
+        rude = connect(f"127.0.0.1:{free_port}", "", time.monotonic() + 5)
         rude.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        others = [connect(f"127.0.0.1:{free_port}", "", time.monotonic() + 5, 5) for _ in STRANGE]
+        others = [connect(f"127.0.0.1:{free_port}", "", time.monotonic() + 5) for _ in STRANGE]
         for other, line in zip(others, STRANGE, strict=True):
             other.sendall(line + b"\n")
-        endless = connect(f"127.0.0.1:{free_port}", "", time.monotonic() + 5, 5)
+        endless = connect(f"127.0.0.1:{free_port}", "", time.monotonic() + 5)
         with contextlib.suppress(OSError):
             endless.sendall(b"x" * 2**20)
         (error,) = first.result()
@@ -287,7 +287,10 @@ def test_a_further_round_leaves_out_lost_members_and_takes_new_ones(free_port):
         return threads.submit(end.gather, members[i], seconds=60)
 
     options = {"is_enough": has_two, "patience_seconds": 60}
-    with ThreadPoolExecutor() as threads, RendezvousServer("node", address, **options) as server:
+    with (
+        ThreadPoolExecutor() as threads,
+        closing(RendezvousServer("node", address, **options)) as server,
+    ):
         clients = [RendezvousClient("node", address) for _ in range(2)]
         rounds = [gather(server, 0), gather(clients[0], 1), gather(clients[1], 2)]
         assert all(sorted(said.result()) == [0, 1, 2] for said in rounds)
@@ -299,7 +302,7 @@ def test_a_further_round_leaves_out_lost_members_and_takes_new_ones(free_port):
         assert server.lost() == [2]
         rounds = [gather(server, 0), gather(clients[0], 1)]
         assert all(sorted(said.result()) == [0, 1] for said in rounds)
-        with RendezvousClient("node", address) as impostor:
+        with closing(RendezvousClient("node", address)) as impostor:
             elsewhere = dataclasses.replace(members[1], where="elsewhere, pid 1")
             turned_away = threads.submit(impostor.gather, elsewhere, seconds=60)
             while not turned_away.done():
@@ -327,9 +330,9 @@ def test_a_machine_that_was_lost_without_a_sign_is_noticed_when_it_is_back(free_
     address = f"127.0.0.1:{free_port}"
     with (
         ThreadPoolExecutor() as threads,
-        RendezvousServer("node", address) as server,
-        RendezvousClient("node", address) as before,
-        RendezvousClient("node", address) as after,
+        closing(RendezvousServer("node", address)) as server,
+        closing(RendezvousClient("node", address)) as before,
+        closing(RendezvousClient("node", address)) as after,
     ):
         met = threads.submit(before.gather, Member(1, 2), seconds=60)
         server.gather(Member(0, 2), seconds=60)
@@ -344,8 +347,8 @@ def test_a_machine_that_was_lost_without_a_sign_is_noticed_when_it_is_back(free_
 @pytest.mark.parametrize("failed", [False, True])
 def test_a_client_does_not_wait_for_a_server_that_said_goodbye(free_port, failed):
     address = f"127.0.0.1:{free_port}"
-    with ThreadPoolExecutor() as threads, RendezvousClient("node", address) as client:
-        with RendezvousServer("node", address) as server:
+    with ThreadPoolExecutor() as threads, closing(RendezvousClient("node", address)) as client:
+        with closing(RendezvousServer("node", address)) as server:
             met = threads.submit(client.gather, Member(1, 2), seconds=60)
             server.gather(Member(0, 2), seconds=60)
             assert met.result()
@@ -359,9 +362,9 @@ def test_a_client_does_not_wait_for_a_server_that_said_goodbye(free_port, failed
 
 def test_a_first_that_was_lost_may_come_back(free_port):
     address = f"127.0.0.1:{free_port}"
-    with ThreadPoolExecutor() as threads, RendezvousClient("node", address) as client:
+    with ThreadPoolExecutor() as threads, closing(RendezvousClient("node", address)) as client:
         for _ in range(2):
-            with RendezvousServer("node", address) as server:
+            with closing(RendezvousServer("node", address)) as server:
                 met = threads.submit(client.gather, Member(1, 2), seconds=60)
                 assert server.gather(Member(0, 2), seconds=60) == met.result() == {0: {}, 1: {}}
             while client.lost() != [0]:
@@ -380,7 +383,7 @@ def test_the_first_process_waits_for_its_own_name_to_be_known(free_port, monkeyp
     first = Identity(f"pod-0:{free_port}", 2, 0)
     with ThreadPoolExecutor() as threads:
         met = threads.submit(rendezvous, first, f"127.0.0.1:{free_port}", {})
-        with RendezvousClient("process", f"127.0.0.1:{free_port}") as client:
+        with closing(RendezvousClient("process", f"127.0.0.1:{free_port}")) as client:
             client.gather(Member(1, 2, {"JDDP_JOB": "not set", HEARTBEAT: "100"}), seconds=60)
         assert met.result() is None
     assert list(names) == []
@@ -389,7 +392,10 @@ def test_the_first_process_waits_for_its_own_name_to_be_known(free_port, monkeyp
 def test_waiting_ends_when_its_condition_is_false(free_port):
     address = f"127.0.0.1:{free_port}"
     member = Member(0, 2)
-    with RendezvousServer("node", address) as server, RendezvousClient("node", address) as client:
+    with (
+        closing(RendezvousServer("node", address)) as server,
+        closing(RendezvousClient("node", address)) as client,
+    ):
         assert server.gather(member, seconds=60, is_wanted=lambda: False) is None
         assert client.gather(member, seconds=60, is_wanted=lambda: False) is None
 

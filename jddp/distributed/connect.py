@@ -13,8 +13,7 @@ import time
 from collections.abc import Iterator, Mapping
 
 from jddp.distributed.identity import JOB, Identity
-from jddp.distributed.rendezvous import Member
-from jddp.distributed.rendezvous_client import RendezvousClient, connect
+from jddp.distributed.rendezvous import Member, RendezvousClient, connect
 from jddp.distributed.rendezvous_server import RendezvousServer
 from jddp.errors import ConfigError, ExitCode, report
 
@@ -53,14 +52,16 @@ def rendezvous(identity: Identity, listens: str | None, environ: Mapping[str, st
     same = {JOB: environ.get(JOB, "not set"), HEARTBEAT: heartbeat}
     mine = Member(identity.process_id, identity.num_processes, same)
     if identity.process_id == 0:
-        with RendezvousServer("process", identity.coordinator, listens) as server:
+        with contextlib.closing(
+            RendezvousServer("process", identity.coordinator, listens)
+        ) as server:
             server.gather(mine, seconds=seconds, is_last=True)
         _wait_for_name(identity.coordinator, time.monotonic() + seconds)
         return
-    with RendezvousClient("process", identity.coordinator) as client:
+    with contextlib.closing(RendezvousClient("process", identity.coordinator)) as client:
         client.gather(mine, seconds=seconds)
     me = f"process {mine.number} of {mine.count}"
-    jax_listens = connect(identity.coordinator, me, time.monotonic() + seconds, seconds)
+    jax_listens = connect(identity.coordinator, me, time.monotonic() + seconds)
     assert jax_listens is not None
     jax_listens.close()
 

@@ -1,26 +1,19 @@
 """Member 0's end of a rendezvous: it listens, and sends each the information of all members."""
 
-import contextlib
 import errno
-import json
 import selectors
 import socket
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from jddp.distributed.rendezvous import (
-    LONGEST,
     POLL_SECONDS,
     SILENCE_SECONDS,
-    SLACK,
     Condition,
-    Endpoint,
+    Connection,
     Infos,
     Member,
     always,
-    decode_member,
-    encode,
     goodbye,
 )
 from jddp.errors import CoordinatorError, Error, ProcessMismatchError
@@ -28,7 +21,7 @@ from jddp.errors import CoordinatorError, Error, ProcessMismatchError
 _SHOWN = 8  # numbers of missing members in a message
 
 
-class RendezvousServer(Endpoint):
+class RendezvousServer:
     """Member 0's end.
 
     Args:
@@ -54,11 +47,11 @@ class RendezvousServer(Endpoint):
         is_enough: Callable[[Infos], bool] | None = None,
         patience_seconds: float = 0.0,
     ):
-        super().__init__(kind, address, silence_seconds)
+        self._kind, self._address, self._silence_seconds = kind, address, silence_seconds
         self._is_enough, self._patience_seconds = is_enough, patience_seconds
-        self._lines: dict[socket.socket, bytes] = {}  # of each client, as far as received
-        self._members: dict[socket.socket, Member] = {}  # that await an answer
-        self._present: dict[socket.socket, Member] = {}  # that took part in the last round
+        self._clients: list[Connection] = []
+        self._members: dict[Connection, Member] = {}  # that await an answer
+        self._present: dict[Connection, Member] = {}  # that took part in the last round
         self._lost: list[int] = []  # of them
         self._num_rounds = 0
         self._server = listen(listens or address)
@@ -68,7 +61,7 @@ class RendezvousServer(Endpoint):
     def close(self) -> None:
         """Stops listening, and closes all connections."""
         self._stop_listening()
-        for client in list(self._lines):
+        for client in list(self._clients):
             self._forget(client)
         self._selector.close()
 
@@ -105,7 +98,7 @@ class RendezvousServer(Endpoint):
             now = time.monotonic()
             if self._is_enough is not None and self._is_enough(infos):
                 enough_since = enough_since or now
-                is_complete = self._num_rounds > 0 and len(self._members) == len(self._lines)
+                is_complete = self._num_rounds > 0 and len(self._members) == len(self._clients)
                 if is_complete or now > enough_since + self._patience_seconds:
                     return self._answer(infos, is_last)
             if now > until:
@@ -120,7 +113,8 @@ class RendezvousServer(Endpoint):
 
     def say_goodbye(self, *, failed: bool) -> None:
         """Informs all that this member leaves for good."""
-        self._send(goodbye(failed=failed), self._lines)
+        for client in self._clients:
+            client.send(goodbye(failed=failed))
 
     def has_newcomer(self) -> bool:
         """Whether a member waits that did not take part in the last round.
@@ -134,45 +128,37 @@ class RendezvousServer(Endpoint):
                 self._replace_lost(client, member)
         return any(client not in self._present for client in self._members)
 
-    def _replace_lost(self, client: socket.socket, member: Member) -> None:
+    def _replace_lost(self, client: Connection, member: Member) -> None:
         for other, present in list(self._present.items()):
             if present.number == member.number and present.host == member.host:
                 self._lost.append(member.number)
                 self._forget(other)
         if member.number in (0, *(present.number for present in self._present.values())):
             error = f"another has already connected as {self._kind} {member.number}."
-            self._send({"error": error, "is_missing": False}, (client,))
+            client.send({"error": error, "is_missing": False})
             self._forget(client)
 
     def _receive(self, seconds: float) -> None:
         for key, _ in self._selector.select(seconds):
             if key.fileobj is self._server:
-                client, _ = self._server.accept()
-                client.settimeout(SLACK)
-                self._keep_alive(client)
-                self._lines[client] = b""
-                self._selector.register(client, selectors.EVENT_READ)
+                client = Connection(self._server.accept()[0], self._silence_seconds)
+                self._clients.append(client)
+                self._selector.register(client.socket, selectors.EVENT_READ, client)
             else:
-                self._read(key.fileobj)  # type: ignore[arg-type]  # a socket
+                self._read(key.data)
 
-    def _read(self, client: socket.socket) -> None:
+    def _read(self, client: Connection) -> None:
         try:
-            chunk = client.recv(LONGEST)
-        except OSError:
-            chunk = b""
-        line, end, rest = (self._lines[client] + chunk).partition(b"\n")
-        self._lines[client] = rest if end else line
-        try:
-            message = json.loads(line) if end else None
+            message = client.receive(0.0)
             if message == goodbye(failed=False):
                 self._present.pop(client, None)
             elif message == goodbye(failed=True):
-                chunk = b""
+                raise ConnectionError
             elif message is not None:
-                self._members[client] = decode_member(self._kind, message)
-        except (ValueError, TypeError, AttributeError, KeyError):
-            chunk = b""  # another program
-        if not chunk or len(line) > LONGEST:
+                if message.pop("kind") != self._kind:
+                    raise ValueError
+                self._members[client] = Member(**message)
+        except (OSError, ValueError, TypeError, KeyError):  # all but the first: another program
             if client in self._present:
                 self._lost.append(self._present[client].number)
             self._forget(client)
@@ -182,28 +168,24 @@ class RendezvousServer(Endpoint):
             self._stop_listening()
         self._num_rounds += 1
         self._lost = []
-        self._present = dict(self._members)
-        self._send({"infos": infos}, self._members)
-        self._members.clear()
+        self._present, self._members = self._members, {}
+        for client in self._present:
+            client.send({"infos": infos})
         return infos
 
     def _refuse(self, error: Error | None) -> None:
         if error is not None:
             is_missing = isinstance(error, CoordinatorError)
-            self._send({"error": str(error), "is_missing": is_missing}, self._members)
+            for client in self._members:
+                client.send({"error": str(error), "is_missing": is_missing})
             raise error
 
-    def _send(self, message: dict[str, Any], clients: Iterable[socket.socket]) -> None:
-        for client in clients:
-            with contextlib.suppress(OSError):
-                client.sendall(encode(message))
-
-    def _forget(self, client: socket.socket) -> None:
-        del self._lines[client]
+    def _forget(self, client: Connection) -> None:
+        self._clients.remove(client)
         self._members.pop(client, None)
         self._present.pop(client, None)
-        self._selector.unregister(client)
-        client.close()
+        self._selector.unregister(client.socket)
+        client.socket.close()
 
     def _stop_listening(self) -> None:
         if self._server.fileno() != -1:
