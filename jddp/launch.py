@@ -13,8 +13,8 @@ from pathlib import Path
 
 from jddp.config.cli import Parser, enter
 from jddp.config.permissions import expand
-from jddp.distributed.connect import START
 from jddp.distributed.identity import check_address
+from jddp.distributed.join import START
 from jddp.errors import UsageError
 from jddp.launcher import ssh
 from jddp.launcher.supervisor import Supervisor

@@ -15,9 +15,8 @@ import jax
 import pytest
 
 from jddp.distributed import failure, gloo, join
-from jddp.distributed.connect import HEARTBEAT, START, rendezvous
 from jddp.distributed.identity import VARIABLES, Identity
-from jddp.distributed.join import initialize
+from jddp.distributed.join import HEARTBEAT, START, initialize, rendezvous
 from jddp.distributed.rendezvous import Member, RendezvousClient, connect
 from jddp.distributed.rendezvous_server import RendezvousServer
 from jddp.distributed.resolve import resolve_identity

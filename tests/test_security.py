@@ -17,7 +17,7 @@ from jddp.checkpoint.checksums import find_damage
 from jddp.config.files import dump_values, load_config, read_values
 from jddp.config.permissions import make_private, refuse_foreign
 from jddp.config.schema import Config
-from jddp.distributed.connect import bind_address
+from jddp.distributed.join import bind_address
 from jddp.errors import ConfigError, Error, FileSystemError
 from jddp.job.load import load
 from jddp.train import _turn_on_cache

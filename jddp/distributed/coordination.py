@@ -84,6 +84,19 @@ def read(name: str, timeout_seconds: float, *, of: int) -> str:
         raise TimeoutError(f"process {of} has not answered for {timeout_seconds:.0f} s") from None
 
 
+def try_publish(name: str, value: str) -> None:
+    """Publishes a value, unless another process was first, or process 0 has gone."""
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        publish(name, value)
+
+
+def try_read(name: str, timeout_seconds: float) -> str | None:
+    """The value under a name; None if none is published by then, or process 0 has gone."""
+    with contextlib.suppress(TimeoutError, jax.errors.JaxRuntimeError):
+        return read(name, timeout_seconds, of=0)
+    return None
+
+
 def published(prefix: str) -> dict[int, str]:
     """The values under `prefix/<number of a process>`, by these numbers; does not wait."""
     with contextlib.suppress(jax.errors.JaxRuntimeError):

@@ -21,13 +21,11 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, NoReturn
 
-import jax
-
 import jddp.distributed.coordination as job
 from jddp.distributed.signals import is_at_prompt
 from jddp.errors import ExitCode, report
 
-_KEY, _LEFT = "jddp/failed", "jddp/left"
+_KEY, _GONE, _LEFT = "jddp/failed", "jddp/failed/gone", "jddp/left"
 # Errors of gloo and JAX for a process that has ended.
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
 _MOMENT = 1.0  # seconds in which another process that fails reports it
@@ -130,8 +128,7 @@ def end(code: int, message: str) -> NoReturn:
 def _announce(code: int, headline: str, process: int, host: str) -> None:
     """Publishes a failure for the others, unless another process was faster."""
     failure = {"process": process, "host": host, "code": code, "headline": headline}
-    with contextlib.suppress(jax.errors.JaxRuntimeError):
-        job.publish(_KEY, json.dumps(failure))
+    job.try_publish(_KEY, json.dumps(failure))
 
 
 def _listen(over: threading.Event) -> None:
@@ -151,10 +148,8 @@ def _listen(over: threading.Event) -> None:
 
 def _read(seconds: float) -> dict[str, Any] | None:
     """The report of the first process that failed, if one does in this time."""
-    try:
-        return dict(json.loads(job.read(_KEY, seconds, of=0)))
-    except (TimeoutError, jax.errors.JaxRuntimeError):
-        return None
+    text = job.try_read(_KEY, seconds)
+    return None if text is None else dict(json.loads(text))
 
 
 def _follow(first: dict[str, Any]) -> NoReturn:
@@ -175,19 +170,13 @@ def _exit(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     if job.num_processes() > 1:
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            _publish_exit()
+        _publish_exit()
         if job.process_index() == 0:  # JAX's service ends with it, and others would abort.
-            _wait_for_exits()
+            for process in range(1, job.num_processes()):
+                job.try_read(f"{_GONE}/{process}", 3 * _MOMENT)
+            time.sleep(_MOMENT / 5)  # until they have exited
     os._exit(code)
 
 
 def _publish_exit() -> None:
-    job.publish(f"{_KEY}/gone/{job.process_index()}", "")
-
-
-def _wait_for_exits() -> None:
-    for process in range(1, job.num_processes()):
-        with contextlib.suppress(TimeoutError, jax.errors.JaxRuntimeError):
-            job.read(f"{_KEY}/gone/{process}", 3 * _MOMENT, of=process)
-    time.sleep(_MOMENT / 5)  # until they have exited
+    job.try_publish(f"{_GONE}/{job.process_index()}", "")

@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
 
 # A second signal within this time is the first once more: schedulers, and GNU `timeout`, signal a
 # process and then its group.
@@ -22,7 +21,8 @@ def stop_signals() -> tuple[signal.Signals, ...]:
 @contextlib.contextmanager
 def stop_signals_go_to(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """While open, the stop signals call a handler."""
-    before: dict[int, Any] = {x: signal.signal(x, handler) for x in stop_signals()}
+    # None stands for a handler that Python cannot restore.
+    before = {x: signal.signal(x, handler) or signal.SIG_DFL for x in stop_signals()}
     try:
         yield
     finally:

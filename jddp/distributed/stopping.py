@@ -20,13 +20,13 @@ import socket
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
 
 import jax
 
-from jddp.distributed.coordination import gather, publish, read
-from jddp.distributed.signals import Repeats, is_at_prompt, stop_signals
+from jddp.distributed.coordination import gather, try_publish, try_read
+from jddp.distributed.signals import Repeats, is_at_prompt, stop_signals, stop_signals_go_to
 
+_TICK = 0.02  # seconds
 _SECONDS = 30.0  # for which the others may be busy, at most
 _numbers = itertools.count()
 
@@ -46,9 +46,7 @@ class StopSignals:
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._num_signals, self._repeats = 0, Repeats()
-        self._before: dict[int, Any] = {}
-        self._threads: list[threading.Thread] = []
-        self._ends: tuple[socket.socket, socket.socket] | None = None
+        self._open = contextlib.ExitStack()
 
     def agreed(self) -> bool:
         """Whether all stop here."""
@@ -58,51 +56,43 @@ class StopSignals:
 
     def __enter__(self) -> "StopSignals":
         """Handles the signals, if this is the main thread, and waits for those of others."""
-        if threading.current_thread() is threading.main_thread():
-            self._take_signals()
         if jax.process_count() > 1:
             self._start(self._listen)
+        if threading.current_thread() is threading.main_thread():
+            self._take_signals()
+        self._open.callback(self._closed.set)
         return self
 
     def __exit__(self, *_: object) -> None:
         """Restores the handlers."""
-        self._closed.set()
-        if self._ends is not None:
-            signal.set_wakeup_fd(self._wakeup)
-            for number, handler in self._before.items():
-                signal.signal(number, handler)
-            self._ends[1].close()  # so that the thread reads the end
-        for thread in self._threads:
-            thread.join()
-        if self._ends is not None:
-            self._ends[0].close()
+        self._open.close()
 
-    def _start(self, target: Callable[[], None]) -> None:
-        thread = threading.Thread(target=target, name="jddp-signals", daemon=True)
-        self._threads.append(thread)
+    def _start(self, target: Callable[..., None], *arguments: socket.socket) -> None:
+        thread = threading.Thread(target=target, args=arguments, name="jddp-signals", daemon=True)
         thread.start()
+        self._open.callback(thread.join)
 
     def _take_signals(self) -> None:
-        self._ends = socket.socketpair()
-        self._ends[1].setblocking(False)
-        for number in stop_signals():
-            # None stands for a handler that Python cannot restore.
-            self._before[number] = signal.signal(number, self._handle) or signal.SIG_DFL
+        reads, writes = socket.socketpair()
+        writes.setblocking(False)
+        self._open.enter_context(reads)
+        self._start(self._watch, reads)
+        self._open.enter_context(writes)  # closed before that thread is joined: it reads the end
+        self._open.enter_context(stop_signals_go_to(self._handle))
         # The number of each signal also comes through this socket, while the main thread computes.
-        self._wakeup = signal.set_wakeup_fd(self._ends[1].fileno(), warn_on_full_buffer=False)
-        self._start(self._watch)
+        before = signal.set_wakeup_fd(writes.fileno(), warn_on_full_buffer=False)
+        self._open.callback(signal.set_wakeup_fd, before)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """Runs in the main thread, once that runs Python code again."""
         if self._num_signals > 1 and number == signal.SIGINT:
             raise KeyboardInterrupt
 
-    def _watch(self) -> None:
+    def _watch(self, wakeups: socket.socket) -> None:
         """Reads the signals while the main thread computes."""
-        assert self._ends is not None
-        while received := self._ends[0].recv(1):
+        while received := wakeups.recv(1):
             number = received[0]
-            if number not in self._before or self._repeats.is_repeat():
+            if number not in stop_signals() or self._repeats.is_repeat():
                 continue
             self._num_signals += 1
             name = signal.Signals(number).name
@@ -119,20 +109,13 @@ class StopSignals:
             with self._lock:
                 self.name, self._last = name, self._num_calls + 1
             return
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # another was first
-            publish(self._key, name)
+        try_publish(self._key, name)
 
     def _listen(self) -> None:
-        while not self._closed.is_set():
-            try:
-                self.name = read(self._key, 1.0, of=0)
-                break
-            except TimeoutError:
-                continue
-            except jax.errors.JaxRuntimeError:
-                return  # process 0 has gone, and JAX ends this one
-        else:
-            return
+        while (name := try_read(self._key, 1.0)) is None:
+            if self._closed.wait(_TICK):
+                return
+        self.name = name
         with self._lock:
             calls = gather(self._key, str(self._num_calls), timeout_seconds=_SECONDS)
             self._last = max(map(int, calls)) + 1

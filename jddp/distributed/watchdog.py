@@ -27,10 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-import jax
-
 from jddp.distributed import failure, silence
-from jddp.distributed.coordination import num_processes, process_index, publish, read
+from jddp.distributed.coordination import num_processes, process_index, try_publish, try_read
 from jddp.errors import ExitCode
 
 _ANSWER_SECONDS = 5.0
@@ -130,9 +128,8 @@ class Watchdog:
             self._tick()
             self._report_limit()
             if self._ran - self._since > self._limits.of(self._phase, self._longest_step):
-                with contextlib.suppress(jax.errors.JaxRuntimeError):  # another was faster
-                    if num_processes() > 1:
-                        publish(self._key, str(process_index()))
+                if num_processes() > 1:
+                    try_publish(self._key, "")
                 self._report()
                 return
 
@@ -151,10 +148,8 @@ class Watchdog:
 
     def _listen(self) -> None:
         while not self._closed.is_set():
-            with contextlib.suppress(TimeoutError, jax.errors.JaxRuntimeError):
-                read(self._key, 1.0, of=0)
-                self._report()
-                return
+            if try_read(self._key, 1.0) is not None:
+                return self._report()
 
     def _report(self) -> None:
         """Writes the stacks, compares the progress of all, and ends the process if it may."""
@@ -175,14 +170,9 @@ class Watchdog:
         }
         if num_processes() == 1:
             return {process_index(): own}
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            publish(f"{self._key}/{process_index()}", json.dumps(own))
-        found: dict[int, dict[str, Any] | None] = {}
-        for process in range(num_processes()):
-            found[process] = None
-            with contextlib.suppress(TimeoutError, jax.errors.JaxRuntimeError):
-                text = read(f"{self._key}/{process}", _ANSWER_SECONDS, of=process)
-                found[process] = json.loads(text)
+        try_publish(f"{self._key}/{process_index()}", json.dumps(own))
+        texts = [try_read(f"{self._key}/{i}", _ANSWER_SECONDS) for i in range(num_processes())]
+        found = {i: None if text is None else json.loads(text) for i, text in enumerate(texts)}
         return found | {process_index(): own}
 
 

@@ -8,8 +8,8 @@ import os
 import secrets
 from collections.abc import Mapping
 
-from jddp.distributed.connect import HEARTBEAT, START, bind_address, read_seconds
 from jddp.distributed.identity import JOB, check_address
+from jddp.distributed.join import HEARTBEAT, START, bind_address, read_seconds
 from jddp.distributed.rendezvous import Condition, Infos, Member, RendezvousClient
 from jddp.distributed.rendezvous_server import RendezvousServer, listen
 from jddp.errors import CoordinatorError
