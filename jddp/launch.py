@@ -29,8 +29,6 @@ examples:
   python -m jddp.launch --hosts node-0,node-1 --num-processes 8 -m jddp.train      # by ssh
 """
 
-_NOTHING = "nothing to start: end with -m package.module, or with script.py."
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code of the first process that failed, or 0."""
@@ -41,9 +39,17 @@ def _run(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     if arguments.start_seconds is not None:
         os.environ[START] = str(arguments.start_seconds)  # which the processes inherit
-    if arguments.hosts is not None:
+    if arguments.hosts is not None and not arguments.obey_input:
         return _run_on_hosts(arguments, argv)
     launch = plan_launch(arguments)
+    if launch.num_nodes > 1 and (launch.coordinator is None or arguments.node_rank is None):
+        raise UsageError(
+            f"--num-nodes {launch.num_nodes} needs --coordinator host:port, of node 0, and "
+            "--node-rank, another on each node."
+        )
+    script = launch.command[0]
+    if not (arguments.module or Path(script).is_file()):
+        raise UsageError(f"there is no script {script!r}. Options of the launcher come before it.")
     if arguments.obey_input:
         ssh.obey_input(arguments.grace_seconds)
     code = Supervisor(
@@ -62,18 +68,14 @@ def _run_on_hosts(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         raise UsageError(
             f"--num-nodes {arguments.num_nodes}, but --hosts has {len(hosts)}: give --hosts alone."
         )
-    if not (arguments.module or arguments.script):
-        raise UsageError(_NOTHING)
-    _check_min_processes(arguments, len(hosts))
-    coordinator = _coordinator(arguments)
-    at = next(i for i, argument in enumerate(argv) if argument.partition("=")[0] == "--hosts")
-    given = [*argv[:at], *argv[at + (1 if "=" in argv[at] else 2) :]]
+    arguments.num_nodes = len(hosts)
+    launch = plan_launch(arguments)
+    coordinator, given = launch.coordinator, ["--logs", str(launch.logs), *argv]
     if coordinator is None:
         coordinator = ssh.choose_coordinator(hosts[0])
         given = ["--coordinator", coordinator, *given]
     print(f"jddp: {', '.join(hosts)} connect at {coordinator}", file=sys.stderr, flush=True)
-    given = ["--logs", str(arguments.logs or name_logs()), *given]
-    may_lose = arguments.min_processes is not None
+    may_lose = launch.min_processes is not None
     return ssh.launch_on(hosts, given, arguments.grace_seconds, may_lose=may_lose)
 
 
@@ -84,48 +86,29 @@ def plan_launch(arguments: argparse.Namespace) -> Launch:
       ConfigError: If the coordinator is not host:port.
       UsageError: If they cannot be combined.
     """
-    coordinator = _coordinator(arguments)
-    if arguments.num_nodes > 1 and (coordinator is None or arguments.node_rank is None):
+    command = ("-m", *arguments.module) if arguments.module else tuple(arguments.script)
+    if not command:
+        raise UsageError("nothing to start: end with -m package.module, or with script.py.")
+    num_nodes, node_rank = arguments.num_nodes, arguments.node_rank or 0
+    if node_rank >= num_nodes:
         raise UsageError(
-            f"--num-nodes {arguments.num_nodes} needs --coordinator host:port, of node 0, and "
-            "--node-rank, another on each node."
+            f"--node-rank {node_rank} must be below --num-nodes {num_nodes}: it counts from 0."
         )
-    node_rank = arguments.node_rank or 0
-    if node_rank >= arguments.num_nodes:
-        raise UsageError(
-            f"--node-rank {node_rank} must be below --num-nodes {arguments.num_nodes}: it counts "
-            "from 0."
-        )
-    _check_min_processes(arguments, arguments.num_nodes)
-    return Launch(
-        command=_command(arguments),
-        num_processes=arguments.num_processes,
-        num_nodes=arguments.num_nodes,
-        node_rank=node_rank,
-        coordinator=coordinator,
-        devices_per_process=arguments.devices_per_process,
-        min_processes=arguments.min_processes,
-        logs=arguments.logs or name_logs(),
-    )
-
-
-def _check_min_processes(arguments: argparse.Namespace, num_nodes: int) -> None:
     if arguments.min_processes is not None and (num_nodes == 1 or not arguments.max_restarts):
         raise UsageError(
             "--min-processes is for a job that may lose machines: it needs several (--num-nodes or "
             "--hosts) and --max-restarts."
         )
-
-
-def _command(arguments: argparse.Namespace) -> tuple[str, ...]:
-    if arguments.module:
-        return ("-m", *arguments.module)
-    if not arguments.script:
-        raise UsageError(_NOTHING)
-    script = arguments.script[0]
-    if not Path(script).is_file():
-        raise UsageError(f"there is no script {script!r}. Options of the launcher stand before it.")
-    return tuple(arguments.script)
+    return Launch(
+        command=command,
+        num_processes=arguments.num_processes,
+        num_nodes=num_nodes,
+        node_rank=node_rank,
+        coordinator=_coordinator(arguments),
+        devices_per_process=arguments.devices_per_process,
+        min_processes=arguments.min_processes,
+        logs=arguments.logs or name_logs(),
+    )
 
 
 def _coordinator(arguments: argparse.Namespace) -> str | None:
@@ -152,49 +135,25 @@ def _parser() -> Parser:
 
     def add(name: str, peer: str = "", **how: object) -> None:
         peers = (peer, peer.replace("-", "_").replace("__", "--", 1)) if peer else ()
-        how["dest"] = name.removeprefix("--").replace("-", "_")
         parser.add_argument(*dict.fromkeys((name, *peers)), **how)  # type: ignore[arg-type]
 
-    add(
-        "--num-processes",
-        "--nproc-per-node",
-        type=_positive,
-        default=1,
-        help="processes on this machine",
-    )
+    rest = argparse.REMAINDER
+    add("--num-processes", "--nproc-per-node", type=_positive, default=1, help="processes per node")
     add("--devices-per-process", type=_positive, help="CPU devices, or GPUs, of each process")
-    add(
-        "--max-restarts",
-        "--max-restarts",
-        type=_count,
-        default=0,
-        help="maximum number of restarts of the whole job",
-    )
+    add("--max-restarts", "--max-restarts", type=_count, default=0, help="restarts of the job")
     add("--hosts", help="a,b,...: start all nodes from here, through ssh")
     add("--num-nodes", "--nnodes", type=_positive, default=1, help="machines of the job")
     add("--node-rank", "--node-rank", type=_count, help="number of this machine, from 0")
     add("--coordinator", help="host:port on node 0; a free port here if it is the only one")
-    add(
-        "--min-processes",
-        type=_positive,
-        help="elastic: keep running with at least this many if a machine is lost",
-    )
+    add("--min-processes", type=_positive, help="elastic: enough to continue if a machine is lost")
     add("--master-addr", "--master-addr", help="host of --coordinator")
     add("--master-port", "--master-port", help="port of --coordinator")
     add("--logs", type=expand, help="folder for the output of each process (logs/DATE-TIME-PID)")
     add("--start-seconds", type=_positive, help="rendezvous timeout (300)")
     add("--grace-seconds", type=float, default=10.0, help="from SIGTERM to SIGKILL (%(default)g)")
-    add(
-        "--obey-input",
-        action="store_true",
-        help="read signals as words from standard input (used by --hosts)",
-    )
-    parser.add_argument(
-        "-m", dest="module", nargs=argparse.REMAINDER, help="a module to run, and its arguments"
-    )
-    parser.add_argument(
-        "script", nargs=argparse.REMAINDER, help="a script to run, and its arguments"
-    )
+    add("--obey-input", action="store_true", help="read signals from standard input (for --hosts)")
+    add("-m", dest="module", nargs=rest, help="a module to run, and its arguments")
+    add("script", nargs=rest, help="a script to run, and its arguments")
     return parser
 
 

@@ -22,8 +22,8 @@ from jddp.distributed.resolve import resolve_identity
 from jddp.distributed.signals import SAME_SECONDS
 from jddp.errors import ConfigError, CoordinatorError
 from jddp.launch import main
-from jddp.launcher.aborts import lost_processes
 from jddp.launcher.nodes import LOCAL, Nodes
+from jddp.launcher.outcome import lost_processes
 from jddp.launcher.workers import Launch, Place, split_gpus, worker_environments
 
 REPOSITORY = Path(jddp.__file__).parents[1]

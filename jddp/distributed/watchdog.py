@@ -67,31 +67,29 @@ class Watchdog:
     Args:
       limits: Time limits of the phases.
       stacks: File for the stacks of all threads; None for standard error.
+
+    Attributes:
+      phase: The phase under way.
     """
 
     def __init__(self, limits: Limits, stacks: Path | None) -> None:
         self._limits, self._path = limits, stacks
         self._key = f"jddp/hang/{next(_numbers)}"
         self._ran, self._ticked = 0.0, time.monotonic()  # seconds, and when they were counted last
-        self._phase, self._step, self._since = "start", 0, 0.0
+        self.phase, self._step, self._since = "start", 0, 0.0
         self._longest_step = 0.0
         self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
         self._file: TextIO = sys.stderr
         self._silence: subprocess.Popen[bytes] | None = None
 
-    @property
-    def phase(self) -> str:
-        """The phase under way."""
-        return self._phase
-
     def enter(self, phase: str, step: int) -> None:
         """Records that a phase begins, or a step or batch of it, after `step` finished steps."""
         now = self._ran
-        if phase == self._phase == "step":
+        if phase == self.phase == "step":
             self._longest_step = max(self._longest_step, now - self._since)
-        is_new = phase != self._phase
-        self._phase, self._step, self._since = phase, step, now
+        is_new = phase != self.phase
+        self.phase, self._step, self._since = phase, step, now
         if is_new:  # a thread that holds the interpreter's lock from here on prevents the next tick
             self._report_limit()
 
@@ -127,7 +125,7 @@ class Watchdog:
         while not self._closed.wait(_TICK):
             self._tick()
             self._report_limit()
-            if self._ran - self._since > self._limits.of(self._phase, self._longest_step):
+            if self._ran - self._since > self._limits.of(self.phase, self._longest_step):
                 if num_processes() > 1:
                     try_publish(self._key, "")
                 self._report()
@@ -136,7 +134,7 @@ class Watchdog:
     def _report_limit(self) -> None:
         """Passes to the process that watches this one how long it may be silent from now on."""
         if self._silence is not None and self._silence.stdin is not None:
-            limit = self._limits.of(self._phase, self._longest_step)
+            limit = self._limits.of(self.phase, self._longest_step)
             with contextlib.suppress(OSError):  # it was killed
                 self._silence.stdin.write(b"%f\n" % (limit + 30))
 
@@ -164,7 +162,7 @@ class Watchdog:
     def _progress_of_all(self) -> dict[int, dict[str, Any] | None]:
         own = {
             "host": socket.gethostname(),
-            "phase": self._phase,
+            "phase": self.phase,
             "step": self._step,
             "seconds": self._ran - self._since,
         }
@@ -201,7 +199,7 @@ def describe(
     behind = min(known, key=lambda i: (known[i]["step"], -known[i]["seconds"]))
     x = known[behind]
     others = [
-        f"process {i}: {y['phase']} after step {y['step']}, for {y['seconds']:.0f} s"
+        f"Process {i}: {y['phase']} after step {y['step']}, for {y['seconds']:.0f} s."
         for i, y in sorted(known.items())
         if i != behind
     ]
@@ -211,4 +209,4 @@ def describe(
         f"no progress: {unanswered}process {behind} on {x['host']} is in phase {x['phase']} after "
         f"step {x['step']} for {x['seconds']:.0f} s; the limit is {limit:.0f} s."
     )
-    return " ".join([headline, *(f"{other[0].upper()}{other[1:]}." for other in others)])
+    return " ".join([headline, *others])

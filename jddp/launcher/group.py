@@ -1,12 +1,13 @@
-"""The processes of a job on this machine: start them, poll their exit codes, end them.
+"""Processes that are watched together: start them, poll their exit codes, end them.
 
-    group = Group(launch, place)
-    while group.num_running() and not group.failed():
+    group = LocalGroup(launch, place)        # the processes of a job on this machine
+    while group.running and not group.failed():
         group.poll()
     group.end(moment_seconds=2, grace_seconds=10)
 
-Each has its own session, so that its child processes end with it, and is killed by Linux if the
-launcher is. Nothing here imports JAX.
+Each has its own session, so that its child processes end with it, and so that Ctrl-C in a terminal
+does not reach it. On this machine it is killed by Linux if the launcher is. Nothing here imports
+JAX.
 """
 
 import contextlib
@@ -15,8 +16,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from jddp.errors import FileSystemError
 from jddp.launcher import child
@@ -28,37 +30,39 @@ POLL_SECONDS = 0.02
 
 
 class Worker:
-    """One process.
+    """One process, with its output.
+
+    Args:
+      name: Number of the process in the job, or host of a launcher.
+      command: The program and its arguments.
+      prefix: Beginning of each line of its output in the terminal.
+      log: File for its output.
+      **options: Further arguments of `subprocess.Popen`.
 
     Attributes:
-      process_id: Number of the process in the job.
       process: Handle of the process.
       output: Standard output and standard error.
-      code: Exit code, or minus a signal; None while it runs.
-      seconds: Time that it ran.
+      ended: Time at which it was found to have ended.
     """
 
-    def __init__(self, process_id: int, command: list[str], environ: Mapping[str, str], log: Path):
-        self.process_id = process_id
-        self._started = time.monotonic()
-        self.process = subprocess.Popen(
-            [sys.executable, "-I", "-S", child.__file__, str(os.getpid()), *command],
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
+    def __init__(self, name: str, command: Sequence[str], prefix: str, log: Path, **options: Any):
+        self.name, self.command = name, command
+        self._started = self.ended = time.monotonic()
+        pipe = subprocess.PIPE
+        self.process: subprocess.Popen[bytes] = subprocess.Popen(
+            command, bufsize=0, stdout=pipe, stderr=pipe, start_new_session=True, **options
         )
-        self.output = Output(f"[{process_id}] ", log, self.process)
-        self.code: int | None = None
-        self.seconds = 0.0
+        self.output = Output(prefix, log, self.process)
 
-    def has_just_ended(self) -> bool:
-        """Whether it has ended since the last call; then `code` and `seconds` are set."""
-        if self.code is not None or self.process.poll() is None:
-            return False
-        self.code, self.seconds = self.process.returncode, time.monotonic() - self._started
-        return True
+    @property
+    def code(self) -> int | None:
+        """Exit code, or minus a signal; None while it runs."""
+        return self.process.returncode
+
+    @property
+    def seconds(self) -> float:
+        """Time that it ran."""
+        return self.ended - self._started
 
     def kill(self) -> None:
         """Kills it and its child processes."""
@@ -67,6 +71,39 @@ class Worker:
 
 
 class Group:
+    """Processes that are watched together.
+
+    Attributes:
+      running: The processes that run.
+      ended: The others, in the order of their ends.
+    """
+
+    def __init__(self) -> None:
+        self.running: list[Worker] = []
+        self.ended: list[Worker] = []
+
+    def poll(self) -> list[Worker]:
+        """Records the processes that have ended, and returns them."""
+        ended = [worker for worker in self.running if worker.process.poll() is not None]
+        for worker in ended:
+            worker.ended = time.monotonic()
+            self.running.remove(worker)
+        self.ended += ended
+        return ended
+
+    def wait(self, seconds: float) -> bool:
+        """Waits for the end of all; returns whether all have ended."""
+        until = time.monotonic() + seconds
+        while True:
+            self.poll()
+            if not self.running:
+                return True
+            if time.monotonic() > until:
+                return False
+            time.sleep(POLL_SECONDS)
+
+
+class LocalGroup(Group):
     """All processes of one attempt on this machine.
 
     Args:
@@ -79,67 +116,51 @@ class Group:
     """
 
     def __init__(self, launch: Launch, place: Place):
+        super().__init__()
         environments = worker_environments(launch, place, os.environ)
         _make_logs(launch.logs)
-        self.workers: list[Worker] = []
-        self._ended: list[Worker] = []  # in their order
         self._num_by_themselves: int | None = None
         self._guard = Guard()
+        own = [sys.executable, "-I", "-S", child.__file__, str(os.getpid())]
+        command = [*own, sys.executable, *launch.command]
         try:
-            for process_id, environ in enumerate(environments, start=place.first):
-                log = launch.logs / f"process_{process_id}.log"
-                command = [sys.executable, *launch.command]
-                self.workers.append(Worker(process_id, command, environ, log))
-                self._guard.watch(self.workers[-1].process.pid)
+            for number, environ in enumerate(environments, start=place.first):
+                log = launch.logs / f"process_{number}.log"
+                options = {"env": environ, "stdin": subprocess.DEVNULL}
+                self.running.append(Worker(str(number), command, f"[{number}] ", log, **options))
+                self._guard.watch(self.running[-1].process.pid)
         except BaseException:
             self.end(moment_seconds=0, grace_seconds=0)
             raise
 
-    def poll(self) -> None:
+    def poll(self) -> list[Worker]:
         """Records the processes that have ended, and ends their child processes."""
-        for worker in self.workers:
-            if worker.has_just_ended():
-                self._ended.append(worker)
-                worker.kill()  # at once: its number may be reused
-                self._guard.release(worker.process.pid)
-                worker.output.close()
+        ended = super().poll()
+        for worker in ended:
+            worker.kill()  # at once: its number may be reused
+            self._guard.release(worker.process.pid)
+            worker.output.close()
+        return ended
 
     def failed(self) -> list[Worker]:
         """Processes that have failed, in order, without those that `end` has stopped."""
-        return [worker for worker in self._ended[: self._num_by_themselves] if worker.code]
-
-    def num_running(self) -> int:
-        """Number of processes that run."""
-        return sum(worker.code is None for worker in self.workers)
+        return [worker for worker in self.ended[: self._num_by_themselves] if worker.code]
 
     def signal(self, number: int) -> None:
         """Sends a signal to each process that runs, but not to its child processes."""
-        for worker in self.workers:
-            if worker.code is None:
-                worker.process.send_signal(number)  # nothing is sent if it has just ended
-
-    def wait(self, seconds: float) -> bool:
-        """Waits for the end of all; returns whether all have ended."""
-        until = time.monotonic() + seconds
-        while True:
-            self.poll()
-            if not self.num_running():
-                return True
-            if time.monotonic() > until:
-                return False
-            time.sleep(POLL_SECONDS)
+        for worker in self.running:
+            worker.process.send_signal(number)  # nothing is sent if it has just ended
 
     def end(self, *, moment_seconds: float, grace_seconds: float) -> None:
         """Ends all processes and their children: waits, then sends SIGTERM, then kills."""
         if not self.wait(moment_seconds):
             if self.failed():
-                self._num_by_themselves = len(self._ended)
+                self._num_by_themselves = len(self.ended)
             self.signal(signal.SIGTERM)
             self.wait(grace_seconds)
-        for worker in self.workers:
-            if worker.code is None:
-                worker.kill()
-                worker.process.wait()
+        for worker in self.running:
+            worker.kill()
+            worker.process.wait()
         self.poll()
         self._guard.close()
 

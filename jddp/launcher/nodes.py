@@ -8,7 +8,7 @@ import os
 import secrets
 from collections.abc import Mapping
 
-from jddp.distributed.identity import JOB, check_address
+from jddp.distributed.identity import JOB
 from jddp.distributed.join import HEARTBEAT, START, bind_address, read_seconds
 from jddp.distributed.rendezvous import Condition, Infos, Member, RendezvousClient
 from jddp.distributed.rendezvous_server import RendezvousServer, listen
@@ -28,7 +28,6 @@ class Nodes:
       environ: The environment.
 
     Raises:
-      ConfigError: If the coordinator is not host:port.
       CoordinatorError: If node 0 cannot listen there.
     """
 
@@ -38,8 +37,7 @@ class Nodes:
         self._same = {JOB: environ.get(JOB, "not set")}
         self._end: RendezvousServer | RendezvousClient | None = None
         if launch.coordinator is not None and launch.num_nodes > 1:
-            address = check_address(launch.coordinator, "--coordinator")
-            silence = read_seconds(environ, HEARTBEAT)
+            address, silence = launch.coordinator, read_seconds(environ, HEARTBEAT)
             if launch.node_rank == 0:
                 self._end = RendezvousServer(
                     "node",

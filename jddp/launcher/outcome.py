@@ -4,10 +4,8 @@ import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from jddp.errors import ExitCode
-from jddp.launcher.aborts import lost_processes
 from jddp.launcher.group import Worker
 
 # Failures that a restart with the same command repeats.
@@ -16,6 +14,9 @@ DETERMINISTIC |= {ExitCode.PROCESS_MISMATCH, ExitCode.NUMERICS}
 # Ends that may only be the consequence of another's: reported by jddp, or JAX's abort.
 CONSEQUENCES = {ExitCode.ANOTHER_FAILED, -signal.SIGABRT}
 SOON = 60.0  # seconds
+# JAX's message before its abort: a process had no heartbeat of another for too long.
+_SILENT = re.compile(r"unhealthy \(stopped sending heartbeats\):\s+(\d+(?:\s+\d+)*)")
+_COORDINATOR = re.compile(r"RPC: /\S*CoordinationService/(?:Heartbeat|PollForError)")
 
 
 @dataclass(frozen=True)
@@ -44,23 +45,22 @@ class Failure:
         return self.stderr.rpartition("\n")[2]
 
 
-def first_failure(failed: Sequence[Worker], lost: Sequence[int], logs: Path) -> Failure | None:
+def first_failure(failed: Sequence[Worker], lost: Sequence[int]) -> Failure | None:
     """The failure to report of an attempt; None if there is none.
 
     Args:
       failed: Processes here that have failed, in order.
       lost: Numbers of other machines that were lost.
-      logs: Folder of the logs.
     """
     if not failed and not lost:
         return None
-    failures = [_describe(worker, logs) for worker in failed if worker.code not in CONSEQUENCES]
+    failures = [_describe(worker) for worker in failed if worker.code not in CONSEQUENCES]
     failures += [remote for worker in failed if (remote := _reported(worker))]
     failures += [Failure(ExitCode.ANOTHER_FAILED, f"node {node} was lost.") for node in lost]
-    return [*failures, *(_describe(worker, logs) for worker in failed)][0]
+    return [*failures, *(_describe(worker) for worker in failed)][0]
 
 
-def _describe(worker: Worker, logs: Path) -> Failure:
+def _describe(worker: Worker) -> Failure:
     code = worker.code or 0
     how = f"exit code {code}"
     if code < 0:
@@ -70,11 +70,10 @@ def _describe(worker: Worker, logs: Path) -> Failure:
         lost = lost_processes(worker.output.stderr_end())
         if how.endswith("SIGABRT") and lost is not None:
             how += f": JAX has lost {lost}, or the connection to it"
-    log = logs / f"process_{worker.process_id}.log"
     verb = "ended because another did" if worker.code in CONSEQUENCES else "failed first"
     headline = (
-        f"process {worker.process_id} {verb}, with {how}, after {worker.seconds:.1f} s. "
-        f"Its whole output is in {log}."
+        f"process {worker.name} {verb}, with {how}, after {worker.seconds:.1f} s. "
+        f"Its whole output is in {worker.output.path}."
     )
     return Failure(code, headline, worker.seconds, worker.output.stderr_end())
 
@@ -90,3 +89,12 @@ def _reported(worker: Worker) -> Failure | None:
     if worker.code != ExitCode.ANOTHER_FAILED or found is None:
         return None
     return Failure(int(found[1] or ExitCode.DATA), f"{found[0]}.", worker.seconds, stderr)
+
+
+def lost_processes(output: str) -> str | None:
+    """Names the processes that JAX reports as lost; None if it reports none."""
+    silent = _SILENT.search(output)
+    if silent is not None:
+        numbers = sorted(silent[1].split(), key=int)
+        return f"process{'es' * (len(numbers) > 1)} {', '.join(numbers)}"
+    return "process 0" if _COORDINATOR.search(output) else None

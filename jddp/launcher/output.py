@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import IO, Any
 
 from jddp.errors import report
 
@@ -37,8 +37,8 @@ class Output:
         assert process.stderr is not None
         streams = process.stdout, process.stderr
         self._prefix = prefix.encode()
-        self._file: BinaryIO | None = path.open("ab", buffering=0)
-        self._path = path
+        self.path = path
+        self._file = path.open("ab", buffering=0)
         self._lock = threading.Lock()
         self._errors: collections.deque[str] = collections.deque(maxlen=NUM_LINES)
         self._thread = threading.Thread(target=self._copy, args=streams, daemon=True)
@@ -48,9 +48,7 @@ class Output:
         """Reads to the end, unless another process holds a stream open."""
         self._thread.join(timeout_seconds)
         with self._lock:
-            if self._file is not None:
-                self._file.close()
-                self._file = None
+            self._file.close()
 
     def stderr_end(self) -> str:
         """The end of its standard error: from the last traceback on, if there is one."""
@@ -78,15 +76,14 @@ class Output:
 
     def _keep(self, chunk: bytes) -> None:
         with self._lock:
-            if self._file is None:
+            if self._file.closed:
                 return
             try:
                 self._file.write(chunk)
             except OSError as error:
                 self._file.close()
-                self._file = None
                 with CONSOLE, contextlib.suppress(OSError):
-                    report(f"{self._path}: {error.strerror}. The rest is in the terminal alone.")
+                    report(f"{self.path}: {error.strerror}. The rest is in the terminal alone.")
 
     def _show(self, text: bytes, sink: Any) -> bytes:
         """Shows the lines of a text; returns the beginning of one at its end."""

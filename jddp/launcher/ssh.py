@@ -5,7 +5,7 @@
 starts on host number R, in the same directory, by the same Python and with the same variables,
 
     python -m jddp.launch --num-nodes 2 --node-rank R --obey-input --coordinator a:PORT
-        --num-processes 4 -m jddp.train
+        --hosts a,b --num-processes 4 -m jddp.train
 
 ssh forwards no signals, and leaves its commands running. So the launchers started here read their
 standard input: a line is the name of a signal, or empty as a sign of life. When the input ends, or
@@ -30,7 +30,7 @@ from pathlib import Path
 from jddp.distributed.identity import FIRST_PORT, JOB, NUM_PORTS
 from jddp.distributed.signals import SAME_SECONDS, stop_signals_go_to
 from jddp.errors import CoordinatorError, ExitCode, UsageError, report
-from jddp.launcher.output import Output
+from jddp.launcher.group import POLL_SECONDS, Group, Worker
 
 # Variables that you would export on each host by hand. For others ssh has SendEnv and SetEnv.
 FORWARDED: tuple[str, ...] = ("CUDA_", "GLOO_", "JAX_", "JDDP_", "NCCL_", "OMP_", "TF_", "UCX_")
@@ -41,7 +41,6 @@ _OPTIONS = ("-T", "-oBatchMode=yes", "-oServerAliveInterval=15", "-oServerAliveC
 LOST = 255  # the exit code of ssh's own failures
 _CONSEQUENCES = (ExitCode.ANOTHER_FAILED, 128 + signal.SIGABRT)
 _BEAT_SECONDS = 5.0
-_POLL_SECONDS = 0.02
 _AGAIN_SECONDS = 10.0  # until a host that was lost is retried
 _MOMENT = 3.0  # seconds in which the others fail too, for the same reason
 
@@ -116,49 +115,20 @@ def launch_on(
         return launchers.watch()
 
 
-class _Launcher:
-    """The launcher on one host."""
-
-    def __init__(self, host: str, command: str):
-        self.host, self.command = host, command
-        self.ended = 0.0  # when
-        self.process = subprocess.Popen(
-            ["ssh", *_OPTIONS, "--", host, command],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            bufsize=0,
-            start_new_session=True,  # so that Ctrl-C in a terminal does not reach it
-        )
-        # The host has the logs of its processes.
-        self.output = Output("", Path(os.devnull), self.process)
-
-    def send(self, line: str) -> None:
-        assert self.process.stdin is not None
-        with contextlib.suppress(OSError):  # it has ended
-            self.process.stdin.write(f"{line}\n".encode())
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self.output.close()
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-
-
-class _Launchers:
+class _Launchers(Group):
     """The launchers on all hosts."""
 
     def __init__(
         self, hosts: Sequence[str], commands: Sequence[str], grace_seconds: float, *, may_lose: bool
     ):
+        super().__init__()
         self._grace_seconds, self._may_lose = grace_seconds, may_lose
         self._signals: list[int] = []
         self._num_forwarded = 0
         self._next_beat = 0.0
-        self._running = [_Launcher(*both) for both in zip(hosts, commands, strict=True)]
-        self._first = self._running[0]
-        self._ended: list[_Launcher] = []  # in their order
+        for host, command in zip(hosts, commands, strict=True):
+            self._start(host, ["ssh", *_OPTIONS, "--", host, command])
+        self._first = self.running[0]
 
     def take_signal(self, number: int, frame: object) -> None:
         self._signals.append(number)
@@ -166,82 +136,85 @@ class _Launchers:
     def watch(self) -> int:
         """Waits for all; when one has failed, the others are ended."""
         failed = None
-        while self._running and not failed:
-            self._poll()
-            decisive = self._ended
+        while self.running and not failed:
+            self.poll()
+            time.sleep(POLL_SECONDS)
+            decisive = self.ended
             if self._may_lose:
-                decisive = [x for x in self._ended if x is self._first]
+                decisive = [x for x in self.ended if x is self._first]
                 self._retry()
-            failed = next((x for x in decisive if x.process.returncode), None)
+            failed = next((x for x in decisive if x.code), None)
             if self._may_lose and decisive:
                 break
-        in_order = self._signals or (failed and failed.process.returncode == ExitCode.PREEMPTED)
+        in_order = self._signals or (failed and failed.code == ExitCode.PREEMPTED)
         # Each launcher has its own limit for the time of saving.
         for seconds in [math.inf] if in_order else [_MOMENT, self._grace_seconds]:
-            if not self._wait(seconds):
-                self._signal(signal.SIGTERM)
-        self._wait(self._grace_seconds + _MOMENT)
+            if not self.wait(seconds):
+                self._send(signal.SIGTERM.name)
+        self.wait(self._grace_seconds + _MOMENT)
         return self._code()
+
+    def poll(self) -> list[Worker]:
+        """Forwards signals, sends a sign of life, and records the launchers that have ended."""
+        for number in self._signals[self._num_forwarded :]:
+            self._send(signal.Signals(number).name)
+            self._num_forwarded += 1
+        if time.monotonic() > self._next_beat:
+            self._next_beat = time.monotonic() + _BEAT_SECONDS
+            self._send("")
+        return super().poll()
 
     def close(self) -> None:
         """Ends all ssh processes."""
-        for launcher in [*self._running, *self._ended]:
-            launcher.close()
+        for launcher in [*self.running, *self.ended]:
+            _close(launcher)
 
     def _code(self) -> int:
         """Exit code of the first failure that is not the consequence of another."""
-        failed = [x for x in self._ended if x.process.returncode]
-        if self._may_lose and self._first.process.returncode not in _CONSEQUENCES:
+        failed = [x for x in self.ended if x.code]
+        if self._may_lose and self._first.code not in _CONSEQUENCES:
             failed = [x for x in failed if x is self._first]
         if not failed:
-            return 1 if self._running else 0
-        first = min(failed, key=lambda x: x.process.returncode in _CONSEQUENCES)
+            return 1 if self.running else 0
+        first = min(failed, key=lambda x: x.code in _CONSEQUENCES)
         code = first.process.returncode
         if code == LOST or code < 0:
             first.output.close()
             reason = first.output.stderr_end().strip().rpartition("\n")[2]
             raise CoordinatorError(
-                f"ssh cannot reach {first.host}, or has lost it: {reason or code} "
-                f"(ssh -o BatchMode=yes {first.host} true)"
+                f"ssh cannot reach {first.name}, or has lost it: {reason or code} "
+                f"(ssh -o BatchMode=yes {first.name} true)"
             )
         if code != ExitCode.PREEMPTED:
-            report(f"the launcher on {first.host} ended first, with exit code {code}")
+            report(f"the launcher on {first.name} ended first, with exit code {code}")
         return code
-
-    def _wait(self, seconds: float) -> bool:
-        until = time.monotonic() + seconds
-        while self._running and time.monotonic() < until:
-            self._poll()
-        return not self._running
-
-    def _poll(self) -> None:
-        """Forwards signals, sends a sign of life, and records the launchers that have ended."""
-        for number in self._signals[self._num_forwarded :]:
-            self._signal(number)
-            self._num_forwarded += 1
-        if time.monotonic() > self._next_beat:
-            self._next_beat = time.monotonic() + _BEAT_SECONDS
-            for launcher in self._running:
-                launcher.send("")
-        ended = [x for x in self._running if x.process.poll() is not None]
-        for launcher in ended:
-            launcher.ended = time.monotonic()
-        self._ended += ended
-        self._running = [x for x in self._running if x not in ended]
-        time.sleep(_POLL_SECONDS)
 
     def _retry(self) -> None:
         """Launches again on hosts that ssh lost some time ago."""
-        for lost in [x for x in self._ended if x.process.returncode == LOST]:
+        for lost in [x for x in self.ended if x.code == LOST]:
             if lost is not self._first and time.monotonic() > lost.ended + _AGAIN_SECONDS:
-                report(f"trying {lost.host} again")
-                self._ended.remove(lost)
-                lost.close()
-                self._running.append(_Launcher(lost.host, lost.command))
+                report(f"trying {lost.name} again")
+                self.ended.remove(lost)
+                _close(lost)
+                self._start(lost.name, lost.command)
 
-    def _signal(self, number: int) -> None:
-        for launcher in self._running:
-            launcher.send(signal.Signals(number).name)
+    def _start(self, host: str, command: Sequence[str]) -> None:
+        no_log = Path(os.devnull)  # the host has the logs of its processes
+        self.running.append(Worker(host, command, "", no_log, stdin=subprocess.PIPE))
+
+    def _send(self, line: str) -> None:
+        for launcher in self.running:
+            assert launcher.process.stdin is not None
+            with contextlib.suppress(OSError):  # it has ended
+                launcher.process.stdin.write(f"{line}\n".encode())
+
+
+def _close(launcher: Worker) -> None:
+    launcher.process.kill()
+    launcher.process.wait()
+    launcher.output.close()
+    assert launcher.process.stdin is not None
+    launcher.process.stdin.close()
 
 
 def obey_input(grace_seconds: float, silence_seconds: float = SILENCE_SECONDS) -> None:

@@ -16,7 +16,7 @@ from types import FrameType
 
 from jddp.distributed.signals import Repeats, stop_signals_go_to
 from jddp.errors import CoordinatorError, ExitCode, report
-from jddp.launcher.group import POLL_SECONDS, Group
+from jddp.launcher.group import POLL_SECONDS, LocalGroup
 from jddp.launcher.nodes import Nodes
 from jddp.launcher.outcome import CONSEQUENCES, DETERMINISTIC, SOON, Failure, first_failure
 from jddp.launcher.output import CONSOLE
@@ -24,7 +24,8 @@ from jddp.launcher.workers import Launch, Place, name_logs
 
 _MOMENT = 2.0  # seconds in which others fail too, and processes of jddp end by themselves
 _SAVE_SECONDS = 600.0  # which the others may need to save, where one was stopped by a signal
-_LONGEST_PAUSE = 60.0
+# Seconds before a restart: twice as long before each further one, until an attempt lasts a minute.
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 
 
 def launch(
@@ -72,8 +73,6 @@ class Supervisor:
       launch: Command and number of processes.
       max_restarts: Number of times that all are restarted.
       grace_seconds: Time from SIGTERM until a process is killed.
-      pause_seconds: Pause before the first restart; twice as long before each further one, until
-        an attempt lasts a minute.
     """
 
     def __init__(
@@ -82,12 +81,10 @@ class Supervisor:
         *,
         max_restarts: int = 0,
         grace_seconds: float = 10.0,
-        pause_seconds: float = 1.0,
     ):
         self._launch = launch
         self._max_restarts = max_restarts
         self._grace_seconds = grace_seconds
-        self._pause_seconds = pause_seconds
         self._num_restarts = 0
         self._num_hasty = 0  # of them, in a row, after an attempt that did not last
         self._makes_room = False  # stops this attempt, to restart with a machine that connected
@@ -140,32 +137,35 @@ class Supervisor:
         return (in_order or self._makes_room) and not self._signals
 
     def _restarts(self, failure: Failure, last: Failure | None) -> bool:
-        """Whether all are restarted, after a pause; prints the decision."""
+        """Whether all are restarted, after a pause without a signal; prints the decision."""
         if not self._max_restarts:
             return False
         reason = self._reason_to_stop(failure, last)
         if reason is not None:
             report(f"not restarted: {reason}")
             return False
-        pause = min(self._pause_seconds * 2**self._num_hasty, _LONGEST_PAUSE)
+        pause = min(_FIRST_PAUSE * 2**self._num_hasty, _LONGEST_PAUSE)
         self._num_restarts += 1
         self._num_hasty += 1
         report(f"restart {self._num_restarts} of {self._max_restarts} in {pause:g} s")
-        return self._pause(pause)
+        until = time.monotonic() + pause
+        while not self._signals and time.monotonic() < until:
+            time.sleep(POLL_SECONDS)
+        return not self._signals
 
     def _attempt(self, place: Place) -> Failure | None:
-        group = Group(self._launch, place)
-        numbers = ", ".join(str(worker.process_id) for worker in group.workers)
+        group = LocalGroup(self._launch, place)
+        numbers = ", ".join(worker.name for worker in group.running)
         report(f"process {numbers} of {place.num_processes} here; logs in {self._launch.logs}")
         try:
             return self._watch(group)
         finally:
             group.end(moment_seconds=0.0, grace_seconds=0.0)
 
-    def _watch(self, group: Group) -> Failure | None:
+    def _watch(self, group: LocalGroup) -> Failure | None:
         """Waits for the first failure, and ends the group."""
         self._makes_room = False
-        while group.num_running() and not group.failed():
+        while group.running and not group.failed():
             if self._forward(group) > 1 or self._nodes.lost():
                 break
             if not self._makes_room and self._nodes.has_newcomer():
@@ -183,21 +183,21 @@ class Supervisor:
         group.end(moment_seconds=_MOMENT, grace_seconds=self._grace_seconds)
         return failure or self._first_failure(group)
 
-    def _first_failure(self, group: Group) -> Failure | None:
+    def _first_failure(self, group: LocalGroup) -> Failure | None:
         """The first failure that is known by now; prints it."""
-        failure = first_failure(group.failed(), self._nodes.lost(), self._launch.logs)
+        failure = first_failure(group.failed(), self._nodes.lost())
         if failure and failure.code != ExitCode.PREEMPTED and not self._has_changed(failure):
             with CONSOLE:  # or lines of another process would come in between
                 report("\n    ".join([failure.headline, *failure.stderr.splitlines()]))
         return failure
 
-    def _wait_until_saved(self, group: Group) -> None:
+    def _wait_until_saved(self, group: LocalGroup) -> None:
         until = time.monotonic() + _SAVE_SECONDS
         while self._forward(group) < 2 and time.monotonic() < until:
             if group.wait(POLL_SECONDS):
                 return
 
-    def _forward(self, group: Group) -> int:
+    def _forward(self, group: LocalGroup) -> int:
         """Forwards the signals that have come; returns how many there were in all."""
         while self._num_forwarded < len(self._signals):
             group.signal(self._signals[self._num_forwarded])
@@ -220,10 +220,3 @@ class Supervisor:
         if self._num_restarts == self._max_restarts:
             return f"restarts allowed: {self._max_restarts}"
         return None
-
-    def _pause(self, seconds: float) -> bool:
-        """Waits, unless a signal comes; returns whether none did."""
-        until = time.monotonic() + seconds
-        while not self._signals and time.monotonic() < until:
-            time.sleep(POLL_SECONDS)
-        return not self._signals
