@@ -15,7 +15,7 @@ from jddp.config.cli import Parser, enter
 from jddp.config.permissions import expand
 from jddp.distributed.identity import check_address
 from jddp.distributed.join import START
-from jddp.errors import UsageError
+from jddp.errors import UsageError, report
 from jddp.launcher import ssh
 from jddp.launcher.supervisor import Supervisor
 from jddp.launcher.workers import Launch, name_logs
@@ -74,7 +74,7 @@ def _run_on_hosts(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     if coordinator is None:
         coordinator = ssh.choose_coordinator(hosts[0])
         given = ["--coordinator", coordinator, *given]
-    print(f"jddp: {', '.join(hosts)} connect at {coordinator}", file=sys.stderr, flush=True)
+    report(f"{', '.join(hosts)} connect at {coordinator}")
     may_lose = launch.min_processes is not None
     return ssh.launch_on(hosts, given, arguments.grace_seconds, may_lose=may_lose)
 
@@ -113,16 +113,16 @@ def plan_launch(arguments: argparse.Namespace) -> Launch:
 
 def _coordinator(arguments: argparse.Namespace) -> str | None:
     host, port = arguments.master_addr, arguments.master_port
-    if arguments.coordinator is not None:
-        if host is not None or port is not None:
-            raise UsageError(
-                "--coordinator replaces --master-addr and --master-port: give one of them."
-            )
-        return check_address(arguments.coordinator, "--coordinator")
-    if host is None and port is None:
-        return None
-    address = f"{host or '127.0.0.1'}:{port or 29500}"
-    return check_address(address, "--master-addr:--master-port")
+    if arguments.coordinator is None:
+        if host is None and port is None:
+            return None
+        address = f"{host or '127.0.0.1'}:{port or 29500}"
+        return check_address(address, "--master-addr:--master-port")
+    if host is not None or port is not None:
+        raise UsageError(
+            "--coordinator replaces --master-addr and --master-port: give one of them."
+        )
+    return check_address(arguments.coordinator, "--coordinator")
 
 
 def _parser() -> Parser:

@@ -66,12 +66,7 @@ class RendezvousServer:
         self._selector.close()
 
     def gather(
-        self,
-        mine: Member,
-        *,
-        seconds: float,
-        is_wanted: Condition = always,
-        is_last: bool = False,
+        self, mine: Member, *, seconds: float, is_wanted: Condition = always, is_last: bool = False
     ) -> Infos | None:
         """The information of all members.
 

@@ -101,9 +101,8 @@ class Nodes:
         """host:port at which the processes connect: a port of node 0 that is free now."""
         launch = self._launch
         host, _, port = (launch.coordinator or f"{LOCAL}:0").rpartition(":")
-        ports = range(int(port), int(port) + 1)
-        if launch.num_nodes > 1:
-            ports = range(int(port) + 1, min(int(port) + _NUM_PORTS, 2**16))
+        above = range(int(port) + 1, min(int(port) + _NUM_PORTS, 2**16))
+        ports = above if launch.num_nodes > 1 else [int(port)]
         for number in ports:
             address = f"{host}:{number}"
             try:

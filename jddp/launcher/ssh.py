@@ -106,11 +106,11 @@ def launch_on(
       CoordinatorError: If ssh cannot reach a required host, or has lost it.
     """
     environ = {JOB: secrets.token_hex(8), **os.environ}
-    commands = []
-    for rank in range(len(hosts)):
+    launchers = _Launchers(grace_seconds, may_lose=may_lose)
+    for rank, host in enumerate(hosts):
         node = ["--num-nodes", str(len(hosts)), "--node-rank", str(rank), "--obey-input"]
-        commands.append(command_on_host([*node, *arguments], environ))
-    launchers = _Launchers(hosts, commands, grace_seconds, may_lose=may_lose)
+        command = command_on_host([*node, *arguments], environ)
+        launchers.start(host, ["ssh", *_OPTIONS, "--", host, command])
     with stop_signals_go_to(launchers.take_signal), contextlib.closing(launchers):
         return launchers.watch()
 
@@ -118,24 +118,24 @@ def launch_on(
 class _Launchers(Group):
     """The launchers on all hosts."""
 
-    def __init__(
-        self, hosts: Sequence[str], commands: Sequence[str], grace_seconds: float, *, may_lose: bool
-    ):
+    def __init__(self, grace_seconds: float, *, may_lose: bool):
         super().__init__()
         self._grace_seconds, self._may_lose = grace_seconds, may_lose
         self._signals: list[int] = []
         self._num_forwarded = 0
         self._next_beat = 0.0
-        for host, command in zip(hosts, commands, strict=True):
-            self._start(host, ["ssh", *_OPTIONS, "--", host, command])
-        self._first = self.running[0]
+
+    def start(self, host: str, command: Sequence[str]) -> None:
+        """Starts ssh to a host, which has the logs of its processes."""
+        no_log = Path(os.devnull)
+        self.running.append(Worker(host, command, "", no_log, stdin=subprocess.PIPE))
 
     def take_signal(self, number: int, frame: object) -> None:
         self._signals.append(number)
 
     def watch(self) -> int:
         """Waits for all; when one has failed, the others are ended."""
-        failed = None
+        self._first, failed = self.running[0], None
         while self.running and not failed:
             self.poll()
             time.sleep(POLL_SECONDS)
@@ -196,11 +196,7 @@ class _Launchers(Group):
                 report(f"trying {lost.name} again")
                 self.ended.remove(lost)
                 _close(lost)
-                self._start(lost.name, lost.command)
-
-    def _start(self, host: str, command: Sequence[str]) -> None:
-        no_log = Path(os.devnull)  # the host has the logs of its processes
-        self.running.append(Worker(host, command, "", no_log, stdin=subprocess.PIPE))
+                self.start(lost.name, lost.command)
 
     def _send(self, line: str) -> None:
         for launcher in self.running:

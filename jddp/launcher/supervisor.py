@@ -75,13 +75,7 @@ class Supervisor:
       grace_seconds: Time from SIGTERM until a process is killed.
     """
 
-    def __init__(
-        self,
-        launch: Launch,
-        *,
-        max_restarts: int = 0,
-        grace_seconds: float = 10.0,
-    ):
+    def __init__(self, launch: Launch, *, max_restarts: int = 0, grace_seconds: float = 10.0):
         self._launch = launch
         self._max_restarts = max_restarts
         self._grace_seconds = grace_seconds
