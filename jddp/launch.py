@@ -119,9 +119,7 @@ def _coordinator(arguments: argparse.Namespace) -> str | None:
         address = f"{host or '127.0.0.1'}:{port or 29500}"
         return check_address(address, "--master-addr:--master-port")
     if host is not None or port is not None:
-        raise UsageError(
-            "--coordinator replaces --master-addr and --master-port: give one of them."
-        )
+        raise UsageError("--coordinator replaces --master-addr and --master-port: give either one.")
     return check_address(arguments.coordinator, "--coordinator")
 
 

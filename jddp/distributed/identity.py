@@ -36,9 +36,9 @@ class Identity:
     source: str = field(default="", compare=False)
 
     def __str__(self) -> str:
-        """One line: the numbers, and their source."""
-        count = f"{self.num_processes} process" + "es" * (self.num_processes > 1)
-        parts = [f"{count}, {f'set by {self.source}' if self.source else 'no launcher found'}"]
+        """One line: the numbers, and the launcher that has set them."""
+        plural = "es" * (self.num_processes > 1)
+        parts = [f"{self.num_processes} process{plural}, set by {self.source}"]
         if self.coordinator is not None:
             parts += [f"process {self.process_id}", f"coordinator {self.coordinator}"]
             ids = ", ".join(map(str, self.local_device_ids or ()))
