@@ -91,9 +91,8 @@ def split_gpus(
     """
     if num_there is None:
         num_there = len(glob.glob("/dev/nvidia[0-9]*"))
-    listed = environ.get("CUDA_VISIBLE_DEVICES")
-    visible = listed.split(",") if listed is not None else list(map(str, range(num_there)))
-    visible = [name.strip() for name in visible if name.strip() not in ("", "-1")]
+    listed = environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(num_there))))
+    visible = [name.strip() for name in listed.split(",") if name.strip() not in ("", "-1")]
     if not visible or environ.get("JAX_PLATFORMS") == "cpu" or num_there == 0:
         return [None] * launch.num_processes
     share = launch.devices_per_process or len(visible) // launch.num_processes
@@ -103,7 +102,5 @@ def split_gpus(
             f"{len(visible)} are visible: {','.join(visible)}. Start fewer, or set "
             "JAX_PLATFORMS=cpu."
         )
-    return [
-        ",".join(visible[local * share : (local + 1) * share])
-        for local in range(launch.num_processes)
-    ]
+    firsts = range(0, share * launch.num_processes, share)
+    return [",".join(visible[first : first + share]) for first in firsts]
