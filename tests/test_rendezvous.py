@@ -254,6 +254,8 @@ STRANGE = [
     b'{"kind": "process", "number": [1], "count": 2}',
     b'{"kind": "process", "number": 1, "count": 2, "same": 3}',
     b'{"kind": "process", "number": 1, "count": 2, "more": 3}',
+    b'{"kind": "process", "number": 1, "count": 2, "where": 3}',
+    b'{"kind": ' + b"[" * 10_000,
 ]
 
 

@@ -57,8 +57,8 @@ class Member:
 
     def __post_init__(self) -> None:
         """Refuses what another program has sent."""
-        given = (self.number, self.count, self.same, self.info)
-        if not all(map(isinstance, given, (int, int, dict, dict))):
+        given = (self.number, self.count, self.same, self.info, self.where)
+        if not all(map(isinstance, given, (int, int, dict, dict, str))):
             raise TypeError
 
     @property

@@ -153,7 +153,8 @@ class RendezvousServer:
                 if message.pop("kind") != self._kind:
                     raise ValueError
                 self._members[client] = Member(**message)
-        except (OSError, ValueError, TypeError, KeyError):  # all but the first: another program
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+            # The connection is lost, or the client is another program.
             if client in self._present:
                 self._lost.append(self._present[client].number)
             self._forget(client)
