@@ -10,7 +10,6 @@ Slurm, whose numbers its processes inherit.
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
 from jddp.distributed.identity import (
     COUNT,
@@ -62,8 +61,8 @@ def resolve_identity(
     """
     given = (coordinator, num_processes, process_id)
     if None not in given:
-        found = _of_three(dict(zip(ARGUMENTS, map(str, given), strict=True)), ARGUMENTS)
-        return replace(found, source="the arguments")
+        values = dict(zip(ARGUMENTS, map(str, given), strict=True))
+        return _of_three(values, ARGUMENTS, "the arguments")
     overlay = {n: str(x) for n, x in zip(VARIABLES, given, strict=True) if x is not None}
     environ = {**environ, **overlay}
     if is_interactive is None:
@@ -90,17 +89,17 @@ def jddp_launch(environ: Environ) -> Identity | None:
     """A worker of `python -m jddp.launch`, which has split the devices already."""
     if not environ.get(LAUNCHED):
         return None
-    return replace(_of_three(environ, VARIABLES), source="jddp.launch")
+    return _of_three(environ, VARIABLES, "jddp.launch")
 
 
 def jax_variables(environ: Environ) -> Identity | None:
     """The three variables, of which JAX itself reads one; Kubeflow's JAX runtime sets them."""
     if not any(environ.get(name) for name in VARIABLES):
         return None
-    found = _of_three(environ, VARIABLES)
+    found = _of_three(environ, VARIABLES, COUNT)
     for source in SOURCES[2:]:
         _refuse_other_numbers(found, source, environ)
-    return replace(found, source=COUNT)
+    return found
 
 
 def torchrun(environ: Environ) -> Identity | None:
@@ -130,11 +129,12 @@ SOURCES: tuple[Callable[[Environ], Identity | None], ...] = (
 )
 
 
-def _of_three(environ: Environ, names: tuple[str, ...]) -> Identity:
+def _of_three(environ: Environ, names: tuple[str, ...], source: str) -> Identity:
     require(environ, names)
     address, *numbers = names
     check_address(environ[address], address)
-    return Identity(environ[address], *read_numbers(environ, Names(*numbers)))
+    num_processes, process_id = read_numbers(environ, Names(*numbers))
+    return Identity(environ[address], num_processes, process_id, source=source)
 
 
 def _refuse_other_numbers(

@@ -130,11 +130,9 @@ def _known(address: str | None, scheduler: str) -> str:
 
 def _first_of_slurm(environ: Environ) -> str | None:
     """Address of mpirun's first process; the step of its daemons may leave out that host."""
-    lists = ("SLURM_JOB_NODELIST_HET_GROUP_0", "SLURM_JOB_NODELIST")
-    nodes = next((environ[name] for name in lists if environ.get(name)), None)
-    if nodes is None or not environ.get("SLURM_JOB_ID"):
-        return None
-    return f"{list_hosts(nodes)[0]}:{port_of(environ['SLURM_JOB_ID'] + '.')}"
+    nodes = environ.get("SLURM_JOB_NODELIST_HET_GROUP_0") or environ.get("SLURM_JOB_NODELIST")
+    job = environ.get("SLURM_JOB_ID")
+    return f"{list_hosts(nodes)[0]}:{port_of(f'{job}.')}" if nodes and job else None
 
 
 def _of_step(environ: Environ, hosts: list[str]) -> str:
