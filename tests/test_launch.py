@@ -164,13 +164,9 @@ def test_each_process_is_told_who_it_is():
         assert resolve_identity(told).num_processes == 4
 
 
-def always():
-    return True
-
-
 def test_each_attempt_has_a_port_and_a_word_of_its_own():
     nodes = Nodes(Launch(("x.py",), 2), {})
-    places = [nodes.gather(always) for _ in range(2)]
+    places = [nodes.gather() for _ in range(2)]
     assert {(place.num_processes, place.first) for place in places} == {(2, 0)}
     assert len({place.coordinator for place in places}) == 2
     assert len({place.job for place in places}) == 2
@@ -187,7 +183,7 @@ def address():
 def test_nodes_count_their_processes_together_whatever_each_starts(address):
     def gather(rank):
         nodes = Nodes(Launch(("x.py",), 1 + rank, 3, rank, address), {})
-        places = [nodes.gather(always), nodes.gather(always)]
+        places = [nodes.gather(), nodes.gather()]
         nodes.close(failed=False)
         return places
 
@@ -237,7 +233,7 @@ def test_a_port_that_is_taken_is_refused(num_nodes):
     with socket.create_server((LOCAL, 0)) as taken:
         address = f"{LOCAL}:{taken.getsockname()[1]}"
         with pytest.raises(CoordinatorError, match="is taken. Give all processes") as caught:
-            Nodes(Launch(("x.py",), 1, num_nodes, 0, address), {}).gather(always)
+            Nodes(Launch(("x.py",), 1, num_nodes, 0, address), {}).gather()
     assert caught.value.exit_code == 69
 
 

@@ -390,17 +390,6 @@ def test_the_first_process_waits_for_its_own_name_to_be_known(free_port, monkeyp
     assert list(names) == []
 
 
-def test_waiting_ends_when_its_condition_is_false(free_port):
-    address = f"127.0.0.1:{free_port}"
-    member = Member(0, 2)
-    with (
-        closing(RendezvousServer("node", address)) as server,
-        closing(RendezvousClient("node", address)) as client,
-    ):
-        assert server.gather(member, seconds=60, is_wanted=lambda: False) is None
-        assert client.gather(member, seconds=60, is_wanted=lambda: False) is None
-
-
 # Real processes.
 
 

@@ -107,8 +107,7 @@ def rendezvous(identity: Identity, listens: str | None, environ: Mapping[str, st
     with contextlib.closing(RendezvousClient("process", identity.coordinator)) as client:
         client.gather(mine, seconds=seconds)
     me = f"process {mine.number} of {mine.count}"
-    if jax_listens := connect(identity.coordinator, me, time.monotonic() + seconds):
-        jax_listens.close()
+    connect(identity.coordinator, me, time.monotonic() + seconds).close()  # JAX listens now
 
 
 def _wait_for_name(coordinator: str, until: float) -> None:

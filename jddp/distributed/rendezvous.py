@@ -16,7 +16,6 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -29,12 +28,6 @@ _SLACK = 5.0  # seconds in which member 0 reports that its time is over, before 
 _PROBES = 4  # unanswered ones, after which a connection is lost
 
 Infos = dict[int, dict[str, Any]]  # by the numbers of the members
-Condition = Callable[[], bool]
-
-
-def always() -> bool:
-    """The condition of a caller that never stops waiting early."""
-    return True
 
 
 @dataclass(frozen=True)
@@ -151,18 +144,12 @@ class RendezvousClient:
         if self._server is not None:
             self._server.send(goodbye(failed=failed))
 
-    def gather(
-        self, mine: Member, *, seconds: float, is_wanted: Condition = always
-    ) -> Infos | None:
+    def gather(self, mine: Member, *, seconds: float) -> Infos:
         """The information of all members.
 
         Args:
           mine: This member.
           seconds: Time to wait for member 0, and for all.
-          is_wanted: Condition that is asked repeatedly; waiting ends when it is false.
-
-        Returns:
-          None if waiting ended early.
 
         Raises:
           CoordinatorError: If member 0 cannot be reached or has left, or members are missing.
@@ -173,8 +160,7 @@ class RendezvousClient:
             self.close()  # Member 0 may be back, or the network.
         while True:
             try:
-                answer = self._goodbye or self._ask(mine, until, is_wanted)
-                return None if answer is None else self._read_answer(answer)
+                return self._read_answer(self._goodbye or self._ask(mine, until))
             except OSError:
                 self.close()
             if time.monotonic() > until:
@@ -185,16 +171,14 @@ class RendezvousClient:
                 )
             time.sleep(POLL_SECONDS)
 
-    def _ask(self, mine: Member, until: float, is_wanted: Condition) -> dict[str, Any] | None:
-        """Member 0's answer; None if waiting ended early."""
+    def _ask(self, mine: Member, until: float) -> dict[str, Any]:
+        """Member 0's answer."""
         if self._server is None:
             name = f"{self._kind} {mine.number} of {mine.count}"
-            stream = connect(self._address, name, until, is_wanted)
-            if stream is None:
-                return None
+            stream = connect(self._address, name, until)
             self._server = Connection(stream, self._silence_seconds)
         self._server.send({"kind": self._kind, **asdict(mine)})
-        while is_wanted():
+        while True:
             try:
                 answer = self._server.receive(POLL_SECONDS)
             except ValueError:
@@ -206,7 +190,6 @@ class RendezvousClient:
                 return answer
             if time.monotonic() > until + _SLACK:
                 raise TimeoutError
-        return None
 
     def _read_answer(self, answer: dict[str, Any]) -> Infos:
         if "error" in answer:
@@ -217,17 +200,15 @@ class RendezvousClient:
         return {int(number): info for number, info in answer["infos"].items()}
 
 
-def connect(
-    address: str, name: str, until: float, is_wanted: Condition = always
-) -> socket.socket | None:
-    """A connection, as soon as a program listens there; None if waiting ended early.
+def connect(address: str, name: str, until: float) -> socket.socket:
+    """A connection, as soon as a program listens there.
 
     Raises:
       CoordinatorError: If none does in time.
     """
     host, _, port = address.rpartition(":")
     since, tries = time.monotonic(), 0
-    while is_wanted():
+    while True:
         tries += 1
         try:
             return socket.create_connection((host.strip("[]"), int(port)), timeout=5)
@@ -241,7 +222,6 @@ def connect(
                 f"every {kind} given this address?"
             )
         time.sleep(POLL_SECONDS)
-    return None
 
 
 def goodbye(*, failed: bool) -> dict[str, Any]:

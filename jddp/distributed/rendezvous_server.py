@@ -9,11 +9,9 @@ from collections.abc import Callable, Iterable
 from jddp.distributed.rendezvous import (
     POLL_SECONDS,
     SILENCE_SECONDS,
-    Condition,
     Connection,
     Infos,
     Member,
-    always,
     goodbye,
 )
 from jddp.errors import CoordinatorError, Error, ProcessMismatchError
@@ -65,26 +63,20 @@ class RendezvousServer:
             self._forget(client)
         self._selector.close()
 
-    def gather(
-        self, mine: Member, *, seconds: float, is_wanted: Condition = always, is_last: bool = False
-    ) -> Infos | None:
+    def gather(self, mine: Member, *, seconds: float, is_last: bool = False) -> Infos:
         """The information of all members.
 
         Args:
           mine: Member 0.
           seconds: Time to wait for all.
-          is_wanted: Condition that is asked repeatedly; waiting ends when it is false.
           is_last: Whether to stop listening before members are answered: the port is free then.
-
-        Returns:
-          None if waiting ended early.
 
         Raises:
           CoordinatorError: If members are missing; the others raise it too.
           ProcessMismatchError: If two have the same number, or other settings; likewise.
         """
         until, enough_since = time.monotonic() + seconds, None
-        while is_wanted():
+        while True:
             members = [mine, *self._members.values()]
             self._refuse(_mismatch(self._kind, members))
             infos = {member.number: member.info for member in members}
@@ -99,7 +91,6 @@ class RendezvousServer:
             if now > until:
                 self._refuse(_missing(self._kind, self._address, infos, mine.count, seconds))
             self._receive(POLL_SECONDS)
-        return None
 
     def lost(self) -> list[int]:
         """Members of the last round that are no longer connected, or have left with a failure."""

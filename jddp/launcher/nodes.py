@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from jddp.distributed.identity import JOB
 from jddp.distributed.join import HEARTBEAT, START, bind_address, read_seconds
-from jddp.distributed.rendezvous import Condition, Infos, Member, RendezvousClient
+from jddp.distributed.rendezvous import Infos, Member, RendezvousClient
 from jddp.distributed.rendezvous_server import RendezvousServer, listen
 from jddp.errors import CoordinatorError
 from jddp.launcher.workers import Launch, Place
@@ -50,8 +50,8 @@ class Nodes:
             else:
                 self._end = RendezvousClient("node", address, silence_seconds=silence)
 
-    def gather(self, is_wanted: Condition) -> Place | None:
-        """Waits for the others; None if waiting ended early.
+    def gather(self) -> Place:
+        """Waits for the others.
 
         Raises:
           CoordinatorError: If machines are missing after JDDP_START_SECONDS, or node 0 has left.
@@ -59,11 +59,9 @@ class Nodes:
         """
         launch = self._launch
         mine = Member(launch.node_rank, launch.num_nodes, self._same, self._info())
-        infos: Infos | None = {0: mine.info}
+        infos: Infos = {0: mine.info}
         if self._end is not None:
-            infos = self._end.gather(mine, seconds=self._seconds, is_wanted=is_wanted)
-        if infos is None:
-            return None
+            infos = self._end.gather(mine, seconds=self._seconds)
         numbers = {rank: infos[rank]["processes"] for rank in sorted(infos)}
         return Place(
             coordinator=infos[0]["coordinator"],

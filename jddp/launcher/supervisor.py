@@ -66,6 +66,10 @@ def launch(
     return Supervisor(plan, max_restarts=max_restarts).run()
 
 
+class _Stopped(Exception):
+    """A signal, while other machines are awaited."""
+
+
 class Supervisor:
     """Runs a launch to its end.
 
@@ -83,7 +87,7 @@ class Supervisor:
         self._num_hasty = 0  # of them, in a row, after an attempt that did not last
         self._makes_room = False  # stops this attempt, to restart with a machine that connected
         self._signals: list[int] = []
-        self._repeats = Repeats()
+        self._repeats, self._is_waiting = Repeats(), False
         self._num_forwarded = 0
 
     def run(self) -> int:
@@ -105,14 +109,14 @@ class Supervisor:
         last: Failure | None = None
         while True:
             try:
-                place = self._nodes.gather(is_wanted=lambda: not self._signals)
+                place = self._gather()
+            except _Stopped:
+                return 128 + self._signals[0]
             except CoordinatorError as error:
                 if last is None:
                     raise
                 report(f"not restarted: {error}")
                 return last.code
-            if place is None:
-                return 128 + self._signals[0]
             since = time.monotonic()
             failure = self._attempt(place)
             if failure is None:
@@ -124,6 +128,16 @@ class Supervisor:
             elif not self._restarts(failure, last):
                 return failure.code
             last = failure
+
+    def _gather(self) -> Place:
+        """Waits for the other machines; a signal ends that at once."""
+        self._is_waiting = True
+        try:
+            if self._signals:
+                raise _Stopped
+            return self._nodes.gather()
+        finally:
+            self._is_waiting = False
 
     def _has_changed(self, failure: Failure) -> bool:
         """Whether all have only stopped because a machine has left, or has connected."""
@@ -201,6 +215,8 @@ class Supervisor:
     def _take_signal(self, number: int, frame: FrameType | None) -> None:
         if not self._repeats.is_repeat():
             self._signals.append(number)
+            if self._is_waiting:
+                raise _Stopped
 
     def _reason_to_stop(self, failure: Failure, last: Failure | None) -> str | None:
         if self._signals:
