@@ -94,7 +94,7 @@ class Connection:
         if b"\n" not in self._received:
             self.socket.settimeout(seconds)
             try:
-                chunk = self.socket.recv(_LONGEST)
+                chunk = self.socket.recv(2**16)
             except (BlockingIOError, TimeoutError):
                 return None
             if not chunk:
