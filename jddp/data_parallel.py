@@ -217,7 +217,6 @@ class DataParallel(Shown):
             first_bucket_mb=first_bucket_mb,
             last_bucket_mb=last_bucket_mb,
             wire_dtype=wire_dtype,
-            comm_hook=comm_hook,
             seen=unscaled if is_scaled else as_is,
         )
         sharded_by = reduction if shard_optimizer else None

@@ -32,7 +32,6 @@ from jddp.reduce.plan import Bucket
 KIB = 1 / 1024
 AUTO = {"layout": "auto", "overlap": "auto"}
 REDUCTION = {
-    "comm_hook": None,
     "bucket_mb": 25,
     "first_bucket_mb": 1,
     "last_bucket_mb": None,

@@ -29,9 +29,9 @@ BFLOAT16 = np.dtype(jnp.bfloat16)
 def reduction(platform="cpu", **options):
     """From a user's options; only these matter to a test."""
     rest = {"bucket_mb": 25, "first_bucket_mb": 1, "last_bucket_mb": None, "wire_dtype": None}
-    rest |= {"comm_hook": None} | options
+    rest |= options
     chosen, _ = choose_layout(rest.pop("layout", "auto"), False, lambda: platform)
-    return make_reduction("data", bucketed(chosen, rest["comm_hook"]), **rest)
+    return make_reduction("data", bucketed(chosen, rest.pop("comm_hook", None)), **rest)
 
 
 def shape(size, dtype="float32"):

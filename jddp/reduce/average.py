@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import DTypeLike
 
 from jddp.errors import ConfigError
 from jddp.reduce.gradients import Finished
 from jddp.reduce.hooks import CommHook, Units, as_is, varies
-from jddp.reduce.packing import Layout, Whole, bucketed, name_of
+from jddp.reduce.packing import Layout, Packed, bucketed
 from jddp.reduce.plan import MEBIBYTE
 from jddp.reduce.reduction import Reduction
 from jddp.typing import Grads, HookState, Params
@@ -26,25 +27,23 @@ GPUS = ("gpu", "cuda", "rocm")
 
 def make_reduction(
     axis: str,
-    packed: tuple[Whole, CommHook],
+    packed: Packed,
     *,
     bucket_mb: float | Sequence[float],
     first_bucket_mb: float,
     last_bucket_mb: float | None,
-    wire_dtype: Any,
-    comm_hook: Any,
+    wire_dtype: DTypeLike | None,
     seen: Callable[[CommHook, Units], CommHook] = as_is,
 ) -> Reduction:
     """Makes a `Reduction` from options as a user gives them.
 
     Args:
       axis: Name of the mapped axis.
-      packed: A packing with its hook.
+      packed: A packing with its hook, and the name of the hook.
       bucket_mb: Size of the buckets, or sizes of the first, the second, ..., in MiB.
       first_bucket_mb: Size of the first bucket, in MiB, if `bucket_mb` is one number.
       last_bucket_mb: Size of the last bucket, in MiB, or None.
       wire_dtype: Dtype to which wider gradients are cast on the wire, or None.
-      comm_hook: A custom hook, or None for the mean.
       seen: Function of the hook and the units of a step that returns the hook to call.
 
     Raises:
@@ -64,9 +63,10 @@ def make_reduction(
     last = None if last_bucket_mb is None else _bytes(last_bucket_mb)
     # The mean is linear: a loss scale passes through it. A custom hook need not be, or has state of
     # other steps, so it is called without the scale.
-    name, seen = ("", as_is) if comm_hook is None else (name_of(comm_hook), seen)
+    packing, hook, name = packed
+    seen = seen if name else as_is
     dtype = _resolve_wire_dtype(wire_dtype)
-    return Reduction(axis, tuple(map(_bytes, sizes)), last, *packed, name, dtype, seen)
+    return Reduction(axis, tuple(map(_bytes, sizes)), last, packing, hook, name, dtype, seen)
 
 
 def average_gradients(
@@ -76,7 +76,7 @@ def average_gradients(
     *,
     first_bucket_mb: float = 1,
     last_bucket_mb: float | None = None,
-    wire_dtype: Any = None,
+    wire_dtype: DTypeLike | None = None,
     comm_hook: CommHook | None = None,
 ) -> optax.GradientTransformation:
     """Returns an optax transformation that averages gradients over `axis`, bucket by bucket.
@@ -113,14 +113,13 @@ def average_gradients(
         first_bucket_mb=first_bucket_mb,
         last_bucket_mb=last_bucket_mb,
         wire_dtype=wire_dtype,
-        comm_hook=comm_hook,
     )
 
     def init(params: Params) -> HookState:
         # Stateless hooks need no plan, and then any tree will do.
         return reduction.hook.init(reduction.plan(params))
 
-    def update(updates: Grads, state: HookState, params: Params = None) -> Any:
+    def update(updates: Grads, state: HookState, params: Params = None) -> tuple[Grads, HookState]:
         del params
         # Under check_vma=True an axis index has a varying type. Without the check no type varies,
         # and autodiff leaves the gradients of each replica as they are.
@@ -170,7 +169,7 @@ def choose_layout(
     return cast(Layout, layout), bool(overlap)
 
 
-def _resolve_wire_dtype(wire_dtype: Any) -> np.dtype | None:
+def _resolve_wire_dtype(wire_dtype: DTypeLike | None) -> np.dtype | None:
     if wire_dtype is None:
         return None
     name = wire_dtype if isinstance(wire_dtype, str) else jnp.dtype(wire_dtype).name
@@ -178,7 +177,7 @@ def _resolve_wire_dtype(wire_dtype: Any) -> np.dtype | None:
         raise ConfigError(
             f"wire_dtype {wire_dtype!r} is unknown. Choose 'bfloat16', 'float16' or None."
         )
-    return np.dtype(jnp.dtype(name))
+    return jnp.dtype(name)
 
 
 def _bytes(mebibytes: float) -> int:

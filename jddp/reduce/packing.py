@@ -6,12 +6,13 @@
     Rows       rows of sums, as `sum_in_pairs` makes them, cut as well; each gets the whole mean
 
 Only some hooks can reduce the arrays of a packing, so both are made together: `bucketed` for a hook
-that averages what it is given, `scattered` for a reduce-scatter, `pairwise` for sums in one order.
+that averages what it is given, `pairwise` for sums in one order, and in `choose_packing` a
+reduce-scatter.
 """
 
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,10 @@ from jddp.typing import HookState, PyTree
 
 Layout = Literal["leaf", "flat"]
 SMALL_BYTES = 64 * 1024  # Smaller leaves are packed: a copy costs less than a round of the network.
+NOTES = {
+    "leaf": ("layout leaf", "XLA fuses the buckets: all of them on CPUs, up to their size on GPUs"),
+    "flat": ("layout flat",),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,17 +53,17 @@ class Whole:
         packed = tuple(i for i in range(len(planned.leaves)) if (i,) not in alone)
         return (packed, *alone) if packed else tuple(alone)
 
-    def pack(self, leaves: list[Any], axis: str) -> Any:
+    def pack(self, leaves: list[jax.Array], axis: str) -> jax.Array:
         """The array in which these leaves are sent."""
         if len(leaves) > 1 or self.layout == "flat":
             return jnp.concatenate([leaf.ravel() for leaf in leaves])
         return leaves[0]
 
-    def unpack(self, bucket: GradBucket, axis: str) -> list[Any]:
+    def unpack(self, bucket: GradBucket, axis: str) -> list[jax.Array]:
         """The gradients of a bucket that has been reduced, in the order of the plan."""
         return bucket.leaves
 
-    def alone(self, leaf: Any, axis: str) -> Any:
+    def alone(self, leaf: jax.Array, axis: str) -> jax.Array:
         """The mean of a gradient that is in no bucket, since it is the same on all replicas."""
         return leaf
 
@@ -68,16 +73,16 @@ class Sharded(Whole):
 
     keeps_parts = True
 
-    def pack(self, leaves: list[Any], axis: str) -> Any:
+    def pack(self, leaves: list[jax.Array], axis: str) -> jax.Array:
         """As `Whole.pack`."""
         return pack(leaves, lax.axis_size(axis))
 
-    def unpack(self, bucket: GradBucket, axis: str) -> list[Any]:
+    def unpack(self, bucket: GradBucket, axis: str) -> list[jax.Array]:
         """As `Whole.unpack`."""
         num = lax.axis_size(axis)
         return leaves_of(bucket, lambda row, of: split(row, [part_shape(x, num) for x in of]))
 
-    def alone(self, leaf: Any, axis: str) -> Any:
+    def alone(self, leaf: jax.Array, axis: str) -> jax.Array:
         """As `Whole.alone`."""
         return own_part(leaf, axis)
 
@@ -89,28 +94,31 @@ class Rows(Whole):
     bit, would depend on the number of rows.
     """
 
-    def pack(self, leaves: list[Any], axis: str) -> Any:
+    def pack(self, leaves: list[jax.Array], axis: str) -> jax.Array:
         """As `Whole.pack`."""
         return jax.vmap(lambda *rows: pack(rows, lax.axis_size(axis)))(*leaves)
 
-    def unpack(self, bucket: GradBucket, axis: str) -> list[Any]:
+    def unpack(self, bucket: GradBucket, axis: str) -> list[jax.Array]:
         """As `Whole.unpack`."""
-        leaves: list[Any] = lax.optimization_barrier(leaves_of(bucket, unpack))
-        return leaves
+        return lax.optimization_barrier(leaves_of(bucket, unpack))
 
-    def alone(self, leaf: Any, axis: str) -> Any:
+    def alone(self, leaf: jax.Array, axis: str) -> jax.Array:
         """As `Whole.alone`."""
         return leaf[0]
 
 
-def bucketed(layout: Layout, hook: Any) -> tuple[Whole, CommHook]:
+# A packing, its hook, and the name of a custom hook; "" for none.
+Packed = tuple[Whole, CommHook, str]
+
+
+def bucketed(layout: Layout, hook: CommHook | None) -> Packed:
     """Whole leaves, and the hook that averages them: a custom one, which is checked, or the mean.
 
     Raises:
       ConfigError: If it is no hook; in the step, if it returns a bucket or state of another form.
     """
     if hook is None:
-        return Whole(layout), narrow(mean())
+        return Whole(layout), narrow(mean()), ""
     if not (isinstance(hook, CommHook) and callable(hook.init) and callable(hook.reduce)):
         raise ConfigError(
             f"comm_hook is {type(hook).__name__}. Give a jddp.CommHook(init, reduce) of functions."
@@ -119,16 +127,11 @@ def bucketed(layout: Layout, hook: Any) -> tuple[Whole, CommHook]:
         raise ConfigError(
             f"comm_hook: on_resize {hook.on_resize!r} is unknown. Choose one of {ON_RESIZE}."
         )
-    return Whole(layout), _checked(narrow(hook), name_of(hook))
+    name = getattr(hook.reduce, "__name__", repr(hook.reduce))
+    return Whole(layout), _checked(narrow(hook), name), name
 
 
-def scattered(layout: Layout, platform: str) -> tuple[Whole, CommHook]:
-    """Cut leaves, and a hook that gives each replica its shard of their mean."""
-    average = exchange_mean if platform == "cpu" else scatter_mean
-    return Sharded(layout), narrow(mean(average))
-
-
-def pairwise(layout: Layout, num: int) -> tuple[Whole, CommHook]:
+def pairwise(layout: Layout, num: int) -> Packed:
     """Rows of sums of `num` gradients in all, and a hook that makes their mean in one order.
 
     Each replica gets its part of all rows, continues the sum where they end, and then all parts are
@@ -144,13 +147,13 @@ def pairwise(layout: Layout, num: int) -> tuple[Whole, CommHook]:
 
         return jax.tree.map(mean, bucket), state
 
-    return Rows(layout), CommHook(lambda plan: (), reduce)
+    return Rows(layout), CommHook(lambda plan: (), reduce), ""
 
 
 def choose_packing(
-    layout: Layout, hook: Any, platform: str, *, is_sharded: bool, num: int | None
-) -> tuple[Whole, CommHook]:
-    """Returns a packing with its hook.
+    layout: Layout, hook: CommHook | None, platform: str, *, is_sharded: bool, num: int | None
+) -> Packed:
+    """Returns a packing with its hook, and the hook's name.
 
     Args:
       layout: "leaf" or "flat".
@@ -162,24 +165,21 @@ def choose_packing(
     if num is not None:
         return pairwise(layout, num)
     # A custom hook promises the mean of whole leaves; each replica then takes its shard of it.
-    is_scattered = is_sharded and hook is None
-    return scattered(layout, platform) if is_scattered else bucketed(layout, hook)
-
-
-def name_of(hook: CommHook) -> str:
-    """The name of a hook, for reports."""
-    return getattr(hook.reduce, "__name__", repr(hook.reduce))
+    if not is_sharded or hook is not None:
+        return bucketed(layout, hook)
+    average = exchange_mean if platform == "cpu" else scatter_mean
+    return Sharded(layout), narrow(mean(average)), ""
 
 
 def _checked(hook: CommHook, name: str) -> CommHook:
-    def reduce(*given: Any) -> tuple[GradBucket, HookState]:
-        got = hook.reduce(*given)
+    def reduce(bucket: GradBucket, state: HookState, axis: str) -> tuple[GradBucket, HookState]:
+        got = hook.reduce(bucket, state, axis)
         # A state of another form would fit neither the next step nor a checkpoint, and a bucket of
         # another form would be cut into wrong leaves.
-        if _form(got) != _form(given[:-1]):
+        if _form(got) != (given := _form((bucket, state))):
             raise ConfigError(
                 f"comm_hook {name!r} returns {_form(got)}. It must return a bucket and a comm_state"
-                f" of the structure, shapes and dtypes that it is given: {_form(given[:-1])}."
+                f" of the structure, shapes and dtypes that it is given: {given}."
             )
         return got
 

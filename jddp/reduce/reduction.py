@@ -18,7 +18,6 @@ This room knows trees of arrays and the name of one mesh axis, and nothing of mo
 configs.
 """
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +29,7 @@ from jax import lax
 
 from jddp.reduce.gradients import Gradients
 from jddp.reduce.hooks import PLAIN, CommHook, GradBucket, Units, as_is
-from jddp.reduce.packing import Whole
+from jddp.reduce.packing import NOTES, Whole
 from jddp.reduce.parts import unpack
 from jddp.reduce.plan import BucketPlan, plan_buckets
 from jddp.typing import Grads, HookState, Params, PyTree
@@ -83,9 +82,7 @@ class Reduction:
             wire_dtype=self.wire_dtype,
         )
         order = "as the backward pass finishes them" if ready else "last leaf first, by guess"
-        notes = [f"order: {order}", f"layout {self.packing.layout}"]
-        if self.packing.layout == "leaf":
-            notes.append("XLA fuses the buckets: all of them on CPUs, up to their size on GPUs")
+        notes = [f"order: {order}", *NOTES[self.packing.layout]]
         if self.hook_name:
             notes.append(f"comm_hook {self.hook_name!r} decides what of these bytes is sent")
         return plan.noted(*notes)
@@ -165,7 +162,7 @@ class Reduction:
 
     def _arrived(self, flying: list[GradBucket]) -> dict[int, Any]:
         """The gradients of buckets, by their positions in the tree."""
-        pairs = (
-            zip(x.planned.leaves, self.packing.unpack(x, self.axis), strict=True) for x in flying
-        )
-        return dict(itertools.chain.from_iterable(pairs))
+        done: dict[int, Any] = {}
+        for x in flying:
+            done |= zip(x.planned.leaves, self.packing.unpack(x, self.axis), strict=True)
+        return done
