@@ -220,27 +220,20 @@ def count_valid_rows(mask: Array) -> Float[Array, ""]:
 
 def sum_over_replicas(sums: Sums, *, axis: str) -> Sums:
     """Adds totals and counts over `axis`: one all-reduce of one small vector, and of each array."""
-    leaves, treedef = jax.tree.flatten(sums)
-    is_number = [x.ndim == 0 and x.dtype == jnp.float32 for x in leaves]
-    with jax.named_scope("metrics"):
-        numbers = iter(lax.psum(jnp.stack([*itertools.compress(leaves, is_number)]), axis))
-        added = [
-            next(numbers) if number else lax.psum(x, axis)
-            for x, number in zip(leaves, is_number, strict=True)
-        ]
-    return jax.tree.unflatten(treedef, added)
+    return _add(sums, lambda x: lax.psum(x, axis), ndim=0)
 
 
 def sum_in_order(sums: Sums, *, axis: str) -> Sums:
     """Adds totals and counts of logical replicas in one order: see `jddp.reduce.pairwise`."""
+    return _add(sums, lambda x: add_in_pairs(lax.all_gather(x, axis, tiled=True)), ndim=1)
 
-    def add(rows: Array) -> Array:
-        return add_in_pairs(lax.all_gather(rows, axis, tiled=True))
 
+def _add(sums: Sums, add: Callable[[Array], Array], *, ndim: int) -> Sums:
+    """Adds numbers, which have `ndim` dims before they are added, as one array."""
     leaves, treedef = jax.tree.flatten(sums)
-    is_number = [x.ndim == 1 and x.dtype == jnp.float32 for x in leaves]
+    is_number = [x.ndim == ndim and x.dtype == jnp.float32 for x in leaves]
     with jax.named_scope("metrics"):
-        numbers = iter(add(jnp.stack([*itertools.compress(leaves, is_number)], axis=1)))
+        numbers = iter(add(jnp.stack([*itertools.compress(leaves, is_number)], axis=ndim)))
         added = [
             next(numbers) if number else add(x) for x, number in zip(leaves, is_number, strict=True)
         ]
@@ -290,15 +283,11 @@ class Totals:
                 f"Metric {differ[0]!r} is returned for some batches and not for others. Return the "
                 "same metrics for each."
             )
-        for name, x in jax.device_get(sums).items():
-            wide = dataclasses.replace(
-                x, total=jax.tree.map(_widen, x.total), count=np.float64(x.count)
-            )
-            before = self._sums.get(name)
-            if before is not None:
-                total = jax.tree.map(np.add, before.total, wide.total)
-                wide = dataclasses.replace(wide, total=total, count=before.count + wide.count)
-            self._sums[name] = wide
+        for name, x in jax.tree.map(_widen, jax.device_get(sums)).items():
+            if before := self._sums.get(name):
+                total = jax.tree.map(np.add, before.total, x.total)
+                x = dataclasses.replace(x, total=total, count=before.count + x.count)
+            self._sums[name] = x
 
     def values(self) -> dict[str, Any]:
         """Means over all entries, and computed metrics; NaN where no entry was valid.
