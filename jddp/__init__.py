@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from jddp.job.load import load as load
     from jddp.launcher.supervisor import launch as launch
     from jddp.modules.batch_norm import register_batch_norm as register_batch_norm
-    from jddp.modules.batch_norm import sync_batch_norm as sync_batch_norm
+    from jddp.modules.functional import sync_batch_norm as sync_batch_norm
     from jddp.modules.metrics import Mean as Mean
     from jddp.modules.metrics import Metric as Metric
     from jddp.reduce import BucketPlan as BucketPlan
@@ -64,7 +64,7 @@ _HOMES = {
     "powersgd": "reduce",
     "register_batch_norm": "modules.batch_norm",
     "replica_key": "engine.replica",
-    "sync_batch_norm": "modules.batch_norm",
+    "sync_batch_norm": "modules.functional",
     "verify": "verification.verify",
 }
 

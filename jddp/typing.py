@@ -24,6 +24,9 @@ OptState = PyTree
 # State of a `CommHook` between steps, such as the residuals of PowerSGD; () if none.
 HookState = PyTree
 
+# The keys on the way from the root of a tree to a leaf.
+Path = tuple[Any, ...]
+
 # Examples: a tree of arrays that have one row for each, on the host or on the devices.
 Batch = PyTree
 Batches = Iterable[Batch]

@@ -25,7 +25,6 @@ from jaxtyping import Array
 from jddp.engine.overwritten import put, select
 from jddp.engine.state import Inputs, TrainState, is_float
 from jddp.errors import ConfigError
-from jddp.modules.batch_norm import Path
 from jddp.modules.forward import run_and_settle, trace_state
 from jddp.modules.functional import FlaxModel
 from jddp.modules.metrics import Sums
@@ -33,7 +32,7 @@ from jddp.reduce.backward import Backward, trace_backward
 from jddp.reduce.gradients import Finished, Gradients, Running
 from jddp.reduce.hooks import Units, power_of_two_within
 from jddp.reduce.plan import BucketPlan
-from jddp.typing import Batch, Grads, LossFn, ModelState, Params, PyTree
+from jddp.typing import Batch, Grads, LossFn, ModelState, Params, Path, PyTree
 
 ScaleOf = Callable[[TrainState], Any]  # the loss scale of a step
 Guarded = tuple[ModelState, Callable[[Array], Array]]

@@ -24,13 +24,13 @@ from jddp.engine.same_program import SameProgram
 from jddp.engine.state import Inputs, TrainState, enter, leave, own_layouts
 from jddp.errors import ConfigError
 from jddp.jaxprs import axes_of, equations
-from jddp.modules.batch_norm import Path, combine
+from jddp.modules.forward import combine
 from jddp.modules.functional import FlaxModel
 from jddp.modules.metrics import Sums, sum_in_order, sum_over_replicas
 from jddp.modules.rows import check_rows
 from jddp.reduce.gradients import Finished
 from jddp.reduce.pairwise import sum_in_pairs
-from jddp.typing import Batch, ModelState, PyTree
+from jddp.typing import Batch, ModelState, Path, PyTree
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from jddp.errors import ConfigError, UsageError
-from jddp.modules.batch_norm import Mode, Path, Sync
-from jddp.typing import Batch, LossFn, ModelState, Params, PyTree
+from jddp.modules.batch_norm import Sync
+from jddp.typing import Batch, LossFn, ModelState, Params, Path, PyTree
 
 log = logging.getLogger("jddp")
 
@@ -24,7 +24,7 @@ class FlaxModel(abc.ABC):
     Attributes:
       name: Name of the module's class.
       values: Parameters and other state that the module already has (NNX), or None (Linen).
-      batch_norm: Synchronization of batch statistics; one of `batch_norm.MODES`.
+      batch_norm: Synchronization of batch statistics: "sync", "broadcast" or "local".
       sync: Replicas whose statistics are taken together under "sync", and rules for other state.
       per_replica: Names of other state of which each replica keeps its own: collections (Linen), or
         classes of variables (NNX).
@@ -32,7 +32,7 @@ class FlaxModel(abc.ABC):
 
     name: str
     values: tuple[Params, ModelState] | None = None
-    batch_norm: Mode
+    batch_norm: str
     sync: Sync
     per_replica: tuple[str, ...]
 
@@ -69,9 +69,9 @@ class FlaxModel(abc.ABC):
     def kinds_at(self, path: Path) -> Sequence[str]:
         """Names by which a leaf of the other state may be declared, the narrowest first."""
 
-    @abc.abstractmethod
     def init(self, loss_fn: LossFn, key: jax.Array, batch: Batch) -> tuple[Params, ModelState]:
-        """Makes parameters and other state, by running the loss once."""
+        """Makes parameters and other state, by running the loss once, where it has no `values`."""
+        raise NotImplementedError
 
     @abc.abstractmethod
     def train(

@@ -1,4 +1,4 @@
-"""Rows run forward on one replica: outputs of the loss become sums, beside the new state.
+"""Rows run forward on one replica: outputs of the loss become sums, and replicas agree on state.
 
 This room knows models, losses and masks, and nothing of gradients.
 """
@@ -10,17 +10,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float
 
 from jddp.errors import ConfigError
-from jddp.modules.batch_norm import Path, settle
-from jddp.modules.functional import FlaxModel, name_constants
+from jddp.modules.base import FlaxModel, name_constants
+from jddp.modules.batch_norm import Sync
 from jddp.modules.metrics import Mean, Metric, Sums, mask_in, weigh
 from jddp.modules.rows import count_rows
-from jddp.modules.varying import EQUAL, VARYING, find_varying
-from jddp.typing import Batch, LossFn, ModelState, Params, PyTree
+from jddp.modules.varying import EQUAL, GROUPED, VARYING, find_varying
+from jddp.typing import Batch, LossFn, ModelState, Params, Path, PyTree
 
 _NUMBERS = jax.Array | np.ndarray | np.generic | float | int
+STATISTICS = {"batch_stats", "BatchStat"}  # kinds of state, in Linen and in NNX
 
 
 def run_forward(
@@ -101,6 +103,95 @@ def trace_state(
     given = (params, model_state, *inputs)
     evaluate, (_, (_, found)) = find_varying(run, given, labels, model.sync.axis)
     return evaluate, found
+
+
+def settle(
+    old: ModelState, new: ModelState, labels: PyTree, model: FlaxModel, mask: Array | None
+) -> ModelState:
+    """Synchronizes the state beside the parameters that a model has written.
+
+    State that does not depend on a replica's rows is equal already: counts of steps, statistics of
+    weights, and batch statistics of synced layers, unless they are those of groups, which are
+    averaged. Per-replica state is left alone. The rest is combined as declared; else, under
+    "broadcast", batch statistics become replica 0's, as with DDP's `broadcast_buffers`; with a
+    mask, those of the first replica that has a valid row, and if none has, the old ones.
+
+    Args:
+      old: State before the model ran.
+      new: State after it.
+      labels: Label of each leaf, of `jddp.modules.varying`.
+      model: The model, for the rule of each leaf.
+      mask: The mask of this replica's rows, or None.
+
+    Raises:
+      ConfigError: If a leaf differs per replica, and no rule is declared for it.
+    """
+    sync = model.sync
+    source: Any = 0
+    if model.batch_norm == "broadcast" and mask is not None:
+        here = jnp.where((mask > 0).any(), lax.axis_index(sync.axis), lax.axis_size(sync.axis))
+        source = lax.pmin(here, sync.axis)
+
+    def agree(path: Path, before: Array, after: Array, label: int) -> Array:
+        if label == EQUAL or model.keeps_own(path, after):
+            return after
+        kinds = model.kinds_at(path)
+        if rule := sync.rule(kinds):
+            return (
+                after if sync.logical_replicas else combine(path, rule, before, after[None], sync)
+            )
+        is_statistic = not STATISTICS.isdisjoint(kinds)
+        if is_statistic and model.batch_norm == "broadcast":
+            is_source = lax.axis_index(sync.axis) == source
+            chosen = lax.psum(jnp.where(is_source, after, 0), sync.axis)
+            return jnp.where(source < lax.axis_size(sync.axis), chosen, before)
+        if is_statistic and label == GROUPED:
+            return lax.pmean(after, sync.axis)
+        raise _undeclared(path, [*kinds, ""][0], is_statistic=is_statistic)
+
+    return jax.tree_util.tree_map_with_path(agree, old, new, labels)
+
+
+def _undeclared(path: Path, kind: str, *, is_statistic: bool) -> ConfigError:
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    if is_statistic:
+        return ConfigError(
+            f"batch_norm='sync': {name!r} is a statistic of each replica's own rows, and its layer "
+            "is neither Flax's BatchNorm nor has it a field axis_name. Register the layer's class, "
+            "jddp.register_batch_norm(cls), so that it sees the rows of all replicas; or choose "
+            "batch_norm='local', of which jddp.verify shows how far it is from one device."
+        )
+    return ConfigError(
+        f"state_reduction: {name!r} depends on the rows or random numbers of each replica, and no "
+        f"rule is declared for {kind!r}. Declare state_reduction={{{kind!r}: 'sum'}}, 'mean' or "
+        f"'first' (replica 0's); or keep one for each replica: per_replica=[{kind!r}]."
+    )
+
+
+def combine(path: Path, rule: str, before: Array, rows: Array, sync: Sync) -> Array:
+    """Combines the values of all replicas by a rule.
+
+    Args:
+      path: Path of the leaf.
+      rule: One of `REDUCTIONS`.
+      before: The value before the step, equal on all.
+      rows: The values of the replicas of this device, in rows; several for logical replicas.
+      sync: Replicas whose values are combined.
+
+    Raises:
+      ConfigError: If the rule does not fit the dtype of the leaf.
+    """
+    if rule == "first":
+        return lax.all_gather(rows[0], sync.axis)[0]
+    if not jnp.issubdtype(rows.dtype, jnp.number if rule == "sum" else jnp.inexact):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        raise ConfigError(
+            f"state_reduction={rule!r} does not fit {name!r} of {rows.dtype}: a mean is of "
+            "floating values, a sum of numbers. Choose 'sum' or 'first'."
+        )
+    if rule == "sum":
+        return before + sync.add(rows - before[None])
+    return (sync.add(rows) / sync.num_replicas).astype(rows.dtype)
 
 
 def _losses_and_metrics(outputs: Any, rows: int) -> tuple[Any, Mapping[str, Any]]:

@@ -10,20 +10,22 @@ eval mode.
 """
 
 import dataclasses
-import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from flax import linen as nn
 from flax import nnx
 
 from jddp.errors import ConfigError
-from jddp.modules.base import FlaxModel, name_constants, stream, takes_constants, takes_train
-from jddp.modules.batch_norm import MODES, REDUCTIONS, Mode, Sync
-from jddp.modules.linen import LinenModel
-from jddp.modules.nnx import NnxModel
+from jddp.modules.base import FlaxModel, name_constants, stream, takes_constants
+from jddp.modules.batch_norm import Sync
+from jddp.modules.linen import LinenModel, synced_linen
+from jddp.modules.nnx import NnxModel, sync_nnx
 
-__all__ = ["FlaxModel", "functional", "name_constants", "stream", "takes_constants", "takes_train"]
+MODES = ("sync", "broadcast", "local")
+REDUCTIONS = ("mean", "sum", "first")
+
+__all__ = ["FlaxModel", "functional", "name_constants", "stream", "takes_constants"]
 
 
 def functional(
@@ -54,13 +56,48 @@ def functional(
     elif isinstance(model, nnx.Module):
         form = NnxModel(model)
     else:
-        what = f"the class {model.__name__}" if inspect.isclass(model) else type(model).__name__
-        raise ConfigError(
-            f"model is {what}. Give an instance of flax.linen.Module or flax.nnx.Module; "
-            "docs/models.md shows how to make one of a function, or of another library's model."
-        )
+        raise _no_module(model)
     sync = dataclasses.replace(sync or Sync("data"), rules=tuple(rules.items()))
-    form.batch_norm, form.sync = cast(Mode, batch_norm), sync
+    form.batch_norm, form.sync = batch_norm, sync
     form.per_replica = tuple(per_replica)
     form.name = type(model).__name__
     return form
+
+
+def _no_module(model: object) -> ConfigError:
+    what = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+    return ConfigError(
+        f"model is {what}. Give an instance of flax.linen.Module or flax.nnx.Module; "
+        "docs/models.md shows how to make one of a function, or of another library's model."
+    )
+
+
+def sync_batch_norm(model: Any, axis: str = "data") -> Any:
+    """Returns a model whose batch norms take the statistics of all replicas, for your own step.
+
+    The counterpart of PyTorch's `convert_sync_batchnorm`. `jddp.DataParallel` does it by itself.
+
+    Args:
+      model: A Linen module, which then does so in `apply`, or an NNX module, which is copied.
+      axis: Name of the axis of the `pmap` or `shard_map` in which it trains.
+
+    Raises:
+      ConfigError: If it is neither.
+    """
+    sync = Sync(axis)
+    if isinstance(model, nnx.Module):
+        copy = nnx.clone(model)
+        sync_nnx(copy, sync)
+        return copy
+    if not isinstance(model, nn.Module):
+        raise _no_module(model)
+
+    class Synced(type(model)):  # type: ignore[misc]  # a base known only at run time
+        @nn.nowrap
+        def apply(self, *args: Any, **kwargs: Any) -> Any:
+            with synced_linen(sync):
+                return super().apply(*args, **kwargs)
+
+    Synced.__name__, Synced.__qualname__ = type(model).__name__, type(model).__qualname__
+    names = [field.name for field in dataclasses.fields(model) if field.init]
+    return Synced(**{name: getattr(model, name) for name in names if name != "parent"})

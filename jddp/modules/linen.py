@@ -1,16 +1,21 @@
-"""A Linen module in functional form."""
+"""A Linen module in functional form, and its batch norms synchronized."""
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import flax.errors
 import jax
+import jax.numpy as jnp
 from flax import linen as nn
+from jaxtyping import Array
 
 from jddp.errors import UsageError
+from jddp.modules import batch_norm
 from jddp.modules.base import FlaxModel, call_loss, is_saved, stream, takes_train, tell_axes
-from jddp.modules.batch_norm import Path, synced_linen
-from jddp.typing import Batch, LossFn, ModelState, Params, PyTree
+from jddp.modules.batch_norm import Sync
+from jddp.typing import Batch, LossFn, ModelState, Params, Path, PyTree
 
 
 class LinenModel(FlaxModel):
@@ -24,11 +29,8 @@ class LinenModel(FlaxModel):
 
     def init(self, loss_fn: LossFn, key: jax.Array, batch: Batch) -> tuple[Params, ModelState]:
         """Runs the loss under `nn.init`."""
-        run = nn.init(
-            lambda model, batch: call_loss(loss_fn, model, batch, train=True),
-            self._module,
-            mutable=nn.DenyList(self._OFF),
-        )
+        loss = functools.partial(call_loss, loss_fn, train=True)
+        run = nn.init(loss, self._module, mutable=nn.DenyList(self._OFF))
         # A model that was written for other meshes names their axes. Where JAX sees no mesh, Flax
         # leaves the values alone; `lax.psum` and the like know the replicas all the same.
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
@@ -40,11 +42,8 @@ class LinenModel(FlaxModel):
         self, loss_fn: LossFn, params: Params, model_state: ModelState, batch: Batch, key: jax.Array
     ) -> tuple[Any, ModelState]:
         """Runs the loss with all but the parameters mutable."""
-        run = nn.apply(
-            lambda model, batch: call_loss(loss_fn, model, batch, train=True),
-            self._module,
-            mutable=nn.DenyList(("params", *self._OFF)),
-        )
+        loss = functools.partial(call_loss, loss_fn, train=True)
+        run = nn.apply(loss, self._module, mutable=nn.DenyList(("params", *self._OFF)))
         with synced_linen(self.sync, is_synced=self.batch_norm == "sync"):
             variables = {"params": params, **model_state}
             outputs, written = run(variables, batch, rngs=self._streams(key))
@@ -60,12 +59,9 @@ class LinenModel(FlaxModel):
         is_told = takes_train(loss_fn)
         streams = {"params": stream(key, "params")} if is_told else {}
         kept = ("batch_stats",) if is_told else tuple(model_state)
-        run = nn.apply(
-            lambda model, batch: call_loss(loss_fn, model, batch, train=False),
-            self._module,
-            # Written values, such as a cache, are dropped.
-            mutable=nn.DenyList(("params", *kept)),
-        )
+        loss = functools.partial(call_loss, loss_fn, train=False)
+        # Written values, such as a cache, are dropped.
+        run = nn.apply(loss, self._module, mutable=nn.DenyList(("params", *kept)))
         try:
             outputs, _ = run({"params": params, **model_state}, batch, rngs=streams)
             return outputs
@@ -115,3 +111,69 @@ def _without_axes(variables: PyTree) -> PyTree:
     boxes = filter(is_box, jax.tree.leaves(variables, is_leaf=is_box))
     tell_axes(box.names for box in boxes)
     return jax.tree.map(lambda x: x.value if is_box(x) else x, variables, is_leaf=is_box)
+
+
+@contextlib.contextmanager
+def synced_linen(sync: Sync, *, is_synced: bool = True) -> Iterator[None]:
+    """While open, every `BatchNorm` that trains uses statistics of the global batch.
+
+    Args:
+      sync: Replicas whose statistics are taken together.
+      is_synced: False to have the statistics of each replica, also of layers that name an axis.
+    """
+
+    def intercept(
+        call: Callable[..., Array], args: Any, kwargs: Any, context: nn.module.InterceptorContext
+    ) -> Any:
+        layer = context.module
+        if context.method_name != "__call__" or layer.is_initializing():
+            return call(*args, **kwargs)
+        if is_synced and batch_norm.is_registered(layer):
+            return batch_norm.on_all_rows(call, args, kwargs, sync)
+        path = "/".join(layer.path)
+        if isinstance(layer, nn.BatchNorm):
+            batch_norm.name_axis(layer, path, sync, is_synced=is_synced)
+            if is_synced:
+                return _normalize(layer, call, sync, *args, **kwargs)
+        elif _is_copy(layer):
+            batch_norm.give_axis(layer, path, sync, is_synced=is_synced)
+        return call(*args, **kwargs)
+
+    with nn.intercept_methods(intercept):
+        yield
+
+
+def _is_copy(layer: nn.Module) -> bool:
+    """Whether this is a model library's own copy of batch norm."""
+    kept = layer.variables.get("batch_stats", {}) if hasattr(layer, "axis_name") else {}
+    return any(not isinstance(value, Mapping) for value in kept.values())
+
+
+def _normalize(
+    layer: nn.BatchNorm,
+    call: Callable[..., Array],
+    sync: Sync,
+    x: Array,
+    use_running_average: bool | None = None,
+    *,
+    mask: Array | None = None,
+) -> Array:
+    chosen = layer.use_running_average
+    average = nn.merge_param("use_running_average", chosen, use_running_average)
+    if average or layer.axis_index_groups is not None:
+        return call(x, use_running_average, mask=mask)
+    lowest = jnp.float32 if layer.force_float32_reductions else x.dtype
+    exact = x.astype(jnp.promote_types(x.dtype, lowest))
+    mean, var, count = batch_norm.moments(layer, exact, mask, sync)
+    running: list[Array] = [layer.get_variable("batch_stats", n) for n in ("mean", "var")]
+    layer.put_variable("batch_stats", "mean", mean)
+    layer.put_variable("batch_stats", "var", var)
+    # Flax takes the choice at one place only; a bound module is frozen.
+    object.__setattr__(layer, "use_running_average", None)
+    y = call(x, use_running_average=True)
+    # A layer that is shared is called again.
+    object.__setattr__(layer, "use_running_average", chosen)
+    batch = (mean, sync.kept(var, count))
+    for name, old, new in zip(("mean", "var"), running, batch, strict=True):
+        layer.put_variable("batch_stats", name, batch_norm.move(layer.momentum, old, new, count))
+    return y

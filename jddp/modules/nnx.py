@@ -1,16 +1,19 @@
-"""An NNX module in functional form."""
+"""An NNX module in functional form, and its batch norms synchronized."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array
 
 from jddp.errors import ConfigError
+from jddp.modules import batch_norm
 from jddp.modules.base import FlaxModel, call_loss, is_saved, tell_axes
-from jddp.modules.batch_norm import Path, sync_nnx
-from jddp.typing import Batch, LossFn, ModelState, Params, PyTree
+from jddp.modules.batch_norm import Sync
+from jddp.typing import Batch, LossFn, ModelState, Params, Path, PyTree
 
 
 class NnxModel(FlaxModel):
@@ -24,10 +27,6 @@ class NnxModel(FlaxModel):
         params, rngs, rest = map(nnx.to_pure_dict, parts)
         self._own = {"rngs": rngs, "rest": rest}
         self.values = params, self._own
-
-    def init(self, loss_fn: LossFn, key: jax.Array, batch: Batch) -> tuple[Params, ModelState]:
-        """Is not called: the module has its values."""
-        raise AssertionError("an NNX module has its values")
 
     def train(
         self, loss_fn: LossFn, params: Params, model_state: ModelState, batch: Batch, key: jax.Array
@@ -105,3 +104,71 @@ def _like(old: PyTree, new: PyTree) -> PyTree:
             f"The module has lost its {gone[0]!r} in the loss. Let it keep its variables."
         )
     return {name: _like(value, new[name]) for name, value in old.items()}
+
+
+def sync_nnx(module: nnx.Module, sync: Sync, *, is_synced: bool = True) -> None:
+    """Makes every `nnx.BatchNorm` inside `module` use statistics of the global batch.
+
+    Args:
+      module: The step's own copy; its batch-norm layers change class.
+      sync: Replicas whose statistics are taken together.
+      is_synced: False to have the statistics of each replica, also of layers that name an axis.
+    """
+    for path, node in nnx.iter_graph(module):
+        if is_synced and batch_norm.is_registered(node):
+            cls: Any = type(node)
+            node.__class__ = _gathering_class(cls, sync)
+        elif isinstance(node, nnx.BatchNorm):
+            node.__class__ = _synced_class(type(node), sync, is_synced)
+        elif hasattr(node, "axis_name") and any(
+            isinstance(value, nnx.BatchStat) for value in vars(node).values()
+        ):
+            batch_norm.give_axis(node, "/".join(map(str, path)), sync, is_synced=is_synced)
+
+
+@functools.cache
+def _synced_class(cls: type[nnx.BatchNorm], sync: Sync, is_synced: bool) -> type[nnx.BatchNorm]:
+    class Synced(cls):  # type: ignore[misc,valid-type]  # a base known only at run time
+        def __call__(
+            self, x: Array, use_running_average: bool | None = None, *, mask: Array | None = None
+        ) -> Array:
+            average = (
+                self.use_running_average if use_running_average is None else use_running_average
+            )
+            # Here and not before, since a model may map axes of its own.
+            named = self.axis_name
+            batch_norm.name_axis(self, cls.__name__, sync, is_synced=is_synced)
+            if average or not is_synced or self.axis_index_groups is not None:
+                y = super().__call__(x, use_running_average=average, mask=mask)
+            else:
+                y = _normalize(self, super().__call__, x, mask, sync)
+            object.__setattr__(self, "axis_name", named)
+            return y
+
+    Synced.__name__, Synced.__qualname__ = cls.__name__, cls.__qualname__
+    return Synced
+
+
+@functools.cache
+def _gathering_class(cls: Any, sync: Sync) -> type:
+    class Gathering(cls):  # a base known only at run time
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return batch_norm.on_all_rows(super().__call__, args, kwargs, sync)
+
+    Gathering.__name__, Gathering.__qualname__ = cls.__name__, cls.__qualname__
+    return Gathering
+
+
+def _normalize(
+    layer: nnx.BatchNorm, call: Callable[..., Array], x: Array, mask: Array | None, sync: Sync
+) -> Array:
+    exact = jnp.promote_types(x.dtype, jnp.float32)
+    mean, var, count = batch_norm.moments(layer, x.astype(exact), mask, sync)
+    running, dtype = (layer.mean[...], layer.var[...]), layer.dtype
+    # A layer of low precision would round these statistics, so it computes in `exact`.
+    layer.mean[...], layer.var[...], layer.dtype = mean, var, exact
+    y = call(x, use_running_average=True)
+    layer.mean[...] = batch_norm.move(layer.momentum, running[0], mean, count)
+    layer.var[...] = batch_norm.move(layer.momentum, running[1], sync.kept(var, count), count)
+    layer.dtype = dtype
+    return y if dtype is None else y.astype(dtype)
