@@ -59,9 +59,9 @@ def run_forward(
         outputs, model_state = model.train(loss_fn, *arguments)
     else:
         outputs = model.evaluate(loss_fn, *arguments)
-    losses, metrics = _losses_and_metrics(outputs, count_rows(batch))
-    mask, num_rows = mask_of(batch, valid), count_rows(batch)
-    sums = weigh(losses, metrics, mask=mask, num_rows=num_rows, train=train)
+    num_rows = count_rows(batch)
+    losses, metrics = _losses_and_metrics(outputs, num_rows)
+    sums = weigh(losses, metrics, mask=mask_of(batch, valid), num_rows=num_rows, train=train)
     return sums["loss"].total, (sums, model_state)
 
 

@@ -129,8 +129,7 @@ def weigh(
     Raises:
       ConfigError: If a shape does not align with the mask, or a metric has a reserved name.
     """
-    taken = sorted(set(metrics) & set(RESERVED))
-    if taken:
+    if taken := sorted(set(metrics) & set(RESERVED)):
         raise ConfigError(f"Metric name {taken[0]!r} is jddp's own. Rename the metric.")
     num_dims = max(1, *(jnp.ndim(x) for x in jax.tree.leaves(losses)))
     sums = {}

@@ -132,9 +132,9 @@ def _synced_class(cls: type[nnx.BatchNorm], sync: Sync, is_synced: bool) -> type
         def __call__(
             self, x: Array, use_running_average: bool | None = None, *, mask: Array | None = None
         ) -> Array:
-            average = (
-                self.use_running_average if use_running_average is None else use_running_average
-            )
+            average = use_running_average
+            if average is None:
+                average = self.use_running_average
             # Here and not before, since a model may map axes of its own.
             named = self.axis_name
             batch_norm.name_axis(self, cls.__name__, sync, is_synced=is_synced)

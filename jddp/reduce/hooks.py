@@ -105,7 +105,7 @@ class Units(NamedTuple):
     hidden: float = 1.0
 
     @property
-    def cotangent(self) -> Any:
+    def cotangent(self) -> float | jax.Array:
         """The factor of the gradients that the step divides by in the end."""
         return self.start * self.loss_scale
 

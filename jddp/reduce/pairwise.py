@@ -8,7 +8,6 @@ device that has such a run can add it up alone, and the sums of runs are added i
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +46,7 @@ def sum_in_pairs(
     # be.
     block = num & -num
 
-    def branch(start: Any, size: int) -> tuple[PyTree, PyTree]:
+    def branch(start: jax.Array, size: int) -> tuple[PyTree, PyTree]:
         if size == 1:
             total, kept = function(start)
             return total, jax.tree.map(lambda x: x[None], kept)

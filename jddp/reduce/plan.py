@@ -13,14 +13,13 @@ This room knows shapes, dtypes and paths. It touches no array and no device.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import numpy as np
 
 from jddp.errors import ConfigError
 from jddp.html import Shown
-from jddp.typing import PyTree
+from jddp.typing import Path, PyTree
 
 MEBIBYTE = 2**20
 
@@ -221,7 +220,7 @@ def _bucket(group: Sequence[_Leaf]) -> Bucket:
     )
 
 
-def _leaf(position: int, path: tuple[Any, ...], leaf: Any, wire_dtype: np.dtype | None) -> _Leaf:
+def _leaf(position: int, path: Path, leaf: PyTree, wire_dtype: np.dtype | None) -> _Leaf:
     name = jax.tree_util.keystr(path, simple=True, separator="/")
     dtype = getattr(leaf, "dtype", None)
     if dtype is None or not jax.numpy.issubdtype(dtype, np.inexact):

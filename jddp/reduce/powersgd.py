@@ -27,8 +27,9 @@ from jaxtyping import Array, Float
 from jddp.errors import ConfigError
 from jddp.reduce.hooks import CommHook, GradBucket, mean_over
 from jddp.reduce.plan import Bucket, BucketPlan
+from jddp.typing import PyTree
 
-Memory = dict[str, Any]
+State = dict[str, Any]
 # Rounding leaves this fraction of a column in the span of those before it, which is no direction.
 ROUNDING = 1e-5
 
@@ -94,30 +95,30 @@ class _PowerSGD:
     error_feedback: bool
     warm_start: bool
 
-    def init(self, plan: BucketPlan) -> Memory:
+    def init(self, plan: BucketPlan) -> State:
         sides = {path: s for bucket in plan.buckets for path, s in self._matrices(bucket).items()}
-        memory: Memory = {"step": jnp.int32(0)}
+        state: State = {"step": jnp.int32(0)}
         if self.error_feedback:
-            memory["unsent"] = {path: jnp.zeros(x[:2], jnp.float32) for path, x in sides.items()}
+            state["unsent"] = {path: jnp.zeros(x[:2], jnp.float32) for path, x in sides.items()}
         if self.warm_start:
-            memory["q"] = {path: jnp.zeros(x[1:], jnp.float32) for path, x in sides.items()}
-        return memory
+            state["q"] = {path: jnp.zeros(x[1:], jnp.float32) for path, x in sides.items()}
+        return state
 
-    def powersgd(self, bucket: GradBucket, memory: Memory, axis: str) -> tuple[GradBucket, Memory]:
+    def powersgd(self, bucket: GradBucket, state: State, axis: str) -> tuple[GradBucket, State]:
         """The `reduce` of the hook, by whose name reports call it."""
         if not self._matrices(bucket.planned):
             bucket = mean_over(axis, bucket)
         elif self.start_step == 0:
-            bucket, memory = self._compress(axis, bucket, memory)
+            bucket, state = self._compress(axis, bucket, state)
         else:
             # The count of steps is the same on every replica, so all take one branch. If some did
             # not, they would wait forever for each other's collectives.
-            begins = memory["step"] >= self.start_step
+            begins = state["step"] >= self.start_step
             compress = functools.partial(self._compress, axis)
-            bucket, memory = lax.cond(
-                begins, compress, lambda b, m: (mean_over(axis, b), m), bucket, memory
+            bucket, state = lax.cond(
+                begins, compress, lambda b, s: (mean_over(axis, b), s), bucket, state
             )
-        return bucket, {**memory, "step": memory["step"] + int(bucket.is_last)}
+        return bucket, {**state, "step": state["step"] + int(bucket.is_last)}
 
     def _matrices(self, planned: Bucket) -> dict[str, tuple[int, int, int]]:
         """Rows, columns and rank of the leaves that are compressed, by their paths."""
@@ -130,7 +131,7 @@ class _PowerSGD:
                     sides[path] = m, n, r
         return sides
 
-    def _compress(self, axis: str, bucket: GradBucket, memory: Memory) -> tuple[GradBucket, Memory]:
+    def _compress(self, axis: str, bucket: GradBucket, state: State) -> tuple[GradBucket, State]:
         sides, scale = self._matrices(bucket.planned), bucket.scale
         leaves = dict(zip(bucket.planned.paths, bucket.leaves, strict=True))
         exact = {path: leaf for path, leaf in leaves.items() if path not in sides}
@@ -138,9 +139,9 @@ class _PowerSGD:
         # number of rows of the step in which it arose.
         m = {path: _wide(leaves[path]).reshape(x[:2]) * scale for path, x in sides.items()}
         if self.error_feedback:
-            m = {path: x + memory["unsent"][path] for path, x in m.items()}
-        drawn = self._draw(memory["step"], sides)
-        q = {path: self._columns(memory, path, x) for path, x in drawn.items()}
+            m = {path: x + state["unsent"][path] for path, x in m.items()}
+        drawn = self._draw(state["step"], sides)
+        q = {path: self._columns(state, path, x) for path, x in drawn.items()}
 
         dtype = bucket.values[0].dtype  # of the wire
         p = {path: _product(x, q[path]).astype(dtype) for path, x in m.items()}
@@ -151,15 +152,14 @@ class _PowerSGD:
         q = jax.tree.map(_wide, _mean_as_one(axis, q))
         got = {path: (_product(p[path], q[path].T) / scale).astype(dtype) for path in sides}
 
-        memory = dict(memory)
         if self.error_feedback:
             # Less what the optimizer gets, so that rounding on the wire is sent later too.
             unsent = {path: x - _wide(got[path]) * scale for path, x in m.items()}
-            memory["unsent"] = memory["unsent"] | unsent
+            state = {**state, "unsent": state["unsent"] | unsent}
         if self.warm_start:
-            memory["q"] = memory["q"] | q
+            state = {**state, "q": state["q"] | q}
         leaves |= exact | {path: x.reshape(leaves[path].shape) for path, x in got.items()}
-        return bucket.with_leaves([*leaves.values()]), memory
+        return bucket.with_leaves([*leaves.values()]), state
 
     def _draw(self, step: Array, sides: dict[str, tuple[int, int, int]]) -> dict[str, Array]:
         """A random Q for each leaf, another at each step, the same on every replica.
@@ -171,15 +171,15 @@ class _PowerSGD:
         numbers = jax.random.normal(key, (max(n for _, n, _ in sides.values()), self.rank))
         return {path: numbers[:n, :r] for path, (_, n, r) in sides.items()}
 
-    def _columns(self, memory: Memory, path: str, columns: Array) -> Float[Array, "n r"]:
+    def _columns(self, state: State, path: str, columns: Array) -> Float[Array, "n r"]:
         """The Q that a leaf begins with: the kept one, with random columns in place of zeros."""
         if self.warm_start:
-            before = memory["q"][path]
+            before = state["q"][path]
             columns = jnp.where((before == 0).all(axis=0, keepdims=True), columns, before)
         return _unit(columns)
 
 
-def _mean_as_one(axis: str, tree: Any) -> Any:
+def _mean_as_one(axis: str, tree: PyTree) -> PyTree:
     """The mean over the replicas, of one vector of all arrays."""
     vector, unravel = ravel_pytree(tree)
     return unravel(mean_over(axis, vector))
