@@ -17,7 +17,7 @@ from jddp.checkpoint.checkpoints import Checkpoints
 from jddp.errors import ConfigError
 from jddp.inspection.collectives import collectives
 from jddp.inspection.hlo import read_program
-from jddp.reduce.parts import pack, part_shape, unpack
+from jddp.reduce.shards import pack, shard_shape, unpack
 from jddp.zoo.optimizers import decay_mask
 
 # Adam and its kin divide by roots of what is small: rounding of a gradient is all of it.
@@ -140,7 +140,7 @@ def test_what_travels_is_each_gradient_out_and_each_parameter_back(place):
     state = start(ddp, make_rows())
     found = collectives(read_program(ddp.lower(make_rows()).compile().as_text()))
     sizes = {op: [x.num_elements for x in found if x.op == op] for op in {x.op for x in found}}
-    padded = sum(4 * part_shape(x.shape, 4)[0] for x in jax.tree.leaves(state.params))
+    padded = sum(4 * shard_shape(x.shape, 4)[0] for x in jax.tree.leaves(state.params))
     # CPUs send the rows of a bucket to whom they belong and add them there: as many bytes.
     assert sum(sizes["all-to-all"]) == sum(sizes["all-gather"]) == padded
     assert sizes["all-reduce"] == [2]  # The loss and the count.
@@ -270,7 +270,7 @@ SHAPES = st.lists(st.integers(0, 5), min_size=1, max_size=3).map(tuple)
 def test_arrays_are_their_parts_put_together(shapes, num):
     arrays = [np.random.default_rng(0).normal(size=shape).astype(np.float32) for shape in shapes]
     rows = pack([jnp.asarray(x) for x in arrays], num)
-    parts = [part_shape(shape, num) for shape in shapes]
+    parts = [shard_shape(shape, num) for shape in shapes]
     assert rows.shape == (num, sum(part[0] for part in parts))
     assert [len(part) for part in parts] == [len(shape) for shape in shapes]
     for got, want in zip(unpack(rows, shapes), arrays, strict=True):

@@ -30,7 +30,7 @@ from jddp.engine.state import Replicated, Sharded, TrainState
 from jddp.engine.unused import UNUSED, Zero
 from jddp.engine.view import View
 from jddp.errors import ConfigError
-from jddp.reduce import BucketPlan, Reduction, own_part, part_shape
+from jddp.reduce import BucketPlan, Reduction, own_shard, shard_shape
 from jddp.typing import Grads, OptState, Params, PyTree
 
 
@@ -121,7 +121,7 @@ class Zero1(ReplicatedOptimizer):
         Raises:
           ConfigError: If elements of the update depend on others, with the operation.
         """
-        part = functools.partial(part_shape, num_parts=num_replicas)
+        part = functools.partial(shard_shape, num_shards=num_replicas)
         shapes = (_reshaped(params, shape) for shape in (_at_least_1d, part))
         if reason := _why_not_split(self.tx, *shapes):
             raise ConfigError(
@@ -132,7 +132,7 @@ class Zero1(ReplicatedOptimizer):
             )
 
     def _own(self, params: Params) -> Params:
-        return jax.tree.map(functools.partial(own_part, axis=self.reduction.axis), params)
+        return jax.tree.map(functools.partial(own_shard, axis=self.reduction.axis), params)
 
     def _own_grads(self, grads: Grads, view: View) -> Grads:
         return view.shards(grads)

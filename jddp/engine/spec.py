@@ -77,7 +77,7 @@ class Step:
         """The view of one replica on the mean gradient, from packing and synchronization."""
         # Derived and never chosen: a step that took a shard for the whole would be wrong without an
         # error, or wait for a collective that no other replica starts.
-        return self.sync.view((Shard if self.reduction.keeps_parts else View)(self.axis))
+        return self.sync.view((Shard if self.reduction.packing.keeps_shards else View)(self.axis))
 
 
 def refuse_pairs(**given: Any) -> None:

@@ -67,7 +67,7 @@ class PerReplica(Layout):
 
 @dataclasses.dataclass(frozen=True)
 class Sharded(Layout):
-    """Flat and in shards, as `jddp.reduce.own_part` cuts it.
+    """Flat and in shards, as `jddp.reduce.own_shard` cuts it.
 
     Attributes:
       whole: Shape that the leaf would have on a single device.

@@ -21,7 +21,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jddp.errors import ConfigError
-from jddp.reduce import own_part
+from jddp.reduce import own_shard
 from jddp.typing import Grads, Metrics
 
 
@@ -46,7 +46,7 @@ class View:
 
     def shards(self, grads: Grads) -> Grads:
         """Returns the replica's shard of the gradient."""
-        return jax.tree.map(functools.partial(own_part, axis=self.axis), grads)
+        return jax.tree.map(functools.partial(own_shard, axis=self.axis), grads)
 
     def whole(self, grads: Grads, gather: Callable[[Grads], Grads]) -> Grads:
         """Returns the whole gradient; `gather` makes it of the shards of all replicas."""

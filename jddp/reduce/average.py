@@ -192,7 +192,8 @@ def compiler_options(reduction: Reduction, platform: str) -> dict[str, Any]:
     for flat buckets, and left on to fuse single leaves; and a finer analysis avoids copies of
     donated parameters. A flag that the user has set in `XLA_FLAGS` wins.
     """
-    is_flat = reduction.packing.layout == "flat"
+    packing = reduction.packing
+    is_flat = packing.layout == "flat"
     options: dict[str, Any] = {}
     if platform == "cpu":
         options["xla_cpu_copy_insertion_use_region_analysis"] = True
@@ -204,7 +205,7 @@ def compiler_options(reduction: Reduction, platform: str) -> dict[str, Any]:
         threshold = 0 if is_flat else reduction.bucket_bytes[-1]
         # ZeRO-1 sends shards of gradients and gathers parameters, for which XLA has other
         # thresholds.
-        kinds = ("reduce_scatter", "all_gather") if reduction.keeps_parts else ("all_reduce",)
+        kinds = ("reduce_scatter", "all_gather") if packing.keeps_shards else ("all_reduce",)
         for kind in kinds:
             options[f"xla_gpu_{kind}_combine_threshold_bytes"] = threshold
     # An option of the compiled function would replace the flag of its name.

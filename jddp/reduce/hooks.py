@@ -26,8 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jddp.reduce.parts import Shape
 from jddp.reduce.plan import Bucket, BucketPlan
+from jddp.reduce.shards import Shape
 from jddp.typing import HookState, PyTree
 
 Average = Callable[[PyTree, str], PyTree]

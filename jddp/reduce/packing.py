@@ -1,7 +1,7 @@
 """In what form the gradients of a bucket are sent, and what of their mean each replica gets.
 
     Whole      as they are, or in one vector; each gets the whole mean
-    Sharded    cut into a shard for each replica (`parts`); each gets its shard of the mean, and a
+    Sharded    cut into a shard for each replica (`shards`); each gets its shard of the mean, and a
                separable optimizer needs no more
     Rows       rows of sums, as `sum_in_pairs` makes them, cut as well; each gets the whole mean
 
@@ -21,8 +21,8 @@ from jax import lax
 from jddp.errors import ConfigError
 from jddp.reduce.hooks import ON_RESIZE, CommHook, GradBucket, leaves_of, mean, narrow, split
 from jddp.reduce.pairwise import add_in_pairs
-from jddp.reduce.parts import own_part, pack, part_shape, unpack
 from jddp.reduce.plan import Bucket
+from jddp.reduce.shards import own_shard, pack, shard_shape, unpack
 from jddp.typing import HookState, PyTree
 
 Layout = Literal["leaf", "flat"]
@@ -42,7 +42,7 @@ class Whole:
     """
 
     layout: Layout
-    keeps_parts = False  # Whether each replica gets its shard of the mean, and not all of it.
+    keeps_shards = False  # Whether each replica gets its shard of the mean, and not all of it.
 
     def members(self, planned: Bucket) -> tuple[tuple[int, ...], ...]:
         """Which leaves of a bucket share an array on the wire, by their places in it."""
@@ -69,9 +69,9 @@ class Whole:
 
 
 class Sharded(Whole):
-    """Leaves cut to (replicas, part), of whose mean a replica gets its row, as `own_part` cuts."""
+    """Leaves cut to (replicas, shard), of whose mean a replica gets its row, its `own_shard`."""
 
-    keeps_parts = True
+    keeps_shards = True
 
     def pack(self, leaves: list[jax.Array], axis: str) -> jax.Array:
         """As `Whole.pack`."""
@@ -80,15 +80,15 @@ class Sharded(Whole):
     def unpack(self, bucket: GradBucket, axis: str) -> list[jax.Array]:
         """As `Whole.unpack`."""
         num = lax.axis_size(axis)
-        return leaves_of(bucket, lambda row, of: split(row, [part_shape(x, num) for x in of]))
+        return leaves_of(bucket, lambda row, of: split(row, [shard_shape(x, num) for x in of]))
 
     def alone(self, leaf: jax.Array, axis: str) -> jax.Array:
         """As `Whole.alone`."""
-        return own_part(leaf, axis)
+        return own_shard(leaf, axis)
 
 
 class Rows(Whole):
-    """Rows of sums, cut to (rows, replicas, part), of which a replica gets the whole mean.
+    """Rows of sums, cut to (rows, replicas, shard), of which a replica gets the whole mean.
 
     A barrier keeps the compiler from fusing the mean with its uses: the fusion, and so the last
     bit, would depend on the number of rows.
@@ -134,8 +134,8 @@ def bucketed(layout: Layout, hook: CommHook | None) -> Packed:
 def pairwise(layout: Layout, num: int) -> Packed:
     """Rows of sums of `num` gradients in all, and a hook that makes their mean in one order.
 
-    Each replica gets its part of all rows, continues the sum where they end, and then all parts are
-    gathered: the bytes of an all-reduce in a ring where each replica has one row.
+    Each replica gets its shard of all rows, continues the sum where they end, and then all shards
+    are gathered: the bytes of an all-reduce in a ring where each replica has one row.
     """
 
     def reduce(bucket: GradBucket, state: HookState, axis: str) -> tuple[GradBucket, HookState]:
@@ -193,7 +193,7 @@ def _form(tree: PyTree) -> str:
 
 
 def scatter_mean(tree: PyTree, axis: str) -> PyTree:
-    """This replica's row of the mean over replicas, for each array of (replicas, part)."""
+    """This replica's row of the mean over replicas, for each array of (replicas, shard)."""
     num = lax.axis_size(axis)
     return jax.tree.map(lambda x: lax.psum_scatter(x, axis) / num, tree)
 

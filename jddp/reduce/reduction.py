@@ -30,8 +30,8 @@ from jax import lax
 from jddp.reduce.gradients import Gradients
 from jddp.reduce.hooks import PLAIN, CommHook, GradBucket, Units, as_is
 from jddp.reduce.packing import NOTES, Whole
-from jddp.reduce.parts import unpack
 from jddp.reduce.plan import BucketPlan, plan_buckets
+from jddp.reduce.shards import unpack
 from jddp.typing import Grads, HookState, Params, PyTree
 
 
@@ -58,11 +58,6 @@ class Reduction:
     hook_name: str
     wire_dtype: np.dtype | None
     seen: Callable[[CommHook, Units], CommHook] = as_is
-
-    @property
-    def keeps_parts(self) -> bool:
-        """Whether each replica gets its shard of the mean, and not all of it."""
-        return self.packing.keeps_parts
 
     def plan(self, tree: PyTree, ready: Sequence[int | None] | None = None) -> BucketPlan:
         """Plans buckets for gradients like `tree`, which are finished at `ready` if that is known.
@@ -125,18 +120,18 @@ class Reduction:
         }
         return jax.tree.unflatten(grads.treedef, [done[i] for i in sorted(done)]), comm_state
 
-    def gather(self, parts: Params, like: Params, plan: BucketPlan) -> Params:
+    def gather(self, shards: Params, like: Params, plan: BucketPlan) -> Params:
         """Gathers the shards of all replicas, with one all-gather where one array was reduced.
 
         Args:
-          parts: Shards of arrays, as `own_part` cuts them.
+          shards: Shards of arrays, as `own_shard` cuts them.
           like: The whole arrays, for their shapes.
           plan: The buckets.
 
         Returns:
           A tree like `like`, the same on every replica.
         """
-        leaves, treedef = jax.tree.flatten(parts)
+        leaves, treedef = jax.tree.flatten(shards)
         shapes = [x.shape for x in jax.tree.leaves(like)]
         sent = [
             [planned.leaves[i] for i in members]

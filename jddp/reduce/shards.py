@@ -1,0 +1,59 @@
+"""Arrays cut into shards, one for each replica.
+
+An array is flattened, filled up with zeros and cut into rows of equal length, one for each replica.
+A shard keeps the number of dims of its array, so that an optax mask by that number still works.
+
+    kernel (3, 3, 10) on 4 replicas  ─►  4 rows of 23, the last with 2 zeros  ─►  shards (23, 1, 1)
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Shape = tuple[int, ...]
+
+
+def cut(x: jax.Array, num_shards: int) -> jax.Array:
+    """Cuts an array into rows, (num_shards, shard)."""
+    size = math.prod(shard_shape(x.shape, num_shards))
+    # Collectives need rows of equal length on all replicas. Each array is cut by itself, so that
+    # every replica has a share of each, and its update takes as long as that of the others.
+    flat = jnp.pad(x.ravel(), (0, num_shards * size - x.size))
+    return flat.reshape(num_shards, size)
+
+
+def pack(arrays: Sequence[jax.Array], num_shards: int) -> jax.Array:
+    """Cuts arrays of one dtype, side by side: (num_shards, all their shards)."""
+    return jnp.concatenate([cut(x, num_shards) for x in arrays], axis=1)
+
+
+def unpack(rows: jax.Array, shapes: Sequence[Shape]) -> list[jax.Array]:
+    """Puts arrays together from their rows; the inverse of `pack`."""
+    sizes = [shard_shape(shape, len(rows))[0] for shape in shapes]
+    pieces = jnp.split(rows, [*itertools.accumulate(sizes)][:-1], axis=1)
+    return [
+        piece.ravel()[: math.prod(shape)].reshape(shape)
+        for piece, shape in zip(pieces, shapes, strict=True)
+    ]
+
+
+def own_shard(x: jax.Array, axis: str) -> jax.Array:
+    """This replica's shard of an array that all replicas have."""
+    num_shards = lax.axis_size(axis)
+    row = lax.dynamic_index_in_dim(cut(x, num_shards), lax.axis_index(axis), keepdims=False)
+    return row.reshape(shard_shape(x.shape, num_shards))
+
+
+def shards_shape(shape: Shape, num_shards: int) -> Shape:
+    """The shape of all shards, one behind the other."""
+    size, *ones = shard_shape(shape, num_shards)
+    return (num_shards * size, *ones)
+
+
+def shard_shape(shape: Shape, num_shards: int) -> Shape:
+    """The shape of a shard: its elements first, then ones; at least one dim."""
+    return (-(-math.prod(shape) // num_shards), *[1] * (len(shape) - 1))
