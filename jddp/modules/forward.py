@@ -127,6 +127,8 @@ def settle(
       ConfigError: If a leaf differs per replica, and no rule is declared for it.
     """
     sync = model.sync
+    # Logical replicas run one after the other: their values are combined at the end of the step.
+    is_late = sync.logical_replicas is not None
     source: Any = 0
     if model.batch_norm == "broadcast" and mask is not None:
         here = jnp.where((mask > 0).any(), lax.axis_index(sync.axis), lax.axis_size(sync.axis))
@@ -137,9 +139,7 @@ def settle(
             return after
         kinds = model.kinds_at(path)
         if rule := sync.rule(kinds):
-            return (
-                after if sync.logical_replicas else combine(path, rule, before, after[None], sync)
-            )
+            return after if is_late else combine(path, rule, before, after[None], sync)
         is_statistic = not STATISTICS.isdisjoint(kinds)
         if is_statistic and model.batch_norm == "broadcast":
             is_source = lax.axis_index(sync.axis) == source
