@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from jddp.modules.functional import sync_batch_norm as sync_batch_norm
     from jddp.modules.metrics import Mean as Mean
     from jddp.modules.metrics import Metric as Metric
-    from jddp.reduce import BucketPlan as BucketPlan
-    from jddp.reduce import CommHook as CommHook
-    from jddp.reduce import average_gradients as average_gradients
-    from jddp.reduce import powersgd as powersgd
+    from jddp.reduce.average import average_gradients as average_gradients
+    from jddp.reduce.hooks import CommHook as CommHook
+    from jddp.reduce.plan import BucketPlan as BucketPlan
+    from jddp.reduce.powersgd import powersgd as powersgd
     from jddp.trainer.callbacks import Callback as Callback
     from jddp.trainer.callbacks import EarlyStopping as EarlyStopping
     from jddp.trainer.callbacks import KeepBest as KeepBest
@@ -41,9 +41,9 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "AXIS": "engine.mesh",
-    "BucketPlan": "reduce",
+    "BucketPlan": "reduce.plan",
     "Callback": "trainer.callbacks",
-    "CommHook": "reduce",
+    "CommHook": "reduce.hooks",
     "Config": "config.schema",
     "ConfigError": "errors",
     "DataError": "errors",
@@ -57,11 +57,11 @@ _HOMES = {
     "Run": "trainer.run",
     "TrainState": "engine.state",
     "all_gather": "engine.replica",
-    "average_gradients": "reduce",
+    "average_gradients": "reduce.average",
     "fit": "job.job",
     "launch": "launcher.supervisor",
     "load": "job.load",
-    "powersgd": "reduce",
+    "powersgd": "reduce.powersgd",
     "register_batch_norm": "modules.batch_norm",
     "replica_key": "engine.replica",
     "sync_batch_norm": "modules.functional",

@@ -63,9 +63,10 @@ from jddp.inspection.norms import Layers, diagnose
 from jddp.modules.batch_norm import Sync
 from jddp.modules.functional import functional, takes_constants
 from jddp.modules.rows import check_rows, count_rows
-from jddp.reduce import BucketPlan, choose_layout, make_reduction
+from jddp.reduce.average import choose_layout, make_reduction
 from jddp.reduce.hooks import as_is
 from jddp.reduce.packing import choose_packing
+from jddp.reduce.plan import BucketPlan
 from jddp.trainer.callbacks import Callback
 from jddp.trainer.fit import LIMITS, Kept, train
 from jddp.trainer.plan import Plan

@@ -8,7 +8,8 @@ import optax
 
 import jddp
 from jddp.inspection.hlo import Program, read_program
-from jddp.reduce import BucketPlan, CommHook
+from jddp.reduce.hooks import CommHook
+from jddp.reduce.plan import BucketPlan
 from jddp.zoo.losses import cross_entropy, next_token
 from jddp.zoo.models import GPT, resnet50
 from modelled import described_mesh

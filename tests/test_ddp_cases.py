@@ -23,11 +23,11 @@ from states import assert_same
 from jddp.checkpoint.checkpoints import Checkpoints
 from jddp.inspection.collectives import collectives
 from jddp.inspection.hlo import read_program
-from jddp.reduce import BucketPlan, choose_layout, make_reduction
+from jddp.reduce.average import choose_layout, make_reduction
 from jddp.reduce.backward import trace_backward
 from jddp.reduce.gradients import Finished, Running
 from jddp.reduce.packing import bucketed
-from jddp.reduce.plan import Bucket
+from jddp.reduce.plan import Bucket, BucketPlan
 
 KIB = 1 / 1024
 AUTO = {"layout": "auto", "overlap": "auto"}

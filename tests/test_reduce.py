@@ -16,7 +16,7 @@ from jax import P
 import jddp
 from jddp.engine.backward import OneBatch, OverlappedBatch, OverlappedMicroBatches
 from jddp.errors import ConfigError
-from jddp.reduce import choose_layout, compiler_options, make_reduction
+from jddp.reduce.average import choose_layout, compiler_options, make_reduction
 from jddp.reduce.backward import trace_backward
 from jddp.reduce.gradients import Finished, Running
 from jddp.reduce.packing import bucketed

@@ -33,7 +33,8 @@ from jddp.engine.step import Traced, make_gradients, make_step, trace
 from jddp.errors import ConfigError, UsageError
 from jddp.modules.metrics import Sums, weights_in
 from jddp.modules.rows import count_rows
-from jddp.reduce import BucketPlan, compiler_options
+from jddp.reduce.average import compiler_options
+from jddp.reduce.plan import BucketPlan
 from jddp.typing import Batch, PyTree
 
 

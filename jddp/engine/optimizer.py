@@ -30,7 +30,9 @@ from jddp.engine.state import Replicated, Sharded, TrainState
 from jddp.engine.unused import UNUSED, Zero
 from jddp.engine.view import View
 from jddp.errors import ConfigError
-from jddp.reduce import BucketPlan, Reduction, own_shard, shard_shape
+from jddp.reduce.plan import BucketPlan
+from jddp.reduce.reduction import Reduction
+from jddp.reduce.shards import own_shard, shard_shape
 from jddp.typing import Grads, OptState, Params, PyTree
 
 

@@ -21,7 +21,7 @@ from jddp.engine.sync import EveryStep
 from jddp.engine.view import NoClip, Shard, View
 from jddp.errors import ConfigError
 from jddp.modules.functional import FlaxModel
-from jddp.reduce import Reduction
+from jddp.reduce.reduction import Reduction
 from jddp.typing import LossFn
 
 # Pairs of options that cannot be combined, and why.

@@ -19,7 +19,7 @@ from jax import P
 from jax.sharding import NamedSharding
 
 from jddp.html import Shown
-from jddp.reduce import in_mebibytes
+from jddp.reduce.plan import in_mebibytes
 from jddp.typing import Batch, HookState, ModelState, OptState, Params, PyTree
 
 Shape = tuple[int, ...]
@@ -67,7 +67,7 @@ class PerReplica(Layout):
 
 @dataclasses.dataclass(frozen=True)
 class Sharded(Layout):
-    """Flat and in shards, as `jddp.reduce.own_shard` cuts it.
+    """Flat and in shards, as `jddp.reduce.shards.own_shard` cuts it.
 
     Attributes:
       whole: Shape that the leaf would have on a single device.

@@ -22,7 +22,7 @@ from jddp.engine.state import Inputs, TrainState, specs
 from jddp.engine.sync import EveryStep
 from jddp.jaxprs import uses_rng
 from jddp.modules.metrics import Sums, mean_tree, means
-from jddp.reduce import BucketPlan
+from jddp.reduce.plan import BucketPlan
 from jddp.typing import Grads, Metrics
 
 

@@ -24,8 +24,9 @@ from jddp.engine.backward import Local
 from jddp.engine.state import TrainState, is_float, own_layouts
 from jddp.engine.view import Own, View
 from jddp.errors import ConfigError
-from jddp.reduce import BucketPlan, Reduction
 from jddp.reduce.gradients import Finished
+from jddp.reduce.plan import BucketPlan
+from jddp.reduce.reduction import Reduction
 from jddp.typing import Grads, HookState, ModelState, Params, PyTree
 
 Mean = tuple[tuple[Grads, PyTree], HookState]

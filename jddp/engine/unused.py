@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jddp.errors import ConfigError
-from jddp.reduce import BucketPlan
+from jddp.reduce.plan import BucketPlan
 from jddp.typing import Params, PyTree
 
 Path = tuple[tuple[bool, str], ...]  # for each entry, whether it is a field, and its name

@@ -21,7 +21,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jddp.errors import ConfigError
-from jddp.reduce import own_shard
+from jddp.reduce.shards import own_shard
 from jddp.typing import Grads, Metrics
 
 

@@ -27,8 +27,9 @@ from jddp.errors import UsageError
 from jddp.html import Shown
 from jddp.inspection.collectives import Collective, collectives
 from jddp.inspection.hlo import read_program
-from jddp.reduce import BucketPlan, compiler_options, in_mebibytes
+from jddp.reduce.average import compiler_options
 from jddp.reduce.gradients import Finished
+from jddp.reduce.plan import BucketPlan, in_mebibytes
 
 GRADIENTS, PARAMETERS = "gradients", "parameters, in outer steps"
 SENT = (GRADIENTS, PARAMETERS)

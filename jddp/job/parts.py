@@ -14,7 +14,8 @@ from jddp.config.schema import Config, NamedSection
 from jddp.data import Source, make_source, source_of
 from jddp.engine.sync import LocalSteps
 from jddp.errors import ConfigError
-from jddp.reduce import CommHook, powersgd
+from jddp.reduce.hooks import CommHook
+from jddp.reduce.powersgd import powersgd
 from jddp.zoo.losses import LOSSES
 from jddp.zoo.models import MODELS, make_model
 from jddp.zoo.names import accepted_names, check_arguments, defaults_of, look_up, resolve_target
