@@ -19,7 +19,6 @@ of their rows, and the axes that layers name.
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -201,7 +200,11 @@ def moments(layer: Any, x: Array, mask: Array | None, sync: Sync) -> tuple[Array
     features = layer.axis if isinstance(layer.axis, Sequence) else (layer.axis,)
     kept = {feature % x.ndim for feature in features}
     dims = tuple(dim for dim in range(x.ndim) if dim not in kept)
-    total = functools.partial(_masked_sum, dims=dims, mask=mask)
+
+    def total(x: Array) -> Array:
+        where = None if mask is None else jnp.broadcast_to(mask, x.shape).astype(bool)
+        return jnp.sum(x, dims, where=where)
+
     count = total(jnp.ones_like(x, x.real.dtype))
     if layer.use_fast_variance:
         sums = sync.psum(jnp.stack([total(x), total(_square(x)).astype(x.dtype), count]))
@@ -213,11 +216,6 @@ def moments(layer: Any, x: Array, mask: Array | None, sync: Sync) -> tuple[Array
     mean = sums[0] / count
     deviations = _square(x - jnp.expand_dims(mean, dims))
     return mean, sync.psum(total(deviations)) / count, sums[1].real
-
-
-def _masked_sum(x: Array, *, dims: tuple[int, ...], mask: Array | None) -> Array:
-    where = None if mask is None else jnp.broadcast_to(mask, x.shape).astype(bool)
-    return jnp.sum(x, dims, where=where)
 
 
 def _square(x: Array) -> Float[Array, "..."]:

@@ -130,13 +130,12 @@ def synced_linen(sync: Sync, *, is_synced: bool = True) -> Iterator[None]:
             return call(*args, **kwargs)
         if is_synced and batch_norm.is_registered(layer):
             return batch_norm.on_all_rows(call, args, kwargs, sync)
-        path = "/".join(layer.path)
         if isinstance(layer, nn.BatchNorm):
-            batch_norm.name_axis(layer, path, sync, is_synced=is_synced)
+            batch_norm.name_axis(layer, "/".join(layer.path), sync, is_synced=is_synced)
             if is_synced:
                 return _normalize(layer, call, sync, *args, **kwargs)
         elif _is_copy(layer):
-            batch_norm.give_axis(layer, path, sync, is_synced=is_synced)
+            batch_norm.give_axis(layer, "/".join(layer.path), sync, is_synced=is_synced)
         return call(*args, **kwargs)
 
     with nn.intercept_methods(intercept):

@@ -83,7 +83,8 @@ class BucketPlan(Shown):
 
     def __str__(self) -> str:
         """A table of one line per bucket, for a terminal of 80 columns."""
-        rows = [self._title()]
+        num = f"{len(self)} bucket{'' if len(self) == 1 else 's'}"
+        rows = [f"{num}, {in_mebibytes(self.wire_bytes)} MiB on the wire per step"]
         rows.append(f"{'bucket':>6} {'MiB':>9} {'leaves':>6}  {'dtype':<9} first and last leaf")
         for i, bucket in enumerate(self.buckets):
             rows.append(
@@ -91,10 +92,6 @@ class BucketPlan(Shown):
                 f"{bucket.wire_dtype.name:<9} {_shorten(_ends(bucket.paths), 45)}"
             )
         return "\n".join((*rows, *self._remarks()))
-
-    def _title(self) -> str:
-        num = f"{len(self)} bucket{'' if len(self) == 1 else 's'}"
-        return f"{num}, {in_mebibytes(self.wire_bytes)} MiB on the wire per step"
 
     def _remarks(self) -> tuple[str, ...]:
         if not self.unused:
