@@ -538,3 +538,23 @@ class Affine:
 def test_a_module_that_is_a_tree_is_trained_as_the_page_says():
     model = adapters()["FromTree"](Affine(jnp.ones((16, NUM_CLASSES)), jnp.zeros(NUM_CLASSES)))
     passes(model, lambda model, batch: (model(batch["x"]) ** 2).mean(-1))
+
+
+class Doubled(nn.Module):
+    """A module without parameters."""
+
+    def __call__(self, x):
+        return 2 * x
+
+
+DOUBLED = Doubled()  # bound to no model: Flax lets it be called all the same
+
+
+class WithGlobal(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=True):
+        return nn.Dense(NUM_CLASSES)(DOUBLED(x))
+
+
+def test_a_module_without_parameters_may_be_called_unbound():
+    passes(WithGlobal())
