@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jax import P
 
 import jddp
-from jddp.engine.backward import OneBatch, OverlappedBatch, OverlappedMicroBatches
+from jddp.engine.backward import MicroBatches, Overlapped
 from jddp.errors import ConfigError
 from jddp.reduce.average import choose_layout, compiler_options, make_reduction
 from jddp.reduce.backward import trace_backward
@@ -460,13 +460,9 @@ LOOPED = "1 gradients leave a loop at once: they are ready at its end"
 @pytest.mark.parametrize(
     "part, looped, notes",
     [
-        (OneBatch, 1, ("overlap off: buckets leave after the backward pass",)),
-        (OverlappedBatch, 0, (ON,)),
-        (
-            OverlappedMicroBatches,
-            1,
-            (ON, "1 gradients leave a loop at once: they are ready at its end"),
-        ),
+        (MicroBatches, 1, ("overlap off: buckets leave after the backward pass",)),
+        (Overlapped, 0, (ON,)),
+        (Overlapped, 1, (ON, "1 gradients leave a loop at once: they are ready at its end")),
     ],
 )
 def test_a_plan_says_when_buckets_leave(part, looped, notes):

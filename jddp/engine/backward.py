@@ -1,10 +1,8 @@
 """Gradients of one replica: its rows run forward and backward.
 
-    OneBatch        all rows at once
-    MicroBatches    one micro-batch after the other: gradient accumulation, one reduction for all
-
-    Overlapped...   the same, but the (last) backward pass is run by the reduction, bucket by
-                    bucket, and each bucket is sent while the pass continues
+    MicroBatches    one micro-batch after the other, or all rows as one; one reduction for all
+    Overlapped      the same, but the last backward pass is run by the reduction, bucket by bucket,
+                    and each bucket is sent while the pass continues
 
 The loss is summed over the valid entries, so gradients are those of a sum, and the step divides
 them by the global count.
@@ -15,7 +13,7 @@ This room knows models, losses and masks, and nothing of optimizers or meshes.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +32,10 @@ from jddp.reduce.hooks import Units, power_of_two_within
 from jddp.reduce.plan import BucketPlan
 from jddp.typing import Batch, Grads, LossFn, ModelState, Params, Path, PyTree
 
-ScaleOf = Callable[[TrainState], Any]  # the loss scale of a step
+Number = int | Array  # of a micro-batch
+MicroBatch = tuple[Batch, Array, PyTree]  # its rows, key and constants
+Scale = float | Array
+ScaleOf = Callable[[TrainState], Scale]  # the loss scale of a step
 Guarded = tuple[ModelState, Callable[[Array], Array]]
 
 
@@ -71,32 +72,49 @@ class Linearized(NamedTuple):
       model_state: The model's other state after it.
     """
 
-    backward: Callable[[Any], tuple[Grads, PyTree]]
+    backward: Callable[[Array], tuple[Grads, PyTree]]
     finish: Callable[[Array], Array]
     sums: Sums
     model_state: ModelState
 
 
+class Accumulated(NamedTuple):
+    """Sums over micro-batches; over none of them, without gradients and sums.
+
+    Attributes:
+      grads: Gradients; those of half precision in float32.
+      found: The largest values for `overwritten` state.
+      model_state: The model's other state after the last micro-batch.
+      sums: Sums of the loss and metrics.
+    """
+
+    grads: Grads
+    found: PyTree
+    model_state: ModelState
+    sums: Sums
+
+
 @dataclass(frozen=True)
-class OneBatch:
-    """All rows of a replica at once.
+class MicroBatches:
+    """The rows of a replica in equal parts, one after the other: gradient accumulation.
 
     Attributes:
       model: The model.
       loss_fn: The loss.
       start: Function that returns the first cotangent, `start_if_half` or `start_per_entry`.
       guard: Function `keep_all`, or `drop_empty` where a model makes NaN of no valid rows.
+      num: Number of micro-batches.
     """
 
     model: FlaxModel
     loss_fn: LossFn
     start: Callable[[Params, int], float]
     guard: Callable[..., Guarded]
-    num = 1  # micro-batches
+    num: int
     overlaps = False
 
     @functools.cached_property
-    def forward(self) -> Any:
+    def forward(self) -> Callable[..., tuple[Array, tuple[Sums, ModelState]]]:
         """`forward(params, model_state, rows, key, constants)`: the loss in training.
 
         The plan, the step and each micro-batch run the model; for rows of one form JAX traces it
@@ -115,19 +133,12 @@ class OneBatch:
           key: Key of its random numbers in this step.
           loss_scale: Function of the state that returns the loss scale of the step.
         """
-        run = self.linearize(state, state.model_state, inputs.rows, key, inputs.constants)
         scale = loss_scale(state)
-        grads, found = run.backward(jnp.float32(scale))
-        grads = _cast(jax.tree.map(run.finish, grads), state.params)
-        units = self.units(state.params, run.sums, scale)
-        return Local(Finished((grads, found)), run.sums, run.model_state, units)
-
-    def with_micro_batches(self, num: int) -> "OneBatch":
-        """Returns the same gradients, from another number of micro-batches."""
-        is_scaled = self.start is start_per_entry
-        return choose_backward(
-            self.model, self.loss_fn, num, overlaps=self.overlaps, is_scaled=is_scaled
-        )
+        total = self._accumulate(state, self._split(inputs, key), self.num, scale)
+        # Back to the parameters' dtypes, in which gradients are planned, sent and given to optax.
+        grads = jax.tree.map(lambda g, x: g.astype(x.dtype), total.grads, state.params)
+        units = self.units(state.params, total.sums, scale)
+        return Local(Finished((grads, total.found)), total.sums, total.model_state, units)
 
     def trace(self, state: TrainState, inputs: Inputs) -> tuple[Backward, Sums]:
         """Traces the backward pass over one micro-batch, without running it; returns sums too."""
@@ -136,9 +147,8 @@ class OneBatch:
 
     def varying(self, state: TrainState, inputs: Inputs) -> PyTree:
         """Labels (`jddp.modules.varying`) of the new other state, from shapes of one replica."""
-        first = jax.eval_shape(self._first, inputs, state.key)
-        given = (state.params, state.model_state, *first)
-        return trace_state(self.model, self.forward, *given)[1]
+        first = jax.eval_shape(lambda *given: self._split(*given)(0), inputs, state.key)
+        return trace_state(self.model, self.forward, state.params, state.model_state, *first)[1]
 
     def note(self, plan: BucketPlan, num_looped: int) -> BucketPlan:
         """Returns the plan with notes on when buckets leave.
@@ -148,12 +158,6 @@ class OneBatch:
           num_looped: `Backward.num_looped`.
         """
         return plan.noted("overlap off: buckets leave after the backward pass")
-
-    def units(self, params: Params, sums: Sums, loss_scale: Any) -> Units:
-        """Factors of the gradients, for parameters and sums of these forms."""
-        entries = sums["loss"].num_entries * self.num
-        start = self.start(params, entries)
-        return Units(1 / (entries * start), start, loss_scale, 1.0 if _is_half(params) else start)
 
     def linearize(
         self, state: TrainState, before: ModelState, rows: Batch, key: Array, constants: PyTree
@@ -168,7 +172,7 @@ class OneBatch:
           constants: Constants of the loss.
         """
 
-        def forward(params: Params, found: PyTree) -> Any:
+        def forward(params: Params, found: PyTree) -> tuple[Array, tuple[Sums, ModelState]]:
             return self.forward(params, put(before, found), rows, key, constants)
 
         given = state.params, select(self.model, before)
@@ -181,75 +185,21 @@ class OneBatch:
         model_state, finish = self.guard(self.model, sums["loss"].count, before, model_state)
         return Linearized(lambda scale: pullback(scale * start), finish, sums, model_state)
 
-    def _first(self, inputs: Inputs, key: Array) -> tuple[Batch, Array, PyTree]:
-        """Rows, key and constants of the first micro-batch."""
-        return inputs.rows, key, inputs.constants
+    def units(self, params: Params, sums: Sums, loss_scale: Scale) -> Units:
+        """Factors of the gradients, for parameters and sums of these forms."""
+        entries = sums["loss"].num_entries * self.num
+        start = self.start(params, entries)
+        return Units(1 / (entries * start), start, loss_scale, 1.0 if _is_half(params) else start)
 
-
-class _Overlapped:
-    overlaps = True
-
-    def note(self, plan: BucketPlan, num_looped: int) -> BucketPlan:
-        """As `OneBatch.note`."""
-        looped = f"{num_looped} gradients leave a loop at once: they are ready at its end"
-        when = "overlap on: buckets leave inside the backward pass"
-        return plan.noted(when, *[looped] * bool(num_looped))
-
-
-class OverlappedBatch(_Overlapped, OneBatch):
-    """As `OneBatch`; the reduction runs the backward pass."""
-
-    def __call__(self, state: TrainState, inputs: Inputs, key: Array, loss_scale: ScaleOf) -> Local:
-        """As `OneBatch`."""
-        run = self.linearize(state, state.model_state, inputs.rows, key, inputs.constants)
-        scale = loss_scale(state)
-        num = len(jax.tree.leaves(state.params))
-        backward = trace_backward(lambda one: run.backward(one * scale))
-        grads = Running(backward, lambda i, x: run.finish(x) if i < num else x, num)
-        return Local(grads, run.sums, run.model_state, self.units(state.params, run.sums, scale))
-
-
-class Accumulated(NamedTuple):
-    """Sums over micro-batches.
-
-    Attributes:
-      grads: Gradients; those of half precision in float32.
-      found: The largest values for `overwritten` state.
-      model_state: The model's other state after the last micro-batch.
-      sums: Sums of the loss and metrics.
-    """
-
-    grads: Grads
-    found: PyTree
-    model_state: ModelState
-    sums: Sums
-
-
-@dataclass(frozen=True)
-class MicroBatches(OneBatch):
-    """One micro-batch after the other.
-
-    Attributes:
-      num: Number of micro-batches.
-    """
-
-    num: int
-
-    def __call__(self, state: TrainState, inputs: Inputs, key: Array, loss_scale: ScaleOf) -> Local:
-        """As `OneBatch`."""
-        scale = loss_scale(state)
-        total = self._accumulate(state, self._split(inputs, key), self.num, scale)
-        grads = Finished((_cast(total.grads, state.params), total.found))
-        units = self.units(state.params, total.sums, scale)
-        return Local(grads, total.sums, total.model_state, units)
-
-    def _split(self, inputs: Inputs, key: Array) -> Callable[[Any], tuple[Batch, Array, PyTree]]:
-        """Returns a function of a number: rows, key and constants of that micro-batch."""
+    def _split(self, inputs: Inputs, key: Array) -> Callable[[Number], MicroBatch]:
+        """Returns a function of a number that returns the micro-batch."""
+        if self.num == 1:
+            return lambda i: (inputs.rows, key, inputs.constants)
         # Each micro-batch has its own key, or dropout would drop the same units in all of them.
         keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(self.num))
         rows = jax.tree.map(lambda x: x.reshape(self.num, -1, *x.shape[1:]), inputs.rows)
 
-        def take(i: Any) -> tuple[Batch, Array, PyTree]:
+        def take(i: Number) -> MicroBatch:
             # Indexed, and not given to the scan to iterate over: with overlap the last micro-batch
             # is taken outside of it.
             part = functools.partial(lax.dynamic_index_in_dim, index=i, keepdims=False)
@@ -257,70 +207,80 @@ class MicroBatches(OneBatch):
 
         return take
 
-    def _first(self, inputs: Inputs, key: Array) -> tuple[Batch, Array, PyTree]:
-        return self._split(inputs, key)(0)
-
-    def _accumulate(self, state: TrainState, take: Any, num: int, scale: Any) -> Accumulated:
+    def _accumulate(
+        self, state: TrainState, take: Callable[[Number], MicroBatch], num: int, scale: Scale
+    ) -> Accumulated:
         """Sums over the first micro-batches, in their order."""
 
-        def one(before: ModelState, i: Any) -> tuple[Grads, PyTree, Linearized]:
+        def one(before: ModelState, i: Number) -> Accumulated:
             run = self.linearize(state, before, *take(i))
             grads, found = run.backward(jnp.float32(scale))
-            return jax.tree.map(run.finish, grads), found, run
+            return Accumulated(jax.tree.map(run.finish, grads), found, run.model_state, run.sums)
 
-        def add(carry: tuple[Grads, PyTree, ModelState], i: Array) -> Any:
-            grads, found, before = carry
-            more, last, run = one(before, i)
+        def add(total: Accumulated, i: Array) -> tuple[Accumulated, Sums]:
+            more = one(total.model_state, i)
             # Added in float32: in half precision a micro-batch's gradient is rounded away once the
             # sum of the earlier ones is a few hundred times larger.
-            grads = jax.tree.map(lambda total, g: total + g.astype(total.dtype), grads, more)
-            return (grads, jax.tree.map(jnp.maximum, found, last), run.model_state), run.sums
+            grads = jax.tree.map(lambda x, g: x + g.astype(x.dtype), total.grads, more.grads)
+            found = jax.tree.map(jnp.maximum, total.found, more.found)
+            return Accumulated(grads, found, more.model_state, {}), more.sums
 
-        if num == 1:
-            # A scan of one iteration would add all gradients to zeros.
-            grads, found, run = one(state.model_state, 0)
-            return Accumulated(grads, found, run.model_state, run.sums)
+        if num == 0:
+            return Accumulated(None, None, state.model_state, {})
+        if num == 1:  # A scan of one iteration would add all gradients to zeros.
+            return one(state.model_state, 0)
         # A scan, and not an unrolled loop: the program holds the model once, and one micro-batch's
         # activations are in memory at a time.
         zeros = jax.tree.map(
             lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), state.params
         )
         least = jax.tree.map(jnp.zeros_like, select(self.model, state.model_state))
-        carry, sums = lax.scan(add, (zeros, least, state.model_state), jnp.arange(num))
-        return Accumulated(*carry, jax.tree.map(lambda x: x.sum(0), sums))
+        first = Accumulated(zeros, least, state.model_state, {})
+        total, sums = lax.scan(add, first, jnp.arange(num))
+        return total._replace(sums=jax.tree.map(lambda x: x.sum(0), sums))
 
 
-class OverlappedMicroBatches(_Overlapped, MicroBatches):
+class Overlapped(MicroBatches):
     """As `MicroBatches`; the reduction runs the last backward pass, outside of the loop."""
 
+    overlaps = True
+
     def __call__(self, state: TrainState, inputs: Inputs, key: Array, loss_scale: ScaleOf) -> Local:
-        """As `OneBatch`."""
+        """As `MicroBatches`."""
         take, scale = self._split(inputs, key), loss_scale(state)
-        total = self._accumulate(state, take, self.num - 1, scale)
         # The last micro-batch stands outside the scan: a loop is one equation, so buckets could
         # only be sent at its end. Only in the last backward pass are the sums of gradients
         # finished, one by one.
+        total = self._accumulate(state, take, self.num - 1, scale)
         run = self.linearize(state, total.model_state, *take(self.num - 1))
         earlier = jax.tree.leaves((total.grads, total.found))
         num = len(jax.tree.leaves(state.params))
 
         def finish(i: int, x: Array) -> Array:
+            # NaN of an empty micro-batch is replaced before the earlier gradients are added to it.
+            x = run.finish(x) if i < num else x
+            if not earlier:
+                return x
             if i >= num:
                 return jnp.maximum(earlier[i], x)
-            # NaN of an empty micro-batch is replaced before the earlier gradients are added to it.
-            x = run.finish(x)
             return (x.astype(earlier[i].dtype) + earlier[i]).astype(x.dtype)
 
         backward = trace_backward(lambda one: run.backward(one * scale))
         # Sums need no reduction inside the pass: they are sent after it, in one small vector.
-        sums = jax.tree.map(jnp.add, total.sums, run.sums)
+        sums = jax.tree.map(jnp.add, total.sums, run.sums) if earlier else run.sums
         units = self.units(state.params, sums, scale)
         return Local(Running(backward, finish, num), sums, run.model_state, units)
+
+    def note(self, plan: BucketPlan, num_looped: int) -> BucketPlan:
+        """As `MicroBatches.note`."""
+        looped = f"{num_looped} gradients leave a loop at once: they are ready at its end"
+        when = "overlap on: buckets leave inside the backward pass"
+        return plan.noted(when, *[looped] * bool(num_looped))
 
 
 def choose_backward(
     model: FlaxModel, loss_fn: LossFn, num: int, *, overlaps: bool, is_scaled: bool
-) -> OneBatch:
+) -> MicroBatches:
     """Returns how gradients are computed.
 
     Args:
@@ -339,15 +299,7 @@ def choose_backward(
     # Statistics of the global batch have valid rows wherever the step has; those of one replica's
     # rows may have none, and 0 / 0 is NaN.
     guard = keep_all if model.batch_norm == "sync" else drop_empty
-    fields = model, loss_fn, start, guard
-    if num == 1:
-        return (OverlappedBatch if overlaps else OneBatch)(*fields)
-    return (OverlappedMicroBatches if overlaps else MicroBatches)(*fields, num)
-
-
-def _cast(grads: Grads, params: Params) -> Grads:
-    # Back to the parameters' dtypes, in which gradients are planned, sent and given to optax.
-    return jax.tree.map(lambda g, x: g.astype(x.dtype), grads, params)
+    return (Overlapped if overlaps else MicroBatches)(model, loss_fn, start, guard, num)
 
 
 def keep_all(model: FlaxModel, count: Array, before: ModelState, after: ModelState) -> Guarded:

@@ -208,7 +208,7 @@ class CompiledSteps:
         step = self.step_for(state, inputs)
         if accumulate_steps is not None:
             # The plan stays: micro-batches change when gradients are finished, not which they are.
-            backward = self.spec.backward.with_micro_batches(accumulate_steps)
+            backward = dataclasses.replace(self.spec.backward, num=accumulate_steps)
             spec = dataclasses.replace(self.spec, backward=backward)
             given = spec, self.plan, self.mesh, self.layouts(state)
             step = self._make_step(*given, options=self._options)

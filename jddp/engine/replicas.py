@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jddp.engine.backward import Local, OneBatch, ScaleOf
+from jddp.engine.backward import Local, MicroBatches, ScaleOf
 from jddp.engine.overwritten import largest_of_replicas, largest_of_rows, put
 from jddp.engine.same_program import SameProgram
 from jddp.engine.state import Inputs, TrainState, enter, leave, own_layouts
@@ -66,7 +66,7 @@ class Devices:
         """Returns this device's part of the global state; the inverse of `enter`."""
         return leave(state, layouts)
 
-    def check(self, backward: OneBatch, state: TrainState, inputs: Inputs) -> None:
+    def check(self, backward: MicroBatches, state: TrainState, inputs: Inputs) -> None:
         """Refuses models that these replicas cannot run.
 
         Args:
@@ -76,7 +76,7 @@ class Devices:
         """
 
     def run(
-        self, backward: OneBatch, loss_scale: ScaleOf, state: TrainState, inputs: Inputs
+        self, backward: MicroBatches, loss_scale: ScaleOf, state: TrainState, inputs: Inputs
     ) -> Local:
         """Returns gradients, sums and new state of the rows of this device."""
         # By the replica's number: with one key for all, dropout would drop the same units on each.
@@ -132,7 +132,7 @@ class LogicalReplicas(Devices):
 
     leave = enter
 
-    def check(self, backward: OneBatch, state: TrainState, inputs: Inputs) -> None:
+    def check(self, backward: MicroBatches, state: TrainState, inputs: Inputs) -> None:
         """Refuses a model or loss with a collective: replicas run one after the other.
 
         Raises:
@@ -149,7 +149,7 @@ class LogicalReplicas(Devices):
             )
 
     def run(
-        self, backward: OneBatch, loss_scale: ScaleOf, state: TrainState, inputs: Inputs
+        self, backward: MicroBatches, loss_scale: ScaleOf, state: TrainState, inputs: Inputs
     ) -> Local:
         """As `Devices.run`; gradients, sums and per-replica state are rows, still to be summed."""
         num, first = self._own_replicas()

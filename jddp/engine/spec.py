@@ -1,6 +1,6 @@
 """A step as a value made of parts, one for each question; and which options go together.
 
-    step.backward       OneBatch | MicroBatches     how a replica's rows become gradients
+    step.backward       MicroBatches | Overlapped   how a replica's rows become gradients
     step.replicas       Devices | LogicalReplicas   which rows a replica has, how sums are added
     step.reduction      Reduction(packing, hook)    in what form gradients are sent
     step.sync           EveryStep | LocalSteps      when replicas synchronize
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jddp.engine.average import NoAverage
-from jddp.engine.backward import OneBatch
+from jddp.engine.backward import MicroBatches
 from jddp.engine.guard import NoGuard
 from jddp.engine.optimizer import ReplicatedOptimizer
 from jddp.engine.replicas import Devices
@@ -58,7 +58,7 @@ class Step:
 
     model: FlaxModel
     eval_fn: LossFn
-    backward: OneBatch
+    backward: MicroBatches
     replicas: Devices
     reduction: Reduction
     sync: EveryStep
