@@ -17,7 +17,6 @@ References:
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +31,7 @@ from jddp.engine.view import View
 from jddp.errors import ConfigError
 from jddp.reduce.plan import BucketPlan
 from jddp.reduce.reduction import Reduction
-from jddp.reduce.shards import own_shard, shard_shape
+from jddp.reduce.shards import shard_shape
 from jddp.typing import Grads, OptState, Params, PyTree
 
 
@@ -72,7 +71,7 @@ class ReplicatedOptimizer:
           view: View of the replica on the mean gradient.
           value: Loss of the step, for optimizers that ask for it.
         """
-        before, grads = self._own(state.params), self._own_grads(grads, view)
+        before, grads = self._own(state.params, View(view.axis)), self._own(grads, view)
         # Some optimizers, such as `reduce_on_plateau`, ask for the loss: it is global, so that all
         # replicas decide the same.
         tx = optax.with_extra_args_support(self.tx)
@@ -85,12 +84,9 @@ class ReplicatedOptimizer:
         )
         return kept
 
-    def _own(self, params: Params) -> Params:
-        """The parameters, or shards of them, that this replica updates."""
-        return params
-
-    def _own_grads(self, grads: Grads, view: View) -> Grads:
-        return grads
+    def _own(self, tree: PyTree, view: View) -> PyTree:
+        """The part of parameters or gradients, seen by `view`, that this replica updates."""
+        return tree
 
     def _whole(self, own: Params, before: Params, plan: BucketPlan) -> Params:
         """The whole parameters, from those that each replica has updated."""
@@ -109,7 +105,7 @@ class Zero1(ReplicatedOptimizer):
 
     def init(self, params: Params) -> OptState:
         """As `ReplicatedOptimizer.init`, of a shard."""
-        return super().init(self._own(params))
+        return super().init(self._own(params, View(self.reduction.axis)))
 
     def layouts(self, params: Params) -> PyTree:
         """As `ReplicatedOptimizer.layouts`."""
@@ -133,11 +129,8 @@ class Zero1(ReplicatedOptimizer):
                 "skip_nonfinite=True."
             )
 
-    def _own(self, params: Params) -> Params:
-        return jax.tree.map(functools.partial(own_shard, axis=self.reduction.axis), params)
-
-    def _own_grads(self, grads: Grads, view: View) -> Grads:
-        return view.shards(grads)
+    def _own(self, tree: PyTree, view: View) -> PyTree:
+        return view.shards(tree)
 
     def _whole(self, own: Params, before: Params, plan: BucketPlan) -> Params:
         # At the end of the step, not before the next: `state.params` is always complete, to be
@@ -184,12 +177,9 @@ def choose_optimizer(
 def _is_multi_steps(tx: optax.GradientTransformation) -> bool:
     """Whether `optax.MultiSteps` is anywhere in it, by the type of its state."""
     params = {"w": jax.ShapeDtypeStruct((1, 1), np.float32)}
-    states = jax.tree.leaves(jax.eval_shape(tx.init, params), is_leaf=_is_multi_steps_state)
-    return any(map(_is_multi_steps_state, states))
-
-
-def _is_multi_steps_state(state: Any) -> bool:
-    return isinstance(state, optax.MultiStepsState)
+    opt_state = jax.eval_shape(tx.init, params)
+    states = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, optax.MultiStepsState))
+    return any(isinstance(state, optax.MultiStepsState) for state in states)
 
 
 def _reshaped(params: Params, shape: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Params:

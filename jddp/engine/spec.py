@@ -10,7 +10,6 @@ Each option chooses a part, once and in its own module; the step itself tests no
 
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 from jddp.engine.average import NoAverage
 from jddp.engine.backward import MicroBatches
@@ -18,7 +17,7 @@ from jddp.engine.guard import NoGuard
 from jddp.engine.optimizer import ReplicatedOptimizer
 from jddp.engine.replicas import Devices
 from jddp.engine.sync import EveryStep
-from jddp.engine.view import NoClip, Shard, View
+from jddp.engine.view import Clip, Shard, View
 from jddp.errors import ConfigError
 from jddp.modules.functional import FlaxModel
 from jddp.reduce.reduction import Reduction
@@ -28,10 +27,7 @@ from jddp.typing import LossFn
 REFUSED = {
     ("logical_replicas", "shard_optimizer"): "an update of a shard is computed in other vectors",
     ("logical_replicas", "local_steps"): "local steps depend on the number of devices",
-    (
-        "logical_replicas",
-        "comm_hook",
-    ): "gradients are added in one order, which a hook does not keep",
+    ("logical_replicas", "comm_hook"): "gradients are added in one order, which no hook keeps",
     ("logical_replicas", "wire_dtype"): "sums on the wire would round by the number of devices",
     ("logical_replicas", "overlap"): "gradients of several replicas are added before any is sent",
     ("local_steps", "shard_optimizer"): "each replica updates all of its own parameters",
@@ -62,7 +58,7 @@ class Step:
     replicas: Devices
     reduction: Reduction
     sync: EveryStep
-    clip: NoClip
+    clip: Clip
     optimizer: ReplicatedOptimizer
     average: NoAverage
     guard: NoGuard
@@ -80,7 +76,7 @@ class Step:
         return self.sync.view((Shard if self.reduction.packing.keeps_shards else View)(self.axis))
 
 
-def refuse_pairs(**given: Any) -> None:
+def refuse_pairs(**given: object) -> None:
     """Refuses options that cannot be combined.
 
     Args:

@@ -23,6 +23,9 @@ from jddp.reduce.plan import in_mebibytes
 from jddp.typing import Batch, HookState, ModelState, OptState, Params, PyTree
 
 Shape = tuple[int, ...]
+Leaf = PyTree  # One of a tree: an array of the host or of the devices, or its shape and dtype.
+# Whether each replica has its own of a leaf, by path and leaf.
+KeepsOwn = Callable[[tuple[Any, ...], Leaf], bool]
 
 
 class Layout:
@@ -137,7 +140,7 @@ class TrainState(Shown):
             lines += [f"  {field:<12} {numbers}, {size} MiB"] * bool(leaves)
         return "\n".join(lines)
 
-    def replace(self, **changes: Any) -> "TrainState":
+    def replace(self, **changes: PyTree) -> "TrainState":
         """Returns a copy with some fields changed."""
         return dataclasses.replace(self, **changes)
 
@@ -169,16 +172,14 @@ def leave(state: PyTree, layouts: PyTree) -> PyTree:
     return jax.tree.map(lambda x, layout: x[None] if layout.is_per_replica else x, state, layouts)
 
 
-def own_layouts(tree: PyTree, is_own: Callable[[Any, Any], bool]) -> PyTree:
-    """Layouts of a tree in which each replica keeps its own of some leaves, by path and leaf."""
-
-    def layout(path: Any, x: Any) -> Layout:
-        return PerReplica() if is_own(path, x) else Replicated()
-
-    return jax.tree_util.tree_map_with_path(layout, tree)
+def own_layouts(tree: PyTree, keeps_own: KeepsOwn) -> PyTree:
+    """Layouts of a tree in which each replica keeps its own of some leaves."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: PerReplica() if keeps_own(path, x) else Replicated(), tree
+    )
 
 
-def is_float(x: Any) -> bool:
+def is_float(x: Leaf) -> bool:
     """Whether a leaf is of floating values: whole numbers count steps, and keys are shared."""
     return jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)
 
@@ -209,7 +210,7 @@ def merge_rows(tree: PyTree, layouts: PyTree, everywhere: NamedSharding) -> PyTr
     return jax.jit(lambda tree: jax.tree.map(merge, tree, layouts))(tree)
 
 
-def merged(x: Any, layout: Layout) -> Any:
+def merged(x: Leaf, layout: Layout) -> Leaf:
     """The mean of the rows of a per-replica leaf, in its dtype; any other leaf as it is."""
     if layout.is_per_replica and is_float(x):
         # In float32: in half precision the sum of many replicas' rows loses their last digits.

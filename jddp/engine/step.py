@@ -16,6 +16,7 @@ import jax
 from jax import P
 from jax.sharding import Mesh
 
+from jddp.engine.backward import Local
 from jddp.engine.mesh import input_specs, over_replicas
 from jddp.engine.spec import Step
 from jddp.engine.state import Inputs, TrainState, specs
@@ -31,24 +32,12 @@ def replica_step(
 ) -> tuple[TrainState, Metrics]:
     """One optimizer step on one replica's share of the batch."""
     local = step.replicas.run(step.backward, step.guard.scale, state, inputs)
-    (grads, found), hook = step.sync.mean(step.reduction, plan, local, state)
-    model_state = step.replicas.overwrite(local.model_state, found)
-    sums = step.replicas.sum(local.sums)
-    # Gradients of sums have been averaged; divided by the mean count they are the global mean.
-    count = step.sync.count(state, local.count, step.replicas.mean_count(sums))
-    grads = mean_tree(grads, count * local.units.cotangent)
-    metrics = means(sums)
+    grads, after, metrics = global_mean(step, plan, state, local)
     # Clipped after the mean: clipped on each replica, the result would depend on how rows are
     # spread.
     grads, norm = step.clip(grads, step.view)
     params, opt_state = step.optimizer.update(grads, state, plan, step.view, metrics["loss"])
-    after = state.replace(
-        step=state.step + 1,
-        params=params,
-        model_state=model_state,
-        opt_state=opt_state,
-        comm_state=dataclasses.replace(state.comm_state, hook=hook),
-    )
+    after = after.replace(step=state.step + 1, params=params, opt_state=opt_state)
     # After the update, since an outer step averages parameters; before the moving average, which is
     # to follow the parameters that replicas then share.
     after = step.sync.settle(step.reduction, local, state, after)
@@ -59,18 +48,29 @@ def replica_step(
     return after, {**metrics, **norm, **verdict}
 
 
+def global_mean(
+    step: Step, plan: BucketPlan, state: TrainState, local: Local
+) -> tuple[Grads, TrainState, Metrics]:
+    """The mean gradient and the metrics of the global batch, and the state that its rows leave."""
+    (grads, found), hook = step.sync.mean(step.reduction, plan, local, state)
+    model_state = step.replicas.overwrite(local.model_state, found)
+    sums = step.replicas.sum(local.sums)
+    # Gradients of sums have been averaged; divided by the mean count they are the global mean.
+    count = step.sync.count(state, local.count, step.replicas.mean_count(sums))
+    grads = mean_tree(grads, count * local.units.cotangent)
+    comm_state = dataclasses.replace(state.comm_state, hook=hook)
+    return grads, state.replace(model_state=model_state, comm_state=comm_state), means(sums)
+
+
 def replica_gradients(
     step: Step, plan: BucketPlan, state: TrainState, inputs: Inputs
 ) -> tuple[Grads, Metrics]:
     """A step as far as its averaged gradients, and its metrics."""
     local = step.replicas.run(step.backward, step.guard.scale, state, inputs)
-    (grads, _), _ = step.sync.mean(step.reduction, plan, local, state)
-    sums = step.replicas.sum(local.sums)
-    count = step.sync.count(state, local.count, step.replicas.mean_count(sums))
-    grads = mean_tree(grads, count * local.units.cotangent)
+    grads, _, metrics = global_mean(step, plan, state, local)
     # With ZeRO-1 a replica holds its shard of the mean: only this function gathers the rest.
     grads = step.view.whole(grads, lambda shards: step.reduction.gather(shards, state.params, plan))
-    return grads, means(sums)
+    return grads, metrics
 
 
 def make_step(

@@ -87,40 +87,36 @@ class Own(View):
             return lax.pmean(x, self.axis)
 
 
-class NoClip:
-    """Leaves gradients as they are."""
-
-    def __call__(self, grads: Grads, view: View) -> tuple[Grads, Metrics]:
-        """Returns the gradients, and no metric."""
-        return grads, {}
+Clip = Callable[[Grads, View], tuple[Grads, Metrics]]
 
 
-@dataclasses.dataclass(frozen=True)
-class ClipByGlobalNorm(NoClip):
-    """Scales gradients down to a global norm, as `optax.clip_by_global_norm` does.
+def no_clip(grads: Grads, view: View) -> tuple[Grads, Metrics]:
+    """Returns the gradients as they are, and no metric."""
+    return grads, {}
 
-    Attributes:
-      limit: The largest global norm.
+
+def clip_by_global_norm(grads: Grads, view: View, *, limit: float) -> tuple[Grads, Metrics]:
+    """Scales gradients down to a global norm, as optax's function of this name does.
+
+    Returns:
+      The clipped gradients, and "grad_norm": their norm before.
     """
-
-    limit: float
-
-    def __call__(self, grads: Grads, view: View) -> tuple[Grads, Metrics]:
-        """Returns the clipped gradients, and "grad_norm": their norm before."""
-        norm = view.norm(grads)
-        # The operations of optax's own clipping, so that results equal those of one device.
-        clipped = jax.tree.map(
-            lambda g: jnp.where(norm < self.limit, g, g / norm.astype(g.dtype) * self.limit), grads
-        )
-        return clipped, {"grad_norm": view.metric(norm)}
+    norm = view.norm(grads)
+    # The operations of optax's own clipping, so that results equal those of one device.
+    clipped = jax.tree.map(
+        lambda g: jnp.where(norm < limit, g, g / norm.astype(g.dtype) * limit), grads
+    )
+    return clipped, {"grad_norm": view.metric(norm)}
 
 
-def choose_clip(limit: float | None) -> NoClip:
+def choose_clip(limit: float | None) -> Clip:
     """Returns the clipping to this global norm.
 
     Raises:
       ConfigError: If it is not positive.
     """
-    if limit is not None and not limit > 0:
+    if limit is None:
+        return no_clip
+    if not limit > 0:
         raise ConfigError(f"max_grad_norm is positive, or None; got {limit}.")
-    return NoClip() if limit is None else ClipByGlobalNorm(limit)
+    return functools.partial(clip_by_global_norm, limit=limit)
