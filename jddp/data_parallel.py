@@ -42,10 +42,10 @@ from jddp.engine.mesh import (
     as_arrays,
     axis_of,
     copy_off_mesh,
-    everywhere,
     make_mesh,
     platform,
     put_rows,
+    replicate,
     sharded,
 )
 from jddp.engine.optimizer import choose_optimizer
@@ -281,7 +281,7 @@ class DataParallel(Shown):
                 "loss_fn(model, batch, train, constants)."
             )
         bound = copy.copy(self)
-        bound._constants = everywhere(constants, self.mesh)
+        bound._constants = replicate(constants, self.mesh)
         return bound
 
     def init(
@@ -439,7 +439,7 @@ class DataParallel(Shown):
         try:
             state = self.abstract_state(batch)
             values = jax.eval_shape(self._first.merged, (state.params, state.model_state))
-            given = state.key, *values, np.uint32(0), self._inputs(rows), np.ones(num, "float32")
+            given = state.key, values, np.uint32(0), self._inputs(rows), np.ones(num, "float32")
             (found,) = jax.tree.leaves(jax.eval_shape(self._predict(outputs), *given))
             return int(found.shape[1:][-1])
         # The model has other inputs or outputs, or trains while it is evaluated: a step reports it.
@@ -581,7 +581,7 @@ class DataParallel(Shown):
 
         def run(rows: Batch, valid: jax.Array) -> Any:
             given = inputs._replace(rows=rows)
-            return call(compiled, state.key, *values, next(numbers), given, valid)
+            return call(compiled, state.key, values, next(numbers), given, valid)
 
         return run
 

@@ -16,9 +16,10 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh
+from jax.stages import Wrapped
 
 from jddp.engine.executor import call
-from jddp.engine.mesh import platform, sharded
+from jddp.engine.mesh import sharded
 from jddp.engine.spec import Step
 from jddp.engine.state import (
     CommState,
@@ -33,7 +34,6 @@ from jddp.engine.step import Traced, make_gradients, make_step, trace
 from jddp.errors import ConfigError, UsageError
 from jddp.modules.metrics import Sums, weights_in
 from jddp.modules.rows import count_rows
-from jddp.reduce.average import compiler_options
 from jddp.reduce.plan import BucketPlan
 from jddp.typing import Batch, PyTree
 
@@ -58,8 +58,8 @@ class CompiledSteps:
         self.traced: Traced | None = None
         self.spec, self.mesh = spec, mesh
         self._plans: dict[Hashable, tuple[BucketPlan, Traced]] = {}  # by form of one micro-batch
-        self._jitted: dict[Hashable, Any] = {}  # by what makes it and the form of all rows
-        self._make_step: Callable[..., Any] = functools.partial(make_step, donate=donate)
+        self._jitted: dict[Hashable, Wrapped] = {}  # by what makes it and the form of all rows
+        self._make_step = functools.partial(make_step, donate=donate)
 
     @property
     def sums(self) -> Sums:
@@ -160,7 +160,7 @@ class CompiledSteps:
         )
         return spec.sync.layouts(state, layouts)
 
-    def step_for(self, state: TrainState, inputs: Inputs) -> Any:
+    def step_for(self, state: TrainState, inputs: Inputs) -> Wrapped:
         """The jitted step for rows of this form; compiles nothing yet.
 
         Raises:
@@ -168,35 +168,31 @@ class CompiledSteps:
         """
         return self._for(self._make_step, state, inputs)
 
-    def gradients_for(self, state: TrainState, inputs: Inputs) -> Any:
+    def gradients_for(self, state: TrainState, inputs: Inputs) -> Wrapped:
         """The jitted step as far as its averaged gradients."""
         return self._for(make_gradients, state, inputs)
 
-    def _for(self, make: Callable[..., Any], state: TrainState, inputs: Inputs) -> Any:
+    def _for(self, make: Callable[..., Wrapped], state: TrainState, inputs: Inputs) -> Wrapped:
         # By hand, and not by `jax.jit`'s cache, since a form of rows has its own plan.
         form = make, _form(inputs)
         if form not in self._jitted:
-            layouts = self.layouts(state)
-            given = self.spec, self._plan_again(state, inputs, layouts), self.mesh, layouts
-            self._jitted[form] = make(*given, options=self._options)
+            plan = self._plan(self._one(state), inputs)
+            # Hook state is kept by bucket: with another plan it would be added to other gradients.
+            if jax.tree.leaves(state.comm_state.hook) and self.plan not in (None, plan):
+                raise UsageError(
+                    "These rows use other parameters than those that the comm_hook was made for: "
+                    "its state is of other buckets. Give init a batch that uses them too."
+                )
+            self.plan = plan
+            self._jitted[form] = make(self.spec, plan, self.mesh, self.layouts(state))
         return self._jitted[form]
 
-    def _plan_again(self, state: TrainState, inputs: Inputs, layouts: TrainState) -> BucketPlan:
-        """Plans for rows as they are given to a step, beside the state that it is given."""
-        one = jax.eval_shape(functools.partial(enter, layouts=layouts), state)
-        plan, before = self._plan(one, inputs), self.plan
-        # Hook state is kept by bucket: with another plan it would be added to other gradients.
-        if jax.tree.leaves(state.comm_state.hook) and before not in (None, plan):
-            raise UsageError(
-                "These rows use other parameters than those that the comm_hook was made for: "
-                "its state is of other buckets. Give init a batch that uses them too."
-            )
-        self.plan = plan
-        return plan
-
-    @property
-    def _options(self) -> dict[str, Any]:
-        return compiler_options(self.spec.reduction, platform(self.mesh))
+    def _one(self, state: TrainState) -> TrainState:
+        """Shapes of one replica's state, from those of the global one."""
+        one: TrainState = jax.eval_shape(
+            functools.partial(enter, layouts=self.layouts(state)), state
+        )
+        return one
 
     def lower(
         self, state: TrainState, inputs: Inputs, accumulate_steps: int | None = None
@@ -207,18 +203,18 @@ class CompiledSteps:
         """
         step = self.step_for(state, inputs)
         if accumulate_steps is not None:
+            assert self.plan is not None
             # The plan stays: micro-batches change when gradients are finished, not which they are.
             backward = dataclasses.replace(self.spec.backward, num=accumulate_steps)
             spec = dataclasses.replace(self.spec, backward=backward)
-            given = spec, self.plan, self.mesh, self.layouts(state)
-            step = self._make_step(*given, options=self._options)
+            step = self._make_step(spec, self.plan, self.mesh, self.layouts(state))
         return call(step.lower, state, self._global(inputs))
 
     def _global(self, inputs: Inputs) -> Inputs:
         """The shapes of the rows of all processes together."""
         num_processes = self.mesh.size // len(self.mesh.local_devices)
 
-        def everywhere(x: Any) -> jax.ShapeDtypeStruct:
+        def everywhere(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             shape = (x.shape[0] * num_processes, *x.shape[1:])
             return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharded(self.mesh))
 
@@ -232,8 +228,7 @@ class CompiledSteps:
     def sent(self, state: TrainState) -> BucketPlan:
         """The plan of the arrays that are sent: gradients, or parameters with local steps."""
         assert self.plan is not None
-        one = jax.eval_shape(functools.partial(enter, layouts=self.layouts(state)), state)
-        return self.spec.sync.sent(self.spec.reduction, self.plan, one.params)
+        return self.spec.sync.sent(self.spec.reduction, self.plan, self._one(state).params)
 
     @property
     def num_replicas(self) -> int:

@@ -7,7 +7,6 @@ Rows that do not fill the devices are padded, and padding is masked. Sums and co
 the devices; they are added up on the host in float64, so that counts stay whole numbers.
 """
 
-import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import P, lax
 from jax.sharding import Mesh
+from jax.stages import Wrapped
 from jaxtyping import Array, Float
 
 from jddp.engine.mesh import (
@@ -36,51 +36,40 @@ from jddp.modules.metrics import Sum, Sums, Totals, count_valid_rows
 from jddp.modules.rows import count_rows
 from jddp.typing import Batch, Batches, LossFn, Metrics, ModelState, Params, PyTree
 
-
-def replica_evaluate(
-    step: Step,
-    key: Array,
-    params: Params,
-    model_state: ModelState,
-    number: Array,
-    inputs: Inputs,
-    valid: Float[Array, "b"],
-) -> Sums:
-    """Sums of evaluation batch `number` over all replicas; "examples" counts rows."""
-
-    def one(rows: Batch, valid: Array, key: Array) -> Sums:
-        arguments = (params, model_state, rows, key, inputs.constants)
-        _, (sums, _) = run_forward(step.model, step.eval_fn, *arguments, train=False, valid=valid)
-        examples = count_valid_rows(mask_of(rows, valid))
-        return {**sums, "examples": Sum(examples, examples)}
-
-    return step.replicas.evaluate(one, jax.random.fold_in(key, number), inputs.rows, valid)
+Values = tuple[Params, ModelState]
 
 
-def make_evaluate(step: Step, mesh: Mesh) -> Callable[..., Sums]:
-    """Returns `evaluate(key, params, model_state, number, inputs, valid)` over the mesh."""
-    in_specs = (P(), P(), P(), P(), input_specs(mesh), P(axis_of(mesh)))
-    mapped = over_replicas(functools.partial(replica_evaluate, step), mesh, in_specs, P())
-    evaluate: Callable[..., Sums] = step.replicas.jit(mapped, compiler_options=None)
-    return evaluate
+def make_evaluate(step: Step, mesh: Mesh) -> Wrapped:
+    """Returns `evaluate(key, values, number, inputs, valid)` over the mesh.
+
+    It takes the sums of evaluation batch `number` over all replicas; "examples" counts rows.
+    """
+
+    def replica(
+        key: Array, values: Values, number: Array, inputs: Inputs, valid: Float[Array, "b"]
+    ) -> Sums:
+        def one(rows: Batch, valid: Array, key: Array) -> Sums:
+            given = (*values, rows, key, inputs.constants)
+            _, (sums, _) = run_forward(step.model, step.eval_fn, *given, train=False, valid=valid)
+            examples = count_valid_rows(mask_of(rows, valid))
+            return {**sums, "examples": Sum(examples, examples)}
+
+        return step.replicas.evaluate(one, jax.random.fold_in(key, number), inputs.rows, valid)
+
+    return step.replicas.jit(_mapped(replica, mesh, P()), compiler_options=None)
 
 
-def make_predict(step: Step, mesh: Mesh, function: LossFn) -> Callable[..., PyTree]:
+def make_predict(step: Step, mesh: Mesh, function: LossFn) -> Wrapped:
     """Returns `predict`, called as `evaluate` is: the results of `function` for each row."""
 
     def replica(
-        key: Array,
-        params: Params,
-        model_state: ModelState,
-        number: Array,
-        inputs: Inputs,
-        valid: Array,
+        key: Array, values: Values, number: Array, inputs: Inputs, valid: Float[Array, "b"]
     ) -> PyTree:
         # Folded with batch and replica: a model that samples while it is evaluated would otherwise
         # use the same numbers for every batch.
         key = jax.random.fold_in(jax.random.fold_in(key, number), lax.axis_index(step.axis))
         named = name_constants(function, inputs.constants)
-        outputs = step.model.evaluate(named, params, model_state, inputs.rows, key)
+        outputs = step.model.evaluate(named, *values, inputs.rows, key)
         for x in jax.tree.leaves(outputs):
             if jnp.shape(x)[:1] != valid.shape:
                 raise ConfigError(
@@ -89,8 +78,12 @@ def make_predict(step: Step, mesh: Mesh, function: LossFn) -> Callable[..., PyTr
                 )
         return outputs
 
-    in_specs = (P(), P(), P(), P(), input_specs(mesh), P(axis_of(mesh)))
-    return jax.jit(over_replicas(replica, mesh, in_specs, P(axis_of(mesh))))
+    return jax.jit(_mapped(replica, mesh, P(axis_of(mesh))))
+
+
+def _mapped(replica: Callable[..., PyTree], mesh: Mesh, out_specs: P) -> Callable[..., PyTree]:
+    in_specs = (P(), P(), P(), input_specs(mesh), P(axis_of(mesh)))
+    return over_replicas(replica, mesh, in_specs, out_specs)
 
 
 def evaluate_exactly(
@@ -193,17 +186,16 @@ def _place(batches: Batches, mesh: Mesh, num_shares: int) -> Iterator[_Placed]:
 
 
 def pad_rows(batch: Batch, room: int) -> tuple[Batch, np.ndarray]:
-    """Pads a batch to `room` rows with copies of its first; also returns which rows count."""
+    """Pads a batch to `room` rows with copies of its last; also returns which rows count."""
     rows = count_rows(batch)
     valid = (np.arange(room) < rows).astype(np.float32)
     if rows == room:
         return batch, valid
 
-    def pad(x: Any) -> np.ndarray:
-        x = np.asarray(x)
-        # A real row: rows of zeros can make NaN in a model, such as log 0 or 0 / 0.
-        filler = x[:1] if rows else np.zeros((1, *x.shape[1:]), x.dtype)
-        return np.concatenate([x, np.repeat(filler, room - rows, axis=0)])
+    def pad(x: Array | np.ndarray) -> np.ndarray:
+        widths = [(0, room - rows)] + [(0, 0)] * (x.ndim - 1)
+        # By a real row: rows of zeros can make NaN in a model, such as log 0 or 0 / 0.
+        return np.pad(x, widths, mode="edge" if rows else "constant")
 
     return jax.tree.map(pad, batch), valid
 

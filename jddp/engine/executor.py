@@ -16,12 +16,17 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from types import FrameType
+from typing import TypeVar
 
 import jax
 
-from jddp.engine.state import TrainState
+from jddp.engine.state import Inputs, TrainState
 from jddp.errors import ConfigError, UsageError
+from jddp.typing import Metrics, PyTree
+
+Result = TypeVar("Result")
+Sent = tuple[TrainState, Metrics]
 
 
 class Executor:
@@ -40,15 +45,15 @@ class Executor:
         self.latest: TrainState | None = None
         self.calls = Calls()
         self._donate, self._platform = donate, platform
-        self._in_flight: collections.deque[Any] = collections.deque()
+        self._in_flight: collections.deque[Metrics] = collections.deque()
         # Weak, or the handle of every old state would be kept for the sake of a message.
         self._taken: weakref.WeakKeyDictionary[TrainState, int] = weakref.WeakKeyDictionary()
 
-    def send(self, step: Callable[..., Any], state: TrainState, *args: Any) -> Any:
+    def send(self, step: Callable[..., Sent], state: TrainState, inputs: Inputs) -> Sent:
         """Sends a step; returns its result, which need not be computed yet."""
         self.calls.count()
         with _interrupts_after(state):
-            result = call(step, state, *args)
+            result = call(step, state, inputs)
             self.latest = result[0]
         if self._donate:
             self._taken[state] = self.calls.number
@@ -56,7 +61,7 @@ class Executor:
             self._wait_for_room(result[1])
         return result
 
-    def _wait_for_room(self, metrics: Any) -> None:
+    def _wait_for_room(self, metrics: Metrics) -> None:
         # XLA:CPU deadlocks in its rendezvous once some thirty programs of many devices are waiting
         # (measured on jax 0.10.2), which an unbounded loop of steps reaches.
         self._in_flight.append(metrics)
@@ -91,11 +96,11 @@ def _interrupts_after(state: TrainState) -> Iterator[None]:
         yield  # where it ends the process or nothing, or is not handled
         return
 
-    def note(*received: Any) -> None:
+    def note(number: int, frame: FrameType | None) -> None:
         if state.step.is_deleted():
-            waiting.append(received)
+            waiting.append((number, frame))
         else:
-            handle(*received)
+            handle(number, frame)
 
     # A handler, and not a signal mask: a masked signal may be delivered to another thread.
     signal.signal(signal.SIGINT, note)
@@ -127,7 +132,7 @@ class Calls:
         return (self._moments[-1] - self._moments[0]) / num if num > 0 else None
 
 
-def call(function: Callable[..., Any], *args: Any) -> Any:
+def call(function: Callable[..., Result], *args: PyTree) -> Result:
     """Calls a function that traces the user's model.
 
     Raises:

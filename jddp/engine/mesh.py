@@ -7,7 +7,6 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ from jax import P
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from jddp.engine.state import Inputs
+from jddp.engine.state import Inputs, Leaf
 from jddp.errors import ConfigError, DeviceError
 from jddp.typing import Batch, PyTree
 
@@ -37,7 +36,9 @@ def configure_devices(num_devices: int | str, *, num_processes: int = 1) -> None
     Raises:
       ConfigError: If the devices do not divide over the processes.
     """
-    if num_devices == "auto" and _environment_counts_devices():
+    flags = os.environ.get("XLA_FLAGS", "")
+    is_set = "JAX_NUM_CPU_DEVICES" in os.environ or "host_platform_device_count" in flags
+    if num_devices == "auto" and is_set:
         return
     in_all = VIRTUAL_DEVICES if num_devices == "auto" else int(num_devices)
     if in_all % num_processes and num_devices != "auto":
@@ -65,11 +66,6 @@ def require_devices() -> None:
             f"JAX finds no device for JAX_PLATFORMS={told}: {reason}. Does nvidia-smi show it "
             "here, and is jax[cuda12] installed? JAX_PLATFORMS=cpu computes without one."
         ) from error
-
-
-def _environment_counts_devices() -> bool:
-    flags = os.environ.get("XLA_FLAGS", "")
-    return "JAX_NUM_CPU_DEVICES" in os.environ or "host_platform_device_count" in flags
 
 
 def make_mesh(
@@ -116,7 +112,9 @@ def mapped_over(axis: str) -> Iterator[None]:
         AXIS_HERE.reset(token)
 
 
-def over_replicas(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any) -> Any:
+def over_replicas(
+    function: Callable[..., PyTree], mesh: Mesh, in_specs: PyTree, out_specs: PyTree
+) -> Callable[..., PyTree]:
     """Maps a replica's function over the mesh; it must return equal values for `P()`."""
     # Unchecked: the check refuses plain RNNs, scans from zeros, conds with a constant branch, and
     # under it autodiff sums gradients leaf by leaf, before they could be put into buckets. Tests
@@ -165,31 +163,23 @@ def platform(mesh: Mesh) -> str:
 
 
 def replicate(tree: PyTree, mesh: Mesh) -> PyTree:
-    """Copies a host or device tree, keys included, to every device of the mesh."""
-    is_key = jax.tree.map(_is_key, tree)
-    # By way of the host, from which arrays can be placed on a mesh of several processes.
-    host = jax.tree.map(
-        lambda x, key: np.array(_fetch(jax.random.key_data(x) if key else x)), tree, is_key
-    )
-    # A typed key cannot be put on devices of other processes; its data can.
-    kinds = jax.tree.map(lambda x, key: str(jax.random.key_impl(x)) if key else "", tree, is_key)
-    on_devices = jax.device_put(host, replicated(mesh))
-    return jax.tree.map(
-        lambda x, impl: jax.random.wrap_key_data(x, impl=impl) if impl else x, on_devices, kinds
-    )
-
-
-def everywhere(tree: PyTree, mesh: Mesh) -> PyTree:
-    """A tree on every device of the mesh: as it is where it lies so, else copied."""
+    """Puts a host or device tree, keys included, on every device of the mesh."""
     sharding = replicated(mesh)
-    lies_so = (
-        isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim)
-        for x in jax.tree.leaves(tree)
-    )
-    return tree if all(lies_so) else replicate(tree, mesh)
+
+    def put(x: Leaf) -> jax.Array:
+        if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
+            return x
+        if _is_key(x):
+            # A typed key cannot be put on devices of other processes; its data can.
+            data = put(jax.random.key_data(x))
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+        # By way of the host, from which arrays can be placed on a mesh of several processes.
+        return jax.device_put(np.array(_fetch(x)), sharding)
+
+    return jax.tree.map(put, tree)
 
 
-def _fetch(x: Any) -> Any:
+def _fetch(x: Leaf) -> Leaf:
     """A whole array; of a replicated one this process's view, without a collective."""
     is_here = isinstance(x, jax.Array) and x.is_fully_replicated
     return x.addressable_data(0) if is_here else x
@@ -207,13 +197,11 @@ def from_process_zero(tree: PyTree) -> PyTree:
 
 def from_all_processes(number: int) -> np.ndarray:
     """A number of each process, in their order, on every process."""
-    if jax.process_count() == 1:
-        return np.array([number])
     return np.asarray(multihost_utils.process_allgather(np.int32(number)))
 
 
-def _is_key(x: Any) -> bool:
-    return jax.numpy.issubdtype(getattr(x, "dtype", np.float32), jax.dtypes.prng_key)
+def _is_key(x: Leaf) -> bool:
+    return jnp.issubdtype(getattr(x, "dtype", np.float32), jax.dtypes.prng_key)
 
 
 def as_arrays(batch: Batch) -> Batch:
@@ -228,7 +216,7 @@ def put_rows(batch: Batch, mesh: Mesh) -> Batch:
     if jax.process_count() == 1:
         return jax.device_put(batch, sharding)
 
-    def put(leaf: Any) -> jax.Array:
+    def put(leaf: Leaf) -> jax.Array:
         # Already a global array, of which this process holds a part: it must not be joined again.
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             return jax.device_put(leaf, sharding)

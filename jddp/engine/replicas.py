@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.stages import Wrapped
 from jaxtyping import Array, Float
 
 from jddp.engine.backward import Local, MicroBatches, ScaleOf
@@ -54,7 +55,7 @@ class Devices:
         """
         return num_devices
 
-    def jit(self, function: Callable[..., Any], **kwargs: Any) -> Any:
+    def jit(self, function: Callable[..., PyTree], **kwargs: PyTree) -> Wrapped:
         """Returns the function jitted, as `jax.jit` does."""
         return jax.jit(function, **kwargs)
 
@@ -122,7 +123,7 @@ class LogicalReplicas(Devices):
         check_rows(self.num, num_devices, f"{num_devices} devices", "logical_replicas")
         return self.num
 
-    def jit(self, function: Callable[..., Any], **kwargs: Any) -> Any:
+    def jit(self, function: Callable[..., PyTree], **kwargs: PyTree) -> Wrapped:
         """Returns the function jitted to a program that XLA simplifies the same way on any mesh."""
         return SameProgram(function, **kwargs)
 

@@ -9,20 +9,20 @@ synchronized batch norm.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
 
 import jax
 from jax import P
 from jax.sharding import Mesh
+from jax.stages import Wrapped
 
 from jddp.engine.backward import Local
-from jddp.engine.mesh import input_specs, over_replicas
+from jddp.engine.mesh import input_specs, over_replicas, platform
 from jddp.engine.spec import Step
 from jddp.engine.state import Inputs, TrainState, specs
 from jddp.engine.sync import EveryStep
 from jddp.jaxprs import uses_rng
 from jddp.modules.metrics import Sums, mean_tree, means
+from jddp.reduce.average import compiler_options
 from jddp.reduce.plan import BucketPlan
 from jddp.typing import Grads, Metrics
 
@@ -74,14 +74,8 @@ def replica_gradients(
 
 
 def make_step(
-    spec: Step,
-    plan: BucketPlan,
-    mesh: Mesh,
-    layouts: TrainState,
-    *,
-    donate: bool,
-    options: dict[str, Any],
-) -> Callable[[TrainState, Inputs], tuple[TrainState, Metrics]]:
+    spec: Step, plan: BucketPlan, mesh: Mesh, layouts: TrainState, *, donate: bool
+) -> Wrapped:
     """Returns `step(state, inputs)` over the mesh, which returns a new state and global metrics."""
 
     def step(state: TrainState, inputs: Inputs) -> tuple[TrainState, Metrics]:
@@ -93,12 +87,11 @@ def make_step(
     # Old and new state share memory: without donation a step needs parameters and optimizer state
     # twice.
     donated = (0,) if donate else ()
+    options = compiler_options(spec.reduction, platform(mesh))
     return spec.replicas.jit(mapped, compiler_options=options, donate_argnums=donated)
 
 
-def make_gradients(
-    spec: Step, plan: BucketPlan, mesh: Mesh, layouts: TrainState, *, options: dict[str, Any]
-) -> Callable[[TrainState, Inputs], tuple[Grads, Metrics]]:
+def make_gradients(spec: Step, plan: BucketPlan, mesh: Mesh, layouts: TrainState) -> Wrapped:
     """Returns `gradients(state, inputs)` over the mesh: both are global, the state is kept."""
     # Local steps average nothing, and this is the mean all the same.
     spec = dataclasses.replace(spec, sync=EveryStep())
@@ -108,6 +101,7 @@ def make_gradients(
 
     in_specs = (specs(layouts, spec.axis), input_specs(mesh))
     mapped = over_replicas(gradients, mesh, in_specs, P())
+    options = compiler_options(spec.reduction, platform(mesh))
     return spec.replicas.jit(mapped, compiler_options=options)
 
 
