@@ -21,7 +21,7 @@ from jax import lax
 from jaxtyping import Array
 
 from jddp.engine.overwritten import put, select
-from jddp.engine.state import Inputs, TrainState, is_float
+from jddp.engine.state import Inputs, Path, TrainState, is_float
 from jddp.errors import ConfigError
 from jddp.modules.forward import run_and_settle, trace_state
 from jddp.modules.functional import FlaxModel

@@ -11,18 +11,21 @@ the digest of the whole, on any number of devices.
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import P, lax
 from jax.sharding import Mesh
+from jax.stages import Wrapped
 from jaxtyping import Array, UInt32
 
 from jddp.engine.mesh import axis_of, over_replicas
+from jddp.engine.state import Leaf, name_of
 from jddp.errors import UsageError
 from jddp.typing import PyTree
+
+Found = Array | np.ndarray  # result of `digests`
 
 
 def digests(tree: PyTree) -> UInt32[Array, "replicas leaves"]:
@@ -41,7 +44,7 @@ def digests(tree: PyTree) -> UInt32[Array, "replicas leaves"]:
     return _on(leaves[0].sharding.mesh, layout)(leaves)
 
 
-def as_words(found: Any, tree: PyTree) -> list[str]:
+def as_words(found: Found, tree: PyTree) -> list[str]:
     """The digest of each leaf, as eight hexadecimal digits.
 
     Args:
@@ -55,7 +58,7 @@ def as_words(found: Any, tree: PyTree) -> list[str]:
     ]
 
 
-def find_divergence(found: Any, tree: PyTree) -> str | None:
+def find_divergence(found: Found, tree: PyTree) -> str | None:
     """Names an array that is not the same on all replicas, and the minority in which it differs.
 
     Of two halves, the one without replica 0 is named.
@@ -73,18 +76,17 @@ def find_divergence(found: Any, tree: PyTree) -> str | None:
         others = [n for n, digest in enumerate(column) if digest != most]
         devices = x.sharding.mesh.devices.flat
         where = ", ".join(f"{n} (process {devices[n].process_index})" for n in others)
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        return f"{name} differs on replica {where}"
+        return f"{name_of(path)} differs on replica {where}"
     return None
 
 
-def is_split(x: Any) -> bool:
+def is_split(x: Leaf) -> bool:
     """Whether each device holds rows of its own."""
     return any(axis is not None for axis in x.sharding.spec)
 
 
 @functools.cache
-def _on(mesh: Mesh, layout: Sequence[P]) -> Any:
+def _on(mesh: Mesh, layout: Sequence[P]) -> Wrapped:
     def on_replica(leaves: list[Array]) -> UInt32[Array, "replicas leaves"]:
         replica = lax.axis_index(axis_of(mesh))
         found = [
@@ -97,7 +99,7 @@ def _on(mesh: Mesh, layout: Sequence[P]) -> Any:
     return jax.jit(over_replicas(on_replica, mesh, (list(layout),), P()))
 
 
-def _digest(x: Array, offset: Any) -> UInt32[Array, ""]:
+def _digest(x: Array, offset: int | Array) -> UInt32[Array, ""]:
     """The digest of a device's part of an array, which begins at element `offset` of the whole."""
     words = _words(x)
     place = lax.iota(jnp.uint32, words.size)
@@ -125,7 +127,7 @@ def _words(x: Array) -> UInt32[Array, "words"]:
     return bits.reshape(-1).astype(jnp.uint32)
 
 
-def _num_bits(dtype: Any) -> int:
+def _num_bits(dtype: np.dtype) -> int:
     if dtype == jnp.bool_:
         return 1
     info = jnp.finfo if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo

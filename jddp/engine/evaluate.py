@@ -56,7 +56,7 @@ def make_evaluate(step: Step, mesh: Mesh) -> Wrapped:
 
         return step.replicas.evaluate(one, jax.random.fold_in(key, number), inputs.rows, valid)
 
-    return step.replicas.jit(_mapped(replica, mesh, P()), compiler_options=None)
+    return step.replicas.jit(_mapped(replica, mesh, P()))
 
 
 def make_predict(step: Step, mesh: Mesh, function: LossFn) -> Wrapped:

@@ -18,15 +18,14 @@ References:
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from jddp.engine.state import TrainState, own_layouts
+from jddp.engine.backward import Scale
+from jddp.engine.state import KeepsOwn, TrainState, own_layouts
 from jddp.engine.view import View
 from jddp.errors import ConfigError
 from jddp.modules.metrics import mean_tree
@@ -51,8 +50,8 @@ class LossScale:
       num_good: Number of steps since it changed, or since one was skipped; an int32 scalar.
     """
 
-    scale: Any
-    num_good: Any
+    scale: PyTree
+    num_good: PyTree
 
 
 def adjust(before: LossScale, is_finite: Array, *, interval: int = GROWTH_INTERVAL) -> LossScale:
@@ -74,13 +73,13 @@ class NoGuard:
       loss_scale: Factor of the loss in the backward pass.
     """
 
-    loss_scale: Any
+    loss_scale: float
 
     def init(self) -> PyTree:
         """Returns the first `CommState.loss_scale`; () for nothing."""
         return ()
 
-    def scale(self, state: TrainState) -> Any:
+    def scale(self, state: TrainState) -> Scale:
         """Returns the loss scale of the step that starts from this state."""
         return self.loss_scale
 
@@ -104,7 +103,7 @@ class SkipNonfinite(NoGuard):
       keeps_own: Whether each replica has its own of a leaf of `model_state`, by path and leaf.
     """
 
-    keeps_own: Callable[[Any, Any], bool]
+    keeps_own: KeepsOwn
 
     def accept(self, before: TrainState, after: TrainState, numbers: PyTree, view: View) -> Outcome:
         """Returns the state after a good step, else that before it; and "skipped"."""
@@ -146,7 +145,7 @@ class DynamicScale(SkipNonfinite):
         """Returns the first `LossScale`."""
         return LossScale(jnp.float32(self.loss_scale), jnp.int32(0))
 
-    def scale(self, state: TrainState) -> Any:
+    def scale(self, state: TrainState) -> Scale:
         """Returns the scale that the last step has left."""
         return state.comm_state.loss_scale.scale
 
@@ -158,7 +157,7 @@ class DynamicScale(SkipNonfinite):
         return after, {**metrics, "loss_scale": self.scale(before)}
 
 
-def choose_guard(loss_scale: Any, skips: bool, keeps_own: Callable[[Any, Any], bool]) -> NoGuard:
+def choose_guard(loss_scale: float | str | None, skips: bool, keeps_own: KeepsOwn) -> NoGuard:
     """Returns the guard of these options, as `jddp.DataParallel` describes them.
 
     Raises:
@@ -169,7 +168,7 @@ def choose_guard(loss_scale: Any, skips: bool, keeps_own: Callable[[Any, Any], b
             f"loss_scale is 'dynamic', a power of two from 1 to 2**24, which costs no bit, or "
             f"None; got {loss_scale!r}."
         )
-    if loss_scale == DYNAMIC:
+    if isinstance(loss_scale, str):
         return DynamicScale(FIRST, keeps_own)
     return SkipNonfinite(loss_scale or 1.0, keeps_own) if skips else NoGuard(loss_scale or 1.0)
 

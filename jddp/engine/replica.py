@@ -5,12 +5,12 @@ keys = jddp.replica_key(state, "environment")     # in a loop: a key for each re
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding
+from jaxtyping import Array
 
 from jddp.engine.mesh import AXIS_HERE, sharded
 from jddp.engine.state import TrainState
@@ -40,7 +40,7 @@ def all_gather(tree: PyTree, axis: str | None = None) -> PyTree:
     return jax.tree.map(lambda x: lax.all_gather(x, axis or AXIS_HERE.get(), tiled=True), tree)
 
 
-def replica_key(state: TrainState, name: str = "replica") -> jax.Array:
+def replica_key(state: TrainState, name: str = "replica") -> Array:
     """A key for each replica, of the step that the state is before.
 
     The rule is that of all random numbers here: the base key, folded with the step, with the
@@ -54,17 +54,13 @@ def replica_key(state: TrainState, name: str = "replica") -> jax.Array:
     Returns:
       Keys of shape (replicas,), one on each device.
     """
-    mesh = state.step.sharding.mesh
-    return _replica_keys(sharded(mesh), name)(state.key, state.step)
+    return _replica_keys(state.key, state.step, sharded(state.step.sharding.mesh), name)
 
 
-@functools.cache
-def _replica_keys(rows: NamedSharding, name: str) -> Any:
-    def fold(key: jax.Array, step: jax.Array) -> jax.Array:
-        # Folded, and not split and carried: the key of any step follows from the base key, so that
-        # a resumed run needs no other state, whatever happened between.
-        key = jax.random.fold_in(key, step)
-        keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(rows.mesh.size))
-        return jax.vmap(lambda key: stream(key, name))(keys)
-
-    return jax.jit(fold, out_shardings=rows)
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _replica_keys(key: Array, step: Array, rows: NamedSharding, name: str) -> Array:
+    # Folded, and not split and carried: the key of any step follows from the base key, so that a
+    # resumed run needs no other state, whatever happened between.
+    key = jax.random.fold_in(key, step)
+    keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(rows.mesh.size))
+    return lax.with_sharding_constraint(jax.vmap(lambda key: stream(key, name))(keys), rows)

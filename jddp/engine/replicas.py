@@ -11,7 +11,6 @@ sums = replicas.sum(local.sums)                              sums over all repli
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +20,8 @@ from jaxtyping import Array, Float
 
 from jddp.engine.backward import Local, MicroBatches, ScaleOf
 from jddp.engine.overwritten import largest_of_replicas, largest_of_rows, put
-from jddp.engine.same_program import SameProgram
-from jddp.engine.state import Inputs, TrainState, enter, leave, own_layouts
+from jddp.engine.same_program import Function, Numbers, Options, SameProgram
+from jddp.engine.state import Inputs, Path, TrainState, enter, leave, own_layouts
 from jddp.errors import ConfigError
 from jddp.jaxprs import axes_of, equations
 from jddp.modules.forward import combine
@@ -55,9 +54,9 @@ class Devices:
         """
         return num_devices
 
-    def jit(self, function: Callable[..., PyTree], **kwargs: PyTree) -> Wrapped:
-        """Returns the function jitted, as `jax.jit` does."""
-        return jax.jit(function, **kwargs)
+    def jit(self, function: Function, options: Options = None, donated: Numbers = ()) -> Wrapped:
+        """Returns the function jitted, with options of XLA and the donated arguments."""
+        return jax.jit(function, compiler_options=options, donate_argnums=donated)
 
     def enter(self, state: PyTree, layouts: PyTree) -> PyTree:
         """Returns the state as one replica sees it, from this device's part of the global one."""
@@ -90,7 +89,7 @@ class Devices:
 
     def mean_count(self, sums: Sums) -> Float[Array, ""]:
         """Returns the mean number of valid entries of a replica, from the sums over all."""
-        return sums["loss"].count / lax.axis_size(self.axis)
+        return sums["loss"].count / self.total(lax.axis_size(self.axis))
 
     def overwrite(self, model_state: ModelState, values: PyTree) -> ModelState:
         """Returns the state with the largest of all replicas' values from the backward pass."""
@@ -123,9 +122,9 @@ class LogicalReplicas(Devices):
         check_rows(self.num, num_devices, f"{num_devices} devices", "logical_replicas")
         return self.num
 
-    def jit(self, function: Callable[..., PyTree], **kwargs: PyTree) -> Wrapped:
-        """Returns the function jitted to a program that XLA simplifies the same way on any mesh."""
-        return SameProgram(function, **kwargs)
+    def jit(self, function: Function, options: Options = None, donated: Numbers = ()) -> Wrapped:
+        """As `Devices.jit`, to a program that XLA simplifies the same way on any mesh."""
+        return SameProgram(function, options, donated)
 
     def enter(self, state: PyTree, layouts: PyTree) -> PyTree:
         """Returns the state as it is: a device has a row for each of its replicas."""
@@ -157,13 +156,13 @@ class LogicalReplicas(Devices):
         rows = jax.tree.map(lambda x: x.reshape(num, -1, *x.shape[1:]), inputs.rows)
         layouts = own_layouts(state.model_state, self.model.keeps_own)
 
-        def own(i: Any) -> tuple[Batch, TrainState]:
+        def own(i: int | Array) -> tuple[Batch, TrainState]:
             model_state = jax.tree.map(
                 lambda x, k: x[i] if k.is_per_replica else x, state.model_state, layouts
             )
             return jax.tree.map(lambda x: x[i], rows), state.replace(model_state=model_state)
 
-        def one(i: Array) -> Any:
+        def one(i: Array) -> tuple[PyTree, PyTree]:
             # Barriers on both sides: a replica's program is compiled the same whether it is one of
             # many in a loop or the only one, which decides about the last bit.
             its_rows, replica = lax.optimization_barrier(own(i))
@@ -188,10 +187,6 @@ class LogicalReplicas(Devices):
     def sum(self, sums: Sums) -> Sums:
         """As `Devices.sum`, of rows."""
         return sum_in_order(lax.optimization_barrier(sums), axis=self.axis)
-
-    def mean_count(self, sums: Sums) -> Float[Array, ""]:
-        """As `Devices.mean_count`."""
-        return sums["loss"].count / self.num
 
     def evaluate(
         self, function: Callable[[Batch, Array, Array], Sums], key: Array, rows: Batch, valid: Array

@@ -24,6 +24,12 @@ from typing import Any
 import jax
 from jax.extend.mlir import ir, passmanager
 
+from jddp.typing import PyTree
+
+Function = Callable[..., PyTree]
+Options = dict[str, Any] | None
+Numbers = tuple[int, ...]
+Operation = Any  # of MLIR, whose classes a type checker does not know
 DISABLED = "xla_disable_hlo_passes"
 
 
@@ -33,32 +39,32 @@ class SameProgram:
     Args:
       function: The function.
       compiler_options: Options of XLA.
-      **kwargs: Further arguments of `jax.jit`.
+      donate_argnums: Arguments whose memory is reused, as in `jax.jit`.
     """
 
     def __init__(
-        self, function: Callable[..., Any], compiler_options: dict[str, Any] | None, **kwargs: Any
+        self, function: Function, compiler_options: Options, donate_argnums: Numbers
     ) -> None:
         options = compiler_options or {}
         # XLA's own pass would merge operations in other places, before or after other rewrites, by
         # the number of partitions.
         passes = ",".join(filter(None, [options.get(DISABLED), "cse"]))
         options = {**options, DISABLED: passes}
-        self._jitted = jax.jit(function, compiler_options=options, **kwargs)
+        self._jitted = jax.jit(function, compiler_options=options, donate_argnums=donate_argnums)
         self.trace = self._jitted.trace
         self._compiled: dict[Hashable, jax.stages.Compiled] = {}
 
-    def lower(self, *args: Any) -> jax.stages.Lowered:
+    def lower(self, *args: PyTree) -> jax.stages.Lowered:
         """Lowers the function for arguments, or for their shapes."""
         lowered: jax.stages.Lowered = self._jitted.lower(*args)
         # In place: `lowered.compile()` compiles the module that this returns.
-        module: Any = lowered.compiler_ir("stablehlo")
+        module: Operation = lowered.compiler_ir("stablehlo")
         with module.context, ir.Location.unknown():
             _inline_calls(module)
             passmanager.PassManager.parse("builtin.module(symbol-dce,cse)").run(module.operation)
         return lowered
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: PyTree) -> PyTree:
         """Calls the function, compiled for arguments of this form."""
         leaves, treedef = jax.tree.flatten(args)
         if any(isinstance(x, jax.core.Tracer) for x in leaves):  # `jax.eval_shape` compiles nothing
@@ -71,7 +77,7 @@ class SameProgram:
         return self._compiled[form](*args)
 
 
-def _inline_calls(module: Any) -> None:
+def _inline_calls(module: Operation) -> None:
     """Puts the body of each called function in the place of its call, nested ones included."""
     functions = {op.operation.attributes["sym_name"].value: op.operation for op in module.body}
     while calls := _calls(functions["main"]):
@@ -89,10 +95,10 @@ def _inline_calls(module: Any) -> None:
             callee.erase()
 
 
-def _calls(function: Any) -> list[Any]:
+def _calls(function: Operation) -> list[Operation]:
     found = []
 
-    def note(op: Any) -> Any:
+    def note(op: Operation) -> Operation:
         if op.name == "func.call":
             found.append(op)
         return ir.WalkResult.ADVANCE

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
 
 from jddp.jaxprs import called, shape_of
 from jddp.typing import PyTree
@@ -57,9 +57,10 @@ def _form(jaxpr: Jaxpr) -> list[Any]:
     """The equations and the flow of values between them, without shapes."""
     places: dict[Any, int] = {}
 
-    def place(v: Any) -> Any:
-        known = isinstance(v, Literal)
-        return str(v) if known else (places.setdefault(v, len(places)), v.aval.dtype)
+    def place(v: Var | Literal) -> object:
+        if isinstance(v, Literal):
+            return str(v)
+        return places.setdefault(v, len(places)), getattr(v.aval, "dtype", None)
 
     def settings(params: dict[str, Any]) -> Iterator[Any]:
         for name, x in params.items():
@@ -80,7 +81,7 @@ def _follow(jaxpr: Jaxpr, given: Sequence[str]) -> list[str]:
     # A constant array has the shape of the whole: it would have to be cut as the parameters are.
     known |= {v: "constant" if shape_of(v) else UNIFORM for v in jaxpr.constvars}
 
-    def label(v: Any) -> str:
+    def label(v: Var | Literal) -> str:
         return UNIFORM if isinstance(v, Literal) else known[v]
 
     for eqn in jaxpr.eqns:

@@ -24,8 +24,8 @@ from jddp.typing import Batch, HookState, ModelState, OptState, Params, PyTree
 
 Shape = tuple[int, ...]
 Leaf = PyTree  # One of a tree: an array of the host or of the devices, or its shape and dtype.
-# Whether each replica has its own of a leaf, by path and leaf.
-KeepsOwn = Callable[[tuple[Any, ...], Leaf], bool]
+Path = tuple[Any, ...]  # of a leaf, as JAX gives it
+KeepsOwn = Callable[[Path, Leaf], bool]  # whether each replica has its own of a leaf
 
 
 class Layout:
@@ -177,6 +177,11 @@ def own_layouts(tree: PyTree, keeps_own: KeepsOwn) -> PyTree:
     return jax.tree_util.tree_map_with_path(
         lambda path, x: PerReplica() if keeps_own(path, x) else Replicated(), tree
     )
+
+
+def name_of(path: Path) -> str:
+    """The name of a leaf: the entries of its path."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def is_float(x: Leaf) -> bool:

@@ -87,8 +87,7 @@ def make_step(
     # Old and new state share memory: without donation a step needs parameters and optimizer state
     # twice.
     donated = (0,) if donate else ()
-    options = compiler_options(spec.reduction, platform(mesh))
-    return spec.replicas.jit(mapped, compiler_options=options, donate_argnums=donated)
+    return spec.replicas.jit(mapped, compiler_options(spec.reduction, platform(mesh)), donated)
 
 
 def make_gradients(spec: Step, plan: BucketPlan, mesh: Mesh, layouts: TrainState) -> Wrapped:
@@ -101,8 +100,7 @@ def make_gradients(spec: Step, plan: BucketPlan, mesh: Mesh, layouts: TrainState
 
     in_specs = (specs(layouts, spec.axis), input_specs(mesh))
     mapped = over_replicas(gradients, mesh, in_specs, P())
-    options = compiler_options(spec.reduction, platform(mesh))
-    return spec.replicas.jit(mapped, compiler_options=options)
+    return spec.replicas.jit(mapped, compiler_options(spec.reduction, platform(mesh)))
 
 
 @dataclasses.dataclass(frozen=True)

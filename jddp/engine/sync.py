@@ -11,8 +11,6 @@ This room knows when replicas synchronize and what they send, and nothing of mod
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +19,7 @@ from jax import lax
 from jaxtyping import Array
 
 from jddp.engine.backward import Local
-from jddp.engine.state import TrainState, is_float, own_layouts
+from jddp.engine.state import KeepsOwn, Path, TrainState, is_float, name_of, own_layouts
 from jddp.engine.view import Own, View
 from jddp.errors import ConfigError
 from jddp.reduce.gradients import Finished
@@ -40,7 +38,7 @@ class EveryStep:
         """Returns the first `CommState.outer`; () for nothing."""
         return ()
 
-    def check(self, model_state: ModelState, keeps_own: Callable[[Any, Any], bool]) -> None:
+    def check(self, model_state: ModelState, keeps_own: KeepsOwn) -> None:
         """Refuses other state of the model on which replicas cannot agree.
 
         Args:
@@ -48,7 +46,7 @@ class EveryStep:
           keeps_own: Function of path and leaf: whether each replica has its own.
         """
 
-    def keeps_own(self, path: Any, x: Any) -> bool:
+    def keeps_own(self, path: Path, x: PyTree) -> bool:
         """Whether each replica has its own of a leaf of parameters or the optimizer's state."""
         return False
 
@@ -144,7 +142,7 @@ class LocalSteps(EveryStep):
         """Returns the shared state: outer parameters, and the outer optimizer's state."""
         return {"params": params, "opt_state": self.outer.init(params)}
 
-    def check(self, model_state: ModelState, keeps_own: Callable[[Any, Any], bool]) -> None:
+    def check(self, model_state: ModelState, keeps_own: KeepsOwn) -> None:
         """As `EveryStep.check`.
 
         Raises:
@@ -152,15 +150,14 @@ class LocalSteps(EveryStep):
         """
         for path, x in jax.tree_util.tree_leaves_with_path(model_state):
             if is_float(x) and not keeps_own(path, x):
-                name = jax.tree_util.keystr(path, simple=True, separator="/")
                 raise ConfigError(
-                    f"local_steps: replicas would have to agree on {name!r} in each step, and "
-                    "between outer steps nothing is to be sent. Choose batch_norm='local', or name "
-                    "its collection in per_replica=: each replica then has its own, and their mean "
-                    "is evaluated."
+                    f"local_steps: replicas would have to agree on {name_of(path)!r} in each step, "
+                    "and between outer steps nothing is to be sent. Choose batch_norm='local', or "
+                    "name its collection in per_replica=: each replica then has its own, and their "
+                    "mean is evaluated."
                 )
 
-    def keeps_own(self, path: Any, x: Any) -> bool:
+    def keeps_own(self, path: Path, x: PyTree) -> bool:
         """As `EveryStep.keeps_own`: floating values differ between outer steps."""
         return is_float(x)
 
@@ -224,19 +221,15 @@ class LocalSteps(EveryStep):
         taken = before.step - before.skipped + 1
         is_due = ((taken - self.start) % self.every == 0).astype(jnp.int32)
 
-        def keep(params: Params, outer: PyTree) -> tuple[Params, PyTree]:
-            return params, outer
-
-        def step(params: Params, outer: PyTree) -> tuple[Params, PyTree]:
-            return self.outer_step(reduction, params, outer)
-
-        def follow(params: Params, outer: PyTree) -> tuple[Params, PyTree]:
-            return params, {**outer, "params": params}
-
-        branches = [keep, step, follow] if self.start else [keep, step]
-        # In the plain steps parameters are equal already, and the outer ones follow without a
-        # message.
+        branches = [
+            lambda params, outer: (params, outer),
+            lambda params, outer: self.outer_step(reduction, params, outer),
+            # In the plain steps parameters are equal already, and the outer ones follow without a
+            # message.
+            lambda params, outer: (params, {**outer, "params": params}),
+        ]
         chosen = jnp.where(taken <= self.start, 2, is_due)
+        branches = branches if self.start else branches[:2]
         params, outer = lax.switch(chosen, branches, params, before.comm_state.outer)
         comm_state = dataclasses.replace(after.comm_state, outer=outer)
         return after.replace(params=params, opt_state=opt_state, comm_state=comm_state)

@@ -9,17 +9,15 @@ state holds trees of the same form as the parameters; so an array that belongs t
 known by its path, which ends in that of the parameter.
 """
 
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Collection, Mapping
 
 import jax
 import jax.numpy as jnp
 
+from jddp.engine.state import Leaf, Path, name_of
 from jddp.errors import ConfigError
 from jddp.reduce.plan import BucketPlan
 from jddp.typing import Params, PyTree
-
-Path = tuple[tuple[bool, str], ...]  # for each entry, whether it is a field, and its name
 
 
 class Zero:
@@ -73,45 +71,39 @@ def take_back(new: PyTree, old: PyTree, params: Params, unused: Collection[str])
       ConfigError: If an array holds all parameters together.
     """
     num_all = sum(x.size for x in jax.tree.leaves(params))
-    owners = {_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)}
+    names = {
+        _entries(path): name_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)
+    }
 
-    def choose(path: Any, after: Any, before: Any) -> Any:
-        owner = _owner(_path(path), owners)
+    def choose(path: Path, after: Leaf, before: Leaf) -> Leaf:
+        owner = _owner(_entries(path), names)
         # An optimizer that flattens all parameters into one vector, such as `optax.flatten`, leaves
         # no array that belongs to one of them.
-        if not owner and jnp.size(after) >= num_all > 1:
+        if owner is None and jnp.size(after) >= num_all > 1:
             raise ConfigError(
                 "unused_parameters='skip': this optimizer keeps an array of all parameters at "
-                f"{_name(_path(path))!r}, of which none can be left alone. Choose 'zero' or "
-                "'error'."
+                f"{name_of(path)!r}, of which none can be left alone. Choose 'zero' or 'error'."
             )
-        return before if owner and _name(owner) in unused else after
+        return before if owner in unused else after
 
     return jax.tree_util.tree_map_with_path(choose, new, old)
 
 
-def _path(path: Any) -> Path:
-    """A parameter of the name "count" is in a dict, an optimizer's own `count` is a field."""
-    return tuple(
-        (isinstance(entry, jax.tree_util.GetAttrKey), jax.tree_util.keystr((entry,), simple=True))
-        for entry in path
-    )
+def _entries(path: Path) -> tuple[str, ...]:
+    # With its form: a parameter of the name "count" is in a dict, an optimizer's own is a field.
+    return tuple(jax.tree_util.keystr((entry,)) for entry in path)
 
 
-def _name(path: Path) -> str:
-    return "/".join(name for _, name in path)
-
-
-def _owner(path: Path, owners: Collection[Path]) -> Path:
-    """The longest parameter path that `path` ends in, numbers behind it aside; () if none does.
+def _owner(path: tuple[str, ...], names: Mapping[tuple[str, ...], str]) -> str | None:
+    """The name of the longest parameter path that `path` ends in, numbers behind it aside.
 
     Behind it are numbers where an optimizer keeps a list of arrays for each parameter.
     """
     # The longest first: in nested dicts one parameter's path may end in that of another.
     for start in range(len(path)):
         for end in range(len(path), start, -1):
-            if path[start:end] in owners:
-                return path[start:end]
-            if not path[end - 1][1].isdigit():
+            if path[start:end] in names:
+                return names[path[start:end]]
+            if not path[end - 1].strip("[]'").isdigit():
                 break
-    return ()
+    return None
