@@ -142,7 +142,8 @@ class MicroBatches:
 
     def trace(self, state: TrainState, inputs: Inputs) -> tuple[Backward, Sums]:
         """Traces the backward pass over one micro-batch, without running it; returns sums too."""
-        run = self.linearize(state, state.model_state, inputs.rows, state.key, inputs.constants)
+        batch = inputs.rows, state.key, inputs.constants
+        run = self.linearize(state, state.model_state, batch)
         return trace_backward(lambda one: run.backward(one)[0]), run.sums
 
     def varying(self, state: TrainState, inputs: Inputs) -> PyTree:
@@ -159,21 +160,17 @@ class MicroBatches:
         """
         return plan.noted("overlap off: buckets leave after the backward pass")
 
-    def linearize(
-        self, state: TrainState, before: ModelState, rows: Batch, key: Array, constants: PyTree
-    ) -> Linearized:
+    def linearize(self, state: TrainState, before: ModelState, batch: MicroBatch) -> Linearized:
         """Runs a micro-batch forward.
 
         Args:
           state: State of one replica.
           before: The model's other state before the micro-batch.
-          rows: Rows of the micro-batch.
-          key: Key of its random numbers.
-          constants: Constants of the loss.
+          batch: The micro-batch.
         """
 
         def forward(params: Params, found: PyTree) -> tuple[Array, tuple[Sums, ModelState]]:
-            return self.forward(params, put(before, found), rows, key, constants)
+            return self.forward(params, put(before, found), *batch)
 
         given = state.params, select(self.model, before)
         _, pullback, (sums, model_state) = jax.vjp(forward, *given, has_aux=True)
@@ -213,7 +210,7 @@ class MicroBatches:
         """Sums over the first micro-batches, in their order."""
 
         def one(before: ModelState, i: Number) -> Accumulated:
-            run = self.linearize(state, before, *take(i))
+            run = self.linearize(state, before, take(i))
             grads, found = run.backward(jnp.float32(scale))
             return Accumulated(jax.tree.map(run.finish, grads), found, run.model_state, run.sums)
 
@@ -252,7 +249,7 @@ class Overlapped(MicroBatches):
         # only be sent at its end. Only in the last backward pass are the sums of gradients
         # finished, one by one.
         total = self._accumulate(state, take, self.num - 1, scale)
-        run = self.linearize(state, total.model_state, *take(self.num - 1))
+        run = self.linearize(state, total.model_state, take(self.num - 1))
         earlier = jax.tree.leaves((total.grads, total.found))
         num = len(jax.tree.leaves(state.params))
 

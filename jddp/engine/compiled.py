@@ -87,7 +87,7 @@ class CompiledSteps:
             "local_steps": getattr(self.spec.sync, "every", None),
         }
 
-    def plan_for(self, state: TrainState, inputs: Inputs) -> BucketPlan:
+    def plan_for(self, state: TrainState, inputs: Inputs) -> None:
         """Plans buckets for one replica's state, as measured if there is a batch.
 
         Raises:
@@ -96,7 +96,6 @@ class CompiledSteps:
         """
         self.spec.sync.check(state.model_state, self.spec.model.keeps_own)
         self.plan = self._plan(state, inputs)
-        return self.plan
 
     def _plan(self, state: TrainState, inputs: Inputs) -> BucketPlan:
         spec = self.spec

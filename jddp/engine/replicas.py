@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 
 from jddp.engine.backward import Local, MicroBatches, ScaleOf
 from jddp.engine.overwritten import largest_of_replicas, largest_of_rows, put
-from jddp.engine.same_program import Function, Numbers, Options, SameProgram
+from jddp.engine.same_program import Function, Options, Places, SameProgram
 from jddp.engine.state import Inputs, Path, TrainState, enter, leave, own_layouts
 from jddp.errors import ConfigError
 from jddp.jaxprs import axes_of, equations
@@ -54,7 +54,7 @@ class Devices:
         """
         return num_devices
 
-    def jit(self, function: Function, options: Options = None, donated: Numbers = ()) -> Wrapped:
+    def jit(self, function: Function, options: Options = None, donated: Places = ()) -> Wrapped:
         """Returns the function jitted, with options of XLA and the donated arguments."""
         return jax.jit(function, compiler_options=options, donate_argnums=donated)
 
@@ -122,7 +122,7 @@ class LogicalReplicas(Devices):
         check_rows(self.num, num_devices, f"{num_devices} devices", "logical_replicas")
         return self.num
 
-    def jit(self, function: Function, options: Options = None, donated: Numbers = ()) -> Wrapped:
+    def jit(self, function: Function, options: Options = None, donated: Places = ()) -> Wrapped:
         """As `Devices.jit`, to a program that XLA simplifies the same way on any mesh."""
         return SameProgram(function, options, donated)
 

@@ -8,7 +8,7 @@ users of an operand: `a / broadcast(b)` becomes `a * broadcast(1 / b)` only wher
 one user. A softmax divides by its sum twice, forward and backward: with merged broadcasts it keeps
 the division, with unmerged ones it loses it, and the last bit differs.
 
-    step = SameProgram(step, compiler_options=options)   # in the place of jax.jit(step, ...)
+    step = SameProgram(step, options, donated)   # in the place of jax.jit(step, ...)
 
 So equal operations are merged here, before XLA, on any number of devices, and XLA's own pass is
 switched off: the partitioner then finds nothing to merge. Calls are inlined first, because XLA
@@ -28,7 +28,7 @@ from jddp.typing import PyTree
 
 Function = Callable[..., PyTree]
 Options = dict[str, Any] | None
-Numbers = tuple[int, ...]
+Places = tuple[int, ...]
 Operation = Any  # of MLIR, whose classes a type checker does not know
 DISABLED = "xla_disable_hlo_passes"
 
@@ -38,19 +38,17 @@ class SameProgram:
 
     Args:
       function: The function.
-      compiler_options: Options of XLA.
-      donate_argnums: Arguments whose memory is reused, as in `jax.jit`.
+      options: Options of XLA.
+      donated: Arguments whose memory the program reuses, by their places.
     """
 
-    def __init__(
-        self, function: Function, compiler_options: Options, donate_argnums: Numbers
-    ) -> None:
-        options = compiler_options or {}
+    def __init__(self, function: Function, options: Options, donated: Places) -> None:
+        options = options or {}
         # XLA's own pass would merge operations in other places, before or after other rewrites, by
         # the number of partitions.
         passes = ",".join(filter(None, [options.get(DISABLED), "cse"]))
         options = {**options, DISABLED: passes}
-        self._jitted = jax.jit(function, compiler_options=options, donate_argnums=donate_argnums)
+        self._jitted = jax.jit(function, compiler_options=options, donate_argnums=donated)
         self.trace = self._jitted.trace
         self._compiled: dict[Hashable, jax.stages.Compiled] = {}
 
