@@ -188,9 +188,8 @@ class CompiledSteps:
 
     def _one(self, state: TrainState) -> TrainState:
         """Shapes of one replica's state, from those of the global one."""
-        one: TrainState = jax.eval_shape(
-            functools.partial(enter, layouts=self.layouts(state)), state
-        )
+        layouts = self.layouts(state)
+        one: TrainState = jax.eval_shape(lambda state: enter(state, layouts), state)
         return one
 
     def lower(

@@ -135,16 +135,14 @@ def _first_devices(num_devices: int) -> list[jax.Device]:
     share, rest = divmod(num_devices, num_processes)
     # The same number from each process, since its rows must divide over its own devices: the first
     # n of all devices might all belong to process 0.
-    by_process: dict[int, list[jax.Device]] = {}
-    for device in jax.devices():
-        by_process.setdefault(device.process_index, []).append(device)
-    most = min(len(own) for own in by_process.values())
+    by_process = [jax.local_devices(process_index=i) for i in range(num_processes)]
+    most = min(map(len, by_process))
     if share < 1 or rest or share > most:
         raise ConfigError(
             f"mesh of {num_devices} devices: {num_processes} processes with {most} devices each "
             f"can give a multiple of {num_processes} up to {most * num_processes}."
         )
-    return [device for own in by_process.values() for device in own[:share]]
+    return [device for own in by_process for device in own[:share]]
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Jaxpr
 from jax.stages import Wrapped
 from jaxtyping import Array, Float
 
@@ -66,14 +67,8 @@ class Devices:
         """Returns this device's part of the global state; the inverse of `enter`."""
         return leave(state, layouts)
 
-    def check(self, backward: MicroBatches, state: TrainState, inputs: Inputs) -> None:
-        """Refuses models that these replicas cannot run.
-
-        Args:
-          backward: Computation of the gradients.
-          state: Shapes of one replica's state.
-          inputs: Shapes of its rows, and of constants.
-        """
+    def check(self, forward: Jaxpr) -> None:
+        """Refuses models that these replicas cannot run, by their traced forward pass."""
 
     def run(
         self, backward: MicroBatches, loss_scale: ScaleOf, state: TrainState, inputs: Inputs
@@ -132,18 +127,17 @@ class LogicalReplicas(Devices):
 
     leave = enter
 
-    def check(self, backward: MicroBatches, state: TrainState, inputs: Inputs) -> None:
+    def check(self, forward: Jaxpr) -> None:
         """Refuses a model or loss with a collective: replicas run one after the other.
 
         Raises:
           ConfigError: If there is one, with its name.
         """
-        arguments = (state.params, state.model_state, inputs.rows, state.key, inputs.constants)
-        found = equations(jax.make_jaxpr(backward.forward)(*arguments).jaxpr)
-        if names := [eqn.primitive.name for eqn in found if self.axis in axes_of(eqn)]:
+        found = (eqn.primitive.name for eqn in equations(forward) if self.axis in axes_of(eqn))
+        if name := next(found, None):
             raise ConfigError(
                 f"logical_replicas={self.num} runs replicas one after the other, and this model or "
-                f"loss has a collective, {names[0]!r} over axis {self.axis!r}. If it is a batch "
+                f"loss has a collective, {name!r} over axis {self.axis!r}. If it is a batch "
                 "norm, choose batch_norm='local': each replica its own statistics. Else leave the "
                 "collective out."
             )

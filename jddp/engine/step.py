@@ -132,7 +132,6 @@ def trace(step: Step, mesh: Mesh, state: TrainState, inputs: Inputs) -> Traced:
     traced = []
 
     def replica(state: TrainState, inputs: Inputs) -> Sums:
-        step.replicas.check(step.backward, state, inputs)
         backward, sums = step.backward.trace(state, inputs)
         traced.append(backward)
         return sums
@@ -142,6 +141,7 @@ def trace(step: Step, mesh: Mesh, state: TrainState, inputs: Inputs) -> Traced:
     program = over_replicas(replica, mesh, P(), P())
     forward, sums = jax.make_jaxpr(program, return_shape=True)(state, inputs)
     (backward,) = traced
+    step.replicas.check(forward.jaxpr)
     # Both passes: a custom backward pass may use random numbers where the forward pass does not.
     draws = uses_rng(forward.jaxpr) or uses_rng(backward.traced.jaxpr)
     return Traced(backward.ready, backward.num_looped, sums, draws)
