@@ -14,8 +14,6 @@ References:
   https://arxiv.org/abs/1910.02054.
 """
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -24,14 +22,13 @@ import numpy as np
 import optax
 from jaxtyping import Array
 
-from jddp.engine.separable import find_mixing, is_same
+from jddp.engine.separable import at_least_1d, why_not_split
 from jddp.engine.state import Replicated, Sharded, TrainState
 from jddp.engine.unused import UNUSED, Zero
 from jddp.engine.view import View
 from jddp.errors import ConfigError
 from jddp.reduce.plan import BucketPlan
 from jddp.reduce.reduction import Reduction
-from jddp.reduce.shards import shard_shape
 from jddp.typing import Grads, OptState, Params, PyTree
 
 
@@ -109,7 +106,7 @@ class Zero1(ReplicatedOptimizer):
 
     def layouts(self, params: Params) -> PyTree:
         """As `ReplicatedOptimizer.layouts`."""
-        opt_state = jax.eval_shape(self.tx.init, _reshaped(params, _at_least_1d))
+        opt_state = jax.eval_shape(self.tx.init, at_least_1d(params))
         # Scalars, such as a count of steps, are the same for every shard.
         return jax.tree.map(lambda x: Sharded(x.shape) if x.shape else Replicated(), opt_state)
 
@@ -119,9 +116,7 @@ class Zero1(ReplicatedOptimizer):
         Raises:
           ConfigError: If elements of the update depend on others, with the operation.
         """
-        part = functools.partial(shard_shape, num_shards=num_replicas)
-        shapes = (_reshaped(params, shape) for shape in (_at_least_1d, part))
-        if reason := _why_not_split(self.tx, *shapes):
+        if reason := why_not_split(self.tx, params, num_replicas):
             raise ConfigError(
                 "shard_optimizer=True gives each replica a shard of each array, and this optimizer "
                 f"does not work element by element: it {reason}. Choose shard_optimizer=False; or, "
@@ -180,39 +175,3 @@ def _is_multi_steps(tx: optax.GradientTransformation) -> bool:
     opt_state = jax.eval_shape(tx.init, params)
     states = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, optax.MultiStepsState))
     return any(isinstance(state, optax.MultiStepsState) for state in states)
-
-
-def _reshaped(params: Params, shape: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Params:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(shape(x.shape), x.dtype), params)
-
-
-def _at_least_1d(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return shape or (1,)
-
-
-def _why_not_split(optimizer: optax.GradientTransformation, whole: Params, part: Params) -> str:
-    """The reason why an optimizer of such parameters cannot be split; "" if it can."""
-    extended = optax.with_extra_args_support(optimizer)
-
-    def step(params: Params, loss: Array, opt_state: OptState) -> PyTree:
-        return extended.update(params, opt_state, params, value=loss)
-
-    loss = jax.ShapeDtypeStruct((), jnp.float32)
-    opt_state = jax.eval_shape(optimizer.init, whole)
-    # State of any other shape, such as Adafactor's rows and columns, has no shard that belongs to a
-    # shard of a parameter.
-    known = {x.shape for x in jax.tree.leaves(whole)}
-    strange = [x.shape for x in jax.tree.leaves(opt_state) if x.shape and x.shape not in known]
-    if strange:
-        return f"keeps an array of shape {strange[0]}, which no parameter has"
-    mixing = find_mixing(optimizer.init, whole) or find_mixing(step, whole, loss, opt_state)
-    if mixing:
-        return f"applies {mixing!r} to arrays as a whole"
-    # A mask by shape or size may treat a shard otherwise than the whole array, so the program for
-    # shards has to have the same equations.
-    of_part = jax.eval_shape(optimizer.init, part)
-    if is_same(optimizer.init, (whole,), (part,)) and is_same(
-        step, (whole, loss, opt_state), (part, loss, of_part)
-    ):
-        return ""
-    return "does something else with arrays of other shapes"

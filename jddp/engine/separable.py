@@ -5,17 +5,21 @@ update depends on another element: Adam can be split, a method that uses norms o
 cannot. The equations of the optimizer decide, not its name: for shards of each array they must give
 the shards of the whole result, and be the same equations, since a mask may depend on shapes.
 
-This room knows equations, and nothing of meshes or steps.
+This room knows optimizers and equations, and nothing of meshes or steps.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import optax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
+from jaxtyping import Array
 
 from jddp.jaxprs import called, shape_of
-from jddp.typing import PyTree
+from jddp.reduce import part_shape
+from jddp.typing import OptState, Params, PyTree
 
 UNIFORM, SPLIT = "one number for all elements", "an element for each"
 _NAMES = """
@@ -29,6 +33,38 @@ _NAMES = """
 # A list of what is allowed, so that an operation that is new to JAX is refused, and not trusted.
 ELEMENTWISE = frozenset(_NAMES.split())
 RESHAPING = frozenset(("broadcast_in_dim", "reshape", "squeeze"))
+
+
+def why_not_split(tx: optax.GradientTransformation, params: Params, num_parts: int) -> str:
+    """The reason why an optimizer of such parameters cannot be split into parts; "" if it can."""
+    tx = optax.with_extra_args_support(tx)
+    loss = jax.ShapeDtypeStruct((), jnp.float32)
+    parts = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(part_shape(x.shape, num_parts), x.dtype), params
+    )
+    whole, part = ((x, loss, jax.eval_shape(tx.init, x)) for x in (at_least_1d(params), parts))
+
+    def update(params: Params, loss: Array, opt_state: OptState) -> PyTree:
+        return tx.update(params, opt_state, params, value=loss)
+
+    # State of any other shape, such as Adafactor's rows and columns, has no shard that belongs to a
+    # shard of a parameter.
+    known = {(), *(x.shape for x in jax.tree.leaves(whole[0]))}
+    strange = [x.shape for x in jax.tree.leaves(whole[2]) if x.shape not in known]
+    if strange:
+        return f"keeps an array of shape {strange[0]}, which no parameter has"
+    if mixing := find_mixing(tx.init, whole[0]) or find_mixing(update, *whole):
+        return f"applies {mixing!r} to arrays as a whole"
+    # A mask by shape or size may treat a shard otherwise than the whole array, so the program for
+    # shards has to have the same equations.
+    if is_same(tx.init, whole[:1], part[:1]) and is_same(update, whole, part):
+        return ""
+    return "does something else with arrays of other shapes"
+
+
+def at_least_1d(params: Params) -> Params:
+    """Shapes of the parameters, with one dim at least, as their parts have."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape or (1,), x.dtype), params)
 
 
 def find_mixing(function: Callable[..., PyTree], *shapes: PyTree) -> str:
