@@ -37,6 +37,8 @@ from jddp.modules.rows import count_rows
 from jddp.reduce.plan import BucketPlan
 from jddp.typing import Batch, PyTree
 
+Planned = tuple[BucketPlan, Traced | None]  # of rows of one form; no traced passes without rows
+
 
 class CompiledSteps:
     """The compiled steps of one spec on one mesh.
@@ -57,8 +59,9 @@ class CompiledSteps:
         self.plan: BucketPlan | None = None
         self.traced: Traced | None = None
         self.spec, self.mesh = spec, mesh
-        self._plans: dict[Hashable, tuple[BucketPlan, Traced]] = {}  # by form of one micro-batch
-        self._jitted: dict[Hashable, Wrapped] = {}  # by what makes it and the form of all rows
+        self._plans: dict[Hashable, Planned] = {}  # by the form of one micro-batch
+        # By what makes it, and the form of all rows.
+        self._jitted: dict[Hashable, tuple[Planned, Wrapped]] = {}
         self._make_step = functools.partial(make_step, donate=donate)
 
     @property
@@ -95,12 +98,12 @@ class CompiledSteps:
             state of the model must be the same on all replicas, and local_steps lets it differ.
         """
         self.spec.sync.check(state.model_state, self.spec.model.keeps_own)
-        self.plan = self._plan(state, inputs)
+        self.plan, self.traced = self._plan(state, inputs)
 
-    def _plan(self, state: TrainState, inputs: Inputs) -> BucketPlan:
+    def _plan(self, state: TrainState, inputs: Inputs) -> Planned:
         spec = self.spec
         if inputs.rows is None:
-            return self._noted(spec.reduction.plan(state.params))
+            return self._noted(spec.reduction.plan(state.params)), None
         num_rows = self.count_rows_of_part(inputs.rows)
         rows, constants = _shapes(inputs)
         rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype), rows)
@@ -113,10 +116,9 @@ class CompiledSteps:
                 _warn_of_weights(inputs.rows, traced.sums)
             plan = self._noted(spec.reduction.plan(state.params, traced.ready), traced.num_looped)
             self._plans[form] = plan, traced
-        plan, self.traced = self._plans[form]
         # Checked for each form of rows: another batch may leave other parameters unused.
-        spec.optimizer.unused.check(plan)
-        return plan
+        spec.optimizer.unused.check(self._plans[form][0])
+        return self._plans[form]
 
     def _noted(self, plan: BucketPlan, num_looped: int = 0) -> BucketPlan:
         """The plan, with notes on when buckets are sent."""
@@ -175,16 +177,17 @@ class CompiledSteps:
         # By hand, and not by `jax.jit`'s cache, since a form of rows has its own plan.
         form = make, _form(inputs)
         if form not in self._jitted:
-            plan = self._plan(self._one(state), inputs)
+            plan, traced = self._plan(self._one(state), inputs)
             # Hook state is kept by bucket: with another plan it would be added to other gradients.
             if jax.tree.leaves(state.comm_state.hook) and self.plan not in (None, plan):
                 raise UsageError(
                     "These rows use other parameters than those that the comm_hook was made for: "
                     "its state is of other buckets. Give init a batch that uses them too."
                 )
-            self.plan = plan
-            self._jitted[form] = make(self.spec, plan, self.mesh, self.layouts(state))
-        return self._jitted[form]
+            jitted = make(self.spec, plan, self.mesh, self.layouts(state))
+            self._jitted[form] = (plan, traced), jitted
+        (self.plan, self.traced), jitted = self._jitted[form]
+        return jitted
 
     def _one(self, state: TrainState) -> TrainState:
         """Shapes of one replica's state, from those of the global one."""
