@@ -313,3 +313,12 @@ def test_what_other_batches_do_not_use_is_refused_by_name(place):
         ConfigError, match="^No gradient reaches extra/bias, extra/kernel. Use them"
     ):
         ddp.step(state, WITHOUT)
+
+
+def test_the_plan_is_that_of_the_last_rows():
+    ddp, unused = wrapped(Extra(), of_batch), []
+    state = start(ddp, WITHOUT)
+    for batch in (WITHOUT, WITH, WITHOUT):
+        state, _ = ddp.step(state, batch)
+        unused.append(bool(ddp.plan.unused))
+    assert unused == [True, False, True]

@@ -165,7 +165,7 @@ def replicate(tree: PyTree, mesh: Mesh) -> PyTree:
     sharding = replicated(mesh)
 
     def put(x: Leaf) -> jax.Array:
-        if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
+        if getattr(x, "sharding", None) == sharding:
             return x
         if _is_key(x):
             # A typed key cannot be put on devices of other processes; its data can.

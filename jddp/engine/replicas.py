@@ -33,6 +33,8 @@ from jddp.reduce.gradients import Finished
 from jddp.reduce.pairwise import sum_in_pairs
 from jddp.typing import Batch, ModelState, Path, PyTree
 
+Evaluate = Callable[[Batch, Array, Array], Sums]  # of a replica's rows, which count, and its key
+
 
 @dataclass(frozen=True)
 class Devices:
@@ -90,9 +92,7 @@ class Devices:
         """Returns the state with the largest of all replicas' values from the backward pass."""
         return largest_of_replicas(self.model, put(model_state, values), self.axis)
 
-    def evaluate(
-        self, function: Callable[[Batch, Array, Array], Sums], key: Array, rows: Batch, valid: Array
-    ) -> Sums:
+    def evaluate(self, function: Evaluate, key: Array, rows: Batch, valid: Array) -> Sums:
         """Returns `function(rows, valid, key)` summed over all replicas."""
         key = jax.random.fold_in(key, lax.axis_index(self.axis))
         return sum_over_replicas(function(rows, valid, key), axis=self.axis)
@@ -182,9 +182,7 @@ class LogicalReplicas(Devices):
         """As `Devices.sum`, of rows."""
         return sum_in_order(lax.optimization_barrier(sums), axis=self.axis)
 
-    def evaluate(
-        self, function: Callable[[Batch, Array, Array], Sums], key: Array, rows: Batch, valid: Array
-    ) -> Sums:
+    def evaluate(self, function: Evaluate, key: Array, rows: Batch, valid: Array) -> Sums:
         """As `Devices.evaluate`."""
         num, first = self._own_replicas()
         keys = jax.vmap(functools.partial(jax.random.fold_in, key))(first + jnp.arange(num))
