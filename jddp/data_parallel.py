@@ -489,7 +489,7 @@ class DataParallel(Shown):
         Raises:
           UsageError: If there is no state yet.
         """
-        told = logging_data(self.steps, self._executor.calls)
+        told = logging_data(self.steps, self._executor)
         if batch is not None:
             told |= measure(self.steps, self.abstract_state(batch), self._inputs(batch))
         return told

@@ -30,7 +30,7 @@ from jddp.reduce.backward import Backward, trace_backward
 from jddp.reduce.gradients import Finished, Gradients, Running
 from jddp.reduce.hooks import Units, power_of_two_within
 from jddp.reduce.plan import BucketPlan
-from jddp.typing import Batch, Grads, LossFn, ModelState, Params, Path, PyTree
+from jddp.typing import Batch, Grads, LossFn, ModelState, Params, PyTree
 
 Number = int | Array  # of a micro-batch
 MicroBatch = tuple[Batch, Array, PyTree]  # its rows, key and constants

@@ -38,12 +38,13 @@ class Executor:
 
     Attributes:
       latest: The newest state that is whole; None before there is one.
-      calls: Number of steps that were sent, and the times between them.
+      num_calls: Number of steps that were sent.
     """
 
     def __init__(self, *, donate: bool, platform: str) -> None:
         self.latest: TrainState | None = None
-        self.calls = Calls()
+        self.num_calls = 0
+        self._moments: collections.deque[float] = collections.deque(maxlen=101)
         self._donate, self._platform = donate, platform
         self._in_flight: collections.deque[Metrics] = collections.deque()
         # Weak, or the handle of every old state would be kept for the sake of a message.
@@ -51,15 +52,23 @@ class Executor:
 
     def send(self, step: Callable[..., Sent], state: TrainState, inputs: Inputs) -> Sent:
         """Sends a step; returns its result, which need not be computed yet."""
-        self.calls.count()
+        if self.num_calls:  # The first is left out of the times: it compiles.
+            self._moments.append(time.perf_counter())
+        self.num_calls += 1
         with _interrupts_after(state):
             result = call(step, state, inputs)
             self.latest = result[0]
         if self._donate:
-            self._taken[state] = self.calls.number
+            self._taken[state] = self.num_calls
         if self._platform == "cpu":
             self._wait_for_room(result[1])
         return result
+
+    @property
+    def mean_seconds(self) -> float | None:
+        """Mean time between the last hundred calls; None before there are two to count."""
+        num = len(self._moments) - 1
+        return (self._moments[-1] - self._moments[0]) / num if num > 0 else None
 
     def _wait_for_room(self, metrics: Metrics) -> None:
         # XLA:CPU deadlocks in its rendezvous once some thirty programs of many devices are waiting
@@ -110,26 +119,6 @@ def _interrupts_after(state: TrainState) -> Iterator[None]:
         signal.signal(signal.SIGINT, handle)
         if waiting:
             handle(*waiting[0])
-
-
-class Calls:
-    """Number of calls of a step, and the times between them."""
-
-    def __init__(self) -> None:
-        self.number = 0
-        self._moments: collections.deque[float] = collections.deque(maxlen=101)
-
-    def count(self) -> None:
-        """Counts one call, now. The first is left out of the times: it compiles."""
-        if self.number:
-            self._moments.append(time.perf_counter())
-        self.number += 1
-
-    @property
-    def mean_seconds(self) -> float | None:
-        """Mean time between the last hundred calls; None before there are two to count."""
-        num = len(self._moments) - 1
-        return (self._moments[-1] - self._moments[0]) / num if num > 0 else None
 
 
 def call(function: Callable[..., Result], *args: PyTree) -> Result:

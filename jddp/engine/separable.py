@@ -18,7 +18,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
 from jaxtyping import Array
 
 from jddp.jaxprs import called, shape_of
-from jddp.reduce import part_shape
+from jddp.reduce.shards import shard_shape
 from jddp.typing import OptState, Params, PyTree
 
 UNIFORM, SPLIT = "one number for all elements", "an element for each"
@@ -40,7 +40,7 @@ def why_not_split(tx: optax.GradientTransformation, params: Params, num_parts: i
     tx = optax.with_extra_args_support(tx)
     loss = jax.ShapeDtypeStruct((), jnp.float32)
     parts = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(part_shape(x.shape, num_parts), x.dtype), params
+        lambda x: jax.ShapeDtypeStruct(shard_shape(x.shape, num_parts), x.dtype), params
     )
     whole, part = ((x, loss, jax.eval_shape(tx.init, x)) for x in (at_least_1d(params), parts))
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import P, lax
 
 from jddp.engine.compiled import CompiledSteps
-from jddp.engine.executor import Calls
+from jddp.engine.executor import Executor
 from jddp.engine.mesh import over_replicas, platform
 from jddp.engine.state import Inputs, TrainState, enter
 from jddp.engine.sync import LocalSteps
@@ -136,7 +136,7 @@ def _direction(collective: Collective) -> str:
     return "backward" if "transpose(" in collective.op_name else "forward"
 
 
-def logging_data(steps: CompiledSteps, calls: Calls) -> dict[str, Any]:
+def logging_data(steps: CompiledSteps, executor: Executor) -> dict[str, Any]:
     """The fields of DDP's `_get_ddp_logging_data`, under its names where they mean the same.
 
     Raises:
@@ -149,7 +149,7 @@ def logging_data(steps: CompiledSteps, calls: Calls) -> dict[str, Any]:
         "world_size": mesh.size,
         "rank": jax.process_index(),
         "backend_name": platform(mesh),
-        "iteration": calls.number,
+        "iteration": executor.num_calls,
         "num_parameter_tensors": sum(len(b.leaves) for b in plan.buckets) + len(plan.unused),
         "dtypes": ", ".join(sorted({bucket.dtype.name for bucket in plan.buckets})),
         "wire_dtypes": ", ".join(sorted({bucket.wire_dtype.name for bucket in plan.buckets})),
@@ -164,7 +164,7 @@ def logging_data(steps: CompiledSteps, calls: Calls) -> dict[str, Any]:
         "local_steps": getattr(spec.sync, "every", None),
         "batch_norm": spec.model.batch_norm,
         "unused_parameters": list(plan.unused),
-        "avg_step_seconds": calls.mean_seconds,
+        "avg_step_seconds": executor.mean_seconds,
     }
 
 
