@@ -24,7 +24,7 @@ from jddp.typing import Batch, HookState, ModelState, OptState, Params, PyTree
 
 Shape = tuple[int, ...]
 Leaf = PyTree  # One of a tree: an array of the host or of the devices, or its shape and dtype.
-Path = tuple[Any, ...]  # of a leaf, as JAX gives it
+Path = tuple[Any, ...]  # of a leaf, as JAX names it
 KeepsOwn = Callable[[Path, Leaf], bool]  # whether each replica has its own of a leaf
 
 
