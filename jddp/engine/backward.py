@@ -21,7 +21,7 @@ from jax import lax
 from jaxtyping import Array
 
 from jddp.engine.overwritten import put, select
-from jddp.engine.state import Inputs, Path, TrainState, is_float
+from jddp.engine.state import Inputs, TrainState, is_float
 from jddp.errors import ConfigError
 from jddp.modules.forward import run_and_settle, trace_state
 from jddp.modules.functional import FlaxModel
@@ -30,7 +30,7 @@ from jddp.reduce.backward import Backward, trace_backward
 from jddp.reduce.gradients import Finished, Gradients, Running
 from jddp.reduce.hooks import Units, power_of_two_within
 from jddp.reduce.plan import BucketPlan
-from jddp.typing import Batch, Grads, LossFn, ModelState, Params, PyTree
+from jddp.typing import Batch, Grads, LossFn, ModelState, Params, Path, PyTree
 
 Number = int | Array  # of a micro-batch
 MicroBatch = tuple[Batch, Array, PyTree]  # its rows, key and constants

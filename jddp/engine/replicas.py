@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 from jddp.engine.backward import Local, MicroBatches, ScaleOf
 from jddp.engine.overwritten import largest_of_replicas, largest_of_rows, put
 from jddp.engine.same_program import Function, Options, Places, SameProgram
-from jddp.engine.state import Inputs, Path, TrainState, enter, leave, own_layouts
+from jddp.engine.state import Inputs, TrainState, enter, leave, own_layouts
 from jddp.errors import ConfigError
 from jddp.jaxprs import axes_of, equations
 from jddp.modules.forward import combine

@@ -20,11 +20,10 @@ from jax.sharding import NamedSharding
 
 from jddp.html import Shown
 from jddp.reduce.plan import in_mebibytes
-from jddp.typing import Batch, HookState, ModelState, OptState, Params, PyTree
+from jddp.typing import Batch, HookState, ModelState, OptState, Params, Path, PyTree
 
 Shape = tuple[int, ...]
 Leaf = PyTree  # One of a tree: an array of the host or of the devices, or its shape and dtype.
-Path = tuple[Any, ...]  # of a leaf, as JAX names it
 KeepsOwn = Callable[[Path, Leaf], bool]  # whether each replica has its own of a leaf
 
 

@@ -19,13 +19,13 @@ from jax import lax
 from jaxtyping import Array
 
 from jddp.engine.backward import Local
-from jddp.engine.state import KeepsOwn, Path, TrainState, is_float, name_of, own_layouts
+from jddp.engine.state import KeepsOwn, TrainState, is_float, name_of, own_layouts
 from jddp.engine.view import Own, View
 from jddp.errors import ConfigError
 from jddp.reduce.gradients import Finished
 from jddp.reduce.plan import BucketPlan
 from jddp.reduce.reduction import Reduction
-from jddp.typing import Grads, HookState, ModelState, Params, PyTree
+from jddp.typing import Grads, HookState, ModelState, Params, Path, PyTree
 
 Mean = tuple[tuple[Grads, PyTree], HookState]
 MEAN = optax.sgd(1.0)

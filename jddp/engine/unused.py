@@ -14,10 +14,10 @@ from collections.abc import Collection, Mapping
 import jax
 import jax.numpy as jnp
 
-from jddp.engine.state import Leaf, Path, name_of
+from jddp.engine.state import Leaf, name_of
 from jddp.errors import ConfigError
 from jddp.reduce.plan import BucketPlan
-from jddp.typing import Params, PyTree
+from jddp.typing import Params, Path, PyTree
 
 
 class Zero:
@@ -90,8 +90,12 @@ def take_back(new: PyTree, old: PyTree, params: Params, unused: Collection[str])
 
 
 def _entries(path: Path) -> tuple[str, ...]:
-    # With its form: a parameter of the name "count" is in a dict, an optimizer's own is a field.
-    return tuple(jax.tree_util.keystr((entry,)) for entry in path)
+    # A parameter of the name "count" is in a dict, an optimizer's own is a field: ".count".
+    return tuple(
+        "." * isinstance(entry, jax.tree_util.GetAttrKey)
+        + jax.tree_util.keystr((entry,), simple=True)
+        for entry in path
+    )
 
 
 def _owner(path: tuple[str, ...], names: Mapping[tuple[str, ...], str]) -> str | None:
@@ -104,6 +108,6 @@ def _owner(path: tuple[str, ...], names: Mapping[tuple[str, ...], str]) -> str |
         for end in range(len(path), start, -1):
             if path[start:end] in names:
                 return names[path[start:end]]
-            if not path[end - 1].strip("[]'").isdigit():
+            if not path[end - 1].isdigit():
                 break
     return None
