@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from jddp.errors import ConfigError
@@ -144,7 +145,7 @@ def weigh(
 
 
 def _sum_mean(name: str, mean: Mean, mask: Array | None, num_rows: int) -> Sum:
-    def add_up(x: Array) -> Array:
+    def add_up(x: ArrayLike) -> Array:
         x = jnp.asarray(x).astype(jnp.float32)
         if x.ndim and mask is not None:  # Its weights are in it already.
             x = jnp.where(_align(name, x.shape, mask) > 0, x, 0.0)
