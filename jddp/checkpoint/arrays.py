@@ -6,38 +6,26 @@ In the file a layout is "replicated", {"per_replica": "mean"} (or "sum", "reset"
 another number of replicas) or {"sharded": [16, 4]} (the whole shape). Format 1 has none.
 """
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
-from jddp.engine.digest import as_words
+from jddp.engine.digest import as_words, digests
 from jddp.engine.state import Layout, PerReplica, Replicated, Sharded
 from jddp.typing import PyTree
 
 Layouts = Mapping[str, Any]  # a `Layout` by path; None where it is not known
 Described = dict[str, dict[str, Any]]
-KEY_IMPLS = ("threefry2x32", "rbg", "unsafe_rbg")
+# Implementations of PRNG keys, by the names of their dtypes.
+KEY_IMPLS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
 
 
 def by_path(tree: PyTree) -> dict[str, Any]:
     """The leaves of a tree by their paths, such as "params/Dense_0/kernel", in the tree's order."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in leaves}
-
-
-def nested(leaves: Mapping[str, Any]) -> dict[str, PyTree]:
-    """A tree of dicts, from leaves by their paths."""
-    tree: dict[str, Any] = {}
-    for name, leaf in leaves.items():
-        *parents, last = name.split("/")
-        inside = tree
-        for parent in parents:
-            inside = inside.setdefault(parent, {})
-        inside[last] = leaf
-    return tree
 
 
 def describe(tree: PyTree, found: Any, layouts: Layouts) -> Described:
@@ -53,6 +41,13 @@ def describe(tree: PyTree, found: Any, layouts: Layouts) -> Described:
         name: dict(shape=[*x.shape], dtype=str(x.dtype), digest=word, layout=layouts.get(name))
         for (name, x), word in zip(by_path(tree).items(), words, strict=True)
     }
+
+
+def find_altered(arrays: PyTree, described: Described) -> str | None:
+    """Names an array on the devices that is not the one described; None if there is none."""
+    found = describe(arrays, digests(arrays), layouts_in(described))
+    differ = [name for name in {**described, **found} if described.get(name) != found.get(name)]
+    return f"{differ[0]} is not the array that was saved" if differ else None
 
 
 def layouts_in(described: Described) -> Layouts:
@@ -109,14 +104,8 @@ def _is_shape(dims: Sequence[Any]) -> bool:
 
 def as_saved(words: Any, dtype: str) -> Any:
     """An array of a dtype named as by `describe`, from the numbers that orbax reads without it."""
-    impl = _key_impls().get(dtype)
+    impl = KEY_IMPLS.get(dtype)
     return words if impl is None else jax.random.wrap_key_data(words, impl=impl)
-
-
-@functools.cache
-def _key_impls() -> dict[str, str]:
-    """The implementations of PRNG keys, by the names of their dtypes."""
-    return {str(jax.random.key(0, impl=impl).dtype): impl for impl in KEY_IMPLS}
 
 
 def _form(shape: Sequence[int], dtype: Any, layout: Layout) -> str:

@@ -18,6 +18,7 @@ and is on the disk. One with a wrong digest is renamed, never removed, and the o
 """
 
 import contextlib
+import json
 import logging
 import time
 from collections.abc import Mapping
@@ -25,19 +26,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
 from jddp.checkpoint import folders
-from jddp.checkpoint.arrays import Layouts, by_path, describe, difference, layouts_in
+from jddp.checkpoint.arrays import Layouts, by_path, difference, find_altered, layouts_in
 from jddp.checkpoint.checksums import NAME as SUMS
 from jddp.checkpoint.format_1 import guess_layouts
-from jddp.checkpoint.reader import find_fault, find_other_step, read_described, read_object
+from jddp.checkpoint.reader import find_newest, find_other_step, read_described, read_object
 from jddp.checkpoint.resize import on_this_mesh, to_read
 from jddp.checkpoint.writer import SECONDS, Writer, first_line
 from jddp.distributed.coordination import from_first
-from jddp.engine.digest import digests
 from jddp.engine.state import Replicated, TrainState
 from jddp.errors import ConfigError, FileSystemError
 from jddp.typing import PyTree
@@ -92,10 +91,7 @@ class Checkpoints:
         Raises:
           FileSystemError: If the directory cannot be read.
         """
-        try:
-            return folders.finished(self._directory)
-        except OSError as error:
-            raise self._cannot("be read", error) from error
+        return folders.finished(self._directory)
 
     def save(
         self, step: int, state: TrainState, beside: Mapping[str, Any], layouts: PyTree = None
@@ -144,19 +140,13 @@ class Checkpoints:
 
     def _newest_sound(self) -> int | None:
         """The newest step with undamaged files; damaged checkpoints are renamed."""
-        sound = ""
-        if jax.process_index() == 0:
-            for step in reversed(self.steps()):
-                damage = find_fault(self._directory / str(step))
-                if damage is None:
-                    sound = str(step)
-                    break
-                self._set_aside(step, damage)
-        sound = from_first("newest", sound, timeout_seconds=SECONDS)
-        if not sound:
-            return None
-        self._wait_until_seen(self._directory / sound / SUMS)
-        return int(sound)
+        is_first = jax.process_index() == 0
+        found = find_newest(self._directory, self._set_aside) if is_first else None
+        shared = from_first("newest", json.dumps(found), timeout_seconds=SECONDS)
+        step: int | None = json.loads(shared)
+        if step is not None:
+            self._wait_until_seen(self._directory / str(step) / SUMS)
+        return step
 
     def _wait_until_seen(self, path: Path) -> None:
         until = time.monotonic() + SEEN_SECONDS
@@ -183,10 +173,9 @@ class Checkpoints:
         here = _layouts_of(like, layouts)
         try:
             described, beside = read_described(folder), read_object(folder / "run.json")
-            recorded = layouts_in(described)
             like_one = {n: (x, x.one_device_shape(wanted[n].shape)) for n, x in here.items()}
             saved_by = beside.get("world", {}).get("num_devices", 1)
-            there = recorded or guess_layouts(described, like_one, saved_by)
+            there = layouts_in(described) or guess_layouts(described, like_one, saved_by)
             if differ := difference(described, wanted, there, here):
                 raise ConfigError(
                     f"{self._directory} holds, at step {step}, another model, optimizer or mesh. "
@@ -200,12 +189,9 @@ class Checkpoints:
             raise
         except Exception as error:  # orbax raises anything for foreign files
             raise self._cannot(f"be read at step {step}", error) from error
-        for name, found in describe(arrays, np.asarray(digests(arrays)), recorded).items():
-            if found != described[name]:
-                self._set_aside(step, f"{name} is not the array that was saved")
-                return None
-        if (other := find_other_step(folder, beside.pop("step", arrays["step"]))) is not None:
-            self._set_aside(step, other)
+        saved_as = beside.pop("step", arrays["step"])
+        if damage := find_altered(arrays, described) or find_other_step(folder, saved_as):
+            self._set_aside(step, damage)
             return None
         leaves = [on_this_mesh(arrays[n], x, there[n]) for n, x in wanted.items()]
         return Restored(step, jax.tree.unflatten(jax.tree.structure(like), leaves), beside)

@@ -6,18 +6,18 @@
 The formats (`formats`) have no random keys, layouts or run data: these are in a text of JSON.
 """
 
+import contextlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 
-from jddp.checkpoint.arrays import by_path, in_file, layout_of, layouts_in
+from jddp.checkpoint.arrays import KEY_IMPLS, by_path, in_file, layout_of, layouts_in
+from jddp.checkpoint.checkpoints import Checkpoints
 from jddp.checkpoint.formats import format_of
 from jddp.checkpoint.reader import read, read_described, read_object, read_values
-from jddp.checkpoint.writer import Writer
 from jddp.engine.mesh import make_mesh, replicate
 from jddp.engine.state import Replicated
 from jddp.errors import DataError, FileSystemError
@@ -38,7 +38,8 @@ def export(folder: Path, file: Path, fields: Sequence[str] | None = None) -> Non
     pack = format_of(file).pack
     leaves = by_path(read(folder) if fields is None else read_values(folder, fields))
     layouts = dict.fromkeys(leaves, Replicated()) if fields else layouts_in(read_described(folder))
-    keys = {name: str(jax.random.key_impl(x)) for name, x in leaves.items() if _is_key(x)}
+    dtypes = {name: str(x.dtype) for name, x in leaves.items()}
+    keys = {name: KEY_IMPLS[dtype] for name, dtype in dtypes.items() if dtype in KEY_IMPLS}
     arrays = {
         name: np.asarray(jax.random.key_data(x) if name in keys else x)
         for name, x in leaves.items()
@@ -83,14 +84,6 @@ def import_file(file: Path, directory: Path) -> int:
         name: jax.random.wrap_key_data(jax.numpy.asarray(x), impl=keys[name]) if name in keys else x
         for name, x in arrays.items()
     }
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    writer = Writer(directory.absolute(), keep=2**62)
-    writer.start(step, replicate(leaves, make_mesh(1)), run, layouts)
-    writer.close()
-    if writer.failure is not None:
-        raise writer.failure
+    with contextlib.closing(Checkpoints(directory, keep=2**62)) as checkpoints:
+        checkpoints.save(step, replicate(leaves, make_mesh(1)), run, layouts)
     return step
-
-
-def _is_key(x: Any) -> bool:
-    return bool(jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key))

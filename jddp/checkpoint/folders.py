@@ -12,14 +12,22 @@ from collections.abc import Collection
 from pathlib import Path
 
 from jddp.checkpoint.checksums import sync_directory
+from jddp.errors import FileSystemError
 
 _STEP = re.compile(r"0|[1-9][0-9]*")  # no other spelling, such as 030, is a name of a checkpoint
 _UNFINISHED = re.compile(rf"({_STEP.pattern})\.(new|old)")
 
 
 def finished(directory: Path) -> list[int]:
-    """The steps of all checkpoints, damaged ones included, in order."""
-    names = (entry.name for entry in os.scandir(directory) if entry.is_dir(follow_symlinks=False))
+    """The steps of all checkpoints, damaged ones included, in order.
+
+    Raises:
+      FileSystemError: If the directory cannot be read.
+    """
+    try:
+        names = [x.name for x in os.scandir(directory) if x.is_dir(follow_symlinks=False)]
+    except OSError as error:
+        raise FileSystemError(f"{directory} cannot be read: {error.strerror}.") from error
     return sorted(int(name) for name in names if _STEP.fullmatch(name))
 
 

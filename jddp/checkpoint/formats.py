@@ -15,8 +15,9 @@ import numpy as np
 import safetensors.flax
 import safetensors.numpy
 from flax import serialization
+from flax.traverse_util import unflatten_dict
 
-from jddp.checkpoint.arrays import by_path, nested
+from jddp.checkpoint.arrays import by_path
 from jddp.errors import ConfigError
 
 Arrays = dict[str, np.ndarray]
@@ -62,7 +63,7 @@ def _unpack_safetensors(packed: bytes) -> tuple[Arrays, Any]:
 
 
 def _pack_msgpack(arrays: Arrays, about: str) -> bytes:
-    return serialization.msgpack_serialize({**nested(arrays), KEY: about})
+    return serialization.msgpack_serialize({**unflatten_dict(arrays, sep="/"), KEY: about})
 
 
 def _unpack_msgpack(packed: bytes) -> tuple[Arrays, Any]:

@@ -3,12 +3,9 @@
 import json
 from pathlib import Path
 
-import numpy as np
-
-from jddp.checkpoint.arrays import describe, layouts_in
+from jddp.checkpoint.arrays import find_altered
 from jddp.checkpoint.folders import finished
 from jddp.checkpoint.reader import find_fault, find_other_step, read, read_described
-from jddp.engine.digest import digests
 from jddp.engine.mesh import make_mesh, replicate
 from jddp.errors import ConfigError, FileSystemError
 
@@ -57,8 +54,4 @@ def find_any_damage(folder: Path) -> str | None:
         described, arrays = read_described(folder), replicate(read(folder), make_mesh(1))
     except FileSystemError as error:
         return str(error)
-    found = describe(arrays, np.asarray(digests(arrays)), layouts_in(described))
-    differ = [name for name in {**described, **found} if described.get(name) != found.get(name)]
-    if differ:
-        return f"{differ[0]} is not the array that was saved"
-    return find_other_step(folder, arrays.get("step"))
+    return find_altered(arrays, described) or find_other_step(folder, arrays.get("step"))

@@ -10,15 +10,16 @@ run names is called, and nothing is written: damaged checkpoints are skipped.
 import contextlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
+from flax.traverse_util import unflatten_dict
 
-from jddp.checkpoint.arrays import Described, as_saved, by_path, from_file, layouts_in, nested
+from jddp.checkpoint.arrays import Described, as_saved, by_path, from_file, layouts_in
 from jddp.checkpoint.checksums import find_damage
 from jddp.checkpoint.folders import finished
 from jddp.checkpoint.format_1 import guess_layouts
@@ -49,7 +50,7 @@ def read_values(folder: Path, fields: Sequence[str]) -> dict[str, PyTree]:
     described, leaves = read_described(folder), by_path(read(folder, fields))
     layouts = layouts_in(described) or guess_layouts(described, {}, 1)
     values = {name: merged(x, layouts[name]) for name, x in leaves.items()}
-    return {field: {} for field in fields} | nested(values)
+    return {field: {} for field in fields} | unflatten_dict(values, sep="/")
 
 
 def newest_sound(directory: Path) -> int:
@@ -58,18 +59,26 @@ def newest_sound(directory: Path) -> int:
     Raises:
       FileSystemError: If there is none.
     """
-    try:
-        steps = finished(directory)
-    except OSError as error:
-        raise FileSystemError(f"{directory} cannot be read: {error.strerror}.") from error
-    if not steps:
+
+    def skip(step: int, damage: str) -> None:
+        logging.getLogger("jddp").error("%s is skipped: %s.", directory / str(step), damage)
+
+    if not finished(directory):
         raise FileSystemError(f"{directory} holds no finished checkpoint. Train first.")
-    for step in reversed(steps):
+    step = find_newest(directory, skip)
+    if step is None:
+        raise FileSystemError(f"{directory} holds no undamaged checkpoint.")
+    return step
+
+
+def find_newest(directory: Path, on_damage: Callable[[int, str], None]) -> int | None:
+    """The newest step with undamaged files, or None; passes on each newer one with its damage."""
+    for step in reversed(finished(directory)):
         damage = find_fault(directory / str(step))
         if damage is None:
             return step
-        logging.getLogger("jddp").error("%s is skipped: %s.", directory / str(step), damage)
-    raise FileSystemError(f"{directory} holds no undamaged checkpoint.")
+        on_damage(step, damage)
+    return None
 
 
 def find_fault(folder: Path) -> str | None:
@@ -113,7 +122,7 @@ def read(folder: Path, fields: Sequence[str] | None = None) -> dict[str, PyTree]
         with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
             arrays = handler.restore(state, args=arguments)
         leaves = {name: as_saved(arrays[name], described[name]["dtype"]) for name in chosen}
-        return {field: {} for field in fields or ()} | nested(leaves)
+        return {field: {} for field in fields or ()} | unflatten_dict(leaves, sep="/")
     except Exception as error:  # orbax raises anything for foreign files
         raise FileSystemError(f"{state} cannot be read: {first_line(error)}") from error
 

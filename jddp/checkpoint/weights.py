@@ -15,8 +15,9 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
+from flax.traverse_util import unflatten_dict
 
-from jddp.checkpoint.arrays import by_path, nested
+from jddp.checkpoint.arrays import by_path
 from jddp.checkpoint.formats import FORMATS
 from jddp.checkpoint.listing import directory_of
 from jddp.checkpoint.reader import read_newest
@@ -57,7 +58,7 @@ def _read_file(path: Path) -> PyTree:
     arrays, _ = FORMATS[path.suffix].unpack(path.read_bytes())
     separator = "/" if any("/" in name for name in arrays) else "."
     found = {name: x for name, x in arrays.items() if hasattr(x, "dtype")}
-    return nested({name.replace(separator, "/"): x for name, x in found.items()})
+    return unflatten_dict(found, sep=separator)
 
 
 def _read_orbax(path: Path) -> PyTree:

@@ -15,13 +15,11 @@ import logging
 import os
 import re
 import shutil
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
@@ -34,6 +32,7 @@ from jddp.errors import FileSystemError, ReplicaMismatchError
 from jddp.typing import PyTree
 
 Arrays = Mapping[str, jax.Array]
+Saved = tuple[PyTree, jax.Array, Layouts]  # shapes of arrays, their digests and their layouts
 log = logging.getLogger("jddp")
 
 SECONDS = 1800.0  # that a process may take to write its part
@@ -58,8 +57,8 @@ class Writer:
         self._directory, self._keep, self._keep_every = directory, keep, keep_every
         self._above = os.stat(directory.parent)
         self._handler = ocp.PyTreeCheckpointHandler()
-        self._thread: threading.Thread | None = None
-        self._bug: BaseException | None = None
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "jddp-save")
+        self._begun: concurrent.futures.Future[FileSystemError | None] | None = None
         self._reported = ""  # the kind of the last failure, until a checkpoint is written
 
     def start(self, step: int, arrays: Arrays, beside: Mapping[str, Any], layouts: Layouts) -> None:
@@ -74,8 +73,7 @@ class Writer:
         self.wait()
         text = json.dumps({**beside, "step": step}) + "\n"
         saved = jax.tree.map(_shape, arrays), digests(arrays), layouts
-        failure: Exception | None = None
-        parts: list[Any] = []
+        reason, parts = "", []
         try:
             # A run directory that was moved is not made again.
             if not os.path.samestat(os.stat(self._directory.parent), self._above):
@@ -86,26 +84,15 @@ class Writer:
             _refuse_full(folder, arrays)
             parts = self._copy(folder, arrays)
         except (OSError, ValueError) as error:
-            failure = error
-
-        def finish() -> None:
-            try:
-                reason = first_line(_wait_for(parts, failure))
-                self.failure = self._finish(step, reason, saved, text)
-            except BaseException as error:  # which `wait` raises in the main thread
-                self._bug = error
-
-        self._thread = threading.Thread(target=finish, name=f"jddp-save-{step}")
-        self._thread.start()
+            reason = first_line(error)
+        self._begun = self._thread.submit(self._finish, step, parts, reason, saved, text)
 
     def wait(self) -> None:
         """Waits until the started checkpoint is written, or has failed."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._bug is not None:
-            bug, self._bug = self._bug, None
-            raise bug
+        if self._begun is not None:
+            concurrent.futures.wait([self._begun])
+            begun, self._begun = self._begun, None
+            self.failure = begun.result()
 
     def close(self) -> None:
         """Waits, and frees orbax's resources."""
@@ -118,32 +105,42 @@ class Writer:
     def _copy(self, folder: Path, arrays: PyTree) -> list[Any]:
         """Copies arrays to the host, and returns the futures of writing them."""
         arguments = ocp.args.PyTreeSave(arrays, ocdbt_target_data_file_size=FILE_BYTES)
-        with concurrent.futures.ThreadPoolExecutor(1) as pool:  # A notebook runs its own loop.
-            begun = pool.submit(
-                lambda: asyncio.run(self._handler.async_save(epath.Path(folder), args=arguments))
-            )
-            return begun.result() or []
+        # In a thread: a notebook runs a loop of its own in this one.
+        begun = self._thread.submit(
+            lambda: asyncio.run(self._handler.async_save(epath.Path(folder), args=arguments))
+        )
+        return begun.result() or []
 
     def _finish(
-        self, step: int, reason: str, saved: tuple[PyTree, jax.Array, Layouts], beside: str
+        self, step: int, parts: list[Any], reason: str, saved: Saved, beside: str
     ) -> FileSystemError | None:
-        """Makes a checkpoint of the written parts; returns the error if it cannot.
+        """Makes a checkpoint of its parts once they are written; returns the error if it cannot.
+
+        Args:
+          step: Number of finished optimizer steps.
+          parts: Futures of writing the arrays of this process.
+          reason: Reason for which this process cannot write them; empty for none.
+          saved: The arrays.
+          beside: Text of the run data.
 
         Raises:
           ReplicaMismatchError: On all processes, if replicas differ.
         """
+        for part in parts:
+            try:
+                part.result()
+            except (OSError, ValueError) as error:
+                reason = reason or first_line(error)
         shapes, found, layouts = saved
-        rows = np.asarray(found)
-        divergence = find_divergence(rows, shapes)
-        if divergence is not None:
+        if (divergence := find_divergence(found, shapes)) is not None:
             raise ReplicaMismatchError(f"Step {step} is not saved: {divergence}.")
         votes = gather(f"save/{step}", reason, timeout_seconds=SECONDS)
         reason = next((f"process {i}: {vote}" for i, vote in enumerate(votes) if vote), "")
         if jax.process_index() == 0:
             try:
                 if not reason:
-                    self._commit(step, describe(shapes, rows, layouts), beside)
-            except (OSError, ValueError) as error:
+                    self._commit(step, describe(shapes, found, layouts), beside)
+            except (OSError, ValueError, FileSystemError) as error:
                 reason = first_line(error)
             if reason:
                 shutil.rmtree(self._folder(step), ignore_errors=True)
@@ -180,21 +177,9 @@ def _refuse_full(folder: Path, arrays: Arrays) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(folder))
 
 
-def first_line(error: BaseException | None) -> str:
-    """The message of orbax, TensorStore or the file system in one line; empty for no error."""
-    if error is None:
-        return ""
+def first_line(error: BaseException) -> str:
+    """The message of orbax, TensorStore or the file system in one line."""
     return next(iter(str(error).strip().splitlines()), repr(error))
-
-
-def _wait_for(parts: list[Any], failure: Exception | None) -> Exception | None:
-    """Waits until all parts are written; returns the first error."""
-    for part in parts:
-        try:
-            part.result()
-        except (OSError, ValueError) as error:
-            failure = failure or error
-    return failure
 
 
 def _shape(x: jax.Array) -> jax.ShapeDtypeStruct:
