@@ -15,7 +15,7 @@ from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch
 import jddp
 from jddp.data import ArrayExamples, TrainBatches
 from jddp.errors import NumericsError
-from jddp.trainer.reports.evidence import write_evidence
+from jddp.trainer.numerics import write_evidence
 
 
 def wrapped(model=None, loss=loss_fn, **options):

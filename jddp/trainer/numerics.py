@@ -1,8 +1,10 @@
 """Steps with NaN or infinity: counted, and after too many in a row the end of the run.
 
-Diagnostics are kept in the run directory (`reports.evidence`): the rows, the numbers of their
-examples, and the norms of each layer. Where such steps are skipped the state and the norms are
+Diagnostics are kept in the run directory. Where such steps are skipped the state and the norms are
 those from before them; else the state is not finite, and the norms show where.
+
+    nonfinite/step_120/report.json      loss, examples, position, key, norms of each layer
+    nonfinite/step_120/process_0.npz    the rows that process 0 gave to the step
 """
 
 import json
@@ -16,12 +18,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from jddp.checkpoint.arrays import by_path
 from jddp.distributed.coordination import gather
 from jddp.engine.guard import LEAST
 from jddp.engine.state import TrainState
 from jddp.errors import NumericsError
 from jddp.trainer.prefetch import Source
-from jddp.trainer.reports.evidence import write_evidence
 from jddp.typing import Batch
 
 WAY_OUT = "Lower the learning rate, clip with max_grad_norm, or look at the data"
@@ -83,8 +85,8 @@ class Numerics:
           NumericsError: If too many were skipped, or the loss is not finite and is not skipped.
         """
         metrics = {"skipped": 0, "loss_scale": LEAST, **sent.metrics}
-        names = ("loss", "skipped", "loss_scale")
-        loss, skipped, scale = map(float, jax.device_get([metrics[name] for name in names]))
+        values = [metrics[name] for name in ("loss", "skipped", "loss_scale")]
+        loss, skipped, scale = map(float, jax.device_get(values))
         was_skipped = skipped > self.skipped
         self.skipped = int(skipped)
         # A step that is skipped because of other state leaves the loss scale as it was.
@@ -162,9 +164,8 @@ class Numerics:
 def _own_rows(batch: Batch) -> dict[str, np.ndarray]:
     """This process's rows of a batch on the devices, by path."""
     rows = {}
-    for path, x in jax.tree_util.tree_leaves_with_path(batch):
+    for name, x in by_path(batch).items():
         shards = sorted(x.addressable_shards, key=lambda shard: shard.index[0].start or 0)
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
         rows[name] = np.concatenate([np.asarray(shard.data) for shard in shards])
     return rows
 
@@ -181,3 +182,35 @@ def _broken_rows(rows: Mapping[str, np.ndarray]) -> list[int]:
 def _few(names: list[Any]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(map(str, names[:3])) + more
+
+
+def write_evidence(
+    folder: Path, report: Mapping[str, Any], rows: Mapping[str, np.ndarray], *, process_index: int
+) -> None:
+    """Writes this process's rows and, on process 0, the report; logs a failure.
+
+    Numbers that are not finite become text, "nan" or "inf", for JSON has none.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        plain: dict[str, Any] = {name: _plain(x) for name, x in rows.items()}
+        np.savez(folder / f"process_{process_index}.npz", **plain)
+        if process_index == 0:
+            text = json.dumps(_worded(report), indent=2, allow_nan=False)
+            (folder / "report.json").write_text(text + "\n")
+    except OSError as error:
+        log.error("%s: cannot be written: %s.", folder, error.strerror)
+
+
+def _plain(x: np.ndarray) -> np.ndarray:
+    """The array in a dtype of numpy: a file of others, such as bfloat16, could not be read back."""
+    return x.astype(np.float32) if x.dtype.kind == "V" else x
+
+
+def _worded(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _worded(x) for name, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [_worded(x) for x in value]
+    is_odd = isinstance(value, float) and not math.isfinite(value)
+    return str(value) if is_odd else value
