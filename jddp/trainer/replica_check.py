@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import jax
-
 from jddp.engine.digest import digests, find_divergence
 from jddp.engine.state import TrainState
 from jddp.errors import ReplicaMismatchError
@@ -18,7 +16,7 @@ class Comparison:
 
     def __init__(self, every: int | None) -> None:
         self._every = every
-        self._begun: tuple[int, Any, Any] | None = None
+        self._begun: tuple[int, Any, TrainState] | None = None
 
     def begin(self, step: int, state: TrainState) -> None:
         """Digests a state after `step` finished steps, where due; asynchronous."""
@@ -26,10 +24,7 @@ class Comparison:
         is_taken = state.step.is_deleted()  # the next step refuses it
         if self._every is None or is_alone or is_taken or step % self._every:
             return
-        shapes = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
-        )
-        self._begun = step, digests(state), shapes
+        self._begun = step, digests(state), state
 
     def finish(self) -> None:
         """Waits for the comparison that was started, if any.
@@ -39,9 +34,9 @@ class Comparison:
         """
         if self._begun is None:
             return
-        step, found, shapes = self._begun
+        step, found, state = self._begun
         self._begun = None
-        if (difference := find_divergence(found, shapes)) is not None:
+        if (difference := find_divergence(found, state)) is not None:
             raise ReplicaMismatchError(
                 f"After step {step} {difference}. No checkpoint is made of this state; existing "
                 "ones are of identical replicas. Exclude that device, or look for code that "
