@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from jddp.checkpoint.arrays import by_path
 from jddp.data import TrainBatches
 from jddp.engine.mesh import as_arrays
 from jddp.errors import DataError
@@ -48,8 +49,7 @@ class Source:
         if isinstance(self._batches, TrainBatches):
             return self._batches.batch(0)  # which starts no workers
         if not self._peeked:
-            self._peeked.append(self._read())
-            self._num_read -= 1
+            self._peeked.append(self._read_next())
         return self._peeked[0][0]
 
     def position(self) -> dict[str, Any]:
@@ -131,16 +131,17 @@ class Source:
                 return
 
     def _read(self) -> tuple[Batch, Any]:
-        if self._peeked:
-            self._num_read += 1
-            return self._peeked.pop()
+        item = self._peeked.pop() if self._peeked else self._read_next()
+        self._num_read += 1
+        return item
+
+    def _read_next(self) -> tuple[Batch, Any]:
         batch = next(self._iterator, _END)
         if batch is _END:
             raise DataError(
                 f"The training batches ended after {self._num_read}. Give an endless iterator, "
                 "or fewer steps."
             )
-        self._num_read += 1
         return batch, self._get_state()
 
     def _get_state(self) -> Any:
@@ -165,10 +166,10 @@ class Source:
 def _form(batch: Batch) -> dict[str, str]:
     """Dtype and dims of each leaf by its path; batches may differ in rows, and in nothing else."""
     form = {}
-    for path, x in jax.tree_util.tree_leaves_with_path(batch):
+    for name, x in by_path(batch).items():
         dims = ", ".join(map(str, ("rows", *x.shape[1:])))
         dtype = jax.dtypes.canonicalize_dtype(x.dtype) if x.dtype.kind in "iufc" else x.dtype
-        form[jax.tree_util.keystr(path, simple=True, separator="/")] = f"{dtype} ({dims})"
+        form[name] = f"{dtype} ({dims})"
     return form
 
 
@@ -180,10 +181,8 @@ def _refuse_another_form(step: int, first: dict[str, str], now: dict[str, str]) 
     """
     differ = [name for name in {**first, **now} if first.get(name) != now.get(name)]
     if differ:
-        here, there = (
-            ", ".join(f"{name} {form.get(name, 'absent')}" for name in differ)
-            for form in (now, first)
-        )
+        here = ", ".join(f"{name} {now.get(name, 'absent')}" for name in differ)
+        there = ", ".join(f"{name} {first.get(name, 'absent')}" for name in differ)
         raise DataError(
             f"step {step}: the training batch has {here}; the first batch has {there}. Give every "
             "batch the same keys, dtypes and dims after the rows: pad sequences to one length."
