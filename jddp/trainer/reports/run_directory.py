@@ -69,11 +69,11 @@ class RunDirectory:
         self.check_usable()
         with self._explained():
             self._refuse_another_run(config)
-            first, known = self._read_manifest()
+            starts, known = self._read_starts()
             if not (config or {}).get("data", {}).get("allow_changed"):
                 self._refuse_other_data(known, manifest)
             if self._is_writer:
-                self._write(config, first, manifest)
+                self._write(config, starts, manifest)
 
     def check_usable(self) -> None:
         """Checks that the directory can be made or written, without doing it.
@@ -103,9 +103,7 @@ class RunDirectory:
     def adopt(self, config: Values | None) -> None:
         """Keeps the config of a run that resumes with other free keys; the directory is held."""
         if self._is_writer and config is not None and changes(_read_config(self._config), config):
-            from jddp.config.files import dump_values
-
-            _replace(self._config, dump_values(config))
+            _write_config(self._config, config)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -174,13 +172,13 @@ class RunDirectory:
                 "Choose another run.dir, or the same config to resume."
             )
 
-    def _read_manifest(self) -> tuple[Values, list[str]]:
-        """The manifest, and the hashes of the data of all its starts."""
+    def _read_starts(self) -> tuple[list[Values], list[str]]:
+        """The manifests of all starts, and the hashes of their data."""
         try:
             first = json.loads(self._manifest.read_bytes()) if self._manifest.exists() else {}
-            starts = [first, *first.get("later_starts", [])]
+            starts = [first, *first.pop("later_starts", [])]
             data = [m["data"]["sha256"] for m in starts if m.get("data", {}).get("sha256")]
-            return first, [sha256.strip() for sha256 in data]
+            return [*filter(None, starts)], [sha256.strip() for sha256 in data]
         except (ValueError, RecursionError, LookupError, AttributeError, TypeError) as error:
             reason = error if isinstance(error, ValueError) else "it has another form"
             raise FileSystemError(
@@ -196,19 +194,15 @@ class RunDirectory:
                 "data.allow_changed=true."
             )
 
-    def _write(self, config: Values | None, first: Values, manifest: Values) -> None:
+    def _write(self, config: Values | None, starts: list[Values], manifest: Values) -> None:
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         if config is not None and not self._config.exists():
-            from jddp.config.files import dump_values
-
-            _replace(self._config, dump_values(config))
+            _write_config(self._config, config)
         manifest = json.loads(json.dumps(manifest))  # Tuples become lists, as in what was read.
-        later = first.get("later_starts", [])
-        known = [{k: v for k, v in first.items() if k != "later_starts"}, *later]
-        if not first:
-            _replace(self._manifest, manifest)
-        elif manifest not in known:
-            _replace(self._manifest, {**first, "later_starts": [*later, manifest]})
+        if manifest not in starts:
+            first, *later = *starts, manifest
+            values = {**first, "later_starts": later} if later else first
+            _replace(self._manifest, json.dumps(values, indent=2) + "\n")
 
 
 def _read_config(path: Path) -> Values:
@@ -225,6 +219,12 @@ def _differing(before: Values, now: Values) -> list[str]:
         for key, (old, new) in _pairs(before, now).items()
         if not is_free(key, old, new)
     ]
+
+
+def _write_config(path: Path, config: Values) -> None:
+    from jddp.config.files import dump_values
+
+    _replace(path, dump_values(config))
 
 
 def changes(before: Values, now: Values) -> list[str]:
@@ -258,9 +258,8 @@ def _show(value: Any) -> str:
     return "absent" if value is MISSING else "null" if value is None else str(value)
 
 
-def _replace(path: Path, values: str | Values) -> None:
+def _replace(path: Path, text: str) -> None:
     """Replaces a file atomically: a reader sees the old or the new one, never a part."""
     beside = path.with_name(path.name + ".partial")
-    text = values if isinstance(values, str) else json.dumps(values, indent=2) + "\n"
     beside.write_text(text, encoding="utf-8")
     os.replace(beside, path)
