@@ -92,7 +92,8 @@ def test_a_renamed_key_is_read_from_its_run_directory_alone(folder, was, before,
     assert flatten(found)[now] == after
     files = RunDirectory(path.parent, is_writer=True)
     files.prepare(found, {})
-    files.adopt(found)
+    with files.held(found):
+        pass
     assert was in flatten(yaml.safe_load(path.read_text()))  # nothing has changed
     shutil.copy(path, folder)
     with pytest.raises(jddp.ConfigError, match=f"unknown key '{was}'"):

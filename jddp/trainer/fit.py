@@ -73,10 +73,8 @@ def train(
         files.prepare(kept.config, manifest)
     source = Source(batches, ddp.shard_batch)
     stacks = None if files is None else files.stacks(jax.process_index())
-    held = contextlib.nullcontext() if files is None else files.held()
+    held = contextlib.nullcontext() if files is None else files.held(kept.config)
     with held, Watchdog(limits, stacks) as watchdog:
-        if files is not None:
-            files.adopt(kept.config)
         batch = source.peek()
         if jax.process_count() > 1:
             agree("model, optimizer or batch", fingerprint(ddp, batch))

@@ -76,7 +76,7 @@ class Loop:
         self._ddp, self._source, self._plan = ddp, source, plan
         self._evaluation = plan.evaluation
         self._files, self._callbacks, self._about = files, callbacks, about
-        self._saving = Saving(ddp, files, plan, about)
+        self._saving = Saving(ddp, files, plan)
         self.run = run = Run(
             ddp,
             state,
@@ -89,12 +89,10 @@ class Loop:
             run.step = int(state.step)
         self._signals, self._watchdog = StopSignals(), watchdog
         self._comparison = Comparison(plan.check_replicas_every_steps)
-        evidence = None if files is None else files.path / "nonfinite"
-        self._numerics = Numerics(ddp, source, evidence, plan.max_consecutive_skips)
+        self._numerics = Numerics(ddp, source, run.run_dir, plan.max_consecutive_skips)
         self._reporter = Reporter(run, plan, files, callbacks, self._numerics)
         self._position: Any = source.position()
-        self._resumed_from: int | None = None
-        self._changes: list[str | None] = []
+        self._notes: list[str] = []  # on the checkpoint that the run resumes from
         self._begun_at = run.step
 
     def resume(self) -> None:
@@ -105,6 +103,7 @@ class Loop:
         restored = self._saving.restore(run.state)
         if restored is not None:
             run.step, run.state, beside = restored
+            self._notes = [f"resumed from step {run.step} of {self._plan.num_steps}"]
             try:
                 self._restore_from(beside)
             except (LookupError, TypeError, ValueError, AttributeError) as error:
@@ -112,7 +111,6 @@ class Loop:
                     f"{run.run_dir} holds, at step {run.step}, a run.json of another version of "
                     f"jddp, or of something else: {error!r}. Choose another run.dir."
                 ) from error
-            self._resumed_from = run.step
         self._files.metrics.truncate_after(run.step)
         run.history = [x for x in self._files.metrics.read() if x["step"] <= run.step]
         if restored is not None:
@@ -125,17 +123,17 @@ class Loop:
         run.stopped = beside["stopped"]
         self._numerics.skipped, self._numerics.in_a_row = map(int, beside["skipped"])
         run.metrics, run.evaluations = beside["metrics"], beside["evaluations"]
-        self._changes = [
+        rate = self._reporter.learning_rate(run.step)
+        changes = [
             changed_settings(beside, self._about),
-            changed_rate(
-                run.step, beside.get("learning_rate"), self._reporter.learning_rate(run.step)
-            ),
+            changed_rate(run.step, beside.get("learning_rate"), rate),
         ]
         if beside["world"] != (world := self._ddp.steps.topology):
             draws = uses_rng(self._ddp, self._source.peek())
             stateful = any(map(is_float, jax.tree.leaves(run.state.model_state)))
             moved = differences(beside["world"], world, uses_rng=draws, has_statistics=stateful)
-            self._changes.append(moved)
+            changes.append(moved)
+        self._notes += filter(None, changes)
         self._position = beside["position"]
         self._source.move_to(self._position)
 
@@ -171,12 +169,10 @@ class Loop:
 
     def _run_on(self) -> None:
         run = self.run
-        if self._resumed_from is not None:
-            self._reporter.note(f"resumed from step {run.step} of {self._plan.num_steps}")
-            if self._is_due(self._plan.eval_every_steps):
-                self._evaluate()  # if it was interrupted
-        for change in filter(None, self._changes):
-            self._reporter.note(change)
+        for note in self._notes:
+            self._reporter.note(note)
+        if self._notes and self._is_due(self._plan.eval_every_steps):
+            self._evaluate()  # if it was interrupted
         self._comparison.begin(0, run.state)  # as it was made or read
         self._comparison.finish()
         self._trace_evaluation()
@@ -327,6 +323,7 @@ class Loop:
             "skipped": [self._numerics.skipped, self._numerics.in_a_row],
             "world": self._ddp.steps.topology,
             "learning_rate": self._reporter.learning_rate(run.step),
+            **self._about,
         }
         self._saving.save(where, run.step, run.state, beside)
         for callback in self._callbacks:

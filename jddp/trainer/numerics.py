@@ -60,7 +60,7 @@ class Numerics:
     Args:
       ddp: A `jddp.DataParallel`, which takes the steps.
       source: The training batches.
-      folder: Folder for the diagnostics; None keeps none.
+      run_dir: Folder of the run, for the diagnostics; None keeps none.
       most: Number of steps skipped in a row that ends the run.
 
     Attributes:
@@ -69,8 +69,8 @@ class Numerics:
         bring a loss scale down.
     """
 
-    def __init__(self, ddp: Any, source: Source, folder: Path | None, most: int) -> None:
-        self._ddp, self._source, self._folder, self._most = ddp, source, folder, most
+    def __init__(self, ddp: Any, source: Source, run_dir: Path | None, most: int) -> None:
+        self._ddp, self._source, self._run_dir, self._most = ddp, source, run_dir, most
         self.skipped = self.in_a_row = 0
         self._skipped_at: float | None = None  # the loss scale of the step before, if skipped
 
@@ -105,7 +105,7 @@ class Numerics:
         if self.in_a_row:
             found += f", the last of {self.in_a_row} in a row that were skipped: the loss, "
             found += "gradients or other state are not finite"
-        kept = "" if self._folder is None else self._keep(self._folder, sent, state, loss)
+        kept = "" if self._run_dir is None else self._keep(self._run_dir, sent, state, loss)
         way_out = self._labels_beyond(sent.batch) or WAY_OUT
         return f"{found}.{kept} {way_out}; the last checkpoint is from before."
 
@@ -121,7 +121,7 @@ class Numerics:
                 )
         return ""
 
-    def _keep(self, folder: Path, sent: Sent, state: TrainState, loss: float) -> str:
+    def _keep(self, run_dir: Path, sent: Sent, state: TrainState, loss: float) -> str:
         """Writes the diagnostics of the step; returns a sentence on their place and findings."""
         rows, layers = _own_rows(sent.batch), self._layers(sent, state)
         examples, broken = self._source.examples_before(sent.position), _broken_rows(rows)
@@ -139,7 +139,7 @@ class Numerics:
             "layers_after_step": int(state.step),
             "layers": layers,
         }
-        folder /= f"step_{sent.step}"
+        folder = run_dir / "nonfinite" / f"step_{sent.step}"
         write_evidence(folder, report, rows, process_index=jax.process_index())
         wrong = [name for name, layer in layers.items() if layer["not_finite"]]
         found = []
@@ -196,7 +196,8 @@ def write_evidence(
         plain: dict[str, Any] = {name: _plain(x) for name, x in rows.items()}
         np.savez(folder / f"process_{process_index}.npz", **plain)
         if process_index == 0:
-            text = json.dumps(_worded(report), indent=2, allow_nan=False)
+            worded = json.loads(json.dumps(report), parse_constant=lambda x: str(float(x)))
+            text = json.dumps(worded, indent=2, allow_nan=False)
             (folder / "report.json").write_text(text + "\n")
     except OSError as error:
         log.error("%s: cannot be written: %s.", folder, error.strerror)
@@ -205,12 +206,3 @@ def write_evidence(
 def _plain(x: np.ndarray) -> np.ndarray:
     """The array in a dtype of numpy: a file of others, such as bfloat16, could not be read back."""
     return x.astype(np.float32) if x.dtype.kind == "V" else x
-
-
-def _worded(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _worded(x) for name, x in value.items()}
-    if isinstance(value, list | tuple):
-        return [_worded(x) for x in value]
-    is_odd = isinstance(value, float) and not math.isfinite(value)
-    return str(value) if is_odd else value

@@ -38,15 +38,11 @@ class Saving:
       ddp: A `jddp.DataParallel`, which has the layout of a state.
       files: The run directory, or None.
       plan: Number of checkpoints to keep, and whether to resume.
-      about: Metadata for every checkpoint: config, versions, ...
     """
 
-    def __init__(
-        self, ddp: Any, files: RunDirectory | None, plan: Plan, about: Mapping[str, Any]
-    ) -> None:
-        self._ddp, self._files, self._plan, self._about = ddp, files, plan, about
+    def __init__(self, ddp: Any, files: RunDirectory | None, plan: Plan) -> None:
+        self._ddp, self._files, self._plan = ddp, files, plan
         self._folders: dict[str, Checkpoints] = {}
-        self._layouts: TrainState | None = None  # from `restore` on
 
     def restore(self, state: TrainState) -> Restored | None:
         """The newest checkpoint, placed on the devices like `state`; None where there is none.
@@ -56,8 +52,8 @@ class Saving:
         """
         if self._files is None:
             return None
-        self._layouts = self._ddp.steps.layouts(state)
-        steps, path = self._folder(LATEST).steps(), self._files.path
+        latest, path = self._folder(LATEST), self._files.path
+        steps = latest.steps()
         if not steps and self._plan.resume == "must":
             raise ConfigError(
                 f"resume='must', but {path} holds no checkpoint. Choose the run.dir of a run that "
@@ -68,7 +64,7 @@ class Saving:
                 f"{path} holds a run at step {steps[-1]}, and resume='never' would overwrite it. "
                 "Choose another run.dir, or resume='auto'."
             )
-        return self._folder(LATEST).restore(state, self._layouts)
+        return latest.restore(state, self._ddp.steps.layouts(state))
 
     def save(self, where: str, step: int, state: TrainState, beside: Mapping[str, Any]) -> None:
         """Hands a state over for writing.
@@ -82,9 +78,7 @@ class Saving:
                 "update is not. It is not saved; the last checkpoint is from before. "
                 "skip_nonfinite=True leaves out steps with such gradients."
             )
-        folder = self._folder(where)
-        assert self._layouts is not None, "a run restores before it saves"
-        folder.save(step, state, {**beside, **self._about}, self._layouts)
+        self._folder(where).save(step, state, beside, self._ddp.steps.layouts(state))
 
     def all_are_at(self, step: int) -> bool:
         """Whether all processes ask this of the same step, within seconds of each other."""

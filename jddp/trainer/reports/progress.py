@@ -91,9 +91,8 @@ class Progress:
         return last is None or self._clock() - last >= SECONDS_BETWEEN_LINES
 
     def _print(self, line: str) -> None:
-        with contextlib.suppress(
-            OSError, ValueError
-        ):  # A run continues without its terminal or pipe.
+        # A run continues without its terminal or pipe.
+        with contextlib.suppress(OSError, ValueError):
             if self._bar:
                 self._bar.console.print(line, markup=False, soft_wrap=True)  # above the bar
             elif self._is_writer:

@@ -100,17 +100,15 @@ class RunDirectory:
                 f"run.dir {self.path}: {name}. Choose a folder that can be written."
             ) from error
 
-    def adopt(self, config: Values | None) -> None:
-        """Keeps the config of a run that resumes with other free keys; the directory is held."""
-        if self._is_writer and config is not None and changes(_read_config(self._config), config):
-            _write_config(self._config, config)
-
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self, config: Values | None = None) -> Iterator[None]:
         """While open, the directory is locked: another run that would write there is refused.
 
         The lock ends with the process, however that ends. Where a file system has no locks there
         is none.
+
+        Args:
+          config: Config of the run that begins, which is kept where keys differ that are free.
 
         Raises:
           ConfigError: If another run holds it.
@@ -136,6 +134,8 @@ class RunDirectory:
                 lock.truncate(0)
                 lock.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
             try:
+                if config is not None and changes(_read_config(self._config), config):
+                    _write_config(self._config, config)
                 yield
             finally:
                 with contextlib.suppress(OSError):
