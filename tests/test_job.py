@@ -1,6 +1,7 @@
 import dataclasses
 import inspect
 import json
+import os
 import re
 import sys
 from fnmatch import fnmatch
@@ -21,7 +22,6 @@ from jddp.config.keys import keys_of
 from jddp.config.schema import Config, effect_of
 from jddp.distributed.watchdog import Limits
 from jddp.errors import ConfigError, DataError, FileSystemError, UsageError
-from jddp.inspection.memory import Memory
 from jddp.job.job import build, fit
 from jddp.job.load import load
 from jddp.job.parts import resolve_parts
@@ -29,10 +29,12 @@ from jddp.job.preview import memory_table, preview
 from jddp.zoo.models import make_model
 
 MINE = """
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen as nn
 from flax import nnx
+from jax import lax
 from jax.lax import pmean
 from jddp import CommHook
 
@@ -67,6 +69,12 @@ def absolute_error(model, batch, train, power=1):
     y = model(batch["x"], train=train) if hasattr(model, "scope") else model(batch["x"])
     error = abs(y - batch["y"])[:, 0] ** power
     return error, {"close": error < 0.5}
+
+
+def greedy(model, batch, train, per_row=1):
+    error, metrics = absolute_error(model, batch, train)
+    noise = jnp.sin(jnp.arange(per_row)[None] * error[:, None])
+    return error + 0 * lax.stop_gradient(jnp.sort(noise).max(-1)), metrics
 
 
 def error_by_name(model, batch, train):
@@ -387,25 +395,24 @@ def test_a_preview_does_without_data_that_are_not_here(mine):
 
 
 def test_what_does_not_fit_comes_with_options_that_would(mine):
-    job = build(own_config(data={"target": "mine:points", "global_batch_size": 16}))
-    mebibyte = 2**20
-    memory = Memory(
-        parameters=100 * mebibyte,
-        gradients=100 * mebibyte,
-        optimizer=200 * mebibyte,
-        other_state=0,
-        batch=8 * mebibyte,
-        temporaries=792 * mebibyte,
-        limit=700 * mebibyte,
-    )
-    text = "\n".join(memory_table(job, memory))
-    assert "does not fit" in text
-    assert "ddp.accumulate_steps=4: about 600.00 MiB\n" in text
-    assert text.endswith("data.global_batch_size=4: about 600.00 MiB")
-    one_row = "\n".join(memory_table(job, dataclasses.replace(memory, limit=450 * mebibyte)))
-    assert "ddp.accumulate_steps=8: about 500.00 MiB, not enough alone" in one_row
-    tight = "\n".join(memory_table(job, dataclasses.replace(memory, limit=300 * mebibyte)))
-    assert "the state alone is larger than the device" in tight
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    data = {"target": "mine:points", "global_batch_size": 32}
+    # An eighth of the host, which two devices share, for every row.
+    loss = {"target": "mine:greedy", "kwargs": {"per_row": host // 8 // 4}}
+    job = build(own_config(data=data, loss=loss))
+    memory = job.ddp.memory(job.batch_spec)
+    lines = memory_table(job, memory)
+    assert lines[1] == "does not fit; what would make it smaller"
+    (parts,) = re.findall(r"^  accumulate_steps=(\d+) \(.*iB\)$", lines[2])
+    (rows,) = re.findall(r"^  a global batch of (\d+) \(.*iB\)$", lines[3])
+    assert job.ddp.memory(job.batch_spec, accumulate_steps=int(parts)).fits
+    assert not job.ddp.memory(job.batch_spec, accumulate_steps=int(parts) // 2).fits
+    assert 1 < int(rows) < 32
+    tight = memory_table(job, dataclasses.replace(memory, limit=memory.fixed))
+    assert tight[2:] == [
+        "  One row at a time is too much: choose a smaller model, an optimizer with less",
+        "  state, or devices with more memory.",
+    ]
 
 
 def test_a_dtype_that_there_is_not_is_refused_by_its_key():

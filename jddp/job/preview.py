@@ -2,14 +2,16 @@
 
     print(preview(job))
 
-Sizes per device come from the compiler. The effect of other options is estimated from
-them.
+Sizes per device come from the compiler. The effect of options of the model is estimated from them.
 """
+
+import textwrap
 
 import jax
 
-from jddp.inspection.memory import Memory
+from jddp.inspection.memory import Memory, in_words
 from jddp.job.job import Job
+from jddp.trainer.out_of_memory import NOTHING_FITS, ways_out
 from jddp.zoo.names import accepted_names
 
 
@@ -51,30 +53,13 @@ def memory_table(job: Job, memory: Memory) -> list[str]:
 
 def _ways_out(job: Job, memory: Memory) -> list[str]:
     """Returns the options that would make it fit, with the memory that they would need."""
-    room = memory.limit - memory.fixed
-    if room <= 0:
-        return [
-            "  the state alone is larger than the device: choose a smaller model, an",
-            "  optimizer with less state, or devices with more memory",
-        ]
-    activations = memory.batch + memory.temporaries
-    parts = job.config.ddp.accumulate_steps
-    rows = job.config.data.global_batch_size // job.ddp.mesh.size // parts
-    cut = next(memory.cuts(rows), rows)
-    ways = []
-    if rows > 1:
-        smaller = job.config.data.global_batch_size // cut
-        ways += [(f"ddp.accumulate_steps={parts * cut}", activations / cut)]
-        ways += [(f"data.global_batch_size={smaller}", activations / cut)]
-    if _takes(job, "dtype"):
-        ways += [("model.kwargs.dtype=bfloat16", activations / 2)]
-    lines = []
-    for way, size in ways:
-        enough = "" if size <= room else ", not enough alone"
-        lines.append(f"  {way}: about {(memory.fixed + size) / 2**20:,.2f} MiB{enough}")
-    if _takes(job, "remat"):
-        lines.append("  model.kwargs.remat=true: activations are computed twice, not kept")
-    return lines or ["  one row a device is too large: choose a smaller model"]
+    ways = list(ways_out(job.ddp, job.batch_spec, memory))
+    half = memory.fixed + (memory.batch + memory.temporaries) // 2
+    if _takes(job, "dtype") and half <= memory.limit:
+        ways.append(f"model.kwargs.dtype=bfloat16 (about {in_words(half)})")
+    if _takes(job, "remat") and memory.fixed < memory.limit:
+        ways.append("model.kwargs.remat=true: activations are computed twice, not kept")
+    return [f"  {line}" for line in ways or textwrap.wrap(NOTHING_FITS, 76)]
 
 
 def _takes(job: Job, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""The error of a device that is out of memory: the largest arrays, and what would fit."""
+"""What fits on a device where a step does not, and the error of one that is out of memory."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,6 +11,11 @@ from jddp.errors import OutOfMemoryError
 from jddp.inspection.memory import Memory, in_words
 from jddp.modules.rows import count_rows
 from jddp.typing import Batch
+
+NOTHING_FITS = (
+    "One row at a time is too much: choose a smaller model, an optimizer with less state, or "
+    "devices with more memory."
+)
 
 
 @contextlib.contextmanager
@@ -46,16 +51,18 @@ def _explain(ddp: Any, batch: Batch, phase: str) -> str:
     large = [f"{in_words(x.bytes)} {x}" for x in memory.largest if x.bytes > memory.total / 100]
     if large:
         found += f". The largest arrays: {', '.join(large)}"
-    ways = list(_ways_out(ddp, batch, memory))
-    if ways:
-        return f"{found}. What would fit: {', or '.join(ways)}."
-    return (
-        f"{found}. One row at a time is too much: choose a smaller model, an optimizer with less "
-        "state, or devices with more memory."
-    )
+    ways = ", or ".join(ways_out(ddp, batch, memory))
+    return f"{found}. " + (f"What would fit: {ways}." if ways else NOTHING_FITS)
 
 
-def _ways_out(ddp: Any, batch: Batch, memory: Memory) -> Iterator[str]:
+def ways_out(ddp: Any, batch: Batch, memory: Memory) -> Iterator[str]:
+    """More micro-batches and a smaller batch with which a step fits, as compiled; if any.
+
+    Args:
+      ddp: A `jddp.DataParallel`, which steps.
+      batch: Shapes of this process's rows.
+      memory: Memory of the step, which is too much.
+    """
     accumulate_steps, num_rows = ddp.spec.backward.num, count_rows(batch)
     of_replica = num_rows // len(ddp.mesh.local_devices) // accumulate_steps
     for cut in memory.cuts(of_replica):
