@@ -202,9 +202,8 @@ class Checkpoints:
         Raises:
           FileSystemError: If it could not be written.
         """
-        self._writer.wait()
-        if self._writer.failure is not None:
-            raise self._writer.failure
+        if (failure := self._writer.wait()) is not None:
+            raise failure
 
     def close(self) -> None:
         """Waits as `wait` does, and frees the writer's resources."""

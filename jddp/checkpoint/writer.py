@@ -47,18 +47,14 @@ class Writer:
       directory: Existing directory of the checkpoints.
       keep: Number of the newest checkpoints that stay.
       keep_every: Interval in steps; checkpoints at its multiples stay too.
-
-    Attributes:
-      failure: Error of the last checkpoint; None if it was written.
     """
 
     def __init__(self, directory: Path, *, keep: int, keep_every: int | None = None) -> None:
-        self.failure: FileSystemError | None = None
         self._directory, self._keep, self._keep_every = directory, keep, keep_every
         self._above = os.stat(directory.parent)
         self._handler = ocp.PyTreeCheckpointHandler()
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "jddp-save")
-        self._begun: concurrent.futures.Future[FileSystemError | None] | None = None
+        self._last: concurrent.futures.Future[FileSystemError | None] | None = None
         self._reported = ""  # the kind of the last failure, until a checkpoint is written
 
     def start(self, step: int, arrays: Arrays, beside: Mapping[str, Any], layouts: Layouts) -> None:
@@ -85,14 +81,11 @@ class Writer:
             parts = self._copy(folder, arrays)
         except (OSError, ValueError) as error:
             reason = first_line(error)
-        self._begun = self._thread.submit(self._finish, step, parts, reason, saved, text)
+        self._last = self._thread.submit(self._finish, step, parts, reason, saved, text)
 
-    def wait(self) -> None:
-        """Waits until the started checkpoint is written, or has failed."""
-        if self._begun is not None:
-            concurrent.futures.wait([self._begun])
-            begun, self._begun = self._begun, None
-            self.failure = begun.result()
+    def wait(self) -> FileSystemError | None:
+        """Waits until the last checkpoint is written; returns the error if it is not."""
+        return None if self._last is None else self._last.result()
 
     def close(self) -> None:
         """Waits, and frees orbax's resources."""

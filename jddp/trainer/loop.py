@@ -34,7 +34,7 @@ from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.resume_notes import changed_rate, changed_settings, differences
 from jddp.trainer.run import Run
 from jddp.trainer.saving import Saving
-from jddp.typing import Batch, Batches
+from jddp.typing import Batch
 
 # After these errors the newest state must not be saved.
 RUINED = (NumericsError, ReplicaMismatchError, jax.errors.JaxRuntimeError)
@@ -299,14 +299,12 @@ class Loop:
         self._ddp.trace_evaluation(self.run.state, first[0], self._plan.eval_params)
 
     def _evaluate(self) -> None:
-        run, plan = self.run, self._plan
-        if self._evaluation is None or self._is_evaluated:
-            return
-        batches = self._until_stopped(self._evaluation)
-        self._reporter.evaluated(self._ddp.evaluate(run.state, batches, plan.eval_params))
+        if not self._is_evaluated:
+            batches, params = self._batches_until_stopped(), self._plan.eval_params
+            self._reporter.evaluated(self._ddp.evaluate(self.run.state, batches, params))
 
-    def _until_stopped(self, batches: Batches) -> Iterator[Batch]:
-        for batch in batches:
+    def _batches_until_stopped(self) -> Iterator[Batch]:
+        for batch in self._evaluation or ():
             self._watchdog.enter("evaluation", self.run.step)
             if self._signals.agreed():
                 raise _Interrupted
