@@ -1,11 +1,10 @@
 """Lists the checkpoints of a directory, and checks their files and arrays."""
 
-import json
 from pathlib import Path
 
+from jddp.checkpoint import reader
 from jddp.checkpoint.arrays import find_altered
 from jddp.checkpoint.folders import finished
-from jddp.checkpoint.reader import find_fault, find_other_step, read, read_described
 from jddp.engine.mesh import make_mesh, replicate
 from jddp.errors import ConfigError, FileSystemError
 
@@ -38,10 +37,10 @@ def _order(folder: Path) -> tuple[int, str]:
 
 def _metrics(folder: Path) -> str:
     try:
-        run = json.loads((folder / "run.json").read_text())
+        run = reader.read_object(folder / "run.json")
         last = run["evaluations"][-1] if run.get("evaluations") else run.get("metrics", {})
         numbers = {name: x for name, x in last.items() if isinstance(x, int | float)}
-    except (OSError, ValueError, AttributeError, LookupError, TypeError):
+    except (FileSystemError, AttributeError, LookupError, TypeError):
         return "not readable"
     return "  ".join(f"{name} {x:.4g}" for name, x in numbers.items() if name != "step")
 
@@ -49,9 +48,10 @@ def _metrics(folder: Path) -> str:
 def find_any_damage(folder: Path) -> str | None:
     """Describes the first file or array of a checkpoint that has changed; None if there is none."""
     try:
-        if (fault := find_fault(folder)) is not None:
+        if (fault := reader.find_fault(folder)) is not None:
             return fault
-        described, arrays = read_described(folder), replicate(read(folder), make_mesh(1))
+        described = reader.read_described(folder)
+        arrays = replicate(reader.read(folder), make_mesh(1))
     except FileSystemError as error:
         return str(error)
-    return find_altered(arrays, described) or find_other_step(folder, arrays.get("step"))
+    return find_altered(arrays, described) or reader.find_other_step(folder, arrays.get("step"))

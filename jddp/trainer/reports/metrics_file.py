@@ -81,12 +81,17 @@ class MetricsFile:
             return
         lines = self._lines()
         kept = [line + b"\n" for line, x in lines if x is None or x["step"] <= step]
-        beside = self.path.with_suffix(".partial")
         try:
-            beside.write_bytes(b"".join(kept))
-            os.replace(beside, self.path)
+            replace_file(self.path, b"".join(kept))
         except OSError as error:
             raise FileSystemError(f"{self.path}: cannot be written: {error.strerror}.") from error
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Replaces a file atomically: a reader sees the old or the new one, never a part."""
+    beside = path.with_name(path.name + ".partial")
+    beside.write_bytes(content)
+    os.replace(beside, path)
 
 
 def _record(line: bytes) -> dict[str, Any] | None:

@@ -25,7 +25,7 @@ from typing import Any
 from jddp.config.permissions import refuse_foreign
 from jddp.errors import ConfigError, DataError, FileSystemError
 from jddp.trainer.reports.log_file import logging_to
-from jddp.trainer.reports.metrics_file import MetricsFile
+from jddp.trainer.reports.metrics_file import MetricsFile, replace_file
 
 Values = Mapping[str, Any]
 # Of one start, and not of the run: what they change is not reported.
@@ -202,7 +202,7 @@ class RunDirectory:
         if manifest not in starts:
             first, *later = *starts, manifest
             values = {**first, "later_starts": later} if later else first
-            _replace(self._manifest, json.dumps(values, indent=2) + "\n")
+            replace_file(self._manifest, f"{json.dumps(values, indent=2)}\n".encode())
 
 
 def _read_config(path: Path) -> Values:
@@ -224,7 +224,7 @@ def _differing(before: Values, now: Values) -> list[str]:
 def _write_config(path: Path, config: Values) -> None:
     from jddp.config.files import dump_values
 
-    _replace(path, dump_values(config))
+    replace_file(path, dump_values(config).encode())
 
 
 def changes(before: Values, now: Values) -> list[str]:
@@ -256,10 +256,3 @@ def is_free(key: str, old: Any, new: Any) -> bool:
 
 def _show(value: Any) -> str:
     return "absent" if value is MISSING else "null" if value is None else str(value)
-
-
-def _replace(path: Path, text: str) -> None:
-    """Replaces a file atomically: a reader sees the old or the new one, never a part."""
-    beside = path.with_name(path.name + ".partial")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
