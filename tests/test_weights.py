@@ -101,10 +101,11 @@ def test_a_run_and_what_is_exported_of_it_are_taken(tmp_path, model, form):
     assert int(begun.step) == 1
 
 
-def test_half_precision_in_a_file_becomes_what_the_model_has(tmp_path):
+@pytest.mark.parametrize("dtype", [np.float16, jnp.bfloat16])
+def test_half_precision_in_a_file_becomes_what_the_model_has(tmp_path, dtype):
     ddp, state = trained(MLP())
     file = tmp_path / "weights.safetensors"
-    halves = {k: x.astype(np.float16) for k, x in flat(state.params, "/").items()}
+    halves = {k: x.astype(dtype) for k, x in flat(state.params, "/").items()}
     safetensors.numpy.save_file(halves, file)
     begun = ddp.init(0, make_batch(), params=file)
     assert {x.dtype.name for x in jax.tree.leaves(begun.params)} == {"float32"}

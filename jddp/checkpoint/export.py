@@ -70,14 +70,14 @@ def import_file(file: Path, directory: Path) -> int:
       DataError: If the file holds something else.
       FileSystemError: If it cannot be read, or the checkpoint cannot be written.
     """
-    unpack = format_of(file).unpack
+    read_file = format_of(file).read
     try:
-        arrays, about = unpack(file.read_bytes())
+        arrays, about = read_file(file)
         step, run, keys = int(about["step"]), about["run"], about["keys"]
         saved = about.get("layouts", {})  # none from a checkpoint of format 1
         layouts = {name: layout_of(saved.get(name), x.shape) for name, x in arrays.items()}
     except OSError as error:
-        raise FileSystemError(f"{file} cannot be read: {error.strerror}.") from error
+        raise FileSystemError(f"{file} cannot be read: {error.strerror or error}.") from error
     except Exception as error:  # parsers raise anything for foreign files
         raise DataError(f"{file} is no export of a checkpoint: {error!r}.") from error
     leaves = {

@@ -1,6 +1,7 @@
 """Files that hold named arrays: safetensors and Flax's msgpack.
 
-    format_of(Path("weights.safetensors")).unpack(packed)   # arrays by their names, and a text
+    file = Path("weights.safetensors")
+    arrays, about = format_of(file).read(file)   # arrays by their names, and the object of a text
 
 Both formats hold numbers and names, and no code. Beside the arrays `export` writes a text of JSON,
 which files of other programs lack.
@@ -12,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import safetensors.flax
 import safetensors.numpy
 from flax import serialization
 from flax.traverse_util import unflatten_dict
@@ -25,10 +25,13 @@ KEY = "jddp"  # of the text
 
 
 class Format(NamedTuple):
-    """Functions from arrays and a text to bytes; and back, with the object of the text, or None."""
+    """Functions from arrays and a text to the bytes of a file, and from a file to both.
+
+    The text is read as its object, or None where there is none.
+    """
 
     pack: Callable[[Arrays, str], bytes]
-    unpack: Callable[[bytes], tuple[Arrays, Any]]
+    read: Callable[[Path], tuple[Arrays, Any]]
 
 
 def format_of(file: Path) -> Format:
@@ -49,15 +52,14 @@ def _pack_safetensors(arrays: Arrays, about: str) -> bytes:
         raise ConfigError(f"safetensors: {error}. Let the file end in .msgpack.") from error
 
 
-def _unpack_safetensors(packed: bytes) -> tuple[Arrays, Any]:
-    size = int.from_bytes(packed[:8], "little")
-    metadata = json.loads(packed[8 : 8 + size]).get("__metadata__", {})
-    if KEY not in metadata:
-        return {name: np.asarray(x) for name, x in safetensors.flax.load(packed).items()}, None
-    about = json.loads(metadata[KEY])
-    arrays = {
+def _read_safetensors(file: Path) -> tuple[Arrays, Any]:
+    with safetensors.safe_open(file, "numpy") as opened:
+        about = json.loads((opened.metadata() or {}).get(KEY, "null"))
+        if about is None:
+            return opened.get_tensors(), None
+    arrays = {  # by their own dtypes: numpy's reader lacks some
         name: np.frombuffer(x["data"], about["dtypes"][name]).reshape(x["shape"])
-        for name, x in safetensors.deserialize(packed)
+        for name, x in safetensors.deserialize(file.read_bytes())
     }
     return arrays, about
 
@@ -66,13 +68,13 @@ def _pack_msgpack(arrays: Arrays, about: str) -> bytes:
     return serialization.msgpack_serialize({**unflatten_dict(arrays, sep="/"), KEY: about})
 
 
-def _unpack_msgpack(packed: bytes) -> tuple[Arrays, Any]:
-    tree = serialization.msgpack_restore(packed)
+def _read_msgpack(file: Path) -> tuple[Arrays, Any]:
+    tree = serialization.msgpack_restore(file.read_bytes())
     about = json.loads(tree.pop(KEY, "null"))
     return by_path(tree), about
 
 
 FORMATS: dict[str, Format] = {
-    ".safetensors": Format(_pack_safetensors, _unpack_safetensors),
-    ".msgpack": Format(_pack_msgpack, _unpack_msgpack),
+    ".safetensors": Format(_pack_safetensors, _read_safetensors),
+    ".msgpack": Format(_pack_msgpack, _read_msgpack),
 }
