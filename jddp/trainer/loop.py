@@ -76,7 +76,6 @@ class Loop:
         self._ddp, self._source, self._plan = ddp, source, plan
         self._evaluation = plan.evaluation
         self._files, self._callbacks, self._about = files, callbacks, about
-        self._saving = Saving(ddp, files, plan)
         self.run = run = Run(
             ddp,
             state,
@@ -87,6 +86,7 @@ class Loop:
         )
         if not state.step.is_deleted():  # a donated state is refused by the step
             run.step = int(state.step)
+        self._saving = Saving(ddp, run.run_dir, plan)
         self._signals, self._watchdog = StopSignals(), watchdog
         self._comparison = Comparison(plan.check_replicas_every_steps)
         self._numerics = Numerics(ddp, source, run.run_dir, plan.max_consecutive_skips)
@@ -154,11 +154,9 @@ class Loop:
         if self._is_over and self._is_evaluated:
             self._reporter.note(f"finished at step {run.step}; nothing to do")
             return
-        files = self._files
-        with (
-            contextlib.nullcontext() if files is None else files.logging(jax.process_index()),
-            self._signals,
-        ):
+        files, index = self._files, jax.process_index()
+        log_file = contextlib.nullcontext() if files is None else files.logging(index)
+        with log_file, self._signals:
             try:
                 self._run_on()
             except _Interrupted:
@@ -189,8 +187,8 @@ class Loop:
         run.interrupted = self._signals.name
         if self._files is None:
             self._reporter.note(f"{run.interrupted}: stopped after step {run.step}")
-            return
-        self._save_here(run.interrupted)
+        else:
+            self._save_here(run.interrupted)
 
     def _save_here(self, why: str | None) -> None:
         step, num_steps = self.run.step, self._plan.num_steps
@@ -266,8 +264,7 @@ class Loop:
 
     @property
     def _is_evaluated(self) -> bool:
-        no_need = self._evaluation is None
-        return no_need or self.run.eval_metrics.get("step") == self.run.step
+        return self._evaluation is None or self.run.eval_metrics.get("step") == self.run.step
 
     def _is_due(self, every: int | None) -> bool:
         return every is not None and self.run.step % every == 0

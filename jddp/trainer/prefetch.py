@@ -38,8 +38,8 @@ class Source:
     def __init__(self, batches: Batches, put: Callable[[Batch], Batch]) -> None:
         self._batches, self._iterator, self._put = batches, iter(batches), put
         self._peeked: list[tuple[Batch, Any]] = []
-        self._num_read = self._num_taken = 0
-        self._state: Any = None
+        self._num_read = 0
+        self._position: dict[str, Any] = {"num_taken": 0}
         self._ready: queue.Queue[Any] = queue.Queue(DEPTH)
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
@@ -54,8 +54,7 @@ class Source:
 
     def position(self) -> dict[str, Any]:
         """The position of the last batch taken, for a checkpoint."""
-        own = {} if self._state is None else {"state": self._state}
-        return {"num_taken": self._num_taken, **own}
+        return self._position
 
     def examples_before(self, position: dict[str, Any]) -> list[int] | None:
         """Numbers of the examples in the global batch that ends there; None if unknown."""
@@ -77,8 +76,7 @@ class Source:
             )
             for _ in range(num_taken):
                 self._read()
-        self._num_read = self._num_taken = num_taken
-        self._state = state
+        self._num_read, self._position = num_taken, position
 
     def start(self, num_batches: int, first_step: int = 1) -> None:
         """Starts to prefetch; later batches stay in the caller's iterator.
@@ -99,10 +97,10 @@ class Source:
         Raises:
           DataError: If there is none.
         """
-        batch, state = self._ready.get()
+        batch, position = self._ready.get()
         if isinstance(batch, BaseException):
             raise batch
-        self._num_taken, self._state = self._num_taken + 1, state
+        self._position = position
         return batch
 
     def close(self) -> None:
@@ -118,22 +116,24 @@ class Source:
         first: dict[str, str] = {}
         for step in steps:
             try:
-                batch, state = self._read()
+                batch, position = self._read()
                 batch = as_arrays(batch)
                 form = _form(batch)
                 first = first or form
                 _refuse_another_form(step, first, form)
-                item = self._put(batch), state
+                item = self._put(batch), position
             except BaseException as error:  # raised in the loop
-                item = error, None
+                item = error, {}
             self._ready.put(item)
             if self._closed.is_set() or isinstance(item[0], BaseException):
                 return
 
-    def _read(self) -> tuple[Batch, Any]:
-        item = self._peeked.pop() if self._peeked else self._read_next()
+    def _read(self) -> tuple[Batch, dict[str, Any]]:
+        """The next batch, on the host, and the position after it."""
+        batch, state = self._peeked.pop() if self._peeked else self._read_next()
         self._num_read += 1
-        return item
+        own = {} if state is None else {"state": state}
+        return batch, {"num_taken": self._num_read, **own}
 
     def _read_next(self) -> tuple[Batch, Any]:
         batch = next(self._iterator, _END)

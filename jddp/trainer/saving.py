@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,7 +13,6 @@ from jddp.distributed.coordination import gather
 from jddp.engine.state import TrainState, is_float
 from jddp.errors import ConfigError, Error, FileSystemError, NumericsError
 from jddp.trainer.plan import Plan
-from jddp.trainer.reports.run_directory import RunDirectory
 
 LATEST = "checkpoints"  # the folder of those to resume from; all others hold one each
 SECONDS = 2.0  # between the first and the last process that fail by the same mistake
@@ -36,12 +36,12 @@ class Saving:
 
     Args:
       ddp: A `jddp.DataParallel`, which has the layout of a state.
-      files: The run directory, or None.
+      run_dir: The run directory, or None.
       plan: Number of checkpoints to keep, and whether to resume.
     """
 
-    def __init__(self, ddp: Any, files: RunDirectory | None, plan: Plan) -> None:
-        self._ddp, self._files, self._plan = ddp, files, plan
+    def __init__(self, ddp: Any, run_dir: Path | None, plan: Plan) -> None:
+        self._ddp, self._run_dir, self._plan = ddp, run_dir, plan
         self._folders: dict[str, Checkpoints] = {}
 
     def restore(self, state: TrainState) -> Restored | None:
@@ -50,9 +50,7 @@ class Saving:
         Raises:
           ConfigError: If there must be one and is not, or the other way round.
         """
-        if self._files is None:
-            return None
-        latest, path = self._folder(LATEST), self._files.path
+        latest, path = self._folder(LATEST), self._run_dir
         steps = latest.steps()
         if not steps and self._plan.resume == "must":
             raise ConfigError(
@@ -108,12 +106,12 @@ class Saving:
                 checkpoints.close()
 
     def _folder(self, name: str) -> Checkpoints:
-        if self._files is None:
+        if self._run_dir is None:
             raise ConfigError("Saving needs a directory: fit(..., run_dir=...).")
         if name not in self._folders:
             is_latest = name == LATEST
             self._folders[name] = Checkpoints(
-                self._files.path / name,
+                self._run_dir / name,
                 keep=self._plan.keep if is_latest else 1,
                 keep_every=self._plan.keep_every_steps if is_latest else None,
             )
