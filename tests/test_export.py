@@ -18,7 +18,7 @@ import jddp
 from jddp.checkpoint.__main__ import main
 from jddp.checkpoint.checkpoints import Checkpoints
 from jddp.checkpoint.checksums import seal
-from jddp.checkpoint.reader import read
+from jddp.checkpoint.reader import read_values
 
 BESIDE = {"position": {"num_taken": 3}, "evaluations": [{"step": 3, "loss": 0.25}]}
 
@@ -95,7 +95,7 @@ def test_a_model_is_exported_for_other_programs(run, tmp_path, capsys):
     assert {name.split("/")[0] for name in got} == {"params", "ema_params", "model_state"}
     assert main(["export", str(path), str(tmp_path / "x.msgpack"), "--step", "1"]) == 0
     tree = flax.serialization.msgpack_restore((tmp_path / "x.msgpack").read_bytes())
-    want = read(path / "checkpoints" / "1", ["params"])
+    want = read_values(path / "checkpoints" / "1", ["params"])
     jax.tree.map(np.testing.assert_array_equal, tree["params"], want["params"])
 
 

@@ -36,7 +36,7 @@ def export(folder: Path, file: Path, fields: Sequence[str] | None = None) -> Non
       FileSystemError: If the checkpoint cannot be read, or the file cannot be written.
     """
     pack = format_of(file).pack
-    leaves = by_path(read(folder) if fields is None else read_values(folder, fields))
+    leaves = read(folder) if fields is None else by_path(read_values(folder, fields))
     layouts = dict.fromkeys(leaves, Replicated()) if fields else layouts_in(read_described(folder))
     dtypes = {name: str(x.dtype) for name, x in leaves.items()}
     keys = {name: KEY_IMPLS[dtype] for name, dtype in dtypes.items() if dtype in KEY_IMPLS}

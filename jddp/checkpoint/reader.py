@@ -19,7 +19,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from flax.traverse_util import unflatten_dict
 
-from jddp.checkpoint.arrays import Described, as_saved, by_path, from_file, layouts_in
+from jddp.checkpoint.arrays import Described, as_saved, from_file, layouts_in
 from jddp.checkpoint.checksums import find_damage
 from jddp.checkpoint.folders import finished
 from jddp.checkpoint.format_1 import guess_layouts
@@ -39,15 +39,16 @@ def read_newest(directory: Path, fields: Sequence[str]) -> dict[str, PyTree]:
 
 
 def read_values(folder: Path, fields: Sequence[str]) -> dict[str, PyTree]:
-    """Returns fields of the state in one checkpoint as they are evaluated.
+    """Returns fields of the state in one checkpoint as they are evaluated, in nested dicts.
 
+    All keys of these dicts are strings, also where the state had numbers.
     Per-replica arrays, parameters under `local_steps` or statistics, are averaged. A checkpoint of
     format 1 does not record which statistics are per replica.
 
     Raises:
       FileSystemError: If it cannot be read.
     """
-    described, leaves = read_described(folder), by_path(read(folder, fields))
+    described, leaves = read_described(folder), read(folder, fields)
     layouts = layouts_in(described) or guess_layouts(described, {}, 1)
     values = {name: merged(x, layouts[name]) for name, x in leaves.items()}
     return {field: {} for field in fields} | unflatten_dict(values, sep="/")
@@ -100,10 +101,8 @@ def find_other_step(folder: Path, step: Any) -> str | None:
     return f"it was saved as step {step}" if is_other else None
 
 
-def read(folder: Path, fields: Sequence[str] | None = None) -> dict[str, PyTree]:
-    """Returns fields of the state in one checkpoint, as nested dicts of numpy arrays.
-
-    All keys of these dicts are strings, also where the state had numbers; PRNG keys are JAX's.
+def read(folder: Path, fields: Sequence[str] | None = None) -> dict[str, Any]:
+    """Returns fields of the state in one checkpoint: numpy arrays, and JAX's PRNG keys, by path.
 
     Args:
       folder: Folder of the checkpoint.
@@ -121,8 +120,7 @@ def read(folder: Path, fields: Sequence[str] | None = None) -> dict[str, PyTree]
         )
         with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
             arrays = handler.restore(state, args=arguments)
-        leaves = {name: as_saved(arrays[name], described[name]["dtype"]) for name in chosen}
-        return {field: {} for field in fields or ()} | unflatten_dict(leaves, sep="/")
+        return {name: as_saved(arrays[name], described[name]["dtype"]) for name in chosen}
     except Exception as error:  # orbax raises anything for foreign files
         raise FileSystemError(f"{state} cannot be read: {first_line(error)}") from error
 

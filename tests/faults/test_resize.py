@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from faults.jobs import Job, assert_same_run
-from jddp.checkpoint.arrays import by_path
 from jddp.checkpoint.reader import read
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
@@ -18,7 +17,7 @@ PLAIN = ["model.kwargs.dropout_rate=0.0", "optimizer.name=sgd"]
 def values(job):
     """Parameters and statistics of the last checkpoint."""
     path = job.run_dir / "checkpoints" / str(job.saved()[-1])
-    return by_path(read(path, ["params", "ema_params", "model_state"]))
+    return read(path, ["params", "ema_params", "model_state"])
 
 
 def test_a_run_moves_from_two_processes_to_one_and_to_four(folder, golden):
