@@ -37,14 +37,15 @@ class MetricsFile:
             return
         plain = {name: _plain(value) for name, value in record.items()}
         self._waiting.append(json.dumps(plain, allow_nan=False) + "\n")
-        size = 0
+        size = None
         try:
-            size = self.path.stat().st_size if self.path.exists() else 0
             with self.path.open("a") as file:
+                size = file.tell()
                 file.writelines(self._waiting)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                os.truncate(self.path, size)  # Half a line would be joined to the next.
+            if size is not None:
+                with contextlib.suppress(OSError):
+                    os.truncate(self.path, size)  # Half a line would be joined to the next.
             if len(self._waiting) == 1:
                 log.error(
                     "%s: cannot be written: %s. Lines are kept until it can.",
