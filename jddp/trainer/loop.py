@@ -23,13 +23,12 @@ from jddp.distributed.watchdog import Watchdog
 from jddp.engine.state import TrainState, is_float
 from jddp.errors import FileSystemError, NumericsError, ReplicaMismatchError, UsageError
 from jddp.trainer.callbacks import Callback
-from jddp.trainer.clock import Clock
 from jddp.trainer.fingerprint import uses_rng
 from jddp.trainer.numerics import Numerics, Sent
 from jddp.trainer.plan import Plan
 from jddp.trainer.prefetch import Source
 from jddp.trainer.replica_check import Comparison
-from jddp.trainer.reporter import Reporter
+from jddp.trainer.reporter import Clock, Reporter
 from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.resume_notes import changed_rate, changed_settings, differences
 from jddp.trainer.run import Run

@@ -4,19 +4,50 @@ A step's metrics are read late, so that the devices never wait for the host. The
 for NaN and infinity, to the callbacks and, where that is due, to the metrics file and the terminal.
 """
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from jddp.trainer.callbacks import Callback
-from jddp.trainer.clock import Clock
 from jddp.trainer.numerics import Numerics, Sent
 from jddp.trainer.plan import Plan
 from jddp.trainer.reports.progress import Progress
 from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.run import Run
+
+
+class Clock:
+    """Time per step, without evaluation and saving; it starts at a step that is finished now."""
+
+    def __init__(self, step: int) -> None:
+        self._since, self._step, self._waited = time.perf_counter(), step, 0.0
+
+    def pause(self, seconds: float) -> None:
+        """Excludes seconds that were not spent on steps."""
+        self._since += seconds
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """While open, the loop waits for data."""
+        since = time.perf_counter()
+        yield
+        self._waited += time.perf_counter() - since
+
+    def seconds_per_step(self, step: int) -> dict[str, float]:
+        """Means since the last call, if any; "data_wait_seconds" is a part of "step_seconds"."""
+        now, num_steps = time.perf_counter(), step - self._step
+        if num_steps < 1:
+            return {}
+        seconds = {
+            "step_seconds": (now - self._since) / num_steps,
+            "data_wait_seconds": self._waited / num_steps,
+        }
+        self._since, self._step, self._waited = now, step, 0.0
+        return seconds
 
 
 class Reporter:
