@@ -41,9 +41,9 @@ def read_newest(directory: Path, fields: Sequence[str]) -> dict[str, PyTree]:
 def read_values(folder: Path, fields: Sequence[str]) -> dict[str, PyTree]:
     """Returns fields of the state in one checkpoint as they are evaluated, in nested dicts.
 
-    All keys of these dicts are strings, also where the state had numbers.
     Per-replica arrays, parameters under `local_steps` or statistics, are averaged. A checkpoint of
-    format 1 does not record which statistics are per replica.
+    format 1 does not record which statistics are per replica. All keys are strings, also where the
+    state had numbers.
 
     Raises:
       FileSystemError: If it cannot be read.
