@@ -59,7 +59,7 @@ def _ways_out(job: Job, memory: Memory) -> list[str]:
         ways.append(f"model.kwargs.dtype=bfloat16 (about {in_words(half)})")
     if _takes(job, "remat") and memory.fixed < memory.limit:
         ways.append("model.kwargs.remat=true: activations are computed twice, not kept")
-    return [f"  {line}" for line in ways or textwrap.wrap(NOTHING_FITS, 76)]
+    return [f"  {line}" for line in ways or textwrap.wrap(NOTHING_FITS, 78)]
 
 
 def _takes(job: Job, name: str) -> bool:
