@@ -109,10 +109,7 @@ class Saving:
         if self._run_dir is None:
             raise ConfigError("Saving needs a directory: fit(..., run_dir=...).")
         if name not in self._folders:
-            is_latest = name == LATEST
-            self._folders[name] = Checkpoints(
-                self._run_dir / name,
-                keep=self._plan.keep if is_latest else 1,
-                keep_every=self._plan.keep_every_steps if is_latest else None,
-            )
+            plan = self._plan
+            keep, every = (plan.keep, plan.keep_every_steps) if name == LATEST else (1, None)
+            self._folders[name] = Checkpoints(self._run_dir / name, keep=keep, keep_every=every)
         return self._folders[name]
