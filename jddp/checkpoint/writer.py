@@ -134,7 +134,7 @@ class Writer:
                 if not reason:
                     self._commit(step, describe(shapes, found, layouts), beside)
             except (OSError, ValueError, FileSystemError) as error:
-                reason = first_line(error)
+                reason = f"process 0: {first_line(error)}"
             if reason:
                 shutil.rmtree(self._folder(step), ignore_errors=True)
         reason = from_first(f"saved/{step}", reason, timeout_seconds=SECONDS)
