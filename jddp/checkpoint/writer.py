@@ -98,11 +98,17 @@ class Writer:
     def _copy(self, folder: Path, arrays: PyTree) -> list[Any]:
         """Copies arrays to the host, and returns the futures of writing them."""
         arguments = ocp.args.PyTreeSave(arrays, ocdbt_target_data_file_size=FILE_BYTES)
+
+        def begin() -> list[Any]:
+            with asyncio.Runner() as runner:
+                # Of several writes that a disk refuses the first is raised; asyncio would print
+                # the others.
+                runner.get_loop().set_exception_handler(lambda loop, context: None)
+                save = self._handler.async_save(epath.Path(folder), args=arguments)
+                return runner.run(save) or []
+
         # In a thread: a notebook runs a loop of its own in this one.
-        begun = self._thread.submit(
-            lambda: asyncio.run(self._handler.async_save(epath.Path(folder), args=arguments))
-        )
-        return begun.result() or []
+        return self._thread.submit(begin).result()
 
     def _finish(
         self, step: int, parts: list[Any], reason: str, saved: Saved, beside: str
