@@ -174,3 +174,11 @@ def test_operations_are_those_that_papers_count(monkeypatch):
     assert billions["gpt2_124m"] == pytest.approx(
         1024 * (6 * 124e-3 + 12 * 12 * 768 * 1024 / 1e9), rel=1e-2
     )
+
+
+@pytest.mark.slow
+def test_checkouts_finds_a_checkout_as_large_as_itself():
+    rows = run(BENCHMARKS / "checkouts.py", BENCHMARKS.parent, "--rounds", 1)[1:]
+    ratios = {name: float(ratio) for name, _, ratio, _ in (row.rsplit(maxsplit=3) for row in rows)}
+    assert ratios["temporaries, bytes"] == ratios["arguments and results, bytes"] == 1
+    assert all(ratio > 0 for ratio in ratios.values())
