@@ -11,16 +11,19 @@ from flax import linen as nn
 from oracle import on_one_device, whole_batch_step
 
 import jddp
+from jddp.inspection.collectives import collectives
+from jddp.inspection.hlo import read_program
 
 REPLICAS, ROWS, WIDTH = 4, 16, 4
 BUCKET_MB = 80 / 2**20  # Several buckets even of a tiny model.
 
+# Flat buckets that are reduced at the end are held to those that are reduced when they are ready by
+# tests/test_overlap.py.
 PLACES = {
     "leaf-end": {"layout": "leaf", "overlap": False},
-    "flat-end": {"layout": "flat", "overlap": False},
     "flat-ready": {"layout": "flat", "overlap": True},
 }
-in_all_places = pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+in_both_places = pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 
 
 class Net(nn.Module):
@@ -30,6 +33,36 @@ class Net(nn.Module):
     def __call__(self, x):
         x = nn.tanh(nn.Dense(WIDTH, name="first")(x))
         return nn.Dense(1, name="last")(x)[:, 0]
+
+
+class Half(nn.Module):
+    """Of whose layers the loss uses one; a layer of no units is there too."""
+
+    @nn.compact
+    def __call__(self, x):
+        nn.Dense(5, name="unused", bias_init=nn.initializers.ones)(x)
+        self.param("empty", nn.initializers.ones, (0, 3))
+        return nn.Dense(1, name="used")(x)[:, 0]
+
+
+class Either(nn.Module):
+    """Two branches, of which a loss may choose."""
+
+    def setup(self):
+        self.a, self.b = Net(), Net()
+
+    def __call__(self, x):
+        return self.a(x) + self.b(x)
+
+
+class Plane(nn.Module):
+    """Weights of gradient r on replica r, if its rows are r: their mean is (R - 1) / 2."""
+
+    shape: tuple[int, int] = (2, 2)
+
+    @nn.compact
+    def __call__(self, x):
+        return self.param("w", nn.initializers.zeros, self.shape).sum() * x
 
 
 def make_rows(num=ROWS, *, seed=0):
@@ -71,7 +104,7 @@ def beside_one_device(
     alone=None,
     batches=None,
     rtol=1e-5,
-    places=("leaf-end", "flat-ready"),
+    places=PLACES,
     **options,
 ):
     """Steps one device through `batches`, then many in some places; returns the last of these.
@@ -108,12 +141,24 @@ def steps_of_one_device(model, optimizer, loss, state, batches):
     return list(itertools.accumulate(batches, lambda s, b: step(s[0], b), initial=first))[1:]
 
 
+def sent(ddp, batch=None):
+    """The collectives of the compiled step."""
+    text = ddp.lower(make_rows() if batch is None else batch).compile().as_text()
+    return collectives(read_program(text))
+
+
 def host(tree):
     return jax.tree.map(np.array, jax.device_get(tree))
 
 
 def leaves_with_path(tree):
     return jax.tree_util.tree_leaves_with_path(tree)
+
+
+def at(tree, path):
+    for entry in path:
+        tree = tree[entry.key]
+    return tree
 
 
 def is_float(x):

@@ -14,7 +14,7 @@ from judge import (
     assert_close,
     beside_one_device,
     host,
-    in_all_places,
+    in_both_places,
     make_rows,
     start,
     wrapped,
@@ -41,7 +41,7 @@ def test_k_parts_equal_one_device_on_the_joined_batch(name):
     beside_one_device(Net(), batches=batches, accumulate_steps=4)
 
 
-@in_all_places
+@in_both_places
 def test_what_travels_depends_neither_on_k_nor_on_the_rows(place):
     """ACC-1: not its number, not its bytes; and nothing travels inside of the loop over parts."""
 
@@ -63,7 +63,7 @@ class Wide(nn.Module):
         return nn.Dense(1)(nn.tanh(nn.Dense(64)(nn.tanh(nn.Dense(64)(x)))))[:, 0]
 
 
-@in_all_places
+@in_both_places
 def test_memory_does_not_grow_with_k(place):
     """As many rows in each part. The batch is an argument, and not counted.
 
@@ -78,7 +78,7 @@ def test_memory_does_not_grow_with_k(place):
     assert temporaries(12) <= temporaries(3) + 9 * 16
 
 
-@in_all_places
+@in_both_places
 def test_half_precision_gradients_are_summed_in_float32(place):
     """256 and 1 and 1: bfloat16 knows nothing between 256 and 258."""
 
@@ -154,7 +154,7 @@ def test_with_batch_norm_k_parts_equal_one_device_that_takes_them_in_order(num_p
             np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
 
 
-@in_all_places
+@in_both_places
 def test_a_hook_sees_each_bucket_once_however_many_parts_there_are(place):
     """ACC-2: and what it multiplies by two and divides by two is what it was."""
     calls = []

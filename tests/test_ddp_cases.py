@@ -13,7 +13,7 @@ from judge import (
     WIDTH,
     Net,
     beside_one_device,
-    in_all_places,
+    in_both_places,
     make_rows,
     start,
     wrapped,
@@ -50,7 +50,7 @@ def test_parameters_are_those_of_one_device_after_each_of_five_steps(bucket_mb, 
     assert len(ddp.plan) == num_buckets
 
 
-@in_all_places
+@in_both_places
 def test_training_goes_on_from_what_was_saved_in_the_middle(place, tmp_path):
     """NUM-1, bitwise."""
     ddp = wrapped(Net(), **place)
@@ -70,7 +70,7 @@ class Half(nn.Module):
         return w * x
 
 
-@in_all_places
+@in_both_places
 @pytest.mark.parametrize("rows, size", [(2, 2**15), (512, 2**10)])
 def test_a_half_precision_gradient_is_finite_where_its_mean_is(place, rows, size):
     """NUM-4: float16 ends at 65504, and neither replicas nor rows may be added up beyond it."""
@@ -108,7 +108,7 @@ def test_a_conv_net_of_any_dtypes_equals_one_device_with_any_buckets(first, last
     assert state.params["Dense_0"]["kernel"].dtype == last
 
 
-@in_all_places
+@in_both_places
 @pytest.mark.parametrize("replicas", [1, 2, 8])
 def test_a_weight_that_is_used_twice_has_the_sum_of_both_gradients(place, replicas):
     """NUM-7: replica r sees r + 1, so that the mean is (R + 1) / 2, and twice that is R + 1."""
@@ -176,7 +176,7 @@ def test_caps_hold_also_before_a_batch_was_seen():
     assert sizes(ddp) == [64, 128, 128]
 
 
-@in_all_places
+@in_both_places
 def test_bucket_sizes_of_two_dtypes_are_those_computed_by_hand(place):
     """BKT-7: kernels of 64 and of 32 bytes, last first, a cap of 100."""
     dtypes = ("float32", "float32", "bfloat16", "float32", "bfloat16", "bfloat16", "bfloat16")
@@ -226,7 +226,7 @@ def by_hand(tree, groups):
 @pytest.mark.parametrize(
     "groups", [[[0, 2], [1, 3]], [[3, 1], [2, 0]], [[1], [3], [0], [2]], [[2, 0], [3]]], ids=str
 )
-@in_all_places
+@in_both_places
 def test_buckets_given_by_hand_are_averaged_in_whatever_order(place, groups):
     """BKT-10: four gradients of two dtypes, all whole numbers; what is in no bucket stays home."""
     layout, overlaps = choose_layout(**AUTO | place, platform=lambda: "cpu")

@@ -7,7 +7,7 @@ import optax
 import pytest
 from flax import linen as nn
 from jax import lax
-from judge import PLACES, Net, host, in_all_places, make_rows, start, wrapped
+from judge import PLACES, Net, host, in_both_places, make_rows, start, wrapped
 from states import assert_same
 
 import jddp
@@ -55,7 +55,7 @@ HOOKS = {
 }
 
 
-@in_all_places
+@in_both_places
 def test_parameters_are_those_without_a_hook(place):
     """HK-1."""
     want = host(step(Net(), **place)[1].params)
@@ -65,7 +65,7 @@ def test_parameters_are_those_without_a_hook(place):
             np.testing.assert_allclose(a, b, rtol=0, atol=rtol * np.abs(b).max(), err_msg=name)
 
 
-@in_all_places
+@in_both_places
 def test_a_hook_that_does_nothing_sends_nothing(place):
     """HK-1, noop: what then travels is the loss; each replica goes its own way."""
     ddp, state = step(Net(), comm_hook=stateless(lambda bucket, axis: bucket), **place)
@@ -90,7 +90,7 @@ def ranks(model, batch):
 RANKS = {"rank": np.arange(4, dtype=np.float32)}
 
 
-@in_all_places
+@in_both_places
 @pytest.mark.parametrize(
     "hook, gradient",
     [
@@ -113,7 +113,7 @@ def test_what_a_hook_returns_is_the_gradient(hook, gradient, place):
     np.testing.assert_array_equal(state.params["w"], np.full((2, 2), -gradient))
 
 
-@in_all_places
+@in_both_places
 def test_a_hook_may_stand_around_another(place):
     """HK-3: "then": what the inner one has averaged, the outer one takes five times."""
 
@@ -144,7 +144,7 @@ class Ten(nn.Module):
         return x.sum(-1)
 
 
-@in_all_places
+@in_both_places
 def test_of_ten_layers_the_first_is_in_the_last_bucket_and_only_that_is_last(place):
     """HK-5."""
     seen = []
@@ -158,7 +158,7 @@ def test_of_ten_layers_the_first_is_in_the_last_bucket_and_only_that_is_last(pla
     assert seen == [(i, i == 9, layer) for i, layer in enumerate(layers)]
 
 
-@in_all_places
+@in_both_places
 @pytest.mark.parametrize("wire_dtype", [None, "float16"])
 def test_the_mean_is_the_same_in_each_of_a_hundred_steps(place, wire_dtype):
     """HK-6."""
@@ -206,7 +206,7 @@ class Wide(nn.Module):
         return self.param("w", nn.initializers.zeros, (6, 5)).sum() * x
 
 
-@in_all_places
+@in_both_places
 @pytest.mark.parametrize("feedback", [True, False], ids=["feedback", "no feedback"])
 def test_the_mean_of_powersgd_is_the_same_in_each_of_a_hundred_steps(place, feedback):
     """HK-6: of a gradient of rank 1, and so to rounding; two steps travel exactly."""

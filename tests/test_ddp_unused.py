@@ -13,7 +13,7 @@ from judge import (
     assert_close,
     beside_one_device,
     host,
-    in_all_places,
+    in_both_places,
     leaves_with_path,
     make_rows,
     start,
@@ -88,7 +88,7 @@ def test_unused_parameters_get_zeros_as_on_one_device():
     np.testing.assert_allclose(state.params["alone"], (1 - 0.1 * 0.5) ** 2 * first, rtol=1e-6)
 
 
-@in_all_places
+@in_both_places
 def test_unused_parameters_are_refused_with_all_their_names(place):
     """UNU-8, UNU-7: before anything is compiled, and no used one is named."""
     ddp = wrapped(Sometimes(), unused_parameters="error", **place)
@@ -96,7 +96,7 @@ def test_unused_parameters_are_refused_with_all_their_names(place):
         ddp.init(0, make_rows())
 
 
-@in_all_places
+@in_both_places
 def test_skipped_parameters_and_their_state_stay_and_the_others_train_as_if_alone(place):
     """UNU-4: one device trains a model that does not have them."""
     ddp = wrapped(Sometimes(), optimizer=adamw(), unused_parameters="skip", **place)
@@ -279,7 +279,7 @@ ORDERS = {"then used": [WITHOUT, WITH, WITHOUT], "then unused": [WITH, WITHOUT, 
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@in_all_places
+@in_both_places
 def test_what_other_batches_use_is_averaged_too(place, order):
     """UNU-10, UNU-4: another form of batch is another trace, and may use other parameters."""
     batches = ORDERS[order]
@@ -292,7 +292,7 @@ def test_what_other_batches_use_is_averaged_too(place, order):
         assert_close(on_one_device(state).params, one.params, rtol=1e-5)
 
 
-@in_all_places
+@in_both_places
 def test_what_other_batches_use_is_skipped_no_longer(place):
     """UNU-4: "later reuse is right"."""
     ddp = wrapped(Extra(), of_batch, unused_parameters="skip", optimizer=optax.sgd(0.1), **place)
@@ -304,7 +304,7 @@ def test_what_other_batches_use_is_skipped_no_longer(place):
     assert not np.array_equal(state.params["extra"]["kernel"], first["kernel"])
 
 
-@in_all_places
+@in_both_places
 def test_what_other_batches_do_not_use_is_refused_by_name(place):
     """UNU-10: under "error", also in the second form of batch."""
     ddp = wrapped(Extra(), of_batch, unused_parameters="error", **place)

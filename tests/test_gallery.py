@@ -22,7 +22,16 @@ SOURCES = sorted(set(Path(models.__file__).parent.glob("*.py")) - {Path(models._
 # float32: 16 rows are summed in another order, and so are squares in batch norms.
 RTOL = 1e-5
 
-for_each_example = pytest.mark.parametrize("example", GALLERY.values(), ids=GALLERY)
+# Linen and NNX, statistics and random numbers beside the parameters, an average of them, and
+# parameters of two names.
+QUICK = {"vae", "spectral_critic", "diffusion", "tied_autoencoder"}
+for_each_example = pytest.mark.parametrize(
+    "example",
+    [
+        pytest.param(example, marks=[] if name in QUICK else pytest.mark.slow, id=name)
+        for name, example in GALLERY.items()
+    ],
+)
 
 
 def wrapped(example, optimizer, place):
@@ -75,9 +84,9 @@ def test_eight_devices_train_evaluate_and_resume_a_model_as_one_does(example, tm
     # A loss that is one number cannot leave out rows that fill up the devices.
     sizes = (16, 16) if "loss" in ddp.steps.scalars else (16, 16, 5)
     before = copied(state)
-    told = ddp.evaluate(state, [example.make_batch(rows, rows) for rows in sizes])
-    assert told["examples"] == sum(sizes)
-    assert np.isfinite(list(told.values())).all()
+    evaluated = ddp.evaluate(state, [example.make_batch(rows, rows) for rows in sizes])
+    assert evaluated["examples"] == sum(sizes)
+    assert np.isfinite(list(evaluated.values())).all()
     assert_same(state, before)
 
     with contextlib.closing(Checkpoints(tmp_path, keep=1)) as checkpoints:

@@ -17,7 +17,7 @@ from judge import (
     assert_close,
     beside_one_device,
     host,
-    in_all_places,
+    in_both_places,
     leaves_with_path,
     make_rows,
     squares,
@@ -130,7 +130,7 @@ def test_dtypes_may_be_mixed_and_stay_as_they_are(accumulate_steps, place):
     assert {bucket.dtype.name for bucket in ddp.plan.buckets} == set(state.params)
 
 
-@in_all_places
+@in_both_places
 def test_the_imaginary_part_of_a_complex_gradient_arrives(place):
     """NUM-6, in closed form: |w x|^2 has the gradient 2 conj(w) x^2, conjugate as JAX has it."""
 
@@ -147,7 +147,7 @@ def test_the_imaginary_part_of_a_complex_gradient_arrives(place):
     np.testing.assert_allclose(state.opt_state.trace["w"], gradient, rtol=1e-6)
 
 
-@in_all_places
+@in_both_places
 def test_whole_numbers_of_complex_and_real_parameters_travel_in_buckets_of_their_own(place):
     """NUM-6: one cap that would hold all."""
     ddp = wrapped(Complex(), bucket_mb=25, **place)
@@ -155,7 +155,7 @@ def test_whole_numbers_of_complex_and_real_parameters_travel_in_buckets_of_their
     assert {b.dtype.name: b.bytes for b in ddp.plan.buckets} == {"complex64": 96, "float32": 16}
 
 
-@in_all_places
+@in_both_places
 def test_a_model_without_parameters_sends_the_loss_and_nothing_else(place):
     ddp = wrapped(NoParameters(), max_grad_norm=1.0, ema_decay=0.9, **place)
     state, metrics = ddp.step(start(ddp, make_rows()), make_rows())
@@ -173,7 +173,7 @@ class NotFloats(nn.Module):
         return Net()(x)
 
 
-@in_all_places
+@in_both_places
 @pytest.mark.parametrize("dtype", ["int32", "uint8", "bool"])
 def test_parameters_that_are_no_floats_are_refused_by_name(place, dtype):
     """BKT-5: JAX gives them gradients of float0, which nobody can average."""

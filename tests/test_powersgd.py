@@ -18,7 +18,7 @@ from judge import (
     assert_same_on_all_devices,
     beside_one_device,
     host,
-    in_all_places,
+    in_both_places,
     wrapped,
 )
 from states import assert_same, copied
@@ -97,7 +97,7 @@ def best_of_rank(x, rank):
     return (u[:, :rank] * s[:rank]) @ v[:rank]
 
 
-@in_all_places
+@in_both_places
 def test_the_same_gradient_again_and_again_arrives_as_its_best_of_that_rank(place):
     """Power iteration: without error feedback it settles on the largest singular vectors."""
     x = matrices()
@@ -226,7 +226,7 @@ def promised(bucket, rank, rate):
     return [x * bucket.wire_dtype.itemsize for x in (first, second) if x]
 
 
-@in_all_places
+@in_both_places
 @pytest.mark.parametrize(
     "model, rank, rate, dtype",
     [(MLP(), 1, 2.0, None), (MLP(), 2, 1.0, "bfloat16"), (ConvNet(), 1, 1.0, None)],
@@ -273,7 +273,7 @@ def applied_and_unsent(state, factor=1.0):
 close = {"rtol": 0, "atol": 1e-4}
 
 
-@in_all_places
+@in_both_places
 @pytest.mark.parametrize("start_step, parts", [(0, 1), (3, 2)])
 def test_what_was_applied_and_what_is_left_are_all_gradients(start_step, parts, place):
     """Whatever numbers of rows they come in."""
