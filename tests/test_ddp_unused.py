@@ -11,6 +11,7 @@ from judge import (
     WIDTH,
     Net,
     assert_close,
+    at,
     beside_one_device,
     host,
     in_both_places,
@@ -23,13 +24,6 @@ from judge import (
 from oracle import on_one_device
 
 from jddp.errors import ConfigError
-
-
-def at(tree, path):
-    for entry in path:
-        tree = tree[entry.key]
-    return tree
-
 
 # --- what is unused, and what becomes of it ------------------------------------------------------
 

@@ -86,27 +86,26 @@ def assert_close(got, want, rtol):
 ROUNDING = 1e-5  # float32 sums in another order
 OPTIONS = {
     "plain": ({}, ROUNDING),
-    "micro-batches": ({"accumulate_steps": 2}, ROUNDING),
-    "overlap": ({"overlap": True, "bucket_mb": 1e-4}, ROUNDING),
-    "overlap of micro-batches": ({"overlap": True, "accumulate_steps": 4}, ROUNDING),
-    "logical replicas": ({"logical_replicas": 16}, ROUNDING),
-    "logical replicas in parts": ({"logical_replicas": 8, "accumulate_steps": 2}, ROUNDING),
-    "split optimizer": ({"shard_optimizer": True}, ROUNDING),
-    "loss scale": ({"loss_scale": 1024.0}, ROUNDING),
+    "overlap": ({"overlap": True, "accumulate_steps": 4, "bucket_mb": 1e-4}, ROUNDING),
+    "logical replicas": ({"logical_replicas": 8, "accumulate_steps": 2}, ROUNDING),
+    "sharded optimizer": ({"shard_optimizer": True}, ROUNDING),
     "dynamic loss scale": ({"loss_scale": "dynamic"}, ROUNDING),
     # Eight replicas' numbers are rounded to the wire's dtype, and so is each partial sum.
-    "float16 wire": ({"wire_dtype": "float16"}, 4 * 2**-11),
     "bfloat16 wire": ({"wire_dtype": "bfloat16"}, 4 * 2**-8),
     "float16 wire and a loss scale": ({"wire_dtype": "float16", "loss_scale": 64.0}, 4 * 2**-11),
 }
 
 
 # Both forms are the same sums; what is beside them differs where entries are counted.
-SCALARS = ("plain", "micro-batches", "logical replicas", "loss scale", "float16 wire")
-CASES = [("arrays", name) for name in OPTIONS] + [("scalars", name) for name in SCALARS]
-
-
-@pytest.mark.parametrize("form, name", CASES, ids=lambda x: x.replace(" ", "_"))
+@pytest.mark.parametrize(
+    "form, name",
+    [
+        *(("arrays", name) for name in OPTIONS),
+        ("scalars", "plain"),
+        ("scalars", "overlap"),
+        ("scalars", "logical replicas"),
+    ],
+)
 def test_gradients_and_loss_are_those_of_the_global_mean(form, name):
     batch, (options, rtol) = make_batch(), OPTIONS[name]
     ddp = jddp.DataParallel(Tagger(), optax.sgd(0.5), FORMS[form], **options)
@@ -134,8 +133,9 @@ def test_what_each_replica_divides_by_itself_is_another_mean():
     assert apart > 0.08
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("loss_scale", [None, 128.0, "dynamic"])
+@pytest.mark.parametrize(
+    "form, loss_scale", [("arrays", None), ("scalars", 128.0), ("arrays", "dynamic")]
+)
 def test_a_model_in_float16_learns_what_one_in_float32_does(form, loss_scale):
     batch = make_batch()
     options = {"loss_scale": loss_scale}
@@ -296,8 +296,7 @@ def verified(loss, batch):
     return jddp.verify(Tagger(), optax.sgd(0.5), loss, batch)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_verify_advises_a_mean_and_the_advice_is_right(form):
+def test_verify_advises_a_mean_and_the_advice_is_right():
     """The weights are computed inside of the loss: no name in the batch gives them away."""
     batch = make_batch()
     batch["targets"][-8:] = batch["targets"][:8]  # or replicas without a target give NaN
@@ -306,7 +305,8 @@ def test_verify_advises_a_mean_and_the_advice_is_right(form):
     (finding,) = report.findings
     assert "jddp.Mean" in finding
     assert "all_gather" not in finding
-    assert verified(FORMS[form], batch).passed
+    for loss in FORMS.values():
+        assert verified(loss, batch).passed
 
 
 def test_verify_advises_a_mean_for_micro_batches_and_where_a_replica_has_no_weight_at_all():
@@ -365,14 +365,11 @@ def own_mean(x):
     return x.mean((0, 1))
 
 
-WAYS = {
-    "pmean": lambda x: jax.lax.pmean(own_mean(x), jddp.AXIS),
-    "all_gather": lambda x: own_mean(jddp.all_gather(x)),
-}
+def global_mean_of(x):
+    return jax.lax.pmean(own_mean(x), jddp.AXIS)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_verify_advises_means_over_all_replicas_for_a_balancing_loss_and_is_right(way):
+def test_verify_advises_means_over_all_replicas_for_a_balancing_loss_and_is_right():
     batch = make_batch()
     batch["inputs"] = np.sort(batch["inputs"].ravel()).reshape(batch["inputs"].shape)
     wrong = jddp.verify(Router(), optax.sgd(0.5), balanced_loss(own_mean), batch)
@@ -380,22 +377,21 @@ def test_verify_advises_means_over_all_replicas_for_a_balancing_loss_and_is_righ
     (finding,) = wrong.findings
     assert "jax.lax.pmean" in finding
     assert "jddp.all_gather" in finding
-    right = jddp.verify(Router(), optax.sgd(0.5), balanced_loss(WAYS[way]), batch)
-    assert right.passed, right
+    for mean_over_batch in (global_mean_of, lambda x: own_mean(jddp.all_gather(x))):
+        right = jddp.verify(Router(), optax.sgd(0.5), balanced_loss(mean_over_batch), batch)
+        assert right.passed, right
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_balancing_loss_of_global_means_goes_into_a_scalar_loss_and_a_mean_too(way):
+def test_a_balancing_loss_of_global_means_goes_into_a_scalar_loss_and_a_mean_too():
     """As a scalar it is each replica's all, in a `Mean` it is one entry beside others."""
 
     def scalar(model, batch, train):
-        return balanced_loss(WAYS[way])(model, batch, train).mean()
+        return balanced_loss(global_mean_of)(model, batch, train).mean()
 
     def mean(model, batch, train):
         weights = weights_of(batch)
-        return jddp.Mean(balanced_loss(WAYS[way])(model, batch, train) * weights, weights)
+        return jddp.Mean(balanced_loss(global_mean_of)(model, batch, train) * weights, weights)
 
-    batch = make_batch()
     for loss in (scalar, mean):
-        report = jddp.verify(Router(), optax.sgd(0.5), loss, batch)
+        report = jddp.verify(Router(), optax.sgd(0.5), loss, make_batch())
         assert report.passed, report

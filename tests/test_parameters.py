@@ -15,11 +15,13 @@ from judge import (
     WIDTH,
     Net,
     assert_close,
+    at,
     beside_one_device,
     host,
     in_both_places,
     leaves_with_path,
     make_rows,
+    sent,
     squares,
     start,
     steps_of_one_device,
@@ -27,8 +29,6 @@ from judge import (
 )
 
 from jddp.errors import ConfigError
-from jddp.inspection.collectives import collectives
-from jddp.inspection.hlo import read_program
 
 KERNEL = nn.initializers.normal()
 
@@ -147,10 +147,9 @@ def test_the_imaginary_part_of_a_complex_gradient_arrives(place):
     np.testing.assert_allclose(state.opt_state.trace["w"], gradient, rtol=1e-6)
 
 
-@in_both_places
-def test_whole_numbers_of_complex_and_real_parameters_travel_in_buckets_of_their_own(place):
+def test_complex_and_real_parameters_travel_in_buckets_of_their_own():
     """NUM-6: one cap that would hold all."""
-    ddp = wrapped(Complex(), bucket_mb=25, **place)
+    ddp = wrapped(Complex(), bucket_mb=25)
     ddp.init(0, make_rows())
     assert {b.dtype.name: b.bytes for b in ddp.plan.buckets} == {"complex64": 96, "float32": 16}
 
@@ -160,8 +159,7 @@ def test_a_model_without_parameters_sends_the_loss_and_nothing_else(place):
     ddp = wrapped(NoParameters(), max_grad_norm=1.0, ema_decay=0.9, **place)
     state, metrics = ddp.step(start(ddp, make_rows()), make_rows())
     assert (len(ddp.plan), float(metrics["grad_norm"]), int(state.step)) == (0, 0.0, 1)
-    found = collectives(read_program(ddp.lower(make_rows()).compile().as_text()))
-    assert [x.num_elements for x in found] == [2]
+    assert [x.num_elements for x in sent(ddp)] == [2]
 
 
 class NotFloats(nn.Module):
@@ -173,12 +171,11 @@ class NotFloats(nn.Module):
         return Net()(x)
 
 
-@in_both_places
 @pytest.mark.parametrize("dtype", ["int32", "uint8", "bool"])
-def test_parameters_that_are_no_floats_are_refused_by_name(place, dtype):
+def test_parameters_that_are_no_floats_are_refused_by_name(dtype):
     """BKT-5: JAX gives them gradients of float0, which nobody can average."""
     with pytest.raises(ConfigError, match=f"'layer/n' is an array of {dtype}.*out of the param"):
-        wrapped(NotFloats(dtype), **place).init(0, make_rows())
+        wrapped(NotFloats(dtype)).init(0, make_rows())
 
 
 def test_integers_in_an_nnx_param_are_refused_before_a_batch_is_seen():
@@ -217,12 +214,6 @@ def test_frozen_parameters_keep_their_bits_and_the_others_move_as_on_one_device(
     for path, still in leaves_with_path(is_first(first)):
         a, b = (at(tree, path) for tree in (state.params, first))
         assert np.array_equal(a, b) == still, path
-
-
-def at(tree, path):
-    for entry in path:
-        tree = tree[entry.key]
-    return tree
 
 
 # --- the norm -----------------------------------------------------------------------------------

@@ -248,7 +248,7 @@ APART = {
     "rows": lambda m, x, v: x.sum(),
     "a random number": lambda m, x, v: jax.random.normal(m.make_rng("dropout"), ()),
     "the replica": lambda m, x, v: 1.0 * lax.axis_index("data"),
-    "a neighbour's sum": lambda m, x, v: lax.ppermute(v, "data", [(0, 1)]),
+    "the value of a neighbour": lambda m, x, v: lax.ppermute(v, "data", [(0, 1)]),
     "a loop over rows": looped(lambda row: row),
     "what a loop carries round": lambda m, x, v: lax.fori_loop(
         0, 3, lambda i, c: (c[1], c[2], c[2]), (v, v, x.sum())

@@ -14,7 +14,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
-from judge import WIDTH, make_rows
+from judge import WIDTH, host, make_rows
 from tiny import MLP, NUM_CLASSES, NnxConvNet, loss_fn, make_batch
 
 import jddp
@@ -25,10 +25,6 @@ from jddp.zoo.models import CNN, CNN_NNX
 
 def wrapped(model, loss=loss_fn, **options):
     return jddp.DataParallel(model, optax.sgd(0.1), loss, **options)
-
-
-def host(tree):
-    return jax.tree.map(np.array, jax.device_get(tree))
 
 
 def passes(model, loss=loss_fn, batch=None, **options):
@@ -198,45 +194,7 @@ def test_a_module_that_lies_on_another_mesh_is_taken_whole(make, caplog):
     assert np.isfinite(metrics["loss"])
 
 
-# --- whatever a model gives and takes ------------------------------------------------------------
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class Heads:
-    logits: jax.Array
-    value: jax.Array
-
-
-class ManyHeads(nn.Module):
-    """Takes a nested batch with whole numbers, gives a dataclass, a dict or a tuple."""
-
-    kind: str
-
-    @nn.compact
-    def __call__(self, batch):
-        words = nn.Embed(8, 16)(batch["text"]["words"]).mean(1)
-        x = nn.relu(nn.Dense(8)(words + batch["image"][0]))
-        heads = Heads(nn.Dense(NUM_CLASSES)(x), nn.Dense(1)(x)[:, 0])
-        pair = {"logits": heads.logits, "value": heads.value}
-        return {"dataclass": heads, "dict": pair, "tuple": tuple(pair.values())}[self.kind]
-
-
-def heads_loss(model, batch, train):
-    found = model(batch)
-    if isinstance(found, Heads):
-        found = dataclasses.asdict(found)
-    logits, value = found.values() if isinstance(found, dict) else found
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["text"]["label"])
-    return losses + value**2, {"value": value}
-
-
-@pytest.mark.parametrize("kind", ["dataclass", "dict", "tuple"])
-def test_outputs_and_batches_have_any_form(kind):
-    rng = np.random.default_rng(0)
-    text = {"words": rng.integers(0, 8, (16, 5)), "label": rng.integers(0, NUM_CLASSES, 16)}
-    image = (rng.normal(size=(16, 16)).astype(np.float32), rng.integers(0, 255, (16, 2), np.uint8))
-    passes(ManyHeads(kind), heads_loss, {"text": text, "image": image})
+# --- streams and variables -----------------------------------------------------------------------
 
 
 class Streams(nn.Module):

@@ -1,5 +1,6 @@
 """Training starts from given weights: whole or in part, from memory or from files."""
 
+import functools
 import logging
 
 import flax.serialization
@@ -12,6 +13,7 @@ import pytest
 import safetensors.numpy
 from flax import linen as nn
 from flax import nnx
+from judge import host
 from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch
 
 import jddp
@@ -23,10 +25,6 @@ def wrapped(model, **options):
     return jddp.DataParallel(model, optax.sgd(0.5), loss_fn, **options)
 
 
-def host(tree):
-    return jax.tree.map(np.array, jax.device_get(tree))
-
-
 def equal(got, want):
     jax.tree.map(np.testing.assert_array_equal, host(got), host(want))
 
@@ -36,13 +34,18 @@ def flat(tree, mark):
     return {jax.tree_util.keystr(p, simple=True, separator=mark): np.array(x) for p, x in leaves}
 
 
-def trained(model):
+@functools.cache
+def trained(kind):
     """A state after two steps, and its wrapper."""
-    ddp = wrapped(model, donate=False)
+    ddp = wrapped(make(kind), donate=False)
     state = ddp.init(0, make_batch())
     for seed in range(2):
         state, _ = ddp.step(state, make_batch(seed=seed))
     return ddp, state
+
+
+def make(kind, seed=0):
+    return kind(nnx.Rngs(seed)) if issubclass(kind, nnx.Module) else kind()
 
 
 class Wider(nn.Module):
@@ -60,7 +63,7 @@ class Wider(nn.Module):
 
 @pytest.mark.parametrize("mark", [".", "/"])
 def test_safetensors_of_anybody_s_are_taken_by_their_names(tmp_path, mark):
-    ddp, state = trained(MLP())
+    ddp, state = trained(MLP)
     file = tmp_path / "weights.safetensors"
     safetensors.numpy.save_file(flat(state.params, mark), file)
     equal(ddp.init(7, make_batch(), params=file).params, state.params)
@@ -68,7 +71,7 @@ def test_safetensors_of_anybody_s_are_taken_by_their_names(tmp_path, mark):
 
 
 def test_msgpack_of_flax_is_taken_with_its_statistics(tmp_path):
-    ddp, state = trained(ConvNet())
+    ddp, state = trained(ConvNet)
     file = tmp_path / "weights.msgpack"
     file.write_bytes(flax.serialization.to_bytes(ddp.model(state)))
     begun = ddp.init(7, make_batch(), params=file)
@@ -76,7 +79,7 @@ def test_msgpack_of_flax_is_taken_with_its_statistics(tmp_path):
 
 
 def test_a_folder_of_orbax_is_taken(tmp_path):
-    ddp, state = trained(ConvNet())
+    ddp, state = trained(ConvNet)
     checkpointer = ocp.StandardCheckpointer()
     checkpointer.save(tmp_path / "saved", ddp.model(state))
     checkpointer.close()
@@ -84,26 +87,23 @@ def test_a_folder_of_orbax_is_taken(tmp_path):
     equal((begun.params, begun.model_state), (state.params, state.model_state))
 
 
-@pytest.mark.parametrize("model", [ConvNet(), NnxConvNet(nnx.Rngs(0))], ids=["linen", "nnx"])
-@pytest.mark.parametrize("form", ["", "out.safetensors", "out.msgpack"])
-def test_a_run_and_what_is_exported_of_it_are_taken(tmp_path, model, form):
-    ddp = wrapped(model)
-    run = ddp.fit([make_batch()] * 2, num_steps=2, run_dir=tmp_path / "run")
-    source = tmp_path / "run"
-    if form:
-        source = tmp_path / form
-        assert checkpoint_main(["export", str(tmp_path / "run"), str(source)]) == 0
-    fresh = wrapped(NnxConvNet(nnx.Rngs(1)) if isinstance(model, nnx.Module) else model)
-    begun = fresh.init(7, make_batch(), params=source)
-    equal(begun.params, run.state.params)
-    equal(begun.model_state.get("rest"), run.state.model_state.get("rest"))
+@pytest.mark.parametrize("kind", [ConvNet, NnxConvNet])
+def test_a_run_and_what_is_exported_of_it_are_taken(tmp_path, kind):
+    run = wrapped(make(kind)).fit([make_batch()] * 2, num_steps=2, run_dir=tmp_path / "run")
+    for name in ("out.safetensors", "out.msgpack"):
+        assert checkpoint_main(["export", str(tmp_path / "run"), str(tmp_path / name)]) == 0
+    fresh = wrapped(make(kind, seed=1))
+    for source in ("run", "out.safetensors", "out.msgpack"):
+        begun = fresh.init(7, make_batch(), params=tmp_path / source)
+        equal(begun.params, run.state.params)
+        equal(begun.model_state.get("rest"), run.state.model_state.get("rest"))
     begun, _ = fresh.step(begun, make_batch())
     assert int(begun.step) == 1
 
 
 @pytest.mark.parametrize("dtype", [np.float16, jnp.bfloat16])
 def test_half_precision_in_a_file_becomes_what_the_model_has(tmp_path, dtype):
-    ddp, state = trained(MLP())
+    ddp, state = trained(MLP)
     file = tmp_path / "weights.safetensors"
     halves = {k: x.astype(dtype) for k, x in flat(state.params, "/").items()}
     safetensors.numpy.save_file(halves, file)
@@ -134,8 +134,8 @@ def test_a_file_that_holds_no_weights_is_one_line(tmp_path, name, content, error
 
 
 def test_a_part_is_taken_and_the_rest_is_made_with_a_report(caplog):
-    ddp, state = trained(ConvNet())
-    given = ddp.model(state)
+    ddp, state = trained(ConvNet)
+    given = host(ddp.model(state))
     given["params"]["Extra"] = {"kernel": np.zeros(3)}
     wider = wrapped(Wider())
     own = host(wider.init(5, make_batch()).params)
@@ -157,7 +157,7 @@ def test_a_part_is_taken_and_the_rest_is_made_with_a_report(caplog):
 
 
 def test_a_part_of_an_nnx_module_is_taken():
-    _, state = trained(NnxConvNet(nnx.Rngs(0)))
+    _, state = trained(NnxConvNet)
     other = wrapped(NnxConvNet(nnx.Rngs(1)))
     given = {"conv": host(state.params)["conv"]}
     begun = other.init(0, params=given, partial=True)
@@ -171,15 +171,15 @@ def test_a_part_of_an_nnx_module_is_taken():
 
 
 def test_parameters_alone_leave_the_statistics_to_be_made():
-    ddp, state = trained(ConvNet())
+    ddp, state = trained(ConvNet)
     begun = ddp.init(0, make_batch(), params={"params": host(state.params)})
     equal(begun.params, state.params)
     equal(begun.model_state, ddp.init(0, make_batch()).model_state)
 
 
-@pytest.mark.parametrize("model", [MLP(), NnxConvNet(nnx.Rngs(0))], ids=["linen", "nnx"])
-def test_what_does_not_fit_is_refused_by_its_path(model):
-    ddp, state = trained(model)
+@pytest.mark.parametrize("kind", [MLP, NnxConvNet])
+def test_what_does_not_fit_is_refused_by_its_path(kind):
+    ddp, state = trained(kind)
     params = host(state.params)
     name = sorted(params)[-1]
     params["Unknown"] = params.pop(name)
@@ -188,7 +188,7 @@ def test_what_does_not_fit_is_refused_by_its_path(model):
 
 
 def test_an_unknown_collection_is_refused():
-    ddp, state = trained(ConvNet())
+    ddp, state = trained(ConvNet)
     given = {**ddp.model(state), "cache": {"key": np.zeros(3)}}
     with pytest.raises(ConfigError, match="'cache/key'.*the model has nothing"):
         ddp.init(0, make_batch(), params=given)
@@ -199,19 +199,3 @@ def test_a_part_needs_something_to_be_a_part_of():
         wrapped(MLP()).init(0, make_batch(), partial=True)
     with pytest.raises(UsageError, match="needs params=, and for a Linen model batch="):
         wrapped(MLP()).init(0, params={}, partial=True)
-
-
-def test_a_job_starts_from_the_weights_that_its_config_names(tmp_path):
-    def fit(name, **overrides):
-        keys = {"model.name": "mlp", "data.global_batch_size": 16, "train.num_steps": 2}
-        keys |= {"run.dir": str(tmp_path / name), "optimizer.learning_rate": 1e-9}
-        run = jddp.fit("fashion_mnist_cnn", **keys, **overrides)
-        assert run.predict([{"image": np.zeros((3, 28, 28, 1), np.float32)}]).shape == (3, 10)
-        return run.state
-
-    first = fit("first", seed=1)
-    second = fit("second", seed=2, **{"model.init_from": str(tmp_path / "first")})
-    # Two steps at a rate of 1e-9.
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-7), second.params, first.params
-    )
