@@ -9,14 +9,12 @@ import optax
 import pytest
 from flax import linen as nn
 from jax import lax
-from judge import BUCKET_MB, assert_close, host
+from judge import BUCKET_MB, assert_close, host, sent
 from models import GALLERY
 from tiny import MODELS, NUM_CLASSES, loss_fn, make_batch
 
 import jddp
 from jddp.errors import ConfigError
-from jddp.inspection.collectives import collectives
-from jddp.inspection.hlo import read_program
 
 SHARDS = 8
 BATCHES = [make_batch(32, seed=i) for i in range(2)]
@@ -55,16 +53,15 @@ def words(x):
 
 
 def bits(tree):
-    return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): np.asarray(x).tobytes() for path, x in leaves}
 
 
 def assert_same_bits(numbers=(1, 2, 4, 8), **options):
-    want, *others = (trained(num, **options) for num in numbers)
+    want, *others = (bits(trained(num, **options)) for num in numbers)
     for num, got in zip(numbers[1:], others, strict=True):
-        for (path, a), b in zip(
-            jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True
-        ):
-            assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), (num, path)
+        assert got.keys() == want.keys()
+        assert [path for path in want if got[path] != want[path]] == [], num
 
 
 def test_state_metrics_and_evaluation_are_equal_to_the_bit(as_users_compile):
@@ -237,12 +234,6 @@ def test_so_they_are_with_every_option(name, as_users_compile):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
-def test_so_they_are_for_every_model(name, as_users_compile):
-    assert_same_bits((1, 8), model=MODELS[name](dropout_rate=0.2))
-
-
-@pytest.mark.slow
 def test_so_they_are_where_shards_are_no_power_of_two(as_users_compile):
     batches = [make_batch(24, seed=i) for i in range(2)]
     assert_same_bits((1, 2, 3, 4, 6), batches=batches, logical_replicas=12)
@@ -260,8 +251,7 @@ def test_as_many_shards_as_devices_are_the_replicas_that_there_always_were():
 def test_the_bytes_are_those_of_a_ring(layout):
     ddp = wrapped(4, layout=layout)
     state = ddp.init(0, BATCHES[0])
-    found = collectives(read_program(ddp.lower(BATCHES[0]).compile().as_text()))
-    gradients = [x for x in found if "bucket_" in x.op_name]
+    gradients = [x for x in sent(ddp, BATCHES[0]) if "bucket_" in x.op_name]
     padded = sum(4 * -(-x.size // 4) for x in jax.tree.leaves(state.params))
     for op in ("all-to-all", "all-gather"):
         assert sum(x.num_elements for x in gradients if x.op == op) == padded

@@ -1,7 +1,6 @@
 """Bucket plans, and averages that do not depend on them."""
 
 import dataclasses
-import importlib
 import inspect
 import math
 
@@ -9,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax import P
 
@@ -55,27 +54,29 @@ F32_F64 = [(50, "float32"), (25, "float64")] * 3
         pytest.param(F32_F64, 400, [[0, 2], [1, 3], [4], [5]], id="BKT-2"),
         pytest.param([10] * 4, (40, 80), [[0], [1, 2], [3]], id="BKT-3"),
         pytest.param(F32_F64, (200, 400), [[0], [1], [2, 4], [3, 5]], id="BKT-4"),
+        pytest.param([10] * 6, (40, 80, 120), [[0], [1, 2], [3, 4, 5]], id="three limits"),
+        pytest.param([3, 2, 1], 1, [[0], [1], [2]], id="one byte"),
+        pytest.param([10, 1000, 10], 80, [[0], [1], [2]], id="a leaf larger than a bucket"),
+        pytest.param([10, 0, 10], 80, [[0, 2]], id="a leaf without elements"),
+        pytest.param([0], 80, [], id="no elements at all"),
     ],
 )
-def test_ddp_s_own_bucketing_cases_give_ddp_s_own_buckets(sizes, limits, buckets):
+def test_leaves_share_buckets_as_those_of_ddp_do(sizes, limits, buckets):
     assert planned(sizes, limits) == buckets
 
 
-def test_leaves_are_taken_in_the_order_in_which_they_are_finished():
+@pytest.mark.parametrize(
+    "ready, buckets",
+    [
+        pytest.param([5, 9, 2], [("c", "a"), ("b",)], id="as they are finished"),
+        pytest.param(None, [("c", "b"), ("a",)], id="last to first where nothing is known"),
+        pytest.param([3, 3, 9], [("b", "a"), ("c",)], id="the last of those finished at once"),
+    ],
+)
+def test_leaves_are_taken_in_the_order_in_which_they_are_finished(ready, buckets):
     tree = {"a": shape(10), "b": shape(10), "c": shape(10)}
-    plan = plan_buckets(tree, bucket_bytes=80, ready=[5, 9, 2])
-    assert [bucket.paths for bucket in plan.buckets] == [("c", "a"), ("b",)]
-
-
-def test_leaves_are_taken_last_to_first_where_nothing_is_known():
-    tree = {"a": shape(10), "b": shape(10), "c": shape(10)}
-    plan = plan_buckets(tree, bucket_bytes=80)
-    assert [bucket.paths for bucket in plan.buckets] == [("c", "b"), ("a",)]
-
-
-def test_of_leaves_that_are_finished_at_once_the_last_goes_first():
-    plan = plan_buckets({"a": shape(1), "b": shape(1)}, bucket_bytes=80, ready=[3, 3])
-    assert plan.buckets[0].paths == ("b", "a")
+    plan = plan_buckets(tree, bucket_bytes=80, ready=ready)
+    assert [bucket.paths for bucket in plan.buckets] == buckets
 
 
 def test_buckets_are_sent_in_the_order_in_which_they_are_complete():
@@ -91,19 +92,6 @@ def test_what_no_gradient_reaches_is_named_and_not_sent():
     assert plan.unused == ("a", "c")
     assert plan.wire_bytes == 40
     assert "2 unused, not sent: a, c" in str(plan)
-
-
-def test_a_leaf_larger_than_a_bucket_has_one_of_its_own():
-    assert planned([10, 1000, 10], 80) == [[0], [1], [2]]
-
-
-def test_a_bucket_of_one_byte_holds_one_leaf():
-    assert planned([3, 2, 1], 1) == [[0], [1], [2]]
-
-
-def test_of_a_list_of_sizes_the_last_repeats():
-    assert planned([10] * 6, (40, 80, 120)) == [[0], [1, 2], [3, 4, 5]]
-    assert planned([10] * 4, (40, 80)) == [[0], [1, 2], [3]]
 
 
 def test_the_bucket_that_is_complete_last_can_be_small():
@@ -129,11 +117,6 @@ def test_an_empty_tree_needs_no_bucket():
     plan = plan_buckets({}, bucket_bytes=100)
     assert (len(plan), plan.wire_bytes) == (0, 0)
     assert "0 buckets" in str(plan)
-
-
-def test_leaves_without_elements_are_left_out():
-    assert planned([10, 0, 10], 80) == [[0, 2]]
-    assert planned([0], 80) == []
 
 
 def test_a_narrow_wire_counts_its_own_bytes():
@@ -261,18 +244,6 @@ def test_the_leaf_layout_packs_small_leaves_and_sends_large_ones_as_they_are():
     jax.tree.map(np.testing.assert_array_equal, got, jax.tree.map(lambda x: x.mean(0), tree))
 
 
-@settings(max_examples=8, deadline=None)
-@given(st.integers(0, 2**31), st.integers(1, 300))
-def test_layouts_agree_to_the_bit_for_any_bucket_size(seed, bucket_bytes):
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("data",))
-    tree = whole_numbers(4, seed)
-    leaf, flat = (
-        averaged(mesh, tree, bucket_bytes=bucket_bytes, layout=layout)
-        for layout in ("leaf", "flat")
-    )
-    jax.tree.map(np.testing.assert_array_equal, leaf, flat)
-
-
 def test_averaging_what_is_averaged_changes_nothing(mesh):
     """NUM-3: replica r holds r; all end with (n - 1) / 2, however often it is averaged."""
 
@@ -324,6 +295,7 @@ def test_unknown_layouts_and_those_that_cannot_overlap_are_refused(layout, overl
         ({"wire_dtype": "int8"}, "wire_dtype 'int8' is unknown. Choose 'bfloat16', 'float16'"),
         ({"wire_dtype": "bf16"}, "wire_dtype 'bf16'"),
         ({"comm_hook": "mean"}, "comm_hook is str. Give a jddp.CommHook"),
+        ({"comm_hook": type("Half", (), {"init": len})()}, "comm_hook is Half"),
         ({"bucket_mb": 0}, "at least one byte"),
         ({"bucket_mb": []}, "at least one byte"),
         ({"bucket_mb": [1, -1]}, "at least one byte"),
@@ -375,11 +347,6 @@ def test_the_defaults_are_those_of_the_wrapper():
     assert {"bucket_mb", "first_bucket_mb", "layout", "wire_dtype"} <= shared
     assert all(ours[name].default == wrapper[name].default for name in shared)
     assert (ours["bucket_mb"].default, ours["first_bucket_mb"].default) == (25, 1)
-
-
-def test_a_hook_needs_both_of_its_functions():
-    with pytest.raises(ConfigError, match="comm_hook is Half"):
-        reduction(comm_hook=type("Half", (), {"init": lambda plan: ()})())
 
 
 def test_on_cpus_only_flat_buckets_are_kept_from_being_merged():
@@ -475,11 +442,3 @@ def test_a_hook_is_named_by_its_function_and_the_mean_is_not():
     hook = jddp.CommHook(init=lambda plan: (), reduce=jax.jit)
     assert reduction(comm_hook=hook).hook_name == "jit"
     assert reduction().hook_name == ""
-
-
-def test_what_passes_between_rooms_is_a_value():
-    for module in ("plan", "reduction", "hooks", "backward"):
-        module = importlib.import_module(f"jddp.reduce.{module}")
-        classes = [x for x in vars(module).values() if dataclasses.is_dataclass(x)]
-        assert classes
-        assert all(x.__dataclass_params__.frozen for x in classes)
