@@ -92,25 +92,6 @@ def test_constants_given_once_serve_every_call(tmp_path):
     assert given.memory(batch).total > 0
 
 
-def test_constants_are_not_differentiated():
-    teacher = MLP()
-    batch = make_batch()
-    weights = teacher.init(jax.random.key(1), batch["x"], False)
-
-    def distil(model, batch, train, constants):
-        want = teacher.apply(constants, batch["x"], False)
-        return ((model(batch["x"], train) - want) ** 2).mean(-1)
-
-    ddp = jddp.DataParallel(MLP(), optax.adam(1e-2), distil)
-    state = ddp.init(0, batch, constants=weights)
-    losses = []
-    for _ in range(30):
-        state, metrics = ddp.step(state, batch, constants=weights)
-        losses.append(float(metrics["loss"]))
-    assert losses[-1] < 0.1 * losses[0]
-    assert jax.tree.structure(state.params) == jax.tree.structure(weights["params"])
-
-
 def test_a_loss_that_names_constants_is_not_run_without():
     ddp, batch = jddp.DataParallel(MLP(), optax.sgd(0.1), scaled_loss), make_batch()
     with pytest.raises(UsageError, match="names `constants`, and was given none"):

@@ -7,7 +7,6 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
-from jax import P
 from judge import (
     PLACES,
     WIDTH,
@@ -22,21 +21,8 @@ from judge import (
 from states import assert_same
 
 from jddp.checkpoint.checkpoints import Checkpoints
-from jddp.reduce.average import choose_layout, make_reduction
-from jddp.reduce.backward import trace_backward
-from jddp.reduce.gradients import Finished, Running
-from jddp.reduce.packing import bucketed
-from jddp.reduce.plan import Bucket, BucketPlan
 
 KIB = 1 / 1024
-AUTO = {"layout": "auto", "overlap": "auto"}
-REDUCTION = {
-    "bucket_mb": 25,
-    "first_bucket_mb": 1,
-    "last_bucket_mb": None,
-    "wire_dtype": None,
-}
-
 # --- one device is the judge --------------------------------------------------------------------
 
 
@@ -201,52 +187,3 @@ def test_a_bucket_of_unused_parameters_is_not_sent():
         ddp = wrapped(model, bucket_mb=64 / 2**20, **PLACES["flat-ready"])
         assert sorted(x.num_elements for x in sent(ddp)) == want
     beside_one_device(Layers(("float32",) * 2, used=1), places=["flat-ready"])
-
-
-def by_hand(tree, groups):
-    """A plan that nobody has computed."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-
-    def bucket(group):
-        paths = tuple(jax.tree_util.keystr(leaves[i][0]) for i in group)
-        chosen = [leaves[i][1] for i in group]
-        dtype = np.dtype(chosen[0].dtype)
-        return Bucket(paths, tuple(group), tuple(x.shape for x in chosen), dtype, dtype)
-
-    return BucketPlan(tuple(map(bucket, groups)))
-
-
-@pytest.mark.parametrize(
-    "groups", [[[0, 2], [1, 3]], [[3, 1], [2, 0]], [[1], [3], [0], [2]], [[2, 0], [3]]], ids=str
-)
-@in_both_places
-def test_buckets_given_by_hand_are_averaged_in_whatever_order(place, groups):
-    """BKT-10: four gradients of two dtypes, all whole numbers; what is in no bucket stays home."""
-    layout, overlaps = choose_layout(**AUTO | place, platform=lambda: "cpu")
-    reduction = make_reduction("data", bucketed(layout, None), **REDUCTION)
-    weights = [np.ones((i + 1, 2), ("float32", "bfloat16")[i % 2]) for i in range(4)]
-    plan = by_hand(weights, groups)
-
-    def replica(x, weights):
-        def loss(weights):
-            return sum((i + 1) * x[0] * w.sum().astype(x.dtype) for i, w in enumerate(weights))
-
-        _, pullback = jax.vjp(loss, weights)
-        backward = trace_backward(lambda one: pullback(one)[0])
-        if overlaps:
-            grads = Running(backward, lambda leaf, grad: grad, num=4)
-        else:
-            grads = Finished(pullback(jnp.float32(1))[0])
-        grads, _ = reduction(grads, (), plan)
-        return jax.tree.map(lambda g: g[None], grads)
-
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("data",))
-    mapped = jax.shard_map(
-        replica, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"), check_vma=False
-    )
-    shares = np.array([1, 2, 4, 5], np.float32)
-    for i, grads in enumerate(jax.jit(mapped)(shares, weights)):
-        means = np.full(4, shares.mean()) if any(i in group for group in groups) else shares
-        assert grads.dtype == weights[i].dtype
-        for grad, want in zip(grads, means, strict=True):
-            np.testing.assert_array_equal(grad, np.full(grad.shape, (i + 1) * want, grad.dtype))

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen as nn
 from jax import lax
 from judge import PLACES, Net, Plane, host, in_both_places, make_rows, sent, start, wrapped
 from states import assert_same
@@ -100,51 +99,6 @@ def test_what_a_hook_returns_is_the_gradient(hook, gradient, place):
     ddp = wrapped(Plane(), ranks, optimizer=optax.sgd(1.0), comm_hook=hook, **place)
     state, _ = ddp.step(ddp.init(0, RANKS), RANKS)
     np.testing.assert_array_equal(state.params["w"], np.full((2, 2), -gradient))
-
-
-@in_both_places
-def test_a_hook_may_stand_around_another(place):
-    """HK-3: "then": what the inner one has averaged, the outer one takes five times."""
-
-    def five_times(inner):
-        def reduce(bucket, comm_state, axis):
-            bucket, comm_state = inner.reduce(bucket, comm_state, axis)
-            return scaled(bucket, 5), comm_state
-
-        return jddp.CommHook(inner.init, reduce)
-
-    ddp = wrapped(
-        Plane(),
-        ranks,
-        optimizer=optax.sgd(1.0),
-        comm_hook=five_times(five_times(stateless(lax.pmean))),
-        wire_dtype="float16",
-        **place,
-    )
-    state, _ = ddp.step(ddp.init(0, RANKS), RANKS)
-    np.testing.assert_array_equal(state.params["w"], np.full((2, 2), -37.5))
-
-
-class Ten(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        for i in range(10):
-            x = nn.Dense(4, use_bias=False, name=f"layer_{i}")(x)
-        return x.sum(-1)
-
-
-@in_both_places
-def test_of_ten_layers_the_first_is_in_the_last_bucket_and_only_that_is_last(place):
-    """HK-5."""
-    seen = []
-
-    def reduce(bucket, axis):
-        seen.append((bucket.index, bucket.is_last, bucket.planned.paths))
-        return lax.pmean(bucket, axis)
-
-    step(Ten(), comm_hook=stateless(reduce), bucket_mb=64 / 2**20, **place)
-    layers = [(f"layer_{i}/kernel",) for i in reversed(range(10))]
-    assert seen == [(i, i == 9, layer) for i, layer in enumerate(layers)]
 
 
 @in_both_places

@@ -56,10 +56,11 @@ def test_whole_numbers_that_fit_the_wire_stay_exact(wire_dtype):
     np.testing.assert_array_equal(got, rows.mean(0))
 
 
-def test_a_float16_wire_divides_before_it_adds():
-    """NUM-4: eight times 2**15 does not fit into float16."""
-    rows = np.full((8, 3), 2.0**15, np.float32)
-    np.testing.assert_array_equal(average({"g": rows}, wire_dtype="float16")["g"], [2.0**15] * 3)
+@pytest.mark.parametrize("dtype, wire_dtype", [(np.float32, "float16"), (np.float16, None)])
+def test_float16_is_divided_before_it_is_added(dtype, wire_dtype):
+    """NUM-4: eight times 2**15 does not fit, on the wire or in gradients."""
+    rows = np.full((8, 3), 2.0**15, dtype)
+    np.testing.assert_array_equal(average({"g": rows}, wire_dtype=wire_dtype)["g"], [2.0**15] * 3)
 
 
 def test_a_replica_on_its_own_sends_nothing():
@@ -67,12 +68,6 @@ def test_a_replica_on_its_own_sends_nothing():
     assert "all_reduce" not in text.as_text()
     text = jax.jit(lambda rows: average(rows, num_replicas=2)).lower({"g": jnp.ones((2, 3))})
     assert "all_reduce" in text.as_text()
-
-
-def test_float16_gradients_are_divided_before_they_are_added():
-    """NUM-4, for the buckets in a custom step."""
-    rows = np.full((8, 3), 2.0**15, np.float16)
-    np.testing.assert_array_equal(average({"g": rows})["g"], [2.0**15] * 3)
 
 
 def test_a_float16_wire_holds_sums_over_many_entries():
@@ -140,38 +135,21 @@ def test_a_hook_sees_every_bucket_and_its_memory_is_each_replica_s_own(place):
     np.testing.assert_array_equal(rows, 3 * np.outer(np.arange(1, 9), np.ones(num)))
 
 
-def test_a_hook_and_a_narrow_wire_compose():
-    """The hook is handed what travels."""
-    seen = []
-
-    def reduce(bucket, comm_state, axis):
-        seen.extend(x.dtype.name for x in jax.tree.leaves(bucket))
-        return lax.pmean(bucket, axis), comm_state
-
-    hook = jddp.CommHook(lambda plan: (), reduce)
-    options = {"comm_hook": hook, "wire_dtype": "bfloat16", "layout": "flat"}
-    ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, **options)
-    batch = make_batch()
-    state, _ = ddp.step(ddp.init(0, batch), batch)
-    assert set(seen) == {"bfloat16"}
-    assert {x.dtype.name for x in jax.tree.leaves(state.params)} == {"float32"}
-
-
 @pytest.mark.parametrize(
     "wire_dtype, scale", [(None, 1 / 6), ("bfloat16", 1 / 6), ("float16", 8 / 6)]
 )
-def test_the_scale_is_that_of_what_a_hook_is_given(wire_dtype, scale):
+def test_a_hook_is_given_what_travels_and_its_scale(wire_dtype, scale):
     """Gradients of sums over six rows, which a float16 wire takes an eighth of."""
     seen = set()
 
     def reduce(bucket, comm_state, axis):
-        seen.add(bucket.scale)
+        seen.update((x.dtype.name, bucket.scale) for x in bucket.values)
         return lax.pmean(bucket, axis), comm_state
 
     options = {"comm_hook": jddp.CommHook(lambda plan: (), reduce), "wire_dtype": wire_dtype}
     ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, **options)
     ddp.lower(make_batch(48))
-    assert seen == {scale}
+    assert seen == {(wire_dtype or "float32", scale)}
 
 
 @in_both_places

@@ -68,14 +68,6 @@ def test_state_metrics_and_evaluation_are_equal_to_the_bit(as_users_compile):
     assert_same_bits((1, 4))
 
 
-def test_without_shards_they_are_not(as_users_compile):
-    options = {"logical_replicas": None, "model": MODELS["mlp"]()}
-    one, eight = (trained(num, **options)[0].params for num in (1, 8))
-    assert bits(one) != bits(eight)
-    # Adam makes whole steps of the rounding of small gradients.
-    assert_close(one, eight, rtol=1e-2)
-
-
 class Layers(nn.Module):
     """A function of sequences, (rows, 12, 8), as a model."""
 

@@ -121,18 +121,6 @@ def test_gradients_and_loss_are_those_of_the_global_mean(form, name):
     assert_close(ddp.model(state)["params"], moved, rtol)
 
 
-def test_what_each_replica_divides_by_itself_is_another_mean():
-    """The reason for all this: the same loss as a scalar is off, and nothing says so."""
-    batch = make_batch() | {"scale": np.ones((32, 1), np.float32)}
-    batch["targets"][-8:] = batch["targets"][:8]  # or replicas without a target give NaN
-    ddp = jddp.DataParallel(Tagger(), optax.sgd(0.5), local_mean)
-    state = ddp.init(0, batch)
-    _, want = global_mean(Tagger(), ddp.model(state)["params"], batch)
-    got, _ = ddp.gradients(state, batch)
-    apart = optax.tree.norm(jax.tree.map(jnp.subtract, got, want)) / optax.tree.norm(want)
-    assert apart > 0.08
-
-
 @pytest.mark.parametrize(
     "form, loss_scale", [("arrays", None), ("scalars", 128.0), ("arrays", "dynamic")]
 )
@@ -150,24 +138,6 @@ def test_a_model_in_float16_learns_what_one_in_float32_does(form, loss_scale):
         state, metrics = ddp.step(state, batch)
         assert metrics["skipped"]
     assert_close(got, want, 0.02)  # a dozen roundings of 2^-11 in a backward pass, and in sums
-
-
-def test_local_steps_divide_by_what_each_replica_counts():
-    batch = make_batch()
-    options = {"local_steps": jddp.LocalSteps(every=1)}
-    ddp = jddp.DataParallel(Tagger(), optax.sgd(0.5), as_scalars, **options)
-    state = ddp.init(0, batch)
-    params = ddp.model(state)["params"]
-    shares = [jax.tree.map(lambda x, i=i: x[4 * i : 4 * i + 4], batch) for i in range(8)]
-    grads = [
-        global_mean(Tagger(), params, share)[1]
-        if weights_of(share).any()
-        else jax.tree.map(jnp.zeros_like, params)  # nothing to learn from: it stays where it is
-        for share in shares
-    ]
-    want = jax.tree.map(lambda x, *g: x - 0.5 * sum(g) / 8, params, *grads)
-    state, _ = ddp.step(state, batch)
-    assert_close(ddp.model(state)["params"], want, ROUNDING)
 
 
 def test_a_metric_may_be_a_mean_of_its_own_count():

@@ -131,6 +131,8 @@ def test_a_bucket_leaves_where_its_last_gradient_is_made():
     # first layer, and its bias; its kernel. The one vector of loss and metrics is reduced last.
     assert operations(ready, batch) == "..br.br.br.brr"
     assert operations(end, batch) == ".....rrrrr"
+    assert "overlap on: buckets leave inside the backward pass" in str(ready.plan)
+    assert "overlap off: buckets leave after the backward pass" in str(end.plan)
 
 
 class Normed(nn.Module):

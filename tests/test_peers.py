@@ -1,5 +1,7 @@
 """jddp trains like the step that people write by hand, and helps the step that they keep."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -52,44 +54,33 @@ def test_the_network_of_the_peers_is_the_default_jobs():
     np.testing.assert_array_equal(ConvNet().apply(variables, images, train=False), want)
 
 
-def test_a_pmap_trainer_gets_the_same_numbers():
-    optimizer = optax.sgd(0.1, momentum=0.9)
-    ddp = jddp.DataParallel(ConvNet(WIDTHS), optimizer, loss_fn)
-    state = ddp.init(seed=0, batch=next(image_batches()))
-    variables = ddp.model(state)
-    peer_step = pmap_trainer.make_step(
-        ConvNet(WIDTHS, axis_name="batch"), loss_and_accuracy, optimizer
-    )
-    params, model_state = variables["params"], {"batch_stats": variables["batch_stats"]}
-    peer = pmap_trainer.State(params, model_state, optimizer.init(params))
-    peer = pmap_trainer.replicate(peer)
-    for batch in image_batches():
-        state, metrics = ddp.step(state, batch)
-        peer, peer_metrics = peer_step(peer, pmap_trainer.shard(batch))
-        close(
-            {name: metrics[name] for name in peer_metrics},
-            jax.tree.map(lambda x: x[0], peer_metrics),
-        )
-    trained = {"params": peer.params, **peer.model_state}
-    close(ddp.model(state), jax.tree.map(lambda x: np.array(x[0]), trained))
+def first(tree):
+    """What the first replica has of what `pmap` has stacked."""
+    return jax.tree.map(lambda x: np.array(x[0]), tree)
 
 
-def test_a_shard_map_trainer_gets_the_same_numbers():
+@pytest.mark.parametrize("is_pmap", [True, False], ids=["pmap", "shard_map"])
+def test_a_trainer_written_by_hand_gets_the_same_numbers(is_pmap):
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
     optimizer = optax.sgd(0.1, momentum=0.9)
     ddp = jddp.DataParallel(ConvNet(WIDTHS), optimizer, loss_fn, mesh=mesh)
     state = ddp.init(seed=0, batch=next(image_batches()))
     variables = ddp.model(state)
-    model = ConvNet(WIDTHS, axis_name="data")
-    peer_step = shard_map_trainer.make_step(model, loss_and_accuracy, optimizer, mesh)
     params, model_state = variables["params"], {"batch_stats": variables["batch_stats"]}
     peer = pmap_trainer.State(params, model_state, optimizer.init(params))
-    peer = shard_map_trainer.replicate(peer, mesh)
+    model = ConvNet(WIDTHS, axis_name="batch" if is_pmap else "data")
+    if is_pmap:
+        step = pmap_trainer.make_step(model, loss_and_accuracy, optimizer)
+        peer, shard, read = pmap_trainer.replicate(peer), pmap_trainer.shard, first
+    else:
+        step = shard_map_trainer.make_step(model, loss_and_accuracy, optimizer, mesh)
+        peer, read = shard_map_trainer.replicate(peer, mesh), lambda tree: tree
+        shard = functools.partial(shard_map_trainer.shard, mesh=mesh)
     for batch in image_batches():
         state, metrics = ddp.step(state, batch)
-        peer, peer_metrics = peer_step(peer, shard_map_trainer.shard(batch, mesh))
-        close({name: metrics[name] for name in peer_metrics}, peer_metrics)
-    close(ddp.model(state), {"params": peer.params, **peer.model_state})
+        peer, peer_metrics = step(peer, shard(batch))
+        close({name: metrics[name] for name in peer_metrics}, read(peer_metrics))
+    close(ddp.model(state), read({"params": peer.params, **peer.model_state}))
 
 
 def penalised(model, batch, train):
@@ -122,13 +113,9 @@ def test_a_model_that_names_its_own_axis_trains_as_in_its_own_pmap_step(loss, op
     for batch in batches:
         state, metrics = ddp.step(state, batch)
         peer, peer_metrics = step(peer, pmap_trainer.shard(batch))
-        close(
-            {name: metrics[name] for name in peer_metrics},
-            jax.tree.map(lambda x: x[0], peer_metrics),
-        )
+        close({name: metrics[name] for name in peer_metrics}, first(peer_metrics))
     peer = peer._replace(batch_stats=imagenet_pmap.average_statistics(peer.batch_stats))
-    trained = {"params": peer.params, "batch_stats": peer.batch_stats}
-    close(ddp.model(state), jax.tree.map(lambda x: np.array(x[0]), trained))
+    close(ddp.model(state), first({"params": peer.params, "batch_stats": peer.batch_stats}))
 
 
 # A custom step, that keeps its map and gets its mean from the optimizer.

@@ -13,11 +13,9 @@ from hypothesis import strategies as st
 from jax import P
 
 import jddp
-from jddp.engine.backward import MicroBatches, Overlapped
 from jddp.errors import ConfigError
 from jddp.reduce.average import choose_layout, compiler_options, make_reduction
-from jddp.reduce.backward import trace_backward
-from jddp.reduce.gradients import Finished, Running
+from jddp.reduce.gradients import Finished
 from jddp.reduce.packing import bucketed
 from jddp.reduce.plan import plan_buckets
 
@@ -188,35 +186,6 @@ def averaged(mesh, tree, *, bucket_bytes, **options):
     return jax.jit(mapped)(tree)
 
 
-def test_a_backward_pass_can_be_begun_in_two_branches_and_gives_finished_gradients(mesh):
-    """`unused` is planned too, as where all parameters travel."""
-    weights = {"a": np.float32([1, 2]), "b": np.float32(3), "unused": np.ones(2, np.float32)}
-    reduce = reduction(bucket_mb=4 / MIB)
-
-    def replica(x, is_shared):
-        _, pullback = jax.vjp(lambda w: (x[0] * w["a"]).sum() * w["b"], weights)
-        backward = trace_backward(lambda one: pullback(one)[0])
-        running = Running(backward, lambda leaf, grad: 2 * grad, num=3)
-        finished = Finished(jax.tree.map(lambda g: 2 * g, pullback(jnp.float32(1))[0]))
-
-        def average(grads):
-            return reduce(grads, (), plan=reduce.plan(weights))[0]
-
-        got = jax.lax.cond(is_shared, lambda: average(running), running.tree)
-        want = jax.lax.cond(is_shared, lambda: average(finished), finished.tree)
-        return jax.tree.map(lambda x: x[None], (got, want))
-
-    run = jax.jit(
-        jax.shard_map(
-            replica, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"), check_vma=False
-        )
-    )
-    for is_shared in (True, False):
-        got, want = run(np.arange(mesh.size, dtype=np.float32), is_shared)
-        jax.tree.map(np.testing.assert_array_equal, got, want)
-        assert len(np.unique(got["b"])) == (1 if is_shared else mesh.size)
-
-
 @pytest.mark.parametrize("layout", ["leaf", "flat"])
 @pytest.mark.parametrize("bucket_bytes", [1, 40, 2**20])
 def test_buckets_average_exactly_like_single_leaves(mesh, bucket_bytes, layout):
@@ -328,14 +297,11 @@ def test_a_combine_threshold_of_the_user_stands(monkeypatch):
     flat, leaf = reduction(layout="flat"), reduction(layout="leaf", bucket_mb=2)
     assert compiler_options(flat, "gpu") == {name: 0}
     assert compiler_options(leaf, "gpu") == {name: 2 * MIB}
+    several = reduction(layout="leaf", bucket_mb=[1, 2, 3])  # of which the last repeats
+    assert compiler_options(several, "gpu") == {name: 3 * MIB}
     assert compiler_options(flat, "tpu") == {}
     monkeypatch.setenv("XLA_FLAGS", f"--{name}=7")
     assert compiler_options(flat, "gpu") == {}
-
-
-def test_the_threshold_of_leaves_is_the_size_that_repeats():
-    leaf = reduction(layout="leaf", bucket_mb=[1, 2, 3])
-    assert set(compiler_options(leaf, "gpu").values()) == {3 * MIB}
 
 
 def test_the_defaults_are_those_of_the_wrapper():
@@ -418,24 +384,6 @@ def test_a_plan_says_what_is_known_of_its_layout():
     assert flat.plan(tree).notes == (order, "layout flat")
     measured = "order: as the backward pass finishes them"
     assert flat.plan(tree, [1]).notes == (measured, "layout flat")
-
-
-ON = "overlap on: buckets leave inside the backward pass"
-LOOPED = "1 gradients leave a loop at once: they are ready at its end"
-
-
-@pytest.mark.parametrize(
-    "part, looped, notes",
-    [
-        (MicroBatches, 1, ("overlap off: buckets leave after the backward pass",)),
-        (Overlapped, 0, (ON,)),
-        (Overlapped, 1, (ON, "1 gradients leave a loop at once: they are ready at its end")),
-    ],
-)
-def test_a_plan_says_when_buckets_leave(part, looped, notes):
-    plan = reduction().plan({"w": shape(1)})
-    backward = part(*[None] * len(dataclasses.fields(part)))
-    assert backward.note(plan, looped).notes == (*plan.notes, *notes)
 
 
 def test_a_hook_is_named_by_its_function_and_the_mean_is_not():
