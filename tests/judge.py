@@ -120,18 +120,24 @@ def beside_one_device(
         if all_steps is None:
             optimizer = ddp.spec.optimizer.tx
             all_steps = steps_of_one_device(model, optimizer, alone or loss, state, batches)
-        before = host(state.params)
+        first = on_one_device(state)
         for batch, (want, want_metrics) in zip(batches, all_steps, strict=True):
             state, metrics = ddp.step(state, batch)
-            got = on_one_device(state)
-            moved, want_moved = (
-                jax.tree.map(np.subtract, host(s.params), before) for s in (got, want)
-            )
-            assert_close(moved, want_moved, rtol=rtol, what=f"{place}: params")
-            assert_close(got.opt_state, want.opt_state, rtol=rtol, what=f"{place}: opt_state")
+            assert_close_step(on_one_device(state), want, first, rtol=rtol, what=f"{place}: ")
             np.testing.assert_allclose(metrics["loss"], want_metrics["loss"], rtol=rtol)
         assert_same_on_all_devices(state)
     return ddp, state
+
+
+def assert_close_step(got, want, before, *, rtol, what=""):
+    """How parameters and their average have moved, and all other state but random keys."""
+    for name in ("params", "ema_params"):
+        old, new, judged = (host(getattr(state, name)) for state in (before, got, want))
+        moved, want_moved = (jax.tree.map(np.subtract, x, old) for x in (new, judged))
+        assert_close(moved, want_moved, rtol=rtol, what=what + name)
+    assert_close(got.opt_state, want.opt_state, rtol=rtol, what=f"{what}opt_state")
+    kept = [{k: x for k, x in s.model_state.items() if k != "rngs"} for s in (got, want)]
+    assert_close(*kept, rtol=rtol, what=f"{what}model_state")
 
 
 def steps_of_one_device(model, optimizer, loss, state, batches):

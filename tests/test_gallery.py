@@ -3,12 +3,11 @@
 import contextlib
 from pathlib import Path
 
-import jax
 import models
 import numpy as np
 import optax
 import pytest
-from judge import PLACES, assert_close, assert_same_on_all_devices, host
+from judge import PLACES, assert_close_step, assert_same_on_all_devices
 from models import GALLERY
 from oracle import on_one_device, one_device_step
 from states import assert_same, copied
@@ -40,21 +39,6 @@ def wrapped(example, optimizer, place):
     return jddp.DataParallel(example.model(), optimizer, example.loss_fn, **options)
 
 
-def without_keys(model_state):
-    return {name: value for name, value in model_state.items() if name != "rngs"}
-
-
-def compare(got, want, before):
-    """How parameters and their average moved, and all other state."""
-    for name in ("params", "ema_params"):
-        old, new, judged = (host(getattr(state, name)) for state in (before, got, want))
-        moved, want_moved = (jax.tree.map(np.subtract, x, old) for x in (new, judged))
-        assert_close(moved, want_moved, rtol=RTOL, what=name)
-    assert_close(got.opt_state, want.opt_state, rtol=RTOL, what="opt_state")
-    states = without_keys(got.model_state), without_keys(want.model_state)
-    assert_close(*states, rtol=RTOL, what="model_state")
-
-
 def train_beside_one_device(example, place):
     """Two steps on eight devices and on one, compared; returns the wrapper and its last state."""
     batches = [example.make_batch(ROWS, seed) for seed in range(2)]
@@ -65,7 +49,7 @@ def train_beside_one_device(example, place):
         before = on_one_device(state)
         want, want_metrics = judge(before, batch)
         state, metrics = ddp.step(state, batch)
-        compare(on_one_device(state), want, before)
+        assert_close_step(on_one_device(state), want, before, rtol=RTOL)
         for name, value in want_metrics.items():
             np.testing.assert_allclose(metrics[name], value, rtol=RTOL, err_msg=name)
     assert_same_on_all_devices(state)

@@ -39,9 +39,7 @@ def test_models_pass_with_and_without_random_numbers(name, dropout_rate):
 @pytest.mark.parametrize(
     "options",
     [
-        {"accumulate_steps": 2},
-        {"layout": "flat", "overlap": True, "bucket_mb": 1e-4},
-        {"max_grad_norm": 0.1, "ema_decay": 0.9, "mesh": 4},
+        {"accumulate_steps": 2, "max_grad_norm": 0.1, "ema_decay": 0.9, "mesh": 4},
         {"batch_norm_unbiased": True, "skip_nonfinite": True},
     ],
     ids=lambda options: "-".join(options),
