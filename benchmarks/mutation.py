@@ -38,7 +38,7 @@ TESTS = {  # of each room, those that notice most first
     "jddp/modules/metrics.py": ["metrics", "data_parallel"],
     "jddp/reduce/average.py": ["reduce", "hooks"],
     "jddp/reduce/backward.py": ["overlap", "transforms"],
-    "jddp/reduce/hooks.py": ["hooks", "ddp_cases"],
+    "jddp/reduce/hooks.py": ["hooks", "ddp_hooks"],
     "jddp/reduce/plan.py": ["reduce", "hooks"],
     "jddp/reduce/reduction.py": [
         *("reduce", "overlap", "hooks", "ddp_hooks", "ddp_accumulation", "ddp_unused"),

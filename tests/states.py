@@ -1,4 +1,4 @@
-"""Compare states bit by bit, on every device."""
+"""Compare states, bit by bit on every device or to tolerances."""
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,20 @@ def assert_same(got, want):
         assert (a.dtype, a.sharding) == (b.dtype, b.sharding), where
         for one, other in zip(_shards(a), _shards(b), strict=True):
             np.testing.assert_array_equal(one, other, err_msg=where)
+
+
+def equal(got, want):
+    """Equal numbers in every leaf, wherever they are."""
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(got), jax.device_get(want))
+
+
+def close(got, want, rtol=1e-5, atol=1e-6):
+    """Every leaf to these tolerances; float32 sums of some ten numbers in another order."""
+
+    def compare(a, b):
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=atol)
+
+    jax.tree.map(compare, jax.device_get(got), jax.device_get(want))
 
 
 def copied(tree):

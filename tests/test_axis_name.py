@@ -9,6 +9,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from jax import lax
+from states import equal
 from test_batch_norm import (
     CopiedNorm,
     Foreign,
@@ -19,6 +20,7 @@ from test_batch_norm import (
     squares,
     statistics,
 )
+from tiny import take_steps
 
 import jddp
 from jddp.engine.digest import digests
@@ -50,14 +52,8 @@ KINDS = [linen, NnxNamed, linen_copy, nnx_copy]
 def trained(model, **options):
     options = {"mesh": 2, **options}
     ddp, batch = jddp.DataParallel(model, optax.sgd(0.1), squares, **options), rows()
-    state = ddp.init(0, batch)
-    for _ in range(2):
-        state, metrics = ddp.step(state, batch)
+    state, metrics = take_steps(ddp, [batch] * 2)
     return jax.device_get((state.params, statistics(state), metrics))
-
-
-def same(got, want):
-    jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 @pytest.mark.parametrize(
@@ -65,19 +61,19 @@ def same(got, want):
     [*((kind, "sync") for kind in KINDS), (linen_copy, "local"), (nnx_copy, "broadcast")],
 )
 def test_a_batch_norm_that_names_an_axis_is_that_which_names_none(kind, mode):
-    same(trained(kind("batch"), batch_norm=mode), trained(kind(None), batch_norm=mode))
+    equal(trained(kind("batch"), batch_norm=mode), trained(kind(None), batch_norm=mode))
 
 
 @pytest.mark.parametrize("mode", ["sync", "local"])
 def test_the_mode_decides_where_the_axis_of_the_replicas_has_the_name_too(mode):
     got = trained(linen("batch"), batch_norm=mode, axis_name="batch")
-    same(got, trained(linen(None), batch_norm=mode))
+    equal(got, trained(linen(None), batch_norm=mode))
 
 
 @pytest.mark.parametrize("kind", [linen, nnx_copy])
 def test_a_batch_norm_that_names_an_axis_has_logical_replicas(kind):
     options = {"batch_norm": "local", "logical_replicas": 4}
-    same(trained(kind("batch"), **options), trained(kind(None), **options))
+    equal(trained(kind("batch"), **options), trained(kind(None), **options))
 
 
 class Lanes(nn.Module):
@@ -165,16 +161,14 @@ def test_an_axis_of_another_name_gives_the_same_bits(options):
     plain = {name: x for name, x in options.items() if name not in ("axis_name", "mesh")}
     for axis, given in [("batch", options), ("data", plain)]:
         ddp, batch = named(axis, 0.3, skip_nonfinite=True, **given), rows()
-        state = ddp.init(0, batch)
         assert ddp.mesh.axis_names == (axis,)
-        for _ in range(2):
-            state, metrics = ddp.step(state, batch)
+        state, metrics = take_steps(ddp, [batch] * 2)
         scores = ddp.evaluate(state, [batch])
         outputs = ddp.predict(state, [batch], lambda model, batch: model(batch["x"], False))
         keys = jax.random.key_data(jddp.replica_key(state))
         found = digests(state) if "local_steps" not in options else ()
         ends.append(jax.device_get((state.params, metrics, scores, outputs, keys, found)))
-    same(*ends)
+    equal(*ends)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +197,5 @@ def test_a_run_along_another_axis_resumes(tmp_path):
     fit(2)
     resumed = fit(4)
     ddp = named("batch", axis_name="batch", shard_optimizer=True)
-    state = ddp.init(0, rows())
-    for _ in range(4):
-        state, _ = ddp.step(state, rows())
-    same(jax.device_get(resumed.state.params), jax.device_get(state.params))
+    state, _ = take_steps(ddp, [rows()] * 4)
+    equal(resumed.state.params, state.params)

@@ -9,7 +9,8 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
-from tiny import loss_fn, make_batch
+from states import close, equal
+from tiny import loss_fn, make_batch, take_steps
 
 import jddp
 
@@ -92,10 +93,8 @@ def assert_step_is(ddp, state, batch, value, grads, written):
     np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
     moved = jax.tree.map(np.subtract, before, jax.device_get(state.params))
     # Sums of at most 16 rows in another order.
-    for got, want in zip(jax.tree.leaves(moved), jax.tree.leaves(grads), strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
-    for got, want in zip(statistics(state), jax.tree.leaves(written), strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-5)
+    close(jax.tree.leaves(moved), jax.tree.leaves(grads), rtol=1e-4)
+    close(statistics(state), jax.tree.leaves(written), atol=0)
 
 
 @pytest.mark.parametrize("kind", [Norm, NnxNorm])
@@ -115,12 +114,8 @@ def test_a_layer_of_low_precision_keeps_exact_statistics(kind):
     batch = rows()
     ddp = jddp.DataParallel(kind(dtype=jnp.bfloat16), optax.sgd(1.0), squares)
     state, _ = ddp.step(ddp.init(0, batch), batch)
-    for got, want in zip(
-        statistics(state),
-        (0.5 * batch["x"].mean(0), 0.5 + 0.5 * batch["x"].var(0)),
-        strict=True,
-    ):
-        np.testing.assert_allclose(got, want, rtol=1e-5)
+    want = [0.5 * batch["x"].mean(0), 0.5 + 0.5 * batch["x"].var(0)]
+    close(statistics(state), want, atol=0)
 
 
 def local_means(batch):
@@ -142,9 +137,7 @@ def test_broadcast_keeps_replica_zero_s_statistics_everywhere(kind):
 def test_local_keeps_each_replica_s_own_and_averages_them_when_they_are_read(kind):
     batch = rows()
     ddp = jddp.DataParallel(kind(), optax.sgd(1.0), squares, batch_norm="local")
-    state = ddp.init(0, batch)
-    for _ in range(2):
-        state, _ = ddp.step(state, batch)
+    state, _ = take_steps(ddp, [batch] * 2)
     means = statistics(state)[0]
     assert means.shape == (8, 3)
     np.testing.assert_allclose(means, 0.75 * local_means(batch), rtol=1e-5)
@@ -175,15 +168,13 @@ class Scanned(nn.Module):
 
 
 def test_a_scanned_batch_norm_under_remat_is_the_same_on_eight_devices_as_on_one():
-    batch, ends = make_batch(), []
+    ends = []
     for replicas in (1, 8):
         ddp = jddp.DataParallel(Scanned(), optax.sgd(0.5), loss_fn, mesh=replicas)
-        state = ddp.init(0, batch)
-        for seed in range(2):
-            state, _ = ddp.step(state, make_batch(seed=seed))
+        state, _ = take_steps(ddp, [make_batch(seed=seed) for seed in range(2)])
         ends.append(jax.device_get((state.params, state.model_state)))
     # Two steps of sums in another order.
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), *ends)
+    close(*ends, rtol=2e-4, atol=2e-5)
 
 
 # --- groups, PyTorch's variance, other people's classes ------------------------------------------
@@ -208,7 +199,7 @@ def test_an_unbiased_running_variance_divides_by_one_less(kind, num_valid):
     valid = batch["x"][:num_valid]
     np.testing.assert_allclose(biased, 0.5 + 0.5 * valid.var(0), rtol=1e-5)
     np.testing.assert_allclose(unbiased, 0.5 + 0.5 * valid.var(0, ddof=1), rtol=1e-5)
-    jax.tree.map(np.testing.assert_array_equal, *(jax.device_get(x.params) for x in states))
+    equal(*(x.params for x in states))
 
 
 @pytest.mark.slow
@@ -327,7 +318,7 @@ def test_a_library_s_own_copy_of_the_class_is_synchronised_too(model):
         state, metrics = ddp.step(ddp.init(0, batch), batch)
         ends.append(jax.device_get((state.params, statistics(state), metrics)))
         assert ddp.evaluate(state, [batch])["examples"] == 16
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *ends)
+    close(*ends, rtol=1e-4, atol=1e-5)
     grouped = jddp.DataParallel(model, optax.sgd(1.0), squares, batch_norm_group_size=2)
     with pytest.raises(jddp.ConfigError, match="knows no groups of replicas"):
         grouped.init(0, batch)
@@ -359,16 +350,12 @@ def test_a_registered_batch_norm_is_that_of_one_device(model, overlap):
     batch, ends = jax.tree.map(lambda x: np.repeat(x[:8], 2, axis=0), rows()), []
     for options in ({"mesh": 1}, {}, {"accumulate_steps": 2}):
         ddp = jddp.DataParallel(model, optax.sgd(0.5), squares, overlap=overlap, **options)
-        state = ddp.init(0, batch)
-        for _ in range(2):
-            state, metrics = ddp.step(state, batch)
+        state, metrics = take_steps(ddp, [batch] * 2)
         ends.append(jax.device_get((state.params, statistics(state), metrics["loss"])))
         assert ddp.evaluate(state, [batch])["examples"] == 16
     # Two steps of sums of 16 rows in another order; the loss feels 1 / sqrt(var).
     for other in ends[1:]:
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), ends[0], other
-        )
+        close(ends[0], other, rtol=1e-4, atol=1e-5)
     assert jddp.verify(model, optax.sgd(0.5), squares, rows()).passed
 
 
@@ -391,7 +378,7 @@ def test_a_group_of_replicas_is_a_device_of_its_own(model, size):
     ]
     want = mean_of([step(part, mesh=1)[1] for part in parts])
     # Sums of at most 16 rows in another order.
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), got, want)
+    close(got, want, rtol=1e-4)
     for leaf in jax.tree.leaves(state.model_state):
         if jnp.issubdtype(leaf.dtype, jnp.floating):
             assert len({shard.data.tobytes() for shard in leaf.addressable_shards}) == 1
@@ -447,7 +434,7 @@ def test_a_model_is_converted_for_a_step_of_one_s_own(model):
     )
     got = mapped(batch["x"], batch["mask"])
     want = run(model, batch["x"], batch["mask"])
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want)
+    close(got, want, rtol=1e-4, atol=1e-5)
     assert type(converted).__name__ == type(model).__name__
 
 
@@ -474,8 +461,7 @@ def test_replica_0_without_a_valid_row_hands_on_the_statistics_of_the_first_that
     for part in np.split(np.arange(8, 12), parts):
         x = batch["x"][part][batch["mask"][part]]
         want = {"mean": want["mean"] / 2 + x.mean(0) / 2, "var": want["var"] / 2 + x.var(0) / 2}
-    for got, wanted in zip(statistics(state), want.values(), strict=True):
-        np.testing.assert_allclose(got, wanted, rtol=1e-4)
+    close(statistics(state), [*want.values()], rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("kind", [Norm, NnxNorm])
@@ -485,8 +471,7 @@ def test_a_batch_without_a_valid_row_leaves_the_statistics_as_they_were(kind, mo
     state, _ = ddp.step(ddp.init(0, rows()), rows())
     before = statistics(state)
     state, _ = ddp.step(state, rows(num_valid=0))
-    for got, want in zip(statistics(state), before, strict=True):
-        np.testing.assert_array_equal(got, want)
+    equal(statistics(state), before)
 
 
 def test_a_group_without_a_valid_row_leaves_its_statistics_as_they_were():

@@ -8,15 +8,11 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from judge import host
-from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch
+from states import close, equal
+from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch, take_steps
 
 import jddp
 from jddp.errors import ConfigError, UsageError
-
-
-def close(got, want, rtol=1e-5, atol=1e-6):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), got, want)
-
 
 # --- constants ---------------------------------------------------------------------------------
 
@@ -66,7 +62,7 @@ def test_other_values_of_constants_trace_and_compile_nothing():
     np.testing.assert_allclose(losses, np.multiply(losses[0], (1, 2, 4)), rtol=1e-6)
 
 
-def test_constants_go_through_accumulated_parts_whole():
+def test_constants_reach_every_micro_batch_whole():
     batch, ends = make_batch(32), []
     for accumulate_steps, overlap in ((1, False), (2, False), (2, True)):
         options = {"accumulate_steps": accumulate_steps, "overlap": overlap}
@@ -86,7 +82,7 @@ def test_constants_given_once_serve_every_call(tmp_path):
     state = ddp.init(0, batch, constants=constants_of(2))
     for _ in range(3):
         state, _ = ddp.step(state, batch, constants=constants_of(2))
-    jax.tree.map(np.testing.assert_array_equal, host(run.state.params), host(state.params))
+    equal(run.state.params, state.params)
     assert given.latest is ddp.latest
     assert "gradients" in str(given.explain(batch))
     assert given.memory(batch).total > 0
@@ -107,24 +103,15 @@ def test_constants_that_no_loss_names_are_refused():
 def test_two_models_in_one_game_each_see_the_other_s_weights():
     """A GAN's two steps, each beside one device."""
 
-    class Generator(nn.Module):
-        @nn.compact
-        def __call__(self, z):
-            return nn.Dense(4)(nn.tanh(nn.Dense(8)(z)))
-
-    class Critic(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return nn.Dense(1)(nn.tanh(nn.Dense(8)(x)))[:, 0]
-
-    generator, critic = Generator(), Critic()
+    generator = nn.Sequential([nn.Dense(8), nn.tanh, nn.Dense(4)])
+    critic = nn.Sequential([nn.Dense(8), nn.tanh, nn.Dense(1)])
 
     def generator_loss(model, batch, constants):
-        return jax.nn.softplus(-critic.apply({"params": constants}, model(batch["z"])))
+        return jax.nn.softplus(-critic.apply({"params": constants}, model(batch["z"])))[:, 0]
 
     def critic_loss(model, batch, constants):
         fake = generator.apply({"params": constants}, batch["z"])
-        return jax.nn.softplus(-model(batch["x"])) + jax.nn.softplus(model(fake))
+        return (jax.nn.softplus(-model(batch["x"])) + jax.nn.softplus(model(fake)))[:, 0]
 
     def play(devices):
         rng = np.random.default_rng(0)
@@ -154,7 +141,7 @@ def test_gradients_are_those_that_a_step_takes_and_change_nothing(model, mesh):
     before = host((state.params, state.model_state.get("rest", 0)))
     grads, metrics = ddp.gradients(state, batch)
     after = host((state.params, state.model_state.get("rest", 0)))
-    jax.tree.map(np.testing.assert_array_equal, before, after)
+    equal(before, after)
     new, stepped = ddp.step(state, batch)
     close(jax.tree.map(np.subtract, before[0], host(new.params)), host(grads))
     assert metrics.keys() == stepped.keys() - {"grad_norm"}
@@ -177,8 +164,6 @@ def test_a_model_is_traced_once_to_make_it_and_once_for_each_form_of_rows(
 
     options = {"overlap": overlap, "accumulate_steps": accumulate_steps}
     ddp = jddp.DataParallel(MLP(dropout_rate=0.1), optax.sgd(0.1), counting, **options)
-    state = ddp.init(0, make_batch(32))
-    for rows in (32, 32, 64, 32, 64):
-        state, _ = ddp.step(state, make_batch(rows))
+    state, _ = take_steps(ddp, [make_batch(rows) for rows in (32, 32, 64, 32, 64)])
     ddp.evaluate(state, [make_batch(16), make_batch(16), make_batch(3)])
     assert traced == ["init", "train", "train", "eval"]

@@ -128,7 +128,7 @@ def parts_in_order(model, optimizer, num_parts):
     return step
 
 
-def test_with_batch_norm_k_parts_equal_one_device_that_takes_them_in_order():
+def test_with_batch_norm_k_micro_batches_equal_one_device_that_takes_them_in_order():
     batches = [{**make_rows(32, seed=i), "mask": np.float32(MASKS[i])} for i in range(2)]
     optimizer = optax.sgd(0.1, momentum=0.9)
     step = parts_in_order(Normed(), optimizer, 4)
@@ -149,7 +149,7 @@ def test_with_batch_norm_k_parts_equal_one_device_that_takes_them_in_order():
 
 
 @in_both_places
-def test_a_hook_sees_each_bucket_once_however_many_parts_there_are(place):
+def test_a_hook_sees_each_bucket_once_however_many_micro_batches_there_are(place):
     """ACC-2: and what it multiplies by two and divides by two is what it was."""
     calls = []
 
@@ -175,7 +175,7 @@ def by_share(model, batch):
     return (nn.cond(x[0, 0] > 0, *branches, model, x) - 1) ** 2
 
 
-def test_replicas_may_use_other_layers_in_each_part():
+def test_replicas_may_use_other_layers_in_each_micro_batch():
     """ACC-4: four replicas, four parts, each with a choice of its own; one row in each."""
 
     def by_row(model, batch):
@@ -199,7 +199,7 @@ def test_evaluation_in_between_leaves_no_trace():
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_two_parts_draw_random_numbers_of_their_own(overlap):
+def test_two_micro_batches_draw_random_numbers_of_their_own(overlap):
     class Drop(nn.Module):
         @nn.compact
         def __call__(self, x, train):

@@ -35,7 +35,7 @@ def test_parameters_are_those_of_one_device_after_each_of_five_steps(bucket_mb, 
     assert len(ddp.plan) == num_buckets
 
 
-def test_training_goes_on_from_what_was_saved_in_the_middle(tmp_path):
+def test_training_resumes_from_a_checkpoint_in_the_middle(tmp_path):
     """NUM-1, bitwise."""
     ddp = wrapped(Net())
     state, _ = ddp.step(start(ddp, make_rows()), make_rows())

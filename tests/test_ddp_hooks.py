@@ -8,6 +8,7 @@ import pytest
 from jax import lax
 from judge import PLACES, Net, Plane, host, in_both_places, make_rows, sent, start, wrapped
 from states import assert_same
+from tiny import take_steps
 
 import jddp
 from jddp.checkpoint.checkpoints import Checkpoints
@@ -29,10 +30,7 @@ def step(model, loss=None, *, batch=None, num_steps=1, **options):
     options = {"optimizer": optax.sgd(1.0), **options}
     ddp = wrapped(model, **options) if loss is None else wrapped(model, loss, **options)
     batch = make_rows() if batch is None else batch
-    state = start(ddp, batch)
-    for _ in range(num_steps):
-        state, _ = ddp.step(state, batch)
-    return ddp, state
+    return ddp, take_steps(ddp, [batch] * num_steps, start(ddp, batch))[0]
 
 
 HOOKS = {

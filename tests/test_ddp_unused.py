@@ -22,6 +22,7 @@ from judge import (
     wrapped,
 )
 from oracle import on_one_device
+from tiny import take_steps
 
 from jddp.errors import ConfigError
 
@@ -134,8 +135,7 @@ def test_an_unused_parameter_is_not_taken_for_what_an_optimizer_calls_alike():
     ddp = wrapped(Counting(), optimizer=optax.adam(0.1), unused_parameters="skip")
     state = start(ddp, make_rows())
     before = float(state.params["count"])
-    for seed in range(2):
-        state, _ = ddp.step(state, make_rows(seed=seed))
+    state, _ = take_steps(ddp, [make_rows(seed=seed) for seed in range(2)], state)
     assert ddp.plan.unused == ("count",)
     assert state.opt_state[0].count == 2
     assert state.params["count"] == before
@@ -180,8 +180,7 @@ def test_every_optimizer_leaves_skipped_parameters_and_their_state_alone(name):
     ddp = wrapped(Sometimes(), optimizer=OPTIMIZERS[name], unused_parameters="skip", mesh=2)
     state = start(ddp, make_rows())
     first = host(state.replace(key=0))
-    for seed in range(2):
-        state, _ = ddp.step(state, make_rows(seed=seed))
+    state, _ = take_steps(ddp, [make_rows(seed=seed) for seed in range(2)], state)
     assert_only_used_ones_moved(first, host(state.replace(key=0)))
 
 

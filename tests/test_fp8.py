@@ -11,6 +11,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
+from tiny import take_steps
 
 import jddp
 
@@ -58,9 +59,7 @@ def make_batch(seed):
 
 def trained(model=None, **options):
     ddp = jddp.DataParallel(model or Mlp(), optax.adam(1e-2), loss_fn, **options)
-    state = ddp.init(0, make_batch(0))
-    for seed in range(STEPS):
-        state, metrics = ddp.step(state, make_batch(seed))
+    state, metrics = take_steps(ddp, [make_batch(seed) for seed in range(STEPS)])
     return jax.device_get(state.replace(key=None)), metrics, ddp
 
 

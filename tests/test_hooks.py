@@ -9,7 +9,8 @@ from flax import linen as nn
 from flax import nnx
 from jax import P, lax
 from judge import in_both_places
-from tiny import MLP, NnxConvNet, loss_fn, make_batch
+from states import close
+from tiny import MLP, NnxConvNet, loss_fn, make_batch, take_steps
 
 import jddp
 
@@ -123,9 +124,7 @@ def test_a_hook_sees_every_bucket_and_its_memory_is_each_replica_s_own(place):
     options = {"comm_hook": counting(plans, calls), "bucket_mb": 200 * BYTES, **place}
     ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, **options)
     batch = make_batch(32)
-    state = ddp.init(0, batch)
-    for _ in range(3):
-        state, _ = ddp.step(state, batch)
+    state, _ = take_steps(ddp, [batch] * 3)
     num = len(ddp.plan)
     assert plans[-1] is ddp.plan
     assert [(i, is_last) for i, is_last, _, _ in calls] == [(i, i == num - 1) for i in range(num)]
@@ -172,8 +171,7 @@ def test_a_hook_may_take_its_gradients_one_by_one(place):
         return model(batch["x"]).sum(-1)
 
     got, want = gradients(comm_hook=jddp.CommHook(lambda plan: (), reduce)), gradients()
-    for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)  # sums of eight, in another order
+    close(got, want, rtol=1e-6)  # sums of eight, in another order
     assert all(tuple(shapes) == planned for shapes, planned, _ in seen)
     assert max(num for *_, num in seen) == (2 if place["layout"] == "leaf" else 1)
 

@@ -23,7 +23,7 @@ from judge import (
 )
 from oracle import mean_over_valid
 from states import assert_same
-from tiny import ConvNet, loss_fn, make_batch
+from tiny import ConvNet, loss_fn, make_batch, take_steps
 
 import jddp
 from jddp.checkpoint.checkpoints import Checkpoints
@@ -170,7 +170,7 @@ def test_micro_batches_and_buckets_that_leave_when_they_are_ready_make_no_differ
     assert ("optimization_barrier" in ddp.lower(make_rows()).as_text()) == (start > 0)
 
 
-def test_each_clips_its_own_gradient_and_tells_the_mean_of_norms():
+def test_each_clips_its_own_gradient_and_reports_the_mean_of_norms():
     limit = optax.clip_by_global_norm(0.5)
     batches = batches_of(4)
     options = {"max_grad_norm": 0.5, **local()}
@@ -365,9 +365,7 @@ def test_statistics_of_ones_own_go_with_it():
     ddp = jddp.DataParallel(
         ConvNet(), optax.sgd(0.1), loss_fn, mesh=2, batch_norm="local", **local(2)
     )
-    state = ddp.init(0, make_batch())
-    for i in range(4):
-        state, _ = ddp.step(state, make_batch(seed=i))
+    state, _ = take_steps(ddp, [make_batch(seed=i) for i in range(4)])
     mean = np.asarray(state.model_state["batch_stats"]["BatchNorm_0"]["mean"])
     assert len(np.unique(mean, axis=0)) == 2
     assert [x.num_elements for x in sent(ddp, make_batch()) if x.num_runs == 1] == [4]
@@ -496,7 +494,7 @@ def test_a_config_describes_it():
         ({"every": 8, "outer": {"kwargs": {"momentun": 1}}}, "Did you mean 'momentum'"),
     ],
 )
-def test_mistakes_in_a_config_are_told(options, told):
+def test_mistakes_in_a_config_are_refused(options, told):
     with pytest.raises(ConfigError, match=told):
         build(configured(**options))
 

@@ -11,7 +11,7 @@ import pytest
 from flax import linen as nn
 from judge import PLACES
 from states import assert_same, copied
-from tiny import MLP, ConvNet, loss_fn, make_batch
+from tiny import MLP, ConvNet, loss_fn, make_batch, take_steps
 
 import jddp
 from jddp.config.files import load_config
@@ -105,16 +105,14 @@ def test_float16_trains_as_float32_does_with_finite_gradients():
     ends = {}
     for model, scale in ((MLP(), None), (HALF, "dynamic"), (HALF, None)):
         ddp = wrapped(model, small, loss_scale=scale, optimizer=optax.sgd(0.5 / SMALL))
-        state = ddp.init(0, make_batch())
-        for _ in range(20):
-            state, metrics = ddp.step(state, make_batch())
+        state, metrics = take_steps(ddp, [make_batch()] * 20)
         assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(state.params))
         ends[model.dtype, scale] = float(metrics["loss"]) / SMALL
     assert ends[jnp.float32, None] < 0.5 < 1.2 < ends[jnp.float16, None]  # which has not moved
     assert ends[jnp.float16, "dynamic"] == pytest.approx(ends[jnp.float32, None], rel=0.02)
 
 
-def test_what_is_told_of_gradients_is_told_without_the_scale():
+def test_what_is_reported_of_gradients_is_without_the_scale():
     batch = make_batch()
     told = []
     for scale in (None, 2.0**10):
@@ -284,7 +282,7 @@ def test_a_step_doubles_it_after_two_thousand_good_ones():
 # --- the run -------------------------------------------------------------------------------------
 
 
-def test_a_run_goes_on_with_its_scale_on_as_many_devices_or_others(tmp_path):
+def test_a_run_resumes_with_its_scale_on_any_number_of_devices(tmp_path):
     batches = [with_weights(make_batch(seed=seed), 2.0**2) for seed in range(6)]
     at_once = wrapped(loss=weighed, optimizer=optax.sgd(1e-2)).fit(batches, num_steps=6)
     assert scale_of(at_once.state)[0] < 2.0**16
@@ -307,7 +305,7 @@ def test_a_run_goes_on_with_its_scale_on_as_many_devices_or_others(tmp_path):
     assert_same(again.fit(batches, num_steps=6, **plan).state, at_once.state)
 
 
-def test_a_checkpoint_without_a_scale_does_not_go_on_with_one(tmp_path):
+def test_a_checkpoint_without_a_scale_does_not_resume_with_one(tmp_path):
     plan = {"save_every_steps": 1, "run_dir": tmp_path}
     wrapped(loss_scale=None).fit([make_batch()], num_steps=1, **plan)
     with pytest.raises(ConfigError, match=r"saved from:\n  comm_state\n    loss_scale\n"):

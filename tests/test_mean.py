@@ -286,13 +286,6 @@ def test_verify_advises_a_mean_for_micro_batches_and_where_a_replica_has_no_weig
     assert "jddp.Mean" in finding
 
 
-def test_losses_per_token_with_a_mask_are_the_other_way():
-    batch = make_batch()
-    mask = (batch["targets"] > 0).astype(np.float32)
-    report = verified(token_losses, batch | {"mask": mask})
-    assert report.passed, report
-
-
 def test_verify_advises_a_mean_where_losses_are_per_row_but_divided_by_own_counts():
     def loss(model, batch, train):
         weights = weights_of(batch)

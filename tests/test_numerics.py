@@ -10,7 +10,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from states import assert_same, copied
-from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch
+from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch, take_steps
 
 import jddp
 from jddp.data import ArrayExamples, TrainBatches
@@ -139,14 +139,12 @@ def test_steps_that_are_finite_have_the_bits_of_those_that_none_watches():
     ends = []
     for skip in (True, False):
         ddp = wrapped(ConvNet(dropout_rate=0.3), skip_nonfinite=skip)
-        state = ddp.init(0, make_batch(8))
-        for seed in range(4):
-            state, _ = ddp.step(state, make_batch(8, seed=seed))
+        state, _ = take_steps(ddp, [make_batch(8, seed=seed) for seed in range(4)])
         ends.append(state)
     assert_same(*ends)
 
 
-def test_the_step_behind_a_skipped_one_goes_on_with_random_numbers_of_its_own():
+def test_the_step_after_a_skipped_one_draws_random_numbers_of_its_own():
     ddp = wrapped(ConvNet(dropout_rate=0.3))
     state = ddp.init(0, make_batch(8))
     skipped, _ = ddp.step(jax.tree.map(jnp.copy, state), broken(make_batch(8), 0))
@@ -202,9 +200,7 @@ def test_a_run_skips_counts_and_says_so_once_for_a_row(tmp_path, capsys):
     assert said.count("is skipped: its loss, gradients or other state are not finite") == 2
     assert "step 4 is skipped" in said
     ddp = wrapped()
-    state = ddp.init(0, make_batch(8))
-    for batch in batches(2, 4, 5):
-        state, _ = ddp.step(state, batch)
+    state, _ = take_steps(ddp, batches(2, 4, 5))
     assert_same(run.state, state)
 
 
@@ -220,9 +216,7 @@ def test_too_many_skips_in_a_row_end_the_run_with_the_evidence(tmp_path, save_ev
     assert (report["inputs_not_finite"], report["examples"]) == ([3], None)
     assert report["layers_after_step"] == 6
     ddp = wrapped(ConvNet(dropout_rate=0.3))
-    state = ddp.init(0, make_batch(8))
-    for batch in batches(2, 4, 5, 6)[:5]:
-        state, _ = ddp.step(state, batch)
+    state, _ = take_steps(ddp, batches(2, 4, 5, 6)[:5])
     layers = {
         path: {name: str(x) if x != x else x for name, x in layer.items()}
         for path, layer in ddp.diagnose(state, batches(6)[5]).items()

@@ -1,6 +1,5 @@
 """Reductions where gradients are ready: the same numbers, in the order of the backward pass."""
 
-import functools
 import re
 
 import jax
@@ -10,7 +9,8 @@ import optax
 import pytest
 from compiled import collectives
 from flax import linen as nn
-from tiny import MLP, MODELS, NUM_CLASSES, Transformer, loss_fn, make_batch
+from states import close
+from tiny import MLP, MODELS, NUM_CLASSES, Transformer, loss_fn, make_batch, take_steps
 
 import jddp
 from jddp.reduce.backward import trace_backward
@@ -93,9 +93,7 @@ def test_the_order_of_an_nnx_model_is_a_guess_until_a_batch_was_seen():
 def trained(name, num_steps=2, **options):
     ddp = jddp.DataParallel(MODELS[name](), optax.sgd(0.2, momentum=0.9), loss_fn, **options)
     batch = make_batch(32, masked=True)
-    state = ddp.init(0, batch)
-    for _ in range(num_steps):
-        state, metrics = ddp.step(state, batch)
+    state, metrics = take_steps(ddp, [batch] * num_steps)
     return ddp, jax.device_get((state.params, state.opt_state, metrics))
 
 
@@ -107,11 +105,8 @@ def test_numbers_do_not_depend_on_the_place(name, parts):
     ddp, when_ready = trained(name, overlap=True, **options)
     assert len(ddp.plan) > 1
 
-    def equal(got, want):
-        # The same sums in the same order; the compiler may contract a product and a sum.
-        np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-7)
-
-    jax.tree.map(equal, when_ready, at_end)
+    # The same sums in the same order; the compiler may contract a product and a sum.
+    close(when_ready, at_end, rtol=1e-6, atol=1e-7)
 
 
 def operations(ddp, batch):
@@ -183,16 +178,11 @@ def test_an_empty_micro_batch_adds_nothing_wherever_buckets_leave(mode):
             want = gradients_on_one_device(jax.device_get(state.params), batch)
             # Means of up to 32 rows in another order, and gradients through variances of four.
             close(ddp.gradients(state, batch)[0], want)
-            for _ in range(2):
-                state, metrics = ddp.step(state, batch)
+            state, metrics = take_steps(ddp, [batch] * 2, state)
             ends.append(jax.device_get((state.params, state.opt_state, state.model_state, metrics)))
         # The same sums in the same order; the compiler may contract a product and a sum.
         close(*ends)
         assert all(np.isfinite(x).all() for x in jax.tree.leaves(ends))
-
-
-def close(got, want):
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, want)
 
 
 def gradients_on_one_device(params, batch):

@@ -10,6 +10,7 @@ import pytest
 from flax import linen as nn
 from flax.traverse_util import flatten_dict
 from jax.sharding import PartitionSpec as P
+from tiny import take_steps
 
 import jddp
 from jddp.errors import ConfigError
@@ -131,12 +132,12 @@ def squared_error(model, batch):
     return ((model(batch["x"]) - batch["y"]) ** 2).mean(axis=-1)
 
 
-def own_step(optimizer):
+def own_step(optimizer, differentiate=lambda loss, params: jax.grad(loss)(params)):
     def step(params, opt_state, batch):
         def loss(params):
             return squared_error(lambda x: Mlp().apply({"params": params}, x), batch).mean()
 
-        updates, opt_state = optimizer.update(jax.grad(loss)(params), opt_state, params)
+        updates, opt_state = optimizer.update(differentiate(loss, params), opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
     return step
@@ -158,8 +159,7 @@ def trained_by_jddp():
     ddp = jddp.DataParallel(Mlp(), optax.sgd(0.1), squared_error)
     state = ddp.init(seed=0, batch=batches()[0])
     initial = ddp.model(state)["params"]
-    for batch in batches():
-        state, _ = ddp.step(state, batch)
+    state, _ = take_steps(ddp, batches(), state)
     return initial, ddp.model(state)["params"]
 
 
@@ -170,41 +170,13 @@ def test_average_gradients_serves_a_pmap_step_of_ones_own(trained_by_jddp):
     carry = pmap_trainer.replicate((initial, optimizer.init(initial)))
     for batch in batches():
         carry = step(*carry, pmap_trainer.shard(batch))
-    for replica in range(jax.device_count()):
-        close(jax.tree.map(lambda x: np.array(x[replica]), carry[0]), want)  # noqa: B023  # used at once
+    close(carry[0], jax.tree.map(lambda x: np.stack([x] * jax.device_count()), want))
 
 
-def test_average_gradients_serves_a_shard_map_step_of_ones_own(trained_by_jddp):
-    initial, want = trained_by_jddp
-    average = jddp.average_gradients("batch", bucket_mb=1e-4, layout="flat")
-    optimizer = optax.chain(average, optax.sgd(0.1))
-    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("batch",))
-    step = jax.shard_map(
-        own_step(optimizer),
-        mesh=mesh,
-        in_specs=(P(), P(), P("batch")),
-        out_specs=P(),
-        check_vma=False,
-    )
-    carry = shard_map_trainer.replicate((initial, optimizer.init(initial)), mesh)
-    for batch in batches():
-        carry = jax.jit(step)(*carry, batch)
-    close(carry[0], want)
-
-
-def mapped_step(optimizer, mesh, differentiate):
-    """A step in a `shard_map` as JAX builds it by default: with `check_vma=True`."""
-
-    def step(params, opt_state, batch):
-        def loss(params):
-            losses = squared_error(lambda x: Mlp().apply({"params": params}, x), batch)
-            return losses.mean()
-
-        updates, opt_state = optimizer.update(differentiate(loss, params), opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    specs = {"in_specs": (P(), P(), P("batch")), "out_specs": P()}
-    return jax.jit(jax.shard_map(step, mesh=mesh, **specs))
+def mapped_step(optimizer, mesh, differentiate, check_vma=True):
+    """A step in a `shard_map`, which JAX checks by default."""
+    specs = {"in_specs": (P(), P(), P("batch")), "out_specs": P(), "check_vma": check_vma}
+    return jax.jit(jax.shard_map(own_step(optimizer, differentiate), mesh=mesh, **specs))
 
 
 def summed_by_jax(loss, params):
@@ -231,15 +203,21 @@ def test_average_gradients_refuses_gradients_that_are_already_the_same_everywher
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("layout, bucket_mb, num_replicas", [("leaf", 25, 1), ("flat", 1e-4, 8)])
-def test_average_gradients_serves_a_checked_step_that_keeps_gradients_apart(
-    trained_by_jddp, layout, bucket_mb, num_replicas
+@pytest.mark.parametrize(
+    "num_replicas, differentiate, check_vma, options",
+    [
+        (1, each_replicas_own, True, {"layout": "leaf"}),
+        (8, each_replicas_own, True, {"layout": "flat", "bucket_mb": 1e-4}),
+        (8, summed_by_jax, False, {"layout": "flat", "bucket_mb": 1e-4}),
+    ],
+)
+def test_average_gradients_serves_a_shard_map_that_keeps_gradients_apart_or_is_not_checked(
+    trained_by_jddp, num_replicas, differentiate, check_vma, options
 ):
     initial, want = trained_by_jddp
-    average = jddp.average_gradients("batch", bucket_mb=bucket_mb, layout=layout)
-    optimizer = optax.chain(average, optax.sgd(0.1))
+    optimizer = optax.chain(jddp.average_gradients("batch", **options), optax.sgd(0.1))
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:num_replicas]), ("batch",))
-    step = mapped_step(optimizer, mesh, each_replicas_own)
+    step = mapped_step(optimizer, mesh, differentiate, check_vma)
     carry = shard_map_trainer.replicate((initial, optimizer.init(initial)), mesh)
     for batch in batches():
         carry = step(*carry, batch)

@@ -22,7 +22,7 @@ from judge import (
     wrapped,
 )
 from states import assert_same, copied
-from tiny import MLP, ConvNet, loss_fn, make_batch
+from tiny import MLP, ConvNet, loss_fn, make_batch, take_steps
 
 import jddp
 from jddp.checkpoint.checkpoints import Checkpoints
@@ -66,10 +66,7 @@ def linear(hook, **options):
 
 
 def through(ddp, batches, state=None):
-    state = ddp.init(0, batches[0]) if state is None else state
-    for batch in batches:
-        state, _ = ddp.step(state, batch)
-    return state
+    return take_steps(ddp, batches, state)[0]
 
 
 def one_step(x, hook, **options):

@@ -13,7 +13,8 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from jax import lax
-from tiny import MLP, NUM_CLASSES, loss_fn, make_batch
+from states import close, equal
+from tiny import MLP, NUM_CLASSES, loss_fn, make_batch, take_steps
 
 import jddp
 from jddp.engine.digest import digests, find_divergence
@@ -66,9 +67,7 @@ def counted(state):
 
 def train(model, num_steps=3, **options):
     ddp = jddp.DataParallel(model, optax.sgd(0.1), loss_fn, **options)
-    state = ddp.init(0, make_batch(32))
-    for seed in range(num_steps):
-        state, _ = ddp.step(state, make_batch(32, seed=seed))
+    state, _ = take_steps(ddp, [make_batch(32, seed=seed) for seed in range(num_steps)])
     return ddp, state
 
 
@@ -105,8 +104,7 @@ def test_a_sum_over_replicas_is_the_count_of_one_device(name, options):
     ddp, state = train(make(), state_reduction={kind: "sum"}, **options)
     parts = {"accumulate_steps": options.get("accumulate_steps", 1)}
     _, one = train(make(), mesh=1, **parts)
-    for got, want in zip(counted(state), counted(one), strict=True):
-        np.testing.assert_array_equal(got, want)
+    equal(counted(state), counted(one))
     assert find_divergence(digests(state), state) is None
     assert ddp.evaluate(state, [make_batch(32)])["examples"] == 32
 
@@ -184,11 +182,8 @@ def test_a_declared_mean_is_that_of_one_device(options):
         train(Codebook(), 1)
     _, state = train(Codebook(), state_reduction={"ema": "mean"}, **options)
     _, one = train(Codebook(), mesh=1)
-    for got, want in zip(
-        *(jax.tree.leaves((s.params, s.model_state)) for s in (state, one)), strict=True
-    ):
-        # Means of 32 rows in another order, three times.
-        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+    # Means of 32 rows in another order, three times.
+    close((state.params, state.model_state), (one.params, one.model_state))
 
 
 def test_declared_state_of_logical_replicas_has_the_same_bits_on_any_number_of_devices():
@@ -196,7 +191,7 @@ def test_declared_state_of_logical_replicas_has_the_same_bits_on_any_number_of_d
     for mesh in (1, 4):
         options = {"mesh": mesh, "logical_replicas": 8, "state_reduction": {"ema": "mean"}}
         ends.append(jax.device_get(train(Codebook(), **options)[1].model_state))
-    jax.tree.map(np.testing.assert_array_equal, *ends)
+    equal(*ends)
 
 
 # --- what is read from the equations -------------------------------------------------------------

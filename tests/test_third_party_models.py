@@ -15,7 +15,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from judge import WIDTH, host, make_rows
-from tiny import MLP, NUM_CLASSES, NnxConvNet, loss_fn, make_batch
+from tiny import MLP, NUM_CLASSES, NnxConvNet, loss_fn, make_batch, take_steps
 
 import jddp
 from jddp.errors import ConfigError
@@ -214,9 +214,7 @@ class Streams(nn.Module):
 def test_streams_and_collections_are_kept_apart():
     passes(Streams())
     ddp, batch = wrapped(Streams()), make_batch()
-    state = ddp.init(0, batch)
-    for _ in range(3):
-        state, _ = ddp.step(state, batch)
+    state, _ = take_steps(ddp, [batch] * 3)
     assert int(state.model_state["cache"]["calls"]) == 3
 
 
@@ -242,8 +240,7 @@ def test_variables_of_one_s_own_are_trained_or_kept():
     ddp, batch = wrapped(OwnVariables(nnx.Rngs(0))), make_batch()
     state = ddp.init(0)
     before = host(state.params)
-    for _ in range(2):
-        state, _ = ddp.step(state, batch)
+    state, _ = take_steps(ddp, [batch] * 2, state)
     after = host(state.params)
     assert not np.array_equal(before["lora"]["lora_b"], after["lora"]["lora_b"])
     assert int(state.model_state["rest"]["seen"]) == 2

@@ -231,7 +231,7 @@ def test_what_cannot_be_compared_is_refused(options, message):
         verified(ConvNet(), **options)
 
 
-# --- the door ------------------------------------------------------------------------------------
+# --- the command -------------------------------------------------------------------------------
 
 JOB = ["model.name=mlp", "data.global_batch_size=16", "mesh.num_devices=4"]
 
@@ -251,7 +251,7 @@ def test_a_mistake_is_one_line(capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_the_door_is_a_module_to_run_and_the_name_a_function():
+def test_verify_is_a_module_to_run_and_a_function():
     program = [sys.executable, "-m", "jddp.verify", "--help"]
     shown = subprocess.run(program, capture_output=True, text=True, check=True).stdout
     assert "--config" in shown

@@ -14,7 +14,8 @@ import safetensors.numpy
 from flax import linen as nn
 from flax import nnx
 from judge import host
-from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch
+from states import equal
+from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch, take_steps
 
 import jddp
 from jddp.checkpoint.__main__ import main as checkpoint_main
@@ -23,10 +24,6 @@ from jddp.errors import ConfigError, DataError, FileSystemError, UsageError
 
 def wrapped(model, **options):
     return jddp.DataParallel(model, optax.sgd(0.5), loss_fn, **options)
-
-
-def equal(got, want):
-    jax.tree.map(np.testing.assert_array_equal, host(got), host(want))
 
 
 def flat(tree, mark):
@@ -38,9 +35,7 @@ def flat(tree, mark):
 def trained(kind):
     """A state after two steps, and its wrapper."""
     ddp = wrapped(make(kind), donate=False)
-    state = ddp.init(0, make_batch())
-    for seed in range(2):
-        state, _ = ddp.step(state, make_batch(seed=seed))
+    state, _ = take_steps(ddp, [make_batch(seed=seed) for seed in range(2)])
     return ddp, state
 
 

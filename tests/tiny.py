@@ -103,6 +103,14 @@ def loss_fn(model, batch, train):
     return losses, {"accuracy": logits.argmax(-1) == batch["y"]}
 
 
+def take_steps(ddp, batches, state=None):
+    """The state behind a step on each of the batches, and the metrics of the last."""
+    state = ddp.init(0, batches[0]) if state is None else state
+    for batch in batches:
+        state, metrics = ddp.step(state, batch)
+    return state, metrics
+
+
 def make_batch(rows=16, *, seed=0, masked=False):
     rng = np.random.default_rng(seed)
     batch = {
