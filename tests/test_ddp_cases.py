@@ -23,6 +23,7 @@ from states import assert_same
 from jddp.checkpoint.checkpoints import Checkpoints
 
 KIB = 1 / 1024
+
 # --- one device is the judge --------------------------------------------------------------------
 
 
