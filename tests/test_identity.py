@@ -14,6 +14,7 @@ JAX = {
     "JAX_NUM_PROCESSES": "4",
     "JAX_PROCESS_ID": "3",
 }
+V6 = {"JAX_COORDINATOR_ADDRESS": "[fe80::1]:65535"}
 LAUNCHED = JAX | {"JDDP_LAUNCHED": "1"}
 TORCHRUN = {
     "MASTER_ADDR": "b",
@@ -88,6 +89,11 @@ def pod(monkeypatch):
     [
         (LAUNCHED, "a:1", "jddp.launch"),
         (JAX, "a:1", "JAX_NUM_PROCESSES"),
+        (
+            JAX | {"JAX_COORDINATOR_ADDRESS": "[fe80::1]:65535"},
+            "[fe80::1]:65535",
+            "JAX_NUM_PROCESSES",
+        ),
         (TORCHRUN, "b:29500", "torchrun"),
         (TORCHRUN | ELASTIC, f"b:{port_of('29500/x/1')}", "torchrun"),
         (OPEN_MPI_4, f"10.0.0.1:{port_of('1531576320')}", "Open MPI"),
@@ -151,6 +157,9 @@ def test_arguments_complete_what_the_environment_says():
 @pytest.mark.parametrize(
     "environ",
     [
+        {},
+        dict.fromkeys(JAX, ""),
+        {"SLURM_PROCID": "1"},
         ALLOCATION,
         BATCH,
         STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
@@ -271,18 +280,30 @@ WIDE = {"SLURM_JOB_NODELIST_HET_GROUP_0": "n[3-4]", "SLURM_STEP_NODELIST": "n[1,
         (HET | {"SLURM_STEP_NODELIST": "n[3]", "SLURM_PROCID": "0", "SLURMD_NODENAME": "n3"}, "n3"),
     ],
 )
-def test_a_heterogeneous_job_meets_at_the_first_host_of_its_first_component(environ, host):
+def test_a_heterogeneous_job_connects_at_the_first_host_of_its_first_component(environ, host):
     assert resolve(environ).coordinator == f"{host}:{port_of('7.0')}"
 
 
 @pytest.mark.parametrize("host, ids", [("n1", (2, 3)), ("n2", None), ("n3", None)])
-def test_hosts_of_a_heterogeneous_job_are_told_apart_by_name(host, ids):
+def test_hosts_of_a_heterogeneous_job_are_distinguished_by_name(host, ids):
     assert resolve(HET | GPUS | {"SLURMD_NODENAME": host}).local_device_ids == ids
 
 
 @pytest.mark.parametrize(
     "environ, told",
     [
+        (JAX | {"JAX_COORDINATOR_ADDRESS": ""}, "set but JAX_COORDINATOR_ADDRESS not"),
+        (JAX | {"JAX_NUM_PROCESSES": ""}, "set but JAX_NUM_PROCESSES not"),
+        ({k: x for k, x in JAX.items() if k != "JAX_PROCESS_ID"}, "set but JAX_PROCESS_ID not"),
+        (JAX | {"JAX_PROCESS_ID": "two"}, "JAX_PROCESS_ID='two'.* must be numbers"),
+        (JAX | {"JAX_NUM_PROCESSES": "1.5"}, "JAX_NUM_PROCESSES='1.5'.* must be numbers"),
+        (JAX | {"JAX_PROCESS_ID": "-1"}, "JAX_PROCESS_ID='-1'.* must be numbers"),
+        (JAX | {"JAX_PROCESS_ID": "4"}, "4 must be below .*4"),
+        (JAX | {"JAX_NUM_PROCESSES": "0", "JAX_PROCESS_ID": "0"}, "0 must be below .*0"),
+        *(
+            (JAX | {"JAX_COORDINATOR_ADDRESS": x}, f"JAX_COORDINATOR_ADDRESS='{x}' must be host:")
+            for x in ("node-0", ":1234", "node-0:", "node-0:http", "node-0:70000")
+        ),
         (
             STEP | {"SLURM_PROCID": "0"},
             "process 0 is on n3, .* name n2 for the others: set JAX_COORD",
@@ -327,14 +348,15 @@ def test_a_mistake_is_one_line_that_names_variables_and_values(environ, told):
     with pytest.raises(ConfigError, match=told) as caught:
         resolve(environ)
     assert "\n" not in str(caught.value)
+    assert caught.value.exit_code == 2
 
 
-def test_a_pod_without_a_name_in_the_network_asks_for_an_address(monkeypatch):
-    monkeypatch.setattr(socket, "getfqdn", lambda: "job-3")
-    with pytest.raises(
-        ConfigError, match="Kubernetes does not give .* set JAX_COORDINATOR_ADDRESS"
-    ):
-        resolve(INDEXED)
+@pytest.mark.parametrize("name", ["job-3", "mine-others-0-1.mine"])
+def test_a_pod_without_a_name_or_of_another_job_asks_for_an_address(monkeypatch, name):
+    monkeypatch.setattr(socket, "getfqdn", lambda: name)
+    told = "Kubernetes does not give .* set JAX_COORDINATOR_ADDRESS"
+    with pytest.raises(ConfigError, match=told):
+        resolve(INDEXED | (SECOND_JOB if "." in name else {}))
 
 
 @pytest.mark.parametrize(
@@ -345,17 +367,9 @@ def test_a_pod_without_a_name_in_the_network_asks_for_an_address(monkeypatch):
         ("mine-workers-1-1.mine", SECOND_JOB, "mine-workers-0-0.mine:8476"),
     ],
 )
-def test_pods_of_a_jobset_meet_at_the_first_of_its_first_job(monkeypatch, name, job, coordinator):
+def test_pods_of_a_jobset_connect_at_the_first_of_all(monkeypatch, name, job, coordinator):
     monkeypatch.setattr(socket, "getfqdn", lambda: name)
     assert resolve(INDEXED | job) == Identity(coordinator, 4, 3)
-
-
-def test_a_job_of_another_name_in_its_jobset_asks_for_an_address(monkeypatch):
-    monkeypatch.setattr(socket, "getfqdn", lambda: "mine-others-0-1.mine")
-    with pytest.raises(
-        ConfigError, match="Kubernetes does not give .* set JAX_COORDINATOR_ADDRESS"
-    ):
-        resolve(INDEXED | SECOND_JOB)
 
 
 def test_wrong_arguments_are_refused_by_their_names():

@@ -1,57 +1,18 @@
 """Two real processes over localhost train as one does."""
 
-import json
-import os
 import re
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+from runs import free_port, records
 from workers.job import train_everything
+from workers.start import run_module
 
-import jddp
 from jddp.distributed.identity import VARIABLES
 
 pytestmark = pytest.mark.processes
 
-TESTS = Path(__file__).parent
-REPOSITORY = Path(jddp.__file__).parents[1]
 SECONDS = 120  # for what takes ten; a process that is stuck is killed
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
-def run_job(folder, num_processes):
-    """Starts the processes of a job, waits for all, and returns what each has written."""
-    told = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    told |= {"PYTHONPATH": os.pathsep.join(map(str, (REPOSITORY, TESTS)))}
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
-    job = (f"127.0.0.1:{free_port()}", str(num_processes))
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "workers.job", folder],
-            env=kept | told | dict(zip(VARIABLES, (*job, str(process)), strict=True)),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for process in range(num_processes)
-    ]
-    try:
-        outputs = [process.communicate(timeout=SECONDS) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()  # does nothing to one that has ended
-            process.wait()
-    assert [process.returncode for process in processes] == [0] * num_processes, outputs
-    return outputs
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +27,10 @@ def one(tmp_path_factory):
 def two(tmp_path_factory):
     """What two processes with four devices each end up with, and what they have written."""
     folder = tmp_path_factory.mktemp("two")
-    return folder, run_job(folder, 2)
+    job = {VARIABLES[0]: f"127.0.0.1:{free_port()}", VARIABLES[1]: "2"}
+    job["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    jobs = [job | {VARIABLES[2]: str(process)} for process in range(2)]
+    return folder, run_module("workers.job", folder, jobs, SECONDS)
 
 
 def assert_close(got, want):
@@ -93,17 +57,11 @@ def test_two_processes_end_with_the_state_and_metrics_of_one(one, two, what):
 
 
 @pytest.mark.parametrize("what", ["step", "fit", "split"])
-def test_both_processes_hold_the_same_bits(two, what):
+def test_both_processes_hold_bitwise_identical_states(two, what):
     first, second = (load(two[0] / f"{what}_{process}.npz") for process in range(2))
     assert first.keys() == second.keys()
     for name in first:
         np.testing.assert_array_equal(first[name], second[name], err_msg=name)
-
-
-def records(run_dir):
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    timings = ("step_seconds", "examples_per_second", "data_wait_seconds")
-    return [{k: v for k, v in line.items() if k not in timings} for line in lines]
 
 
 def test_only_the_first_process_writes_metrics(one, two):

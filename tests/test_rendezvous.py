@@ -13,6 +13,7 @@ from contextlib import closing
 
 import jax
 import pytest
+import runs
 
 from jddp.distributed import failure, gloo, join
 from jddp.distributed.identity import VARIABLES, Identity
@@ -25,51 +26,7 @@ from jddp.errors import ConfigError, CoordinatorError, ProcessMismatchError
 JOB = dict(zip(VARIABLES, ("node-0:1234", "4", "3"), strict=True))
 
 
-@pytest.mark.parametrize("environ", [{}, dict.fromkeys(VARIABLES, ""), {"SLURM_PROCID": "1"}])
-def test_a_process_that_is_told_nothing_is_alone(environ):
-    assert resolve_identity(environ) == Identity(None, 1, 0)
-
-
-@pytest.mark.parametrize("address", ["node-0:1234", "10.0.0.1:65535", "[fe80::1]:1"])
-@pytest.mark.parametrize("numbers", [(4, 3), (4, 0), (1, 0)])
-def test_a_process_of_a_job_is_told_all_three(address, numbers):
-    environ = dict(zip(VARIABLES, (address, *map(str, numbers)), strict=True))
-    assert resolve_identity(environ) == Identity(address, *numbers)
-
-
-@pytest.mark.parametrize("missing", VARIABLES)
-def test_a_part_of_the_three_is_refused_with_the_one_that_is_missing(missing):
-    told = {name: value for name, value in JOB.items() if name != missing}
-    for environ in (told, {**told, missing: ""}):
-        with pytest.raises(ConfigError, match=f"set but {missing} not"):
-            resolve_identity(environ)
-
-
-@pytest.mark.parametrize("name, other", [VARIABLES[1:], VARIABLES[:0:-1]])
-@pytest.mark.parametrize("value", ["two", "1.5", "-1"])
-def test_counts_that_are_no_whole_numbers_are_refused(name, other, value):
-    with pytest.raises(ConfigError, match=f"{name}='{value}'.* must be numbers") as caught:
-        resolve_identity({**JOB, name: value})
-    assert other in str(caught.value)
-
-
-@pytest.mark.parametrize("num_processes, process_id", [("4", "4"), ("2", "7"), ("0", "0")])
-def test_a_process_beyond_the_number_of_processes_is_refused(num_processes, process_id):
-    environ = dict(zip(VARIABLES, ("node-0:1234", num_processes, process_id), strict=True))
-    with pytest.raises(ConfigError, match=f"{process_id} must be below .*{num_processes}"):
-        resolve_identity(environ)
-
-
-@pytest.mark.parametrize("address", ["node-0", ":1234", "node-0:", "node-0:http", "node-0:70000"])
-def test_an_address_without_a_host_or_a_port_is_refused(address):
-    with pytest.raises(
-        ConfigError, match=f"{VARIABLES[0]}='{address}' must be host:port"
-    ) as caught:
-        resolve_identity({**JOB, VARIABLES[0]: address})
-    assert caught.value.exit_code == 2
-
-
-def test_the_environment_is_where_a_process_is_told(monkeypatch):
+def test_the_environment_is_where_a_process_finds_its_number(monkeypatch):
     for name, value in JOB.items():
         monkeypatch.setenv(name, value)
     assert resolve_identity() == Identity("node-0:1234", 4, 3)
@@ -108,7 +65,7 @@ def test_a_process_of_a_job_joins_it_with_nothing_left_to_detection(joined, monk
     "environ, listens",
     [({}, "127.0.0.1:1234"), ({"JAX_COORDINATOR_BIND_ADDRESS": "[::]:99"}, "[::]:99")],
 )
-def test_the_first_process_listens_where_it_is_told_to(joined, environ, listens):
+def test_the_first_process_listens_where_it_is_asked_to(joined, environ, listens):
     initialize(Identity("127.0.0.1:1234", 2, 0), environ)
     assert joined[0]["coordinator_bind_address"] == listens
 
@@ -135,19 +92,17 @@ def test_a_process_that_cannot_reach_the_first_says_where_it_has_tried(free_port
 @pytest.fixture
 def free_port():
     """A port on which nobody listens."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    return runs.free_port()
 
 
-@pytest.mark.parametrize("name", ["JDDP_START_SECONDS", "JDDP_HEARTBEAT_SECONDS"])
-@pytest.mark.parametrize("seconds", ["0", "-1", "soon", "1.5"])
+@pytest.mark.parametrize("name", [START, HEARTBEAT])
+@pytest.mark.parametrize("seconds", ["0", "soon", "1.5"])
 def test_a_time_limit_that_is_no_number_is_refused(name, seconds):
     with pytest.raises(ConfigError, match=f"{name}='{seconds}' must be a positive"):
         initialize(Identity("127.0.0.1:1", 2, 1), {name: seconds})
 
 
-def test_time_limits_are_those_that_were_told(joined):
+def test_time_limits_are_those_that_are_given(joined):
     initialize(Identity("127.0.0.1:1234", 2, 1), dict.fromkeys((START, HEARTBEAT), "7"))
     assert (joined[0]["initialization_timeout"], joined[0]["heartbeat_timeout_seconds"]) == (37, 7)
 
@@ -164,6 +119,11 @@ def connect_all(identities, seconds=60):
             for identity, variables in identities
         ]
         return [future.exception() for future in futures]
+
+
+@pytest.fixture
+def address(free_port):
+    return f"127.0.0.1:{free_port}"
 
 
 def process(free_port, number, count, **variables):
@@ -211,19 +171,22 @@ def test_two_of_one_number_are_named_with_where_they_run(free_port):
         )
 
 
-def test_processes_that_were_told_other_counts_are_named(free_port):
-    errors = connect_all([process(free_port, 0, 3), process(free_port, 1, 2)])
+@pytest.mark.parametrize(
+    "second, told",
+    [
+        ((1, 3, {"JDDP_JOB": "a"}), r"process 1 \(.*\) was started as one of 3, and process 0"),
+        ((1, 2, {"JDDP_JOB": "b"}), "process 1 has another job .*: JDDP_JOB is b there and a here"),
+        ((1, 2, {}), "process 1 has another job .*: JDDP_JOB is not set there and a here"),
+    ],
+)
+def test_processes_of_another_count_or_job_do_not_connect_and_are_named(free_port, second, told):
+    number, count, variables = second
+    errors = connect_all(
+        [process(free_port, 0, 2, JDDP_JOB="a"), process(free_port, number, count, **variables)]
+    )
     for error in errors:
         assert isinstance(error, ProcessMismatchError)
-        assert re.match(r"process 1 \(.*\) was started as one of 2, and process 0", str(error))
-
-
-def test_processes_of_two_jobs_do_not_connect(free_port):
-    errors = connect_all([process(free_port, 0, 2, JDDP_JOB="a"), process(free_port, 1, 2)])
-    told = "process 1 has another job than process 0: JDDP_JOB is not set there and a here."
-    for error in errors:
-        assert isinstance(error, ProcessMismatchError)
-        assert str(error).startswith(told)
+        assert re.match(told, str(error))
 
 
 def test_a_port_that_is_taken_is_reported(free_port):
@@ -277,8 +240,7 @@ def test_a_client_that_sends_nothing_or_nonsense_is_no_process(free_port):
     assert str(error).startswith("process 1 of 2 did not connect")
 
 
-def test_a_further_round_leaves_out_lost_members_and_takes_new_ones(free_port):
-    address = f"127.0.0.1:{free_port}"
+def test_a_further_round_leaves_out_lost_members_and_takes_new_ones(address):
     members = [Member(i, 3, info={"processes": 2}) for i in range(3)]
 
     def has_two(infos):
@@ -327,8 +289,7 @@ def test_a_further_round_leaves_out_lost_members_and_takes_new_ones(free_port):
             client.close()
 
 
-def test_a_machine_that_was_lost_without_a_sign_is_noticed_when_it_is_back(free_port):
-    address = f"127.0.0.1:{free_port}"
+def test_a_machine_that_was_lost_without_a_sign_is_noticed_when_it_is_back(address):
     with (
         ThreadPoolExecutor() as threads,
         closing(RendezvousServer("node", address)) as server,
@@ -346,8 +307,7 @@ def test_a_machine_that_was_lost_without_a_sign_is_noticed_when_it_is_back(free_
 
 
 @pytest.mark.parametrize("failed", [False, True])
-def test_a_client_does_not_wait_for_a_server_that_said_goodbye(free_port, failed):
-    address = f"127.0.0.1:{free_port}"
+def test_a_client_does_not_wait_for_a_server_that_said_goodbye(address, failed):
     with ThreadPoolExecutor() as threads, closing(RendezvousClient("node", address)) as client:
         with closing(RendezvousServer("node", address)) as server:
             met = threads.submit(client.gather, Member(1, 2), seconds=60)
@@ -361,8 +321,7 @@ def test_a_client_does_not_wait_for_a_server_that_said_goodbye(free_port, failed
             client.gather(Member(1, 2), seconds=60)
 
 
-def test_a_first_that_was_lost_may_come_back(free_port):
-    address = f"127.0.0.1:{free_port}"
+def test_a_first_that_was_lost_may_come_back(address):
     with ThreadPoolExecutor() as threads, closing(RendezvousClient("node", address)) as client:
         for _ in range(2):
             with closing(RendezvousServer("node", address)) as server:

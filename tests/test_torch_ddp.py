@@ -4,8 +4,9 @@ import importlib.util
 
 import numpy as np
 import pytest
+from runs import free_port
 from workers.against_torch import CASES, train_case, write_cases
-from workers.start import free_port, run_module
+from workers.start import run_module
 
 from jddp.distributed.identity import VARIABLES
 
@@ -23,7 +24,7 @@ def folder(tmp_path_factory):
         pytest.skip("PyTorch is not installed: pip install -c constraints.txt -e '.[peers]'")
     folder = tmp_path_factory.mktemp("cases")
     write_cases(folder, CASES)
-    told = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    told = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     told |= dict(zip(VARIABLES, (f"127.0.0.1:{free_port()}", "2"), strict=False))
     jobs = [told | {"JAX_PROCESS_ID": str(process)} for process in range(2)]
     run_module("workers.against_torch", folder, jobs, SECONDS)

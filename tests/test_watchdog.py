@@ -113,7 +113,7 @@ def test_what_watches_a_process_ends_with_its_input_and_with_the_process(silent)
     assert gone.returncode == 0
 
 
-def test_a_process_of_somebody_s_own_is_told_and_not_ended(tmp_path, caplog):
+def test_a_process_of_somebody_s_own_is_reported_and_not_ended(tmp_path, caplog):
     stacks = tmp_path / "logs" / "stacks"
     with (
         caplog.at_level(logging.ERROR, logger="jddp"),

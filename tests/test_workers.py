@@ -5,12 +5,11 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+from runs import environment
 
-import jddp
 from jddp.data import ArrayExamples, TrainBatches, WorkerBatches
 from jddp.errors import ConfigError, DataError
 
@@ -105,6 +104,5 @@ if __name__ == "__main__":
 def test_workers_end_without_a_word(tmp_path, num_epochs):
     (tmp_path / "quiet.py").write_text(QUIET)
     command = [sys.executable, tmp_path / "quiet.py", str(num_epochs)]
-    environment = os.environ | {"PYTHONPATH": str(Path(jddp.__file__).parents[1])}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment())
     assert (done.returncode, done.stdout, done.stderr) == (0, "20\n", "")

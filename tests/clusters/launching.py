@@ -1,13 +1,13 @@
 """`python -m jddp.launch` on machines that are namespaces."""
 
 import functools
-import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from test_launch import REPOSITORY, Launched
+from runs import environment
+from test_launch import Launched
 
 SECONDS = 120  # for what takes ten
 NODE = ["--num-processes", "2", "--devices-per-process", "1"]
@@ -26,9 +26,7 @@ class OnHost(Launched):
         self, hosts, host, folder, *arguments, module="jddp.launch", before="", **variables
     ):
         self.folder = folder
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
-        kept |= {"PYTHONPATH": f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'tests'}"}
-        kept |= {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": (folder / "cache").read_text()}
+        kept = environment(XDG_CACHE_HOME=(folder / "cache").read_text())
         self.process = hosts.start(
             host,
             "sh",

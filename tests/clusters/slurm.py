@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-from faults.jobs import REPOSITORY
+from runs import REPOSITORY, environment
 
 from clusters.hosts import Hosts, refuse_without
 
@@ -76,10 +76,10 @@ class Slurm:
         for number in range(4):
             os.mknod(folder / f"gpu{number}", 0o020600, os.makedev(1, 3))  # /dev/null by name
         self._folder = folder
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "SLURM"))}
+        kept = {k: v for k, v in environment().items() if not k.startswith("SLURM")}
         python = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         kept |= {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": python}
-        self.environ = kept | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(REPOSITORY)}
+        self.environ = kept
         self._hosts = Hosts(folder, LOGIN, *NODES)
 
     def __enter__(self):

@@ -81,7 +81,7 @@ def test_a_host_with_less_bandwidth_is_named_and_so_is_a_disk_of_its_own(hosts, 
     assert re.match(r"  bad   .*/shared: process 2 does not see in 15 s what process 0", blind)
 
 
-def test_who_does_not_reach_the_others_is_told_what_is_wrong_with_the_host(hosts, tmp_path):
+def test_who_does_not_reach_the_others_is_shown_what_is_wrong_with_the_host(hosts, tmp_path):
     hosts.resolve("h2", "127.0.1.1 h2", "127.0.1.1 h1")
     codes, told, (error,) = examine(hosts, tmp_path, 1, JDDP_START_SECONDS="1")
     assert codes == [69]

@@ -4,7 +4,6 @@ What a cluster adds is done here as Kubernetes, JobSet and Kubeflow's Trainer do
 labels, variables, and what becomes of an exit code.
 """
 
-import os
 import re
 import shutil
 import signal
@@ -16,8 +15,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from faults.jobs import REPOSITORY, SECONDS, Job, assert_same_run, make_folder
+from faults.jobs import SECONDS, Job, assert_same_run, make_folder
 from kubeflow_trainer_api import models
+from runs import REPOSITORY, environment
 
 from clusters.hosts import Hosts
 from jddp.errors import ExitCode
@@ -139,26 +139,23 @@ def outcome(code, *, is_disrupted=False):
     return "RestartJobSet"
 
 
-@pytest.mark.parametrize("code", sorted(DETERMINISTIC))
-def test_a_job_that_would_fail_again_is_not_started_again(code):
-    assert outcome(code) == "FailJobSet"
+PREEMPTED = "RestartJobSetAndIgnoreMaxRestarts"
 
 
 @pytest.mark.parametrize(
-    "code, is_disrupted", [(ExitCode.PREEMPTED, False), (ExitCode.PREEMPTED, True), (137, True)]
+    "code, is_disrupted, action",
+    [
+        *((code, False, "FailJobSet") for code in sorted(DETERMINISTIC)),
+        (ExitCode.PREEMPTED, False, PREEMPTED),
+        (ExitCode.PREEMPTED, True, PREEMPTED),
+        (137, True, PREEMPTED),
+        *((code, False, "RestartJobSet") for code in (1, 7, 69, 74, 76, 79, 134, 137, 143, 175)),
+        (ExitCode.ANOTHER_FAILED, False, "Ignore"),  # the process that failed first decides
+    ],
 )
-def test_a_job_that_was_preempted_starts_again_as_often_as_it_likes(code, is_disrupted):
-    assert outcome(code, is_disrupted=is_disrupted) == "RestartJobSetAndIgnoreMaxRestarts"
-
-
-@pytest.mark.parametrize("code", [1, 7, 69, 74, 76, 79, 134, 137, 143, 175])
-def test_a_job_that_may_end_otherwise_starts_again_a_few_times(code):
-    assert outcome(code) == "RestartJobSet"
+def test_a_job_starts_again_where_another_attempt_may_end_otherwise(code, is_disrupted, action):
+    assert outcome(code, is_disrupted=is_disrupted) == action
     assert JOBSET["spec"]["failurePolicy"]["maxRestarts"] > 0
-
-
-def test_the_process_that_failed_first_decides():
-    assert outcome(ExitCode.ANOTHER_FAILED) == "Ignore"
 
 
 # What a cluster makes of them.
@@ -258,9 +255,7 @@ class Pods(Job):
                 path = entry["valueFrom"]["fieldRef"]["fieldPath"]
                 kind, key = re.fullmatch(r"metadata\.(\w+)\['(.+)'\]", path).groups()
                 told[entry["name"]] = about[kind][key]
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "XDG_"))}
-        kept |= {"PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu"} | told
-        return kept | {"XDG_CACHE_HOME": (self._folder / "cache").read_text()}
+        return environment(XDG_CACHE_HOME=(self._folder / "cache").read_text()) | told
 
 
 @pytest.fixture
@@ -292,7 +287,7 @@ def test_pods_wait_for_the_first_to_have_a_name(folder, job):
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_a_jobset_that_was_preempted_ends_with_the_same_bits(folder, tmp_path, request):
+def test_a_jobset_that_was_preempted_ends_bitwise_identical(folder, tmp_path, request):
     with Pods(folder, "jobset", "train.num_steps=1000") as pods:
         for pod in (0, 1):
             pods.publish(pod, 0, 1)

@@ -1,15 +1,13 @@
 """A link that goes down ends both sides of a job, without a launcher that would end them."""
 
-import os
 import signal
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from faults.jobs import make_folder
+from runs import environment
 
-import jddp
 from clusters.hosts import Hosts
 from jddp.distributed.identity import VARIABLES
 
@@ -25,15 +23,12 @@ def folder(tmp_path, request):
 
 def start(hosts, folder, *, process, **variables):
     """One of two processes, each on a host of its own; what it says is in `said-PROCESS`."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "JDDP_", "XLA_"))}
-    kept |= {"PYTHONPATH": str(Path(jddp.__file__).parents[1])}
-    kept |= {"XDG_CACHE_HOME": (folder / "cache").read_text()}
-    kept |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+    told = {"XDG_CACHE_HOME": (folder / "cache").read_text(), "JAX_NUM_CPU_DEVICES": "1"}
     job = dict(zip(VARIABLES, ("h0:1234", "2", str(process)), strict=True))
     train = [sys.executable, "-m", "jddp.train", "--config", "job.yaml", *ENDLESS]
     with (folder / f"said-{process}").open("w") as said:
         command = ["env", f"--chdir={folder}", *train]
-        told = kept | job | variables
+        told = environment(**told, **job, **variables)
         return hosts.start(f"h{process}", *command, env=told, stdout=said, stderr=said)
 
 

@@ -11,15 +11,14 @@ import time
 from pathlib import Path
 
 import pytest
+import runs
 from faults.jobs import Job, make_folder
 from test_launch import FEW, assert_alike, result
 
-import jddp
 from clusters.hosts import Hosts, refuse_without
 
 pytestmark = pytest.mark.processes
-REPOSITORY = Path(jddp.__file__).parents[1]
-TEMPLATE = REPOSITORY / "scripts" / "openmpi.sh"
+TEMPLATE = runs.REPOSITORY / "scripts" / "openmpi.sh"
 SECONDS = 120  # for what takes ten
 OFTEN = ["checkpoint.every_steps=20", "train.num_steps=400"]
 HANDED_ON = ("PATH", "PYTHONPATH", "XDG_CACHE_HOME", "JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES")
@@ -138,9 +137,8 @@ def cluster(tmp_path, folder):
 
 def environment(folder):
     """Of processes with one device each."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "JDDP_", "XLA_"))}
-    kept |= {"PYTHONPATH": str(REPOSITORY), "XDG_CACHE_HOME": (folder / "cache").read_text()}
-    return kept | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+    cache = (folder / "cache").read_text()
+    return runs.environment(XDG_CACHE_HOME=cache, JAX_NUM_CPU_DEVICES="1")
 
 
 def train(run, *arguments):
@@ -184,7 +182,7 @@ def test_two_hosts_train_as_one_when_mpirun_runs_on_the_first(cluster):
 
 
 @pytest.mark.slow
-def test_mpirun_on_a_third_host_is_told_the_option_that_it_needs(cluster):
+def test_mpirun_on_a_third_host_is_given_the_option_that_it_needs(cluster):
     options = ["-H", "h1:1,h2:1", *X]
     with cluster.job("h3", "mpirun", *options, *train("third", *FEW)) as job:
         assert job.end() == 2
@@ -196,7 +194,7 @@ def test_mpirun_on_a_third_host_is_told_the_option_that_it_needs(cluster):
 
 
 @pytest.mark.slow
-def test_a_link_that_goes_down_ends_the_job_on_both_sides_and_the_same_command_goes_on(cluster):
+def test_a_link_that_goes_down_ends_the_job_on_both_sides_and_the_same_command_resumes(cluster):
     with Job(cluster.folder, *OFTEN, "run.dir=golden", num_processes=2) as golden:
         assert golden.codes() == [0, 0], golden.outputs
     quickly = {"time": "2", "intvl": "1", "probes": "3"}
@@ -268,7 +266,7 @@ def test_processes_of_mpich_train_as_one_with_as_many_devices(cluster):
     assert "job      2 processes, set by MPICH; process 0; coordinator localhost:1234" in job.said
 
 
-def test_mpich_that_does_not_say_where_the_first_process_is_is_told_what_it_needs(cluster):
+def test_mpich_that_does_not_say_where_the_first_process_is_is_shown_what_it_needs(cluster):
     with cluster.job("h1", "mpiexec.mpich", "-n", "2", *train("nowhere")) as job:
         assert job.end() == 2, job.said
     assert (
@@ -283,7 +281,7 @@ def test_mpich_that_does_not_say_where_the_first_process_is_is_told_what_it_need
 def test_a_terminal_has_one_live_line():
     done = subprocess.run(
         [*ON_A_TERMINAL, sys.executable, "-c", SHOW],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "TERM": "xterm"},
+        env=runs.environment(TERM="xterm"),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -7,7 +7,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from faults.jobs import REPOSITORY, make_folder
+from faults.jobs import make_folder
+from runs import REPOSITORY
 from test_launch import FEW, assert_alike, result
 
 from clusters.slurm import Slurm
@@ -254,7 +255,7 @@ def undisturbed(cluster, folder):
 
 
 @pytest.mark.slow
-def test_the_template_goes_on_in_another_turn_to_the_same_bits(slurm, folder, undisturbed):
+def test_the_template_resumes_in_another_turn_bitwise_identically(slurm, folder, undisturbed):
     job = submit(slurm, folder, "signalled", FOUR, *OFTEN)
     slurm.wait_for(lambda: has_saved(folder, "signalled"))
     slurm.run("scancel", "--signal=TERM", job)  # to all tasks, as before a time limit
@@ -292,7 +293,7 @@ def test_a_task_that_is_killed_ends_its_job(slurm, folder):
 
 
 @pytest.mark.slow
-def test_a_job_whose_node_dies_goes_on_on_another(tmp_path, folder):
+def test_a_job_whose_node_dies_resumes_on_another(tmp_path, folder):
     with Slurm(tmp_path) as slurm:
         job = submit(slurm, folder, "orphaned", TWO, *ENDLESS[:1], "checkpoint.every_steps=20")
         slurm.wait_for(lambda: has_saved(folder, "orphaned"))
@@ -306,7 +307,7 @@ def test_a_job_whose_node_dies_goes_on_on_another(tmp_path, folder):
 
 
 @pytest.mark.long  # Slurm looks for the ends of jobs twice a minute.
-def test_before_its_time_is_over_a_job_is_told_and_goes_on(slurm, folder):
+def test_before_its_time_is_over_a_job_is_warned_and_resumes(slurm, folder):
     limit = ["--time=2", "--signal=TERM@30"]
     job = submit(slurm, folder, "limited", [*TWO, *limit], *ENDLESS)
     slurm.wait_for(lambda: "resumed from step" in log(folder, "limited", job), seconds=300)

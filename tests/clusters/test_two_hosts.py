@@ -114,7 +114,7 @@ def test_hosts_that_are_cut_off_for_good_end_by_themselves(hosts, jobs):
     assert result(jobs, "cut")[1] < 160
 
 
-def test_hosts_that_were_cut_off_start_again_to_the_same_bits(hosts, jobs, golden):
+def test_hosts_that_were_cut_off_start_again_bitwise_identically(hosts, jobs, golden):
     options = ["--max-restarts", "1"]
     nodes = two_launchers(hosts, jobs, "rejoins", *LONGER, options=options, **SILENCE)
     with ends_of(*nodes) as (first, second):

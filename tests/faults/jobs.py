@@ -10,19 +10,15 @@ in time is killed, and what it said is told.
 """
 
 import json
-import os
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-import jddp
+from runs import environment, free_port, records
 
-REPOSITORY = Path(jddp.__file__).parents[1]
 SECONDS = 120  # for what takes ten
-TIMINGS = ("step_seconds", "examples_per_second", "data_wait_seconds")
 
 # Everything that a state can hold, in steps of a millisecond.
 MINE = """
@@ -101,12 +97,6 @@ def make_folder(folder, cache):
     return folder
 
 
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
 class Job:
     """The processes of one job, which are ended with the block.
 
@@ -134,9 +124,7 @@ class Job:
         for argument in arguments:
             if argument.startswith("run.dir="):
                 self.run_dir = folder / argument.removeprefix("run.dir=")
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "XDG_"))}
-        kept |= {"PYTHONPATH": str(REPOSITORY), "XDG_CACHE_HOME": (folder / "cache").read_text()}
-        kept |= {"JAX_PLATFORMS": "cpu"} | dict(variables)
+        kept = environment(XDG_CACHE_HOME=(folder / "cache").read_text()) | dict(variables)
         arguments = ["--config", "job.yaml", f"run.dir={self.run_dir}", *arguments]
         names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
         address = f"127.0.0.1:{free_port()}"
@@ -191,15 +179,12 @@ class Job:
 
     def records(self):
         """What has been measured, without what depends on the machine's mood."""
-        path = self.run_dir / "metrics.jsonl"
-        lines = path.read_text().split("\n")[:-1] if path.exists() else []
-        records = map(json.loads, lines)
-        return [{k: v for k, v in record.items() if k not in TIMINGS} for record in records]
+        return records(self.run_dir)
 
     def num_steps(self):
         """Steps of the last record."""
-        records = self.records()
-        return records[-1]["step"] if records else 0
+        measured = self.records()
+        return measured[-1]["step"] if measured else 0
 
     def saved(self):
         """Steps of the finished checkpoints."""

@@ -8,8 +8,9 @@ import subprocess
 import sys
 
 import pytest
+from runs import environment
 
-from faults.jobs import REPOSITORY, Job, assert_same_run
+from faults.jobs import Job, assert_same_run
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -59,7 +60,7 @@ def read_only(disk):
 
 
 @pytest.mark.parametrize("fault", [fill_up, read_only])
-def test_a_run_goes_on_without_its_disk_and_saves_when_it_can(folder, golden, small_disk, fault):
+def test_a_run_continues_without_its_disk_and_saves_when_it_can(folder, golden, small_disk, fault):
     with Job(folder, *LONG) as job:
         job.wait_for(lambda: job.saved())
         job.processes[0].send_signal(signal.SIGTERM)
@@ -83,7 +84,7 @@ def test_a_run_goes_on_without_its_disk_and_saves_when_it_can(folder, golden, sm
     assert_same_run(job, golden(*LONG))
 
 
-def test_a_run_directory_that_fills_up_is_told_in_a_line_for_each_kind_of_failure(
+def test_a_run_directory_that_fills_up_is_reported_in_a_line_for_each_kind_of_failure(
     folder, golden, small_disk
 ):
     with Job(folder, *LONG) as job:
@@ -108,13 +109,12 @@ def test_a_run_directory_that_fills_up_is_told_in_a_line_for_each_kind_of_failur
 
 
 @pytest.mark.parametrize("redirection", ["| head -n 1", ">/dev/full", ">&-"])
-def test_a_run_goes_on_without_its_standard_output(folder, golden, redirection):
+def test_a_run_continues_without_its_standard_output(folder, golden, redirection):
     command = f"{sys.executable} -m jddp.train --config job.yaml run.dir=run"
-    environ = {**os.environ, "XDG_CACHE_HOME": (folder / "cache").read_text()}
     done = subprocess.run(
         ["bash", "-c", f"{command} {redirection}; exit ${{PIPESTATUS[0]}}"],
         cwd=folder,
-        env={**environ, "PYTHONPATH": str(REPOSITORY)},
+        env=environment(XDG_CACHE_HOME=(folder / "cache").read_text()),
         capture_output=True,
         text=True,
     )

@@ -1,29 +1,23 @@
 """A save that is cut anywhere leaves the last checkpoint, or the one before it."""
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+from runs import environment
 from workers.save_twice import made
 
-import jddp
 from faults.crashes import Disk, record, write
 from jddp.checkpoint.checkpoints import Checkpoints
-
-TESTS = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
     """The file operations of a program that saves step 1 and then step 2, and its directory."""
     folder = tmp_path_factory.mktemp("recorded")
-    path = os.pathsep.join([str(Path(jddp.__file__).parents[1]), str(TESTS)])
     command = [sys.executable, "-m", "workers.save_twice", str(folder / "checkpoints")]
-    environment = os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
-    operations = record(command, folder / "trace", env=environment, stdout=subprocess.DEVNULL)
+    operations = record(command, folder / "trace", env=environment(), stdout=subprocess.DEVNULL)
     return operations, folder / "checkpoints"
 
 

@@ -7,8 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
+from runs import REPOSITORY
 
-from faults.jobs import REPOSITORY, Job
+from faults.jobs import Job
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -26,19 +27,19 @@ def end(folder, **last):
     return first, second
 
 
-def test_another_config_is_told_by_its_key(folder):
+def test_another_config_is_reported_by_its_key(folder):
     for said in end(folder, last_arguments=["seed=7", "optimizer.learning_rate=0.5"]):
         assert "process 1 has another config or version than process 0: seed is 7 there" in said
         assert "and 0 here, and 1 more differ" in said
 
 
-def test_other_flags_of_the_compiler_are_told(folder):
+def test_other_flags_of_the_compiler_are_reported(folder):
     flag = "--xla_cpu_enable_fast_math=true"
     for said in end(folder, last_variables={"XLA_FLAGS": flag}):
         assert f"XLA_FLAGS is {flag} there" in said
 
 
-def test_other_code_is_told(folder, tmp_path):
+def test_other_code_is_reported(folder, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(REPOSITORY / "jddp", other / "jddp")
     with (other / "jddp" / "zoo" / "losses.py").open("a") as file:
@@ -47,23 +48,23 @@ def test_other_code_is_told(folder, tmp_path):
         assert "code of jddp is " in said
 
 
-def test_another_model_is_told_by_the_shape_of_a_parameter(folder):
+def test_another_model_is_reported_by_the_shape_of_a_parameter(folder):
     for said in end(folder, last_variables={"WIDTH": "9"}):
         assert "process 1 has another model, optimizer or batch than process 0" in said
         assert "(9,) float32 there and (8,) float32 here" in said
 
 
-def test_a_process_of_another_job_is_told(folder):
+def test_a_process_of_another_job_is_reported(folder):
     for said in end(folder, variables={"JDDP_JOB": "a"}, last_variables={"JDDP_JOB": "b"}):
         assert "process 1 has another job than process 0: JDDP_JOB is b there and a here" in said
 
 
-def test_a_process_that_would_compute_on_something_else_is_told(folder):
+def test_a_process_that_would_compute_on_something_else_is_reported(folder):
     for said in end(folder, last_variables={"JAX_PLATFORMS": "rocm"}):
         assert "JAX_PLATFORMS is rocm there and cpu here" in said
 
 
-def test_a_process_without_devices_is_told(folder):
+def test_a_process_without_devices_is_reported(folder):
     with Job(folder, num_processes=2, variables={"JAX_PLATFORMS": "rocm"}) as job:
         codes = job.codes()
     assert set(codes) <= {69, 81}, job.outputs
@@ -73,7 +74,7 @@ def test_a_process_without_devices_is_told(folder):
     assert job.outputs[first][1].count("\n") == 1
 
 
-def test_another_heartbeat_is_told(folder):
+def test_another_heartbeat_is_reported(folder):
     for said in end(folder, last_variables={"JDDP_HEARTBEAT_SECONDS": "60"}):
         assert "JDDP_HEARTBEAT_SECONDS is 60 there and 100 here" in said
 

@@ -47,7 +47,7 @@ def test_a_run_moves_from_two_processes_to_one_and_to_four(folder, golden):
 SHARDS = ["ddp.logical_replicas=8", "ddp.batch_norm=local", "checkpoint.every_steps=100"]
 
 
-def test_logical_shards_go_on_to_the_bit_wherever_they_are_carried(folder, golden):
+def test_logical_shards_resume_bitwise_identically_wherever_they_are_carried(folder, golden):
     """Killed on 8 devices, on 1, and on 4 of two processes; finished on 2."""
     for num_processes, num_devices, until in [(1, 8, 300), (1, 1, 700), (2, 4, 1200), (1, 2, None)]:
         arguments = [*SHARDS, f"mesh.num_devices={num_devices}"]

@@ -1,0 +1,46 @@
+"""What processes of jddp are started with in tests, and what a run leaves in its directory."""
+
+import json
+import os
+import socket
+from pathlib import Path
+
+import jddp
+from jddp.checkpoint import checksums
+
+REPOSITORY = Path(jddp.__file__).parents[1]
+TIMINGS = ("step_seconds", "examples_per_second", "data_wait_seconds")
+
+
+def environment(**variables):
+    """Of a process on CPUs: the jddp and the helpers of the tests, nothing of devices or jobs."""
+    of_this_one = ("JAX_", "JDDP_", "XLA_", "XDG_")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(of_this_one)}
+    paths = f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'tests'}"
+    return kept | {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"} | variables
+
+
+def free_port():
+    """A port on which nobody listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def records(run_dir):
+    """What a run measured, without what depends on the machine's mood."""
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [{k: v for k, v in json.loads(x).items() if k not in TIMINGS} for x in lines]
+
+
+def contents(path):
+    """The bytes of every file below a directory."""
+    return {p.relative_to(path): p.read_bytes() for p in path.rglob("*") if p.is_file()}
+
+
+def write_sealed(folder, name, text):
+    """Changes a file of a checkpoint, and makes its digests hold."""
+    (folder / name).write_text(text)
+    (folder / checksums.NAME).unlink()
+    checksums.seal(folder)
