@@ -79,16 +79,9 @@ def test_data_prints_a_row_for_each_figure_and_a_line_of_json():
 
 
 @pytest.mark.slow
-def test_overhead_prints_a_row_for_each_figure_and_a_line_of_json():
-    *rows, line = run(BENCHMARKS / "overhead.py", "--rounds", 1, "--only", "save")
-    measured = json.loads(line)["results"]["save"]
-    assert len(rows) == len(measured) == 6
-    assert all(value > 0 for value in measured.values())
-
-
-@pytest.mark.slow
-def test_launch_prints_a_row_for_each_figure_and_a_line_of_json():
-    *rows, line = run(BENCHMARKS / "launch.py", "--rounds", 1, "--only", "start", "death")
+@pytest.mark.parametrize("name, parts", [("overhead", ["save"]), ("launch", ["start", "death"])])
+def test_each_figure_has_a_row_and_a_place_in_the_line_of_json(name, parts):
+    *rows, line = run(BENCHMARKS / f"{name}.py", "--rounds", 1, "--only", *parts)
     measured = json.loads(line)["results"]
     assert len(rows) == sum(map(len, measured.values())) == 6
     assert all(value > 0 for part in measured.values() for value in part.values())
@@ -140,7 +133,7 @@ def test_contenders_for_a_gpu_take_turns_on_every_model(tmp_path):
 
 
 @pytest.mark.slow
-def test_contenders_that_fail_say_why_in_their_rows_and_the_others_go_on(tmp_path):
+def test_contenders_that_fail_say_why_in_their_rows_and_the_others_continue(tmp_path):
     (tmp_path / "torch.py").write_text("raise MemoryError('there was none')")
     rows, measured = contend(tmp_path, "--only", "gpt2_124m", PYTHONPATH=str(tmp_path))
     contenders = measured["results"]["gpt2_124m"]["contenders"]
@@ -154,7 +147,7 @@ def test_contenders_that_fail_say_why_in_their_rows_and_the_others_go_on(tmp_pat
 
 
 @pytest.mark.slow
-def test_contenders_that_get_no_time_are_told_so(tmp_path):
+def test_contenders_that_get_no_time_are_reported_so(tmp_path):
     only = ["--only", "vit_b16", "--contenders", "by_hand", "jddp"]
     rows, _ = contend(tmp_path, *only, "--budget-seconds", 0.5)
     assert all("out of time" in row for row in rows.values())

@@ -15,13 +15,10 @@ import jddp
 from jddp.reduce.plan import plan_buckets
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-SLOW = {"contrastive", "gan", "perturbed_weights", "reinforce", "teacher_student"}
+# Those of which a test below looks at what they do.
+SLOW = {"bring_your_own_step", "contrastive", "gan", "perturbed_weights", "regression"}
+SLOW |= {"reinforce", "roll_back", "send_signs", "teacher_student", "two_level_all_reduce"}
 SCRIPTS = sorted(set(EXAMPLES.glob("*.py")) - {EXAMPLES / "notebook.py"})  # see test_notebook.py
-
-
-@pytest.fixture
-def one_page():
-    return runpy.run_path(str(EXAMPLES / "ddp_in_one_page.py"))
 
 
 def load(name):
@@ -44,7 +41,7 @@ def test_the_page_fits_on_a_page():
 
 
 def test_the_regression_learns(capsys):
-    runpy.run_path(str(EXAMPLES / "regression.py"))["main"](num_steps=41)
+    load("regression")["main"](num_steps=41)
     losses = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()]
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < losses[0]
@@ -55,7 +52,9 @@ def squared_error(model, batch):
 
 
 @pytest.mark.parametrize("layout, bucket_bytes", [("leaf", 2**20), ("flat", 100)])
-def test_the_page_does_what_the_library_does(mesh, one_page, layout, bucket_bytes):
+def test_the_page_does_what_the_library_does(layout, bucket_bytes):
+    one_page = load("ddp_in_one_page")
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
     model = nn.Sequential([nn.Dense(16), nn.tanh, nn.Dense(2)])
     optimizer = optax.adam(1e-2)
     rng = np.random.default_rng(0)
@@ -117,7 +116,7 @@ def test_a_step_of_your_own_ends_as_data_parallel_does_however_it_is_mapped():
 
 def test_a_run_goes_back_and_learns_on_behind_a_bad_batch(monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
-    main = runpy.run_path(str(EXAMPLES / "roll_back.py"))["main"]
+    main = load("roll_back")["main"]
     good, jumps = main(num_steps=41, bad=())
     assert jumps == []
     run, jumps = main(num_steps=41, bad=(30,))
@@ -167,7 +166,7 @@ def test_halves_of_images_find_each_other():
     assert found > 0.4  # by chance 1 of 256
 
 
-def test_all_rows_of_all_replicas_are_told_from_each_other(capsys):
+def test_all_rows_of_all_replicas_are_distinguished_from_each_other(capsys):
     main = load("contrastive")["main"]
     (want, _), (got, _) = main(num_steps=5, mesh=1), main(num_steps=5, mesh=8)
     # Five steps of sums in another order.

@@ -42,19 +42,15 @@ def check_rows(examples):
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
-def test_arrays_of_any_names_come_from_npz_files(tmp_path, save):
+def test_arrays_of_any_names_come_from_npz_files_also_of_the_home_directory(
+    tmp_path, monkeypatch, save
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
     for part in ("train", "test"):
         save(tmp_path / f"{part}.npz", x=X, y=Y)
-    source = make_source("npz", directory=str(tmp_path))
+    source = make_source("npz", directory="~")
     check_rows(source.load().train)
     assert source.spec == {"x": ((3,), np.dtype("float32")), "y": ((), np.dtype("int32"))}
-
-
-def test_a_tilde_in_the_directory_of_a_source_is_the_home_directory(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    np.savez(tmp_path / "train.npz", x=np.zeros((4, 2)), y=np.zeros(4, int))
-    np.savez(tmp_path / "test.npz", x=np.zeros((4, 2)), y=np.zeros(4, int))
-    assert len(make_source("npz", directory="~").load().train) == 4
 
 
 @pytest.mark.parametrize("array", [X, np.asfortranarray(X), X[:0], np.float32(3)], ids=np.shape)
@@ -79,24 +75,18 @@ def test_a_mapped_array_is_sent_as_its_place_and_a_part_of_one_as_it_is(tmp_path
             array[0] = 1
 
 
-def damage(path, how):
+def test_a_damaged_npy_file_is_named_with_the_place(tmp_path):
+    path = tmp_path / "a.npy"
+    np.save(path, X)
     data = path.read_bytes()
-    path.write_bytes({"cut": data[:-7], "header": b"x" + data[1:], "begun": data[:9]}[how])
-
-
-@pytest.mark.parametrize(
-    "how, message",
-    [
-        ("cut", r"cut off at byte 217 of 224"),
-        ("header", "not a whole .npy file"),
-        ("begun", "not a whole .npy file"),
-    ],
-)
-def test_a_damaged_npy_file_is_named_with_the_place(tmp_path, how, message):
-    np.save(tmp_path / "a.npy", X)
-    damage(tmp_path / "a.npy", how)
-    with pytest.raises(DataError, match=rf"a\.npy: {message}"):
-        map_npy(tmp_path / "a.npy")
+    for damaged, message in (
+        (data[:-7], "cut off at byte 217 of 224"),
+        (b"x" + data[1:], r"not a whole \.npy file"),
+        (data[:9], r"not a whole \.npy file"),
+    ):
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match=rf"a\.npy: {message}"):
+            map_npy(path)
 
 
 def test_a_damaged_npz_file_is_named_with_its_member(tmp_path):
@@ -185,10 +175,12 @@ def folder(tmp_path):
     return tmp_path
 
 
+def images_in(folder, **kwargs):
+    return make_source("image_folder", directory=str(folder), kwargs={"image_size": 8} | kwargs)
+
+
 def test_images_in_folders_have_the_class_of_their_folder(folder):
-    source = make_source(
-        "image_folder", directory=str(folder), kwargs={"image_size": 8, "mean": 0.0, "std": 1.0}
-    )
+    source = images_in(folder, mean=0.0, std=1.0)
     data = source.load()
     assert spec_of(data.train) == source.spec
     for examples in (data.train, data.test):
@@ -221,12 +213,9 @@ def test_a_large_jpeg_decodes_as_a_small_one(tmp_path):
 
 def test_an_image_that_does_not_decode_is_named_or_does_not_count(folder, caplog):
     (folder / "train" / "dark" / "a.png").write_bytes(b"no image")
-    kwargs = {"image_size": 8}
-    data = make_source("image_folder", directory=str(folder), kwargs=kwargs).load()
     with pytest.raises(DataError, match=r"dark/a\.png: does not decode"):
-        take_all(data.train)
-    kwargs["undecodable"] = "mask"
-    source = make_source("image_folder", directory=str(folder), kwargs=kwargs)
+        take_all(images_in(folder).load().train)
+    source = images_in(folder, undecodable="mask")
     data = source.load()
     assert take_all(data.train)["mask"].tolist() == [0, 1, 1, 1, 1, 1]
     assert spec_of(data.train) == source.spec
@@ -241,38 +230,26 @@ def test_pillows_limit_on_pixels_is_kept(folder, monkeypatch):
 
 
 def test_bad_image_folders_are_refused(folder):
-    def load(**kwargs):
-        return make_source(
-            "image_folder", directory=str(folder), kwargs={"image_size": 8, **kwargs}
-        ).load()
-
     with pytest.raises(DataError, match="train has 2 classes, test 2, and num_classes is 3"):
-        load(num_classes=3)
+        images_in(folder, num_classes=3).load()
     with pytest.raises(ConfigError, match="undecodable: 'skip'. Choose 'error' or 'mask'"):
-        load(undecodable="skip")
+        images_in(folder, undecodable="skip").load()
     (folder / "train" / "other").mkdir()
     with pytest.raises(DataError, match="train has 3 classes, test 2"):
-        load()
+        images_in(folder).load()
     (folder / "test").rename(folder / "tset")
     with pytest.raises(DataError, match="test: no such folder"):
-        load()
+        images_in(folder).load()
     with pytest.raises(DataError, match="no images in folders of classes"):
         FolderExamples(folder / "train" / "other", image_size=8)
 
 
 def test_the_hash_of_a_folder_is_of_names_and_sizes(folder):
-    def found():
-        return (
-            make_source("image_folder", directory=str(folder), kwargs={"image_size": 8})
-            .load()
-            .sha256
-        )
-
-    before = found()
-    assert found() == before
+    before = images_in(folder).load().sha256
+    assert images_in(folder).load().sha256 == before
     path = folder / "test" / "dark" / "a.png"
     path.write_bytes(path.read_bytes() + b"x")
-    assert found() != before
+    assert images_in(folder).load().sha256 != before
 
 
 def test_a_crop_enlarges_a_part_and_mirrors_it():
@@ -451,14 +428,11 @@ def test_the_command_times_each_stage(tmp_path, capsys):
 # --- what others have made ------------------------------------------------------------------------
 
 
-def test_rows_that_are_tuples_need_names():
+def test_rows_are_dicts_of_a_list_or_of_grain_or_tuples_with_names():
     rows = list(zip(X, Y, strict=True))
     check_rows(RowExamples(rows, names=("x", "y")))
     with pytest.raises(DataError, match=r"is tuple, with names None. .*names=\('image', 'label'\)"):
         RowExamples(rows).take(np.array([0]))
-
-
-def test_a_list_of_dicts_and_a_grain_data_set_are_taken_as_they_are():
     rows = [{"x": X[i], "y": int(Y[i])} for i in range(8)]
     check_rows(RowExamples(rows))
     check_rows(RowExamples(grain.MapDataset.source(rows)))

@@ -9,6 +9,7 @@ import optax
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from runs import write_sealed
 from states import assert_same
 from tiny import MLP, loss_fn, make_batch
 
@@ -130,10 +131,9 @@ def forge(data, folder):
 def test_a_run_with_other_counts_of_skipped_steps_is_refused(ddp, run, tmp_path, skipped):
     folder = tmp_path / "run"
     shutil.copytree(run.run_dir, folder)
-    file = folder / "checkpoints" / "2" / "run.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"skipped": skipped}))
-    (file.parent / NAME).unlink()
-    seal(file.parent)
+    checkpoint = folder / "checkpoints" / "2"
+    beside = json.loads((checkpoint / "run.json").read_text())
+    write_sealed(checkpoint, "run.json", json.dumps(beside | {"skipped": skipped}))
     with pytest.raises(FileSystemError, match="run.json of another version of jddp"):
         ddp.fit([make_batch(8)] * 3, num_steps=3, run_dir=folder)
 

@@ -174,19 +174,14 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_every_form_of_an_all_reduce_is_found_once(form):
-    lines, is_async = FORMS[form]
-    (found,) = collectives(make_program(*lines))
+@pytest.mark.parametrize("lines, is_async", FORMS.values(), ids=FORMS)
+def test_every_form_of_an_all_reduce_is_found_once_and_waited_for(lines, is_async):
+    program = make_program(*lines)
+    (found,) = collectives(program)
     assert (found.op, found.num_elements, found.bytes) == ("all-reduce", 32768, 131072)
     assert (found.dtypes, found.is_async) == (("f32",), is_async)
     assert (found.is_in_loop, found.num_runs) == (False, 1)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_every_form_of_an_all_reduce_is_waited_for(form):
-    lines, is_async = FORMS[form]
-    timeline = walk(make_program(*lines), GPU, NETWORK)
+    timeline = walk(program, GPU, NETWORK)
     (transfer,) = timeline.transfers
     assert (transfer.is_async, transfer.waited_seconds) == (is_async, 3.0)
     assert timeline.step_seconds == 3.0
@@ -200,29 +195,20 @@ def test_a_collective_of_several_arrays_counts_all_of_them():
 
 
 @pytest.mark.parametrize(
-    "line",
+    "line, num_elements",
     [
-        "%r = f32[262144]{0} all-gather(%v), dimensions={0}",
-        "%r = (f32[32768]{0}, f32[262144]{0}) all-gather-start(%v), dimensions={0}",
+        ("%r = f32[262144]{0} all-gather(%v), dimensions={0}", 262144),
+        ("%r = (f32[32768]{0}, f32[262144]{0}) all-gather-start(%v), dimensions={0}", 262144),
+        ("%r = f32[4096]{0} reduce-scatter(%v), dimensions={0}, to_apply=%sum", 32768),
+        ("%r = ((f32[32768]{0}), f32[4096]{0}) reduce-scatter-start(%v), to_apply=%sum", 32768),
+        ("%r = (f32[32768]{0}, f32[32768]{0}, u32[], u32[]) collective-permute-start(%v)", 32768),
+        ("%r = f32[32768]{0} all-to-all(%v), dimensions={0}", 32768),
     ],
 )
-def test_what_is_gathered_counts_whole(line):
+def test_what_is_gathered_scattered_or_exchanged_counts_whole(line, num_elements):
     (found,) = collectives(make_program(line))
-    assert (found.op, found.num_elements) == ("all-gather", 262144)
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "%r = f32[4096]{0} reduce-scatter(%v), dimensions={0}, to_apply=%sum",
-        "%r = ((f32[32768]{0}), f32[4096]{0}) reduce-scatter-start(%v), to_apply=%sum",
-        "%r = (f32[32768]{0}, f32[32768]{0}, u32[], u32[]) collective-permute-start(%v)",
-        "%r = f32[32768]{0} all-to-all(%v), dimensions={0}",
-    ],
-)
-def test_what_is_scattered_or_exchanged_counts_whole(line):
-    (found,) = collectives(make_program(line))
-    assert found.num_elements == 32768
+    assert found.num_elements == num_elements
+    assert found.op in line
 
 
 LOOP = (
@@ -244,16 +230,12 @@ def with_part(name, line, parts=PARTS):
 """
 
 
-def test_a_collective_in_a_loop_runs_as_often_as_the_loop():
+def test_a_collective_in_a_loop_runs_as_often_as_all_its_loops():
     reducing = with_part("looping", FORMS["plain"][0][0])
     (found,) = collectives(make_program(LOOP, parts=reducing))
     assert (found.is_in_loop, found.num_runs) == (True, 5)
     (found,) = collectives(make_program(ENDLESS, parts=reducing))
     assert (found.is_in_loop, found.num_runs) == (True, None)
-
-
-def test_loops_in_loops_multiply():
-    reducing = with_part("looping", FORMS["plain"][0][0])
     nested = with_part("outer", LOOP, parts=reducing)
     (found,) = collectives(make_program(LOOP.replace("looping", "outer"), parts=nested))
     assert found.num_runs == 25
@@ -264,7 +246,9 @@ def test_how_often_a_branch_is_taken_is_unknown():
     assert [x.num_runs for x in collectives(make_program(line))] == [None, None]
 
 
-def test_programs_of_this_machine_are_read(mesh):
+def test_programs_of_this_machine_are_read():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
+
     def scanned(x):
         return lax.scan(lambda c, y: (c + lax.psum(y, "data"), None), jnp.zeros(3), x)[0]
 
@@ -430,16 +414,16 @@ def test_half_of_an_all_reduce_takes_half_its_time(op):
     assert half.transfers[0].needed_seconds == whole.transfers[0].needed_seconds / 2
 
 
-def test_a_loop_that_communicates_is_refused():
-    reducing = with_part("looping", FORMS["plain"][0][0])
-    with pytest.raises(UsageError, match="'all-reduce' inside 'while'"):
-        walk(make_program(LOOP, parts=reducing), GPU, NETWORK)
-
-
-def test_a_loop_that_never_says_when_it_ends_is_refused():
-    computing = with_part("looping", PRODUCT.format("r"))
-    with pytest.raises(UsageError, match="unknown number of times"):
-        walk(make_program(ENDLESS, parts=computing), GPU, NETWORK)
+@pytest.mark.parametrize(
+    "loop, line, message",
+    [
+        (LOOP, FORMS["plain"][0][0], "'all-reduce' inside 'while'"),
+        (ENDLESS, PRODUCT.format("r"), "unknown number of times"),
+    ],
+)
+def test_a_loop_that_communicates_or_does_not_say_when_it_ends_is_refused(loop, line, message):
+    with pytest.raises(UsageError, match=message):
+        walk(make_program(loop, parts=with_part("looping", line)), GPU, NETWORK)
 
 
 def test_a_program_without_a_schedule_is_refused():

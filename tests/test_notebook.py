@@ -1,6 +1,5 @@
 """A notebook's kernel, driven as Jupyter drives it; and the notebook of examples/."""
 
-import os
 import queue
 import re
 import subprocess
@@ -11,8 +10,7 @@ from pathlib import Path
 import jupytext
 import pytest
 from jupyter_client.manager import KernelManager
-
-import jddp
+from runs import environment
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOK = ROOT / "examples" / "notebook.py"
@@ -38,13 +36,6 @@ for _ in range(run.step + 5):
 assert_same(again.state, state)
 print(run.interrupted, again.interrupted, again.step - run.step)
 """
-
-
-def environment():
-    """What a kernel finds: the jddp of the tests, and no word about devices."""
-    paths = [str(Path(jddp.__file__).parents[1]), str(Path(__file__).parent)]
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
-    return {**kept, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 @pytest.fixture
@@ -88,7 +79,7 @@ def wait_until_printed(client, word):
     raise AssertionError(f"{word!r} was not printed in time")
 
 
-def test_an_interrupt_stops_behind_a_step_and_the_same_call_goes_on(kernel):
+def test_an_interrupt_stops_behind_a_step_and_the_same_call_resumes(kernel):
     manager, client = kernel
     run_cell(client, SETUP)
     request = client.execute("run = fit(1_000_000)")
@@ -121,8 +112,7 @@ def test_the_notebook_is_a_percent_script_without_outputs():
 def test_the_notebook_runs_to_its_end_learns_and_draws(tmp_path):
     path, pictures = tmp_path / "notebook.ipynb", tmp_path / "pictures"
     command = [sys.executable, ROOT / "scripts" / "run_notebook.py", path, "--pictures", pictures]
-    env = {**environment(), "JAX_PLATFORMS": "cpu"}
-    subprocess.run(command, check=True, env=env, cwd=tmp_path)
+    subprocess.run(command, check=True, env=environment(), cwd=tmp_path)
     notebook = jupytext.read(path)
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     assert not [output for output in outputs if output.output_type == "error"]

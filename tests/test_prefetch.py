@@ -113,8 +113,7 @@ def of_hugging_face():
     [Counting, lambda: Counting(bytes), Loader, lambda: range(20), of_grain, of_hugging_face],
     ids=["states", "bytes", "state_dict", "none", "grain", "hugging_face"],
 )
-@pytest.mark.parametrize("num_taken", [0, 1, 5])
-@pytest.mark.parametrize("is_peeked", [False, True])
+@pytest.mark.parametrize("num_taken, is_peeked", [(0, False), (0, True), (5, True)])
 def test_the_position_is_that_of_the_batch_taken_last(make, num_taken, is_peeked):
     source = started(make(), 20)
     take(source, num_taken)

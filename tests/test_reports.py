@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from runs import contents
 
 from jddp.errors import ConfigError, DataError, FileSystemError
 from jddp.trainer.reports.log_file import said
@@ -21,10 +22,6 @@ def prepared(path, config=CONFIG, manifest=MANIFEST, is_writer=True):
     directory = RunDirectory(path, is_writer=is_writer)
     directory.prepare(config, manifest)
     return directory
-
-
-def contents(path):
-    return {p.relative_to(path): p.read_bytes() for p in path.rglob("*") if p.is_file()}
 
 
 def test_a_run_directory_is_made_with_its_config_and_manifest(tmp_path):
@@ -108,20 +105,6 @@ def test_a_start_on_other_versions_is_added_to_the_manifest(tmp_path):
     assert [start["versions"] for start in kept["later_starts"]] == [{"jax": "0.11"}]
 
 
-@pytest.mark.parametrize("damage", ["", '{"versions": ', "\x00"])
-def test_a_damaged_manifest_is_a_file_system_error(tmp_path, damage):
-    prepared(tmp_path)
-    (tmp_path / "manifest.json").write_text(damage)
-    with pytest.raises(FileSystemError, match="damaged"):
-        prepared(tmp_path)
-
-
-def test_a_directory_that_cannot_be_made_is_a_file_system_error(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(FileSystemError, match=r"run\.dir .*file/run: Not a directory"):
-        prepared(tmp_path / "file" / "run")
-
-
 def test_metrics_are_cut_after_the_step_that_was_resumed_from(tmp_path):
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
     for step in (1, 2, 3):
@@ -145,7 +128,7 @@ def test_metrics_keep_every_digit_and_lines_stay_json(tmp_path):
     assert MetricsFile(tmp_path / "none").read() == []
 
 
-def test_metrics_that_cannot_be_written_are_told_once_and_written_later(tmp_path, caplog):
+def test_metrics_that_cannot_be_written_are_reported_once_and_written_later(tmp_path, caplog):
     metrics = MetricsFile(tmp_path / "gone" / "metrics.jsonl")
     for step in (1, 2):
         metrics.append({"step": step})
@@ -268,35 +251,18 @@ def test_metrics_that_cannot_be_read_are_a_file_system_error(tmp_path):
             act()
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        *(
-            "[]",
-            "3",
-            '"x"',
-            "null",
-            '{"later_starts": 5}',
-            '{"later_starts": [3]}',
-            '{"data": "x"}',
-        ),
-        *('{"data": {"sha256": 7}}', "[" * 9999),
-    ],
-    ids=lambda text: text[:20],
-)
+MANIFESTS = ["", "\0", '{"versions": ', "[]", "3", '"x"', "null", "[" * 9999]
+MANIFESTS += ['{"later_starts": 5}', '{"later_starts": [3]}', '{"data": "x"}']
+MANIFESTS += ['{"data": {"sha256": 7}}', '{"data": {"description": "caf\udce9"}}']
+
+
+@pytest.mark.parametrize("damage", MANIFESTS, ids=lambda text: ascii(text[:20]))
 def test_a_manifest_of_another_form_is_a_file_system_error(tmp_path, damage):
     prepared(tmp_path)
-    (tmp_path / "manifest.json").write_text(damage)
+    (tmp_path / "manifest.json").write_bytes(damage.encode(errors="surrogateescape"))
     with pytest.raises(FileSystemError, match=r"manifest\.json is damaged: .*\. Restore it") as got:
         prepared(tmp_path)
     assert len(str(got.value).splitlines()) == 1
-
-
-def test_a_manifest_in_another_encoding_is_a_file_system_error(tmp_path):
-    prepared(tmp_path)
-    (tmp_path / "manifest.json").write_bytes(b'{"data": {"description": "caf\xe9"}}')
-    with pytest.raises(FileSystemError, match=r"manifest\.json is damaged: "):
-        prepared(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "lock", "metrics.jsonl", "logs"])
@@ -366,8 +332,9 @@ def test_a_run_directory_that_cannot_be_used_is_found_without_writing(
     assert "Choose a folder that can be written." in as_somebody(check)
 
 
-def test_a_run_directory_that_no_file_system_could_name_is_refused(tmp_path):
-    for name in ("x" * 300, "a\0b"):
+def test_a_run_directory_that_no_file_system_could_make_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    for name in ("x" * 300, "a\0b", "file/run"):
         with pytest.raises(FileSystemError, match=r"^run\.dir "):
             prepared(tmp_path / name)
 
@@ -381,7 +348,7 @@ def test_a_run_directory_that_can_be_made_or_written_is_left_as_it_is(tmp_path):
 # --- a log on a disk that is full ----------------------------------------------------------------
 
 
-def test_a_log_that_cannot_be_written_is_told_once_for_each_kind_of_failure(tmp_path, capsys):
+def test_a_log_that_cannot_be_written_is_reported_once_for_each_kind_of_failure(tmp_path, capsys):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "process_0.log").symlink_to("/dev/full")
     with RunDirectory(tmp_path, is_writer=True).logging(0):
@@ -409,7 +376,7 @@ class Broken(io.StringIO):
 @pytest.mark.parametrize(
     "stream", [Broken(), None, io.TextIOWrapper(io.BytesIO())], ids=["broken", "none", "closed"]
 )
-def test_progress_goes_on_without_a_standard_output(monkeypatch, stream):
+def test_progress_continues_without_a_standard_output(monkeypatch, stream):
     if isinstance(stream, io.TextIOWrapper):
         stream.close()
     monkeypatch.setattr("sys.stdout", stream)

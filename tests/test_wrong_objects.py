@@ -1,17 +1,15 @@
 """Objects that are not what a call takes are refused where they are given, with the way out."""
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from flax import nnx
-from tiny import MLP, NnxConvNet, loss_fn, make_batch
+from runs import environment
+from tiny import MLP, MODELS, loss_fn, make_batch
 
 import jddp
 from jddp.data import TrainBatches, eval_batches
@@ -38,10 +36,8 @@ for optimizer in (optax.adam, of_nnx, "adam"):
 
 
 def test_an_optimizer_that_is_none_is_refused_with_what_to_give():
-    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-c", WRONG_OPTIMIZERS]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
     lines = done.stdout.splitlines()
     assert [line.split(".")[0] for line in lines] == [
         f"optimizer is of type {name}" for name in ("function", "Optimizer", "str")
@@ -51,7 +47,7 @@ def test_an_optimizer_that_is_none_is_refused_with_what_to_give():
 
 
 @pytest.mark.parametrize("scalar", [True, False])
-def test_a_loss_that_returns_its_logits_beside_it_is_told_of_the_dict(scalar):
+def test_a_loss_that_returns_its_logits_beside_it_is_reported_of_the_dict(scalar):
     def with_logits(model, batch, train):
         logits = model(batch["x"], train=train)
         return (logits.mean() if scalar else logits.mean(-1)), logits
@@ -75,7 +71,7 @@ def test_a_loss_that_returns_its_logits_beside_it_is_told_of_the_dict(scalar):
         ("wire_dtyp", "wire_dtype"),
     ],
 )
-def test_an_unknown_option_is_told_the_name_that_is_meant(foreign, meant):
+def test_an_unknown_option_is_given_the_name_that_is_meant(foreign, meant):
     with pytest.raises(ConfigError, match=f"no argument '{foreign}'. Did you mean '{meant}'"):
         wrapped(**{foreign: 25})
 
@@ -106,8 +102,8 @@ def test_fit_knows_the_names_of_its_options_before_it_reads_a_batch(foreign, mea
         wrapped().fit(never(), num_steps=2, **{foreign: 3})
 
 
-@pytest.mark.parametrize("module", [MLP, NnxConvNet])
-def test_a_state_of_another_model_is_refused_by_name(module):
+@pytest.mark.parametrize("model", ["mlp", "nnx"])
+def test_a_state_of_another_model_is_refused_by_name(model):
     class Wide(nn.Module):
         @nn.compact
         def __call__(self, x, train):
@@ -115,7 +111,7 @@ def test_a_state_of_another_model_is_refused_by_name(module):
 
     batch = make_batch()
     other = wrapped(model=Wide()).init(0, batch)
-    ddp = wrapped(model=module(nnx.Rngs(0)) if module is NnxConvNet else module())
+    ddp = wrapped(model=MODELS[model]())
     told = "state has the parameters of another model: make one with init"
     with pytest.raises(UsageError, match=told):  # also before this one has a state of its own
         ddp.step(other, batch)
@@ -147,10 +143,9 @@ def no_such_key(model, batch, train):
     return loss_fn(model, {"x": batch["image"], "y": batch["y"]}, train)
 
 
-@pytest.mark.parametrize("model", [MLP, NnxConvNet])
+@pytest.mark.parametrize("model", ["mlp", "nnx"])
 def test_a_key_that_the_batch_lacks_is_named_beside_those_that_it_has(model):
-    made = model(nnx.Rngs(0)) if model is NnxConvNet else model()
-    ddp = wrapped(no_such_key, made)
+    ddp = wrapped(no_such_key, MODELS[model]())
     told = r"loss_fn reads the batch as a dict \('image'\), and it holds x, y\."
     with pytest.raises(ConfigError, match=told):
         ddp.abstract_state(make_batch())
@@ -162,7 +157,7 @@ def test_a_key_that_the_batch_lacks_is_named_beside_those_that_it_has(model):
         ddp.evaluate(state, [make_batch()])
 
 
-def test_a_batch_without_names_is_told_how_to_get_them():
+def test_a_batch_without_names_is_reported_how_to_get_them():
     batch = tuple(make_batch().values())
     with pytest.raises(ConfigError, match="not str.*, and it is none: give dicts"):
         wrapped().init(0, batch)
@@ -190,6 +185,8 @@ def test_batches_are_made_of_a_dict_of_arrays():
     assert len(eval_batches(batch, global_batch_size=8)) == 3
     run = wrapped().fit(batches, num_steps=2, evaluate=eval_batches(batch, global_batch_size=8))
     assert (run.step, run.eval_metrics["examples"]) == (2, 20)
+    batches = TrainBatches({"x": jnp.ones((4, 2))}, global_batch_size=2, seed=0)
+    assert isinstance(next(batches)["x"], np.ndarray)
 
 
 @pytest.mark.parametrize("make", [TrainBatches, eval_batches])
@@ -198,8 +195,3 @@ def test_arrays_without_names_are_refused(make):
     more = {"seed": 0} if make is TrainBatches else {}
     with pytest.raises(DataError, match="data of type tuple cannot be read. Give a dict of arrays"):
         make(arrays, global_batch_size=1, **more)
-
-
-def test_jnp_arrays_are_taken_as_well():
-    batches = TrainBatches({"x": jnp.ones((4, 2))}, global_batch_size=2, seed=0)
-    assert isinstance(next(batches)["x"], np.ndarray)
