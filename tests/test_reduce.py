@@ -271,7 +271,7 @@ def test_unknown_layouts_and_those_that_cannot_overlap_are_refused(layout, overl
         ({"first_bucket_mb": 0}, "at least one byte"),
         ({"last_bucket_mb": 0}, "at least one byte"),
     ],
-    ids=str,
+    ids=lambda x: x if isinstance(x, str) else "".join(x),
 )
 def test_options_out_of_their_range_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
