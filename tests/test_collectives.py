@@ -61,8 +61,8 @@ def test_evaluation_sends_one_small_vector():
     batch = make_batch()
     state = ddp.init(0, batch)
     rows, valid = ddp.shard_batch((batch, batch["x"][:, 0]))
-    values = state.key, state.params, state.model_state
-    lowered = ddp._evaluate.lower(*values, 0, ddp._inputs(rows), valid)
+    values = state.params, state.model_state
+    lowered = ddp._evaluate.lower(state.key, values, 0, ddp._inputs(rows), valid)
     assert collectives(lowered.compile().as_text()) == [("all-reduce", 6)]
 
 

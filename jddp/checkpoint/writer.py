@@ -88,8 +88,8 @@ class Writer:
         return None if self._last is None else self._last.result()
 
     def close(self) -> None:
-        """Waits, and frees orbax's resources."""
-        self.wait()
+        """Waits, and frees the thread, with what it holds, and orbax's resources."""
+        self._thread.shutdown()
         self._handler.close()
 
     def _folder(self, step: int) -> Path:
