@@ -604,7 +604,7 @@ def test_a_script_that_exits_in_one_process_ends_its_job_with_its_code(folder, w
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_a_script_whose_batches_end_early_in_one_process_is_reported_so_in_seconds(folder):
+def test_a_script_whose_batches_end_early_in_one_process_ends_in_seconds_with_the_reason(folder):
     done = run_script(folder, "stop", "loop")
     assert done.code == 65, done.err
     assert re.search(r"\njddp: process 1 on \S+ ended too early", done.err)

@@ -140,6 +140,36 @@ def test_a_model_in_float16_learns_what_one_in_float32_does(form, loss_scale):
     assert_close(got, want, 0.02)  # a dozen roundings of 2^-11 in a backward pass, and in sums
 
 
+def test_what_each_replica_divides_by_itself_is_another_mean():
+    """The reason for all this: the same loss as a scalar is off, and nothing says so."""
+    batch = make_batch() | {"scale": np.ones((32, 1), np.float32)}
+    batch["targets"][-8:] = batch["targets"][:8]  # or replicas without a target give NaN
+    ddp = jddp.DataParallel(Tagger(), optax.sgd(0.5), local_mean)
+    state = ddp.init(0, batch)
+    _, want = global_mean(Tagger(), ddp.model(state)["params"], batch)
+    got, _ = ddp.gradients(state, batch)
+    apart = optax.tree.norm(jax.tree.map(jnp.subtract, got, want)) / optax.tree.norm(want)
+    assert apart > 0.08
+
+
+def test_local_steps_divide_by_what_each_replica_counts():
+    batch = make_batch()
+    options = {"local_steps": jddp.LocalSteps(every=1)}
+    ddp = jddp.DataParallel(Tagger(), optax.sgd(0.5), as_scalars, **options)
+    state = ddp.init(0, batch)
+    params = ddp.model(state)["params"]
+    shares = [jax.tree.map(lambda x, i=i: x[4 * i : 4 * i + 4], batch) for i in range(8)]
+    grads = [
+        global_mean(Tagger(), params, share)[1]
+        if weights_of(share).any()
+        else jax.tree.map(jnp.zeros_like, params)  # nothing to learn from: it stays where it is
+        for share in shares
+    ]
+    want = jax.tree.map(lambda x, *g: x - 0.5 * sum(g) / 8, params, *grads)
+    state, _ = ddp.step(state, batch)
+    assert_close(ddp.model(state)["params"], want, ROUNDING)
+
+
 def test_a_metric_may_be_a_mean_of_its_own_count():
     def loss(model, batch, train):
         weights = weights_of(batch)
@@ -277,6 +307,13 @@ def test_verify_advises_a_mean_and_the_advice_is_right():
     assert "all_gather" not in finding
     for loss in FORMS.values():
         assert verified(loss, batch).passed
+
+
+def test_losses_per_token_with_a_mask_are_the_other_way():
+    batch = make_batch()
+    mask = (batch["targets"] > 0).astype(np.float32)
+    report = verified(token_losses, batch | {"mask": mask})
+    assert report.passed, report
 
 
 def test_verify_advises_a_mean_for_micro_batches_and_where_a_replica_has_no_weight_at_all():

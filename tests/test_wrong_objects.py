@@ -47,7 +47,7 @@ def test_an_optimizer_that_is_none_is_refused_with_what_to_give():
 
 
 @pytest.mark.parametrize("scalar", [True, False])
-def test_a_loss_that_returns_its_logits_beside_it_is_reported_of_the_dict(scalar):
+def test_a_loss_that_returns_its_logits_beside_it_is_refused_with_the_dict_to_return(scalar):
     def with_logits(model, batch, train):
         logits = model(batch["x"], train=train)
         return (logits.mean() if scalar else logits.mean(-1)), logits
@@ -157,7 +157,7 @@ def test_a_key_that_the_batch_lacks_is_named_beside_those_that_it_has(model):
         ddp.evaluate(state, [make_batch()])
 
 
-def test_a_batch_without_names_is_reported_how_to_get_them():
+def test_a_batch_without_names_is_refused_with_the_way_to_name_it():
     batch = tuple(make_batch().values())
     with pytest.raises(ConfigError, match="not str.*, and it is none: give dicts"):
         wrapped().init(0, batch)
