@@ -5,7 +5,7 @@ not on the batch or the process.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from jddp.data.examples import Batch, Examples
 from jddp.errors import ConfigError
 
 
+@runtime_checkable
 class Augment(Protocol):
     """A random change of examples."""
 

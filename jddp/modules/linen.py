@@ -126,8 +126,7 @@ def synced_linen(sync: Sync, *, is_synced: bool = True) -> Iterator[None]:
         call: Callable[..., Array], args: Any, kwargs: Any, context: nn.module.InterceptorContext
     ) -> Any:
         layer = context.module
-        is_bound = layer.scope is not None
-        if context.method_name != "__call__" or not is_bound or layer.is_initializing():
+        if context.method_name != "__call__" or layer.scope is None or layer.is_initializing():
             return call(*args, **kwargs)
         if is_synced and batch_norm.is_registered(layer):
             return batch_norm.on_all_rows(call, args, kwargs, sync)
