@@ -23,7 +23,7 @@ NUM_DEVICES = 8
 # Tests that a run leaves out unless they are asked for, and the command that runs them.
 COMMANDS = {
     "long": "scripts/test -m long",
-    "slow": "scripts/test -m slow --dist loadgroup",
+    "slow": 'scripts/test -m "slow and not long" --dist loadgroup',
     "processes": 'scripts/test -m "processes and not slow and not long" --dist loadgroup',
     "aot": "scripts/overlap",
     "gpu": "JAX_PLATFORMS=cuda scripts/test -m gpu -n 0",

@@ -18,7 +18,7 @@ REPLICAS, ROWS, WIDTH = 4, 16, 4
 BUCKET_MB = 80 / 2**20  # Several buckets even of a tiny model.
 
 # Flat buckets that are reduced at the end are held to those that are reduced when they are ready by
-# tests/test_overlap.py.
+# tests/together/test_overlap.py.
 PLACES = {
     "leaf-end": {"layout": "leaf", "overlap": False},
     "flat-ready": {"layout": "flat", "overlap": True},
@@ -98,14 +98,7 @@ def start(ddp, batch):
 
 
 def beside_one_device(
-    model,
-    loss=squares,
-    *,
-    alone=None,
-    batches=None,
-    rtol=1e-5,
-    places=PLACES,
-    **options,
+    model, loss=squares, *, alone=None, batches=None, rtol=1e-5, places=PLACES, **options
 ):
     """Steps one device through `batches`, then many in some places; returns the last of these.
 

@@ -3,12 +3,13 @@
 import json
 import os
 import socket
+import time
 from pathlib import Path
 
 import jddp
 from jddp.checkpoint import checksums
 
-REPOSITORY = Path(jddp.__file__).parents[1]
+ROOT = Path(jddp.__file__).parents[1]
 TIMINGS = ("step_seconds", "examples_per_second", "data_wait_seconds")
 
 
@@ -16,7 +17,7 @@ def environment(**variables):
     """Of a process on CPUs: the jddp and the helpers of the tests, nothing of devices or jobs."""
     of_this_one = ("JAX_", "JDDP_", "XLA_", "XDG_")
     kept = {k: v for k, v in os.environ.items() if not k.startswith(of_this_one)}
-    paths = f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'tests'}"
+    paths = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
     return kept | {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"} | variables
 
 
@@ -25,6 +26,16 @@ def free_port():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
+
+
+def wait_until(condition, *processes, said=lambda: "not in time", seconds=120, pause=0.01):
+    """Waits until a condition holds, as long as the processes live; else shows what they said."""
+    until = time.monotonic() + seconds
+    while not condition():
+        ended = [process.poll() for process in processes]
+        assert set(ended) <= {None}, (ended, said())
+        assert time.monotonic() < until, said()
+        time.sleep(pause)
 
 
 def records(run_dir):

@@ -1,5 +1,7 @@
 """Tiny models, losses and batches that tests share; seconds to compile, nothing to learn."""
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -7,6 +9,16 @@ from flax import linen as nn
 from flax import nnx
 
 NUM_CLASSES = 4
+
+
+class Of(nn.Module):
+    """A model whose body is a function of the module and its inputs."""
+
+    body: Callable
+
+    @nn.compact
+    def __call__(self, *inputs, **options):
+        return self.body(self, *inputs, **options)
 
 
 class MLP(nn.Module):

@@ -1,4 +1,4 @@
-"""The default job's network, as one writes it by hand: its batch norm is told the axis."""
+"""The default job's network, as one writes it by hand: its batch norm names the axis."""
 
 from flax import linen as nn
 

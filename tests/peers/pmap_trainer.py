@@ -1,7 +1,7 @@
 """Data parallelism by hand with `jax.pmap`, in the style of Flax's ImageNet example.
 
 The batch arrives as (devices, b, ...), state is stacked over devices, and the model's own batch
-norm is told the axis, `nn.BatchNorm(..., axis_name="batch")`, so that its statistics are the same
+norm names the axis, `nn.BatchNorm(..., axis_name="batch")`, so that its statistics are the same
 on every device.
 """
 

@@ -1,0 +1,602 @@
+"""Checkpoints: what comes back is what went in, bit by bit, onto any mesh that can hold it."""
+
+import inspect
+import json
+import logging
+import os
+import shutil
+import subprocess
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import P
+from runs import contents, write_sealed
+from states import assert_same, copied, equal
+from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch
+
+import jddp
+from jddp.checkpoint import writer
+from jddp.checkpoint.__main__ import main as checkpoint_command
+from jddp.checkpoint.checkpoints import Checkpoints
+from jddp.checkpoint.checksums import find_damage
+from jddp.checkpoint.reader import read_newest
+from jddp.engine.state import CommState, TrainState
+from jddp.errors import ConfigError, FileSystemError, UsageError
+
+NUM_REPLICAS = 4
+
+
+def wrapped(model=None, optimizer=None, *, mesh=NUM_REPLICAS, **options):
+    model = MLP() if model is None else model
+    return jddp.DataParallel(model, optimizer or optax.sgd(0.1), loss_fn, mesh=mesh, **options)
+
+
+def stepped(ddp, num_steps=1, state=None):
+    state = ddp.init(0, make_batch()) if state is None else state
+    for seed in range(num_steps):
+        state, _ = ddp.step(state, make_batch(seed=seed))
+    return state
+
+
+@pytest.fixture(scope="module")
+def state():
+    """The first state of the smallest model, which no step takes."""
+    return wrapped().init(0, make_batch())
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    opened = Checkpoints(tmp_path / "checkpoints", keep=3)
+    yield opened
+    opened.close()
+
+
+def memory(on_resize):
+    """A hook that remembers a number of its own on each replica."""
+
+    def reduce(bucket, comm_state, axis):
+        return jax.lax.pmean(bucket, axis), comm_state + 1.0 + jax.lax.axis_index(axis)
+
+    return jddp.CommHook(lambda plan: jnp.zeros(3), reduce, on_resize)
+
+
+def spread(tree, sharding):
+    """Other numbers in every leaf, on devices; keys stay keys."""
+    rng = np.random.default_rng(0)
+
+    def fill(x):
+        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        numbers = x if is_key else (rng.normal(size=x.shape) * 100).astype(x.dtype)
+        return jax.device_put(numbers, sharding)
+
+    return jax.tree.map(fill, tree)
+
+
+PARAMS = {
+    "half": jnp.zeros((3, 2), jnp.bfloat16),
+    "full": {"kernel": jnp.zeros((8, 3)), "scale": jnp.zeros(())},
+    "list": {0: jnp.zeros(2), 10: jnp.zeros(2)},  # as nnx.List has its layers
+}
+OPTIMIZERS = {
+    "sgd": optax.sgd(0.1),
+    "adamw": optax.adamw(
+        optax.cosine_decay_schedule(0.1, 10), mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p)
+    ),
+    "chain": optax.chain(
+        optax.clip(1.0), optax.scale_by_adam(mu_dtype=jnp.bfloat16), optax.add_noise(0.1, 0.5, 3)
+    ),
+    "factored": optax.adafactor(0.1, min_dim_size_to_factor=2),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_every_leaf_comes_back_as_it_was(checkpoints, optimizer):
+    mesh = wrapped().mesh
+    state = TrainState(
+        step=jnp.int32(0),
+        params=PARAMS,
+        ema_params=PARAMS if optimizer is OPTIMIZERS["sgd"] else None,
+        model_state={"count": jnp.uint32(0), "keys": jax.random.split(jax.random.key(1), 3)},
+        opt_state=optimizer.init(PARAMS),
+        comm_state=CommState(),
+        skipped=jnp.int32(0),
+        key=jax.random.key(3),
+    )
+    state = spread(state, jax.NamedSharding(mesh, P()))
+    rows = jnp.arange(NUM_REPLICAS * 2.0).reshape(NUM_REPLICAS, 2)
+    own = jax.device_put(rows, jax.NamedSharding(mesh, P("data")))
+    state = state.replace(model_state={**state.model_state, "own": own})
+    beside = {"position": {"epoch": 2}, "nothing": None}
+    checkpoints.save(7, state, beside)
+    restored = checkpoints.restore(like=state)
+    assert_same(restored.state, state)
+    assert (restored.step, restored.beside) == (7, beside)
+
+
+@pytest.mark.parametrize(
+    "model", [ConvNet(dropout_rate=0.3), NnxConvNet(nnx.Rngs(0), dropout_rate=0.3)], ids=type
+)
+def test_a_restored_state_takes_the_same_steps_and_is_donated(checkpoints, model):
+    ddp = wrapped(model, optax.adamw(0.1), ema_decay=0.9)
+    state = stepped(ddp)
+    checkpoints.save(1, state, {})
+    _, restored, _ = checkpoints.restore(like=state)
+    want = stepped(ddp, 2, state)
+    assert_same(stepped(ddp, 2, restored), want)
+    with pytest.raises(UsageError, match="This state was given to step call"):
+        ddp.step(restored, make_batch())
+    # The state that was restored to may be gone, as it is after a step.
+    _, again, _ = checkpoints.restore(like=restored)
+    assert_same(stepped(ddp, 2, again), want)
+
+
+def test_training_may_continue_while_a_checkpoint_is_being_written(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=5)
+    ddp, copies = wrapped(optimizer=optax.adam(0.1)), {}
+    state = ddp.init(0, make_batch())
+    for step in range(1, 6):
+        state = stepped(ddp, 1, state)
+        copies[step] = copied(state)
+        checkpoints.save(step, state, {})  # and the next step takes its memory
+    state = stepped(ddp, 3, state)
+    checkpoints.close()
+    for step in range(5, 0, -1):
+        assert_same(Checkpoints(tmp_path, keep=5).restore(like=state).state, copies[step])
+        shutil.rmtree(tmp_path / str(step))
+
+
+def test_a_step_that_is_saved_again_is_replaced(tmp_path, state):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    assert checkpoints.restore(like=state) is None
+    checkpoints.save(30, state, {"position": 30})
+    checkpoints.save(30, state, {"position": "another"})
+    assert checkpoints.restore(like=state).beside == {"position": "another"}
+    checkpoints.close()
+
+
+def test_a_step_of_an_earlier_life_of_the_run_is_replaced(tmp_path, state):
+    for life in ("first", "second"):
+        checkpoints = Checkpoints(tmp_path, keep=2)
+        checkpoints.save(30, state, {"life": life})
+        checkpoints.close()
+    assert names_in(tmp_path) == {"30"}
+    assert Checkpoints(tmp_path, keep=2).restore(like=state).beside == {"life": "second"}
+
+
+def names_in(path):
+    return {each.name for each in path.iterdir()}
+
+
+def save_all(path, state, steps, **options):
+    checkpoints = Checkpoints(path, **options)
+    for step in steps:
+        checkpoints.save(step, state, {"position": step})
+    checkpoints.close()
+
+
+@pytest.mark.parametrize(
+    "keep, every, stay",
+    [
+        (2, None, {"40", "50"}),
+        (9, None, {"10", "20", "30", "40", "50"}),
+        (1, 20, {"20", "40", "50"}),
+    ],
+)
+def test_the_newest_stay_and_every_so_many_steps_one(tmp_path, state, keep, every, stay):
+    save_all(tmp_path, state, (10, 20, 30, 40, 50), keep=keep, keep_every=every)
+    assert names_in(tmp_path) == stay
+
+
+def described_in(folder):
+    return json.loads((folder / "arrays.json").read_text())
+
+
+def statistics_of(state):
+    return state.model_state["batch_stats"]["BatchNorm_0"]["mean"]
+
+
+ON_TWO = {
+    "sum": lambda rows: rows.sum(0) / 2,
+    "mean": lambda rows: rows.mean(0),
+    "drop": lambda rows: rows[0] * 0,
+}
+
+
+@pytest.mark.parametrize("rule", ON_TWO)
+def test_what_replicas_have_of_their_own_follows_its_rule_on_another_mesh(checkpoints, rule):
+    options = {"batch_norm": "local", "comm_hook": memory(rule)}
+    before, after = (wrapped(ConvNet(), mesh=size, **options) for size in (4, 2))
+    state = stepped(before, 2)
+    checkpoints.save(2, state, {}, before.steps.layouts(state))
+    like = after.init(1, make_batch())
+    restored = checkpoints.restore(like, after.steps.layouts(like)).state
+    assert {x.sharding.mesh.size for x in jax.tree.leaves(restored)} == {2}
+    jax.tree.map(np.testing.assert_array_equal, restored.params, state.params)
+    for saved, got, combine in (
+        (statistics_of(state), statistics_of(restored), ON_TWO["mean"]),
+        (state.comm_state.hook, restored.comm_state.hook, ON_TWO[rule]),
+    ):
+        assert len(np.unique(saved, axis=0)) == 4
+        assert (got.shape[0], got.sharding) == (2, jax.NamedSharding(after.mesh, P("data")))
+        for row in np.asarray(got):
+            np.testing.assert_allclose(row, combine(np.asarray(saved)), rtol=1e-6)
+    stepped(after, 1, restored)
+
+
+@pytest.fixture(scope="module")
+def every_layout(tmp_path_factory):
+    """A checkpoint with arrays of every layout, the wrapper it is of, and its state."""
+    options = {"batch_norm": "local", "comm_hook": memory("sum"), "shard_optimizer": True}
+    ddp = wrapped(ConvNet(), optax.adam(0.1), mesh=4, **options)
+    state, directory = stepped(ddp, 2), tmp_path_factory.mktemp("layouts")
+    checkpoints = Checkpoints(directory, keep=1)
+    checkpoints.save(2, state, {"world": ddp.steps.topology}, ddp.steps.layouts(state))
+    checkpoints.close()
+    return ddp, state, directory
+
+
+@pytest.fixture
+def laid_out(every_layout, tmp_path):
+    """The same, and a copy of the checkpoint, to be changed."""
+    ddp, state, directory = every_layout
+    return ddp, state, shutil.copytree(directory, tmp_path / "checkpoints")
+
+
+def test_a_checkpoint_says_how_every_array_lies(laid_out):
+    ddp, state, directory = laid_out
+    layouts = {name: about["layout"] for name, about in described_in(directory / "2").items()}
+    assert layouts["params/Conv_0/kernel"] == layouts["opt_state/0/count"] == "replicated"
+    assert layouts["opt_state/0/mu/Conv_0/kernel"] == {"sharded": [3, 3, 1, 4]}
+    assert layouts["model_state/batch_stats/BatchNorm_0/mean"] == {"per_replica": "mean"}
+    assert layouts["comm_state/hook"] == {"per_replica": "sum"}
+    values = read_newest(directory, ["params", "model_state"])
+    mean = np.asarray(statistics_of(state)).mean(0)
+    got = values["model_state"]["batch_stats"]["BatchNorm_0"]["mean"]
+    np.testing.assert_allclose(got, mean, rtol=1e-6)
+    # A run starts from it, whatever its replicas had of their own.
+    begun = ddp.init(0, make_batch(), params=values)
+    np.testing.assert_array_equal(statistics_of(begun)[3], got)
+
+
+RELAID = {
+    "another rule": ("comm_state/hook", {"per_replica": "mean"}, ConfigError, "hook: "),
+    "not a replica's own": ("comm_state/hook", "replicated", ConfigError, "hook: "),
+    "a replica's own": ("key", {"per_replica": "mean"}, FileSystemError, "describes no arrays"),
+    "another whole": ("opt_state/0/mu/Conv_0/kernel", {"sharded": [35]}, ConfigError, "kernel: "),
+    "too large a whole": ("step", {"sharded": [2]}, FileSystemError, "describes no arrays"),
+    "no such rule": ("comm_state/hook", {"per_replica": "max"}, FileSystemError, "is no layout"),
+    "no layout": ("comm_state/hook", 0, FileSystemError, "is no layout of shape"),
+}
+
+
+@pytest.mark.parametrize("name, layout, error, reported", RELAID.values(), ids=RELAID)
+def test_a_layout_that_was_changed_is_found_as_a_shape_is(laid_out, name, layout, error, reported):
+    ddp, state, directory = laid_out
+    described = described_in(directory / "2")
+    described[name]["layout"] = layout
+    write_sealed(directory / "2", "arrays.json", json.dumps(described))
+    with pytest.raises(error, match=reported):
+        Checkpoints(directory, keep=1).restore(state, ddp.steps.layouts(state))
+
+
+@pytest.mark.parametrize(
+    "saved, wanted, tree",
+    [
+        (
+            {"model": MLP()},
+            {"model": ConvNet()},
+            """
+              params
+                BatchNorm_0
+                  bias: absent there, (4,) float32 here
+                  scale: absent there, (4,) float32 here
+                Conv_0
+                  kernel: absent there, (3, 3, 1, 4) float32 here
+                Dense_0
+                  bias: (16,) float32 there, (4,) float32 here
+                  kernel: (16, 16) float32 there, (4, 4) float32 here
+                Dense_1
+                  bias: (4,) float32 there, absent here
+                  kernel: (16, 4) float32 there, absent here
+              model_state
+                batch_stats
+                  BatchNorm_0
+                    mean: absent there, (4,) float32 here
+                    var: absent there, (4,) float32 here
+            """,
+        ),
+        (
+            {"optimizer": optax.sgd(0.1, 0.9)},
+            {"optimizer": optax.sgd(0.1)},
+            """
+              opt_state
+                0
+                  trace
+                    Dense_0
+                      bias: (16,) float32 there, absent here
+                      kernel: (16, 16) float32 there, absent here
+                    Dense_1
+                      bias: (4,) float32 there, absent here
+                      kernel: (16, 4) float32 there, absent here
+            """,
+        ),
+        (
+            {"optimizer": optax.adafactor(0.1)},
+            {"model": ConvNet(), "optimizer": optax.adam(0.1), "ema_decay": 0.5},
+            "and 16 more",
+        ),
+    ],
+    ids=["model", "optimizer", "much"],
+)
+def test_a_checkpoint_of_something_else_is_refused_with_a_tree_of_what_differs(
+    checkpoints, saved, wanted, tree
+):
+    checkpoints.save(3, wrapped(**saved).init(0, make_batch()), {})
+    with pytest.raises(ConfigError) as caught:
+        checkpoints.restore(wrapped(**wanted).init(0, make_batch()))
+    first, *lines = str(caught.value).splitlines()
+    assert "holds, at step 3, another model, optimizer or mesh. Choose another directory" in first
+    assert inspect.cleandoc("\n".join(["", *lines])).endswith(inspect.cleandoc(tree))
+
+
+@pytest.mark.parametrize("dtype, width", [(jnp.bfloat16, 3), (jnp.float32, 4)])
+def test_values_are_never_cast_or_cut_to_fit(checkpoints, state, dtype, width):
+    def of(dtype, width):
+        params = {"w": jnp.ones(width, dtype)}
+        return state.replace(params=jax.device_put(params, state.key.sharding))
+
+    checkpoints.save(1, of(jnp.float32, 3), {})
+    with pytest.raises(ConfigError, match=r"\n  params\n    w: \(3,\) float32 there, \("):
+        checkpoints.restore(like=of(dtype, width))
+
+
+@pytest.fixture(scope="module")
+def two_saved(tmp_path_factory, state):
+    """Checkpoints of steps 2 and 4."""
+    path = tmp_path_factory.mktemp("saved")
+    save_all(path, state, (2, 4), keep=2)
+    return path
+
+
+@pytest.fixture
+def saved(two_saved, tmp_path):
+    """A copy of them, to be damaged."""
+    return shutil.copytree(two_saved, tmp_path / "saved")
+
+
+def test_the_files_are_those_that_the_list_of_coreutils_says(saved):
+    for folder in saved.iterdir():
+        subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=folder, check=True)
+
+
+def test_every_bit_that_flips_in_any_file_is_found(saved):
+    rng, folder = np.random.default_rng(0), saved / "4"
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    assert len(files) >= 8
+    for file in files:
+        sound = file.read_bytes()
+        for position in rng.integers(0, 8 * len(sound), 8):
+            flipped = bytearray(sound)
+            flipped[position // 8] ^= 1 << position % 8
+            file.write_bytes(flipped)
+            assert find_damage(folder) is not None, f"bit {position} of {file}"
+        for cut in (0, 1, len(sound) // 2, len(sound) - 1):
+            file.write_bytes(sound[:cut])
+            assert find_damage(folder) is not None, f"{file} cut to {cut} bytes"
+        file.write_bytes(sound)
+    assert find_damage(folder) is None
+
+
+DAMAGES = {
+    "removed": (lambda folder: (folder / "run.json").unlink(), "run.json is missing"),
+    "added": (lambda folder: (folder / "state" / "x").touch(), "state/x is not listed"),
+    "torn list": (lambda folder: os.truncate(folder / "SHA256SUMS", 70), "SHA256SUMS is torn"),
+    "no list": (lambda folder: (folder / "SHA256SUMS").unlink(), "No such file"),
+    "no text": (lambda folder: (folder / "SHA256SUMS").write_bytes(b"\xff"), "can't decode"),
+    "a link": (lambda folder: (folder / "state" / "x").symlink_to("/"), "state/x is a link"),
+    "a list that hides": (
+        lambda folder: (folder / "SHA256SUMS").write_text(f"{'0' * 64}  ../../etc/passwd\n"),
+        "../../etc/passwd is missing",
+    ),
+    "swapped": (
+        lambda folder: shutil.copy(folder.parent / "2" / "run.json", folder / "run.json"),
+        "run.json has another digest",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage, reported", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(
+    saved, state, caplog, damage, reported
+):
+    damage(saved / "4")
+    before = contents(saved / "4")
+    checkpoints = Checkpoints(saved, keep=2)
+    step, restored, beside = checkpoints.restore(like=state)
+    assert (step, beside) == (2, {"position": 2})
+    assert_same(restored, state)
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "jddp"]
+    assert line.startswith("The checkpoint of step 4 is damaged: ")
+    assert reported in line
+    assert line.endswith(f"It is now {saved}/4.damaged.")
+    assert contents(saved / "4.damaged") == before
+    checkpoints.save(4, state, {"position": "again"})  # and the run comes by once more
+    assert checkpoints.restore(like=state).beside == {"position": "again"}
+    (saved / "4" / "run.json").unlink()
+    assert checkpoints.restore(like=state).step == 2
+    assert names_in(saved) == {"2", "4.damaged", "4.damaged.1"}
+
+
+def test_an_array_that_is_read_as_another_than_was_saved_is_found(saved, state, caplog):
+    # Whoever wrote the files may have been wrong already: their digests hold, the array's does not.
+    described = described_in(saved / "4")
+    described["params/Dense_1/kernel"]["digest"] = "00000000"
+    write_sealed(saved / "4", "arrays.json", json.dumps(described))
+    assert Checkpoints(saved, keep=2).restore(like=state).step == 2
+    assert "params/Dense_1/kernel is not the array that was saved" in caplog.text
+
+
+def test_if_no_checkpoint_can_be_trusted_nothing_starts_anew(saved, state):
+    for step in ("2", "4"):
+        (saved / step / "arrays.json").unlink()
+    with pytest.raises(FileSystemError, match="but all are damaged: they are now ") as got:
+        Checkpoints(saved, keep=2).restore(like=state)
+    assert got.value.exit_code == 74
+    assert len(str(got.value).splitlines()) == 1
+    assert names_in(saved) == {"2.damaged", "4.damaged"}
+
+
+def test_what_orbax_cannot_read_though_its_digests_hold_is_reported_in_one_line(saved, state):
+    write_sealed(saved / "4", "state/_METADATA", "[]")
+    with pytest.raises(FileSystemError, match="cannot be read at step 4: ") as caught:
+        Checkpoints(saved, keep=2).restore(like=state)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_directory_that_cannot_be_made_is_a_file_system_error(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(FileSystemError, match="file/run cannot be opened for checkpoints: "):
+        Checkpoints(tmp_path / "file" / "run", keep=1)
+
+
+def test_what_a_process_that_died_was_writing_or_removing_is_no_checkpoint(saved, state):
+    shutil.copytree(saved / "4", saved / "6.new")
+    shutil.copytree(saved / "4", saved / "1.old")
+    (saved / "notes").mkdir()  # somebody's own
+    checkpoints = Checkpoints(saved, keep=2)
+    assert names_in(saved) == {"2", "4", "notes"}
+    assert checkpoints.restore(like=state).step == 4
+
+
+def test_a_save_that_fails_is_reported_and_the_next_one_is_made(tmp_path, state, caplog):
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(2, state, {})
+    checkpoints.restore(like=state)
+    (tmp_path / "4.new").write_text("in the way")
+    checkpoints.save(4, state, {})
+    with pytest.raises(FileSystemError, match="step 4 cannot be saved: process 0: "):
+        checkpoints.close()
+    assert "step 4 cannot be saved" in caplog.text
+    (tmp_path / "4.new").unlink()
+    assert Checkpoints(tmp_path, keep=1).restore(like=state).step == 2
+    save_all(tmp_path, state, (6,), keep=1)
+    assert names_in(tmp_path) == {"6"}
+
+
+def test_values_can_be_read_without_the_program_that_wrote_them(tmp_path):
+    state = stepped(wrapped(ConvNet()))
+    save_all(tmp_path / "saved", state, (1,), keep=1)
+    values = read_newest(tmp_path / "saved", ["params", "model_state"])
+    equal(values, {"params": state.params, "model_state": state.model_state})
+    assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(values))
+    for absent in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(FileSystemError):
+            read_newest(absent, ["params"])
+
+
+def test_those_who_log_information_are_spared_orbax(tmp_path, state, caplog):
+    with caplog.at_level(logging.DEBUG, logger="absl"):
+        save_all(tmp_path, state, (1, 2), keep=1)
+        Checkpoints(tmp_path, keep=1).restore(like=state)
+    assert [record for record in caplog.records if record.name == "absl"] == []
+
+
+@pytest.fixture
+def renamed(checkpoints, tmp_path):
+    """Checkpoints of steps 1 and 2, the second of which is now called 3."""
+    ddp, path = wrapped(), tmp_path / "checkpoints"
+    first = stepped(ddp)
+    checkpoints.save(1, first, {"position": 1})
+    state, _ = ddp.step(first, make_batch())
+    checkpoints.save(2, state, {"position": 2})
+    checkpoints.wait()
+    (path / "2").rename(path / "3")
+    return path, state
+
+
+@pytest.mark.parametrize("is_written", [True, False], ids=["in_a_file", "in_the_arrays_alone"])
+def test_a_checkpoint_under_another_number_is_set_aside(renamed, caplog, is_written):
+    path, state = renamed
+    for name in () if is_written else ("1", "3"):  # as earlier versions wrote them
+        run = json.loads((path / name / "run.json").read_text())
+        run.pop("step")
+        write_sealed(path / name, "run.json", json.dumps(run))
+    restored = Checkpoints(path, keep=3).restore(like=state)
+    assert (restored.step, restored.beside) == (1, {"position": 1})
+    assert "The checkpoint of step 3 is damaged: it was saved as step 2" in caplog.text
+    assert names_in(path) == {"1", "3.damaged"}
+
+
+def test_a_checkpoint_that_was_copied_to_another_number_is_passed_over(renamed, caplog):
+    path, state = renamed
+    shutil.copytree(path / "1", path / "99")
+    want = jax.device_get(state.params)
+    values = read_newest(path, ["params"])["params"]
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x.shape, y.shape), values, want)
+    assert "99 is skipped: it was saved as step 1" in caplog.text
+    assert "3 is skipped: it was saved as step 2" in caplog.text
+    assert checkpoint_command(["verify", str(path)]) == 74
+
+
+def test_a_checkpoint_under_another_number_is_not_exported(renamed, tmp_path, capsys):
+    path, _ = renamed
+    file = tmp_path / "weights.safetensors"
+    assert checkpoint_command(["export", str(path), str(file), "--step", "3"]) == 74
+    assert "3 cannot be read as step 3: it was saved as step 2" in capsys.readouterr().err
+    assert not file.exists()
+
+
+def test_a_folder_whose_number_begins_with_a_zero_is_no_checkpoint(saved, state):
+    for name in ("02", "030", "007.new"):
+        shutil.copytree(saved / "2", saved / name)
+    assert Checkpoints(saved, keep=2).restore(like=state).step == 4
+    assert names_in(saved) == {"2", "4", "02", "030", "007.new"}
+    assert checkpoint_command(["list", str(saved)]) == 0
+
+
+def test_a_failure_that_lasts_is_reported_once_and_again_after_a_success(tmp_path, state, caplog):
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    for step in range(1, 9):
+        in_the_way = tmp_path / f"{step}.new"
+        if step != 4:
+            in_the_way.write_text("")
+        checkpoints.save(step, state, {})
+        checkpoints._writer.wait()
+        in_the_way.unlink(missing_ok=True)
+    reported = [record.getMessage() for record in caplog.records if record.name == "jddp"]
+    assert [line.split(" cannot")[0].split(": ")[1] for line in reported] == ["step 1", "step 5"]
+    with pytest.raises(FileSystemError, match="step 8 cannot be saved"):
+        checkpoints.close()
+
+
+def test_a_disk_that_fills_up_during_a_save_is_reported_once(tmp_path, state, caplog, monkeypatch):
+    def fail(*arguments):
+        raise errors.pop()
+
+    by_tensorstore = ValueError("RESOURCE_EXHAUSTED: write to '1' [os_error_code='28']")
+    errors = [OSError(28, "No space left on device", "2"), by_tensorstore]
+    monkeypatch.setattr(writer.Writer, "_copy", fail)
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    for step in (1, 2):
+        checkpoints.save(step, state, {})
+    with pytest.raises(FileSystemError, match="step 2 cannot be saved"):
+        checkpoints.close()
+    assert [x.levelname for x in caplog.records if "cannot be saved" in x.message] == ["ERROR"]
+
+
+def test_a_run_directory_that_was_moved_is_not_made_anew_by_a_save(tmp_path, state):
+    checkpoints = Checkpoints(tmp_path / "run" / "saved", keep=1)
+    checkpoints.save(1, state, {})
+    checkpoints.wait()
+    (tmp_path / "run").rename(tmp_path / "moved")
+    checkpoints.save(2, state, {})
+    with pytest.raises(FileSystemError, match="step 2 cannot be saved: process 0: .*No such file"):
+        checkpoints.wait()
+    (tmp_path / "moved").rename(tmp_path / "run")
+    checkpoints.save(3, state, {})
+    checkpoints.close()
+    assert names_in(tmp_path / "run" / "saved") == {"3"}

@@ -1,0 +1,150 @@
+"""Checkpoints from the command line: listed, held against their digests, written into one file."""
+
+import json
+import shutil
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import safetensors
+import safetensors.numpy
+from runs import write_sealed
+from states import assert_same
+from tiny import ConvNet, loss_fn, make_batch
+
+import jddp
+from jddp.checkpoint.__main__ import main
+from jddp.checkpoint.checkpoints import Checkpoints
+from jddp.checkpoint.reader import read_values
+
+BESIDE = {"position": {"num_taken": 3}, "evaluations": [{"step": 3, "loss": 0.25}]}
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    """A run directory with checkpoints of steps 1 and 3, and the state of the last."""
+    optimizer = optax.chain(
+        optax.scale_by_adam(mu_dtype=jnp.bfloat16), optax.add_noise(0.1, 0.5, 3)
+    )
+    ddp = jddp.DataParallel(ConvNet(), optimizer, loss_fn, mesh=2, ema_decay=0.5)
+    run_dir = tmp_path_factory.mktemp("run")
+    checkpoints = Checkpoints(run_dir / "checkpoints", keep=2)
+    state = ddp.init(0, make_batch())
+    for step in (1, 2, 3):
+        state, _ = ddp.step(state, make_batch(seed=step))
+        if step != 2:
+            checkpoints.save(step, state, {**BESIDE, "metrics": {"loss": 0.5}})
+    checkpoints.close()
+    return run_dir, state
+
+
+@pytest.fixture
+def run(original, tmp_path):
+    return shutil.copytree(original[0], tmp_path / "run"), original[1]
+
+
+def reported(capsys):
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_line_tells_each_checkpoint_those_that_were_set_aside_too(run, capsys):
+    path, _ = run
+    shutil.copytree(path / "checkpoints" / "1", path / "checkpoints" / "2.damaged")
+    (path / "checkpoints" / "1" / "run.json").write_text("{")
+    for where in (path, path / "checkpoints"):
+        assert main(["list", str(where)]) == 0
+        first, second, third = reported(capsys)
+        assert first.split()[0] == "1"
+        assert first.endswith("not readable")
+        assert second.split()[0] == "2.damaged"
+        assert third.split()[0] == "3"
+        assert third.endswith("loss 0.25")
+        assert all(len(line) <= 80 for line in (first, second, third))
+
+
+def test_every_file_and_every_array_is_held_against_its_digest(run, capsys):
+    path, _ = run
+    assert main(["verify", str(path)]) == 0
+    assert [line.split(maxsplit=1) for line in reported(capsys)] == [
+        [step, "all files and arrays are as they were saved"] for step in ("1", "3")
+    ]
+    described = json.loads((path / "checkpoints" / "1" / "arrays.json").read_text())
+    described["opt_state/1/rng_key"]["digest"] = "00000000"
+    write_sealed(path / "checkpoints" / "1", "arrays.json", json.dumps(described))
+    (path / "checkpoints" / "3" / "state" / "_METADATA").unlink()
+    assert main(["verify", str(path)]) == 74
+    captured = capsys.readouterr()
+    assert "opt_state/1/rng_key is not the array that was saved" in captured.out
+    assert "state/_METADATA is missing" in captured.out
+    assert captured.err.startswith("jddp: ")
+    assert "2 damaged" in captured.err
+
+
+def test_a_model_is_exported_for_other_programs(run, tmp_path, capsys):
+    path, state = run
+    assert main(["export", str(path), str(tmp_path / "x.safetensors")]) == 0
+    assert "step 3 is in " in reported(capsys)[0]
+    with safetensors.safe_open(tmp_path / "x.safetensors", "numpy") as opened:
+        got = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    np.testing.assert_array_equal(got["params/Conv_0/kernel"], state.params["Conv_0"]["kernel"])
+    assert {name.split("/")[0] for name in got} == {"params", "ema_params", "model_state"}
+    assert main(["export", str(path), str(tmp_path / "x.msgpack"), "--step", "1"]) == 0
+    tree = flax.serialization.msgpack_restore((tmp_path / "x.msgpack").read_bytes())
+    want = read_values(path / "checkpoints" / "1", ["params"])
+    jax.tree.map(np.testing.assert_array_equal, tree["params"], want["params"])
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "msgpack"])
+def test_what_was_exported_as_a_whole_comes_back_bitwise_identical(run, tmp_path, suffix, capsys):
+    path, state = run
+    file, again = tmp_path / f"all.{suffix}", tmp_path / "again" / "checkpoints"
+    assert main(["export", str(path), str(file), "--all"]) == 0
+    assert main(["import", str(file), str(again)]) == 0
+    assert main(["verify", str(again)]) == 0
+    restored = Checkpoints(again, keep=2).restore(like=state)
+    assert (restored.step, restored.beside["position"]) == (3, BESIDE["position"])
+    assert_same(restored.state, state)
+    for name in ("arrays.json", "run.json"):
+        files = (folder / "3" / name for folder in (path / "checkpoints", again))
+        one, other = (json.loads(file.read_text()) for file in files)
+        assert one == other
+
+
+MISTAKES = (
+    ("export run x.npz", 2, "has no known format. Let it end in .safetensors or .msgpack"),
+    ("export run there.msgpack", 74, "cannot be written: File exists"),
+    ("export run x.msgpack --step 2", 74, "cannot be read"),
+    ("export nowhere x.msgpack", 2, "nowhere holds no checkpoints"),
+    ("import there.msgpack again", 65, "is no export of a checkpoint"),
+    ("import foreign.safetensors again", 65, "is no export of a checkpoint"),
+    ("import nowhere.msgpack again", 74, "cannot be read: No such file"),
+    ("import there.npz again", 2, "has no known format"),
+    ("list nowhere", 2, "nowhere holds no checkpoints. Name a run directory"),
+)
+
+
+def test_a_mistake_is_one_line(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there.msgpack").write_bytes(b"\x80")
+    safetensors.numpy.save_file({"x": np.ones(2)}, tmp_path / "foreign.safetensors")
+    before = sorted(tmp_path.rglob("*"))
+    for arguments, code, message in MISTAKES:
+        assert main(arguments.split()) == code
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("jddp: ")
+        assert message in line
+        assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_numbers_that_a_format_lacks_are_refused_in_one_line(tmp_path, capsys):
+    ddp = jddp.DataParallel(ConvNet(), optax.sgd(0.1), loss_fn, mesh=2)
+    state = ddp.init(0, make_batch())
+    narrow = jax.device_put(jnp.ones(4, jnp.int4), state.step.sharding)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1)
+    checkpoints.save(1, state.replace(params={"x": narrow}), {})
+    checkpoints.close()
+    assert main(["export", str(tmp_path), str(tmp_path / "x.safetensors")]) == 2
+    assert "Let the file end in .msgpack" in capsys.readouterr().err

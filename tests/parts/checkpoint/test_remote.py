@@ -1,0 +1,145 @@
+"""What is at a URL is complete at every moment, and what is fetched is what was uploaded."""
+
+import functools
+import itertools
+
+import fsspec
+import pytest
+from runs import contents
+
+from jddp.checkpoint import checksums
+from jddp.checkpoint.folders import finished, surplus
+from jddp.checkpoint.remote import Remote, local_copy
+from jddp.errors import ConfigError, FileSystemError
+
+NUMBERS = itertools.count()
+
+
+@pytest.fixture(params=["memory", "file"])
+def url(request, tmp_path):
+    below = f"/{next(NUMBERS)}" if request.param == "memory" else tmp_path / "there"
+    return f"{request.param}://{below}"
+
+
+def put(remote, step, text="arrays", folder="checkpoints", **kept):
+    """Makes a checkpoint and publishes it."""
+    checkpoint = remote.folder / folder / str(step)
+    (checkpoint / "state").mkdir(parents=True)
+    (checkpoint / "state" / "d").write_text(text)
+    (checkpoint / "run.json").write_text(f'{{"step": {step}}}\n')
+    checksums.seal(checkpoint)
+    remote.publish(checkpoint, functools.partial(surplus, **{"keep": 3, **kept}))
+
+
+def complete(url):
+    """The steps of the checkpoints at the URL, none of which is damaged."""
+    folder = local_copy(url) / "checkpoints"
+    steps = finished(folder) if folder.exists() else []
+    assert not any(checksums.find_damage(folder / str(step)) for step in steps)
+    return steps
+
+
+def test_what_was_uploaded_is_fetched_elsewhere(url):
+    here = Remote(url)
+    (here.folder / "config.yaml").write_text("a: 1\n")
+    (here.folder / "logs").mkdir()
+    (here.folder / "logs" / "process_0.log").write_text("begun\n")
+    (here.folder / "lock").write_text("process 1")
+    for step in (10, 20):
+        put(here, step, f"arrays of {step}")
+    put(here, 10, folder="best", keep=1)
+    there = Remote(url)
+    there.fetch()
+    files = {str(path) for path in contents(there.folder)}
+    assert {path for path in files if not path.startswith("checkpoints/20/")} == {"config.yaml"}
+    newest = contents(there.folder / "checkpoints" / "20")
+    assert newest == contents(here.folder / "checkpoints" / "20")
+    whole = {str(path) for path in contents(local_copy(url))}
+    assert whole == {str(path) for path in contents(here.folder)} - {"lock", "logs/process_0.log"}
+
+
+def test_as_many_checkpoints_stay_as_are_kept(url):
+    remote = Remote(url)
+    for step in (10, 15, 20, 30):
+        put(remote, step, keep=2, keep_every=15)
+    assert complete(url) == [15, 20, 30]
+
+
+def test_files_are_uploaded_again_where_they_have_changed(url):
+    remote, metrics = Remote(url), "metrics.jsonl"
+    (remote.folder / metrics).write_text("1\n")
+    (remote.folder / "config.yaml").write_text("a: 1\n")
+    remote.upload()
+    (remote.folder / metrics).write_text("1\n2\n")
+    sent = []
+    remote._files.put_file, before = (
+        lambda path, target: sent.append(target),
+        remote._files.put_file,
+    )
+    try:
+        remote.upload()
+    finally:
+        remote._files.put_file = before
+    assert [target.rpartition("/")[2] for target in sent] == [metrics]
+
+
+class Cut:
+    """A file system whose connection is cut after some number of writes."""
+
+    def __init__(self, files, num_writes):
+        self.files, self.num_writes = files, num_writes
+
+    def __getattr__(self, name):
+        found = getattr(self.files, name)
+        if name not in ("put_file", "rm_file"):
+            return found
+
+        def write(*arguments):
+            if self.num_writes == 0:
+                raise RuntimeError("Could not connect\nto the endpoint")
+            self.num_writes -= 1
+            found(*arguments)
+
+        return write
+
+
+@pytest.mark.parametrize("num_writes", range(9))
+def test_wherever_the_connection_is_cut_what_is_complete_is_whole(num_writes):
+    url = f"memory:///{next(NUMBERS)}"
+    put(Remote(url), 10, keep=1)
+    put(Remote(url), 20, "of a run that was begun anew", keep=2)
+    remote = Remote(url)
+    remote._files = Cut(remote._files, num_writes)
+    # Three files of the older 20 are removed, three are uploaded, and three of 10 are removed.
+    with pytest.raises(FileSystemError, match=f"{url} cannot be written: Could not connect$"):
+        put(remote, 20, keep=1)
+    assert complete(url) == ([10, 20] if num_writes in (0, 6) else [20] if num_writes > 6 else [10])
+    put(Remote(url), 20, "at last", keep=1)
+    assert complete(url) == [20]
+
+
+def test_the_newest_that_is_undamaged_is_fetched_with_those_that_are_not(url):
+    remote = Remote(url)
+    for step in (10, 20, 30):
+        put(remote, step)
+    for name in ("30/state/d", "20/SHA256SUMS"):
+        files, root = fsspec.core.url_to_fs(f"{url}/checkpoints/{name}")
+        files.pipe_file(root, b"damaged")
+    there = Remote(url)
+    there.fetch()
+    assert finished(there.folder / "checkpoints") == [10, 20, 30]
+    assert checksums.find_damage(there.folder / "checkpoints" / "30")
+
+
+def test_names_that_lead_out_of_the_folder_are_left_there(tmp_path, monkeypatch):
+    remote = Remote("memory:///out")
+    monkeypatch.setattr(remote._files, "find", lambda root: [f"{root}/../x", f"{root}/a/../../y"])
+    remote.fetch()
+    assert contents(remote.folder) == {}
+
+
+@pytest.mark.parametrize("url", ["nothing://bucket/run", "gs://bucket/run"])
+def test_a_url_without_its_packages_is_refused_in_one_line(url):
+    with pytest.raises(ConfigError, match=f"{url}: .* or give a folder.") as caught:
+        Remote(url)
+    assert "\n" not in str(caught.value)

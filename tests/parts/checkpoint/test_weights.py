@@ -1,0 +1,174 @@
+"""Training starts from given weights: whole or in part, from memory or from files."""
+
+import functools
+import logging
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+import safetensors.numpy
+from flax import linen as nn
+from flax import nnx
+from judge import host
+from states import equal
+from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch, take_steps
+
+import jddp
+from jddp.checkpoint.__main__ import main as checkpoint_main
+from jddp.errors import ConfigError, DataError, FileSystemError, UsageError
+
+
+def wrapped(model, **options):
+    return jddp.DataParallel(model, optax.sgd(0.5), loss_fn, **options)
+
+
+def flat(tree, mark):
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(p, simple=True, separator=mark): np.array(x) for p, x in leaves}
+
+
+@functools.cache
+def trained(kind):
+    """A state after two steps, and its wrapper."""
+    ddp = wrapped(make(kind), donate=False)
+    state, _ = take_steps(ddp, [make_batch(seed=seed) for seed in range(2)])
+    return ddp, state
+
+
+def make(kind, seed=0):
+    return kind(nnx.Rngs(seed)) if issubclass(kind, nnx.Module) else kind()
+
+
+class Wider(nn.Module):
+    """The ConvNet with another head."""
+
+    @nn.compact
+    def __call__(self, x, train):
+        x = nn.Conv(4, (3, 3), use_bias=False)(x.reshape(-1, 4, 4, 1))
+        x = nn.BatchNorm(use_running_average=not train, momentum=0.9)(x)
+        return nn.Dense(7)(nn.relu(x).mean((1, 2)))[:, :4]
+
+
+@pytest.mark.parametrize("mark", [".", "/"])
+def test_safetensors_of_anybody_s_are_taken_by_their_names(tmp_path, mark):
+    ddp, state = trained(MLP)
+    file = tmp_path / "weights.safetensors"
+    safetensors.numpy.save_file(flat(state.params, mark), file)
+    equal(ddp.init(7, make_batch(), params=file).params, state.params)
+    equal(ddp.init(7, make_batch(), params=str(file)).params, state.params)
+
+
+@pytest.mark.parametrize("kind", [ConvNet, NnxConvNet])
+def test_a_run_and_what_is_exported_of_it_are_taken(tmp_path, kind):
+    run = wrapped(make(kind)).fit([make_batch()] * 2, num_steps=2, run_dir=tmp_path / "run")
+    for name in ("out.safetensors", "out.msgpack"):
+        assert checkpoint_main(["export", str(tmp_path / "run"), str(tmp_path / name)]) == 0
+    fresh = wrapped(make(kind, seed=1))
+    for source in ("run", "out.safetensors", "out.msgpack"):
+        begun = fresh.init(7, make_batch(), params=tmp_path / source)
+        equal(begun.params, run.state.params)
+        equal(begun.model_state.get("rest"), run.state.model_state.get("rest"))
+    begun, _ = fresh.step(begun, make_batch())
+    assert int(begun.step) == 1
+
+
+@pytest.mark.parametrize("dtype", [np.float16, jnp.bfloat16])
+def test_half_precision_in_a_file_becomes_what_the_model_has(tmp_path, dtype):
+    ddp, state = trained(MLP)
+    file = tmp_path / "weights.safetensors"
+    halves = {k: x.astype(dtype) for k, x in flat(state.params, "/").items()}
+    safetensors.numpy.save_file(halves, file)
+    begun = ddp.init(0, make_batch(), params=file)
+    assert {x.dtype.name for x in jax.tree.leaves(begun.params)} == {"float32"}
+    kept = ddp.init(0, make_batch(), params=jax.tree.map(jnp.float16, host(state.params)))
+    assert {x.dtype.name for x in jax.tree.leaves(kept.params)} == {"float16"}
+
+
+def test_msgpack_of_flax_and_a_folder_of_orbax_are_taken_with_their_statistics(tmp_path):
+    ddp, state = trained(ConvNet)
+    (tmp_path / "weights.msgpack").write_bytes(flax.serialization.to_bytes(ddp.model(state)))
+    checkpointer = ocp.StandardCheckpointer()
+    checkpointer.save(tmp_path / "saved", ddp.model(state))
+    checkpointer.close()
+    for name in ("weights.msgpack", "saved"):
+        begun = ddp.init(7, make_batch(), params=tmp_path / name)
+        equal((begun.params, begun.model_state), (state.params, state.model_state))
+
+
+def test_a_file_that_holds_no_weights_is_one_line(tmp_path):
+    for name, content, error, message in (
+        ("absent.safetensors", None, FileSystemError, "is not there"),
+        ("w.safetensors", b"nonsense", DataError, "holds no weights"),
+        ("w.msgpack", b"\xc1nonsense", DataError, "holds no weights"),
+        ("w.pickle", b"", ConfigError, "has no known format"),
+    ):
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
+        with pytest.raises(error, match=message) as caught:
+            wrapped(MLP()).init(0, make_batch(), params=tmp_path / name)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_part_is_taken_and_the_rest_is_made_with_a_report(caplog):
+    ddp, state = trained(ConvNet)
+    given = host(ddp.model(state))
+    given["params"]["Extra"] = {"kernel": np.zeros(3)}
+    wider = wrapped(Wider())
+    own = host(wider.init(5, make_batch()).params)
+    with caplog.at_level(logging.WARNING, "jddp"):
+        begun = wider.init(5, make_batch(), params=given, partial=True)
+    equal(begun.params["Conv_0"], state.params["Conv_0"])
+    equal(begun.model_state, state.model_state)
+    equal(begun.params["Dense_0"], own["Dense_0"])
+    loaded = wider.loaded
+    assert loaded.unused == ("Extra/kernel",)
+    assert loaded.made == (
+        "Dense_0/bias ((4,) given, (7,) here)",
+        "Dense_0/kernel ((4, 4) given, (4, 7) here)",
+    )
+    assert str(loaded).startswith("5 of 7 arrays were loaded. Initialized: Dense_0/bias")
+    assert str(loaded) in caplog.text
+    begun, _ = wider.step(begun, make_batch())
+    assert int(begun.step) == 1
+
+
+def test_a_part_of_an_nnx_module_is_taken():
+    _, state = trained(NnxConvNet)
+    other = wrapped(NnxConvNet(nnx.Rngs(1)))
+    given = {"conv": host(state.params)["conv"]}
+    begun = other.init(0, params=given, partial=True)
+    equal(begun.params["conv"], state.params["conv"])
+    assert set(other.loaded.made) == {"dense/bias", "dense/kernel", "norm/bias", "norm/scale"}
+
+
+def test_parameters_alone_leave_the_statistics_to_be_made():
+    ddp, state = trained(ConvNet)
+    begun = ddp.init(0, make_batch(), params={"params": host(state.params)})
+    equal(begun.params, state.params)
+    equal(begun.model_state, ddp.init(0, make_batch()).model_state)
+
+
+@pytest.mark.parametrize("kind", [MLP, NnxConvNet])
+def test_what_does_not_fit_is_refused_by_its_path(kind):
+    ddp, state = trained(kind)
+    params = host(state.params)
+    params["Unknown"] = params.pop(sorted(params)[-1])
+    with pytest.raises(ConfigError, match=r"does not fit the model at \d places; .*partial=True"):
+        ddp.init(0, make_batch(), params=params)
+
+
+def test_an_unknown_collection_is_refused():
+    ddp, state = trained(ConvNet)
+    given = {**ddp.model(state), "cache": {"key": np.zeros(3)}}
+    with pytest.raises(ConfigError, match="'cache/key'.*the model has nothing"):
+        ddp.init(0, make_batch(), params=given)
+
+
+def test_a_part_needs_something_to_be_a_part_of():
+    for given in ({"batch": make_batch()}, {"params": {}}):
+        with pytest.raises(UsageError, match="needs params=, and for a Linen model batch="):
+            wrapped(MLP()).init(0, partial=True, **given)

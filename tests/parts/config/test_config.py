@@ -1,0 +1,322 @@
+import functools
+import random
+import re
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+import jddp.config
+from jddp.config.files import dump_values, load_config, refuse_unsafe, with_overrides
+from jddp.config.mistakes import ConfigMistakes
+from jddp.config.schema import Config
+from jddp.errors import ConfigError
+
+
+@pytest.fixture
+def file(tmp_path):
+    def write(text: str, name: str = "small.yaml") -> str:
+        path = tmp_path / name
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def mistakes_in(files=(), overrides=()) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(files, overrides)
+    assert caught.value.exit_code == 2
+    return str(caught.value).splitlines()
+
+
+SHORT = "train: {num_steps: 10}\n"
+
+
+def test_later_sources_win_and_the_run_is_named_after_its_files(file):
+    files = [file(SHORT + "seed: 1", "a.yaml"), file("seed: 2", "b.yaml")]
+    config, name = load_config(files, ["seed=3", "data.global_batch_size=64"])
+    assert (config.seed, config.train.num_steps, config.data.global_batch_size) == (3, 10, 64)
+    assert (name, config.run.dir) == ("a+b", "runs/a+b")
+
+
+def test_a_number_like_1e_3_is_a_number_also_among_free_arguments(file):
+    files = [file(SHORT + "optimizer: {kwargs: {b1: 1e-3}}")]
+    config, _ = load_config(files, ["optimizer.kwargs.eps=1e-8", "optimizer.learning_rate=1e-2"])
+    assert config.optimizer.kwargs == {"b1": 1e-3, "eps": 1e-8}
+    assert config.optimizer.learning_rate == 1e-2
+
+
+def test_a_dumped_config_reads_back_to_the_same_values(file):
+    overrides = ["model.kwargs.name='1e-3'", "optimizer.kwargs.eps=1e-30"]
+    overrides += ["ddp.bucket_mb=[0.1, 25]", "ddp.wire_dtype=bfloat16"]
+    config, _ = load_config([file(SHORT)], overrides)
+    assert load_config([file(dump_values(config.model_dump()))])[0] == config
+
+
+def test_a_section_whose_keys_are_commented_out_has_its_defaults(file):
+    config, _ = load_config([file(SHORT + "optimizer:\n  schedule:\nmodel:\n")])
+    assert config == load_config([file(SHORT)])[0]
+
+
+def test_another_choice_on_the_command_line_replaces_that_of_the_file_and_the_same_keeps_it(file):
+    files = [file("train: {num_epochs: 2}\nmodel: {name: cnn, kwargs: {width: 8}}")]
+    config, _ = load_config(files, ["train.num_steps=5", "model.target=mine:Net"])
+    assert (config.train.num_steps, config.train.num_epochs) == (5, None)
+    assert (config.model.name, config.model.target, config.model.kwargs) == (None, "mine:Net", {})
+    config, _ = load_config(files, ["model.name=cnn", "model.kwargs.depth=2"])
+    assert config.model.kwargs == {"width": 8, "depth": 2}
+
+
+RULES = {
+    "train.num_steps=1.5": "valid integer, not 1.5",
+    "train.num_steps='5'": "valid integer, not '5'",
+    "train.num_steps=true": "valid integer, not True",
+    "data.shuffle=1": "valid boolean, not 1",
+    "optimizer.learning_rate=.nan": "finite number, not nan",
+    "optimizer.learning_rate=null": "valid number, not None",
+    "ddp.ema_decay=1": "less than 1, not 1",
+    "ddp.bucket_mb=0": "greater than 0 or a valid list, not 0",
+    "ddp.first_bucket_mb=0": "greater than 0, not 0",
+    "checkpoint.resume=always": "'auto', 'never' or 'must'",
+    "model.kwargs=[1]": "valid dictionary, not [1]",
+    "data.name=null": "data: give either 'name' or 'target'.",
+    "train.num_epochs=3": "train: give either 'num_steps' or 'num_epochs'.",
+    "train.eval_params=ema": "needs ddp.ema_decay",
+}
+
+
+def test_overrides_from_python_are_dotted_keys_or_sections(file):
+    config, _ = load_config([file(SHORT)], {"optimizer.name": "sgd", "train": {"num_epochs": 1.5}})
+    changed = with_overrides(config, {"optimizer": {"kwargs": {"momentum": 0.9}}})
+    assert changed.optimizer.name == "sgd"
+    assert changed.optimizer.kwargs == {"momentum": 0.9}
+    assert changed.train.num_epochs == 1.5
+    assert config.optimizer.kwargs == {}
+
+
+def test_every_mistake_is_reported_at_once_with_its_source_and_key(file):
+    files = [file("train: {num_steps: 10}\noptimizer: {learning_rat: 0.1}\nmesh: {num_devices: 0}")]
+    given = ["optimizer.learning_rate=-1", "sede=3", "warmup_steps=3", "ddp.layout=leav", "model=3"]
+    given += ["optimizer.lr=0.1"]
+    assert sorted(mistakes_in(files, given)) == [
+        f"{files[0]}: mesh.num_devices must be greater than or equal to 1 or 'auto', not 0.",
+        f"{files[0]}: unknown key 'optimizer.learning_rat'. Did you mean 'learning_rate'?",
+        "command line: ddp.layout must be 'auto', 'leaf' or 'flat', not 'leav'.",
+        "command line: model must be a section of keys, not 3.",
+        "command line: optimizer.learning_rate must be greater than 0, not -1.",
+        "command line: unknown key 'optimizer.lr'. Did you mean 'learning_rate'?",
+        "command line: unknown key 'sede'. Did you mean 'seed'?",
+        "command line: unknown key 'warmup_steps'. Did you mean 'optimizer.warmup_steps'?",
+    ]
+
+
+def test_wrong_types_and_impossible_ranges_name_the_rule_and_the_unreadable_is_one_line(file):
+    for override, rule in RULES.items():
+        line, *_ = mistakes_in([file("seed: 1")], ["train.num_steps=10", override])
+        assert rule in line
+    for override in ("foo", "=3", "a..b=3", "seed=[", "seed=${nothing}"):
+        (line,) = mistakes_in([file(SHORT)], [override])
+        assert override.strip("${}") in line or "nothing" in line
+
+
+def test_a_missing_file_or_preset_suggests_a_preset(monkeypatch, tmp_path):
+    (tmp_path / "fashion_mnist_cnn.yaml").write_text(SHORT)
+    monkeypatch.setattr("jddp.config.files.PRESETS", [tmp_path])
+    (line,) = mistakes_in(["configs/fashion_mnist_cn.yaml"])
+    start = "--config configs/fashion_mnist_cn.yaml: no such file or preset. "
+    assert line == start + "Did you mean 'fashion_mnist_cnn'?"
+    assert load_config()[1] == "fashion_mnist_cnn"
+
+
+def test_a_job_of_targets_without_a_file_starts_from_the_schema_and_has_the_targets_name():
+    targets = ["model.target=my_models:Net", "data.target=my_data:load", "loss.target=my_losses:l2"]
+    config, name = load_config((), targets)
+    assert (name, config.run.dir) == ("Net", "runs/Net")
+    untouched = Config(train={"num_epochs": 1}, run={"dir": "runs/Net"})
+    for section in ("train", "optimizer", "ddp", "checkpoint", "mesh", "watchdog"):
+        assert getattr(config, section) == getattr(untouched, section)
+    assert config.data.global_batch_size == untouched.data.global_batch_size
+    assert (config.model.kwargs, config.loss.kwargs, config.data.kwargs) == ({}, {}, {})
+
+
+def test_one_target_alone_names_a_job_and_beside_a_file_it_does_not(file):
+    for section in ("model", "data", "loss"):
+        config, name = load_config((), [f"{section}.target=mine:Other", "train.num_steps=7"])
+        assert (name, config.train.num_steps, config.train.num_epochs) == ("Other", 7, None)
+        assert config.optimizer.warmup_steps == 0
+    config, name = load_config([file(SHORT + "seed: 4")], ["model.target=mine:Net"])
+    assert (name, config.seed, config.train.num_steps) == ("small", 4, 10)
+    (line,) = mistakes_in((), ["model.target=5"])
+    assert line.startswith("command line: model.target must be a valid string")
+
+
+def test_a_config_made_in_python_obeys_the_same_rules():
+    with pytest.raises(ConfigMistakes, match=r"optimizer\.learning_rate must be greater than 0"):
+        Config(train={"num_steps": 1}, optimizer={"learning_rate": -1})
+    with pytest.raises(ConfigError, match="train: give either 'num_steps' or 'num_epochs'"):
+        Config()
+
+
+def test_every_key_says_what_it_means():
+    def fields(schema):
+        for field in schema.model_fields.values():
+            is_section = hasattr(field.annotation, "model_fields")
+            yield from fields(field.annotation) if is_section else [field]
+
+    assert all(field.description for field in fields(Config))
+
+
+def test_every_shipped_config_is_valid_and_says_its_command():
+    folder = Path(jddp.config.__file__).parents[2] / "configs"
+    for path in folder.glob("*.yaml"):
+        load_config([str(path)])
+        assert f"--config configs/{path.name}" in path.read_text()
+
+
+# --- paths, text, depth --------------------------------------------------------------------------
+
+
+def test_a_tilde_in_a_path_is_the_home_directory(file, monkeypatch):
+    monkeypatch.setenv("HOME", str(Path(file(SHORT)).parent))
+    home = Path.home()
+    assert load_config(["~/small.yaml"])[1] == "small"
+    for key in ("run.dir", "data.dir", "data.sample_weights", "model.init_from"):
+        section, _, name = key.partition(".")
+        for text, given in ((SHORT, [f"{key}=~/x"]), (f"{SHORT}{section}: {{{name}: ~/x}}", [])):
+            config, _ = load_config([file(text)], given)
+            assert getattr(getattr(config, section), name) == f"{home}/x"
+
+
+def test_a_tilde_without_a_home_directory_is_refused_in_one_line(file, monkeypatch):
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # a user id without a passwd entry
+    (line,) = mistakes_in([file(SHORT)], ["run.dir=~/x"])
+    assert line.startswith("command line: run.dir: '~/x' names a home directory")
+    assert load_config([file(SHORT)], ["run.dir=./~x"])[0].run.dir == "./~x"
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/run", "gs://bucket/run", "file:///tmp/run", "hf://x"])
+def test_a_url_in_the_place_of_a_folder_is_refused_in_one_line(file, url):
+    for key in ("data.dir", "data.sample_weights", "model.init_from"):
+        section, _, name = key.partition(".")
+        in_file = f"{SHORT}{section}: {{{name}: {url}}}"
+        for text, given in ((SHORT, [f"{key}={url}"]), (in_file, [])):
+            (line,) = mistakes_in([file(text)], given)
+            assert f"{key}: '{url}' is a URL, and only a run directory may be one" in line
+            assert line.endswith("give its folder here, such as /mnt/storage/run.")
+    assert load_config([file(SHORT)], [f"run.dir={url}"])[0].run.dir == url
+
+
+@pytest.mark.parametrize("path", ["runs/a", "/tmp/s3:/x", "12:/x", "a:b", "./s3://x", "c:/x"])
+def test_a_path_with_a_colon_is_none(file, path):
+    assert load_config([file(SHORT)], [f"run.dir='{path}'"])[0].run.dir == path
+
+
+def test_a_value_is_utf_8_whatever_the_locale_or_refused_in_one_line(file):
+    # As Python hands on the bytes of a command line in the C locale, without its UTF-8 mode.
+    given = "model.kwargs.title=café".encode().decode("ascii", "surrogateescape")
+    for overrides in ([given], {"model.kwargs.title": "café"}):
+        assert load_config([file(SHORT)], overrides)[0].model.kwargs == {"title": "café"}
+    given = b"run.dir=caf\xe9".decode(errors="surrogateescape")
+    (line,) = mistakes_in([file(SHORT)], [given])
+    assert line == r"command line: 'run.dir=caf\udce9': not UTF-8. Type it in a UTF-8 terminal."
+
+
+def test_a_file_is_utf_8_whatever_the_locale_says(file, monkeypatch):
+    path = Path(file(""))
+    path.write_bytes((SHORT + "model: {kwargs: {title: café}}").encode())
+    monkeypatch.setattr("io.text_encoding", lambda encoding, *_: encoding or "ascii")
+    assert load_config([str(path)])[0].model.kwargs == {"title": "café"}
+
+
+DEEP = "[" * 300 + "]" * 300
+
+
+def test_values_nested_300_deep_or_holding_themselves_are_refused_in_one_line(file):
+    key = ".".join("x" * 300)
+    for text, given in (
+        ("", [f"model.kwargs.x={DEEP}"]),
+        ("", [f"model.kwargs.{key}=1"]),
+        (f"model: {{kwargs: {{x: {DEEP}}}}}", []),
+    ):
+        path = file(SHORT + text)
+        (line,) = mistakes_in([path], given)
+        assert line.startswith("command line: " if given else f"{path}: cannot be read: ")
+        assert "more than 50 levels deep" in line
+        assert len(line.removeprefix(path)) < 200
+    deep, endless = functools.reduce(lambda x, _: {"x": x}, range(300), {}), []
+    endless.append(endless)
+    for value, reported in ((deep, "more than 50 levels deep"), (endless, "Circular reference")):
+        (line,) = mistakes_in([file(SHORT)], {"model.kwargs": {"x": value}})
+        assert reported in line
+
+
+DIFFER = {"1:30": 90, "190:20:30": 685230, "1:30.5": 90.5, "017": 15, "0b11": 3, "+0x1f": 31}
+DIFFER |= {"1_000": 1000, "1_000.5": 1000.5, "1_0e3": 10000.0}
+DIFFER |= {"yes": "true", "No": "false", "on": "true", "OFF": "false"}
+
+
+# --- YAML 1.1 and YAML 1.2 -----------------------------------------------------------------------
+
+BOTH = ["12", "-3", "+4", "0", "0x1f", "1.5", "1e-3", "1e5", ".5", "-.inf", ".nan", "true", "False"]
+TEXT = ["cnn", "0o17", "08", "2024-01-05", "0:30", "1:99", "y", "1_x", "a:b", "'1:30'", '"yes"']
+
+
+@pytest.mark.parametrize("value", DIFFER)
+def test_a_value_that_yaml_1_1_and_1_2_read_differently_is_refused(file, value):
+    reported = f"{value!r} is {DIFFER[value]} in YAML 1.1 and something else in YAML 1.2"
+    (line,) = mistakes_in([file(SHORT)], [f"model.kwargs.x={value}"])
+    assert reported in line
+    assert line.startswith("command line: ")
+    for text in (f"x: {value}", f"x: [1, {value}]", f"{value}: 1"):
+        path = file(f"{SHORT}model: {{kwargs: {{{text}}}}}")
+        (line,) = mistakes_in([path])
+        assert line.startswith(f"{path}: ")
+        assert reported in line
+
+
+def test_a_value_that_both_read_alike_or_as_text_is_taken(file):
+    for value in (*BOTH, *TEXT):
+        text = f"{SHORT}model: {{kwargs: {{x: {value}, y: [{value}]}}}}"
+        load_config([file(text)], [f"loss.kwargs.x={value}"])
+
+
+def test_text_that_yaml_1_1_takes_for_something_else_survives_a_dump(file):
+    values = ("1:30", "017", "yes", "1_000", "0o17", "08")
+    config, _ = load_config([file(SHORT)], {"model.kwargs": {value: value for value in values}})
+    assert load_config([file(dump_values(config.model_dump()))])[0] == config
+
+
+def test_what_is_refused_is_what_the_loader_and_yaml_1_2_read_differently(file):
+    def core(text):
+        """A plain scalar by the core schema of YAML 1.2.2, section 10.3.2."""
+        for pattern, value in (
+            (r"[-+]?[0-9]+", int),
+            (r"0o[0-7]+", lambda x: int(x, 8)),
+            (r"0x[0-9a-fA-F]+", lambda x: int(x, 16)),
+            (r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", float),
+        ):
+            if re.fullmatch(pattern, text):
+                return value(text)
+        return text
+
+    rng = random.Random(0)
+    drawn = {"".join(rng.choices("0012345678:_.e+-xob", k=rng.randint(1, 6))) for _ in range(400)}
+    num_refused = 0
+    for text in sorted(drawn):
+        try:
+            loaded = OmegaConf.to_container(OmegaConf.create(f"x: {text}"))["x"]
+        except (YAMLError, OmegaConfBaseException, ValueError):
+            continue  # no scalar, no YAML, or a broken number such as "0b_"
+        want = isinstance(loaded, int | float) and repr(loaded) != repr(core(text))
+        try:
+            refuse_unsafe(f"x: {text}")
+            refused = False
+        except ConfigError:
+            refused = True
+        num_refused += refused
+        assert refused == want or re.match(r"[-+]?0[0-7]", text), text  # 07 is 7 in both
+    assert num_refused > 20

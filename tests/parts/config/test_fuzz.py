@@ -1,0 +1,149 @@
+"""Whatever stands in a config or a checkpoint: it is taken, or refused in words of jddp's own."""
+
+import contextlib
+import io
+import json
+import shutil
+
+import optax
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from runs import write_sealed
+from states import assert_same
+from tiny import MLP, loss_fn, make_batch
+
+import jddp
+from jddp.checkpoint.__main__ import main
+from jddp.checkpoint.checkpoints import Checkpoints
+from jddp.checkpoint.checksums import NAME, seal
+from jddp.config.files import flatten, load_config
+from jddp.config.schema import Config
+from jddp.errors import Error, FileSystemError
+
+OPTIONS = flatten(Config(train={"num_steps": 1}).model_dump())
+KEYS = sorted({part for key in OPTIONS for part in key.split(".")})
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(KEYS) | st.text(max_size=5), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+FUZZ = settings(
+    deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+
+
+def taken_or_refused(act):
+    """What it returns; None if it raises an error of jddp's own, and no other."""
+    with contextlib.suppress(Error):
+        return act()
+
+
+@settings(FUZZ, max_examples=100)
+@given(st.dictionaries(st.sampled_from([*Config.model_fields, "x"]), VALUES, max_size=5))
+def test_any_values_are_a_config_or_a_list_of_mistakes(tmp_path, values):
+    (tmp_path / "c.yaml").write_text(json.dumps(values))
+    taken_or_refused(lambda: load_config([str(tmp_path / "c.yaml")]))
+
+
+@settings(FUZZ, max_examples=100)
+@given(st.text(max_size=200) | st.binary(max_size=200))
+def test_any_file_is_a_config_or_a_line(tmp_path, text):
+    file = tmp_path / "c.yaml"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode(errors="surrogatepass"))
+    taken_or_refused(lambda: load_config([str(file)]))
+
+
+@settings(FUZZ, max_examples=100)
+@given(st.lists(st.builds("{}={}".format, st.sampled_from(KEYS) | st.text(max_size=9), st.text())))
+def test_any_overrides_are_a_config_or_a_list_of_mistakes(overrides):
+    taken_or_refused(lambda: load_config([], overrides))
+
+
+@pytest.fixture(scope="module")
+def ddp():
+    return jddp.DataParallel(MLP(), optax.adam(0.1), loss_fn, mesh=2)
+
+
+@pytest.fixture(scope="module")
+def run(ddp, tmp_path_factory):
+    """A finished run; nobody changes it."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    return ddp.fit([make_batch(8)] * 2, num_steps=2, run_dir=folder)
+
+
+def places(value, above=()):
+    """The paths of everything in a JSON value."""
+    yield above
+    if isinstance(value, dict | list):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from places(inner, (*above, key))
+
+
+def put(value, path, new):
+    """The value with another one at a path; with none there, if it is `...`."""
+    if not path:
+        return None if new is ... else new
+    copy = dict(value) if isinstance(value, dict) else list(value)
+    if len(path) == 1 and new is ...:
+        del copy[path[0]]
+    else:
+        copy[path[0]] = put(value[path[0]], path[1:], new)
+    return copy
+
+
+def forge(data, folder):
+    """Changes what a checkpoint says of its arrays, so that the digests hold; or of its digests."""
+    names = ("arrays.json", "run.json", "state/_METADATA", NAME)
+    file = folder / data.draw(st.sampled_from(names), label="file")
+    if file.suffix == ".json" and data.draw(st.booleans(), label="as JSON"):
+        value = json.loads(file.read_text())
+        path = data.draw(st.sampled_from(list(places(value))), label="place")
+        file.write_text(json.dumps(put(value, path, data.draw(st.just(...) | VALUES, label="new"))))
+    else:
+        file.write_bytes(data.draw(st.binary(max_size=50), label="bytes"))
+    if file.name != NAME:
+        (folder / NAME).unlink()
+        seal(folder)
+
+
+@pytest.mark.parametrize("skipped", [[None, 0], None, [1], [0, {}]])
+def test_a_run_with_other_counts_of_skipped_steps_is_refused(ddp, run, tmp_path, skipped):
+    folder = tmp_path / "run"
+    shutil.copytree(run.run_dir, folder)
+    checkpoint = folder / "checkpoints" / "2"
+    beside = json.loads((checkpoint / "run.json").read_text())
+    write_sealed(checkpoint, "run.json", json.dumps(beside | {"skipped": skipped}))
+    with pytest.raises(FileSystemError, match="run.json of another version of jddp"):
+        ddp.fit([make_batch(8)] * 3, num_steps=3, run_dir=folder)
+
+
+@settings(FUZZ, max_examples=20)
+@given(data=st.data())
+def test_a_checkpoint_is_what_was_saved_or_is_refused(ddp, run, tmp_path, data):
+    folder = tmp_path / "run"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(run.run_dir, folder)
+    forge(data, folder / "checkpoints" / "2")
+    like = ddp.init(0, make_batch(8))
+
+    def restore():
+        checkpoints = Checkpoints(folder / "checkpoints", keep=1)
+        try:
+            return checkpoints.restore(like)
+        finally:
+            checkpoints.close()
+
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        assert main(["list", str(folder)]) == 0
+        assert main(["verify", str(folder)]) in (0, 74)
+    restored = taken_or_refused(restore)
+    if restored is not None:
+        assert_same(restored.state, run.state)
+    again = taken_or_refused(lambda: ddp.fit([make_batch(8)] * 3, num_steps=3, run_dir=folder))
+    if again is not None:
+        assert again.step == 3 or again.stopped

@@ -1,0 +1,233 @@
+"""Data stay data: nothing that is read runs, nothing that is written shows what it should not."""
+
+import ast
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import optax
+import pytest
+from runs import environment
+from tiny import MLP, loss_fn, make_batch
+
+import jddp
+from jddp.checkpoint.checkpoints import Checkpoints
+from jddp.checkpoint.checksums import find_damage
+from jddp.config.files import dump_values, load_config, read_values
+from jddp.config.permissions import make_private, refuse_foreign
+from jddp.config.schema import Config
+from jddp.distributed.join import bind_address
+from jddp.errors import ConfigError, Error, FileSystemError
+from jddp.job.load import load
+from jddp.train import _turn_on_cache
+
+PACKAGE = Path(jddp.__file__).parent
+RUN_CODE = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
+SECRET = "xyzzy-4711-canary"
+
+
+def train(folder):
+    ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, mesh=2)
+    return ddp.fit([make_batch(8)] * 3, num_steps=3, run_dir=folder)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A finished run; nobody changes it."""
+    return train(tmp_path_factory.mktemp("trained") / "run")
+
+
+@pytest.fixture
+def run_dir(trained, tmp_path):
+    """A copy of its directory."""
+    return shutil.copytree(trained.run_dir, tmp_path / "run")
+
+
+def can_run(node):
+    """Whether a piece of code reads what can run."""
+    match node:
+        case ast.Import(names=names):
+            return bool({alias.name.partition(".")[0] for alias in names} & RUN_CODE)
+        case ast.ImportFrom(module=module):
+            return module.partition(".")[0] in RUN_CODE
+        case ast.Call(func=ast.Name(id=name)):
+            return name in ("eval", "exec")
+        case ast.Call(func=ast.Attribute(attr="load" | "read_array", value=owner), keywords=given):
+            refused = {x.arg: ast.unparse(x.value) for x in given}.get("allow_pickle") == "False"
+            return ast.unparse(owner).startswith("np") and not refused
+    return False
+
+
+def test_no_module_reads_what_can_run():
+    assert not [
+        f"{path}:{node.lineno}: {ast.unparse(node)}"
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if can_run(node)
+    ]
+
+
+WATCHED = """
+import sys
+found = []
+sys.addaudithook(lambda event, what: event == "pickle.find_class" and found.append(what))
+from jddp.train import main
+options = ["train.num_steps=4", "checkpoint.every_steps=2", "run.dir=run", "mesh.num_devices=2"]
+options += ["train.log_every_steps=1", "data.global_batch_size=8", "checkpoint.keep=9"]
+assert main(options) == 0
+import shutil
+shutil.rmtree("run/checkpoints/4")
+assert main(options) == 0
+import jddp
+jddp.load("run")
+assert main(["train.num_steps=9", "run.dir=odd", "optimizer.learning_rate=1e38"]) == 80
+assert not found, found
+"""
+
+
+@pytest.mark.slow
+def test_a_run_a_resume_and_a_load_unpickle_nothing_and_tell_no_secret(tmp_path):
+    variables = environment(API_TOKEN=SECRET, XDG_CACHE_HOME=str(tmp_path / "cache"))
+    options = {"cwd": tmp_path, "env": variables, "capture_output": True, "text": True}
+    said = subprocess.run([sys.executable, "-c", WATCHED], check=False, **options)
+    assert said.returncode == 0, said.stdout + said.stderr
+    assert "resumed from step 2" in said.stdout
+    assert (tmp_path / "odd" / "nonfinite").exists()
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(written) > 20
+    for text in (said.stdout.encode(), said.stderr.encode(), *(x.read_bytes() for x in written)):
+        assert SECRET.encode() not in text
+    private = [tmp_path / "run", tmp_path / "run" / "checkpoints", tmp_path / "cache/jddp/xla"]
+    assert [oct(stat.S_IMODE(path.stat().st_mode)) for path in private] == ["0o700"] * 3
+
+
+@pytest.mark.parametrize(
+    "section, trust", [("model", None), ("model", "package"), ("data", "package"), ("loss", None)]
+)
+def test_a_run_directory_that_names_a_command_runs_none(tmp_path, monkeypatch, section, trust):
+    monkeypatch.chdir(tmp_path)
+    command = {"target": "os:system", "kwargs": {"command": "touch canary"}}
+    config = Config(**{"train": {"num_steps": 1}, "model": {"name": "mlp"}, section: command})
+    (tmp_path / "config.yaml").write_text(dump_values(config.model_dump()))
+    refusal = "no Flax module class" if trust else "does not import 'os:system'"
+    with pytest.raises(Error, match=refusal if section == "model" else "checkpoint"):
+        load(tmp_path, trust=trust)
+    assert not (tmp_path / "canary").exists()
+
+
+LAUGHS = "\n".join(
+    ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    + [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 20)]
+)
+NO_CONFIGS = [
+    "model: !!python/object/apply:os.system [touch canary]",
+    "model: !!python/name:os.system",
+    LAUGHS,
+    "a: &a [*a]",
+    "[" * 10_000,
+    "seed: 1\nseed: 2",
+    "x: [" + "1, " * 20_000 + "1]",
+    *("\0", "- 3", "train: {a: 1", "3"),
+]
+
+
+def test_yaml_that_is_no_config_is_refused_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for text in NO_CONFIGS:
+        Path("config.yaml").write_text(text)
+        with pytest.raises(ConfigError, match=r"config\.yaml: cannot be read: ") as caught:
+            load_config(["config.yaml"])
+        assert "\n" not in str(caught.value)
+        assert not Path("canary").exists()
+
+
+def test_aliases_of_a_config_are_what_they_stand_for(tmp_path):
+    (tmp_path / "c.yaml").write_text("model: {kwargs: &k {a: 1}}\nloss: {kwargs: *k}\n")
+    assert read_values(tmp_path / "c.yaml")["loss"] == {"kwargs": {"a": 1}}
+    (tmp_path / "c.yaml").write_text("")
+    assert read_values(tmp_path / "c.yaml") == {}
+
+
+def test_a_checkpoint_cannot_be_kept_outside_of_its_run(trained):
+    for name in ("../out", "a/b", "/tmp/out", ".", "..", "", "a b", "-x", "ü"):
+        with pytest.raises(ConfigError, match="is no plain name"):
+            trained.save(name)
+    assert [path.name for path in trained.run_dir.parent.iterdir()] == ["run"]
+
+
+def test_a_link_is_no_checkpoint_and_a_list_of_digests_that_leads_elsewhere_does_not_hold(
+    run_dir, trained
+):
+    folder = run_dir / "checkpoints"
+    os.symlink(trained.run_dir / "checkpoints/3", folder / "4")
+    checkpoints = Checkpoints(folder, keep=1)
+    assert checkpoints.steps() == [3]
+    checkpoints.close()
+    (folder / "secret").write_text("x")
+    with (folder / "3" / "SHA256SUMS").open("a") as sums:
+        sums.write(f"{'0' * 64}  ../secret\n")
+    assert "../secret" in find_damage(folder / "3")
+
+
+def test_a_directory_of_somebody_else_is_not_used(run_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: os.stat(tmp_path).st_uid + 1)
+    with pytest.raises(FileSystemError, match=r"run\.dir .* belongs to user") as caught:
+        train(run_dir)
+    assert caught.value.exit_code == 74
+    with pytest.raises(FileSystemError, match="belongs to user"):
+        make_private(tmp_path, "the cache")
+    refuse_foreign(tmp_path / "absent", "run.dir")
+
+
+def test_a_private_directory_is_closed_and_one_that_was_open_is_refused(tmp_path):
+    make_private(tmp_path / "a" / "b", "the cache")
+    (tmp_path / "c").mkdir(mode=0o755)
+    make_private(tmp_path / "c", "the cache")
+    for path in (tmp_path / "a" / "b", tmp_path / "c"):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    (tmp_path / "c").chmod(0o770)
+    with pytest.raises(FileSystemError, match="the cache .* can be written by others"):
+        make_private(tmp_path / "c", "the cache")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileSystemError, match="the cache"):
+        make_private(tmp_path / "file" / "x", "the cache")
+
+
+@pytest.mark.parametrize("fault", ["open", "no directory"])
+def test_a_cache_that_cannot_be_private_is_not_used(tmp_path, monkeypatch, capsys, fault):
+    cache = tmp_path / "jddp" / "xla"
+    if fault == "open":
+        cache.mkdir(parents=True)
+        cache.chmod(0o777)
+    else:
+        (tmp_path / "jddp").write_text("")
+    for name in ("MIN_COMPILE_TIME_SECS", "MIN_ENTRY_SIZE_BYTES"):
+        monkeypatch.setenv(f"JAX_PERSISTENT_CACHE_{name}", "0")
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    _turn_on_cache()
+    assert "JAX_COMPILATION_CACHE_DIR" not in os.environ
+    assert "Until then the cache is off" in capsys.readouterr().err
+
+
+def test_process_zero_listens_where_it_is_called_if_that_is_here():
+    for coordinator, address in (
+        ("127.0.0.1:1234", "127.0.0.1:1234"),
+        ("127.0.0.5:1234", "127.0.0.5:1234"),
+        ("[::1]:1234", "[::1]:1234"),
+        ("192.0.2.1:1234", "[::]:1234"),  # of nobody: it is for documentation
+        ("no.such.host.invalid:1234", "[::]:1234"),
+    ):
+        assert bind_address(coordinator) == address
+
+
+def test_a_name_of_this_machine_that_means_loopback_says_nothing(monkeypatch):
+    import socket
+
+    loopback = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: loopback)
+    assert bind_address("node-0:1234") == "[::]:1234"
+    assert bind_address("localhost:1234") == "127.0.1.1:1234"

@@ -1,0 +1,625 @@
+"""Data: the order of examples, batches of one and of several processes, sources, bad files."""
+
+import gzip
+import importlib.util
+import itertools
+import math
+import shutil
+import tracemalloc
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from runs import ROOT
+
+from jddp.data import (
+    SOURCES,
+    ArrayExamples,
+    FlipAndShift,
+    ImageExamples,
+    TokenExamples,
+    TrainBatches,
+    eval_batches,
+    make_data_set,
+    make_source,
+    spec_of,
+)
+from jddp.data.order import Order
+from jddp.data.sources.idx import pack_idx, parse_idx, read_idx
+from jddp.data.sources.stdlib_text import source_files
+from jddp.errors import ConfigError, DataError
+
+embedded = importlib.import_module("jddp.data.sources.fashion_mnist")  # not the function
+
+
+def numbered(num_examples):
+    """Examples that are their own indices."""
+    return ArrayExamples({"x": np.arange(num_examples)})
+
+
+def numbered_images(num_examples, size=5):
+    pixels = np.arange(num_examples * size**2, dtype=np.float32).reshape(-1, size, size, 1)
+    return ImageExamples(pixels, np.arange(num_examples), mean=0.0, std=1.0)
+
+
+def train_batches(examples=10, size=4, **options):
+    """Of so many numbered examples, or of the given ones."""
+    examples = numbered(examples) if isinstance(examples, int) else examples
+    return TrainBatches(examples, **{"global_batch_size": size, "seed": 0} | options)
+
+
+def on_processes(num_processes, make, *args, **options):
+    """What each of the processes has of the batches."""
+    parts = range(num_processes)
+    return [make(*args, process_index=r, num_processes=num_processes, **options) for r in parts]
+
+
+def read(batches, num_steps):
+    return np.concatenate([next(batches)["x"] for _ in range(num_steps)])
+
+
+@pytest.fixture(scope="module")
+def fashion():
+    return make_source("fashion_mnist").load()
+
+
+def places(num_examples, *, seed=0, epoch=0, **options):
+    """What one epoch reads."""
+    positions = np.arange(num_examples) + epoch * num_examples
+    return Order(num_examples, seed, **options).examples_at(positions)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(1, 40), st.data(), st.integers(0, 2**63))
+def test_every_epoch_reads_every_example_once_whatever_the_batch(num_examples, data, seed):
+    batch_size, num_epochs = data.draw(st.integers(1, num_examples)), 3
+    batches = train_batches(num_examples, batch_size, seed=seed)
+    run = read(batches, -(-num_epochs * num_examples // batch_size))
+    epochs = run[: num_epochs * num_examples].reshape(num_epochs, num_examples)
+    np.testing.assert_array_equal(np.sort(epochs), [np.arange(num_examples)] * num_epochs)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(1, 3000), st.integers(0, 2**64 - 1), st.integers(0, 2**40))
+def test_a_shuffled_epoch_is_a_permutation_of_any_number_of_examples(num_examples, seed, epoch):
+    got = np.sort(places(num_examples, seed=seed, epoch=epoch))
+    np.testing.assert_array_equal(got, np.arange(num_examples))
+
+
+def test_all_permutations_are_equally_frequent():
+    found = np.array([places(5, seed=seed) for seed in range(4000)])
+    _, counts = np.unique(found, axis=0, return_counts=True)
+    num_permutations = math.factorial(5)
+    expected, freedom = len(found) / num_permutations, num_permutations - 1
+    chi_squared = ((counts - expected) ** 2 / expected).sum()
+    assert len(counts) == num_permutations
+    # Five standard deviations, of seeds that are fixed; with eight rounds it is six.
+    assert abs(chi_squared - freedom) < 5 * math.sqrt(2 * freedom)
+
+
+def test_neighbours_are_torn_apart():
+    """Neither steps between neighbours nor where an example lands shows a pattern."""
+    order = places(10_000).astype(float)
+    pairs = (order[:-1], order[1:]), (order, np.arange(10_000)), (order, places(10_000, epoch=1))
+    for pair in pairs:
+        assert abs(np.corrcoef(*pair)[0, 1]) < 0.04  # four standard deviations
+
+
+def test_a_billion_examples_need_no_table():
+    tracemalloc.start()
+    taken = Order(10**9, seed=0).examples_at(np.arange(128) + 10**12)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(np.unique(taken)) == 128
+    assert taken.max() > 9 * 10**8
+    assert peak < 2**20
+
+
+def test_order_is_the_same_for_every_batch_size_and_on_every_machine_and_version():
+    want = [0, 8, 2, 3, 4, 5, 1, 6, 7, 9, 8, 4, 1, 7, 5, 0, 3, 9, 6, 2]
+    for size in (5, 10):
+        assert read(train_batches(size=size), 20 // size).tolist() == want
+
+
+def test_epochs_and_seeds_differ_and_unshuffled_data_and_equal_weights_keep_the_order():
+    assert (places(50) != places(50, epoch=1)).any()
+    assert (places(50) != places(50, seed=1)).any()
+    np.testing.assert_array_equal(places(100, weights=np.full(100, 0.3)), places(100))
+    assert read(train_batches(4, 3, shuffle=False), 3).tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0]
+
+
+def test_epochs_and_seeds_differ_and_unshuffled_data_keep_their_order():
+    assert (places(50) != places(50, epoch=1)).any()
+    assert (places(50) != places(50, seed=1)).any()
+    plain = TrainBatches(numbered(4), global_batch_size=3, seed=0, shuffle=False)
+    assert read(plain, 3).tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0]
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.floats(0, 10), min_size=1, max_size=30), st.integers(0, 2**63), st.booleans())
+def test_weights_are_kept_in_every_epoch_to_the_next_whole_number(weights, seed, shuffle):
+    weights = np.array(weights)
+    if weights.sum() < 1e-3:
+        weights[0] = 1.0
+    wanted = weights / weights.sum() * len(weights)
+    for epoch in range(2):
+        taken = places(len(weights), seed=seed, epoch=epoch, weights=weights, shuffle=shuffle)
+        counts = np.bincount(taken, minlength=len(weights))
+        assert (np.abs(counts - wanted) < 1 + 1e-9).all()
+        assert (counts[weights == 0] == 0).all()
+
+
+def images_of(**options):
+    plan = {"size": 8, "seed": 3, "augment": FlipAndShift()} | options
+    return train_batches(numbered_images(10), **plan)
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, 4])
+@pytest.mark.parametrize("options", [{}, {"num_epochs": 2.5}, {"size": 7}], ids=str)
+def test_all_processes_together_read_what_one_would_augmentation_included(num_processes, options):
+    options = {"multiple_of": 8, **options}
+    together = on_processes(num_processes, images_of, **options)
+    for whole, *parts in itertools.islice(zip(images_of(**options), *together, strict=True), 4):
+        for name, want in whole.items():
+            np.testing.assert_array_equal(np.concatenate([p[name] for p in parts]), want)
+
+
+def test_state_resumes_where_it_was_taken():
+    batches, resumed = images_of(size=4), images_of(size=4)
+    next(batches), next(batches)
+    state = batches.get_state()
+    expected = [next(batches) for _ in range(4)]
+    resumed.set_state(state)
+    assert state == {"position": 8}
+    for batch in expected:
+        again = next(resumed)
+        for name in ("image", "label"):
+            np.testing.assert_array_equal(again[name], batch[name])
+
+
+def test_reading_ahead_by_position_disturbs_nothing():
+    batches = train_batches()
+    ahead = batches.batch(8)["x"]
+    np.testing.assert_array_equal(read(batches, 3)[8:], ahead)
+
+
+def counted(batches):
+    """The examples that count, batch by batch."""
+    return [batch["x"][batch.get("mask", np.ones(len(batch["x"]))) > 0] for batch in batches]
+
+
+def test_only_the_last_batch_of_a_run_is_padded_with_real_rows_that_do_not_count():
+    batches = train_batches(num_epochs=1.5)
+    assert batches.is_padded
+    made = list(batches)
+    assert [batch["mask"].tolist() for batch in made] == [[1] * 4] * 3 + [[1, 1, 1, 0]]
+    assert made[-1]["x"][3] == made[-1]["x"][2]
+    np.testing.assert_array_equal(np.concatenate(counted(made)), read(train_batches(), 4)[:15])
+
+
+def test_a_run_that_ends_with_a_full_batch_or_drops_the_last_has_no_mask():
+    dropped = {"size": 4, "num_epochs": 1, "drop_remainder": True}
+    for options, sizes in (({"size": 5, "num_epochs": 2}, [5] * 4), (dropped, [4, 4])):
+        batches = train_batches(**options)
+        assert not batches.is_padded
+        made = list(batches)
+        assert [list(batch) for batch in made] == [["x"]] * len(made)
+        assert [len(batch["x"]) for batch in made] == sizes
+
+
+def test_a_batch_that_devices_do_not_divide_is_padded_and_still_the_same():
+    plain, wide = train_batches(20, 6), train_batches(20, 6, multiple_of=4)
+    assert wide.is_padded
+    for _ in range(5):
+        batch = next(wide)
+        assert batch["mask"].tolist() == [1] * 6 + [0] * 2
+        np.testing.assert_array_equal(batch["x"][:6], next(plain)["x"])
+
+
+def test_a_mask_of_the_examples_own_stays_where_rows_count():
+    examples = ArrayExamples({"x": np.arange(6), "mask": np.eye(6, 3, dtype=np.float32)})
+    first, last = train_batches(examples, shuffle=False, num_epochs=1)
+    np.testing.assert_array_equal(first["mask"], np.eye(6, 3)[:4])
+    np.testing.assert_array_equal(last["mask"], np.zeros((4, 3)))
+
+
+WORLDS = st.sampled_from([(1, 1), (2, 1), (8, 1), (4, 2), (8, 4), (3, 1)])  # devices, processes
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(5, 60), st.data(), st.lists(WORLDS, min_size=2, max_size=4))
+def test_a_run_interrupted_anywhere_and_finished_elsewhere_sees_each_example_once_an_epoch(
+    num_examples, data, worlds
+):
+    batch_size = data.draw(st.integers(1, num_examples))
+    num_epochs = data.draw(st.integers(1, 3))
+    state, seen = None, []
+    for number, (num_devices, num_processes) in enumerate(worlds):
+        options = {"seed": 5, "num_epochs": num_epochs, "multiple_of": num_devices}
+        parts = on_processes(num_processes, train_batches, num_examples, batch_size, **options)
+        for part in parts:
+            part.set_state(state or part.get_state())
+        is_last = number == len(worlds) - 1
+        stop = None if is_last else data.draw(st.integers(0, 6))
+        for batches in itertools.islice(zip(*parts, strict=True), stop):
+            seen += counted(batches)
+        assert len({str(part.get_state()) for part in parts}) == 1
+        state = parts[0].get_state()
+    epochs = np.concatenate(seen).reshape(num_epochs, num_examples)
+    np.testing.assert_array_equal(np.sort(epochs), [np.arange(num_examples)] * num_epochs)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(1, 40), st.integers(1, 50), st.integers(1, 5))
+def test_evaluation_covers_each_example_once_with_a_ragged_end(num_examples, size, num_processes):
+    examples = numbered(num_examples)
+    parts = on_processes(num_processes, eval_batches, examples, global_batch_size=size)
+    for _ in range(2):  # they can be read again
+        rounds = list(zip(*parts, strict=True))
+        assert all(len(part) == len(rounds) for part in parts)
+        seen = [batch["x"] for batches in rounds for batch in batches]
+        np.testing.assert_array_equal(np.concatenate(seen), np.arange(num_examples))
+
+
+OF_FOUR, A_PART = {"num_processes": 4}, {"num_epochs": 0.4, "drop_remainder": True}
+UNCUT = (
+    (OF_FOUR, ConfigError, r"10 does not divide over 4 .* 8 and 12"),
+    (OF_FOUR | {"size": 3}, ConfigError, r"3 does not divide over 4 .* Smallest that does: 4"),
+    ({"seed": -1}, ConfigError, "seed -1 is negative"),
+    ({"examples": 4}, DataError, "holds 4 examples, and one global batch 10"),
+    (A_PART, DataError, "0.4 epochs of 20 examples do not fill a batch of 10"),
+    ({"weights": np.ones(3)}, DataError, r"weights have shape \(3,\) for 20 examples"),
+)
+
+
+def test_batches_that_cannot_be_cut_are_refused():
+    for options, error, message in UNCUT:
+        with pytest.raises(error, match=message):
+            train_batches(**{"examples": 20, "size": 10} | options)
+    for bad in (np.zeros(20), np.full(20, np.nan), np.arange(20) - 1.0):
+        with pytest.raises(DataError, match="finite and not negative, and one of them positive"):
+            train_batches(20, 10, weights=bad)
+    with pytest.raises(ConfigError, match="batch_size 0"):
+        eval_batches(numbered(4), global_batch_size=0)
+
+
+def test_flips_and_shifts_move_whole_images_and_repeat_the_edge():
+    image = np.arange(9, dtype=np.float32).reshape(1, 3, 3, 1)
+    batch = {"image": np.repeat(image, 4, axis=0), "label": np.arange(4)}
+    # Thirds of the range move by -1, 0 and 1 pixels, down and right; its lower half mirrors.
+    uniform = np.array([[0.5, 0.5, 0.1], [0.9, 0.5, 0.9], [0.5, 0.1, 0.9], [0.5, 0.9, 0.1]])
+    moved = FlipAndShift(1)(batch, uniform)
+    assert moved["image"][..., 0].tolist() == [
+        [[2, 1, 0], [5, 4, 3], [8, 7, 6]],
+        [[0, 1, 2], [0, 1, 2], [3, 4, 5]],
+        [[1, 2, 2], [4, 5, 5], [7, 8, 8]],
+        [[2, 2, 1], [5, 5, 4], [8, 8, 7]],
+    ]
+    np.testing.assert_array_equal(moved["label"], batch["label"])
+    np.testing.assert_array_equal(batch["image"], np.repeat(image, 4, axis=0))
+
+
+def test_what_augmentation_draws_depends_on_seed_epoch_and_example_alone():
+    order = Order(1000, seed=0)
+    positions = np.arange(2000)
+    unshuffled = Order(1000, seed=0, shuffle=False).uniform(positions, 3)
+    assert len(np.unique(unshuffled, axis=0)) == 2000
+    for batch in np.split(positions, 40):
+        examples = order.examples_at(batch) + 1000 * (batch // 1000)
+        np.testing.assert_array_equal(order.uniform(batch, 3), unshuffled[examples])
+    other = Order(1000, seed=1, shuffle=False).uniform(np.arange(2000), 3)
+    assert (other != unshuffled).all()
+    # Means and correlations of 2000 uniform numbers, to five standard deviations.
+    np.testing.assert_allclose(unshuffled.mean(0), 0.5, atol=0.033)
+    np.testing.assert_allclose(np.corrcoef(unshuffled.T) - np.eye(3), 0, atol=0.11)
+
+
+def test_mixup_lays_another_image_over_each_and_keeps_both_labels():
+    images, labels = np.arange(10, dtype=np.float32), np.arange(10)
+    examples = ImageExamples(np.broadcast_to(images[:, None, None, None], (10, 3, 3, 1)), labels)
+    options = {"size": 10, "mixup": 0.4}
+    batch = next(train_batches(examples, **options))
+    share = batch["share"]
+    mixed = share * batch["label"] + (1 - share) * batch["other_label"]
+    np.testing.assert_allclose(batch["image"][:, 1, 1, 0], mixed, rtol=1e-5)
+    assert 0 <= share.min() < share.max() <= 1
+    parts = [next(part) for part in on_processes(2, train_batches, examples, **options)]
+    for name, want in batch.items():
+        np.testing.assert_array_equal(np.concatenate([p[name] for p in parts]), want)
+    seeds = range(200)
+    many = [next(train_batches(examples, seed=seed, **options))["share"] for seed in seeds]
+    # Beta(a, a): mean 1/2, variance 1/(8a + 4); five standard deviations of 2000 draws.
+    assert abs(np.mean(many) - 0.5) < 5 * math.sqrt(1 / 7.2 / 2000)
+    assert np.var(many) == pytest.approx(1 / 7.2, rel=0.1)
+    with pytest.raises(ConfigError, match="mixes images with labels, and the data hold x"):
+        next(train_batches(10, **options))
+
+
+def test_embedded_fashion_mnist_is_balanced_and_normalised(fashion):
+    assert (len(fashion.train), len(fashion.test)) == (15_000, 10_000)
+    train = fashion.train.take(np.arange(15_000))
+    assert np.bincount(train["label"]).tolist() == [1500] * 10
+    assert np.bincount(fashion.test.take(np.arange(10_000))["label"]).tolist() == [1000] * 10
+    assert abs(train["image"].mean()) < 0.01
+    assert abs(train["image"].std() - 1) < 0.01
+    assert "embedded: 15,000 train / 10,000 test" in fashion.description
+
+
+def test_held_out_examples_replace_the_test_set_and_are_not_trained_on(fashion):
+    def as_bytes(examples):
+        return {image.tobytes() for image in examples.take(np.arange(len(examples)))["image"]}
+
+    tuning = make_source("fashion_mnist", kwargs={"num_held_out": 2500}).load()
+    assert (len(tuning.train), len(tuning.test)) == (12_500, 2_500)
+    held_out = tuning.test.take(np.arange(2_500))
+    assert np.bincount(held_out["label"]).tolist() == [250] * 10
+    assert as_bytes(tuning.train) | as_bytes(tuning.test) == as_bytes(fashion.train)
+    assert not as_bytes(tuning.train) & as_bytes(tuning.test)
+
+
+def test_sources_know_their_shapes_without_reading():
+    assert list(SOURCES) == sorted(SOURCES)
+    for name in ("fashion_mnist", "python_stdlib"):
+        source = make_source(name)
+        data = source.load()
+        assert spec_of(data.train) == spec_of(data.test) == source.spec
+        assert len(data.sha256) == 64
+
+
+def test_standard_library_text_is_the_same_twice_and_its_parts_are_disjoint():
+    source = make_source("python_stdlib", kwargs={"sequence_length": 64})
+    data = source.load()
+    assert data.sha256 == source.load().sha256
+    assert data.sha256[:12] in data.description
+    assert 0.05 < len(data.test) / len(data.train) < 0.2
+    window = data.train.take(np.array([0, 1]))["tokens"]
+    assert window.shape == (2, 65)
+    assert window[0, -1] == window[1, 0]
+    assert window.max() < 256
+
+
+def test_standard_library_leaves_out_tests_and_what_was_installed(tmp_path):
+    for name in ("a.py", "b/c.py", "b/test/d.py", "site-packages/e.py", "_sysconfigdata_x.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert [path.as_posix() for path in source_files(tmp_path)] == ["a.py", "b/c.py"]
+
+
+def save_images(directory, *, num_train=6, labels=None, dtype=np.uint8):
+    for part, n in (("train", num_train), ("test", 4)):
+        np.save(directory / f"{part}_images.npy", np.full((n, 8, 8, 3), 255, dtype))
+        np.save(directory / f"{part}_labels.npy", np.arange(n) if labels is None else labels[:n])
+
+
+def make_npy(directory, **kwargs):
+    kwargs = {"image_size": 8, "num_classes": 10} | kwargs
+    return make_source("npy", directory=str(directory), kwargs=kwargs)
+
+
+def test_npy_directory_is_memory_mapped_and_normalised_per_channel(tmp_path):
+    save_images(tmp_path)
+    source = make_npy(tmp_path, mean=[0.0, 0.5, 1.0], std=[1.0, 0.5, 0.25])
+    data = source.load()
+    assert spec_of(data.train) == source.spec
+    np.testing.assert_allclose(data.train.take(np.array([2]))["image"][0, 0, 0], [1, 1, 0], 1e-6)
+    assert data.sha256 != make_npy(tmp_path).load().sha256
+
+
+def read_tokens(directory, **kwargs):
+    source = make_source("tokens", directory=str(directory), kwargs=kwargs)
+    data = source.load()
+    data.train.take(np.arange(len(data.train)))  # Token by token.
+    assert spec_of(data.train) == spec_of(data.test) == source.spec
+    return data
+
+
+def test_token_directory_yields_windows(tmp_path):
+    np.save(tmp_path / "train.npy", np.arange(21, dtype=np.uint16))
+    np.save(tmp_path / "test.npy", np.arange(9, dtype=np.uint32))
+    data = read_tokens(tmp_path, sequence_length=4, vocab_size=21)
+    assert (len(data.train), len(data.test)) == (5, 2)
+    assert data.train.take(np.array([4]))["tokens"].tolist() == [[16, 17, 18, 19, 20]]
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(2, 50), st.integers(1, 9))
+def test_windows_predict_each_token_once(num_tokens, sequence_length):
+    if num_tokens <= sequence_length:
+        return
+    windows = TokenExamples(np.arange(num_tokens), sequence_length=sequence_length)
+    targets = windows.take(np.arange(len(windows)))["tokens"][:, 1:].ravel()
+    np.testing.assert_array_equal(targets, np.arange(1, len(targets) + 1))
+    assert num_tokens - 1 - len(targets) < sequence_length
+
+
+def test_own_arrays_become_a_data_set_in_32_bits():
+    x = np.linspace(0, 1, 12).reshape(6, 2)
+    data = make_data_set("mine", {"x": x, "y": np.arange(6)}, {"x": x[:2], "y": np.arange(2)})
+    spec = {"x": ((2,), np.dtype("float32")), "y": ((), np.dtype("int32"))}
+    assert spec_of(data.train) == spec
+    assert data.description == "mine: 6 train / 2 test examples"
+    assert make_data_set("mine", data.train, data.test).sha256 == data.sha256
+    assert make_data_set("mine", data.test, data.train).sha256 != data.sha256
+
+
+WRONG_ARGUMENTS = (
+    ("fashion_mnits", {}, "no data set 'fashion_mnits'. Did you mean 'fashion_mnist'"),
+    ("fashion_mnist", {"kwargs": {"held_out": 5}}, "Did you mean 'num_held_out'"),
+    ("fashion_mnist", {"kwargs": {"source": "full"}}, "belongs into data.source"),
+    ("fashion_mnist", {"kwargs": {"num_held_out": 5}}, "not a multiple of 10"),
+    ("fashion_mnist", {"source": "half"}, "'half' of fashion_mnist is neither"),
+    ("fashion_mnist", {"directory": "here"}, "not read with source 'embedded'"),
+    ("python_stdlib", {"source": "full"}, "Leave out data.source=full"),
+    ("python_stdlib", {"directory": "here"}, "Leave out data.dir=here"),
+    ("python_stdlib", {"kwargs": {"sequence_length": 0}}, "sequence_length 0"),
+    ("tokens", {"kwargs": {"sequence_length": 4}}, "Give data.dir"),
+    ("tokens", {"directory": "here"}, "kwargs.sequence_length is missing"),
+)
+
+
+def test_wrong_arguments_are_refused_before_anything_is_read():
+    for name, arguments, message in WRONG_ARGUMENTS:
+        with pytest.raises(ConfigError, match=message):
+            make_source(name, **arguments)
+
+
+@pytest.fixture
+def copied(tmp_path, monkeypatch):
+    """The embedded files in a directory where they may be damaged."""
+    for path in embedded._HERE.glob("*.gz"):
+        shutil.copy(path, tmp_path)
+    monkeypatch.setattr(embedded, "_HERE", tmp_path)
+    return tmp_path
+
+
+def test_a_file_that_is_missing_truncated_or_altered_is_named(copied):
+    labels, images = "t10k-labels-idx1-ubyte.gz", "train-15000-images-idx3-ubyte.gz"
+    sound = {name: (copied / name).read_bytes() for name in (labels, images)}
+    altered = parse_idx(gzip.decompress(sound[labels])).copy()
+    altered[17] += 1
+    for name, damaged, message in (
+        (labels, None, r"t10k-labels-idx1-ubyte\.gz: No such file"),
+        (images, sound[images][:-1000], r"truncated or altered: .* not a whole gzip file"),
+        (labels, pack_idx(altered), "altered: unpacked, its sha256 is"),
+    ):
+        (copied / name).unlink() if damaged is None else (copied / name).write_bytes(damaged)
+        with pytest.raises(DataError, match=message):
+            make_source("fashion_mnist").load()
+        (copied / name).write_bytes(sound[name])
+
+
+def test_full_source_without_its_files_fails_and_falls_back_on_nothing(tmp_path):
+    for directory, message in (
+        (tmp_path / "absent", r"absent: no such directory, .* dataset-fashion-mnist"),
+        (tmp_path, r"t10k-images-idx3-ubyte\.gz: No such file"),
+    ):
+        with pytest.raises(DataError, match=message):
+            make_source("fashion_mnist", source="full", directory=str(directory)).load()
+
+
+BAD_DATA = (
+    ({}, "no arrays"),
+    ({"x": np.zeros(3), "y": np.zeros(2)}, "different lengths: x 3, y 2"),
+    ({"x": np.zeros((0, 2))}, "0 examples"),
+    ({"x": np.array([[0.0, 1.0], [np.nan, 0.0]])}, "NaN or infinity, first in row 1"),
+    ({"x": np.array(["a"])}, "rows of numbers"),
+    ({"x": np.array([2**31])}, "2147483648, which needs 64 bits"),
+    ({1, 2}, "type set cannot be read"),
+    ([1, 2], "a row of the data is int"),
+)
+
+
+def test_bad_arrays_and_data_that_are_not_data_are_refused():
+    for data, message in BAD_DATA:
+        with pytest.raises(DataError, match=message):
+            make_data_set("mine", data, {"x": np.zeros(1)})
+
+
+BAD_IMAGES = (
+    ({}, {"image_size": 9}, r"images of shape \(8, 8, 3\), .* ask for \(9, 9, 3\)"),
+    ({"labels": np.arange(6) + 5}, {}, "reach from 0 to 10. With num_classes 10"),
+    ({"labels": np.arange(6) - 1}, {}, "reach from -1 to 4"),
+    ({"labels": np.zeros(6)}, {}, "whole number each"),
+    ({"dtype": np.int64}, {}, "need uint8 or floating point"),
+    ({"num_train": 0}, {}, r"n > 0"),
+)
+
+
+def test_bad_images_are_refused(tmp_path):
+    for damage, kwargs, message in BAD_IMAGES:
+        save_images(tmp_path, **damage)
+        with pytest.raises(DataError, match=message):
+            make_npy(tmp_path, **kwargs).load()
+    images = np.zeros((4, 2, 2, 1), np.float32)
+    images[3, 0, 0] = np.nan
+    with pytest.raises(DataError, match="NaN or infinity, first in row 3"):  # when it is read
+        ImageExamples(images, np.zeros(4, int)).take(np.array([1, 3]))
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=4), st.randoms())
+def test_idx_arrays_survive_the_round_trip_and_every_cut_is_refused(shape, random):
+    array = np.random.default_rng(random.getrandbits(32)).integers(0, 256, shape).astype(np.uint8)
+    plain = gzip.decompress(pack_idx(array))
+    np.testing.assert_array_equal(parse_idx(plain), array)
+    for end in range(len(plain)):
+        with pytest.raises(DataError, match=r"not an IDX file|not a whole IDX file"):
+            parse_idx(plain[:end])
+
+
+def test_idx_file_is_read_only_with_the_right_sum(tmp_path):
+    (tmp_path / "x.gz").write_bytes(pack_idx(np.zeros(3)))
+    with pytest.raises(DataError, match=r"x\.gz: altered"):
+        read_idx(tmp_path / "x.gz", sha256_hex="0" * 64)
+
+
+def test_bad_token_directories_are_refused(tmp_path):
+    shards = np.arange(9, dtype=np.uint16), np.zeros((3, 3), np.uint16)
+    np.save(tmp_path / "test.npy", shards[0])
+    for train, kwargs, message in (
+        (None, {}, "no such file"),
+        (b"\x93NUMPY", {}, r"not a whole \.npy file"),
+        (shards[0], {"sequence_length": 9}, "9 tokens are too few"),
+        (shards[0], {"vocab_size": 8}, "token 8 at 8 does not lie below vocab_size 8"),
+        (shards[1], {}, r"tokens are uint16\(3, 3\)"),
+    ):
+        if isinstance(train, bytes):
+            (tmp_path / "train.npy").write_bytes(train)
+        elif train is not None:
+            np.save(tmp_path / "train.npy", train)
+        with pytest.raises(DataError, match=rf"train\.npy: {message}"):
+            read_tokens(tmp_path, **{"sequence_length": 4} | kwargs)
+
+
+@pytest.fixture
+def script():
+    """The module that made the shipped files."""
+    path = ROOT / "scripts" / "make_fashion_mnist.py"
+    spec = importlib.util.spec_from_file_location("make_fashion_mnist", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def originals(tmp_path, script):
+    """Four files like the original ones: five images a class to train, two to test."""
+    for names, per_class in ((script.TRAIN, 5), (script.TEST, 2)):
+        labels = np.arange(10 * per_class) % 10
+        pixels = np.random.default_rng(per_class).integers(0, 256, (len(labels), 28, 28))
+        for name, array in zip(names, (pixels, labels), strict=True):
+            (tmp_path / f"{name}.gz").write_bytes(pack_idx(array))
+    return tmp_path
+
+
+def test_script_keeps_as_many_of_each_class_and_the_whole_test_set(
+    script, originals, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(script, "NUM_PER_CLASS", 3)
+    made = tmp_path / "made"
+    made.mkdir()
+    script.main(originals, made)
+    sums = {"embedded": made / "SHA256SUMS", "full": made / "SHA256SUMS.original"}
+    monkeypatch.setattr(embedded, "_SUMS", sums)
+    monkeypatch.setattr(embedded, "_HERE", made)
+    part = make_source("fashion_mnist").load()
+    full = make_source("fashion_mnist", source="full", directory=str(originals)).load()
+    assert part.description == "Fashion-MNIST embedded: 30 train / 20 test examples"
+    assert full.description == "Fashion-MNIST full: 50 train / 20 test examples"
+    assert part.sha256 != full.sha256
+    assert np.bincount(part.train.take(np.arange(30))["label"]).tolist() == [3] * 10
+    np.testing.assert_array_equal(
+        part.test.take(np.arange(20))["image"], full.test.take(np.arange(20))["image"]
+    )
+
+
+def test_shipped_images_are_those_that_the_script_chooses(script):
+    """Of 6,000 images a class 1,500 are kept, by hash: the first byte of all is in the low part."""
+    directory = Path(embedded.__file__).parent
+    images, labels = (parse_idx(script.unpack(directory / f"{name}.gz")) for name in script.KEPT)
+    first_bytes = [sha256(image.tobytes()).digest()[0] for image in images]
+    assert max(first_bytes) < 0.28 * 256
+    np.testing.assert_array_equal(np.bincount(labels), [script.NUM_PER_CLASS] * 10)

@@ -1,0 +1,515 @@
+"""Formats: each read back as it was written, and refused where it is damaged."""
+
+import gzip
+import json
+import pickle
+import sys
+import zipfile
+
+import datasets
+import grain
+import numpy as np
+import pytest
+import read_data
+from PIL import Image
+
+from jddp.data import CropAndFlip, RowExamples, TokenExamples, make_data_set, make_source, spec_of
+from jddp.data.__main__ import main
+from jddp.data.sources.idx import pack_idx
+from jddp.data.sources.image_folder import FolderExamples
+from jddp.data.sources.mapped import MappedArray, map_npy, map_npz
+from jddp.data.sources.tokenize import BYTES, documents_in, tokenizer_in, write_tokens
+from jddp.errors import ConfigError, DataError, FileSystemError
+
+X = np.arange(24, dtype=np.float32).reshape(8, 3)
+Y = np.arange(8) % 4
+
+
+def take_all(examples):
+    return examples.take(np.arange(len(examples)))
+
+
+def check_rows(examples):
+    """They are X and Y, in 32 bits."""
+    rows = examples.take(np.array([5, 0]))
+    np.testing.assert_array_equal(rows["x"], X[[5, 0]])
+    np.testing.assert_array_equal(rows["y"], Y[[5, 0]])
+    assert (rows["x"].dtype, rows["y"].dtype) == (np.float32, np.int32)
+    assert len(examples) == 8
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_arrays_of_any_names_come_from_npz_files_also_of_the_home_directory(
+    tmp_path, monkeypatch, save
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for part in ("train", "test"):
+        save(tmp_path / f"{part}.npz", x=X, y=Y)
+    source = make_source("npz", directory="~")
+    check_rows(source.load().train)
+    assert source.spec == {"x": ((3,), np.dtype("float32")), "y": ((), np.dtype("int32"))}
+
+
+@pytest.mark.parametrize("array", [X, np.asfortranarray(X), X[:0], np.float32(3)], ids=np.shape)
+def test_mapped_arrays_are_those_that_were_saved(tmp_path, array):
+    np.save(tmp_path / "a.npy", array)
+    np.savez(tmp_path / "a.npz", other=Y, a=array)
+    for found in (map_npy(tmp_path / "a.npy"), map_npz(tmp_path / "a.npz")["a"]):
+        np.testing.assert_array_equal(found, array)
+        assert found.dtype == array.dtype
+
+
+def test_a_mapped_array_is_sent_as_its_place_and_a_part_of_one_as_it_is(tmp_path):
+    np.save(tmp_path / "a.npy", np.zeros((1000, 100)))
+    np.savez(tmp_path / "a.npz", a=np.ones((1000, 100)))
+    for array in (map_npy(tmp_path / "a.npy"), map_npz(tmp_path / "a.npz")["a"]):
+        assert isinstance(array, MappedArray)
+        sent = pickle.dumps(array)
+        assert len(sent) < 1000
+        np.testing.assert_array_equal(pickle.loads(sent), array)
+        np.testing.assert_array_equal(pickle.loads(pickle.dumps(array[3:5])), array[3:5])
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 1
+
+
+def test_a_damaged_npy_file_is_named_with_the_place(tmp_path):
+    path = tmp_path / "a.npy"
+    np.save(path, X)
+    data = path.read_bytes()
+    for damaged, message in (
+        (data[:-7], "cut off at byte 217 of 224"),
+        (b"x" + data[1:], r"not a whole \.npy file"),
+        (data[:9], r"not a whole \.npy file"),
+    ):
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match=rf"a\.npy: {message}"):
+            map_npy(path)
+
+
+def test_a_damaged_npz_file_is_named_with_its_member(tmp_path):
+    path = tmp_path / "a.npz"
+    np.savez_compressed(path, a=np.random.default_rng(0).random(1000))
+    data = bytearray(path.read_bytes())
+    data[2000] ^= 255
+    with zipfile.ZipFile(tmp_path / "text.npz", "w") as archive:
+        archive.writestr("readme.txt", "hello")
+    text = (tmp_path / "text.npz").read_bytes()
+    path.unlink()
+    for damaged, message in (
+        (None, "no such file"),
+        (b"nothing", r"not a whole \.npz file"),
+        (data, r"a\.npy: not a whole array"),
+        (text, r"readme\.txt: not a whole \.npy file"),
+    ):
+        if damaged is not None:
+            path.write_bytes(damaged)
+        with pytest.raises(DataError, match=rf"a\.npz: {message}"):
+            map_npz(path)
+
+
+def test_no_format_loads_pickles(tmp_path):
+    class Trap:
+        def __reduce__(self):
+            return exec, ("raise SystemExit('a pickle was loaded')",)
+
+    array = np.array([Trap()], object)
+    np.save(tmp_path / "a.npy", array)
+    np.savez(tmp_path / "a.npz", a=array)
+    np.savez_compressed(tmp_path / "b.npz", a=array)
+    for read, name, message in (
+        (map_npy, "a.npy", "Python objects"),
+        (map_npz, "a.npz", "Python objects"),
+        (map_npz, "b.npz", "not a whole array"),
+    ):
+        with pytest.raises(DataError, match=message):
+            read(tmp_path / name)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_idx_files_are_read_as_mnist_is_published(tmp_path, is_packed):
+    images = np.arange(6 * 16, dtype=np.uint8).reshape(6, 4, 4)
+    labels = np.arange(6, dtype=np.uint8) % 3
+    for part in ("train", "t10k"):
+        for name, array in (("images-idx3", images), ("labels-idx1", labels)):
+            data = pack_idx(array)
+            path = tmp_path / f"{part}-{name}-ubyte{'.gz' * is_packed}"
+            path.write_bytes(data if is_packed else gzip.decompress(data))
+
+    def of_folder(**kwargs):
+        kwargs = {"image_size": 4, "num_classes": 3, "mean": 0.0, "std": 1.0} | kwargs
+        return make_source("idx", directory=str(tmp_path), kwargs=kwargs)
+
+    data = of_folder().load()
+    assert spec_of(data.train) == of_folder().spec
+    rows = take_all(data.test)
+    np.testing.assert_allclose(rows["image"][..., 0] * 255, images, rtol=1e-6)
+    np.testing.assert_array_equal(rows["label"], labels)
+    for bad, message in (({"num_classes": 2}, "reach from 0 to 2"), ({"image_size": 5}, "Change")):
+        with pytest.raises(DataError, match=message):
+            of_folder(**bad).load()
+    if not is_packed:
+        path = tmp_path / "train-images-idx3-ubyte"
+        path.write_bytes(path.read_bytes()[:-1])
+        with pytest.raises(DataError, match=r"train-images-idx3-ubyte: not a whole IDX file: 95"):
+            of_folder().load()
+
+
+def test_an_image_that_does_not_decode_or_is_too_large_is_named_or_does_not_count(
+    folder, caplog, monkeypatch
+):
+    (folder / "train" / "dark" / "a.png").write_bytes(b"no image")
+    with pytest.raises(DataError, match=r"dark/a\.png: does not decode"):
+        take_all(images_in(folder).load().train)
+    source = images_in(folder, undecodable="mask")
+    data = source.load()
+    assert take_all(data.train)["mask"].tolist() == [0, 1, 1, 1, 1, 1]
+    assert spec_of(data.train) == source.spec
+    assert ["dark/a.png: does not decode" in r.getMessage() for r in caplog.records] == [True] * 2
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 500)  # Pillow's limit is kept.
+    with pytest.raises(DataError, match=r"a\.png: does not decode .*exceeds limit of 500 pixels"):
+        FolderExamples(folder / "test", image_size=8).decode(0)
+
+
+def save_image(path, pixels, **options):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(np.asarray(pixels, np.uint8)).save(path, **options)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Two classes: grey of 40 and of 200, of several formats and sizes."""
+    for part in ("train", "test"):
+        for name, grey in (("dark", 40), ("light", 200)):
+            here = tmp_path / part / name
+            save_image(here / "a.png", np.full((20, 30, 3), grey))
+            save_image(here / "b.jpg", np.full((64, 48, 3), grey), quality=95)
+            save_image(here / "deep" / "c.bmp", np.full((10, 10), grey))
+    return tmp_path
+
+
+def images_in(folder, **kwargs):
+    return make_source("image_folder", directory=str(folder), kwargs={"image_size": 8} | kwargs)
+
+
+def test_images_in_folders_have_the_class_of_their_folder(folder):
+    source = images_in(folder, mean=0.0, std=1.0)
+    data = source.load()
+    assert spec_of(data.train) == source.spec
+    for examples in (data.train, data.test):
+        rows = take_all(examples)
+        assert rows["label"].tolist() == [0, 0, 0, 1, 1, 1]
+        greys = np.where(rows["label"] == 0, 40, 200) / 255
+        np.testing.assert_allclose(rows["image"].mean((1, 2, 3)), greys, atol=2 / 255)  # JPEG's
+    assert data.description.endswith("6 train / 6 test examples")
+
+
+def test_the_middle_of_an_image_is_kept_and_its_shorter_side_scaled(tmp_path):
+    pixels = np.zeros((4, 8, 3))
+    pixels[:, 2:4], pixels[:, 4:6] = 100, 200
+    save_image(tmp_path / "x" / "a.png", pixels)
+    examples = FolderExamples(tmp_path, image_size=4)
+    assert examples.decode(0)[0, :, 0].tolist() == [100, 100, 200, 200]
+    half = FolderExamples(tmp_path, image_size=2, margin=0.5)
+    assert half.decode(0)[0, :, 0].tolist() == [100, 200]
+
+
+def test_a_large_jpeg_decodes_as_a_small_one(tmp_path):
+    y, x = np.mgrid[:512, :640] / 4
+    save_image(tmp_path / "x" / "a.jpg", np.stack([y, x, y], -1), quality=95)
+    small = FolderExamples(tmp_path, image_size=32, margin=0.125).decode(0).astype(float)
+    wide = 512 * 0.875
+    middle = np.broadcast_to((np.arange(32) + 0.5) * wide / 32, (32, 32))
+    np.testing.assert_allclose(small[:, :, 0], ((512 - wide) / 2 + middle.T) / 4, atol=2)
+    np.testing.assert_allclose(small[:, :, 1], ((640 - wide) / 2 + middle) / 4, atol=2)
+
+
+def test_bad_image_folders_are_refused(folder):
+    with pytest.raises(DataError, match="train has 2 classes, test 2, and num_classes is 3"):
+        images_in(folder, num_classes=3).load()
+    with pytest.raises(ConfigError, match="undecodable: 'skip'. Choose 'error' or 'mask'"):
+        images_in(folder, undecodable="skip").load()
+    (folder / "train" / "other").mkdir()
+    with pytest.raises(DataError, match="train has 3 classes, test 2"):
+        images_in(folder).load()
+    (folder / "test").rename(folder / "tset")
+    with pytest.raises(DataError, match="test: no such folder"):
+        images_in(folder).load()
+    with pytest.raises(DataError, match="no images in folders of classes"):
+        FolderExamples(folder / "train" / "other", image_size=8)
+
+
+def test_the_hash_of_a_folder_is_of_names_and_sizes(folder):
+    before = images_in(folder).load().sha256
+    assert images_in(folder).load().sha256 == before
+    path = folder / "test" / "dark" / "a.png"
+    path.write_bytes(path.read_bytes() + b"x")
+    assert images_in(folder).load().sha256 != before
+
+
+def test_a_crop_enlarges_a_part_and_mirrors_it():
+    ramp = np.arange(8, dtype=np.float32)
+    image = np.broadcast_to(ramp[:, None, None] * 10 + ramp[:, None], (8, 8, 1))
+    batch = {"image": np.stack([image] * 3), "label": np.arange(3)}
+    # All of it; mirrored; a quarter, from the lower left.
+    uniform = np.array([[1, 0.5, 0, 0, 0.9], [1, 0.5, 0, 0, 0.1], [0, 0.5, 1, 0, 0.9]])
+    whole, mirrored, part = CropAndFlip(smallest=0.25)(batch, uniform)["image"]
+    np.testing.assert_allclose(whole, image, atol=1e-5)
+    np.testing.assert_allclose(mirrored, image[:, ::-1], atol=1e-5)
+    places = (np.arange(8) + 0.5) / 2 - 0.5
+    want = np.clip(places + 4, 0, 7)[:, None] * 10 + np.clip(places, 0, 7)
+    np.testing.assert_allclose(part[:, :, 0], want, atol=1e-4)
+
+
+def test_windows_of_shards_are_windows_of_each():
+    shards = np.arange(11, dtype=np.uint16), np.arange(100, 103), np.arange(200, 209)
+    examples = TokenExamples(*shards, sequence_length=4)
+    want = [[*range(i, i + 5)] for i in (0, 4, 200, 204)]
+    assert take_all(examples)["tokens"].tolist() == want
+
+
+def test_first_tokens_of_documents_are_not_predicted_where_documents_count():
+    documents = [np.array([0, 3, 4]), np.array([0])]
+    examples = TokenExamples(np.arange(9), np.arange(9), sequence_length=4, documents=documents)
+    assert take_all(examples)["mask"].tolist() == [[1, 1, 0, 0], [1] * 4, [1] * 4, [1] * 4]
+
+
+TEXTS = [f"document {i} of some length " * (i % 3 + 1) for i in range(40)]
+
+
+def written(tmp_path, tokenizer=None, **options):
+    directory = tmp_path / "tokens"
+    index = write_tokens(TEXTS, directory, tokenizer=tokenizer or BYTES, **options)
+    return directory, index
+
+
+def test_text_that_is_written_as_tokens_is_read_back(tmp_path):
+    directory, index = written(tmp_path, shard_tokens=300)
+    kwargs = {"sequence_length": 1, "cross_documents": False}
+    source = make_source("tokens", directory=str(directory), kwargs=kwargs)
+    data = source.load()
+    assert spec_of(data.train) == source.spec
+    assert len(list(directory.glob("train-*.documents.npy"))) > 2
+    seen = []
+    for part in ("train", "test"):
+        shards = sorted(p for p in directory.glob(f"{part}-*.npy") if "documents" not in p.name)
+        assert index["tokens"][part] == sum(len(np.load(p)) for p in shards)
+        for shard in shards:
+            begin = np.load(shard.with_name(shard.stem + ".documents.npy"))
+            texts = np.split(np.load(shard), begin[1:])
+            seen += [bytes(text.astype(np.uint8)).removesuffix(b"\0").decode() for text in texts]
+    assert sorted(seen) == sorted(TEXTS)
+    assert json.loads((directory / "tokens.json").read_text()) == index
+    masked = sum((1 - take_all(part)["mask"]).sum() for part in (data.train, data.test))
+    num_shards = len(list(directory.glob("*.documents.npy")))
+    assert masked == len(TEXTS) - num_shards  # the first of a shard is predicted by nobody
+
+
+def test_the_part_of_a_document_is_that_of_its_text(tmp_path):
+    def texts_in(folder, part):
+        tokens = np.load(tmp_path / folder / f"{part}-00000.npy")
+        return sorted(bytes(tokens.astype("u1")).split(b"\0"))
+
+    written(tmp_path)
+    write_tokens(reversed(TEXTS), tmp_path / "again", tokenizer=BYTES)
+    for part in ("train", "test"):
+        assert texts_in("tokens", part) == texts_in("again", part)
+
+
+def test_a_tokenizer_of_hugging_face_writes_its_own_tokens(tmp_path):
+    import tokenizers
+
+    words = sorted({word for text in TEXTS for word in text.split()} | {"[UNK]", "<end>"})
+    model = tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="[UNK]")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    path = tmp_path / "words.json"
+    tokenizer.save(str(path))
+    directory, index = written(tmp_path, tokenizer_in(path, end_of_document="<end>"))
+    assert (index["tokenizer"], index["vocab_size"]) == ("words.json", len(words))
+    tokens = np.load(directory / "train-00000.npy")
+    texts = " ".join(words[i] for i in tokens).split(" <end>")
+    assert set(" ".join(t.split()) for t in texts if t) < {" ".join(t.split()) for t in TEXTS}
+    with pytest.raises(ConfigError, match="has no token '<eos>'"):
+        tokenizer_in(path, end_of_document="<eos>")
+    with pytest.raises(ConfigError, match=r"nothing\.json: no file of tokenizers"):
+        tokenizer_in(tmp_path / "nothing.json")
+
+
+def test_documents_are_files_and_lines_of_jsonl(tmp_path):
+    (tmp_path / "b").mkdir()
+    for name, content in {
+        "b/two.txt": b"two",
+        "b/one.txt": b"one",
+        "three.jsonl": b'{"text": "three"}\n{"text": "four"}\n',
+        "bad.jsonl": b'{"text": "three"}\n{"txt": 3}\n',
+        "bad.txt": b"abc\xff",
+    }.items():
+        (tmp_path / name).write_bytes(content)
+    found = documents_in([tmp_path / "b", tmp_path / "three.jsonl"])
+    assert [*found] == ["one", "two", "three", "four"]
+    for name, message in (
+        ("bad.jsonl", r'bad\.jsonl: line 2 is no object with "text"'),
+        ("bad.txt", r"bad\.txt: not UTF-8 at byte 3"),
+        ("none.txt", r"none\.txt: No such file"),
+    ):
+        with pytest.raises(DataError, match=message):
+            [*documents_in([tmp_path / name])]
+
+
+def test_bad_token_files_are_named_with_the_place(tmp_path):
+    directory, _ = written(tmp_path)
+    path = directory / "train-00000.npy"
+    tokens = np.load(path)
+    tokens[77] = 300
+    np.save(path, tokens)
+    source = make_source("tokens", directory=str(directory), kwargs={"sequence_length": 8})
+    with pytest.raises(DataError, match=r"train-00000\.npy: token 300 at 77 does not lie below"):
+        source.load()
+    with pytest.raises(ConfigError, match=r"holds \.npy files already"):
+        written(tmp_path)
+    with pytest.raises(DataError, match="no document came to test"):
+        write_tokens(TEXTS[:1], tmp_path / "few", tokenizer=BYTES)
+    with pytest.raises(ConfigError, match="between 0 and 1"):
+        write_tokens(TEXTS, tmp_path / "all", tokenizer=BYTES, test_share=1.0)
+
+
+def test_the_command_writes_tokens_and_says_how_to_train(tmp_path, capsys):
+    for i, text in enumerate(TEXTS):
+        (tmp_path / f"{i}.txt").write_text(text)
+    texts = [str(tmp_path / f"{i}.txt") for i in range(len(TEXTS))]
+    assert main(["tokenize", str(tmp_path / "out"), *texts]) == 0
+    said = capsys.readouterr().out
+    assert f"data.name=tokens data.dir={tmp_path / 'out'}" in said
+    assert "vocab_size 256" in said
+    assert main(["tokenize", str(tmp_path / "out"), *texts]) == 2
+    assert "holds .npy files already" in capsys.readouterr().err
+    assert main(["tokenize", str(tmp_path / "more"), str(tmp_path / "none")]) == 65
+
+
+def test_the_command_times_each_stage(tmp_path, capsys):
+    np.savez(tmp_path / "train.npz", x=X.repeat(8, 0), y=X.repeat(8, 0))
+    np.savez(tmp_path / "test.npz", x=X, y=X)
+    (tmp_path / "job.yaml").write_text(
+        "train: {num_steps: 1}\n"
+        f"data: {{name: npz, dir: {tmp_path}, global_batch_size: 8}}\n"
+        "model: {name: mlp, kwargs: {num_outputs: 3}}\n"
+        "loss: {name: mean_squared_error}\n"
+    )
+    arguments = ["--seconds", "0.01", "--config", str(tmp_path / "job.yaml")]
+    assert read_data.main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    stages = ["order  ", "read  ", "order, read and augment", "on the devices, by a thread"]
+    assert len(lines) == 5
+    for line, stage in zip(lines[1:], stages, strict=True):
+        assert line.startswith(stage)
+        assert "examples/s" in line
+    assert read_data.main(["data.name=fashion_mnis"]) == 2
+    assert "Did you mean 'fashion_mnist'?" in capsys.readouterr().err
+
+
+def test_rows_are_dicts_of_a_list_or_of_grain_or_tuples_with_names():
+    rows = list(zip(X, Y, strict=True))
+    check_rows(RowExamples(rows, names=("x", "y")))
+    with pytest.raises(DataError, match=r"is tuple, with names None. .*names=\('image', 'label'\)"):
+        RowExamples(rows).take(np.array([0]))
+    rows = [{"x": X[i], "y": int(Y[i])} for i in range(8)]
+    check_rows(RowExamples(rows))
+    check_rows(RowExamples(grain.MapDataset.source(rows)))
+
+
+@pytest.fixture(autouse=True)
+def cache_of_datasets(tmp_path, monkeypatch):
+    """A folder for the library's copies of Parquet files; they would be in the user's home."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def test_a_cache_that_cannot_be_written_is_refused_with_the_way_out(tmp_path, monkeypatch):
+    datasets.Dataset.from_dict({"x": X}).to_parquet(str(tmp_path / "train-0.parquet"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", "/dev/null/cache")
+    with pytest.raises(FileSystemError, match="cannot cache these files: .*Set HF_HOME"):
+        make_source("parquet", directory=str(tmp_path))
+
+
+def test_a_hugging_face_data_set_is_taken_from_memory_disk_and_parquet(tmp_path):
+    made = datasets.Dataset.from_dict({"x": X, "y": Y, "name": [f"row {i}" for i in range(8)]})
+    check_rows(RowExamples(made.select_columns(["x", "y"])))
+    check_rows(make_data_set("mine", made.select_columns(["x", "y"]), {"x": X}).train)
+    with pytest.raises(DataError, match="'name' of the data is <U5.*leave out that part"):
+        RowExamples(made).take(np.array([0]))
+    save_parts(made, tmp_path)
+    for name in ("hugging_face", "parquet"):
+        source = make_source(name, directory=str(tmp_path), kwargs={"columns": ["x", "y"]})
+        check_rows(source.load().train)
+        assert source.spec == spec_of(source.load().test)
+    for name, message in (
+        ("parquet", r"no files train\*\.parquet"),
+        ("hugging_face", "train: no such folder"),
+    ):
+        with pytest.raises(DataError, match=message):
+            make_source(name, directory=str(tmp_path / "train"))
+
+
+def save_parts(made, directory):
+    for part in ("train", "test"):
+        made.save_to_disk(str(directory / part))
+        made.to_parquet(str(directory / f"{part}-0.parquet"))
+
+
+@pytest.mark.parametrize("is_shown", [True, False])
+def test_reading_parquet_prints_no_progress_bars_and_leaves_the_users_setting(
+    tmp_path, capfd, is_shown
+):
+    save_parts(datasets.Dataset.from_dict({"x": X, "y": Y}), tmp_path)
+    set_bars = datasets.enable_progress_bars if is_shown else datasets.disable_progress_bars
+    set_bars()
+    capfd.readouterr()
+    try:
+        for name in ("parquet", "hugging_face"):
+            make_source(name, directory=str(tmp_path))
+        assert capfd.readouterr() == ("", "")
+        assert datasets.are_progress_bars_disabled() is not is_shown
+    finally:
+        datasets.enable_progress_bars()
+
+
+def test_array_records_are_decoded_by_a_function_of_ones_own(tmp_path, monkeypatch):
+    from array_record.python.array_record_module import ArrayRecordWriter
+
+    (tmp_path / "rows.py").write_text(
+        "import numpy as np\n"
+        "def decode(record):\n"
+        "    numbers = np.frombuffer(record, np.float32)\n"
+        "    return {'x': numbers[:3], 'y': numbers[3].astype(int)}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for part in ("train", "test"):
+        writer = ArrayRecordWriter(str(tmp_path / f"{part}.array_record"), "group_size:1")
+        for x, y in zip(X, Y, strict=True):
+            writer.write(np.append(x, np.float32(y)).tobytes())
+        writer.close()
+    kwargs = {"decode": "rows:decode"}
+    data = make_source("array_record", directory=str(tmp_path), kwargs=kwargs).load()
+    check_rows(data.train)
+    check_rows(pickle.loads(pickle.dumps(data.train._rows)) and data.train)
+
+
+def test_rows_of_other_shapes_or_with_nan_are_refused():
+    with pytest.raises(DataError, match=r"'x' of the data is .* of shapes \[\(1,\), \(2,\)\]"):
+        RowExamples([{"x": np.zeros(1)}, {"x": np.zeros(2)}]).take(np.array([0, 1]))
+    with pytest.raises(DataError, match="NaN or infinity, first in row 1"):
+        RowExamples([{"x": 0.0}, {"x": np.nan}]).take(np.array([0, 1]))
+
+
+def test_a_library_that_is_missing_is_named_with_the_way_to_get_it(tmp_path, monkeypatch):
+    for part in ("train", "test"):
+        (tmp_path / part).mkdir()
+        (tmp_path / f"{part}.parquet").touch()
+        (tmp_path / f"{part}.array_record").touch()
+    for name, module, kwargs in (
+        ("parquet", "datasets", {}),
+        ("hugging_face", "datasets", {}),
+        ("array_record", "grain", {"decode": "rows:decode"}),
+    ):
+        monkeypatch.setitem(sys.modules, module, None)
+        with pytest.raises(ConfigError, match=rf"{module}, which is not installed: .*jddp\[data\]"):
+            make_source(name, directory=str(tmp_path), kwargs=kwargs)

@@ -1,0 +1,63 @@
+"""PyTorch's data sets and loaders, taken as they are."""
+
+import numpy as np
+import optax
+import pytest
+from states import equal
+from tiny import MLP, make_batch
+from tiny import loss_fn as loss_of
+
+import jddp
+from jddp.data import RowExamples, TrainBatches
+
+pytestmark = pytest.mark.slow  # Needs jddp[peers].
+
+ROWS = make_batch(32)
+
+
+def loss_fn(model, batch, train):
+    return loss_of(model, {"x": batch[0], "y": batch[1]}, train)
+
+
+@pytest.fixture(scope="module")
+def tensors():
+    import torch
+
+    return torch.utils.data.TensorDataset(*map(torch.from_numpy, (ROWS["x"], ROWS["y"])))
+
+
+def test_a_data_set_gives_the_rows_that_arrays_give(tensors):
+    def first(examples):
+        return next(TrainBatches(examples, global_batch_size=8, seed=0))
+
+    got = first(RowExamples(tensors, names=("x", "y")))
+    order = first(RowExamples([{"i": i} for i in range(32)]))
+    for name in ("x", "y"):
+        np.testing.assert_array_equal(got[name], ROWS[name][order["i"]])
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_loader_trains_and_is_evaluated_as_arrays_are(tensors, num_workers):
+    import torch
+
+    options = {"num_workers": num_workers, "batch_size": 8}
+    # Forked workers would share the locks of JAX's threads.
+    options |= {"multiprocessing_context": "spawn"} if num_workers else {}
+    loader = torch.utils.data.DataLoader(tensors, **options)
+    arrays = [
+        (ROWS["x"][i : i + 8], ROWS["y"][i : i + 8].astype(np.int32)) for i in range(0, 32, 8)
+    ]
+    ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, mesh=4)
+    got = ddp.fit(loader, num_steps=4, evaluate=loader)
+    want = ddp.fit(arrays, num_steps=4, evaluate=arrays)
+    equal(got.state.params, want.state.params)
+    assert got.eval_metrics == want.eval_metrics
+
+
+def test_a_tensor_steps_as_an_array_does(tensors):
+    batch = tensors[:16]
+    ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, mesh=4)
+    got, _ = ddp.step(ddp.init(0, batch), batch)
+    arrays = tuple(np.asarray(x) for x in batch)
+    want, _ = ddp.step(ddp.init(0, arrays), arrays)
+    equal(got.params, want.params)

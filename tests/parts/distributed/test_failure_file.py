@@ -1,0 +1,184 @@
+"""The first failure as a file: its fields, the first stays, nothing else depends on it."""
+
+import json
+import subprocess
+import sys
+from datetime import UTC, datetime
+
+import pytest
+from runs import environment
+
+from jddp import train
+from jddp.distributed import failure_file
+from jddp.distributed.failure_file import VARIABLE, describe, headline, read, write
+from jddp.distributed.identity import VARIABLES
+
+
+@pytest.fixture(autouse=True)
+def unset(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(failure_file, "_path", None)
+    monkeypatch.setattr(failure_file, "progress", {"step": 7, "phase": "step"})
+
+
+def raised(error):
+    try:
+        raise error
+    except type(error) as caught:
+        return caught
+
+
+def test_a_failure_has_these_fields():
+    before = datetime.now(UTC)
+    failure = describe(1, 65, raised(ValueError("the headline\nand more")))
+    assert list(failure) == [
+        *("process", "host", "exit_code", "exception", "traceback", "step", "phase", "time")
+    ]
+    assert failure["exception"] == {"type": "ValueError", "message": "the headline"}
+    assert failure["traceback"].startswith("Traceback (most recent call last):")
+    assert failure["traceback"].endswith("ValueError: the headline\nand more\n")
+    assert (failure["process"], failure["exit_code"]) == (1, 65)
+    assert (failure["step"], failure["phase"]) == (7, "step")
+    assert before <= datetime.fromisoformat(failure["time"]) <= datetime.now(UTC)
+    assert failure["time"].endswith("+00:00")
+    assert json.loads(json.dumps(failure)) == failure
+
+
+class SpeechlessError(Exception):
+    def __str__(self):
+        raise RuntimeError
+
+
+@pytest.mark.parametrize(
+    "error", [SpeechlessError(), ValueError("x" * 10_000), ValueError("\ud800")]
+)
+def test_a_failure_fits_a_pod_s_termination_message_whatever_the_error(tmp_path, error):
+    write(describe(0, 1, raised(error)), tmp_path / "failure.json")
+    assert 0 < (tmp_path / "failure.json").stat().st_size < 4096
+    assert read(tmp_path / "failure.json")["exception"]["type"] == type(error).__name__
+
+
+def test_the_first_failure_stays(tmp_path):
+    path = tmp_path / "failure.json"
+    for process in (1, 0):
+        write(describe(process, 1), path)
+    assert read(path)["process"] == 1
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_job_that_was_stopped_and_the_loss_of_another_are_no_first_failures(tmp_path):
+    for code in (75, 81):
+        write(describe(0, code), tmp_path / "failure.json")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_file_is_filled_as_that_of_a_pod_is(tmp_path):
+    path = tmp_path / "termination-log"
+    path.touch()
+    number = path.stat().st_ino
+    for process in (1, 0):
+        write(describe(process, 1), path)
+    assert read(path)["process"] == 1
+    assert path.stat().st_ino == number  # it is mounted, and cannot be replaced
+
+
+def test_the_variable_wins_over_the_file_of_a_run(tmp_path, monkeypatch):
+    failure_file.begin(tmp_path / "of-run")
+    write(describe(0, 1))
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "of-variable"))
+    write(describe(1, 1))
+    assert read(tmp_path / "of-run")["process"] == 0
+    assert read(tmp_path / "of-variable")["process"] == 1
+    failure_file.begin(tmp_path / "of-run")  # the run begins again
+    assert read(tmp_path / "of-run") is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{", "3", '{"exception": "no"}', '{"exit_code": "1"}', "[" * 10_000, None],
+)
+def test_a_file_without_a_failure_is_none(tmp_path, text):
+    if text is not None:
+        (tmp_path / "failure.json").write_text(text)
+    assert read(tmp_path / "failure.json") is None
+
+
+@pytest.mark.parametrize("where", ["nowhere/failure.json", "file/failure.json", "folder", "\0"])
+def test_a_path_that_cannot_be_written_changes_nothing_else(tmp_path, monkeypatch, capsys, where):
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    if where != "\0":
+        monkeypatch.setenv(VARIABLE, str(tmp_path / where))
+        assert train.main(["no.such.key=1"]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+    write(describe(0, 1), tmp_path / where)
+    assert {path.name for path in tmp_path.rglob("*")} == {"file", "folder"}
+
+
+def test_a_mistake_in_the_arguments_is_kept_with_the_number_of_the_process(tmp_path, monkeypatch):
+    path = tmp_path / "failure.json"
+    monkeypatch.setenv(VARIABLE, str(path))
+    monkeypatch.setenv("RANK", "3")
+    for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "4")
+    assert train.main(["no.such.key=1"]) == 2
+    failure = read(path)
+    assert (failure["process"], failure["exit_code"]) == (3, 2)
+    assert "unknown key 'no'" in failure["exception"]["message"]
+
+
+@pytest.mark.parametrize(
+    "code, error, known, sentence",
+    [
+        (1, ValueError("no"), {}, "process 1 on h failed first, with exit code 1: ValueError: no"),
+        (-11, None, {}, "process 1 on h failed first, with signal SIGSEGV"),
+        (1, KeyboardInterrupt(), {}, "... first, with exit code 1: KeyboardInterrupt"),
+        (79, None, {"host": None}, "process 1 on another host failed first, with exit code 79"),
+        (None, None, {}, "process 1 on h ended too early, while others wait for it: give"),
+        (75, None, {}, "process 1 on h was stopped"),
+    ],
+)
+def test_a_failure_is_a_sentence_for_people(code, error, known, sentence):
+    assert sentence.lstrip(".") in headline(describe(1, code, error, **{"host": "h", **known}))
+
+
+SCRIPT = """
+from jddp.distributed import initialize, resolve_identity
+
+initialize(resolve_identity())
+raise {}
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "error, numbers, code, exception",
+    [
+        ("ValueError('a bug')", None, 1, ("ValueError", "a bug")),
+        ("KeyboardInterrupt", None, 130, ("KeyboardInterrupt", "")),
+        ("OSError('Connection reset by peer')", None, None, None),
+        ("0", ("127.0.0.1:1", "2", "1"), 1, ("CoordinatorError", "process 1 of 2 cannot reach")),
+    ],
+)
+def test_a_script_that_asks_for_its_job_keeps_what_ends_it(
+    tmp_path, error, numbers, code, exception
+):
+    path, given = tmp_path / "failure.json", zip(VARIABLES, numbers or (), strict=False)
+    environ = environment(**dict(given), JDDP_START_SECONDS="1", **{VARIABLE: str(path)})
+    command = [sys.executable, "-c", SCRIPT.format(error)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True)
+    assert done.returncode
+    assert done.stderr.count("Traceback") == 1
+    failure = read(path)
+    assert (failure and failure["exit_code"]) == code
+    if code is not None:
+        assert failure["process"] == (1 if numbers else 0)
+        assert failure["exception"]["type"] == exception[0]
+        assert failure["exception"]["message"].startswith(exception[1])
+        assert failure["traceback"].startswith("Traceback")
+
+
+@pytest.mark.processes
+def test_nothing_that_knows_the_file_imports_jax():
+    code = "import sys, jddp.launcher.supervisor; sys.exit('jax' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], env=environment(), check=True)

@@ -1,0 +1,341 @@
+"""What each scheduler's environment makes of a process, and what of it is refused."""
+
+import socket
+
+import pytest
+
+from jddp.distributed.identity import FIRST_PORT, NUM_PORTS, Identity, port_of
+from jddp.distributed.resolve import resolve_identity
+from jddp.distributed.schedulers import list_hosts
+from jddp.errors import ConfigError
+
+
+def env(text):
+    """Variables, as a shell has them."""
+    return dict(pair.split("=", 1) for pair in text.split())
+
+
+JAX = env("JAX_COORDINATOR_ADDRESS=a:1 JAX_NUM_PROCESSES=4 JAX_PROCESS_ID=3")
+V6 = env("JAX_COORDINATOR_ADDRESS=[fe80::1]:65535")
+LAUNCHED = JAX | env("JDDP_LAUNCHED=jddp.launch")
+TORCHRUN = env(
+    "MASTER_ADDR=b MASTER_PORT=29500 WORLD_SIZE=4 RANK=3 LOCAL_WORLD_SIZE=2 LOCAL_RANK=1"
+)
+ALLOCATION = env(
+    "SLURM_JOB_ID=7 SLURM_JOB_NODELIST=n[1-4] SLURM_NTASKS=4 SLURM_TASKS_PER_NODE=2(x2)"
+)
+BATCH = ALLOCATION | env("SLURMD_NODENAME=n1 SLURM_PROCID=0 SLURM_LOCALID=0")
+STEP = ALLOCATION | env(
+    "SLURM_STEP_ID=0 SLURM_STEP_NODELIST=n[2-3] SLURM_STEP_NUM_TASKS=4 "
+    "SLURM_STEP_TASKS_PER_NODE=2(x2) SLURMD_NODENAME=n3 SLURM_PROCID=3 SLURM_LOCALID=1"
+)
+OPEN_MPI = env(
+    "OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_LOCAL_SIZE=2 "
+    "OMPI_COMM_WORLD_LOCAL_RANK=1"
+)
+OPEN_MPI_4 = OPEN_MPI | env(
+    "OMPI_MCA_orte_hnp_uri=1531576320.0;tcp://10.0.0.1,10.1.0.1:34911;tcp6://[fd00::2]:48309 "
+    "PMIX_HOSTNAME=n2 PMIX_NAMESPACE=1531576321 "
+    "PMIX_SERVER_URI2=1531576320.1;tcp4://127.0.0.1:35571"
+)
+OPEN_MPI_5 = OPEN_MPI | env(
+    "PMIX_HOSTNAME=n2 PMIX_NAMESPACE=prterun-login-1-4242@1 "
+    "PMIX_SERVER_URI2=prterun-login-1-4242@0.1;tcp4://127.0.0.1:35571"
+)
+MPICH = env(
+    "HYDI_CONTROL_FD=7 MPIR_CVAR_CH3_INTERFACE_HOSTNAME=n2 PMI_FD=8 PMI_SIZE=4 PMI_RANK=3 "
+    "MPI_LOCALNRANKS=2 MPI_LOCALRANKID=1"
+)
+INDEXED = env("JOB_COMPLETION_INDEX=3 JAX_NUM_PROCESSES=4")
+SECOND_JOB = env("JOB_COMPLETION_INDEX=1 JOB_INDEX=1 PROCESSES_IN_JOB=2")
+FIRST = env("OMPI_COMM_WORLD_RANK=0")
+SEVERAL = env("OMPI_COMM_WORLD_LOCAL_SIZE=4")
+ADDRESS = env("JAX_COORDINATOR_ADDRESS=z:9")
+ELASTIC = env("TORCHELASTIC_RUN_ID=x TORCHELASTIC_RESTART_COUNT=1")
+
+
+def resolve(environ, **given):
+    return resolve_identity(environ, is_interactive=False, **given)
+
+
+@pytest.fixture(autouse=True)
+def pod(monkeypatch):
+    """This host is the last pod of an Indexed Job."""
+    monkeypatch.setattr(socket, "getfqdn", lambda: "job-3.pods.space.svc.cluster.local")
+
+
+@pytest.mark.parametrize(
+    "environ, coordinator, source",
+    [
+        (LAUNCHED, "a:1", "jddp.launch"),
+        (JAX, "a:1", "JAX_NUM_PROCESSES"),
+        (JAX | V6, "[fe80::1]:65535", "JAX_NUM_PROCESSES"),
+        (TORCHRUN, "b:29500", "torchrun"),
+        (TORCHRUN | ELASTIC, f"b:{port_of('29500/x/1')}", "torchrun"),
+        (OPEN_MPI_4, f"10.0.0.1:{port_of('1531576320')}", "Open MPI"),
+        (OPEN_MPI_4 | SEVERAL, f"127.0.0.1:{port_of('1531576320')}", "Open MPI"),
+        (OPEN_MPI_5, f"login-1:{port_of('prterun-login-1-4242@1')}", "Open MPI"),
+        (OPEN_MPI_5 | STEP, f"n1:{port_of('7.')}", "Open MPI"),  # its daemons are a step
+        (OPEN_MPI | ADDRESS, "z:9", "Open MPI"),
+        (MPICH | ADDRESS, "z:9", "MPICH"),
+        (MPICH | ALLOCATION, f"n1:{port_of('7.')}", "MPICH"),
+        (STEP, f"n2:{port_of('7.0')}", "Slurm"),
+        (STEP | {"PMI_SIZE": "4", "PMI_RANK": "3"}, f"n2:{port_of('7.0')}", "Slurm"),
+        (STEP | ADDRESS, "z:9", "Slurm"),
+        (INDEXED, "job-0.pods.space.svc.cluster.local:8476", "an Indexed Job"),
+        (INDEXED | ADDRESS, "z:9", "an Indexed Job"),
+        (INDEXED | SECOND_JOB | ADDRESS, "z:9", "an Indexed Job"),
+    ],
+)
+def test_each_source_tells_who_this_is(environ, coordinator, source):
+    identity = resolve(environ)
+    found = identity.coordinator, identity.num_processes, identity.process_id
+    assert found == (coordinator, 4, 3)
+    reported = str(identity)
+    start = f"4 processes, set by {source}; process 3; coordinator {coordinator};"
+    assert reported.startswith(start)
+    assert "\n" not in reported
+
+
+def test_the_first_process_of_open_mpi_is_where_mpirun_runs_or_where_slurm_says():
+    for environ in (OPEN_MPI_4, OPEN_MPI_5):
+        here = environ["PMIX_SERVER_URI2"].replace(".1;", ".0;")
+        at_launcher = resolve(environ | FIRST | {"PMIX_SERVER_URI2": here})
+        assert at_launcher.coordinator == resolve(environ).coordinator
+        assert resolve(environ | FIRST | ALLOCATION).coordinator == f"n1:{port_of('7.')}"
+        assert resolve(environ | FIRST | ADDRESS).coordinator == "z:9"
+
+
+def test_the_first_source_that_speaks_wins():
+    every, given = STEP | OPEN_MPI_5 | TORCHRUN | LAUNCHED, {"num_processes": 9, "process_id": 8}
+    assert resolve(every, coordinator="c:5", **given) == Identity("c:5", 9, 8)
+    assert "set by the arguments" in str(resolve(every, coordinator="c:5", **given))
+    for environ, source in [
+        (every, "jddp.launch"),
+        (STEP | OPEN_MPI_5 | TORCHRUN | JAX, "JAX_NUM_PROCESSES"),
+        (STEP | OPEN_MPI_5 | TORCHRUN, "torchrun"),
+        (STEP | OPEN_MPI_5, "Open MPI"),
+    ]:
+        assert f"set by {source}" in str(resolve(environ))
+
+
+def test_arguments_complete_what_the_environment_says():
+    assert resolve(STEP, coordinator="c:5").coordinator == "c:5"
+    completed = resolve({"JAX_NUM_PROCESSES": "2"}, coordinator="c:5", process_id=1)
+    assert completed == Identity("c:5", 2, 1)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        dict.fromkeys(JAX, ""),
+        {"SLURM_PROCID": "1"},
+        ALLOCATION,
+        BATCH,
+        STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
+        TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0"},
+        {"MASTER_ADDR": "b", "MASTER_PORT": "1"},
+        {"WORLD_SIZE": "1"},
+        OPEN_MPI_5 | {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"},
+        MPICH | {"PMI_SIZE": "1", "PMI_RANK": "0"},
+        {"JOB_COMPLETION_INDEX": "3"},  # an array of jobs
+        {"KUBERNETES_SERVICE_HOST": "10.0.0.1"},
+    ],
+)
+def test_one_task_is_alone_whatever_is_around_it(environ):
+    assert resolve(environ) == Identity()
+
+
+def test_in_a_notebook_no_scheduler_is_asked():
+    for environ in (STEP, OPEN_MPI_5, MPICH, INDEXED | ADDRESS | {"JAX_NUM_PROCESSES": ""}):
+        environ.pop("JAX_COORDINATOR_ADDRESS", None)
+        assert resolve_identity(environ, is_interactive=True) == Identity()
+    assert resolve_identity(JAX, is_interactive=True).num_processes == 4
+
+
+def test_a_shell_of_srun_is_a_notebook_and_the_tasks_it_starts_are_not(monkeypatch):
+    shell = STEP | {"SLURM_PTY_PORT": "1"}
+    monkeypatch.setattr("os.isatty", lambda _: True)
+    assert resolve_identity(shell) == Identity()
+    monkeypatch.setattr("os.isatty", lambda _: False)
+    assert resolve_identity(shell).num_processes == 4
+
+
+def test_what_a_torch_script_sets_for_all_tasks_of_slurm_does_no_harm():
+    shared = {name: TORCHRUN[name] for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")}
+    assert "set by Slurm" in str(resolve(STEP | shared))
+
+
+def test_a_job_may_have_more_processes_than_its_scheduler_has_tasks():
+    fewer = STEP | env("SLURM_STEP_NUM_TASKS=2 SLURM_PROCID=1")
+    assert resolve(fewer | JAX) == Identity("a:1", 4, 3)
+
+
+HOSTS = {
+    "n1": "n1",
+    "n1,n2": "n1 n2",
+    "n[1-3]": "n1 n2 n3",
+    "node-[003-004,12],m1": "node-003 node-004 node-12 m1",
+    "n[9-10]": "n9 n10",
+    "a[1-2]b[07-08].c": "a1b07.c a1b08.c a2b07.c a2b08.c",
+    "login,n[2,4]": "login n2 n4",
+    "gpu-a.b.c": "gpu-a.b.c",
+}
+
+
+def test_the_hosts_of_a_list_are_found():
+    assert {nodes: " ".join(list_hosts(nodes)) for nodes in HOSTS} == HOSTS
+
+
+def test_jobs_and_steps_have_ports_of_their_own_which_linux_does_not_hand_out():
+    ports = [resolve(STEP | {"SLURM_STEP_ID": str(step)}).coordinator for step in range(20)]
+    ports += [resolve(STEP | {"SLURM_JOB_ID": str(job)}).coordinator for job in range(8, 28)]
+    assert len(set(ports)) >= 39
+    assert all(FIRST_PORT <= port_of(str(job)) < FIRST_PORT + NUM_PORTS for job in range(1000))
+    assert FIRST_PORT + NUM_PORTS == 2**16
+
+
+GPUS = env("CUDA_VISIBLE_DEVICES=0,1,2,3")
+
+
+@pytest.mark.parametrize(
+    "environ, ids",
+    [
+        (STEP, (1,)),
+        (TORCHRUN, (1,)),
+        (OPEN_MPI_5, (1,)),
+        (MPICH | ADDRESS, (1,)),
+        (STEP | GPUS, (2, 3)),  # two tasks on this host share four
+        (STEP | {"CUDA_VISIBLE_DEVICES": "0,1"}, (1,)),
+        (STEP | {"CUDA_VISIBLE_DEVICES": "2"}, None),  # cut already
+        (STEP | GPUS | {"SLURM_GPUS_ON_NODE": "4"}, (2, 3)),
+        (STEP | GPUS | {"SLURM_GPUS_ON_NODE": "8"}, None),  # --gpus-per-task=4
+        (OPEN_MPI_5 | GPUS | {"SLURM_GPUS_ON_NODE": "8"}, (2, 3)),
+        (STEP | {"JAX_LOCAL_DEVICE_IDS": "0,1"}, None),
+        (STEP | GPUS | {"JAX_PLATFORMS": "cpu"}, None),
+        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "1(x4)", "SLURM_LOCALID": "0"}, None),
+        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "3,1", "SLURM_LOCALID": "0"}, None),
+        (JAX, None),
+        (INDEXED, None),
+    ],
+)
+def test_processes_of_a_host_share_its_devices(environ, ids):
+    identity = resolve(environ)
+    assert identity.local_device_ids == ids
+    assert ("every local device" in str(identity)) == (ids is None)
+
+
+# A step of both components: of the first on n3, and of the second on n1 (twice) and n2.
+HET = STEP | env(
+    "SLURM_HET_SIZE=2 SLURM_JOB_NODELIST_HET_GROUP_0=n3 SLURM_JOB_NODELIST_HET_GROUP_1=n[1-2] "
+    "SLURM_STEP_NODELIST=n[1-3] SLURM_STEP_TASKS_PER_NODE=2,1(x2) SLURMD_NODENAME=n2"
+)
+OF_SRUN = {name.replace("_HET_GROUP_", "_PACK_GROUP_"): value for name, value in HET.items()}
+WIDE = env("SLURM_JOB_NODELIST_HET_GROUP_0=n[3-4] SLURM_STEP_NODELIST=n[1,4]")
+
+
+@pytest.mark.parametrize(
+    "environ, host",
+    [
+        (HET, "n3"),
+        (OF_SRUN, "n3"),
+        (HET | {"SLURM_STEP_NODELIST": "n[1-2]"}, "n1"),  # of the second component alone
+        (HET | WIDE, "n4"),  # of a part of the first
+        (HET | {"SLURM_STEP_NODELIST": "n[3]", "SLURM_PROCID": "0", "SLURMD_NODENAME": "n3"}, "n3"),
+    ],
+)
+def test_a_heterogeneous_job_connects_at_the_first_host_of_its_first_component(environ, host):
+    assert resolve(environ).coordinator == f"{host}:{port_of('7.0')}"
+
+
+@pytest.mark.parametrize("host, ids", [("n1", (2, 3)), ("n2", None), ("n3", None)])
+def test_hosts_of_a_heterogeneous_job_are_distinguished_by_name(host, ids):
+    assert resolve(HET | GPUS | {"SLURMD_NODENAME": host}).local_device_ids == ids
+
+
+@pytest.mark.parametrize(
+    "environ, reported",
+    [
+        (JAX | {"JAX_COORDINATOR_ADDRESS": ""}, "set but JAX_COORDINATOR_ADDRESS not"),
+        (JAX | {"JAX_NUM_PROCESSES": ""}, "set but JAX_NUM_PROCESSES not"),
+        ({k: x for k, x in JAX.items() if k != "JAX_PROCESS_ID"}, "set but JAX_PROCESS_ID not"),
+        (JAX | {"JAX_PROCESS_ID": "two"}, "JAX_PROCESS_ID='two'.* must be numbers"),
+        (JAX | {"JAX_NUM_PROCESSES": "1.5"}, "JAX_NUM_PROCESSES='1.5'.* must be numbers"),
+        (JAX | {"JAX_PROCESS_ID": "-1"}, "JAX_PROCESS_ID='-1'.* must be numbers"),
+        (JAX | {"JAX_PROCESS_ID": "4"}, "4 must be below .*4"),
+        (JAX | {"JAX_NUM_PROCESSES": "0", "JAX_PROCESS_ID": "0"}, "0 must be below .*0"),
+        *(
+            (JAX | {"JAX_COORDINATOR_ADDRESS": x}, f"JAX_COORDINATOR_ADDRESS='{x}' must be host:")
+            for x in ("node-0", ":1234", "node-0:", "node-0:http", "node-0:70000")
+        ),
+        (
+            STEP | {"SLURM_PROCID": "0"},
+            "process 0 is on n3, .* name n2 for the others: set JAX_COORD",
+        ),
+        (STEP | {"SLURM_PROCID": "4"}, "SLURM_PROCID=4 must be below SLURM_STEP_NUM_TASKS=4"),
+        (STEP | {"SLURM_PROCID": "x"}, "SLURM_PROCID='x' must be numbers"),
+        (STEP | {"SLURM_PROCID": ""}, "SLURM_STEP_NUM_TASKS set but SLURM_PROCID not"),
+        (
+            STEP | {"CUDA_VISIBLE_DEVICES": "0,1", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"},
+            "PER_NODE=4 processes on this host, and CUDA_VISIBLE_DEVICES=0,1 for them",
+        ),
+        (TORCHRUN | {"RANK": "7"}, "RANK=7 must be below WORLD_SIZE=4"),
+        (TORCHRUN | {"MASTER_PORT": "http"}, "MASTER_ADDR:MASTER_PORT='b:http' must be host:port"),
+        (TORCHRUN | {"RANK": ""}, "set but RANK not"),
+        ({"RANK": "1"}, "RANK set but MASTER_ADDR, MASTER_PORT, WORLD_SIZE not"),
+        (OPEN_MPI_5 | {"OMPI_COMM_WORLD_RANK": ""}, "SIZE set but OMPI_COMM_WORLD_RANK not"),
+        (OPEN_MPI, "Open MPI does not give the address of process 0: set JAX_COORDINATOR_ADDRESS"),
+        (OPEN_MPI_4 | FIRST, rf"give it -x JAX_.*=n2:{port_of('1531576320')}, so that all"),
+        (OPEN_MPI_5 | FIRST, "mpirun runs on another host than process 0: give it -x JAX_.*=n2:"),
+        (MPICH, "MPICH does not give the address of process 0: set JAX_COORDINATOR_ADDRESS"),
+        (MPICH | {"JAX_COORDINATOR_ADDRESS": "z"}, "JAX_COORDINATOR_ADDRESS='z' must be host:"),
+        (INDEXED | {"JAX_NUM_PROCESSES": "3"}, "JOB_COMPLETION_INDEX=3 must be below"),
+        (INDEXED | {"JOB_INDEX": "1"}, "JOB_INDEX=1 and PROCESSES_IN_JOB=''.* set it to the pods"),
+        (INDEXED | {"JOB_INDEX": "x"}, "JOB_INDEX=x and PROCESSES_IN_JOB=''"),
+        (INDEXED | SECOND_JOB | {"PROCESSES_IN_JOB": "1"}, "PROCESSES_IN_JOB='1'"),
+        (
+            INDEXED | SECOND_JOB | {"JAX_NUM_PROCESSES": "2"},
+            r"JOB_INDEX \* PROCESSES_IN_JOB \+ JOB_COMPLETION_INDEX=3 must be below JAX_NUM",
+        ),
+        (STEP | {"JAX_NUM_PROCESSES": "8"}, "JAX_NUM_PROCESSES=8, but Slurm has set 4"),
+        (OPEN_MPI_4 | {"JAX_PROCESS_ID": "0"}, "JAX_PROCESS_ID=0, but Open MPI has set 3"),
+        (
+            STEP | JAX | {"JAX_PROCESS_ID": "0"},
+            "JAX_PROCESS_ID=0, but Slurm has started process 3 of 4",
+        ),
+        (STEP | JAX | {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}, "but Slurm has"),
+        (TORCHRUN | JAX | {"JAX_PROCESS_ID": "0"}, "but torchrun has started process 3 of 4"),
+        (BATCH | {"JAX_NUM_PROCESSES": "4"}, "JAX_NUM_PROCESSES set but JAX_COORDINATOR_ADDRESS"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_variables_and_values(environ, reported):
+    with pytest.raises(ConfigError, match=reported) as caught:
+        resolve(environ)
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("name", ["job-3", "mine-others-0-1.mine"])
+def test_a_pod_without_a_name_or_of_another_job_asks_for_an_address(monkeypatch, name):
+    monkeypatch.setattr(socket, "getfqdn", lambda: name)
+    reported = "Kubernetes does not give .* set JAX_COORDINATOR_ADDRESS"
+    with pytest.raises(ConfigError, match=reported):
+        resolve(INDEXED | (SECOND_JOB if "." in name else {}))
+
+
+def test_pods_of_a_jobset_connect_at_the_first_of_all(monkeypatch):
+    for name, job, coordinator in (
+        ("mine-workers-0-3.mine.space.svc", {}, "mine-workers-0-0.mine.space.svc:8476"),
+        ("mine-workers-0-3.mine", {"JOB_INDEX": "0"}, "mine-workers-0-0.mine:8476"),
+        ("mine-workers-1-1.mine", SECOND_JOB, "mine-workers-0-0.mine:8476"),
+    ):
+        monkeypatch.setattr(socket, "getfqdn", lambda name=name: name)
+        assert resolve(INDEXED | job) == Identity(coordinator, 4, 3)
+
+
+def test_wrong_arguments_are_refused_by_their_names():
+    with pytest.raises(ConfigError, match="process_id=4 must be below num_processes=4"):
+        resolve({}, coordinator="c:5", num_processes=4, process_id=4)
+    with pytest.raises(ConfigError, match="coordinator='c' must be host:port"):
+        resolve({}, coordinator="c", num_processes=4, process_id=0)

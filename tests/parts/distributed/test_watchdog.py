@@ -1,0 +1,127 @@
+"""Limits of phases, and which process is to blame."""
+
+import logging
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jddp.distributed import silence
+from jddp.distributed.watchdog import Limits, Watchdog, describe
+
+
+def at(step, phase="step", seconds=200.0):
+    return {"host": "node", "phase": phase, "step": step, "seconds": seconds}
+
+
+def test_the_process_that_is_behind_or_silent_is_blamed():
+    of_one = "process 0 on node is in phase step after step 7 for 200 s; the limit is 120 s."
+    for progress, reported in (
+        ({0: at(7)}, of_one),
+        ({0: at(7), 1: at(6)}, "process 1 on node is in phase step after step 6"),
+        ({0: at(7), 1: at(6)}, "s. Process 0: step after step 7, for 200 s."),
+        ({0: at(7, seconds=199), 1: at(7)}, "process 1 on node"),
+        ({0: at(7), 1: None, 2: at(7)}, "process 1 does not answer; process 0 on node"),
+        ({0: at(9, "evaluation"), 1: at(9, "save", 300)}, "process 1 on node is in phase save"),
+    ):
+        assert reported in describe(progress, Limits(), 0.0)
+
+
+def test_a_step_may_take_thirty_times_the_longest_and_two_minutes_and_only_steps_count():
+    assert Limits().of("step", 0.01) == 120
+    assert Limits().of("step", 10.0) == 300
+    assert Limits(step_seconds=5).of("step", 10.0) == 5
+    assert Limits().of("save", 10.0) == 3600
+    watchdog = Watchdog(Limits(), None)
+    phases = ("compile", "step", "step", "save", "step")
+    for phase, watchdog._ran in zip(phases, (10, 500, 501, 600, 700), strict=True):
+        watchdog.enter(phase, 0)
+    assert watchdog._longest_step == 1
+
+
+def test_time_in_which_a_process_did_not_run_does_not_count(monkeypatch):
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    watchdog = Watchdog(Limits(), None)
+    for _ in range(20):
+        now += 0.5
+        watchdog._tick()
+    assert watchdog._ran == 10
+    now += 3600
+    watchdog._tick()
+    assert watchdog._ran == 11
+
+
+@pytest.mark.processes
+def test_the_limit_of_a_phase_is_passed_on_as_soon_as_it_begins():
+    # What holds the interpreter's lock from a phase's beginning lets no thread do it later.
+    watchdog = Watchdog(Limits(step_seconds=3, compile_seconds=3600), None)
+    command = [sys.executable, "-c", "import sys; print(sys.stdin.read(), end='')"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+    ) as watchdog._silence:
+        for phase in ("compile", "step", "step"):
+            watchdog.enter(phase, 0)
+        out, _ = watchdog._silence.communicate()
+    assert [float(line) for line in out.split()] == [3630, 33]
+
+
+@pytest.fixture
+def silent():
+    """A process that does nothing, and what watches it, with its standard input."""
+    sleeps = [sys.executable, "-c", "import time; print(flush=True); time.sleep(100)"]
+    with (
+        subprocess.Popen(sleeps, stdout=subprocess.PIPE) as process,
+        subprocess.Popen(
+            [sys.executable, silence.__file__, str(process.pid)], stdin=subprocess.PIPE, bufsize=0
+        ) as watches,
+    ):
+        process.stdout.read(1)
+        yield process, watches
+        process.kill()
+
+
+@pytest.mark.processes
+def test_a_process_that_is_silent_is_ended_but_not_while_it_is_stopped(silent):
+    process, watches = silent
+    process.send_signal(signal.SIGSTOP)
+    watches.stdin.write(b"1\n")
+    time.sleep(3)  # in which a running process is ended
+    assert process.poll() is None
+    process.send_signal(signal.SIGCONT)
+    assert process.wait(timeout=60) == -signal.SIGQUIT
+    assert watches.wait(timeout=60) == 0
+
+
+@pytest.mark.processes
+def test_what_watches_a_process_ends_with_its_input_and_with_the_process(silent):
+    process, watches = silent
+    watches.stdin.close()
+    assert watches.wait(timeout=60) == 0
+    assert process.poll() is None
+    gone = subprocess.run([sys.executable, silence.__file__, "0"], input=b"1\n", timeout=60)
+    assert gone.returncode == 0
+
+
+def test_a_process_of_somebody_s_own_is_reported_and_not_ended(tmp_path, caplog):
+    stacks = tmp_path / "logs" / "stacks"
+    with (
+        caplog.at_level(logging.ERROR, logger="jddp"),
+        Watchdog(Limits(step_seconds=0.1), stacks) as watchdog,
+    ):
+        watchdog.enter("step", 3)
+        until = time.monotonic() + 30
+        while not caplog.records and time.monotonic() < until:
+            time.sleep(0.01)
+    (record,) = caplog.records
+    assert "process 0 on " in record.getMessage()
+    assert "is in phase step after step 3" in record.getMessage()
+    assert "test_watchdog.py" in stacks.read_text()
+
+
+def test_a_run_in_which_nothing_hangs_leaves_no_stacks(tmp_path):
+    with Watchdog(Limits(), tmp_path / "stacks") as watchdog:
+        watchdog.enter("step", 1)
+    assert list(tmp_path.iterdir()) == []

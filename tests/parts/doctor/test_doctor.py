@@ -1,0 +1,238 @@
+"""The doctor names what will make a job fail, and what mends it."""
+
+import io
+import os
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from runs import free_port
+
+from jddp.distributed.failure_file import VARIABLE, describe, write
+from jddp.distributed.identity import VARIABLES
+from jddp.doctor import __main__ as doctor
+from jddp.doctor import devices, host, job, links
+from jddp.doctor.__main__ import main
+from jddp.doctor.finding import Finding
+from jddp.engine.mesh import make_mesh
+from jddp.errors import FileSystemError
+
+
+def levels(findings):
+    return [finding.level for finding in findings]
+
+
+def test_a_name_that_leads_to_loopback_or_nowhere_is_reported():
+    for addresses, level, text in (
+        (["10.0.0.5"], "ok", "node-3 resolves to 10.0.0.5"),
+        (["10.0.0.5", "127.0.1.1"], "ok", "10.0.0.5, 127.0.1.1"),
+        (["127.0.1.1"], "warn", "127.0.1.1 alone"),
+        (["::1"], "warn", "::1 alone"),
+        ([], "warn", "resolves to no address"),
+    ):
+        finding = host.check_name("node-3", addresses)
+        assert finding.level == level
+        assert text in finding.what
+        assert ("JAX_COORDINATOR_ADDRESS" in finding.fix) == (level != "ok")
+
+
+def test_shared_memory_matters_where_there_are_gpus_and_locked_memory_to_infiniband():
+    for size, num_gpus, want in (
+        (2**26, 0, []),
+        (None, 4, []),
+        (2**26, 1, ["warn"]),
+        (2**26, 4, ["bad"]),
+        (2**34, 4, ["ok"]),
+    ):
+        assert levels(host.check_shared_memory(size, num_gpus)) == want
+    for limit, found, want in (
+        (2**16, [], []),
+        (2**16, ["mlx5_0"], ["bad"]),
+        (resource.RLIM_INFINITY, ["mlx5_0"], ["ok"]),
+    ):
+        assert levels(host.check_locked_memory(limit, found)) == want
+
+
+def test_interfaces_are_read_as_nccl_reads_them():
+    for name in ("eth", "=eth0", "ib,eth", "^docker", "=eth", "ib"):
+        found = host.check_interfaces(["lo", "eth0"], [], {"NCCL_SOCKET_IFNAME": name})
+        assert ("bad" in levels(found)) == (name in ("=eth", "ib"))
+
+
+def test_infiniband_that_is_turned_off_is_reported():
+    assert levels(host.check_interfaces(["eth0"], ["mlx5_0"], {})) == ["ok", "ok"]
+    off = host.check_interfaces(["eth0"], ["mlx5_0"], {"NCCL_IB_DISABLE": "1"})
+    assert levels(off) == ["ok", "warn"]
+
+
+# --- devices -------------------------------------------------------------------------------------
+
+DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}.54.14  Thu"
+
+
+def test_a_driver_is_held_against_what_jax_runs_on():
+    for version, platform, runtime, want in (
+        (None, "cpu", "", []),
+        (550, "gpu", "cuda 12090", ["ok"]),
+        (550, "gpu", "cuda 13000", ["bad"]),
+        (580, "gpu", "cuda 13000", ["ok"]),
+        (550, "cpu", "", ["bad"]),
+        (470, "cpu", "", ["bad"]),
+    ):
+        text = DRIVER.format(version) if version else ""
+        found = list(devices.check_driver(text, platform, runtime))
+        assert levels(found) == want
+        if platform == "cpu" and found:
+            assert "jddp[cuda12]" in found[0].fix
+
+
+def test_another_version_a_late_clock_and_a_directory_not_all_see_are_reported(tmp_path):
+    (found,) = job.compare_versions([{"jax": "0.10.2"}, {"jax": "0.10.2"}, {"jax": "0.11.0"}])
+    assert found.level == "bad"
+    assert "jax is 0.10.2, 0.11.0: process 2" in found.what
+    assert levels(job.compare_clocks([(0.2, 0.01), (-0.3, 0.01)])) == ["ok"]
+    assert levels(job.compare_clocks([(4.0, 3.5)])) == ["ok"]  # nobody can tell
+    (found,) = job.compare_clocks([(0.0, 0.01), (-90.0, 0.01)])
+    assert "process 2 is 90.0 s behind" in found.what
+    assert levels(job.compare_sight(tmp_path, [0.0, 0.4])) == ["ok"]
+    (found,) = job.compare_sight(tmp_path, [0.0, None, 0.1, None])
+    assert found.level == "bad"
+    assert "process 1, 3 does not see" in found.what
+
+
+NAMES = [f"process {i} on h{i}" for i in range(4)]
+
+
+def test_a_host_or_else_a_link_that_stands_out_is_reported():
+    for times, text in (
+        ({(0, 1): 0.5}, []),
+        ({(0, 1): 1e-4, (1, 2): 1e-3, (2, 0): 1e-4}, []),  # that is noise
+        ({(0, 1): 4e-2, (1, 2): 1e-3, (2, 0): 4e-2}, ["process 0 on h0 takes 40.00 ms for 1 KiB"]),
+        ({(0, 1): 1e-3, (1, 2): 4e-2, (2, 0): 4e-2}, ["process 2 on h2 takes 40.00 ms"]),
+        (
+            {(0, 1): 1e-3, (1, 2): 4e-2, (2, 3): 1e-3, (3, 0): 1e-3},
+            ["the link from process 1 on h1 to process 2 on h2 takes 40.00 ms"],
+        ),
+    ):
+        found = list(links.compare_links(times, NAMES, 1024))
+        assert levels(found) == (["warn"] * len(text) or ["ok"])
+        assert all(words in finding.what for words, finding in zip(text, found, strict=False))
+
+
+def test_sums_over_the_devices_are_right_and_timed_and_a_wrong_one_is_reported(monkeypatch):
+    table, (found,) = links.measure_all_reduce(make_mesh(4), sizes=(64, 4096))
+    assert found.level == "ok"
+    assert [x.size for x in table] == [64, 4096]
+    assert all(x.bandwidth == pytest.approx(1.5 * x.size / x.seconds) for x in table)
+    monkeypatch.setattr(links.lax, "psum", lambda x, axis: x * 0.0)
+    _, (found,) = links.measure_all_reduce(make_mesh(4), sizes=(64, 128))
+    assert found.level == "bad"
+    assert "64, 128 bytes" in found.what
+
+
+def test_a_finding_fits_a_terminal():
+    text = str(Finding("warn", "word " * 40, "another " * 20))
+    assert max(map(len, text.splitlines())) <= 80
+    assert text.startswith("  warn  word")
+
+
+def test_one_process_is_examined(capsys, tmp_path):
+    picture = tmp_path / "bandwidth.png"
+    assert main(["--dir", str(tmp_path), "--plot", str(picture)]) == 0
+    text = capsys.readouterr().out
+    assert "one process: nothing to agree on" in text
+    assert "8 cpu devices here" in text
+    assert "GB/s" in text
+    *lines, last = text.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert last == str(picture)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in tmp_path.iterdir()] == ["bandwidth.png"]
+
+
+@pytest.mark.processes
+def test_processes_are_examined_together(tmp_path):
+    port = free_port()
+
+    def start(process):
+        numbers = (f"127.0.0.1:{port}", "2", str(process))
+        environ = {**os.environ, **dict(zip(VARIABLES, numbers, strict=True))}
+        options = ["--dir", str(tmp_path), "--num-devices", "2"]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        command = [sys.executable, "-m", "jddp.doctor", *options]
+        return subprocess.Popen(command, env=environ, **pipes)
+
+    running = [start(process) for process in range(2)]
+    ends = [process.communicate(timeout=120) for process in running]
+    assert [process.returncode for process in running] == [0, 0], ends
+    text = ends[0][0]
+    words = ("2 processes are connected", "clocks are within", "all see", "process 1: as process 0")
+    for each in (*words, "1 KiB there and back: ", "1024 KiB there and back: "):
+        assert each in text
+    assert list(tmp_path.iterdir()) == []
+
+
+def findings_of(directory):
+    found = job.check_directory(directory)
+    return {found.level: found}
+
+
+def test_a_directory_is_reported_with_its_room_or_as_absent_and_left_as_it_was(tmp_path):
+    found = findings_of(tmp_path)["ok"]
+    assert re.search(rf"{tmp_path} can be written, [\d,.]+ GiB free", found.what)
+    found = findings_of(tmp_path / "rusn" / "x")["warn"]
+    assert f"{tmp_path}/rusn/x does not exist" in found.what
+    assert "mkdir" in found.fix
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_is_full_is_reported(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.TemporaryFile", lambda dir: io.FileIO("/dev/full", "w"))
+    found = findings_of(tmp_path)["bad"]
+    assert f"{tmp_path} cannot be written: No space left on device" in found.what
+    assert found.fix
+
+
+def test_a_disk_with_little_room_is_reported(tmp_path, monkeypatch):
+    room = os.statvfs(tmp_path)
+    few = os.statvfs_result((*room[:4], 2**20 // room.f_frsize, *room[5:]))
+    monkeypatch.setattr("os.statvfs", lambda _: few)
+    assert "0.0 GiB free" in findings_of(tmp_path)["warn"].what
+
+
+def test_a_directory_that_is_no_place_for_files_is_reported(tmp_path):
+    (tmp_path / "file").write_text("")
+    for name in ("/proc", "/proc/self/nothing", "/dev/null/x", tmp_path / "file" / "runs"):
+        assert f"{name} cannot be written: " in findings_of(Path(name))["bad"].what
+
+
+def test_a_picture_that_cannot_be_written_is_refused(tmp_path):
+    with pytest.raises(FileSystemError, match=r"nowhere/x\.png cannot be written: No such file"):
+        doctor._plot([links.Exchange(64, 0.1, 1e3)], tmp_path / "nowhere" / "x.png")
+
+
+def test_the_first_failures_of_a_run_or_of_a_launch_are_printed(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path} holds no first failure\n"
+    known = {"host": "n1", "step": 7, "phase": "step", "time": "2026-11-23T15:26:26+00:00"}
+    (tmp_path / "logs").mkdir()
+    kept = [tmp_path / "logs" / "failure.json", tmp_path / "failure_a1.json", tmp_path / "of-pod"]
+    for number, path in enumerate(kept):
+        write(describe(number, 65, ValueError("damaged"), **known), path)
+    (tmp_path / "logs" / "failure_a2.json").write_text("{")
+    monkeypatch.setenv(VARIABLE, str(kept[2]))
+    assert main([str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    for number, path in enumerate(kept):
+        how = f"process {number} on n1 failed first, with exit code 65: ValueError: damaged"
+        when = "2026-11-23T15:26:26+00:00, in phase step after step 7"
+        assert f"{path}\n  {how}\n  {when}\n  ValueError: damaged\n" in text
+    assert text.count("failed first") == 3
+    assert main([str(tmp_path / "absent")]) == 74
+    assert capsys.readouterr().err == (
+        f"jddp: {tmp_path}/absent is no folder. Give that of a run, or of a launch's logs.\n"
+    )

@@ -1,0 +1,65 @@
+"""What `explain` and `stats` tell is what was planned, compiled and run."""
+
+import optax
+import pytest
+from compiled import collectives
+from tiny import MLP, ConvNet, loss_fn, make_batch
+
+import jddp
+
+KIB = 1 / 1024
+
+
+def wrapped(model=None, **options):
+    return jddp.DataParallel(model or MLP(), optax.adam(1e-3), loss_fn, **options)
+
+
+def test_an_explanation_counts_what_the_compiled_step_sends():
+    ddp = wrapped(ConvNet(), bucket_mb=0.1 * KIB, layout="flat")
+    reported = ddp.explain(make_batch())
+    program = ddp.lower(make_batch()).compile().as_text()
+    found = [(x.op, x.num_elements) for x in reported.compiled]
+    assert found == collectives(program)
+    rows = [line.split() for line in str(reported).splitlines()]
+    assert [row[0] for row in rows if row[-1:] == ["gradients"]] == [str(len(ddp.plan))]
+    assert [row[0] for row in rows if row[-2:] == ["and", "metrics"]] == ["1"]
+    assert [row[0] for row in rows if "model," in row] == ["1", "1"]  # batch norm, either way
+
+
+def test_an_explanation_fits_a_terminal_of_80_columns_and_a_notebook():
+    reported = wrapped(ConvNet(), wire_dtype="bfloat16").explain(make_batch())
+    assert max(map(len, str(reported).splitlines())) <= 80
+    assert reported._repr_html_().startswith("<pre")
+
+
+def test_stats_need_a_plan_and_are_those_of_the_plan_and_of_the_calls():
+    ddp, batch = wrapped(bucket_mb=0.1 * KIB, layout="flat"), make_batch()
+    with pytest.raises(jddp.Error, match="Call init first"):
+        ddp.stats()
+    state = ddp.init(0, batch)
+    reported = ddp.stats()
+    assert reported["num_buckets_reduced"] == len(ddp.plan) == 4
+    assert reported["bucket_sizes"] == [bucket.bytes for bucket in ddp.plan.buckets]
+    assert reported["wire_bytes"] == ddp.plan.wire_bytes == sum(reported["bucket_sizes"])
+    assert reported["num_parameter_tensors"] == 4
+    assert (reported["world_size"], reported["rank"], reported["backend_name"]) == (8, 0, "cpu")
+    assert (reported["iteration"], reported["avg_step_seconds"]) == (0, None)
+    for _ in range(3):
+        state, _ = ddp.step(state, batch)
+    reported = ddp.stats(batch)
+    assert reported["iteration"] == 3
+    assert reported["avg_step_seconds"] > 0
+    assert reported["num_collectives"] == len(ddp.plan) + 1
+    assert reported["reduce_seconds"] > 0
+
+
+@pytest.mark.parametrize(
+    "options, name", [({}, ""), ({"comm_hook": jddp.CommHook(lambda plan: (), max)}, "max")]
+)
+def test_stats_name_the_hook(options, name):
+    """HK-8."""
+    ddp = wrapped(**options)
+    ddp.init(0, make_batch())
+    assert ddp.stats()["comm_hook"] == name
+    # The plan's bytes are those before a hook: it says so.
+    assert ("comm_hook 'max'" in str(ddp.plan)) == (name == "max")

@@ -1,0 +1,440 @@
+"""Compiled programs are read as they stand, and their schedules are added up without a guess."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import P, lax
+from jax.experimental import topologies
+
+from jddp.errors import ConfigError, UsageError
+from jddp.inspection.collectives import collectives
+from jddp.inspection.hlo import Shape, read_program
+from modelled import GPUS, Network, described_mesh, make_network, walk
+from modelled.cost import cost
+from modelled.gpus import MEBIBYTE, target_config
+
+# A second for the product below, nothing for anything else.
+GPU = dataclasses.replace(
+    GPUS["h100_sxm"],
+    product_flops=2000,
+    convolution_flops=1000,
+    bytes_per_second=float("inf"),
+    kernel_seconds=0.0,
+)
+PRODUCT = (
+    "%{} = bf16[10,10]{{1,0}} dot(%x, %x), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}"
+)
+NETWORK = Network("toy", ((64 * 1024, 0.5), (128 * 1024, 3.0)))
+START = "%{}-start = f32[32768]{{0}} all-reduce-start(%v), channel_id=1, to_apply=%sum"
+DONE = "%{0}-done = f32[32768]{{0}} all-reduce-done(%{0}-start)"
+SYNC = ', backend_config={"collective_backend_config":{"is_sync":true,"backend":"DEFAULT"}}'
+
+PARTS = """
+%sum (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %add = f32[] add(%a, %b)
+}
+
+%reducing (p: f32[32768]) -> f32[32768] {
+  %p = f32[32768]{0} parameter(0)
+  ROOT %inner = f32[32768]{0} all-reduce(%p), to_apply=%sum
+}
+
+%multiplying (p: bf16[10,10]) -> bf16[10,10] {
+  %p = bf16[10,10]{1,0} parameter(0)
+  ROOT %dot = bf16[10,10]{1,0} dot(%p, %p), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%slicing (p: f32[1000000], q: f32[10]) -> f32[10] {
+  %p = f32[1000000]{0} parameter(0)
+  %q = f32[10]{0} parameter(1)
+  %slice = f32[10]{0} slice(%p), slice={[20:30]}
+  ROOT %add = f32[10]{0} add(%slice, %q)
+}
+
+%true (t: (s32[])) -> pred[] {
+  %t = (s32[]) parameter(0)
+  ROOT %yes = pred[] constant(true)
+}
+"""
+
+
+def make_program(*lines, scheduled=True, parts=PARTS):
+    head = "HloModule jit_step, is_scheduled=true" if scheduled else "HloModule jit_step"
+    body = "\n".join(f"  {line}" for line in lines)
+    return read_program(
+        f"{head}\n{parts}\n"
+        "ENTRY %main (v: f32[32768], x: bf16[10,10], w: (s32[])) -> f32[] {\n"
+        "  %v = f32[32768]{0} parameter(0)\n"
+        "  %x = bf16[10,10]{1,0} parameter(1)\n"
+        "  %w = (s32[]) parameter(2)\n"
+        f"{body}\n"
+        "}\n\nFileNames\n1 step.py\n"
+    )
+
+
+def last(program):
+    return program.entry.instructions[-1]
+
+
+def cost_of(line, gpu=GPU, *before):
+    program = make_program(*before, line)
+    return cost(program, program.entry, last(program), gpu)
+
+
+def walked(*lines, **options):
+    return walk(make_program(*lines, **options), GPU, NETWORK)
+
+
+def test_an_instruction_is_read_with_its_shapes_operands_and_attributes():
+    line = (
+        "ROOT %a.1 = (f32[2,3]{1,0:T(8,128)}, /*index=1*/(bf16[]), s32[4]{0:S(5)}) "
+        'fusion(%v, /*index=1*/%x), kind=kLoop, calls=%reducing, metadata={op_name="f(g)"}'
+    )
+    read = last(make_program(line))
+    assert (read.name, read.op) == ("a.1", "fusion")
+    assert read.shapes == (Shape("f32", (2, 3)), Shape("bf16", ()), Shape("s32", (4,)))
+    assert read.bytes == 24 + 2 + 16
+    assert read.operands == ("v", "x")
+    assert read.runs == ("reducing",)
+    assert "kind=kLoop" in read.attributes
+
+
+def test_texts_without_percent_signs_and_with_shapes_of_operands_are_read_alike():
+    old = last(make_program("%r = f32[2]{0} add(f32[2]{0} %v, f32[2]{0} %x.2), metadata={}"))
+    new = last(make_program("r = f32[2]{0} add(v, x.2), metadata={}"))
+    assert old == new
+    assert new.operands == ("v", "x.2")
+
+
+BYTES = {"pred[3]{0}": 3, "bf16[3,2]{1,0}": 12, "f8e4m3fn[5]{0}": 5, "s4[3]{0}": 2, "c64[]": 8}
+BYTES |= {"f32[<=8]{0}": 32, "token[]": 0}
+
+
+def test_parameters_have_a_number_and_constants_no_operands():
+    program = make_program("%c = s32[2]{0} constant({1, 2})")
+    assert [x.number for x in program.entry.instructions] == [0, 1, 2, None]
+    assert last(program).operands == ()
+    assert program.entry.instructions[1].name == "x"
+
+
+def test_bytes_follow_from_dtype_and_dims():
+    for shape, num_bytes in BYTES.items():
+        assert last(make_program(f"%r = {shape} custom-call()")).bytes == num_bytes
+    with pytest.raises(UsageError, match="'odd'"):
+        _ = last(make_program("%r = odd[3]{0} custom-call()")).bytes
+
+
+def test_what_is_no_compiled_program_is_refused():
+    for text, message in (
+        ("", "ENTRY"),
+        ("module @jit_step { func.func }", "ENTRY"),
+        ("ENTRY %main () -> f32[] {\n  this is no instruction\n}", "no instruction"),
+        ("ENTRY %main () -> f32[] {\n  %a = f32[] 3\n}", "no operation"),
+        ("ENTRY %main () -> f32[] {\n  %a = f32[] add(%b, %c\n}", "not closed"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            read_program(text)
+
+
+FORMS = {
+    "pair": ([START.format("r"), DONE.format("r")], True),
+    "pair_run_in_one_piece": ([START.format("r") + SYNC, DONE.format("r")], False),
+    "plain": (["%r = f32[32768]{0} all-reduce(%v), to_apply=%sum"], False),
+    "fusion": (["%r = f32[32768]{0} fusion(%v), kind=kCustom, calls=%reducing"], False),
+    "pair_around_a_fusion": (
+        [
+            "%s = ((f32[32768]), f32[32768]) fusion-start(%v), kind=kCustom, calls=%reducing",
+            "%d = f32[32768]{0} fusion-done(%s)",
+        ],
+        True,
+    ),
+    "pair_around_a_computation": (
+        [
+            "%s = ((f32[32768]), f32[32768], s32[]) async-start(%v), calls=%reducing",
+            "%d = f32[32768]{0} async-done(%s), calls=%reducing",
+        ],
+        True,
+    ),
+}
+WHOLE = (
+    ("%r = f32[262144]{0} all-gather(%v), dimensions={0}", 262144),
+    ("%r = (f32[32768]{0}, f32[262144]{0}) all-gather-start(%v), dimensions={0}", 262144),
+    ("%r = f32[4096]{0} reduce-scatter(%v), dimensions={0}, to_apply=%sum", 32768),
+    ("%r = ((f32[32768]{0}), f32[4096]{0}) reduce-scatter-start(%v), to_apply=%sum", 32768),
+    ("%r = (f32[32768]{0}, f32[32768]{0}, u32[], u32[]) collective-permute-start(%v)", 32768),
+    ("%r = f32[32768]{0} all-to-all(%v), dimensions={0}", 32768),
+)
+
+
+@pytest.mark.parametrize("lines, is_async", FORMS.values(), ids=FORMS)
+def test_every_form_of_an_all_reduce_is_found_once_and_waited_for(lines, is_async):
+    (found,) = collectives(make_program(*lines))
+    assert (found.op, found.num_elements, found.bytes) == ("all-reduce", 32768, 131072)
+    assert (found.dtypes, found.is_async) == (("f32",), is_async)
+    assert (found.is_in_loop, found.num_runs) == (False, 1)
+    timeline = walked(*lines)
+    (transfer,) = timeline.transfers
+    assert (transfer.is_async, transfer.waited_seconds) == (is_async, 3.0)
+    assert timeline.step_seconds == 3.0
+
+
+def test_a_collective_of_several_arrays_counts_all_of_them():
+    line = "%r = (f32[32768]{0}, bf16[10,10]{1,0}) all-reduce(%v, %x), to_apply=%sum"
+    (found,) = collectives(make_program(line))
+    assert (found.num_elements, found.bytes) == (32868, 131072 + 200)
+    assert found.dtypes == ("f32", "bf16")
+
+
+def test_what_is_gathered_scattered_or_exchanged_counts_whole():
+    for line, num_elements in WHOLE:
+        (found,) = collectives(make_program(line))
+        assert found.num_elements == num_elements
+        assert found.op in line
+
+
+def test_a_collective_in_a_loop_runs_as_often_as_all_its_loops_and_in_a_branch_nobody_knows():
+    reducing = with_part("looping", FORMS["plain"][0][0])
+    nested = with_part("outer", LOOP, parts=reducing)
+    for line, parts, num_runs in (
+        (LOOP, reducing, 5),
+        (ENDLESS, reducing, None),
+        (LOOP.replace("looping", "outer"), nested, 25),
+    ):
+        (found,) = collectives(make_program(line, parts=parts))
+        assert (found.is_in_loop, found.num_runs) == (True, num_runs)
+    line = "%r = f32[] conditional(%p, %v, %v), branch_computations={%reducing, %reducing}"
+    assert [x.num_runs for x in collectives(make_program(line))] == [None, None]
+
+
+LOOP = (
+    "%loop = (s32[]) while(%w), condition=%true, body=%looping, "
+    'backend_config={"known_trip_count":{"n":"5"}}'
+)
+ENDLESS = LOOP.partition(", backend_config")[0]
+
+
+def with_part(name, line, parts=PARTS):
+    """The parts, and one more computation of one line."""
+    return f"""{parts}
+%{name} (v: f32[32768], x: bf16[10,10], w: (s32[])) -> f32[] {{
+  %v = f32[32768]{{0}} parameter(0)
+  %x = bf16[10,10]{{1,0}} parameter(1)
+  %w = (s32[]) parameter(2)
+  {line}
+}}
+"""
+
+
+def test_a_collective_in_a_loop_runs_as_often_as_all_its_loops():
+    reducing = with_part("looping", FORMS["plain"][0][0])
+    (found,) = collectives(make_program(LOOP, parts=reducing))
+    assert (found.is_in_loop, found.num_runs) == (True, 5)
+    (found,) = collectives(make_program(ENDLESS, parts=reducing))
+    assert (found.is_in_loop, found.num_runs) == (True, None)
+    nested = with_part("outer", LOOP, parts=reducing)
+    (found,) = collectives(make_program(LOOP.replace("looping", "outer"), parts=nested))
+    assert found.num_runs == 25
+
+
+def test_programs_of_this_machine_are_read():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
+
+    def scanned(x):
+        return lax.scan(lambda c, y: (c + lax.psum(y, "data"), None), jnp.zeros(3), x)[0]
+
+    def by_hand(x):
+        return lax.all_gather(x, "data"), lax.psum_scatter(x, "data", tiled=True)
+
+    def found(function):
+        specs = {"in_specs": P(), "out_specs": P("data"), "check_vma": False}
+        rows = jax.ShapeDtypeStruct((8, 3), np.float32, sharding=jax.NamedSharding(mesh, P()))
+        program = jax.jit(jax.shard_map(function, mesh=mesh, **specs)).lower(rows).compile()
+        return collectives(read_program(program.as_text()))
+
+    (reduced,) = found(scanned)
+    assert (reduced.op, reduced.num_elements, reduced.num_runs) == ("all-reduce", 3, 8)
+    sizes = {each.op: each.num_elements for each in found(by_hand)}
+    assert sizes == {"all-gather": mesh.size * 24, "reduce-scatter": 24}
+
+
+def test_what_is_computed_meanwhile_hides_a_transfer():
+    a, b, c = map(PRODUCT.format, "abc")
+    timeline = walked(a, START.format("r"), b, DONE.format("r"), c)
+    (transfer,) = timeline.large
+    assert (transfer.needed_seconds, transfer.hiding_seconds) == (3.0, 1.0)
+    assert (transfer.num_products, transfer.waited_seconds) == (1, 2.0)
+    assert (timeline.compute_seconds, timeline.step_seconds) == (3.0, 5.0)
+    assert timeline.exposed_share == 0.4
+
+
+def test_transfers_queue_behind_each_other():
+    products = [PRODUCT.format(f"p{i}") for i in range(4)]
+    timeline = walked(*map(START.format, "rs"), *products, *map(DONE.format, "rs"))
+    first, second = timeline.transfers
+    assert (first.name, second.name) == ("r-start", "s-start")
+    assert (first.waited_seconds, second.waited_seconds) == (0.0, 2.0)
+    assert timeline.step_seconds == 6.0
+
+
+def test_a_blocking_transfer_waits_for_the_queue_and_stops_the_clock():
+    plain, is_async = FORMS["plain"]
+    assert not is_async
+    timeline = walked(START.format("s"), PRODUCT.format("a"), *plain, DONE.format("s"))
+    blocking, hidden = timeline.transfers
+    assert blocking.waited_seconds == 5.0
+    assert (hidden.waited_seconds, hidden.hiding_seconds) == (0.0, 1.0)
+    assert timeline.step_seconds == 6.0
+
+
+def test_small_transfers_are_counted_apart():
+    small = "%s = f32[4]{0} all-reduce(%g), to_apply=%sum"
+    timeline = walked("%g = f32[4]{0} constant(0)", small)
+    assert (len(timeline.small), len(timeline.large)) == (1, 0)
+    assert timeline.step_seconds == 0.5
+    assert (timeline.exposed_share, timeline.small_exposed_share) == (0.0, 1.0)
+
+
+def test_a_product_costs_its_operations_and_a_fusion_what_is_in_it():
+    assert cost_of(PRODUCT.format("r")).seconds == 1.0
+    fused = cost_of("%r = bf16[10,10]{1,0} fusion(%x), kind=kCustom, calls=%multiplying")
+    assert (fused.seconds, fused.num_products) == (1.0, 1)
+    by_library = (
+        "%r = (bf16[10,10]{1,0}, s8[0]{0}) custom-call(%x, %x), "
+        'custom_call_target="__cublas$gemm", '
+        'backend_config={"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}'
+    )
+    assert cost_of(by_library) == fused
+    wide = PRODUCT.format("r").replace("%x", "%y").replace("bf16", "f32")  # twice the bits
+    assert cost_of(wide, GPU, "%y = f32[10,10]{1,0} constant(0)").seconds == 2.0
+
+
+CONVOLUTIONS = (
+    ("[2,8,8,5]", "[2,8,8,3]", "[5,3,3,3]", "Forward"),
+    ("[2,8,8,3]", "[2,8,8,5]", "[5,3,3,3]", "BackwardInput"),
+    ("[5,3,3,3]", "[2,8,8,3]", "[2,8,8,5]", "BackwardFilter"),
+)
+
+
+@pytest.mark.parametrize("result, first, second, target", CONVOLUTIONS)
+def test_a_convolution_costs_the_same_in_all_directions(result, first, second, target):
+    operands = f"%i = bf16{first} constant(0)", f"%j = bf16{second} constant(0)"
+    line = (
+        f"%r = (bf16{result}, u8[0]) custom-call(%i, %j), window={{size=3x3 pad=1_1x1_1}}, "
+        f'dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$conv{target}"'
+    )
+    found = cost_of(line, GPU, *operands)
+    assert found.seconds * GPU.convolution_flops == 2 * (2 * 8 * 8 * 5) * (3 * 3 * 3)
+    assert found.num_products == 1
+    if target == "Forward":
+        plain = line.replace(", custom_call_target", ", name").replace("custom-call", "convolution")
+        assert cost_of(plain, GPU, *operands) == found
+
+
+def test_a_loop_costs_its_body_as_often_as_it_runs_and_a_conditional_its_longest_branch():
+    program = make_program(LOOP, parts=with_part("looping", PRODUCT.format("r")))
+    found = cost(program, program.entry, last(program), GPU)
+    assert (found.seconds, found.num_products) == (5.0, 5)
+    line = "%r = f32[] conditional(%p, %x, %v), branch_computations={%multiplying, %sum}"
+    assert cost_of(line).seconds == 1.0
+
+
+def test_what_computes_little_costs_its_bytes_and_a_kernel():
+    gpu = dataclasses.replace(GPU, bytes_per_second=1e6, kernel_seconds=0.25)
+    assert cost_of("%r = f32[32768]{0} copy(%v)", gpu).seconds == 0.25 + 2 * 131072 / 1e6
+    assert cost_of("%r = f32[32768]{0} bitcast(%v)", gpu).seconds == 0.0
+
+
+def test_of_what_is_only_sliced_the_slices_count():
+    gpu = dataclasses.replace(GPU, bytes_per_second=1.0)
+    before = "%p = f32[1000000]{0} constant(0)", "%q = f32[10]{0} constant(0)"
+    line = "%r = f32[10]{0} fusion(%p, %q), kind=kLoop, calls=%slicing"
+    assert cost_of(line, gpu, *before).seconds == 3 * 40
+
+
+REFUSED = {
+    "all-to-all": "%r = f32[32768]{0} all-to-all(%v), dimensions={0}",
+    "'all-reduce' inside 'conditional'": (
+        "%r = f32[] conditional(%p, %v, %v), branch_computations={%reducing, %reducing}"
+    ),
+    "library call 'mystery'": '%r = f32[] custom-call(%v), custom_call_target="mystery"',
+    "copy-start": "%r = (f32[32768]{0}, f32[32768]{0}, u32[]) copy-start(%v)",
+    "infeed": "%r = f32[] infeed(%v)",
+    "over which dims": "%r = bf16[10,10]{1,0} dot(%x, %x)",
+    "does not name its dims": "%r = bf16[10,10]{1,0} convolution(%x, %x)",
+}
+
+
+def test_what_cannot_be_modelled_is_refused():
+    reducing, multiplying = (
+        {"parts": with_part("looping", line)}
+        for line in (FORMS["plain"][0][0], PRODUCT.format("r"))
+    )
+    for message, line, options in (
+        *((message, line, {}) for message, line in REFUSED.items()),
+        ("'all-reduce' inside 'while'", LOOP, reducing),
+        ("unknown number of times", ENDLESS, multiplying),
+        ("not scheduled", PRODUCT.format("r"), {"scheduled": False}),
+    ):
+        with pytest.raises(UsageError, match=message):
+            walked(line, **options)
+
+
+def test_half_of_an_all_reduce_takes_half_its_time():
+    whole, *halves = (
+        walked(f"%r = f32[32768]{{0}} {op}(%v), dimensions={{0}}").transfers[0].needed_seconds
+        for op in ("all-reduce", "reduce-scatter", "all-gather")
+    )
+    assert halves == [whole / 2] * 2
+
+
+def test_a_network_keeps_to_its_table_and_rises_between():
+    network = make_network()
+    for mebibytes, gigabytes_per_second in {1: 72, 32: 298, 1024: 464}.items():
+        sent = 2 * 7 / 8 * mebibytes * MEBIBYTE
+        assert network.seconds(mebibytes * MEBIBYTE) == pytest.approx(
+            sent / (gigabytes_per_second * 1e9)
+        )
+    assert network.seconds(4) == network.seconds(32 * 1024) == 18e-6
+    assert network.seconds(2048 * MEBIBYTE) == pytest.approx(2 * network.seconds(1024 * MEBIBYTE))
+    times = [network.seconds(2**i) for i in range(14, 34)]
+    assert all(a <= b for a, b in itertools.pairwise(times))
+    slower = network.slower(4)
+    assert slower.seconds(5 * MEBIBYTE) == pytest.approx(4 * network.seconds(5 * MEBIBYTE))
+
+
+@pytest.mark.parametrize("mebibytes", [1e-5, 1, 25, 150])
+def test_hosts_further_apart_and_fewer_gpus_to_share_the_way_take_longer(mebibytes):
+    def seconds(hosts, devices):
+        network = make_network(num_hosts=hosts, devices_per_host=devices)
+        return network.seconds(mebibytes * MEBIBYTE)
+
+    assert seconds(1, 2) <= seconds(1, 8) < seconds(2, 8) <= seconds(2, 4) <= seconds(4, 4)
+
+
+def test_a_gpu_is_described_in_the_words_of_xla():
+    text = target_config(GPUS["h100_sxm"])
+    assert "core_count: 132" in text
+    assert "cuda_compute_capability: { major: 9 minor: 0 }" in text
+    assert text.count("{") == text.count("}")
+
+
+def test_one_device_alone_and_an_unknown_gpu_are_refused():
+    with pytest.raises(ConfigError, match="two devices or more: got 1 hosts of 1"):
+        make_network(num_hosts=1, devices_per_host=1)
+    with pytest.raises(ConfigError, match="'h100_smx'.* Did you mean 'h100_sxm'"):
+        described_mesh("h100_smx")
+
+
+def test_without_the_plugin_the_error_says_how_to_get_it(monkeypatch):
+    def refuse(**options):
+        raise NotImplementedError("topology not implemented for cuda")
+
+    monkeypatch.setattr(topologies, "get_topology_desc", refuse)
+    with pytest.raises(ConfigError, match=r"pip install 'jddp\[aot\]'.*JAX_PLATFORMS=cpu"):
+        described_mesh()

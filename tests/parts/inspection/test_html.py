@@ -1,0 +1,67 @@
+"""What a notebook shows is text in columns, and stays so where the notebook is exported."""
+
+import importlib
+import inspect
+
+import numpy as np
+import optax
+from house import MODULES, name_of
+from tiny import MLP, loss_fn, make_batch
+
+import jddp
+from jddp.data import ArrayExamples, TrainBatches, WorkerBatches, eval_batches
+from jddp.html import Shown
+
+
+def classes_with_html():
+    for path in MODULES:
+        if path.stem != "__main__":
+            for _, found in inspect.getmembers(importlib.import_module(name_of(path))):
+                if inspect.isclass(found) and "_repr_html_" in dir(found):
+                    yield found
+
+
+SHOWN = {"BucketPlan", "DataParallel", "Explanation", "Memory", "Run", "TrainBatches"}
+SHOWN |= {"TrainState", "Verification", "WorkerBatches"}
+
+
+def test_everything_that_a_notebook_shows_is_shown_by_one_helper_which_escapes_it():
+    class Small(Shown):
+        def __repr__(self):
+            return "a < b"
+
+    assert ">a &lt; b</pre>" in Small()._repr_html_()
+    found = {cls for cls in classes_with_html() if cls.__module__.startswith("jddp")} - {Shown}
+    assert {cls.__name__ for cls in found} >= SHOWN
+    for cls in found:
+        assert issubclass(cls, Shown)
+        assert "_repr_html_" not in vars(cls), f"{cls.__name__} has HTML that is not the helper's"
+
+
+def test_memory_is_a_table_of_what_a_device_needs_and_html_keeps_its_columns():
+    ddp, batch = jddp.DataParallel(MLP(), optax.adam(0.1), loss_fn, mesh=2), make_batch()
+    ddp.init(0, batch)
+    memory = ddp.memory(batch)
+    for shown in (ddp, ddp.plan, memory):  # where <pre> inherits a proportional font
+        assert shown._repr_html_().startswith('<pre style="font-family: monospace;')
+    lines = repr(memory).splitlines()
+    assert lines[0] == "memory per device, MiB"
+    names = [line[:17].strip() for line in lines[1:]]
+    assert names[:3] == ["parameters", "gradients", "optimizer"]
+    assert names[-2:] == ["sum", "the device has"]
+    assert f"{memory.total / 2**20:,.2f}" in lines[-2]
+
+
+def test_batches_show_their_size_and_position():
+    examples = ArrayExamples({"x": np.ones((20, 3), np.float32), "y": np.zeros(20, np.int32)})
+    batches = TrainBatches(examples, global_batch_size=8, seed=0, num_epochs=2)
+    next(batches)
+    assert repr(batches) == "TrainBatches: 20 examples, 8 a step, at position 8, 4 steps left"
+    endless = TrainBatches(examples, global_batch_size=8, seed=0)
+    assert repr(endless) == "TrainBatches: 20 examples, 8 a step, at position 0, endless"
+    read_by_workers = WorkerBatches(endless, num_workers=2)
+    assert repr(read_by_workers) == f"WorkerBatches, 2 processes\n{endless}"
+    to_evaluate = eval_batches(examples, global_batch_size=8)
+    assert repr(to_evaluate) == "evaluation batches: 20 examples in 3 batches"
+    for shown in (endless, read_by_workers, to_evaluate):
+        assert "font-family: monospace" in shown._repr_html_()

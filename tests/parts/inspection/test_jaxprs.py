@@ -1,0 +1,103 @@
+"""Questions to the equations of a program, where a search in its text gives a wrong answer."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jddp.jaxprs import axes_of, called, dtypes, equations, uses_rng
+
+KEY, X = jax.random.key(0), jnp.ones(3)
+
+
+def traced(function, *given, axes=()):
+    return jax.make_jaxpr(function, axis_env=axes)(*given).jaxpr
+
+
+def in_branches_of_loops(function):
+    """`function(x)`, in a branch in a scan in a while loop in a jitted, rematerialised function."""
+
+    def branch(x):
+        return lax.cond(x.sum() > 0, lambda x: x + function(x), lambda x: x, x)
+
+    def loop(x):
+        return lax.scan(lambda x, _: (branch(x), None), x, None, length=2)[0]
+
+    return jax.jit(jax.checkpoint(lambda x: lax.while_loop(lambda x: x.sum() < 9, loop, x)))
+
+
+def test_equations_are_found_however_deep_they_are():
+    program = traced(in_branches_of_loops(jnp.sin), X)
+    names = [eqn.primitive.name for eqn in equations(program)]
+    assert "sin" not in [eqn.primitive.name for eqn in program.eqns]
+    order = ["jit", "remat2", "while", "scan", "cond", "sin"]
+    assert [name for name in names if name in order] == order
+
+
+DRAWS = {
+    "normal": lambda key: jax.random.normal(key, (3,)),
+    "gamma": lambda key: jax.random.gamma(key, 2.0, (3,)),  # a primitive of its own
+    "beta": lambda key: jax.random.beta(key, 0.4, 0.4),
+    "of an old key": lambda key: jax.random.uniform(jax.random.key_data(key)),
+    "of the device": lambda key: lax.rng_uniform(0.0, 1.0, (3,)),
+    "of a generator": lambda key: lax.rng_bit_generator(jnp.zeros(4, jnp.uint32), (3,)),
+    "deep inside": lambda key: in_branches_of_loops(lambda x: x + jax.random.normal(key))(X),
+}
+
+
+@pytest.mark.parametrize("function", DRAWS.values(), ids=DRAWS)
+def test_who_draws_random_numbers_is_known(function):
+    assert uses_rng(traced(function, KEY))
+
+
+def test_names_and_keys_alone_are_no_random_numbers():
+    def random_bits(x):
+        return 2 * x
+
+    program = traced(jax.jit(random_bits), X)
+    assert "random_bits" in str(program)
+    assert not uses_rng(program)
+    assert not uses_rng(traced(lambda key: jax.random.split(jax.random.fold_in(key, 1)), KEY))
+
+
+COLLECTIVES = {
+    "one of several axes": lambda x: lax.psum(x, ("model", "data")),
+    "gathered": lambda x: lax.all_gather(x, "data", axis_index_groups=[[0], [1]]),
+    "a number of a replica": lambda x: x + lax.axis_index("data"),
+    "deep inside": in_branches_of_loops(lambda x: lax.pmean(x, "data")),
+}
+
+
+def test_collectives_are_known_by_their_axes():
+    def of_data(function, *axes):
+        program = traced(function, X, axes=[(axis, 2) for axis in axes])
+        return any("data" in axes_of(eqn) for eqn in equations(program))
+
+    for name, function in COLLECTIVES.items():
+        assert of_data(function, "data", "model"), name
+    for axis in ("model", "data-2"):
+        assert not of_data(lambda x, axis=axis: lax.psum(x, axis).sum(0), axis)
+
+
+def test_dtypes_are_those_of_arrays_and_not_of_names():
+    def named(x):
+        return in_branches_of_loops(lambda x: x.astype(jnp.float16).astype(x.dtype))(x)
+
+    assert dtypes(traced(named, X)) >= {np.dtype(np.float32), np.dtype(np.float16)}
+    named.__name__ = "x:bf16[3]"
+    program = traced(jax.jit(named), X)
+    assert "bf16[" in str(program)
+    assert jnp.bfloat16 not in dtypes(program)
+
+
+def test_a_call_is_told_from_a_loop_and_from_a_reduction():
+    def loop(x):
+        return lax.scan(lambda x, _: (x * 2, None), x, None, length=3)[0]
+
+    def reduction(x):
+        return lax.reduce(x, jnp.float32(0), lambda a, b: a + 2 * b, (0,))
+
+    for function, is_call in ((jax.jit(jnp.tanh), True), (loop, False), (reduction, False)):
+        (eqn,) = traced(function, X).eqns[-1:]
+        assert (called(eqn) is not None) == is_call, eqn.primitive.name

@@ -1,0 +1,95 @@
+"""The memory of a step is known before it runs; where it is too much, the error says what fits."""
+
+import os
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tiny import MLP, loss_fn, make_batch
+
+import jddp
+from jddp.errors import OutOfMemoryError
+from jddp.inspection.hlo import read_program
+from jddp.inspection.memory import largest_arrays
+
+HOST = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+PER_ROW = HOST // 8 // 4  # floats: an eighth of the host, which two devices share
+
+
+def greedy(model, batch, train):
+    """As much memory for every row as an eighth of the host has."""
+    losses, metrics = loss_fn(model, batch, train)
+    noise = jnp.sin(jnp.arange(PER_ROW)[None] * losses[:, None])
+    return losses + 0 * jax.lax.stop_gradient(jnp.sort(noise).max(-1)), metrics
+
+
+def greedy_ddp(loss=greedy):
+    return jddp.DataParallel(MLP(), optax.adam(0.1), loss, mesh=2)
+
+
+def test_what_is_too_much_ends_with_what_would_fit(tmp_path):
+    batch, ddp = make_batch(32), greedy_ddp()
+    with pytest.raises(OutOfMemoryError) as caught:
+        ddp.fit([batch] * 2, num_steps=2, run_dir=tmp_path)
+    text = str(caught.value)
+    assert caught.value.exit_code == 77
+    assert text.startswith("out of memory in phase ")
+    assert f"f32[16,{PER_ROW}] of " in text
+    parts, rows = map(int, re.findall(r"accumulate_steps=(\d+) .* global batch of (\d+)", text)[0])
+    assert ddp.memory(batch, accumulate_steps=parts).fits
+    assert not ddp.memory(batch, accumulate_steps=parts // 2).fits
+    assert ddp.memory(make_batch(rows)).fits
+    assert not ddp.memory(make_batch(rows * 2)).fits
+    run = jddp.DataParallel(MLP(), optax.adam(0.1), loss_fn, mesh=2).fit([batch], num_steps=1)
+    assert run.step == 1  # this process is none the worse for it
+
+
+def test_where_one_row_is_too_much_nothing_is_suggested():
+    def greedier(model, batch, train):
+        losses, metrics = greedy(model, batch, train)
+        rows = jnp.tile(losses[:, None, None], (1, 8, 1))
+        noise = jnp.sin(jnp.arange(PER_ROW)[None, None] * rows)
+        return losses + 0 * jax.lax.stop_gradient(jnp.sort(noise).max((-1, -2))), metrics
+
+    with pytest.raises(OutOfMemoryError, match="One row at a time is too much"):
+        greedy_ddp(greedier).fit([make_batch(4)], num_steps=1)
+
+
+def test_other_errors_of_a_device_stay_what_they_are():
+    def fails(_):
+        raise OSError("no space")
+
+    def loss(model, batch, train):
+        losses, _ = loss_fn(model, batch, train)
+        return losses + jax.pure_callback(fails, losses, jax.lax.stop_gradient(losses))
+
+    ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss, mesh=1)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no space"):
+        ddp.fit([make_batch(4)], num_steps=1)
+
+
+def test_memory_is_that_of_the_arrays_of_a_state():
+    ddp = jddp.DataParallel(MLP(), optax.adam(0.1), loss_fn, mesh=2, ema_decay=0.5)
+    state = ddp.init(0, make_batch(8))
+    memory = ddp.memory(make_batch(8))
+    num_bytes = sum(x.nbytes for x in jax.tree.leaves(state.params))
+    assert (memory.parameters, memory.gradients) == (2 * num_bytes, num_bytes)
+    assert memory.optimizer == 2 * num_bytes + 4  # two moments, and a count
+    assert memory.batch == 4 * (16 * 4 + 4)
+    assert memory.fits
+    assert memory.total < memory.limit <= HOST
+
+
+def test_the_largest_arrays_are_named_by_what_made_them():
+    def step(x):
+        with jax.named_scope("wide"):
+            x = jax.lax.fori_loop(0, 3, lambda i, y: jnp.sin(y @ y.T) @ y, x)
+        return jnp.sort(x, axis=0)[:2].sum()
+
+    text = jax.jit(step).lower(np.zeros((64, 32), np.float32)).compile().as_text()
+    largest = largest_arrays(read_program(text))
+    assert str(largest[0]).startswith("f32[64,64] of wide/while/body/")
+    assert [x.bytes for x in largest] == sorted((x.bytes for x in largest), reverse=True)

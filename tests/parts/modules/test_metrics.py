@@ -1,0 +1,165 @@
+"""Means stay exact however the valid entries are spread."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jddp.errors import ConfigError
+from jddp.modules.metrics import (
+    Metric,
+    Totals,
+    count_valid_rows,
+    mean,
+    mean_tree,
+    sum_over_replicas,
+    weigh,
+)
+
+ROWS, TABLE = jnp.array([1.0, 2.0, 4.0]), jnp.ones((2, 3))
+
+
+@pytest.mark.parametrize(
+    "losses, mask, total, count",
+    [
+        pytest.param(ROWS, [1, 0, 1], 5, 2, id="entries"),
+        pytest.param(ROWS, [0.5, 0, 1.0], 4.5, 1.5, id="weights"),
+        pytest.param(jnp.array([1.0, jnp.nan]), [True, False], 1, 1, id="a NaN does no harm"),
+        pytest.param(TABLE, [True, False], 3, 3, id="whole rows of tokens"),
+    ],
+)
+def test_a_mask_keeps_entries_out_of_total_and_count_or_weighs_them(losses, mask, total, count):
+    sums = weigh(losses, {}, mask=jnp.array(mask))
+    assert (float(sums["loss"].total), float(sums["loss"].count)) == (total, count)
+
+
+def test_scalars_count_once_or_as_told_and_say_that_they_are_scalars():
+    loss = weigh(jnp.float32(3), {})["loss"]
+    assert (float(loss.total), float(loss.count), loss.num_entries) == (3, 1, 1)
+    sums = weigh(jnp.float32(3), {"rate": jnp.float32(0.5)}, num_rows=4, train=False)
+    assert (float(sums["loss"].total), float(sums["loss"].count)) == (12, 4)
+    assert sums["rate"].is_scalar
+    assert not weigh(jnp.ones(2), {})["loss"].is_scalar
+
+
+def test_rows_are_counted_whatever_the_number_of_their_tokens():
+    assert float(count_valid_rows(jnp.array([[1, 0, 1], [0, 0, 0], [0, 1, 0]]))) == 2
+
+
+def test_a_metric_of_rows_counts_where_its_row_has_a_valid_token():
+    mask = jnp.array([[1, 0], [0, 0], [1, 1]])
+    sums = weigh(jnp.ones((3, 2)), {"row": jnp.array([5.0, 7.0, 9.0])}, mask=mask)
+    assert (float(sums["loss"].total), float(sums["loss"].count)) == (3, 3)
+    assert (float(sums["row"].total), float(sums["row"].count)) == (14, 2)
+
+
+@pytest.mark.parametrize("shape", [(4,), (3, 5), (2, 3)])
+def test_a_shape_that_does_not_align_with_the_mask_is_refused(shape):
+    with pytest.raises(ConfigError, match=r"'loss' has shape .* leading dims"):
+        weigh(jnp.ones(shape), {}, mask=jnp.ones((3, 2)))
+
+
+@pytest.mark.parametrize("names", [["grad_norm"], ["examples", "count"], ["skipped"]])
+def test_names_that_jddp_reports_itself_are_refused(names):
+    """The loop would take "skipped" for its own, and end the run."""
+    with pytest.raises(ConfigError, match=f"'{min(names)}' is jddp's own"):
+        weigh(jnp.ones(2), {name: jnp.ones(2) for name in names})
+
+
+def test_a_mean_over_nothing_is_zero_and_keeps_dtypes():
+    tree = {"a": jnp.ones(2, jnp.bfloat16), "b": jnp.ones(2, jnp.complex64)}
+    got = mean_tree(tree, jnp.float32(0))
+    assert {k: x.dtype for k, x in got.items()} == {k: x.dtype for k, x in tree.items()}
+    np.testing.assert_array_equal(mean_tree(tree, jnp.float32(4))["b"], [0.25, 0.25])
+    assert float(mean(jnp.float32(0), jnp.float32(0))) == 0
+
+
+def test_a_tree_is_divided_to_rounding_and_exactly_by_powers_of_two():
+    totals = jnp.asarray(np.random.default_rng(0).normal(size=1000), jnp.float32)
+    for count in (7.0, 41.0, 96.0):
+        got = mean_tree(totals, jnp.float32(count))
+        # Two roundings here and one there, of 2^-24 each.
+        np.testing.assert_allclose(got, totals / count, rtol=3 * 2**-24)
+    np.testing.assert_array_equal(mean_tree(totals, jnp.float32(64)), totals / 64)
+
+
+def test_totals_of_many_batches_are_exact_where_float32_is_not_and_nan_of_nothing_valid():
+    totals, nothing = Totals(), Totals()
+    for _ in range(3):
+        totals.add({"loss": weigh(jnp.full(1, 2.0**24), {})["loss"]})
+        totals.add(weigh(jnp.ones(1), {}))
+    assert totals.values()["loss"] == (3 * 2**24 + 3) / 6
+    nothing.add(weigh(jnp.ones(2), {}, mask=jnp.zeros(2)))
+    assert np.isnan(nothing.values()["loss"])
+
+
+def reported(batches, **options):
+    """Totals of some batches of (losses, metric, mask)."""
+    totals = Totals()
+    for losses, metric, mask in batches:
+        totals.add(weigh(losses, {"metric": metric}, mask=mask, train=False, **options))
+    return totals.values()["metric"]
+
+
+def test_what_is_computed_comes_from_the_sums_of_all_that_counts():
+    losses = jnp.array([[1.0, 2.0, 3.0], [4.0, 5.0, jnp.nan]])
+    mask = jnp.array([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]])
+    metric, first = (Metric(x, lambda a, b: np.exp(a / b)) for x in (losses, losses[:1]))
+    assert reported([(losses, metric, mask)] * 2) == pytest.approx(np.exp(3.0))
+    assert reported([(losses[:1], first, None)]) == pytest.approx(np.exp(2.0))
+
+
+def test_values_of_rows_are_summed_over_rows_with_anything_valid():
+    mask = jnp.array([[1.0, 0.0], [0.0, 0.0]])
+    values = {"a": jnp.array([3, 4]), "b": jnp.array([[1.0, 2.0], [8.0, 9.0]])}
+    found = []
+    metric = Metric(values["a"], lambda total, count: found.append((total, count)) or 0.0)
+    reported([(jnp.zeros((2, 2)), metric, mask)])
+    ((total, count),) = found
+    assert (total.tolist(), total.dtype, count) == (3, np.int64, 1.0)
+
+
+def test_a_table_is_counted_in_whole_numbers_beyond_what_float32_holds():
+    labels, guesses = np.array([0, 1, 1, 0]), np.array([0, 1, 0, 0])
+    pairs = np.eye(2, dtype=np.int32)
+    hits = jnp.asarray(2**29 * pairs[labels][:, :, None] * pairs[guesses][:, None, :])
+    metric = Metric(hits, lambda total, count: total)
+    batch = (jnp.zeros(4), metric, None)
+    assert reported([batch] * 8) == [[8 * 2**30, 0], [8 * 2**29, 8 * 2**29]]
+    last = (jnp.zeros(4), metric, jnp.array([1.0, 0.0, 0.0, 0.0]))
+    assert reported([last]) == [[2**29, 0], [0, 0]]
+
+
+def test_what_is_computed_is_left_out_of_training_and_of_nothing_valid_is_nan():
+    metric = Metric(jnp.ones(2), lambda total, count: 1 / 0)
+    assert weigh(jnp.ones(2), {"metric": metric}).keys() == {"loss"}
+    assert np.isnan(reported([(jnp.ones(2), metric, jnp.zeros(2))]))
+
+
+def test_beside_a_scalar_loss_rows_are_summed_all_the_same():
+    metric = Metric(jnp.array([1, 2, 4]), lambda total, count: [total, count])
+    assert reported([(jnp.float32(3), metric, None)]) == [7, 3]
+
+
+def test_the_entries_that_are_counted_are_those_of_the_first_array():
+    values = {"a": jnp.ones(2), "b": jnp.ones((2, 3))}
+    metric = Metric(values, lambda sums, count: [sums["a"], sums["b"], count])
+    assert reported([(jnp.ones((2, 3)), metric, jnp.ones((2, 3)))]) == [2, 6, 2]
+
+
+def test_whole_numbers_are_added_over_replicas_as_whole_numbers():
+    values = jnp.full(8, 2**24 + 1)
+
+    def replica(x):
+        sums = weigh(x, {"n": Metric(x, lambda total, count: total)}, train=False)
+        return sum_over_replicas(sums, axis="data")
+
+    totals = Totals()
+    totals.add(jax.tree.map(lambda x: x[0], jax.vmap(replica, axis_name="data")(values[:, None])))
+    assert totals.values()["n"] == 8 * (2**24 + 1)
+
+
+@pytest.mark.parametrize("values", [jnp.float32(1), {}, {"a": jnp.ones(2), "b": 3.0}])
+def test_a_metric_without_rows_is_refused(values):
+    with pytest.raises(ConfigError, match="'metric' holds a scalar, or nothing"):
+        reported([(jnp.ones(2), Metric(values, lambda total, count: 0.0), None)])

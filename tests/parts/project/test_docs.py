@@ -1,0 +1,96 @@
+"""What the pages quote from the code still stands there.
+
+A page names code as [`jddp/file.py:function`](../jddp/file.py). If a Python block follows it, every
+line of the block is a line of that function, "..." aside.
+"""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from runs import ROOT
+
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+ANCHOR = re.compile(r"`((?:jddp|examples|tests)/[\w/]+\.py):([\w.]+)`(?:\]\(([^)]*)\))?")
+TEST = re.compile(r"`(?:tests/)?((?:parts|together|worlds)/[\w/]+\.py)`(?:, `([\w ]+)`)?")
+QUOTE = re.compile(ANCHOR.pattern + r"[^`]*?:?\n\n```python\n(.*?)```", re.DOTALL)
+
+
+def definition(path, name):
+    """Source of the function, method or class that `name` stands for in the file, or None."""
+    source = (ROOT / path).read_text()
+    body = ast.parse(source).body
+    for part in name.split("."):
+        found = [node for node in body if getattr(node, "name", None) == part]
+        if not found:
+            return None
+        body = found[0].body
+    return ast.get_source_segment(source, found[0])
+
+
+def test_pages_name_code_that_is_there():
+    wrong = []
+    for page in PAGES:
+        for path, name, link in ANCHOR.findall(page.read_text()):
+            target = (page.parent / link.partition("#")[0]).resolve()
+            if definition(path, name) is None or (link and target != ROOT / path):
+                wrong.append(f"{page.name}: {path}:{name}")
+    assert not wrong
+
+
+def test_tables_name_tests_that_are_there():
+    wrong = []
+    for page in PAGES:
+        for path, words in TEST.findall(page.read_text()):
+            if not (file := ROOT / "tests" / path).exists():
+                wrong.append(f"{page.name}: {path}")
+                continue
+            names = " ".join(re.findall(r"def (test_\w+)", file.read_text()))
+            wrong += [f"{path}: {x}" for x in re.split(" or | and ", words) if x not in names]
+    assert not wrong
+
+
+def test_pages_quote_code_as_it_is():
+    wrong = []
+    for page in PAGES:
+        for path, name, _, quoted in QUOTE.findall(page.read_text()):
+            lines = {line.strip() for line in definition(path, name).splitlines()}
+            others = {line.strip() for line in quoted.splitlines()} - lines - {"", "..."}
+            wrong += [f"{page.name}: {path}:{name}: {line}" for line in others]
+    assert not wrong
+
+
+def test_the_life_of_a_gradient_quotes_nothing_else():
+    page = (ROOT / "docs" / "life_of_a_gradient.md").read_text()
+    assert page.count("```python") == len(QUOTE.findall(page))
+
+
+def test_the_readme_and_the_page_that_uses_its_names_run_as_pasted(tmp_path):
+    pages = [(ROOT / name).read_text() for name in ("README.md", "docs/python.md")]
+    blocks = re.findall(r"```python\n(.*?)```", "\n".join(pages), re.DOTALL)
+    program = "\n".join(blocks)  # of one session: the later ones use the names of the first
+    options = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(ROOT)}, "text": True}
+    shown = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, **options)
+    assert shown.returncode == 0
+    assert "eval 200  loss 0." in shown.stdout
+    assert shown.stdout.count(" all-reduce ") >= 2
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_a_mean_of_ones_own_is_n_times_too_large_under_the_default_check(check_vma):
+    """What docs/life_of_a_gradient.md claims; of the wire, see inspection/test_collectives.py."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
+
+    def step(w, x):
+        return jax.lax.pmean(jax.grad(lambda w: (w * x).mean())(w), "data")
+
+    x = np.arange(16, dtype=np.float32)
+    specs = {"in_specs": (P(), P("data")), "out_specs": P(), "check_vma": check_vma}
+    averaged = jax.shard_map(step, mesh=mesh, **specs)(np.float32(1), x)
+    assert averaged == x.mean() * (mesh.size if check_vma else 1)

@@ -1,0 +1,202 @@
+"""The examples run, and the page that explains jddp does what jddp does."""
+
+import re
+import runpy
+import sys
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from runs import ROOT
+from states import close
+from tiny import take_steps
+
+import jddp
+from jddp.reduce.plan import plan_buckets
+
+EXAMPLES = ROOT / "examples"
+# Those of which a test below looks at what they do.
+SLOW = {"bring_your_own_step", "contrastive", "gan", "perturbed_weights", "regression"}
+SLOW |= {"reinforce", "roll_back", "send_signs", "teacher_student", "two_level_all_reduce"}
+SCRIPTS = sorted(set(EXAMPLES.glob("*.py")) - {EXAMPLES / "notebook.py"})  # see test_notebook.py
+
+
+def load(name):
+    return runpy.run_path(str(EXAMPLES / f"{name}.py"))
+
+
+@pytest.mark.parametrize(
+    "example",
+    [pytest.param(x, marks=[pytest.mark.slow] * (x.stem in SLOW), id=x.name) for x in SCRIPTS],
+)
+def test_an_example_runs(example, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [str(example)])
+    monkeypatch.syspath_prepend(EXAMPLES)  # as Python does for the script it runs
+    runpy.run_path(str(example), run_name="__main__")
+    assert "loss" in capsys.readouterr().out
+
+
+def test_the_regression_learns(capsys):
+    load("regression")["main"](num_steps=41)
+    losses = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < losses[0]
+
+
+def squared_error(model, batch):
+    return ((model(batch["x"]) - batch["y"]) ** 2).mean(axis=-1)
+
+
+@pytest.mark.parametrize("layout, bucket_bytes", [("leaf", 2**20), ("flat", 100)])
+def test_the_page_does_what_the_library_does(layout, bucket_bytes):
+    one_page = load("ddp_in_one_page")
+    assert len((EXAMPLES / "ddp_in_one_page.py").read_text().splitlines()) <= 120
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
+    model = nn.Sequential([nn.Dense(16), nn.tanh, nn.Dense(2)])
+    optimizer = optax.adam(1e-2)
+    rng = np.random.default_rng(0)
+    batch = {
+        "x": rng.standard_normal((24, 4), dtype=np.float32),
+        "y": rng.standard_normal((24, 2), dtype=np.float32),
+        "mask": (np.arange(24) < 19).astype(np.float32),
+    }
+    size = {"bucket_mb": bucket_bytes / 2**20, "first_bucket_mb": bucket_bytes / 2**20}
+    ddp = jddp.DataParallel(model, optimizer, squared_error, mesh=mesh, layout=layout, **size)
+    state = ddp.init(seed=0, batch=batch)
+    params = ddp.model(state)["params"]
+    # The page goes by the order of the tree, which is what jddp falls back on.
+    buckets = plan_buckets(params, bucket_bytes=bucket_bytes).buckets
+    plan = [list(bucket.leaves) for bucket in buckets]
+    assert one_page["plan_buckets"](params, bucket_bytes) == plan
+
+    def loss_fn(params, batch):
+        return squared_error(lambda x: model.apply({"params": params}, x), batch)
+
+    step = one_page["make_step"](loss_fn, optimizer, mesh, bucket_bytes=bucket_bytes, layout=layout)
+    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    params, opt_state = jax.device_put((params, optimizer.init(params)), replicated)
+    for _ in range(3):
+        state, metrics = ddp.step(state, batch)
+        params, opt_state, loss = step(params, opt_state, batch)
+        np.testing.assert_allclose(loss, metrics["loss"], rtol=1e-6)
+    # The same sums in the same order; the compiler may fuse them differently.
+    close(params, ddp.model(state)["params"], rtol=1e-5, atol=1e-6)
+
+
+def test_a_step_of_your_own_ends_as_data_parallel_does_however_it_is_mapped():
+    example = load("bring_your_own_step")
+    initial, ends = example["main"](num_steps=5)
+
+    def losses(model, batch, train):
+        logits = model(batch["x"], train=train)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+
+    batches = example["make_batches"](5)
+    optimizer = optax.sgd(0.3, momentum=0.9)
+    ddp = jddp.DataParallel(example["Model"](), optimizer, losses, batch_norm="local")
+    state, _ = take_steps(ddp, batches, ddp.init(0, batches[0], params=initial))
+    for got in ends.values():
+        # The same sums; the compiler may fuse them differently, and five steps carry it on.
+        close(got, ddp.model(state)["params"], rtol=1e-4, atol=1e-5)
+
+
+def test_a_run_goes_back_and_learns_on_behind_a_bad_batch(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    main = load("roll_back")["main"]
+    good, jumps = main(num_steps=41, bad=())
+    assert jumps == []
+    run, jumps = main(num_steps=41, bad=(30,))
+    assert jumps[0] in (30, 31)  # the step behind it was under way
+    assert int(run.state.step) == 41
+    assert run.metrics["loss"] < 1.5 * good.metrics["loss"]
+
+
+def test_signs_of_which_nothing_is_lost_learn_from_fewer_bytes():
+    """And all that was not said yet stays, on other numbers of replicas too, as a mean."""
+    example = load("send_signs")
+    ends = example["main"]()
+    (mean_loss, mean_bytes), (loss, num_bytes) = ends["mean"], ends["signs"]
+    assert loss < 1.5 * mean_loss
+    assert num_bytes < mean_bytes / 3  # of eight replicas, whose signs are gathered
+    assert example["send_signs"]().on_resize == "mean"
+
+
+def test_players_in_worlds_of_their_own_learn_from_all_of_them():
+    worlds, ages = load("reinforce")["main"](num_rounds=75)
+    assert ages[-1] > 2 * ages[0]
+    for x in jax.tree.leaves(worlds):  # none has moved, and none is another's copy
+        assert [shard.data.shape[0] for shard in x.addressable_shards] == [16] * 8
+    assert len(np.unique(worlds["body"], axis=0)) == 16 * 8
+
+
+def test_playing_sends_nothing():
+    example = load("reinforce")
+    ddp = jddp.DataParallel(example["Player"](), optax.sgd(0.1), example["loss_fn"])
+    params = example["Player"]().init(jax.random.key(0), np.zeros(4, np.float32))
+    state = ddp.init(0, params=params)
+    keys = jddp.replica_key(state)
+    worlds = jax.device_put(example["make_worlds"](keys), keys.sharding)
+    program = example["play"].lower(state.params, worlds, keys).compile().as_text()
+    assert not re.findall(r" (?:all-\w+|collective-\w+|reduce-scatter)[(-]", program)
+
+
+def test_a_generator_comes_near_to_what_it_should_make():
+    made, distances = load("gan")["main"](num_steps=200)
+    assert made.shape == (512, 2)
+    assert distances[-1] < 0.4 * distances[0]
+
+
+def test_halves_of_images_find_each_other_among_all_rows_of_all_replicas():
+    main = load("contrastive")["main"]
+    losses, found = main(num_steps=50)
+    assert losses[-1] < losses[0] / 2
+    assert found > 0.4  # by chance 1 of 256
+    (want, _), (got, _) = main(num_steps=5, mesh=1), main(num_steps=5, mesh=8)
+    # Five steps of sums in another order.
+    np.testing.assert_allclose(got, want, rtol=1e-4)
+
+
+def test_each_replica_learns_with_weights_of_its_own():
+    plain, noisy = load("perturbed_weights")["main"](num_steps=15)
+    assert plain["spread"] == 0
+    assert 0.08 < noisy["spread"] < 0.1  # the standard deviation of eight, in the mean 0.09
+    assert noisy[0.0] > 0.3
+
+
+@pytest.mark.slow
+def test_a_network_that_learned_with_noise_in_its_weights_bears_it():
+    plain, noisy = load("perturbed_weights")["main"](num_steps=100)
+    assert noisy[0.0] > 0.65
+    assert noisy[0.1] > plain[0.1] + 0.1
+
+
+def test_a_student_learns_from_its_teacher_alone():
+    ends = load("teacher_student")["main"](num_steps=60)
+    assert ends["agrees"] > 0.8
+    assert ends["teacher"] > ends["accuracy"] > 0.7
+
+
+def test_two_levels_give_the_mean_of_one_all_reduce(capsys):
+    one, two = load("two_level_all_reduce")["main"](num_steps=3)
+    close(one, two, rtol=1e-5, atol=1e-7)  # sums of eight numbers in another order
+    assert "reduce-scatter" in capsys.readouterr().out
+
+
+def test_a_streaming_step_averages_one_fragment_and_then_the_next():
+    batch = {"x": np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)}
+    batch["y"] = batch["x"][:, :2]
+    model = nn.Sequential([nn.Dense(5), nn.tanh, nn.Dense(2)])
+    streaming = load("streaming_averages")["StreamingSteps"](every=1)
+    options = {"loss_fn": squared_error, "optimizer": optax.sgd(0.1), "donate": False}
+    plain = jddp.DataParallel(model, **options)
+    ddp = jddp.DataParallel(model, **options, local_steps=streaming)
+    state, want = ddp.init(seed=0, batch=batch), plain.init(seed=0, batch=batch)
+    want = jax.tree.leaves(plain.step(want, batch)[0].params)
+    for averaged in (0, 1):
+        state, _ = ddp.step(state, batch)
+        for i, x in enumerate(map(np.asarray, jax.tree.leaves(state.params))):
+            assert (x == x[0]).all() == (i % 2 == averaged)
+            if i % 2 == averaged == 0:  # one step from the common start: plain SGD, to rounding
+                np.testing.assert_allclose(x[0], want[i], rtol=1e-5, atol=1e-7)

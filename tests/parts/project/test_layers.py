@@ -1,0 +1,165 @@
+"""Packages import only from floors below their own, and libraries are imported by few of them."""
+
+import ast
+import importlib
+import os
+import subprocess
+import sys
+
+import pytest
+from house import MODULES, PACKAGE, name_of, room_of
+
+import jddp
+
+# From the ground up. A new room is put here; docs/pictures/make.py draws them for
+# docs/architecture.md.
+FLOORS = {
+    "ground": {"errors", "typing", "html", "jaxprs"},
+    "numbers and processes": {"reduce", "zoo", "distributed"},
+    "what a job is given": {"modules", "config", "data", "launcher"},
+    "the step": {"engine"},
+    "what became of a step": {"checkpoint", "inspection"},
+    "training": {"init", "trainer"},
+    "the public class": {"data_parallel"},
+    "verification": {"verification"},
+    "jobs": {"job", "doctor"},
+    "commands": {"train", "launch", "evaluate", "predict", "verify", "__main__"},
+}
+FLOOR_OF = {room: height for height, rooms in enumerate(FLOORS.values()) for room in rooms}
+
+# Where a change of a library's API may reach.
+HOMES = {
+    "flax": {"modules", "zoo", "checkpoint"},
+    "optax": {"reduce", "zoo", "engine", "data_parallel", "verification"},
+    "orbax": {"checkpoint"},
+    "fsspec": {"checkpoint"},
+    "omegaconf": {"config"},
+    "pydantic": {"config"},
+    "matplotlib": {"trainer"},
+    "rich": {"trainer"},
+    "jax.distributed": {"distributed"},
+    "jax._src": {"distributed"},
+    "jax.experimental.multihost_utils": {"engine"},
+    "jax.shard_map": {"engine"},
+}
+WITHOUT_JAX = {"data", "config", "zoo.names", "errors", "trainer.reports"}
+
+
+def names_used(path):
+    """Every dotted name that is imported, also inside functions, or reached through `jax`."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        match node:
+            case ast.Import(names=names):
+                yield from (alias.name for alias in names)
+            case ast.ImportFrom(module=module, names=names, level=level):
+                assert level == 0, f"{path}:{node.lineno}: write imports in full"
+                yield from (f"{module}.{alias.name}" for alias in names)
+            case ast.Attribute(value=ast.Name(id="jax"), attr=attr):
+                yield f"jax.{attr}"
+
+
+def reaches(name, target):
+    return name == target or name.startswith(target + ".")
+
+
+USED = {path: set(names_used(path)) for path in MODULES}
+
+
+def rooms_using(target):
+    return {room_of(path) for path, names in USED.items() if any(reaches(x, target) for x in names)}
+
+
+def contents():
+    """A row for each room with the first line of its docstring."""
+    for rooms in [*FLOORS.values()][::-1]:
+        for room in sorted(rooms - {"__main__"}):
+            path = PACKAGE / room / "__init__.py"
+            path = path if path.exists() else PACKAGE / f"{room}.py"
+            first = ast.get_docstring(ast.parse(path.read_text())).partition("\n")[0]
+            yield f"| `{room}` | {first} |"
+
+
+def test_the_page_of_the_architecture_lists_the_rooms_as_they_are():
+    page = (PACKAGE.parent / "docs" / "architecture.md").read_text()
+    assert "\n".join(contents()) in page, "\n".join(contents())
+
+
+def test_every_room_has_a_floor():
+    assert {room_of(path) for path in MODULES} <= FLOOR_OF.keys()
+
+
+def test_rooms_import_only_from_floors_below():
+    wrong = []
+    for path in MODULES:
+        room = room_of(path)
+        for name in USED[path]:
+            package, _, rest = name.partition(".")
+            target = rest.partition(".")[0]
+            # From jddp itself, which is no room, nothing is imported.
+            is_below = FLOOR_OF.get(target, len(FLOORS)) < FLOOR_OF[room]
+            if package == "jddp" and target != room and not is_below:
+                wrong.append(f"{name_of(path)} imports {name}")
+    assert not wrong
+
+
+def test_libraries_come_in_by_few_doors():
+    assert not {x: found for x, rooms in HOMES.items() if (found := rooms_using(x) - rooms)}
+
+
+def test_what_runs_before_jax_does_not_import_it():
+    using = [name_of(path) for path in MODULES if any(reaches(x, "jax") for x in USED[path])]
+    assert not [name for name in using for room in WITHOUT_JAX if reaches(name, f"jddp.{room}")]
+
+
+LIGHT = """
+import sys
+import jddp
+heavy = {"jax", "numpy", "flax", "optax", "orbax", "pydantic", "omegaconf", "rich"}
+assert not heavy & sys.modules.keys()
+import jddp.config
+assert not {"jax", "numpy"} & sys.modules.keys()
+import jddp.data
+assert "jax" not in sys.modules
+"""
+
+
+def test_importing_jddp_its_config_or_its_data_imports_nothing_heavy():
+    subprocess.run([sys.executable, "-c", LIGHT], check=True)
+
+
+WITHOUT_CONFIGS = """
+import sys
+for library in ("grain", "omegaconf", "pydantic"):
+    sys.modules[library] = None  # Importing it raises.
+import jax, numpy as np, optax
+jax.config.update("jax_num_cpu_devices", 2)
+import jddp, jddp.inspection
+from jddp.zoo.losses import cross_entropy
+from jddp.zoo.models import MLP
+batch = {"image": np.ones((8, 2), np.float32), "label": np.zeros(8, np.int32)}
+for mesh in (1, 2):  # the second resumes where the first has ended, on another number of devices
+    ddp = jddp.DataParallel(MLP(widths=(3,)), optax.sgd(0.1), cross_entropy, mesh=mesh)
+    run = ddp.fit([batch] * 4, num_steps=2, evaluate=[batch], run_dir=sys.argv[1])
+assert run.step == 2, run
+"""
+
+
+def test_objects_train_without_the_libraries_that_configs_and_loaders_need(tmp_path):
+    program = [sys.executable, "-c", WITHOUT_CONFIGS, str(tmp_path / "run")]
+    subprocess.run(program, env={**os.environ, "JAX_PLATFORMS": "cpu"}, check=True)
+
+
+def test_public_names_are_sorted_and_all_there_and_another_is_an_attribute_error():
+    assert jddp.__all__ == sorted(jddp.__all__)
+    assert set(jddp.__all__) <= set(dir(jddp))
+    with pytest.raises(AttributeError, match="nonesuch"):
+        _ = jddp.nonesuch
+
+
+def test_public_names_survive_the_import_of_every_module():
+    for path in MODULES:
+        if path.stem != "__main__":
+            importlib.import_module(name_of(path))
+    for name in jddp.__all__:
+        public = getattr(jddp, name)
+        assert callable(public) or isinstance(public, str), f"{name} is {public}"

@@ -1,0 +1,346 @@
+"""The README's commands are there, its links lead somewhere, and the scripts do what they say."""
+
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+
+import pytest
+import yaml
+from conftest import COMMANDS
+from runs import ROOT
+
+NAMES = ("venv", "quickstart", "test", "check", "docs", "overlap", "notebook", "openmpi.sh")
+NAMES += ("release", "slurm.sbatch")
+SCRIPTS = [ROOT / "scripts" / name for name in NAMES]
+TEMPLATES = ("slurm.sbatch", "openmpi.sh", "jobset.yaml", "trainjob.yaml", "skypilot.yaml")
+TEMPLATES += ("ray_cluster.yaml",)
+CONTAINERFILE = ROOT / "scripts" / "Containerfile"
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
+
+OURS = re.compile(r"\bJDDP_[A-Z_]+\b")
+
+# Stands in for Python: writes down how it was called, and "makes" a venv of itself.
+FAKE_PYTHON = """#!/usr/bin/env bash
+echo "$@" >>"$CALLS"
+case "$*" in
+  *version_info*) exit "${TOO_OLD:-0}" ;;
+  "-m venv --clear "*) mkdir -p "$4/bin" && cp "$0" "$4/bin/python" ;;
+  *"pip install"*) exit "${NO_NETWORK:-0}" ;;
+esac
+"""
+
+
+def commands(page):
+    """The lines of the page's shell blocks that start one of our commands, without prompts."""
+    for block in re.findall(r"```(?:bash|console|sh)\n(.*?)```", page.read_text(), re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line.removeprefix("$ "), comments=True)
+            if words and (words[0].startswith("scripts/") or words[:2] == ["python", "-m"]):
+                yield words
+
+
+def is_there(words):
+    """Whether what a command starts exists, and each config that it names."""
+    if words[0].startswith("scripts/"):
+        exists = os.access(ROOT / words[0], os.X_OK)
+    else:
+        exists = importlib.util.find_spec(words[2]) is not None
+    configs = [word for word in words if word.startswith("configs/")]
+    return exists and all((ROOT / config).exists() for config in configs)
+
+
+def test_commands_of_pages_exist():
+    started = [(page.name, words) for page in PAGES for words in commands(page)]
+    assert not [(page, words) for page, words in started if not is_there(words)]
+    shown = (ROOT / "README.md").read_text()
+    assert "scripts/quickstart" in shown
+    assert "scripts/test" in shown
+
+
+def test_relative_links_of_pages_lead_somewhere():
+    assert not [
+        (page.name, target)
+        for page in PAGES
+        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text())
+        if not re.match(r"https?://|mailto:|#", target)
+        and not (page.parent / target.partition("#")[0]).exists()
+    ]
+
+
+def test_what_scripts_test_leaves_out_is_named_with_its_command():
+    options = PYPROJECT["tool"]["pytest"]["ini_options"]
+    assert set(COMMANDS) == {marker.partition(":")[0] for marker in options["markers"]}
+    assert set(COMMANDS) == set(re.findall(r"not (\w+)", options["addopts"][-1]))
+
+
+def test_a_test_that_ends_its_worker_ends_the_run(tmp_path):
+    (tmp_path / "test_one.py").write_text("import os\n\ndef test_abort():\n    os.abort()\n")
+    more = "import pytest\n\n@pytest.mark.parametrize('i', range(9))\ndef test_pass(i):\n    pass\n"
+    (tmp_path / "test_two.py").write_text(more)
+    (line,) = re.findall(r"exec .* pytest (.*) .*", (ROOT / "scripts/test").read_text())
+    command = [sys.executable, "-m", "pytest", *line.split(), "--dist", "loadgroup"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert "crashed while running 'test_one.py::test_abort'" in result.stdout
+    assert result.returncode != 0
+
+
+def test_scripts_are_executable_bash():
+    for script in [*SCRIPTS, ROOT / ".ci" / "run"]:
+        assert os.access(script, os.X_OK)
+        subprocess.run(["bash", "-n", script], check=True)
+
+
+def test_templates_begin_with_what_to_change():
+    for name in TEMPLATES:
+        text = (ROOT / "scripts" / name).read_text()
+        before, change = re.match(r"((?:#.+\n)+)#\n(# To change: (?:.+\n)+?)#\n", text).groups()
+        assert before.count("\n") <= 2
+        assert change.count("\n") <= 5
+
+
+def test_variables_of_ours_that_pages_and_scripts_name_are_read():
+    read = {name for path in ROOT.glob("jddp/**/*.py") for name in OURS.findall(path.read_text())}
+    for path in [*PAGES, *(ROOT / "scripts").iterdir()]:
+        if path.is_file():
+            assert set(OURS.findall(path.read_text())) <= read, path
+
+
+def test_nothing_to_copy_sets_xla_flags():
+    # One that XLA does not know aborts a run.
+    pages = [block for page in PAGES for block in re.findall(r"```.*?```", page.read_text(), re.S)]
+    scripts = [path.read_text() for path in (ROOT / "scripts").iterdir() if path.is_file()]
+    for text in [*pages, *scripts]:
+        assert "XLA_FLAGS" not in re.sub(r"#.*", "", text)
+
+
+def instructions(kind=""):
+    """Words of each instruction of the recipe of a container, without the first if a kind is given.
+
+    Only somebody with a container runtime can build it.
+    """
+    lines = [x for x in CONTAINERFILE.read_text().splitlines() if not x.lstrip().startswith("#")]
+    found = [x.split() for x in "\n".join(lines).replace("\\\n", " ").splitlines() if x.strip()]
+    return [words[1:] for words in found if words[0] == kind] if kind else found
+
+
+def test_the_container_recipe_is_one():
+    first, *_ = names = [words[0] for words in instructions()]
+    assert first == "FROM"
+    assert set(names) == {"FROM", "ARG", "RUN", "WORKDIR", "COPY", "USER", "ENV", "CMD"}
+    (version,) = re.findall(r"python:(\d\.\d+)-slim", instructions("FROM")[0][0])
+    assert f"Programming Language :: Python :: {version}" in PROJECT["classifiers"]
+    # Kubernetes' runAsNonRoot takes nothing else for one.
+    ((user,),) = instructions("USER")
+    assert int(user) > 0
+
+
+def test_the_container_recipe_copies_what_the_installation_reads_and_installs_extras_there_are():
+    copied = {name for words in instructions("COPY") for name in words[:-1]}
+    assert all((ROOT / name).exists() for name in copied)
+    wheel = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
+    read = {"pyproject.toml", PROJECT["readme"], *wheel["packages"], *wheel["force-include"]}
+    read |= {name for name in PROJECT["license-files"] if "/" not in name}
+    (install,) = (words for words in instructions("RUN") if words[:2] == ["pip", "install"])
+    read |= {install[install.index("--constraint") + 1]}
+    assert copied == read
+    ((cuda,),) = instructions("ARG")
+    name, _, default = cuda.partition("=")
+    extras = re.fullmatch(r'"\.\[(.+)\]"', install[-1])[1].replace(f"${name}", default)
+    assert {*extras.split(","), "cuda13"} <= set(PROJECT["optional-dependencies"])
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A checkout with our scripts, and a stand-in for every Python on PATH."""
+    for name in ("scripts", "bin", "root"):
+        (tmp_path / name).mkdir()
+    for script in SCRIPTS:
+        shutil.copy(script, tmp_path / "scripts")
+    (tmp_path / "pyproject.toml").write_text("")
+    (tmp_path / "constraints.txt").write_text("")
+    for name in ("python", "python3", "python3.11", "python3.12", "python3.13"):
+        (tmp_path / "bin" / name).write_text(FAKE_PYTHON)
+        (tmp_path / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
+    return tmp_path
+
+
+def run(checkout, script, *arguments):
+    command = [checkout / "scripts" / script, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def calls(checkout):
+    """How Python was called since this was last asked."""
+    lines = (checkout / "calls").read_text().splitlines()
+    (checkout / "calls").write_text("")
+    return lines
+
+
+def count_installs(checkout):
+    return sum("pip install" in call for call in calls(checkout))
+
+
+def test_quickstart_makes_an_environment_once_and_passes_its_arguments_on(checkout):
+    assert run(checkout, "quickstart", "seed=1").returncode == 0
+    first = calls(checkout)
+    assert sum("pip install" in call for call in first) == 1
+    assert f"--constraint {checkout}/constraints.txt" in "".join(first)
+    assert first[-1] == "-m jddp.train seed=1"
+    assert run(checkout, "quickstart", "run.dir=my runs").returncode == 0
+    assert calls(checkout) == ["-c import pip", "-m jddp.train run.dir=my runs"]
+
+
+@pytest.mark.parametrize(
+    "script, extra, arguments, command",
+    [
+        ("test", "dev", ["-m", "slow"], "-m pytest"),
+        ("notebook", "notebook", ["my.ipynb", "--pictures", "my pictures"], "run_notebook.py"),
+    ],
+)
+def test_a_script_installs_what_it_needs_and_passes_its_arguments_on(
+    checkout, script, extra, arguments, command
+):
+    assert run(checkout, script, *arguments).returncode == 0
+    made = calls(checkout)
+    assert any(call.endswith(f"--editable {checkout}[{extra}]") for call in made)
+    assert command in made[-1]
+    assert made[-1].endswith(" ".join(["", *arguments]))
+
+
+def test_the_packages_that_check_templates_have_an_environment_without_jddp(checkout):
+    done = run(checkout, "venv", "templates")
+    assert done.stdout == f"{checkout}/.venv-templates/bin/python\n"
+    (install,) = (call for call in calls(checkout) if "pip install" in call)
+    assert re.search(r" skypilot==[\d.]+$", install)
+    assert str(checkout) not in install
+    assert ".venv*/" in (ROOT / ".gitignore").read_text().splitlines()
+
+
+@pytest.mark.parametrize("changed", ["pyproject.toml", "constraints.txt"])
+def test_a_change_of_what_is_needed_installs_again(checkout, changed):
+    run(checkout, "venv")
+    assert count_installs(checkout) == 1
+    (checkout / changed).write_text("changed")
+    run(checkout, "venv")
+    assert count_installs(checkout) == 1
+    run(checkout, "venv")
+    assert count_installs(checkout) == 0
+
+
+def test_an_install_that_failed_is_tried_again(checkout, monkeypatch):
+    monkeypatch.setenv("NO_NETWORK", "1")
+    assert run(checkout, "quickstart").returncode != 0
+    assert "-m jddp.train" not in calls(checkout)
+    monkeypatch.delenv("NO_NETWORK")
+    assert run(checkout, "quickstart").returncode == 0
+    assert count_installs(checkout) == 1
+
+
+def test_without_a_new_enough_python_the_scripts_say_what_is_missing(checkout, monkeypatch):
+    monkeypatch.setenv("TOO_OLD", "1")
+    monkeypatch.setenv("PYENV_ROOT", "/nonexistent")
+    refused = run(checkout, "quickstart")
+    assert refused.returncode == 69
+    assert "no Python 3.11 or newer on PATH" in refused.stderr
+    assert not (checkout / ".venv").exists()
+
+
+def test_the_version_is_the_same_in_all_files():
+    assert subprocess.run([ROOT / "scripts" / "release", "--check"]).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "changed, options, message",
+    [
+        (
+            {"CHANGELOG.md": "## 0.2.0 (not released yet)"},
+            ["--dry-run"],
+            "CHANGELOG.md has version 0.2.0 and",
+        ),
+        ({"CHANGELOG.md": "## Unreleased"}, ["--check"], "CHANGELOG.md has version none and"),
+        ({"CITATION.cff": 'version: "0.1.1"'}, ["--check"], "CITATION.cff has version 0.1.1 and"),
+        ({"pyproject.toml": ""}, ["--check"], "has version 0.1.0 and pyproject.toml none"),
+        ({}, [], "CHANGELOG.md has no date for 0.1.0"),
+        ({}, ["--tag"], "unknown option '--tag'"),
+    ],
+)
+def test_a_release_is_refused_before_anything_is_built(checkout, changed, options, message):
+    files = {"pyproject.toml": 'version = "0.1.0"', "CITATION.cff": "version: 0.1.0"}
+    files["CHANGELOG.md"] = "## Unreleased\n\n## 0.1.0 (not released yet)\n\n## 0.0.9 (2026-01-01)"
+    for name, text in (files | changed).items():
+        (checkout / name).write_text(text + "\n")
+    refused = run(checkout, "release", *options)
+    assert refused.returncode == 2
+    assert message in refused.stderr
+    assert not (checkout / "calls").exists()
+
+
+def test_a_release_has_a_date_and_a_clean_checkout(checkout):
+    files = {"pyproject.toml": 'version = "0.1.0"', "CITATION.cff": "version: 0.1.0"}
+    files["CHANGELOG.md"] = "## 0.1.0 (2026-01-01)"
+    for name, text in files.items():
+        (checkout / name).write_text(text + "\n")
+    subprocess.run(["git", "init", "--quiet", checkout], check=True)
+    refused = run(checkout, "release")
+    assert refused.returncode == 2
+    assert "has changes that are not committed" in refused.stderr
+
+
+def test_templates_of_issues_are_forms_that_ask_for_commands_there_are():
+    templates = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
+    assert [path.stem for path in templates] == ["bug", "question"]
+    for path in templates:
+        form = yaml.safe_load(path.read_text())
+        assert {"name", "description", "body"} == set(form)
+        fields = [field for field in form["body"] if field["type"] != "markdown"]
+        assert len({field["id"] for field in fields}) == len(fields)
+        modules = re.findall(r"python -m ([\w.]+)", path.read_text())
+        assert "jddp.doctor" in modules
+        assert all(importlib.util.find_spec(name) for name in modules)
+        named = re.findall(r"[\w/]+\.md", path.read_text())
+        assert all((ROOT / name).exists() for name in named)
+
+
+def test_how_to_cite_agrees_with_the_package():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors"} <= set(citation)
+    assert citation["license"] == PROJECT["license"]
+
+
+def sizes_script():
+    spec = importlib.util.spec_from_file_location("sizes", ROOT / "scripts" / "sizes.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_sizes_count_code_and_what_the_core_imports():
+    sizes = sizes_script()
+    assert sizes.code_lines('"""Text."""\n\nx = [\n    1,  # one\n]\n# end\n') == {3, 4, 5}
+    core = sizes.closure([ROOT / "jddp" / "engine" / "step.py"])
+    assert ROOT / "jddp" / "reduce" / "plan.py" in core  # directly
+    assert ROOT / "jddp" / "errors.py" in core  # a room of its own
+    assert ROOT / "jddp" / "trainer" / "loop.py" not in core
+
+
+def test_sizes_count_parameters_without_public_options_and_items_of_returned_tuples():
+    sizes = sizes_script()
+    source = """
+class Plan:
+    def make(self, a, b, *, option=None) -> tuple[int, tuple[int, int, int]] | None: ...
+    def _make(self, a, b, *, option=None) -> tuple[int, ...]: ...
+"""
+    (public, name, _), (private, _, is_public) = sizes.functions(sizes.ast.parse(source))
+    assert (name, is_public) == ("Plan.make", False)
+    assert sizes.count_parameters(public, is_public=True) == 2
+    assert sizes.count_parameters(private, is_public=False) == 3
+    assert (sizes.largest_tuple(public), sizes.largest_tuple(private)) == (3, 1)

@@ -1,0 +1,241 @@
+"""The site of docs/: what is made from the code is all of it, and what is written agrees with it.
+
+`scripts/docs` builds the site, with warnings as errors.
+"""
+
+import ast
+import inspect
+import json
+import re
+import runpy
+import subprocess
+import sys
+import tomllib
+
+import optax
+import pytest
+from runs import ROOT, environment, free_port
+from tiny import MLP, loss_fn, make_batch
+
+import jddp
+from jddp.config.keys import keys_of
+from jddp.data import TrainBatches
+from jddp.doctor.devices import OLDEST_DRIVER
+from jddp.errors import ExitCode
+from jddp.launcher.outcome import DETERMINISTIC
+
+STAGE = runpy.run_path(str(ROOT / "docs" / "stage.py"))
+READ = re.compile(r'environ(?:\.get\(|\.setdefault\(|\[)"([A-Za-z_]+)"|\b(JDDP_[A-Z_]+)\b')
+
+
+def page(name):
+    return (ROOT / "docs" / f"{name}.md").read_text()
+
+
+def test_every_public_name_has_a_page_in_one_group():
+    grouped = [name for group in STAGE["API"].values() for name in group]
+    assert sorted(grouped) == jddp.__all__
+
+
+def test_every_key_of_a_config_has_its_type_default_and_effect():
+    made = STAGE["config_keys"]()
+    for path, field in keys_of(jddp.Config).items():
+        name = re.escape(".".join(path))
+        about = re.escape(field.description.replace("<", "&lt;"))
+        facts = r"[A-Z`].+ Default: `.*`\. May change when a run resumes: (?:yes|no)"
+        assert re.search(rf"^\[`{name}`\]{{#.+}}\n: {about}\\\n  {facts}", made, re.M)
+
+
+def test_every_exit_code_is_in_the_table():
+    row = r'^\| <a id="exit-(\d+)"></a>(\d+) \| `(\w+)` \|'
+    rows = re.findall(row, page("exit_codes"), re.M)
+    assert rows == [(str(int(x)), str(int(x)), x.name) for x in ExitCode]
+
+
+def test_exit_codes_are_restarted_as_the_page_on_reliability_has_it():
+    here = re.findall(r"</a>(\d+) \| `\w+` \|(.*?)\|", page("exit_codes"))
+    there = re.findall(r"^\| (\d+) \| `\w+` \|.*\|(.*?)\|$", page("reliability"), re.M)
+    assert here == there
+    assert {int(code) for code, answer in here if answer == " no "} == {*DETERMINISTIC, 75}
+
+
+def test_every_variable_that_is_read_is_in_a_page():
+    code = "\n".join(path.read_text() for path in ROOT.glob("jddp/**/*.py"))
+    names = {name for pair in READ.findall(code) for name in pair if name}
+    named = set(re.findall(r"`(\w+)`", page("environment") + page("launch")))
+    assert names
+    assert not names - named
+
+
+def test_every_field_of_the_files_of_a_run_is_in_the_page(tmp_path):
+    ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, max_grad_norm=1.0, skip_nonfinite=True)
+    batch = make_batch(16)
+    options = {"evaluate": [batch], "run_dir": tmp_path, "log_every_steps": 1}
+    ddp.fit([batch] * 2, num_steps=2, learning_rate=lambda step: 0.1, **options)
+    (folder,) = (tmp_path / "checkpoints").iterdir()
+    described = page("run_directory")
+    named = set(re.findall(r"`(\w+)`", described))
+    for name in re.findall(r"^\| `([\w.]+)` \|", described, re.M)[1:3]:
+        assert (tmp_path / name).exists()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    fields = [set(json.loads(line)) for line in lines]
+    fields.append(set(json.loads((tmp_path / "manifest.json").read_text())))
+    fields.append(set(json.loads((folder / "run.json").read_text())))
+    arrays = json.loads((folder / "arrays.json").read_text())
+    fields += [set(about) for about in arrays.values()]
+    assert not set.union(*fields) - named - {"accuracy"}
+
+
+def test_links_of_staged_pages_lead_to_staged_pages(tmp_path):
+    stage = STAGE["Stage"](tmp_path)
+    launch = ROOT / "docs" / "launch.md"
+    assert stage.target("reliability.md#exit-codes", launch, "launch.md") == (
+        "reliability.md#exit-codes"
+    )
+    assert stage.target("../benchmarks/README.md", launch, "launch.md") == "benchmarks.md"
+    assert stage.target("../scripts/slurm.sbatch", launch, "launch.md") == (
+        "files/scripts/slurm.sbatch.md"
+    )
+    text = stage.linked(
+        "[x](docs/data.md)\n```bash\n[x](docs/data.md)\n```\n", ROOT / "README.md", "index.md"
+    )
+    assert text == "[x](data.md)\n```bash\n[x](docs/data.md)\n```\n"
+
+
+def test_the_page_on_installation_has_the_versions_and_extras_that_are_tested():
+    pinned = (ROOT / "constraints.txt").read_text()
+    versions = re.findall(r"^jax==([\d.]+);", pinned, re.M)
+    start = page("start")
+    assert len(versions) == 2
+    assert all(f"JAX {version} |" in start for version in versions)
+    assert all(f"{driver} " in start for driver in OLDEST_DRIVER.values())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for_developers = {"aot", "dev", "docs", "mutation", "peers"}
+    extras = set(project["optional-dependencies"]) - for_developers
+    table = re.search(r"\| extra \|.*?\n\n", start, re.S)[0]
+    assert set(re.findall(r"`(\w+)`", table)) == extras
+
+
+def test_messages_of_the_troubleshooting_page_are_in_the_code():
+    texts = []
+    for path in ROOT.glob("jddp/**/*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(" ".join(node.value.split()))
+    messages = re.findall(r"^```text\n(.+)\n```", page("troubleshooting"), re.M)
+    assert len(messages) >= 30
+    parts = [part.strip() for message in messages for part in message.split("...")]
+    assert not [part for part in parts if not any(part in text for text in texts)]
+
+
+def test_each_entry_of_the_troubleshooting_page_has_an_anchor_of_its_own():
+    anchors = re.findall(r'^<a id="([\w-]+)"></a>\n\n### ', page("troubleshooting"), re.M)
+    assert len(anchors) == page("troubleshooting").count("\n### ")
+    assert len(anchors) == len(set(anchors))
+
+
+def run_page(name, which, folder, **variables):
+    """Runs the Python blocks of a page that `which` accepts, joined; returns what they print."""
+    blocks = re.findall(r"^```python\n(.*?)^```", page(name), re.M | re.S)
+    program = "\n".join(block for block in blocks if which(block))
+    assert program
+    options = {"cwd": folder, "env": environment(**variables), "text": True}
+    shown = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, **options)
+    assert shown.returncode == 0
+    return shown.stdout
+
+
+@pytest.mark.parametrize("name", ["data", pytest.param("howto", marks=pytest.mark.slow), "launch"])
+def test_the_python_blocks_of_a_page_run(name, tmp_path):
+    run_page(name, lambda block: True, tmp_path)
+
+
+def test_python_blocks_that_no_test_runs_are_in_two_pages():
+    """One quotes the code, which a test compares; the other has parts of programs."""
+    pages = {path.stem for path in ROOT.glob("docs/**/*.md") if "```python" in path.read_text()}
+    pages -= {"python"}  # See test_docs.py.
+    run = {"pytorch", "jax", "data", "howto", "launch", "tutorial"}
+    assert pages - run == {"life_of_a_gradient", "models"}
+
+
+def accuracy(printed):
+    return float(re.findall(r"accuracy (0\.\d+)", printed)[-1])
+
+
+def test_the_program_of_the_page_on_pytorch_runs(tmp_path):
+    printed = run_page("pytorch", lambda block: "torch" not in block, tmp_path)
+    assert accuracy(printed) > 0.9
+
+
+def test_the_program_for_pytorch_itself_runs(tmp_path):
+    pytest.importorskip("torch")
+    job = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
+    job["MASTER_PORT"] = str(free_port())
+    printed = run_page("pytorch", lambda block: "torch" in block, tmp_path, **job)
+    assert accuracy(printed) > 0.9
+
+
+def test_options_and_keys_that_the_page_on_trainers_names_are_there():
+    table = re.search(r"^\| Hugging Face \|.*?\n\n", page("trainers"), re.M | re.S)[0]
+    rows = [re.split(r" \| |<br>", row)[-2:] for row in table.strip().splitlines()[2:]]
+    keys = {".".join(path) for path in keys_of(jddp.Config)}
+    assert {key for _, cell in rows for key in re.findall(r"`([\w.]+)`", cell)} <= keys
+    called = (jddp.DataParallel, jddp.DataParallel.fit, TrainBatches)
+    options = {name for function in called for name in inspect.signature(function).parameters}
+    named = {name for cell, _ in rows for name in re.findall(r"`(\w+)=`", cell)}
+    assert len(named) > 10
+    assert named <= options
+
+
+@pytest.mark.slow
+def test_the_program_and_the_config_of_the_tutorial_run(tmp_path):
+    def is_module(block):
+        return block.startswith("# my_job.py\n")
+
+    blocks = re.findall(r"^```(python|yaml)\n(.*?)^```", page("tutorial"), re.M | re.S)
+    (module,) = (text for _, text in blocks if is_module(text))
+    (config,) = (text for language, text in blocks if language == "yaml")
+    (tmp_path / "my_job.py").write_text(module)
+    (tmp_path / "my.yaml").write_text(config)
+    printed = run_page("tutorial", lambda block: not is_module(block), tmp_path)
+    assert "SIGINT: saved step" in printed
+    assert "resumed from step" in printed
+    assert accuracy(printed) > 0.8
+    command = [sys.executable, "-m", "jddp.train", "--config", "my.yaml", "train.num_steps=3"]
+    subprocess.run(command, cwd=tmp_path, env=environment(), check=True)
+
+
+def test_options_and_keys_of_the_commands_of_the_tutorial_are_there():
+    keys = {".".join(path) for path in keys_of(jddp.Config)}
+    shared = "\n".join(path.read_text() for path in ROOT.glob("jddp/config/*.py"))
+    blocks = "".join(re.findall(r"^```bash\n(.*?)^```", page("tutorial"), re.M | re.S))
+    lines = re.sub(r" *#.*|^kill .*", "", blocks.replace("\\\n", ""), flags=re.M).splitlines()
+    started = [part.split() for line in lines for part in re.split(r"python -m | -m ", line)[1:]]
+    assert {words[0] for words in started} >= {"jddp.train", "jddp.launch", "jddp.doctor"}
+    for module, *words in started:
+        path = ROOT / module.replace(".", "/")
+        path = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
+        text = path.read_text() + shared
+        assert all(f'"{word}"' in text for word in words if word.startswith("--"))
+        assert {word.partition("=")[0] for word in words if "=" in word} <= keys
+
+
+@pytest.mark.slow
+def test_the_programs_of_the_page_on_plain_jax_end_alike(tmp_path):
+    printed = [
+        run_page("jax", lambda block, word=word: word in block, tmp_path)
+        for word in ("jax.pmap", "NamedSharding(", "import jddp")
+    ]
+    losses = [float(re.search(r"loss (0\.\d+)", text)[1]) for text in printed]
+    assert max(losses) - min(losses) < 1e-3  # after 160 steps, with sums in another order
+    assert min(map(accuracy, printed)) > 0.9
+
+
+def test_every_page_is_made_and_has_a_place_in_the_list_of_pages(tmp_path, monkeypatch):
+    monkeypatch.setitem(STAGE["MADE"], "commands", str)  # Twelve processes; the build has them.
+    STAGE["Stage"](tmp_path).write_all()
+    made = {path.stem for path in tmp_path.glob("*.md")}
+    lists = re.findall(r"```\{toctree\}\n(?::[^\n]+\n)*\n(.+?)```", page("index"), re.S)
+    listed = [re.sub(r".*<(.+)>", r"\1", line) for text in lists for line in text.splitlines()]
+    assert sorted(listed) == sorted(made - {"index"})
+    assert {path.stem for path in tmp_path.glob("api/*.md")} == set(jddp.__all__)

@@ -1,0 +1,73 @@
+"""Pages, help, errors, comments and docstrings use the terms of docs/glossary.md.
+
+Its last table lists words that are not used, each with the term that is.
+"""
+
+import ast
+import io
+import re
+import tokenize
+
+from runs import ROOT
+
+GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
+ROW = re.compile(r"^\| (`.+`) \| (.+) \|$", re.MULTILINE)
+INSTEAD = {
+    word: terms for words, terms in ROW.findall(GLOSSARY) for word in re.findall("`(.+?)`", words)
+}
+PHRASES = "|".join(r"\s+".join(map(re.escape, word.split())) for word in INSTEAD)
+FORBIDDEN = re.compile(rf"\b({PHRASES})\b(?!/|-all-to-all)", re.I)  # but in paths and in HLO
+NAMES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md")
+PAGES = [*map(ROOT.joinpath, NAMES), *sorted(ROOT.glob("docs/*.md"))]
+PAGES.append(ROOT / "benchmarks" / "README.md")
+CODE = [
+    *sorted(ROOT.glob("jddp/**/*.py")),
+    *sorted([*ROOT.glob("examples/*.py"), *ROOT.glob("benchmarks/**/*.py")]),
+    *sorted(ROOT.glob("docs/**/*.py")),
+]
+# An entry of a docstring that continues its name ("seed: Of the first state.").
+CONTINUED = re.compile(
+    r"^ +\*{0,2}[a-z]\w*: (?:Of|That|For|As|From|With|In|Between|By|Its|Theirs)\b.*", re.M
+)
+
+
+def prose(path):
+    """The text of a page, or the strings and comments of a module; without `code`."""
+    text = path.read_text()
+    if path.suffix == ".py":
+        strings = [
+            node.value
+            for node in ast.walk(ast.parse(text))
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        ]
+        tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+        comments = [token.string.strip("# ") for token in tokens if token.type == tokenize.COMMENT]
+        text = "\n\n".join([*strings, " ".join(comments)])
+    return re.sub(r"`[^`\n]+`", "``", text)
+
+
+def test_only_words_of_the_glossary_are_used():
+    wrong = []
+    for path in [*PAGES, *CODE]:
+        text = prose(path)
+        for found in FORBIDDEN.finditer(text):
+            word = " ".join(found[0].lower().split())
+            around = text[max(0, found.start() - 40) : found.end() + 40]
+            wrong.append(f"{path.relative_to(ROOT)}: {around!r}: for {word!r}, {INSTEAD[word]}")
+    assert not wrong
+
+
+def test_entries_of_docstrings_can_be_read_without_their_names():
+    wrong = []
+    for path in CODE:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                found = CONTINUED.findall(ast.get_docstring(node) or "")
+                wrong += [f"{path.relative_to(ROOT)}: {x}: a noun phrase is missing" for x in found]
+    assert not wrong
+
+
+def test_the_words_of_the_table_are_found():
+    assert {"goes on", "one's own", "to the bit"} <= INSTEAD.keys()
+    assert FORBIDDEN.search("The run goes\n    on.")
+    assert not FORBIDDEN.search("goes_on, ragbag")

@@ -1,0 +1,174 @@
+"""Wire formats, and custom hooks."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax import P, lax
+from judge import in_both_places
+from states import close
+from tiny import MLP, NnxConvNet, loss_fn, make_batch, take_steps
+
+import jddp
+
+BYTES = 1 / 2**20
+
+
+def average(tree, num_replicas=8, **options):
+    """Averages rows of a tree, one row for each replica, by the optax transformation."""
+    reduce = jddp.average_gradients("data", **options)
+
+    def replica(rows):
+        local = jax.tree.map(lambda x: x[0], rows)
+        return reduce.update(local, reduce.init(local))[0]
+
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:num_replicas]), ("data",))
+    mapped = jax.shard_map(replica, mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=False)
+    return jax.jit(mapped)(tree)
+
+
+def wire_dtypes(ddp, batch):
+    """Dtype and elements of each all-reduce as it was asked for: XLA:CPU widens bfloat16."""
+    lowered = ddp.lower(batch).as_text().split("stablehlo.all_reduce")[1:]
+    shapes = [text.split("}) : (tensor<")[1].split(">")[0] for text in lowered]
+    return sorted((shape.split("x")[-1], shape.split("x")[:-1]) for shape in shapes)
+
+
+@pytest.mark.parametrize("wire_dtype", ["float16", jnp.bfloat16])
+@in_both_places
+def test_a_narrow_wire_carries_half_the_bytes(place, wire_dtype):
+    wide = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, **place)
+    narrow = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, wire_dtype=wire_dtype, **place)
+    sent, sent_wide = wire_dtypes(narrow, make_batch()), wire_dtypes(wide, make_batch())
+    name = {"bfloat16": "bf16", "float16": "f16"}[jnp.dtype(wire_dtype).name]
+    assert [dtype for dtype, _ in sent].count("f32") == 1  # loss and metrics
+    assert {dtype for dtype, _ in sent} == {"f32", name}
+    assert {dtype for dtype, _ in sent_wide} == {"f32"}
+    assert narrow.plan.wire_bytes * 2 == wide.plan.wire_bytes
+
+
+@pytest.mark.parametrize("wire_dtype", ["bfloat16", "float16"])
+def test_whole_numbers_that_fit_the_wire_stay_exact(wire_dtype):
+    rows = np.random.default_rng(0).integers(-8, 8, (8, 50)).astype(np.float32)
+    got = average({"g": rows}, wire_dtype=wire_dtype)["g"]
+    np.testing.assert_array_equal(got, rows.mean(0))
+
+
+@pytest.mark.parametrize("dtype, wire_dtype", [(np.float32, "float16"), (np.float16, None)])
+def test_float16_is_divided_before_it_is_added(dtype, wire_dtype):
+    """NUM-4: eight times 2**15 does not fit, on the wire or in gradients."""
+    rows = np.full((8, 3), 2.0**15, dtype)
+    np.testing.assert_array_equal(average({"g": rows}, wire_dtype=wire_dtype)["g"], [2.0**15] * 3)
+
+
+def test_a_replica_on_its_own_sends_nothing():
+    for num in (1, 2):
+        step = jax.jit(lambda rows, num=num: average(rows, num_replicas=num))
+        assert ("all_reduce" in step.lower({"g": jnp.ones((num, 3))}).as_text()) == (num == 2)
+
+
+def test_a_float16_wire_holds_sums_over_many_entries():
+    """A replica's gradient is a sum over its entries: 64 of 2**12 do not fit into float16."""
+
+    class Scale(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return x * self.param("scale", nn.initializers.ones, ())
+
+    options = {"wire_dtype": "float16", "accumulate_steps": 2}
+    ddp = jddp.DataParallel(Scale(), optax.sgd(1.0), lambda m, b: m(b["x"]), **options)
+    state, _ = take_steps(ddp, [{"x": np.full((512,), 2.0**12, np.float32)}])
+    assert float(state.params["scale"]) == 1 - 2.0**12
+
+
+def test_what_is_complex_or_as_narrow_travels_as_it_is():
+    rows = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+    z = (rows + 1j * rows[::-1]).astype(np.complex64)
+    got = average({"z": z, "h": rows.astype(np.float16), "f": rows}, wire_dtype="bfloat16")
+    dtypes = {name: x.dtype.name for name, x in got.items()}
+    assert dtypes == {"z": "complex64", "h": "float16", "f": "float32"}
+    np.testing.assert_allclose(got["z"], z.mean(0), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(got["h"], rows.mean(0), atol=1e-3)
+
+
+def counting(plan_seen, calls):
+    """A hook that remembers how often it has run, and what it has seen while traced."""
+
+    def init(plan):
+        plan_seen.append(plan)
+        return {"calls": jnp.zeros(len(plan))}
+
+    def reduce(bucket, comm_state, axis):
+        calls.append((bucket.index, bucket.is_last, bucket.planned.paths, bucket.scale))
+        counted = comm_state["calls"].at[bucket.index].add(1 + lax.axis_index(axis))
+        return lax.pmean(bucket, axis), {"calls": counted}
+
+    return jddp.CommHook(init, reduce)
+
+
+@in_both_places
+def test_a_hook_sees_every_bucket_and_its_memory_is_each_replica_s_own(place):
+    plans, calls = [], []
+    options = {"comm_hook": counting(plans, calls), "bucket_mb": 200 * BYTES, **place}
+    ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, **options)
+    batch = make_batch(32)
+    state, _ = take_steps(ddp, [batch] * 3)
+    num = len(ddp.plan)
+    assert plans[-1] is ddp.plan
+    assert [(i, is_last) for i, is_last, _, _ in calls] == [(i, i == num - 1) for i in range(num)]
+    assert [paths for _, _, paths, _ in calls] == [bucket.paths for bucket in ddp.plan.buckets]
+    assert {scale for *_, scale in calls} == {1 / 4}
+    rows = state.comm_state.hook["calls"]
+    np.testing.assert_array_equal(rows, 3 * np.outer(np.arange(1, 9), np.ones(num)))
+
+
+@pytest.mark.parametrize(
+    "wire_dtype, scale", [(None, 1 / 6), ("bfloat16", 1 / 6), ("float16", 8 / 6)]
+)
+def test_a_hook_is_given_what_travels_and_its_scale(wire_dtype, scale):
+    """Gradients of sums over six rows, which a float16 wire takes an eighth of."""
+    seen = set()
+
+    def reduce(bucket, comm_state, axis):
+        seen.update((x.dtype.name, bucket.scale) for x in bucket.values)
+        return lax.pmean(bucket, axis), comm_state
+
+    options = {"comm_hook": jddp.CommHook(lambda plan: (), reduce), "wire_dtype": wire_dtype}
+    ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, **options)
+    ddp.lower(make_batch(48))
+    assert seen == {(wire_dtype or "float32", scale)}
+
+
+@in_both_places
+def test_a_hook_may_take_its_gradients_one_by_one(place):
+    """In their shapes, whatever travels together; 64 KiB travel alone in the leaf layout."""
+    seen = []
+
+    def reduce(bucket, comm_state, axis):
+        seen.append(([x.shape for x in bucket.leaves], bucket.planned.shapes, len(bucket.values)))
+        leaves = [lax.pmean(x, axis) for x in bucket.leaves]
+        return bucket.with_leaves(leaves), comm_state
+
+    def gradients(**options):
+        model = nn.Sequential([nn.Dense(256), nn.Dense(256), nn.Dense(4)])
+        loss, batch = (lambda model, batch: model(batch["x"]).sum(-1)), make_batch(16)
+        ddp = jddp.DataParallel(model, optax.sgd(0.1), loss, **options, **place)
+        return ddp.gradients(ddp.init(0, batch), batch)[0]
+
+    got, want = gradients(comm_hook=jddp.CommHook(lambda plan: (), reduce)), gradients()
+    close(got, want, rtol=1e-6)  # sums of eight, in another order
+    assert all(tuple(shapes) == planned for shapes, planned, _ in seen)
+    assert max(num for *_, num in seen) == (2 if place["layout"] == "leaf" else 1)
+
+
+def test_a_hook_that_remembers_needs_a_batch_to_plan_by():
+    hook = counting([], [])
+    ddp = jddp.DataParallel(NnxConvNet(nnx.Rngs(0)), optax.sgd(0.1), loss_fn, comm_hook=hook)
+    with pytest.raises(jddp.Error, match="init needs batch="):
+        ddp.init()
+    batch = make_batch()
+    state, _ = ddp.step(ddp.init(batch=batch), batch)
+    assert state.comm_state.hook["calls"].shape == (8, len(ddp.plan))

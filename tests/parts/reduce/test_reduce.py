@@ -1,0 +1,360 @@
+"""Bucket plans, and averages that do not depend on them."""
+
+import dataclasses
+import inspect
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax import P
+
+import jddp
+from jddp.errors import ConfigError
+from jddp.reduce.average import bucket_sizes, choose_layout, compiler_options, make_reduction
+from jddp.reduce.gradients import Finished
+from jddp.reduce.packing import bucketed, exchange_mean, scatter_mean
+from jddp.reduce.plan import plan_buckets
+
+MIB = 2**20
+BFLOAT16 = np.dtype(jnp.bfloat16)
+
+
+def reduction(platform="cpu", *, layout="auto", comm_hook=None, wire_dtype=None, **sizes):
+    """From a user's options; only these matter to a test."""
+    sizes = {"bucket_mb": 25, "first_bucket_mb": 1, "last_bucket_mb": None} | sizes
+    chosen, _ = choose_layout(layout, False, lambda: platform)
+    return make_reduction("data", bucketed(chosen, comm_hook), bucket_sizes(**sizes), wire_dtype)
+
+
+def shape(size, dtype="float32"):
+    return jax.ShapeDtypeStruct((size,), np.dtype(dtype))
+
+
+def planned(sizes, bucket_bytes, **options):
+    """The leaves of each bucket, if they are finished in their order."""
+    tree = [shape(*size) if isinstance(size, tuple) else shape(size) for size in sizes]
+    plan = plan_buckets(tree, bucket_bytes=bucket_bytes, ready=range(len(sizes)), **options)
+    return [list(bucket.leaves) for bucket in plan.buckets]
+
+
+F32_F64 = [(50, "float32"), (25, "float64")] * 3
+THREE = {name: shape(10) for name in "abc"}
+
+
+@pytest.mark.parametrize(
+    "sizes, limits, buckets",
+    [
+        pytest.param([100, 200, 100, 50], 400, [[0], [1], [2], [3]], id="BKT-1"),
+        pytest.param(F32_F64, 400, [[0, 2], [1, 3], [4], [5]], id="BKT-2"),
+        pytest.param([10] * 4, (40, 80), [[0], [1, 2], [3]], id="BKT-3"),
+        pytest.param(F32_F64, (200, 400), [[0], [1], [2, 4], [3, 5]], id="BKT-4"),
+        pytest.param([10] * 6, (40, 80, 120), [[0], [1, 2], [3, 4, 5]], id="three limits"),
+        pytest.param([3, 2, 1], 1, [[0], [1], [2]], id="one byte"),
+        pytest.param([10, 1000, 10], 80, [[0], [1], [2]], id="a leaf larger than a bucket"),
+        pytest.param([10, 0, 10], 80, [[0, 2]], id="a leaf without elements"),
+        pytest.param([0], 80, [], id="no elements at all"),
+    ],
+)
+def test_leaves_share_buckets_as_those_of_ddp_do(sizes, limits, buckets):
+    assert planned(sizes, limits) == buckets
+
+
+def test_leaves_are_taken_in_the_order_in_which_they_are_finished():
+    for ready, buckets in (
+        ([5, 9, 2], [("c", "a"), ("b",)]),  # as they are finished
+        (None, [("c", "b"), ("a",)]),  # last to first where nothing is known
+        ([3, 3, 9], [("b", "a"), ("c",)]),  # the last of those finished at once
+    ):
+        plan = plan_buckets(THREE, bucket_bytes=80, ready=ready)
+        assert [bucket.paths for bucket in plan.buckets] == buckets
+    # The float64 bucket is opened first and complete last, and so sent last.
+    leaves = [(10, "float64"), (10, "float32"), (10, "float32"), (10, "float64")]
+    assert planned(leaves, 400) == [[1, 2], [0, 3]]
+
+
+def test_what_no_gradient_reaches_is_named_and_not_sent_and_an_empty_tree_needs_no_bucket():
+    plan = plan_buckets(THREE, bucket_bytes=80, ready=[None, 1, None])
+    assert [bucket.paths for bucket in plan.buckets] == [("b",)]
+    assert plan.unused == ("a", "c")
+    assert plan.wire_bytes == 40
+    assert "2 unused, not sent: a, c" in str(plan)
+    plan = plan_buckets({}, bucket_bytes=100)
+    assert (len(plan), plan.wire_bytes) == (0, 0)
+    assert "0 buckets" in str(plan)
+
+
+WIDE, NARROW = (10, "float64"), (10, "float32")
+
+
+def test_the_bucket_that_is_complete_last_can_be_small():
+    for leaves, limit, last, buckets in (
+        ([10] * 5, 160, None, [[0, 1, 2, 3], [4]]),
+        ([10] * 5, 160, 80, [[0, 1, 2], [3, 4]]),
+        ([WIDE, NARROW, NARROW], 400, 400, [[0], [1, 2]]),
+        ([10] * 5, 160, 120, [[0, 1], [2, 3, 4]]),
+        ([10] * 3, 160, 79, [[0, 1], [2]]),
+        ([NARROW, WIDE, NARROW], 400, 400, [[0], [1], [2]]),
+        ([WIDE, NARROW, NARROW], 400, 40, [[0], [1], [2]]),
+        ([WIDE, NARROW, WIDE, WIDE], 400, 400, [[0], [1], [2, 3]]),
+        ([10, 10, 30], 160, 80, [[0, 1], [2]]),  # a last leaf that is not small
+    ):
+        options = {} if last is None else {"last_bucket_bytes": last}
+        assert planned(leaves, limit, **options) == buckets
+
+
+def test_a_narrow_wire_counts_its_own_bytes():
+    tree = {"a": shape(10), "h": shape(10, jnp.bfloat16), "z": shape(10, "complex64")}
+    plan = plan_buckets(tree, bucket_bytes=1000, wire_dtype=BFLOAT16)
+    wire = {b.dtype.name: b.wire_dtype.name for b in plan.buckets}
+    assert wire == {"float32": "bfloat16", "bfloat16": "bfloat16", "complex64": "complex64"}
+    assert [bucket.bytes for bucket in plan.buckets] == [80, 20, 20]
+    other = plan_buckets({"h": shape(10, "float16")}, bucket_bytes=1000, wire_dtype=BFLOAT16)
+    assert other.buckets[0].wire_dtype == np.float16
+
+
+def test_what_cannot_be_averaged_is_refused_by_its_path():
+    for leaf, what in (
+        (3.0, "float;"),
+        (np.arange(3), "an array of int64;"),
+        (np.array([True]), "an array of bool;"),
+    ):
+        with pytest.raises(ConfigError, match=f"'layer/w' is {what}"):
+            plan_buckets({"layer": {"w": leaf}}, bucket_bytes=100)
+
+
+dtypes = st.sampled_from(["float32", "bfloat16", "float16", "complex64"])
+shapes = st.lists(st.tuples(st.lists(st.integers(0, 5), max_size=3), dtypes), max_size=12)
+
+
+@given(shapes, st.integers(1, 400), st.integers(1, 400), st.randoms(use_true_random=False))
+def test_every_leaf_stands_once_in_a_bucket_of_its_dtype_within_the_limit(leaves, cap, first, rng):
+    tree = [jax.ShapeDtypeStruct(tuple(dims), jnp.dtype(dtype)) for dims, dtype in leaves]
+    ready = [rng.choice([None, *range(20)]) for _ in tree]
+    plan = plan_buckets(tree, bucket_bytes=(first, cap), ready=ready)
+    sent = [i for i, x in enumerate(tree) if x.size and ready[i] is not None]
+    assert sorted(i for bucket in plan.buckets for i in bucket.leaves) == sent
+    assert plan.wire_bytes == sum(tree[i].size * tree[i].dtype.itemsize for i in sent)
+    seen = set()
+    for bucket in plan.buckets:
+        assert {tree[i].dtype for i in bucket.leaves} == {bucket.dtype}
+        assert list(bucket.leaves) == sorted(bucket.leaves, key=lambda i: (ready[i], -i))
+        limit = cap if bucket.dtype in seen else first
+        assert bucket.bytes <= limit or len(bucket.leaves) == 1
+        seen.add(bucket.dtype)
+    ends = [ready[bucket.leaves[-1]] for bucket in plan.buckets]
+    assert ends == sorted(ends)
+
+
+def whole_numbers(num_replicas, seed=0):
+    """Gradients whose sums over replicas are exact in any order, one row for each replica."""
+    rng = np.random.default_rng(seed)
+    sizes = {"w": (3, 4), "b": (4,), "scalar": (), "empty": (0, 2), "big": (130, 130)}
+    tree = {k: rng.integers(-8, 8, (num_replicas, *s)).astype(np.float32) for k, s in sizes.items()}
+    return {**tree, "half": tree["b"].astype(jnp.bfloat16)}
+
+
+def averaged(mesh, tree, *, bucket_bytes, **options):
+    reduce = reduction(bucket_mb=[bucket_bytes / MIB], **options)
+
+    def replica(local):
+        local = jax.tree.map(lambda x: x[0], local)
+        return reduce(Finished(local), (), plan=reduce.plan(local))[0]
+
+    mapped = jax.shard_map(replica, mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=False)
+    return jax.jit(mapped)(tree)
+
+
+@pytest.mark.parametrize("layout", ["leaf", "flat"])
+@pytest.mark.parametrize("bucket_bytes", [1, 40, 2**20])
+def test_buckets_average_exactly_like_single_leaves(mesh, bucket_bytes, layout):
+    tree = whole_numbers(mesh.size)
+    got = averaged(mesh, tree, bucket_bytes=bucket_bytes, layout=layout)
+    for name, want in tree.items():
+        np.testing.assert_array_equal(got[name], want.mean(0).astype(want.dtype), err_msg=name)
+
+
+def test_the_leaf_layout_packs_small_leaves_and_sends_large_ones_as_they_are():
+    """A leaf of 64 KiB is large."""
+    seen = []
+
+    def reduce(bucket, comm_state, axis):
+        seen.extend(x.shape for x in bucket.values)
+        return jax.lax.pmean(bucket, axis), comm_state
+
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
+    shapes = {"a": (3, 5), "b": (128, 128), "c": (128, 127), "d": (200, 100), "e": ()}
+    tree = {name: np.arange(2 * math.prod(x)).reshape(2, *x) for name, x in shapes.items()}
+    tree = {name: x.astype(np.float32) for name, x in tree.items()}
+    hook = jddp.CommHook(lambda plan: (), reduce)
+    got = averaged(mesh, tree, bucket_bytes=2**20, layout="leaf", comm_hook=hook)
+    assert sorted(seen) == [(128, 128), (200, 100), (15 + 128 * 127 + 1,)]
+    jax.tree.map(np.testing.assert_array_equal, got, jax.tree.map(lambda x: x.mean(0), tree))
+
+
+def test_averaging_what_is_averaged_changes_nothing(mesh):
+    """NUM-3: replica r holds r; all end with (n - 1) / 2, however often it is averaged."""
+
+    def replica(x):
+        reduce = jddp.average_gradients("data")
+        x, _ = reduce.update({"g": x}, reduce.init(None))
+        again, _ = reduce.update(x, ())
+        return x["g"], again["g"]
+
+    rows = np.arange(mesh.size, dtype=np.float32)
+    mapped = jax.shard_map(replica, mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=False)
+    for got in jax.jit(mapped)(rows):
+        np.testing.assert_array_equal(got, [(mesh.size - 1) / 2])
+
+
+def test_auto_is_flat_and_overlapped_on_gpus_and_leaf_and_not_elsewhere():
+    for platform, layout, overlap, chosen in (
+        ("cpu", "auto", "auto", ("leaf", False)),
+        ("gpu", "auto", "auto", ("flat", True)),
+        ("cuda", "leaf", "auto", ("leaf", False)),
+        ("gpu", "auto", False, ("flat", False)),
+        ("cpu", "auto", True, ("flat", True)),
+        ("cpu", "flat", "auto", ("flat", False)),
+    ):
+        assert choose_layout(layout, overlap, lambda platform=platform: platform) == chosen
+
+
+def test_unknown_layouts_and_those_that_cannot_overlap_are_refused():
+    for layout, overlap, message in (
+        ("round", False, "layout 'round' is unknown. Choose one of 'auto', 'leaf', 'flat'"),
+        ("flat", "now", "overlap is True, False or 'auto'; got 'now'"),
+        ("leaf", True, "layout='flat', or overlap=False"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            choose_layout(layout, overlap, lambda: "cpu")
+
+
+def test_options_out_of_their_range_are_refused():
+    for options, message in (
+        ({"wire_dtype": "int8"}, "wire_dtype 'int8' is unknown. Choose 'bfloat16', 'float16'"),
+        ({"wire_dtype": "bf16"}, "wire_dtype 'bf16'"),
+        ({"comm_hook": "mean"}, "comm_hook is str. Give a jddp.CommHook"),
+        ({"comm_hook": type("Half", (), {"init": len})()}, "comm_hook is Half"),
+        ({"bucket_mb": 0}, "at least one byte"),
+        ({"bucket_mb": []}, "at least one byte"),
+        ({"bucket_mb": [1, -1]}, "at least one byte"),
+        ({"first_bucket_mb": 0}, "at least one byte"),
+        ({"last_bucket_mb": 0}, "at least one byte"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            reduction(**options)
+
+
+def test_a_first_bucket_is_smaller_but_never_larger_than_the_others():
+    for options, sizes in (
+        ({}, (MIB, 25 * MIB)),
+        ({"bucket_mb": 0.5}, (MIB // 2,)),
+        ({"bucket_mb": [0.5, 8, 25]}, (MIB // 2, 8 * MIB, 25 * MIB)),
+        ({"bucket_mb": 1e-9}, (1,)),
+    ):
+        assert reduction(**options).bucket_bytes == sizes
+
+
+def test_a_combine_threshold_of_the_user_stands(monkeypatch):
+    name = "xla_gpu_all_reduce_combine_threshold_bytes"
+    flat, leaf = reduction(layout="flat"), reduction(layout="leaf", bucket_mb=2)
+    assert compiler_options(flat, "gpu") == {name: 0}
+    assert compiler_options(leaf, "gpu") == {name: 2 * MIB}
+    several = reduction(layout="leaf", bucket_mb=[1, 2, 3])  # of which the last repeats
+    assert compiler_options(several, "gpu") == {name: 3 * MIB}
+    assert compiler_options(flat, "tpu") == {}
+    monkeypatch.setenv("XLA_FLAGS", f"--{name}=7")
+    assert compiler_options(flat, "gpu") == {}
+
+
+def test_the_defaults_are_those_of_the_wrapper():
+    functions = jddp.average_gradients, jddp.DataParallel
+    ours, wrapper = (inspect.signature(function).parameters for function in functions)
+    shared = ours.keys() & wrapper.keys()
+    assert {"bucket_mb", "first_bucket_mb", "layout", "wire_dtype"} <= shared
+    assert all(ours[name].default == wrapper[name].default for name in shared)
+    assert (ours["bucket_mb"].default, ours["first_bucket_mb"].default) == (25, 1)
+
+
+def test_on_cpus_only_flat_buckets_are_kept_from_being_merged():
+    flat, leaf = reduction(layout="flat"), reduction(layout="leaf")
+    assert compiler_options(flat, "cpu").pop("xla_disable_hlo_passes") == "cpu-all-reduce-combiner"
+    assert compiler_options(leaf, "cpu") == {"xla_cpu_copy_insertion_use_region_analysis": True}
+
+
+def test_a_plan_fits_a_terminal_of_80_columns():
+    tree = {"a_rather_long_name_of_a_layer" * 3: {"kernel": shape(10), "bias": shape(10)}}
+    text = str(plan_buckets(tree, bucket_bytes=40))
+    assert max(map(len, text.splitlines())) <= 80
+
+
+SIX = {
+    "a": shape(2**18),
+    "b": shape(300_000_000),
+    "deep": {"layer_with_quite_a_name": shape(10), "one": shape(10), "two": shape(11)},
+    "z": shape(3, "float16"),
+}
+
+
+def text(tree, ready, *notes):
+    plan = plan_buckets(tree, bucket_bytes=MIB, ready=ready)
+    return str(dataclasses.replace(plan, notes=notes)).splitlines()
+
+
+def test_a_plan_says_in_full_what_travels():
+    assert text(SIX, range(6), "a note", "another") == [
+        "4 buckets, 1,145.409 MiB on the wire per step",
+        "bucket       MiB leaves  dtype     first and last leaf",
+        "     0     1.000      1  float32   a",
+        "     1 1,144.409      1  float32   b",
+        "     2  0.000118      3  float32   deep/layer_with_quite_a_name .. deep/two",
+        "     3  5.72e-06      1  float16   z",
+        "a note",
+        "another",
+    ]
+    first, *_ = text(SIX, [1, None, None, None, None, None])
+    assert first == "1 bucket, 1.000 MiB on the wire per step"
+
+
+def test_a_plan_says_what_is_known_of_its_layout_and_a_hook_is_named_by_its_function():
+    tree = {"w": shape(1)}
+    order = "order: last leaf first, by guess"
+    fuses = "XLA fuses the buckets: all of them on CPUs, up to their size on GPUs"
+    assert reduction(layout="leaf").plan(tree).notes == (order, "layout leaf", fuses)
+    flat = reduction(layout="flat")
+    assert flat.plan(tree).notes == (order, "layout flat")
+    measured = "order: as the backward pass finishes them"
+    assert flat.plan(tree, [1]).notes == (measured, "layout flat")
+    hook = jddp.CommHook(init=lambda plan: (), reduce=jax.jit)
+    assert (reduction(comm_hook=hook).hook_name, reduction().hook_name) == ("jit", "")
+
+
+def test_a_plan_names_three_of_those_that_are_not_sent():
+    def last_line(*ready):
+        return text({name: shape(1) for name in "abcdef"}, ready, "a note")[-1]
+
+    assert last_line(1, 2, 3, 4, 5, 6) == "a note"
+    assert last_line(1, 2, 3, 4, 5, None) == "1 unused, not sent: f"
+    assert last_line(1, 2, 3, None, None, None) == "3 unused, not sent: d, e, f"
+    assert last_line(1, 2, None, None, None, None) == "4 unused, not sent: c, d, e, ..."
+
+
+@pytest.mark.parametrize("excess", [0, 1])
+def test_long_names_lose_their_beginning(excess):
+    sent, unused = "s" * (45 + excess), "u" * (55 + excess)
+    lines = text({"a": shape(1), sent: shape(1), unused: shape(1)}, [None, 1, None])
+    assert lines[2].endswith("   " + ("..." + "s" * 42 if excess else sent))
+    (line,) = text({unused: shape(1)}, [None])[2:]
+    assert line.endswith(": " + ("..." + "u" * 52 if excess else unused))
+
+
+@pytest.mark.parametrize("average", [scatter_mean, exchange_mean])
+def test_a_replica_gets_its_row_of_the_mean(average):
+    rows = np.arange(48.0, dtype=np.float32).reshape(4, 4, 3)  # of each replica one for each
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("data",))
+    specs = {"in_specs": P("data"), "out_specs": P("data"), "check_vma": False}
+    mapped = jax.shard_map(lambda x: average(x[0], "data")[None], mesh=mesh, **specs)
+    np.testing.assert_array_equal(jax.jit(mapped)(rows), rows.mean(0))

@@ -1,0 +1,363 @@
+import errno
+import io
+import itertools
+import json
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+from runs import contents
+
+from jddp.errors import ConfigError, DataError, FileSystemError
+from jddp.trainer.reports.log_file import said
+from jddp.trainer.reports.metrics_file import MetricsFile
+from jddp.trainer.reports.progress import Progress, train_line
+from jddp.trainer.reports.run_directory import RunDirectory
+
+CONFIG = {"seed": 1, "run": {"dir": "a"}, "optimizer": {"learning_rate": 1e-3, "kwargs": {}}}
+MANIFEST = {"versions": {"jax": "0.10.2"}, "data": {"sha256": "f" * 64}, "world": (1, 8)}
+
+
+def prepared(path, config=CONFIG, manifest=MANIFEST, is_writer=True):
+    directory = RunDirectory(path, is_writer=is_writer)
+    directory.prepare(config, manifest)
+    return directory
+
+
+def test_a_run_directory_is_made_with_its_config_and_manifest(tmp_path):
+    directory = prepared(tmp_path / "runs" / "one")
+    assert (directory.path / "config.yaml").read_text().startswith("seed: 1\n")
+    assert json.loads((directory.path / "manifest.json").read_text())["world"] == [1, 8]
+    assert directory.checkpoints == directory.path / "checkpoints"
+
+
+def test_the_same_config_comes_back_without_a_trace(tmp_path):
+    prepared(tmp_path)
+    before = contents(tmp_path)
+    elsewhere = {**CONFIG, "run": {"dir": "b"}, "optimizer": {"learning_rate": 1e-3, "kwargs": {}}}
+    prepared(tmp_path, elsewhere)
+    assert contents(tmp_path) == before
+
+
+def test_another_config_is_refused_with_the_keys_that_differ_and_nothing_is_lost(tmp_path):
+    prepared(tmp_path)
+    before = contents(tmp_path)
+    other = {**CONFIG, "seed": 2, "optimizer": {"learning_rate": 1e-2, "kwargs": {"b1": None}}}
+    with pytest.raises(ConfigError) as caught:
+        prepared(tmp_path, other)
+    for key, there, here in (
+        ("seed", "1", "2"),
+        ("optimizer.learning_rate", "0.001", "0.01"),
+        ("optimizer.kwargs.b1", "absent", "null"),
+    ):
+        assert f"{key} is {there} there, {here} here" in str(caught.value)
+    assert contents(tmp_path) == before
+
+
+def test_all_processes_check_and_only_the_writer_writes(tmp_path):
+    reader = prepared(tmp_path / "new", is_writer=False)
+    reader.metrics.append({"step": 1})
+    assert not (tmp_path / "new").exists()
+    prepared(tmp_path)
+    with pytest.raises(ConfigError):
+        prepared(tmp_path, {**CONFIG, "seed": 2}, is_writer=False)
+
+
+def test_a_run_from_objects_and_one_from_a_config_do_not_mix(tmp_path):
+    prepared(tmp_path / "objects", None)
+    prepared(tmp_path / "objects", None)
+    with pytest.raises(ConfigError, match="started from objects"):
+        prepared(tmp_path / "objects")
+    prepared(tmp_path / "config")
+    with pytest.raises(ConfigError, match="started from a config"):
+        prepared(tmp_path / "config", None)
+
+
+def test_a_directory_with_results_of_something_else_is_refused(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("precious\n")
+    with pytest.raises(ConfigError, match=r"holds metrics\.jsonl of something else"):
+        prepared(tmp_path)
+    assert contents(tmp_path) == {(tmp_path / "metrics.jsonl").relative_to(tmp_path): b"precious\n"}
+
+
+def test_a_start_that_died_between_config_and_manifest_starts_again(tmp_path):
+    prepared(tmp_path)
+    (tmp_path / "manifest.json").unlink()
+    prepared(tmp_path)
+    assert (tmp_path / "manifest.json").exists()
+
+
+def test_other_data_under_the_same_config_are_refused(tmp_path):
+    prepared(tmp_path)
+    other = {**MANIFEST, "data": {"sha256": "0" * 64}}
+    with pytest.raises(DataError, match="started with other data.*data.allow_changed=true"):
+        prepared(tmp_path, manifest=other)
+    reported = {**CONFIG, "data": {**CONFIG.get("data", {}), "allow_changed": True}}
+    prepared(tmp_path, reported, manifest=other)
+    prepared(tmp_path, manifest=other)  # now known
+    prepared(tmp_path)
+
+
+def test_a_start_on_other_versions_is_added_to_the_manifest(tmp_path):
+    prepared(tmp_path)
+    newer = {**MANIFEST, "versions": {"jax": "0.11"}}
+    for _ in range(2):
+        prepared(tmp_path, manifest=newer)
+    kept = json.loads((tmp_path / "manifest.json").read_text())
+    assert kept["versions"] == {"jax": "0.10.2"}
+    assert [start["versions"] for start in kept["later_starts"]] == [{"jax": "0.11"}]
+
+
+def test_metrics_are_cut_after_the_step_that_was_resumed_from(tmp_path):
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    for step in (1, 2, 3):
+        metrics.append({"step": step, "split": "train", "loss": 0.1 * step})
+    metrics.append({"step": 2, "split": "eval", "loss": 0.5})
+    with metrics.path.open("a") as file:
+        file.write('{"step": 4, "lo')
+    metrics.truncate_after(2)
+    kept = [(record["step"], record["split"]) for record in metrics.read()]
+    assert kept == [(1, "train"), (2, "train"), (2, "eval")]
+    assert os.listdir(tmp_path) == ["metrics.jsonl"]
+
+
+def test_metrics_keep_every_digit_and_lines_stay_json(tmp_path):
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    metrics.append({"step": 1, "loss": 0.1 + 0.2, "bad": float("nan")})
+    assert metrics.read() == [{"step": 1, "loss": 0.1 + 0.2, "bad": None}]
+    assert MetricsFile(tmp_path / "none").read() == []
+
+
+def test_metrics_that_cannot_be_written_are_reported_once_and_written_later(tmp_path, caplog):
+    metrics = MetricsFile(tmp_path / "gone" / "metrics.jsonl")
+    for step in (1, 2):
+        metrics.append({"step": step})
+    (record,) = caplog.records
+    assert "cannot be written: No such file or directory. Lines are kept" in record.getMessage()
+    (tmp_path / "gone").mkdir()
+    metrics.append({"step": 3})
+    metrics.append({"step": 4})
+    assert [record["step"] for record in metrics.read()] == [1, 2, 3, 4]
+
+
+RECORD = {
+    "step": 400,
+    "split": "train",
+    "loss": 0.23841,
+    "accuracy": 0.91234,
+    "learning_rate": 1.6e-3,
+    "examples_per_second": 10812.0,
+    "step_seconds": 0.02,
+    "count": 128.0,
+}
+
+
+def test_a_train_line_says_all_and_fits():
+    assert train_line(RECORD, 1170) == (
+        "step 400/1170  loss 0.2384  accuracy 0.9123  lr 0.0016  10.8k ex/s  ETA 0:15"
+    )
+    many = RECORD | {f"a_metric_with_a_long_name_{i}": 0.5 for i in range(9)}
+    assert len(train_line(many, 1170)) <= 80
+    assert train_line(many, 1170).endswith("ETA 0:15")
+    # Beside a bar there is less room: the rate goes before a metric does.
+    assert train_line(RECORD, 1170, columns=69) == (
+        "step 400/1170  loss 0.2384  accuracy 0.9123  10.8k ex/s  ETA 0:15"
+    )
+    assert "ETA 2:46:40" in train_line(RECORD | {"step": 0}, 500_000)
+    assert train_line({"step": 1, "loss": float("nan")}, 9) == "step 1/9  loss nan"
+
+
+@pytest.fixture
+def printed(monkeypatch, capsys):
+    """What is printed of records that come every tenth of a second."""
+
+    def lines(records, is_writer=True):
+        now = itertools.count(step=0.1)
+        monkeypatch.setattr("time.monotonic", lambda: next(now))
+        progress = Progress(1170, is_writer=is_writer)
+        for record in records:
+            progress.log(record)
+        progress.evaluated({"step": 1170, "split": "eval", "loss": 0.361, "examples": 10_000.0})
+        progress.note("saved " + "here " * 30)
+        progress.close()
+        return capsys.readouterr().out.splitlines()
+
+    return lines
+
+
+def test_off_a_terminal_a_line_comes_every_few_seconds_and_at_the_end(printed):
+    lines = printed([RECORD | {"step": step} for step in range(1, 1171)])
+    steps = [int(line.split()[1].split("/")[0]) for line in lines if line.startswith("step")]
+    assert (steps[0], steps[-1]) == (1, 1170)
+    assert 10 < len(steps) < 40
+    assert "eval 1170  loss 0.361  examples 10000" in lines
+    assert all(len(line) <= 80 and "\r" not in line for line in lines)
+    assert printed([RECORD], is_writer=False) == []  # of other processes
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+    def fileno(self):
+        return 1
+
+
+def test_on_a_terminal_there_is_one_live_line(monkeypatch):
+    monkeypatch.setattr("os.tcgetpgrp", lambda _: 1)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    monkeypatch.setattr("sys.stdout", stream)
+    progress = Progress(1170, is_writer=True)
+    progress.log(RECORD)
+    progress.evaluated({"step": 400, "split": "eval", "loss": 0.361, "examples": 10_000.0})
+    progress.close()
+    assert "eval 400  loss 0.361  examples 10000" in stream.getvalue()
+    assert "ETA 0:15" in stream.getvalue()
+
+
+# --- files that are not as they were left --------------------------------------------------------
+
+OWN_LINES = [b"# a note", b'{"note": "no step"}', b"[1, 2]", b'"text"', b'{"step": "3"}']
+OWN_LINES += [b"caf\xe9", b"[" * 9999]
+
+
+def test_lines_of_somebody_else_among_the_metrics_are_kept_and_passed_over(tmp_path):
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    metrics.append({"step": 1, "loss": 0.5})
+    with metrics.path.open("ab") as file:
+        file.writelines(line + b"\n" for line in OWN_LINES)
+    metrics.append({"step": 2, "loss": 0.4})
+    with metrics.path.open("ab") as file:
+        file.write(b'{"step": 3, "lo')  # and here a process died
+    assert [record["step"] for record in metrics.read()] == [1, 2]
+    metrics.truncate_after(1)
+    lines = metrics.path.read_bytes().splitlines()
+    assert lines == [b'{"step": 1, "loss": 0.5}', *OWN_LINES]
+    assert [record["step"] for record in metrics.read()] == [1]
+
+
+def test_metrics_that_cannot_be_read_are_a_file_system_error(tmp_path):
+    metrics, message = MetricsFile(tmp_path), "cannot be read: Is a directory"
+    for act in (metrics.read, lambda: metrics.truncate_after(1)):
+        with pytest.raises(FileSystemError, match=rf"{tmp_path.name}: {message}"):
+            act()
+
+
+MANIFESTS = ["", "\0", '{"versions": ', "[]", "3", '"x"', "null", "[" * 9999]
+MANIFESTS += ['{"later_starts": 5}', '{"later_starts": [3]}', '{"data": "x"}']
+MANIFESTS += ['{"data": {"sha256": 7}}', '{"data": {"description": "caf\udce9"}}']
+
+
+@pytest.mark.parametrize("damage", MANIFESTS, ids=lambda text: ascii(text[:20]))
+def test_a_manifest_of_another_form_is_a_file_system_error(tmp_path, damage):
+    prepared(tmp_path)
+    (tmp_path / "manifest.json").write_bytes(damage.encode(errors="surrogateescape"))
+    with pytest.raises(FileSystemError, match=r"manifest\.json is damaged: .*\. Restore it") as got:
+        prepared(tmp_path)
+    assert len(str(got.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "lock", "metrics.jsonl", "logs"])
+def test_something_else_in_the_place_of_a_file_of_the_run_is_a_file_system_error(tmp_path, name):
+    def start():
+        prepared(tmp_path)
+        with directory.held(), directory.logging(0):
+            directory.metrics.truncate_after(1)
+
+    directory, path = prepared(tmp_path), tmp_path / name
+    path.unlink(missing_ok=True)
+    path.write_text("") if name == "logs" else path.mkdir()
+    with pytest.raises(FileSystemError) as caught:
+        start()
+    assert name in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.fixture
+def as_somebody():
+    """Calls a function with a folder of a user who is not root, to whom permissions apply."""
+    with tempfile.TemporaryDirectory() as folder:
+
+        def call(function):
+            if os.geteuid() != 0:
+                return function(Path(folder))
+            os.chown(folder, 54321, -1)
+            os.setresuid(54321, 54321, 0)
+            try:
+                return function(Path(folder))
+            finally:
+                os.setresuid(0, 0, 0)
+
+        yield call
+
+
+UNUSABLE = {
+    "a file": ("one", lambda path: path.write_text(""), "Not a directory"),
+    "below a file": ("one/run", lambda path: path.parent.write_text(""), "Not a directory"),
+    "a link to nowhere": ("one", lambda path: path.symlink_to("nowhere"), "No such file"),
+    "a link to itself": ("one", lambda path: path.symlink_to(path), "Not a directory|symbolic"),
+    "below a closed folder": ("one/run", lambda path: path.parent.mkdir(0o500), "Permission"),
+    "a closed folder": ("one", lambda path: path.mkdir(0o500), "Permission denied"),
+    "below one that cannot be seen into": ("a/b/c", lambda path: path.parents[1].mkdir(0), "Perm"),
+}
+
+
+@pytest.mark.parametrize("name, make, reported", UNUSABLE.values(), ids=UNUSABLE)
+def test_a_run_directory_that_cannot_be_used_is_found_without_writing(
+    as_somebody, name, make, reported
+):
+    def check(folder):
+        path = folder / name
+        make(path)
+        with pytest.raises(FileSystemError, match=rf"^run\.dir {path}: .*({reported})") as caught:
+            RunDirectory(path, is_writer=True).check_usable()
+        return str(caught.value)
+
+    assert "Choose a folder that can be written." in as_somebody(check)
+
+
+def test_a_run_directory_that_no_file_system_could_make_is_refused_and_one_it_can_left_as_is(
+    tmp_path,
+):
+    for path in (tmp_path, tmp_path / "new" / "run"):
+        RunDirectory(path, is_writer=True).check_usable()
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").write_text("")
+    for name in ("x" * 300, "a\0b", "file/run"):
+        with pytest.raises(FileSystemError, match=r"^run\.dir "):
+            prepared(tmp_path / name)
+
+
+def test_on_a_full_disk_a_log_is_reported_once_and_a_lock_holds_without_a_name(tmp_path, capsys):
+    prepared(tmp_path)
+    (tmp_path / "logs").mkdir()
+    for name in ("logs/process_0.log", "lock"):
+        (tmp_path / name).symlink_to("/dev/full")
+    directory = RunDirectory(tmp_path, is_writer=True)
+    with directory.held(), directory.logging(0):
+        for step in range(300):
+            said.info("step %d", step)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("process_0.log: cannot be written: No space left on device.")
+
+
+class Broken(io.StringIO):
+    def write(self, text):
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+
+@pytest.mark.parametrize(
+    "stream", [Broken(), None, io.TextIOWrapper(io.BytesIO())], ids=["broken", "none", "closed"]
+)
+def test_progress_continues_without_a_standard_output(monkeypatch, stream):
+    if isinstance(stream, io.TextIOWrapper):
+        stream.close()
+    monkeypatch.setattr("sys.stdout", stream)
+    progress = Progress(9, is_writer=True)
+    progress.log(RECORD)
+    progress.evaluated({"step": 400, "split": "eval", "loss": 0.361, "examples": 10_000.0})
+    progress.note("saved")
+    progress.close()

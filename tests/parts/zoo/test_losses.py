@@ -1,0 +1,102 @@
+"""Losses: their values by hand, how they call a model, and what they refuse."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+from jddp.errors import ConfigError
+from jddp.zoo.losses import LOSSES, call_model, cross_entropy, mean_squared_error, next_token
+
+LOGITS = jnp.array([[2.0, 0.0, -1.0], [0.0, 0.0, 0.0], [1.0, 3.0, 2.0]])
+LABELS = jnp.array([0, 2, 0])
+
+
+def log_softmax(logits):
+    logits = np.asarray(logits)
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+
+def identity(x):
+    return x
+
+
+def test_cross_entropy_is_per_example_and_label_smoothing_spreads_the_target_in_training():
+    batch = {"image": LOGITS, "label": LABELS}
+    losses, metrics = cross_entropy(identity, batch, True)
+    np.testing.assert_allclose(losses, -log_softmax(LOGITS)[[0, 1, 2], LABELS], rtol=1e-6)
+    assert metrics["accuracy"].tolist() == [True, False, False]
+    smooth, _ = cross_entropy(identity, batch, True, label_smoothing=0.3)
+    targets = 0.7 * np.eye(3)[LABELS] + 0.1
+    np.testing.assert_allclose(smooth, -(targets * log_softmax(LOGITS)).sum(-1), rtol=1e-6)
+    judged, _ = cross_entropy(identity, batch, False, label_smoothing=0.3)
+    np.testing.assert_array_equal(judged, cross_entropy(identity, batch, False)[0])
+
+
+def test_an_image_with_another_laid_over_it_is_judged_by_both_labels():
+    others, share = jnp.array([1, 0, 0]), jnp.array([1.0, 0.75, 0.25])
+    batch = {"image": LOGITS, "label": LABELS, "other_label": others, "share": share}
+    losses, _ = cross_entropy(identity, batch, True)
+    one, other = (-log_softmax(LOGITS)[[0, 1, 2], labels] for labels in (LABELS, others))
+    np.testing.assert_allclose(losses, share * one + (1 - share) * other, rtol=1e-6)
+
+
+def test_a_model_that_names_a_mask_is_told_which_rows_count():
+    batch = {"image": LOGITS, "label": LABELS, "mask": jnp.array([1.0, 0.0, 1.0])}
+    losses, _ = cross_entropy(lambda x, mask=None: x * mask[:, None], batch, True)
+    assert losses[1] == pytest.approx(np.log(3))
+    unmasked = {"image": LOGITS, "label": LABELS}
+    got, want = (cross_entropy(identity, each, True)[0] for each in (batch, unmasked))
+    np.testing.assert_array_equal(got, want)
+
+
+def test_next_token_scores_each_token_by_those_before_it():
+    tokens = jnp.array([[0, 2, 1, 1], [1, 0, 0, 2]])
+    seen = []
+
+    def model(inputs):
+        seen.append(inputs)
+        return LOGITS[inputs]
+
+    losses, metrics = next_token(model, {"tokens": tokens}, True)
+    np.testing.assert_array_equal(seen[0], tokens[:, :-1])
+    want = -np.take_along_axis(log_softmax(LOGITS)[tokens[:, :-1]], tokens[:, 1:, None], -1)[..., 0]
+    np.testing.assert_allclose(losses, want, rtol=1e-6)
+    assert metrics["accuracy"].tolist() == [[False, True, False], [True, True, False]]
+
+
+def test_mean_squared_error_averages_over_outputs_and_not_over_examples():
+    batch = {"x": jnp.array([[1.0, 2.0], [3.0, 4.0]]), "y": jnp.array([[1.0, 0.0], [0.0, 0.0]])}
+    assert mean_squared_error(identity, batch, True).tolist() == [2.0, 12.5]
+
+
+@pytest.mark.parametrize("word", ["train", "training", "is_training", "deterministic", "other"])
+@pytest.mark.parametrize("train", [False, True])
+def test_a_model_is_told_its_mode_in_its_own_word(word, train):
+    scope = {}
+    exec(f"def call(self, x, {word}=None): return {word}", scope)
+    want = {"deterministic": not train, "other": None}.get(word, train)
+    linen = type("Linen", (nn.Module,), {"__call__": scope["call"]})()
+    module = type("NNX", (nnx.Module,), {"__call__": scope["call"]})()
+    assert call_model(linen.bind({}), jnp.zeros(1), train) is want
+    assert call_model(module, jnp.zeros(1), train) is want
+
+
+def test_an_nnx_module_keeps_the_mode_that_was_set_on_it():
+    module = nnx.Sequential(nnx.Dropout(0.5, rngs=nnx.Rngs(0)))
+    module.eval()
+    np.testing.assert_array_equal(call_model(module, jnp.ones(8), True), np.ones(8))
+
+
+def test_batches_that_do_not_fit_are_refused_while_tracing():
+    assert list(LOSSES) == sorted(LOSSES)
+    for loss, batch, message in (
+        ("cross_entropy", {"tokens": LABELS}, "reads image, label, and the batch holds tokens"),
+        ("next_token", {"image": LOGITS}, "'tokens' is missing"),
+        ("cross_entropy", {"image": LOGITS[None], "label": LABELS}, r"\(1, 3, 3\). They need"),
+        ("mean_squared_error", {"x": LOGITS, "y": LABELS}, r"\(3, 3\) for targets of \(3,\)"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            jax.eval_shape(lambda loss=loss, batch=batch: LOSSES[loss](identity, batch, True))

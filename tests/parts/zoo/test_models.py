@@ -1,0 +1,245 @@
+"""Models: sizes, shapes, precision, and pairs that must agree."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from flax.traverse_util import flatten_dict
+
+from jddp.errors import ConfigError
+from jddp.zoo.models import CNN, CNN_NNX, GPT, MLP, MODELS, ViT, resnet18, resnet50
+
+IMAGES = jax.random.normal(jax.random.key(0), (4, 8, 8, 3))
+TOKENS = jax.random.randint(jax.random.key(1), (2, 6), 0, 11)
+
+TINY = {
+    "cnn": (CNN(widths=(4, 8), num_classes=5), IMAGES),
+    "gpt": (GPT(vocab_size=11, num_layers=2, num_heads=2, width=8, max_length=7), TOKENS),
+    "mlp": (MLP(widths=(6,), num_outputs=5), IMAGES),
+    "resnet18": (resnet18(width=4, num_classes=5, stem="cifar"), IMAGES),
+    "resnet50": (resnet50(width=2, num_classes=5), IMAGES),
+    "vit": (ViT(num_layers=2, num_heads=2, width=8, num_classes=5), IMAGES),
+}
+
+
+def num_params(model, inputs):
+    variables = jax.eval_shape(model.init, jax.random.key(0), inputs)
+    return sum(leaf.size for leaf in jax.tree.leaves(variables["params"]))
+
+
+def assert_trees_close(got, want, tolerance=1e-5):
+    got, want = flatten_dict(got), flatten_dict(want)
+    assert got.keys() == want.keys()
+    for path in want:
+        np.testing.assert_allclose(got[path], want[path], tolerance, tolerance, err_msg=str(path))
+
+
+def test_every_model_has_a_name_in_order():
+    assert set(TINY) | {"cnn_nnx"} == set(MODELS)
+    assert list(MODELS) == sorted(MODELS)
+
+
+def test_published_sizes_are_met_exactly():
+    images = jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.float32)
+    assert num_params(resnet50(), images) == 25_557_032
+    assert num_params(resnet18(), images) == 11_689_512
+    gpt2 = GPT(vocab_size=50257, num_layers=12, num_heads=12, width=768, max_length=1024)
+    assert num_params(gpt2, jax.ShapeDtypeStruct((1, 1024), jnp.int32)) == 124_439_808
+
+
+def test_cifar_stem_keeps_the_resolution_and_imagenet_stem_quarters_it():
+    for stem, side in (("cifar", 8), ("imagenet", 2)):
+        init = partial(
+            resnet18(width=4, stem=stem).init_with_output, capture_intermediates=True, mutable=True
+        )
+        _, state = jax.eval_shape(init, jax.random.key(0), IMAGES)
+        (first_block,) = state["intermediates"]["BasicBlock_0"]["__call__"]
+        assert first_block.shape == (4, side, side, 4)
+
+
+@pytest.fixture
+def promotion_inside_flax():
+    """Flax's norms promote bfloat16 to float32 for their statistics, which strictness refuses."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.mark.usefixtures("promotion_inside_flax")
+@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_outputs_and_parameters_are_float32_whatever_the_arithmetic(name, dtype):
+    model, inputs = TINY[name]
+    model = model.clone(dtype=dtype)
+    variables = jax.eval_shape(model.init, jax.random.key(0), inputs)
+    assert {leaf.dtype for leaf in jax.tree.leaves(variables)} == {jnp.dtype("float32")}
+    options = {"train": True, "mutable": True, "rngs": {"dropout": jax.random.key(1)}}
+    outputs, _ = jax.eval_shape(lambda x: model.apply(x, inputs, **options), variables)
+    outputs_per_row = (6, 11) if name == "gpt" else (5,)
+    assert outputs.shape == (len(inputs), *outputs_per_row)
+    assert outputs.dtype == jnp.float32
+
+
+@pytest.mark.usefixtures("promotion_inside_flax")
+@pytest.mark.parametrize("name", ["cnn", "gpt", "vit"])
+def test_bfloat16_arithmetic_is_used_and_close(name):
+    model, inputs = TINY[name]
+    variables = jax.jit(model.init)(jax.random.key(0), inputs)
+    exact = jax.jit(model.apply)(variables, inputs)
+    rough = jax.jit(model.clone(dtype="bfloat16").apply)(variables, inputs)
+    assert (exact != rough).any()
+    np.testing.assert_allclose(rough, exact, rtol=0.1, atol=0.1)  # bfloat16 has 8 bits
+
+
+@pytest.mark.parametrize("name", ["gpt", "vit"])
+def test_dropout_acts_in_training_only(name):
+    model, inputs = TINY[name]
+    model = model.clone(dropout_rate=0.5)
+    variables = jax.jit(model.init)(jax.random.key(0), inputs)
+
+    @partial(jax.jit, static_argnames="train")
+    def outputs(seed, train):
+        return model.apply(variables, inputs, train, rngs={"dropout": jax.random.key(seed)})
+
+    assert (outputs(1, train=True) != outputs(2, train=True)).any()
+    np.testing.assert_array_equal(outputs(1, train=False), outputs(2, train=False))
+
+
+@pytest.mark.usefixtures("promotion_inside_flax")
+@pytest.mark.parametrize("name", ["gpt", "vit"])
+def test_attention_is_computed_by_what_was_named(name, monkeypatch):
+    kernels = []
+    attend = partial(jax.nn.dot_product_attention, implementation="xla")
+
+    def note(*arrays, implementation, **options):
+        kernels.append(implementation)
+        return attend(*arrays, **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", note)
+    model, inputs = TINY[name]
+    for attention in ("xla", "cudnn"):
+        model = model.clone(attention=attention)
+        jax.eval_shape(model.init, jax.random.key(0), inputs)
+    assert kernels == ["xla", "xla", "cudnn", "cudnn"]  # two blocks each
+    with pytest.raises(ConfigError, match="attention 'flash' is neither 'xla' nor 'cudnn'"):
+        jax.eval_shape(model.clone(attention="flash").init, jax.random.key(0), inputs)
+
+
+def test_gpt_does_not_see_the_future():
+    model, _ = TINY["gpt"]
+    variables = jax.jit(model.init)(jax.random.key(0), TOKENS)
+    apply = jax.jit(model.apply)
+    logits, changed = apply(variables, TOKENS), apply(variables, TOKENS.at[:, 4:].set(0))
+    np.testing.assert_allclose(changed[:, :4], logits[:, :4], rtol=1e-6, atol=1e-6)
+    assert (changed[:, 4:] != logits[:, 4:]).any()
+
+
+def loss_and_grads(model, params, inputs=TOKENS):
+    def loss(params):
+        return jnp.square(model.apply({"params": params}, inputs, train=True)).sum()
+
+    return jax.jit(jax.value_and_grad(loss))(params)
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+@pytest.mark.parametrize("name", ["gpt", "vit"])
+def test_remat_equals_plain(name, scan_layers):
+    model, inputs = TINY[name]
+    model = model.clone(scan_layers=scan_layers)
+    params = jax.jit(model.init)(jax.random.key(0), inputs)["params"]
+    loss, grads = loss_and_grads(model, params, inputs)
+    remat_loss, remat_grads = loss_and_grads(model.clone(remat=True), params, inputs)
+    np.testing.assert_allclose(remat_loss, loss, rtol=1e-6)
+    assert_trees_close(remat_grads, grads)
+
+
+def test_scan_over_layers_equals_unrolled():
+    unrolled, _ = TINY["gpt"]
+    scanned = unrolled.clone(scan_layers=True)
+    params = jax.jit(unrolled.init)(jax.random.key(0), TOKENS)["params"]
+
+    def stacked(params):
+        blocks = [params[f"block_{index}"] for index in range(2)]
+        others = {name: leaf for name, leaf in params.items() if not name.startswith("block_")}
+        return others | {"blocks": jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)}
+
+    own = jax.eval_shape(scanned.init, jax.random.key(0), TOKENS)["params"]
+    assert jax.tree.map(jnp.shape, own) == jax.tree.map(jnp.shape, stacked(params))
+    loss, grads = loss_and_grads(unrolled, params)
+    scanned_loss, scanned_grads = loss_and_grads(scanned, stacked(params))
+    np.testing.assert_allclose(scanned_loss, loss, rtol=1e-6)
+    assert_trees_close(scanned_grads, stacked(grads))
+
+
+@pytest.fixture
+def linen_and_nnx():
+    """The small network twice, with the same weights."""
+    linen, _ = TINY["cnn"]
+    variables = jax.jit(linen.init)(jax.random.key(0), IMAGES)
+    module = CNN_NNX(widths=(4, 8), image_size=8, num_channels=3, num_classes=5, rngs=nnx.Rngs(1))
+    params = variables["params"]
+    for index, (conv, norm) in enumerate(zip(module.convs, module.norms, strict=True)):
+        conv.kernel[...] = params[f"Conv_{index}"]["kernel"]
+        norm.scale[...] = params[f"BatchNorm_{index}"]["scale"]
+        norm.bias[...] = params[f"BatchNorm_{index}"]["bias"]
+    module.dense.kernel[...] = params["Dense_0"]["kernel"]
+    module.dense.bias[...] = params["Dense_0"]["bias"]
+    return linen, variables, module
+
+
+def test_linen_and_nnx_networks_agree_in_training_and_after_it(linen_and_nnx):
+    linen, variables, module = linen_and_nnx
+    module.train()
+    outputs, updated = linen.apply(variables, IMAGES, train=True, mutable="batch_stats")
+    np.testing.assert_allclose(module(IMAGES), outputs, rtol=1e-5, atol=1e-6)
+    for index, norm in enumerate(module.norms):
+        statistics = updated["batch_stats"][f"BatchNorm_{index}"]
+        np.testing.assert_allclose(norm.mean[...], statistics["mean"], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(norm.var[...], statistics["var"], rtol=1e-5, atol=1e-6)
+    module.eval()
+    outputs = linen.apply(variables | updated, IMAGES, train=False)
+    np.testing.assert_allclose(module(IMAGES), outputs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["cnn", "resnet18"])
+def test_images_of_mask_0_change_nothing_for_the_others(name):
+    model, images = TINY[name]
+    variables = model.init(jax.random.key(0), images)
+    padded = jnp.concatenate([images[:3], 1e3 * images[:2]])
+    run = partial(model.apply, variables, train=True, mutable="batch_stats")
+    want, want_written = run(images[:3])
+    got, written = run(padded, mask=jnp.array([1.0, 1.0, 1.0, 0.0, 0.0]))
+    np.testing.assert_allclose(got[:3], want, 1e-5, 1e-5)
+    assert_trees_close(written["batch_stats"], want_written["batch_stats"])
+
+
+def test_images_of_mask_0_change_nothing_for_the_others_in_nnx():
+    padded = jnp.concatenate([IMAGES[:3], 1e3 * IMAGES[:2]])
+    one, other = (CNN_NNX((4, 8), 8, 3, num_classes=5, rngs=nnx.Rngs(0)) for _ in range(2))
+    got = one(padded, mask=jnp.array([1.0, 1.0, 1.0, 0.0, 0.0]))
+    np.testing.assert_allclose(got[:3], other(IMAGES[:3]), 1e-5, 1e-5)
+    for norm, want in zip(one.norms, other.norms, strict=True):
+        np.testing.assert_allclose(norm.mean[...], want.mean[...], 1e-5, 1e-5)
+        np.testing.assert_allclose(norm.var[...], want.var[...], 1e-5, 1e-5)
+
+
+@pytest.mark.usefixtures("promotion_inside_flax")
+def test_nnx_network_keeps_float32_parameters_in_bfloat16():
+    module = CNN_NNX(widths=(4,), image_size=8, num_channels=3, dtype="bfloat16", rngs=nnx.Rngs(0))
+    leaves = jax.tree.leaves(nnx.state(module, (nnx.Param, nnx.BatchStat)))
+    assert {leaf.dtype for leaf in leaves} == {jnp.dtype("float32")}
+    module.eval()
+    assert nnx.eval_shape(module, IMAGES).dtype == jnp.float32
+
+
+def test_impossible_sizes_are_refused():
+    for model, inputs, message in (
+        (GPT(num_heads=3, width=8), TOKENS, "width 8 does not divide over num_heads 3"),
+        (GPT(max_length=5), TOKENS, "6 tokens are longer than max_length 5"),
+        (ViT(patch_size=3), IMAGES, "8 x 8 pixels do not divide into patches of patch_size 3"),
+        (resnet18(stem="mnist"), IMAGES, "stem 'mnist' is neither"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            jax.eval_shape(model.init, jax.random.key(0), inputs)

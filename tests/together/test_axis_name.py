@@ -1,0 +1,157 @@
+"""Models and losses that name the axis of the replicas, as those written for `pmap` do."""
+
+import functools
+
+import jax
+import numpy as np
+import optax
+import pytest
+import test_batch_norm
+from flax import linen as nn
+from flax import nnx
+from jax import lax
+from states import equal
+from test_batch_norm import CopiedNorm, Foreign, NnxCopiedNorm, NnxForeign, Norm, rows, squares
+from tiny import Of, take_steps
+
+import jddp
+from jddp.engine.digest import digests
+
+
+class NnxNamed(nnx.Module):
+    def __init__(self, axis_name):
+        self.norm = nnx.BatchNorm(3, momentum=0.5, axis_name=axis_name, rngs=nnx.Rngs(0))
+
+    def __call__(self, x, mask, train):
+        return self.norm(x)
+
+
+def linen(axis_name):
+    return Norm(axis_name=axis_name)
+
+
+def linen_copy(axis_name):
+    return Foreign(functools.partial(CopiedNorm, axis_name=axis_name))
+
+
+def nnx_copy(axis_name):
+    return NnxForeign(functools.partial(NnxCopiedNorm, axis_name))
+
+
+MODES = [(kind, "sync", {}) for kind in (linen, NnxNamed, linen_copy, nnx_copy)]
+MODES += [(linen_copy, "local", {}), (nnx_copy, "broadcast", {})]
+# The mode decides where the axis of the replicas has the name too.
+MODES += [(linen, mode, {"axis_name": "batch"}) for mode in ("sync", "local")]
+MODES += [(kind, "local", {"logical_replicas": 4}) for kind in (linen, nnx_copy)]
+
+
+def trained(model, **options):
+    options = {"mesh": 2, **options}
+    ddp, batch = jddp.DataParallel(model, optax.sgd(0.1), squares, **options), rows()
+    state, metrics = take_steps(ddp, [batch] * 2)
+    return jax.device_get((state.params, test_batch_norm.statistics(state), metrics))
+
+
+@pytest.mark.parametrize("kind, mode, options", MODES)
+def test_a_batch_norm_that_names_an_axis_is_that_which_names_none(kind, mode, options):
+    got = trained(kind("batch"), batch_norm=mode, **options)
+    options = {name: x for name, x in options.items() if name != "axis_name"}
+    equal(got, trained(kind(None), batch_norm=mode, **options))
+
+
+class Lanes(nn.Module):
+    @nn.compact
+    def __call__(self, x, mask, train):
+        axes = {"in_axes": 1, "out_axes": 1, "axis_name": "lane", "split_rngs": {"params": False}}
+        kept = {"params": None, "batch_stats": None}
+        norm = nn.vmap(nn.BatchNorm, variable_axes=kept, **axes)
+        return norm(use_running_average=not train, axis=(), axis_name="lane")(x)
+
+
+def test_an_axis_inside_the_model_is_left_to_it():
+    def alone(m, x, mask, train):
+        return nn.BatchNorm(not train)(x.reshape(-1, 1)).reshape(x.shape)
+
+    for mode in ("broadcast", "local"):
+        got, want = (trained(x, batch_norm=mode, mesh=1)[-1]["loss"] for x in (Lanes(), Of(alone)))
+        # One mean over 48 numbers, or the mean of three over 16 each.
+        np.testing.assert_allclose(got, want, rtol=1e-5)
+    with pytest.raises(jddp.ConfigError, match="'lane', which is mapped inside the model"):
+        trained(Lanes())
+
+
+class Centred(nn.Module):
+    axis: str
+    dropout: float = 0.0
+
+    @nn.compact
+    def __call__(self, x, train):
+        x = nn.Dropout(self.dropout, deterministic=not train)(nn.Dense(4)(x))
+        return nn.Dense(1)(x - lax.pmean(x.mean(0), self.axis)[None])[:, 0]
+
+
+def by_name(axis):
+    def loss(model, batch, train):
+        y = model(batch["x"], train)
+        every = jddp.all_gather(y)  # which follows the step that it is in
+        spread = lax.pmean((y**2).mean(), axis)
+        return (y - batch["scale"][:, 0]) ** 2, {"spread": spread, "top": every.max()}
+
+    return loss
+
+
+def named(axis, dropout=0.0, **options):
+    options = {"mesh": 2, **options}
+    model = Centred(axis, dropout)
+    return jddp.DataParallel(model, optax.adam(0.1), by_name(axis), **options)
+
+
+def on_axis(axis):
+    return jax.sharding.Mesh(np.array(jax.devices()[:2]), (axis,))
+
+
+OPTIONS = {
+    "mesh": {"mesh": on_axis("batch")},
+    "both": {"mesh": on_axis("rows"), "axis_name": "batch"},
+    "parts": {"axis_name": "batch", "accumulate_steps": 2, "overlap": True},
+    "sharded": {"axis_name": "batch", "shard_optimizer": True, "max_grad_norm": 0.1},
+    "local": {"axis_name": "batch", "local_steps": jddp.LocalSteps(2), "max_grad_norm": 0.1},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_an_axis_of_another_name_gives_the_same_bits(options):
+    ends = []
+    plain = {name: x for name, x in options.items() if name not in ("axis_name", "mesh")}
+    for axis, given in [("batch", options), ("data", plain)]:
+        ddp, batch = named(axis, 0.3, skip_nonfinite=True, **given), rows()
+        assert ddp.mesh.axis_names == (axis,)
+        state, metrics = take_steps(ddp, [batch] * 2)
+        scores = ddp.evaluate(state, [batch])
+        outputs = ddp.predict(state, [batch], lambda model, batch: model(batch["x"], False))
+        keys = jax.random.key_data(jddp.replica_key(state))
+        found = digests(state) if "local_steps" not in options else ()
+        ends.append(jax.device_get((state.params, metrics, scores, outputs, keys, found)))
+    equal(*ends)
+
+
+@pytest.mark.parametrize(
+    "options, dropout", [({"mesh": on_axis("batch")}, 0.0), ({"axis_name": "batch"}, 0.3)]
+)
+def test_verify_takes_the_axis_over(options, dropout):
+    model = Centred("batch", dropout)
+    batch = {name: x for name, x in rows().items() if name != "mask"}
+    report = jddp.verify(model, optax.sgd(0.1), by_name("batch"), batch, **options)
+    assert report.passed, report
+    assert report.is_side_by_side == bool(dropout)
+
+
+def test_a_run_along_another_axis_resumes_and_is_explained_and_timed(tmp_path):
+    ddp = named("batch", axis_name="batch", shard_optimizer=True)
+    for num_steps in (2, 4):
+        plan = {"num_steps": num_steps, "run_dir": tmp_path, "save_every_steps": 2}
+        resumed = ddp.fit([rows()] * num_steps, **plan)
+    state, _ = take_steps(ddp, [rows()] * 4)
+    equal(resumed.state.params, state.params)
+    assert "all-gather" in str(ddp.explain(rows()))
+    assert ddp.stats(rows())["reduce_seconds"] > 0

@@ -1,0 +1,433 @@
+"""Batch norm over N replicas equals batch norm over the whole batch on one device."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from states import close, equal
+from tiny import loss_fn, make_batch, take_steps
+
+import jddp
+
+
+class Norm(nn.Module):
+    axis_name: str | None = None
+    use_fast_variance: bool = True
+    use_mask: bool = False
+    dtype: jnp.dtype | None = None
+
+    @nn.compact
+    def __call__(self, x, mask, train):
+        options = {"axis_name": self.axis_name, "use_fast_variance": self.use_fast_variance}
+        norm = nn.BatchNorm(not train, momentum=0.5, dtype=self.dtype, **options)
+        return norm(x, mask=mask[:, None] if self.use_mask else None)
+
+
+class NnxNorm(nnx.Module):
+    def __init__(self, use_mask=False, **options):
+        self.norm = nnx.BatchNorm(3, momentum=0.5, rngs=nnx.Rngs(0), **options)
+        self.use_mask = use_mask
+
+    def __call__(self, x, mask, train=None):
+        return self.norm(x, mask=mask[:, None] if self.use_mask else None)
+
+
+def squares(model, batch, train):
+    y = model(batch["x"], batch["mask"], train=train)
+    return (y.astype(jnp.float32) * batch["scale"]) ** 2
+
+
+def rows(num_valid=16):
+    rng = np.random.default_rng(0)
+    return {
+        "x": rng.normal(3, 2, (16, 3)).astype(np.float32),
+        "scale": rng.normal(size=(16, 3)).astype(np.float32),
+        "mask": np.arange(16) < num_valid,
+    }
+
+
+def wrapped(model, **options):
+    """By plain SGD at rate 1: parameters move by their gradients."""
+    return jddp.DataParallel(model, optax.sgd(1.0), squares, **options)
+
+
+def statistics(state):
+    kept = state.model_state.get("batch_stats") or state.model_state["rest"]
+    return jax.tree.leaves(jax.device_get(kept))
+
+
+def one_device(layer, batch):
+    """Flax's own layer over a batch: loss, gradients and statistics."""
+    options = {"use_running_average": False}
+    variables = layer.init(jax.random.key(0), batch["x"], **options)
+
+    def loss(params):
+        given = {**variables, "params": params}
+        y, written = layer.apply(given, batch["x"], mutable=["batch_stats"], **options)
+        return ((y * batch["scale"]) ** 2).mean(), written["batch_stats"]
+
+    (value, written), grads = jax.value_and_grad(loss, has_aux=True)(variables["params"])
+    return value, grads, written
+
+
+@pytest.mark.parametrize("kind", [Norm, NnxNorm])
+@pytest.mark.parametrize("fast", [True, False])
+def test_replicas_weigh_by_what_their_masks_hold_empty_ones_included(kind, fast):
+    """The judge is Flax's own layer over the valid rows alone, on one device."""
+    ddp = wrapped(kind(use_fast_variance=fast, use_mask=True))
+    layer = nn.BatchNorm(momentum=0.5, use_fast_variance=fast)
+    for num_valid in (16, 11, 3):
+        batch = rows(num_valid)
+        valid = jax.tree.map(lambda x, num=num_valid: x[:num], batch)
+        value, grads, written = one_device(layer, valid)
+        state = ddp.init(0, batch)
+        before = jax.device_get(state.params)
+        state, metrics = ddp.step(state, batch)
+        np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
+        moved = jax.tree.map(np.subtract, before, jax.device_get(state.params))
+        # Sums of at most 16 rows in another order.
+        close(jax.tree.leaves(moved), jax.tree.leaves(grads), rtol=1e-4)
+        close(statistics(state), jax.tree.leaves(written), atol=0)
+
+
+@pytest.mark.parametrize("kind", [Norm, NnxNorm])
+def test_a_layer_of_low_precision_keeps_exact_statistics(kind):
+    batch = rows()
+    ddp = wrapped(kind(dtype=jnp.bfloat16))
+    state, _ = ddp.step(ddp.init(0, batch), batch)
+    want = [0.5 * batch["x"].mean(0), 0.5 + 0.5 * batch["x"].var(0)]
+    close(statistics(state), want, atol=0)
+
+
+def local_means(batch):
+    return batch["x"].reshape(8, 2, 3).mean(1)
+
+
+@pytest.mark.parametrize("kind", [Norm, NnxNorm])
+def test_broadcast_keeps_replica_zero_s_statistics_everywhere(kind):
+    batch = rows()
+    ddp = wrapped(kind(), batch_norm="broadcast")
+    state, _ = ddp.step(ddp.init(0, batch), batch)
+    np.testing.assert_allclose(statistics(state)[0], 0.5 * local_means(batch)[0], rtol=1e-5)
+    leaf = jax.tree.leaves(state.model_state)[0]
+    for shard in leaf.addressable_shards:
+        np.testing.assert_array_equal(shard.data, leaf.addressable_data(0))
+
+
+@pytest.mark.parametrize("kind", [Norm, NnxNorm])
+def test_local_keeps_each_replica_s_own_and_averages_them_when_they_are_read(kind):
+    batch = rows()
+    ddp = wrapped(kind(), batch_norm="local")
+    state, _ = take_steps(ddp, [batch] * 2)
+    means = statistics(state)[0]
+    assert means.shape == (8, 3)
+    np.testing.assert_allclose(means, 0.75 * local_means(batch), rtol=1e-5)
+    model = ddp.model(state)
+    read = model.norm.mean if kind is NnxNorm else model["batch_stats"]["BatchNorm_0"]["mean"]
+    np.testing.assert_allclose(read, 0.75 * batch["x"].mean(0), rtol=1e-5)
+    assert ddp.evaluate(state, [batch])["examples"] == 16
+
+
+class Scanned(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        class Layer(nn.Module):
+            @nn.compact
+            def __call__(self, x, _):
+                return nn.relu(nn.BatchNorm(not train)(nn.Dense(16)(x))), None
+
+        axes = {"variable_axes": {"params": 0, "batch_stats": 0}, "split_rngs": {"params": True}}
+        layers = nn.scan(nn.remat(Layer), length=2, **axes)
+        return nn.Dense(4)(layers()(x, None)[0])
+
+
+def test_a_scanned_batch_norm_under_remat_is_the_same_on_eight_devices_as_on_one():
+    ends = []
+    for replicas in (1, 8):
+        ddp = jddp.DataParallel(Scanned(), optax.sgd(0.5), loss_fn, mesh=replicas)
+        state, _ = take_steps(ddp, [make_batch(seed=seed) for seed in range(2)])
+        ends.append(jax.device_get((state.params, state.model_state)))
+    # Two steps of sums in another order.
+    close(*ends, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", [Norm, NnxNorm])
+@pytest.mark.parametrize("num_valid", [16, 5])
+def test_an_unbiased_running_variance_divides_by_one_less(kind, num_valid):
+    batch = rows(num_valid)
+    states = []
+    for unbiased in (False, True):
+        ddp = wrapped(kind(use_mask=True), batch_norm_unbiased=unbiased)
+        states.append(ddp.step(ddp.init(0, batch), batch)[0])
+    (mean, biased), (same_mean, unbiased) = map(statistics, states)
+    np.testing.assert_array_equal(mean, same_mean)
+    valid = batch["x"][:num_valid]
+    np.testing.assert_allclose(biased, 0.5 + 0.5 * valid.var(0), rtol=1e-5)
+    np.testing.assert_allclose(unbiased, 0.5 + 0.5 * valid.var(0, ddof=1), rtol=1e-5)
+    equal(*(x.params for x in states))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Norm, NnxNorm])
+def test_it_is_the_batch_norm_of_pytorch_over_the_joined_batch(kind):
+    torch = pytest.importorskip("torch")
+    batch = rows()
+    ddp = jddp.DataParallel(kind(), optax.sgd(0.0), squares, batch_norm_unbiased=True)
+    state = ddp.init(0, batch)
+    layer = torch.nn.BatchNorm1d(3, momentum=0.5)
+    for seed in range(3):
+        batch["x"] = np.random.default_rng(seed).normal(3, 2, (16, 3)).astype(np.float32)
+        state, metrics = ddp.step(state, batch)
+        y = layer(torch.from_numpy(batch["x"]))
+        loss = ((y * torch.from_numpy(batch["scale"])) ** 2).mean()
+        np.testing.assert_allclose(metrics["loss"], loss.item(), rtol=1e-5)
+    mean, var = statistics(state)
+    np.testing.assert_allclose(mean, layer.running_mean.numpy(), rtol=1e-5)
+    np.testing.assert_allclose(var, layer.running_var.numpy(), rtol=1e-5)
+
+
+class ForeignNorm(nn.Module):
+    """A batch norm with no field for an axis, as some model libraries have them."""
+
+    @nn.compact
+    def __call__(self, x, use_running_average):
+        mean_kept = self.variable("batch_stats", "mean", jnp.zeros, x.shape[-1])
+        var_kept = self.variable("batch_stats", "var", jnp.ones, x.shape[-1])
+        mean, var = mean_kept.value, var_kept.value
+        if not use_running_average:
+            mean, var = self.moments(x)
+            if not self.is_initializing():
+                mean_kept.value, var_kept.value = mean, var
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
+        return scale[None] * (x - mean[None]) / jnp.sqrt(var[None] + 1e-5)
+
+    def moments(self, x):
+        return x.mean(0), x.var(0)
+
+
+class RegisteredNorm(ForeignNorm):
+    pass
+
+
+class DeafNorm(ForeignNorm):
+    """Has the field, and does not ask it."""
+
+    axis_name: str | None = None
+
+
+class CopiedNorm(ForeignNorm):
+    """A batch norm as model libraries carry them: another class, with the same two names."""
+
+    axis_name: str | None = None
+
+    def moments(self, x):
+        return moments_over(None if self.is_initializing() else self.axis_name, x)
+
+
+def moments_over(axis_name, x):
+    mean, square = x.mean(0), jnp.square(x).mean(0)
+    if axis_name is not None:
+        mean, square = jax.lax.pmean((mean, square), axis_name)
+    return mean, square - jnp.square(mean)
+
+
+class NnxForeignNorm(nnx.Module):
+    def __init__(self):
+        self.mean, self.var = nnx.BatchStat(jnp.zeros(3)), nnx.BatchStat(jnp.ones(3))
+        self.scale = nnx.Param(jnp.ones(3))
+
+    def __call__(self, x, use_running_average):
+        mean, var = self.mean[...], self.var[...]
+        if not use_running_average:
+            self.mean[...], self.var[...] = mean, var = self.moments(x)
+        return self.scale[None] * (x - mean[None]) / jnp.sqrt(var[None] + 1e-5)
+
+    def moments(self, x):
+        return x.mean(0), x.var(0)
+
+
+class NnxRegisteredNorm(NnxForeignNorm):
+    pass
+
+
+class NnxCopiedNorm(NnxForeignNorm):
+    def __init__(self, axis_name=None):
+        super().__init__()
+        self.axis_name = axis_name
+
+    def moments(self, x):
+        return moments_over(self.axis_name, x)
+
+
+class Foreign(nn.Module):
+    kind: Callable = ForeignNorm
+
+    @nn.compact
+    def __call__(self, x, mask, train):
+        return self.kind()(nn.Dense(3)(x), use_running_average=not train)
+
+
+class NnxForeign(nnx.Module):
+    def __init__(self, kind=NnxForeignNorm):
+        self.dense, self.norm = nnx.Linear(3, 3, rngs=nnx.Rngs(0)), kind()
+
+    def __call__(self, x, mask, train):
+        return self.norm(self.dense(x), use_running_average=not train)
+
+
+@pytest.mark.parametrize("model", [Foreign(CopiedNorm), NnxForeign(NnxCopiedNorm)])
+def test_a_library_s_own_copy_of_the_class_is_synchronised_too(model):
+    batch, ends = rows(), []
+    for replicas in (1, 8):
+        ddp = wrapped(model, mesh=replicas)
+        state, metrics = ddp.step(ddp.init(0, batch), batch)
+        ends.append(jax.device_get((state.params, statistics(state), metrics)))
+        assert ddp.evaluate(state, [batch])["examples"] == 16
+    close(*ends, rtol=1e-4, atol=1e-5)
+    grouped = wrapped(model, batch_norm_group_size=2)
+    with pytest.raises(jddp.ConfigError, match="knows no groups of replicas"):
+        grouped.init(0, batch)
+
+
+@pytest.mark.parametrize("model", [Foreign(), Foreign(DeafNorm), NnxForeign()])
+def test_a_batch_norm_that_knows_no_axis_is_refused_under_sync_on_several_replicas(model):
+    message = "batch_norm='sync': .*mean.* jddp.register_batch_norm.*'local'.*verify"
+    with pytest.raises(jddp.ConfigError, match=message) as caught:
+        take_steps(wrapped(model), [rows()])
+    assert "\n" not in str(caught.value)
+    for options in ({"mesh": 1}, {"batch_norm": "local"}, {"batch_norm": "broadcast"}):
+        assert np.isfinite(take_steps(wrapped(model, **options), [rows()])[1]["loss"])
+
+
+@pytest.mark.parametrize(
+    "model, overlap", [(Foreign(RegisteredNorm), False), (NnxForeign(NnxRegisteredNorm), True)]
+)
+def test_a_registered_batch_norm_is_that_of_one_device(model, overlap):
+    jddp.register_batch_norm(RegisteredNorm)
+    assert jddp.register_batch_norm(NnxRegisteredNorm) is NnxRegisteredNorm
+    # Each replica has the same row twice, so that both micro-batches are the whole batch.
+    batch, ends = jax.tree.map(lambda x: np.repeat(x[:8], 2, axis=0), rows()), []
+    for options in ({"mesh": 1}, {}, {"accumulate_steps": 2}):
+        ddp = jddp.DataParallel(model, optax.sgd(0.5), squares, overlap=overlap, **options)
+        state, metrics = take_steps(ddp, [batch] * 2)
+        ends.append(jax.device_get((state.params, statistics(state), metrics["loss"])))
+        assert ddp.evaluate(state, [batch])["examples"] == 16
+    # Two steps of sums of 16 rows in another order; the loss feels 1 / sqrt(var).
+    for other in ends[1:]:
+        close(ends[0], other, rtol=1e-4, atol=1e-5)
+    assert jddp.verify(model, optax.sgd(0.5), squares, rows()).passed
+
+
+@pytest.mark.parametrize(
+    "model, size", [(Norm(), 1), (Norm(), 2), (NnxNorm(), 2), (Foreign(RegisteredNorm), 2)]
+)
+def test_a_group_of_replicas_is_a_device_of_its_own(model, size):
+    """The judge is one device that takes the rows of each group apart."""
+    jddp.register_batch_norm(RegisteredNorm)
+    batch, num_groups = rows(), 4 // size
+
+    def step(batch, **options):
+        ddp = wrapped(model, **options)
+        state, metrics = ddp.step(ddp.init(0, rows()), batch)
+        return state, jax.device_get((state.params, statistics(state), metrics["loss"]))
+
+    state, got = step(batch, mesh=4, batch_norm_group_size=size)
+    groups = np.split(np.arange(16), num_groups)
+    each = [step(jax.tree.map(lambda x, i=i: x[i], batch), mesh=1)[1] for i in groups]
+    # Sums of at most 16 rows in another order.
+    close(got, jax.tree.map(lambda *leaves: np.mean(leaves, 0), *each), rtol=1e-4)
+    for leaf in jax.tree.leaves(state.model_state):
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            assert len({shard.data.tobytes() for shard in leaf.addressable_shards}) == 1
+
+
+def test_groups_and_classes_that_there_cannot_be_are_refused():
+    for options, message in (
+        ({"batch_norm_group_size": 3, "mesh": 4}, r"=3 does not divide 4 .*\[1, 2, 4\]"),
+        ({"batch_norm_group_size": 0}, "=0 does not divide"),
+        ({"batch_norm_group_size": 2, "batch_norm": "local"}, "batch_norm is 'local'"),
+        ({"batch_norm_unbiased": True, "batch_norm": "broadcast"}, "batch_norm is 'broadcast'"),
+    ):
+        with pytest.raises(jddp.ConfigError, match=message):
+            wrapped(Norm(), **options)
+    for wrong in (squares, int, ForeignNorm()):
+        with pytest.raises(jddp.ConfigError, match="is no class of Flax modules"):
+            jddp.register_batch_norm(wrong)
+    with pytest.raises(jddp.ConfigError, match="model is function"):
+        jddp.sync_batch_norm(squares)
+
+
+@pytest.mark.parametrize(
+    "model", [Norm(), NnxNorm(), Foreign(CopiedNorm), NnxForeign(NnxCopiedNorm)]
+)
+def test_a_model_is_converted_for_a_step_of_one_s_own(model):
+    """On eight replicas of a custom `shard_map` it is what it is on one device."""
+    batch = rows()
+    converted = jddp.sync_batch_norm(model, "batch")
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("batch",))
+    if isinstance(model, nn.Module):
+        variables = model.init(jax.random.key(0), batch["x"], batch["mask"], True)
+
+        def run(model, x, mask):
+            return model.apply(variables, x, mask, True, mutable=["batch_stats"])
+    else:
+
+        def run(model, x, mask):
+            graph, values = nnx.split(model)
+            model = nnx.merge(graph, jax.tree.map(jnp.copy, values))
+            return model(x, mask, train=True), nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
+
+    specs = {"in_specs": (jax.P("batch"),) * 2, "out_specs": (jax.P("batch"), jax.P())}
+    mapped = jax.shard_map(functools.partial(run, converted), mesh=mesh, check_vma=False, **specs)
+    given = batch["x"], batch["mask"]
+    close(mapped(*given), run(model, *given), rtol=1e-4, atol=1e-5)
+    assert type(converted).__name__ == type(model).__name__
+
+
+@pytest.mark.parametrize("kind", [Norm, NnxNorm])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_replica_0_without_a_valid_row_hands_on_the_statistics_of_the_first_that_has_one(
+    kind, parts
+):
+    """Of an empty batch Flax's layer makes NaN, which would stay in them for good."""
+    options = {"batch_norm": "broadcast", "mesh": 4, "accumulate_steps": parts}
+    ddp = wrapped(kind(use_mask=True), **options)
+    batch = rows()
+    batch["mask"] = np.arange(16) >= 9  # replica 2 has three of its four rows, of both parts
+    state = ddp.init(0, batch)
+    first = statistics(state)
+    state, metrics = ddp.step(state, batch)
+    assert np.isfinite(metrics["loss"])
+    mean, var = first
+    for part in np.split(np.arange(8, 12), parts):
+        x = batch["x"][part][batch["mask"][part]]
+        mean, var = (mean + x.mean(0)) / 2, (var + x.var(0)) / 2
+    close(statistics(state), [mean, var], rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("kind", [Norm, NnxNorm])
+@pytest.mark.parametrize("mode", ["sync", "broadcast", "local"])
+def test_a_batch_without_a_valid_row_leaves_the_statistics_as_they_were(kind, mode):
+    ddp = wrapped(kind(use_mask=True), batch_norm=mode, mesh=2)
+    state, _ = ddp.step(ddp.init(0, rows()), rows())
+    before = statistics(state)
+    state, _ = ddp.step(state, rows(num_valid=0))
+    equal(statistics(state), before)
+
+
+def test_a_group_without_a_valid_row_leaves_its_statistics_as_they_were():
+    options = {"batch_norm_group_size": 2, "mesh": 4}
+    ddp = wrapped(Norm(use_mask=True), **options)
+    state = ddp.init(0, rows())
+    first = statistics(state)
+    state, _ = ddp.step(state, rows(num_valid=8))  # all of the first group
+    x = rows()["x"][:8]
+    for got, old, new in zip(statistics(state), first, (x.mean(0), x.var(0)), strict=True):
+        # The mean of both groups: one moves halfway, as its momentum says, the other stays.
+        np.testing.assert_allclose(got, 0.75 * old + 0.25 * new, rtol=1e-4)

@@ -1,0 +1,145 @@
+"""Constants, gradients without an update, and how often a model is traced."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from judge import host
+from states import close, equal
+from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch, take_steps
+
+import jddp
+from jddp.errors import ConfigError, UsageError
+
+
+def scaled_loss(model, batch, train, constants):
+    losses, metrics = loss_fn(model, batch, train)
+    return losses * constants["weights"][batch["y"]] * constants["scale"], metrics
+
+
+def constants_of(scale):
+    return {"scale": np.float32(scale), "weights": np.arange(1, 5, dtype=np.float32)}
+
+
+@pytest.mark.parametrize("accumulate_steps, overlap", [(1, False), (2, False), (2, True)])
+def test_constants_reach_every_replica_and_micro_batch_whole(mesh, accumulate_steps, overlap):
+    def written_out(model, batch, train):
+        return scaled_loss(model, batch, train, jax.tree.map(jnp.asarray, constants_of(3)))
+
+    batch, ends = make_batch(), []
+    options = {"mesh": mesh, "accumulate_steps": accumulate_steps, "overlap": overlap}
+    for loss, given in ((scaled_loss, constants_of(3)), (written_out, None)):
+        ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss, **options)
+        state = ddp.init(0, batch, constants=given)
+        state, metrics = ddp.step(state, batch, constants=given)
+        grads, _ = ddp.gradients(state, batch, constants=given)
+        evaluated = ddp.evaluate(state, [batch, make_batch(5)], constants=given)
+        ends.append((state.params, metrics, grads, evaluated))
+    close(*ends)
+
+
+def test_other_values_of_constants_trace_and_compile_nothing():
+    traces = []
+
+    def counted(model, batch, train, constants):
+        traces.append(train)
+        return scaled_loss(model, batch, train, constants)
+
+    ddp = jddp.DataParallel(MLP(), optax.sgd(0.0), counted)
+    batch = make_batch()
+    state, losses = ddp.init(0, batch, constants=constants_of(1)), []
+    state, _ = ddp.step(state, batch, constants_of(1))
+    before = len(traces)
+    for scale in (1, 2, 4):
+        state, metrics = ddp.step(state, batch, constants=constants_of(scale))
+        losses.append(float(metrics["loss"]))
+    assert len(traces) == before
+    np.testing.assert_allclose(losses, np.multiply(losses[0], (1, 2, 4)), rtol=1e-6)
+
+
+def test_constants_given_once_serve_every_call(tmp_path):
+    batch = make_batch()
+    ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), scaled_loss)
+    given = ddp.with_constants(constants_of(2))
+    run = given.fit([batch] * 3, num_steps=3, evaluate=[batch], run_dir=tmp_path)
+    state = ddp.init(0, batch, constants=constants_of(2))
+    for _ in range(3):
+        state, _ = ddp.step(state, batch, constants=constants_of(2))
+    equal(run.state.params, state.params)
+    assert given.latest is ddp.latest
+    assert "gradients" in str(given.explain(batch))
+    assert given.memory(batch).total > 0
+
+
+def test_a_loss_that_names_constants_is_not_run_without_nor_another_with_them():
+    names, other = (jddp.DataParallel(MLP(), optax.sgd(0.1), x) for x in (scaled_loss, loss_fn))
+    with pytest.raises(UsageError, match="names `constants`, and was given none"):
+        names.init(0, make_batch())
+    with pytest.raises(ConfigError, match="has no argument of that name"):
+        other.step(other.init(0, make_batch()), make_batch(), constants=constants_of(1))
+
+
+def test_two_models_in_one_game_each_see_the_other_s_weights():
+    """A GAN's two steps, each beside one device."""
+
+    generator = nn.Sequential([nn.Dense(8), nn.tanh, nn.Dense(4)])
+    critic = nn.Sequential([nn.Dense(8), nn.tanh, nn.Dense(1)])
+
+    def generator_loss(model, batch, constants):
+        return jax.nn.softplus(-critic.apply({"params": constants}, model(batch["z"])))[:, 0]
+
+    def critic_loss(model, batch, constants):
+        fake = generator.apply({"params": constants}, batch["z"])
+        return (jax.nn.softplus(-model(batch["x"])) + jax.nn.softplus(model(fake)))[:, 0]
+
+    def play(devices):
+        rng = np.random.default_rng(0)
+        batch = {"z": rng.normal(size=(16, 3)), "x": rng.normal(size=(16, 4))}
+        batch = jax.tree.map(np.float32, batch)
+        makes = jddp.DataParallel(generator, optax.sgd(0.1), generator_loss, mesh=devices)
+        judges = jddp.DataParallel(critic, optax.sgd(0.1), critic_loss, mesh=devices)
+        g = makes.init(0, params=generator.init(jax.random.key(0), batch["z"]))
+        d = judges.init(1, params=critic.init(jax.random.key(1), batch["x"]))
+        for _ in range(3):
+            d, _ = judges.step(d, batch, constants=g.params)
+            g, _ = makes.step(g, batch, constants=d.params)
+        return host((g.params, d.params))
+
+    # Three rounds of sums in another order.
+    close(play(2), play(1), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("model", [ConvNet(), NnxConvNet(nnx.Rngs(0))], ids=["linen", "nnx"])
+def test_gradients_are_those_that_a_step_takes_and_change_nothing(model, mesh):
+    batch = make_batch(masked=True)
+    ddp = jddp.DataParallel(model, optax.sgd(1.0), loss_fn, mesh=mesh, max_grad_norm=1e9)
+    state = ddp.init(0, batch)
+    before = host((state.params, state.model_state.get("rest", 0)))
+    grads, metrics = ddp.gradients(state, batch)
+    after = host((state.params, state.model_state.get("rest", 0)))
+    equal(before, after)
+    new, stepped = ddp.step(state, batch)
+    close(jax.tree.map(np.subtract, before[0], host(new.params)), host(grads))
+    assert metrics.keys() == stepped.keys() - {"grad_norm"}
+    close(host(metrics), {name: float(stepped[name]) for name in metrics})
+
+
+@pytest.mark.parametrize("overlap, accumulate_steps", [(False, 1), (True, 2)])
+def test_a_model_is_traced_once_to_make_it_and_once_for_each_form_of_rows(
+    overlap, accumulate_steps
+):
+    traced = []
+
+    def counting(model, batch, train):
+        kind = "init" if model.is_initializing() else "train" if train else "eval"
+        traced.append(kind)
+        return loss_fn(model, batch, train)
+
+    options = {"overlap": overlap, "accumulate_steps": accumulate_steps}
+    ddp = jddp.DataParallel(MLP(dropout_rate=0.1), optax.sgd(0.1), counting, **options)
+    state, _ = take_steps(ddp, [make_batch(rows) for rows in (32, 32, 64, 32, 64)])
+    ddp.evaluate(state, [make_batch(16), make_batch(16), make_batch(3)])
+    assert traced == ["init", "train", "train", "eval"]

@@ -1,0 +1,393 @@
+"""The wrapper: what it promises, keeps and refuses."""
+
+import functools
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from judge import host
+from states import close, equal
+from tiny import MLP, NUM_CLASSES, ConvNet, NnxConvNet, Of, loss_fn, make_batch, take_steps
+
+import jddp
+from jddp.checkpoint.checkpoints import Checkpoints
+from jddp.errors import ConfigError, DataError, UsageError
+
+
+def wrapped(model=None, optimizer=None, loss=loss_fn, **options):
+    model = MLP() if model is None else model
+    return jddp.DataParallel(model, optimizer or optax.sgd(0.5), loss, **options)
+
+
+LINEAR = Of(lambda m, x: nn.Dense(3, kernel_init=nn.initializers.ones)(x))
+
+
+def half_squares(model, batch):
+    return 0.5 * (model(batch["x"]) - batch["y"]) ** 2
+
+
+@pytest.mark.parametrize("layout", ["leaf", "flat"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_whole_numbers_are_bitwise_equal_on_any_number_of_devices(layout, masked):
+    numbers = np.random.default_rng(0).integers(-3, 4, (32, 8)).astype(np.float32)
+    batch = {"x": numbers[:, :5], "y": numbers[:, 5:]}
+    if masked:
+        batch["mask"] = np.arange(32) % 8 < 4  # 16 rows, unevenly spread over replicas
+    results = []
+    for replicas in (1, 2, 4, 8):
+        ddp = wrapped(LINEAR, optax.sgd(1.0), half_squares, mesh=replicas, layout=layout)
+        state, metrics = take_steps(ddp, [batch])
+        results.append((state.params, metrics))
+        equal(results[-1], results[0])
+
+
+def test_tokens_are_averaged_over_all_valid_tokens_of_all_replicas():
+    batch = {"x": np.arange(24, dtype=np.float32).reshape(8, 3, 1)}
+    batch["mask"] = np.tril(np.ones((8, 3), int))
+
+    def loss(model, batch):
+        return model(batch["x"])[..., 0] * 0 + batch["x"][..., 0]
+
+    _, metrics = take_steps(wrapped(LINEAR, loss=loss), [batch])
+    want = batch["x"][..., 0][batch["mask"] == 1].mean()
+    np.testing.assert_allclose(metrics["loss"], want, rtol=1e-6)
+
+
+def test_a_scalar_loss_is_a_mean_and_replicas_weigh_alike(mesh):
+    def scalar(model, batch, train):
+        losses, metrics = loss_fn(model, batch, train)
+        return losses.mean(), {"accuracy": metrics["accuracy"].mean()}
+
+    batch, ends = make_batch(), []
+    for loss in (loss_fn, scalar):
+        state, metrics = take_steps(wrapped(loss=loss, mesh=mesh), [batch])
+        ends.append((state.params, metrics["loss"], metrics["accuracy"]))
+    # The same mean, divided before or after the sum.
+    close(*ends)
+    assert metrics["count"] == mesh.size
+
+
+def test_a_step_traces_under_strict_promotion():
+    with jax.numpy_dtype_promotion("strict"):
+        ddp = wrapped(ConvNet(), max_grad_norm=1.0, ema_decay=0.9, accumulate_steps=2)
+        batch = make_batch(masked=True)
+        state, _ = ddp.step(ddp.init(0, batch), batch)
+        ddp.evaluate(state, [batch])
+
+
+def noise(m, x):
+    m.param("w", nn.initializers.ones, ())
+    return jax.random.uniform(m.make_rng("noise"), x.shape)
+
+
+class NnxNoise(nnx.Module):
+    def __init__(self, rngs):
+        self.w, self.rngs = nnx.Param(jnp.ones(())), rngs
+
+    def __call__(self, x):
+        return self.rngs.noise.uniform(x.shape)
+
+
+@pytest.mark.parametrize("model", [Of(noise), NnxNoise(nnx.Rngs(noise=3))], ids=["linen", "nnx"])
+def test_keys_differ_per_replica_and_step_and_repeat_from_a_state(model):
+    def loss(model, batch):
+        noise = model(batch["x"])
+        own = jnp.where(jnp.arange(8) == jax.lax.axis_index("data"), noise[0, 0], 0.0)
+        seen = {f"replica {i}": own[i] * 8 for i in range(8)}
+        return jnp.float32(0), seen
+
+    ddp, batch = wrapped(model, loss=loss, donate=False), make_batch(8)
+    start = ddp.init(0, batch)
+    second, first = ddp.step(start, batch)
+    _, then = ddp.step(second, batch)
+    _, again = ddp.step(start, batch)
+    drawn = [float(m[f"replica {i}"]) for m in (first, then) for i in range(8)]
+    assert len(set(drawn)) == 16
+    equal(first, again)
+
+
+def test_keys_are_those_of_a_step_a_replica_and_a_stream():
+    # A checkpoint resumes with it: the same step uses the same random numbers in any version.
+    ddp = wrapped(Of(noise), loss=lambda model, batch: model(batch["x"]), mesh=1)
+    batch = make_batch(2)
+    state = ddp.init(0, batch)
+    key = functools.reduce(jax.random.fold_in, (0, 0, zlib.crc32(b"params")), jax.random.key(0))
+    drawn = Of(noise).apply(ddp.model(state), batch["x"], rngs={"params": key})
+    _, metrics = ddp.step(state, batch)
+    np.testing.assert_allclose(metrics["loss"], drawn.mean(), rtol=1e-6)
+
+
+def buffers():
+    """Where the memory of every array on a device lies."""
+    shards = (shard.data for x in jax.live_arrays() for shard in x.addressable_shards)
+    return {x.unsafe_buffer_pointer() for x in shards if jnp.issubdtype(x.dtype, np.number)}
+
+
+@pytest.mark.parametrize("model", [ConvNet(), NnxConvNet(nnx.Rngs(0))], ids=["linen", "nnx"])
+def test_every_device_holds_as_many_bytes_in_init_step_evaluate_and_save(model, tmp_path):
+    ddp, batch = wrapped(model, optax.adam(1e-3)), make_batch(32)
+
+    def check(leaves):
+        per_device = dict.fromkeys(ddp.mesh.devices.flat, 0)
+        for leaf in (x for x in jax.tree.leaves(leaves) if isinstance(x, jax.Array)):
+            for shard in leaf.addressable_shards:
+                per_device[shard.device] += shard.data.nbytes
+        assert max(per_device.values()) <= 1.01 * min(per_device.values())
+
+    state = ddp.init(0, batch)
+    check(state)
+    state, metrics = ddp.step(state, ddp.shard_batch(batch))
+    check((state, metrics, ddp.shard_batch(batch)))
+    evaluate = ddp._evaluate
+    ddp._evaluate = lambda *args: check(args) or evaluate(*args)
+    ddp.evaluate(state, [batch, make_batch(5)])
+    before = buffers()
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(1, state, {})
+    # Orbax looks at the shards of replica 0, and copies to the host; the digests are one array.
+    assert len(buffers() - before) <= ddp.mesh.size
+    checkpoints.close()
+    assert buffers() <= before
+
+
+def test_a_state_used_twice_is_refused_with_the_call_that_took_it():
+    ddp, batch = wrapped(), make_batch()
+    state = ddp.init(0, batch)
+    ddp.step(state, batch)
+    for use in (lambda: ddp.step(state, batch), lambda: ddp.evaluate(state, [batch])):
+        with pytest.raises(UsageError, match="step call 1 "):
+            use()
+
+
+def test_init_copies_so_that_the_user_s_values_outlive_a_donated_step():
+    module, batch = NnxConvNet(nnx.Rngs(0)), make_batch()
+    mine = jnp.ones((16, 16))
+    ddp = wrapped(module)
+    state, _ = ddp.step(ddp.init(0), batch)
+    assert module(batch["x"]).shape == (16, NUM_CLASSES)
+    linen = wrapped()
+    params = host(linen.init(0, batch).params)
+    params["Dense_0"]["kernel"] = mine
+    linen.step(linen.init(0, batch, params=params), batch)
+    assert float(mine.sum()) == 256
+    model = ddp.model(state)
+    ddp.step(state, batch)
+    assert model(batch["x"]).shape == (16, NUM_CLASSES)
+
+
+def test_params_that_do_not_fit_the_model_are_refused_by_their_path():
+    ddp, batch = wrapped(), make_batch()
+    with pytest.raises(UsageError, match="batch="):
+        ddp.init(0)
+    params = host(ddp.init(0, batch).params)
+    params["Dense_1"]["kernel"] = np.zeros((3, 3), np.float32)
+    with pytest.raises(ConfigError, match=r"first is 'Dense_1/kernel': got \(3, 3\).*\(16, 4\)"):
+        ddp.init(0, batch, params=params)
+
+
+def test_an_average_of_parameters_follows_its_decay_and_can_be_evaluated():
+    ddp, batch = wrapped(ema_decay=0.75), make_batch()
+    state = ddp.init(0, batch)
+    want = host(state.params)
+    for seed in range(3):
+        state, _ = ddp.step(state, make_batch(seed=seed))
+        want = jax.tree.map(lambda a, p: 0.75 * a + 0.25 * p, want, host(state.params))
+    close(state.ema_params, want, atol=0)
+    by_ema = ddp.evaluate(state, [batch], params="ema")["loss"]
+    plain = wrapped()
+    alone = plain.init(0, batch, params=want)
+    np.testing.assert_allclose(by_ema, plain.evaluate(alone, [batch])["loss"], rtol=1e-5)
+    with pytest.raises(ConfigError, match="ema_decay"):
+        plain.evaluate(alone, [batch], params="ema")
+
+
+def test_an_optimizer_that_asks_for_the_loss_gets_the_global_one(mesh):
+    def update(updates, state, params=None, *, value, **_):
+        return updates, value
+
+    spy = optax.GradientTransformationExtraArgs(lambda params: jnp.float32(0), update)
+    state, metrics = take_steps(wrapped(optimizer=spy, mesh=mesh), [make_batch()])
+    equal(state.opt_state, metrics["loss"])
+
+
+def test_multi_steps_is_refused_beside_accumulate_steps_only():
+    optimizer = optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation()
+    wrapped(optimizer=optimizer)
+    with pytest.raises(ConfigError, match="MultiSteps.*accumulate_steps"):
+        wrapped(optimizer=optimizer, accumulate_steps=2)
+
+
+def cut(rows, sizes):
+    """Batches of some sizes."""
+    parts = np.split(np.arange(len(rows["x"])), np.cumsum(sizes[:-1]))
+    return [jax.tree.map(lambda x, part=part: x[part], rows) for part in parts]
+
+
+def test_evaluation_counts_every_example_once_however_it_is_cut(mesh):
+    rows = make_batch(37)
+    ddp = wrapped(ConvNet(), mesh=mesh)
+    state = ddp.init(0, make_batch())
+    variables = ddp.model(state)
+    losses, metrics = nn.apply(lambda m: loss_fn(m, rows, False), ConvNet())(variables)
+    for sizes in ([37], [16, 16, 5], [0, 37], [1] * 37):
+        got = ddp.evaluate(state, cut(rows, sizes))
+        assert got["examples"] == 37
+        assert got["accuracy"] == np.mean(metrics["accuracy"])
+        np.testing.assert_allclose(got["loss"], losses.mean(), rtol=1e-6)
+
+
+def test_evaluation_leaves_masked_tokens_out_beside_the_padding():
+    def loss(model, batch):
+        return model(batch["x"])[..., 0]
+
+    rows = {"x": make_batch(13)["x"].reshape(13, 4, 4), "mask": np.arange(52).reshape(13, 4) % 3}
+    rows["mask"] = rows["mask"] < 2
+    ddp = wrapped(nn.Dense(1), loss=loss)
+    state = ddp.init(0, jax.tree.map(lambda x: x[:8], rows))
+    got = ddp.evaluate(state, [rows])
+    losses = np.asarray(loss(nn.Dense(1).bind(ddp.model(state)), rows))
+    assert got["examples"] == 13
+    np.testing.assert_allclose(got["loss"], losses[rows["mask"]].mean(), rtol=1e-5)
+
+
+def loss_with_tables(model, batch, train):
+    logits = model(batch["x"], train=train)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+    pair = batch["y"], logits.argmax(-1)
+    truth, guess = (jax.nn.one_hot(x, NUM_CLASSES, dtype=int) for x in pair)
+    ranks = (logits > jnp.take_along_axis(logits, batch["y"][:, None], 1)).sum(1)
+    table = truth[:, :, None] * guess[:, None, :]
+    return losses, {
+        "perplexity": jddp.Metric(losses, lambda total, count: np.exp(total / count)),
+        "confusion": jddp.Metric(table, lambda total, count: total),
+        "top_2": ranks < 2,
+    }
+
+
+def test_metrics_that_are_no_means_are_exact_on_any_number_of_devices():
+    rows = make_batch(37)
+    found = []
+    for num_devices in (1, 8):
+        ddp = wrapped(loss=loss_with_tables, mesh=num_devices)
+        state = ddp.init(0, make_batch())
+        found.append(ddp.evaluate(state, cut(rows, [16, 16, 5])))
+    guesses = np.argmax(nn.apply(lambda m: m(rows["x"], False), MLP())(ddp.model(state)), -1)
+    want = np.zeros((NUM_CLASSES, NUM_CLASSES), int)
+    np.add.at(want, (rows["y"], guesses), 1)
+    for values in found:
+        assert values["confusion"] == want.tolist()
+        assert values["perplexity"] == pytest.approx(np.exp(values["loss"]), rel=1e-9)
+        assert values["top_2"] == found[0]["top_2"]
+        assert values["examples"] == 37
+    _, metrics = ddp.step(state, make_batch())
+    assert metrics.keys() == {"loss", "count", "top_2"}
+
+
+def scalar_loss(model, batch, train):
+    return loss_fn(model, batch, train)[0].mean()
+
+
+def test_a_scalar_loss_is_evaluated_where_batches_divide_and_refused_where_not():
+    ddp, batches = wrapped(loss=scalar_loss), [make_batch(32), make_batch(16, seed=1)]
+    state = ddp.init(0, make_batch())
+    got, want = (x.evaluate(state, batches)["loss"] for x in (ddp, wrapped()))
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    with pytest.raises(UsageError, match="'loss' is a scalar"):
+        ddp.evaluate(state, [make_batch(13)])
+    for call in (ddp.evaluate, ddp.predict):
+        with pytest.raises(UsageError, match="no batches"):
+            call(state, iter([]))
+
+
+def untold(model, batch):
+    return loss_fn(model, batch, train=True)
+
+
+@pytest.mark.parametrize("model", [ConvNet(), MLP(dropout_rate=0.5)], ids=["norm", "dropout"])
+def test_a_loss_that_cannot_be_told_to_evaluate_is_refused_without_eval_fn(model):
+    batch = make_batch()
+    ddp = wrapped(model, loss=untold)
+    state = ddp.init(0, batch)
+    with pytest.raises(UsageError, match="eval_fn="):
+        ddp.evaluate(state, [batch])
+    told = wrapped(model, loss=untold, eval_fn=lambda m, b: loss_fn(m, b, False))
+    for ddp in (told, wrapped(loss=untold)):  # A plain model is evaluated as it is.
+        assert ddp.evaluate(ddp.init(0, batch), [batch])["examples"] == 16
+
+
+def test_nnx_modules_are_switched_on_a_copy_never_the_user_s_own():
+    module, batch = NnxConvNet(nnx.Rngs(0), dropout_rate=0.5), make_batch()
+    module.eval()
+    ddp = wrapped(module)
+    state, _ = ddp.step(ddp.init(0), batch)
+    ddp.evaluate(state, [batch])
+    assert module.dropout.deterministic
+    assert ddp.model(state).norm.use_running_average
+
+
+def test_rows_that_do_not_divide_are_refused_with_the_sizes_that_would():
+    parts = {"mesh": 2, "accumulate_steps": 4}
+    for rows, options, message in (
+        (12, {}, "12 rows .* 8 devices.*: 8 and 16"),
+        (3, {}, "3 rows .* 8 devices.*: 8"),
+        (0, {}, "0 rows .* 8 devices.*: 8"),
+        (12, parts, "2 devices times accumulate_steps=4.*: 8 and 16"),
+    ):
+        ddp = wrapped(**options)
+        with pytest.raises(ConfigError, match=message):
+            ddp.step(ddp.init(0, make_batch()), make_batch(rows))
+    with pytest.raises(DataError, match="same number of rows"):
+        ddp.init(0, {**make_batch(), "y": np.zeros(8, np.int32)})
+
+
+def test_batches_may_be_on_the_host_on_one_device_or_spread():
+    ddp, batch, ends = wrapped(donate=False), make_batch(), []
+    state = ddp.init(0, batch)
+    for form in (batch, jax.tree.map(jnp.asarray, batch), ddp.shard_batch(batch)):
+        ends.append(host(ddp.step(state, form)[0].params))
+    for end in ends[1:]:
+        equal(end, ends[0])
+
+
+def test_an_axis_that_is_unknown_is_named_with_the_option_that_knows_it():
+    def loss(model, batch, train):
+        return jax.lax.pmean(loss_fn(model, batch, train)[0], "batch")
+
+    ddp = wrapped(loss=loss)
+    with pytest.raises(ConfigError, match=r"axis 'batch'.*axis_name='batch'.*ddp.axis_name=batch"):
+        ddp.step(ddp.init(0, make_batch()), make_batch())
+
+
+def test_options_out_of_their_range_are_refused():
+    two_axes = jax.sharding.Mesh(np.array([jax.devices()]), ("a", "b"))
+    for options, message in (
+        ({"batch_norm": "none"}, "batch_norm 'none'"),
+        ({"accumulate_steps": 0}, "accumulate_steps"),
+        ({"max_grad_norm": 0}, "max_grad_norm"),
+        ({"ema_decay": 1}, "ema_decay"),
+        ({"mesh": 3000}, "can give a multiple of 1 up to 8"),
+        ({"mesh": two_axes}, "'a', 'b'.*needs one"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            wrapped(**options).init(0, make_batch())
+
+
+def test_a_loop_that_never_waits_does_not_choke_the_cpu():
+    ddp, batch = wrapped(), make_batch()
+    _, metrics = take_steps(ddp, [ddp.shard_batch(batch)] * 300)
+    assert np.isfinite(metrics["loss"])
+
+
+def test_shapes_alone_lower_the_step_with_nothing_allocated():
+    ddp = wrapped(ConvNet())
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), make_batch())
+    abstract = ddp.abstract_state(shapes)
+    state = ddp.init(0, make_batch())
+    assert jax.tree.structure(abstract) == jax.tree.structure(state)
+    jax.tree.map(lambda a, x: (a.shape, a.dtype) == (x.shape, x.dtype) or 1 / 0, abstract, state)
+    assert "all_reduce" in ddp.lower(shapes).as_text()

@@ -1,0 +1,188 @@
+"""PyTorch DDP's cases of communication hooks (HK)."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from judge import PLACES, Net, Plane, host, in_both_places, make_rows, sent, start, wrapped
+from states import assert_same
+from tiny import take_steps
+
+import jddp
+from jddp.checkpoint.checkpoints import Checkpoints
+from jddp.errors import ConfigError
+
+
+def stateless(reduce):
+    """A hook of `reduce(bucket, axis)`."""
+    return reducing(lambda bucket, comm_state, axis: (reduce(bucket, axis), comm_state))
+
+
+def reducing(reduce, initial=()):
+    return jddp.CommHook(lambda plan: initial, reduce)
+
+
+def scaled(bucket, factor):
+    return jax.tree.map(lambda x: factor * x, bucket)
+
+
+def step(model, loss=None, *, batch=None, num_steps=1, **options):
+    options = {"optimizer": optax.sgd(1.0), **options}
+    ddp = wrapped(model, **options) if loss is None else wrapped(model, loss, **options)
+    batch = make_rows() if batch is None else batch
+    return ddp, take_steps(ddp, [batch] * num_steps, start(ddp, batch))[0]
+
+
+MEAN = stateless(lax.pmean)
+DIVIDED_BEFORE = stateless(lambda b, axis: lax.psum(scaled(b, 1 / 4), axis))
+HOOKS = {
+    # The same arithmetic: the same bits.
+    "mean": ({"comm_hook": MEAN}, 0),
+    "sum, divided before": ({"comm_hook": DIVIDED_BEFORE}, 0),
+    # Replicas are four, and eight bits a number: 4 * 2^-8. Eleven bits: 4 * 2^-11.
+    "bfloat16": ({"wire_dtype": "bfloat16"}, 2**-6),
+    "float16": ({"wire_dtype": "float16"}, 2**-9),
+    "bfloat16 around a hook": ({"wire_dtype": "bfloat16", "comm_hook": MEAN}, 2**-6),
+}
+
+
+@in_both_places
+def test_parameters_are_those_without_a_hook(place):
+    want = host(step(Net(), **place)[1].params)
+    for name, (options, rtol) in HOOKS.items():
+        got = host(step(Net(), **options, **place)[1].params)
+        for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=rtol * np.abs(b).max(), err_msg=name)
+
+
+@in_both_places
+def test_a_hook_that_does_nothing_sends_nothing(place):
+    """HK-1, noop: what then travels is the loss; each replica goes its own way."""
+    ddp, state = step(Net(), comm_hook=stateless(lambda bucket, axis: bucket), **place)
+    assert [x.num_elements for x in sent(ddp)] == [2]
+    kernels = [shard.data for shard in state.params["first"]["kernel"].addressable_shards]
+    assert not np.array_equal(kernels[0], kernels[1])
+
+
+def ranks(model, batch):
+    return model(batch["rank"])
+
+
+RANKS = {"rank": np.arange(4, dtype=np.float32)}
+
+
+TEN_TIMES_HALF = stateless(lambda b, axis: scaled(scaled(lax.pmean(b, axis), 10), 0.5))
+OF_ITS_OWN = stateless(lambda b, axis: jax.tree.map(lambda x: jnp.full_like(x, 2), b))
+
+
+@in_both_places
+@pytest.mark.parametrize(
+    "hook, gradient",
+    [(MEAN, 1.5), (TEN_TIMES_HALF, 7.5), (OF_ITS_OWN, 2.0)],
+    ids=["mean", "HK-3, ten times and by two", "HK-4, of its own"],
+)
+def test_what_a_hook_returns_is_the_gradient(hook, gradient, place):
+    ddp = wrapped(Plane(), ranks, optimizer=optax.sgd(1.0), comm_hook=hook, **place)
+    state, _ = ddp.step(ddp.init(0, RANKS), RANKS)
+    np.testing.assert_array_equal(state.params["w"], np.full((2, 2), -gradient))
+
+
+@in_both_places
+@pytest.mark.parametrize("wire_dtype", [None, "float16"])
+def test_the_mean_is_the_same_in_each_of_a_hundred_steps(place, wire_dtype):
+    ddp = wrapped(Plane(), ranks, optimizer=optax.sgd(1.0), wire_dtype=wire_dtype, **place)
+    state = ddp.init(0, RANKS)
+    for i in range(100):
+        state, _ = ddp.step(state, RANKS)
+        np.testing.assert_array_equal(state.params["w"], np.full((2, 2), -1.5 * (i + 1)))
+
+
+@pytest.mark.parametrize("feedback", [True, False])
+@pytest.mark.parametrize("warm", [True, False])
+@pytest.mark.parametrize("rank, place", [(1, "leaf-end"), (2, "flat-ready")])
+def test_before_it_begins_powersgd_is_no_hook(feedback, warm, rank, place):
+    """HK-2: three steps before the start, one behind it."""
+    options = {"error_feedback": feedback, "warm_start": warm, "rank": rank}
+    hook = jddp.powersgd(start_step=3, min_compression_rate=0.1, **options)
+    ends = [wrapped(Net(), comm_hook=x, **PLACES[place]) for x in (hook, None)]
+    states = [start(ddp, make_rows()) for ddp in ends]
+    for i in range(4):
+        states = [ddp.step(s, make_rows(seed=i))[0] for ddp, s in zip(ends, states, strict=True)]
+        got, want = (host(state.params) for state in states)
+        alike = [np.array_equal(got[x][y], want[x][y]) for x in want for y in want[x]]
+        # Biases always travel exactly; a kernel of one column is of rank 1.
+        kernels = (x["first"]["kernel"] for x in (got, want))
+        assert all(alike) if i < 3 else not np.array_equal(*kernels)
+
+
+@in_both_places
+@pytest.mark.parametrize("feedback", [True, False], ids=["feedback", "no feedback"])
+def test_the_mean_of_powersgd_is_the_same_in_each_of_a_hundred_steps(place, feedback):
+    """HK-6: of a gradient of rank 1, and so to rounding; two steps travel exactly."""
+    hook = jddp.powersgd(start_step=2, min_compression_rate=1, error_feedback=feedback)
+    # More weights than rank 1 sends.
+    ddp = wrapped(Plane((6, 5)), ranks, optimizer=optax.sgd(1.0), comm_hook=hook, **place)
+    state = ddp.init(0, RANKS)
+    for i in range(100):
+        state, _ = ddp.step(state, RANKS)
+        # Float32 sums of a hundred numbers; P and Q round once more in each.
+        np.testing.assert_allclose(state.params["w"], np.full((6, 5), -1.5 * (i + 1)), rtol=2e-5)
+
+
+def test_what_powersgd_remembers_is_saved_and_the_next_ten_steps_are_the_same(tmp_path):
+    """HK-9, bitwise."""
+    hook = jddp.powersgd(start_step=2, min_compression_rate=0.1)
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    ddp, state = step(Net(), comm_hook=hook, num_steps=5)
+    assert np.asarray(state.comm_state.hook["unsent"]["first/kernel"]).any()
+    checkpoints.save(5, state, {}, ddp.steps.layouts(state))
+    other = wrapped(Net(), optimizer=optax.sgd(1.0), comm_hook=hook)
+    like = other.init(1, make_rows())
+    restored = checkpoints.restore(like, other.steps.layouts(like)).state
+    checkpoints.close()
+    assert_same(restored, state)
+    for i in range(10):
+        state, _ = ddp.step(state, make_rows(seed=i))
+        restored, _ = other.step(restored, make_rows(seed=i))
+        assert_same(restored, state)
+
+
+def test_what_is_no_hook_is_refused_when_it_is_given():
+    for hook in ("bfloat16", lax.pmean, (len, len), jddp.CommHook, jddp.CommHook(len, "mean")):
+        with pytest.raises(ConfigError, match="comm_hook is .* Give a jddp.CommHook"):
+            wrapped(Net(), comm_hook=hook)
+
+
+def remembering(initial, new):
+    return reducing(lambda bucket, memory, axis: (lax.pmean(bucket, axis), new), initial)
+
+
+def averaging(change):
+    return stateless(lambda b, axis: jax.tree.map(change, lax.pmean(b, axis)))
+
+
+WRONG = {
+    "returns a bucket alone": reducing(lambda bucket, s, axis: lax.pmean(bucket, axis)),
+    "returns nothing": reducing(lambda bucket, s, axis: None),
+    "returns arrays": stateless(lambda bucket, axis: lax.pmean(bucket.values, axis)),
+    "returns another shape": averaging(lambda x: x.ravel()[:-1]),
+    "returns another dtype": averaging(lambda x: x.astype(jnp.bfloat16)),
+    "remembers another structure": remembering((), {"calls": np.zeros(2)}),
+    "remembers another shape": remembering(np.zeros(2), jnp.zeros(3)),
+    "remembers another dtype": remembering(np.zeros(2), jnp.zeros(2, jnp.int32)),
+}
+COMES = {"returns another dtype": r".*of bfloat16\[.*that it is given: .* of float32\["}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_hook_that_breaks_its_contract_is_refused_with_the_reason(name):
+    """While the step is traced: before anything is compiled or sent."""
+    with pytest.raises(ConfigError, match="comm_hook" + COMES.get(name, "")):
+        step(Net(), comm_hook=WRONG[name])
+
+
+def test_memory_that_is_no_array_is_refused_when_it_is_made():
+    with pytest.raises(ConfigError, match="comm_hook"):
+        wrapped(Net(), comm_hook=remembering("words", ())).init(0, make_rows())

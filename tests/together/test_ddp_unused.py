@@ -1,0 +1,263 @@
+"""Parameters that no gradient reaches: zero, skip, error; PyTorch DDP's cases of them (UNU)."""
+
+import jax
+import jax.numpy as jnp
+import judge
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from judge import WIDTH, beside_one_device, host, in_both_places, make_rows, start, wrapped
+from oracle import on_one_device
+from tiny import Of, take_steps
+
+from jddp.errors import ConfigError
+
+
+class Sometimes(nn.Module):
+    """UNU-8: some parameters, here and there, in layers that are used or not."""
+
+    with_unused: bool = True
+
+    @nn.compact
+    def __call__(self, x):
+        x = Branch(self.with_unused, name="branch")(x)
+        if self.with_unused:
+            Branch(name="side")(x)
+            self.param("alone", nn.initializers.ones, (5,))
+            self.sow("intermediates", "looked_at", nn.Dense(2, name="probe")(x))
+        return nn.Dense(1, name="last")(x)[:, 0]
+
+
+class Branch(nn.Module):
+    with_unused: bool = True
+
+    @nn.compact
+    def __call__(self, x):
+        if self.with_unused:
+            self.param("scale", nn.initializers.ones, (WIDTH,))
+        return nn.tanh(nn.Dense(WIDTH, name="dense")(x))
+
+
+UNUSED = ("alone", "branch/scale", "probe/bias", "probe/kernel")
+UNUSED += ("side/dense/bias", "side/dense/kernel", "side/scale")
+
+
+def is_unused(path):
+    names = [str(getattr(entry, "key", getattr(entry, "name", ""))) for entry in path]
+    return any("/".join(names).endswith(f"{name}") for name in UNUSED)
+
+
+def adamw(**options):
+    # A large epsilon: else it makes whole updates of the rounding of gradients near zero.
+    return optax.adamw(0.1, eps=1e-2, weight_decay=0.5, **options)
+
+
+def test_unused_parameters_get_zeros_as_on_one_device():
+    """UNU-5: which decays them, as one device does."""
+    ddp, state = beside_one_device(Sometimes(), optimizer=adamw(), rtol=1e-4)
+    assert ddp.plan.unused == UNUSED
+    first = start(ddp, make_rows()).params["alone"]
+    np.testing.assert_allclose(state.params["alone"], (1 - 0.1 * 0.5) ** 2 * first, rtol=1e-6)
+
+
+@in_both_places
+def test_unused_parameters_are_refused_with_all_their_names(place):
+    """UNU-8, UNU-7: before anything is compiled, and no used one is named."""
+    ddp = wrapped(Sometimes(), unused_parameters="error", **place)
+    with pytest.raises(ConfigError, match=f"^No gradient reaches {', '.join(UNUSED)}. Use them"):
+        ddp.init(0, make_rows())
+
+
+@in_both_places
+def test_skipped_parameters_and_their_state_stay_and_the_others_train_as_if_alone(place):
+    """UNU-4: one device trains a model that does not have them."""
+    ddp = wrapped(Sometimes(), optimizer=adamw(), unused_parameters="skip", **place)
+    state = start(ddp, make_rows())
+    alone = wrapped(Sometimes(with_unused=False), optimizer=adamw(), mesh=1)
+    used = {name: x for name, x in state.params.items() if name in ("branch", "last")}
+    used["branch"] = {"dense": used["branch"]["dense"]}
+    one = alone.init(0, make_rows(), params=host(used))
+    first = host(state.replace(key=0))
+    for seed in range(3):
+        state, _ = ddp.step(state, make_rows(seed=seed))
+        one, _ = alone.step(one, make_rows(seed=seed))
+    assert ddp.plan.unused == UNUSED
+    assert_only_used_ones_moved(first, host(state.replace(key=0)))
+    for path, want in judge.leaves_with_path(one.params):
+        # AdamW with its large epsilon still divides by sizes near zero.
+        np.testing.assert_allclose(judge.at(state.params, path), want, rtol=1e-4, atol=1e-5)
+
+
+def assert_only_used_ones_moved(first, last):
+    for what in ("params", "opt_state"):
+        trees = (judge.leaves_with_path(getattr(s, what)) for s in (first, last))
+        for (path, before), (_, after) in zip(*trees, strict=True):
+            where = what + jax.tree_util.keystr(path)
+            if is_unused(path):
+                np.testing.assert_array_equal(before, after, err_msg=where)
+            elif what == "params":
+                assert not np.array_equal(before, after), where
+
+
+def test_an_unused_parameter_is_not_taken_for_what_an_optimizer_calls_alike():
+    def counting(m, x):
+        m.param("count", nn.initializers.ones, ())  # as optimizers call their updates
+        return nn.Dense(1, name="last")(x)[:, 0]
+
+    ddp = wrapped(Of(counting), optimizer=optax.adam(0.1), unused_parameters="skip")
+    state = start(ddp, make_rows())
+    before = float(state.params["count"])
+    state, _ = take_steps(ddp, [make_rows(seed=seed) for seed in range(2)], state)
+    assert ddp.plan.unused == ("count",)
+    assert state.opt_state[0].count == 2
+    assert state.params["count"] == before
+
+
+def is_matrix(params):
+    return jax.tree.map(lambda x: x.ndim > 1, params)
+
+
+def by_layer(params):
+    return {name: "slow" if name in ("last", "side") else "fast" for name in params}
+
+
+def by_path(params):
+    kinds = {True: "fast", False: "slow"}
+    with_path = jax.tree_util.tree_map_with_path
+    return with_path(lambda path, _: kinds[path[-1].key == "bias"], params)
+
+
+PAIR = {"slow": adamw(), "fast": optax.sgd(0.1, momentum=0.9)}
+OPTIMIZERS = {
+    "adamw with a mask": adamw(mask=is_matrix),
+    "adamw with a schedule": optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.scale_by_adam(mu_dtype=jnp.bfloat16),
+        optax.add_decayed_weights(0.5),
+        optax.scale_by_schedule(optax.linear_schedule(-0.1, -0.01, 10)),
+    ),
+    "masked": optax.chain(optax.masked(adamw(), is_matrix), optax.scale(0.5)),
+    "multi_transform by layer": optax.multi_transform(PAIR, by_layer),
+    "partition by path": optax.partition(PAIR, by_path),
+    "inject_hyperparams": optax.inject_hyperparams(optax.adamw)(0.1, weight_decay=0.5),
+    "adafactor": optax.adafactor(0.1, weight_decay_rate=0.5, min_dim_size_to_factor=2),
+    "sm3": optax.sm3(0.1),
+    "muon": optax.contrib.muon(0.1, weight_decay=0.5),  # keeps three numbers of its own
+    "lbfgs": optax.chain(optax.scale_by_lbfgs(memory_size=2), optax.scale(-0.1)),  # and two
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_leaves_skipped_parameters_and_their_state_alone(name):
+    ddp = wrapped(Sometimes(), optimizer=OPTIMIZERS[name], unused_parameters="skip", mesh=2)
+    state = start(ddp, make_rows())
+    first = host(state.replace(key=0))
+    state, _ = take_steps(ddp, [make_rows(seed=seed) for seed in range(2)], state)
+    assert_only_used_ones_moved(first, host(state.replace(key=0)))
+
+
+def test_an_optimizer_that_keeps_one_vector_of_all_cannot_skip_and_is_refused():
+    optimizer = optax.flatten(adamw())
+    ddp = wrapped(Sometimes(), optimizer=optimizer, unused_parameters="skip")
+    state = start(ddp, make_rows())
+    with pytest.raises(ConfigError, match="unused_parameters='skip'"):
+        ddp.step(state, make_rows())
+
+
+@pytest.mark.parametrize("unused", ["zero", "skip"])
+def test_a_loss_that_no_parameter_moves_is_still_the_mean(unused):
+    still = Of(lambda m, x: jax.lax.stop_gradient(judge.Net(name="net")(x)))
+    ddp, _ = beside_one_device(still, unused_parameters=unused)
+    assert len(ddp.plan) == 0
+    assert len(ddp.plan.unused) == 4
+
+
+class Aliases(nnx.Module):
+    def __init__(self, rngs):
+        self.used = nnx.Linear(WIDTH, 1, rngs=rngs)
+        self.one = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.other = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.other.kernel = self.one.kernel
+
+    def __call__(self, x):
+        return self.used(x)[:, 0]
+
+
+class Lent(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        layer = nn.Dense(WIDTH, name="lent")
+        Borrower(layer)(x)
+        return x.sum(-1) * self.param("used", nn.initializers.ones, ())
+
+
+class Borrower(nn.Module):
+    mine: nn.Module
+
+    @nn.compact
+    def __call__(self, x):
+        return self.mine(x)
+
+
+def test_an_unused_weight_of_two_names_is_named_once():
+    for model, unused in (
+        (Aliases(nnx.Rngs(0)), ("one/bias", "one/kernel", "other/bias")),
+        (Lent(), ("lent/bias", "lent/kernel")),
+    ):
+        ddp, _ = beside_one_device(model, places=["flat-ready"])
+        assert ddp.plan.unused == unused
+
+
+class Extra(nn.Module):
+    @nn.compact
+    def __call__(self, batch):
+        extra = nn.Dense(1, name="extra")
+        y = nn.Dense(1, name="always")(batch["x"])
+        if "extra" in batch or self.is_initializing():
+            y = y + extra(batch["x"]) * ("extra" in batch)
+        return y[:, 0]
+
+
+def of_batch(model, batch):
+    return (model(batch) - batch["y"]) ** 2
+
+
+WITHOUT, WITH = make_rows(), {**make_rows(seed=1), "extra": np.ones(16)}
+
+
+@pytest.mark.parametrize("batches", [[WITHOUT, WITH, WITHOUT], [WITH, WITHOUT, WITH]])
+@in_both_places
+def test_what_other_batches_use_is_averaged_too(place, batches):
+    """UNU-10, UNU-4: another form of batch is another trace, and may use other parameters."""
+    ddp = wrapped(Extra(), of_batch, **place)
+    state = start(ddp, batches[0])
+    want = judge.steps_of_one_device(Extra(), ddp.spec.optimizer.tx, of_batch, state, batches)
+    for batch, (one, _) in zip(batches, want, strict=True):
+        state, _ = ddp.step(state, batch)
+        # Float32 sums of 16 rows in another order.
+        judge.assert_close(on_one_device(state).params, one.params, rtol=1e-5)
+        assert bool(ddp.plan.unused) == (batch is WITHOUT)
+
+
+@in_both_places
+def test_what_other_batches_use_is_skipped_no_longer(place):
+    """UNU-4: "later reuse is right"."""
+    ddp = wrapped(Extra(), of_batch, unused_parameters="skip", optimizer=optax.sgd(0.1), **place)
+    state = start(ddp, WITHOUT)
+    first = host(state.params["extra"])
+    state, _ = ddp.step(state, WITHOUT)
+    np.testing.assert_array_equal(state.params["extra"]["kernel"], first["kernel"])
+    state, _ = ddp.step(state, WITH)
+    assert not np.array_equal(state.params["extra"]["kernel"], first["kernel"])
+
+
+@in_both_places
+def test_what_other_batches_do_not_use_is_refused_by_name(place):
+    """UNU-10: under "error", also in the second form of batch."""
+    ddp = wrapped(Extra(), of_batch, unused_parameters="error", **place)
+    state, _ = ddp.step(start(ddp, WITH), WITH)
+    message = "^No gradient reaches extra/bias, extra/kernel. Use them"
+    with pytest.raises(ConfigError, match=message):
+        ddp.step(state, WITHOUT)

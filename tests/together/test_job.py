@@ -1,0 +1,604 @@
+import dataclasses
+import inspect
+import itertools
+import json
+import os
+import re
+import sys
+from fnmatch import fnmatch
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+import safetensors.numpy
+from runs import ROOT, contents
+from states import assert_same, close
+from tiny import ConvNet, loss_fn, make_batch
+
+import jddp
+from jddp.checkpoint.__main__ import main as checkpoint_command
+from jddp.config.files import dump_values, load_config, read_values
+from jddp.config.keys import keys_of
+from jddp.config.schema import Config, effect_of
+from jddp.distributed.watchdog import Limits
+from jddp.errors import ConfigError, DataError, FileSystemError, UsageError
+from jddp.job.job import _facts, build, fit
+from jddp.job.load import load
+from jddp.job.parts import resolve_parts
+from jddp.job.preview import memory_table, preview
+from jddp.zoo.models import make_model
+
+MINE = """
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen as nn
+from flax import nnx
+from jax import lax
+from jax.lax import pmean
+from jddp import CommHook
+
+raise_on_import = False
+
+
+class Line(nn.Module):
+    width: int = 1
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        x = nn.BatchNorm(use_running_average=not train)(x)
+        return nn.Dense(self.width)(x)
+
+
+class LineNnx(nnx.Module):
+    def __init__(self, width=1, *, rngs):
+        self.layers = nnx.List([nnx.Linear(2, width, rngs=rngs)])
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.layers[0](x))
+
+
+def points(slope=2.0, num_examples=20):
+    x = np.linspace(-1, 1, 2 * num_examples, dtype=np.float32).reshape(-1, 2)
+    both = {"x": x, "y": slope * x[:, :1]}
+    return both, {name: array[:7] for name, array in both.items()}
+
+
+def absolute_error(model, batch, train, power=1):
+    y = model(batch["x"], train=train) if hasattr(model, "scope") else model(batch["x"])
+    error = abs(y - batch["y"])[:, 0] ** power
+    return error, {"close": error < 0.5}
+
+
+def greedy(model, batch, train, per_row=1):
+    error, metrics = absolute_error(model, batch, train)
+    noise = jnp.sin(jnp.arange(per_row)[None] * error[:, None])
+    return error + 0 * lax.stop_gradient(jnp.sort(noise).max(-1)), metrics
+
+
+def error_by_name(model, batch, train):
+    error, metrics = absolute_error(model, batch, train)
+    return error, {**metrics, "mean": 0 * error + pmean(error.mean(), "batch")}
+
+
+def plain_sgd(learning_rate, momentum=0.0):
+    return optax.sgd(learning_rate, momentum)
+
+
+def scale(slope=1.0):
+    def scaled(bucket, comm_state, axis):
+        return bucket.with_leaves([slope * pmean(x, axis) for x in bucket.leaves]), comm_state
+
+    return CommHook(lambda plan: (), scaled)
+
+
+def number():
+    return 3
+"""
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """A user's own module in the current directory."""
+    assert jax.device_count() == 8  # JAX runs: a config can no longer change the devices there are.
+    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "broken.py").write_text("import nothing_of_that_name")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    yield tmp_path
+    sys.modules.pop("mine", None)
+
+
+def hook(**values):
+    return {"comm_hook": values}
+
+
+def own_config(**changes):
+    sections = {
+        "train": {"num_steps": 3, "log_every_steps": 1},
+        "run": {"dir": "run"},
+        "data": {"target": "mine:points", "kwargs": {"slope": 3.0}, "global_batch_size": 8},
+        "model": {"target": "mine:Line"},
+        "loss": {"target": "mine:absolute_error", "kwargs": {"power": 2}},
+        "optimizer": {"target": "mine:plain_sgd", "kwargs": {"momentum": 0.5}},
+        "mesh": {"num_devices": 2},
+    }
+    return Config(**{**sections, **changes})
+
+
+def said(capsys):
+    """What was printed since this was last asked, without the ends of lines."""
+    return " ".join(capsys.readouterr().out.split())
+
+
+X = np.linspace(-1, 1, 40, dtype=np.float32).reshape(-1, 2)  # of `points`
+
+
+def assert_evaluated(run, model):
+    """The model has the loss of a run's evaluation, on test examples of which the slope is 3."""
+    losses = (np.asarray(model(X[:7])) - 3 * X[:7, :1]) ** 2
+    assert run.eval_metrics["loss"] == pytest.approx(losses.mean(), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["Line", "LineNnx"])
+def test_ones_own_data_model_loss_and_optimizer_are_trained_and_given_back(mine, name):
+    run = fit(own_config(model={"target": f"mine:{name}"}), **{"optimizer.learning_rate": 0.05})
+    assert run.step == 3
+    assert run.metrics["learning_rate"] == pytest.approx(0.0125)  # cosine, after 2 of 3 steps
+    assert run.eval_metrics["examples"] == 7
+    assert_evaluated(run, load("run", trust="package"))
+
+
+POWERSGD = {"name": "powersgd", "kwargs": {"rank": 1, "start_step": 1}}
+OWN = {"target": "mine:scale", "kwargs": {"slope": 2.0}}
+
+
+@pytest.mark.parametrize(
+    "values, name",
+    [({}, ""), ({"name": "mean"}, ""), (POWERSGD, "powersgd"), (OWN, "scaled")],
+    ids=["default", "mean", "powersgd", "one's own"],
+)
+def test_the_hook_of_a_config_reduces_its_gradients(mine, values, name):
+    job = build(own_config(ddp=hook(**values)))
+    assert job.ddp.spec.reduction.hook_name == name
+    job.run()
+
+
+def test_a_hook_that_is_named_later_drops_the_arguments_of_the_first(mine):
+    first = own_config(ddp=hook(name="powersgd", kwargs={"rank": 2}))
+    Path("first.yaml").write_text(dump_values(first.model_dump()))
+    config, _ = load_config(["first.yaml"], ["ddp.comm_hook.target=mine:scale"])
+    assert config.ddp.comm_hook.model_dump() == {"name": None, "target": "mine:scale", "kwargs": {}}
+
+
+def test_a_model_is_given_back_as_its_run_evaluated_it(mine):
+    ddp = {"batch_norm": "local", "ema_decay": 0.5}
+    config = own_config(ddp=ddp, train={"num_steps": 3, "eval_params": "ema"})
+    run = fit(config)
+    from mine import Line
+
+    assert_evaluated(run, load("run", model=Line()))
+
+
+def test_a_config_names_the_axis_that_a_loss_uses(mine):
+    config = own_config(loss={"target": "mine:error_by_name"}, ddp={"axis_name": "batch"})
+    assert build(config).verify().passed
+    run = fit(config)
+    assert run.metrics["mean"] == pytest.approx(run.metrics["loss"], rel=1e-5)
+
+
+def test_epochs_become_steps_and_callbacks_are_called(mine):
+    class Count(jddp.Callback):
+        num_steps = 0
+
+        def on_step(self, run, metrics):
+            self.num_steps += 1
+
+    count, before = Count(), set(Path().iterdir())
+    run = fit(own_config(train={"num_epochs": 2}, run={}), callbacks=[count])
+    assert run.step == count.num_steps == 5  # 2 epochs of 20 examples, 8 a step
+    # A run without a directory leaves nothing behind.
+    assert {path for path in Path().iterdir() if path.name != "__pycache__"} == before
+
+
+def test_the_manifest_and_a_checkpoint_say_what_the_run_was(mine):
+    fit(own_config(seed=3))
+    manifest = read_values(Path("run/manifest.json"))
+    assert manifest["versions"]["jax"] == jax.__version__
+    assert manifest["data"]["description"].startswith("mine:points: 20 train / 7 test")
+    assert manifest["world"] == {"num_processes": 1, "num_devices": 2, "device_kind": "cpu"}
+    (step,) = Path("run/checkpoints").iterdir()
+    beside = json.loads((step / "run.json").read_text())
+    assert beside["config"]["seed"] == 3
+    assert beside["manifest"]["versions"]["jax"] == jax.__version__
+    assert beside["metrics"]["step"] == int(step.name)
+
+
+def test_processes_compare_their_configs_flags_and_code_by_name(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--mine")
+    facts = _facts(own_config())
+    assert (facts["XLA_FLAGS"], facts["seed"]) == ("--mine", "0")
+    assert {"JAX_PLATFORMS", "code of jddp", "jax", "optimizer.learning_rate"} <= facts.keys()
+    assert "data.dir" not in facts  # which may be another on each machine
+
+
+def test_checkpoints_stay_as_the_config_says(mine):
+    section = {"every_steps": 1, "keep": 1, "keep_every_steps": 2, "best_metric": "loss"}
+    run = fit(own_config(train={"num_steps": 5, "eval_every_steps": 1}, checkpoint=section))
+    assert {path.name for path in Path("run/checkpoints").iterdir()} == {"2", "4", "5"}
+    best = min(run.evaluations, key=lambda record: record["loss"])
+    assert [path.name for path in Path("run/best").iterdir()] == [str(best["step"])]
+
+
+def test_all_that_cannot_be_resolved_is_said_at_once(mine):
+    wrong = {"data": "fashion_mnits", "loss": "cros_entropy", "optimizer": "adamv"}
+    sections = {section: {"name": name} for section, name in wrong.items()}
+    with pytest.raises(ConfigError) as caught:
+        build(own_config(model={"target": "mine:Lime"}, **sections))
+    optimizer, data, model, loss = str(caught.value).splitlines()
+    assert optimizer.startswith("optimizer.name: optax has no 'adamv'. Did you mean 'adam")
+    assert model == "model.target: module 'mine' has no 'Lime'. Did you mean 'Line'?"
+    assert loss.startswith("loss.name: no loss 'cros_entropy'. Did you mean 'cross_entropy'?")
+    assert data.startswith("data.name: no data set 'fashion_mnits'. Did you mean 'fashion_mnist'?")
+
+
+def own(name, **kwargs):
+    return {"target": f"mine:{name}", "kwargs": kwargs}
+
+
+WRONG_TARGETS = [
+    ("model", {"target": "mine.Line"}, "not of the form package.module:Name. Did you mean 'mine:L"),
+    ("model", {"target": "nowhere:Line"}, "cannot import 'nowhere': ModuleNotFoundError"),
+    ("model", {"target": "broken:Line"}, "cannot import 'broken': ModuleNotFoundError: No mod"),
+    ("model", own("raise_on_import"), "which cannot be called"),
+    ("model", own("number"), "which is no Flax module"),
+    ("model", own("Line", widht=1), "Did you mean 'width'?"),
+    ("model", {"name": "cnm"}, "model.name: no model 'cnm'. Did you mean 'cnn"),
+    ("model", {"name": "cnn", "kwargs": {"num_clases": 1}}, "Did you mean 'num_classes'?"),
+    ("data", own("number"), "data.target: mine:number gives int. It must"),
+    ("data", own("points", slop=1), "Did you mean 'slope'?"),
+    ("loss", own("absolute_error", powr=1), "Did you mean 'power'?"),
+    ("optimizer", own("points"), "points gives tuple, no optimizer."),
+    ("ddp", hook(name="powersg"), "ddp.comm_hook.name: no hook 'powersg'. Did you mean 'power"),
+    ("ddp", hook(name="powersgd", kwargs={"rnk": 1}), "ddp.comm_hook.kwargs.rnk: powersgd takes"),
+    ("ddp", hook(name="powersgd", kwargs={"rank": 0}), "powersgd: got rank=0"),
+    ("ddp", hook(kwargs={"rank": 1}), "ddp.comm_hook.kwargs.rank: mean takes no argument"),
+    ("ddp", hook(target="mine:scal"), "ddp.comm_hook.target: module 'mine' has no 'scal'."),
+    ("ddp", hook(target="mine:number"), "mine:number gives int. It must give a"),
+]
+
+
+def test_a_target_that_is_wrong_is_one_clear_line(mine):
+    for section, values, message in WRONG_TARGETS:
+        with pytest.raises(ConfigError) as caught:
+            build(own_config(**{section: values}))
+        assert message in str(caught.value)
+        assert len(str(caught.value).splitlines()) == 1
+    with pytest.raises(ConfigError, match=r"model\.kwargs\.dtype: 'bflot16'.*'bfloat16'"):
+        make_model("cnn", kwargs={"dtype": "bflot16"})
+
+
+def test_a_batch_that_does_not_divide_over_all_devices_trains_as_on_one(mine):
+    def trained(num_devices):
+        data = {"target": "mine:points", "global_batch_size": 12}
+        return fit(own_config(data=data, mesh={"num_devices": num_devices}))
+
+    one, eight = trained(1), trained(8)
+    assert eight.metrics["count"] == 12
+    for name in ("loss", "count"):
+        assert eight.metrics[name] == pytest.approx(one.metrics[name], rel=1e-6)
+    assert eight.eval_metrics["loss"] == pytest.approx(one.eval_metrics["loss"], rel=1e-6)
+
+
+def test_weights_of_a_file_say_how_often_an_example_is_read(mine):
+    weights = np.zeros(20)
+    weights[[3, 7]] = 1
+    np.save("weights.npy", weights)
+    data = {"target": "mine:points", "global_batch_size": 20, "sample_weights": "weights.npy"}
+    x = build(own_config(data=data)).train_batches().batch(0)["x"]
+    rows, counts = np.unique(x, axis=0, return_counts=True)
+    np.testing.assert_array_equal(rows, X[[3, 7]])
+    assert counts.tolist() == [10, 10]
+    np.save("weights.npy", np.array(["a"] * 20))
+    with pytest.raises(DataError, match=r"weights\.npy: <U1 are no weights"):
+        build(own_config(data=data)).train_batches()
+
+
+def test_the_last_batch_of_a_run_counts_the_examples_that_are_left(mine):
+    data = {"target": "mine:points", "global_batch_size": 12}
+    run = fit(own_config(train={"num_epochs": 1}, data=data))
+    num_examples = len(build(own_config()).data.train)
+    assert run.step == -(-num_examples // 12)
+    assert run.metrics["count"] == num_examples % 12 or 12
+
+
+def test_a_run_directory_is_data_and_imports_nothing_without_trust(mine):
+    fit(own_config())
+    sys.modules.pop("mine")
+    with pytest.raises(UsageError, match=r"does not import 'mine:Line'.*trust='package'"):
+        load("run")
+    assert "mine" not in sys.modules
+    config = Path("run/config.yaml")
+    text = config.read_text()
+    config.write_text(text.replace("slope: 3.0", "slope: ${oc.env:HOME}"))
+    load("run", trust="package")
+    assert read_values(config)["data"]["kwargs"]["slope"] == "${oc.env:HOME}"
+    for target, trust in (("jddp.zoo.models:MODELS", None), ("mine:points", "package")):
+        config.write_text(text.replace("mine:Line", target))
+        with pytest.raises(UsageError, match="is no Flax module class"):
+            load("run", trust=trust)
+
+
+def test_loading_what_is_not_there_names_the_path(mine):
+    with pytest.raises(UsageError, match="^nowhere is no run directory"):
+        load("nowhere")
+    fit(own_config())
+    for path in sorted(Path("run/checkpoints").rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    with pytest.raises(FileSystemError, match="run/checkpoints holds no finished checkpoint"):
+        load("run", trust="package")
+
+
+def test_a_preview_says_what_a_run_would_be_and_writes_nothing(mine):
+    before = set(Path().iterdir())
+    text = preview(build(own_config(ddp={"accumulate_steps": 2}), needs_data=False))
+    assert {path for path in Path().iterdir() if path.name != "__pycache__"} == before
+    for part in [
+        "mesh     data=2 x cpu, 1 process",
+        "batch    8 a step = 1 x 8 a process = 2 x 4 a replica in 2 micro-batches of 2",
+        "steps    3 = 1.2 epochs of 20 examples",
+        "1 bucket",
+        "fits: ",
+    ]:
+        assert part in text
+    odd = own_config(data={"target": "mine:points", "global_batch_size": 5})
+    said = "batch    5 a step and 1 of padding = 1 x 6 a process = 2 x 3 a replica"
+    assert said in preview(build(odd, needs_data=False))
+    assert all(len(line) <= 80 for line in text.splitlines())
+
+
+def test_a_preview_does_without_data_that_are_not_here(mine):
+    kwargs = {"image_size": 8, "num_classes": 10}
+    absent = {"name": "npy", "dir": "nowhere", "global_batch_size": 8, "kwargs": kwargs}
+    config = own_config(data=absent, model={"name": "cnn"}, loss={}, train={"num_epochs": 3})
+    assert "steps    unknown: the data are not here" in preview(build(config, needs_data=False))
+    with pytest.raises(DataError):
+        build(config)
+
+
+def test_what_does_not_fit_comes_with_options_that_would(mine):
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    data = {"target": "mine:points", "global_batch_size": 32}
+    # An eighth of the host, which two devices share, for every row.
+    loss = {"target": "mine:greedy", "kwargs": {"per_row": host // 8 // 4}}
+    job = build(own_config(data=data, loss=loss))
+    memory = job.ddp.memory(job.batch_spec)
+    lines = memory_table(job, memory)
+    assert lines[1] == "does not fit; what would make it smaller"
+    (parts,) = re.findall(r"^  accumulate_steps=(\d+) \(.*iB\)$", lines[2])
+    (rows,) = re.findall(r"^  a global batch of (\d+) \(.*iB\)$", lines[3])
+    assert job.ddp.memory(job.batch_spec, accumulate_steps=int(parts)).fits
+    assert not job.ddp.memory(job.batch_spec, accumulate_steps=int(parts) // 2).fits
+    assert 1 < int(rows) < 32
+    tight = memory_table(job, dataclasses.replace(memory, limit=memory.fixed))
+    assert "One row at a time is too much: choose a smaller model" in tight[2]
+    assert all(len(line) <= 80 for line in tight[2:])
+
+
+SCALES = "boundaries_and_scales: {10: 0.5}"
+WARM_UP = "{init_value: 0.0, peak_value: 0.5, warmup_steps: 2, decay_steps: 10}"
+# What optax has no default for, and nothing can be filled in: as a file of YAML has it.
+NEEDED = {
+    "exponential_decay": "{decay_rate: 0.5}",
+    "warmup_exponential_decay_schedule": "{decay_rate: 0.5}",
+    "linear_schedule": "{end_value: 0.0}",
+    "polynomial_schedule": "{end_value: 0.0, power: 2}",
+    "piecewise_constant_schedule": f"{{{SCALES}}}",
+    "piecewise_interpolate_schedule": f"{{interpolate_type: linear, {SCALES}}}",
+    "sgdr_schedule": f"{{cosine_kwargs: [{WARM_UP}]}}",
+}
+
+
+def schedules_of_optax():
+    """The names of all functions of optax that return a schedule from numbers."""
+    for name, function in sorted(vars(optax.schedules).items()):
+        if inspect.isfunction(function) and not name.startswith("_"):
+            signature = inspect.signature(function)
+            takes_schedules = "schedules" in signature.parameters  # which a config cannot give
+            if signature.return_annotation == optax.Schedule and not takes_schedules:
+                yield name
+
+
+SCHEDULES = list(schedules_of_optax())
+assert NEEDED.keys() | {"warmup_cosine_decay_schedule"} <= set(SCHEDULES)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_of_optax_works_from_a_config(tmp_path, name):
+    file = tmp_path / "config.yaml"
+    # As long as the warm-up and longer, and shorter than it.
+    for warmup_steps, num_steps in itertools.product((0, 10), (40, 5)):
+        file.write_text(
+            f"train: {{num_steps: {num_steps}}}\n"
+            f"optimizer:\n  learning_rate: 0.5\n  warmup_steps: {warmup_steps}\n"
+            f"  schedule: {{name: {name}, kwargs: {NEEDED.get(name, '{}')}}}\n"
+        )
+        config, _ = load_config([str(file)])
+        _, schedule = resolve_parts(config).make_optimizer(num_steps)
+        rates = np.asarray(jax.vmap(schedule)(np.arange(num_steps)))
+        assert np.isfinite(rates).all()
+        assert rates.max() <= 0.5 + 1e-6
+        assert num_steps < 40 or rates.max() == pytest.approx(0.5)
+        assert not warmup_steps or rates[0] < 0.05
+
+
+def test_a_warm_up_among_the_own_arguments_of_a_schedule_is_taken(mine):
+    own = {"name": "warmup_cosine_decay_schedule", "kwargs": {"warmup_steps": 10}}
+    config = own_config(train={"num_steps": 20}, optimizer={"learning_rate": 0.5, "schedule": own})
+    rates = [resolve_parts(config).make_optimizer(20)[1](step) for step in (0, 10, 20)]
+    np.testing.assert_allclose(rates, [0, 0.5, 0], atol=1e-7)
+
+
+def long_config(num_steps, name="constant_schedule", run_dir="run", **changes):
+    schedule = {"name": name, "kwargs": changes.pop("kwargs", {})}
+    optimizer = {"target": "mine:plain_sgd", "learning_rate": 0.05, "schedule": schedule}
+    train = {"num_steps": num_steps, "log_every_steps": 1, **changes.pop("train", {})}
+    return own_config(train=train, optimizer=optimizer, run={"dir": run_dir}, **changes)
+
+
+def test_a_longer_run_is_as_if_it_had_been_as_long_from_the_start(mine, capsys):
+    fit(long_config(3))
+    assert "->" not in said(capsys)
+    run = fit(long_config(7, train={"log_every_steps": 2, "eval_every_steps": 2}))
+    reported = said(capsys)
+    for change in ("num_steps 3 -> 7", "log_every_steps 1 -> 2", "eval_every_steps null -> 2"):
+        assert f"train.{change}" in reported
+    assert "learning rate: the schedule" not in reported
+    assert read_values(Path("run/config.yaml"))["train"]["num_steps"] == 7
+    assert_same(run.state, fit(long_config(7, run_dir="whole")).state)
+    assert fit(long_config(3)).step == 7
+    assert "num_steps=3: the run is at step 7 already" in said(capsys)
+
+
+def test_a_schedule_follows_the_length_of_a_run_or_is_kept_while_the_run_is_made_longer(
+    mine, capsys
+):
+    def longer(folder, **kwargs):
+        fit(long_config(4, "cosine_decay_schedule", folder))
+        capsys.readouterr()
+        run = fit(long_config(8, "cosine_decay_schedule", folder, kwargs=kwargs))
+        return run, said(capsys)
+
+    run, reported = longer("follows")
+    assert "train.num_steps 4 -> 8" in reported
+    # Cosine from 0.05 to 0: after 3 of 4 steps, and of 8.
+    assert "step 4 was taken at 0.007322 and would now be at 0.03457" in reported
+    assert run.metrics["learning_rate"] == pytest.approx(0.0019, rel=0.01)
+    with pytest.raises(ConfigError, match=r"schedule\.kwargs\.alpha is absent there, 0\.0 here"):
+        longer("kept", decay_steps=4, alpha=0.0)
+    run, reported = longer("kept", decay_steps=4)
+    assert "optimizer.schedule.kwargs.decay_steps absent -> 4" in reported
+    assert "the schedule has changed" not in reported
+    assert run.metrics["learning_rate"] == 0
+    other = long_config(8, "cosine_decay_schedule", "kept", kwargs={"decay_steps": 5})
+    with pytest.raises(ConfigError, match=r"kwargs\.decay_steps is 4 there, 5 here"):
+        fit(other)
+
+
+def test_more_epochs_begin_with_the_example_behind_the_last_one(mine, capsys):
+    def epochs(number):
+        data = {"target": "mine:points", "global_batch_size": 16}
+        train = {"num_steps": None, "num_epochs": number}
+        return build(long_config(None, train=train, data=data))
+
+    seen, state = [], {"position": 0}
+    num_examples = len(epochs(1).data.train)
+    for number in (1, 2):
+        batches = epochs(number).train_batches()
+        batches.set_state(state)
+        for batch in batches:
+            seen += batch["x"][batch.get("mask", np.ones(len(batch["x"]))) > 0, 0].tolist()
+        state = batches.get_state()
+    assert num_examples % 16
+    assert sorted(seen[:num_examples]) == sorted(seen[num_examples:])
+    assert epochs(1).run().step < epochs(2).run().step
+    assert "train.num_epochs 1.0 -> 2.0" in said(capsys)
+
+
+def test_what_changes_a_finished_step_is_another_run(mine):
+    fit(own_config())
+    before = contents(Path("run"))
+    changes = {"seed": 1, "optimizer.learning_rate": 0.1, "data.global_batch_size": 16}
+    for key, value in changes.items():
+        with pytest.raises(ConfigError, match="holds a run of another config"):
+            fit(own_config(), **{"train.num_steps": 5, key: value})
+    assert contents(Path("run")) == before
+
+
+def test_what_changes_roundings_alone_may_change_when_a_run_resumes(mine, capsys):
+    ddp = {"bucket_mb": 1e-5, "first_bucket_mb": 8e-6, "last_bucket_mb": 4e-6}
+    ddp |= {"layout": "flat", "overlap": True, "axis_name": "batch"}
+    optimizer = {"name": "sgd", "schedule": {"name": "constant_schedule"}}
+    whole = fit(own_config(run={"dir": "whole"}, train={"num_steps": 6}, optimizer=optimizer))
+    fit(own_config(optimizer=optimizer))
+    run = fit(own_config(train={"num_steps": 6}, ddp=ddp, optimizer=optimizer))
+    changed = said(capsys).partition("changed: ")[2]
+    assert all(f"ddp.{name} " in changed for name in ddp)
+    close(run.state.params, whole.state.params, atol=0)
+
+
+def test_what_may_change_is_what_the_docs_say():
+    text = (ROOT / "docs" / "reliability.md").read_text()
+    keys = {".".join(path) for path in keys_of(Config)}
+    for effect in ("none", "rounding"):
+        (row,) = re.findall(rf"^\| {effect}: .*", text, re.M)
+        listed = re.findall(r"`([\w.*]+)`", row)
+        reported = {key for key in keys if any(fnmatch(key, pattern) for pattern in listed)}
+        assert reported == {key for key in keys if effect_of(key) == effect}
+    assert effect_of("optimizer.kwargs.b1") == effect_of("nothing") == "numbers"
+
+
+def defaults_of_signature(function):
+    return {name: x.default for name, x in inspect.signature(function).parameters.items()}
+
+
+def test_a_default_is_the_same_in_a_config_and_in_a_call():
+    config = Config(train={"num_steps": 1}).model_dump()
+    ddp, own = config["ddp"], defaults_of_signature(jddp.DataParallel.__init__)
+    named = ("comm_hook", "local_steps")  # sections, whose default makes None
+    empty = {"per_replica": (), "state_reduction": None}
+    for name in ddp.keys() - set(named):
+        assert ddp[name] == own[name] or (not ddp[name] and own[name] == empty[name]), name
+    assert all(own[name] is None for name in named)
+
+    saving = config["checkpoint"]
+    fits = {**config["train"], **saving, "save_every_steps": saving["every_steps"]}
+    fits = {**fits, "seed": config["seed"]}
+    left_out = {"num_steps", "num_epochs", "every_steps", "best_metric", "best_mode"}
+    own = defaults_of_signature(jddp.DataParallel.fit)
+    for name in fits.keys() - left_out:
+        assert own[name] == fits[name], name
+    assert config["watchdog"] == dataclasses.asdict(Limits())
+
+
+@pytest.fixture
+def of_objects(mine):
+    """A run that `DataParallel.fit` has kept, and its object."""
+    options = {"mesh": 2, "batch_norm": "local", "ema_decay": 0.5}
+    ddp = jddp.DataParallel(ConvNet(), optax.sgd(0.1), loss_fn, **options)
+    batches = [make_batch(8, seed=seed) for seed in range(3)]
+    run = ddp.fit(batches, num_steps=3, run_dir="objects", evaluate=batches, eval_params="ema")
+    return ddp, run
+
+
+def test_a_model_that_fit_has_trained_is_given_back(of_objects):
+    ddp, run = of_objects
+    want = ddp.model(run.state, params="ema")
+    x = make_batch(8, seed=9)["x"]
+    found = load("objects", model=ConvNet())(x, train=False)
+    np.testing.assert_array_equal(found, ConvNet().apply(want, x, train=False))
+    with pytest.raises(UsageError, match=r"objects holds a run of DataParallel\.fit.* Give model="):
+        load("objects")
+
+
+def test_commands_read_what_fit_has_written_or_say_what_does(of_objects, capsys):
+    for command in (["list", "objects"], ["verify", "objects"]):
+        assert checkpoint_command(command) == 0
+    assert checkpoint_command(["export", "objects", "model.safetensors"]) == 0
+    _, run = of_objects
+    found = safetensors.numpy.load_file("model.safetensors")["params/Dense_0/kernel"]
+    np.testing.assert_array_equal(found, run.state.params["Dense_0"]["kernel"])
+    with pytest.raises(ConfigError, match=r"--config objects: is a directory.* jddp\.load\("):
+        load_config(["objects"])
+    fit(own_config())
+    with pytest.raises(ConfigError, match=r"--config run: is a directory. Name its config\.yaml"):
+        load_config(["run"])
+
+
+def test_weights_of_a_config_are_in_the_first_state(mine):
+    first = fit(own_config())
+    again = fit(own_config(model={"target": "mine:Line", "init_from": "run"}, run={"dir": "again"}))
+    assert again.evaluations[-1]["loss"] != first.evaluations[-1]["loss"]

@@ -1,0 +1,337 @@
+"""The loss scale: float16 gradients that would be lost are kept, and nothing else changes."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from judge import PLACES
+from runs import records
+from states import assert_same, close, copied, equal
+from tiny import MLP, ConvNet, Of, loss_fn, make_batch, take_steps
+
+import jddp
+from jddp.config.files import load_config
+from jddp.config.mistakes import ConfigMistakes
+from jddp.engine.guard import FIRST, GROWTH_INTERVAL, DynamicScale, LossScale, adjust
+from jddp.errors import ConfigError, NumericsError
+from jddp.train import main
+
+FIRST_SCALE = LossScale(jnp.float32(FIRST), jnp.int32(0))
+HALF = MLP(dtype=jnp.float16)
+# Eleven bits, of which a gradient loses one in each of some eight operations.
+HALF_ROUNDING = 8 * 2.0**-11
+SMALL = 2.0**-26
+
+
+def wrapped(model=HALF, loss=loss_fn, **options):
+    options = {"mesh": 4, "loss_scale": "dynamic", **options}
+    return jddp.DataParallel(model, options.pop("optimizer", optax.sgd(0.1)), loss, **options)
+
+
+def small(model, batch, train):
+    """A loss whose gradients are below half of the smallest number of float16, 2^-24."""
+    return SMALL * loss_fn(model, batch, train)[0]
+
+
+def weighed(model, batch, train):
+    """A loss of which each row may have a weight; its value stays in the range of float32."""
+    return batch["weight"] * loss_fn(model, batch, train)[0]
+
+
+def with_weights(batch, weight=1.0, **rows):
+    """A copy with weights of 1, but for some rows."""
+    weights = np.full(len(batch["y"]), weight, np.float32)
+    for row, x in rows.items():
+        weights[int(row.removeprefix("row_"))] = x
+    return {**batch, "weight": weights}
+
+
+def with_scale(state, scale, num_good=0):
+    """The state with another loss scale."""
+    old = state.comm_state.loss_scale
+    numbers = LossScale(jnp.float32(scale), jnp.int32(num_good))
+    new = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), numbers, old)
+    return state.replace(comm_state=dataclasses.replace(state.comm_state, loss_scale=new))
+
+
+def scale_of(state):
+    """The scale and the good steps, which all devices must have alike."""
+    found = state.comm_state.loss_scale
+    pairs = zip(found.scale.addressable_shards, found.num_good.addressable_shards, strict=True)
+    (pair,) = {(float(scale.data), float(num_good.data)) for scale, num_good in pairs}
+    return pair
+
+
+def largest(tree):
+    return max(float(np.abs(np.asarray(x, np.float32)).max()) for x in jax.tree.leaves(tree))
+
+
+def test_gradients_that_float16_would_lose_are_those_of_float32():
+    batch = make_batch(32)
+
+    def gradients(model, loss_scale, **options):
+        ddp = wrapped(model, small, loss_scale=loss_scale, **options)
+        state = ddp.init(0, batch)
+        if loss_scale == "dynamic":
+            state = with_scale(state, 2.0**20)  # where it would grow to
+        return jax.device_get(ddp.gradients(state, batch)[0])
+
+    want = gradients(MLP(), None)
+    assert largest(gradients(HALF, None)) == 0
+    for scale, options in (
+        (2.0**20, PLACES["leaf-end"]),
+        ("dynamic", {**PLACES["flat-ready"], "accumulate_steps": 2}),
+        ("dynamic", {"layout": "flat", "wire_dtype": "float16"}),
+    ):
+        got = gradients(HALF, scale, **options)
+        close(got, want, rtol=0, atol=HALF_ROUNDING * largest(want))
+
+
+def test_float16_trains_as_float32_does_with_finite_gradients():
+    """MP-1, with a loss whose gradients float16 alone would lose."""
+    ends = {}
+    for model, scale in ((MLP(), None), (HALF, "dynamic"), (HALF, None)):
+        ddp = wrapped(model, small, loss_scale=scale, optimizer=optax.sgd(0.5 / SMALL))
+        state, metrics = take_steps(ddp, [make_batch()] * 20)
+        assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(state.params))
+        ends[model.dtype, scale] = float(metrics["loss"]) / SMALL
+    assert ends[jnp.float32, None] < 0.5 < 1.2 < ends[jnp.float16, None]  # which has not moved
+    assert ends[jnp.float16, "dynamic"] == pytest.approx(ends[jnp.float32, None], rel=0.02)
+
+
+def test_what_is_reported_of_gradients_is_without_the_scale():
+    batch, results = make_batch(), []
+    for scale in (None, 2.0**10):
+        ddp = wrapped(MLP(), loss_scale=scale, max_grad_norm=0.1)
+        state = ddp.init(0, batch)
+        found = ddp.diagnose(state, batch), ddp.gradients(state, batch)
+        results.append((found, ddp.evaluate(state, [batch]), ddp.step(state, batch)[1]))
+    equal(*results)
+
+
+def test_parameters_of_float16_have_a_scale_too():
+    half = Of(lambda m, x: x * m.param("w", nn.initializers.constant(0.5), (), jnp.float16))
+
+    def loss(model, batch):
+        return 2.0**-30 * (2.0**10 * model(batch["x"])).astype(jnp.float32)
+
+    batch = {"x": np.full((8, 1), 2.0**4, np.float16)}
+    want = 2.0**-16  # which float16 holds; what leads to it is smaller
+    mean = jddp.CommHook(lambda plan: (), lambda b, s, axis: (jax.lax.pmean(b, axis), s))
+    for scale, hook, found in ((None, None, 0.0), (2.0**12, None, want), (2.0**12, mean, want)):
+        options = {"mesh": 2, "loss_scale": scale, "comm_hook": hook}
+        ddp = jddp.DataParallel(half, optax.sgd(1.0), loss, **options)
+        grads, _ = ddp.gradients(ddp.init(0, batch), batch)
+        assert float(grads["w"]) == found, options
+
+
+def keeping_errors():
+    """A hook that sends bfloat16, and remembers what that leaves out."""
+
+    def reduce(bucket, memory, axis):
+        wanted = jax.tree.map(jnp.add, bucket.values, memory[bucket.index])
+        sent = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(x.dtype), wanted)
+        left = jax.tree.map(jnp.subtract, wanted, sent)
+        memory = [left if i == bucket.index else x for i, x in enumerate(memory)]
+        return dataclasses.replace(bucket, values=jax.lax.pmean(sent, axis)), memory
+
+    def init(plan):
+        return [[jnp.zeros(sum(map(np.prod, b.shapes), 0))] for b in plan.buckets]
+
+    return jddp.CommHook(init, reduce)
+
+
+UNCHANGED = {
+    "plain": {},
+    "ready": {**PLACES["flat-ready"], "bucket_mb": 1e-4, "accumulate_steps": 2},
+    "clipped": {"max_grad_norm": 0.1, "ema_decay": 0.9, "optimizer": optax.adam(1e-2)},
+    "narrow": {"wire_dtype": "bfloat16"},
+    "sharded": {"shard_optimizer": True, "optimizer": optax.adam(1e-2)},
+    "hook": {"comm_hook": keeping_errors(), "layout": "flat"},
+}
+
+
+@pytest.mark.parametrize("name", UNCHANGED)
+def test_a_float32_model_has_the_same_bits_whatever_the_scale(name):
+    options = {"skip_nonfinite": True, **UNCHANGED[name]}
+    ends = []
+    for scale in (None, 2.0**24, "dynamic"):
+        ddp = wrapped(MLP(), **options, loss_scale=scale)
+        state = ddp.init(0, make_batch(32))
+        for seed in range(3):
+            if scale == "dynamic":
+                state = with_scale(state, 2.0 ** (7 * seed))  # another for each step
+            state, _ = ddp.step(state, make_batch(32, seed=seed))
+        kept = dataclasses.replace(state.comm_state, loss_scale=())
+        ends.append(state.replace(comm_state=kept))
+    for end in ends[1:]:
+        assert_same(end, ends[0])
+
+
+def test_verify_passes_where_the_first_steps_overflow():
+    def loss(model, batch, train):
+        return 2.0**12 * loss_fn(model, batch, train)[0]
+
+    options = {"loss_scale": "dynamic", "accumulate_steps": 2, **PLACES["flat-ready"], "mesh": 4}
+    report = jddp.verify(HALF, optax.sgd(2.0**-14), loss, make_batch(32), **options)
+    assert report.passed, report
+
+
+@pytest.mark.parametrize(
+    "row, options",
+    [
+        (15, {"ema_decay": 0.9}),
+        (0, {**PLACES["flat-ready"], "wire_dtype": "float16"}),
+        (15, {"shard_optimizer": True, "max_grad_norm": 1.0}),
+        (0, {"logical_replicas": 16, "batch_norm": "local"}),
+        (15, {"local_steps": jddp.LocalSteps(every=3), "batch_norm": "local"}),
+    ],
+    ids=["end", "ready", "sharded", "logical replicas", "local steps"],
+)
+def test_where_one_replica_overflows_all_skip_and_halve(row, options):
+    ddp = wrapped(ConvNet(dtype=jnp.float16), weighed, **options, optimizer=optax.adam(0.01))
+    batch = with_weights(make_batch(), **{f"row_{row}": 2.0**9})
+    state, metrics = ddp.step(ddp.init(0, with_weights(make_batch())), with_weights(make_batch()))
+    assert (float(metrics["loss_scale"]), float(metrics["skipped"])) == (2.0**16, 0)
+    assert scale_of(state) == (2.0**16, 1)
+    before = copied(state)
+    state, metrics = ddp.step(state, batch)
+    assert np.isfinite(metrics["loss"])
+    assert (float(metrics["loss_scale"]), float(metrics["skipped"])) == (2.0**16, 1)
+    assert scale_of(state) == (2.0**15, 0)
+    kept = state.replace(step=before.step, skipped=before.skipped, comm_state=before.comm_state)
+    assert_same(kept, before)
+    while scale_of(state)[1] == 0:
+        state, metrics = ddp.step(state, batch)
+        assert float(metrics["loss_scale"]) > 1
+    assert scale_of(state) == (float(metrics["loss_scale"]), 1)
+    assert 1 < float(metrics["loss_scale"]) < 2.0**15
+
+
+@pytest.mark.parametrize(
+    "interval, want",
+    [(1, [17, 18, 19, 18, 19, 20, 21, 22]), (3, [16, 16, 17, 16, 16, 16, 17, 17])],
+)
+def test_it_doubles_after_so_many_good_steps_in_a_row(interval, want):
+    state, scales = FIRST_SCALE, []
+    for is_finite in (True, True, True, False, True, True, True, True):
+        state = adjust(state, jnp.bool(is_finite), interval=interval)
+        scales.append(float(jnp.log2(state.scale)))
+    assert scales == want
+
+
+def test_it_stays_between_one_and_what_no_float32_gradient_overflows_with():
+    down = up = FIRST_SCALE
+    for _ in range(40):
+        down = adjust(down, jnp.bool(False), interval=1)
+        up = adjust(up, jnp.bool(True), interval=1)
+    assert (float(down.scale), float(up.scale)) == (1, 2.0**24)
+    assert float(adjust(down, jnp.bool(True), interval=1).scale) == 2
+
+
+def test_a_step_doubles_it_after_two_thousand_good_ones():
+    ddp = wrapped()
+    state = with_scale(ddp.init(0, make_batch()), 2.0**8, num_good=GROWTH_INTERVAL - 2)
+    found = []
+    for _ in range(3):
+        state, metrics = ddp.step(state, make_batch())
+        found.append((float(metrics["loss_scale"]), *scale_of(state)))
+    assert found == [(2.0**8, 2.0**8, 1999), (2.0**8, 2.0**9, 0), (2.0**9, 2.0**9, 1)]
+
+
+def test_a_run_resumes_with_its_scale_on_any_number_of_devices(tmp_path):
+    batches = [with_weights(make_batch(seed=seed), 2.0**2) for seed in range(6)]
+
+    def fit(num_steps, mesh=4, **plan):
+        ddp = wrapped(loss=weighed, optimizer=optax.sgd(1e-2), mesh=mesh)
+        return ddp.fit(batches, num_steps=num_steps, **plan)
+
+    at_once = fit(6)
+    assert scale_of(at_once.state)[0] < 2.0**16
+    plan = {"save_every_steps": 3, "run_dir": tmp_path}
+    first = fit(3, **plan)
+    there = scale_of(first.state)
+    assert there[1] > 0
+    seen = []
+
+    class Look(jddp.Callback):
+        def on_step(self, run, metrics):
+            seen.append(metrics["loss_scale"])
+
+    moved = fit(4, mesh=2, callbacks=[Look()], **plan)
+    assert seen == [there[0]]
+    assert scale_of(moved.state)[1] in (0, there[1] + 1)
+    (tmp_path / "checkpoints" / "4").rename(tmp_path / "another")
+    assert_same(fit(6, **plan).state, at_once.state)
+
+
+def test_a_checkpoint_without_a_scale_does_not_resume_with_one(tmp_path):
+    plan = {"save_every_steps": 1, "run_dir": tmp_path}
+    wrapped(loss_scale=None).fit([make_batch()], num_steps=1, **plan)
+    with pytest.raises(ConfigError, match=r"saved from:\n  comm_state\n    loss_scale\n"):
+        wrapped().fit([make_batch()] * 2, num_steps=2, **plan)
+    run = wrapped(loss_scale=2.0**8).fit([make_batch()] * 2, num_steps=2, **plan)
+    assert run.step == 2
+
+
+def test_steps_that_bring_the_scale_down_do_not_end_a_run(tmp_path):
+    batches = [with_weights(make_batch(seed=seed), 2.0**9) for seed in range(16)]
+    plan = {"run_dir": tmp_path, "max_consecutive_skips": 1, "log_every_steps": 1}
+    run = wrapped(loss=weighed, optimizer=optax.sgd(1e-4)).fit(batches, num_steps=16, **plan)
+    num_skipped = int(run.state.skipped)
+    assert 3 < num_skipped < 12
+    found = [(x["loss_scale"], x["skipped"]) for x in records(tmp_path)[:num_skipped]]
+    assert found == [(2.0 ** (16 - i), i + 1) for i in range(num_skipped)]
+
+
+def test_a_loss_that_is_not_finite_ends_a_run_as_without_a_scale(tmp_path):
+    batches = [make_batch(seed=seed) for seed in range(8)]
+    for batch in batches[2:]:
+        batch["x"][3] = np.nan
+    with pytest.raises(NumericsError, match="at step 5, the last of 3 in a row"):
+        wrapped().fit(batches, num_steps=8, run_dir=tmp_path, max_consecutive_skips=3)
+
+
+def test_gradients_that_no_scale_makes_finite_end_a_run_once_it_is_one(tmp_path):
+    def slope(model, batch, train):
+        return jnp.sqrt(0.0 * loss_fn(model, batch, train)[0])
+
+    plan = {"run_dir": tmp_path, "max_consecutive_skips": 3}
+    with pytest.raises(NumericsError, match="at step 19, the last of 3 in a row") as caught:
+        wrapped(loss=slope).fit([make_batch()] * 30, num_steps=30, **plan)
+    assert caught.value.exit_code == 80
+    report = json.loads((tmp_path / "nonfinite" / "step_19" / "report.json").read_text())
+    assert (report["metrics"]["loss_scale"], report["metrics"]["skipped"]) == (1, 19)
+
+
+@pytest.mark.slow
+def test_the_default_job_trains_in_float16_from_the_command_line(tmp_path):
+    arguments = ["model.kwargs.dtype=float16", "ddp.loss_scale=dynamic", "train.num_steps=60"]
+    arguments += ["train.log_every_steps=1", f"run.dir={tmp_path}/run"]
+    assert main(arguments) == 0
+    *steps, last = records(tmp_path / "run")
+    assert steps[0]["loss_scale"] == 2.0**16
+    assert steps[-1]["skipped"] < 10
+    assert all(np.isfinite(x["loss"]) for x in steps)
+    assert last["accuracy"] > 0.6  # of ten classes
+
+
+@pytest.mark.parametrize("given", [None, "dynamic", 1, 1024, 2.0**24])
+def test_it_may_be(given):
+    guard = wrapped(loss_scale=given).spec.guard
+    assert isinstance(guard, DynamicScale) == (given == "dynamic")
+    assert given == "dynamic" or guard.loss_scale == (given or 1)
+    assert load_config([], {"ddp.loss_scale": given})[0].ddp.loss_scale == given
+
+
+def test_it_may_not_be():
+    for given in (0, -2, 0.5, 1000, 3, 2.0**25, float("inf"), float("nan"), True, "static"):
+        with pytest.raises(ConfigError, match="loss_scale is 'dynamic', a power of two from 1 to"):
+            wrapped(loss_scale=given)
+    with pytest.raises(ConfigMistakes, match=r"ddp\.loss_scale"):
+        load_config([], {"ddp.loss_scale": "dynamc"})

@@ -1,0 +1,369 @@
+"""`jddp.Mean`: a loss that divides by its own count is one device's, however counts are spread."""
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from states import close
+
+import jddp
+from jddp.data import ArrayExamples, TrainBatches
+from jddp.errors import ConfigError, UsageError
+
+VOCAB, LENGTH = 11, 6
+
+
+class Tagger(nn.Module):
+    dtype: jnp.dtype = jnp.float32
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(VOCAB, 8, dtype=self.dtype, param_dtype=self.dtype)(tokens)
+        return nn.Dense(VOCAB, dtype=self.dtype, param_dtype=self.dtype)(nn.tanh(x))
+
+
+def token_losses(model, batch):
+    logits = model(batch["inputs"]).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+
+
+def weights_of(batch):
+    return (batch["targets"] > 0) * batch["scale"]
+
+
+def wrapped(loss, model=None, **options):
+    return jddp.DataParallel(model or Tagger(), optax.sgd(0.5), loss, **options)
+
+
+def verified(loss, batch, model=None, **options):
+    return jddp.verify(model or Tagger(), optax.sgd(0.5), loss, batch, **options)
+
+
+def as_scalars(model, batch, train):
+    """As Flax's lm1b and wmt compute it: one total and one count."""
+    weights = weights_of(batch)
+    return jddp.Mean((token_losses(model, batch) * weights).sum(), weights.sum())
+
+
+def as_arrays(model, batch, train):
+    weights = weights_of(batch)
+    return jddp.Mean(token_losses(model, batch) * weights, weights)
+
+
+def local_mean(model, batch, train):
+    """The same as it is written there, without a `Mean`: each replica's own."""
+    weights = weights_of(batch)
+    return (token_losses(model, batch) * weights).sum() / weights.sum()
+
+
+FORMS = {"scalars": as_scalars, "arrays": as_arrays}
+
+
+def make_batch(rows=32, seed=0):
+    """Sentences from full to empty: the last quarter has no target at all."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(1, VOCAB, size=(2, rows, LENGTH), dtype=np.int32)
+    lengths = np.linspace(LENGTH, -LENGTH / 3, rows).round().clip(0)
+    targets = np.where(np.arange(LENGTH) < lengths[:, None], tokens[1], 0)
+    scale = rng.uniform(0.5, 2, size=(rows, 1)).astype(np.float32)
+    return {"inputs": tokens[0], "targets": targets, "scale": scale}
+
+
+def global_mean(model, params, batch):
+    """One device with the whole batch, in plain JAX."""
+
+    def mean(params):
+        return local_mean(lambda x: model.apply({"params": params}, x), batch, True)
+
+    return jax.value_and_grad(mean)(params)
+
+
+def assert_close(got, want, rtol):
+    """Each leaf to `rtol` of its largest number."""
+
+    for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        a, b = np.float32(a), np.float32(b)
+        np.testing.assert_allclose(a, b, rtol=0, atol=rtol * np.abs(b).max())
+
+
+ROUNDING = 1e-5  # float32 sums in another order
+OPTIONS = {
+    "plain": ({}, ROUNDING),
+    "overlap": ({"overlap": True, "accumulate_steps": 4, "bucket_mb": 1e-4}, ROUNDING),
+    "logical replicas": ({"logical_replicas": 8, "accumulate_steps": 2}, ROUNDING),
+    "sharded optimizer": ({"shard_optimizer": True}, ROUNDING),
+    "dynamic loss scale": ({"loss_scale": "dynamic"}, ROUNDING),
+    # Eight replicas' numbers are rounded to the wire's dtype, and so is each partial sum.
+    "bfloat16 wire": ({"wire_dtype": "bfloat16"}, 4 * 2**-8),
+    "float16 wire and a loss scale": ({"wire_dtype": "float16", "loss_scale": 64.0}, 4 * 2**-11),
+}
+
+
+# Both forms are the same sums; what is beside them differs where entries are counted.
+CASES = [("arrays", x) for x in OPTIONS]
+CASES += [("scalars", x) for x in ("plain", "overlap", "logical replicas")]
+
+
+@pytest.mark.parametrize("form, name", CASES)
+def test_gradients_and_loss_are_those_of_the_global_mean(form, name):
+    batch, (options, rtol) = make_batch(), OPTIONS[name]
+    ddp = wrapped(FORMS[form], **options)
+    state = ddp.init(0, batch)
+    params = ddp.model(state)["params"]
+    loss, want = global_mean(Tagger(), params, batch)
+    got, metrics = ddp.gradients(state, batch)
+    assert_close(got, want, rtol)
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=ROUNDING)
+    np.testing.assert_allclose(metrics["count"], weights_of(batch).sum(), rtol=ROUNDING)
+    state, metrics = ddp.step(state, batch)
+    moved = jax.tree.map(lambda x, g: x - 0.5 * g, params, want)
+    assert_close(ddp.model(state)["params"], moved, rtol)
+
+
+@pytest.mark.parametrize(
+    "form, loss_scale", [("arrays", None), ("scalars", 128.0), ("arrays", "dynamic")]
+)
+def test_a_model_in_float16_learns_what_one_in_float32_does(form, loss_scale):
+    batch = make_batch()
+    options = {"loss_scale": loss_scale}
+    ddp = wrapped(FORMS[form], Tagger(jnp.float16), **options)
+    state = ddp.init(0, batch)
+    params = jax.tree.map(lambda x: x.astype(jnp.float32), ddp.model(state)["params"])
+    _, want = global_mean(Tagger(), params, batch)
+    for _ in range(4):  # A scale that is too large halves, in steps that are skipped.
+        got, _ = ddp.gradients(state, batch)
+        if all(bool(jnp.isfinite(g).all()) for g in jax.tree.leaves(got)):
+            break
+        state, metrics = ddp.step(state, batch)
+        assert metrics["skipped"]
+    assert_close(got, want, 0.02)  # a dozen roundings of 2^-11 in a backward pass, and in sums
+
+
+def test_what_each_replica_divides_by_itself_is_another_mean():
+    """The reason for all this: the same loss as a scalar is off, and nothing says so."""
+    batch = make_batch() | {"scale": np.ones((32, 1), np.float32)}
+    batch["targets"][-8:] = batch["targets"][:8]  # or replicas without a target give NaN
+    ddp = wrapped(local_mean)
+    state = ddp.init(0, batch)
+    _, want = global_mean(Tagger(), ddp.model(state)["params"], batch)
+    got, _ = ddp.gradients(state, batch)
+    apart = optax.tree.norm(jax.tree.map(jnp.subtract, got, want)) / optax.tree.norm(want)
+    assert apart > 0.08
+
+
+def test_local_steps_divide_by_what_each_replica_counts():
+    batch = make_batch()
+    options = {"local_steps": jddp.LocalSteps(every=1)}
+    ddp = wrapped(as_scalars, **options)
+    state = ddp.init(0, batch)
+    params = ddp.model(state)["params"]
+    shares = [jax.tree.map(lambda x, i=i: x[4 * i : 4 * i + 4], batch) for i in range(8)]
+    grads = [
+        global_mean(Tagger(), params, share)[1]
+        if weights_of(share).any()
+        else jax.tree.map(jnp.zeros_like, params)  # nothing to learn from: it stays where it is
+        for share in shares
+    ]
+    want = jax.tree.map(lambda x, *g: x - 0.5 * sum(g) / 8, params, *grads)
+    state, _ = ddp.step(state, batch)
+    assert_close(ddp.model(state)["params"], want, ROUNDING)
+
+
+def test_a_metric_may_be_a_mean_of_its_own_count():
+    def loss(model, batch, train):
+        weights = weights_of(batch)
+        hits = model(batch["inputs"]).argmax(-1) == batch["targets"]
+        return token_losses(model, batch), {
+            "scalars": jddp.Mean((hits * weights).sum(), weights.sum()),
+            "arrays": jddp.Mean(hits * weights, weights),
+            "per row": jddp.Mean(weights.sum(1), (weights > 0).sum(1)),
+        }
+
+    batch = make_batch()
+    ddp = wrapped(loss)
+    state = ddp.init(0, batch)
+    guesses = np.asarray(Tagger().apply(ddp.model(state), batch["inputs"]).argmax(-1))
+    weights = weights_of(batch)
+    want = ((guesses == batch["targets"]) * weights).sum() / weights.sum()
+    want = {"scalars": want, "arrays": want, "per row": weights.sum() / (weights > 0).sum()}
+    for metrics in (ddp.gradients(state, batch)[1], ddp.evaluate(state, [batch])):
+        close({name: metrics[name] for name in want}, want, rtol=ROUNDING, atol=0)
+
+
+@pytest.mark.parametrize("logical_replicas", [None, 16])
+def test_evaluation_is_exact_over_partial_and_empty_batches(logical_replicas):
+    rows = make_batch(45)
+    batches = [jax.tree.map(lambda x, a=a: x[a : a + 16], rows) for a in (0, 16, 32, 48)]
+    ddp = wrapped(as_arrays, logical_replicas=logical_replicas)
+    state = ddp.init(0, batches[0])
+    want, _ = global_mean(Tagger(), ddp.model(state)["params"], rows)
+    got = ddp.evaluate(state, batches)
+    assert got["examples"] == 45
+    np.testing.assert_allclose(got["loss"], want, rtol=ROUNDING)
+
+
+def test_evaluation_of_scalars_is_exact_over_full_batches_and_refused_over_a_partial_one():
+    rows = make_batch(32)
+    batches = [jax.tree.map(lambda x, a=a: x[a : a + 16], rows) for a in (0, 16)]
+    ddp = wrapped(as_scalars)
+    state = ddp.init(0, batches[0])
+    want, _ = global_mean(Tagger(), ddp.model(state)["params"], rows)
+    np.testing.assert_allclose(ddp.evaluate(state, batches)["loss"], want, rtol=ROUNDING)
+    with pytest.raises(UsageError, match="'loss' is a scalar.* jddp.Mean of totals and counts"):
+        ddp.evaluate(state, [jax.tree.map(lambda x: x[:13], rows)])
+
+
+def test_padded_training_batches_are_masked_for_arrays_and_refused_for_scalars():
+    rows = make_batch(37)
+    plan = {"seed": 0, "num_epochs": 4, "multiple_of": 8}
+    batches = TrainBatches(ArrayExamples(rows), global_batch_size=32, **plan)
+    run = wrapped(as_arrays).fit(batches, num_steps=4)
+    assert int(run.state.step) == 4
+    with pytest.raises(UsageError, match="jddp.Mean of totals and counts per row"):
+        wrapped(as_scalars).fit(batches, num_steps=4)
+
+
+def test_a_mask_leaves_out_what_it_forbids_and_weighs_nothing_twice():
+    """Fractions in a mask weigh plain losses; in a `Mean` the user has weighed them already."""
+
+    def loss(model, batch, train):
+        return jddp.Mean(token_losses(model, batch) * batch["mask"], batch["mask"])
+
+    batch = make_batch()
+    mask = weights_of(batch).astype(np.float32)
+    ddp = wrapped(loss)
+    state = ddp.init(0, batch | {"mask": mask})
+    want, _ = global_mean(Tagger(), ddp.model(state)["params"], batch)
+    got = ddp.gradients(state, batch | {"mask": mask})[1]["loss"]
+    np.testing.assert_allclose(got, want, rtol=ROUNDING)
+
+
+def test_a_nan_that_the_mask_leaves_out_does_no_harm():
+    def loss(model, batch, train):
+        losses = token_losses(model, batch)
+        return jddp.Mean(jnp.where(batch["mask"], losses, jnp.nan), jnp.ones(losses.shape))
+
+    batch = make_batch() | {"mask": make_batch()["targets"] > 0}
+    ddp = wrapped(loss)
+    grads, metrics = ddp.gradients(ddp.init(0, batch), batch)
+    assert np.isfinite(metrics["loss"])
+    assert all(bool(jnp.isfinite(g).all()) for g in jax.tree.leaves(grads))
+
+
+def test_a_mean_of_another_number_of_rows_is_refused():
+    def loss(model, batch, train):
+        return jddp.Mean(token_losses(model, batch), jnp.ones(3))
+
+    with pytest.raises(ConfigError, match=r"'loss' of shape \(3,\) for 4 rows"):
+        wrapped(loss).init(0, make_batch())
+
+
+@pytest.mark.parametrize("name", ["mask", "weights", "loss_mask"])
+def test_a_scalar_loss_beside_weights_is_warned_about_once(name, caplog):
+    def loss(model, batch, train):
+        weights = batch[name]
+        return (token_losses(model, batch) * weights).sum() / weights.sum()
+
+    batch = make_batch() | {name: np.ones((32, LENGTH), np.float32)}
+    ddp = wrapped(loss)
+    with caplog.at_level(logging.WARNING, logger="jddp"):
+        ddp.fit([batch] * 3, num_steps=3, evaluate=[batch])
+        ddp.fit([jax.tree.map(lambda x: x[:16], batch)] * 3, num_steps=3)
+    (warning,) = [x.getMessage() for x in caplog.records if "scalar" in x.getMessage()]
+    assert f"the batch has {name!r}" in warning
+    assert "jddp.Mean" in warning
+
+
+@pytest.mark.parametrize("loss", [as_scalars, token_losses], ids=["Mean", "per token"])
+def test_losses_that_weigh_rightly_are_not_warned_about(loss, caplog):
+    batch = make_batch() | {"weights": np.ones((32, LENGTH), np.float32)}
+    with caplog.at_level(logging.WARNING, logger="jddp"):
+        wrapped(loss).fit([batch] * 2, num_steps=2)
+    assert not [x for x in caplog.records if "scalar" in x.getMessage()]
+
+
+def by_row(model, batch, train):
+    weights = weights_of(batch)
+    return (token_losses(model, batch) * weights).sum(1) / weights.sum(1).mean()
+
+
+@pytest.mark.parametrize(
+    "loss, options, fills",
+    [(local_mean, {}, True), (local_mean, {"accumulate_steps": 2}, False), (by_row, {}, True)],
+)
+def test_verify_advises_a_mean_and_the_advice_is_right(loss, options, fills):
+    """The weights are computed inside of the loss: no name in the batch gives them away."""
+    batch = make_batch()
+    if fills:  # or replicas without a target give NaN
+        batch["targets"][-8:] = batch["targets"][:8]
+    report = verified(loss, batch, **options)
+    assert not report.passed
+    (finding,) = report.findings
+    assert "jddp.Mean" in finding
+    assert "all_gather" not in finding
+    for right in FORMS.values():
+        assert verified(right, batch, **options).passed
+
+
+class Router(nn.Module):
+    """A router's shares and choices, as the balancing loss of a mixture of experts takes them."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.tanh(nn.Embed(VOCAB, 8)(tokens))
+        shares = nn.softmax(nn.Dense(4, name="router")(x))
+        y = nn.Dense(4 * VOCAB)(x).reshape(*tokens.shape, 4, VOCAB)
+        hits = jax.nn.one_hot(shares.argmax(-1), 4)
+        return (y * (hits * shares)[..., None]).sum(-2), shares, hits
+
+
+def balanced_loss(mean_over_batch):
+    """Switch Transformer, equations 4 to 6: num_experts * sum(f * P), of means over the batch."""
+
+    def loss(model, batch, train):
+        logits, shares, hits = model(batch["inputs"])
+        f, p = mean_over_batch(hits), mean_over_batch(shares)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+        return losses + 0.01 * 4 * (f * p).sum()
+
+    return loss
+
+
+def own_mean(x):
+    return x.mean((0, 1))
+
+
+def global_mean_of(x):
+    return jax.lax.pmean(own_mean(x), jddp.AXIS)
+
+
+def test_verify_advises_means_over_all_replicas_for_a_balancing_loss_and_is_right():
+    batch = make_batch()
+    batch["inputs"] = np.sort(batch["inputs"].ravel()).reshape(batch["inputs"].shape)
+    wrong = verified(balanced_loss(own_mean), batch, Router())
+    assert not wrong.passed
+    (finding,) = wrong.findings
+    assert "jax.lax.pmean" in finding
+    assert "jddp.all_gather" in finding
+    for mean_over_batch in (global_mean_of, lambda x: own_mean(jddp.all_gather(x))):
+        right = verified(balanced_loss(mean_over_batch), batch, Router())
+        assert right.passed, right
+
+
+def test_a_balancing_loss_of_global_means_goes_into_a_scalar_loss_and_a_mean_too():
+    """As a scalar it is each replica's all, in a `Mean` it is one entry beside others."""
+
+    def scalar(model, batch, train):
+        return balanced_loss(global_mean_of)(model, batch, train).mean()
+
+    def mean(model, batch, train):
+        weights = weights_of(batch)
+        return jddp.Mean(balanced_loss(global_mean_of)(model, batch, train) * weights, weights)
+
+    for loss in (scalar, mean):
+        report = verified(loss, make_batch(), Router())
+        assert report.passed, report

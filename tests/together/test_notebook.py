@@ -1,0 +1,121 @@
+"""A notebook's kernel, driven as Jupyter drives it; and the notebook of examples/."""
+
+import queue
+import re
+import subprocess
+import sys
+import time
+
+import jupytext
+import pytest
+from jupyter_client.manager import KernelManager
+from runs import ROOT, environment
+
+NOTEBOOK = ROOT / "examples" / "notebook.py"
+SECONDS = 120
+SETUP = """
+import itertools
+import jax
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 2)
+import optax
+import jddp
+from states import assert_same
+from tiny import MLP, loss_fn, make_batch
+ddp = jddp.DataParallel(MLP(), optax.adam(0.01), loss_fn)
+def fit(num_steps):
+    return ddp.fit(itertools.repeat(make_batch(8)), num_steps=num_steps, run_dir="run")
+"""
+CHECK = """
+again = fit(run.step + 5)
+state = ddp.init(0, make_batch(8))
+for _ in range(run.step + 5):
+    state, _ = ddp.step(state, make_batch(8))
+assert_same(again.state, state)
+print(run.interrupted, again.interrupted, again.step - run.step)
+"""
+
+
+@pytest.fixture
+def kernel(tmp_path, monkeypatch):
+    """A kernel and its client, in a folder of its own."""
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))  # The home may be unwritable.
+    manager = KernelManager(kernel_name="python3")
+    manager.start_kernel(cwd=str(tmp_path), env=environment())
+    client = manager.client()
+    client.start_channels()
+    try:
+        client.wait_for_ready(timeout=SECONDS)
+        yield manager, client
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+
+
+def run_cell(client, code):
+    """Runs a cell to its end, and returns what it printed."""
+    printed = []
+
+    def take(message):
+        if message["msg_type"] == "stream":
+            printed.append(message["content"]["text"])
+
+    reply = client.execute_interactive(code, timeout=SECONDS, output_hook=take)
+    assert reply["content"]["status"] == "ok", reply["content"]
+    return "".join(printed)
+
+
+def wait_until_printed(client, word):
+    """Waits for a word of the cell that runs."""
+    until = time.monotonic() + SECONDS
+    while time.monotonic() < until:
+        try:
+            message = client.get_iopub_msg(timeout=1)
+        except queue.Empty:
+            continue
+        if message["msg_type"] == "stream" and word in message["content"]["text"]:
+            return
+    raise AssertionError(f"{word!r} was not printed in time")
+
+
+def test_an_interrupt_stops_behind_a_step_and_the_same_call_resumes(kernel):
+    manager, client = kernel
+    run_cell(client, SETUP)
+    request = client.execute("run = fit(1_000_000)")
+    wait_until_printed(client, "step 50/")
+    manager.interrupt_kernel()
+    reply = client.get_shell_msg(timeout=SECONDS)
+    assert reply["parent_header"]["msg_id"] == request
+    assert reply["content"]["status"] == "ok", reply["content"]
+    assert run_cell(client, CHECK).splitlines()[-1] == "SIGINT None 5"
+
+
+def test_the_notebook_is_a_percent_script_without_outputs():
+    text = NOTEBOOK.read_text()
+    notebook = jupytext.reads(text, fmt="py:percent")
+    assert jupytext.guess_format(text, ".py")[0] == "percent"
+    assert {cell.cell_type for cell in notebook.cells} == {"code", "markdown"}
+    for cell in notebook.cells:
+        assert not cell.get("outputs")
+        if cell.cell_type == "code":
+            compile(cell.source, str(NOTEBOOK), "exec")
+    # Jupytext would write it as it is; but for its version, in the header.
+    written = jupytext.writes(notebook, fmt="py:percent")
+    assert written.partition("# %%")[2] == text.partition("# %%")[2]
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_to_its_end_learns_and_draws(tmp_path):
+    path, pictures = tmp_path / "notebook.ipynb", tmp_path / "pictures"
+    command = [sys.executable, ROOT / "scripts" / "run_notebook.py", path, "--pictures", pictures]
+    subprocess.run(command, check=True, env=environment(), cwd=tmp_path)
+    notebook = jupytext.read(path)
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert not [output for output in outputs if output.output_type == "error"]
+    drawn = sum("image/png" in output.get("data", {}) for output in outputs)
+    written = sorted(pictures.glob("*.png"))
+    assert len(written) == drawn == 5
+    assert all(file.read_bytes().startswith(b"\x89PNG") for file in written)
+    printed = "".join(output.text for output in outputs if output.output_type == "stream")
+    assert float(re.search(r"test accuracy (\S+)", printed)[1]) > 0.8
+    assert re.search(r"interrupted at step \d+", printed)

@@ -1,0 +1,143 @@
+"""Classes and vocabularies: the model has as many outputs as the data have labels."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from PIL import Image
+
+from jddp.config.files import load_config, read_values, with_overrides
+from jddp.config.schema import Config
+from jddp.data import ArrayExamples, make_source
+from jddp.data.sources.tokenize import BYTES, write_tokens
+from jddp.errors import ConfigError
+from jddp.inspection.outputs import num_outputs
+from jddp.job.job import build, fit
+from jddp.job.load import load
+
+
+@pytest.fixture(autouse=True)
+def devices():
+    assert jax.device_count() == 8  # JAX runs: a config can no longer change the devices there are.
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """Images of five classes, eight of each."""
+    for part in ("train", "test"):
+        for name in "abcde":
+            here = tmp_path / "images" / part / name
+            here.mkdir(parents=True)
+            for number in range(8):
+                grey = np.full((8, 8, 3), 20 * number, np.uint8)
+                Image.fromarray(grey).save(here / f"{number}.png")
+    return tmp_path
+
+
+def config(folder, *, data=None, **model):
+    images = {"name": "image_folder", "dir": str(folder / "images"), "kwargs": {"image_size": 8}}
+    return Config(
+        train={"num_steps": 2},
+        data={"global_batch_size": 8, **(data or images)},
+        model={"name": "cnn", **model},
+        mesh={"num_devices": 2},
+        run={"dir": str(folder / "run")},
+    )
+
+
+def outputs_of(job):
+    return num_outputs(job.ddp, job.batch_spec)
+
+
+def test_the_number_of_classes_is_filled_in_and_kept_with_the_run(folders):
+    run = fit(config(folders))
+    assert read_values(run.run_dir / "config.yaml")["model"]["kwargs"] == {"num_classes": 5}
+    assert load(run.run_dir)(jnp.zeros((1, 8, 8, 3))).shape == (1, 5)
+    assert fit(config(folders)).step == 2  # the same config again: nothing to do
+
+
+@pytest.mark.parametrize("name", ["cnn", "cnn_nnx", "resnet18", "vit"])
+def test_every_model_of_images_takes_the_number_of_classes(folders, name):
+    more = {"cnn_nnx": {"image_size": 8, "num_channels": 3}}.get(name, {})
+    assert outputs_of(build(config(folders, name=name, kwargs=more))) == 5
+
+
+def test_a_default_that_is_right_is_not_written_into_the_config():
+    made, _ = load_config((), ["model.target=jddp.zoo.models:CNN", "mesh.num_devices=2"])
+    assert build(made).config.model.kwargs == {}
+
+
+def test_fewer_outputs_than_classes_are_refused_and_more_are_said_once(folders, caplog):
+    message = "^model: it has 3 outputs, and num_classes of the data is 5. "
+    message += r"Give it as many: model.kwargs.num_classes=5\.$"
+    with pytest.raises(ConfigError, match=message):
+        build(config(folders, kwargs={"num_classes": 3}))
+    build(config(folders, kwargs={"num_classes": 10}))
+    (line,) = [r.getMessage() for r in caplog.records if r.name == "jddp"]
+    assert line.startswith("model: it has 10 outputs, and num_classes of the data is 5.")
+
+
+def test_a_vocabulary_is_filled_in_and_a_smaller_model_is_refused(tmp_path, folders):
+    texts = (f"document {i} " * 40 for i in range(20))
+    write_tokens(texts, tmp_path / "t", tokenizer=BYTES, test_share=0.5)
+    index = json.loads((tmp_path / "t" / "tokens.json").read_text())
+    (tmp_path / "t" / "tokens.json").write_text(json.dumps({**index, "vocab_size": 512}))
+    data = {"name": "tokens", "dir": str(tmp_path / "t"), "kwargs": {"sequence_length": 16}}
+    gpt = {"num_layers": 1, "width": 8, "num_heads": 1}
+
+    def job(**kwargs):
+        made = config(folders, data=data, name="gpt", kwargs={**gpt, **kwargs})
+        return build(with_overrides(made, {"loss.name": "next_token"}))
+
+    assert outputs_of(job()) == 512
+    with pytest.raises(ConfigError, match="it has 256 outputs, and vocab_size of the data is 512"):
+        job(vocab_size=256)
+
+
+MINE = """
+import numpy as np
+from flax import linen as nn
+
+class ThreeWays(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=False):
+        return nn.Dense(3)(x.reshape(len(x), -1))
+
+def five_labels():
+    data = {"image": np.ones((20, 2), np.float32), "label": np.arange(20) % 5}
+    return data, data
+"""
+
+
+def test_labels_in_your_own_arrays_are_held_against_a_model_of_your_own(tmp_path, monkeypatch):
+    (tmp_path / "own_sizes.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    targets = ["model.target=own_sizes:ThreeWays", "data.target=own_sizes:five_labels"]
+    made, _ = load_config((), [*targets, "mesh.num_devices=2", "data.global_batch_size=8"])
+    with pytest.raises(ConfigError, match="it has 3 outputs, and num_classes of the data is 5"):
+        build(made)
+
+
+def test_sources_know_their_sizes_before_they_are_read(folders):
+    def sizes(name, **options):
+        return make_source(name, **options).sizes
+
+    image = {"directory": str(folders / "images"), "kwargs": {"image_size": 8}}
+    assert sizes("image_folder", **image) == {"num_classes": 5}
+    assert sizes("fashion_mnist") == {"num_classes": 10}
+    assert sizes("python_stdlib") == {"vocab_size": 256}
+    square = {"directory": "nowhere", "kwargs": {"image_size": 8, "num_classes": 7}}
+    assert sizes("npy", **square) == sizes("idx", **square) == {"num_classes": 7}
+    tokens = {"directory": "nowhere", "kwargs": {"sequence_length": 8, "vocab_size": 99}}
+    assert sizes("tokens", **tokens) == {"vocab_size": 99}
+    assert sizes("image_folder", directory="nowhere", kwargs={"image_size": 8}) == {}
+
+
+def test_labels_that_are_no_whole_numbers_count_no_classes():
+    rows = np.zeros((4, 2), np.float32)
+    assert ArrayExamples({"label": rows}).num_classes == 0
+    assert ArrayExamples({"x": rows}).num_classes == 0
+    assert ArrayExamples({"label": np.arange(4)}).num_classes == 4

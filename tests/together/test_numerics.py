@@ -1,0 +1,296 @@
+"""NaN and infinity: steps are skipped bitwise, counted, and reported when they do not stop."""
+
+import itertools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from runs import records
+from states import assert_same, copied
+from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch, take_steps
+
+import jddp
+from jddp.data import ArrayExamples, TrainBatches
+from jddp.errors import NumericsError
+from jddp.trainer.numerics import write_evidence
+
+
+def wrapped(model=None, loss=loss_fn, **options):
+    options = {"mesh": 2, "skip_nonfinite": True, **options}
+    return jddp.DataParallel(model or MLP(), optax.adam(0.01), loss, **options)
+
+
+def counting():
+    """A hook with a memory, which every step changes."""
+
+    def reduce(bucket, memory, axis):
+        return jax.lax.pmean(bucket, axis), memory + 1.0
+
+    return jddp.CommHook(lambda plan: jnp.zeros(3), reduce)
+
+
+def slope(model, batch, train):
+    """Finite where the flag is 0, but for its gradient."""
+    y = model(batch["x"], train=train).sum(-1)
+    return jnp.sqrt(jnp.square(batch["flag"] * y))
+
+
+def broken(batch, row):
+    """A copy whose row holds a NaN."""
+    x = batch["x"].copy()
+    x[row] = np.nan
+    return {**batch, "x": x}
+
+
+def flagged(seed, flag):
+    return {**make_batch(8, seed=seed), "flag": np.full(8, flag, np.float32)}
+
+
+@pytest.mark.parametrize(
+    "row, model, options",
+    [
+        (0, ConvNet(dropout_rate=0.3), {"ema_decay": 0.5}),
+        (7, ConvNet(), {"batch_norm": "local", "mesh": 4}),
+        (0, NnxConvNet(nnx.Rngs(0)), {"accumulate_steps": 2}),
+        (7, MLP(), {"comm_hook": counting(), "max_grad_norm": 1.0}),
+        (0, MLP(), {"layout": "flat", "overlap": True, "wire_dtype": "bfloat16"}),
+        (7, MLP(), {"mesh": 1, "unused_parameters": "skip"}),
+    ],
+    ids=["everything", "local", "nnx", "hook", "ready", "alone"],
+)
+def test_a_step_that_is_not_finite_changes_nothing_but_its_counts(row, model, options):
+    ddp = wrapped(model, **options)
+    state, metrics = ddp.step(ddp.init(0, make_batch(8)), make_batch(8))
+    assert (int(state.skipped), float(metrics["skipped"])) == (0, 0)
+    before = copied(state)
+    state, metrics = ddp.step(state, broken(make_batch(8, seed=1), row))
+    assert np.isnan(metrics["loss"])
+    assert (int(state.step), int(state.skipped), float(metrics["skipped"])) == (2, 1, 1)
+    assert_same(state.replace(step=before.step, skipped=before.skipped), before)
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_though_the_loss_is():
+    ddp = wrapped(loss=slope)
+    state, _ = ddp.step(ddp.init(0, flagged(0, 1)), flagged(0, 1))
+    before = copied(state)
+    state, metrics = ddp.step(state, flagged(1, 0))
+    assert float(metrics["loss"]) == 0
+    assert int(state.skipped) == 1
+    assert_same(state.params, before.params)
+
+
+class Kept(nn.Module):
+    @nn.compact
+    def __call__(self, x, flag):
+        kept = self.variable("kept", "root", jnp.zeros, ())
+        highest = self.variable("kept", "highest", lambda: jnp.float32(-jnp.inf))
+        if not self.is_initializing():
+            kept.value = jnp.sqrt(flag.min())
+        return nn.Dense(1)(x) + 0 * highest.value.astype(x.dtype).clip(0)
+
+
+AVERAGED = {"state_reduction": {"kept": "mean"}}
+
+
+def kept_loss(model, batch, train):
+    return jnp.square(model(batch["x"], batch["flag"])[:, 0])
+
+
+@pytest.mark.parametrize("options", [AVERAGED, {"per_replica": ["kept"]}])
+def test_other_state_that_is_not_finite_is_skipped_on_all_replicas(options):
+    """The loss and the gradients are finite, and one replica alone may see the number."""
+    ddp = wrapped(Kept(), kept_loss, **options)
+    state, metrics = ddp.step(ddp.init(0, flagged(0, 1)), flagged(0, 1))
+    assert int(metrics["skipped"]) == 0  # what was infinite from the start is no reason
+    before = copied(state)
+    batch = flagged(1, 1)
+    batch["flag"][7] = -1
+    state, metrics = ddp.step(state, batch)
+    assert np.isfinite(metrics["loss"])
+    assert int(state.skipped) == 1
+    assert_same(state.replace(step=before.step, skipped=before.skipped), before)
+
+
+def test_other_state_that_is_not_finite_leaves_the_loss_scale_alone():
+    ddp = wrapped(Kept(), kept_loss, loss_scale="dynamic", batch_norm="local")
+    state, first = ddp.step(ddp.init(0, flagged(0, 1)), flagged(0, 1))
+    state, _ = ddp.step(state, flagged(0, -1))
+    state, last = ddp.step(state, flagged(0, 1))
+    assert int(state.skipped) == 1
+    assert float(last["loss_scale"]) == float(first["loss_scale"])
+
+
+@pytest.mark.parametrize("options", [{}, {"loss_scale": "dynamic"}])
+def test_other_state_that_stays_not_finite_ends_the_run(options):
+    ddp = wrapped(Kept(), kept_loss, **AVERAGED, **options)
+    with pytest.raises(NumericsError, match="3 in a row .* other state are not finite"):
+        ddp.fit([flagged(0, -1)] * 8, num_steps=8, max_consecutive_skips=3)
+
+
+def test_steps_that_are_finite_have_the_bits_of_those_that_none_watches():
+    ddps = [wrapped(ConvNet(dropout_rate=0.3), skip_nonfinite=skip) for skip in (True, False)]
+    assert_same(*(take_steps(ddp, [make_batch(8, seed=i) for i in range(4)])[0] for ddp in ddps))
+
+
+def test_the_step_after_a_skipped_one_draws_random_numbers_of_its_own():
+    ddp = wrapped(ConvNet(dropout_rate=0.3))
+    state = ddp.init(0, make_batch(8))
+    skipped, _ = ddp.step(jax.tree.map(jnp.copy, state), broken(make_batch(8), 0))
+    later, _ = ddp.step(skipped, make_batch(8))
+    sooner, _ = ddp.step(state, make_batch(8))
+    assert int(later.step) == 2
+    assert not np.array_equal(later.params["Dense_0"]["kernel"], sooner.params["Dense_0"]["kernel"])
+
+
+def test_layers_are_measured_as_one_device_would_measure_them():
+    batch, ddp = make_batch(8), wrapped(mesh=4)
+    state = ddp.init(0, batch)
+    before = copied(state)
+    layers = ddp.diagnose(state, batch)
+    assert_same(state, before)
+
+    def mean(params):
+        return loss_fn(MLP().bind({"params": params}), batch, False)[0].mean()
+
+    grads = jax.grad(mean)(before.params)
+    for layer, name in itertools.product(("Dense_0", "Dense_1"), ("kernel", "bias")):
+        reported = layers[f"{layer}/{name}"]
+        norms = [np.linalg.norm(tree[layer][name]) for tree in (before.params, grads)]
+        found = reported["parameter"], reported["gradient"]
+        np.testing.assert_allclose(found, norms, rtol=1e-5)
+        assert reported["not_finite"] == 0
+    reported = ddp.diagnose(state, broken(batch, 5))
+    assert reported["Dense_0/kernel"]["not_finite"] == 16 * 16
+
+
+SKIPPING = {"num_steps": 8, "log_every_steps": 1}
+
+
+def batches(*wrong):
+    """Eight batches, those of these numbers with a NaN in row 3."""
+    made = [make_batch(8, seed=seed) for seed in range(8)]
+    return [broken(batch, 3) if i + 1 in wrong else batch for i, batch in enumerate(made)]
+
+
+def test_a_run_skips_counts_and_says_so_once_for_a_row(tmp_path, capsys):
+    run = wrapped().fit(batches(2, 4, 5), run_dir=tmp_path, max_consecutive_skips=3, **SKIPPING)
+    assert [record["skipped"] for record in records(tmp_path)] == [0, 1, 1, 2, 3, 3, 3, 3]
+    assert [r["step"] for r in records(tmp_path) if r["loss"] is None] == [2, 4, 5]
+    said = capsys.readouterr().out
+    assert said.count("is skipped: its loss, gradients or other state are not finite") == 2
+    assert "step 4 is skipped" in said
+    ddp = wrapped()
+    state, _ = take_steps(ddp, batches(2, 4, 5))
+    assert_same(run.state, state)
+
+
+@pytest.mark.parametrize("save_every_steps", [3, None])
+def test_too_many_skips_in_a_row_end_the_run_with_the_evidence(tmp_path, save_every_steps):
+    plan = {"max_consecutive_skips": 3, "save_every_steps": save_every_steps, **SKIPPING}
+    with pytest.raises(NumericsError, match="at step 6, the last of 3 in a row") as caught:
+        wrapped(ConvNet(dropout_rate=0.3)).fit(batches(2, 4, 5, 6), run_dir=tmp_path, **plan)
+    assert caught.value.exit_code == 80
+    assert "Not finite: inputs of rows 3; gradients of " in str(caught.value)
+    report = json.loads((tmp_path / "nonfinite" / "step_6" / "report.json").read_text())
+    assert (report["step"], report["loss"], report["skipped_in_a_row"]) == (6, "nan", 3)
+    assert (report["inputs_not_finite"], report["examples"]) == ([3], None)
+    assert report["layers_after_step"] == 6
+    ddp = wrapped(ConvNet(dropout_rate=0.3))
+    state, _ = take_steps(ddp, batches(2, 4, 5, 6)[:5])
+    layers = ddp.diagnose(state, batches(6)[5])
+    assert report["layers"] == jax.tree.map(lambda x: str(x) if x != x else x, layers)
+    with np.load(tmp_path / "nonfinite" / "step_6" / "process_0.npz") as rows:
+        np.testing.assert_array_equal(rows["x"], batches(6)[5]["x"])
+
+
+def test_steps_skipped_before_a_resume_count_in_the_row(tmp_path):
+    plan = {"run_dir": tmp_path, "save_every_steps": 1, "max_consecutive_skips": 3}
+    wrapped().fit(batches(2, 3, 4), num_steps=3, **plan)
+    with pytest.raises(NumericsError, match="at step 4, the last of 3 in a row"):
+        wrapped().fit(batches(2, 3, 4), num_steps=8, **plan)
+    run = wrapped().fit(batches(2, 3, 4), num_steps=8, **{**plan, "max_consecutive_skips": 4})
+    assert (run.step, int(run.state.skipped)) == (8, 3)
+
+
+@pytest.mark.parametrize("skip, reported", [(True, "gradients of"), (False, "examples")])
+def test_the_evidence_names_examples_where_batches_know_them(tmp_path, skip, reported):
+    class Damaged(ArrayExamples):
+        def take(self, indices):
+            batch = super().take(indices)
+            batch["x"][np.isin(indices, [5, 17])] = np.nan
+            return batch
+
+    examples = TrainBatches(Damaged(make_batch(40)), global_batch_size=8, seed=0)
+    plan = {"run_dir": tmp_path, "max_consecutive_skips": 1}
+    with pytest.raises(NumericsError, match=reported):
+        wrapped(skip_nonfinite=skip).fit(examples, num_steps=20, **plan)
+    (folder,) = (tmp_path / "nonfinite").iterdir()
+    report = json.loads((folder / "report.json").read_text())
+    assert report["inputs_not_finite"]
+    assert set(report["inputs_not_finite"]) <= {5, 17}
+    assert len(report["examples"]) == 8
+    with np.load(folder / "process_0.npz") as rows:
+        np.testing.assert_array_equal(rows["y"], make_batch(40)["y"][report["examples"]])
+
+
+def test_no_directory_no_evidence(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(NumericsError, match=r"at step 2\. Lower"):
+        wrapped(skip_nonfinite=False).fit(batches(2), num_steps=8)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("options", [{}, {"skip_nonfinite": True, "mesh": 4}])
+def test_labels_beyond_the_outputs_are_named_before_the_learning_rate(options):
+    def cross_entropy(model, batch, train):
+        logits = model(batch["x"], train=train)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+
+    batch = {"x": make_batch(8)["x"], "label": np.array([0, 1, 2, 3, 4, 0, 0, 0], np.int32)}
+    ddp = wrapped(loss=cross_entropy, **{"skip_nonfinite": False, **options})
+    message = "'label' reaches 4 there.*4 outputs, for 0 ... 3"
+    with pytest.raises(NumericsError, match=message) as caught:
+        ddp.fit([batch] * 3, num_steps=3, max_consecutive_skips=2)
+    assert "learning rate" not in str(caught.value)
+
+
+def test_where_the_outputs_are_not_known_the_learning_rate_is_named():
+    def of_other_inputs(model, batch, train):
+        return loss_fn(model, {"x": batch["z"], "y": batch["y"]}, train)
+
+    batch = {"z": broken(make_batch(8), 3)["x"], "y": np.full(8, 9, np.int32)}
+    with pytest.raises(NumericsError, match="Lower the learning rate"):
+        wrapped(loss=of_other_inputs, skip_nonfinite=False).fit([batch], num_steps=1)
+
+
+def test_evidence_in_half_precision_can_be_read_without_jax(tmp_path, caplog):
+    rows = {"x": np.ones((2, 3), jnp.bfloat16)}
+    write_evidence(tmp_path, {"loss": float("inf")}, rows, process_index=1)
+    with np.load(tmp_path / "process_1.npz") as kept:
+        assert kept["x"].dtype == np.float32
+    assert not (tmp_path / "report.json").exists()  # which is for the first to write
+    # What cannot be written is said, and hides nothing.
+    write_evidence(tmp_path / "process_1.npz" / "step_1", {}, rows, process_index=0)
+    assert "cannot be written" in caplog.text
+
+
+def test_an_infinity_that_an_optimizer_means_is_saved_and_a_nan_is_not(tmp_path):
+    def fit(more):
+        def update(grads, state, params=None):
+            return grads, {"best": state["best"], "memory": state["memory"] + jnp.float32(more)}
+
+        first = {"best": jnp.float32(np.inf), "memory": jnp.float32(0)}
+        odd = optax.GradientTransformation(lambda params: first, update)
+        ddp = jddp.DataParallel(MLP(), odd, loss_fn, mesh=2)
+        plan = {"run_dir": tmp_path / str(more), "save_every_steps": 1}
+        return ddp.fit([make_batch(8)] * 2, num_steps=2, **plan)
+
+    with pytest.raises(NumericsError, match="The state is not finite after step 1"):
+        fit(np.nan)
+    assert np.isinf(fit(1.0).state.opt_state["best"])
+    assert (tmp_path / "1.0" / "checkpoints" / "2").exists()

@@ -1,0 +1,80 @@
+"""Every pair of options equals one device, or is refused by the table of refused pairs."""
+
+import inspect
+import itertools
+
+import jax
+import pytest
+from test_random_options import MIB, Case, Net, halves, hold
+
+import jddp
+from jddp.engine.spec import REFUSED
+
+# An option with a value that is not its default, and what makes that value possible at all.
+VALUES = {
+    "bucket_mb": {"bucket_mb": 40 / MIB},
+    "overlap": {"overlap": True, "layout": "flat"},
+    "wire_dtype": {"wire_dtype": "bfloat16"},
+    "comm_hook": {"comm_hook": jddp.CommHook(lambda plan: (), halves)},
+    "local statistics": {"batch_norm": "local"},
+    "broadcast statistics": {"batch_norm": "broadcast"},
+    "batch_norm_group_size": {"batch_norm_group_size": 2},
+    "per_replica": {"per_replica": ("counts",)},
+    "state_reduction": {"state_reduction": {"counts": "sum"}},
+    "accumulate_steps": {"accumulate_steps": 2},
+    "shard_optimizer": {"shard_optimizer": True},
+    "logical_replicas": {"logical_replicas": 8},
+    "local_steps": {"local_steps": jddp.LocalSteps(2)},
+    "max_grad_norm": {"max_grad_norm": 0.05},
+    "ema_decay": {"ema_decay": 0.5},
+    "unused_parameters": {"unused_parameters": "skip"},
+    "skip_nonfinite": {"skip_nonfinite": True},
+    "loss_scale": {"loss_scale": "dynamic"},
+}
+DEFAULTS = {
+    **{"mesh": 4, "bucket_mb": 25, "layout": "leaf", "overlap": False, "wire_dtype": None},
+    **{"comm_hook": None, "batch_norm": "sync", "batch_norm_group_size": None},
+    **{"accumulate_steps": 1, "shard_optimizer": False, "logical_replicas": None},
+    **{"local_steps": None, "max_grad_norm": None, "ema_decay": None, "loss_scale": None},
+    **{"unused_parameters": "zero", "skip_nonfinite": False},
+}
+STATISTICS = {"local statistics", "broadcast statistics", "batch_norm_group_size"}
+COUNTS = {"per_replica", "state_reduction"}
+# Replicas run one after the other, or apart, cannot agree on what these have them agree on.
+APART = {"logical_replicas", "local_steps"}
+TOGETHER = {"broadcast statistics", "batch_norm_group_size"}
+TWICE = [("local statistics", "broadcast statistics"), ("per_replica", "state_reduction")]
+# Statistics are those of a group only where they are synchronized.
+OF_NO_GROUP = {"local statistics", "broadcast statistics"}
+PAIRS = [p for p in itertools.combinations(VALUES, 2) if p not in TWICE]
+
+
+def is_refused(pair):
+    by_table = any(set(refused) == set(pair) for refused in REFUSED)
+    is_apart = APART & set(pair) and TOGETHER & set(pair)
+    is_grouped = "batch_norm_group_size" in pair and OF_NO_GROUP & set(pair)
+    return bool(by_table or is_apart or is_grouped)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_a_pair_of_options_equals_one_device_or_is_refused(pair):
+    model = Net(
+        norm="batch" if STATISTICS & set(pair) else "layer",
+        attention=False,
+        counts=bool(COUNTS & set(pair)),
+        unused="unused_parameters" in pair,
+    )
+    options = DEFAULTS | VALUES[pair[0]] | VALUES[pair[1]]
+    refusal = hold(Case(model, "tokens", "row", "sgd", False, options), evaluates=False)
+    assert (refusal is not None) == is_refused(pair), refusal
+    if any(set(refused) == set(pair) for refused in REFUSED):
+        assert "cannot be combined" in refusal
+        assert all(name in refusal for name in pair)
+
+
+def test_the_pairs_are_of_options_that_there_are():
+    names = set().union(*VALUES.values()) | set(DEFAULTS)
+    assert names <= set(inspect.signature(jddp.DataParallel).parameters)
+    assert {name for pair in REFUSED for name in pair} <= set(VALUES)
+    assert jax.device_count() >= DEFAULTS["mesh"]

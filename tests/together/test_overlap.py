@@ -1,0 +1,221 @@
+"""Reductions where gradients are ready: the same numbers, in the order of the backward pass."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from compiled import collectives
+from flax import linen as nn
+from states import close
+from tiny import MLP, MODELS, NUM_CLASSES, Of, Transformer, loss_fn, make_batch, take_steps
+
+import jddp
+from jddp.reduce.backward import trace_backward
+
+BYTES = 1 / 2**20
+
+
+def wrapped(model=None, **options):
+    return jddp.DataParallel(model or MLP(), optax.sgd(0.1), loss_fn, **options)
+
+
+def params():
+    return {"first": jnp.ones((3, 3)), "last": jnp.ones((3, 2)), "unused": jnp.ones(2)}
+
+
+def two_layers(params, x):
+    return (jnp.tanh(x @ params["first"]) @ params["last"]).sum()
+
+
+def traced(loss, *args):
+    def backward(*args):
+        _, pullback = jax.vjp(lambda params: loss(params, *args[1:]), args[0])
+        found.append(trace_backward(lambda one: pullback(one)[0]))
+
+    found = []
+    jax.eval_shape(backward, *args)
+    return found[0]
+
+
+def test_gradients_are_ready_with_their_last_summand_and_what_is_unused_never():
+    """The tree is in the alphabet's order, which is not the network's."""
+
+    def tied(params, x):
+        return (jnp.tanh(x @ params["first"]) @ params["first"].T @ params["last"]).sum()
+
+    once, last, unused = traced(two_layers, params(), jnp.ones((5, 3))).ready
+    assert last < once
+    assert unused is None
+    first, last, _ = traced(tied, params(), jnp.ones((5, 3))).ready
+    assert last < first
+    assert first > once
+    # The cotangent itself is ready at once.
+    assert traced(lambda params: params["w"], {"w": jnp.float32(3)}).ready == (0,)
+
+
+def test_calls_of_jitted_functions_are_opened():
+    """As one call, all of its gradients would be ready only at its end."""
+    inner = jax.jit(lambda params, x: jnp.tanh(x @ params["first"]) @ params["last"])
+    twice = jax.jit(lambda params, x: inner(params, x).sum())
+    backward = traced(twice, params(), jnp.ones((5, 3)))
+    assert backward.ready[1] < backward.ready[0]
+    assert "jit" not in {eqn.primitive.name for eqn in backward.traced.eqns}
+
+
+def test_the_plan_follows_the_network_and_not_the_alphabet():
+    def net(m, x, train):
+        x = nn.tanh(nn.Dense(16, name="b_first")(x))
+        x = nn.tanh(nn.Dense(16, name="c_second")(x))
+        return nn.Dense(4, name="a_last")(x)
+
+    sizes = {"bucket_mb": 1100 * BYTES, "first_bucket_mb": 300 * BYTES}
+    ddp = wrapped(Of(net), **sizes)
+    ddp.init(0, make_batch())
+    layers = [{path.partition("/")[0] for path in bucket.paths} for bucket in ddp.plan.buckets]
+    assert layers == [{"a_last"}, {"c_second"}, {"b_first"}]
+    assert "as the backward pass finishes them" in str(ddp.plan)
+
+
+def test_the_order_of_an_nnx_model_is_a_guess_until_a_batch_was_seen():
+    ddp = wrapped(MODELS["nnx"]())
+    state = ddp.init()
+    assert "by guess" in str(ddp.plan)
+    ddp.step(state, make_batch())
+    assert "as the backward pass finishes them" in str(ddp.plan)
+
+
+def trained(name, num_steps=2, **options):
+    ddp = jddp.DataParallel(MODELS[name](), optax.sgd(0.2, momentum=0.9), loss_fn, **options)
+    batch = make_batch(32, masked=True)
+    state, metrics = take_steps(ddp, [batch] * num_steps)
+    return ddp, jax.device_get((state.params, state.opt_state, metrics))
+
+
+@pytest.mark.parametrize("name, parts", [("transformer", 1), ("nnx", 2)])
+def test_numbers_do_not_depend_on_the_place(name, parts):
+    """tests/together/test_step.py holds all models in one of these places to one device."""
+    options = {"layout": "flat", "bucket_mb": 200 * BYTES, "accumulate_steps": parts}
+    _, at_end = trained(name, overlap=False, **options)
+    ddp, when_ready = trained(name, overlap=True, **options)
+    assert len(ddp.plan) > 1
+
+    # The same sums in the same order; the compiler may contract a product and a sum.
+    close(when_ready, at_end, rtol=1e-6, atol=1e-7)
+
+
+def operations(ddp, batch):
+    """The chain of the lowered step: a barrier before each reduction, products in between."""
+    pattern = r"stablehlo\.(optimization_barrier|all_reduce|dot_general)"
+    text = ddp.lower(batch).as_text()
+    letters = {"optimization_barrier": "b", "all_reduce": "r", "dot_general": "."}
+    return "".join(letters[name] for name in re.findall(pattern, text))
+
+
+def test_a_bucket_leaves_where_its_last_gradient_is_made():
+    options = {"bucket_mb": 200 * BYTES, "layout": "flat"}
+    ready, end = (wrapped(overlap=overlap, **options) for overlap in (True, False))
+    # Two products forward. Then, backward: the last bias; the last kernel; what goes on to the
+    # first layer, and its bias; its kernel. The one vector of loss and metrics is reduced last.
+    assert operations(ready, make_batch()) == "..br.br.br.brr"
+    assert operations(end, make_batch()) == ".....rrrrr"
+    assert "overlap on: buckets leave inside the backward pass" in str(ready.plan)
+    assert "overlap off: buckets leave after the backward pass" in str(end.plan)
+    # A barrier holds the bucket, what the rest of the pass needs, and the bucket before; there is
+    # none before the first bucket, and nothing goes on after the last.
+    text = ready.lower(make_batch()).as_text()
+    barriers = [line for line in text.splitlines() if "optimization_barrier" in line]
+    held = [len(re.findall(r"%[\w#]+", line.split("=")[1])) for line in barriers]
+    assert held == [1 + 1, 1 + 1 + 1, 1 + 1 + 1, 1 + 1]
+    with pytest.raises(jddp.ConfigError, match="overlap is True, False or 'auto'; got 'ready'"):
+        wrapped(overlap="ready", local_steps=jddp.LocalSteps(2))
+
+
+class Normed(nn.Module):
+    """An MLP with a batch norm over the valid rows: of none it makes NaN."""
+
+    @nn.compact
+    def __call__(self, x, mask, train):
+        x = nn.BatchNorm(not train, momentum=0.9)(nn.Dense(16)(x), mask=mask)
+        return nn.Dense(NUM_CLASSES)(nn.relu(x))
+
+
+def normed_loss(model, batch, train):
+    logits = model(batch["x"], batch["mask"][:, None], train)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+
+
+def normed(overlap, **options):
+    options = {"batch_norm": "local", "bucket_mb": 200 * BYTES, "layout": "flat", **options}
+    optimizer = optax.sgd(0.2, momentum=0.9)
+    return jddp.DataParallel(Normed(), optimizer, normed_loss, overlap=overlap, **options)
+
+
+@pytest.mark.parametrize("mode, parts", [("local", 2), ("broadcast", 1)])
+def test_buckets_leave_inside_the_pass_beside_micro_batches_and_other_state(mode, parts):
+    """As they do without a batch norm: no bucket waits until all gradients are guarded."""
+    batch, options = make_batch(32, masked=True), {"accumulate_steps": parts, "batch_norm": mode}
+    ready, at_end = normed(True, **options), normed(False, **options)
+    assert operations(ready, batch).endswith("br.br.br.brr")
+    assert "b" not in operations(at_end, batch)
+    layers = [bucket.paths[-1].partition("/")[0] for bucket in ready.plan.buckets]
+    assert layers == ["Dense_1", "Dense_1", "Dense_0", "Dense_0"]
+    assert at_end.plan.buckets == ready.plan.buckets
+
+
+@pytest.mark.parametrize("mode", ["local", "broadcast"])
+def test_an_empty_micro_batch_adds_nothing_wherever_buckets_leave(mode):
+    """It makes neither NaN, nor zeros of what the replica's other micro-batch has added."""
+    options = {"mesh": 4, "batch_norm": mode, "accumulate_steps": 2, "donate": False}
+    ddps = [normed(overlap, **options) for overlap in (False, True)]
+    # Micro-batches of four rows, two for each of four replicas: those without a valid row are the
+    # last of a replica, its first, both of them, and the last of every replica.
+    for empty in ([3], [2], [6, 7], [1, 3, 5, 7]):
+        batch = {**make_batch(32), "mask": ~np.isin(np.arange(32) // 4, empty)}
+        ends = []
+        for ddp in ddps:
+            state = ddp.init(0, batch)
+            want = gradients_on_one_device(jax.device_get(state.params), batch)
+            # Means of up to 32 rows in another order, and gradients through variances of four.
+            close(ddp.gradients(state, batch)[0], want)
+            state, metrics = take_steps(ddp, [batch] * 2, state)
+            ends.append(jax.device_get((state.params, state.opt_state, state.model_state, metrics)))
+        # The same sums in the same order; the compiler may contract a product and a sum.
+        close(*ends)
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves(ends))
+
+
+def gradients_on_one_device(params, batch):
+    """Plain Flax: each micro-batch with a valid row is normalised alone, the sum divided once."""
+    stats = {"BatchNorm_0": {"mean": np.zeros(16), "var": np.ones(16)}}
+
+    @jax.jit
+    @jax.grad
+    def gradient(params, part):
+        def model(*inputs):
+            variables = {"params": params, "batch_stats": stats}
+            return Normed().apply(variables, *inputs, mutable=["batch_stats"])[0]
+
+        return (normed_loss(model, part, True) * part["mask"]).sum()
+
+    parts = [jax.tree.map(lambda x, i=i: x[i : i + 4], batch) for i in range(0, 32, 4)]
+    grads = [gradient(params, part) for part in parts if part["mask"].any()]
+    return jax.tree.map(lambda *each: sum(each) / batch["mask"].sum(), *grads)
+
+
+def test_a_scanned_stack_of_layers_is_ready_all_at_once_and_still_right():
+    options = {"overlap": True, "bucket_mb": 200 * BYTES}
+    ddp = wrapped(Transformer(), **options)
+    text = ddp.lower(make_batch()).compile().as_text()
+    assert len(collectives(text)) == len(ddp.plan) + 1
+    layers = [path for bucket in ddp.plan.buckets for path in bucket.paths if "Scan" in path]
+    assert f"{len(layers)} gradients leave a loop at once" in str(ddp.plan)
+
+
+@pytest.mark.parametrize("num, overlaps", [(1, False), (2, True)])
+def test_on_gpus_nothing_is_packed_for_a_single_one(monkeypatch, num, overlaps):
+    monkeypatch.setattr("jddp.data_parallel.platform", lambda mesh: "gpu")
+    ddp = wrapped(mesh=num)
+    assert ddp.spec.backward.overlaps == overlaps

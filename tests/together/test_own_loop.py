@@ -1,0 +1,193 @@
+"""What a loop of your own gets from `DataParallel` beside its steps: saves, and padding."""
+
+import shutil
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from runs import environment
+from states import assert_same, close, copied, equal
+from tiny import MLP, ConvNet, loss_fn, make_batch, take_steps
+
+import jddp
+from jddp.checkpoint.__main__ import main as checkpoint_command
+from jddp.errors import ConfigError, FileSystemError, NumericsError, UsageError
+
+
+def wrapped(model=None, *, mesh=2, **options):
+    return jddp.DataParallel(model or MLP(), optax.adam(0.1), loss_fn, mesh=mesh, **options)
+
+
+def started(ddp):
+    return ddp.init(0, make_batch())
+
+
+def test_what_was_saved_is_restored_on_another_number_of_devices(tmp_path, capsys):
+    ddp, other = wrapped(shard_optimizer=True, mesh=4), wrapped()
+    state = started(ddp)
+    for i in range(1, 5):
+        state, metrics = take_steps(ddp, [make_batch(seed=i)], state)
+        extra = {"position": i, "loss": float(metrics["loss"])}
+        saved = ddp.save(tmp_path, state, extra, keep=2)  # and the next step takes its memory
+    kept = copied(state)
+    saved.wait()
+    before = (tmp_path / "4").stat().st_ino
+    ddp.save(tmp_path, state, extra, keep=2).wait()  # the same again, which is not written
+    assert (tmp_path / "4").stat().st_ino == before
+    assert checkpoint_command(["verify", str(tmp_path)]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["3", "4"]
+    started(other)
+    state, restored = other.restore(tmp_path)
+    assert restored == extra
+    equal(state.params, kept.params)
+    other.save(tmp_path, take_steps(other, [make_batch()], state)[0], keep=1).wait()
+    assert [path.name for path in tmp_path.iterdir()] == ["5"]
+    assert ddp.restore(tmp_path)[1] is None
+
+
+def test_a_run_of_fit_is_restored_and_left_as_it_is(tmp_path):
+    ddp = wrapped()
+    run = ddp.fit([make_batch()] * 2, num_steps=2, run_dir=tmp_path)
+    state, beside = ddp.restore(tmp_path)
+    assert_same(state, run.state)
+    assert beside["position"] == {"num_taken": 2}
+    for directory in (tmp_path, tmp_path / "checkpoints"):
+        with pytest.raises(ConfigError, match="is of a run of fit"):
+            ddp.save(directory, state)
+
+
+def test_where_there_is_no_checkpoint_nothing_is_restored_and_nothing_made(tmp_path):
+    ddp = wrapped()
+    with pytest.raises(UsageError, match="Call init first"):
+        ddp.restore(tmp_path)
+    started(ddp)
+    assert ddp.restore(tmp_path / "a" / "b") is None
+    assert not (tmp_path / "a").exists()
+
+
+def test_what_another_process_is_writing_is_left_alone_by_a_restore(tmp_path):
+    ddp = wrapped()
+    ddp.save(tmp_path, started(ddp)).wait()
+    shutil.copytree(tmp_path / "0", tmp_path / "7.new")
+    reader = wrapped()
+    started(reader)
+    reader.restore(tmp_path)
+    assert (tmp_path / "7.new").exists()
+
+
+REFUSED = {
+    "no JSON": ({"extra": {"loss": np.float32(1)}}, ConfigError, "extra= is no JSON: .*float32"),
+    "keep": ({"keep": 0}, ConfigError, "keep is at least 1; got 0"),
+    "a URL": ({"directory": "s3://bucket/run"}, ConfigError, "is a URL"),
+    "no folder": ({"directory": "/dev/null/run"}, FileSystemError, "cannot be opened"),
+    "not restored": ({"directory": "there"}, ConfigError, "holds a checkpoint of step 0, from"),
+}
+
+
+@pytest.mark.parametrize("given, error, reported", REFUSED.values(), ids=REFUSED)
+def test_a_save_that_cannot_be_is_refused_in_one_line(
+    given, error, reported, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    earlier, ddp = wrapped(), wrapped(ConvNet())
+    earlier.save("there", started(earlier))
+    with pytest.raises(error, match=reported) as caught:
+        ddp.save(**{"directory": "here", "state": started(ddp)} | given)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match="holds, at step 0, another model"):
+        ddp.restore("there")
+
+
+def test_a_state_that_is_older_taken_or_not_finite_is_not_saved(tmp_path):
+    ddp = wrapped()
+    first = started(ddp)
+    old = copied(first)
+    state, _ = take_steps(ddp, [make_batch()], first)
+    ddp.save(tmp_path, state)
+    with pytest.raises(UsageError, match="This state was given to step call 1"):
+        ddp.save(tmp_path, first)
+    with pytest.raises(ConfigError, match="from which this state of step 0 does not come"):
+        ddp.save(tmp_path, old)
+    with pytest.raises(NumericsError, match="not finite after step 1"):
+        ddp.save(tmp_path, state.replace(params=jax.tree.map(jnp.log, state.params)))
+    assert [path.name for path in tmp_path.iterdir()] == ["1"]
+
+
+def test_a_save_that_fails_is_logged_and_raised_by_wait_and_the_next_is_tried(tmp_path, caplog):
+    ddp = wrapped()
+    state = started(ddp)
+    ddp.save(tmp_path, state).wait()
+    state, _ = take_steps(ddp, [make_batch()], state)
+    (tmp_path / "1.new").write_text("in the way")
+    saved = ddp.save(tmp_path, state)
+    with pytest.raises(FileSystemError, match="step 1 cannot be saved"):
+        saved.wait()
+    assert "step 1 cannot be saved" in caplog.text
+    state, _ = take_steps(ddp, [make_batch()], state)
+    ddp.save(tmp_path, state).wait()
+    assert ddp.restore(tmp_path)[0].step == 2
+
+
+@pytest.mark.parametrize("rows", [1, 5, 8, 13])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_padded_batch_is_one_device_on_its_rows(rows, masked):
+    batch = make_batch(rows)
+    if masked:
+        batch["mask"] = np.arange(rows) % 3 != 1
+    ddp = jddp.DataParallel(MLP(), optax.sgd(0.5), loss_fn, mesh=4, accumulate_steps=2)
+    one = jddp.DataParallel(MLP(), optax.sgd(0.5), loss_fn, mesh=1)
+    padded = ddp.pad(batch)
+    assert {len(x) for x in padded.values()} == {8 if rows <= 8 else 16}
+    got, want = (take_steps(*each) for each in ((ddp, [padded]), (one, [batch])))
+    # Sums of at most 13 rows in another order.
+    close((got[0].params, got[1]), (want[0].params, want[1]))
+
+
+def test_a_padded_batch_has_the_form_of_a_full_one():
+    ddp = wrapped()
+    full, last = (ddp.pad(make_batch(rows), num_rows=16) for rows in (16, 3))
+    forms = [{name: (x.shape, x.dtype) for name, x in each.items()} for each in (full, last)]
+    assert forms[0] == forms[1]
+    assert (full["mask"].sum(), last["mask"].sum()) == (16, 3)
+
+
+def scalar_loss(model, batch, train):
+    return loss_fn(model, batch, train)[0].mean()
+
+
+PADS = {
+    "no dict": (loss_fn, np.zeros((3, 16)), {}, ConfigError, "a dict of arrays; got ndarray"),
+    "does not divide": (loss_fn, make_batch(3), {"num_rows": 5}, ConfigError, "do not divide"),
+    "too small": (loss_fn, make_batch(3), {"num_rows": 2}, ConfigError, "more than num_rows=2"),
+    "scalar": (scalar_loss, make_batch(3), {}, UsageError, "'loss' is a scalar.*batches of 4 rows"),
+}
+
+
+@pytest.mark.parametrize("loss, batch, given, error, reported", PADS.values(), ids=PADS)
+def test_a_batch_that_cannot_be_padded_is_refused(loss, batch, given, error, reported):
+    ddp = jddp.DataParallel(MLP(), optax.sgd(0.5), loss, mesh=2)
+    started(ddp)
+    with pytest.raises(error, match=reported):
+        ddp.pad(batch, **given)
+
+
+ENDS = """
+import sys
+import jddp, optax
+from tiny import MLP, loss_fn, make_batch
+ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn)
+ddp.save(sys.argv[1], ddp.init(0, make_batch()))
+raise KeyError("a mistake")
+"""
+
+
+@pytest.mark.processes
+def test_a_process_that_ends_by_a_mistake_finishes_its_save(tmp_path):
+    command = [sys.executable, "-c", ENDS, str(tmp_path)]
+    ended = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    assert ended.stderr.splitlines()[-1] == "KeyError: 'a mistake'"
+    assert checkpoint_command(["verify", str(tmp_path)]) == 0

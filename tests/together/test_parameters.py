@@ -1,0 +1,177 @@
+"""Awkward parameters: right, or refused with a reason.
+
+One device with the whole batch is the judge.
+"""
+
+import jax
+import jax.numpy as jnp
+import judge
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from judge import WIDTH, Net, at, beside_one_device, host, in_both_places, make_rows, start, wrapped
+from tiny import Of
+
+from jddp.errors import ConfigError
+
+KERNEL = nn.initializers.normal()
+
+
+NO_PARAMETERS = Of(lambda m, x: x.sum(-1))
+
+
+def no_units(x):
+    """NUM-10: a layer without elements."""
+    return nn.Dense(0, kernel_init=nn.initializers.zeros, name="none")(x)
+
+
+def complex_normal(key, shape):
+    real, imag = jax.random.normal(key, (2, *shape))
+    return (real + 1j * imag).astype(jnp.complex64)
+
+
+class Complex(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        w = self.param("complex", complex_normal, (WIDTH, 3))
+        y = x.astype(jnp.complex64) @ w
+        return jnp.abs(y).sum(-1) + nn.Dense(1, name="real")(y.imag)[:, 0]
+
+
+def mixed_dtypes(m, x):
+    for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
+        x = nn.tanh(nn.Dense(WIDTH, param_dtype=dtype, name=jnp.dtype(dtype).name)(x))
+    return x.sum(-1)
+
+
+def tied_embedding(m, x):
+    table = nn.Embed(7, WIDTH)
+    tokens = jnp.abs(3 * x).astype(jnp.int32) % 7
+    return table.attend(nn.tanh(table(tokens)).mean(1)).sum(-1)
+
+
+class TiedNnx(nnx.Module):
+    def __init__(self, rngs):
+        self.first = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.last = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.last.kernel = self.first.kernel
+
+    def __call__(self, x):
+        return self.last(nnx.tanh(self.first(x))).sum(-1)
+
+
+MODELS = {
+    "one scalar": lambda: Of(lambda m, x: x.sum(-1) * m.param("w", nn.initializers.ones, ())),
+    "a leaf without elements": lambda: Of(lambda m, x: Net()(jnp.append(x, no_units(x), -1))),
+    "no leaf with elements": lambda: Of(lambda m, x: x.sum(-1) + no_units(x).sum(-1)),
+    "no parameters": lambda: NO_PARAMETERS,
+    "complex": Complex,
+    "tied embedding": lambda: Of(tied_embedding),
+    "tied in NNX": lambda: TiedNnx(nnx.Rngs(0)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_n_devices_equal_one_device(name):
+    beside_one_device(MODELS[name]())
+
+
+@pytest.mark.parametrize("accumulate_steps, place", [(1, "leaf-end"), (2, "flat-ready")])
+def test_dtypes_may_be_mixed_and_stay_as_they_are(accumulate_steps, place):
+    options = {"accumulate_steps": accumulate_steps, "places": [place]}
+    # A replica rounds its share's gradient to eight bits, one device that of the whole batch: 2^-6.
+    ddp, state = beside_one_device(Of(mixed_dtypes), rtol=2**-6, **options)
+    for name, layer in state.params.items():
+        assert {x.dtype.name for x in jax.tree.leaves(layer)} == {name}
+    assert {bucket.dtype.name for bucket in ddp.plan.buckets} == set(state.params)
+
+
+@in_both_places
+def test_the_imaginary_part_of_a_complex_gradient_arrives(place):
+    """NUM-6, in closed form: |w x|^2 has the gradient 2 conj(w) x^2, conjugate as JAX has it."""
+
+    square = Of(lambda m, x: jnp.abs(m.param("w", lambda _: jnp.complex64(1 + 2j)) * x) ** 2)
+    batch = {"x": np.arange(1, 9, dtype=np.float32)}
+    ddp = wrapped(square, lambda m, b: m(b["x"]), optimizer=optax.trace(0.0), **place)
+    state, _ = ddp.step(ddp.init(0, batch), batch)
+    gradient = 2 * (1 - 2j) * np.mean(batch["x"] ** 2)
+    np.testing.assert_allclose(state.opt_state.trace["w"], gradient, rtol=1e-6)
+
+
+def test_complex_and_real_parameters_travel_in_buckets_of_their_own():
+    """NUM-6: one cap that would hold all."""
+    ddp = wrapped(Complex(), bucket_mb=25)
+    ddp.init(0, make_rows())
+    assert {b.dtype.name: b.bytes for b in ddp.plan.buckets} == {"complex64": 96, "float32": 16}
+
+
+@in_both_places
+def test_a_model_without_parameters_sends_the_loss_and_nothing_else(place):
+    ddp = wrapped(NO_PARAMETERS, max_grad_norm=1.0, ema_decay=0.9, **place)
+    state, metrics = ddp.step(start(ddp, make_rows()), make_rows())
+    assert (len(ddp.plan), float(metrics["grad_norm"]), int(state.step)) == (0, 0.0, 1)
+    assert [x.num_elements for x in judge.sent(ddp)] == [2]
+
+
+def test_parameters_that_are_no_floats_are_refused_by_name():
+    """BKT-5: JAX gives them gradients of float0, which nobody can average."""
+    for dtype in ("int32", "uint8", "bool"):
+
+        def body(m, x, dtype=dtype):
+            return Net()(x) + m.param("layer", lambda _: {"n": jnp.ones(3, dtype)})["n"].sum()
+
+        with pytest.raises(ConfigError, match=f"'layer/n' is an array of {dtype}.*out of the par"):
+            wrapped(Of(body)).init(0, make_rows())
+
+
+def test_integers_in_an_nnx_param_are_refused_before_a_batch_is_seen():
+    class Counting(nnx.Module):
+        def __init__(self):
+            self.n = nnx.Param(jnp.arange(3))
+
+    with pytest.raises(ConfigError, match="'n' is an array of int32"):
+        wrapped(Counting()).init(0)
+
+
+def is_first(params):
+    return {name: jax.tree.map(lambda _, own=name == "first": own, x) for name, x in params.items()}
+
+
+def by_hand(params):
+    return {name: "still" if name == "first" else "moves" for name in params}
+
+
+FREEZERS = {
+    "masked": optax.chain(optax.adam(0.1), optax.masked(optax.set_to_zero(), is_first)),
+    "multi_transform": optax.multi_transform(
+        {"still": optax.set_to_zero(), "moves": optax.sgd(0.1, momentum=0.9)}, by_hand
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FREEZERS)
+def test_frozen_parameters_keep_their_bits_and_the_others_move_as_on_one_device(name):
+    # Adam divides by the gradient's own size: where that is small its rounding shows, 1e-3.
+    _, state = beside_one_device(Net(), optimizer=FREEZERS[name], rtol=1e-3)
+    first = start(wrapped(Net()), make_rows()).params
+    for path, still in judge.leaves_with_path(is_first(first)):
+        a, b = (at(tree, path) for tree in (state.params, first))
+        assert np.array_equal(a, b) == still, path
+
+
+@pytest.mark.parametrize("model", [Net(), Complex()], ids=["real", "complex"])
+def test_the_norm_is_that_of_the_whole_mean_gradient(model):
+    """Not a replica's, a bucket's or a part's, before the mean or after it."""
+    clipped = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1, momentum=0.9))
+    batches = [make_rows(), make_rows(seed=1)]
+    for place in judge.PLACES.values():
+        ddp = wrapped(model, max_grad_norm=0.1, accumulate_steps=2, **place)
+        state = start(ddp, batches[0])
+        first = state.replace(opt_state=clipped.init(state.params))
+        want = judge.steps_of_one_device(model, clipped, judge.squares, first, batches)
+        for batch, (one, _) in zip(batches, want, strict=True):
+            state, metrics = ddp.step(state, batch)
+            assert metrics["grad_norm"] > 0.1
+            judge.assert_close(host(state.params), host(one.params), rtol=1e-5)

@@ -1,0 +1,251 @@
+"""jddp trains like the step that people write by hand, and helps the step that they keep."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax.traverse_util import flatten_dict
+from jax.sharding import PartitionSpec as P
+from tiny import Of, take_steps
+
+import jddp
+from jddp.errors import ConfigError
+from jddp.zoo.models import CNN, ResNet, ViT
+from jddp.zoo.models.resnet import BottleneckBlock
+from peers import imagenet_pmap, pmap_trainer, shard_map_trainer
+from peers.convnet import ConvNet
+
+NUM_STEPS = 3
+WIDTHS = (8, 16)
+
+
+def loss_and_accuracy(logits, labels):
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return losses.mean(), (logits.argmax(-1) == labels).mean()
+
+
+def loss_fn(model, batch, train):
+    logits = model(batch["inputs"], train=train)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+    return losses, {"accuracy": logits.argmax(-1) == batch["targets"]}
+
+
+def image_batches():
+    rng = np.random.default_rng(0)
+    for _ in range(NUM_STEPS):
+        labels = rng.integers(10, size=32, dtype=np.int32)
+        images = rng.standard_normal((32, 8, 8, 1), dtype=np.float32)
+        images += labels[:, None, None, None].astype(np.float32) / 5
+        yield {"inputs": images, "targets": labels}
+
+
+def close(got, want):
+    # Both add the same numbers in another order, over steps that carry the rounding on.
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=2e-5, atol=2e-6), got, want)
+
+
+def test_the_network_of_the_peers_is_the_default_jobs():
+    images = jnp.asarray(next(image_batches())["inputs"])
+    variables = CNN().init(jax.random.key(0), images, train=False)
+    want = CNN().apply(variables, images, train=False)
+    np.testing.assert_array_equal(ConvNet().apply(variables, images, train=False), want)
+
+
+def first(tree):
+    """What the first replica has of what `pmap` has stacked."""
+    return jax.tree.map(lambda x: np.array(x[0]), tree)
+
+
+@pytest.mark.parametrize("is_pmap", [True, False], ids=["pmap", "shard_map"])
+def test_a_trainer_written_by_hand_gets_the_same_numbers(is_pmap):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
+    optimizer = optax.sgd(0.1, momentum=0.9)
+    ddp = jddp.DataParallel(ConvNet(WIDTHS), optimizer, loss_fn, mesh=mesh)
+    state = ddp.init(seed=0, batch=next(image_batches()))
+    variables = ddp.model(state)
+    params, model_state = variables["params"], {"batch_stats": variables["batch_stats"]}
+    peer = pmap_trainer.State(params, model_state, optimizer.init(params))
+    model = ConvNet(WIDTHS, axis_name="batch" if is_pmap else "data")
+    if is_pmap:
+        step = pmap_trainer.make_step(model, loss_and_accuracy, optimizer)
+        peer, shard, read = pmap_trainer.replicate(peer), pmap_trainer.shard, first
+    else:
+        step = shard_map_trainer.make_step(model, loss_and_accuracy, optimizer, mesh)
+        peer, read = shard_map_trainer.replicate(peer, mesh), lambda tree: tree
+        shard = functools.partial(shard_map_trainer.shard, mesh=mesh)
+    for batch in image_batches():
+        state, metrics = ddp.step(state, batch)
+        peer, peer_metrics = step(peer, shard(batch))
+        close({name: metrics[name] for name in peer_metrics}, read(peer_metrics))
+    close(ddp.model(state), read({"params": peer.params, **peer.model_state}))
+
+
+def penalised(model, batch, train):
+    """The peer's loss, and the mean over the axis that its model names."""
+    logits = model(batch["image"], train=train)
+    losses = imagenet_pmap.cross_entropy(logits, batch["label"])
+    hits = logits.argmax(-1) == batch["label"]
+    return losses + imagenet_pmap.penalty(model.variables["params"]), {"accuracy": hits}
+
+
+def penalised_by_name(model, batch, train):
+    losses, metrics = penalised(model, batch, train)
+    metrics["accuracy"] = jax.lax.pmean(metrics["accuracy"].mean(), "batch")
+    return losses, metrics
+
+
+@pytest.mark.parametrize(
+    "loss, options",
+    [(penalised, {}), (penalised_by_name, {"axis_name": "batch"})],
+    ids=["unchanged", "by_name"],
+)
+def test_a_model_that_names_its_own_axis_trains_as_in_its_own_pmap_step(loss, options):
+    batches = [{"image": x["inputs"], "label": x["targets"]} for x in image_batches()]
+    optimizer = imagenet_pmap.make_optimizer()
+    ddp = jddp.DataParallel(imagenet_pmap.ResNet(), optimizer, loss, **options)
+    state = ddp.init(seed=0, batch=batches[0])
+    params, batch_stats = (ddp.model(state)[name] for name in ("params", "batch_stats"))
+    peer = imagenet_pmap.State(params, batch_stats, optimizer.init(params))
+    peer, step = imagenet_pmap.replicate(peer), imagenet_pmap.make_step(optimizer)
+    for batch in batches:
+        state, metrics = ddp.step(state, batch)
+        peer, peer_metrics = step(peer, pmap_trainer.shard(batch))
+        close({name: metrics[name] for name in peer_metrics}, first(peer_metrics))
+    peer = peer._replace(batch_stats=imagenet_pmap.average_statistics(peer.batch_stats))
+    close(ddp.model(state), first({"params": peer.params, "batch_stats": peer.batch_stats}))
+
+
+# Of a custom step, that keeps its map and gets its mean from the optimizer.
+Mlp = functools.partial(Of, lambda m, x: nn.Dense(1)(nn.tanh(nn.Dense(16)(x))))
+
+
+def squared_error(model, batch):
+    return ((model(batch["x"]) - batch["y"]) ** 2).mean(axis=-1)
+
+
+def own_step(optimizer, differentiate=lambda loss, params: jax.grad(loss)(params)):
+    def step(params, opt_state, batch):
+        def loss(params):
+            return squared_error(lambda x: Mlp().apply({"params": params}, x), batch).mean()
+
+        updates, opt_state = optimizer.update(differentiate(loss, params), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    return step
+
+
+def batches():
+    x = np.random.default_rng(0).standard_normal((NUM_STEPS, 32, 4), dtype=np.float32)
+    return [{"x": part, "y": np.sin(part.sum(axis=-1, keepdims=True))} for part in x]
+
+
+@pytest.fixture(scope="module")
+def trained_by_jddp():
+    """Parameters before and after, by `DataParallel`."""
+    ddp = jddp.DataParallel(Mlp(), optax.sgd(0.1), squared_error)
+    state = ddp.init(seed=0, batch=batches()[0])
+    initial = ddp.model(state)["params"]
+    return initial, ddp.model(take_steps(ddp, batches(), state)[0])["params"]
+
+
+def test_average_gradients_serves_a_pmap_step_of_ones_own(trained_by_jddp):
+    initial, want = trained_by_jddp
+    optimizer = optax.chain(jddp.average_gradients("batch", layout="leaf"), optax.sgd(0.1))
+    step = jax.pmap(own_step(optimizer), axis_name="batch")
+    carry = pmap_trainer.replicate((initial, optimizer.init(initial)))
+    for batch in batches():
+        carry = step(*carry, pmap_trainer.shard(batch))
+    close(carry[0], jax.tree.map(lambda x: np.stack([x] * jax.device_count()), want))
+
+
+def mapped_step(optimizer, mesh, differentiate, check_vma=True):
+    """A step in a `shard_map`, which JAX checks by default."""
+    specs = {"in_specs": (P(), P(), P("batch")), "out_specs": P(), "check_vma": check_vma}
+    return jax.jit(jax.shard_map(own_step(optimizer, differentiate), mesh=mesh, **specs))
+
+
+def summed_by_jax(loss, params):
+    return jax.grad(loss)(params)
+
+
+def averaged_by_the_user(loss, params):
+    return jax.grad(lambda params: jax.lax.pmean(loss(params), "batch"))(params)
+
+
+def each_replicas_own(loss, params):
+    return jax.grad(loss)(jax.lax.pcast(params, "batch", to="varying"))
+
+
+@pytest.mark.parametrize("differentiate", [summed_by_jax, averaged_by_the_user])
+def test_average_gradients_refuses_gradients_that_are_already_the_same_everywhere(differentiate):
+    """One of them would be N times too large, and their type does not say which it is."""
+    optimizer = optax.chain(jddp.average_gradients("batch"), optax.sgd(0.1))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("batch",))
+    params = jax.eval_shape(Mlp().init, jax.random.key(0), batches()[0]["x"])["params"]
+    step = mapped_step(optimizer, mesh, differentiate)
+    with pytest.raises(ConfigError, match="check_vma=False, or .* jax.lax.pcast") as error:
+        step.trace(params, optimizer.init(params), batches()[0])
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "num_replicas, differentiate, check_vma, options",
+    [
+        (1, each_replicas_own, True, {"layout": "leaf"}),
+        (8, each_replicas_own, True, {"layout": "flat", "bucket_mb": 1e-4}),
+        (8, summed_by_jax, False, {"layout": "flat", "bucket_mb": 1e-4}),
+    ],
+)
+def test_average_gradients_serves_a_shard_map_that_keeps_gradients_apart_or_is_not_checked(
+    trained_by_jddp, num_replicas, differentiate, check_vma, options
+):
+    initial, want = trained_by_jddp
+    optimizer = optax.chain(jddp.average_gradients("batch", **options), optax.sgd(0.1))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:num_replicas]), ("batch",))
+    step = mapped_step(optimizer, mesh, differentiate, check_vma)
+    carry = shard_map_trainer.replicate((initial, optimizer.init(initial)), mesh)
+    for batch in batches():
+        carry = step(*carry, batch)
+    close(carry[0], want)
+
+
+SIZES = {"patch_size": 4, "num_layers": 2, "num_heads": 2, "width": 8, "num_classes": 5}
+# Odd at each stride: there both pad on both sides. Beyond rounding in float32 the two may differ by
+# how batch norms take variances.
+TORCH_TWINS = {
+    "resnet": (
+        ResNet((2, 1), BottleneckBlock, width=4, num_classes=5),
+        {"stage_sizes": (2, 1), "width": 4, "num_classes": 5},
+        (4, 33, 33, 3),
+    ),
+    "vit": (ViT(**SIZES), SIZES | {"image_size": 8}, (4, 8, 8, 3)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TORCH_TWINS)
+def test_networks_in_pytorch_give_what_those_in_flax_do(name):
+    torch = pytest.importorskip("torch")
+    from peers.torch_models import MODELS, from_flax
+
+    model, sizes, shape = TORCH_TWINS[name]
+    images = jax.random.normal(jax.random.key(2), shape)
+    variables = model.init(jax.random.key(0), images)
+    keys = jax.random.split(jax.random.key(1), len(jax.tree.leaves(variables["params"])))
+    # Other than they begin: what starts at zero would hide the rest of its block.
+    leaves, structure = jax.tree.flatten(variables["params"])
+    values = [jax.random.normal(k, x.shape) * 0.3 for k, x in zip(keys, leaves, strict=True)]
+    variables["params"] = jax.tree.unflatten(structure, values)
+    want, _ = model.apply(variables, images, train=True, mutable=["batch_stats"])
+    twin = MODELS[name](**sizes)
+    params = flatten_dict(variables["params"], sep="/")
+    state = from_flax({path: np.asarray(x) for path, x in params.items()})
+    missing, unexpected = twin.load_state_dict(state, strict=False)
+    assert not unexpected
+    assert all("running" in key or "num_batches" in key for key in missing)
+    got = twin(torch.tensor(np.asarray(images)).movedim(-1, 1)).detach().numpy()
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)

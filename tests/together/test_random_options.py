@@ -1,0 +1,509 @@
+"""Random sets of options: each equals one device that knows nothing of replicas, or is refused.
+
+The judge is a loop in NumPy over the pieces that a step is made of: the rows of replicas that share
+batch statistics, micro-batch by micro-batch, each run by Flax alone.
+
+    scripts/test -m slow tests/together/test_random_options.py     60 sets
+    scripts/test -m long tests/together/test_random_options.py     600 others
+"""
+
+import dataclasses
+import functools
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from jax import lax
+
+import jddp
+
+FEATURES, TOKENS, CLASSES, ROWS, STEPS = 3, 4, 3, 16, 3
+MIB = 2**20
+# Sums of 64 losses in another order, over three steps, of the largest entry; a wire of 8 bits of
+# mantissa rounds each replica's gradient, one of 11 bits as well.
+TOLERANCES = {None: 5e-5, "bfloat16": 2**-5, "float16": 2**-8}
+
+
+class Net(nn.Module):
+    """Layers that couple what they may: tokens by attention, rows by batch norm."""
+
+    norm: str
+    attention: bool
+    counts: bool
+    unused: bool
+
+    @nn.compact
+    def __call__(self, x, mask, train):
+        if self.unused:
+            self.param("unused", nn.initializers.ones, (2,))
+        x = nn.Dense(4, name="first")(x)
+        if self.norm == "batch":
+            where = None if mask is None else mask.reshape(*mask.shape, *[1] * (3 - mask.ndim))
+            x = nn.BatchNorm(not train, momentum=0.5, name="norm")(x, mask=where)
+        elif self.norm == "layer":
+            x = nn.LayerNorm(name="norm")(x)
+        x = nn.gelu(x)
+        if self.attention:
+            scores = jnp.einsum("btf,bsf->bts", nn.Dense(4, name="queries")(x), x)
+            x = jnp.einsum("bts,bsf->btf", nn.softmax(scores), x)
+        logits = nn.Dense(CLASSES, name="last")(x)
+        if self.counts:
+            seen = self.variable("counts", "seen", jnp.zeros, (CLASSES,), jnp.int32)
+            if train and not self.is_initializing():
+                seen.value += jnp.bincount(logits.argmax(-1).ravel(), length=CLASSES)
+        return logits
+
+
+def token_losses(logits, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+
+
+def make_loss(form):
+    """What a user writes, in each of the forms that a loss may have."""
+
+    def loss_fn(model, batch, train):
+        mask = batch.get("mask")
+        logits = model(batch["x"], mask, train)
+        losses = token_losses(logits, batch["label"])
+        right = (logits.argmax(-1) == batch["label"]).astype(jnp.float32)
+        match form:
+            case "rows":
+                return losses.mean(1), {"accuracy": right.mean(1)}
+            case "scalar":
+                return losses.mean(), {"accuracy": right.mean()}
+            case "mean":
+                total = (losses * batch["weights"]).sum()
+                return jddp.Mean(total, batch["weights"].sum()), {"accuracy": right}
+        return losses, {"accuracy": right}
+
+    return loss_fn
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model, a form of its loss, a kind of mask, an optimizer, and options of DataParallel."""
+
+    model: Net
+    form: str
+    mask: str
+    optimizer: str
+    fails: bool
+    options: dict
+
+    def __str__(self):
+        return f"{self.model}, {self.form} loss, {self.mask} mask, {self.optimizer}, {self.options}"
+
+    @property
+    def replicas(self):
+        return self.options.get("logical_replicas") or self.options["mesh"]
+
+
+OPTIMIZERS = {
+    "sgd": lambda: optax.sgd(0.3, momentum=0.9),
+    # A large epsilon keeps Adam from turning the rounding of a zero gradient into a whole update.
+    "adamw": lambda: optax.adamw(3e-2, eps=1e-2),
+}
+
+
+def choose(seed):
+    """A set of options, most of them at their default."""
+    rng = random.Random(seed)
+
+    def maybe(*others, default, chance=0.3):
+        return rng.choice(others) if rng.random() < chance else default
+
+    form = maybe("rows", "scalar", "mean", default="tokens", chance=0.6)
+    mask = {"scalar": "no", "mean": "no"}.get(form) or maybe(
+        "row", "empty", *(["token"] if form == "tokens" else []), default="no", chance=0.7
+    )
+    model = Net(
+        norm=maybe("batch", "layer", default="none", chance=0.7),
+        attention=rng.random() < 0.3,
+        counts=rng.random() < 0.25,
+        unused=rng.random() < 0.2,
+    )
+    mesh = rng.choice([1, 2, 4, 8])
+    options = {
+        "mesh": mesh,
+        "bucket_mb": rng.choice([40 / MIB, 25]),
+        "layout": rng.choice(["leaf", "flat"]),
+        "overlap": rng.choice([False, True]),
+        "batch_norm": maybe("local", "broadcast", default="sync"),
+        "batch_norm_group_size": maybe(2, default=None, chance=0.15),
+        "accumulate_steps": maybe(2, default=1),
+        "wire_dtype": maybe("bfloat16", "float16", default=None),
+        "comm_hook": maybe(jddp.CommHook(lambda plan: (), halves), default=None, chance=0.15),
+        "max_grad_norm": maybe(0.05, default=None),
+        "ema_decay": maybe(0.5, default=None),
+        "unused_parameters": maybe("skip", "error", default="zero"),
+        "shard_optimizer": maybe(True, default=False, chance=0.25),
+        "logical_replicas": maybe(8, default=None, chance=0.2),
+        "local_steps": maybe(jddp.LocalSteps(2), default=None, chance=0.2),
+        "loss_scale": maybe(2.0**6, "dynamic", default=None, chance=0.2),
+        "skip_nonfinite": maybe(True, default=False, chance=0.2),
+    }
+    if model.counts:
+        declared = {"state_reduction": {"counts": "sum"}}
+        options |= maybe({"per_replica": ("counts",)}, {}, default=declared)
+    if rng.random() < 0.8:
+        options |= without_refusals(model, options)
+    mask = change_what_has_no_judge(model, mask, options)
+    skips = options["skip_nonfinite"] or options["loss_scale"] == "dynamic"
+    return Case(
+        model, form, mask, rng.choice(["sgd", "adamw"]), skips and rng.random() < 0.6, options
+    )
+
+
+def without_refusals(model, options):
+    """Changes of options that are known to be refused together, so that most sets are run."""
+    alone = {"shard_optimizer": False, "comm_hook": None}
+    if model.norm == "batch":
+        alone |= {"batch_norm": "local", "batch_norm_group_size": None}
+    changes = {}
+    if options["overlap"]:
+        changes |= {"layout": "flat"}
+    if options["batch_norm_group_size"]:
+        changes |= {"batch_norm": "sync", "mesh": max(2, options["mesh"])}
+    if options["logical_replicas"]:
+        changes |= alone | {"overlap": False, "local_steps": None, "wire_dtype": None}
+    elif options["local_steps"]:
+        changes |= alone
+    if model.unused and options["unused_parameters"] == "error":
+        changes |= {"unused_parameters": "zero"}
+    return changes
+
+
+def change_what_has_no_judge(model, mask, options):
+    """Changes options where one device does not say what is right; returns the mask."""
+    if options["loss_scale"] == "dynamic" and options["wire_dtype"] == "float16":
+        options["wire_dtype"] = "bfloat16"  # or the first steps are skipped until the scale fits
+    has_groups = model.norm == "batch" and options["batch_norm_group_size"]
+    # The statistics of a group without a valid row are anything, and so is what is counted of them.
+    return "row" if mask == "empty" and has_groups and model.counts else mask
+
+
+def halves(bucket, state, axis):
+    """A mean by hand: not `lax.pmean`, and with no state."""
+    size = lax.axis_size(axis)
+    return jax.tree.map(lambda x: lax.psum(x / size, axis), bucket), state
+
+
+def make_batch(case, number):
+    rng = np.random.default_rng(number)
+    batch = {
+        "x": rng.normal(size=(ROWS, TOKENS, FEATURES)).astype(np.float32),
+        "label": rng.integers(0, CLASSES, (ROWS, TOKENS)),
+    }
+    if case.form == "mean":
+        batch["weights"] = rng.choice([0.0, 0.5, 1.0, 3.0], (ROWS, TOKENS)).astype(np.float32)
+        if case.replicas > 1:
+            batch["weights"][: ROWS // case.replicas] = 0  # a replica of which nothing counts
+    if case.mask != "no":
+        shape = (ROWS, TOKENS) if case.mask == "token" else (ROWS,)
+        batch["mask"] = (rng.random(shape) < 0.6).astype(np.float32)
+        batch["mask"][-1] = 1
+        if case.mask == "empty":
+            batch["mask"][: ROWS // 2] = 0
+    if case.fails and number == 1:
+        batch["x"][-1] = np.inf
+    return batch
+
+
+# The judge.
+
+
+def weights_of(case, rows):
+    """What each loss of these rows counts for."""
+    if case.form == "mean":
+        return rows["weights"]
+    if case.form == "scalar":
+        return np.ones(())
+    mask = rows.get("mask", np.ones(len(rows["x"]), np.float32))
+    if case.form == "tokens" and mask.ndim == 1:
+        mask = np.repeat(mask[:, None], TOKENS, 1)
+    return mask
+
+
+@functools.cache
+def run_piece(model, form, train):
+    """Flax alone on some rows: the weighted sum of losses, its gradient, right answers, state."""
+
+    def losses(params, model_state, rows, weights):
+        (logits), written = model.apply(
+            {"params": params, **model_state},
+            rows["x"],
+            rows.get("mask"),
+            train,
+            mutable=list(model_state) if train else [],
+        )
+        losses = token_losses(logits, rows["label"])
+        right = (logits.argmax(-1) == rows["label"]).astype(jnp.float32)
+        if form == "rows":
+            losses, right = losses.mean(1), right.mean(1)
+        if form == "scalar":
+            losses, right = losses.mean(), right.mean()
+        # Metrics have no weights but the mask.
+        counts = jnp.ones_like(right) if form == "mean" else weights
+        total = jnp.where(weights > 0, losses * weights, 0).sum()
+        return total, ((right * counts).sum(), counts.sum(), {**model_state, **written})
+
+    if not train:
+        return jax.jit(losses)
+    return jax.jit(jax.value_and_grad(losses, has_aux=True))
+
+
+@functools.cache
+def update(name):
+    """Parameters and optimizer state after an update of this optimizer."""
+
+    def updated(grads, opt_state, params):
+        updates, opt_state = OPTIMIZERS[name]().update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    return jax.jit(updated)
+
+
+def host(tree):
+    return jax.tree.map(np.array, jax.device_get(tree))
+
+
+def add(*trees):
+    return jax.tree.map(lambda *x: np.sum(np.asarray(x, np.float64), 0).astype(np.float32), *trees)
+
+
+@dataclasses.dataclass
+class Replica:
+    """What a replica has of its own; under plain data parallelism all have the same."""
+
+    params: object
+    opt_state: object
+    model_state: object
+
+
+class OneDevice:
+    """Takes the steps of a case, one piece after the other."""
+
+    def __init__(self, case, params, model_state):
+        self.case, self.optimizer = case, OPTIMIZERS[case.optimizer]()
+        self.replicas = [
+            Replica(params, self.optimizer.init(params), model_state) for _ in range(case.replicas)
+        ]
+        self.ema, self.outer, self.taken = params, params, 0
+
+    def groups(self):
+        """The replicas that are run as one: those that share batch statistics."""
+        options, num = self.case.options, self.case.replicas
+        if self.case.model.norm == "batch" and options["batch_norm"] == "sync" and num > 1:
+            size = options["batch_norm_group_size"] or num
+            return [[*range(i, i + size)] for i in range(0, num, size)]
+        return [[i] for i in range(num)]
+
+    def gradients(self, batch):
+        """For each group: the sum of its gradients, its sums, and whether it has any entry."""
+        case, num = self.case, self.case.replicas
+        parts = case.options["accumulate_steps"]
+        split = {k: x.reshape(num, parts, -1, *x.shape[1:]) for k, x in batch.items()}
+        run = run_piece(case.model, case.form, True)
+        grads, sums = {}, {}
+        for part in range(parts):
+            states, first = {}, None
+            for group in self.groups():
+                rows = {k: x[group, part].reshape(-1, *x.shape[3:]) for k, x in split.items()}
+                weights, replica = weights_of(case, rows), self.replicas[group[0]]
+                (total, (right, counts, state)), grad = run(
+                    replica.params, replica.model_state, rows, weights
+                )
+                if weights.sum() == 0:
+                    # A replica alone keeps its statistics, as do all where all is masked; what
+                    # is counted of its rows is counted all the same.
+                    grad = jax.tree.map(np.zeros_like, replica.params)
+                    total, right = 0.0, right if case.form == "mean" else 0.0
+                    kept = replica.model_state.get("batch_stats")
+                    is_own = case.options["batch_norm"] != "sync"
+                    keeps = case.model.norm == "batch" and ("mask" in rows or is_own)
+                    state = {**state, "batch_stats": kept} if keeps else state
+                elif first is None:
+                    first = group[0]
+                key = tuple(group)
+                grads[key] = add(grads[key], host(grad)) if key in grads else host(grad)
+                new = np.array([total, weights.sum(), right, counts], np.float64)
+                sums[key] = sums.get(key, 0) + new
+                states[key] = host(state)
+            self.settle(states, first or 0)
+        return grads, sums
+
+    def settle(self, states, first):
+        """State beside the parameters, as the options have it agree."""
+        options = self.case.options
+        new = {i: state for key, state in states.items() for i in key}
+        old = [replica.model_state for replica in self.replicas]
+        for i, replica in enumerate(self.replicas):
+            state = dict(new[i])
+            if "batch_stats" in state and options["batch_norm"] == "sync":
+                valid = [new[key[0]]["batch_stats"] for key in states]
+                state["batch_stats"] = jax.tree.map(lambda *x: np.mean(x, 0), *valid)
+            if "batch_stats" in state and options["batch_norm"] == "broadcast":
+                state["batch_stats"] = new[first]["batch_stats"]
+            if "counts" in state and "state_reduction" in options:
+                moved = [new[k[0]]["counts"]["seen"] - old[k[0]]["counts"]["seen"] for k in states]
+                state["counts"] = {"seen": old[i]["counts"]["seen"] + np.sum(moved, 0)}
+            replica.model_state = state
+
+    def step(self, batch):
+        """One optimizer step; the metrics."""
+        options, before = self.case.options, [dataclasses.replace(r) for r in self.replicas]
+        with np.errstate(invalid="ignore"):
+            grads, sums = self.gradients(batch)
+            total = np.sum([*sums.values()], 0)
+        loss = total[0] / (total[1] or 1)
+        metrics = {"loss": loss, "accuracy": total[2] / (total[3] or 1)}
+        if self.case.form in ("tokens", "rows"):
+            metrics["count"] = total[1]
+        if options["local_steps"]:
+            means = {key: self.divided(g, sums[key][1]) for key, g in grads.items()}
+        else:
+            mean = self.divided(add(*grads.values()), total[1])
+            means = dict.fromkeys(grads, mean)
+        skips = options["skip_nonfinite"] or options["loss_scale"] == "dynamic"
+        finite = all(np.isfinite(x).all() for x in jax.tree.leaves((loss, means)))
+        if skips and not finite:
+            self.replicas = before
+            return metrics | {"skipped": 1.0}
+        for key, mean in means.items():
+            for i in key:
+                waits = options["local_steps"] and not sums[key][1]
+                self.update(self.replicas[i], mean, waits=waits)
+        self.taken += 1
+        if options["local_steps"] and self.taken % options["local_steps"].every == 0:
+            mean = jax.tree.map(lambda *x: np.mean(x, 0), *(r.params for r in self.replicas))
+            for replica in self.replicas:
+                replica.params = mean
+        if options["ema_decay"]:
+            mean = jax.tree.map(lambda *x: np.mean(x, 0), *(r.params for r in self.replicas))
+            self.ema = jax.tree.map(lambda a, b: 0.5 * a + 0.5 * b, self.ema, mean)
+        return metrics
+
+    def divided(self, grads, count):
+        grads = jax.tree.map(lambda g: g / np.float32(count or 1), grads)
+        limit = self.case.options["max_grad_norm"]
+        if limit is not None:
+            norm = np.sqrt(sum(np.square(x).sum() for x in jax.tree.leaves(grads)))
+            grads = jax.tree.map(lambda g: g if norm < limit else g / norm * limit, grads)
+        return grads
+
+    def update(self, replica, grads, *, waits):
+        """Takes a step; a replica that waits, without a valid entry, counts it and no more."""
+        params, opt_state = update(self.case.optimizer)(grads, replica.opt_state, replica.params)
+        if waits:
+            replica.opt_state = jax.tree.map(
+                lambda new, old: old if jnp.issubdtype(new.dtype, jnp.inexact) else new,
+                host(opt_state),
+                replica.opt_state,
+            )
+            return
+        params = host(params)
+        if self.case.model.unused and self.case.options["unused_parameters"] == "skip":
+            params["unused"] = replica.params["unused"]
+        replica.params, replica.opt_state = params, host(opt_state)
+
+    def mean(self, of):
+        trees = [of(replica) for replica in self.replicas]
+
+        def mean(*x):
+            return np.mean(x, 0) if x[0].dtype.kind == "f" else x[0]
+
+        return jax.tree.map(mean, *trees)
+
+    def evaluate(self, batches):
+        """The exact means over all rows, with the parameters and statistics of all replicas."""
+        run, totals = run_piece(self.case.model, self.case.form, False), np.zeros(4)
+        for rows in batches:
+            weights = weights_of(self.case, rows)
+            arguments = self.mean(lambda r: r.params), self.mean(lambda r: r.model_state)
+            total, (right, counts, _) = run(*arguments, rows, weights)
+            totals += np.array([total, weights.sum(), right, counts], np.float64)
+        return {"loss": totals[0] / totals[1], "accuracy": totals[2] / totals[3]}
+
+
+def assert_close(got, want, tolerance, what):
+    """Close relative to the largest entry of the whole tree; whole numbers are equal."""
+    assert jax.tree.structure(got) == jax.tree.structure(want), what
+    floats = [x for x in jax.tree.leaves(want) if np.asarray(x).dtype.kind == "f"]
+    atol = tolerance * max([0.01, *(np.abs(x).max() for x in floats)])
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True
+    ):
+        where = what + jax.tree_util.keystr(path)
+        atol_here = atol if np.asarray(b).dtype.kind == "f" else 0
+        np.testing.assert_allclose(a, b, rtol=0, atol=atol_here, err_msg=where)
+
+
+def hold(case, *, evaluates=True):
+    """Holds a case to one device; returns the words of its refusal, or None if it is equal."""
+    try:
+        ddp = jddp.DataParallel(
+            case.model, OPTIMIZERS[case.optimizer](), make_loss(case.form), **case.options
+        )
+        state = ddp.init(1, make_batch(case, 0))
+    except jddp.Error as refusal:
+        return str(refusal)
+    variables = host(ddp.model(state))
+    params = variables.pop("params")
+    one = OneDevice(case, params, variables)
+    tolerance = TOLERANCES[case.options["wire_dtype"]]
+    for number in range(STEPS):
+        batch = make_batch(case, number)
+        try:
+            state, metrics = ddp.step(state, batch)
+        except jddp.Error as refusal:
+            if number == 0:
+                return str(refusal)
+            raise
+        want = one.step(batch)
+        got = {name: float(metrics[name]) for name in want}
+        if not case.fails or number != 1:
+            assert_close(got, want, tolerance, f"step {number}: metrics")
+        variables = host(ddp.model(state))
+        assert_close(variables.pop("params"), one.mean(lambda r: r.params), tolerance, "params")
+        if "per_replica" not in case.options:
+            assert_close(variables, one.mean(lambda r: r.model_state), tolerance, "model_state")
+    if case.options["ema_decay"]:
+        got = host(ddp.model(state, params="ema"))["params"]
+        assert_close(got, one.ema, tolerance, "ema_params")
+    if not evaluates:
+        return None
+    plain = dataclasses.replace(case, fails=False)
+    batches = [make_batch(plain, number) for number in (7, 8)]
+    if case.form in ("tokens", "rows"):
+        batches[1] = {k: x[-5:] for k, x in batches[1].items()}
+    got = ddp.evaluate(state, batches)
+    want = one.evaluate(batches)
+    assert_close({name: got[name] for name in want}, want, tolerance, "evaluate")
+    return None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(60))
+def test_a_random_set_of_options_equals_one_device_or_is_refused(seed):
+    hold(choose(seed))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(1000, 1600))
+def test_600_random_sets_of_options_equal_one_device_or_are_refused(seed):
+    hold(choose(seed))
+
+
+def test_sixty_random_sets_give_every_option_several_values():
+    seen = {}
+    for case in map(choose, range(60)):
+        for name, value in case.options.items():
+            seen.setdefault(name, set()).add(str(value)[:9])
+    assert {name for name, values in seen.items() if len(values) == 1} == {
+        "per_replica",
+        "state_reduction",
+    }

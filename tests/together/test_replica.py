@@ -1,0 +1,228 @@
+"""What replicas have of each other, and what each has for itself."""
+
+import functools
+import itertools
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from judge import host
+from states import close
+from tiny import MLP, loss_fn, make_batch, take_steps
+
+import jddp
+from jddp.checkpoint.checkpoints import Checkpoints
+from jddp.engine.digest import digests, find_divergence
+from jddp.errors import ConfigError
+
+
+class Towers(nn.Module):
+    """Two networks whose outputs should agree for the same row, and for no other."""
+
+    @nn.compact
+    def __call__(self, x, y):
+        both = (nn.Dense(8, name="x")(x), nn.Dense(8, name="y")(y))
+        return [v / jnp.linalg.norm(v, axis=-1, keepdims=True) for v in both]
+
+
+def pairs():
+    x = np.random.default_rng(0).normal(size=(16, 6)).astype(np.float32)
+    return {"x": x, "y": x[:, ::-1] + 0.1}
+
+
+def contrastive(model, batch, gather, first_row):
+    x, y = model(batch["x"], batch["y"])
+    logits = 5 * x @ gather(y).T
+    labels = first_row(len(x)) + jnp.arange(len(x))
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+
+
+def over_all_rows(model, batch):
+    replica = jax.lax.axis_index(jddp.AXIS)
+    return contrastive(model, batch, jddp.all_gather, lambda num_rows: replica * num_rows)
+
+
+def test_a_contrastive_loss_over_all_rows_has_the_gradient_of_one_device(mesh):
+    batch, towers = pairs(), Towers()
+    ddp = wrapped(towers, over_all_rows, mesh=mesh)
+    state = ddp.init(0, batch)
+    variables = ddp.model(state)
+
+    def alone(params):
+        model = towers.bind({"params": params})
+        return contrastive(model, batch, lambda y: y, lambda num_rows: 0).mean()
+
+    loss, want = jax.value_and_grad(alone)(variables["params"])
+    grads, metrics = ddp.gradients(state, batch)
+    close(host(metrics["loss"]), loss)
+    close(host(grads), host(want))
+
+
+def test_a_tree_is_gathered_leaf_by_leaf_in_the_order_of_the_replicas(mesh):
+    batch = {"x": np.arange(16.0, dtype=np.float32), "n": np.arange(16)[:, None]}
+
+    def loss(model, batch, train):
+        seen = jddp.all_gather(batch)
+        right = jnp.array_equal(seen["x"], jnp.arange(16.0))
+        right &= jnp.array_equal(seen["n"][:, 0], jnp.arange(16))
+        return jnp.float32(0), {"right": right}
+
+    ddp = wrapped(nn.Dense(1), loss, mesh=mesh)
+    state = ddp.init(0, params={"params": {}})
+    assert ddp.step(state, batch)[1]["right"] == 1
+
+
+def test_a_replica_s_key_follows_the_rule_of_all_random_numbers(mesh):
+    ddp = wrapped(MLP(), mesh=mesh)
+    batch = make_batch()
+    state, _ = ddp.step(ddp.init(3, batch), batch)
+    keys = jddp.replica_key(state, "environment")
+    assert keys.shape == (mesh.size,)
+    assert len(keys.addressable_shards) == mesh.size
+    fold = functools.partial(functools.reduce, jax.random.fold_in)
+    for i in range(mesh.size):
+        want = fold((1, i, zlib.crc32(b"environment")), jax.random.key(3))
+        assert jax.random.key_data(keys[i]).tolist() == jax.random.key_data(want).tolist()
+
+
+def test_keys_differ_by_replica_step_and_name_and_repeat_from_a_state():
+    ddp, batch = wrapped(MLP(), donate=False), make_batch()
+    first = ddp.init(0, batch)
+    second, _ = ddp.step(first, batch)
+    pairs = itertools.product((first, second), ("a", "b"))
+    drawn = [jax.random.key_data(jddp.replica_key(state, name)) for state, name in pairs]
+    assert len({tuple(word) for words in drawn for word in words.tolist()}) == 4 * 8
+    again = jax.random.key_data(jddp.replica_key(first, "a"))
+    np.testing.assert_array_equal(again, drawn[0])
+
+
+def test_keys_may_be_rows_of_a_batch():
+    def loss(model, batch, train):
+        noise = jax.vmap(jax.random.uniform)(batch["key"])
+        return noise, {"square": noise**2}
+
+    ddp = wrapped(nn.Dense(1), loss)
+    state = ddp.init(0, params={"params": {}})
+    keys = jddp.replica_key(state)
+    _, metrics = ddp.step(state, {"key": keys})
+    np.testing.assert_allclose(metrics["loss"], jax.vmap(jax.random.uniform)(keys).mean(), 1e-6)
+
+
+def perturbed(model, batch, train):
+    """Each replica moves the weights by noise of its own, and learns from what comes of it."""
+    if not train or model.is_initializing():
+        return loss_fn(model, batch, train)[0]
+    key = model.make_rng("perturbation")
+    module, variables = model.unbind()
+    leaves, treedef = jax.tree.flatten(variables)
+    keys = jax.random.split(key, len(leaves))
+    noisy = [x + 0.1 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
+    return loss_fn(module.bind(jax.tree.unflatten(treedef, noisy)), batch, train)[0]
+
+
+def test_weights_that_each_replica_perturbs_have_the_mean_of_all_gradients(mesh):
+    batch = make_batch()
+    ddp = wrapped(MLP(), perturbed, mesh=mesh)
+    state = ddp.init(0, batch)
+    params = host(state.params)
+    grads, _ = ddp.gradients(state, batch)
+
+    def on_replica(i):
+        key = functools.reduce(jax.random.fold_in, (0, i), jax.random.key(0))
+        rngs = {"params": jax.random.fold_in(key, zlib.crc32(b"params"))}
+        rows = jax.tree.map(lambda x: np.split(x, mesh.size)[i], batch)
+
+        def loss(params):
+            run = nn.apply(lambda m: perturbed(m, rows, True), MLP())
+            return run({"params": params}, rngs=rngs).mean()
+
+        return jax.grad(loss)(params)
+
+    each = [host(on_replica(i)) for i in range(mesh.size)]
+    close(host(grads), jax.tree.map(lambda *g: np.mean(g, 0), *each))
+    assert mesh.size == 1 or not np.allclose(*[jax.tree.leaves(g)[0] for g in each[:2]], rtol=0.01)
+
+
+class Wander(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        own = self.variable("own", "w", jnp.zeros, (x.shape[-1], 4))
+        calls = self.variable("own", "calls", jnp.zeros, (), jnp.int32)
+        if train and not self.is_initializing():
+            own.value += jax.random.normal(self.make_rng("noise"), own.value.shape)
+            calls.value += 1
+        return MLP()(x, train) + x @ own.value
+
+
+class Own(nnx.Variable):
+    pass
+
+
+class NnxWander(nnx.Module):
+    def __init__(self, rngs):
+        self.dense = nnx.Linear(16, 4, rngs=rngs)
+        self.own, self.rngs = Own(jnp.zeros((16, 4))), rngs
+
+    def __call__(self, x, train):
+        if train:
+            self.own[...] += self.rngs.noise.normal((16, 4))
+        return self.dense(x) + x @ self.own[...]
+
+
+WANDERERS = {"linen": (Wander, "own"), "nnx": (lambda: NnxWander(nnx.Rngs(0)), "Own")}
+in_both = pytest.mark.parametrize("make, kind", WANDERERS.values(), ids=WANDERERS)
+
+
+def wrapped(model, loss=loss_fn, **options):
+    return jddp.DataParallel(model, optax.sgd(0.1), loss, **options)
+
+
+def own_of(model_state):
+    return model_state["own"]["w"] if "own" in model_state else model_state["rest"]["own"]
+
+
+@in_both
+def test_what_is_declared_per_replica_differs_and_no_digest_minds(make, kind, tmp_path):
+    batch, ddp = make_batch(), wrapped(make(), per_replica=[kind])
+    state, _ = take_steps(ddp, [batch] * 2)
+    rows = host(own_of(state.model_state))
+    assert rows.shape == (8, 16, 4)
+    assert len({row.tobytes() for row in rows}) == 8
+    assert find_divergence(digests(state), state) is None
+    for leaf in jax.tree.leaves(state.params):
+        assert len({np.asarray(x.data).tobytes() for x in leaf.addressable_shards}) == 1
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(2, state, {})
+    checkpoints.close()
+    read = ddp.model(state)
+    mean = read.own[...] if kind == "Own" else read["own"]["w"]
+    np.testing.assert_allclose(mean, rows.mean(0), rtol=1e-5, atol=1e-6)
+    assert ddp.evaluate(state, [batch])["examples"] == 16
+
+
+@in_both
+def test_a_run_goes_on_with_what_each_replica_had(make, kind, tmp_path):
+    def fit(num_steps, run_dir):
+        options = {"num_steps": num_steps, "run_dir": tmp_path / run_dir}
+        return wrapped(make(), per_replica=[kind]).fit([make_batch()] * 4, **options).state
+
+    fit(2, "twice")
+    got, want = fit(4, "twice"), fit(4, "once")
+    np.testing.assert_array_equal(own_of(got.model_state), own_of(want.model_state))
+
+
+@in_both
+def test_what_is_drawn_and_not_declared_is_refused_and_a_declared_mean_is_one_for_all(make, kind):
+    with pytest.raises(ConfigError, match=f"random numbers of each replica.*{kind}"):
+        take_steps(wrapped(make()), [make_batch()])
+    state, _ = take_steps(wrapped(make(), state_reduction={kind: "mean"}), [make_batch()])
+    leaf = own_of(state.model_state)
+    assert leaf.shape == (16, 4)
+    assert len({np.asarray(x.data).tobytes() for x in leaf.addressable_shards}) == 1
+    with pytest.raises(ConfigError, match=f"'owned', and the model keeps .*{kind}"):
+        wrapped(make(), per_replica=["owned"]).init(0, make_batch())

@@ -1,0 +1,288 @@
+"""What a notebook has in its hands: a run's results, the newest state, and what each looks like."""
+
+import _thread
+import dataclasses
+import inspect
+import re
+import signal
+import threading
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from states import assert_same, close, equal
+from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch
+
+import jddp
+from jddp.checkpoint.__main__ import main as checkpoint_command
+from jddp.data import TrainBatches
+from jddp.errors import ConfigError, UsageError
+from jddp.trainer.plan import Plan
+
+
+def wrapped(model=None, **options):
+    return jddp.DataParallel(model or MLP(), optax.sgd(0.1), loss_fn, **options)
+
+
+def fit(num_steps=4, **options):
+    batches = [make_batch(seed=seed) for seed in range(8)]
+    options = {"evaluate": [make_batch(13, seed=9)], "log_every_steps": 1, **options}
+    return wrapped().fit(batches, num_steps=num_steps, eval_every_steps=2, **options)
+
+
+def logits_of(model, batch, train):
+    return {"logits": model(batch["x"], train=train), "label": batch["y"]}
+
+
+def test_a_run_remembers_its_records_in_their_order():
+    run = fit()
+    steps = [f"{record['step']} {record['split']}" for record in run.history]
+    assert steps == ["1 train", "2 train", "2 eval", "3 train", "4 train", "4 eval"]
+    assert run.history[-2:] == [run.metrics, run.eval_metrics]
+
+
+def test_a_resumed_run_remembers_the_records_before(tmp_path):
+    fit(2, run_dir=tmp_path)
+    resumed, whole = fit(4, run_dir=tmp_path), fit(4)
+
+    def seen(run):
+        return [(x["step"], x["split"], x["loss"]) for x in run.history]
+
+    assert seen(resumed) == seen(whole)
+
+
+def test_a_run_evaluates_and_predicts_with_its_own_batches_or_with_others():
+    run, other = fit(), make_batch(16, seed=5)
+    assert run.evaluate()["loss"] == run.eval_metrics["loss"]
+    assert run.evaluate([other])["examples"] == 16
+    assert run.predict([{"x": other["x"]}]).shape == (16, 4)
+    assert run.predict().shape == (13, 4)
+    with pytest.raises(UsageError, match="has no evaluation batches"):
+        fit(evaluate=None).evaluate()
+
+
+def test_a_run_stays_usable_when_another_starts_from_its_state():
+    first = fit(2)
+    before = first.evaluate()
+    batches = [make_batch(seed=seed) for seed in range(2, 4)]
+    second = wrapped().fit(batches, num_steps=4, state=first.state)
+    assert first.evaluate() == before
+    assert len(first.predict(function=logits_of)["label"]) == 13
+    assert_same(second.state, fit(4).state)
+
+
+def test_a_function_may_make_the_first_state():
+    ddp = wrapped()
+    batches = [make_batch(seed=seed) for seed in range(4)]
+    run = ddp.fit(batches, num_steps=4, state=lambda batch: ddp.init(3, batch))
+    assert_same(run.state, ddp.fit(batches, num_steps=4, seed=3).state)
+
+
+def test_a_run_draws_a_panel_for_the_loss_and_for_each_metric():
+    figure = fit().plot()
+    assert [panel.get_title() for panel in figure.axes] == ["loss", "accuracy"]
+    assert figure._repr_png_().startswith(b"\x89PNG")
+    lines = {line.get_label(): line.get_xdata().tolist() for line in figure.axes[0].lines}
+    assert lines == {"train": [1, 2, 3, 4], "eval": [2, 4]}
+    ddp = wrapped()
+    with pytest.raises(UsageError, match="no record yet"):
+        jddp.Run(ddp, ddp.init(0, make_batch()), run_dir=None, save=print).plot()
+
+
+@pytest.mark.parametrize("model", [ConvNet(), NnxConvNet(nnx.Rngs(0))], ids=["linen", "nnx"])
+@pytest.mark.parametrize("sizes", [[16, 16, 5], [0, 3]], ids=str)
+def test_predictions_are_those_of_one_device_row_by_row(model, sizes):
+    ddp = wrapped(model)  # of eight
+    state = ddp.init(0, make_batch())
+    batches = [make_batch(size, seed=i) for i, size in enumerate(sizes)]
+    got = ddp.predict(state, batches, logits_of)
+    rows = jax.tree.map(lambda *parts: np.concatenate(parts), *batches)
+    read = ddp.model(state)
+    module = model.bind(read) if isinstance(model, nn.Module) else read
+    want = logits_of(module, rows, False)
+    np.testing.assert_array_equal(got["label"], rows["y"])
+    # Convolutions of other numbers of rows.
+    np.testing.assert_allclose(got["logits"], want["logits"], rtol=1e-5, atol=1e-6)
+
+
+def test_predictions_without_a_row_for_each_or_a_known_input_are_refused():
+    ddp = wrapped()
+    state = ddp.init(0, make_batch())
+    with pytest.raises(ConfigError, match=r"shape \(\) for 2 rows"):
+        ddp.predict(state, [make_batch()], lambda model, batch: model(batch["x"], False).sum())
+    with pytest.raises(ConfigError, match=r"holds y, of which none .* function\(model, batch\)"):
+        ddp.predict(state, [{"y": make_batch()["y"]}])
+
+
+def test_the_newest_state_is_at_hand_after_init_and_each_step():
+    ddp, batch = wrapped(), make_batch()
+    assert ddp.latest is None
+    state = ddp.init(0, batch)
+    assert ddp.latest is state
+    for _ in range(3):
+        state, _ = ddp.step(state, batch)
+        assert ddp.latest is state
+
+
+@pytest.fixture
+def interrupts():
+    """Ctrl-C as a terminal has it: a shell that starts jobs in the background has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts")
+def test_an_interrupt_while_a_step_is_sent_comes_when_its_state_is_kept(monkeypatch):
+    ddp, batch = wrapped(), make_batch()
+    state = ddp.init(0, batch)
+    state, _ = ddp.step(state, batch)
+    rows = ddp.shard_batch(batch)
+    inputs = ddp._inputs(rows)
+    compiled = ddp.steps.step_for(state, inputs)
+
+    def taken_then_interrupted(state, inputs):
+        result = compiled(state, inputs)
+        assert state.step.is_deleted()
+        signal.raise_signal(signal.SIGINT)
+        return result
+
+    monkeypatch.setattr(ddp.steps, "step_for", lambda *_: taken_then_interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ddp.step(state, rows)
+    monkeypatch.undo()
+    assert int(ddp.latest.step) == 2
+    state, _ = ddp.step(ddp.latest, batch)
+    assert int(state.step) == 3
+
+
+@pytest.mark.usefixtures("interrupts")
+def test_an_interrupt_while_a_step_is_traced_comes_at_once_and_costs_nothing():
+    def loss(model, batch, train):
+        if train and not model.is_initializing() and waiting:
+            waiting.pop()
+            _thread.interrupt_main()
+        return loss_fn(model, batch, train)
+
+    waiting = []
+    ddp, batch = jddp.DataParallel(MLP(), optax.sgd(0.1), loss), make_batch()
+    state = ddp.init(0, batch)
+    waiting.append("now")
+    with pytest.raises(KeyboardInterrupt):
+        ddp.step(state, make_batch(32))
+    assert ddp.latest is state
+    state, _ = ddp.step(ddp.latest, make_batch(32))
+    assert int(state.step) == 1
+
+
+@pytest.mark.parametrize("handle", [signal.SIG_DFL, signal.SIG_IGN])
+def test_a_signal_that_no_python_handles_is_left_alone(handle):
+    ddp, batch = wrapped(), make_batch()
+    state = ddp.init(0, batch)
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        state, _ = ddp.step(state, batch)
+        assert signal.getsignal(signal.SIGINT) == handle
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts")
+def test_a_step_may_be_taken_in_any_thread():
+    ddp, batch, ends = wrapped(), make_batch(), []
+    state = ddp.init(0, batch)
+    thread = threading.Thread(target=lambda: ends.append(ddp.step(state, batch)))
+    thread.start()
+    thread.join()
+    assert int(ends[0][0].step) == 1
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_what_a_cell_ends_with_says_what_it_is_in_text_and_in_html():
+    ddp, batch = wrapped(ConvNet(), ema_decay=0.9, accumulate_steps=2), make_batch()
+    assert repr(ddp) == "DataParallel(ConvNet on 8 x cpu, 2 micro-batches a step)"
+    state = ddp.init(0, batch)
+    assert repr(state).splitlines()[:3] == [
+        "TrainState at step 0",
+        "  params       64 numbers in 5 arrays, 0.000244 MiB",
+        "  ema_params   64 numbers in 5 arrays, 0.000244 MiB",
+    ]
+    assert repr(jax.eval_shape(lambda: state)).startswith("TrainState, its shapes")
+    run = fit()
+    for shown in (ddp, state, run, ddp.plan, ddp.explain(batch)):
+        assert max(map(len, str(shown).splitlines())) <= 80 or shown is run
+        assert shown._repr_html_().startswith("<")
+    ddp.step(state, batch)
+    assert repr(state) == "TrainState (donated to a step; use ddp.latest)"
+
+
+def test_a_tilde_in_a_path_given_to_the_api_is_the_home_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    given, ddp = make_batch(), wrapped(mesh=1)
+    run = ddp.fit([given], num_steps=1, run_dir="~/run")
+    assert run.run_dir == tmp_path / "run"
+    ddp.init(0, given, params="~/run")
+    assert checkpoint_command(["verify", "~/run"]) == 0
+    with pytest.raises(UsageError, match="^" + re.escape(f"{tmp_path}/run holds a run")):
+        jddp.load("~/run")
+    with pytest.raises(ConfigError, match="'~nobody-here/x' names a home directory that is not"):
+        ddp.fit([given], num_steps=1, run_dir="~nobody-here/x")
+    assert {"run"} == {path.name for path in tmp_path.iterdir()}
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/run", "gs://bucket/run", Path("s3://bucket/run")])
+def test_a_url_given_to_the_api_is_refused_before_a_folder_is_made(tmp_path, monkeypatch, url):
+    monkeypatch.chdir(tmp_path)
+    given, ddp = make_batch(), wrapped(mesh=1)
+    for call in (
+        lambda: ddp.fit([given], num_steps=1, run_dir=url),
+        lambda: ddp.init(0, given, params=url),
+        lambda: jddp.fit("gpt_stdlib", **{"run.dir": str(url)}),
+        lambda: jddp.load(url),
+    ):
+        said = r"is a URL, and only a run directory|pip install 'jddp\[s3\]'"
+        with pytest.raises(jddp.ConfigError, match=said) as caught:
+            call()
+        assert "\n" not in str(caught.value)
+    assert checkpoint_command(["verify", str(url)]) == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_signature_of_fit_names_every_option_of_a_run():
+    options = inspect.signature(jddp.DataParallel.fit).parameters
+    plan = {field.name for field in dataclasses.fields(Plan)} - {"evaluation"}
+    assert plan | {"evaluate", "run_dir", "callbacks", "state", "limits"} <= options.keys()
+
+
+def test_arrays_are_trained_on_and_evaluated_as_batches_of_them_and_as_on_one_device():
+    data, test = make_batch(20), make_batch(7, seed=1)
+    given = {"data": data, "global_batch_size": 12, "num_epochs": 2, "evaluate": test, "seed": 3}
+    ddp, one = (wrapped(mesh=size) for size in (4, 1))
+    run, on_one = ddp.fit(**given), one.fit(**given)
+    batches = TrainBatches(data, global_batch_size=12, num_epochs=2, seed=3)
+    want = ddp.fit(batches, num_steps=4, evaluate=[test], seed=3)  # the last batch is partial
+    equal((run.state.params, run.eval_metrics), (want.state.params, want.eval_metrics))
+    assert run.eval_metrics["examples"] == 7
+    # Sums of twelve rows in another order, in four steps.
+    close(run.state.params, on_one.state.params)
+
+
+WRONG = {
+    "nothing": {},
+    "both": {"batches": [], "data": {}, "global_batch_size": 4, "num_steps": 1},
+    "no size": {"data": {}, "num_steps": 1},
+    "no length": {"data": {}, "global_batch_size": 4},
+    "two lengths": {"data": {}, "global_batch_size": 4, "num_steps": 1, "num_epochs": 1},
+    "epochs of batches": {"batches": [], "num_epochs": 1},
+}
+
+
+@pytest.mark.parametrize("given", WRONG.values(), ids=WRONG)
+def test_fit_without_batches_or_a_length_is_refused(given):
+    with pytest.raises(ConfigError, match="Give batches, num_steps=; or data="):
+        wrapped(mesh=1).fit(**given)

@@ -1,0 +1,248 @@
+"""State beside the parameters that depends on the rows: refused, or combined as declared.
+
+The judge is one device that is given the whole batch.
+"""
+
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax import lax
+from states import close, equal
+from tiny import MLP, NUM_CLASSES, loss_fn, make_batch, take_steps
+
+import jddp
+from jddp.engine.digest import digests, find_divergence
+
+
+class Counts(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        seen = self.variable("counts", "seen", jnp.zeros, (NUM_CLASSES,), jnp.int32)
+        calls = self.variable("counts", "calls", jnp.zeros, (), jnp.int32)
+        if train and not self.is_initializing():
+            signs = (x[:, 0] > 0).astype(int) + 2 * (x[:, 1] > 0)
+            seen.value += jnp.bincount(signs, length=NUM_CLASSES)
+            calls.value += 1
+        return MLP()(x, train)
+
+
+class Count(nnx.Variable):
+    pass
+
+
+class NnxCounts(nnx.Module):
+    def __init__(self):
+        self.dense = nnx.Linear(16, NUM_CLASSES, rngs=nnx.Rngs(0))
+        self.seen = Count(jnp.zeros((NUM_CLASSES,), jnp.int32))
+        self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x, train):
+        if train:
+            signs = (x[:, 0] > 0).astype(int) + 2 * (x[:, 1] > 0)
+            self.seen[...] += jnp.bincount(signs, length=NUM_CLASSES)
+            self.calls[...] += 1
+        return self.dense(x)
+
+
+COUNTERS = {"linen": (Counts, "counts"), "nnx": (NnxCounts, "Count")}
+in_both = pytest.mark.parametrize("make, kind", COUNTERS.values(), ids=COUNTERS)
+
+
+def counted(state):
+    kept = state.model_state.get("counts") or state.model_state["rest"]
+    return jax.device_get((kept["seen"], kept["calls"]))
+
+
+def train(model, num_steps=3, **options):
+    ddp = jddp.DataParallel(model, optax.sgd(0.1), loss_fn, **options)
+    state, _ = take_steps(ddp, [make_batch(32, seed=seed) for seed in range(num_steps)])
+    return ddp, state
+
+
+@pytest.mark.parametrize(
+    "name, mode", [("linen", "sync"), ("linen", "broadcast"), ("nnx", "local")]
+)
+def test_counts_of_rows_that_are_not_declared_are_refused_by_name(name, mode):
+    make, kind = COUNTERS[name]
+    with pytest.raises(jddp.ConfigError, match=f"seen' depends on the rows.*'{kind}': 'sum'") as e:
+        train(make(), 1, batch_norm=mode)
+    assert "\n" not in str(e.value)
+    assert "calls" not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("linen", {}),
+        ("nnx", {}),
+        ("linen", {"accumulate_steps": 2, "overlap": True}),
+        ("nnx", {"logical_replicas": 8, "mesh": 2, "accumulate_steps": 2}),
+        ("linen", {"local_steps": jddp.LocalSteps(2)}),
+        ("linen", {"batch_norm": "local"}),
+    ],
+    ids=lambda x: "-".join(x) or "plain" if isinstance(x, dict) else x,
+)
+def test_a_sum_over_replicas_is_the_count_of_one_device(name, options):
+    """Calls count micro-batches, and are no sum. All options are in test_option_pairs."""
+    make, kind = COUNTERS[name]
+    ddp, state = train(make(), state_reduction={kind: "sum"}, **options)
+    parts = {"accumulate_steps": options.get("accumulate_steps", 1)}
+    _, one = train(make(), mesh=1, **parts)
+    equal(counted(state), counted(one))
+    assert find_divergence(digests(state), state) is None
+    assert ddp.evaluate(state, [make_batch(32)])["examples"] == 32
+
+
+@in_both
+def test_the_first_is_replica_zero_s_and_the_same_everywhere(make, kind):
+    _, state = train(make(), 1, state_reduction={kind: "first"})
+    x = make_batch(32, seed=0)["x"][:4]
+    want = np.bincount((x[:, 0] > 0) + 2 * (x[:, 1] > 0), minlength=NUM_CLASSES)
+    np.testing.assert_array_equal(counted(state)[0], want)
+    assert find_divergence(digests(state), state) is None
+
+
+@in_both
+def test_counts_may_be_kept_by_each_replica(make, kind, tmp_path):
+    ddp, state = train(make(), per_replica=[kind])
+    seen, calls = counted(state)
+    assert seen.shape == (8, NUM_CLASSES)
+    np.testing.assert_array_equal(seen.sum(1), 3 * 4)
+    np.testing.assert_array_equal(calls, 3)
+    np.testing.assert_array_equal(seen.sum(0), counted(train(make(), mesh=1)[1])[0])
+    assert find_divergence(digests(state), state) is None
+    read = ddp.model(state)
+    kept = read["counts"]["seen"] if kind == "counts" else read.seen[...]
+    np.testing.assert_array_equal(kept, seen.sum(0) // 8)
+    assert ddp.evaluate(state, [make_batch(32)])["examples"] == 32
+
+
+def test_names_and_rules_that_are_not_known_are_refused():
+    both = {"state_reduction": {"counts": "sum"}, "per_replica": ["counts"]}
+    for make, options, message in (
+        (Counts, {"state_reduction": {"count": "sum"}}, "names 'count', and .* counts"),
+        (Counts, {"state_reduction": {"counts": "max"}}, "'max'}: .*'mean', 'sum', 'first'"),
+        (Counts, both, "per_replica"),
+        (Counts, {"state_reduction": {"counts": "mean"}}, "'mean' does not fit '.*seen' of int32"),
+        (
+            NnxCounts,
+            {"state_reduction": {"Count": "mean"}},
+            "'mean' does not fit '.*seen' of int32",
+        ),
+    ):
+        with pytest.raises(jddp.ConfigError, match=message):
+            train(make(), 1, **options)
+
+
+def test_verify_passes_declared_counts():
+    options = {"state_reduction": {"counts": "sum"}}
+    report = jddp.verify(Counts(), optax.sgd(0.1), loss_fn, make_batch(32), **options)
+    assert report.passed, report
+
+
+class Codebook(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        center = self.variable("ema", "center", jnp.zeros, x.shape[-1:])
+        y = MLP()(x - center.value[None], train)
+        if train and not self.is_initializing():
+            center.value = 0.9 * center.value + 0.1 * lax.stop_gradient(x.mean(0))
+        return y
+
+
+@pytest.mark.parametrize("options", [{}, {"logical_replicas": 8}])
+def test_a_declared_mean_is_that_of_one_device(options):
+    with pytest.raises(jddp.ConfigError, match="'ema/center' depends on the rows"):
+        train(Codebook(), 1)
+    _, state = train(Codebook(), state_reduction={"ema": "mean"}, **options)
+    _, one = train(Codebook(), mesh=1)
+    # Means of 32 rows in another order, three times.
+    close((state.params, state.model_state), (one.params, one.model_state))
+
+
+def test_declared_state_of_logical_replicas_has_the_same_bits_on_any_number_of_devices():
+    ends = []
+    for mesh in (1, 4):
+        options = {"mesh": mesh, "logical_replicas": 8, "state_reduction": {"ema": "mean"}}
+        ends.append(jax.device_get(train(Codebook(), **options)[1].model_state))
+    equal(*ends)
+
+
+class Written(nn.Module):
+    functions: Mapping[str, Callable]
+
+    @nn.compact
+    def __call__(self, x, train):
+        y = MLP()(x, train)
+        for name, function in self.functions.items():
+            kept = self.variable("kept", name, jnp.zeros, ())
+            if train and not self.is_initializing():
+                kept.value = function(self, x, kept.value)
+        return y
+
+
+def looped(collective):
+    """A running value in a scan, over rows that `collective` has seen."""
+
+    def what(module, x, value):
+        def add(carry, row):
+            return carry + collective(row.sum()), None
+
+        return lax.scan(jax.checkpoint(add), value, x)[0]
+
+    return what
+
+
+def mean(x):
+    return lax.pmean(x, "data")
+
+
+EQUAL = {
+    "a count of steps": lambda m, x, v: v + 1,
+    "parameters": lambda m, x, v: m.variables["params"]["MLP_0"]["Dense_0"]["kernel"].sum(),
+    "a sum of all rows": lambda m, x, v: lax.psum(x.sum(), "data"),
+    "all rows": lambda m, x, v: jax.nn.relu(lax.all_gather(x, "data")).mean(),
+    "a loop over sums": looped(mean),
+    "a choice by what is equal": lambda m, x, v: lax.cond(v > 0, lambda: v, lambda: mean(x.max())),
+    "a loop that all leave at once": lambda m, x, v: lax.while_loop(
+        lambda c: c < 3, lambda c: c + 1 + 0 * mean(x.sum()), v
+    ),
+}
+APART = {
+    "rows": lambda m, x, v: x.sum(),
+    "a random number": lambda m, x, v: jax.random.normal(m.make_rng("dropout"), ()),
+    "the replica": lambda m, x, v: 1.0 * lax.axis_index("data"),
+    "the value of a neighbour": lambda m, x, v: lax.ppermute(v, "data", [(0, 1)]),
+    "a loop over rows": looped(lambda row: row),
+    "what a loop carries round": lambda m, x, v: lax.fori_loop(
+        0, 3, lambda i, c: (c[1], c[2], c[2]), (v, v, x.sum())
+    )[0],
+    "a choice by rows": lambda m, x, v: lax.cond(x.sum() > 0, lambda: v, lambda: v + 1),
+    "a loop left when rows say so": lambda m, x, v: lax.while_loop(
+        lambda c: c < x.sum(), lambda c: c + 1, v
+    ),
+    "a sum with rows": lambda m, x, v: mean(x.sum()) + 0 * x[0, 0],
+    "groups of replicas": lambda m, x, v: lax.pmax(x.sum(), "data", axis_index_groups=[[0], [1]]),
+}
+
+
+def test_state_that_is_the_same_on_all_replicas_needs_no_rule():
+    _, state = train(Written(EQUAL), 2, mesh=2)
+    assert find_divergence(digests(state), state) is None
+
+
+@pytest.mark.parametrize("name", APART)
+def test_state_that_is_not_needs_one(name):
+    with pytest.raises(jddp.ConfigError, match=f"'kept/{name}' depends on the rows or random"):
+        train(Written({name: APART[name]}), 1, mesh=2)
+
+
+def test_such_state_is_the_same_on_all_replicas_once_it_has_a_rule():
+    _, state = train(Written(APART), 1, mesh=2, state_reduction={"kept": "first"})
+    assert find_divergence(digests(state), state) is None

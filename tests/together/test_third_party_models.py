@@ -1,0 +1,436 @@
+"""Models that were not written for jddp are taken as they are, or refused in a sentence."""
+
+import collections
+import logging
+import re
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from judge import WIDTH, host, make_rows
+from runs import ROOT
+from states import equal
+from tiny import MLP, NUM_CLASSES, NnxConvNet, Of, loss_fn, make_batch, take_steps
+
+import jddp
+from jddp.errors import ConfigError
+from jddp.zoo.losses import cross_entropy
+from jddp.zoo.models import CNN, CNN_NNX
+
+
+def wrapped(model, loss=loss_fn, **options):
+    return jddp.DataParallel(model, optax.sgd(0.1), loss, **options)
+
+
+def passes(model, loss=loss_fn, batch=None, **options):
+    batch = make_batch() if batch is None else batch
+    report = jddp.verify(model, optax.sgd(0.1), loss, batch, **options)
+    assert report.passed, report
+    return report
+
+
+class Shared(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        norm = nn.BatchNorm(use_running_average=not train)
+        x = nn.relu(norm(nn.Dense(8)(x)))
+        return nn.Dense(NUM_CLASSES)(norm(nn.Dense(8)(x)))
+
+
+class NnxShared(nnx.Module):
+    def __init__(self, rngs):
+        self.first, self.second = nnx.Linear(16, 8, rngs=rngs), nnx.Linear(8, 8, rngs=rngs)
+        self.last = nnx.Linear(8, NUM_CLASSES, rngs=rngs)
+        self.before = nnx.BatchNorm(8, rngs=rngs)
+        self.after = self.before
+
+    def __call__(self, x, train):
+        x = nnx.relu(self.before(self.first(x)))
+        return self.last(self.after(self.second(x)))
+
+
+class Branch(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        return nn.BatchNorm(use_running_average=not train)(nn.Dense(8)(x))
+
+
+class Vmapped(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        branches = nn.vmap(
+            Branch,
+            in_axes=None,
+            axis_size=4,
+            variable_axes={"params": 0, "batch_stats": 0},
+            split_rngs={"params": True},
+        )
+        return nn.Dense(NUM_CLASSES)(branches()(x, train).mean(0))
+
+
+class NnxBranch(nnx.Module):
+    def __init__(self, rngs):
+        self.dense, self.norm = nnx.Linear(16, 8, rngs=rngs), nnx.BatchNorm(8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.0, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.norm(self.dense(x)))
+
+
+class NnxVmapped(nnx.Module):
+    def __init__(self, rngs):
+        make = nnx.vmap(lambda rngs: NnxBranch(rngs), in_axes=0, out_axes=0)
+        self.branches = make(rngs.split(4))
+        self.last = nnx.Linear(8, NUM_CLASSES, rngs=rngs)
+
+    def __call__(self, x, train):
+        run = nnx.vmap(lambda branch, x: branch(x), in_axes=(0, None), out_axes=0)
+        return self.last(run(self.branches, x).mean(0))
+
+
+NORMED = {
+    "shared": Shared(),
+    "nnx shared": NnxShared(nnx.Rngs(0)),
+    "vmapped": Vmapped(),
+    "nnx vmapped": NnxVmapped(nnx.Rngs(0)),
+}
+
+
+@pytest.mark.parametrize("model", NORMED.values(), ids=NORMED)
+def test_a_batch_norm_that_is_shared_or_vmapped_is_synchronised(model, caplog):
+    passes(model)
+    assert "cannot synchronise" not in caplog.text
+
+
+@pytest.mark.parametrize("name", ["vmapped", "nnx vmapped"])
+def test_vmapped_batch_norms_are_one_all_reduce_a_direction(name):
+    ddp = wrapped(NORMED[name], layout="flat")
+    ddp.init(0, make_batch())
+    purposes = collections.Counter()
+    for row in str(ddp.explain(make_batch())).splitlines():
+        if "the model, " in row:
+            purposes[row.split("the model, ")[1]] += int(row.split()[0])
+    assert purposes == {"forward": 1, "backward": 1}
+
+
+class Partitioned(nn.Module):
+    """As for a mesh of "fsdp" and "model"."""
+
+    boxed: bool = True
+
+    @nn.compact
+    def __call__(self, x, train):
+        lecun = nn.initializers.lecun_normal()
+        first = nn.with_partitioning(lecun, ("fsdp", "model")) if self.boxed else lecun
+        last = nn.with_logical_partitioning(lecun, ("embed", "mlp")) if self.boxed else lecun
+        x = nn.with_logical_constraint(nn.Dense(8, kernel_init=first)(x), ("batch", "embed"))
+        return nn.Dense(NUM_CLASSES, kernel_init=last)(nn.relu(x))
+
+
+class NnxPartitioned(nnx.Module):
+    def __init__(self, rngs):
+        init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("fsdp", "model"))
+        self.first = nnx.Linear(16, 8, kernel_init=init, rngs=rngs)
+        self.last = nnx.Linear(8, NUM_CLASSES, rngs=rngs)
+
+    def __call__(self, x, train):
+        return self.last(nnx.relu(self.first(x)))
+
+
+def on_a_mesh_of_its_own():
+    types = (jax.sharding.AxisType.Auto,) * 2
+    with jax.set_mesh(jax.make_mesh((2, 4), ("fsdp", "model"), axis_types=types)):
+        module = NnxPartitioned(nnx.Rngs(0))
+    assert not module.first.kernel[...].sharding.is_fully_replicated
+    return module
+
+
+def on_no_mesh():
+    with nnx.use_eager_sharding(False):
+        return NnxPartitioned(nnx.Rngs(0))
+
+
+def test_boxes_with_the_axes_of_other_meshes_are_taken_off_with_a_notice(caplog):
+    batch, ends = make_batch(), []
+    for boxed in (True, False):
+        with caplog.at_level(logging.WARNING, "jddp"):
+            state, metrics = take_steps(wrapped(Partitioned(boxed)), [batch])
+        ends.append((state.params, metrics))
+    equal(*ends)
+    (notice,) = [record.getMessage() for record in caplog.records]
+    assert "mesh axes embed, fsdp, mlp, model" in notice
+
+
+@pytest.mark.parametrize("make", [on_a_mesh_of_its_own, on_no_mesh])
+def test_a_module_that_lies_on_another_mesh_is_taken_whole(make, caplog):
+    module = make()
+    with caplog.at_level(logging.WARNING, "jddp"):
+        ddp = wrapped(module)
+    assert "mesh axes fsdp, model" in caplog.text
+    state = ddp.init(0)
+    np.testing.assert_array_equal(state.params["first"]["kernel"], module.first.kernel[...])
+    _, metrics = ddp.step(state, make_batch())
+    assert np.isfinite(metrics["loss"])
+
+
+class Streams(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        calls = self.variable("cache", "calls", jnp.zeros, (), jnp.int32)
+        if train and not self.is_initializing():
+            calls.value += 1
+            x += 0.1 * jax.random.normal(self.make_rng("noise"), x.shape)
+            x *= jax.random.bernoulli(self.make_rng("augment"), 0.9, x.shape)
+        x = nn.Dropout(0.1, deterministic=not train)(nn.Dense(8)(x))
+        return nn.SpectralNorm(nn.Dense(NUM_CLASSES))(x, update_stats=train)
+
+
+def test_streams_and_collections_are_kept_apart():
+    passes(Streams())
+    state, _ = take_steps(wrapped(Streams()), [make_batch()] * 3)
+    assert int(state.model_state["cache"]["calls"]) == 3
+
+
+class Statistic(nnx.Variable):
+    pass
+
+
+class OwnVariables(nnx.Module):
+    def __init__(self, rngs):
+        self.dense = nnx.Linear(16, NUM_CLASSES, rngs=rngs)
+        self.lora = nnx.LoRA(16, 2, NUM_CLASSES, rngs=rngs)
+        self.seen = Statistic(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x, train):
+        if train:
+            self.seen[...] += 1
+        return self.dense(x) + self.lora(x)
+
+
+def test_variables_of_one_s_own_are_trained_or_kept():
+    ddp = wrapped(OwnVariables(nnx.Rngs(0)))
+    state = ddp.init(0)
+    before = host(state.params["lora"]["lora_b"])
+    state, _ = take_steps(ddp, [make_batch()] * 2, state)
+    assert not np.array_equal(before, state.params["lora"]["lora_b"])
+    assert int(state.model_state["rest"]["seen"]) == 2
+    passes(OwnVariables(nnx.Rngs(0)))
+
+
+def squares(model, batch, train):
+    return (model(batch["x"], train) - batch["y"]) ** 2
+
+
+class Sowing(nn.Module):
+    collection: str
+
+    @nn.compact
+    def __call__(self, x, train):
+        hidden = nn.Dense(WIDTH)(x)
+        self.sow(self.collection, "square", (hidden**2).mean(-1))
+        return nn.Dense(1)(nn.tanh(hidden))[:, 0]
+
+
+@pytest.mark.parametrize("collection", ["losses", "intermediates"])
+def test_a_loss_reads_what_its_model_has_sown(collection):
+    def loss_fn(model, batch, train):
+        losses = squares(model, batch, train)
+        if not train:
+            return losses
+        (sown,) = model.variables[collection]["square"]
+        return losses + 0.1 * sown
+
+    ddp = wrapped(Sowing(collection), loss_fn)
+    state, _ = take_steps(ddp, [make_rows()])
+    assert state.model_state == {}
+    variables = ddp.model(state)
+    state, second = ddp.step(state, make_rows())
+
+    def plain(params):
+        run = nn.apply(lambda m: loss_fn(m, make_rows(), True), Sowing(collection), mutable=True)
+        return run({"params": params})[0].mean()
+
+    np.testing.assert_allclose(second["loss"], plain(variables["params"]), rtol=1e-5)
+    assert ddp.evaluate(state, [make_rows(5)])["examples"] == 5
+
+
+def test_a_model_may_keep_a_cache_while_it_is_evaluated():
+    def decoder(m, x, train):
+        if not train:
+            seen = m.variable("cache", "seen", jnp.zeros, (len(x), WIDTH))
+            for _ in range(2):
+                seen.value = seen.value + x
+            x = seen.value
+        return nn.Dense(1)(x)[:, 0]
+
+    ddp = wrapped(Of(decoder), squares)
+    state = ddp.init(0, make_rows())
+    assert ddp.evaluate(state, [make_rows(), make_rows(5)])["examples"] == 21
+
+
+def test_a_model_that_trains_where_it_has_keys_for_dropout_is_evaluated_without():
+    def body(m, x, train):
+        return nn.Dense(1)(nn.Dropout(0.5, deterministic=not m.has_rng("dropout"))(x))[:, 0]
+
+    ddp, batch = wrapped(Of(body), squares), make_rows()
+    state = ddp.init(0, batch)
+    want = squares(Of(body).bind(ddp.model(state)), batch, False).mean()
+    np.testing.assert_allclose(ddp.evaluate(state, [batch])["loss"], want, rtol=1e-5)
+
+
+def test_batches_of_one_evaluation_draw_other_numbers_and_evaluations_the_same():
+    def noise(m, x, train):
+        m.param("number", nn.initializers.zeros, (1,))
+        return jax.random.normal(m.make_rng("noise"), (len(x),))
+
+    ddp = wrapped(Of(noise), lambda model, batch, train: model(batch["x"], train))
+    state = ddp.init(0, make_rows())
+    one, two = (ddp.evaluate(state, [make_rows()] * n)["loss"] for n in (1, 2))
+    assert one != two
+    assert two == ddp.evaluate(state, [make_rows()] * 2)["loss"]
+
+
+def test_a_network_in_nnx_compiles_to_what_it_does_in_linen():
+    """So it costs a step the same: leaves are plain on the hot path."""
+    batch, seen = {"image": np.ones((16, 28, 28, 1), np.float32), "label": np.arange(16) % 10}, []
+    for model in (CNN(), CNN_NNX(rngs=nnx.Rngs(0))):
+        compiled = wrapped(model, cross_entropy).lower(batch).compile()
+        cost = compiled.cost_analysis()
+        ops = collections.Counter(re.findall(r"= \S+ ([\w-]+)\(", compiled.as_text()))
+        seen.append((ops, cost["flops"], cost["bytes accessed"]))
+    assert seen[0] == seen[1]
+
+
+def test_what_is_no_flax_module_is_told_what_would_be():
+    pair = collections.namedtuple("Transformed", "init apply")(len, len)
+    for model, message in (
+        (lambda params, x: x, "model is function"),
+        (pair, "model is Transformed"),
+        (MLP, "model is the class MLP"),
+        ({"params": {}}, "model is dict"),
+    ):
+        with pytest.raises(ConfigError, match=f"{message}.*docs/models.md"):
+            wrapped(model)
+
+
+def test_a_loss_that_returns_something_else_is_told_what_to_return():
+    for give, message in (
+        (lambda losses: None, "returned NoneType"),
+        (lambda losses: [losses], "returned list"),
+        (lambda losses: (losses, losses), "returned .*Return losses"),
+        (lambda losses: (losses, {}, {}), "returned tuple"),
+        (lambda losses: losses[1:], r"'loss' of shape \(1,\) for 2 rows"),
+        (lambda losses: (losses, {"top": None}), "metric 'top' of NoneType"),
+    ):
+        ddp = wrapped(MLP(), lambda m, batch, train, give=give: give(loss_fn(m, batch, train)[0]))
+        with pytest.raises(ConfigError, match=message):
+            ddp.init(0, make_batch())
+
+
+def test_a_loss_that_keeps_a_traced_value_is_told_where_to_put_it():
+    kept = []
+
+    def loss(model, batch, train):
+        losses, _ = loss_fn(model, batch, train)
+        if kept:
+            return losses + kept[0]
+        kept.append(losses.mean())
+        return losses
+
+    ddp = wrapped(MLP(), loss)
+    state = ddp.init(0, make_batch())
+    with pytest.raises(ConfigError, match="a value of another trace.*constants="):
+        ddp.step(state, make_batch())
+
+
+def test_metrics_that_come_and_go_are_named():
+    def loss(model, batch, train):
+        losses, metrics = loss_fn(model, batch, train)
+        return losses, {"zeros": 0 * losses, **metrics} if "more" in batch else {}
+
+    ddp = wrapped(MLP(), loss)
+    state, batches = ddp.init(0, make_batch()), [make_batch(), make_batch() | {"more": np.ones(16)}]
+    with pytest.raises(ConfigError, match="'accuracy' is returned for some batches"):
+        ddp.evaluate(state, batches)
+
+
+def test_a_module_that_changes_after_it_was_wrapped_changes_nothing():
+    batch, ends = make_batch(), []
+    for change in (False, True):
+        module = NnxConvNet(nnx.Rngs(0))
+        ddp = wrapped(module)
+        if change:
+            module.conv.kernel[...] = jnp.zeros_like(module.conv.kernel[...])
+            module.dense = None
+        ends.append(ddp.step(ddp.init(0), batch)[0].params)
+    equal(*ends)
+
+
+class Growing(nnx.Module):
+    def __init__(self, rngs):
+        self.dense = nnx.Linear(16, NUM_CLASSES, rngs=rngs)
+
+    def __call__(self, x, train):
+        if not hasattr(self, "scale"):
+            self.scale = nnx.Param(jnp.ones(NUM_CLASSES))
+        return self.dense(x) * self.scale[None]
+
+
+class Losing(nnx.Module):
+    def __init__(self, rngs):
+        self.dense, self.norm = nnx.Linear(16, NUM_CLASSES, rngs=rngs), nnx.BatchNorm(4, rngs=rngs)
+        self.seen = Statistic(jnp.zeros(()))
+
+    def __call__(self, x, train):
+        del self.seen
+        return self.norm(self.dense(x))
+
+
+@pytest.mark.parametrize(
+    "kind, message",
+    [(Growing, "made or removed while it runs"), (Losing, "removes the variable 'seen'")],
+)
+def test_a_module_that_changes_its_form_in_the_loss_is_refused(kind, message):
+    ddp = wrapped(kind(nnx.Rngs(0)))
+    with pytest.raises(ConfigError, match=message):
+        ddp.step(ddp.init(0), make_batch())
+
+
+def adapters():
+    """The classes that the page shows, made from its own text."""
+    page = (ROOT / "docs" / "models.md").read_text()
+    found = {"nn": nn, "nnx": nnx, "jax": jax, "Callable": Callable}
+    for block in re.findall(r"```python\n(class .*?)```", page, re.DOTALL):
+        exec(block, found)
+    return found
+
+
+def test_a_pair_of_functions_and_a_module_that_is_a_tree_are_trained_as_the_page_says():
+    def make(key, x):
+        return {"w": jax.random.normal(key, (x.shape[-1], NUM_CLASSES)), "b": jnp.zeros(1)}
+
+    def loss(model, batch):
+        return (model(batch["x"]) ** 2).mean(-1)
+
+    pair = adapters()["FromFunctions"](make, lambda params, x: x @ params["w"] + params["b"][None])
+    assert passes(pair, loss).comparisons[1].leaf.startswith("weights/")
+    given = jnp.ones((16, NUM_CLASSES)), jnp.zeros(NUM_CLASSES)
+    affine = jax.tree_util.Partial(lambda w, b, x: x @ w + b[None], *given)
+    passes(adapters()["FromTree"](affine), loss)
+
+
+class Doubled(nn.Module):
+    def __call__(self, x):
+        return 2 * x
+
+
+DOUBLED = Doubled()  # bound to no model: Flax lets it be called all the same
+
+
+def test_a_module_without_parameters_may_be_called_unbound():
+    passes(Of(lambda m, x, train=True: nn.Dense(NUM_CLASSES)(DOUBLED(x))))

@@ -1,0 +1,271 @@
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import jax
+import pytest
+from runs import contents, environment, free_port, records
+
+import jddp
+from jddp.config.files import load_config
+from jddp.config.schema import Config
+from jddp.errors import FileSystemError
+from jddp.train import _farewell, main
+
+MINE = """
+from pathlib import Path
+
+import numpy as np
+from flax import linen as nn
+
+from jddp.data import ArrayExamples
+
+
+class Line(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=False):
+        x = nn.BatchNorm(use_running_average=not train)(x)
+        return nn.Dense(1)(nn.Dropout(0.2, deterministic=not train)(x))
+
+
+class Examples(ArrayExamples):
+    num_taken = 0
+
+    def take(self, indices):
+        self.num_taken += 1
+        if Path("break_now").exists() and self.num_taken > 7:
+            raise RuntimeError("the disk is gone")
+        return super().take(indices)
+
+
+def points(num_broken_rows=0):
+    x = np.linspace(-1, 1, 40, dtype=np.float32).reshape(-1, 2)
+    both = {"x": x, "y": 2 * x[:, :1]}
+    both["y"][:num_broken_rows] = np.nan
+    return Examples(both), {name: array[:7] for name, array in both.items()}
+
+
+def points_of_each_process():
+    import jax
+
+    train, test = points()
+    both = train.take(np.arange(len(train)))
+    return both | {"x": both["x"] + jax.process_index()}, test
+"""
+CONFIG = """
+train: {num_steps: 8, log_every_steps: 1, eval_every_steps: 4}
+data: {target: "mine:points", global_batch_size: 8}
+model: {target: "mine:Line"}
+loss: {name: mean_squared_error}
+optimizer: {name: sgd, learning_rate: 0.1}
+mesh: {num_devices: 2}
+checkpoint: {every_steps: 2}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A user's folder, with a module and a config."""
+    folder = tmp_path_factory.mktemp("user")
+    (folder / "mine.py").write_text(MINE)
+    (folder / "line.yaml").write_text(CONFIG)
+    return folder
+
+
+COMMAND = ["-m", "jddp.train", "--config", "line.yaml"]
+
+
+def run_python(folder, *arguments):
+    """Runs Python in a process of its own, to its end."""
+    env = environment(XDG_CACHE_HOME=str(folder / "cache"))
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def trained(folder):
+    """A run from beginning to end, and what the command said."""
+    done = run_python(folder, *COMMAND)
+    assert done.returncode == 0, done.stderr
+    return folder / "runs" / "line", done
+
+
+@pytest.fixture
+def here(folder, monkeypatch, tmp_path):
+    """Calls the command line inside this process, in the user's folder."""
+    assert jax.device_count() == 8  # JAX runs: a config can no longer change the devices there are.
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
+    yield lambda *arguments: main(["--config", "line.yaml", *arguments])
+    sys.modules.pop("mine", None)
+
+
+def test_a_run_says_what_it_does_and_keeps_what_it_measured(trained):
+    run_dir, done = trained
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("jddp ")
+    assert f"jax {jax.__version__} | 1 process x 2 cpu devices" in lines[0]
+    sections = {"config   line", "data     mine:points: 20 train / 7 test examples"}
+    assert sections | {"model    mine:Line, 7 parameters", "run dir  runs/line"} <= set(lines)
+    assert lines[-2].startswith("done     8 steps")
+    assert all(len(line) <= 80 for line in lines)
+    steps = [(record["step"], record["split"]) for record in records(run_dir)]
+    train = [(step, "train") for step in range(1, 9)]
+    assert steps == [*train[:4], (4, "eval"), *train[4:], (8, "eval")]
+    assert {"loss", "learning_rate", "count"} <= records(run_dir)[0].keys()
+    assert records(run_dir)[-1]["examples"] == 7
+    assert load_config([str(run_dir / "config.yaml")])[0].run.dir == "runs/line"
+    assert (run_dir.parents[1] / "cache" / "jddp" / "xla").is_dir()
+
+
+def test_the_last_line_has_the_scalars_of_the_evaluation():
+    metrics = {"step": 2, "split": "eval", "a": 0.5, "table": [[1, 0]], "loss": 3.0, "examples": 7}
+    text = _farewell(SimpleNamespace(step=2, eval_metrics=metrics), 1.0)
+    assert text.endswith("eval     loss 3  a 0.5")
+
+
+def test_a_broken_run_resumes_as_if_nothing_had_happened(folder, trained):
+    (folder / "break_now").touch()
+    broken = run_python(folder, *COMMAND, "run.dir=runs/again")
+    (folder / "break_now").unlink()
+    assert broken.returncode == 1
+    assert "RuntimeError: the disk is gone" in broken.stderr
+    resumed = run_python(folder, *COMMAND, "run.dir=runs/again")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "resumed from step 4 of 8" in resumed.stdout
+    assert records(folder / "runs" / "again") == records(trained[0])
+
+
+def test_a_finished_run_is_not_run_again(here, trained, capsys):
+    before = contents(trained[0])
+    assert here() == 0
+    assert "finished at step 8; nothing to do" in capsys.readouterr().out
+    assert contents(trained[0]) == before
+
+
+def test_another_config_is_refused_and_nothing_is_lost(here, trained, capsys):
+    before = contents(trained[0])
+    assert here("optimizer.learning_rate=0.2", "seed=1") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("jddp: run.dir runs/line holds a run of another config: ")
+    assert "seed is 0 there, 1 here" in line
+    assert "optimizer.learning_rate is 0.1 there, 0.2 here" in line
+    assert contents(trained[0]) == before
+    assert here("checkpoint.resume=never") == 2
+    assert "Choose another run.dir" in capsys.readouterr().err
+    (trained[0] / "logs" / "failure.json").unlink()  # of the run that began
+    assert contents(trained[0]) == before
+
+
+def test_config_mistakes_are_one_line_each(here, capsys):
+    assert here("optimizer.learning_rat=1", "train.num_steps=0", "sede=1") == 2
+    assert sorted(capsys.readouterr().err.splitlines()) == [
+        "jddp: command line: train.num_steps must be greater than or equal to 1, not 0.",
+        "jddp: command line: unknown key 'optimizer.learning_rat'. Did you mean 'learning_rate'?",
+        "jddp: command line: unknown key 'sede'. Did you mean 'seed'?",
+    ]
+
+
+@pytest.mark.parametrize(
+    "arguments, code, message",
+    [
+        (["--confg", "x"], 2, "unrecognized arguments: --confg"),
+        (["--config"], 2, "expected one argument"),
+        (["--config", "nowhere.yaml"], 2, "--config nowhere.yaml: no such file or preset."),
+        (["data.global_batch_size=1000"], 65, "examples, and one global batch 1000"),
+        (["model.target=mine:Lien"], 2, "module 'mine' has no 'Lien'. Did you mean 'Line'?"),
+        (["data.kwargs.num_broken_rows=1"], 65, "array 'y' holds NaN or infinity"),
+        (["optimizer.learning_rate=1e30", "run.dir=runs/nan"], 80, "The loss is "),
+        (["loss.name=cross_entropy", "run.dir=runs/loss"], 2, "the batch holds x, y: 'image' is"),
+    ],
+)
+def test_each_kind_of_mistake_is_one_line_and_a_code_of_its_own(
+    here, capsys, arguments, code, message
+):
+    assert here(*arguments) == code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("jddp: ")
+    assert message in line
+
+
+def test_a_dry_run_writes_nothing_and_fits_a_terminal(here, folder, capsys):
+    before = contents(folder)
+    assert here("--dry-run", "run.dir=runs/dry") == 0
+    out = capsys.readouterr().out
+    assert "memory per device, MiB" in out
+    assert all(len(line) <= 80 for line in out.splitlines())
+    new = contents(folder).keys() - before.keys()
+    assert {path for path in new if "__pycache__" not in path.parts} == set()
+
+
+def test_the_printed_config_is_the_one_that_runs(here, tmp_path, capsys):
+    assert here("--print-config", "seed=3", "optimizer.kwargs.momentum=1e-1") == 0
+    printed = tmp_path / "printed.yaml"
+    printed.write_text(capsys.readouterr().out)
+    config, _ = load_config([str(printed)])
+    found = config.seed, config.optimizer.kwargs, config.run.dir
+    assert found == (3, {"momentum": 0.1}, "runs/line")
+
+
+def test_help_fits_a_screen_and_names_every_section_and_key(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 24
+    assert all(section in "\n".join(lines) for section in Config.model_fields)
+    assert main(["--help-keys"]) == 0
+    keys = capsys.readouterr().out.splitlines()
+    assert "optimizer.schedule.name = cosine_decay_schedule" in keys
+    assert all(len(line) <= 80 for line in lines + keys)
+
+
+LIGHT = """
+import sys
+from jddp.train import main
+for arguments in (["sede=3"], ["--print-config", "seed=3"], ["--help-keys"]):
+    main(["--config", "line.yaml", *arguments])
+sys.exit(", ".join({"jax", "numpy", "flax", "optax", "rich"} & sys.modules.keys()) or 0)
+"""
+
+
+def test_nothing_heavy_is_imported_before_the_arguments_are_right(folder):
+    done = run_python(folder, "-c", LIGHT)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.processes
+def test_processes_that_read_different_data_say_so_and_end(folder):
+    job = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": "2"}
+    job |= {"XDG_CACHE_HOME": str(folder / "cache")}
+    command = [sys.executable, *COMMAND, "data.target=mine:points_of_each_process"]
+    command += ["run.dir=runs/differ"]
+    options = {"cwd": folder, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    processes = [
+        subprocess.Popen(command, env=environment(JAX_PROCESS_ID=str(rank), **job), **options)
+        for rank in range(2)
+    ]
+    outputs = [process.communicate(timeout=100) for process in processes]
+    assert [process.returncode for process in processes] == [78, 78], outputs
+    for _, complaint in outputs:
+        assert "process 1 has another data set than process 0: sha256 is " in complaint
+        assert "Traceback" not in complaint
+    assert not (folder / "runs" / "differ").exists()
+
+
+def test_a_run_directory_that_cannot_be_used_is_refused_before_jax_is_imported(folder):
+    (folder / "in_the_way").write_text("")
+    program = "import sys; from jddp.train import main; code = main(sys.argv[1:]); "
+    program += "sys.exit(code if 'jax' not in sys.modules else 'jax was imported')"
+    done = run_python(folder, "-c", program, "--config", "line.yaml", "run.dir=in_the_way/run")
+    assert done.returncode == 74, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("jddp: run.dir in_the_way/run: Not a directory")
+
+
+def test_fit_refuses_a_run_directory_that_cannot_be_used_before_the_data_are_read(tmp_path):
+    (tmp_path / "file").write_text("")
+    given = {"data.target": "nowhere:data", "run.dir": str(tmp_path / "file")}
+    with pytest.raises(FileSystemError, match=r"run\.dir .*file: Not a directory"):
+        jddp.fit("fashion_mnist_cnn", **given)

@@ -1,0 +1,771 @@
+"""The loop: the steps of a bare loop, evaluated, logged and saved when due, and resumed exactly."""
+
+import signal
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from runs import contents, records
+from states import assert_same, close, copied
+from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch
+
+import jddp
+from jddp.checkpoint.checkpoints import Checkpoints
+from jddp.data import ArrayExamples, TrainBatches
+from jddp.distributed.signals import stop_signals
+from jddp.errors import ConfigError, DataError, FileSystemError, NumericsError, UsageError
+from jddp.errors import ReplicaMismatchError as Mismatch
+from jddp.trainer.reports.metrics_file import MetricsFile
+from jddp.trainer.resume_notes import differences
+
+NUM_STEPS = 6
+SCHEDULE = optax.cosine_decay_schedule(0.1, NUM_STEPS)
+
+
+def wrapped(model=None, optimizer=None, *, mesh=2, loss=loss_fn, **options):
+    model = MLP() if model is None else model
+    return jddp.DataParallel(model, optimizer or optax.sgd(0.1), loss, mesh=mesh, **options)
+
+
+@pytest.fixture(scope="module")
+def ddp():
+    """A model with everything that a state can hold: statistics, dropout keys, an average."""
+    return wrapped(ConvNet(dropout_rate=0.3), optax.adamw(SCHEDULE), ema_decay=0.5)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """The smallest model."""
+    return wrapped()
+
+
+def batches(num_batches=NUM_STEPS, *, broken=None):
+    """A list of batches, as a user may have it; the `broken`-th holds NaN."""
+    made = [make_batch(8, seed=seed) for seed in range(num_batches)]
+    if broken is not None:
+        made[broken - 1]["x"][3] = np.nan
+    return made
+
+
+def endless():
+    """Batches that know their position."""
+    return TrainBatches(ArrayExamples(make_batch(20)), global_batch_size=8, seed=0)
+
+
+EVALUATION = [make_batch(5, seed=10), make_batch(3, seed=11)]
+
+
+def bare_loop(ddp, source, num_steps, *, seed=0):
+    """What `fit` is held against: the state, and the metrics of each step."""
+    source, metrics = iter(source), []
+    state = ddp.init(seed, make_batch(8))
+    for _ in range(num_steps):
+        state, values = ddp.step(state, next(source))
+        metrics.append({name: float(x) for name, x in values.items()})
+    return state, metrics
+
+
+def printed(capsys):
+    """What was printed since this was last asked, without the ends of lines."""
+    return " ".join(capsys.readouterr().out.split())
+
+
+def newest(path, like):
+    """The newest checkpoint in a directory, and its step."""
+    checkpoints = Checkpoints(path, keep=1)
+    step, state, _ = checkpoints.restore(like=like)
+    checkpoints.close()
+    return step, state
+
+
+class Recorder(jddp.Callback):
+    def __init__(self):
+        self.calls, self.metrics, self.states = [], [], {}
+
+    def on_step(self, run, metrics):
+        self.calls.append(("step", metrics["step"]))
+        self.metrics.append(metrics)
+
+    def on_eval(self, run, metrics):
+        self.calls.append(("eval", run.step))
+        self.states[run.step] = copied(run.state)
+
+    def on_save(self, run):
+        self.calls.append(("save", run.step))
+
+    def on_end(self, run):
+        self.calls.append(("end", run.step))
+
+
+class At(jddp.Callback):
+    def __init__(self, step, action):
+        self.step, self.action = step, action
+
+    def on_step(self, run, metrics):
+        if metrics["step"] == self.step:
+            self.action(run)
+
+
+class Broken(Exception):
+    pass
+
+
+def break_off(*_):
+    raise Broken
+
+
+IN_BOTH = [ConvNet(dropout_rate=0.3), NnxConvNet(nnx.Rngs(0), dropout_rate=0.3)]
+
+
+@pytest.mark.parametrize("model", IN_BOTH, ids=type)
+def test_fit_takes_bitwise_the_steps_of_a_bare_loop(model):
+    ddp, recorder = wrapped(model), Recorder()
+    state, metrics = bare_loop(ddp, batches(), NUM_STEPS, seed=3)
+    run = ddp.fit(batches(), num_steps=NUM_STEPS, seed=3, callbacks=[recorder], log_every_steps=4)
+    assert_same(run.state, state)
+    want = [{"step": step, **values} for step, values in enumerate(metrics, start=1)]
+    assert recorder.metrics == want
+    assert run.step == NUM_STEPS
+    assert run.metrics.items() >= want[-1].items()
+
+
+@pytest.mark.parametrize(
+    "num_steps, every, evaluated", [(6, 2, [2, 4, 6]), (5, 2, [2, 4, 5]), (3, None, [3])]
+)
+def test_evaluation_comes_every_n_steps_and_at_the_end_once_per_step(
+    plain, num_steps, every, evaluated
+):
+    recorder = Recorder()
+    plan = {"num_steps": num_steps, "eval_every_steps": every, "callbacks": [recorder]}
+    # An iterator can be read but once.
+    evaluation = EVALUATION if every else iter(EVALUATION)
+    run = plain.fit(batches(), evaluate=evaluation, **plan)
+    assert [step for what, step in recorder.calls if what == "eval"] == evaluated
+    want = plain.evaluate(run.state, EVALUATION)
+    assert run.eval_metrics == {"step": num_steps, "split": "eval", **want}
+    assert want["examples"] == 8
+
+
+def test_the_metrics_file_holds_a_line_for_each_report(ddp, tmp_path):
+    _, metrics = bare_loop(ddp, batches(), 5)
+    plan = {"num_steps": 5, "eval_every_steps": 4, "log_every_steps": 2}
+    plan |= {"evaluate": EVALUATION, "learning_rate": SCHEDULE}
+    run = ddp.fit(batches(), run_dir=tmp_path, **plan)
+    lines = MetricsFile(tmp_path / "metrics.jsonl").read()
+    steps = [(line["step"], line["split"]) for line in lines]
+    assert steps == [(2, "train"), (4, "train"), (4, "eval"), (5, "train"), (5, "eval")]
+    for line in lines:
+        if line["split"] == "train":
+            assert line.items() >= metrics[line["step"] - 1].items()
+            # The rate that this step used: the schedule counts the steps before it.
+            assert line["learning_rate"] == pytest.approx(SCHEDULE(line["step"] - 1))
+            assert 0 <= line["data_wait_seconds"] <= line["step_seconds"]
+            assert line["examples_per_second"] == pytest.approx(8 / line["step_seconds"])
+        else:
+            assert line.keys() == {"step", "split", "loss", "accuracy", "examples"}
+    assert lines[-2:] == [run.metrics, run.eval_metrics]
+
+
+def test_the_average_of_parameters_is_evaluated_where_asked_for(ddp):
+    run = ddp.fit(batches(), num_steps=3, evaluate=EVALUATION, eval_params="ema")
+    assert run.eval_metrics["loss"] == ddp.evaluate(run.state, EVALUATION, "ema")["loss"]
+    assert run.eval_metrics["loss"] != ddp.evaluate(run.state, EVALUATION)["loss"]
+
+
+def test_a_state_that_has_steps_behind_it_takes_only_those_that_are_left(plain, tmp_path):
+    (want, _), (state, _) = (bare_loop(plain, batches(), num) for num in (NUM_STEPS, 4))
+    plan = {"num_steps": NUM_STEPS, "run_dir": tmp_path, "log_every_steps": 1}
+    run = plain.fit(batches()[4:], state=state, **plan)
+    assert_same(run.state, want)
+    assert [record["step"] for record in records(tmp_path)] == [5, 6]
+    assert newest(tmp_path / "checkpoints", want)[0] == NUM_STEPS
+
+
+def scalar_loss(model, batch, train):
+    return loss_fn(model, batch, train)[0].mean()
+
+
+def test_padding_is_refused_for_a_loss_that_is_a_scalar():
+    ddp, examples = wrapped(mesh=4, loss=scalar_loss), ArrayExamples(make_batch(20))
+    plan = {"seed": 0, "num_epochs": 1, "multiple_of": 4}
+    padded = TrainBatches(examples, global_batch_size=6, **plan)
+    with pytest.raises(UsageError, match="'loss' is a scalar, .* a multiple of 4, drop_remainder"):
+        ddp.fit(padded, num_steps=4)
+    full = TrainBatches(examples, global_batch_size=4, **plan)
+    assert ddp.fit(full, num_steps=5).step == 5
+
+
+def fit(ddp, source, run_dir, **options):
+    plan = {"log_every_steps": 1, "eval_every_steps": 3, "save_every_steps": 2}
+    plan |= {"num_steps": NUM_STEPS, "evaluate": EVALUATION, "run_dir": run_dir}
+    return ddp.fit(source, **plan | options)
+
+
+@pytest.fixture(scope="module", params=[batches, endless])
+def whole(ddp, request, tmp_path_factory):
+    """A run that nothing disturbed, and what makes its batches."""
+    run_dir = tmp_path_factory.mktemp("whole")
+    return fit(ddp, request.param(), run_dir), request.param
+
+
+@pytest.mark.parametrize("step", [1, 4])  # before any save; behind a save and an evaluation
+def test_a_run_that_was_broken_off_ends_as_if_it_had_not_been(ddp, whole, tmp_path, step):
+    want, source = whole
+    with pytest.raises(Broken):
+        fit(ddp, source(), tmp_path, callbacks=[At(step, break_off)])
+    run = fit(ddp, source(), tmp_path)
+    assert_same(run.state, want.state)
+    assert records(tmp_path) == records(want.run_dir)
+    assert run.eval_metrics == want.eval_metrics
+
+
+def test_a_finished_run_trains_nothing_and_appends_nothing(plain, tmp_path, capsys):
+    plan = {"eval_every_steps": None, "save_every_steps": 2}
+    want, before = fit(plain, batches(), tmp_path, **plan), contents(tmp_path)
+    recorder = Recorder()
+    for num_steps in (6, 2):
+        more = {"callbacks": [recorder], "num_steps": num_steps}
+        run = fit(plain, batches(), tmp_path, **plan, **more)
+        assert contents(tmp_path) == before
+        assert recorder.calls == []
+        assert_same(run.state, want.state)
+        assert (run.step, run.metrics, run.eval_metrics) == (6, want.metrics, want.eval_metrics)
+    assert "num_steps=2: the run is at step 6 already" in printed(capsys)
+    plain.fit(batches(), num_steps=2, state=run.state)
+    assert "the run is at step 6 already" in printed(capsys)
+
+
+def test_resume_says_whether_there_must_be_a_run_already(plain, tmp_path):
+    with pytest.raises(ConfigError, match=r"resume='must'.* holds no checkpoint"):
+        fit(plain, batches(), tmp_path, resume="must")
+    fit(plain, batches(), tmp_path, resume="never", num_steps=2)
+    before = contents(tmp_path)
+    with pytest.raises(ConfigError, match=r"holds a run at step 2, and resume='never'"):
+        fit(plain, batches(), tmp_path, resume="never")
+    assert contents(tmp_path) == before
+    assert fit(plain, batches(), tmp_path, resume="must").step == NUM_STEPS
+
+
+def test_the_run_directory_of_another_model_is_refused_with_nothing_changed(ddp, plain, tmp_path):
+    fit(plain, batches(), tmp_path, num_steps=2)
+    before = contents(tmp_path)
+    with pytest.raises(ConfigError, match=r"\n    BatchNorm_0\n      bias: absent there"):
+        fit(ddp, batches(), tmp_path)
+    assert contents(tmp_path) == before
+
+
+def test_two_hundred_steps_that_stop_anywhere_are_two_hundred_steps(tmp_path):
+    ddp = wrapped(NnxConvNet(nnx.Rngs(0), dropout_rate=0.3), optax.adamw(0.01), ema_decay=0.9)
+    plan = {"num_steps": 200, "log_every_steps": 7, "eval_every_steps": 90, "save_every_steps": 30}
+    want = fit(ddp, endless(), tmp_path / "whole", **plan)
+    rng = np.random.default_rng()
+    stops = sorted(rng.integers(1, 200, 2).tolist())
+    for stop in stops:
+        with pytest.raises(Broken):
+            fit(ddp, endless(), tmp_path / "broken", callbacks=[At(stop, break_off)], **plan)
+    run = fit(ddp, endless(), tmp_path / "broken", **plan)
+    assert_same(run.state, want.state)
+    assert records(tmp_path / "broken") == records(tmp_path / "whole"), f"stopped at {stops}"
+
+
+WORLDS = {
+    "micro-batches": (MLP(), [(2, 1), (2, 2), (1, 4)]),
+    "devices under batch norm": (ConvNet(), [(4, 1), (1, 1), (2, 1)]),
+}
+
+
+@pytest.mark.parametrize("model, worlds", WORLDS.values(), ids=WORLDS)
+def test_a_run_moves_from_world_to_world_up_to_rounding(tmp_path, capsys, model, worlds):
+    def train(world, run_dir, num_steps):
+        options = dict(zip(("mesh", "accumulate_steps"), world, strict=True))
+        ddp = wrapped(model, optax.sgd(0.05, 0.9), **options)
+        return fit(ddp, endless(), run_dir, num_steps=num_steps)
+
+    want = train(worlds[0], tmp_path / "whole", 9).state
+    for num_steps, world in zip((3, 6, 9), worlds, strict=True):
+        capsys.readouterr()
+        got = train(world, tmp_path / "moved", num_steps).state
+        said = printed(capsys)
+        reported = "all counts continue exactly; all else is equal within rounding" in said
+        assert reported == (num_steps > 3)
+    for name in ("params", "model_state", "opt_state"):
+        # Nine steps' sums, each in another order.
+        close(getattr(got, name), getattr(want, name), rtol=1e-4, atol=1e-5)
+    assert [r["count"] for r in records(tmp_path / "moved") if r["split"] == "train"] == [8] * 9
+
+
+RANDOM = "random numbers differ (keys depend on replica and micro-batch)"
+STATISTICS = "batch norm sees other parts of a batch"
+
+
+@pytest.mark.parametrize(
+    "now, facts, note",
+    [
+        ({}, "", None),
+        ({"num_devices": 2}, "statistics", "all else is equal within rounding"),
+        ({"num_devices": 2}, "random", RANDOM),
+        ({"num_devices": 2, "batch_norm": "local"}, "statistics", STATISTICS),
+        ({"accumulate_steps": 2}, "random", RANDOM),
+        ({"accumulate_steps": 2}, "statistics", STATISTICS),
+        ({"num_devices": 2, "local_steps": 3}, "", "each replica begins with the mean of the"),
+    ],
+    ids=str,
+)
+def test_a_note_names_what_is_not_the_same_in_another_world(now, facts, note):
+    before = {"num_processes": 1, "num_devices": 4, "accumulate_steps": 1, "batch_norm": "sync"}
+    before |= {"batch_norm_group_size": None, "logical_replicas": None, "local_steps": None}
+    before |= {name: x for name, x in now.items() if name in ("batch_norm", "local_steps")}
+    flags = {"uses_rng": facts == "random", "has_statistics": facts == "statistics"}
+    said = differences(before, before | now, **flags)
+    assert (said is None) == (note is None)
+    assert note is None or f"all counts continue exactly; {note}" in said
+
+
+@pytest.mark.parametrize("model, num_devices", [(IN_BOTH[0], 2), (IN_BOTH[1], 1)], ids=type)
+def test_what_is_not_the_same_in_another_world_is_said_once(tmp_path, capsys, model, num_devices):
+    for num_steps, mesh, parts in ((2, 2, 1), (4, num_devices, 2)):
+        ddp = wrapped(model, mesh=mesh, accumulate_steps=parts)
+        capsys.readouterr()
+        fit(ddp, endless(), tmp_path, num_steps=num_steps)
+        assert printed(capsys).count(f"{RANDOM}; {STATISTICS}") == (num_steps == 4)
+    fit(ddp, endless(), tmp_path)
+    assert RANDOM not in printed(capsys)
+
+
+def test_an_option_that_changes_numbers_is_named_when_a_run_of_objects_resumes(tmp_path, capsys):
+    for num_steps, options in ((2, {}), (4, {"batch_norm": "local"})):
+        fit(wrapped(**options), endless(), tmp_path, num_steps=num_steps)
+    said = printed(capsys)
+    assert "batch_norm local (was sync): the order" in said
+    assert "exactly; another batch_norm changes what later steps compute" in said
+    assert "bitwise identical" not in said
+
+
+def bent(state, replica=1):
+    """The state, one parameter of which is one bit off on one replica."""
+
+    def bend(x):
+        copies = [np.array(shard.data) for shard in x.addressable_shards]
+        copies[replica].view(np.uint32).reshape(-1)[3] ^= 1
+        devices = [shard.device for shard in x.addressable_shards]
+        arrays = list(map(jax.device_put, copies, devices))
+        return jax.make_array_from_single_device_arrays(x.shape, x.sharding, arrays)
+
+    layer = {**state.params["Dense_0"], "kernel": bend(state.params["Dense_0"]["kernel"])}
+    return state.replace(params={**state.params, "Dense_0": layer})
+
+
+def bend(run):
+    run.state = bent(run.state)
+
+
+RARELY = {"eval_every_steps": None, "check_replicas_every_steps": None}
+
+
+def test_a_replica_that_drifts_off_by_one_bit_is_found_and_named(plain, tmp_path):
+    plan = {**RARELY, "check_replicas_every_steps": 10, "save_every_steps": None, "num_steps": 40}
+    message = r"^After step 20 .*params/Dense_0/.*differs on replica 1 \(process 0\)"
+    with pytest.raises(Mismatch, match=message) as caught:
+        fit(plain, endless(), tmp_path, callbacks=[At(13, bend)], **plan)
+    assert caught.value.exit_code == 76
+
+
+def test_no_checkpoint_is_made_of_replicas_that_differ(plain, tmp_path):
+    with pytest.raises(Mismatch, match="Step 4 is not saved: params/Dense_0/"):
+        fit(plain, batches(), tmp_path, callbacks=[At(3, bend)], **RARELY)
+    first = plain.init(0, make_batch(8))
+    assert newest(tmp_path / "checkpoints", first)[0] == 2
+    with pytest.raises(Mismatch, match="After step 0 params/Dense_0/kernel differs on"):
+        plain.fit(batches(), num_steps=2, state=bent(first))
+
+
+def test_a_signal_interrupts_a_run_and_the_same_call_resumes_it(plain, tmp_path, capsys):
+    def train(run_dir, *callbacks):
+        return fit(plain, endless(), run_dir, num_steps=200, callbacks=callbacks, **rarely)
+
+    number, rarely = signal.SIGHUP, {"eval_every_steps": 80, "save_every_steps": 60}
+    want, handlers = train(tmp_path / "whole"), list(map(signal.getsignal, stop_signals()))
+    recorder = Recorder()
+    run = train(tmp_path / "run", At(20, lambda run: signal.raise_signal(number)), recorder)
+    assert run.interrupted == number.name
+    assert 20 <= run.step < 200
+    assert recorder.calls[-1] == ("save", run.step)
+    assert list(map(signal.getsignal, stop_signals())) == handlers
+    assert f"{number.name}: saved step {run.step} of 200" in capsys.readouterr().out
+    step, state = newest(tmp_path / "run" / "checkpoints", run.state)
+    assert step == run.step
+    assert_same(state, run.state)
+    run = train(tmp_path / "run")
+    assert run.interrupted is None
+    assert_same(run.state, want.state)
+    assert records(tmp_path / "run") == records(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_two_signals_at_once_are_one(plain, tmp_path, saves):
+    def signal_twice(run):
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+
+    plan = {"num_steps": 10_000, "callbacks": [At(3, signal_twice)]}
+    run = plain.fit(endless(), run_dir=tmp_path if saves else None, **plan)
+    assert run.interrupted == "SIGTERM"
+    assert int(run.state.step) == run.step < 10_000
+    assert [path.name for path in tmp_path.glob("checkpoints/*")] == [str(run.step)] * saves
+
+
+def test_a_hangup_that_is_ignored_stays_so(plain):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as `nohup` has it
+    try:
+        callbacks = [At(3, lambda run: signal.raise_signal(signal.SIGHUP))]
+        run = plain.fit(batches(50), num_steps=50, callbacks=callbacks)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert (run.interrupted, run.step) == (None, 50)
+
+
+@pytest.mark.parametrize("every, step", [(3, 3), (None, NUM_STEPS)], ids=["on the way", "last"])
+def test_an_evaluation_that_a_signal_breaks_off_is_made_up_for(plain, tmp_path, every, step):
+    class Interrupting(list):
+        def __iter__(self):
+            yield self[0]  # which is traced before the first step
+            signal.raise_signal(signal.SIGTERM)
+            while True:  # until all have agreed
+                yield self[0]
+
+    plan = {"eval_every_steps": every, "save_every_steps": None}
+    want = fit(plain, batches(), tmp_path / "whole", **plan)
+    run = fit(plain, batches(), tmp_path / "run", evaluate=Interrupting(EVALUATION), **plan)
+    assert (run.interrupted, run.step, run.evaluations) == ("SIGTERM", step, [])
+    run = fit(plain, batches(), tmp_path / "run", **plan)
+    assert_same(run.state, want.state)
+    assert run.eval_metrics == want.eval_metrics
+    assert records(tmp_path / "run") == records(tmp_path / "whole")
+
+
+def test_a_run_in_another_thread_leaves_the_signals_alone(plain):
+    handlers = list(map(signal.getsignal, stop_signals()))
+    seen = []
+    look = At(1, lambda run: seen.append(list(map(signal.getsignal, stop_signals()))))
+    thread = threading.Thread(target=lambda: plain.fit(batches(), num_steps=2, callbacks=[look]))
+    thread.start()
+    thread.join()
+    assert seen == [handlers]
+
+
+class Tensor:
+    def __init__(self, values):
+        self.values = values
+
+    def __array__(self, dtype=None, copy=None):
+        return self.values
+
+
+def test_batches_may_be_generated_and_be_of_what_can_become_arrays(plain):
+    tensors = (jax.tree.map(Tensor, batch) for batch in batches())
+    run = plain.fit(tensors, num_steps=NUM_STEPS)
+    assert_same(run.state, bare_loop(plain, batches(), NUM_STEPS)[0])
+
+
+@pytest.mark.parametrize("log_every_steps", [1, 50])
+def test_a_loss_that_is_not_finite_ends_the_run_and_spares_the_checkpoint_before_it(
+    plain, tmp_path, log_every_steps
+):
+    plan = {"save_every_steps": 1, "log_every_steps": log_every_steps}
+    with pytest.raises(NumericsError, match="The loss is nan at step 4") as caught:
+        fit(plain, batches(broken=4), tmp_path, **plan)
+    assert caught.value.exit_code == 80
+    want, _ = bare_loop(plain, batches(), 3)
+    step, state = newest(tmp_path / "checkpoints", want)
+    assert step == 3
+    assert_same(state, want)
+    assert all(record["loss"] is not None for record in records(tmp_path))
+    mended = fit(plain, batches(), tmp_path, **plan)
+    assert_same(mended.state, bare_loop(plain, batches(), NUM_STEPS)[0])
+
+
+def test_batches_that_end_early_are_a_data_error_that_says_when(plain, tmp_path):
+    with pytest.raises(DataError, match=r"ended after 4\. Give an endless iterator") as caught:
+        fit(plain, batches(4), tmp_path)
+    assert caught.value.exit_code == 65
+    with pytest.raises(DataError, match="ended after 4"):
+        fit(plain, batches(4), tmp_path)
+    with pytest.raises(DataError, match="ended after 0"):
+        plain.fit([], num_steps=1)
+    assert_same(fit(plain, batches(), tmp_path).state, bare_loop(plain, batches(), NUM_STEPS)[0])
+
+
+def test_options_out_of_their_range_are_refused_before_anything_is_written(plain, tmp_path):
+    recorder = Recorder()
+    for options, message in (
+        ({"num_steps": 0}, "num_steps is at least 1; got 0"),
+        ({"log_every_steps": 0}, "log_every_steps is at least 1"),
+        ({"eval_every_steps": 0}, "eval_every_steps is at least 1"),
+        ({"save_every_steps": -1}, "save_every_steps is at least 1"),
+        ({"keep": 0}, "keep is at least 1"),
+        ({"resume": "sometimes"}, "resume 'sometimes' is unknown"),
+        ({"eval_params": "average"}, "eval_params 'average' is unknown"),
+        ({"run_dir": None, "eval_params": "ema"}, "eval_params='ema' needs"),
+        ({"run_dir": None, "resume": "must"}, "resume='must' needs run_dir"),
+        ({"run_dir": None, "callbacks": [jddp.KeepBest()]}, "run_dir"),
+    ):
+        given = {"run_dir": tmp_path / "run", "callbacks": [recorder], **options}
+        with pytest.raises(ConfigError, match=message):
+            fit(plain, batches(), **given)
+    assert not (tmp_path / "run").exists()
+    assert recorder.calls == []
+
+
+def test_a_state_that_a_step_has_taken_is_refused(plain):
+    state = plain.init(0, make_batch(8))
+    plain.step(state, make_batch(8))
+    with pytest.raises(UsageError, match="This state was given to step call"):
+        plain.fit(batches(), num_steps=2, state=state)
+
+
+def test_a_mistake_in_evaluation_shows_before_the_first_step(tmp_path):
+    def only_trains(model, batch, train):
+        assert train, "no evaluation"
+        return loss_fn(model, batch, train)
+
+    recorder = Recorder()
+    for loss, evaluation, error, message in (
+        (only_trains, EVALUATION, AssertionError, "no evaluation"),
+        (loss_fn, [{"x": np.zeros((2, 16), np.float32)}], ConfigError, "'y'"),
+        (scalar_loss, [make_batch(5)], UsageError, "'loss' is a scalar.* 5 rows do not fill 6"),
+        (loss_fn, [], UsageError, "no batches"),
+    ):
+        with pytest.raises(error, match=message):
+            fit(wrapped(loss=loss), batches(), tmp_path, evaluate=evaluation, callbacks=[recorder])
+    assert recorder.calls == []
+
+
+def fails_in(hook):
+    """A callback that raises in one of its hooks, at the end of the run at the latest."""
+    callback = jddp.Callback()
+    setattr(callback, hook, break_off)
+    return {"callbacks": [callback]}
+
+
+WITHOUT_LABELS = {"x": np.zeros((2, 16), np.float32)}
+# Options and batches of a run that ends early, or in the very end.
+BROKEN_OFF = {
+    "data": (batches(4), {}),
+    "evaluation": (batches(), {"evaluate": [*EVALUATION, WITHOUT_LABELS]}),
+    "on_step": (batches(), {"callbacks": [At(4, break_off)]}),
+    "on_eval": (batches(), {"eval_every_steps": 4, **fails_in("on_eval")}),
+    "on_save": (batches(), {"save_every_steps": 4, **fails_in("on_save")}),
+    "on_end": (batches(), fails_in("on_end")),
+}
+
+
+@pytest.mark.parametrize("source, options", BROKEN_OFF.values(), ids=BROKEN_OFF)
+def test_what_a_run_has_learnt_is_saved_whatever_raises(plain, tmp_path, source, options):
+    options = {"eval_every_steps": None, "save_every_steps": None, **options}
+    with pytest.raises((Broken, DataError, ConfigError)) as caught:
+        fit(plain, source, tmp_path / "broken", **options)
+    failed = caught.value.run
+    assert failed.step >= 4
+    assert [x["step"] for x in failed.history if x["split"] == "train"][:4] == [1, 2, 3, 4]
+    step, state = newest(tmp_path / "broken" / "checkpoints", failed.state)
+    assert step == failed.step
+    assert_same(state, failed.state)
+    plan = {"eval_every_steps": options["eval_every_steps"], "save_every_steps": None}
+    run, want = (fit(plain, batches(), tmp_path / name, **plan) for name in ("broken", "whole"))
+    assert_same(run.state, want.state)
+    assert records(tmp_path / "broken") == records(tmp_path / "whole")
+    assert run.evaluations == want.evaluations
+
+
+def test_an_error_carries_the_run_without_a_directory_too(plain):
+    with pytest.raises(Broken) as caught:
+        plain.fit(batches(), num_steps=6, callbacks=[At(3, break_off)])
+    run = caught.value.run
+    assert run.step == 4
+    assert plain.evaluate(run.state, EVALUATION) == run.evaluate(EVALUATION)
+
+
+def test_the_evaluation_of_a_checkpoint_is_known_when_it_is_resumed(plain, tmp_path):
+    plan = {"eval_every_steps": 2, "save_every_steps": 2, "log_every_steps": 50}
+    fit(plain, batches(), tmp_path, num_steps=4, **plan)
+    recorder = Recorder()
+    run = fit(plain, batches(), tmp_path, callbacks=[recorder], **plan)
+    assert [step for what, step in recorder.calls if what == "eval"] == [6]
+    kept = [record for record in records(tmp_path) if record["split"] == "eval"]
+    assert [x["step"] for x in run.evaluations] == [x["step"] for x in kept] == [2, 4, 6]
+
+
+def test_a_batch_of_another_form_is_refused_with_its_step_and_both_forms(plain, tmp_path):
+    x, y = make_batch(8, seed=3).values()
+    want, _ = bare_loop(plain, batches(), NUM_STEPS)
+    forms = {
+        r"x float32 \(rows, 12\); the first .* x float32 \(rows, 16\)": {"x": x[:, :12], "y": y},
+        r"y absent, label int32 \(rows\); the first .* y int32 \(rows\)": {"x": x, "label": y},
+        r"x float16 \(rows, 16\); the first .* x float32": {"x": x.astype(np.float16), "y": y},
+    }
+    for message, batch in forms.items():
+        run_dir = tmp_path / message[:9]
+        with pytest.raises(DataError, match=f"step 4: .* has {message}"):
+            fit(plain, [*batches(3), batch, *batches(2)], run_dir)
+        assert_same(fit(plain, batches(), run_dir).state, want)
+    # Rows alone may differ.
+    assert plain.fit([make_batch(8), make_batch(4), make_batch(8)], num_steps=3).step == 3
+
+
+def test_a_run_of_objects_says_what_is_changed_when_it_is_made_longer(plain, tmp_path, capsys):
+    fit(plain, batches(), tmp_path, num_steps=3, learning_rate=optax.constant_schedule(0.1))
+    assert "changed" not in capsys.readouterr().out
+    late = optax.constant_schedule(0.2)
+    fit(plain, batches(), tmp_path, log_every_steps=2, learning_rate=late)
+    reported = printed(capsys)
+    assert "changed: num_steps 3 -> 6, log_every_steps 1 -> 2; finished steps stay" in reported
+    assert "step 3 was taken at 0.1 and would now be at 0.2" in reported
+
+
+def test_callbacks_are_called_for_every_step_and_in_order(plain, tmp_path):
+    recorder = Recorder()
+    plan = {"num_steps": 5, "eval_every_steps": 2, "save_every_steps": 4, "log_every_steps": 50}
+    run = fit(plain, batches(), tmp_path, callbacks=[recorder], **plan)
+    calls = [f"{what} {step}" for what, step in recorder.calls]
+    want = "step 1, step 2, eval 2, step 3, step 4, save 4, eval 4, step 5, save 5, eval 5, end 5"
+    assert ", ".join(calls) == want
+    assert "loss" in repr(run)
+    assert str(tmp_path) in repr(run)
+
+
+@pytest.mark.parametrize("every", [1, 2, 50])
+def test_a_run_that_is_stopped_is_evaluated_and_saved_and_then_finished(plain, tmp_path, every):
+    plan = {"eval_every_steps": None, "save_every_steps": every}
+    stop = At(2, lambda run: run.stop("enough"))
+    run = fit(plain, batches(), tmp_path, callbacks=[stop], **plan)
+    # The step after the one that was reported was under way, unless a save had drained the loop.
+    assert run.step == (3 if every == 50 else 2)
+    assert run.stopped == "enough"
+    assert run.eval_metrics["step"] == run.step
+    before = contents(tmp_path)
+    again = fit(plain, batches(), tmp_path, **plan)
+    assert contents(tmp_path) == before
+    assert (again.step, again.eval_metrics) == (run.step, run.eval_metrics)
+
+
+@pytest.fixture
+def some_run(plain):
+    """A run for callbacks to look at."""
+    return jddp.Run(plain, plain.init(0, make_batch(8)), run_dir=None, save=lambda where: None)
+
+
+def test_early_stopping_waits_for_as_many_evaluations_as_it_has_patience(some_run):
+    run, stopping, stopped = some_run, jddp.EarlyStopping("accuracy", mode="max", patience=2), []
+    for accuracy in (0.1, 0.3, 0.2, 0.4, 0.4, 0.1):
+        run.evaluations.append({"accuracy": accuracy})
+        stopping.on_eval(run, run.eval_metrics)
+        stopped.append(run.stopped)
+    assert stopped == [None] * 5 + ["accuracy has not improved for 2 evaluations"]
+
+
+def test_what_callbacks_watch_must_be_there(some_run):
+    with pytest.raises(ConfigError, match="Choose 'min' or 'max'"):
+        jddp.KeepBest(mode="most")
+    some_run.evaluations.append({"loss": 0.0, "accuracy": 1.0})
+    with pytest.raises(ConfigError, match=r"no metric 'acuracy'; it has \['accuracy', 'loss'\]"):
+        jddp.EarlyStopping("acuracy").on_eval(some_run, some_run.eval_metrics)
+
+
+@pytest.fixture(scope="module")
+def forth_and_back():
+    """Takes two steps towards the training batch, then goes away from it."""
+    return wrapped(MLP(), optax.sgd(lambda step: jnp.where(step < 2, 0.3, -0.6)))
+
+
+SAME = {"evaluate": [make_batch(8)], "eval_every_steps": 1}
+
+
+def test_the_best_checkpoint_holds_the_state_with_the_best_evaluation(forth_and_back, tmp_path):
+    recorder, keep_best = Recorder(), jddp.KeepBest()
+    same = [make_batch(8)] * NUM_STEPS
+    fit(forth_and_back, same, tmp_path, callbacks=[recorder, keep_best], **SAME)
+    evaluations = {r["step"]: r["loss"] for r in records(tmp_path) if r["split"] == "eval"}
+    assert keep_best.step == min(evaluations, key=evaluations.get) == 2
+    assert keep_best.best == evaluations[2]
+    step, best = newest(tmp_path / "best", recorder.states[2])
+    assert step == 2
+    assert_same(best, recorder.states[2])
+
+
+def test_callbacks_remember_the_evaluations_before_a_resume(forth_and_back, tmp_path):
+    same = [make_batch(8)] * NUM_STEPS
+    callbacks = [jddp.KeepBest(), jddp.EarlyStopping(), At(4, break_off)]
+    with pytest.raises(Broken):
+        fit(forth_and_back, same, tmp_path, callbacks=callbacks, save_every_steps=1, **SAME)
+    callbacks = [jddp.KeepBest(), jddp.EarlyStopping()]
+    run = fit(forth_and_back, same, tmp_path, callbacks=callbacks, **SAME)
+    assert run.stopped == "loss has not improved for 3 evaluations"
+    assert run.step == 5
+    assert newest(tmp_path / "best", run.state)[0] == 2
+
+
+def test_a_state_that_a_run_has_just_restored_is_not_written_again(plain, tmp_path):
+    fit(plain, batches(), tmp_path)
+    before = (tmp_path / "checkpoints" / str(NUM_STEPS)).stat().st_ino
+    run = fit(plain, batches(), tmp_path, evaluate=[make_batch(8)])
+    assert run.eval_metrics["step"] == NUM_STEPS
+    assert (tmp_path / "checkpoints" / str(NUM_STEPS)).stat().st_ino == before
+
+
+def test_parameters_that_are_not_finite_are_not_saved_though_the_loss_was(tmp_path):
+    def loss(model, batch, train):
+        y = model(batch["x"], train=train).sum(-1)
+        return jnp.sqrt(jnp.square(batch["flag"] * y))  # where the flag is 0, the slope is NaN
+
+    ddp = wrapped(loss=loss)
+    flagged = [{**make_batch(8), "flag": np.full(8, flag, np.float32)} for flag in (1, 1, 0, 1)]
+    with pytest.raises(NumericsError, match="not finite after step 3"):
+        ddp.fit(flagged, num_steps=4, run_dir=tmp_path, save_every_steps=1)
+    step, state = newest(tmp_path / "checkpoints", ddp.init(0, flagged[0]))
+    assert step == 2
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.params))
+
+
+def test_each_process_logs_what_it_said_and_what_ended_it(plain, tmp_path):
+    with pytest.raises(NumericsError):
+        plain.fit(batches(broken=4), num_steps=NUM_STEPS, run_dir=tmp_path, log_every_steps=1)
+    log = (tmp_path / "logs" / "process_0.log").read_text()
+    assert [f"INFO step {step}/6  loss" in log for step in (1, 2, 3, 4)] == [True] * 3 + [False]
+    assert "ERROR ended by:" in log
+    assert "NumericsError: The loss is nan at step 4" in log
+    plain.fit(batches(), num_steps=1, run_dir=tmp_path / "other")
+    assert (tmp_path / "logs" / "process_0.log").read_text() == log
+
+
+def moving(folder, to):
+    """Moves a folder after the third step, behind the save of the second."""
+
+    def move(run):
+        while any(run.run_dir.glob("checkpoints/*.new")):
+            time.sleep(0.01)
+        folder.rename(to)
+
+    return [At(3, move)]
+
+
+def test_a_run_whose_logs_are_moved_continues_to_its_end(plain, tmp_path):
+    callbacks = moving(tmp_path / "run" / "logs", tmp_path / "logs")
+    run = fit(plain, batches(), tmp_path / "run", callbacks=callbacks)
+    assert run.step == NUM_STEPS
+    assert f"step {NUM_STEPS}/{NUM_STEPS}" in (tmp_path / "logs" / "process_0.log").read_text()
+
+
+def test_a_run_whose_directory_is_moved_ends_in_good_order_and_resumes_there(plain, tmp_path):
+    callbacks = moving(tmp_path / "run", tmp_path / "moved")
+    with pytest.raises(FileSystemError, match=f"step {NUM_STEPS} cannot be saved.*No such file"):
+        fit(plain, batches(), tmp_path / "run", callbacks=callbacks, save_every_steps=2)
+    assert not (tmp_path / "run").exists()
+    run = fit(plain, batches(), tmp_path / "moved", save_every_steps=2)
+    assert run.step == NUM_STEPS
+    trained = [x["step"] for x in records(tmp_path / "moved") if x["split"] == "train"]
+    assert trained == [*range(1, NUM_STEPS + 1)]

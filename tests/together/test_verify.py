@@ -1,0 +1,226 @@
+"""`jddp.verify`: what it passes, and the mistakes that it finds and names."""
+
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from tiny import MLP, MODELS, NUM_CLASSES, ConvNet, loss_fn, make_batch
+
+import jddp
+from jddp.errors import UsageError
+from jddp.trainer.fingerprint import uses_rng
+from jddp.verify import main
+
+
+def verified(model=None, loss=loss_fn, batch=None, optimizer=None, **options):
+    batch = make_batch() if batch is None else batch
+    return jddp.verify(model or MLP(), optimizer or optax.adam(1e-3), loss, batch, **options)
+
+
+@pytest.mark.parametrize(
+    "name, dropout_rate", [("conv", 0.0), ("nnx", 0.3), ("transformer", 0.3), ("nnx", 0.0)]
+)
+def test_models_pass_with_and_without_random_numbers(name, dropout_rate):
+    report = verified(MODELS[name](dropout_rate=dropout_rate), batch=make_batch(masked=True))
+    assert report.passed, report
+    assert report.is_side_by_side == (dropout_rate > 0)
+    assert max(map(len, str(report).splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"accumulate_steps": 2, "max_grad_norm": 0.1, "ema_decay": 0.9, "mesh": 4},
+        {"batch_norm_unbiased": True, "skip_nonfinite": True},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_options_pass(options):
+    report = verified(ConvNet(), optimizer=optax.sgd(0.1), batch=make_batch(32), **options)
+    assert report.passed, report
+    assert not report.findings
+
+
+def test_coarse_numbers_are_allowed_their_roundings():
+    report = verified(MLP(dtype=jnp.bfloat16), wire_dtype="bfloat16")
+    assert report.passed, report
+    assert {x.allowed for x in report.comparisons} == {8 * 2**-8, 0.05}
+
+
+def test_constants_are_handed_on():
+    def loss(model, batch, train, constants):
+        return constants * loss_fn(model, batch, train)[0]
+
+    assert verified(loss=loss, constants=np.float32(2)).passed
+
+
+def plain(x):
+    return x
+
+
+def random_bits(x):
+    return x
+
+
+def gamma(x):
+    return x * jax.random.gamma(jax.random.key(0), 2.0)
+
+
+@jax.custom_vjp
+def backward_only(x):
+    return x
+
+
+def noise(x):
+    return x * jax.random.uniform(jax.random.key(0), x.shape)
+
+
+backward_only.defvjp(lambda x: (x, None), lambda _, g: (noise(g),))
+
+
+@pytest.mark.parametrize(
+    "function, draws",
+    [(plain, False), (random_bits, False), (gamma, True), (noise, True), (backward_only, True)],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_a_step_draws_if_its_loss_does_forward_or_backward(function, draws):
+    def loss(model, batch, train):
+        return jax.jit(function)(loss_fn(model, batch, train)[0])
+
+    ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss)
+    assert uses_rng(ddp, make_batch()) == draws
+
+
+def test_an_optimizer_that_draws_is_judged_beside_the_whole_batch():
+    """Its numbers are those of its own key, the same on one device and on many."""
+    noisy = optax.chain(optax.sgd(0.1), optax.add_noise(0.01, 0.55, 0))
+    report = verified(optimizer=noisy)
+    assert report.passed, report
+    assert not report.is_side_by_side
+    assert not report.findings
+
+
+def test_rows_of_a_form_seen_before_bring_back_what_was_found_of_them():
+    def loss(model, batch, train):
+        losses = loss_fn(model, batch, train)[0]
+        return losses.mean() * jax.random.uniform(jax.random.key(0)) if "z" in batch else losses
+
+    ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss)
+    batch = make_batch()
+    for rows, found in ((batch, (False, ())), (batch | {"z": batch["y"]}, (True, ("loss",)))) * 2:
+        assert (uses_rng(ddp, rows), ddp.steps.scalars) == found
+
+
+def of_the_host(model, batch, train):
+    return loss_fn(model, batch, train)[0] * np.random.default_rng().uniform(1, 2)
+
+
+def of_one_key(model, batch, train):
+    losses, _ = loss_fn(model, batch, train)
+    return losses + jax.random.normal(jax.random.key(0), losses.shape)
+
+
+def a_sum(model, batch, train):
+    return loss_fn(model, batch, train)[0].sum()
+
+
+def a_mean_under_a_mask(model, batch, train):
+    losses, _ = loss_fn(model, batch, train)
+    return jnp.average(losses, weights=batch["mask"].astype(jnp.float32) + 1e-9)
+
+
+def rows_against_rows(model, batch, train):
+    features = model(batch["x"], train)
+    labels = jnp.arange(len(features))
+    return optax.softmax_cross_entropy_with_integer_labels(features @ features.T, labels)
+
+
+def asks_for_the_replica(model, batch, train):
+    return loss_fn(model, batch, train)[0] * (1.0 + jax.lax.axis_index(jddp.AXIS))
+
+
+class OwnNorm(nn.Module):
+    """Normalises with what it keeps itself, and knows nothing of replicas."""
+
+    @nn.compact
+    def __call__(self, x, train):
+        running = self.variable("running", "mean", jnp.zeros, x.shape[-1:])
+        mean = x.mean(0) if train else running.value
+        if train and not self.is_initializing():
+            running.value = 0.9 * running.value + 0.1 * mean
+        return nn.Dense(NUM_CLASSES)(jnp.tanh(x - mean[None]))
+
+
+MASKED = {"loss": a_mean_under_a_mask, "batch": make_batch(masked=True)}
+LOCAL, BROADCAST = ({"model": ConvNet(), "batch_norm": mode} for mode in ("local", "broadcast"))
+OWN = {"model": OwnNorm(), "state_reduction": {"running": "mean"}}
+WRONG = {
+    "a sum": ({"loss": a_sum}, "is a sum over its rows: over the whole batch it is 8 times"),
+    "a mean under a mask": (MASKED, "replicas count alike whatever the weights of their rows"),
+    "local statistics": (LOCAL, "'local': each replica normalises with the statistics of its own"),
+    "broadcast statistics": (BROADCAST, "'broadcast': each"),
+    "own statistics": (OWN, "state_reduction: a layer that normalises .* that of its replica"),
+    "coupled examples": ({"loss": rows_against_rows}, "The loss couples examples"),
+    "the replica": ({"loss": asks_for_the_replica}, r"which replica it runs on \(lax.axis_index\)"),
+}
+
+
+@pytest.mark.parametrize("given, message", WRONG.values(), ids=WRONG)
+def test_what_is_not_one_device_is_found_and_named(given, message):
+    report = verified(**given)
+    assert not report.passed
+    (finding,) = report.findings
+    assert re.search(message, finding), report
+    assert "<- differs" in str(report)
+
+
+def test_the_worst_leaf_is_named():
+    def loss(model, batch, train):
+        losses, _ = loss_fn(model, batch, train)
+        bias = model.variables["params"]["Dense_1"]["bias"]
+        return losses + bias.sum() * jax.lax.axis_index(jddp.AXIS)
+
+    report = verified(loss=loss, optimizer=optax.sgd(0.1))
+    apart = {x.what: x.leaf for x in report.comparisons if not x.passed}
+    assert apart == {"gradients": "Dense_1/bias", "update": "Dense_1/bias"}
+
+
+JOB = ["model.name=mlp", "data.global_batch_size=16", "mesh.num_devices=4"]
+
+
+def test_random_numbers_of_the_host_or_of_one_key_are_found():
+    assert "another program each time it is traced" in verified(loss=of_the_host).findings[0]
+    assert "not from the key of the step" in verified(loss=of_one_key).findings[0]
+
+
+def test_gradients_that_are_no_numbers_are_never_the_same():
+    assert not verified(loss=lambda *given: loss_fn(*given)[0] * jnp.nan).passed
+
+
+def test_what_cannot_be_compared_is_refused():
+    with pytest.raises(UsageError, match="there is one"):
+        verified(ConvNet(), mesh=1)
+    with pytest.raises(UsageError, match="a single device does not have"):
+        verified(ConvNet(), batch_norm_group_size=2)
+
+
+def test_a_job_is_verified_from_the_command_line(capsys):
+    assert main(JOB) == 0
+    assert "4 devices beside one, 16 rows: the same, to rounding" in capsys.readouterr().out
+    assert main([*JOB, "model.name=cnn", "ddp.batch_norm=local"]) == 76
+    assert "NOT the same" in capsys.readouterr().out
+    assert main(["--confi", "x"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_verify_is_a_module_to_run_and_a_function():
+    program = [sys.executable, "-m", "jddp.verify", "--help"]
+    shown = subprocess.run(program, capture_output=True, text=True, check=True).stdout
+    assert "--config" in shown
+    assert callable(jddp.verify)

@@ -1,0 +1,161 @@
+"""Objects that are not what a call takes are refused where they are given, with the way out."""
+
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from runs import environment
+from tiny import MLP, MODELS, Of, loss_fn, make_batch
+
+import jddp
+from jddp.data import TrainBatches, eval_batches
+from jddp.errors import ConfigError, DataError, UsageError
+
+
+def wrapped(loss=loss_fn, model=None, **options):
+    return jddp.DataParallel(model or MLP(), optax.adam(0.1), loss, mesh=2, **options)
+
+
+# In a process of its own, for in this one calls are held against their annotations.
+WRONG_OPTIMIZERS = """
+import jddp, optax
+from flax import nnx
+from tiny import MLP, NnxConvNet, loss_fn
+
+of_nnx = nnx.Optimizer(NnxConvNet(nnx.Rngs(0)), optax.adam(0.1), wrt=nnx.Param)
+for optimizer in (optax.adam, of_nnx, "adam"):
+    try:
+        jddp.DataParallel(MLP(), optimizer, loss_fn)
+    except jddp.ConfigError as error:
+        print(error)
+"""
+
+
+def test_an_optimizer_that_is_none_is_refused_with_what_to_give():
+    command = [sys.executable, "-c", WRONG_OPTIMIZERS]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    kinds = [line.partition("optimizer is of type ")[2].split(".")[0] for line in lines]
+    assert kinds == ["function", "Optimizer", "str"]
+    way_out = "optax.adam(1e-3), not optax.adam; of an nnx.Optimizer its .tx."
+    assert all(line.endswith(way_out) for line in lines)
+
+
+@pytest.mark.parametrize("scalar", [True, False])
+def test_a_loss_that_returns_its_logits_beside_it_is_refused_with_the_dict_to_return(scalar):
+    def with_logits(model, batch, train):
+        logits = model(batch["x"], train=train)
+        return (logits.mean() if scalar else logits.mean(-1)), logits
+
+    message = r"returned .'array', 'array'.*\(losses, metrics\) with a"
+    with pytest.raises(ConfigError, match=message):
+        wrapped(with_logits).init(0, make_batch())
+
+
+MEANT = {"bucket_cap_mb": "bucket_mb", "find_unused_parameters": "unused_parameters"}
+MEANT |= {"broadcast_buffers": "batch_norm", "process_group": "mesh", "device_ids": "mesh"}
+MEANT |= {"gradient_accumulation_steps": "accumulate_steps", "max_norm": "max_grad_norm"}
+MEANT |= {"wire_dtyp": "wire_dtype"}
+
+
+def test_an_unknown_option_is_given_the_name_that_is_meant():
+    for foreign, meant in MEANT.items():
+        with pytest.raises(ConfigError, match=f"no argument '{foreign}'. Did you mean '{meant}'"):
+            wrapped(**{foreign: 25})
+    with pytest.raises(ConfigError, match="l.zzz: DataParallel takes no argument 'zzz'.$"):
+        wrapped(zzz=1)
+
+
+def test_fit_knows_the_names_of_its_options_before_it_reads_a_batch():
+    def never():
+        raise AssertionError("read")
+        yield
+
+    meant = {"eval_every": "eval_every_steps", "log_every_n_steps": "log_every_steps"}
+    for foreign in ("num_workers", "eval_batches", *meant):
+        said = f"Did you mean '{meant[foreign]}'" if foreign in meant else ""
+        with pytest.raises(ConfigError, match=f"fit.{foreign}: .*{said}"):
+            wrapped().fit(never(), num_steps=2, **{foreign: 3})
+
+
+@pytest.mark.parametrize("model", ["mlp", "nnx"])
+def test_a_state_of_another_model_is_refused_by_name(model):
+    batch = make_batch()
+    wide = Of(lambda m, x, train: nn.Dense(4)(nn.Dense(17)(x)))
+    other = wrapped(model=wide).init(0, batch)
+    ddp = wrapped(model=MODELS[model]())
+    reported = "state has the parameters of another model: make one with init"
+    with pytest.raises(UsageError, match=reported):  # also before this one has a state of its own
+        ddp.step(other, batch)
+    state = ddp.init(0, batch)
+    calls = [(x, other, batch) for x in (ddp.step, ddp.gradients)]
+    calls += [(ddp.evaluate, other, [batch]), (ddp.predict, other, [batch]), (ddp.model, other)]
+    for call, *given in calls:
+        with pytest.raises(UsageError, match=reported):
+            call(*given)
+    ddp.step(state, batch)
+
+
+def test_a_state_of_the_same_model_from_elsewhere_is_taken():
+    batch = make_batch()
+    state = wrapped().init(0, batch)
+    metrics = wrapped().evaluate(state, [batch])
+    ddp = wrapped()
+    ddp.init(1, batch)
+    state, _ = ddp.step(state, batch)
+    assert ddp.evaluate(state, [batch]) != metrics
+
+
+def no_such_key(model, batch, train):
+    return loss_fn(model, {"x": batch["image"], "y": batch["y"]}, train)
+
+
+@pytest.mark.parametrize("model", ["mlp", "nnx"])
+def test_a_key_that_the_batch_lacks_is_named_beside_those_that_it_has(model):
+    ddp, batch = wrapped(no_such_key, MODELS[model]()), make_batch()
+    state = ddp.init(0, {"image": batch["x"], "y": batch["y"]})
+    reported = r"loss_fn reads the batch as a dict \('image'\), and it holds x, y\."
+    calls = [(ddp.abstract_state, batch), (ddp.step, state, batch), (ddp.evaluate, state, [batch])]
+    for call, *given in calls:
+        with pytest.raises(ConfigError, match=reported):
+            call(*given)
+    with pytest.raises(ConfigError, match="not str.*, and it is none: give dicts"):
+        wrapped().init(0, tuple(batch.values()))
+
+
+def test_another_key_error_of_the_users_code_stays_what_it_is():
+    table = {"a": 1}
+
+    def looks_up(key):
+        return table[key]
+
+    def other_mistake(model, batch, train):
+        return loss_fn(model, batch, train)[0] * looks_up("b")
+
+    with pytest.raises(KeyError, match="b"):
+        wrapped(other_mistake).init(0, make_batch())
+
+
+def test_batches_are_made_of_a_dict_of_arrays():
+    batch = make_batch(20)
+    batches = TrainBatches(batch, global_batch_size=8, seed=0)
+    assert batches.num_examples == 20
+    taken = next(batches)
+    assert {name: x.shape for name, x in taken.items()} == {"x": (8, 16), "y": (8,)}
+    assert len(eval_batches(batch, global_batch_size=8)) == 3
+    run = wrapped().fit(batches, num_steps=2, evaluate=eval_batches(batch, global_batch_size=8))
+    assert (run.step, run.eval_metrics["examples"]) == (2, 20)
+    batches = TrainBatches({"x": jnp.ones((4, 2))}, global_batch_size=2, seed=0)
+    assert isinstance(next(batches)["x"], np.ndarray)
+
+
+@pytest.mark.parametrize("make", [TrainBatches, eval_batches])
+def test_arrays_without_names_are_refused(make):
+    arrays = tuple(make_batch(20).values())
+    more = {"seed": 0} if make is TrainBatches else {}
+    with pytest.raises(DataError, match="data of type tuple cannot be read. Give a dict of arrays"):
+        make(arrays, global_batch_size=1, **more)

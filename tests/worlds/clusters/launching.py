@@ -1,0 +1,64 @@
+"""`python -m jddp.launch` on machines that are namespaces."""
+
+import functools
+import subprocess
+import sys
+from pathlib import Path
+
+from faults.jobs import train_command, variables_of
+from runs import wait_until
+from test_launch import Launched
+
+NODE = ["--num-processes", "2", "--devices-per-process", "1"]
+LONGER = ["train.num_steps=240", "checkpoint.every_steps=20"]  # than it takes to be disturbed
+
+
+class OnHost(Launched):
+    """A module on a host, in a folder of `make_folder`, after what a shell does there `before`."""
+
+    seconds = 120  # for what takes ten
+
+    def __init__(
+        self, hosts, host, folder, *arguments, module="jddp.launch", before="", **variables
+    ):
+        shell = ["sh", "-c", f'{before}\nexec "$@"', "sh", sys.executable, "-m", module, *arguments]
+        self.folder, pipes = folder, {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        env = variables_of(folder, **variables)
+        self.process = hosts.start(host, *shell, cwd=folder, env=env, text=True, **pipes)
+
+
+def two_launchers(hosts, folder, run, *arguments, options=(), address="h1:61500", **variables):
+    """Starts two processes on h1, when the first that is returned is called, and two on h2."""
+    job = [*NODE, "--num-nodes", "2", "--coordinator", address, *options]
+    training = train_command(run, "mesh.num_devices=auto", *arguments)[1:]
+
+    def node(rank):
+        mine = [*job, "--node-rank", str(rank), "--logs", f"logs-{run}-{rank}"]
+        return OnHost(hosts, f"h{rank + 1}", folder, *mine, *training, **variables)
+
+    return functools.partial(node, 0), functools.partial(node, 1)
+
+
+def read_proc(pid, what):
+    """What Linux tells of a process, by lines; empty if it has gone."""
+    try:
+        return Path(f"/proc/{pid}/{what}").read_bytes().replace(b"\0", b"\n").decode()
+    except OSError:
+        return ""
+
+
+def workers_of(hosts, name, number="JAX_PROCESS_ID"):
+    """The processes of a job that run on a host, by their numbers in the job."""
+    found = {}
+    for pid in hosts.pids(name):
+        if "silence.py" in read_proc(pid, "cmdline"):  # what watches a worker, in its environment
+            continue
+        for variable in read_proc(pid, "environ").splitlines():
+            if variable.startswith(f"{number}="):
+                found[int(variable.partition("=")[2])] = pid
+    return found
+
+
+def assert_empty(hosts, name):
+    """No process is left on a host."""
+    wait_until(lambda: not any(read_proc(pid, "cmdline") for pid in hosts.pids(name)), seconds=30)

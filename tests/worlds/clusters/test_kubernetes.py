@@ -1,0 +1,373 @@
+"""The manifests are what Kubernetes takes, and pods made of namespaces train as they say.
+
+What a cluster adds is done here as Kubernetes, JobSet and Kubeflow's Trainer do it: names of pods,
+labels, variables, and what becomes of an exit code.
+"""
+
+import re
+import shutil
+import signal
+import sys
+from copy import deepcopy
+
+import pytest
+import yaml
+from faults.jobs import Job, assert_same_run, variables_of
+from kubeflow_trainer_api import models
+from runs import ROOT, wait_until
+
+from clusters.hosts import Hosts
+from jddp.distributed.identity import Identity
+from jddp.distributed.resolve import resolve_identity
+from jddp.errors import ExitCode
+from jddp.launch import _parser, plan_launch
+from jddp.launcher.outcome import DETERMINISTIC
+
+MODELS = {
+    "jobset.x-k8s.io/v1alpha2 JobSet": models.JobsetV1alpha2JobSet,
+    "batch/v1 Job": models.IoK8sApiBatchV1Job,
+    "v1 Service": models.IoK8sApiCoreV1Service,
+    "trainer.kubeflow.org/v1alpha1 TrainingRuntime": models.TrainerV1alpha1TrainingRuntime,
+    "trainer.kubeflow.org/v1alpha1 TrainJob": models.TrainerV1alpha1TrainJob,
+}
+PAGE = (ROOT / "docs" / "launch.md").read_text()
+
+
+def template(name):
+    """What a template holds, and the same with what is commented out without a space."""
+    text = (ROOT / "scripts" / name).read_text()
+    other = re.sub(r"^( +)#(?! \S)", r"\1", text, flags=re.MULTILINE)
+    return *yaml.safe_load_all(text), *yaml.safe_load_all(other)
+
+
+JOBSET, ALTERNATIVE = template("jobset.yaml")
+RUNTIME, TRAINJOB, _, OTHER_TRAINJOB = template("trainjob.yaml")
+SERVICE, JOB = yaml.safe_load_all(re.search(r"```yaml\n(apiVersion.*?)```", PAGE, re.DOTALL)[1])
+
+
+def job_of(jobset):
+    (replicated,) = jobset["spec"]["replicatedJobs"]
+    return replicated["template"]
+
+
+def container_of(job):
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    return container
+
+
+def value_of(container, name):
+    (value,) = (entry["value"] for entry in container["env"] if entry["name"] == name)
+    return value
+
+
+def trained(job):
+    """The JobSet that Kubeflow's Trainer makes of a TrainJob and its runtime."""
+    jobset = {"metadata": job["metadata"], "spec": deepcopy(RUNTIME["spec"]["template"]["spec"])}
+    trainer, number = job["spec"]["trainer"], job["spec"]["trainer"]["numNodes"]
+    name = job["metadata"]["name"]
+    job_of(jobset)["spec"] |= {"completions": number, "parallelism": number}
+    container = container_of(job_of(jobset))
+    container |= {"image": trainer["image"], "command": trainer["command"]}
+    container["resources"] = trainer["resourcesPerNode"]
+    index = {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}
+    container["env"] += [
+        {"name": "JAX_NUM_PROCESSES", "value": str(number)},
+        {"name": "JAX_PROCESS_ID", "valueFrom": {"fieldRef": index}},
+        {"name": "JAX_COORDINATOR_ADDRESS", "value": f"{name}-node-0-0.{name}:29500"},
+    ]
+    return jobset
+
+
+TRAINED, OTHER_TRAINED = trained(TRAINJOB), trained(OTHER_TRAINJOB)
+
+
+# What the manifests say.
+
+
+def assert_valid(manifest):
+    model = MODELS[f"{manifest['apiVersion']} {manifest['kind']}"]
+    # A type that is wrong is an error; a field that it does not know is lost on the way.
+    assert model.from_dict(manifest).to_dict() == manifest
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [JOBSET, ALTERNATIVE, SERVICE, JOB, RUNTIME, TRAINJOB, OTHER_TRAINJOB],
+    ids=lambda x: x["kind"],
+)
+def test_a_manifest_is_what_the_api_takes(manifest):
+    assert_valid(manifest)
+
+
+REPLICATED = "spec replicatedJobs 0 template spec"
+
+
+@pytest.mark.parametrize(
+    "manifest, path, key, value",
+    [
+        (JOBSET, "spec", "failurePolice", {"maxRestarts": 3}),
+        (JOBSET, "spec failurePolicy", "maxRestart", 3),
+        (JOBSET, "spec failurePolicy", "maxRestarts", "3"),
+        (JOBSET, "spec failurePolicy rules 0", "action", None),
+        (JOBSET, REPLICATED, "backOffLimit", 0),
+        (JOBSET, REPLICATED, "completions", "2"),
+        (JOBSET, f"{REPLICATED} template spec", "volume", []),
+        (JOBSET, f"{REPLICATED} template spec containers 0 env 0", "value", 2),
+        (TRAINJOB, "spec", "runtimeReference", {"name": "jddp"}),
+        (TRAINJOB, "spec trainer", "numNodes", "2"),
+        (TRAINJOB, "spec trainer", "numProc", 2),
+        (RUNTIME, "spec mlPolicy", "jaxes", {}),
+        (RUNTIME, "spec template spec failurePolicy", "maxRestart", 3),
+    ],
+)
+def test_a_mistake_in_a_manifest_is_noticed(manifest, path, key, value):
+    place = manifest = deepcopy(manifest)
+    for name in path.split():
+        place = place[int(name) if name.isdecimal() else name]
+    place[key] = value
+    with pytest.raises((AssertionError, ValueError)):
+        assert_valid(manifest)
+
+
+@pytest.mark.parametrize(
+    "job",
+    [job_of(JOBSET), job_of(ALTERNATIVE), JOB, job_of(TRAINED)],
+    ids=["jobset", "alternative", "job", "trainjob"],
+)
+def test_a_manifest_says_everywhere_how_many_pods_there_are(job):
+    spec, container = job["spec"], container_of(job)
+    assert spec["completions"] == spec["parallelism"] == 2
+    assert value_of(container, "JAX_NUM_PROCESSES") == "2"
+    assert spec["completionMode"] == "Indexed"
+    assert spec["template"]["spec"]["restartPolicy"] == "Never"
+    claims = {volume["name"] for volume in spec["template"]["spec"]["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == claims
+
+
+def test_a_trainjob_fits_its_runtime():
+    assert TRAINJOB["spec"]["runtimeRef"] == {
+        "kind": RUNTIME["kind"],
+        "name": RUNTIME["metadata"]["name"],
+    }
+    assert "jax" in RUNTIME["spec"]["mlPolicy"]
+    # What Trainer fills in, and the name that the address of the first pod is made of.
+    (replicated,) = RUNTIME["spec"]["template"]["spec"]["replicatedJobs"]
+    step = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    assert replicated["template"]["metadata"]["labels"] == step
+    assert replicated["name"] == container_of(replicated["template"])["name"] == "node"
+
+
+@pytest.mark.parametrize(
+    "other, jobset, prefix, port",
+    [
+        (ALTERNATIVE, JOBSET, "mine-workers-0", 8476),
+        (OTHER_TRAINED, TRAINED, "mine-node-0", 29500),
+    ],
+    ids=["jobset", "trainjob"],
+)
+def test_one_process_a_gpu_is_a_command_of_the_launcher(other, jobset, prefix, port):
+    container = container_of(job_of(other))
+    environ = environ_of(container, 1, first=f"{prefix}-0.mine")
+    command = [expand(x, environ) for x in container["command"]]
+    assert command[:3] == ["python", "-m", "jddp.launch"]
+    launch = plan_launch(_parser().parse_args(command[3:]))
+    limits = container["resources"]["limits"]
+    assert (launch.num_processes, launch.num_nodes) == (limits["nvidia.com/gpu"], 2)
+    assert (launch.node_rank, launch.coordinator) == (1, f"{prefix}-0.mine:{port}")
+    assert launch.command == tuple(container_of(job_of(jobset))["command"][1:])
+
+
+def outcome(jobset, code, *, is_disrupted=False):
+    """What the controllers do about the first pod that ends so: of the Job, then of the JobSet."""
+    reason, message = "BackoffLimitExceeded", "Job has reached the specified backoff limit"
+    pod, name = "space/mine-workers-0-1-abcde", container_of(job_of(jobset))["name"]
+    for index, rule in enumerate(job_of(jobset)["spec"]["podFailurePolicy"]["rules"]):
+        if "onExitCodes" in rule:
+            assert rule["onExitCodes"]["containerName"] == name
+            is_met = code in rule["onExitCodes"]["values"]
+            found = f"Container {name} for pod {pod} failed with exit code {code}"
+        else:
+            is_met = is_disrupted
+            found = f"Pod {pod} has condition {rule['onPodConditions'][0]['type']}"
+        if is_met and rule["action"] == "Ignore":
+            return "Ignore"
+        if is_met:
+            reason, message = "PodFailurePolicy", f"{found} matching FailJob rule at index {index}"
+            break
+    for rule in jobset["spec"]["failurePolicy"]["rules"]:
+        patterns = rule.get("onJobFailureMessagePatterns", [""])
+        if reason in rule["onJobFailureReasons"] and any(re.search(x, message) for x in patterns):
+            return rule["action"]
+    return "RestartJobSet"
+
+
+PREEMPTED = "RestartJobSetAndIgnoreMaxRestarts"
+
+
+@pytest.mark.parametrize(
+    "code, is_disrupted, action",
+    [
+        *((code, False, "FailJobSet") for code in sorted(DETERMINISTIC)),
+        (ExitCode.PREEMPTED, False, PREEMPTED),
+        (ExitCode.PREEMPTED, True, PREEMPTED),
+        (137, True, PREEMPTED),
+        *((code, False, "RestartJobSet") for code in (1, 7, 69, 74, 76, 79, 134, 137, 143, 175)),
+        (ExitCode.ANOTHER_FAILED, False, "Ignore"),  # the process that failed first decides
+    ],
+)
+@pytest.mark.parametrize("jobset", [JOBSET, TRAINED], ids=["jobset", "trainjob"])
+def test_a_job_starts_again_where_another_attempt_may_end_otherwise(
+    jobset, code, is_disrupted, action
+):
+    assert outcome(jobset, code, is_disrupted=is_disrupted) == action
+    assert jobset["spec"]["failurePolicy"]["maxRestarts"] > 0
+
+
+# What a cluster makes of them.
+
+
+def expand(text, known):
+    """What the kubelet makes of $(NAME)."""
+    return re.sub(r"\$\((\w+)\)", lambda match: known.get(match[1], match[0]), text)
+
+
+def environ_of(container, pod, first):
+    """The variables of a pod with this number, whose job has this name of its first pod."""
+    about = {
+        "labels": {"jobset.sigs.k8s.io/job-global-index": "0"},
+        "annotations": {
+            "jobset.sigs.k8s.io/coordinator": first,
+            "batch.kubernetes.io/job-completion-index": str(pod),
+        },
+    }
+    environ = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "KUBERNETES_SERVICE_PORT": "443"}
+    environ["JOB_COMPLETION_INDEX"] = str(pod)
+    for entry in container["env"]:
+        if "value" in entry:
+            environ[entry["name"]] = expand(entry["value"], environ)
+        else:
+            path = entry["valueFrom"]["fieldRef"]["fieldPath"]
+            kind, key = re.fullmatch(r"metadata\.(\w+)\['(.+)'\]", path).groups()
+            environ[entry["name"]] = about[kind][key]
+    return environ
+
+
+# For each: pods without their number, the Service, the container, who says which process this is.
+JOBS = {
+    "jobset": ("mine-workers-0", "mine", container_of(job_of(JOBSET)), "an Indexed Job"),
+    "job": ("mine", "pods", container_of(JOB), "an Indexed Job"),
+    "trainjob": ("mine-node-0", "mine", container_of(job_of(TRAINED)), "JAX_NUM_PROCESSES"),
+}
+
+
+@pytest.mark.parametrize("job", ["jobset", "trainjob"])
+def test_a_pod_finds_its_number_and_the_first_pod(job):
+    prefix, service, container, source = JOBS[job]
+    first = f"{prefix}-0.{service}"
+    port = {"jobset": 8476, "trainjob": 29500}[job]
+    for pod in range(2):
+        found = resolve_identity(environ_of(container, pod, first), is_interactive=False)
+        assert found == Identity(f"{first}:{port}", 2, pod)
+        assert found.source == source
+
+
+class Pods(Job):
+    """Two pods on hosts, started one by one; what is said of a Job holds for them too."""
+
+    def __init__(self, folder, job, *arguments):
+        super().__init__(folder, "run.dir=runs/mine", num_processes=0)
+        prefix, self.service, self._container, self.source = JOBS[job]
+        self.names = [f"{prefix}-{index}" for index in range(2)]
+        self._folder, self._arguments = folder, arguments
+        self._hosts = Hosts(self._said, *self.names)
+
+    def __exit__(self, *how):
+        self._hosts.__exit__(*how)
+        super().__exit__(*how)
+
+    def publish(self, pod, *known):
+        """Has DNS tell a pod of these, beside what it knows of itself."""
+        full = {name: f"{name}.{self.service}.space.svc.cluster.local" for name in self.names}
+        me = self.names[pod]
+        lines = [f"{self._hosts.addresses[me]} {full[me]} {me}"]  # the kubelet's
+        for name in (self.names[other] for other in known):
+            lines.append(f"{self._hosts.addresses[name]} {full[name]} {name}.{self.service}")
+        self._hosts.resolve(me, *lines)
+
+    def start(self, pod):
+        """Starts the container of a pod."""
+        found = environ_of(self._container, pod, f"{self.names[0]}.{self.service}")
+        environ = variables_of(self._folder) | {k: self._put(x) for k, x in found.items()}
+        python, *command = self._container["command"]
+        assert python == "python"
+        command = [self._put(expand(x, environ)) for x in command]
+        self._start(
+            self._hosts.command(self.names[pod], sys.executable, *command, *self._arguments),
+            cwd=self._put(self._container["workingDir"]),
+            env=environ,
+        )
+
+    def start_both(self):
+        """Starts them where DNS knows both."""
+        for pod in (0, 1):
+            self.publish(pod, 0, 1)
+            self.start(pod)
+
+    def start_first_last(self):
+        """Starts them while DNS knows neither, until each has asked for it."""
+        for pod, times in ((1, 3), (0, 1)):
+            self.publish(pod)
+            self.start(pod)
+            for _ in range(times):
+                self.publish(pod)
+                self.wait_for(lambda pod=pod: self._hosts.has_asked(self.names[pod]))
+        for pod in (0, 1):
+            self.publish(pod, 0, 1)
+
+    def assert_train(self):
+        """Both end in good order, and know each other as the first pod says."""
+        assert self.codes() == [0, 0], self.outputs
+        said = "".join(out for out, _ in self.outputs)
+        assert f"2 processes, set by {self.source}; process 0" in said
+
+    def _put(self, path):
+        """The volume is this folder."""
+        return path.replace("/shared", str(self._folder))
+
+
+@pytest.fixture
+def volume(folder):
+    """The volume: a user's module and config."""
+    shutil.copy(folder / "job.yaml", folder / "my.yaml")
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("job", ["job", "trainjob"])
+def test_pods_wait_for_the_first_to_have_a_name(volume, job):
+    with Pods(volume, job, "train.num_steps=20") as pods:
+        pods.start_first_last()
+        pods.assert_train()
+    assert pods.saved() == [20]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_jobset_whose_first_pod_is_last_and_that_was_preempted_ends_bitwise_identical(
+    volume, golden
+):
+    with Pods(volume, "jobset", "train.num_steps=600") as pods:
+        pods.start_first_last()
+        pods.wait_for_step(20)
+        pods.processes[1].send_signal(signal.SIGTERM)  # its node is drained
+        wait_until(lambda: any(process.poll() is not None for process in pods.processes))
+        for process in pods.processes:  # the Job has failed with the first pod: it ends the others
+            process.send_signal(signal.SIGTERM)
+        codes = pods.codes()
+        assert ExitCode.PREEMPTED in codes, pods.outputs
+        assert set(codes) <= {ExitCode.PREEMPTED, -signal.SIGTERM}
+    with Pods(volume, "jobset", "train.num_steps=600") as pods:
+        pods.start_both()
+        pods.assert_train()
+    assert_same_run(pods, golden("train.num_steps=600", num_processes=2))

@@ -1,0 +1,156 @@
+"""The same command on each of two hosts: late, badly named, cut off, killed, stopped, or alone."""
+
+import contextlib
+import os
+import re
+import signal
+import time
+
+import pytest
+from faults.jobs import FEW, assert_alike, result
+from runs import wait_until
+
+from clusters.hosts import Hosts
+from clusters.launching import LONGER, OnHost, assert_empty, two_launchers, workers_of
+from clusters.slow_link import slow_link
+from jddp.errors import ExitCode
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.xdist_group("hosts")]
+HEARTBEAT_SECONDS = 10
+SILENCE = {"JDDP_HEARTBEAT_SECONDS": str(HEARTBEAT_SECONDS)}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(golden):
+    """The result of four processes on one host, which nothing has disturbed."""
+    return result(golden(*LONGER, "mesh.num_devices=4", num_processes=4).run_dir, ".")
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    with Hosts(tmp_path, "h1", "h2") as hosts:
+        yield hosts
+        for name in hosts.addresses:
+            assert_empty(hosts, name)
+
+
+@contextlib.contextmanager
+def ends_of(*nodes, codes=(0, 0)):
+    """Starts launchers, and waits after the block for their ends."""
+    with contextlib.ExitStack() as stack:
+        started = [stack.enter_context(node()) for node in nodes]
+        yield started
+        assert tuple(node.end() for node in started) == codes, [node.err for node in started]
+
+
+def workers(hosts):
+    return {
+        (name, *worker) for name in hosts.addresses for worker in workers_of(hosts, name).items()
+    }
+
+
+def test_hosts_of_which_one_is_late_far_away_and_badly_named_train_as_one(tmp_path, jobs, one):
+    # gloo connects from the larger address to the smaller: here always to the host that is asked.
+    with Hosts(tmp_path, "h1", "h2", network="192.168.8") as hosts:
+        hosts.resolve("h1", "127.0.1.1 h1", "192.168.8.2 h2")  # as Debian does
+        hosts.resolve("h2", "192.168.8.1 h1")
+        first, second = two_launchers(hosts, jobs, "late", *FEW)
+        listens = "until ss -Hltn sport = :61500 | grep -q .; do sleep 0.1; done"
+        with slow_link(hosts, "h2", delay_seconds=0.01, loss=0.01), first() as first:
+            hosts.run("h1", "sh", "-c", listens)
+            with second() as second:
+                assert (first.end(), second.end()) == (0, 0), (first.err, second.err)
+    assert "job      4 processes, set by jddp.launch" in first.out
+    assert_alike(result(jobs, "late")[0], one)
+
+
+@pytest.mark.long
+def test_the_default_job_on_two_hosts_of_four_devices_is_that_of_one_process_of_eight(hosts, jobs):
+    few = ["-m", "jddp.train", "train.num_steps=4", "train.log_every_steps=1"]
+    one = ["--devices-per-process", "8", "--logs", "logs-whole", *few, "run.dir=whole"]
+    with OnHost(hosts, "h1", jobs, *one) as whole:
+        assert whole.end() == 0, whole.err
+    both = ["--devices-per-process", "4", "--num-nodes", "2", "--coordinator", "h1:61500"]
+
+    def node(rank):
+        mine = ["--node-rank", str(rank), "--logs", f"logs-halves-{rank}"]
+        return OnHost(hosts, f"h{rank + 1}", jobs, *both, *mine, *few, "run.dir=halves")
+
+    with ends_of(lambda: node(0), lambda: node(1)) as (first, _):
+        pass
+    assert "2 processes x 4 cpu devices" in first.out
+    assert_alike(result(jobs, "halves")[0], result(jobs, "whole")[0])
+
+
+@pytest.mark.parametrize(
+    "rank, address, seconds, reported",
+    [
+        (0, "h1:61500", "2", "within 2 s"),  # the other never comes
+        (1, "10.8.0.9:61500", "1", "cannot reach (node|process) 0 at 10.8.0.9:61500: "),
+    ],
+)
+def test_a_host_that_does_not_find_the_other_says_so(hosts, jobs, rank, address, seconds, reported):
+    node = two_launchers(hosts, jobs, "alone", address=address, JDDP_START_SECONDS=seconds)[rank]
+    start = time.monotonic()
+    with ends_of(node, codes=(69,)) as (alone,):
+        pass
+    assert time.monotonic() - start < 30
+    assert re.search(reported, alone.err)
+
+
+def test_hosts_that_are_cut_off_for_good_end_by_themselves(hosts, jobs):
+    first, second = two_launchers(hosts, jobs, "cut", *LONGER, **SILENCE)
+    with first() as first, second() as second:
+        first.wait_for_step("cut", 40)
+        hosts.set_link("h2", "down")
+        cut = time.monotonic()
+        codes = first.end(), second.end()
+        assert time.monotonic() - cut < HEARTBEAT_SECONDS + 60
+    # Whoever notices first, JAX's processes or the launchers.
+    assert set(codes) <= {ExitCode.ANOTHER_FAILED, 128 + signal.SIGABRT}, (first.err, second.err)
+    lost = r"node 1 was lost|JAX: unhealthy \(stopped sending heartbeats\):( [23])* \(after"
+    assert re.search(lost, first.err), first.err
+    lost = r"node 0 was lost|JAX: RPC: /.*CoordinationService/(Heartbeat|PollForError) \(after"
+    assert re.search(lost, second.err), second.err
+    # Process 0 saves, and is on one side.
+    assert result(jobs, "cut")[1] < 240
+
+
+def test_a_worker_killed_and_hosts_that_were_cut_off_start_again_bitwise_identically(
+    hosts, jobs, undisturbed
+):
+    options = ["--max-restarts", "2"]
+    nodes = two_launchers(hosts, jobs, "again", *LONGER, options=options, **SILENCE)
+    with ends_of(*nodes) as (first, second):
+        first.wait_for_step("again", 40)
+        os.kill(workers_of(hosts, "h2")[3], signal.SIGKILL)
+        first.wait_for_step("again", 120)
+        before = workers(hosts)
+        hosts.set_link("h2", "down")
+        wait_until(lambda: not before & workers(hosts), seconds=HEARTBEAT_SECONDS + 60, pause=0.1)
+        hosts.set_link("h2", "up")
+    for node in (first, second):
+        assert re.search(r"jddp: process 3 on \S+ failed first, with signal SIGKILL", node.err)
+    assert "restart 2 of 2" in first.err
+    assert "resumed from step" in first.out
+    assert result(jobs, "again") == undisturbed
+
+
+def test_a_link_cut_for_a_moment_changes_nothing_and_a_signal_to_one_launcher_saves_on_both_hosts(
+    hosts, jobs, undisturbed
+):
+    nodes = two_launchers(hosts, jobs, "stopped", *LONGER)
+    with ends_of(*nodes, codes=(75, 75)) as (first, second):
+        first.wait_for_step("stopped", 40)
+        before = workers(hosts)
+        hosts.set_link("h2", "down")
+        time.sleep(2)  # which is the fault
+        hosts.set_link("h2", "up")
+        first.wait_for_step("stopped", 100)
+        assert workers(hosts) == before
+        second.process.send_signal(signal.SIGTERM)
+    assert "failed" not in first.err + second.err
+    with ends_of(*nodes) as (first, _):
+        pass
+    assert "resumed from step" in first.out
+    assert result(jobs, "stopped") == undisturbed

@@ -1,0 +1,141 @@
+"""A process that hangs or fails ends its job, and everybody says which it was."""
+
+import json
+import signal
+import time
+
+import pytest
+
+from faults.jobs import Job
+from jddp.errors import ExitCode
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+HANG, ANOTHER_FAILED = ExitCode.HANG, ExitCode.ANOTHER_FAILED
+ABORTED = -signal.SIGABRT
+SOON = "watchdog.step_seconds=3"
+# Promised are five seconds; twice that on a machine that is busy.
+SECONDS = 10
+
+
+def disturbed(folder, what, *arguments, num_processes=2):
+    """Starts a job, does something to it once it runs, and waits for its end."""
+    with Job(folder, *arguments, num_processes=num_processes) as job:
+        job.wait_for_step(20)
+        if callable(what):
+            what(job)
+        else:
+            (folder / what).touch()
+        since = time.monotonic()
+        codes = job.codes()
+    return job, codes, time.monotonic() - since
+
+
+def kept(job):
+    """The first failure, which process 0 keeps in the run directory."""
+    return json.loads((job.run_dir / "logs" / "failure.json").read_text())
+
+
+def stacks(job, process):
+    return (job.run_dir / "logs" / f"process_{process}.stacks").read_text()
+
+
+def test_a_run_of_one_process_that_hangs_ends_with_its_stacks(folder):
+    job, codes, _ = disturbed(folder, "hang-0", SOON, num_processes=1)
+    assert codes == [HANG], job.outputs
+    for words in ("jddp: no progress: process 0 on ", " is in phase step after step ", "is 3 s"):
+        assert words in job.said()
+    assert "take" in stacks(job, 0)
+
+
+@pytest.mark.long  # It waits for a minute.
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_a_process_that_was_paused_is_not_ended_by_the_watchdog(folder, num_processes):
+    # Twenty seconds, in which a step ends on a machine that is busy too.
+    with Job(folder, "watchdog.step_seconds=20", num_processes=num_processes) as job:
+        job.wait_for_step(20)
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for process in job.processes:
+                process.send_signal(number)
+            if number == signal.SIGSTOP:
+                time.sleep(55)  # longer than the limit, and the half minute of one that is silent
+        assert job.codes() == [0] * num_processes, job.outputs
+
+
+def test_a_run_of_one_process_that_holds_the_interpreter_s_lock_ends_with_its_stacks(folder):
+    job, codes, _ = disturbed(folder, "hold-0", SOON, num_processes=1)
+    assert codes == [-signal.SIGQUIT], job.outputs
+    assert "take" in stacks(job, 0)
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_the_process_that_hangs_is_named_by_all(folder, process):
+    job, codes, _ = disturbed(folder, f"hang-{process}", SOON)
+    assert codes == [HANG, HANG], job.outputs
+    for one in (0, 1):
+        assert f"no progress: process {process} on " in job.said(one)
+        assert "Thread" in stacks(job, one)
+    assert "take" in stacks(job, process)
+    failure = kept(job)
+    assert (failure["process"], failure["exit_code"], failure["phase"]) == (process, HANG, "step")
+    assert failure["step"] >= 20
+    assert failure["exception"] is None
+
+
+@pytest.mark.parametrize("how", ["stopped", "holds_the_lock"])
+def test_a_process_that_is_stopped_or_holds_the_interpreter_s_lock_does_not_answer(folder, how):
+    def disturb(job):
+        if how == "stopped":
+            job.processes[1].send_signal(signal.SIGSTOP)
+        else:
+            (folder / "hold-1").touch()
+        job.processes[0].wait(timeout=60)
+        job.processes[1].kill()  # or it ends as its peer's service does
+
+    job, codes, _ = disturbed(folder, disturb, SOON)
+    assert codes[0] == HANG, job.outputs
+    assert "process 1 does not answer" in job.said()
+    failure = kept(job)
+    assert (failure["process"], failure["host"], failure["step"]) == (1, None, None)
+
+
+@pytest.mark.parametrize("process, saves", [(0, []), (1, ["checkpoint.every_steps=1"])])
+def test_a_process_that_fails_also_while_it_saves_ends_the_job_with_its_own_words(
+    folder, process, saves
+):
+    job, codes, seconds = disturbed(folder, f"fail-{process}", *saves)
+    assert codes[process] == 1, job.outputs
+    assert codes[1 - process] == ANOTHER_FAILED, job.outputs
+    assert seconds < SECONDS
+    assert "RuntimeError: a bug in reading" in job.outputs[process][1]
+    failure = kept(job)
+    assert (failure["process"], failure["exit_code"], failure["phase"]) == (process, 1, "step")
+    assert failure["exception"] == {"type": "RuntimeError", "message": "a bug in reading"}
+    assert f"process {process} on " in job.said(1 - process)
+    reported = "failed first, with exit code 1: RuntimeError: a bug in reading"
+    assert reported in job.said(1 - process)
+
+
+@pytest.mark.parametrize("every", [200, 1000], ids=["on the way", "at the end"])
+def test_an_evaluation_that_fails_on_all_processes_costs_no_step(folder, every):
+    options = ["train.num_steps=400", f"train.eval_every_steps={every}"]
+    job, codes, _ = disturbed(folder, "fail-test", *options, "checkpoint.every_steps=1000")
+    assert 1 in codes, job.outputs
+    assert set(codes) <= {1, ANOTHER_FAILED}, job.outputs
+    assert "RuntimeError: a bug in evaluation" in job.said(codes.index(1))
+    (step,) = job.saved()
+    assert step == 400 if every == 1000 else step % every == 0
+
+
+def test_a_process_whose_peer_is_killed_leaves_soon(folder):
+    job, codes, seconds = disturbed(folder, lambda job: job.processes[1].kill())
+    assert codes == [ANOTHER_FAILED, -signal.SIGKILL], job.outputs
+    assert seconds < SECONDS
+    assert "another process has ended without a report" in job.said()
+    assert not (job.run_dir / "logs" / "failure.json").exists()  # nobody knows the first
+
+
+def test_a_process_whose_coordinator_is_killed_leaves_soon(folder):
+    job, codes, seconds = disturbed(folder, lambda job: job.processes[0].kill())
+    assert codes[1] in (ANOTHER_FAILED, ABORTED), job.outputs  # JAX aborts where it is first
+    assert seconds < SECONDS

@@ -1,0 +1,823 @@
+"""The launcher starts processes, says who failed first, restarts them, and leaves none behind."""
+
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from faults.jobs import FEW, assert_alike, result, saved_steps, train_command, variables_of
+from runs import ROOT, environment, free_port, wait_until
+
+import jddp
+from jddp.distributed.resolve import resolve_identity
+from jddp.distributed.signals import SAME_SECONDS
+from jddp.errors import ConfigError, CoordinatorError
+from jddp.launch import main
+from jddp.launcher.nodes import LOCAL, Nodes
+from jddp.launcher.outcome import DETERMINISTIC
+from jddp.launcher.workers import Launch, Place, split_gpus, worker_environments
+
+SECONDS = 60  # for what takes a few
+HOST = socket.gethostname()
+# A program without JAX: what the launcher does is the same to it.
+PROGRAM = """
+import json
+import os
+import signal
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+me = os.environ["JAX_PROCESS_ID"]
+Path(f"pid-{me}").write_text(str(os.getpid()))
+
+
+def is_told(what):
+    return f"{what}-{me}" in sys.argv
+
+
+print("here is", me, "of", os.environ["JAX_NUM_PROCESSES"], sys.argv[1:])
+if is_told("ignore"):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    Path(f"ignores-{me}").touch()
+with open("attempts-" + me, "a") as attempts:
+    attempts.write(" ".join(os.environ[x] for x in ("JAX_COORDINATOR_ADDRESS", "JDDP_JOB")) + "\\n")
+if is_told("write"):
+    failure = {"process": 5, "host": "h5", "exit_code": 65, "traceback": "Traceback of process 5"}
+    failure["exception"] = {"type": "DataError", "message": "bad"}
+    Path(os.environ["JDDP_FAILURE_FILE"]).write_text(json.dumps(failure))
+for argument in sys.argv:
+    if argument.startswith("exit:") and argument.endswith("-" + me):
+        sys.exit(int(argument[5 : -1 - len(me)]))
+if is_told("speak"):
+    print("x" * 100_000)
+    sys.stdout.write("no end of a line")
+    sys.stdout.flush()
+if is_told("once") and not Path("done").exists():
+    Path("done").touch()
+    sys.exit(1)
+if is_told("raise"):
+    raise RuntimeError("a bug in " + me)
+if is_told("kill"):
+    os.kill(os.getpid(), signal.SIGKILL)
+if is_told("child"):
+    os.fork()
+    Path(f"child-{me}-{os.getpid()}").touch()
+if "stay" in sys.argv or is_told("stay"):
+    Path(f"stays-{me}").touch()
+    time.sleep(100)
+"""
+
+
+class Launched:
+    """`python -m jddp.launch` in a folder; ended with the block, by force if need be."""
+
+    seconds = SECONDS
+
+    def __init__(self, folder, *arguments, **variables):
+        command = [sys.executable, "-m", "jddp.launch", "--logs", "logs", *map(str, arguments)]
+        self.folder, pipes = folder, {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        env = environment(**variables)
+        self.process = subprocess.Popen(command, cwd=folder, env=env, text=True, **pipes)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.kill()
+
+    def kill(self):
+        self.process.kill()  # does nothing to one that has ended
+        return self.process.communicate()
+
+    def end(self, seconds=None):
+        """Waits for its end; returns its exit code."""
+        self.out, self.err = self.process.communicate(timeout=seconds or self.seconds)
+        return self.process.returncode
+
+    def wait_until(self, condition):
+        """Waits until a condition holds, as long as it lives."""
+        wait_until(condition, self.process, said=self.kill, pause=0.005)
+
+    def wait_for(self, *names):
+        """Waits until a program has made files of these names, with what is meant to be in them."""
+        self.wait_until(lambda: all((self.folder / name).exists() for name in names))
+
+    def wait_for_step(self, run, step):
+        """Waits until a run has saved this step, or a later one."""
+        self.wait_until(lambda: max(saved_steps(self.folder / run), default=0) >= step)
+
+    def wait_for_words(self, name, words):
+        """Waits until words are in a file."""
+        path = self.folder / name
+        self.wait_until(lambda: path.exists() and words in path.read_text())
+
+    def failure(self, logs="logs"):
+        """The first failure, as its file has it."""
+        (path,) = (self.folder / logs).glob("failure_*.json")
+        return json.loads(path.read_text())
+
+    def log(self, process):
+        return (self.folder / "logs" / f"process_{process}.log").read_text()
+
+
+def launch(folder, *arguments, **variables):
+    """Runs one to its end."""
+    with Launched(folder, *arguments, **variables) as launched:
+        launched.code = launched.end()
+    return launched
+
+
+def failed(process, how):
+    """How a launcher names the process here that failed first."""
+    return f"process {process} on {HOST} failed first, with {how}"
+
+
+def assert_gone(folder):
+    """No process is left of those that have written down their number."""
+    pids = [int(path.read_text()) for path in folder.glob("pid-*")]
+    pids += [int(path.name.split("-")[2]) for path in folder.glob("child-*")]
+    assert pids
+    wait_until(lambda: not any(map(is_alive, pids)), seconds=5)
+
+
+def is_alive(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    return tmp_path
+
+
+# What a launch decides before it starts anything.
+
+
+def test_each_process_is_given_its_number():
+    launch = Launch(("x.py",), 2, devices_per_process=3)
+    place = Place("h:1", num_processes=4, first=2, job="word")
+    first, second = worker_environments(launch, place, {"A": "1"})
+    assert (first["JAX_PROCESS_ID"], second["JAX_PROCESS_ID"]) == ("2", "3")
+    for environ in (first, second):
+        assert environ["A"] == "1"
+        assert environ["JAX_NUM_PROCESSES"] == "4"
+        assert environ["JAX_COORDINATOR_ADDRESS"] == "h:1"
+        assert environ["JAX_NUM_CPU_DEVICES"] == "3"
+        assert environ["JDDP_JOB"] == "word"
+        assert "CUDA_VISIBLE_DEVICES" not in environ
+        assert resolve_identity(environ).num_processes == 4
+
+
+def node(rank, address, num_nodes=2):
+    """Options of the launcher of one node."""
+    return ["--num-nodes", num_nodes, "--node-rank", rank, "--coordinator", address]
+
+
+@pytest.fixture
+def address():
+    """host:port on which nobody listens."""
+    return f"{LOCAL}:{free_port()}"
+
+
+def test_nodes_count_their_processes_together_whatever_each_starts(address):
+    def gather(rank):
+        nodes = Nodes(Launch(("x.py",), 1 + rank, 3, rank, address), {})
+        places = [nodes.gather(), nodes.gather()]
+        nodes.close(failed=False)
+        return places
+
+    with ThreadPoolExecutor() as threads:
+        attempts = zip(*threads.map(gather, range(3)), strict=True)
+    for places in attempts:
+        assert [place.num_processes for place in places] == [6, 6, 6]
+        assert [place.first for place in places] == [0, 1, 3]
+        assert len({place.job for place in places}) == 1
+        (coordinator,) = {place.coordinator for place in places}
+        assert 0 < int(coordinator.rpartition(":")[2]) - int(address.rpartition(":")[2]) < 64
+
+
+@pytest.mark.parametrize(
+    "num_processes, devices, visible, num_there, shares",
+    [
+        (2, None, None, 0, [None, None]),
+        (2, None, None, 4, ["0,1", "2,3"]),
+        (2, None, None, 5, ["0,1", "2,3"]),
+        (2, 1, None, 4, ["0", "1"]),
+        (4, None, "4,5,6,7", 8, ["4", "5", "6", "7"]),
+        (2, None, "GPU-a, GPU-b", 8, ["GPU-a", "GPU-b"]),
+        (1, None, None, 4, ["0,1,2,3"]),
+        (2, None, "", 8, [None, None]),
+        (2, None, "-1", 8, [None, None]),
+    ],
+)
+def test_processes_share_the_gpus_that_are_visible(
+    num_processes, devices, visible, num_there, shares
+):
+    launch = Launch(("x.py",), num_processes, devices_per_process=devices)
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert split_gpus(launch, environ, num_there) == shares
+
+
+@pytest.mark.parametrize("num_processes, devices", [(3, None), (2, 2)])
+def test_more_processes_than_gpus_are_refused_unless_they_are_for_cpus(num_processes, devices):
+    launch = Launch(("x.py",), num_processes, devices_per_process=devices)
+    environ = {"CUDA_VISIBLE_DEVICES": "0,1"}
+    with pytest.raises(ConfigError, match=f"{num_processes} processes with .* 2 are visible: 0,1"):
+        split_gpus(launch, environ, 2)
+    assert split_gpus(launch, environ | {"JAX_PLATFORMS": "cpu"}, 2) == [None] * num_processes
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_a_port_that_is_taken_is_refused(num_nodes):
+    with socket.create_server((LOCAL, 0)) as taken:
+        address = f"{LOCAL}:{taken.getsockname()[1]}"
+        with pytest.raises(CoordinatorError, match="is taken. Give all processes") as caught:
+            Nodes(Launch(("x.py",), 1, num_nodes, 0, address), {}).gather()
+    assert caught.value.exit_code == 69
+
+
+@pytest.mark.parametrize(
+    "arguments, reported",
+    [
+        ("", "nothing to start: end with -m package.module"),
+        ("-m", "nothing to start"),
+        ("nowhere.py", "there is no script 'nowhere.py'"),
+        ("--num-processes 0 -m x", "'0' is not a number from 1 up"),
+        ("--num-processes two -m x", "'two' is not a number from 1 up"),
+        ("--max-restarts -1 -m x", "--max-restarts"),
+        ("--devices-per-process 0 -m x", "'0' is not a number from 1 up"),
+        ("--num-nodes 2 -m x", "--num-nodes 2 needs --coordinator host:port"),
+        ("--num-nodes 2 --coordinator h:1 -m x", "and --node-rank, another on each node"),
+        ("--min-processes 1 --max-restarts 1 -m x", "it needs --ray, or --num-nodes 2 or more"),
+        ("--ray --num-nodes 2 --node-rank 0 --coordinator h:1 -m x", "--ray places all processes"),
+        ("--ray script.py", "nothing to start"),
+        ("--min-processes 1 --num-nodes 2 --node-rank 1 --coordinator h:1 -m x", "--max-restarts"),
+        ("--num-nodes 2 --node-rank 2 --coordinator h:1 -m x", "--node-rank 2 must be below"),
+        ("--num-nodes 2 --node-rank 0 --coordinator h:65535 -m x", "h:65535: processes connect at"),
+        ("--coordinator h -m x", "--coordinator='h' must be host:port"),
+        ("--master-port http -m x", "must be host:port"),
+        ("--coordinator h:1 --master-addr h -m x", "--coordinator replaces --master-addr"),
+        ("--proces 2 -m x", "unrecognized arguments: --proces"),
+    ],
+)
+def test_a_mistake_in_the_arguments_is_one_line(capsys, arguments, reported):
+    assert main(arguments.split()) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert reported in said.err
+    assert said.err.startswith("jddp: ")
+    assert said.err.count("\n") == 1
+
+
+# Real processes of a program without JAX.
+
+
+@pytest.mark.processes
+def test_a_script_and_a_module_are_run_with_their_arguments(folder):
+    for what in (["program.py"], ["-m", "program"]):
+        # An option that the launcher knows too is the program's, behind its name.
+        done = launch(folder, "--num-processes", 2, *what, "--logs", "-m", "x")
+        assert done.code == 0, done.err
+        said = sorted(done.out.splitlines())
+        assert said == [f"[{i}] here is {i} of 2 ['--logs', '-m', 'x']" for i in range(2)]
+
+
+@pytest.mark.processes
+def test_a_script_can_be_launched_from_python_and_from_a_notebook(folder, monkeypatch, capfd):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "stdout", io.StringIO())  # which has no bytes below it
+    assert jddp.launch(folder / "program.py", "exit:7-1", num_processes=2) == 7
+    assert failed(1, "exit code 7") in capfd.readouterr().err
+    said = [f"[{i}] here is {i} of 2 ['exit:7-1']" for i in (0, 1)]
+    assert sorted(sys.stdout.getvalue().splitlines()) == said
+    assert len(list(folder.glob("logs/*/process_1.log"))) == 1
+
+
+@pytest.mark.processes
+def test_the_spellings_of_torchrun_are_taken(folder):
+    options = ["--nnodes", 2, "--master-addr", LOCAL, "--master-port", free_port()]
+    nodes = (
+        ["--nproc-per-node", 2, *options, "--node-rank", 0, "program.py"],
+        ["--nproc_per_node", 2, *options, "--node_rank", 1, "program.py"],
+    )
+    with Launched(folder, *nodes[0]) as first, Launched(folder, *nodes[1]) as second:
+        assert (first.end(), second.end()) == (0, 0), (first.err, second.err)
+    for node, numbers in ((first, (0, 1)), (second, (2, 3))):
+        assert sorted(node.out.splitlines()) == [f"[{i}] here is {i} of 4 []" for i in numbers]
+
+
+@pytest.mark.processes
+def test_a_node_that_does_not_come_is_named(folder, address):
+    done = launch(folder, *node(0, address, 3), "--start-seconds", 1, "program.py")
+    assert done.code == 69
+    assert done.err.startswith(f"jddp: nodes 1, 2 of 3 did not connect to {address} within 1 s.")
+    assert done.err.count("\n") == 1
+    assert not (folder / "attempts-0").exists()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_launcher_that_waits_for_others_can_be_stopped(folder, address, rank):
+    with Launched(folder, *node(rank, address), "program.py") as launched:
+        launched.wait_until(lambda: handles(launched.process.pid, signal.SIGTERM))
+        launched.process.send_signal(signal.SIGTERM)
+        assert launched.end() == 128 + signal.SIGTERM
+
+
+def handles(pid, number):
+    """Whether a process has a handler of its own for a signal."""
+    (mask,) = re.findall(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
+@pytest.mark.processes
+def test_the_first_that_fails_is_named_with_its_traceback_and_the_others_end(folder):
+    done = launch(folder, "--num-processes", 3, "program.py", "raise-1", "stay-0", "stay-2")
+    assert done.code == 1
+    headline, *words = done.err[done.err.index("jddp: process 1") :].splitlines()
+    assert failed(1, "exit code 1 (after ") in headline
+    assert words[0] == "    Traceback (most recent call last):"
+    assert words[-1] == "    RuntimeError: a bug in 1"
+    assert "logs/process_1.log" in headline
+    assert "Traceback" in done.log(1)
+    assert done.log(1).rstrip().endswith("RuntimeError: a bug in 1")
+    assert_gone(folder)
+
+
+@pytest.mark.processes
+def test_a_worker_that_is_killed_is_named_with_the_signal_and_all_is_kept_that_it_said(folder):
+    done = launch(folder, "--num-processes", 2, "program.py", "speak-1", "kill-1", "stay-0")
+    assert done.code == 128 + signal.SIGKILL
+    assert failed(1, "signal SIGKILL (unless it was sent by hand") in done.err
+    assert_gone(folder)
+    failure, unknown = done.failure(), ("exception", "traceback", "step", "phase")
+    want = {"process": 1, "host": HOST, "exit_code": 128 + signal.SIGKILL}
+    assert failure == want | dict.fromkeys(unknown) | {"time": failure["time"]}
+    assert done.log(1).splitlines()[1:] == ["x" * 100_000, "no end of a line"]
+    assert "[1] no end of a line\n" in done.out
+
+
+@pytest.mark.processes
+def test_who_says_that_another_failed_first_did_not_fail_first(folder):
+    done = launch(folder, "--num-processes", 2, "program.py", "exit:81-0", "once-1")
+    assert done.code == 1
+    assert failed(1, "exit code 1") in done.err
+    assert done.failure()["process"] == 1
+
+
+@pytest.mark.processes
+def test_the_failure_that_a_process_has_written_is_the_one_that_is_reported(folder):
+    # As process 0 writes it, which ends because of process 5 on another machine.
+    done = launch(folder, "--num-processes", 2, "program.py", "write-0", "exit:81-0", "stay-1")
+    assert done.code == 65, done.err
+    headline, *words = done.err[done.err.index("jddp: process 5") :].splitlines()
+    assert "process 5 on h5 failed first, with exit code 65: DataError: bad" in headline
+    assert words == ["    Traceback of process 5"]
+    assert_gone(folder)
+
+
+@pytest.mark.processes
+def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace_with_what_it_started(folder):
+    options = ["--num-processes", 2, "--grace-seconds", 0.2]
+    done = launch(folder, *options, "program.py", "ignore-0", "child-0", "stay-0", "raise-1")
+    assert done.code == 1
+    assert failed(1, "exit code 1") in done.err
+    assert_gone(folder)
+
+
+@pytest.mark.processes
+def test_a_launcher_killed_leaves_no_process_on_any_node(folder, address):
+    program = ["program.py", "stay", "ignore-0", "child-0", "ignore-1", "child-1"]
+    grace = ["--grace-seconds", 0.2]
+    with (
+        Launched(folder, *node(0, address), *grace, *program) as first,
+        Launched(folder, *node(1, address), *grace, *program) as second,
+    ):
+        first.wait_for("stays-0", "stays-1")
+        first.process.kill()
+        assert second.end() == 81
+        assert "jddp: node 0 was lost." in second.err
+        assert_gone(folder)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=lambda x: x.name
+)
+def test_a_signal_is_handed_on_and_ends_the_job_without_a_restart(folder, number):
+    options = ["--num-processes", 2, "--max-restarts", 3]
+    with Launched(folder, *options, "program.py", "stay") as launched:
+        launched.wait_for("stays-0", "stays-1")
+        launched.process.send_signal(number)
+        code = launched.end()
+        # Python turns SIGINT into an exception, and then dies of the signal.
+        assert code == 128 + number, launched.err
+        assert f"not restarted: {number.name} has stopped the job" in launched.err
+        assert_gone(folder)
+
+
+@pytest.mark.processes
+def test_two_signals_at_once_are_one_and_the_second_ends_those_who_ignore_the_first(folder):
+    options = ["--num-processes", 1, "--grace-seconds", 0.1]
+    with Launched(folder, *options, "program.py", "ignore-0", "stay") as launched:
+        launched.wait_for("ignores-0", "stays-0")
+        for _ in range(2):
+            launched.process.send_signal(signal.SIGTERM)
+        time.sleep(SAME_SECONDS)  # in which a second one is the first once more
+        assert launched.process.poll() is None
+        launched.process.send_signal(signal.SIGINT)
+        assert launched.end() == 128 + signal.SIGINT, launched.err
+        assert_gone(folder)
+
+
+@pytest.mark.processes
+def test_a_failure_is_kept_and_followed_by_a_restart_of_all_with_a_port_and_a_word_of_its_own(
+    folder,
+):
+    kept = folder / "kept.json"
+    options = ["--num-processes", 2, "--max-restarts", 2]
+    done = launch(folder, *options, "program.py", "once-1", JDDP_FAILURE_FILE=str(kept))
+    assert done.code == 0, done.err
+    assert "jddp: restart 1 of 2 in 1 s" in done.err
+    attempts = [(folder / f"attempts-{i}").read_text().splitlines() for i in range(2)]
+    assert attempts[0] == attempts[1]
+    (address, job), (next_address, next_job) = (line.split() for line in attempts[0])
+    assert (address != next_address, job != next_job) == (True, True)
+    assert done.log(1).count("here is 1") == 2
+    assert done.failure()["exit_code"] == 1
+    assert not kept.exists()  # the job has succeeded
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "max_restarts, what, code, num_attempts, reason",
+    [
+        (1, "kill-0", 128 + signal.SIGKILL, 2, "restarts allowed: 1"),
+        (5, "raise-0", 1, 2, "the same failure twice, each within a minute"),
+        (5, "exit:75-0", 75, 1, "it was stopped by a signal"),
+        (5, "exit:80-0", 80, 1, "exit code 80 would repeat"),
+    ],
+)
+def test_restarts_have_an_end_and_the_last_failure_is_kept(
+    folder, max_restarts, what, code, num_attempts, reason
+):
+    kept, options = folder / "kept.json", ["--max-restarts", max_restarts]
+    done = launch(folder, *options, "program.py", what, JDDP_FAILURE_FILE=str(kept))
+    assert done.code == code
+    assert f"jddp: not restarted: {reason}" in done.err
+    assert ("failed first" in done.err) == (code != 75)
+    assert not kept.exists() if code == 75 else json.loads(kept.read_text())["exit_code"] == code
+    assert len((folder / "attempts-0").read_text().splitlines()) == num_attempts
+
+
+def test_a_restart_repeats_failures_of_arguments_data_memory_and_numbers():
+    assert {2, 65, 77, 78, 80} == DETERMINISTIC
+
+
+@pytest.mark.processes
+def test_a_folder_for_logs_that_cannot_be_made_is_reported_in_one_line(folder):
+    (folder / "file").touch()
+    done = launch(folder, "--logs", "file/logs", "program.py")
+    assert done.code == 74
+    assert done.err == "jddp: --logs file/logs: Not a directory.\n"
+
+
+# Jobs of jddp.
+
+
+def training(folder, *options, run, arguments=(), logs=None, **variables):
+    """A launcher of `jddp.train`; ended with the block."""
+    command = ["--logs", logs or f"logs-{run}", *options, *train_command(run, *arguments)[1:]]
+    return Launched(folder, *command, **variables_of(folder, **variables))
+
+
+def train(folder, *options, run, arguments=()):
+    """Launches `jddp.train`, to its end."""
+    with training(folder, *options, run=run, arguments=arguments) as launched:
+        launched.code = launched.end()
+    return launched
+
+
+TWO = ["--num-processes", 2, "--devices-per-process", 1]
+
+
+@pytest.mark.processes
+def test_processes_train_as_one_with_as_many_devices(jobs, one):
+    done = train(jobs, "--num-processes", 2, "--devices-per-process", 2, run="two", arguments=FEW)
+    assert done.code == 0, done.err
+    assert "[0] jddp " in done.out
+    assert "job      2 processes, set by jddp.launch; process 0;" in done.out
+    assert "[Gloo]" not in done.out
+    assert_alike(result(jobs, "two")[0], one)
+
+
+SCRIPT = ROOT / "tests" / "workers" / "script.py"
+MINE, DATA = "RuntimeError: a bug of mine", "DataError: my data are bad"
+ENDS = {  # of the last process of a script: what it does and where; the launcher's code and words
+    "raise loop": (1, MINE),
+    "raise iterator": (1, MINE),
+    "refuse callback": (65, DATA),
+    **dict.fromkeys(["exit loop", "exit iterator", "exit callback"], (3, None)),
+    "stop loop": (65, None),
+}
+
+
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory):
+    """Launchers that have ended, each with a script of two processes, a few of them at once."""
+
+    def run(how):
+        with Launched(tmp_path_factory.mktemp("script"), *TWO, SCRIPT, *how.split()) as launched:
+            # JAX's shutdown barrier holds processes for 300 s. Here it is 10 s for one that is
+            # waited for, and what it takes to start and compile on a machine that is busy.
+            launched.seconds = 150
+            launched.code = launched.end()
+        return launched
+
+    with ThreadPoolExecutor(3) as threads:
+        return dict(zip(ENDS, threads.map(run, ENDS), strict=True))
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.xdist_group("scripts")
+@pytest.mark.parametrize("how", ENDS)
+def test_a_script_that_ends_in_one_process_ends_its_job_in_seconds_beside_others(scripts, how):
+    (what, where), (code, reported), done = how.split(), ENDS[how], scripts[how]
+    assert done.code == code, done.err
+    failure = done.failure()
+    assert failure["process"] == 1
+    if what == "exit":
+        assert f"jddp: {failed(1, 'exit code 3')}" in done.err
+        assert failure["exit_code"] == 3
+        assert "process 1 on " in done.log(0)
+        assert "ended too early, while others wait for it: give all as many" in done.log(0)
+    elif what == "stop":
+        assert f"\njddp: process 1 on {HOST} ended too early" in done.err
+        assert "give all as many steps and batches (after" in done.err
+        assert (failure["exit_code"], failure["exception"]) == (None, None)
+    else:
+        headline = f"jddp: {failed(1, f'exit code {code}: {reported} (after')}"
+        words = done.err[done.err.index(headline) :].splitlines()[1:]
+        assert words[0] == "    Traceback (most recent call last):"
+        assert reported in words[-1]
+        assert "Check failure stack trace" not in done.err  # no abort of JAX's
+        exception = dict(zip(("type", "message"), reported.split(": "), strict=True))
+        assert (failure["exit_code"], failure["exception"]) == (code, exception)
+        assert failure["traceback"].endswith(f"{reported}\n")
+        place = (None, None) if where == "loop" else ("step", 4)
+        assert (failure["phase"], failure["step"]) == place
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_sys_exit_while_data_are_read_ends_a_job_with_a_traceback(jobs):
+    (jobs / "exit-1").touch()
+    try:
+        done = train(jobs, "--num-processes", 2, run="exits", arguments=FEW)
+    finally:
+        (jobs / "exit-1").unlink()
+    assert done.code == 1
+    assert f"jddp: {failed(1, 'exit code 1')}" in done.err
+    assert "called sys.exit: SystemExit(0)" in done.err
+
+
+WAITS = """
+import os
+import signal
+
+from jddp.distributed import initialize, resolve_identity
+from jddp.distributed.coordination import gather, process_index
+
+initialize(resolve_identity())
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as in a run, which would save
+gather("begun", "", timeout_seconds=60)
+if process_index() == 1 and not os.path.exists("killed"):
+    open("killed", "w").close()
+    os.kill(os.getpid(), signal.SIGKILL)
+gather("save", "", timeout_seconds=600)
+"""
+
+
+@pytest.mark.processes
+def test_a_process_that_waits_for_one_that_was_killed_ends_long_before_the_grace(folder):
+    (folder / "waits.py").write_text(WAITS)
+    options = ("--num-processes", 3, "--grace-seconds", 10 * SECONDS, "waits.py")
+    with Launched(folder, *options) as launched:
+        assert launched.end() == 128 + signal.SIGKILL
+    how = f"process 1 on {HOST} failed first, with signal SIGKILL"
+    assert f"jddp: {how}" in launched.err
+    for process in (0, 2):
+        assert how in (folder / "logs" / f"process_{process}.log").read_text()
+    assert launched.failure()["process"] == 1
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("num_restarts", [0, 1])
+def test_who_waits_for_one_that_was_killed_on_another_node_ends_soon_too(
+    folder, address, num_restarts
+):
+    (folder / "waits.py").write_text(WAITS)
+    options = ["--num-nodes", 2, "--coordinator", address, "--max-restarts", num_restarts]
+    options += ["--grace-seconds", 10 * SECONDS]
+
+    def node(rank):
+        logs = ["--logs", f"logs-{rank}", "--node-rank", rank]
+        return Launched(folder, *options, *logs, "waits.py")
+
+    with node(0) as first, node(1) as second:
+        codes = {0: 137, 1: 0}
+        assert (first.end(), second.end()) == (codes[num_restarts],) * 2, (first.err, second.err)
+    for launched in (first, second):
+        assert f"jddp: process 1 on {HOST} failed first, with signal SIGKILL" in launched.err
+    assert "was lost" not in first.err
+
+
+def child_of(pid, process):
+    """The worker of this number that a launcher has started."""
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            parent = path.with_name("stat").read_text().rpartition(")")[2].split()[1]
+            if parent == str(pid) and f"JAX_PROCESS_ID={process}" in path.read_text().split("\0"):
+                return int(path.parent.name)
+    raise AssertionError(f"{pid} has no worker {process}")
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_job_killed_in_each_process_that_hangs_and_takes_a_signal_resumes_bitwise_identically(
+    jobs, golden
+):
+    about = {"run": "disturbed", "arguments": ["train.num_steps=600", "checkpoint.every_steps=20"]}
+    soon = {**about, "arguments": [*about["arguments"], "watchdog.step_seconds=5"]}
+    with training(jobs, *TWO, "--max-restarts", 3, **soon) as launched:
+        for process, step in ((0, 40), (1, 120)):
+            launched.wait_for_step("disturbed", step)
+            os.kill(child_of(launched.process.pid, process), signal.SIGKILL)
+        launched.wait_for_step("disturbed", 200)
+        (jobs / "hang-1").touch()
+        launched.wait_for_words("logs-disturbed/process_1.log", "no progress")
+        (jobs / "hang-1").unlink()
+        launched.wait_for_step("disturbed", 280)
+        launched.process.send_signal(signal.SIGTERM)
+        assert launched.end() == 75, launched.err
+    killed = [f"jddp: {failed(process, 'signal SIGKILL')}" for process in (0, 1)]
+    reported = [*killed, f"jddp: {failed(1, 'exit code 79')}"]
+    places = [launched.err.index(words) for words in reported]
+    assert places == sorted(places)
+    assert launched.err.count("failed first") == 3  # the signal is no failure
+    assert "jddp: restart 3 of 3" in launched.err
+    done = train(jobs, *TWO, **about)
+    assert done.code == 0, done.err
+    assert "resumed from step" in done.out
+    undisturbed = golden("train.num_steps=600", num_processes=2)
+    assert result(jobs, "disturbed") == result(undisturbed.run_dir, ".")
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.xdist_group("torch")
+def test_torchrun_starts_a_job(jobs, one):
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("PyTorch is not installed: pip install -c constraints.txt -e '.[peers]'")
+    starts = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*starts, *train_command("torchrun", *FEW)[1:]],
+        cwd=jobs,
+        env=variables_of(jobs, JAX_NUM_CPU_DEVICES="2"),
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "job      2 processes, set by torchrun; process 0;" in done.stdout
+    assert_alike(result(jobs, "torchrun")[0], one)
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_two_nodes_train_as_one(jobs, one, address):
+    def start(rank):
+        about = {"run": "nodes", "arguments": FEW, "logs": f"logs-nodes-{rank}"}
+        return training(jobs, *TWO, *node(rank, address), **about)
+
+    with start(1) as second, start(0) as first:  # whoever comes first
+        assert (first.end(), second.end()) == (0, 0), (first.err, second.err)
+    assert "job      4 processes, set by jddp.launch" in first.out
+    assert "eval" not in second.out
+    assert_alike(result(jobs, "nodes")[0], one)
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_job_continues_without_a_machine_that_is_lost_and_with_one_that_comes_or_is_stopped(
+    jobs, golden, address
+):
+    few = ["train.num_steps=400", "checkpoint.every_steps=20", "mesh.num_devices=auto"]
+    few += ["model.kwargs={dropout_rate: 0.0}"]  # each replica would draw for itself
+    options = ["--min-processes", 1, "--max-restarts", 2, "--devices-per-process", 2]
+    log = "logs-elastic-0-0/process_0.log"
+
+    def start(rank, life):
+        about = {"run": "elastic", "arguments": few, "logs": f"logs-elastic-{rank}-{life}"}
+        return training(jobs, *options, *node(rank, address), **about)
+
+    with start(0, 0) as first, start(1, 0) as lost:
+        first.wait_for_step("elastic", 60)
+        lost.kill()  # and its processes, as if the machine had lost its power
+        first.wait_for_words(log, "num_processes 1 (was 2)")
+        first.wait_for_step("elastic", 80)
+        (jobs / "hang-0").touch()
+        with start(1, 1) as back:
+            first.wait_for_words(log, "SIGTERM: stopping")
+            (jobs / "hang-0").unlink()
+            first.wait_for_words(log, "num_processes 2 (was 1)")
+            back.process.send_signal(signal.SIGTERM)
+            assert (first.end(), back.end()) == (0, 75), (first.err, back.err)
+    assert "another machine has connected: stopping, to resume with it" in first.err
+    assert "jddp: process 1 of 2 here" in back.err
+    assert first.err.count("jddp: process 0 of 1 here") == 2
+    assert "restart 1 of 2" in first.err  # what was lost; the rest was in good order
+    assert "restart 2 of 2" not in first.err
+    whole = golden(*few, "mesh.num_devices=4")
+    assert_alike(result(jobs, "elastic")[0], result(whole.run_dir, ".")[0])
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize("process", [0, 1])
+def test_the_launcher_of_another_node_reads_from_its_own_file_who_failed_first(
+    jobs, address, process
+):
+    run = f"fails-{process}"
+
+    def start(rank):
+        about = {"run": run, "arguments": ["checkpoint.every_steps=20"], "logs": f"{run}-{rank}"}
+        return training(jobs, *node(rank, address), "--devices-per-process", 2, **about)
+
+    with start(0) as one, start(1) as other:
+        one.wait_for_step(run, 20)
+        (jobs / f"fail-{process}").touch()
+        codes = one.end(), other.end()
+    (jobs / f"fail-{process}").unlink()
+    assert codes == (1, 1), (one.err, other.err)
+    failure = one.failure(f"{run}-0")
+    assert failure == other.failure(f"{run}-1")
+    assert (failure["process"], failure["phase"]) == (process, "step")
+    assert failure["step"] >= 20
+    assert failure["exception"] == {"type": "RuntimeError", "message": "a bug in reading"}
+    for launcher in (one, other):
+        assert f"jddp: {failed(process, 'exit code 1')}" in launcher.err
+        assert "    RuntimeError: a bug in reading" in launcher.err
+    assert not (jobs / run / "logs" / "failure.json").exists()  # the variable says where
+
+
+SILENT = """
+F1122 client.h:80] Terminating process because the JAX distributed service detected fatal errors.
+absl::Status: UNAVAILABLE: The following tasks are unhealthy (stopped sending heartbeats):
+2
+3
+The tasks have crashed.
+
+RPC: /xla.coordination.CoordinationService/PollForError [type.googleapis.com/x='']
+"""
+GONE = """
+absl::Status: DEADLINE_EXCEEDED: Deadline Exceeded
+
+RPC: /xla.coordination.CoordinationService/Heartbeat
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "said, code, how",
+    [
+        (SILENT, 81, "a report: JAX: unhealthy (stopped sending heartbeats): 2 3 (after "),
+        (GONE, 81, "a report: JAX: RPC: /xla.coordination.CoordinationService/Heartbeat (after "),
+        ("Check failed", 128 + signal.SIGABRT, "failed first, with signal SIGABRT (after "),
+    ],
+)
+def test_an_abort_of_jax_because_of_another_process_is_no_first_failure(folder, said, code, how):
+    (folder / "aborts.py").write_text(
+        f"import os, sys\nsys.stderr.write({said!r})\nsys.stderr.flush()\nos.abort()\n"
+    )
+    done = launch(folder, "aborts.py")
+    assert done.code == code, done.err
+    assert how in done.err
+    assert (code == 81) == (not list(folder.glob("logs/failure_*.json")))

@@ -1,0 +1,189 @@
+"""Processes that share no file system keep their run at a URL of S3, through cuts and kills."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from faults.jobs import make_folder
+from runs import ROOT, environment, free_port
+
+pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.xdist_group("storage")]
+VENV = ROOT / ".venv-storage"  # scripts/venv storage
+PYTHON = VENV / "bin" / "python"
+URL = "s3://bucket/runs/mine"
+SECONDS = 120
+
+
+class Link:
+    """A port that leads to another, until it is cut; what is connected then is cut off."""
+
+    def __init__(self, port):
+        self.target, self.is_cut, self.ends = ("127.0.0.1", port), False, []
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self.listener.getsockname()[1]
+        threading.Thread(target=self.accept, daemon=True).start()
+
+    def accept(self):
+        with contextlib.suppress(OSError):
+            while True:
+                near = self.listener.accept()[0]
+                if self.is_cut:
+                    near.close()
+                    continue
+                far = socket.create_connection(self.target)
+                self.ends += [near, far]
+                for pair in ((near, far), (far, near)):
+                    threading.Thread(target=self.pass_on, args=pair, daemon=True).start()
+
+    def pass_on(self, source, target):
+        with contextlib.suppress(OSError):
+            while data := source.recv(2**16):
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+    def cut(self):
+        self.is_cut = True
+        for end in self.ends:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def mend(self):
+        self.is_cut = False
+
+
+@pytest.fixture(scope="module")
+def server():
+    """The port of a server of S3."""
+    if not (VENV / "installed-storage").exists():
+        pytest.skip("there is no .venv-storage: scripts/venv storage makes it")
+    port = free_port()
+    command = [VENV / "bin" / "python", "-m", "moto.server", "-p", str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    until = time.monotonic() + SECONDS
+    while True:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+            break
+        assert time.monotonic() < until
+    yield port
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture
+def link(server):
+    made = Link(server)
+    yield made
+    made.listener.close()
+
+
+class Storage:
+    """Commands that reach the server by a link, in a folder of the user's."""
+
+    def __init__(self, folder, link):
+        self.folder = folder
+        secret = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
+        tries = {"AWS_MAX_ATTEMPTS": "1", "AWS_REGION": "us-east-1"}
+        address = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{link.port}"}
+        cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "cache-of-programs")}
+        self.environment = environment(**secret, **tries, **address, **cache)
+
+    def start(self, *arguments):
+        return subprocess.Popen(
+            [PYTHON, *arguments],
+            cwd=self.folder,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def run(self, *arguments):
+        process = self.start(*arguments)
+        return process.communicate(timeout=SECONDS)[0], process.returncode
+
+    def files(self, code):
+        """What code prints that has the file system as `files`."""
+        out, status = self.run("-c", f"import fsspec; files = fsspec.filesystem('s3'); {code}")
+        assert status == 0, out
+        return out
+
+    def steps(self):
+        """The steps of the complete checkpoints."""
+        found = self.files(f"print(files.glob('{URL}/checkpoints/*/SHA256SUMS'))")
+        return sorted(int(name.split("/")[-2]) for name in json.loads(found.replace("'", '"')))
+
+
+@pytest.fixture
+def storage(tmp_path, link):
+    made = Storage(make_folder(tmp_path / "mine", tmp_path), link)
+    made.files("files.rm('bucket', recursive=True) if files.exists('bucket') else None")
+    made.files("files.mkdir('bucket')")
+    return made
+
+
+TRAIN = ["-m", "jddp.train", "--config", "job.yaml", "train.num_steps=800", "mesh.num_devices=2"]
+
+
+def digests(folder, step):
+    found = json.loads((folder / "checkpoints" / str(step) / "arrays.json").read_text())
+    return {name: array["digest"] for name, array in found.items()}
+
+
+def worker_of(launcher):
+    """A process of the training that a launcher has started."""
+    for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+        if b"jddp.train" in Path(f"/proc/{child}/cmdline").read_bytes():
+            return int(child)
+    raise AssertionError(f"{launcher} has started no training")
+
+
+def test_processes_that_share_no_folder_resume_at_a_url_bitwise_identically(storage):
+    launch = ["-m", "jddp.launch", "--num-processes", "2", "--max-restarts", "1", "--logs", "logs"]
+    options = ["ddp.shard_optimizer=true", "ddp.ema_decay=null"]
+    out, status = storage.run(*launch, *TRAIN, *options, "run.dir=whole")
+    assert status == 0, out
+    job = storage.start(*launch, *TRAIN, *options, f"run.dir={URL}", "checkpoint.every_steps=200")
+    until = time.monotonic() + SECONDS
+    while not storage.steps():
+        assert time.monotonic() < until
+    os.kill(worker_of(job.pid), signal.SIGKILL)
+    out, _ = job.communicate(timeout=SECONDS)
+    assert job.returncode == 0, out
+    assert "resumed from step" in out
+    assert storage.steps()[-1] == 800
+    storage.files(f"files.get('{URL}/', 'fetched', recursive=True)")
+    assert digests(storage.folder / "fetched", 800) == digests(storage.folder / "whole", 800)
+    out, status = storage.run("-m", "jddp.checkpoint", "verify", URL)
+    assert (status, out.count("as they were saved")) == (0, len(storage.steps()))
+
+
+def test_a_connection_that_is_cut_costs_the_checkpoints_of_that_time_alone(storage, link):
+    job = storage.start(
+        *TRAIN, "train.num_steps=3000", f"run.dir={URL}", "checkpoint.every_steps=100"
+    )
+    lines = iter(job.stdout.readline, "")
+    for line in lines:
+        if line.startswith("step "):
+            break
+    link.cut()
+    said = next(line for line in lines if "cannot be saved" in line)
+    assert f"{URL} cannot be written" in said
+    link.mend()
+    out, _ = job.communicate(timeout=SECONDS)
+    assert job.returncode == 0, out
+    assert storage.steps()[-1] == 3000
+
+
+def test_storage_that_does_not_answer_is_named_before_training(storage, link):
+    link.cut()
+    out, status = storage.run(*TRAIN, f"run.dir={URL}")
+    assert status == 74, out
+    (line,) = [line for line in out.splitlines() if URL in line]
+    assert f"{URL} cannot be read" in line
