@@ -5,8 +5,10 @@ rule and the way out, in one line; the command line prints that line and exits w
 Any other exception is a bug of jddp and keeps its traceback.
 """
 
+import contextlib
 import enum
 import sys
+from collections.abc import Collection, Iterator
 
 
 class ExitCode(enum.IntEnum):
@@ -111,6 +113,30 @@ class NumericsError(Error):
     """A loss, gradient or state is not finite."""
 
     exit_code = ExitCode.NUMERICS
+
+
+@contextlib.contextmanager
+def file_errors(what: str) -> Iterator[None]:
+    """While open, an error of the file system becomes one of jddp's, "`what`: reason.".
+
+    Raises:
+      FileSystemError: In the place of an `OSError`.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise FileSystemError(f"{what}: {error.strerror}.") from error
+
+
+def check_choice(name: str, value: object, choices: Collection[object]) -> None:
+    """Refuses a value that is none of the choices.
+
+    Raises:
+      ConfigError: If it is not, with all of them.
+    """
+    if value not in choices:
+        listed = ", ".join(map(repr, choices))
+        raise ConfigError(f"{name} {value!r} is unknown. Choose one of {listed}.")
 
 
 def report(text: str) -> None:

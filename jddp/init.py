@@ -9,6 +9,7 @@ rows, given values are replicated.
 """
 
 import dataclasses
+import functools
 import logging
 from pathlib import Path
 from typing import Any
@@ -22,19 +23,9 @@ from jddp.engine.compiled import CompiledSteps
 from jddp.engine.executor import call
 from jddp.engine.init import make_init
 from jddp.engine.mesh import from_process_zero, replicate, replicated, sharded
-from jddp.engine.state import (
-    Inputs,
-    Layout,
-    Replicated,
-    TrainState,
-    merge_rows,
-    own_layouts,
-    stack_rows,
-)
+from jddp.engine.state import Inputs, Layout, Replicated, TrainState, Values, stack_rows
 from jddp.errors import UsageError
-from jddp.typing import Batch, ModelState, Params
-
-Values = tuple[Params, ModelState]  # parameters and other state; None for values to make
+from jddp.typing import Batch, Params
 
 
 class FirstState:
@@ -84,11 +75,16 @@ class FirstState:
 
         return jax.tree.map(place, state, self._steps.layouts(state))
 
-    def merged(self, values: Values) -> Values:
-        """Values as they are read: per-replica leaves are averaged."""
-        keeps_own = self._steps.spec.sync.keeps_own, self._model.keeps_own
-        layouts = tuple(map(own_layouts, values, keeps_own))
-        return merge_rows(values, layouts, replicated(self._mesh))
+    def refuse_foreign(self, state: TrainState, latest: Any, inputs: Inputs | None) -> None:
+        """Refuses a state whose parameters have other shapes than the latest, or those for inputs.
+
+        Raises:
+          UsageError: If they have.
+        """
+        own = latest or (None if inputs is None else self.shapes(inputs))
+        shapes = functools.partial(jax.tree.map, np.shape)
+        if own not in (None, state) and shapes(own.params) != shapes(state.params):
+            raise UsageError("This state has the parameters of another model: make one with init.")
 
     def _split(self, params: Params) -> Values:
         return (self._model.values or (None, None)) if params is None else self._model.split(params)
@@ -115,9 +111,9 @@ class FirstState:
         """Values that the model makes by itself, or their shapes."""
         if with_values:
             made = self.make(seed, inputs)
-            return self.merged((made.params, made.model_state))
+            return self._steps.merged((made.params, made.model_state))
         shapes = self.shapes(inputs)
-        return jax.eval_shape(self.merged, (shapes.params, shapes.model_state))
+        return jax.eval_shape(self._steps.merged, (shapes.params, shapes.model_state))
 
     def _example(self, inputs: Inputs, values: Values) -> Batch:
         """The rows that one replica sees, or their shapes; None where nothing is to be made."""

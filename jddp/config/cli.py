@@ -26,16 +26,19 @@ class Parser(argparse.ArgumentParser):
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of a config: `--config FILE`, repeatedly, and `key.path=value`."""
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key.path=value", help="change a key; the last one wins"
-    )
-    parser.add_argument(
-        "--config",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="a YAML file or the name of a preset; later ones win",
-    )
+    add, files = parser.add_argument, "a YAML file or the name of a preset; later ones win"
+    add("overrides", nargs="*", metavar="key.path=value", help="change a key; the last one wins")
+    add("--config", action="append", default=[], metavar="FILE", help=files)
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of a finished run: its directory, its checkpoint, what is trusted."""
+    add = parser.add_argument
+    add("run_dir", metavar="RUN", help="a run directory, or its URL")
+    add("--checkpoint", metavar="WHICH", help="a step, best, or best/STEP (the newest step)")
+    add("--params", choices=["params", "ema"], help="parameters (those that the run evaluated)")
+    trust = "import the model's class that the config of the run names, or all that it names"
+    add("--trust", choices=["package", "config"], help=trust)
 
 
 def tell(message: str) -> None:

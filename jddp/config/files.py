@@ -85,7 +85,7 @@ def load_config(
     return config, name
 
 
-def with_overrides(config: Config, overrides: Mapping[str, Any]) -> Config:
+def with_overrides(config: Config, overrides: Sequence[str] | Mapping[str, Any]) -> Config:
     """Returns a copy of `config` in which dotted keys (or nested sections) are replaced.
 
     Raises:

@@ -4,19 +4,40 @@ Files in the directory of another user are not trusted.
 """
 
 import os
+import re
 from pathlib import Path
 
-from jddp.errors import ConfigError, FileSystemError
+from jddp.errors import ConfigError, FileSystemError, file_errors
+
+
+def is_url(path: str | Path) -> bool:
+    """Whether it is a URL, such as `s3://bucket/run`."""
+    return re.match(r"[A-Za-z][\w+.-]+://", str(path)) is not None
+
+
+def folder_or_url(path: str | Path) -> str | Path:
+    """As `expand`, but for a URL, which is left as it is.
+
+    Raises:
+      ConfigError: If the home directory is not known, or a `Path` was made of a URL.
+    """
+    return path if is_url(path) else expand(path)
 
 
 def expand(path: str | Path) -> Path:
     """Replaces `~` or `~user` at the beginning of a path, as a shell does.
 
     Raises:
-      ConfigError: If the home directory is not known.
+      ConfigError: If it is a URL, of which a file system would make a folder, or the home directory
+        is not known.
     """
+    if re.match(r"[A-Za-z][\w+.-]+:/", str(path)):  # a Path keeps one of the slashes
+        raise ConfigError(
+            f"{str(path)!r} is a URL, and only a run directory may be one, as a string with '://'. "
+            "Mount the storage and give its folder here, such as /mnt/storage/run."
+        )
     try:
-        return Path(path).expanduser()
+        return Path(path).expanduser() if str(path).startswith("~") else Path(path)
     except RuntimeError:
         raise ConfigError(
             f"{str(path)!r} names a home directory that is not known here. Set HOME or write the "
@@ -50,7 +71,7 @@ def make_private(directory: Path, called: str) -> None:
     Raises:
       FileSystemError: If it is not, or cannot be made.
     """
-    try:
+    with file_errors(f"{called} {directory}"):
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         refuse_foreign(directory, called)
         if directory.stat().st_mode & 0o022:
@@ -58,5 +79,3 @@ def make_private(directory: Path, called: str) -> None:
                 f"{called} {directory} can be written by others. Remove it, or choose another."
             )
         directory.chmod(0o700)
-    except OSError as error:
-        raise FileSystemError(f"{called} {directory}: {error.strerror}.") from error

@@ -13,7 +13,7 @@ from pydantic.functional_validators import AfterValidator
 
 from jddp.config.keys import keys_of
 from jddp.config.mistakes import ConfigMistakes, describe_mistakes
-from jddp.config.permissions import expand
+from jddp.config.permissions import expand, is_url
 from jddp.errors import ConfigError
 
 Kwargs = dict[str, Any]
@@ -37,12 +37,14 @@ def option(default: Any, description: str, effect: Effect = "numbers", **rules: 
 
 def _expanded(path: str) -> str:
     try:
-        return str(expand(path)) if path.startswith("~") else path
+        expanded = str(expand(path))
+        return expanded if path.startswith("~") else path
     except ConfigError as error:
         raise ValueError(str(error).rstrip(".")) from None
 
 
 Path = Annotated[str, AfterValidator(_expanded)]
+PathOrURL = Annotated[str, AfterValidator(lambda path: path if is_url(path) else _expanded(path))]
 
 
 class Section(BaseModel):
@@ -81,7 +83,9 @@ class NamedSection(Section):
 class RunConfig(Section):
     """The run directory."""
 
-    dir: Path | None = option(None, "Run directory; runs/<config name> unless given.", "none")
+    dir: PathOrURL | None = option(
+        None, "Run directory, or its URL (s3://...); runs/<config name> unless given.", "none"
+    )
 
 
 class TrainConfig(Section):

@@ -10,14 +10,18 @@ that fails. In a job of one process each call returns that process's own value.
 import collections
 import contextlib
 import ctypes
+import json
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
 from jax._src import distributed, xla_bridge
 from jaxlib import _jax
 
+from jddp.errors import ProcessMismatchError
+
+_AGREE_SECONDS = 120.0  # for which the others may still be busy
 _uses: collections.Counter[str] = collections.Counter()
 _lock = threading.Lock()
 
@@ -61,8 +65,32 @@ def from_first(key: str, value: str, *, timeout_seconds: float) -> str:
         return value
     if process_index() == 0:
         publish(name, value)
-        return value
     return read(name, timeout_seconds, of=0)
+
+
+def agree(subject: str, values: Mapping[str, str]) -> None:
+    """Compares the values of all processes with those of process 0, before their first collective.
+
+    Processes with different code, configs or data hang or compute nonsense, without an error.
+
+    Args:
+      subject: Common name of the values, for the error.
+      values: The values of this process, by name.
+
+    Raises:
+      ProcessMismatchError: On every process, if any differs.
+    """
+    texts = gather(f"agree/{subject}", json.dumps(values), timeout_seconds=_AGREE_SECONDS)
+    first, *_ = values_of_all = [json.loads(text) for text in texts]
+    for process, other in enumerate(values_of_all):
+        differ = [name for name in {**first, **other} if first.get(name) != other.get(name)]
+        if differ:
+            there, here = (values.get(differ[0], "nothing") for values in (other, first))
+            more = f", and {len(differ) - 1} more differ" if len(differ) > 1 else ""
+            raise ProcessMismatchError(
+                f"process {process} has another {subject} than process 0: {differ[0]} is {there} "
+                f"there and {here} here{more}. Give every process the same."
+            )
 
 
 def publish(name: str, value: str) -> None:
@@ -85,15 +113,16 @@ def read(name: str, timeout_seconds: float, *, of: int) -> str:
 
 
 def try_publish(name: str, value: str) -> None:
-    """Publishes a value, unless another process was first, or process 0 has gone."""
+    """Publishes a value in a job, unless another process was first, or process 0 has gone."""
     with contextlib.suppress(jax.errors.JaxRuntimeError):
-        publish(name, value)
+        if is_connected():
+            publish(name, value)
 
 
 def try_read(name: str, timeout_seconds: float) -> str | None:
-    """The value under a name; None if none is published by then, or process 0 has gone."""
+    """The value under a name; None if there is none by then, or no job, or process 0 has gone."""
     with contextlib.suppress(TimeoutError, jax.errors.JaxRuntimeError):
-        return read(name, timeout_seconds, of=0)
+        return read(name, timeout_seconds, of=0) if is_connected() else None
     return None
 
 

@@ -1,9 +1,11 @@
 """A process that fails reports it to the others, and the whole job ends.
 
 Without this the others wait for it in a collective, then for minutes in JAX's shutdown barrier, and
-end with unrelated errors. Here the first process that fails publishes its exit code and headline;
-the others print it and exit (`ANOTHER_FAILED`). A process that loses its connection to another
-waits a moment for that one's report.
+end with unrelated errors. Here the first process that fails publishes its failure (`failure_file`)
+at the coordinator, which decides who was first; the others print it and exit (`ANOTHER_FAILED`).
+Each keeps that one in its file. A process that loses its connection to another waits a moment for
+that one's report; for one that was killed, `jddp.launch` writes it into the file that it gives its
+processes, where they read it.
 
 Only a process that the command line owns is ended like this.
 """
@@ -18,24 +20,25 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
 import jddp.distributed.coordination as job
+from jddp.distributed import failure_file
+from jddp.distributed.resolve import LAUNCHED
 from jddp.distributed.signals import is_at_prompt
 from jddp.errors import ExitCode, report
 
 _KEY, _GONE, _LEFT = "jddp/failed", "jddp/failed/gone", "jddp/left"
-# Errors of gloo and JAX for a process that has ended.
-_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
 _MOMENT = 1.0  # seconds in which another process that fails reports it
 _POLL_SECONDS = 0.2
 _PATIENCE = 10.0  # seconds in which a computation ends that a process took part in before it left
 _LINGER_SECONDS = 5.0
 _END_SECONDS = 300.0  # JAX's own limit for the end of a process to wait for the others
-_TOO_EARLY = "others still wait for it in a computation of all. Give all as many steps and batches."
 _leaving = threading.Lock()  # of the thread that ends this process
 owns_process = False
+_is_in_job = False  # which hears of the failure of this process
 
 
 @contextlib.contextmanager
@@ -56,28 +59,42 @@ def watch_over_job() -> None:
 
     Called once, after it has joined the job. A notebook is left alone: its kernel lives on.
     """
-    global owns_process
+    global owns_process, _is_in_job
     if is_at_prompt():
         return
-    owns_process, me, show = True, os.getpid(), sys.excepthook
-    over = threading.Event()
+    owns_process = _is_in_job = True
+    me, over = os.getpid(), threading.Event()
     thread = threading.Thread(target=_listen, args=(over,), name="jddp-failures", daemon=True)
     thread.start()
-
-    def fail(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        with _leaving:  # or another thread reports the reason, and ends this process
-            show(kind, error, trace)
-        if os.getpid() == me and job.is_connected():  # no fork of it
-            default = ExitCode.INTERRUPTED if kind is KeyboardInterrupt else ExitCode.BUG
-            code = getattr(error, "exit_code", default)
-            leave(code, "".join(traceback.format_exception_only(error)))
 
     def end() -> None:
         if os.getpid() == me and job.is_connected():
             _wait_for_others(over, thread)
 
-    sys.excepthook = fail
     atexit.register(end)  # so that it runs before JAX's
+
+
+def keep_uncaught(process: int) -> None:
+    """From here on an exception that nothing catches is kept, and ends the job if it is joined.
+
+    Args:
+      process: Number of this process.
+    """
+    me, show = os.getpid(), sys.excepthook
+
+    def fail(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        with _leaving:  # or another thread reports the reason, and ends this process
+            show(kind, error, trace)
+        code = ExitCode.INTERRUPTED if kind is KeyboardInterrupt else ExitCode.BUG
+        if os.getpid() != me:  # a fork of it
+            return
+        if _is_in_job and job.is_connected():
+            leave(getattr(error, "exit_code", code), error)
+        if not _is_consequence(error):
+            failure_file.write(failure_file.describe(process, code, error))
+
+    if not (is_at_prompt() or getattr(show, "__module__", "") == __name__):
+        sys.excepthook = fail
 
 
 def _wait_for_others(over: threading.Event, thread: threading.Thread) -> None:
@@ -93,47 +110,51 @@ def _wait_for_others(over: threading.Event, thread: threading.Thread) -> None:
     job.publish(f"{_LEFT}/{job.process_index()}", socket.gethostname())
     while len(job.published(_LEFT)) < job.num_processes() and time.monotonic() < until:
         if _read(_POLL_SECONDS) is not None:
-            _publish_exit()
+            job.try_publish(f"{_GONE}/{job.process_index()}", "")
             return job.skip_shutdown()
 
 
-def leave(code: int, message: str) -> NoReturn:
+def leave(code: int, error: BaseException) -> NoReturn:
     """Ends this process of a job at once, and with it the others.
 
     Args:
       code: The exit code, unless this is only the consequence of another process's failure.
-      message: The error; its first line is the headline for the others.
+      error: What has ended it.
     """
-    is_consequence = any(lost in message for lost in _LOST)
-    first = _read(2 * _MOMENT) if is_consequence else None
+    first = _read(2 * _MOMENT) if _is_consequence(error) else None
     with _leaving:
         if first is not None:
             _follow(first)
-        headline = (message.strip().splitlines() or [f"exit code {code}"])[0]
-        if is_consequence:
-            code = ExitCode.ANOTHER_FAILED
-            headline = f"another process has ended without a report: {headline}"
-            report(headline)
-        _announce(code, headline, job.process_index(), socket.gethostname())
-        _exit(code)
+        if _is_consequence(error):
+            code, (message, *_) = ExitCode.ANOTHER_FAILED, _lines(error)
+            report(f"another process has ended without a report: {message}")
+        failure = failure_file.describe(job.process_index(), code, error)
+        job.try_publish(_KEY, json.dumps(failure))  # unless another was faster
+        _exit(code, _read(_MOMENT) or failure)
 
 
-def end(code: int, message: str) -> NoReturn:
-    """Ends this process at once, for a reason that all processes know."""
+def _lines(error: BaseException) -> list[str]:
+    return "".join(traceback.format_exception_only(error)).splitlines()
+
+
+def _is_consequence(error: BaseException) -> bool:
+    return any(lost in line for line in _lines(error) for lost in failure_file.LOST)
+
+
+def end(failure: dict[str, Any], message: str) -> NoReturn:
+    """Ends this process at once, for a failure that all processes know."""
     with _leaving:
         report(message)
-        _exit(code)
-
-
-def _announce(code: int, headline: str, process: int, host: str) -> None:
-    """Publishes a failure for the others, unless another process was faster."""
-    failure = {"process": process, "host": host, "code": code, "headline": headline}
-    job.try_publish(_KEY, json.dumps(failure))
+        _exit(failure["exit_code"], failure)
 
 
 def _listen(over: threading.Event) -> None:
     since = time.monotonic()  # when it began to wait for a process that has ended without failing
+    file = os.environ.get(failure_file.VARIABLE, "") if os.environ.get(LAUNCHED) else ""
     while not over.is_set() and job.is_connected():
+        found = failure_file.read(Path(file))
+        if found and found["exit_code"] != ExitCode.HANG:  # of which all know
+            job.try_publish(_KEY, json.dumps(found))
         first = _read(0.5)
         if first is not None and first["process"] != job.process_index():
             time.sleep(_MOMENT)
@@ -143,40 +164,36 @@ def _listen(over: threading.Event) -> None:
         if not (left and job.is_waiting_for(left)):
             since = time.monotonic()
         elif time.monotonic() - since > _PATIENCE:
-            _announce(0, _TOO_EARLY, *next(iter(left.items())))
+            process, host = next(iter(left.items()))
+            early = failure_file.describe(process, None, host=host, step=None, phase=None)
+            job.try_publish(_KEY, json.dumps(early))
 
 
 def _read(seconds: float) -> dict[str, Any] | None:
-    """The report of the first process that failed, if one does in this time."""
+    """The failure of the first process that failed, if one does in this time."""
     text = job.try_read(_KEY, seconds)
     return None if text is None else dict(json.loads(text))
 
 
 def _follow(first: dict[str, Any]) -> NoReturn:
     """Exits because another process has failed, or was stopped before there was a run to stop."""
-    name, code = f"process {first['process']} on {first['host']}", first["code"]
-    if code == ExitCode.PREEMPTED:
-        report(f"{name} was stopped: {first['headline']}")
-        _exit(ExitCode.PREEMPTED)
-    how = f"failed first, with exit code {code}" if code else "ended too early"
-    report(f"{name} {how}: {first['headline']}")
-    if not code:  # That process is still ending, and needs JAX's service, which may be here.
+    code = first["exit_code"]
+    report(failure_file.headline(first))
+    if code is None:  # That process is still ending, and needs JAX's service, which may be here.
         time.sleep(_LINGER_SECONDS)
-    _exit(ExitCode.ANOTHER_FAILED)
+    _exit(code if code == ExitCode.PREEMPTED else ExitCode.ANOTHER_FAILED, first)
 
 
-def _exit(code: int) -> NoReturn:
+def _exit(code: int, first: dict[str, Any]) -> NoReturn:
     """Exits past every `finally` and barrier, which would wait for the other processes."""
+    failure_file.write(first)
     sys.stdout.flush()
     sys.stderr.flush()
-    if job.num_processes() > 1:
-        _publish_exit()
-        if job.process_index() == 0:  # JAX's service ends with it, and others would abort.
-            for process in range(1, job.num_processes()):
-                job.try_read(f"{_GONE}/{process}", 3 * _MOMENT)
-            time.sleep(_MOMENT / 5)  # until they have exited
-    os._exit(code)
-
-
-def _publish_exit() -> None:
     job.try_publish(f"{_GONE}/{job.process_index()}", "")
+    if job.process_index() == 0 and job.num_processes() > 1:  # Others abort without JAX's service.
+        is_dead = first["exception"] is None and (first["exit_code"] or 0) > 128
+        killed = first["process"] if is_dead else 0
+        for process in {*range(1, job.num_processes())} - {killed}:
+            job.try_read(f"{_GONE}/{process}", 3 * _MOMENT)
+        time.sleep(_MOMENT / 5)  # until they have exited
+    os._exit(code)

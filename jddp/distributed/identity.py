@@ -67,28 +67,6 @@ class Names:
     local_id: str = ""
 
 
-def read_numbers(environ: Mapping[str, str], names: Names) -> tuple[int, int]:
-    """Number of processes and the number of this one.
-
-    Raises:
-      HalfSetError: If one of both is not set.
-      ConfigError: If they are not numbers in their range.
-    """
-    require(environ, (names.num_processes, names.process_id))
-    values = [environ[name] for name in (names.num_processes, names.process_id)]
-    if not all(value.isdecimal() for value in values):
-        raise ConfigError(
-            f"{names.num_processes}={values[0]!r} and {names.process_id}={values[1]!r} must be "
-            "numbers."
-        )
-    num_processes, process_id = map(int, values)
-    if not process_id < num_processes:
-        raise ConfigError(
-            f"{names.process_id}={process_id} must be below {names.num_processes}={num_processes}."
-        )
-    return num_processes, process_id
-
-
 def require(environ: Mapping[str, str], names: tuple[str, ...]) -> None:
     """Refuses variables of which only some are set.
 
@@ -121,7 +99,7 @@ def check_address(address: str, name: str) -> str:
 def make_identity(
     environ: Mapping[str, str], names: Names, address: Callable[[], str], source: str
 ) -> Identity:
-    """An identity from the numbers under these names.
+    """An identity from the numbers under these names; a scheduler's only task is alone.
 
     Args:
       environ: The environment.
@@ -130,19 +108,21 @@ def make_identity(
       source: Launcher that has set the numbers.
 
     Raises:
+      HalfSetError: If one of both numbers is not set.
       ConfigError: If the numbers or the address break their rules.
     """
-    num_processes, process_id = read_numbers(environ, names)
-    if num_processes == 1:
+    there, here = names.num_processes, names.process_id
+    require(environ, (there, here))
+    count, number, given = environ[there], environ[here], environ.get(ADDRESS)
+    if not (count.isdecimal() and number.isdecimal()):
+        raise ConfigError(f"{there}={count!r} and {here}={number!r} must be numbers.")
+    if int(number) >= int(count):
+        raise ConfigError(f"{here}={number} must be below {there}={count}.")
+    if int(count) == 1 and here != ID:
         return Identity(source=source)
-    given = environ.get(ADDRESS)
-    return Identity(
-        check_address(given, ADDRESS) if given else address(),
-        num_processes,
-        process_id,
-        choose_local_devices(environ, names),
-        source,
-    )
+    coordinator = check_address(given, ADDRESS) if given else address()
+    devices = choose_local_devices(environ, names)
+    return Identity(coordinator, int(count), int(number), devices, source)
 
 
 def port_of(job: str) -> int:
@@ -160,10 +140,8 @@ def choose_local_devices(environ: Mapping[str, str], names: Names) -> tuple[int,
       ConfigError: If there are more processes than accelerators.
     """
     local_id, num_local = environ.get(names.local_id, ""), environ.get(names.num_local, "")
-    if not local_id.isdecimal() or num_local == "1":
-        return None
-    if environ.get("JAX_LOCAL_DEVICE_IDS"):
-        return None  # JAX reads it
+    if not local_id.isdecimal() or num_local == "1" or environ.get("JAX_LOCAL_DEVICE_IDS"):
+        return None  # JAX reads the last one
     visible = [x for x in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if x.strip()]
     if len(visible) == 1 or environ.get("JAX_PLATFORMS") == "cpu":
         return None

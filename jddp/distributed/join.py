@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Mapping
 
+from jddp.distributed.failure_file import VARIABLE as FAILURE_FILE
 from jddp.distributed.identity import JOB, Identity
 from jddp.distributed.rendezvous import POLL_SECONDS, Member, RendezvousClient, connect
 from jddp.distributed.rendezvous_server import RendezvousServer
@@ -27,6 +28,9 @@ _LATER = 30  # seconds, after which JAX gives up too
 def initialize(identity: Identity, environ: Mapping[str, str] = os.environ) -> None:
     """Joins the job, before devices are used; nothing is done if your code has joined already.
 
+    From here on an exception that nothing catches is written into the file of the first failure, if
+    there is a job or JDDP_FAILURE_FILE is set.
+
     Raises:
       CoordinatorError: If processes are missing after JDDP_START_SECONDS.
       ProcessMismatchError: If two have the same number, or counts, JDDP_JOB or
@@ -34,6 +38,10 @@ def initialize(identity: Identity, environ: Mapping[str, str] = os.environ) -> N
     """
     import jax
 
+    from jddp.distributed.failure import keep_uncaught, watch_over_job
+
+    if identity.coordinator is not None or environ.get(FAILURE_FILE):
+        keep_uncaught(identity.process_id)
     if identity.coordinator is None or jax.distributed.is_initialized():
         return
     # JAX's handler swallows SIGTERM in programs that do not query it; `stopping` has its own.
@@ -60,11 +68,7 @@ def initialize(identity: Identity, environ: Mapping[str, str] = os.environ) -> N
         )
     finally:
         timer.cancel()
-    from jddp.distributed.failure import watch_over_job
-    from jddp.distributed.gloo import hide_connections, settle_address
-
     watch_over_job()
-    hide_connections()
     settle_address(identity.coordinator)
 
 
@@ -93,21 +97,17 @@ def rendezvous(identity: Identity, listens: str | None, environ: Mapping[str, st
       ProcessMismatchError: If two have the same number, or different settings.
     """
     assert identity.coordinator is not None
-    seconds = read_seconds(environ, START)
-    heartbeat = str(read_seconds(environ, HEARTBEAT))
-    same = {JOB: environ.get(JOB, "not set"), HEARTBEAT: heartbeat}
+    coordinator, seconds = identity.coordinator, read_seconds(environ, START)
+    same = {JOB: environ.get(JOB, "not set"), HEARTBEAT: str(read_seconds(environ, HEARTBEAT))}
     mine = Member(identity.process_id, identity.num_processes, same)
-    if identity.process_id == 0:
-        with contextlib.closing(
-            RendezvousServer("process", identity.coordinator, listens)
-        ) as server:
+    if mine.number == 0:
+        with contextlib.closing(RendezvousServer("process", coordinator, listens)) as server:
             server.gather(mine, seconds=seconds, is_last=True)
-        _wait_for_name(identity.coordinator, time.monotonic() + seconds)
-        return
-    with contextlib.closing(RendezvousClient("process", identity.coordinator)) as client:
+        return _wait_for_name(coordinator, time.monotonic() + seconds)
+    with contextlib.closing(RendezvousClient("process", coordinator)) as client:
         client.gather(mine, seconds=seconds)
     me = f"process {mine.number} of {mine.count}"
-    connect(identity.coordinator, me, time.monotonic() + seconds).close()  # JAX listens now
+    connect(coordinator, me, time.monotonic() + seconds).close()  # JAX listens now
 
 
 def _wait_for_name(coordinator: str, until: float) -> None:
@@ -141,9 +141,51 @@ def bind_address(coordinator: str) -> str:
             here.bind(address)  # on any free port
     except OSError:
         return everywhere
-    if ipaddress.ip_address(address[0]).is_loopback and not is_local_name:
+    if _is_loopback(str(address[0])) and not is_local_name:
         return everywhere  # Debian's 127.0.1.1, where no other host could connect
     return f"[{address[0]}]:{port}" if family == socket.AF_INET6 else f"{address[0]}:{port}"
+
+
+def settle_address(coordinator: str) -> None:
+    """Chooses the address at which gloo, which connects CPU devices, listens. All call it.
+
+    By itself it takes that of its host's name. On Debian that is 127.0.1.1, which no other host can
+    reach, and in some containers there is none. Then it is the address by which this host and
+    process 0 reach each other.
+
+    Args:
+      coordinator: host:port of process 0, to which all are connected.
+    """
+    import jddp.distributed.coordination as job
+
+    mine, there = _addresses(coordinator)
+    job.publish(f"jddp/address/{job.process_index()}", there)
+    if not leads_to_itself(socket.gethostname()):
+        return
+    if _is_loopback(mine):  # process 0 is on this host, and others reach it by another address
+        of_all = [job.read(f"jddp/address/{i}", 60.0, of=i) for i in range(job.num_processes())]
+        mine = next((address for address in of_all if not _is_loopback(address)), mine)
+    job.listen_at(mine)
+
+
+def leads_to_itself(name: str) -> bool:
+    """Whether a name has no address, or one of loopback."""
+    with contextlib.suppress(OSError):
+        return _is_loopback(str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]))
+    return True
+
+
+def _addresses(coordinator: str) -> tuple[str, str]:
+    """Addresses by which this host and the coordinator's reach each other."""
+    host, _, port = coordinator.rpartition(":")
+    family, *_, there = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as route:
+        route.connect(there)  # which sends nothing
+        return route.getsockname()[0], str(there[0])
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
 
 
 def _give_up(identity: Identity, seconds: float) -> None:

@@ -7,8 +7,9 @@
 
 Each client sends a line. When all have, each is answered by a line: the information of every
 member, or the same error for all: a missing member, a number that two of them have, different
-settings. A connection may stay open for further rounds. A member whose connection breaks without
-a goodbye is lost, and may connect again. Member 0's end is in `rendezvous_server`.
+settings. A connection may stay open for further rounds. A member that leaves for good reports
+whether it has failed; one whose connection breaks without that is lost, and may connect again.
+Member 0's end is in `rendezvous_server`.
 """
 
 import contextlib
@@ -16,14 +17,16 @@ import json
 import os
 import socket
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import wait
 from typing import Any
 
 from jddp.errors import CoordinatorError, ProcessMismatchError
 
 SILENCE_SECONDS = 100
 POLL_SECONDS = 0.02
-_LONGEST = 2**20  # bytes of a line
+_LONGEST = 2**20  # bytes of a message
 _SLACK = 5.0  # seconds in which member 0 reports that its time is over, before the others give up
 _PROBES = 4  # unanswered ones, after which a connection is lost
 
@@ -64,13 +67,12 @@ class Connection:
     """A TCP connection on which each message is a line, an object of JSON.
 
     Args:
-      stream: The socket, an attribute `socket` afterwards.
+      stream: The socket.
       silence_seconds: Time without a sign of life after which the connection breaks.
     """
 
     def __init__(self, stream: socket.socket, silence_seconds: int):
-        self.socket = stream
-        self._received = b""  # beyond the last message
+        self._socket, self._lines, self.fileno = stream, stream.makefile("rb"), stream.fileno
         stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         between = max(1, silence_seconds // (_PROBES + 1))
         options = {"TCP_KEEPIDLE": between, "TCP_KEEPINTVL": between, "TCP_KEEPCNT": _PROBES}
@@ -78,35 +80,31 @@ class Connection:
             if hasattr(socket, name):  # Linux, and macOS in part
                 stream.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
-    def send(self, message: dict[str, Any]) -> None:
-        """Sends a message, unless the connection is broken."""
-        self.socket.settimeout(_SLACK)
-        with contextlib.suppress(OSError):
-            self.socket.sendall(json.dumps(message).encode() + b"\n")
+    def close(self) -> None:
+        """Closes it."""
+        self._lines.close()
+        self._socket.close()
 
-    def receive(self, seconds: float) -> dict[str, Any] | None:
-        """The next message, if it comes in this time.
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Sends a message, unless the connection is broken."""
+        self._socket.settimeout(_SLACK)
+        with contextlib.suppress(OSError):
+            self._socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self, seconds: float) -> dict[str, Any]:
+        """The next message.
 
         Raises:
-          OSError: If the connection is broken or closed.
+          OSError: If none comes in this time, or the connection is broken or closed.
           ValueError: If the other end is another program.
         """
-        if b"\n" not in self._received:
-            self.socket.settimeout(seconds)
-            try:
-                chunk = self.socket.recv(2**16)
-            except (BlockingIOError, TimeoutError):
-                return None
-            if not chunk:
-                raise ConnectionError
-            self._received += chunk
-        if not self._received.startswith(b"{") or len(self._received) > _LONGEST:
-            raise ValueError
-        line, end, rest = self._received.partition(b"\n")
-        if not end:
-            return None
-        self._received = rest
-        return dict(json.loads(line))
+        self._socket.settimeout(seconds)
+        if not (line := self._lines.readline(_LONGEST)):
+            raise ConnectionError
+        try:
+            return dict(json.loads(line))
+        except (TypeError, RecursionError):
+            raise ValueError from None
 
 
 class RendezvousClient:
@@ -120,29 +118,34 @@ class RendezvousClient:
 
     def __init__(self, kind: str, address: str, *, silence_seconds: int = SILENCE_SECONDS):
         self._kind, self._address, self._silence_seconds = kind, address, silence_seconds
-        self._server: Connection | None = None
+        self._server: Any = None  # a Connection, once there is one
         self._goodbye: dict[str, Any] | None = None  # of member 0
         self._has_lost = False
 
     def close(self) -> None:
         """Closes the connection."""
         if self._server is not None:
-            self._server.socket.close()
+            self._server.close()
             self._server, self._has_lost = None, False
 
     def lost(self) -> list[int]:
         """Member 0, if it is no longer connected, or has left with a failure."""
-        if self._server is not None and self._goodbye is None:
+        if self._server is not None and self._goodbye is None and wait([self._server], 0):
             try:
-                self._goodbye = self._server.receive(0.0)
+                self._goodbye = self._server.receive(_SLACK)
             except (OSError, ValueError):
                 self._has_lost = True
-        return [0] if self._has_lost or self._goodbye == goodbye(failed=True) else []
+        return [0] if self._has_lost or self._goodbye == {"failed": True} else []
+
+    def send_failure(self, failure: Mapping[str, Any]) -> None:
+        """Informs member 0 of the first failure here."""
+        if self._server is not None:
+            self._server.send({"failure": failure})
 
     def say_goodbye(self, *, failed: bool) -> None:
         """Informs member 0 that this one leaves for good."""
         if self._server is not None:
-            self._server.send(goodbye(failed=failed))
+            self._server.send({"failed": failed})
 
     def gather(self, mine: Member, *, seconds: float) -> Infos:
         """The information of all members.
@@ -158,18 +161,16 @@ class RendezvousClient:
         until = time.monotonic() + seconds
         if self._has_lost:
             self.close()  # Member 0 may be back, or the network.
-        while True:
+        while time.monotonic() <= until:
             try:
                 return self._read_answer(self._goodbye or self._ask(mine, until))
             except OSError:
                 self.close()
-            if time.monotonic() > until:
-                raise CoordinatorError(
-                    f"{self._kind} {mine.number} of {mine.count} has received nothing from "
-                    f"{self._kind} 0 at {self._address} in {seconds:.0f} s. Is it another program "
-                    "that listens there?"
-                )
             time.sleep(POLL_SECONDS)
+        raise CoordinatorError(
+            f"{self._kind} {mine.number} of {mine.count} has received nothing from {self._kind} 0 "
+            f"at {self._address} in {seconds:.0f} s. Is it another program that listens there?"
+        )
 
     def _ask(self, mine: Member, until: float) -> dict[str, Any]:
         """Member 0's answer."""
@@ -178,18 +179,13 @@ class RendezvousClient:
             stream = connect(self._address, name, until)
             self._server = Connection(stream, self._silence_seconds)
         self._server.send({"kind": self._kind, **asdict(mine)})
-        while True:
-            try:
-                answer = self._server.receive(POLL_SECONDS)
-            except ValueError:
-                raise CoordinatorError(
-                    f"the program that listens at {self._address} is not {self._kind} 0 of a "
-                    "starting job: the job has started already, or it is another program."
-                ) from None
-            if answer is not None:
-                return answer
-            if time.monotonic() > until + _SLACK:
-                raise TimeoutError
+        try:
+            return self._server.receive(max(0, until - time.monotonic()) + _SLACK)
+        except ValueError:
+            raise CoordinatorError(
+                f"the program that listens at {self._address} is not {self._kind} 0 of a "
+                "starting job: the job has started already, or it is another program."
+            ) from None
 
     def _read_answer(self, answer: dict[str, Any]) -> Infos:
         if "error" in answer:
@@ -222,8 +218,3 @@ def connect(address: str, name: str, until: float) -> socket.socket:
                 f"every {kind} given this address?"
             )
         time.sleep(POLL_SECONDS)
-
-
-def goodbye(*, failed: bool) -> dict[str, Any]:
-    """The message of a member that leaves for good."""
-    return {"goodbye": True, "failed": failed}

@@ -1,21 +1,17 @@
 """Member 0's end of a rendezvous: it listens, and sends each the information of all members."""
 
 import errno
-import selectors
 import socket
 import time
 from collections.abc import Callable, Iterable
+from multiprocessing.connection import wait
+from typing import Any
 
-from jddp.distributed.rendezvous import (
-    POLL_SECONDS,
-    SILENCE_SECONDS,
-    Connection,
-    Infos,
-    Member,
-    goodbye,
-)
+from jddp.distributed.rendezvous import POLL_SECONDS, SILENCE_SECONDS, Connection, Infos, Member
 from jddp.errors import CoordinatorError, Error, ProcessMismatchError
 
+PATIENCE_SECONDS = 30.0  # for further members, once there are enough
+_REST_SECONDS = 1.0  # for the rest of a message that has begun
 _SHOWN = 8  # numbers of missing members in a message
 
 
@@ -28,7 +24,7 @@ class RendezvousServer:
       listens: host:port to listen on, if that is another.
       silence_seconds: Time without a sign of life after which a member is lost.
       is_enough: Whether these members would do without the missing ones; None if all are needed.
-      patience_seconds: Time to wait for missing members all the same, except for those that were
+        Missing ones are awaited for `PATIENCE_SECONDS` all the same, except for those that were
         here in an earlier round and have left.
 
     Raises:
@@ -43,25 +39,21 @@ class RendezvousServer:
         *,
         silence_seconds: int = SILENCE_SECONDS,
         is_enough: Callable[[Infos], bool] | None = None,
-        patience_seconds: float = 0.0,
     ):
         self._kind, self._address, self._silence_seconds = kind, address, silence_seconds
-        self._is_enough, self._patience_seconds = is_enough, patience_seconds
+        self._is_enough, self._is_first_round = is_enough, True
         self._clients: list[Connection] = []
         self._members: dict[Connection, Member] = {}  # that await an answer
         self._present: dict[Connection, Member] = {}  # that took part in the last round
         self._lost: list[int] = []  # of them
-        self._num_rounds = 0
-        self._server = listen(listens or address)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._server, selectors.EVENT_READ)
+        self.failure: dict[str, Any] | None = None  # that one of them has sent since
+        self._listening = listen(listens or address)
 
     def close(self) -> None:
         """Stops listening, and closes all connections."""
-        self._stop_listening()
+        self._listening.close()
         for client in list(self._clients):
             self._forget(client)
-        self._selector.close()
 
     def gather(self, mine: Member, *, seconds: float, is_last: bool = False) -> Infos:
         """The information of all members.
@@ -75,21 +67,35 @@ class RendezvousServer:
           CoordinatorError: If members are missing; the others raise it too.
           ProcessMismatchError: If two have the same number, or other settings; likewise.
         """
+        try:
+            infos = self._wait_for_all(mine, seconds)
+        except Error as error:
+            for client in self._members:
+                client.send(_refusal(error))
+            raise
+        if is_last:
+            self._listening.close()
+        self._is_first_round, self.failure = False, None
+        self._present, self._members, self._lost = self._members, {}, []
+        for client in self._present:
+            client.send({"infos": infos})
+        return infos
+
+    def _wait_for_all(self, mine: Member, seconds: float) -> Infos:
         until, enough_since = time.monotonic() + seconds, None
         while True:
             members = [mine, *self._members.values()]
-            self._refuse(_mismatch(self._kind, members))
-            infos = {member.number: member.info for member in members}
+            _refuse_mismatch(self._kind, members)
+            infos, now = {member.number: member.info for member in members}, time.monotonic()
             if len(infos) == mine.count:
-                return self._answer(infos, is_last)
-            now = time.monotonic()
+                return infos
             if self._is_enough is not None and self._is_enough(infos):
                 enough_since = enough_since or now
-                is_complete = self._num_rounds > 0 and len(self._members) == len(self._clients)
-                if is_complete or now > enough_since + self._patience_seconds:
-                    return self._answer(infos, is_last)
+                is_complete = len(self._members) == len(self._clients) and not self._is_first_round
+                if is_complete or now > enough_since + PATIENCE_SECONDS:
+                    return infos
             if now > until:
-                self._refuse(_missing(self._kind, self._address, infos, mine.count, seconds))
+                raise _missing(self._kind, self._address, infos, mine.count, seconds)
             self._receive(POLL_SECONDS)
 
     def lost(self) -> list[int]:
@@ -100,7 +106,7 @@ class RendezvousServer:
     def say_goodbye(self, *, failed: bool) -> None:
         """Informs all that this member leaves for good."""
         for client in self._clients:
-            client.send(goodbye(failed=failed))
+            client.send({"failed": failed})
 
     def has_newcomer(self) -> bool:
         """Whether a member waits that did not take part in the last round.
@@ -109,75 +115,45 @@ class RendezvousServer:
         the same machine, and is refused if not.
         """
         self._receive(0.0)
-        for client, member in list(self._members.items()):
-            if client not in self._present:
-                self._replace_lost(client, member)
+        for client, member in [x for x in self._members.items() if x[0] not in self._present]:
+            for other, present in list(self._present.items()):
+                if (present.number, present.host) == (member.number, member.host):
+                    self._forget(other)
+            if member.number in (0, *(present.number for present in self._present.values())):
+                taken = f"another has already connected as {self._kind} {member.number}."
+                client.send(_refusal(ProcessMismatchError(taken)))
+                self._forget(client)
         return any(client not in self._present for client in self._members)
 
-    def _replace_lost(self, client: Connection, member: Member) -> None:
-        for other, present in list(self._present.items()):
-            if present.number == member.number and present.host == member.host:
-                self._lost.append(member.number)
-                self._forget(other)
-        if member.number in (0, *(present.number for present in self._present.values())):
-            error = f"another has already connected as {self._kind} {member.number}."
-            client.send({"error": error, "is_missing": False})
-            self._forget(client)
-
     def _receive(self, seconds: float) -> None:
-        for key, _ in self._selector.select(seconds):
-            if key.fileobj is self._server:
-                client = Connection(self._server.accept()[0], self._silence_seconds)
-                self._clients.append(client)
-                self._selector.register(client.socket, selectors.EVENT_READ, client)
+        ends: list[Any] = [self._listening, *self._clients]
+        for ready in wait(ends, seconds):
+            if isinstance(ready, Connection):
+                self._read(ready)
             else:
-                self._read(key.data)
+                stream = self._listening.accept()[0]
+                self._clients.append(Connection(stream, self._silence_seconds))
 
     def _read(self, client: Connection) -> None:
         try:
-            message = client.receive(0.0)
-            if message == goodbye(failed=False):
+            message = client.receive(_REST_SECONDS)
+            if message == {"failed": False}:
                 self._present.pop(client, None)
-            elif message == goodbye(failed=True):
-                raise ConnectionError
-            elif message is not None:
-                if message.pop("kind") != self._kind:
-                    raise ValueError
+            elif "failure" in message and client in self._present:
+                self.failure = dict(message["failure"])
+            elif message.pop("kind", None) == self._kind:
                 self._members[client] = Member(**message)
-        except (OSError, ValueError, TypeError, KeyError, RecursionError):
-            # The connection is lost, or the client is another program.
-            if client in self._present:
-                self._lost.append(self._present[client].number)
-            self._forget(client)
-
-    def _answer(self, infos: Infos, is_last: bool) -> Infos:
-        if is_last:
-            self._stop_listening()
-        self._num_rounds += 1
-        self._lost = []
-        self._present, self._members = self._members, {}
-        for client in self._present:
-            client.send({"infos": infos})
-        return infos
-
-    def _refuse(self, error: Error | None) -> None:
-        if error is not None:
-            is_missing = isinstance(error, CoordinatorError)
-            for client in self._members:
-                client.send({"error": str(error), "is_missing": is_missing})
-            raise error
+            else:
+                self._forget(client)  # with a failure, or another program
+        except (OSError, ValueError, TypeError):
+            self._forget(client)  # whose connection is lost, or another program
 
     def _forget(self, client: Connection) -> None:
         self._clients.remove(client)
         self._members.pop(client, None)
-        self._present.pop(client, None)
-        self._selector.unregister(client.socket)
-        client.socket.close()
-
-    def _stop_listening(self) -> None:
-        if self._server.fileno() != -1:
-            self._selector.unregister(self._server)
-            self._server.close()
+        if client in self._present:
+            self._lost.append(self._present.pop(client).number)
+        client.close()
 
 
 def listen(address: str) -> socket.socket:
@@ -200,29 +176,32 @@ def listen(address: str) -> socket.socket:
         ) from error
 
 
-def _mismatch(kind: str, members: Iterable[Member]) -> ProcessMismatchError | None:
-    """The first contradiction between members."""
+def _refuse_mismatch(kind: str, members: Iterable[Member]) -> None:
+    """Raises the first contradiction between members."""
     seen: dict[int, Member] = {}
     for member in members:
         first = seen.setdefault(0, member)
         for name, value in first.same.items():
             if member.same.get(name) != value:
-                return ProcessMismatchError(
+                raise ProcessMismatchError(
                     f"{kind} {member.number} has another job than {kind} 0: {name} is "
                     f"{member.same.get(name)} there and {value} here. Give every {kind} the same."
                 )
         if member.count != first.count:
-            return ProcessMismatchError(
+            raise ProcessMismatchError(
                 f"{kind} {member.number} ({member.where}) was started as one of {member.count}, "
                 f"and {kind} 0 ({first.where}) as one of {first.count}. Give all the same count."
             )
         other = seen.setdefault(member.number, member)
         if other is not member:
-            return ProcessMismatchError(
+            raise ProcessMismatchError(
                 f"two have connected as {kind} {member.number}: {other.where}, and {member.where}. "
                 "Give each its own number."
             )
-    return None
+
+
+def _refusal(error: Error) -> dict[str, object]:
+    return {"error": str(error), "is_missing": isinstance(error, CoordinatorError)}
 
 
 def _missing(kind: str, address: str, infos: Infos, count: int, seconds: float) -> CoordinatorError:

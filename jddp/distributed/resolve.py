@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Mapping
 
 from jddp.distributed.identity import (
+    ADDRESS,
     COUNT,
     ID,
     VARIABLES,
@@ -21,7 +22,6 @@ from jddp.distributed.identity import (
     check_address,
     make_identity,
     port_of,
-    read_numbers,
     require,
 )
 from jddp.distributed.schedulers import kubernetes, mpich, open_mpi, slurm
@@ -29,8 +29,8 @@ from jddp.distributed.signals import is_at_prompt
 from jddp.errors import ConfigError
 
 Environ = Mapping[str, str]
-ARGUMENTS = ("coordinator", "num_processes", "process_id")
-LAUNCHED = "JDDP_LAUNCHED"  # by jddp.launch: its variables are JAX's, whatever is around it
+Source = Callable[[Environ], Identity | None]
+LAUNCHED = "JDDP_LAUNCHED"  # by jddp: its variables are JAX's, whatever is around it
 TORCHRUN = Names("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK")
 
 
@@ -61,8 +61,9 @@ def resolve_identity(
     """
     given = (coordinator, num_processes, process_id)
     if None not in given:
-        values = dict(zip(ARGUMENTS, map(str, given), strict=True))
-        return _of_three(values, ARGUMENTS, "the arguments")
+        numbers = {"num_processes": str(num_processes), "process_id": str(process_id)}
+        address = check_address(str(coordinator), "coordinator")
+        return make_identity(numbers, Names(*numbers), lambda: address, "the arguments")
     overlay = {n: str(x) for n, x in zip(VARIABLES, given, strict=True) if x is not None}
     environ = {**environ, **overlay}
     if is_interactive is None:
@@ -70,7 +71,7 @@ def resolve_identity(
         is_in_pty = bool(environ.get("SLURM_PTY_PORT")) and os.isatty(0)
         is_interactive = is_at_prompt() or is_in_pty
     half_set = None
-    for source in SOURCES[:3] if is_interactive else SOURCES:
+    for source in LAUNCHERS if is_interactive else SOURCES:
         try:
             identity = source(environ)
         except HalfSetError as error:
@@ -86,17 +87,17 @@ def resolve_identity(
 
 
 def jddp_launch(environ: Environ) -> Identity | None:
-    """A worker of `python -m jddp.launch`, which has split the devices already."""
+    """A process of `python -m jddp.launch`, by itself or on Ray, which has split the devices."""
     if not environ.get(LAUNCHED):
         return None
-    return _of_three(environ, VARIABLES, "jddp.launch")
+    return _of_three(environ, environ[LAUNCHED])
 
 
 def jax_variables(environ: Environ) -> Identity | None:
     """The three variables, of which JAX itself reads one; Kubeflow's JAX runtime sets them."""
     if not any(environ.get(name) for name in VARIABLES):
         return None
-    found = _of_three(environ, VARIABLES, COUNT)
+    found = _of_three(environ, COUNT)
     for source in SOURCES[2:]:
         _refuse_other_numbers(found, source, environ)
     return found
@@ -118,28 +119,16 @@ def torchrun(environ: Environ) -> Identity | None:
     return make_identity(environ, TORCHRUN, lambda: address, "torchrun")
 
 
-SOURCES: tuple[Callable[[Environ], Identity | None], ...] = (
-    jddp_launch,
-    jax_variables,
-    torchrun,
-    open_mpi,
-    mpich,
-    slurm,
-    kubernetes,
-)
+LAUNCHERS: tuple[Source, ...] = (jddp_launch, jax_variables, torchrun)
+SOURCES = (*LAUNCHERS, open_mpi, mpich, slurm, kubernetes)
 
 
-def _of_three(environ: Environ, names: tuple[str, ...], source: str) -> Identity:
-    require(environ, names)
-    address, *numbers = names
-    check_address(environ[address], address)
-    num_processes, process_id = read_numbers(environ, Names(*numbers))
-    return Identity(environ[address], num_processes, process_id, source=source)
+def _of_three(environ: Environ, source: str) -> Identity:
+    require(environ, VARIABLES)
+    return make_identity(environ, Names(COUNT, ID), lambda: environ[ADDRESS], source)
 
 
-def _refuse_other_numbers(
-    found: Identity, source: Callable[[Environ], Identity | None], environ: Environ
-) -> None:
+def _refuse_other_numbers(found: Identity, source: Source, environ: Environ) -> None:
     """Refuses numbers of JAX's variables that contradict those of the scheduler.
 
     A job may have more processes than its scheduler has tasks, if each task starts several; but it

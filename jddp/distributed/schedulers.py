@@ -73,15 +73,19 @@ def kubernetes(environ: Environ) -> Identity | None:
     several Jobs, each with pods from 0: JOB_INDEX is the number of the Job, PROCESSES_IN_JOB the
     number of pods of each. Its pods are named `name-job-pod`.
     """
-    index = environ.get(_POD)
-    if not index or not environ.get(COUNT):
+    index, job, pods = (environ.get(name, "") for name in (_POD, _JOB, _PODS))
+    if not (index and environ.get(COUNT)):
         return None  # an array of jobs of one process each
-    job = environ.get(_JOB, "")
     names = Names(COUNT, _POD)
     if job not in ("", "0"):
         names = Names(COUNT, f"{_JOB} * {_PODS} + {_POD}")
-        number = _count_pods(job, environ.get(_PODS, ""), index)
-        environ = {**environ, names.process_id: number}
+        are_numbers = all(number.isdecimal() for number in (job, pods, index))
+        if not (are_numbers and int(index) < int(pods)):
+            raise ConfigError(
+                f"{_JOB}={job} and {_PODS}={pods!r} for pod {index} of one of several Jobs, each "
+                f"of which counts from 0: set it to the pods of each, and {COUNT} to those of all."
+            )
+        environ = {**environ, names.process_id: str(int(job) * int(pods) + int(index))}
 
     def address() -> str:
         host, _, domain = socket.getfqdn().partition(".")
@@ -98,25 +102,13 @@ def list_hosts(nodes: str) -> list[str]:
     hosts = []
     for name in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodes):
         before, bracket, rest = name.partition("[")
-        if not bracket:
-            hosts.append(name)
-            continue
         ranges, _, after = rest.partition("]")
         for first, last in re.findall(r"(\d+)(?:-(\d+))?", ranges):
-            for number in range(int(first), int(last or first) + 1):
-                hosts += list_hosts(f"{before}{number:0{len(first)}}{after}")
+            numbers = range(int(first), int(last or first) + 1)
+            tails = list_hosts(after) or [""]
+            hosts += [f"{before}{x:0{len(first)}}{tail}" for x in numbers for tail in tails]
+        hosts += [] if bracket else [name]
     return hosts
-
-
-def _count_pods(job: str, pods: str, index: str) -> str:
-    """Pods of a JobSet before this one."""
-    are_numbers = all(number.isdecimal() for number in (job, pods, index))
-    if not (are_numbers and int(index) < int(pods)):
-        raise ConfigError(
-            f"{_JOB}={job} and {_PODS}={pods!r} for pod {index} of one of several Jobs, each of "
-            f"which counts from 0: set it to the pods of each, and {COUNT} to those of all."
-        )
-    return str(int(job) * int(pods) + int(index))
 
 
 def _known(address: str | None, scheduler: str) -> str:

@@ -1,6 +1,7 @@
 """Signals that ask a process to stop, which of them are repeats, and whether a user types here."""
 
 import contextlib
+import math
 import signal
 import sys
 import time
@@ -34,13 +35,12 @@ class Repeats:
     """Distinguishes a signal that repeats the first from a second one."""
 
     def __init__(self) -> None:
-        self._first: float | None = None
+        self._first = math.inf
 
     def is_repeat(self) -> bool:
         """Whether the signal that has come now is only a repeat."""
-        is_first, now = self._first is None, time.monotonic()
-        self._first = self._first or now
-        return not is_first and now - self._first < SAME_SECONDS
+        before, self._first = self._first, min(self._first, now := time.monotonic())
+        return before <= now < before + SAME_SECONDS
 
 
 def is_at_prompt() -> bool:

@@ -96,20 +96,18 @@ class StopSignals:
                 continue
             self._num_signals += 1
             name = signal.Signals(number).name
-            if self._num_signals > 1:
-                if not (is_at_prompt() and number == signal.SIGINT):
-                    _write(f"{name} again: leaving at once")
-                    os._exit(128 + number)
-                continue
-            _write(f"{name}: stopping after the step under way; once more to leave at once")
-            self._ask(name)
+            if self._num_signals == 1:
+                _write(f"{name}: stopping after the step under way; once more to leave at once")
+                self._ask(name)
+            elif not (is_at_prompt() and number == signal.SIGINT):
+                _write(f"{name} again: leaving at once")
+                os._exit(128 + number)
 
     def _ask(self, name: str) -> None:
-        if jax.process_count() == 1:
-            with self._lock:
-                self.name, self._last = name, self._num_calls + 1
-            return
-        try_publish(self._key, name)
+        if jax.process_count() > 1:
+            return try_publish(self._key, name)
+        with self._lock:
+            self.name, self._last = name, self._num_calls + 1
 
     def _listen(self) -> None:
         while (name := try_read(self._key, 1.0)) is None:

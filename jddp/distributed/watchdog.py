@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from jddp.distributed import failure, silence
+from jddp.distributed import failure, failure_file, silence
 from jddp.distributed.coordination import num_processes, process_index, try_publish, try_read
 from jddp.errors import ExitCode
 
@@ -90,15 +90,18 @@ class Watchdog:
             self._longest_step = max(self._longest_step, now - self._since)
         is_new = phase != self.phase
         self.phase, self._step, self._since = phase, step, now
+        failure_file.progress.update(step=step, phase=phase)
         if is_new:  # a thread that holds the interpreter's lock from here on prevents the next tick
             self._report_limit()
 
     def __enter__(self) -> "Watchdog":
-        """Begins to watch."""
+        """Begins to watch. A failure from here on is kept beside the stacks."""
+        self.enter(self.phase, 0)
         if self._path is not None:
+            if process_index() == 0:
+                failure_file.begin(self._path.with_name("failure.json"))
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("a")
-        self._ticked = time.monotonic()
         if failure.owns_process:
             self._silence = _watch_for_silence(self._file)
         for target in (self._watch, *([self._listen] if num_processes() > 1 else [])):
@@ -107,8 +110,10 @@ class Watchdog:
             thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         """Ends watching."""
+        if kind is None:
+            failure_file.begin(None)
         self._closed.set()
         for thread in self._threads:
             thread.join()
@@ -126,10 +131,8 @@ class Watchdog:
             self._tick()
             self._report_limit()
             if self._ran - self._since > self._limits.of(self.phase, self._longest_step):
-                if num_processes() > 1:
-                    try_publish(self._key, "")
-                self._report()
-                return
+                try_publish(self._key, "")
+                return self._report()
 
     def _report_limit(self) -> None:
         """Passes to the process that watches this one how long it may be silent from now on."""
@@ -153,21 +156,18 @@ class Watchdog:
         """Writes the stacks, compares the progress of all, and ends the process if it may."""
         faulthandler.dump_traceback(self._file, all_threads=True)
         self._file.flush()
-        message = describe(self._progress_of_all(), self._limits, self._longest_step)
+        progress = self._progress_of_all()
+        message = describe(progress, self._limits, self._longest_step)
         message += f" Stacks: {self._path or 'above'}."
         if failure.owns_process:
-            failure.end(ExitCode.HANG, message)
+            process = min(progress, key=lambda i: _rank(progress[i]))
+            known = progress[process] or dict.fromkeys(("host", "step", "phase"))
+            failure.end(failure_file.describe(process, ExitCode.HANG, **known), message)
         logging.getLogger("jddp").error("%s", message)
 
     def _progress_of_all(self) -> dict[int, dict[str, Any] | None]:
-        own = {
-            "host": socket.gethostname(),
-            "phase": self.phase,
-            "step": self._step,
-            "seconds": self._ran - self._since,
-        }
-        if num_processes() == 1:
-            return {process_index(): own}
+        own: dict[str, Any] = {"host": socket.gethostname(), "phase": self.phase}
+        own |= {"step": self._step, "seconds": self._ran - self._since}
         try_publish(f"{self._key}/{process_index()}", json.dumps(own))
         texts = [try_read(f"{self._key}/{i}", _ANSWER_SECONDS) for i in range(num_processes())]
         found = {i: None if text is None else json.loads(text) for i, text in enumerate(texts)}
@@ -184,6 +184,11 @@ def _watch_for_silence(stacks: TextIO) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True)
 
 
+def _rank(known: Mapping[str, Any] | None) -> tuple[float, float]:
+    """Orders processes by how far they are: one that does not answer, then the one behind."""
+    return (-1.0, 0.0) if known is None else (known["step"], -known["seconds"])
+
+
 def describe(
     progress: Mapping[int, Mapping[str, Any] | None], limits: Limits, longest_step: float
 ) -> str:
@@ -194,19 +199,19 @@ def describe(
       limits: Time limits of the phases.
       longest_step: Seconds of the longest step so far.
     """
-    silent = [process for process, known in progress.items() if known is None]
-    known = {process: x for process, x in progress.items() if x is not None}
-    behind = min(known, key=lambda i: (known[i]["step"], -known[i]["seconds"]))
+    silent = [str(process) for process, found in progress.items() if found is None]
+    known = {process: found for process, found in progress.items() if found is not None}
+    behind = min(known, key=lambda i: _rank(known[i]))
     x = known[behind]
+    unanswered = f"process {', '.join(silent)} does not answer; " * bool(silent)
+    headline = (
+        f"no progress: {unanswered}process {behind} on {x['host']} is in phase {x['phase']} after "
+        f"step {x['step']} for {x['seconds']:.0f} s; the limit is "
+        f"{limits.of(x['phase'], longest_step):.0f} s."
+    )
     others = [
         f"Process {i}: {y['phase']} after step {y['step']}, for {y['seconds']:.0f} s."
         for i, y in sorted(known.items())
         if i != behind
     ]
-    limit = limits.of(x["phase"], longest_step)
-    unanswered = f"process {', '.join(map(str, silent))} does not answer; " * bool(silent)
-    headline = (
-        f"no progress: {unanswered}process {behind} on {x['host']} is in phase {x['phase']} after "
-        f"step {x['step']} for {x['seconds']:.0f} s; the limit is {limit:.0f} s."
-    )
     return " ".join([headline, *others])

@@ -3,9 +3,12 @@
 Run it as the job is run, under the same launcher: every process examines its host and devices, and
 all together examine clocks, the shared directory and the network. Each finding comes with its fix.
 Exit code 0, or 69 if something will stop a job.
+
+`python -m jddp.doctor RUN_DIR` prints the first failure of a run, and examines nothing.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,13 +16,14 @@ from typing import Any
 
 from jddp.config.cli import Parser, enter
 from jddp.config.permissions import expand
+from jddp.distributed.failure_file import VARIABLE, headline, read
 from jddp.doctor.finding import BAD, Finding
 from jddp.errors import CoordinatorError, ExitCode, FileSystemError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
-    return enter(lambda: _examine(_parser().parse_args(argv)))
+    return enter(lambda: _run(_parser().parse_args(argv)))
 
 
 def _parser() -> Parser:
@@ -28,11 +32,32 @@ def _parser() -> Parser:
         description="Check for causes of failed jobs, and print their fixes.",
     )
     add = parser.add_argument
-    shared = "a directory that all processes share (runs)"
+    add("run", type=expand, nargs="?", help="only print the first failures of this run directory")
+    shared = "a directory on a file system that all processes see (runs)"
     add("--dir", type=expand, default=Path("runs"), help=shared)
     add("--plot", type=expand, metavar="FILE", help="write a plot of the bandwidths, .png or .svg")
     add("--num-devices", type=int, default=8, help="virtual CPU devices, where there is no GPU (8)")
     return parser
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    return _examine(arguments) if arguments.run is None else _print_failures(arguments.run)
+
+
+def _print_failures(run: Path) -> int:
+    """Prints the failures in the files of a run, or a launch's logs, and in JDDP_FAILURE_FILE."""
+    if not run.is_dir():
+        raise FileSystemError(f"{run} is no folder. Give that of a run, or of a launch's logs.")
+    paths = [path for folder in (run, run / "logs") for path in folder.glob("failure*.json")]
+    paths += [Path(path) for path in [os.environ.get(VARIABLE)] if path]
+    failures = {path: failure for path in sorted(paths) if (failure := read(path)) is not None}
+    for path, failure in failures.items():
+        when = "{time}, in phase {phase} after step {step}" if failure["phase"] else "{time}"
+        trace = str(failure["traceback"] or "").splitlines()
+        print(path, headline(failure), when.format_map(failure), *trace, sep="\n  ")
+    if not failures:
+        print(f"{run} holds no first failure")
+    return ExitCode.DONE
 
 
 def _examine(arguments: argparse.Namespace) -> int:

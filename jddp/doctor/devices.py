@@ -1,28 +1,25 @@
 """The devices of JAX, compared with those of the host."""
 
-import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 
-from jddp.doctor.finding import BAD, OK, WARN, Finding
+from jddp.doctor.finding import BAD, OK, Finding
 
 # The oldest driver that each CUDA runs with: NVIDIA's table of minor version compatibility.
 OLDEST_DRIVER = {"12": 525, "13": 580}
 
 
-def check_devices(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
+def check_devices() -> Iterator[Finding]:
     """Checks the devices of this process, which initializes them."""
     here, everywhere = jax.local_devices(), jax.devices()
     kind = f"{here[0].platform} devices here ({here[0].device_kind})"
     yield Finding(OK, f"{len(here)} {kind}, {len(everywhere)} in all")
     driver = Path("/proc/driver/nvidia/version")
     text = driver.read_text() if driver.exists() else ""
-    gpus = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
     yield from check_driver(text, here[0].platform, str(here[0].client.platform_version))
-    yield from check_peers(gpus, len(here), here[0].platform, environ)
 
 
 def check_driver(text: str, platform: str, runtime: str) -> Iterator[Finding]:
@@ -39,40 +36,13 @@ def check_driver(text: str, platform: str, runtime: str) -> Iterator[Finding]:
     version = int(found[1])
     if platform != "gpu":
         newest = max((x for x, oldest in OLDEST_DRIVER.items() if version >= oldest), default="12")
-        yield Finding(
-            BAD,
-            f"There is an NVIDIA driver ({version}), and JAX runs on {platform}.",
-            f"pip install 'jddp[cuda{newest}]', and JAX_PLATFORMS must not exclude GPUs.",
-        )
+        what = f"There is an NVIDIA driver ({version}), and JAX runs on {platform}."
+        fix = f"pip install 'jddp[cuda{newest}]', and JAX_PLATFORMS must not exclude GPUs."
+        yield Finding(BAD, what, fix)
         return
     cuda = re.search(r"cuda (\d{2})", runtime)
     if cuda and version < OLDEST_DRIVER.get(cuda[1], 0):
-        yield Finding(
-            BAD,
-            f"The driver is {version}, and CUDA {cuda[1]} needs {OLDEST_DRIVER[cuda[1]]}.",
-            "A newer driver, or jddp[cuda12].",
-        )
+        what = f"The driver is {version}, and CUDA {cuda[1]} needs {OLDEST_DRIVER[cuda[1]]}."
+        yield Finding(BAD, what, "A newer driver, or jddp[cuda12].")
     else:
         yield Finding(OK, f"NVIDIA driver {version}")
-
-
-def check_peers(
-    gpus: Sequence[str], num_seen: int, platform: str, environ: Mapping[str, str]
-) -> Iterator[Finding]:
-    """Whether a process cannot reach the GPUs of other processes on its host.
-
-    Args:
-      gpus: Device files that this process can see.
-      num_seen: Number of local devices of JAX.
-      platform: Platform of these devices.
-      environ: Environment of a scheduler's task.
-    """
-    tasks = environ.get("SLURM_TASKS_PER_NODE", "1").partition("(")[0].partition(",")[0]
-    is_many = tasks.isdecimal() and int(tasks) > 1
-    if platform == "gpu" and is_many and len(gpus) == num_seen == 1:
-        yield Finding(
-            WARN,
-            f"This task sees one GPU, and {tasks} tasks run on its host: GPUs that cannot see each "
-            "other communicate through the host's memory.",
-            "Ask for GPUs by node, --gpus-per-node, and not by task; each process takes its own.",
-        )

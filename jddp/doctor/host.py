@@ -12,7 +12,6 @@ from jddp.config.versions import versions
 from jddp.doctor.finding import BAD, OK, WARN, Finding
 
 GIBIBYTE = 2**30
-_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy", "HTTPS_PROXY", "HTTP_PROXY")
 
 
 def check_host(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
@@ -27,7 +26,6 @@ def check_host(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
     yield from check_shared_memory(size, len(gpus))
     yield from check_locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], links)
     yield from check_interfaces(_names("/sys/class/net"), links, environ)
-    yield from check_proxies(environ)
 
 
 def addresses_of(name: str) -> list[str]:
@@ -47,11 +45,8 @@ def check_name(name: str, addresses: Sequence[str]) -> Finding:
         return Finding(WARN, f"{name}, the name of this host, resolves to no address.", way_out)
     listed = ", ".join(addresses)
     if all(ipaddress.ip_address(address).is_loopback for address in addresses):
-        return Finding(
-            WARN,
-            f"{name} resolves to {listed} alone: other hosts would reach themselves by it.",
-            f"A job on this host alone is fine. {way_out}",
-        )
+        what = f"{name} resolves to {listed} alone: other hosts would reach themselves by it."
+        return Finding(WARN, what, f"A job on this host alone is fine. {way_out}")
     return Finding(OK, f"{name} resolves to {listed}")
 
 
@@ -60,11 +55,9 @@ def check_shared_memory(size: int | None, num_gpus: int) -> Iterator[Finding]:
     if size is None or not num_gpus:
         return
     if size < GIBIBYTE:
-        yield Finding(
-            BAD if num_gpus > 1 else WARN,
-            f"/dev/shm holds {size / 2**20:,.0f} MiB, and NCCL needs more for {num_gpus} GPUs.",
-            "In a container: --shm-size=16g, or --ipc=host.",
-        )
+        what = f"/dev/shm holds {size / 2**20:,.0f} MiB, and NCCL needs more for {num_gpus} GPUs."
+        fix = "In a container: --shm-size=16g, or --ipc=host."
+        yield Finding(BAD if num_gpus > 1 else WARN, what, fix)
     else:
         yield Finding(OK, f"/dev/shm holds {size / GIBIBYTE:,.1f} GiB")
 
@@ -81,11 +74,8 @@ def check_locked_memory(limit: int, links: Sequence[str]) -> Iterator[Finding]:
     if limit == resource.RLIM_INFINITY:
         yield Finding(OK, "memory may be locked without a limit")
     else:
-        yield Finding(
-            BAD,
-            f"Only {limit / 2**20:,.0f} MiB may be locked: InfiniBand registers what it sends.",
-            "ulimit -l unlimited; in a container --ulimit memlock=-1.",
-        )
+        what = f"Only {limit / 2**20:,.0f} MiB may be locked: InfiniBand registers what it sends."
+        yield Finding(BAD, what, "ulimit -l unlimited; in a container --ulimit memlock=-1.")
 
 
 def check_interfaces(
@@ -106,30 +96,13 @@ def check_interfaces(
         names = asked.lstrip("=").split(",")
         is_whole = asked.startswith("=")
         if not any(x == n or (x.startswith(n) and not is_whole) for x in interfaces for n in names):
-            yield Finding(
-                BAD,
-                f"NCCL_SOCKET_IFNAME={asked}, and there is no such interface.",
-                f"Name one of {', '.join(interfaces)}, or leave it unset.",
-            )
+            what = f"NCCL_SOCKET_IFNAME={asked}, and there is no such interface."
+            yield Finding(BAD, what, f"Name one of {', '.join(interfaces)}, or leave it unset.")
     if links and environ.get("NCCL_IB_DISABLE", "0") != "0":
-        yield Finding(
-            WARN,
-            f"NCCL_IB_DISABLE leaves {', '.join(links)} unused.",
-            "Unset it, unless the links are known to be bad.",
-        )
+        what = f"NCCL_IB_DISABLE leaves {', '.join(links)} unused."
+        yield Finding(WARN, what, "Unset it, unless the links are known to be bad.")
     elif links:
         yield Finding(OK, f"InfiniBand {', '.join(links)}")
-
-
-def check_proxies(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Whether gRPC, which the coordinator uses, would go through a proxy."""
-    asked = [name for name in _PROXIES if environ.get(name)]
-    if asked and not (environ.get("no_proxy") or environ.get("NO_PROXY")):
-        yield Finding(
-            WARN,
-            f"{asked[0]} is set, through which gRPC may look for the coordinator.",
-            "Put the addresses of the job's hosts into no_proxy.",
-        )
 
 
 def _names(folder: str) -> list[str]:

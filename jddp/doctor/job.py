@@ -100,13 +100,9 @@ def compare_clocks(clocks: list[tuple[float, float]]) -> Iterator[Finding]:
         i: ahead for i, (ahead, width) in enumerate(clocks, 1) if abs(ahead) - width > CLOSE_SECONDS
     }
     for i, ahead in wrong.items():
-        yield Finding(
-            WARN,
-            f"The clock of process {i} is {abs(ahead):.1f} s "
-            f"{'ahead of' if ahead > 0 else 'behind'} that of process 0: logs and files will seem "
-            "to be out of order.",
-            "Synchronize the clocks: chrony, or systemd-timesyncd.",
-        )
+        where = f"{abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} that of process 0"
+        what = f"The clock of process {i} is {where}: logs and files will seem to be out of order."
+        yield Finding(WARN, what, "Synchronize the clocks: chrony, or systemd-timesyncd.")
     if not wrong:
         most = max((abs(ahead) + width for ahead, width in clocks), default=0.0)
         yield Finding(OK, f"clocks are within {1e3 * most:,.0f} ms of each other")
@@ -142,12 +138,9 @@ def compare_sight(directory: Path, seen: list[float | None]) -> Iterator[Finding
     """
     blind = [i for i, late in enumerate(seen) if late is None]
     if blind:
-        yield Finding(
-            BAD,
-            f"{directory.absolute()}: process {', '.join(map(str, blind))} does not see in "
-            f"{VISIBLE_SECONDS:.0f} s what process 0 writes there.",
-            "Put run.dir into a directory that all hosts share.",
-        )
+        what = f"{directory.absolute()}: process {', '.join(map(str, blind))} does not see in "
+        what += f"{VISIBLE_SECONDS:.0f} s what process 0 writes there."
+        yield Finding(BAD, what, "Put run.dir into a directory that all hosts share.")
         return
     latest = max(late for late in seen if late is not None)
     yield Finding(OK, f"all see {directory.absolute()}, the last {1e3 * latest:,.0f} ms late")

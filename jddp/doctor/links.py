@@ -70,13 +70,9 @@ def measure_all_reduce(
         if from_process_zero(np.float64(seconds)) > SLOW_SECONDS:
             break
     if wrong:
-        return table, [
-            Finding(
-                BAD,
-                f"Sums of {', '.join(map(str, wrong))} bytes over the devices came out wrong.",
-                "Exclude devices one by one (CUDA_VISIBLE_DEVICES, --nodelist) to find which.",
-            )
-        ]
+        what = f"Sums of {', '.join(map(str, wrong))} bytes over the devices came out wrong."
+        fix = "Exclude devices one by one (CUDA_VISIBLE_DEVICES, --nodelist) to find which."
+        return table, [Finding(BAD, what, fix)]
     return table, [Finding(OK, f"sums over {mesh.size} devices are right, in {len(table)} sizes")]
 
 
@@ -134,12 +130,9 @@ def compare_links(
     found = {names[end]: nearest[end] for end in slow}
     found |= {f"the link from {names[a]} to {names[b]}": times[a, b] for a, b in links}
     for name, seconds in found.items():
-        yield Finding(
-            WARN,
-            f"{name} takes {1e3 * seconds:.2f} ms for {size >> 10} KiB there and back, others "
-            f"{1e3 * usual:.2f} ms: every step waits for it.",
-            "Check its link, or exclude the host.",
-        )
+        what = f"{name} takes {1e3 * seconds:.2f} ms for {size >> 10} KiB there and back, others "
+        what += f"{1e3 * usual:.2f} ms: every step waits for it."
+        yield Finding(WARN, what, "Check its link, or exclude the host.")
     if not found:
         slowest = max(times.values())
         yield Finding(OK, f"{size >> 10} KiB there and back: {1e3 * slowest:.2f} ms at most")

@@ -1,10 +1,9 @@
 """Kills the processes that a launcher leaves behind: python cleanup.py, with standard input.
 
-    +123      a process group has started
-    -123      and has ended
+    123 456      the process groups that run now
 
-The input ends when the launcher has ended, perhaps killed: then the remaining groups are killed. A
-worker would end by itself (see `child`), but not the processes that read its data.
+The input ends when the launcher has ended, perhaps killed: then those of the last line are killed,
+which are the workers, and the processes that read their data.
 """
 
 import contextlib
@@ -12,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable
 
 
 class Guard:
@@ -27,30 +27,21 @@ class Guard:
             start_new_session=True,  # so that Ctrl-C in a terminal does not reach it
         )
 
-    def watch(self, group: int) -> None:
-        """Adds a process group."""
-        self._send(f"+{group}\n")
-
-    def release(self, group: int) -> None:
-        """Removes a process group, which has ended."""
-        self._send(f"-{group}\n")
+    def watch(self, groups: Iterable[int]) -> None:
+        """Replaces the process groups."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # it was killed
+            self._process.stdin.write(f"{' '.join(map(str, groups))}\n".encode())
 
     def close(self) -> None:
         """Ends the guard."""
         self._process.communicate()
 
-    def _send(self, line: str) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # it was killed: workers still end with the launcher
-            self._process.stdin.write(line.encode())
-
 
 def main() -> None:
-    """Reads to the end of the input, and kills the remaining groups."""
-    groups: set[int] = set()
-    for line in iter(sys.stdin.readline, ""):
-        (groups.add if line.startswith("+") else groups.discard)(int(line[1:]))
-    for group in groups:
+    """Reads to the end of the input, and kills the groups of the last line."""
+    lines = ["", *sys.stdin]
+    for group in map(int, lines[-1].split()):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)
 

@@ -1,13 +1,12 @@
-"""Processes that are watched together: start them, poll their exit codes, end them.
+"""The processes of an attempt on this machine: start them, poll their exit codes, end them.
 
-    group = LocalGroup(launch, place)        # the processes of a job on this machine
+    group = Group(launch, place)
     while group.running and not group.failed():
         group.poll()
     group.end(moment_seconds=2, grace_seconds=10)
 
 Each has its own session, so that its child processes end with it, and so that Ctrl-C in a terminal
-does not reach it. On this machine it is killed by Linux if the launcher is. Nothing here imports
-JAX.
+does not reach it. All are killed if the launcher is (`cleanup`). Nothing here imports JAX.
 """
 
 import contextlib
@@ -18,10 +17,9 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from jddp.errors import FileSystemError
-from jddp.launcher import child
+from jddp.distributed.failure_file import VARIABLE
+from jddp.errors import file_errors
 from jddp.launcher.cleanup import Guard
 from jddp.launcher.output import Output
 from jddp.launcher.workers import Launch, Place, worker_environments
@@ -29,67 +27,84 @@ from jddp.launcher.workers import Launch, Place, worker_environments
 POLL_SECONDS = 0.02
 
 
-class Worker:
+class Worker(subprocess.Popen[bytes]):
     """One process, with its output.
 
     Args:
-      name: Number of the process in the job, or host of a launcher.
+      number: Number of the process in the job.
       command: The program and its arguments.
-      prefix: Beginning of each line of its output in the terminal.
+      environ: The environment variables of the process.
       log: File for its output.
-      **options: Further arguments of `subprocess.Popen`.
 
     Attributes:
-      process: Handle of the process.
+      number: Number of the process in the job.
       output: Standard output and standard error.
-      ended: Time at which it was found to have ended.
     """
 
-    def __init__(self, name: str, command: Sequence[str], prefix: str, log: Path, **options: Any):
-        self.name, self.command = name, command
-        self._started = self.ended = time.monotonic()
-        pipe = subprocess.PIPE
-        self.process: subprocess.Popen[bytes] = subprocess.Popen(
-            command, bufsize=0, stdout=pipe, stderr=pipe, start_new_session=True, **options
+    def __init__(self, number: int, command: Sequence[str], environ: dict[str, str], log: Path):
+        super().__init__(
+            command,
+            bufsize=0,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environ,
+            start_new_session=True,
         )
-        self.output = Output(prefix, log, self.process)
-
-    @property
-    def code(self) -> int | None:
-        """Exit code, or minus a signal; None while it runs."""
-        return self.process.returncode
-
-    @property
-    def seconds(self) -> float:
-        """Time that it ran."""
-        return self.ended - self._started
+        self.number, self.output = number, Output(f"[{number}] ", log, self)
 
     def kill(self) -> None:
         """Kills it and its child processes."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+            os.killpg(self.pid, signal.SIGKILL)
 
 
 class Group:
-    """Processes that are watched together.
+    """All processes of one attempt on this machine.
+
+    Args:
+      launch: Command and number of processes.
+      place: Numbers and coordinator of the processes in this attempt.
 
     Attributes:
       running: The processes that run.
       ended: The others, in the order of their ends.
+      began: When they were started, by `time.monotonic`.
+      failure_file: File of the first failure, of this attempt alone.
+
+    Raises:
+      ConfigError: If there are more processes than devices.
+      FileSystemError: If the folder for logs cannot be written.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, launch: Launch, place: Place):
+        self.began = time.monotonic()
+        self.failure_file = file = launch.logs.absolute() / f"failure_{place.job}.json"
+        environments = worker_environments(launch, place, os.environ | {VARIABLE: str(file)})
+        with file_errors(f"--logs {launch.logs}"):
+            launch.logs.mkdir(parents=True, exist_ok=True)
+            if not os.access(launch.logs, os.W_OK):
+                raise PermissionError(0, "it cannot be written")
         self.running: list[Worker] = []
         self.ended: list[Worker] = []
+        self._guard = Guard()
+        try:
+            for number, environ in enumerate(environments, start=place.first):
+                log = launch.logs / f"process_{number}.log"
+                self.running.append(Worker(number, [sys.executable, *launch.command], environ, log))
+                self._guard.watch(worker.pid for worker in self.running)
+        except BaseException:
+            self.end(moment_seconds=0, grace_seconds=0)
+            raise
 
-    def poll(self) -> list[Worker]:
-        """Records the processes that have ended, and returns them."""
-        ended = [worker for worker in self.running if worker.process.poll() is not None]
-        for worker in ended:
-            worker.ended = time.monotonic()
+    def poll(self) -> None:
+        """Records the processes that have ended, and ends their child processes."""
+        for worker in [x for x in self.running if x.poll() is not None]:
             self.running.remove(worker)
-        self.ended += ended
-        return ended
+            self.ended.append(worker)
+            worker.kill()  # at once: its number may be reused
+            self._guard.watch(worker.pid for worker in self.running)
+            worker.output.close()
 
     def wait(self, seconds: float) -> bool:
         """Waits for the end of all; returns whether all have ended."""
@@ -102,73 +117,22 @@ class Group:
                 return False
             time.sleep(POLL_SECONDS)
 
-
-class LocalGroup(Group):
-    """All processes of one attempt on this machine.
-
-    Args:
-      launch: Command and number of processes.
-      place: Numbers and coordinator of the processes in this attempt.
-
-    Raises:
-      ConfigError: If there are more processes than devices.
-      FileSystemError: If the folder for logs cannot be written.
-    """
-
-    def __init__(self, launch: Launch, place: Place):
-        super().__init__()
-        environments = worker_environments(launch, place, os.environ)
-        _make_logs(launch.logs)
-        self._num_by_themselves: int | None = None
-        self._guard = Guard()
-        own = [sys.executable, "-I", "-S", child.__file__, str(os.getpid())]
-        command = [*own, sys.executable, *launch.command]
-        try:
-            for number, environ in enumerate(environments, start=place.first):
-                log = launch.logs / f"process_{number}.log"
-                options = {"env": environ, "stdin": subprocess.DEVNULL}
-                self.running.append(Worker(str(number), command, f"[{number}] ", log, **options))
-                self._guard.watch(self.running[-1].process.pid)
-        except BaseException:
-            self.end(moment_seconds=0, grace_seconds=0)
-            raise
-
-    def poll(self) -> list[Worker]:
-        """Records the processes that have ended, and ends their child processes."""
-        ended = super().poll()
-        for worker in ended:
-            worker.kill()  # at once: its number may be reused
-            self._guard.release(worker.process.pid)
-            worker.output.close()
-        return ended
-
     def failed(self) -> list[Worker]:
-        """Processes that have failed, in order, without those that `end` has stopped."""
-        return [worker for worker in self.ended[: self._num_by_themselves] if worker.code]
+        """Processes that have failed, in order; after `end` also those that it has stopped."""
+        return [worker for worker in self.ended if worker.returncode]
 
     def signal(self, number: int) -> None:
         """Sends a signal to each process that runs, but not to its child processes."""
         for worker in self.running:
-            worker.process.send_signal(number)  # nothing is sent if it has just ended
+            worker.send_signal(number)  # nothing is sent if it has just ended
 
     def end(self, *, moment_seconds: float, grace_seconds: float) -> None:
         """Ends all processes and their children: waits, then sends SIGTERM, then kills."""
         if not self.wait(moment_seconds):
-            if self.failed():
-                self._num_by_themselves = len(self.ended)
             self.signal(signal.SIGTERM)
             self.wait(grace_seconds)
         for worker in self.running:
             worker.kill()
-            worker.process.wait()
+            worker.wait()
         self.poll()
         self._guard.close()
-
-
-def _make_logs(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise FileSystemError(f"--logs {folder}: {error.strerror}.") from error
-    if not os.access(folder, os.W_OK):
-        raise FileSystemError(f"--logs {folder}: it cannot be written.")

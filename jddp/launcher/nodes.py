@@ -7,6 +7,7 @@ to it. The processes they start connect at another port above that one.
 import os
 import secrets
 from collections.abc import Mapping
+from typing import Any
 
 from jddp.distributed.identity import JOB
 from jddp.distributed.join import HEARTBEAT, START, bind_address, read_seconds
@@ -16,7 +17,6 @@ from jddp.errors import CoordinatorError
 from jddp.launcher.workers import Launch, Place
 
 LOCAL = "127.0.0.1"
-PATIENCE_SECONDS = 30.0  # for further machines, once there are enough
 _NUM_PORTS = 64  # above the coordinator's, of which one is free
 
 
@@ -45,7 +45,6 @@ class Nodes:
                     bind_address(address),
                     silence_seconds=silence,
                     is_enough=self._is_enough if launch.min_processes else None,
-                    patience_seconds=PATIENCE_SECONDS,
                 )
             else:
                 self._end = RendezvousClient("node", address, silence_seconds=silence)
@@ -78,6 +77,15 @@ class Nodes:
     def lost(self) -> list[int]:
         """Machines of this attempt that were lost; only node 0 is connected to all."""
         return self._end.lost() if self._end is not None else []
+
+    def send_failure(self, failure: Mapping[str, Any]) -> None:
+        """Informs node 0, whose processes may wait for one here, of the failure of an attempt."""
+        if isinstance(self._end, RendezvousClient):
+            self._end.send_failure(failure)
+
+    def failure(self) -> Mapping[str, Any] | None:
+        """The failure of this attempt on another machine; node 0 alone receives it, in `lost`."""
+        return self._end.failure if isinstance(self._end, RendezvousServer) else None
 
     def close(self, *, failed: bool) -> None:
         """Leaves; if with a failure, the attempt of the others ends too."""

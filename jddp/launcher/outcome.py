@@ -1,12 +1,15 @@
 """How an attempt ended: the first failure, and whether a restart would repeat it."""
 
-import re
 import signal
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from jddp.distributed.failure_file import ABORT, describe, headline, read, write
 from jddp.errors import ExitCode
-from jddp.launcher.group import Worker
+from jddp.launcher.group import Group, Worker
 
 # Failures that a restart with the same command repeats.
 DETERMINISTIC = {ExitCode.USAGE, ExitCode.DATA, ExitCode.OUT_OF_MEMORY}
@@ -14,87 +17,76 @@ DETERMINISTIC |= {ExitCode.PROCESS_MISMATCH, ExitCode.NUMERICS}
 # Ends that may only be the consequence of another's: reported by jddp, or JAX's abort.
 CONSEQUENCES = {ExitCode.ANOTHER_FAILED, -signal.SIGABRT}
 SOON = 60.0  # seconds
-# JAX's message before its abort: a process had no heartbeat of another for too long.
-_SILENT = re.compile(r"unhealthy \(stopped sending heartbeats\):\s+(\d+(?:\s+\d+)*)")
-_COORDINATOR = re.compile(r"RPC: /\S*CoordinationService/(?:Heartbeat|PollForError)")
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The first failure of an attempt.
+    """The first failure of an attempt, as the launcher reports it.
 
     Attributes:
-      code: Exit code of the launcher; 128 and a signal's number for a signal.
+      data: The failure as data.
       headline: Process that failed, and how.
       seconds: Time that it ran.
-      stderr: End of its standard error.
+      text: Traceback, or the end of standard error.
     """
 
-    code: int
+    data: Mapping[str, Any]
     headline: str
     seconds: float = 0.0
-    stderr: str = ""
+    text: str = ""
+
+    def __str__(self) -> str:
+        """The headline, and below it the text."""
+        return "\n    ".join([self.headline, *self.text.splitlines()])
+
+    @property
+    def code(self) -> int:
+        """Exit code of the launcher."""
+        return self.data["exit_code"] or ExitCode.DATA
 
     def repeats(self, other: "Failure | None") -> bool:
         """Whether another attempt failed the same way, both within a minute."""
-        if other is None or max(self.seconds, other.seconds) > SOON or self.code > 128:
+        is_known = self.code <= 128 and self.code != ExitCode.ANOTHER_FAILED
+        if other is None or not is_known or max(self.seconds, other.seconds) > SOON:
             return False
-        return self.code == other.code and self._last_line() == other._last_line() != ""
-
-    def _last_line(self) -> str:
-        return self.stderr.rpartition("\n")[2]
+        last, before = (failure.text.rpartition("\n")[2] for failure in (self, other))
+        return self.code == other.code and last == before != ""
 
 
-def first_failure(failed: Sequence[Worker], lost: Sequence[int]) -> Failure | None:
-    """The failure to report of an attempt; None if there is none.
+def first_failure(group: Group, lost: Sequence[int]) -> Failure | None:
+    """The failure to report of an attempt, which is decided here alone; None if there is none.
+
+    It is the one in the file, else of the process here that ended first and not because of another,
+    else a lost machine, else whatever ended first.
 
     Args:
-      failed: Processes here that have failed, in order.
+      group: The processes here.
       lost: Numbers of other machines that were lost.
     """
+    failed, seconds = group.failed(), time.monotonic() - group.began
     if not failed and not lost:
         return None
-    failures = [_describe(worker) for worker in failed if worker.code not in CONSEQUENCES]
-    failures += [remote for worker in failed if (remote := _reported(worker))]
-    failures += [Failure(ExitCode.ANOTHER_FAILED, f"node {node} was lost.") for node in lost]
-    return [*failures, *(_describe(worker) for worker in failed)][0]
+    by_themselves = [worker for worker in failed if worker.returncode not in CONSEQUENCES]
+    data = read(group.failure_file)
+    if data is None and lost and not by_themselves:
+        return Failure(describe(None, ExitCode.ANOTHER_FAILED), f"node {lost[0]} was lost.")
+    data = data or _found([*by_themselves, *failed][0], group.failure_file)
+    named = [worker for worker in failed if worker.number == data["process"]]
+    if named and data["exit_code"] is None:
+        data = describe(named[0].number, named[0].returncode)
+    text = f"{headline(data)} (after {seconds:.1f} s)."
+    if named:
+        text += f" Its whole output is in {named[0].output.path}."
+    said = [worker.output.stderr_end() for worker in (*named, *failed)]
+    trace = None if named else data["traceback"]
+    return Failure(data, text, seconds, trace or "".join(said[:1]))
 
 
-def _describe(worker: Worker) -> Failure:
-    code = worker.code or 0
-    how = f"exit code {code}"
-    if code < 0:
-        how, code = f"signal {signal.Signals(-code).name}", 128 - code
-        if how.endswith("SIGKILL"):
-            how += " (unless it was sent by hand, the machine was out of memory)"
-        lost = lost_processes(worker.output.stderr_end())
-        if how.endswith("SIGABRT") and lost is not None:
-            how += f": JAX has lost {lost}, or the connection to it"
-    verb = "ended because another did" if worker.code in CONSEQUENCES else "failed first"
-    headline = (
-        f"process {worker.name} {verb}, with {how}, after {worker.seconds:.1f} s. "
-        f"Its whole output is in {worker.output.path}."
-    )
-    return Failure(code, headline, worker.seconds, worker.output.stderr_end())
-
-
-def _reported(worker: Worker) -> Failure | None:
-    """The failure of a process on another machine, as a process here has printed it."""
-    stderr = worker.output.stderr_end()
-    found = re.search(
-        r"process \d+ on \S+ (?:ended too early|failed first, with exit code "
-        rf"(?!{ExitCode.ANOTHER_FAILED})(\d+))",
-        stderr,
-    )
-    if worker.code != ExitCode.ANOTHER_FAILED or found is None:
-        return None
-    return Failure(int(found[1] or ExitCode.DATA), f"{found[0]}.", worker.seconds, stderr)
-
-
-def lost_processes(output: str) -> str | None:
-    """Names the processes that JAX reports as lost; None if it reports none."""
-    silent = _SILENT.search(output)
-    if silent is not None:
-        numbers = sorted(silent[1].split(), key=int)
-        return f"process{'es' * (len(numbers) > 1)} {', '.join(numbers)}"
-    return "process 0" if _COORDINATOR.search(output) else None
+def _found(worker: Worker, path: Path) -> dict[str, Any]:
+    """The failure of a process that has written none."""
+    data, said = describe(worker.number, worker.returncode), worker.output.stderr_end()
+    if worker.returncode == -signal.SIGABRT and (lost := ABORT.search(said)):
+        data["exit_code"] = ExitCode.ANOTHER_FAILED
+        data["exception"] = {"type": "JAX", "message": " ".join(lost[0].split())}
+    write(data, path)
+    return read(path) or data  # another may have been faster

@@ -17,8 +17,7 @@ from typing import IO, Any
 
 from jddp.errors import report
 
-NUM_LINES = 200  # of standard error that are kept
-_SHOWN = 20  # of them, where there is no traceback
+NUM_LINES, _SHOWN = 200, 20  # of standard error that are kept, and shown without a traceback
 _LONGEST = 2**16  # bytes that Linux keeps in a pipe, and of a line before it is shown in parts
 CONSOLE = threading.Lock()  # of who prints lines that belong together
 
@@ -44,9 +43,9 @@ class Output:
         self._thread = threading.Thread(target=self._copy, args=streams, daemon=True)
         self._thread.start()
 
-    def close(self, timeout_seconds: float = 2.0) -> None:
-        """Reads to the end, unless another process holds a stream open."""
-        self._thread.join(timeout_seconds)
+    def close(self) -> None:
+        """Reads to the end, unless another process holds a stream open for two more seconds."""
+        self._thread.join(2.0)
         with self._lock:
             self._file.close()
 
@@ -92,7 +91,8 @@ class Output:
             lines, rest = [*lines, rest + b"\n"], b""
         if sink is sys.stderr:
             self._errors.extend(line.decode(errors="replace").rstrip() for line in lines)
-        shown = b"".join(self._prefix + line for line in lines)
+        # gloo prints a line for each connection between CPU devices.
+        shown = b"".join(self._prefix + x for x in lines if not x.startswith(b"[Gloo] Rank "))
         with CONSOLE, contextlib.suppress(OSError, ValueError):
             if hasattr(sink, "buffer"):
                 sink.buffer.write(shown)

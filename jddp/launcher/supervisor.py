@@ -14,9 +14,10 @@ import time
 from pathlib import Path
 from types import FrameType
 
+from jddp.distributed import failure_file
 from jddp.distributed.signals import Repeats, stop_signals_go_to
 from jddp.errors import CoordinatorError, ExitCode, report
-from jddp.launcher.group import POLL_SECONDS, LocalGroup
+from jddp.launcher.group import POLL_SECONDS, Group
 from jddp.launcher.nodes import Nodes
 from jddp.launcher.outcome import CONSEQUENCES, DETERMINISTIC, SOON, Failure, first_failure
 from jddp.launcher.output import CONSOLE
@@ -34,8 +35,9 @@ def launch(
     devices_per_process: int | None = None,
     max_restarts: int = 0,
     logs: str | Path | None = None,
+    ray: str | None = None,
 ) -> int:
-    """Runs a program as the processes of a job on this machine, to its end.
+    """Runs a program as the processes of a job on this machine, or on a Ray cluster, to its end.
 
         code = jddp.launch("-m", "jddp.train", "--config", "gpt_stdlib", num_processes=2)
 
@@ -49,21 +51,38 @@ def launch(
         to JAX, and splits the second evenly.
       max_restarts: Number of times that all are restarted when one fails.
       logs: Folder for the output of the processes, logs/DATE-TIME-PID unless given.
+      ray: host:port of the head of a Ray cluster, "auto" for the one of this machine or
+        RAY_ADDRESS; None for this machine without Ray.
 
     Returns:
       The exit code of the first process that failed, 128 and a signal's number for a signal, or 0.
 
     Raises:
       ConfigError: If there are more processes than devices.
+      CoordinatorError: If no Ray cluster answers there.
+      DeviceError: If the Ray cluster is too small for JDDP_START_SECONDS.
       FileSystemError: If the folder for logs cannot be written.
+      UsageError: If Ray is not installed.
     """
-    plan = Launch(
-        command=tuple(map(str, command)),
-        num_processes=num_processes,
-        devices_per_process=devices_per_process,
-        logs=Path(logs) if logs is not None else name_logs(),
+    return run_launch(
+        Launch(
+            command=tuple(map(str, command)),
+            num_processes=num_processes,
+            devices_per_process=devices_per_process,
+            logs=Path(logs) if logs is not None else name_logs(),
+            max_restarts=max_restarts,
+            ray=ray,
+        )
     )
-    return Supervisor(plan, max_restarts=max_restarts).run()
+
+
+def run_launch(launch: Launch) -> int:
+    """Runs a launch, here or on Ray; returns and raises as `launch` does."""
+    if launch.ray is None:
+        return Supervisor(launch).run()
+    from jddp.launcher.ray_job import launch_on_ray  # and Ray, which takes a second
+
+    return launch_on_ray(launch, launch.ray)
 
 
 class _Stopped(Exception):
@@ -75,14 +94,10 @@ class Supervisor:
 
     Args:
       launch: Command and number of processes.
-      max_restarts: Number of times that all are restarted.
-      grace_seconds: Time from SIGTERM until a process is killed.
     """
 
-    def __init__(self, launch: Launch, *, max_restarts: int = 0, grace_seconds: float = 10.0):
+    def __init__(self, launch: Launch):
         self._launch = launch
-        self._max_restarts = max_restarts
-        self._grace_seconds = grace_seconds
         self._num_restarts = 0
         self._num_hasty = 0  # of them, in a row, after an attempt that did not last
         self._makes_room = False  # stops this attempt, to restart with a machine that connected
@@ -116,6 +131,7 @@ class Supervisor:
                 if last is None:
                     raise
                 report(f"not restarted: {error}")
+                failure_file.write(last.data)
                 return last.code
             since = time.monotonic()
             failure = self._attempt(place)
@@ -126,6 +142,7 @@ class Supervisor:
             if self._has_changed(failure):
                 report("restarting with the machines that are connected")
             elif not self._restarts(failure, last):
+                failure_file.write(failure.data)  # where this launcher's own starter wants it
                 return failure.code
             last = failure
 
@@ -146,7 +163,7 @@ class Supervisor:
 
     def _restarts(self, failure: Failure, last: Failure | None) -> bool:
         """Whether all are restarted, after a pause without a signal; prints the decision."""
-        if not self._max_restarts:
+        if not self._launch.max_restarts:
             return False
         reason = self._reason_to_stop(failure, last)
         if reason is not None:
@@ -155,26 +172,29 @@ class Supervisor:
         pause = min(_FIRST_PAUSE * 2**self._num_hasty, _LONGEST_PAUSE)
         self._num_restarts += 1
         self._num_hasty += 1
-        report(f"restart {self._num_restarts} of {self._max_restarts} in {pause:g} s")
+        report(f"restart {self._num_restarts} of {self._launch.max_restarts} in {pause:g} s")
         until = time.monotonic() + pause
         while not self._signals and time.monotonic() < until:
             time.sleep(POLL_SECONDS)
         return not self._signals
 
     def _attempt(self, place: Place) -> Failure | None:
-        group = LocalGroup(self._launch, place)
-        numbers = ", ".join(worker.name for worker in group.running)
+        group = Group(self._launch, place)
+        numbers = ", ".join(str(worker.number) for worker in group.running)
         report(f"process {numbers} of {place.num_processes} here; logs in {self._launch.logs}")
         try:
             return self._watch(group)
         finally:
             group.end(moment_seconds=0.0, grace_seconds=0.0)
 
-    def _watch(self, group: LocalGroup) -> Failure | None:
+    def _watch(self, group: Group) -> Failure | None:
         """Waits for the first failure, and ends the group."""
         self._makes_room = False
         while group.running and not group.failed():
-            if self._forward(group) > 1 or self._nodes.lost():
+            lost = self._nodes.lost()  # which also receives a failure
+            if (received := self._nodes.failure()) and not group.failure_file.exists():
+                failure_file.write(received, group.failure_file)
+            if self._forward(group) > 1 or lost:
                 break
             if not self._makes_room and self._nodes.has_newcomer():
                 self._makes_room = True
@@ -182,30 +202,32 @@ class Supervisor:
                 group.signal(signal.SIGTERM)
             time.sleep(POLL_SECONDS)
             group.poll()
-        if all(worker.code in CONSEQUENCES for worker in group.failed()):
+        if all(worker.returncode in CONSEQUENCES for worker in group.failed()):
             group.wait(_MOMENT)  # for the failure that caused it
         failure = self._first_failure(group)
-        in_order = {worker.code for worker in group.failed()} == {ExitCode.PREEMPTED}
+        in_order = {worker.returncode for worker in group.failed()} == {ExitCode.PREEMPTED}
         if in_order or self._signals or self._makes_room:
             self._wait_until_saved(group)
-        group.end(moment_seconds=_MOMENT, grace_seconds=self._grace_seconds)
+        group.end(moment_seconds=_MOMENT, grace_seconds=self._launch.grace_seconds)
         return failure or self._first_failure(group)
 
-    def _first_failure(self, group: LocalGroup) -> Failure | None:
+    def _first_failure(self, group: Group) -> Failure | None:
         """The first failure that is known by now; prints it."""
-        failure = first_failure(group.failed(), self._nodes.lost())
+        failure = first_failure(group, self._nodes.lost())
+        if failure:
+            self._nodes.send_failure(failure.data)
         if failure and failure.code != ExitCode.PREEMPTED and not self._has_changed(failure):
             with CONSOLE:  # or lines of another process would come in between
-                report("\n    ".join([failure.headline, *failure.stderr.splitlines()]))
+                report(str(failure))
         return failure
 
-    def _wait_until_saved(self, group: LocalGroup) -> None:
+    def _wait_until_saved(self, group: Group) -> None:
         until = time.monotonic() + _SAVE_SECONDS
         while self._forward(group) < 2 and time.monotonic() < until:
             if group.wait(POLL_SECONDS):
                 return
 
-    def _forward(self, group: LocalGroup) -> int:
+    def _forward(self, group: Group) -> int:
         """Forwards the signals that have come; returns how many there were in all."""
         while self._num_forwarded < len(self._signals):
             group.signal(self._signals[self._num_forwarded])
@@ -227,6 +249,6 @@ class Supervisor:
             return f"exit code {failure.code} would repeat"
         if failure.repeats(last):
             return "the same failure twice, each within a minute"
-        if self._num_restarts == self._max_restarts:
-            return f"restarts allowed: {self._max_restarts}"
+        if self._num_restarts == self._launch.max_restarts:
+            return f"restarts allowed: {self._num_restarts}"
         return None

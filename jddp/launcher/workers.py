@@ -17,7 +17,7 @@ from jddp.errors import ConfigError
 
 @dataclass(frozen=True)
 class Launch:
-    """The processes to start.
+    """The processes to start, and how often; options of `jddp.launch` have the same names.
 
     Attributes:
       command: Arguments of Python: a script or module, and its arguments.
@@ -30,6 +30,9 @@ class Launch:
       min_processes: Number of processes on all machines with which the job resumes if a machine is
         lost; None for all.
       logs: Folder for the output of the processes.
+      max_restarts: Number of times that all are restarted when one fails.
+      grace_seconds: Time from SIGTERM until a process is killed.
+      ray: host:port of the head of a Ray cluster, or "auto"; None for this machine without Ray.
     """
 
     command: tuple[str, ...]
@@ -40,6 +43,9 @@ class Launch:
     devices_per_process: int | None = None
     min_processes: int | None = None
     logs: Path = Path("logs")
+    max_restarts: int = 0
+    grace_seconds: float = 10.0
+    ray: str | None = None
 
 
 @dataclass(frozen=True)
@@ -51,12 +57,14 @@ class Place:
       num_processes: Number of processes on all machines.
       first: Number of the first process here.
       job: Name of this attempt, unique to it.
+      source: Launcher that has set the numbers.
     """
 
     coordinator: str
     num_processes: int
     first: int
     job: str
+    source: str = "jddp.launch"
 
 
 def name_logs() -> Path:
@@ -71,7 +79,7 @@ def worker_environments(
     environments = []
     for process_id, share in enumerate(split_gpus(launch, environ), start=place.first):
         numbers = (place.coordinator, str(place.num_processes), str(process_id))
-        own = dict(zip(VARIABLES, numbers, strict=True)) | {JOB: place.job, LAUNCHED: "1"}
+        own = dict(zip(VARIABLES, numbers, strict=True)) | {JOB: place.job, LAUNCHED: place.source}
         if launch.devices_per_process is not None:
             own["JAX_NUM_CPU_DEVICES"] = str(launch.devices_per_process)
         if share is not None:

@@ -1,0 +1,117 @@
+"""The first failure of a job as data: one small JSON file, for launchers, schedulers and people.
+
+    write(describe(1, ExitCode.DATA, error))     # no file is replaced, and nothing is raised
+
+The process that fails writes it, one that ends because of it writes the same, and `jddp.launch`
+writes it for a process that it finds dead. docs/reliability.md describes its fields. Nothing here
+imports JAX.
+"""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import tempfile
+import traceback
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from jddp.errors import ExitCode
+
+VARIABLE, RESULT = "JDDP_FAILURE_FILE", "JDDP_RESULT_FILE"
+_HOW = {
+    None: "ended too early, while others wait for it: give all as many steps and batches",
+    ExitCode.PREEMPTED: "was stopped",
+    ExitCode.ANOTHER_FAILED: "has lost another process, which has ended without a report",
+}
+# Messages of gloo and JAX for a process that has ended, and of JAX before it aborts: no heartbeat
+# of these processes, or none of the coordinator. They give it in no other form.
+LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
+_SILENT = r"unhealthy \(stopped sending heartbeats\):(?:\s+\d+)+"
+ABORT = re.compile(rf"{_SILENT}|RPC: /\S*CoordinationService/(?:Heartbeat|PollForError)")
+progress: dict[str, Any] = {"step": None, "phase": None}  # of this process, as its watchdog knows
+_path: Path | None = None
+
+
+def begin(path: Path | None) -> None:
+    """From here on a failure is kept in this file, unless the variable is set; removes an old one.
+
+    Args:
+      path: A file that no other process writes; None for none.
+    """
+    global _path
+    _path = path
+    if path is not None:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def describe(
+    process: int | None, exit_code: int | None, error: BaseException | None = None, **known: Any
+) -> dict[str, Any]:
+    """A failure as data.
+
+    Args:
+      process: Number of the process.
+      exit_code: What it ends with, or minus a signal; None if only it knows.
+      error: The exception that ends it.
+      **known: Other values, of a process that is not this one.
+    """
+    if exit_code is not None and exit_code < 0:
+        exit_code = 128 - exit_code
+    failure: dict[str, Any] = {"process": process, "host": socket.gethostname()}
+    failure |= {"exit_code": exit_code, "exception": None, "traceback": None, **progress}
+    failure["time"] = datetime.now(UTC).isoformat()
+    if error is not None:
+        found = traceback.TracebackException.from_exception(error)
+        # A pod's termination message has 4,096 bytes; of a traceback the end is kept.
+        message = str(found).strip().partition("\n")[0][:500]
+        failure["exception"] = {"type": type(error).__name__, "message": message}
+        failure["traceback"] = "".join(found.format())[-3000:]
+    return {name: known.get(name, value) for name, value in failure.items()}
+
+
+def headline(failure: Mapping[str, Any]) -> str:
+    """A failure in one line, for people."""
+    code, exception = failure["exit_code"], failure["exception"] or {}
+    how = _HOW.get(code, f"failed first, with exit code {code}")
+    if code is not None and code - 128 in set(signal.Signals):
+        how = f"failed first, with signal {signal.Signals(code - 128).name}"
+        how += " (unless it was sent by hand, the machine was out of memory)" * (code == 137)
+    who = f"process {failure['process']} on {failure['host'] or 'another host'}"
+    return ": ".join([f"{who} {how}", *filter(None, exception.values())])
+
+
+def write(failure: Mapping[str, Any], path: Path | None = None) -> None:
+    """Keeps a failure, unless there is one already; raises nothing.
+
+    A job that was stopped, and a process that has lost another, are no first failures.
+
+    Args:
+      failure: The failure.
+      path: The file; None for that of this process, if it has one.
+    """
+    given = os.environ.get(VARIABLE)
+    path = path or (Path(given) if given else _path)
+    if path is None or failure.get("exit_code") in (ExitCode.PREEMPTED, ExitCode.ANOTHER_FAILED):
+        return
+    with contextlib.suppress(OSError, ValueError):
+        text = json.dumps(failure, indent=2) + "\n"
+        if path.is_file() and not path.stat().st_size:  # as a pod's /dev/termination-log
+            path.write_text(text)
+            return
+        with tempfile.NamedTemporaryFile(dir=path.parent) as new:
+            Path(new.name).write_text(text)
+            os.link(new.name, path)  # which fails if another was first
+
+
+def read(path: Path) -> dict[str, Any] | None:
+    """The failure in a file; None if there is none."""
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
+        failure = describe(None, None) | json.loads(path.read_text())
+        return failure if headline(failure) else None  # which raises where a field is another
+    return None

@@ -1,0 +1,239 @@
+"""A job on a Ray cluster: each of its processes is the child of a worker of Ray Train.
+
+    code = jddp.launch("-m", "jddp.train", "--config", "gpt_stdlib", num_processes=4, ray="auto")
+
+Ray places the workers, restarts all of them after a failure, and shows their output. A worker takes
+its rank from Ray Train, and runs the program as `jddp.launch` does (`group`): Ray needs the threads
+and signals of a worker for itself. An actor beside the driver, the board, has what is passed on to
+all workers: signals of the driver, and the first failure.
+"""
+
+import json
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from jddp.distributed.failure_file import RESULT, describe, write
+from jddp.distributed.identity import check_address
+from jddp.distributed.join import START, read_seconds
+from jddp.distributed.signals import Repeats, stop_signals_go_to
+from jddp.errors import ConfigError, CoordinatorError, DeviceError, ExitCode, UsageError, report
+from jddp.launcher.group import Group
+from jddp.launcher.outcome import DETERMINISTIC, Failure, first_failure
+from jddp.launcher.workers import Launch, Place
+
+with suppress(ImportError):  # which `launch_on_ray` reports
+    import ray.train.collective
+    from ray.train.v2.api.config import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.v2.jax import JaxConfig, JaxTrainer
+
+_ASK_SECONDS = 0.5  # from one question to the board to the next
+_MOMENT = 2.0  # seconds in which a process ends by itself after the failure of another
+_PASSED_ON = ("JAX_", "JDDP_", "NCCL_", "PYTHONPATH", "XDG_CACHE_HOME", "XLA_")
+# Workers start where the driver is, and not in a folder of Ray's; a failure is seen sooner.
+_DEFAULTS = {"RAY_CHDIR_TO_TRIAL_DIR": "0", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5"}
+
+
+class _Board:
+    """What is passed on to all workers; an actor."""
+
+    def __init__(self) -> None:
+        self._job, self._num_signals = "", 0
+        self._first: Failure | None = None
+
+    def stop(self, number: int) -> None:
+        """Takes a signal of the driver."""
+        self._num_signals += 1
+
+    def tell(self, job: str = "", failure: Failure | None = None) -> tuple[int, Failure | None]:
+        """Takes a failure of an attempt; returns the number of signals, and its first failure."""
+        if job not in ("", self._job):
+            self._job, self._first = job, None
+        if failure and (self._first is None or self._first.code == ExitCode.ANOTHER_FAILED):
+            self._first = failure
+        return self._num_signals, self._first
+
+
+def launch_on_ray(launch: Launch, address: str) -> int:
+    """Runs a launch on a Ray cluster, to its end; `jddp.launch(..., ray=address)` calls this.
+
+    Args:
+      launch: Command, and number of processes on all nodes. Each has `devices_per_process` GPUs if
+        the cluster has any, else CPU devices, and as many CPUs of Ray; 1 unless given. Ray restarts
+        all when one fails.
+      address: host:port of the head of the cluster; "auto" for RAY_ADDRESS, or this machine's. It
+        is not used in a program that is connected already.
+
+    Returns:
+      The exit code of the first process that failed, 128 and a signal's number for a signal, or 0.
+
+    Raises:
+      ConfigError: If the address is not host:port.
+      CoordinatorError: If no cluster answers there.
+      DeviceError: If the cluster is too small for JDDP_START_SECONDS.
+      UsageError: If Ray is not installed.
+    """
+    if "ray.train.v2.jax" not in sys.modules:
+        raise UsageError("a job on Ray needs Ray 2.60 or newer: pip install 'jddp[ray]'.")
+    os.environ.update(_DEFAULTS | os.environ)
+    launch = replace(launch, logs=launch.logs.absolute())
+    num_processes, enough = launch.num_processes, launch.min_processes or launch.num_processes
+    with ExitStack() as stack:
+        if not ray.is_initialized():
+            _connect(address)
+            stack.callback(ray.shutdown)
+        here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
+        board: Any = ray.remote(_Board).options(num_cpus=0, label_selector=here).remote()
+        environ = {name: x for name, x in os.environ.items() if name.startswith(_PASSED_ON)}
+        has_gpus = ray.cluster_resources().get("GPU") and os.environ.get("JAX_PLATFORMS") != "cpu"
+        num_devices = launch.devices_per_process or 1
+        each = {"GPU": num_devices, "CPU": 1} if has_gpus else {"CPU": num_devices}
+        limit = FailureConfig(max_failures=launch.max_restarts)
+        trainer = JaxTrainer(
+            partial(_work, launch, board, os.getcwd(), environ),
+            jax_config=JaxConfig(),  # Ray leaves jax.distributed, and the GPUs, to the child.
+            scaling_config=ScalingConfig(
+                num_workers=(enough, num_processes) if launch.min_processes else num_processes,
+                use_gpu="GPU" in each,
+                resources_per_worker=each,
+            ),
+            run_config=RunConfig(storage_path=str(launch.logs), failure_config=limit),
+        )
+        report(f"{num_processes} processes on Ray; logs in {launch.logs}")
+        error = _fit(trainer, board, partial(_missing, each, enough))
+        _, first = ray.get(board.tell.remote())
+    return _conclude(first, error)  # below the last lines of Ray
+
+
+def _work(launch: Launch, board: Any, folder: str, environ: dict[str, str]) -> int:
+    """Runs the process of a worker; returns its exit code, or raises for Ray to restart all."""
+    if not ray.get_runtime_context().runtime_env.get("working_dir"):
+        if not os.path.isdir(folder):
+            raise ConfigError(f"{socket.gethostname()} has no folder {folder}, as the driver has.")
+        os.chdir(folder)
+    os.environ.update(environ)
+    place = _meet()
+
+    def tell(failure: Failure | None = None) -> Any:
+        return ray.get(board.tell.remote(place.job, failure))
+
+    with TemporaryDirectory() as new:
+        os.environ[RESULT] = str(Path(new, "result.json"))
+        if tell()[0]:  # stopped while no process ran
+            return ExitCode.PREEMPTED
+        group = Group(replace(launch, num_processes=1), place)
+        first = tell(_run(group, tell, launch.grace_seconds))[1]
+        if first is None and os.listdir(new):  # Ray keeps metrics that come with a checkpoint.
+            metrics = json.loads(Path(os.environ[RESULT]).read_text())
+            with suppress(RuntimeError):  # logs that this node does not see
+                ray.train.report(metrics, None if place.first else ray.train.Checkpoint(new))
+    code = ExitCode.DONE if first is None else first.code
+    if code in (ExitCode.DONE, ExitCode.PREEMPTED) or (
+        code in DETERMINISTIC and launch.max_restarts
+    ):
+        return code  # Ray restarts after any exception.
+    raise RuntimeError(str(first))
+
+
+def _meet() -> Place:
+    """The place of this worker in this attempt."""
+    context, chosen = ray.train.get_context(), None
+    if context.get_world_rank() == 0:
+        with socket.create_server(("", 0)) as free:
+            port = free.getsockname()[1]
+        chosen = f"{ray.util.get_node_ip_address()}:{port}", secrets.token_hex(8)
+    coordinator, job = ray.train.collective.broadcast_from_rank_zero(chosen)
+    return Place(coordinator, context.get_world_size(), context.get_world_rank(), job, "Ray")
+
+
+def _run(group: Group, tell: Any, grace_seconds: float) -> Failure | None:
+    """Waits for the process, and ends it where another has failed; returns its failure."""
+    num_signals = 0
+    while not group.wait(_ASK_SECONDS):
+        number, first = tell()
+        for _ in range(num_signals, number):
+            group.signal(signal.SIGTERM)
+        num_signals = number
+        if first is not None and first.code != ExitCode.PREEMPTED:
+            break
+    group.wait(_MOMENT)
+    failure = first_failure(group, [])
+    group.end(moment_seconds=0.0, grace_seconds=grace_seconds)
+    return failure
+
+
+def _connect(address: str) -> None:
+    try:
+        if address != "auto":
+            host, _, port = check_address(address, "--ray").rpartition(":")
+            socket.create_connection((host.strip("[]"), int(port)), timeout=5.0).close()
+        ray.init(address=address)
+    except (OSError, RuntimeError, ValueError) as error:
+        text = f"--ray {address}: no cluster of `ray start --head` answers there"
+        raise CoordinatorError(f"{text} ({' '.join(str(error).split())}).") from error
+
+
+def _missing(each: Mapping[str, int], num_processes: int) -> str:
+    """What is asked of the cluster and what is there, if that is too little."""
+    there = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if sum(min(int(x.get(k, 0) // n) for k, n in each.items()) for x in there) >= num_processes:
+        return ""
+    asked = " and ".join(f"{number} {name}" for name, number in each.items())
+    has = ", ".join(" and ".join(f"{x.get(name, 0):g} {name}" for name in each) for x in there)
+    return f"asked are {num_processes} processes of {asked} each; the nodes of Ray have {has}"
+
+
+def _fit(trainer: Any, board: Any, missing: Any) -> Exception | None:
+    """Runs the trainer in a thread, while this one takes the signals; returns its error."""
+    errors, signals = list[Exception](), list[int]()
+    repeats, seconds, since, said = Repeats(), read_seconds(os.environ, START), 0.0, ""
+
+    def fit() -> None:
+        try:
+            trainer.fit()
+        except Exception as error:
+            errors.append(error)
+
+    def take(number: int, frame: object) -> None:
+        signals.extend([number] * (not repeats.is_repeat()))
+
+    thread = threading.Thread(target=fit, name="jddp-ray", daemon=True)
+    with stop_signals_go_to(take):
+        thread.start()
+        while thread.is_alive():
+            thread.join(_ASK_SECONDS)
+            while signals:
+                board.stop.remote(signals.pop())
+            before, said = said, missing()
+            since = since if before and said else time.monotonic()
+            if said and time.monotonic() - since > seconds:
+                raise DeviceError(f"{said}. Ask for less, or start more nodes.")
+            if said not in ("", before):
+                report(f"{said}; waiting for more, at most {seconds} s")
+    return errors[0] if errors else None
+
+
+def _conclude(first: Failure | None, error: Exception | None) -> int:
+    """Reports the first failure; returns the exit code."""
+    if error is not None and (first is None or first.code == ExitCode.ANOTHER_FAILED):
+        failures = getattr(error, "worker_failures", {}).values()
+        lost = [x for x in failures if isinstance(x, ray.exceptions.RayError)]
+        text = f"Ray has lost a worker: {' '.join(str([*lost, error][0]).split())}"
+        first = Failure(describe(None, ExitCode.ANOTHER_FAILED), text)
+    if first is None:
+        return ExitCode.DONE
+    if first.code != ExitCode.PREEMPTED:
+        report(str(first))
+    write(first.data)
+    return first.code
