@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from jddp.checkpoint.remote import local_copy
 from jddp.config.cli import Parser, enter
 from jddp.config.permissions import expand
 from jddp.errors import FileSystemError
@@ -34,7 +35,7 @@ def _parser() -> Parser:
             add("file", type=expand, help="a file that export has written")
             add("directory", type=expand, help="directory of checkpoints, such as RUN/checkpoints")
             continue
-        add("run", type=expand, help="a run directory, or one of checkpoints")
+        add("run", type=local_copy, help="a run directory, its URL, or a folder of checkpoints")
         if name == "export":
             add("file", type=expand, help="a new file: *.safetensors or *.msgpack")
             add("--step", type=int, help="step of the checkpoint (the newest that is valid)")

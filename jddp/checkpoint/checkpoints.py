@@ -18,6 +18,7 @@ and is on the disk. One with a wrong digest is renamed, never removed, and the o
 """
 
 import contextlib
+import functools
 import json
 import logging
 import time
@@ -34,6 +35,7 @@ from jddp.checkpoint.arrays import Layouts, by_path, difference, find_altered, l
 from jddp.checkpoint.checksums import NAME as SUMS
 from jddp.checkpoint.format_1 import guess_layouts
 from jddp.checkpoint.reader import find_newest, find_other_step, read_described, read_object
+from jddp.checkpoint.remote import Remote
 from jddp.checkpoint.resize import on_this_mesh, to_read
 from jddp.checkpoint.writer import SECONDS, Writer, first_line
 from jddp.distributed.coordination import from_first
@@ -67,18 +69,30 @@ class Checkpoints:
       directory: Directory of the checkpoints; made if it is missing.
       keep: Number of the newest checkpoints that stay.
       keep_every: Interval in steps; checkpoints at its multiples stay too.
+      remote: The URL to which they are copied, of whose folder this is one; None for none.
+      is_written: Whether `save` will be called: the directory is made, and what an ended process
+        has left unfinished is removed. Another process may be writing there otherwise.
 
     Raises:
       FileSystemError: If the directory cannot be made or written.
     """
 
-    def __init__(self, directory: Path, *, keep: int, keep_every: int | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        keep: int,
+        keep_every: int | None = None,
+        remote: Remote | None = None,
+        is_written: bool = True,
+    ) -> None:
         self._directory = Path(directory).absolute()
-        self._last: tuple[int, Any] | None = None
         try:
-            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._writer = Writer(self._directory, keep=keep, keep_every=keep_every)
-            if jax.process_index() == 0:
+            if is_written:
+                self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            surplus = functools.partial(folders.surplus, keep=keep, keep_every=keep_every)
+            self._writer = Writer(self._directory, surplus, remote)
+            if is_written and jax.process_index() == 0:
                 folders.remove_unfinished(self._directory)
                 (self._directory / "0.new").mkdir()  # finds now whether it can be written
                 (self._directory / "0.new").rmdir()
@@ -102,15 +116,16 @@ class Checkpoints:
         and the next is tried. `close` raises the error if the last one failed.
 
         Args:
-          step: Number of finished optimizer steps; nothing is done if it was saved or restored
-            last, with the same value of "stopped".
+          step: Number of finished optimizer steps; a checkpoint of the same step is replaced.
           state: The training state.
           beside: The run data, as JSON.
           layouts: Layouts of its leaves; None where all are replicated.
         """
-        if (now := (step, beside.get("stopped"))) != self._last:
-            self._writer.start(step, by_path(state), beside, _layouts_of(state, layouts))
-            self._last = now
+        self._writer.start(step, by_path(state), beside, _layouts_of(state, layouts))
+
+    def keep(self, num: int) -> None:
+        """Sets the number of the newest checkpoints that stay from now on."""
+        self._writer.surplus = functools.partial(folders.surplus, keep=num)
 
     def restore(self, like: TrainState, layouts: TrainState | None = None) -> Restored | None:
         """Reads the newest checkpoint with valid digests onto the devices; None if there is none.
@@ -128,12 +143,11 @@ class Checkpoints:
         there = self.steps()
         while (step := self._newest_sound()) is not None:
             if (restored := self._read(step, like, layouts)) is not None:
-                self._last = step, restored.beside.get("stopped")
                 return restored
         if there:
             raise FileSystemError(
                 f"{self._directory} holds checkpoints, but all are damaged: they are now "
-                "*.damaged. Put back an undamaged copy, or choose another run.dir to start from "
+                "*.damaged. Put back an undamaged copy, or choose another directory to start from "
                 "step 0."
             )
         return None
@@ -154,7 +168,7 @@ class Checkpoints:
             if time.monotonic() > until:
                 raise FileSystemError(
                     f"Process 0 has {path}, and process {jax.process_index()} does not. All "
-                    "processes need the same run.dir, on a shared file system."
+                    "processes need the same directory, on a shared file system."
                 )
             time.sleep(0.1)
 
@@ -179,7 +193,7 @@ class Checkpoints:
             if differ := difference(described, wanted, there, here):
                 raise ConfigError(
                     f"{self._directory} holds, at step {step}, another model, optimizer or mesh. "
-                    f"Choose another run.dir, or the job that it was saved from:\n{differ}"
+                    f"Choose another directory, or the job that it was saved from:\n{differ}"
                 )
             target = {n: to_read(described[n]["shape"], there[n], x) for n, x in wanted.items()}
             with contextlib.closing(ocp.StandardCheckpointHandler()) as handler:

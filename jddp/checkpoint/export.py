@@ -20,7 +20,7 @@ from jddp.checkpoint.formats import format_of
 from jddp.checkpoint.reader import read, read_described, read_object, read_values
 from jddp.engine.mesh import make_mesh, replicate
 from jddp.engine.state import Replicated
-from jddp.errors import DataError, FileSystemError
+from jddp.errors import DataError, FileSystemError, file_errors
 
 
 def export(folder: Path, file: Path, fields: Sequence[str] | None = None) -> None:
@@ -51,11 +51,8 @@ def export(folder: Path, file: Path, fields: Sequence[str] | None = None) -> Non
         "layouts": layouts,
         "run": read_object(folder / "run.json"),
     }
-    try:
-        with file.open("xb") as opened:
-            opened.write(pack(arrays, json.dumps(about, default=in_file)))
-    except OSError as error:
-        raise FileSystemError(f"{file} cannot be written: {error.strerror}.") from error
+    with file_errors(f"{file} cannot be written"), file.open("xb") as opened:
+        opened.write(pack(arrays, json.dumps(about, default=in_file)))
 
 
 def import_file(file: Path, directory: Path) -> int:

@@ -8,12 +8,13 @@ never removed.
 import os
 import re
 import shutil
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from jddp.checkpoint.checksums import sync_directory
-from jddp.errors import FileSystemError
+from jddp.errors import file_errors
 
+Surplus = Callable[[Collection[int]], list[int]]  # those of all steps that are to be removed
 _STEP = re.compile(r"0|[1-9][0-9]*")  # no other spelling, such as 030, is a name of a checkpoint
 _UNFINISHED = re.compile(rf"({_STEP.pattern})\.(new|old)")
 
@@ -24,14 +25,12 @@ def finished(directory: Path) -> list[int]:
     Raises:
       FileSystemError: If the directory cannot be read.
     """
-    try:
+    with file_errors(f"{directory} cannot be read"):
         names = [x.name for x in os.scandir(directory) if x.is_dir(follow_symlinks=False)]
-    except OSError as error:
-        raise FileSystemError(f"{directory} cannot be read: {error.strerror}.") from error
     return sorted(int(name) for name in names if _STEP.fullmatch(name))
 
 
-def surplus(steps: Collection[int], *, keep: int, keep_every: int | None) -> list[int]:
+def surplus(steps: Collection[int], *, keep: int, keep_every: int | None = None) -> list[int]:
     """Steps to remove: all but the newest `keep`, and the multiples of `keep_every`."""
     return [step for step in sorted(steps)[:-keep] if keep_every is None or step % keep_every != 0]
 

@@ -10,7 +10,7 @@ import jax
 
 from jddp.checkpoint.arrays import Described, Layouts
 from jddp.engine.state import Layout, PerReplica, Replicated, Shape, Sharded, merged, own_layouts
-from jddp.reduce.shards import shards_shape
+from jddp.reduce.shards import shard_shape
 from jddp.typing import PyTree
 
 
@@ -36,7 +36,8 @@ def guess_layouts(
         outer = shapes.get(f"comm_state/outer/params/{path}")
         if field in ("params", "ema_params") and shape and shape[1:] == outer:
             return PerReplica()
-        is_cut = field == "opt_state" and shape == shards_shape(whole, num_replicas)
+        size, *ones = shard_shape(whole, num_replicas)
+        is_cut = field == "opt_state" and shape == (num_replicas * size, *ones)
         return Sharded(whole) if is_cut else Replicated()
 
     return {name: guess(name, shape) for name, shape in shapes.items()}

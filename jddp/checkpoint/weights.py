@@ -89,7 +89,7 @@ class Loaded:
 
     def __str__(self) -> str:
         """One to three sentences."""
-        text = f"{len(self.taken)} of {len(self.taken) + len(self.made)} arrays are as given."
+        text = f"{len(self.taken)} of {len(self.taken) + len(self.made)} arrays were loaded."
         text += f" Initialized: {', '.join(self.made)}." * bool(self.made)
         return text + f" Not used: {', '.join(self.unused)}." * bool(self.unused)
 

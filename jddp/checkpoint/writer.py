@@ -15,6 +15,7 @@ import logging
 import os
 import re
 import shutil
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from etils import epath
 from jddp.checkpoint import folders
 from jddp.checkpoint.arrays import Layouts, describe, in_file
 from jddp.checkpoint.checksums import seal
+from jddp.checkpoint.remote import Remote
 from jddp.distributed.coordination import from_first, gather
 from jddp.engine.digest import digests, find_divergence
 from jddp.errors import FileSystemError, ReplicaMismatchError
@@ -45,15 +47,25 @@ class Writer:
 
     Args:
       directory: Existing directory of the checkpoints.
-      keep: Number of the newest checkpoints that stay.
-      keep_every: Interval in steps; checkpoints at its multiples stay too.
+      surplus: Function from the steps of all checkpoints to those to remove.
+      remote: The URL to which they are copied; None for none.
+
+    Attributes:
+      surplus: The function above, which may be replaced.
     """
 
-    def __init__(self, directory: Path, *, keep: int, keep_every: int | None = None) -> None:
-        self._directory, self._keep, self._keep_every = directory, keep, keep_every
+    def __init__(self, directory: Path, surplus: folders.Surplus, remote: Remote | None) -> None:
+        self._directory, self.surplus, self._remote = directory, surplus, remote
         self._above = os.stat(directory.parent)
-        self._handler = ocp.PyTreeCheckpointHandler()
+        # Each process has a directory of its own then, of which that of process 0 is copied.
+        self._is_apart = remote is not None and jax.process_count() > 1
+        self._handler = _handler_of_first() if self._is_apart else ocp.PyTreeCheckpointHandler()
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "jddp-save")
+        # It stays open, since TensorStore reports to it also what it writes after a failure. Of
+        # several writes that a disk refuses the first is raised; asyncio would print the others.
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(lambda loop, context: None)
+        weakref.finalize(self, self._loop.close)
         self._last: concurrent.futures.Future[FileSystemError | None] | None = None
         self._reported = ""  # the kind of the last failure, until a checkpoint is written
 
@@ -68,8 +80,10 @@ class Writer:
         """
         self.wait()
         text = json.dumps({**beside, "step": step}) + "\n"
-        saved = jax.tree.map(_shape, arrays), digests(arrays), layouts
         reason, parts = "", []
+        saved = jax.tree.map(_shape, arrays), digests(arrays), layouts
+        if self._is_apart:
+            arrays = _replicated(arrays)
         try:
             # A run directory that was moved is not made again.
             if not os.path.samestat(os.stat(self._directory.parent), self._above):
@@ -78,7 +92,8 @@ class Writer:
             folder = self._folder(step) / "state"
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             _refuse_full(folder, arrays)
-            parts = self._copy(folder, arrays)
+            if not self._is_apart or jax.process_index() == 0:
+                parts = self._copy(folder, arrays)
         except (OSError, ValueError) as error:
             reason = first_line(error)
         self._last = self._thread.submit(self._finish, step, parts, reason, saved, text)
@@ -100,12 +115,8 @@ class Writer:
         arguments = ocp.args.PyTreeSave(arrays, ocdbt_target_data_file_size=FILE_BYTES)
 
         def begin() -> list[Any]:
-            with asyncio.Runner() as runner:
-                # Of several writes that a disk refuses the first is raised; asyncio would print
-                # the others.
-                runner.get_loop().set_exception_handler(lambda loop, context: None)
-                save = self._handler.async_save(epath.Path(folder), args=arguments)
-                return runner.run(save) or []
+            save = self._handler.async_save(epath.Path(folder), args=arguments)
+            return self._loop.run_until_complete(save) or []
 
         # In a thread: a notebook runs a loop of its own in this one.
         return self._thread.submit(begin).result()
@@ -141,10 +152,12 @@ class Writer:
                     self._commit(step, describe(shapes, found, layouts), beside)
             except (OSError, ValueError, FileSystemError) as error:
                 reason = f"process 0: {first_line(error)}"
-            if reason:
-                shutil.rmtree(self._folder(step), ignore_errors=True)
+        if self._is_apart or (reason and jax.process_index() == 0):
+            shutil.rmtree(self._folder(step), ignore_errors=True)
         reason = from_first(f"saved/{step}", reason, timeout_seconds=SECONDS)
-        kind = re.split("[\"'/]", reason)[0]  # without names of files, which differ each time
+        # By its number, which TensorStore gives too; else without names of files, which differ.
+        numbers = re.findall(r"(?:Errno |error_code=')(\d+)", reason)
+        kind = (numbers or re.split("[\"'/]", reason))[0]
         is_new, self._reported = kind != self._reported, kind
         if not reason:
             return None
@@ -161,9 +174,10 @@ class Writer:
         (folder / "run.json").write_text(beside)
         seal(folder)
         folders.commit(self._directory, step)
-        there = folders.finished(self._directory)
-        for old in folders.surplus(there, keep=self._keep, keep_every=self._keep_every):
+        for old in self.surplus(folders.finished(self._directory)):
             folders.remove(self._directory, old)
+        if self._remote is not None:
+            self._remote.publish(self._directory / str(step), self.surplus)
 
 
 def _refuse_full(folder: Path, arrays: Arrays) -> None:
@@ -174,6 +188,34 @@ def _refuse_full(folder: Path, arrays: Arrays) -> None:
     least = sum(x.size * x.dtype.itemsize for x in arrays.values()) // 2 + LEAST_BYTES
     if room.f_blocks and free < least:
         raise OSError(errno.ENOSPC, "No space left on device", str(folder))
+
+
+class _AnyNumber:
+    """Accepts what one process of several has written, which orbax takes for an accident."""
+
+    def validate_all_array_metadatas(self, array_metadatas: Any) -> None:
+        """Raises nothing."""
+
+
+def _handler_of_first() -> ocp.PyTreeCheckpointHandler:
+    """A handler that process 0 alone calls, and which writes whole arrays.
+
+    Orbax's own lets processes share the writing, and wait for each other's files.
+    """
+    store = ocp.type_handlers.get_type_handler(jax.Array)._array_metadata_store  # of random keys
+    arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=False, array_metadata_store=store)
+    return ocp.PyTreeCheckpointHandler(
+        type_handler_registry=ocp.type_handlers.create_type_handler_registry((jax.Array, arrays)),
+        array_metadata_validator=_AnyNumber(),
+    )
+
+
+def _replicated(arrays: Arrays) -> Arrays:
+    """The arrays, whole on every device."""
+    sharding: Any = next(iter(arrays.values())).sharding
+    everywhere = jax.NamedSharding(sharding.mesh, jax.P())
+    replicated: Arrays = jax.jit(lambda x: x, out_shardings=everywhere)(arrays)
+    return replicated
 
 
 def first_line(error: BaseException) -> str:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from jddp.errors import FileSystemError
+from jddp.errors import file_errors
 
 # Lines that are printed elsewhere already: for the file alone.
 said = logging.getLogger("jddp.lines")
@@ -37,11 +37,9 @@ def logging_to(path: Path) -> Iterator[None]:
     Raises:
       FileSystemError: If the file cannot be opened.
     """
-    try:
+    with file_errors(f"{path}: cannot be written"):
         path.parent.mkdir(parents=True, exist_ok=True)
         handler = _LogFile(path, encoding="utf-8", errors="backslashreplace")
-    except OSError as error:
-        raise FileSystemError(f"{path}: cannot be written: {error.strerror}.") from error
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     loggers = (said, logging.getLogger("jddp"))
     for logger in loggers:

@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from jddp.errors import FileSystemError
+from jddp.errors import file_errors
 from jddp.typing import Record
 
 log = logging.getLogger("jddp")
@@ -47,11 +47,8 @@ class MetricsFile:
                 with contextlib.suppress(OSError):
                     os.truncate(self.path, size)  # Half a line would be joined to the next.
             if len(self._waiting) == 1:
-                log.error(
-                    "%s: cannot be written: %s. Lines are kept until it can.",
-                    self.path,
-                    error.strerror,
-                )
+                what = f"{self.path}: cannot be written: {error.strerror}."
+                log.error("%s Lines are kept until it can.", what)
         else:
             self._waiting.clear()
 
@@ -65,10 +62,8 @@ class MetricsFile:
 
     def _lines(self) -> list[tuple[bytes, dict[str, Any] | None]]:
         """Every line, with its record, or None for other lines."""
-        try:
+        with file_errors(f"{self.path}: cannot be read"):
             *whole, torn = self.path.read_bytes().split(b"\n") if self.path.exists() else [b""]
-        except OSError as error:
-            raise FileSystemError(f"{self.path}: cannot be read: {error.strerror}.") from error
         # A process may have died while it wrote the last line.
         return [(line, _record(line)) for line in (*whole, *([torn] if _record(torn) else []))]
 
@@ -82,10 +77,8 @@ class MetricsFile:
             return
         lines = self._lines()
         kept = [line + b"\n" for line, x in lines if x is None or x["step"] <= step]
-        try:
+        with file_errors(f"{self.path}: cannot be written"):
             replace_file(self.path, b"".join(kept))
-        except OSError as error:
-            raise FileSystemError(f"{self.path}: cannot be written: {error.strerror}.") from error
 
 
 def replace_file(path: Path, content: bytes) -> None:

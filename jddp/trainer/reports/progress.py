@@ -8,11 +8,11 @@ computed from the `step_seconds` of the newest record, which excludes compilatio
 """
 
 import contextlib
+import math
 import os
 import sys
 import textwrap
 import time
-from collections.abc import Callable
 from typing import Any
 
 from jddp.trainer.reports.log_file import said
@@ -38,42 +38,31 @@ class Progress:
     Args:
       num_steps: Number of steps of the whole run.
       is_writer: Whether this process prints.
-      stream: Text stream to print on; standard output by default.
-      clock: Function that returns seconds, which tests replace.
     """
 
-    def __init__(
-        self,
-        num_steps: int,
-        *,
-        is_writer: bool,
-        stream: Any = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, num_steps: int, *, is_writer: bool) -> None:
         self._num_steps = num_steps
         self._is_writer = is_writer
-        self._stream = stream if stream is not None else sys.stdout
-        self._clock = clock
-        self._printed_at: float | None = None
+        self._stream = sys.stdout
+        self._printed_at = -math.inf
         is_live = is_writer and _is_watched(self._stream)
         self._bar = _live_line(num_steps, self._stream) if is_live else None
 
     def log(self, record: Record) -> None:
         """Shows a record of training; off a terminal, only every few seconds and at the end."""
+        now = time.monotonic()
         if self._bar:
             line = train_line(record, self._num_steps, columns=COLUMNS - BAR_COLUMNS - 1)
             self._bar.update(self._bar.task_ids[0], description=line, completed=record["step"])
-        elif self._is_due() or record["step"] >= self._num_steps:
-            self._printed_at = self._clock()
+        elif record["step"] >= self._num_steps or now >= self._printed_at + SECONDS_BETWEEN_LINES:
+            self._printed_at = now
             self._print(train_line(record, self._num_steps))
         said.info(train_line(record, self._num_steps))
 
     def evaluated(self, record: Record) -> None:
         """Shows a record of an evaluation."""
         fields = [f"eval {record['step']}", *_metrics(record)]
-        line = _join(fields, [f"examples {record['examples']:.0f}"], COLUMNS)
-        self._print(line)
-        said.info(line)
+        self.note(_join(fields, [f"examples {record['examples']:.0f}"], COLUMNS))
 
     def note(self, text: str) -> None:
         """Shows a sentence."""
@@ -85,10 +74,6 @@ class Progress:
         if self._bar:
             self._bar.stop()
             self._bar = None
-
-    def _is_due(self) -> bool:
-        last = self._printed_at
-        return last is None or self._clock() - last >= SECONDS_BETWEEN_LINES
 
     def _print(self, line: str) -> None:
         # A run continues without its terminal or pipe.

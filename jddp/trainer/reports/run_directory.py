@@ -22,7 +22,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jddp.config.permissions import refuse_foreign
+from jddp.checkpoint.remote import Remote
+from jddp.config.permissions import is_url, refuse_foreign
 from jddp.errors import ConfigError, DataError, FileSystemError
 from jddp.trainer.reports.log_file import logging_to
 from jddp.trainer.reports.metrics_file import MetricsFile, replace_file
@@ -42,12 +43,17 @@ class RunDirectory:
     """Paths of a run, and the check that they belong to it.
 
     Args:
-      path: The directory, which need not exist.
+      where: The directory, which need not exist; or a URL, of which `path` is a copy.
       is_writer: Whether this process writes. All processes check.
+
+    Raises:
+      ConfigError: If the packages for such URLs are not installed.
     """
 
-    def __init__(self, path: Path, *, is_writer: bool) -> None:
-        self.path = Path(path)
+    def __init__(self, where: str | Path, *, is_writer: bool) -> None:
+        self.where = where
+        self.remote = Remote(str(where)) if is_url(where) else None
+        self.path = Path(where) if self.remote is None else self.remote.folder
         self.checkpoints = self.path / "checkpoints"
         self.metrics = MetricsFile(self.path / "metrics.jsonl", is_writer=is_writer)
         self._config, self._manifest = self.path / "config.yaml", self.path / "manifest.json"
@@ -67,6 +73,8 @@ class RunDirectory:
           FileSystemError: If it cannot be read or written.
         """
         self.check_usable()
+        if self.remote is not None:
+            self.remote.fetch()
         with self._explained():
             self._refuse_another_run(config)
             starts, known = self._read_starts()
@@ -74,6 +82,8 @@ class RunDirectory:
                 self._refuse_other_data(known, manifest)
             if self._is_writer:
                 self._write(config, starts, manifest)
+        if self.remote is not None:
+            self.remote.upload()  # finds now whether it can be written
 
     def check_usable(self) -> None:
         """Checks that the directory can be made or written, without doing it.
@@ -81,6 +91,8 @@ class RunDirectory:
         Raises:
           FileSystemError: If it cannot, or belongs to another user.
         """
+        if self.remote is not None:
+            self.remote.check()
         with self._explained():
             refuse_foreign(self.path, "run.dir")
             above = self.path.absolute().parents
@@ -97,7 +109,7 @@ class RunDirectory:
         except (OSError, ValueError) as error:  # a ValueError: an impossible file name
             name = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) else error
             raise FileSystemError(
-                f"run.dir {self.path}: {name}. Choose a folder that can be written."
+                f"run.dir {self.where}: {name}. Choose a folder that can be written."
             ) from error
 
     @contextlib.contextmanager
@@ -105,7 +117,7 @@ class RunDirectory:
         """While open, the directory is locked: another run that would write there is refused.
 
         The lock ends with the process, however that ends. Where a file system has no locks there
-        is none.
+        is none, nor at a URL, to which the last metrics and logs are copied at the end.
 
         Args:
           config: Config of the run that begins, which is kept where keys differ that are free.
@@ -113,9 +125,18 @@ class RunDirectory:
         Raises:
           ConfigError: If another run holds it.
         """
-        if not self._is_writer:
-            yield
-            return
+        try:
+            with self._locked(config) if self._is_writer else contextlib.nullcontext():
+                yield
+        finally:
+            if self.remote is not None:
+                try:
+                    self.remote.upload()
+                except FileSystemError as error:
+                    log.warning("Metrics and logs: %s", error)
+
+    @contextlib.contextmanager
+    def _locked(self, config: Values | None) -> Iterator[None]:
         with self._explained():
             lock = (self.path / "lock").open("a+b", buffering=0)
         with lock:
@@ -125,7 +146,7 @@ class RunDirectory:
                 lock.seek(0)
                 holder = lock.read().decode().strip() or "another process"
                 raise ConfigError(
-                    f"run.dir {self.path} is in use by {holder}. "
+                    f"run.dir {self.where} is in use by {holder}. "
                     "Wait for its end, or choose another run.dir."
                 ) from None
             except OSError as error:
@@ -155,7 +176,7 @@ class RunDirectory:
             strangers = [p.name for p in (self.metrics.path, self.checkpoints) if p.exists()]
             if strangers:
                 raise ConfigError(
-                    f"run.dir {self.path} holds {' and '.join(strangers)} of something else. "
+                    f"run.dir {self.where} holds {' and '.join(strangers)} of something else. "
                     "Choose another run.dir."
                 )
             return
@@ -163,12 +184,12 @@ class RunDirectory:
         if (before is None) != (config is None):
             started = ("from a config", "from objects, by DataParallel.fit")[before is None]
             raise ConfigError(
-                f"run.dir {self.path} holds a run that was started {started}. "
+                f"run.dir {self.where} holds a run that was started {started}. "
                 "Choose another run.dir."
             )
         if before is not None and config is not None and (keys := _differing(before, config)):
             raise ConfigError(
-                f"run.dir {self.path} holds a run of another config: {'; '.join(keys)}. "
+                f"run.dir {self.where} holds a run of another config: {'; '.join(keys)}. "
                 "Choose another run.dir, or the same config to resume."
             )
 
@@ -189,7 +210,7 @@ class RunDirectory:
         now = manifest.get("data", {}).get("sha256")
         if known and now and now not in known:
             raise DataError(
-                f"run.dir {self.path} was started with other data (sha256 {known[-1][:12]}, now "
+                f"run.dir {self.where} was started with other data (sha256 {known[-1][:12]}, now "
                 f"{now[:12]}). Put the data back, choose another run.dir, or set "
                 "data.allow_changed=true."
             )

@@ -1,0 +1,177 @@
+"""A run directory at a URL: a local folder has its files, and they are copied to the URL.
+
+    remote = Remote("s3://bucket/run")
+    remote.fetch()                              # settings, metrics, the newest undamaged checkpoint
+    remote.publish(remote.folder / "checkpoints" / "1200", surplus)
+    remote.upload()                             # whatever else has changed: metrics, logs
+
+The machines of a cloud may share no file system. Object storage renames nothing, so a checkpoint is
+complete where its list of digests is there, which is uploaded last and removed first. What is
+fetched is compared with that list, like any checkpoint.
+"""
+
+import atexit
+import contextlib
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from jddp.checkpoint.checksums import NAME as SUMS
+from jddp.checkpoint.checksums import find_damage
+from jddp.checkpoint.folders import Surplus
+from jddp.config.permissions import folder_or_url
+from jddp.errors import ConfigError, FileSystemError
+
+_COMPLETE = re.compile(rf"([\w-]+/(0|[1-9][0-9]*))/{SUMS}", re.ASCII)
+_IN_A_CHECKPOINT = re.compile(r"[\w-]+/[0-9]+(\.\w+)*/.+", re.ASCII)
+
+
+def local_copy(path: str | Path) -> Path:
+    """Returns the folder; of a URL a copy with all its checkpoints, until this process ends.
+
+    Raises:
+      ConfigError: If the packages for such URLs are not installed.
+      FileSystemError: If it cannot be read.
+    """
+    where = folder_or_url(path)
+    if isinstance(where, Path):
+        return where
+    remote = Remote(where)
+    remote.fetch(every=True)
+    return remote.folder
+
+
+class Remote:
+    """Files at a URL, and a folder of this process with those it has read or written.
+
+    Args:
+      url: URL of a directory, of any kind that fsspec knows.
+
+    Attributes:
+      url: The URL.
+      folder: The folder, which is removed when the process ends.
+
+    Raises:
+      ConfigError: If the packages for such URLs are not installed.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        try:
+            import fsspec
+
+            self._files, self._root = fsspec.core.url_to_fs(url.rstrip("/"))
+        except (ImportError, ValueError) as error:
+            raise ConfigError(
+                f"{url}: {error}. pip install 'jddp[s3]' or 'jddp[gs]', or give a folder."
+            ) from error
+        self.folder = Path(tempfile.mkdtemp(prefix="jddp-run-"))
+        atexit.register(shutil.rmtree, self.folder, ignore_errors=True)
+        self._known: dict[Path, tuple[int, int]] = {}  # what is there as it is here
+
+    def check(self) -> None:
+        """Checks that the URL can be read.
+
+        Raises:
+          FileSystemError: If it cannot.
+        """
+        with self._explained("read"):
+            self._names("")
+
+    def fetch(self, *, every: bool = False) -> None:
+        """Copies settings and metrics here, and the newest checkpoint that is not damaged.
+
+        Args:
+          every: Whether to copy all checkpoints.
+
+        Raises:
+          FileSystemError: If the URL cannot be read.
+        """
+        with self._explained("read"):
+            names = self._names("")
+            for name in names:
+                if "/" not in name:
+                    self._get(name)
+                    self._known[self.folder / name] = _version(self.folder / name)
+            complete = filter(None, map(_COMPLETE.fullmatch, names))
+            for _, checkpoint in sorted((-int(match[2]), match[1]) for match in complete):
+                if every or checkpoint.startswith("checkpoints/"):
+                    for name in names:
+                        if name.startswith(f"{checkpoint}/"):
+                            self._get(name)
+                    if not every and find_damage(self.folder / checkpoint) is None:
+                        return
+
+    def publish(self, checkpoint: Path, surplus: Surplus) -> None:
+        """Uploads a finished checkpoint, in place of one of its step, and removes what is surplus.
+
+        Args:
+          checkpoint: Folder of the checkpoint, in `folder`.
+          surplus: Function from the steps of all checkpoints to those to remove.
+
+        Raises:
+          FileSystemError: If the URL cannot be written.
+        """
+        self.upload()
+        above = checkpoint.parent.name
+        with self._explained("written"):
+            self._remove(f"{above}/{checkpoint.name}")
+            files = [path for path in checkpoint.rglob("*") if path.is_file()]
+            for path in sorted(files, key=lambda path: path.name == SUMS):
+                self._put(path)
+            found = (PurePosixPath(name) for name in self._names(above))
+            steps = [int(name.parent.name) for name in found if name.name == SUMS]
+            for step in surplus(steps):
+                self._remove(f"{above}/{step}")
+
+    def upload(self) -> None:
+        """Uploads files that have changed and are of no checkpoint.
+
+        Raises:
+          FileSystemError: If the URL cannot be written.
+        """
+        with self._explained("written"):
+            for path in self.folder.rglob("*"):
+                name = path.relative_to(self.folder).as_posix()
+                if name == "lock" or _IN_A_CHECKPOINT.fullmatch(name) or not path.is_file():
+                    continue
+                if self._known.get(path) != (version := _version(path)):
+                    self._put(path)
+                    self._known[path] = version
+
+    def _names(self, below: str) -> list[str]:
+        """The names of all files below a directory, relative to the run's."""
+        self._files.invalidate_cache()
+        paths = self._files.find(f"{self._root}/{below}".rstrip("/"))
+        names = [str(path)[len(self._root) :].lstrip("/") for path in paths]
+        return [name for name in names if name and ".." not in PurePosixPath(name).parts]
+
+    def _get(self, name: str) -> None:
+        (self.folder / name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._files.get_file(f"{self._root}/{name}", str(self.folder / name))
+
+    def _put(self, path: Path) -> None:
+        target = f"{self._root}/{path.relative_to(self.folder).as_posix()}"
+        self._files.makedirs(target.rpartition("/")[0], exist_ok=True)
+        self._files.put_file(str(path), target)
+
+    def _remove(self, checkpoint: str) -> None:
+        names = self._names(checkpoint)
+        for name in sorted(names, key=lambda name: not name.endswith(f"/{SUMS}")):
+            self._files.rm_file(f"{self._root}/{name}")
+
+    @contextlib.contextmanager
+    def _explained(self, done: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # The clients of storage services raise anything.
+            lines = str(error).strip().splitlines() or [repr(error)]
+            raise FileSystemError(f"{self.url} cannot be {done}: {lines[0]}") from error
+
+
+def _version(path: Path) -> Any:
+    facts = path.stat()
+    return facts.st_mtime_ns, facts.st_size
