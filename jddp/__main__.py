@@ -1,18 +1,47 @@
-"""`python -m jddp` prints the commands, and exits with 2, as no command was given."""
+"""`jddp COMMAND ...`, or `python -m jddp COMMAND ...`: runs a command; without one, lists them all.
 
+Without a command it exits with 2. Each command is a module too, `python -m jddp.COMMAND`.
+"""
+
+import importlib
 import sys
+from collections.abc import Sequence
 
-from jddp.errors import ExitCode
+from jddp.errors import ExitCode, report
 
-COMMANDS = """\
-python -m jddp.train       train a model from a config
-python -m jddp.launch      start the processes of a job, on one host or several
-python -m jddp.verify      compare a step on all devices with one on a single device
-python -m jddp.doctor      check this host, or this job, before training
-python -m jddp.checkpoint  list, verify, export and import checkpoints
-python -m jddp.data        write token files
-Each has --help. Start with: python -m jddp.train train.num_steps=20 run.dir=runs/try"""
+COMMANDS = {
+    "train": "train a model from a config",
+    "launch": "start the processes of a job, on one host or several",
+    "evaluate": "evaluate a run again, on its data or on others",
+    "predict": "write the predictions of a run for the rows of a file",
+    "verify": "compare a step on all devices with one on a single device",
+    "doctor": "check this host, or this job, before training",
+    "checkpoint": "list, verify, export and import checkpoints",
+    "data": "write token files",
+}
+TABLE = "\n".join(f"  jddp {name:<11} {about}" for name, about in COMMANDS.items())
+HELP = f"""\
+usage: jddp COMMAND [--help] ...
+
+{TABLE}
+
+Each is also python -m jddp.COMMAND, and has --help.
+Start with: jddp train train.num_steps=20 run.dir=runs/try"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command that is named first with the other arguments; returns its exit code."""
+    name, *rest = (sys.argv[1:] if argv is None else argv) or [""]
+    if name in COMMANDS:
+        inner = ".__main__" if name in ("doctor", "checkpoint", "data") else ""
+        return int(importlib.import_module(f"jddp.{name}{inner}").main(rest))
+    print(HELP)
+    if name in ("-h", "--help"):
+        return ExitCode.DONE
+    if name:
+        report(f"there is no command {name!r}. Choose one of these.")
+    return ExitCode.USAGE
+
 
 if __name__ == "__main__":
-    print(COMMANDS)
-    sys.exit(ExitCode.DONE if sys.argv[1:] in (["-h"], ["--help"]) else ExitCode.USAGE)
+    sys.exit(main())

@@ -11,29 +11,27 @@ This room checks the user's options, and places batches. The step itself is defi
 
 import copy
 import functools
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from jddp.checkpoint.checkpoints import Checkpoints
 from jddp.checkpoint.weights import Loaded
-from jddp.config.permissions import expand
-from jddp.data import TrainBatches, WorkerBatches
+from jddp.config.permissions import folder_or_url
 from jddp.distributed.watchdog import Limits
-from jddp.engine.average import choose_average
+from jddp.engine.average import choose_average, chosen_params
 from jddp.engine.backward import choose_backward
 from jddp.engine.compiled import CompiledSteps
 from jddp.engine.evaluate import (
     evaluate_exactly,
     make_evaluate,
     make_predict,
+    numbered,
     predict_rows,
-    refuse_padding,
     sums_of,
 )
 from jddp.engine.executor import Executor, call
@@ -51,24 +49,23 @@ from jddp.engine.mesh import (
 from jddp.engine.optimizer import choose_optimizer
 from jddp.engine.replicas import choose_replicas
 from jddp.engine.spec import Step, refuse_pairs
-from jddp.engine.state import Inputs, TrainState
+from jddp.engine.state import Inputs, TrainState, Values
 from jddp.engine.sync import EveryStep, LocalSteps
 from jddp.engine.view import choose_clip
-from jddp.errors import ConfigError, UsageError
 from jddp.html import Shown
-from jddp.init import FirstState, Values
+from jddp.init import FirstState
 from jddp.inspection.explain import Explanation, explain, logging_data, measure
 from jddp.inspection.memory import Memory, measure_memory
 from jddp.inspection.norms import Layers, diagnose
 from jddp.modules.batch_norm import Sync
-from jddp.modules.functional import functional, takes_constants
-from jddp.modules.rows import check_rows, count_rows
-from jddp.reduce.average import choose_layout, make_reduction
+from jddp.modules.functional import functional, refuse_constants
+from jddp.reduce.average import bucket_sizes, choose_layout, make_reduction
 from jddp.reduce.hooks import as_is
 from jddp.reduce.packing import choose_packing
 from jddp.reduce.plan import BucketPlan
 from jddp.trainer.callbacks import Callback
-from jddp.trainer.fit import LIMITS, Kept, train
+from jddp.trainer.fit import LIMITS, Kept, choose_batches, train
+from jddp.trainer.own_loop import Saves, pad_for_step
 from jddp.trainer.plan import Plan
 from jddp.trainer.run import Run
 from jddp.typing import Batch, Batches, Grads, LossFn, Metrics, Params, PyTree
@@ -184,13 +181,7 @@ class DataParallel(Shown):
         self.mesh = make_mesh(mesh, axis_name)
         axis, hardware = axis_of(self.mesh), platform(self.mesh)
         sync = Sync(axis, batch_norm_group_size, batch_norm_unbiased, logical_replicas)
-        flax_model = functional(
-            model,
-            batch_norm=batch_norm,
-            sync=sync,
-            per_replica=per_replica,
-            state_reduction=state_reduction,
-        )
+        flax_model = functional(model, batch_norm, sync, per_replica, state_reduction)
         sync.check(self.mesh.size, batch_norm)
         refuse_pairs(
             logical_replicas=logical_replicas,
@@ -211,15 +202,9 @@ class DataParallel(Shown):
         packed = choose_packing(
             chosen, comm_hook, hardware, is_sharded=shard_optimizer, num=logical_replicas
         )
-        reduction = make_reduction(
-            axis,
-            packed,
-            bucket_mb=bucket_mb,
-            first_bucket_mb=first_bucket_mb,
-            last_bucket_mb=last_bucket_mb,
-            wire_dtype=wire_dtype,
-            seen=unscaled if is_scaled else as_is,
-        )
+        sizes = bucket_sizes(bucket_mb, first_bucket_mb, last_bucket_mb)
+        seen = unscaled if is_scaled else as_is
+        reduction = make_reduction(axis, packed, sizes, wire_dtype, seen)
         sharded_by = reduction if shard_optimizer else None
         self.spec = Step(
             model=flax_model,
@@ -240,15 +225,13 @@ class DataParallel(Shown):
         self._rows_sharding = sharded(self.mesh)
         self._evaluate = make_evaluate(self.spec, self.mesh)
         self.steps = CompiledSteps(self.spec, self.mesh, donate=donate)
-        self._first = FirstState(self.steps)
+        self._first, self._saves = FirstState(self.steps), Saves(self.steps)
         predict = functools.partial(make_predict, self.spec, self.mesh)
         self._predict = functools.lru_cache(maxsize=8)(predict)
 
     def __repr__(self) -> str:
         """The model, its devices, and the plan, once there is one."""
-        num, kind = self.spec.backward.num, self.mesh.devices.flat[0].device_kind
-        parts = f", {num} micro-batches a step" * (num > 1)
-        head = f"DataParallel({self.spec.model.name} on {self.mesh.size} x {kind}{parts})"
+        head = f"DataParallel({self.steps})"
         return head if self.plan is None else f"{head}\n{self.plan}"
 
     @property
@@ -275,11 +258,7 @@ class DataParallel(Shown):
         Raises:
           ConfigError: If neither `loss_fn` nor `eval_fn` names `constants`.
         """
-        if not any(map(takes_constants, (self.spec.backward.loss_fn, self.spec.eval_fn))):
-            raise ConfigError(
-                "constants= were given, and loss_fn has no argument of that name. Write "
-                "loss_fn(model, batch, train, constants)."
-            )
+        refuse_constants(self.spec.backward.loss_fn, self.spec.eval_fn)
         bound = copy.copy(self)
         bound._constants = replicate(constants, self.mesh)
         return bound
@@ -296,7 +275,7 @@ class DataParallel(Shown):
         """Makes the first state: the same on every device, from one seed.
 
         Args:
-          seed: Seed of the base key, from which parameters and all later random numbers come.
+          seed: Seed of the base PRNG key: of parameters and of all later random numbers.
           batch: Example rows of this process, for their shapes (Linen).
           params: Values to start from: Linen variables or their "params", or an NNX state, which
             are copied; or a path to read them from: a .safetensors or .msgpack file, a run
@@ -311,8 +290,7 @@ class DataParallel(Shown):
           ConfigError: If `params` does not fit the model.
         """
         inputs = self._inputs(as_arrays(batch), constants)
-        state = self._first.make(seed, inputs, params, partial=partial)
-        self._executor.latest = state
+        self._executor.latest = state = self._first.make(seed, inputs, params, partial=partial)
         return state
 
     @property
@@ -353,20 +331,12 @@ class DataParallel(Shown):
     def _refuse_foreign(self, state: TrainState, inputs: Inputs | None = None) -> None:
         """Refuses a state that a step has taken, or whose parameters are those of another model."""
         self._executor.refuse_taken(state)
-        own = self._executor.latest or (None if inputs is None else self._first.shapes(inputs))
-        shapes = functools.partial(jax.tree.map, np.shape)
-        if own not in (None, state) and shapes(own.params) != shapes(state.params):
-            raise UsageError("This state has the parameters of another model: make one with init.")
+        self._first.refuse_foreign(state, self._executor.latest, inputs)
 
     def _values(self, state: TrainState, params: str = "params") -> Values:
         """The chosen parameters and the other state, with the replicas' own averaged."""
         self._refuse_foreign(state)
-        if params not in ("params", "ema"):
-            raise ConfigError(f"params={params!r} is unknown. Choose 'params' or 'ema'.")
-        if params == "ema" and state.ema_params is None:
-            raise ConfigError("params='ema' needs DataParallel(..., ema_decay=...).")
-        chosen = state.ema_params if params == "ema" else state.params
-        return self._first.merged((chosen, state.model_state))
+        return self.steps.merged((chosen_params(state, params), state.model_state))
 
     def step(
         self, state: TrainState, batch: Batch, constants: PyTree = None
@@ -421,30 +391,31 @@ class DataParallel(Shown):
         if leaves and all(getattr(x, "sharding", None) == self._rows_sharding for x in leaves):
             return batch  # by an earlier call
         batch = as_arrays(batch)
-        num, num_parts = self.spec.backward.num, self.steps.count_micro_batches(batch)
-        what = f"{num_parts // num} {self.spec.replicas.noun}"
-        what += f" times accumulate_steps={num}" if num > 1 else ""
-        check_rows(count_rows(batch), num_parts, what)
+        self.steps.check_rows(batch)
         return put_rows(batch, self.mesh)
 
-    def num_outputs(self, batch: Batch) -> int | None:
-        """Size of the last dim of the model's outputs; None where that cannot be known.
+    def pad(self, batch: Batch, num_rows: int | None = None) -> Batch:
+        """Pads this process's rows until they divide, with copies of its last, whose mask is 0.
+
+        A step of the result equals one device on the rows before, wherever the model treats rows
+        alone: a batch norm sees the copies. Every process calls it, with any number of rows.
 
         Args:
-          batch: This process's rows, or their `jax.ShapeDtypeStruct`s, with "image", "tokens" or
-            "x".
+          batch: A dict of arrays. Its "mask", if any, stays that of the rows.
+          num_rows: Number of rows to pad to, such as that of full batches, for which the step is
+            compiled; by default the next that divides, the same on every process.
+
+        Returns:
+          The batch, always with "mask", on the host.
+
+        Raises:
+          ConfigError: If the batch is no dict, or `num_rows` does not divide or is too small.
+          UsageError: If rows are added, and the loss or a metric is a scalar, or a `jddp.Mean` of
+            scalars: padding cannot be masked in it.
         """
-        num = self.mesh.size
-        rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((num, *x.shape[1:]), x.dtype), batch)
-        try:
-            state = self.abstract_state(batch)
-            values = jax.eval_shape(self._first.merged, (state.params, state.model_state))
-            given = state.key, values, np.uint32(0), self._inputs(rows), np.ones(num, "float32")
-            (found,) = jax.tree.leaves(jax.eval_shape(self._predict(outputs), *given))
-            return int(found.shape[1:][-1])
-        # The model has other inputs or outputs, or trains while it is evaluated: a step reports it.
-        except Exception:
-            return None
+        if not self.steps.sums:
+            self.abstract_state(batch)  # which traces the loss
+        return pad_for_step(batch, self.steps, num_rows)
 
     def lower(self, batch: Batch) -> jax.stages.Lowered:
         """Lowers the step for the shapes of `batch`, with nothing allocated or run.
@@ -489,10 +460,10 @@ class DataParallel(Shown):
         Raises:
           UsageError: If there is no state yet.
         """
-        told = logging_data(self.steps, self._executor)
+        facts = logging_data(self.steps, self._executor)
         if batch is not None:
-            told |= measure(self.steps, self.abstract_state(batch), self._inputs(batch))
-        return told
+            facts |= measure(self.steps, self.abstract_state(batch), self._inputs(batch))
+        return facts
 
     def diagnose(self, state: TrainState, batch: Batch) -> Layers:
         """Measures parameters and gradients of the next step, layer by layer; changes nothing.
@@ -577,21 +548,75 @@ class DataParallel(Shown):
     ) -> Callable[[Batch, Any], Any]:
         """Returns `run(rows, valid)`, which calls a compiled function with a state's values."""
         values, inputs = self._values(state, params), self._inputs(None, constants)
-        numbers = map(np.uint32, itertools.count())
+        return numbered(compiled, state.key, values, inputs)
 
-        def run(rows: Batch, valid: jax.Array) -> Any:
-            given = inputs._replace(rows=rows)
-            return call(compiled, state.key, values, next(numbers), given, valid)
+    def save(
+        self, directory: str | Path, state: TrainState, extra: Any = None, *, keep: int = 3
+    ) -> Checkpoints:
+        """Saves a state in a loop of your own, as `fit` does; returns once it is copied.
 
-        return run
+        Every process calls it. Writing continues in the background, and ends before the next save
+        begins or the process ends; a process that is killed meanwhile leaves the checkpoint before.
+        What the file system refuses is logged, and loses only that checkpoint. What was saved last,
+        the same state and `extra`, is not written again; another state of its step replaces it.
+
+        Args:
+          directory: Directory of the checkpoints of this training alone, on a file system that all
+            processes share; made if it is missing.
+          state: State from `init`, `step` or `restore`; the next step may take it.
+          extra: Values that `restore` returns beside the state, as JSON: a position in the data,
+            metrics, None. Tuples come back as lists, keys of dicts as strings.
+          keep: Number of newest checkpoints that stay.
+
+        Returns:
+          An object whose `wait()` returns once all is written, and raises a `FileSystemError` if
+          the last state could not be: call it after the last save.
+
+        Raises:
+          ConfigError: If `extra` is no JSON; if the directory is of a run of `fit`, or holds
+            checkpoints that were not restored first, or of later steps.
+          FileSystemError: If the directory cannot be made or written.
+          NumericsError: If the state is not finite.
+          ReplicaMismatchError: At the next call, if state differs that must be the same on all
+            replicas.
+          UsageError: If a step has taken the state, or it is of another model.
+        """
+        self._refuse_foreign(state)
+        return self._saves.save(directory, state, extra, keep)
+
+    def restore(self, directory: str | Path) -> tuple[TrainState, Any] | None:
+        """Returns the newest undamaged state of a directory, and its `extra` values.
+
+        Every process calls it, after `init`. The state may be of another number of devices or
+        processes, and its optimizer sharded or not. Nothing is written, so that another process may
+        be saving there; but a damaged checkpoint is renamed, and the one before is read.
+
+        Args:
+          directory: A directory of `save`, or the run directory of `fit`, whose checkpoints have
+            their run data in place of extra values.
+
+        Returns:
+          The state and the extra values; None where there is no checkpoint.
+
+        Raises:
+          UsageError: If there was no `init`, which gives the form of the state.
+          ConfigError: If the state is of another model or optimizer, with the paths that differ.
+          FileSystemError: If there are checkpoints, but none is undamaged and readable.
+        """
+        if (found := self._saves.restore(directory, self.latest)) is not None:
+            self._executor.latest = found[0]
+        return found
 
     def fit(
         self,
-        batches: Batches,
+        batches: Batches | None = None,
         *,
-        num_steps: int,
+        data: Any = None,
+        global_batch_size: int | None = None,
+        num_epochs: float | None = None,
+        num_steps: int | None = None,
         state: TrainState | Callable[[Batch], TrainState] | None = None,
-        evaluate: Batches | None = None,
+        evaluate: Batches | Mapping[str, Any] | None = None,
         run_dir: str | Path | None = None,
         callbacks: Sequence[Callback] = (),
         seed: int = 0,
@@ -615,13 +640,21 @@ class DataParallel(Shown):
         Args:
           batches: This process's training batches. An object with `get_state` and `set_state`
             resumes where it was; any other iterable is fast-forwarded.
-          num_steps: Optimizer steps in all, those of a resumed run included.
+          data: Instead of batches, a dict of arrays with a row for each example, or a data set of
+            such, the same on every process; `seed` is that of their order too. For other options
+            give `jddp.data.TrainBatches` as batches.
+          global_batch_size: Examples per step, over all processes, of `data`.
+          num_epochs: Number of passes over `data`; the last batch may be partial and is padded.
+          num_steps: Optimizer steps in all, those of a resumed run included; with `data` either
+            these or epochs.
           state: The state to start from, which is copied, so that it stays yours, with
             `run.evaluate()` of an earlier run: the devices hold both as long as you keep it. A
             function of the first batch that makes the state holds but one. By default
             `init(seed, <the first batch>)`.
-          evaluate: This process's evaluation batches, iterated from the beginning each time.
-          run_dir: Directory for metrics and checkpoints; None keeps nothing.
+          evaluate: This process's evaluation batches, iterated from the beginning each time; or a
+            dict of arrays, the same on every process.
+          run_dir: Directory for metrics and checkpoints, or its URL, such as "s3://bucket/run",
+            for which fsspec needs `jddp[s3]` or the like; None keeps nothing.
           callbacks: Objects as `jddp.Callback` describes them.
           seed: Seed of the first state's PRNG key.
           log_every_steps: Steps between train records.
@@ -656,13 +689,12 @@ class DataParallel(Shown):
           NumericsError: If the loss is not finite, or too many steps in a row were skipped.
         """
         refuse_unknown(DataParallel.fit, unknown, key="fit")
+        sizes = {"global_batch_size": global_batch_size, "num_epochs": num_epochs, "seed": seed}
+        batches, evaluate, num_steps = choose_batches(
+            batches, data, evaluate, num_steps, multiple_of=self.steps.num_micro_batches, **sizes
+        )
         if isinstance(state, TrainState):
             self._executor.refuse_taken(state)
-            state = jax.tree.map(jax.numpy.copy, state)
-        if isinstance(batches, TrainBatches | WorkerBatches) and batches.is_padded:
-            self.abstract_state(batches.batch(0))
-            full = f"a global batch size that is a multiple of {self.steps.num_micro_batches}"
-            refuse_padding(self.steps.sums, f"let batches be full: {full}, drop_remainder=True")
         plan = Plan(
             num_steps=num_steps,
             log_every_steps=log_every_steps,
@@ -677,6 +709,6 @@ class DataParallel(Shown):
             check_replicas_every_steps=check_replicas_every_steps,
             max_consecutive_skips=max_consecutive_skips,
         )
-        kept = Kept(None if run_dir is None else expand(run_dir), config, manifest or {})
+        kept = Kept(run_dir and folder_or_url(run_dir), config, manifest or {})
         first = functools.partial(self.init, seed) if state is None else state
         return train(self, batches, plan, kept, first, callbacks, limits)

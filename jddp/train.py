@@ -8,6 +8,7 @@ a shutdown barrier for minutes.
 
 import argparse
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -24,6 +25,8 @@ from jddp.config.files import dump_values, load_config
 from jddp.config.keys import describe_keys
 from jddp.config.permissions import expand, make_private
 from jddp.config.schema import Config
+from jddp.distributed.failure_file import RESULT, describe, write
+from jddp.distributed.resolve import resolve_identity
 from jddp.distributed.signals import Repeats, stop_signals
 from jddp.errors import Error, ExitCode
 
@@ -47,28 +50,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with _stopped_by_signals():
             return _run(_parse(argv))
-    except Error as error:
-        code, reason = error.exit_code, str(error)
-    except _Stopped as error:
-        code = ExitCode.PREEMPTED
-        reason = f"{error}: stopped before the first step. The same command resumes."
-    except KeyboardInterrupt:
-        code = ExitCode.INTERRUPTED
-        reason = "interrupted. The same command resumes from the last checkpoint."
-    except Exception as error:
-        traceback.print_exc()
-        return _leave(ExitCode.BUG, f"{type(error).__name__}: {error}")
-    tell(reason)
-    return _leave(code, reason)
+    except (Exception, Stopped, KeyboardInterrupt) as error:
+        return _leave(error)
 
 
-class _Stopped(BaseException):
+class Stopped(BaseException):
     """A signal, where there is nothing to save."""
+
+    exit_code = ExitCode.PREEMPTED
 
 
 @contextlib.contextmanager
 def _stopped_by_signals() -> Iterator[None]:
-    """While open, SIGTERM and SIGHUP raise `_Stopped`; during training the run handles them."""
+    """While open, SIGTERM and SIGHUP raise `Stopped`; during training the run handles them."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -76,13 +70,14 @@ def _stopped_by_signals() -> Iterator[None]:
 
     def stop(number: int, frame: object) -> None:
         if not repeats.is_repeat():
-            raise _Stopped(signal.Signals(number).name)
+            name = signal.Signals(number).name
+            raise Stopped(f"{name}: stopped before the first step. The same command resumes.")
 
     signals = set(stop_signals()) - {signal.SIGINT}
     before = {number: signal.signal(number, stop) or signal.SIG_DFL for number in signals}
     try:
         yield
-    except _Stopped:
+    except Stopped:
         before.clear()  # a repeat may still come while this process leaves
         raise
     finally:
@@ -103,11 +98,10 @@ def _run(arguments: argparse.Namespace) -> int:
     if not arguments.dry_run:  # which writes nothing
         from jddp.trainer.reports.run_directory import RunDirectory
 
-        RunDirectory(Path(config.run.dir or ""), is_writer=True).check_usable()
+        RunDirectory(config.run.dir or "", is_writer=True).check_usable()
         _turn_on_cache()
     from jddp.distributed.failure import owned_process
     from jddp.distributed.join import initialize
-    from jddp.distributed.resolve import resolve_identity
 
     identity = resolve_identity()
     initialize(identity)
@@ -131,6 +125,9 @@ def _train(config: Config, name: str, detected: str, *, is_dry_run: bool, starte
             print(f"\n{text}\n\ndry run: nothing was trained or written")
         return ExitCode.DONE
     run = job.run()
+    if path := os.environ.get(RESULT):  # for a launcher that asks
+        facts = {"step": run.step, "run_dir": str(config.run.dir), **run.eval_metrics}
+        Path(path).write_text(json.dumps(facts, default=str))
     if run.interrupted is not None:
         # Schedulers end the others once one has exited; all are to exit with this code.
         if jax.process_count() > 1:
@@ -202,14 +199,29 @@ def _farewell(run: "Run", seconds: float) -> str:
     return f"done     {run.step:,} steps, {seconds:.0f} s in all\neval     {metrics}"
 
 
-def _leave(code: int, reason: str) -> int:
-    """Ends one of several processes, and its job, at once; a single one returns its exit code."""
+def _leave(error: BaseException) -> int:
+    """Reports an error. Ends one of several processes, and its job, at once; a single one returns.
+
+    Returns:
+      The exit code.
+    """
+    code: int = ExitCode.BUG
+    if isinstance(error, KeyboardInterrupt):
+        code = ExitCode.INTERRUPTED
+        tell("interrupted. The same command resumes from the last checkpoint.")
+    elif isinstance(error, Error | Stopped):
+        code = error.exit_code
+        tell(str(error))
+    else:
+        traceback.print_exception(error)
     if "jax" in sys.modules:
         from jddp.distributed.coordination import num_processes
         from jddp.distributed.failure import leave
 
         if num_processes() > 1:
-            leave(code, reason)
+            leave(code, error)
+    with contextlib.suppress(Error):  # about a number that nobody can tell
+        write(describe(resolve_identity().process_id, code, error))
     return code
 
 

@@ -9,7 +9,7 @@ import dataclasses
 import optax
 
 from jddp.engine.state import TrainState
-from jddp.errors import ConfigError
+from jddp.errors import ConfigError, check_choice
 from jddp.typing import Params
 
 
@@ -57,3 +57,15 @@ def choose_average(decay: float | None) -> NoAverage:
     if decay is not None and not 0 < decay < 1:
         raise ConfigError(f"ema_decay is between 0 and 1, or None; got {decay}.")
     return NoAverage() if decay is None else Ema(decay)
+
+
+def chosen_params(state: TrainState, name: str) -> Params:
+    """Returns the parameters of a state, or for "ema" their average.
+
+    Raises:
+      ConfigError: If there is no such name, or no average.
+    """
+    check_choice("params", name, ("params", "ema"))
+    if name == "ema" and state.ema_params is None:
+        raise ConfigError("params='ema' needs DataParallel(..., ema_decay=...).")
+    return state.ema_params if name == "ema" else state.params

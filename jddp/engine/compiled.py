@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jax.stages import Wrapped
 
 from jddp.engine.executor import call
-from jddp.engine.mesh import sharded
+from jddp.engine.mesh import replicated, sharded
 from jddp.engine.spec import Step
 from jddp.engine.state import (
     CommState,
@@ -27,13 +27,15 @@ from jddp.engine.state import (
     PerReplica,
     Replicated,
     TrainState,
+    Values,
     enter,
+    merge_rows,
     own_layouts,
 )
 from jddp.engine.step import Traced, make_gradients, make_step, trace
 from jddp.errors import ConfigError, UsageError
 from jddp.modules.metrics import Sums, weights_in
-from jddp.modules.rows import count_rows
+from jddp.modules.rows import check_rows, count_rows
 from jddp.reduce.plan import BucketPlan
 from jddp.typing import Batch, PyTree
 
@@ -63,6 +65,12 @@ class CompiledSteps:
         # By what makes it, and the form of all rows.
         self._jitted: dict[Hashable, tuple[Planned, Wrapped]] = {}
         self._make_step = functools.partial(make_step, donate=donate)
+
+    def __str__(self) -> str:
+        """The model, its devices, and the micro-batches of a step, if there are several."""
+        num, kind = self.spec.backward.num, self.mesh.devices.flat[0].device_kind
+        parts = f", {num} micro-batches a step" * (num > 1)
+        return f"{self.spec.model.name} on {self.mesh.size} x {kind}{parts}"
 
     @property
     def sums(self) -> Sums:
@@ -161,6 +169,12 @@ class CompiledSteps:
         )
         return spec.sync.layouts(state, layouts)
 
+    def merged(self, values: Values) -> Values:
+        """Values as they are read: per-replica leaves are averaged."""
+        keeps_own = self.spec.sync.keeps_own, self.spec.model.keeps_own
+        layouts = tuple(map(own_layouts, values, keeps_own))
+        return merge_rows(values, layouts, replicated(self.mesh))
+
     def step_for(self, state: TrainState, inputs: Inputs) -> Wrapped:
         """The jitted step for rows of this form; compiles nothing yet.
 
@@ -253,6 +267,17 @@ class CompiledSteps:
         # rows.
         on_all = all(isinstance(x, jax.Array) and not x.is_fully_addressable for x in leaves)
         return (self.num_replicas if on_all else self.num_local_replicas) * self.spec.backward.num
+
+    def check_rows(self, batch: Batch) -> None:
+        """Refuses rows that are not a multiple of the micro-batches.
+
+        Raises:
+          ConfigError: If they are not, with the sizes that would be.
+        """
+        num, num_parts = self.spec.backward.num, self.count_micro_batches(batch)
+        what = f"{num_parts // num} {self.spec.replicas.noun}"
+        what += f" times accumulate_steps={num}" * (num > 1)
+        check_rows(count_rows(batch), num_parts, what)
 
     def count_rows_of_part(self, batch: Batch) -> int:
         """Rows of a micro-batch; at least one."""

@@ -7,6 +7,7 @@ Rows that do not fill the devices are padded, and padding is masked. Sums and co
 the devices; they are added up on the host in float64, so that counts stay whole numbers.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -19,24 +20,16 @@ from jax.sharding import Mesh
 from jax.stages import Wrapped
 from jaxtyping import Array, Float
 
-from jddp.engine.mesh import (
-    as_arrays,
-    axis_of,
-    from_all_processes,
-    input_specs,
-    over_replicas,
-    put_rows,
-)
+from jddp.engine.executor import call
+from jddp.engine.mesh import as_arrays, from_all_processes, input_specs, over_replicas, put_rows
 from jddp.engine.spec import Step
-from jddp.engine.state import Inputs
+from jddp.engine.state import Inputs, Values
 from jddp.errors import ConfigError, UsageError
 from jddp.modules.forward import mask_of, run_forward
 from jddp.modules.functional import name_constants
 from jddp.modules.metrics import Sum, Sums, Totals, count_valid_rows
 from jddp.modules.rows import count_rows
-from jddp.typing import Batch, Batches, LossFn, Metrics, ModelState, Params, PyTree
-
-Values = tuple[Params, ModelState]
+from jddp.typing import Batch, Batches, LossFn, Metrics, PyTree
 
 
 def make_evaluate(step: Step, mesh: Mesh) -> Wrapped:
@@ -78,12 +71,24 @@ def make_predict(step: Step, mesh: Mesh, function: LossFn) -> Wrapped:
                 )
         return outputs
 
-    return jax.jit(_mapped(replica, mesh, P(axis_of(mesh))))
+    return jax.jit(_mapped(replica, mesh, P(step.axis)))
 
 
 def _mapped(replica: Callable[..., PyTree], mesh: Mesh, out_specs: P) -> Callable[..., PyTree]:
-    in_specs = (P(), P(), P(), input_specs(mesh), P(axis_of(mesh)))
-    return over_replicas(replica, mesh, in_specs, out_specs)
+    inputs = input_specs(mesh)
+    return over_replicas(replica, mesh, (P(), P(), P(), inputs, inputs.rows), out_specs)
+
+
+def numbered(
+    compiled: Callable[..., PyTree], key: Array, values: Values, inputs: Inputs
+) -> Callable[[Batch, Any], Any]:
+    """Returns `run(rows, valid)`: a call of `evaluate` or `predict` for the next batch."""
+    numbers = map(np.uint32, itertools.count())
+
+    def run(rows: Batch, valid: Array) -> PyTree:
+        return call(compiled, key, values, next(numbers), inputs._replace(rows=rows), valid)
+
+    return run
 
 
 def evaluate_exactly(
@@ -139,7 +144,7 @@ def predict_rows(run: Callable[[Batch, Any], PyTree], batches: Batches, mesh: Me
       UsageError: If there is no batch.
     """
     found = [
-        jax.tree.map(lambda x, n=placed.num_rows: _own_rows(x)[:n], run(placed.rows, placed.valid))
+        jax.tree.map(lambda x, n=placed.num_rows: own_rows(x)[:n], run(placed.rows, placed.valid))
         for placed in _place(batches, mesh, len(mesh.local_devices))
     ]
     if not found:
@@ -147,8 +152,8 @@ def predict_rows(run: Callable[[Batch, Any], PyTree], batches: Batches, mesh: Me
     return jax.tree.map(lambda *parts: np.concatenate(parts), *found)
 
 
-def _own_rows(x: jax.Array) -> np.ndarray:
-    """The rows that lie on this process's devices."""
+def own_rows(x: jax.Array) -> np.ndarray:
+    """The rows of an array that lie on this process's devices."""
     shards = sorted(x.addressable_shards, key=lambda shard: shard.index[0].start or 0)
     return np.concatenate([np.asarray(shard.data) for shard in shards])
 

@@ -60,10 +60,10 @@ def require_devices() -> None:
     try:
         jax.local_devices()
     except (RuntimeError, AssertionError) as error:
-        told = os.environ.get("JAX_PLATFORMS")
+        wanted = os.environ.get("JAX_PLATFORMS")
         reason = (str(error).splitlines() or ["no reason given"])[0]
         raise DeviceError(
-            f"JAX finds no device for JAX_PLATFORMS={told}: {reason}. Does nvidia-smi show it "
+            f"JAX finds no device for JAX_PLATFORMS={wanted}: {reason}. Does nvidia-smi show it "
             "here, and is jax[cuda12] installed? JAX_PLATFORMS=cpu computes without one."
         ) from error
 

@@ -26,7 +26,7 @@ from jddp.engine.separable import at_least_1d, why_not_split
 from jddp.engine.state import Replicated, Sharded, TrainState
 from jddp.engine.unused import UNUSED, Zero
 from jddp.engine.view import View
-from jddp.errors import ConfigError
+from jddp.errors import ConfigError, check_choice
 from jddp.reduce.plan import BucketPlan
 from jddp.reduce.reduction import Reduction
 from jddp.typing import Grads, OptState, Params, PyTree
@@ -160,11 +160,7 @@ def choose_optimizer(
             "optax.MultiSteps beside accumulate_steps would reduce once per micro-batch and count "
             "steps twice. Drop optax.MultiSteps: accumulate_steps reduces once for all of them."
         )
-    if unused_parameters not in UNUSED:
-        raise ConfigError(
-            f"unused_parameters {unused_parameters!r} is unknown. "
-            f"Choose one of {', '.join(map(repr, UNUSED))}."
-        )
+    check_choice("unused_parameters", unused_parameters, UNUSED)
     unused = UNUSED[unused_parameters]()
     return ReplicatedOptimizer(tx, unused) if sharded_by is None else Zero1(tx, unused, sharded_by)
 

@@ -41,7 +41,7 @@ def all_gather(tree: PyTree, axis: str | None = None) -> PyTree:
 
 
 def replica_key(state: TrainState, name: str = "replica") -> Array:
-    """A key for each replica, of the step that the state is before.
+    """One PRNG key per replica, for the next step of the state.
 
     The rule is that of all random numbers here: the base key, folded with the step, with the
     replica's number and with the CRC-32 of a name. So a resumed run repeats the same numbers,

@@ -25,6 +25,7 @@ from jddp.typing import Batch, HookState, ModelState, OptState, Params, Path, Py
 Shape = tuple[int, ...]
 Leaf = PyTree  # One of a tree: an array of the host or of the devices, or its shape and dtype.
 KeepsOwn = Callable[[Path, Leaf], bool]  # whether each replica has its own of a leaf
+Values = tuple[Params, ModelState]  # what a model computes with
 
 
 class Layout:
@@ -129,7 +130,7 @@ class TrainState(Shown):
         """Its contents, in numbers and bytes; waits for the devices."""
         # Printing a state after a step has taken it must not raise: it is what a debugger does.
         if getattr(self.step, "is_deleted", lambda: False)():
-            return "TrainState, whose memory a step has taken"
+            return "TrainState (donated to a step; use ddp.latest)"
         is_there = isinstance(self.step, jax.Array) and not isinstance(self.step, jax.core.Tracer)
         lines = [f"TrainState at step {self.step}" if is_there else "TrainState, its shapes"]
         for field in ("params", "ema_params", "model_state", "opt_state", "comm_state"):

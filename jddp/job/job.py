@@ -23,16 +23,18 @@ from jddp.config.schema import Config
 from jddp.config.versions import source_hash, versions
 from jddp.data import DataSet, TrainBatches, WorkerBatches, count_steps, eval_batches, load_weights
 from jddp.data_parallel import DataParallel
-from jddp.distributed.agreement import agree
+from jddp.distributed.coordination import agree
 from jddp.distributed.join import initialize
 from jddp.distributed.resolve import resolve_identity
 from jddp.distributed.watchdog import Limits
 from jddp.engine.mesh import configure_devices, require_devices
 from jddp.errors import ConfigError, DataError
+from jddp.inspection.outputs import num_outputs
 from jddp.job.parts import Parts, Schedule, resolve_parts
 from jddp.trainer.callbacks import Callback, KeepBest
 from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.run import Run
+from jddp.typing import Batches
 from jddp.verification.verify import Verification, verify
 
 # Options of JAX that change the results of a program.
@@ -60,7 +62,7 @@ def fit(
     else:
         resolved, _ = load_config([str(config)], overrides)
     if resolved.run.dir is not None:  # before the data are read
-        RunDirectory(Path(resolved.run.dir), is_writer=True).check_usable()
+        RunDirectory(resolved.run.dir, is_writer=True).check_usable()
     return build(resolved).run(callbacks)
 
 
@@ -120,14 +122,12 @@ class Job:
         weights: dict[str, Any] = {"params": model.init_from, "partial": model.weights_partial}
         init = functools.partial(self.ddp.init, config.seed, **weights)
         keep_best = [KeepBest(best.best_metric, mode=best.best_mode)] if best.best_metric else []
-        # Evaluation holds no gradients: rows of one micro-batch fit wherever training fits.
-        rows = max(1, config.data.global_batch_size // config.ddp.accumulate_steps)
         with contextlib.closing(self.train_batches()) as batches:
             return self.ddp.fit(
                 batches,
                 num_steps=self.num_steps,
                 state=None if model.init_from is None else init,
-                evaluate=eval_batches(self.data.test, global_batch_size=rows, **_share()),
+                evaluate=test_batches(config, self.data),
                 run_dir=config.run.dir,
                 callbacks=[*keep_best, *callbacks],
                 seed=config.seed,
@@ -199,13 +199,7 @@ def build(config: Config, *, needs_data: bool = True) -> Job:
       DeviceError: If JAX finds no device.
       ProcessMismatchError: If processes have different configs, versions or data.
     """
-    identity = resolve_identity()
-    # A running JAX, as in a notebook, refuses: then the mesh takes some of its devices.
-    with contextlib.suppress(RuntimeError):
-        configure_devices(config.mesh.num_devices, num_processes=identity.num_processes)
-    initialize(identity)
-    agree("config or version", _facts(config))
-    require_devices()
+    join(config, config.mesh.num_devices)
     parts = resolve_parts(config)
     config, data, data_error = parts.config, None, ""
     try:
@@ -231,9 +225,29 @@ def build(config: Config, *, needs_data: bool = True) -> Job:
     return job
 
 
+def join(config: Config, num_devices: int | str) -> None:
+    """Joins the processes of a job, compares their configs, and starts their devices.
+
+    Args:
+      config: Config of the job.
+      num_devices: Number of devices of all processes, or "auto".
+
+    Raises:
+      DeviceError: If JAX finds no device.
+      ProcessMismatchError: If processes have different configs or versions.
+    """
+    identity = resolve_identity()
+    # A running JAX, as in a notebook, refuses: then the mesh takes some of its devices.
+    with contextlib.suppress(RuntimeError):
+        configure_devices(num_devices, num_processes=identity.num_processes)
+    initialize(identity)
+    agree("config or version", _facts(config))
+    require_devices()
+
+
 def _check_outputs(job: Job) -> None:
     """Compares the model's outputs with the classes, or the vocabulary, of the data."""
-    known, data, outputs = job.parts.source.sizes, job.data, job.ddp.num_outputs(job.batch_spec)
+    known, data, outputs = job.parts.source.sizes, job.data, num_outputs(job.ddp, job.batch_spec)
     least = max(getattr(x, "num_classes", 0) for x in (data.train, data.test)) if data else 0
     for name, size in (known or {"num_classes": least}).items():
         mismatch = f"model: it has {outputs} outputs, and {name} of the data is {size}."
@@ -243,15 +257,21 @@ def _check_outputs(job: Job) -> None:
             logging.getLogger("jddp").warning("%s The outputs beyond that learn nothing.", mismatch)
 
 
+def test_batches(config: Config, data: DataSet) -> Batches:
+    """This process's evaluation batches of a job."""
+    # Evaluation holds no gradients: rows of one micro-batch fit wherever training fits.
+    rows = max(1, config.data.global_batch_size // config.ddp.accumulate_steps)
+    return eval_batches(data.test, global_batch_size=rows, **_share())
+
+
 def _facts(config: Config) -> dict[str, str]:
     """Values that all processes of a job must share: all but the folder of their data."""
     keys = {key: str(x) for key, x in flatten(config.model_dump()).items() if key != "data.dir"}
     settings = {name: str(getattr(jax.config, name)) for name in SETTINGS}
     flags = {name: os.environ.get(name, "") for name in ("XLA_FLAGS", "JAX_PLATFORMS")}
     flags["code of jddp"] = source_hash()
-    if not flags[
-        "JAX_PLATFORMS"
-    ]:  # one without a GPU would take its CPU, and wait for others that do
+    # A process without a GPU would take its CPU, and wait for others that have one.
+    if not flags["JAX_PLATFORMS"]:
         flags["a GPU"] = "there" if glob.glob("/dev/nvidia[0-9]*") else "not there"
     return {**keys, **versions(), **settings, **flags}
 

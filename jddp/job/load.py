@@ -1,6 +1,11 @@
-"""Loads the model of a run from its directory."""
+"""Reads a finished or interrupted run from its directory: its config, its model, its checkpoints.
 
-from collections.abc import Mapping
+A run directory is data. `trust` permits more: "package" the import of the module class that its
+config names, "config" all that a config on the command line may do.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -8,33 +13,36 @@ import jax
 import jax.numpy as jnp
 
 from jddp.checkpoint.arrays import layouts_in
+from jddp.checkpoint.folders import finished
 from jddp.checkpoint.format_1 import merge_by_model
-from jddp.checkpoint.reader import newest_sound, read_described, read_object
+from jddp.checkpoint.reader import find_fault, newest_sound, read_described, read_object
 from jddp.checkpoint.reader import read_values as read_fields
+from jddp.checkpoint.remote import local_copy
 from jddp.config.files import read_values
-from jddp.config.permissions import expand
 from jddp.config.schema import Config
-from jddp.errors import UsageError
+from jddp.errors import ConfigError, FileSystemError, UsageError
+from jddp.modules.base import FlaxModel
 from jddp.modules.functional import functional
 from jddp.zoo.models import is_module_class, make_model
 from jddp.zoo.names import resolve_target
 
 OWN_MODELS = "jddp.zoo.models"
 STATE_OPTIONS = ("batch_norm", "per_replica", "state_reduction")  # of DataParallel, in run.json
+TRUST = (None, "package", "config")
 
 
 def load(run_dir: str | Path, *, model: Any = None, trust: str | None = None) -> Any:
     """Returns the model of a run, with the values of its newest checkpoint.
 
     The directory is not trusted: of all names in its config only the model is resolved, and only
-    inside `jddp.zoo.models` unless `trust` permits more.
+    inside `jddp.zoo.models` unless `trust` permits more. `jddp.Run.open` gives the whole run.
 
     Args:
-      run_dir: A run directory.
+      run_dir: A run directory, or its URL.
       model: The module to fill, in place of the one that the config names. A run of
         `DataParallel.fit` has no config, and needs it.
       trust: "package" to import the module class that the config names, wherever it is. Importing
-        it runs the code of its package.
+        it runs the code of its package. "config" to also call a function that the config names.
 
     Returns:
       A bound Linen module, or an NNX module in eval mode, with the parameters that the run itself
@@ -42,47 +50,114 @@ def load(run_dir: str | Path, *, model: Any = None, trust: str | None = None) ->
 
     Raises:
       UsageError: If the model is not trusted, or no module class, or not given for a run that has
-        no config.
+        no config; or if there is no run.
       ConfigError: If the config cannot be read.
       FileSystemError: If there is no checkpoint.
     """
-    run_dir = expand(run_dir)
-    module = _model_of(run_dir, trust) if model is None else model
-    folder = run_dir / "checkpoints" / str(newest_sound(run_dir / "checkpoints"))
-    run = read_object(folder / "run.json")
-    options = {name: run["world"][name] for name in STATE_OPTIONS if name in run["world"]}
-    params = "ema_params" if run.get("plan", {}).get("eval_params") == "ema" else "params"
-    saved = read_fields(folder, [params, "model_state"])
-    values, state = saved[params], saved["model_state"]
+    run_dir = local_copy(run_dir)
+    module = model_in(run_dir, config_in(run_dir), trust) if model is None else model
+    saved = find_saved(run_dir)
+    world = saved.beside["world"]
+    options = {name: world[name] for name in STATE_OPTIONS if name in world}
     form = functional(module, **options)
+    values, state = saved.read(form, [saved.evaluated])
     if form.values is not None:
         values, state = _as(form.values[0], values), _as(form.values[1], state)
-    if not layouts_in(read_described(folder)):
-        state = merge_by_model(state, form.keeps_own)
     filled = form.rebuild(*jax.tree.map(jnp.asarray, (values, state)))
     return module.bind(filled) if isinstance(filled, Mapping) else filled
 
 
-def _model_of(run_dir: Path, trust: str | None) -> Any:
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint, and the run data beside its arrays.
+
+    Attributes:
+      folder: Folder of the checkpoint.
+      beside: The run data.
+    """
+
+    folder: Path
+    beside: dict[str, Any]
+
+    @property
+    def evaluated(self) -> str:
+        """The field of the parameters that the run itself evaluated."""
+        is_ema = self.beside.get("plan", {}).get("eval_params") == "ema"
+        return "ema_params" if is_ema else "params"
+
+    def read(self, form: FlaxModel, fields: Sequence[str]) -> list[Any]:
+        """The fields, and the model's other state, with the replicas' own averaged."""
+        saved = read_fields(self.folder, [*fields, "model_state"])
+        if not layouts_in(read_described(self.folder)):
+            saved["model_state"] = merge_by_model(saved["model_state"], form.keeps_own)
+        return [saved[name] for name in (*fields, "model_state")]
+
+
+def find_saved(run_dir: Path, chosen: int | str | None = None) -> Saved:
+    """Finds a checkpoint of a run.
+
+    Args:
+      run_dir: The run directory.
+      chosen: A step; or a folder of checkpoints, such as "best", of which the newest undamaged one
+        is taken; or both, "best/400". By default the newest of "checkpoints".
+
+    Raises:
+      FileSystemError: If there is none, or it is damaged.
+    """
+    text = "checkpoints" if chosen is None else str(chosen)
+    above, _, step = text.rpartition("/")
+    if step.isdecimal():
+        directory = run_dir / (above or "checkpoints")
+        if int(step) not in (steps := finished(directory)):
+            raise FileSystemError(f"{directory} holds no step {step}. Choose one of {steps}.")
+        if fault := find_fault(directory / step):
+            raise FileSystemError(f"{directory / step} is damaged: {fault}. Choose another.")
+    else:
+        directory = run_dir / text
+        step = str(newest_sound(directory))
+    return Saved(directory / step, read_object(directory / step / "run.json"))
+
+
+def config_in(run_dir: Path) -> Config | None:
+    """The config of a run; None for a run of `DataParallel.fit`, which keeps none.
+
+    Raises:
+      UsageError: If there is no run.
+      ConfigError: If the config cannot be read.
+    """
     path = run_dir / "config.yaml"
-    if not path.exists() and (run_dir / "checkpoints").is_dir():
+    if path.exists():
+        return Config(**read_values(path))
+    if not (run_dir / "checkpoints").is_dir():
+        raise UsageError(
+            f"{run_dir} is no run directory: it holds neither config.yaml nor checkpoints. Name "
+            "the run.dir, or run_dir=, of a run."
+        )
+    return None
+
+
+def model_in(run_dir: Path, config: Config | None, trust: str | None) -> Any:
+    """The module that a config names, as far as `trust` permits."""
+    if trust not in TRUST:
+        raise ConfigError(f"trust={trust!r} is unknown. Choose one of {[*TRUST]}.")
+    if config is None:
         raise UsageError(
             f"{run_dir} holds a run of DataParallel.fit, which keeps no config. Give model=, the "
             "module that was trained."
         )
-    section = Config(**read_values(path)).model
+    section = config.model
     target = section.target
     if target is None:
         return make_model(section.name, kwargs=section.kwargs)
     package = target.partition(":")[0]
     is_own = package == OWN_MODELS or package.startswith(f"{OWN_MODELS}.")
-    if not is_own and trust != "package":
+    if not is_own and trust is None:
         raise UsageError(
             f"load does not import {target!r}, which the run directory names. Give model=, the "
             "module itself; or trust='package', if you trust that package's code."
         )
     found = resolve_target(target, key="model.target")
-    if not is_module_class(found):
+    if trust != "config" and not is_module_class(found):
         raise UsageError(f"model.target {target!r} is no Flax module class. Give model=.")
     return make_model(found, kwargs=section.kwargs)
 

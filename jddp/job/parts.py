@@ -68,9 +68,9 @@ def resolve_parts(config: Config) -> Parts:
             mistakes.append(str(error))
 
     attempt(_optimizer)  # before the data are read, which the number of steps may depend on
-    source = attempt(_source)
+    source = attempt(find_source)
     filled = attempt(functools.partial(_model, sizes=source.sizes if source else {}))
-    loss_fn = attempt(_loss)
+    loss_fn = attempt(find_loss)
     ddp_options = {
         **config.ddp.model_dump(),
         "comm_hook": attempt(_comm_hook),
@@ -83,7 +83,8 @@ def resolve_parts(config: Config) -> Parts:
     return Parts(config, model, source, loss_fn, optimizer_for, ddp_options)
 
 
-def _source(config: Config) -> Source:
+def find_source(config: Config) -> Source:
+    """The source of the data that a config names."""
     data = config.data
     if data.name is not None:
         return make_source(data.name, source=data.source, directory=data.dir, kwargs=data.kwargs)
@@ -133,7 +134,8 @@ def _named(
     return look_up(section.name or "", known, key=f"{key}.name", kind=kind)
 
 
-def _loss(config: Config) -> Callable[..., Any]:
+def find_loss(config: Config) -> Callable[..., Any]:
+    """The loss that a config names."""
     loss = config.loss
     found = _named(loss, "loss", LOSSES, "loss")
     filled = accepted_names(found, key="loss.target") - loss.kwargs.keys()  # model, batch, train

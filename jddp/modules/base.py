@@ -6,7 +6,7 @@ import inspect
 import logging
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -70,8 +70,8 @@ class FlaxModel(abc.ABC):
         """Names by which a leaf of the other state may be declared, the narrowest first."""
 
     def init(self, loss_fn: LossFn, key: jax.Array, batch: Batch) -> tuple[Params, ModelState]:
-        """Makes parameters and other state, by running the loss once, where it has no `values`."""
-        raise NotImplementedError
+        """Returns the `values`; a model without them makes them, by running the loss once."""
+        return cast(tuple[Params, ModelState], self.values)
 
     @abc.abstractmethod
     def train(
@@ -105,9 +105,17 @@ def takes_train(loss_fn: LossFn) -> bool:
     )
 
 
-def takes_constants(loss_fn: LossFn) -> bool:
-    """Whether the loss has an argument `constants`."""
-    return "constants" in inspect.signature(loss_fn).parameters
+def refuse_constants(*functions: LossFn) -> None:
+    """Refuses constants that no function would get.
+
+    Raises:
+      ConfigError: If none has an argument `constants`.
+    """
+    if not any("constants" in inspect.signature(function).parameters for function in functions):
+        raise ConfigError(
+            "constants= were given, and loss_fn has no argument of that name. Write "
+            "loss_fn(model, batch, train, constants)."
+        )
 
 
 def name_constants(loss_fn: LossFn, constants: PyTree) -> LossFn:

@@ -16,8 +16,8 @@ from typing import Any
 from flax import linen as nn
 from flax import nnx
 
-from jddp.errors import ConfigError
-from jddp.modules.base import FlaxModel, name_constants, stream, takes_constants
+from jddp.errors import ConfigError, check_choice
+from jddp.modules.base import FlaxModel, name_constants, refuse_constants, stream
 from jddp.modules.batch_norm import Sync
 from jddp.modules.linen import LinenModel, synced_linen
 from jddp.modules.nnx import NnxModel, sync_nnx
@@ -25,12 +25,11 @@ from jddp.modules.nnx import NnxModel, sync_nnx
 MODES = ("sync", "broadcast", "local")
 REDUCTIONS = ("mean", "sum", "first")
 
-__all__ = ["FlaxModel", "functional", "name_constants", "stream", "takes_constants"]
+__all__ = ["FlaxModel", "functional", "name_constants", "refuse_constants", "stream"]
 
 
 def functional(
     model: Any,
-    *,
     batch_norm: str = "sync",
     sync: Sync | None = None,
     per_replica: Sequence[str] = (),
@@ -48,8 +47,7 @@ def functional(
                 f"state_reduction={{{kind!r}: {rule!r}}}: replicas agree by one of "
                 f"{list(REDUCTIONS)}, or each keeps its own (per_replica). Choose one of these."
             )
-    if batch_norm not in MODES:
-        raise ConfigError(f"batch_norm {batch_norm!r} is unknown. Choose one of {list(MODES)}.")
+    check_choice("batch_norm", batch_norm, MODES)
     form: FlaxModel
     if isinstance(model, nn.Module):
         form = LinenModel(model)

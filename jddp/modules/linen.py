@@ -25,12 +25,12 @@ class LinenModel(FlaxModel):
     _OFF = ("perturbations",)
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
+        self.module = module
 
     def init(self, loss_fn: LossFn, key: jax.Array, batch: Batch) -> tuple[Params, ModelState]:
         """Runs the loss under `nn.init`."""
         loss = functools.partial(call_loss, loss_fn, train=True)
-        run = nn.init(loss, self._module, mutable=nn.DenyList(self._OFF))
+        run = nn.init(loss, self.module, mutable=nn.DenyList(self._OFF))
         # A model that was written for other meshes names their axes. Where JAX sees no mesh, Flax
         # leaves the values alone; `lax.psum` and the like know the replicas all the same.
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
@@ -43,7 +43,7 @@ class LinenModel(FlaxModel):
     ) -> tuple[Any, ModelState]:
         """Runs the loss with all but the parameters mutable."""
         loss = functools.partial(call_loss, loss_fn, train=True)
-        run = nn.apply(loss, self._module, mutable=nn.DenyList(("params", *self._OFF)))
+        run = nn.apply(loss, self.module, mutable=nn.DenyList(("params", *self._OFF)))
         with synced_linen(self.sync, is_synced=self.batch_norm == "sync"):
             variables = {"params": params, **model_state}
             outputs, written = run(variables, batch, rngs=self._streams(key))
@@ -61,14 +61,14 @@ class LinenModel(FlaxModel):
         kept = ("batch_stats",) if is_told else tuple(model_state)
         loss = functools.partial(call_loss, loss_fn, train=False)
         # Written values, such as a cache, are dropped.
-        run = nn.apply(loss, self._module, mutable=nn.DenyList(("params", *kept)))
+        run = nn.apply(loss, self.module, mutable=nn.DenyList(("params", *kept)))
         try:
             outputs, _ = run({"params": params, **model_state}, batch, rngs=streams)
             return outputs
         except (flax.errors.InvalidRngError, flax.errors.ModifyScopeVariableError) as error:
             raise UsageError(
-                "This model trains while it is evaluated. Write loss_fn(model, batch, train) and "
-                "pass train to the model, or give eval_fn=."
+                "loss_fn runs the model in training mode during evaluation. Write loss_fn(model, "
+                "batch, train) and pass train to the model, or give eval_fn=."
             ) from error
 
     def split(self, values: PyTree) -> tuple[Params, ModelState | None]:

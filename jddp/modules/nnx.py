@@ -101,7 +101,7 @@ def _like(old: PyTree, new: PyTree) -> PyTree:
         return new
     if gone := sorted(map(str, old.keys() - new.keys())):
         raise ConfigError(
-            f"The module has lost its {gone[0]!r} in the loss. Let it keep its variables."
+            f"loss_fn removes the variable {gone[0]!r} of the module. Remove none inside the loss."
         )
     return {name: _like(value, new[name]) for name, value in old.items()}
 

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
-from jddp.errors import ConfigError
+from jddp.errors import ConfigError, check_choice
 from jddp.reduce.gradients import Finished
 from jddp.reduce.hooks import CommHook, Units, as_is, varies
 from jddp.reduce.packing import Layout, Packed, bucketed
@@ -23,31 +23,21 @@ from jddp.reduce.reduction import Reduction
 from jddp.typing import Grads, HookState, Params
 
 GPUS = ("gpu", "cuda", "rocm")
+Sizes = tuple[tuple[int, ...], int | None]  # of the buckets, and of the last, in bytes
 
 
-def make_reduction(
-    axis: str,
-    packed: Packed,
-    *,
-    bucket_mb: float | Sequence[float],
-    first_bucket_mb: float,
-    last_bucket_mb: float | None,
-    wire_dtype: DTypeLike | None,
-    seen: Callable[[CommHook, Units], CommHook] = as_is,
-) -> Reduction:
-    """Makes a `Reduction` from options as a user gives them.
+def bucket_sizes(
+    bucket_mb: float | Sequence[float], first_bucket_mb: float, last_bucket_mb: float | None
+) -> Sizes:
+    """Returns the largest sizes of the buckets, and that of the last or None, in bytes.
 
     Args:
-      axis: Name of the mapped axis.
-      packed: A packing with its hook, and the name of the hook.
       bucket_mb: Size of the buckets, or sizes of the first, the second, ..., in MiB.
       first_bucket_mb: Size of the first bucket, in MiB, if `bucket_mb` is one number.
       last_bucket_mb: Size of the last bucket, in MiB, or None.
-      wire_dtype: Dtype to which wider gradients are cast on the wire, or None.
-      seen: Function of the hook and the units of a step that returns the hook to call.
 
     Raises:
-      ConfigError: If an option breaks its rule.
+      ConfigError: If one is not positive.
     """
     sizes = [bucket_mb] if isinstance(bucket_mb, int | float) else list(bucket_mb)
     # A small first bucket is complete early, so that the network is busy from nearly the beginning
@@ -60,13 +50,34 @@ def make_reduction(
             f"A bucket holds at least one byte: got bucket_mb={bucket_mb}, first_bucket_mb="
             f"{first_bucket_mb}, last_bucket_mb={last_bucket_mb}. Give positive sizes, in MiB."
         )
-    last = None if last_bucket_mb is None else _bytes(last_bucket_mb)
+    return tuple(map(_bytes, sizes)), None if last_bucket_mb is None else _bytes(last_bucket_mb)
+
+
+def make_reduction(
+    axis: str,
+    packed: Packed,
+    sizes: Sizes,
+    wire_dtype: DTypeLike | None,
+    seen: Callable[[CommHook, Units], CommHook] = as_is,
+) -> Reduction:
+    """Makes a `Reduction` from options as a user gives them.
+
+    Args:
+      axis: Name of the mapped axis.
+      packed: A packing with its hook, and the name of the hook.
+      sizes: Result of `bucket_sizes`.
+      wire_dtype: Dtype to which wider gradients are cast on the wire, or None.
+      seen: Function of the hook and the units of a step that returns the hook to call.
+
+    Raises:
+      ConfigError: If the dtype is unknown.
+    """
     # The mean is linear: a loss scale passes through it. A custom hook need not be, or has state of
     # other steps, so it is called without the scale.
     packing, hook, name = packed
     seen = seen if name else as_is
     dtype = _resolve_wire_dtype(wire_dtype)
-    return Reduction(axis, tuple(map(_bytes, sizes)), last, packing, hook, name, dtype, seen)
+    return Reduction(axis, *sizes, packing, hook, name, dtype, seen)
 
 
 def average_gradients(
@@ -106,14 +117,8 @@ def average_gradients(
         all replicas.
     """
     chosen, _ = choose_layout(layout, False, jax.default_backend)
-    reduction = make_reduction(
-        axis,
-        bucketed(chosen, comm_hook),
-        bucket_mb=bucket_mb,
-        first_bucket_mb=first_bucket_mb,
-        last_bucket_mb=last_bucket_mb,
-        wire_dtype=wire_dtype,
-    )
+    sizes = bucket_sizes(bucket_mb, first_bucket_mb, last_bucket_mb)
+    reduction = make_reduction(axis, bucketed(chosen, comm_hook), sizes, wire_dtype)
 
     def init(params: Params) -> HookState:
         # Stateless hooks need no plan, and then any tree will do.
@@ -149,10 +154,7 @@ def choose_layout(
     Raises:
       ConfigError: If a value is unknown, or the two cannot be combined.
     """
-    if layout not in (known := ("auto", *get_args(Layout))):
-        raise ConfigError(
-            f"layout {layout!r} is unknown. Choose one of {', '.join(map(repr, known))}."
-        )
+    check_choice("layout", layout, ("auto", *get_args(Layout)))
     if overlap not in (True, False, "auto"):
         raise ConfigError(f"overlap is True, False or 'auto'; got {overlap!r}.")
     if layout == "leaf" and overlap is True:

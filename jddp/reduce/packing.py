@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jddp.errors import ConfigError
+from jddp.errors import ConfigError, check_choice
 from jddp.reduce.hooks import ON_RESIZE, CommHook, GradBucket, leaves_of, mean, narrow, split
 from jddp.reduce.pairwise import add_in_pairs
 from jddp.reduce.plan import Bucket
@@ -123,10 +123,7 @@ def bucketed(layout: Layout, hook: CommHook | None) -> Packed:
         raise ConfigError(
             f"comm_hook is {type(hook).__name__}. Give a jddp.CommHook(init, reduce) of functions."
         )
-    if hook.on_resize not in ON_RESIZE:
-        raise ConfigError(
-            f"comm_hook: on_resize {hook.on_resize!r} is unknown. Choose one of {ON_RESIZE}."
-        )
+    check_choice("comm_hook: on_resize", hook.on_resize, ON_RESIZE)
     name = getattr(hook.reduce, "__name__", repr(hook.reduce))
     return Whole(layout), _checked(narrow(hook), name), name
 

@@ -48,12 +48,6 @@ def own_shard(x: jax.Array, axis: str) -> jax.Array:
     return row.reshape(shard_shape(x.shape, num_shards))
 
 
-def shards_shape(shape: Shape, num_shards: int) -> Shape:
-    """The shape of all shards, one behind the other."""
-    size, *ones = shard_shape(shape, num_shards)
-    return (num_shards * size, *ones)
-
-
 def shard_shape(shape: Shape, num_shards: int) -> Shape:
     """The shape of a shard: its elements first, then ones; at least one dim."""
     return (-(-math.prod(shape) // num_shards), *[1] * (len(shape) - 1))

@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 import jax
 
 from jddp.config.versions import versions
-from jddp.distributed.agreement import agree
+from jddp.data import TrainBatches, WorkerBatches, eval_batches
+from jddp.distributed.coordination import agree
 from jddp.distributed.watchdog import Limits, Watchdog
+from jddp.engine.evaluate import refuse_padding
 from jddp.engine.mesh import as_arrays
 from jddp.engine.state import TrainState
 from jddp.errors import ConfigError
@@ -34,14 +36,43 @@ class Kept(NamedTuple):
     """The files of a run.
 
     Attributes:
-      directory: Folder for metrics and checkpoints; None keeps nothing.
+      directory: Folder for metrics and checkpoints, or its URL; None keeps nothing.
       config: Settings of the run; a directory with other ones is refused.
       manifest: Further facts, such as versions.
     """
 
-    directory: Path | None
+    directory: str | Path | None
     config: Mapping[str, Any] | None
     manifest: Mapping[str, Any]
+
+
+def choose_batches(
+    batches: Any, data: Any, evaluation: Any, num_steps: int | None, **options: Any
+) -> tuple[Batches, Batches | None, int]:
+    """Returns batches, evaluation batches and number of steps of a run; makes those of arrays.
+
+    Args:
+      batches: Batches of this process, if there are no data.
+      data: A dict of arrays or a data set, the same on every process, if there are no batches.
+      evaluation: Batches of this process, a dict of arrays, or None.
+      num_steps: Number of optimizer steps, if there is no number of epochs.
+      **options: Options of `TrainBatches`: None for those that are not given.
+
+    Raises:
+      ConfigError: If one that is needed is missing, or two exclude each other.
+    """
+    size, is_endless = options["global_batch_size"], options["num_epochs"] is None
+    is_known = (data is None) != (batches is None) and (num_steps is None) != is_endless
+    if not is_known or (num_steps if data is None else size) is None:
+        raise ConfigError(
+            "Give batches, num_steps=; or data=, global_batch_size=, and num_steps= or num_epochs=."
+        )
+    share: Any = {"process_index": jax.process_index(), "num_processes": jax.process_count()}
+    if data is not None:
+        batches = TrainBatches(data, **options, **share)
+    if isinstance(evaluation, Mapping):
+        evaluation = eval_batches(evaluation, global_batch_size=size or 1024, **share)
+    return batches, evaluation, len(batches.positions_left()) if num_steps is None else num_steps
 
 
 def train(
@@ -60,13 +91,17 @@ def train(
       batches: This process's training batches.
       plan: Length of the run, and periods of what it does.
       kept: Files of the run.
-      state: Initial state, which the first step donates; or a function of the first batch that
-        makes it.
+      state: Initial state, which is copied; or a function of the first batch that makes one, which
+        the first step donates.
       callbacks: Objects as `jddp.Callback` describes them.
       limits: Seconds that a phase may take before its processes are reported as hanging.
     """
     if plan.resume == "must" and kept.directory is None:
         raise ConfigError("resume='must' needs run_dir=, where the run was saved.")
+    if isinstance(batches, TrainBatches | WorkerBatches) and batches.is_padded:
+        ddp.abstract_state(batches.batch(0))
+        full = f"a global batch size that is a multiple of {ddp.steps.num_micro_batches}"
+        refuse_padding(ddp.steps.sums, f"let batches be full: {full}, drop_remainder=True")
     files, manifest = None, {"versions": versions(), **kept.manifest}
     if kept.directory is not None:
         files = RunDirectory(kept.directory, is_writer=jax.process_index() == 0)
@@ -79,8 +114,7 @@ def train(
         if jax.process_count() > 1:
             agree("model, optimizer or batch", fingerprint(ddp, batch))
         with explained(ddp, jax.eval_shape(lambda x: x, as_arrays(batch)), watchdog):
-            if not isinstance(state, TrainState):
-                state = state(batch)
+            state = state(batch) if callable(state) else jax.tree.map(jax.numpy.copy, state)
             if plan.eval_params == "ema" and state.ema_params is None:
                 raise ConfigError("eval_params='ema' needs DataParallel(..., ema_decay=...).")
             about = {"config": kept.config, "manifest": manifest, "plan": plan.settings}

@@ -82,10 +82,11 @@ class Loop:
             save=self._save,
             evaluation=plan.evaluation,
             eval_params=plan.eval_params,
+            config=about["config"],
         )
         if not state.step.is_deleted():  # a donated state is refused by the step
             run.step = int(state.step)
-        self._saving = Saving(ddp, run.run_dir, plan)
+        self._saving = Saving(ddp, files, plan)
         self._signals, self._watchdog = StopSignals(), watchdog
         self._comparison = Comparison(plan.check_replicas_every_steps)
         self._numerics = Numerics(ddp, source, run.run_dir, plan.max_consecutive_skips)

@@ -20,9 +20,11 @@ import numpy as np
 
 from jddp.checkpoint.arrays import by_path
 from jddp.distributed.coordination import gather
+from jddp.engine.evaluate import own_rows
 from jddp.engine.guard import LEAST
 from jddp.engine.state import TrainState
 from jddp.errors import NumericsError
+from jddp.inspection.outputs import num_outputs
 from jddp.trainer.prefetch import Source
 from jddp.typing import Batch
 
@@ -111,7 +113,7 @@ class Numerics:
 
     def _labels_beyond(self, batch: Batch) -> str:
         """A sentence on labels or tokens of a batch that the model has no output for, or ""."""
-        outputs = self._ddp.num_outputs(batch) or 1
+        outputs = num_outputs(self._ddp, batch) or 1
         for name in LABELS if outputs > 1 and isinstance(batch, Mapping) else ():
             x = batch.get(name, np.zeros(1))
             if x.dtype.kind in "iu" and (highest := int(x.max())) >= outputs:
@@ -123,7 +125,8 @@ class Numerics:
 
     def _keep(self, run_dir: Path, sent: Sent, state: TrainState, loss: float) -> str:
         """Writes the diagnostics of the step; returns a sentence on their place and findings."""
-        rows, layers = _own_rows(sent.batch), self._layers(sent, state)
+        rows = {name: own_rows(x) for name, x in by_path(sent.batch).items()}
+        layers = self._layers(sent, state)
         examples, broken = self._source.examples_before(sent.position), _broken_rows(rows)
         if examples is not None:  # without padding
             broken = [examples[row] for row in broken if row < len(examples)]
@@ -159,15 +162,6 @@ class Numerics:
         except jax.errors.JaxRuntimeError as error:  # must not hide the first error
             log.warning("The norms of the layers cannot be computed: %s", error)
             return {}
-
-
-def _own_rows(batch: Batch) -> dict[str, np.ndarray]:
-    """This process's rows of a batch on the devices, by path."""
-    rows = {}
-    for name, x in by_path(batch).items():
-        shards = sorted(x.addressable_shards, key=lambda shard: shard.index[0].start or 0)
-        rows[name] = np.concatenate([np.asarray(shard.data) for shard in shards])
-    return rows
 
 
 def _broken_rows(rows: Mapping[str, np.ndarray]) -> list[int]:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from jddp.errors import ConfigError
+from jddp.errors import ConfigError, check_choice
 from jddp.typing import Batches
 
 POSITIVE = (
@@ -61,6 +61,4 @@ class Plan:
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is at least 1; got {value}.")
         for name, choices in CHOICES.items():
-            value = getattr(self, name)
-            if value not in choices:
-                raise ConfigError(f"{name} {value!r} is unknown. Choose one of {list(choices)}.")
+            check_choice(name, getattr(self, name), choices)

@@ -2,19 +2,22 @@
 
 run = ddp.fit(batches, num_steps=1000, evaluate=test_batches)
 run.plot(); run.history; run.evaluate(other_batches); run.predict(batches)
+run = jddp.Run.open(run_dir)  # the same of a run that has ended
 """
 
+import importlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from jddp.checkpoint.folders import finished
 from jddp.engine.state import TrainState
 from jddp.errors import ConfigError, UsageError
 from jddp.html import Shown
 from jddp.trainer.reports.curves import plot
 from jddp.trainer.reports.progress import is_metric
-from jddp.typing import Batches, PyTree
+from jddp.typing import Batches, LossFn, PyTree
 from jddp.zoo.losses import outputs
 
 _NAME = re.compile(r"\w[\w-]*", re.ASCII)
@@ -31,6 +34,8 @@ class Run(Shown):
         before a resume included, where there is a run directory.
       evaluations: The records of all evaluations, those before a resume included.
       run_dir: Folder of the run's files, or None.
+      config: The config of the run, or the settings that were kept with it (`fit(config=...)`), as
+        nested dicts; None without. `jddp.Config(**run.config)` makes the object.
       stopped: Reason for which a callback has ended the run, or None.
       interrupted: Name of the signal that stopped the run before its end; it is saved, and resumes
         when it is started again. Or None.
@@ -45,17 +50,72 @@ class Run(Shown):
         save: Callable[..., None],
         evaluation: Batches | None = None,
         eval_params: str = "params",
+        config: Mapping[str, Any] | None = None,
     ) -> None:
         self.state = state
         self.step = 0
         self.metrics: dict[str, Any] = {}
         self.evaluations: list[dict[str, Any]] = []
-        self.run_dir = run_dir
+        self.run_dir, self.config = run_dir, config
         self.stopped: str | None = None
         self.interrupted: str | None = None
         self.history: list[dict[str, Any]] = []
         self._ddp, self._save = ddp, save
         self._evaluation, self._eval_params = evaluation, eval_params
+
+    @staticmethod
+    def open(
+        run_dir: str | Path,
+        *,
+        model: Any = None,
+        loss_fn: LossFn | None = None,
+        checkpoint: int | str | None = None,
+        params: str | None = None,
+        mesh: Any = None,
+        trust: str | None = None,
+    ) -> "Run":
+        """Opens a finished or interrupted run, on any number of devices; it changes nothing there.
+
+        It evaluates and predicts. To train further, call `fit` again with the same `run_dir`.
+
+        Args:
+          run_dir: A run directory, or its URL.
+          model: The module that was trained, in place of the one that the config names. A run of
+            `DataParallel.fit` has no config, and needs it.
+          loss_fn: The loss for `evaluate`, in place of the one that the config names.
+          checkpoint: A step; or a folder of checkpoints, "best", of which the newest is taken; or
+            both, "best/400", as in `run.checkpoints`. By default the newest of "checkpoints".
+          params: Parameters to use, "params" or "ema"; by default those that the run evaluated.
+          mesh: Devices, as of `jddp.DataParallel`; by default all.
+          trust: What of the config may be imported, as in `jddp.load`: by default models, losses
+            and data of jddp alone; "package" for the class of the model too; "config" for all.
+
+        Raises:
+          UsageError: If there is no run, or the model is not trusted, or not given.
+          ConfigError: If the config cannot be read, or the checkpoint is of another model.
+          FileSystemError: If there is no such checkpoint, or it is damaged.
+        """
+        # By name, when it is called: configs name models, losses and data, and a job resolves them,
+        # on a floor above this one.
+        opened = importlib.import_module("jddp.job.opened")
+        return opened.open_run(run_dir, model, loss_fn, checkpoint, params, mesh=mesh, trust=trust)
+
+    @property
+    def checkpoints(self) -> list[str]:
+        """The checkpoints on disk by folder and step, such as "best/400"; the newest are last."""
+        paths = [] if self.run_dir is None else sorted(self.run_dir.iterdir())
+        folders = [path for path in paths if path.is_dir()]
+        return [f"{folder.name}/{step}" for folder in folders for step in finished(folder)]
+
+    @property
+    def model(self) -> Any:
+        """A copy of the most recent model: a bound Linen module, or an NNX module in eval mode.
+
+        It has the parameters that `evaluate` uses.
+        """
+        found = self._ddp.model(self.state, self._eval_params)
+        linen = getattr(self._ddp.spec.model, "module", None)
+        return found if linen is None else linen.bind(found)
 
     @property
     def eval_metrics(self) -> dict[str, Any]:
@@ -88,9 +148,7 @@ class Run(Shown):
         return dict(self._ddp.evaluate(self.state, self._given(batches), self._eval_params))
 
     def predict(
-        self,
-        batches: Batches | None = None,
-        function: Callable[..., PyTree] = outputs,
+        self, batches: Batches | None = None, function: Callable[..., PyTree] = outputs
     ) -> PyTree:
         """The outputs of the most recent model for each row, as `jddp.DataParallel.predict` does.
 

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,6 +12,7 @@ from jddp.distributed.coordination import gather
 from jddp.engine.state import TrainState, is_float
 from jddp.errors import ConfigError, Error, FileSystemError, NumericsError
 from jddp.trainer.plan import Plan
+from jddp.trainer.reports.run_directory import RunDirectory
 
 LATEST = "checkpoints"  # the folder of those to resume from; all others hold one each
 SECONDS = 2.0  # between the first and the last process that fail by the same mistake
@@ -31,18 +31,33 @@ def _is_sound(state: TrainState) -> jax.Array:
     return jnp.stack([jnp.bool(True), *checks]).all()
 
 
+def refuse_unsound(step: int, state: TrainState) -> None:
+    """Refuses a state from which no run could resume.
+
+    Raises:
+      NumericsError: If it is not finite.
+    """
+    if not _is_sound(state):
+        raise NumericsError(
+            f"The state is not finite after step {step}: a loss, a gradient or an update was not. "
+            "It is not saved; the last checkpoint is from before. skip_nonfinite=True leaves out "
+            "such steps."
+        )
+
+
 class Saving:
     """Saves and restores, in folders of the run directory.
 
     Args:
       ddp: A `jddp.DataParallel`, which has the layout of a state.
-      run_dir: The run directory, or None.
+      files: The run directory, or None.
       plan: Number of checkpoints to keep, and whether to resume.
     """
 
-    def __init__(self, ddp: Any, run_dir: Path | None, plan: Plan) -> None:
-        self._ddp, self._run_dir, self._plan = ddp, run_dir, plan
+    def __init__(self, ddp: Any, files: RunDirectory | None, plan: Plan) -> None:
+        self._ddp, self._files, self._plan = ddp, files, plan
         self._folders: dict[str, Checkpoints] = {}
+        self._last: dict[str, tuple[int, Any]] = {}  # step and reason to stop, by folder
 
     def restore(self, state: TrainState) -> Restored | None:
         """The newest checkpoint, placed on the devices like `state`; None where there is none.
@@ -50,8 +65,8 @@ class Saving:
         Raises:
           ConfigError: If there must be one and is not, or the other way round.
         """
-        latest, path = self._folder(LATEST), self._run_dir
-        steps = latest.steps()
+        latest = self._folder(LATEST)
+        steps, path = latest.steps(), self._files and self._files.where
         if not steps and self._plan.resume == "must":
             raise ConfigError(
                 f"resume='must', but {path} holds no checkpoint. Choose the run.dir of a run that "
@@ -62,21 +77,20 @@ class Saving:
                 f"{path} holds a run at step {steps[-1]}, and resume='never' would overwrite it. "
                 "Choose another run.dir, or resume='auto'."
             )
-        return latest.restore(state, self._ddp.steps.layouts(state))
+        if (restored := latest.restore(state, self._ddp.steps.layouts(state))) is not None:
+            self._last[LATEST] = restored.step, restored.beside.get("stopped")
+        return restored
 
     def save(self, where: str, step: int, state: TrainState, beside: Mapping[str, Any]) -> None:
-        """Hands a state over for writing.
+        """Hands a state over for writing, unless it was saved or restored last.
 
         Raises:
           NumericsError: If no run could resume from it.
         """
-        if not _is_sound(state):
-            raise NumericsError(
-                f"The state is not finite after step {step}, though its loss was: a gradient or an "
-                "update is not. It is not saved; the last checkpoint is from before. "
-                "skip_nonfinite=True leaves out steps with such gradients."
-            )
-        self._folder(where).save(step, state, beside, self._ddp.steps.layouts(state))
+        refuse_unsound(step, state)
+        if (now := (step, beside["stopped"])) != self._last.get(where):
+            self._folder(where).save(step, state, beside, self._ddp.steps.layouts(state))
+            self._last[where] = now
 
     def all_are_at(self, step: int) -> bool:
         """Whether all processes ask this of the same step, within seconds of each other."""
@@ -106,10 +120,12 @@ class Saving:
                 checkpoints.close()
 
     def _folder(self, name: str) -> Checkpoints:
-        if self._run_dir is None:
+        if self._files is None:
             raise ConfigError("Saving needs a directory: fit(..., run_dir=...).")
         if name not in self._folders:
             plan = self._plan
             keep, every = (plan.keep, plan.keep_every_steps) if name == LATEST else (1, None)
-            self._folders[name] = Checkpoints(self._run_dir / name, keep=keep, keep_every=every)
+            self._folders[name] = Checkpoints(
+                self._files.path / name, keep=keep, keep_every=every, remote=self._files.remote
+            )
         return self._folders[name]

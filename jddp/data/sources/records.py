@@ -16,7 +16,7 @@ from typing import Any
 
 from jddp.data.extras import import_extra
 from jddp.data.source import Source, source_of
-from jddp.errors import DataError
+from jddp.errors import DataError, FileSystemError
 from jddp.zoo.names import resolve_target
 
 
@@ -25,8 +25,12 @@ def parquet(*, directory: Path, columns: Sequence[str] | None = None) -> Source:
 
     def read(part: str) -> Any:
         files = _files(directory, part, "parquet")
-        with _quiet_datasets() as datasets:
-            return datasets.Dataset.from_parquet(files, keep_in_memory=False, columns=columns)
+        try:
+            with _quiet_datasets() as datasets:
+                return datasets.Dataset.from_parquet(files, keep_in_memory=False, columns=columns)
+        except OSError as error:  # no home, or a full one
+            reason = f"{directory}: datasets cannot cache these files: {error}."
+            raise FileSystemError(f"{reason} Set HF_HOME to a folder for them.") from error
 
     return source_of(f"parquet {directory}", read("train"), read("test"))
 

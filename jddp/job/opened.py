@@ -1,0 +1,177 @@
+"""Opens a run from its directory as the object that `fit` returns; `jddp.Run.open` calls it.
+
+Only the parts of a config that an evaluation needs are made: a run opens also where the code of its
+optimizer, hook or callbacks is gone. Arrays of which each replica had its own are averaged when
+they are read, so that all values are the same on every device, whatever their number.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jax
+
+from jddp.checkpoint.remote import local_copy
+from jddp.checkpoint.weights import fit_weights
+from jddp.config.files import with_overrides
+from jddp.config.mistakes import ConfigMistakes
+from jddp.config.schema import Config
+from jddp.data_parallel import DataParallel
+from jddp.distributed.coordination import agree
+from jddp.engine.mesh import replicate
+from jddp.engine.state import TrainState
+from jddp.errors import ConfigError, Error, UsageError
+from jddp.job.job import join, test_batches
+from jddp.job.load import Saved, config_in, find_saved, model_in
+from jddp.job.parts import find_loss, find_source
+from jddp.trainer.reports.metrics_file import MetricsFile
+from jddp.trainer.run import Run
+from jddp.typing import Batch, LossFn
+from jddp.zoo.optimizers import make_optimizer
+
+READ = ("data", "loss")  # sections of a config that an evaluation reads
+
+
+def open_run(
+    run_dir: str | Path,
+    model: Any = None,
+    loss_fn: LossFn | None = None,
+    checkpoint: int | str | None = None,
+    params: str | None = None,
+    *,
+    mesh: Any = None,
+    trust: str | None = None,
+    overrides: Sequence[str] | None = None,
+) -> Run:
+    """Opens a run; arguments are those of `jddp.Run.open`, and one more.
+
+    Args:
+      run_dir: A run directory, or its URL.
+      model: The module, in place of that of the config.
+      loss_fn: The loss, in place of that of the config.
+      checkpoint: The checkpoint; by default the newest.
+      params: "params" or "ema".
+      mesh: Devices.
+      trust: What may be imported.
+      overrides: Changed keys of data or loss, `key.path=value`, of a command, which joins the
+        processes of its job. A target in them is trusted.
+
+    Raises:
+      ConfigError: If a key is unknown, or would not change an evaluation.
+    """
+    run_dir, config = local_copy(run_dir), None
+    with contextlib.suppress(*[ConfigMistakes] * (model is not None)):  # of fit(config=settings)
+        config = config_in(run_dir)
+    module = model_in(run_dir, config, trust) if model is None else model
+    keys = {override.partition("=")[0] for override in overrides or ()}
+    trusted = keys | ({*READ} if trust == "config" else set())
+    if config is not None and overrides is not None:
+        if others := sorted({key.partition(".")[0] for key in keys} - {*READ}):
+            raise ConfigError(f"{others[0]}: an evaluation reads keys of {' and '.join(READ)}.")
+        config = with_overrides(config, overrides)
+        join(config, "auto")  # There may be other devices than where it was trained.
+    saved = find_saved(run_dir, checkpoint)
+    ddp = SavedModel(
+        module,
+        make_optimizer("sgd", schedule=lambda step: 0.0)[0],
+        loss_fn or _loss_in(config, trusted),
+        mesh=mesh,
+        axis_name=config.ddp.axis_name if config else None,
+        batch_norm="broadcast",  # Statistics are not updated here; they are the same everywhere.
+    )
+    run = Run(
+        ddp,
+        _state_of(ddp, saved),
+        run_dir=run_dir,
+        save=_refusing("An opened run is only read. fit with the same run_dir resumes it."),
+        evaluation=config and OwnBatches(config, trusted),
+        eval_params=params or saved.evaluated.removesuffix("_params"),
+        config=config.model_dump() if config else saved.beside.get("config"),
+    )
+    run.step, run.stopped = int(saved.folder.name), saved.beside.get("stopped")
+    run.metrics = saved.beside.get("metrics", {})
+    run.history = MetricsFile(run_dir / "metrics.jsonl", is_writer=False).read()
+    # The last evaluation came after the checkpoint of its step.
+    records = (x for x in run.history if x["step"] <= run.step)
+    run.evaluations = [x for x in records if x.get("split") == "eval"]
+    return run
+
+
+@contextlib.contextmanager
+def _one_line() -> Iterator[None]:
+    """While open, errors of Flax and JAX about shapes are one line."""
+    try:
+        yield
+    except Error:
+        raise
+    except Exception as error:
+        if not isinstance(error, TypeError | ValueError) and "flax" not in type(error).__module__:
+            raise
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ConfigError(
+            "The saved values, the model and the rows do not fit together. Give rows of the shape "
+            f"and dtype that the run was trained on, and the model of the checkpoint. {reason}"
+        ) from error
+
+
+class SavedModel(DataParallel):
+    """A model of a checkpoint. Rows or values that do not fit the model are one line."""
+
+    evaluate = _one_line()(DataParallel.evaluate)
+    predict = _one_line()(DataParallel.predict)
+
+
+def _state_of(ddp: DataParallel, saved: Saved) -> TrainState:
+    form = ddp.spec.model
+    params, ema, key, model_state = saved.read(form, ["params", "ema_params", "key"])
+    try:
+        state = ddp.init(0, params={"params": params, "model_state": model_state})
+        average = fit_weights(ema, state.params, partial=False)[0] if ema else None
+    except ConfigError as error:
+        how = str(error).partition(" With partial")[0]
+        raise ConfigError(f"{saved.folder} is not of the model {form.name}. {how}") from error
+    step = jax.numpy.asarray(int(saved.folder.name), state.step.dtype)
+    key = key if jax.tree.leaves(key) else state.key
+    return state.replace(**replicate({"step": step, "key": key, "ema_params": average}, ddp.mesh))
+
+
+class OwnBatches:
+    """The evaluation batches of a config, whose data are read when they are iterated."""
+
+    def __init__(self, config: Config, trusted: set[str]) -> None:
+        self._config, self._trusted = config, trusted
+
+    def __iter__(self) -> Iterator[Batch]:
+        if reason := _untrusted("data", self._config, self._trusted, "batches"):
+            raise UsageError(reason)
+        data = find_source(self._config).load()
+        agree("data set", {"sha256": data.sha256})
+        return iter(test_batches(self._config, data))
+
+
+def _loss_in(config: Config | None, trusted: set[str]) -> LossFn:
+    """The loss of a config; one that cannot be called if there is none, or it is not trusted."""
+    none = "A run of DataParallel.fit keeps no loss. Give loss_fn= to Run.open."
+    reason = none if config is None else _untrusted("loss", config, trusted, "loss_fn=")
+    if config is not None and not reason:
+        return find_loss(config)
+    return _refusing(reason)
+
+
+def _untrusted(section: str, config: Config, trusted: set[str], instead: str) -> str:
+    """The reason for which the target of a section is not imported; empty if it may be."""
+    target = getattr(config, section).target
+    if target is None or {section, f"{section}.target"} & trusted:
+        return ""
+    return (
+        f"{section}.target {target!r}, which the run directory names, is not imported. Give "
+        f"{instead}, or trust='config' (--trust config), if you trust all code that it names."
+    )
+
+
+def _refusing(reason: str) -> Callable[..., NoReturn]:
+    def refuse(*args: Any) -> NoReturn:
+        raise UsageError(reason)
+
+    return refuse

@@ -1,0 +1,103 @@
+"""Predicts the rows of a file with a saved run, and writes the predictions, row by row.
+
+    predict_file("runs/mine", Path("new.npz"), Path("predictions.csv"))
+
+Rows are what the model takes: the transformations of a data source, such as the normalization of
+images, are not applied to them.
+"""
+
+import io
+import itertools
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jddp.checkpoint.arrays import by_path
+from jddp.data import ArrayExamples, eval_batches
+from jddp.data.sources.mapped import map_npy, map_npz
+from jddp.distributed.resolve import resolve_identity
+from jddp.errors import DataError, FileSystemError, UsageError
+from jddp.job.opened import open_run
+from jddp.trainer.reports.metrics_file import replace_file
+
+INPUTS = ("image", "tokens", "x")  # as `jddp.zoo.losses.outputs` looks for them
+
+Arrays = Mapping[str, np.ndarray]
+
+
+def predict_file(run_dir: str | Path, data: Path, out: Path, **chosen: Any) -> int:
+    """Writes the predictions for all rows of a file, in their order; returns their number.
+
+    Args:
+      run_dir: A run directory, or its URL.
+      data: A .npz file of arrays by name, or a .npy file of the inputs.
+      out: A file to write: .npz, .csv or .jsonl.
+      **chosen: Further arguments of `open_run`.
+
+    Raises:
+      UsageError: If the suffix of a file is unknown, or there are several processes.
+      DataError: If the file holds no inputs, or pixels in place of normalized images.
+      FileSystemError: If `out` cannot be written.
+    """
+    if out.suffix not in WRITERS:
+        raise UsageError(f"--out {out}: predictions are written to {', '.join(WRITERS)}.")
+    if not out.absolute().parent.is_dir():
+        raise FileSystemError(f"--out {out}: {out.absolute().parent} is no folder. Make it.")
+    if resolve_identity().num_processes > 1:
+        raise UsageError("predict writes one file: start it in one process, which has all devices.")
+    rows, run = _read(data), open_run(run_dir, **chosen)
+    batches = eval_batches(rows, global_batch_size=(run.config or {})["data"]["global_batch_size"])
+    found = by_path(run.predict(batches))
+    try:
+        replace_file(out, WRITERS[out.suffix]({n or "predictions": x for n, x in found.items()}))
+    except OSError as error:
+        raise FileSystemError(f"{out} cannot be written: {error.strerror}.") from error
+    return len(rows)
+
+
+def _read(path: Path) -> ArrayExamples:
+    """The rows of a file, in which there are inputs."""
+    if path.suffix not in (".npz", ".npy"):
+        raise UsageError(f"--data {path}: rows are read from .npz and .npy. Convert them.")
+    arrays = map_npz(path) if path.suffix == ".npz" else {"x": map_npy(path)}
+    given = [arrays[name] for name in INPUTS if name in arrays]
+    if not given:
+        raise DataError(
+            f"{path} holds {', '.join(arrays)}, and no inputs. Name them image, tokens or x; for "
+            "others there is, in Python, jddp.Run.open(run_dir).predict(batches, function)."
+        )
+    if given[0].ndim == 4 and given[0].dtype.kind != "f":
+        raise DataError(
+            f"{path}: images are {given[0].dtype}. Give them in floating point, normalized as the "
+            "run's own."
+        )
+    return ArrayExamples(arrays)
+
+
+def _npz(arrays: Arrays) -> bytes:
+    file = io.BytesIO()
+    # Other programs read no bfloat16.
+    known = {name: x.astype("float32") if x.dtype.kind == "V" else x for name, x in arrays.items()}
+    np.savez(file, allow_pickle=False, **known)
+    return file.getvalue()
+
+
+def _csv(arrays: Arrays) -> bytes:
+    flat = {name: x.reshape(len(x), -1) for name, x in arrays.items()}
+    names = [f"{name}.{i}" for name, x in flat.items() for i in range(x.shape[1])]
+    rows = zip(*(x.tolist() for x in flat.values()), strict=True)
+    lines = (",".join(map(str, line)) for line in (names, *(itertools.chain(*row) for row in rows)))
+    return "".join(f"{line}\n" for line in lines).encode()
+
+
+def _jsonl(arrays: Arrays) -> bytes:
+    null = np.array(None)  # JSON has no NaN and no infinity.
+    lists = {name: np.where(np.isfinite(x), x.astype(object), null) for name, x in arrays.items()}
+    rows = zip(*(x.tolist() for x in lists.values()), strict=True)
+    return "".join(f"{json.dumps(dict(zip(lists, row, strict=True)))}\n" for row in rows).encode()
+
+
+WRITERS: dict[str, Callable[[Arrays], bytes]] = {".npz": _npz, ".csv": _csv, ".jsonl": _jsonl}
