@@ -13,6 +13,9 @@ Three ways to map one step; all end with the same parameters:
   gradients of parameters that do not, by itself. So parameters are marked as varying first, by
   `pcast`. jddp refuses gradients that are summed already: their mean would be N times too large.
 - `pmap`: the step of older programs, with a leading dim for the devices on state and batch.
+
+Every tenth loss is read, which waits for the devices: XLA:CPU deadlocks once some thirty programs
+of many virtual devices wait. GPUs do not, and `jddp.DataParallel` sees to it by itself.
 """
 
 import functools
@@ -89,9 +92,10 @@ def train_with_shard_map(state, optimizer, batches, *, check_vma):
     replicated, split = NamedSharding(mesh, P()), NamedSharding(mesh, P(AXIS))
     step = make_shard_map_step(optimizer, mesh, check_vma=check_vma)
     state = jax.device_put(state, replicated)
-    for batch in batches:
+    for i, batch in enumerate(batches, start=1):
         state, loss = step(state, jax.device_put(batch, split))
-    print(f"shard_map(check_vma={check_vma}): loss {loss:.4f}")
+        if i % 10 == 0:
+            print(f"shard_map(check_vma={check_vma}), step {i}: loss {loss:.4f}")
     return state[0]
 
 
@@ -102,10 +106,11 @@ def train_with_pmap(state, optimizer, batches):
         functools.partial(replica_step, optimizer, own_gradients), axis_name=AXIS, donate_argnums=0
     )
     state = jax.tree.map(lambda x: np.stack([x] * num_devices), state)
-    for batch in batches:
+    for i, batch in enumerate(batches, start=1):
         rows = jax.tree.map(lambda x: x.reshape(num_devices, -1, *x.shape[1:]), batch)
         state, loss = step(state, rows)
-    print(f"pmap: loss {loss[0]:.4f}")
+        if i % 10 == 0:
+            print(f"pmap, step {i}: loss {loss[0]:.4f}")
     return jax.tree.map(lambda x: x[0], state[0])
 
 

@@ -32,7 +32,7 @@ READING_PATH = {
 }
 CORE = ("engine", "reduce", "modules")
 CORE_MODULES = ("data_parallel", "init")
-DOORS = "commands"  # The floor of tests/test_layers.py whose rooms only parse and call.
+DOORS = "commands"  # The floor of test_layers.py whose rooms only parse and call.
 NOT_CODE = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -178,7 +178,7 @@ def sizes() -> list[Size]:
     core = closure(path for path in modules if room_of(path) in CORE)
     core |= {path for path in modules if room_of(path) in CORE_MODULES}
     code = count_lines(modules)
-    floors = assigned(ROOT / "tests" / "test_layers.py", "FLOORS")
+    floors = assigned(ROOT / "tests/parts/project/test_layers.py", "FLOORS")
     rooms = {room_of(path) for path in modules} - floors[DOORS] - {"__init__"}
     parameters, tuples = (0, ""), (0, "")
     for path in modules:
@@ -191,16 +191,16 @@ def sizes() -> list[Size]:
     facade = of_class(PACKAGE / "data_parallel.py", "DataParallel")
     return [
         Size("reading path of a step", count_lines(reading), 1_109, 1_200),
-        Size("engine + reduce + modules + facade", count_lines(core), 3_968, 3_300),
-        Size("jddp/", code, 12_697, 11_500),
-        Size("lines of DataParallel", facade, 280, 250),
+        Size("engine + reduce + modules + facade", count_lines(core), 3_945, 3_300),
+        Size("jddp/", code, 13_154, 11_500),
+        Size("lines of DataParallel", facade, 250, 250),
         Size("rooms at the top level", len(rooms), 20, 20),
         Size("floors", len(floors), 10, 10),
         Size("parameters of a function", parameters[0], 8, 8, parameters[1]),
         Size("items of a returned tuple", tuples[0], 3, 3, tuples[1]),
         Size("public names", len(assigned(PACKAGE / "__init__.py", "_HOMES")), 26, 26),
         Size("dependencies", len(project["dependencies"]), 12, 12),
-        Size("lines of tests per line of jddp/", round(tests / code, 2), 1.6, 1.6),
+        Size("lines of tests per line of jddp/", round(tests / code, 2), 1.5, 1.5),
     ]
 
 
