@@ -1,0 +1,301 @@
+"""Makes the pages of the site: those of the repository, and references read from the code.
+
+    python docs/stage.py build/pages
+
+A page of docs/ keeps its name. A comment `<!-- made: NAME -->` in a page is replaced by what the
+function NAME below returns. A link to a file that is no page leads to a page that shows the file,
+which search leaves out.
+"""
+
+import argparse
+import ast
+import importlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+# Pages of the repository that stand elsewhere, by their names on the site.
+ELSEWHERE = {
+    ROOT / "README.md": "index.md",
+    ROOT / "CONTRIBUTING.md": "contributing.md",
+    ROOT / "CHANGELOG.md": "changelog.md",
+    ROOT / "DATA_LICENSES.md": "data_licenses.md",
+    ROOT / "benchmarks" / "README.md": "benchmarks.md",
+}
+NAMES = {path: str(path.relative_to(DOCS)) for path in sorted(DOCS.rglob("*.md"))}
+SITE = ELSEWHERE | NAMES
+NOT_COPIED = {".py", ".md", ".css"}  # Other files of docs/, such as pictures, are copied.
+LEXERS = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".sh": "bash", ".sbatch": "bash"}
+
+LINK = re.compile(r"(\]\()([^)\s]+)(\))")
+FENCE = re.compile(r"^```.*?^```", re.M | re.S)
+MARK = re.compile(r"^<!-- made: (.+) -->$", re.M)
+
+# The 26 public names, in groups for readers.
+API = {
+    "Training": ["DataParallel", "TrainState", "Run", "BucketPlan", "verify"],
+    "Losses, metrics, models": [
+        "Mean",
+        "Metric",
+        "all_gather",
+        "replica_key",
+        "sync_batch_norm",
+        "register_batch_norm",
+    ],
+    "Gradients": ["average_gradients", "CommHook", "powersgd", "LocalSteps", "AXIS"],
+    "Callbacks": ["Callback", "EarlyStopping", "KeepBest"],
+    "Jobs": ["Config", "fit", "load", "launch"],
+    "Errors": ["Error", "ConfigError", "DataError"],
+}
+# Keys of a config have a page, and the methods of local steps are called by the engine alone.
+WITHOUT_MEMBERS = ("Config", "LocalSteps")
+
+
+class Stage:
+    """The folder of staged pages.
+
+    Args:
+      folder: Where pages are written; what is in it is removed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.shown: dict[Path, str] = {}  # Files and folders that a page links to.
+
+    def write_all(self) -> None:
+        """Writes every page."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        for path, name in SITE.items():
+            if name != "index.md" or path.parent == DOCS:
+                self.write(name, self.text(path))
+        for group in API.values():
+            for name in group:
+                self.write(f"api/{name}.md", describe(name))
+        written: set[Path] = set()
+        while missing := self.shown.keys() - written:  # A folder shows further files.
+            for path in sorted(missing):
+                self.write(self.shown[path], self.show(path))
+            written |= missing
+        for path in sorted(DOCS.rglob("*")):
+            if path.is_file() and self.is_copied(path) and "__pycache__" not in path.parts:
+                copy = self.folder / path.relative_to(DOCS)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(path, copy)
+
+    def is_copied(self, path: Path) -> bool:
+        """Whether a file is a part of pages, such as a picture."""
+        return path.is_relative_to(DOCS) and path.suffix not in NOT_COPIED
+
+    def write(self, name: str, text: str) -> None:
+        """Writes one page."""
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    def text(self, path: Path) -> str:
+        """A page with its links as they are on the site, and what is made for it."""
+        name = SITE[path]
+
+        def fill(mark: re.Match[str]) -> str:
+            return self.linked(MADE[mark[1]](), path, name)
+
+        return MARK.sub(fill, self.linked(path.read_text(), path, name))
+
+    def linked(self, text: str, path: Path, name: str) -> str:
+        """Text of the file `path`, with links for the page `name`."""
+        done, start = [], 0
+        for fence in [*FENCE.finditer(text), None]:
+            part = text[start : fence.start() if fence else len(text)]
+            part = re.sub(r'^<a id="([\w-]+)"></a>$', r"(\1)=", part, flags=re.M)
+            part = re.sub(r'<a id="([\w-]+)"></a>', r"[]{#\1}", part)
+            part = LINK.sub(lambda link: link[1] + self.target(link[2], path, name) + link[3], part)
+            done.append(part)
+            if fence:
+                done.append(fence[0])
+                start = fence.end()
+        return "".join(done)
+
+    def target(self, target: str, path: Path, name: str) -> str:
+        """Where a link of the file `path` leads from the page `name`."""
+        file, _, anchor = target.partition("#")
+        if not file or re.match(r"\w+:", target):
+            return target
+        found = (path.parent / file).resolve()
+        if found in SITE:
+            to = SITE[found]
+        elif found.parent == DOCS / "api" or self.is_copied(found):
+            to = str(found.relative_to(DOCS))
+        else:
+            to = self.shown.setdefault(found, f"files/{found.relative_to(ROOT)}.md")
+        return os.path.relpath(to, Path(name).parent) + (f"#{anchor}" if anchor else "")
+
+    def show(self, path: Path) -> str:
+        """A page with the text of a file, or the names in a folder."""
+        name = path.relative_to(ROOT)
+        head = f"---\norphan: true\nnosearch: true\nhide-toc: true\n---\n\n# `{name}`\n\n"
+        if path.is_dir():
+            files = [x for x in sorted(path.iterdir()) if x.is_file()]
+            page = self.shown[path]
+            links = (f"- [`{x.name}`]({self.target(x.name, path / 'x', page)})\n" for x in files)
+            return head + "".join(links)
+        lexer = LEXERS.get(path.suffix, "text")
+        text = f"{{code-block}} {lexer}\n:class: whole-file\n\n{path.read_text()}"
+        return f"{head}``````{text}\n``````\n"
+
+
+def first_program() -> str:
+    """The first Python block of the README, which runs as pasted."""
+    return re.search(r"^```python\n.*?^```", (ROOT / "README.md").read_text(), re.M | re.S)[0]
+
+
+def describe(name: str) -> str:
+    """The page of a public name: its docstring, by autodoc."""
+    found = getattr(importlib.import_module("jddp"), name)
+    kind = "class" if isinstance(found, type) else "function" if callable(found) else "data"
+    options = []
+    if kind == "class":
+        is_error = issubclass(found, Exception)
+        options += ["show-inheritance"] * is_error
+        options.append("no-members" if is_error or name in WITHOUT_MEMBERS else "members")
+    lines = [f".. auto{kind}:: jddp.{name}", *(f"   :{option}:" for option in options)]
+    more = "\n[Every key](../config.md).\n" if name == "Config" else ""
+    directive = "\n".join(lines)
+    return f"# `{name}`\n\n```{{eval-rst}}\n{directive}\n```\n{more}"
+
+
+def summary(name: str) -> str:
+    """The first sentence of the docstring of a public name, in Markdown."""
+    found = getattr(importlib.import_module("jddp"), name)
+    if isinstance(found, str):
+        return "Name of the axis of the replicas, unless another is chosen."
+    return " ".join((found.__doc__ or "").strip().split("\n\n")[0].split())
+
+
+def api() -> str:
+    """Every public name with its first sentence, in groups."""
+    parts = []
+    for title, names in API.items():
+        rows = "".join(f"| [`{x}`](api/{x}.md) | {summary(x)} |\n" for x in names)
+        pages = "\n".join(f"{x} <api/{x}>" for x in names)
+        table = f"## {title}\n\n| name | meaning |\n| --- | --- |\n{rows}\n"
+        parts.append(f"{table}```{{toctree}}\n:hidden:\n{pages}\n```\n")
+    return "\n".join(parts)
+
+
+def config_keys() -> str:
+    """Every key of a config: type, range, default, meaning, and whether it may change."""
+    from jddp.config.keys import keys_of
+    from jddp.config.schema import Config
+
+    may = {"none": "yes", "rounding": "yes, up to rounding", "numbers": "no"}
+    parts, last = [], ""
+    for path, field in keys_of(Config).items():
+        if path[:-1] and path[0] != last:
+            last = path[0]
+            about = Config.model_fields[last].annotation.__doc__.strip().splitlines()[0]
+            parts.append(f"## {last}\n\n{about}\n")
+        key = ".".join(path)
+        kind = ", ".join([type_of(field.annotation), *bounds(field.metadata)])
+        default = json.dumps(field.get_default(call_default_factory=True)).strip('"')
+        facts = f"{kind[0].upper()}{kind[1:]}. Default: `{default}`. "
+        facts += f"May change when a run resumes: {may[field.json_schema_extra['effect']]}."
+        anchor = key.replace(".", "-").replace("_", "-")
+        about = field.description.replace("<", "&lt;")
+        parts.append(f"[`{key}`]{{#{anchor}}}\n: {about}\\\n  {facts}\n")
+    return "\n".join(parts)
+
+
+def type_of(kind: Any) -> str:
+    """Words for the type of a key, with its range."""
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Annotated:
+        return ", ".join([type_of(inner[0]), *bounds(inner[1:])])
+    if origin is Literal:
+        return " or ".join(f"`{x}`" for x in inner)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(map(type_of, inner))
+    if origin is list:
+        return f"a list ({type_of(inner[0])})"
+    if origin is dict:
+        return "a mapping"
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    return {**words, types.NoneType: "null"}[kind]
+
+
+def bounds(rules: Iterable[Any]) -> list[str]:
+    """Words for the range of a key."""
+    words = {"ge": "at least", "gt": "above", "lt": "below"}
+    flat = [x for rule in rules for x in getattr(rule, "metadata", [rule])]  # `Field` holds several
+    return [
+        f"{text} {getattr(x, name):,}"
+        for x in flat
+        for name, text in words.items()
+        if getattr(x, name, None) is not None
+    ]
+
+
+def commands() -> str:
+    """Every command with its help, and those of its own commands."""
+    from jddp.__main__ import COMMANDS
+
+    listed = [(f"jddp.{name}", about) for name, about in COMMANDS.items()]
+
+    def help_of(*words: str) -> str:
+        command = [sys.executable, "-m", *words, "--help"]
+        environment = {**os.environ, "COLUMNS": "80", "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+        return done.stdout.strip()
+
+    def page(command: tuple[str, str]) -> str:
+        module, about = command
+        text = help_of(module)
+        parts = [f"## `{module}`\n\n{about[0].upper()}{about[1:]}.\n\n```text\n{text}\n```\n"]
+        below = re.search(r"^  COMMAND\n((?:    .+\n)+)", text, re.M)
+        for name in re.findall(r"^    (\w+)", below[1], re.M) if below else ():
+            parts.append(f"### `{module} {name}`\n\n```text\n{help_of(module, name)}\n```\n")
+        return "\n".join(parts)
+
+    with ThreadPoolExecutor(2) as pool:
+        return "\n".join(pool.map(page, listed))
+
+
+def examples() -> str:
+    """Every example with the first sentence of its docstring."""
+    rows = []
+    for path in sorted((ROOT / "examples").glob("*.py")):
+        about = ast.get_docstring(ast.parse(path.read_text()))
+        if about:
+            link = f"[`{path.name}`](../examples/{path.name})"
+            rows.append(f"| {link} | {about.splitlines()[0]} |")
+    return "| example | shows |\n| --- | --- |\n" + "\n".join(rows) + "\n"
+
+
+MADE: dict[str, Callable[[], str]] = {
+    "api": api,
+    "commands": commands,
+    "config_keys": config_keys,
+    "examples": examples,
+    "first_program": first_program,
+}
+
+
+def main() -> None:
+    """Writes all pages into the folder that is given."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    Stage(parser.parse_args().folder.resolve()).write_all()
+
+
+if __name__ == "__main__":
+    main()
