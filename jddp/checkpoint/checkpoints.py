@@ -21,6 +21,8 @@ import contextlib
 import functools
 import json
 import logging
+import re
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -242,3 +244,16 @@ def _is_worth_showing(record: logging.LogRecord) -> bool:
 
 # Orbax writes some hundred lines a checkpoint to absl's log; a run has its own lines.
 logging.getLogger("absl").addFilter(_is_worth_showing)
+# Of several writes that a disk refuses the first is raised. Asyncio would print others, and Python
+# those that TensorStore reports later, to a loop that orbax has closed.
+_REFUSED = re.compile(r"os_error_code=|^\(<class '(OSError|FileNotFoundError)'>")
+logging.getLogger("asyncio").addFilter(lambda x: not _REFUSED.search(str(x.exc_info)))
+_show = sys.unraisablehook
+
+
+def _show_others(unraisable: Any) -> None:
+    if not (unraisable.object is None and str(unraisable.exc_value) == "Event loop is closed"):
+        _show(unraisable)
+
+
+sys.unraisablehook = _show_others

@@ -61,10 +61,8 @@ class Writer:
         self._is_apart = remote is not None and jax.process_count() > 1
         self._handler = _handler_of_first() if self._is_apart else ocp.PyTreeCheckpointHandler()
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "jddp-save")
-        # It stays open, since TensorStore reports to it also what it writes after a failure. Of
-        # several writes that a disk refuses the first is raised; asyncio would print the others.
+        # It stays open, since TensorStore reports to it also what it writes after a failure.
         self._loop = asyncio.new_event_loop()
-        self._loop.set_exception_handler(lambda loop, context: None)
         weakref.finalize(self, self._loop.close)
         self._last: concurrent.futures.Future[FileSystemError | None] | None = None
         self._reported = ""  # the kind of the last failure, until a checkpoint is written
@@ -181,7 +179,7 @@ class Writer:
 
 
 def _refuse_full(folder: Path, arrays: Arrays) -> None:
-    """Raises for a full disk before orbax does, whose threads would print a traceback each."""
+    """Raises for a full disk before orbax does, whose errors are longer."""
     room = os.statvfs(folder)
     free = room.f_frsize * (room.f_bavail if os.geteuid() else room.f_bfree)
     # Half of the arrays' size: they may be written smaller than they are.

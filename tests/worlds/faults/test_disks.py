@@ -34,7 +34,7 @@ def small_disk(folder):
 
 
 @contextlib.contextmanager
-def full(disk):
+def full(disk, job):
     """A disk without room, until the end of the block."""
     descriptor = os.open(disk / "filler", os.O_CREAT | os.O_WRONLY)
     with contextlib.suppress(OSError):
@@ -46,8 +46,9 @@ def full(disk):
 
 
 @contextlib.contextmanager
-def read_only(disk):
-    subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+def read_only(disk, job):
+    remount = ["mount", "-o", "remount,ro", disk]  # refused while a file there is being written
+    job.wait_for(lambda: subprocess.run(remount, stderr=subprocess.DEVNULL).returncode == 0)
     yield "Read-only file system"
     subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
 
@@ -61,7 +62,7 @@ def test_a_run_continues_without_its_disk_and_saves_when_it_can(folder, golden, 
     with Job(folder, *LONG) as job:
         job.wait_for_saved(stopped + 1)
         for fault in (full, read_only):
-            with fault(disk) as text:
+            with fault(disk, job) as text:
                 broken_at = job.num_steps()
                 job.wait_for_step(broken_at + 150)
                 assert job.last_saved() <= broken_at + 50  # a save that had its room before
@@ -81,7 +82,7 @@ def test_a_run_directory_that_fills_up_is_reported_in_a_line_for_each_kind_of_fa
     disk = small_disk("run")
     with Job(folder, OFTEN) as job:
         job.wait_for(job.saved)
-        with full(disk):
+        with full(disk, job):
             assert job.codes() == [74], job.outputs
     said = job.outputs[0][1]
     failed = [line for line in said.splitlines() if "cannot be" in line]
