@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jddp.data.sources.idx import pack_idx, parse_idx
+from jddp.data.sources.idx import parse_idx
 
 NUM_PER_CLASS = 1500
 ORIGINALS = Path("/usr/share/datasets/fashion-mnist")
@@ -44,6 +44,12 @@ def unpack(path: Path) -> bytes:
     return gzip.decompress(path.read_bytes())
 
 
+def pack(array: np.ndarray) -> bytes:
+    """The bytes of a gzipped IDX file that holds this array of bytes."""
+    header = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">u4").tobytes()
+    return gzip.compress(header + array.astype(np.uint8).tobytes(), compresslevel=9, mtime=0)
+
+
 def write_sums(directory: Path, names: tuple[str, ...], manifest: Path) -> None:
     """Writes the SHA-256 of each unpacked file as `sha256sum` would."""
     sums = (f"{sha256(unpack(directory / f'{name}.gz')).hexdigest()}  {name}\n" for name in names)
@@ -57,7 +63,7 @@ def main(originals: Path = ORIGINALS, destination: Path = DESTINATION) -> None:
     images, labels = (parse_idx(unpack(originals / f"{name}.gz")) for name in TRAIN)
     kept = choose(images, labels)
     for name, array in zip(KEPT, (images, labels), strict=True):
-        (destination / f"{name}.gz").write_bytes(pack_idx(array[kept]))
+        (destination / f"{name}.gz").write_bytes(pack(array[kept]))
     write_sums(destination, TEST + KEPT, destination / "SHA256SUMS")
     write_sums(originals, TEST + TRAIN, destination / "SHA256SUMS.original")
 

@@ -246,14 +246,7 @@ def _is_worth_showing(record: logging.LogRecord) -> bool:
 logging.getLogger("absl").addFilter(_is_worth_showing)
 # Of several writes that a disk refuses the first is raised. Asyncio would print others, and Python
 # those that TensorStore reports later, to a loop that orbax has closed.
-_REFUSED = re.compile(r"os_error_code=|^\(<class '(OSError|FileNotFoundError)'>")
+_REFUSED, _LATE = re.compile("os_error_code=|'OSError'"), "Event loop is closed"
 logging.getLogger("asyncio").addFilter(lambda x: not _REFUSED.search(str(x.exc_info)))
 _show = sys.unraisablehook
-
-
-def _show_others(unraisable: Any) -> None:
-    if not (unraisable.object is None and str(unraisable.exc_value) == "Event loop is closed"):
-        _show(unraisable)
-
-
-sys.unraisablehook = _show_others
+sys.unraisablehook = lambda x: _show(x) if x.object or str(x.exc_value) != _LATE else None

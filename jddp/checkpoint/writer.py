@@ -180,11 +180,10 @@ class Writer:
 
 def _refuse_full(folder: Path, arrays: Arrays) -> None:
     """Raises for a full disk before orbax does, whose errors are longer."""
-    room = os.statvfs(folder)
-    free = room.f_frsize * (room.f_bavail if os.geteuid() else room.f_bfree)
+    room = shutil.disk_usage(folder)
     # Half of the arrays' size: they may be written smaller than they are.
     least = sum(x.size * x.dtype.itemsize for x in arrays.values()) // 2 + LEAST_BYTES
-    if room.f_blocks and free < least:
+    if room.total and room.free < least:
         raise OSError(errno.ENOSPC, "No space left on device", str(folder))
 
 

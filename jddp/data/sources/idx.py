@@ -17,8 +17,6 @@ import numpy as np
 
 from jddp.errors import DataError
 
-_UINT8 = 8
-
 
 def read_idx(path: Path, *, sha256_hex: str | None = None) -> np.ndarray:
     """The array in an IDX file, after checking that it is the one expected (read-only).
@@ -61,7 +59,7 @@ def parse_idx(plain: bytes, *, called: str = "these bytes") -> np.ndarray:
     Raises:
       DataError: If they are not exactly one IDX array of bytes.
     """
-    num_dims = plain[3] if plain[:3] == bytes([0, 0, _UINT8]) and len(plain) > 3 else 0
+    num_dims = plain[3] if plain[:3] == b"\0\0\x08" and len(plain) > 3 else 0
     header_bytes = 4 + 4 * num_dims
     if not num_dims or len(plain) < header_bytes:
         raise DataError(f"{called}: not an IDX file of bytes: begins with 0x{plain[:4].hex()}.")
@@ -72,9 +70,3 @@ def parse_idx(plain: bytes, *, called: str = "these bytes") -> np.ndarray:
             f"{called}: not a whole IDX file: {elements.size:,} elements for shape {shape}."
         )
     return elements.reshape(shape)
-
-
-def pack_idx(array: np.ndarray) -> bytes:
-    """The bytes of a gzipped IDX file that holds this array of bytes."""
-    header = bytes([0, 0, _UINT8, array.ndim]) + np.array(array.shape, ">u4").tobytes()
-    return gzip.compress(header + array.astype(np.uint8).tobytes(), compresslevel=9, mtime=0)
