@@ -9,11 +9,11 @@ import tracemalloc
 from hashlib import sha256
 from pathlib import Path
 
+import make_fashion_mnist as script
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runs import ROOT
 
 from jddp.data import (
     SOURCES,
@@ -28,7 +28,7 @@ from jddp.data import (
     spec_of,
 )
 from jddp.data.order import Order
-from jddp.data.sources.idx import pack_idx, parse_idx, read_idx
+from jddp.data.sources.idx import parse_idx, read_idx
 from jddp.data.sources.stdlib_text import source_files
 from jddp.errors import ConfigError, DataError
 
@@ -483,7 +483,7 @@ def test_a_file_that_is_missing_truncated_or_altered_is_named(copied):
     for name, damaged, message in (
         (labels, None, r"t10k-labels-idx1-ubyte\.gz: No such file"),
         (images, sound[images][:-1000], r"truncated or altered: .* not a whole gzip file"),
-        (labels, pack_idx(altered), "altered: unpacked, its sha256 is"),
+        (labels, script.pack(altered), "altered: unpacked, its sha256 is"),
     ):
         (copied / name).unlink() if damaged is None else (copied / name).write_bytes(damaged)
         with pytest.raises(DataError, match=message):
@@ -543,7 +543,7 @@ def test_bad_images_are_refused(tmp_path):
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=4), st.randoms())
 def test_idx_arrays_survive_the_round_trip_and_every_cut_is_refused(shape, random):
     array = np.random.default_rng(random.getrandbits(32)).integers(0, 256, shape).astype(np.uint8)
-    plain = gzip.decompress(pack_idx(array))
+    plain = gzip.decompress(script.pack(array))
     np.testing.assert_array_equal(parse_idx(plain), array)
     for end in range(len(plain)):
         with pytest.raises(DataError, match=r"not an IDX file|not a whole IDX file"):
@@ -551,7 +551,7 @@ def test_idx_arrays_survive_the_round_trip_and_every_cut_is_refused(shape, rando
 
 
 def test_idx_file_is_read_only_with_the_right_sum(tmp_path):
-    (tmp_path / "x.gz").write_bytes(pack_idx(np.zeros(3)))
+    (tmp_path / "x.gz").write_bytes(script.pack(np.zeros(3)))
     with pytest.raises(DataError, match=r"x\.gz: altered"):
         read_idx(tmp_path / "x.gz", sha256_hex="0" * 64)
 
@@ -575,28 +575,18 @@ def test_bad_token_directories_are_refused(tmp_path):
 
 
 @pytest.fixture
-def script():
-    """The module that made the shipped files."""
-    path = ROOT / "scripts" / "make_fashion_mnist.py"
-    spec = importlib.util.spec_from_file_location("make_fashion_mnist", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture
-def originals(tmp_path, script):
+def originals(tmp_path):
     """Four files like the original ones: five images a class to train, two to test."""
     for names, per_class in ((script.TRAIN, 5), (script.TEST, 2)):
         labels = np.arange(10 * per_class) % 10
         pixels = np.random.default_rng(per_class).integers(0, 256, (len(labels), 28, 28))
         for name, array in zip(names, (pixels, labels), strict=True):
-            (tmp_path / f"{name}.gz").write_bytes(pack_idx(array))
+            (tmp_path / f"{name}.gz").write_bytes(script.pack(array))
     return tmp_path
 
 
 def test_script_keeps_as_many_of_each_class_and_the_whole_test_set(
-    script, originals, tmp_path, monkeypatch
+    originals, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(script, "NUM_PER_CLASS", 3)
     made = tmp_path / "made"
@@ -616,7 +606,7 @@ def test_script_keeps_as_many_of_each_class_and_the_whole_test_set(
     )
 
 
-def test_shipped_images_are_those_that_the_script_chooses(script):
+def test_shipped_images_are_those_that_the_script_chooses():
     """Of 6,000 images a class 1,500 are kept, by hash: the first byte of all is in the low part."""
     directory = Path(embedded.__file__).parent
     images, labels = (parse_idx(script.unpack(directory / f"{name}.gz")) for name in script.KEPT)

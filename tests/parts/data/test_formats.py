@@ -8,6 +8,7 @@ import zipfile
 
 import datasets
 import grain
+import make_fashion_mnist as script
 import numpy as np
 import pytest
 import read_data
@@ -15,7 +16,6 @@ from PIL import Image
 
 from jddp.data import CropAndFlip, RowExamples, TokenExamples, make_data_set, make_source, spec_of
 from jddp.data.__main__ import main
-from jddp.data.sources.idx import pack_idx
 from jddp.data.sources.image_folder import FolderExamples
 from jddp.data.sources.mapped import MappedArray, map_npy, map_npz
 from jddp.data.sources.tokenize import BYTES, documents_in, tokenizer_in, write_tokens
@@ -131,7 +131,7 @@ def test_idx_files_are_read_as_mnist_is_published(tmp_path, is_packed):
     labels = np.arange(6, dtype=np.uint8) % 3
     for part in ("train", "t10k"):
         for name, array in (("images-idx3", images), ("labels-idx1", labels)):
-            data = pack_idx(array)
+            data = script.pack(array)
             path = tmp_path / f"{part}-{name}-ubyte{'.gz' * is_packed}"
             path.write_bytes(data if is_packed else gzip.decompress(data))
 
