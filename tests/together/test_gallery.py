@@ -24,13 +24,15 @@ RTOL = 1e-5
 # Linen and NNX, statistics and random numbers beside the parameters, an average of them, and
 # parameters of two names.
 QUICK = {"vae", "spectral_critic", "diffusion", "tied_autoencoder"}
-for_each_example = pytest.mark.parametrize(
-    "example",
-    [
-        pytest.param(example, marks=[] if name in QUICK else pytest.mark.slow, id=name)
+
+
+def for_each_example(mark):
+    """Parametrizes by all, of which those that are not quick have a mark."""
+    examples = [
+        pytest.param(example, marks=[] if name in QUICK else mark, id=name)
         for name, example in GALLERY.items()
-    ],
-)
+    ]
+    return pytest.mark.parametrize("example", examples)
 
 
 def wrapped(example, optimizer, place):
@@ -57,12 +59,12 @@ def train_beside_one_device(example, place):
 
 
 @pytest.mark.slow
-@for_each_example
+@for_each_example(pytest.mark.long)
 def test_eight_devices_train_a_model_as_one_does_with_reductions_at_the_end(example):
     train_beside_one_device(example, "leaf-end")
 
 
-@for_each_example
+@for_each_example(pytest.mark.slow)
 def test_eight_devices_train_evaluate_and_resume_a_model_as_one_does(example, tmp_path):
     ddp, state = train_beside_one_device(example, "flat-ready")
     # A loss that is one number cannot leave out rows that fill up the devices.

@@ -128,6 +128,9 @@ LAYERS |= {f.__name__: f for f in (local_batch_norm, tied_embedding)} | {
 }
 
 
+OTHERS = ["scanned_transformer", "lstm_tagger", "resnet_nnx", "seq2seq"]
+
+
 def make_sequences(rows, seed=0):
     x = np.random.default_rng(seed).normal(size=(rows, 12, 8)).astype(np.float32)
     return {"x": x, "y": make_batch(rows, seed=seed)["y"]}
@@ -152,20 +155,19 @@ def test_gradients_of_a_division_by_a_sum_are_bitwise_equal_on_one_device(
     assert found[0] == found[1]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("function", LAYERS.values(), ids=LAYERS)
-def test_every_kind_of_layer_is_bitwise_equal_on_one_to_eight_devices(function, as_users_compile):
-    assert_same_bits(model=Layers(function), **SEQUENCES)
+def long_but(names, *some):
+    """All names, of which only some are not long."""
+    return [pytest.param(x, marks=[pytest.mark.long] * (x not in some)) for x in names]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("scanned_transformer", "lstm_tagger"),
-        *(pytest.param(x, marks=pytest.mark.long) for x in ("resnet_nnx", "seq2seq")),
-    ],
-)
+@pytest.mark.parametrize("name", long_but(LAYERS, "attention", "convolutions", "local_batch_norm"))
+def test_every_kind_of_layer_is_bitwise_equal_on_one_to_eight_devices(name, as_users_compile):
+    assert_same_bits(model=Layers(LAYERS[name]), **SEQUENCES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", long_but(OTHERS, "scanned_transformer"))
 def test_models_of_others_are_bitwise_equal_on_one_to_eight_devices(name, as_users_compile):
     example = GALLERY[name]
     assert_same_bits(
@@ -203,7 +205,9 @@ OPTIONS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    "name", long_but(OPTIONS, "parts, clipping, an average", "no power of two")
+)
 def test_so_they_are_with_every_option(name, as_users_compile):
     assert_same_bits(**OPTIONS[name])
 

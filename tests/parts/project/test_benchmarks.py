@@ -49,7 +49,7 @@ def test_modes_prints_a_row_for_each_and_fewer_bytes_for_what_is_compressed():
         assert results[name]["memory_kib"] > 0 == results["mean"]["memory_kib"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_collectives_counts_every_bucket_of_the_flat_layout():
     rows = [row.split(maxsplit=4) for row in run(BENCHMARKS / "collectives.py")[1:]]
     other = {int(count) - int(buckets) for _, layout, buckets, count, _ in rows if layout == "flat"}
@@ -134,7 +134,7 @@ def test_contenders_for_a_gpu_take_turns_on_every_model(tmp_path):
     assert measured["device"] == "cpu"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_contenders_that_fail_say_why_in_their_rows_and_the_others_continue(tmp_path):
     (tmp_path / "torch.py").write_text("raise MemoryError('there was none')")
     rows, measured = contend(tmp_path, "--only", "gpt2_124m", PYTHONPATH=str(tmp_path))
@@ -170,7 +170,7 @@ def test_operations_are_those_that_papers_count(monkeypatch):
     assert billions["gpt2_124m"] == pytest.approx(gpt2, rel=1e-2)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_checkouts_finds_a_checkout_as_large_as_itself():
     rows = run(BENCHMARKS / "checkouts.py", BENCHMARKS.parent, "--rounds", 1)[1:]
     ratios = {name: float(ratio) for name, _, ratio, _ in (row.rsplit(maxsplit=3) for row in rows)}

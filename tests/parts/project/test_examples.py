@@ -17,9 +17,9 @@ import jddp
 from jddp.reduce.plan import plan_buckets
 
 EXAMPLES = ROOT / "examples"
-# Those of which a test below looks at what they do.
-SLOW = {"bring_your_own_step", "contrastive", "gan", "perturbed_weights", "regression"}
-SLOW |= {"reinforce", "roll_back", "send_signs", "teacher_student", "two_level_all_reduce"}
+# Those of which a test below looks at what they do, in fewer steps.
+LONG = {"bring_your_own_step", "contrastive", "gan", "perturbed_weights", "regression"}
+LONG |= {"reinforce", "roll_back", "send_signs", "teacher_student", "two_level_all_reduce"}
 SCRIPTS = sorted(set(EXAMPLES.glob("*.py")) - {EXAMPLES / "notebook.py"})  # see test_notebook.py
 
 
@@ -29,7 +29,7 @@ def load(name):
 
 @pytest.mark.parametrize(
     "example",
-    [pytest.param(x, marks=[pytest.mark.slow] * (x.stem in SLOW), id=x.name) for x in SCRIPTS],
+    [pytest.param(x, marks=[pytest.mark.long] * (x.stem in LONG), id=x.name) for x in SCRIPTS],
 )
 def test_an_example_runs(example, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [str(example)])

@@ -40,6 +40,10 @@ for text in sys.argv[1:]:
     except Exception:
         print("refused")
 """
+QUIET = {"RAY_USAGE_STATS_ENABLED": "0"}
+# A node that does not answer three times in 4 s is lost; Ray's defaults are five times in 10 s.
+SOON = {"RAY_health_check_period_ms": "1000", "RAY_health_check_timeout_ms": "4000"}
+SOON |= {"RAY_health_check_failure_threshold": "3", "RAY_health_check_initial_delay_ms": "1000"}
 LONG = ["train.num_steps=400", "checkpoint.every_steps=20"]
 
 
@@ -58,7 +62,7 @@ class RayCluster(Hosts):
         where += [f"--node-ip-address={self.addresses[name]}", "--num-cpus=1"]
         where += ["--object-store-memory=100000000", "--disable-usage-stats"]
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", *where]
-        about = {"env": environment(RAY_USAGE_STATS_ENABLED="0"), "cwd": self.folder}
+        about = {"env": environment(**QUIET, **SOON), "cwd": self.folder}
         with self.log.open("a") as log:
             started = self.start(name, *command, stdout=log, stderr=log, **about)
         assert started.wait(timeout=SECONDS) == 0, self.log.read_text()
@@ -67,7 +71,7 @@ class RayCluster(Hosts):
         """A job of `jddp.train`, whose driver is on the first host."""
         train = ["-m", "jddp.train", "--config", "job.yaml", "mesh.num_devices=auto"]
         options = [*launch, "--logs", f"logs-{run}", *options]
-        variables = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
+        variables = {**QUIET, "RAY_DEDUP_LOGS": "0"}
         command = [*options, *train, f"run.dir={run}", *arguments]
         return OnHost(self, "h1", self.folder, *command, **variables)
 
@@ -126,7 +130,7 @@ def test_workers_train_as_one_process(cluster):
     assert (facts["step"], facts["loss"]) == (6, records[-1]["loss"])
 
 
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_killed_process_resumes_to_the_same_bits(cluster, number):
     run = f"killed-{number}"
     with cluster.launch(*LONG, run=run, options=["--max-restarts", "1"]) as job:
@@ -171,6 +175,7 @@ def test_a_second_job_in_the_same_directory_is_refused(cluster):
     assert "is in use by process" in said[said.rindex("failed first") :]
 
 
+@pytest.mark.long
 def test_a_signal_to_the_driver_saves_and_the_job_resumes(cluster):
     with cluster.launch(*LONG, run="stopped") as job:
         wait_for(job, "stopped/checkpoints/20")
@@ -209,6 +214,7 @@ def test_a_node_that_goes_away_is_replaced_by_another(cluster):
     assert result(cluster.folder, "lost") == result(cluster.folder, "two")
 
 
+@pytest.mark.long
 def test_an_elastic_job_continues_without_a_node(cluster):
     elastic = ["--min-processes", "1", "--max-restarts", "1"]
     with cluster.launch(*LONG, run="elastic", options=elastic) as job:
@@ -240,7 +246,7 @@ def test_the_template_is_what_ray_takes():
     texts = [text, *(text.replace(*change) for change in wrong.items())]
     done = subprocess.run(
         [sys.executable, "-c", PARSE, *texts],
-        env=environment(RAY_USAGE_STATS_ENABLED="0"),
+        env=environment(**QUIET),
         capture_output=True,
         text=True,
         check=True,

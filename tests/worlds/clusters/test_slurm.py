@@ -202,7 +202,7 @@ def log(folder, run, job):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["step", "heterogeneous"])
+@pytest.mark.parametrize("form", ["step", pytest.param("heterogeneous", marks=pytest.mark.long)])
 def test_tasks_of_a_step_train_as_one_process(slurm, folder, one, form):
     command, how = training(folder, form, *FEW, "mesh.num_devices=4")
     command = ["python", "-m", "jddp.train", *command]

@@ -136,6 +136,7 @@ def test_a_worker_killed_and_hosts_that_were_cut_off_start_again_bitwise_identic
     assert result(jobs, "again") == undisturbed
 
 
+@pytest.mark.long
 def test_a_link_cut_for_a_moment_changes_nothing_and_a_signal_to_one_launcher_saves_on_both_hosts(
     hosts, jobs, undisturbed
 ):

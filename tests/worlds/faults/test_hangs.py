@@ -116,7 +116,7 @@ def test_a_process_that_fails_also_while_it_saves_ends_the_job_with_its_own_word
     assert reported in job.said(1 - process)
 
 
-@pytest.mark.parametrize("every", [200, 1000], ids=["on the way", "at the end"])
+@pytest.mark.parametrize("every", [200, pytest.param(1000, marks=pytest.mark.long)])
 def test_an_evaluation_that_fails_on_all_processes_costs_no_step(folder, every):
     options = ["train.num_steps=400", f"train.eval_every_steps={every}"]
     job, codes, _ = disturbed(folder, "fail-test", *options, "checkpoint.every_steps=1000")
