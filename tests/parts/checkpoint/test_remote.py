@@ -65,21 +65,16 @@ def test_as_many_checkpoints_stay_as_are_kept(url):
     assert complete(url) == [15, 20, 30]
 
 
-def test_files_are_uploaded_again_where_they_have_changed(url):
+def test_files_are_uploaded_again_where_they_have_changed(url, monkeypatch):
     remote, metrics = Remote(url), "metrics.jsonl"
     (remote.folder / metrics).write_text("1\n")
     (remote.folder / "config.yaml").write_text("a: 1\n")
     remote.upload()
     (remote.folder / metrics).write_text("1\n2\n")
     sent = []
-    remote._files.put_file, before = (
-        lambda path, target: sent.append(target),
-        remote._files.put_file,
-    )
-    try:
-        remote.upload()
-    finally:
-        remote._files.put_file = before
+    # Of the class: fsspec keeps the object, and monkeypatch would leave an attribute there.
+    monkeypatch.setattr(type(remote._files), "put_file", lambda _, path, to: sent.append(to))
+    remote.upload()
     assert [target.rpartition("/")[2] for target in sent] == [metrics]
 
 
@@ -133,7 +128,8 @@ def test_the_newest_that_is_undamaged_is_fetched_with_those_that_are_not(url):
 
 def test_names_that_lead_out_of_the_folder_are_left_there(tmp_path, monkeypatch):
     remote = Remote("memory:///out")
-    monkeypatch.setattr(remote._files, "find", lambda root: [f"{root}/../x", f"{root}/a/../../y"])
+    names = "{0}/../x", "{0}/a/../../y"
+    monkeypatch.setattr(type(remote._files), "find", lambda _, x: [n.format(x) for n in names])
     remote.fetch()
     assert contents(remote.folder) == {}
 
