@@ -71,6 +71,7 @@ def test_the_life_of_a_gradient_quotes_nothing_else():
     assert page.count("```python") == len(QUOTE.findall(page))
 
 
+@pytest.mark.slow
 def test_the_readme_and_the_page_that_uses_its_names_run_as_pasted(tmp_path):
     pages = [(ROOT / name).read_text() for name in ("README.md", "docs/python.md")]
     blocks = re.findall(r"```python\n(.*?)```", "\n".join(pages), re.DOTALL)

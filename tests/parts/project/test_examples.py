@@ -148,6 +148,7 @@ def test_a_generator_comes_near_to_what_it_should_make():
     assert distances[-1] < 0.4 * distances[0]
 
 
+@pytest.mark.slow
 def test_halves_of_images_find_each_other_among_all_rows_of_all_replicas():
     main = load("contrastive")["main"]
     losses, found = main(num_steps=50)
@@ -158,6 +159,7 @@ def test_halves_of_images_find_each_other_among_all_rows_of_all_replicas():
     np.testing.assert_allclose(got, want, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_each_replica_learns_with_weights_of_its_own():
     plain, noisy = load("perturbed_weights")["main"](num_steps=15)
     assert plain["spread"] == 0
@@ -172,6 +174,7 @@ def test_a_network_that_learned_with_noise_in_its_weights_bears_it():
     assert noisy[0.1] > plain[0.1] + 0.1
 
 
+@pytest.mark.slow
 def test_a_student_learns_from_its_teacher_alone():
     ends = load("teacher_student")["main"](num_steps=60)
     assert ends["agrees"] > 0.8

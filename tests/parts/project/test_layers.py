@@ -144,6 +144,7 @@ assert run.step == 2, run
 """
 
 
+@pytest.mark.slow
 def test_objects_train_without_the_libraries_that_configs_and_loaders_need(tmp_path):
     program = [sys.executable, "-c", WITHOUT_CONFIGS, str(tmp_path / "run")]
     subprocess.run(program, env={**os.environ, "JAX_PLATFORMS": "cpu"}, check=True)

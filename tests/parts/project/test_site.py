@@ -162,11 +162,13 @@ def accuracy(printed):
     return float(re.findall(r"accuracy (0\.\d+)", printed)[-1])
 
 
+@pytest.mark.slow
 def test_the_program_of_the_page_on_pytorch_runs(tmp_path):
     printed = run_page("pytorch", lambda block: "torch" not in block, tmp_path)
     assert accuracy(printed) > 0.9
 
 
+@pytest.mark.slow
 def test_the_program_for_pytorch_itself_runs(tmp_path):
     pytest.importorskip("torch")
     job = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
