@@ -62,13 +62,14 @@ def _print_failures(run: Path) -> int:
 
 def _examine(arguments: argparse.Namespace) -> int:
     from jddp.distributed.coordination import gather, process_index
+    from jddp.distributed.devices import configure_devices
     from jddp.distributed.join import initialize
     from jddp.distributed.resolve import resolve_identity
     from jddp.doctor.devices import check_devices
     from jddp.doctor.host import check_host
     from jddp.doctor.job import check_directory, check_job
     from jddp.doctor.links import check_links, measure_all_reduce
-    from jddp.engine.mesh import configure_devices, make_mesh
+    from jddp.engine.mesh import make_mesh
 
     findings = list(check_host())
     identity = resolve_identity()

@@ -17,7 +17,8 @@ from tiny import ConvNet, loss_fn, make_batch
 import jddp
 from jddp import distributed
 from jddp.data import ArrayExamples, TrainBatches, eval_batches
-from jddp.engine.mesh import configure_devices, copy_off_mesh
+from jddp.distributed.devices import configure_devices
+from jddp.engine.mesh import copy_off_mesh
 
 NUM_DEVICES = 8
 EXAMPLES, TEST = make_batch(40), make_batch(11, seed=1)
