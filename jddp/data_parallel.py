@@ -58,10 +58,11 @@ from jddp.inspection.explain import Explanation, explain, logging_data, measure
 from jddp.inspection.memory import Memory, measure_memory
 from jddp.inspection.norms import Layers, diagnose
 from jddp.modules.batch_norm import Sync
+from jddp.modules.frozen import Frozen, thaw
 from jddp.modules.functional import functional, refuse_constants
 from jddp.reduce.average import bucket_sizes, choose_layout, make_reduction
 from jddp.reduce.hooks import as_is
-from jddp.reduce.packing import choose_packing
+from jddp.reduce.packing import Layout, choose_packing
 from jddp.reduce.plan import BucketPlan
 from jddp.trainer.callbacks import Callback
 from jddp.trainer.fit import LIMITS, Kept, choose_batches, train
@@ -107,6 +108,12 @@ class DataParallel(Shown):
       per_replica: Names of the state beside the parameters that each replica keeps for itself:
         collections (Linen), or classes of variables (NNX). Their arrays are neither synchronized
         nor compared; they are averaged when evaluated or read, whole numbers rounded down.
+      frozen: Parameters that are not trained: regular expressions for whole paths, such as
+        "backbone/.*", or a function of a path. They are not differentiated, sent or updated, and
+        have no optimizer state; they stand in `state.model_state["params"]`.
+      compute_dtype: "bfloat16" or "float16": dtype to which parameters and inputs of the model are
+        cast where the loss calls it. Its outputs are cast back: the loss, batch statistics,
+        gradients and the optimizer are in float32. A layer with another dtype is refused.
       state_reduction: Rules by which replicas synchronize, in each step, other state that depends
         on their rows or random numbers, by name of the collection or class: "mean", "sum" (of what
         each has added, exact for whole numbers) or "first" (replica 0's). Such state is refused
@@ -163,6 +170,8 @@ class DataParallel(Shown):
         batch_norm_group_size: int | None = None,
         batch_norm_unbiased: bool = False,
         per_replica: Sequence[str] = (),
+        frozen: Frozen = (),
+        compute_dtype: Any = None,
         state_reduction: Mapping[str, str] | None = None,
         accumulate_steps: int = 1,
         shard_optimizer: bool = False,
@@ -181,7 +190,9 @@ class DataParallel(Shown):
         self.mesh = make_mesh(mesh, axis_name)
         axis, hardware = axis_of(self.mesh), platform(self.mesh)
         sync = Sync(axis, batch_norm_group_size, batch_norm_unbiased, logical_replicas)
-        flax_model = functional(model, batch_norm, sync, per_replica, state_reduction)
+        net = functional(
+            model, batch_norm, sync, per_replica, state_reduction, frozen, compute_dtype
+        )
         sync.check(self.mesh.size, batch_norm)
         refuse_pairs(
             logical_replicas=logical_replicas,
@@ -191,13 +202,7 @@ class DataParallel(Shown):
             wire_dtype=wire_dtype,
             overlap=overlap is True,
         )
-        # Nothing is sent in a step, or so by choice: under local steps the program, which holds
-        # steps with and without a mean, would hold the backward pass twice.
-        if overlap == "auto" and (self.mesh.size == 1 or local_steps or logical_replicas):
-            overlap = False
-        if overlap is True and local_steps is not None and not local_steps.start:
-            overlap = False
-        chosen, overlaps = choose_layout(layout, overlap, lambda: hardware)
+        chosen, overlaps = _settle(layout, overlap, self.mesh, local_steps, logical_replicas)
         is_scaled = loss_scale is not None
         packed = choose_packing(
             chosen, comm_hook, hardware, is_sharded=shard_optimizer, num=logical_replicas
@@ -207,18 +212,18 @@ class DataParallel(Shown):
         reduction = make_reduction(axis, packed, sizes, wire_dtype, seen)
         sharded_by = reduction if shard_optimizer else None
         self.spec = Step(
-            model=flax_model,
+            model=net,
             eval_fn=eval_fn or loss_fn,
             backward=choose_backward(
-                flax_model, loss_fn, accumulate_steps, overlaps=overlaps, is_scaled=is_scaled
+                net, loss_fn, accumulate_steps, overlaps=overlaps, is_scaled=is_scaled
             ),
-            replicas=choose_replicas(axis, flax_model, logical_replicas, self.mesh.size),
+            replicas=choose_replicas(axis, net, logical_replicas, self.mesh.size),
             reduction=reduction,
             sync=local_steps or EveryStep(),
             clip=choose_clip(max_grad_norm),
             optimizer=choose_optimizer(optimizer, unused_parameters, sharded_by, accumulate_steps),
             average=choose_average(ema_decay),
-            guard=choose_guard(loss_scale, skip_nonfinite, flax_model.keeps_own),
+            guard=choose_guard(loss_scale, skip_nonfinite, net.keeps_own),
         )
         self._constants: PyTree = None
         self._executor = Executor(donate=donate, platform=hardware)
@@ -326,7 +331,7 @@ class DataParallel(Shown):
           params: "params", or "ema" for their moving average.
         """
         values = self._values(state, params)
-        return self.spec.model.rebuild(*jax.tree.map(copy_off_mesh, values))
+        return self.spec.model.rebuild(*thaw(*jax.tree.map(copy_off_mesh, values)))
 
     def _refuse_foreign(self, state: TrainState, inputs: Inputs | None = None) -> None:
         """Refuses a state that a step has taken, or whose parameters are those of another model."""
@@ -712,3 +717,16 @@ class DataParallel(Shown):
         kept = Kept(run_dir and folder_or_url(run_dir), config, manifest or {})
         first = functools.partial(self.init, seed) if state is None else state
         return train(self, batches, plan, kept, first, callbacks, limits)
+
+
+def _settle(
+    layout: str, overlap: bool | str, mesh: Mesh, local: LocalSteps | None, logical: int | None
+) -> tuple[Layout, bool]:
+    """Layout and overlap; there is nothing to overlap where a step sends no gradients."""
+    # Under local steps the program, which holds steps with and without a mean, would hold the
+    # backward pass twice.
+    is_alone = mesh.size == 1 or local is not None or logical is not None
+    never_sends = local is not None and not local.start
+    if (overlap == "auto" and is_alone) or (overlap is True and never_sends):
+        overlap = False
+    return choose_layout(layout, overlap, lambda: platform(mesh))

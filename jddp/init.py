@@ -25,6 +25,7 @@ from jddp.engine.init import make_init
 from jddp.engine.mesh import from_process_zero, replicate, replicated, sharded
 from jddp.engine.state import Inputs, Layout, Replicated, TrainState, Values, stack_rows
 from jddp.errors import UsageError
+from jddp.modules.frozen import thaw
 from jddp.typing import Batch, Params
 
 
@@ -111,9 +112,9 @@ class FirstState:
         """Values that the model makes by itself, or their shapes."""
         if with_values:
             made = self.make(seed, inputs)
-            return self._steps.merged((made.params, made.model_state))
+            return thaw(*self._steps.merged((made.params, made.model_state)))
         shapes = self.shapes(inputs)
-        return jax.eval_shape(self._steps.merged, (shapes.params, shapes.model_state))
+        return thaw(*jax.eval_shape(self._steps.merged, (shapes.params, shapes.model_state)))
 
     def _example(self, inputs: Inputs, values: Values) -> Batch:
         """The rows that one replica sees, or their shapes; None where nothing is to be made."""

@@ -26,7 +26,10 @@ from jddp.checkpoint.format_1 import guess_layouts
 from jddp.checkpoint.writer import first_line
 from jddp.engine.state import merged
 from jddp.errors import FileSystemError
+from jddp.modules.frozen import thaw
 from jddp.typing import PyTree
+
+PARAMETERS = {"params", "ema_params"}
 
 
 def read_newest(directory: Path, fields: Sequence[str]) -> dict[str, PyTree]:
@@ -51,7 +54,12 @@ def read_values(folder: Path, fields: Sequence[str]) -> dict[str, PyTree]:
     described, leaves = read_described(folder), read(folder, fields)
     layouts = layouts_in(described) or guess_layouts(described, {}, 1)
     values = {name: merged(x, layouts[name]) for name, x in leaves.items()}
-    return {field: {} for field in fields} | unflatten_dict(values, sep="/")
+    found = {field: {} for field in fields} | unflatten_dict(values, sep="/")
+    if "model_state" in found:  # with the parameters that were not trained
+        kept = found["model_state"]
+        whole = {name: thaw(x, kept)[0] for name, x in found.items() if name in PARAMETERS and x}
+        found |= whole | {"model_state": thaw({}, kept)[1]}
+    return found
 
 
 def newest_sound(directory: Path) -> int:

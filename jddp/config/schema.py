@@ -238,6 +238,10 @@ class DdpConfig(Section):
         None, "Neighbouring replicas that share statistics under sync; or all.", ge=1
     )
     per_replica: list[str] = option([], "Collections, or variable classes, that differ by replica.")
+    compute_dtype: Literal["bfloat16", "float16"] | None = option(
+        None, "Dtype of the model's arithmetic; parameters, loss and statistics stay float32."
+    )
+    frozen: list[str] = option([], "Parameters that are not trained: expressions for their paths.")
     state_reduction: dict[str, Literal["mean", "sum", "first"]] = option(
         {}, "By collection or class: how replicas agree on state made from their rows."
     )

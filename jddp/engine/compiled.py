@@ -34,9 +34,10 @@ from jddp.engine.state import (
 )
 from jddp.engine.step import Traced, make_gradients, make_step, trace
 from jddp.errors import ConfigError, UsageError
+from jddp.modules.frozen import count_frozen, thaw
 from jddp.modules.metrics import Sums, weights_in
 from jddp.modules.rows import check_rows, count_rows
-from jddp.reduce.plan import BucketPlan
+from jddp.reduce.plan import BucketPlan, in_mebibytes
 from jddp.typing import Batch, PyTree
 
 Planned = tuple[BucketPlan, Traced | None]  # of rows of one form; no traced passes without rows
@@ -105,13 +106,14 @@ class CompiledSteps:
           ConfigError: If no gradient reaches a parameter, and unused_parameters is "error"; or if
             state of the model must be the same on all replicas, and local_steps lets it differ.
         """
-        self.spec.sync.check(state.model_state, self.spec.model.keeps_own)
+        _, model_state = thaw(state.params, state.model_state)
+        self.spec.sync.check(model_state, self.spec.model.keeps_own)
         self.plan, self.traced = self._plan(state, inputs)
 
     def _plan(self, state: TrainState, inputs: Inputs) -> Planned:
         spec = self.spec
         if inputs.rows is None:
-            return self._noted(spec.reduction.plan(state.params)), None
+            return self._noted(spec.reduction.plan(state.params), state), None
         num_rows = self.count_rows_of_part(inputs.rows)
         rows, constants = _shapes(inputs)
         rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype), rows)
@@ -122,14 +124,20 @@ class CompiledSteps:
             traced = call(trace, spec, self.mesh, _shapes(state), part)
             if not self._plans:
                 _warn_of_weights(inputs.rows, traced.sums)
-            plan = self._noted(spec.reduction.plan(state.params, traced.ready), traced.num_looped)
+            plan = spec.reduction.plan(state.params, traced.ready)
+            plan = self._noted(plan, state, traced.num_looped)
             self._plans[form] = plan, traced
         # Checked for each form of rows: another batch may leave other parameters unused.
         spec.optimizer.unused.check(self._plans[form][0])
         return self._plans[form]
 
-    def _noted(self, plan: BucketPlan, num_looped: int = 0) -> BucketPlan:
-        """The plan, with notes on when buckets are sent."""
+    def _noted(self, plan: BucketPlan, state: TrainState, num_looped: int = 0) -> BucketPlan:
+        """The plan, with notes on when buckets are sent, and on parameters that never are."""
+        num, size = count_frozen(state.model_state)
+        if num:
+            plan = plan.noted(
+                f"{num} frozen leaves, {in_mebibytes(size)} MiB: neither trained nor sent"
+            )
         return self.spec.sync.note(self.spec.backward.note(plan, num_looped))
 
     def comm_state(self) -> CommState:

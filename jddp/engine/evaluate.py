@@ -26,6 +26,7 @@ from jddp.engine.spec import Step
 from jddp.engine.state import Inputs, Values
 from jddp.errors import ConfigError, UsageError
 from jddp.modules.forward import mask_of, run_forward
+from jddp.modules.frozen import thaw
 from jddp.modules.functional import name_constants
 from jddp.modules.metrics import Sum, Sums, Totals, count_valid_rows
 from jddp.modules.rows import count_rows
@@ -62,7 +63,7 @@ def make_predict(step: Step, mesh: Mesh, function: LossFn) -> Wrapped:
         # use the same numbers for every batch.
         key = jax.random.fold_in(jax.random.fold_in(key, number), lax.axis_index(step.axis))
         named = name_constants(function, inputs.constants)
-        outputs = step.model.evaluate(named, *values, inputs.rows, key)
+        outputs = step.model.evaluate(named, *thaw(*values), inputs.rows, key)
         for x in jax.tree.leaves(outputs):
             if jnp.shape(x)[:1] != valid.shape:
                 raise ConfigError(

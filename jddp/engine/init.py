@@ -10,6 +10,7 @@ from jaxtyping import Array
 from jddp.engine.mesh import over_replicas
 from jddp.engine.spec import Step
 from jddp.engine.state import CommState, Inputs, TrainState, specs
+from jddp.modules.frozen import freeze
 from jddp.modules.functional import name_constants
 from jddp.typing import ModelState, Params, PyTree
 
@@ -30,11 +31,12 @@ def make_init(step: Step, mesh: Mesh) -> Wrapped:
             made, made_state = step.model.init(loss_fn, key, inputs.rows)
             params = made if params is None else params
             model_state = made_state if model_state is None else model_state
+        params, model_state = freeze(params, model_state or {}, step.model.frozen)
         state = TrainState(
             step=jnp.int32(0),
             params=params,
             ema_params=step.average.init(params),
-            model_state={} if model_state is None else model_state,
+            model_state=model_state,
             opt_state=(),
             comm_state=CommState(outer=step.sync.init(params)),  # a hook's needs the buckets
             skipped=jnp.int32(0),

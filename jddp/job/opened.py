@@ -78,6 +78,7 @@ def open_run(
         loss_fn or _loss_in(config, trusted),
         mesh=mesh,
         axis_name=config.ddp.axis_name if config else None,
+        compute_dtype=config.ddp.compute_dtype if config else None,
         batch_norm="broadcast",  # Statistics are not updated here; they are the same everywhere.
     )
     run = Run(

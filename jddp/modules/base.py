@@ -10,9 +10,11 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jddp.errors import ConfigError, UsageError
 from jddp.modules.batch_norm import Sync
+from jddp.modules.frozen import Frozen, is_frozen
 from jddp.typing import Batch, LossFn, ModelState, Params, Path, PyTree
 
 log = logging.getLogger("jddp")
@@ -28,6 +30,8 @@ class FlaxModel(abc.ABC):
       sync: Replicas whose statistics are taken together under "sync", and rules for other state.
       per_replica: Names of other state of which each replica keeps its own: collections (Linen), or
         classes of variables (NNX).
+      compute_dtype: Dtype of the arithmetic, as `jddp.modules.precision.Casts` takes it.
+      frozen: Parameters that are not trained, as `jddp.modules.frozen.freeze` takes them.
     """
 
     name: str
@@ -35,9 +39,13 @@ class FlaxModel(abc.ABC):
     batch_norm: str
     sync: Sync
     per_replica: tuple[str, ...]
+    compute_dtype: np.dtype | None
+    frozen: Frozen
 
     def keeps_own(self, path: Path, x: Any) -> bool:
         """Whether each replica keeps its own of `x`, which is at `path` in the other state."""
+        if is_frozen(path):
+            return False
         kinds = self.kinds_at(path)
         if not set(self.per_replica).isdisjoint(kinds):
             return jnp.issubdtype(x.dtype, jnp.number)
@@ -56,7 +64,8 @@ class FlaxModel(abc.ABC):
           ConfigError: If no leaf is of such a kind.
         """
         leaves = jax.tree_util.tree_leaves_with_path(model_state)
-        there = set[str]().union(*(self.kinds_at(path) for path, _ in leaves))
+        paths = (path for path, _ in leaves if not is_frozen(path))
+        there = set[str]().union(*map(self.kinds_at, paths))
         rules = dict(self.sync.rules)
         for option, kinds in (("per_replica", self.per_replica), ("state_reduction", rules)):
             if unknown := sorted(set(kinds) - there):

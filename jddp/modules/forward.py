@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 from jddp.errors import ConfigError
 from jddp.modules.base import FlaxModel, name_constants
 from jddp.modules.batch_norm import Sync
+from jddp.modules.frozen import thaw
 from jddp.modules.metrics import Mean, Metric, Sums, mask_in, weigh
 from jddp.modules.rows import count_rows
 from jddp.modules.varying import EQUAL, GROUPED, VARYING, find_varying
@@ -54,9 +55,10 @@ def run_forward(
       ConfigError: If the loss or a metric has another number of rows.
     """
     loss_fn = name_constants(loss_fn, constants)
-    arguments = (params, model_state, batch, key)
+    arguments = (*thaw(params, model_state), batch, key)
     if train:
-        outputs, model_state = model.train(loss_fn, *arguments)
+        outputs, written = model.train(loss_fn, *arguments)
+        model_state = {**model_state, **written}
     else:
         outputs = model.evaluate(loss_fn, *arguments)
     num_rows = count_rows(batch)

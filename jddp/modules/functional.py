@@ -15,12 +15,15 @@ from typing import Any
 
 from flax import linen as nn
 from flax import nnx
+from jax.typing import DTypeLike
 
 from jddp.errors import ConfigError, check_choice
 from jddp.modules.base import FlaxModel, name_constants, refuse_constants, stream
 from jddp.modules.batch_norm import Sync
+from jddp.modules.frozen import Frozen
 from jddp.modules.linen import LinenModel, synced_linen
 from jddp.modules.nnx import NnxModel, sync_nnx
+from jddp.reduce.average import half_precision
 
 MODES = ("sync", "broadcast", "local")
 REDUCTIONS = ("mean", "sum", "first")
@@ -34,6 +37,8 @@ def functional(
     sync: Sync | None = None,
     per_replica: Sequence[str] = (),
     state_reduction: Mapping[str, str] | None = None,
+    frozen: Frozen = (),
+    compute_dtype: DTypeLike | None = None,
 ) -> FlaxModel:
     """Returns the functional form of a Linen or NNX module, with options as `FlaxModel` has them.
 
@@ -58,6 +63,8 @@ def functional(
     sync = dataclasses.replace(sync or Sync("data"), rules=tuple(rules.items()))
     form.batch_norm, form.sync = batch_norm, sync
     form.per_replica = tuple(per_replica)
+    form.compute_dtype = half_precision("compute_dtype", compute_dtype)
+    form.frozen = [frozen] if isinstance(frozen, str) else frozen
     form.name = type(model).__name__
     return form
 

@@ -15,6 +15,7 @@ from jddp.errors import UsageError
 from jddp.modules import batch_norm
 from jddp.modules.base import FlaxModel, call_loss, is_saved, stream, takes_train, tell_axes
 from jddp.modules.batch_norm import Sync
+from jddp.modules.precision import Casts
 from jddp.typing import Batch, LossFn, ModelState, Params, Path, PyTree
 
 
@@ -44,8 +45,9 @@ class LinenModel(FlaxModel):
         """Runs the loss with all but the parameters mutable."""
         loss = functools.partial(call_loss, loss_fn, train=True)
         run = nn.apply(loss, self.module, mutable=nn.DenyList(("params", *self._OFF)))
-        with synced_linen(self.sync, is_synced=self.batch_norm == "sync"):
-            variables = {"params": params, **model_state}
+        is_synced, casts = self.batch_norm == "sync", Casts(self.compute_dtype)
+        with casts.of_linen(), synced_linen(self.sync, is_synced=is_synced):
+            variables = {"params": casts.narrow(params), **model_state}
             outputs, written = run(variables, batch, rngs=self._streams(key))
         return outputs, {name: written.get(name, old) for name, old in model_state.items()}
 
@@ -62,9 +64,11 @@ class LinenModel(FlaxModel):
         loss = functools.partial(call_loss, loss_fn, train=False)
         # Written values, such as a cache, are dropped.
         run = nn.apply(loss, self.module, mutable=nn.DenyList(("params", *kept)))
+        casts = Casts(self.compute_dtype)
         try:
-            outputs, _ = run({"params": params, **model_state}, batch, rngs=streams)
-            return outputs
+            with casts.of_linen():
+                variables = {"params": casts.narrow(params), **model_state}
+                return run(variables, batch, rngs=streams)[0]
         except (flax.errors.InvalidRngError, flax.errors.ModifyScopeVariableError) as error:
             raise UsageError(
                 "loss_fn runs the model in training mode during evaluation. Write loss_fn(model, "

@@ -13,6 +13,7 @@ from jddp.errors import ConfigError
 from jddp.modules import batch_norm
 from jddp.modules.base import FlaxModel, call_loss, is_saved, tell_axes
 from jddp.modules.batch_norm import Sync
+from jddp.modules.precision import Casts
 from jddp.typing import Batch, LossFn, ModelState, Params, Path, PyTree
 
 
@@ -33,8 +34,10 @@ class NnxModel(FlaxModel):
     ) -> tuple[Any, ModelState]:
         """Runs the loss with a module of these values, in train mode."""
         rngs = jax.tree.map(lambda leaf: _fold(leaf, key), model_state["rngs"])
-        module = nnx.merge(self._graph, params, rngs, model_state["rest"])
+        casts = Casts(self.compute_dtype)
+        module = nnx.merge(self._graph, casts.narrow(params), rngs, model_state["rest"])
         module.train()
+        casts.of_nnx(module)
         sync_nnx(module, self.sync, is_synced=self.batch_norm == "sync")
         outputs = call_loss(loss_fn, module, batch, train=True)
         parts: Any = nnx.split(module, nnx.Param, nnx.RngState, ...)
@@ -53,7 +56,9 @@ class NnxModel(FlaxModel):
     ) -> Any:
         """Runs the loss with a module of these values, in eval mode."""
         rngs = jax.tree.map(lambda leaf: _fold(leaf, key), model_state["rngs"])
-        module = self.rebuild(params, {"rngs": rngs, "rest": model_state["rest"]})
+        casts, state = Casts(self.compute_dtype), {"rngs": rngs, "rest": model_state["rest"]}
+        module = self.rebuild(casts.narrow(params), state)
+        casts.of_nnx(module)
         return call_loss(loss_fn, module, batch, train=False)
 
     def split(self, values: PyTree) -> tuple[Params, ModelState]:

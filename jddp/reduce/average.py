@@ -76,7 +76,7 @@ def make_reduction(
     # other steps, so it is called without the scale.
     packing, hook, name = packed
     seen = seen if name else as_is
-    dtype = _resolve_wire_dtype(wire_dtype)
+    dtype = half_precision("wire_dtype", wire_dtype)
     return Reduction(axis, *sizes, packing, hook, name, dtype, seen)
 
 
@@ -171,14 +171,16 @@ def choose_layout(
     return cast(Layout, layout), bool(overlap)
 
 
-def _resolve_wire_dtype(wire_dtype: DTypeLike | None) -> np.dtype | None:
-    if wire_dtype is None:
+def half_precision(option: str, dtype: DTypeLike | None) -> np.dtype | None:
+    """Returns the dtype that is given for an option.
+
+    Raises:
+      ConfigError: If it is not bfloat16, float16 or None.
+    """
+    if dtype is None:
         return None
-    name = wire_dtype if isinstance(wire_dtype, str) else jnp.dtype(wire_dtype).name
-    if name not in ("bfloat16", "float16"):
-        raise ConfigError(
-            f"wire_dtype {wire_dtype!r} is unknown. Choose 'bfloat16', 'float16' or None."
-        )
+    name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
+    check_choice(option, name, ("bfloat16", "float16", None))
     return jnp.dtype(name)
 
 

@@ -55,7 +55,7 @@ def make_model(factory: Any, *, kwargs: Mapping[str, Any], seed: int = 0) -> Mod
     is_name = isinstance(factory, str)
     make = look_up(factory, MODELS, key="model.name", kind="model") if is_name else factory
     check_arguments(make, kwargs, key="model.kwargs", filled=["rngs"])
-    _check_dtype(kwargs.get("dtype", "float32"))
+    _check_dtype(kwargs.get("dtype"))
     takes_rngs = "rngs" in accepted_names(make, key="model.target")
     rngs = {"rngs": nnx.Rngs(seed)} if takes_rngs else {}
     module = make(**rngs, **kwargs)

@@ -18,12 +18,12 @@ class CNN(nn.Module):
     Attributes:
       widths: Channels of each convolution, which halves height and width.
       num_classes: Logits per image.
-      dtype: Dtype of the arithmetic; parameters and statistics are float32.
+      dtype: Dtype of the arithmetic; None for that of parameters and inputs.
     """
 
     widths: Sequence[int] = (32, 64, 128)
     num_classes: int = 10
-    dtype: DTypeLike = "float32"
+    dtype: DTypeLike | None = None
 
     @nn.compact
     def __call__(
@@ -54,7 +54,7 @@ class CNN_NNX(nnx.Module):
         image_size: int = 28,
         num_channels: int = 1,
         num_classes: int = 10,
-        dtype: DTypeLike = "float32",
+        dtype: DTypeLike | None = None,
         *,
         rngs: nnx.Rngs,
     ):
@@ -65,7 +65,7 @@ class CNN_NNX(nnx.Module):
           image_size: Height and width of the images, in pixels.
           num_channels: Channels of the images: 1 for grey, 3 for colour.
           num_classes: Logits per image.
-          dtype: Dtype of the arithmetic; parameters and statistics are float32.
+          dtype: Dtype of the arithmetic; None for that of parameters and inputs.
           rngs: Random number generators for the initial values.
         """
         self.convs: nnx.List[nnx.Conv] = nnx.List()

@@ -14,12 +14,12 @@ class MLP(nn.Module):
     Attributes:
       widths: Outputs of each hidden layer.
       num_outputs: Outputs of the last layer, classes for example.
-      dtype: Dtype of the arithmetic; parameters are float32.
+      dtype: Dtype of the arithmetic; None for that of parameters and inputs.
     """
 
     widths: Sequence[int] = (256, 256)
     num_outputs: int = 10
-    dtype: DTypeLike = "float32"
+    dtype: DTypeLike | None = None
 
     @nn.compact
     def __call__(self, x: Float[Array, "b ..."], train: bool = False) -> Float[Array, "b outputs"]:

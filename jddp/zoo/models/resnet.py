@@ -87,7 +87,7 @@ class ResNet(nn.Module):
       width: Channels of the first stage.
       num_classes: Logits per image.
       stem: "imagenet" begins with a quarter of the resolution, "cifar" with all of it.
-      dtype: Dtype of the arithmetic; parameters and statistics are float32.
+      dtype: Dtype of the arithmetic; None for that of parameters and inputs.
     """
 
     stage_sizes: Sequence[int]
@@ -95,7 +95,7 @@ class ResNet(nn.Module):
     width: int = 64
     num_classes: int = 1000
     stem: str = "imagenet"
-    dtype: DTypeLike = "float32"
+    dtype: DTypeLike | None = None
 
     @nn.compact
     def __call__(

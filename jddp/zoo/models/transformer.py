@@ -31,7 +31,7 @@ class Block(nn.Module):
       output_init: Initial weights of the two layers that end a branch.
       attention: Implementation of the attention: "xla" on any device, or "cudnn" in one kernel
         without weights in memory, on NVIDIA GPUs in 16 bits (`jax.nn.dot_product_attention`).
-      dtype: Dtype of the arithmetic; parameters are float32.
+      dtype: Dtype of the arithmetic; None for that of parameters and inputs.
     """
 
     num_heads: int
@@ -41,7 +41,7 @@ class Block(nn.Module):
     kernel_init: Initializer = nn.initializers.xavier_uniform()
     output_init: Initializer = nn.initializers.xavier_uniform()
     attention: str = "xla"
-    dtype: DTypeLike = "float32"
+    dtype: DTypeLike | None = None
 
     @nn.compact
     def __call__(self, x: Float[Array, "b t width"]) -> Float[Array, "b t width"]:
@@ -89,7 +89,7 @@ class Transformer(nn.Module):
       scan_layers: Compiles one block and loops over it: the parameters of all blocks are stacked
         along a leading dim, and compiling takes as long for a hundred blocks as for one.
       attention: "xla", or "cudnn" for NVIDIA GPUs (see `Block`).
-      dtype: Dtype of the arithmetic; parameters are float32.
+      dtype: Dtype of the arithmetic; None for that of parameters and inputs.
     """
 
     num_layers: int = 4
@@ -99,7 +99,7 @@ class Transformer(nn.Module):
     remat: bool = False
     scan_layers: bool = False
     attention: str = "xla"
-    dtype: DTypeLike = "float32"
+    dtype: DTypeLike | None = None
 
     def apply_blocks(
         self, x: Float[Array, "b t width"], *, train: bool, is_causal: bool, **inits: Any

@@ -19,7 +19,14 @@ from jddp.reduce.plan import plan_buckets
 EXAMPLES = ROOT / "examples"
 # Those of which a test below looks at what they do, in fewer steps.
 LONG = {"bring_your_own_step", "contrastive", "gan", "perturbed_weights", "regression"}
-LONG |= {"reinforce", "roll_back", "send_signs", "teacher_student", "two_level_all_reduce"}
+LONG |= {
+    "fine_tune",
+    "reinforce",
+    "roll_back",
+    "send_signs",
+    "teacher_student",
+    "two_level_all_reduce",
+}
 SCRIPTS = sorted(set(EXAMPLES.glob("*.py")) - {EXAMPLES / "notebook.py"})  # see test_notebook.py
 
 
@@ -43,6 +50,17 @@ def test_the_regression_learns(capsys):
     losses = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()]
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < losses[0]
+
+
+def test_frozen_parameters_are_not_sent_and_later_released(capsys):
+    rows = load("fine_tune")["main"](num_steps=2)
+    head, adapters, all_of_them = 256 * 10 + 10, 4 * (784 + 3 * 256), 1_077_288 // 4
+    sent = {name: num_bytes // 4 for name, (_, num_bytes, _) in rows.items()}
+    assert sent["then released"] == sent["all from the start"] == all_of_them
+    assert (sent["frozen"], sent["LoRA"]) == (head, head + adapters)
+    for _, num_bytes, of_optimizer in rows.values():  # two moments, and counts of steps
+        assert 0 < of_optimizer - 2 * num_bytes < 100
+    assert "LoRA" in capsys.readouterr().out
 
 
 def squared_error(model, batch):

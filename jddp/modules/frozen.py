@@ -1,0 +1,85 @@
+"""Parameters that are not trained, kept with the other state of a model.
+
+    params, model_state = freeze(params, model_state, ["backbone/.*"])  # once, in the first state
+    params, model_state = thaw(params, model_state)  # all of them, for the model
+
+Whatever works on `state.params` then leaves them alone without knowing of it: they are not
+differentiated, sent, clipped, averaged or updated, and have no optimizer state. They are the
+collection "params" of the other state, a name that no other state of a model can have.
+"""
+
+import difflib
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from jddp.errors import ConfigError
+from jddp.typing import ModelState, Params, Path
+
+COLLECTION = "params"
+Frozen = Sequence[str] | Callable[[str], bool]
+
+
+def is_frozen(path: Path) -> bool:
+    """Whether a leaf of the other state is a parameter that is not trained."""
+    return bool(path[0].key == COLLECTION)
+
+
+def freeze(params: Params, model_state: ModelState, frozen: Frozen) -> tuple[Params, ModelState]:
+    """Moves parameters that are not trained into the other state.
+
+    Args:
+      params: All parameters.
+      model_state: Other state.
+      frozen: Regular expressions, each for whole paths such as "backbone/Dense_0/kernel"; or a
+        function of such a path. An empty list freezes nothing.
+
+    Raises:
+      ConfigError: If an expression matches no parameter, with the nearest ones; or if all
+        parameters are frozen.
+    """
+    if not (callable(frozen) or frozen):
+        return params, model_state
+    leaves = flatten_dict(params, keep_empty_nodes=True)
+    names = {"/".join(map(str, path)): path for path in leaves}
+    is_chosen = frozen if callable(frozen) else _matching(frozen, [*names])
+    kept: dict[bool, Any] = {True: {}, False: {}}
+    for name, path in names.items():
+        kept[bool(is_chosen(name))][path] = leaves[path]
+    if not all(kept.values()):
+        matched = "all parameters, and none would be trained" if kept[True] else "no parameter"
+        raise ConfigError(f"frozen: it matches {matched}.")
+    return unflatten_dict(kept[False]), {**model_state, COLLECTION: unflatten_dict(kept[True])}
+
+
+def _matching(patterns: Sequence[str], names: list[str]) -> Callable[[str], bool]:
+    for pattern in patterns:
+        try:
+            found = any(re.fullmatch(pattern, name) for name in names)
+        except re.error as error:
+            raise ConfigError(f"frozen: {pattern!r} is no regular expression: {error}.") from error
+        if not found:
+            nearest = difflib.get_close_matches(pattern, names, cutoff=0) or ["(none)"]
+            raise ConfigError(
+                f"frozen: {pattern!r} matches no whole path of a parameter. The nearest are "
+                f"{', '.join(map(repr, nearest))}."
+            )
+    return lambda name: any(re.fullmatch(pattern, name) for pattern in patterns)
+
+
+def thaw(params: Params, model_state: ModelState) -> tuple[Params, ModelState]:
+    """Returns all parameters, and the other state without those that are not trained."""
+    if COLLECTION not in model_state:
+        return params, model_state
+    rest = {name: x for name, x in model_state.items() if name != COLLECTION}
+    both = [flatten_dict(tree, keep_empty_nodes=True) for tree in (model_state[COLLECTION], params)]
+    return unflatten_dict(both[0] | both[1]), rest
+
+
+def count_frozen(model_state: ModelState) -> tuple[int, int]:
+    """The number of arrays that are not trained, and their bytes."""
+    leaves = jax.tree.leaves(model_state.get(COLLECTION, {}))
+    return len(leaves), sum(x.size * x.dtype.itemsize for x in leaves)

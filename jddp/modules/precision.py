@@ -1,0 +1,115 @@
+"""Mixed precision: parameters and state in float32, the arithmetic of a model in a narrower dtype.
+
+    casts = Casts("bfloat16")
+    values = casts.narrow(params)                     # where the loss begins
+    outputs = casts.call(model.__call__, *inputs)     # and where it calls the model
+
+Inputs of the model are cast, and its outputs cast back, so that the loss, like batch
+statistics and the gradients of parameters, is in float32. Layers take the dtype of their inputs
+and parameters; a layer that names another dtype is refused. The policy is that of Micikevicius et
+al., "Mixed Precision Training", ICLR 2018, https://arxiv.org/abs/1710.03740.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+from flax import nnx
+
+from jddp.errors import ConfigError
+from jddp.typing import PyTree
+
+
+class Casts:
+    """The casts of one run of a loss.
+
+    Args:
+      dtype: Dtype of the arithmetic; None casts nothing.
+    """
+
+    def __init__(self, dtype: np.dtype | None) -> None:
+        self._dtype = dtype
+        self._is_inside = dtype is None
+
+    def narrow(self, tree: PyTree) -> PyTree:
+        """The tree with floating arrays in the dtype of the arithmetic."""
+        return tree if self._dtype is None else _cast(tree, self._dtype)
+
+    def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls a method of the model, whose calls of its own methods are left alone."""
+        if self._is_inside:
+            return method(*args, **kwargs)
+        self._is_inside = True
+        try:
+            return _cast(method(*self.narrow(args), **self.narrow(kwargs)), "float32")
+        finally:
+            self._is_inside = False
+
+    def check(self, layer: Any, name: str) -> None:
+        """Refuses a layer that has a dtype of its own.
+
+        Raises:
+          ConfigError: If it has.
+        """
+        own = getattr(layer, "dtype", None)
+        if self._dtype is None or own is None or jnp.dtype(own) == self._dtype:
+            return
+        raise ConfigError(
+            f"compute_dtype={self._dtype.name!r}: the {type(layer).__name__} {name!r} computes in "
+            f"{jnp.dtype(own).name}, its own dtype. Give it dtype=None, or leave out compute_dtype."
+        )
+
+    def of_linen(self) -> AbstractContextManager[None]:
+        """While open, the outermost methods of a Linen module cast."""
+
+        def intercept(
+            call: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext
+        ) -> Any:
+            self.check(context.module, "/".join(context.module.path))
+            return self.call(call, *args, **kwargs)
+
+        return nn.intercept_methods(intercept)
+
+    def of_nnx(self, module: nnx.Module) -> None:
+        """Makes the outermost methods of an NNX module cast; it is the step's own copy."""
+        if self._dtype is None:
+            return
+        for path, node in nnx.iter_graph(module):
+            if not isinstance(node, nnx.Module) or not hasattr(node, "dtype"):
+                continue
+            # An Embed without a dtype takes that of its parameters; a BatchNorm's output would have
+            # that of its statistics.
+            if node.dtype is None or (
+                isinstance(node, nnx.Embed) and node.dtype == node.param_dtype
+            ):
+                node.dtype = self._dtype
+            self.check(node, "/".join(map(str, path)))
+        cls: Any = type(module)
+        found = inspect.getmembers(cls, inspect.isfunction)
+        casting = {name: self._casting(method) for name, method in found if _is_own(name)}
+        module.__class__ = type(cls.__name__, (cls,), casting)
+
+    def _casting(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        # The module is a tree of arrays too, and stays as it is.
+        return lambda module, *args, **kwargs: self.call(
+            functools.partial(function, module), *args, **kwargs
+        )
+
+
+def _is_own(name: str) -> bool:
+    """Whether a method is one of the user's, which a loss may call."""
+    return name == "__call__" or not (name.startswith("_") or hasattr(nnx.Module, name))
+
+
+def _cast(tree: PyTree, dtype: Any) -> PyTree:
+    def one(x: Any) -> Any:
+        is_float = hasattr(x, "astype") and jnp.issubdtype(x.dtype, jnp.floating)
+        return x.astype(dtype) if is_float else x
+
+    return jax.tree.map(one, tree)

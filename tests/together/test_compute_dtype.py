@@ -1,0 +1,131 @@
+"""`compute_dtype`: a model computes in a narrower dtype than that of its parameters."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from states import equal
+from tiny import MODELS, Of, loss_fn, make_batch, take_steps
+
+import jddp
+from jddp.job.job import fit
+
+BATCHES = [make_batch(), make_batch(seed=1)]
+
+
+def narrow(tree):
+    return jax.tree.map(lambda x: x.astype("bfloat16"), tree)
+
+
+def cast_by_hand(model, batch, train):
+    if model.is_initializing():
+        return loss_fn(model, batch, train)
+    module, variables = model.unbind()
+
+    def logits(x, train):
+        return module.apply(narrow(variables), narrow(x), train=train).astype("float32")
+
+    return loss_fn(logits, batch, train)
+
+
+@pytest.mark.parametrize("name", ["mlp", "recurrent", "transformer"])
+def test_it_is_bitwise_the_model_cast_by_hand(name):
+    results = []
+    for loss, options in ((cast_by_hand, {}), (loss_fn, {"compute_dtype": "bfloat16"})):
+        model = MODELS[name](dtype=None)
+        ddp = jddp.DataParallel(model, optax.sgd(0.1), loss, mesh=2, **options)
+        state, _ = take_steps(ddp, BATCHES)
+        assert {x.dtype.name for x in jax.tree.leaves(state.params)} == {"float32"}
+        results.append((state.params, ddp.evaluate(state, BATCHES)))
+    equal(*results)
+
+
+@pytest.mark.parametrize("batch_norm", ["sync", "local"])
+@pytest.mark.parametrize("name", ["conv", "nnx"])
+def test_statistics_are_those_of_layers_that_have_the_dtype_themselves(name, batch_norm):
+    """Bitwise, until scales that layers of a dtype leave wide differ from 1."""
+    results, options = [], {"mesh": 2, "batch_norm": batch_norm}
+    for dtype, compute_dtype in ((jnp.bfloat16, None), (None, "bfloat16")):
+        model = MODELS[name](dtype=dtype)
+        ddp = jddp.DataParallel(
+            model, optax.sgd(0.1), loss_fn, compute_dtype=compute_dtype, **options
+        )
+        evaluated = ddp.evaluate(ddp.init(0, BATCHES[0]), BATCHES)
+        state, metrics = take_steps(ddp, BATCHES[:1])
+        assert {x.dtype.name for x in jax.tree.leaves(state.params)} == {"float32"}
+        results.append((evaluated, metrics, without_keys(state.model_state)))
+    equal(*results)
+
+
+def without_keys(model_state):
+    return {kind: values for kind, values in model_state.items() if kind != "rngs"}
+
+
+class TwoMethods(nnx.Module):
+    """A loss may call both; the second calls the first."""
+
+    def __init__(self):
+        self.w = nnx.Param(jnp.ones((16, 3)))
+        self.table = nnx.Embed(4, 3, rngs=nnx.Rngs(0))
+
+    def encode(self, x):
+        assert (x.dtype, self.w.dtype) == (jnp.bfloat16, jnp.bfloat16)
+        return x @ self.w[...]
+
+    def __call__(self, x, y):
+        encoded = self.encode(x) + self.table(y)
+        assert (encoded.dtype, y.dtype) == (jnp.bfloat16, jnp.int32)
+        return encoded.sum(-1)
+
+
+def layer(module, x, y):
+    w = module.param("w", nn.initializers.ones, (16, 3))
+    if not module.is_initializing():
+        assert (x.dtype, w.dtype, y.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.int32)
+    return (x @ w).sum(-1)
+
+
+@pytest.mark.parametrize("model", [TwoMethods(), Of(layer)], ids=["nnx", "linen"])
+def test_layers_without_a_dtype_get_narrow_arrays_and_the_loss_wide_ones(model):
+    def loss(model, batch, train):
+        outputs = [model(batch["x"], batch["y"])]
+        if isinstance(model, nnx.Module):
+            outputs.append(model.encode(batch["x"]).sum(-1))
+        assert {x.dtype.name for x in [*outputs, batch["x"]]} == {"float32"}
+        return sum(outputs)
+
+    ddp = jddp.DataParallel(model, optax.sgd(0.1), loss, mesh=2, compute_dtype=jnp.bfloat16)
+    state, _ = take_steps(ddp, BATCHES[:1])
+    assert ddp.evaluate(state, BATCHES)["examples"] == 32
+
+
+@pytest.mark.parametrize(
+    "model", [nn.Dense(1, dtype=jnp.float32), nnx.Linear(16, 1, dtype="float32", rngs=nnx.Rngs(0))]
+)
+def test_a_layer_with_another_dtype_is_refused(model):
+    ddp = jddp.DataParallel(
+        model, optax.sgd(0.1), lambda model, batch: model(batch["x"]), compute_dtype="float16"
+    )
+    with pytest.raises(jddp.ConfigError, match="'float16': the .* computes in float32, its own"):
+        ddp.init(0, BATCHES[0])
+
+
+def test_another_width_is_refused():
+    with pytest.raises(jddp.ConfigError, match="compute_dtype 'float32' is unknown. Choose one"):
+        jddp.DataParallel(nn.Dense(1), optax.sgd(0.1), loss_fn, compute_dtype=jnp.float32)
+
+
+def test_a_job_is_evaluated_in_its_compute_dtype_when_it_is_opened_again(tmp_path):
+    config = jddp.Config(
+        run={"dir": str(tmp_path)},
+        train={"num_steps": 2},
+        data={"global_batch_size": 64},
+        model={"name": "mlp", "kwargs": {"widths": [8]}},
+        mesh={"num_devices": 2},
+        ddp={"compute_dtype": "bfloat16", "frozen": ["Dense_0/.*"]},
+    )
+    run = fit(config)
+    assert jddp.Run.open(tmp_path, mesh=2).evaluate() == run.evaluate()
+    assert list(run.state.params) == ["Dense_1"]

@@ -1,0 +1,97 @@
+"""Parameters that are not trained: no gradient, no bytes on the wire, no optimizer state."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.traverse_util import flatten_dict
+from judge import Net, make_rows, squares, wrapped
+from states import close, equal
+from tiny import ConvNet, NnxConvNet, loss_fn, make_batch, take_steps
+
+import jddp
+from jddp.checkpoint.reader import read_newest
+
+OPTIONS = {
+    "mean": {},
+    "ZeRO": {"shard_optimizer": True},
+    "overlap": {"overlap": True, "layout": "flat"},
+    "accumulation": {"accumulate_steps": 2},
+    "local SGD": {"local_steps": jddp.LocalSteps(1)},
+    "logical replicas": {"logical_replicas": 4, "mesh": 2},
+    "guard": {"skip_nonfinite": True, "max_grad_norm": 1e3, "ema_decay": 0.5},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_the_other_parameters_train_as_if_the_frozen_ones_were_constants(options):
+    """The judge is a step on one device that differentiates one layer alone."""
+    ddp = wrapped(Net(), optimizer=optax.sgd(0.1), frozen=["first/.*"], **options)
+    state = ddp.init(0, make_rows())
+    variables = jax.tree.map(jnp.asarray, ddp.model(state))["params"]
+
+    def loss(last, batch):
+        outputs = Net().apply({"params": variables | {"last": last}}, batch["x"])
+        return ((outputs - batch["y"]) ** 2).mean()
+
+    last = variables["last"]
+    for seed in range(2):
+        batch = make_rows(seed=seed)
+        last = jax.tree.map(lambda x, g: x - 0.1 * g, last, jax.grad(loss)(last, batch))
+        state, _ = ddp.step(state, batch)
+    trained = ddp.model(state)["params"]
+    equal(trained["first"], variables["first"])
+    close(trained["last"], last)
+
+
+def test_frozen_parameters_are_neither_sent_nor_in_the_optimizer_state():
+    ddp, full = (wrapped(Net(), frozen=patterns) for patterns in (["first/.*"], []))
+    shapes, whole = (x.abstract_state(make_rows()) for x in (ddp, full))
+    num_frozen = sum(x.size for x in jax.tree.leaves(whole.params["first"]))
+    assert full.plan.wire_bytes - ddp.plan.wire_bytes == 4 * num_frozen
+    momentum = [sum(x.size for x in jax.tree.leaves(s.opt_state)) for s in (whole, shapes)]
+    assert momentum[0] - momentum[1] == num_frozen
+    assert "2 frozen leaves, 7.63e-05 MiB: neither trained nor sent" in str(ddp)
+
+
+@pytest.mark.parametrize("model", [ConvNet(), NnxConvNet(nnx.Rngs(0))], ids=["linen", "nnx"])
+@pytest.mark.parametrize("batch_norm", ["sync", "local"])
+def test_a_run_with_frozen_parameters_is_read_as_that_of_a_whole_model(tmp_path, model, batch_norm):
+    """Kept, opened, evaluated by its moving average, and continued with all parameters."""
+    batch, options = make_batch(), {"mesh": 2, "batch_norm": batch_norm}
+    ddp = jddp.DataParallel(
+        model, optax.adam(0.1), loss_fn, frozen=lambda x: "kernel" in x, ema_decay=0.5, **options
+    )
+    run = ddp.fit([batch] * 2, num_steps=2, evaluate=[batch], eval_params="ema", run_dir=tmp_path)
+    opened = jddp.Run.open(tmp_path, model=model, loss_fn=loss_fn, mesh=2)
+    assert opened.evaluate([batch]) == run.evaluate([batch])
+    saved = read_newest(tmp_path / "checkpoints", ["params", "model_state"])
+    assert "params" not in saved["model_state"]
+    released = jddp.DataParallel(model, optax.sgd(0.1), loss_fn, **options)
+    state = released.init(0, batch, params=tmp_path)
+    assert released.evaluate(state, [batch]) == ddp.evaluate(run.state, [batch])
+    before = flatten_dict(jax.device_get(state.params))  # the step takes the state
+    after = flatten_dict(take_steps(released, [batch], state)[0].params)
+    assert not any(np.array_equal(x, after[path]) for path, x in before.items() if x.ndim > 1)
+
+
+@pytest.mark.parametrize(
+    "frozen, message",
+    [
+        (["frist/.*"], r"'frist/\.\*' matches no whole path .*nearest are 'first/bias', 'first/k"),
+        (["first"], "'first' matches no whole path"),
+        (["(first"], "no regular expression: missing"),
+        (".*", "it matches all parameters"),
+    ],
+)
+def test_patterns_that_match_nothing_or_everything_are_refused(frozen, message):
+    ddp = jddp.DataParallel(Net(), optax.sgd(0.1), squares, frozen=frozen)
+    with pytest.raises(jddp.ConfigError, match=message):
+        ddp.init(0, make_rows())
+
+
+def test_verify_finds_eight_devices_equal_to_one_with_frozen_parameters():
+    report = jddp.verify(Net(), optax.sgd(0.1), squares, make_rows(), frozen=["first/.*"])
+    assert report.passed, report
