@@ -17,9 +17,8 @@ import threading
 import time
 from pathlib import Path
 
-START = time.time()
-
 import jax.monitoring
+import psutil
 import pytest
 
 COMPILE = "/jax/core/compile/"
@@ -32,13 +31,19 @@ CAUSES = ["imports", *EVENTS.values(), "processes", "the rest"]
 
 
 class Spans:
-    """Seconds by cause, each span of time without those inside it."""
+    """Seconds by cause, each span of time without those inside it.
+
+    Attributes:
+      seconds: Seconds by cause since `take` was last called.
+      ended: Begin and length of spans, in the order of their ends.
+    """
 
     def __init__(self):
         self.seconds = collections.Counter[str]()
-        self.ended: list[tuple[float, float]] = []  # begin and length, in the order of their ends
+        self.ended: list[tuple[float, float]] = []
 
     def add(self, event: str, begin: float, end: float, **metadata: object) -> None:
+        """Counts a span of the main thread."""
         if event not in {*EVENTS, *CAUSES} or threading.current_thread() != threading.main_thread():
             return
         inner = 0.0
@@ -66,18 +71,21 @@ class Spans:
 
 
 class Plugin:
-    """Notes the causes of each phase of a test where it runs, and adds them up where it is shown."""
+    """Notes the causes of each phase of a test in its worker, and adds them up in the report."""
 
     def __init__(self):
         self.spans = Spans()
         self.of_file = collections.defaultdict(collections.Counter)
 
     def pytest_collection_finish(self):
+        """Counts what the process has done so far."""
         self.spans.take()
-        self.spans.seconds["imports"] = time.time() - START
+        started = psutil.Process().create_time()
+        self.spans.seconds["imports"] = time.time() - started
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, call):
+        """Puts the causes into a report, which goes to the main process."""
         report = yield
         report.causes = self.spans.take()
         known = sum(report.causes.values()) - report.causes.get("imports", 0)
@@ -85,9 +93,11 @@ class Plugin:
         return report
 
     def pytest_runtest_logreport(self, report):
+        """Adds the causes of a report to those of its file."""
         self.of_file[report.location[0]].update(report.causes)
 
     def pytest_terminal_summary(self, terminalreporter):
+        """Prints a line for each file."""
         rows = sorted(self.of_file.items(), key=lambda row: -row[1].total())
         total = sum((row for _, row in rows), collections.Counter())
         terminalreporter.line(f"{'seconds':45}" + "".join(f"{cause:>10}" for cause in CAUSES))

@@ -13,10 +13,14 @@ from collections import Counter
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# XLA's code generator for fusions, and its threads, take three times as long to compile as to do
-# without. XLA_FLAGS=--xla_cpu_use_fusion_emitters=true tests what users run.
-FLAGS = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-os.environ["XLA_FLAGS"] = f"{FLAGS} {os.environ.get('XLA_FLAGS', '')}"
+# With XLA's code generator for fusions, and its threads, compiling takes three times as long.
+# XLA_FLAGS=--xla_cpu_use_fusion_emitters=true scripts/test runs the code that users run.
+os.environ["XLA_FLAGS"] = " ".join(
+    (
+        "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1",
+        os.environ.get("XLA_FLAGS", ""),
+    )
+)
 
 import jax
 import numpy as np

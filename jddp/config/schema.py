@@ -239,9 +239,9 @@ class DdpConfig(Section):
     )
     per_replica: list[str] = option([], "Collections, or variable classes, that differ by replica.")
     compute_dtype: Literal["bfloat16", "float16"] | None = option(
-        None, "Dtype of the model's arithmetic; parameters, loss and statistics stay float32."
+        None, "Dtype of the model's arithmetic; its parameters and the loss are float32."
     )
-    frozen: list[str] = option([], "Parameters that are not trained: expressions for their paths.")
+    frozen: list[str] = option([], "Parameters that are not trained: expressions for paths.")
     state_reduction: dict[str, Literal["mean", "sum", "first"]] = option(
         {}, "By collection or class: how replicas agree on state made from their rows."
     )
@@ -321,6 +321,12 @@ class Config(Section):
                 "train.eval_params=ema needs ddp.ema_decay, e.g. ddp.ema_decay=0.999."
             )
         return self
+
+
+def default_of(key: str, otherwise: Any) -> Any:
+    """Returns the default of a key, such as "ddp.overlap"; something else for an unknown key."""
+    field = keys_of(Config).get(tuple(key.split(".")))
+    return otherwise if field is None else field.get_default(call_default_factory=True)
 
 
 def effect_of(key: str) -> Effect:

@@ -71,7 +71,8 @@ class Casts:
         def intercept(
             call: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext
         ) -> Any:
-            self.check(context.module, "/".join(context.module.path))
+            if (layer := context.module).scope is not None:
+                self.check(layer, "/".join(layer.path))
             return self.call(call, *args, **kwargs)
 
         return nn.intercept_methods(intercept)

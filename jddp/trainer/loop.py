@@ -122,7 +122,7 @@ class Loop:
         run, beside = self.run, renamed_run(beside)
         run.stopped = beside["stopped"]
         self._numerics.skipped, self._numerics.in_a_row = map(int, beside["skipped"])
-        run.metrics, run.evaluations = beside["metrics"], beside["evaluations"]
+        run.metrics, run.evaluations = dict(beside["metrics"]), list(beside["evaluations"])
         rate = self._reporter.learning_rate(run.step)
         changes = [
             changed_settings(beside, self._about),

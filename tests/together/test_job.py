@@ -549,7 +549,7 @@ def test_a_default_is_the_same_in_a_config_and_in_a_call():
     config = Config(train={"num_steps": 1}).model_dump()
     ddp, own = config["ddp"], defaults_of_signature(jddp.DataParallel.__init__)
     named = ("comm_hook", "local_steps")  # sections, whose default makes None
-    empty = {"per_replica": (), "state_reduction": None}
+    empty = {"per_replica": (), "frozen": (), "state_reduction": None}
     for name in ddp.keys() - set(named):
         assert ddp[name] == own[name] or (not ddp[name] and own[name] == empty[name]), name
     assert all(own[name] is None for name in named)

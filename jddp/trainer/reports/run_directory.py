@@ -260,11 +260,14 @@ def changes(before: Values, now: Values) -> list[str]:
 def _pairs(before: Values, now: Values) -> dict[str, tuple[Any, Any]]:
     """Old and new of every key that differs."""
     from jddp.config.files import flatten
+    from jddp.config.schema import default_of
 
     old, new = (  # without empty sections
         {key: x for key, x in flatten(values).items() if x != {}} for values in (before, now)
     )
-    both = {key: (old.get(key, MISSING), new.get(key, MISSING)) for key in {**new, **old}}
+    # A run of an earlier version lacks newer keys, and was trained by their defaults.
+    old = {key: default_of(key, MISSING) for key in new} | old
+    both = {key: (old[key], new.get(key, MISSING)) for key in old}
     return {key: (a, b) for key, (a, b) in both.items() if a != b}
 
 

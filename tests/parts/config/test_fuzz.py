@@ -111,13 +111,17 @@ def forge(data, folder):
         seal(folder)
 
 
-@pytest.mark.parametrize("skipped", [[None, 0], None, [1], [0, {}]])
-def test_a_run_with_other_counts_of_skipped_steps_is_refused(ddp, run, tmp_path, skipped):
+@pytest.mark.parametrize(
+    "forged",
+    [*({"skipped": x} for x in ([None, 0], None, [1], [0, {}])), {"evaluations": None}],
+    ids=str,
+)
+def test_a_run_whose_data_have_another_form_is_refused(ddp, run, tmp_path, forged):
     folder = tmp_path / "run"
     shutil.copytree(run.run_dir, folder)
     checkpoint = folder / "checkpoints" / "2"
     beside = json.loads((checkpoint / "run.json").read_text())
-    write_sealed(checkpoint, "run.json", json.dumps(beside | {"skipped": skipped}))
+    write_sealed(checkpoint, "run.json", json.dumps(beside | forged))
     with pytest.raises(FileSystemError, match="run.json of another version of jddp"):
         ddp.fit([make_batch(8)] * 3, num_steps=3, run_dir=folder)
 

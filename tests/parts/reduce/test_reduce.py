@@ -234,7 +234,10 @@ def test_unknown_layouts_and_those_that_cannot_overlap_are_refused():
 
 def test_options_out_of_their_range_are_refused():
     for options, message in (
-        ({"wire_dtype": "int8"}, "wire_dtype 'int8' is unknown. Choose 'bfloat16', 'float16'"),
+        (
+            {"wire_dtype": "int8"},
+            "wire_dtype 'int8' is unknown. Choose one of 'bfloat16', 'float16'",
+        ),
         ({"wire_dtype": "bf16"}, "wire_dtype 'bf16'"),
         ({"comm_hook": "mean"}, "comm_hook is str. Give a jddp.CommHook"),
         ({"comm_hook": type("Half", (), {"init": len})()}, "comm_hook is Half"),
