@@ -15,6 +15,7 @@ from jddp.config.keys import keys_of
 from jddp.config.mistakes import ConfigMistakes, describe_mistakes
 from jddp.config.permissions import expand, is_url
 from jddp.errors import ConfigError
+from jddp.zoo.names import did_you_mean
 
 Kwargs = dict[str, Any]
 Effect = Literal["none", "rounding", "numbers"]
@@ -275,6 +276,10 @@ class CheckpointConfig(Section):
     resume: Literal["auto", "never", "must"] = option(
         "auto", "Resume from the last checkpoint: if there is one, never, or required.", "none"
     )
+    start_from: PathOrURL | None = option(
+        None, "Run whose state and place in the data a new run begins with."
+    )
+    allow_changed: list[str] = option([], "Keys that may differ when this run resumes.", "none")
 
 
 class WatchdogConfig(Section):
@@ -320,6 +325,11 @@ class Config(Section):
             raise ConfigError(
                 "train.eval_params=ema needs ddp.ema_decay, e.g. ddp.ema_decay=0.999."
             )
+        known = [".".join(path) for path in keys_of(Config)]
+        for key in self.checkpoint.allow_changed:
+            if not any(f"{key}.".startswith(f"{name}.") for name in known):
+                meant = did_you_mean(key, known)
+                raise ConfigError(f"checkpoint.allow_changed: {key!r} is no key.{meant}")
         return self
 
 

@@ -10,7 +10,7 @@ import glob
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jddp.checkpoint.folders import finished
+from jddp.checkpoint.remote import local_copy
 from jddp.config.files import flatten, load_config, with_overrides
 from jddp.config.schema import Config
 from jddp.config.versions import source_hash, versions
@@ -28,13 +30,14 @@ from jddp.distributed.devices import configure_devices, require_devices
 from jddp.distributed.join import initialize
 from jddp.distributed.resolve import resolve_identity
 from jddp.distributed.watchdog import Limits
-from jddp.errors import ConfigError, DataError
+from jddp.engine.state import TrainState
+from jddp.errors import ConfigError, DataError, report
 from jddp.inspection.outputs import num_outputs
 from jddp.job.parts import Parts, Schedule, resolve_parts
 from jddp.trainer.callbacks import Callback, KeepBest
 from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.run import Run
-from jddp.typing import Batches
+from jddp.typing import Batch, Batches
 from jddp.verification.verify import Verification, verify
 
 # Options of JAX that change the results of a program.
@@ -126,7 +129,7 @@ class Job:
             return self.ddp.fit(
                 batches,
                 num_steps=self.num_steps,
-                state=None if model.init_from is None else init,
+                state=self._started(batches) or (None if model.init_from is None else init),
                 evaluate=test_batches(config, self.data),
                 run_dir=config.run.dir,
                 callbacks=[*keep_best, *callbacks],
@@ -139,6 +142,22 @@ class Job:
                 **config.train.model_dump(exclude={"num_steps", "num_epochs"}),
                 **config.checkpoint.model_dump(include={"keep", "keep_every_steps", "resume"}),
             )
+
+    def _started(self, batches: TrainBatches) -> Callable[[Batch], TrainState] | None:
+        """The state of the run that a new run starts from, to whose place it moves the batches."""
+        start, directory = self.config.checkpoint.start_from, self.config.run.dir
+        own = Path(directory or os.devnull) / "checkpoints"
+        if start is None or (own.is_dir() and finished(own)):
+            return None
+        self.ddp.init(self.config.seed, batches.batch(0))
+        found = self.ddp.restore(local_copy(start))
+        if found is None or "position" not in found[1]:
+            raise ConfigError(f"checkpoint.start_from: {start} holds no run with a checkpoint.")
+        state, beside = found
+        batches.set_state(beside["position"]["state"])
+        if self.is_writer:
+            report(f"started from step {int(state.step)} of {start}")
+        return lambda batch: state
 
     def verify(self) -> Verification:
         """Compares a step on the mesh with one on a single device, on the first batch.

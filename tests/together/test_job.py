@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import sys
 from fnmatch import fnmatch
 from pathlib import Path
@@ -558,10 +559,53 @@ def test_a_default_is_the_same_in_a_config_and_in_a_call():
     fits = {**config["train"], **saving, "save_every_steps": saving["every_steps"]}
     fits = {**fits, "seed": config["seed"]}
     left_out = {"num_steps", "num_epochs", "every_steps", "best_metric", "best_mode"}
+    left_out |= {"start_from", "allow_changed"}
     own = defaults_of_signature(jddp.DataParallel.fit)
     for name in fits.keys() - left_out:
         assert own[name] == fits[name], name
     assert config["watchdog"] == dataclasses.asdict(Limits())
+
+
+CONSTANT = {"target": "mine:plain_sgd", "kwargs": {"momentum": 0.5}}
+CONSTANT |= {"schedule": {"name": "constant_schedule"}}
+
+
+def of_steps(num_steps, directory, **changes):
+    changes = {"optimizer": CONSTANT, **changes}
+    return own_config(train={"num_steps": num_steps}, run={"dir": directory}, **changes)
+
+
+def test_a_new_run_starts_with_the_optimizer_and_the_place_in_the_data_of_another(mine, capsys):
+    whole = fit(of_steps(5, "whole"))
+    fit(of_steps(3, "first"))
+    second = of_steps(5, "second", checkpoint={"start_from": "first"})
+    assert_same(fit(second).state, whole.state)
+    assert "started from step 3 of first" in capsys.readouterr().err
+    shutil.rmtree("first")
+    longer = of_steps(6, "second", checkpoint={"start_from": "first"})
+    assert_same(fit(longer).state, fit(of_steps(6, "whole")).state)
+    with pytest.raises(ConfigError, match="start_from: mine.py holds no run"):
+        fit(of_steps(5, "third", checkpoint={"start_from": "mine.py"}))
+
+
+def test_a_changed_key_is_refused_until_it_is_allowed(mine, capsys):
+    fit(of_steps(2, "run"))
+    changed = {"optimizer": CONSTANT | {"learning_rate": 0.5}}
+    with pytest.raises(
+        ConfigError, match=r"checkpoint.allow_changed=\[key\].*checkpoint.start_from"
+    ):
+        fit(of_steps(4, "run", **changed))
+    allowed = {"checkpoint": {"allow_changed": ["optimizer.learning_rate"]}}
+    assert fit(of_steps(3, "run", **changed, **allowed)).step == 3
+    assert "optimizer.learning_rate 0.001 -> 0.5" in said(capsys)
+    assert fit(of_steps(4, "run", **changed)).step == 4
+    assert read_values(Path("run/config.yaml"))["optimizer"]["learning_rate"] == 0.5
+
+
+def test_only_keys_that_there_are_may_be_allowed():
+    match = "allow_changed: 'optimizer.learning_rat' is no key. Did you mean"
+    with pytest.raises(ConfigError, match=match):
+        own_config(checkpoint={"allow_changed": ["optimizer.kwargs.b1", "optimizer.learning_rat"]})
 
 
 @pytest.fixture

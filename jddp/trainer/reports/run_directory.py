@@ -30,7 +30,10 @@ from jddp.trainer.reports.metrics_file import MetricsFile, replace_file
 
 Values = Mapping[str, Any]
 # Of one start, and not of the run: what they change is not reported.
-KEYS_OF_A_START = ("run.dir", "data.dir", "data.allow_changed", "checkpoint.resume")
+KEYS_OF_A_START = (
+    *("run.dir", "data.dir", "data.allow_changed"),
+    *("checkpoint.resume", "checkpoint.allow_changed"),
+)
 # A schedule without a length has that of the run: to give it that length changes nothing.
 LENGTH_KEYS = tuple(
     f"optimizer.schedule.kwargs.{name}" for name in ("decay_steps", "transition_steps")
@@ -190,7 +193,9 @@ class RunDirectory:
         if before is not None and config is not None and (keys := _differing(before, config)):
             raise ConfigError(
                 f"run.dir {self.where} holds a run of another config: {'; '.join(keys)}. "
-                "Choose another run.dir, or the same config to resume."
+                "Choose another run.dir, or the same config to resume; or continue with these keys "
+                "(checkpoint.allow_changed=[key]), or begin a new run with the state of this one "
+                "(checkpoint.start_from)."
             )
 
     def _read_starts(self) -> tuple[list[Values], list[str]]:
@@ -238,8 +243,13 @@ def _differing(before: Values, now: Values) -> list[str]:
     return [
         f"{key} is {_show(old)} there, {_show(new)} here"
         for key, (old, new) in _pairs(before, now).items()
-        if not is_free(key, old, new)
+        if not (is_free(key, old, new) or key in _allowed(now))
     ]
+
+
+def _allowed(config: Values) -> list[str]:
+    """The keys that a config lets differ."""
+    return list((config.get("checkpoint") or {}).get("allow_changed", []))
 
 
 def _write_config(path: Path, config: Values) -> None:
@@ -253,7 +263,7 @@ def changes(before: Values, now: Values) -> list[str]:
     return [
         f"{key} {_show(old)} -> {_show(new)}"
         for key, (old, new) in _pairs(before, now).items()
-        if key not in KEYS_OF_A_START and is_free(key, old, new)
+        if key not in KEYS_OF_A_START and (is_free(key, old, new) or key in _allowed(now))
     ]
 
 
