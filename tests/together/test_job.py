@@ -598,6 +598,10 @@ def test_a_changed_key_is_refused_until_it_is_allowed(mine, capsys):
     allowed = {"checkpoint": {"allow_changed": ["optimizer.learning_rate"]}}
     assert fit(of_steps(3, "run", **changed, **allowed)).step == 3
     assert "optimizer.learning_rate 0.001 -> 0.5" in said(capsys)
+    later = json.loads(Path("run/manifest.json").read_text())["later_starts"]
+    assert [start["changed"] for start in later] == [
+        ["train.num_steps 2 -> 3", "optimizer.learning_rate 0.001 -> 0.5"]
+    ]
     assert fit(of_steps(4, "run", **changed)).step == 4
     assert read_values(Path("run/config.yaml"))["optimizer"]["learning_rate"] == 0.5
 

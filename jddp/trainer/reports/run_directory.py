@@ -1,7 +1,8 @@
 """The directory of a run.
 
     config.yaml      the resolved config; none for a run that was started from objects
-    manifest.json    versions, data and topology at the first start, and at later ones that differ
+    manifest.json    versions, data and topology at the first start, and at later ones that differ,
+                     with the keys that they were allowed to change
     metrics.jsonl    one record per line
     checkpoints/     states to resume from
     logs/            the lines of each process
@@ -224,6 +225,8 @@ class RunDirectory:
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         if config is not None and not self._config.exists():
             _write_config(self._config, config)
+        if config is not None and _allowed(config):
+            manifest = {**manifest, "changed": changes(_read_config(self._config), config)}
         manifest = json.loads(json.dumps(manifest))  # Tuples become lists, as in what was read.
         if manifest not in starts:
             first, *later = *starts, manifest
