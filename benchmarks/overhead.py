@@ -13,6 +13,8 @@
               them
     goodput   the default job, killed a minute after each of its starts: steps that were not lost,
               in the time that a step takes / all of the time; a round is a life
+    opened    a run that is opened again: evaluation and prediction on its test data / a bare loop
+              over `ddp.evaluate` and `ddp.predict`, after the first call of each
 
 Contenders take turns; a ratio is the median over the rounds. The last line is JSON.
 """
@@ -243,7 +245,42 @@ def fitted(ddp: Any, batch: Any, num_steps: int) -> float:
     return (at[num_steps + 1] - at[1]) / num_steps
 
 
-PARTS = {"save": save, "restart": restart, "watching": watching, "goodput": goodput}
+def opened(num_rounds: int) -> dict[str, float]:
+    from jddp import Run
+    from jddp.config.files import load_config
+    from jddp.job.job import build, test_batches
+
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        overrides = {"run.dir": f"{folder}/run", "train.num_steps": 2}
+        job = build(load_config([], overrides)[0])
+        ddp, state, again = job.ddp, job.run().state, Run.open(f"{folder}/run")
+
+        def rows() -> Any:
+            return test_batches(job.config, job.data)
+
+        acts: dict[str, Callable[[], Any]] = {
+            "bare evaluation": lambda: ddp.evaluate(state, rows()),
+            "evaluation": again.evaluate,
+            "bare prediction": lambda: ddp.predict(state, rows()),
+            "prediction": again.predict,
+        }
+        first = {name: seconds_of(act) for name, act in acts.items()}  # compiles, and reads data
+        found = [{name: seconds_of(act) for name, act in acts.items()} for _ in range(num_rounds)]
+    ratios = {
+        f"{name} / bare": statistics.median(x[name] / x[f"bare {name}"] for x in found)
+        for name in ("evaluation", "prediction")
+    }
+    medians = {f"{name}, seconds": statistics.median(x[name] for x in found) for name in acts}
+    return {**ratios, **medians, "the first evaluation, seconds": first["evaluation"]}
+
+
+PARTS = {
+    "save": save,
+    "restart": restart,
+    "watching": watching,
+    "goodput": goodput,
+    "opened": opened,
+}
 
 
 def print_figures(parts: dict[str, Callable[[int], dict[str, float]]], description: str) -> None:

@@ -199,8 +199,10 @@ def _parse(overrides: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
                 refuse_unsafe(value := _decoded(value), key.count("."))
                 values.merge_with_dotlist([f"{key}={value}"])
             else:
-                raise ConfigError("not of the form key.path=value, e.g. train.num_steps=100")
-        except NOT_READABLE as error:
+                raise IndexError
+        except (*NOT_READABLE, IndexError) as error:
+            if isinstance(error, IndexError):  # OmegaConf's too, of a key such as "[a"
+                error = ConfigError("not of the form key.path=value, e.g. train.num_steps=100")
             shown = override if len(override) <= 80 else f"{override[:77]}..."
             mistakes.append(Mistake((), f"command line: {shown!r}: {_one_line(error)}"))
     if mistakes:

@@ -17,6 +17,7 @@ from jddp.checkpoint.weights import fit_weights
 from jddp.config.files import with_overrides
 from jddp.config.mistakes import ConfigMistakes
 from jddp.config.schema import Config
+from jddp.data import DataSet
 from jddp.data_parallel import DataParallel
 from jddp.distributed.coordination import agree
 from jddp.engine.mesh import replicate
@@ -138,17 +139,19 @@ def _state_of(ddp: DataParallel, saved: Saved) -> TrainState:
 
 
 class OwnBatches:
-    """The evaluation batches of a config, whose data are read when they are iterated."""
+    """The evaluation batches of a config, whose data are read when they are first iterated."""
 
     def __init__(self, config: Config, trusted: set[str]) -> None:
         self._config, self._trusted = config, trusted
+        self._data: DataSet | None = None
 
     def __iter__(self) -> Iterator[Batch]:
         if reason := _untrusted("data", self._config, self._trusted, "batches"):
             raise UsageError(reason)
-        data = find_source(self._config).load()
-        agree("data set", {"sha256": data.sha256})
-        return iter(test_batches(self._config, data))
+        if self._data is None:
+            self._data = find_source(self._config).load()
+            agree("data set", {"sha256": self._data.sha256})
+        return iter(test_batches(self._config, self._data))
 
 
 def _loss_in(config: Config | None, trusted: set[str]) -> LossFn:

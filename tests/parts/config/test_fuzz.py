@@ -7,7 +7,7 @@ import shutil
 
 import optax
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from runs import write_sealed
 from states import assert_same
@@ -59,6 +59,7 @@ def test_any_file_is_a_config_or_a_line(tmp_path, text):
 
 
 @settings(FUZZ, max_examples=100)
+@example(["[=", "[a=1"])
 @given(st.lists(st.builds("{}={}".format, st.sampled_from(KEYS) | st.text(max_size=9), st.text())))
 def test_any_overrides_are_a_config_or_a_list_of_mistakes(overrides):
     taken_or_refused(lambda: load_config([], overrides))
