@@ -190,7 +190,7 @@ class DataParallel(Shown):
         self.mesh = make_mesh(mesh, axis_name)
         axis, hardware = axis_of(self.mesh), platform(self.mesh)
         sync = Sync(axis, batch_norm_group_size, batch_norm_unbiased, logical_replicas)
-        net = functional(
+        flax_model = functional(
             model, batch_norm, sync, per_replica, state_reduction, frozen, compute_dtype
         )
         sync.check(self.mesh.size, batch_norm)
@@ -202,7 +202,7 @@ class DataParallel(Shown):
             wire_dtype=wire_dtype,
             overlap=overlap is True,
         )
-        chosen, overlaps = _settle(layout, overlap, self.mesh, local_steps, logical_replicas)
+        chosen, overlaps = _settle_layout(layout, overlap, self.mesh, local_steps, logical_replicas)
         is_scaled = loss_scale is not None
         packed = choose_packing(
             chosen, comm_hook, hardware, is_sharded=shard_optimizer, num=logical_replicas
@@ -212,18 +212,18 @@ class DataParallel(Shown):
         reduction = make_reduction(axis, packed, sizes, wire_dtype, seen)
         sharded_by = reduction if shard_optimizer else None
         self.spec = Step(
-            model=net,
+            model=flax_model,
             eval_fn=eval_fn or loss_fn,
             backward=choose_backward(
-                net, loss_fn, accumulate_steps, overlaps=overlaps, is_scaled=is_scaled
+                flax_model, loss_fn, accumulate_steps, overlaps=overlaps, is_scaled=is_scaled
             ),
-            replicas=choose_replicas(axis, net, logical_replicas, self.mesh.size),
+            replicas=choose_replicas(axis, flax_model, logical_replicas, self.mesh.size),
             reduction=reduction,
             sync=local_steps or EveryStep(),
             clip=choose_clip(max_grad_norm),
             optimizer=choose_optimizer(optimizer, unused_parameters, sharded_by, accumulate_steps),
             average=choose_average(ema_decay),
-            guard=choose_guard(loss_scale, skip_nonfinite, net.keeps_own),
+            guard=choose_guard(loss_scale, skip_nonfinite, flax_model.keeps_own),
         )
         self._constants: PyTree = None
         self._executor = Executor(donate=donate, platform=hardware)
@@ -719,7 +719,7 @@ class DataParallel(Shown):
         return train(self, batches, plan, kept, first, callbacks, limits)
 
 
-def _settle(
+def _settle_layout(
     layout: str, overlap: bool | str, mesh: Mesh, local: LocalSteps | None, logical: int | None
 ) -> tuple[Layout, bool]:
     """Layout and overlap; there is nothing to overlap where a step sends no gradients."""

@@ -34,10 +34,10 @@ from jddp.engine.state import (
 )
 from jddp.engine.step import Traced, make_gradients, make_step, trace
 from jddp.errors import ConfigError, UsageError
-from jddp.modules.frozen import count_frozen, thaw
+from jddp.modules.frozen import describe_frozen, thaw
 from jddp.modules.metrics import Sums, weights_in
 from jddp.modules.rows import check_rows, count_rows
-from jddp.reduce.plan import BucketPlan, in_mebibytes
+from jddp.reduce.plan import BucketPlan
 from jddp.typing import Batch, PyTree
 
 Planned = tuple[BucketPlan, Traced | None]  # of rows of one form; no traced passes without rows
@@ -106,8 +106,7 @@ class CompiledSteps:
           ConfigError: If no gradient reaches a parameter, and unused_parameters is "error"; or if
             state of the model must be the same on all replicas, and local_steps lets it differ.
         """
-        _, model_state = thaw(state.params, state.model_state)
-        self.spec.sync.check(model_state, self.spec.model.keeps_own)
+        self.spec.sync.check(thaw({}, state.model_state)[1], self.spec.model.keeps_own)
         self.plan, self.traced = self._plan(state, inputs)
 
     def _plan(self, state: TrainState, inputs: Inputs) -> Planned:
@@ -133,11 +132,7 @@ class CompiledSteps:
 
     def _noted(self, plan: BucketPlan, state: TrainState, num_looped: int = 0) -> BucketPlan:
         """The plan, with notes on when buckets are sent, and on parameters that never are."""
-        num, size = count_frozen(state.model_state)
-        if num:
-            plan = plan.noted(
-                f"{num} frozen leaves, {in_mebibytes(size)} MiB: neither trained nor sent"
-            )
+        plan = plan.noted(*describe_frozen(state.model_state))
         return self.spec.sync.note(self.spec.backward.note(plan, num_looped))
 
     def comm_state(self) -> CommState:

@@ -64,8 +64,9 @@ class FlaxModel(abc.ABC):
           ConfigError: If no leaf is of such a kind.
         """
         leaves = jax.tree_util.tree_leaves_with_path(model_state)
-        paths = (path for path, _ in leaves if not is_frozen(path))
-        there = set[str]().union(*map(self.kinds_at, paths))
+        there = set[str]().union(
+            *(self.kinds_at(path) for path, _ in leaves if not is_frozen(path))
+        )
         rules = dict(self.sync.rules)
         for option, kinds in (("per_replica", self.per_replica), ("state_reduction", rules)):
             if unknown := sorted(set(kinds) - there):

@@ -17,6 +17,7 @@ import jax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jddp.errors import ConfigError
+from jddp.reduce.plan import in_mebibytes
 from jddp.typing import ModelState, Params, Path
 
 COLLECTION = "params"
@@ -50,8 +51,7 @@ def freeze(params: Params, model_state: ModelState, frozen: Frozen) -> tuple[Par
     for name, path in names.items():
         kept[bool(is_chosen(name))][path] = leaves[path]
     if not all(kept.values()):
-        matched = "all parameters, and none would be trained" if kept[True] else "no parameter"
-        raise ConfigError(f"frozen: it matches {matched}.")
+        raise ConfigError(f"frozen: it matches {'all parameters' if kept[True] else 'none'}.")
     return unflatten_dict(kept[False]), {**model_state, COLLECTION: unflatten_dict(kept[True])}
 
 
@@ -62,7 +62,7 @@ def _matching(patterns: Sequence[str], names: list[str]) -> Callable[[str], bool
         except re.error as error:
             raise ConfigError(f"frozen: {pattern!r} is no regular expression: {error}.") from error
         if not found:
-            nearest = difflib.get_close_matches(pattern, names, cutoff=0) or ["(none)"]
+            nearest = difflib.get_close_matches(pattern, names, cutoff=0)
             raise ConfigError(
                 f"frozen: {pattern!r} matches no whole path of a parameter. The nearest are "
                 f"{', '.join(map(repr, nearest))}."
@@ -79,7 +79,8 @@ def thaw(params: Params, model_state: ModelState) -> tuple[Params, ModelState]:
     return unflatten_dict(both[0] | both[1]), rest
 
 
-def count_frozen(model_state: ModelState) -> tuple[int, int]:
-    """The number of arrays that are not trained, and their bytes."""
+def describe_frozen(model_state: ModelState) -> list[str]:
+    """A sentence on the parameters that are not trained; none where there are none."""
     leaves = jax.tree.leaves(model_state.get(COLLECTION, {}))
-    return len(leaves), sum(x.size * x.dtype.itemsize for x in leaves)
+    size = in_mebibytes(sum(x.size * x.dtype.itemsize for x in leaves))
+    return [f"{len(leaves)} frozen leaves, {size} MiB: neither trained nor sent"] * bool(leaves)

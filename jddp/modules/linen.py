@@ -67,8 +67,7 @@ class LinenModel(FlaxModel):
         casts = Casts(self.compute_dtype)
         try:
             with casts.of_linen():
-                variables = {"params": casts.narrow(params), **model_state}
-                return run(variables, batch, rngs=streams)[0]
+                return run({"params": casts.narrow(params), **model_state}, batch, rngs=streams)[0]
         except (flax.errors.InvalidRngError, flax.errors.ModifyScopeVariableError) as error:
             raise UsageError(
                 "loss_fn runs the model in training mode during evaluation. Write loss_fn(model, "

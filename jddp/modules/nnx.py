@@ -156,12 +156,10 @@ def _synced_class(cls: type[nnx.BatchNorm], sync: Sync, is_synced: bool) -> type
 
 @functools.cache
 def _gathering_class(cls: Any, sync: Sync) -> type:
-    class Gathering(cls):  # a base known only at run time
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            return batch_norm.on_all_rows(super().__call__, args, kwargs, sync)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return batch_norm.on_all_rows(functools.partial(cls.__call__, self), args, kwargs, sync)
 
-    Gathering.__name__, Gathering.__qualname__ = cls.__name__, cls.__qualname__
-    return Gathering
+    return type(cls.__name__, (cls,), {"__call__": call})
 
 
 def _normalize(

@@ -1,7 +1,7 @@
 """Mixed precision: parameters and state in float32, the arithmetic of a model in a narrower dtype.
 
-    casts = Casts("bfloat16")
-    values = casts.narrow(params)                     # where the loss begins
+    casts = Casts(jnp.dtype("bfloat16"))
+    params = casts.narrow(params)                     # where the loss begins
     outputs = casts.call(model.__call__, *inputs)     # and where it calls the model
 
 Inputs of the model are cast, and its outputs cast back, so that the loss, like batch
@@ -10,10 +10,10 @@ and parameters; a layer that names another dtype is refused. The policy is that 
 al., "Mixed Precision Training", ICLR 2018, https://arxiv.org/abs/1710.03740.
 """
 
-import functools
 import inspect
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import jax
@@ -42,7 +42,7 @@ class Casts:
         return tree if self._dtype is None else _cast(tree, self._dtype)
 
     def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls a method of the model, whose calls of its own methods are left alone."""
+        """Calls a method with arguments and results cast; calls inside of it are left alone."""
         if self._is_inside:
             return method(*args, **kwargs)
         self._is_inside = True
@@ -75,22 +75,19 @@ class Casts:
                 self.check(layer, "/".join(layer.path))
             return self.call(call, *args, **kwargs)
 
-        return nn.intercept_methods(intercept)
+        return nullcontext() if self._dtype is None else nn.intercept_methods(intercept)
 
     def of_nnx(self, module: nnx.Module) -> None:
         """Makes the outermost methods of an NNX module cast; it is the step's own copy."""
         if self._dtype is None:
             return
-        for path, node in nnx.iter_graph(module):
-            if not isinstance(node, nnx.Module) or not hasattr(node, "dtype"):
-                continue
+        for path, layer in nnx.iter_modules(module):
+            given = getattr(layer, "dtype", self._dtype)
             # An Embed without a dtype takes that of its parameters; a BatchNorm's output would have
             # that of its statistics.
-            if node.dtype is None or (
-                isinstance(node, nnx.Embed) and node.dtype == node.param_dtype
-            ):
-                node.dtype = self._dtype
-            self.check(node, "/".join(map(str, path)))
+            if given is None or (isinstance(layer, nnx.Embed) and given == layer.param_dtype):
+                object.__setattr__(layer, "dtype", self._dtype)
+            self.check(layer, "/".join(map(str, path)))
         cls: Any = type(module)
         found = inspect.getmembers(cls, inspect.isfunction)
         casting = {name: self._casting(method) for name, method in found if _is_own(name)}
@@ -98,9 +95,7 @@ class Casts:
 
     def _casting(self, function: Callable[..., Any]) -> Callable[..., Any]:
         # The module is a tree of arrays too, and stays as it is.
-        return lambda module, *args, **kwargs: self.call(
-            functools.partial(function, module), *args, **kwargs
-        )
+        return lambda module, *args, **kwargs: self.call(partial(function, module), *args, **kwargs)
 
 
 def _is_own(name: str) -> bool:

@@ -177,11 +177,9 @@ def half_precision(option: str, dtype: DTypeLike | None) -> np.dtype | None:
     Raises:
       ConfigError: If it is not bfloat16, float16 or None.
     """
-    if dtype is None:
-        return None
-    name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
+    name = dtype if isinstance(dtype, str | None) else jnp.dtype(dtype).name
     check_choice(option, name, ("bfloat16", "float16", None))
-    return jnp.dtype(name)
+    return None if name is None else jnp.dtype(name)
 
 
 def _bytes(mebibytes: float) -> int:

@@ -84,7 +84,7 @@ def test_a_run_with_frozen_parameters_is_read_as_that_of_a_whole_model(tmp_path,
         (["first"], "'first' matches no whole path"),
         (["(first"], "no regular expression: missing"),
         (".*", "it matches all parameters"),
-        (lambda path: False, "it matches no parameter"),
+        (lambda path: False, "it matches none"),
     ],
     ids=["misspelt", "a part of a path", "no expression", "all", "none"],
 )
