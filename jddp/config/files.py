@@ -39,6 +39,7 @@ _ALIKE = re.compile(
     r"[-+]?(0|[1-9][0-9]*)|0x[0-9a-fA-F]+|[-+]?[0-9]+[eE][-+]?[0-9]+"
     r"|[-+]?(\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?"
 )
+NO_OVERRIDE = "not of the form key.path=value, e.g. train.num_steps=100"
 NOT_READABLE = (ConfigError, ValueError, RecursionError, YAMLError, OmegaConfBaseException)
 # Which keys go together: setting one of them in a later source drops the others, and `kwargs`, from
 # earlier ones.
@@ -199,12 +200,12 @@ def _parse(overrides: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
                 refuse_unsafe(value := _decoded(value), key.count("."))
                 values.merge_with_dotlist([f"{key}={value}"])
             else:
-                raise IndexError
+                raise ConfigError(NO_OVERRIDE)
         except (*NOT_READABLE, IndexError) as error:
-            if isinstance(error, IndexError):  # OmegaConf's too, of a key such as "[a"
-                error = ConfigError("not of the form key.path=value, e.g. train.num_steps=100")
+            # An IndexError is OmegaConf's, of a key such as "[a".
+            reason = NO_OVERRIDE if isinstance(error, IndexError) else _one_line(error)
             shown = override if len(override) <= 80 else f"{override[:77]}..."
-            mistakes.append(Mistake((), f"command line: {shown!r}: {_one_line(error)}"))
+            mistakes.append(Mistake((), f"command line: {shown!r}: {reason}"))
     if mistakes:
         raise ConfigMistakes(mistakes)
     return _plain(values)

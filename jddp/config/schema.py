@@ -325,8 +325,10 @@ class Config(Section):
             raise ConfigError(
                 "train.eval_params=ema needs ddp.ema_decay, e.g. ddp.ema_decay=0.999."
             )
-        known = [".".join(path) for path in keys_of(Config)]
+        if self.checkpoint.start_from is not None and self.model.init_from is not None:
+            raise ConfigError("checkpoint.start_from has the weights, too: drop model.init_from.")
         for key in self.checkpoint.allow_changed:
+            known = [".".join(path) for path in keys_of(Config)]
             if not any(f"{key}.".startswith(f"{name}.") for name in known):
                 meant = did_you_mean(key, known)
                 raise ConfigError(f"checkpoint.allow_changed: {key!r} is no key.{meant}")

@@ -129,7 +129,8 @@ class Job:
             return self.ddp.fit(
                 batches,
                 num_steps=self.num_steps,
-                state=self._started(batches) or (None if model.init_from is None else init),
+                state=self._state_of_another(batches)
+                or (None if model.init_from is None else init),
                 evaluate=test_batches(config, self.data),
                 run_dir=config.run.dir,
                 callbacks=[*keep_best, *callbacks],
@@ -143,11 +144,15 @@ class Job:
                 **config.checkpoint.model_dump(include={"keep", "keep_every_steps", "resume"}),
             )
 
-    def _started(self, batches: TrainBatches) -> Callable[[Batch], TrainState] | None:
-        """The state of the run that a new run starts from, to whose place it moves the batches."""
+    def _state_of_another(self, batches: TrainBatches) -> Callable[[Batch], TrainState] | None:
+        """The state that a new run starts from; moves the batches to its place in the data.
+
+        None where nothing is named to start from, or the run has checkpoints of its own.
+        """
         start, directory = self.config.checkpoint.start_from, self.config.run.dir
-        own = Path(directory or os.devnull) / "checkpoints"
-        if start is None or (own.is_dir() and finished(own)):
+        if start is None:
+            return None
+        if directory and (own := local_copy(directory) / "checkpoints").is_dir() and finished(own):
             return None
         self.ddp.init(self.config.seed, batches.batch(0))
         found = self.ddp.restore(local_copy(start))

@@ -588,6 +588,27 @@ def test_a_new_run_starts_with_the_optimizer_and_the_place_in_the_data_of_anothe
         fit(of_steps(5, "third", checkpoint={"start_from": "mine.py"}))
 
 
+def test_a_run_at_a_url_starts_from_another_once(mine):
+    fit(of_steps(2, "first"))
+    at_url = {"directory": "memory:///second", "checkpoint": {"start_from": "first"}}
+    assert fit(of_steps(3, **at_url)).step == 3
+    shutil.rmtree("first")
+    assert fit(of_steps(4, **at_url)).step == 4
+
+
+def test_a_run_starts_from_weights_or_from_another_run():
+    with pytest.raises(ConfigError, match="drop model.init_from"):
+        own_config(checkpoint={"start_from": "a"}, model={"target": "mine:Line", "init_from": "b"})
+
+
+def test_settings_of_your_own_may_have_names_of_keys(tmp_path):
+    ddp = jddp.DataParallel(ConvNet(), optax.sgd(0.1), loss_fn, mesh=2)
+    options = {"num_steps": 1, "run_dir": tmp_path}
+    ddp.fit([make_batch()], config={"checkpoint": "mine", "seed": 1}, **options)
+    with pytest.raises(ConfigError, match="seed is 1 there, 2 here"):
+        ddp.fit([make_batch()], config={"checkpoint": "mine", "seed": 2}, **options)
+
+
 def test_a_changed_key_is_refused_until_it_is_allowed(mine, capsys):
     fit(of_steps(2, "run"))
     changed = {"optimizer": CONSTANT | {"learning_rate": 0.5}}

@@ -252,7 +252,9 @@ def _differing(before: Values, now: Values) -> list[str]:
 
 def _allowed(config: Values) -> list[str]:
     """The keys that a config lets differ."""
-    return list((config.get("checkpoint") or {}).get("allow_changed", []))
+    from jddp.config.files import flatten
+
+    return flatten(config).get("checkpoint.allow_changed", [])
 
 
 def _write_config(path: Path, config: Values) -> None:
@@ -279,7 +281,7 @@ def _pairs(before: Values, now: Values) -> dict[str, tuple[Any, Any]]:
         {key: x for key, x in flatten(values).items() if x != {}} for values in (before, now)
     )
     # A run of an earlier version lacks newer keys, and was trained by their defaults.
-    old = {key: default_of(key, MISSING) for key in new} | old
+    old |= {key: default_of(key, MISSING) for key in new.keys() - old.keys()}
     both = {key: (old[key], new.get(key, MISSING)) for key in old}
     return {key: (a, b) for key, (a, b) in both.items() if a != b}
 
