@@ -6,7 +6,8 @@
 Seconds are of the two workers together. Tracing, lowering and compiling are what JAX reports of
 each program (compiling includes reading the compile cache); "processes" is the time spent starting
 child processes and waiting for them; "the rest" is running programs, and Python. A span inside
-another, as of a constant that is compiled while a step is traced, counts for itself alone.
+another, as of a constant that is compiled while a step is traced, counts for itself alone. Needs
+jddp[mutation].
 """
 
 import collections

@@ -73,7 +73,10 @@ def test_data_prints_a_row_for_each_figure_and_a_line_of_json():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, parts", [("overhead", ["save"]), ("launch", ["start", "death"])])
+@pytest.mark.parametrize(
+    "name, parts",
+    [("overhead", ["save"]), ("overhead", ["opened"]), ("launch", ["start", "death"])],
+)
 def test_each_figure_has_a_row_and_a_place_in_the_line_of_json(name, parts):
     *rows, line = run(BENCHMARKS / f"{name}.py", "--rounds", 1, "--only", *parts)
     measured = json.loads(line)["results"]
