@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jaxtyping import Array
 
@@ -39,10 +38,12 @@ class ReplicatedOptimizer:
     Attributes:
       tx: Any optax optimizer.
       unused: Treatment of parameters that no gradient reaches.
+      num_micro_batches: Number of micro-batches of a step.
     """
 
     tx: optax.GradientTransformation
     unused: Zero
+    num_micro_batches: int
 
     def init(self, params: Params) -> OptState:
         """Returns the first state, on one replica."""
@@ -54,7 +55,17 @@ class ReplicatedOptimizer:
         return jax.tree.map(lambda _: Replicated(), jax.eval_shape(self.tx.init, params))
 
     def check(self, params: Params, num_replicas: int) -> None:
-        """Refuses an optimizer that cannot be split over the replicas, where it has to be."""
+        """Refuses an optimizer that the step cannot use.
+
+        Raises:
+          ConfigError: If it accumulates gradients beside micro-batches.
+        """
+        # Only the state for the parameters themselves shows it: an optimizer may name them.
+        if self.num_micro_batches > 1 and _is_multi_steps(jax.eval_shape(self.tx.init, params)):
+            raise ConfigError(
+                "optax.MultiSteps beside accumulate_steps would reduce once per micro-batch and "
+                "count steps twice. Drop optax.MultiSteps: accumulate_steps reduces once for all."
+            )
 
     def update(
         self, grads: Grads, state: TrainState, plan: BucketPlan, view: View, value: Array
@@ -114,8 +125,9 @@ class Zero1(ReplicatedOptimizer):
         """As `ReplicatedOptimizer.check`.
 
         Raises:
-          ConfigError: If elements of the update depend on others, with the operation.
+          ConfigError: Also if elements of the update depend on others, with the operation.
         """
+        super().check(params, num_replicas)
         if reason := why_not_split(self.tx, params, num_replicas):
             raise ConfigError(
                 "shard_optimizer=True gives each replica a shard of each array, and this optimizer "
@@ -148,26 +160,21 @@ def choose_optimizer(
       num_micro_batches: Number of micro-batches of a step.
 
     Raises:
-      ConfigError: If it is no optax optimizer, or accumulates gradients beside micro-batches.
+      ConfigError: If it is no optax optimizer.
     """
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
         raise ConfigError(
             f"optimizer is of type {type(tx).__name__}. Give an optax optimizer: "
             "optax.adam(1e-3), not optax.adam; of an nnx.Optimizer its .tx."
         )
-    if num_micro_batches > 1 and _is_multi_steps(tx):
-        raise ConfigError(
-            "optax.MultiSteps beside accumulate_steps would reduce once per micro-batch and count "
-            "steps twice. Drop optax.MultiSteps: accumulate_steps reduces once for all of them."
-        )
     check_choice("unused_parameters", unused_parameters, UNUSED)
     unused = UNUSED[unused_parameters]()
-    return ReplicatedOptimizer(tx, unused) if sharded_by is None else Zero1(tx, unused, sharded_by)
+    if sharded_by is None:
+        return ReplicatedOptimizer(tx, unused, num_micro_batches)
+    return Zero1(tx, unused, num_micro_batches, sharded_by)
 
 
-def _is_multi_steps(tx: optax.GradientTransformation) -> bool:
-    """Whether `optax.MultiSteps` is anywhere in it, by the type of its state."""
-    params = {"w": jax.ShapeDtypeStruct((1, 1), np.float32)}
-    opt_state = jax.eval_shape(tx.init, params)
+def _is_multi_steps(opt_state: OptState) -> bool:
+    """Whether `optax.MultiSteps` is anywhere in an optimizer, by the type of its state."""
     states = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, optax.MultiStepsState))
     return any(isinstance(state, optax.MultiStepsState) for state in states)

@@ -8,8 +8,6 @@ differentiated, sent, clipped, averaged or updated, and have no optimizer state.
 collection "params" of the other state, a name that no other state of a model can have.
 """
 
-import difflib
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +17,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jddp.errors import ConfigError
 from jddp.reduce.plan import in_mebibytes
 from jddp.typing import ModelState, Params, Path
+from jddp.zoo.paths import select
 
 COLLECTION = "params"
 Frozen = Sequence[str] | Callable[[str], bool]
@@ -46,28 +45,13 @@ def freeze(params: Params, model_state: ModelState, frozen: Frozen) -> tuple[Par
         return params, model_state
     leaves = flatten_dict(params, keep_empty_nodes=True)
     names = {"/".join(map(str, path)): path for path in leaves}
-    is_chosen = frozen if callable(frozen) else _matching(frozen, [*names])
+    is_chosen = frozen if callable(frozen) else select(frozen, names, key="frozen").__contains__
     kept: dict[bool, Any] = {True: {}, False: {}}
     for name, path in names.items():
         kept[bool(is_chosen(name))][path] = leaves[path]
     if not all(kept.values()):
         raise ConfigError(f"frozen: it matches {'all parameters' if kept[True] else 'none'}.")
     return unflatten_dict(kept[False]), {**model_state, COLLECTION: unflatten_dict(kept[True])}
-
-
-def _matching(patterns: Sequence[str], names: list[str]) -> Callable[[str], bool]:
-    for pattern in patterns:
-        try:
-            found = any(re.fullmatch(pattern, name) for name in names)
-        except re.error as error:
-            raise ConfigError(f"frozen: {pattern!r} is no regular expression: {error}.") from error
-        if not found:
-            nearest = difflib.get_close_matches(pattern, names, cutoff=0)
-            raise ConfigError(
-                f"frozen: {pattern!r} matches no whole path of a parameter. The nearest are "
-                f"{', '.join(map(repr, nearest))}."
-            )
-    return lambda name: any(re.fullmatch(pattern, name) for pattern in patterns)
 
 
 def thaw(params: Params, model_state: ModelState) -> tuple[Params, ModelState]:

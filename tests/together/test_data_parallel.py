@@ -219,7 +219,17 @@ def test_multi_steps_is_refused_beside_accumulate_steps_only():
     optimizer = optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation()
     wrapped(optimizer=optimizer)
     with pytest.raises(ConfigError, match="MultiSteps.*accumulate_steps"):
-        wrapped(optimizer=optimizer, accumulate_steps=2)
+        wrapped(optimizer=optimizer, accumulate_steps=2).init(0, make_batch())
+
+
+def test_an_optimizer_may_name_the_parameters_beside_accumulate_steps(mesh):
+    labels = {f"Dense_{i}": {"kernel": "fast", "bias": "slow"} for i in range(2)}
+    tx = optax.partition({"fast": optax.sgd(0.2), "slow": optax.sgd(0.1)}, labels)
+    one, many = (
+        take_steps(wrapped(optimizer=tx, mesh=m, accumulate_steps=2), [make_batch()])[0].params
+        for m in (1, mesh)
+    )
+    close(one, many)
 
 
 def cut(rows, sizes):
