@@ -1,10 +1,16 @@
-"""The path of every key of a config, and their list for `--help-keys`."""
+"""The path of every key of a config, and their list for `--help-keys`.
+
+`NAME` in a path stands for any name, of a section of which there may be several.
+"""
+
+from typing import get_args
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 Path = tuple[str, ...]
 Schema = type[BaseModel]
+ANY = "NAME"
 
 
 def keys_of(schema: Schema, above: Path = ()) -> dict[Path, FieldInfo]:
@@ -12,11 +18,18 @@ def keys_of(schema: Schema, above: Path = ()) -> dict[Path, FieldInfo]:
     keys: dict[Path, FieldInfo] = {}
     for name, field in schema.model_fields.items():
         path, kind = (*above, name), field.annotation
+        if field.description is None and get_args(kind):  # sections by name
+            path, kind = (*path, ANY), get_args(kind)[1]
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             keys |= keys_of(kind, path)
         else:
             keys[path] = field
     return keys
+
+
+def is_at(key: Path, place: Path) -> bool:
+    """Whether a place in nested values is that of a key, or of a value inside of it."""
+    return len(key) <= len(place) and all(x in (ANY, y) for x, y in zip(key, place, strict=False))
 
 
 def describe_keys(schema: Schema) -> str:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ValidationError
 
-from jddp.config.keys import Path, keys_of
+from jddp.config.keys import Path, is_at, keys_of
 from jddp.errors import ConfigError
 from jddp.zoo.names import did_you_mean
 
@@ -36,7 +36,7 @@ def describe_mistakes(error: ValidationError, schema: type[BaseModel]) -> list[M
     for detail in error.errors(include_url=False):
         place = tuple(map(str, detail["loc"]))
         # Behind a key pydantic adds the branch of a union that was tried.
-        path = next((key for key in keys if place[: len(key)] == key), place)
+        path = next((place[: len(key)] for key in keys if is_at(key, place)), place)
         complaints.setdefault(path, []).append(detail)
     return [Mistake(path, _sentence(path, found, keys)) for path, found in complaints.items()]
 
@@ -57,7 +57,8 @@ def _sentence(path: Path, details: list[Any], keys: Sequence[Path]) -> str:
 def _nearest_key(path: Path, keys: Sequence[Path]) -> str:
     """Suggests a sibling, else the full path of a key of like name in another section."""
     *above, name = path
-    siblings = {key[len(above)] for key in keys if [*key[: len(above)]] == above}
+    depth = len(above)
+    siblings = {x[depth] for x in keys if len(x) > depth and is_at(x[:depth], tuple(above))}
     return did_you_mean(name, siblings) or did_you_mean(
         name, {key[-1]: ".".join(key) for key in reversed(keys)}
     )

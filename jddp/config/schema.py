@@ -157,6 +157,37 @@ class ScheduleConfig(Section):
     kwargs: Kwargs = option({}, "Its arguments; peak rate and length are filled in.")
 
 
+class GroupConfig(Section):
+    """Parameters that are trained in another way than the rest."""
+
+    patterns: list[str] = option([], "Regular expressions for whole paths: backbone/.*")
+    learning_rate: float | None = option(None, "Peak rate; that of the rest unless given.", gt=0)
+    name: str | None = option(None, "Another optimizer optax.<name>; by default that of the rest.")
+    target: str | None = option(None, "Your own callable that returns an optax optimizer.")
+    kwargs: Kwargs = option({}, "Its arguments; those of the rest's stay where it is the same.")
+
+    @model_validator(mode="after")
+    def _is_one(self) -> "GroupConfig":
+        if not self.patterns or None not in (self.name, self.target):
+            raise ValueError("give 'patterns', and at most one of 'name' and 'target'")
+        return self
+
+
+class LayerDecayConfig(Section):
+    """Learning rates that fall from the highest layer to the lowest."""
+
+    factor: float = option(1.0, "Rate of a layer over that of the layer above it.", gt=0, le=1)
+    layers: list[str] = option(
+        [], "Patterns of paths, from the lowest layer; block_([0-9]+)/.* is one for each number."
+    )
+
+    @model_validator(mode="after")
+    def _both_or_neither(self) -> "LayerDecayConfig":
+        if (self.factor == 1) == bool(self.layers):
+            raise ValueError("give both 'factor', below 1, and 'layers'")
+        return self
+
+
 class OptimizerConfig(NamedSection):
     """The optimizer."""
 
@@ -166,6 +197,8 @@ class OptimizerConfig(NamedSection):
     warmup_steps: int = option(0, "Steps of linear warm-up from zero.", ge=0)
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
     decay_norms_and_biases: bool = option(False, "Weight decay on norms and biases too.")
+    groups: dict[str, GroupConfig] = Field(default_factory=dict)
+    layer_decay: LayerDecayConfig = Field(default_factory=LayerDecayConfig)
 
 
 class MeshConfig(Section):

@@ -14,14 +14,13 @@ from jddp.config.schema import Config, NamedSection
 from jddp.data import Source, make_source, source_of
 from jddp.engine.sync import LocalSteps
 from jddp.errors import ConfigError
+from jddp.job.optimizers import Schedule, optimizer_of
 from jddp.reduce.hooks import CommHook
 from jddp.reduce.powersgd import powersgd
 from jddp.zoo.losses import LOSSES
 from jddp.zoo.models import MODELS, make_model
 from jddp.zoo.names import accepted_names, check_arguments, defaults_of, look_up, resolve_target
-from jddp.zoo.optimizers import make_optimizer, make_schedule
-
-Schedule = Callable[[int], Any]
+from jddp.zoo.optimizers import make_optimizer
 
 
 def mean() -> None:
@@ -67,7 +66,7 @@ def resolve_parts(config: Config) -> Parts:
         except ConfigError as error:
             mistakes.append(str(error))
 
-    attempt(_optimizer)  # before the data are read, which the number of steps may depend on
+    attempt(optimizer_of)  # before the data are read, which the number of steps may depend on
     source = attempt(find_source)
     filled = attempt(functools.partial(_model, sizes=source.sizes if source else {}))
     loss_fn = attempt(find_loss)
@@ -79,7 +78,7 @@ def resolve_parts(config: Config) -> Parts:
     if mistakes:
         raise ConfigError("\n".join(mistakes))
     config, model = filled
-    optimizer_for = functools.partial(_optimizer, config)
+    optimizer_for = functools.partial(optimizer_of, config)
     return Parts(config, model, source, loss_fn, optimizer_for, ddp_options)
 
 
@@ -141,23 +140,6 @@ def find_loss(config: Config) -> Callable[..., Any]:
     filled = accepted_names(found, key="loss.target") - loss.kwargs.keys()  # model, batch, train
     check_arguments(found, loss.kwargs, key="loss.kwargs", filled=filled)
     return functools.partial(found, **loss.kwargs) if loss.kwargs else found
-
-
-def _optimizer(config: Config, num_steps: int = 1) -> tuple[Any, Schedule | None]:
-    section, schedule = config.optimizer, config.optimizer.schedule
-    rate = make_schedule(
-        schedule.name,
-        learning_rate=section.learning_rate,
-        num_steps=num_steps,
-        warmup_steps=section.warmup_steps,
-        kwargs=schedule.kwargs,
-    )
-    return make_optimizer(
-        _named(section, "optimizer"),
-        schedule=rate,
-        kwargs=section.kwargs,
-        decay_norms_and_biases=section.decay_norms_and_biases,
-    )
 
 
 def _local_steps(config: Config) -> LocalSteps | None:

@@ -11,16 +11,17 @@ import jax
 
 from jddp.inspection.memory import Memory, in_words
 from jddp.job.job import Job
+from jddp.job.optimizers import optimizer_table
 from jddp.trainer.out_of_memory import NOTHING_FITS, ways_out
 from jddp.zoo.names import accepted_names
 
 
 def preview(job: Job) -> str:
-    """Returns model size, batch arithmetic, mesh, bucket plan and memory, in 80 columns."""
+    """Returns batch arithmetic, mesh, bucket plan, groups of the optimizer and memory."""
     memory = job.ddp.memory(job.batch_spec)
-    return "\n\n".join(
-        ["\n".join(_arithmetic(job)), str(job.ddp.plan), "\n".join(memory_table(job, memory))]
-    )
+    optimizers = optimizer_table(job.config, job.ddp.abstract_state(job.batch_spec))
+    parts = [_arithmetic(job), [str(job.ddp.plan)], optimizers, memory_table(job, memory)]
+    return "\n\n".join(filter(None, map("\n".join, parts)))
 
 
 def _arithmetic(job: Job) -> list[str]:

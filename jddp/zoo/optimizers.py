@@ -98,9 +98,7 @@ def make_optimizer(
     Raises:
       ConfigError: If optax has no such optimizer, or it does not take these arguments.
     """
-    make = factory
-    if isinstance(factory, str):
-        make = find_attribute(optax, factory, called="optax", key=f"{key}.name")
+    make = factory_of(factory, key=key)
     accepted = accepted_names(make, key=key)
     filled: dict[str, Any] = {"learning_rate": schedule}
     if not decay_norms_and_biases:
@@ -110,6 +108,18 @@ def make_optimizer(
     if not isinstance(optimizer, optax.GradientTransformation):
         raise ConfigError(f"{key}: {name_of(make)} gives {type(optimizer).__name__}, no optimizer.")
     return optimizer, schedule if arguments.get("learning_rate") is schedule else None
+
+
+def factory_of(factory: str | Callable[..., Any], *, key: str) -> Callable[..., Any]:
+    """Returns the function that makes an optimizer: that of optax, if it is given by name.
+
+    Raises:
+      ConfigError: If optax has no such name.
+    """
+    if not isinstance(factory, str):
+        return factory
+    found: Callable[..., Any] = find_attribute(optax, factory, called="optax", key=f"{key}.name")
+    return found
 
 
 def decay_mask(params: Any) -> Any:

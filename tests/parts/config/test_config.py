@@ -10,6 +10,7 @@ from yaml import YAMLError
 
 import jddp.config
 from jddp.config.files import dump_values, load_config, refuse_unsafe, with_overrides
+from jddp.config.keys import keys_of
 from jddp.config.mistakes import ConfigMistakes
 from jddp.config.schema import Config
 from jddp.errors import ConfigError
@@ -161,12 +162,7 @@ def test_a_config_made_in_python_obeys_the_same_rules():
 
 
 def test_every_key_says_what_it_means():
-    def fields(schema):
-        for field in schema.model_fields.values():
-            is_section = hasattr(field.annotation, "model_fields")
-            yield from fields(field.annotation) if is_section else [field]
-
-    assert all(field.description for field in fields(Config))
+    assert all(field.description for field in keys_of(Config).values())
 
 
 def test_every_shipped_config_is_valid_and_says_its_command():

@@ -1,0 +1,112 @@
+"""The optimizer of a config, with its groups and layers, and a table of who is trained how.
+
+    optimizer, schedule = optimizer_of(config, num_steps=1000)
+    print("\n".join(optimizer_table(config, state)))
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+
+from jddp.config.schema import Config
+from jddp.engine.state import TrainState
+from jddp.modules.frozen import COLLECTION
+from jddp.zoo.groups import REST, Group, by_group, decay_by_layer, groups_of, paths_of, scales_of
+from jddp.zoo.names import accepted_names, defaults_of, name_of, resolve_target
+from jddp.zoo.optimizers import MASK_NAMES, decay_mask, factory_of, make_optimizer, make_schedule
+
+Schedule = Callable[[int], Any]
+
+
+class Way(NamedTuple):
+    """The optimizer of one group of parameters.
+
+    Attributes:
+      factory: Function that makes it.
+      learning_rate: Peak rate.
+      kwargs: Arguments of that function.
+      key: The section of the config, for errors.
+    """
+
+    factory: Callable[..., Any]
+    learning_rate: float
+    kwargs: dict[str, Any]
+    key: str
+
+
+def optimizer_of(config: Config, num_steps: int = 1) -> tuple[Any, Schedule | None]:
+    """The optimizer that a config names, and the schedule of the parameters of no group.
+
+    Raises:
+      ConfigError: If a name or an argument is unknown.
+    """
+    section, schedule = config.optimizer, config.optimizer.schedule
+    made: dict[str, Any] = {}
+    for name, way in _ways(config).items():
+        rate = make_schedule(
+            schedule.name,
+            learning_rate=way.learning_rate,
+            num_steps=num_steps,
+            warmup_steps=section.warmup_steps,
+            kwargs=schedule.kwargs,
+        )
+        decays = section.decay_norms_and_biases
+        made[name] = make_optimizer(
+            way.factory, schedule=rate, kwargs=way.kwargs, decay_norms_and_biases=decays, key=way.key
+        )
+    optimizer, rate = made[REST]
+    if section.groups:
+        groups = {n: Group(section.groups[n].patterns, made[n][0]) for n in section.groups}
+        optimizer = by_group(groups, optimizer)
+    if layers := section.layer_decay.layers:
+        optimizer = decay_by_layer(optimizer, layers, section.layer_decay.factor)
+    return optimizer, rate
+
+
+def optimizer_table(config: Config, state: TrainState) -> Iterator[str]:
+    """A line for each parameter: its peak rate, weight decay, optimizer and group.
+
+    Empty where all parameters are trained alike.
+    """
+    section, ways = config.optimizer, _ways(config)
+    frozen = paths_of(state.model_state.get(COLLECTION, {}))
+    if not (section.groups or section.layer_decay.layers or frozen):
+        return
+    paths = paths_of(state.params)
+    groups = groups_of({name: x.patterns for name, x in section.groups.items()}, paths)
+    scales = scales_of(section.layer_decay.layers, section.layer_decay.factor, paths)
+    masks = dict(zip(paths, jax.tree.leaves(decay_mask(state.params)), strict=True))
+    yield f"{'peak rate':>10} {'decay':>8}  {'optimizer':12} {'group':12} parameter"
+    for path in paths:
+        way = ways[groups[path]]
+        rate = scales[path] * way.kwargs.get("learning_rate", way.learning_rate)
+        arguments = defaults_of(way.factory) | way.kwargs
+        decay = arguments.get("weight_decay") or arguments.get("weight_decay_rate") or 0.0
+        is_masked = accepted_names(way.factory, key=way.key) & {*MASK_NAMES} and not masks[path]
+        if is_masked and not section.decay_norms_and_biases:
+            decay = 0.0
+        name = name_of(way.factory)
+        yield f"{rate:10.4g} {decay:8.4g}  {name:12} {groups[path]:12} {path}"
+    for path in frozen:
+        yield f"{'frozen':>10} {'':35}{path}"
+
+
+def _ways(config: Config) -> dict[str, Way]:
+    """The optimizer of each group, and that of the rest."""
+    section = config.optimizer
+    first = _factory(section, "optimizer")
+    rest = {REST: Way(first, section.learning_rate, section.kwargs, "optimizer")}
+    ways = {**rest}
+    for name, group in section.groups.items():
+        key = f"optimizer.groups.{name}"
+        own = _factory(group, key) if group.name or group.target else first
+        kwargs = {**(section.kwargs if own is first else {}), **group.kwargs}
+        ways[name] = Way(own, group.learning_rate or section.learning_rate, kwargs, key)
+    return ways | rest  # where a group is called as the rest is, by_group refuses it
+
+
+def _factory(section: Any, key: str) -> Callable[..., Any]:
+    is_own = section.target is not None
+    found = resolve_target(section.target, key=f"{key}.target") if is_own else section.name
+    return factory_of(found, key=key)
