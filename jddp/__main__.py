@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from jddp.errors import ExitCode, report
 
 COMMANDS = {
+    "init": "start a project: a config, a model, a loss and data to change",
     "train": "train a model from a config",
     "launch": "start the processes of a job, on one host or several",
     "evaluate": "evaluate a run again, on its data or on others",
-    "predict": "write the predictions of a run for the rows of a file",
+    "predict": "write what a run predicts for rows, images or a text",
     "verify": "compare a step on all devices with one on a single device",
     "doctor": "check this host, or this job, before training",
     "checkpoint": "list, verify, export and import checkpoints",

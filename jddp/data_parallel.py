@@ -53,7 +53,7 @@ from jddp.engine.state import Inputs, TrainState, Values
 from jddp.engine.sync import EveryStep, LocalSteps
 from jddp.engine.view import choose_clip
 from jddp.html import Shown
-from jddp.init import FirstState
+from jddp.initial_state import InitialState
 from jddp.inspection.explain import Explanation, explain, logging_data, measure
 from jddp.inspection.memory import Memory, measure_memory
 from jddp.inspection.norms import Layers, diagnose
@@ -230,7 +230,7 @@ class DataParallel(Shown):
         self._rows_sharding = sharded(self.mesh)
         self._evaluate = make_evaluate(self.spec, self.mesh)
         self.steps = CompiledSteps(self.spec, self.mesh, donate=donate)
-        self._first, self._saves = FirstState(self.steps), Saves(self.steps)
+        self._first, self._saves = InitialState(self.steps), Saves(self.steps)
         predict = functools.partial(make_predict, self.spec, self.mesh)
         self._predict = functools.lru_cache(maxsize=8)(predict)
 

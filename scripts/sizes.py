@@ -31,7 +31,7 @@ READING_PATH = {
     "reduce": ("plan", "reduction", "packing", "hooks"),
 }
 CORE = ("engine", "reduce", "modules")
-CORE_MODULES = ("data_parallel", "init")
+CORE_MODULES = ("data_parallel", "initial_state")
 DOORS = "commands"  # The floor of test_layers.py whose rooms only parse and call.
 NOT_CODE = {
     tokenize.COMMENT,

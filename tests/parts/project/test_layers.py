@@ -19,11 +19,11 @@ FLOORS = {
     "what a job is given": {"modules", "config", "data", "launcher"},
     "the step": {"engine"},
     "what became of a step": {"checkpoint", "inspection"},
-    "training": {"init", "trainer"},
+    "training": {"initial_state", "trainer"},
     "the public class": {"data_parallel"},
     "verification": {"verification"},
     "jobs": {"job", "doctor"},
-    "commands": {"train", "launch", "evaluate", "predict", "verify", "__main__"},
+    "commands": {"init", "train", "launch", "evaluate", "predict", "verify", "__main__"},
 }
 FLOOR_OF = {room: height for height, rooms in enumerate(FLOORS.values()) for room in rooms}
 

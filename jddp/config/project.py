@@ -1,0 +1,29 @@
+"""The first files of a project: examples/project, which are copied into a folder."""
+
+import shutil
+from pathlib import Path
+
+from jddp.errors import FileSystemError, UsageError
+
+# A wheel carries the files inside the package, a checkout beside it.
+_ROOT = Path(__file__).parents[2]
+FOLDERS = (_ROOT / "jddp" / "project", _ROOT / "examples" / "project")
+
+
+def start_project(directory: Path) -> list[str]:
+    """Writes the files into a new or empty folder; returns their names.
+
+    Raises:
+      UsageError: If the folder is not empty.
+      FileSystemError: If it cannot be written.
+    """
+    files = sorted(next(folder for folder in FOLDERS if folder.is_dir()).glob("*.*"))
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if any(directory.iterdir()):
+            raise UsageError(f"{directory} is not empty. Name a new folder.")
+        for file in files:
+            shutil.copyfile(file, directory / file.name)
+    except OSError as error:
+        raise FileSystemError(f"{directory} cannot be written: {error.strerror}.") from error
+    return [file.name for file in files]

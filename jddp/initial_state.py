@@ -1,0 +1,141 @@
+"""The first state of training: made by the model from one seed, or given, whole or in part.
+
+    first = InitialState(steps)
+    state = first.make(seed, inputs, params=None)       # the same on every device
+    shapes = first.shapes(inputs)                       # with nothing allocated
+
+Processes start with the same state: new values are made on every device from the same seed and
+rows, given values are replicated.
+"""
+
+import dataclasses
+import functools
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jddp.checkpoint.weights import Loaded, fit_weights, read_weights
+from jddp.config.permissions import expand
+from jddp.engine.compiled import CompiledSteps
+from jddp.engine.executor import call
+from jddp.engine.init import make_init
+from jddp.engine.mesh import from_process_zero, replicate, replicated, sharded
+from jddp.engine.state import Inputs, Layout, Replicated, TrainState, Values, stack_rows
+from jddp.errors import UsageError
+from jddp.modules.frozen import thaw
+from jddp.typing import Batch, Params
+
+
+class InitialState:
+    """Makes first states.
+
+    Args:
+      steps: Steps that plan for the rows, on the mesh on which the state will lie.
+
+    Attributes:
+      loaded: Report on the values that were given last; None before any.
+    """
+
+    def __init__(self, steps: CompiledSteps) -> None:
+        self.loaded: Loaded | None = None
+        self._model, self._steps, self._mesh = steps.spec.model, steps, steps.mesh
+        self._init = make_init(steps.spec, steps.mesh)
+
+    def make(
+        self, seed: int, inputs: Inputs, params: Params = None, *, partial: bool = False
+    ) -> TrainState:
+        """Makes a state, from arguments as of `jddp.DataParallel.init`."""
+        values = self._values(seed, inputs, params, partial=partial)
+        rows = from_process_zero(self._example(inputs, values))  # so that all start with the same
+        example = inputs._replace(rows=rows)
+        state = call(self._init, np.uint32(seed), example, *replicate(values, self._mesh))
+        self._model.check_kinds(state.model_state)
+        self._steps.plan_for(state, inputs)
+        outer, comm_state = state.comm_state.outer, replicate(self._steps.comm_state(), self._mesh)
+        state = state.replace(comm_state=dataclasses.replace(comm_state, outer=outer))
+        layouts, num = self._steps.layouts(state), self._steps.num_replicas
+        return stack_rows(state, layouts, sharded(self._mesh), num)
+
+    def shapes(self, inputs: Inputs) -> TrainState:
+        """Shapes, dtypes and shardings of a state."""
+        values = self._split(None)
+        example = inputs._replace(rows=self._example(inputs, values))
+        state = call(jax.eval_shape, self._init, np.uint32(0), example, *values)
+        self._steps.plan_for(state, inputs)
+        outer, comm_state = state.comm_state.outer, jax.eval_shape(self._steps.comm_state)
+        state = state.replace(comm_state=dataclasses.replace(comm_state, outer=outer))
+
+        def place(x: Any, layout: Layout) -> jax.ShapeDtypeStruct:
+            sharding = (replicated if layout == Replicated() else sharded)(self._mesh)
+            shape = (self._steps.num_replicas, *x.shape) if layout.is_per_replica else x.shape
+            return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
+
+        return jax.tree.map(place, state, self._steps.layouts(state))
+
+    def refuse_foreign(self, state: TrainState, latest: Any, inputs: Inputs | None) -> None:
+        """Refuses a state whose parameters have other shapes than the latest, or those for inputs.
+
+        Raises:
+          UsageError: If they have.
+        """
+        own = latest or (None if inputs is None else self.shapes(inputs))
+        shapes = functools.partial(jax.tree.map, np.shape)
+        if own not in (None, state) and shapes(own.params) != shapes(state.params):
+            raise UsageError("This state has the parameters of another model: make one with init.")
+
+    def _split(self, params: Params) -> Values:
+        return (self._model.values or (None, None)) if params is None else self._model.split(params)
+
+    def _values(self, seed: int, inputs: Inputs, params: Params, *, partial: bool) -> Values:
+        """Given values, checked against those of the model, if they are known."""
+        is_path = isinstance(params, str | Path)
+        values, state = self._split(read_weights(expand(params)) if is_path else params)
+        is_unchecked = params is None or (self._model.values is None and inputs.rows is None)
+        if is_unchecked and partial:
+            raise UsageError("init(partial=True) needs params=, and for a Linen model batch=.")
+        if is_unchecked:
+            return values, state
+        own_values, own_state = self._model.values or self._own(seed, inputs, with_values=partial)
+        values, self.loaded = fit_weights(values, own_values, partial=partial)
+        if state is not None:
+            state, loaded = fit_weights(state, own_state, partial=partial)
+            self.loaded += loaded
+        if partial:
+            logging.getLogger("jddp").warning("params=: %s", self.loaded)
+        return (jax.tree.map(_like, values, own_values) if is_path else values), state
+
+    def _own(self, seed: int, inputs: Inputs, *, with_values: bool) -> Values:
+        """Values that the model makes by itself, or their shapes."""
+        if with_values:
+            made = self.make(seed, inputs)
+            return thaw(*self._steps.merged((made.params, made.model_state)))
+        shapes = self.shapes(inputs)
+        return thaw(*jax.eval_shape(self._steps.merged, (shapes.params, shapes.model_state)))
+
+    def _example(self, inputs: Inputs, values: Values) -> Batch:
+        """The rows that one replica sees, or their shapes; None where nothing is to be made."""
+        batch = inputs.rows
+        if None not in values or (batch is None and values[0] is not None):
+            return None
+        if batch is None:
+            raise UsageError(
+                "init needs batch= (example rows, for their shapes) or params=: a Linen model "
+                "makes its parameters by running the loss."
+            )
+        num_rows = self._steps.count_rows_of_part(batch)
+
+        def share(x: Any) -> Any:
+            if isinstance(x, jax.ShapeDtypeStruct):
+                return jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype)
+            return np.asarray(x[:num_rows])
+
+        return jax.tree.map(share, batch)
+
+
+def _like(x: Any, wanted: Any) -> Any:
+    """A floating array in another floating dtype; all else as it is."""
+    both = (jax.numpy.issubdtype(v.dtype, np.floating) for v in (x, wanted))
+    return np.asarray(x).astype(wanted.dtype) if all(both) else x
