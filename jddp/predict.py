@@ -1,6 +1,7 @@
-"""`python -m jddp.predict RUN --data FILE --out FILE`: predictions of a run for the rows of a file.
+"""`python -m jddp.predict RUN ...`: predictions of a run for rows, images, or a text.
 
-The outputs of the model for each row, in their order, as .npz, .csv or .jsonl.
+`--data FILE --out FILE` writes the outputs of the model for each row, in their order, as .npz, .csv
+or .jsonl; `--prompt TEXT` prints a continuation of a text.
 """
 
 import sys
@@ -9,23 +10,39 @@ from typing import Any
 
 from jddp.config.cli import Parser, add_run_arguments, enter
 from jddp.config.permissions import expand
+from jddp.errors import UsageError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
-    description = "Write the outputs of a run's model for each row of a file."
+    description = "Write the outputs of a run's model for each row, or continue a text with it."
     parser = Parser(prog="python -m jddp.predict", description=description)
     add_run_arguments(parser)
-    add, data = parser.add_argument, "a .npz file with image, tokens or x, or a .npy file of one"
-    add("--data", type=expand, required=True, metavar="FILE", help=data)
-    add("--out", type=expand, required=True, metavar="FILE", help="to write: *.npz, *.csv, *.jsonl")
+    add = parser.add_mutually_exclusive_group(required=True).add_argument
+    data = "a .npz file with image, tokens or x, a .npy file of one, or a folder of images"
+    add("--data", type=expand, metavar="FILE", help=data)
+    add("--prompt", metavar="TEXT", help="a text to continue, by a language model")
+    add = parser.add_argument
+    add("--out", type=expand, metavar="FILE", help="to write: *.npz, *.csv, *.jsonl")
+    add("--num-tokens", type=int, default=100, metavar="N", help="tokens to add to a text (100)")
+    add("--temperature", type=float, default=1.0, help="0 takes the likeliest token (1.0)")
+    add("--seed", type=int, default=0, help="seed of the choice of tokens (0)")
+    add("--tokenizer", type=expand, metavar="FILE", help="of Hugging Face, for tokens but bytes")
     return enter(lambda: _predict(**vars(parser.parse_args(argv))))
 
 
-def _predict(**chosen: Any) -> None:
-    from jddp.job.predictions import predict_file
+def _predict(*, data: Any, out: Any, prompt: str | None, **chosen: Any) -> None:
+    run = {name: chosen.pop(name) for name in ("run_dir", "checkpoint", "params", "trust")}
+    if (data is None) != (out is None):
+        raise UsageError("--data needs --out FILE, and --prompt prints the text. See --help.")
+    if prompt is not None:
+        from jddp.job.sampling import continue_text
 
-    print(f"{predict_file(**chosen):,} rows are predicted in {chosen['out']}")
+        print(continue_text(prompt=prompt, **run, **chosen))
+    else:
+        from jddp.job.predictions import predict_file
+
+        print(f"{predict_file(data=data, out=out, **run):,} rows are predicted in {out}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""Predicts the rows of a file with a saved run, and writes the predictions, row by row.
+"""Predicts rows of a file, or images of a folder, with a saved run, and writes them row by row.
 
     predict_file("runs/mine", Path("new.npz"), Path("predictions.csv"))
 
-Rows are what the model takes: the transformations of a data source, such as the normalization of
-images, are not applied to them.
+Rows of a file are what the model takes: the transformations of a data source, such as the
+normalization of images, are not applied to them. Images of a folder are decoded and normalized as
+those of the run's image folder.
 """
 
+import csv
 import io
 import itertools
 import json
@@ -17,6 +19,7 @@ import numpy as np
 
 from jddp.checkpoint.arrays import by_path
 from jddp.data import ArrayExamples, eval_batches
+from jddp.data.sources.image_folder import FolderExamples, images_in
 from jddp.data.sources.mapped import map_npy, map_npz
 from jddp.distributed.resolve import resolve_identity
 from jddp.errors import DataError, FileSystemError, UsageError
@@ -33,7 +36,8 @@ def predict_file(run_dir: str | Path, data: Path, out: Path, **chosen: Any) -> i
 
     Args:
       run_dir: A run directory, or its URL.
-      data: A .npz file of arrays by name, or a .npy file of the inputs.
+      data: A .npz file of arrays by name, a .npy file of the inputs, or a folder of images, whose
+        names are then written too.
       out: A file to write: .npz, .csv or .jsonl.
       **chosen: Further arguments of `open_run`.
 
@@ -48,11 +52,15 @@ def predict_file(run_dir: str | Path, data: Path, out: Path, **chosen: Any) -> i
         raise FileSystemError(f"--out {out}: {out.absolute().parent} is no folder. Make it.")
     if resolve_identity().num_processes > 1:
         raise UsageError("predict writes one file: start it in one process, which has all devices.")
-    rows, run = _read(data), open_run(run_dir, **chosen)
-    batches = eval_batches(rows, global_batch_size=(run.config or {})["data"]["global_batch_size"])
-    found = by_path(run.predict(batches))
+    run = open_run(run_dir, **chosen)
+    section = (run.config or {})["data"]
+    rows = _images(data, section) if data.is_dir() else _read(data)
+    found = by_path(run.predict(eval_batches(rows, global_batch_size=section["global_batch_size"])))
+    arrays = {name or "predictions": x for name, x in found.items()}
+    if isinstance(rows, FolderExamples):
+        arrays = {"file": np.array(rows.files), **arrays}
     try:
-        replace_file(out, WRITERS[out.suffix]({n or "predictions": x for n, x in found.items()}))
+        replace_file(out, WRITERS[out.suffix](arrays))
     except OSError as error:
         raise FileSystemError(f"{out} cannot be written: {error.strerror}.") from error
     return len(rows)
@@ -77,6 +85,13 @@ def _read(path: Path) -> ArrayExamples:
     return ArrayExamples(arrays)
 
 
+def _images(folder: Path, section: Mapping[str, Any]) -> FolderExamples:
+    """The images of a folder, as the data of a run's config decode them."""
+    if section["name"] != "image_folder":
+        raise UsageError(f"--data {folder} is a folder, and the run's data were none of images.")
+    return images_in(folder, **section["kwargs"])
+
+
 def _npz(arrays: Arrays) -> bytes:
     file = io.BytesIO()
     # Other programs read no bfloat16.
@@ -87,15 +102,22 @@ def _npz(arrays: Arrays) -> bytes:
 
 def _csv(arrays: Arrays) -> bytes:
     flat = {name: x.reshape(len(x), -1) for name, x in arrays.items()}
-    names = [f"{name}.{i}" for name, x in flat.items() for i in range(x.shape[1])]
+    names = [
+        f"{n}.{i}" if arrays[n].ndim > 1 else n for n, x in flat.items() for i in range(x.shape[1])
+    ]
     rows = zip(*(x.tolist() for x in flat.values()), strict=True)
-    lines = (",".join(map(str, line)) for line in (names, *(itertools.chain(*row) for row in rows)))
-    return "".join(f"{line}\n" for line in lines).encode()
+    text = io.StringIO(newline="")
+    lines = csv.writer(text, lineterminator="\n")
+    lines.writerows([names, *(itertools.chain(*row) for row in rows)])
+    return text.getvalue().encode()
 
 
 def _jsonl(arrays: Arrays) -> bytes:
     null = np.array(None)  # JSON has no NaN and no infinity.
-    lists = {name: np.where(np.isfinite(x), x.astype(object), null) for name, x in arrays.items()}
+    lists = {
+        name: x if x.dtype.kind == "U" else np.where(np.isfinite(x), x.astype(object), null)
+        for name, x in arrays.items()
+    }
     rows = zip(*(x.tolist() for x in lists.values()), strict=True)
     return "".join(f"{json.dumps(dict(zip(lists, row, strict=True)))}\n" for row in rows).encode()
 

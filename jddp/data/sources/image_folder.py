@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +23,8 @@ from jddp.data.source import DataSet, Source, image_spec, make_data_set
 from jddp.errors import ConfigError, DataError
 
 ENDINGS = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
+TEST_MARGIN = 0.125
 
 
 @dataclass(eq=False)
@@ -36,6 +39,9 @@ class FolderExamples:
       std: Divisor after that.
       keep_undecodable: Whether an image that does not decode becomes a black one of mask 0; it is
         an error otherwise.
+      is_labelled: Whether there is a folder for each class; otherwise all images in the folder and
+        below are taken, with label 0.
+      files: Paths of the images, relative to `root`, in their order.
       classes: Names of the classes, in the order of their numbers.
 
     Raises:
@@ -48,12 +54,14 @@ class FolderExamples:
     mean: float | Sequence[float] = 0.5
     std: float | Sequence[float] = 0.5
     keep_undecodable: bool = False
+    is_labelled: bool = True
 
     def __post_init__(self) -> None:
         root = self.root
         if not root.is_dir():
             raise DataError(f"{root}: no such folder. It is needed; see data.dir.")
-        self.classes = sorted(path.name for path in root.iterdir() if path.is_dir())
+        folders = [path.name for path in root.iterdir() if path.is_dir()]
+        self.classes = sorted(folders) if self.is_labelled else [""]
         found = [
             (path.relative_to(root).as_posix(), label)
             for label, name in enumerate(self.classes)
@@ -61,7 +69,8 @@ class FolderExamples:
             if path.suffix.lower() in ENDINGS
         ]
         if not found:
-            raise DataError(f"{root}: no images in folders of classes. Put some there.")
+            where = "in folders of classes" if self.is_labelled else "here or below"
+            raise DataError(f"{root}: no images {where}. Put some there.")
         self.files = [name for name, _ in found]
         self.labels = np.array([label for _, label in found], np.int32)
 
@@ -120,8 +129,8 @@ def image_folder(
     directory: Path,
     image_size: int,
     num_classes: int | None = None,
-    mean: float | Sequence[float] = (0.485, 0.456, 0.406),
-    std: float | Sequence[float] = (0.229, 0.224, 0.225),
+    mean: float | Sequence[float] = MEAN,
+    std: float | Sequence[float] = STD,
     undecodable: str = "error",
 ) -> Source:
     """The source of a directory with the folders train and test.
@@ -151,7 +160,7 @@ def image_folder(
                 std=std,
                 keep_undecodable=undecodable == "mask",
             )
-            for part, margin in (("train", 0.0), ("test", 0.125))
+            for part, margin in (("train", 0.0), ("test", TEST_MARGIN))
         )
         if train.classes != test.classes or num_classes not in (None, len(train.classes)):
             raise DataError(
@@ -166,3 +175,23 @@ def image_folder(
         spec["mask"] = ((), np.dtype("float32"))
     found = num_classes or sum(path.is_dir() for path in (directory / "train").glob("*"))
     return Source(spec, load, CropAndFlip(), {"num_classes": found} if found else {})
+
+
+def images_in(
+    directory: Path,
+    *,
+    image_size: int,
+    mean: float | Sequence[float] = MEAN,
+    std: float | Sequence[float] = STD,
+    **others: Any,
+) -> FolderExamples:
+    """All images in a folder and below, as those for testing of a source with these arguments.
+
+    Args:
+      directory: The folder; its images need no labels.
+      image_size: Height and width, in pixels.
+      mean: Value to subtract from pixels over 255; one number, or one per channel.
+      std: Divisor after that.
+      **others: Arguments of `image_folder` that concern labels, or images that do not decode.
+    """
+    return FolderExamples(directory, image_size, TEST_MARGIN, mean, std, is_labelled=False)

@@ -22,22 +22,28 @@ from jddp.errors import ConfigError, DataError
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Turns text into numbers.
+    """Turns text into numbers, and numbers into text.
 
     Attributes:
       name: Name of the tokenizer, for tokens.json.
       vocab_size: Number of different tokens, which are below it.
       encode: Function that returns the tokens of a text.
+      decode: Function that returns the text of tokens.
       end_of_document: Token to put after each document, or None.
     """
 
     name: str
     vocab_size: int
     encode: Callable[[str], Sequence[int] | np.ndarray]
+    decode: Callable[[Sequence[int]], str]
     end_of_document: int | None = None
 
 
-BYTES = Tokenizer("bytes", 256, lambda text: np.frombuffer(text.encode(), np.uint8), 0)
+def _bytes_of(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode(), np.uint8)
+
+
+BYTES = Tokenizer("bytes", 256, _bytes_of, lambda tokens: bytes(tokens).decode(errors="replace"), 0)
 
 
 def tokenizer_in(path: Path, *, end_of_document: str | None = None) -> Tokenizer:
@@ -63,7 +69,7 @@ def tokenizer_in(path: Path, *, end_of_document: str | None = None) -> Tokenizer
     def encode(text: str) -> Sequence[int]:
         return found.encode(text, add_special_tokens=False).ids
 
-    return Tokenizer(path.name, found.get_vocab_size(), encode, end)
+    return Tokenizer(path.name, found.get_vocab_size(), encode, found.decode, end)
 
 
 def documents_in(paths: Sequence[Path]) -> Iterator[str]:
