@@ -75,7 +75,7 @@ def _export(arguments: argparse.Namespace) -> None:
     if fault := find_fault(directory / str(step)):
         raise FileSystemError(f"{directory / str(step)} cannot be read as step {step}: {fault}.")
     export(directory / str(step), arguments.file, None if arguments.all else EXPORTED)
-    print(f"step {step} is in {arguments.file}, {arguments.file.stat().st_size / 2**20:.1f} MiB")
+    print(f"step {step} is in {arguments.file}, {arguments.file.stat().st_size / 2**20:.2g} MiB")
 
 
 def _import(arguments: argparse.Namespace) -> None:

@@ -101,7 +101,8 @@ def train(
     if isinstance(batches, TrainBatches | WorkerBatches) and batches.is_padded:
         ddp.abstract_state(batches.batch(0))
         full = f"a global batch size that is a multiple of {ddp.steps.num_micro_batches}"
-        refuse_padding(ddp.steps.sums, f"let batches be full: {full}, drop_remainder=True")
+        where = "drop_remainder=True of jddp.data.TrainBatches (data.drop_remainder of a config)"
+        refuse_padding(ddp.steps.sums, f"let batches be full: {full}, and {where}")
     files, manifest = None, {"versions": versions(), **kept.manifest}
     if kept.directory is not None:
         files = RunDirectory(kept.directory, is_writer=jax.process_index() == 0)
