@@ -55,18 +55,27 @@ def train_everything(folder, process_index, num_processes):
     def batches():
         return TrainBatches(ArrayExamples(EXAMPLES), global_batch_size=16, seed=1, **share)
 
-    # SGD: Adam would turn the rounding of sums into whole updates.
-    ddp = jddp.DataParallel(
-        ConvNet(dropout_rate=0.3), optax.sgd(0.2, momentum=0.9), loss_fn, ema_decay=0.5
-    )
+    def made():  # SGD: Adam would turn the rounding of sums into whole updates.
+        model, optimizer = ConvNet(dropout_rate=0.3), optax.sgd(0.2, momentum=0.9)
+        return jddp.DataParallel(model, optimizer, loss_fn, ema_decay=0.5)
+
+    ddp = made()
     source, losses = batches(), []
     state = ddp.init(seed=3, batch=source.batch(0))
     for _ in range(3):
         state, metrics = ddp.step(state, next(source))
         losses.append(float(metrics["loss"]))
+    saved = ddp.save(folder / "own", state, {"losses": losses})
     parts = [{k: x[part] for k, x in TEST.items()} for part in PARTS[num_processes][process_index]]
     evaluated = ddp.evaluate(state, parts)
     keep(folder / f"step_{process_index}.npz", {"losses": losses, **evaluated}, state)
+
+    saved.wait()
+    own = made()
+    own.init(seed=4, batch=source.batch(0))
+    state, extra = own.restore(folder / "own")
+    state, _ = own.step(state, next(source))
+    keep(folder / f"own_{process_index}.npz", extra | own.evaluate(state, parts), state)
 
     def fit(*callbacks, ddp=ddp, run_dir=folder / "run"):
         return ddp.fit(

@@ -47,7 +47,7 @@ def load(path):
     return dict(np.load(path))
 
 
-@pytest.mark.parametrize("what", ["step", "fit", "split"])
+@pytest.mark.parametrize("what", ["step", "own", "fit", "split"])
 def test_two_processes_end_with_the_state_and_metrics_of_one(one, two, what):
     want = load(one / f"{what}_0.npz")
     assert_close(load(two[0] / f"{what}_0.npz"), want)
@@ -56,7 +56,7 @@ def test_two_processes_end_with_the_state_and_metrics_of_one(one, two, what):
     assert ("state/ema_params/Conv_0/kernel" in want) == (what != "split")
 
 
-@pytest.mark.parametrize("what", ["step", "fit", "split"])
+@pytest.mark.parametrize("what", ["step", "own", "fit", "split"])
 def test_both_processes_hold_bitwise_identical_states(two, what):
     first, second = (load(two[0] / f"{what}_{process}.npz") for process in range(2))
     assert first.keys() == second.keys()
