@@ -87,10 +87,8 @@ class ReplicatedOptimizer:
         params = self._whole(optax.apply_updates(before, updates), state.params, plan)
         # After the update, since weight decay and momentum move a parameter also with a gradient of
         # 0.
-        kept: tuple[Params, OptState] = self.unused(
-            (params, opt_state), (state.params, state.opt_state), params, plan
-        )
-        return kept
+        after, before = (params, opt_state), (state.params, state.opt_state)
+        return self.unused(after, before, params, plan)
 
     def _own(self, tree: PyTree, view: View) -> PyTree:
         """The part of parameters or gradients, seen by `view`, that this replica updates."""

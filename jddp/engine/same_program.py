@@ -43,11 +43,10 @@ class SameProgram:
     """
 
     def __init__(self, function: Function, options: Options, donated: Places) -> None:
-        options = options or {}
         # XLA's own pass would merge operations in other places, before or after other rewrites, by
         # the number of partitions.
-        passes = ",".join(filter(None, [options.get(DISABLED), "cse"]))
-        options = {**options, DISABLED: passes}
+        passes = ",".join(filter(None, [(options or {}).get(DISABLED), "cse"]))
+        options = {**(options or {}), DISABLED: passes}
         self._jitted = jax.jit(function, compiler_options=options, donate_argnums=donated)
         self.trace = self._jitted.trace
         self._compiled: dict[Hashable, jax.stages.Compiled] = {}

@@ -9,7 +9,6 @@ collection "params" of the other state, a name that no other state of a model ca
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -46,12 +45,11 @@ def freeze(params: Params, model_state: ModelState, frozen: Frozen) -> tuple[Par
     leaves = flatten_dict(params, keep_empty_nodes=True)
     names = {"/".join(map(str, path)): path for path in leaves}
     is_chosen = frozen if callable(frozen) else select(frozen, names, key="frozen").__contains__
-    kept: dict[bool, Any] = {True: {}, False: {}}
-    for name, path in names.items():
-        kept[bool(is_chosen(name))][path] = leaves[path]
-    if not all(kept.values()):
-        raise ConfigError(f"frozen: it matches {'all parameters' if kept[True] else 'none'}.")
-    return unflatten_dict(kept[False]), {**model_state, COLLECTION: unflatten_dict(kept[True])}
+    still = {path: leaves[path] for name, path in names.items() if is_chosen(name)}
+    trained = {path: x for path, x in leaves.items() if path not in still}
+    if not (still and trained):
+        raise ConfigError(f"frozen: it matches {'all parameters' if still else 'none'}.")
+    return unflatten_dict(trained), {**model_state, COLLECTION: unflatten_dict(still)}
 
 
 def thaw(params: Params, model_state: ModelState) -> tuple[Params, ModelState]:
