@@ -33,7 +33,8 @@ from jddp.distributed.watchdog import Limits
 from jddp.engine.state import TrainState
 from jddp.errors import ConfigError, DataError, report
 from jddp.inspection.outputs import num_outputs
-from jddp.job.parts import Parts, Schedule, resolve_parts
+from jddp.job.optimizers import Schedule
+from jddp.job.parts import Parts, resolve_parts
 from jddp.trainer.callbacks import Callback, KeepBest
 from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.run import Run

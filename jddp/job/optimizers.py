@@ -1,7 +1,7 @@
-"""The optimizer of a config, with its groups and layers, and a table of who is trained how.
+r"""The optimizer of a config, with its groups and layers, and a table of how each is trained.
 
-    optimizer, schedule = optimizer_of(config, num_steps=1000)
-    print("\n".join(optimizer_table(config, state)))
+optimizer, schedule = optimizer_of(config, num_steps=1000)
+print("\n".join(optimizer_table(config, state)))
 """
 
 from collections.abc import Callable, Iterator
@@ -53,7 +53,11 @@ def optimizer_of(config: Config, num_steps: int = 1) -> tuple[Any, Schedule | No
         )
         decays = section.decay_norms_and_biases
         made[name] = make_optimizer(
-            way.factory, schedule=rate, kwargs=way.kwargs, decay_norms_and_biases=decays, key=way.key
+            way.factory,
+            schedule=rate,
+            kwargs=way.kwargs,
+            decay_norms_and_biases=decays,
+            key=way.key,
         )
     optimizer, rate = made[REST]
     if section.groups:

@@ -67,7 +67,7 @@ def groups_of(patterns: Mapping[str, Sequence[str]], paths: Sequence[str]) -> di
       ConfigError: If a pattern matches no parameter.
     """
     found = dict.fromkeys(paths, REST)
-    for name, chosen in reversed(patterns.items()):
+    for name, chosen in reversed([*patterns.items()]):
         key = f"optimizer.groups.{name}.patterns"
         found |= dict.fromkeys(select(chosen, paths, key=key), name)
     return found

@@ -70,7 +70,10 @@ def test_layers_are_counted_downwards_from_what_no_pattern_matches():
 @pytest.mark.parametrize(
     "layers, message",
     [
-        (["embd/.*"], "layer_decay.layers: 'embd/.*' matches no whole path .*nearest are 'embed/w'"),
+        (
+            ["embd/.*"],
+            "layer_decay.layers: 'embd/.*' matches no whole path .*nearest are 'embed/w'",
+        ),
         (["(embed)/.*"], "finds 'embed' in embed/w, and no number"),
         (["block_(/.*"], "no regular expression"),
     ],
@@ -129,12 +132,19 @@ def test_the_groups_of_a_config_have_their_rates_and_arguments():
     drop = {key: x for key, x in GROUPS.items() if "kwargs.weight" not in key}
     schedule = {"optimizer.schedule.name": "constant_schedule", "optimizer.warmup_steps": 0}
     drop["optimizer.name"] = "sgd"
-    config, _ = load_config(["fashion_mnist_cnn"], {**drop, **schedule, "optimizer.learning_rate": 1})
+    config, _ = load_config(
+        ["fashion_mnist_cnn"], {**drop, **schedule, "optimizer.learning_rate": 1}
+    )
     leaves = {"a": np.float32(1)}
     params = {name: leaves for name in ("Conv_0", "Conv_1", "Dense_0", "other")}
     tx, followed = optimizer_of(config, num_steps=10)
     updates, opt_state = tx.update(params, tx.init(params), params)
-    want = {"Conv_0": {"a": -0.25}, "Conv_1": {"a": -0.5}, "Dense_0": {"a": -0.02}, "other": {"a": -1.0}}
+    want = {
+        "Conv_0": {"a": -0.25},
+        "Conv_1": {"a": -0.5},
+        "Dense_0": {"a": -0.02},
+        "other": {"a": -1.0},
+    }
     close(updates, want, rtol=1e-6)
     updates, _ = tx.update(params, opt_state, params)
     close(updates["Conv_0"]["a"], -0.25 * 1.9, rtol=1e-6)  # momentum is of this group alone
