@@ -36,9 +36,10 @@ def _predict(*, data: Any, out: Any, prompt: str | None, **chosen: Any) -> None:
     if (data is None) != (out is None):
         raise UsageError("--data needs --out FILE, and --prompt prints the text. See --help.")
     if prompt is not None:
+        from jddp.job.opened import open_run
         from jddp.job.sampling import continue_text
 
-        print(continue_text(prompt=prompt, **run, **chosen))
+        print(continue_text(open_run(**run, mesh=1), prompt, **chosen))
     else:
         from jddp.job.predictions import predict_file
 

@@ -59,11 +59,11 @@ def test_a_project_is_written_once_into_a_new_folder(tmp_path, capsys):
 def test_the_commands_of_the_page_lead_to_predictions_and_an_export(tmp_path):
     commands = transcript()
     assert len(commands) < 10
-    script = "set -e\n" + "\n".join(commands).replace("shapes &&", "shapes && mv ../*images . &&")
+    script = "set -e\n" + "\n".join(commands).replace("cd shapes", "cd shapes && mv ../*images .")
     write_images(tmp_path)
     jddp = f'jddp() {{ "{sys.executable}" -m jddp "$@"; }}\n'
     options = {"cwd": tmp_path, "env": environment(), "text": True, "capture_output": True}
-    done = subprocess.run(["bash", "-c", jddp + "cd .\n" + script], **options)
+    done = subprocess.run(["bash", "-c", jddp + script], **options)
     assert done.returncode == 0, done.stdout + done.stderr
     accuracies = re.findall(r"^step \d+ .* accuracy ([\d.]+)  examples", done.stdout, re.M)
     assert float(accuracies[-1]) > 0.35  # of ten classes, of which chance gets one in ten

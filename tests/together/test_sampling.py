@@ -92,8 +92,9 @@ def test_a_command_continues_a_text(trained, capsys):
     command = ["predict", str(trained), "--temperature", "0", "--num-tokens", "9", "--prompt"]
     assert main([*command, "aba"]) == 0
     assert capsys.readouterr().out == "aba" + "bababa" + "bab\n"
-    assert continue_text(trained, "b", num_tokens=3, seed=1) != continue_text(
-        trained, "b", num_tokens=3, temperature=100.0, seed=1
+    opened = jddp.Run.open(trained, mesh=1)
+    assert continue_text(opened, "b", num_tokens=3, seed=1) != continue_text(
+        opened, "b", num_tokens=3, temperature=100.0, seed=1
     )
 
 
@@ -129,7 +130,7 @@ def test_models_and_runs_of_no_text_are_refused(trained, tmp_path, capsys):
         assert reported in capsys.readouterr().err
     (trained.parent / "tokens" / "tokens.json").unlink()  # of what tokenizer, nobody knows then
     with pytest.raises(ConfigError, match="are no bytes. Give --tokenizer FILE"):
-        continue_text(trained, "a")
+        continue_text(jddp.Run.open(trained), "a")
     other = Config(
         data={"name": "npz", "dir": str(tmp_path), "global_batch_size": 2},
         model={"name": "mlp"},
@@ -141,4 +142,4 @@ def test_models_and_runs_of_no_text_are_refused(trained, tmp_path, capsys):
         np.savez(tmp_path / part, image=np.ones((4, 2, 2, 1), np.float32), label=np.arange(4))
     fit(other)
     with pytest.raises(UsageError, match="are no tokens that jddp knows"):
-        continue_text(tmp_path / "run", "a")
+        continue_text(jddp.Run.open(tmp_path / "run"), "a")
