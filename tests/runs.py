@@ -55,3 +55,8 @@ def write_sealed(folder, name, text):
     (folder / name).write_text(text)
     (folder / checksums.NAME).unlink()
     checksums.seal(folder)
+
+
+def printed(capsys):
+    """What was printed since this was last asked, without the ends of lines."""
+    return " ".join(capsys.readouterr().out.split())

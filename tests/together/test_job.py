@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 import safetensors.numpy
-from runs import ROOT, contents
+from runs import ROOT, contents, printed
 from states import assert_same, close
 from tiny import ConvNet, loss_fn, make_batch
 
@@ -130,11 +130,6 @@ def own_config(**changes):
     return Config(**{**sections, **changes})
 
 
-def said(capsys):
-    """What was printed since this was last asked, without the ends of lines."""
-    return " ".join(capsys.readouterr().out.split())
-
-
 X = np.linspace(-1, 1, 40, dtype=np.float32).reshape(-1, 2)  # of `points`
 
 
@@ -157,11 +152,10 @@ POWERSGD = {"name": "powersgd", "kwargs": {"rank": 1, "start_step": 1}}
 OWN = {"target": "mine:scale", "kwargs": {"slope": 2.0}}
 
 
-@pytest.mark.parametrize(
-    "values, name",
-    [({}, ""), ({"name": "mean"}, ""), (POWERSGD, "powersgd"), (OWN, "scaled")],
-    ids=["default", "mean", "powersgd", "one's own"],
-)
+HOOKS = [({}, ""), ({"name": "mean"}, ""), (POWERSGD, "powersgd"), (OWN, "scaled")]
+
+
+@pytest.mark.parametrize("values, name", HOOKS, ids=["default", "mean", "powersgd", "one's own"])
 def test_the_hook_of_a_config_reduces_its_gradients(mine, values, name):
     job = build(own_config(ddp=hook(**values)))
     assert job.ddp.spec.reduction.hook_name == name
@@ -177,8 +171,7 @@ def test_a_hook_that_is_named_later_drops_the_arguments_of_the_first(mine):
 
 def test_a_model_is_given_back_as_its_run_evaluated_it(mine):
     ddp = {"batch_norm": "local", "ema_decay": 0.5}
-    config = own_config(ddp=ddp, train={"num_steps": 3, "eval_params": "ema"})
-    run = fit(config)
+    run = fit(own_config(ddp=ddp, train={"num_steps": 3, "eval_params": "ema"}))
     from mine import Line
 
     assert_evaluated(run, load("run", model=Line()))
@@ -191,16 +184,15 @@ def test_a_config_names_the_axis_that_a_loss_uses(mine):
     assert run.metrics["mean"] == pytest.approx(run.metrics["loss"], rel=1e-5)
 
 
-def test_epochs_become_steps_and_callbacks_are_called(mine):
-    class Count(jddp.Callback):
-        num_steps = 0
-
-        def on_step(self, run, metrics):
-            self.num_steps += 1
-
-    count, before = Count(), set(Path().iterdir())
-    run = fit(own_config(train={"num_epochs": 2}, run={}), callbacks=[count])
-    assert run.step == count.num_steps == 5  # 2 epochs of 20 examples, 8 a step
+def test_epochs_become_steps_of_all_examples_and_callbacks_are_called(mine):
+    steps, before = [], set(Path().iterdir())
+    count = jddp.Callback()
+    count.on_step = lambda run, metrics: steps.append(metrics["step"])
+    data = {"target": "mine:points", "global_batch_size": 12}
+    run = fit(own_config(train={"num_epochs": 2}, run={}, data=data), callbacks=[count])
+    # 2 epochs of 20 examples, 12 a step, of which the last has those that are left.
+    assert steps == [1, 2, 3, 4]
+    assert (run.step, run.metrics["count"]) == (4, 4)
     # A run without a directory leaves nothing behind.
     assert {path for path in Path().iterdir() if path.name != "__pycache__"} == before
 
@@ -288,9 +280,8 @@ def test_a_batch_that_does_not_divide_over_all_devices_trains_as_on_one(mine):
         return fit(own_config(data=data, mesh={"num_devices": num_devices}))
 
     one, eight = trained(1), trained(8)
-    assert eight.metrics["count"] == 12
-    for name in ("loss", "count"):
-        assert eight.metrics[name] == pytest.approx(one.metrics[name], rel=1e-6)
+    assert eight.metrics["count"] == one.metrics["count"] == 12
+    assert eight.metrics["loss"] == pytest.approx(one.metrics["loss"], rel=1e-6)
     assert eight.eval_metrics["loss"] == pytest.approx(one.eval_metrics["loss"], rel=1e-6)
 
 
@@ -306,14 +297,6 @@ def test_weights_of_a_file_say_how_often_an_example_is_read(mine):
     np.save("weights.npy", np.array(["a"] * 20))
     with pytest.raises(DataError, match=r"weights\.npy: <U1 are no weights"):
         build(own_config(data=data)).train_batches()
-
-
-def test_the_last_batch_of_a_run_counts_the_examples_that_are_left(mine):
-    data = {"target": "mine:points", "global_batch_size": 12}
-    run = fit(own_config(train={"num_epochs": 1}, data=data))
-    num_examples = len(build(own_config()).data.train)
-    assert run.step == -(-num_examples // 12)
-    assert run.metrics["count"] == num_examples % 12 or 12
 
 
 def test_a_run_directory_is_data_and_imports_nothing_without_trust(mine):
@@ -347,6 +330,7 @@ def test_a_preview_says_what_a_run_would_be_and_writes_nothing(mine):
     before = set(Path().iterdir())
     text = preview(build(own_config(ddp={"accumulate_steps": 2}), needs_data=False))
     assert {path for path in Path().iterdir() if path.name != "__pycache__"} == before
+    assert all(len(line) <= 80 for line in text.splitlines())
     for part in [
         "mesh     data=2 x cpu, 1 process",
         "batch    8 a step = 1 x 8 a process = 2 x 4 a replica in 2 micro-batches of 2",
@@ -358,10 +342,6 @@ def test_a_preview_says_what_a_run_would_be_and_writes_nothing(mine):
     odd = own_config(data={"target": "mine:points", "global_batch_size": 5})
     said = "batch    5 a step and 1 of padding = 1 x 6 a process = 2 x 3 a replica"
     assert said in preview(build(odd, needs_data=False))
-    assert all(len(line) <= 80 for line in text.splitlines())
-
-
-def test_a_preview_does_without_data_that_are_not_here(mine):
     kwargs = {"image_size": 8, "num_classes": 10}
     absent = {"name": "npy", "dir": "nowhere", "global_batch_size": 8, "kwargs": kwargs}
     config = own_config(data=absent, model={"name": "cnn"}, loss={}, train={"num_epochs": 3})
@@ -403,17 +383,16 @@ NEEDED = {
 }
 
 
-def schedules_of_optax():
-    """The names of all functions of optax that return a schedule from numbers."""
-    for name, function in sorted(vars(optax.schedules).items()):
-        if inspect.isfunction(function) and not name.startswith("_"):
-            signature = inspect.signature(function)
-            takes_schedules = "schedules" in signature.parameters  # which a config cannot give
-            if signature.return_annotation == optax.Schedule and not takes_schedules:
-                yield name
+def is_schedule(name, function):
+    """Whether this is a function of optax that returns a schedule from numbers."""
+    if not inspect.isfunction(function) or name.startswith("_"):
+        return False
+    signature = inspect.signature(function)
+    takes_schedules = "schedules" in signature.parameters  # which a config cannot give
+    return signature.return_annotation == optax.Schedule and not takes_schedules
 
 
-SCHEDULES = list(schedules_of_optax())
+SCHEDULES = sorted(name for name, x in vars(optax.schedules).items() if is_schedule(name, x))
 assert NEEDED.keys() | {"warmup_cosine_decay_schedule"} <= set(SCHEDULES)
 
 
@@ -443,77 +422,67 @@ def test_a_warm_up_among_the_own_arguments_of_a_schedule_is_taken(mine):
     np.testing.assert_allclose(rates, [0, 0.5, 0], atol=1e-7)
 
 
-def long_config(num_steps, name="constant_schedule", run_dir="run", **changes):
-    schedule = {"name": name, "kwargs": changes.pop("kwargs", {})}
+def of_steps(num_steps, run_dir="run", *, schedule="constant_schedule", train=(), **changes):
+    schedule = {"name": schedule, "kwargs": changes.pop("kwargs", {})}
     optimizer = {"target": "mine:plain_sgd", "learning_rate": 0.05, "schedule": schedule}
-    train = {"num_steps": num_steps, "log_every_steps": 1, **changes.pop("train", {})}
-    return own_config(train=train, optimizer=optimizer, run={"dir": run_dir}, **changes)
+    train = {"num_steps": num_steps, "log_every_steps": 1, **dict(train)}
+    sections = {"train": train, "run": {"dir": run_dir}, "optimizer": optimizer}
+    return own_config(**{**sections, **changes})
 
 
 def test_a_longer_run_is_as_if_it_had_been_as_long_from_the_start(mine, capsys):
-    fit(long_config(3))
-    assert "->" not in said(capsys)
-    run = fit(long_config(7, train={"log_every_steps": 2, "eval_every_steps": 2}))
-    reported = said(capsys)
+    fit(of_steps(3))
+    assert "->" not in printed(capsys)
+    run = fit(of_steps(7, train={"log_every_steps": 2, "eval_every_steps": 2}))
+    reported = printed(capsys)
     for change in ("num_steps 3 -> 7", "log_every_steps 1 -> 2", "eval_every_steps null -> 2"):
         assert f"train.{change}" in reported
     assert "learning rate: the schedule" not in reported
     assert read_values(Path("run/config.yaml"))["train"]["num_steps"] == 7
-    assert_same(run.state, fit(long_config(7, run_dir="whole")).state)
-    assert fit(long_config(3)).step == 7
-    assert "num_steps=3: the run is at step 7 already" in said(capsys)
+    assert_same(run.state, fit(of_steps(7, "whole")).state)
+    assert fit(of_steps(3)).step == 7
+    assert "num_steps=3: the run is at step 7 already" in printed(capsys)
 
 
-def test_a_schedule_follows_the_length_of_a_run_or_is_kept_while_the_run_is_made_longer(
-    mine, capsys
-):
-    def longer(folder, **kwargs):
-        fit(long_config(4, "cosine_decay_schedule", folder))
-        capsys.readouterr()
-        run = fit(long_config(8, "cosine_decay_schedule", folder, kwargs=kwargs))
-        return run, said(capsys)
+def test_a_schedule_follows_the_length_of_a_run_or_is_kept_in_a_longer_one(mine, capsys):
+    def cosine(num_steps, folder, **kwargs):
+        run = fit(of_steps(num_steps, folder, schedule="cosine_decay_schedule", kwargs=kwargs))
+        return run, printed(capsys)
 
-    run, reported = longer("follows")
+    for folder in ("follows", "kept"):
+        cosine(4, folder)
+    run, reported = cosine(8, "follows")
     assert "train.num_steps 4 -> 8" in reported
     # Cosine from 0.05 to 0: after 3 of 4 steps, and of 8.
     assert "step 4 was taken at 0.007322 and would now be at 0.03457" in reported
     assert run.metrics["learning_rate"] == pytest.approx(0.0019, rel=0.01)
     with pytest.raises(ConfigError, match=r"schedule\.kwargs\.alpha is absent there, 0\.0 here"):
-        longer("kept", decay_steps=4, alpha=0.0)
-    run, reported = longer("kept", decay_steps=4)
+        cosine(8, "kept", decay_steps=4, alpha=0.0)
+    run, reported = cosine(8, "kept", decay_steps=4)
     assert "optimizer.schedule.kwargs.decay_steps absent -> 4" in reported
     assert "the schedule has changed" not in reported
     assert run.metrics["learning_rate"] == 0
-    other = long_config(8, "cosine_decay_schedule", "kept", kwargs={"decay_steps": 5})
     with pytest.raises(ConfigError, match=r"kwargs\.decay_steps is 4 there, 5 here"):
-        fit(other)
+        cosine(8, "kept", decay_steps=5)
 
 
 def test_more_epochs_begin_with_the_example_behind_the_last_one(mine, capsys):
     def epochs(number):
         data = {"target": "mine:points", "global_batch_size": 16}
-        train = {"num_steps": None, "num_epochs": number}
-        return build(long_config(None, train=train, data=data))
+        return fit(of_steps(None, train={"num_epochs": number}, data=data))
 
-    seen, state = [], {"position": 0}
-    num_examples = len(epochs(1).data.train)
-    for number in (1, 2):
-        batches = epochs(number).train_batches()
-        batches.set_state(state)
-        for batch in batches:
-            seen += batch["x"][batch.get("mask", np.ones(len(batch["x"]))) > 0, 0].tolist()
-        state = batches.get_state()
-    assert num_examples % 16
-    assert sorted(seen[:num_examples]) == sorted(seen[num_examples:])
-    assert epochs(1).run().step < epochs(2).run().step
-    assert "train.num_epochs 1.0 -> 2.0" in said(capsys)
+    assert epochs(1).step == 2
+    run = epochs(2)
+    # 20 examples more, of which the last step has 4.
+    assert (run.step, run.metrics["count"]) == (4, 4)
+    assert "train.num_epochs 1.0 -> 2.0" in printed(capsys)
 
 
 def test_what_changes_a_finished_step_is_another_run(mine):
     fit(own_config())
     before = contents(Path("run"))
-    changes = {"seed": 1, "optimizer.learning_rate": 0.1, "data.global_batch_size": 16}
-    for key, value in changes.items():
+    changes = ("seed", 1), ("optimizer.learning_rate", 0.1), ("data.global_batch_size", 16)
+    for key, value in changes:
         with pytest.raises(ConfigError, match="holds a run of another config"):
             fit(own_config(), **{"train.num_steps": 5, key: value})
     assert contents(Path("run")) == before
@@ -526,7 +495,7 @@ def test_what_changes_roundings_alone_may_change_when_a_run_resumes(mine, capsys
     whole = fit(own_config(run={"dir": "whole"}, train={"num_steps": 6}, optimizer=optimizer))
     fit(own_config(optimizer=optimizer))
     run = fit(own_config(train={"num_steps": 6}, ddp=ddp, optimizer=optimizer))
-    changed = said(capsys).partition("changed: ")[2]
+    changed = printed(capsys).partition("changed: ")[2]
     assert all(f"ddp.{name} " in changed for name in ddp)
     close(run.state.params, whole.state.params, atol=0)
 
@@ -566,15 +535,6 @@ def test_a_default_is_the_same_in_a_config_and_in_a_call():
     assert config["watchdog"] == dataclasses.asdict(Limits())
 
 
-CONSTANT = {"target": "mine:plain_sgd", "kwargs": {"momentum": 0.5}}
-CONSTANT |= {"schedule": {"name": "constant_schedule"}}
-
-
-def of_steps(num_steps, directory, **changes):
-    changes = {"optimizer": CONSTANT, **changes}
-    return own_config(train={"num_steps": num_steps}, run={"dir": directory}, **changes)
-
-
 def test_a_new_run_starts_with_the_optimizer_and_the_place_in_the_data_of_another(mine, capsys):
     whole = fit(of_steps(5, "whole"))
     fit(of_steps(3, "first"))
@@ -582,23 +542,17 @@ def test_a_new_run_starts_with_the_optimizer_and_the_place_in_the_data_of_anothe
     assert_same(fit(second).state, whole.state)
     assert "started from step 3 of first" in capsys.readouterr().err
     shutil.rmtree("first")
-    longer = of_steps(6, "second", checkpoint={"start_from": "first"})
-    assert_same(fit(longer).state, fit(of_steps(6, "whole")).state)
+    assert_same(fit(second, **{"train.num_steps": 6}).state, fit(of_steps(6, "whole")).state)
     with pytest.raises(ConfigError, match="start_from: mine.py holds no run"):
         fit(of_steps(5, "third", checkpoint={"start_from": "mine.py"}))
 
 
 def test_a_run_at_a_url_starts_from_another_once(mine):
     fit(of_steps(2, "first"))
-    at_url = {"directory": "memory:///second", "checkpoint": {"start_from": "first"}}
+    at_url = {"run_dir": "memory:///second", "checkpoint": {"start_from": "first"}}
     assert fit(of_steps(3, **at_url)).step == 3
     shutil.rmtree("first")
     assert fit(of_steps(4, **at_url)).step == 4
-
-
-def test_a_run_starts_from_weights_or_from_another_run():
-    with pytest.raises(ConfigError, match="drop model.init_from"):
-        own_config(checkpoint={"start_from": "a"}, model={"target": "mine:Line", "init_from": "b"})
 
 
 def test_settings_of_your_own_may_have_names_of_keys(tmp_path):
@@ -610,54 +564,35 @@ def test_settings_of_your_own_may_have_names_of_keys(tmp_path):
 
 
 def test_a_changed_key_is_refused_until_it_is_allowed(mine, capsys):
-    fit(of_steps(2, "run"))
-    changed = {"optimizer": CONSTANT | {"learning_rate": 0.5}}
-    with pytest.raises(
-        ConfigError, match=r"checkpoint.allow_changed=\[key\].*checkpoint.start_from"
-    ):
-        fit(of_steps(4, "run", **changed))
-    allowed = {"checkpoint": {"allow_changed": ["optimizer.learning_rate"]}}
-    assert fit(of_steps(3, "run", **changed, **allowed)).step == 3
-    assert "optimizer.learning_rate 0.001 -> 0.5" in said(capsys)
-    later = json.loads(Path("run/manifest.json").read_text())["later_starts"]
-    assert [start["changed"] for start in later] == [
-        ["train.num_steps 2 -> 3", "optimizer.learning_rate 0.001 -> 0.5"]
-    ]
-    assert fit(of_steps(4, "run", **changed)).step == 4
+    fit(of_steps(2))
+    rate = {"optimizer.learning_rate": 0.5}
+    message = r"checkpoint.allow_changed=\[key\].*checkpoint.start_from"
+    with pytest.raises(ConfigError, match=message):
+        fit(of_steps(4), **rate)
+    assert fit(of_steps(3), **rate, **{"checkpoint.allow_changed": [*rate]}).step == 3
+    assert "optimizer.learning_rate 0.05 -> 0.5" in printed(capsys)
+    (later,) = json.loads(Path("run/manifest.json").read_text())["later_starts"]
+    changed = ["train.num_steps 2 -> 3", "optimizer.learning_rate 0.05 -> 0.5"]
+    assert later["changed"] == changed
+    assert fit(of_steps(4), **rate).step == 4
     assert read_values(Path("run/config.yaml"))["optimizer"]["learning_rate"] == 0.5
 
 
-def test_only_keys_that_there_are_may_be_allowed():
-    match = "allow_changed: 'optimizer.learning_rat' is no key. Did you mean"
-    with pytest.raises(ConfigError, match=match):
-        own_config(checkpoint={"allow_changed": ["optimizer.kwargs.b1", "optimizer.learning_rat"]})
+def test_a_run_has_one_source_of_weights_and_allows_keys_that_there_are():
+    with pytest.raises(ConfigError, match="drop model.init_from"):
+        own_config(checkpoint={"start_from": "a"}, model={"target": "mine:Line", "init_from": "b"})
+    keys = ["optimizer.kwargs.b1", "optimizer.learning_rat"]
+    message = "allow_changed: 'optimizer.learning_rat' is no key. Did you mean"
+    with pytest.raises(ConfigError, match=message):
+        own_config(checkpoint={"allow_changed": keys})
 
 
-@pytest.fixture
-def of_objects(mine):
-    """A run that `DataParallel.fit` has kept, and its object."""
-    options = {"mesh": 2, "batch_norm": "local", "ema_decay": 0.5}
-    ddp = jddp.DataParallel(ConvNet(), optax.sgd(0.1), loss_fn, **options)
-    batches = [make_batch(8, seed=seed) for seed in range(3)]
-    run = ddp.fit(batches, num_steps=3, run_dir="objects", evaluate=batches, eval_params="ema")
-    return ddp, run
-
-
-def test_a_model_that_fit_has_trained_is_given_back(of_objects):
-    ddp, run = of_objects
-    want = ddp.model(run.state, params="ema")
-    x = make_batch(8, seed=9)["x"]
-    found = load("objects", model=ConvNet())(x, train=False)
-    np.testing.assert_array_equal(found, ConvNet().apply(want, x, train=False))
-    with pytest.raises(UsageError, match=r"objects holds a run of DataParallel\.fit.* Give model="):
-        load("objects")
-
-
-def test_commands_read_what_fit_has_written_or_say_what_does(of_objects, capsys):
+def test_commands_read_what_fit_has_written_or_say_what_does(mine):
+    ddp = jddp.DataParallel(ConvNet(), optax.sgd(0.1), loss_fn, mesh=2)
+    run = ddp.fit([make_batch(8)], num_steps=1, run_dir="objects")
     for command in (["list", "objects"], ["verify", "objects"]):
         assert checkpoint_command(command) == 0
     assert checkpoint_command(["export", "objects", "model.safetensors"]) == 0
-    _, run = of_objects
     found = safetensors.numpy.load_file("model.safetensors")["params/Dense_0/kernel"]
     np.testing.assert_array_equal(found, run.state.params["Dense_0"]["kernel"])
     with pytest.raises(ConfigError, match=r"--config objects: is a directory.* jddp\.load\("):

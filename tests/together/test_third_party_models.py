@@ -1,6 +1,7 @@
 """Models that were not written for jddp are taken as they are, or refused in a sentence."""
 
 import collections
+import functools
 import logging
 import re
 from collections.abc import Callable
@@ -34,12 +35,10 @@ def passes(model, loss=loss_fn, batch=None, **options):
     return report
 
 
-class Shared(nn.Module):
-    @nn.compact
-    def __call__(self, x, train):
-        norm = nn.BatchNorm(use_running_average=not train)
-        x = nn.relu(norm(nn.Dense(8)(x)))
-        return nn.Dense(NUM_CLASSES)(norm(nn.Dense(8)(x)))
+def shared(m, x, train):
+    norm = nn.BatchNorm(use_running_average=not train)
+    x = nn.relu(norm(nn.Dense(8)(x)))
+    return nn.Dense(NUM_CLASSES)(norm(nn.Dense(8)(x)))
 
 
 class NnxShared(nnx.Module):
@@ -54,23 +53,14 @@ class NnxShared(nnx.Module):
         return self.last(self.after(self.second(x)))
 
 
-class Branch(nn.Module):
-    @nn.compact
-    def __call__(self, x, train):
-        return nn.BatchNorm(use_running_average=not train)(nn.Dense(8)(x))
+def branch(m, x, train):
+    return nn.BatchNorm(use_running_average=not train)(nn.Dense(8)(x))
 
 
-class Vmapped(nn.Module):
-    @nn.compact
-    def __call__(self, x, train):
-        branches = nn.vmap(
-            Branch,
-            in_axes=None,
-            axis_size=4,
-            variable_axes={"params": 0, "batch_stats": 0},
-            split_rngs={"params": True},
-        )
-        return nn.Dense(NUM_CLASSES)(branches()(x, train).mean(0))
+def vmapped(m, x, train):
+    axes = {"variable_axes": {"params": 0, "batch_stats": 0}, "split_rngs": {"params": True}}
+    branches = nn.vmap(Of, in_axes=None, axis_size=4, **axes)
+    return nn.Dense(NUM_CLASSES)(branches(branch)(x, train).mean(0))
 
 
 class NnxBranch(nnx.Module):
@@ -94,9 +84,9 @@ class NnxVmapped(nnx.Module):
 
 
 NORMED = {
-    "shared": Shared(),
+    "shared": Of(shared),
     "nnx shared": NnxShared(nnx.Rngs(0)),
-    "vmapped": Vmapped(),
+    "vmapped": Of(vmapped),
     "nnx vmapped": NnxVmapped(nnx.Rngs(0)),
 }
 
@@ -118,18 +108,13 @@ def test_vmapped_batch_norms_are_one_all_reduce_a_direction(name):
     assert purposes == {"forward": 1, "backward": 1}
 
 
-class Partitioned(nn.Module):
+def partitioned(m, x, train, boxed=True):
     """As for a mesh of "fsdp" and "model"."""
-
-    boxed: bool = True
-
-    @nn.compact
-    def __call__(self, x, train):
-        lecun = nn.initializers.lecun_normal()
-        first = nn.with_partitioning(lecun, ("fsdp", "model")) if self.boxed else lecun
-        last = nn.with_logical_partitioning(lecun, ("embed", "mlp")) if self.boxed else lecun
-        x = nn.with_logical_constraint(nn.Dense(8, kernel_init=first)(x), ("batch", "embed"))
-        return nn.Dense(NUM_CLASSES, kernel_init=last)(nn.relu(x))
+    lecun = nn.initializers.lecun_normal()
+    first = nn.with_partitioning(lecun, ("fsdp", "model")) if boxed else lecun
+    last = nn.with_logical_partitioning(lecun, ("embed", "mlp")) if boxed else lecun
+    x = nn.with_logical_constraint(nn.Dense(8, kernel_init=first)(x), ("batch", "embed"))
+    return nn.Dense(NUM_CLASSES, kernel_init=last)(nn.relu(x))
 
 
 class NnxPartitioned(nnx.Module):
@@ -157,9 +142,9 @@ def on_no_mesh():
 
 def test_boxes_with_the_axes_of_other_meshes_are_taken_off_with_a_notice(caplog):
     batch, ends = make_batch(), []
-    for boxed in (True, False):
+    for body in (partitioned, functools.partial(partitioned, boxed=False)):
         with caplog.at_level(logging.WARNING, "jddp"):
-            state, metrics = take_steps(wrapped(Partitioned(boxed)), [batch])
+            state, metrics = take_steps(wrapped(Of(body)), [batch])
         ends.append((state.params, metrics))
     equal(*ends)
     (notice,) = [record.getMessage() for record in caplog.records]
@@ -178,26 +163,23 @@ def test_a_module_that_lies_on_another_mesh_is_taken_whole(make, caplog):
     assert np.isfinite(metrics["loss"])
 
 
-class Streams(nn.Module):
-    @nn.compact
-    def __call__(self, x, train):
-        calls = self.variable("cache", "calls", jnp.zeros, (), jnp.int32)
-        if train and not self.is_initializing():
-            calls.value += 1
-            x += 0.1 * jax.random.normal(self.make_rng("noise"), x.shape)
-            x *= jax.random.bernoulli(self.make_rng("augment"), 0.9, x.shape)
-        x = nn.Dropout(0.1, deterministic=not train)(nn.Dense(8)(x))
-        return nn.SpectralNorm(nn.Dense(NUM_CLASSES))(x, update_stats=train)
+def streams(m, x, train):
+    calls = m.variable("cache", "calls", jnp.zeros, (), jnp.int32)
+    if train and not m.is_initializing():
+        calls.value += 1
+        x += 0.1 * jax.random.normal(m.make_rng("noise"), x.shape)
+        x *= jax.random.bernoulli(m.make_rng("augment"), 0.9, x.shape)
+    x = nn.Dropout(0.1, deterministic=not train)(nn.Dense(8)(x))
+    return nn.SpectralNorm(nn.Dense(NUM_CLASSES))(x, update_stats=train)
 
 
 def test_streams_and_collections_are_kept_apart():
-    passes(Streams())
-    state, _ = take_steps(wrapped(Streams()), [make_batch()] * 3)
+    passes(Of(streams))
+    state, _ = take_steps(wrapped(Of(streams)), [make_batch()] * 3)
     assert int(state.model_state["cache"]["calls"]) == 3
 
 
-class Statistic(nnx.Variable):
-    pass
+Statistic = type("Statistic", (nnx.Variable,), {})
 
 
 class OwnVariables(nnx.Module):
@@ -226,18 +208,13 @@ def squares(model, batch, train):
     return (model(batch["x"], train) - batch["y"]) ** 2
 
 
-class Sowing(nn.Module):
-    collection: str
-
-    @nn.compact
-    def __call__(self, x, train):
-        hidden = nn.Dense(WIDTH)(x)
-        self.sow(self.collection, "square", (hidden**2).mean(-1))
-        return nn.Dense(1)(nn.tanh(hidden))[:, 0]
-
-
 @pytest.mark.parametrize("collection", ["losses", "intermediates"])
 def test_a_loss_reads_what_its_model_has_sown(collection):
+    def sowing(m, x, train):
+        hidden = nn.Dense(WIDTH)(x)
+        m.sow(collection, "square", (hidden**2).mean(-1))
+        return nn.Dense(1)(nn.tanh(hidden))[:, 0]
+
     def loss_fn(model, batch, train):
         losses = squares(model, batch, train)
         if not train:
@@ -245,14 +222,14 @@ def test_a_loss_reads_what_its_model_has_sown(collection):
         (sown,) = model.variables[collection]["square"]
         return losses + 0.1 * sown
 
-    ddp = wrapped(Sowing(collection), loss_fn)
+    ddp = wrapped(Of(sowing), loss_fn)
     state, _ = take_steps(ddp, [make_rows()])
     assert state.model_state == {}
     variables = ddp.model(state)
     state, second = ddp.step(state, make_rows())
 
     def plain(params):
-        run = nn.apply(lambda m: loss_fn(m, make_rows(), True), Sowing(collection), mutable=True)
+        run = nn.apply(lambda m: loss_fn(m, make_rows(), True), Of(sowing), mutable=True)
         return run({"params": params})[0].mean()
 
     np.testing.assert_allclose(second["loss"], plain(variables["params"]), rtol=1e-5)
@@ -371,43 +348,25 @@ def test_a_module_that_changes_after_it_was_wrapped_changes_nothing():
     equal(*ends)
 
 
-class Growing(nnx.Module):
-    def __init__(self, rngs):
-        self.dense = nnx.Linear(16, NUM_CLASSES, rngs=rngs)
-
+class Growing(OwnVariables):
     def __call__(self, x, train):
         if not hasattr(self, "scale"):
             self.scale = nnx.Param(jnp.ones(NUM_CLASSES))
         return self.dense(x) * self.scale[None]
 
 
-class Losing(nnx.Module):
-    def __init__(self, rngs):
-        self.dense, self.norm = nnx.Linear(16, NUM_CLASSES, rngs=rngs), nnx.BatchNorm(4, rngs=rngs)
-        self.seen = Statistic(jnp.zeros(()))
-
+class Losing(OwnVariables):
     def __call__(self, x, train):
         del self.seen
-        return self.norm(self.dense(x))
+        return self.dense(x)
 
 
-@pytest.mark.parametrize(
-    "kind, message",
-    [(Growing, "made or removed while it runs"), (Losing, "removes the variable 'seen'")],
-)
-def test_a_module_that_changes_its_form_in_the_loss_is_refused(kind, message):
-    ddp = wrapped(kind(nnx.Rngs(0)))
-    with pytest.raises(ConfigError, match=message):
-        ddp.step(ddp.init(0), make_batch())
-
-
-def adapters():
-    """The classes that the page shows, made from its own text."""
-    page = (ROOT / "docs" / "models.md").read_text()
-    found = {"nn": nn, "nnx": nnx, "jax": jax, "Callable": Callable}
-    for block in re.findall(r"```python\n(class .*?)```", page, re.DOTALL):
-        exec(block, found)
-    return found
+def test_a_module_that_changes_its_form_in_the_loss_is_refused():
+    refused = {Growing: "made or removed while it runs", Losing: "removes the variable 'seen'"}
+    for kind, message in refused.items():
+        ddp = wrapped(kind(nnx.Rngs(0)))
+        with pytest.raises(ConfigError, match=message):
+            ddp.step(ddp.init(0), make_batch())
 
 
 def test_a_pair_of_functions_and_a_module_that_is_a_tree_are_trained_as_the_page_says():
@@ -417,11 +376,15 @@ def test_a_pair_of_functions_and_a_module_that_is_a_tree_are_trained_as_the_page
     def loss(model, batch):
         return (model(batch["x"]) ** 2).mean(-1)
 
-    pair = adapters()["FromFunctions"](make, lambda params, x: x @ params["w"] + params["b"][None])
+    page, shown = (ROOT / "docs" / "models.md").read_text(), {"nn": nn, "nnx": nnx, "jax": jax}
+    shown["Callable"] = Callable
+    for block in re.findall(r"```python\n(class .*?)```", page, re.DOTALL):
+        exec(block, shown)
+    pair = shown["FromFunctions"](make, lambda params, x: x @ params["w"] + params["b"][None])
     assert passes(pair, loss).comparisons[1].leaf.startswith("weights/")
     given = jnp.ones((16, NUM_CLASSES)), jnp.zeros(NUM_CLASSES)
     affine = jax.tree_util.Partial(lambda w, b, x: x @ w + b[None], *given)
-    passes(adapters()["FromTree"](affine), loss)
+    passes(shown["FromTree"](affine), loss)
 
 
 class Doubled(nn.Module):
