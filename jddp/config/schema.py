@@ -178,7 +178,7 @@ class LayerDecayConfig(Section):
 
     factor: float = option(1.0, "Rate of a layer over that of the layer above it.", gt=0, le=1)
     layers: list[str] = option(
-        [], "Patterns of paths, from the lowest layer; block_([0-9]+)/.* is one for each number."
+        [], "Patterns of paths, lowest layer first; block_([0-9]+)/.* is one per number."
     )
 
     @model_validator(mode="after")
