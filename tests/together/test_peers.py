@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import states
 from flax import linen as nn
 from flax.traverse_util import flatten_dict
 from jax.sharding import PartitionSpec as P
@@ -16,7 +17,7 @@ import jddp
 from jddp.errors import ConfigError
 from jddp.zoo.models import CNN, ResNet, ViT
 from jddp.zoo.models.resnet import BottleneckBlock
-from peers import imagenet_pmap, pmap_trainer, shard_map_trainer
+from peers import pmap_trainer, shard_map_trainer
 from peers.convnet import ConvNet
 
 NUM_STEPS = 3
@@ -43,9 +44,8 @@ def image_batches():
         yield {"inputs": images, "targets": labels}
 
 
-def close(got, want):
-    # Both add the same numbers in another order, over steps that carry the rounding on.
-    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=2e-5, atol=2e-6), got, want)
+# Both add the same numbers in another order, over steps that carry the rounding on.
+close = functools.partial(states.close, rtol=2e-5, atol=2e-6)
 
 
 def test_the_network_of_the_peers_is_the_default_jobs():
@@ -60,63 +60,43 @@ def first(tree):
     return jax.tree.map(lambda x: np.array(x[0]), tree)
 
 
-@pytest.mark.parametrize("is_pmap", [True, False], ids=["pmap", "shard_map"])
-def test_a_trainer_written_by_hand_gets_the_same_numbers(is_pmap):
-    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
-    optimizer = optax.sgd(0.1, momentum=0.9)
-    ddp = jddp.DataParallel(ConvNet(WIDTHS), optimizer, loss_fn, mesh=mesh)
+def by_name(model, batch, train):
+    """The loss, with a metric that is averaged over the axis as in a step of `pmap`."""
+    losses, metrics = loss_fn(model, batch, train)
+    return losses, {"accuracy": jax.lax.pmean(metrics["accuracy"].mean(), "batch")}
+
+
+NAMES_ITS_AXIS = ConvNet(WIDTHS, axis_name="batch")
+BY_HAND = {
+    "pmap": (True, ConvNet(WIDTHS), loss_fn, {}),
+    "shard_map": (False, ConvNet(WIDTHS), loss_fn, {}),
+    "unchanged": (True, NAMES_ITS_AXIS, loss_fn, {}),
+    "by name": (True, NAMES_ITS_AXIS, by_name, {"axis_name": "batch"}),
+}
+
+
+@pytest.mark.parametrize("is_pmap, model, loss, options", BY_HAND.values(), ids=BY_HAND)
+def test_a_trainer_written_by_hand_gets_the_same_numbers(is_pmap, model, loss, options):
+    schedule = optax.cosine_decay_schedule(0.1, 10)
+    optimizer = optax.sgd(schedule, momentum=0.9, nesterov=True)
+    ddp = jddp.DataParallel(model, optimizer, loss, **options)
     state = ddp.init(seed=0, batch=next(image_batches()))
     variables = ddp.model(state)
     params, model_state = variables["params"], {"batch_stats": variables["batch_stats"]}
     peer = pmap_trainer.State(params, model_state, optimizer.init(params))
-    model = ConvNet(WIDTHS, axis_name="batch" if is_pmap else "data")
     if is_pmap:
-        step = pmap_trainer.make_step(model, loss_and_accuracy, optimizer)
+        step = pmap_trainer.make_step(NAMES_ITS_AXIS, loss_and_accuracy, optimizer)
         peer, shard, read = pmap_trainer.replicate(peer), pmap_trainer.shard, first
     else:
-        step = shard_map_trainer.make_step(model, loss_and_accuracy, optimizer, mesh)
-        peer, read = shard_map_trainer.replicate(peer, mesh), lambda tree: tree
-        shard = functools.partial(shard_map_trainer.shard, mesh=mesh)
+        named = ConvNet(WIDTHS, axis_name="data")
+        step = shard_map_trainer.make_step(named, loss_and_accuracy, optimizer, ddp.mesh)
+        peer, read = shard_map_trainer.replicate(peer, ddp.mesh), lambda tree: tree
+        shard = functools.partial(shard_map_trainer.shard, mesh=ddp.mesh)
     for batch in image_batches():
         state, metrics = ddp.step(state, batch)
         peer, peer_metrics = step(peer, shard(batch))
         close({name: metrics[name] for name in peer_metrics}, read(peer_metrics))
     close(ddp.model(state), read({"params": peer.params, **peer.model_state}))
-
-
-def penalised(model, batch, train):
-    """The peer's loss, and the mean over the axis that its model names."""
-    logits = model(batch["image"], train=train)
-    losses = imagenet_pmap.cross_entropy(logits, batch["label"])
-    hits = logits.argmax(-1) == batch["label"]
-    return losses + imagenet_pmap.penalty(model.variables["params"]), {"accuracy": hits}
-
-
-def penalised_by_name(model, batch, train):
-    losses, metrics = penalised(model, batch, train)
-    metrics["accuracy"] = jax.lax.pmean(metrics["accuracy"].mean(), "batch")
-    return losses, metrics
-
-
-@pytest.mark.parametrize(
-    "loss, options",
-    [(penalised, {}), (penalised_by_name, {"axis_name": "batch"})],
-    ids=["unchanged", "by_name"],
-)
-def test_a_model_that_names_its_own_axis_trains_as_in_its_own_pmap_step(loss, options):
-    batches = [{"image": x["inputs"], "label": x["targets"]} for x in image_batches()]
-    optimizer = imagenet_pmap.make_optimizer()
-    ddp = jddp.DataParallel(imagenet_pmap.ResNet(), optimizer, loss, **options)
-    state = ddp.init(seed=0, batch=batches[0])
-    params, batch_stats = (ddp.model(state)[name] for name in ("params", "batch_stats"))
-    peer = imagenet_pmap.State(params, batch_stats, optimizer.init(params))
-    peer, step = imagenet_pmap.replicate(peer), imagenet_pmap.make_step(optimizer)
-    for batch in batches:
-        state, metrics = ddp.step(state, batch)
-        peer, peer_metrics = step(peer, pmap_trainer.shard(batch))
-        close({name: metrics[name] for name in peer_metrics}, first(peer_metrics))
-    peer = peer._replace(batch_stats=imagenet_pmap.average_statistics(peer.batch_stats))
-    close(ddp.model(state), first({"params": peer.params, "batch_stats": peer.batch_stats}))
 
 
 # Of a custom step, that keeps its map and gets its mean from the optimizer.
@@ -192,14 +172,12 @@ def test_average_gradients_refuses_gradients_that_are_already_the_same_everywher
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "num_replicas, differentiate, check_vma, options",
-    [
-        (1, each_replicas_own, True, {"layout": "leaf"}),
-        (8, each_replicas_own, True, {"layout": "flat", "bucket_mb": 1e-4}),
-        (8, summed_by_jax, False, {"layout": "flat", "bucket_mb": 1e-4}),
-    ],
-)
+LEAF, FLAT = {"layout": "leaf"}, {"layout": "flat", "bucket_mb": 1e-4}
+SERVED = [(1, each_replicas_own, True, LEAF), (8, each_replicas_own, True, FLAT)]
+SERVED += [(8, summed_by_jax, False, FLAT)]
+
+
+@pytest.mark.parametrize("num_replicas, differentiate, check_vma, options", SERVED)
 def test_average_gradients_serves_a_shard_map_that_keeps_gradients_apart_or_is_not_checked(
     trained_by_jddp, num_replicas, differentiate, check_vma, options
 ):
@@ -216,12 +194,9 @@ def test_average_gradients_serves_a_shard_map_that_keeps_gradients_apart_or_is_n
 SIZES = {"patch_size": 4, "num_layers": 2, "num_heads": 2, "width": 8, "num_classes": 5}
 # Odd at each stride: there both pad on both sides. Beyond rounding in float32 the two may differ by
 # how batch norms take variances.
+STAGES = {"stage_sizes": (2, 1), "width": 4, "num_classes": 5}
 TORCH_TWINS = {
-    "resnet": (
-        ResNet((2, 1), BottleneckBlock, width=4, num_classes=5),
-        {"stage_sizes": (2, 1), "width": 4, "num_classes": 5},
-        (4, 33, 33, 3),
-    ),
+    "resnet": (ResNet(block=BottleneckBlock, **STAGES), STAGES, (4, 33, 33, 3)),
     "vit": (ViT(**SIZES), SIZES | {"image_size": 8}, (4, 8, 8, 3)),
 }
 
