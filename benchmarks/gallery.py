@@ -1,7 +1,7 @@
 """Trains the models of tests/models/, which know nothing of replicas, with jddp and by hand.
 
     python benchmarks/gallery.py
-    python benchmarks/gallery.py --only unet vae --rounds 50
+    python benchmarks/gallery.py --only moe vae --rounds 50
 
     error        the largest difference of a gradient from one device's, over the largest gradient
     judge        that device: the whole batch by Flax and optax alone; or the replicas side by side,

@@ -1,6 +1,6 @@
 """Models as others write them: none knows of replicas, and each must train on many.
 
-    example = GALLERY["unet"]
+    example = GALLERY["vae"]
     ddp = jddp.DataParallel(example.model(), optimizer, example.loss_fn, **example.options)
     state = ddp.init(seed=0, batch=example.make_batch(16, seed=0))
 
@@ -22,7 +22,6 @@ from models import (
     spectral_critic,
     stacked_nnx,
     tied_autoencoder,
-    unet,
     vae,
 )
 
@@ -65,6 +64,5 @@ GALLERY: dict[str, Example] = {
     "spectral_critic": linen(spectral_critic, spectral_critic.Critic),
     "stacked_nnx": nnx(stacked_nnx),
     "tied_autoencoder": nnx(tied_autoencoder),
-    "unet": linen(unet, unet.UNet),
     "vae": linen(vae, vae.VAE),
 }

@@ -35,16 +35,13 @@ def for_each_example(mark):
     return pytest.mark.parametrize("example", examples)
 
 
-def wrapped(example, optimizer, place):
-    # Buckets of 1 KiB: several, with leaves larger than one.
-    options = {"mesh": REPLICAS, "bucket_mb": 2**-10, **PLACES[place], **example.options}
-    return jddp.DataParallel(example.model(), optimizer, example.loss_fn, **options)
-
-
 def train_beside_one_device(example, place):
     """Two steps on eight devices and on one, compared; returns the wrapper and its last state."""
     batches = [example.make_batch(ROWS, seed) for seed in range(2)]
-    ddp = wrapped(example, optax.sgd(0.1, momentum=0.9), place)
+    # Buckets of 1 KiB: several, with leaves larger than one.
+    options = {"mesh": REPLICAS, "bucket_mb": 2**-10, **PLACES[place], **example.options}
+    optimizer = optax.sgd(0.1, momentum=0.9)
+    ddp = jddp.DataParallel(example.model(), optimizer, example.loss_fn, **options)
     state = ddp.init(0, batches[0])
     judge = one_device_step(ddp, example.model(), example.loss_fn, batches[0])
     for batch in batches:
