@@ -1,10 +1,8 @@
 """A notebook's kernel, driven as Jupyter drives it; and the notebook of examples/."""
 
-import queue
 import re
 import subprocess
 import sys
-import time
 
 import jupytext
 import pytest
@@ -54,28 +52,17 @@ def kernel(tmp_path, monkeypatch):
 
 def run_cell(client, code):
     """Runs a cell to its end, and returns what it printed."""
-    printed = []
-
-    def take(message):
-        if message["msg_type"] == "stream":
-            printed.append(message["content"]["text"])
-
-    reply = client.execute_interactive(code, timeout=SECONDS, output_hook=take)
+    messages = []
+    reply = client.execute_interactive(code, timeout=SECONDS, output_hook=messages.append)
     assert reply["content"]["status"] == "ok", reply["content"]
-    return "".join(printed)
+    return "".join(x["content"]["text"] for x in messages if x["msg_type"] == "stream")
 
 
 def wait_until_printed(client, word):
     """Waits for a word of the cell that runs."""
-    until = time.monotonic() + SECONDS
-    while time.monotonic() < until:
-        try:
-            message = client.get_iopub_msg(timeout=1)
-        except queue.Empty:
-            continue
-        if message["msg_type"] == "stream" and word in message["content"]["text"]:
-            return
-    raise AssertionError(f"{word!r} was not printed in time")
+    message = {"content": {}}
+    while word not in message["content"].get("text", ""):
+        message = client.get_iopub_msg(timeout=SECONDS)
 
 
 def test_an_interrupt_stops_behind_a_step_and_the_same_call_resumes(kernel):

@@ -135,13 +135,9 @@ def test_code_that_a_run_directory_names_is_imported_only_where_it_is_trusted(he
 
 
 def test_a_trusted_config_evaluates_its_own_code_or_names_what_is_gone(here, capsys):
-    fit(
-        Config(
-            data={"target": "mine:data", "global_batch_size": 4},
-            **{"model": {"target": "mine:make"}, "loss": {"target": "mine:loss"}},
-            **{"train": {"num_steps": 2}, "run": {"dir": "own"}, "mesh": {"num_devices": 2}},
-        )
-    )
+    own = {"data": {"target": "mine:data", "global_batch_size": 4}, "run": {"dir": "own"}}
+    own |= {"model": {"target": "mine:make"}, "loss": {"target": "mine:loss"}}
+    fit(Config(train={"num_steps": 2}, mesh={"num_devices": 2}, **own))
     with pytest.raises(UsageError, match="is no Flax module class"):
         jddp.Run.open("own", trust="package")
     assert jddp.Run.open("own", trust="config").evaluate()["examples"] == 9

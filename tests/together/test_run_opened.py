@@ -20,17 +20,10 @@ def of_objects(request, tmp_path_factory):
     options = {"batch_norm": "local", "ema_decay": 0.5, "mesh": 2}
     ddp = jddp.DataParallel(model, optax.sgd(0.1), loss_fn, **options)
     batches = [make_batch(8, seed=seed) for seed in range(4)]
-    run = ddp.fit(
-        batches,
-        num_steps=4,
-        evaluate=OTHER,
-        run_dir=tmp_path_factory.mktemp("objects") / "run",
-        save_every_steps=2,
-        eval_every_steps=2,
-        eval_params="ema",
-        callbacks=[KeepBest("loss", mode="min")],
-        config={"note": "mine"} if request.param == "linen" else None,
-    )
+    plan = {"num_steps": 4, "evaluate": OTHER, "eval_every_steps": 2, "eval_params": "ema"}
+    plan |= {"run_dir": tmp_path_factory.mktemp("objects") / "run", "save_every_steps": 2}
+    config = {"note": "mine"} if request.param == "linen" else None
+    run = ddp.fit(batches, **plan, callbacks=[KeepBest("loss", mode="min")], config=config)
     return run, model
 
 
@@ -44,13 +37,7 @@ def test_an_opened_run_is_the_run_that_was_trained(of_objects, num_devices):
         assert getattr(opened, name) == getattr(run, name), name
     assert opened.eval_metrics == run.eval_metrics
     assert len(opened.plot().axes) == 2
-
-
-def test_the_model_of_a_run_is_that_of_load(of_objects):
-    run, model = of_objects
-    opened = jddp.Run.open(run.run_dir, model=model)
-    x = make_batch(8)["x"]
-    loaded = jddp.load(run.run_dir, model=model)
+    loaded, x = jddp.load(run.run_dir, model=model), make_batch(8)["x"]
     for found in (run.model, opened.model):
         options = {"train": False} if isinstance(model, ConvNet) else {}
         np.testing.assert_allclose(found(x, **options), loaded(x, **options), rtol=1e-6)
@@ -69,9 +56,8 @@ def test_any_checkpoint_is_opened_with_either_parameters(of_objects):
     assert losses(checkpoint=run.checkpoints[0]) == losses(checkpoint="best")
     plain = run._ddp.evaluate(run.state, OTHER, "params")["loss"]
     assert losses(params="params") == pytest.approx((4, plain))
-    with pytest.raises(
-        FileSystemError, match=r"checkpoints holds no step 3. Choose one of \[2, 4\]"
-    ):
+    message = r"checkpoints holds no step 3. Choose one of \[2, 4\]"
+    with pytest.raises(FileSystemError, match=message):
         losses(checkpoint=3)
     with pytest.raises(ConfigError, match="params 'mean' is unknown"):
         losses(params="mean")

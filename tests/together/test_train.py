@@ -137,15 +137,11 @@ def test_a_broken_run_resumes_as_if_nothing_had_happened(folder, trained):
     assert records(folder / "runs" / "again") == records(trained[0])
 
 
-def test_a_finished_run_is_not_run_again(here, trained, capsys):
+def test_a_finished_run_is_not_run_again_and_another_config_is_refused(here, trained, capsys):
     before = contents(trained[0])
     assert here() == 0
     assert "finished at step 8; nothing to do" in capsys.readouterr().out
     assert contents(trained[0]) == before
-
-
-def test_another_config_is_refused_and_nothing_is_lost(here, trained, capsys):
-    before = contents(trained[0])
     assert here("optimizer.learning_rate=0.2", "seed=1") == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("jddp: run.dir runs/line holds a run of another config: ")
@@ -167,22 +163,20 @@ def test_config_mistakes_are_one_line_each(here, capsys):
     ]
 
 
-@pytest.mark.parametrize(
-    "arguments, code, message",
-    [
-        (["--confg", "x"], 2, "unrecognized arguments: --confg"),
-        (["--config"], 2, "expected one argument"),
-        (["--config", "nowhere.yaml"], 2, "--config nowhere.yaml: no such file or preset."),
-        (["data.global_batch_size=1000"], 65, "examples, and one global batch 1000"),
-        (["model.target=mine:Lien"], 2, "module 'mine' has no 'Lien'. Did you mean 'Line'?"),
-        (["data.kwargs.num_broken_rows=1"], 65, "array 'y' holds NaN or infinity"),
-        (["optimizer.learning_rate=1e30", "run.dir=runs/nan"], 80, "The loss is "),
-        (["loss.name=cross_entropy", "run.dir=runs/loss"], 2, "the batch holds x, y: 'image' is"),
-    ],
-)
-def test_each_kind_of_mistake_is_one_line_and_a_code_of_its_own(
-    here, capsys, arguments, code, message
-):
+MISTAKES = [
+    (["--confg", "x"], 2, "unrecognized arguments: --confg"),
+    (["--config"], 2, "expected one argument"),
+    (["--config", "nowhere.yaml"], 2, "--config nowhere.yaml: no such file or preset."),
+    (["data.global_batch_size=1000"], 65, "examples, and one global batch 1000"),
+    (["model.target=mine:Lien"], 2, "module 'mine' has no 'Lien'. Did you mean 'Line'?"),
+    (["data.kwargs.num_broken_rows=1"], 65, "array 'y' holds NaN or infinity"),
+    (["optimizer.learning_rate=1e30", "run.dir=runs/nan"], 80, "The loss is "),
+    (["loss.name=cross_entropy", "run.dir=runs/loss"], 2, "the batch holds x, y: 'image' is"),
+]
+
+
+@pytest.mark.parametrize("arguments, code, message", MISTAKES)
+def test_each_mistake_is_one_line_and_a_code_of_its_own(here, capsys, arguments, code, message):
     assert here(*arguments) == code
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("jddp: ")
@@ -224,15 +218,18 @@ def test_help_fits_a_screen_and_names_every_section_and_key(capsys):
 LIGHT = """
 import sys
 from jddp.train import main
-for arguments in (["sede=3"], ["--print-config", "seed=3"], ["--help-keys"]):
-    main(["--config", "line.yaml", *arguments])
-sys.exit(", ".join({"jax", "numpy", "flax", "optax", "rich"} & sys.modules.keys()) or 0)
+for arguments in (["sede=3"], ["--print-config"], ["--help-keys"], ["run.dir=in_the_way/run"]):
+    code = main(["--config", "line.yaml", *arguments])
+sys.exit(", ".join({"jax", "numpy", "flax", "optax", "rich"} & sys.modules.keys()) or code)
 """
 
 
-def test_nothing_heavy_is_imported_before_the_arguments_are_right(folder):
+def test_nothing_heavy_is_imported_before_arguments_and_run_directory_are_right(folder):
+    (folder / "in_the_way").write_text("")
     done = run_python(folder, "-c", LIGHT)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 74, done.stderr
+    reported = "jddp: run.dir in_the_way/run: Not a directory"
+    assert done.stderr.splitlines()[-1].startswith(reported)
 
 
 @pytest.mark.processes
@@ -241,27 +238,15 @@ def test_processes_that_read_different_data_say_so_and_end(folder):
     job |= {"XDG_CACHE_HOME": str(folder / "cache")}
     command = [sys.executable, *COMMAND, "data.target=mine:points_of_each_process"]
     command += ["run.dir=runs/differ"]
-    options = {"cwd": folder, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    processes = [
-        subprocess.Popen(command, env=environment(JAX_PROCESS_ID=str(rank), **job), **options)
-        for rank in range(2)
-    ]
-    outputs = [process.communicate(timeout=100) for process in processes]
-    assert [process.returncode for process in processes] == [78, 78], outputs
-    for _, complaint in outputs:
+    options = {"cwd": folder, "text": True, "stderr": subprocess.PIPE}
+    envs = [environment(JAX_PROCESS_ID=rank, **job) for rank in "01"]
+    processes = [subprocess.Popen(command, env=env, **options) for env in envs]
+    complaints = [process.communicate(timeout=100)[1] for process in processes]
+    assert [process.returncode for process in processes] == [78, 78], complaints
+    for complaint in complaints:
         assert "process 1 has another data set than process 0: sha256 is " in complaint
         assert "Traceback" not in complaint
     assert not (folder / "runs" / "differ").exists()
-
-
-def test_a_run_directory_that_cannot_be_used_is_refused_before_jax_is_imported(folder):
-    (folder / "in_the_way").write_text("")
-    program = "import sys; from jddp.train import main; code = main(sys.argv[1:]); "
-    program += "sys.exit(code if 'jax' not in sys.modules else 'jax was imported')"
-    done = run_python(folder, "-c", program, "--config", "line.yaml", "run.dir=in_the_way/run")
-    assert done.returncode == 74, done.stderr
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("jddp: run.dir in_the_way/run: Not a directory")
 
 
 def test_fit_refuses_a_run_directory_that_cannot_be_used_before_the_data_are_read(tmp_path):
