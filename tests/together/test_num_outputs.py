@@ -1,5 +1,6 @@
 """Classes and vocabularies: the model has as many outputs as the data have labels."""
 
+import itertools
 import json
 
 import jax
@@ -18,21 +19,16 @@ from jddp.job.job import build, fit
 from jddp.job.load import load
 
 
-@pytest.fixture(autouse=True)
-def devices():
-    assert jax.device_count() == 8  # JAX runs: a config can no longer change the devices there are.
-
-
 @pytest.fixture
 def folders(tmp_path):
     """Images of five classes, eight of each."""
-    for part in ("train", "test"):
-        for name in "abcde":
-            here = tmp_path / "images" / part / name
-            here.mkdir(parents=True)
-            for number in range(8):
-                grey = np.full((8, 8, 3), 20 * number, np.uint8)
-                Image.fromarray(grey).save(here / f"{number}.png")
+    assert jax.device_count() == 8  # JAX runs: a config can no longer change the devices there are.
+    for part, name in itertools.product(("train", "test"), "abcde"):
+        here = tmp_path / "images" / part / name
+        here.mkdir(parents=True)
+        for number in range(8):
+            grey = np.full((8, 8, 3), 20 * number, np.uint8)
+            Image.fromarray(grey).save(here / f"{number}.png")
     return tmp_path
 
 
@@ -56,17 +52,15 @@ def test_the_number_of_classes_is_filled_in_and_kept_with_the_run(folders):
     assert read_values(run.run_dir / "config.yaml")["model"]["kwargs"] == {"num_classes": 5}
     assert load(run.run_dir)(jnp.zeros((1, 8, 8, 3))).shape == (1, 5)
     assert fit(config(folders)).step == 2  # the same config again: nothing to do
+    # A default that is right is not written into a config.
+    made, _ = load_config((), ["model.target=jddp.zoo.models:CNN", "mesh.num_devices=2"])
+    assert build(made).config.model.kwargs == {}
 
 
 @pytest.mark.parametrize("name", ["cnn", "cnn_nnx", "resnet18", "vit"])
 def test_every_model_of_images_takes_the_number_of_classes(folders, name):
     more = {"cnn_nnx": {"image_size": 8, "num_channels": 3}}.get(name, {})
     assert outputs_of(build(config(folders, name=name, kwargs=more))) == 5
-
-
-def test_a_default_that_is_right_is_not_written_into_the_config():
-    made, _ = load_config((), ["model.target=jddp.zoo.models:CNN", "mesh.num_devices=2"])
-    assert build(made).config.model.kwargs == {}
 
 
 def test_fewer_outputs_than_classes_are_refused_and_more_are_said_once(folders, caplog):
@@ -122,18 +116,16 @@ def test_labels_in_your_own_arrays_are_held_against_a_model_of_your_own(tmp_path
 
 
 def test_sources_know_their_sizes_before_they_are_read(folders):
-    def sizes(name, **options):
-        return make_source(name, **options).sizes
+    def sizes(name, directory="nowhere", **kwargs):
+        return make_source(name, directory=str(directory), kwargs=kwargs).sizes
 
-    image = {"directory": str(folders / "images"), "kwargs": {"image_size": 8}}
-    assert sizes("image_folder", **image) == {"num_classes": 5}
-    assert sizes("fashion_mnist") == {"num_classes": 10}
-    assert sizes("python_stdlib") == {"vocab_size": 256}
-    square = {"directory": "nowhere", "kwargs": {"image_size": 8, "num_classes": 7}}
-    assert sizes("npy", **square) == sizes("idx", **square) == {"num_classes": 7}
-    tokens = {"directory": "nowhere", "kwargs": {"sequence_length": 8, "vocab_size": 99}}
-    assert sizes("tokens", **tokens) == {"vocab_size": 99}
-    assert sizes("image_folder", directory="nowhere", kwargs={"image_size": 8}) == {}
+    assert sizes("image_folder", folders / "images", image_size=8) == {"num_classes": 5}
+    assert sizes("image_folder", image_size=8) == {}
+    for name in ("npy", "idx"):
+        assert sizes(name, image_size=8, num_classes=7) == {"num_classes": 7}
+    assert sizes("tokens", sequence_length=8, vocab_size=99) == {"vocab_size": 99}
+    assert make_source("fashion_mnist").sizes == {"num_classes": 10}
+    assert make_source("python_stdlib").sizes == {"vocab_size": 256}
 
 
 def test_labels_that_are_no_whole_numbers_count_no_classes():

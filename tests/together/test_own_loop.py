@@ -60,22 +60,16 @@ def test_a_run_of_fit_is_restored_and_left_as_it_is(tmp_path):
             ddp.save(directory, state)
 
 
-def test_where_there_is_no_checkpoint_nothing_is_restored_and_nothing_made(tmp_path):
-    ddp = wrapped()
+def test_a_restore_finds_nothing_makes_nothing_and_leaves_alone_what_is_being_written(tmp_path):
+    ddp, reader = wrapped(), wrapped()
     with pytest.raises(UsageError, match="Call init first"):
-        ddp.restore(tmp_path)
-    started(ddp)
-    assert ddp.restore(tmp_path / "a" / "b") is None
+        reader.restore(tmp_path)
+    started(reader)
+    assert reader.restore(tmp_path / "a" / "b") is None
     assert not (tmp_path / "a").exists()
-
-
-def test_what_another_process_is_writing_is_left_alone_by_a_restore(tmp_path):
-    ddp = wrapped()
     ddp.save(tmp_path, started(ddp)).wait()
     shutil.copytree(tmp_path / "0", tmp_path / "7.new")
-    reader = wrapped()
-    started(reader)
-    reader.restore(tmp_path)
+    assert reader.restore(tmp_path)[0].step == 0
     assert (tmp_path / "7.new").exists()
 
 
@@ -132,8 +126,7 @@ def test_a_save_that_fails_is_logged_and_raised_by_wait_and_the_next_is_tried(tm
     assert ddp.restore(tmp_path)[0].step == 2
 
 
-@pytest.mark.parametrize("rows", [1, 5, 8, 13])
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("rows, masked", [(1, False), (5, True), (8, False), (13, True)])
 def test_a_padded_batch_is_one_device_on_its_rows(rows, masked):
     batch = make_batch(rows)
     if masked:
