@@ -295,11 +295,16 @@ def test_what_is_no_flax_module_is_told_what_would_be():
             wrapped(model)
 
 
+TO_RETURN = r"returned .'array', 'array'.*\(losses, metrics\) with a"
+
+
 def test_a_loss_that_returns_something_else_is_told_what_to_return():
     for give, message in (
         (lambda losses: None, "returned NoneType"),
         (lambda losses: [losses], "returned list"),
         (lambda losses: (losses, losses), "returned .*Return losses"),
+        (lambda losses: (losses, losses), TO_RETURN),
+        (lambda losses: (losses.mean(), losses), TO_RETURN),
         (lambda losses: (losses, {}, {}), "returned tuple"),
         (lambda losses: losses[1:], r"'loss' of shape \(1,\) for 2 rows"),
         (lambda losses: (losses, {"top": None}), "metric 'top' of NoneType"),
