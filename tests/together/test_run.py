@@ -3,6 +3,7 @@
 import _thread
 import dataclasses
 import inspect
+import itertools
 import re
 import signal
 from pathlib import Path
@@ -13,13 +14,14 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from fsspec.implementations.memory import MemoryFileSystem
 from states import assert_same, close, equal
 from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch
 
 import jddp
 from jddp.checkpoint.__main__ import main as checkpoint_command
 from jddp.data import TrainBatches
-from jddp.errors import ConfigError, UsageError
+from jddp.errors import ConfigError, FileSystemError, UsageError
 from jddp.trainer.plan import Plan
 
 
@@ -31,6 +33,10 @@ def fit(num_steps=4, **options):
     batches = [make_batch(seed=seed) for seed in range(8)]
     options = {"evaluate": [make_batch(13, seed=9)], "log_every_steps": 1, **options}
     return wrapped().fit(batches, num_steps=num_steps, eval_every_steps=2, **options)
+
+
+# A run directory may be a URL: a run resumes from it on a machine that has nothing of it.
+NUMBERS, SAVED = itertools.count(), {"save_every_steps": 2}
 
 
 def logits_of(model, batch, train):
@@ -238,17 +244,61 @@ def test_arrays_are_trained_on_and_evaluated_as_batches_of_them_and_as_on_one_de
     close(run.state.params, on_one.state.params)
 
 
-WRONG = {
-    "nothing": {},
-    "both": {"batches": [], "data": {}, "global_batch_size": 4, "num_steps": 1},
-    "no size": {"data": {}, "num_steps": 1},
-    "no length": {"data": {}, "global_batch_size": 4},
-    "two lengths": {"data": {}, "global_batch_size": 4, "num_steps": 1, "num_epochs": 1},
-    "epochs of batches": {"batches": [], "num_epochs": 1},
-}
+WRONG = [
+    {},
+    {"batches": [], "data": {}, "global_batch_size": 4, "num_steps": 1},
+    {"data": {}, "num_steps": 1},
+    {"data": {}, "global_batch_size": 4},
+    {"data": {}, "global_batch_size": 4, "num_steps": 1, "num_epochs": 1},
+    {"batches": [], "num_epochs": 1},
+]
 
 
-@pytest.mark.parametrize("given", WRONG.values(), ids=WRONG)
-def test_fit_without_batches_or_a_length_is_refused(given):
-    with pytest.raises(ConfigError, match="Give batches, num_steps=; or data="):
-        wrapped(mesh=1).fit(**given)
+def test_fit_without_batches_or_a_length_is_refused():
+    for given in WRONG:
+        with pytest.raises(ConfigError, match="Give batches, num_steps=; or data="):
+            wrapped(mesh=1).fit(**given)
+
+
+@pytest.fixture
+def url():
+    return f"memory:///run-{next(NUMBERS)}"
+
+
+def test_a_run_at_a_url_resumes_bitwise_identically(url, tmp_path, capsys):
+    first = fit(4, run_dir=url, **SAVED)
+    resumed, whole = fit(8, run_dir=url, **SAVED), fit(8, run_dir=tmp_path, **SAVED)
+    assert resumed.run_dir != first.run_dir
+    assert_same(resumed.state.params, whole.state.params)
+    losses = [[x["loss"] for x in run.history] for run in (resumed, whole)]
+    assert losses[0] == losses[1]
+    equal(jddp.load(url, model=MLP()).variables["params"], whole.state.params)
+    assert checkpoint_command(["verify", url]) == 0
+    verified = [line.split()[0] for line in capsys.readouterr().out.splitlines()[-3:]]
+    assert verified == ["4", "6", "8"]
+
+
+def test_a_url_of_another_run_is_refused(url):
+    fit(2, run_dir=url)
+    with pytest.raises(ConfigError, match=f"{url} holds a run at step 2"):
+        fit(2, run_dir=url, resume="never")
+    with pytest.raises(ConfigError, match="started from objects"):
+        fit(2, run_dir=url, config={"a": 1})
+
+
+def test_a_checkpoint_that_cannot_be_uploaded_is_lost_alone(url, monkeypatch, caplog, capsys):
+    put = MemoryFileSystem.put_file
+
+    def refuse(self, path, target, **options):
+        if "/checkpoints/4/" in target or "/checkpoints/8/" in target:
+            raise TimeoutError("no answer")
+        return put(self, path, target, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", refuse)
+    fit(6, run_dir=url, **SAVED)
+    assert f"step 4 cannot be saved: process 0: {url} cannot be written: no answer" in caplog.text
+    with pytest.raises(FileSystemError, match="step 8 cannot be saved"):
+        fit(8, run_dir=url, **SAVED)
+    monkeypatch.undo()
+    assert fit(8, run_dir=url, **SAVED).step == 8
+    assert "resumed from step 6 of 8" in capsys.readouterr().out
