@@ -12,7 +12,7 @@ from flax import linen as nn
 from flax import nnx
 from runs import records
 from states import assert_same, copied
-from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch, take_steps
+from tiny import MLP, ConvNet, NnxConvNet, Of, loss_fn, make_batch, take_steps
 
 import jddp
 from jddp.data import ArrayExamples, TrainBatches
@@ -51,21 +51,20 @@ def flagged(seed, flag):
     return {**make_batch(8, seed=seed), "flag": np.full(8, flag, np.float32)}
 
 
-@pytest.mark.parametrize(
-    "row, model, options",
-    [
-        (0, ConvNet(dropout_rate=0.3), {"ema_decay": 0.5}),
-        (7, ConvNet(), {"batch_norm": "local", "mesh": 4}),
-        (0, NnxConvNet(nnx.Rngs(0)), {"accumulate_steps": 2}),
-        (7, MLP(), {"comm_hook": counting(), "max_grad_norm": 1.0}),
-        (0, MLP(), {"layout": "flat", "overlap": True, "wire_dtype": "bfloat16"}),
-        (7, MLP(), {"mesh": 1, "unused_parameters": "skip"}),
-    ],
-    ids=["everything", "local", "nnx", "hook", "ready", "alone"],
-)
+SKIPPED = {
+    "everything": (0, ConvNet(dropout_rate=0.3), {"ema_decay": 0.5}),
+    "local": (7, ConvNet(), {"batch_norm": "local", "mesh": 4}),
+    "nnx": (0, NnxConvNet(nnx.Rngs(0)), {"accumulate_steps": 2}),
+    "hook": (7, MLP(), {"comm_hook": counting(), "max_grad_norm": 1.0}),
+    "ready": (0, MLP(), {"layout": "flat", "overlap": True, "wire_dtype": "bfloat16"}),
+    "alone": (7, MLP(), {"mesh": 1, "unused_parameters": "skip"}),
+}
+
+
+@pytest.mark.parametrize("row, model, options", SKIPPED.values(), ids=SKIPPED)
 def test_a_step_that_is_not_finite_changes_nothing_but_its_counts(row, model, options):
     ddp = wrapped(model, **options)
-    state, metrics = ddp.step(ddp.init(0, make_batch(8)), make_batch(8))
+    state, metrics = take_steps(ddp, [make_batch(8)])
     assert (int(state.skipped), float(metrics["skipped"])) == (0, 0)
     before = copied(state)
     state, metrics = ddp.step(state, broken(make_batch(8, seed=1), row))
@@ -74,24 +73,12 @@ def test_a_step_that_is_not_finite_changes_nothing_but_its_counts(row, model, op
     assert_same(state.replace(step=before.step, skipped=before.skipped), before)
 
 
-def test_a_gradient_that_is_not_finite_is_skipped_though_the_loss_is():
-    ddp = wrapped(loss=slope)
-    state, _ = ddp.step(ddp.init(0, flagged(0, 1)), flagged(0, 1))
-    before = copied(state)
-    state, metrics = ddp.step(state, flagged(1, 0))
-    assert float(metrics["loss"]) == 0
-    assert int(state.skipped) == 1
-    assert_same(state.params, before.params)
-
-
-class Kept(nn.Module):
-    @nn.compact
-    def __call__(self, x, flag):
-        kept = self.variable("kept", "root", jnp.zeros, ())
-        highest = self.variable("kept", "highest", lambda: jnp.float32(-jnp.inf))
-        if not self.is_initializing():
-            kept.value = jnp.sqrt(flag.min())
-        return nn.Dense(1)(x) + 0 * highest.value.astype(x.dtype).clip(0)
+def keeping(m, x, flag):
+    kept = m.variable("kept", "root", jnp.zeros, ())
+    highest = m.variable("kept", "highest", lambda: jnp.float32(-jnp.inf))
+    if not m.is_initializing():
+        kept.value = jnp.sqrt(flag.min())
+    return nn.Dense(1)(x) + 0 * highest.value.astype(x.dtype).clip(0)
 
 
 AVERAGED = {"state_reduction": {"kept": "mean"}}
@@ -101,15 +88,22 @@ def kept_loss(model, batch, train):
     return jnp.square(model(batch["x"], batch["flag"])[:, 0])
 
 
-@pytest.mark.parametrize("options", [AVERAGED, {"per_replica": ["kept"]}])
-def test_other_state_that_is_not_finite_is_skipped_on_all_replicas(options):
-    """The loss and the gradients are finite, and one replica alone may see the number."""
-    ddp = wrapped(Kept(), kept_loss, **options)
-    state, metrics = ddp.step(ddp.init(0, flagged(0, 1)), flagged(0, 1))
+# The loss is finite, and one replica alone may see the number.
+ELSEWHERE = {
+    "gradient": (MLP(), slope, 0, {}),
+    "averaged": (Of(keeping), kept_loss, -1, AVERAGED),
+    "per replica": (Of(keeping), kept_loss, -1, {"per_replica": ["kept"]}),
+}
+
+
+@pytest.mark.parametrize("model, loss, flag, options", ELSEWHERE.values(), ids=ELSEWHERE)
+def test_what_is_not_finite_elsewhere_is_skipped_on_all_replicas(model, loss, flag, options):
+    ddp = wrapped(model, loss, **options)
+    state, metrics = take_steps(ddp, [flagged(0, 1)])
     assert int(metrics["skipped"]) == 0  # what was infinite from the start is no reason
     before = copied(state)
     batch = flagged(1, 1)
-    batch["flag"][7] = -1
+    batch["flag"][7] = flag
     state, metrics = ddp.step(state, batch)
     assert np.isfinite(metrics["loss"])
     assert int(state.skipped) == 1
@@ -117,17 +111,16 @@ def test_other_state_that_is_not_finite_is_skipped_on_all_replicas(options):
 
 
 def test_other_state_that_is_not_finite_leaves_the_loss_scale_alone():
-    ddp = wrapped(Kept(), kept_loss, loss_scale="dynamic", batch_norm="local")
-    state, first = ddp.step(ddp.init(0, flagged(0, 1)), flagged(0, 1))
-    state, _ = ddp.step(state, flagged(0, -1))
-    state, last = ddp.step(state, flagged(0, 1))
+    ddp = wrapped(Of(keeping), kept_loss, loss_scale="dynamic", batch_norm="local")
+    state, first = take_steps(ddp, [flagged(0, 1)])
+    state, last = take_steps(ddp, [flagged(0, -1), flagged(0, 1)], state)
     assert int(state.skipped) == 1
     assert float(last["loss_scale"]) == float(first["loss_scale"])
 
 
 @pytest.mark.parametrize("options", [{}, {"loss_scale": "dynamic"}])
 def test_other_state_that_stays_not_finite_ends_the_run(options):
-    ddp = wrapped(Kept(), kept_loss, **AVERAGED, **options)
+    ddp = wrapped(Of(keeping), kept_loss, **AVERAGED, **options)
     with pytest.raises(NumericsError, match="3 in a row .* other state are not finite"):
         ddp.fit([flagged(0, -1)] * 8, num_steps=8, max_consecutive_skips=3)
 
@@ -138,11 +131,10 @@ def test_steps_that_are_finite_have_the_bits_of_those_that_none_watches():
 
 
 def test_the_step_after_a_skipped_one_draws_random_numbers_of_its_own():
-    ddp = wrapped(ConvNet(dropout_rate=0.3))
-    state = ddp.init(0, make_batch(8))
-    skipped, _ = ddp.step(jax.tree.map(jnp.copy, state), broken(make_batch(8), 0))
-    later, _ = ddp.step(skipped, make_batch(8))
-    sooner, _ = ddp.step(state, make_batch(8))
+    ddp, batch = wrapped(ConvNet(dropout_rate=0.3)), make_batch(8)
+    state = ddp.init(0, batch)
+    later, _ = take_steps(ddp, [broken(batch, 0), batch], copied(state))
+    sooner, _ = ddp.step(state, batch)
     assert int(later.step) == 2
     assert not np.array_equal(later.params["Dense_0"]["kernel"], sooner.params["Dense_0"]["kernel"])
 
@@ -184,9 +176,7 @@ def test_a_run_skips_counts_and_says_so_once_for_a_row(tmp_path, capsys):
     said = capsys.readouterr().out
     assert said.count("is skipped: its loss, gradients or other state are not finite") == 2
     assert "step 4 is skipped" in said
-    ddp = wrapped()
-    state, _ = take_steps(ddp, batches(2, 4, 5))
-    assert_same(run.state, state)
+    assert_same(run.state, take_steps(wrapped(), batches(2, 4, 5))[0])
 
 
 @pytest.mark.parametrize("save_every_steps", [3, None])
@@ -238,13 +228,6 @@ def test_the_evidence_names_examples_where_batches_know_them(tmp_path, skip, rep
         np.testing.assert_array_equal(rows["y"], make_batch(40)["y"][report["examples"]])
 
 
-def test_no_directory_no_evidence(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(NumericsError, match=r"at step 2\. Lower"):
-        wrapped(skip_nonfinite=False).fit(batches(2), num_steps=8)
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize("options", [{}, {"skip_nonfinite": True, "mesh": 4}])
 def test_labels_beyond_the_outputs_are_named_before_the_learning_rate(options):
     def cross_entropy(model, batch, train):
@@ -259,13 +242,19 @@ def test_labels_beyond_the_outputs_are_named_before_the_learning_rate(options):
     assert "learning rate" not in str(caught.value)
 
 
-def test_where_the_outputs_are_not_known_the_learning_rate_is_named():
+def test_where_labels_fit_or_outputs_are_not_known_the_learning_rate_is_named(
+    tmp_path, monkeypatch
+):
     def of_other_inputs(model, batch, train):
         return loss_fn(model, {"x": batch["z"], "y": batch["y"]}, train)
 
-    batch = {"z": broken(make_batch(8), 3)["x"], "y": np.full(8, 9, np.int32)}
-    with pytest.raises(NumericsError, match="Lower the learning rate"):
-        wrapped(loss=of_other_inputs, skip_nonfinite=False).fit([batch], num_steps=1)
+    monkeypatch.chdir(tmp_path)
+    batch = broken(make_batch(8), 3)
+    unknown = {"z": batch["x"], "y": np.full(8, 9, np.int32)}
+    for loss, rows in ((loss_fn, batch), (of_other_inputs, unknown)):
+        with pytest.raises(NumericsError, match=r"at step 1\. Lower the learning rate"):
+            wrapped(loss=loss, skip_nonfinite=False).fit([rows], num_steps=1)
+    assert not list(tmp_path.iterdir())  # no directory, no evidence
 
 
 def test_evidence_in_half_precision_can_be_read_without_jax(tmp_path, caplog):
