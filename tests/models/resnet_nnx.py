@@ -12,9 +12,8 @@ class Block(nnx.Module):
         self.first = nnx.Conv(num_in, num_out, (3, 3), strides, use_bias=False, rngs=rngs)
         self.first_norm = nnx.BatchNorm(num_out, momentum=0.9, rngs=rngs)
         self.second = nnx.Conv(num_out, num_out, (3, 3), use_bias=False, rngs=rngs)
-        self.second_norm = nnx.BatchNorm(
-            num_out, momentum=0.9, scale_init=nnx.initializers.zeros, rngs=rngs
-        )
+        zeros = nnx.initializers.zeros
+        self.second_norm = nnx.BatchNorm(num_out, momentum=0.9, scale_init=zeros, rngs=rngs)
         self.shortcut = nnx.Conv(num_in, num_out, (1, 1), strides, use_bias=False, rngs=rngs)
 
     def __call__(self, x):
@@ -29,12 +28,8 @@ class ResNet(nnx.Module):
     def __init__(self, width, *, rngs):
         self.stem = nnx.Conv(3, width, (3, 3), use_bias=False, rngs=rngs)
         self.norm = nnx.BatchNorm(width, momentum=0.9, rngs=rngs)
-        self.blocks = nnx.List(
-            [
-                Block(width, width, strides=1, rngs=rngs),
-                Block(width, 2 * width, strides=2, rngs=rngs),
-            ]
-        )
+        first = Block(width, width, strides=1, rngs=rngs)
+        self.blocks = nnx.List([first, Block(width, 2 * width, strides=2, rngs=rngs)])
         self.dropout = nnx.Dropout(0.2, rngs=rngs)
         self.head = nnx.Linear(2 * width, NUM_CLASSES, rngs=rngs)
 
