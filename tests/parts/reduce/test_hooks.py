@@ -50,13 +50,6 @@ def test_a_narrow_wire_carries_half_the_bytes(place, wire_dtype):
     assert narrow.plan.wire_bytes * 2 == wide.plan.wire_bytes
 
 
-@pytest.mark.parametrize("wire_dtype", ["bfloat16", "float16"])
-def test_whole_numbers_that_fit_the_wire_stay_exact(wire_dtype):
-    rows = np.random.default_rng(0).integers(-8, 8, (8, 50)).astype(np.float32)
-    got = average({"g": rows}, wire_dtype=wire_dtype)["g"]
-    np.testing.assert_array_equal(got, rows.mean(0))
-
-
 @pytest.mark.parametrize("dtype, wire_dtype", [(np.float32, "float16"), (np.float16, None)])
 def test_float16_is_divided_before_it_is_added(dtype, wire_dtype):
     """NUM-4: eight times 2**15 does not fit, on the wire or in gradients."""
@@ -84,12 +77,15 @@ def test_a_float16_wire_holds_sums_over_many_entries():
     assert float(state.params["scale"]) == 1 - 2.0**12
 
 
-def test_what_is_complex_or_as_narrow_travels_as_it_is():
-    rows = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
-    z = (rows + 1j * rows[::-1]).astype(np.complex64)
-    got = average({"z": z, "h": rows.astype(np.float16), "f": rows}, wire_dtype="bfloat16")
+@pytest.mark.parametrize("wire_dtype", ["bfloat16", "float16"])
+def test_whole_numbers_that_fit_the_wire_stay_exact_and_what_is_complex_or_as_narrow(wire_dtype):
+    rng = np.random.default_rng(0)
+    whole, rows = rng.integers(-8, 8, (8, 50)).astype(np.float32), rng.normal(size=(8, 4))
+    z, narrow = (rows + 1j * rows[::-1]).astype(np.complex64), rows.astype(np.float16)
+    got = average({"z": z, "h": narrow, "f": whole}, wire_dtype=wire_dtype)
     dtypes = {name: x.dtype.name for name, x in got.items()}
     assert dtypes == {"z": "complex64", "h": "float16", "f": "float32"}
+    np.testing.assert_array_equal(got["f"], whole.mean(0))
     np.testing.assert_allclose(got["z"], z.mean(0), rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(got["h"], rows.mean(0), atol=1e-3)
 

@@ -65,19 +65,13 @@ class Loader:
         self.given = state["given"]
 
 
-def test_batches_come_in_their_order_from_another_thread_on_the_devices():
-    threads = []
-    source = Source(range(5), lambda x: threads.append(threading.current_thread()) or x)
+def test_batches_come_in_their_order_from_another_thread_and_no_more_than_the_run_needs():
+    threads, batches = [], iter(range(10))
+    source = Source(batches, lambda x: threads.append(threading.current_thread()) or x)
     assert source.peek() == 0
-    source.start(5)
-    assert [next(source) for _ in range(5)] == [0, 1, 2, 3, 4]
+    source.start(4)
+    assert [next(source) for _ in range(4)] == [0, 1, 2, 3]
     assert threading.main_thread() not in threads
-
-
-def test_no_more_is_read_than_the_run_needs():
-    batches = iter(range(10))
-    source = started(batches, 4)
-    assert take(source, 4) == [0, 1, 2, 3]
     source.close()
     assert next(batches) == 4
 
@@ -123,7 +117,7 @@ def test_the_position_is_that_of_the_batch_taken_last(make, num_taken, is_peeked
     resumed.move_to(position)
     assert resumed.position() == json.loads(json.dumps(position))
     resumed.start(3)
-    assert take(resumed, 3) == [num_taken, num_taken + 1, num_taken + 2]
+    assert take(resumed, 3) == [*range(num_taken, num_taken + 3)]
     assert resumed.position()["num_taken"] == num_taken + 3
 
 
