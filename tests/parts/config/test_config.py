@@ -9,7 +9,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 import jddp.config
-from jddp.config.files import dump_values, load_config, refuse_unsafe, with_overrides
+from jddp.config.files import dump_values, flatten, load_config, refuse_unsafe, with_overrides
 from jddp.config.keys import keys_of
 from jddp.config.mistakes import ConfigMistakes
 from jddp.config.schema import Config
@@ -53,13 +53,13 @@ def test_a_number_like_1e_3_is_a_number_also_among_free_arguments(file):
 def test_a_dumped_config_reads_back_to_the_same_values(file):
     overrides = ["model.kwargs.name='1e-3'", "optimizer.kwargs.eps=1e-30"]
     overrides += ["ddp.bucket_mb=[0.1, 25]", "ddp.wire_dtype=bfloat16"]
+    # Text that YAML 1.1 takes for something else.
+    odd = ("1:30", "017", "yes", "1_000", "0o17", "08")
+    overrides += [f"model.kwargs.x{i}='{text}'" for i, text in enumerate(odd)]
     config, _ = load_config([file(SHORT)], overrides)
     assert load_config([file(dump_values(config.model_dump()))])[0] == config
-
-
-def test_a_section_whose_keys_are_commented_out_has_its_defaults(file):
     config, _ = load_config([file(SHORT + "optimizer:\n  schedule:\nmodel:\n")])
-    assert config == load_config([file(SHORT)])[0]
+    assert config == load_config([file(SHORT)])[0]  # Keys that are commented out are the defaults.
 
 
 def test_another_choice_on_the_command_line_replaces_that_of_the_file_and_the_same_keeps_it(file):
@@ -132,7 +132,7 @@ def test_a_missing_file_or_preset_suggests_a_preset(monkeypatch, tmp_path):
     assert load_config()[1] == "fashion_mnist_cnn"
 
 
-def test_a_job_of_targets_without_a_file_starts_from_the_schema_and_has_the_targets_name():
+def test_a_job_of_targets_without_a_file_starts_from_the_schema_and_has_the_targets_name(file):
     targets = ["model.target=my_models:Net", "data.target=my_data:load", "loss.target=my_losses:l2"]
     config, name = load_config((), targets)
     assert (name, config.run.dir) == ("Net", "runs/Net")
@@ -141,10 +141,7 @@ def test_a_job_of_targets_without_a_file_starts_from_the_schema_and_has_the_targ
         assert getattr(config, section) == getattr(untouched, section)
     assert config.data.global_batch_size == untouched.data.global_batch_size
     assert (config.model.kwargs, config.loss.kwargs, config.data.kwargs) == ({}, {}, {})
-
-
-def test_one_target_alone_names_a_job_and_beside_a_file_it_does_not(file):
-    for section in ("model", "data", "loss"):
+    for section in ("model", "data", "loss"):  # one of them alone
         config, name = load_config((), [f"{section}.target=mine:Other", "train.num_steps=7"])
         assert (name, config.train.num_steps, config.train.num_epochs) == ("Other", 7, None)
         assert config.optimizer.warmup_steps == 0
@@ -161,33 +158,32 @@ def test_a_config_made_in_python_obeys_the_same_rules():
         Config()
 
 
-def test_every_key_says_what_it_means():
+def test_every_key_says_what_it_means_and_every_shipped_config_is_valid_and_says_its_command():
     assert all(field.description for field in keys_of(Config).values())
-
-
-def test_every_shipped_config_is_valid_and_says_its_command():
     folder = Path(jddp.config.__file__).parents[2] / "configs"
     for path in folder.glob("*.yaml"):
         load_config([str(path)])
         assert f"--config configs/{path.name}" in path.read_text()
 
 
-# --- paths, text, depth --------------------------------------------------------------------------
+PATHS = ("data.dir", "data.sample_weights", "model.init_from")
 
 
-def test_a_tilde_in_a_path_is_the_home_directory(file, monkeypatch):
+def with_key(file, key, value):
+    """Sources of a config that set a key: a file, and the command line."""
+    section, _, name = key.partition(".")
+    in_file = file(f"{SHORT}{section}: {{{name}: {value}}}")
+    return ([in_file], []), ([file(SHORT, "plain.yaml")], [f"{key}={value}"])
+
+
+def test_a_tilde_in_a_path_is_the_home_directory_and_refused_without_one(file, monkeypatch):
     monkeypatch.setenv("HOME", str(Path(file(SHORT)).parent))
     home = Path.home()
     assert load_config(["~/small.yaml"])[1] == "small"
-    for key in ("run.dir", "data.dir", "data.sample_weights", "model.init_from"):
-        section, _, name = key.partition(".")
-        for text, given in ((SHORT, [f"{key}=~/x"]), (f"{SHORT}{section}: {{{name}: ~/x}}", [])):
-            config, _ = load_config([file(text)], given)
-            assert getattr(getattr(config, section), name) == f"{home}/x"
-
-
-def test_a_tilde_without_a_home_directory_is_refused_in_one_line(file, monkeypatch):
-    monkeypatch.delenv("HOME", raising=False)
+    for key in ("run.dir", *PATHS):
+        for given in with_key(file, key, "~/x"):
+            assert flatten(load_config(*given)[0].model_dump())[key] == f"{home}/x"
+    monkeypatch.delenv("HOME")
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # a user id without a passwd entry
     (line,) = mistakes_in([file(SHORT)], ["run.dir=~/x"])
     assert line.startswith("command line: run.dir: '~/x' names a home directory")
@@ -196,36 +192,29 @@ def test_a_tilde_without_a_home_directory_is_refused_in_one_line(file, monkeypat
 
 @pytest.mark.parametrize("url", ["s3://bucket/run", "gs://bucket/run", "file:///tmp/run", "hf://x"])
 def test_a_url_in_the_place_of_a_folder_is_refused_in_one_line(file, url):
-    for key in ("data.dir", "data.sample_weights", "model.init_from"):
-        section, _, name = key.partition(".")
-        in_file = f"{SHORT}{section}: {{{name}: {url}}}"
-        for text, given in ((SHORT, [f"{key}={url}"]), (in_file, [])):
-            (line,) = mistakes_in([file(text)], given)
+    for key in PATHS:
+        for given in with_key(file, key, url):
+            (line,) = mistakes_in(*given)
             assert f"{key}: '{url}' is a URL, and only a run directory may be one" in line
             assert line.endswith("give its folder here, such as /mnt/storage/run.")
     assert load_config([file(SHORT)], [f"run.dir={url}"])[0].run.dir == url
+    for path in ("runs/a", "/tmp/s3:/x", "12:/x", "a:b", "./s3://x", "c:/x"):
+        given = [f"{key}='{path}'" for key in ("run.dir", "data.dir")]
+        assert load_config([file(SHORT)], given)[0].data.dir == path
 
 
-@pytest.mark.parametrize("path", ["runs/a", "/tmp/s3:/x", "12:/x", "a:b", "./s3://x", "c:/x"])
-def test_a_path_with_a_colon_is_none(file, path):
-    assert load_config([file(SHORT)], [f"run.dir='{path}'"])[0].run.dir == path
-
-
-def test_a_value_is_utf_8_whatever_the_locale_or_refused_in_one_line(file):
+def test_text_is_utf_8_whatever_the_locale_or_refused_in_one_line(file, monkeypatch):
+    path = Path(file(SHORT, "cafe.yaml"))
+    path.write_bytes((SHORT + "model: {kwargs: {title: café}}").encode())
+    monkeypatch.setattr("io.text_encoding", lambda encoding, *_: encoding or "ascii")
     # As Python hands on the bytes of a command line in the C locale, without its UTF-8 mode.
     given = "model.kwargs.title=café".encode().decode("ascii", "surrogateescape")
+    assert load_config([str(path)])[0].model.kwargs == {"title": "café"}
     for overrides in ([given], {"model.kwargs.title": "café"}):
         assert load_config([file(SHORT)], overrides)[0].model.kwargs == {"title": "café"}
     given = b"run.dir=caf\xe9".decode(errors="surrogateescape")
     (line,) = mistakes_in([file(SHORT)], [given])
     assert line == r"command line: 'run.dir=caf\udce9': not UTF-8. Type it in a UTF-8 terminal."
-
-
-def test_a_file_is_utf_8_whatever_the_locale_says(file, monkeypatch):
-    path = Path(file(""))
-    path.write_bytes((SHORT + "model: {kwargs: {title: café}}").encode())
-    monkeypatch.setattr("io.text_encoding", lambda encoding, *_: encoding or "ascii")
-    assert load_config([str(path)])[0].model.kwargs == {"title": "café"}
 
 
 DEEP = "[" * 300 + "]" * 300
@@ -255,8 +244,6 @@ DIFFER |= {"1_000": 1000, "1_000.5": 1000.5, "1_0e3": 10000.0}
 DIFFER |= {"yes": "true", "No": "false", "on": "true", "OFF": "false"}
 
 
-# --- YAML 1.1 and YAML 1.2 -----------------------------------------------------------------------
-
 BOTH = ["12", "-3", "+4", "0", "0x1f", "1.5", "1e-3", "1e5", ".5", "-.inf", ".nan", "true", "False"]
 TEXT = ["cnn", "0o17", "08", "2024-01-05", "0:30", "1:99", "y", "1_x", "a:b", "'1:30'", '"yes"']
 
@@ -278,12 +265,6 @@ def test_a_value_that_both_read_alike_or_as_text_is_taken(file):
     for value in (*BOTH, *TEXT):
         text = f"{SHORT}model: {{kwargs: {{x: {value}, y: [{value}]}}}}"
         load_config([file(text)], [f"loss.kwargs.x={value}"])
-
-
-def test_text_that_yaml_1_1_takes_for_something_else_survives_a_dump(file):
-    values = ("1:30", "017", "yes", "1_000", "0o17", "08")
-    config, _ = load_config([file(SHORT)], {"model.kwargs": {value: value for value in values}})
-    assert load_config([file(dump_values(config.model_dump()))])[0] == config
 
 
 def test_what_is_refused_is_what_the_loader_and_yaml_1_2_read_differently(file):
