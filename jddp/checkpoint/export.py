@@ -51,8 +51,10 @@ def export(folder: Path, file: Path, fields: Sequence[str] | None = None) -> Non
         "layouts": layouts,
         "run": read_object(folder / "run.json"),
     }
+    # First, or a dtype that the format lacks would leave an empty file, which refuses the next try.
+    packed = pack(arrays, json.dumps(about, default=in_file))
     with file_errors(f"{file} cannot be written"), file.open("xb") as opened:
-        opened.write(pack(arrays, json.dumps(about, default=in_file)))
+        opened.write(packed)
 
 
 def import_file(file: Path, directory: Path) -> int:
