@@ -31,16 +31,16 @@ def flat(tree, mark):
     return {jax.tree_util.keystr(p, simple=True, separator=mark): np.array(x) for p, x in leaves}
 
 
+def make(kind, seed=0):
+    return kind(nnx.Rngs(seed)) if issubclass(kind, nnx.Module) else kind()
+
+
 @functools.cache
 def trained(kind):
     """A state after two steps, and its wrapper."""
     ddp = wrapped(make(kind), donate=False)
     state, _ = take_steps(ddp, [make_batch(seed=seed) for seed in range(2)])
     return ddp, state
-
-
-def make(kind, seed=0):
-    return kind(nnx.Rngs(seed)) if issubclass(kind, nnx.Module) else kind()
 
 
 class Wider(nn.Module):
@@ -53,13 +53,19 @@ class Wider(nn.Module):
         return nn.Dense(7)(nn.relu(x).mean((1, 2)))[:, :4]
 
 
-@pytest.mark.parametrize("mark", [".", "/"])
-def test_safetensors_of_anybody_s_are_taken_by_their_names(tmp_path, mark):
+def test_safetensors_of_anybody_s_are_taken_by_their_names_and_cast_to_what_the_model_has(tmp_path):
     ddp, state = trained(MLP)
     file = tmp_path / "weights.safetensors"
-    safetensors.numpy.save_file(flat(state.params, mark), file)
-    equal(ddp.init(7, make_batch(), params=file).params, state.params)
-    equal(ddp.init(7, make_batch(), params=str(file)).params, state.params)
+    for mark, given in ((".", file), ("/", str(file))):
+        safetensors.numpy.save_file(flat(state.params, mark), file)
+        equal(ddp.init(7, make_batch(), params=given).params, state.params)
+    for dtype in (np.float16, jnp.bfloat16):
+        halves = {k: x.astype(dtype) for k, x in flat(state.params, "/").items()}
+        safetensors.numpy.save_file(halves, file)
+        begun = ddp.init(0, make_batch(), params=file)
+        assert {x.dtype.name for x in jax.tree.leaves(begun.params)} == {"float32"}
+    kept = ddp.init(0, make_batch(), params=jax.tree.map(jnp.float16, host(state.params)))
+    assert {x.dtype.name for x in jax.tree.leaves(kept.params)} == {"float16"}
 
 
 @pytest.mark.parametrize("kind", [ConvNet, NnxConvNet])
@@ -74,18 +80,6 @@ def test_a_run_and_what_is_exported_of_it_are_taken(tmp_path, kind):
         equal(begun.model_state.get("rest"), run.state.model_state.get("rest"))
     begun, _ = fresh.step(begun, make_batch())
     assert int(begun.step) == 1
-
-
-@pytest.mark.parametrize("dtype", [np.float16, jnp.bfloat16])
-def test_half_precision_in_a_file_becomes_what_the_model_has(tmp_path, dtype):
-    ddp, state = trained(MLP)
-    file = tmp_path / "weights.safetensors"
-    halves = {k: x.astype(dtype) for k, x in flat(state.params, "/").items()}
-    safetensors.numpy.save_file(halves, file)
-    begun = ddp.init(0, make_batch(), params=file)
-    assert {x.dtype.name for x in jax.tree.leaves(begun.params)} == {"float32"}
-    kept = ddp.init(0, make_batch(), params=jax.tree.map(jnp.float16, host(state.params)))
-    assert {x.dtype.name for x in jax.tree.leaves(kept.params)} == {"float16"}
 
 
 def test_msgpack_of_flax_and_a_folder_of_orbax_are_taken_with_their_statistics(tmp_path):
@@ -125,11 +119,11 @@ def test_a_part_is_taken_and_the_rest_is_made_with_a_report(caplog):
     equal(begun.model_state, state.model_state)
     equal(begun.params["Dense_0"], own["Dense_0"])
     loaded = wider.loaded
-    assert loaded.unused == ("Extra/kernel",)
-    assert loaded.made == (
+    bias, kernel = (
         "Dense_0/bias ((4,) given, (7,) here)",
         "Dense_0/kernel ((4, 4) given, (4, 7) here)",
     )
+    assert (loaded.unused, loaded.made) == (("Extra/kernel",), (bias, kernel))
     assert str(loaded).startswith("5 of 7 arrays were loaded. Initialized: Dense_0/bias")
     assert str(loaded) in caplog.text
     begun, _ = wider.step(begun, make_batch())
@@ -145,13 +139,6 @@ def test_a_part_of_an_nnx_module_is_taken():
     assert set(other.loaded.made) == {"dense/bias", "dense/kernel", "norm/bias", "norm/scale"}
 
 
-def test_parameters_alone_leave_the_statistics_to_be_made():
-    ddp, state = trained(ConvNet)
-    begun = ddp.init(0, make_batch(), params={"params": host(state.params)})
-    equal(begun.params, state.params)
-    equal(begun.model_state, ddp.init(0, make_batch()).model_state)
-
-
 @pytest.mark.parametrize("kind", [MLP, NnxConvNet])
 def test_what_does_not_fit_is_refused_by_its_path(kind):
     ddp, state = trained(kind)
@@ -161,14 +148,14 @@ def test_what_does_not_fit_is_refused_by_its_path(kind):
         ddp.init(0, make_batch(), params=params)
 
 
-def test_an_unknown_collection_is_refused():
+def test_parameters_alone_are_taken_and_an_unknown_collection_or_a_part_of_nothing_is_refused():
     ddp, state = trained(ConvNet)
+    begun = ddp.init(0, make_batch(), params={"params": host(state.params)})
+    equal(begun.params, state.params)
+    equal(begun.model_state, ddp.init(0, make_batch()).model_state)
     given = {**ddp.model(state), "cache": {"key": np.zeros(3)}}
     with pytest.raises(ConfigError, match="'cache/key'.*the model has nothing"):
         ddp.init(0, make_batch(), params=given)
-
-
-def test_a_part_needs_something_to_be_a_part_of():
     for given in ({"batch": make_batch()}, {"params": {}}):
         with pytest.raises(UsageError, match="needs params=, and for a Linen model batch="):
             wrapped(MLP()).init(0, partial=True, **given)

@@ -43,16 +43,12 @@ def taken_or_refused(act):
         return act()
 
 
-@settings(FUZZ, max_examples=100)
-@given(st.dictionaries(st.sampled_from([*Config.model_fields, "x"]), VALUES, max_size=5))
-def test_any_values_are_a_config_or_a_list_of_mistakes(tmp_path, values):
-    (tmp_path / "c.yaml").write_text(json.dumps(values))
-    taken_or_refused(lambda: load_config([str(tmp_path / "c.yaml")]))
+MAPPINGS = st.dictionaries(st.sampled_from([*Config.model_fields, "x"]), VALUES, max_size=5)
 
 
-@settings(FUZZ, max_examples=100)
-@given(st.text(max_size=200) | st.binary(max_size=200))
-def test_any_file_is_a_config_or_a_line(tmp_path, text):
+@settings(FUZZ, max_examples=200)
+@given(MAPPINGS.map(json.dumps) | st.text(max_size=200) | st.binary(max_size=200))
+def test_any_values_or_bytes_are_a_config_or_a_list_of_mistakes(tmp_path, text):
     file = tmp_path / "c.yaml"
     file.write_bytes(text if isinstance(text, bytes) else text.encode(errors="surrogatepass"))
     taken_or_refused(lambda: load_config([str(file)]))
@@ -137,11 +133,8 @@ def test_a_checkpoint_is_what_was_saved_or_is_refused(ddp, run, tmp_path, data):
     like = ddp.init(0, make_batch(8))
 
     def restore():
-        checkpoints = Checkpoints(folder / "checkpoints", keep=1)
-        try:
+        with contextlib.closing(Checkpoints(folder / "checkpoints", keep=1)) as checkpoints:
             return checkpoints.restore(like)
-        finally:
-            checkpoints.close()
 
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         assert main(["list", str(folder)]) == 0

@@ -3,6 +3,7 @@
 import ast
 import os
 import shutil
+import socket
 import stat
 import subprocess
 import sys
@@ -134,7 +135,9 @@ NO_CONFIGS = [
 ]
 
 
-def test_yaml_that_is_no_config_is_refused_in_one_line(tmp_path, monkeypatch):
+def test_yaml_that_is_no_config_is_refused_in_one_line_and_an_alias_is_what_it_stands_for(
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     for text in NO_CONFIGS:
         Path("config.yaml").write_text(text)
@@ -142,13 +145,9 @@ def test_yaml_that_is_no_config_is_refused_in_one_line(tmp_path, monkeypatch):
             load_config(["config.yaml"])
         assert "\n" not in str(caught.value)
         assert not Path("canary").exists()
-
-
-def test_aliases_of_a_config_are_what_they_stand_for(tmp_path):
-    (tmp_path / "c.yaml").write_text("model: {kwargs: &k {a: 1}}\nloss: {kwargs: *k}\n")
-    assert read_values(tmp_path / "c.yaml")["loss"] == {"kwargs": {"a": 1}}
-    (tmp_path / "c.yaml").write_text("")
-    assert read_values(tmp_path / "c.yaml") == {}
+    for text, values in (("", {}), ("a: &k {x: 1}\nb: *k\n", {"a": {"x": 1}, "b": {"x": 1}})):
+        Path("config.yaml").write_text(text)
+        assert read_values(Path("config.yaml")) == values
 
 
 def test_a_checkpoint_cannot_be_kept_outside_of_its_run(trained):
@@ -186,8 +185,7 @@ def test_a_private_directory_is_closed_and_one_that_was_open_is_refused(tmp_path
     make_private(tmp_path / "a" / "b", "the cache")
     (tmp_path / "c").mkdir(mode=0o755)
     make_private(tmp_path / "c", "the cache")
-    for path in (tmp_path / "a" / "b", tmp_path / "c"):
-        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    assert {stat.S_IMODE((tmp_path / x).stat().st_mode) for x in ("a/b", "c")} == {0o700}
     (tmp_path / "c").chmod(0o770)
     with pytest.raises(FileSystemError, match="the cache .* can be written by others"):
         make_private(tmp_path / "c", "the cache")
@@ -196,37 +194,34 @@ def test_a_private_directory_is_closed_and_one_that_was_open_is_refused(tmp_path
         make_private(tmp_path / "file" / "x", "the cache")
 
 
-@pytest.mark.parametrize("fault", ["open", "no directory"])
+@pytest.mark.parametrize("fault", ["open", "no directory", "no home"])
 def test_a_cache_that_cannot_be_private_is_not_used(tmp_path, monkeypatch, capsys, fault):
-    cache = tmp_path / "jddp" / "xla"
-    if fault == "open":
-        cache.mkdir(parents=True)
-        cache.chmod(0o777)
-    else:
-        (tmp_path / "jddp").write_text("")
+    for name in ("HOME", "XDG_CACHE_HOME", "JAX_COMPILATION_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
     for name in ("MIN_COMPILE_TIME_SECS", "MIN_ENTRY_SIZE_BYTES"):
         monkeypatch.setenv(f"JAX_PERSISTENT_CACHE_{name}", "0")
-    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    if fault == "no home":
+        monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # a user id without a passwd entry
+    else:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    if fault == "open":
+        (tmp_path / "jddp" / "xla").mkdir(parents=True)
+        (tmp_path / "jddp" / "xla").chmod(0o777)
+    elif fault == "no directory":
+        (tmp_path / "jddp").write_text("")
     _turn_on_cache()
     assert "JAX_COMPILATION_CACHE_DIR" not in os.environ
-    assert "Until then the cache is off" in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    reported = "jddp: '~/.cache' names a home directory that is not known here."
+    assert (reported if fault == "no home" else "Until then the cache is off") in line
 
 
-def test_process_zero_listens_where_it_is_called_if_that_is_here():
-    for coordinator, address in (
-        ("127.0.0.1:1234", "127.0.0.1:1234"),
-        ("127.0.0.5:1234", "127.0.0.5:1234"),
-        ("[::1]:1234", "[::1]:1234"),
-        ("192.0.2.1:1234", "[::]:1234"),  # of nobody: it is for documentation
-        ("no.such.host.invalid:1234", "[::]:1234"),
-    ):
-        assert bind_address(coordinator) == address
-
-
-def test_a_name_of_this_machine_that_means_loopback_says_nothing(monkeypatch):
-    import socket
-
+def test_process_zero_listens_where_it_is_called_if_that_is_here(monkeypatch):
+    for coordinator in ("127.0.0.1:1234", "127.0.0.5:1234", "[::1]:1234"):
+        assert bind_address(coordinator) == coordinator
+    for coordinator in ("192.0.2.1:1234", "no.such.host.invalid:1234"):  # of nobody
+        assert bind_address(coordinator) == "[::]:1234"
+    # A name of this machine that means loopback says nothing.
     loopback = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: loopback)
     assert bind_address("node-0:1234") == "[::]:1234"

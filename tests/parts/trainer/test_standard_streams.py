@@ -7,8 +7,8 @@ import sys
 import pytest
 from runs import ROOT
 
+from jddp.config.cli import enter
 from jddp.errors import ConfigError
-from jddp.train import _turn_on_cache
 
 PROGRAM = """
 import os, sys
@@ -54,8 +54,6 @@ def test_a_command_goes_on_without_a_stream_that_breaks(tmp_path, redirection, u
 
 
 def test_a_mistake_is_told_after_the_streams_are_put_back():
-    from jddp.config.cli import enter
-
     before = sys.stdout, sys.stderr
 
     def run():
@@ -63,15 +61,3 @@ def test_a_mistake_is_told_after_the_streams_are_put_back():
 
     assert enter(run) == 2
     assert (sys.stdout, sys.stderr) == before
-
-
-def test_a_user_without_a_passwd_entry_and_home_goes_without_a_cache(monkeypatch, capsys):
-    for name in ("HOME", "XDG_CACHE_HOME", "JAX_COMPILATION_CACHE_DIR"):
-        monkeypatch.delenv(name, raising=False)
-    for name in ("MIN_COMPILE_TIME_SECS", "MIN_ENTRY_SIZE_BYTES"):
-        monkeypatch.setenv(f"JAX_PERSISTENT_CACHE_{name}", "0")
-    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
-    _turn_on_cache()
-    assert "JAX_COMPILATION_CACHE_DIR" not in os.environ
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("jddp: '~/.cache' names a home directory that is not known here.")
