@@ -21,19 +21,16 @@ def configured(monkeypatch):
     return set_to
 
 
-@pytest.mark.parametrize(
-    "num_devices, num_processes, each",
-    [("auto", 1, 8), ("auto", 2, 4), ("auto", 16, 1), (6, 3, 2), (1, 1, 1)],
-)
-def test_devices_are_counted_over_all_processes(configured, num_devices, num_processes, each):
-    configure_devices(num_devices, num_processes=num_processes)
-    assert configured == {"jax_num_cpu_devices": each}
+def test_devices_are_counted_over_all_processes(configured):
+    for given, num_processes, each in (("auto", 1, 8), ("auto", 2, 4), ("auto", 16, 1), (6, 3, 2)):
+        configure_devices(given, num_processes=num_processes)
+        assert configured == {"jax_num_cpu_devices": each}
 
 
-@pytest.mark.parametrize(
-    "name, value",
-    [("JAX_NUM_CPU_DEVICES", "3"), ("XLA_FLAGS", "--xla_force_host_platform_device_count=3")],
-)
+FLAG = "--xla_force_host_platform_device_count=3"
+
+
+@pytest.mark.parametrize("name, value", [("JAX_NUM_CPU_DEVICES", "3"), ("XLA_FLAGS", FLAG)])
 def test_the_environment_wins_over_auto_and_a_number_over_the_environment(
     configured, monkeypatch, name, value
 ):
@@ -58,6 +55,10 @@ def test_a_mesh_has_one_axis_that_takes_host_arrays(devices):
     assert mesh.axis_names == ("data",)
     assert set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
     assert make_mesh(mesh) == mesh
+    named = make_mesh(devices, "batch")
+    assert make_mesh(named) == named
+    assert make_mesh(named, "rows").axis_names == ("rows",)
+    assert sharded(named).spec == jax.P("batch")
 
 
 def test_each_process_gives_the_same_number_of_devices(monkeypatch):
@@ -68,14 +69,6 @@ def test_each_process_gives_the_same_number_of_devices(monkeypatch):
     for num in (1, 3, 10):
         with pytest.raises(ConfigError, match=f"mesh of {num} devices: .* multiple of 2 up to 8"):
             make_mesh(num)
-
-
-def test_the_axis_is_named_by_the_option_or_else_by_the_mesh():
-    named = make_mesh(2, "batch")
-    assert named.axis_names == ("batch",)
-    assert make_mesh(named) == named
-    assert make_mesh(named, "rows").axis_names == ("rows",)
-    assert sharded(named).spec == jax.P("batch")
 
 
 def test_values_are_copied_to_every_device_and_back_keys_included(mesh):

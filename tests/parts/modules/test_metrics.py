@@ -19,38 +19,37 @@ from jddp.modules.metrics import (
 ROWS, TABLE = jnp.array([1.0, 2.0, 4.0]), jnp.ones((2, 3))
 
 
-@pytest.mark.parametrize(
-    "losses, mask, total, count",
-    [
-        pytest.param(ROWS, [1, 0, 1], 5, 2, id="entries"),
-        pytest.param(ROWS, [0.5, 0, 1.0], 4.5, 1.5, id="weights"),
-        pytest.param(jnp.array([1.0, jnp.nan]), [True, False], 1, 1, id="a NaN does no harm"),
-        pytest.param(TABLE, [True, False], 3, 3, id="whole rows of tokens"),
-    ],
-)
-def test_a_mask_keeps_entries_out_of_total_and_count_or_weighs_them(losses, mask, total, count):
-    sums = weigh(losses, {}, mask=jnp.array(mask))
-    assert (float(sums["loss"].total), float(sums["loss"].count)) == (total, count)
+MASKED = {
+    "entries": (ROWS, [1, 0, 1], (5, 2)),
+    "weights": (ROWS, [0.5, 0, 1.0], (4.5, 1.5)),
+    "a NaN does no harm": (jnp.array([1.0, jnp.nan]), [True, False], (1, 1)),
+    "whole rows of tokens": (TABLE, [True, False], (3, 3)),
+}
+
+
+def pair(sum_):
+    return float(sum_.total), float(sum_.count)
+
+
+@pytest.mark.parametrize("losses, mask, want", MASKED.values(), ids=MASKED)
+def test_a_mask_keeps_entries_out_of_total_and_count_or_weighs_them(losses, mask, want):
+    assert pair(weigh(losses, {}, mask=jnp.array(mask))["loss"]) == want
 
 
 def test_scalars_count_once_or_as_told_and_say_that_they_are_scalars():
     loss = weigh(jnp.float32(3), {})["loss"]
-    assert (float(loss.total), float(loss.count), loss.num_entries) == (3, 1, 1)
+    assert (*pair(loss), loss.num_entries) == (3, 1, 1)
     sums = weigh(jnp.float32(3), {"rate": jnp.float32(0.5)}, num_rows=4, train=False)
-    assert (float(sums["loss"].total), float(sums["loss"].count)) == (12, 4)
+    assert pair(sums["loss"]) == (12, 4)
     assert sums["rate"].is_scalar
     assert not weigh(jnp.ones(2), {})["loss"].is_scalar
 
 
-def test_rows_are_counted_whatever_the_number_of_their_tokens():
-    assert float(count_valid_rows(jnp.array([[1, 0, 1], [0, 0, 0], [0, 1, 0]]))) == 2
-
-
 def test_a_metric_of_rows_counts_where_its_row_has_a_valid_token():
     mask = jnp.array([[1, 0], [0, 0], [1, 1]])
+    assert float(count_valid_rows(mask)) == 2
     sums = weigh(jnp.ones((3, 2)), {"row": jnp.array([5.0, 7.0, 9.0])}, mask=mask)
-    assert (float(sums["loss"].total), float(sums["loss"].count)) == (3, 3)
-    assert (float(sums["row"].total), float(sums["row"].count)) == (14, 2)
+    assert (pair(sums["loss"]), pair(sums["row"])) == ((3, 3), (14, 2))
 
 
 @pytest.mark.parametrize("shape", [(4,), (3, 5), (2, 3)])
@@ -107,6 +106,11 @@ def test_what_is_computed_comes_from_the_sums_of_all_that_counts():
     metric, first = (Metric(x, lambda a, b: np.exp(a / b)) for x in (losses, losses[:1]))
     assert reported([(losses, metric, mask)] * 2) == pytest.approx(np.exp(3.0))
     assert reported([(losses[:1], first, None)]) == pytest.approx(np.exp(2.0))
+    metric = Metric(jnp.array([1, 2, 4]), lambda total, count: [total, count])
+    assert reported([(jnp.float32(3), metric, None)]) == [7, 3]  # beside a scalar loss
+    values = {"a": jnp.ones(2), "b": TABLE}  # The entries that count are those of the first.
+    metric = Metric(values, lambda sums, count: [sums["a"], sums["b"], count])
+    assert reported([(TABLE, metric, TABLE)]) == [2, 6, 2]
 
 
 def test_values_of_rows_are_summed_over_rows_with_anything_valid():
@@ -120,9 +124,9 @@ def test_values_of_rows_are_summed_over_rows_with_anything_valid():
 
 
 def test_a_table_is_counted_in_whole_numbers_beyond_what_float32_holds():
-    labels, guesses = np.array([0, 1, 1, 0]), np.array([0, 1, 0, 0])
     pairs = np.eye(2, dtype=np.int32)
-    hits = jnp.asarray(2**29 * pairs[labels][:, :, None] * pairs[guesses][:, None, :])
+    labels, guesses = pairs[[0, 1, 1, 0]], pairs[[0, 1, 0, 0]]
+    hits = jnp.asarray(2**29 * labels[:, :, None] * guesses[:, None, :])
     metric = Metric(hits, lambda total, count: total)
     batch = (jnp.zeros(4), metric, None)
     assert reported([batch] * 8) == [[8 * 2**30, 0], [8 * 2**29, 8 * 2**29]]
@@ -134,17 +138,6 @@ def test_what_is_computed_is_left_out_of_training_and_of_nothing_valid_is_nan():
     metric = Metric(jnp.ones(2), lambda total, count: 1 / 0)
     assert weigh(jnp.ones(2), {"metric": metric}).keys() == {"loss"}
     assert np.isnan(reported([(jnp.ones(2), metric, jnp.zeros(2))]))
-
-
-def test_beside_a_scalar_loss_rows_are_summed_all_the_same():
-    metric = Metric(jnp.array([1, 2, 4]), lambda total, count: [total, count])
-    assert reported([(jnp.float32(3), metric, None)]) == [7, 3]
-
-
-def test_the_entries_that_are_counted_are_those_of_the_first_array():
-    values = {"a": jnp.ones(2), "b": jnp.ones((2, 3))}
-    metric = Metric(values, lambda sums, count: [sums["a"], sums["b"], count])
-    assert reported([(jnp.ones((2, 3)), metric, jnp.ones((2, 3)))]) == [2, 6, 2]
 
 
 def test_whole_numbers_are_added_over_replicas_as_whole_numbers():

@@ -38,6 +38,8 @@ def test_warm_up_rises_from_zero_and_leaves_the_rest_to_the_schedule():
     found = rates("cosine_decay_schedule", [0, 1, 4, 7, 10], warmup_steps=4)
     np.testing.assert_allclose(found, [0, 0.125, 0.5, 0.25, 0], atol=1e-7)
     assert rates("cosine_decay_schedule", [9], warmup_steps=100) == pytest.approx(0.045)
+    by_itself = rates("warmup_cosine_decay_schedule", [0, 1, 4, 7, 10], warmup_steps=4)
+    np.testing.assert_allclose(by_itself, found, atol=1e-7)
 
 
 WRONG_SCHEDULES = (
@@ -48,13 +50,6 @@ WRONG_SCHEDULES = (
     ("l2_loss", {"predictions": 1.0}, "is no schedule"),
     ("__version__", {}, "which cannot be called"),
 )
-
-
-def test_a_schedule_that_warms_up_by_itself_is_the_same_as_ours_before_the_other():
-    steps = range(11)
-    own = rates("warmup_cosine_decay_schedule", steps, warmup_steps=4)
-    ours = rates("cosine_decay_schedule", steps, warmup_steps=4)
-    np.testing.assert_allclose(own, ours, atol=1e-7)
 
 
 def test_a_wrong_schedule_is_refused_in_its_own_words():
@@ -94,6 +89,8 @@ def test_weight_decay_spares_norms_and_biases_unless_told_otherwise(name):
 
     assert moved() == {"dense": {"kernel": True, "bias": False}, "norm": {"scale": False}}
     assert all(jax.tree.leaves(moved(decay_norms_and_biases=True)))
+    scanned = {"kernel": jnp.ones((4, 2, 3)), "bias": jnp.ones((4, 3)), "scale": jnp.ones((4, 3))}
+    assert decay_mask(scanned) == {"kernel": True, "bias": False, "scale": False}
 
 
 WRONG_OPTIMIZERS = (
@@ -114,11 +111,6 @@ def test_a_wrong_optimizer_is_refused_in_its_own_words_and_a_bug_keeps_its_trace
         assert message in str(caught.value)
     with pytest.raises(TypeError):
         make_optimizer(lambda learning_rate: "rate: " + learning_rate, schedule=lambda step: 0.1)
-
-
-def test_norms_and_biases_are_known_by_name_under_a_scan_over_layers():
-    layers = {"kernel": jnp.ones((4, 2, 3)), "bias": jnp.ones((4, 3)), "scale": jnp.ones((4, 3))}
-    assert decay_mask(layers) == {"kernel": True, "bias": False, "scale": False}
 
 
 def test_ones_own_factory_is_given_the_rate_if_it_asks_and_none_is_reported_if_not():
