@@ -1,5 +1,6 @@
 """Processes that read training batches: the same batches, and no hang when one of them dies."""
 
+import contextlib
 import itertools
 import os
 import signal
@@ -36,15 +37,10 @@ def batches(num_examples=40, *, bad=None, **options):
 @pytest.fixture
 def in_workers():
     """Makes batches read by two processes, which end with the test."""
-    made = []
-
-    def make(*args, **options):
-        made.append(WorkerBatches(batches(*args, **options), num_workers=2))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
+    with contextlib.ExitStack() as made:
+        yield lambda *args, **options: made.enter_context(
+            contextlib.closing(WorkerBatches(batches(*args, **options), num_workers=2))
+        )
 
 
 def test_two_processes_read_what_one_does_and_resume_where_the_loop_stands(in_workers):
@@ -66,12 +62,9 @@ def test_two_processes_read_what_one_does_and_resume_where_the_loop_stands(in_wo
     assert len(rest) == 4
 
 
-def test_an_error_in_a_process_arrives_with_its_words(in_workers):
+def test_an_error_in_a_process_arrives_and_one_that_dies_ends_the_reading(in_workers):
     with pytest.raises(ZeroDivisionError, match="example 30 is bad"):
         list(in_workers(bad=30, num_epochs=1))
-
-
-def test_a_process_that_dies_ends_the_reading_instead_of_holding_it(in_workers):
     reading = in_workers()
     victim = int(next(reading)["pid"][0])
     os.kill(victim, signal.SIGKILL)

@@ -87,7 +87,10 @@ def test_arrays_of_equal_and_of_other_shapes_do_not_confuse_it():
     def up(x):
         return x + 1
 
+    def down(x):
+        return x - 1
+
     def step(x, y, s):
-        return jax.lax.cond(s > 0, up, jnp.tanh, x), jax.lax.cond(s > 0, up, jnp.tanh, y)
+        return jax.lax.cond(s > 0, up, down, x), jax.lax.cond(s > 0, up, down, y)
 
     assert is_same(step, (*whole[:2], SCALAR), (*part[:2], SCALAR))

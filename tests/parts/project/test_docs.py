@@ -64,10 +64,7 @@ def test_pages_quote_code_as_it_is():
             others = {line.strip() for line in quoted.splitlines()} - lines - {"", "..."}
             wrong += [f"{page.name}: {path}:{name}: {line}" for line in others]
     assert not wrong
-
-
-def test_the_life_of_a_gradient_quotes_nothing_else():
-    page = (ROOT / "docs" / "life_of_a_gradient.md").read_text()
+    page = (ROOT / "docs" / "life_of_a_gradient.md").read_text()  # quotes nothing else
     assert page.count("```python") == len(QUOTE.findall(page))
 
 
