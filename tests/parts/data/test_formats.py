@@ -38,16 +38,14 @@ def check_rows(examples):
     assert len(examples) == 8
 
 
-@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
-def test_arrays_of_any_names_come_from_npz_files_also_of_the_home_directory(
-    tmp_path, monkeypatch, save
-):
+def test_arrays_of_any_names_come_from_npz_files_also_of_the_home_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    for part in ("train", "test"):
-        save(tmp_path / f"{part}.npz", x=X, y=Y)
-    source = make_source("npz", directory="~")
-    check_rows(source.load().train)
-    assert source.spec == {"x": ((3,), np.dtype("float32")), "y": ((), np.dtype("int32"))}
+    for save in (np.savez, np.savez_compressed):
+        for part in ("train", "test"):
+            save(tmp_path / f"{part}.npz", x=X, y=Y)
+        source = make_source("npz", directory="~")
+        check_rows(source.load().train)
+        assert source.spec == {"x": ((3,), np.dtype("float32")), "y": ((), np.dtype("int32"))}
 
 
 @pytest.mark.parametrize("array", [X, np.asfortranarray(X), X[:0], np.float32(3)], ids=np.shape)
@@ -196,12 +194,10 @@ def test_the_middle_of_an_image_is_kept_and_its_shorter_side_scaled(tmp_path):
     assert examples.decode(0)[0, :, 0].tolist() == [100, 100, 200, 200]
     half = FolderExamples(tmp_path, image_size=2, margin=0.5)
     assert half.decode(0)[0, :, 0].tolist() == [100, 200]
-
-
-def test_a_large_jpeg_decodes_as_a_small_one(tmp_path):
+    # A large JPEG decodes as a small one.
     y, x = np.mgrid[:512, :640] / 4
-    save_image(tmp_path / "x" / "a.jpg", np.stack([y, x, y], -1), quality=95)
-    small = FolderExamples(tmp_path, image_size=32, margin=0.125).decode(0).astype(float)
+    save_image(tmp_path / "large" / "x" / "a.jpg", np.stack([y, x, y], -1), quality=95)
+    small = FolderExamples(tmp_path / "large", image_size=32, margin=0.125).decode(0).astype(float)
     wide = 512 * 0.875
     middle = np.broadcast_to((np.arange(32) + 0.5) * wide / 32, (32, 32))
     np.testing.assert_allclose(small[:, :, 0], ((512 - wide) / 2 + middle.T) / 4, atol=2)
@@ -209,16 +205,16 @@ def test_a_large_jpeg_decodes_as_a_small_one(tmp_path):
 
 
 def test_bad_image_folders_are_refused(folder):
-    with pytest.raises(DataError, match="train has 2 classes, test 2, and num_classes is 3"):
-        images_in(folder, num_classes=3).load()
-    with pytest.raises(ConfigError, match="undecodable: 'skip'. Choose 'error' or 'mask'"):
-        images_in(folder, undecodable="skip").load()
+    def refused(error, message, **options):
+        with pytest.raises(error, match=message):
+            images_in(folder, **options).load()
+
+    refused(DataError, "train has 2 classes, test 2, and num_classes is 3", num_classes=3)
+    refused(ConfigError, "undecodable: 'skip'. Choose 'error' or 'mask'", undecodable="skip")
     (folder / "train" / "other").mkdir()
-    with pytest.raises(DataError, match="train has 3 classes, test 2"):
-        images_in(folder).load()
+    refused(DataError, "train has 3 classes, test 2")
     (folder / "test").rename(folder / "tset")
-    with pytest.raises(DataError, match="test: no such folder"):
-        images_in(folder).load()
+    refused(DataError, "test: no such folder")
     with pytest.raises(DataError, match="no images in folders of classes"):
         FolderExamples(folder / "train" / "other", image_size=8)
 
@@ -237,14 +233,10 @@ def test_a_crop_enlarges_a_part_and_mirrors_it():
     np.testing.assert_allclose(part[:, :, 0], want, atol=1e-4)
 
 
-def test_windows_of_shards_are_windows_of_each():
+def test_windows_of_shards_are_of_each_and_first_tokens_of_documents_are_not_predicted():
     shards = np.arange(11, dtype=np.uint16), np.arange(100, 103), np.arange(200, 209)
-    examples = TokenExamples(*shards, sequence_length=4)
-    want = [[*range(i, i + 5)] for i in (0, 4, 200, 204)]
-    assert take_all(examples)["tokens"].tolist() == want
-
-
-def test_first_tokens_of_documents_are_not_predicted_where_documents_count():
+    rows = take_all(TokenExamples(*shards, sequence_length=4))
+    assert rows["tokens"].tolist() == [[*range(i, i + 5)] for i in (0, 4, 200, 204)]
     documents = [np.array([0, 3, 4]), np.array([0])]
     examples = TokenExamples(np.arange(9), np.arange(9), sequence_length=4, documents=documents)
     assert take_all(examples)["mask"].tolist() == [[1, 1, 0, 0], [1] * 4, [1] * 4, [1] * 4]
@@ -310,13 +302,11 @@ def test_a_tokenizer_of_hugging_face_writes_its_own_tokens(tmp_path):
 
 def test_documents_are_files_and_lines_of_jsonl(tmp_path):
     (tmp_path / "b").mkdir()
-    for name, content in {
-        "b/two.txt": b"two",
-        "b/one.txt": b"one",
-        "three.jsonl": b'{"text": "three"}\n{"text": "four"}\n',
-        "bad.jsonl": b'{"text": "three"}\n{"txt": 3}\n',
-        "bad.txt": b"abc\xff",
-    }.items():
+    for name, content in (
+        *(("b/two.txt", b"two"), ("b/one.txt", b"one"), ("bad.txt", b"abc\xff")),
+        ("three.jsonl", b'{"text": "three"}\n{"text": "four"}\n'),
+        ("bad.jsonl", b'{"text": "three"}\n{"txt": 3}\n'),
+    ):
         (tmp_path / name).write_bytes(content)
     found = documents_in([tmp_path / "b", tmp_path / "three.jsonl"])
     assert [*found] == ["one", "two", "three", "four"]
@@ -432,15 +422,18 @@ def test_a_hugging_face_data_set_is_taken_from_memory_disk_and_parquet_without_p
             make_source(name, directory=str(tmp_path / "train"))
 
 
+DECODE = """
+import numpy as np
+def decode(record):
+    numbers = np.frombuffer(record, np.float32)
+    return {"x": numbers[:3], "y": numbers[3].astype(int)}
+"""
+
+
 def test_array_records_are_decoded_by_a_function_of_ones_own(tmp_path, monkeypatch):
     from array_record.python.array_record_module import ArrayRecordWriter
 
-    (tmp_path / "rows.py").write_text(
-        "import numpy as np\n"
-        "def decode(record):\n"
-        "    numbers = np.frombuffer(record, np.float32)\n"
-        "    return {'x': numbers[:3], 'y': numbers[3].astype(int)}\n"
-    )
+    (tmp_path / "rows.py").write_text(DECODE)
     monkeypatch.syspath_prepend(tmp_path)
     for part in ("train", "test"):
         writer = ArrayRecordWriter(str(tmp_path / f"{part}.array_record"), "group_size:1")

@@ -63,18 +63,23 @@ PARTS = """
 """
 
 
+def with_part(name, *lines, parts=PARTS):
+    """The parts, and one more computation of some lines."""
+    body = "\n  ".join(lines)
+    return f"""{parts}
+{name} (v: f32[32768], x: bf16[10,10], w: (s32[])) -> f32[] {{
+  %v = f32[32768]{{0}} parameter(0)
+  %x = bf16[10,10]{{1,0}} parameter(1)
+  %w = (s32[]) parameter(2)
+  {body}
+}}
+"""
+
+
 def make_program(*lines, scheduled=True, parts=PARTS):
     head = "HloModule jit_step, is_scheduled=true" if scheduled else "HloModule jit_step"
-    body = "\n".join(f"  {line}" for line in lines)
-    return read_program(
-        f"{head}\n{parts}\n"
-        "ENTRY %main (v: f32[32768], x: bf16[10,10], w: (s32[])) -> f32[] {\n"
-        "  %v = f32[32768]{0} parameter(0)\n"
-        "  %x = bf16[10,10]{1,0} parameter(1)\n"
-        "  %w = (s32[]) parameter(2)\n"
-        f"{body}\n"
-        "}\n\nFileNames\n1 step.py\n"
-    )
+    entry = with_part("ENTRY %main", *lines, parts=parts)
+    return read_program(f"{head}\n{entry}\nFileNames\n1 step.py\n")
 
 
 def last(program):
@@ -184,8 +189,8 @@ def test_what_has_several_arrays_or_is_gathered_scattered_or_exchanged_counts_wh
 
 
 def test_a_collective_in_a_loop_runs_as_often_as_all_its_loops_and_in_a_branch_nobody_knows():
-    reducing = with_part("looping", PLAIN)
-    nested = with_part("outer", LOOP, parts=reducing)
+    reducing = with_part("%looping", PLAIN)
+    nested = with_part("%outer", LOOP, parts=reducing)
     for line, parts, num_runs in (
         (LOOP, reducing, 5),
         (ENDLESS, reducing, None),
@@ -202,18 +207,6 @@ LOOP = (
     'backend_config={"known_trip_count":{"n":"5"}}'
 )
 ENDLESS = LOOP.partition(", backend_config")[0]
-
-
-def with_part(name, line, parts=PARTS):
-    """The parts, and one more computation of one line."""
-    return f"""{parts}
-%{name} (v: f32[32768], x: bf16[10,10], w: (s32[])) -> f32[] {{
-  %v = f32[32768]{{0}} parameter(0)
-  %x = bf16[10,10]{{1,0}} parameter(1)
-  %w = (s32[]) parameter(2)
-  {line}
-}}
-"""
 
 
 def test_programs_of_this_machine_are_read():
@@ -305,7 +298,7 @@ def test_a_convolution_costs_the_same_in_all_directions(target):
 
 
 def test_a_loop_costs_its_body_as_often_as_it_runs_and_a_conditional_its_longest_branch():
-    program = make_program(LOOP, parts=with_part("looping", PRODUCT.format("r")))
+    program = make_program(LOOP, parts=with_part("%looping", PRODUCT.format("r")))
     found = cost(program, program.entry, last(program), GPU)
     assert (found.seconds, found.num_products) == (5.0, 5)
     line = "%r = f32[] conditional(%p, %x, %v), branch_computations={%multiplying, %sum}"
@@ -339,7 +332,7 @@ REFUSED = {
 
 
 def test_what_cannot_be_modelled_is_refused():
-    looped = [with_part("looping", line) for line in (PLAIN, PRODUCT.format("r"))]
+    looped = [with_part("%looping", line) for line in (PLAIN, PRODUCT.format("r"))]
     for message, line, options in (
         *((message, line, {}) for message, line in REFUSED.items()),
         ("'all-reduce' inside 'while'", LOOP, {"parts": looped[0]}),
