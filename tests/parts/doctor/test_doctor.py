@@ -40,35 +40,22 @@ def test_a_name_that_leads_to_loopback_or_nowhere_is_reported():
 
 
 def test_shared_memory_matters_where_there_are_gpus_and_locked_memory_to_infiniband():
-    for size, num_gpus, want in (
-        (2**26, 0, []),
-        (None, 4, []),
-        (2**26, 1, ["warn"]),
-        (2**26, 4, ["bad"]),
-        (2**34, 4, ["ok"]),
-    ):
-        assert levels(host.check_shared_memory(size, num_gpus)) == want
-    for limit, found, want in (
-        (2**16, [], []),
-        (2**16, ["mlx5_0"], ["bad"]),
-        (resource.RLIM_INFINITY, ["mlx5_0"], ["ok"]),
-    ):
-        assert levels(host.check_locked_memory(limit, found)) == want
+    small, some = 2**26, ["mlx5_0"]
+    for size, num_gpus, want in ((small, 1, "warn"), (small, 4, "bad"), (2**34, 4, "ok")):
+        assert levels(host.check_shared_memory(size, num_gpus)) == [want]
+    assert levels([*host.check_shared_memory(small, 0), *host.check_shared_memory(None, 4)]) == []
+    for limit, found, want in ((2**16, some, "bad"), (resource.RLIM_INFINITY, some, "ok")):
+        assert levels(host.check_locked_memory(limit, found)) == [want]
+    assert levels(host.check_locked_memory(2**16, [])) == []
 
 
 def test_interfaces_are_read_as_nccl_reads_them():
     for name in ("eth", "=eth0", "ib,eth", "^docker", "=eth", "ib"):
         found = host.check_interfaces(["lo", "eth0"], [], {"NCCL_SOCKET_IFNAME": name})
         assert ("bad" in levels(found)) == (name in ("=eth", "ib"))
+    for environ, want in (({}, ["ok", "ok"]), ({"NCCL_IB_DISABLE": "1"}, ["ok", "warn"])):
+        assert levels(host.check_interfaces(["eth0"], ["mlx5_0"], environ)) == want
 
-
-def test_infiniband_that_is_turned_off_is_reported():
-    assert levels(host.check_interfaces(["eth0"], ["mlx5_0"], {})) == ["ok", "ok"]
-    off = host.check_interfaces(["eth0"], ["mlx5_0"], {"NCCL_IB_DISABLE": "1"})
-    assert levels(off) == ["ok", "warn"]
-
-
-# --- devices -------------------------------------------------------------------------------------
 
 DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}.54.14  Thu"
 
@@ -133,12 +120,6 @@ def test_sums_over_the_devices_are_right_and_timed_and_a_wrong_one_is_reported(m
     assert "64, 128 bytes" in found.what
 
 
-def test_a_finding_fits_a_terminal():
-    text = str(Finding("warn", "word " * 40, "another " * 20))
-    assert max(map(len, text.splitlines())) <= 80
-    assert text.startswith("  warn  word")
-
-
 def test_one_process_is_examined(capsys, tmp_path):
     picture = tmp_path / "bandwidth.png"
     assert main(["--dir", str(tmp_path), "--plot", str(picture)]) == 0
@@ -151,6 +132,11 @@ def test_one_process_is_examined(capsys, tmp_path):
     assert last == str(picture)
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in tmp_path.iterdir()] == ["bandwidth.png"]
+    text = str(Finding("warn", "word " * 40, "another " * 20))
+    assert max(map(len, text.splitlines())) <= 80
+    assert text.startswith("  warn  word")
+    with pytest.raises(FileSystemError, match=r"nowhere/x\.png cannot be written: No such file"):
+        doctor._plot([links.Exchange(64, 0.1, 1e3)], tmp_path / "nowhere" / "x.png")
 
 
 @pytest.mark.processes
@@ -189,29 +175,20 @@ def test_a_directory_is_reported_with_its_room_or_as_absent_and_left_as_it_was(t
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_is_full_is_reported(tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.TemporaryFile", lambda dir: io.FileIO("/dev/full", "w"))
-    found = findings_of(tmp_path)["bad"]
-    assert f"{tmp_path} cannot be written: No space left on device" in found.what
-    assert found.fix
-
-
-def test_a_disk_with_little_room_is_reported(tmp_path, monkeypatch):
+def test_a_disk_that_is_full_or_has_little_room_and_no_place_for_files_are_reported(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "file").write_text("")
+    for name in ("/proc", "/proc/self/nothing", "/dev/null/x", tmp_path / "file" / "runs"):
+        assert f"{name} cannot be written: " in findings_of(Path(name))["bad"].what
     room = os.statvfs(tmp_path)
     few = os.statvfs_result((*room[:4], 2**20 // room.f_frsize, *room[5:]))
     monkeypatch.setattr("os.statvfs", lambda _: few)
     assert "0.0 GiB free" in findings_of(tmp_path)["warn"].what
-
-
-def test_a_directory_that_is_no_place_for_files_is_reported(tmp_path):
-    (tmp_path / "file").write_text("")
-    for name in ("/proc", "/proc/self/nothing", "/dev/null/x", tmp_path / "file" / "runs"):
-        assert f"{name} cannot be written: " in findings_of(Path(name))["bad"].what
-
-
-def test_a_picture_that_cannot_be_written_is_refused(tmp_path):
-    with pytest.raises(FileSystemError, match=r"nowhere/x\.png cannot be written: No such file"):
-        doctor._plot([links.Exchange(64, 0.1, 1e3)], tmp_path / "nowhere" / "x.png")
+    monkeypatch.setattr("tempfile.TemporaryFile", lambda dir: io.FileIO("/dev/full", "w"))
+    found = findings_of(tmp_path)["bad"]
+    assert f"{tmp_path} cannot be written: No space left on device" in found.what
+    assert found.fix
 
 
 def test_the_first_failures_of_a_run_or_of_a_launch_are_printed(tmp_path, monkeypatch, capsys):

@@ -12,15 +12,6 @@ import jddp
 from jddp.data import ArrayExamples, TrainBatches, WorkerBatches, eval_batches
 from jddp.html import Shown
 
-
-def classes_with_html():
-    for path in MODULES:
-        if path.stem != "__main__":
-            for _, found in inspect.getmembers(importlib.import_module(name_of(path))):
-                if inspect.isclass(found) and "_repr_html_" in dir(found):
-                    yield found
-
-
 SHOWN = {"BucketPlan", "DataParallel", "Explanation", "Memory", "Run", "TrainBatches"}
 SHOWN |= {"TrainState", "Verification", "WorkerBatches"}
 
@@ -31,7 +22,10 @@ def test_everything_that_a_notebook_shows_is_shown_by_one_helper_which_escapes_i
             return "a < b"
 
     assert ">a &lt; b</pre>" in Small()._repr_html_()
-    found = {cls for cls in classes_with_html() if cls.__module__.startswith("jddp")} - {Shown}
+    modules = [importlib.import_module(name_of(x)) for x in MODULES if x.stem != "__main__"]
+    classes = {cls for module in modules for _, cls in inspect.getmembers(module, inspect.isclass)}
+    found = {cls for cls in classes if "_repr_html_" in dir(cls)} - {Shown}
+    found = {cls for cls in found if cls.__module__.startswith("jddp")}
     assert {cls.__name__ for cls in found} >= SHOWN
     for cls in found:
         assert issubclass(cls, Shown)
@@ -56,12 +50,13 @@ def test_batches_show_their_size_and_position():
     examples = ArrayExamples({"x": np.ones((20, 3), np.float32), "y": np.zeros(20, np.int32)})
     batches = TrainBatches(examples, global_batch_size=8, seed=0, num_epochs=2)
     next(batches)
-    assert repr(batches) == "TrainBatches: 20 examples, 8 a step, at position 8, 4 steps left"
     endless = TrainBatches(examples, global_batch_size=8, seed=0)
-    assert repr(endless) == "TrainBatches: 20 examples, 8 a step, at position 0, endless"
-    read_by_workers = WorkerBatches(endless, num_workers=2)
-    assert repr(read_by_workers) == f"WorkerBatches, 2 processes\n{endless}"
     to_evaluate = eval_batches(examples, global_batch_size=8)
-    assert repr(to_evaluate) == "evaluation batches: 20 examples in 3 batches"
-    for shown in (endless, read_by_workers, to_evaluate):
+    for shown, text in (
+        (batches, "TrainBatches: 20 examples, 8 a step, at position 8, 4 steps left"),
+        (endless, "TrainBatches: 20 examples, 8 a step, at position 0, endless"),
+        (WorkerBatches(endless, num_workers=2), f"WorkerBatches, 2 processes\n{endless}"),
+        (to_evaluate, "evaluation batches: 20 examples in 3 batches"),
+    ):
+        assert repr(shown) == text
         assert "font-family: monospace" in shown._repr_html_()

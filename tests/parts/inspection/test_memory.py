@@ -26,12 +26,12 @@ def greedy(model, batch, train):
     return losses + 0 * jax.lax.stop_gradient(jnp.sort(noise).max(-1)), metrics
 
 
-def greedy_ddp(loss=greedy):
-    return jddp.DataParallel(MLP(), optax.adam(0.1), loss, mesh=2)
+def wrapped(loss, mesh=2, **options):
+    return jddp.DataParallel(MLP(), optax.adam(0.1), loss, mesh=mesh, **options)
 
 
 def test_what_is_too_much_ends_with_what_would_fit(tmp_path):
-    batch, ddp = make_batch(32), greedy_ddp()
+    batch, ddp = make_batch(32), wrapped(greedy)
     with pytest.raises(OutOfMemoryError) as caught:
         ddp.fit([batch] * 2, num_steps=2, run_dir=tmp_path)
     text = str(caught.value)
@@ -43,36 +43,34 @@ def test_what_is_too_much_ends_with_what_would_fit(tmp_path):
     assert not ddp.memory(batch, accumulate_steps=parts // 2).fits
     assert ddp.memory(make_batch(rows)).fits
     assert not ddp.memory(make_batch(rows * 2)).fits
-    run = jddp.DataParallel(MLP(), optax.adam(0.1), loss_fn, mesh=2).fit([batch], num_steps=1)
+    run = wrapped(loss_fn).fit([batch], num_steps=1)
     assert run.step == 1  # this process is none the worse for it
 
 
-def test_where_one_row_is_too_much_nothing_is_suggested():
+def test_where_one_row_is_too_much_nothing_is_suggested_and_other_errors_stay_what_they_are():
     def greedier(model, batch, train):
         losses, metrics = greedy(model, batch, train)
         rows = jnp.tile(losses[:, None, None], (1, 8, 1))
         noise = jnp.sin(jnp.arange(PER_ROW)[None, None] * rows)
         return losses + 0 * jax.lax.stop_gradient(jnp.sort(noise).max((-1, -2))), metrics
 
-    with pytest.raises(OutOfMemoryError, match="One row at a time is too much"):
-        greedy_ddp(greedier).fit([make_batch(4)], num_steps=1)
-
-
-def test_other_errors_of_a_device_stay_what_they_are():
     def fails(_):
         raise OSError("no space")
 
-    def loss(model, batch, train):
+    def failing(model, batch, train):
         losses, _ = loss_fn(model, batch, train)
         return losses + jax.pure_callback(fails, losses, jax.lax.stop_gradient(losses))
 
-    ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss, mesh=1)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="no space"):
-        ddp.fit([make_batch(4)], num_steps=1)
+    for loss, mesh, error, message in (
+        (greedier, 2, OutOfMemoryError, "One row at a time is too much"),
+        (failing, 1, jax.errors.JaxRuntimeError, "no space"),
+    ):
+        with pytest.raises(error, match=message):
+            wrapped(loss, mesh).fit([make_batch(4)], num_steps=1)
 
 
 def test_memory_is_that_of_the_arrays_of_a_state():
-    ddp = jddp.DataParallel(MLP(), optax.adam(0.1), loss_fn, mesh=2, ema_decay=0.5)
+    ddp = wrapped(loss_fn, ema_decay=0.5)
     state = ddp.init(0, make_batch(8))
     memory = ddp.memory(make_batch(8))
     num_bytes = sum(x.nbytes for x in jax.tree.leaves(state.params))

@@ -34,11 +34,9 @@ def test_pictures_are_as_their_script_makes_them(tmp_path):
 
 
 def test_each_picture_stands_in_a_page_with_a_text_for_who_cannot_see_it():
+    image = re.compile(r"!\[[^]]{21,}\]\((\S+\.svg)\)")
     shown = {
-        (page.parent / target).resolve()
-        for page in PAGES
-        for text, target in re.findall(r"!\[([^]]*)\]\((\S+\.svg)\)", page.read_text())
-        if len(text) > 20
+        (x.parent / target).resolve() for x in PAGES for target in image.findall(x.read_text())
     }
     assert shown == set(PICTURES)
 
@@ -60,14 +58,13 @@ def test_a_picture_has_a_title_and_a_description_and_its_text_is_inside_and_larg
         assert size <= float(text.get("y")) <= height - 4, text.text
 
 
-def luminance(colour):
-    """The relative luminance of "#rrggbb", as in WCAG 2.2."""
-    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
-    return sum(x * y for x, y in zip(linear, (0.2126, 0.7152, 0.0722), strict=True))
-
-
 def test_text_has_the_contrast_that_wcag_asks_for_on_light_and_dark_fills(script):
+    def luminance(colour):
+        """The relative luminance of "#rrggbb", as in WCAG 2.2."""
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
+        return sum(x * y for x, y in zip(linear, (0.2126, 0.7152, 0.0722), strict=True))
+
     canvas = script("canvas")
     for is_dark in (0, 1):
         for ink in (canvas.INK[is_dark], canvas.QUIET[is_dark]):
@@ -78,10 +75,8 @@ def test_text_has_the_contrast_that_wcag_asks_for_on_light_and_dark_fills(script
 
 def test_the_picture_of_buckets_is_the_plan_for_its_network(script):
     step = script("a_step")
-    params = {
-        layer: {"bias": jnp.zeros(columns), "kernel": jnp.zeros((rows, columns))}
-        for layer, (rows, columns) in step.LAYERS.items()
-    }
+    sizes = step.LAYERS.items()
+    params = {k: {"bias": jnp.zeros(b), "kernel": jnp.zeros((a, b))} for k, (a, b) in sizes}
 
     def loss(params):
         x = jnp.ones((1, 784))

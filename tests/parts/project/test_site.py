@@ -46,13 +46,10 @@ def test_every_key_of_a_config_has_its_type_default_and_effect():
         assert re.search(rf"^\[`{name}`\]{{#.+}}\n: {about}\\\n  {facts}", made, re.M)
 
 
-def test_every_exit_code_is_in_the_table():
+def test_every_exit_code_is_in_the_table_and_restarted_as_the_page_on_reliability_has_it():
     row = r'^\| <a id="exit-(\d+)"></a>(\d+) \| `(\w+)` \|'
     rows = re.findall(row, page("exit_codes"), re.M)
     assert rows == [(str(int(x)), str(int(x)), x.name) for x in ExitCode]
-
-
-def test_exit_codes_are_restarted_as_the_page_on_reliability_has_it():
     here = re.findall(r"</a>(\d+) \| `\w+` \|(.*?)\|", page("exit_codes"))
     there = re.findall(r"^\| (\d+) \| `\w+` \|.*\|(.*?)\|$", page("reliability"), re.M)
     assert here == there
@@ -89,17 +86,15 @@ def test_every_field_of_the_files_of_a_run_is_in_the_page(tmp_path):
 def test_links_of_staged_pages_lead_to_staged_pages(tmp_path):
     stage = STAGE["Stage"](tmp_path)
     launch = ROOT / "docs" / "launch.md"
-    assert stage.target("reliability.md#exit-codes", launch, "launch.md") == (
-        "reliability.md#exit-codes"
-    )
-    assert stage.target("../benchmarks/README.md", launch, "launch.md") == "benchmarks.md"
-    assert stage.target("../scripts/slurm.sbatch", launch, "launch.md") == (
-        "files/scripts/slurm.sbatch.md"
-    )
-    text = stage.linked(
-        "[x](docs/data.md)\n```bash\n[x](docs/data.md)\n```\n", ROOT / "README.md", "index.md"
-    )
-    assert text == "[x](data.md)\n```bash\n[x](docs/data.md)\n```\n"
+    for target, staged in (
+        ("reliability.md#exit-codes", "reliability.md#exit-codes"),
+        ("../benchmarks/README.md", "benchmarks.md"),
+        ("../scripts/slurm.sbatch", "files/scripts/slurm.sbatch.md"),
+    ):
+        assert stage.target(target, launch, "launch.md") == staged
+    code = "```bash\n[x](docs/data.md)\n```\n"
+    text = stage.linked(f"[x](docs/data.md)\n{code}", ROOT / "README.md", "index.md")
+    assert text == f"[x](data.md)\n{code}"
 
 
 def test_the_page_on_installation_has_the_versions_and_extras_that_are_tested():
@@ -126,12 +121,8 @@ def test_messages_of_the_troubleshooting_page_are_in_the_code():
     assert len(messages) >= 30
     parts = [part.strip() for message in messages for part in message.split("...")]
     assert not [part for part in parts if not any(part in text for text in texts)]
-
-
-def test_each_entry_of_the_troubleshooting_page_has_an_anchor_of_its_own():
     anchors = re.findall(r'^<a id="([\w-]+)"></a>\n\n### ', page("troubleshooting"), re.M)
-    assert len(anchors) == page("troubleshooting").count("\n### ")
-    assert len(anchors) == len(set(anchors))
+    assert len(set(anchors)) == len(anchors) == page("troubleshooting").count("\n### ")
 
 
 def run_page(name, which, folder, **variables):
