@@ -1,6 +1,7 @@
 """Data stay data: nothing that is read runs, nothing that is written shows what it should not."""
 
 import ast
+import contextlib
 import os
 import shutil
 import socket
@@ -150,21 +151,15 @@ def test_yaml_that_is_no_config_is_refused_in_one_line_and_an_alias_is_what_it_s
         assert read_values(Path("config.yaml")) == values
 
 
-def test_a_checkpoint_cannot_be_kept_outside_of_its_run(trained):
+def test_a_checkpoint_cannot_be_kept_outside_of_its_run_nor_lead_there(run_dir, trained):
     for name in ("../out", "a/b", "/tmp/out", ".", "..", "", "a b", "-x", "ü"):
         with pytest.raises(ConfigError, match="is no plain name"):
             trained.save(name)
     assert [path.name for path in trained.run_dir.parent.iterdir()] == ["run"]
-
-
-def test_a_link_is_no_checkpoint_and_a_list_of_digests_that_leads_elsewhere_does_not_hold(
-    run_dir, trained
-):
     folder = run_dir / "checkpoints"
     os.symlink(trained.run_dir / "checkpoints/3", folder / "4")
-    checkpoints = Checkpoints(folder, keep=1)
-    assert checkpoints.steps() == [3]
-    checkpoints.close()
+    with contextlib.closing(Checkpoints(folder, keep=1)) as checkpoints:
+        assert checkpoints.steps() == [3]  # A link is no checkpoint.
     (folder / "secret").write_text("x")
     with (folder / "3" / "SHA256SUMS").open("a") as sums:
         sums.write(f"{'0' * 64}  ../secret\n")

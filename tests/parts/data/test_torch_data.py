@@ -44,9 +44,7 @@ def test_a_loader_trains_and_is_evaluated_as_arrays_are(tensors, num_workers):
     # Forked workers would share the locks of JAX's threads.
     options |= {"multiprocessing_context": "spawn"} if num_workers else {}
     loader = torch.utils.data.DataLoader(tensors, **options)
-    arrays = [
-        (ROWS["x"][i : i + 8], ROWS["y"][i : i + 8].astype(np.int32)) for i in range(0, 32, 8)
-    ]
+    arrays = [(ROWS["x"][i : i + 8], ROWS["y"][i : i + 8]) for i in range(0, 32, 8)]
     ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, mesh=4)
     got = ddp.fit(loader, num_steps=4, evaluate=loader)
     want = ddp.fit(arrays, num_steps=4, evaluate=arrays)
