@@ -305,12 +305,11 @@ def saved(two_saved, tmp_path):
     return shutil.copytree(two_saved, tmp_path / "saved")
 
 
-def test_the_files_are_those_that_the_list_of_coreutils_says(saved):
+def test_the_list_of_files_is_that_of_coreutils_and_every_bit_that_flips_in_any_file_is_found(
+    saved,
+):
     for folder in saved.iterdir():
         subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=folder, check=True)
-
-
-def test_every_bit_that_flips_in_any_file_is_found(saved):
     rng, folder = np.random.default_rng(0), saved / "4"
     files = [file for file in folder.rglob("*") if file.is_file()]
     assert len(files) >= 8
@@ -388,12 +387,6 @@ def test_if_no_checkpoint_can_be_trusted_nothing_starts_anew(saved, state):
         Checkpoints(saved, keep=2).restore(like=state)
     assert (got.value.exit_code, len(str(got.value).splitlines())) == (74, 1)
     assert names_in(saved) == {"2.damaged", "4.damaged"}
-
-
-def test_a_directory_that_cannot_be_made_is_a_file_system_error(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(FileSystemError, match="file/run cannot be opened for checkpoints: "):
-        Checkpoints(tmp_path / "file" / "run", keep=1)
 
 
 def test_what_a_process_that_died_was_writing_or_removing_is_no_checkpoint(saved, state):
@@ -509,7 +502,12 @@ def test_a_disk_that_fills_up_during_a_save_is_reported_once(tmp_path, state, ca
     assert [x.levelname for x in caplog.records if "cannot be saved" in x.message] == ["ERROR"]
 
 
-def test_a_run_directory_that_was_moved_is_not_made_anew_by_a_save(tmp_path, state):
+def test_a_directory_that_cannot_be_made_is_an_error_and_one_that_was_moved_is_not_made_again(
+    tmp_path, state
+):
+    (tmp_path / "file").touch()
+    with pytest.raises(FileSystemError, match="file/run cannot be opened for checkpoints: "):
+        Checkpoints(tmp_path / "file" / "run", keep=1)
     checkpoints = Checkpoints(tmp_path / "run" / "saved", keep=1)
     checkpoints.save(1, state, {})
     checkpoints.wait()

@@ -36,18 +36,15 @@ def mistakes_in(files=(), overrides=()) -> list[str]:
 SHORT = "train: {num_steps: 10}\n"
 
 
-def test_later_sources_win_and_the_run_is_named_after_its_files(file):
-    files = [file(SHORT + "seed: 1", "a.yaml"), file("seed: 2", "b.yaml")]
-    config, name = load_config(files, ["seed=3", "data.global_batch_size=64"])
-    assert (config.seed, config.train.num_steps, config.data.global_batch_size) == (3, 10, 64)
-    assert (name, config.run.dir) == ("a+b", "runs/a+b")
-
-
-def test_a_number_like_1e_3_is_a_number_also_among_free_arguments(file):
+def test_later_sources_win_the_run_is_named_after_its_files_and_1e_3_is_a_number(file):
     files = [file(SHORT + "optimizer: {kwargs: {b1: 1e-3}}")]
     config, _ = load_config(files, ["optimizer.kwargs.eps=1e-8", "optimizer.learning_rate=1e-2"])
     assert config.optimizer.kwargs == {"b1": 1e-3, "eps": 1e-8}
     assert config.optimizer.learning_rate == 1e-2
+    files = [file(SHORT + "seed: 1", "a.yaml"), file("seed: 2", "b.yaml")]
+    config, name = load_config(files, ["seed=3", "data.global_batch_size=64"])
+    assert (config.seed, config.train.num_steps, config.data.global_batch_size) == (3, 10, 64)
+    assert (name, config.run.dir) == ("a+b", "runs/a+b")
 
 
 def test_a_dumped_config_reads_back_to_the_same_values(file):
@@ -87,15 +84,6 @@ RULES = {
     "train.num_epochs=3": "train: give either 'num_steps' or 'num_epochs'.",
     "train.eval_params=ema": "needs ddp.ema_decay",
 }
-
-
-def test_overrides_from_python_are_dotted_keys_or_sections(file):
-    config, _ = load_config([file(SHORT)], {"optimizer.name": "sgd", "train": {"num_epochs": 1.5}})
-    changed = with_overrides(config, {"optimizer": {"kwargs": {"momentum": 0.9}}})
-    assert changed.optimizer.name == "sgd"
-    assert changed.optimizer.kwargs == {"momentum": 0.9}
-    assert changed.train.num_epochs == 1.5
-    assert config.optimizer.kwargs == {}
 
 
 def test_every_mistake_is_reported_at_once_with_its_source_and_key(file):
@@ -151,7 +139,13 @@ def test_a_job_of_targets_without_a_file_starts_from_the_schema_and_has_the_targ
     assert line.startswith("command line: model.target must be a valid string")
 
 
-def test_a_config_made_in_python_obeys_the_same_rules():
+def test_what_comes_from_python_has_dotted_keys_or_sections_and_obeys_the_same_rules(file):
+    config, _ = load_config([file(SHORT)], {"optimizer.name": "sgd", "train": {"num_epochs": 1.5}})
+    changed = with_overrides(config, {"optimizer": {"kwargs": {"momentum": 0.9}}})
+    assert changed.optimizer.name == "sgd"
+    assert changed.optimizer.kwargs == {"momentum": 0.9}
+    assert changed.train.num_epochs == 1.5
+    assert config.optimizer.kwargs == {}
     with pytest.raises(ConfigMistakes, match=r"optimizer\.learning_rate must be greater than 0"):
         Config(train={"num_steps": 1}, optimizer={"learning_rate": -1})
     with pytest.raises(ConfigError, match="train: give either 'num_steps' or 'num_epochs'"):

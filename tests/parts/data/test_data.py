@@ -75,7 +75,7 @@ def test_a_shuffled_epoch_is_a_permutation_of_any_number_of_examples(num_example
     np.testing.assert_array_equal(got, np.arange(num_examples))
 
 
-def test_all_permutations_are_equally_frequent():
+def test_all_permutations_are_equally_frequent_and_neighbours_are_torn_apart():
     found = np.array([places(5, seed=seed) for seed in range(4000)])
     _, counts = np.unique(found, axis=0, return_counts=True)
     num_permutations = math.factorial(5)
@@ -84,10 +84,6 @@ def test_all_permutations_are_equally_frequent():
     assert len(counts) == num_permutations
     # Five standard deviations, of seeds that are fixed; with eight rounds it is six.
     assert abs(chi_squared - freedom) < 5 * math.sqrt(2 * freedom)
-
-
-def test_neighbours_are_torn_apart():
-    """Neither steps between neighbours nor where an example lands shows a pattern."""
     order = places(10_000).astype(float)
     pairs = (order[:-1], order[1:]), (order, np.arange(10_000)), (order, places(10_000, epoch=1))
     for pair in pairs:
@@ -163,16 +159,13 @@ def counted(batches):
     return [batch["x"][batch.get("mask", np.ones(len(batch["x"]))) > 0] for batch in batches]
 
 
-def test_only_the_last_batch_of_a_run_is_padded_with_real_rows_that_do_not_count():
+def test_only_the_last_batch_of_a_run_is_padded_with_real_rows_that_do_not_count_if_it_is_partial():
     batches = train_batches(num_epochs=1.5)
     assert batches.is_padded
     made = list(batches)
     assert [batch["mask"].tolist() for batch in made] == [[1] * 4] * 3 + [[1, 1, 1, 0]]
     assert made[-1]["x"][3] == made[-1]["x"][2]
     np.testing.assert_array_equal(np.concatenate(counted(made)), read(train_batches(), 4)[:15])
-
-
-def test_a_run_that_ends_with_a_full_batch_or_drops_the_last_has_no_mask():
     dropped = {"num_epochs": 1, "drop_remainder": True}
     for options, sizes in (({"size": 5, "num_epochs": 2}, [5] * 4), (dropped, [4, 4])):
         batches = train_batches(**options)
@@ -180,16 +173,13 @@ def test_a_run_that_ends_with_a_full_batch_or_drops_the_last_has_no_mask():
         assert [[(k, len(x)) for k, x in b.items()] for b in batches] == [[("x", n)] for n in sizes]
 
 
-def test_a_batch_that_devices_do_not_divide_is_padded_and_still_the_same():
+def test_a_batch_that_devices_do_not_divide_is_padded_and_a_mask_of_the_examples_stays():
     plain, wide = train_batches(20, 6), train_batches(20, 6, multiple_of=4)
     assert wide.is_padded
     for _ in range(5):
         batch = next(wide)
         assert batch["mask"].tolist() == [1] * 6 + [0] * 2
         np.testing.assert_array_equal(batch["x"][:6], next(plain)["x"])
-
-
-def test_a_mask_of_the_examples_own_stays_where_rows_count():
     mask = np.eye(6, 3, dtype=np.float32)
     examples = ArrayExamples({"x": np.arange(6), "mask": mask})
     first, last = train_batches(examples, shuffle=False, num_epochs=1)
@@ -336,7 +326,7 @@ def test_sources_know_their_shapes_without_reading():
         assert len(data.sha256) == 64
 
 
-def test_standard_library_text_is_cut_into_windows_and_its_parts_are_disjoint():
+def test_standard_library_text_is_cut_into_windows_without_tests_and_what_was_installed(tmp_path):
     data = make_source("python_stdlib", kwargs={"sequence_length": 64}).load()
     assert data.sha256[:12] in data.description
     assert 0.05 < len(data.test) / len(data.train) < 0.2
@@ -344,9 +334,6 @@ def test_standard_library_text_is_cut_into_windows_and_its_parts_are_disjoint():
     assert window.shape == (2, 65)
     assert window[0, -1] == window[1, 0]
     assert window.max() < 256
-
-
-def test_standard_library_leaves_out_tests_and_what_was_installed(tmp_path):
     for name in ("a.py", "b/c.py", "b/test/d.py", "site-packages/e.py", "_sysconfigdata_x.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
@@ -391,16 +378,6 @@ def test_windows_predict_each_token_once(num_more, length):
     assert length + num_more - len(targets) < length
 
 
-def test_own_arrays_become_a_data_set_in_32_bits():
-    x = np.linspace(0, 1, 12).reshape(6, 2)
-    data = make_data_set("mine", {"x": x, "y": np.arange(6)}, {"x": x[:2], "y": np.arange(2)})
-    spec = {"x": ((2,), np.dtype("float32")), "y": ((), np.dtype("int32"))}
-    assert spec_of(data.train) == spec
-    assert data.description == "mine: 6 train / 2 test examples"
-    assert make_data_set("mine", data.train, data.test).sha256 == data.sha256
-    assert make_data_set("mine", data.test, data.train).sha256 != data.sha256
-
-
 WRONG_ARGUMENTS = (
     ("fashion_mnits", {}, "no data set 'fashion_mnits'. Did you mean 'fashion_mnist'"),
     ("fashion_mnist", {"kwargs": {"held_out": 5}}, "Did you mean 'num_held_out'"),
@@ -422,7 +399,15 @@ def test_wrong_arguments_are_refused_before_anything_is_read():
             make_source(name, **arguments)
 
 
-def test_a_file_that_is_missing_truncated_or_altered_is_named(tmp_path, monkeypatch):
+def test_a_file_that_is_missing_truncated_or_altered_is_named_and_nothing_takes_its_place(
+    tmp_path, monkeypatch
+):
+    for directory, message in (
+        (tmp_path / "absent", r"absent: no such directory, .* dataset-fashion-mnist"),
+        (tmp_path, r"t10k-images-idx3-ubyte\.gz: No such file"),
+    ):
+        with pytest.raises(DataError, match=message):
+            make_source("fashion_mnist", source="full", directory=str(directory)).load()
     for path in embedded._HERE.glob("*.gz"):
         shutil.copy(path, tmp_path)
     monkeypatch.setattr(embedded, "_HERE", tmp_path)
@@ -442,15 +427,6 @@ def test_a_file_that_is_missing_truncated_or_altered_is_named(tmp_path, monkeypa
         path.write_bytes(sound[name])
 
 
-def test_full_source_without_its_files_fails_and_falls_back_on_nothing(tmp_path):
-    for directory, message in (
-        (tmp_path / "absent", r"absent: no such directory, .* dataset-fashion-mnist"),
-        (tmp_path, r"t10k-images-idx3-ubyte\.gz: No such file"),
-    ):
-        with pytest.raises(DataError, match=message):
-            make_source("fashion_mnist", source="full", directory=str(directory)).load()
-
-
 BAD_DATA = (
     ({}, "no arrays"),
     ({"x": np.zeros(3), "y": np.zeros(2)}, "different lengths: x 3, y 2"),
@@ -463,7 +439,14 @@ BAD_DATA = (
 )
 
 
-def test_bad_arrays_and_data_that_are_not_data_are_refused():
+def test_own_arrays_become_a_data_set_in_32_bits_or_are_refused():
+    x = np.linspace(0, 1, 12).reshape(6, 2)
+    data = make_data_set("mine", {"x": x, "y": np.arange(6)}, {"x": x[:2], "y": np.arange(2)})
+    spec = {"x": ((2,), np.dtype("float32")), "y": ((), np.dtype("int32"))}
+    assert spec_of(data.train) == spec
+    assert data.description == "mine: 6 train / 2 test examples"
+    assert make_data_set("mine", data.train, data.test).sha256 == data.sha256
+    assert make_data_set("mine", data.test, data.train).sha256 != data.sha256
     for data, message in BAD_DATA:
         with pytest.raises(DataError, match=message):
             make_data_set("mine", data, {"x": np.zeros(1)})

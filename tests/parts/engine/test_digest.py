@@ -60,13 +60,10 @@ def test_an_array_has_one_digest_on_any_devices_whole_or_split(dtype):
     assert len(whole | parts) == 1
 
 
-def test_a_random_key_is_its_words():
+def test_keys_and_no_elements_have_a_digest_too_and_arrays_whose_memory_is_gone_are_refused():
     keys = [jax.random.key(0), jax.random.key(1), jax.random.key(0, impl="rbg")]
     assert len({word(key) for key in keys}) == 3
     assert word(jax.random.split(keys[0], 8), spec=P("data")) == word(jax.random.split(keys[0], 8))
-
-
-def test_no_elements_have_a_digest_too_and_arrays_whose_memory_is_gone_are_refused():
     assert word(np.zeros((0, 3), np.float32)) == "00000000"
     x = put(np.ones(2))
     x.delete()

@@ -237,16 +237,13 @@ def test_what_is_computed_meanwhile_hides_a_transfer_and_half_an_all_reduce_take
         assert transfer.needed_seconds == 1.5
 
 
-def test_transfers_queue_behind_each_other():
+def test_transfers_queue_behind_each_other_and_a_blocking_one_stops_the_clock():
     products = [PRODUCT.format(f"p{i}") for i in range(4)]
     timeline = walked(*map(START.format, "rs"), *products, *map(DONE.format, "rs"))
     first, second = timeline.transfers
     assert (first.name, second.name) == ("r-start", "s-start")
     assert (first.waited_seconds, second.waited_seconds) == (0.0, 2.0)
     assert timeline.step_seconds == 6.0
-
-
-def test_a_blocking_transfer_waits_for_the_queue_and_stops_the_clock():
     timeline = walked(START.format("s"), PRODUCT.format("a"), PLAIN, DONE.format("s"))
     blocking, hidden = timeline.transfers
     assert blocking.waited_seconds == 5.0
@@ -305,13 +302,10 @@ def test_a_loop_costs_its_body_as_often_as_it_runs_and_a_conditional_its_longest
     assert cost_of(line).seconds == 1.0
 
 
-def test_what_computes_little_costs_its_bytes_and_a_kernel():
+def test_what_computes_little_costs_a_kernel_and_its_bytes_of_which_slices_count():
     gpu = dataclasses.replace(GPU, bytes_per_second=1e6, kernel_seconds=0.25)
     assert cost_of("%r = f32[32768]{0} copy(%v)", gpu).seconds == 0.25 + 2 * 131072 / 1e6
     assert cost_of("%r = f32[32768]{0} bitcast(%v)", gpu).seconds == 0.0
-
-
-def test_of_what_is_only_sliced_the_slices_count():
     gpu = dataclasses.replace(GPU, bytes_per_second=1.0)
     before = "%p = f32[1000000]{0} constant(0)", "%q = f32[10]{0} constant(0)"
     line = "%r = f32[10]{0} fusion(%p, %q), kind=kLoop, calls=%slicing"
@@ -366,14 +360,11 @@ def test_hosts_further_apart_and_fewer_gpus_to_share_the_way_take_longer(mebibyt
     assert seconds(1, 2) <= seconds(1, 8) < seconds(2, 8) <= seconds(2, 4) <= seconds(4, 4)
 
 
-def test_a_gpu_is_described_in_the_words_of_xla():
+def test_a_gpu_is_described_in_the_words_of_xla_and_one_that_cannot_be_is_refused(monkeypatch):
     text = target_config(GPUS["h100_sxm"])
     assert "core_count: 132" in text
     assert "cuda_compute_capability: { major: 9 minor: 0 }" in text
     assert text.count("{") == text.count("}")
-
-
-def test_one_device_alone_an_unknown_gpu_and_a_missing_plugin_are_refused(monkeypatch):
     with pytest.raises(ConfigError, match="two devices or more: got 1 hosts of 1"):
         make_network(num_hosts=1, devices_per_host=1)
     with pytest.raises(ConfigError, match="'h100_smx'.* Did you mean 'h100_sxm'"):

@@ -52,28 +52,22 @@ def test_a_metric_of_rows_counts_where_its_row_has_a_valid_token():
     assert (pair(sums["loss"]), pair(sums["row"])) == ((3, 3), (14, 2))
 
 
-@pytest.mark.parametrize("shape", [(4,), (3, 5), (2, 3)])
-def test_a_shape_that_does_not_align_with_the_mask_is_refused(shape):
-    with pytest.raises(ConfigError, match=r"'loss' has shape .* leading dims"):
-        weigh(jnp.ones(shape), {}, mask=jnp.ones((3, 2)))
+def test_a_shape_that_does_not_align_with_the_mask_and_names_that_jddp_reports_are_refused():
+    for shape in ((4,), (3, 5), (2, 3)):
+        with pytest.raises(ConfigError, match=r"'loss' has shape .* leading dims"):
+            weigh(jnp.ones(shape), {}, mask=jnp.ones((3, 2)))
+    # The loop would take "skipped" for its own, and end the run.
+    for names in (["grad_norm"], ["examples", "count"], ["skipped"]):
+        with pytest.raises(ConfigError, match=f"'{min(names)}' is jddp's own"):
+            weigh(jnp.ones(2), {name: jnp.ones(2) for name in names})
 
 
-@pytest.mark.parametrize("names", [["grad_norm"], ["examples", "count"], ["skipped"]])
-def test_names_that_jddp_reports_itself_are_refused(names):
-    """The loop would take "skipped" for its own, and end the run."""
-    with pytest.raises(ConfigError, match=f"'{min(names)}' is jddp's own"):
-        weigh(jnp.ones(2), {name: jnp.ones(2) for name in names})
-
-
-def test_a_mean_over_nothing_is_zero_and_keeps_dtypes():
+def test_a_tree_is_divided_to_rounding_keeps_its_dtypes_and_a_mean_over_nothing_is_zero():
     tree = {"a": jnp.ones(2, jnp.bfloat16), "b": jnp.ones(2, jnp.complex64)}
     got = mean_tree(tree, jnp.float32(0))
     assert {k: x.dtype for k, x in got.items()} == {k: x.dtype for k, x in tree.items()}
     np.testing.assert_array_equal(mean_tree(tree, jnp.float32(4))["b"], [0.25, 0.25])
     assert float(mean(jnp.float32(0), jnp.float32(0))) == 0
-
-
-def test_a_tree_is_divided_to_rounding_and_exactly_by_powers_of_two():
     totals = jnp.asarray(np.random.default_rng(0).normal(size=1000), jnp.float32)
     for count in (7.0, 41.0, 96.0):
         got = mean_tree(totals, jnp.float32(count))
@@ -113,16 +107,6 @@ def test_what_is_computed_comes_from_the_sums_of_all_that_counts():
     assert reported([(TABLE, metric, TABLE)]) == [2, 6, 2]
 
 
-def test_values_of_rows_are_summed_over_rows_with_anything_valid():
-    mask = jnp.array([[1.0, 0.0], [0.0, 0.0]])
-    values = {"a": jnp.array([3, 4]), "b": jnp.array([[1.0, 2.0], [8.0, 9.0]])}
-    found = []
-    metric = Metric(values["a"], lambda total, count: found.append((total, count)) or 0.0)
-    reported([(jnp.zeros((2, 2)), metric, mask)])
-    ((total, count),) = found
-    assert (total.tolist(), total.dtype, count) == (3, np.int64, 1.0)
-
-
 def test_a_table_is_counted_in_whole_numbers_beyond_what_float32_holds():
     pairs = np.eye(2, dtype=np.int32)
     labels, guesses = pairs[[0, 1, 1, 0]], pairs[[0, 1, 0, 0]]
@@ -134,7 +118,14 @@ def test_a_table_is_counted_in_whole_numbers_beyond_what_float32_holds():
     assert reported([last]) == [[2**29, 0], [0, 0]]
 
 
-def test_what_is_computed_is_left_out_of_training_and_of_nothing_valid_is_nan():
+def test_values_of_rows_are_summed_over_rows_with_anything_valid_and_left_out_of_training():
+    mask = jnp.array([[1.0, 0.0], [0.0, 0.0]])
+    values = {"a": jnp.array([3, 4]), "b": jnp.array([[1.0, 2.0], [8.0, 9.0]])}
+    found = []
+    metric = Metric(values["a"], lambda total, count: found.append((total, count)) or 0.0)
+    reported([(jnp.zeros((2, 2)), metric, mask)])
+    ((total, count),) = found
+    assert (total.tolist(), total.dtype, count) == (3, np.int64, 1.0)
     metric = Metric(jnp.ones(2), lambda total, count: 1 / 0)
     assert weigh(jnp.ones(2), {"metric": metric}).keys() == {"loss"}
     assert np.isnan(reported([(jnp.ones(2), metric, jnp.zeros(2))]))

@@ -95,11 +95,8 @@ def test_rooms_import_only_from_floors_below():
     assert not wrong
 
 
-def test_libraries_come_in_by_few_doors():
+def test_libraries_come_in_by_few_doors_and_jax_not_in_what_runs_before_it():
     assert not {x: found for x, rooms in HOMES.items() if (found := rooms_using(x) - rooms)}
-
-
-def test_what_runs_before_jax_does_not_import_it():
     using = [name_of(path) for path in MODULES if any(reaches(x, "jax") for x in USED[path])]
     assert not [name for name in using for room in WITHOUT_JAX if reaches(name, f"jddp.{room}")]
 

@@ -27,13 +27,10 @@ def script(monkeypatch):
     return importlib.import_module
 
 
-def test_pictures_are_as_their_script_makes_them(tmp_path):
+def test_pictures_are_as_their_script_makes_them_and_each_stands_in_a_page_with_a_text(tmp_path):
     subprocess.run([sys.executable, FOLDER / "make.py", tmp_path], check=True)
     there = {path.relative_to(FOLDER): path.read_bytes() for path in PICTURES}
     assert contents(tmp_path) == there, "run python docs/pictures/make.py"
-
-
-def test_each_picture_stands_in_a_page_with_a_text_for_who_cannot_see_it():
     image = re.compile(r"!\[[^]]{21,}\]\((\S+\.svg)\)")
     shown = {
         (x.parent / target).resolve() for x in PAGES for target in image.findall(x.read_text())

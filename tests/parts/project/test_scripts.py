@@ -55,15 +55,7 @@ def is_there(words):
     return exists and all((ROOT / config).exists() for config in configs)
 
 
-def test_commands_of_pages_exist():
-    started = [(page.name, words) for page in PAGES for words in commands(page)]
-    assert not [(page, words) for page, words in started if not is_there(words)]
-    shown = (ROOT / "README.md").read_text()
-    assert "scripts/quickstart" in shown
-    assert "scripts/test" in shown
-
-
-def test_relative_links_of_pages_lead_somewhere():
+def test_commands_and_relative_links_of_pages_lead_somewhere():
     assert not [
         (page.name, target)
         for page in PAGES
@@ -71,6 +63,11 @@ def test_relative_links_of_pages_lead_somewhere():
         if not re.match(r"https?://|mailto:|#", target)
         and not (page.parent / target.partition("#")[0]).exists()
     ]
+    started = [(page.name, words) for page in PAGES for words in commands(page)]
+    assert not [(page, words) for page, words in started if not is_there(words)]
+    shown = (ROOT / "README.md").read_text()
+    assert "scripts/quickstart" in shown
+    assert "scripts/test" in shown
 
 
 def test_what_is_left_out_is_named_and_a_test_that_ends_its_worker_ends_the_run(tmp_path):

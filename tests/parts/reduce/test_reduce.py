@@ -228,7 +228,14 @@ def test_auto_is_flat_and_overlapped_on_gpus_and_leaf_and_not_elsewhere():
             choose_layout(layout, overlap, lambda: "cpu")
 
 
-def test_options_out_of_their_range_are_refused():
+def test_a_first_bucket_is_smaller_and_options_out_of_their_range_are_refused():
+    for options, sizes in (
+        ({}, (MIB, 25 * MIB)),
+        ({"bucket_mb": 0.5}, (MIB // 2,)),
+        ({"bucket_mb": [0.5, 8, 25]}, (MIB // 2, 8 * MIB, 25 * MIB)),
+        ({"bucket_mb": 1e-9}, (1,)),
+    ):
+        assert reduction(**options).bucket_bytes == sizes
     sizes = {"bucket_mb": 0}, {"bucket_mb": []}, {"bucket_mb": [1, -1]}
     sizes += {"first_bucket_mb": 0}, {"last_bucket_mb": 0}
     for options, message in (
@@ -240,16 +247,6 @@ def test_options_out_of_their_range_are_refused():
     ):
         with pytest.raises(ConfigError, match=message):
             reduction(**options)
-
-
-def test_a_first_bucket_is_smaller_but_never_larger_than_the_others():
-    for options, sizes in (
-        ({}, (MIB, 25 * MIB)),
-        ({"bucket_mb": 0.5}, (MIB // 2,)),
-        ({"bucket_mb": [0.5, 8, 25]}, (MIB // 2, 8 * MIB, 25 * MIB)),
-        ({"bucket_mb": 1e-9}, (1,)),
-    ):
-        assert reduction(**options).bucket_bytes == sizes
 
 
 def test_only_flat_buckets_are_kept_from_being_merged_and_a_threshold_of_the_user_stands(

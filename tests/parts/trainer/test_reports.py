@@ -58,7 +58,11 @@ def test_all_processes_check_and_only_the_writer_writes(tmp_path):
         prepared(tmp_path, {**CONFIG, "seed": 2}, is_writer=False)
 
 
-def test_a_run_from_objects_and_one_from_a_config_do_not_mix(tmp_path):
+def test_a_directory_of_a_run_of_another_kind_or_of_something_else_is_refused(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("precious\n")
+    with pytest.raises(ConfigError, match=r"holds metrics\.jsonl of something else"):
+        prepared(tmp_path)
+    assert contents(tmp_path) == {Path("metrics.jsonl"): b"precious\n"}
     prepared(tmp_path / "objects", None)
     prepared(tmp_path / "objects", None)
     with pytest.raises(ConfigError, match="started from objects"):
@@ -66,13 +70,6 @@ def test_a_run_from_objects_and_one_from_a_config_do_not_mix(tmp_path):
     prepared(tmp_path / "config")
     with pytest.raises(ConfigError, match="started from a config"):
         prepared(tmp_path / "config", None)
-
-
-def test_a_directory_with_results_of_something_else_is_refused(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text("precious\n")
-    with pytest.raises(ConfigError, match=r"holds metrics\.jsonl of something else"):
-        prepared(tmp_path)
-    assert contents(tmp_path) == {Path("metrics.jsonl"): b"precious\n"}
 
 
 def test_other_data_under_the_same_config_are_refused(tmp_path):
@@ -97,13 +94,6 @@ def test_a_start_on_other_versions_is_added_to_the_manifest_which_a_start_that_d
     kept = json.loads((tmp_path / "manifest.json").read_text())
     assert kept["versions"] == {"jax": "0.10.2"}
     assert [start["versions"] for start in kept["later_starts"]] == [{"jax": "0.11"}]
-
-
-def test_metrics_keep_every_digit_and_lines_stay_json(tmp_path):
-    metrics = MetricsFile(tmp_path / "metrics.jsonl")
-    metrics.append({"step": 1, "loss": 0.1 + 0.2, "bad": float("nan")})
-    assert metrics.read() == [{"step": 1, "loss": 0.1 + 0.2, "bad": None}]
-    assert MetricsFile(tmp_path / "none").read() == []
 
 
 def test_metrics_that_cannot_be_written_are_reported_once_and_written_later(tmp_path, caplog):
@@ -209,7 +199,11 @@ def test_metrics_are_cut_after_a_step_and_lines_of_somebody_else_are_kept_and_pa
     assert os.listdir(tmp_path) == ["metrics.jsonl"]
 
 
-def test_metrics_that_cannot_be_read_are_a_file_system_error(tmp_path):
+def test_metrics_keep_every_digit_lines_stay_json_and_what_cannot_be_read_is_an_error(tmp_path):
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    metrics.append({"step": 1, "loss": 0.1 + 0.2, "bad": float("nan")})
+    assert metrics.read() == [{"step": 1, "loss": 0.1 + 0.2, "bad": None}]
+    assert MetricsFile(tmp_path / "none").read() == []
     metrics, message = MetricsFile(tmp_path), "cannot be read: Is a directory"
     for act in (metrics.read, lambda: metrics.truncate_after(1)):
         with pytest.raises(FileSystemError, match=rf"{tmp_path.name}: {message}"):

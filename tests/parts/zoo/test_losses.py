@@ -23,7 +23,7 @@ def identity(x):
     return x
 
 
-def test_cross_entropy_is_per_example_and_label_smoothing_spreads_the_target_in_training():
+def test_cross_entropy_is_per_example_smoothed_in_training_and_of_both_labels_of_a_mixed_image():
     batch = {"image": LOGITS, "label": LABELS}
     losses, metrics = cross_entropy(identity, batch, True)
     np.testing.assert_allclose(losses, -log_softmax(LOGITS)[[0, 1, 2], LABELS], rtol=1e-6)
@@ -33,9 +33,6 @@ def test_cross_entropy_is_per_example_and_label_smoothing_spreads_the_target_in_
     np.testing.assert_allclose(smooth, -(targets * log_softmax(LOGITS)).sum(-1), rtol=1e-6)
     judged, _ = cross_entropy(identity, batch, False, label_smoothing=0.3)
     np.testing.assert_array_equal(judged, cross_entropy(identity, batch, False)[0])
-
-
-def test_an_image_with_another_laid_over_it_is_judged_by_both_labels():
     others, share = jnp.array([1, 0, 0]), jnp.array([1.0, 0.75, 0.25])
     batch = {"image": LOGITS, "label": LABELS, "other_label": others, "share": share}
     losses, _ = cross_entropy(identity, batch, True)

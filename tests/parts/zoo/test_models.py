@@ -38,12 +38,9 @@ def assert_trees_close(got, want, tolerance=1e-5):
         np.testing.assert_allclose(got[path], want[path], tolerance, tolerance, err_msg=str(path))
 
 
-def test_every_model_has_a_name_in_order():
+def test_every_model_has_a_name_in_order_and_published_sizes_are_met_exactly():
     assert set(TINY) | {"cnn_nnx"} == set(MODELS)
     assert list(MODELS) == sorted(MODELS)
-
-
-def test_published_sizes_are_met_exactly():
     images = jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.float32)
     assert num_params(resnet50(), images) == 25_557_032
     assert num_params(resnet18(), images) == 11_689_512

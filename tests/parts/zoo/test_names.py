@@ -83,7 +83,7 @@ def function(a, b=1, *rest, c, **more):
     return a, b, rest, c, more
 
 
-def test_the_arguments_of_functions_classes_and_partials_are_known():
+def test_arguments_are_known_and_held_against_the_signature_without_a_call():
     assert accepted_names(function, key="k") == {"a", "b", "c"}
     assert accepted_names(NnxNet, key="k") == {"width", "rngs"}
     assert "width" in accepted_names(LinenNet, key="k")
@@ -91,9 +91,6 @@ def test_the_arguments_of_functions_classes_and_partials_are_known():
     assert name_of(functools.partial(function, a=1)) == "function"
     with pytest.raises(ConfigError, match="k names 3, which cannot be called"):
         accepted_names(3, key="k")
-
-
-def test_arguments_are_held_against_the_signature_without_a_call():
     check_arguments(NnxNet, {"width": 1}, key="k", filled=["rngs"])
     check_arguments(function, {"a": 1, "c": 2, "anything": 3}, key="k")
     with pytest.raises(ConfigError, match=r"k\.widht: NnxNet takes no argument 'widht'.*'width'"):

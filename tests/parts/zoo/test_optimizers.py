@@ -24,7 +24,7 @@ def rates(name, steps, **options):
     return np.array([schedule(step) for step in steps])
 
 
-def test_a_schedule_is_filled_with_the_peak_rate_and_the_length_of_the_run():
+def test_a_schedule_is_filled_with_the_peak_rate_and_the_length_of_the_run_after_warm_up():
     cosine = rates("cosine_decay_schedule", [0, 5, 10])
     np.testing.assert_allclose(cosine, [0.5, 0.25, 0], atol=1e-7)
     np.testing.assert_allclose(rates("constant_schedule", [0, 10]), [0.5, 0.5])
@@ -32,9 +32,6 @@ def test_a_schedule_is_filled_with_the_peak_rate_and_the_length_of_the_run():
     np.testing.assert_allclose(linear, [0.5, 0.3, 0.1], rtol=1e-6)
     given = rates("cosine_decay_schedule", [5], kwargs={"decay_steps": 5, "alpha": 0.1})
     np.testing.assert_allclose(given, [0.05], rtol=1e-6)
-
-
-def test_warm_up_rises_from_zero_and_leaves_the_rest_to_the_schedule():
     found = rates("cosine_decay_schedule", [0, 1, 4, 7, 10], warmup_steps=4)
     np.testing.assert_allclose(found, [0, 0.125, 0.5, 0.25, 0], atol=1e-7)
     assert rates("cosine_decay_schedule", [9], warmup_steps=100) == pytest.approx(0.045)
