@@ -38,7 +38,7 @@ from jddp.checkpoint.checksums import NAME as SUMS
 from jddp.checkpoint.format_1 import guess_layouts
 from jddp.checkpoint.reader import find_newest, find_other_step, read_described, read_object
 from jddp.checkpoint.remote import Remote
-from jddp.checkpoint.resize import on_this_mesh, to_read
+from jddp.checkpoint.resize import empty, on_this_mesh, to_read
 from jddp.checkpoint.writer import SECONDS, Writer, first_line
 from jddp.distributed.coordination import from_first
 from jddp.engine.state import Replicated, TrainState
@@ -199,8 +199,8 @@ class Checkpoints:
                 )
             target = {n: to_read(described[n]["shape"], there[n], x) for n, x in wanted.items()}
             with contextlib.closing(ocp.StandardCheckpointHandler()) as handler:
-                arguments = ocp.args.StandardRestore(target)
-                arrays = handler.restore(epath.Path(folder / "state"), args=arguments)
+                given = ocp.args.StandardRestore({n: x for n, x in target.items() if x.size})
+                arrays = empty(target) | handler.restore(epath.Path(folder / "state"), args=given)
         except (ConfigError, FileSystemError):
             raise
         except Exception as error:  # orbax raises anything for foreign files

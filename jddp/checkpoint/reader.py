@@ -122,12 +122,14 @@ def read(folder: Path, fields: Sequence[str] | None = None) -> dict[str, Any]:
     state, described = epath.Path(folder.absolute()) / "state", read_described(folder)
     try:
         chosen = [n for n in described if fields is None or n.partition("/")[0] in fields]
-        as_numpy = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in chosen}
+        forms = {n: (described[n]["shape"], described[n]["dtype"]) for n in chosen}
+        empty = {n: np.zeros(*form) for n, form in forms.items() if 0 in form[0]}  # not in files
+        as_numpy = {n: ocp.RestoreArgs(restore_type=np.ndarray) for n in chosen if n not in empty}
         arguments = ocp.args.PyTreeRestore(
-            dict.fromkeys(chosen, 0), restore_args=as_numpy, partial_restore=True
+            dict.fromkeys(as_numpy, 0), restore_args=as_numpy, partial_restore=True
         )
         with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
-            arrays = handler.restore(state, args=arguments)
+            arrays = empty | handler.restore(state, args=arguments)
         return {name: as_saved(arrays[name], described[name]["dtype"]) for name in chosen}
     except Exception as error:  # orbax raises anything for foreign files
         raise FileSystemError(f"{state} cannot be read: {first_line(error)}") from error

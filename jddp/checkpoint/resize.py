@@ -7,7 +7,7 @@ layout. An optimizer's state may be whole or sharded, and is converted.
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,6 +25,12 @@ def to_read(shape: Sequence[int], layout: Layout, want: Any) -> jax.ShapeDtypeSt
         fits = not layout.is_per_replica and shape and shape[0] % mesh.size == 0
         sharding = sharded(mesh) if fits else replicated(mesh)
     return jax.ShapeDtypeStruct(shape, want.dtype, sharding=sharding)
+
+
+def empty(shapes: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    """The arrays without elements, which are in no file: orbax refuses them."""
+    none = {name: x for name, x in shapes.items() if not x.size}
+    return {n: jnp.zeros(x.shape, x.dtype, device=x.sharding) for n, x in none.items()}
 
 
 def on_this_mesh(x: jax.Array, want: jax.Array, layout: Layout) -> jax.Array:

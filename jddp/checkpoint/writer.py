@@ -108,9 +108,10 @@ class Writer:
     def _folder(self, step: int) -> Path:
         return self._directory / f"{step}.new"
 
-    def _copy(self, folder: Path, arrays: PyTree) -> list[Any]:
+    def _copy(self, folder: Path, arrays: Arrays) -> list[Any]:
         """Copies arrays to the host, and returns the futures of writing them."""
-        arguments = ocp.args.PyTreeSave(arrays, ocdbt_target_data_file_size=FILE_BYTES)
+        written = {name: x for name, x in arrays.items() if x.size}  # Orbax refuses empty ones.
+        arguments = ocp.args.PyTreeSave(written, ocdbt_target_data_file_size=FILE_BYTES)
 
         def begin() -> list[Any]:
             save = self._handler.async_save(epath.Path(folder), args=arguments)

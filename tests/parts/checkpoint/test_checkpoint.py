@@ -81,10 +81,11 @@ PARAMS = {
     "half": jnp.zeros((3, 2), jnp.bfloat16),
     "full": {"kernel": jnp.zeros((8, 3)), "scale": jnp.zeros(())},
     "list": {0: jnp.zeros(2), 10: jnp.zeros(2)},  # as nnx.List has its layers
+    "no units": jnp.zeros((0, 3)),
 }
 
 
-def test_every_leaf_comes_back_as_it_was(checkpoints):
+def test_every_leaf_comes_back_as_it_was(checkpoints, tmp_path):
     mesh, matrices = wrapped().mesh, lambda params: jax.tree.map(lambda x: x.ndim > 1, params)
     optimizer = optax.chain(
         optax.masked(optax.scale_by_adam(mu_dtype=jnp.bfloat16), matrices),
@@ -110,6 +111,8 @@ def test_every_leaf_comes_back_as_it_was(checkpoints):
     restored = checkpoints.restore(like=state)
     assert_same(restored.state, state)
     assert (restored.step, restored.beside) == (7, beside)
+    values = read_newest(tmp_path / "checkpoints", ["params"])["params"]
+    assert values["no units"].shape == (0, 3)
 
 
 @pytest.mark.parametrize(
