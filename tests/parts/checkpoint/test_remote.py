@@ -122,7 +122,7 @@ def test_the_newest_that_is_undamaged_is_fetched_with_those_that_are_not(url):
     assert checksums.find_damage(there.folder / "checkpoints" / "30")
 
 
-def test_names_that_lead_out_of_the_folder_are_left_there(tmp_path, monkeypatch):
+def test_names_that_lead_out_of_the_folder_are_left_there(monkeypatch):
     remote = Remote("memory:///out")
     names = "{0}/../x", "{0}/a/../../y"
     monkeypatch.setattr(type(remote._files), "find", lambda _, x: [n.format(x) for n in names])

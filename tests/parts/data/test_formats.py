@@ -108,8 +108,7 @@ def test_no_format_loads_pickles(tmp_path):
 
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_idx_files_are_read_as_mnist_is_published(tmp_path, is_packed):
-    images = np.arange(6 * 16, dtype=np.uint8).reshape(6, 4, 4)
-    labels = np.arange(6, dtype=np.uint8) % 3
+    images, labels = np.arange(96, dtype=np.uint8).reshape(6, 4, 4), np.arange(6, dtype="u1") % 3
     for part in ("train", "t10k"):
         for name, array in (("images-idx3", images), ("labels-idx1", labels)):
             data = script.pack(array) if is_packed else gzip.decompress(script.pack(array))
@@ -141,9 +140,9 @@ def test_an_image_that_does_not_decode_or_is_too_large_is_named_or_does_not_coun
     with pytest.raises(DataError, match=r"dark/a\.png: does not decode"):
         take_all(images_in(folder).load().train)
     source = images_in(folder, undecodable="mask")
-    data = source.load()
-    assert take_all(data.train)["mask"].tolist() == [0, 1, 1, 1, 1, 1]
-    assert spec_of(data.train) == source.spec
+    train = source.load().train
+    assert take_all(train)["mask"].tolist() == [0, 1, 1, 1, 1, 1]
+    assert spec_of(train) == source.spec
     assert ["dark/a.png: does not decode" in r.getMessage() for r in caplog.records] == [True] * 2
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 500)  # Pillow's limit is kept.
     with pytest.raises(DataError, match=r"a\.png: does not decode .*exceeds limit of 500 pixels"):
@@ -386,13 +385,6 @@ def cache_of_datasets(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
-def test_a_cache_that_cannot_be_written_is_refused_with_the_way_out(tmp_path, monkeypatch):
-    datasets.Dataset.from_dict({"x": X}).to_parquet(str(tmp_path / "train-0.parquet"))
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", "/dev/null/cache")
-    with pytest.raises(FileSystemError, match="cannot cache these files: .*Set HF_HOME"):
-        make_source("parquet", directory=str(tmp_path))
-
-
 @pytest.mark.parametrize("is_shown", [True, False])
 def test_a_hugging_face_data_set_is_taken_from_memory_disk_and_parquet_without_progress_bars(
     tmp_path, capfd, is_shown
@@ -446,7 +438,13 @@ def test_array_records_are_decoded_by_a_function_of_ones_own(tmp_path, monkeypat
     check_rows(pickle.loads(pickle.dumps(data.train._rows)) and data.train)
 
 
-def test_a_library_that_is_missing_is_named_with_the_way_to_get_it(tmp_path, monkeypatch):
+def test_a_library_that_is_missing_or_cannot_write_its_cache_is_named_with_the_way_out(
+    tmp_path, monkeypatch
+):
+    datasets.Dataset.from_dict({"x": X}).to_parquet(str(tmp_path / "train-0.parquet"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", "/dev/null/cache")
+    with pytest.raises(FileSystemError, match="cannot cache these files: .*Set HF_HOME"):
+        make_source("parquet", directory=str(tmp_path))
     for part in ("train", "test"):
         (tmp_path / part).mkdir()
         (tmp_path / f"{part}.parquet").touch()

@@ -57,14 +57,13 @@ def test_cifar_stem_keeps_the_resolution_and_imagenet_stem_quarters_it():
         assert first_block.shape == (4, side, side, 4)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def promotion_inside_flax():
     """Flax's norms promote bfloat16 to float32 for their statistics, which strictness refuses."""
     with jax.numpy_dtype_promotion("standard"):
         yield
 
 
-@pytest.mark.usefixtures("promotion_inside_flax")
 @pytest.mark.parametrize("name", TINY)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_outputs_and_parameters_are_float32_whatever_the_arithmetic(name, dtype):
@@ -78,7 +77,6 @@ def test_outputs_and_parameters_are_float32_whatever_the_arithmetic(name, dtype)
     assert outputs.dtype == jnp.float32
 
 
-@pytest.mark.usefixtures("promotion_inside_flax")
 @pytest.mark.parametrize("name", ["cnn", "gpt", "vit"])
 def test_bfloat16_arithmetic_is_used_and_close(name):
     model, inputs = TINY[name]
@@ -103,7 +101,6 @@ def test_dropout_acts_in_training_only(name):
     np.testing.assert_array_equal(outputs(1, train=False), outputs(2, train=False))
 
 
-@pytest.mark.usefixtures("promotion_inside_flax")
 @pytest.mark.parametrize("name", ["gpt", "vit"])
 def test_attention_is_computed_by_what_was_named(name, monkeypatch):
     kernels = []
@@ -203,7 +200,6 @@ def test_images_of_mask_0_change_nothing_for_the_others_in_nnx():
     assert_trees_close(got, want)
 
 
-@pytest.mark.usefixtures("promotion_inside_flax")
 def test_nnx_network_keeps_float32_parameters_in_bfloat16():
     module = CNN_NNX(widths=(4,), image_size=8, num_channels=3, dtype="bfloat16", rngs=nnx.Rngs(0))
     leaves = jax.tree.leaves(nnx.state(module, (nnx.Param, nnx.BatchStat)))

@@ -21,13 +21,10 @@ MEANT = {
     "cosine": "cosine_decay_schedule",
     "zzz": None,
     "": None,
-    "lr": "learning_rate",  # and abbreviations
-    "LR": "learning_rate",
-    "lrate": "learning_rate",
-    "wd": "weight_decay",
-    "bs": "global_batch_size",
-    "ckpt": "checkpoint",
 }
+# And abbreviations.
+MEANT |= {"lr": "learning_rate", "LR": "learning_rate", "lrate": "learning_rate"}
+MEANT |= {"wd": "weight_decay", "bs": "global_batch_size", "ckpt": "checkpoint"}
 KNOWN = ["adam", "adamw", "cosine_decay_schedule", "warmup_steps", "learning_rate"]
 KNOWN += ["global_batch_size", "weight_decay", "checkpoint"]
 
@@ -45,10 +42,8 @@ def test_a_target_is_found_in_the_current_directory_and_inside_classes(tmp_path,
     (tmp_path / "just_here.py").write_text("class Outer:\n    class Inner:\n        pass\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in ("", ".")])
-    try:
-        assert resolve_target("just_here:Outer.Inner", key="k").__name__ == "Inner"
-    finally:
-        sys.modules.pop("just_here", None)
+    monkeypatch.delitem(sys.modules, "just_here", raising=False)
+    assert resolve_target("just_here:Outer.Inner", key="k").__name__ == "Inner"
 
 
 def test_a_wrong_target_is_one_line_that_names_its_key():
