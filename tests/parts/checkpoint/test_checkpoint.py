@@ -262,18 +262,14 @@ def test_a_layout_that_was_changed_is_found_as_a_shape_is(
 
 MANY = {f"w{i}": jnp.ones(3) for i in range(10, 56)}
 DIFFER = {
-    "shape": ({"w": jnp.ones(3)}, {"w": jnp.ones(4)}, "w: (3,) float32 there, (4,) float32 here"),
-    "dtype": (
-        {"w": jnp.ones(3)},
-        {"w": jnp.ones(3, jnp.bfloat16)},
-        "w: (3,) float32 there, (3,) bfloat16 here",
-    ),
     "tree": (
-        {"a": {"b": {"w": jnp.ones(1)}, "same": jnp.ones(3)}},
-        {"a": {"same": jnp.ones(3)}, "c": jnp.ones(2)},
+        {"a": {"b": {"w": jnp.ones(1)}, "same": jnp.ones(3)}, "cast": jnp.ones(3)},
+        {"a": {"same": jnp.ones(3)}, "c": jnp.ones(2), "cast": jnp.ones(3, jnp.bfloat16)},
         "a\n      b\n        w: (1,) float32 there, absent here\n"
-        "    c: absent there, (2,) float32 here",
+        "    c: absent there, (2,) float32 here\n"
+        "    cast: (3,) float32 there, (3,) bfloat16 here",
     ),
+    "cut": ({"w": jnp.ones(3)}, {"w": jnp.ones(4)}, "w: (3,) float32 there, (4,) float32 here"),
     "much": (MANY, {}, "w29: (3,) float32 there, absent here\n  and 26 more"),
 }
 
@@ -330,21 +326,16 @@ def test_the_list_of_files_is_that_of_coreutils_and_every_bit_that_flips_in_any_
     assert find_damage(folder) is None
 
 
+HIDES = f"{'0' * 64}  ../../etc/passwd\n"
 DAMAGES = {
-    "removed": (lambda folder: (folder / "run.json").unlink(), "run.json is missing"),
-    "added": (lambda folder: (folder / "state" / "x").touch(), "state/x is not listed"),
-    "torn list": (lambda folder: os.truncate(folder / "SHA256SUMS", 70), "SHA256SUMS is torn"),
-    "no list": (lambda folder: (folder / "SHA256SUMS").unlink(), "No such file"),
-    "no text": (lambda folder: (folder / "SHA256SUMS").write_bytes(b"\xff"), "can't decode"),
-    "a link": (lambda folder: (folder / "state" / "x").symlink_to("/"), "state/x is a link"),
-    "a list that hides": (
-        lambda folder: (folder / "SHA256SUMS").write_text(f"{'0' * 64}  ../../etc/passwd\n"),
-        "../../etc/passwd is missing",
-    ),
-    "swapped": (
-        lambda folder: shutil.copy(folder.parent / "2" / "run.json", folder / "run.json"),
-        "run.json has another digest",
-    ),
+    "removed": (lambda x: (x / "run.json").unlink(), "run.json is missing"),
+    "added": (lambda x: (x / "state" / "x").touch(), "state/x is not listed"),
+    "torn list": (lambda x: os.truncate(x / "SHA256SUMS", 70), "SHA256SUMS is torn"),
+    "no list": (lambda x: (x / "SHA256SUMS").unlink(), "No such file"),
+    "no text": (lambda x: (x / "SHA256SUMS").write_bytes(b"\xff"), "can't decode"),
+    "a link": (lambda x: (x / "state" / "x").symlink_to("/"), "state/x is a link"),
+    "a list that hides": (lambda x: (x / "SHA256SUMS").write_text(HIDES), "etc/passwd is missing"),
+    "swapped": (lambda x: shutil.copy(x.parent / "2/run.json", x), "run.json has another digest"),
 }
 
 
@@ -429,9 +420,9 @@ def test_of_several_writes_that_are_refused_one_is_reported(tmp_path, caplog, ca
         for step in range(5):
             unwritten.start(step, arrays, {}, {})
             assert "File too large" in str(unwritten.wait())
+        unwritten.close()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    unwritten.close()
     assert [x.levelname for x in caplog.records if x.levelno > logging.INFO] == ["ERROR"]
     assert "Traceback" not in capfd.readouterr().err
 

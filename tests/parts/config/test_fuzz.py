@@ -108,11 +108,10 @@ def forge(data, folder):
         seal(folder)
 
 
-@pytest.mark.parametrize(
-    "forged",
-    [*({"skipped": x} for x in ([None, 0], None, [1], [0, {}])), {"evaluations": None}],
-    ids=str,
-)
+FORGED = [*({"skipped": x} for x in ([None, 0], None, [1], [0, {}])), {"evaluations": None}]
+
+
+@pytest.mark.parametrize("forged", FORGED, ids=str)
 def test_a_run_whose_data_have_another_form_is_refused(ddp, run, tmp_path, forged):
     folder = tmp_path / "run"
     shutil.copytree(run.run_dir, folder)

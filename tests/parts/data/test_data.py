@@ -191,15 +191,12 @@ WORLDS = st.sampled_from([(1, 1), (2, 1), (8, 1), (4, 2), (8, 4), (3, 1)])  # de
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(5, 60), st.data(), st.lists(WORLDS, min_size=2, max_size=4))
-def test_a_run_interrupted_anywhere_and_finished_elsewhere_sees_each_example_once_an_epoch(
-    num_examples, data, worlds
-):
-    batch_size = data.draw(st.integers(1, num_examples))
-    num_epochs = data.draw(st.integers(1, 3))
+def test_a_run_interrupted_and_finished_elsewhere_sees_each_example_once_an_epoch(n, data, worlds):
+    batch_size, num_epochs = data.draw(st.integers(1, n)), data.draw(st.integers(1, 3))
     state, seen = None, []
     for number, (num_devices, num_processes) in enumerate(worlds):
         options = {"seed": 5, "num_epochs": num_epochs, "multiple_of": num_devices}
-        parts = on_processes(num_processes, train_batches, num_examples, batch_size, **options)
+        parts = on_processes(num_processes, train_batches, n, batch_size, **options)
         for part in parts:
             part.set_state(state or part.get_state())
         is_last = number == len(worlds) - 1
@@ -208,8 +205,8 @@ def test_a_run_interrupted_anywhere_and_finished_elsewhere_sees_each_example_onc
             seen += counted(batches)
         assert len({str(part.get_state()) for part in parts}) == 1
         state = parts[0].get_state()
-    epochs = np.concatenate(seen).reshape(num_epochs, num_examples)
-    np.testing.assert_array_equal(np.sort(epochs), [np.arange(num_examples)] * num_epochs)
+    epochs = np.concatenate(seen).reshape(num_epochs, n)
+    np.testing.assert_array_equal(np.sort(epochs), [np.arange(n)] * num_epochs)
 
 
 @settings(deadline=None, max_examples=50)
@@ -252,14 +249,10 @@ def test_flips_and_shifts_move_whole_images_and_repeat_the_edge():
     # Thirds of the range move by -1, 0 and 1 pixels, down and right; its lower half mirrors.
     uniform = np.array([[0.5, 0.5, 0.1], [0.9, 0.5, 0.9], [0.5, 0.1, 0.9], [0.5, 0.9, 0.1]])
     moved = FlipAndShift(1)(batch, uniform)
-    assert moved["image"][..., 0].tolist() == [
-        [[2, 1, 0], [5, 4, 3], [8, 7, 6]],
-        [[0, 1, 2], [0, 1, 2], [3, 4, 5]],
-        [[1, 2, 2], [4, 5, 5], [7, 8, 8]],
-        [[2, 2, 1], [5, 5, 4], [8, 8, 7]],
-    ]
-    np.testing.assert_array_equal(moved["label"], batch["label"])
-    np.testing.assert_array_equal(batch["image"], np.repeat(image, 4, axis=0))
+    mirrored, down = [[2, 1, 0], [5, 4, 3], [8, 7, 6]], [[0, 1, 2], [0, 1, 2], [3, 4, 5]]
+    right, both = [[1, 2, 2], [4, 5, 5], [7, 8, 8]], [[2, 2, 1], [5, 5, 4], [8, 8, 7]]
+    assert moved["image"][..., 0].tolist() == [mirrored, down, right, both]
+    equal((moved["label"], batch["image"]), (batch["label"], np.repeat(image, 4, axis=0)))
 
 
 def test_what_augmentation_draws_depends_on_seed_epoch_and_example_alone():

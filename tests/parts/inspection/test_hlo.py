@@ -17,16 +17,10 @@ from modelled.cost import cost
 from modelled.gpus import MEBIBYTE, target_config
 
 # A second for the product below, nothing for anything else.
-GPU = dataclasses.replace(
-    GPUS["h100_sxm"],
-    product_flops=2000,
-    convolution_flops=1000,
-    bytes_per_second=float("inf"),
-    kernel_seconds=0.0,
-)
-PRODUCT = (
-    "%{} = bf16[10,10]{{1,0}} dot(%x, %x), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}"
-)
+FREE = {"bytes_per_second": float("inf"), "kernel_seconds": 0.0}
+GPU = dataclasses.replace(GPUS["h100_sxm"], product_flops=2000, convolution_flops=1000, **FREE)
+DIMS = "lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}"
+PRODUCT = f"%{{}} = bf16[10,10]{{{{1,0}}}} dot(%x, %x), {DIMS}"
 NETWORK = Network("toy", ((64 * 1024, 0.5), (128 * 1024, 3.0)))
 START = "%{}-start = f32[32768]{{0}} all-reduce-start(%v), channel_id=1, to_apply=%sum"
 DONE = "%{0}-done = f32[32768]{{0}} all-reduce-done(%{0}-start)"
@@ -198,8 +192,7 @@ def test_a_collective_in_a_loop_runs_as_often_as_all_its_loops_and_in_a_branch_n
     ):
         (found,) = collectives(make_program(line, parts=parts))
         assert (found.is_in_loop, found.num_runs) == (True, num_runs)
-    line = "%r = f32[] conditional(%p, %v, %v), branch_computations={%reducing, %reducing}"
-    assert [x.num_runs for x in collectives(make_program(line))] == [None, None]
+    assert [x.num_runs for x in collectives(make_program(BRANCHES))] == [None, None]
 
 
 LOOP = (
@@ -312,11 +305,10 @@ def test_what_computes_little_costs_a_kernel_and_its_bytes_of_which_slices_count
     assert cost_of(line, gpu, *before).seconds == 3 * 40
 
 
+BRANCHES = "%r = f32[] conditional(%p, %v, %v), branch_computations={%reducing, %reducing}"
 REFUSED = {
     "all-to-all": "%r = f32[32768]{0} all-to-all(%v), dimensions={0}",
-    "'all-reduce' inside 'conditional'": (
-        "%r = f32[] conditional(%p, %v, %v), branch_computations={%reducing, %reducing}"
-    ),
+    "'all-reduce' inside 'conditional'": BRANCHES,
     "library call 'mystery'": '%r = f32[] custom-call(%v), custom_call_target="mystery"',
     "copy-start": "%r = (f32[32768]{0}, f32[32768]{0}, u32[]) copy-start(%v)",
     "infeed": "%r = f32[] infeed(%v)",

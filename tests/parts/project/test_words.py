@@ -20,11 +20,8 @@ FORBIDDEN = re.compile(rf"\b({PHRASES})\b(?!/|-all-to-all)", re.I)  # but in pat
 NAMES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md")
 PAGES = [*map(ROOT.joinpath, NAMES), *sorted(ROOT.glob("docs/*.md"))]
 PAGES.append(ROOT / "benchmarks" / "README.md")
-CODE = [
-    *sorted(ROOT.glob("jddp/**/*.py")),
-    *sorted([*ROOT.glob("examples/*.py"), *ROOT.glob("benchmarks/**/*.py")]),
-    *sorted(ROOT.glob("docs/**/*.py")),
-]
+FOLDERS = ("jddp/**/*.py", "examples/*.py", "benchmarks/**/*.py", "docs/**/*.py")
+CODE = [path for folder in FOLDERS for path in sorted(ROOT.glob(folder))]
 # An entry of a docstring that continues its name ("seed: Of the first state.").
 CONTINUED = re.compile(
     r"^ +\*{0,2}[a-z]\w*: (?:Of|That|For|As|From|With|In|Between|By|Its|Theirs)\b.*", re.M
@@ -35,11 +32,8 @@ def prose(path):
     """The text of a page, or the strings and comments of a module; without `code`."""
     text = path.read_text()
     if path.suffix == ".py":
-        strings = [
-            node.value
-            for node in ast.walk(ast.parse(text))
-            if isinstance(node, ast.Constant) and isinstance(node.value, str)
-        ]
+        constants = [x.value for x in ast.walk(ast.parse(text)) if isinstance(x, ast.Constant)]
+        strings = [value for value in constants if isinstance(value, str)]
         tokens = tokenize.generate_tokens(io.StringIO(text).readline)
         comments = [token.string.strip("# ") for token in tokens if token.type == tokenize.COMMENT]
         text = "\n\n".join([*strings, " ".join(comments)])
