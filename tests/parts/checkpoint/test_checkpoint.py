@@ -409,20 +409,24 @@ def test_those_who_log_information_are_spared_orbax(tmp_path, state, caplog):
     assert [record for record in caplog.records if record.name == "absl"] == []
 
 
-def test_of_several_writes_that_are_refused_one_is_reported(tmp_path, caplog, capfd):
+@pytest.fixture
+def small_files():
+    """No file of this process may become larger than 64 KiB, as if the disk filled up."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_of_several_writes_that_are_refused_one_is_reported(tmp_path, small_files, caplog, capfd):
     everywhere = jax.NamedSharding(jax.make_mesh((1,), ("data",)), jax.P())
     noise = np.random.default_rng(0).random((30, 10_000))  # which cannot be compressed
     arrays = {str(i): jax.device_put(x, everywhere) for i, x in enumerate(noise)}
     unwritten = writer.Writer(tmp_path, lambda steps: [], None)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, hard))  # as if the disk filled up
-    try:
-        for step in range(5):
-            unwritten.start(step, arrays, {}, {})
-            assert "File too large" in str(unwritten.wait())
-        unwritten.close()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    for step in range(5):
+        unwritten.start(step, arrays, {}, {})
+        assert "File too large" in str(unwritten.wait())
+    unwritten.close()
     assert [x.levelname for x in caplog.records if x.levelno > logging.INFO] == ["ERROR"]
     assert "Traceback" not in capfd.readouterr().err
 
