@@ -32,12 +32,10 @@ VALUES = {
     "loss_scale": {"loss_scale": "dynamic"},
 }
 DEFAULTS = {
-    **{"mesh": 4, "bucket_mb": 25, "layout": "leaf", "overlap": False, "wire_dtype": None},
-    **{"comm_hook": None, "batch_norm": "sync", "batch_norm_group_size": None},
-    **{"accumulate_steps": 1, "shard_optimizer": False, "logical_replicas": None},
-    **{"local_steps": None, "max_grad_norm": None, "ema_decay": None, "loss_scale": None},
-    **{"unused_parameters": "zero", "skip_nonfinite": False},
-}
+    name: option.default
+    for name, option in inspect.signature(jddp.DataParallel).parameters.items()
+    if option.default is not option.empty
+} | {"mesh": 4, "layout": "leaf", "overlap": False}
 STATISTICS = {"local statistics", "broadcast statistics", "batch_norm_group_size"}
 COUNTS = {"per_replica", "state_reduction"}
 # Replicas run one after the other, or apart, cannot agree on what these have them agree on.
@@ -59,22 +57,26 @@ def is_refused(pair):
 @pytest.mark.slow
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_a_pair_of_options_equals_one_device_or_is_refused(pair):
+    """Rows without a replica's valid ones, steps that are skipped, decay of what is unused."""
+    chosen = set(pair)
     model = Net(
-        norm="batch" if STATISTICS & set(pair) else "layer",
+        norm="batch" if STATISTICS & chosen else "layer",
         attention=False,
-        counts=bool(COUNTS & set(pair)),
+        counts=bool(COUNTS & chosen),
         unused="unused_parameters" in pair,
     )
     options = DEFAULTS | VALUES[pair[0]] | VALUES[pair[1]]
-    refusal = hold(Case(model, "tokens", "row", "sgd", False, options), evaluates=False)
+    mask = "empty" if {*OF_NO_GROUP, "local_steps"} & chosen else "row"
+    optimizer = "adamw" if model.unused else "sgd"
+    fails = bool({"skip_nonfinite", "loss_scale"} & chosen)
+    refusal = hold(Case(model, "tokens", mask, optimizer, fails, options), evaluates=False)
     assert (refusal is not None) == is_refused(pair), refusal
-    if any(set(refused) == set(pair) for refused in REFUSED):
+    if any(set(refused) == chosen for refused in REFUSED):
         assert "cannot be combined" in refusal
         assert all(name in refusal for name in pair)
 
 
 def test_the_pairs_are_of_options_that_there_are():
-    names = set().union(*VALUES.values()) | set(DEFAULTS)
-    assert names <= set(inspect.signature(jddp.DataParallel).parameters)
+    assert set().union(*VALUES.values()) <= set(DEFAULTS)
     assert {name for pair in REFUSED for name in pair} <= set(VALUES)
     assert jax.device_count() >= DEFAULTS["mesh"]
