@@ -10,8 +10,9 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from judge import assert_same_on_all_devices
 from states import close, equal
-from tiny import loss_fn, make_batch, take_steps
+from tiny import Of, loss_fn, make_batch, take_steps
 
 import jddp
 
@@ -72,11 +73,13 @@ def one_device(layer, batch):
         y, written = layer.apply(given, batch["x"], mutable=["batch_stats"], **options)
         return ((y * batch["scale"]) ** 2).mean(), written["batch_stats"]
 
-    (value, written), grads = jax.value_and_grad(loss, has_aux=True)(variables["params"])
-    return value, grads, written
+    return jax.value_and_grad(loss, has_aux=True)(variables["params"])
 
 
-@pytest.mark.parametrize("kind", [Norm, NnxNorm])
+in_both = pytest.mark.parametrize("kind", [Norm, NnxNorm])
+
+
+@in_both
 @pytest.mark.parametrize("fast", [True, False])
 def test_replicas_weigh_by_what_their_masks_hold_empty_ones_included(kind, fast):
     """The judge is Flax's own layer over the valid rows alone, on one device."""
@@ -85,7 +88,7 @@ def test_replicas_weigh_by_what_their_masks_hold_empty_ones_included(kind, fast)
     for num_valid in (16, 11, 3):
         batch = rows(num_valid)
         valid = jax.tree.map(lambda x, num=num_valid: x[:num], batch)
-        value, grads, written = one_device(layer, valid)
+        (value, written), grads = one_device(layer, valid)
         state = ddp.init(0, batch)
         before = jax.device_get(state.params)
         state, metrics = ddp.step(state, batch)
@@ -96,100 +99,52 @@ def test_replicas_weigh_by_what_their_masks_hold_empty_ones_included(kind, fast)
         close(statistics(state), jax.tree.leaves(written), atol=0)
 
 
-@pytest.mark.parametrize("kind", [Norm, NnxNorm])
-def test_a_layer_of_low_precision_keeps_exact_statistics(kind):
-    batch = rows()
-    ddp = wrapped(kind(dtype=jnp.bfloat16))
-    state, _ = ddp.step(ddp.init(0, batch), batch)
-    want = [0.5 * batch["x"].mean(0), 0.5 + 0.5 * batch["x"].var(0)]
-    close(statistics(state), want, atol=0)
-
-
-def local_means(batch):
-    return batch["x"].reshape(8, 2, 3).mean(1)
-
-
-@pytest.mark.parametrize("kind", [Norm, NnxNorm])
-def test_broadcast_keeps_replica_zero_s_statistics_everywhere(kind):
-    batch = rows()
-    ddp = wrapped(kind(), batch_norm="broadcast")
-    state, _ = ddp.step(ddp.init(0, batch), batch)
-    np.testing.assert_allclose(statistics(state)[0], 0.5 * local_means(batch)[0], rtol=1e-5)
-    leaf = jax.tree.leaves(state.model_state)[0]
-    for shard in leaf.addressable_shards:
-        np.testing.assert_array_equal(shard.data, leaf.addressable_data(0))
-
-
-@pytest.mark.parametrize("kind", [Norm, NnxNorm])
+@in_both
 def test_local_keeps_each_replica_s_own_and_averages_them_when_they_are_read(kind):
     batch = rows()
     ddp = wrapped(kind(), batch_norm="local")
     state, _ = take_steps(ddp, [batch] * 2)
-    means = statistics(state)[0]
-    assert means.shape == (8, 3)
-    np.testing.assert_allclose(means, 0.75 * local_means(batch), rtol=1e-5)
+    own = batch["x"].reshape(8, 2, 3).mean(1)
+    np.testing.assert_allclose(statistics(state)[0], 0.75 * own, rtol=1e-5)
     model = ddp.model(state)
     read = model.norm.mean if kind is NnxNorm else model["batch_stats"]["BatchNorm_0"]["mean"]
     np.testing.assert_allclose(read, 0.75 * batch["x"].mean(0), rtol=1e-5)
     assert ddp.evaluate(state, [batch])["examples"] == 16
 
 
-class Scanned(nn.Module):
-    @nn.compact
-    def __call__(self, x, train):
-        class Layer(nn.Module):
-            @nn.compact
-            def __call__(self, x, _):
-                return nn.relu(nn.BatchNorm(not train)(nn.Dense(16)(x))), None
+def scanned(m, x, train):
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return nn.relu(nn.BatchNorm(not train)(nn.Dense(16)(x))), None
 
-        axes = {"variable_axes": {"params": 0, "batch_stats": 0}, "split_rngs": {"params": True}}
-        layers = nn.scan(nn.remat(Layer), length=2, **axes)
-        return nn.Dense(4)(layers()(x, None)[0])
+    axes = {"variable_axes": {"params": 0, "batch_stats": 0}, "split_rngs": {"params": True}}
+    return nn.Dense(4)(nn.scan(nn.remat(Layer), length=2, **axes)()(x, None)[0])
 
 
 def test_a_scanned_batch_norm_under_remat_is_the_same_on_eight_devices_as_on_one():
     ends = []
     for replicas in (1, 8):
-        ddp = jddp.DataParallel(Scanned(), optax.sgd(0.5), loss_fn, mesh=replicas)
+        ddp = jddp.DataParallel(Of(scanned), optax.sgd(0.5), loss_fn, mesh=replicas)
         state, _ = take_steps(ddp, [make_batch(seed=seed) for seed in range(2)])
-        ends.append(jax.device_get((state.params, state.model_state)))
+        ends.append((state.params, state.model_state))
     # Two steps of sums in another order.
     close(*ends, rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("kind", [Norm, NnxNorm])
-@pytest.mark.parametrize("num_valid", [16, 5])
-def test_an_unbiased_running_variance_divides_by_one_less(kind, num_valid):
-    batch = rows(num_valid)
-    states = []
+@in_both
+@pytest.mark.parametrize("num_valid, dtype", [(16, jnp.bfloat16), (5, None)])
+def test_an_unbiased_running_variance_divides_by_one_less(kind, num_valid, dtype):
+    """Statistics are exact in a layer of low precision too."""
+    batch, states = rows(num_valid), []
     for unbiased in (False, True):
-        ddp = wrapped(kind(use_mask=True), batch_norm_unbiased=unbiased)
+        ddp = wrapped(kind(use_mask=True, dtype=dtype), batch_norm_unbiased=unbiased)
         states.append(ddp.step(ddp.init(0, batch), batch)[0])
-    (mean, biased), (same_mean, unbiased) = map(statistics, states)
-    np.testing.assert_array_equal(mean, same_mean)
-    valid = batch["x"][:num_valid]
-    np.testing.assert_allclose(biased, 0.5 + 0.5 * valid.var(0), rtol=1e-5)
-    np.testing.assert_allclose(unbiased, 0.5 + 0.5 * valid.var(0, ddof=1), rtol=1e-5)
+    x = batch["x"][:num_valid]
+    for ddof, state in enumerate(states):
+        want = [0.5 * x.mean(0), 0.5 + 0.5 * x.var(0, ddof=ddof)]
+        close(statistics(state), want, atol=0)
     equal(*(x.params for x in states))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [Norm, NnxNorm])
-def test_it_is_the_batch_norm_of_pytorch_over_the_joined_batch(kind):
-    torch = pytest.importorskip("torch")
-    batch = rows()
-    ddp = jddp.DataParallel(kind(), optax.sgd(0.0), squares, batch_norm_unbiased=True)
-    state = ddp.init(0, batch)
-    layer = torch.nn.BatchNorm1d(3, momentum=0.5)
-    for seed in range(3):
-        batch["x"] = np.random.default_rng(seed).normal(3, 2, (16, 3)).astype(np.float32)
-        state, metrics = ddp.step(state, batch)
-        y = layer(torch.from_numpy(batch["x"]))
-        loss = ((y * torch.from_numpy(batch["scale"])) ** 2).mean()
-        np.testing.assert_allclose(metrics["loss"], loss.item(), rtol=1e-5)
-    mean, var = statistics(state)
-    np.testing.assert_allclose(mean, layer.running_mean.numpy(), rtol=1e-5)
-    np.testing.assert_allclose(var, layer.running_var.numpy(), rtol=1e-5)
 
 
 class ForeignNorm(nn.Module):
@@ -330,21 +285,17 @@ def test_a_registered_batch_norm_is_that_of_one_device(model, overlap):
 def test_a_group_of_replicas_is_a_device_of_its_own(model, size):
     """The judge is one device that takes the rows of each group apart."""
     jddp.register_batch_norm(RegisteredNorm)
-    batch, num_groups = rows(), 4 // size
 
-    def step(batch, **options):
-        ddp = wrapped(model, **options)
+    def step(indices, **options):
+        ddp, batch = wrapped(model, **options), jax.tree.map(lambda x: x[indices], rows())
         state, metrics = ddp.step(ddp.init(0, rows()), batch)
         return state, jax.device_get((state.params, statistics(state), metrics["loss"]))
 
-    state, got = step(batch, mesh=4, batch_norm_group_size=size)
-    groups = np.split(np.arange(16), num_groups)
-    each = [step(jax.tree.map(lambda x, i=i: x[i], batch), mesh=1)[1] for i in groups]
+    state, got = step(np.arange(16), mesh=4, batch_norm_group_size=size)
+    each = [step(group, mesh=1)[1] for group in np.split(np.arange(16), 4 // size)]
     # Sums of at most 16 rows in another order.
     close(got, jax.tree.map(lambda *leaves: np.mean(leaves, 0), *each), rtol=1e-4)
-    for leaf in jax.tree.leaves(state.model_state):
-        if jnp.issubdtype(leaf.dtype, jnp.floating):
-            assert len({shard.data.tobytes() for shard in leaf.addressable_shards}) == 1
+    assert_same_on_all_devices(state)
 
 
 def test_groups_and_classes_that_there_cannot_be_are_refused():
@@ -368,66 +319,60 @@ def test_groups_and_classes_that_there_cannot_be_are_refused():
 )
 def test_a_model_is_converted_for_a_step_of_one_s_own(model):
     """On eight replicas of a custom `shard_map` it is what it is on one device."""
-    batch = rows()
-    converted = jddp.sync_batch_norm(model, "batch")
+    converted, given = jddp.sync_batch_norm(model, "batch"), (rows()["x"], rows()["mask"])
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("batch",))
+
+    def run(model, *given):
+        if isinstance(model, nn.Module):
+            return model.apply(variables, *given, True, mutable=["batch_stats"])
+        graph, values = nnx.split(model)
+        model = nnx.merge(graph, jax.tree.map(jnp.copy, values))
+        return model(*given, train=True), nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
+
     if isinstance(model, nn.Module):
-        variables = model.init(jax.random.key(0), batch["x"], batch["mask"], True)
-
-        def run(model, x, mask):
-            return model.apply(variables, x, mask, True, mutable=["batch_stats"])
-    else:
-
-        def run(model, x, mask):
-            graph, values = nnx.split(model)
-            model = nnx.merge(graph, jax.tree.map(jnp.copy, values))
-            return model(x, mask, train=True), nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
-
+        variables = model.init(jax.random.key(0), *given, True)
     specs = {"in_specs": (jax.P("batch"),) * 2, "out_specs": (jax.P("batch"), jax.P())}
     mapped = jax.shard_map(functools.partial(run, converted), mesh=mesh, check_vma=False, **specs)
-    given = batch["x"], batch["mask"]
     close(mapped(*given), run(model, *given), rtol=1e-4, atol=1e-5)
     assert type(converted).__name__ == type(model).__name__
 
 
-@pytest.mark.parametrize("kind", [Norm, NnxNorm])
-@pytest.mark.parametrize("parts", [1, 2])
-def test_replica_0_without_a_valid_row_hands_on_the_statistics_of_the_first_that_has_one(
-    kind, parts
+@in_both
+@pytest.mark.parametrize("parts, begin", [(1, 0), (1, 9), (2, 9)])
+def test_broadcast_hands_on_the_statistics_of_the_first_replica_with_a_valid_row(
+    kind, parts, begin
 ):
     """Of an empty batch Flax's layer makes NaN, which would stay in them for good."""
     options = {"batch_norm": "broadcast", "mesh": 4, "accumulate_steps": parts}
     ddp = wrapped(kind(use_mask=True), **options)
     batch = rows()
-    batch["mask"] = np.arange(16) >= 9  # replica 2 has three of its four rows, of both parts
+    batch["mask"] = np.arange(16) >= begin  # of 9, replica 2 has three of its rows, of both parts
     state = ddp.init(0, batch)
-    first = statistics(state)
+    mean, var = statistics(state)
     state, metrics = ddp.step(state, batch)
     assert np.isfinite(metrics["loss"])
-    mean, var = first
-    for part in np.split(np.arange(8, 12), parts):
+    for part in np.split(np.arange(4) + begin // 4 * 4, parts):
         x = batch["x"][part][batch["mask"][part]]
         mean, var = (mean + x.mean(0)) / 2, (var + x.var(0)) / 2
     close(statistics(state), [mean, var], rtol=1e-4, atol=0)
+    assert_same_on_all_devices(state)
 
 
-@pytest.mark.parametrize("kind", [Norm, NnxNorm])
+@in_both
 @pytest.mark.parametrize("mode", ["sync", "broadcast", "local"])
 def test_a_batch_without_a_valid_row_leaves_the_statistics_as_they_were(kind, mode):
     ddp = wrapped(kind(use_mask=True), batch_norm=mode, mesh=2)
     state, _ = ddp.step(ddp.init(0, rows()), rows())
     before = statistics(state)
-    state, _ = ddp.step(state, rows(num_valid=0))
-    equal(statistics(state), before)
+    equal(statistics(ddp.step(state, rows(num_valid=0))[0]), before)
 
 
 def test_a_group_without_a_valid_row_leaves_its_statistics_as_they_were():
-    options = {"batch_norm_group_size": 2, "mesh": 4}
-    ddp = wrapped(Norm(use_mask=True), **options)
+    ddp = wrapped(Norm(use_mask=True), batch_norm_group_size=2, mesh=4)
     state = ddp.init(0, rows())
-    first = statistics(state)
+    mean, var = statistics(state)
     state, _ = ddp.step(state, rows(num_valid=8))  # all of the first group
     x = rows()["x"][:8]
-    for got, old, new in zip(statistics(state), first, (x.mean(0), x.var(0)), strict=True):
-        # The mean of both groups: one moves halfway, as its momentum says, the other stays.
-        np.testing.assert_allclose(got, 0.75 * old + 0.25 * new, rtol=1e-4)
+    # The mean of both groups: one moves halfway, as its momentum says, the other stays.
+    want = [0.75 * mean + 0.25 * x.mean(0), 0.75 * var + 0.25 * x.var(0)]
+    close(statistics(state), want, rtol=1e-4, atol=0)
