@@ -35,12 +35,12 @@ def weights_of(batch):
     return (batch["targets"] > 0) * batch["scale"]
 
 
-def wrapped(loss, model=None, **options):
-    return jddp.DataParallel(model or Tagger(), optax.sgd(0.5), loss, **options)
+def wrapped(loss, model=None, *, make=jddp.DataParallel, **options):
+    return make(model or Tagger(), optax.sgd(0.5), loss, **options)
 
 
 def verified(loss, batch, model=None, **options):
-    return jddp.verify(model or Tagger(), optax.sgd(0.5), loss, batch, **options)
+    return wrapped(loss, model, make=jddp.verify, batch=batch, **options)
 
 
 def as_scalars(model, batch, train):
@@ -50,8 +50,7 @@ def as_scalars(model, batch, train):
 
 
 def as_arrays(model, batch, train):
-    weights = weights_of(batch)
-    return jddp.Mean(token_losses(model, batch) * weights, weights)
+    return jddp.Mean(token_losses(model, batch) * weights_of(batch), weights_of(batch))
 
 
 def local_mean(model, batch, train):
@@ -129,48 +128,17 @@ def test_gradients_and_loss_are_those_of_the_global_mean(form, name):
 )
 def test_a_model_in_float16_learns_what_one_in_float32_does(form, loss_scale):
     batch = make_batch()
-    options = {"loss_scale": loss_scale}
-    ddp = wrapped(FORMS[form], Tagger(jnp.float16), **options)
+    ddp = wrapped(FORMS[form], Tagger(jnp.float16), loss_scale=loss_scale)
     state = ddp.init(0, batch)
     params = jax.tree.map(lambda x: x.astype(jnp.float32), ddp.model(state)["params"])
-    _, want = global_mean(Tagger(), params, batch)
     for _ in range(4):  # A scale that is too large halves, in steps that are skipped.
         got, _ = ddp.gradients(state, batch)
         if all(bool(jnp.isfinite(g).all()) for g in jax.tree.leaves(got)):
             break
         state, metrics = ddp.step(state, batch)
         assert metrics["skipped"]
-    assert_close(got, want, 0.02)  # a dozen roundings of 2^-11 in a backward pass, and in sums
-
-
-def test_what_each_replica_divides_by_itself_is_another_mean():
-    """The reason for all this: the same loss as a scalar is off, and nothing says so."""
-    batch = make_batch() | {"scale": np.ones((32, 1), np.float32)}
-    batch["targets"][-8:] = batch["targets"][:8]  # or replicas without a target give NaN
-    ddp = wrapped(local_mean)
-    state = ddp.init(0, batch)
-    _, want = global_mean(Tagger(), ddp.model(state)["params"], batch)
-    got, _ = ddp.gradients(state, batch)
-    apart = optax.tree.norm(jax.tree.map(jnp.subtract, got, want)) / optax.tree.norm(want)
-    assert apart > 0.08
-
-
-def test_local_steps_divide_by_what_each_replica_counts():
-    batch = make_batch()
-    options = {"local_steps": jddp.LocalSteps(every=1)}
-    ddp = wrapped(as_scalars, **options)
-    state = ddp.init(0, batch)
-    params = ddp.model(state)["params"]
-    shares = [jax.tree.map(lambda x, i=i: x[4 * i : 4 * i + 4], batch) for i in range(8)]
-    grads = [
-        global_mean(Tagger(), params, share)[1]
-        if weights_of(share).any()
-        else jax.tree.map(jnp.zeros_like, params)  # nothing to learn from: it stays where it is
-        for share in shares
-    ]
-    want = jax.tree.map(lambda x, *g: x - 0.5 * sum(g) / 8, params, *grads)
-    state, _ = ddp.step(state, batch)
-    assert_close(ddp.model(state)["params"], want, ROUNDING)
+    # A dozen roundings of 2^-11 in a backward pass, and in sums.
+    assert_close(got, global_mean(Tagger(), params, batch)[1], 0.02)
 
 
 def test_a_metric_may_be_a_mean_of_its_own_count():
@@ -194,27 +162,29 @@ def test_a_metric_may_be_a_mean_of_its_own_count():
         close({name: metrics[name] for name in want}, want, rtol=ROUNDING, atol=0)
 
 
-@pytest.mark.parametrize("logical_replicas", [None, 16])
-def test_evaluation_is_exact_over_partial_and_empty_batches(logical_replicas):
-    rows = make_batch(45)
-    batches = [jax.tree.map(lambda x, a=a: x[a : a + 16], rows) for a in (0, 16, 32, 48)]
-    ddp = wrapped(as_arrays, logical_replicas=logical_replicas)
-    state = ddp.init(0, batches[0])
+def cut(rows, *ends):
+    return [jax.tree.map(lambda x, a=a: x[a : a + 16], rows) for a in ends]
+
+
+@pytest.mark.parametrize(
+    "loss, rows, ends, options",
+    [
+        (as_arrays, 45, (0, 16, 32, 48), {}),
+        (as_arrays, 45, (0, 16, 32, 48), {"logical_replicas": 16}),
+        (as_scalars, 32, (0, 16), {}),
+    ],
+)
+def test_evaluation_is_exact_over_partial_and_empty_batches(loss, rows, ends, options):
+    """Of scalars it is exact over full batches, and refused over a partial one."""
+    ddp, rows = wrapped(loss, **options), make_batch(rows)
+    state = ddp.init(0, make_batch(16))
     want, _ = global_mean(Tagger(), ddp.model(state)["params"], rows)
-    got = ddp.evaluate(state, batches)
-    assert got["examples"] == 45
+    got = ddp.evaluate(state, cut(rows, *ends))
+    assert got["examples"] == len(rows["inputs"])
     np.testing.assert_allclose(got["loss"], want, rtol=ROUNDING)
-
-
-def test_evaluation_of_scalars_is_exact_over_full_batches_and_refused_over_a_partial_one():
-    rows = make_batch(32)
-    batches = [jax.tree.map(lambda x, a=a: x[a : a + 16], rows) for a in (0, 16)]
-    ddp = wrapped(as_scalars)
-    state = ddp.init(0, batches[0])
-    want, _ = global_mean(Tagger(), ddp.model(state)["params"], rows)
-    np.testing.assert_allclose(ddp.evaluate(state, batches)["loss"], want, rtol=ROUNDING)
-    with pytest.raises(UsageError, match="'loss' is a scalar.* jddp.Mean of totals and counts"):
-        ddp.evaluate(state, [jax.tree.map(lambda x: x[:13], rows)])
+    if loss is as_scalars:
+        with pytest.raises(UsageError, match="'loss' is a scalar.* jddp.Mean of totals and counts"):
+            ddp.evaluate(state, [make_batch(13)])
 
 
 def test_padded_training_batches_are_masked_for_arrays_and_refused_for_scalars():
@@ -233,13 +203,11 @@ def test_a_mask_leaves_out_what_it_forbids_and_weighs_nothing_twice():
     def loss(model, batch, train):
         return jddp.Mean(token_losses(model, batch) * batch["mask"], batch["mask"])
 
-    batch = make_batch()
-    mask = weights_of(batch).astype(np.float32)
+    batch = make_batch() | {"mask": weights_of(make_batch()).astype(np.float32)}
     ddp = wrapped(loss)
-    state = ddp.init(0, batch | {"mask": mask})
+    state = ddp.init(0, batch)
     want, _ = global_mean(Tagger(), ddp.model(state)["params"], batch)
-    got = ddp.gradients(state, batch | {"mask": mask})[1]["loss"]
-    np.testing.assert_allclose(got, want, rtol=ROUNDING)
+    np.testing.assert_allclose(ddp.gradients(state, batch)[1]["loss"], want, rtol=ROUNDING)
 
 
 def test_a_nan_that_the_mask_leaves_out_does_no_harm():
@@ -264,13 +232,14 @@ def test_a_mean_of_another_number_of_rows_is_refused():
 
 @pytest.mark.parametrize("name", ["mask", "weights", "loss_mask"])
 def test_a_scalar_loss_beside_weights_is_warned_about_once(name, caplog):
-    def loss(model, batch, train):
-        weights = batch[name]
-        return (token_losses(model, batch) * weights).sum() / weights.sum()
+    def scalar(model, batch, train):
+        return (token_losses(model, batch) * batch[name]).sum() / batch[name].sum()
 
     batch = make_batch() | {name: np.ones((32, LENGTH), np.float32)}
-    ddp = wrapped(loss)
     with caplog.at_level(logging.WARNING, logger="jddp"):
+        for loss in (as_scalars, token_losses):  # They weigh rightly.
+            wrapped(loss).fit([batch], num_steps=1)
+        ddp = wrapped(scalar)
         ddp.fit([batch] * 3, num_steps=3, evaluate=[batch])
         ddp.fit([jax.tree.map(lambda x: x[:16], batch)] * 3, num_steps=3)
     (warning,) = [x.getMessage() for x in caplog.records if "scalar" in x.getMessage()]
@@ -278,35 +247,28 @@ def test_a_scalar_loss_beside_weights_is_warned_about_once(name, caplog):
     assert "jddp.Mean" in warning
 
 
-@pytest.mark.parametrize("loss", [as_scalars, token_losses], ids=["Mean", "per token"])
-def test_losses_that_weigh_rightly_are_not_warned_about(loss, caplog):
-    batch = make_batch() | {"weights": np.ones((32, LENGTH), np.float32)}
-    with caplog.at_level(logging.WARNING, logger="jddp"):
-        wrapped(loss).fit([batch] * 2, num_steps=2)
-    assert not [x for x in caplog.records if "scalar" in x.getMessage()]
-
-
-def by_row(model, batch, train):
-    weights = weights_of(batch)
-    return (token_losses(model, batch) * weights).sum(1) / weights.sum(1).mean()
-
-
 @pytest.mark.parametrize(
-    "loss, options, fills",
-    [(local_mean, {}, True), (local_mean, {"accumulate_steps": 2}, False), (by_row, {}, True)],
+    "by_row, parts, fills", [(False, 1, True), (False, 2, False), (True, 1, True)]
 )
-def test_verify_advises_a_mean_and_the_advice_is_right(loss, options, fills):
-    """The weights are computed inside of the loss: no name in the batch gives them away."""
+def test_verify_advises_a_mean_and_the_advice_is_right(by_row, parts, fills):
+    """What each replica divides by its own count. No name in the batch gives the weights away."""
+
+    def loss(model, batch, train):
+        losses, weights = token_losses(model, batch), weights_of(batch)
+        if by_row:
+            return (losses * weights).sum(1) / weights.sum(1).mean()
+        return local_mean(model, batch, train)
+
     batch = make_batch()
     if fills:  # or replicas without a target give NaN
         batch["targets"][-8:] = batch["targets"][:8]
-    report = verified(loss, batch, **options)
+    report = verified(loss, batch, accumulate_steps=parts)
     assert not report.passed
     (finding,) = report.findings
     assert "jddp.Mean" in finding
     assert "all_gather" not in finding
     for right in FORMS.values():
-        assert verified(right, batch, **options).passed
+        assert verified(right, batch, accumulate_steps=parts).passed
 
 
 class Router(nn.Module):
@@ -333,37 +295,31 @@ def balanced_loss(mean_over_batch):
     return loss
 
 
-def own_mean(x):
-    return x.mean((0, 1))
-
-
 def global_mean_of(x):
-    return jax.lax.pmean(own_mean(x), jddp.AXIS)
+    return jax.lax.pmean(x.mean((0, 1)), jddp.AXIS)
 
 
 def test_verify_advises_means_over_all_replicas_for_a_balancing_loss_and_is_right():
     batch = make_batch()
     batch["inputs"] = np.sort(batch["inputs"].ravel()).reshape(batch["inputs"].shape)
-    wrong = verified(balanced_loss(own_mean), batch, Router())
+    wrong = verified(balanced_loss(lambda x: x.mean((0, 1))), batch, Router())
     assert not wrong.passed
     (finding,) = wrong.findings
     assert "jax.lax.pmean" in finding
     assert "jddp.all_gather" in finding
-    for mean_over_batch in (global_mean_of, lambda x: own_mean(jddp.all_gather(x))):
+    for mean_over_batch in (global_mean_of, lambda x: jddp.all_gather(x).mean((0, 1))):
         right = verified(balanced_loss(mean_over_batch), batch, Router())
         assert right.passed, right
 
 
 def test_a_balancing_loss_of_global_means_goes_into_a_scalar_loss_and_a_mean_too():
     """As a scalar it is each replica's all, in a `Mean` it is one entry beside others."""
-
-    def scalar(model, batch, train):
-        return balanced_loss(global_mean_of)(model, batch, train).mean()
+    losses = balanced_loss(global_mean_of)
 
     def mean(model, batch, train):
         weights = weights_of(batch)
-        return jddp.Mean(balanced_loss(global_mean_of)(model, batch, train) * weights, weights)
+        return jddp.Mean(losses(model, batch, train) * weights, weights)
 
-    for loss in (scalar, mean):
+    for loss in (lambda *args: losses(*args).mean(), mean):
         report = verified(loss, make_batch(), Router())
         assert report.passed, report
