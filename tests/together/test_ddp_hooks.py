@@ -7,7 +7,7 @@ import optax
 import pytest
 from jax import lax
 from judge import PLACES, Net, Plane, host, in_both_places, make_rows, sent, start, wrapped
-from states import assert_same
+from states import assert_same, equal
 from tiny import take_steps
 
 import jddp
@@ -28,11 +28,9 @@ def scaled(bucket, factor):
     return jax.tree.map(lambda x: factor * x, bucket)
 
 
-def step(model, loss=None, *, batch=None, num_steps=1, **options):
-    options = {"optimizer": optax.sgd(1.0), **options}
-    ddp = wrapped(model, **options) if loss is None else wrapped(model, loss, **options)
-    batch = make_rows() if batch is None else batch
-    return ddp, take_steps(ddp, [batch] * num_steps, start(ddp, batch))[0]
+def step(model, *, num_steps=1, **options):
+    ddp = wrapped(model, **{"optimizer": optax.sgd(1.0), **options})
+    return ddp, take_steps(ddp, [make_rows()] * num_steps, start(ddp, make_rows()))[0]
 
 
 MEAN = stateless(lax.pmean)
@@ -62,8 +60,8 @@ def test_a_hook_that_does_nothing_sends_nothing(place):
     """HK-1, noop: what then travels is the loss; each replica goes its own way."""
     ddp, state = step(Net(), comm_hook=stateless(lambda bucket, axis: bucket), **place)
     assert [x.num_elements for x in sent(ddp)] == [2]
-    kernels = [shard.data for shard in state.params["first"]["kernel"].addressable_shards]
-    assert not np.array_equal(kernels[0], kernels[1])
+    first, second, *_ = state.params["first"]["kernel"].addressable_shards
+    assert not np.array_equal(first.data, second.data)
 
 
 def ranks(model, batch):
@@ -71,6 +69,15 @@ def ranks(model, batch):
 
 
 RANKS = {"rank": np.arange(4, dtype=np.float32)}
+
+
+def assert_moves_by(gradient, *, shape=(2, 2), num_steps=100, rtol=0, **options):
+    """Each of the steps moves all weights by the gradient, whose rate is 1."""
+    ddp = wrapped(Plane(shape), ranks, optimizer=optax.sgd(1.0), **options)
+    state = ddp.init(0, RANKS)
+    for i in range(1, num_steps + 1):
+        state, _ = ddp.step(state, RANKS)
+        np.testing.assert_allclose(state.params["w"], np.full(shape, -gradient * i), rtol=rtol)
 
 
 TEN_TIMES_HALF = stateless(lambda b, axis: scaled(scaled(lax.pmean(b, axis), 10), 0.5))
@@ -84,19 +91,13 @@ OF_ITS_OWN = stateless(lambda b, axis: jax.tree.map(lambda x: jnp.full_like(x, 2
     ids=["mean", "HK-3, ten times and by two", "HK-4, of its own"],
 )
 def test_what_a_hook_returns_is_the_gradient(hook, gradient, place):
-    ddp = wrapped(Plane(), ranks, optimizer=optax.sgd(1.0), comm_hook=hook, **place)
-    state, _ = ddp.step(ddp.init(0, RANKS), RANKS)
-    np.testing.assert_array_equal(state.params["w"], np.full((2, 2), -gradient))
+    assert_moves_by(gradient, num_steps=1, comm_hook=hook, **place)
 
 
 @in_both_places
 @pytest.mark.parametrize("wire_dtype", [None, "float16"])
 def test_the_mean_is_the_same_in_each_of_a_hundred_steps(place, wire_dtype):
-    ddp = wrapped(Plane(), ranks, optimizer=optax.sgd(1.0), wire_dtype=wire_dtype, **place)
-    state = ddp.init(0, RANKS)
-    for i in range(100):
-        state, _ = ddp.step(state, RANKS)
-        np.testing.assert_array_equal(state.params["w"], np.full((2, 2), -1.5 * (i + 1)))
+    assert_moves_by(1.5, wire_dtype=wire_dtype, **place)
 
 
 @pytest.mark.parametrize("feedback", [True, False])
@@ -111,10 +112,10 @@ def test_before_it_begins_powersgd_is_no_hook(feedback, warm, rank, place):
     for i in range(4):
         states = [ddp.step(s, make_rows(seed=i))[0] for ddp, s in zip(ends, states, strict=True)]
         got, want = (host(state.params) for state in states)
-        alike = [np.array_equal(got[x][y], want[x][y]) for x in want for y in want[x]]
-        # Biases always travel exactly; a kernel of one column is of rank 1.
-        kernels = (x["first"]["kernel"] for x in (got, want))
-        assert all(alike) if i < 3 else not np.array_equal(*kernels)
+        if i < 3:
+            equal(got, want)
+    # Biases always travel exactly; a kernel of one column is of rank 1.
+    assert not np.array_equal(got["first"]["kernel"], want["first"]["kernel"])
 
 
 @in_both_places
@@ -122,13 +123,8 @@ def test_before_it_begins_powersgd_is_no_hook(feedback, warm, rank, place):
 def test_the_mean_of_powersgd_is_the_same_in_each_of_a_hundred_steps(place, feedback):
     """HK-6: of a gradient of rank 1, and so to rounding; two steps travel exactly."""
     hook = jddp.powersgd(start_step=2, min_compression_rate=1, error_feedback=feedback)
-    # More weights than rank 1 sends.
-    ddp = wrapped(Plane((6, 5)), ranks, optimizer=optax.sgd(1.0), comm_hook=hook, **place)
-    state = ddp.init(0, RANKS)
-    for i in range(100):
-        state, _ = ddp.step(state, RANKS)
-        # Float32 sums of a hundred numbers; P and Q round once more in each.
-        np.testing.assert_allclose(state.params["w"], np.full((6, 5), -1.5 * (i + 1)), rtol=2e-5)
+    # More weights than rank 1 sends. Float32 sums of a hundred numbers; P and Q round in each.
+    assert_moves_by(1.5, shape=(6, 5), rtol=2e-5, comm_hook=hook, **place)
 
 
 def test_what_powersgd_remembers_is_saved_and_the_next_ten_steps_are_the_same(tmp_path):
@@ -153,6 +149,8 @@ def test_what_is_no_hook_is_refused_when_it_is_given():
     for hook in ("bfloat16", lax.pmean, (len, len), jddp.CommHook, jddp.CommHook(len, "mean")):
         with pytest.raises(ConfigError, match="comm_hook is .* Give a jddp.CommHook"):
             wrapped(Net(), comm_hook=hook)
+    with pytest.raises(ConfigError, match="comm_hook"):  # Its state is no array.
+        wrapped(Net(), comm_hook=remembering("words", ())).init(0, make_rows())
 
 
 def remembering(initial, new):
@@ -180,9 +178,4 @@ COMES = {"returns another dtype": r".*of bfloat16\[.*that it is given: .* of flo
 def test_a_hook_that_breaks_its_contract_is_refused_with_the_reason(name):
     """While the step is traced: before anything is compiled or sent."""
     with pytest.raises(ConfigError, match="comm_hook" + COMES.get(name, "")):
-        step(Net(), comm_hook=WRONG[name])
-
-
-def test_memory_that_is_no_array_is_refused_when_it_is_made():
-    with pytest.raises(ConfigError, match="comm_hook"):
-        wrapped(Net(), comm_hook=remembering("words", ())).init(0, make_rows())
+        wrapped(Net(), comm_hook=WRONG[name]).lower(make_rows())

@@ -86,53 +86,35 @@ def test_gradients_of_a_division_by_a_sum_are_bitwise_equal_on_one_device(
     assert found[0] == found[1]
 
 
-def of_gallery(name):
-    example = GALLERY[name]
-    batches = [example.make_batch(32, seed) for seed in (0, 1, 9)]
-    batches = {"batches": batches[:2], "evaluated": batches[2:]}
-    return {"model": example.model(), "loss": example.loss_fn, **batches}
-
-
-CLIPPED = {"max_grad_norm": 0.1, "ema_decay": 0.9, "skip_nonfinite": True}
-ROWS = {
-    "masked": [make_batch(32, seed=i, masked=True) for i in range(2)],
-    "of 24": [make_batch(24, seed=i) for i in range(2)],
+OPTIONS = {
+    "parts, clipping, an average": {"accumulate_steps": 2, "max_grad_norm": 0.1, "ema_decay": 0.9},
+    "no power of two": {"numbers": (1, 3, 4), "rows": 24, "logical_replicas": 12},
+    "a mask, flat buckets": {"masked": True, "layout": "flat"},
+    "a loss scale": {"loss_scale": "dynamic", "model": MODELS["mlp"](dtype=jnp.float16)},
+    "momentum": {"optimizer": optax.sgd(0.1, momentum=0.9), "skip_nonfinite": True},
 }
-SLOW = {
-    "conv": lambda: {"model": MODELS["conv"](dropout_rate=0.2)},
-    "transformer": lambda: {"model": MODELS["transformer"](dropout_rate=0.2)},
-    "scanned_transformer": lambda: of_gallery("scanned_transformer"),
-    "parts, clipping, an average": lambda: {"accumulate_steps": 2, **CLIPPED},
-    "no power of two": lambda: {
-        **{"numbers": (1, 3, 4), "batches": ROWS["of 24"], "logical_replicas": 12}
-    },
-}
-LONG = {
-    "recurrent": lambda: {"model": MODELS["recurrent"](dropout_rate=0.2)},
-    "nnx": lambda: {"model": MODELS["nnx"](dropout_rate=0.2)},
-    "lstm_tagger": lambda: of_gallery("lstm_tagger"),
-    "resnet_nnx": lambda: of_gallery("resnet_nnx"),
-    "seq2seq": lambda: of_gallery("seq2seq"),
-    "a mask, flat buckets": lambda: {"batches": ROWS["masked"], "layout": "flat"},
-    "a loss scale": lambda: {"loss_scale": "dynamic", "model": MODELS["mlp"](dtype=jnp.float16)},
-    "momentum": lambda: {"optimizer": optax.sgd(0.1, momentum=0.9)},
-}
-CASES = [pytest.param(lambda: {"numbers": (1, 4)}, id="mlp")]
+SLOW = ("conv", "transformer", "scanned_transformer", "parts, clipping, an average")
+LONG = ("recurrent", "nnx", "lstm_tagger", "resnet_nnx", "seq2seq", "a mask, flat buckets")
+NAMES = ["mlp", *(pytest.param(x, marks=pytest.mark.slow) for x in (*SLOW, "no power of two"))]
+NAMES += [pytest.param(x, marks=pytest.mark.long) for x in (*LONG, "a loss scale", "momentum")]
 CASES += [pytest.param(make, id=name, marks=pytest.mark.slow) for name, make in SLOW.items()]
 CASES += [pytest.param(make, id=name, marks=pytest.mark.long) for name, make in LONG.items()]
 
 
-@pytest.mark.parametrize("make", CASES)
-def test_state_metrics_and_evaluation_are_bitwise_equal(make, as_users_compile):
-    assert_same_bits(**make())
-
-
-LAYERS |= {f.__name__: f for f in (local_batch_norm, tied_embedding)} | {
-    "layer_norm": lambda x, train: last(nn.tanh(nn.LayerNorm()(nn.Dense(8)(x))).mean(1)),
-    "group_norm": lambda x, train: last(nn.relu(nn.GroupNorm(2)(nn.Dense(8)(x))).mean(1)),
-    "gelu": lambda x, train: last(nn.gelu(nn.Dense(16)(x)).mean(1)),
-    "lstm": lambda x, train: last(nn.RNN(nn.OptimizedLSTMCell(8))(x)[:, -1]),
-}
+@pytest.mark.parametrize("name", NAMES)
+def test_state_metrics_and_evaluation_are_bitwise_equal(name, as_users_compile):
+    if name in MODELS:
+        assert_same_bits(model=MODELS[name](dropout_rate=0.2))
+    elif name in GALLERY:
+        example = GALLERY[name]
+        *batches, evaluated = (example.make_batch(32, seed) for seed in (0, 1, 9))
+        options = {"batches": batches, "evaluated": [evaluated]}
+        assert_same_bits(model=example.model(), loss=example.loss_fn, **options)
+    else:
+        options = dict(OPTIONS[name])
+        rows, masked = options.pop("rows", 32), options.pop("masked", False)
+        batches = [make_batch(rows, seed=seed, masked=masked) for seed in range(2)]
+        assert_same_bits(batches=batches, **options)
 
 
 @pytest.mark.slow

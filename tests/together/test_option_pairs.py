@@ -16,6 +16,7 @@ VALUES = {
     "overlap": {"overlap": True, "layout": "flat"},
     "wire_dtype": {"wire_dtype": "bfloat16"},
     "comm_hook": {"comm_hook": jddp.CommHook(lambda plan: (), halves)},
+    "synced statistics": {"batch_norm": "sync"},
     "local statistics": {"batch_norm": "local"},
     "broadcast statistics": {"batch_norm": "broadcast"},
     "batch_norm_group_size": {"batch_norm_group_size": 2},
@@ -36,15 +37,17 @@ DEFAULTS = {
     for name, option in inspect.signature(jddp.DataParallel).parameters.items()
     if option.default is not option.empty
 } | {"mesh": 4, "layout": "leaf", "overlap": False}
-STATISTICS = {"local statistics", "broadcast statistics", "batch_norm_group_size"}
+MODES = {"synced statistics", "local statistics", "broadcast statistics"}
+STATISTICS = {*MODES, "batch_norm_group_size"}
 COUNTS = {"per_replica", "state_reduction"}
 # Replicas run one after the other, or apart, cannot agree on what these have them agree on.
 APART = {"logical_replicas", "local_steps"}
-TOGETHER = {"broadcast statistics", "batch_norm_group_size"}
-TWICE = [("local statistics", "broadcast statistics"), ("per_replica", "state_reduction")]
+TOGETHER = STATISTICS - {"local statistics"}
 # Statistics are those of a group only where they are synchronized.
 OF_NO_GROUP = {"local statistics", "broadcast statistics"}
-PAIRS = [p for p in itertools.combinations(VALUES, 2) if p not in TWICE]
+PAIRS = [
+    p for p in itertools.combinations(VALUES, 2) if not any({*p} <= x for x in (MODES, COUNTS))
+]
 
 
 def is_refused(pair):
