@@ -55,39 +55,33 @@ def trained(model, **options):
 @pytest.mark.parametrize("kind, mode, options", MODES)
 def test_a_batch_norm_that_names_an_axis_is_that_which_names_none(kind, mode, options):
     got = trained(kind("batch"), batch_norm=mode, **options)
-    options = {name: x for name, x in options.items() if name != "axis_name"}
-    equal(got, trained(kind(None), batch_norm=mode, **options))
+    equal(got, trained(kind(None), batch_norm=mode, **{**options, "axis_name": None}))
 
 
-class Lanes(nn.Module):
-    @nn.compact
-    def __call__(self, x, mask, train):
-        axes = {"in_axes": 1, "out_axes": 1, "axis_name": "lane", "split_rngs": {"params": False}}
-        kept = {"params": None, "batch_stats": None}
-        norm = nn.vmap(nn.BatchNorm, variable_axes=kept, **axes)
-        return norm(use_running_average=not train, axis=(), axis_name="lane")(x)
+def lanes(m, x, mask, train):
+    axes = {"in_axes": 1, "out_axes": 1, "axis_name": "lane", "split_rngs": {"params": False}}
+    norm = nn.vmap(nn.BatchNorm, variable_axes={"params": None, "batch_stats": None}, **axes)
+    return norm(use_running_average=not train, axis=(), axis_name="lane")(x)
 
 
 def test_an_axis_inside_the_model_is_left_to_it():
     def alone(m, x, mask, train):
         return nn.BatchNorm(not train)(x.reshape(-1, 1)).reshape(x.shape)
 
-    for mode in ("broadcast", "local"):
-        got, want = (trained(x, batch_norm=mode, mesh=1)[-1]["loss"] for x in (Lanes(), Of(alone)))
-        # One mean over 48 numbers, or the mean of three over 16 each.
-        np.testing.assert_allclose(got, want, rtol=1e-5)
+    models = Of(lanes), Of(alone)
+    got, want = (trained(x, batch_norm="local", mesh=1)[-1]["loss"] for x in models)
+    # One mean over 48 numbers, or the mean of three over 16 each.
+    np.testing.assert_allclose(got, want, rtol=1e-5)
     with pytest.raises(jddp.ConfigError, match="'lane', which is mapped inside the model"):
-        trained(Lanes())
+        trained(models[0])
 
 
-class Centred(nn.Module):
-    axis: str
-    dropout: float = 0.0
+def centred(axis, dropout):
+    def body(m, x, train):
+        x = nn.Dropout(dropout, deterministic=not train)(nn.Dense(4)(x))
+        return nn.Dense(1)(x - lax.pmean(x.mean(0), axis)[None])[:, 0]
 
-    @nn.compact
-    def __call__(self, x, train):
-        x = nn.Dropout(self.dropout, deterministic=not train)(nn.Dense(4)(x))
-        return nn.Dense(1)(x - lax.pmean(x.mean(0), self.axis)[None])[:, 0]
+    return Of(body)
 
 
 def by_name(axis):
@@ -100,10 +94,8 @@ def by_name(axis):
     return loss
 
 
-def named(axis, dropout=0.0, **options):
-    options = {"mesh": 2, **options}
-    model = Centred(axis, dropout)
-    return jddp.DataParallel(model, optax.adam(0.1), by_name(axis), **options)
+def named(axis, dropout=0.0, *, make=jddp.DataParallel, **options):
+    return make(centred(axis, dropout), optax.adam(0.1), by_name(axis), **{"mesh": 2, **options})
 
 
 def on_axis(axis):
@@ -139,19 +131,16 @@ def test_an_axis_of_another_name_gives_the_same_bits(options):
     "options, dropout", [({"mesh": on_axis("batch")}, 0.0), ({"axis_name": "batch"}, 0.3)]
 )
 def test_verify_takes_the_axis_over(options, dropout):
-    model = Centred("batch", dropout)
     batch = {name: x for name, x in rows().items() if name != "mask"}
-    report = jddp.verify(model, optax.sgd(0.1), by_name("batch"), batch, **options)
+    report = named("batch", dropout, make=jddp.verify, batch=batch, **options)
     assert report.passed, report
     assert report.is_side_by_side == bool(dropout)
 
 
 def test_a_run_along_another_axis_resumes_and_is_explained_and_timed(tmp_path):
     ddp = named("batch", axis_name="batch", shard_optimizer=True)
-    for num_steps in (2, 4):
-        plan = {"num_steps": num_steps, "run_dir": tmp_path, "save_every_steps": 2}
-        resumed = ddp.fit([rows()] * num_steps, **plan)
-    state, _ = take_steps(ddp, [rows()] * 4)
-    equal(resumed.state.params, state.params)
+    for num in (2, 4):
+        run = ddp.fit([rows()] * num, num_steps=num, run_dir=tmp_path, save_every_steps=2)
+    equal(run.state.params, take_steps(ddp, [rows()] * 4)[0].params)
     assert "all-gather" in str(ddp.explain(rows()))
     assert ddp.stats(rows())["reduce_seconds"] > 0

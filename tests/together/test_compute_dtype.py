@@ -19,6 +19,10 @@ def narrow(tree):
     return jax.tree.map(lambda x: x.astype("bfloat16"), tree)
 
 
+def wrapped(model, loss=loss_fn, **options):
+    return jddp.DataParallel(model, optax.sgd(0.1), loss, mesh=2, **options)
+
+
 def cast_by_hand(model, batch, train):
     if model.is_initializing():
         return loss_fn(model, batch, train)
@@ -34,8 +38,7 @@ def cast_by_hand(model, batch, train):
 def test_it_is_bitwise_the_model_cast_by_hand(name):
     results = []
     for loss, options in ((cast_by_hand, {}), (loss_fn, {"compute_dtype": "bfloat16"})):
-        model = MODELS[name](dtype=None)
-        ddp = jddp.DataParallel(model, optax.sgd(0.1), loss, mesh=2, **options)
+        ddp = wrapped(MODELS[name](dtype=None), loss, **options)
         state, _ = take_steps(ddp, BATCHES)
         assert {x.dtype.name for x in jax.tree.leaves(state.params)} == {"float32"}
         results.append((state.params, ddp.evaluate(state, BATCHES)))
@@ -46,21 +49,15 @@ def test_it_is_bitwise_the_model_cast_by_hand(name):
 @pytest.mark.parametrize("name", ["conv", "nnx"])
 def test_statistics_are_those_of_layers_that_have_the_dtype_themselves(name, batch_norm):
     """Bitwise, until scales that layers of a dtype leave wide differ from 1."""
-    results, options = [], {"mesh": 2, "batch_norm": batch_norm}
+    results = []
     for dtype, compute_dtype in ((jnp.bfloat16, None), (None, "bfloat16")):
-        model = MODELS[name](dtype=dtype)
-        ddp = jddp.DataParallel(
-            model, optax.sgd(0.1), loss_fn, compute_dtype=compute_dtype, **options
-        )
+        options = {"batch_norm": batch_norm, "compute_dtype": compute_dtype}
+        ddp = wrapped(MODELS[name](dtype=dtype), **options)
         evaluated = ddp.evaluate(ddp.init(0, BATCHES[0]), BATCHES)
         state, metrics = take_steps(ddp, BATCHES[:1])
         assert {x.dtype.name for x in jax.tree.leaves(state.params)} == {"float32"}
-        results.append((evaluated, metrics, without_keys(state.model_state)))
+        results.append((evaluated, metrics, {**state.model_state, "rngs": None}))
     equal(*results)
-
-
-def without_keys(model_state):
-    return {kind: values for kind, values in model_state.items() if kind != "rngs"}
 
 
 class TwoMethods(nnx.Module):
@@ -96,25 +93,21 @@ def test_layers_without_a_dtype_get_narrow_arrays_and_the_loss_wide_ones(model):
         assert {x.dtype.name for x in [*outputs, batch["x"]]} == {"float32"}
         return sum(outputs)
 
-    ddp = jddp.DataParallel(model, optax.sgd(0.1), loss, mesh=2, compute_dtype=jnp.bfloat16)
+    ddp = wrapped(model, loss, compute_dtype=jnp.bfloat16)
     state, _ = take_steps(ddp, BATCHES[:1])
     assert ddp.evaluate(state, BATCHES)["examples"] == 32
 
 
-@pytest.mark.parametrize(
-    "model", [nn.Dense(1, dtype=jnp.float32), nnx.Linear(16, 1, dtype="float32", rngs=nnx.Rngs(0))]
-)
-def test_a_layer_with_another_dtype_is_refused(model):
-    ddp = jddp.DataParallel(
-        model, optax.sgd(0.1), lambda model, batch: model(batch["x"]), compute_dtype="float16"
-    )
-    with pytest.raises(jddp.ConfigError, match="'float16': the .* computes in float32, its own"):
-        ddp.init(0, BATCHES[0])
-
-
-def test_another_width_is_refused():
-    with pytest.raises(jddp.ConfigError, match="compute_dtype 'float32' is unknown. Choose one"):
-        jddp.DataParallel(nn.Dense(1), optax.sgd(0.1), loss_fn, compute_dtype=jnp.float32)
+def test_other_widths_are_refused():
+    wide = nnx.Linear(16, 1, dtype="float32", rngs=nnx.Rngs(0))
+    of_its_own = "'float16': the .* computes in float32, its own"
+    for model, dtype, message in (
+        (nn.Dense(1, dtype=jnp.float32), "float16", of_its_own),
+        (wide, "float16", of_its_own),
+        (nn.Dense(1), jnp.float32, "compute_dtype 'float32' is unknown. Choose one"),
+    ):
+        with pytest.raises(jddp.ConfigError, match=message):
+            wrapped(model, lambda m, b: m(b["x"]), compute_dtype=dtype).init(0, BATCHES[0])
 
 
 def test_a_job_is_evaluated_in_its_compute_dtype_when_it_is_opened_again(tmp_path):

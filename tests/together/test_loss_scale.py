@@ -60,7 +60,7 @@ def with_scale(state, scale, num_good=0):
 def scale_of(state):
     """The scale and the good steps, which all devices must have alike."""
     found = state.comm_state.loss_scale
-    assert_same_on_all_devices(state.replace(params=found))
+    assert_same_on_all_devices(state.replace(params=found, model_state=(), opt_state=()))
     return float(found.scale), float(found.num_good)
 
 

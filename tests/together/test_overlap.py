@@ -31,8 +31,8 @@ def two_layers(params, x):
 
 
 def traced(loss, *args):
-    def backward(*args):
-        _, pullback = jax.vjp(lambda params: loss(params, *args[1:]), args[0])
+    def backward(params, *args):
+        _, pullback = jax.vjp(lambda params: loss(params, *args), params)
         found.append(trace_backward(lambda one: pullback(one)[0]))
 
     found = []
@@ -71,9 +71,8 @@ def test_the_plan_follows_the_network_and_not_the_alphabet():
         x = nn.tanh(nn.Dense(16, name="c_second")(x))
         return nn.Dense(4, name="a_last")(x)
 
-    sizes = {"bucket_mb": 1100 * BYTES, "first_bucket_mb": 300 * BYTES}
-    ddp = wrapped(Of(net), **sizes)
-    ddp.init(0, make_batch())
+    ddp = wrapped(Of(net), bucket_mb=1100 * BYTES, first_bucket_mb=300 * BYTES)
+    ddp.abstract_state(make_batch())
     layers = [{path.partition("/")[0] for path in bucket.paths} for bucket in ddp.plan.buckets]
     assert layers == [{"a_last"}, {"c_second"}, {"b_first"}]
     assert "as the backward pass finishes them" in str(ddp.plan)
@@ -87,31 +86,25 @@ def test_the_order_of_an_nnx_model_is_a_guess_until_a_batch_was_seen():
     assert "as the backward pass finishes them" in str(ddp.plan)
 
 
-def trained(name, num_steps=2, **options):
-    ddp = jddp.DataParallel(MODELS[name](), optax.sgd(0.2, momentum=0.9), loss_fn, **options)
-    batch = make_batch(32, masked=True)
-    state, metrics = take_steps(ddp, [batch] * num_steps)
-    return ddp, jax.device_get((state.params, state.opt_state, metrics))
-
-
 @pytest.mark.parametrize("name, parts", [("transformer", 1), ("nnx", 2)])
 def test_numbers_do_not_depend_on_the_place(name, parts):
     """tests/together/test_step.py holds all models in one of these places to one device."""
-    options = {"layout": "flat", "bucket_mb": 200 * BYTES, "accumulate_steps": parts}
-    _, at_end = trained(name, overlap=False, **options)
-    ddp, when_ready = trained(name, overlap=True, **options)
+    options, ends = {"layout": "flat", "bucket_mb": 200 * BYTES, "accumulate_steps": parts}, []
+    for overlap in (False, True):
+        optimizer = optax.sgd(0.2, momentum=0.9)
+        ddp = jddp.DataParallel(MODELS[name](), optimizer, loss_fn, overlap=overlap, **options)
+        state, metrics = take_steps(ddp, [make_batch(32, masked=True)] * 2)
+        ends.append((state.params, state.opt_state, metrics))
     assert len(ddp.plan) > 1
-
     # The same sums in the same order; the compiler may contract a product and a sum.
-    close(when_ready, at_end, rtol=1e-6, atol=1e-7)
+    close(*ends, rtol=1e-6, atol=1e-7)
 
 
 def operations(ddp, batch):
     """The chain of the lowered step: a barrier before each reduction, products in between."""
-    pattern = r"stablehlo\.(optimization_barrier|all_reduce|dot_general)"
-    text = ddp.lower(batch).as_text()
     letters = {"optimization_barrier": "b", "all_reduce": "r", "dot_general": "."}
-    return "".join(letters[name] for name in re.findall(pattern, text))
+    found = re.findall(rf"stablehlo\.({'|'.join(letters)})", ddp.lower(batch).as_text())
+    return "".join(letters[name] for name in found)
 
 
 def test_a_bucket_leaves_where_its_last_gradient_is_made():
@@ -148,9 +141,8 @@ def normed_loss(model, batch, train):
 
 
 def normed(overlap, **options):
-    options = {"batch_norm": "local", "bucket_mb": 200 * BYTES, "layout": "flat", **options}
-    optimizer = optax.sgd(0.2, momentum=0.9)
-    return jddp.DataParallel(Normed(), optimizer, normed_loss, overlap=overlap, **options)
+    options |= {"bucket_mb": 200 * BYTES, "layout": "flat", "overlap": overlap}
+    return jddp.DataParallel(Normed(), optax.sgd(0.2, momentum=0.9), normed_loss, **options)
 
 
 @pytest.mark.parametrize("mode, parts", [("local", 2), ("broadcast", 1)])
@@ -177,9 +169,8 @@ def test_an_empty_micro_batch_adds_nothing_wherever_buckets_leave(mode):
         ends = []
         for ddp in ddps:
             state = ddp.init(0, batch)
-            want = gradients_on_one_device(jax.device_get(state.params), batch)
             # Means of up to 32 rows in another order, and gradients through variances of four.
-            close(ddp.gradients(state, batch)[0], want)
+            close(ddp.gradients(state, batch)[0], gradients_on_one_device(state.params, batch))
             state, metrics = take_steps(ddp, [batch] * 2, state)
             ends.append(jax.device_get((state.params, state.opt_state, state.model_state, metrics)))
         # The same sums in the same order; the compiler may contract a product and a sum.
@@ -190,32 +181,29 @@ def test_an_empty_micro_batch_adds_nothing_wherever_buckets_leave(mode):
 def gradients_on_one_device(params, batch):
     """Plain Flax: each micro-batch with a valid row is normalised alone, the sum divided once."""
     stats = {"BatchNorm_0": {"mean": np.zeros(16), "var": np.ones(16)}}
+    variables = {"params": jax.device_get(params), "batch_stats": stats}
 
     @jax.jit
     @jax.grad
     def gradient(params, part):
         def model(*inputs):
-            variables = {"params": params, "batch_stats": stats}
-            return Normed().apply(variables, *inputs, mutable=["batch_stats"])[0]
+            given = {**variables, "params": params}
+            return Normed().apply(given, *inputs, mutable=["batch_stats"])[0]
 
         return (normed_loss(model, part, True) * part["mask"]).sum()
 
     parts = [jax.tree.map(lambda x, i=i: x[i : i + 4], batch) for i in range(0, 32, 4)]
-    grads = [gradient(params, part) for part in parts if part["mask"].any()]
+    grads = [gradient(variables["params"], part) for part in parts if part["mask"].any()]
     return jax.tree.map(lambda *each: sum(each) / batch["mask"].sum(), *grads)
 
 
 def test_a_scanned_stack_of_layers_is_ready_all_at_once_and_still_right():
-    options = {"overlap": True, "bucket_mb": 200 * BYTES}
-    ddp = wrapped(Transformer(), **options)
-    text = ddp.lower(make_batch()).compile().as_text()
-    assert len(collectives(text)) == len(ddp.plan) + 1
+    ddp = wrapped(Transformer(), overlap=True, bucket_mb=200 * BYTES)
+    assert len(collectives(ddp.lower(make_batch()).compile().as_text())) == len(ddp.plan) + 1
     layers = [path for bucket in ddp.plan.buckets for path in bucket.paths if "Scan" in path]
     assert f"{len(layers)} gradients leave a loop at once" in str(ddp.plan)
 
 
-@pytest.mark.parametrize("num, overlaps", [(1, False), (2, True)])
-def test_on_gpus_nothing_is_packed_for_a_single_one(monkeypatch, num, overlaps):
+def test_on_gpus_nothing_is_packed_for_a_single_one(monkeypatch):
     monkeypatch.setattr("jddp.data_parallel.platform", lambda mesh: "gpu")
-    ddp = wrapped(mesh=num)
-    assert ddp.spec.backward.overlaps == overlaps
+    assert [wrapped(mesh=num).spec.backward.overlaps for num in (1, 2)] == [False, True]

@@ -3,8 +3,6 @@
 The judge is one device that is given the whole batch.
 """
 
-from collections.abc import Callable, Mapping
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,10 +12,14 @@ from flax import linen as nn
 from flax import nnx
 from jax import lax
 from states import close, equal
-from tiny import MLP, NUM_CLASSES, loss_fn, make_batch, take_steps
+from tiny import MLP, NUM_CLASSES, Of, loss_fn, make_batch, take_steps
 
 import jddp
 from jddp.engine.digest import digests, find_divergence
+
+
+def signs_of(x):
+    return jnp.bincount((x[:, 0] > 0) + 2 * (x[:, 1] > 0), length=NUM_CLASSES)
 
 
 class Counts(nn.Module):
@@ -26,8 +28,7 @@ class Counts(nn.Module):
         seen = self.variable("counts", "seen", jnp.zeros, (NUM_CLASSES,), jnp.int32)
         calls = self.variable("counts", "calls", jnp.zeros, (), jnp.int32)
         if train and not self.is_initializing():
-            signs = (x[:, 0] > 0).astype(int) + 2 * (x[:, 1] > 0)
-            seen.value += jnp.bincount(signs, length=NUM_CLASSES)
+            seen.value += signs_of(x)
             calls.value += 1
         return MLP()(x, train)
 
@@ -44,8 +45,7 @@ class NnxCounts(nnx.Module):
 
     def __call__(self, x, train):
         if train:
-            signs = (x[:, 0] > 0).astype(int) + 2 * (x[:, 1] > 0)
-            self.seen[...] += jnp.bincount(signs, length=NUM_CLASSES)
+            self.seen[...] += signs_of(x)
             self.calls[...] += 1
         return self.dense(x)
 
@@ -80,21 +80,17 @@ def test_counts_of_rows_that_are_not_declared_are_refused_by_name(name, mode):
     "name, options",
     [
         ("linen", {}),
-        ("nnx", {}),
         ("linen", {"accumulate_steps": 2, "overlap": True}),
         ("nnx", {"logical_replicas": 8, "mesh": 2, "accumulate_steps": 2}),
-        ("linen", {"local_steps": jddp.LocalSteps(2)}),
-        ("linen", {"batch_norm": "local"}),
     ],
-    ids=lambda x: "-".join(x) or "plain" if isinstance(x, dict) else x,
+    ids=["plain", "overlap", "nnx on logical replicas"],
 )
 def test_a_sum_over_replicas_is_the_count_of_one_device(name, options):
     """Calls count micro-batches, and are no sum. All options are in test_option_pairs."""
     make, kind = COUNTERS[name]
     ddp, state = train(make(), state_reduction={kind: "sum"}, **options)
     parts = {"accumulate_steps": options.get("accumulate_steps", 1)}
-    _, one = train(make(), mesh=1, **parts)
-    equal(counted(state), counted(one))
+    equal(counted(state), counted(train(make(), mesh=1, **parts)[1]))
     assert find_divergence(digests(state), state) is None
     assert ddp.evaluate(state, [make_batch(32)])["examples"] == 32
 
@@ -102,19 +98,16 @@ def test_a_sum_over_replicas_is_the_count_of_one_device(name, options):
 @in_both
 def test_the_first_is_replica_zero_s_and_the_same_everywhere(make, kind):
     _, state = train(make(), 1, state_reduction={kind: "first"})
-    x = make_batch(32, seed=0)["x"][:4]
-    want = np.bincount((x[:, 0] > 0) + 2 * (x[:, 1] > 0), minlength=NUM_CLASSES)
-    np.testing.assert_array_equal(counted(state)[0], want)
+    equal(counted(state)[0], signs_of(make_batch(32, seed=0)["x"][:4]))
     assert find_divergence(digests(state), state) is None
 
 
 @in_both
-def test_counts_may_be_kept_by_each_replica(make, kind, tmp_path):
+def test_counts_may_be_kept_by_each_replica(make, kind):
     ddp, state = train(make(), per_replica=[kind])
     seen, calls = counted(state)
-    assert seen.shape == (8, NUM_CLASSES)
-    np.testing.assert_array_equal(seen.sum(1), 3 * 4)
-    np.testing.assert_array_equal(calls, 3)
+    np.testing.assert_array_equal(seen.sum(1), [3 * 4] * 8)
+    np.testing.assert_array_equal(calls, [3] * 8)
     np.testing.assert_array_equal(seen.sum(0), counted(train(make(), mesh=1)[1])[0])
     assert find_divergence(digests(state), state) is None
     read = ddp.model(state)
@@ -125,16 +118,13 @@ def test_counts_may_be_kept_by_each_replica(make, kind, tmp_path):
 
 def test_names_and_rules_that_are_not_known_are_refused():
     both = {"state_reduction": {"counts": "sum"}, "per_replica": ["counts"]}
+    of_ints = "'mean' does not fit '.*seen' of int32"
     for make, options, message in (
         (Counts, {"state_reduction": {"count": "sum"}}, "names 'count', and .* counts"),
         (Counts, {"state_reduction": {"counts": "max"}}, "'max'}: .*'mean', 'sum', 'first'"),
         (Counts, both, "per_replica"),
-        (Counts, {"state_reduction": {"counts": "mean"}}, "'mean' does not fit '.*seen' of int32"),
-        (
-            NnxCounts,
-            {"state_reduction": {"Count": "mean"}},
-            "'mean' does not fit '.*seen' of int32",
-        ),
+        (Counts, {"state_reduction": {"counts": "mean"}}, of_ints),
+        (NnxCounts, {"state_reduction": {"Count": "mean"}}, of_ints),
     ):
         with pytest.raises(jddp.ConfigError, match=message):
             train(make(), 1, **options)
@@ -146,66 +136,59 @@ def test_verify_passes_declared_counts():
     assert report.passed, report
 
 
-class Codebook(nn.Module):
-    @nn.compact
-    def __call__(self, x, train):
-        center = self.variable("ema", "center", jnp.zeros, x.shape[-1:])
-        y = MLP()(x - center.value[None], train)
-        if train and not self.is_initializing():
-            center.value = 0.9 * center.value + 0.1 * lax.stop_gradient(x.mean(0))
-        return y
+def codebook(m, x, train):
+    center = m.variable("ema", "center", jnp.zeros, x.shape[-1:])
+    y = MLP()(x - center.value[None], train)
+    if train and not m.is_initializing():
+        center.value = 0.9 * center.value + 0.1 * lax.stop_gradient(x.mean(0))
+    return y
 
 
-@pytest.mark.parametrize("options", [{}, {"logical_replicas": 8}])
-def test_a_declared_mean_is_that_of_one_device(options):
+def test_a_declared_mean_is_that_of_one_device_and_of_logical_replicas_bitwise():
     with pytest.raises(jddp.ConfigError, match="'ema/center' depends on the rows"):
-        train(Codebook(), 1)
-    _, state = train(Codebook(), state_reduction={"ema": "mean"}, **options)
-    _, one = train(Codebook(), mesh=1)
-    # Means of 32 rows in another order, three times.
-    close((state.params, state.model_state), (one.params, one.model_state))
+        train(Of(codebook), 1)
+    ends = [
+        train(Of(codebook), state_reduction={"ema": "mean"}, **options)[1]
+        for options in ({}, {"logical_replicas": 8, "mesh": 1}, {"logical_replicas": 8, "mesh": 4})
+    ]
+    equal(*(end.model_state for end in ends[1:]))
+    _, one = train(Of(codebook), mesh=1)
+    for end in ends[:2]:
+        # Means of 32 rows in another order, three times.
+        close((end.params, end.model_state), (one.params, one.model_state))
 
 
-def test_declared_state_of_logical_replicas_has_the_same_bits_on_any_number_of_devices():
-    ends = []
-    for mesh in (1, 4):
-        options = {"mesh": mesh, "logical_replicas": 8, "state_reduction": {"ema": "mean"}}
-        ends.append(jax.device_get(train(Codebook(), **options)[1].model_state))
-    equal(*ends)
+def written(functions):
+    """A model that keeps the values of functions of itself, its rows and the values before."""
 
-
-class Written(nn.Module):
-    functions: Mapping[str, Callable]
-
-    @nn.compact
-    def __call__(self, x, train):
-        y = MLP()(x, train)
-        for name, function in self.functions.items():
-            kept = self.variable("kept", name, jnp.zeros, ())
-            if train and not self.is_initializing():
-                kept.value = function(self, x, kept.value)
+    def body(m, x, train):
+        y = MLP(name="mlp")(x, train)
+        for name, function in functions.items():
+            kept = m.variable("kept", name, jnp.zeros, ())
+            if train and not m.is_initializing():
+                kept.value = function(m, x, kept.value)
         return y
 
-
-def looped(collective):
-    """A running value in a scan, over rows that `collective` has seen."""
-
-    def what(module, x, value):
-        def add(carry, row):
-            return carry + collective(row.sum()), None
-
-        return lax.scan(jax.checkpoint(add), value, x)[0]
-
-    return what
+    return Of(body)
 
 
 def mean(x):
     return lax.pmean(x, "data")
 
 
+def looped(collective):
+    """A running value in a scan, over rows that `collective` has seen."""
+
+    @jax.checkpoint
+    def add(carry, row):
+        return carry + collective(row.sum()), None
+
+    return lambda module, x, value: lax.scan(add, value, x)[0]
+
+
 EQUAL = {
     "a count of steps": lambda m, x, v: v + 1,
-    "parameters": lambda m, x, v: m.variables["params"]["MLP_0"]["Dense_0"]["kernel"].sum(),
+    "parameters": lambda m, x, v: m.variables["params"]["mlp"]["Dense_0"]["kernel"].sum(),
     "a sum of all rows": lambda m, x, v: lax.psum(x.sum(), "data"),
     "all rows": lambda m, x, v: jax.nn.relu(lax.all_gather(x, "data")).mean(),
     "a loop over sums": looped(mean),
@@ -232,17 +215,14 @@ APART = {
 }
 
 
-def test_state_that_is_the_same_on_all_replicas_needs_no_rule():
-    _, state = train(Written(EQUAL), 2, mesh=2)
+@pytest.mark.parametrize("functions, options", [(EQUAL, {}), (APART, {"kept": "first"})])
+def test_state_that_is_the_same_on_all_replicas_needs_no_rule(functions, options):
+    """What is not is the same once it has a rule."""
+    _, state = train(written(functions), 1, mesh=2, state_reduction=options)
     assert find_divergence(digests(state), state) is None
 
 
 @pytest.mark.parametrize("name", APART)
 def test_state_that_is_not_needs_one(name):
     with pytest.raises(jddp.ConfigError, match=f"'kept/{name}' depends on the rows or random"):
-        train(Written({name: APART[name]}), 1, mesh=2)
-
-
-def test_such_state_is_the_same_on_all_replicas_once_it_has_a_rule():
-    _, state = train(Written(APART), 1, mesh=2, state_reduction={"kept": "first"})
-    assert find_divergence(digests(state), state) is None
+        train(written({name: APART[name]}), 1, mesh=2)

@@ -46,15 +46,6 @@ class Remat(nn.Module):
         return x.sum(-1)
 
 
-class RematShared(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        w = self.param("w", KERNEL, (WIDTH, WIDTH))
-        once = jax.checkpoint(lambda x, w: jnp.tanh(x @ w))
-        twice = jax.checkpoint(lambda x, w: jnp.tanh(once(x, w) @ w.T))
-        return (twice(once(x, w), w) @ w).sum(-1)
-
-
 class RematNnx(nnx.Module):
     def __init__(self, rngs):
         self.first, self.unused = (nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2))
@@ -65,11 +56,18 @@ class RematNnx(nnx.Module):
         return self.last(layer(self.first, layer(self.first, x)))[:, 0]
 
 
+def shared(m, x):
+    w = m.param("w", KERNEL, (WIDTH, WIDTH))
+    once = jax.checkpoint(lambda x, w: jnp.tanh(x @ w))
+    twice = jax.checkpoint(lambda x, w: jnp.tanh(once(x, w) @ w.T))
+    return (twice(once(x, w), w) @ w).sum(-1)
+
+
 REMAT = {
     "once": Remat(policy=jax.checkpoint_policies.dots_saveable),
     "twice with unused parameters": Remat(times=2, with_unused=True),
     "in remat": Of(lambda m, x: nn.remat(Remat)(times=2, with_unused=True)(x)),
-    "with a shared weight": RematShared(),
+    "with a shared weight": Of(shared),
     "in NNX": RematNnx(nnx.Rngs(0)),
 }
 
@@ -84,31 +82,19 @@ def test_remat(name):
 AXES = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
 
 
-class ScannedLayers(nn.Module):
-    with_remat: bool = False
-
-    @nn.compact
-    def __call__(self, x):
-        layer = nn.remat(Layer, prevent_cse=False) if self.with_remat else Layer
-        layers = nn.scan(lambda layer, x, _: (layer(x), None), length=3, **AXES)
-        return layers(layer(with_unused=True, name="layers"), x, None)[0].sum(-1)
+def scanned(layer):
+    layers = nn.scan(lambda layer, x, _: (layer(x), None), length=3, **AXES)
+    return Of(lambda m, x: layers(layer(with_unused=True, name="layers"), x, None)[0].sum(-1))
 
 
-class Loops(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        stack = self.param("stack", KERNEL, (3, WIDTH, WIDTH))
-        shared = self.param("shared", KERNEL, (WIDTH, WIDTH))
-        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w + x @ shared), None), x, stack)
-        x = jax.lax.fori_loop(0, 2, lambda _, x: jnp.tanh(x @ shared), x)
-        return x.sum(-1)
+def loops(m, x):
+    stack = m.param("stack", KERNEL, (3, WIDTH, WIDTH))
+    shared = m.param("shared", KERNEL, (WIDTH, WIDTH))
+    x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w + x @ shared), None), x, stack)
+    return jax.lax.fori_loop(0, 2, lambda _, x: jnp.tanh(x @ shared), x).sum(-1)
 
 
-class JittedNnx(nnx.Module):
-    def __init__(self, rngs):
-        self.first = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
-        self.last = nnx.Linear(WIDTH, 1, rngs=rngs)
-
+class JittedNnx(RematNnx):
     def __call__(self, x):
         return nnx.jit(lambda layer, x: layer(x))(self.last, nnx.tanh(self.first(x)))[:, 0]
 
@@ -130,9 +116,9 @@ tripled.defjvp(lambda x, t: (jnp.cos(x[0]), -3 * jnp.sin(x[0]) * t[0]))
 
 
 TRANSFORMED = {
-    "nn.scan": ScannedLayers(),
-    "nn.scan of remat": ScannedLayers(with_remat=True),
-    "lax loops": Loops(),
+    "nn.scan": scanned(Layer),
+    "nn.scan of remat": scanned(nn.remat(Layer, prevent_cse=False)),
+    "lax loops": Of(loops),
     "nn.jit": Of(lambda m, x: nn.jit(Net)()(nn.jit(Layer)()(jax.jit(jnp.sin)(x)))),
     "nnx.jit": JittedNnx(nnx.Rngs(0)),
     "custom derivatives": Of(lambda m, x: tripled(doubled(Layer()(x))).sum(-1)),
