@@ -147,8 +147,17 @@ def test_an_unbiased_running_variance_divides_by_one_less(kind, num_valid, dtype
     equal(*(x.params for x in states))
 
 
+def moments_over(axis_name, x):
+    mean, square = x.mean(0), jnp.square(x).mean(0)
+    if axis_name is not None:
+        mean, square = jax.lax.pmean((mean, square), axis_name)
+    return mean, square - jnp.square(mean)
+
+
 class ForeignNorm(nn.Module):
     """A batch norm with no field for an axis, as some model libraries have them."""
+
+    axis = None
 
     @nn.compact
     def __call__(self, x, use_running_average):
@@ -156,14 +165,11 @@ class ForeignNorm(nn.Module):
         var_kept = self.variable("batch_stats", "var", jnp.ones, x.shape[-1])
         mean, var = mean_kept.value, var_kept.value
         if not use_running_average:
-            mean, var = self.moments(x)
+            mean, var = moments_over(None if self.is_initializing() else self.axis, x)
             if not self.is_initializing():
                 mean_kept.value, var_kept.value = mean, var
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
         return scale[None] * (x - mean[None]) / jnp.sqrt(var[None] + 1e-5)
-
-    def moments(self, x):
-        return x.mean(0), x.var(0)
 
 
 class RegisteredNorm(ForeignNorm):
@@ -176,20 +182,10 @@ class DeafNorm(ForeignNorm):
     axis_name: str | None = None
 
 
-class CopiedNorm(ForeignNorm):
+class CopiedNorm(DeafNorm):
     """A batch norm as model libraries carry them: another class, with the same two names."""
 
-    axis_name: str | None = None
-
-    def moments(self, x):
-        return moments_over(None if self.is_initializing() else self.axis_name, x)
-
-
-def moments_over(axis_name, x):
-    mean, square = x.mean(0), jnp.square(x).mean(0)
-    if axis_name is not None:
-        mean, square = jax.lax.pmean((mean, square), axis_name)
-    return mean, square - jnp.square(mean)
+    axis = property(lambda self: self.axis_name)
 
 
 class NnxForeignNorm(nnx.Module):
@@ -200,11 +196,9 @@ class NnxForeignNorm(nnx.Module):
     def __call__(self, x, use_running_average):
         mean, var = self.mean[...], self.var[...]
         if not use_running_average:
-            self.mean[...], self.var[...] = mean, var = self.moments(x)
+            mean, var = moments_over(getattr(self, "axis_name", None), x)
+            self.mean[...], self.var[...] = mean, var
         return self.scale[None] * (x - mean[None]) / jnp.sqrt(var[None] + 1e-5)
-
-    def moments(self, x):
-        return x.mean(0), x.var(0)
 
 
 class NnxRegisteredNorm(NnxForeignNorm):
@@ -215,9 +209,6 @@ class NnxCopiedNorm(NnxForeignNorm):
     def __init__(self, axis_name=None):
         super().__init__()
         self.axis_name = axis_name
-
-    def moments(self, x):
-        return moments_over(self.axis_name, x)
 
 
 class Foreign(nn.Module):

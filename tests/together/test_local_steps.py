@@ -3,15 +3,16 @@
 import itertools
 
 import jax
-import jax.numpy as jnp
 import judge
 import numpy as np
 import optax
 import pytest
+import test_random_options as random_options
 from flax import linen as nn
 from judge import REPLICAS, Net, assert_close, host, make_rows, sent, squares, start, wrapped
-from oracle import mean_over_valid
 from states import assert_same
+from test_option_pairs import DEFAULTS
+from test_random_options import Case, hold
 from tiny import ConvNet, Of, loss_fn, make_batch, take_steps
 
 import jddp
@@ -62,106 +63,25 @@ def batches_of(num, rows=16):
     return [make_rows(rows, seed=i) for i in range(num)]
 
 
-def unevenly_masked(batches):
-    """Replicas of 4, 3 and 2 valid rows, and one that now and then has none."""
-    masks = [[1, 1, 1, 1, 1, 1, 0, 1, 0, 1, 0, 1, *([i % 2] * 4)] for i in range(len(batches))]
-    return [b | {"mask": np.array(m, np.float32)} for b, m in zip(batches, masks, strict=True)]
-
-
-def share_of(batch, r, num=REPLICAS):
-    return jax.tree.map(lambda x: np.split(np.asarray(x), num)[r], batch)
-
-
-def by_hand(batches, optimizer, plan, *, clip=None, num=REPLICAS):
-    """As many models of Flax as there are replicas, each with its own rows and optimizer."""
-
-    @jax.jit
-    def gradient(params, rows):
-        def loss(params):
-            losses = nn.apply(lambda m: squares(m, rows), Net())({"params": params})
-            return mean_over_valid(losses, rows.get("mask"))
-
-        grads = jax.grad(loss)(params)
-        return grads if clip is None else clip.update(grads, clip.init(grads))[0]
-
-    def counted(new, old):
-        return old if jnp.issubdtype(new.dtype, jnp.inexact) else new
-
-    first = host(start(wrapped(Net()), make_rows()).params)
-    own = [(first, optimizer.init(first))] * num
-    together, outer_state = first, plan.outer.init(first)
-    for step, batch in enumerate(batches, start=1):
-        is_shared = step <= plan.start
-        for r, (params, opt_state) in enumerate(own):
-            rows = batch if is_shared else share_of(batch, r, num)
-            waits = not is_shared and not rows.get("mask", np.ones(1)).any()
-            grads = jax.tree.map(np.zeros_like, params) if waits else gradient(params, rows)
-            updates, new = optimizer.update(grads, opt_state, params)
-            new = optax.apply_updates(params, updates), new
-            own[r] = jax.tree.map(counted, new, own[r]) if waits else new
-        if is_shared:
-            together = own[0][0]
-        elif (step - plan.start) % plan.every == 0:
-            mean = jax.tree.map(lambda *x: np.mean(x, 0, np.float64), *(p for p, _ in own))
-            apart = jax.tree.map(lambda a, b: (a - b).astype(np.float32), together, mean)
-            updates, outer_state = plan.outer.update(apart, outer_state, together)
-            together = optax.apply_updates(together, updates)
-            own = [(together, opt_state) for _, opt_state in own]
-    return own, {"params": together, "opt_state": outer_state}
-
-
-def assert_as_by_hand(batches, optimizer, clip=None, **options):
-    ddp, states, reported = taken(batches, optimizer=optimizer, **options)
-    own, outer = by_hand(batches, optimizer, options["local_steps"], clip=clip)
-    stacked = host(jax.tree.map(lambda *x: np.stack(x), *own))
-    got = host((states[-1].params, states[-1].opt_state))
-    # Whole numbers are the same on all replicas, which have one of them.
-    got = jax.tree.map(lambda a, b: np.broadcast_to(a, b.shape), got, stacked)
-    for a, b in zip(got, stacked, strict=True):
-        assert_close(a, b, rtol=ROUNDING)
-    assert_close(host(states[-1].comm_state.outer), host(outer), rtol=ROUNDING)
-    return ddp, states, reported
-
-
+READY = judge.PLACES["flat-ready"]
 CASES = {
-    "averaging": (optax.sgd(0.1), {}),
-    "averaging under momentum": (optax.sgd(0.1, momentum=0.9), {}),
-    "post-local": (optax.sgd(0.1, momentum=0.9), {"start": 2}),
-    "diloco": (optax.adamw(1e-2), {"outer": DILOCO}),
-    "diloco after plain steps": (optax.adamw(1e-2), {"outer": DILOCO, "start": 1}),
+    "averaging": ("sgd", "no", local()),
+    "post-local": ("sgd", "no", local(start=2)),
+    "diloco": ("adamw", "no", local(outer=DILOCO)),
+    "diloco after plain steps": ("adamw", "no", local(outer=DILOCO, start=1)),
+    "empty replicas": ("adamw", "empty", local(outer=DILOCO, start=1)),
+    "ready micro-batches": ("sgd", "token", {**READY, "accumulate_steps": 2, **local(2, start=2)}),
+    "clipped": ("sgd", "no", {"max_grad_norm": 0.05, "skip_nonfinite": True, **local()}),
 }
 
 
-@pytest.mark.parametrize("optimizer, options", CASES.values(), ids=CASES)
-def test_replicas_are_models_on_one_device_each_that_synchronize(optimizer, options):
-    _, states, _ = assert_as_by_hand(batches_of(8), optimizer, **local(**options))
-    begins = options.get("start", 0)
-    for step, state in enumerate(states, start=1):
-        rows = np.asarray(state.params["first"]["kernel"])
-        meet = step <= begins or (step - begins) % 3 == 0
-        assert (rows == rows[0]).all() == meet, step
-
-
-@pytest.mark.parametrize("optimizer", [optax.sgd(0.1, momentum=0.9), optax.adam(1e-2)])
-def test_each_divides_by_its_own_valid_rows_and_waits_where_it_has_none(optimizer):
-    assert_as_by_hand(unevenly_masked(batches_of(5)), optimizer, **local(start=1, outer=DILOCO))
-
-
-@pytest.mark.parametrize("start, parts", [(0, 2), (2, 1), (2, 2)])
-def test_micro_batches_and_buckets_that_leave_when_they_are_ready_make_no_difference(start, parts):
-    options = {"accumulate_steps": parts, "layout": "flat", "overlap": True}
-    options |= local(2, start=start)
-    ddp, *_ = assert_as_by_hand(batches_of(5), optax.sgd(0.1), **options)
-    assert ("optimization_barrier" in ddp.lower(make_rows()).as_text()) == (start > 0)
-
-
-def test_each_clips_its_own_gradient_and_reports_the_mean_of_norms():
-    batches, options = batches_of(4), {"max_grad_norm": 0.5, **local()}
-    limit = optax.clip_by_global_norm(0.5)
-    *_, reported = assert_as_by_hand(batches, optax.sgd(0.1), clip=limit, **options)
-    one, shares = wrapped(Net(), mesh=1, max_grad_norm=0.5), range(REPLICAS)
-    norms = [one.step(begin(one), share_of(batches[0], r))[1]["grad_norm"] for r in shares]
-    np.testing.assert_allclose(reported[0]["grad_norm"], np.mean(norms), rtol=ROUNDING)
+@pytest.mark.parametrize("optimizer, mask, options", CASES.values(), ids=CASES)
+def test_replicas_are_models_on_one_device_each_that_synchronize(optimizer, mask, options):
+    """Each divides by its own valid rows, waits where it has none, and clips its own gradient."""
+    model = random_options.Net("layer", attention=False, counts=False, unused=False)
+    fails, options = "skip_nonfinite" in options, DEFAULTS | options
+    case = Case(model, "tokens", mask, optimizer, fails, options)
+    assert hold(case, num_steps=8, evaluates=False, rtol=ROUNDING) is None
 
 
 @pytest.mark.parametrize("begins, same", [(0, 0), (2, 2), (100, 4)])
@@ -210,8 +130,10 @@ def test_between_outer_steps_travel_the_loss_and_its_count_and_a_number_for_each
     found = sent(wrapped(Net(), **local(start=begins), **options))
     assert sum(x.num_elements for x in found if x.num_runs is not None) == num
     sometimes = [("outer_step/" in x.op_name, x.num_elements) for x in found if x.num_runs is None]
-    # Before the start gradients travel, in a branch of their own.
+    # Before the start gradients travel, in a branch of their own, where each is ready.
     assert sometimes == [(False, 25)] * (begins > 0) + [(True, 25)]
+    ready = wrapped(Net(), **READY, **local(start=begins)).lower(make_rows()).as_text()
+    assert ("optimization_barrier" in ready) == (begins > 0)
 
 
 def test_differences_may_be_narrowed_for_the_way():

@@ -97,8 +97,6 @@ SLOW = ("conv", "transformer", "scanned_transformer", "parts, clipping, an avera
 LONG = ("recurrent", "nnx", "lstm_tagger", "resnet_nnx", "seq2seq", "a mask, flat buckets")
 NAMES = ["mlp", *(pytest.param(x, marks=pytest.mark.slow) for x in (*SLOW, "no power of two"))]
 NAMES += [pytest.param(x, marks=pytest.mark.long) for x in (*LONG, "a loss scale", "momentum")]
-CASES += [pytest.param(make, id=name, marks=pytest.mark.slow) for name, make in SLOW.items()]
-CASES += [pytest.param(make, id=name, marks=pytest.mark.long) for name, make in LONG.items()]
 
 
 @pytest.mark.parametrize("name", NAMES)

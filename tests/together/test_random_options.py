@@ -262,15 +262,24 @@ class Replica:
     model_state: object
 
 
+def divided(grads, count, limit):
+    """The mean gradient, clipped to a norm, and its norm before."""
+    grads = jax.tree.map(lambda g: g / np.float32(count or 1), grads)
+    norm = np.sqrt(sum(np.square(x).sum() for x in jax.tree.leaves(grads)))
+    if limit is not None and norm >= limit:
+        grads = jax.tree.map(lambda g: g / norm * limit, grads)
+    return grads, norm
+
+
 class OneDevice:
     """Takes the steps of a case, one piece after the other."""
 
     def __init__(self, case, params, model_state):
-        self.case, self.optimizer = case, OPTIMIZERS[case.optimizer]()
-        self.replicas = [
-            Replica(params, self.optimizer.init(params), model_state) for _ in range(case.replicas)
-        ]
-        self.ema, self.outer, self.taken = params, params, 0
+        self.case, opt_state = case, OPTIMIZERS[case.optimizer]().init(params)
+        self.replicas = [Replica(params, opt_state, model_state) for _ in range(case.replicas)]
+        self.ema, self.together, self.taken = params, params, 0
+        if plan := case.options["local_steps"]:
+            self.outer = plan.outer.init(params)
 
     def groups(self):
         """The replicas that are run as one: those that share batch statistics."""
@@ -341,32 +350,32 @@ class OneDevice:
         metrics = {"loss": loss, "accuracy": total[2] / (total[3] or 1)}
         if self.case.form in ("tokens", "rows"):
             metrics["count"] = total[1]
-        means = dict.fromkeys(grads, self.divided(add(*grads.values()), total[1]))
-        if options["local_steps"]:
-            means = {key: self.divided(g, sums[key][1]) for key, g in grads.items()}
+        plan, limit = options["local_steps"], options["max_grad_norm"]
+        alone = bool(plan) and self.taken >= plan.start
+        means = dict.fromkeys(grads, divided(add(*grads.values()), total[1], limit))
+        if alone:
+            means = {key: divided(g, sums[key][1], limit) for key, g in grads.items()}
+        if limit is not None:
+            metrics["grad_norm"] = np.mean([norm for _, norm in means.values()], dtype=np.float64)
         skips = options["skip_nonfinite"] or options["loss_scale"] == "dynamic"
         if skips and not all(np.isfinite(x).all() for x in jax.tree.leaves((loss, means))):
             self.replicas = before
             return metrics | {"skipped": np.float64(1)}
-        for key, mean in means.items():
+        for key, (mean, _) in means.items():
             for i in key:
-                waits = options["local_steps"] and not sums[key][1]
-                self.update(self.replicas[i], mean, waits=waits)
+                self.update(self.replicas[i], mean, waits=alone and not sums[key][1])
         self.taken += 1
-        mean = self.mean(lambda r: r.params)
-        if options["local_steps"] and self.taken % options["local_steps"].every == 0:
+        if alone and (self.taken - plan.start) % plan.every == 0:
+            moved = jax.tree.map(np.subtract, self.together, self.mean(lambda r: r.params))
+            updates, self.outer = plan.outer.update(moved, self.outer, self.together)
+            self.together = host(optax.apply_updates(self.together, updates))
             for replica in self.replicas:
-                replica.params = mean
+                replica.params = self.together
+        elif not alone:
+            self.together = self.replicas[0].params
+        mean = self.mean(lambda r: r.params)
         self.ema = jax.tree.map(lambda a, b: 0.5 * a + 0.5 * b, self.ema, mean)
         return metrics
-
-    def divided(self, grads, count):
-        grads = jax.tree.map(lambda g: g / np.float32(count or 1), grads)
-        limit = self.case.options["max_grad_norm"]
-        if limit is not None:
-            norm = np.sqrt(sum(np.square(x).sum() for x in jax.tree.leaves(grads)))
-            grads = jax.tree.map(lambda g: g if norm < limit else g / norm * limit, grads)
-        return grads
 
     def update(self, replica, grads, *, waits):
         """Takes a step; a replica that waits, without a valid entry, counts it and no more."""
@@ -389,6 +398,17 @@ class OneDevice:
 
         return jax.tree.map(mean, *map(of, self.replicas))
 
+    def variables(self):
+        options, found = self.case.options, {"params": self.mean(lambda r: r.params)}
+        if not options.get("per_replica"):
+            found |= self.mean(lambda r: r.model_state)
+        if options["ema_decay"]:
+            found["ema"] = self.ema
+        if options["local_steps"]:
+            rows = [replica.params for replica in self.replicas]
+            found["replicas"] = jax.tree.map(lambda *x: np.stack(x), *rows)
+        return found
+
     def evaluate(self, batches):
         """The exact means over all rows, with the parameters and statistics of all replicas."""
         run, totals = run_piece(self.case.model, self.case.form, False), np.zeros(4)
@@ -400,7 +420,7 @@ class OneDevice:
         return {"loss": totals[0] / totals[1], "accuracy": totals[2] / totals[3]}
 
 
-def hold(case, *, evaluates=True):
+def hold(case, *, evaluates=True, num_steps=STEPS, rtol=None):
     """Holds a case to one device; returns the words of its refusal, or None if it is equal."""
     optimizer, loss_fn = OPTIMIZERS[case.optimizer](), make_loss(case.form)
     try:
@@ -410,8 +430,8 @@ def hold(case, *, evaluates=True):
         return str(refusal)
     variables = host(ddp.model(state))
     one = OneDevice(case, variables.pop("params"), variables)
-    close = functools.partial(assert_close, rtol=TOLERANCES[case.options["wire_dtype"]])
-    for number in range(STEPS):
+    rtol = TOLERANCES[case.options["wire_dtype"]] if rtol is None else rtol
+    for number in range(num_steps):
         batch = make_batch(case, number)
         try:
             state, metrics = ddp.step(state, batch)
@@ -421,25 +441,38 @@ def hold(case, *, evaluates=True):
             raise
         want = one.step(batch)
         if not case.fails or number != 1:
-            close(numbers(metrics, want), want, what=f"step {number}: metrics")
-        variables = host(ddp.model(state))
-        close(variables.pop("params"), one.mean(lambda r: r.params), what="params")
-        if not case.options.get("per_replica"):
-            close(variables, one.mean(lambda r: r.model_state), what="model_state")
-    if case.options["ema_decay"]:
-        close(host(ddp.model(state, params="ema"))["params"], one.ema, what="ema_params")
+            assert_each_close(numbers(metrics, want), want, rtol, f"step {number}: ")
+        assert_each_close(variables_of(case, ddp, state), one.variables(), rtol)
     if evaluates:
         plain = dataclasses.replace(case, fails=False)
         batches = [make_batch(plain, number) for number in (7, 8)]
         if case.form in ("tokens", "rows"):
             batches[1] = {k: x[-5:] for k, x in batches[1].items()}
         want = one.evaluate(batches)
-        close(numbers(ddp.evaluate(state, batches), want), want, what="evaluate")
+        assert_each_close(numbers(ddp.evaluate(state, batches), want), want, rtol, "evaluate: ")
     return None
+
+
+def assert_each_close(got, want, rtol, what=""):
+    assert got.keys() == want.keys()
+    for name in want:
+        assert_close(got[name], want[name], rtol=rtol, what=what + name)
 
 
 def numbers(metrics, like):
     return {name: np.float64(metrics[name]) for name in like}
+
+
+def variables_of(case, ddp, state):
+    """All that is compared: as it is read, the moving average, the parameters of each replica."""
+    found = host(ddp.model(state))
+    if case.options.get("per_replica"):
+        found = {"params": found["params"]}
+    if case.options["ema_decay"]:
+        found["ema"] = host(ddp.model(state, params="ema"))["params"]
+    if case.options["local_steps"]:
+        found["replicas"] = host(state.params)
+    return found
 
 
 SEEDS = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(60)]
