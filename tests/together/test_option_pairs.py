@@ -29,6 +29,7 @@ VALUES = {
     "max_grad_norm": {"max_grad_norm": 0.05},
     "ema_decay": {"ema_decay": 0.5},
     "unused_parameters": {"unused_parameters": "skip"},
+    "frozen": {"frozen": ["first/.*"]},
     "skip_nonfinite": {"skip_nonfinite": True},
     "loss_scale": {"loss_scale": "dynamic"},
 }

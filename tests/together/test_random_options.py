@@ -275,6 +275,8 @@ class OneDevice:
     """Takes the steps of a case, one piece after the other."""
 
     def __init__(self, case, params, model_state):
+        names = list(params) if case.options.get("frozen") else []
+        self.frozen = {name: params.pop(name) for name in names if name == "first"}
         self.case, opt_state = case, OPTIMIZERS[case.optimizer]().init(params)
         self.replicas = [Replica(params, opt_state, model_state) for _ in range(case.replicas)]
         self.ema, self.together, self.taken = params, params, 0
@@ -301,9 +303,9 @@ class OneDevice:
             for group in self.groups():
                 rows = {k: x[group, part].reshape(-1, *x.shape[3:]) for k, x in split.items()}
                 weights, replica = weights_of(case, rows), self.replicas[group[0]]
-                (total, (right, counts, state)), grad = run(
-                    replica.params, replica.model_state, rows, weights
-                )
+                given = self.whole(replica), replica.model_state
+                (total, (right, counts, state)), grad = run(*given, rows, weights)
+                grad = {name: grad[name] for name in replica.params}
                 if weights.sum() == 0:
                     # A replica alone keeps its statistics, as do all where all is masked; what
                     # is counted of its rows is counted all the same.
@@ -392,6 +394,9 @@ class OneDevice:
             params["unused"] = replica.params["unused"]
         replica.params, replica.opt_state = params, host(opt_state)
 
+    def whole(self, replica):
+        return replica.params | self.frozen
+
     def mean(self, of):
         def mean(*x):
             return np.mean(x, 0) if x[0].dtype.kind == "f" else x[0]
@@ -399,11 +404,11 @@ class OneDevice:
         return jax.tree.map(mean, *map(of, self.replicas))
 
     def variables(self):
-        options, found = self.case.options, {"params": self.mean(lambda r: r.params)}
+        options, found = self.case.options, {"params": self.mean(self.whole)}
         if not options.get("per_replica"):
             found |= self.mean(lambda r: r.model_state)
         if options["ema_decay"]:
-            found["ema"] = self.ema
+            found["ema"] = self.ema | self.frozen
         if options["local_steps"]:
             rows = [replica.params for replica in self.replicas]
             found["replicas"] = jax.tree.map(lambda *x: np.stack(x), *rows)
@@ -412,7 +417,7 @@ class OneDevice:
     def evaluate(self, batches):
         """The exact means over all rows, with the parameters and statistics of all replicas."""
         run, totals = run_piece(self.case.model, self.case.form, False), np.zeros(4)
-        means = self.mean(lambda r: r.params), self.mean(lambda r: r.model_state)
+        means = self.mean(self.whole), self.mean(lambda r: r.model_state)
         for rows in batches:
             weights = weights_of(self.case, rows)
             total, (right, counts, _) = run(*means, rows, weights)
