@@ -35,16 +35,6 @@ class Net(nn.Module):
         return nn.Dense(1, name="last")(x)[:, 0]
 
 
-class Half(nn.Module):
-    """Of whose layers the loss uses one; a layer of no units is there too."""
-
-    @nn.compact
-    def __call__(self, x):
-        nn.Dense(5, name="unused", bias_init=nn.initializers.ones)(x)
-        self.param("empty", nn.initializers.ones, (0, 3))
-        return nn.Dense(1, name="used")(x)[:, 0]
-
-
 class Either(nn.Module):
     """Two branches, of which a loss may choose."""
 
