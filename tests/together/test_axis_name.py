@@ -6,39 +6,36 @@ import jax
 import numpy as np
 import optax
 import pytest
-import test_batch_norm
 from flax import linen as nn
-from flax import nnx
 from jax import lax
 from states import equal
-from test_batch_norm import CopiedNorm, Foreign, NnxCopiedNorm, NnxForeign, Norm, rows, squares
+from test_batch_norm import (
+    CopiedNorm,
+    Foreign,
+    NnxCopiedNorm,
+    NnxForeign,
+    NnxNorm,
+    Norm,
+    rows,
+    squares,
+    statistics,
+)
 from tiny import Of, take_steps
 
 import jddp
 from jddp.engine.digest import digests
 
-
-class NnxNamed(nnx.Module):
-    def __init__(self, axis_name):
-        self.norm = nnx.BatchNorm(3, momentum=0.5, axis_name=axis_name, rngs=nnx.Rngs(0))
-
-    def __call__(self, x, mask, train):
-        return self.norm(x)
-
-
-def linen(axis_name):
-    return Norm(axis_name=axis_name)
-
-
-def linen_copy(axis_name):
-    return Foreign(functools.partial(CopiedNorm, axis_name=axis_name))
-
-
-def nnx_copy(axis_name):
-    return NnxForeign(functools.partial(NnxCopiedNorm, axis_name))
-
-
-MODES = [(kind, "sync", {}) for kind in (linen, NnxNamed, linen_copy, nnx_copy)]
+KINDS = {
+    "linen": lambda axis: Norm(axis_name=axis),
+    "nnx": lambda axis: NnxNorm(axis_name=axis),
+    "linen copy": lambda axis: Foreign(functools.partial(CopiedNorm, axis_name=axis)),
+    "nnx copy": lambda axis: NnxForeign(functools.partial(NnxCopiedNorm, axis)),
+}
+MODES = [*((kind, "sync", {}) for kind in KINDS), ("linen copy", "local", {})]
+MODES += [("nnx copy", "broadcast", {})]
+# The mode decides where the axis of the replicas has the name too.
+MODES += [("linen", mode, {"axis_name": "batch"}) for mode in ("sync", "local")]
+MODES += [(kind, "local", {"logical_replicas": 4}) for kind in ("linen", "nnx copy")]
 MODES += [(linen_copy, "local", {}), (nnx_copy, "broadcast", {})]
 # The mode decides where the axis of the replicas has the name too.
 MODES += [(linen, mode, {"axis_name": "batch"}) for mode in ("sync", "local")]
@@ -49,13 +46,13 @@ def trained(model, **options):
     options = {"mesh": 2, **options}
     ddp, batch = jddp.DataParallel(model, optax.sgd(0.1), squares, **options), rows()
     state, metrics = take_steps(ddp, [batch] * 2)
-    return jax.device_get((state.params, test_batch_norm.statistics(state), metrics))
+    return jax.device_get((state.params, statistics(state), metrics))
 
 
 @pytest.mark.parametrize("kind, mode, options", MODES)
 def test_a_batch_norm_that_names_an_axis_is_that_which_names_none(kind, mode, options):
-    got = trained(kind("batch"), batch_norm=mode, **options)
-    equal(got, trained(kind(None), batch_norm=mode, **{**options, "axis_name": None}))
+    got = trained(KINDS[kind]("batch"), batch_norm=mode, **options)
+    equal(got, trained(KINDS[kind](None), batch_norm=mode, **{**options, "axis_name": None}))
 
 
 def lanes(m, x, mask, train):
