@@ -7,9 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import test_random_options as random_options
 from compiled import collectives
 from flax import linen as nn
 from states import close
+from test_option_pairs import DEFAULTS
+from test_random_options import Case, hold
 from tiny import MLP, MODELS, NUM_CLASSES, Of, Transformer, loss_fn, make_batch, take_steps
 
 import jddp
@@ -126,30 +129,19 @@ def test_a_bucket_leaves_where_its_last_gradient_is_made():
         wrapped(overlap="ready", local_steps=jddp.LocalSteps(2))
 
 
-class Normed(nn.Module):
-    """An MLP with a batch norm over the valid rows: of none it makes NaN."""
-
-    @nn.compact
-    def __call__(self, x, mask, train):
-        x = nn.BatchNorm(not train, momentum=0.9)(nn.Dense(16)(x), mask=mask)
-        return nn.Dense(NUM_CLASSES)(nn.relu(x))
-
-
-def normed_loss(model, batch, train):
-    logits = model(batch["x"], batch["mask"][:, None], train)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
-
-
-def normed(overlap, **options):
-    options |= {"bucket_mb": 200 * BYTES, "layout": "flat", "overlap": overlap}
-    return jddp.DataParallel(Normed(), optax.sgd(0.2, momentum=0.9), normed_loss, **options)
-
-
 @pytest.mark.parametrize("mode, parts", [("local", 2), ("broadcast", 1)])
 def test_buckets_leave_inside_the_pass_beside_micro_batches_and_other_state(mode, parts):
     """As they do without a batch norm: no bucket waits until all gradients are guarded."""
-    batch, options = make_batch(32, masked=True), {"accumulate_steps": parts, "batch_norm": mode}
-    ready, at_end = normed(True, **options), normed(False, **options)
+
+    def normed(m, x, train):
+        x = nn.BatchNorm(not train)(nn.Dense(16)(x))
+        return nn.Dense(NUM_CLASSES)(nn.relu(x))
+
+    options = {"layout": "flat", "bucket_mb": 200 * BYTES, "accumulate_steps": parts}
+    overlaps, batch = (True, False), make_batch(32, masked=True)
+    ready, at_end = (
+        wrapped(Of(normed), overlap=overlap, batch_norm=mode, **options) for overlap in overlaps
+    )
     assert operations(ready, batch).endswith("br.br.br.brr")
     assert "b" not in operations(at_end, batch)
     layers = [bucket.paths[-1].partition("/")[0] for bucket in ready.plan.buckets]
@@ -157,44 +149,17 @@ def test_buckets_leave_inside_the_pass_beside_micro_batches_and_other_state(mode
     assert at_end.plan.buckets == ready.plan.buckets
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("mode", ["local", "broadcast"])
-def test_an_empty_micro_batch_adds_nothing_wherever_buckets_leave(mode):
+def test_an_empty_micro_batch_adds_nothing_wherever_buckets_leave(mode, overlap):
     """It makes neither NaN, nor zeros of what the replica's other micro-batch has added."""
-    options = {"mesh": 4, "batch_norm": mode, "accumulate_steps": 2, "donate": False}
-    ddps = [normed(overlap, **options) for overlap in (False, True)]
-    # Micro-batches of four rows, two for each of four replicas: those without a valid row are the
-    # last of a replica, its first, both of them, and the last of every replica.
-    for empty in ([3], [2], [6, 7], [1, 3, 5, 7]):
-        batch = {**make_batch(32), "mask": ~np.isin(np.arange(32) // 4, empty)}
-        ends = []
-        for ddp in ddps:
-            state = ddp.init(0, batch)
-            # Means of up to 32 rows in another order, and gradients through variances of four.
-            close(ddp.gradients(state, batch)[0], gradients_on_one_device(state.params, batch))
-            state, metrics = take_steps(ddp, [batch] * 2, state)
-            ends.append(jax.device_get((state.params, state.opt_state, state.model_state, metrics)))
-        # The same sums in the same order; the compiler may contract a product and a sum.
-        close(*ends)
-        assert all(np.isfinite(x).all() for x in jax.tree.leaves(ends))
-
-
-def gradients_on_one_device(params, batch):
-    """Plain Flax: each micro-batch with a valid row is normalised alone, the sum divided once."""
-    stats = {"BatchNorm_0": {"mean": np.zeros(16), "var": np.ones(16)}}
-    variables = {"params": jax.device_get(params), "batch_stats": stats}
-
-    @jax.jit
-    @jax.grad
-    def gradient(params, part):
-        def model(*inputs):
-            given = {**variables, "params": params}
-            return Normed().apply(given, *inputs, mutable=["batch_stats"])[0]
-
-        return (normed_loss(model, part, True) * part["mask"]).sum()
-
-    parts = [jax.tree.map(lambda x, i=i: x[i : i + 4], batch) for i in range(0, 32, 4)]
-    grads = [gradient(variables["params"], part) for part in parts if part["mask"].any()]
-    return jax.tree.map(lambda *each: sum(each) / batch["mask"].sum(), *grads)
+    options = {"layout": "flat", "overlap": overlap, "batch_norm": mode, "accumulate_steps": 2}
+    model = random_options.Net("batch", attention=False, counts=False, unused=False)
+    case = Case(model, "tokens", "row", "sgd", False, DEFAULTS | options)
+    masks = [random_options.make_batch(case, step)["mask"] for step in range(3)]
+    is_empty = np.reshape(masks, (-1, 2, 2)).sum(-1) == 0  # of each replica's two micro-batches
+    assert is_empty.any(0).all()
+    assert hold(case, evaluates=False) is None
 
 
 def test_a_scanned_stack_of_layers_is_ready_all_at_once_and_still_right():

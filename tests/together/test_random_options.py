@@ -29,6 +29,9 @@ MIB = 2**20
 TOLERANCES = {None: 5e-5, "bfloat16": 2**-5, "float16": 2**-8}
 
 
+MEANS = ("mean", "arrays")  # forms of a loss that is a `jddp.Mean`
+
+
 class Net(nn.Module):
     """Layers that couple what they may: tokens by attention, rows by batch norm."""
 
@@ -79,6 +82,9 @@ def make_loss(form):
             case "mean":
                 total = (losses * batch["weights"]).sum()
                 return jddp.Mean(total, batch["weights"].sum()), {"accuracy": right}
+            case "arrays":
+                mean = jddp.Mean(losses * batch["weights"], batch["weights"])
+                return mean, {"accuracy": right}
         return losses, {"accuracy": right}
 
     return loss_fn
@@ -114,10 +120,9 @@ def choose(seed):
     def maybe(*others, default, chance=0.3):
         return rng.choice(others) if rng.random() < chance else default
 
-    form = maybe("rows", "scalar", "mean", default="tokens", chance=0.6)
-    mask = {"scalar": "no", "mean": "no"}.get(form) or maybe(
-        "row", "empty", *(["token"] if form == "tokens" else []), default="no", chance=0.7
-    )
+    form = maybe("rows", "scalar", "mean", "arrays", default="tokens", chance=0.6)
+    masks = ["row", "empty", "token"] if form == "tokens" else ["row", "empty"]
+    mask = maybe(*masks, default="no", chance=0.7) if form in ("tokens", "rows") else "no"
     norm = maybe("batch", "layer", default="none", chance=0.7)
     model = Net(norm, *(rng.random() < chance for chance in (0.3, 0.25, 0.2)))
     options = {
@@ -190,7 +195,7 @@ def make_batch(case, number):
         "x": rng.normal(size=(ROWS, TOKENS, FEATURES)).astype(np.float32),
         "label": rng.integers(0, CLASSES, (ROWS, TOKENS)),
     }
-    if case.form == "mean":
+    if case.form in MEANS:
         batch["weights"] = rng.choice([0.0, 0.5, 1.0, 3.0], (ROWS, TOKENS)).astype(np.float32)
         if case.replicas > 1:
             batch["weights"][: ROWS // case.replicas] = 0  # a replica of which nothing counts
@@ -210,7 +215,7 @@ def make_batch(case, number):
 
 def weights_of(case, rows):
     """What each loss of these rows counts for."""
-    if case.form in ("mean", "scalar"):
+    if case.form in ("scalar", *MEANS):
         return rows.get("weights", np.ones(()))
     mask = rows.get("mask", np.ones(len(rows["x"]), np.float32))
     return np.repeat(mask[:, None], TOKENS, 1) if case.form == "tokens" and mask.ndim == 1 else mask
@@ -229,7 +234,7 @@ def run_piece(model, form, train):
             dims = 1 if form == "rows" else None
             losses, right = losses.mean(dims), right.mean(dims)
         # Metrics have no weights but the mask.
-        counts = jnp.ones_like(right) if form == "mean" else weights
+        counts = jnp.ones_like(right) if form in MEANS else weights
         total = jnp.where(weights > 0, losses * weights, 0).sum()
         return total, ((right * counts).sum(), counts.sum(), {**model_state, **written})
 
@@ -310,7 +315,7 @@ class OneDevice:
                     # A replica alone keeps its statistics, as do all where all is masked; what
                     # is counted of its rows is counted all the same.
                     grad = jax.tree.map(np.zeros_like, replica.params)
-                    total, right = 0.0, right if case.form == "mean" else 0.0
+                    total, right = 0.0, right if case.form in MEANS else 0.0
                     kept = replica.model_state.get("batch_stats")
                     is_own = case.options["batch_norm"] != "sync"
                     keeps = case.model.norm == "batch" and ("mask" in rows or is_own)
@@ -451,7 +456,7 @@ def hold(case, *, evaluates=True, num_steps=STEPS, rtol=None):
     if evaluates:
         plain = dataclasses.replace(case, fails=False)
         batches = [make_batch(plain, number) for number in (7, 8)]
-        if case.form in ("tokens", "rows"):
+        if case.form in ("tokens", "rows", "arrays"):
             batches[1] = {k: x[-5:] for k, x in batches[1].items()}
         want = one.evaluate(batches)
         assert_each_close(numbers(ddp.evaluate(state, batches), want), want, rtol, "evaluate: ")
