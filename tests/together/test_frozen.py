@@ -4,12 +4,10 @@ import jax
 import numpy as np
 import optax
 import pytest
-import test_random_options as random_options
 from flax import nnx
 from flax.traverse_util import flatten_dict
 from judge import Net, make_rows, squares, wrapped
-from test_option_pairs import DEFAULTS
-from test_random_options import Case, hold
+from test_option_pairs import hold_options
 from tiny import ConvNet, NnxConvNet, loss_fn, make_batch, take_steps
 
 import jddp
@@ -27,10 +25,7 @@ OPTIONS = {
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_the_other_parameters_train_as_if_the_frozen_ones_were_constants(options):
     """Pairs with all options are in test_option_pairs."""
-    model = random_options.Net("layer", attention=False, counts=False, unused=False)
-    options = DEFAULTS | options | {"frozen": ["first/.*"]}
-    case = Case(model, "tokens", "row", "adamw", options["skip_nonfinite"], options)
-    assert hold(case) is None
+    hold_options(options | {"frozen": ["first/.*"]}, mask="row", optimizer="adamw")
 
 
 def test_frozen_parameters_are_neither_sent_nor_in_the_optimizer_state():

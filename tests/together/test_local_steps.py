@@ -7,12 +7,10 @@ import judge
 import numpy as np
 import optax
 import pytest
-import test_random_options as random_options
 from flax import linen as nn
 from judge import REPLICAS, Net, assert_close, host, make_rows, sent, squares, start, wrapped
 from states import assert_same
-from test_option_pairs import DEFAULTS
-from test_random_options import Case, hold
+from test_option_pairs import hold_options
 from tiny import ConvNet, Of, loss_fn, make_batch
 
 import jddp
@@ -75,10 +73,8 @@ CASES = {
 @pytest.mark.parametrize("optimizer, mask, options", CASES.values(), ids=CASES)
 def test_replicas_are_models_on_one_device_each_that_synchronize(optimizer, mask, options):
     """Each divides by its own valid rows, waits where it has none, and clips its own gradient."""
-    model = random_options.Net("layer", attention=False, counts=False, unused=False)
-    fails, options = "skip_nonfinite" in options, DEFAULTS | options
-    case = Case(model, "tokens", mask, optimizer, fails, options)
-    assert hold(case, num_steps=8, evaluates=False, rtol=ROUNDING) is None
+    how = {"num_steps": 8, "evaluates": False, "rtol": ROUNDING}
+    hold_options(options, mask=mask, optimizer=optimizer, **how)
 
 
 @pytest.mark.parametrize("begins, same", [(0, 0), (2, 2), (100, 4)])

@@ -7,11 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import test_random_options as random_options
 from flax import linen as nn
 from states import close
-from test_option_pairs import DEFAULTS
-from test_random_options import Case, hold
+from test_option_pairs import hold_options
 
 import jddp
 from jddp.data import ArrayExamples, TrainBatches
@@ -109,9 +107,8 @@ OPTIONS = {
 @pytest.mark.parametrize("form", ["mean", "arrays"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_steps_and_evaluation_are_those_of_the_global_mean(form, name):
-    model = random_options.Net("none", attention=False, counts=False, unused=False)
-    case = Case(model, form, "no", "sgd", False, DEFAULTS | OPTIONS[name])
-    assert hold(case, rtol=None if "wire" in name else ROUNDING) is None
+    rtol = None if "wire" in name else ROUNDING
+    hold_options(OPTIONS[name], norm="none", form=form, rtol=rtol)
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,14 @@ PAIRS = [
 ]
 
 
+def hold_options(options, *, norm="layer", form="tokens", mask="no", optimizer="sgd", **how):
+    """Holds options, beside which all are at their defaults, to one device."""
+    model = Net(norm, attention=False, counts=False, unused=False)
+    options = DEFAULTS | options
+    case = Case(model, form, mask, optimizer, options["skip_nonfinite"], options)
+    assert hold(case, **how) is None
+
+
 def is_refused(pair):
     by_table = any(set(refused) == set(pair) for refused in REFUSED)
     is_apart = APART & set(pair) and TOGETHER & set(pair)
