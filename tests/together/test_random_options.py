@@ -451,7 +451,8 @@ def hold(case, *, evaluates=True, num_steps=STEPS, rtol=None):
             raise
         want = one.step(batch)
         if not case.fails or number != 1:
-            assert_each_close(numbers(metrics, want), want, rtol, f"step {number}: ")
+            got = numbers(metrics, want)
+            assert_each_close(got, numbers(want, want), rtol, f"step {number}: ")
         assert_each_close(variables_of(case, ddp, state), one.variables(), rtol)
     if evaluates:
         plain = dataclasses.replace(case, fails=False)
@@ -459,7 +460,8 @@ def hold(case, *, evaluates=True, num_steps=STEPS, rtol=None):
         if case.form in ("tokens", "rows", "arrays"):
             batches[1] = {k: x[-5:] for k, x in batches[1].items()}
         want = one.evaluate(batches)
-        assert_each_close(numbers(ddp.evaluate(state, batches), want), want, rtol, "evaluate: ")
+        got = numbers(ddp.evaluate(state, batches), want)
+        assert_each_close(got, numbers(want, want), rtol, "evaluate: ")
     return None
 
 
@@ -470,7 +472,9 @@ def assert_each_close(got, want, rtol, what=""):
 
 
 def numbers(metrics, like):
-    return {name: np.float64(metrics[name]) for name in like}
+    """Means, which are held to the largest of them, and the count apart from them."""
+    found = {name: np.float64(metrics[name]) for name in like}
+    return {"count": found.pop("count", None), "means": found}
 
 
 def variables_of(case, ddp, state):
