@@ -1,6 +1,5 @@
 """What is really communicated, read from the compiled program."""
 
-
 import jax
 import optax
 import pytest
