@@ -11,7 +11,7 @@ copyright = ""  # Sphinx reads this name.
 version = release = importlib.metadata.version("jddp")
 
 extensions = [
-    "myst_parser",
+    "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
@@ -19,6 +19,12 @@ extensions = [
 ]
 myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist"]
 myst_heading_anchors = 4
+
+nb_execution_mode = "force"
+nb_execution_in_temp = True
+nb_execution_timeout = 300  # seconds for one cell; on two idle cores all of a notebook takes 30
+nb_execution_raise_on_error = True
+nb_merge_streams = True
 
 autodoc_default_options = {"members": True, "member-order": "bysource"}
 autodoc_typehints = "description"

@@ -3,8 +3,8 @@
     python docs/stage.py build/pages
 
 A page of docs/ keeps its name. A comment `<!-- made: NAME -->` in a page is replaced by what the
-function NAME below returns. A link to a file that is no page leads to a page that shows the file,
-which search leaves out.
+function NAME below returns. Notebooks of examples/notebooks/ become pages, which the build runs. A
+link to a file that is no page leads to a page that shows the file, which search leaves out.
 """
 
 import argparse
@@ -34,7 +34,11 @@ ELSEWHERE = {
     ROOT / "benchmarks" / "README.md": "benchmarks.md",
 }
 NAMES = {path: str(path.relative_to(DOCS)) for path in sorted(DOCS.rglob("*.md"))}
-SITE = ELSEWHERE | NAMES
+# Kept as scripts without outputs, which `scripts/docs` runs.
+NOTEBOOKS = {
+    path: f"notebooks/{path.stem}.ipynb" for path in sorted(ROOT.glob("examples/notebooks/*.py"))
+}
+SITE = ELSEWHERE | NAMES | NOTEBOOKS
 NOT_COPIED = {".py", ".md", ".css"}  # Other files of docs/, such as pictures, are copied.
 LEXERS = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".sh": "bash", ".sbatch": "bash"}
 
@@ -77,7 +81,9 @@ class Stage:
         """Writes every page."""
         shutil.rmtree(self.folder, ignore_errors=True)
         for path, name in SITE.items():
-            if name != "index.md" or path.parent == DOCS:
+            if path in NOTEBOOKS:
+                self.write(name, self.notebook(path))
+            elif name != "index.md" or path.parent == DOCS:
                 self.write(name, self.text(path))
         for group in API.values():
             for name in group:
@@ -111,6 +117,16 @@ class Stage:
             return self.linked(MADE[mark[1]](), path, name)
 
         return MARK.sub(fill, self.linked(path.read_text(), path, name))
+
+    def notebook(self, path: Path) -> str:
+        """A notebook without outputs, with its links as they are on the site."""
+        import jupytext
+
+        notebook = jupytext.read(path, fmt="py:percent")
+        for cell in notebook.cells:
+            if cell.cell_type == "markdown":
+                cell.source = self.linked(cell.source, path, SITE[path])
+        return jupytext.writes(notebook, fmt="ipynb")
 
     def linked(self, text: str, path: Path, name: str) -> str:
         """Text of the file `path`, with links for the page `name`."""

@@ -1,6 +1,7 @@
-"""Runs the notebook of examples/ in an empty folder, and writes it with its outputs.
+"""Runs a notebook of examples/notebooks/ in an empty folder, and writes it with its outputs.
 
     scripts/notebook                                      into a new temporary folder
+    scripts/notebook --name your_model                    another of the notebooks
     scripts/notebook clothes.ipynb --pictures pictures    and each picture into a folder
 
 If a cell fails, what there is until then is written all the same, with the error.
@@ -15,7 +16,7 @@ from pathlib import Path
 import jupytext
 from nbclient import NotebookClient
 
-NOTEBOOK = Path(__file__).resolve().parent.parent / "examples" / "notebook.py"
+FOLDER = Path(__file__).resolve().parent.parent / "examples" / "notebooks"
 SECONDS = 600  # for one cell
 
 
@@ -33,11 +34,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("path", type=Path, nargs="?", help="of the .ipynb to write")
+    names = sorted(path.stem for path in FOLDER.glob("*.py"))
+    parser.add_argument("--name", choices=names, default="first_steps", help="of the notebook")
     parser.add_argument("--pictures", type=Path, metavar="DIR", help="where to write them, as PNG")
     arguments = parser.parse_args()
-    path = arguments.path or Path(tempfile.mkdtemp(prefix="jddp-")) / "notebook.ipynb"
+    name = arguments.name
+    path = arguments.path or Path(tempfile.mkdtemp(prefix="jddp-")) / f"{name}.ipynb"
 
-    notebook, start = jupytext.read(NOTEBOOK), time.monotonic()
+    notebook, start = jupytext.read(FOLDER / f"{name}.py"), time.monotonic()
     with tempfile.TemporaryDirectory() as empty:
         client = NotebookClient(notebook, timeout=SECONDS, resources={"metadata": {"path": empty}})
         try:

@@ -1,4 +1,4 @@
-"""A notebook's kernel, driven as Jupyter drives it; and the notebook of examples/."""
+"""A notebook's kernel, driven as Jupyter drives it; and the notebooks of examples/."""
 
 import re
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 from jupyter_client.manager import KernelManager
 from runs import ROOT, environment
 
-NOTEBOOK = ROOT / "examples" / "notebook.py"
+NOTEBOOKS = sorted(ROOT.glob("examples/notebooks/*.py"))
 SECONDS = 120
 SETUP = """
 import itertools
@@ -77,32 +77,61 @@ def test_an_interrupt_stops_behind_a_step_and_the_same_call_resumes(kernel):
     assert run_cell(client, CHECK).splitlines()[-1] == "SIGINT None 5"
 
 
-def test_the_notebook_is_a_percent_script_without_outputs():
-    text = NOTEBOOK.read_text()
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_a_percent_script_without_outputs(path):
+    text = path.read_text()
     notebook = jupytext.reads(text, fmt="py:percent")
     assert jupytext.guess_format(text, ".py")[0] == "percent"
     assert {cell.cell_type for cell in notebook.cells} == {"code", "markdown"}
     for cell in notebook.cells:
         assert not cell.get("outputs")
         if cell.cell_type == "code":
-            compile(cell.source, str(NOTEBOOK), "exec")
+            compile(cell.source, str(path), "exec")
     # Jupytext would write it as it is; but for its version, in the header.
     written = jupytext.writes(notebook, fmt="py:percent")
     assert written.partition("# %%")[2] == text.partition("# %%")[2]
 
 
-@pytest.mark.slow
-def test_the_notebook_runs_to_its_end_learns_and_draws(tmp_path):
-    path, pictures = tmp_path / "notebook.ipynb", tmp_path / "pictures"
-    command = [sys.executable, ROOT / "scripts" / "run_notebook.py", path, "--pictures", pictures]
-    subprocess.run(command, check=True, env=environment(), cwd=tmp_path)
+def run_notebook(name, folder):
+    """Runs a notebook; returns its text outputs, and the number of its pictures."""
+    path, pictures = folder / f"{name}.ipynb", folder / "pictures"
+    command = [sys.executable, ROOT / "scripts" / "run_notebook.py", path, "--name", name]
+    command += ["--pictures", pictures]
+    subprocess.run(command, check=True, env=environment(), cwd=folder)
     notebook = jupytext.read(path)
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     assert not [output for output in outputs if output.output_type == "error"]
     drawn = sum("image/png" in output.get("data", {}) for output in outputs)
     written = sorted(pictures.glob("*.png"))
-    assert len(written) == drawn == 5
+    assert len(written) == drawn
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in written)
-    printed = "".join(output.text for output in outputs if output.output_type == "stream")
-    assert float(re.search(r"test accuracy (\S+)", printed)[1]) > 0.8
-    assert re.search(r"interrupted at step \d+", printed)
+    texts = [output.get("text") or output["data"].get("text/plain", "") for output in outputs]
+    return "".join(texts), drawn
+
+
+@pytest.mark.slow
+def test_the_first_steps_run_to_their_end_learn_and_draw(tmp_path):
+    shown, drawn = run_notebook("first_steps", tmp_path)
+    assert drawn == 5
+    assert float(re.search(r"test accuracy (\S+)", shown)[1]) > 0.8
+    assert re.search(r"interrupted at step \d+", shown)
+
+
+@pytest.mark.slow
+def test_your_model_equals_one_device_and_a_wrong_loss_does_not(tmp_path):
+    shown, _ = run_notebook("your_model", tmp_path)
+    first, second = re.findall(r"^8 devices .+: (.+)$", shown, re.M)
+    assert (first, second) == ("equal within rounding", "NOT equal")
+    assert "jddp.Mean(l * w, w)" in shown
+    assert all(float(x) > 0.9 for x in re.findall(r"depth \d: (\S+)", shown))
+
+
+@pytest.mark.slow
+def test_what_is_sent_has_fewer_bytes_by_a_hook_and_nearly_the_same_loss(tmp_path):
+    shown, drawn = run_notebook("what_is_sent", tmp_path)
+    assert drawn == 1
+    losses = [float(x) for x in re.findall(r" loss (\S+)$", shown, re.M)]
+    assert len(losses) == 4
+    assert losses[2] == pytest.approx(losses[0], rel=0.05)  # of 8 bits, with error feedback
+    sent = [float(x) for x in re.findall(r"^ +\d+ +(\S+)  \w+ +all-reduce", shown, re.M)]
+    assert 10 * sent[-1] < sent[0]

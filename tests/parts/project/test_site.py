@@ -125,6 +125,21 @@ def test_messages_of_the_troubleshooting_page_are_in_the_code():
     assert len(set(anchors)) == len(anchors) == page("troubleshooting").count("\n### ")
 
 
+def test_links_of_a_notebook_lead_to_pages_of_the_site(tmp_path):
+    stage = STAGE["Stage"](tmp_path)
+    for path in STAGE["NOTEBOOKS"]:
+        cells = json.loads(stage.notebook(path))["cells"]
+        assert not any(cell.get("outputs") for cell in cells)
+        text = "".join(line for cell in cells for line in cell["source"])
+        targets = [x for x in re.findall(r"\]\(([\w./]+)\)", text) if "://" not in x]
+        assert targets
+        sites = {re.sub(r"^\.\./", "", x.partition("#")[0]) for x in targets}
+        assert sites <= {
+            *STAGE["SITE"].values(),
+            *(f"{path.stem}.ipynb" for path in STAGE["NOTEBOOKS"]),
+        }
+
+
 def run_page(name, which, folder, **variables):
     """Runs the Python blocks of a page that `which` accepts, joined; returns what they print."""
     blocks = re.findall(r"^```python\n(.*?)^```", page(name), re.M | re.S)
@@ -228,6 +243,9 @@ def test_every_page_is_made_and_has_a_place_in_the_list_of_pages(tmp_path, monke
     monkeypatch.setitem(STAGE["MADE"], "commands", str)  # Twelve processes; the build has them.
     STAGE["Stage"](tmp_path).write_all()
     made = {path.stem for path in tmp_path.glob("*.md")}
+    notebooks = {path.stem for path in (ROOT / "examples" / "notebooks").glob("*.py")}
+    assert {path.stem for path in tmp_path.glob("notebooks/*.ipynb")} == notebooks
+    made |= {f"notebooks/{name}" for name in notebooks}
     lists = re.findall(r"```\{toctree\}\n(?::[^\n]+\n)*\n(.+?)```", page("index"), re.S)
     listed = [re.sub(r".*<(.+)>", r"\1", line) for text in lists for line in text.splitlines()]
     assert sorted(listed) == sorted(made - {"index"})

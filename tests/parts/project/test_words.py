@@ -20,7 +20,7 @@ FORBIDDEN = re.compile(rf"\b({PHRASES})\b(?!/|-all-to-all)", re.I)  # but in pat
 NAMES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md")
 PAGES = [*map(ROOT.joinpath, NAMES), *sorted(ROOT.glob("docs/*.md"))]
 PAGES.append(ROOT / "benchmarks" / "README.md")
-FOLDERS = ("jddp/**/*.py", "examples/*.py", "benchmarks/**/*.py", "docs/**/*.py")
+FOLDERS = ("jddp/**/*.py", "examples/**/*.py", "benchmarks/**/*.py", "docs/**/*.py")
 CODE = [path for folder in FOLDERS for path in sorted(ROOT.glob(folder))]
 # An entry of a docstring that continues its name ("seed: Of the first state.").
 CONTINUED = re.compile(

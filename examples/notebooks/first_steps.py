@@ -17,8 +17,9 @@
 # batch. Once per step the gradients are averaged, and all replicas make the same update. Here that
 # happens on eight virtual devices of one CPU; where there are GPUs, they are used instead.
 #
-# This file is the notebook: Jupyter opens it with [jupytext](https://jupytext.readthedocs.io), and
-# `scripts/notebook` runs it, in about a minute, and writes an `.ipynb` with all its pictures.
+# The notebook is kept as a script: Jupyter opens it with
+# [jupytext](https://jupytext.readthedocs.io), `scripts/notebook` runs it and writes an `.ipynb`
+# with all its pictures, and `scripts/docs` shows it on the site.
 
 # %%
 import itertools
@@ -124,7 +125,7 @@ def judge(model, batch):
 # `explain` compiles the step, and lists the collectives of the compiled program.
 
 # %%
-NUM_STEPS = 400
+NUM_STEPS = 200
 
 rate = optax.cosine_onecycle_schedule(NUM_STEPS, 0.01)
 ddp = jddp.DataParallel(Net(), optax.adamw(rate), loss_fn, eval_fn=judge, bucket_mb=0.05)
@@ -179,7 +180,7 @@ run = ddp.fit(
     num_steps=NUM_STEPS,
     state=ddp.latest,
     evaluate=test_batches,
-    eval_every_steps=100,
+    eval_every_steps=50,
     log_every_steps=10,
     run_dir=folder.name,
 )
@@ -228,7 +229,8 @@ draw(np.argsort(-chances.max(-1) * is_wrong)[:20], guesses)
 # %% [markdown]
 # ## Next steps
 #
-# The [README](../README.md) has the command line, which runs this loop from a config, and links to
-# the options of `DataParallel`. On several machines, the same program is started on each, with
-# JAX's coordinator in its environment. The other examples beside this one are short: a GAN, a
-# contrastive loss, distillation, reinforcement learning, gradient compression.
+# [Your own model](your_model.py) and [what a step sends](what_is_sent.py) are the next notebooks.
+# The [command line](../../docs/command_line.md) runs this loop from a config, and the
+# [Python API](../../docs/api.md) has all options. On several machines, the same program is
+# [started on each](../../docs/launch.md). The [other examples](../../docs/examples.md) are short: a
+# GAN, a contrastive loss, distillation, reinforcement learning, gradient compression.
