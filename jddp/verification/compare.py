@@ -12,6 +12,7 @@ from jddp.html import Shown
 from jddp.typing import Grads, PyTree
 
 UPDATE = 0.05  # allowed difference of an update, relative to its norm
+_NOT_COMPARED = {"update": "zero on both, as at a learning rate of 0"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,22 +57,23 @@ class Verification(Shown):
 
     @property
     def passed(self) -> bool:
-        """Whether N devices are one device, to rounding."""
+        """Whether N devices equal one device within rounding."""
         return all(comparison.passed for comparison in self.comparisons)
 
     def __repr__(self) -> str:
         """The verdict, a table, and the findings."""
-        one = "their replica batches on one" if self.is_side_by_side else "one"
-        verdict = "the same, to rounding" if self.passed else "NOT the same"
+        one = "one that runs their batches" if self.is_side_by_side else "one"
+        verdict = "equal within rounding" if self.passed else "NOT equal"
         lines = [
-            f"{self.num_devices} devices beside {one}, {self.num_rows} rows: {verdict}",
+            f"{self.num_devices} devices vs {one}, {self.num_rows} examples: {verdict}",
             "",
             f"{'':16} {'error':>8} {'allowed':>8}  worst at",
         ]
         for x in self.comparisons:
             mark = "" if x.passed else "  <- differs"
             numbers = f"{x.error:8.1e} {x.allowed:8.1e}" if x.leaf else f"{'-':>8} {'-':>8}"
-            lines.append(f"{x.what:16} {numbers}  {x.leaf or 'there is none'}{mark}")
+            where = x.leaf or _NOT_COMPARED.get(x.what, "nothing to compare")
+            lines.append(f"{x.what:16} {numbers}  {where}{mark}")
         return "\n".join([*lines, *(f"\n{finding}" for finding in self.findings)])
 
 

@@ -13,6 +13,7 @@ from tiny import MLP, MODELS, NUM_CLASSES, ConvNet, Of, loss_fn, make_batch
 import jddp
 from jddp.errors import UsageError
 from jddp.trainer.fingerprint import uses_rng
+from jddp.verification.compare import Comparison, Verification
 from jddp.verify import main
 
 
@@ -187,8 +188,16 @@ JOB = ["model.name=mlp", "data.global_batch_size=16", "mesh.num_devices=4"]
 
 def test_a_job_is_verified_from_the_command_line(capsys):
     assert main(JOB) == 0
-    assert "4 devices beside one, 16 rows: the same, to rounding" in capsys.readouterr().out
+    assert "4 devices vs one, 16 examples: equal within rounding" in capsys.readouterr().out
     assert main([*JOB, "model.name=cnn", "ddp.batch_norm=local"]) == 76
-    assert "NOT the same" in capsys.readouterr().out
+    assert "NOT equal" in capsys.readouterr().out
     assert main(["--confi", "x"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_report_shows_why_a_row_is_not_compared():
+    rows = [Comparison(what, "", 0.0, 1e-4) for what in ("other state", "update")]
+    text = str(Verification(8, 256, False, tuple(rows), ()))
+    assert text.startswith("8 devices vs one, 256 examples: equal within rounding\n")
+    assert re.search(r"^other state +- +-  nothing to compare$", text, re.M)
+    assert re.search(r"^update +- +-  zero on both, as at a learning rate of 0$", text, re.M)
