@@ -5,6 +5,7 @@ all together examine clocks, the shared directory and the network. Each finding 
 Exit code 0, or 69 if something will stop a job.
 
 `python -m jddp.doctor RUN_DIR` prints the first failure of a run, and examines nothing.
+`python -m jddp.doctor --gpu-acceptance` takes five minutes on GPUs, and writes a page.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from jddp.config.cli import Parser, enter
 from jddp.config.permissions import expand
 from jddp.distributed.failure_file import VARIABLE, headline, read
 from jddp.doctor.finding import BAD, Finding
-from jddp.errors import CoordinatorError, ExitCode, FileSystemError
+from jddp.errors import CoordinatorError, ExitCode, FileSystemError, UsageError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,11 +38,27 @@ def _parser() -> Parser:
     add("--dir", type=expand, default=Path("runs"), help=shared)
     add("--plot", type=expand, metavar="FILE", help="write a plot of the bandwidths, .png or .svg")
     add("--num-devices", type=int, default=8, help="virtual CPU devices, where there is no GPU (8)")
+    page, about = Path("gpu_acceptance.md"), "measure and compare GPUs, kill a run; write a page"
+    add("--gpu-acceptance", nargs="?", const=page, type=expand, metavar="PAGE", help=about)
+    trial = "cpu tries --gpu-acceptance on virtual devices (gpu)"
+    add("--platform", choices=["gpu", "cpu"], default="gpu", help=trial)
     return parser
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    if arguments.gpu_acceptance is not None:
+        return _accept(arguments)
     return _examine(arguments) if arguments.run is None else _print_failures(arguments.run)
+
+
+def _accept(arguments: argparse.Namespace) -> int:
+    from jddp.distributed.resolve import resolve_identity
+    from jddp.doctor.acceptance import accept
+
+    if (num := resolve_identity().num_processes) > 1:
+        raise UsageError(f"--gpu-acceptance starts its own runs: start it once, not as {num}.")
+    page, num_devices = arguments.gpu_acceptance, arguments.num_devices
+    return accept(page, platform=arguments.platform, num_devices=num_devices)
 
 
 def _print_failures(run: Path) -> int:
