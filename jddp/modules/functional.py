@@ -72,8 +72,8 @@ def functional(
 def _no_module(model: object) -> ConfigError:
     what = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
     return ConfigError(
-        f"model is {what}. Give an instance of flax.linen.Module or flax.nnx.Module; "
-        "docs/models.md shows how to make one of a function, or of another library's model."
+        f"model is {what}. Give an instance of flax.linen.Module or flax.nnx.Module; wrap a "
+        "function, or another library's model, in a Linen module of one parameter."
     )
 
 
