@@ -143,7 +143,7 @@ jddp.verify(without_dropout, optimizer, wrong_loss_fn, batches.batch(0))
 # ## Train, with metrics of your own
 #
 # Metrics of the evaluation that are no means over examples are computed from sums:
-# `jddp.Metric(sums, finish)`. Here it is the accuracy for each depth.
+# `jddp.Metric(values, compute)`. Here it is the accuracy for each depth.
 
 
 # %%
@@ -159,7 +159,7 @@ def eval_fn(model, batch):
 
 folder = tempfile.TemporaryDirectory(prefix="jddp-")  # a path of your own, to keep it
 ddp = jddp.DataParallel(model, optimizer, loss_fn, eval_fn=eval_fn)
-run = ddp.fit(batches, num_steps=60, evaluate=test_batches, run_dir=folder.name)
+run = ddp.fit(batches, num_steps=100, evaluate=test_batches, run_dir=folder.name)
 
 # %%
 accuracy = np.asarray(run.evaluate()["by_depth"])
