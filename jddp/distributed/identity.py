@@ -1,15 +1,17 @@
 """The identity of a process in its job, from the environment that its launcher sets.
 
-A source passes the numbers that it found and the names of its variables; here they are checked, so
-that the mistakes of all sources read alike. Nothing here knows a scheduler.
+A source passes the names of its variables; their values are checked here, so that the mistakes of
+all sources read alike. Nothing here knows a scheduler.
 """
 
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from jddp.errors import ConfigError
 
+Environ = Mapping[str, str]
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 ADDRESS, COUNT, ID = VARIABLES
 JOB = "JDDP_JOB"  # the same word for all processes of a job, and another for each job
@@ -38,20 +40,19 @@ class Identity:
     def __str__(self) -> str:
         """One line: the numbers, and the launcher that has set them."""
         plural = "es" * (self.num_processes > 1)
-        parts = [f"{self.num_processes} process{plural}, set by {self.source}"]
+        text = f"{self.num_processes} process{plural}, set by {self.source}"
         if self.coordinator is not None:
-            parts += [f"process {self.process_id}", f"coordinator {self.coordinator}"]
+            text += f"; process {self.process_id}; coordinator {self.coordinator}; "
             ids = ", ".join(map(str, self.local_device_ids or ()))
-            parts += [f"local devices {ids}" if ids else "every local device"]
-        return "; ".join(parts)
+            text += f"local devices {ids}" if ids else "every local device"
+        return text
 
 
 class HalfSetError(ConfigError):
     """A source sets only some of its variables; another source may set all."""
 
 
-@dataclass(frozen=True)
-class Names:
+class Names(NamedTuple):
     """Names of the variables of one source.
 
     Attributes:
@@ -59,27 +60,14 @@ class Names:
       process_id: Variable with the number of this process.
       num_local: Variable with the number of processes on this host.
       local_id: Variable with the number of this process among those on this host.
+      needed: All variables that the source needs, if more than the first two.
     """
 
     num_processes: str
     process_id: str
     num_local: str = ""
     local_id: str = ""
-
-
-def require(environ: Mapping[str, str], names: tuple[str, ...]) -> None:
-    """Refuses variables of which only some are set.
-
-    Raises:
-      HalfSetError: If one is not set, or empty.
-    """
-    missing = [name for name in names if not environ.get(name)]
-    if missing:
-        given = ", ".join(name for name in names if environ.get(name)) or "nothing"
-        raise HalfSetError(
-            f"{given} set but {', '.join(missing)} not. A job of many processes needs "
-            f"all {len(names)}; a job of one needs none."
-        )
+    needed: tuple[str, ...] = ()
 
 
 def check_address(address: str, name: str) -> str:
@@ -97,22 +85,32 @@ def check_address(address: str, name: str) -> str:
 
 
 def make_identity(
-    environ: Mapping[str, str], names: Names, address: Callable[[], str], source: str
-) -> Identity:
+    environ: Environ, names: Names, address: Callable[[], str | None], source: str
+) -> Identity | None:
     """An identity from the numbers under these names; a scheduler's only task is alone.
 
     Args:
       environ: The environment.
       names: Names of the variables.
-      address: Function that finds host:port of process 0, unless JAX's variable for that is set.
+      address: Function that finds host:port of process 0, if it can; JAX's variable for that wins.
       source: Launcher that has set the numbers.
 
+    Returns:
+      None if none of the variables is set.
+
     Raises:
-      HalfSetError: If one of both numbers is not set.
+      HalfSetError: If only some are.
       ConfigError: If the numbers or the address break their rules.
     """
-    there, here = names.num_processes, names.process_id
-    require(environ, (there, here))
+    there, here, needed = names.num_processes, names.process_id, names.needed or names[:2]
+    are_set = [name for name in needed if environ.get(name)]
+    if not are_set:
+        return None
+    if missing := [name for name in needed if name not in are_set]:
+        raise HalfSetError(
+            f"{', '.join(are_set)} set but {', '.join(missing)} not. A job of many processes needs "
+            f"all {len(needed)}; a job of one needs none."
+        )
     count, number, given = environ[there], environ[here], environ.get(ADDRESS)
     if not (count.isdecimal() and number.isdecimal()):
         raise ConfigError(f"{there}={count!r} and {here}={number!r} must be numbers.")
@@ -121,6 +119,11 @@ def make_identity(
     if int(count) == 1 and here != ID:
         return Identity(source=source)
     coordinator = check_address(given, ADDRESS) if given else address()
+    if coordinator is None:
+        raise ConfigError(
+            f"{source} does not give the address of process 0: set {ADDRESS} to host:port on the "
+            "host of process 0, for all processes."
+        )
     devices = choose_local_devices(environ, names)
     return Identity(coordinator, int(count), int(number), devices, source)
 
@@ -130,7 +133,7 @@ def port_of(job: str) -> int:
     return FIRST_PORT + zlib.crc32(job.encode()) % NUM_PORTS
 
 
-def choose_local_devices(environ: Mapping[str, str], names: Names) -> tuple[int, ...] | None:
+def choose_local_devices(environ: Environ, names: Names) -> tuple[int, ...] | None:
     """Accelerators of this process, of those it sees, where it shares them with others.
 
     The processes of a host share the visible ones evenly, which is one each if their number is not
@@ -145,9 +148,7 @@ def choose_local_devices(environ: Mapping[str, str], names: Names) -> tuple[int,
     visible = [x for x in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if x.strip()]
     if len(visible) == 1 or environ.get("JAX_PLATFORMS") == "cpu":
         return None
-    if not (visible and num_local.isdecimal()):
-        return (int(local_id),)
-    share = len(visible) // int(num_local)
+    share = len(visible) // int(num_local) if visible and num_local.isdecimal() else 1
     if share == 0:
         raise ConfigError(
             f"{names.num_local}={num_local} processes on this host, and "

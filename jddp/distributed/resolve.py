@@ -1,37 +1,29 @@
 """Finds which process of a job this is: one small function for each launcher, tried in order.
 
-Each reads the environment and nothing else, and returns None where it has not started this process.
 JAX's own detection is not used: it takes a notebook inside a Slurm allocation for a job, and Open
 MPI's launcher for the first process.
-
-MPI is tried before Slurm, since `mpirun` inside an allocation starts its daemons as a step of
-Slurm, whose numbers its processes inherit.
 """
 
+import contextlib
 import os
-from collections.abc import Callable, Mapping
 
 from jddp.distributed.identity import (
     ADDRESS,
     COUNT,
     ID,
     VARIABLES,
+    Environ,
     HalfSetError,
     Identity,
     Names,
     check_address,
     make_identity,
-    port_of,
-    require,
 )
-from jddp.distributed.schedulers import kubernetes, mpich, open_mpi, slurm
+from jddp.distributed.schedulers import SCHEDULERS, Source, torchrun
 from jddp.distributed.signals import is_at_prompt
 from jddp.errors import ConfigError
 
-Environ = Mapping[str, str]
-Source = Callable[[Environ], Identity | None]
 LAUNCHED = "JDDP_LAUNCHED"  # by jddp: its variables are JAX's, whatever is around it
-TORCHRUN = Names("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK")
 
 
 def resolve_identity(
@@ -60,18 +52,16 @@ def resolve_identity(
       ConfigError: If numbers are incomplete, out of range or contradictory.
     """
     given = (coordinator, num_processes, process_id)
-    if None not in given:
-        numbers = {"num_processes": str(num_processes), "process_id": str(process_id)}
-        address = check_address(str(coordinator), "coordinator")
-        return make_identity(numbers, Names(*numbers), lambda: address, "the arguments")
     overlay = {n: str(x) for n, x in zip(VARIABLES, given, strict=True) if x is not None}
+    if len(overlay) == len(given):
+        return _from_arguments(*overlay.values())
     environ = {**environ, **overlay}
     if is_interactive is None:
         # At a prompt, in a notebook, or in the shell of `srun --pty`.
         is_in_pty = bool(environ.get("SLURM_PTY_PORT")) and os.isatty(0)
         is_interactive = is_at_prompt() or is_in_pty
     half_set = None
-    for source in LAUNCHERS if is_interactive else SOURCES:
+    for source in (jax_variables, torchrun, *(() if is_interactive else SCHEDULERS)):
         try:
             identity = source(environ)
         except HalfSetError as error:
@@ -86,46 +76,26 @@ def resolve_identity(
     return Identity(source="Slurm, without a step of several tasks" if is_in_slurm else "")
 
 
-def jddp_launch(environ: Environ) -> Identity | None:
-    """A process of `python -m jddp.launch`, by itself or on Ray, which has split the devices."""
-    if not environ.get(LAUNCHED):
-        return None
-    return _of_three(environ, environ[LAUNCHED])
-
-
 def jax_variables(environ: Environ) -> Identity | None:
-    """The three variables, of which JAX itself reads one; Kubeflow's JAX runtime sets them."""
-    if not any(environ.get(name) for name in VARIABLES):
-        return None
-    found = _of_three(environ, COUNT)
-    for source in SOURCES[2:]:
-        _refuse_other_numbers(found, source, environ)
+    """The three variables, which jddp's launcher sets, also on Ray, and Kubeflow's JAX runtime.
+
+    jddp's launcher has split the devices, whatever scheduler is around it.
+    """
+    launcher = environ.get(LAUNCHED)
+    names = Names(COUNT, ID, needed=VARIABLES)
+    found = make_identity(environ, names, lambda: environ[ADDRESS], launcher or COUNT)
+    if found is not None and not launcher:
+        for source in (torchrun, *SCHEDULERS):
+            _refuse_other_numbers(found, source, environ)
     return found
 
 
-def torchrun(environ: Environ) -> Identity | None:
-    """The variables of torchrun, and of other launchers that set the same.
-
-    torchrun itself listens on MASTER_PORT, and keeps that port over restarts.
-    """
-    if environ.get("WORLD_SIZE", "1") == "1" and not environ.get("RANK"):
-        return None
-    require(environ, ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
-    port = environ["MASTER_PORT"]
-    if environ.get("TORCHELASTIC_RUN_ID"):
-        run = [environ.get(f"TORCHELASTIC_{x}", "") for x in ("RUN_ID", "RESTART_COUNT")]
-        port = str(port_of("/".join([port, *run])))
-    address = check_address(f"{environ['MASTER_ADDR']}:{port}", "MASTER_ADDR:MASTER_PORT")
-    return make_identity(environ, TORCHRUN, lambda: address, "torchrun")
-
-
-LAUNCHERS: tuple[Source, ...] = (jddp_launch, jax_variables, torchrun)
-SOURCES = (*LAUNCHERS, open_mpi, mpich, slurm, kubernetes)
-
-
-def _of_three(environ: Environ, source: str) -> Identity:
-    require(environ, VARIABLES)
-    return make_identity(environ, Names(COUNT, ID), lambda: environ[ADDRESS], source)
+def _from_arguments(coordinator: str, num_processes: str, process_id: str) -> Identity:
+    numbers = {"num_processes": num_processes, "process_id": process_id}
+    names, address = Names("num_processes", "process_id"), check_address(coordinator, "coordinator")
+    found = make_identity(numbers, names, lambda: address, "the arguments")
+    assert found is not None
+    return found
 
 
 def _refuse_other_numbers(found: Identity, source: Source, environ: Environ) -> None:
@@ -134,11 +104,9 @@ def _refuse_other_numbers(found: Identity, source: Source, environ: Environ) -> 
     A job may have more processes than its scheduler has tasks, if each task starts several; but it
     cannot have fewer, and of as many each has its own number.
     """
-    others = {name: value for name, value in environ.items() if name not in (COUNT, ID)}
-    try:
-        other = source(others)
-    except ConfigError:
-        return
+    other = None
+    with contextlib.suppress(ConfigError):
+        other = source({name: x for name, x in environ.items() if name not in (COUNT, ID)})
     if other is None or other.num_processes == 1:
         return
     is_other = other.num_processes == found.num_processes and other.process_id != found.process_id
@@ -153,7 +121,7 @@ def _refuse_other_numbers(found: Identity, source: Source, environ: Environ) -> 
 def _refuse_contradiction(found: Identity, environ: Environ) -> None:
     """Refuses single variables of JAX that contradict the launcher."""
     for name, number in ((COUNT, found.num_processes), (ID, found.process_id)):
-        if environ.get(name) and environ[name] != str(number):
+        if environ.get(name, "") not in ("", str(number)):
             raise ConfigError(
                 f"{name}={environ[name]}, but {found.source} has set {number}. Unset {name}, or "
                 "start that many processes."

@@ -1,60 +1,86 @@
-"""Identities from the environment variables of schedulers and MPI.
+"""Identities from the environment variables of torchrun, MPI, Slurm and Kubernetes.
 
-Each function reads the environment and nothing else, and returns None where its scheduler has not
+Each function reads the environment and nothing else, and returns None where its launcher has not
 started this process.
+
+MPI is tried before Slurm, since `mpirun` inside an allocation starts its daemons as a step of
+Slurm, whose numbers its processes inherit.
 """
 
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable
 
-from jddp.distributed.identity import ADDRESS, COUNT, Identity, Names, make_identity, port_of
+from jddp.distributed.identity import (
+    ADDRESS,
+    COUNT,
+    Environ,
+    Identity,
+    Names,
+    check_address,
+    make_identity,
+    port_of,
+)
 from jddp.errors import ConfigError
 
-Environ = Mapping[str, str]
+Source = Callable[[Environ], Identity | None]
 KUBERNETES_PORT = 8476  # each pod has an address of its own
 _POD, _JOB, _PODS = "JOB_COMPLETION_INDEX", "JOB_INDEX", "PROCESSES_IN_JOB"
-OPEN_MPI = Names(*(f"OMPI_COMM_WORLD_{x}" for x in ("SIZE", "RANK", "LOCAL_SIZE", "LOCAL_RANK")))
+_MASTER = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
+TORCHRUN = Names("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK", _MASTER)
+_OMPI = "OMPI_COMM_WORLD_"
+OPEN_MPI = Names(_OMPI + "SIZE", _OMPI + "RANK", _OMPI + "LOCAL_SIZE", _OMPI + "LOCAL_RANK")
 MPICH = Names("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID")
-_KINDS = ("HET", "PACK")  # names of components; the second is used by srun alone
 SLURM = Names("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_LOCALID")
+
+
+def torchrun(environ: Environ) -> Identity | None:
+    """The variables of torchrun, and of other launchers that set the same.
+
+    torchrun itself listens on MASTER_PORT, and keeps that port over restarts.
+    """
+    if environ.get("WORLD_SIZE", "1") == "1" and not environ.get("RANK"):
+        return None
+
+    def address() -> str:
+        port = environ["MASTER_PORT"]
+        if run := environ.get("TORCHELASTIC_RUN_ID"):
+            port = str(port_of(f"{port}/{run}/{environ.get('TORCHELASTIC_RESTART_COUNT', '')}"))
+        return check_address(f"{environ['MASTER_ADDR']}:{port}", "MASTER_ADDR:MASTER_PORT")
+
+    return make_identity(environ, TORCHRUN, address, "torchrun")
 
 
 def open_mpi(environ: Environ) -> Identity | None:
     """A process of Open MPI's mpirun, version 4 or 5, which set different variables."""
-    if not (environ.get(OPEN_MPI.num_processes) or environ.get(OPEN_MPI.process_id)):
-        return None
-    uri = environ.get("OMPI_MCA_orte_hnp_uri", "")
-    space = environ.get("PMIX_NAMESPACE", "")
+    uri, space = environ.get("OMPI_MCA_orte_hnp_uri", ""), environ.get("PMIX_NAMESPACE", "")
+    job = uri.partition(".")[0] or space
 
-    def address() -> str:
-        launcher = re.search(r"tcp://([\d.]+)", uri) or re.match(r"prte(?:run)?-(.+)-\d+@", space)
-        job = uri.partition(".")[0] or space
-        if environ.get(OPEN_MPI.num_local) == environ.get(OPEN_MPI.num_processes) and job:
+    def address() -> str | None:
+        if environ.get(OPEN_MPI.num_local) == environ[OPEN_MPI.num_processes] and job:
             return f"127.0.0.1:{port_of(job)}"
         if first := _first_of_slurm(environ):
             return first
         # The daemons are numbered: the one with 0 is the launcher. mpirun ends the other processes.
         daemon = re.match(r"[^;]*\.(\d+);", environ.get("PMIX_SERVER_URI2", ""))
-        if daemon and daemon[1] != "0" and environ.get(OPEN_MPI.process_id) == "0":
+        if daemon and daemon[1] != "0" and environ[OPEN_MPI.process_id] == "0":
             here = f"{environ.get('PMIX_HOSTNAME', socket.gethostname())}:{port_of(job)}"
             raise ConfigError(
                 f"mpirun runs on another host than process 0: give it -x {ADDRESS}={here}, so that "
                 "all processes find the first."
             )
-        return _known(launcher and f"{launcher[1]}:{port_of(job)}", "Open MPI")
+        launcher = re.search(r"tcp://([\d.]+)", uri) or re.match(r"prte(?:run)?-(.+)-\d+@", space)
+        return f"{launcher[1]}:{port_of(job)}" if launcher else None
 
     return make_identity(environ, OPEN_MPI, address, "Open MPI")
 
 
 def mpich(environ: Environ) -> Identity | None:
     """A process of MPICH's or Intel's mpiexec, which do not give the address of process 0."""
-    if not (environ.get(MPICH.num_processes) or environ.get(MPICH.process_id)):
-        return None
-    pairs = ((MPICH.num_processes, SLURM.num_processes), (MPICH.process_id, SLURM.process_id))
+    pairs = zip(MPICH[:2], SLURM[:2], strict=True)
     if all(environ.get(ours) == environ.get(theirs) for ours, theirs in pairs):
         return None  # srun sets these variables too, and has more of its own
-    return make_identity(environ, MPICH, lambda: _known(_first_of_slurm(environ), "MPICH"), "MPICH")
+    return make_identity(environ, MPICH, lambda: _first_of_slurm(environ), "MPICH")
 
 
 def slurm(environ: Environ) -> Identity | None:
@@ -87,14 +113,16 @@ def kubernetes(environ: Environ) -> Identity | None:
             )
         environ = {**environ, names.process_id: str(int(job) * int(pods) + int(index))}
 
-    def address() -> str:
+    def address() -> str | None:
         host, _, domain = socket.getfqdn().partition(".")
         mine = f"-{job}-{index}" if job else f"-{index}"
         first = f"{host.removesuffix(mine)}{re.sub('[0-9]+', '0', mine)}.{domain}"
-        is_known = domain and host.endswith(mine)
-        return _known(f"{first}:{KUBERNETES_PORT}" if is_known else None, "Kubernetes")
+        return f"{first}:{KUBERNETES_PORT}" if domain and host.endswith(mine) else None
 
     return make_identity(environ, names, address, "an Indexed Job")
+
+
+SCHEDULERS: tuple[Source, ...] = (open_mpi, mpich, slurm, kubernetes)
 
 
 def list_hosts(nodes: str) -> list[str]:
@@ -111,15 +139,6 @@ def list_hosts(nodes: str) -> list[str]:
     return hosts
 
 
-def _known(address: str | None, scheduler: str) -> str:
-    if address is None:
-        raise ConfigError(
-            f"{scheduler} does not give the address of process 0: set {ADDRESS} to host:port on "
-            "the host of process 0, for all processes."
-        )
-    return address
-
-
 def _first_of_slurm(environ: Environ) -> str | None:
     """Address of mpirun's first process; the step of its daemons may leave out that host."""
     nodes = environ.get("SLURM_JOB_NODELIST_HET_GROUP_0") or environ.get("SLURM_JOB_NODELIST")
@@ -131,12 +150,15 @@ def _of_step(environ: Environ, hosts: list[str]) -> str:
     """Host of the first task of a step, and a port for each step.
 
     Slurm sorts the hosts of a step. Tasks are numbered in that order, except for the components of
-    a heterogeneous job, which keep theirs.
+    a heterogeneous job (HET, and PACK by srun alone), which keep theirs.
     """
-    size = environ.get("SLURM_HET_SIZE", "")
-    names = [f"SLURM_JOB_NODELIST_{x}_GROUP_{i}" for i in range(int(size or 0)) for x in _KINDS]
-    of_components = [host for name in names for host in list_hosts(environ.get(name, ""))]
-    first = next((host for host in of_components if host in hosts), hosts[0])
+    components = [
+        environ.get(f"SLURM_JOB_NODELIST_{kind}_GROUP_{i}", "")
+        for i in range(int(environ.get("SLURM_HET_SIZE") or 0))
+        for kind in ("HET", "PACK")
+    ]
+    in_order = [host for nodes in components for host in list_hosts(nodes)]
+    first = next((host for host in in_order if host in hosts), hosts[0])
     mine = environ.get("SLURMD_NODENAME", first)
     if environ[SLURM.process_id] == "0" and mine != first:
         raise ConfigError(
@@ -151,8 +173,6 @@ def _num_sharing(environ: Environ, hosts: list[str]) -> str:
     visible, there = environ.get("CUDA_VISIBLE_DEVICES", ""), environ.get("SLURM_GPUS_ON_NODE", "")
     if visible and there.isdecimal() and len(visible.split(",")) < int(there):
         return "1"  # Slurm has applied --gpus-per-task or --gpu-bind
-    counts: list[str] = []
-    per_node = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", per_node):
-        counts += [count] * int(times or 1)
+    per_node = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    counts = [count for count, times in per_node for _ in range(int(times or 1))]
     return dict(zip(hosts, counts, strict=False)).get(environ.get("SLURMD_NODENAME", ""), "")

@@ -319,7 +319,7 @@ def test_a_mistake_is_one_line_that_names_variables_and_values(environ, reported
 @pytest.mark.parametrize("name", ["job-3", "mine-others-0-1.mine"])
 def test_a_pod_without_a_name_or_of_another_job_asks_for_an_address(monkeypatch, name):
     monkeypatch.setattr(socket, "getfqdn", lambda: name)
-    reported = "Kubernetes does not give .* set JAX_COORDINATOR_ADDRESS"
+    reported = "an Indexed Job does not give .* set JAX_COORDINATOR_ADDRESS"
     with pytest.raises(ConfigError, match=reported):
         resolve(INDEXED | (SECOND_JOB if "." in name else {}))
 
