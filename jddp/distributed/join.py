@@ -1,4 +1,4 @@
-"""A process joins its job, under the identity that `resolve` has found, within a time limit.
+"""A process gets its devices, and joins its job within a time limit.
 
 The identity is passed to `jax.distributed` explicitly; JAX's own detection is off. JAX waits five
 minutes for missing processes and aborts, with a page about its own tasks. Here processes hold a
@@ -15,13 +15,14 @@ from collections.abc import Mapping
 
 from jddp.distributed.failure_file import VARIABLE as FAILURE_FILE
 from jddp.distributed.identity import JOB, Identity
-from jddp.distributed.rendezvous import POLL_SECONDS, Member, RendezvousClient, connect
+from jddp.distributed.rendezvous import Member, RendezvousClient, connect
 from jddp.distributed.rendezvous_server import RendezvousServer
-from jddp.errors import ConfigError, ExitCode, report
+from jddp.errors import ConfigError, DeviceError, ExitCode, report
 
 START, HEARTBEAT = "JDDP_START_SECONDS", "JDDP_HEARTBEAT_SECONDS"
 _DEFAULTS = {START: "300", HEARTBEAT: "100"}
 _BIND = "JAX_COORDINATOR_BIND_ADDRESS"
+VIRTUAL_DEVICES = 8
 _LATER = 30  # seconds, after which JAX gives up too
 
 
@@ -72,6 +73,54 @@ def initialize(identity: Identity, environ: Mapping[str, str] = os.environ) -> N
     settle_address(identity.coordinator)
 
 
+def configure_devices(num_devices: int | str, *, num_processes: int = 1) -> None:
+    """Sets the number of CPU devices, before JAX looks for any.
+
+    Args:
+      num_devices: Number of devices of all processes together. "auto" makes eight virtual CPU
+        devices, which are used only where there is no accelerator, unless the environment gives a
+        number; a number here wins over the environment.
+      num_processes: Number of processes of the job.
+
+    Raises:
+      ConfigError: If the devices do not divide over the processes.
+    """
+    import jax
+
+    flags = os.environ.get("XLA_FLAGS", "")
+    is_set = "JAX_NUM_CPU_DEVICES" in os.environ or "host_platform_device_count" in flags
+    if num_devices == "auto" and is_set:
+        return
+    in_all = VIRTUAL_DEVICES if num_devices == "auto" else int(num_devices)
+    if in_all % num_processes and num_devices != "auto":
+        raise ConfigError(
+            f"mesh.num_devices={in_all} does not divide over {num_processes} processes. "
+            f"Choose a multiple of {num_processes}."
+        )
+    # An option of JAX, not a flag of XLA: it is refused once the backend runs, where a flag would
+    # be ignored.
+    jax.config.update("jax_num_cpu_devices", max(1, in_all // num_processes))
+
+
+def require_devices() -> None:
+    """Starts the devices of this process; a job of several calls it after they have connected.
+
+    Raises:
+      DeviceError: If JAX finds none of the platform that it is to use.
+    """
+    import jax
+
+    try:
+        jax.local_devices()
+    except (RuntimeError, AssertionError) as error:
+        wanted = os.environ.get("JAX_PLATFORMS")
+        reason = (str(error).splitlines() or ["no reason given"])[0]
+        raise DeviceError(
+            f"JAX finds no device for JAX_PLATFORMS={wanted}: {reason}. Does nvidia-smi show it "
+            "here, and is jax[cuda12] installed? JAX_PLATFORMS=cpu computes without one."
+        ) from error
+
+
 def read_seconds(environ: Mapping[str, str], name: str) -> int:
     """How long processes wait for each other: to START, or for a sign of life, a HEARTBEAT.
 
@@ -100,24 +149,17 @@ def rendezvous(identity: Identity, listens: str | None, environ: Mapping[str, st
     coordinator, seconds = identity.coordinator, read_seconds(environ, START)
     same = {JOB: environ.get(JOB, "not set"), HEARTBEAT: str(read_seconds(environ, HEARTBEAT))}
     mine = Member(identity.process_id, identity.num_processes, same)
+    me, until = f"process {mine.number} of {mine.count}", time.monotonic() + seconds
     if mine.number == 0:
         with contextlib.closing(RendezvousServer("process", coordinator, listens)) as server:
+            connect(
+                coordinator, me, until
+            ).close()  # It knows its name now; JAX looks up too rarely.
             server.gather(mine, seconds=seconds, is_last=True)
-        return _wait_for_name(coordinator, time.monotonic() + seconds)
+        return
     with contextlib.closing(RendezvousClient("process", coordinator)) as client:
         client.gather(mine, seconds=seconds)
-    me = f"process {mine.number} of {mine.count}"
     connect(coordinator, me, time.monotonic() + seconds).close()  # JAX listens now
-
-
-def _wait_for_name(coordinator: str, until: float) -> None:
-    """Waits until this process can look up its own name, which JAX retries only twice a minute."""
-    host = coordinator.rpartition(":")[0].strip("[]")
-    while time.monotonic() < until:
-        with contextlib.suppress(OSError):
-            socket.getaddrinfo(host, None)
-            return
-        time.sleep(POLL_SECONDS)
 
 
 def bind_address(coordinator: str) -> str:
@@ -158,14 +200,15 @@ def settle_address(coordinator: str) -> None:
     """
     import jddp.distributed.coordination as job
 
-    mine, there = _addresses(coordinator)
-    job.publish(f"jddp/address/{job.process_index()}", there)
-    if not leads_to_itself(socket.gethostname()):
-        return
-    if _is_loopback(mine):  # process 0 is on this host, and others reach it by another address
-        of_all = [job.read(f"jddp/address/{i}", 60.0, of=i) for i in range(job.num_processes())]
-        mine = next((address for address in of_all if not _is_loopback(address)), mine)
-    job.listen_at(mine)
+    host, _, port = coordinator.rpartition(":")
+    family, *_, there = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as route:
+        route.connect(there)  # which sends nothing
+        mine = route.getsockname()[0]
+    # Process 0 may be on this host, and others reach it by another address.
+    known = [mine, *job.gather("address", str(there[0]), timeout_seconds=60.0)]
+    if leads_to_itself(socket.gethostname()):
+        job.listen_at(next((address for address in known if not _is_loopback(address)), mine))
 
 
 def leads_to_itself(name: str) -> bool:
@@ -173,15 +216,6 @@ def leads_to_itself(name: str) -> bool:
     with contextlib.suppress(OSError):
         return _is_loopback(str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]))
     return True
-
-
-def _addresses(coordinator: str) -> tuple[str, str]:
-    """Addresses by which this host and the coordinator's reach each other."""
-    host, _, port = coordinator.rpartition(":")
-    family, *_, there = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as route:
-        route.connect(there)  # which sends nothing
-        return route.getsockname()[0], str(there[0])
 
 
 def _is_loopback(address: str) -> bool:

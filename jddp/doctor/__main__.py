@@ -79,8 +79,7 @@ def _print_failures(run: Path) -> int:
 
 def _examine(arguments: argparse.Namespace) -> int:
     from jddp.distributed.coordination import gather, process_index
-    from jddp.distributed.devices import configure_devices
-    from jddp.distributed.join import initialize
+    from jddp.distributed.join import configure_devices, initialize
     from jddp.distributed.resolve import resolve_identity
     from jddp.doctor.devices import check_devices
     from jddp.doctor.host import check_host

@@ -26,8 +26,7 @@ from jddp.config.versions import source_hash, versions
 from jddp.data import DataSet, TrainBatches, WorkerBatches, count_steps, eval_batches, load_weights
 from jddp.data_parallel import DataParallel
 from jddp.distributed.coordination import agree
-from jddp.distributed.devices import configure_devices, require_devices
-from jddp.distributed.join import initialize
+from jddp.distributed.join import configure_devices, initialize, require_devices
 from jddp.distributed.resolve import resolve_identity
 from jddp.distributed.watchdog import Limits
 from jddp.engine.state import TrainState

@@ -21,7 +21,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 import jddp
 from jddp import distributed
-from jddp.distributed.devices import configure_devices
+from jddp.distributed.join import configure_devices
 from jddp.zoo.models import GPT, MLP
 
 NUM_STEPS, ROWS, NUM_CLASSES, VOCABULARY, LENGTH = 50, 16, 5, 32, 12

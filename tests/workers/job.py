@@ -17,7 +17,7 @@ from tiny import ConvNet, loss_fn, make_batch
 import jddp
 from jddp import distributed
 from jddp.data import ArrayExamples, TrainBatches, eval_batches
-from jddp.distributed.devices import configure_devices
+from jddp.distributed.join import configure_devices
 from jddp.engine.mesh import copy_off_mesh
 
 NUM_DEVICES = 8

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jddp.distributed.devices import configure_devices
+from jddp.distributed.join import configure_devices
 from jddp.engine.mesh import copy_off_mesh, make_mesh, replicate, sharded
 from jddp.errors import ConfigError
 from jddp.modules.rows import check_rows
