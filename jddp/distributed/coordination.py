@@ -12,14 +12,14 @@ import contextlib
 import ctypes
 import json
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import jax
 from jax._src import distributed, xla_bridge
 from jaxlib import _jax
 
-from jddp.errors import ProcessMismatchError
+from jddp.distributed.rendezvous import refuse_differences
 
 _AGREE_SECONDS = 120.0  # for which the others may still be busy
 _uses: collections.Counter[str] = collections.Counter()
@@ -47,11 +47,7 @@ def gather(key: str, value: str, *, timeout_seconds: float) -> list[str]:
     Raises:
       TimeoutError: If a process has not answered by then; it is named.
     """
-    name = _unique(key)
-    if num_processes() == 1:
-        return [value]
-    publish(f"{name}/{process_index()}", value)
-    return [read(f"{name}/{i}", timeout_seconds, of=i) for i in range(num_processes())]
+    return _exchange(key, value, range(num_processes()), timeout_seconds)
 
 
 def from_first(key: str, value: str, *, timeout_seconds: float) -> str:
@@ -60,12 +56,18 @@ def from_first(key: str, value: str, *, timeout_seconds: float) -> str:
     Raises:
       TimeoutError: If process 0 has not answered by then.
     """
-    name = _unique(key)
+    return _exchange(key, value, range(1), timeout_seconds)[0]
+
+
+def _exchange(key: str, value: str, senders: range, timeout_seconds: float) -> list[str]:
+    with _lock:
+        _uses[key] += 1
+        name = f"jddp/{key}/{_uses[key]}"
     if num_processes() == 1:
-        return value
-    if process_index() == 0:
-        publish(name, value)
-    return read(name, timeout_seconds, of=0)
+        return [value]
+    if process_index() in senders:
+        publish(f"{name}/{process_index()}", value)
+    return [read(f"{name}/{i}", timeout_seconds, of=i) for i in senders]
 
 
 def agree(subject: str, values: Mapping[str, str]) -> None:
@@ -81,16 +83,8 @@ def agree(subject: str, values: Mapping[str, str]) -> None:
       ProcessMismatchError: On every process, if any differs.
     """
     texts = gather(f"agree/{subject}", json.dumps(values), timeout_seconds=_AGREE_SECONDS)
-    first, *_ = values_of_all = [json.loads(text) for text in texts]
-    for process, other in enumerate(values_of_all):
-        differ = [name for name in {**first, **other} if first.get(name) != other.get(name)]
-        if differ:
-            there, here = (values.get(differ[0], "nothing") for values in (other, first))
-            more = f", and {len(differ) - 1} more differ" if len(differ) > 1 else ""
-            raise ProcessMismatchError(
-                f"process {process} has another {subject} than process 0: {differ[0]} is {there} "
-                f"there and {here} here{more}. Give every process the same."
-            )
+    of_all = ((str(process), json.loads(text)) for process, text in enumerate(texts))
+    refuse_differences("process", subject, of_all)
 
 
 def publish(name: str, value: str) -> None:
@@ -168,11 +162,22 @@ def listen_at(address: str) -> None:
     xla_bridge.register_backend_factory("cpu", make_client, priority=0, fail_quietly=False)
 
 
-def _unique(key: str) -> str:
-    """A name for this use of a key, which processes may use repeatedly, in the same order."""
-    with _lock:
-        _uses[key] += 1
-        return f"jddp/{key}/{_uses[key]}"
+@contextlib.contextmanager
+def background(step: Callable[[], bool], *, pause_seconds: float = 0.0) -> Iterator[None]:
+    """While open, a thread calls `step` until that returns True, with a pause before each call."""
+    closed = threading.Event()
+
+    def run() -> None:
+        while not closed.wait(pause_seconds) and not step():
+            pass
+
+    thread = threading.Thread(target=run, name="jddp", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        closed.set()
+        thread.join()
 
 
 def _client() -> Any:

@@ -39,6 +39,7 @@ _END_SECONDS = 300.0  # JAX's own limit for the end of a process to wait for the
 _leaving = threading.Lock()  # of the thread that ends this process
 owns_process = False
 _is_in_job = False  # which hears of the failure of this process
+_waits_since = time.monotonic()  # for a process that has ended without failing
 
 
 @contextlib.contextmanager
@@ -63,13 +64,12 @@ def watch_over_job() -> None:
     if is_at_prompt():
         return
     owns_process = _is_in_job = True
-    me, over = os.getpid(), threading.Event()
-    thread = threading.Thread(target=_listen, args=(over,), name="jddp-failures", daemon=True)
-    thread.start()
+    me, listening = os.getpid(), contextlib.ExitStack()
+    listening.enter_context(job.background(_listen))
 
     def end() -> None:
         if os.getpid() == me and job.is_connected():
-            _wait_for_others(over, thread)
+            _wait_for_others(listening)
 
     atexit.register(end)  # so that it runs before JAX's
 
@@ -97,7 +97,7 @@ def keep_uncaught(process: int) -> None:
         sys.excepthook = fail
 
 
-def _wait_for_others(over: threading.Event, thread: threading.Thread) -> None:
+def _wait_for_others(listening: contextlib.ExitStack) -> None:
     """Delays the end of this process, whose exit code only Python knows, until all end.
 
     Where another fails first, or has waited in vain for this one, JAX's barrier is skipped.
@@ -105,8 +105,7 @@ def _wait_for_others(over: threading.Event, thread: threading.Thread) -> None:
     until = time.monotonic() + _END_SECONDS
     while job.is_waiting_for(range(job.num_processes())) and time.monotonic() < until:
         time.sleep(_POLL_SECONDS)  # so that a process that waits later does not wait for this one
-    over.set()
-    thread.join()  # At exit Python aborts a thread that is inside of JAX.
+    listening.close()  # At exit Python aborts a thread that is inside of JAX.
     job.publish(f"{_LEFT}/{job.process_index()}", socket.gethostname())
     while len(job.published(_LEFT)) < job.num_processes() and time.monotonic() < until:
         if _read(_POLL_SECONDS) is not None:
@@ -148,25 +147,28 @@ def end(failure: dict[str, Any], message: str) -> NoReturn:
         _exit(failure["exit_code"], failure)
 
 
-def _listen(over: threading.Event) -> None:
-    since = time.monotonic()  # when it began to wait for a process that has ended without failing
+def _listen() -> bool:
+    """Follows the first failure once there is one; returns whether the job is over."""
+    global _waits_since
+    if not job.is_connected():
+        return True
     file = os.environ.get(failure_file.VARIABLE, "") if os.environ.get(LAUNCHED) else ""
-    while not over.is_set() and job.is_connected():
-        found = failure_file.read(Path(file))
-        if found and found["exit_code"] != ExitCode.HANG:  # of which all know
-            job.try_publish(_KEY, json.dumps(found))
-        first = _read(0.5)
-        if first is not None and first["process"] != job.process_index():
-            time.sleep(_MOMENT)
-            with _leaving:
-                _follow(first)
-        left = job.published(_LEFT)
-        if not (left and job.is_waiting_for(left)):
-            since = time.monotonic()
-        elif time.monotonic() - since > _PATIENCE:
-            process, host = next(iter(left.items()))
-            early = failure_file.describe(process, None, host=host, step=None, phase=None)
-            job.try_publish(_KEY, json.dumps(early))
+    found = failure_file.read(Path(file))
+    if found and found["exit_code"] != ExitCode.HANG:  # of which all know
+        job.try_publish(_KEY, json.dumps(found))
+    first = _read(0.5)
+    if first is not None and first["process"] != job.process_index():
+        time.sleep(_MOMENT)
+        with _leaving:
+            _follow(first)
+    left = job.published(_LEFT)
+    if not (left and job.is_waiting_for(left)):
+        _waits_since = time.monotonic()
+    elif time.monotonic() - _waits_since > _PATIENCE:
+        process, host = next(iter(left.items()))
+        early = failure_file.describe(process, None, host=host, step=None, phase=None)
+        job.try_publish(_KEY, json.dumps(early))
+    return False
 
 
 def _read(seconds: float) -> dict[str, Any] | None:
@@ -190,10 +192,10 @@ def _exit(code: int, first: dict[str, Any]) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     job.try_publish(f"{_GONE}/{job.process_index()}", "")
-    if job.process_index() == 0 and job.num_processes() > 1:  # Others abort without JAX's service.
+    if job.process_index() == 0:  # Others abort without JAX's service.
         is_dead = first["exception"] is None and (first["exit_code"] or 0) > 128
-        killed = first["process"] if is_dead else 0
-        for process in {*range(1, job.num_processes())} - {killed}:
-            job.try_read(f"{_GONE}/{process}", 3 * _MOMENT)
+        for process in range(1, job.num_processes()):
+            if not (is_dead and process == first["process"]):
+                job.try_read(f"{_GONE}/{process}", 3 * _MOMENT)
         time.sleep(_MOMENT / 5)  # until they have exited
     os._exit(code)

@@ -17,14 +17,13 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from multiprocessing.connection import wait
 from typing import Any
 
 from jddp.errors import CoordinatorError, ProcessMismatchError
 
-SILENCE_SECONDS = 100
 POLL_SECONDS = 0.02
 _LONGEST = 2**20  # bytes of a message
 _SLACK = 5.0  # seconds in which member 0 reports that its time is over, before the others give up
@@ -75,10 +74,9 @@ class Connection:
         self._socket, self._lines, self.fileno = stream, stream.makefile("rb"), stream.fileno
         stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         between = max(1, silence_seconds // (_PROBES + 1))
-        options = {"TCP_KEEPIDLE": between, "TCP_KEEPINTVL": between, "TCP_KEEPCNT": _PROBES}
-        for name, value in options.items():
-            if hasattr(socket, name):  # Linux, and macOS in part
-                stream.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        for name, value in (("KEEPIDLE", between), ("KEEPINTVL", between), ("KEEPCNT", _PROBES)):
+            if option := getattr(socket, f"TCP_{name}", None):  # Linux, and macOS in part
+                stream.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def close(self) -> None:
         """Closes it."""
@@ -107,26 +105,34 @@ class Connection:
             raise ValueError from None
 
 
-class RendezvousClient:
-    """The end of a member other than 0, which connects to member 0 and awaits its answer.
+@dataclass(eq=False)
+class RendezvousEnd:
+    """One end of a rendezvous.
 
-    Args:
+    Attributes:
       kind: What members are called: "process" or "node".
-      address: host:port of member 0.
-      silence_seconds: Time without a sign of life after which member 0 is lost.
+      address: host:port under which member 0 is reached.
+      silence_seconds: Time without a sign of life after which a member is lost.
     """
 
-    def __init__(self, kind: str, address: str, *, silence_seconds: int = SILENCE_SECONDS):
-        self._kind, self._address, self._silence_seconds = kind, address, silence_seconds
-        self._server: Any = None  # a Connection, once there is one
-        self._goodbye: dict[str, Any] | None = None  # of member 0
-        self._has_lost = False
+    kind: str
+    address: str
+    _: KW_ONLY
+    silence_seconds: int = 100
+
+
+class RendezvousClient(RendezvousEnd):
+    """The end of a member other than 0, which connects to member 0 and awaits its answer."""
+
+    _server: Any = None  # a Connection, once there is one
+    _goodbye: dict[str, Any] | None = None  # of member 0
+    _has_lost = False
 
     def close(self) -> None:
         """Closes the connection."""
         if self._server is not None:
             self._server.close()
-            self._server, self._has_lost = None, False
+        self._server, self._has_lost = None, False
 
     def lost(self) -> list[int]:
         """Member 0, if it is no longer connected, or has left with a failure."""
@@ -137,15 +143,18 @@ class RendezvousClient:
                 self._has_lost = True
         return [0] if self._has_lost or self._goodbye == {"failed": True} else []
 
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Sends member 0 a message, if it is connected."""
+        if self._server is not None:
+            self._server.send(message)
+
     def send_failure(self, failure: Mapping[str, Any]) -> None:
         """Informs member 0 of the first failure here."""
-        if self._server is not None:
-            self._server.send({"failure": failure})
+        self.send({"failure": failure})
 
     def say_goodbye(self, *, failed: bool) -> None:
         """Informs member 0 that this one leaves for good."""
-        if self._server is not None:
-            self._server.send({"failed": failed})
+        self.send({"failed": failed})
 
     def gather(self, mine: Member, *, seconds: float) -> Infos:
         """The information of all members.
@@ -168,22 +177,21 @@ class RendezvousClient:
                 self.close()
             time.sleep(POLL_SECONDS)
         raise CoordinatorError(
-            f"{self._kind} {mine.number} of {mine.count} has received nothing from {self._kind} 0 "
-            f"at {self._address} in {seconds:.0f} s. Is it another program that listens there?"
+            f"{self.kind} {mine.number} of {mine.count} has received nothing from {self.kind} 0 "
+            f"at {self.address} in {seconds:.0f} s. Is it another program that listens there?"
         )
 
     def _ask(self, mine: Member, until: float) -> dict[str, Any]:
         """Member 0's answer."""
         if self._server is None:
-            name = f"{self._kind} {mine.number} of {mine.count}"
-            stream = connect(self._address, name, until)
-            self._server = Connection(stream, self._silence_seconds)
-        self._server.send({"kind": self._kind, **asdict(mine)})
+            stream = connect(self.address, f"{self.kind} {mine.number} of {mine.count}", until)
+            self._server = Connection(stream, self.silence_seconds)
+        self.send({"kind": self.kind, **asdict(mine)})
         try:
             return self._server.receive(max(0, until - time.monotonic()) + _SLACK)
         except ValueError:
             raise CoordinatorError(
-                f"the program that listens at {self._address} is not {self._kind} 0 of a "
+                f"the program that listens at {self.address} is not {self.kind} 0 of a "
                 "starting job: the job has started already, or it is another program."
             ) from None
 
@@ -192,7 +200,7 @@ class RendezvousClient:
             kind = CoordinatorError if answer["is_missing"] else ProcessMismatchError
             raise kind(answer["error"])
         if "infos" not in answer:
-            raise CoordinatorError(f"{self._kind} 0 at {self._address} has left the job.")
+            raise CoordinatorError(f"{self.kind} 0 at {self.address} has left the job.")
         return {int(number): info for number, info in answer["infos"].items()}
 
 
@@ -218,3 +226,28 @@ def connect(address: str, name: str, until: float) -> socket.socket:
                 f"every {kind} given this address?"
             )
         time.sleep(POLL_SECONDS)
+
+
+def refuse_differences(
+    kind: str, subject: str, members: Iterable[tuple[str, Mapping[str, str]]]
+) -> None:
+    """Compares the values of all members with those of member 0, which comes first.
+
+    Args:
+      kind: What members are called: "process" or "node".
+      subject: Common name of the values.
+      members: For each its number, and perhaps where it is, and its values by name.
+
+    Raises:
+      ProcessMismatchError: If any differs.
+    """
+    (_, first), *others = members
+    for member, other in others:
+        differ = [name for name in {**first, **other} if first.get(name) != other.get(name)]
+        if differ:
+            there, here = (values.get(differ[0], "nothing") for values in (other, first))
+            more = f", and {len(differ) - 1} more differ" if len(differ) > 1 else ""
+            raise ProcessMismatchError(
+                f"{kind} {member} has another {subject} than {kind} 0: {differ[0]} is {there} "
+                f"there and {here} here{more}. Give every {kind} the same."
+            )

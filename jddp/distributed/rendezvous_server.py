@@ -4,10 +4,18 @@ import errno
 import socket
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
 
-from jddp.distributed.rendezvous import POLL_SECONDS, SILENCE_SECONDS, Connection, Infos, Member
+from jddp.distributed.rendezvous import (
+    POLL_SECONDS,
+    Connection,
+    Infos,
+    Member,
+    RendezvousEnd,
+    refuse_differences,
+)
 from jddp.errors import CoordinatorError, Error, ProcessMismatchError
 
 PATIENCE_SECONDS = 30.0  # for further members, once there are enough
@@ -15,44 +23,37 @@ _REST_SECONDS = 1.0  # for the rest of a message that has begun
 _SHOWN = 8  # numbers of missing members in a message
 
 
-class RendezvousServer:
+@dataclass(eq=False)
+class RendezvousServer(RendezvousEnd):
     """Member 0's end.
 
-    Args:
-      kind: What members are called: "process" or "node".
-      address: host:port under which the others connect.
+    Attributes:
       listens: host:port to listen on, if that is another.
-      silence_seconds: Time without a sign of life after which a member is lost.
       is_enough: Whether these members would do without the missing ones; None if all are needed.
         Missing ones are awaited for `PATIENCE_SECONDS` all the same, except for those that were
         here in an earlier round and have left.
+      failure: The failure that one of them has sent since the last round.
 
     Raises:
       CoordinatorError: If the port is taken, or the address is not one of this machine.
     """
 
-    def __init__(
-        self,
-        kind: str,
-        address: str,
-        listens: str | None = None,
-        *,
-        silence_seconds: int = SILENCE_SECONDS,
-        is_enough: Callable[[Infos], bool] | None = None,
-    ):
-        self._kind, self._address, self._silence_seconds = kind, address, silence_seconds
-        self._is_enough, self._is_first_round = is_enough, True
-        self._clients: list[Connection] = []
-        self._members: dict[Connection, Member] = {}  # that await an answer
+    listens: str | None = None
+    is_enough: Callable[[Infos], bool] | None = None
+    failure: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        """Listens."""
+        self._is_first_round = True
+        self._waiting: dict[Connection, Member | None] = {}  # all, and who awaits an answer
         self._present: dict[Connection, Member] = {}  # that took part in the last round
         self._lost: list[int] = []  # of them
-        self.failure: dict[str, Any] | None = None  # that one of them has sent since
-        self._listening = listen(listens or address)
+        self._listening = listen(self.listens or self.address)
 
     def close(self) -> None:
         """Stops listening, and closes all connections."""
         self._listening.close()
-        for client in list(self._clients):
+        for client in list(self._waiting):
             self._forget(client)
 
     def gather(self, mine: Member, *, seconds: float, is_last: bool = False) -> Infos:
@@ -70,32 +71,35 @@ class RendezvousServer:
         try:
             infos = self._wait_for_all(mine, seconds)
         except Error as error:
-            for client in self._members:
-                client.send(_refusal(error))
+            for client in self._members():
+                _refuse(client, error)
             raise
         if is_last:
             self._listening.close()
-        self._is_first_round, self.failure = False, None
-        self._present, self._members, self._lost = self._members, {}, []
+        self._present, self._lost, self.failure = self._members(), [], None
+        self._waiting, self._is_first_round = dict.fromkeys(self._waiting), False
         for client in self._present:
             client.send({"infos": infos})
         return infos
 
+    def _members(self) -> dict[Connection, Member]:
+        return {client: member for client, member in self._waiting.items() if member is not None}
+
     def _wait_for_all(self, mine: Member, seconds: float) -> Infos:
         until, enough_since = time.monotonic() + seconds, None
         while True:
-            members = [mine, *self._members.values()]
-            _refuse_mismatch(self._kind, members)
+            members = [mine, *self._members().values()]
+            _refuse_mismatch(self.kind, members)
             infos, now = {member.number: member.info for member in members}, time.monotonic()
             if len(infos) == mine.count:
                 return infos
-            if self._is_enough is not None and self._is_enough(infos):
+            if self.is_enough is not None and self.is_enough(infos):
                 enough_since = enough_since or now
-                is_complete = len(self._members) == len(self._clients) and not self._is_first_round
+                is_complete = None not in self._waiting.values() and not self._is_first_round
                 if is_complete or now > enough_since + PATIENCE_SECONDS:
                     return infos
             if now > until:
-                raise _missing(self._kind, self._address, infos, mine.count, seconds)
+                raise self._missing(infos, mine.count, seconds)
             self._receive(POLL_SECONDS)
 
     def lost(self) -> list[int]:
@@ -105,7 +109,7 @@ class RendezvousServer:
 
     def say_goodbye(self, *, failed: bool) -> None:
         """Informs all that this member leaves for good."""
-        for client in self._clients:
+        for client in self._waiting:
             client.send({"failed": failed})
 
     def has_newcomer(self) -> bool:
@@ -115,24 +119,25 @@ class RendezvousServer:
         the same machine, and is refused if not.
         """
         self._receive(0.0)
-        for client, member in [x for x in self._members.items() if x[0] not in self._present]:
+        newcomers = [(x, member) for x, member in self._members().items() if x not in self._present]
+        for client, member in newcomers:
             for other, present in list(self._present.items()):
                 if (present.number, present.host) == (member.number, member.host):
                     self._forget(other)
             if member.number in (0, *(present.number for present in self._present.values())):
-                taken = f"another has already connected as {self._kind} {member.number}."
-                client.send(_refusal(ProcessMismatchError(taken)))
+                taken = f"another has already connected as {self.kind} {member.number}."
+                _refuse(client, ProcessMismatchError(taken))
                 self._forget(client)
-        return any(client not in self._present for client in self._members)
+        return any(client in self._waiting for client, _ in newcomers)
 
     def _receive(self, seconds: float) -> None:
-        ends: list[Any] = [self._listening, *self._clients]
+        ends: list[Any] = [self._listening, *self._waiting]
         for ready in wait(ends, seconds):
             if isinstance(ready, Connection):
                 self._read(ready)
             else:
                 stream = self._listening.accept()[0]
-                self._clients.append(Connection(stream, self._silence_seconds))
+                self._waiting[Connection(stream, self.silence_seconds)] = None
 
     def _read(self, client: Connection) -> None:
         try:
@@ -141,19 +146,28 @@ class RendezvousServer:
                 self._present.pop(client, None)
             elif "failure" in message and client in self._present:
                 self.failure = dict(message["failure"])
-            elif message.pop("kind", None) == self._kind:
-                self._members[client] = Member(**message)
+            elif message.pop("kind", None) == self.kind:
+                self._waiting[client] = Member(**message)
             else:
                 self._forget(client)  # with a failure, or another program
         except (OSError, ValueError, TypeError):
             self._forget(client)  # whose connection is lost, or another program
 
     def _forget(self, client: Connection) -> None:
-        self._clients.remove(client)
-        self._members.pop(client, None)
+        del self._waiting[client]
         if client in self._present:
             self._lost.append(self._present.pop(client).number)
         client.close()
+
+    def _missing(self, infos: Infos, count: int, seconds: float) -> CoordinatorError:
+        numbers = [str(number) for number in range(count) if number not in infos]
+        plural = ("es" if self.kind == "process" else "s") * (len(numbers) > 1)
+        more = f" and {len(numbers) - _SHOWN} more" if len(numbers) > _SHOWN else ""
+        return CoordinatorError(
+            f"{self.kind}{plural} {', '.join(numbers[:_SHOWN])}{more} of {count} did not connect "
+            f"to {self.address} within {seconds:.0f} s. Was each started, with its own number, and "
+            "can it reach this address?"
+        )
 
 
 def listen(address: str) -> socket.socket:
@@ -176,40 +190,18 @@ def listen(address: str) -> socket.socket:
         ) from error
 
 
+def _refuse(client: Connection, error: Error) -> None:
+    client.send({"error": str(error), "is_missing": isinstance(error, CoordinatorError)})
+
+
 def _refuse_mismatch(kind: str, members: Iterable[Member]) -> None:
     """Raises the first contradiction between members."""
     seen: dict[int, Member] = {}
-    for member in members:
-        first = seen.setdefault(0, member)
-        for name, value in first.same.items():
-            if member.same.get(name) != value:
-                raise ProcessMismatchError(
-                    f"{kind} {member.number} has another job than {kind} 0: {name} is "
-                    f"{member.same.get(name)} there and {value} here. Give every {kind} the same."
-                )
-        if member.count != first.count:
+    for x in members:
+        if (other := seen.setdefault(x.number, x)) is not x:
             raise ProcessMismatchError(
-                f"{kind} {member.number} ({member.where}) was started as one of {member.count}, "
-                f"and {kind} 0 ({first.where}) as one of {first.count}. Give all the same count."
-            )
-        other = seen.setdefault(member.number, member)
-        if other is not member:
-            raise ProcessMismatchError(
-                f"two have connected as {kind} {member.number}: {other.where}, and {member.where}. "
+                f"two have connected as {kind} {x.number}: {other.where}, and {x.where}. "
                 "Give each its own number."
             )
-
-
-def _refusal(error: Error) -> dict[str, object]:
-    return {"error": str(error), "is_missing": isinstance(error, CoordinatorError)}
-
-
-def _missing(kind: str, address: str, infos: Infos, count: int, seconds: float) -> CoordinatorError:
-    numbers = [str(number) for number in range(count) if number not in infos]
-    kinds = {"process": "processes"}.get(kind, f"{kind}s") if len(numbers) > 1 else kind
-    more = f" and {len(numbers) - _SHOWN} more" if len(numbers) > _SHOWN else ""
-    return CoordinatorError(
-        f"{kinds} {', '.join(numbers[:_SHOWN])}{more} of {count} did not connect to {address} "
-        f"within {seconds:.0f} s. Was each started, with its own number, and can it reach this "
-        "address?"
-    )
+    each = ((f"{x.number} ({x.where})", {"count": str(x.count)} | x.same) for x in seen.values())
+    refuse_differences(kind, "job", each)

@@ -18,15 +18,11 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable
 from types import FrameType
 
-import jax
-
-from jddp.distributed.coordination import gather, try_publish, try_read
+import jddp.distributed.coordination as job
 from jddp.distributed.signals import Repeats, is_at_prompt, stop_signals, stop_signals_go_to
 
-_TICK = 0.02  # seconds
 _SECONDS = 30.0  # for which the others may be busy, at most
 _numbers = itertools.count()
 
@@ -44,7 +40,6 @@ class StopSignals:
         self._num_calls = 0
         self._last: int | None = None  # the call whose answer is yes
         self._lock = threading.Lock()
-        self._closed = threading.Event()
         self._num_signals, self._repeats = 0, Repeats()
         self._open = contextlib.ExitStack()
 
@@ -56,27 +51,21 @@ class StopSignals:
 
     def __enter__(self) -> "StopSignals":
         """Handles the signals, if this is the main thread, and waits for those of others."""
-        if jax.process_count() > 1:
-            self._start(self._listen)
+        if job.num_processes() > 1:
+            self._open.enter_context(job.background(self._listen))
         if threading.current_thread() is threading.main_thread():
             self._take_signals()
-        self._open.callback(self._closed.set)
         return self
 
     def __exit__(self, *_: object) -> None:
         """Restores the handlers."""
         self._open.close()
 
-    def _start(self, target: Callable[..., None], *arguments: socket.socket) -> None:
-        thread = threading.Thread(target=target, args=arguments, name="jddp-signals", daemon=True)
-        thread.start()
-        self._open.callback(thread.join)
-
     def _take_signals(self) -> None:
         reads, writes = socket.socketpair()
         writes.setblocking(False)
         self._open.enter_context(reads)
-        self._start(self._watch, reads)
+        self._open.enter_context(job.background(lambda: self._read(reads)))
         self._open.enter_context(writes)  # closed before that thread is joined: it reads the end
         self._open.enter_context(stop_signals_go_to(self._handle))
         # The number of each signal also comes through this socket, while the main thread computes.
@@ -88,35 +77,36 @@ class StopSignals:
         if self._num_signals > 1 and number == signal.SIGINT:
             raise KeyboardInterrupt
 
-    def _watch(self, wakeups: socket.socket) -> None:
-        """Reads the signals while the main thread computes."""
-        while received := wakeups.recv(1):
-            number = received[0]
-            if number not in stop_signals() or self._repeats.is_repeat():
-                continue
+    def _read(self, wakeups: socket.socket) -> bool:
+        """Reads a signal, also while the main thread computes; returns whether there is no more."""
+        if not (received := wakeups.recv(1)):
+            return True
+        if received[0] in stop_signals() and not self._repeats.is_repeat():
             self._num_signals += 1
-            name = signal.Signals(number).name
+            name = signal.Signals(received[0]).name
             if self._num_signals == 1:
                 _write(f"{name}: stopping after the step under way; once more to leave at once")
                 self._ask(name)
-            elif not (is_at_prompt() and number == signal.SIGINT):
+            elif not (is_at_prompt() and received[0] == signal.SIGINT):
                 _write(f"{name} again: leaving at once")
-                os._exit(128 + number)
+                os._exit(128 + received[0])
+        return False
 
     def _ask(self, name: str) -> None:
-        if jax.process_count() > 1:
-            return try_publish(self._key, name)
-        with self._lock:
-            self.name, self._last = name, self._num_calls + 1
+        if job.num_processes() > 1:
+            return job.try_publish(self._key, name)
+        self._stop(name)
 
-    def _listen(self) -> None:
-        while (name := try_read(self._key, 1.0)) is None:
-            if self._closed.wait(_TICK):
-                return
-        self.name = name
+    def _listen(self) -> bool:
+        name = job.try_read(self._key, 1.0)
+        if name is not None:
+            self._stop(name)
+        return name is not None or not job.is_connected()
+
+    def _stop(self, name: str) -> None:
         with self._lock:
-            calls = gather(self._key, str(self._num_calls), timeout_seconds=_SECONDS)
-            self._last = max(map(int, calls)) + 1
+            calls = job.gather(self._key, str(self._num_calls), timeout_seconds=_SECONDS)
+            self.name, self._last = name, max(map(int, calls)) + 1
 
 
 def _write(text: str) -> None:

@@ -20,15 +20,14 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any, TextIO
 
+import jddp.distributed.coordination as job
 from jddp.distributed import failure, failure_file, silence
-from jddp.distributed.coordination import num_processes, process_index, try_publish, try_read
 from jddp.errors import ExitCode
 
 _ANSWER_SECONDS = 5.0
@@ -78,10 +77,9 @@ class Watchdog:
         self._ran, self._ticked = 0.0, time.monotonic()  # seconds, and when they were counted last
         self.phase, self._step, self._since = "start", 0, 0.0
         self._longest_step = 0.0
-        self._closed = threading.Event()
-        self._threads: list[threading.Thread] = []
+        self._open = contextlib.ExitStack()
         self._file: TextIO = sys.stderr
-        self._silence: subprocess.Popen[bytes] | None = None
+        self._silence: IO[bytes] | None = None
 
     def enter(self, phase: str, step: int) -> None:
         """Records that a phase begins, or a step or batch of it, after `step` finished steps."""
@@ -98,48 +96,48 @@ class Watchdog:
         """Begins to watch. A failure from here on is kept beside the stacks."""
         self.enter(self.phase, 0)
         if self._path is not None:
-            if process_index() == 0:
+            if job.process_index() == 0:
                 failure_file.begin(self._path.with_name("failure.json"))
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("a")
+            self._file = self._open.enter_context(self._path.open("a"))
         if failure.owns_process:
-            self._silence = _watch_for_silence(self._file)
-        for target in (self._watch, *([self._listen] if num_processes() > 1 else [])):
-            thread = threading.Thread(target=target, name="jddp-watchdog", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+            self._silence = self._open.enter_context(_watch_for_silence(self._file))
+        self._open.enter_context(job.background(self._watch, pause_seconds=_TICK))
+        if job.num_processes() > 1:
+            self._open.enter_context(job.background(self._listen))
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
         """Ends watching."""
         if kind is None:
             failure_file.begin(None)
-        self._closed.set()
-        for thread in self._threads:
-            thread.join()
-        if self._silence is not None:
-            self._silence.communicate()
-            faulthandler.unregister(signal.SIGQUIT)
-        if self._path is not None:
-            self._file.close()
-            with contextlib.suppress(OSError):  # it may have been moved
-                if self._path.stat().st_size == 0:
-                    self._path.unlink()
+        self._open.close()
+        with contextlib.suppress(OSError):  # it may have been moved
+            if self._path is not None and self._path.stat().st_size == 0:
+                self._path.unlink()
 
-    def _watch(self) -> None:
-        while not self._closed.wait(_TICK):
-            self._tick()
-            self._report_limit()
-            if self._ran - self._since > self._limits.of(self.phase, self._longest_step):
-                try_publish(self._key, "")
-                return self._report()
+    @property
+    def _limit(self) -> float:
+        return self._limits.of(self.phase, self._longest_step)
+
+    def _watch(self) -> bool:
+        self._tick()
+        self._report_limit()
+        if self._ran - self._since <= self._limit:
+            return False
+        job.try_publish(self._key, "")
+        return self._report()
+
+    def _listen(self) -> bool:
+        return not job.is_connected() or (
+            job.try_read(self._key, 1.0) is not None and self._report()
+        )
 
     def _report_limit(self) -> None:
         """Passes to the process that watches this one how long it may be silent from now on."""
-        if self._silence is not None and self._silence.stdin is not None:
-            limit = self._limits.of(self.phase, self._longest_step)
+        if self._silence is not None:
             with contextlib.suppress(OSError):  # it was killed
-                self._silence.stdin.write(b"%f\n" % (limit + 30))
+                self._silence.write(b"%f\n" % (self._limit + 30))
 
     def _tick(self) -> None:
         """Counts the time since the last call, unless it is so long that nothing ran in it."""
@@ -147,12 +145,7 @@ class Watchdog:
         self._ran += min(now - self._ticked, 2 * _TICK)
         self._ticked = now
 
-    def _listen(self) -> None:
-        while not self._closed.is_set():
-            if try_read(self._key, 1.0) is not None:
-                return self._report()
-
-    def _report(self) -> None:
+    def _report(self) -> bool:
         """Writes the stacks, compares the progress of all, and ends the process if it may."""
         faulthandler.dump_traceback(self._file, all_threads=True)
         self._file.flush()
@@ -164,24 +157,33 @@ class Watchdog:
             known = progress[process] or dict.fromkeys(("host", "step", "phase"))
             failure.end(failure_file.describe(process, ExitCode.HANG, **known), message)
         logging.getLogger("jddp").error("%s", message)
+        return True
 
     def _progress_of_all(self) -> dict[int, dict[str, Any] | None]:
         own: dict[str, Any] = {"host": socket.gethostname(), "phase": self.phase}
         own |= {"step": self._step, "seconds": self._ran - self._since}
-        try_publish(f"{self._key}/{process_index()}", json.dumps(own))
-        texts = [try_read(f"{self._key}/{i}", _ANSWER_SECONDS) for i in range(num_processes())]
-        found = {i: None if text is None else json.loads(text) for i, text in enumerate(texts)}
-        return found | {process_index(): own}
+        job.try_publish(f"{self._key}/{job.process_index()}", json.dumps(own))
+        texts = (
+            job.try_read(f"{self._key}/{i}", _ANSWER_SECONDS) for i in range(job.num_processes())
+        )
+        return dict(enumerate(text and json.loads(text) for text in texts)) | {
+            job.process_index(): own
+        }
 
 
-def _watch_for_silence(stacks: TextIO) -> subprocess.Popen[bytes]:
-    """Starts a process that ends this one if a thread holds the interpreter's lock for too long.
+@contextlib.contextmanager
+def _watch_for_silence(stacks: TextIO) -> Iterator[IO[bytes] | None]:
+    """While open, another process ends this one if a thread holds the interpreter's lock too long.
 
     A timer in this process would count a pause (SIGSTOP, Ctrl-Z) too.
     """
     faulthandler.register(signal.SIGQUIT, stacks, chain=True)
     command = [sys.executable, "-I", "-S", silence.__file__, str(os.getpid())]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True)
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True
+    ) as process:
+        yield process.stdin
+    faulthandler.unregister(signal.SIGQUIT)
 
 
 def _rank(known: Mapping[str, Any] | None) -> tuple[float, float]:
@@ -199,19 +201,15 @@ def describe(
       limits: Time limits of the phases.
       longest_step: Seconds of the longest step so far.
     """
-    silent = [str(process) for process, found in progress.items() if found is None]
-    known = {process: found for process, found in progress.items() if found is not None}
+    silent = ", ".join(str(process) for process, found in progress.items() if found is None)
+    known = {process: found for process, found in sorted(progress.items()) if found is not None}
     behind = min(known, key=lambda i: _rank(known[i]))
-    x = known[behind]
-    unanswered = f"process {', '.join(silent)} does not answer; " * bool(silent)
+    x = known.pop(behind)
+    unanswered = f"process {silent} does not answer; " * bool(silent)
     headline = (
         f"no progress: {unanswered}process {behind} on {x['host']} is in phase {x['phase']} after "
         f"step {x['step']} for {x['seconds']:.0f} s; the limit is "
         f"{limits.of(x['phase'], longest_step):.0f} s."
     )
-    others = [
-        f"Process {i}: {y['phase']} after step {y['step']}, for {y['seconds']:.0f} s."
-        for i, y in sorted(known.items())
-        if i != behind
-    ]
-    return " ".join([headline, *others])
+    line = "Process {}: {phase} after step {step}, for {seconds:.0f} s."
+    return " ".join([headline, *(line.format(i, **y) for i, y in known.items())])

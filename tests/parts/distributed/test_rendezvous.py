@@ -156,9 +156,9 @@ def test_two_of_one_number_are_named_with_where_they_run(free_port):
 
 
 def test_processes_of_another_count_or_job_do_not_connect_and_are_named(free_port):
-    other, heartbeat = "process 1 has another job .*: JDDP_JOB is", "JDDP_HEARTBEAT_SECONDS"
+    other, heartbeat = r"process 1 \(.*\) has another job .*: JDDP_JOB is", "JDDP_HEARTBEAT_SECONDS"
     for count, variables, reported in (
-        (3, {"JDDP_JOB": "a"}, r"process 1 \(.*\) was started as one of 3, and process 0"),
+        (3, {"JDDP_JOB": "a"}, ".* another job than process 0: count is 3 there and 2 here"),
         (2, {"JDDP_JOB": "b"}, f"{other} b there and a here"),
         (2, {}, f"{other} not set there and a here"),
         (2, {"JDDP_JOB": "a", heartbeat: "9"}, f".*: {heartbeat} is 9 there and 100 here"),

@@ -61,10 +61,11 @@ def test_the_limit_of_a_phase_is_passed_on_as_soon_as_it_begins():
     command = [sys.executable, "-c", "import sys; print(sys.stdin.read(), end='')"]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
-    ) as watchdog._silence:
+    ) as process:
+        watchdog._silence = process.stdin
         for phase in ("compile", "step", "step"):
             watchdog.enter(phase, 0)
-        out, _ = watchdog._silence.communicate()
+        out, _ = process.communicate()
     assert [float(line) for line in out.split()] == [3630, 33]
 
 
