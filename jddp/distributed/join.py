@@ -9,9 +9,9 @@ import contextlib
 import ipaddress
 import os
 import socket
-import threading
 import time
 from collections.abc import Mapping
+from typing import NoReturn
 
 from jddp.distributed.failure_file import VARIABLE as FAILURE_FILE
 from jddp.distributed.identity import JOB, Identity
@@ -39,6 +39,7 @@ def initialize(identity: Identity, environ: Mapping[str, str] = os.environ) -> N
     """
     import jax
 
+    from jddp.distributed.coordination import background
     from jddp.distributed.failure import keep_uncaught, watch_over_job
 
     if identity.coordinator is not None or environ.get(FAILURE_FILE):
@@ -53,10 +54,7 @@ def initialize(identity: Identity, environ: Mapping[str, str] = os.environ) -> N
         listens = environ.get(_BIND) or bind_address(identity.coordinator)
     rendezvous(identity, listens, environ)
     # JAX's wait cannot be interrupted, and would end in an abort.
-    timer = threading.Timer(seconds, _give_up, (identity, seconds))
-    timer.daemon = True
-    timer.start()
-    try:
+    with background(lambda: _give_up(identity, seconds), pause_seconds=seconds):
         jax.distributed.initialize(
             coordinator_address=identity.coordinator,
             num_processes=identity.num_processes,
@@ -67,8 +65,6 @@ def initialize(identity: Identity, environ: Mapping[str, str] = os.environ) -> N
             initialization_timeout=seconds + _LATER,
             heartbeat_timeout_seconds=heartbeat,
         )
-    finally:
-        timer.cancel()
     watch_over_job()
     settle_address(identity.coordinator)
 
@@ -222,7 +218,7 @@ def _is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address).is_loopback
 
 
-def _give_up(identity: Identity, seconds: float) -> None:
+def _give_up(identity: Identity, seconds: float) -> NoReturn:
     report(
         f"process {identity.process_id} of {identity.num_processes} has waited {seconds:.0f} s for "
         f"JAX to connect all of them, at {identity.coordinator}. One has connected and left."
