@@ -7,12 +7,11 @@ import signal
 import socket
 import subprocess
 import threading
-import time
 from pathlib import Path
 
 import pytest
 from faults.jobs import make_folder
-from runs import ROOT, environment, free_port
+from runs import ROOT, environment, free_port, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.xdist_group("storage")]
 VENV = ROOT / ".venv-storage"  # scripts/venv storage
@@ -66,11 +65,8 @@ def server():
     port = free_port()
     command = [VENV / "bin" / "python", "-m", "moto.server", "-p", str(port)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    until = time.monotonic() + SECONDS
-    while True:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
-            break
-        assert time.monotonic() < until
+    with socket.socket() as probe:
+        wait_until(lambda: probe.connect_ex(("127.0.0.1", port)) == 0, process)
     yield port
     process.kill()
     process.wait()
@@ -88,21 +84,18 @@ class Storage:
 
     def __init__(self, folder, link):
         self.folder = folder
-        secret = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
-        tries = {"AWS_MAX_ATTEMPTS": "1", "AWS_REGION": "us-east-1"}
-        address = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{link.port}"}
-        cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "cache-of-programs")}
-        self.environment = environment(**secret, **tries, **address, **cache)
+        self.environment = environment(
+            AWS_ACCESS_KEY_ID="a",
+            AWS_SECRET_ACCESS_KEY="b",
+            AWS_MAX_ATTEMPTS="1",
+            AWS_REGION="us-east-1",
+            AWS_ENDPOINT_URL=f"http://127.0.0.1:{link.port}",
+            JAX_COMPILATION_CACHE_DIR=str(folder / "cache-of-programs"),
+        )
 
     def start(self, *arguments):
-        return subprocess.Popen(
-            [PYTHON, *arguments],
-            cwd=self.folder,
-            env=self.environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return subprocess.Popen([PYTHON, *arguments], cwd=self.folder, env=self.environment, **how)
 
     def run(self, *arguments):
         process = self.start(*arguments)
@@ -150,9 +143,7 @@ def test_processes_that_share_no_folder_resume_at_a_url_bitwise_identically(stor
     out, status = storage.run(*launch, *TRAIN, *options, "run.dir=whole")
     assert status == 0, out
     job = storage.start(*launch, *TRAIN, *options, f"run.dir={URL}", "checkpoint.every_steps=200")
-    until = time.monotonic() + SECONDS
-    while not storage.steps():
-        assert time.monotonic() < until
+    wait_until(storage.steps, job)
     os.kill(worker_of(job.pid), signal.SIGKILL)
     out, _ = job.communicate(timeout=SECONDS)
     assert job.returncode == 0, out

@@ -74,16 +74,12 @@ class Node:
         self.synced = self.now if isinstance(self.now, bytes) else dict(self.now)
 
 
-def _folder():
-    return Node({}, {})
-
-
 @dataclass
 class Disk:
     """A directory, through the operations of a program, which calls it by this path."""
 
     path: str
-    root: Node = field(default_factory=_folder)
+    root: Node = field(default_factory=lambda: Node({}, {}))
 
     def is_inside(self, operation):
         return f"{operation[1]}/".startswith(f"{self.path}/")
@@ -97,7 +93,7 @@ class Disk:
         folder, name = self._place(path)
         match kind:
             case "mkdir":
-                folder[name] = _folder()
+                folder[name] = Node({}, {})
             case "create":
                 there = folder.setdefault(name, Node(b"", b""))
                 there.now = b"" if rest else there.now

@@ -166,13 +166,11 @@ class Job:
                 environ |= zip(VARIABLES, (address, str(num_processes), str(process)), strict=True)
             if process == num_processes - 1:
                 command, environ = [*command, *last_arguments], environ | dict(last_variables)
-            self._start(command, cwd=folder, env=environ, start_new_session=start_new_session)
-
-    def _start(self, command, **how):
-        # Files: a pipe that nobody reads would hold up a process that says much.
-        out, err = self._files(len(self.processes))
-        with out.open("w") as out, err.open("w") as err:
-            self.processes.append(subprocess.Popen(command, stdout=out, stderr=err, **how))
+            # Files: a pipe that nobody reads would hold up a process that prints much.
+            out, err = self._files(process)
+            how = {"cwd": folder, "env": environ, "start_new_session": start_new_session}
+            with out.open("w") as out, err.open("w") as err:
+                self.processes.append(subprocess.Popen(command, stdout=out, stderr=err, **how))
 
     def _files(self, process):
         return [self._said / f"{process}.{name}" for name in ("out", "err")]
@@ -192,8 +190,8 @@ class Job:
     @property
     def outputs(self):
         """What each process has printed, and its errors."""
-        numbers = range(len(self.processes))
-        return [tuple(file.read_text() for file in self._files(i)) for i in numbers]
+        files = map(self._files, range(len(self.processes)))
+        return [(out.read_text(), err.read_text()) for out, err in files]
 
     def said(self, process=0):
         """The errors of a process, as one line."""

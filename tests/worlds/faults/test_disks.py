@@ -85,13 +85,9 @@ def test_a_run_directory_that_fills_up_is_reported_in_a_line_for_each_kind_of_fa
         with full(disk, job):
             assert job.codes() == [74], job.outputs
     said = job.outputs[0][1]
-    failed = [line for line in said.splitlines() if "cannot be" in line]
-    assert sorted(line.split("run/")[1].split(":")[0] for line in failed) == [
-        "checkpoints",
-        "checkpoints",  # and once more, as what ends the command
-        "logs/process_0.log",
-        "metrics.jsonl",
-    ]
+    failed = [x.split("run/")[1].split(":")[0] for x in said.splitlines() if "cannot be" in x]
+    # Checkpoints once more, as what ends the command.
+    assert sorted(failed) == [*["checkpoints"] * 2, "logs/process_0.log", "metrics.jsonl"]
     assert "Traceback" not in said
 
 
@@ -101,13 +97,9 @@ def test_a_run_directory_that_fills_up_is_reported_in_a_line_for_each_kind_of_fa
 )
 def test_a_run_continues_without_its_standard_output(folder, golden, redirection):
     command = f'"$@" {redirection}; exit ${{PIPESTATUS[0]}}'
-    done = subprocess.run(
-        ["bash", "-c", command, "bash", *train_command("run")],
-        cwd=folder,
-        env=variables_of(folder),
-        capture_output=True,
-        text=True,
-    )
+    command = ["bash", "-c", command, "bash", *train_command("run")]
+    how = {"cwd": folder, "env": variables_of(folder), "capture_output": True, "text": True}
+    done = subprocess.run(command, **how)
     assert (done.returncode, done.stderr) == (0, "")
     assert_same_run(Job(folder, num_processes=0), golden())
 

@@ -62,16 +62,9 @@ def test_a_save_that_is_cut_anywhere_leaves_the_last_checkpoint_or_the_one_befor
 
 def test_a_disk_forgets_what_was_not_synced():
     disk = Disk("/d")
-    for operation in [
-        ("mkdir", "/d/a", None),
-        ("create", "/d/a/x", False),
-        ("write", "/d/a/x", b"1"),
-        ("sync", "/d/a/x", None),
-        ("write", "/d/a/x", b"2"),
-        ("sync", "/d/a", None),
-        ("sync", "/d", None),
-        ("rename", "/d/a", "/d/b"),
-    ]:
+    made = [("mkdir", "/d/a", None), ("create", "/d/a/x", False), ("write", "/d/a/x", b"1")]
+    synced = [("sync", "/d/a/x", None), ("write", "/d/a/x", b"2"), ("sync", "/d/a", None)]
+    for operation in [*made, *synced, ("sync", "/d", None), ("rename", "/d/a", "/d/b")]:
         disk.apply(operation)
     assert disk.after_kill() == {"b": None, "b/x": b"12"}
     assert list(disk.after_power_loss()) == [

@@ -46,11 +46,6 @@ def test_another_model_is_reported_by_the_shape_of_a_parameter(folder):
         assert "(9,) float32 there and (8,) float32 here" in said
 
 
-def test_a_process_of_another_job_is_reported(folder):
-    for said in end(folder, variables={"JDDP_JOB": "a"}, last_variables={"JDDP_JOB": "b"}):
-        assert " has another job than process 0: JDDP_JOB is b there and a here" in said
-
-
 def test_a_process_without_devices_is_reported(folder):
     with Job(folder, num_processes=2, variables={"JAX_PLATFORMS": "rocm"}) as job:
         codes = job.codes()
