@@ -120,24 +120,22 @@ def leave(code: int, error: BaseException) -> NoReturn:
       code: The exit code, unless this is only the consequence of another process's failure.
       error: What has ended it.
     """
-    first = _read(2 * _MOMENT) if _is_consequence(error) else None
+    is_consequence = _is_consequence(error)
+    first = _read(2 * _MOMENT) if is_consequence else None
     with _leaving:
         if first is not None:
             _follow(first)
-        if _is_consequence(error):
-            code, (message, *_) = ExitCode.ANOTHER_FAILED, _lines(error)
-            report(f"another process has ended without a report: {message}")
+        code = ExitCode.ANOTHER_FAILED if is_consequence else code
         failure = failure_file.describe(job.process_index(), code, error)
+        if is_consequence:
+            report(failure_file.headline(failure))
         job.try_publish(_KEY, json.dumps(failure))  # unless another was faster
         _exit(code, _read(_MOMENT) or failure)
 
 
-def _lines(error: BaseException) -> list[str]:
-    return "".join(traceback.format_exception_only(error)).splitlines()
-
-
 def _is_consequence(error: BaseException) -> bool:
-    return any(lost in line for line in _lines(error) for lost in failure_file.LOST)
+    text = "".join(traceback.format_exception_only(error))
+    return any(lost in text for lost in failure_file.LOST)
 
 
 def end(failure: dict[str, Any], message: str) -> NoReturn:

@@ -61,6 +61,7 @@ class Names(NamedTuple):
       num_local: Variable with the number of processes on this host.
       local_id: Variable with the number of this process among those on this host.
       needed: All variables that the source needs, if more than the first two.
+      address: Name of the address of process 0, for messages.
     """
 
     num_processes: str
@@ -68,6 +69,7 @@ class Names(NamedTuple):
     num_local: str = ""
     local_id: str = ""
     needed: tuple[str, ...] = ()
+    address: str = ADDRESS
 
 
 def check_address(address: str, name: str) -> str:
@@ -84,7 +86,7 @@ def check_address(address: str, name: str) -> str:
     return address
 
 
-def make_identity(
+def identify(
     environ: Environ, names: Names, address: Callable[[], str | None], source: str
 ) -> Identity | None:
     """An identity from the numbers under these names; a scheduler's only task is alone.
@@ -118,12 +120,12 @@ def make_identity(
         raise ConfigError(f"{here}={number} must be below {there}={count}.")
     if int(count) == 1 and here != ID:
         return Identity(source=source)
-    coordinator = check_address(given, ADDRESS) if given else address()
-    if coordinator is None:
+    if (coordinator := given or address()) is None:
         raise ConfigError(
             f"{source} does not give the address of process 0: set {ADDRESS} to host:port on the "
             "host of process 0, for all processes."
         )
+    check_address(coordinator, ADDRESS if given else names.address)
     devices = choose_local_devices(environ, names)
     return Identity(coordinator, int(count), int(number), devices, source)
 

@@ -145,12 +145,11 @@ def rendezvous(identity: Identity, listens: str | None, environ: Mapping[str, st
     coordinator, seconds = identity.coordinator, read_seconds(environ, START)
     same = {JOB: environ.get(JOB, "not set"), HEARTBEAT: str(read_seconds(environ, HEARTBEAT))}
     mine = Member(identity.process_id, identity.num_processes, same)
-    me, until = f"process {mine.number} of {mine.count}", time.monotonic() + seconds
+    me = f"process {mine.number} of {mine.count}"
     if mine.number == 0:
         with contextlib.closing(RendezvousServer("process", coordinator, listens)) as server:
-            connect(
-                coordinator, me, until
-            ).close()  # It knows its name now; JAX looks up too rarely.
+            # It finds its own name now, which JAX would look up only twice a minute.
+            connect(coordinator, me, time.monotonic() + seconds).close()
             server.gather(mine, seconds=seconds, is_last=True)
         return
     with contextlib.closing(RendezvousClient("process", coordinator)) as client:

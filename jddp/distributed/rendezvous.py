@@ -106,7 +106,7 @@ class Connection:
 
 
 @dataclass(eq=False)
-class RendezvousEnd:
+class End:
     """One end of a rendezvous.
 
     Attributes:
@@ -121,7 +121,7 @@ class RendezvousEnd:
     silence_seconds: int = 100
 
 
-class RendezvousClient(RendezvousEnd):
+class RendezvousClient(End):
     """The end of a member other than 0, which connects to member 0 and awaits its answer."""
 
     _server: Any = None  # a Connection, once there is one
@@ -228,15 +228,13 @@ def connect(address: str, name: str, until: float) -> socket.socket:
         time.sleep(POLL_SECONDS)
 
 
-def refuse_differences(
-    kind: str, subject: str, members: Iterable[tuple[str, Mapping[str, str]]]
-) -> None:
+def compare(kind: str, subject: str, members: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
     """Compares the values of all members with those of member 0, which comes first.
 
     Args:
       kind: What members are called: "process" or "node".
       subject: Common name of the values.
-      members: For each its number, and perhaps where it is, and its values by name.
+      members: Number of each member, perhaps with where it runs, and its values by name.
 
     Raises:
       ProcessMismatchError: If any differs.

@@ -8,14 +8,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
 
-from jddp.distributed.rendezvous import (
-    POLL_SECONDS,
-    Connection,
-    Infos,
-    Member,
-    RendezvousEnd,
-    refuse_differences,
-)
+from jddp.distributed.rendezvous import POLL_SECONDS, Connection, End, Infos, Member, compare
 from jddp.errors import CoordinatorError, Error, ProcessMismatchError
 
 PATIENCE_SECONDS = 30.0  # for further members, once there are enough
@@ -24,7 +17,7 @@ _SHOWN = 8  # numbers of missing members in a message
 
 
 @dataclass(eq=False)
-class RendezvousServer(RendezvousEnd):
+class RendezvousServer(End):
     """Member 0's end.
 
     Attributes:
@@ -204,4 +197,4 @@ def _refuse_mismatch(kind: str, members: Iterable[Member]) -> None:
                 "Give each its own number."
             )
     each = ((f"{x.number} ({x.where})", {"count": str(x.count)} | x.same) for x in seen.values())
-    refuse_differences(kind, "job", each)
+    compare(kind, "job", each)

@@ -7,22 +7,12 @@ MPI's launcher for the first process.
 import contextlib
 import os
 
-from jddp.distributed.identity import (
-    ADDRESS,
-    COUNT,
-    ID,
-    VARIABLES,
-    Environ,
-    HalfSetError,
-    Identity,
-    Names,
-    check_address,
-    make_identity,
-)
+from jddp.distributed.identity import VARIABLES, Environ, HalfSetError, Identity, Names, identify
 from jddp.distributed.schedulers import SCHEDULERS, Source, torchrun
 from jddp.distributed.signals import is_at_prompt
 from jddp.errors import ConfigError
 
+_, COUNT, ID = VARIABLES
 LAUNCHED = "JDDP_LAUNCHED"  # by jddp: its variables are JAX's, whatever is around it
 
 
@@ -83,7 +73,7 @@ def jax_variables(environ: Environ) -> Identity | None:
     """
     launcher = environ.get(LAUNCHED)
     names = Names(COUNT, ID, needed=VARIABLES)
-    found = make_identity(environ, names, lambda: environ[ADDRESS], launcher or COUNT)
+    found = identify(environ, names, lambda: None, launcher or COUNT)
     if found is not None and not launcher:
         for source in (torchrun, *SCHEDULERS):
             _refuse_other_numbers(found, source, environ)
@@ -92,8 +82,8 @@ def jax_variables(environ: Environ) -> Identity | None:
 
 def _from_arguments(coordinator: str, num_processes: str, process_id: str) -> Identity:
     numbers = {"num_processes": num_processes, "process_id": process_id}
-    names, address = Names("num_processes", "process_id"), check_address(coordinator, "coordinator")
-    found = make_identity(numbers, names, lambda: address, "the arguments")
+    names = Names("num_processes", "process_id", address="coordinator")
+    found = identify(numbers, names, lambda: coordinator, "the arguments")
     assert found is not None
     return found
 

@@ -11,23 +11,15 @@ import re
 import socket
 from collections.abc import Callable
 
-from jddp.distributed.identity import (
-    ADDRESS,
-    COUNT,
-    Environ,
-    Identity,
-    Names,
-    check_address,
-    make_identity,
-    port_of,
-)
+from jddp.distributed.identity import ADDRESS, COUNT, Environ, Identity, Names, identify, port_of
 from jddp.errors import ConfigError
 
 Source = Callable[[Environ], Identity | None]
 KUBERNETES_PORT = 8476  # each pod has an address of its own
 _POD, _JOB, _PODS = "JOB_COMPLETION_INDEX", "JOB_INDEX", "PROCESSES_IN_JOB"
 _MASTER = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
-TORCHRUN = Names("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK", _MASTER)
+_LOCAL = ("LOCAL_WORLD_SIZE", "LOCAL_RANK")
+TORCHRUN = Names("WORLD_SIZE", "RANK", *_LOCAL, _MASTER, "MASTER_ADDR:MASTER_PORT")
 _OMPI = "OMPI_COMM_WORLD_"
 OPEN_MPI = Names(_OMPI + "SIZE", _OMPI + "RANK", _OMPI + "LOCAL_SIZE", _OMPI + "LOCAL_RANK")
 MPICH = Names("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID")
@@ -46,9 +38,9 @@ def torchrun(environ: Environ) -> Identity | None:
         port = environ["MASTER_PORT"]
         if run := environ.get("TORCHELASTIC_RUN_ID"):
             port = str(port_of(f"{port}/{run}/{environ.get('TORCHELASTIC_RESTART_COUNT', '')}"))
-        return check_address(f"{environ['MASTER_ADDR']}:{port}", "MASTER_ADDR:MASTER_PORT")
+        return f"{environ['MASTER_ADDR']}:{port}"
 
-    return make_identity(environ, TORCHRUN, address, "torchrun")
+    return identify(environ, TORCHRUN, address, "torchrun")
 
 
 def open_mpi(environ: Environ) -> Identity | None:
@@ -72,7 +64,7 @@ def open_mpi(environ: Environ) -> Identity | None:
         launcher = re.search(r"tcp://([\d.]+)", uri) or re.match(r"prte(?:run)?-(.+)-\d+@", space)
         return f"{launcher[1]}:{port_of(job)}" if launcher else None
 
-    return make_identity(environ, OPEN_MPI, address, "Open MPI")
+    return identify(environ, OPEN_MPI, address, "Open MPI")
 
 
 def mpich(environ: Environ) -> Identity | None:
@@ -80,7 +72,7 @@ def mpich(environ: Environ) -> Identity | None:
     pairs = zip(MPICH[:2], SLURM[:2], strict=True)
     if all(environ.get(ours) == environ.get(theirs) for ours, theirs in pairs):
         return None  # srun sets these variables too, and has more of its own
-    return make_identity(environ, MPICH, lambda: _first_of_slurm(environ), "MPICH")
+    return identify(environ, MPICH, lambda: _first_of_slurm(environ), "MPICH")
 
 
 def slurm(environ: Environ) -> Identity | None:
@@ -89,7 +81,7 @@ def slurm(environ: Environ) -> Identity | None:
         return None
     hosts = list_hosts(environ["SLURM_STEP_NODELIST"])
     environ_of_step = {**environ, SLURM.num_local: _num_sharing(environ, hosts)}
-    return make_identity(environ_of_step, SLURM, lambda: _of_step(environ, hosts), "Slurm")
+    return identify(environ_of_step, SLURM, lambda: _of_step(environ, hosts), "Slurm")
 
 
 def kubernetes(environ: Environ) -> Identity | None:
@@ -119,7 +111,7 @@ def kubernetes(environ: Environ) -> Identity | None:
         first = f"{host.removesuffix(mine)}{re.sub('[0-9]+', '0', mine)}.{domain}"
         return f"{first}:{KUBERNETES_PORT}" if domain and host.endswith(mine) else None
 
-    return make_identity(environ, names, address, "an Indexed Job")
+    return identify(environ, names, address, "an Indexed Job")
 
 
 SCHEDULERS: tuple[Source, ...] = (open_mpi, mpich, slurm, kubernetes)

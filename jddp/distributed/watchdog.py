@@ -33,6 +33,7 @@ from jddp.errors import ExitCode
 _ANSWER_SECONDS = 5.0
 _TICK = 0.5  # seconds
 _numbers = itertools.count()
+Progress = Mapping[int, Mapping[str, Any] | None]  # of each process; None for no answer
 
 
 @dataclass(frozen=True)
@@ -129,9 +130,8 @@ class Watchdog:
         return self._report()
 
     def _listen(self) -> bool:
-        return not job.is_connected() or (
-            job.try_read(self._key, 1.0) is not None and self._report()
-        )
+        late = job.try_read(self._key, 1.0)
+        return not job.is_connected() or (late is not None and self._report())
 
     def _report_limit(self) -> None:
         """Passes to the process that watches this one how long it may be silent from now on."""
@@ -150,25 +150,21 @@ class Watchdog:
         faulthandler.dump_traceback(self._file, all_threads=True)
         self._file.flush()
         progress = self._progress_of_all()
-        message = describe(progress, self._limits, self._longest_step)
+        process, message = describe(progress, self._limits, self._longest_step)
         message += f" Stacks: {self._path or 'above'}."
         if failure.owns_process:
-            process = min(progress, key=lambda i: _rank(progress[i]))
             known = progress[process] or dict.fromkeys(("host", "step", "phase"))
             failure.end(failure_file.describe(process, ExitCode.HANG, **known), message)
         logging.getLogger("jddp").error("%s", message)
         return True
 
-    def _progress_of_all(self) -> dict[int, dict[str, Any] | None]:
+    def _progress_of_all(self) -> Progress:
         own: dict[str, Any] = {"host": socket.gethostname(), "phase": self.phase}
         own |= {"step": self._step, "seconds": self._ran - self._since}
-        job.try_publish(f"{self._key}/{job.process_index()}", json.dumps(own))
-        texts = (
-            job.try_read(f"{self._key}/{i}", _ANSWER_SECONDS) for i in range(job.num_processes())
-        )
-        return dict(enumerate(text and json.loads(text) for text in texts)) | {
-            job.process_index(): own
-        }
+        me, numbers = job.process_index(), range(job.num_processes())
+        job.try_publish(f"{self._key}/{me}", json.dumps(own))
+        texts = [job.try_read(f"{self._key}/{i}", _ANSWER_SECONDS) for i in numbers]
+        return {i: own if i == me else json.loads(x or "null") for i, x in enumerate(texts)}
 
 
 @contextlib.contextmanager
@@ -178,38 +174,33 @@ def _watch_for_silence(stacks: TextIO) -> Iterator[IO[bytes] | None]:
     A timer in this process would count a pause (SIGSTOP, Ctrl-Z) too.
     """
     faulthandler.register(signal.SIGQUIT, stacks, chain=True)
-    command = [sys.executable, "-I", "-S", silence.__file__, str(os.getpid())]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True
-    ) as process:
-        yield process.stdin
+    args = [sys.executable, "-I", "-S", silence.__file__, str(os.getpid())]
+    with subprocess.Popen(args, stdin=subprocess.PIPE, bufsize=0, start_new_session=True) as child:
+        yield child.stdin
     faulthandler.unregister(signal.SIGQUIT)
 
 
-def _rank(known: Mapping[str, Any] | None) -> tuple[float, float]:
-    """Orders processes by how far they are: one that does not answer, then the one behind."""
-    return (-1.0, 0.0) if known is None else (known["step"], -known["seconds"])
-
-
-def describe(
-    progress: Mapping[int, Mapping[str, Any] | None], limits: Limits, longest_step: float
-) -> str:
+def describe(progress: Progress, limits: Limits, longest_step: float) -> tuple[int, str]:
     """Names the process that blocks the job: one that does not answer, else the one behind.
 
     Args:
       progress: Host, phase, steps and seconds in the phase of each process; None for no answer.
       limits: Time limits of the phases.
       longest_step: Seconds of the longest step so far.
+
+    Returns:
+      Its number, and a paragraph on all.
     """
-    silent = ", ".join(str(process) for process, found in progress.items() if found is None)
     known = {process: found for process, found in sorted(progress.items()) if found is not None}
-    behind = min(known, key=lambda i: _rank(known[i]))
+    silent = [process for process in progress if process not in known]
+    behind = min(known, key=lambda i: (known[i]["step"], -known[i]["seconds"]))
     x = known.pop(behind)
-    unanswered = f"process {silent} does not answer; " * bool(silent)
+    unanswered = f"process {', '.join(map(str, silent))} does not answer; " * bool(silent)
     headline = (
         f"no progress: {unanswered}process {behind} on {x['host']} is in phase {x['phase']} after "
         f"step {x['step']} for {x['seconds']:.0f} s; the limit is "
         f"{limits.of(x['phase'], longest_step):.0f} s."
     )
     line = "Process {}: {phase} after step {step}, for {seconds:.0f} s."
-    return " ".join([headline, *(line.format(i, **y) for i, y in known.items())])
+    others = [line.format(i, **found) for i, found in known.items()]
+    return (silent or [behind])[0], " ".join([headline, *others])

@@ -18,15 +18,17 @@ def at(step, phase="step", seconds=200.0):
 
 def test_the_process_that_is_behind_or_silent_is_blamed():
     of_one = "process 0 on node is in phase step after step 7 for 200 s; the limit is 120 s."
-    for progress, reported in (
-        ({0: at(7)}, of_one),
-        ({0: at(7), 1: at(6)}, "process 1 on node is in phase step after step 6"),
-        ({0: at(7), 1: at(6)}, "s. Process 0: step after step 7, for 200 s."),
-        ({0: at(7, seconds=199), 1: at(7)}, "process 1 on node"),
-        ({0: at(7), 1: None, 2: at(7)}, "process 1 does not answer; process 0 on node"),
-        ({0: at(9, "evaluation"), 1: at(9, "save", 300)}, "process 1 on node is in phase save"),
+    for progress, process, reported in (
+        ({0: at(7)}, 0, of_one),
+        ({0: at(7), 1: at(6)}, 1, "process 1 on node is in phase step after step 6"),
+        ({0: at(7), 1: at(6)}, 1, "s. Process 0: step after step 7, for 200 s."),
+        ({0: at(7, seconds=199), 1: at(7)}, 1, "process 1 on node"),
+        ({0: at(7), 1: None, 2: at(7)}, 1, "process 1 does not answer; process 0 on node"),
+        ({0: at(9, "evaluation"), 1: at(9, "save", 300)}, 1, "process 1 on node is in phase save"),
     ):
-        assert reported in describe(progress, Limits(), 0.0)
+        blamed, text = describe(progress, Limits(), 0.0)
+        assert blamed == process
+        assert reported in text
 
 
 def test_a_step_may_take_thirty_times_the_longest_and_two_minutes_and_only_steps_count():

@@ -131,7 +131,8 @@ def test_a_process_whose_peer_is_killed_leaves_soon(folder):
     job, codes, seconds = disturbed(folder, lambda job: job.processes[1].kill())
     assert codes == [ANOTHER_FAILED, -signal.SIGKILL], job.outputs
     assert seconds < SECONDS
-    assert "another process has ended without a report" in job.said()
+    assert "process 0 on " in job.said()
+    assert "has lost another process, which has ended without a report: " in job.said()
     assert not (job.run_dir / "logs" / "failure.json").exists()  # nobody knows the first
 
 
