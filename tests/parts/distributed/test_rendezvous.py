@@ -12,7 +12,7 @@ from contextlib import closing, suppress
 
 import jax
 import pytest
-import runs
+from runs import free_port, wait_until
 
 from jddp.distributed import failure, join
 from jddp.distributed.identity import VARIABLES, Identity
@@ -77,7 +77,7 @@ def test_a_time_limit_that_is_no_number_is_refused_and_others_are_those_given(jo
 @pytest.fixture
 def address():
     """An address on which nobody listens."""
-    return f"127.0.0.1:{runs.free_port()}"
+    return f"127.0.0.1:{free_port()}"
 
 
 def test_a_process_that_cannot_reach_the_first_reports_where_it_has_tried(address):
@@ -221,13 +221,6 @@ def client(address):
         yield client
 
 
-def wait_until(condition):
-    until = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.005)
-
-
 def test_a_further_round_leaves_out_lost_members_and_takes_new_ones(address, gather):
     clients = [RendezvousClient("node", address) for _ in range(2)]
 
@@ -340,7 +333,7 @@ def test_a_first_process_that_waits_in_vain_reports_it_in_one_line(address):
     environ = dict(zip(VARIABLES, (address, "2", "0"), strict=True)) | {START: "1"}
     for arguments, reported in (
         (["-m", "jddp.train"], f"process 1 of 2 did not connect to {address}"),
-        (["-c", JAX_WAITS.format(runs.free_port())], "process 0 of 2 has waited 1 s for JAX to "),
+        (["-c", JAX_WAITS.format(free_port())], "process 0 of 2 has waited 1 s for JAX to "),
     ):
         command = [sys.executable, *arguments]
         done = subprocess.run(command, env=os.environ | environ, capture_output=True, text=True)

@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+from runs import wait_until
 
 from jddp.distributed import silence
 from jddp.distributed.watchdog import Limits, Watchdog, describe
@@ -115,9 +116,7 @@ def test_a_process_of_somebody_s_own_is_reported_and_not_ended(tmp_path, caplog)
         Watchdog(Limits(step_seconds=0.1), stacks) as watchdog,
     ):
         watchdog.enter("step", 3)
-        until = time.monotonic() + 30
-        while not caplog.records and time.monotonic() < until:
-            time.sleep(0.01)
+        wait_until(lambda: caplog.records)
     (record,) = caplog.records
     assert "process 0 on " in record.getMessage()
     assert "is in phase step after step 3" in record.getMessage()
