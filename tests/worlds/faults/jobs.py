@@ -166,11 +166,13 @@ class Job:
                 environ |= zip(VARIABLES, (address, str(num_processes), str(process)), strict=True)
             if process == num_processes - 1:
                 command, environ = [*command, *last_arguments], environ | dict(last_variables)
-            # Files: a pipe that nobody reads would hold up a process that prints much.
-            out, err = self._files(process)
-            how = {"cwd": folder, "env": environ, "start_new_session": start_new_session}
-            with out.open("w") as out, err.open("w") as err:
-                self.processes.append(subprocess.Popen(command, stdout=out, stderr=err, **how))
+            self._start(command, cwd=folder, env=environ, start_new_session=start_new_session)
+
+    def _start(self, command, **how):
+        # Files: a pipe that nobody reads would hold up a process that says much.
+        out, err = self._files(len(self.processes))
+        with out.open("w") as out, err.open("w") as err:
+            self.processes.append(subprocess.Popen(command, stdout=out, stderr=err, **how))
 
     def _files(self, process):
         return [self._said / f"{process}.{name}" for name in ("out", "err")]
