@@ -28,7 +28,6 @@ POLL_SECONDS = 0.02
 _LONGEST = 2**20  # bytes of a message
 _SLACK = 5.0  # seconds in which member 0 reports that its time is over, before the others give up
 _PROBES = 4  # unanswered ones, after which a connection is lost
-
 Infos = dict[int, dict[str, Any]]  # by the numbers of the members
 
 
