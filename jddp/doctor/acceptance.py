@@ -24,7 +24,7 @@ import numpy as np
 
 from jddp.checkpoint.folders import finished
 from jddp.config.versions import source_hash, versions
-from jddp.distributed.devices import configure_devices, require_devices
+from jddp.distributed.join import configure_devices, require_devices
 from jddp.doctor.devices import check_devices
 from jddp.doctor.finding import BAD, OK, WARN, Finding
 from jddp.doctor.links import measure_all_reduce
