@@ -3,6 +3,12 @@
 Starts a program once for each process of a job on this machine, passes each its rank, shows their
 output, and ends and restarts them together. The program may be any that joins the job by
 `jax.distributed` as jddp does, or by JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID.
+
+    python -m jddp.launch --num-processes 2 -m jddp.train --config gpt_stdlib
+    python -m jddp.launch --num-processes 4 --max-restarts 3 my_script.py --my-argument 1
+    python -m jddp.launch --ray node-0:6379 --num-processes 4 -m jddp.train --config gpt_stdlib
+    python -m jddp.launch --num-nodes 2 --node-rank 0 --coordinator node-0:1234 -m jddp.train
+    (and on the other node the same, with --node-rank 1)
 """
 
 import argparse
@@ -19,25 +25,15 @@ from jddp.distributed.identity import check_address
 from jddp.distributed.join import START
 from jddp.errors import UsageError
 from jddp.launcher.supervisor import run_launch
-from jddp.launcher.workers import Launch, name_logs
-
-EXAMPLES = """\
-examples:
-  python -m jddp.launch --num-processes 2 -m jddp.train --config gpt_stdlib
-  python -m jddp.launch --num-processes 4 --max-restarts 3 my_script.py --my-argument 1
-  python -m jddp.launch --ray node-0:6379 --num-processes 4 -m jddp.train --config gpt_stdlib
-  python -m jddp.launch --num-processes 8 --num-nodes 2 --node-rank 0 --coordinator node-0:1234 \\
-      -m jddp.train      # on the other node the same, with --node-rank 1
-"""
+from jddp.launcher.workers import Launch
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code of the first process that failed, or 0."""
-    return enter(lambda: _run(sys.argv[1:] if argv is None else argv))
+    return enter(lambda: _run(_parser().parse_args(argv)))
 
 
-def _run(argv: Sequence[str]) -> int:
-    arguments = _parser().parse_args(argv)
+def _run(arguments: argparse.Namespace) -> int:
     if arguments.start_seconds is not None:
         os.environ[START] = str(arguments.start_seconds)  # which the processes inherit
     return run_launch(plan_launch(arguments))
@@ -51,36 +47,35 @@ def plan_launch(arguments: argparse.Namespace) -> Launch:
       UsageError: If they cannot be combined.
     """
     command = ("-m", *arguments.module) if arguments.module else tuple(arguments.script)
-    if not command:
-        raise UsageError("nothing to start: end with -m package.module, or with script.py.")
-    if not (arguments.module or Path(command[0]).is_file()):
-        raise UsageError(
-            f"there is no script {command[0]!r}. Options of the launcher come before it."
-        )
-    num_nodes, node_rank = arguments.num_nodes, arguments.node_rank or 0
-    coordinator = _coordinator(arguments)
-    if num_nodes > 1 and (coordinator is None or arguments.node_rank is None):
-        raise UsageError(
-            f"--num-nodes {num_nodes} needs --coordinator host:port, of node 0, and --node-rank, "
-            "another on each node."
-        )
-    if num_nodes > 1 and (coordinator or "").endswith(":65535"):
-        raise UsageError(f"{coordinator}: processes connect at a port above it. Give a lower one.")
-    if node_rank >= num_nodes:
-        raise UsageError(
-            f"--node-rank {node_rank} must be below --num-nodes {num_nodes}: it counts from 0."
-        )
-    if arguments.ray and (num_nodes > 1 or arguments.node_rank is not None or coordinator):
-        raise UsageError("--ray places all processes: give no options of nodes and coordinator.")
-    may_shrink = arguments.max_restarts and (num_nodes > 1 or arguments.ray)
-    if arguments.min_processes is not None and not may_shrink:
-        raise UsageError(
-            "--min-processes is for a job that may lose machines: it needs --ray, or --num-nodes 2 "
-            "or more, and --max-restarts."
-        )
-    given = vars(arguments) | {"command": command, "coordinator": coordinator}
-    given |= {"node_rank": node_rank, "logs": arguments.logs or name_logs()}
-    return Launch(**{field.name: given[field.name] for field in dataclasses.fields(Launch)})
+    given = vars(arguments) | {"command": command, "coordinator": _coordinator(arguments)}
+    names = [field.name for field in dataclasses.fields(Launch)]
+    launch = Launch(**{name: given[name] for name in names if given[name] is not None})
+    nodes, rank, script = launch.num_nodes, arguments.node_rank, "".join(command[:1])
+    mistakes = {
+        "nothing to start: end with -m package.module, or with script.py.": not command,
+        f"there is no script {script!r}. Options of the launcher come before it.": not (
+            script == "-m" or Path(script).is_file()
+        ),
+        f"--num-nodes {nodes} needs --coordinator host:port, of node 0, and --node-rank, another "
+        "on each node.": nodes > 1 and None in (launch.coordinator, rank),
+        f"{launch.coordinator}: processes connect at a port above it. Give a lower one.": (
+            nodes > 1 and str(launch.coordinator).endswith(":65535")
+        ),
+        f"--node-rank {rank} must be below --num-nodes {nodes}: it counts from 0.": (
+            launch.node_rank >= nodes
+        ),
+        "--ray places all processes: give no options of nodes and coordinator.": (
+            launch.ray and (nodes > 1 or rank is not None or launch.coordinator)
+        ),
+        "--min-processes is for a job that may lose machines: it needs --ray, or --num-nodes 2 or "
+        "more, and --max-restarts.": (
+            launch.min_processes and not (launch.max_restarts and (launch.ray or nodes > 1))
+        ),
+    }
+    for mistake, is_made in mistakes.items():
+        if is_made:
+            raise UsageError(mistake)
+    return launch
 
 
 def _coordinator(arguments: argparse.Namespace) -> str | None:
@@ -96,8 +91,7 @@ def _parser() -> Parser:
     parser = Parser(
         prog="python -m jddp.launch",
         usage="%(prog)s --num-processes N [...] (-m package.module | script.py) [arguments]",
-        description="Start a program once for each process of a job.",
-        epilog=EXAMPLES,
+        description=__doc__,
     )
 
     def add(name: str, peer: str = "", **how: object) -> None:
@@ -105,10 +99,10 @@ def _parser() -> Parser:
         parser.add_argument(*dict.fromkeys((name, *peers)), **how)  # type: ignore[arg-type]
 
     rest = argparse.REMAINDER
-    add("--num-processes", "--nproc-per-node", type=_positive, default=1, help="processes per node")
+    add("--num-processes", "--nproc-per-node", type=_positive, help="processes per node (1)")
     add("--devices-per-process", type=_positive, help="CPU devices, or GPUs, of each process")
-    add("--max-restarts", "--max-restarts", type=_count, default=0, help="restarts of the job")
-    add("--num-nodes", "--nnodes", type=_positive, default=1, help="machines of the job")
+    add("--max-restarts", "--max-restarts", type=_count, help="restarts of the job (0)")
+    add("--num-nodes", "--nnodes", type=_positive, help="machines of the job (1)")
     add("--node-rank", "--node-rank", type=_count, help="number of this machine, from 0")
     add("--coordinator", help="host:port on node 0; a free port here if it is the only one")
     add("--min-processes", type=_positive, help="elastic: enough to continue if a machine is lost")
@@ -117,7 +111,7 @@ def _parser() -> Parser:
     add("--ray", nargs="?", const="auto", metavar="ADDRESS", help="start N in all on a Ray cluster")
     add("--logs", type=expand, help="folder for the output of each process (logs/DATE-TIME-PID)")
     add("--start-seconds", type=_positive, help="rendezvous timeout (300)")
-    add("--grace-seconds", type=float, default=10.0, help="from SIGTERM to SIGKILL (%(default)g)")
+    add("--grace-seconds", type=float, help="from SIGTERM to SIGKILL (10)")
     add("-m", dest="module", nargs=rest, help="a module to run, and its arguments")
     add("script", nargs=rest, help="a script to run, and its arguments")
     return parser

@@ -87,15 +87,19 @@ class Group:
                 raise PermissionError(0, "it cannot be written")
         self.running: list[Worker] = []
         self.ended: list[Worker] = []
-        self._guard = Guard()
+        self._guard, self._num_sent = Guard(), 0
         try:
             for number, environ in enumerate(environments, start=place.first):
                 log = launch.logs / f"process_{number}.log"
                 self.running.append(Worker(number, [sys.executable, *launch.command], environ, log))
                 self._guard.watch(worker.pid for worker in self.running)
         except BaseException:
-            self.end(moment_seconds=0, grace_seconds=0)
+            self.close()
             raise
+
+    def close(self) -> None:
+        """Kills all processes that run, and their children."""
+        self.end(moment_seconds=0.0, grace_seconds=0.0)
 
     def poll(self) -> None:
         """Records the processes that have ended, and ends their child processes."""
@@ -125,6 +129,13 @@ class Group:
         """Sends a signal to each process that runs, but not to its child processes."""
         for worker in self.running:
             worker.send_signal(number)  # nothing is sent if it has just ended
+
+    def forward(self, signals: Sequence[int]) -> int:
+        """Sends signals, but for those that it has sent before; returns the number of all."""
+        for number in signals[self._num_sent :]:
+            self.signal(number)
+        self._num_sent = len(signals)
+        return self._num_sent
 
     def end(self, *, moment_seconds: float, grace_seconds: float) -> None:
         """Ends all processes and their children: waits, then sends SIGTERM, then kills."""

@@ -7,6 +7,7 @@ to it. The processes they start connect at another port above that one.
 import os
 import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from jddp.distributed.identity import JOB
@@ -39,13 +40,9 @@ class Nodes:
         if launch.coordinator is not None and launch.num_nodes > 1:
             address, silence = launch.coordinator, read_seconds(environ, HEARTBEAT)
             if launch.node_rank == 0:
-                self._end = RendezvousServer(
-                    "node",
-                    address,
-                    bind_address(address),
-                    silence_seconds=silence,
-                    is_enough=self._is_enough if launch.min_processes else None,
-                )
+                enough = self._is_enough if launch.min_processes else None
+                about: dict[str, Any] = {"silence_seconds": silence, "is_enough": enough}
+                self._end = RendezvousServer("node", address, bind_address(address), **about)
             else:
                 self._end = RendezvousClient("node", address, silence_seconds=silence)
 
@@ -57,17 +54,16 @@ class Nodes:
           ProcessMismatchError: If two are the same node, or were started with other numbers.
         """
         launch = self._launch
-        mine = Member(launch.node_rank, launch.num_nodes, self._same, self._info())
-        infos: Infos = {0: mine.info}
+        info: dict[str, Any] = {"processes": launch.num_processes}
+        if launch.node_rank == 0:
+            info |= {"coordinator": self._choose_port(), "job": secrets.token_hex(8)}
+        infos: Infos = {0: info}
         if self._end is not None:
+            mine = Member(launch.node_rank, launch.num_nodes, self._same, info)
             infos = self._end.gather(mine, seconds=self._seconds)
-        numbers = {rank: infos[rank]["processes"] for rank in sorted(infos)}
-        return Place(
-            coordinator=infos[0]["coordinator"],
-            num_processes=sum(numbers.values()),
-            first=sum(number for rank, number in numbers.items() if rank < launch.node_rank),
-            job=infos[0]["job"],
-        )
+        numbers = {rank: info["processes"] for rank, info in infos.items()}
+        first = sum(numbers[rank] for rank in numbers if rank < launch.node_rank)
+        return Place(infos[0]["coordinator"], sum(numbers.values()), first, infos[0]["job"])
 
     def has_newcomer(self) -> bool:
         """Whether, at node 0 of a job that may change, a machine waits for the next attempt."""
@@ -94,27 +90,21 @@ class Nodes:
             self._end.close()
 
     def _is_enough(self, infos: Infos) -> bool:
-        assert self._launch.min_processes is not None
-        return sum(info["processes"] for info in infos.values()) >= self._launch.min_processes
-
-    def _info(self) -> dict[str, object]:
-        info: dict[str, object] = {"processes": self._launch.num_processes}
-        if self._launch.node_rank == 0:
-            info |= {"coordinator": self._choose_port(), "job": secrets.token_hex(8)}
-        return info
+        return sum(x["processes"] for x in infos.values()) >= (self._launch.min_processes or 0)
 
     def _choose_port(self) -> str:
         """host:port at which the processes connect: a port of node 0 that is free now."""
-        launch = self._launch
-        host, _, port = (launch.coordinator or f"{LOCAL}:0").rpartition(":")
-        above = range(int(port) + 1, min(int(port) + _NUM_PORTS, 2**16))
-        ports = above if launch.num_nodes > 1 else [int(port)]
+        host, _, port = (self._launch.coordinator or f"{LOCAL}:0").rpartition(":")
+        if self._launch.num_nodes == 1:
+            return free_address(f"{host}:{port}")
+        *ports, last = range(int(port) + 1, min(int(port) + _NUM_PORTS, 2**16))
         for number in ports:
-            address = f"{host}:{number}"
-            try:
-                with listen(bind_address(address)) as free:
-                    return f"{host}:{free.getsockname()[1]}"
-            except CoordinatorError:
-                if number == ports[-1]:
-                    raise
-        raise AssertionError
+            with suppress(CoordinatorError):
+                return free_address(f"{host}:{number}")
+        return free_address(f"{host}:{last}")
+
+
+def free_address(address: str) -> str:
+    """The address if its port is free, any free one for 0; else raises a CoordinatorError."""
+    with listen(bind_address(address)) as listening:
+        return f"{address.rpartition(':')[0]}:{listening.getsockname()[1]}"

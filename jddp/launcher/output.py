@@ -8,12 +8,12 @@ import collections
 import contextlib
 import os
 import re
-import selectors
 import subprocess
 import sys
 import threading
+from multiprocessing.connection import wait
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from jddp.errors import report
 
@@ -32,14 +32,12 @@ class Output:
     """
 
     def __init__(self, prefix: str, path: Path, process: subprocess.Popen[bytes]):
-        assert process.stdout is not None
-        assert process.stderr is not None
-        streams = process.stdout, process.stderr
         self._prefix = prefix.encode()
         self.path = path
         self._file = path.open("ab", buffering=0)
         self._lock = threading.Lock()
         self._errors: collections.deque[str] = collections.deque(maxlen=NUM_LINES)
+        streams = process.stdout, process.stderr
         self._thread = threading.Thread(target=self._copy, args=streams, daemon=True)
         self._thread.start()
 
@@ -55,23 +53,20 @@ class Output:
         starts = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent")]
         return "\n".join(lines[starts[-1] :] if starts else lines[-_SHOWN:])
 
-    def _copy(self, out: IO[bytes], err: IO[bytes]) -> None:
+    def _copy(self, out: Any, err: Any) -> None:
         """Copies both to their ends; what was printed before an error comes before it."""
         sinks = {out: sys.stdout, err: sys.stderr}
         rests = dict.fromkeys(sinks, b"")
-        with selectors.DefaultSelector() as selector:
-            for stream in sinks:
-                selector.register(stream, selectors.EVENT_READ)
-            while selector.get_map():
-                ready = {key.fileobj for key, _ in selector.select()}
-                for stream in [stream for stream in sinks if stream in ready]:
-                    chunk = os.read(stream.fileno(), _LONGEST)
-                    self._keep(chunk)
-                    if not chunk:
-                        selector.unregister(stream)
-                        stream.close()
-                        chunk = b"\n" if rests[stream] else b""
-                    rests[stream] = self._show(rests[stream] + chunk, sinks[stream])
+        while sinks:
+            ready = wait([*sinks])
+            for stream in [stream for stream in sinks if stream in ready]:
+                chunk = os.read(stream.fileno(), _LONGEST)
+                self._keep(chunk)
+                end = b"\n" if rests[stream] and not chunk else b""
+                rests[stream] = self._show(rests[stream] + chunk + end, sinks[stream])
+                if not chunk:
+                    del sinks[stream]
+                    stream.close()
 
     def _keep(self, chunk: bytes) -> None:
         with self._lock:

@@ -30,6 +30,7 @@ from jddp.distributed.join import START, read_seconds
 from jddp.distributed.signals import Repeats, stop_signals_go_to
 from jddp.errors import ConfigError, CoordinatorError, DeviceError, ExitCode, UsageError, report
 from jddp.launcher.group import Group
+from jddp.launcher.nodes import free_address
 from jddp.launcher.outcome import DETERMINISTIC, Failure, first_failure
 from jddp.launcher.workers import Launch, Place
 
@@ -52,12 +53,11 @@ class _Board:
         self._job, self._num_signals = "", 0
         self._first: Failure | None = None
 
-    def stop(self, number: int) -> None:
-        """Takes a signal of the driver."""
-        self._num_signals += 1
-
-    def tell(self, job: str = "", failure: Failure | None = None) -> tuple[int, Failure | None]:
-        """Takes a failure of an attempt; returns the number of signals, and its first failure."""
+    def tell(
+        self, job: str = "", failure: Failure | None = None, num_signals: int = 0
+    ) -> tuple[int, Failure | None]:
+        """Takes the failure of an attempt and the number of signals; returns the first, and it."""
+        self._num_signals = max(self._num_signals, num_signals)
         if job not in ("", self._job):
             self._job, self._first = job, None
         if failure and (self._first is None or self._first.code == ExitCode.ANOTHER_FAILED):
@@ -116,8 +116,8 @@ def launch_on_ray(launch: Launch, address: str) -> int:
     return _conclude(first, error)  # below the last lines of Ray
 
 
-def _work(launch: Launch, board: Any, folder: str, environ: dict[str, str]) -> int:
-    """Runs the process of a worker; returns its exit code, or raises for Ray to restart all."""
+def _work(launch: Launch, board: Any, folder: str, environ: dict[str, str]) -> None:
+    """Runs the process of a worker; raises for Ray to restart all."""
     if not ray.get_runtime_context().runtime_env.get("working_dir"):
         if not os.path.isdir(folder):
             raise ConfigError(f"{socket.gethostname()} has no folder {folder}, as the driver has.")
@@ -131,40 +131,32 @@ def _work(launch: Launch, board: Any, folder: str, environ: dict[str, str]) -> i
     with TemporaryDirectory() as new:
         os.environ[RESULT] = str(Path(new, "result.json"))
         if tell()[0]:  # stopped while no process ran
-            return ExitCode.PREEMPTED
+            return
         group = Group(replace(launch, num_processes=1), place)
         first = tell(_run(group, tell, launch.grace_seconds))[1]
         if first is None and os.listdir(new):  # Ray keeps metrics that come with a checkpoint.
             metrics = json.loads(Path(os.environ[RESULT]).read_text())
             with suppress(RuntimeError):  # logs that this node does not see
                 ray.train.report(metrics, None if place.first else ray.train.Checkpoint(new))
-    code = ExitCode.DONE if first is None else first.code
-    if code in (ExitCode.DONE, ExitCode.PREEMPTED) or (
-        code in DETERMINISTIC and launch.max_restarts
-    ):
-        return code  # Ray restarts after any exception.
-    raise RuntimeError(str(first))
+    ends = {ExitCode.PREEMPTED, *(DETERMINISTIC if launch.max_restarts else ())}
+    if first is not None and first.code not in ends:
+        raise RuntimeError(str(first))  # after which Ray restarts all
 
 
 def _meet() -> Place:
     """The place of this worker in this attempt."""
     context, chosen = ray.train.get_context(), None
     if context.get_world_rank() == 0:
-        with socket.create_server(("", 0)) as free:
-            port = free.getsockname()[1]
-        chosen = f"{ray.util.get_node_ip_address()}:{port}", secrets.token_hex(8)
+        chosen = free_address(f"{ray.util.get_node_ip_address()}:0"), secrets.token_hex(8)
     coordinator, job = ray.train.collective.broadcast_from_rank_zero(chosen)
     return Place(coordinator, context.get_world_size(), context.get_world_rank(), job, "Ray")
 
 
 def _run(group: Group, tell: Any, grace_seconds: float) -> Failure | None:
     """Waits for the process, and ends it where another has failed; returns its failure."""
-    num_signals = 0
     while not group.wait(_ASK_SECONDS):
         number, first = tell()
-        for _ in range(num_signals, number):
-            group.signal(signal.SIGTERM)
-        num_signals = number
+        group.forward([signal.SIGTERM] * number)
         if first is not None and first.code != ExitCode.PREEMPTED:
             break
     group.wait(_MOMENT)
@@ -196,8 +188,8 @@ def _missing(each: Mapping[str, int], num_processes: int) -> str:
 
 def _fit(trainer: Any, board: Any, missing: Any) -> Exception | None:
     """Runs the trainer in a thread, while this one takes the signals; returns its error."""
-    errors, signals = list[Exception](), list[int]()
-    repeats, seconds, since, said = Repeats(), read_seconds(os.environ, START), 0.0, ""
+    errors, signals, repeats = list[Exception](), list[int](), Repeats()
+    seconds, since, said = read_seconds(os.environ, START), 0.0, ""
 
     def fit() -> None:
         try:
@@ -213,8 +205,7 @@ def _fit(trainer: Any, board: Any, missing: Any) -> Exception | None:
         thread.start()
         while thread.is_alive():
             thread.join(_ASK_SECONDS)
-            while signals:
-                board.stop.remote(signals.pop())
+            board.tell.remote(num_signals=len(signals))
             before, said = said, missing()
             since = since if before and said else time.monotonic()
             if said and time.monotonic() - since > seconds:

@@ -11,8 +11,11 @@ failure. When one connects again, all stop and restart with it.
 
 import signal
 import time
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 from jddp.distributed import failure_file
 from jddp.distributed.signals import Repeats, stop_signals_go_to
@@ -21,7 +24,7 @@ from jddp.launcher.group import POLL_SECONDS, Group
 from jddp.launcher.nodes import Nodes
 from jddp.launcher.outcome import CONSEQUENCES, DETERMINISTIC, SOON, Failure, first_failure
 from jddp.launcher.output import CONSOLE
-from jddp.launcher.workers import Launch, Place, name_logs
+from jddp.launcher.workers import Launch, Place
 
 _MOMENT = 2.0  # seconds in which others fail too, and processes of jddp end by themselves
 _SAVE_SECONDS = 600.0  # which the others may need to save, where one was stopped by a signal
@@ -64,16 +67,9 @@ def launch(
       FileSystemError: If the folder for logs cannot be written.
       UsageError: If Ray is not installed.
     """
-    return run_launch(
-        Launch(
-            command=tuple(map(str, command)),
-            num_processes=num_processes,
-            devices_per_process=devices_per_process,
-            logs=Path(logs) if logs is not None else name_logs(),
-            max_restarts=max_restarts,
-            ray=ray,
-        )
-    )
+    launch = Launch(tuple(map(str, command)), num_processes, max_restarts=max_restarts, ray=ray)
+    logs = launch.logs if logs is None else Path(logs)
+    return run_launch(replace(launch, devices_per_process=devices_per_process, logs=logs))
 
 
 def run_launch(launch: Launch) -> int:
@@ -85,10 +81,6 @@ def run_launch(launch: Launch) -> int:
     return launch_on_ray(launch, launch.ray)
 
 
-class _Stopped(Exception):
-    """A signal, while other machines are awaited."""
-
-
 class Supervisor:
     """Runs a launch to its end.
 
@@ -98,12 +90,10 @@ class Supervisor:
 
     def __init__(self, launch: Launch):
         self._launch = launch
-        self._num_restarts = 0
-        self._num_hasty = 0  # of them, in a row, after an attempt that did not last
+        self._num_restarts = self._num_hasty = 0  # the latter in a row, after a short attempt each
         self._makes_room = False  # stops this attempt, to restart with a machine that connected
         self._signals: list[int] = []
-        self._repeats, self._is_waiting = Repeats(), False
-        self._num_forwarded = 0
+        self._repeats = Repeats()
 
     def run(self) -> int:
         """Starts, watches and restarts; returns the exit code of the first failure, or 0.
@@ -111,6 +101,7 @@ class Supervisor:
         Raises:
           CoordinatorError: If other machines are missing.
           ProcessMismatchError: If they were started with other numbers.
+          SystemExit: If a signal comes while they are awaited.
         """
         self._nodes, code = Nodes(self._launch), None
         with stop_signals_go_to(self._take_signal):
@@ -121,40 +112,29 @@ class Supervisor:
                 self._nodes.close(failed=code not in (ExitCode.DONE, ExitCode.PREEMPTED))
 
     def _run(self) -> int:
+        failure: Failure | None = None
         last: Failure | None = None
-        while True:
-            try:
-                place = self._gather()
-            except _Stopped:
-                return 128 + self._signals[0]
-            except CoordinatorError as error:
-                if last is None:
-                    raise
-                report(f"not restarted: {error}")
-                failure_file.write(last.data)
-                return last.code
-            since = time.monotonic()
-            failure = self._attempt(place)
+        try:
+            while (failure := self._attempt(self._gather())) and self._restarts(failure, last):
+                last = failure
+        except CoordinatorError as error:
             if failure is None:
-                return ExitCode.DONE
-            if time.monotonic() - since > SOON:
-                self._num_hasty = 0
-            if self._has_changed(failure):
-                report("restarting with the machines that are connected")
-            elif not self._restarts(failure, last):
-                failure_file.write(failure.data)  # where this launcher's own starter wants it
-                return failure.code
-            last = failure
+                raise
+            report(f"not restarted: {error}")
+        if failure is None:
+            return ExitCode.DONE
+        failure_file.write(failure.data)  # where this launcher's own starter wants it
+        return failure.code
 
     def _gather(self) -> Place:
         """Waits for the other machines; a signal ends that at once."""
-        self._is_waiting = True
-        try:
+        with stop_signals_go_to(self._exit):
             if self._signals:
-                raise _Stopped
+                self._exit(self._signals[0])
             return self._nodes.gather()
-        finally:
-            self._is_waiting = False
+
+    def _exit(self, number: int, frame: FrameType | None = None) -> NoReturn:
+        raise SystemExit(128 + number)
 
     def _has_changed(self, failure: Failure) -> bool:
         """Whether all have only stopped because a machine has left, or has connected."""
@@ -163,15 +143,29 @@ class Supervisor:
 
     def _restarts(self, failure: Failure, last: Failure | None) -> bool:
         """Whether all are restarted, after a pause without a signal; prints the decision."""
+        if failure.seconds > SOON:
+            self._num_hasty = 0
+        if self._has_changed(failure):
+            report("restarting with the machines that are connected")
+            return True
         if not self._launch.max_restarts:
             return False
-        reason = self._reason_to_stop(failure, last)
-        if reason is not None:
-            report(f"not restarted: {reason}")
-            return False
+        by = "".join(signal.Signals(number).name for number in self._signals[:1])
+        reasons = {
+            f"{by} has stopped the job": by,
+            "it was stopped by a signal, and is saved": failure.code == ExitCode.PREEMPTED,
+            f"exit code {failure.code} would repeat": failure.code in DETERMINISTIC,
+            "the same failure twice, each within a minute": failure.repeats(last),
+            f"restarts allowed: {self._num_restarts}": (
+                self._num_restarts == self._launch.max_restarts
+            ),
+        }
+        for reason, holds in reasons.items():
+            if holds:
+                report(f"not restarted: {reason}")
+                return False
         pause = min(_FIRST_PAUSE * 2**self._num_hasty, _LONGEST_PAUSE)
-        self._num_restarts += 1
-        self._num_hasty += 1
+        self._num_restarts, self._num_hasty = self._num_restarts + 1, self._num_hasty + 1
         report(f"restart {self._num_restarts} of {self._launch.max_restarts} in {pause:g} s")
         until = time.monotonic() + pause
         while not self._signals and time.monotonic() < until:
@@ -179,37 +173,36 @@ class Supervisor:
         return not self._signals
 
     def _attempt(self, place: Place) -> Failure | None:
-        group = Group(self._launch, place)
-        numbers = ", ".join(str(worker.number) for worker in group.running)
-        report(f"process {numbers} of {place.num_processes} here; logs in {self._launch.logs}")
-        try:
-            return self._watch(group)
-        finally:
-            group.end(moment_seconds=0.0, grace_seconds=0.0)
-
-    def _watch(self, group: Group) -> Failure | None:
         """Waits for the first failure, and ends the group."""
+        with closing(Group(self._launch, place)) as group:
+            numbers = ", ".join(str(worker.number) for worker in group.running)
+            report(f"process {numbers} of {place.num_processes} here; logs in {self._launch.logs}")
+            self._watch(group)
+            if all(worker.returncode in CONSEQUENCES for worker in group.failed()):
+                group.wait(_MOMENT)  # for the failure that caused it
+            failure = self._first_failure(group)
+            in_order = {worker.returncode for worker in group.failed()} == {ExitCode.PREEMPTED}
+            if in_order or self._signals or self._makes_room:
+                until = time.monotonic() + _SAVE_SECONDS
+                while group.forward(self._signals) < 2 and time.monotonic() < until:
+                    if group.wait(POLL_SECONDS):
+                        break
+            group.end(moment_seconds=_MOMENT, grace_seconds=self._launch.grace_seconds)
+            return failure or self._first_failure(group)
+
+    def _watch(self, group: Group) -> None:
+        """Waits until a process or a machine has failed, or the group is to end."""
         self._makes_room = False
-        while group.running and not group.failed():
+        while not group.wait(POLL_SECONDS) and not group.failed():
             lost = self._nodes.lost()  # which also receives a failure
             if (received := self._nodes.failure()) and not group.failure_file.exists():
                 failure_file.write(received, group.failure_file)
-            if self._forward(group) > 1 or lost:
+            if group.forward(self._signals) > 1 or lost:
                 break
             if not self._makes_room and self._nodes.has_newcomer():
                 self._makes_room = True
                 report("another machine has connected: stopping, to resume with it")
                 group.signal(signal.SIGTERM)
-            time.sleep(POLL_SECONDS)
-            group.poll()
-        if all(worker.returncode in CONSEQUENCES for worker in group.failed()):
-            group.wait(_MOMENT)  # for the failure that caused it
-        failure = self._first_failure(group)
-        in_order = {worker.returncode for worker in group.failed()} == {ExitCode.PREEMPTED}
-        if in_order or self._signals or self._makes_room:
-            self._wait_until_saved(group)
-        group.end(moment_seconds=_MOMENT, grace_seconds=self._launch.grace_seconds)
-        return failure or self._first_failure(group)
 
     def _first_failure(self, group: Group) -> Failure | None:
         """The first failure that is known by now; prints it."""
@@ -221,34 +214,6 @@ class Supervisor:
                 report(str(failure))
         return failure
 
-    def _wait_until_saved(self, group: Group) -> None:
-        until = time.monotonic() + _SAVE_SECONDS
-        while self._forward(group) < 2 and time.monotonic() < until:
-            if group.wait(POLL_SECONDS):
-                return
-
-    def _forward(self, group: Group) -> int:
-        """Forwards the signals that have come; returns how many there were in all."""
-        while self._num_forwarded < len(self._signals):
-            group.signal(self._signals[self._num_forwarded])
-            self._num_forwarded += 1
-        return self._num_forwarded
-
     def _take_signal(self, number: int, frame: FrameType | None) -> None:
         if not self._repeats.is_repeat():
             self._signals.append(number)
-            if self._is_waiting:
-                raise _Stopped
-
-    def _reason_to_stop(self, failure: Failure, last: Failure | None) -> str | None:
-        if self._signals:
-            return f"{signal.Signals(self._signals[0]).name} has stopped the job"
-        if failure.code == ExitCode.PREEMPTED:
-            return "it was stopped by a signal, and is saved"
-        if failure.code in DETERMINISTIC:
-            return f"exit code {failure.code} would repeat"
-        if failure.repeats(last):
-            return "the same failure twice, each within a minute"
-        if self._num_restarts == self._launch.max_restarts:
-            return f"restarts allowed: {self._num_restarts}"
-        return None

@@ -7,12 +7,17 @@ import glob
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from jddp.distributed.identity import JOB, VARIABLES
 from jddp.distributed.resolve import LAUNCHED
 from jddp.errors import ConfigError
+
+
+def _name_logs() -> Path:
+    """A folder for the logs of a launch that begins now."""
+    return Path("logs", f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
 
 
 @dataclass(frozen=True)
@@ -36,13 +41,13 @@ class Launch:
     """
 
     command: tuple[str, ...]
-    num_processes: int
+    num_processes: int = 1
     num_nodes: int = 1
     node_rank: int = 0
     coordinator: str | None = None
     devices_per_process: int | None = None
     min_processes: int | None = None
-    logs: Path = Path("logs")
+    logs: Path = field(default_factory=_name_logs)
     max_restarts: int = 0
     grace_seconds: float = 10.0
     ray: str | None = None
@@ -65,11 +70,6 @@ class Place:
     first: int
     job: str
     source: str = "jddp.launch"
-
-
-def name_logs() -> Path:
-    """A folder for the logs of a launch that begins now."""
-    return Path("logs", f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
 
 
 def worker_environments(
