@@ -12,11 +12,11 @@ output, and ends and restarts them together. The program may be any that joins t
 """
 
 import argparse
-import dataclasses
 import functools
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from jddp.config.cli import Parser, enter
@@ -47,30 +47,33 @@ def plan_launch(arguments: argparse.Namespace) -> Launch:
       UsageError: If they cannot be combined.
     """
     command = ("-m", *arguments.module) if arguments.module else tuple(arguments.script)
-    given = vars(arguments) | {"command": command, "coordinator": _coordinator(arguments)}
-    names = [field.name for field in dataclasses.fields(Launch)]
-    launch = Launch(**{name: given[name] for name in names if given[name] is not None})
-    nodes, rank, script = launch.num_nodes, arguments.node_rank, "".join(command[:1])
+    host, port = arguments.master_addr, arguments.master_port
+    address, name = arguments.coordinator, "--coordinator"
+    if host or port:
+        address, name = f"{host or '127.0.0.1'}:{port or 29500}", "--master-addr:--master-port"
+    given = vars(arguments) | {"command": command}
+    given["coordinator"] = None if address is None else check_address(address, name)
+    launch = Launch(**{x.name: given[x.name] for x in fields(Launch) if given[x.name] is not None})
+    nodes, rank, script = launch.num_nodes, launch.node_rank, "".join(command[:1])
+    is_one, has_rank = nodes == 1, arguments.node_rank is not None
+    may_shrink = launch.max_restarts and (launch.ray or not is_one)
+    is_there = script == "-m" or Path(script).is_file()
+    both = (host or port) and arguments.coordinator
     mistakes = {
+        "--coordinator replaces --master-addr and --master-port: give either one.": both,
         "nothing to start: end with -m package.module, or with script.py.": not command,
-        f"there is no script {script!r}. Options of the launcher come before it.": not (
-            script == "-m" or Path(script).is_file()
-        ),
+        f"there is no script {script!r}. Options of the launcher come before it.": not is_there,
         f"--num-nodes {nodes} needs --coordinator host:port, of node 0, and --node-rank, another "
-        "on each node.": nodes > 1 and None in (launch.coordinator, rank),
-        f"{launch.coordinator}: processes connect at a port above it. Give a lower one.": (
-            nodes > 1 and str(launch.coordinator).endswith(":65535")
+        "on each node.": not (is_one or (address and has_rank)),
+        f"{address}: processes connect at a port above it. Give a lower one.": (
+            not is_one and str(address).endswith(":65535")
         ),
-        f"--node-rank {rank} must be below --num-nodes {nodes}: it counts from 0.": (
-            launch.node_rank >= nodes
-        ),
+        f"--node-rank {rank} must be below --num-nodes {nodes}, from 0 up.": rank >= nodes,
         "--ray places all processes: give no options of nodes and coordinator.": (
-            launch.ray and (nodes > 1 or rank is not None or launch.coordinator)
+            launch.ray and (address or has_rank or not is_one)
         ),
         "--min-processes is for a job that may lose machines: it needs --ray, or --num-nodes 2 or "
-        "more, and --max-restarts.": (
-            launch.min_processes and not (launch.max_restarts and (launch.ray or nodes > 1))
-        ),
+        "more, and --max-restarts.": launch.min_processes and not may_shrink,
     }
     for mistake, is_made in mistakes.items():
         if is_made:
@@ -78,27 +81,14 @@ def plan_launch(arguments: argparse.Namespace) -> Launch:
     return launch
 
 
-def _coordinator(arguments: argparse.Namespace) -> str | None:
-    given, host, port = arguments.coordinator, arguments.master_addr, arguments.master_port
-    if host is None and port is None:
-        return given if given is None else check_address(given, "--coordinator")
-    if given is not None:
-        raise UsageError("--coordinator replaces --master-addr and --master-port: give either one.")
-    return check_address(f"{host or '127.0.0.1'}:{port or 29500}", "--master-addr:--master-port")
-
-
 def _parser() -> Parser:
-    parser = Parser(
-        prog="python -m jddp.launch",
-        usage="%(prog)s --num-processes N [...] (-m package.module | script.py) [arguments]",
-        description=__doc__,
-    )
+    usage = "%(prog)s --num-processes N [...] (-m package.module | script.py) [arguments]"
+    parser = Parser(prog="python -m jddp.launch", usage=usage, description=__doc__)
 
     def add(name: str, peer: str = "", **how: object) -> None:
         peers = (peer, peer.replace("-", "_").replace("__", "--", 1)) if peer else ()
         parser.add_argument(*dict.fromkeys((name, *peers)), **how)  # type: ignore[arg-type]
 
-    rest = argparse.REMAINDER
     add("--num-processes", "--nproc-per-node", type=_positive, help="processes per node (1)")
     add("--devices-per-process", type=_positive, help="CPU devices, or GPUs, of each process")
     add("--max-restarts", "--max-restarts", type=_count, help="restarts of the job (0)")
@@ -112,8 +102,8 @@ def _parser() -> Parser:
     add("--logs", type=expand, help="folder for the output of each process (logs/DATE-TIME-PID)")
     add("--start-seconds", type=_positive, help="rendezvous timeout (300)")
     add("--grace-seconds", type=float, help="from SIGTERM to SIGKILL (10)")
-    add("-m", dest="module", nargs=rest, help="a module to run, and its arguments")
-    add("script", nargs=rest, help="a script to run, and its arguments")
+    add("-m", dest="module", nargs=argparse.REMAINDER, help="a module to run, and its arguments")
+    add("script", nargs=argparse.REMAINDER, help="a script to run, and its arguments")
     return parser
 
 

@@ -12,20 +12,17 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable
+from typing import Any
 
 
 class Guard:
     """The launcher's connection to this program."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            bufsize=0,
-            start_new_session=True,  # so that Ctrl-C in a terminal does not reach it
-        )
+        command, nowhere = [sys.executable, "-I", "-S", __file__], subprocess.DEVNULL
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": nowhere, "stderr": nowhere}
+        # Its own session, so that Ctrl-C in a terminal does not reach it.
+        self._process = subprocess.Popen(command, bufsize=0, start_new_session=True, **pipes)
 
     def watch(self, groups: Iterable[int]) -> None:
         """Replaces the process groups."""
@@ -38,12 +35,17 @@ class Guard:
         self._process.communicate()
 
 
+def kill(group: int) -> None:
+    """Kills the processes of a group, if there are any."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)
+
+
 def main() -> None:
     """Reads to the end of the input, and kills the groups of the last line."""
     lines = ["", *sys.stdin]
     for group in map(int, lines[-1].split()):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(group, signal.SIGKILL)
+        kill(group)
 
 
 if __name__ == "__main__":

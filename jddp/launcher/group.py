@@ -9,7 +9,6 @@ Each has its own session, so that its child processes end with it, and so that C
 does not reach it. All are killed if the launcher is (`cleanup`). Nothing here imports JAX.
 """
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -17,12 +16,13 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from jddp.distributed.failure_file import VARIABLE
 from jddp.errors import file_errors
-from jddp.launcher.cleanup import Guard
+from jddp.launcher.cleanup import Guard, kill
 from jddp.launcher.output import Output
-from jddp.launcher.workers import Launch, Place, worker_environments
+from jddp.launcher.workers import Launch, Place, environments
 
 POLL_SECONDS = 0.02
 
@@ -42,21 +42,14 @@ class Worker(subprocess.Popen[bytes]):
     """
 
     def __init__(self, number: int, command: Sequence[str], environ: dict[str, str], log: Path):
-        super().__init__(
-            command,
-            bufsize=0,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=environ,
-            start_new_session=True,
-        )
+        pipes: dict[str, Any] = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+        pipes["stdin"] = subprocess.DEVNULL
+        super().__init__(command, bufsize=0, env=environ, start_new_session=True, **pipes)
         self.number, self.output = number, Output(f"[{number}] ", log, self)
 
     def kill(self) -> None:
         """Kills it and its child processes."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
+        kill(self.pid)
 
 
 class Group:
@@ -80,16 +73,15 @@ class Group:
     def __init__(self, launch: Launch, place: Place):
         self.began = time.monotonic()
         self.failure_file = file = launch.logs.absolute() / f"failure_{place.job}.json"
-        environments = worker_environments(launch, place, os.environ | {VARIABLE: str(file)})
+        environs = environments(launch, place, os.environ | {VARIABLE: str(file)})
         with file_errors(f"--logs {launch.logs}"):
             launch.logs.mkdir(parents=True, exist_ok=True)
             if not os.access(launch.logs, os.W_OK):
                 raise PermissionError(0, "it cannot be written")
-        self.running: list[Worker] = []
-        self.ended: list[Worker] = []
+        self.running, self.ended = list[Worker](), list[Worker]()
         self._guard, self._num_sent = Guard(), 0
         try:
-            for number, environ in enumerate(environments, start=place.first):
+            for number, environ in enumerate(environs, start=place.first):
                 log = launch.logs / f"process_{number}.log"
                 self.running.append(Worker(number, [sys.executable, *launch.command], environ, log))
                 self._guard.watch(worker.pid for worker in self.running)
@@ -113,13 +105,11 @@ class Group:
     def wait(self, seconds: float) -> bool:
         """Waits for the end of all; returns whether all have ended."""
         until = time.monotonic() + seconds
-        while True:
-            self.poll()
-            if not self.running:
-                return True
-            if time.monotonic() > until:
-                return False
+        self.poll()
+        while self.running and time.monotonic() <= until:
             time.sleep(POLL_SECONDS)
+            self.poll()
+        return not self.running
 
     def failed(self) -> list[Worker]:
         """Processes that have failed, in order; after `end` also those that it has stopped."""

@@ -95,9 +95,8 @@ class Nodes:
     def _choose_port(self) -> str:
         """host:port at which the processes connect: a port of node 0 that is free now."""
         host, _, port = (self._launch.coordinator or f"{LOCAL}:0").rpartition(":")
-        if self._launch.num_nodes == 1:
-            return free_address(f"{host}:{port}")
-        *ports, last = range(int(port) + 1, min(int(port) + _NUM_PORTS, 2**16))
+        above = range(int(port) + 1, min(int(port) + _NUM_PORTS, 2**16))
+        *ports, last = above if self._launch.num_nodes > 1 else [int(port)]
         for number in ports:
             with suppress(CoordinatorError):
                 return free_address(f"{host}:{number}")

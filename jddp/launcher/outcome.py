@@ -1,5 +1,6 @@
 """How an attempt ended: the first failure, and whether a restart would repeat it."""
 
+import json
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -69,7 +70,10 @@ def first_failure(group: Group, lost: Sequence[int]) -> Failure | None:
     by_themselves = [worker for worker in failed if worker.returncode not in CONSEQUENCES]
     data = read(group.failure_file)
     if data is None and lost and not by_themselves:
-        return Failure(describe(None, ExitCode.ANOTHER_FAILED), f"node {lost[0]} was lost.")
+        reason = {"type": "jddp.launch", "message": f"node {lost[0]} was lost"}
+        data = describe(None, ExitCode.ANOTHER_FAILED, host=None, exception=reason)
+        group.failure_file.write_text(json.dumps(data))  # for processes that wait for those there
+        return Failure(data, f"{reason['message']}.", seconds)
     data = data or _found([*by_themselves, *failed][0], group.failure_file)
     named = [worker for worker in failed if worker.number == data["process"]]
     if named and data["exit_code"] is None:

@@ -32,20 +32,15 @@ class Output:
     """
 
     def __init__(self, prefix: str, path: Path, process: subprocess.Popen[bytes]):
-        self._prefix = prefix.encode()
-        self.path = path
+        self._prefix, self.path = prefix.encode(), path
         self._file = path.open("ab", buffering=0)
-        self._lock = threading.Lock()
         self._errors: collections.deque[str] = collections.deque(maxlen=NUM_LINES)
-        streams = process.stdout, process.stderr
-        self._thread = threading.Thread(target=self._copy, args=streams, daemon=True)
+        self._thread = threading.Thread(target=self._copy, args=[process], daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Reads to the end, unless another process holds a stream open for two more seconds."""
         self._thread.join(2.0)
-        with self._lock:
-            self._file.close()
 
     def stderr_end(self) -> str:
         """The end of its standard error: from the last traceback on, if there is one."""
@@ -53,9 +48,9 @@ class Output:
         starts = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent")]
         return "\n".join(lines[starts[-1] :] if starts else lines[-_SHOWN:])
 
-    def _copy(self, out: Any, err: Any) -> None:
+    def _copy(self, process: Any) -> None:
         """Copies both to their ends; what was printed before an error comes before it."""
-        sinks = {out: sys.stdout, err: sys.stderr}
+        sinks = {process.stdout: sys.stdout, process.stderr: sys.stderr}
         rests = dict.fromkeys(sinks, b"")
         while sinks:
             ready = wait([*sinks])
@@ -67,17 +62,16 @@ class Output:
                 if not chunk:
                     del sinks[stream]
                     stream.close()
+        self._file.close()
 
     def _keep(self, chunk: bytes) -> None:
-        with self._lock:
-            if self._file.closed:
-                return
-            try:
+        try:
+            if not self._file.closed:
                 self._file.write(chunk)
-            except OSError as error:
-                self._file.close()
-                with CONSOLE, contextlib.suppress(OSError):
-                    report(f"{self.path}: {error.strerror}. The rest is in the terminal alone.")
+        except OSError as error:
+            self._file.close()
+            with CONSOLE, contextlib.suppress(OSError):
+                report(f"{self.path}: {error.strerror}. The rest is in the terminal alone.")
 
     def _show(self, text: bytes, sink: Any) -> bytes:
         """Shows the lines of a text; returns the beginning of one at its end."""

@@ -53,10 +53,8 @@ class _Board:
         self._job, self._num_signals = "", 0
         self._first: Failure | None = None
 
-    def tell(
-        self, job: str = "", failure: Failure | None = None, num_signals: int = 0
-    ) -> tuple[int, Failure | None]:
-        """Takes the failure of an attempt and the number of signals; returns the first, and it."""
+    def tell(self, job: str = "", failure: Failure | None = None, num_signals: int = 0) -> Any:
+        """Takes a failure of an attempt, and the number of signals; returns that, and the first."""
         self._num_signals = max(self._num_signals, num_signals)
         if job not in ("", self._job):
             self._job, self._first = job, None
@@ -100,16 +98,12 @@ def launch_on_ray(launch: Launch, address: str) -> int:
         num_devices = launch.devices_per_process or 1
         each = {"GPU": num_devices, "CPU": 1} if has_gpus else {"CPU": num_devices}
         limit = FailureConfig(max_failures=launch.max_restarts)
-        trainer = JaxTrainer(
-            partial(_work, launch, board, os.getcwd(), environ),
-            jax_config=JaxConfig(),  # Ray leaves jax.distributed, and the GPUs, to the child.
-            scaling_config=ScalingConfig(
-                num_workers=(enough, num_processes) if launch.min_processes else num_processes,
-                use_gpu="GPU" in each,
-                resources_per_worker=each,
-            ),
-            run_config=RunConfig(storage_path=str(launch.logs), failure_config=limit),
-        )
+        workers = (enough, num_processes) if launch.min_processes else num_processes
+        asked = ScalingConfig(num_workers=workers, use_gpu="GPU" in each, resources_per_worker=each)
+        kept = RunConfig(storage_path=str(launch.logs), failure_config=limit)
+        work = partial(_work, launch, board, os.getcwd(), environ)
+        # Ray leaves jax.distributed, and the GPUs, to the child.
+        trainer = JaxTrainer(work, jax_config=JaxConfig(), scaling_config=asked, run_config=kept)
         report(f"{num_processes} processes on Ray; logs in {launch.logs}")
         error = _fit(trainer, board, partial(_missing, each, enough))
         _, first = ray.get(board.tell.remote())
@@ -123,7 +117,12 @@ def _work(launch: Launch, board: Any, folder: str, environ: dict[str, str]) -> N
             raise ConfigError(f"{socket.gethostname()} has no folder {folder}, as the driver has.")
         os.chdir(folder)
     os.environ.update(environ)
-    place = _meet()
+    context = ray.train.get_context()
+    chosen, rank = None, context.get_world_rank()
+    if rank == 0:
+        chosen = free_address(f"{ray.util.get_node_ip_address()}:0"), secrets.token_hex(8)
+    coordinator, job = ray.train.collective.broadcast_from_rank_zero(chosen)
+    place = Place(coordinator, context.get_world_size(), rank, job, "Ray")
 
     def tell(failure: Failure | None = None) -> Any:
         return ray.get(board.tell.remote(place.job, failure))
@@ -133,7 +132,15 @@ def _work(launch: Launch, board: Any, folder: str, environ: dict[str, str]) -> N
         if tell()[0]:  # stopped while no process ran
             return
         group = Group(replace(launch, num_processes=1), place)
-        first = tell(_run(group, tell, launch.grace_seconds))[1]
+        while not group.wait(_ASK_SECONDS):
+            number, first = tell()
+            group.forward([signal.SIGTERM] * number)
+            if first is not None and first.code != ExitCode.PREEMPTED:
+                break
+        group.wait(_MOMENT)
+        failure = first_failure(group, [])  # and not what it ends with after this one's signals
+        group.end(moment_seconds=0.0, grace_seconds=launch.grace_seconds)
+        _, first = tell(failure)
         if first is None and os.listdir(new):  # Ray keeps metrics that come with a checkpoint.
             metrics = json.loads(Path(os.environ[RESULT]).read_text())
             with suppress(RuntimeError):  # logs that this node does not see
@@ -141,28 +148,6 @@ def _work(launch: Launch, board: Any, folder: str, environ: dict[str, str]) -> N
     ends = {ExitCode.PREEMPTED, *(DETERMINISTIC if launch.max_restarts else ())}
     if first is not None and first.code not in ends:
         raise RuntimeError(str(first))  # after which Ray restarts all
-
-
-def _meet() -> Place:
-    """The place of this worker in this attempt."""
-    context, chosen = ray.train.get_context(), None
-    if context.get_world_rank() == 0:
-        chosen = free_address(f"{ray.util.get_node_ip_address()}:0"), secrets.token_hex(8)
-    coordinator, job = ray.train.collective.broadcast_from_rank_zero(chosen)
-    return Place(coordinator, context.get_world_size(), context.get_world_rank(), job, "Ray")
-
-
-def _run(group: Group, tell: Any, grace_seconds: float) -> Failure | None:
-    """Waits for the process, and ends it where another has failed; returns its failure."""
-    while not group.wait(_ASK_SECONDS):
-        number, first = tell()
-        group.forward([signal.SIGTERM] * number)
-        if first is not None and first.code != ExitCode.PREEMPTED:
-            break
-    group.wait(_MOMENT)
-    failure = first_failure(group, [])
-    group.end(moment_seconds=0.0, grace_seconds=grace_seconds)
-    return failure
 
 
 def _connect(address: str) -> None:

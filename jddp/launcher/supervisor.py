@@ -10,12 +10,12 @@ failure. When one connects again, all stop and restart with it.
 """
 
 import signal
+import sys
 import time
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
 
 from jddp.distributed import failure_file
 from jddp.distributed.signals import Repeats, stop_signals_go_to
@@ -24,7 +24,7 @@ from jddp.launcher.group import POLL_SECONDS, Group
 from jddp.launcher.nodes import Nodes
 from jddp.launcher.outcome import CONSEQUENCES, DETERMINISTIC, SOON, Failure, first_failure
 from jddp.launcher.output import CONSOLE
-from jddp.launcher.workers import Launch, Place
+from jddp.launcher.workers import Launch
 
 _MOMENT = 2.0  # seconds in which others fail too, and processes of jddp end by themselves
 _SAVE_SECONDS = 600.0  # which the others may need to save, where one was stopped by a signal
@@ -91,7 +91,6 @@ class Supervisor:
     def __init__(self, launch: Launch):
         self._launch = launch
         self._num_restarts = self._num_hasty = 0  # the latter in a row, after a short attempt each
-        self._makes_room = False  # stops this attempt, to restart with a machine that connected
         self._signals: list[int] = []
         self._repeats = Repeats()
 
@@ -115,7 +114,7 @@ class Supervisor:
         failure: Failure | None = None
         last: Failure | None = None
         try:
-            while (failure := self._attempt(self._gather())) and self._restarts(failure, last):
+            while (failure := self._attempt()) and self._restarts(failure, last):
                 last = failure
         except CoordinatorError as error:
             if failure is None:
@@ -125,16 +124,6 @@ class Supervisor:
             return ExitCode.DONE
         failure_file.write(failure.data)  # where this launcher's own starter wants it
         return failure.code
-
-    def _gather(self) -> Place:
-        """Waits for the other machines; a signal ends that at once."""
-        with stop_signals_go_to(self._exit):
-            if self._signals:
-                self._exit(self._signals[0])
-            return self._nodes.gather()
-
-    def _exit(self, number: int, frame: FrameType | None = None) -> NoReturn:
-        raise SystemExit(128 + number)
 
     def _has_changed(self, failure: Failure) -> bool:
         """Whether all have only stopped because a machine has left, or has connected."""
@@ -148,7 +137,7 @@ class Supervisor:
         if self._has_changed(failure):
             report("restarting with the machines that are connected")
             return True
-        if not self._launch.max_restarts:
+        if not (most := self._launch.max_restarts):
             return False
         by = "".join(signal.Signals(number).name for number in self._signals[:1])
         reasons = {
@@ -156,9 +145,7 @@ class Supervisor:
             "it was stopped by a signal, and is saved": failure.code == ExitCode.PREEMPTED,
             f"exit code {failure.code} would repeat": failure.code in DETERMINISTIC,
             "the same failure twice, each within a minute": failure.repeats(last),
-            f"restarts allowed: {self._num_restarts}": (
-                self._num_restarts == self._launch.max_restarts
-            ),
+            f"restarts allowed: {most}": self._num_restarts == most,
         }
         for reason, holds in reasons.items():
             if holds:
@@ -166,14 +153,18 @@ class Supervisor:
                 return False
         pause = min(_FIRST_PAUSE * 2**self._num_hasty, _LONGEST_PAUSE)
         self._num_restarts, self._num_hasty = self._num_restarts + 1, self._num_hasty + 1
-        report(f"restart {self._num_restarts} of {self._launch.max_restarts} in {pause:g} s")
+        report(f"restart {self._num_restarts} of {most} in {pause:g} s")
         until = time.monotonic() + pause
         while not self._signals and time.monotonic() < until:
             time.sleep(POLL_SECONDS)
         return not self._signals
 
-    def _attempt(self, place: Place) -> Failure | None:
-        """Waits for the first failure, and ends the group."""
+    def _attempt(self) -> Failure | None:
+        """Waits for the other machines, then for the first failure, and ends the group."""
+        with stop_signals_go_to(lambda number, frame: sys.exit(128 + number)):
+            if self._signals:
+                sys.exit(128 + self._signals[0])
+            place = self._nodes.gather()
         with closing(Group(self._launch, place)) as group:
             numbers = ", ".join(str(worker.number) for worker in group.running)
             report(f"process {numbers} of {place.num_processes} here; logs in {self._launch.logs}")
@@ -192,7 +183,7 @@ class Supervisor:
 
     def _watch(self, group: Group) -> None:
         """Waits until a process or a machine has failed, or the group is to end."""
-        self._makes_room = False
+        self._makes_room = False  # stops all, to restart with a machine that has connected
         while not group.wait(POLL_SECONDS) and not group.failed():
             lost = self._nodes.lost()  # which also receives a failure
             if (received := self._nodes.failure()) and not group.failure_file.exists():

@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from jddp.distributed.identity import JOB, VARIABLES
 from jddp.distributed.resolve import LAUNCHED
@@ -72,33 +73,25 @@ class Place:
     source: str = "jddp.launch"
 
 
-def worker_environments(
-    launch: Launch, place: Place, environ: Mapping[str, str]
-) -> list[dict[str, str]]:
+def environments(launch: Launch, place: Place, environ: Mapping[str, str]) -> list[dict[str, str]]:
     """The environment variables of each process on this machine."""
-    environments = []
-    for process_id, share in enumerate(split_gpus(launch, environ), start=place.first):
-        numbers = (place.coordinator, str(place.num_processes), str(process_id))
-        own = dict(zip(VARIABLES, numbers, strict=True)) | {JOB: place.job, LAUNCHED: place.source}
-        if launch.devices_per_process is not None:
-            own["JAX_NUM_CPU_DEVICES"] = str(launch.devices_per_process)
-        if share is not None:
-            own["CUDA_VISIBLE_DEVICES"] = share
+    made, gpus = [], split_gpus(launch, environ, len(glob.glob("/dev/nvidia[0-9]*")))
+    for process_id, share in enumerate(gpus, start=place.first):
+        own: dict[str, Any] = {JOB: place.job, LAUNCHED: place.source}
+        own |= zip(VARIABLES, (place.coordinator, place.num_processes, process_id), strict=True)
+        own |= {"JAX_NUM_CPU_DEVICES": launch.devices_per_process, "CUDA_VISIBLE_DEVICES": share}
+        own = {name: str(value) for name, value in own.items() if value is not None}
         # A kill loses buffered output.
-        environments.append({"PYTHONUNBUFFERED": "1", **environ, **own})
-    return environments
+        made.append({"PYTHONUNBUFFERED": "1", **environ, **own})
+    return made
 
 
-def split_gpus(
-    launch: Launch, environ: Mapping[str, str], num_there: int | None = None
-) -> list[str | None]:
+def split_gpus(launch: Launch, environ: Mapping[str, str], num_there: int) -> list[str | None]:
     """GPUs of each process, of those that are visible here; None where there are none to share.
 
     Raises:
       ConfigError: If there are fewer than the processes need.
     """
-    if num_there is None:
-        num_there = len(glob.glob("/dev/nvidia[0-9]*"))
     listed = environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(num_there))))
     visible = [name.strip() for name in listed.split(",") if name.strip() not in ("", "-1")]
     if not visible or environ.get("JAX_PLATFORMS") == "cpu" or num_there == 0:

@@ -25,7 +25,7 @@ from jddp.errors import ConfigError, CoordinatorError
 from jddp.launch import main
 from jddp.launcher.nodes import LOCAL, Nodes
 from jddp.launcher.outcome import DETERMINISTIC
-from jddp.launcher.workers import Launch, Place, split_gpus, worker_environments
+from jddp.launcher.workers import Launch, Place, environments, split_gpus
 
 SECONDS = 60  # for what takes a few
 HOST = socket.gethostname()
@@ -172,7 +172,7 @@ def folder(tmp_path):
 def test_each_process_is_given_its_number():
     launch = Launch(("x.py",), 2, devices_per_process=3)
     place = Place("h:1", num_processes=4, first=2, job="word")
-    first, second = worker_environments(launch, place, {"A": "1"})
+    first, second = environments(launch, place, {"A": "1"})
     assert (first["JAX_PROCESS_ID"], second["JAX_PROCESS_ID"]) == ("2", "3")
     for environ in (first, second):
         assert environ["A"] == "1"
