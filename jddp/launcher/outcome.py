@@ -4,6 +4,7 @@ import json
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,8 @@ def first_failure(group: Group, lost: Sequence[int]) -> Failure | None:
     if data is None and lost and not by_themselves:
         reason = {"type": "jddp.launch", "message": f"node {lost[0]} was lost"}
         data = describe(None, ExitCode.ANOTHER_FAILED, host=None, exception=reason)
-        group.failure_file.write_text(json.dumps(data))  # for processes that wait for those there
+        with suppress(OSError), group.failure_file.open("x") as file:
+            json.dump(data, file)  # for processes that wait for those there
         return Failure(data, f"{reason['message']}.", seconds)
     data = data or _found([*by_themselves, *failed][0], group.failure_file)
     named = [worker for worker in failed if worker.number == data["process"]]

@@ -91,8 +91,7 @@ class Supervisor:
     def __init__(self, launch: Launch):
         self._launch = launch
         self._num_restarts = self._num_hasty = 0  # the latter in a row, after a short attempt each
-        self._signals: list[int] = []
-        self._repeats = Repeats()
+        self._signals, self._repeats = list[int](), Repeats()
 
     def run(self) -> int:
         """Starts, watches and restarts; returns the exit code of the first failure, or 0.

@@ -608,45 +608,66 @@ from jddp.distributed.coordination import gather, process_index
 initialize(resolve_identity())
 signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as in a run, which would save
 gather("begun", "", timeout_seconds=60)
-if process_index() == 1 and not os.path.exists("killed"):
-    open("killed", "w").close()
+open(f"begun-{process_index()}", "w").close()
+if process_index() == 1 and os.path.exists("hold"):
+    signal.pause()
+if process_index() == 1 and os.path.exists("kill"):
+    os.unlink("kill")
     os.kill(os.getpid(), signal.SIGKILL)
 gather("save", "", timeout_seconds=600)
 """
 
 
-@pytest.mark.processes
-def test_a_process_that_waits_for_one_that_was_killed_ends_long_before_the_grace(folder):
+@pytest.fixture
+def waits(folder, address):
+    """Starts the launcher of one node of some, whose processes wait for each other."""
     (folder / "waits.py").write_text(WAITS)
-    options = ("--num-processes", 3, "--grace-seconds", 10 * SECONDS, "waits.py")
-    with Launched(folder, *options) as launched:
+
+    def start(rank=0, *options, num_nodes=1):
+        nodes = node(rank, address, num_nodes) if num_nodes > 1 else []
+        options = (*options, *nodes, "--grace-seconds", 10 * SECONDS, "--logs", f"logs-{rank}")
+        return Launched(folder, *options, "waits.py")
+
+    return start
+
+
+@pytest.mark.processes
+def test_a_process_that_waits_for_one_that_was_killed_ends_long_before_the_grace(folder, waits):
+    (folder / "kill").touch()
+    with waits(0, "--num-processes", 3) as launched:
         assert launched.end() == 128 + signal.SIGKILL
-    how = f"process 1 on {HOST} failed first, with signal SIGKILL"
-    assert f"jddp: {how}" in launched.err
+    assert f"jddp: {failed(1, 'signal SIGKILL')}" in launched.err
     for process in (0, 2):
-        assert how in (folder / "logs" / f"process_{process}.log").read_text()
-    assert launched.failure()["process"] == 1
+        log = folder / "logs-0" / f"process_{process}.log"
+        assert failed(1, "signal SIGKILL") in log.read_text()
+    assert launched.failure("logs-0")["process"] == 1
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("num_restarts", [0, 1])
 def test_who_waits_for_one_that_was_killed_on_another_node_ends_soon_too(
-    folder, address, num_restarts
+    folder, waits, num_restarts
 ):
-    (folder / "waits.py").write_text(WAITS)
-    options = ["--num-nodes", 2, "--coordinator", address, "--max-restarts", num_restarts]
-    options += ["--grace-seconds", 10 * SECONDS]
-
-    def node(rank):
-        logs = ["--logs", f"logs-{rank}", "--node-rank", rank]
-        return Launched(folder, *options, *logs, "waits.py")
-
-    with node(0) as first, node(1) as second:
+    (folder / "kill").touch()
+    both = [waits(rank, "--max-restarts", num_restarts, num_nodes=2) for rank in (0, 1)]
+    with both[0] as first, both[1] as second:
         codes = {0: 137, 1: 0}
         assert (first.end(), second.end()) == (codes[num_restarts],) * 2, (first.err, second.err)
     for launched in (first, second):
-        assert f"jddp: process 1 on {HOST} failed first, with signal SIGKILL" in launched.err
+        assert f"jddp: {failed(1, 'signal SIGKILL')}" in launched.err
     assert "was lost" not in first.err
+
+
+@pytest.mark.processes
+def test_who_waits_for_a_machine_whose_launcher_was_lost_ends_long_before_the_grace(folder, waits):
+    (folder / "hold").touch()
+    with waits(0, num_nodes=2) as first, waits(1, num_nodes=2) as lost:
+        first.wait_for("begun-0", "begun-1")
+        lost.kill()
+        assert first.end() == 81, first.err
+    assert "jddp: node 1 was lost." in first.err
+    assert "jddp.launch: node 1 was lost" in (folder / "logs-0" / "process_0.log").read_text()
+    assert first.failure("logs-0")["exception"]["message"] == "node 1 was lost"
 
 
 def child_of(pid, process):
