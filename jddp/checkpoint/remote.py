@@ -12,8 +12,11 @@ fetched is compared with that list, like any checkpoint.
 
 import atexit
 import contextlib
+import fcntl
+import os
 import re
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -68,7 +71,7 @@ class Remote:
             raise ConfigError(
                 f"{url}: {error}. pip install 'jddp[s3]' or 'jddp[gs]', or give a folder."
             ) from error
-        self.folder = Path(tempfile.mkdtemp(prefix="jddp-run-"))
+        self.folder = _own_folder()
         atexit.register(shutil.rmtree, self.folder, ignore_errors=True)
         self._known: dict[Path, tuple[int, int]] = {}  # what is there as it is here
 
@@ -170,6 +173,24 @@ class Remote:
         except Exception as error:  # The clients of storage services raise anything.
             lines = str(error).strip().splitlines() or [repr(error)]
             raise FileSystemError(f"{self.url} cannot be {done}: {lines[0]}") from error
+
+
+def _own_folder() -> Path:
+    """A folder that is locked while this process lives; removes those of others that were killed.
+
+    Its name has that of the host, since locks of a network's file system may hold on one host only.
+    """
+    name = f"jddp-run-{socket.gethostname()}-"
+    for old in Path(tempfile.gettempdir()).glob(f"{name}*"):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            descriptor = os.open(old, os.O_RDONLY)
+            stack.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unless it is in use
+            shutil.rmtree(old)
+    folder = Path(tempfile.mkdtemp(prefix="jddp-new-"))
+    with contextlib.suppress(OSError):  # of file systems without locks, where no folder is removed
+        fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX)
+    return folder.rename(folder.with_name(folder.name.replace("jddp-new-", name)))
 
 
 def _version(path: Path) -> Any:

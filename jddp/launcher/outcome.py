@@ -71,11 +71,12 @@ def first_failure(group: Group, lost: Sequence[int]) -> Failure | None:
     by_themselves = [worker for worker in failed if worker.returncode not in CONSEQUENCES]
     data = read(group.failure_file)
     if data is None and lost and not by_themselves:
-        reason = {"type": "jddp.launch", "message": f"node {lost[0]} was lost"}
+        text = f"node {lost[0]} was lost."
+        reason = {"type": "jddp.launch", "message": text}
         data = describe(None, ExitCode.ANOTHER_FAILED, host=None, exception=reason)
         with suppress(OSError), group.failure_file.open("x") as file:
             json.dump(data, file)  # for processes that wait for those there
-        return Failure(data, f"{reason['message']}.", seconds)
+        return Failure(data, text, seconds)
     data = data or _found([*by_themselves, *failed][0], group.failure_file)
     named = [worker for worker in failed if worker.number == data["process"]]
     if named and data["exit_code"] is None:
@@ -83,9 +84,8 @@ def first_failure(group: Group, lost: Sequence[int]) -> Failure | None:
     text = f"{headline(data)} (after {seconds:.1f} s)."
     if named:
         text += f" Its whole output is in {named[0].output.path}."
-    said = [worker.output.stderr_end() for worker in (*named, *failed)]
-    trace = None if named else data["traceback"]
-    return Failure(data, text, seconds, trace or "".join(said[:1]))
+    said = next((worker.output.stderr_end() for worker in (*named, *failed)), "")
+    return Failure(data, text, seconds, ("" if named else data["traceback"]) or said)
 
 
 def _found(worker: Worker, path: Path) -> dict[str, Any]:

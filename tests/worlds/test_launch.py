@@ -667,7 +667,7 @@ def test_who_waits_for_a_machine_whose_launcher_was_lost_ends_long_before_the_gr
         assert first.end() == 81, first.err
     assert "jddp: node 1 was lost." in first.err
     assert "jddp.launch: node 1 was lost" in (folder / "logs-0" / "process_0.log").read_text()
-    assert first.failure("logs-0")["exception"]["message"] == "node 1 was lost"
+    assert first.failure("logs-0")["exception"]["message"] == "node 1 was lost."
 
 
 def child_of(pid, process):
