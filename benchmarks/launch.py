@@ -2,6 +2,7 @@
 
     JAX_PLATFORMS=cpu python benchmarks/launch.py
     JAX_PLATFORMS=cpu python benchmarks/launch.py --only start --rounds 9
+    JAX_PLATFORMS=cpu python benchmarks/launch.py --only ray --rounds 10
 
     start     seconds from the start of a launcher of four processes to the first line of the last
               of them, less what the same program takes by itself: `jddp.launch`, and torchrun
@@ -10,6 +11,9 @@
               line that names it, and to the end of the launcher
     restart   the same with the default job on two processes, to its next finished step; what
               it compiles has been compiled before
+    ray       the same under Ray, on a cluster of this machine, where Ray is installed; and, for a
+              job of Ray Train alone that does nothing, from the `kill -9` of a worker to the start
+              of both workers again, which is Ray's share
 
 Contenders take turns; a figure is the median over the rounds. The last line is JSON.
 """
@@ -89,10 +93,10 @@ def death(num_rounds: int) -> dict[str, float]:
     }
 
 
-def restart(num_rounds: int) -> dict[str, float]:
+def restart(num_rounds: int, *options: str) -> dict[str, float]:
     seconds = []
     with tempfile.TemporaryDirectory() as folder:
-        command = [*LAUNCH, "--num-processes", "2", "--max-restarts", "1"]
+        command = [*LAUNCH, "--num-processes", "2", "--max-restarts", "1", *options]
         command += ["--logs", f"{folder}/logs", "-m", "jddp.train", f"run.dir={folder}/run"]
         command += ["train.log_every_steps=1", "checkpoint.every_steps=10"]
         metrics, quiet = Path(folder, "run/metrics.jsonl"), subprocess.DEVNULL
@@ -101,7 +105,7 @@ def restart(num_rounds: int) -> dict[str, float]:
             with subprocess.Popen(command, stdout=quiet, stderr=quiet) as job:
                 wait_until(lambda step=step: last_step(metrics) > step + 25)
                 metrics.unlink()  # what one life wrote would be taken for the next one's
-                os.kill(worker_of(job.pid), signal.SIGKILL)
+                os.kill(worker_of(f"run.dir={folder}/run"), signal.SIGKILL)
                 since = time.perf_counter()
                 wait_until(lambda: last_step(metrics) > 0)
                 if number:  # the first time it compiles what a resumption needs
@@ -110,17 +114,73 @@ def restart(num_rounds: int) -> dict[str, float]:
     return {"to the next step": statistics.median(seconds), "longest": max(seconds)}
 
 
-def worker_of(launcher: int) -> int:
-    """Process 1 of a launcher."""
+def worker_of(argument: str) -> int:
+    """Process 1 of the job whose command has this argument."""
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
-            parent = path.with_name("stat").read_text().rpartition(")")[2].split()[1]
-            if parent == str(launcher) and "JAX_PROCESS_ID=1" in path.read_text().split("\0"):
+            command = path.with_name("cmdline").read_text().split("\0")
+            if argument in command and "JAX_PROCESS_ID=1" in path.read_text().split("\0"):
                 return int(path.parent.name)
-    raise RuntimeError(f"{launcher} has no worker 1")
+    raise RuntimeError(f"there is no process 1 with {argument}")
 
 
-PARTS = {"start": start, "death": death, "restart": restart}
+def ray(num_rounds: int) -> dict[str, float]:
+    seconds, scripts = [], [sys.executable, "-m", "ray.scripts.scripts"]
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5"}
+    head = ["--head", "--port=6399", "--num-cpus=2", "--include-dashboard=false", "--block"]
+    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen([*scripts, "start", *head], **quiet) as cluster:
+        try:
+            status = [*scripts, "status", "--address=127.0.0.1:6399"]
+            wait_until(lambda: subprocess.run(status, check=False, **quiet).returncode == 0)
+            for _ in range(num_rounds):
+                seconds.append(nothing(quiet))
+            found = restart(num_rounds, "--ray", "127.0.0.1:6399", "--devices-per-process", "1")
+        finally:
+            cluster.terminate()
+    return found | {
+        "a job that does nothing, to its start": statistics.median(seconds),
+        "its longest": max(seconds),
+    }
+
+
+NOTHING = """
+import os, sys, time
+import ray.train
+from ray.train.v2.api.config import FailureConfig, RunConfig, ScalingConfig
+from ray.train.v2.jax import JaxConfig, JaxTrainer
+
+def work(folder):
+    rank = ray.train.get_context().get_world_rank()
+    open(f"{folder}/pid-{rank}-{os.getpid()}", "w").close()
+    time.sleep(600)
+
+ray.init("127.0.0.1:6399")
+size = ScalingConfig(num_workers=2, resources_per_worker={"CPU": 1})
+kept = RunConfig(storage_path=sys.argv[1], failure_config=FailureConfig(max_failures=1))
+about = {"jax_config": JaxConfig(), "scaling_config": size, "run_config": kept}
+JaxTrainer(work, train_loop_config=sys.argv[1], **about).fit()
+"""
+
+
+def nothing(quiet: dict[str, Any]) -> float:
+    """Seconds from the death of a worker of Ray Train until both have been started again."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        command = [sys.executable, "-c", NOTHING, folder]
+        with subprocess.Popen(command, **quiet) as job:
+            wait_until(lambda: len([*Path(folder).glob("pid-*")]) == 2)
+            (first,) = Path(folder).glob("pid-1-*")
+            since = time.perf_counter()
+            os.kill(int(first.name.split("-")[2]), signal.SIGKILL)
+            wait_until(lambda: len([*Path(folder).glob("pid-*")]) == 4)
+            seconds = time.perf_counter() - since
+            job.terminate()
+    return seconds
+
+
+PARTS: dict[str, Any] = {"start": start, "death": death, "restart": restart}
+if importlib.util.find_spec("ray") is not None:
+    PARTS["ray"] = ray
 
 
 if __name__ == "__main__":

@@ -25,10 +25,12 @@ from typing import Any
 from jddp.checkpoint.checksums import NAME as SUMS
 from jddp.checkpoint.checksums import find_damage
 from jddp.checkpoint.folders import Surplus
+from jddp.checkpoint.lease import Lease
 from jddp.config.permissions import folder_or_url
 from jddp.errors import ConfigError, FileSystemError
 
 _COMPLETE = re.compile(rf"([\w-]+/(0|[1-9][0-9]*))/{SUMS}", re.ASCII)
+_LOCK = "lock"
 _IN_A_CHECKPOINT = re.compile(r"[\w-]+/[0-9]+(\.\w+)*/.+", re.ASCII)
 
 
@@ -73,6 +75,7 @@ class Remote:
             ) from error
         self.folder = _own_folder()
         atexit.register(shutil.rmtree, self.folder, ignore_errors=True)
+        self._lease: Lease | None = None
         self._known: dict[Path, tuple[int, int]] = {}  # what is there as it is here
 
     def check(self) -> None:
@@ -83,6 +86,21 @@ class Remote:
         """
         with self._explained("read"):
             self._names("")
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """While open, another process that asks for the URL is refused.
+
+        Raises:
+          ConfigError: If another process has asked for it.
+          FileSystemError: If the URL cannot be written.
+        """
+        with contextlib.ExitStack() as stack:
+            with self._explained("locked"):
+                self._files.makedirs(self._root, exist_ok=True)
+                lease = Lease(self._files, f"{self._root}/{_LOCK}", self.url)
+                self._lease = stack.enter_context(lease)
+            yield
 
     def fetch(self, *, every: bool = False) -> None:
         """Copies settings and metrics here, and the newest checkpoint that is not damaged.
@@ -96,7 +114,7 @@ class Remote:
         with self._explained("read"):
             names = self._names("")
             for name in names:
-                if "/" not in name:
+                if "/" not in name and name != _LOCK:
                     self._get(name)
                     self._known[self.folder / name] = _version(self.folder / name)
             complete = filter(None, map(_COMPLETE.fullmatch, names))
@@ -139,7 +157,7 @@ class Remote:
         with self._explained("written"):
             for path in self.folder.rglob("*"):
                 name = path.relative_to(self.folder).as_posix()
-                if name == "lock" or _IN_A_CHECKPOINT.fullmatch(name) or not path.is_file():
+                if name == _LOCK or _IN_A_CHECKPOINT.fullmatch(name) or not path.is_file():
                     continue
                 if self._known.get(path) != (version := _version(path)):
                     self._put(path)
@@ -157,6 +175,8 @@ class Remote:
         self._files.get_file(f"{self._root}/{name}", str(self.folder / name))
 
     def _put(self, path: Path) -> None:
+        if self._lease is not None:
+            self._lease.check()
         target = f"{self._root}/{path.relative_to(self.folder).as_posix()}"
         self._files.makedirs(target.rpartition("/")[0], exist_ok=True)
         self._files.put_file(str(path), target)
@@ -170,6 +190,8 @@ class Remote:
     def _explained(self, done: str) -> Iterator[None]:
         try:
             yield
+        except ConfigError:
+            raise
         except Exception as error:  # The clients of storage services raise anything.
             lines = str(error).strip().splitlines() or [repr(error)]
             raise FileSystemError(f"{self.url} cannot be {done}: {lines[0]}") from error

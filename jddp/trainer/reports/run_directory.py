@@ -121,7 +121,7 @@ class RunDirectory:
         """While open, the directory is locked: another run that would write there is refused.
 
         The lock ends with the process, however that ends. Where a file system has no locks there
-        is none, nor at a URL, to which the last metrics and logs are copied at the end.
+        is none. At a URL it is a file (`lease`), and the last metrics and logs are copied there.
 
         Args:
           config: Config of the run that begins, which is kept where keys differ that are free.
@@ -129,15 +129,19 @@ class RunDirectory:
         Raises:
           ConfigError: If another run holds it.
         """
-        try:
-            with self._locked(config) if self._is_writer else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if self._is_writer:
+                stack.enter_context(self._locked(config))
+                if self.remote is not None:
+                    stack.enter_context(self.remote.held())
+            try:
                 yield
-        finally:
-            if self.remote is not None:
-                try:
-                    self.remote.upload()
-                except FileSystemError as error:
-                    log.warning("Metrics and logs: %s", error)
+            finally:
+                if self.remote is not None:
+                    try:
+                        self.remote.upload()
+                    except FileSystemError as error:
+                        log.warning("Metrics and logs: %s", error)
 
     @contextlib.contextmanager
     def _locked(self, config: Values | None) -> Iterator[None]:

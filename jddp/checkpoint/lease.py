@@ -1,0 +1,101 @@
+"""The lock of a run directory at a URL: a file that its holder keeps renewing.
+
+    with Lease(files, "bucket/run/lock", "s3://bucket/run") as lease:
+        ...                                     # another process that asks for it is refused
+        lease.check()                           # raises if another has taken it all the same
+
+Storage has no locks that end with a process. What it has is a file that only one can make
+(`open(..., "xb")`). Whoever finds it waits until it changes, and is refused; one that has not
+changed for `LEASE_SECONDS` is of a process that was killed, and is taken over. A holder that was
+stopped or cut off for so long may find that it has lost the lease, and writes no more.
+"""
+
+import contextlib
+import os
+import secrets
+import socket
+import threading
+import time
+from typing import Any
+
+from jddp.errors import ConfigError
+
+BEAT_SECONDS, LEASE_SECONDS = 3.0, 15.0
+
+
+class Lease:
+    """Holds the file at a path of a file system of fsspec, while it is open.
+
+    Args:
+      files: The file system.
+      path: Path of the file.
+      url: URL of the run directory, for messages.
+    """
+
+    def __init__(self, files: Any, path: str, url: str) -> None:
+        self._files, self._path, self._url = files, path, url
+        holder = f"process {os.getpid()} on {socket.gethostname()}"
+        self._mine = f"{holder}\n{secrets.token_hex(8)}\n"
+        self._is_over, self._taken_by = threading.Event(), ""
+        self._thread = threading.Thread(target=self._renew, name="jddp-lease", daemon=True)
+
+    def check(self) -> None:
+        """Raises an OSError if another process has taken it."""
+        if self._taken_by:
+            raise OSError(f"{self._taken_by} has taken over: this process was not heard of")
+
+    def __enter__(self) -> "Lease":
+        """Takes it, and renews it until the end.
+
+        Raises:
+          ConfigError: If another process holds it.
+        """
+        seen, since = "", 0.0
+        while not self._is_made():
+            before, seen, now = seen, self._read(), time.monotonic()
+            if before and seen and seen != before:
+                raise ConfigError(
+                    f"run.dir {self._url} is in use by {_holder(seen)}. "
+                    "Wait for its end, or choose another run.dir."
+                )
+            since = since if seen == before else now
+            if seen and now - since > LEASE_SECONDS:
+                self._files.rm_file(self._path)
+            time.sleep(BEAT_SECONDS / 10)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Releases it, unless another has taken it."""
+        self._is_over.set()
+        self._thread.join()
+        with contextlib.suppress(Exception):
+            if self._read().startswith(self._mine):
+                self._files.rm_file(self._path)
+
+    def _is_made(self) -> bool:
+        with contextlib.suppress(FileExistsError), self._files.open(self._path, "xb") as file:
+            file.write(self._mine.encode())
+            return True
+        return False
+
+    def _read(self) -> str:
+        try:
+            return str(self._files.cat_file(self._path).decode())
+        except FileNotFoundError:
+            return ""
+
+    def _renew(self) -> None:
+        count = 0
+        while not (self._is_over.wait(BEAT_SECONDS) or self._taken_by):
+            with contextlib.suppress(Exception):  # of a connection that may come back
+                there = self._read()
+                if there and not there.startswith(self._mine):
+                    self._taken_by = _holder(there)
+                else:
+                    count += 1
+                    self._files.pipe_file(self._path, f"{self._mine}{count}".encode())
+
+
+def _holder(text: str) -> str:
+    return text.partition("\n")[0] or "another process"
