@@ -31,52 +31,41 @@ SECONDS = 60  # for what takes a few
 HOST = socket.gethostname()
 # A program without JAX: what the launcher does is the same to it.
 PROGRAM = """
-import json
-import os
-import signal
-import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
+import json, os, signal, sys, time
 from pathlib import Path
 
 me = os.environ["JAX_PROCESS_ID"]
+told = [x.removesuffix(f"-{me}") for x in sys.argv if x == "stay" or x.endswith(f"-{me}")]
 Path(f"pid-{me}").write_text(str(os.getpid()))
-
-
-def is_told(what):
-    return f"{what}-{me}" in sys.argv
-
-
 print("here is", me, "of", os.environ["JAX_NUM_PROCESSES"], sys.argv[1:])
-if is_told("ignore"):
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    Path(f"ignores-{me}").touch()
 with open("attempts-" + me, "a") as attempts:
     attempts.write(" ".join(os.environ[x] for x in ("JAX_COORDINATOR_ADDRESS", "JDDP_JOB")) + "\\n")
-if is_told("write"):
-    failure = {"process": 5, "host": "h5", "exit_code": 65, "traceback": "Traceback of process 5"}
-    failure["exception"] = {"type": "DataError", "message": "bad"}
-    Path(os.environ["JDDP_FAILURE_FILE"]).write_text(json.dumps(failure))
-for argument in sys.argv:
-    if argument.startswith("exit:") and argument.endswith("-" + me):
-        sys.exit(int(argument[5 : -1 - len(me)]))
-if is_told("speak"):
-    print("x" * 100_000)
-    sys.stdout.write("no end of a line")
-    sys.stdout.flush()
-if is_told("once") and not Path("done").exists():
-    Path("done").touch()
-    sys.exit(1)
-if is_told("raise"):
-    raise RuntimeError("a bug in " + me)
-if is_told("kill"):
-    os.kill(os.getpid(), signal.SIGKILL)
-if is_told("child"):
-    os.fork()
-    Path(f"child-{me}-{os.getpid()}").touch()
-if "stay" in sys.argv or is_told("stay"):
-    Path(f"stays-{me}").touch()
-    time.sleep(100)
+for what, _, code in (x.partition(":") for x in told):
+    if what == "ignore":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        Path(f"ignores-{me}").touch()
+    elif what == "write":
+        failure = {"process": 5, "host": "h5", "exit_code": 65, "traceback": "Trace of process 5"}
+        failure["exception"] = {"type": "DataError", "message": "bad"}
+        Path(os.environ["JDDP_FAILURE_FILE"]).write_text(json.dumps(failure))
+    elif what == "speak":
+        sys.stdout.write("x" * 100_000 + "\\nno end of a line")
+        sys.stdout.flush()
+    elif what == "exit":
+        sys.exit(int(code))
+    elif what == "once" and not Path("done").exists():
+        Path("done").touch()
+        sys.exit(1)
+    elif what == "raise":
+        raise RuntimeError("a bug in " + me)
+    elif what == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif what == "child":
+        os.fork()
+        Path(f"child-{me}-{os.getpid()}").touch()
+    elif what == "stay":
+        Path(f"stays-{me}").touch()
+        time.sleep(100)
 """
 
 
@@ -108,10 +97,11 @@ class Launched:
 
     def wait_until(self, condition):
         """Waits until a condition holds, as long as it lives."""
-        wait_until(condition, self.process, said=self.kill, pause=0.005)
+        about = {"said": self.kill, "seconds": 2 * self.seconds, "pause": 0.005}
+        wait_until(condition, self.process, **about)
 
     def wait_for(self, *names):
-        """Waits until a program has made files of these names, with what is meant to be in them."""
+        """Waits until a program has made files of these names."""
         self.wait_until(lambda: all((self.folder / name).exists() for name in names))
 
     def wait_for_step(self, run, step):
@@ -119,7 +109,6 @@ class Launched:
         self.wait_until(lambda: max(saved_steps(self.folder / run), default=0) >= step)
 
     def wait_for_words(self, name, words):
-        """Waits until words are in a file."""
         path = self.folder / name
         self.wait_until(lambda: path.exists() and words in path.read_text())
 
@@ -128,8 +117,8 @@ class Launched:
         (path,) = (self.folder / logs).glob("failure_*.json")
         return json.loads(path.read_text())
 
-    def log(self, process):
-        return (self.folder / "logs" / f"process_{process}.log").read_text()
+    def log(self, process, logs="logs"):
+        return (self.folder / logs / f"process_{process}.log").read_text()
 
 
 def launch(folder, *arguments, **variables):
@@ -171,15 +160,11 @@ def folder(tmp_path):
 
 def test_each_process_is_given_its_number():
     launch = Launch(("x.py",), 2, devices_per_process=3)
-    place = Place("h:1", num_processes=4, first=2, job="word")
-    first, second = environments(launch, place, {"A": "1"})
-    assert (first["JAX_PROCESS_ID"], second["JAX_PROCESS_ID"]) == ("2", "3")
-    for environ in (first, second):
-        assert environ["A"] == "1"
-        assert environ["JAX_NUM_PROCESSES"] == "4"
-        assert environ["JAX_COORDINATOR_ADDRESS"] == "h:1"
-        assert environ["JAX_NUM_CPU_DEVICES"] == "3"
-        assert environ["JDDP_JOB"] == "word"
+    found = environments(launch, Place("h:1", num_processes=4, first=2, job="word"), {"A": "1"})
+    for number, environ in zip(("2", "3"), found, strict=True):
+        want = {"A": "1", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": number, "JDDP_JOB": "word"}
+        want |= {"JAX_COORDINATOR_ADDRESS": "h:1", "JAX_NUM_CPU_DEVICES": "3"}
+        assert want.items() <= environ.items()
         assert "CUDA_VISIBLE_DEVICES" not in environ
         assert resolve_identity(environ).num_processes == 4
 
@@ -224,23 +209,22 @@ def test_nodes_count_their_processes_together_whatever_each_starts(address):
         (1, None, None, 4, ["0,1,2,3"]),
         (2, None, "", 8, [None, None]),
         (2, None, "-1", 8, [None, None]),
+        (3, None, "0,1", 2, "3 processes with .* 2 are visible: 0,1"),
+        (2, 2, "0,1", 2, "2 processes with .* 2 are visible: 0,1"),
     ],
 )
-def test_processes_share_the_gpus_that_are_visible(
+def test_processes_share_the_gpus_that_are_visible_unless_they_are_for_cpus(
     num_processes, devices, visible, num_there, shares
 ):
     launch = Launch(("x.py",), num_processes, devices_per_process=devices)
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    assert split_gpus(launch, environ, num_there) == shares
-
-
-@pytest.mark.parametrize("num_processes, devices", [(3, None), (2, 2)])
-def test_more_processes_than_gpus_are_refused_unless_they_are_for_cpus(num_processes, devices):
-    launch = Launch(("x.py",), num_processes, devices_per_process=devices)
-    environ = {"CUDA_VISIBLE_DEVICES": "0,1"}
-    with pytest.raises(ConfigError, match=f"{num_processes} processes with .* 2 are visible: 0,1"):
-        split_gpus(launch, environ, 2)
-    assert split_gpus(launch, environ | {"JAX_PLATFORMS": "cpu"}, 2) == [None] * num_processes
+    if isinstance(shares, list):
+        assert split_gpus(launch, environ, num_there) == shares
+    else:
+        with pytest.raises(ConfigError, match=shares):
+            split_gpus(launch, environ, num_there)
+    on_cpus = environ | {"JAX_PLATFORMS": "cpu"}
+    assert split_gpus(launch, on_cpus, num_there) == [None] * num_processes
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2])
@@ -346,59 +330,44 @@ def handles(pid, number):
     return bool(int(mask, 16) >> (number - 1) & 1)
 
 
+BUG = ["Traceback (most recent call last):", "RuntimeError: a bug in 1"]
+OTHERS = "process 5 on h5 failed first, with exit code 65: DataError: bad (after "
+
+
 @pytest.mark.processes
-def test_the_first_that_fails_is_named_with_its_traceback_and_the_others_end(folder):
-    done = launch(folder, "--num-processes", 3, "program.py", "raise-1", "stay-0", "stay-2")
-    assert done.code == 1
-    headline, *words = done.err[done.err.index("jddp: process 1") :].splitlines()
-    assert failed(1, "exit code 1 (after ") in headline
-    assert words[0] == "    Traceback (most recent call last):"
-    assert words[-1] == "    RuntimeError: a bug in 1"
-    assert "logs/process_1.log" in headline
-    assert "Traceback" in done.log(1)
-    assert done.log(1).rstrip().endswith("RuntimeError: a bug in 1")
+@pytest.mark.parametrize(
+    "program, code, first, words",
+    [
+        ("raise-1 stay-0", 1, failed(1, "exit code 1 (after "), BUG),
+        ("raise-1 ignore-0 child-0 stay-0", 1, failed(1, "exit code 1 (after "), BUG),
+        ("once-1 exit:81-0", 1, failed(1, "exit code 1 (after "), []),
+        ("kill-1 stay-0", 137, failed(1, "signal SIGKILL (unless it was sent by hand"), []),
+        # As process 0 writes it, which ends because of process 5 on another machine.
+        ("write-0 exit:81-0 stay-1", 65, OTHERS, ["Trace of process 5"] * 2),
+    ],
+)
+def test_the_first_that_fails_is_named_with_its_traceback_and_the_others_end(
+    folder, program, code, first, words
+):
+    options = ["--num-processes", 2, "--grace-seconds", 0.2]
+    done = launch(folder, *options, "program.py", *program.split())
+    assert done.code == code, done.err
+    headline, *trace = done.err[done.err.index(f"jddp: {first}") :].splitlines()
+    assert [*trace[:1], *trace[-1:]] == [f"    {line}" for line in words]
+    assert ("logs/process_1.log" in headline) == (code != 65)
+    assert words == [] or code == 65 or done.log(1).rstrip().endswith(words[-1])
+    assert done.failure()["process"] == (5 if code == 65 else 1)
     assert_gone(folder)
 
 
 @pytest.mark.processes
-def test_a_worker_that_is_killed_is_named_with_the_signal_and_all_is_kept_that_it_said(folder):
+def test_all_is_kept_that_a_killed_process_said_and_its_failure_as_data(folder):
     done = launch(folder, "--num-processes", 2, "program.py", "speak-1", "kill-1", "stay-0")
-    assert done.code == 128 + signal.SIGKILL
-    assert failed(1, "signal SIGKILL (unless it was sent by hand") in done.err
-    assert_gone(folder)
     failure, unknown = done.failure(), ("exception", "traceback", "step", "phase")
     want = {"process": 1, "host": HOST, "exit_code": 128 + signal.SIGKILL}
     assert failure == want | dict.fromkeys(unknown) | {"time": failure["time"]}
     assert done.log(1).splitlines()[1:] == ["x" * 100_000, "no end of a line"]
     assert "[1] no end of a line\n" in done.out
-
-
-@pytest.mark.processes
-def test_who_says_that_another_failed_first_did_not_fail_first(folder):
-    done = launch(folder, "--num-processes", 2, "program.py", "exit:81-0", "once-1")
-    assert done.code == 1
-    assert failed(1, "exit code 1") in done.err
-    assert done.failure()["process"] == 1
-
-
-@pytest.mark.processes
-def test_the_failure_that_a_process_has_written_is_the_one_that_is_reported(folder):
-    # As process 0 writes it, which ends because of process 5 on another machine.
-    done = launch(folder, "--num-processes", 2, "program.py", "write-0", "exit:81-0", "stay-1")
-    assert done.code == 65, done.err
-    headline, *words = done.err[done.err.index("jddp: process 5") :].splitlines()
-    assert "process 5 on h5 failed first, with exit code 65: DataError: bad" in headline
-    assert words == ["    Traceback of process 5"]
-    assert_gone(folder)
-
-
-@pytest.mark.processes
-def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace_with_what_it_started(folder):
-    options = ["--num-processes", 2, "--grace-seconds", 0.2]
-    done = launch(folder, *options, "program.py", "ignore-0", "child-0", "stay-0", "raise-1")
-    assert done.code == 1
-    assert failed(1, "exit code 1") in done.err
-    assert_gone(folder)
 
 
 @pytest.mark.processes
@@ -533,7 +502,8 @@ ENDS = {  # of the last process of a script: what it does and where; the launche
     "raise loop": (1, MINE),
     "raise iterator": (1, MINE),
     "refuse callback": (65, DATA),
-    **dict.fromkeys(["exit loop", "exit iterator", "exit callback"], (3, None)),
+    "exit loop": (3, None),
+    "exit iterator": (3, None),
     "stop loop": (65, None),
 }
 
@@ -546,8 +516,7 @@ def scripts(tmp_path_factory):
         with Launched(tmp_path_factory.mktemp("script"), *TWO, SCRIPT, *how.split()) as launched:
             # JAX's shutdown barrier holds processes for 300 s. Here it is 10 s for one that is
             # waited for, and what it takes to start and compile on a machine that is busy.
-            launched.seconds = 150
-            launched.code = launched.end()
+            launched.code = launched.end(150)
         return launched
 
     with ThreadPoolExecutor(3) as threads:
@@ -561,25 +530,23 @@ def scripts(tmp_path_factory):
 def test_a_script_that_ends_in_one_process_ends_its_job_in_seconds_beside_others(scripts, how):
     (what, where), (code, reported), done = how.split(), ENDS[how], scripts[how]
     assert done.code == code, done.err
-    failure = done.failure()
-    assert failure["process"] == 1
+    failure, early = done.failure(), "ended too early, while others wait for it: give all as many"
+    found = (failure["process"], failure["exit_code"], failure["exception"])
     if what == "exit":
+        assert found == (1, 3, None)
         assert f"jddp: {failed(1, 'exit code 3')}" in done.err
-        assert failure["exit_code"] == 3
-        assert "process 1 on " in done.log(0)
-        assert "ended too early, while others wait for it: give all as many" in done.log(0)
+        assert f"process 1 on {HOST} {early}" in done.log(0)
     elif what == "stop":
-        assert f"\njddp: process 1 on {HOST} ended too early" in done.err
-        assert "give all as many steps and batches (after" in done.err
-        assert (failure["exit_code"], failure["exception"]) == (None, None)
+        assert found == (1, None, None)
+        assert f"\njddp: process 1 on {HOST} {early} steps and batches (after" in done.err
     else:
+        exception = dict(zip(("type", "message"), reported.split(": "), strict=True))
+        assert found == (1, code, exception)
         headline = f"jddp: {failed(1, f'exit code {code}: {reported} (after')}"
         words = done.err[done.err.index(headline) :].splitlines()[1:]
         assert words[0] == "    Traceback (most recent call last):"
         assert reported in words[-1]
         assert "Check failure stack trace" not in done.err  # no abort of JAX's
-        exception = dict(zip(("type", "message"), reported.split(": "), strict=True))
-        assert (failure["exit_code"], failure["exception"]) == (code, exception)
         assert failure["traceback"].endswith(f"{reported}\n")
         place = (None, None) if where == "loop" else ("step", 4)
         assert (failure["phase"], failure["step"]) == place
@@ -636,10 +603,9 @@ def test_a_process_that_waits_for_one_that_was_killed_ends_long_before_the_grace
     (folder / "kill").touch()
     with waits(0, "--num-processes", 3) as launched:
         assert launched.end() == 128 + signal.SIGKILL
-    assert f"jddp: {failed(1, 'signal SIGKILL')}" in launched.err
-    for process in (0, 2):
-        log = folder / "logs-0" / f"process_{process}.log"
-        assert failed(1, "signal SIGKILL") in log.read_text()
+    killed = failed(1, "signal SIGKILL")
+    for text in (launched.err, launched.log(0, "logs-0"), launched.log(2, "logs-0")):
+        assert killed in text
     assert launched.failure("logs-0")["process"] == 1
 
 
@@ -666,7 +632,7 @@ def test_who_waits_for_a_machine_whose_launcher_was_lost_ends_long_before_the_gr
         lost.kill()
         assert first.end() == 81, first.err
     assert "jddp: node 1 was lost." in first.err
-    assert "jddp.launch: node 1 was lost" in (folder / "logs-0" / "process_0.log").read_text()
+    assert "jddp.launch: node 1 was lost" in first.log(0, "logs-0")
     assert first.failure("logs-0")["exception"]["message"] == "node 1 was lost."
 
 

@@ -103,15 +103,6 @@ def cluster(tmp_path_factory, request):
         yield cluster
 
 
-def wait_for(job, name):
-    """Waits until there is a file of this name, as long as the job runs."""
-    until = time.monotonic() + SECONDS
-    while not (job.folder / name).exists():
-        assert job.process.poll() is None, job.process.communicate()
-        assert time.monotonic() < until
-        time.sleep(0.01)
-
-
 def end(job):
     """Waits for the end of a job; returns what it said, which Ray moves from stream to stream."""
     job.code = job.end(SECONDS)
@@ -134,7 +125,7 @@ def test_workers_train_as_one_process(cluster):
 def test_a_killed_process_resumes_to_the_same_bits(cluster, number):
     run = f"killed-{number}"
     with cluster.launch(*LONG, run=run, options=["--max-restarts", "1"]) as job:
-        wait_for(job, f"{run}/checkpoints/40")
+        job.wait_for(f"{run}/checkpoints/40")
         os.kill(cluster.process(number)[0], signal.SIGKILL)
         said = end(job)
     assert job.code == 0, said
@@ -178,7 +169,7 @@ def test_a_second_job_in_the_same_directory_is_refused(cluster):
 @pytest.mark.long
 def test_a_signal_to_the_driver_saves_and_the_job_resumes(cluster):
     with cluster.launch(*LONG, run="stopped") as job:
-        wait_for(job, "stopped/checkpoints/20")
+        job.wait_for("stopped/checkpoints/20")
         job.process.send_signal(signal.SIGTERM)
         said = end(job)
     assert job.code == 75, said
@@ -203,7 +194,7 @@ def test_an_address_without_a_cluster_and_a_cluster_that_is_too_small_are_one_li
 
 def test_a_node_that_goes_away_is_replaced_by_another(cluster):
     with cluster.launch(*LONG, run="lost", options=["--max-restarts", "1"]) as job:
-        wait_for(job, "lost/checkpoints/40")
+        job.wait_for("lost/checkpoints/40")
         assert {cluster.process(i)[1] for i in (0, 1)} == {"h1", "h2"}
         cluster.set_link("h2", "down")
         cluster.end("h2")
@@ -215,15 +206,22 @@ def test_a_node_that_goes_away_is_replaced_by_another(cluster):
 
 
 @pytest.mark.long
-def test_an_elastic_job_continues_without_a_node(cluster):
-    elastic = ["--min-processes", "1", "--max-restarts", "1"]
+def test_an_elastic_job_continues_without_a_node_and_with_one_that_comes(cluster):
+    elastic, log = ["--min-processes", "1", "--max-restarts", "1"], "logs-elastic/process_0.log"
     with cluster.launch(*LONG, run="elastic", options=elastic) as job:
-        wait_for(job, "elastic/checkpoints/40")
-        cluster.set_link("h3", "down")
-        cluster.end("h3")
+        job.wait_for("elastic/checkpoints/40")
+        (lost,) = {cluster.process(i)[1] for i in (0, 1)} - {"h1"}
+        cluster.set_link(lost, "down")
+        cluster.end(lost)
+        job.wait_for_words(log, "num_processes 1 (was 2)")
+        (cluster.folder / "hang-0").touch()  # until Ray looks for nodes, once a minute
+        cluster.set_link(lost, "up")
+        cluster.add(lost)
+        assert cluster.process(1)
+        (cluster.folder / "hang-0").unlink()
         said = end(job)
     assert job.code == 0, said
-    assert "num_processes 1 (was 2)" in said
+    assert "num_processes 2 (was 1)" in said
     assert result(cluster.folder, "elastic")[1] == 400
 
 

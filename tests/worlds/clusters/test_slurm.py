@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-from pathlib import Path
 
 import pytest
 from faults.jobs import FEW, assert_alike, result, saved_steps
@@ -51,24 +50,6 @@ def folder(jobs):
     return jobs
 
 
-def test_a_cluster_ends_with_all_that_runs_on_it(tmp_path):
-    with Slurm(tmp_path) as cluster:
-        step = cluster.start("srun", "--nodes=4", "sleep", "1000")
-        cluster.wait_for(lambda: len(cluster.running()) >= 4)
-    step.communicate(timeout=10)
-    assert step.returncode == -signal.SIGKILL
-    folder = f"SLURM_CONF={tmp_path}".encode()
-    assert not [pid for pid in os.listdir("/proc") if pid.isdecimal() and is_of(pid, folder)]
-
-
-def is_of(pid, word):
-    """Whether a word is in the environment of a process."""
-    try:
-        return word in Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return False
-
-
 # Who a process is.
 
 
@@ -96,34 +77,31 @@ def two_components(*command):
     return [*first, *command, ":", *second, *command]
 
 
+PART = "salloc --nodes=4 --ntasks=4 srun --nodes=2 --ntasks=2 --relative=2"  # of an allocation
+
+
 @pytest.mark.parametrize(
-    "options, host",
+    "command, count, host",
     [
-        ("--nodes=4 --ntasks=4", "n1"),
-        ("--nodes=2 --ntasks=4", "n1"),
-        ("--nodes=3 --ntasks=4 --distribution=cyclic", "n1"),
-        ("--nodelist=n4,n2 --ntasks=4", "n2"),
-        ("--nodes=2 --ntasks=4 --mpi=pmi2", "n1"),
+        ("srun --nodes=4 --ntasks=4", 4, "n1"),
+        ("srun --nodes=3 --ntasks=4 --distribution=cyclic", 4, "n1"),
+        ("srun --nodelist=n4,n2 --ntasks=4", 4, "n2"),
+        ("srun --nodes=2 --ntasks=4 --mpi=pmi2", 4, "n1"),
+        (PART, 2, "n3"),
+        (f"{PART} --mpi=pmi2", 2, "n3"),
     ],
 )
-def test_tasks_of_a_step_know_where_the_first_one_is(slurm, folder, options, host):
-    assert_meet(ask(slurm, folder, "srun", *options.split()), 4, host)
-
-
-@pytest.mark.parametrize("more", [[], ["--mpi=pmi2"]], ids=["", "pmi2"])
-def test_a_step_may_be_a_part_of_its_allocation(slurm, folder, more):
-    step = ["srun", "--nodes=2", "--ntasks=2", "--relative=2", *more]
-    assert_meet(ask(slurm, folder, "salloc", "--nodes=4", "--ntasks=4", *step), 2, "n3")
+def test_tasks_of_a_step_know_where_the_first_one_is(slurm, folder, command, count, host):
+    assert_meet(ask(slurm, folder, *command.split()), count, host)
 
 
 def test_components_of_a_heterogeneous_job_are_one(slurm, folder):
     alone = slurm.run("srun", *two_components("python", "who.py"), cwd=folder)
     assert_meet(answers(alone.stdout), 4, "n3")
     allocation = ["salloc", *two_components()[:-2], *HETEROGENEOUS[1]]
-    both = ask(slurm, folder, *allocation, "srun", "--het-group=0,1")
-    assert_meet(both, 4, "n3")
-    second = ask(slurm, folder, *allocation, "srun", "--het-group=1")
-    assert_meet(second, 3, "n1")
+    for groups, count, host in (("0,1", 4, "n3"), ("1", 3, "n1")):
+        found = ask(slurm, folder, *allocation, "srun", f"--het-group={groups}")
+        assert_meet(found, count, host)
 
 
 def test_what_no_variable_tells_process_0_says(slurm, folder):
@@ -161,7 +139,6 @@ def test_without_a_step_of_several_tasks_there_is_one_process(slurm, folder):
         ("--gpus-per-node=4", [[0, 1], [2, 3]]),
         ("--gpus-per-node=2", [[0], [1]]),
         ("--gpus-per-task=2", [None, None]),  # each sees its own two
-        ("--gpus-per-task=1", [None, None]),
         ("--gpus-per-node=4 --gpu-bind=single:1", [None, None]),
     ],
 )
