@@ -161,18 +161,8 @@ class Checkpoints:
         shared = from_first("newest", json.dumps(found), timeout_seconds=SECONDS)
         step: int | None = json.loads(shared)
         if step is not None:
-            self._wait_until_seen(self._directory / str(step) / SUMS)
+            wait_until_seen(self._directory / str(step) / SUMS)
         return step
-
-    def _wait_until_seen(self, path: Path) -> None:
-        until = time.monotonic() + SEEN_SECONDS
-        while not path.exists():
-            if time.monotonic() > until:
-                raise FileSystemError(
-                    f"Process 0 has {path}, and process {jax.process_index()} does not. All "
-                    "processes need the same directory, on a shared file system."
-                )
-            time.sleep(0.1)
 
     def _set_aside(self, step: int, damage: str) -> None:
         if jax.process_index() != 0:
@@ -250,3 +240,19 @@ _REFUSED, _LATE = re.compile("os_error_code=|'OSError'"), "Event loop is closed"
 logging.getLogger("asyncio").addFilter(lambda x: not _REFUSED.search(str(x.exc_info)))
 _show = sys.unraisablehook
 sys.unraisablehook = lambda x: _show(x) if x.object or str(x.exc_value) != _LATE else None
+
+
+def wait_until_seen(path: Path, text: str = "") -> None:
+    """Waits for a file that process 0 has written, with this text in it.
+
+    Raises:
+      FileSystemError: If it does not come.
+    """
+    until = time.monotonic() + SEEN_SECONDS
+    while not (path.exists() and text in path.read_text()):
+        if time.monotonic() > until:
+            raise FileSystemError(
+                f"Process 0 has {path}, and process {jax.process_index()} does not. All "
+                "processes need the same directory, on a shared file system."
+            )
+        time.sleep(0.1)

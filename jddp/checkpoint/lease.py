@@ -54,10 +54,8 @@ class Lease:
         while not self._is_made():
             before, seen, now = seen, self._read(), time.monotonic()
             if before and seen and seen != before:
-                raise ConfigError(
-                    f"run.dir {self._url} is in use by {_holder(seen)}. "
-                    "Wait for its end, or choose another run.dir."
-                )
+                in_use = f"run.dir {self._url} is in use by {_holder(seen)}"
+                raise ConfigError(f"{in_use}. Wait for its end, or choose another run.dir.")
             since = since if seen == before else now
             if seen and now - since > LEASE_SECONDS:
                 self._files.rm_file(self._path)
@@ -80,21 +78,19 @@ class Lease:
         return False
 
     def _read(self) -> str:
-        try:
+        with contextlib.suppress(FileNotFoundError):
             return str(self._files.cat_file(self._path).decode())
-        except FileNotFoundError:
-            return ""
+        return ""
 
     def _renew(self) -> None:
-        count = 0
         while not (self._is_over.wait(BEAT_SECONDS) or self._taken_by):
             with contextlib.suppress(Exception):  # of a connection that may come back
                 there = self._read()
                 if there and not there.startswith(self._mine):
                     self._taken_by = _holder(there)
                 else:
-                    count += 1
-                    self._files.pipe_file(self._path, f"{self._mine}{count}".encode())
+                    renewed = f"{self._mine}{time.monotonic()}"
+                    self._files.pipe_file(self._path, renewed.encode())
 
 
 def _holder(text: str) -> str:

@@ -98,8 +98,8 @@ class Remote:
         with contextlib.ExitStack() as stack:
             with self._explained("locked"):
                 self._files.makedirs(self._root, exist_ok=True)
-                lease = Lease(self._files, f"{self._root}/{_LOCK}", self.url)
-                self._lease = stack.enter_context(lease)
+                path = f"{self._root}/{_LOCK}"
+                self._lease = stack.enter_context(Lease(self._files, path, self.url))
             yield
 
     def fetch(self, *, every: bool = False) -> None:

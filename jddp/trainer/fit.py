@@ -111,6 +111,8 @@ def train(
     stacks = None if files is None else files.stacks(jax.process_index())
     held = contextlib.nullcontext() if files is None else files.held(kept.config)
     with held, Watchdog(limits, stacks) as watchdog:
+        if files is not None:
+            files.check_seen()
         batch = source.peek()
         if jax.process_count() > 1:
             agree("model, optimizer or batch", fingerprint(ddp, batch))

@@ -19,6 +19,7 @@ from faults.jobs import FEW, assert_alike, result, saved_steps, train_command, v
 from runs import ROOT, environment, free_port, wait_until
 
 import jddp
+from jddp.distributed.failure import owned_process
 from jddp.distributed.resolve import resolve_identity
 from jddp.distributed.signals import SAME_SECONDS
 from jddp.errors import ConfigError, CoordinatorError
@@ -267,6 +268,12 @@ def test_a_mistake_in_the_arguments_is_one_line(capsys, arguments, reported):
     assert reported in said.err
     assert said.err.startswith("jddp: ")
     assert said.err.count("\n") == 1
+
+
+def test_an_exit_by_the_code_of_a_user_is_an_error_of_its_command():
+    called = r"called sys.exit: SystemExit\(0\)"
+    with pytest.raises(RuntimeError, match=called), owned_process():
+        sys.exit(0)
 
 
 # Real processes of a program without JAX.
@@ -552,19 +559,6 @@ def test_a_script_that_ends_in_one_process_ends_its_job_in_seconds_beside_others
         assert (failure["phase"], failure["step"]) == place
 
 
-@pytest.mark.processes
-@pytest.mark.slow
-def test_sys_exit_while_data_are_read_ends_a_job_with_a_traceback(jobs):
-    (jobs / "exit-1").touch()
-    try:
-        done = train(jobs, "--num-processes", 2, run="exits", arguments=FEW)
-    finally:
-        (jobs / "exit-1").unlink()
-    assert done.code == 1
-    assert f"jddp: {failed(1, 'exit code 1')}" in done.err
-    assert "called sys.exit: SystemExit(0)" in done.err
-
-
 WAITS = """
 import os
 import signal
@@ -700,20 +694,6 @@ def test_torchrun_starts_a_job(jobs, one):
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_two_nodes_train_as_one(jobs, one, address):
-    def start(rank):
-        about = {"run": "nodes", "arguments": FEW, "logs": f"logs-nodes-{rank}"}
-        return training(jobs, *TWO, *node(rank, address), **about)
-
-    with start(1) as second, start(0) as first:  # whoever comes first
-        assert (first.end(), second.end()) == (0, 0), (first.err, second.err)
-    assert "job      4 processes, set by jddp.launch" in first.out
-    assert "eval" not in second.out
-    assert_alike(result(jobs, "nodes")[0], one)
-
-
-@pytest.mark.processes
-@pytest.mark.slow
 def test_a_job_continues_without_a_machine_that_is_lost_and_with_one_that_comes_or_is_stopped(
     jobs, golden, address
 ):
@@ -776,20 +756,10 @@ def test_the_launcher_of_another_node_reads_from_its_own_file_who_failed_first(
     assert not (jobs / run / "logs" / "failure.json").exists()  # the variable says where
 
 
-SILENT = """
-F1122 client.h:80] Terminating process because the JAX distributed service detected fatal errors.
-absl::Status: UNAVAILABLE: The following tasks are unhealthy (stopped sending heartbeats):
-2
-3
-The tasks have crashed.
-
-RPC: /xla.coordination.CoordinationService/PollForError [type.googleapis.com/x='']
-"""
-GONE = """
-absl::Status: DEADLINE_EXCEEDED: Deadline Exceeded
-
-RPC: /xla.coordination.CoordinationService/Heartbeat
-"""
+SERVICE = "/xla.coordination.CoordinationService"
+SILENT = "UNAVAILABLE: The following tasks are unhealthy (stopped sending heartbeats):\n2\n3\n"
+SILENT += f"The tasks have crashed.\n\nRPC: {SERVICE}/PollForError [type.googleapis.com/x='']\n"
+GONE = f"absl::Status: DEADLINE_EXCEEDED: Deadline Exceeded\n\nRPC: {SERVICE}/Heartbeat\n"
 
 
 @pytest.mark.processes
@@ -797,7 +767,7 @@ RPC: /xla.coordination.CoordinationService/Heartbeat
     "said, code, how",
     [
         (SILENT, 81, "a report: JAX: unhealthy (stopped sending heartbeats): 2 3 (after "),
-        (GONE, 81, "a report: JAX: RPC: /xla.coordination.CoordinationService/Heartbeat (after "),
+        (GONE, 81, f"a report: JAX: RPC: {SERVICE}/Heartbeat (after "),
         ("Check failed", 128 + signal.SIGABRT, "failed first, with signal SIGABRT (after "),
     ],
 )

@@ -23,8 +23,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from jddp.checkpoint.checkpoints import wait_until_seen
 from jddp.checkpoint.remote import Remote
+from jddp.checkpoint.writer import SECONDS
 from jddp.config.permissions import is_url, refuse_foreign
+from jddp.distributed.coordination import from_first
 from jddp.errors import ConfigError, DataError, FileSystemError
 from jddp.trainer.reports.log_file import logging_to
 from jddp.trainer.reports.metrics_file import MetricsFile, replace_file
@@ -142,6 +145,18 @@ class RunDirectory:
                         self.remote.upload()
                     except FileSystemError as error:
                         log.warning("Metrics and logs: %s", error)
+
+    def check_seen(self) -> None:
+        """Checks that all processes of the job see the directory that process 0 holds.
+
+        Raises:
+          FileSystemError: If this process does not.
+        """
+        lock = self.path / "lock"
+        mine = lock.read_text() if self._is_writer else ""
+        holder = from_first("held", mine, timeout_seconds=SECONDS)
+        if holder and self.remote is None:  # no name on a full disk, no common folder for a URL
+            wait_until_seen(lock, holder)
 
     @contextlib.contextmanager
     def _locked(self, config: Values | None) -> Iterator[None]:

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from runs import contents
 
+from jddp.checkpoint import checkpoints
 from jddp.errors import ConfigError, DataError, FileSystemError
+from jddp.trainer.reports import run_directory
 from jddp.trainer.reports.log_file import said
 from jddp.trainer.reports.metrics_file import MetricsFile
 from jddp.trainer.reports.progress import Progress, train_line
@@ -303,3 +305,20 @@ def test_on_a_full_disk_a_log_is_reported_once_and_a_lock_holds_without_a_name(t
             said.info("step %d", step)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith("process_0.log: cannot be written: No space left on device.")
+
+
+def test_a_process_that_does_not_see_the_directory_of_process_0_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoints, "SEEN_SECONDS", 0.1)
+    paths = [tmp_path / name for name in ("there", "elsewhere")]
+    for path in paths:
+        path.mkdir()
+    (paths[1] / "lock").write_text("process 1 on another host\n")  # which was killed here
+    with RunDirectory(paths[0], is_writer=True).held():
+        holder = (paths[0] / "lock").read_text()
+        monkeypatch.setattr(run_directory, "from_first", lambda *_, **how: holder)
+        first, other = (RunDirectory(path, is_writer=False) for path in paths)
+        first.check_seen()
+        with pytest.raises(
+            FileSystemError, match="Process 0 has .*elsewhere/lock, and process 0 d"
+        ):
+            other.check_seen()

@@ -109,11 +109,9 @@ class Hosts:
         return self.on_wire(*on_host, *inside)
 
     def start(self, name: str, *command: str, **how) -> subprocess.Popen:
-        """Starts a command on a host."""
         return subprocess.Popen(self.command(name, *map(str, command)), **how)
 
     def run(self, name: str, *command: str, **how) -> subprocess.CompletedProcess:
-        """Runs a command on a host, to its end."""
         options = {"capture_output": True, "text": True, "timeout": 120} | how
         return subprocess.run(self.command(name, *map(str, command)), **options)
 
@@ -122,7 +120,6 @@ class Hosts:
         self.wire("ip", "-n", name, "link", "set", "e0", state)
 
     def pids(self, name: str) -> list[int]:
-        """Numbers of the processes that run on a host."""
         return [int(pid) for pid in self.wire("ip", "netns", "pids", name).split()]
 
     def end(self, name: str) -> None:

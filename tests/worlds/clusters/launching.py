@@ -60,5 +60,4 @@ def workers_of(hosts, name, number="JAX_PROCESS_ID"):
 
 
 def assert_empty(hosts, name):
-    """No process is left on a host."""
     wait_until(lambda: not any(read_proc(pid, "cmdline") for pid in hosts.pids(name)), seconds=30)

@@ -98,7 +98,6 @@ class Slurm:
             daemon.wait()
 
     def run(self, *command, cwd=ROOT, **variables):
-        """Runs a command on the host of the controller, to its end."""
         how = {"env": self.environ | variables, "timeout": SECONDS}
         return self._hosts.run(LOGIN, *_in(cwd, command), **how)
 
@@ -109,7 +108,6 @@ class Slurm:
         return self._hosts.start(LOGIN, *_in(cwd, command), **how)
 
     def submit(self, *arguments, cwd=ROOT, **variables):
-        """Submits a script; returns the number of the job."""
         done = self.run("sbatch", "--parsable", *arguments, cwd=cwd, **variables)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
@@ -141,11 +139,9 @@ class Slurm:
         return pid
 
     def end_node(self, node):
-        """Kills all that runs on a node, as pulling its plug would."""
         self._hosts.end(node)
 
     def end_jobs(self):
-        """Ends what a test has left."""
         self._answer("scancel", "--user=root")
         self._answer("scancel", "--user=root", "--signal=KILL")
         self.wait_for(lambda: not self._answer("squeue", "-h") and not self.running())

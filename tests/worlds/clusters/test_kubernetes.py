@@ -269,7 +269,6 @@ class Pods(Job):
         self._hosts.resolve(me, *lines)
 
     def start(self, pod):
-        """Starts the container of a pod."""
         found = environ_of(self._container, pod, f"{self.names[0]}.{self.service}")
         environ = variables_of(self._folder) | {k: self._put(x) for k, x in found.items()}
         python, *command = self._container["command"]
@@ -299,13 +298,11 @@ class Pods(Job):
         assert f"2 processes, set by {self.source}; process 0" in said
 
     def _put(self, path):
-        """The volume is this folder."""
         return path.replace("/shared", str(self._folder))
 
 
 @pytest.fixture
 def volume(folder):
-    """The volume: a user's module and config."""
     shutil.copy(folder / "job.yaml", folder / "my.yaml")
     return folder
 

@@ -55,7 +55,6 @@ class RayCluster(Hosts):
         self.folder, self.log = folder, scratch / "ray.log"
 
     def add(self, name):
-        """Starts a node, and returns when it is there."""
         where = ["--head", "--port=6379", "--include-dashboard=false"]
         if name != "h1":
             where = [f"--address={ADDRESS}"]
@@ -76,7 +75,6 @@ class RayCluster(Hosts):
         return OnHost(self, "h1", self.folder, *command, **variables)
 
     def process(self, number):
-        """The pid of a process of the job, and its host."""
         until = time.monotonic() + SECONDS
         while time.monotonic() < until:
             for name in self.addresses:

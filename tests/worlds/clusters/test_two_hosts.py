@@ -82,22 +82,6 @@ def test_the_default_job_on_two_hosts_of_four_devices_is_that_of_one_process_of_
     assert_alike(result(jobs, "halves")[0], result(jobs, "whole")[0])
 
 
-@pytest.mark.parametrize(
-    "rank, address, seconds, reported",
-    [
-        (0, "h1:61500", "2", "within 2 s"),  # the other never comes
-        (1, "10.8.0.9:61500", "1", "cannot reach (node|process) 0 at 10.8.0.9:61500: "),
-    ],
-)
-def test_a_host_that_does_not_find_the_other_says_so(hosts, jobs, rank, address, seconds, reported):
-    node = two_launchers(hosts, jobs, "alone", address=address, JDDP_START_SECONDS=seconds)[rank]
-    start = time.monotonic()
-    with ends_of(node, codes=(69,)) as (alone,):
-        pass
-    assert time.monotonic() - start < 30
-    assert re.search(reported, alone.err)
-
-
 def test_hosts_that_are_cut_off_for_good_end_by_themselves(hosts, jobs):
     first, second = two_launchers(hosts, jobs, "cut", *LONGER, **SILENCE)
     with first() as first, second() as second:
