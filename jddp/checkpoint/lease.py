@@ -5,9 +5,9 @@
         lease.check()                           # raises if another has taken it all the same
 
 Storage has no locks that end with a process. What it has is a file that only one can make
-(`open(..., "xb")`). Whoever finds it waits until it changes, and is refused; one that has not
-changed for `LEASE_SECONDS` is of a process that was killed, and is taken over. A holder that was
-stopped or cut off for so long may find that it has lost the lease, and writes no more.
+(`open(..., "xb")`). A process that finds it waits until it changes, and is refused; a file that has
+not changed for `LEASE_SECONDS` is of a process that was killed, and is taken over. A holder that
+was stopped or cut off for so long may find that it has lost the lease, and writes no more.
 """
 
 import contextlib

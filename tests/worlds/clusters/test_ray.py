@@ -219,7 +219,8 @@ def test_an_elastic_job_continues_without_a_node_and_with_one_that_comes(cluster
         (cluster.folder / "hang-0").unlink()
         said = end(job)
     assert job.code == 0, said
-    assert "num_processes 2 (was 1)" in said
+    began = re.findall(r"\| (\d) process", (cluster.folder / log).read_text())
+    assert began == ["2", "1", "2"], said
     assert result(cluster.folder, "elastic")[1] == 400
 
 
