@@ -474,6 +474,17 @@ def test_a_folder_for_logs_that_cannot_be_made_is_reported_in_one_line(folder):
     assert done.err == "jddp: --logs file/logs: Not a directory.\n"
 
 
+@pytest.mark.processes
+def test_a_full_disk_costs_the_log_alone(folder):
+    (folder / "logs").mkdir()
+    (folder / "logs" / "process_0.log").symlink_to("/dev/full")
+    done = launch(folder, "program.py", "speak-0")
+    assert done.code == 0, done.err
+    assert done.out.endswith("[0] no end of a line\n")
+    full = "logs/process_0.log: No space left on device. The rest is in the terminal alone."
+    assert done.err.count(full) == 1
+
+
 # Jobs of jddp.
 
 
