@@ -242,11 +242,11 @@ def test_a_job_whose_node_dies_resumes_on_another_and_saves_when_it_is_cancelled
     with Slurm(tmp_path) as slurm:
         job = submit(slurm, folder, "orphaned", TWO, *ENDLESS[:1], "checkpoint.every_steps=20")
         slurm.wait_for(lambda: saved_steps(folder / "orphaned"))
-        slurm.end_node("n2")
+        slurm.end_node("n1")  # where the batch script and process 0 are
         # Which Slurm finds out by itself after SlurmdTimeout, five minutes.
-        slurm.run("scontrol", "update", "nodename=n2", "state=down", "reason=dead")
+        slurm.run("scontrol", "update", "nodename=n1", "state=down", "reason=dead")
         slurm.wait_for(lambda: "resumed from step" in log(folder, "orphaned", job))
-        assert "n2" not in list_hosts(slurm.job(job)["NodeList"])
+        assert "n1" not in list_hosts(slurm.job(job)["NodeList"])
         before = saved_steps(folder / "orphaned")[-1]
         slurm.wait_for(lambda: saved_steps(folder / "orphaned")[-1] > before)
         slurm.run("scancel", job)
