@@ -104,9 +104,10 @@ def restart(num_rounds: int, *options: str) -> dict[str, float]:
             step = last_step(metrics)
             with subprocess.Popen(command, stdout=quiet, stderr=quiet) as job:
                 wait_until(lambda step=step: last_step(metrics) > step + 25)
-                metrics.unlink()  # what one life wrote would be taken for the next one's
                 os.kill(worker_of(f"run.dir={folder}/run"), signal.SIGKILL)
                 since = time.perf_counter()
+                time.sleep(0.5)  # until the step under way, which was its last, is written
+                metrics.unlink()  # what one life wrote would be taken for the next one's
                 wait_until(lambda: last_step(metrics) > 0)
                 if number:  # the first time it compiles what a resumption needs
                     seconds.append(time.perf_counter() - since)

@@ -64,7 +64,7 @@ class RunDirectory:
         self.checkpoints = self.path / "checkpoints"
         self.metrics = MetricsFile(self.path / "metrics.jsonl", is_writer=is_writer)
         self._config, self._manifest = self.path / "config.yaml", self.path / "manifest.json"
-        self._is_writer = is_writer
+        self._is_writer, self._holder = is_writer, ""
 
     def prepare(self, config: Values | None, manifest: Values) -> None:
         """Makes the directory, or checks that an existing one is of the same run.
@@ -152,11 +152,10 @@ class RunDirectory:
         Raises:
           FileSystemError: If this process does not.
         """
-        lock = self.path / "lock"
-        mine = lock.read_text() if self._is_writer else ""
-        holder = from_first("held", mine, timeout_seconds=SECONDS)
-        if holder and self.remote is None:  # no name on a full disk, no common folder for a URL
-            wait_until_seen(lock, holder)
+        holder = from_first("held", self._holder, timeout_seconds=SECONDS)
+        # No name on a full disk, no common folder for a URL. Reading it would release the lock.
+        if holder and self.remote is None and not self._is_writer:
+            wait_until_seen(self.path / "lock", holder)
 
     @contextlib.contextmanager
     def _locked(self, config: Values | None) -> Iterator[None]:
@@ -176,7 +175,8 @@ class RunDirectory:
                 log.warning("%s cannot be locked: %s.", self.path, error.strerror)
             with contextlib.suppress(OSError):  # A full disk has locks, and no room for a name.
                 lock.truncate(0)
-                lock.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+                lock.write((name := f"process {os.getpid()} on {socket.gethostname()}\n").encode())
+                self._holder = name
             try:
                 if config is not None and changes(_read_config(self._config), config):
                     _write_config(self._config, config)
