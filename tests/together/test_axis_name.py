@@ -36,10 +36,6 @@ MODES += [("nnx copy", "broadcast", {})]
 # The mode decides where the axis of the replicas has the name too.
 MODES += [("linen", mode, {"axis_name": "batch"}) for mode in ("sync", "local")]
 MODES += [(kind, "local", {"logical_replicas": 4}) for kind in ("linen", "nnx copy")]
-MODES += [(linen_copy, "local", {}), (nnx_copy, "broadcast", {})]
-# The mode decides where the axis of the replicas has the name too.
-MODES += [(linen, mode, {"axis_name": "batch"}) for mode in ("sync", "local")]
-MODES += [(kind, "local", {"logical_replicas": 4}) for kind in (linen, nnx_copy)]
 
 
 def trained(model, **options):

@@ -291,7 +291,7 @@ def test_what_is_no_flax_module_is_told_what_would_be():
         (MLP, "model is the class MLP"),
         ({"params": {}}, "model is dict"),
     ):
-        with pytest.raises(ConfigError, match=f"{message}.*docs/models.md"):
+        with pytest.raises(ConfigError, match=f"{message}.*wrap a function"):
             wrapped(model)
 
 

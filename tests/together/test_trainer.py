@@ -184,7 +184,9 @@ def test_padding_is_refused_for_a_loss_that_is_a_scalar():
     ddp, examples = wrapped(mesh=4, loss=scalar_loss), ArrayExamples(make_batch(20))
     plan = {"seed": 0, "num_epochs": 1, "multiple_of": 4}
     padded = TrainBatches(examples, global_batch_size=6, **plan)
-    with pytest.raises(UsageError, match="'loss' is a scalar, .* a multiple of 4, drop_remainder"):
+    with pytest.raises(
+        UsageError, match="'loss' is a scalar, .* a multiple of 4, and drop_remainder"
+    ):
         ddp.fit(padded, num_steps=4)
     full = TrainBatches(examples, global_batch_size=4, **plan)
     assert ddp.fit(full, num_steps=5).step == 5

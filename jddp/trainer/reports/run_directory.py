@@ -23,11 +23,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jddp.checkpoint.checkpoints import wait_until_seen
 from jddp.checkpoint.remote import Remote
-from jddp.checkpoint.writer import SECONDS
 from jddp.config.permissions import is_url, refuse_foreign
-from jddp.distributed.coordination import from_first
 from jddp.errors import ConfigError, DataError, FileSystemError
 from jddp.trainer.reports.log_file import logging_to
 from jddp.trainer.reports.metrics_file import MetricsFile, replace_file
@@ -152,6 +149,11 @@ class RunDirectory:
         Raises:
           FileSystemError: If this process does not.
         """
+        # They import JAX, which a mistake in run.dir need not wait for.
+        from jddp.checkpoint.checkpoints import wait_until_seen
+        from jddp.checkpoint.writer import SECONDS
+        from jddp.distributed.coordination import from_first
+
         holder = from_first("held", self._holder, timeout_seconds=SECONDS)
         # No name on a full disk, no common folder for a URL. Reading it would release the lock.
         if holder and self.remote is None and not self._is_writer:

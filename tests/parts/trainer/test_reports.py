@@ -10,8 +10,8 @@ import pytest
 from runs import contents
 
 from jddp.checkpoint import checkpoints
+from jddp.distributed import coordination
 from jddp.errors import ConfigError, DataError, FileSystemError
-from jddp.trainer.reports import run_directory
 from jddp.trainer.reports.log_file import said
 from jddp.trainer.reports.metrics_file import MetricsFile
 from jddp.trainer.reports.progress import Progress, train_line
@@ -315,7 +315,7 @@ def test_a_process_that_does_not_see_the_directory_of_process_0_says_so(tmp_path
     (paths[1] / "lock").write_text("process 1 on another host\n")  # which was killed here
     with RunDirectory(paths[0], is_writer=True).held():
         holder = (paths[0] / "lock").read_text()
-        monkeypatch.setattr(run_directory, "from_first", lambda *_, **how: holder)
+        monkeypatch.setattr(coordination, "from_first", lambda *_, **how: holder)
         first, other = (RunDirectory(path, is_writer=False) for path in paths)
         first.check_seen()
         with pytest.raises(
