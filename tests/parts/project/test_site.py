@@ -14,11 +14,13 @@ import tomllib
 
 import optax
 import pytest
+import yaml
 from runs import ROOT, environment, free_port
 from tiny import MLP, loss_fn, make_batch
 
 import jddp
-from jddp.config.keys import keys_of
+from jddp.config.files import flatten
+from jddp.config.keys import is_at, keys_of
 from jddp.data import TrainBatches
 from jddp.doctor.devices import OLDEST_DRIVER
 from jddp.errors import ExitCode
@@ -213,19 +215,49 @@ def test_the_program_and_the_config_of_the_tutorial_run(tmp_path):
     subprocess.run(command, cwd=tmp_path, env=environment(), check=True)
 
 
-def test_options_and_keys_of_the_commands_of_the_tutorial_are_there():
-    keys = {".".join(path) for path in keys_of(jddp.Config)}
-    shared = "\n".join(path.read_text() for path in ROOT.glob("jddp/config/*.py"))
-    blocks = "".join(re.findall(r"^```bash\n(.*?)^```", page("tutorial"), re.M | re.S))
-    lines = re.sub(r" *#.*|^kill .*", "", blocks.replace("\\\n", ""), flags=re.M).splitlines()
-    started = [part.split() for line in lines for part in re.split(r"python -m | -m ", line)[1:]]
-    assert {words[0] for words in started} >= {"jddp.train", "jddp.launch", "jddp.doctor"}
-    for module, *words in started:
-        path = ROOT / module.replace(".", "/")
-        path = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
-        text = path.read_text() + shared
-        assert all(f'"{word}"' in text for word in words if word.startswith("--"))
-        assert {word.partition("=")[0] for word in words if "=" in word} <= keys
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+KEYS = keys_of(jddp.Config)
+
+
+def shell_lines(text):
+    """The commands of a page, one a line, without prompts, comments and output."""
+    for kind, block in re.findall(r"^```(bash|console)\n(.*?)^```", text, re.M | re.S):
+        lines = block.replace("\\\n", " ").splitlines()
+        lines = [x[2:] for x in lines if x.startswith("$ ")] if kind == "console" else lines
+        yield from (re.sub(r"(^| +)#.*", "", line) for line in lines)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_commands_options_keys_and_files_of_shell_lines_are_there(path):
+    wrong = []
+    shared = "\n".join(x.read_text() for x in ROOT.glob("jddp/config/*.py"))
+    for line in shell_lines(path.read_text()):
+        files = re.findall(r"(?<![\w/.])(?:scripts|benchmarks|examples|configs)/[\w./]+", line)
+        wrong += [file for file in files if not (ROOT / file).exists()]
+        for part in re.split(r"&&|\|\|?|;|\bsrun\b|\$\(", line):
+            for command in re.split(r"(?:python3?|--| ) ?-m (?=jddp)|\bjddp (?=[a-z])", part)[1:]:
+                name, *words = re.sub(r"'| \S+\.py .*", " ", command).split()
+                module = ROOT / "jddp" / name.removeprefix("jddp.").replace(".", "/")
+                code = module / "__main__.py" if module.is_dir() else module.with_suffix(".py")
+                known = code.read_text() + shared if code.exists() else ""
+                wrong += [name] * (not known)
+                options = [x.partition("=")[0] for x in words if x.startswith("--")]
+                wrong += [x for x in options if known and f'"{x}"' not in known]
+                given = [x.partition("=")[0] for x in words if re.match(r"[a-z_]+(\.\w+)*=", x)]
+                wrong += [x for x in given if not is_known(tuple(x.split(".")))]
+    assert not wrong
+
+
+def is_known(place):
+    return any(is_at(key, place) or is_at(place, key) for key in KEYS)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_yaml_of_pages_parses_and_names_keys_that_are_there(path):
+    for block in re.findall(r"^```yaml\n(.*?)^```", path.read_text(), re.M | re.S):
+        for values in yaml.safe_load_all(block):
+            if set(values) <= set(jddp.Config.model_fields):  # else it is of Kubernetes or Ray
+                assert all(is_known(tuple(key.split("."))) for key in flatten(values))
 
 
 @pytest.mark.slow
