@@ -32,11 +32,10 @@ def _tokenize(arguments: argparse.Namespace) -> None:
     from jddp.data.sources.tokenize import BYTES, documents_in, tokenizer_in, write_tokens
 
     chosen, end = arguments.tokenizer, arguments.end_of_document
-    is_bytes = chosen == "bytes"
     index = write_tokens(
         documents_in(arguments.texts),
         arguments.directory,
-        tokenizer=BYTES if is_bytes else tokenizer_in(Path(chosen), end_of_document=end),
+        tokenizer=BYTES if chosen == "bytes" else tokenizer_in(Path(chosen), end_of_document=end),
         test_share=arguments.test_share,
         shard_tokens=arguments.shard_tokens,
     )
@@ -44,8 +43,7 @@ def _tokenize(arguments: argparse.Namespace) -> None:
         print(f"{part:5}  {index['documents'][part]:,} documents, {num_tokens:,} tokens")
     print(
         f"train with data.name=tokens data.dir={arguments.directory} "
-        "data.kwargs.sequence_length=... , and a model of vocab_size "
-        f"{index['vocab_size']:,}"
+        f"data.kwargs.sequence_length=... , and a model of vocab_size {index['vocab_size']:,}"
     )
 
 

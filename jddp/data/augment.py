@@ -81,8 +81,7 @@ class CropAndFlip:
         y = _centres(uniform[:, 2] * (height - tall), tall, height)
         x = _centres(uniform[:, 3] * (width - wide), wide, width)
         x = np.where(uniform[:, 4:] < 0.5, x[:, ::-1], x)
-        images = _between(images, y, axis=1)
-        return batch | {"image": _between(images, x, axis=2)}
+        return batch | {"image": _between(_between(images, y, axis=1), x, axis=2)}
 
 
 def _centres(begin: np.ndarray, length: np.ndarray, num_pixels: int) -> np.ndarray:
@@ -134,9 +133,8 @@ class Mixup:
         from scipy.special import betaincinv  # Only this needs it, and it takes a while.
 
         if not {"image", "label"} <= batch.keys():
-            raise ConfigError(
-                f"data.mixup mixes images with labels, and the data hold {', '.join(batch)}."
-            )
+            held = ", ".join(batch)
+            raise ConfigError(f"data.mixup mixes images with labels, and the data hold {held}.")
         others = self.examples.take((uniform[:, -2] * len(self.examples)).astype(np.int64))
         if self.augment is not None:
             batch, others = (self.augment(rows, uniform[:, :-2]) for rows in (batch, others))

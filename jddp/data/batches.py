@@ -119,15 +119,13 @@ class TrainBatches(Shown):
         if self.is_padded:
             counts = (position + self._own < end).astype(np.float32)
             mask = batch.get("mask", np.ones(len(counts), np.float32))
-            dims = tuple(range(1, mask.ndim))
-            batch = {**batch, "mask": mask * np.expand_dims(counts, dims)}
+            batch = batch | {"mask": (mask.T * counts).T}  # along the rows
         return batch
 
     def __repr__(self) -> str:
         """Number of examples, global batch size and position; reads no example."""
         head = f"TrainBatches: {self.num_examples:,} examples, {self.global_batch_size} a step"
-        is_endless = self._end == ENDLESS
-        end = "endless" if is_endless else f"{len(self.positions_left()):,} steps left"
+        end = "endless" if self._end == ENDLESS else f"{len(self.positions_left()):,} steps left"
         return f"{head}, at position {self._position:,}, {end}"
 
     def __iter__(self) -> Iterator[Batch]:
@@ -160,9 +158,8 @@ class TrainBatches(Shown):
         It does not depend on processes, devices or the size of a batch. After a partial last batch
         "end" is the position at which the examples ended, for a run that is made longer.
         """
-        if self._position > self._end:
-            return {"position": self._position, "end": self._end}
-        return {"position": self._position}
+        end = {"end": self._end} if self._position > self._end else {}
+        return {"position": self._position} | end
 
     def set_state(self, state: dict[str, int]) -> None:
         """Continues as if `state["position"]` examples had been delivered."""
@@ -188,8 +185,8 @@ class _EvalBatches(Shown):
         begin = self.process_index * self.global_batch_size // self.num_processes
         end = (self.process_index + 1) * self.global_batch_size // self.num_processes
         for first in range(0, len(self.examples), self.global_batch_size):
-            rows = np.arange(first + begin, first + end)
-            yield self.examples.take(rows[rows < len(self.examples)])
+            last = min(first + end, len(self.examples))
+            yield self.examples.take(np.arange(first + begin, last))
 
 
 def count_steps(
@@ -247,6 +244,5 @@ def _check_weights(weights: np.ndarray, num_examples: int) -> None:
 
 def _nearest_multiples(size: int, factor: int) -> str:
     below = size // factor * factor
-    if below <= 0:
-        return f"Smallest that does: {factor}."
-    return f"Nearest that do: {below} and {below + factor}."
+    nearest = f"Nearest that do: {below} and {below + factor}."
+    return nearest if below > 0 else f"Smallest that does: {factor}."

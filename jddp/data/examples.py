@@ -105,8 +105,7 @@ class ImageExamples:
                 f"labels are {labels.dtype}{labels.shape} for {len(images)} images. They need one "
                 "whole number each."
             )
-        self._images = images
-        self._labels = labels
+        self._images, self._labels = images, labels
         self._scale = np.float32(1 / 255) / np.asarray(std, np.float32)
         self._offset = np.asarray(mean, np.float32) / np.asarray(std, np.float32)
 
@@ -126,16 +125,6 @@ class ImageExamples:
         else:
             check_finite("image", images, row_names=indices)
         return {"image": images, "label": self._labels[indices].astype(np.int32)}
-
-
-def check_labels(labels: np.ndarray, num_classes: int, *, where: object) -> None:
-    """Refuses labels outside of 0 ... num_classes - 1."""
-    lowest, highest = labels.min(initial=0), labels.max(initial=0)
-    if lowest < 0 or highest >= num_classes:
-        raise DataError(
-            f"{where}: labels reach from {lowest} to {highest}. With num_classes {num_classes} "
-            f"they must lie in 0 ... {num_classes - 1}."
-        )
 
 
 def _check_numbers(name: str, array: np.ndarray) -> None:

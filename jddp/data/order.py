@@ -57,8 +57,7 @@ class Order:
 
     def _of_epoch(self, indices: np.ndarray, epoch: int) -> np.ndarray:
         if self.shuffle:
-            keys = _keys("order", self.seed, epoch)
-            indices = permute(indices, self.num_examples, keys)
+            indices = permute(indices, self.num_examples, _keys("order", self.seed, epoch))
         if self.weights is None:
             return indices
         offset = _keys("weights", self.seed, epoch)[0] >> np.uint64(11)

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from jddp.data.augment import FlipAndShift
-from jddp.data.examples import ImageExamples, check_labels
+from jddp.data.examples import ImageExamples
 from jddp.data.source import Source, image_spec, make_data_set, source_of
 from jddp.data.sources.idx import read_idx
 from jddp.data.sources.mapped import map_npy, map_npz
@@ -101,7 +101,12 @@ def _images(
                 f"{name}: {part} has images of shape {images.shape[1:]}, and image_size and "
                 f"num_channels ask for {shape}. Change one of the two."
             )
-        check_labels(labels, num_classes, where=f"{name}: {part}")
+        lowest, highest = labels.min(initial=0), labels.max(initial=0)
+        if lowest < 0 or highest >= num_classes:
+            raise DataError(
+                f"{name}: {part}: labels reach from {lowest} to {highest}. With num_classes "
+                f"{num_classes} they must lie in 0 ... {num_classes - 1}."
+            )
         return ImageExamples(images, labels, mean=mean, std=std)
 
     return Source(

@@ -149,17 +149,11 @@ def image_folder(
     if undecodable not in ("error", "mask"):
         raise ConfigError(f"data.kwargs.undecodable: {undecodable!r}. Choose 'error' or 'mask'.")
     import_extra("PIL", needed_by="image_folder")
+    masks = undecodable == "mask"
 
     def load() -> DataSet:
         train, test = (
-            FolderExamples(
-                directory / part,
-                image_size=image_size,
-                margin=margin,
-                mean=mean,
-                std=std,
-                keep_undecodable=undecodable == "mask",
-            )
+            FolderExamples(directory / part, image_size, margin, mean, std, keep_undecodable=masks)
             for part, margin in (("train", 0.0), ("test", TEST_MARGIN))
         )
         if train.classes != test.classes or num_classes not in (None, len(train.classes)):
@@ -171,7 +165,7 @@ def image_folder(
         return make_data_set(f"image_folder {directory}", train, test, sha256_hex=digest)
 
     spec = image_spec(image_size, image_size, 3)
-    if undecodable == "mask":
+    if masks:
         spec["mask"] = ((), np.dtype("float32"))
     found = num_classes or sum(path.is_dir() for path in (directory / "train").glob("*"))
     return Source(spec, load, CropAndFlip(), {"num_classes": found} if found else {})

@@ -32,11 +32,8 @@ def python_stdlib(*, sequence_length: int = 256) -> Source:
     Raises:
       ConfigError: If it is not positive.
     """
-    return Source(
-        spec=token_spec(sequence_length),
-        load=lambda: _load(Path(sysconfig.get_path("stdlib")), sequence_length),
-        sizes={"vocab_size": VOCAB_SIZE},
-    )
+    spec, root = token_spec(sequence_length), Path(sysconfig.get_path("stdlib"))
+    return Source(spec, lambda: _load(root, sequence_length), sizes={"vocab_size": VOCAB_SIZE})
 
 
 def source_files(root: Path) -> list[Path]:

@@ -7,6 +7,7 @@ of uint16 or uint32 each, memory-mapped. Beside it, train-00000.documents.npy ha
 documents; tokens.json has the tokenizer and the sizes.
 """
 
+import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -123,17 +124,13 @@ def tokens(
     if not cross_documents:
         spec["mask"] = ((sequence_length,), np.dtype("float32"))
 
+    make = functools.partial(TokenExamples, sequence_length=sequence_length, vocab_size=vocab_size)
+
     def examples(part: str) -> TokenExamples:
         paths = _shards(directory, part)
-        begin = None
-        if not cross_documents:
-            begin = [map_npy(path.with_name(path.stem + DOCUMENTS)) for path in paths]
-        return TokenExamples(
-            *(map_npy(path) for path in paths),
-            sequence_length=sequence_length,
-            vocab_size=vocab_size,
-            documents=begin,
-        )
+        begin = (path.with_name(path.stem + DOCUMENTS) for path in paths)
+        documents = None if cross_documents else [*map(map_npy, begin)]
+        return make(*map(map_npy, paths), documents=documents)
 
     return Source(
         spec=spec,

@@ -14,6 +14,7 @@ References:
   Algorithms", 2017. https://arxiv.org/abs/1708.07747 (data: MIT licence, Zalando SE, see LICENSE)
 """
 
+import functools
 from hashlib import sha256
 from importlib.resources import files
 from pathlib import Path
@@ -65,11 +66,9 @@ def fashion_mnist(
             f"num_held_out {num_held_out} is not a multiple of {NUM_CLASSES}, as many per class."
         )
     root = _HERE if source == "embedded" else directory or _DEBIAN
+    load = functools.partial(_load, source, root, num_held_out)
     return Source(
-        spec=image_spec(28, 28, 1),
-        load=lambda: _load(source, root, num_held_out),
-        augment=FlipAndShift(max_shift),
-        sizes={"num_classes": NUM_CLASSES},
+        image_spec(28, 28, 1), load, FlipAndShift(max_shift), {"num_classes": NUM_CLASSES}
     )
 
 
