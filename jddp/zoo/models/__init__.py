@@ -56,8 +56,7 @@ def make_model(factory: Any, *, kwargs: Mapping[str, Any], seed: int = 0) -> Mod
     make = look_up(factory, MODELS, key="model.name", kind="model") if is_name else factory
     check_arguments(make, kwargs, key="model.kwargs", filled=["rngs"])
     _check_dtype(kwargs.get("dtype"))
-    takes_rngs = "rngs" in accepted_names(make, key="model.target")
-    rngs = {"rngs": nnx.Rngs(seed)} if takes_rngs else {}
+    rngs = {"rngs": nnx.Rngs(seed)} if "rngs" in accepted_names(make, key="model.target") else {}
     module = make(**rngs, **kwargs)
     if not isinstance(module, Module):
         raise ConfigError(f"model.target: {make!r} returns {module!r}, which is no Flax module.")

@@ -2,12 +2,15 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 from flax import linen as nn
 from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float
+
+Mask = Float[Array, "b"] | None  # 1 for images, 0 for padding; None counts all
 
 
 class CNN(nn.Module):
@@ -27,10 +30,7 @@ class CNN(nn.Module):
 
     @nn.compact
     def __call__(
-        self,
-        images: Float[Array, "b h w c"],
-        train: bool = False,
-        mask: Float[Array, "b"] | None = None,
+        self, images: Float[Array, "b h w c"], train: bool = False, mask: Mask = None
     ) -> Float[Array, "b classes"]:
         """The logits, in float32; batch norm leaves out images of mask 0."""
         x, counts = images, None if mask is None else mask[:, None, None, None] > 0
@@ -38,8 +38,7 @@ class CNN(nn.Module):
             x = nn.Conv(width, (3, 3), strides=2, use_bias=False, dtype=self.dtype)(x)
             norm = nn.BatchNorm(use_running_average=not train, momentum=0.9, dtype=self.dtype)
             x = nn.relu(norm(x, mask=counts))
-        x = x.reshape(len(x), -1)
-        return nn.Dense(self.num_classes, dtype=self.dtype)(x).astype("float32")
+        return nn.Dense(self.num_classes, dtype=self.dtype)(x.reshape(len(x), -1)).astype("float32")
 
 
 class CNN_NNX(nnx.Module):
@@ -70,19 +69,16 @@ class CNN_NNX(nnx.Module):
         """
         self.convs: nnx.List[nnx.Conv] = nnx.List()
         self.norms: nnx.List[nnx.BatchNorm] = nnx.List()
+        conv = partial(nnx.Conv, strides=2, use_bias=False, dtype=dtype, rngs=rngs)
         size = image_size
         for num_inputs, width in zip((num_channels, *widths[:-1]), widths, strict=True):
-            self.convs.append(
-                nnx.Conv(
-                    num_inputs, width, (3, 3), strides=2, use_bias=False, dtype=dtype, rngs=rngs
-                )
-            )
+            self.convs.append(conv(num_inputs, width, (3, 3)))
             self.norms.append(nnx.BatchNorm(width, momentum=0.9, dtype=dtype, rngs=rngs))
             size = math.ceil(size / 2)
         self.dense = nnx.Linear(size * size * widths[-1], num_classes, dtype=dtype, rngs=rngs)
 
     def __call__(
-        self, images: Float[Array, "b h w c"], mask: Float[Array, "b"] | None = None
+        self, images: Float[Array, "b h w c"], mask: Mask = None
     ) -> Float[Array, "b classes"]:
         """The logits, in float32; batch norm leaves out images of mask 0."""
         x, counts = images, None if mask is None else mask[:, None, None, None] > 0

@@ -41,12 +41,8 @@ class GPT(Transformer):
         positions = self.param("positions", init, (self.max_length, self.width))
         x = embed(tokens)
         x = x + positions[None, :t].astype(x.dtype)
-        x = self.apply_blocks(
-            x,
-            train=train,
-            is_causal=True,
-            kernel_init=init,
-            # Two branches a block add up in the residual stream: GPT-2 scales their ends for it.
-            output_init=nn.initializers.normal(0.02 / (2 * self.num_layers) ** 0.5),
-        )
+        # Two branches a block add up in the residual stream: GPT-2 scales their ends for it.
+        inits = {"kernel_init": init}
+        inits["output_init"] = nn.initializers.normal(0.02 / (2 * self.num_layers) ** 0.5)
+        x = self.apply_blocks(x, train=train, is_causal=True, **inits)
         return embed.attend(x).astype("float32")

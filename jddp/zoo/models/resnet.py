@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from jddp.errors import ConfigError
+from jddp.zoo.models.cnn import Mask
 
 _Layer = Callable[..., Callable[..., Array]]
 
@@ -42,10 +43,8 @@ class BasicBlock(_Block):
     @nn.compact
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h2 w2 c2"]:
         """The block's output."""
-        y = self.conv(self.width, (3, 3), strides=self.strides)(x)
-        y = nn.relu(self.norm()(y))
-        y = self.conv(self.width, (3, 3))(y)
-        y = self.norm(scale_init=nn.initializers.zeros)(y)
+        y = nn.relu(self.norm()(self.conv(self.width, (3, 3), strides=self.strides)(x)))
+        y = self.norm(scale_init=nn.initializers.zeros)(self.conv(self.width, (3, 3))(y))
         return nn.relu(y + _shortcut(self, x, y.shape))
 
 
@@ -63,10 +62,8 @@ class BottleneckBlock(_Block):
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h2 w2 c2"]:
         """The block's output."""
         y = nn.relu(self.norm()(self.conv(self.width, (1, 1))(x)))
-        y = self.conv(self.width, (3, 3), strides=self.strides)(y)
-        y = nn.relu(self.norm()(y))
-        y = self.conv(4 * self.width, (1, 1))(y)
-        y = self.norm(scale_init=nn.initializers.zeros)(y)
+        y = nn.relu(self.norm()(self.conv(self.width, (3, 3), strides=self.strides)(y)))
+        y = self.norm(scale_init=nn.initializers.zeros)(self.conv(4 * self.width, (1, 1))(y))
         return nn.relu(y + _shortcut(self, x, y.shape))
 
 
@@ -99,28 +96,21 @@ class ResNet(nn.Module):
 
     @nn.compact
     def __call__(
-        self,
-        images: Float[Array, "b h w c"],
-        train: bool = False,
-        mask: Float[Array, "b"] | None = None,
+        self, images: Float[Array, "b h w c"], train: bool = False, mask: Mask = None
     ) -> Float[Array, "b classes"]:
         """The logits, in float32; batch norm leaves out images of mask 0."""
         if self.stem not in ("cifar", "imagenet"):
             raise ConfigError(f"stem {self.stem!r} is neither 'cifar' nor 'imagenet'.")
-        conv = partial(
-            nn.Conv, use_bias=False, dtype=self.dtype, kernel_init=nn.initializers.he_normal()
-        )
+        init = nn.initializers.he_normal()
+        conv = partial(nn.Conv, use_bias=False, dtype=self.dtype, kernel_init=init)
         counts = None if mask is None else mask[:, None, None, None] > 0
 
         def norm(**options: Any) -> Callable[..., Array]:
-            layer = nn.BatchNorm(
-                use_running_average=not train, momentum=0.9, dtype=self.dtype, **options
-            )
-            return partial(layer, mask=counts)
+            options |= {"use_running_average": not train, "momentum": 0.9, "dtype": self.dtype}
+            return partial(nn.BatchNorm(**options), mask=counts)
 
         if self.stem == "imagenet":
-            x = conv(self.width, (7, 7), strides=2, padding=3)(images)
-            x = nn.relu(norm()(x))
+            x = nn.relu(norm()(conv(self.width, (7, 7), strides=2, padding=3)(images)))
             x = nn.max_pool(x, (3, 3), strides=(2, 2), padding=((1, 1), (1, 1)))
         else:
             x = nn.relu(norm()(conv(self.width, (3, 3))(images)))
@@ -128,8 +118,7 @@ class ResNet(nn.Module):
             for index in range(num_blocks):
                 strides = 2 if stage > 0 and index == 0 else 1
                 x = self.block(self.width * 2**stage, strides, conv, norm)(x)
-        x = x.mean(axis=(1, 2))
-        return nn.Dense(self.num_classes, dtype=self.dtype)(x).astype("float32")
+        return nn.Dense(self.num_classes, dtype=self.dtype)(x.mean(axis=(1, 2))).astype("float32")
 
 
 resnet18 = partial(ResNet, stage_sizes=(2, 2, 2, 2), block=BasicBlock)

@@ -108,16 +108,9 @@ class Transformer(nn.Module):
         x = nn.Dropout(self.dropout_rate, deterministic=not train)(x)
         # Inside a scan nothing can be merged across the boundary that remat draws.
         block = nn.remat(Block, prevent_cse=not self.scan_layers) if self.remat else Block
-        make = functools.partial(
-            block,
-            self.num_heads,
-            is_causal,
-            self.dropout_rate,
-            train,
-            attention=self.attention,
-            dtype=self.dtype,
-            **inits,
-        )
+        fields = self.num_heads, is_causal, self.dropout_rate, train
+        options = inits | {"attention": self.attention, "dtype": self.dtype}
+        make = functools.partial(block, *fields, **options)
         if self.scan_layers:
             scan = nn.scan(
                 lambda block, x, _: (block(x), None),
