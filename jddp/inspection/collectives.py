@@ -13,15 +13,8 @@ from typing import NamedTuple
 
 from jddp.inspection.hlo import Computation, Instruction, Program, Shape
 
-_COLLECTIVES = (
-    "all-gather",
-    "all-reduce",
-    "all-to-all",
-    "collective-broadcast",
-    "collective-permute",
-    "ragged-all-to-all",
-    "reduce-scatter",
-)
+_COLLECTIVES = {"all-gather", "all-reduce", "all-to-all", "ragged-all-to-all", "reduce-scatter"}
+_COLLECTIVES |= {"collective-broadcast", "collective-permute"}
 
 
 class Collective(NamedTuple):
@@ -67,7 +60,11 @@ def collectives_of(
         elif not instruction.op.endswith(("-done", "-update")):
             for inner in map(program.computations.__getitem__, instruction.runs):
                 for found in collectives_of(program, inner, *inner.instructions):
-                    yield _as_part_of(instruction, found)
+                    yield found._replace(  # as a part of the instruction that runs it
+                        is_async=found.is_async or _is_async(instruction),
+                        is_in_loop=found.is_in_loop or instruction.op == "while",
+                        num_runs=_times(instruction, found.num_runs),
+                    )
 
 
 def _payload(computation: Computation, instruction: Instruction) -> tuple[Shape, ...]:
@@ -88,15 +85,6 @@ def _read_collective(op: str, payload: tuple[Shape, ...], instruction: Instructi
         num_elements=sum(shape.size for shape in payload),
         bytes=sum(shape.bytes for shape in payload),
         is_async=_is_async(instruction),
-    )
-
-
-def _as_part_of(instruction: Instruction, found: Collective) -> Collective:
-    """A collective of a computation that `instruction` runs, as part of that instruction."""
-    return found._replace(
-        is_async=found.is_async or _is_async(instruction),
-        is_in_loop=found.is_in_loop or instruction.op == "while",
-        num_runs=_times(instruction, found.num_runs),
     )
 
 

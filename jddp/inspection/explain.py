@@ -69,8 +69,9 @@ class Explanation(Shown):
     def __repr__(self) -> str:
         """The plan, the compiled collectives, and a summary."""
         rows: dict[tuple[str, ...], list[Collective]] = {}
-        for collective in self.compiled:
-            rows.setdefault(_row(collective), []).append(collective)
+        for x in self.compiled:
+            row = ",".join(x.dtypes), x.op, "yes" if x.is_async else "no", _purpose(x)
+            rows.setdefault(row, []).append(x)
         lines = [
             str(self.plan),
             "",
@@ -110,11 +111,6 @@ def explain(steps: CompiledSteps, state: TrainState, inputs: Inputs) -> Explanat
         compiled=collectives(read_program(lowered.compile().as_text() or "")),
         local_steps=sync if isinstance(sync, LocalSteps) else None,
     )
-
-
-def _row(collective: Collective) -> tuple[str, ...]:
-    is_async = "yes" if collective.is_async else "no"
-    return ",".join(collective.dtypes), collective.op, is_async, _purpose(collective)
 
 
 def _purpose(collective: Collective) -> str:

@@ -150,8 +150,7 @@ def _made_in(program: Program, computation: Computation) -> Iterator[Array]:
 
 def in_words(size: float) -> str:
     """Bytes in MiB or GiB, such as "12.5 GiB"."""
-    unit = "GiB" if size >= 2**30 else "MiB"
-    return f"{size / (2**30 if unit == 'GiB' else 2**20):,.1f} {unit}"
+    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"
 
 
 def _bytes_per_device(tree: PyTree) -> int:
