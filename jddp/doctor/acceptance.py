@@ -32,15 +32,13 @@ from jddp.engine.mesh import make_mesh
 from jddp.errors import DeviceError, ExitCode, file_errors
 from jddp.verification.verify import verify
 from jddp.zoo.losses import cross_entropy
-from jddp.zoo.models import MODELS
+from jddp.zoo.models import CNN
 from jddp.zoo.optimizers import make_optimizer
 
 # GB/s of an all-reduce by MiB on each device: nccl-tests on eight H200 with NVLink, NCCL 2.30, from
 # https://github.com/stas00/ml-engineering/blob/master/network/benchmarks/README.md
 PUBLISHED = {1: 72, 4: 140, 16: 242, 64: 370, 256: 442}
-ROWS = 32  # on each device
 NUM_STEPS = {"gpu": 3000, "cpu": 60}  # a third of them takes seconds, in which the run is killed
-DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
 
 
 class Part(NamedTuple):
@@ -72,15 +70,16 @@ def accept(file: Path, *, platform: str, num_devices: int) -> ExitCode:
     if platform == "cpu":
         configure_devices(num_devices)
         jax.config.update("jax_platforms", "cpu")
+        os.environ["JAX_PLATFORMS"] = "cpu"  # of the runs
     # The runs have the same GPUs as this process.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     require_devices()
     devices = jax.devices()
     if devices[0].platform != platform or not devices[1:]:
-        found = f"{len(devices)} {devices[0].platform} devices"
         raise DeviceError(
-            f"--gpu-acceptance needs two GPUs or more, and JAX has {found}. pip install "
-            "'jddp[cuda12]', or try the procedure with --platform cpu."
+            f"--gpu-acceptance needs two GPUs or more, and JAX has {len(devices)} "
+            f"{devices[0].platform} devices. pip install 'jddp[cuda12]', or try the procedure with "
+            "--platform cpu."
         )
     with tempfile.TemporaryDirectory(prefix="jddp-") as folder:
         resumed = kill_and_resume(Path(folder), devices, num_steps=NUM_STEPS[platform])
@@ -96,47 +95,42 @@ def bandwidth(devices: Sequence[jax.Device], sizes: Sequence[int] = tuple(PUBLIS
     """Times all-reduces of these sizes, in MiB, and checks their sums."""
     table, (finding,) = measure_all_reduce(make_mesh(devices), [size * 2**20 for size in sizes])
     lines = ["| MiB | ms | GB/s | published |", "| ---: | ---: | ---: | ---: |"]
-    for size, x in zip(sizes, table, strict=False):  # which ends where it becomes slow
-        times = f"{1e3 * x.seconds:.3f} | {x.bandwidth / 1e9:.1f}"
-        lines.append(f"| {size} | {times} | {PUBLISHED.get(size, '')} |")
+    for size, seconds, rate in table:
+        known = PUBLISHED.get(size >> 20, "")
+        lines.append(f"| {size >> 20} | {1e3 * seconds:.3f} | {rate / 1e9:.1f} | {known} |")
     lines += ["", "Published: nccl-tests on eight H200 with NVLink, NCCL 2.30."]
     return Part("All-reduce", finding, "\n".join(lines))
 
 
 def equality(devices: Sequence[jax.Device]) -> Part:
     """Compares a step of the default model on all devices with one device, without TF32."""
-    rng, rows = np.random.default_rng(0), ROWS * len(devices)
+    rng, rows = np.random.default_rng(0), 32 * len(devices)
     images = rng.standard_normal((rows, 28, 28, 1), np.float32)
     batch = {"image": images, "label": rng.integers(10, size=rows, dtype=np.int32)}
     optimizer, _ = make_optimizer("adamw", schedule=lambda step: 1e-3)
     with jax.default_matmul_precision("highest"):
-        report = verify(MODELS["cnn"](), optimizer, cross_entropy, batch, mesh=list(devices))
-    finding = Finding(OK, f"a step on {len(devices)} devices equals one device")
-    if not report.passed:
-        finding = Finding(BAD, finding.what.replace("equals", "does NOT equal"))
+        report = verify(CNN(), optimizer, cross_entropy, batch, mesh=list(devices))
+    level, equals = (OK, "equals") if report.passed else (BAD, "does NOT equal")
+    finding = Finding(level, f"a step on {len(devices)} devices {equals} one device")
     return Part("One device against all", finding, f"```text\n{report}\n```")
 
 
 def kill_and_resume(folder: Path, devices: Sequence[jax.Device], *, num_steps: int) -> Part:
     """Trains through the launcher, and again with a SIGKILL; compares the last states bitwise."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} {DETERMINISTIC}"
-    is_gpu = devices[0].platform == "gpu"
-    environment = os.environ | ({"XLA_FLAGS": flags} if is_gpu else {"JAX_PLATFORMS": "cpu"})
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_deterministic_ops=true"
     train = ["jddp.train", f"mesh.num_devices={len(devices)}", f"train.num_steps={num_steps}"]
     train += [f"checkpoint.every_steps={num_steps // 3}"]
     whole, killed = folder / "whole", folder / "killed"
 
     def start(*words: str) -> subprocess.Popen[bytes]:
-        command, pipe = [sys.executable, "-m", *words], subprocess.PIPE
-        return subprocess.Popen(command, env=environment, stdout=pipe, stderr=subprocess.STDOUT)
+        command, env = [sys.executable, "-m", *words], os.environ | {"XLA_FLAGS": flags}
+        return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
-    logs = str(folder / "logs")
-    start("jddp.launch", "--logs", logs, "-m", *train, f"run.dir={whole}").communicate()
-    process = start(*train, f"run.dir={killed}")
-    while process.poll() is None and not steps_of(killed):
-        time.sleep(0.005)
-    process.kill()
-    process.communicate()
+    start("jddp.launch", f"--logs={folder}/logs", "-m", *train, f"run.dir={whole}").communicate()
+    with start(*train, f"run.dir={killed}") as process:
+        while process.poll() is None and not steps_of(killed):
+            time.sleep(0.005)
+        process.kill()
     at = max(steps_of(killed), default=0)
     text = start(*train, f"run.dir={killed}").communicate()[0].decode()
     level, what = OK, f"a run killed after step {at} and resumed is bitwise identical"
@@ -163,16 +157,12 @@ def last_arrays(run: Path) -> dict[str, object]:
 
 def page(parts: Sequence[Part], devices: Sequence[jax.Device]) -> str:
     """The page, in Markdown."""
-    is_gpu = devices[0].platform == "gpu"
-    title = (
-        "GPU acceptance" if is_gpu else "A trial of the GPU acceptance on CPUs: no result of GPUs"
-    )
+    trial = "A trial of the GPU acceptance on CPUs: no result of GPUs"
+    title = "GPU acceptance" if devices[0].platform == "gpu" else trial
     facts = [f"{len(devices)} x {devices[0].device_kind}", *(x.what for x in check_devices())]
     facts += [f"{name} {version}" for name, version in versions().items()]
     facts += [f"code of jddp {source_hash()[:12]}", f"{datetime.date.today()}"]
-    lines = [f"# {title}", "", ", ".join(facts), ""]
-    lines += ["| part | result |", "| --- | --- |"]
+    lines = [f"# {title}", "", ", ".join(facts), "", "| part | result |", "| --- | --- |"]
     lines += [f"| {part.title} | {part.finding.level}: {part.finding.what} |" for part in parts]
-    for part in parts:
-        lines += ["", f"## {part.title}", "", part.details]
-    return "\n".join(lines) + "\n"
+    lines += [f"\n## {part.title}\n\n{part.details}" for part in parts]
+    return "\n".join([*lines, ""])

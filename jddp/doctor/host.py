@@ -11,19 +11,17 @@ from pathlib import Path
 from jddp.config.versions import versions
 from jddp.doctor.finding import BAD, OK, WARN, Finding
 
-GIBIBYTE = 2**30
-
 
 def check_host(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
     """Checks this host, before JAX is initialized."""
     yield Finding(OK, ", ".join(f"{name} {version}" for name, version in versions().items()))
     name = socket.gethostname()
     yield check_name(name, addresses_of(name))
-    gpus = sorted(Path("/dev").glob("nvidia[0-9]*"))
+    num_gpus = len([*Path("/dev").glob("nvidia[0-9]*")])
     links = _names("/sys/class/infiniband")
     shared = Path("/dev/shm")
     size = shutil.disk_usage(shared).total if shared.is_dir() else None
-    yield from check_shared_memory(size, len(gpus))
+    yield from check_shared_memory(size, num_gpus)
     yield from check_locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], links)
     yield from check_interfaces(_names("/sys/class/net"), links, environ)
 
@@ -54,12 +52,12 @@ def check_shared_memory(size: int | None, num_gpus: int) -> Iterator[Finding]:
     """Whether NCCL has enough of /dev/shm, through which GPUs of a host may communicate."""
     if size is None or not num_gpus:
         return
-    if size < GIBIBYTE:
+    if size < 2**30:
         what = f"/dev/shm holds {size / 2**20:,.0f} MiB, and NCCL needs more for {num_gpus} GPUs."
         fix = "In a container: --shm-size=16g, or --ipc=host."
         yield Finding(BAD if num_gpus > 1 else WARN, what, fix)
     else:
-        yield Finding(OK, f"/dev/shm holds {size / GIBIBYTE:,.1f} GiB")
+        yield Finding(OK, f"/dev/shm holds {size / 2**30:,.1f} GiB")
 
 
 def check_locked_memory(limit: int, links: Sequence[str]) -> Iterator[Finding]:
