@@ -129,13 +129,7 @@ def verify(
             combined=combined,
         )
         found += list(causes) or [findings.UNKNOWN] * is_repeatable
-    return Verification(
-        num_devices=many.mesh.size,
-        num_rows=count_rows(batch),
-        is_side_by_side=draws,
-        comparisons=comparisons,
-        findings=tuple(found),
-    )
+    return Verification(many.mesh.size, count_rows(batch), draws, comparisons, tuple(found))
 
 
 def _refuse(options: Mapping[str, Any]) -> None:
