@@ -27,15 +27,8 @@ from jddp.zoo.names import accepted_names, check_arguments, did_you_mean, look_u
 
 Module = nn.Module | nnx.Module
 
-MODELS: dict[str, Callable[..., Module]] = {
-    "cnn": CNN,
-    "cnn_nnx": CNN_NNX,
-    "gpt": GPT,
-    "mlp": MLP,
-    "resnet18": resnet18,
-    "resnet50": resnet50,
-    "vit": ViT,
-}
+MODELS: dict[str, Callable[..., Module]] = {"cnn": CNN, "cnn_nnx": CNN_NNX, "gpt": GPT, "mlp": MLP}
+MODELS |= {"resnet18": resnet18, "resnet50": resnet50, "vit": ViT}
 
 __all__ = ["CNN", "CNN_NNX", "GPT", "MLP", "MODELS", "ResNet", "ViT", "resnet18", "resnet50"]
 
