@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from jddp.errors import FileSystemError, UsageError
+from jddp.errors import UsageError, file_errors
 
 # A wheel carries the files inside the package, a checkout beside it.
 _ROOT = Path(__file__).parents[2]
@@ -18,12 +18,10 @@ def start_project(directory: Path) -> list[str]:
       FileSystemError: If it cannot be written.
     """
     files = sorted(next(folder for folder in FOLDERS if folder.is_dir()).glob("*.*"))
-    try:
+    with file_errors(f"{directory} cannot be written"):
         directory.mkdir(parents=True, exist_ok=True)
         if any(directory.iterdir()):
             raise UsageError(f"{directory} is not empty. Name a new folder.")
         for file in files:
             shutil.copyfile(file, directory / file.name)
-    except OSError as error:
-        raise FileSystemError(f"{directory} cannot be written: {error.strerror}.") from error
     return [file.name for file in files]

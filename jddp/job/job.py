@@ -32,7 +32,7 @@ from jddp.distributed.watchdog import Limits
 from jddp.engine.state import TrainState
 from jddp.errors import ConfigError, DataError, report
 from jddp.inspection.outputs import num_outputs
-from jddp.job.optimizers import Schedule
+from jddp.job.optimizers import Schedule, optimizer_of
 from jddp.job.parts import Parts, resolve_parts
 from jddp.trainer.callbacks import Callback, KeepBest
 from jddp.trainer.reports.run_directory import RunDirectory
@@ -112,10 +112,7 @@ class Job:
         rows, spec = in_all // jax.process_count(), self.parts.source.spec
         if in_all > size:
             spec = {"mask": ((), np.dtype("float32")), **spec}
-        return {
-            name: jax.ShapeDtypeStruct((rows, *shape), dtype)
-            for name, (shape, dtype) in spec.items()
-        }
+        return {n: jax.ShapeDtypeStruct((rows, *dims), dtype) for n, (dims, dtype) in spec.items()}
 
     def run(self, callbacks: Sequence[Callback] = ()) -> Run:
         """Trains to the end, resuming from the newest checkpoint if there is one."""
@@ -170,7 +167,7 @@ class Job:
         Raises:
           UsageError: If there is no second device.
         """
-        optimizer, _ = self.parts.make_optimizer(self.num_steps or 1)
+        optimizer, _ = optimizer_of(self.config, self.num_steps or 1)
         with contextlib.closing(self.train_batches()) as batches:
             batch = next(iter(batches))
         model, loss_fn, options = self.parts.model, self.parts.loss_fn, self.parts.ddp_options
@@ -184,19 +181,18 @@ class Job:
         config, weights = self.config.data, self.config.data.sample_weights
         batches = TrainBatches(
             self.data.train,
-            global_batch_size=config.global_batch_size,
             seed=self.config.seed,
             num_epochs=self.config.train.num_epochs,
-            drop_remainder=config.drop_remainder,
-            shuffle=config.shuffle,
             weights=None if weights is None else load_weights(Path(weights)),
             augment=self.parts.source.augment if config.augment else None,
-            mixup=config.mixup,
             multiple_of=self.ddp.steps.num_micro_batches,
+            **config.model_dump(
+                include={"global_batch_size", "drop_remainder", "shuffle", "mixup"}
+            ),
             **_share(),
         )
-        num_workers = config.num_workers
-        return WorkerBatches(batches, num_workers=num_workers) if num_workers else batches
+        num = config.num_workers
+        return WorkerBatches(batches, num_workers=num) if num else batches
 
     def _manifest(self) -> dict[str, Any]:
         assert self.data is not None
@@ -235,14 +231,9 @@ def build(config: Config, *, needs_data: bool = True) -> Job:
     if data is not None:
         agree("data set", {"sha256": data.sha256})
     num_steps = _num_steps(config, data)
-    optimizer, learning_rate = parts.make_optimizer(num_steps or 1)
-    ddp = DataParallel(
-        parts.model,
-        optimizer,
-        parts.loss_fn,
-        mesh=None if config.mesh.num_devices == "auto" else config.mesh.num_devices,
-        **parts.ddp_options,
-    )
+    optimizer, learning_rate = optimizer_of(config, num_steps or 1)
+    mesh = None if config.mesh.num_devices == "auto" else config.mesh.num_devices
+    ddp = DataParallel(parts.model, optimizer, parts.loss_fn, mesh=mesh, **parts.ddp_options)
     job = Job(config, parts, ddp, num_steps, learning_rate, data, data_error)
     if config.loss.name in ("cross_entropy", "next_token"):
         _check_outputs(job)

@@ -12,11 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jddp.checkpoint import reader
 from jddp.checkpoint.arrays import layouts_in
 from jddp.checkpoint.folders import finished
 from jddp.checkpoint.format_1 import merge_by_model
-from jddp.checkpoint.reader import find_fault, newest_sound, read_described, read_object
-from jddp.checkpoint.reader import read_values as read_fields
 from jddp.checkpoint.remote import local_copy
 from jddp.config.files import read_values
 from jddp.config.schema import Config
@@ -87,8 +86,8 @@ class Saved:
 
     def read(self, form: FlaxModel, fields: Sequence[str]) -> list[Any]:
         """The fields, and the model's other state, with the replicas' own averaged."""
-        saved = read_fields(self.folder, [*fields, "model_state"])
-        if not layouts_in(read_described(self.folder)):
+        saved = reader.read_values(self.folder, [*fields, "model_state"])
+        if not layouts_in(reader.read_described(self.folder)):
             saved["model_state"] = merge_by_model(saved["model_state"], form.keeps_own)
         return [saved[name] for name in (*fields, "model_state")]
 
@@ -106,16 +105,14 @@ def find_saved(run_dir: Path, chosen: int | str | None = None) -> Saved:
     """
     text = "checkpoints" if chosen is None else str(chosen)
     above, _, step = text.rpartition("/")
-    if step.isdecimal():
-        directory = run_dir / (above or "checkpoints")
-        if int(step) not in (steps := finished(directory)):
-            raise FileSystemError(f"{directory} holds no step {step}. Choose one of {steps}.")
-        if fault := find_fault(directory / step):
-            raise FileSystemError(f"{directory / step} is damaged: {fault}. Choose another.")
-    else:
-        directory = run_dir / text
-        step = str(newest_sound(directory))
-    return Saved(directory / step, read_object(directory / step / "run.json"))
+    directory = run_dir / ((above or "checkpoints") if step.isdecimal() else text)
+    if not step.isdecimal():
+        step = str(reader.newest_sound(directory))
+    elif int(step) not in (steps := finished(directory)):
+        raise FileSystemError(f"{directory} holds no step {step}. Choose one of {steps}.")
+    elif fault := reader.find_fault(directory / step):
+        raise FileSystemError(f"{directory / step} is damaged: {fault}. Choose another.")
+    return Saved(directory / step, reader.read_object(directory / step / "run.json"))
 
 
 def config_in(run_dir: Path) -> Config | None:
@@ -145,8 +142,7 @@ def model_in(run_dir: Path, config: Config | None, trust: str | None) -> Any:
             f"{run_dir} holds a run of DataParallel.fit, which keeps no config. Give model=, the "
             "module that was trained."
         )
-    section = config.model
-    target = section.target
+    section, target = config.model, config.model.target
     if target is None:
         return make_model(section.name, kwargs=section.kwargs)
     package = target.partition(":")[0]

@@ -78,9 +78,8 @@ def open_run(
         make_optimizer("sgd", schedule=lambda step: 0.0)[0],
         loss_fn or _loss_in(config, trusted),
         mesh=mesh,
-        axis_name=config.ddp.axis_name if config else None,
-        compute_dtype=config.ddp.compute_dtype if config else None,
         batch_norm="broadcast",  # Statistics are not updated here; they are the same everywhere.
+        **(config.ddp.model_dump(include={"axis_name", "compute_dtype"}) if config else {}),
     )
     run = Run(
         ddp,
@@ -156,11 +155,10 @@ class OwnBatches:
 
 def _loss_in(config: Config | None, trusted: set[str]) -> LossFn:
     """The loss of a config; one that cannot be called if there is none, or it is not trusted."""
-    none = "A run of DataParallel.fit keeps no loss. Give loss_fn= to Run.open."
-    reason = none if config is None else _untrusted("loss", config, trusted, "loss_fn=")
-    if config is not None and not reason:
-        return find_loss(config)
-    return _refusing(reason)
+    if config is None:
+        return _refusing("A run of DataParallel.fit keeps no loss. Give loss_fn= to Run.open.")
+    reason = _untrusted("loss", config, trusted, "loss_fn=")
+    return _refusing(reason) if reason else find_loss(config)
 
 
 def _untrusted(section: str, config: Config, trusted: set[str], instead: str) -> str:

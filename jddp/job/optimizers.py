@@ -4,7 +4,7 @@ optimizer, schedule = optimizer_of(config, num_steps=1000)
 print("\n".join(optimizer_table(config, state)))
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +13,7 @@ from jddp.config.schema import Config
 from jddp.engine.state import TrainState
 from jddp.modules.frozen import COLLECTION
 from jddp.zoo.groups import REST, Group, by_group, decay_by_layer, groups_of, paths_of, scales_of
-from jddp.zoo.names import accepted_names, defaults_of, name_of, resolve_target
+from jddp.zoo.names import accepted_names, defaults_of, look_up, name_of, resolve_target
 from jddp.zoo.optimizers import MASK_NAMES, decay_mask, factory_of, make_optimizer, make_schedule
 
 Schedule = Callable[[int], Any]
@@ -41,23 +41,13 @@ def optimizer_of(config: Config, num_steps: int = 1) -> tuple[Any, Schedule | No
     Raises:
       ConfigError: If a name or an argument is unknown.
     """
-    section, schedule = config.optimizer, config.optimizer.schedule
+    section, decays = config.optimizer, config.optimizer.decay_norms_and_biases
+    length: dict[str, Any] = {"num_steps": num_steps, "warmup_steps": section.warmup_steps}
     made: dict[str, Any] = {}
-    for name, way in _ways(config).items():
-        rate = make_schedule(
-            schedule.name,
-            learning_rate=way.learning_rate,
-            num_steps=num_steps,
-            warmup_steps=section.warmup_steps,
-            kwargs=schedule.kwargs,
-        )
-        decays = section.decay_norms_and_biases
+    for name, (factory, peak, kwargs, key) in _ways(config).items():
+        rate = make_schedule(**section.schedule.model_dump(), learning_rate=peak, **length)
         made[name] = make_optimizer(
-            way.factory,
-            schedule=rate,
-            kwargs=way.kwargs,
-            decay_norms_and_biases=decays,
-            key=way.key,
+            factory, schedule=rate, kwargs=kwargs, decay_norms_and_biases=decays, key=key
         )
     optimizer, rate = made[REST]
     if section.groups:
@@ -90,8 +80,7 @@ def optimizer_table(config: Config, state: TrainState) -> Iterator[str]:
         is_masked = accepted_names(way.factory, key=way.key) & {*MASK_NAMES} and not masks[path]
         if is_masked and not section.decay_norms_and_biases:
             decay = 0.0
-        name = name_of(way.factory)
-        yield f"{rate:10.4g} {decay:8.4g}  {name:12} {groups[path]:12} {path}"
+        yield f"{rate:10.4g} {decay:8.4g}  {name_of(way.factory):12} {groups[path]:12} {path}"
     for path in frozen:
         yield f"{'frozen':>10} {'':35}{path}"
 
@@ -99,18 +88,21 @@ def optimizer_table(config: Config, state: TrainState) -> Iterator[str]:
 def _ways(config: Config) -> dict[str, Way]:
     """The optimizer of each group, and that of the rest."""
     section = config.optimizer
-    first = _factory(section, "optimizer")
+    first = factory_of(named(section, "optimizer"), key="optimizer")
     rest = {REST: Way(first, section.learning_rate, section.kwargs, "optimizer")}
     ways = {**rest}
     for name, group in section.groups.items():
         key = f"optimizer.groups.{name}"
-        own = _factory(group, key) if group.name or group.target else first
+        own = factory_of(named(group, key), key=key) if group.name or group.target else first
         kwargs = {**(section.kwargs if own is first else {}), **group.kwargs}
         ways[name] = Way(own, group.learning_rate or section.learning_rate, kwargs, key)
     return ways | rest  # where a group is called as the rest is, by_group refuses it
 
 
-def _factory(section: Any, key: str) -> Callable[..., Any]:
-    is_own = section.target is not None
-    found = resolve_target(section.target, key=f"{key}.target") if is_own else section.name
-    return factory_of(found, key=key)
+def named(section: Any, key: str, known: Mapping[str, Any] | None = None, kind: str = "") -> Any:
+    """The object that a section names: its target, or its name, which is looked up if `known`."""
+    if section.target is not None:
+        return resolve_target(section.target, key=f"{key}.target")
+    if known is None:
+        return section.name
+    return look_up(section.name or "", known, key=f"{key}.name", kind=kind)

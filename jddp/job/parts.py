@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from jddp.config.files import with_overrides
-from jddp.config.schema import Config, NamedSection
+from jddp.config.schema import Config
 from jddp.data import Source, make_source, source_of
 from jddp.engine.sync import LocalSteps
 from jddp.errors import ConfigError
-from jddp.job.optimizers import Schedule, optimizer_of
+from jddp.job.optimizers import named, optimizer_of
 from jddp.reduce.hooks import CommHook
 from jddp.reduce.powersgd import powersgd
 from jddp.zoo.losses import LOSSES
 from jddp.zoo.models import MODELS, make_model
-from jddp.zoo.names import accepted_names, check_arguments, defaults_of, look_up, resolve_target
+from jddp.zoo.names import accepted_names, check_arguments, defaults_of, resolve_target
 from jddp.zoo.optimizers import make_optimizer
 
 
@@ -39,7 +39,6 @@ class Parts:
       model: A Linen or NNX module.
       source: Source of the data, with their shapes.
       loss_fn: Loss function, `loss_fn(model, batch[, train])`.
-      make_optimizer: Function from a number of steps to the optimizer and its schedule.
       ddp_options: Options of `DataParallel` under `ddp`, with the objects that they name.
     """
 
@@ -47,7 +46,6 @@ class Parts:
     model: Any
     source: Source
     loss_fn: Callable[..., Any]
-    make_optimizer: Callable[[int], tuple[Any, Schedule | None]]
     ddp_options: dict[str, Any]
 
 
@@ -70,16 +68,11 @@ def resolve_parts(config: Config) -> Parts:
     source = attempt(find_source)
     filled = attempt(functools.partial(_model, sizes=source.sizes if source else {}))
     loss_fn = attempt(find_loss)
-    ddp_options = {
-        **config.ddp.model_dump(),
-        "comm_hook": attempt(_comm_hook),
-        "local_steps": attempt(_local_steps),
-    }
+    objects = {"comm_hook": attempt(_comm_hook), "local_steps": attempt(_local_steps)}
     if mistakes:
         raise ConfigError("\n".join(mistakes))
     config, model = filled
-    optimizer_for = functools.partial(optimizer_of, config)
-    return Parts(config, model, source, loss_fn, optimizer_for, ddp_options)
+    return Parts(config, model, source, loss_fn, config.ddp.model_dump() | objects)
 
 
 def find_source(config: Config) -> Source:
@@ -101,7 +94,7 @@ def find_source(config: Config) -> Source:
 def _model(config: Config, sizes: Mapping[str, int]) -> tuple[Config, Any]:
     """The model, and the config, in which it is given the sizes that only the data knew."""
     section = config.model
-    factory = _named(section, "model")
+    factory = named(section, "model")
     defaults = defaults_of(MODELS.get(section.name or "", factory))
     for name, size in sizes.items():
         if name not in section.kwargs and defaults.get(name, size) != size:
@@ -111,7 +104,7 @@ def _model(config: Config, sizes: Mapping[str, int]) -> tuple[Config, Any]:
 
 def _comm_hook(config: Config) -> Any:
     section = config.ddp.comm_hook
-    make = _named(section, "ddp.comm_hook", COMM_HOOKS, "hook")
+    make = named(section, "ddp.comm_hook", COMM_HOOKS, "hook")
     check_arguments(make, section.kwargs, key="ddp.comm_hook.kwargs")
     hook = make(**section.kwargs)
     if make is not mean and not isinstance(hook, CommHook):
@@ -122,21 +115,10 @@ def _comm_hook(config: Config) -> Any:
     return hook
 
 
-def _named(
-    section: NamedSection, key: str, known: Mapping[str, Any] | None = None, kind: str = ""
-) -> Any:
-    """The object that a section names: its target, or its name, which is looked up if `known`."""
-    if section.target is not None:
-        return resolve_target(section.target, key=f"{key}.target")
-    if known is None:
-        return section.name
-    return look_up(section.name or "", known, key=f"{key}.name", kind=kind)
-
-
 def find_loss(config: Config) -> Callable[..., Any]:
     """The loss that a config names."""
     loss = config.loss
-    found = _named(loss, "loss", LOSSES, "loss")
+    found = named(loss, "loss", LOSSES, "loss")
     filled = accepted_names(found, key="loss.target") - loss.kwargs.keys()  # model, batch, train
     check_arguments(found, loss.kwargs, key="loss.kwargs", filled=filled)
     return functools.partial(found, **loss.kwargs) if loss.kwargs else found
@@ -144,12 +126,10 @@ def find_loss(config: Config) -> Callable[..., Any]:
 
 def _local_steps(config: Config) -> LocalSteps | None:
     section, key = config.ddp.local_steps, "ddp.local_steps.outer"
+    outer = section.outer
     if section.every is None:
         return None
-    outer, _ = make_optimizer(
-        _named(section.outer, key),
-        schedule=lambda step: section.outer.learning_rate,
-        kwargs=section.outer.kwargs,
-        key=key,
+    optimizer, _ = make_optimizer(
+        named(outer, key), schedule=lambda step: outer.learning_rate, kwargs=outer.kwargs, key=key
     )
-    return LocalSteps(section.every, outer, section.start)
+    return LocalSteps(section.every, optimizer, section.start)

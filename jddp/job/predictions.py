@@ -9,9 +9,9 @@ those of the run's image folder.
 
 import csv
 import io
-import itertools
 import json
 from collections.abc import Callable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from jddp.data import ArrayExamples, eval_batches
 from jddp.data.sources.image_folder import FolderExamples, images_in
 from jddp.data.sources.mapped import map_npy, map_npz
 from jddp.distributed.resolve import resolve_identity
-from jddp.errors import DataError, FileSystemError, UsageError
+from jddp.errors import DataError, FileSystemError, UsageError, file_errors
 from jddp.job.opened import open_run
 from jddp.trainer.reports.metrics_file import replace_file
 
@@ -59,10 +59,8 @@ def predict_file(run_dir: str | Path, data: Path, out: Path, **chosen: Any) -> i
     arrays = {name or "predictions": x for name, x in found.items()}
     if isinstance(rows, FolderExamples):
         arrays = {"file": np.array(rows.files), **arrays}
-    try:
+    with file_errors(f"{out} cannot be written"):
         replace_file(out, WRITERS[out.suffix](arrays))
-    except OSError as error:
-        raise FileSystemError(f"{out} cannot be written: {error.strerror}.") from error
     return len(rows)
 
 
@@ -107,8 +105,7 @@ def _csv(arrays: Arrays) -> bytes:
     ]
     rows = zip(*(x.tolist() for x in flat.values()), strict=True)
     text = io.StringIO(newline="")
-    lines = csv.writer(text, lineterminator="\n")
-    lines.writerows([names, *(itertools.chain(*row) for row in rows)])
+    csv.writer(text, lineterminator="\n").writerows([names, *(chain(*row) for row in rows)])
     return text.getvalue().encode()
 
 

@@ -27,7 +27,7 @@ from jddp.distributed.watchdog import Limits
 from jddp.errors import ConfigError, DataError, FileSystemError, UsageError
 from jddp.job.job import _facts, build, fit
 from jddp.job.load import load
-from jddp.job.parts import resolve_parts
+from jddp.job.optimizers import optimizer_of
 from jddp.job.preview import memory_table, preview
 from jddp.zoo.models import make_model
 
@@ -379,7 +379,7 @@ def test_every_schedule_of_optax_works_from_a_config(tmp_path, name):
             f"  schedule: {{name: {name}, kwargs: {NEEDED.get(name, '{}')}}}\n"
         )
         config, _ = load_config([str(file)])
-        _, schedule = resolve_parts(config).make_optimizer(num_steps)
+        _, schedule = optimizer_of(config, num_steps)
         rates = np.asarray(jax.vmap(schedule)(np.arange(num_steps)))
         assert np.isfinite(rates).all()
         assert rates.max() <= 0.5 + 1e-6
@@ -390,7 +390,7 @@ def test_every_schedule_of_optax_works_from_a_config(tmp_path, name):
 def test_a_warm_up_among_the_own_arguments_of_a_schedule_is_taken(mine):
     own = {"name": "warmup_cosine_decay_schedule", "kwargs": {"warmup_steps": 10}}
     config = own_config(train={"num_steps": 20}, optimizer={"learning_rate": 0.5, "schedule": own})
-    rates = [resolve_parts(config).make_optimizer(20)[1](step) for step in (0, 10, 20)]
+    rates = [optimizer_of(config, 20)[1](step) for step in (0, 10, 20)]
     np.testing.assert_allclose(rates, [0, 0.5, 0], atol=1e-7)
 
 
