@@ -9,11 +9,12 @@ PyYAML alone takes `1e-3` for a string. Its loader is one of YAML 1.1: plain val
 for a number or a boolean and that YAML 1.2 takes for something else, such as `1:30`, are refused.
 """
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import yaml
 from omegaconf import OmegaConf
@@ -147,12 +148,10 @@ def refuse_unsafe(text: str, above: int = 0) -> None:
             sizes[id(node)] = 1 + sum(size(x, level + 1) for x in inner)
         return sizes[id(node)]
 
-    try:
-        is_too_much = size(yaml.compose(text, yaml.SafeLoader), above) > MOST_VALUES
-    except RecursionError:
-        is_too_much = True
-    if is_too_much:
-        raise ConfigError(f"it holds more than {MOST_VALUES:,} values, or too deep ones")
+    with contextlib.suppress(RecursionError):
+        if size(yaml.compose(text, yaml.SafeLoader), above) <= MOST_VALUES:
+            return
+    raise ConfigError(f"it holds more than {MOST_VALUES:,} values, or too deep ones")
 
 
 def _refuse_ambiguous(text: str) -> None:
@@ -193,9 +192,9 @@ def _parse(overrides: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
         key, equals, value = override.partition("=")
         try:
             if isinstance(overrides, Mapping):
-                given = json.dumps(overrides[key], default=str, skipkeys=True)
-                refuse_unsafe(given, key.count("."))
-                OmegaConf.update(values, key, overrides[key], force_add=True)
+                given = overrides[key]
+                refuse_unsafe(json.dumps(given, default=str, skipkeys=True), key.count("."))
+                OmegaConf.update(values, key, given, force_add=True)
             elif equals and all(key.split(".")):
                 refuse_unsafe(value := _decoded(value), key.count("."))
                 values.merge_with_dotlist([f"{key}={value}"])
@@ -258,7 +257,7 @@ def _plain(values: Any) -> dict[str, Any]:
     plain: Any = OmegaConf.to_container(values, resolve=False)
     if not isinstance(plain, dict):
         raise ConfigError(f"a config holds sections of keys, not {plain!r}")
-    return cast(dict[str, Any], plain)
+    return plain
 
 
 def _decoded(text: str) -> str:

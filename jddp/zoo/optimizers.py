@@ -1,6 +1,6 @@
 """Optimizers and schedules of optax, made from their names and arguments.
 
-    schedule = make_schedule("cosine_decay_schedule", learning_rate=0.1, num_steps=1000)
+    schedule = make_schedule("cosine_decay_schedule", learning_rate=0.1, num_steps=1000, kwargs={})
     optimizer, schedule = make_optimizer("adamw", schedule=schedule, kwargs={"weight_decay": 0.05})
 
 There is no table of optimizers here: names are looked up in optax (`contrib.muon` too), and
@@ -29,12 +29,7 @@ UNDECAYED_NAMES = ("bias", "scale")
 
 
 def make_schedule(
-    name: str,
-    *,
-    learning_rate: float,
-    num_steps: int,
-    warmup_steps: int = 0,
-    kwargs: Arguments = NOTHING,
+    name: str, *, learning_rate: float, num_steps: int, warmup_steps: int = 0, kwargs: Arguments
 ) -> optax.Schedule:
     """Returns the learning rate as a function of the step.
 
@@ -55,8 +50,7 @@ def make_schedule(
     factory = find_attribute(optax, name, called="optax", key=f"{key}.name")
     accepted = accepted_names(factory, key=f"{key}.name")
     warms_up = "warmup_steps" in accepted
-    filled: dict[str, Any] = {}
-    length = num_steps - warmup_steps
+    length, filled = num_steps - warmup_steps, dict[str, Any]()
     if warms_up:  # which for optax is a part of the length, and shorter
         own = kwargs.get("warmup_steps", warmup_steps)
         length = max(num_steps, own + 1) if isinstance(own, int) else num_steps

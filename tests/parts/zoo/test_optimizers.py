@@ -20,7 +20,9 @@ def _optax_mixes_dtypes():
 
 
 def rates(name, steps, **options):
-    schedule = make_schedule(name, **{"learning_rate": 0.5, "num_steps": 10, **options})
+    schedule = make_schedule(
+        name, **{"learning_rate": 0.5, "num_steps": 10, "kwargs": {}, **options}
+    )
     return np.array([schedule(step) for step in steps])
 
 
@@ -63,7 +65,7 @@ def update(optimizer, params=PARAMS):
 
 @pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "lion", "lamb", "lars", "contrib.muon"])
 def test_any_optimizer_of_optax_takes_a_step_on_its_schedule(name):
-    schedule = make_schedule("constant_schedule", learning_rate=0.1, num_steps=3)
+    schedule = make_schedule("constant_schedule", learning_rate=0.1, num_steps=3, kwargs={})
     optimizer, followed = make_optimizer(name, schedule=schedule)
     assert followed is schedule
     assert jax.tree.structure(update(optimizer)) == jax.tree.structure(PARAMS)
