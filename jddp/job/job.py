@@ -228,9 +228,12 @@ def build(config: Config, *, needs_data: bool = True) -> Job:
         if needs_data:
             raise
         data_error = str(error)
+    num_steps, num_epochs = config.train.num_steps, config.train.num_epochs
     if data is not None:
         agree("data set", {"sha256": data.sha256})
-    num_steps = _num_steps(config, data)
+        if num_epochs is not None:
+            size, drops = config.data.global_batch_size, config.data.drop_remainder
+            num_steps = count_steps(num_epochs, len(data.train), size, drops)
     optimizer, learning_rate = optimizer_of(config, num_steps or 1)
     mesh = None if config.mesh.num_devices == "auto" else config.mesh.num_devices
     ddp = DataParallel(parts.model, optimizer, parts.loss_fn, mesh=mesh, **parts.ddp_options)
@@ -289,14 +292,6 @@ def _facts(config: Config) -> dict[str, str]:
     if not flags["JAX_PLATFORMS"]:
         flags["a GPU"] = "there" if glob.glob("/dev/nvidia[0-9]*") else "not there"
     return {**keys, **versions(), **settings, **flags}
-
-
-def _num_steps(config: Config, data: DataSet | None) -> int | None:
-    train, batches = config.train, config.data
-    if data is None or train.num_epochs is None:
-        return train.num_steps
-    size, drops = batches.global_batch_size, batches.drop_remainder
-    return count_steps(train.num_epochs, len(data.train), size, drops)
 
 
 def _share() -> dict[str, Any]:

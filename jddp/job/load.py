@@ -145,9 +145,8 @@ def model_in(run_dir: Path, config: Config | None, trust: str | None) -> Any:
     section, target = config.model, config.model.target
     if target is None:
         return make_model(section.name, kwargs=section.kwargs)
-    package = target.partition(":")[0]
-    is_own = package == OWN_MODELS or package.startswith(f"{OWN_MODELS}.")
-    if not is_own and trust is None:
+    package, _, _ = target.partition(":")
+    if trust is None and not f"{package}.".startswith(f"{OWN_MODELS}."):
         raise UsageError(
             f"load does not import {target!r}, which the run directory names. Give model=, the "
             "module itself; or trust='package', if you trust that package's code."

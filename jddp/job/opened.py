@@ -94,8 +94,7 @@ def open_run(
     run.metrics = saved.beside.get("metrics", {})
     run.history = MetricsFile(run_dir / "metrics.jsonl", is_writer=False).read()
     # The last evaluation came after the checkpoint of its step.
-    records = (x for x in run.history if x["step"] <= run.step)
-    run.evaluations = [x for x in records if x.get("split") == "eval"]
+    run.evaluations = [x for x in run.history if x["step"] <= run.step and x.get("split") == "eval"]
     return run
 
 
