@@ -51,12 +51,11 @@ def _list(arguments: argparse.Namespace) -> None:
 
 
 def _verify(arguments: argparse.Namespace) -> None:
-    from jddp.checkpoint.folders import finished
-    from jddp.checkpoint.listing import directory_of, find_any_damage
+    from jddp.checkpoint import folders, listing
 
-    directory, num_damaged = directory_of(arguments.run), 0
-    for step in finished(directory):
-        damage = find_any_damage(directory / str(step))
+    directory, num_damaged = listing.directory_of(arguments.run), 0
+    for step in folders.finished(directory):
+        damage = listing.find_any_damage(directory / str(step))
         num_damaged += damage is not None
         print(f"{step:>12}  {damage or 'all files and arrays are as they were saved'}")
     if num_damaged:
@@ -66,15 +65,13 @@ def _verify(arguments: argparse.Namespace) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> None:
-    from jddp.checkpoint.export import export
-    from jddp.checkpoint.listing import directory_of
-    from jddp.checkpoint.reader import find_fault, newest_sound
+    from jddp.checkpoint import export, listing, reader
 
-    directory = directory_of(arguments.run)
-    step = newest_sound(directory) if arguments.step is None else arguments.step
-    if fault := find_fault(directory / str(step)):
+    directory = listing.directory_of(arguments.run)
+    step = reader.newest_sound(directory) if arguments.step is None else arguments.step
+    if fault := reader.find_fault(directory / str(step)):
         raise FileSystemError(f"{directory / str(step)} cannot be read as step {step}: {fault}.")
-    export(directory / str(step), arguments.file, None if arguments.all else EXPORTED)
+    export.export(directory / str(step), arguments.file, None if arguments.all else EXPORTED)
     print(f"step {step} is in {arguments.file}, {arguments.file.stat().st_size / 2**20:.2g} MiB")
 
 

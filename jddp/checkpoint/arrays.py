@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from jddp.engine.digest import as_words, digests
-from jddp.engine.state import Layout, PerReplica, Replicated, Sharded
+from jddp.engine.state import Layout, PerReplica, Replicated, Sharded, name_of
 from jddp.typing import PyTree
 
 Layouts = Mapping[str, Any]  # a `Layout` by path; None where it is not known
@@ -24,8 +24,7 @@ KEY_IMPLS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe
 
 def by_path(tree: PyTree) -> dict[str, Any]:
     """The leaves of a tree by their paths, such as "params/Dense_0/kernel", in the tree's order."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in leaves}
+    return {name_of(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def describe(tree: PyTree, found: Any, layouts: Layouts) -> Described:
@@ -130,16 +129,11 @@ def difference(
     own = {n: _form(x.shape, x.dtype, here[n]) for n, x in wanted.items()}
     names = sorted({*saved, *own}, key=lambda name: (not name.startswith("params"), name))
     differ = [name for name in names if saved.get(name) != own.get(name)]
-    lines: list[str] = []
-    above: list[str] = []
+    lines: dict[tuple[str, ...], str] = {}  # by the parts of a path, as each level is shown once
     for name in differ[:most]:
-        *parents, leaf = name.split("/")
-        for depth, parent in enumerate(parents):
-            if above[: depth + 1] != parents[: depth + 1]:
-                lines.append("  " * (depth + 1) + parent)
-        above = parents
-        both = f"{saved.get(name, 'absent')} there, {own.get(name, 'absent')} here"
-        lines.append("  " * (len(parents) + 1) + f"{leaf}: {both}")
-    if len(differ) > most:
-        lines.append(f"  and {len(differ) - most} more")
-    return "\n".join(lines)
+        parts = tuple(name.split("/"))
+        for depth, part in enumerate(parts, 1):
+            lines.setdefault(parts[:depth], "  " * depth + part)
+        lines[parts] += f": {saved.get(name, 'absent')} there, {own.get(name, 'absent')} here"
+    more = [f"  and {len(differ) - most} more"] * (len(differ) > most)
+    return "\n".join([*lines.values(), *more])

@@ -156,8 +156,7 @@ class Checkpoints:
 
     def _newest_sound(self) -> int | None:
         """The newest step with undamaged files; damaged checkpoints are renamed."""
-        is_first = jax.process_index() == 0
-        found = find_newest(self._directory, self._set_aside) if is_first else None
+        found = find_newest(self._directory, self._set_aside) if jax.process_index() == 0 else None
         shared = from_first("newest", json.dumps(found), timeout_seconds=SECONDS)
         step: int | None = json.loads(shared)
         if step is not None:

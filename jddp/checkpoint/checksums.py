@@ -42,8 +42,7 @@ def find_damage(folder: Path) -> str | None:
         if not lines or "".join(f"{digest}  {name}\n" for digest, name in lines) != text:
             return f"{NAME} is torn or altered"
         listed = {name: digest for digest, name in lines}
-        there = set(_files(folder))
-        for name in sorted(listed.keys() ^ there):
+        for name in sorted(listed.keys() ^ set(_files(folder))):
             return f"{name} is {'missing' if name in listed else 'not listed'}"
         found = _digests(folder)
     except (OSError, UnicodeDecodeError) as error:

@@ -38,12 +38,9 @@ def export(folder: Path, file: Path, fields: Sequence[str] | None = None) -> Non
     pack = format_of(file).pack
     leaves = read(folder) if fields is None else by_path(read_values(folder, fields))
     layouts = dict.fromkeys(leaves, Replicated()) if fields else layouts_in(read_described(folder))
-    dtypes = {name: str(x.dtype) for name, x in leaves.items()}
-    keys = {name: KEY_IMPLS[dtype] for name, dtype in dtypes.items() if dtype in KEY_IMPLS}
-    arrays = {
-        name: np.asarray(jax.random.key_data(x) if name in keys else x)
-        for name, x in leaves.items()
-    }
+    keys = {name: impl for name, x in leaves.items() if (impl := KEY_IMPLS.get(str(x.dtype)))}
+    words = leaves | {name: jax.random.key_data(leaves[name]) for name in keys}
+    arrays = {name: np.asarray(x) for name, x in words.items()}
     about = {
         "step": int(folder.name),
         "dtypes": {name: x.dtype.name for name, x in arrays.items()},
@@ -75,14 +72,12 @@ def import_file(file: Path, directory: Path) -> int:
         step, run, keys = int(about["step"]), about["run"], about["keys"]
         saved = about.get("layouts", {})  # none from a checkpoint of format 1
         layouts = {name: layout_of(saved.get(name), x.shape) for name, x in arrays.items()}
+        words = {name: jax.numpy.asarray(arrays[name]) for name in keys}
+        wrapped = {n: jax.random.wrap_key_data(x, impl=keys[n]) for n, x in words.items()}
     except OSError as error:
         raise FileSystemError(f"{file} cannot be read: {error.strerror or error}.") from error
     except Exception as error:  # parsers raise anything for foreign files
         raise DataError(f"{file} is no export of a checkpoint: {error!r}.") from error
-    leaves = {
-        name: jax.random.wrap_key_data(jax.numpy.asarray(x), impl=keys[name]) if name in keys else x
-        for name, x in arrays.items()
-    }
     with contextlib.closing(Checkpoints(directory, keep=2**62)) as checkpoints:
-        checkpoints.save(step, replicate(leaves, make_mesh(1)), run, layouts)
+        checkpoints.save(step, replicate(arrays | wrapped, make_mesh(1)), run, layouts)
     return step

@@ -1,5 +1,6 @@
 """Lists the checkpoints of a directory, and checks their files and arrays."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from jddp.checkpoint import reader
@@ -21,13 +22,11 @@ def directory_of(path: Path) -> Path:
     raise ConfigError(f"{path} holds no checkpoints. Name a run directory.")
 
 
-def lines(directory: Path) -> list[str]:
+def lines(directory: Path) -> Iterator[str]:
     """A line for each checkpoint, damaged ones included: step, size, loss."""
-    found = []
     for folder in sorted(directory.iterdir(), key=_order):
         size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-        found.append(f"{folder.name:>12}  {size / 2**20:10.1f} MiB  {_metrics(folder)}".rstrip())
-    return found
+        yield f"{folder.name:>12}  {size / 2**20:10.1f} MiB  {_metrics(folder)}".rstrip()
 
 
 def _order(folder: Path) -> tuple[int, str]:

@@ -143,9 +143,8 @@ class Remote:
             files = [path for path in checkpoint.rglob("*") if path.is_file()]
             for path in sorted(files, key=lambda path: path.name == SUMS):
                 self._put(path)
-            found = (PurePosixPath(name) for name in self._names(above))
-            steps = [int(name.parent.name) for name in found if name.name == SUMS]
-            for step in surplus(steps):
+            names = [name for name in self._names(above) if name.endswith(f"/{SUMS}")]
+            for step in surplus([int(name.split("/")[-2]) for name in names]):
                 self._remove(f"{above}/{step}")
 
     def upload(self) -> None:
@@ -157,9 +156,8 @@ class Remote:
         with self._explained("written"):
             for path in self.folder.rglob("*"):
                 name = path.relative_to(self.folder).as_posix()
-                if name == _LOCK or _IN_A_CHECKPOINT.fullmatch(name) or not path.is_file():
-                    continue
-                if self._known.get(path) != (version := _version(path)):
+                is_own = name != _LOCK and not _IN_A_CHECKPOINT.fullmatch(name) and path.is_file()
+                if is_own and self._known.get(path) != (version := _version(path)):
                     self._put(path)
                     self._known[path] = version
 

@@ -29,8 +29,7 @@ def to_read(shape: Sequence[int], layout: Layout, want: Any) -> jax.ShapeDtypeSt
 
 def empty(shapes: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
     """The arrays without elements, which are in no file: orbax refuses them."""
-    none = {name: x for name, x in shapes.items() if not x.size}
-    return {n: jnp.zeros(x.shape, x.dtype, device=x.sharding) for n, x in none.items()}
+    return {n: jnp.zeros_like(x, device=x.sharding) for n, x in shapes.items() if not x.size}
 
 
 def on_this_mesh(x: jax.Array, want: jax.Array, layout: Layout) -> jax.Array:

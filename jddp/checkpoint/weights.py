@@ -109,23 +109,17 @@ def fit_weights(given: PyTree, wanted: PyTree, *, partial: bool) -> tuple[PyTree
       ConfigError: If the two differ in a path or shape, and it is not `partial`.
     """
     found, own = by_path(given), by_path(wanted)
-    shapes = {name: np.shape(x) for name, x in found.items()}
-    taken = [name for name, x in own.items() if shapes.get(name) == np.shape(x)]
-    unused = [name for name in found if name not in own]
-    differ = sorted({*own, *unused} - set(taken))
-    if differ and not partial:
+    there, here = ({name: np.shape(x) for name, x in tree.items()} for tree in (found, own))
+    taken = [name for name, shape in here.items() if there.get(name) == shape]
+    unused, missing = [n for n in found if n not in own], [n for n in own if n not in taken]
+    if (differ := sorted({*missing, *unused})) and not partial:
         name = differ[0]
-        has = np.shape(own[name]) if name in own else "nothing"
         raise ConfigError(
             f"params= does not fit the model at {len(differ)} places; the first is {name!r}: got "
-            f"{shapes.get(name, 'nothing')}, the model has {has}. With partial=True the model "
-            "keeps its own there."
+            f"{there.get(name, 'nothing')}, the model has {here.get(name, 'nothing')}. With "
+            "partial=True the model keeps its own there."
         )
     values = [found[name] if name in taken else x for name, x in own.items()]
-    made = [
-        f"{name} ({shapes[name]} given, {np.shape(own[name])} here)" if name in shapes else name
-        for name in own
-        if name not in taken
-    ]
+    made = [f"{n} ({there[n]} given, {here[n]} here)" if n in there else n for n in missing]
     loaded = Loaded(tuple(taken), tuple(made), tuple(unused))
     return jax.tree.unflatten(jax.tree.structure(wanted), values), loaded
