@@ -192,9 +192,9 @@ def _parse(overrides: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
         key, equals, value = override.partition("=")
         try:
             if isinstance(overrides, Mapping):
-                given = overrides[key]
-                refuse_unsafe(json.dumps(given, default=str, skipkeys=True), key.count("."))
-                OmegaConf.update(values, key, given, force_add=True)
+                given = json.dumps(overrides[override], default=str, skipkeys=True)
+                refuse_unsafe(given, override.count("."))
+                OmegaConf.update(values, override, overrides[override], force_add=True)
             elif equals and all(key.split(".")):
                 refuse_unsafe(value := _decoded(value), key.count("."))
                 values.merge_with_dotlist([f"{key}={value}"])

@@ -118,6 +118,7 @@ MISTAKES = (
     ("export nowhere x.msgpack", 2, "nowhere holds no checkpoints"),
     ("import there.msgpack again", 65, "is no export of a checkpoint"),
     ("import foreign.safetensors again", 65, "is no export of a checkpoint"),
+    ("import keyless.safetensors again", 65, "is no export of a checkpoint: KeyError('key')"),
     ("import nowhere.msgpack again", 74, "cannot be read: No such file"),
     ("import there.npz again", 2, "has no known format"),
     ("list nowhere", 2, "nowhere holds no checkpoints. Name a run directory"),
@@ -128,6 +129,9 @@ def test_a_mistake_is_one_line(run, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there.msgpack").write_bytes(b"\x80")
     safetensors.numpy.save_file({"x": np.ones(2)}, tmp_path / "foreign.safetensors")
+    about = {"step": 1, "run": {}, "dtypes": {"x": "float64"}, "keys": {"key": "rbg"}}
+    keyless = {"metadata": {"jddp": json.dumps(about)}}
+    safetensors.numpy.save_file({"x": np.ones(2)}, tmp_path / "keyless.safetensors", **keyless)
     narrow = jax.device_put(jnp.ones(4, jnp.int4), run[1].step.sharding)
     checkpoints = Checkpoints(tmp_path / "narrow/checkpoints", keep=1)
     checkpoints.save(1, run[1].replace(params={"x": narrow}), {})

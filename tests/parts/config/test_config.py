@@ -149,6 +149,8 @@ def test_what_comes_from_python_has_dotted_keys_or_sections_and_obeys_the_same_r
     assert config.optimizer.kwargs == {}
     with pytest.raises(ConfigMistakes, match=r"optimizer\.learning_rate must be greater than 0"):
         Config(train={"num_steps": 1}, optimizer={"learning_rate": -1})
+    with pytest.raises(ConfigMistakes, match="unknown key 'optimizer=adam'"):
+        load_config([file(SHORT)], {"optimizer=adam": 1})
     with pytest.raises(ConfigError, match="train: give either 'num_steps' or 'num_epochs'"):
         Config()
 
