@@ -117,8 +117,8 @@ def read_values(path: Path, origin: str | None = None) -> dict[str, Any]:
         values = _plain(OmegaConf.load(path))
     except (OSError, *NOT_READABLE) as error:
         raise ConfigError(f"{origin or path}: cannot be read: {_one_line(error)}") from error
-    is_of_a_run = path.with_name("manifest.json").exists()
-    return renamed(values) if is_of_a_run else values
+    # Of the files that are read, only that of a run directory may be of format 1.
+    return renamed(values) if path.with_name("manifest.json").exists() else values
 
 
 def refuse_unsafe(text: str, above: int = 0) -> None:

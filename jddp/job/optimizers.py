@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jddp.config.schema import Config
+from jddp.config.schema import Config, GroupConfig, NamedSection
 from jddp.engine.state import TrainState
 from jddp.modules.frozen import COLLECTION
 from jddp.zoo.groups import REST, Group, by_group, decay_by_layer, groups_of, paths_of, scales_of
 from jddp.zoo.names import accepted_names, defaults_of, look_up, name_of, resolve_target
 from jddp.zoo.optimizers import MASK_NAMES, decay_mask, factory_of, make_optimizer, make_schedule
 
+Named = NamedSection | GroupConfig
 Schedule = Callable[[int], Any]
 
 
@@ -99,7 +100,7 @@ def _ways(config: Config) -> dict[str, Way]:
     return ways | rest  # where a group is called as the rest is, by_group refuses it
 
 
-def named(section: Any, key: str, known: Mapping[str, Any] | None = None, kind: str = "") -> Any:
+def named(section: Named, key: str, known: Mapping[str, Any] | None = None, kind: str = "") -> Any:
     """The object that a section names: its target, or its name, which is looked up if `known`."""
     if section.target is not None:
         return resolve_target(section.target, key=f"{key}.target")

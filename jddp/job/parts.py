@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jddp.config.files import with_overrides
-from jddp.config.schema import Config
+from jddp.config.schema import Config, NamedSection
 from jddp.data import Source, make_source, source_of
 from jddp.engine.sync import LocalSteps
 from jddp.errors import ConfigError
@@ -85,9 +85,7 @@ def find_source(config: Config) -> Source:
     check_arguments(found, data.kwargs, key="data.kwargs")
     pair = found(**data.kwargs)
     if not (isinstance(pair, tuple | list) and len(pair) == 2):
-        raise ConfigError(
-            f"data.target: {data.target} gives {type(pair).__name__}. It must give (train, test)."
-        )
+        raise _wrong(data, "data", pair, "(train, test)")
     return source_of(data.target, *pair)
 
 
@@ -108,11 +106,14 @@ def _comm_hook(config: Config) -> Any:
     check_arguments(make, section.kwargs, key="ddp.comm_hook.kwargs")
     hook = make(**section.kwargs)
     if make is not mean and not isinstance(hook, CommHook):
-        raise ConfigError(
-            f"ddp.comm_hook.target: {section.target} gives {type(hook).__name__}. It must give a "
-            "jddp.CommHook."
-        )
+        raise _wrong(section, "ddp.comm_hook", hook, "a jddp.CommHook")
     return hook
+
+
+def _wrong(section: NamedSection, key: str, found: object, wanted: str) -> ConfigError:
+    """An error of a target that gives another kind of object."""
+    given = f"{key}.target: {section.target} gives {type(found).__name__}."
+    return ConfigError(f"{given} It must give {wanted}.")
 
 
 def find_loss(config: Config) -> Callable[..., Any]:

@@ -68,8 +68,7 @@ def groups_of(patterns: Mapping[str, Sequence[str]], paths: Sequence[str]) -> di
     """
     found = dict.fromkeys(paths, REST)
     for name, chosen in reversed([*patterns.items()]):
-        key = f"optimizer.groups.{name}.patterns"
-        found |= dict.fromkeys(select(chosen, paths, key=key), name)
+        found |= dict.fromkeys(select(chosen, paths, key=f"optimizer.groups.{name}.patterns"), name)
     return found
 
 
