@@ -28,7 +28,7 @@ from jddp.config.schema import Config
 from jddp.distributed.failure_file import RESULT, describe, write
 from jddp.distributed.resolve import resolve_identity
 from jddp.distributed.signals import Repeats, stop_signals
-from jddp.errors import Error, ExitCode
+from jddp.errors import Error, ExitCode, report
 
 if TYPE_CHECKING:
     from jddp.job.job import Job
@@ -159,10 +159,9 @@ def _turn_on_cache() -> None:
         try:
             cache = expand(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "jddp" / "xla"
             make_private(cache, "the cache of compiled programs")
-        except Error as error:  # without it the start is only slower
-            print(f"jddp: {error} Until then the cache is off.", file=sys.stderr)
-        else:
             os.environ["JAX_COMPILATION_CACHE_DIR"] = str(cache)
+        except Error as error:  # without it the start is only slower
+            report(f"{error} Until then the cache is off.")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 

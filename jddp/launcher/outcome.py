@@ -5,9 +5,8 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jddp.distributed.failure_file import ABORT, describe, headline, read, write
 from jddp.errors import ExitCode
@@ -21,8 +20,7 @@ CONSEQUENCES = {ExitCode.ANOTHER_FAILED, -signal.SIGABRT}
 SOON = 60.0  # seconds
 
 
-@dataclass(frozen=True)
-class Failure:
+class Failure(NamedTuple):
     """The first failure of an attempt, as the launcher reports it.
 
     Attributes:

@@ -91,9 +91,8 @@ class Loop:
         self._comparison = Comparison(plan.check_replicas_every_steps)
         self._numerics = Numerics(ddp, source, run.run_dir, plan.max_consecutive_skips)
         self._reporter = Reporter(run, plan, files, callbacks, self._numerics)
-        self._position: Any = source.position()
+        self._position = source.position
         self._notes: list[str] = []  # on the checkpoint that the run resumes from
-        self._begun_at = run.step
 
     def resume(self) -> None:
         """Restores the newest checkpoint, if there is one, and drops the records of later steps."""
@@ -115,7 +114,6 @@ class Loop:
         run.history = [x for x in self._files.metrics.read() if x["step"] <= run.step]
         if restored is not None:
             self._restore_evaluation()
-        self._begun_at = run.step
 
     def _restore_from(self, beside: Mapping[str, Any]) -> None:
         """Restores the values that were saved beside the state."""
@@ -123,16 +121,13 @@ class Loop:
         run.stopped = beside["stopped"]
         self._numerics.skipped, self._numerics.in_a_row = map(int, beside["skipped"])
         run.metrics, run.evaluations = dict(beside["metrics"]), list(beside["evaluations"])
-        rate = self._reporter.learning_rate(run.step)
-        changes = [
-            changed_settings(beside, self._about),
-            changed_rate(run.step, beside.get("learning_rate"), rate),
-        ]
+        before, now = beside.get("learning_rate"), self._reporter.learning_rate(run.step)
+        changes = [changed_settings(beside, self._about), changed_rate(run.step, before, now)]
         if beside["world"] != (world := self._ddp.steps.topology):
             draws = uses_rng(self._ddp, self._source.peek())
             stateful = any(map(is_float, jax.tree.leaves(run.state.model_state)))
-            moved = differences(beside["world"], world, uses_rng=draws, has_statistics=stateful)
-            changes.append(moved)
+            differ = differences(beside["world"], world, uses_rng=draws, has_statistics=stateful)
+            changes.append(differ)
         self._notes += filter(None, changes)
         self._position = beside["position"]
         self._source.move_to(self._position)
@@ -147,6 +142,7 @@ class Loop:
     def run_to_the_end(self) -> None:
         """Steps until all are done, a callback has stopped the run or a signal interrupts it."""
         run, num_steps = self.run, self._plan.num_steps
+        self._begun_at = run.step
         if run.step > num_steps:
             self._reporter.note(
                 f"num_steps={num_steps}: the run is at step {run.step} already, so no step is taken"
@@ -242,7 +238,7 @@ class Loop:
             run.step += 1
             self._comparison.finish()
             self._comparison.begin(run.step, run.state)
-            self._position = self._source.position()
+            self._position = self._source.position
             self._reporter.next(Sent(run.step, metrics, batch, self._position))
             if run.step == first:
                 jax.block_until_ready(metrics)

@@ -11,9 +11,8 @@ import json
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -34,8 +33,7 @@ SECONDS = 600.0  # for other processes to check their rows
 log = logging.getLogger("jddp")
 
 
-@dataclass(frozen=True)
-class Sent:
+class Sent(NamedTuple):
     """A step that was sent to the devices.
 
     Attributes:
@@ -49,11 +47,6 @@ class Sent:
     metrics: Mapping[str, Any]
     batch: Batch
     position: Any
-
-    @property
-    def num_rows(self) -> int:
-        """Number of rows of all processes."""
-        return int(jax.tree.leaves(self.batch)[0].shape[0])
 
 
 class Numerics:
@@ -143,7 +136,7 @@ class Numerics:
             "layers": layers,
         }
         folder = run_dir / "nonfinite" / f"step_{sent.step}"
-        write_evidence(folder, report, rows, process_index=jax.process_index())
+        write_evidence(folder, report, rows)
         wrong = [name for name, layer in layers.items() if layer["not_finite"]]
         found = []
         if broken:
@@ -178,25 +171,21 @@ def _few(names: list[Any]) -> str:
     return ", ".join(map(str, names[:3])) + more
 
 
-def write_evidence(
-    folder: Path, report: Mapping[str, Any], rows: Mapping[str, np.ndarray], *, process_index: int
-) -> None:
+def write_evidence(folder: Path, report: Mapping[str, Any], rows: Mapping[str, np.ndarray]) -> None:
     """Writes this process's rows and, on process 0, the report; logs a failure.
 
     Numbers that are not finite become text, "nan" or "inf", for JSON has none.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        plain: dict[str, Any] = {name: _plain(x) for name, x in rows.items()}
-        np.savez(folder / f"process_{process_index}.npz", **plain)
-        if process_index == 0:
+        # Others than numpy's dtypes, such as bfloat16, could not be read back.
+        plain: Any = {
+            k: x.astype(np.float32) if x.dtype.kind == "V" else x for k, x in rows.items()
+        }
+        np.savez(folder / f"process_{jax.process_index()}.npz", **plain)
+        if jax.process_index() == 0:
             worded = json.loads(json.dumps(report), parse_constant=lambda x: str(float(x)))
             text = json.dumps(worded, indent=2, allow_nan=False)
             (folder / "report.json").write_text(text + "\n")
     except OSError as error:
         log.error("%s: cannot be written: %s.", folder, error.strerror)
-
-
-def _plain(x: np.ndarray) -> np.ndarray:
-    """The array in a dtype of numpy: a file of others, such as bfloat16, could not be read back."""
-    return x.astype(np.float32) if x.dtype.kind == "V" else x

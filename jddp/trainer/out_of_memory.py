@@ -67,17 +67,12 @@ def ways_out(ddp: Any, batch: Batch, memory: Memory) -> Iterator[str]:
     of_replica = num_rows // len(ddp.mesh.local_devices) // accumulate_steps
     for cut in memory.cuts(of_replica):
         num_steps = accumulate_steps * cut
-        needed = ddp.memory(batch, accumulate_steps=num_steps)
-        if needed.fits:
+        if (needed := ddp.memory(batch, accumulate_steps=num_steps)).fits:
             yield f"accumulate_steps={num_steps} ({in_words(needed.total)})"
             break
     for cut in memory.cuts(of_replica):
-        fewer = jax.tree.map(
-            lambda x, cut=cut: jax.ShapeDtypeStruct((x.shape[0] // cut, *x.shape[1:]), x.dtype),
-            batch,
-        )
-        needed = ddp.memory(fewer)
-        if needed.fits:
-            size = num_rows // cut * jax.process_count()
-            yield f"a global batch of {size} ({in_words(needed.total)})"
+        rows = num_rows // cut
+        fewer = jax.tree.map(lambda x, rows=rows: x.update(shape=(rows, *x.shape[1:])), batch)
+        if (needed := ddp.memory(fewer)).fits:
+            yield f"a global batch of {rows * jax.process_count()} ({in_words(needed.total)})"
             break

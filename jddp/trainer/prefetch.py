@@ -33,13 +33,16 @@ class Source:
         have, or it may have `state_dict` and `load_state_dict`, as torchdata's and those of
         Hugging Face have. Any others are counted, and read from their start again on resume.
       put: Function that places a batch on the devices.
+
+    Attributes:
+      position: The position of the last batch taken, for a checkpoint.
     """
 
     def __init__(self, batches: Batches, put: Callable[[Batch], Batch]) -> None:
         self._batches, self._iterator, self._put = batches, iter(batches), put
         self._peeked: list[tuple[Batch, Any]] = []
         self._num_read = 0
-        self._position: dict[str, Any] = {"num_taken": 0}
+        self.position: dict[str, Any] = {"num_taken": 0}
         self._ready: queue.Queue[Any] = queue.Queue(DEPTH)
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
@@ -51,10 +54,6 @@ class Source:
         if not self._peeked:
             self._peeked.append(self._read_next())
         return self._peeked[0][0]
-
-    def position(self) -> dict[str, Any]:
-        """The position of the last batch taken, for a checkpoint."""
-        return self._position
 
     def examples_before(self, position: dict[str, Any]) -> list[int] | None:
         """Numbers of the examples in the global batch that ends there; None if unknown."""
@@ -76,7 +75,7 @@ class Source:
             )
             for _ in range(num_taken):
                 self._read()
-        self._num_read, self._position = num_taken, position
+        self._num_read, self.position = num_taken, position
 
     def start(self, num_batches: int, first_step: int = 1) -> None:
         """Starts to prefetch; later batches stay in the caller's iterator.
@@ -100,7 +99,7 @@ class Source:
         batch, position = self._ready.get()
         if isinstance(batch, BaseException):
             raise batch
-        self._position = position
+        self.position = position
         return batch
 
     def close(self) -> None:

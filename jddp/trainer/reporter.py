@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jddp.modules.rows import count_rows
 from jddp.trainer.callbacks import Callback
 from jddp.trainer.numerics import Numerics, Sent
 from jddp.trainer.plan import Plan
@@ -104,7 +105,7 @@ class Reporter:
             return {}
         values = {name: float(x) for name, x in jax.device_get(dict(sent.metrics)).items()}
         if is_logged:
-            self._log(step, values, sent.num_rows)
+            self._log(step, values, count_rows(sent.batch))
         return values
 
     def _log(self, step: int, values: Mapping[str, float], rows: int) -> None:

@@ -42,8 +42,7 @@ def differences(
         inexact.append("batch norm sees other parts of a batch")
     if now.get("local_steps") and "num_devices" in differ:
         inexact.append("each replica begins with the mean of the previous ones")
-    changed = "; ".join(inexact) or "all else is equal within rounding"
-    return f"{exact}; {changed}"
+    return f"{exact}; {'; '.join(inexact) or 'all else is equal within rounding'}"
 
 
 def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:

@@ -257,14 +257,15 @@ def test_where_labels_fit_or_outputs_are_not_known_the_learning_rate_is_named(
     assert not list(tmp_path.iterdir())  # no directory, no evidence
 
 
-def test_evidence_in_half_precision_can_be_read_without_jax(tmp_path, caplog):
+def test_evidence_in_half_precision_can_be_read_without_jax(tmp_path, caplog, monkeypatch):
     rows = {"x": np.ones((2, 3), jnp.bfloat16)}
-    write_evidence(tmp_path, {"loss": float("inf")}, rows, process_index=1)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    write_evidence(tmp_path, {"loss": float("inf")}, rows)
     with np.load(tmp_path / "process_1.npz") as kept:
         assert kept["x"].dtype == np.float32
     assert not (tmp_path / "report.json").exists()  # which is for the first to write
     # What cannot be written is said, and hides nothing.
-    write_evidence(tmp_path / "process_1.npz" / "step_1", {}, rows, process_index=0)
+    write_evidence(tmp_path / "process_1.npz" / "step_1", {}, rows)
     assert "cannot be written" in caplog.text
 
 

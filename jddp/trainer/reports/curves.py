@@ -28,13 +28,9 @@ def plot(history: Sequence[Record]) -> Any:
     figure = _figure_class()(figsize=(4.5 * len(names), 3.2), layout="constrained")
     for name, panel in zip(names, figure.subplots(1, len(names), squeeze=False)[0], strict=True):
         for split, style in (("train", "-"), ("eval", "o--")):
-            points = [
-                (x["step"], x[name])
-                for x in history
-                if x.get("split") == split and x.get(name) is not None
-            ]
-            if points:
-                panel.plot(*zip(*points, strict=True), style, label=split)
+            shown = [x for x in history if x.get("split") == split and x.get(name) is not None]
+            if shown:
+                panel.plot([x["step"] for x in shown], [x[name] for x in shown], style, label=split)
         panel.set(xlabel="step", title=name)
         panel.grid(alpha=0.3)
         panel.legend()

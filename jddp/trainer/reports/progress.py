@@ -41,10 +41,8 @@ class Progress:
     """
 
     def __init__(self, num_steps: int, *, is_writer: bool) -> None:
-        self._num_steps = num_steps
-        self._is_writer = is_writer
-        self._stream = sys.stdout
-        self._printed_at = -math.inf
+        self._num_steps, self._is_writer = num_steps, is_writer
+        self._stream, self._printed_at = sys.stdout, -math.inf
         is_live = is_writer and _is_watched(self._stream)
         self._bar = _live_line(num_steps, self._stream) if is_live else None
 

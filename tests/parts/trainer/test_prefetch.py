@@ -109,16 +109,16 @@ MAKERS = {
 def test_the_position_is_that_of_the_batch_taken_last(make, num_taken, is_peeked):
     source = started(make(), 20)
     take(source, num_taken)
-    position = source.position()
+    position = source.position
     source.close()
     resumed = Source(make(), put)
     if is_peeked:
         assert resumed.peek() in (0, {"i": 0})
     resumed.move_to(position)
-    assert resumed.position() == json.loads(json.dumps(position))
+    assert resumed.position == json.loads(json.dumps(position))
     resumed.start(3)
     assert take(resumed, 3) == [*range(num_taken, num_taken + 3)]
-    assert resumed.position()["num_taken"] == num_taken + 3
+    assert resumed.position["num_taken"] == num_taken + 3
 
 
 def test_batches_without_a_position_are_read_again_with_a_loud_notice(caplog):
