@@ -3,7 +3,7 @@
     group = Group(launch, place)
     while group.running and not group.failed():
         group.poll()
-    group.end(moment_seconds=2, grace_seconds=10)
+    group.close(moment_seconds=2, grace_seconds=10)
 
 Each has its own session, so that its child processes end with it, and so that Ctrl-C in a terminal
 does not reach it. All are killed if the launcher is (`cleanup`). Nothing here imports JAX.
@@ -89,10 +89,6 @@ class Group:
             self.close()
             raise
 
-    def close(self) -> None:
-        """Kills all processes that run, and their children."""
-        self.end(moment_seconds=0.0, grace_seconds=0.0)
-
     def poll(self) -> None:
         """Records the processes that have ended, and ends their child processes."""
         for worker in [x for x in self.running if x.poll() is not None]:
@@ -112,7 +108,7 @@ class Group:
         return not self.running
 
     def failed(self) -> list[Worker]:
-        """Processes that have failed, in order; after `end` also those that it has stopped."""
+        """Processes that have failed, in order; after `close` also those that it has stopped."""
         return [worker for worker in self.ended if worker.returncode]
 
     def signal(self, number: int) -> None:
@@ -127,7 +123,7 @@ class Group:
         self._num_sent = len(signals)
         return self._num_sent
 
-    def end(self, *, moment_seconds: float, grace_seconds: float) -> None:
+    def close(self, *, moment_seconds: float = 0.0, grace_seconds: float = 0.0) -> None:
         """Ends all processes and their children: waits, then sends SIGTERM, then kills."""
         if not self.wait(moment_seconds):
             self.signal(signal.SIGTERM)

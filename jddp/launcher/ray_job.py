@@ -139,7 +139,7 @@ def _work(launch: Launch, board: Any, folder: str, environ: dict[str, str]) -> N
                 break
         group.wait(_MOMENT)
         failure = first_failure(group, [])  # and not what it ends with after this one's signals
-        group.end(moment_seconds=0.0, grace_seconds=launch.grace_seconds)
+        group.close(grace_seconds=launch.grace_seconds)
         _, first = tell(failure)
         if first is None and os.listdir(new):  # Ray keeps metrics that come with a checkpoint.
             metrics = json.loads(Path(os.environ[RESULT]).read_text())

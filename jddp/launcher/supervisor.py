@@ -104,8 +104,7 @@ class Supervisor:
         self._nodes, code = Nodes(self._launch), None
         with stop_signals_go_to(self._take_signal):
             try:
-                code = self._run()
-                return code
+                return (code := self._run())
             finally:
                 self._nodes.close(failed=code not in (ExitCode.DONE, ExitCode.PREEMPTED))
 
@@ -177,7 +176,7 @@ class Supervisor:
                 while group.forward(self._signals) < 2 and time.monotonic() < until:
                     if group.wait(POLL_SECONDS):
                         break
-            group.end(moment_seconds=_MOMENT, grace_seconds=self._launch.grace_seconds)
+            group.close(moment_seconds=_MOMENT, grace_seconds=self._launch.grace_seconds)
             return failure or self._first_failure(group)
 
     def _watch(self, group: Group) -> None:
