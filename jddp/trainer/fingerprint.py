@@ -17,11 +17,9 @@ def fingerprint(ddp: Any, batch: Batch) -> dict[str, str]:
     Returns:
       Shape and dtype of each leaf of the state, by path, and a digest of the lowered step.
     """
-    program = ddp.lower(batch).as_text()
-    return {
-        **{name: f"{x.shape} {x.dtype}" for name, x in by_path(ddp.abstract_state(batch)).items()},
-        "the lowered step": hashlib.sha256(program.encode()).hexdigest(),
-    }
+    program = hashlib.sha256(ddp.lower(batch).as_text().encode()).hexdigest()
+    leaves = by_path(ddp.abstract_state(batch)).items()
+    return {name: f"{x.shape} {x.dtype}" for name, x in leaves} | {"the lowered step": program}
 
 
 def uses_rng(ddp: Any, batch: Batch) -> bool:

@@ -72,8 +72,7 @@ class Loop:
         about: Mapping[str, Any],
         watchdog: Watchdog,
     ) -> None:
-        self._ddp, self._source, self._plan = ddp, source, plan
-        self._evaluation = plan.evaluation
+        self._ddp, self._source, self._plan, self._evaluation = ddp, source, plan, plan.evaluation
         self._files, self._callbacks, self._about = files, callbacks, about
         self.run = run = Run(
             ddp,
@@ -141,7 +140,7 @@ class Loop:
 
     def run_to_the_end(self) -> None:
         """Steps until all are done, a callback has stopped the run or a signal interrupts it."""
-        run, num_steps = self.run, self._plan.num_steps
+        run, files, num_steps = self.run, self._files, self._plan.num_steps
         self._begun_at = run.step
         if run.step > num_steps:
             self._reporter.note(
@@ -150,8 +149,7 @@ class Loop:
         if self._is_over and self._is_evaluated:
             self._reporter.note(f"finished at step {run.step}; nothing to do")
             return
-        files, index = self._files, jax.process_index()
-        log_file = contextlib.nullcontext() if files is None else files.logging(index)
+        log_file = contextlib.nullcontext() if files is None else files.logging(jax.process_index())
         with log_file, self._signals:
             try:
                 self._run_on()
@@ -187,14 +185,12 @@ class Loop:
             self._save_here(run.interrupted)
 
     def _save_here(self, why: str | None) -> None:
-        step, num_steps = self.run.step, self._plan.num_steps
+        saved = f"saved step {self.run.step} of {self._plan.num_steps}"
         try:
             self.run.save()
         finally:  # also where a callback raises
             self._saving.wait()
-        self._reporter.note(
-            f"{why}: saved step {step} of {num_steps}, from which the same call resumes"
-        )
+        self._reporter.note(f"{why}: {saved}, from which the same call resumes")
 
     def _save_after(self, error: Exception) -> None:
         """Saves the state after an exception of a callback, an evaluation or the data.

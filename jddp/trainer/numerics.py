@@ -138,9 +138,8 @@ class Numerics:
         folder = run_dir / "nonfinite" / f"step_{sent.step}"
         write_evidence(folder, report, rows)
         wrong = [name for name, layer in layers.items() if layer["not_finite"]]
-        found = []
-        if broken:
-            found.append(f"inputs of {'rows' if examples is None else 'examples'} {_few(broken)}")
+        kind = "rows" if examples is None else "examples"
+        found = [f"inputs of {kind} {_few(broken)}"] * bool(broken)
         if wrong and self.in_a_row:  # else the state is not finite as a whole
             found.append(f"gradients of {_few(wrong)}")
         not_finite = f" Not finite: {'; '.join(found)}." if found else ""

@@ -7,10 +7,8 @@ from typing import Any
 from jddp.errors import ConfigError, check_choice
 from jddp.typing import Batches
 
-POSITIVE = (
-    *("num_steps", "log_every_steps", "eval_every_steps", "save_every_steps"),
-    *("keep", "keep_every_steps", "check_replicas_every_steps", "max_consecutive_skips"),
-)
+POSITIVE = ["num_steps", "log_every_steps", "eval_every_steps", "save_every_steps", "keep"]
+POSITIVE += ["keep_every_steps", "check_replicas_every_steps", "max_consecutive_skips"]
 CHOICES = {"resume": ("auto", "never", "must"), "eval_params": ("params", "ema")}
 
 
@@ -57,8 +55,7 @@ class Plan:
     def __post_init__(self) -> None:
         """Refuses wrong settings, before anything is compiled or written."""
         for name in POSITIVE:
-            value = getattr(self, name)
-            if value is not None and value < 1:
+            if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError(f"{name} is at least 1; got {value}.")
         for name, choices in CHOICES.items():
             check_choice(name, getattr(self, name), choices)

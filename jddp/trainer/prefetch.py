@@ -5,7 +5,6 @@ read and not yet taken do not count: the position is that of the batch taken las
 """
 
 import base64
-import contextlib
 import logging
 import queue
 import threading
@@ -105,9 +104,8 @@ class Source:
     def close(self) -> None:
         """Ends the thread."""
         self._closed.set()
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._ready.get_nowait()  # so that the thread finds room, and then the end
+        while not self._ready.empty():  # so that the thread finds room, and then the end
+            self._ready.get_nowait()
         if self._thread is not None:
             self._thread.join(timeout=1)  # An iterator may block forever.
 
@@ -117,7 +115,7 @@ class Source:
             try:
                 batch, position = self._read()
                 batch = as_arrays(batch)
-                form = _form(batch)
+                form = {name: _form(x) for name, x in by_path(batch).items()}
                 first = first or form
                 _refuse_another_form(step, first, form)
                 item = self._put(batch), position
@@ -162,14 +160,11 @@ class Source:
         return True
 
 
-def _form(batch: Batch) -> dict[str, str]:
-    """Dtype and dims of each leaf by its path; batches may differ in rows, and in nothing else."""
-    form = {}
-    for name, x in by_path(batch).items():
-        dims = ", ".join(map(str, ("rows", *x.shape[1:])))
-        dtype = jax.dtypes.canonicalize_dtype(x.dtype) if x.dtype.kind in "iufc" else x.dtype
-        form[name] = f"{dtype} ({dims})"
-    return form
+def _form(x: Any) -> str:
+    """Dtype and dims of a leaf of a batch; batches may differ in rows, and in nothing else."""
+    dims = ", ".join(map(str, ("rows", *x.shape[1:])))
+    dtype = jax.dtypes.canonicalize_dtype(x.dtype) if x.dtype.kind in "iufc" else x.dtype
+    return f"{dtype} ({dims})"
 
 
 def _refuse_another_form(step: int, first: dict[str, str], now: dict[str, str]) -> None:

@@ -20,10 +20,8 @@ class Comparison:
 
     def begin(self, step: int, state: TrainState) -> None:
         """Digests a state after `step` finished steps, where due; asynchronous."""
-        is_alone = state.step.sharding.mesh.size == 1
-        if self._every is None or is_alone or step % self._every:
-            return
-        self._begun = step, digests(state), state
+        if self._every and step % self._every == 0 and state.step.sharding.mesh.size > 1:
+            self._begun = step, digests(state), state
 
     def finish(self) -> None:
         """Waits for the comparison that was started, if any.
@@ -33,8 +31,7 @@ class Comparison:
         """
         if self._begun is None:
             return
-        step, found, state = self._begun
-        self._begun = None
+        (step, found, state), self._begun = self._begun, None
         if (difference := find_divergence(found, state)) is not None:
             raise ReplicaMismatchError(
                 f"After step {step} {difference}. No checkpoint is made of this state; existing "

@@ -43,12 +43,9 @@ class Clock:
         now, num_steps = time.perf_counter(), step - self._step
         if num_steps < 1:
             return {}
-        seconds = {
-            "step_seconds": (now - self._since) / num_steps,
-            "data_wait_seconds": self._waited / num_steps,
-        }
+        seconds, waited = (now - self._since) / num_steps, self._waited / num_steps
         self._since, self._step, self._waited = now, step, 0.0
-        return seconds
+        return {"step_seconds": seconds, "data_wait_seconds": waited}
 
 
 class Reporter:

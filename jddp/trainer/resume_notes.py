@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from jddp.trainer.reports.run_directory import changes, is_free
+from jddp.trainer.reports.run_directory import compare, is_free
 
 Topology = Mapping[str, Any]
 
@@ -53,7 +53,7 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> str |
       now: Those values of the run that resumes.
     """
     if now["config"] is not None and before.get("config") is not None:
-        differ = changes(before["config"], now["config"])
+        differ = compare(before["config"], now["config"])[1]
     else:
         old = before.get("plan", now["plan"])
         differ = [f"{k} {old[k]} -> {x}" for k, x in now["plan"].items() if old.get(k, x) != x]

@@ -52,8 +52,7 @@ class Run(Shown):
         eval_params: str = "params",
         config: Mapping[str, Any] | None = None,
     ) -> None:
-        self.state = state
-        self.step = 0
+        self.state, self.step = state, 0
         self.metrics: dict[str, Any] = {}
         self.evaluations: list[dict[str, Any]] = []
         self.run_dir, self.config = run_dir, config
@@ -159,9 +158,10 @@ class Run(Shown):
         return self._ddp.predict(self.state, self._given(batches), function, self._eval_params)
 
     def _given(self, batches: Batches | None) -> Batches:
-        if batches is None and self._evaluation is None:
+        given = self._evaluation if batches is None else batches
+        if given is None:
             raise UsageError("The run has no evaluation batches (evaluate=). Give batches.")
-        return self._evaluation if batches is None else batches  # type: ignore[return-value]
+        return given
 
     def plot(self) -> Any:
         """Draws loss and metrics over the steps; returns the matplotlib figure.

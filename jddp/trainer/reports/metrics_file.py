@@ -23,8 +23,7 @@ class MetricsFile:
     """Appends records to `path`; if not `is_writer`, does nothing."""
 
     def __init__(self, path: Path, *, is_writer: bool = True) -> None:
-        self.path = path
-        self._is_writer = is_writer
+        self.path, self._is_writer = path, is_writer
         self._waiting: list[str] = []
 
     def append(self, record: Record) -> None:
@@ -75,8 +74,7 @@ class MetricsFile:
         """
         if not (self._is_writer and self.path.exists()):
             return
-        lines = self._lines()
-        kept = [line + b"\n" for line, x in lines if x is None or x["step"] <= step]
+        kept = [line + b"\n" for line, x in self._lines() if x is None or x["step"] <= step]
         with file_errors(f"{self.path}: cannot be written"):
             replace_file(self.path, b"".join(kept))
 

@@ -132,11 +132,8 @@ def _metrics(record: Record) -> list[str]:
 
 def _join(start: list[str], end: list[str], columns: int) -> str:
     """All fields, or as many of the metrics at the end of `start` as there is room for."""
-    for kept in range(len(start), 1, -1):
-        line = "  ".join([*start[:kept], *end])
-        if len(line) <= columns:
-            return line
-    return "  ".join([*start[:2], *end])[:columns]
+    lines = ["  ".join([*start[:kept], *end]) for kept in range(len(start), 1, -1)]
+    return next((line for line in lines if len(line) <= columns), lines[-1][:columns])
 
 
 def _short(number: float) -> str:

@@ -31,14 +31,10 @@ from jddp.trainer.reports.metrics_file import MetricsFile, replace_file
 
 Values = Mapping[str, Any]
 # Of one start, and not of the run: what they change is not reported.
-KEYS_OF_A_START = (
-    *("run.dir", "data.dir", "data.allow_changed"),
-    *("checkpoint.resume", "checkpoint.allow_changed"),
-)
+KEYS_OF_A_START = {"run.dir", "data.dir", "data.allow_changed"}
+KEYS_OF_A_START |= {"checkpoint.resume", "checkpoint.allow_changed"}
 # A schedule without a length has that of the run: to give it that length changes nothing.
-LENGTH_KEYS = tuple(
-    f"optimizer.schedule.kwargs.{name}" for name in ("decay_steps", "transition_steps")
-)
+LENGTH_KEYS = {f"optimizer.schedule.kwargs.{x}" for x in ("decay_steps", "transition_steps")}
 MISSING = object()
 log = logging.getLogger("jddp")
 
@@ -99,8 +95,9 @@ class RunDirectory:
             self.remote.check()
         with self._explained():
             refuse_foreign(self.path, "run.dir")
-            above = self.path.absolute().parents
-            there = next(path for path in (self.path, *above) if os.path.lexists(path))
+            there = next(
+                p for p in (self.path, *self.path.absolute().parents) if os.path.lexists(p)
+            )
             inside = f"{there}/."
             os.stat(inside)  # raises if it is not a directory
             if not os.access(inside, os.W_OK | os.X_OK):
@@ -180,7 +177,7 @@ class RunDirectory:
                 lock.write((name := f"process {os.getpid()} on {socket.gethostname()}\n").encode())
                 self._holder = name
             try:
-                if config is not None and changes(_read_config(self._config), config):
+                if config is not None and compare(_read_config(self._config), config)[1]:
                     _write_config(self._config, config)
                 yield
             finally:
@@ -196,23 +193,16 @@ class RunDirectory:
         return self.path / "logs" / f"process_{process_index}.stacks"
 
     def _refuse_another_run(self, config: Values | None) -> None:
-        ours = (self._config, self._manifest)
-        if not any(path.exists() for path in ours):
+        before, other = _read_config(self._config) if self._config.exists() else None, ""
+        if before is None and not self._manifest.exists():
             strangers = [p.name for p in (self.metrics.path, self.checkpoints) if p.exists()]
-            if strangers:
-                raise ConfigError(
-                    f"run.dir {self.where} holds {' and '.join(strangers)} of something else. "
-                    "Choose another run.dir."
-                )
-            return
-        before = _read_config(self._config) if self._config.exists() else None
-        if (before is None) != (config is None):
+            other = f"{' and '.join(strangers)} of something else" if strangers else ""
+        elif (before is None) != (config is None):
             started = ("from a config", "from objects, by DataParallel.fit")[before is None]
-            raise ConfigError(
-                f"run.dir {self.where} holds a run that was started {started}. "
-                "Choose another run.dir."
-            )
-        if before is not None and config is not None and (keys := _differing(before, config)):
+            other = f"a run that was started {started}"
+        if other:
+            raise ConfigError(f"run.dir {self.where} holds {other}. Choose another run.dir.")
+        if before is not None and config is not None and (keys := compare(before, config)[0]):
             raise ConfigError(
                 f"run.dir {self.where} holds a run of another config: {'; '.join(keys)}. "
                 "Choose another run.dir, or the same config to resume; or continue with these keys "
@@ -244,10 +234,13 @@ class RunDirectory:
 
     def _write(self, config: Values | None, starts: list[Values], manifest: Values) -> None:
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if config is not None and not self._config.exists():
-            _write_config(self._config, config)
-        if config is not None and _allowed(config):
-            manifest = {**manifest, "changed": changes(_read_config(self._config), config)}
+        if config is not None:
+            from jddp.config.files import flatten
+
+            if not self._config.exists():
+                _write_config(self._config, config)
+            if flatten(config).get("checkpoint.allow_changed"):
+                manifest = {**manifest, "changed": compare(_read_config(self._config), config)[1]}
         manifest = json.loads(json.dumps(manifest))  # Tuples become lists, as in what was read.
         if manifest not in starts:
             first, *later = *starts, manifest
@@ -262,39 +255,19 @@ def _read_config(path: Path) -> Values:
     return read_values(path)
 
 
-def _differing(before: Values, now: Values) -> list[str]:
-    """Returns "key: old there, new here" for every key that differs and matters."""
-    return [
-        f"{key} is {_show(old)} there, {_show(new)} here"
-        for key, (old, new) in _pairs(before, now).items()
-        if not (is_free(key, old, new) or key in _allowed(now))
-    ]
-
-
-def _allowed(config: Values) -> list[str]:
-    """The keys that a config lets differ."""
-    from jddp.config.files import flatten
-
-    return flatten(config).get("checkpoint.allow_changed", [])
-
-
 def _write_config(path: Path, config: Values) -> None:
     from jddp.config.files import dump_values
 
     replace_file(path, dump_values(config).encode())
 
 
-def changes(before: Values, now: Values) -> list[str]:
-    """Returns "key old -> new" for every key that differs and may do so when a run resumes."""
-    return [
-        f"{key} {_show(old)} -> {_show(new)}"
-        for key, (old, new) in _pairs(before, now).items()
-        if key not in KEYS_OF_A_START and (is_free(key, old, new) or key in _allowed(now))
-    ]
+def compare(before: Values, now: Values) -> tuple[list[str], list[str]]:
+    """Compares the config of a run with that with which it resumes.
 
-
-def _pairs(before: Values, now: Values) -> dict[str, tuple[Any, Any]]:
-    """Old and new of every key that differs."""
+    Returns:
+      "key is old there, new here" for every key that may not differ, and "key old -> new" for those
+      that may: one that is free, or that `checkpoint.allow_changed` names.
+    """
     from jddp.config.files import flatten
     from jddp.config.schema import default_of
 
@@ -303,8 +276,14 @@ def _pairs(before: Values, now: Values) -> dict[str, tuple[Any, Any]]:
     )
     # A run of an earlier version lacks newer keys, and was trained by their defaults.
     old |= {key: default_of(key, MISSING) for key in new.keys() - old.keys()}
-    both = {key: (old[key], new.get(key, MISSING)) for key in old}
-    return {key: (a, b) for key, (a, b) in both.items() if a != b}
+    refused, changed = list[str](), list[str]()
+    for key in [key for key in old if old[key] != new.get(key, MISSING)]:
+        was, becomes = old[key], new.get(key, MISSING)
+        if not (is_free(key, was, becomes) or key in new.get("checkpoint.allow_changed", [])):
+            refused.append(f"{key} is {_show(was)} there, {_show(becomes)} here")
+        elif key not in KEYS_OF_A_START:
+            changed.append(f"{key} {_show(was)} -> {_show(becomes)}")
+    return refused, changed
 
 
 def is_free(key: str, old: Any, new: Any) -> bool:
