@@ -195,8 +195,7 @@ class Supervisor:
 
     def _first_failure(self, group: Group) -> Failure | None:
         """The first failure that is known by now; prints it."""
-        failure = first_failure(group, self._nodes.lost())
-        if failure:
+        if failure := first_failure(group, self._nodes.lost()):
             self._nodes.send_failure(failure.data)
         if failure and failure.code != ExitCode.PREEMPTED and not self._has_changed(failure):
             with CONSOLE:  # or lines of another process would come in between

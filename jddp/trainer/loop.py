@@ -177,12 +177,11 @@ class Loop:
 
     def _leave(self) -> None:
         """Saves the state at a signal, for a later process to resume from."""
-        run = self.run
-        run.interrupted = self._signals.name
+        why = self.run.interrupted = self._signals.name
         if self._files is None:
-            self._reporter.note(f"{run.interrupted}: stopped after step {run.step}")
+            self._reporter.note(f"{why}: stopped after step {self.run.step}")
         else:
-            self._save_here(run.interrupted)
+            self._save_here(why)
 
     def _save_here(self, why: str | None) -> None:
         saved = f"saved step {self.run.step} of {self._plan.num_steps}"

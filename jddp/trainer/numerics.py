@@ -89,11 +89,9 @@ class Numerics:
         if was_skipped and math.isfinite(loss) and scale > LEAST and not is_same:
             return False  # The loss scale is coming down; the forward pass was finite.
         self.in_a_row = self.in_a_row + 1 if was_skipped else 0
-        if was_skipped and self.in_a_row < self._most:
-            return self.in_a_row == 1
-        if was_skipped or not math.isfinite(loss):
+        if self.in_a_row >= self._most or not (was_skipped or math.isfinite(loss)):
             raise NumericsError(self._describe(sent, state, loss))
-        return False
+        return self.in_a_row == 1
 
     def _describe(self, sent: Sent, state: TrainState, loss: float) -> str:
         found = f"The loss is {loss} at step {sent.step}"

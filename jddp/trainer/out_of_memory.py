@@ -44,10 +44,8 @@ def explained(ddp: Any, batch: Batch, watchdog: Watchdog) -> Iterator[None]:
 
 def _explain(ddp: Any, batch: Batch, phase: str) -> str:
     memory = ddp.memory(batch)
-    found = (
-        f"out of memory in phase {phase}: a step needs {in_words(memory.total)} of each device, "
-        f"which has {in_words(memory.limit)}"
-    )
+    needs, has = in_words(memory.total), in_words(memory.limit)
+    found = f"out of memory in phase {phase}: a step needs {needs} of each device, which has {has}"
     large = [f"{in_words(x.bytes)} {x}" for x in memory.largest if x.bytes > memory.total / 100]
     if large:
         found += f". The largest arrays: {', '.join(large)}"

@@ -9,7 +9,6 @@ from jddp.typing import Batches
 
 POSITIVE = ["num_steps", "log_every_steps", "eval_every_steps", "save_every_steps", "keep"]
 POSITIVE += ["keep_every_steps", "check_replicas_every_steps", "max_consecutive_skips"]
-CHOICES = {"resume": ("auto", "never", "must"), "eval_params": ("params", "ema")}
 
 
 @dataclass(frozen=True)
@@ -57,5 +56,5 @@ class Plan:
         for name in POSITIVE:
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError(f"{name} is at least 1; got {value}.")
-        for name, choices in CHOICES.items():
-            check_choice(name, getattr(self, name), choices)
+        check_choice("resume", self.resume, ("auto", "never", "must"))
+        check_choice("eval_params", self.eval_params, ("params", "ema"))

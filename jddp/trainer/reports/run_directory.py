@@ -95,9 +95,8 @@ class RunDirectory:
             self.remote.check()
         with self._explained():
             refuse_foreign(self.path, "run.dir")
-            there = next(
-                p for p in (self.path, *self.path.absolute().parents) if os.path.lexists(p)
-            )
+            above = self.path.absolute().parents
+            there = next(path for path in (self.path, *above) if os.path.lexists(path))
             inside = f"{there}/."
             os.stat(inside)  # raises if it is not a directory
             if not os.access(inside, os.W_OK | os.X_OK):
@@ -109,9 +108,8 @@ class RunDirectory:
             yield
         except (OSError, ValueError) as error:  # a ValueError: an impossible file name
             name = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) else error
-            raise FileSystemError(
-                f"run.dir {self.where}: {name}. Choose a folder that can be written."
-            ) from error
+            text = f"run.dir {self.where}: {name}. Choose a folder that can be written."
+            raise FileSystemError(text) from error
 
     @contextlib.contextmanager
     def held(self, config: Values | None = None) -> Iterator[None]:
@@ -266,7 +264,7 @@ def compare(before: Values, now: Values) -> tuple[list[str], list[str]]:
 
     Returns:
       "key is old there, new here" for every key that may not differ, and "key old -> new" for those
-      that may: one that is free, or that `checkpoint.allow_changed` names.
+      that may: free ones, but for those of one start, and those in `checkpoint.allow_changed`.
     """
     from jddp.config.files import flatten
     from jddp.config.schema import default_of
