@@ -144,7 +144,7 @@ class RunDirectory:
         Raises:
           FileSystemError: If this process does not.
         """
-        # They import JAX, which a mistake in run.dir need not wait for.
+        # With JAX, which a command imports after it has checked the directory, and set its cache.
         from jddp.checkpoint.checkpoints import wait_until_seen
         from jddp.checkpoint.writer import SECONDS
         from jddp.distributed.coordination import from_first
