@@ -78,7 +78,8 @@ class RunDirectory:
         with self._explained():
             self._refuse_another_run(config)
             starts, known = self._read_starts()
-            if not (config or {}).get("data", {}).get("allow_changed"):
+            data = (config or {}).get("data")  # of any form, where the settings are yours
+            if not (isinstance(data, Mapping) and data.get("allow_changed")):
                 self._refuse_other_data(known, manifest)
             if self._is_writer:
                 self._write(config, starts, manifest)

@@ -27,6 +27,12 @@ def prepared(path, config=CONFIG, manifest=MANIFEST, is_writer=True):
     return directory
 
 
+def test_settings_of_any_form_are_kept_with_a_run_of_objects(tmp_path):
+    for _ in range(2):
+        prepared(tmp_path / "run", {"data": "mnist"})
+    assert (tmp_path / "run" / "config.yaml").read_text() == "data: mnist\n"
+
+
 def test_a_run_directory_is_made_with_its_config_and_manifest_which_come_back_without_a_trace(
     tmp_path,
 ):
