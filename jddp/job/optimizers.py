@@ -20,7 +20,7 @@ Named = NamedSection | GroupConfig
 Schedule = Callable[[int], Any]
 
 
-class Way(NamedTuple):
+class OptimizerSpec(NamedTuple):
     """The optimizer of one group of parameters.
 
     Attributes:
@@ -45,7 +45,7 @@ def optimizer_of(config: Config, num_steps: int = 1) -> tuple[Any, Schedule | No
     section, decays = config.optimizer, config.optimizer.decay_norms_and_biases
     length: dict[str, Any] = {"num_steps": num_steps, "warmup_steps": section.warmup_steps}
     made: dict[str, Any] = {}
-    for name, (factory, peak, kwargs, key) in _ways(config).items():
+    for name, (factory, peak, kwargs, key) in _specs(config).items():
         rate = make_schedule(**section.schedule.model_dump(), learning_rate=peak, **length)
         made[name] = make_optimizer(
             factory, schedule=rate, kwargs=kwargs, decay_norms_and_biases=decays, key=key
@@ -64,7 +64,7 @@ def optimizer_table(config: Config, state: TrainState) -> Iterator[str]:
 
     Empty where all parameters are trained alike.
     """
-    section, ways = config.optimizer, _ways(config)
+    section, specs = config.optimizer, _specs(config)
     frozen = paths_of(state.model_state.get(COLLECTION, {}))
     if not (section.groups or section.layer_decay.layers or frozen):
         return
@@ -74,30 +74,30 @@ def optimizer_table(config: Config, state: TrainState) -> Iterator[str]:
     masks = dict(zip(paths, jax.tree.leaves(decay_mask(state.params)), strict=True))
     yield f"{'peak rate':>10} {'decay':>8}  {'optimizer':12} {'group':12} parameter"
     for path in paths:
-        way = ways[groups[path]]
-        rate = scales[path] * way.kwargs.get("learning_rate", way.learning_rate)
-        arguments = defaults_of(way.factory) | way.kwargs
+        spec = specs[groups[path]]
+        rate = scales[path] * spec.kwargs.get("learning_rate", spec.learning_rate)
+        arguments = defaults_of(spec.factory) | spec.kwargs
         decay = arguments.get("weight_decay") or arguments.get("weight_decay_rate") or 0.0
-        is_masked = accepted_names(way.factory, key=way.key) & {*MASK_NAMES} and not masks[path]
+        is_masked = accepted_names(spec.factory, key=spec.key) & {*MASK_NAMES} and not masks[path]
         if is_masked and not section.decay_norms_and_biases:
             decay = 0.0
-        yield f"{rate:10.4g} {decay:8.4g}  {name_of(way.factory):12} {groups[path]:12} {path}"
+        yield f"{rate:10.4g} {decay:8.4g}  {name_of(spec.factory):12} {groups[path]:12} {path}"
     for path in frozen:
         yield f"{'frozen':>10} {'':35}{path}"
 
 
-def _ways(config: Config) -> dict[str, Way]:
+def _specs(config: Config) -> dict[str, OptimizerSpec]:
     """The optimizer of each group, and that of the rest."""
     section = config.optimizer
     first = factory_of(named(section, "optimizer"), key="optimizer")
-    rest = {REST: Way(first, section.learning_rate, section.kwargs, "optimizer")}
-    ways = {**rest}
+    rest = {REST: OptimizerSpec(first, section.learning_rate, section.kwargs, "optimizer")}
+    specs = {**rest}
     for name, group in section.groups.items():
         key = f"optimizer.groups.{name}"
         own = factory_of(named(group, key), key=key) if group.name or group.target else first
         kwargs = {**(section.kwargs if own is first else {}), **group.kwargs}
-        ways[name] = Way(own, group.learning_rate or section.learning_rate, kwargs, key)
-    return ways | rest  # where a group is called as the rest is, by_group refuses it
+        specs[name] = OptimizerSpec(own, group.learning_rate or section.learning_rate, kwargs, key)
+    return specs | rest  # where a group is called as the rest is, by_group refuses it
 
 
 def named(section: Named, key: str, known: Mapping[str, Any] | None = None, kind: str = "") -> Any:
