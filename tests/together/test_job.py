@@ -150,7 +150,7 @@ OWN = {"target": "mine:scale", "kwargs": {"slope": 2.0}}
 HOOKS = [({}, ""), ({"name": "mean"}, ""), (POWERSGD, "powersgd"), (OWN, "scaled")]
 
 
-@pytest.mark.parametrize("values, name", HOOKS, ids=["default", "mean", "powersgd", "one's own"])
+@pytest.mark.parametrize("values, name", HOOKS, ids=["default", "mean", "powersgd", "custom"])
 def test_the_hook_of_a_config_reduces_its_gradients(mine, values, name):
     job = build(own_config(ddp=hook(**values)))
     assert job.ddp.spec.reduction.hook_name == name
