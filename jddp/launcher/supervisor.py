@@ -28,7 +28,8 @@ from jddp.launcher.workers import Launch
 
 _MOMENT = 2.0  # seconds in which others fail too, and processes of jddp end by themselves
 _SAVE_SECONDS = 600.0  # which the others may need to save, where one was stopped by a signal
-# Seconds before a restart: twice as long before each further one, until an attempt lasts a minute.
+# Seconds from a failure to a restart, if all have ended by then: twice as long before each further
+# one, until an attempt lasts a minute.
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 
 
@@ -151,8 +152,9 @@ class Supervisor:
                 return False
         pause = min(_FIRST_PAUSE * 2**self._num_hasty, _LONGEST_PAUSE)
         self._num_restarts, self._num_hasty = self._num_restarts + 1, self._num_hasty + 1
-        report(f"restart {self._num_restarts} of {most} in {pause:g} s")
-        until = time.monotonic() + pause
+        until = self._ended + pause
+        seconds = round(max(0.0, until - time.monotonic()))
+        report(f"restart {self._num_restarts} of {most} {f'in {seconds} s' if seconds else 'now'}")
         while not self._signals and time.monotonic() < until:
             time.sleep(POLL_SECONDS)
         return not self._signals
@@ -167,6 +169,7 @@ class Supervisor:
             numbers = ", ".join(str(worker.number) for worker in group.running)
             report(f"process {numbers} of {place.num_processes} here; logs in {self._launch.logs}")
             self._watch(group)
+            self._ended = time.monotonic()
             if all(worker.returncode in CONSEQUENCES for worker in group.failed()):
                 group.wait(_MOMENT)  # for the failure that caused it
             failure = self._first_failure(group)

@@ -430,7 +430,7 @@ def test_a_failure_is_kept_and_followed_by_a_restart_of_all_with_a_port_and_a_wo
     options = ["--num-processes", 2, "--max-restarts", 2]
     done = launch(folder, *options, "program.py", "once-1", JDDP_FAILURE_FILE=str(kept))
     assert done.code == 0, done.err
-    assert "jddp: restart 1 of 2 in 1 s" in done.err
+    assert "jddp: restart 1 of 2 " in done.err
     attempts = [(folder / f"attempts-{i}").read_text().splitlines() for i in range(2)]
     assert attempts[0] == attempts[1]
     (address, job), (next_address, next_job) = (line.split() for line in attempts[0])
