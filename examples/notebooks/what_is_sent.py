@@ -155,5 +155,5 @@ plt.show()
 # ## Next steps
 #
 # [The life of a gradient](../../docs/life_of_a_gradient.md) follows one through the code,
-# [Beyond plain DDP](../../docs/modes.md) has every mode, and
+# [Modes of a step](../../docs/modes.md) has every mode, and
 # [the measurements](../../benchmarks/README.md) what they cost.

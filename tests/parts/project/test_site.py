@@ -23,6 +23,7 @@ from jddp.config.files import flatten
 from jddp.config.keys import is_at, keys_of
 from jddp.data import TrainBatches
 from jddp.doctor.devices import OLDEST_DRIVER
+from jddp.engine.spec import REFUSED
 from jddp.errors import ExitCode
 from jddp.launcher.outcome import DETERMINISTIC
 
@@ -153,16 +154,29 @@ def run_page(name, which, folder, **variables):
     return shown.stdout
 
 
-@pytest.mark.parametrize("name", ["data", pytest.param("howto", marks=pytest.mark.slow), "launch"])
-def test_the_python_blocks_of_a_page_run(name, tmp_path):
-    run_page(name, lambda block: True, tmp_path)
+MODES = ("zero", "compression", "local_sgd", "bitwise", "loss_scale")  # a page each
+COMPILED = [pytest.param(x, marks=pytest.mark.slow) for x in ("howto", *MODES)]
+
+
+@pytest.mark.parametrize("name", ["data", "launch", *COMPILED])
+def test_the_python_blocks_of_a_page_run_and_print_what_it_shows(name, tmp_path):
+    printed = run_page(name, lambda block: True, tmp_path)
+    shown = re.findall(r"^```text\n(.*?)^```", page(name), re.M | re.S)
+    assert not [x for block in shown for x in block.splitlines() if x not in printed]
+
+
+def test_the_page_on_modes_leads_to_each_and_has_the_pairs_that_are_refused():
+    shown = page("modes")
+    assert all(f"]({name}.md)" in shown for name in MODES)
+    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| (.+) \|$", shown, re.M)
+    assert {(one, other): why for one, other, why in rows} == REFUSED
 
 
 def test_python_blocks_that_no_test_runs_are_in_two_pages():
     """One quotes the code, which a test compares; the other has parts of programs."""
     pages = {path.stem for path in ROOT.glob("docs/**/*.md") if "```python" in path.read_text()}
     pages -= {"python"}  # See test_docs.py.
-    run = {"pytorch", "jax", "data", "howto", "launch", "tutorial"}
+    run = {"pytorch", "jax", "data", "howto", "launch", "tutorial", *MODES}
     assert pages - run == {"life_of_a_gradient", "models"}
 
 
