@@ -383,7 +383,7 @@ def test_a_pair_of_functions_and_a_module_that_is_a_tree_are_trained_as_the_page
 
     page, shown = (ROOT / "docs" / "models.md").read_text(), {"nn": nn, "nnx": nnx, "jax": jax}
     shown["Callable"] = Callable
-    for block in re.findall(r"```python\n(class .*?)```", page, re.DOTALL):
+    for block in re.findall(r"```python\n(class From.*?)```", page, re.DOTALL):
         exec(block, shown)
     pair = shown["FromFunctions"](make, lambda params, x: x @ params["w"] + params["b"][None])
     assert passes(pair, loss).comparisons[1].leaf.startswith("weights/")

@@ -155,7 +155,7 @@ def run_page(name, which, folder, **variables):
 
 
 MODES = ("zero", "compression", "local_sgd", "bitwise", "loss_scale")  # a page each
-COMPILED = [pytest.param(x, marks=pytest.mark.slow) for x in ("howto", *MODES)]
+COMPILED = [pytest.param(x, marks=pytest.mark.slow) for x in ("howto", "models", *MODES)]
 
 
 @pytest.mark.parametrize("name", ["data", "launch", *COMPILED])
@@ -172,12 +172,12 @@ def test_the_page_on_modes_leads_to_each_and_has_the_pairs_that_are_refused():
     assert {(one, other): why for one, other, why in rows} == REFUSED
 
 
-def test_python_blocks_that_no_test_runs_are_in_two_pages():
-    """One quotes the code, which a test compares; the other has parts of programs."""
+def test_python_blocks_that_no_test_runs_are_in_one_page():
+    """It quotes the code, which a test compares."""
     pages = {path.stem for path in ROOT.glob("docs/**/*.md") if "```python" in path.read_text()}
     pages -= {"python"}  # See test_docs.py.
-    run = {"pytorch", "jax", "data", "howto", "launch", "tutorial", *MODES}
-    assert pages - run == {"life_of_a_gradient", "models"}
+    run = {"pytorch", "jax", "data", "howto", "launch", "tutorial", "models", *MODES}
+    assert pages - run == {"life_of_a_gradient"}
 
 
 def accuracy(printed):
