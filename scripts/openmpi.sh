@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
 # Trains on several machines with Open MPI, version 4 or 5, one process for each GPU.
 #
-# To change: nothing here. HOSTS, PER_HOST and NETWORK say which machines, how many processes on each,
-# and which network, as the comments beside them explain.
+# What to change, by variables; the file stays as it is:
+#   HOSTS: a file that lists the machines
+#   PER_HOST: processes on each, one for each of its GPUs
+#   NETWORK: the network between them, where they have several
 #
 #   scripts/openmpi.sh --config my.yaml run.dir=/shared/runs/mine
 #   HOSTS=my_hosts PER_HOST=4 NETWORK=10.0.0.0/24 scripts/openmpi.sh data.global_batch_size=1024

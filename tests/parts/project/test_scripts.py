@@ -84,15 +84,23 @@ def test_what_is_left_out_is_named_and_a_test_that_ends_its_worker_ends_the_run(
     assert result.returncode != 0
 
 
-def test_scripts_are_executable_bash_and_templates_begin_with_what_to_change():
+def test_scripts_are_executable_bash():
     for script in [*SCRIPTS, ROOT / ".ci" / "run"]:
         assert os.access(script, os.X_OK)
         subprocess.run(["bash", "-n", script], check=True)
-    for name in TEMPLATES:
-        text = (ROOT / "scripts" / name).read_text()
-        before, change = re.match(r"((?:#.+\n)+)#\n(# To change: (?:.+\n)+?)#\n", text).groups()
-        assert before.count("\n") <= 2
-        assert change.count("\n") <= 5
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_template_begins_with_what_to_change_whose_keys_occur_below(name):
+    text = (ROOT / "scripts" / name).read_text()
+    head, lines = re.match(r"((?:#.+\n)+)#\n# What to change.*:\n((?:#   .+\n)+)#\n", text).groups()
+    assert head.count("\n") <= 2
+    assert lines.count("\n") < 5  # with the first line, five
+    below = re.sub(r"^ *#( .*|)\n", "", text, flags=re.M)  # alternatives and #SBATCH have no space
+    for keys in re.findall(r"^#   (.+?): ", lines, re.M):
+        for key in keys.split(", "):
+            assert re.search(rf"(?<![\w-]){re.escape(key)}(?=[:=( ]|$)", below, re.M), key
+    assert len(re.findall(r"^#   [^ :]+(?:, [^ :]+)*: ", lines, re.M)) == lines.count("\n")
 
 
 def test_variables_that_pages_and_scripts_name_are_read_and_xla_flags_are_not_among_them():
