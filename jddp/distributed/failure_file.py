@@ -3,7 +3,7 @@
     write(describe(1, ExitCode.DATA, error))     # no file is replaced, and nothing is raised
 
 The process that fails writes it, one that ends because of it writes the same, and `jddp.launch`
-writes it for a process that it finds dead. docs/reliability.md describes its fields. Nothing here
+writes it for a process that it finds dead. docs/failure_file.md describes its fields. Nothing here
 imports JAX.
 """
 

@@ -30,7 +30,7 @@ MODELS = {
     "trainer.kubeflow.org/v1alpha1 TrainingRuntime": models.TrainerV1alpha1TrainingRuntime,
     "trainer.kubeflow.org/v1alpha1 TrainJob": models.TrainerV1alpha1TrainJob,
 }
-PAGE = (ROOT / "docs" / "launch.md").read_text()
+PAGE = (ROOT / "docs" / "kubernetes.md").read_text()
 
 
 def template(name):
