@@ -56,6 +56,28 @@ def test_tables_name_tests_that_are_there():
     assert not wrong
 
 
+def parts_of(page):
+    """The anchors of a page: its headings, as GitHub and the site name them, and its own."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    titles = re.findall(r"^#+ (.+)$", text, re.M)
+    headings = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+    return headings | set(re.findall(r'<a id="([\w-]+)"', text))
+
+
+def test_links_to_a_part_of_a_page_lead_to_a_heading_or_an_anchor():
+    links = [
+        (page, target, anchor)
+        for page in [*PAGES, *ROOT.glob("benchmarks/*.md")]
+        for target, anchor in re.findall(r"\]\(((?:[\w./]+\.md)?)#([\w-]+)\)", page.read_text())
+    ]
+    assert len(links) > 50
+    assert not [
+        (page.name, target, anchor)
+        for page, target, anchor in links
+        if anchor not in parts_of((page.parent / target) if target else page)
+    ]
+
+
 def test_pages_quote_code_as_it_is():
     wrong = []
     for page in PAGES:
