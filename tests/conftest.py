@@ -24,6 +24,7 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 )
 
+import hypothesis
 import jax
 import numpy as np
 import pytest
@@ -43,6 +44,12 @@ LEFT_OUT = pytest.StashKey[Counter]()
 # Tests send signals, which `nohup` and a shell's `&` leave ignored for whatever they start.
 for number in (signal.SIGHUP, signal.SIGQUIT):
     signal.signal(number, signal.SIG_DFL)
+
+# A machine with other work is slow, which is no failure.
+hypothesis.settings.register_profile(
+    "jddp", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("jddp")
 
 jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
 jax.config.update("jax_disable_most_optimizations", True)

@@ -32,9 +32,7 @@ VALUES = st.recursive(
     ),
     max_leaves=12,
 )
-FUZZ = settings(
-    deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
+FUZZ = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 def taken_or_refused(act):

@@ -68,7 +68,7 @@ def places(num_examples, *, seed=0, epoch=0, **options):
     return Order(num_examples, seed, **options).examples_at(positions)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.integers(1, 3000), st.integers(0, 2**64 - 1), st.integers(0, 2**40))
 def test_a_shuffled_epoch_is_a_permutation_of_any_number_of_examples(num_examples, seed, epoch):
     got = np.sort(places(num_examples, seed=seed, epoch=epoch))
@@ -113,7 +113,7 @@ def test_epochs_and_seeds_differ_and_unshuffled_data_and_equal_weights_keep_the_
     assert read(train_batches(4, 3, shuffle=False), 3).tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=30), st.integers(0, 2**63), st.booleans())
 def test_weights_are_kept_in_every_epoch_to_the_next_whole_number(weights, seed, shuffle):
     weights = np.array(weights)
@@ -189,7 +189,7 @@ def test_a_batch_that_devices_do_not_divide_is_padded_and_a_mask_of_the_examples
 WORLDS = st.sampled_from([(1, 1), (2, 1), (8, 1), (4, 2), (8, 4), (3, 1)])  # devices, processes
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(5, 60), st.data(), st.lists(WORLDS, min_size=2, max_size=4))
 def test_a_run_interrupted_and_finished_elsewhere_sees_each_example_once_an_epoch(n, data, worlds):
     batch_size, num_epochs = data.draw(st.integers(1, n)), data.draw(st.integers(1, 3))
@@ -209,7 +209,7 @@ def test_a_run_interrupted_and_finished_elsewhere_sees_each_example_once_an_epoc
     np.testing.assert_array_equal(np.sort(epochs), [np.arange(n)] * num_epochs)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.integers(1, 40), st.integers(1, 50), st.integers(1, 5))
 def test_evaluation_covers_each_example_once_with_a_ragged_end(num_examples, size, num_processes):
     examples = numbered(num_examples)
@@ -362,7 +362,7 @@ def test_token_directory_yields_windows_or_is_refused(tmp_path):
         make_source("tokens", directory=str(tmp_path), kwargs={"sequence_length": 4}).load()
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.integers(0, 40), st.integers(1, 9))
 def test_windows_predict_each_token_once(num_more, length):
     targets = all_of(TokenExamples(np.arange(length + 1 + num_more), sequence_length=length))
@@ -478,7 +478,6 @@ def test_npy_directory_is_normalised_per_channel_and_bad_images_are_refused(tmp_
         ImageExamples(images, np.zeros(4, int)).take(np.array([1, 3]))
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=4), st.randoms())
 def test_idx_arrays_survive_the_round_trip_and_every_cut_is_refused(shape, random):
     array = np.random.default_rng(random.getrandbits(32)).integers(0, 256, shape).astype(np.uint8)

@@ -46,7 +46,7 @@ def test_zeros_and_numbers_that_are_none_are_told_apart_by_their_bits(dtype):
     assert len({word(values[i : i + 1]) for i in range(5)}) == 5
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(hnp.arrays(np.uint32, 6), st.permutations(range(6)))
 def test_order_shows(words, order):
     assert (word(words) == word(words[order])) == (words == words[order]).all()
