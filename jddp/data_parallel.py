@@ -649,7 +649,8 @@ class DataParallel(Shown):
             such, the same on every process; `seed` is that of their order too. For other options
             give `jddp.data.TrainBatches` as batches.
           global_batch_size: Examples per step, over all processes, of `data`.
-          num_epochs: Number of passes over `data`; the last batch may be partial and is padded.
+          num_epochs: Number of passes over `data`; the last batch may be partial and is padded. A
+            run that resumes ends with their last example, too.
           num_steps: Optimizer steps in all, those of a resumed run included; with `data` either
             these or epochs.
           state: The state to start from, which is copied, so that it stays yours, with
@@ -695,13 +696,13 @@ class DataParallel(Shown):
         """
         refuse_unknown(DataParallel.fit, unknown, key="fit")
         sizes = {"global_batch_size": global_batch_size, "num_epochs": num_epochs, "seed": seed}
-        batches, evaluate, num_steps = choose_batches(
+        batches, evaluate, length = choose_batches(
             batches, data, evaluate, num_steps, multiple_of=self.steps.num_micro_batches, **sizes
         )
         if isinstance(state, TrainState):
             self._executor.refuse_taken(state)
         plan = Plan(
-            num_steps=num_steps,
+            **length,
             log_every_steps=log_every_steps,
             eval_every_steps=eval_every_steps,
             save_every_steps=save_every_steps,

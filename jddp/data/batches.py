@@ -87,7 +87,7 @@ class TrainBatches(Shown):
             )
         if weights is not None:
             _check_weights(weights, len(examples))
-        self.num_examples = len(examples)
+        self.num_examples, self.num_epochs = len(examples), num_epochs
         self.global_batch_size = global_batch_size
         self._order = Order(len(examples), seed, shuffle, weights)
         self._augment = augment if mixup is None else Mixup(examples, mixup, augment)
@@ -106,7 +106,8 @@ class TrainBatches(Shown):
     @property
     def is_padded(self) -> bool:
         """Whether a batch may be padded: then all have a "mask"."""
-        is_short = self._end < ENDLESS and self._end % self.global_batch_size > 0
+        # From the position on: behind a partial batch of a shorter run others end elsewhere.
+        is_short = self._end < ENDLESS and (self._end - self._position) % self.global_batch_size > 0
         return is_short or self._rows_in_all > self.global_batch_size
 
     def batch(self, position: int) -> Batch:

@@ -88,6 +88,7 @@ class WorkerBatches(TrainBatches):
         """Continues from a position; batches read ahead are dropped."""
         self.close()
         super().set_state(state)
+        self._batches.set_state(state)
 
     def close(self) -> None:
         """Ends the processes."""

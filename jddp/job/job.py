@@ -117,7 +117,6 @@ class Job:
     def run(self, callbacks: Sequence[Callback] = ()) -> Run:
         """Trains to the end, resuming from the newest checkpoint if there is one."""
         assert self.data is not None, "build(config) has data unless needs_data=False"
-        assert self.num_steps is not None, "where there are data, there are steps"
         config, model, best = self.config, self.config.model, self.config.checkpoint
         weights: dict[str, Any] = {"params": model.init_from, "partial": model.weights_partial}
         init = functools.partial(self.ddp.init, config.seed, **weights)
@@ -125,7 +124,6 @@ class Job:
         with contextlib.closing(self.train_batches()) as batches:
             return self.ddp.fit(
                 batches,
-                num_steps=self.num_steps,
                 state=self._state_of_another(batches)
                 or (None if model.init_from is None else init),
                 evaluate=test_batches(config, self.data),
@@ -137,7 +135,7 @@ class Job:
                 config=config.model_dump(),
                 manifest=self._manifest(),
                 limits=Limits(**config.watchdog.model_dump()),
-                **config.train.model_dump(exclude={"num_steps", "num_epochs"}),
+                **config.train.model_dump(),
                 **config.checkpoint.model_dump(include={"keep", "keep_every_steps", "resume"}),
             )
 

@@ -48,22 +48,24 @@ class Kept(NamedTuple):
 
 def choose_batches(
     batches: Any, data: Any, evaluation: Any, num_steps: int | None, **options: Any
-) -> tuple[Batches, Batches | None, int]:
-    """Returns batches, evaluation batches and number of steps of a run; makes those of arrays.
+) -> tuple[Batches, Batches | None, dict[str, Any]]:
+    """Returns batches, evaluation batches and length of a run; makes those of arrays.
 
     Args:
       batches: Batches of this process, if there are no data.
       data: A dict of arrays or a data set, the same on every process, if there are no batches.
       evaluation: Batches of this process, a dict of arrays, or None.
       num_steps: Number of optimizer steps, if there is no number of epochs.
-      **options: Options of `TrainBatches`: None for those that are not given.
+      **options: Options of `TrainBatches`: None for those that are not given. A number of epochs
+        goes with `TrainBatches` of as many, too.
 
     Raises:
       ConfigError: If one that is needed is missing, or two exclude each other.
     """
-    size, is_endless = options["global_batch_size"], options["num_epochs"] is None
-    is_known = (data is None) != (batches is None) and (num_steps is None) != is_endless
-    if not is_known or (num_steps if data is None else size) is None:
+    size, num_epochs = options["global_batch_size"], options["num_epochs"]
+    is_known = (data is None) != (batches is None) and (num_steps is None) != (num_epochs is None)
+    is_sized = num_steps is not None or getattr(batches, "num_epochs", None) == num_epochs
+    if not (is_known and (is_sized if data is None else size is not None)):
         raise ConfigError(
             "Give batches, num_steps=; or data=, global_batch_size=, and num_steps= or num_epochs=."
         )
@@ -72,7 +74,9 @@ def choose_batches(
         batches = TrainBatches(data, **options, **share)
     if isinstance(evaluation, Mapping):
         evaluation = eval_batches(evaluation, global_batch_size=size or 1024, **share)
-    return batches, evaluation, len(batches.positions_left()) if num_steps is None else num_steps
+    # None are left where the run starts from another one, which has ended.
+    length = max(1, len(batches.positions_left())) if num_steps is None else num_steps
+    return batches, evaluation, {"num_steps": length, "num_epochs": num_epochs}
 
 
 def train(

@@ -95,13 +95,10 @@ class Loop:
 
     def resume(self) -> None:
         """Restores the newest checkpoint, if there is one, and drops the records of later steps."""
-        run = self.run
-        if self._files is None:
-            return
-        restored = self._saving.restore(run.state)
+        run, files, plan = self.run, self._files, self._plan
+        restored = None if files is None else self._saving.restore(run.state)
         if restored is not None:
             run.step, run.state, beside = restored
-            self._notes = [f"resumed from step {run.step} of {self._plan.num_steps}"]
             try:
                 self._restore_from(beside)
             except (LookupError, TypeError, ValueError, AttributeError) as error:
@@ -109,9 +106,13 @@ class Loop:
                     f"{run.run_dir} holds, at step {run.step}, a run.json of another version of "
                     f"jddp, or of something else: {error!r}. Choose another run.dir."
                 ) from error
-        self._files.metrics.truncate_after(run.step)
-        run.history = [x for x in self._files.metrics.read() if x["step"] <= run.step]
+        if plan.num_epochs is not None:  # They end with their last example.
+            plan.num_steps = self._reporter.progress.num_steps = run.step + self._source.num_left
+        if files is not None:
+            files.metrics.truncate_after(run.step)
+            run.history = [x for x in files.metrics.read() if x["step"] <= run.step]
         if restored is not None:
+            self._notes.insert(0, f"resumed from step {run.step} of {plan.num_steps}")
             self._restore_evaluation()
 
     def _restore_from(self, beside: Mapping[str, Any]) -> None:

@@ -11,12 +11,14 @@ POSITIVE = ["num_steps", "log_every_steps", "eval_every_steps", "save_every_step
 POSITIVE += ["keep_every_steps", "check_replicas_every_steps", "max_consecutive_skips"]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Plan:
     """The settings of a run; periods are in optimizer steps, None is once, at the end.
 
     Attributes:
-      num_steps: Total number of optimizer steps, those before a resume included.
+      num_steps: Total number of optimizer steps, those before a resume included. With a number of
+        epochs it is counted again where the run resumes, for they end with their last example.
+      num_epochs: Number of passes over the data, or None.
       log_every_steps: Steps between train records.
       eval_every_steps: Steps between evaluations.
       save_every_steps: Steps between checkpoints.
@@ -34,6 +36,7 @@ class Plan:
     """
 
     num_steps: int
+    num_epochs: float | None
     log_every_steps: int
     eval_every_steps: int | None
     save_every_steps: int | None

@@ -17,7 +17,7 @@ from jddp.checkpoint.arrays import by_path
 from jddp.data import TrainBatches
 from jddp.engine.mesh import as_arrays
 from jddp.errors import DataError
-from jddp.typing import Batch, Batches
+from jddp.typing import Batch
 
 # Batches that wait on the devices: one more than the next, as reading may take longer at times.
 DEPTH = 2
@@ -37,7 +37,7 @@ class Source:
       position: The position of the last batch taken, for a checkpoint.
     """
 
-    def __init__(self, batches: Batches, put: Callable[[Batch], Batch]) -> None:
+    def __init__(self, batches: Any, put: Callable[[Batch], Batch]) -> None:
         self._batches, self._iterator, self._put = batches, iter(batches), put
         self._peeked: list[tuple[Batch, Any]] = []
         self._num_read = 0
@@ -54,11 +54,15 @@ class Source:
             self._peeked.append(self._read_next())
         return self._peeked[0][0]
 
+    @property
+    def num_left(self) -> int:
+        """Number of batches to come, of some epochs."""
+        return len(self._batches.positions_left())
+
     def examples_before(self, position: dict[str, Any]) -> list[int] | None:
         """Numbers of the examples in the global batch that ends there; None if unknown."""
-        if not isinstance(self._batches, TrainBatches):
-            return None
-        return self._batches.examples_before(position["state"]).tolist()
+        is_known = isinstance(self._batches, TrainBatches)
+        return self._batches.examples_before(position["state"]).tolist() if is_known else None
 
     def move_to(self, position: dict[str, Any]) -> None:
         """Moves to a saved position; batches without a state are read again up to there."""

@@ -60,6 +60,7 @@ class Reporter:
 
     Attributes:
       clock: Time of steps since the last record.
+      progress: Printer of what is reported.
       note: Function that prints a sentence.
     """
 
@@ -73,8 +74,8 @@ class Reporter:
     ) -> None:
         self._run, self._plan, self._files = run, plan, files
         self._callbacks, self._numerics = callbacks, numerics
-        self._progress = Progress(plan.num_steps, is_writer=jax.process_index() == 0)
-        self.note, self.close = self._progress.note, self._progress.close
+        self.progress = Progress(plan.num_steps, is_writer=jax.process_index() == 0)
+        self.note, self.close = self.progress.note, self.progress.close
         self.clock = Clock(0)
         self._waiting: Sent | None = None  # the newest step, whose metrics were not yet read
 
@@ -115,7 +116,7 @@ class Reporter:
         self._run.history.append(record)
         if self._files is not None:
             self._files.metrics.append(record)
-        self._progress.log(record)
+        self.progress.log(record)
 
     def learning_rate(self, step: int) -> float | None:
         """The learning rate of a step, numbered from 1; None where there is none or no schedule."""
@@ -128,7 +129,7 @@ class Reporter:
         record: dict[str, Any] = {"step": run.step, "split": "eval", **metrics}
         run.evaluations.append(record)
         run.history.append(record)
-        self._progress.evaluated(record)
+        self.progress.evaluated(record)
         try:
             for callback in self._callbacks:
                 callback.on_eval(run, record)

@@ -438,19 +438,29 @@ def test_a_schedule_follows_the_length_of_a_run_or_is_kept_in_a_longer_one(mine,
         cosine(8, "kept", decay_steps=5)
 
 
-def test_more_epochs_begin_with_the_example_behind_the_last_one(mine, capsys):
-    def epochs(number):
-        data = {"target": "mine:points", "global_batch_size": 16}
-        return build(of_steps(None, train={"num_epochs": number}, data=data))
+@pytest.mark.parametrize("size", [20, 24])  # Two epochs of the second are full batches.
+def test_more_epochs_begin_with_the_example_behind_the_last_one(mine, capsys, size):
+    def epochs(number, run_dir="run", **checkpoint):
+        data = {"target": "mine:points", "kwargs": {"num_examples": size}}
+        data, train = {**data, "global_batch_size": 16}, {"num_epochs": number}
+        return build(of_steps(None, run_dir, train=train, data=data, checkpoint=checkpoint))
 
     first, second = (epochs(number).train_batches() for number in (1, 2))
     batches = [*first]
     second.set_state(first.get_state())
     batches += second
     seen = [x["x"][x.get("mask", np.ones(16)) > 0, 0] for x in batches]
-    np.testing.assert_array_equal(*np.sort(np.concatenate(seen).reshape(2, 20)))
-    assert epochs(1).run().step < epochs(2).run().step
-    assert "train.num_epochs 1.0 -> 2.0" in printed(capsys)
+    np.testing.assert_array_equal(*np.sort(np.concatenate(seen).reshape(2, size)))
+    assert (epochs(1).run().step, epochs(2).run().step) == (2, 4)
+    reported = printed(capsys)
+    assert "train.num_epochs 1.0 -> 2.0" in reported
+    assert "resumed from step 2 of 4" in reported
+    assert "step 4/4" in reported
+    again = epochs(2).run()
+    assert "finished at step 4; nothing to do" in printed(capsys)
+    counts = [x["count"] for x in again.history if x["split"] == "train"]
+    assert counts == [16, size - 16] * 2
+    assert epochs(3, "third", start_from="run").run().step == 6
 
 
 def test_what_changes_roundings_alone_may_change_when_a_run_resumes(mine, capsys):

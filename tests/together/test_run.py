@@ -240,6 +240,7 @@ def test_arrays_are_trained_on_and_evaluated_as_batches_of_them_and_as_on_one_de
     want = ddp.fit(batches, num_steps=4, evaluate=[test], seed=3)  # the last batch is partial
     equal((run.state.params, run.eval_metrics), (want.state.params, want.eval_metrics))
     assert run.eval_metrics["examples"] == 7
+    assert ddp.fit(**given, state=run.state).step == 8
     # Sums of twelve rows in another order, in four steps.
     close(run.state.params, on_one.state.params)
 

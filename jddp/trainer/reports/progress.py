@@ -38,10 +38,13 @@ class Progress:
     Args:
       num_steps: Number of steps of the whole run.
       is_writer: Whether this process prints.
+
+    Attributes:
+      num_steps: Number of steps of the whole run.
     """
 
     def __init__(self, num_steps: int, *, is_writer: bool) -> None:
-        self._num_steps, self._is_writer = num_steps, is_writer
+        self.num_steps, self._is_writer = num_steps, is_writer
         self._stream, self._printed_at = sys.stdout, -math.inf
         is_live = is_writer and _is_watched(self._stream)
         self._bar = _live_line(num_steps, self._stream) if is_live else None
@@ -50,12 +53,13 @@ class Progress:
         """Shows a record of training; off a terminal, only every few seconds and at the end."""
         now = time.monotonic()
         if self._bar:
-            line = train_line(record, self._num_steps, columns=COLUMNS - BAR_COLUMNS - 1)
-            self._bar.update(self._bar.task_ids[0], description=line, completed=record["step"])
-        elif record["step"] >= self._num_steps or now >= self._printed_at + SECONDS_BETWEEN_LINES:
+            line = train_line(record, self.num_steps, columns=COLUMNS - BAR_COLUMNS - 1)
+            total, done = self.num_steps, record["step"]
+            self._bar.update(self._bar.task_ids[0], description=line, total=total, completed=done)
+        elif record["step"] >= self.num_steps or now >= self._printed_at + SECONDS_BETWEEN_LINES:
             self._printed_at = now
-            self._print(train_line(record, self._num_steps))
-        said.info(train_line(record, self._num_steps))
+            self._print(train_line(record, self.num_steps))
+        said.info(train_line(record, self.num_steps))
 
     def evaluated(self, record: Record) -> None:
         """Shows a record of an evaluation."""

@@ -60,6 +60,9 @@ def test_two_processes_read_what_one_does_and_resume_where_the_loop_stands(in_wo
     rest = [batch["x"].tolist() for batch in two]
     assert rest == [batch["x"].tolist() for batch in one]
     assert len(rest) == 4
+    full = in_workers(num_epochs=1)
+    full.set_state({"position": 38})  # as behind a partial batch
+    assert next(full)["mask"].tolist() == [1, 1, 0, 0]
 
 
 def test_an_error_in_a_process_arrives_and_one_that_dies_ends_the_reading(in_workers):
