@@ -64,6 +64,12 @@ def mesh(request):
     return jax.sharding.Mesh(np.array(jax.devices()[: request.param]), ("data",))
 
 
+@pytest.fixture
+def commands_by_marker():
+    """The commands that run the tests of each marker."""
+    return COMMANDS
+
+
 @pytest.fixture(autouse=True)
 def process_is_not_owned():
     """Fails the test that leaves the process to a watchdog, which would end the others with it."""

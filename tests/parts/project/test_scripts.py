@@ -11,7 +11,6 @@ import tomllib
 
 import pytest
 import yaml
-from conftest import COMMANDS
 from runs import ROOT
 
 NAMES = ("venv", "quickstart", "test", "check", "docs", "overlap", "notebook", "openmpi.sh")
@@ -70,10 +69,19 @@ def test_commands_and_relative_links_of_pages_lead_somewhere():
     assert "scripts/test" in shown
 
 
-def test_what_is_left_out_is_named_and_a_test_that_ends_its_worker_ends_the_run(tmp_path):
+def test_no_module_imports_conftest_of_which_there_are_several():
+    """Whichever is loaded last has the name: files of several folders did not collect together."""
+    pattern = re.compile(r"^(from|import) conftest\b", re.M)
+    assert not [p for p in (ROOT / "tests").rglob("*.py") if pattern.search(p.read_text())]
+
+
+def test_what_is_left_out_is_named_and_a_test_that_ends_its_worker_ends_the_run(
+    tmp_path, commands_by_marker
+):
     options = PYPROJECT["tool"]["pytest"]["ini_options"]
-    assert set(COMMANDS) == {marker.partition(":")[0] for marker in options["markers"]}
-    assert set(COMMANDS) == set(re.findall(r"not (\w+)", options["addopts"][-1]))
+    known = set(commands_by_marker)
+    assert known == {marker.partition(":")[0] for marker in options["markers"]}
+    assert known == set(re.findall(r"not (\w+)", options["addopts"][-1]))
     (tmp_path / "test_one.py").write_text("import os\n\ndef test_abort():\n    os.abort()\n")
     more = "import pytest\n\n@pytest.mark.parametrize('i', range(9))\ndef test_pass(i):\n    pass\n"
     (tmp_path / "test_two.py").write_text(more)
