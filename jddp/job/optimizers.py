@@ -78,12 +78,15 @@ def optimizer_table(config: Config, state: TrainState) -> Iterator[str]:
         rate = scales[path] * spec.kwargs.get("learning_rate", spec.learning_rate)
         arguments = defaults_of(spec.factory) | spec.kwargs
         decay = arguments.get("weight_decay") or arguments.get("weight_decay_rate") or 0.0
-        is_masked = accepted_names(spec.factory, key=spec.key) & {*MASK_NAMES} and not masks[path]
-        if is_masked and not section.decay_norms_and_biases:
+        filled = accepted_names(spec.factory, key=spec.key) & {*MASK_NAMES} - spec.kwargs.keys()
+        if filled and not (masks[path] or section.decay_norms_and_biases):
             decay = 0.0
         yield f"{rate:10.4g} {decay:8.4g}  {name_of(spec.factory):12} {groups[path]:12} {path}"
     for path in frozen:
         yield f"{'frozen':>10} {'':35}{path}"
+    for _, _, kwargs, key in specs.values():
+        given = (name for name in MASK_NAMES if kwargs.get(name) is not None)
+        yield from (f"{key}.kwargs.{name} is not counted in the column decay" for name in given)
 
 
 def _specs(config: Config) -> dict[str, OptimizerSpec]:

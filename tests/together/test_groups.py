@@ -11,7 +11,7 @@ from states import close
 import jddp
 from jddp.config.files import load_config
 from jddp.job.job import build
-from jddp.job.optimizers import optimizer_of
+from jddp.job.optimizers import optimizer_of, optimizer_table
 from jddp.job.preview import preview
 from jddp.zoo.groups import Group, by_group, decay_by_layer, scales_of
 
@@ -97,6 +97,20 @@ def test_a_dry_run_lists_how_each_parameter_is_trained():
     job = build(config)
     names = jax.tree.leaves(job.ddp.abstract_state(job.batch_spec).params)
     assert len(rows) == len(names) + 1
+
+
+@pytest.mark.parametrize("mask", [None, True])
+def test_the_table_of_a_dry_run_says_that_a_mask_of_yours_is_not_counted(mask):
+    """Yours replaces the default mask, which leaves norms and biases out; null is none."""
+    keys = {"optimizer.kwargs": {"weight_decay": 0.1, "mask": mask}, "optimizer.name": "adamw"}
+    keys["optimizer.groups.last.patterns"] = ["last/.*"]
+    config, _ = load_config([], {**keys, "optimizer.learning_rate": 0.01})
+    state = wrapped(Net()).abstract_state(make_rows())
+    lines = [" ".join(line.split()) for line in optimizer_table(config, state)]
+    assert "0.01 0.1 adamw rest first/bias" in lines
+    keys = ["optimizer", "optimizer.groups.last"] * (mask is not None)
+    said = [f"{key}.kwargs.mask is not counted in the column decay" for key in keys]
+    assert sorted(line for line in lines if "mask" in line) == sorted(said)
 
 
 def test_the_groups_of_a_config_have_their_rates_and_arguments():
