@@ -4,19 +4,18 @@ optimizer, schedule = optimizer_of(config, num_steps=1000)
 print("\n".join(optimizer_table(config, state)))
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 
-from jddp.config.schema import Config, GroupConfig, NamedSection
+from jddp.config.schema import Config
 from jddp.engine.state import TrainState
 from jddp.modules.frozen import COLLECTION
 from jddp.zoo.groups import REST, Group, by_group, decay_by_layer, groups_of, paths_of, scales_of
-from jddp.zoo.names import accepted_names, defaults_of, look_up, name_of, resolve_target
+from jddp.zoo.names import accepted_names, defaults_of, name_of, named
 from jddp.zoo.optimizers import MASK_NAMES, decay_mask, factory_of, make_optimizer, make_schedule
 
-Named = NamedSection | GroupConfig
 Schedule = Callable[[int], Any]
 
 
@@ -101,12 +100,3 @@ def _specs(config: Config) -> dict[str, OptimizerSpec]:
         kwargs = {**(section.kwargs if own is first else {}), **group.kwargs}
         specs[name] = OptimizerSpec(own, group.learning_rate or section.learning_rate, kwargs, key)
     return specs | rest  # where a group is called as the rest is, by_group refuses it
-
-
-def named(section: Named, key: str, known: Mapping[str, Any] | None = None, kind: str = "") -> Any:
-    """The object that a section names: its target, or its name, which is looked up if `known`."""
-    if section.target is not None:
-        return resolve_target(section.target, key=f"{key}.target")
-    if known is None:
-        return section.name
-    return look_up(section.name or "", known, key=f"{key}.name", kind=kind)

@@ -67,6 +67,25 @@ def look_up(name: str, known: Mapping[str, Any], *, key: str, kind: str) -> Any:
     return known[name]
 
 
+def named(section: Any, key: str, known: Mapping[str, Any] | None = None, kind: str = "") -> Any:
+    """Returns the object that a section of a config names, by its target or its name.
+
+    Args:
+      section: Object with `name` and `target`, one of them None.
+      key: The config key of the section, for the error.
+      known: Objects by name; None returns a name as it is.
+      kind: Word for such an object in the error.
+
+    Raises:
+      ConfigError: If the name is not known, or the target cannot be imported.
+    """
+    if section.target is not None:
+        return resolve_target(section.target, key=f"{key}.target")
+    if known is None:
+        return section.name
+    return look_up(section.name or "", known, key=f"{key}.name", kind=kind)
+
+
 def resolve_target(target: str, *, key: str) -> Any:
     """Returns the object that `package.module:Name` names, from the current directory too.
 
