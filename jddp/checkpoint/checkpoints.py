@@ -39,7 +39,7 @@ from jddp.checkpoint.format_1 import guess_layouts
 from jddp.checkpoint.reader import find_newest, find_other_step, read_described, read_object
 from jddp.checkpoint.remote import Remote
 from jddp.checkpoint.resize import empty, on_this_mesh, to_read
-from jddp.checkpoint.writer import SECONDS, Writer, first_line
+from jddp.checkpoint.writer import SECONDS, Writer
 from jddp.distributed.coordination import from_first
 from jddp.engine.state import Replicated, TrainState
 from jddp.errors import ConfigError, FileSystemError
@@ -217,7 +217,7 @@ class Checkpoints:
 
     def _cannot(self, done: str, error: BaseException) -> FileSystemError:
         """An error of orbax, TensorStore or the file system, in one line."""
-        return FileSystemError(f"{self._directory} cannot {done}: {first_line(error)}")
+        return FileSystemError(f"{self._directory} cannot {done}: {folders.first_line(error)}")
 
 
 def _layouts_of(state: TrainState, layouts: TrainState | None) -> Layouts:

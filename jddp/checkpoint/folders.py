@@ -68,3 +68,8 @@ def set_aside(directory: Path, step: int) -> Path:
     os.rename(directory / str(step), aside)
     sync_directory(directory)
     return aside
+
+
+def first_line(error: BaseException) -> str:
+    """The message of orbax, TensorStore or a file system in one line."""
+    return next(iter(str(error).strip().splitlines()), repr(error))

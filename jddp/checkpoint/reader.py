@@ -21,9 +21,8 @@ from flax.traverse_util import unflatten_dict
 
 from jddp.checkpoint.arrays import Described, as_saved, from_file, layouts_in
 from jddp.checkpoint.checksums import find_damage
-from jddp.checkpoint.folders import finished
+from jddp.checkpoint.folders import finished, first_line
 from jddp.checkpoint.format_1 import guess_layouts
-from jddp.checkpoint.writer import first_line
 from jddp.engine.state import merged
 from jddp.errors import FileSystemError
 from jddp.modules.frozen import thaw

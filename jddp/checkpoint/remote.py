@@ -24,7 +24,7 @@ from typing import Any
 
 from jddp.checkpoint.checksums import NAME as SUMS
 from jddp.checkpoint.checksums import find_damage
-from jddp.checkpoint.folders import Surplus
+from jddp.checkpoint.folders import Surplus, first_line
 from jddp.checkpoint.lease import Lease
 from jddp.config.permissions import folder_or_url
 from jddp.errors import ConfigError, FileSystemError
@@ -191,8 +191,7 @@ class Remote:
         except ConfigError:
             raise
         except Exception as error:  # The clients of storage services raise anything.
-            lines = str(error).strip().splitlines() or [repr(error)]
-            raise FileSystemError(f"{self.url} cannot be {done}: {lines[0]}") from error
+            raise FileSystemError(f"{self.url} cannot be {done}: {first_line(error)}") from error
 
 
 def _own_folder() -> Path:

@@ -18,10 +18,10 @@ from etils import epath
 from flax.traverse_util import unflatten_dict
 
 from jddp.checkpoint.arrays import by_path
+from jddp.checkpoint.folders import first_line
 from jddp.checkpoint.formats import FORMATS
 from jddp.checkpoint.listing import directory_of
 from jddp.checkpoint.reader import read_newest
-from jddp.checkpoint.writer import first_line
 from jddp.errors import ConfigError, DataError, FileSystemError
 from jddp.typing import PyTree
 

@@ -93,7 +93,7 @@ class Writer:
             if not self._is_apart or jax.process_index() == 0:
                 parts = self._copy(folder, arrays)
         except (OSError, ValueError) as error:
-            reason = first_line(error)
+            reason = folders.first_line(error)
         self._last = self._thread.submit(self._finish, step, parts, reason, saved, text)
 
     def wait(self) -> FileSystemError | None:
@@ -139,7 +139,7 @@ class Writer:
             try:
                 part.result()
             except (OSError, ValueError) as error:
-                reason = reason or first_line(error)
+                reason = reason or folders.first_line(error)
         shapes, found, layouts = saved
         if (divergence := find_divergence(found, shapes)) is not None:
             raise ReplicaMismatchError(f"Step {step} is not saved: {divergence}.")
@@ -150,7 +150,7 @@ class Writer:
                 if not reason:
                     self._commit(step, describe(shapes, found, layouts), beside)
             except (OSError, ValueError, FileSystemError) as error:
-                reason = f"process 0: {first_line(error)}"
+                reason = f"process 0: {folders.first_line(error)}"
         if self._is_apart or (reason and jax.process_index() == 0):
             shutil.rmtree(self._folder(step), ignore_errors=True)
         reason = from_first(f"saved/{step}", reason, timeout_seconds=SECONDS)
@@ -214,11 +214,6 @@ def _replicated(arrays: Arrays) -> Arrays:
     everywhere = jax.NamedSharding(sharding.mesh, jax.P())
     replicated: Arrays = jax.jit(lambda x: x, out_shardings=everywhere)(arrays)
     return replicated
-
-
-def first_line(error: BaseException) -> str:
-    """The message of orbax, TensorStore or the file system in one line."""
-    return next(iter(str(error).strip().splitlines()), repr(error))
 
 
 def _shape(x: jax.Array) -> jax.ShapeDtypeStruct:
