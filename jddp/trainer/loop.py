@@ -90,8 +90,8 @@ class Loop:
         self._comparison = Comparison(plan.check_replicas_every_steps)
         self._numerics = Numerics(ddp, source, run.run_dir, plan.max_consecutive_skips)
         self._reporter = Reporter(run, plan, files, callbacks, self._numerics)
-        self._position = source.position
-        self._notes: list[str] = []  # on the checkpoint that the run resumes from
+        # The notes are on the checkpoint that the run resumes from.
+        self._position, self._notes = source.position, list[str]()
 
     def resume(self) -> None:
         """Restores the newest checkpoint, if there is one, and drops the records of later steps."""
@@ -199,12 +199,11 @@ class Loop:
         callback or an evaluation of the same code, they save together; where one fails alone it
         leaves at once, and the last checkpoint stays the newest.
         """
-        run = self.run
-        is_new = run.step > self._begun_at and not run.state.step.is_deleted()
+        is_new = self.run.step > self._begun_at and not self.run.state.step.is_deleted()
         if self._files is None or isinstance(error, RUINED) or not is_new:
             return
         with contextlib.suppress(Exception):  # The error that ends the run is to be raised.
-            if self._saving.all_are_at(run.step):
+            if self._saving.all_are_at(self.run.step):
                 self._reporter.record_last()
                 self._comparison.finish()
                 self._save_here(type(error).__name__)
@@ -259,7 +258,7 @@ class Loop:
         return self._evaluation is None or self.run.eval_metrics.get("step") == self.run.step
 
     def _is_due(self, every: int | None) -> bool:
-        return every is not None and self.run.step % every == 0
+        return every is not None and self.run.step > 0 and self.run.step % every == 0
 
     def _evaluate_and_save(self, *, at_end: bool = False) -> None:
         """Evaluates and saves where due; at the end, where not yet done at this step."""

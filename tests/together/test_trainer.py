@@ -18,6 +18,7 @@ import jddp
 from jddp.checkpoint.checkpoints import Checkpoints
 from jddp.data import ArrayExamples, TrainBatches
 from jddp.distributed.signals import stop_signals
+from jddp.distributed.stopping import StopSignals
 from jddp.errors import ConfigError, DataError, FileSystemError, NumericsError, UsageError
 from jddp.errors import ReplicaMismatchError as Mismatch
 from jddp.trainer.reports.metrics_file import MetricsFile
@@ -408,6 +409,24 @@ def test_an_evaluation_that_a_signal_breaks_off_is_made_up_for(plain, tmp_path, 
     run = fit(plain, batches(), tmp_path / "run", **plan)
     assert_same(run.state, want.state)
     assert records(tmp_path / "run") == records(tmp_path / "whole")
+
+
+def test_a_run_that_a_signal_stops_before_its_first_step_evaluates_nothing_of_it(
+    plain, tmp_path, monkeypatch
+):
+    asked, stop = threading.Event(), StopSignals._stop
+    monkeypatch.setattr(StopSignals, "_stop", lambda *given: (stop(*given), asked.set()))
+
+    class Interrupting(list):
+        def __iter__(self):  # as it is traced
+            signal.raise_signal(signal.SIGTERM)
+            asked.wait()
+            return super().__iter__()
+
+    run = fit(plain, batches(), tmp_path, evaluate=Interrupting(EVALUATION))
+    assert (run.interrupted, run.step) == ("SIGTERM", 0)
+    run = fit(plain, batches(), tmp_path)
+    assert [x["step"] for x in run.evaluations] == [3, NUM_STEPS]
 
 
 def test_a_run_in_another_thread_leaves_the_signals_alone(plain):
