@@ -37,13 +37,14 @@ class _Watching(Callback):
         self._metric, self._sign = metric, 1.0 if mode == "max" else -1.0
 
     def _goodness(self, metrics: Mapping[str, Any]) -> float:
-        """The value, with a sign that makes larger better."""
+        """The value, with a sign that makes larger better; the least one if it is not a number."""
         if self._metric not in metrics:
             raise ConfigError(
                 f"Evaluation has no metric {self._metric!r}; it has {sorted(metrics)}. "
                 "Watch one of those."
             )
-        return self._sign * metrics[self._metric]
+        value = metrics[self._metric]  # of a resumed run None, as JSON has no NaN
+        return -math.inf if value is None or math.isnan(value) else self._sign * value
 
 
 class EarlyStopping(_Watching):

@@ -605,6 +605,19 @@ def test_early_stopping_waits_for_as_many_evaluations_as_it_has_patience(plain):
         jddp.KeepBest(mode="most")
 
 
+@pytest.mark.parametrize("unknown", [np.nan, None], ids=["now", "read from metrics.jsonl"])
+def test_an_evaluation_that_is_not_a_number_is_the_worst_one(plain, unknown):
+    saved, stopping, best = [], jddp.EarlyStopping(patience=3), jddp.KeepBest()
+    run = jddp.Run(plain, plain.init(0, make_batch(8)), run_dir=None, save=saved.append)
+    for number, loss in enumerate((unknown, 2.0, unknown, 1.0, unknown, unknown, 3.0), start=1):
+        run.step = number
+        run.evaluations.append({"loss": loss})
+        for callback in (stopping, best):
+            callback.on_eval(run, run.eval_metrics)
+        assert (run.stopped is None) == (number < 7)
+    assert (saved, best.step, best.best) == (["best"] * 2, 4, 1.0)
+
+
 @pytest.fixture(scope="module")
 def forth_and_back():
     """Takes two steps towards the training batch, then goes away from it."""
