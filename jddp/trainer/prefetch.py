@@ -40,7 +40,7 @@ class Source:
     def __init__(self, batches: Any, put: Callable[[Batch], Batch]) -> None:
         self._batches, self._iterator, self._put = batches, iter(batches), put
         self._peeked: list[tuple[Batch, Any]] = []
-        self._num_read = 0
+        self._num_read, self._before = 0, range(0)  # those before the position to resume from
         self.position: dict[str, Any] = {"num_taken": 0}
         self._ready: queue.Queue[Any] = queue.Queue(DEPTH)
         self._closed = threading.Event()
@@ -65,10 +65,11 @@ class Source:
         return self._batches.examples_before(position["state"]).tolist() if is_known else None
 
     def move_to(self, position: dict[str, Any]) -> None:
-        """Moves to a saved position; batches without a state are read again up to there."""
+        """Moves to a saved position; batches without a state will be read again up to there."""
         num_taken, state = position["num_taken"], position.get("state")
         if state is not None and self._set_state(state):
             self._peeked.clear()
+            self._num_read = num_taken
         elif num_taken:
             logging.getLogger("jddp").warning(
                 "The training iterator cannot be repositioned: replaying %d batches, which is "
@@ -76,9 +77,7 @@ class Source:
                 "repositioned.",
                 num_taken,
             )
-            for _ in range(num_taken):
-                self._read()
-        self._num_read, self.position = num_taken, position
+        self._before, self.position = range(num_taken), position
 
     def start(self, num_batches: int, first_step: int = 1) -> None:
         """Starts to prefetch; later batches stay in the caller's iterator.
@@ -117,6 +116,8 @@ class Source:
         first: dict[str, str] = {}
         for step in steps:
             try:
+                while self._num_read < self._before.stop:
+                    self._read()
                 batch, position = self._read()
                 batch = as_arrays(batch)
                 form = {name: _form(x) for name, x in by_path(batch).items()}

@@ -429,6 +429,16 @@ def test_a_run_that_a_signal_stops_before_its_first_step_evaluates_nothing_of_it
     assert [x["step"] for x in run.evaluations] == [3, NUM_STEPS]
 
 
+def test_an_error_of_data_that_are_replayed_stays_what_it_is(plain, tmp_path):
+    def broken():
+        yield make_batch(8)
+        raise ValueError("row 9 is no number")
+
+    fit(plain, batches(), tmp_path)
+    with pytest.raises(ValueError, match="row 9 is no number"):
+        fit(plain, broken(), tmp_path, num_steps=NUM_STEPS + 1)
+
+
 def test_a_run_in_another_thread_leaves_the_signals_alone(plain):
     def handlers():
         return list(map(signal.getsignal, stop_signals()))
