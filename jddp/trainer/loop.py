@@ -144,11 +144,10 @@ class Loop:
         run, files, num_steps = self.run, self._files, self._plan.num_steps
         self._begun_at = run.step
         if run.step > num_steps:
-            self._reporter.note(
-                f"num_steps={num_steps}: the run is at step {run.step} already, so no step is taken"
-            )
+            self._reporter.note(f"num_steps={num_steps}: the run is at step {run.step} already")
         if self._is_over and self._is_evaluated:
-            self._reporter.note(f"finished at step {run.step}; nothing to do")
+            how = "finished" if run.stopped is None else f"stopped ({run.stopped})"
+            self._reporter.note(f"{how} at step {run.step}; nothing to do")
             return
         log_file = contextlib.nullcontext() if files is None else files.logging(jax.process_index())
         with log_file, self._signals:

@@ -587,7 +587,9 @@ def test_callbacks_are_called_for_every_step_and_in_order(plain, tmp_path):
 
 
 @pytest.mark.parametrize("every", [2, 50])
-def test_a_run_that_is_stopped_is_evaluated_and_saved_and_then_finished(plain, tmp_path, every):
+def test_a_run_that_is_stopped_is_evaluated_and_saved_and_then_finished(
+    plain, tmp_path, capsys, every
+):
     plan = {"eval_every_steps": None, "save_every_steps": every}
     stop = At(2, lambda run: run.stop("enough"))
     run = fit(plain, batches(), tmp_path, callbacks=[stop], **plan)
@@ -599,6 +601,7 @@ def test_a_run_that_is_stopped_is_evaluated_and_saved_and_then_finished(plain, t
     again = fit(plain, batches(), tmp_path, **plan)
     assert contents(tmp_path) == before
     assert (again.step, again.eval_metrics) == (run.step, run.eval_metrics)
+    assert f"stopped (enough) at step {run.step}; nothing to do" in printed(capsys)
 
 
 def test_early_stopping_waits_for_as_many_evaluations_as_it_has_patience(plain):
