@@ -8,13 +8,14 @@ never removed.
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 
 from jddp.checkpoint.checksums import sync_directory
 from jddp.errors import file_errors
 
-Surplus = Callable[[Collection[int]], list[int]]  # those of all steps that are to be removed
+# Those of all steps that are to be removed once a step has been saved.
+Surplus = Callable[[list[int], int], list[int]]
 _STEP = re.compile(r"0|[1-9][0-9]*")  # no other spelling, such as 030, is a name of a checkpoint
 _UNFINISHED = re.compile(rf"({_STEP.pattern})\.(new|old)")
 
@@ -30,9 +31,13 @@ def finished(directory: Path) -> list[int]:
     return sorted(int(name) for name in names if _STEP.fullmatch(name))
 
 
-def surplus(steps: Collection[int], *, keep: int, keep_every: int | None = None) -> list[int]:
-    """Steps to remove: all but the newest `keep`, and the multiples of `keep_every`."""
-    return [step for step in sorted(steps)[:-keep] if keep_every is None or step % keep_every != 0]
+def surplus(steps: list[int], saved: int, *, keep: int, keep_every: int | None = None) -> list[int]:
+    """Steps to remove: all but the `keep` up to the one saved, and the multiples of `keep_every`.
+
+    Later ones, from before the run resumed from an earlier step, are the first to be removed.
+    """
+    oldest = sorted(steps, key=lambda step: (step <= saved, step))[:-keep]
+    return [step for step in oldest if keep_every is None or step % keep_every != 0]
 
 
 def commit(directory: Path, step: int) -> None:

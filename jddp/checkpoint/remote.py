@@ -131,7 +131,7 @@ class Remote:
 
         Args:
           checkpoint: Folder of the checkpoint, in `folder`.
-          surplus: Function from the steps of all checkpoints to those to remove.
+          surplus: Function from the steps of all checkpoints, and this one, to those to remove.
 
         Raises:
           FileSystemError: If the URL cannot be written.
@@ -144,7 +144,7 @@ class Remote:
             for path in sorted(files, key=lambda path: path.name == SUMS):
                 self._put(path)
             names = [name for name in self._names(above) if name.endswith(f"/{SUMS}")]
-            for step in surplus([int(name.split("/")[-2]) for name in names]):
+            for step in surplus([int(x.split("/")[-2]) for x in names], int(checkpoint.name)):
                 self._remove(f"{above}/{step}")
 
     def upload(self) -> None:

@@ -47,7 +47,7 @@ class Writer:
 
     Args:
       directory: Existing directory of the checkpoints.
-      surplus: Function from the steps of all checkpoints to those to remove.
+      surplus: Function from the steps of all checkpoints, and the one saved, to those to remove.
       remote: The URL to which they are copied; None for none.
 
     Attributes:
@@ -173,7 +173,7 @@ class Writer:
         (folder / "run.json").write_text(beside)
         seal(folder)
         folders.commit(self._directory, step)
-        for old in self.surplus(folders.finished(self._directory)):
+        for old in self.surplus(folders.finished(self._directory), step):
             folders.remove(self._directory, old)
         if self._remote is not None:
             self._remote.publish(self._directory / str(step), self.surplus)

@@ -1,5 +1,6 @@
 """The loop: the steps of a bare loop, evaluated, logged and saved when due, and resumed exactly."""
 
+import shutil
 import signal
 import threading
 import time
@@ -650,6 +651,18 @@ def test_the_best_checkpoint_holds_the_state_with_the_best_evaluation(forth_and_
     step, best = newest(tmp_path / "best", recorder.states[2])
     assert step == 2
     assert_same(best, recorder.states[2])
+
+
+def test_a_folder_of_one_checkpoint_holds_that_of_the_life_that_saved_last(plain, tmp_path):
+    """The first life saves at step 5, and is resumed from step 2, as after a kill."""
+    for step, resumes_from in ((5, 2), (3, NUM_STEPS)):
+        save = At(step, lambda run: run.save("mine"))
+        state = fit(plain, batches(), tmp_path, callbacks=[save], eval_every_steps=1).state
+        for path in (tmp_path / "checkpoints").iterdir():
+            if int(path.name) > resumes_from:
+                shutil.rmtree(path)
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["3"]
+    assert newest(tmp_path / "mine", state)[0] == 3
 
 
 def test_callbacks_remember_the_evaluations_before_a_resume(forth_and_back, tmp_path):

@@ -60,9 +60,11 @@ def test_what_was_uploaded_is_fetched_elsewhere_as_far_as_it_is_kept(url):
     assert newest == contents(here.folder / "checkpoints" / "20")
     whole = {str(path) for path in contents(local_copy(url))}
     assert whole == {str(path) for path in contents(here.folder)} - {"lock", "logs/process_0.log"}
-    for step in (15, 30):
-        put(here, step, keep=2, keep_every=15)
-    assert complete(url) == [15, 20, 30]
+    for step in (30, 45):
+        put(here, step, keep=2, keep_every=20)
+    assert complete(url) == [20, 30, 45]
+    put(here, 40, keep=2)  # as of a run that resumed from 30
+    assert complete(url) == [30, 40]
 
 
 def test_files_are_uploaded_again_where_they_have_changed(url, monkeypatch):
