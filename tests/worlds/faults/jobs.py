@@ -143,6 +143,7 @@ class Job:
       variables: Variables of the environment.
       last_arguments: More of the arguments, for the last process alone.
       last_variables: More of the variables, likewise.
+      last_folder: Folder in which the last process runs, if that is another.
       start_new_session: Whether the processes are a group of their own, as in a terminal.
     """
 
@@ -154,6 +155,7 @@ class Job:
         variables=(),
         last_arguments=(),
         last_variables=(),
+        last_folder=None,
         start_new_session=False,
     ):
         runs = [x.removeprefix("run.dir=") for x in arguments if x.startswith("run.dir=")]
@@ -166,6 +168,7 @@ class Job:
                 environ |= zip(VARIABLES, (address, str(num_processes), str(process)), strict=True)
             if process == num_processes - 1:
                 command, environ = [*command, *last_arguments], environ | dict(last_variables)
+                folder = last_folder or folder
             self._start(command, cwd=folder, env=environ, start_new_session=start_new_session)
 
     def _start(self, command, **how):
