@@ -192,8 +192,8 @@ def _exit(code: int, first: dict[str, Any]) -> NoReturn:
     job.try_publish(f"{_GONE}/{job.process_index()}", "")
     if job.process_index() == 0:  # Others abort without JAX's service.
         is_dead = first["exception"] is None and (first["exit_code"] or 0) > 128
-        for process in range(1, job.num_processes()):
-            if not (is_dead and process == first["process"]):
-                job.try_read(f"{_GONE}/{process}", 3 * _MOMENT)
+        until = time.monotonic() + 3 * _MOMENT  # for all of them together
+        for process in {*range(1, job.num_processes())} - {first["process"] if is_dead else 0}:
+            job.try_read(f"{_GONE}/{process}", max(0.0, until - time.monotonic()))
         time.sleep(_MOMENT / 5)  # until they have exited
     os._exit(code)
