@@ -10,6 +10,7 @@ import pytest
 from runs import ROOT
 
 from faults.jobs import Job
+from jddp.config.versions import versions
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -38,6 +39,16 @@ def test_another_config_is_reported_by_its_key_and_each_other_difference_is_coun
     for said in end(folder, last_arguments=arguments, last_variables=different):
         assert "process 1 has another config or version than process 0: seed is 7 there" in said
         assert "and 0 here, and 4 more differ" in said  # the rate, flags, code and platform
+
+
+@pytest.mark.parametrize("package", ["jddp", "jax"])
+def test_another_version_is_reported_by_the_package(folder, tmp_path, package):
+    (facts := tmp_path / f"{package}-9.8.7.dist-info").mkdir()
+    (facts / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 9.8.7\n")
+    path = os.pathsep.join(map(str, (tmp_path, ROOT)))
+    for said in end(folder, last_variables={"PYTHONPATH": path}):
+        there = "process 1 has another config or version than process 0"
+        assert f"{there}: {package} is 9.8.7 there and {versions()[package]} here. Give" in said
 
 
 def test_another_model_is_reported_by_the_shape_of_a_parameter(folder):
