@@ -291,6 +291,14 @@ class Pods(Job):
         for pod in (0, 1):
             self.publish(pod, 0, 1)
 
+    def process_of(self, pod):
+        """Its process; that of the first pod was started last."""
+        return self.processes[1 - pod]
+
+    def lose(self, pod):
+        """Ends a pod with its node."""
+        self._hosts.end(self.names[pod])
+
     def assert_train(self):
         """Both end in good order, and know each other as the first pod says."""
         assert self.codes() == [0, 0], self.outputs
@@ -299,6 +307,9 @@ class Pods(Job):
 
     def _put(self, path):
         return path.replace("/shared", str(self._folder))
+
+
+LONG = ["train.num_steps=600"]
 
 
 @pytest.fixture
@@ -319,20 +330,41 @@ def test_pods_wait_for_the_first_to_have_a_name(volume, job):
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.parametrize("pod", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_jobset_whose_first_pod_is_last_and_that_was_preempted_ends_bitwise_identical(
-    volume, golden
+    volume, golden, pod
 ):
-    with Pods(volume, "jobset", "train.num_steps=600") as pods:
+    with Pods(volume, "jobset", *LONG) as pods:
         pods.start_first_last()
         pods.wait_for_step(20)
-        pods.processes[1].send_signal(signal.SIGTERM)  # its node is drained
+        pods.process_of(pod).send_signal(signal.SIGTERM)  # its node is drained
         wait_until(lambda: any(process.poll() is not None for process in pods.processes))
         for process in pods.processes:  # the Job has failed with the first pod: it ends the others
             process.send_signal(signal.SIGTERM)
         codes = pods.codes()
         assert ExitCode.PREEMPTED in codes, pods.outputs
         assert set(codes) <= {ExitCode.PREEMPTED, -signal.SIGTERM}
-    with Pods(volume, "jobset", "train.num_steps=600") as pods:
+    assert_resumes(volume, golden)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("pod", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_a_jobset_that_loses_a_node_starts_all_again_and_ends_bitwise_identical(
+    volume, golden, pod
+):
+    with Pods(volume, "jobset", *LONG) as pods:
+        pods.start_first_last(is_known=True)
+        pods.wait_for_saved(200)
+        pods.lose(pod)
+        other = pods.process_of(1 - pod).wait(timeout=60)  # which JobSet does not have to end
+        assert other in (ExitCode.ANOTHER_FAILED, -signal.SIGABRT), pods.outputs
+    assert_resumes(volume, golden)
+
+
+def assert_resumes(volume, golden):
+    with Pods(volume, "jobset", *LONG) as pods:
         pods.start_first_last(is_known=True)
         pods.assert_train()
-    assert_same_run(pods, golden("train.num_steps=600", num_processes=2))
+    assert "resumed from step" in "".join(out for out, _ in pods.outputs)
+    assert_same_run(pods, golden(*LONG, num_processes=2))
