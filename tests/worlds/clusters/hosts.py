@@ -18,7 +18,8 @@ from pathlib import Path
 
 import pytest
 
-# Where names of namespaces live, and the wire: nobody else sees either.
+# Where names of namespaces live, and the wire: nobody else sees either. The input ends with the
+# block or with the tests, also where those are killed: then all that runs on the hosts is killed.
 _MAKE_NETWORK = """
 set -eu
 mkdir -p /run/netns
@@ -28,7 +29,14 @@ ip link add wire type bridge
 ip address add {network}.254/24 dev wire
 ip link set wire up
 echo ready
-exec cat
+cat
+set +e
+for host in $(ls /run/netns); do
+    while pids=$(ip netns pids $host) && [ -n "$pids" ]; do
+        kill -KILL $pids
+        sleep 0.02
+    done
+done
 """
 _MAKE_HOST = """
 set -eu
@@ -63,6 +71,7 @@ class Hosts:
             ["unshare", "--mount", "--net", "sh", "-c", _MAKE_NETWORK.format(network=network)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            start_new_session=True,  # It outlives a signal to the group of the tests.
             text=True,
         )
         assert self._holder.stdout is not None
@@ -76,10 +85,7 @@ class Hosts:
         return self
 
     def __exit__(self, *_):
-        for name in self.addresses:
-            self.end(name)
-        self._holder.kill()
-        self._holder.communicate()
+        self._holder.communicate(timeout=10)
 
     def resolve(self, name: str, *lines: str) -> None:
         """Replaces a host's /etc/hosts: all names, or the lines given."""
