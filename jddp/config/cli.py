@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from jddp.errors import Error, ExitCode, UsageError, report
+from jddp.zoo.names import did_you_mean
 
 
 class Parser(argparse.ArgumentParser):
@@ -21,7 +22,10 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raises the error, which a command prints as one line."""
-        raise UsageError(f"{message}. See {self.prog} --help.")
+        unknown = message.partition("unrecognized arguments: ")[2].split()
+        options = [word.partition("=")[0] for word in unknown if word.startswith("--")]
+        meant = did_you_mean(options[0], [*self._option_string_actions]) if options else ""
+        raise UsageError(f"{message}.{meant} See {self.prog} --help.")
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:

@@ -186,6 +186,13 @@ def find_config(name: str) -> tuple[str, Path]:
     raise ConfigError(f"--config {name}: no such file or preset.{meant}")
 
 
+def _no_override(word: str) -> str:
+    with contextlib.suppress(ConfigError):
+        find_config(word)
+        return f"not of the form key.path=value. Did you mean '--config {word}'?"
+    return NO_OVERRIDE
+
+
 def _parse(overrides: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
     values, mistakes = OmegaConf.create(), []
     for override in overrides:
@@ -199,7 +206,7 @@ def _parse(overrides: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
                 refuse_unsafe(value := _decoded(value), key.count("."))
                 values.merge_with_dotlist([f"{key}={value}"])
             else:
-                raise ConfigError(NO_OVERRIDE)
+                raise ConfigError(_no_override(override))
         except (*NOT_READABLE, IndexError) as error:
             # An IndexError is OmegaConf's, of a key such as "[a".
             reason = NO_OVERRIDE if isinstance(error, IndexError) else _one_line(error)

@@ -62,7 +62,7 @@ def run_forward(
     else:
         outputs = model.evaluate(loss_fn, *arguments)
     num_rows = count_rows(batch)
-    losses, metrics = _losses_and_metrics(outputs, num_rows)
+    losses, metrics = _losses_and_metrics(outputs, num_rows, train=train)
     sums = weigh(losses, metrics, mask=mask_of(batch, valid), num_rows=num_rows, train=train)
     return sums["loss"].total, (sums, model_state)
 
@@ -196,17 +196,17 @@ def combine(path: Path, rule: str, before: Array, rows: Array, sync: Sync) -> Ar
     return (sync.add(rows) / sync.num_replicas).astype(rows.dtype)
 
 
-def _losses_and_metrics(outputs: Any, rows: int) -> tuple[Any, Mapping[str, Any]]:
+def _losses_and_metrics(outputs: Any, rows: int, *, train: bool) -> tuple[Any, Mapping[str, Any]]:
     is_pair = isinstance(outputs, tuple) and len(outputs) == 2
     losses, metrics = outputs if is_pair else (outputs, {})
     if not (isinstance(losses, _NUMBERS | Mean) and isinstance(metrics, Mapping)):
-        both = losses, metrics
-        kinds = ["array" if isinstance(x, _NUMBERS) else type(x).__name__ for x in both]
-        returned = kinds if is_pair else kinds[0]
+        kind = ["array" if isinstance(x, _NUMBERS) else type(x).__name__ for x in (losses, metrics)]
         raise ConfigError(
-            f"loss_fn returned {returned}. Return losses, an array of shape (rows, ...) or a "
-            "scalar, or a jddp.Mean; alone, or as (losses, metrics) with a dict of such arrays."
+            f"loss_fn returned {kind if is_pair else kind[0]}. Return losses, an array of shape "
+            "(rows, ...), a scalar or a jddp.Mean; alone, or as (losses, metrics) with a dict."
         )
+    if train and not jnp.issubdtype(jnp.result_type(jax.tree.leaves(losses)[0]), jnp.inexact):
+        raise ConfigError("loss_fn returned whole numbers, which have no gradient. Return floats.")
     for name, values in {"loss": losses, **metrics}.items():
         if not isinstance(values, _NUMBERS | Mean | Metric):
             raise ConfigError(

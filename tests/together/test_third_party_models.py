@@ -308,6 +308,8 @@ def test_a_loss_that_returns_something_else_is_told_what_to_return():
         (lambda losses: (losses, {}, {}), "returned tuple"),
         (lambda losses: losses[1:], r"'loss' of shape \(1,\) for 2 rows"),
         (lambda losses: (losses, {"top": None}), "metric 'top' of NoneType"),
+        (lambda losses: losses > 1, "whole numbers, which have no gradient"),
+        (lambda losses: jddp.Mean(losses.astype(int), losses), "returned whole numbers"),
     ):
         ddp = wrapped(MLP(), lambda m, batch, train, give=give: give(loss_fn(m, batch, train)[0]))
         with pytest.raises(ConfigError, match=message):
