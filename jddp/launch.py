@@ -1,13 +1,14 @@
 """`python -m jddp.launch --num-processes N ... -m package.module`: starts the processes of a job.
 
-Starts a program once for each process of a job on this machine, passes each its rank, shows their
-output, and ends and restarts them together. The program may be any that joins the job by
-`jax.distributed` as jddp does, or by JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID.
+Starts a program once for each process of a job on this machine, passes each its
+rank, shows their output, and ends and restarts them together. The program may
+be any that joins the job by `jax.distributed` as jddp does, or by
+JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID.
 
     python -m jddp.launch --num-processes 2 -m jddp.train --config gpt_stdlib
-    python -m jddp.launch --num-processes 4 --max-restarts 3 my_script.py --my-argument 1
-    python -m jddp.launch --ray node-0:6379 --num-processes 4 -m jddp.train --config gpt_stdlib
-    python -m jddp.launch --num-nodes 2 --node-rank 0 --coordinator node-0:1234 -m jddp.train
+    python -m jddp.launch --num-processes 4 --max-restarts 3 my_script.py --my 1
+    python -m jddp.launch --ray node-0:6379 --num-processes 4 -m jddp.train
+    python -m jddp.launch --num-nodes 2 --node-rank 0 --coordinator n0:1234 ...
     (and on the other node the same, with --node-rank 1)
 """
 
@@ -82,10 +83,12 @@ def plan_launch(arguments: argparse.Namespace) -> Launch:
 
 
 def _parser() -> Parser:
-    usage = "%(prog)s --num-processes N [...] (-m package.module | script.py) [arguments]"
-    parser = Parser(prog="python -m jddp.launch", usage=usage, description=__doc__)
+    usage = "%(prog)s --num-processes N [...] (-m MODULE | SCRIPT) [...]"
+    about = str(__doc__).partition("\n\n")[2]
+    parser = Parser(prog="python -m jddp.launch", usage=usage, description=about)
 
     def add(name: str, peer: str = "", **how: object) -> None:
+        how = {"metavar": "N"} | how if how.get("type") in (_positive, _count) else how
         peers = (peer, peer.replace("-", "_").replace("__", "--", 1)) if peer else ()
         parser.add_argument(*dict.fromkeys((name, *peers)), **how)  # type: ignore[arg-type]
 
@@ -98,7 +101,7 @@ def _parser() -> Parser:
     add("--min-processes", type=_positive, help="elastic: enough to continue if a machine is lost")
     add("--master-addr", "--master-addr", help="host of --coordinator")
     add("--master-port", "--master-port", help="port of --coordinator")
-    add("--ray", nargs="?", const="auto", metavar="ADDRESS", help="start N in all on a Ray cluster")
+    add("--ray", nargs="?", const="auto", metavar="ADDRESS", help="start all N on a Ray cluster")
     add("--logs", type=expand, help="folder for the output of each process (logs/DATE-TIME-PID)")
     add("--start-seconds", type=_positive, help="rendezvous timeout (300)")
     add("--grace-seconds", type=float, help="from SIGTERM to SIGKILL (10)")

@@ -41,10 +41,13 @@ def test_every_command_of_the_package_is_named():
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_is_run_as_its_module_is(name, capsys):
+def test_a_command_is_run_as_its_module_is_and_its_help_fits_a_terminal(name, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):
         main([name, "--help"])
-    assert f"python -m jddp.{name}" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"python -m jddp.{name}" in shown
+    assert max(map(len, shown.splitlines())) <= 80
 
 
 def test_the_console_script_is_the_same(capsys):
