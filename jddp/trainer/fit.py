@@ -65,6 +65,7 @@ def choose_batches(
     size, num_epochs = options["global_batch_size"], options["num_epochs"]
     is_known = (data is None) != (batches is None) and (num_steps is None) != (num_epochs is None)
     is_sized = num_steps is not None or getattr(batches, "num_epochs", None) == num_epochs
+    is_known = is_known and not isinstance(batches, Mapping)  # which iterates over its keys
     if not (is_known and (is_sized if data is None else size is not None)):
         raise ConfigError(
             "Give batches, num_steps=; or data=, global_batch_size=, and num_steps= or num_epochs=."

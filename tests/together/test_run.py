@@ -252,6 +252,7 @@ WRONG = [
     {"data": {}, "global_batch_size": 4},
     {"data": {}, "global_batch_size": 4, "num_steps": 1, "num_epochs": 1},
     {"batches": [], "num_epochs": 1},
+    {"batches": {"x": np.ones((4, 1))}, "num_steps": 1},
 ]
 
 
