@@ -96,7 +96,7 @@ class Explanation(Shown):
             *[plain] * bool(local.start),
             f"Replicas synchronize every {local.every} steps. Differences of parameters then are",
             f"{moves} {into}",
-            "With the collectives of every step that is "
+            "Each array counted once, all collectives are "
             f"{in_mebibytes(self.bytes_per_step)} MiB a step on average.",
         ]
 
