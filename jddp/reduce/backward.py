@@ -32,7 +32,7 @@ class Backward:
       traced: Equations of the pass; calls of jitted functions are inlined.
       treedef: The structure of the gradients.
       ready: Number of equations after which each gradient leaf is finished; None for a leaf that
-        the cotangent does not reach, and which is therefore zero.
+        is made of constants alone: zero, the same on all replicas.
       num_looped: Number of gradients that are results of a loop.
     """
 
@@ -62,12 +62,12 @@ def trace_backward(pullback: Callable[[Any], PyTree]) -> Backward:
 
 
 def _ready(jaxpr: Jaxpr) -> tuple[int | None, ...]:
-    finished = dict.fromkeys(jaxpr.invars, 0)  # what the cotangent reaches, and when
+    # Also from values of the forward pass, of which alone a custom rule may make a gradient.
+    finished = dict.fromkeys((*jaxpr.constvars, *jaxpr.invars), 0)
     for num, eqn in enumerate(jaxpr.eqns, start=1):
         if any(var in finished for var in variables(eqn)):
             finished |= dict.fromkeys(eqn.outvars, num)
-    # The zero gradient of a parameter that the loss does not use is a literal, or is made of values
-    # that no cotangent reaches.
+    # The zero gradient of a parameter that the loss does not use is a literal, or made of literals.
     return tuple(None if isinstance(v, Literal) else finished.get(v) for v in jaxpr.outvars)
 
 

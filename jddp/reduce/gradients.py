@@ -113,7 +113,7 @@ class Pass:
     def rest(self, done: Container[int]) -> dict[int, Any]:
         """Runs to the end; the leaves at other positions than `done`.
 
-        Gradients among them, which no cotangent reaches, are as the pass makes them: zero.
+        Gradients among them, of unused parameters, are as the pass makes them: zero.
         """
         self._run(len(self._jaxpr.eqns))
         left = [i for i in range(self._grads.treedef.num_leaves) if i not in done]

@@ -93,6 +93,23 @@ def assert_only_used_ones_moved(first, last):
                 assert same == is_unused(path), where
 
 
+@in_both_places
+def test_a_gradient_that_a_custom_rule_makes_without_the_cotangent_is_averaged(place):
+    add_gradient = jax.custom_vjp(lambda x, scale: x)
+    add_gradient.defvjp(lambda x, scale: (x, x.sum()), lambda total, g: (g, total))
+
+    def balanced(m, x):
+        return add_gradient(judge.Net(name="net")(x), m.param("scale", nn.initializers.ones, ()))
+
+    ddp = wrapped(Of(balanced), optimizer=optax.sgd(1.0), **place)
+    state = start(ddp, make_rows())
+    outputs, before = Of(balanced).apply(ddp.model(state), make_rows()["x"]), state.params["scale"]
+    want = float(before - outputs.mean())
+    state, _ = ddp.step(state, make_rows())
+    judge.assert_same_on_all_devices(state)
+    np.testing.assert_allclose(state.params["scale"], want, rtol=1e-5)
+
+
 def test_an_unused_parameter_is_not_taken_for_what_an_optimizer_calls_alike():
     def counting(m, x):
         m.param("count", nn.initializers.ones, ())  # as optimizers call their updates
