@@ -44,7 +44,6 @@ from jddp.engine.mesh import (
     platform,
     put_rows,
     replicate,
-    sharded,
 )
 from jddp.engine.optimizer import choose_optimizer
 from jddp.engine.replicas import choose_replicas
@@ -227,7 +226,6 @@ class DataParallel(Shown):
         )
         self._constants: PyTree = None
         self._executor = Executor(donate=donate, platform=hardware)
-        self._rows_sharding = sharded(self.mesh)
         self._evaluate = make_evaluate(self.spec, self.mesh)
         self.steps = CompiledSteps(self.spec, self.mesh, donate=donate)
         self._first, self._saves = InitialState(self.steps), Saves(self.steps)
@@ -392,9 +390,6 @@ class DataParallel(Shown):
         Raises:
           ConfigError: If the rows do not divide over the devices and `accumulate_steps`.
         """
-        leaves = jax.tree.leaves(batch)
-        if leaves and all(getattr(x, "sharding", None) == self._rows_sharding for x in leaves):
-            return batch  # by an earlier call
         batch = as_arrays(batch)
         self.steps.check_rows(batch)
         return put_rows(batch, self.mesh)

@@ -165,6 +165,8 @@ def as_arrays(batch: Batch) -> Batch:
 def put_rows(batch: Batch, mesh: Mesh) -> Batch:
     """Puts this process's rows on its devices; rows of all processes make the global batch."""
     sharding = sharded(mesh)
+    if all(getattr(x, "sharding", None) == sharding for x in jax.tree.leaves(batch)):
+        return batch  # by an earlier call; `device_put` takes longer to find out
     if jax.process_count() == 1:
         return jax.device_put(batch, sharding)
 

@@ -308,6 +308,11 @@ def test_mistakes_are_refused_with_the_way_out():
         ddp = wrapped(**options)
         ddp.step(ddp.init(0, make_batch()), make_batch(rows))
 
+    def step_placed(rows, **options):
+        ddp = wrapped(**options)
+        there = jax.NamedSharding(ddp.mesh, jax.P("data"))
+        ddp.step(ddp.init(0, make_batch()), jax.device_put(make_batch(rows), there))
+
     for error, make, message in (
         (ConfigError, lambda: init(batch_norm="none"), "batch_norm 'none'"),
         (ConfigError, lambda: init(accumulate_steps=0), "accumulate_steps"),
@@ -328,6 +333,7 @@ def test_mistakes_are_refused_with_the_way_out():
             lambda: step(12, mesh=2, accumulate_steps=4),
             "2 devices times accumulate_steps=4.*: 8 and 16",
         ),
+        (ConfigError, lambda: step_placed(12, mesh=2, accumulate_steps=4), "12 rows .*: 8 and 16"),
     ):
         with pytest.raises(error, match=message):
             make()
