@@ -175,8 +175,7 @@ class CompiledSteps:
     def merged(self, values: Values) -> Values:
         """Values as they are read: per-replica leaves are averaged."""
         keeps_own = self.spec.sync.keeps_own, self.spec.model.keeps_own
-        layouts = tuple(map(own_layouts, values, keeps_own))
-        return merge_rows(values, layouts, replicated(self.mesh))
+        return merge_rows(values, tuple(map(own_layouts, values, keeps_own)), replicated(self.mesh))
 
     def step_for(self, state: TrainState, inputs: Inputs) -> Wrapped:
         """The jitted step for rows of this form; compiles nothing yet.

@@ -11,6 +11,7 @@ and every reader would see replica 0's.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -205,19 +206,27 @@ def stack_rows(tree: PyTree, layouts: PyTree, rows: NamedSharding, num: int) -> 
 
 def merge_rows(tree: PyTree, layouts: PyTree, everywhere: NamedSharding) -> PyTree:
     """Averages the rows of every per-replica leaf; the rest is left as it is."""
-    if not any(layout.is_per_replica for layout in jax.tree.leaves(layouts)):
+    leaves, treedef = jax.tree.flatten(tree)
+    kinds = tuple(jax.tree.leaves(layouts))
+    if not any(layout.is_per_replica for layout in kinds):
         return tree
+    return jax.tree.unflatten(treedef, _merge(leaves, kinds, everywhere))
 
-    def merge(x: jax.Array, layout: Layout) -> jax.Array:
-        # All rows on every device, and then their mean: so it is the same on any number of them.
-        return merged(jax.lax.with_sharding_constraint(x, everywhere), layout)
 
-    return jax.jit(lambda tree: jax.tree.map(merge, tree, layouts))(tree)
+# One function for all calls: `jax.jit` of a new one would compile for each evaluation.
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _merge(leaves: list[Leaf], kinds: tuple[Layout, ...], everywhere: NamedSharding) -> list[Leaf]:
+    # All rows on every device, and then their mean: so it is the same on any number of them.
+    return [*map(merged, jax.lax.with_sharding_constraint(leaves, everywhere), kinds)]
 
 
 def merged(x: Leaf, layout: Layout) -> Leaf:
     """The mean of the rows of a per-replica leaf, in its dtype; any other leaf as it is."""
     if layout.is_per_replica and is_float(x):
-        # In float32: in half precision the sum of many replicas' rows loses their last digits.
-        return x.astype(jax.numpy.promote_types(x.dtype, "float32")).mean(0).astype(x.dtype)
+        return widened(x).mean(0).astype(x.dtype)
     return x.sum(0, dtype=x.dtype) // len(x) if layout.is_per_replica else x
+
+
+def widened(tree: PyTree) -> PyTree:
+    """Floating values in float32 at least: sums in half precision lose their last digits."""
+    return jax.tree.map(lambda x: x.astype(jax.numpy.promote_types(x.dtype, "float32")), tree)

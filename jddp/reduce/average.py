@@ -125,7 +125,6 @@ def average_gradients(
         return reduction.hook.init(reduction.plan(params))
 
     def update(updates: Grads, state: HookState, params: Params = None) -> tuple[Grads, HookState]:
-        del params
         # Under check_vma=True an axis index has a varying type. Without the check no type varies,
         # and autodiff leaves the gradients of each replica as they are.
         is_checked = varies(jax.lax.axis_index(axis), axis)

@@ -87,9 +87,10 @@ class BucketPlan(Shown):
         rows = [f"{num}, {in_mebibytes(self.wire_bytes)} MiB on the wire per step"]
         rows.append(f"{'bucket':>6} {'MiB':>9} {'leaves':>6}  {'dtype':<9} first and last leaf")
         for i, bucket in enumerate(self.buckets):
+            ends = " .. ".join(dict.fromkeys((bucket.paths[0], bucket.paths[-1])))
             rows.append(
                 f"{i:>6} {in_mebibytes(bucket.bytes):>9} {len(bucket.paths):>6}  "
-                f"{bucket.wire_dtype.name:<9} {_shorten(_ends(bucket.paths), 45)}"
+                f"{bucket.wire_dtype.name:<9} {_shorten(ends, 45)}"
             )
         return "\n".join((*rows, *self._remarks()))
 
@@ -241,10 +242,6 @@ def in_mebibytes(num_bytes: float) -> str:
     """A number of bytes in MiB, with three significant digits."""
     mebibytes = num_bytes / MEBIBYTE
     return f"{mebibytes:,.3f}" if mebibytes >= 1 else f"{mebibytes:.3g}"
-
-
-def _ends(paths: tuple[str, ...]) -> str:
-    return paths[0] if len(paths) == 1 else f"{paths[0]} .. {paths[-1]}"
 
 
 def _shorten(text: str, width: int) -> str:

@@ -177,6 +177,19 @@ def test_what_is_declared_per_replica_differs_and_no_digest_minds(make, kind):
     assert ddp.evaluate(state, [batch])["examples"] == 16
 
 
+def test_a_second_evaluation_of_what_each_replica_has_compiles_nothing(caplog):
+    make, kind = WANDERERS["linen"]
+    batch, ddp = make_batch(), wrapped(make(), per_replica=[kind])
+    state, _ = take_steps(ddp, [batch])
+    first = ddp.evaluate(state, [batch])
+    with jax.log_compiles():
+        second = ddp.evaluate(state, [batch])
+        assert "ompil" not in caplog.text
+        jax.jit(lambda x: x + 1)(3.0)
+        assert "ompil" in caplog.text
+    assert first == second
+
+
 @in_both
 def test_a_run_goes_on_with_what_each_replica_had(make, kind, tmp_path):
     def fit(num_steps, run_dir):
