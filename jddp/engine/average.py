@@ -8,7 +8,7 @@ import dataclasses
 
 import optax
 
-from jddp.engine.state import TrainState
+from jddp.engine.state import TrainState, widened
 from jddp.errors import ConfigError, check_choice
 from jddp.typing import Params
 
@@ -36,15 +36,16 @@ class Ema(NoAverage):
     decay: float
 
     def init(self, params: Params) -> Params:
-        """As `NoAverage.init`."""
-        return params
+        """As `NoAverage.init`, in float32 at least."""
+        # In bfloat16 a decay of 0.999 is 1, and the average would never move.
+        return widened(params)
 
     def __call__(self, after: TrainState) -> TrainState:
         """As `NoAverage`."""
         # Each replica averages what it holds: parameters that are equal give equal averages, so
         # nothing is sent. With local steps each replica has its own average, which is merged when
         # read.
-        moved = optax.incremental_update(after.params, after.ema_params, 1 - self.decay)
+        moved = optax.incremental_update(widened(after.params), after.ema_params, 1 - self.decay)
         return after.replace(ema_params=moved)
 
 
@@ -60,7 +61,7 @@ def choose_average(decay: float | None) -> NoAverage:
 
 
 def chosen_params(state: TrainState, name: str) -> Params:
-    """Returns the parameters of a state, or for "ema" their average.
+    """Returns the parameters of a state, or for "ema" their average, in the same dtypes.
 
     Raises:
       ConfigError: If there is no such name, or no average.
@@ -68,4 +69,4 @@ def chosen_params(state: TrainState, name: str) -> Params:
     check_choice("params", name, ("params", "ema"))
     if name == "ema" and state.ema_params is None:
         raise ConfigError("params='ema' needs DataParallel(..., ema_decay=...).")
-    return state.ema_params if name == "ema" else state.params
+    return optax.tree.cast_like(state.ema_params, state.params) if name == "ema" else state.params

@@ -110,7 +110,7 @@ class TrainState(Shown):
     Attributes:
       step: Finished optimizer steps; an int32 scalar.
       params: Nested dict of parameters.
-      ema_params: Their exponential moving average, or None.
+      ema_params: Their exponential moving average, in float32 at least, or None.
       model_state: Nested dict of everything else that the model keeps, such as batch statistics.
       opt_state: State of the optimizer.
       comm_state: State of the gradient reduction, a `CommState`.

@@ -179,6 +179,22 @@ def test_an_average_of_parameters_follows_its_decay_and_can_be_evaluated():
         plain.evaluate(alone, [batch], params="ema")
 
 
+def test_an_average_of_bfloat16_parameters_moves_like_one_in_float32():
+    exact = {"kernel_init": nn.initializers.ones, "dtype": jnp.float32}
+    half = Of(lambda m, x: nn.Dense(3, param_dtype=jnp.bfloat16, **exact)(x))
+    batch = {"x": np.ones((16, 5), np.float32), "y": np.ones((16, 3), np.float32)}
+    ddp = wrapped(half, loss=half_squares, ema_decay=0.999)
+    state = ddp.init(0, batch)
+    first = want = jax.tree.map(lambda x: x.astype(np.float64), host(state.params))
+    for _ in range(5):
+        state, _ = ddp.step(state, batch)
+        want = jax.tree.map(lambda a, p: 0.999 * a + 0.001 * p, want, host(state.params))
+    moved, wanted = (jax.tree.map(np.subtract, host(x), first) for x in (state.ema_params, want))
+    # Two roundings of bfloat16: XLA may average parameters before they are rounded.
+    close(moved, wanted, rtol=2**-7)
+    assert jax.tree.leaves(ddp.model(state, params="ema"))[0].dtype == jnp.bfloat16
+
+
 def test_an_optimizer_that_asks_for_the_loss_gets_the_global_one(mesh):
     def update(updates, state, params=None, *, value, **_):
         return updates, value
