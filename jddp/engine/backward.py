@@ -21,7 +21,7 @@ from jax import lax
 from jaxtyping import Array
 
 from jddp.engine.overwritten import put, select
-from jddp.engine.state import Inputs, TrainState, is_float
+from jddp.engine.state import Inputs, TrainState, is_float, widened
 from jddp.errors import ConfigError
 from jddp.modules.forward import run_and_settle, trace_state
 from jddp.modules.functional import FlaxModel
@@ -228,11 +228,8 @@ class MicroBatches:
             return one(state.model_state, 0)
         # A scan, and not an unrolled loop: the program holds the model once, and one micro-batch's
         # activations are in memory at a time.
-        zeros = jax.tree.map(
-            lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), state.params
-        )
-        least = jax.tree.map(jnp.zeros_like, select(self.model, state.model_state))
-        first = Accumulated(zeros, least, state.model_state, {})
+        both = widened(state.params), select(self.model, state.model_state)
+        first = Accumulated(*jax.tree.map(jnp.zeros_like, both), state.model_state, {})
         total, sums = lax.scan(add, first, jnp.arange(num))
         return total._replace(sums=jax.tree.map(lambda x: x.sum(0), sums))
 

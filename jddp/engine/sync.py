@@ -226,10 +226,9 @@ class LocalSteps(EveryStep):
             lambda params, outer: self.outer_step(reduction, params, outer),
             # In the plain steps parameters are equal already, and the outer ones follow without a
             # message.
-            lambda params, outer: (params, {**outer, "params": params}),
+            *[lambda params, outer: (params, {**outer, "params": params})] * (self.start > 0),
         ]
         chosen = jnp.where(taken <= self.start, 2, is_due)
-        branches = branches if self.start else branches[:2]
         params, outer = lax.switch(chosen, branches, params, before.comm_state.outer)
         comm_state = dataclasses.replace(after.comm_state, outer=outer)
         return after.replace(params=params, opt_state=opt_state, comm_state=comm_state)

@@ -20,6 +20,7 @@ import optax
 from jax import lax
 from jaxtyping import Array, Float
 
+from jddp.engine.state import widened
 from jddp.errors import ConfigError
 from jddp.reduce.shards import own_shard
 from jddp.typing import Grads, Metrics
@@ -101,12 +102,14 @@ def clip_by_global_norm(grads: Grads, view: View, *, limit: float) -> tuple[Grad
     Returns:
       The clipped gradients, and "grad_norm": their norm before.
     """
-    norm = view.norm(grads)
+    # In float32, since the squares of a norm of 256 overflow float16.
+    exact = widened(grads)
+    norm = view.norm(exact)
     # The operations of optax's own clipping, so that results equal those of one device.
     clipped = jax.tree.map(
-        lambda g: jnp.where(norm < limit, g, g / norm.astype(g.dtype) * limit), grads
+        lambda x: jnp.where(norm < limit, x, x / norm.astype(x.dtype) * limit), exact
     )
-    return clipped, {"grad_norm": view.metric(norm)}
+    return optax.tree.cast_like(clipped, grads), {"grad_norm": view.metric(norm)}
 
 
 def choose_clip(limit: float | None) -> Clip:

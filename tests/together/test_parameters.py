@@ -142,3 +142,17 @@ def test_the_norm_is_that_of_the_whole_mean_gradient(model):
             state, metrics = ddp.step(state, batch)
             assert metrics["grad_norm"] > 0.1
             judge.assert_close(host(state.params), host(one.params), rtol=1e-5)
+
+
+@pytest.mark.parametrize("shard_optimizer", [False, True])
+def test_a_norm_whose_square_float16_cannot_hold_is_clipped_all_the_same(shard_optimizer):
+    def steep(m, x):
+        w = m.param("w", nn.initializers.zeros, (4,), jnp.float16)
+        return w.astype(jnp.float32).sum() * x[:, 0]
+
+    batch, options = {"x": np.full((judge.ROWS, 1), 300, np.float32)}, {"max_grad_norm": 1.0}
+    options |= {"optimizer": optax.sgd(1.0), "shard_optimizer": shard_optimizer}
+    ddp = wrapped(Of(steep), lambda m, b: m(b["x"]), **options)
+    state, metrics = ddp.step(ddp.init(0, batch), batch)
+    assert (metrics["grad_norm"], metrics["grad_norm"].dtype) == (600, jnp.float32)
+    np.testing.assert_array_equal(state.params["w"], np.full(4, -0.5, np.float16))
