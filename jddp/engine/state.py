@@ -222,9 +222,11 @@ def _merge(leaves: list[Leaf], kinds: tuple[Layout, ...], everywhere: NamedShard
 
 def merged(x: Leaf, layout: Layout) -> Leaf:
     """The mean of the rows of a per-replica leaf, in its dtype; any other leaf as it is."""
-    if layout.is_per_replica and is_float(x):
-        return widened(x).mean(0).astype(x.dtype)
-    return x.sum(0, dtype=x.dtype) // len(x) if layout.is_per_replica else x
+    if not layout.is_per_replica or is_float(x):
+        return widened(x).mean(0).astype(x.dtype) if layout.is_per_replica else x
+    # Quotients and remainders apart: the sum of all rows may be larger than the dtype holds.
+    whole, rest = x // len(x), x % len(x)
+    return whole.sum(0, dtype=x.dtype) + (rest.sum(0) // len(x)).astype(x.dtype)
 
 
 def widened(tree: PyTree) -> PyTree:

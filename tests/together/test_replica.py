@@ -16,6 +16,7 @@ from tiny import MLP, Of, loss_fn, make_batch, take_steps
 
 import jddp
 from jddp.engine.digest import digests, find_divergence
+from jddp.engine.state import PerReplica, merged
 from jddp.errors import ConfigError
 
 
@@ -175,6 +176,16 @@ def test_what_is_declared_per_replica_differs_and_no_digest_minds(make, kind):
     mean = read.own[...] if kind == "Own" else read["own"]["w"]
     np.testing.assert_allclose(mean, rows.mean(0), rtol=1e-5, atol=1e-6)
     assert ddp.evaluate(state, [batch])["examples"] == 16
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int32])
+@pytest.mark.parametrize("place", [np.asarray, jnp.asarray])
+def test_the_mean_of_whole_numbers_is_rounded_down_and_fits_where_they_do(dtype, place):
+    top = np.iinfo(dtype).max
+    rows = place(np.array([[top, 4, 0], [top, 5, 0], [top - 1, 4, 1], [top, 4, 0]], dtype))
+    read = merged(rows, PerReplica())
+    np.testing.assert_array_equal(read, [top - 1, 4, 0])
+    assert read.dtype == dtype
 
 
 def test_a_second_evaluation_of_what_each_replica_has_compiles_nothing(caplog):
