@@ -87,7 +87,7 @@ def verify(
     _refuse(options)
 
     def wrapped(**options: Any) -> DataParallel:
-        ddp = DataParallel(model, optimizer, loss_fn, **options, donate=False)
+        ddp = DataParallel(model, optimizer, loss_fn, **options | {"donate": False})
         return ddp if constants is None else ddp.with_constants(constants)
 
     batch, many = as_arrays(batch), wrapped(**options)

@@ -33,7 +33,7 @@ def test_models_pass_with_and_without_random_numbers(name, dropout_rate):
 
 
 PASSING = [{"accumulate_steps": 2, "max_grad_norm": 0.1, "ema_decay": 0.9, "mesh": 4}]
-PASSING += [{"batch_norm_unbiased": True, "skip_nonfinite": True}]
+PASSING += [{"batch_norm_unbiased": True, "skip_nonfinite": True, "donate": True}]
 
 
 @pytest.mark.parametrize("options", PASSING, ids="-".join)
