@@ -26,6 +26,7 @@ from jddp.errors import ConfigError
 from jddp.modules.forward import run_and_settle, trace_state
 from jddp.modules.functional import FlaxModel
 from jddp.modules.metrics import Sums
+from jddp.modules.rows import split_rows
 from jddp.reduce.backward import Backward, trace_backward
 from jddp.reduce.gradients import Finished, Gradients, Running
 from jddp.reduce.hooks import Units, power_of_two_within
@@ -194,7 +195,7 @@ class MicroBatches:
             return lambda i: (inputs.rows, key, inputs.constants)
         # Each micro-batch has its own key, or dropout would drop the same units in all of them.
         keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(self.num))
-        rows = jax.tree.map(lambda x: x.reshape(self.num, -1, *x.shape[1:]), inputs.rows)
+        rows = split_rows(inputs.rows, self.num)
 
         def take(i: Number) -> MicroBatch:
             # Indexed, and not given to the scan to iterate over: with overlap the last micro-batch

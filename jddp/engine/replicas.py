@@ -28,7 +28,7 @@ from jddp.jaxprs import axes_of, equations
 from jddp.modules.forward import combine
 from jddp.modules.functional import FlaxModel
 from jddp.modules.metrics import Sums, sum_in_order, sum_over_replicas
-from jddp.modules.rows import check_rows
+from jddp.modules.rows import check_rows, split_rows
 from jddp.reduce.gradients import Finished
 from jddp.reduce.pairwise import sum_in_pairs
 from jddp.typing import Batch, ModelState, Path, PyTree
@@ -147,7 +147,7 @@ class LogicalReplicas(Devices):
     ) -> Local:
         """As `Devices.run`; gradients, sums and per-replica state are rows, still to be summed."""
         num, first = self._own_replicas()
-        rows = jax.tree.map(lambda x: x.reshape(num, -1, *x.shape[1:]), inputs.rows)
+        rows = split_rows(inputs.rows, num)
         layouts = own_layouts(state.model_state, self.model.keeps_own)
 
         def own(i: int | Array) -> tuple[Batch, TrainState]:
@@ -186,7 +186,7 @@ class LogicalReplicas(Devices):
         """As `Devices.evaluate`."""
         num, first = self._own_replicas()
         keys = jax.vmap(functools.partial(jax.random.fold_in, key))(first + jnp.arange(num))
-        split = jax.tree.map(lambda x: x.reshape(num, -1, *x.shape[1:]), (rows, valid))
+        split = split_rows((rows, valid), num)
 
         def between_barriers(given: PyTree) -> Sums:
             sums: Sums = lax.optimization_barrier(function(*lax.optimization_barrier(given)))

@@ -35,3 +35,9 @@ def check_rows(rows: int, divisor: int, what: str, called: str = "rows") -> None
         below, above = rows // divisor * divisor, math.ceil(max(rows, 1) / divisor) * divisor
         sizes = f"{above}" if below == 0 else f"{below} and {above}"
         raise ConfigError(f"{rows} {called} do not divide over {what}. Nearest that do: {sizes}.")
+
+
+def split_rows(batch: Batch, num: int) -> Batch:
+    """Cuts the rows into `num` equal parts, in order: (num, rows of a part, ...)."""
+    # Not -1, which JAX cannot tell from the size of an array without elements.
+    return jax.tree.map(lambda x: x.reshape(num, len(x) // num, *x.shape[1:]), batch)

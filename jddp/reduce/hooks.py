@@ -162,8 +162,7 @@ def mean_over(axis: str, tree: PyTree, average: Average = _pmean) -> PyTree:
     """
     # float16 ends at 65,504, which a sum of N gradients may pass where their mean does not.
     small = power_of_two_within(1 / lax.axis_size(axis))
-    tree = average(_scale_float16(tree, small), axis)
-    return _scale_float16(tree, 1 / small)
+    return _scale_float16(average(_scale_float16(tree, small), axis), 1 / small)
 
 
 def _scale_float16(tree: PyTree, scale: float) -> PyTree:

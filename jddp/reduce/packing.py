@@ -191,8 +191,7 @@ def _form(tree: PyTree) -> str:
 
 def scatter_mean(tree: PyTree, axis: str) -> PyTree:
     """This replica's row of the mean over replicas, for each array of (replicas, shard)."""
-    num = lax.axis_size(axis)
-    return jax.tree.map(lambda x: lax.psum_scatter(x, axis) / num, tree)
+    return jax.tree.map(lambda x: lax.psum_scatter(x, axis) / len(x), tree)
 
 
 def exchange_mean(tree: PyTree, axis: str) -> PyTree:

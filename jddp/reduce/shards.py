@@ -22,8 +22,7 @@ def cut(x: jax.Array, num_shards: int) -> jax.Array:
     size = math.prod(shard_shape(x.shape, num_shards))
     # Collectives need rows of equal length on all replicas. Each array is cut by itself, so that
     # every replica has a share of each, and its update takes as long as that of the others.
-    flat = jnp.pad(x.ravel(), (0, num_shards * size - x.size))
-    return flat.reshape(num_shards, size)
+    return jnp.pad(x.ravel(), (0, num_shards * size - x.size)).reshape(num_shards, size)
 
 
 def pack(arrays: Sequence[jax.Array], num_shards: int) -> jax.Array:

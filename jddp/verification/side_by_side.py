@@ -3,7 +3,7 @@
 N devices must equal it where each replica draws its own random numbers.
 """
 
-from typing import Any
+import functools
 
 import jax
 
@@ -11,6 +11,7 @@ from jddp.data_parallel import DataParallel
 from jddp.engine.mesh import mapped_over
 from jddp.engine.state import Inputs, Replicated, Sharded, TrainState
 from jddp.engine.step import replica_gradients, replica_step
+from jddp.modules.rows import split_rows
 from jddp.typing import Batch, Grads, Metrics, PyTree
 
 
@@ -37,11 +38,9 @@ def side_by_side(
         grads, _ = replica_gradients(spec, plan, state, inputs)
         return grads, *replica_step(spec, plan, state, inputs)
 
-    def split(x: Any) -> Any:
-        return x.reshape(ddp.mesh.size, -1, *x.shape[1:])
-
+    split = functools.partial(split_rows, num=ddp.mesh.size)
     state = jax.tree.map(lambda x, y: split(x) if isinstance(y, Sharded) else x, state, layouts)
-    given = jax.device_put((state, Inputs(jax.tree.map(split, batch), constants)), first)
+    given = jax.device_put((state, Inputs(split(batch), constants)), first)
     replica = mapped_over(spec.axis)(replica)
     mapped = jax.jit(jax.vmap(replica, in_axes=(axes, Inputs(0, None)), axis_name=spec.axis))
     grads, new, metrics = mapped(*given)

@@ -169,7 +169,7 @@ def _in_order(batch: Batch, ddp: DataParallel) -> Batch:
 
     def reorder(x: Any) -> Any:
         x = np.asarray(x)
-        split = x.reshape(shares, parts, -1, *x.shape[1:])
+        split = x.reshape(shares, parts, len(x) // shares // parts, *x.shape[1:])
         return split.swapaxes(0, 1).reshape(x.shape)
 
     return jax.tree.map(reorder, batch)

@@ -78,6 +78,16 @@ def test_n_devices_equal_one_device(name):
     beside_one_device(MODELS[name]())
 
 
+@pytest.mark.parametrize("options", [{"accumulate_steps": 2}, {"logical_replicas": 8}], ids="".join)
+def test_rows_without_elements_are_cut_like_others(options):
+    batch, ends = make_rows(), []
+    for given in (batch, {**batch, "none": np.zeros((len(batch["x"]), 0), np.float32)}):
+        ddp = wrapped(Net(), **options)
+        state, metrics = ddp.step(start(ddp, given), given)
+        ends.append((float(metrics["loss"]), ddp.evaluate(state, [given])["loss"]))
+    assert ends[0] == ends[1]
+
+
 @pytest.mark.parametrize("accumulate_steps, place", [(1, "leaf-end"), (2, "flat-ready")])
 def test_dtypes_may_be_mixed_and_stay_as_they_are(accumulate_steps, place):
     options = {"accumulate_steps": accumulate_steps, "places": [place]}
