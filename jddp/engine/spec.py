@@ -83,8 +83,10 @@ def refuse_pairs(**given: object) -> None:
       **given: Values of the options in `REFUSED`; a false one counts as not given.
 
     Raises:
-      ConfigError: If a pair of them is given, with the reason.
+      ConfigError: If a pair of them is given, with the reason; or if local_steps is a number.
     """
+    if not isinstance(every := given["local_steps"], EveryStep | None):
+        raise ConfigError(f"local_steps={every!r}: give jddp.LocalSteps(every={every!r}), or None.")
     # By names of options, and in one table: the parts themselves know nothing of each other.
     for pair, why in REFUSED.items():
         if all(given[name] for name in pair):

@@ -247,8 +247,7 @@ def mean(total: Float[Array, ""], count: Float[Array, ""]) -> Float[Array, ""]:
 
 def means(sums: Sums) -> dict[str, Float[Array, ""]]:
     """Means of loss and metrics, and "count": the valid entries of the loss."""
-    found = {name: mean(x.total, x.count) for name, x in sums.items()}
-    return {**found, "count": sums["loss"].count}
+    return {n: mean(x.total, x.count) for n, x in sums.items()} | {"count": sums["loss"].count}
 
 
 def mean_tree(totals: Any, count: Float[Array, ""]) -> Any:

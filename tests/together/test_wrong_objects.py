@@ -21,7 +21,7 @@ def wrapped(loss=loss_fn, model=None, **options):
 
 
 # In a process of its own, for in this one calls are held against their annotations.
-WRONG_OPTIMIZERS = """
+WRONG = """
 import jddp, optax
 from flax import nnx
 from tiny import MLP, NnxConvNet, loss_fn
@@ -32,13 +32,18 @@ for optimizer in (optax.adam, of_nnx, "adam"):
         jddp.DataParallel(MLP(), optimizer, loss_fn)
     except jddp.ConfigError as error:
         print(error)
+try:
+    jddp.DataParallel(MLP(), optax.adam(0.1), loss_fn, local_steps=16)
+except jddp.ConfigError as error:
+    print(error)
 """
 
 
-def test_an_optimizer_that_is_none_is_refused_with_what_to_give():
-    command = [sys.executable, "-c", WRONG_OPTIMIZERS]
+def test_an_optimizer_or_local_steps_that_are_none_are_refused_with_what_to_give():
+    command = [sys.executable, "-c", WRONG]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
-    lines = done.stdout.splitlines()
+    *lines, steps = done.stdout.splitlines()
+    assert steps == "local_steps=16: give jddp.LocalSteps(every=16), or None."
     kinds = [line.partition("optimizer is of type ")[2].split(".")[0] for line in lines]
     assert kinds == ["function", "Optimizer", "str"]
     way_out = "optax.adam(1e-3), not optax.adam; of an nnx.Optimizer its .tx."
