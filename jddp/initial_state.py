@@ -49,8 +49,8 @@ class InitialState:
     ) -> TrainState:
         """Makes a state, from arguments as of `jddp.DataParallel.init`."""
         values = self._values(seed, inputs, params, partial=partial)
-        rows = from_process_zero(self._example(inputs, values))  # so that all start with the same
-        example = inputs._replace(rows=rows)
+        # Those of process 0, so that all start with the same.
+        example = inputs._replace(rows=from_process_zero(self._example(inputs, values)))
         state = call(self._init, np.uint32(seed), example, *replicate(values, self._mesh))
         self._model.check_kinds(state.model_state)
         self._steps.plan_for(state, inputs)
@@ -79,8 +79,10 @@ class InitialState:
         """Refuses a state whose parameters have other shapes than the latest, or those for inputs.
 
         Raises:
-          UsageError: If they have.
+          UsageError: If they have, or lie on other devices.
         """
+        if state.step.committed and state.step.devices() != replicated(self._mesh).device_set:
+            raise UsageError("This state lies on other devices: make one with init, or restore it.")
         own = latest or (None if inputs is None else self.shapes(inputs))
         shapes = functools.partial(jax.tree.map, np.shape)
         if own not in (None, state) and shapes(own.params) != shapes(state.params):

@@ -230,7 +230,7 @@ class MicroBatches:
         # A scan, and not an unrolled loop: the program holds the model once, and one micro-batch's
         # activations are in memory at a time.
         both = widened(state.params), select(self.model, state.model_state)
-        first = Accumulated(*jax.tree.map(jnp.zeros_like, both), state.model_state, {})
+        first = Accumulated._make([*jax.tree.map(jnp.zeros_like, both), state.model_state, {}])
         total, sums = lax.scan(add, first, jnp.arange(num))
         return total._replace(sums=jax.tree.map(lambda x: x.sum(0), sums))
 

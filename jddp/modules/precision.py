@@ -105,7 +105,6 @@ def _is_own(name: str) -> bool:
 
 def _cast(tree: PyTree, dtype: Any) -> PyTree:
     def one(x: Any) -> Any:
-        is_float = hasattr(x, "astype") and jnp.issubdtype(x.dtype, jnp.floating)
-        return x.astype(dtype) if is_float else x
+        return x.astype(dtype) if jnp.issubdtype(getattr(x, "dtype", bool), jnp.floating) else x
 
     return jax.tree.map(one, tree)

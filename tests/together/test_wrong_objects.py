@@ -97,6 +97,14 @@ def test_a_state_of_another_model_is_refused_by_name_and_one_of_another_object_t
     ddp.step(same, batch)
 
 
+def test_a_state_on_other_devices_is_refused_in_one_line():
+    ddp, batch = wrapped(), make_batch()
+    other = jddp.DataParallel(MLP(), optax.adam(0.1), loss_fn, mesh=4).init(0, batch)
+    for call, given in ((ddp.step, batch), (ddp.evaluate, [batch]), (ddp.predict, [batch])):
+        with pytest.raises(UsageError, match="^This state lies on other devices: make one with"):
+            call(other, given)
+
+
 def no_such_key(model, batch, train):
     return loss_fn(model, {"x": batch["image"], "y": batch["y"]}, train)
 
