@@ -112,7 +112,8 @@ class DataParallel(Shown):
         have no optimizer state; they stand in `state.model_state["params"]`.
       compute_dtype: "bfloat16" or "float16": dtype to which parameters and inputs of the model are
         cast where the loss calls it. Its outputs are cast back: the loss, batch statistics,
-        gradients and the optimizer are in float32. A layer with another dtype is refused.
+        gradients and the optimizer are in float32. A layer with another dtype is refused. In NNX a
+        submodule that the loss itself calls returns this dtype: cast what it returns.
       state_reduction: Rules by which replicas synchronize, in each step, other state that depends
         on their rows or random numbers, by name of the collection or class: "mean", "sum" (of what
         each has added, exact for whole numbers) or "first" (replica 0's). Such state is refused
