@@ -14,7 +14,15 @@ import pytest
 import read_data
 from PIL import Image
 
-from jddp.data import CropAndFlip, RowExamples, TokenExamples, make_data_set, make_source, spec_of
+from jddp.data import (
+    CropAndFlip,
+    RowExamples,
+    TokenExamples,
+    eval_batches,
+    make_data_set,
+    make_source,
+    spec_of,
+)
 from jddp.data.__main__ import main
 from jddp.data.sources.image_folder import FolderExamples
 from jddp.data.sources.mapped import MappedArray, map_npy, map_npz
@@ -370,6 +378,8 @@ def test_rows_are_dicts_of_a_list_or_of_grain_or_tuples_with_names():
     named = [{"x": X[i], "y": int(Y[i])} for i in range(8)]
     check_rows(RowExamples(named))
     check_rows(RowExamples(grain.MapDataset.source(named)))
+    share = [*eval_batches(named, global_batch_size=6, process_index=1, num_processes=2)]
+    assert [rows["x"].shape for rows in share] == [(3, 3), (0, 3)]  # of a last batch of two
     for bad, message in (
         (rows, r"is tuple, with names None. .*names=\('image', 'label'\)"),
         ([{"x": X[:1]}, {"x": X[:2]}], r"'x' of the data is .* of shapes \[\(1, 3\), \(2, 3\)\]"),
