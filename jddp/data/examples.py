@@ -15,7 +15,7 @@ from jddp.errors import DataError
 Batch = dict[str, np.ndarray]
 
 # The dtypes that JAX would convert to; done here so that specs are known beforehand.
-NARROW = {"float64": np.dtype("float32"), "int64": np.dtype("int32")}
+_NARROW = {"float64": np.float32, "int64": np.int32, "uint64": np.uint32}
 
 
 @runtime_checkable
@@ -36,17 +36,26 @@ class ArrayExamples:
         """Checks the arrays; does not copy them.
 
         Args:
-          arrays: Arrays by name. 64-bit numbers are returned in 32 bits.
+          arrays: Arrays by name. 64-bit numbers are returned in 32 bits. Numbers in a mapped array
+            are checked when they are read.
 
         Raises:
           DataError: If there is no array or no row, lengths differ, an array holds neither
-            numbers nor booleans, a number is not finite, or an integer needs 64 bits.
+            numbers nor booleans, a number is not finite, or a number needs 64 bits.
         """
         if not arrays:
             raise DataError("the data holds no arrays. Give a dict such as {'x': ..., 'y': ...}.")
-        self._arrays = {name: np.asarray(array) for name, array in arrays.items()}
+        # A mapped array stays one, also when it is sent to another process.
+        self._arrays = {
+            name: array if isinstance(array, np.memmap) else np.asarray(array)
+            for name, array in arrays.items()
+        }
         for name, array in self._arrays.items():
-            _check_numbers(name, array)
+            if array.ndim == 0 or array.dtype.kind not in "biuf":
+                found = f"{array.dtype}{array.shape}"
+                raise DataError(f"array '{name}' is {found}. It needs rows of numbers or booleans.")
+            if not isinstance(array, np.memmap):
+                check_numbers(name, array, row_names=range(len(array)))
         lengths = {name: len(array) for name, array in self._arrays.items()}
         if len(set(lengths.values())) != 1:
             listed = ", ".join(f"{name} {length}" for name, length in lengths.items())
@@ -64,11 +73,16 @@ class ArrayExamples:
         return int(labels.max()) + 1 if labels.dtype.kind in "iu" else 0
 
     def take(self, indices: np.ndarray) -> Batch:
-        """The rows at `indices` of every array."""
-        return {
-            name: array[indices].astype(NARROW.get(array.dtype.name, array.dtype), copy=False)
-            for name, array in self._arrays.items()
-        }
+        """The rows at `indices` of every array.
+
+        Raises:
+          DataError: If a number of a mapped array is not finite, or needs 64 bits.
+        """
+        rows = {name: np.asarray(array[indices]) for name, array in self._arrays.items()}
+        for name, array in rows.items():
+            if isinstance(self._arrays[name], np.memmap):
+                check_numbers(name, array, row_names=indices)
+        return {name: narrowed(array) for name, array in rows.items()}
 
 
 class ImageExamples:
@@ -123,31 +137,27 @@ class ImageExamples:
             images *= self._scale
             images -= self._offset
         else:
-            check_finite("image", images, row_names=indices)
+            check_numbers("image", images, row_names=indices)
         return {"image": images, "label": self._labels[indices].astype(np.int32)}
 
 
-def _check_numbers(name: str, array: np.ndarray) -> None:
-    if array.ndim == 0 or array.dtype.kind not in "biuf":
-        raise DataError(
-            f"array '{name}' is {array.dtype}{array.shape}. It needs rows of numbers or booleans."
-        )
-    if array.dtype.kind == "f":
-        check_finite(name, array, row_names=np.arange(len(array)))
-    if array.dtype.kind in "iu" and array.dtype.itemsize == 8 and array.size:
-        limits = np.iinfo(np.int32)
-        if array.min() < limits.min or array.max() > limits.max:
-            raise DataError(
-                f"array '{name}' holds {array.max()}, which needs 64 bits. Numbers must fit int32."
-            )
+def narrowed(array: np.ndarray) -> np.ndarray:
+    """The array in 32 bits, in the byte order of this machine: JAX takes no other."""
+    dtype = _NARROW.get(array.dtype.name, array.dtype.newbyteorder("="))
+    return array.astype(dtype, copy=False)
 
 
-def check_finite(name: str, array: np.ndarray, *, row_names: np.ndarray) -> None:
-    """Refuses NaN and infinity, and names the first row that holds one."""
-    if np.isfinite(array).all():
+def check_numbers(name: str, array: np.ndarray, *, row_names: Sequence[int] | np.ndarray) -> None:
+    """Refuses NaN, infinity and numbers that need 64 bits, and names the first row that has one."""
+    limits = np.finfo(np.float32) if array.dtype.kind == "f" else np.iinfo(np.int32)
+    is_narrow = array.dtype.kind in "biu" and array.dtype.itemsize < 8
+    # No array of the same size is made, unless there is a mistake in it.
+    if is_narrow or not array.size or (limits.min <= array.min() and array.max() <= limits.max):
         return
-    finite_rows = np.isfinite(array.reshape(len(array), -1)).all(axis=1)
+    is_wrong = ~((limits.min <= array) & (array <= limits.max))
+    wrong_rows, first = np.flatnonzero(is_wrong.reshape(len(array), -1).any(1)), array[is_wrong][0]
+    found = f"{first}, which needs 64 bits" if np.isfinite(first) else "NaN or infinity"
     raise DataError(
-        f"array '{name}' holds NaN or infinity, first in row {row_names[~finite_rows][0]}. Remove "
-        f"or fix the {np.sum(~finite_rows)} rows that are not finite."
+        f"array '{name}' holds {found}, first in row {row_names[wrong_rows[0]]}. Remove or fix the "
+        f"{len(wrong_rows)} rows with such numbers."
     )

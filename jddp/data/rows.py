@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jddp.data.examples import NARROW, ArrayExamples, Batch, Examples, check_finite
+from jddp.data.examples import ArrayExamples, Batch, Examples, check_numbers, narrowed
 from jddp.errors import DataError
 
 
@@ -42,7 +42,9 @@ class RowExamples:
         else:
             rows = [self._rows[index] for index in indices.tolist()]
         named = [self._named(row) for row in rows]
-        return {name: self._stack(name, [row[name] for row in named], indices) for name in named[0]}
+        return {
+            name: self._stack(name, [row.get(name) for row in named], indices) for name in named[0]
+        }
 
     def _named(self, row: Any) -> Mapping[str, Any]:
         if isinstance(row, Mapping):
@@ -57,17 +59,16 @@ class RowExamples:
     def _stack(self, name: str, parts: list[Any], indices: np.ndarray) -> np.ndarray:
         arrays = [np.asarray(part) for part in parts]
         shapes = {array.shape for array in arrays}
-        if len(shapes) > 1 or arrays[0].dtype.kind not in "biuf":
-            found = f"{arrays[0].dtype} of shapes {sorted(shapes)}"
+        if len(shapes) > 1 or not {array.dtype.kind for array in arrays} <= {*"biuf"}:
+            dtypes = ", ".join(sorted({str(array.dtype) for array in arrays}))
+            found = f"{dtypes} of shapes {sorted(shapes)}"
             raise DataError(
                 f"{name!r} of the data is {found}. Rows must hold numbers, all of one shape: "
                 "convert, pad or leave out that part before training."
             )
         stacked = np.stack(arrays)
-        stacked = stacked.astype(NARROW.get(stacked.dtype.name, stacked.dtype), copy=False)
-        if stacked.dtype.kind == "f":
-            check_finite(name, stacked, row_names=indices)
-        return stacked
+        check_numbers(name, stacked, row_names=indices)
+        return narrowed(stacked)
 
 
 def as_examples(data: object) -> Examples:

@@ -427,6 +427,8 @@ BAD_DATA = (
     ({"x": np.array([[0.0, 1.0], [np.nan, 0.0]])}, "NaN or infinity, first in row 1"),
     ({"x": np.array(["a"])}, "rows of numbers"),
     ({"x": np.array([2**31])}, "2147483648, which needs 64 bits"),
+    ({"x": np.array([5, -(2**31) - 1])}, "-2147483649, which needs 64 bits, first in row 1"),
+    ({"x": np.array([0, 1e300])}, r"1e\+300, which needs 64 bits, first in row 1"),
     ({1, 2}, "type set cannot be read"),
     ([1, 2], "a row of the data is int"),
 )
@@ -440,6 +442,9 @@ def test_own_arrays_become_a_data_set_in_32_bits_or_are_refused():
     assert data.description == "mine: 6 train / 2 test examples"
     assert make_data_set("mine", data.train, data.test).sha256 == data.sha256
     assert make_data_set("mine", data.test, data.train).sha256 != data.sha256
+    for dtype, narrow in ((">f4", "float32"), (">i8", "int32"), ("uint64", "uint32")):
+        (row,) = ArrayExamples({"x": np.array([1, 2], dtype)}).take(np.array([1])).values()
+        assert (row.tolist(), row.dtype) == ([2], np.dtype(narrow))
     for data, message in BAD_DATA:
         with pytest.raises(DataError, match=message):
             make_data_set("mine", data, {"x": np.zeros(1)})

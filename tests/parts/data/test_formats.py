@@ -56,6 +56,15 @@ def test_arrays_of_any_names_come_from_npz_files_also_of_the_home_directory(tmp_
         assert source.spec == {"x": ((3,), np.dtype("float32")), "y": ((), np.dtype("int32"))}
 
 
+def test_mapped_arrays_are_checked_where_they_are_read(tmp_path):
+    for part in ("train", "test"):
+        np.savez(tmp_path / f"{part}.npz", x=np.where(np.arange(3000) == 100, np.nan, 0.0))
+    examples = make_source("npz", directory=str(tmp_path)).load().train
+    assert len(pickle.dumps(examples)) < 1000  # for a worker, which opens the file again
+    with pytest.raises(DataError, match="'x' holds NaN or infinity, first in row 100"):
+        examples.take(np.array([0, 100]))
+
+
 @pytest.mark.parametrize("array", [X, np.asfortranarray(X), X[:0], np.float32(3)], ids=np.shape)
 def test_mapped_arrays_are_those_that_were_saved(tmp_path, array):
     np.save(tmp_path / "a.npy", array)
@@ -384,6 +393,9 @@ def test_rows_are_dicts_of_a_list_or_of_grain_or_tuples_with_names():
         (rows, r"is tuple, with names None. .*names=\('image', 'label'\)"),
         ([{"x": X[:1]}, {"x": X[:2]}], r"'x' of the data is .* of shapes \[\(1, 3\), \(2, 3\)\]"),
         ([{"x": 0.0}, {"x": np.nan}], "NaN or infinity, first in row 1"),
+        ([{"x": 0}, {"x": 2**33 + 5}], "8589934597, which needs 64 bits, first in row 1"),
+        ([{"x": 0}, {"x": None}], "'x' of the data is int64, object of shapes"),
+        ([{"x": 0}, {"y": 0}], "'x' of the data is int64, object of shapes"),
     ):
         with pytest.raises(DataError, match=message):
             RowExamples(bad).take(np.array([0, 1]))
