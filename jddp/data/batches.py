@@ -91,11 +91,10 @@ class TrainBatches(Shown):
         self.global_batch_size = global_batch_size
         self._order = Order(len(examples), seed, shuffle, weights)
         self._augment = augment if mixup is None else Mixup(examples, mixup, augment)
-        self._end = ENDLESS
+        self._end, self._drops = ENDLESS, drop_remainder and num_epochs is not None
         if num_epochs is not None:
-            num_steps = count_steps(num_epochs, len(examples), global_batch_size, drop_remainder)
-            full = num_steps * global_batch_size
-            self._end = full if drop_remainder else max(1, round(num_epochs * len(examples)))
+            count_steps(num_epochs, len(examples), global_batch_size, drop_remainder)  # or refuses
+            self._end = max(1, round(num_epochs * len(examples)))
         process_batch_size = self._rows_in_all // num_processes
         self._own = np.arange(process_batch_size) + process_index * process_batch_size
         self._position = 0
@@ -106,8 +105,8 @@ class TrainBatches(Shown):
     @property
     def is_padded(self) -> bool:
         """Whether a batch may be padded: then all have a "mask"."""
-        # From the position on: behind a partial batch of a shorter run others end elsewhere.
-        is_short = self._end < ENDLESS and (self._end - self._position) % self.global_batch_size > 0
+        remainder = (self._end - self._position) % self.global_batch_size
+        is_short = remainder > 0 and self._end < ENDLESS and not self._drops
         return is_short or self._rows_in_all > self.global_batch_size
 
     def batch(self, position: int) -> Batch:
@@ -133,7 +132,7 @@ class TrainBatches(Shown):
         return self
 
     def __next__(self) -> Batch:
-        if self._position >= self._end:
+        if not self.positions_left():
             raise StopIteration
         batch = self.batch(self._position)
         self.advance()
@@ -145,7 +144,8 @@ class TrainBatches(Shown):
 
     def positions_left(self) -> range:
         """Positions of the batches that are not yet delivered; very many if they never end."""
-        return range(self._position, self._end, self.global_batch_size)
+        end = self._end - (self.global_batch_size - 1) * self._drops
+        return range(self._position, end, self.global_batch_size)
 
     def examples_before(self, state: dict[str, int]) -> np.ndarray:
         """Numbers of the examples in the last global batch, of all processes, before a state."""

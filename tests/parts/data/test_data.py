@@ -173,6 +173,16 @@ def test_only_the_last_batch_of_a_run_is_padded_with_real_rows_that_do_not_count
         assert [[(k, len(x)) for k, x in b.items()] for b in batches] == [[("x", n)] for n in sizes]
 
 
+@pytest.mark.parametrize("drop_remainder", [False, True])
+def test_batches_of_another_size_go_on_at_a_position_that_is_no_multiple_of_it(drop_remainder):
+    batches = train_batches(16, num_epochs=1, drop_remainder=drop_remainder)
+    batches.set_state({"position": 6})  # of a run with batches of 6 or 3
+    rest = np.concatenate(counted(batches))
+    np.testing.assert_array_equal(
+        rest, read(train_batches(16), 4)[6 : 14 if drop_remainder else 16]
+    )
+
+
 def test_a_batch_that_devices_do_not_divide_is_padded_and_a_mask_of_the_examples_stays():
     plain, wide = train_batches(20, 6), train_batches(20, 6, multiple_of=4)
     assert wide.is_padded

@@ -63,6 +63,8 @@ def test_two_processes_read_what_one_does_and_resume_where_the_loop_stands(in_wo
     full = in_workers(num_epochs=1)
     full.set_state({"position": 38})  # as behind a partial batch
     assert next(full)["mask"].tolist() == [1, 1, 0, 0]
+    two.set_state({"position": 38})
+    assert [batch.keys() for batch in two] == [{"x", "pid"}]  # 42 - 38 fill a batch
 
 
 def test_an_error_in_a_process_arrives_and_one_that_dies_ends_the_reading(in_workers):
