@@ -143,8 +143,8 @@ class Remote:
             files = [path for path in checkpoint.rglob("*") if path.is_file()]
             for path in sorted(files, key=lambda path: path.name == SUMS):
                 self._put(path)
-            names = [name for name in self._names(above) if name.endswith(f"/{SUMS}")]
-            for step in surplus([int(x.split("/")[-2]) for x in names], int(checkpoint.name)):
+            complete = filter(None, map(_COMPLETE.fullmatch, self._names(above)))
+            for step in surplus([int(match[2]) for match in complete], int(checkpoint.name)):
                 self._remove(f"{above}/{step}")
 
     def upload(self) -> None:

@@ -128,6 +128,17 @@ def test_the_newest_that_is_undamaged_is_fetched_with_those_that_are_not(url):
     assert checksums.find_damage(there.folder / "checkpoints" / "30")
 
 
+def test_a_folder_there_that_is_no_checkpoint_is_left_alone(url):
+    remote = Remote(url)
+    files, root = fsspec.core.url_to_fs(f"{url}/checkpoints/5.damaged")
+    files.makedirs(root)
+    files.pipe_file(f"{root}/{checksums.NAME}", b"of a local run that was copied here")
+    for step in (10, 20):
+        put(remote, step, keep=1)
+    assert complete(url) == [20]
+    assert files.exists(f"{root}/{checksums.NAME}")
+
+
 def test_names_that_lead_out_of_the_folder_are_left_there(monkeypatch):
     remote = Remote("memory:///out")
     names = "{0}/../x", "{0}/a/../../y"
