@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from jddp.checkpoint.checksums import sync_directory
+from jddp.checkpoint.checksums import NAME, sync_directory
 from jddp.errors import file_errors
 
 # Those of all steps that are to be removed once a step has been saved.
@@ -42,11 +42,13 @@ def surplus(steps: list[int], saved: int, *, keep: int, keep_every: int | None =
 
 def commit(directory: Path, step: int) -> None:
     """Renames the sealed `<step>.new` to `<step>`, in place of a checkpoint of that name."""
-    there = directory / str(step)
+    there, old = directory / str(step), directory / f"{step}.old"
     if there.exists():  # from before the run resumed from an older checkpoint
-        remove(directory, step)
+        os.rename(there, old)
     os.rename(directory / f"{step}.new", there)
     sync_directory(directory)
+    if old.exists():
+        shutil.rmtree(old)
 
 
 def remove(directory: Path, step: int) -> None:
@@ -58,7 +60,11 @@ def remove(directory: Path, step: int) -> None:
 
 
 def remove_unfinished(directory: Path) -> None:
-    """Removes the checkpoints that an ended process was writing or removing."""
+    """Removes what an ended process was writing or removing; names what was replacing another."""
+    for old in directory.glob("*.old"):
+        new, there = old.with_suffix(".new"), old.with_suffix("")
+        if (new / NAME).exists() and not there.exists():  # between the two names of `commit`
+            os.rename(new, there)
     for entry in os.scandir(directory):
         if _UNFINISHED.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
             shutil.rmtree(entry.path)

@@ -20,7 +20,7 @@ from states import assert_same, copied, equal
 from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch
 
 import jddp
-from jddp.checkpoint import writer
+from jddp.checkpoint import folders, writer
 from jddp.checkpoint.__main__ import main as checkpoint_command
 from jddp.checkpoint.checkpoints import Checkpoints
 from jddp.checkpoint.checksums import find_damage
@@ -155,6 +155,21 @@ def test_a_step_that_is_saved_again_or_of_an_earlier_life_of_the_run_is_replaced
         assert checkpoints.restore(like=state).beside == {"life": life}
         checkpoints.close()
     assert names_in(tmp_path) == {"30"}
+
+
+@pytest.mark.parametrize("num_renamed", [0, 1, 2])
+def test_a_process_that_dies_as_it_replaces_a_checkpoint_loses_none(saved, state, num_renamed):
+    shutil.copytree(saved / "4", saved / "4.new")
+    shutil.rmtree(saved / "2")
+    dies = [os.rename] * num_renamed + [mock.Mock(side_effect=KeyboardInterrupt)]
+    with (
+        mock.patch("os.rename", lambda *paths: dies.pop(0)(*paths)),
+        mock.patch("shutil.rmtree", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        folders.commit(saved, 4)
+    assert Checkpoints(saved, keep=1).restore(like=state).step == 4
+    assert names_in(saved) == {"4"}
 
 
 def names_in(path):
