@@ -56,8 +56,9 @@ def _verify(arguments: argparse.Namespace) -> None:
     directory, num_damaged = listing.directory_of(arguments.run), 0
     for step in folders.finished(directory):
         damage = listing.find_any_damage(directory / str(step))
-        num_damaged += damage is not None
-        print(f"{step:>12}  {damage or 'all files and arrays are as they were saved'}")
+        if (directory / str(step)).exists():  # a run may have removed it meanwhile
+            num_damaged += damage is not None
+            print(f"{step:>12}  {damage or 'all files and arrays are as they were saved'}")
     if num_damaged:
         raise FileSystemError(
             f"{directory}: {num_damaged} damaged. A run renames them to *.damaged."

@@ -48,7 +48,7 @@ def find_damage(folder: Path) -> str | None:
     except (OSError, UnicodeDecodeError) as error:
         return str(error)
     for name, digest in listed.items():
-        if found[name] != digest:
+        if found.get(name) != digest:  # a file that was removed meanwhile too
             return f"{name} has another digest than in {NAME}"
     return None
 

@@ -1,5 +1,6 @@
 """Lists the checkpoints of a directory, and checks their files and arrays."""
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,8 +26,9 @@ def directory_of(path: Path) -> Path:
 def lines(directory: Path) -> Iterator[str]:
     """A line for each checkpoint, damaged ones included: step, size, loss."""
     for folder in sorted(directory.iterdir(), key=_order):
-        size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-        yield f"{folder.name:>12}  {size / 2**20:10.1f} MiB  {_metrics(folder)}".rstrip()
+        with contextlib.suppress(FileNotFoundError):  # of one that a run removes meanwhile
+            size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+            yield f"{folder.name:>12}  {size / 2**20:10.1f} MiB  {_metrics(folder)}".rstrip()
 
 
 def _order(folder: Path) -> tuple[int, str]:

@@ -85,6 +85,8 @@ def find_newest(directory: Path, on_damage: Callable[[int, str], None]) -> int |
         damage = find_fault(directory / str(step))
         if damage is None:
             return step
+        if not (directory / str(step)).exists():  # a run has removed it, and named a newer one
+            return find_newest(directory, on_damage)
         on_damage(step, damage)
     return None
 

@@ -24,7 +24,7 @@ from jddp.checkpoint import folders, writer
 from jddp.checkpoint.__main__ import main as checkpoint_command
 from jddp.checkpoint.checkpoints import Checkpoints
 from jddp.checkpoint.checksums import find_damage
-from jddp.checkpoint.reader import read_newest
+from jddp.checkpoint.reader import newest_sound, read_newest
 from jddp.engine.state import CommState, TrainState
 from jddp.errors import ConfigError, FileSystemError, UsageError
 
@@ -406,6 +406,19 @@ def test_what_a_process_that_died_was_writing_or_removing_is_no_checkpoint(saved
     assert names_in(saved) == {"2", "4", "notes", "02", "030", "007.new"}
     assert checkpoints.restore(like=state).step == 4
     assert checkpoint_command(["list", str(saved)]) == 0
+
+
+def test_a_checkpoint_that_a_run_removes_as_it_is_read_is_not_reported(saved, caplog, monkeypatch):
+    def digests_of_4(folder):
+        if folder.name == "4":
+            monkeypatch.undo()
+            (saved / "4").rename(saved / "6")
+            write_sealed(saved / "6", "run.json", '{"step": 6}')
+        return find_damage(folder)
+
+    monkeypatch.setattr("jddp.checkpoint.reader.find_damage", digests_of_4)
+    assert newest_sound(saved) == 6
+    assert not caplog.records
 
 
 def test_values_can_be_read_without_the_program_that_wrote_them(saved, state, tmp_path):

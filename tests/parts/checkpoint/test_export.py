@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import flax.serialization
 import jax
@@ -16,6 +17,7 @@ from states import assert_same
 from tiny import ConvNet, loss_fn, make_batch
 
 import jddp
+from jddp.checkpoint import reader
 from jddp.checkpoint.__main__ import main
 from jddp.checkpoint.checkpoints import Checkpoints
 from jddp.checkpoint.reader import read_values
@@ -79,6 +81,28 @@ def test_every_file_and_every_array_is_held_against_its_digest(run, capsys):
     assert "state/_METADATA is missing" in captured.out
     assert captured.err.startswith("jddp: ")
     assert "2 damaged" in captured.err
+
+
+def test_what_a_run_removes_meanwhile_is_neither_listed_nor_damaged(run, capsys, monkeypatch):
+    directory, all_below, faults = run[0] / "checkpoints", Path.rglob, reader.find_fault
+    shutil.copytree(directory / "1", directory / "2.old")
+
+    def removed_below(folder, pattern):
+        for path in all_below(folder, pattern):
+            if folder.name == "2.old":
+                shutil.rmtree(folder, ignore_errors=True)
+            yield path
+
+    def removed(folder):
+        shutil.rmtree(directory / "1", ignore_errors=True)
+        return faults(folder)
+
+    monkeypatch.setattr(Path, "rglob", removed_below)
+    assert main(["list", str(directory)]) == 0
+    assert [line.split()[0] for line in reported(capsys)] == ["1", "3"]
+    monkeypatch.setattr(reader, "find_fault", removed)
+    assert main(["verify", str(directory)]) == 0
+    assert [line.split()[0] for line in reported(capsys)] == ["3"]
 
 
 def test_a_model_is_exported_for_other_programs(run, tmp_path, capsys):
