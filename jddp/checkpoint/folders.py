@@ -47,8 +47,7 @@ def commit(directory: Path, step: int) -> None:
         os.rename(there, old)
     os.rename(directory / f"{step}.new", there)
     sync_directory(directory)
-    if old.exists():
-        shutil.rmtree(old)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def remove(directory: Path, step: int) -> None:

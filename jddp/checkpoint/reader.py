@@ -126,9 +126,8 @@ def read(folder: Path, fields: Sequence[str] | None = None) -> dict[str, Any]:
         forms = {n: (described[n]["shape"], described[n]["dtype"]) for n in chosen}
         empty = {n: np.zeros(*form) for n, form in forms.items() if 0 in form[0]}  # not in files
         as_numpy = {n: ocp.RestoreArgs(restore_type=np.ndarray) for n in chosen if n not in empty}
-        arguments = ocp.args.PyTreeRestore(
-            dict.fromkeys(as_numpy, 0), restore_args=as_numpy, partial_restore=True
-        )
+        names = dict.fromkeys(as_numpy, 0)
+        arguments = ocp.args.PyTreeRestore(names, restore_args=as_numpy, partial_restore=True)
         with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
             arrays = empty | handler.restore(state, args=arguments)
         return {name: as_saved(arrays[name], described[name]["dtype"]) for name in chosen}

@@ -91,7 +91,7 @@ class TrainBatches(Shown):
         self.global_batch_size = global_batch_size
         self._order = Order(len(examples), seed, shuffle, weights)
         self._augment = augment if mixup is None else Mixup(examples, mixup, augment)
-        self._end, self._drops = ENDLESS, drop_remainder and num_epochs is not None
+        self._end, self._is_full = ENDLESS, drop_remainder or num_epochs is None
         if num_epochs is not None:
             count_steps(num_epochs, len(examples), global_batch_size, drop_remainder)  # or refuses
             self._end = max(1, round(num_epochs * len(examples)))
@@ -105,8 +105,7 @@ class TrainBatches(Shown):
     @property
     def is_padded(self) -> bool:
         """Whether a batch may be padded: then all have a "mask"."""
-        remainder = (self._end - self._position) % self.global_batch_size
-        is_short = remainder > 0 and self._end < ENDLESS and not self._drops
+        is_short = not self._is_full and (self._end - self._position) % self.global_batch_size > 0
         return is_short or self._rows_in_all > self.global_batch_size
 
     def batch(self, position: int) -> Batch:
@@ -144,7 +143,7 @@ class TrainBatches(Shown):
 
     def positions_left(self) -> range:
         """Positions of the batches that are not yet delivered; very many if they never end."""
-        end = self._end - (self.global_batch_size - 1) * self._drops
+        end = self._end - (self.global_batch_size - 1) * self._is_full
         return range(self._position, end, self.global_batch_size)
 
     def examples_before(self, state: dict[str, int]) -> np.ndarray:

@@ -45,11 +45,9 @@ class ArrayExamples:
         """
         if not arrays:
             raise DataError("the data holds no arrays. Give a dict such as {'x': ..., 'y': ...}.")
+        self._arrays = {name: np.asarray(array) for name, array in arrays.items()}
         # A mapped array stays one, also when it is sent to another process.
-        self._arrays = {
-            name: array if isinstance(array, np.memmap) else np.asarray(array)
-            for name, array in arrays.items()
-        }
+        self._arrays |= {name: x for name, x in arrays.items() if isinstance(x, np.memmap)}
         for name, array in self._arrays.items():
             if array.ndim == 0 or array.dtype.kind not in "biuf":
                 found = f"{array.dtype}{array.shape}"

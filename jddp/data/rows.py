@@ -42,9 +42,8 @@ class RowExamples:
         else:
             rows = [self._rows[index] for index in indices.tolist()]
         named = [self._named(row) for row in rows]
-        return {
-            name: self._stack(name, [row.get(name) for row in named], indices) for name in named[0]
-        }
+        parts = {name: [row.get(name) for row in named] for name in named[0]}
+        return {name: self._stack(name, part, indices) for name, part in parts.items()}
 
     def _named(self, row: Any) -> Mapping[str, Any]:
         if isinstance(row, Mapping):

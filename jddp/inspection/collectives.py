@@ -56,7 +56,16 @@ def collectives_of(
     for instruction in instructions:
         kind = instruction.op.removesuffix("-start")
         if kind in _COLLECTIVES:
-            yield _read_collective(kind, _payload(computation, instruction), instruction)
+            payload = _payload(computation, instruction)
+            yield Collective(
+                name=instruction.name,
+                op_name=instruction.op_name,
+                op=kind,
+                dtypes=tuple(dict.fromkeys(shape.dtype for shape in payload)),
+                num_elements=sum(shape.size for shape in payload),
+                bytes=sum(shape.bytes for shape in payload),
+                is_async=_is_async(instruction),
+            )
         elif not instruction.op.endswith(("-done", "-update")):
             for inner in map(program.computations.__getitem__, instruction.runs):
                 for found in collectives_of(program, inner, *inner.instructions):
@@ -74,18 +83,6 @@ def _payload(computation: Computation, instruction: Instruction) -> tuple[Shape,
     if len(results) > len(given):  # The start of a pair holds its operands, results and more.
         results = results[len(given) : 2 * len(given)]
     return max(given, results, key=lambda shapes: sum(shape.bytes for shape in shapes))
-
-
-def _read_collective(op: str, payload: tuple[Shape, ...], instruction: Instruction) -> Collective:
-    return Collective(
-        name=instruction.name,
-        op_name=instruction.op_name,
-        op=op,
-        dtypes=tuple(dict.fromkeys(shape.dtype for shape in payload)),
-        num_elements=sum(shape.size for shape in payload),
-        bytes=sum(shape.bytes for shape in payload),
-        is_async=_is_async(instruction),
-    )
 
 
 def _times(instruction: Instruction, num_runs: int | None) -> int | None:

@@ -185,10 +185,8 @@ def measure(steps: CompiledSteps, state: TrainState, inputs: Inputs) -> dict[str
 
     options = compiler_options(reduction, platform(mesh))
     run = jax.jit(over_replicas(replica, mesh, (), P()), compiler_options=options)
-    return {
-        "num_collectives": sum(x.num_runs or 1 for x in compiled),
-        "reduce_seconds": median_seconds(run, 6),
-    }
+    num_collectives = sum(x.num_runs or 1 for x in compiled)
+    return {"num_collectives": num_collectives, "reduce_seconds": median_seconds(run, 6)}
 
 
 def median_seconds(run: Callable[[], Any], num_runs: int) -> float:

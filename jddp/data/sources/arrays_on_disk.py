@@ -10,6 +10,7 @@ of its sizes and of the rows at both ends: reading all of it could take hours.
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +20,8 @@ from jddp.data.source import Source, image_spec, make_data_set, source_of
 from jddp.data.sources.idx import read_idx
 from jddp.data.sources.mapped import map_npy, map_npz
 from jddp.errors import DataError
+
+Read = Callable[[str], list[np.ndarray]]  # from "train" or "test" to images and labels
 
 
 def npy(
@@ -48,7 +51,7 @@ def npy(
         return [map_npy(directory / f"{part}_{name}.npy") for name in ("images", "labels")]
 
     shape = (image_size, image_size, num_channels)
-    return _images(f"npy {directory}", read, shape, num_classes, max_shift, mean, std)
+    return _images(f"npy {directory}", read, shape, num_classes, max_shift, mean=mean, std=std)
 
 
 def idx(
@@ -80,17 +83,11 @@ def idx(
         return [images[..., None], labels]
 
     shape = (image_size, image_size, 1)
-    return _images(f"idx {directory}", read, shape, num_classes, max_shift, mean, std)
+    return _images(f"idx {directory}", read, shape, num_classes, max_shift, mean=mean, std=std)
 
 
 def _images(
-    name: str,
-    read: Callable[[str], list[np.ndarray]],
-    shape: tuple[int, int, int],
-    num_classes: int,
-    max_shift: int,
-    mean: float | Sequence[float],
-    std: float | Sequence[float],
+    name: str, read: Read, shape: tuple[int, ...], num_classes: int, max_shift: int, **scale: Any
 ) -> Source:
     """The source of images and labels that `read` returns for "train" and for "test"."""
 
@@ -107,7 +104,7 @@ def _images(
                 f"{name}: {part}: labels reach from {lowest} to {highest}. With num_classes "
                 f"{num_classes} they must lie in 0 ... {num_classes - 1}."
             )
-        return ImageExamples(images, labels, mean=mean, std=std)
+        return ImageExamples(images, labels, **scale)
 
     return Source(
         image_spec(*shape),

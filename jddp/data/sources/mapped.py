@@ -49,10 +49,8 @@ def map_npz(path: Path) -> dict[str, np.ndarray]:
       DataError: If the file is missing, is not whole, or holds objects.
     """
     with _refusing_damage(path, ".npz file"), zipfile.ZipFile(path) as archive:
-        return {
-            member.filename.removesuffix(".npy"): _open_member(path, archive, member)
-            for member in archive.infolist()
-        }
+        members = archive.infolist()
+        return {x.filename.removesuffix(".npy"): _open_member(path, archive, x) for x in members}
 
 
 @contextlib.contextmanager

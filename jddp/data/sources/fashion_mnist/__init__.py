@@ -67,9 +67,8 @@ def fashion_mnist(
         )
     root = _HERE if source == "embedded" else directory or _DEBIAN
     load = functools.partial(_load, source, root, num_held_out)
-    return Source(
-        image_spec(28, 28, 1), load, FlipAndShift(max_shift), {"num_classes": NUM_CLASSES}
-    )
+    spec, sizes = image_spec(28, 28, 1), {"num_classes": NUM_CLASSES}
+    return Source(spec, load, FlipAndShift(max_shift), sizes)
 
 
 def _load(source: str, root: Path, num_held_out: int) -> DataSet:
