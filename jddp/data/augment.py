@@ -139,6 +139,7 @@ class Mixup:
         if self.augment is not None:
             batch, others = (self.augment(rows, uniform[:, :-2]) for rows in (batch, others))
         share = betaincinv(self.parameter, self.parameter, uniform[:, -1]).astype(np.float32)
-        by_image = share[:, None, None, None]
+        by_image = share.reshape(-1, *[1] * (batch["image"].ndim - 1))
         mixed = by_image * batch["image"] + (1 - by_image) * others["image"]
-        return batch | {"image": mixed, "other_label": others["label"], "share": share}
+        mask = {"mask": batch["mask"] * others["mask"]} if "mask" in batch else {}
+        return batch | mask | {"image": mixed, "other_label": others["label"], "share": share}

@@ -295,6 +295,12 @@ def test_mixup_lays_another_image_over_each_and_keeps_both_labels():
     # Beta(a, a): mean 1/2, variance 1/(8a + 4); five standard deviations of 2000 draws.
     assert abs(np.mean(many) - 0.5) < 5 * math.sqrt(1 / 7.2 / 2000)
     assert np.var(many) == pytest.approx(1 / 7.2, rel=0.1)
+    flat = {"image": images[:, :, 0, 0], "label": labels}  # with masks, as of images in folders
+    mask = {"mask": (labels < 5).astype(np.float32)}
+    batch = next(train_batches(ArrayExamples(flat | mask), size=10, mixup=0.4))
+    np.testing.assert_allclose(batch["image"][:, 1], mixed, rtol=1e-5)
+    assert set(batch["label"][batch["mask"] > 0]) <= {0, 1, 2, 3, 4}
+    np.testing.assert_array_equal(batch["mask"], (batch["label"] < 5) & (batch["other_label"] < 5))
     with pytest.raises(ConfigError, match="mixes images with labels, and the data hold x"):
         next(train_batches(10, mixup=0.4))
 
