@@ -95,10 +95,15 @@ def test_a_damaged_file_of_arrays_is_named_with_the_place_or_the_member(tmp_path
         archive.writestr("readme.txt", "hello")
     sound, flipped = npy.read_bytes(), bytearray(npz.read_bytes())
     flipped[2000] ^= 255
+    encrypted = bytearray(npz.read_bytes())
+    encrypted[encrypted.index(b"PK\1\2") + 8] |= 1  # a bit of the flags in the directory
+    encrypted[6] |= 1
     for read, path, damaged, message in (
         (map_npy, npy, sound[:-7], "cut off at byte 217 of 224"),
         (map_npy, npy, b"x" + sound[1:], r"not a whole \.npy file"),
         (map_npy, npy, sound[:9], r"not a whole \.npy file"),
+        (map_npy, npy, sound.replace(b"}", b" "), r"not a whole \.npy file"),
+        (map_npz, npz, encrypted, r"a\.npy: not a whole array .*encrypted"),
         (map_npz, npz, flipped, r"a\.npy: not a whole array"),
         (map_npz, npz, b"nothing", r"not a whole \.npz file"),
         (map_npz, npz, text.read_bytes(), r"readme\.txt: not a whole \.npy file"),
