@@ -38,7 +38,7 @@ class TokenExamples:
         Args:
           shards: Sequences `(n,)` of whole numbers, in memory or memory-mapped.
           sequence_length: Predictions per example, `t`; a window holds `t + 1` tokens.
-          vocab_size: Number of tokens, larger ones are refused when read; None trusts them.
+          vocab_size: Number of tokens, others are refused when read; None takes any from 0.
           documents: Positions at which documents begin in each sequence, in rising order. Their
             first tokens are then not predicted: "mask" is 0 there.
 
@@ -73,7 +73,7 @@ class TokenExamples:
           "tokens", and float32 "mask" `(b, t)` where documents are known.
 
         Raises:
-          DataError: If a token is not below `vocab_size`.
+          DataError: If a token is negative, or not below `vocab_size`.
         """
         length = self._sequence_length
         batch = {"tokens": np.empty((len(indices), length + 1), np.int32)}
@@ -90,12 +90,12 @@ class TokenExamples:
         return batch
 
     def _read(self, tokens: np.ndarray, places: np.ndarray) -> np.ndarray:
-        taken = tokens[places]
-        if self._vocab_size is not None and taken.max(initial=0) >= self._vocab_size:
-            place = places[taken >= self._vocab_size][0]
+        taken, size = tokens[places], self._vocab_size or 2**31  # they become int32
+        if (is_wrong := (taken < 0) | (taken >= size)).any():
+            place = places[is_wrong][0]
             raise DataError(
-                f"{_name(tokens)}token {tokens[place]} at {place:,} does not lie below vocab_size "
-                f"{self._vocab_size}. Raise vocab_size, or give the tokens of the right tokenizer."
+                f"{_name(tokens)}token {tokens[place]} at {place:,} does not lie in 0 ... "
+                f"{size - 1}. Raise vocab_size, or give the tokens of the right tokenizer."
             )
         return taken
 

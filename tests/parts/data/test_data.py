@@ -368,7 +368,13 @@ def test_token_directory_yields_windows_or_is_refused(tmp_path):
     for bad, kwargs, message in (
         (b"\x93NUMPY", {}, r"not a whole \.npy file"),
         (shard, {"sequence_length": 21}, "21 tokens are too few"),
-        (shard, {"vocab_size": 20}, "token 20 at 20 does not lie below vocab_size 20"),
+        (shard, {"vocab_size": 20}, "token 20 at 20 does not lie in 0 ... 19"),
+        (shard.astype(int) - 3, {}, "token -3 at 0 does not lie in 0 ... 20"),
+        (
+            shard.astype(int) + 2**31,
+            {"vocab_size": None},
+            "token 2147483648 at 0 does not lie in 0 ... 2147483647",
+        ),
         (np.zeros((3, 3), np.uint16), {}, r"tokens are uint16\(3, 3\)"),
     ):
         with pytest.raises(DataError, match=rf"train\.npy: {message}"):

@@ -347,7 +347,7 @@ def test_bad_token_files_are_named_with_the_place(tmp_path):
     tokens[77] = 300
     np.save(path, tokens)
     source = make_source("tokens", directory=str(directory), kwargs={"sequence_length": 8})
-    with pytest.raises(DataError, match=r"train-00000\.npy: token 300 at 77 does not lie below"):
+    with pytest.raises(DataError, match=r"train-00000\.npy: token 300 at 77 does not lie in 0"):
         source.load()
     with pytest.raises(ConfigError, match=r"holds \.npy files already"):
         written(tmp_path)
