@@ -99,7 +99,7 @@ def _documents_of(file: Path) -> Iterator[str]:
     with file.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             try:
-                yield json.loads(line)["text"]
+                yield bytes(json.loads(line)["text"], "utf-8").decode()  # of Unicode, and no null
             except (ValueError, KeyError, TypeError) as error:
                 raise DataError(f'{file}: line {number} is no object with "text".') from error
 

@@ -327,12 +327,16 @@ def test_documents_are_files_and_lines_of_jsonl(tmp_path):
         *(("b/two.txt", b"two"), ("b/one.txt", b"one"), ("bad.txt", b"abc\xff")),
         ("three.jsonl", b'{"text": "three"}\n{"text": "four"}\n'),
         ("bad.jsonl", b'{"text": "three"}\n{"txt": 3}\n'),
+        ("null.jsonl", b'{"text": null}\n'),
+        ("half.jsonl", b'{"text": "\\ud83d"}\n'),
     ):
         (tmp_path / name).write_bytes(content)
     found = documents_in([tmp_path / "b", tmp_path / "three.jsonl"])
     assert [*found] == ["one", "two", "three", "four"]
     for name, message in (
         ("bad.jsonl", r'bad\.jsonl: line 2 is no object with "text"'),
+        ("null.jsonl", r'null\.jsonl: line 1 is no object with "text"'),
+        ("half.jsonl", r'half\.jsonl: line 1 is no object with "text"'),
         ("bad.txt", r"bad\.txt: not UTF-8 at byte 3"),
         ("none.txt", r"none\.txt: No such file"),
     ):
