@@ -78,8 +78,8 @@ def as_examples(data: object) -> Examples:
     """
     if isinstance(data, Mapping):
         return ArrayExamples(data)
-    if isinstance(data, Examples) and not hasattr(data, "with_format"):
-        return data  # Hugging Face's `take` is another one: it has the first rows.
+    if isinstance(data, Examples) and not (hasattr(data, "with_format") or hasattr(data, "dtype")):
+        return data  # `take` of Hugging Face has the first rows; that of an array, elements
     if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, tuple):
         return RowExamples(data)
     raise DataError(

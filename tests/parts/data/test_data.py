@@ -453,6 +453,7 @@ BAD_DATA = (
     ({"x": np.array([0, 1e300])}, r"1e\+300, which needs 64 bits, first in row 1"),
     ({1, 2}, "type set cannot be read"),
     ([1, 2], "a row of the data is int"),
+    (np.zeros((2, 3)), "a row of the data is ndarray"),
 )
 
 
