@@ -53,7 +53,7 @@ class ArrayExamples:
                 found = f"{array.dtype}{array.shape}"
                 raise DataError(f"array '{name}' is {found}. It needs rows of numbers or booleans.")
             if not isinstance(array, np.memmap):
-                check_numbers(name, array, row_names=range(len(array)))
+                check_numbers(name, array, range(len(array)))
         lengths = {name: len(array) for name, array in self._arrays.items()}
         if len(set(lengths.values())) != 1:
             listed = ", ".join(f"{name} {length}" for name, length in lengths.items())
@@ -76,11 +76,7 @@ class ArrayExamples:
         Raises:
           DataError: If a number of a mapped array is not finite, or needs 64 bits.
         """
-        rows = {name: np.asarray(array[indices]) for name, array in self._arrays.items()}
-        for name, array in rows.items():
-            if isinstance(self._arrays[name], np.memmap):
-                check_numbers(name, array, row_names=indices)
-        return {name: narrowed(array) for name, array in rows.items()}
+        return {name: narrowed(name, x[indices], indices) for name, x in self._arrays.items()}
 
 
 class ImageExamples:
@@ -135,17 +131,21 @@ class ImageExamples:
             images *= self._scale
             images -= self._offset
         else:
-            check_numbers("image", images, row_names=indices)
+            check_numbers("image", images, indices)
         return {"image": images, "label": self._labels[indices].astype(np.int32)}
 
 
-def narrowed(array: np.ndarray) -> np.ndarray:
-    """The array in 32 bits, in the byte order of this machine: JAX takes no other."""
-    dtype = _NARROW.get(array.dtype.name, array.dtype.newbyteorder("="))
-    return array.astype(dtype, copy=False)
+def narrowed(name: str, array: np.ndarray, row_names: Sequence[int] | np.ndarray) -> np.ndarray:
+    """The array in 32 bits, in the byte order of this machine: JAX takes no other.
+
+    Raises:
+      DataError: If a number is not finite, or needs 64 bits.
+    """
+    check_numbers(name, array, row_names)
+    return np.asarray(array, _NARROW.get(array.dtype.name, array.dtype.newbyteorder("=")))
 
 
-def check_numbers(name: str, array: np.ndarray, *, row_names: Sequence[int] | np.ndarray) -> None:
+def check_numbers(name: str, array: np.ndarray, row_names: Sequence[int] | np.ndarray) -> None:
     """Refuses NaN, infinity and numbers that need 64 bits, and names the first row that has one."""
     limits = np.finfo(np.float32) if array.dtype.kind == "f" else np.iinfo(np.int32)
     is_narrow = array.dtype.kind in "biu" and array.dtype.itemsize < 8

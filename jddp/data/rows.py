@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jddp.data.examples import ArrayExamples, Batch, Examples, check_numbers, narrowed
+from jddp.data.examples import ArrayExamples, Batch, Examples, narrowed
 from jddp.errors import DataError
 
 
@@ -65,9 +65,7 @@ class RowExamples:
                 f"{name!r} of the data is {found}. Rows must hold numbers, all of one shape: "
                 "convert, pad or leave out that part before training."
             )
-        stacked = np.stack(arrays)
-        check_numbers(name, stacked, row_names=indices)
-        return narrowed(stacked)
+        return narrowed(name, np.stack(arrays), indices)
 
 
 def as_examples(data: object) -> Examples:
