@@ -19,7 +19,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     def run() -> None:
         arguments = _parser().parse_args(argv)
         os.environ.setdefault("JAX_PLATFORMS", "cpu")  # Nothing here needs a GPU.
-        arguments.command(arguments)
+        import jax
+
+        with jax.enable_x64(True):  # Else arrays of 64 bits would be narrowed.
+            arguments.command(arguments)
 
     return enter(run)
 

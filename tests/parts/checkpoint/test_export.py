@@ -1,5 +1,6 @@
 """Checkpoints from the command line: listed, held against their digests, written into one file."""
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -20,7 +21,8 @@ import jddp
 from jddp.checkpoint import reader
 from jddp.checkpoint.__main__ import main
 from jddp.checkpoint.checkpoints import Checkpoints
-from jddp.checkpoint.reader import read_values
+from jddp.checkpoint.reader import read, read_values
+from jddp.engine.mesh import make_mesh, replicate
 
 BESIDE = {"position": {"num_taken": 3}, "evaluations": [{"step": 3, "loss": 0.25}]}
 
@@ -147,6 +149,15 @@ MISTAKES = (
     ("import there.npz again", 2, "has no known format"),
     ("list nowhere", 2, "nowhere holds no checkpoints. Name a run directory"),
 )
+
+
+def test_arrays_of_64_bits_are_verified_and_imported_as_they_are(tmp_path, capsys):
+    with jax.enable_x64(True), contextlib.closing(Checkpoints(tmp_path / "a", keep=1)) as saved:
+        saved.save(3, replicate({"x": np.array([1 / 3])}, make_mesh(1)), {})
+    assert main(["verify", str(tmp_path / "a")]) == 0
+    assert main(["export", "--all", str(tmp_path / "a"), str(tmp_path / "x.msgpack")]) == 0
+    assert main(["import", str(tmp_path / "x.msgpack"), str(tmp_path / "b")]) == 0
+    assert read(tmp_path / "b" / "3")["x"].tolist() == [1 / 3]
 
 
 def test_a_mistake_is_one_line(run, tmp_path, monkeypatch, capsys):
