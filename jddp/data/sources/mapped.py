@@ -47,13 +47,13 @@ def map_npz(path: Path) -> dict[str, np.ndarray]:
     Raises:
       DataError: If the file is missing, is not whole, or holds objects.
     """
-    with _refusing_damage(path, ".npz file"), zipfile.ZipFile(path) as archive:
+    with refusing_damage(path, ".npz file"), zipfile.ZipFile(path) as archive:
         members = archive.infolist()
         return {x.filename.removesuffix(".npy"): _open_member(path, archive, x) for x in members}
 
 
 @contextlib.contextmanager
-def _refusing_damage(where: object, kind: str) -> Iterator[None]:
+def refusing_damage(where: object, kind: str) -> Iterator[None]:
     """While open, what reading a missing or damaged file raises becomes a `DataError`."""
     try:
         yield
@@ -69,7 +69,7 @@ def _refusing_damage(where: object, kind: str) -> Iterator[None]:
 def _open_member(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
     where = f"{path}: {member.filename}"
     if member.compress_type != zipfile.ZIP_STORED:
-        with _refusing_damage(where, "array"), archive.open(member) as packed:
+        with refusing_damage(where, "array"), archive.open(member) as packed:
             return np.lib.format.read_array(packed, allow_pickle=False)
     with path.open("rb") as file:
         file.seek(member.header_offset + 26)  # The local header ends with two lengths.
@@ -79,7 +79,7 @@ def _open_member(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo) 
 
 def _map_at(path: Path, offset: int, where: str) -> np.ndarray:
     """The array whose header begins at `offset`."""
-    with _refusing_damage(where, ".npy file"), path.open("rb") as file:
+    with refusing_damage(where, ".npy file"), path.open("rb") as file:
         file.seek(offset)
         is_old = read_magic(file) == (1, 0)
         read_header = read_array_header_1_0 if is_old else read_array_header_2_0

@@ -16,7 +16,7 @@ import numpy as np
 
 from jddp.data.examples import Batch
 from jddp.data.source import Source, Spec, make_data_set
-from jddp.data.sources.mapped import map_npy
+from jddp.data.sources.mapped import map_npy, refusing_damage
 from jddp.errors import ConfigError, DataError
 
 INDEX = "tokens.json"
@@ -117,10 +117,12 @@ def tokens(
 
     Raises:
       ConfigError: If an argument breaks its rule.
+      DataError: If tokens.json is damaged.
     """
     spec = token_spec(sequence_length)
     if vocab_size is None and (directory / INDEX).exists():
-        vocab_size = json.loads((directory / INDEX).read_text())["vocab_size"]
+        with refusing_damage(directory / INDEX, "index"):
+            vocab_size = int(json.loads((directory / INDEX).read_text())["vocab_size"])
     if not cross_documents:
         spec["mask"] = ((sequence_length,), np.dtype("float32"))
 

@@ -353,6 +353,10 @@ def test_bad_token_files_are_named_with_the_place(tmp_path):
     source = make_source("tokens", directory=str(directory), kwargs={"sequence_length": 8})
     with pytest.raises(DataError, match=r"train-00000\.npy: token 300 at 77 does not lie in 0"):
         source.load()
+    for index in ("{", "{}", '{"vocab_size": null}'):
+        (directory / "tokens.json").write_text(index)
+        with pytest.raises(DataError, match=r"tokens\.json: not a whole index"):
+            make_source("tokens", directory=str(directory), kwargs={"sequence_length": 8})
     with pytest.raises(ConfigError, match=r"holds \.npy files already"):
         written(tmp_path)
     with pytest.raises(DataError, match="no document came to test"):
