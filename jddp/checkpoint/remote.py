@@ -1,7 +1,7 @@
 """A run directory at a URL: a local folder has its files, and they are copied to the URL.
 
     remote = Remote("s3://bucket/run")
-    remote.fetch()                              # settings, metrics, the newest undamaged checkpoint
+    remote.fetch()                              # settings, metrics, logs, the newest checkpoint
     remote.publish(remote.folder / "checkpoints" / "1200", surplus)
     remote.upload()                             # whatever else has changed: metrics, logs
 
@@ -103,7 +103,7 @@ class Remote:
             yield
 
     def fetch(self, *, every: bool = False) -> None:
-        """Copies settings and metrics here, and the newest checkpoint that is not damaged.
+        """Copies settings, metrics and logs here, and the newest checkpoint that is not damaged.
 
         Args:
           every: Whether to copy all checkpoints.
@@ -114,7 +114,7 @@ class Remote:
         with self._explained("read"):
             names = self._names("")
             for name in names:
-                if "/" not in name and name != _LOCK:
+                if ("/" not in name or name.startswith("logs/")) and name != _LOCK:
                     self._get(name)
                     self._known[self.folder / name] = _version(self.folder / name)
             complete = filter(None, map(_COMPLETE.fullmatch, names))
