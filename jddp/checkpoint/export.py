@@ -3,10 +3,12 @@
     export(folder, Path("weights.safetensors"), ["params", "model_state"])
     import_file(Path("weights.safetensors"), directory)
 
-The formats (`formats`) have no random keys, layouts or run data: these are in a text of JSON.
+The formats (`formats`) have no random keys, layouts, digests or run data: these are in a text of
+JSON.
 """
 
 import contextlib
+import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +18,7 @@ import numpy as np
 
 from jddp.checkpoint.arrays import KEY_IMPLS, by_path, in_file, layout_of, layouts_in
 from jddp.checkpoint.checkpoints import Checkpoints
-from jddp.checkpoint.formats import format_of
+from jddp.checkpoint.formats import Arrays, format_of
 from jddp.checkpoint.reader import read, read_described, read_object, read_values
 from jddp.engine.mesh import make_mesh, replicate
 from jddp.engine.state import Replicated
@@ -39,11 +41,11 @@ def export(folder: Path, file: Path, fields: Sequence[str] | None = None) -> Non
     leaves = read(folder) if fields is None else by_path(read_values(folder, fields))
     layouts = dict.fromkeys(leaves, Replicated()) if fields else layouts_in(read_described(folder))
     keys = {name: impl for name, x in leaves.items() if (impl := KEY_IMPLS.get(str(x.dtype)))}
-    words = leaves | {name: jax.random.key_data(leaves[name]) for name in keys}
-    arrays = {name: np.asarray(x) for name, x in words.items()}
+    arrays = {n: np.asarray(jax.random.key_data(x) if n in keys else x) for n, x in leaves.items()}
     about = {
         "step": int(folder.name),
         "dtypes": {name: x.dtype.name for name, x in arrays.items()},
+        "digests": _digests(arrays),
         "keys": keys,
         "layouts": layouts,
         "run": read_object(folder / "run.json"),
@@ -63,21 +65,26 @@ def import_file(file: Path, directory: Path) -> int:
 
     Raises:
       ConfigError: If the suffix is unknown.
-      DataError: If the file holds something else.
+      DataError: If the file holds something else, or an array of it has changed.
       FileSystemError: If it cannot be read, or the checkpoint cannot be written.
     """
     read_file = format_of(file).read
     try:
         arrays, about = read_file(file)
         step, run, keys = int(about["step"]), about["run"], about["keys"]
+        if about.get("digests", found := _digests(arrays)) != found:
+            raise ValueError("an array has changed since it was exported")
         saved = about.get("layouts", {})  # none from a checkpoint of format 1
         layouts = {name: layout_of(saved.get(name), x.shape) for name, x in arrays.items()}
-        words = {name: jax.numpy.asarray(arrays[name]) for name in keys}
-        wrapped = {n: jax.random.wrap_key_data(x, impl=keys[n]) for n, x in words.items()}
+        rngs = {n: jax.random.wrap_key_data(jax.device_put(arrays[n]), impl=keys[n]) for n in keys}
     except OSError as error:
         raise FileSystemError(f"{file} cannot be read: {error.strerror or error}.") from error
     except Exception as error:  # parsers raise anything for foreign files
         raise DataError(f"{file} is no export of a checkpoint: {error!r}.") from error
     with contextlib.closing(Checkpoints(directory, keep=2**62)) as checkpoints:
-        checkpoints.save(step, replicate(arrays | wrapped, make_mesh(1)), run, layouts)
+        checkpoints.save(step, replicate(arrays | rngs, make_mesh(1)), run, layouts)
     return step
+
+
+def _digests(arrays: Arrays) -> dict[str, str]:
+    return {name: hashlib.sha256(x.tobytes()).hexdigest() for name, x in arrays.items()}

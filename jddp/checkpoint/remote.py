@@ -120,9 +120,8 @@ class Remote:
             complete = filter(None, map(_COMPLETE.fullmatch, names))
             for _, checkpoint in sorted((-int(match[2]), match[1]) for match in complete):
                 if every or checkpoint.startswith("checkpoints/"):
-                    for name in names:
-                        if name.startswith(f"{checkpoint}/"):
-                            self._get(name)
+                    for name in [name for name in names if name.startswith(f"{checkpoint}/")]:
+                        self._get(name)
                     if not every and find_damage(self.folder / checkpoint) is None:
                         return
 
@@ -180,8 +179,7 @@ class Remote:
         self._files.put_file(str(path), target)
 
     def _remove(self, checkpoint: str) -> None:
-        names = self._names(checkpoint)
-        for name in sorted(names, key=lambda name: not name.endswith(f"/{SUMS}")):
+        for name in sorted(self._names(checkpoint), key=lambda name: not name.endswith(f"/{SUMS}")):
             self._files.rm_file(f"{self._root}/{name}")
 
     @contextlib.contextmanager

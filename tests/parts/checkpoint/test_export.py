@@ -160,6 +160,19 @@ def test_arrays_of_64_bits_are_verified_and_imported_as_they_are(tmp_path, capsy
     assert read(tmp_path / "b" / "3")["x"].tolist() == [1 / 3]
 
 
+@pytest.mark.parametrize("suffix", ["safetensors", "msgpack"])
+def test_a_bit_that_flips_in_an_export_is_found_when_it_is_imported(run, tmp_path, suffix, capsys):
+    file = tmp_path / f"all.{suffix}"
+    assert main(["export", str(run[0]), str(file)]) == 0
+    kernel = read_values(run[0] / "checkpoints" / "3", ["params"])["params"]["Conv_0"]["kernel"]
+    exported = bytearray(file.read_bytes())
+    exported[exported.index(kernel.tobytes()) + 5] ^= 1
+    file.write_bytes(exported)
+    assert main(["import", str(file), str(tmp_path / "b")]) == 65
+    message = f"all.{suffix} is no export of a checkpoint: ValueError('an array has changed"
+    assert message in capsys.readouterr().err
+
+
 def test_a_mistake_is_one_line(run, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there.msgpack").write_bytes(b"\x80")
