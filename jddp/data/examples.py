@@ -76,7 +76,7 @@ class ArrayExamples:
         Raises:
           DataError: If a number of a mapped array is not finite, or needs 64 bits.
         """
-        return {name: narrowed(name, x[indices], indices) for name, x in self._arrays.items()}
+        return {name: in_32_bits(name, x[indices], indices) for name, x in self._arrays.items()}
 
 
 class ImageExamples:
@@ -135,7 +135,7 @@ class ImageExamples:
         return {"image": images, "label": self._labels[indices].astype(np.int32)}
 
 
-def narrowed(name: str, array: np.ndarray, row_names: Sequence[int] | np.ndarray) -> np.ndarray:
+def in_32_bits(name: str, array: np.ndarray, row_names: Sequence[int] | np.ndarray) -> np.ndarray:
     """The array in 32 bits, in the byte order of this machine: JAX takes no other.
 
     Raises:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jddp.data.examples import ArrayExamples, Batch, Examples, narrowed
+from jddp.data.examples import ArrayExamples, Batch, Examples, in_32_bits
 from jddp.errors import DataError
 
 
@@ -65,7 +65,7 @@ class RowExamples:
                 f"{name!r} of the data is {found}. Rows must hold numbers, all of one shape: "
                 "convert, pad or leave out that part before training."
             )
-        return narrowed(name, np.stack(arrays), indices)
+        return in_32_bits(name, np.stack(arrays), indices)
 
 
 def as_examples(data: object) -> Examples:
