@@ -76,9 +76,8 @@ def plan_launch(arguments: argparse.Namespace) -> Launch:
         "--min-processes is for a job that may lose machines: it needs --ray, or --num-nodes 2 or "
         "more, and --max-restarts.": launch.min_processes and not may_shrink,
     }
-    for mistake, is_made in mistakes.items():
-        if is_made:
-            raise UsageError(mistake)
+    if made := [mistake for mistake, is_made in mistakes.items() if is_made]:
+        raise UsageError(made[0])
     return launch
 
 

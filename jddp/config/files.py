@@ -246,11 +246,9 @@ def _drop_rivals(earlier: dict[str, Any], later: dict[str, Any]) -> None:
 
 def _origin(path: Sequence[str], layers: Sequence[Layer]) -> str:
     """Returns the last source that set the key at `path`, or the nearest section above it."""
-    for length in range(len(path), 0, -1):
-        for layer in reversed(layers):
-            if _at(layer.values, path[:length]) is not None:
-                return layer.origin
-    return layers[0].origin
+    places = (path[:length] for length in range(len(path), 0, -1))
+    found = (x.origin for at in places for x in reversed(layers) if _at(x.values, at) is not None)
+    return next(found, layers[0].origin)
 
 
 def _at(values: Any, path: Sequence[str]) -> Any:

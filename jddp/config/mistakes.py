@@ -59,6 +59,5 @@ def _nearest_key(path: Path, keys: Sequence[Path]) -> str:
     *above, name = path
     depth = len(above)
     siblings = {x[depth] for x in keys if len(x) > depth and is_at(x[:depth], tuple(above))}
-    return did_you_mean(name, siblings) or did_you_mean(
-        name, {key[-1]: ".".join(key) for key in reversed(keys)}
-    )
+    elsewhere = {key[-1]: ".".join(key) for key in reversed(keys)}
+    return did_you_mean(name, siblings) or did_you_mean(name, elsewhere)

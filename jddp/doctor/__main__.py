@@ -28,10 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser(
-        prog="python -m jddp.doctor",
-        description="Check for causes of failed jobs, and print their fixes.",
-    )
+    about = "Check for causes of failed jobs, and print their fixes."
+    parser = Parser(prog="python -m jddp.doctor", description=about)
     add = parser.add_argument
     add("run", type=expand, nargs="?", help="only print the first failures of this run directory")
     shared = "a directory on a file system that all processes see (runs)"

@@ -96,9 +96,7 @@ def compare_clocks(clocks: list[tuple[float, float]]) -> Iterator[Finding]:
     Args:
       clocks: Seconds by which each process but the first is ahead, and their uncertainty.
     """
-    wrong = {
-        i: ahead for i, (ahead, width) in enumerate(clocks, 1) if abs(ahead) - width > CLOSE_SECONDS
-    }
+    wrong = {i: x for i, (x, width) in enumerate(clocks, 1) if abs(x) - width > CLOSE_SECONDS}
     for i, ahead in wrong.items():
         where = f"{abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} that of process 0"
         what = f"The clock of process {i} is {where}: logs and files will seem to be out of order."
@@ -117,12 +115,10 @@ def _sight(directory: Path) -> list[float | None]:
             directory.mkdir(parents=True, exist_ok=True)
             file.write_text("")
     coordination.from_first("doctor/written", "", timeout_seconds=SECONDS)
-    start, late = time.monotonic(), None
-    while late is None and time.monotonic() - start < VISIBLE_SECONDS:
-        if file.exists():
-            late = time.monotonic() - start
-        else:
-            time.sleep(0.02)
+    start = time.monotonic()
+    while not (is_seen := file.exists()) and time.monotonic() - start < VISIBLE_SECONDS:
+        time.sleep(0.02)
+    late = time.monotonic() - start if is_seen else None
     shared = coordination.gather("doctor/seen", json.dumps(late), timeout_seconds=SECONDS)
     if coordination.process_index() == 0:
         file.unlink(missing_ok=True)

@@ -168,15 +168,15 @@ class Job:
         optimizer, _ = optimizer_of(self.config, self.num_steps or 1)
         with contextlib.closing(self.train_batches()) as batches:
             batch = next(iter(batches))
-        model, loss_fn, options = self.parts.model, self.parts.loss_fn, self.parts.ddp_options
-        return verify(
-            model, optimizer, loss_fn, batch, seed=self.config.seed, mesh=self.ddp.mesh, **options
-        )
+        parts, mesh = self.parts, self.ddp.mesh
+        options = {"seed": self.config.seed, "mesh": mesh, **parts.ddp_options}
+        return verify(parts.model, optimizer, parts.loss_fn, batch, **options)
 
     def train_batches(self) -> TrainBatches:
         """This process's training batches, from the first."""
         assert self.data is not None, "build(config) has data unless needs_data=False"
         config, weights = self.config.data, self.config.data.sample_weights
+        passed_on = {"global_batch_size", "drop_remainder", "shuffle", "mixup"}
         batches = TrainBatches(
             self.data.train,
             seed=self.config.seed,
@@ -184,9 +184,7 @@ class Job:
             weights=None if weights is None else load_weights(Path(weights)),
             augment=self.parts.source.augment if config.augment else None,
             multiple_of=self.ddp.steps.num_micro_batches,
-            **config.model_dump(
-                include={"global_batch_size", "drop_remainder", "shuffle", "mixup"}
-            ),
+            **config.model_dump(include=passed_on),
             **_share(),
         )
         num = config.num_workers

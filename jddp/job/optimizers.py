@@ -92,11 +92,10 @@ def _specs(config: Config) -> dict[str, OptimizerSpec]:
     """The optimizer of each group, and that of the rest."""
     section = config.optimizer
     first = factory_of(named(section, "optimizer"), key="optimizer")
-    rest = {REST: OptimizerSpec(first, section.learning_rate, section.kwargs, "optimizer")}
-    specs = {**rest}
+    specs = {REST: OptimizerSpec(first, section.learning_rate, section.kwargs, "optimizer")}
     for name, group in section.groups.items():
         key = f"optimizer.groups.{name}"
         own = factory_of(named(group, key), key=key) if group.name or group.target else first
         kwargs = {**(section.kwargs if own is first else {}), **group.kwargs}
         specs[name] = OptimizerSpec(own, group.learning_rate or section.learning_rate, kwargs, key)
-    return specs | rest  # where a group is called as the rest is, by_group refuses it
+    return specs  # where a group is called as the rest is, by_group refuses it

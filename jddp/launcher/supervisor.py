@@ -146,13 +146,11 @@ class Supervisor:
             "the same failure twice, each within a minute": failure.repeats(last),
             f"restarts allowed: {most}": self._num_restarts == most,
         }
-        for reason, holds in reasons.items():
-            if holds:
-                report(f"not restarted: {reason}")
-                return False
-        pause = min(_FIRST_PAUSE * 2**self._num_hasty, _LONGEST_PAUSE)
+        if held := [reason for reason, holds in reasons.items() if holds]:
+            report(f"not restarted: {held[0]}")
+            return False
+        until = self._ended + min(_FIRST_PAUSE * 2**self._num_hasty, _LONGEST_PAUSE)
         self._num_restarts, self._num_hasty = self._num_restarts + 1, self._num_hasty + 1
-        until = self._ended + pause
         seconds = round(max(0.0, until - time.monotonic()))
         report(f"restart {self._num_restarts} of {most} {f'in {seconds} s' if seconds else 'now'}")
         while not self._signals and time.monotonic() < until:

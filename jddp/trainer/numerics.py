@@ -176,9 +176,7 @@ def write_evidence(folder: Path, report: Mapping[str, Any], rows: Mapping[str, n
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # Others than numpy's dtypes, such as bfloat16, could not be read back.
-        plain: Any = {
-            k: x.astype(np.float32) if x.dtype.kind == "V" else x for k, x in rows.items()
-        }
+        plain: Any = {k: x.astype("float32") if x.dtype.kind == "V" else x for k, x in rows.items()}
         np.savez(folder / f"process_{jax.process_index()}.npz", **plain)
         if jax.process_index() == 0:
             worded = json.loads(json.dumps(report), parse_constant=lambda x: str(float(x)))

@@ -54,11 +54,10 @@ class Run(Shown):
     ) -> None:
         self.state, self.step = state, 0
         self.metrics: dict[str, Any] = {}
-        self.evaluations: list[dict[str, Any]] = []
+        self.evaluations, self.history = list[dict[str, Any]](), list[dict[str, Any]]()
         self.run_dir, self.config = run_dir, config
         self.stopped: str | None = None
         self.interrupted: str | None = None
-        self.history: list[dict[str, Any]] = []
         self._ddp, self._save = ddp, save
         self._evaluation, self._eval_params = evaluation, eval_params
 

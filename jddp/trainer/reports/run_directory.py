@@ -270,9 +270,8 @@ def compare(before: Values, now: Values) -> tuple[list[str], list[str]]:
     from jddp.config.files import flatten
     from jddp.config.schema import default_of
 
-    old, new = (  # without empty sections
-        {key: x for key, x in flatten(values).items() if x != {}} for values in (before, now)
-    )
+    # Empty sections are left out.
+    old, new = ({key: x for key, x in flatten(y).items() if x != {}} for y in (before, now))
     # A run of an earlier version lacks newer keys, and was trained by their defaults.
     old |= {key: default_of(key, MISSING) for key in new.keys() - old.keys()}
     refused, changed = list[str](), list[str]()

@@ -55,12 +55,10 @@ class Block(nn.Module):
             raise ConfigError(f"width {width} does not divide over num_heads {self.num_heads}.")
         if self.attention not in ("xla", "cudnn"):
             raise ConfigError(f"attention {self.attention!r} is neither 'xla' nor 'cudnn'.")
-        kernel: Any = self.attention
+        options: dict[str, Any] = {"is_causal": self.is_causal, "implementation": self.attention}
         x = self._dense(3 * width, self.kernel_init, "query_key_value")(x)
         query, key, value = x.reshape(b, t, 3, self.num_heads, -1).swapaxes(0, 2).swapaxes(1, 2)
-        x = jax.nn.dot_product_attention(
-            query, key, value, is_causal=self.is_causal, implementation=kernel
-        )
+        x = jax.nn.dot_product_attention(query, key, value, **options)
         x = self._dense(width, self.output_init, "attention_output")(x.reshape(b, t, width))
         return self._drop(x)
 
