@@ -353,9 +353,7 @@ OTHERS = "process 5 on h5 failed first, with exit code 65: DataError: bad (after
         ("write-0 exit:81-0 stay-1", 65, OTHERS, ["Trace of process 5"] * 2),
     ],
 )
-def test_the_first_that_fails_is_named_with_its_traceback_and_the_others_end(
-    folder, program, code, first, words
-):
+def test_the_first_to_fail_is_named_with_its_trace_and_all_end(folder, program, code, first, words):
     options = ["--num-processes", 2, "--grace-seconds", 0.2]
     done = launch(folder, *options, "program.py", *program.split())
     assert done.code == code, done.err
@@ -393,18 +391,15 @@ def test_a_launcher_killed_leaves_no_process_on_any_node(folder, address):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=lambda x: x.name
-)
-def test_a_signal_is_handed_on_and_ends_the_job_without_a_restart(folder, number):
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
+def test_a_signal_is_handed_on_and_ends_the_job_without_a_restart(folder, name):
     options = ["--num-processes", 2, "--max-restarts", 3]
     with Launched(folder, *options, "program.py", "stay") as launched:
         launched.wait_for("stays-0", "stays-1")
-        launched.process.send_signal(number)
-        code = launched.end()
+        launched.process.send_signal(number := signal.Signals[name])
         # Python turns SIGINT into an exception, and then dies of the signal.
-        assert code == 128 + number, launched.err
-        assert f"not restarted: {number.name} has stopped the job" in launched.err
+        assert launched.end() == 128 + number, launched.err
+        assert f"not restarted: {name} has stopped the job" in launched.err
         assert_gone(folder)
 
 
@@ -423,9 +418,7 @@ def test_two_signals_at_once_are_one_and_the_second_ends_those_who_ignore_the_fi
 
 
 @pytest.mark.processes
-def test_a_failure_is_kept_and_followed_by_a_restart_of_all_with_a_port_and_a_word_of_its_own(
-    folder,
-):
+def test_a_failure_is_kept_and_followed_by_a_restart_of_all_with_a_port_and_word_of_its_own(folder):
     kept = folder / "kept.json"
     options = ["--num-processes", 2, "--max-restarts", 2]
     done = launch(folder, *options, "program.py", "once-1", JDDP_FAILURE_FILE=str(kept))
@@ -442,7 +435,7 @@ def test_a_failure_is_kept_and_followed_by_a_restart_of_all_with_a_port_and_a_wo
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    "max_restarts, what, code, num_attempts, reason",
+    "most, what, code, num_attempts, reason",
     [
         (1, "kill-0", 128 + signal.SIGKILL, 2, "restarts allowed: 1"),
         (5, "raise-0", 1, 2, "the same failure twice, each within a minute"),
@@ -450,10 +443,8 @@ def test_a_failure_is_kept_and_followed_by_a_restart_of_all_with_a_port_and_a_wo
         (5, "exit:80-0", 80, 1, "exit code 80 would repeat"),
     ],
 )
-def test_restarts_have_an_end_and_the_last_failure_is_kept(
-    folder, max_restarts, what, code, num_attempts, reason
-):
-    kept, options = folder / "kept.json", ["--max-restarts", max_restarts]
+def test_restarts_end_and_the_last_failure_is_kept(folder, most, what, code, num_attempts, reason):
+    kept, options = folder / "kept.json", ["--max-restarts", most]
     done = launch(folder, *options, "program.py", what, JDDP_FAILURE_FILE=str(kept))
     assert done.code == code
     assert f"jddp: not restarted: {reason}" in done.err
@@ -616,9 +607,7 @@ def test_a_process_that_waits_for_one_that_was_killed_ends_long_before_the_grace
 
 @pytest.mark.processes
 @pytest.mark.parametrize("num_restarts", [0, 1])
-def test_who_waits_for_one_that_was_killed_on_another_node_ends_soon_too(
-    folder, waits, num_restarts
-):
+def test_processes_waiting_for_one_killed_on_another_node_end_soon_too(folder, waits, num_restarts):
     (folder / "kill").touch()
     both = [waits(rank, "--max-restarts", num_restarts, num_nodes=2) for rank in (0, 1)]
     with both[0] as first, both[1] as second:
@@ -653,9 +642,7 @@ def child_of(pid, process):
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_a_job_killed_in_each_process_that_hangs_and_takes_a_signal_resumes_bitwise_identically(
-    jobs, golden
-):
+def test_a_job_killed_in_each_process_hung_and_signalled_resumes_bitwise_identically(jobs, golden):
     about = {"run": "disturbed", "arguments": ["train.num_steps=600", "checkpoint.every_steps=20"]}
     soon = {**about, "arguments": [*about["arguments"], "watchdog.step_seconds=5"]}
     with training(jobs, *TWO, "--max-restarts", 3, **soon) as launched:
@@ -705,9 +692,7 @@ def test_torchrun_starts_a_job(jobs, one):
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_a_job_continues_without_a_machine_that_is_lost_and_with_one_that_comes_or_is_stopped(
-    jobs, golden, address
-):
+def test_a_job_continues_where_machines_are_lost_come_or_are_stopped(jobs, golden, address):
     few = ["train.num_steps=400", "checkpoint.every_steps=20", "mesh.num_devices=auto"]
     few += ["model.kwargs={dropout_rate: 0.0}"]  # each replica would draw for itself
     options = ["--min-processes", 1, "--max-restarts", 2, "--devices-per-process", 2]
@@ -741,9 +726,7 @@ def test_a_job_continues_without_a_machine_that_is_lost_and_with_one_that_comes_
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize("process", [0, 1])
-def test_the_launcher_of_another_node_reads_from_its_own_file_who_failed_first(
-    jobs, address, process
-):
+def test_the_launcher_of_another_node_reads_from_its_file_who_failed_first(jobs, address, process):
     run = f"fails-{process}"
 
     def start(rank):
@@ -783,9 +766,8 @@ GONE = f"absl::Status: DEADLINE_EXCEEDED: Deadline Exceeded\n\nRPC: {SERVICE}/He
     ],
 )
 def test_an_abort_of_jax_because_of_another_process_is_no_first_failure(folder, said, code, how):
-    (folder / "aborts.py").write_text(
-        f"import os, sys\nsys.stderr.write({said!r})\nsys.stderr.flush()\nos.abort()\n"
-    )
+    program = f"import os, sys\nsys.stderr.write({said!r})\nsys.stderr.flush()\nos.abort()\n"
+    (folder / "aborts.py").write_text(program)
     done = launch(folder, "aborts.py")
     assert done.code == code, done.err
     assert how in done.err

@@ -156,9 +156,8 @@ def test_processes_that_share_no_folder_resume_at_a_url_bitwise_identically(stor
 
 
 def test_a_connection_that_is_cut_costs_the_checkpoints_of_that_time_alone(storage, link):
-    job = storage.start(
-        *TRAIN, "train.num_steps=3000", f"run.dir={URL}", "checkpoint.every_steps=100"
-    )
+    often = ["train.num_steps=3000", "checkpoint.every_steps=100"]
+    job = storage.start(*TRAIN, *often, f"run.dir={URL}")
     lines = iter(job.stdout.readline, "")
     for line in lines:
         if line.startswith("step "):

@@ -136,9 +136,7 @@ NO_CONFIGS = [
 ]
 
 
-def test_yaml_that_is_no_config_is_refused_in_one_line_and_an_alias_is_what_it_stands_for(
-    tmp_path, monkeypatch
-):
+def test_yaml_of_no_config_is_refused_in_a_line_and_an_alias_is_followed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for text in NO_CONFIGS:
         Path("config.yaml").write_text(text)

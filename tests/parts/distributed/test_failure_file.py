@@ -49,14 +49,12 @@ def test_a_failure_has_these_fields():
     assert moment.endswith("+00:00")
 
 
-class SpeechlessError(Exception):
+class Speechless(Exception):
     def __str__(self):
         raise RuntimeError
 
 
-@pytest.mark.parametrize(
-    "error", [SpeechlessError(), ValueError("x" * 10_000), ValueError("\ud800")]
-)
+@pytest.mark.parametrize("error", [Speechless(), ValueError("x" * 10_000), ValueError("\ud800")])
 def test_a_failure_fits_a_pod_s_termination_message_whatever_the_error(tmp_path, error):
     write(describe(0, 1, raised(error)), tmp_path / "failure.json")
     assert 0 < (tmp_path / "failure.json").stat().st_size < 4096
@@ -92,14 +90,12 @@ def test_the_variable_wins_over_the_file_of_a_run(tmp_path, monkeypatch):
     assert read(tmp_path / "of-run") is None
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "[]", "{", "3", '{"exception": "no"}', '{"exit_code": "1"}', "[" * 10_000, None],
-)
-def test_a_file_without_a_failure_is_none(tmp_path, text):
-    if text is not None:
-        (tmp_path / "failure.json").write_text(text)
-    assert read(tmp_path / "failure.json") is None
+def test_a_file_without_a_failure_is_none(tmp_path):
+    path = tmp_path / "failure.json"
+    assert read(path) is None
+    for text in ("", "[]", "{", "3", '{"exception": "no"}', '{"exit_code": "1"}', "[" * 10_000):
+        path.write_text(text)
+        assert read(path) is None, text[:20]
 
 
 @pytest.mark.parametrize("where", ["nowhere/failure.json", "file/failure.json", "folder", "\0"])
@@ -159,9 +155,7 @@ raise {}
         ("0", ("127.0.0.1:1", "2", "1"), 1, ("CoordinatorError", "process 1 of 2 cannot reach")),
     ],
 )
-def test_a_script_that_asks_for_its_job_keeps_what_ends_it(
-    tmp_path, error, numbers, code, exception
-):
+def test_a_script_that_asks_for_its_job_keeps_its_end(tmp_path, error, numbers, code, exception):
     path, given = tmp_path / "failure.json", zip(VARIABLES, numbers or (), strict=False)
     environ = environment(**dict(given), JDDP_START_SECONDS="1", **{VARIABLE: str(path)})
     command = [sys.executable, "-c", SCRIPT.format(error)]

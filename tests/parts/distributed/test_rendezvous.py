@@ -34,9 +34,7 @@ def joined(monkeypatch):
     return calls
 
 
-def test_a_process_joins_the_job_of_its_environment_with_nothing_left_to_detection(
-    joined, monkeypatch
-):
+def test_a_process_joins_the_job_of_its_environment_and_nothing_is_detected(joined, monkeypatch):
     initialize(resolve_identity({}))  # is alone
     job = dict(zip(VARIABLES, ("node-0:1234", "4", "3"), strict=True))
     for name, value in {**job, "SLURM_JOB_ID": "1"}.items():  # as in a notebook's allocation
@@ -255,9 +253,7 @@ def test_a_further_round_leaves_out_lost_members_and_takes_new_ones(address, gat
         clients[0].close()
 
 
-def test_a_machine_that_was_lost_without_a_sign_is_noticed_when_it_is_back(
-    address, server, client, gather
-):
+def test_a_machine_lost_without_a_sign_is_noticed_when_it_is_back(address, server, client, gather):
     met = gather(client, 1)
     assert sorted(gather(server, 0).result()) == sorted(met.result()) == [0, 1]
     with closing(RendezvousClient("node", address)) as after:
@@ -268,9 +264,7 @@ def test_a_machine_that_was_lost_without_a_sign_is_noticed_when_it_is_back(
 
 
 @pytest.mark.parametrize("failed", [False, True])
-def test_a_client_does_not_wait_for_a_server_that_said_goodbye(
-    address, server, client, gather, failed
-):
+def test_a_client_does_not_wait_for_a_server_that_has_left(address, server, client, gather, failed):
     met = gather(client, 1)
     gather(server, 0).result()
     met.result()

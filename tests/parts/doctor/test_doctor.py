@@ -178,9 +178,7 @@ def test_a_directory_is_reported_with_its_room_or_as_absent_and_left_as_it_was(t
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_is_full_or_has_little_room_and_no_place_for_files_are_reported(
-    tmp_path, monkeypatch
-):
+def test_a_full_disk_or_little_room_and_no_place_for_files_are_reported(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     for name in ("/proc", "/proc/self/nothing", "/dev/null/x", tmp_path / "file" / "runs"):
         assert f"{name} cannot be written: " in findings_of(Path(name))["bad"].what
@@ -213,9 +211,8 @@ def test_the_first_failures_of_a_run_or_of_a_launch_are_printed(tmp_path, monkey
         assert f"{path}\n  {how}\n  {when}\n  ValueError: damaged\n" in text
     assert text.count("failed first") == 3
     assert main([str(tmp_path / "absent")]) == 74
-    assert capsys.readouterr().err == (
-        f"jddp: {tmp_path}/absent is no folder. Give that of a run, or of a launch's logs.\n"
-    )
+    absent = f"{tmp_path}/absent is no folder. Give that of a run, or of a launch's logs."
+    assert capsys.readouterr().err == f"jddp: {absent}\n"
 
 
 # --- GPU acceptance ------------------------------------------------------------------------------
@@ -225,12 +222,10 @@ def test_the_acceptance_of_gpus_is_refused_on_cpus_in_one_line(monkeypatch, tmp_
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # which it would set
     page = tmp_path / "page.md"
     assert main(["--gpu-acceptance", str(page)]) == 69
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.startswith(
-        "jddp: --gpu-acceptance needs two GPUs or more, and JAX has 8 cpu"
-    )
-    assert printed.err.count("\n") == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("jddp: --gpu-acceptance needs two GPUs or more, and JAX has 8 cpu")
+    assert err.count("\n") == 1
     assert not page.exists()
 
 
@@ -280,9 +275,8 @@ def test_a_page_of_cpus_is_no_result_of_gpus():
 def test_the_acceptance_runs_on_two_virtual_devices_and_writes_its_page(tmp_path):
     page = tmp_path / "page.md"
     command = [sys.executable, "-m", "jddp.doctor", "--gpu-acceptance", page, "--platform", "cpu"]
-    done = subprocess.run(
-        [*command, "--num-devices", "2"], cwd=tmp_path, env=environment(), capture_output=True
-    )
+    command += ["--num-devices", "2"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True)
     assert done.returncode == 0, done.stderr
     results = re.findall(r"^\| .+ \| (\w+): (.+) \|$", page.read_text(), re.M)
     assert [level for level, _ in results] == ["ok"] * 3

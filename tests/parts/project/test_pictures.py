@@ -32,9 +32,7 @@ def test_pictures_are_as_their_script_makes_them_and_each_stands_in_a_page_with_
     there = {path.relative_to(FOLDER): path.read_bytes() for path in PICTURES}
     assert contents(tmp_path) == there, "run python docs/pictures/make.py"
     image = re.compile(r"!\[[^]]{21,}\]\((\S+\.svg)\)")
-    shown = {
-        (x.parent / target).resolve() for x in PAGES for target in image.findall(x.read_text())
-    }
+    shown = {(x.parent / y).resolve() for x in PAGES for y in image.findall(x.read_text())}
     assert shown == set(PICTURES)
 
 

@@ -12,9 +12,8 @@ from runs import ROOT
 
 GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
 ROW = re.compile(r"^\| (`.+`) \| (.+) \|$", re.MULTILINE)
-INSTEAD = {
-    word: terms for words, terms in ROW.findall(GLOSSARY) for word in re.findall("`(.+?)`", words)
-}
+ROWS = ROW.findall(GLOSSARY)
+INSTEAD = {word: terms for words, terms in ROWS for word in re.findall("`(.+?)`", words)}
 PHRASES = "|".join(r"\s+".join(map(re.escape, word.split())) for word in INSTEAD)
 FORBIDDEN = re.compile(rf"\b({PHRASES})\b(?!/|-all-to-all)", re.I)  # but in paths and in HLO
 NAMES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md")

@@ -33,9 +33,7 @@ def test_settings_of_any_form_are_kept_with_a_run_of_objects(tmp_path):
     assert (tmp_path / "run" / "config.yaml").read_text() == "data: mnist\n"
 
 
-def test_a_run_directory_is_made_with_its_config_and_manifest_which_come_back_without_a_trace(
-    tmp_path,
-):
+def test_a_run_directory_is_made_with_config_and_manifest_which_come_back_without_a_trace(tmp_path):
     directory = prepared(tmp_path / "runs" / "one")
     assert (directory.path / "config.yaml").read_text().startswith("seed: 1\n")
     assert json.loads((directory.path / "manifest.json").read_text())["world"] == [1, 8]
@@ -90,9 +88,7 @@ def test_other_data_under_the_same_config_are_refused(tmp_path):
     prepared(tmp_path)
 
 
-def test_a_start_on_other_versions_is_added_to_the_manifest_which_a_start_that_died_had_not_made(
-    tmp_path,
-):
+def test_a_start_on_other_versions_is_added_to_the_manifest_or_makes_one_after_a_death(tmp_path):
     prepared(tmp_path)
     (tmp_path / "manifest.json").unlink()
     prepared(tmp_path)
@@ -122,16 +118,13 @@ EVALUATED = {"step": 1170, "split": "eval", "loss": 0.361, "examples": 10_000.0}
 
 
 def test_a_train_line_says_all_and_fits():
-    assert train_line(RECORD, 1170) == (
-        "step 400/1170  loss 0.2384  accuracy 0.9123  lr 0.0016  10.8k ex/s  ETA 0:15"
-    )
+    line = "step 400/1170  loss 0.2384  accuracy 0.9123  lr 0.0016  10.8k ex/s  ETA 0:15"
+    assert train_line(RECORD, 1170) == line
     many = RECORD | {f"a_metric_with_a_long_name_{i}": 0.5 for i in range(9)}
     assert len(train_line(many, 1170)) <= 80
     assert train_line(many, 1170).endswith("ETA 0:15")
     # Beside a bar there is less room: the rate goes before a metric does.
-    assert train_line(RECORD, 1170, columns=69) == (
-        "step 400/1170  loss 0.2384  accuracy 0.9123  10.8k ex/s  ETA 0:15"
-    )
+    assert train_line(RECORD, 1170, columns=69) == line.replace("lr 0.0016  ", "")
     assert "ETA 2:46:40" in train_line(RECORD | {"step": 0}, 500_000)
     assert train_line({"step": 1, "loss": float("nan")}, 9) == "step 1/9  loss nan"
 
@@ -276,9 +269,7 @@ UNUSABLE = {
 
 
 @pytest.mark.parametrize("name, make, reported", UNUSABLE.values(), ids=UNUSABLE)
-def test_a_run_directory_that_cannot_be_used_is_found_without_writing(
-    as_somebody, name, make, reported
-):
+def test_a_run_directory_of_no_use_is_found_without_writing(as_somebody, name, make, reported):
     def check(folder):
         make(path := folder / name)
         message = rf"^run\.dir {path}: .*({reported}).*Choose a folder that can be written\."
@@ -288,9 +279,7 @@ def test_a_run_directory_that_cannot_be_used_is_found_without_writing(
     as_somebody(check)
 
 
-def test_a_run_directory_that_no_file_system_could_make_is_refused_and_one_it_can_left_as_is(
-    tmp_path,
-):
+def test_a_run_directory_that_no_disk_could_make_is_refused_and_one_it_can_left_as_is(tmp_path):
     for path in (tmp_path, tmp_path / "new" / "run"):
         RunDirectory(path, is_writer=True).check_usable()
     assert list(tmp_path.iterdir()) == []
@@ -324,7 +313,5 @@ def test_a_process_that_does_not_see_the_directory_of_process_0_says_so(tmp_path
         monkeypatch.setattr(coordination, "from_first", lambda *_, **how: holder)
         first, other = (RunDirectory(path, is_writer=False) for path in paths)
         first.check_seen()
-        with pytest.raises(
-            FileSystemError, match="Process 0 has .*elsewhere/lock, and process 0 d"
-        ):
+        with pytest.raises(FileSystemError, match="Process 0 has .*elsewhere/lock, and process 0"):
             other.check_seen()

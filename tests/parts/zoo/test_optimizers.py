@@ -20,9 +20,8 @@ def _optax_mixes_dtypes():
 
 
 def rates(name, steps, **options):
-    schedule = make_schedule(
-        name, **{"learning_rate": 0.5, "num_steps": 10, "kwargs": {}, **options}
-    )
+    given = {"learning_rate": 0.5, "num_steps": 10, "kwargs": {}} | options
+    schedule = make_schedule(name, **given)
     return np.array([schedule(step) for step in steps])
 
 

@@ -194,9 +194,7 @@ PREEMPTED = "RestartJobSetAndIgnoreMaxRestarts"
     ],
 )
 @pytest.mark.parametrize("jobset", [JOBSET, TRAINED], ids=["jobset", "trainjob"])
-def test_a_job_starts_again_where_another_attempt_may_end_otherwise(
-    jobset, code, is_disrupted, action
-):
+def test_a_job_starts_again_where_another_attempt_may_differ(jobset, code, is_disrupted, action):
     assert outcome(jobset, code, is_disrupted=is_disrupted) == action
     assert jobset["spec"]["failurePolicy"]["maxRestarts"] > 0
 
@@ -331,9 +329,7 @@ def test_pods_wait_for_the_first_to_have_a_name(volume, job):
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("pod", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_a_jobset_whose_first_pod_is_last_and_that_was_preempted_ends_bitwise_identical(
-    volume, golden, pod
-):
+def test_a_preempted_jobset_whose_first_pod_is_last_ends_bitwise_identical(volume, golden, pod):
     with Pods(volume, "jobset", *LONG) as pods:
         pods.start_first_last()
         pods.wait_for_step(20)
@@ -350,9 +346,7 @@ def test_a_jobset_whose_first_pod_is_last_and_that_was_preempted_ends_bitwise_id
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("pod", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_a_jobset_that_loses_a_node_starts_all_again_and_ends_bitwise_identical(
-    volume, golden, pod
-):
+def test_a_jobset_that_loses_a_node_starts_again_and_ends_bitwise_identical(volume, golden, pod):
     with Pods(volume, "jobset", *LONG) as pods:
         pods.start_first_last(is_known=True)
         pods.wait_for_saved(200)

@@ -44,9 +44,7 @@ def ends_of(*nodes, codes=(0, 0)):
 
 
 def workers(hosts):
-    return {
-        (name, *worker) for name in hosts.addresses for worker in workers_of(hosts, name).items()
-    }
+    return {(name, *x) for name in hosts.addresses for x in workers_of(hosts, name).items()}
 
 
 def test_hosts_of_which_one_is_late_far_away_and_badly_named_train_as_one(tmp_path, jobs, one):
@@ -100,9 +98,7 @@ def test_hosts_that_are_cut_off_for_good_end_by_themselves(hosts, jobs):
     assert result(jobs, "cut")[1] < 240
 
 
-def test_a_worker_killed_and_hosts_that_were_cut_off_start_again_bitwise_identically(
-    hosts, jobs, undisturbed
-):
+def test_a_worker_killed_and_hosts_cut_off_start_over_bitwise_identically(hosts, jobs, undisturbed):
     options = ["--max-restarts", "2"]
     nodes = two_launchers(hosts, jobs, "again", *LONGER, options=options, **SILENCE)
     with ends_of(*nodes) as (first, second):

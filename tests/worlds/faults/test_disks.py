@@ -76,9 +76,7 @@ def test_a_run_continues_without_its_disk_and_saves_when_it_can(folder, golden, 
     assert_same_run(job, golden(LONG[1]))
 
 
-def test_a_run_directory_that_fills_up_is_reported_in_a_line_for_each_kind_of_failure(
-    folder, small_disk
-):
+def test_a_run_directory_that_is_full_is_reported_once_for_each_kind_of_failure(folder, small_disk):
     disk = small_disk("run")
     with Job(folder, OFTEN) as job:
         job.wait_for(job.saved)

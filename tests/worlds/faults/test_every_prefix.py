@@ -41,9 +41,7 @@ def states_of_the_disk(operations, path):
 
 
 @pytest.mark.slow
-def test_a_save_that_is_cut_anywhere_leaves_the_last_checkpoint_or_the_one_before(
-    recorded, tmp_path
-):
+def test_a_save_that_is_cut_anywhere_leaves_the_last_checkpoint_or_one_before(recorded, tmp_path):
     want = {step: np.load(recorded[1].parent / f"{step}.npy") for step in (1, 2)}
     _, like = made()
     restored = []

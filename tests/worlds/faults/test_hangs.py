@@ -100,9 +100,7 @@ def test_a_process_that_is_stopped_or_holds_the_interpreter_s_lock_does_not_answ
 
 
 @pytest.mark.parametrize("process, saves", [(0, []), (1, ["checkpoint.every_steps=1"])])
-def test_a_process_that_fails_also_while_it_saves_ends_the_job_with_its_own_words(
-    folder, process, saves
-):
+def test_a_process_that_fails_also_in_saving_ends_the_job_with_its_words(folder, process, saves):
     job, codes, seconds = disturbed(folder, f"fail-{process}", *saves)
     assert codes[process] == 1, job.outputs
     assert codes[1 - process] == ANOTHER_FAILED, job.outputs

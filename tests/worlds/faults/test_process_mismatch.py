@@ -26,9 +26,7 @@ def end(folder, **last):
     return job.said(0), job.said(1)
 
 
-def test_another_config_is_reported_by_its_key_and_each_other_difference_is_counted(
-    folder, tmp_path
-):
+def test_another_config_is_reported_by_its_key_and_each_other_difference_counted(folder, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(ROOT / "jddp", other / "jddp")
     with (other / "jddp" / "zoo" / "losses.py").open("a") as file:
