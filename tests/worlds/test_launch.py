@@ -676,15 +676,10 @@ def test_a_job_killed_in_each_process_hung_and_signalled_resumes_bitwise_identic
 def test_torchrun_starts_a_job(jobs, one):
     if importlib.util.find_spec("torch") is None:
         pytest.skip("PyTorch is not installed: pip install -c constraints.txt -e '.[peers]'")
-    starts = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*starts, *train_command("torchrun", *FEW)[1:]],
-        cwd=jobs,
-        env=variables_of(jobs, JAX_NUM_CPU_DEVICES="2"),
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += train_command("torchrun", *FEW)[1:]
+    how = {"env": variables_of(jobs, JAX_NUM_CPU_DEVICES="2"), "capture_output": True, "text": True}
+    done = subprocess.run(command, cwd=jobs, timeout=SECONDS, **how)
     assert done.returncode == 0, done.stderr
     assert "job      2 processes, set by torchrun; process 0;" in done.stdout
     assert_alike(result(jobs, "torchrun")[0], one)

@@ -84,14 +84,10 @@ class Storage:
 
     def __init__(self, folder, link):
         self.folder = folder
-        self.environment = environment(
-            AWS_ACCESS_KEY_ID="a",
-            AWS_SECRET_ACCESS_KEY="b",
-            AWS_MAX_ATTEMPTS="1",
-            AWS_REGION="us-east-1",
-            AWS_ENDPOINT_URL=f"http://127.0.0.1:{link.port}",
-            JAX_COMPILATION_CACHE_DIR=str(folder / "cache-of-programs"),
-        )
+        given = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_REGION": "us-east-1"}
+        given |= {"AWS_MAX_ATTEMPTS": "1", "AWS_ENDPOINT_URL": f"http://127.0.0.1:{link.port}"}
+        given["JAX_COMPILATION_CACHE_DIR"] = str(folder / "cache-of-programs")
+        self.environment = environment(**given)
 
     def start(self, *arguments):
         how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}

@@ -33,16 +33,9 @@ def test_a_failure_has_these_fields():
     before = datetime.now(UTC)
     failure = describe(1, 65, raised(ValueError("the headline\nand more")))
     trace, moment = failure["traceback"], failure["time"]
-    assert json.loads(json.dumps(failure)) == {
-        "process": 1,
-        "host": socket.gethostname(),
-        "exit_code": 65,
-        "exception": {"type": "ValueError", "message": "the headline"},
-        "traceback": trace,
-        "step": 7,
-        "phase": "step",
-        "time": moment,
-    }
+    want = {"process": 1, "host": socket.gethostname(), "exit_code": 65, "step": 7, "phase": "step"}
+    want["exception"] = {"type": "ValueError", "message": "the headline"}
+    assert json.loads(json.dumps(failure)) == want | {"traceback": trace, "time": moment}
     assert trace.startswith("Traceback (most recent call last):")
     assert trace.endswith("ValueError: the headline\nand more\n")
     assert before <= datetime.fromisoformat(moment) <= datetime.now(UTC)

@@ -60,6 +60,7 @@ def pod(monkeypatch):
     "environ, coordinator, source",
     [
         (LAUNCHED, "a:1", "jddp.launch"),
+        (STEP | env("SLURM_STEP_NUM_TASKS=2 SLURM_PROCID=1") | JAX, "a:1", "JAX_NUM_PROCESSES"),
         (JAX, "a:1", "JAX_NUM_PROCESSES"),
         (JAX | V6, "[fe80::1]:65535", "JAX_NUM_PROCESSES"),
         (TORCHRUN, "b:29500", "torchrun"),
@@ -139,13 +140,10 @@ def test_one_task_is_alone_whatever_is_around_it(environ):
     assert resolve(environ) == Identity()
 
 
-def test_in_a_notebook_no_scheduler_is_asked():
+def test_a_notebook_and_a_shell_of_srun_ask_no_scheduler_and_tasks_the_shell_starts_do(monkeypatch):
     for environ in (STEP, OPEN_MPI_5, MPICH):
         assert resolve_identity(environ, is_interactive=True) == Identity()
     assert resolve_identity(JAX, is_interactive=True).num_processes == 4
-
-
-def test_a_shell_of_srun_is_a_notebook_and_the_tasks_it_starts_are_not(monkeypatch):
     shell = STEP | {"SLURM_PTY_PORT": "1"}
     monkeypatch.setattr("os.isatty", lambda _: True)
     assert resolve_identity(shell) == Identity()
@@ -153,21 +151,10 @@ def test_a_shell_of_srun_is_a_notebook_and_the_tasks_it_starts_are_not(monkeypat
     assert resolve_identity(shell).num_processes == 4
 
 
-def test_a_job_may_have_more_processes_than_its_scheduler_has_tasks():
-    fewer = STEP | env("SLURM_STEP_NUM_TASKS=2 SLURM_PROCID=1")
-    assert resolve(fewer | JAX) == Identity("a:1", 4, 3)
-
-
-HOSTS = {
-    "n1": "n1",
-    "n1,n2": "n1 n2",
-    "n[1-3]": "n1 n2 n3",
-    "node-[003-004,12],m1": "node-003 node-004 node-12 m1",
-    "n[9-10]": "n9 n10",
-    "a[1-2]b[07-08].c": "a1b07.c a1b08.c a2b07.c a2b08.c",
-    "login,n[2,4]": "login n2 n4",
-    "gpu-a.b.c": "gpu-a.b.c",
-}
+HOSTS = {"n1": "n1", "n1,n2": "n1 n2", "n[1-3]": "n1 n2 n3", "n[9-10]": "n9 n10"}
+HOSTS |= {"login,n[2,4]": "login n2 n4", "gpu-a.b.c": "gpu-a.b.c"}
+HOSTS |= {"node-[003-004,12],m1": "node-003 node-004 node-12 m1"}
+HOSTS |= {"a[1-2]b[07-08].c": "a1b07.c a1b08.c a2b07.c a2b08.c"}
 
 
 def test_the_hosts_of_a_list_are_found():
@@ -241,6 +228,8 @@ def test_hosts_of_a_heterogeneous_job_are_distinguished_by_name(host, ids):
     assert resolve(HET | GPUS | {"SLURMD_NODENAME": host}).local_device_ids == ids
 
 
+FOUR_SHARE_TWO = env("CUDA_VISIBLE_DEVICES=0,1 SLURM_STEP_TASKS_PER_NODE=4(x2)")
+NUMBER_IN_ALL = r"JOB_INDEX \* PROCESSES_IN_JOB \+ JOB_COMPLETION_INDEX=3 must be below JAX_NUM"
 GIVES_NOT = "does not give the address of process 0: set JAX_COORDINATOR_ADDRESS"
 OMPI_RANK = "OMPI_COMM_WORLD_RANK"
 MISTAKES = [
@@ -260,10 +249,7 @@ MISTAKES = [
     (STEP | env("SLURM_PROCID=4"), "SLURM_PROCID=4 must be below SLURM_STEP_NUM_TASKS=4"),
     (STEP | env("SLURM_PROCID=x"), "SLURM_PROCID='x' must be numbers"),
     (STEP | env("SLURM_PROCID="), "SLURM_STEP_NUM_TASKS set but SLURM_PROCID not"),
-    (
-        STEP | env("CUDA_VISIBLE_DEVICES=0,1 SLURM_STEP_TASKS_PER_NODE=4(x2)"),
-        "PER_NODE=4 processes on this host, and CUDA_VISIBLE_DEVICES=0,1 for them",
-    ),
+    (STEP | FOUR_SHARE_TWO, "PER_NODE=4 processes on this host, and CUDA_VISIBLE_DEVICES=0,1 for"),
     (TORCHRUN | env("RANK=7"), "RANK=7 must be below WORLD_SIZE=4"),
     (TORCHRUN | env("MASTER_PORT=http"), "MASTER_ADDR:MASTER_PORT='b:http' must be host:port"),
     (TORCHRUN | env("RANK="), "set but RANK not"),
@@ -278,10 +264,7 @@ MISTAKES = [
     (INDEXED | env("JOB_INDEX=1"), "JOB_INDEX=1 and PROCESSES_IN_JOB=''.* set it to the pods"),
     (INDEXED | env("JOB_INDEX=x"), "JOB_INDEX=x and PROCESSES_IN_JOB=''"),
     (INDEXED | SECOND_JOB | env("PROCESSES_IN_JOB=1"), "PROCESSES_IN_JOB='1'"),
-    (
-        INDEXED | SECOND_JOB | env("JAX_NUM_PROCESSES=2"),
-        r"JOB_INDEX \* PROCESSES_IN_JOB \+ JOB_COMPLETION_INDEX=3 must be below JAX_NUM",
-    ),
+    (INDEXED | SECOND_JOB | env("JAX_NUM_PROCESSES=2"), NUMBER_IN_ALL),
     (STEP | env("JAX_NUM_PROCESSES=8"), "JAX_NUM_PROCESSES=8, but Slurm has set 4"),
     (OPEN_MPI_4 | env("JAX_PROCESS_ID=0"), "JAX_PROCESS_ID=0, but Open MPI has set 3"),
     (STEP | JAX | env("JAX_PROCESS_ID=0"), "=0, but Slurm has started process 3 of 4"),

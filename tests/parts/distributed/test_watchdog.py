@@ -62,9 +62,8 @@ def test_the_limit_of_a_phase_is_passed_on_as_soon_as_it_begins():
     # What holds the interpreter's lock from a phase's beginning lets no thread do it later.
     watchdog = Watchdog(Limits(step_seconds=3, compile_seconds=3600), None)
     command = [sys.executable, "-c", "import sys; print(sys.stdin.read(), end='')"]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
-    ) as process:
+    pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+    with subprocess.Popen(command, bufsize=0, **pipes) as process:
         watchdog._silence = process.stdin
         for phase in ("compile", "step", "step"):
             watchdog.enter(phase, 0)
@@ -75,12 +74,11 @@ def test_the_limit_of_a_phase_is_passed_on_as_soon_as_it_begins():
 @pytest.fixture
 def silent():
     """A process that does nothing, and what watches it, with its standard input."""
+    watch = [sys.executable, silence.__file__]
     sleeps = [sys.executable, "-c", "import time; print(flush=True); time.sleep(100)"]
     with (
         subprocess.Popen(sleeps, stdout=subprocess.PIPE) as process,
-        subprocess.Popen(
-            [sys.executable, silence.__file__, str(process.pid)], stdin=subprocess.PIPE, bufsize=0
-        ) as watches,
+        subprocess.Popen([*watch, str(process.pid)], stdin=subprocess.PIPE, bufsize=0) as watches,
     ):
         process.stdout.read(1)
         yield process, watches
@@ -111,10 +109,8 @@ def test_what_watches_a_process_ends_with_its_input_and_with_the_process(silent)
 
 def test_a_process_of_somebody_s_own_is_reported_and_not_ended(tmp_path, caplog):
     stacks = tmp_path / "logs" / "stacks"
-    with (
-        caplog.at_level(logging.ERROR, logger="jddp"),
-        Watchdog(Limits(step_seconds=0.1), stacks) as watchdog,
-    ):
+    caplog.set_level(logging.ERROR, logger="jddp")
+    with Watchdog(Limits(step_seconds=0.1), stacks) as watchdog:
         watchdog.enter("step", 3)
         wait_until(lambda: caplog.records)
     (record,) = caplog.records

@@ -73,11 +73,9 @@ def test_data_prints_a_row_for_each_figure_and_a_line_of_json():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name, parts",
-    [("overhead", ["save"]), ("overhead", ["opened"]), ("launch", ["start", "death"])],
-)
-def test_each_figure_has_a_row_and_a_place_in_the_line_of_json(name, parts):
+@pytest.mark.parametrize("figures", ["overhead save", "overhead opened", "launch start death"])
+def test_each_figure_has_a_row_and_a_place_in_the_line_of_json(figures):
+    name, *parts = figures.split()
     *rows, line = run(BENCHMARKS / f"{name}.py", "--rounds", 1, "--only", *parts)
     measured = json.loads(line)["results"]
     assert len(rows) == sum(map(len, measured.values())) == 6

@@ -137,10 +137,7 @@ def test_links_of_a_notebook_lead_to_pages_of_the_site(tmp_path):
         targets = [x for x in re.findall(r"\]\(([\w./]+)\)", text) if "://" not in x]
         assert targets
         sites = {re.sub(r"^\.\./", "", x.partition("#")[0]) for x in targets}
-        assert sites <= {
-            *STAGE["SITE"].values(),
-            *(f"{path.stem}.ipynb" for path in STAGE["NOTEBOOKS"]),
-        }
+        assert sites <= {*STAGE["SITE"].values(), *(f"{x.stem}.ipynb" for x in STAGE["NOTEBOOKS"])}
 
 
 def run_page(name, which, folder, **variables):
@@ -276,10 +273,8 @@ def test_yaml_of_pages_parses_and_names_keys_that_are_there(path):
 
 @pytest.mark.slow
 def test_the_programs_of_the_page_on_plain_jax_end_alike(tmp_path):
-    printed = [
-        run_page("jax", lambda block, word=word: word in block, tmp_path)
-        for word in ("jax.pmap", "NamedSharding(", "import jddp")
-    ]
+    words = ("jax.pmap", "NamedSharding(", "import jddp")
+    printed = [run_page("jax", lambda block, x=x: x in block, tmp_path) for x in words]
     losses = [float(re.search(r"loss (0\.\d+)", text)[1]) for text in printed]
     assert max(losses) - min(losses) < 1e-3  # after 160 steps, with sums in another order
     assert min(map(accuracy, printed)) > 0.9

@@ -15,13 +15,8 @@ from jddp.zoo.names import (
     resolve_target,
 )
 
-MEANT = {
-    "adamv": "adam",
-    "AdamW": "adamw",
-    "cosine": "cosine_decay_schedule",
-    "zzz": None,
-    "": None,
-}
+MEANT = {"adamv": "adam", "AdamW": "adamw", "cosine": "cosine_decay_schedule"}
+MEANT |= {"zzz": None, "": None}
 # And abbreviations.
 MEANT |= {"lr": "learning_rate", "LR": "learning_rate", "lrate": "learning_rate"}
 MEANT |= {"wd": "weight_decay", "bs": "global_batch_size", "ckpt": "checkpoint"}

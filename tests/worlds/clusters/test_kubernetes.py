@@ -272,11 +272,8 @@ class Pods(Job):
         python, *command = self._container["command"]
         assert python == "python"
         command = [self._put(expand(x, environ)) for x in command]
-        self._start(
-            self._hosts.command(self.names[pod], sys.executable, *command, *self._arguments),
-            cwd=self._put(self._container["workingDir"]),
-            env=environ,
-        )
+        command = self._hosts.command(self.names[pod], sys.executable, *command, *self._arguments)
+        self._start(command, cwd=self._put(self._container["workingDir"]), env=environ)
 
     def start_first_last(self, *, is_known=False):
         """Starts them while DNS knows neither, until each has asked for it; or where it knows."""

@@ -266,13 +266,8 @@ def test_the_template_is_what_ray_takes():
     wrong |= {"rsync_exclude:": "rsync_excludes:", "    node_config": "    node_configs"}
     assert all(before in text for before in wrong)
     texts = [text, *(text.replace(*change) for change in wrong.items())]
-    done = subprocess.run(
-        [sys.executable, "-c", PARSE, *texts],
-        env=environment(**QUIET),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    command, how = [sys.executable, "-c", PARSE, *texts], {"capture_output": True, "text": True}
+    done = subprocess.run(command, env=environment(**QUIET), check=True, **how)
     assert done.stdout.split() == ["taken", *["refused"] * len(wrong)], done.stdout
 
 

@@ -47,16 +47,10 @@ def parse(folder, *texts):
     paths = [folder / f"{number}.yaml" for number in range(len(texts))]
     for path, text in zip(paths, texts, strict=True):
         path.write_text(text)
-    done = subprocess.run(
-        [VENV / "bin" / "python", "-c", PARSE, *paths],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={
-            **{"HOME": str(folder), "PATH": os.environ["PATH"], "IS_SKYPILOT_SERVER": "true"},
-            **{"SKYPILOT_DISABLE_USAGE_COLLECTION": "1", "RAY_USAGE_STATS_ENABLED": "0"},
-        },
-    )
+    environ = {"HOME": str(folder), "PATH": os.environ["PATH"], "IS_SKYPILOT_SERVER": "true"}
+    environ |= {"SKYPILOT_DISABLE_USAGE_COLLECTION": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    command = [VENV / "bin" / "python", "-c", PARSE, *paths]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -83,22 +77,14 @@ def test_the_lines_of_the_task_make_one_job_of_all_machines(tmp_path, num_nodes)
     run = yaml.safe_load(TEMPLATE.read_text())["run"]
     assert run.endswith(TRAIN)
     run = run.replace(TRAIN, "who.py").replace(":8476", f":{free_port()}").replace("/shared", ".")
-    variables = {  # as SkyPilot 0.14 sets them
-        "SKYPILOT_NODE_IPS": "\n".join(["127.0.0.1", "127.0.0.2"][:num_nodes]),
-        "SKYPILOT_NUM_NODES": str(num_nodes),
-        "SKYPILOT_NUM_GPUS_PER_NODE": "2",
-    }
-    machines = [
-        subprocess.Popen(
-            ["bash", "-c", run],
-            cwd=tmp_path,
-            env=environment(HOME=str(tmp_path), SKYPILOT_NODE_RANK=str(rank), **variables),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(num_nodes)
-    ]
+    # As SkyPilot 0.14 sets them.
+    variables = {"SKYPILOT_NODE_IPS": "\n".join(["127.0.0.1", "127.0.0.2"][:num_nodes])}
+    variables |= {"SKYPILOT_NUM_NODES": str(num_nodes), "SKYPILOT_NUM_GPUS_PER_NODE": "2"}
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": tmp_path}
+    machines = []
+    for rank in range(num_nodes):
+        environ = environment(HOME=str(tmp_path), SKYPILOT_NODE_RANK=str(rank), **variables)
+        machines.append(subprocess.Popen(["bash", "-c", run], env=environ, **how))
     said = [machine.communicate(timeout=60)[0] for machine in machines]
     assert [machine.returncode for machine in machines] == [0] * num_nodes, said
     found = [json.loads((tmp_path / f"process-{i}").read_text()) for i in range(2 * num_nodes)]

@@ -48,13 +48,11 @@ def test_a_run_stopped_in_every_way_ends_bitwise_identically(folder, golden):
     assert_same_run(job, golden())
 
 
+LONG = pytest.mark.long
+
+
 @pytest.mark.parametrize(
-    "who",
-    [
-        pytest.param([0], id="first", marks=pytest.mark.long),
-        pytest.param([1], id="second"),
-        pytest.param([0, 1], id="both", marks=pytest.mark.long),
-    ],
+    "who", [pytest.param([0], marks=LONG), [1], pytest.param([0, 1], marks=LONG)]
 )
 def test_a_signal_to_any_process_stops_all_after_the_same_step(folder, golden, who):
     with Job(folder, num_processes=2) as job:
