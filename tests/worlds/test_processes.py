@@ -1,10 +1,13 @@
-"""Two real processes over localhost train as one does."""
+"""Two real processes over localhost train as one does, and a killed loop of your own resumes."""
 
+import json
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
-from runs import free_port, records
+from runs import ROOT, environment, free_port, records
 from workers.job import train_everything
 from workers.start import run_module
 
@@ -76,3 +79,27 @@ def test_only_the_first_process_speaks_and_of_nothing_but_the_run(two):
     # Not empty: gloo greets every peer on its own.
     assert not re.search(r"\b(step|eval|resumed)\b", silence)
     assert not any(re.search("absl|orbax", text) for texts in two[1] for text in texts)
+
+
+def start(directory):
+    command = [sys.executable, ROOT / "examples" / "own_loop.py", directory]
+    return subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True)
+
+
+def end_of(directory):
+    """The digest of every array of the last state, and what was saved beside it."""
+    last = directory / "200"
+    return (last / "arrays.json").read_text(), json.loads((last / "run.json").read_text())["extra"]
+
+
+def test_a_loop_that_is_killed_ends_bitwise_identical(tmp_path):
+    with start(tmp_path / "killed") as process:
+        assert any(said.startswith("step 120") for said in process.stdout)
+        process.kill()  # while a state is being copied or written
+    for name in ("killed", "undisturbed"):
+        with start(tmp_path / name) as process:
+            first = process.stdout.readline()
+            process.stdout.read()
+        assert process.returncode == 0
+        assert first.startswith("resumed from step 1" if name == "killed" else "step 10:")
+    assert end_of(tmp_path / "killed") == end_of(tmp_path / "undisturbed")

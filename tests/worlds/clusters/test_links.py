@@ -1,15 +1,19 @@
-"""A link that goes down ends both sides of a job, without a launcher that would end them."""
+"""A link that goes down ends both sides of a job, and machines end with the tests that use them."""
 
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 from faults.jobs import Job, train_command, variables_of
+from runs import ROOT, environment, wait_until
 
-from clusters.hosts import Hosts
+from clusters.hosts import Hosts, refuse_without
 from jddp.distributed.identity import VARIABLES
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.xdist_group("hosts")]
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("hosts")]
 ENDLESS = ["train.num_steps=100000000", "checkpoint.every_steps=20"]
 
 
@@ -25,6 +29,7 @@ class OnHosts(Job):
             self._start(command, cwd=folder, env=variables_of(folder, **environ, **job))
 
 
+@pytest.mark.slow
 def test_processes_that_hear_nothing_of_each_other_end(folder, tmp_path):
     with Hosts(tmp_path, "h0", "h1") as hosts, OnHosts(hosts, folder) as job:
         job.wait_for(job.saved)
@@ -36,3 +41,32 @@ def test_processes_that_hear_nothing_of_each_other_end(folder, tmp_path):
         assert hosts.pids("h0") == hosts.pids("h1") == []
     assert "unhealthy (stopped sending heartbeats)" in job.said(0)
     assert "CoordinationService/Heartbeat" in job.said(1)
+
+
+# As slurmd starts slurmstepd: in a session of its own, with nothing open that is the parent's.
+USE = """
+import subprocess
+import sys
+from pathlib import Path
+
+from clusters.hosts import Hosts
+
+with Hosts(Path(sys.argv[1]), "h1") as hosts:
+    hosts.run("h1", "sh", "-c", "setsid sleep 1000 </dev/null >/dev/null 2>&1 &")
+    print(*hosts.pids("h1"), flush=True)
+    if sys.argv[2] == "killed":
+        sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("how", ["killed", "ended"])
+def test_what_runs_on_a_host_ends_with_the_tests(tmp_path, how):
+    refuse_without("ip", "nsenter", "unshare")
+    tests = environment(PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests' / 'worlds'}")
+    command, pipes = [sys.executable, "-c", USE, str(tmp_path), how], {"stdout": subprocess.PIPE}
+    with subprocess.Popen(command, env=tests, stdin=subprocess.PIPE, text=True, **pipes) as user:
+        (left,) = map(int, user.stdout.readline().split())
+        if how == "killed":
+            assert Path(f"/proc/{left}").exists()
+            user.kill()
+    wait_until(lambda: not Path(f"/proc/{left}").exists(), seconds=10)

@@ -1,9 +1,10 @@
-"""A process that hangs or fails ends its job, and everybody says which it was."""
+"""A process that hangs, fails or reads NaN ends its job, and everybody says which it was."""
 
 import json
 import signal
 import time
 
+import numpy as np
 import pytest
 
 from faults.jobs import Job
@@ -40,11 +41,12 @@ def stacks(job, process):
     return (job.run_dir / "logs" / f"process_{process}.stacks").read_text()
 
 
-def test_a_run_of_one_process_that_hangs_ends_with_its_stacks(folder):
-    job, codes, _ = disturbed(folder, "hang-0", SOON, num_processes=1)
-    assert codes == [HANG], job.outputs
-    for words in ("jddp: no progress: process 0 on ", " is in phase step after step ", "is 3 s"):
-        assert words in job.said()
+@pytest.mark.parametrize("what, code", [("hang-0", HANG), ("hold-0", -signal.SIGQUIT)])
+def test_a_run_of_one_process_that_hangs_or_holds_the_lock_ends_with_stacks(folder, what, code):
+    job, codes, _ = disturbed(folder, what, SOON, num_processes=1)
+    assert codes == [code], job.outputs
+    reported = ("jddp: no progress: process 0 on ", " is in phase step after step ", "is 3 s")
+    assert code != HANG or all(words in job.said() for words in reported)
     assert "take" in stacks(job, 0)
 
 
@@ -60,12 +62,6 @@ def test_a_process_that_was_paused_is_not_ended_by_the_watchdog(folder, num_proc
             if number == signal.SIGSTOP:
                 time.sleep(55)  # longer than the limit, and the half minute of one that is silent
         assert job.codes() == [0] * num_processes, job.outputs
-
-
-def test_a_run_of_one_process_that_holds_the_interpreter_s_lock_ends_with_its_stacks(folder):
-    job, codes, _ = disturbed(folder, "hold-0", SOON, num_processes=1)
-    assert codes == [-signal.SIGQUIT], job.outputs
-    assert "take" in stacks(job, 0)
 
 
 @pytest.mark.parametrize("process", [0, 1])
@@ -138,3 +134,20 @@ def test_a_process_whose_coordinator_is_killed_leaves_soon(folder):
     job, codes, seconds = disturbed(folder, lambda job: job.processes[0].kill())
     assert codes[1] in (ANOTHER_FAILED, ABORTED), job.outputs  # JAX aborts where it is first
     assert seconds < SECONDS
+
+
+def test_a_nan_in_the_rows_of_one_process_is_found_by_all(folder):
+    options = ("ddp.skip_nonfinite=true", "train.max_consecutive_skips=4")
+    with Job(folder, *options, num_processes=2) as job:
+        job.wait_for_step(20)
+        (folder / "nan-1").touch()
+        assert job.codes() == [80, 80], job.outputs
+    (evidence,) = (job.run_dir / "nonfinite").iterdir()
+    report = json.loads((evidence / "report.json").read_text())
+    assert (report["skipped_in_a_row"], report["metrics"]["skipped"]) == (4, 4)
+    assert report["inputs_not_finite"] == [report["examples"][4]]  # the first of its four rows
+    rows = [dict(np.load(evidence / f"process_{process}.npz")) for process in range(2)]
+    assert [int(np.isnan(x["x"]).any(1).sum()) for x in rows] == [0, 1]
+    for _, said in job.outputs:
+        assert f"jddp: The loss is nan at step {report['step']}, the last of 4 in a row" in said
+    assert not job.saved()
