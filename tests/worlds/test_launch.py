@@ -458,15 +458,11 @@ def test_a_restart_repeats_failures_of_arguments_data_memory_and_numbers():
 
 
 @pytest.mark.processes
-def test_a_folder_for_logs_that_cannot_be_made_is_reported_in_one_line(folder):
+def test_a_folder_for_logs_of_no_use_is_refused_and_a_full_disk_costs_the_log_alone(folder):
     (folder / "file").touch()
     done = launch(folder, "--logs", "file/logs", "program.py")
     assert done.code == 74
     assert done.err == "jddp: --logs file/logs: Not a directory.\n"
-
-
-@pytest.mark.processes
-def test_a_full_disk_costs_the_log_alone(folder):
     (folder / "logs").mkdir()
     (folder / "logs" / "process_0.log").symlink_to("/dev/full")
     done = launch(folder, "program.py", "speak-0")

@@ -218,12 +218,8 @@ DEEP = "[" * 300 + "]" * 300
 
 
 def test_values_nested_300_deep_or_holding_themselves_are_refused_in_one_line(file):
-    key = ".".join("x" * 300)
-    for text, given in (
-        ("", [f"model.kwargs.x={DEEP}"]),
-        ("", [f"model.kwargs.{key}=1"]),
-        (f"model: {{kwargs: {{x: {DEEP}}}}}", []),
-    ):
+    deep = [[f"model.kwargs.x={DEEP}"], [f"model.kwargs.{'.'.join('x' * 300)}=1"]]
+    for text, given in (("", deep[0]), ("", deep[1]), (f"model: {{kwargs: {{x: {DEEP}}}}}", [])):
         path = file(SHORT + text)
         (line,) = mistakes_in([path], given)
         assert line.startswith("command line: " if given else f"{path}: cannot be read: ")
@@ -239,8 +235,6 @@ def test_values_nested_300_deep_or_holding_themselves_are_refused_in_one_line(fi
 DIFFER = {"1:30": 90, "190:20:30": 685230, "1:30.5": 90.5, "017": 15, "0b11": 3, "+0x1f": 31}
 DIFFER |= {"1_000": 1000, "1_000.5": 1000.5, "1_0e3": 10000.0}
 DIFFER |= {"yes": "true", "No": "false", "on": "true", "OFF": "false"}
-
-
 BOTH = ["12", "-3", "+4", "0", "0x1f", "1.5", "1e-3", "1e5", ".5", "-.inf", ".nan", "true", "False"]
 TEXT = ["cnn", "0o17", "08", "2024-01-05", "0:30", "1:99", "y", "1_x", "a:b", "'1:30'", '"yes"']
 

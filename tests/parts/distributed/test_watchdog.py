@@ -107,7 +107,10 @@ def test_what_watches_a_process_ends_with_its_input_and_with_the_process(silent)
     assert gone.returncode == 0
 
 
-def test_a_process_of_somebody_s_own_is_reported_and_not_ended(tmp_path, caplog):
+def test_only_a_process_that_hangs_is_reported_with_stacks_and_a_user_s_not_ended(tmp_path, caplog):
+    with Watchdog(Limits(), tmp_path / "stacks") as watchdog:
+        watchdog.enter("step", 1)
+    assert list(tmp_path.iterdir()) == []
     stacks = tmp_path / "logs" / "stacks"
     caplog.set_level(logging.ERROR, logger="jddp")
     with Watchdog(Limits(step_seconds=0.1), stacks) as watchdog:
@@ -117,9 +120,3 @@ def test_a_process_of_somebody_s_own_is_reported_and_not_ended(tmp_path, caplog)
     assert "process 0 on " in record.getMessage()
     assert "is in phase step after step 3" in record.getMessage()
     assert "test_watchdog.py" in stacks.read_text()
-
-
-def test_a_run_in_which_nothing_hangs_leaves_no_stacks(tmp_path):
-    with Watchdog(Limits(), tmp_path / "stacks") as watchdog:
-        watchdog.enter("step", 1)
-    assert list(tmp_path.iterdir()) == []

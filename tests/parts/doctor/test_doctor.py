@@ -169,16 +169,13 @@ def findings_of(directory):
     return {found.level: found}
 
 
-def test_a_directory_is_reported_with_its_room_or_as_absent_and_left_as_it_was(tmp_path):
+def test_a_directory_is_reported_with_its_room_as_absent_full_or_no_place(tmp_path, monkeypatch):
     found = findings_of(tmp_path)["ok"]
     assert re.search(rf"{tmp_path} can be written, [\d,.]+ GiB free", found.what)
     found = findings_of(tmp_path / "rusn" / "x")["warn"]
     assert f"{tmp_path}/rusn/x does not exist" in found.what
     assert "mkdir" in found.fix
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_full_disk_or_little_room_and_no_place_for_files_are_reported(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     for name in ("/proc", "/proc/self/nothing", "/dev/null/x", tmp_path / "file" / "runs"):
         assert f"{name} cannot be written: " in findings_of(Path(name))["bad"].what

@@ -28,20 +28,12 @@ FLOORS = {
 FLOOR_OF = {room: height for height, rooms in enumerate(FLOORS.values()) for room in rooms}
 
 # Where a change of a library's API may reach.
-HOMES = {
-    "flax": {"modules", "zoo", "checkpoint"},
-    "optax": {"reduce", "zoo", "engine", "data_parallel", "verification"},
-    "orbax": {"checkpoint"},
-    "fsspec": {"checkpoint"},
-    "omegaconf": {"config"},
-    "pydantic": {"config"},
-    "matplotlib": {"trainer"},
-    "rich": {"trainer"},
-    "jax.distributed": {"distributed"},
-    "jax._src": {"distributed"},
-    "jax.experimental.multihost_utils": {"engine"},
-    "jax.shard_map": {"engine"},
-}
+HOMES = {"optax": {"reduce", "zoo", "engine", "data_parallel", "verification"}}
+HOMES |= {"flax": {"modules", "zoo", "checkpoint"}, "orbax": {"checkpoint"}}
+HOMES |= {"fsspec": {"checkpoint"}, "omegaconf": {"config"}, "pydantic": {"config"}}
+HOMES |= {"matplotlib": {"trainer"}, "rich": {"trainer"}, "jax.shard_map": {"engine"}}
+HOMES |= {"jax.distributed": {"distributed"}, "jax._src": {"distributed"}}
+HOMES |= {"jax.experimental.multihost_utils": {"engine"}}
 WITHOUT_JAX = {"data", "config", "zoo.names", "errors", "trainer.reports"}
 
 

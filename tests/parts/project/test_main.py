@@ -30,7 +30,7 @@ def test_the_module_is_run_and_its_list_imports_no_library():
     assert re.findall(r"\| +(jddp|jax|numpy)$", shown.stderr, re.M) == ["jddp"]
 
 
-def test_every_command_of_the_package_is_named():
+def test_every_command_of_the_package_is_named_and_the_console_script_is_the_same(capsys):
     doors = {
         name_of(path).removesuffix(".__main__")
         for path in MODULES
@@ -38,6 +38,10 @@ def test_every_command_of_the_package_is_named():
         and {"distributed", "launcher"}.isdisjoint(path.relative_to(PACKAGE).parts)
     } - {"jddp"}
     assert {f"jddp.{name}" for name in COMMANDS} == doors
+    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"jddp": f"jddp.__main__:{main.__name__}"}
+    assert main(["evalute"]) == 2
+    assert "no command 'evalute'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -48,10 +52,3 @@ def test_a_command_is_run_as_its_module_is_and_its_help_fits_a_terminal(name, mo
     shown = capsys.readouterr().out
     assert f"python -m jddp.{name}" in shown
     assert max(map(len, shown.splitlines())) <= 80
-
-
-def test_the_console_script_is_the_same(capsys):
-    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
-    assert project["scripts"] == {"jddp": f"jddp.__main__:{main.__name__}"}
-    assert main(["evalute"]) == 2
-    assert "no command 'evalute'" in capsys.readouterr().err

@@ -27,12 +27,6 @@ def prepared(path, config=CONFIG, manifest=MANIFEST, is_writer=True):
     return directory
 
 
-def test_settings_of_any_form_are_kept_with_a_run_of_objects(tmp_path):
-    for _ in range(2):
-        prepared(tmp_path / "run", {"data": "mnist"})
-    assert (tmp_path / "run" / "config.yaml").read_text() == "data: mnist\n"
-
-
 def test_a_run_directory_is_made_with_config_and_manifest_which_come_back_without_a_trace(tmp_path):
     directory = prepared(tmp_path / "runs" / "one")
     assert (directory.path / "config.yaml").read_text().startswith("seed: 1\n")
@@ -69,8 +63,10 @@ def test_a_directory_of_a_run_of_another_kind_or_of_something_else_is_refused(tm
     with pytest.raises(ConfigError, match=r"holds metrics\.jsonl of something else"):
         prepared(tmp_path)
     assert contents(tmp_path) == {Path("metrics.jsonl"): b"precious\n"}
-    prepared(tmp_path / "objects", None)
-    prepared(tmp_path / "objects", None)
+    for _ in range(2):
+        prepared(tmp_path / "objects", None)
+        prepared(tmp_path / "settings", {"data": "mnist"})  # of any form
+    assert (tmp_path / "settings" / "config.yaml").read_text() == "data: mnist\n"
     with pytest.raises(ConfigError, match="started from objects"):
         prepared(tmp_path / "objects")
     prepared(tmp_path / "config")

@@ -11,7 +11,7 @@ from jddp.distributed.signals import SAME_SECONDS
 from jddp.errors import ExitCode
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
-PREEMPTED = ExitCode.PREEMPTED
+PREEMPTED, LONG = ExitCode.PREEMPTED, pytest.mark.long
 
 
 def stop(job, *kills, step=20):
@@ -46,9 +46,6 @@ def test_a_run_stopped_in_every_way_ends_bitwise_identically(folder, golden):
         job.processes[0].send_signal(signal.SIGHUP)
         assert job.codes() == [0], job.outputs
     assert_same_run(job, golden())
-
-
-LONG = pytest.mark.long
 
 
 @pytest.mark.parametrize(
