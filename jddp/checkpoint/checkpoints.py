@@ -24,6 +24,7 @@ import logging
 import re
 import sys
 import time
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -239,6 +240,7 @@ _REFUSED, _LATE = re.compile("os_error_code=|'OSError'"), "Event loop is closed"
 logging.getLogger("asyncio").addFilter(lambda x: not _REFUSED.search(str(x.exc_info)))
 _show = sys.unraisablehook
 sys.unraisablehook = lambda x: _show(x) if x.object or str(x.exc_value) != _LATE else None
+warnings.filterwarnings("ignore", "coroutine 'async_serialize_from_host")  # not begun, after that
 
 
 def wait_until_seen(path: Path, text: str = "") -> None:

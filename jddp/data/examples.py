@@ -154,8 +154,8 @@ def check_numbers(name: str, array: np.ndarray, row_names: Sequence[int] | np.nd
         return
     is_wrong = ~((limits.min <= array) & (array <= limits.max))
     wrong_rows, first = np.flatnonzero(is_wrong.reshape(len(array), -1).any(1)), array[is_wrong][0]
-    found = f"{first}, which needs 64 bits" if np.isfinite(first) else "NaN or infinity"
+    what = f"holds {first}, which needs 64 bits" if np.isfinite(first) else "holds NaN or infinity"
     raise DataError(
-        f"array '{name}' holds {found}, first in row {row_names[wrong_rows[0]]}. Remove or fix the "
+        f"array '{name}' {what}, first in row {row_names[wrong_rows[0]]}. Remove or fix the "
         f"{len(wrong_rows)} rows with such numbers."
     )
