@@ -178,6 +178,16 @@ def test_what_is_declared_per_replica_differs_and_no_digest_minds(make, kind):
     assert ddp.evaluate(state, [batch])["examples"] == 16
 
 
+def test_a_replica_without_valid_rows_keeps_its_state_and_counts_the_step():
+    make, kind = WANDERERS["linen"]
+    batch = make_batch() | {"mask": np.float32(np.arange(16) < 2)}  # the rows of replica 0
+    ddp = wrapped(make(), per_replica=[kind], batch_norm="local")
+    state, _ = take_steps(ddp, [batch])
+    own = host(state.model_state["own"])
+    assert [bool(row.any()) for row in own["w"]] == [True, *[False] * 7]
+    assert own["calls"].tolist() == [1] * 8
+
+
 @pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int32])
 @pytest.mark.parametrize("place", [np.asarray, jnp.asarray])
 def test_the_mean_of_whole_numbers_is_rounded_down_and_fits_where_they_do(dtype, place):
