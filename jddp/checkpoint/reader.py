@@ -73,8 +73,7 @@ def newest_sound(directory: Path) -> int:
 
     if not finished(directory):
         raise FileSystemError(f"{directory} holds no finished checkpoint. Train first.")
-    step = find_newest(directory, skip)
-    if step is None:
+    if (step := find_newest(directory, skip)) is None:
         raise FileSystemError(f"{directory} holds no undamaged checkpoint.")
     return step
 
@@ -82,8 +81,7 @@ def newest_sound(directory: Path) -> int:
 def find_newest(directory: Path, on_damage: Callable[[int, str], None]) -> int | None:
     """The newest step with undamaged files, or None; passes on each newer one with its damage."""
     for step in reversed(finished(directory)):
-        damage = find_fault(directory / str(step))
-        if damage is None:
+        if (damage := find_fault(directory / str(step))) is None:
             return step
         if not (directory / str(step)).exists():  # a run has removed it, and named a newer one
             return find_newest(directory, on_damage)

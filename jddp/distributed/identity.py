@@ -105,8 +105,7 @@ def identify(
       ConfigError: If the numbers or the address break their rules.
     """
     there, here, needed = names.num_processes, names.process_id, names.needed or names[:2]
-    are_set = [name for name in needed if environ.get(name)]
-    if not are_set:
+    if not (are_set := [name for name in needed if environ.get(name)]):
         return None
     if missing := [name for name in needed if name not in are_set]:
         raise HalfSetError(

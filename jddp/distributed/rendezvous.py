@@ -240,8 +240,7 @@ def compare(kind: str, subject: str, members: Iterable[tuple[str, Mapping[str, A
     """
     (_, first), *others = members
     for member, other in others:
-        differ = [name for name in {**first, **other} if first.get(name) != other.get(name)]
-        if differ:
+        if differ := [name for name in {**first, **other} if first.get(name) != other.get(name)]:
             there, here = (values.get(differ[0], "nothing") for values in (other, first))
             more = f", and {len(differ) - 1} more differ" if len(differ) > 1 else ""
             raise ProcessMismatchError(

@@ -21,8 +21,7 @@ def main(process: int) -> None:
     left, number = float("inf"), signal.SIGQUIT
     while _state(process) != "gone":
         if select.select([0], [], [], _TICK)[0]:
-            received = os.read(0, 4096)
-            if not received:
+            if not (received := os.read(0, 4096)):
                 return
             left = float(received.split()[-1])
         elif _state(process) not in "Tt":

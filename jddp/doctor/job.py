@@ -132,8 +132,7 @@ def compare_sight(directory: Path, seen: list[float | None]) -> Iterator[Finding
       directory: The directory.
       seen: Seconds until each process saw a new file in it; None for never.
     """
-    blind = [i for i, late in enumerate(seen) if late is None]
-    if blind:
+    if blind := [i for i, late in enumerate(seen) if late is None]:
         what = f"{directory.absolute()}: process {', '.join(map(str, blind))} does not see in "
         what += f"{VISIBLE_SECONDS:.0f} s what process 0 writes there."
         yield Finding(BAD, what, "Put run.dir into a directory that all hosts share.")

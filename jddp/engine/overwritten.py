@@ -47,8 +47,7 @@ def largest_of_rows(model: FlaxModel, model_state: ModelState) -> ModelState:
 
 def largest_of_replicas(model: FlaxModel, model_state: ModelState, axis: str) -> ModelState:
     """The state with the largest values of all replicas; one all-reduce."""
-    values = select(model, model_state, only_shared=True)
-    if not values:
+    if not (values := select(model, model_state, only_shared=True)):
         return model_state
     # One vector: these are small arrays of many layers, each of which would cost a latency.
     numbers, restore = ravel_pytree(values)

@@ -50,8 +50,7 @@ def why_not_split(tx: optax.GradientTransformation, params: Params, num_parts: i
     # State of any other shape, such as Adafactor's rows and columns, has no shard that belongs to a
     # shard of a parameter.
     known = {(), *(x.shape for x in jax.tree.leaves(whole[0]))}
-    strange = [x.shape for x in jax.tree.leaves(whole[2]) if x.shape not in known]
-    if strange:
+    if strange := [x.shape for x in jax.tree.leaves(whole[2]) if x.shape not in known]:
         return f"keeps an array of shape {strange[0]}, which no parameter has"
     if mixing := find_mixing(tx.init, whole[0]) or find_mixing(update, *whole):
         return f"applies {mixing!r} to arrays as a whole"

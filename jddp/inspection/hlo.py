@@ -138,8 +138,7 @@ def read_program(text: str) -> Program:
 
 def _read_instruction(line: str) -> Instruction:
     line = _COMMENT.sub("", line)
-    head = _INSTRUCTION.match(line)
-    if not head:
+    if not (head := _INSTRUCTION.match(line)):
         text = f"{line.strip()[:120]!r} has no operation with a name and a shape"
         raise UsageError(f"This is no instruction of a compiled program: {text}.")
     name, shapes, op = head.groups()
@@ -193,7 +192,6 @@ def _bits(dtype: str) -> int:
     """The width of an element: "f32" has 32 bits, and so has any name with that number first."""
     if dtype == "pred":
         return 8
-    width = re.match(r"[a-z]+(\d+)", dtype)
-    if not width:
+    if not (width := re.match(r"[a-z]+(\d+)", dtype)):
         raise UsageError(f"{dtype!r} is no dtype of XLA whose width is known.")
     return int(width[1])

@@ -69,8 +69,7 @@ def _read(path: Path) -> ArrayExamples:
     if path.suffix not in (".npz", ".npy"):
         raise UsageError(f"--data {path}: rows are read from .npz and .npy. Convert them.")
     arrays = map_npz(path) if path.suffix == ".npz" else {"x": map_npy(path)}
-    given = [arrays[name] for name in INPUTS if name in arrays]
-    if not given:
+    if not (given := [arrays[name] for name in INPUTS if name in arrays]):
         raise DataError(
             f"{path} holds {', '.join(arrays)}, and no inputs. Name them image, tokens or x; for "
             "others there is, in Python, jddp.Run.open(run_dir).predict(batches, function)."

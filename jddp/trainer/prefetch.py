@@ -178,8 +178,7 @@ def _refuse_another_form(step: int, first: dict[str, str], now: dict[str, str]) 
     Raises:
       DataError: If keys, dtypes or dims other than the rows differ from those of the first batch.
     """
-    differ = [name for name in {**first, **now} if first.get(name) != now.get(name)]
-    if differ:
+    if differ := [name for name in {**first, **now} if first.get(name) != now.get(name)]:
         here = ", ".join(f"{name} {now.get(name, 'absent')}" for name in differ)
         there = ", ".join(f"{name} {first.get(name, 'absent')}" for name in differ)
         raise DataError(

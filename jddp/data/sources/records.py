@@ -61,8 +61,7 @@ def array_record(*, directory: Path, decode: str) -> Source:
 
 
 def _files(root: Path, part: str, ending: str) -> list[str]:
-    files = sorted(root.glob(f"{part}*.{ending}"))
-    if not files:
+    if not (files := sorted(root.glob(f"{part}*.{ending}"))):
         raise DataError(f"{root}: no files {part}*.{ending}. They are needed; see data.dir.")
     return [str(path) for path in files]
 
