@@ -32,7 +32,8 @@ _HOW = {
 # of these processes, or none of the coordinator. They give it in no other form.
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
 _SILENT = r"unhealthy \(stopped sending heartbeats\):(?:\s+\d+)+"
-ABORT = re.compile(rf"{_SILENT}|RPC: /\S*CoordinationService/(?:Heartbeat|PollForError)")
+_UNREACHABLE = r"(?:RPC:|while calling) /\S*CoordinationService/(?:Heartbeat|PollForError)"
+ABORT = re.compile(f"{_SILENT}|{_UNREACHABLE}")
 progress: dict[str, Any] = {"step": None, "phase": None}  # of this process, as its watchdog knows
 _path: Path | None = None
 

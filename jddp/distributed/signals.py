@@ -1,12 +1,14 @@
-"""Signals that ask a process to stop, which of them are repeats, and whether a user types here."""
+"""Signals that ask a process to stop: which are repeats, and what is not to receive them."""
 
 import contextlib
 import math
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any
 
 # A second signal within this time is the first once more: schedulers, and GNU `timeout`, signal a
 # process and then its group.
@@ -29,6 +31,21 @@ def stop_signals_go_to(handler: Callable[[int, FrameType | None], None]) -> Iter
     finally:
         for number, previous in before.items():
             signal.signal(number, previous)
+
+
+def start_apart(program: str, *arguments: str) -> subprocess.Popen[bytes]:
+    """Starts a small program of jddp that shares no stream and no Ctrl-C with this process.
+
+    Args:
+      program: Its file, which imports only the standard library.
+      *arguments: Its arguments.
+
+    Returns:
+      The process; its standard input, without a buffer, ends with this process.
+    """
+    command, nowhere = [sys.executable, "-I", "-S", program, *arguments], subprocess.DEVNULL
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": nowhere, "stderr": nowhere}
+    return subprocess.Popen(command, bufsize=0, start_new_session=True, **pipes)
 
 
 class Repeats:

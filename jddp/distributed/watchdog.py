@@ -18,7 +18,6 @@ import logging
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -28,6 +27,7 @@ from typing import IO, Any, TextIO
 
 import jddp.distributed.coordination as job
 from jddp.distributed import failure, failure_file, silence
+from jddp.distributed.signals import start_apart
 from jddp.errors import ExitCode
 
 _ANSWER_SECONDS = 5.0
@@ -174,8 +174,7 @@ def _watch_for_silence(stacks: TextIO) -> Iterator[IO[bytes] | None]:
     A timer in this process would count a pause (SIGSTOP, Ctrl-Z) too.
     """
     faulthandler.register(signal.SIGQUIT, stacks, chain=True)
-    args = [sys.executable, "-I", "-S", silence.__file__, str(os.getpid())]
-    with subprocess.Popen(args, stdin=subprocess.PIPE, bufsize=0, start_new_session=True) as child:
+    with start_apart(silence.__file__, str(os.getpid())) as child:
         yield child.stdin
     faulthandler.unregister(signal.SIGQUIT)
 

@@ -9,30 +9,7 @@ which are the workers, and the processes that read their data.
 import contextlib
 import os
 import signal
-import subprocess
 import sys
-from collections.abc import Iterable
-from typing import Any
-
-
-class Guard:
-    """The launcher's connection to this program."""
-
-    def __init__(self) -> None:
-        command, nowhere = [sys.executable, "-I", "-S", __file__], subprocess.DEVNULL
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": nowhere, "stderr": nowhere}
-        # Its own session, so that Ctrl-C in a terminal does not reach it.
-        self._process = subprocess.Popen(command, bufsize=0, start_new_session=True, **pipes)
-
-    def watch(self, groups: Iterable[int]) -> None:
-        """Replaces the process groups."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # it was killed
-            self._process.stdin.write(f"{' '.join(map(str, groups))}\n".encode())
-
-    def close(self) -> None:
-        """Ends the guard."""
-        self._process.communicate()
 
 
 def kill(group: int) -> None:
@@ -43,9 +20,8 @@ def kill(group: int) -> None:
 
 def main() -> None:
     """Reads to the end of the input, and kills the groups of the last line."""
-    lines = ["", *sys.stdin]
-    for group in map(int, lines[-1].split()):
-        kill(group)
+    for group in ["", *sys.stdin][-1].split():
+        kill(int(group))
 
 
 if __name__ == "__main__":

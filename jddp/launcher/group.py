@@ -14,13 +14,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from jddp.distributed.failure_file import VARIABLE
+from jddp.distributed.signals import start_apart
 from jddp.errors import file_errors
-from jddp.launcher.cleanup import Guard, kill
+from jddp.launcher import cleanup
 from jddp.launcher.output import Output
 from jddp.launcher.workers import Launch, Place, environments
 
@@ -49,7 +51,24 @@ class Worker(subprocess.Popen[bytes]):
 
     def kill(self) -> None:
         """Kills it and its child processes."""
-        kill(self.pid)
+        cleanup.kill(self.pid)
+
+
+class Guard:
+    """Kills the process groups that it watches if this process ends without closing it."""
+
+    def __init__(self) -> None:
+        self._process = start_apart(cleanup.__file__)
+
+    def watch(self, groups: Iterable[int]) -> None:
+        """Replaces the process groups."""
+        assert self._process.stdin is not None
+        with suppress(OSError):  # it was killed
+            self._process.stdin.write(f"{' '.join(map(str, groups))}\n".encode())
+
+    def close(self) -> None:
+        """Ends the guard."""
+        self._process.communicate()
 
 
 class Group:

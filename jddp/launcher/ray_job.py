@@ -29,7 +29,7 @@ from jddp.distributed.identity import check_address
 from jddp.distributed.join import START, read_seconds
 from jddp.distributed.signals import Repeats, stop_signals_go_to
 from jddp.errors import ConfigError, CoordinatorError, DeviceError, ExitCode, UsageError, report
-from jddp.launcher.group import Group
+from jddp.launcher.group import POLL_SECONDS, Group
 from jddp.launcher.nodes import free_address
 from jddp.launcher.outcome import DETERMINISTIC, Failure, first_failure
 from jddp.launcher.workers import Launch, Place
@@ -140,7 +140,7 @@ def _work(launch: Launch, board: Any, folder: str, environ: dict[str, str]) -> N
         group.wait(_MOMENT)
         failure = first_failure(group, [])  # and not what it ends with after this one's signals
         group.close(grace_seconds=launch.grace_seconds)
-        _, first = tell(failure)
+        first = _settle(tell, failure)
         if first is None and os.listdir(new):  # Ray keeps metrics that come with a checkpoint.
             metrics = json.loads(Path(os.environ[RESULT]).read_text())
             with suppress(RuntimeError):  # logs that this node does not see
@@ -148,6 +148,15 @@ def _work(launch: Launch, board: Any, folder: str, environ: dict[str, str]) -> N
     ends = {ExitCode.PREEMPTED, *(DETERMINISTIC if launch.max_restarts else ())}
     if first is not None and first.code not in ends:
         raise RuntimeError(str(first))  # after which Ray restarts all
+
+
+def _settle(tell: Any, failure: Failure | None) -> Failure | None:
+    """Tells of a failure; returns the first, for which a consequence of it waits a moment."""
+    until, (_, first) = time.monotonic() + _MOMENT, tell(failure)
+    while first and first.code == ExitCode.ANOTHER_FAILED and time.monotonic() < until:
+        time.sleep(POLL_SECONDS)
+        _, first = tell()
+    return first
 
 
 def _connect(address: str) -> None:

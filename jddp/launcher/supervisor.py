@@ -168,8 +168,7 @@ class Supervisor:
             report(f"process {numbers} of {place.num_processes} here; logs in {self._launch.logs}")
             self._watch(group)
             self._ended = time.monotonic()
-            if all(worker.returncode in CONSEQUENCES for worker in group.failed()):
-                group.wait(_MOMENT)  # for the failure that caused it
+            self._wait_for_cause(group)
             failure = self._first_failure(group)
             in_order = {worker.returncode for worker in group.failed()} == {ExitCode.PREEMPTED}
             if in_order or self._signals or self._makes_room:
@@ -184,15 +183,28 @@ class Supervisor:
         """Waits until a process or a machine has failed, or the group is to end."""
         self._makes_room = False  # stops all, to restart with a machine that has connected
         while not group.wait(POLL_SECONDS) and not group.failed():
-            lost = self._nodes.lost()  # which also receives a failure
-            if (received := self._nodes.failure()) and not group.failure_file.exists():
-                failure_file.write(received, group.failure_file)
-            if group.forward(self._signals) > 1 or lost:
+            if group.forward(self._signals) > 1 or self._lost(group):
                 break
             if not self._makes_room and self._nodes.has_newcomer():
                 self._makes_room = True
                 report("another machine has connected: stopping, to resume with it")
                 group.signal(signal.SIGTERM)
+
+    def _wait_for_cause(self, group: Group) -> None:
+        """Waits a moment for the failure that has caused those of the processes here."""
+        until, is_alone = time.monotonic() + _MOMENT, self._launch.num_nodes == 1
+        while not group.failure_file.exists() and time.monotonic() < until:
+            lost, has_ended = self._lost(group), group.wait(POLL_SECONDS)
+            codes = {worker.returncode for worker in group.failed()}
+            if codes - CONSEQUENCES or (has_ended and (lost or is_alone or not codes)):
+                break
+
+    def _lost(self, group: Group) -> list[int]:
+        """Machines that were lost; keeps a failure on another, if there is one."""
+        lost = self._nodes.lost()  # which also receives a failure
+        if received := self._nodes.failure():
+            failure_file.write(received, group.failure_file)
+        return lost
 
     def _first_failure(self, group: Group) -> Failure | None:
         """The first failure that is known by now; prints it."""

@@ -626,6 +626,35 @@ def test_who_waits_for_a_machine_whose_launcher_was_lost_ends_long_before_the_gr
     assert first.failure("logs-0")["exception"]["message"] == "node 1 was lost."
 
 
+LOSES = """
+import os, signal, time
+from pathlib import Path
+
+me = os.environ["JAX_PROCESS_ID"]
+Path(f"pid-{me}").write_text(str(os.getpid()))
+while not Path("go").exists():
+    time.sleep(0.01)
+if me == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+os._exit(81)  # which has lost another
+"""
+
+
+@pytest.mark.processes
+def test_node_0_hears_of_a_failure_elsewhere_that_its_processes_only_noticed(folder, address):
+    (folder / "loses.py").write_text(LOSES)
+    both = [Launched(folder, *node(i, address), "--logs", f"logs-{i}", "loses.py") for i in (0, 1)]
+    with both[0] as first, both[1] as second:
+        first.wait_for("pid-0", "pid-1")
+        second.process.send_signal(signal.SIGSTOP)  # as if it were slow
+        (folder / "go").touch()
+        assert_gone(folder)
+        second.process.send_signal(signal.SIGCONT)
+        assert (first.end(), second.end()) == (137, 137), (first.err, second.err)
+    assert f"jddp: {failed(1, 'signal SIGKILL')}" in first.err
+    assert first.failure("logs-0") == second.failure("logs-1")
+
+
 def child_of(pid, process):
     """The worker of this number that a launcher has started."""
     for path in Path("/proc").glob("[0-9]*/environ"):
@@ -744,6 +773,7 @@ def test_the_launcher_of_another_node_reads_from_its_file_who_failed_first(jobs,
 SERVICE = "/xla.coordination.CoordinationService"
 SILENT = "UNAVAILABLE: The following tasks are unhealthy (stopped sending heartbeats):\n2\n3\n"
 SILENT += f"The tasks have crashed.\n\nRPC: {SERVICE}/PollForError [type.googleapis.com/x='']\n"
+SHUT = f"while calling {SERVICE}/PollForError:\n:UNKNOWN:Error received from peer\n"
 GONE = f"absl::Status: DEADLINE_EXCEEDED: Deadline Exceeded\n\nRPC: {SERVICE}/Heartbeat\n"
 
 
@@ -753,6 +783,7 @@ GONE = f"absl::Status: DEADLINE_EXCEEDED: Deadline Exceeded\n\nRPC: {SERVICE}/He
     [
         (SILENT, 81, "a report: JAX: unhealthy (stopped sending heartbeats): 2 3 (after "),
         (GONE, 81, f"a report: JAX: RPC: {SERVICE}/Heartbeat (after "),
+        (SHUT, 81, f"a report: JAX: while calling {SERVICE}/PollForError (after "),
         ("Check failed", 128 + signal.SIGABRT, "failed first, with signal SIGABRT (after "),
     ],
 )

@@ -1,13 +1,15 @@
 """Limits of phases, and which process is to blame."""
 
 import logging
+import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
-from runs import wait_until
+from runs import environment, wait_until
 
 from jddp.distributed import silence
 from jddp.distributed.watchdog import Limits, Watchdog, describe
@@ -105,6 +107,32 @@ def test_what_watches_a_process_ends_with_its_input_and_with_the_process(silent)
     assert process.poll() is None
     gone = subprocess.run([sys.executable, silence.__file__, "0"], input=b"1\n", timeout=60)
     assert gone.returncode == 0
+
+
+OPENS = """
+import sys
+
+from jddp.distributed import failure
+from jddp.distributed.watchdog import Limits, Watchdog
+
+with failure.owned_process(), Watchdog(Limits(), None) as watchdog:
+    print(watchdog._silence.fileno(), flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.processes
+def test_what_watches_a_process_holds_none_of_its_streams():
+    # A launcher reads them to their ends before it reports how the process has ended.
+    pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+    with subprocess.Popen([sys.executable, "-c", OPENS], env=environment(), **pipes) as process:
+        assert process.stdout.readline().strip().isdigit()
+        (watches,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        mine = [os.readlink(f"/proc/{process.pid}/fd/{number}") for number in (0, 1)]
+        wait_until(lambda: b"silence.py" in Path(f"/proc/{watches}/cmdline").read_bytes())
+        held = [os.readlink(x) for x in Path(f"/proc/{watches}/fd").iterdir()]
+        process.kill()
+    assert not {*mine} & {*held}
 
 
 def test_only_a_process_that_hangs_is_reported_with_stacks_and_a_user_s_not_ended(tmp_path, caplog):

@@ -11,6 +11,7 @@ from faults.jobs import Job, train_command, variables_of
 from runs import ROOT, environment, wait_until
 
 from clusters.hosts import Hosts, refuse_without
+from clusters.launching import assert_empty
 from jddp.distributed.identity import VARIABLES
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("hosts")]
@@ -38,7 +39,8 @@ def test_processes_that_hear_nothing_of_each_other_end(folder, tmp_path):
         assert job.codes() == [-signal.SIGABRT] * 2, job.outputs
         # JAX allows for more than it promises; a hundred seconds are what it waits if nobody asks.
         assert time.monotonic() - down < 60
-        assert hosts.pids("h0") == hosts.pids("h1") == []
+        assert_empty(hosts, "h0")
+        assert_empty(hosts, "h1")
     assert "unhealthy (stopped sending heartbeats)" in job.said(0)
     assert "CoordinationService/Heartbeat" in job.said(1)
 

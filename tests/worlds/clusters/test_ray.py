@@ -15,7 +15,7 @@ from runs import ROOT, environment
 from test_launch import assert_alike, launch, result
 
 from clusters.hosts import Hosts
-from clusters.launching import OnHost, workers_of
+from clusters.launching import OnHost, read_proc, workers_of
 from jddp.errors import ExitCode
 from jddp.launch import _parser, plan_launch
 
@@ -149,7 +149,13 @@ def test_a_killed_process_resumes_to_the_same_bits(cluster, number):
     run = f"killed-{number}"
     with cluster.launch(*LONG, run=run, options=["--max-restarts", "1"]) as job:
         job.wait_for(f"{run}/checkpoints/40")
-        os.kill(cluster.process(number)[0], signal.SIGKILL)
+        (killed, _), (other, _) = cluster.process(number), cluster.process(1 - number)
+        worker = int(read_proc(killed, "stat").rpartition(")")[2].split()[1])
+        os.kill(worker, signal.SIGSTOP)
+        os.kill(killed, signal.SIGKILL)
+        job.wait_until(lambda: not read_proc(other, "cmdline"))
+        time.sleep(1)  # by which the worker reports later than that of the other process
+        os.kill(worker, signal.SIGCONT)
         said = end(job)
     assert job.code == 0, said
     assert re.search(f"process {number} on h. failed first, with signal SIGKILL", said), said
