@@ -7,6 +7,7 @@ Both formats hold numbers and names, and no code. Beside the arrays `export` wri
 which files of other programs lack.
 """
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +32,24 @@ class Format(NamedTuple):
     """
 
     pack: Callable[[Arrays, str], bytes]
-    read: Callable[[Path], tuple[Arrays, Any]]
+    parse: Callable[[Path], tuple[Arrays, Any]]
+
+    def read(self, file: Path) -> tuple[Arrays, Any]:
+        """What `parse` returns.
+
+        Raises:
+          ValueError: If an array has another digest than the text gives.
+        """
+        arrays, about = self.parse(file)
+        digests = (about or {}).get("digests")
+        if digests is not None and digests != digests_of(arrays):
+            raise ValueError("an array has changed since it was exported")
+        return arrays, about
+
+
+def digests_of(arrays: Arrays) -> dict[str, str]:
+    """The SHA-256 of each array's bytes."""
+    return {name: hashlib.sha256(x.tobytes()).hexdigest() for name, x in arrays.items()}
 
 
 def format_of(file: Path) -> Format:

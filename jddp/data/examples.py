@@ -79,6 +79,21 @@ class ArrayExamples:
         return {name: in_32_bits(name, x[indices], indices) for name, x in self._arrays.items()}
 
 
+def per_channel(name: str, given: float | Sequence[float], num_channels: int) -> np.ndarray:
+    """float32: one number, or one for each channel of the images.
+
+    Raises:
+      DataError: If there are others.
+    """
+    numbers = np.asarray(given, np.float32)
+    if numbers.shape not in ((), (num_channels,)):
+        raise DataError(
+            f"{name} has {numbers.size} numbers, and images have {num_channels} channels. Give one "
+            "number, or one for each."
+        )
+    return numbers
+
+
 class ImageExamples:
     """Images, kept as they are stored and normalized when read, with a label each."""
 
@@ -114,8 +129,9 @@ class ImageExamples:
                 "whole number each."
             )
         self._images, self._labels = images, labels
-        self._scale = np.float32(1 / 255) / np.asarray(std, np.float32)
-        self._offset = np.asarray(mean, np.float32) / np.asarray(std, np.float32)
+        divisor = per_channel("std", std, images.shape[-1])
+        self._scale = np.float32(1 / 255) / divisor
+        self._offset = per_channel("mean", mean, images.shape[-1]) / divisor
 
     def __len__(self) -> int:
         return len(self._images)

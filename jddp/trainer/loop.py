@@ -278,8 +278,7 @@ class Loop:
         if self._evaluation is None:
             return
         batches = iter(self._evaluation)
-        first = list(itertools.islice(batches, 1))
-        if not first:
+        if not (first := list(itertools.islice(batches, 1))):
             raise UsageError("evaluate= holds no batches. Was the iterator used up before?")
         if batches is self._evaluation:  # an iterator, which can be read only once
             self._evaluation = itertools.chain(first, batches)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from jddp.data.augment import CropAndFlip
-from jddp.data.examples import Batch
+from jddp.data.examples import Batch, per_channel
 from jddp.data.extras import import_extra
 from jddp.data.source import DataSet, Source, image_spec, make_data_set
 from jddp.errors import ConfigError, DataError
@@ -71,6 +71,7 @@ class FolderExamples:
         if not found:
             where = "in folders of classes" if self.is_labelled else "here or below"
             raise DataError(f"{root}: no images {where}. Put some there.")
+        self._mean, self._std = per_channel("mean", self.mean, 3), per_channel("std", self.std, 3)
         self.files = [name for name, _ in found]
         self.labels = np.array([label for _, label in found], np.int32)
 
@@ -93,8 +94,7 @@ class FolderExamples:
                     raise
                 logging.getLogger("jddp").warning("%s It is not counted.", error)
                 counts[row] = 0
-        mean, std = np.asarray(self.mean, np.float32), np.asarray(self.std, np.float32)
-        scaled = images * (1 / (255 * std)) - mean / std
+        scaled = images * (1 / (255 * self._std)) - self._mean / self._std
         batch = {"image": scaled.astype(np.float32), "label": self.labels[indices]}
         return batch | ({"mask": counts} if self.keep_undecodable else {})
 

@@ -22,7 +22,9 @@ from jddp.checkpoint import reader
 from jddp.checkpoint.__main__ import main
 from jddp.checkpoint.checkpoints import Checkpoints
 from jddp.checkpoint.reader import read, read_values
+from jddp.checkpoint.weights import read_weights
 from jddp.engine.mesh import make_mesh, replicate
+from jddp.errors import DataError
 
 BESIDE = {"position": {"num_taken": 3}, "evaluations": [{"step": 3, "loss": 0.25}]}
 
@@ -171,6 +173,8 @@ def test_a_bit_that_flips_in_an_export_is_found_when_it_is_imported(run, tmp_pat
     assert main(["import", str(file), str(tmp_path / "b")]) == 65
     message = f"all.{suffix} is no export of a checkpoint: ValueError('an array has changed"
     assert message in capsys.readouterr().err
+    with pytest.raises(DataError, match="holds no weights: an array has changed since"):
+        read_weights(file)
 
 
 def test_a_mistake_is_one_line(run, tmp_path, monkeypatch, capsys):

@@ -480,6 +480,8 @@ BAD_IMAGES = (
     ({"labels": np.zeros(6)}, "whole number each"),
     ({"dtype": np.int64}, "need uint8 or floating point"),
     ({"num_train": 0}, r"n > 0"),
+    ({"mean": [0.5, 0.5]}, "mean has 2 numbers, and images have 3 channels"),
+    ({"std": [[0.5]]}, "std has 1 numbers"),
 )
 
 

@@ -193,6 +193,8 @@ def images_in(folder, **kwargs):
 
 
 def test_images_in_folders_have_the_class_of_their_folder(folder):
+    with pytest.raises(DataError, match="mean has 2 numbers, and images have 3 channels"):
+        images_in(folder, mean=[0.5, 0.5]).load()
     source = images_in(folder, mean=0.0, std=1.0)
     data = source.load()
     assert spec_of(data.train) == source.spec
