@@ -202,7 +202,7 @@ class Supervisor:
     def _lost(self, group: Group) -> list[int]:
         """Machines that were lost; keeps a failure on another, if there is one."""
         lost = self._nodes.lost()  # which also receives a failure
-        if received := self._nodes.failure():
+        if (received := self._nodes.failure()) and not group.failure_file.exists():
             failure_file.write(received, group.failure_file)
         return lost
 
