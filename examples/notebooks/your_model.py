@@ -183,6 +183,6 @@ for sentence, depths in zip(words, guesses, strict=True):
 # %% [markdown]
 # ## Next steps
 #
-# [Models and losses](../../docs/models.md) has every form of a loss, pretrained weights, frozen
-# layers and models that are not Flax. [From Python](../../docs/python.md) has checkpoints for a
-# loop of your own.
+# [Losses](../../docs/losses.md) have every form of a loss, [fine-tuning](../../docs/fine_tuning.md)
+# has pretrained weights and frozen layers, and [models](../../docs/models.md) has those that are not
+# Flax. [From Python](../../docs/python.md) has checkpoints for a loop of your own.

@@ -152,7 +152,8 @@ def run_page(name, which, folder, **variables):
 
 
 MODES = ("zero", "compression", "local_sgd", "bitwise", "loss_scale")  # a page each
-COMPILED = [pytest.param(x, marks=pytest.mark.slow) for x in ("howto", "models", *MODES)]
+MODELS = ("models", "losses", "fine_tuning")
+COMPILED = [pytest.param(x, marks=pytest.mark.slow) for x in ("howto", *MODELS, *MODES)]
 
 
 @pytest.mark.parametrize("name", ["data", "launch", *COMPILED])
@@ -173,7 +174,7 @@ def test_python_blocks_that_no_test_runs_are_in_one_page():
     """It quotes the code, which a test compares."""
     pages = {path.stem for path in ROOT.glob("docs/**/*.md") if "```python" in path.read_text()}
     pages -= {"python"}  # See test_docs.py.
-    run = {"pytorch", "jax", "data", "howto", "launch", "tutorial", "models", *MODES}
+    run = {"pytorch", "jax", "data", "howto", "launch", "tutorial", *MODELS, *MODES}
     assert pages - run == {"life_of_a_gradient"}
 
 
