@@ -37,8 +37,8 @@ def start_apart(program: str, *arguments: str) -> subprocess.Popen[bytes]:
     """Starts a small program of jddp that shares no stream and no Ctrl-C with this process.
 
     Args:
-      program: Its file, which imports only the standard library.
-      *arguments: Its arguments.
+      program: File of the program, which imports only the standard library.
+      *arguments: Arguments of the program.
 
     Returns:
       The process; its standard input, without a buffer, ends with this process.

@@ -151,7 +151,7 @@ def _work(launch: Launch, board: Any, folder: str, environ: dict[str, str]) -> N
 
 
 def _settle(tell: Any, failure: Failure | None) -> Failure | None:
-    """Tells of a failure; returns the first, for which a consequence of it waits a moment."""
+    """Reports a failure; returns the first, for which a consequence of it waits a moment."""
     until, (_, first) = time.monotonic() + _MOMENT, tell(failure)
     while first and first.code == ExitCode.ANOTHER_FAILED and time.monotonic() < until:
         time.sleep(POLL_SECONDS)
