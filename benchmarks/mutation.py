@@ -54,10 +54,17 @@ HEART = {  # the tests of each file, those that notice most first
 }
 TESTS = HEART | {
     "jddp/engine/average.py": ["data_parallel", "local_steps", "shard_optimizer"],
-    "jddp/engine/compiled.py": ["data_parallel", "explain", "constants", "hooks", "local_steps"],
+    "jddp/engine/compiled.py": [
+        "data_parallel",
+        "explain",
+        "constants",
+        "hooks",
+        "local_steps",
+        "memory",
+    ],
     "jddp/engine/digest.py": ["digest", "replica"],
     "jddp/engine/evaluate.py": ["data_parallel", "mean", "constants", "replica"],
-    "jddp/engine/executor.py": ["data_parallel", "constants", "explain", "run"],
+    "jddp/engine/executor.py": ["data_parallel", "constants", "explain", "run", "trainer"],
     "jddp/engine/guard.py": ["loss_scale", "numerics"],
     "jddp/engine/init.py": ["data_parallel", "weights", "parameters"],
     "jddp/engine/mesh.py": ["mesh", "data_parallel", "axis_name"],
@@ -68,7 +75,7 @@ TESTS = HEART | {
     "jddp/engine/same_program.py": ["logical_replicas"],
     "jddp/engine/separable.py": ["separable", "shard_optimizer"],
     "jddp/engine/spec.py": ["option_pairs", "logical_replicas"],
-    "jddp/engine/state.py": ["replica", "local_steps", "shard_optimizer", "checkpoint"],
+    "jddp/engine/state.py": ["replica", "local_steps", "shard_optimizer", "run", "checkpoint"],
     "jddp/engine/sync.py": ["local_steps"],
     "jddp/engine/unused.py": ["ddp_unused"],
     "jddp/engine/view.py": ["parameters", "shard_optimizer", "local_steps"],

@@ -40,7 +40,7 @@ UNUSED += ("side/dense/bias", "side/dense/kernel", "side/scale")
 
 def is_unused(path):
     names = [str(getattr(entry, "key", getattr(entry, "name", ""))) for entry in path]
-    return "/".join(names).endswith(UNUSED)
+    return "/".join(filter(None, names)).endswith(UNUSED)  # without numbers of lists
 
 
 def adamw(**options):
@@ -138,7 +138,12 @@ def is_matrix(params):
 
 
 PAIR = {"slow": adamw(), "fast": optax.sgd(0.1, momentum=0.9)}
+GROWING = optax.GradientTransformation(  # a list of arrays for each parameter
+    lambda params: jax.tree.map(lambda x: [x, x], params),
+    lambda grads, state, params=None: (grads, jax.tree.map(lambda x: x + 1, state)),
+)
 OPTIMIZERS = {
+    "lists": optax.chain(GROWING, adamw()),
     "adamw with a mask": adamw(mask=is_matrix),
     "adamw with a schedule": optax.chain(
         optax.clip_by_global_norm(1.0),
