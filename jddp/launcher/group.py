@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -58,11 +58,10 @@ class Guard:
     """Kills the process groups that it watches if this process ends without closing it."""
 
     def __init__(self) -> None:
-        self._process = start_apart(cleanup.__file__)
+        self._process: Any = start_apart(cleanup.__file__)
 
     def watch(self, groups: Iterable[int]) -> None:
         """Replaces the process groups."""
-        assert self._process.stdin is not None
         with suppress(OSError):  # it was killed
             self._process.stdin.write(f"{' '.join(map(str, groups))}\n".encode())
 
@@ -117,11 +116,11 @@ class Group:
             self._guard.watch(worker.pid for worker in self.running)
             worker.output.close()
 
-    def wait(self, seconds: float) -> bool:
-        """Waits for the end of all; returns whether all have ended."""
+    def wait(self, seconds: float, is_over: Callable[[], bool] = lambda: False) -> bool:
+        """Waits for the end of all, or until it is over; returns whether all have ended."""
         until = time.monotonic() + seconds
         self.poll()
-        while self.running and time.monotonic() <= until:
+        while self.running and time.monotonic() <= until and not is_over():
             time.sleep(POLL_SECONDS)
             self.poll()
         return not self.running

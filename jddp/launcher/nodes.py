@@ -8,8 +8,10 @@ import os
 import secrets
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+from jddp.distributed.failure_file import write
 from jddp.distributed.identity import JOB
 from jddp.distributed.join import HEARTBEAT, START, bind_address, read_seconds
 from jddp.distributed.rendezvous import Infos, Member, RendezvousClient
@@ -70,18 +72,20 @@ class Nodes:
         may_change = self._launch.min_processes is not None
         return may_change and isinstance(self._end, RendezvousServer) and self._end.has_newcomer()
 
-    def lost(self) -> list[int]:
-        """Machines of this attempt that were lost; only node 0 is connected to all."""
-        return self._end.lost() if self._end is not None else []
+    def lost(self, failure_file: Path) -> list[int]:
+        """Machines of this attempt that were lost; only node 0 is connected to all.
+
+        Node 0 also keeps the failure that another has sent, if there is none in the file.
+        """
+        end, lost = self._end, self._end.lost() if self._end is not None else []
+        if isinstance(end, RendezvousServer) and end.failure and not failure_file.exists():
+            write(end.failure, failure_file)
+        return lost
 
     def send_failure(self, failure: Mapping[str, Any]) -> None:
         """Informs node 0, whose processes may wait for one here, of the failure of an attempt."""
         if isinstance(self._end, RendezvousClient):
             self._end.send_failure(failure)
-
-    def failure(self) -> Mapping[str, Any] | None:
-        """The failure of this attempt on another machine; node 0 alone receives it, in `lost`."""
-        return self._end.failure if isinstance(self._end, RendezvousServer) else None
 
     def close(self, *, failed: bool) -> None:
         """Leaves; if with a failure, the attempt of the others ends too."""

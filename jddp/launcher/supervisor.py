@@ -172,10 +172,7 @@ class Supervisor:
             failure = self._first_failure(group)
             in_order = {worker.returncode for worker in group.failed()} == {ExitCode.PREEMPTED}
             if in_order or self._signals or self._makes_room:
-                until = time.monotonic() + _SAVE_SECONDS
-                while group.forward(self._signals) < 2 and time.monotonic() < until:
-                    if group.wait(POLL_SECONDS):
-                        break
+                group.wait(_SAVE_SECONDS, lambda: group.forward(self._signals) > 1)
             group.close(moment_seconds=_MOMENT, grace_seconds=self._launch.grace_seconds)
             return failure or self._first_failure(group)
 
@@ -183,7 +180,7 @@ class Supervisor:
         """Waits until a process or a machine has failed, or the group is to end."""
         self._makes_room = False  # stops all, to restart with a machine that has connected
         while not group.wait(POLL_SECONDS) and not group.failed():
-            if group.forward(self._signals) > 1 or self._lost(group):
+            if group.forward(self._signals) > 1 or self._nodes.lost(group.failure_file):
                 break
             if not self._makes_room and self._nodes.has_newcomer():
                 self._makes_room = True
@@ -194,21 +191,14 @@ class Supervisor:
         """Waits a moment for the failure that has caused those of the processes here."""
         until, is_alone = time.monotonic() + _MOMENT, self._launch.num_nodes == 1
         while not group.failure_file.exists() and time.monotonic() < until:
-            lost, has_ended = self._lost(group), group.wait(POLL_SECONDS)
+            lost, has_ended = self._nodes.lost(group.failure_file), group.wait(POLL_SECONDS)
             codes = {worker.returncode for worker in group.failed()}
             if codes - CONSEQUENCES or (has_ended and (lost or is_alone or not codes)):
                 break
 
-    def _lost(self, group: Group) -> list[int]:
-        """Machines that were lost; keeps a failure on another, if there is one."""
-        lost = self._nodes.lost()  # which also receives a failure
-        if (received := self._nodes.failure()) and not group.failure_file.exists():
-            failure_file.write(received, group.failure_file)
-        return lost
-
     def _first_failure(self, group: Group) -> Failure | None:
         """The first failure that is known by now; prints it."""
-        if failure := first_failure(group, self._nodes.lost()):
+        if failure := first_failure(group, self._nodes.lost(group.failure_file)):
             self._nodes.send_failure(failure.data)
         if failure and failure.code != ExitCode.PREEMPTED and not self._has_changed(failure):
             with CONSOLE:  # or lines of another process would come in between
