@@ -184,5 +184,5 @@ for sentence, depths in zip(words, guesses, strict=True):
 # ## Next steps
 #
 # [Losses](../../docs/losses.md) have every form of a loss, [fine-tuning](../../docs/fine_tuning.md)
-# has pretrained weights and frozen layers, and [models](../../docs/models.md) has those that are not
-# Flax. [From Python](../../docs/python.md) has checkpoints for a loop of your own.
+# has pretrained weights and frozen layers, and [models](../../docs/models.md) has those that are
+# not Flax. [From Python](../../docs/python.md) has checkpoints for a loop of your own.
