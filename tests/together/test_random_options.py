@@ -317,10 +317,10 @@ class OneDevice:
                     grad = jax.tree.map(np.zeros_like, replica.params)
                     total, right = 0.0, right if case.form in MEANS else 0.0
                     kept = replica.model_state.get("batch_stats")
-                    is_own = case.options["batch_norm"] != "sync"
+                    is_own = case.options["batch_norm"] == "local"
                     keeps = case.model.norm == "batch" and ("mask" in rows or is_own)
                     state = {**state, "batch_stats": kept} if keeps else state
-                elif first is None:
+                if first is None and rows.get("mask", np.ones(1)).any():  # weights are no mask
                     first = group[0]
                 key = tuple(group)
                 grads[key] = add(grads[key], host(grad)) if key in grads else host(grad)
