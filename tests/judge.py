@@ -137,7 +137,13 @@ def sent(ddp, batch=None):
 
 
 def host(tree):
-    return jax.tree.map(np.array, jax.device_get(tree))
+    """Its arrays as those of NumPy, which has no keys: of them the data."""
+
+    def plain(x):
+        is_key = jax.dtypes.issubdtype(getattr(x, "dtype", np.float32), jax.dtypes.prng_key)
+        return np.array(jax.random.key_data(x) if is_key else x)
+
+    return jax.tree.map(plain, jax.device_get(tree))
 
 
 def leaves_with_path(tree):
