@@ -55,12 +55,7 @@ HEART = {  # the tests of each file, those that notice most first
 TESTS = HEART | {
     "jddp/engine/average.py": ["data_parallel", "local_steps", "shard_optimizer"],
     "jddp/engine/compiled.py": [
-        "data_parallel",
-        "explain",
-        "constants",
-        "hooks",
-        "local_steps",
-        "memory",
+        *("data_parallel", "explain", "constants", "hooks", "local_steps", "memory"),
     ],
     "jddp/engine/digest.py": ["digest", "replica"],
     "jddp/engine/evaluate.py": ["data_parallel", "mean", "constants", "replica"],
