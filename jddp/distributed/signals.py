@@ -1,4 +1,4 @@
-"""Signals that ask a process to stop: which are repeats, and what is not to receive them."""
+"""Signals that ask a process to stop: repeats of them, a user at a prompt, programs kept apart."""
 
 import contextlib
 import math
