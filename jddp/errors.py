@@ -54,9 +54,18 @@ class Error(Exception):
 
     Any exception that ends a run, also one of a callback or of the data, has an attribute `run`:
     the `jddp.Run` up to there, with its state and history.
+
+    Args:
+      message: The value, the rule and the way out.
+      in_shell: The same for a reader of the command line, where the way out is a flag or a key and
+        not an argument of Python; by default `message`.
     """
 
     exit_code: int = ExitCode.USAGE
+
+    def __init__(self, message: str = "", *, in_shell: str | None = None) -> None:
+        super().__init__(message)
+        self.in_shell = in_shell or message
 
 
 class ConfigError(Error):

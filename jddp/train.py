@@ -208,7 +208,10 @@ def _leave(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):
         code = ExitCode.INTERRUPTED
         tell("interrupted. The same command resumes from the last checkpoint.")
-    elif isinstance(error, Error | Stopped):
+    elif isinstance(error, Error):
+        code = error.exit_code
+        tell(error.in_shell)
+    elif isinstance(error, Stopped):
         code = error.exit_code
         tell(str(error))
     else:

@@ -94,6 +94,21 @@ class Loaded:
         return text + f" Not used: {', '.join(self.unused)}." * bool(self.unused)
 
 
+class Misfit(ConfigError):
+    """Weights that do not fit a model.
+
+    Args:
+      where: Number of places where they differ, and the first of them.
+    """
+
+    def __init__(self, where: str) -> None:
+        super().__init__(
+            f"params= does not fit the model at {where}. With partial=True the model keeps its own "
+            "there."
+        )
+        self.where = where
+
+
 def fit_weights(given: PyTree, wanted: PyTree, *, partial: bool) -> tuple[PyTree, Loaded]:
     """Gives each leaf of a model the array of its path.
 
@@ -106,7 +121,7 @@ def fit_weights(given: PyTree, wanted: PyTree, *, partial: bool) -> tuple[PyTree
       A tree of the structure of `wanted`, and the use of the given weights.
 
     Raises:
-      ConfigError: If the two differ in a path or shape, and it is not `partial`.
+      Misfit: If the two differ in a path or shape, and it is not `partial`.
     """
     found, own = by_path(given), by_path(wanted)
     there, here = ({name: np.shape(x) for name, x in tree.items()} for tree in (found, own))
@@ -114,10 +129,9 @@ def fit_weights(given: PyTree, wanted: PyTree, *, partial: bool) -> tuple[PyTree
     unused, missing = [n for n in found if n not in own], [n for n in own if n not in taken]
     if (differ := sorted({*missing, *unused})) and not partial:
         name = differ[0]
-        raise ConfigError(
-            f"params= does not fit the model at {len(differ)} places; the first is {name!r}: got "
-            f"{there.get(name, 'nothing')}, the model has {here.get(name, 'nothing')}. With "
-            "partial=True the model keeps its own there."
+        raise Misfit(
+            f"{len(differ)} places; the first is {name!r}: got {there.get(name, 'nothing')}, the "
+            f"model has {here.get(name, 'nothing')}"
         )
     values = [found[name] if name in taken else x for name, x in own.items()]
     made = [f"{n} ({there[n]} given, {here[n]} here)" if n in there else n for n in missing]

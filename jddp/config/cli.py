@@ -41,8 +41,8 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     add("run_dir", metavar="RUN", help="a run directory, or its URL")
     add("--checkpoint", metavar="WHICH", help="a step, best, or best/STEP (the newest step)")
     add("--params", choices=["params", "ema"], help="parameters (those that the run evaluated)")
-    trust = "import the model's class that the config of the run names, or all that it names"
-    add("--trust", choices=["package", "config"], help=trust)
+    trust = "import what the run's config names: from this folder, the model's class, or all of it"
+    add("--trust", choices=["here", "package", "config"], help=trust)
 
 
 def tell(message: str) -> None:
@@ -99,5 +99,5 @@ def enter(run: Callable[[], int | None]) -> int:
     try:
         return run() or ExitCode.DONE
     except Error as error:
-        tell(str(error))
+        tell(error.in_shell)
         return error.exit_code

@@ -5,7 +5,6 @@ run = job.run()
 """
 
 import contextlib
-import functools
 import glob
 import logging
 import math
@@ -20,6 +19,7 @@ import numpy as np
 
 from jddp.checkpoint.folders import finished
 from jddp.checkpoint.remote import local_copy
+from jddp.checkpoint.weights import Misfit
 from jddp.config.files import flatten, load_config, with_overrides
 from jddp.config.schema import Config
 from jddp.config.versions import source_hash, versions
@@ -117,15 +117,13 @@ class Job:
     def run(self, callbacks: Sequence[Callback] = ()) -> Run:
         """Trains to the end, resuming from the newest checkpoint if there is one."""
         assert self.data is not None, "build(config) has data unless needs_data=False"
-        config, model, best = self.config, self.config.model, self.config.checkpoint
-        weights: dict[str, Any] = {"params": model.init_from, "partial": model.weights_partial}
-        init = functools.partial(self.ddp.init, config.seed, **weights)
+        config, best = self.config, self.config.checkpoint
         keep_best = [KeepBest(best.best_metric, mode=best.best_mode)] if best.best_metric else []
         with contextlib.closing(self.train_batches()) as batches:
             return self.ddp.fit(
                 batches,
                 state=self._state_of_another(batches)
-                or (None if model.init_from is None else init),
+                or (None if config.model.init_from is None else self._init_from_weights),
                 evaluate=test_batches(config, self.data),
                 run_dir=config.run.dir,
                 callbacks=[*keep_best, *callbacks],
@@ -138,6 +136,18 @@ class Job:
                 **config.train.model_dump(),
                 **config.checkpoint.model_dump(include={"keep", "keep_every_steps", "resume"}),
             )
+
+    def _init_from_weights(self, batch: Batch) -> TrainState:
+        """The first state, whose parameters are read from a file or a run."""
+        model, seed = self.config.model, self.config.seed
+        try:
+            state = self.ddp.init(seed, batch, model.init_from, partial=model.weights_partial)
+        except Misfit as error:
+            raise ConfigError(
+                f"model.init_from: {model.init_from} does not fit the model at {error.where}. With "
+                "model.weights_partial=true the model keeps its own there."
+            ) from error
+        return state
 
     def _state_of_another(self, batches: TrainBatches) -> Callable[[Batch], TrainState] | None:
         """The state that a new run starts from; moves the batches to its place in the data.

@@ -1,7 +1,6 @@
 """Reads a finished or interrupted run from its directory: its config, its model, its checkpoints.
 
-A run directory is data. `trust` permits more: "package" the import of the module class that its
-config names, "config" all that a config on the command line may do.
+A run directory is data; which of the code that it names may be imported, `trust` decides.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,15 +18,13 @@ from jddp.checkpoint.format_1 import merge_by_model
 from jddp.checkpoint.remote import local_copy
 from jddp.config.files import read_values
 from jddp.config.schema import Config
-from jddp.errors import ConfigError, FileSystemError, UsageError
+from jddp.errors import FileSystemError, UsageError
+from jddp.job.trust import check_trust, resolve_model
 from jddp.modules.base import FlaxModel
 from jddp.modules.functional import functional
-from jddp.zoo.models import is_module_class, make_model
-from jddp.zoo.names import resolve_target
+from jddp.zoo.models import make_model
 
-OWN_MODELS = "jddp.zoo.models"
 STATE_OPTIONS = ("batch_norm", "per_replica", "state_reduction")  # of DataParallel, in run.json
-TRUST = (None, "package", "config")
 
 
 def load(run_dir: str | Path, *, model: Any = None, trust: str | None = None) -> Any:
@@ -40,8 +37,9 @@ def load(run_dir: str | Path, *, model: Any = None, trust: str | None = None) ->
       run_dir: A run directory, or its URL.
       model: The module to fill, in place of the one that the config names. A run of
         `DataParallel.fit` has no config, and needs it.
-      trust: "package" to import the module class that the config names, wherever it is. Importing
-        it runs the code of its package. "config" to also call a function that the config names.
+      trust: "here" to import a model whose code lies in the current folder; "package" to import the
+        module class that the config names, wherever it is, which runs the code of its package;
+        "config" to also call a function that the config names.
 
     Returns:
       A bound Linen module, or an NNX module in eval mode, with the parameters that the run itself
@@ -135,25 +133,16 @@ def config_in(run_dir: Path) -> Config | None:
 
 def model_in(run_dir: Path, config: Config | None, trust: str | None) -> Any:
     """The module that a config names, as far as `trust` permits."""
-    if trust not in TRUST:
-        raise ConfigError(f"trust={trust!r} is unknown. Choose one of {[*TRUST]}.")
+    check_trust(trust)
     if config is None:
+        keeps_none = f"{run_dir} holds a run of DataParallel.fit, which keeps no config."
         raise UsageError(
-            f"{run_dir} holds a run of DataParallel.fit, which keeps no config. Give model=, the "
-            "module that was trained."
+            f"{keeps_none} Give model=, the module that was trained.",
+            in_shell=f"{keeps_none} A command cannot make its model; in Python there is "
+            "jddp.Run.open(run_dir, model=, loss_fn=).",
         )
-    section, target = config.model, config.model.target
-    if target is None:
-        return make_model(section.name, kwargs=section.kwargs)
-    package, _, _ = target.partition(":")
-    if trust is None and not f"{package}.".startswith(f"{OWN_MODELS}."):
-        raise UsageError(
-            f"load does not import {target!r}, which the run directory names. Give model=, the "
-            "module itself; or trust='package', if you trust that package's code."
-        )
-    found = resolve_target(target, key="model.target")
-    if trust != "config" and not is_module_class(found):
-        raise UsageError(f"model.target {target!r} is no Flax module class. Give model=.")
+    section = config.model
+    found = section.name if section.target is None else resolve_model(config, trust, run_dir)
     return make_model(found, kwargs=section.kwargs)
 
 

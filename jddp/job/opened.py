@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import jax
 
 from jddp.checkpoint.remote import local_copy
-from jddp.checkpoint.weights import fit_weights
+from jddp.checkpoint.weights import Misfit, fit_weights
 from jddp.config.files import with_overrides
 from jddp.config.mistakes import ConfigMistakes
 from jddp.config.schema import Config
@@ -26,6 +26,7 @@ from jddp.errors import ConfigError, Error, UsageError
 from jddp.job.job import join, test_batches
 from jddp.job.load import Saved, config_in, find_saved, model_in
 from jddp.job.parts import find_loss, find_source
+from jddp.job.trust import is_trusted, refusal
 from jddp.trainer.reports.metrics_file import MetricsFile
 from jddp.trainer.run import Run
 from jddp.typing import Batch, LossFn
@@ -66,7 +67,9 @@ def open_run(
         config = config_in(run_dir)
     module = model_in(run_dir, config, trust) if model is None else model
     keys = {override.partition("=")[0] for override in overrides or ()}
-    trusted = keys | ({*READ} if trust == "config" else set())
+    trusted = keys.copy()
+    if config is not None:
+        trusted |= {section for section in READ if is_trusted(section, config, trust, run_dir)}
     if config is not None and overrides is not None:
         if others := sorted({key.partition(".")[0] for key in keys} - {*READ}):
             raise ConfigError(f"{others[0]}: an evaluation reads keys of {' and '.join(READ)}.")
@@ -85,7 +88,9 @@ def open_run(
         ddp,
         _state_of(ddp, saved),
         run_dir=run_dir,
-        save=_refusing("An opened run is only read. fit with the same run_dir resumes it."),
+        save=_refusing(
+            UsageError("An opened run is only read. fit with the same run_dir resumes it.")
+        ),
         evaluation=config and OwnBatches(config, trusted),
         eval_params=params or saved.evaluated.removesuffix("_params"),
         config=config.model_dump() if config else saved.beside.get("config"),
@@ -128,9 +133,10 @@ def _state_of(ddp: DataParallel, saved: Saved) -> TrainState:
     try:
         state = ddp.init(0, params={"params": params, "model_state": model_state})
         average = fit_weights(ema, state.params, partial=False)[0] if ema else None
-    except ConfigError as error:
-        how = str(error).partition(" With partial")[0]
-        raise ConfigError(f"{saved.folder} is not of the model {form.name}. {how}") from error
+    except Misfit as error:
+        raise ConfigError(
+            f"{saved.folder} is not of the model {form.name}: they differ at {error.where}."
+        ) from error
     step = jax.numpy.asarray(int(saved.folder.name), state.step.dtype)
     key = key if jax.tree.leaves(key) else state.key
     return state.replace(**replicate({"step": step, "key": key, "ema_params": average}, ddp.mesh))
@@ -144,8 +150,8 @@ class OwnBatches:
         self._data: DataSet | None = None
 
     def __iter__(self) -> Iterator[Batch]:
-        if reason := _untrusted("data", self._config, self._trusted, "batches"):
-            raise UsageError(reason)
+        if not {"data", "data.target"} & self._trusted:
+            raise refusal("data", self._config, "batches")
         if self._data is None:
             self._data = find_source(self._config).load()
             agree("data set", {"sha256": self._data.sha256})
@@ -155,24 +161,15 @@ class OwnBatches:
 def _loss_in(config: Config | None, trusted: set[str]) -> LossFn:
     """The loss of a config; one that cannot be called if there is none, or it is not trusted."""
     if config is None:
-        return _refusing("A run of DataParallel.fit keeps no loss. Give loss_fn= to Run.open.")
-    reason = _untrusted("loss", config, trusted, "loss_fn=")
-    return _refusing(reason) if reason else find_loss(config)
+        reason = "A run of DataParallel.fit keeps no loss. Give loss_fn= to Run.open."
+        return _refusing(UsageError(reason))
+    if {"loss", "loss.target"} & trusted:
+        return find_loss(config)
+    return _refusing(refusal("loss", config, "loss_fn="))
 
 
-def _untrusted(section: str, config: Config, trusted: set[str], instead: str) -> str:
-    """The reason for which the target of a section is not imported; empty if it may be."""
-    target = getattr(config, section).target
-    if target is None or {section, f"{section}.target"} & trusted:
-        return ""
-    return (
-        f"{section}.target {target!r}, which the run directory names, is not imported. Give "
-        f"{instead}, or trust='config' (--trust config), if you trust all code that it names."
-    )
-
-
-def _refusing(reason: str) -> Callable[..., NoReturn]:
+def _refusing(error: UsageError) -> Callable[..., NoReturn]:
     def refuse(*args: Any) -> NoReturn:
-        raise UsageError(reason)
+        raise error
 
     return refuse

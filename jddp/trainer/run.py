@@ -86,7 +86,8 @@ class Run(Shown):
           params: Parameters to use, "params" or "ema"; by default those that the run evaluated.
           mesh: Devices, as of `jddp.DataParallel`; by default all.
           trust: What of the config may be imported, as in `jddp.load`: by default models, losses
-            and data of jddp alone; "package" for the class of the model too; "config" for all.
+            and data of jddp alone; "here" for what is defined in the current folder too;
+            "package" for the class of the model; "config" for all.
 
         Raises:
           UsageError: If there is no run, or the model is not trusted, or not given.

@@ -277,7 +277,7 @@ def test_weights_of_a_file_say_how_often_an_example_is_read(mine):
 def test_a_run_directory_is_data_and_imports_nothing_without_trust(mine):
     fit(own_config())
     sys.modules.pop("mine")
-    with pytest.raises(UsageError, match=r"does not import 'mine:Line'.*trust='package'"):
+    with pytest.raises(UsageError, match=r"'mine:Line'.* is not imported.*trust='package'"):
         load("run")
     assert "mine" not in sys.modules
     config = Path("run/config.yaml")
@@ -575,6 +575,15 @@ def test_commands_read_what_fit_has_written_or_say_what_does(mine):
     fit(own_config())
     with pytest.raises(ConfigError, match=r"--config run: is a directory. Name its config\.yaml"):
         load_config(["run"])
+
+
+def test_weights_that_do_not_fit_are_refused_by_the_keys_of_a_config(mine):
+    weights = {"params/other": np.ones(3, np.float32)}
+    safetensors.numpy.save_file(weights, "other.safetensors")
+    model = {"target": "mine:Line", "init_from": "other.safetensors"}
+    refusal = r"^model.init_from: other.safetensors does not fit the model at \d places.*"
+    with pytest.raises(ConfigError, match=refusal + "model.weights_partial=true"):
+        fit(own_config(model=model))
 
 
 def test_weights_of_a_config_are_in_the_first_state(mine):

@@ -211,14 +211,49 @@ def test_code_that_a_run_directory_names_is_imported_only_where_it_is_trusted(he
     Path("run/config.yaml").write_text(dump_values(config.model_dump()))
     opened = jddp.Run.open("run")
     assert opened.predict([{"image": np.ones((3, 2, 2, 1), np.float32)}]).shape == (3, 10)
-    with pytest.raises(UsageError, match="loss.target 'mine:loss', .* Give loss_fn=, or trust="):
+    with pytest.raises(UsageError, match="loss.target 'mine:loss', .* Give loss_fn=; or trust="):
         opened.evaluate([{"image": np.ones((3, 2, 2, 1), np.float32)}])
-    with pytest.raises(UsageError, match="data.target 'mine:data', .* Give batches, or trust="):
+    with pytest.raises(UsageError, match="data.target 'mine:data', .* Give batches; or trust="):
         opened.evaluate()
     assert "mine" not in sys.modules
     assert main(["evaluate", "run"]) == 2
-    with pytest.raises(ConfigError, match="trust='all' is unknown"):
+    with pytest.raises(ConfigError, match="trust 'all' is unknown"):
         jddp.Run.open("run", trust="all")
+
+
+def test_a_run_whose_code_lies_in_the_current_folder_is_opened_by_one_flag(here, capsys):
+    own = {"data": {"target": "mine:data", "global_batch_size": 4}, "run": {"dir": "own"}}
+    own |= {"model": {"target": "mine:make"}, "loss": {"target": "mine:loss"}}
+    fit(Config(train={"num_steps": 2}, mesh={"num_devices": 2}, **own))
+    assert main(["evaluate", "own"]) == 2
+    line = last_line(capsys)
+    assert "--trust here" in line
+    assert "model=" not in line
+    assert main(["evaluate", "own", "--trust", "here"]) == 0
+    assert "examples 9" in capsys.readouterr().out
+    elsewhere = Path("elsewhere")
+    elsewhere.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(elsewhere)
+        assert main(["evaluate", "../own", "--trust", "here"]) == 2
+    assert "is not imported" in last_line(capsys)
+
+
+@pytest.mark.parametrize("target", ["mine:system", "own.planted:Net", "os:system"])
+def test_trust_here_covers_neither_what_a_file_imports_nor_the_run_directory(
+    here, capsys, target, monkeypatch
+):
+    shutil.copytree("run", "own")
+    planted = "from flax import linen as nn\n\nclass Net(nn.Module):\n    pass\n"
+    Path("own/planted.py").write_text(f"open('canary', 'w')\n{planted}")
+    with Path("mine.py").open("a") as file:
+        file.write("from os import system\n")
+    values = jddp.Run.open("run").config
+    command = {"name": None, "target": target, "kwargs": {"command": "touch canary"}}
+    Path("own/config.yaml").write_text(dump_values(values | {"model": command}))
+    assert main(["evaluate", "own", "--trust", "here"]) == 2
+    assert "model.target" in last_line(capsys)
+    assert not Path("canary").exists()
 
 
 def test_a_trusted_config_evaluates_its_own_code_or_names_what_is_gone(here, capsys):
