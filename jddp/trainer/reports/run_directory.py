@@ -14,15 +14,14 @@ a run with another config is refused before a byte is written.
 
 import contextlib
 import errno
-import fcntl
 import json
 import logging
 import os
-import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from jddp.checkpoint import lock
 from jddp.checkpoint.remote import Remote
 from jddp.config.permissions import is_url, refuse_foreign
 from jddp.errors import ConfigError, DataError, FileSystemError
@@ -151,37 +150,24 @@ class RunDirectory:
         from jddp.distributed.coordination import from_first
 
         holder = from_first("held", self._holder, timeout_seconds=SECONDS)
-        # No name on a full disk, no common folder for a URL. Reading it would release the lock.
+        # No name on a full disk, no common folder for a URL.
         if holder and self.remote is None and not self._is_writer:
             wait_until_seen(self.path / "lock", holder)
 
     @contextlib.contextmanager
     def _locked(self, config: Values | None) -> Iterator[None]:
-        with self._explained():
-            lock = (self.path / "lock").open("a+b", buffering=0)
-        with lock:
-            try:
-                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except (BlockingIOError, PermissionError):
-                lock.seek(0)
-                holder = lock.read().decode().strip() or "another process"
-                raise ConfigError(
-                    f"run.dir {self.where} is in use by {holder}. "
-                    "Wait for its end, or choose another run.dir."
-                ) from None
-            except OSError as error:
-                log.warning("%s cannot be locked: %s.", self.path, error.strerror)
-            with contextlib.suppress(OSError):  # A full disk has locks, and no room for a name.
-                lock.truncate(0)
-                lock.write((name := f"process {os.getpid()} on {socket.gethostname()}\n").encode())
-                self._holder = name
-            try:
-                if config is not None and compare(_read_config(self._config), config)[1]:
-                    _write_config(self._config, config)
-                yield
-            finally:
-                with contextlib.suppress(OSError):
-                    lock.truncate(0)
+        with contextlib.ExitStack() as stack:
+            with self._explained():
+                try:
+                    self._holder = stack.enter_context(lock.held(self.path / "lock"))
+                except lock.InUse as holder:
+                    raise ConfigError(
+                        f"run.dir {self.where} is in use by {holder}. "
+                        "Wait for its end, or choose another run.dir."
+                    ) from None
+            if config is not None and compare(_read_config(self._config), config)[1]:
+                _write_config(self._config, config)
+            yield
 
     def logging(self, process_index: int) -> contextlib.AbstractContextManager[None]:
         """While open, the lines of this process go into its log file."""

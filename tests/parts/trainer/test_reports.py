@@ -285,13 +285,11 @@ def test_a_run_directory_that_no_disk_could_make_is_refused_and_one_it_can_left_
             prepared(tmp_path / name)
 
 
-def test_on_a_full_disk_a_log_is_reported_once_and_a_lock_holds_without_a_name(tmp_path, capsys):
-    prepared(tmp_path)
+def test_on_a_full_disk_a_log_is_reported_once(tmp_path, capsys):
+    directory = prepared(tmp_path)
     (tmp_path / "logs").mkdir()
-    for name in ("logs/process_0.log", "lock"):
-        (tmp_path / name).symlink_to("/dev/full")
-    directory = RunDirectory(tmp_path, is_writer=True)
-    with directory.held(), directory.logging(0):
+    (tmp_path / "logs" / "process_0.log").symlink_to("/dev/full")
+    with directory.logging(0):
         for step in range(300):
             said.info("step %d", step)
     (line,) = capsys.readouterr().err.splitlines()

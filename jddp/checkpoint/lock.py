@@ -1,0 +1,122 @@
+"""A lock file: one holder at a time, until it releases the file or ends, however it ends.
+
+    with held(run_dir / "lock") as name:     # InUse if somebody else has it, also in this process
+        ...                                  # `name` stands in the file meanwhile
+
+The lock belongs to an open file description (`F_OFD_SETLK` of Linux), and not to the process, as
+`fcntl.lockf` would have it: such a lock ends as soon as the process closes any descriptor of the
+file, as a copy or an upload of the directory does, and two threads of one process share it. Where
+the system or the file system lacks these locks it is `flock`, which behaves alike, and where it
+lacks both there is no lock, with a warning. A forked child does not keep it.
+"""
+
+import contextlib
+import errno
+import fcntl
+import functools
+import logging
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+log = logging.getLogger("jddp")
+
+_BUSY = {errno.EAGAIN, errno.EACCES}
+# Answers of a system or a file system that has no such lock.
+_LACKING = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
+_open: set[IO[bytes]] = set()  # the files that this process holds
+
+
+class InUse(Exception):
+    """Somebody else holds the file; the text is the name of the holder."""
+
+
+@contextlib.contextmanager
+def held(path: Path) -> Iterator[str]:
+    """While open, this process holds a file, which is made if it is missing.
+
+    Yields:
+      The holder's name, which is in the file; empty if it could not be written.
+
+    Raises:
+      InUse: If somebody else holds it.
+      OSError: If it cannot be opened, or is a link.
+    """
+    _release_in_forked_children()
+    with _opened(path) as file:
+        if not _is_locked(file):
+            raise InUse(_name_of_holder(file))
+        _open.add(file)
+        try:
+            yield _write_name(file)
+        finally:
+            _open.discard(file)
+            if not file.closed:  # as it is in a forked child
+                with contextlib.suppress(OSError):
+                    file.truncate(0)
+
+
+def _opened(path: Path) -> IO[bytes]:
+    # What a link leads to would be emptied.
+    return open(path, "a+b", buffering=0, opener=lambda p, flags: os.open(p, flags | os.O_NOFOLLOW))
+
+
+def _is_locked(file: IO[bytes]) -> bool:
+    """Locks an open file; returns whether it is not somebody else's."""
+    for lock in (_lock_description, _flock):
+        try:
+            lock(file)
+            return True
+        except OSError as error:
+            if error.errno in _BUSY:
+                return False
+            failure = error
+            if error.errno not in _LACKING:
+                break
+    log.warning("%s cannot be locked: %s.", file.name, failure.strerror)
+    return True
+
+
+def _lock_description(file: IO[bytes]) -> None:
+    if not hasattr(fcntl, "F_OFD_SETLK"):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    # struct flock: type, whence, start, length (0: to the end), and no process.
+    whole = struct.pack("hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    fcntl.fcntl(file, fcntl.F_OFD_SETLK, whole)
+
+
+def _flock(file: IO[bytes]) -> None:
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _write_name(file: IO[bytes]) -> str:
+    with contextlib.suppress(OSError):  # A full disk has locks, and no room for a name.
+        file.truncate(0)
+        file.write((name := f"{_own_name()}\n").encode())
+        return name
+    return ""
+
+
+def _name_of_holder(file: IO[bytes]) -> str:
+    file.seek(0)
+    name = file.read(1000).decode(errors="replace").strip()
+    return "another run of this process" if name == _own_name() else name or "another process"
+
+
+def _own_name() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+@functools.cache
+def _release_in_forked_children() -> None:
+    """A child shares the descriptors of its parent, and would keep the lock after its end."""
+
+    def release() -> None:
+        for file in _open:
+            file.close()
+        _open.clear()
+
+    os.register_at_fork(after_in_child=release)

@@ -1,0 +1,170 @@
+import contextlib
+import errno
+import fcntl
+import io
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+from runs import environment
+
+from jddp.checkpoint import lock
+from jddp.errors import ConfigError
+from jddp.trainer.reports.run_directory import RunDirectory
+
+HOLDS = """
+import os, sys, time
+from pathlib import Path
+from jddp.checkpoint import lock
+with lock.held(Path(sys.argv[1])):
+    if sys.argv[2:] and os.fork():
+        time.sleep(1000)  # the child reports, and outlives it
+    print("holds", flush=True)
+    time.sleep(1000)
+"""
+
+
+ASKS = """
+import sys
+from pathlib import Path
+from jddp.checkpoint import lock
+try:
+    with lock.held(Path(sys.argv[1])):
+        print("free")
+except lock.InUse as holder:
+    print(holder)
+"""
+
+
+def answer_of_another_process(path):
+    """What another process gets: the holder's name, or "free"."""
+    program = [sys.executable, "-c", ASKS, str(path)]
+    done = subprocess.run(program, env=environment(), capture_output=True, text=True)
+    assert not done.stderr
+    return done.stdout.strip()
+
+
+def without_open_file_description_locks(monkeypatch):
+    monkeypatch.delattr(fcntl, "F_OFD_SETLK")
+
+
+def refused_by_the_file_system(monkeypatch):
+    call = fcntl.fcntl
+
+    def refuse(file, command, *rest):
+        if command == fcntl.F_OFD_SETLK:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return call(file, command, *rest)
+
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+
+
+KINDS = [lambda monkeypatch: None, without_open_file_description_locks, refused_by_the_file_system]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=["Linux", "other systems", "file systems without"])
+def test_one_holder_at_a_time_in_one_process_too(tmp_path, monkeypatch, kind):
+    kind(monkeypatch)
+    with lock.held(path := tmp_path / "lock") as name:
+        assert path.read_text() == name == f"process {os.getpid()} on {os.uname().nodename}\n"
+        with pytest.raises(lock.InUse, match="^another run of this process$"), lock.held(path):
+            pass
+    assert path.read_text() == ""
+    with lock.held(path):
+        pass
+
+
+def test_a_copy_of_the_directory_by_its_own_process_does_not_end_the_lock(tmp_path):
+    (path := tmp_path / "run" / "lock").parent.mkdir()
+    with lock.held(path) as name:
+        shutil.copytree(tmp_path / "run", tmp_path / "copy")
+        path.read_bytes()
+        assert answer_of_another_process(path) == name.strip()
+    assert answer_of_another_process(path) == "free"
+
+
+@pytest.mark.parametrize("child", [[], ["and forks"]], ids=["alone", "with a child that stays"])
+def test_the_lock_ends_with_its_process_however_that_ends(tmp_path, child):
+    program = [sys.executable, "-c", HOLDS, str(path := tmp_path / "lock"), *child]
+    holder = subprocess.Popen(
+        program, env=environment(), stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        assert holder.stdout.readline() == "holds\n"
+        with pytest.raises(lock.InUse, match=rf"^process {holder.pid} on "), lock.held(path):
+            pass
+        holder.kill()
+        holder.wait()
+        with lock.held(path):
+            pass
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(holder.pid, signal.SIGKILL)
+        holder.wait()
+        holder.stdout.close()
+
+
+def test_a_child_that_leaves_through_the_holder_s_code_takes_nothing_along(tmp_path):
+    path = tmp_path / "lock"
+
+    def hold_and_fork():
+        with lock.held(path) as name:
+            if child := os.fork():
+                os.waitpid(child, 0)
+                assert path.read_text() == name
+                assert answer_of_another_process(path) == name.strip()
+            return child
+
+    code = 1
+    try:
+        child = hold_and_fork()
+        code = 0
+    finally:
+        if not child:
+            os._exit(code)
+
+
+def test_a_file_system_without_locks_is_reported_and_used(tmp_path, monkeypatch, caplog):
+    without_open_file_description_locks(monkeypatch)
+
+    def refuse(file, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with lock.held(tmp_path / "lock"):
+        assert caplog.messages == [f"{tmp_path}/lock cannot be locked: No locks available."]
+
+
+def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path):
+    (tmp_path / "mine").write_text("text")
+    (tmp_path / "lock").symlink_to("mine")
+    with pytest.raises(OSError, match="symbolic link"), lock.held(tmp_path / "lock"):
+        pass
+    assert (tmp_path / "mine").read_text() == "text"
+
+
+def test_a_second_run_of_a_process_is_refused_while_the_first_copies_its_directory(tmp_path):
+    first, second = (RunDirectory(tmp_path / "run", is_writer=True) for _ in range(2))
+    first.prepare(None, {})
+    with first.held():
+        shutil.copytree(first.path, tmp_path / "copy")
+        message = rf"^run\.dir {first.path} is in use by another run of this process\. Wait"
+        with pytest.raises(ConfigError, match=message), second.held():
+            pass
+    with second.held():
+        pass
+
+
+def test_on_a_full_disk_the_lock_holds_without_a_name(tmp_path, monkeypatch):
+    class Full(io.FileIO):
+        def write(self, data):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(lock, "_opened", lambda path: Full(path, "a+"))
+    with lock.held(path := tmp_path / "lock") as name:
+        assert name == path.read_text() == ""
+        with pytest.raises(lock.InUse, match="^another process$"), lock.held(path):
+            pass
