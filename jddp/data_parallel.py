@@ -82,7 +82,8 @@ class DataParallel(Shown):
       loss_fn: Function `loss_fn(model, batch)` or `loss_fn(model, batch, train)`, run on the b rows
         of one replica. It returns losses of shape (b, ...), a scalar (this replica's mean), or a
         `jddp.Mean(total, count)`; alone or with a dict of metrics of such forms. An argument
-        `constants` is passed the tree of `step(..., constants=)`, whole on every replica.
+        `constants` is passed the tree of `step(..., constants=)`, whole on every replica; an
+        argument `key` a PRNG key, another in every step, replica and micro-batch.
       mesh: A mesh of one axis, devices, a number of them, or None for all.
       axis_name: Name of the axis of the replicas, for models and losses that use one by name, such
         as `lax.pmean(x, "batch")`; by default that of the given mesh, or else "data".

@@ -35,6 +35,6 @@ Metrics = dict[str, Any]
 # A line of metrics.jsonl: metrics, with their step and split.
 Record = Mapping[str, Any]
 
-# `loss_fn(model, batch)`, or one that also names `train` or constants: a loss for each example, or
-# losses and a dict of metrics. Also what `evaluate` and `predict` call in its place.
+# `loss_fn(model, batch)`, or one that also names `train`, `constants` or `key`: a loss for each
+# example, or losses and a dict of metrics. Also what `evaluate` and `predict` call in its place.
 LossFn = Callable[..., Any]

@@ -123,6 +123,7 @@ class CompiledSteps:
             traced = call(trace, spec, self.mesh, _shapes(state), part)
             if not self._plans:
                 _warn_of_weights(inputs.rows, traced.sums)
+                _warn_of_constant_keys(traced)
             plan = spec.reduction.plan(state.params, traced.ready)
             plan = self._noted(plan, state, traced.num_looped)
             self._plans[form] = plan, traced
@@ -293,6 +294,15 @@ def _warn_of_weights(batch: Batch, sums: Sums) -> None:
             f"The loss is a scalar, and the batch has {names[0]!r}: replicas are weighted equally, "
             "whatever the weights of their rows. If the loss is sum(l * w) / sum(w), return "
             "jddp.Mean(l * w, w) instead."
+        )
+
+
+def _warn_of_constant_keys(traced: Traced) -> None:
+    if traced.has_constant_key:
+        logging.getLogger("jddp").warning(
+            "The loss uses random numbers of a key made from constants, such as "
+            "jax.random.key(0) or nnx.Rngs(0): they are the same in every step and on every "
+            "replica. Give loss_fn an argument `key`, which is another in each."
         )
 
 

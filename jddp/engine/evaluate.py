@@ -27,7 +27,7 @@ from jddp.engine.state import Inputs, Values
 from jddp.errors import ConfigError, UsageError
 from jddp.modules.forward import mask_of, run_forward
 from jddp.modules.frozen import thaw
-from jddp.modules.functional import name_constants
+from jddp.modules.functional import name_constants, name_key
 from jddp.modules.metrics import Sum, Sums, Totals, count_valid_rows
 from jddp.modules.rows import count_rows
 from jddp.typing import Batch, Batches, LossFn, Metrics, PyTree
@@ -62,7 +62,7 @@ def make_predict(step: Step, mesh: Mesh, function: LossFn) -> Wrapped:
         # Folded with batch and replica: a model that samples while it is evaluated would otherwise
         # use the same numbers for every batch.
         key = jax.random.fold_in(jax.random.fold_in(key, number), lax.axis_index(step.axis))
-        named = name_constants(function, inputs.constants)
+        named = name_key(name_constants(function, inputs.constants), key)
         outputs = step.model.evaluate(named, *thaw(*values), inputs.rows, key)
         for x in jax.tree.leaves(outputs):
             if jnp.shape(x)[:1] != valid.shape:

@@ -11,7 +11,7 @@ from jddp.engine.mesh import over_replicas
 from jddp.engine.spec import Step
 from jddp.engine.state import CommState, Inputs, TrainState, specs
 from jddp.modules.frozen import freeze
-from jddp.modules.functional import name_constants
+from jddp.modules.functional import name_constants, name_key
 from jddp.typing import ModelState, Params, PyTree
 
 
@@ -28,6 +28,7 @@ def make_init(step: Step, mesh: Mesh) -> Wrapped:
         key = jax.random.key(seed)
         if params is None or (model_state is None and inputs.rows is not None):
             loss_fn = name_constants(step.backward.loss_fn, inputs.constants)
+            loss_fn = name_key(loss_fn, key)
             made, made_state = step.model.init(loss_fn, key, inputs.rows)
             params = made if params is None else params
             model_state = made_state if model_state is None else model_state

@@ -45,7 +45,8 @@ def replica_key(state: TrainState, name: str = "replica") -> Array:
 
     The rule is that of all random numbers here: the base key, folded with the step, with the
     replica's number and with the CRC-32 of a name. So a resumed run repeats the same numbers,
-    and no model shares them, unless it has a stream of that name.
+    and no model shares them, unless it has a stream of that name; the `key` of a loss is the
+    stream "loss".
 
     Args:
       state: State from `init` or `step`.

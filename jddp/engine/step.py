@@ -21,6 +21,7 @@ from jddp.engine.spec import Step
 from jddp.engine.state import Inputs, TrainState, specs
 from jddp.engine.sync import EveryStep
 from jddp.jaxprs import uses_rng
+from jddp.modules.constant_keys import uses_constant_key
 from jddp.modules.metrics import Sums, mean_tree, means
 from jddp.reduce.average import compiler_options
 from jddp.reduce.plan import BucketPlan
@@ -112,12 +113,14 @@ class Traced:
       num_looped: Number of gradients that leave a loop, `Backward.num_looped`.
       sums: Shapes of the sums of loss and metrics.
       uses_rng: Whether one of the passes uses random numbers.
+      has_constant_key: Whether the forward pass uses random numbers of a key made from constants.
     """
 
     ready: tuple[int | None, ...]
     num_looped: int
     sums: Sums
     uses_rng: bool
+    has_constant_key: bool
 
 
 def trace(step: Step, mesh: Mesh, state: TrainState, inputs: Inputs) -> Traced:
@@ -144,4 +147,5 @@ def trace(step: Step, mesh: Mesh, state: TrainState, inputs: Inputs) -> Traced:
     step.replicas.check(forward.jaxpr)
     # Both passes: a custom backward pass may use random numbers where the forward pass does not.
     draws = uses_rng(forward.jaxpr) or uses_rng(backward.traced.jaxpr)
-    return Traced(backward.ready, backward.num_looped, sums, draws)
+    is_constant = draws and uses_constant_key(forward.jaxpr)
+    return Traced(backward.ready, backward.num_looped, sums, draws, is_constant)

@@ -145,6 +145,17 @@ def name_constants(loss_fn: LossFn, constants: PyTree) -> LossFn:
     return functools.partial(loss_fn, constants=constants)
 
 
+def name_key(loss_fn: LossFn, key: jax.Array) -> LossFn:
+    """The loss, with a key of its own passed if it names `key`, without a value or with None.
+
+    It is the stream "loss" of the model's key: another in every step, replica and micro-batch.
+    """
+    parameter = inspect.signature(loss_fn).parameters.get("key")
+    if parameter is None or parameter.default not in (parameter.empty, None):
+        return loss_fn  # One with a value, such as the name of a column, is the loss's own.
+    return functools.partial(loss_fn, key=stream(key, "loss"))
+
+
 def call_loss(loss_fn: LossFn, model: Any, batch: Batch, *, train: bool) -> Any:
     """Calls a loss, and passes `train` if it has that argument."""
     try:

@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jddp.errors import ConfigError
-from jddp.modules.base import FlaxModel, name_constants
+from jddp.modules.base import FlaxModel, name_constants, name_key
 from jddp.modules.batch_norm import Sync
 from jddp.modules.frozen import thaw
 from jddp.modules.metrics import Mean, Metric, Sums, mask_in, weigh
@@ -54,7 +54,7 @@ def run_forward(
     Raises:
       ConfigError: If the loss or a metric has another number of rows.
     """
-    loss_fn = name_constants(loss_fn, constants)
+    loss_fn = name_key(name_constants(loss_fn, constants), key)
     arguments = (*thaw(params, model_state), batch, key)
     if train:
         outputs, written = model.train(loss_fn, *arguments)

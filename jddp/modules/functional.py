@@ -18,7 +18,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jddp.errors import ConfigError, check_choice
-from jddp.modules.base import FlaxModel, name_constants, refuse_constants, stream
+from jddp.modules.base import FlaxModel, name_constants, name_key, refuse_constants, stream
 from jddp.modules.batch_norm import Sync
 from jddp.modules.frozen import Frozen
 from jddp.modules.linen import LinenModel, synced_linen
@@ -28,7 +28,14 @@ from jddp.reduce.average import half_precision
 MODES = ("sync", "broadcast", "local")
 REDUCTIONS = ("mean", "sum", "first")
 
-__all__ = ["FlaxModel", "functional", "name_constants", "refuse_constants", "stream"]
+__all__ = [
+    "FlaxModel",
+    "functional",
+    "name_constants",
+    "name_key",
+    "refuse_constants",
+    "stream",
+]
 
 
 def functional(

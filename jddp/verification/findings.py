@@ -12,7 +12,8 @@ randomness or state, such as np.random, the time, or the order of a set, in whic
 processes differ. Put such numbers into the batch or constants=, or use jax.random."""
 SAME_NUMBERS = """\
 Random numbers are drawn, but not from the key of the step: every replica draws the
-same ones, in each step. Use self.make_rng(name), or rngs.name()."""
+same ones, in each step. Use self.make_rng(name) or rngs.name() of the model; or
+give the loss an argument `key`, as in nnx.Rngs(key)."""
 OWN_NUMBERS = """\
 Each replica draws its own random numbers: it is compared with one device that
 computes the same replica batches with the same numbers. This does not show that
