@@ -27,6 +27,7 @@ from jddp.typing import Metrics, PyTree
 
 Result = TypeVar("Result")
 Sent = tuple[TrainState, Metrics]
+_OF_CONSTRAINTS = ("is not found in mesh", "passed to with_sharding_constraint")
 
 
 class Executor:
@@ -129,6 +130,15 @@ def call(function: Callable[..., Result], *args: PyTree) -> Result:
     """
     try:
         return function(*args)
+    except ValueError as error:
+        # Of a constraint that was imported by name before the first model ran: `modules.mesh_axes`.
+        if not any(words in str(error) for words in _OF_CONSTRAINTS):
+            raise
+        raise ConfigError(
+            f"The model or loss constrains an array to axes of a mesh ({error}), and here each "
+            "replica has its own rows whole. Call it as jax.lax.with_sharding_constraint, which is "
+            "then left out; or leave it out."
+        ) from error
     except NameError as error:
         if "unbound axis name" not in str(error):
             raise

@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jddp.engine.state import Inputs, Leaf
-from jddp.errors import ConfigError
+from jddp.errors import ConfigError, UsageError
 from jddp.typing import Batch, PyTree
 
 AXIS = "data"
@@ -74,9 +74,24 @@ def over_replicas(
     # under it autodiff sums gradients leaf by leaf, before they could be put into buckets. Tests
     # prove in its place that replicas end with the same state: N devices equal one.
     function = mapped_over(axis_of(mesh))(function)
-    return jax.shard_map(
+    mapped = jax.shard_map(
         function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )
+
+    def call(*given: PyTree) -> PyTree:
+        _refuse_other_mesh(mesh)
+        return mapped(*given)
+
+    return call
+
+
+def _refuse_other_mesh(mesh: Mesh) -> None:
+    context = jax.sharding.get_abstract_mesh()
+    if not context.empty and context != mesh.abstract_mesh:
+        raise UsageError(
+            f"jax.set_mesh has set {context}, and the replicas have a mesh of their own, "
+            f"{mesh.abstract_mesh}. Call jddp outside of that context."
+        )
 
 
 def input_specs(mesh: Mesh) -> Inputs:

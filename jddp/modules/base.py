@@ -3,9 +3,8 @@
 import abc
 import functools
 import inspect
-import logging
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -15,9 +14,8 @@ import numpy as np
 from jddp.errors import ConfigError, UsageError
 from jddp.modules.batch_norm import Sync
 from jddp.modules.frozen import Frozen, is_frozen
+from jddp.modules.mesh_axes import MeshAxes
 from jddp.typing import Batch, LossFn, ModelState, Params, Path, PyTree
-
-log = logging.getLogger("jddp")
 
 
 class FlaxModel(abc.ABC):
@@ -32,6 +30,7 @@ class FlaxModel(abc.ABC):
         classes of variables (NNX).
       compute_dtype: Dtype of the arithmetic, as `jddp.modules.precision.Casts` takes it.
       frozen: Parameters that are not trained, as `jddp.modules.frozen.freeze` takes them.
+      axes: Mesh axes that the model names.
     """
 
     name: str
@@ -41,6 +40,7 @@ class FlaxModel(abc.ABC):
     per_replica: tuple[str, ...]
     compute_dtype: np.dtype | None
     frozen: Frozen
+    axes: MeshAxes
 
     def keeps_own(self, path: Path, x: Any) -> bool:
         """Whether each replica keeps its own of `x`, which is at `path` in the other state."""
@@ -78,6 +78,11 @@ class FlaxModel(abc.ABC):
     @abc.abstractmethod
     def kinds_at(self, path: Path) -> Sequence[str]:
         """Names by which a leaf of the other state may be declared, the narrowest first."""
+
+    def call(self, loss_fn: LossFn, model: Any, batch: Batch, *, train: bool) -> Any:
+        """Calls a loss with a model in Flax's own form, without constraints on its arrays."""
+        with self.axes.left_out():
+            return call_loss(loss_fn, model, batch, train=train)
 
     def init(self, loss_fn: LossFn, key: jax.Array, batch: Batch) -> tuple[Params, ModelState]:
         """Returns the `values`; a model without them makes them, by running the loss once."""
@@ -182,13 +187,3 @@ def is_saved(values: PyTree) -> bool:
     """Whether these are fields of a state, as a checkpoint or an export of one has them."""
     fields = {"params", "model_state", "ema_params"}
     return isinstance(values, Mapping) and {"params"} <= values.keys() <= fields
-
-
-def tell_axes(names: Iterable[Any]) -> None:
-    """Warns of mesh axes that a model names for its parameters, if it names any."""
-    axes = {axis for axes in names if axes for axis in jax.tree.leaves(tuple(axes))}
-    if axes:
-        log.warning(
-            "The model names the mesh axes %s for its parameters. Here each device holds them all.",
-            ", ".join(sorted(map(str, axes))),
-        )

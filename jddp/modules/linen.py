@@ -13,8 +13,9 @@ from jaxtyping import Array
 
 from jddp.errors import UsageError
 from jddp.modules import batch_norm
-from jddp.modules.base import FlaxModel, call_loss, is_saved, stream, takes_train, tell_axes
+from jddp.modules.base import FlaxModel, is_saved, stream, takes_train
 from jddp.modules.batch_norm import Sync
+from jddp.modules.mesh_axes import MeshAxes
 from jddp.modules.precision import Casts
 from jddp.typing import Batch, LossFn, ModelState, Params, Path, PyTree
 
@@ -26,24 +27,21 @@ class LinenModel(FlaxModel):
     _OFF = ("perturbations",)
 
     def __init__(self, module: nn.Module) -> None:
-        self.module = module
+        self.module, self.axes = module, MeshAxes()
 
     def init(self, loss_fn: LossFn, key: jax.Array, batch: Batch) -> tuple[Params, ModelState]:
         """Runs the loss under `nn.init`."""
-        loss = functools.partial(call_loss, loss_fn, train=True)
+        loss = functools.partial(self.call, loss_fn, train=True)
         run = nn.init(loss, self.module, mutable=nn.DenyList(self._OFF))
-        # A model that was written for other meshes names their axes. Where JAX sees no mesh, Flax
-        # leaves the values alone; `lax.psum` and the like know the replicas all the same.
-        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-            variables = run(self._streams(key), batch)
-        params, model_state = self.split(variables)
+        with self.axes.left_out():  # one notice for boxes and constraints
+            params, model_state = self.split(run(self._streams(key), batch))
         return params, model_state or {}
 
     def train(
         self, loss_fn: LossFn, params: Params, model_state: ModelState, batch: Batch, key: jax.Array
     ) -> tuple[Any, ModelState]:
         """Runs the loss with all but the parameters mutable."""
-        loss = functools.partial(call_loss, loss_fn, train=True)
+        loss = functools.partial(self.call, loss_fn, train=True)
         run = nn.apply(loss, self.module, mutable=nn.DenyList(("params", *self._OFF)))
         is_synced, casts = self.batch_norm == "sync", Casts(self.compute_dtype)
         with casts.of_linen(), synced_linen(self.sync, is_synced=is_synced):
@@ -61,7 +59,7 @@ class LinenModel(FlaxModel):
         is_told = takes_train(loss_fn)
         streams = {"params": stream(key, "params")} if is_told else {}
         kept = ("batch_stats",) if is_told else tuple(model_state)
-        loss = functools.partial(call_loss, loss_fn, train=False)
+        loss = functools.partial(self.call, loss_fn, train=False)
         # Written values, such as a cache, are dropped.
         run = nn.apply(loss, self.module, mutable=nn.DenyList(("params", *kept)))
         casts = Casts(self.compute_dtype)
@@ -76,7 +74,7 @@ class LinenModel(FlaxModel):
 
     def split(self, values: PyTree) -> tuple[Params, ModelState | None]:
         """Splits variables, or takes bare parameters."""
-        values = _without_axes(values)
+        values = self._without_axes(values)
         if is_saved(values):
             return values["params"], values.get("model_state")
         if not (isinstance(values, Mapping) and isinstance(values.get("params"), Mapping)):
@@ -93,6 +91,16 @@ class LinenModel(FlaxModel):
         """The collection."""
         return [path[0].key]
 
+    def _without_axes(self, variables: PyTree) -> PyTree:
+        """Takes the values out of the boxes in which Flax keeps the names of mesh axes."""
+
+        def is_box(x: Any) -> bool:
+            return isinstance(x, nn.Partitioned)
+
+        boxes = filter(is_box, jax.tree.leaves(variables, is_leaf=is_box))
+        self.axes.report(box.names for box in boxes)
+        return jax.tree.map(lambda x: x.value if is_box(x) else x, variables, is_leaf=is_box)
+
     def _streams(self, key: jax.Array) -> dict[str, jax.Array]:
         # Flax serves a stream that is not listed from "params"; "dropout" is listed because models
         # ask `has_rng("dropout")`.
@@ -103,17 +111,6 @@ def _is_sown(collection: PyTree) -> bool:
     """Whether `sow` made it: a tuple that grows with every run, which is no state."""
     leaves = jax.tree.leaves(collection, is_leaf=lambda x: isinstance(x, tuple))
     return any(isinstance(leaf, tuple) for leaf in leaves)
-
-
-def _without_axes(variables: PyTree) -> PyTree:
-    """Takes the values out of the boxes in which Flax keeps the names of mesh axes."""
-
-    def is_box(x: Any) -> bool:
-        return isinstance(x, nn.Partitioned)
-
-    boxes = filter(is_box, jax.tree.leaves(variables, is_leaf=is_box))
-    tell_axes(box.names for box in boxes)
-    return jax.tree.map(lambda x: x.value if is_box(x) else x, variables, is_leaf=is_box)
 
 
 @contextlib.contextmanager

@@ -11,8 +11,9 @@ from jaxtyping import Array
 
 from jddp.errors import ConfigError
 from jddp.modules import batch_norm
-from jddp.modules.base import FlaxModel, call_loss, is_saved, tell_axes
+from jddp.modules.base import FlaxModel, is_saved
 from jddp.modules.batch_norm import Sync
+from jddp.modules.mesh_axes import MeshAxes
 from jddp.modules.precision import Casts
 from jddp.typing import Batch, LossFn, ModelState, Params, Path, PyTree
 
@@ -24,7 +25,9 @@ class NnxModel(FlaxModel):
         self._graph, *parts = nnx.split(module, nnx.Param, nnx.RngState, ...)
         kept = nnx.to_flat_state(parts[-1])
         self._kinds = {path: [c.__name__ for c in type(x).__mro__] for path, x in kept}
-        tell_axes(x.get_metadata().get("out_sharding") for _, x in nnx.to_flat_state(parts[0]))
+        self.axes = MeshAxes()
+        boxes = (x.get_metadata() for _, x in nnx.to_flat_state(parts[0]))
+        self.axes.report(metadata.get("out_sharding") for metadata in boxes)
         params, rngs, rest = map(nnx.to_pure_dict, parts)
         self._own = {"rngs": rngs, "rest": rest}
         self.values = params, self._own
@@ -39,7 +42,7 @@ class NnxModel(FlaxModel):
         module.train()
         casts.of_nnx(module)
         sync_nnx(module, self.sync, is_synced=self.batch_norm == "sync")
-        outputs = call_loss(loss_fn, module, batch, train=True)
+        outputs = self.call(loss_fn, module, batch, train=True)
         parts: Any = nnx.split(module, nnx.Param, nnx.RngState, ...)
         _, own, _, left = parts
         if _paths(nnx.to_pure_dict(own)) != _paths(params):
@@ -59,7 +62,7 @@ class NnxModel(FlaxModel):
         casts, state = Casts(self.compute_dtype), {"rngs": rngs, "rest": model_state["rest"]}
         module = self.rebuild(casts.narrow(params), state)
         casts.of_nnx(module)
-        return call_loss(loss_fn, module, batch, train=False)
+        return self.call(loss_fn, module, batch, train=False)
 
     def split(self, values: PyTree) -> tuple[Params, ModelState]:
         """Splits a state by kinds of variables, or takes bare parameters."""

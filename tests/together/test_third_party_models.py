@@ -19,7 +19,7 @@ from states import equal
 from tiny import MLP, NUM_CLASSES, NnxConvNet, Of, loss_fn, make_batch, take_steps
 
 import jddp
-from jddp.errors import ConfigError
+from jddp.errors import ConfigError, UsageError
 from jddp.zoo.losses import cross_entropy
 from jddp.zoo.models import CNN, CNN_NNX
 
@@ -149,6 +149,99 @@ def test_boxes_with_the_axes_of_other_meshes_are_taken_off_with_a_notice(caplog)
     equal(*ends)
     (notice,) = [record.getMessage() for record in caplog.records]
     assert "mesh axes embed, fsdp, mlp, model" in notice
+
+
+def layers_of_meshes(m, x, train, named=True):
+    """Layers that unbox their kernels in each call, logical names with rules, and constraints."""
+    lecun = nn.initializers.lecun_normal()
+    box = nn.with_partitioning if named else lambda init, names: init
+    logical = nn.with_logical_partitioning if named else lambda init, names: init
+    x = nn.DenseGeneral(8, kernel_init=box(lecun, ("fsdp", "model")))(x)[:, None]
+    if named:
+        x = jax.lax.with_sharding_constraint(x, jax.P("batch", None, "model"))
+        x = nn.with_logical_constraint(x, ("rows", None, "embed"))
+    attention = nn.MultiHeadDotProductAttention(
+        num_heads=2,
+        kernel_init=box(lecun, ("fsdp", None, "model")),
+        out_kernel_init=logical(lecun, ("heads", None, "embed")),
+    )
+    return nn.DenseGeneral(NUM_CLASSES, kernel_init=logical(lecun, ("embed", None)))(
+        attention(x, x)[:, 0]
+    )
+
+
+class NnxConstrained(nnx.Module):
+    def __init__(self, rngs, *, named=True):
+        init, self.named = nnx.initializers.lecun_normal(), named
+        box = nnx.with_partitioning if named else lambda init, names: init
+        with nnx.use_eager_sharding(False):
+            kernel_init = box(init, ("fsdp", "model"))
+            self.first = nnx.LinearGeneral(16, 8, kernel_init=kernel_init, rngs=rngs)
+            self.last = nnx.Linear(8, NUM_CLASSES, kernel_init=init, rngs=rngs)
+
+    def __call__(self, x, train):
+        x = self.first(x)
+        if self.named:
+            mesh = jax.make_mesh((8,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+            x = jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, jax.P("rows")))
+        return self.last(nnx.relu(x))
+
+
+NAMED = {
+    "linen": (
+        lambda: Of(layers_of_meshes),
+        lambda: Of(functools.partial(layers_of_meshes, named=False)),
+    ),
+    "nnx": (lambda: NnxConstrained(nnx.Rngs(0)), lambda: NnxConstrained(nnx.Rngs(0), named=False)),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_model_written_to_be_sharded_trains_and_evaluates_as_one_that_is_not(name, caplog):
+    batch, ends = make_batch(), []
+    rules = [("rows", "fsdp"), ("embed", "model"), ("heads", None)]
+    for make in NAMED[name]:
+        with nn.logical_axis_rules(rules), caplog.at_level(logging.WARNING, "jddp"):
+            ddp = wrapped(make())
+            state, metrics = take_steps(ddp, [batch] * 2)
+            evaluated = ddp.evaluate(state, [batch])
+            outputs = ddp.predict(state, [batch], lambda m, rows: m(rows["x"], train=False))
+        ends.append((state.params, metrics, evaluated, outputs))
+    equal(*ends)
+    axes = " ".join(record.getMessage() for record in caplog.records)
+    assert all(axis in axes for axis in ("fsdp", "model", "rows" if name == "nnx" else "batch"))
+    with nn.logical_axis_rules(rules):
+        passes(NAMED[name][0]())
+
+
+def test_constraints_outside_of_a_step_are_as_they_were():
+    take_steps(wrapped(NnxConstrained(nnx.Rngs(0))), [make_batch()])
+    mesh = jax.make_mesh((8,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.NamedSharding(mesh, jax.P("rows"))
+    x = jax.jit(lambda x: jax.lax.with_sharding_constraint(x, sharding))(np.zeros(16))
+    assert x.sharding == sharding
+
+
+with_its_own_name = jax.lax.with_sharding_constraint
+
+
+@pytest.mark.parametrize("axis", ["fsdp", jddp.AXIS])
+def test_a_constraint_that_was_imported_by_name_is_refused_in_a_sentence(axis):
+    def constrained(m, x, train):
+        return with_its_own_name(nn.Dense(NUM_CLASSES)(x), jax.P(axis))
+
+    with pytest.raises(ConfigError, match=r"Call it as jax\.lax\.with_sharding_constraint"):
+        wrapped(Of(constrained)).init(0, make_batch())
+
+
+def test_a_mesh_that_is_set_beside_that_of_the_replicas_is_refused_in_a_sentence():
+    types = (jax.sharding.AxisType.Auto,) * 2
+    ddp = wrapped(MLP())
+    with (
+        jax.set_mesh(jax.make_mesh((2, 4), ("fsdp", "model"), axis_types=types)),
+        pytest.raises(UsageError, match=r"'fsdp': 2.*Call jddp outside of that context"),
+    ):
+        ddp.init(0, make_batch())
 
 
 @pytest.mark.parametrize("make", [on_a_mesh_of_its_own, on_no_mesh])
