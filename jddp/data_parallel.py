@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 from jddp.checkpoint.checkpoints import Checkpoints
 from jddp.checkpoint.weights import Loaded
 from jddp.config.permissions import folder_or_url
+from jddp.distributed.unjoined import refuse_unjoined
 from jddp.distributed.watchdog import Limits
 from jddp.engine.average import choose_average, chosen_params
 from jddp.engine.backward import choose_backward
@@ -188,6 +189,7 @@ class DataParallel(Shown):
         **unknown: Any,
     ) -> None:
         refuse_unknown(DataParallel, unknown, key="DataParallel")
+        refuse_unjoined()
         self.mesh = make_mesh(mesh, axis_name)
         axis, hardware = axis_of(self.mesh), platform(self.mesh)
         sync = Sync(axis, batch_norm_group_size, batch_norm_unbiased, logical_replicas)

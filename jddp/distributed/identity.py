@@ -29,6 +29,7 @@ class Identity:
       local_device_ids: Those of the host's accelerators that are this process's; None for all it
         sees.
       source: Launcher that has set the numbers; empty where there is none.
+      count_in: Variable with the number of processes; empty where there is none.
     """
 
     coordinator: str | None = None
@@ -36,6 +37,7 @@ class Identity:
     process_id: int = 0
     local_device_ids: tuple[int, ...] | None = None
     source: str = field(default="", compare=False)
+    count_in: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         """One line: the numbers, and the launcher that has set them."""
@@ -98,7 +100,8 @@ def identify(
       source: Launcher that has set the numbers.
 
     Returns:
-      None if none of the variables is set.
+      None if none of the variables is set, or only the numbers of a job of one, as containers have
+      them.
 
     Raises:
       HalfSetError: If only some are.
@@ -108,6 +111,8 @@ def identify(
     if not (are_set := [name for name in needed if environ.get(name)]):
         return None
     if missing := [name for name in needed if name not in are_set]:
+        if (environ.get(there), environ.get(here)) == ("1", "0"):
+            return None
         raise HalfSetError(
             f"{', '.join(are_set)} set but {', '.join(missing)} not. A job of many processes needs "
             f"all {len(needed)}; a job of one needs none."
@@ -126,7 +131,7 @@ def identify(
         )
     check_address(coordinator, ADDRESS if given else names.address)
     devices = choose_local_devices(environ, names)
-    return Identity(coordinator, int(count), int(number), devices, source)
+    return Identity(coordinator, int(count), int(number), devices, source, there)
 
 
 def port_of(job: str) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from jddp.config.versions import versions
 from jddp.distributed import coordination
+from jddp.distributed.unjoined import explain, unjoined_job
 from jddp.doctor.finding import BAD, OK, WARN, Finding
 
 SECONDS = 60.0
@@ -25,6 +26,8 @@ def check_job(directory: Path) -> list[Finding]:
     Args:
       directory: Directory of runs, which has to be shared.
     """
+    if (job := unjoined_job()) is not None:
+        return [Finding(BAD, *explain(job))]
     if coordination.num_processes() == 1:
         return [Finding(OK, "one process: nothing to agree on")]
     shared = coordination.gather("doctor/versions", json.dumps(versions()), timeout_seconds=SECONDS)

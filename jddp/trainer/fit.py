@@ -14,6 +14,7 @@ import jax
 from jddp.config.versions import versions
 from jddp.data import TrainBatches, WorkerBatches, eval_batches
 from jddp.distributed.coordination import agree
+from jddp.distributed.unjoined import refuse_unjoined
 from jddp.distributed.watchdog import Limits, Watchdog
 from jddp.engine.evaluate import refuse_padding
 from jddp.engine.mesh import as_arrays
@@ -101,6 +102,7 @@ def train(
       callbacks: Objects as `jddp.Callback` describes them.
       limits: Seconds that a phase may take before its processes are reported as hanging.
     """
+    refuse_unjoined()
     if plan.resume == "must" and kept.directory is None:
         raise ConfigError("resume='must' needs run_dir=, where the run was saved.")
     if kept.directory is None and any(isinstance(x, KeepBest) for x in callbacks):

@@ -501,6 +501,30 @@ def test_processes_train_as_one_with_as_many_devices(jobs, one):
     assert_alike(result(jobs, "two")[0], one)
 
 
+UNJOINED = """
+import optax
+from tiny import MLP, loss_fn, make_batch
+import jddp
+
+try:
+    jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn)
+except jddp.Error as error:
+    print(error)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_program_that_does_not_join_is_refused_in_each_process(folder):
+    (folder / "unjoined.py").write_text(UNJOINED)
+    with Launched(folder, *TWO, "unjoined.py") as launched:
+        assert launched.end() == 0, launched.err
+    for process in range(2):
+        refused = f"jddp.launch has started 2 processes, of which this is number {process}, but"
+        assert refused in launched.log(process)
+        assert "distributed.initialize(distributed.resolve_identity())" in launched.log(process)
+
+
 SCRIPT = ROOT / "tests" / "workers" / "script.py"
 MINE, DATA = "RuntimeError: a bug of mine", "DataError: my data are bad"
 ENDS = {  # of the last process of a script: what it does and where; the launcher's code and words

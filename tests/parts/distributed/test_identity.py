@@ -130,6 +130,8 @@ def test_arguments_complete_what_the_environment_has_and_are_refused_by_their_na
         TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0"},
         {"MASTER_ADDR": "b", "MASTER_PORT": "1"},
         {"WORLD_SIZE": "1"},
+        env("RANK=0 WORLD_SIZE=1"),  # of containers, which give no address
+        env("JAX_NUM_PROCESSES=1 JAX_PROCESS_ID=0"),
         OPEN_MPI_5 | {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"},
         MPICH | {"PMI_SIZE": "1", "PMI_RANK": "0"},
         {"JOB_COMPLETION_INDEX": "3"},  # an array of jobs
