@@ -7,6 +7,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from jddp.config.versions import versions
 from jddp.errors import ExitCode, report
 
 COMMANDS = {
@@ -22,7 +23,7 @@ COMMANDS = {
 }
 TABLE = "\n".join(f"  jddp {name:<11} {about}" for name, about in COMMANDS.items())
 HELP = f"""\
-usage: jddp COMMAND [--help] ...
+usage: jddp COMMAND [--help] ..., or jddp --version
 
 {TABLE}
 
@@ -36,6 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name in COMMANDS:
         inner = ".__main__" if name in ("doctor", "checkpoint", "data") else ""
         return int(importlib.import_module(f"jddp.{name}{inner}").main(rest))
+    if name == "--version":
+        found = versions()
+        print(f"jddp {found.pop('jddp')}")
+        print("\n".join(f"  {package} {version}" for package, version in found.items()))
+        return ExitCode.DONE
     print(HELP)
     if name in ("-h", "--help"):
         return ExitCode.DONE

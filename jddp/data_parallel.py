@@ -72,6 +72,7 @@ from jddp.trainer.run import Run
 from jddp.typing import Batch, Batches, Grads, LossFn, Metrics, Params, PyTree
 from jddp.zoo.losses import outputs
 from jddp.zoo.names import refuse_unknown
+from jddp.zoo.synonyms import OF_DATA_PARALLEL, OF_FIT
 
 
 class DataParallel(Shown):
@@ -188,7 +189,7 @@ class DataParallel(Shown):
         donate: bool = True,
         **unknown: Any,
     ) -> None:
-        refuse_unknown(DataParallel, unknown, key="DataParallel")
+        refuse_unknown(DataParallel, unknown, key="DataParallel", synonyms=OF_DATA_PARALLEL)
         refuse_unjoined()
         self.mesh = make_mesh(mesh, axis_name)
         axis, hardware = axis_of(self.mesh), platform(self.mesh)
@@ -693,7 +694,7 @@ class DataParallel(Shown):
           OutOfMemoryError: If a device has less memory than a step needs.
           NumericsError: If the loss is not finite, or too many steps in a row were skipped.
         """
-        refuse_unknown(DataParallel.fit, unknown, key="fit")
+        refuse_unknown(DataParallel.fit, unknown, key="fit", synonyms=OF_FIT)
         sizes = {"global_batch_size": global_batch_size, "num_epochs": num_epochs, "seed": seed}
         batches, evaluate, length = choose_batches(
             batches, data, evaluate, num_steps, multiple_of=self.steps.num_micro_batches, **sizes

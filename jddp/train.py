@@ -32,7 +32,6 @@ from jddp.errors import Error, ExitCode, report
 
 if TYPE_CHECKING:
     from jddp.job.job import Job
-    from jddp.trainer.run import Run
 
 EXAMPLES = """\
 examples:
@@ -134,7 +133,7 @@ def _train(config: Config, name: str, detected: str, *, is_dry_run: bool, starte
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return ExitCode.PREEMPTED
     if job.is_writer:
-        print(_farewell(run, time.monotonic() - started))
+        print(f"done     {run.step:,} steps, {time.monotonic() - started:.0f} s in all")
     return ExitCode.DONE
 
 
@@ -187,15 +186,6 @@ def _banner(job: "Job", name: str, detected: str) -> str:
     for label, fact in facts.items():
         lines += textwrap.wrap(f"{label:<9}{fact}", 80, subsequent_indent=" " * 9)
     return "\n".join(lines)
-
-
-def _farewell(run: "Run", seconds: float) -> str:
-    """Two lines on the result of a run."""
-    from jddp.trainer.reports.progress import is_metric
-
-    found = sorted(run.eval_metrics.items(), key=lambda item: (item[0] != "loss", item[0]))
-    metrics = "  ".join(f"{name} {x:.4g}" for name, x in found if is_metric(name, x))
-    return f"done     {run.step:,} steps, {seconds:.0f} s in all\neval     {metrics}"
 
 
 def _leave(error: BaseException) -> int:

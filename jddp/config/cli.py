@@ -6,6 +6,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
 from jddp.errors import Error, ExitCode, UsageError, report
@@ -15,10 +16,15 @@ from jddp.zoo.names import did_you_mean
 class Parser(argparse.ArgumentParser):
     """Raises an error, where argparse's parser prints its usage and exits."""
 
-    def __init__(self, **options: Any) -> None:
-        """Allows no abbreviated options, and keeps the line breaks of the help texts."""
+    def __init__(self, *, prog: str, **options: Any) -> None:
+        """Allows no abbreviated options, and keeps the line breaks of the help texts.
+
+        The usage names the command as it was typed: `jddp train`, or `python -m jddp.train`.
+        """
         raw = {"formatter_class": argparse.RawDescriptionHelpFormatter}
-        super().__init__(**raw | options, allow_abbrev=False)
+        if Path(sys.argv[0]).name == "jddp":  # the console script
+            prog = prog.replace("python -m jddp.", "jddp ")
+        super().__init__(**raw | options, prog=prog, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
         """Raises the error, which a command prints as one line."""

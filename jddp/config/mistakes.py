@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 from jddp.config.keys import Path, is_at, keys_of
 from jddp.errors import ConfigError
 from jddp.zoo.names import did_you_mean
+from jddp.zoo.synonyms import KEYS
 
 
 class Mistake(NamedTuple):
@@ -55,9 +56,16 @@ def _sentence(path: Path, details: list[Any], keys: Sequence[Path]) -> str:
 
 
 def _nearest_key(path: Path, keys: Sequence[Path]) -> str:
-    """Suggests a sibling, else the full path of a key of like name in another section."""
+    """Suggests the key that is meant.
+
+    It is that of a name of another trainer; else a sibling; else the full path of a key of like
+    name in another section.
+    """
     *above, name = path
     depth = len(above)
     siblings = {x[depth] for x in keys if len(x) > depth and is_at(x[:depth], tuple(above))}
-    elsewhere = {key[-1]: ".".join(key) for key in reversed(keys)}
+    if (key := KEYS.get(name)) is not None:
+        last = key.rpartition(".")[2]
+        return f" Did you mean {last if last in siblings else key!r}?"
+    elsewhere = KEYS | {key[-1]: ".".join(key) for key in reversed(keys)}
     return did_you_mean(name, siblings) or did_you_mean(name, elsewhere)

@@ -148,6 +148,8 @@ class Loop:
         if self._is_over and self._is_evaluated:
             how = "finished" if run.stopped is None else f"stopped ({run.stopped})"
             self._reporter.note(f"{how} at step {run.step}; nothing to do")
+            if run.evaluations:
+                self._reporter.progress.evaluated(run.eval_metrics)
             return
         log_file = contextlib.nullcontext() if files is None else files.logging(jax.process_index())
         with log_file, self._signals:

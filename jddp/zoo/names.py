@@ -16,17 +16,11 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from jddp.errors import ConfigError
 
-# Names of PyTorch and Lightning for options of `DataParallel` or `fit`, and the names here.
-_ELSEWHERE = """
-    bucket_cap_mb=bucket_mb broadcast_buffers=batch_norm find_unused_parameters=unused_parameters
-    device_ids=mesh process_group=mesh gradient_accumulation_steps=accumulate_steps
-"""
-ELSEWHERE = dict(pair.split("=") for pair in _ELSEWHERE.split())
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -34,15 +28,15 @@ def did_you_mean(name: str, known: Iterable[str] | Mapping[str, str]) -> str:
     """Returns the sentence " Did you mean 'x'?" for the nearest known name, or nothing.
 
     Upper and lower case are alike, and a name that stands inside a known one (`cosine` in
-    `cosine_decay_schedule`) counts as near; so does its abbreviation, by initials (`lr` for
-    `learning_rate`) or by leaving out letters (`ckpt`). Of a mapping, keys are compared, a value is
-    suggested.
+    `cosine_decay_schedule`) counts as near, the shortest first; so does its abbreviation, by
+    initials (`lr` for `learning_rate`) or by leaving out letters (`ckpt`). Of a mapping, keys are
+    compared, a value is suggested.
     """
     words = known if isinstance(known, Mapping) else {word: word for word in sorted(known)}
     typed, lowered = name.lower(), {key.lower(): word for key, word in words.items()}
     near = (
         difflib.get_close_matches(typed, lowered, n=1)
-        or [w for w in lowered if typed in w]
+        or sorted((w for w in lowered if typed in w), key=len)
         or [w for w in lowered if typed in "".join(part[:1] for part in w.split("_"))]
         or [w for w in lowered if re.match(".*".join(map(re.escape, typed)), w)]
     )
@@ -111,7 +105,14 @@ def resolve_target(target: str, *, key: str) -> Any:
     return find_attribute(found, name, called=f"module {module_name!r}", key=key)
 
 
-def find_attribute(owner: object, name: str, *, called: str, key: str) -> Any:
+def find_attribute(
+    owner: object,
+    name: str,
+    *,
+    called: str,
+    key: str,
+    is_meant: Callable[[Any], bool] = lambda found: True,
+) -> Any:
     """Returns `owner.name`, where `name` may be dotted and `owner` is a module or a class.
 
     Args:
@@ -119,13 +120,15 @@ def find_attribute(owner: object, name: str, *, called: str, key: str) -> Any:
       name: Dotted name of an attribute.
       called: Name of the owner for the error.
       key: The config key that holds the name, for the error.
+      is_meant: Whether an attribute is of the kind that is looked for; others are not suggested.
 
     Raises:
       ConfigError: If there is no such name.
     """
     for part in name.split("."):
         if not hasattr(owner, part):
-            meant = did_you_mean(part, [n for n in dir(owner) if not n.startswith("_")])
+            public = [n for n in dir(owner) if not n.startswith("_")]
+            meant = did_you_mean(part, [n for n in public if is_meant(getattr(owner, n, None))])
             raise ConfigError(f"{key}: {called} has no {part!r}.{meant}")
         owner = getattr(owner, part)
     return owner
@@ -173,17 +176,31 @@ def check_arguments(
             raise ConfigError(f"{key}.{name} is missing: {called} needs the argument {name!r}.")
 
 
-def refuse_unknown(function: Any, arguments: Iterable[str], *, key: str) -> None:
+def refuse_unknown(
+    function: Any,
+    arguments: Iterable[str],
+    *,
+    key: str,
+    synonyms: Mapping[str, str] | None = None,
+) -> None:
     """Refuses arguments that `function` does not have, and suggests a name.
 
+    Args:
+      function: Function that will be called.
+      arguments: Names of the arguments that were given.
+      key: The function, or the config key under which they stand, for the error.
+      synonyms: Arguments that are meant, by names of others.
+
     Raises:
-      ConfigError: For the first one, with the nearest name, or that of the same option in PyTorch.
+      ConfigError: For the first one, with the nearest name.
     """
-    called, known = name_of(function), accepted_names(function, key=key)
-    words = {name: name for name in known} | {n: x for n, x in ELSEWHERE.items() if x in known}
-    for name in (name for name in arguments if name not in known):
-        meant = did_you_mean(name, words)
-        raise ConfigError(f"{key}.{name}: {called} takes no argument {name!r}.{meant}")
+    known = accepted_names(function, key=key)
+    words = {**(synonyms or {}), **{name: name for name in known}}
+    for name in arguments:
+        if name not in known:
+            meant = did_you_mean(name, words)
+            called = name_of(function)
+            raise ConfigError(f"{key}.{name}: {called} takes no argument {name!r}.{meant}")
 
 
 def name_of(function: Any) -> str:

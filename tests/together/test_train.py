@@ -1,6 +1,5 @@
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import jax
 import pytest
@@ -10,7 +9,7 @@ import jddp
 from jddp.config.files import load_config
 from jddp.config.schema import Config
 from jddp.errors import FileSystemError
-from jddp.train import _farewell, main
+from jddp.train import main
 
 MINE = """
 from pathlib import Path
@@ -108,7 +107,8 @@ def test_a_run_says_what_it_does_and_keeps_what_it_measured(trained):
     assert f"jax {jax.__version__} | 1 process x 2 cpu devices" in lines[0]
     sections = {"config   line", "data     mine:points: 20 train / 7 test examples"}
     assert sections | {"model    mine:Line, 7 parameters", "run dir  runs/line"} <= set(lines)
-    assert lines[-2].startswith("done     8 steps")
+    assert lines[-2].startswith("eval 8  loss ")
+    assert lines[-1].startswith("done     8 steps")
     assert all(len(line) <= 80 for line in lines)
     steps = [(record["step"], record["split"]) for record in records(run_dir)]
     train = [(step, "train") for step in range(1, 9)]
@@ -117,12 +117,6 @@ def test_a_run_says_what_it_does_and_keeps_what_it_measured(trained):
     assert records(run_dir)[-1]["examples"] == 7
     assert load_config([str(run_dir / "config.yaml")])[0].run.dir == "runs/line"
     assert (run_dir.parents[1] / "cache" / "jddp" / "xla").is_dir()
-
-
-def test_the_last_line_has_the_scalars_of_the_evaluation():
-    metrics = {"step": 2, "split": "eval", "a": 0.5, "table": [[1, 0]], "loss": 3.0, "examples": 7}
-    text = _farewell(SimpleNamespace(step=2, eval_metrics=metrics), 1.0)
-    assert text.endswith("eval     loss 3  a 0.5")
 
 
 def test_a_broken_run_resumes_as_if_nothing_had_happened(folder, trained):

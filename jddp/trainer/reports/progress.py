@@ -113,25 +113,31 @@ def _live_line(num_steps: int, stream: Any) -> Any:
 
 
 def train_line(record: Record, num_steps: int, *, columns: int = COLUMNS) -> str:
-    """Step, loss, metrics, rate, speed and remaining time, in one line that fits."""
+    """Step, loss, metrics, rate, speed and remaining time, in one line that fits.
+
+    Where it does not, the speed is left out, then digits, then the last metrics: the rate stays.
+    """
     step = record["step"]
-    end = []
-    if (rate := record.get("learning_rate")) is not None:
-        end.append(f"lr {rate:.2g}")
-    if (speed := record.get("examples_per_second")) is not None:
-        end.append(f"{_short(speed)} ex/s")
+    rate, speed, time_left = list[str](), list[str](), list[str]()
+    if (value := record.get("learning_rate")) is not None:
+        rate = [f"lr {value:.2g}"]
+    if (value := record.get("examples_per_second")) is not None:
+        speed = [f"{_short(value)} ex/s"]
     if (seconds := record.get("step_seconds")) is not None:
-        end.append(f"ETA {_duration((num_steps - step) * seconds)}")
-    start = [f"step {step}/{num_steps}", *_metrics(record)]
-    if rate is not None and len("  ".join([*start, *end])) > columns:
-        end = end[1:]  # The rate is dropped first: it follows from the schedule.
-    return _join(start, end, columns)
+        time_left = [f"ETA {_duration((num_steps - step) * seconds)}"]
+    head = f"step {step}/{num_steps}"
+    full, short = ([head, *_metrics(record, digits)] for digits in (4, 3))
+    for start, end in ((full, rate + speed), (full, rate), (short, rate)):
+        line = "  ".join([*start, *end, *time_left])
+        if len(line) <= columns:
+            return line
+    return _join(short, rate + time_left, columns)
 
 
-def _metrics(record: Record) -> list[str]:
+def _metrics(record: Record, digits: int = 4) -> list[str]:
     """The loss, then the metrics of the loss function in their order."""
     names = [n for n, v in record.items() if n not in NOT_METRICS and isinstance(v, float | int)]
-    return [f"{name} {record[name]:.4g}" for name in ["loss", *names]]
+    return [f"{name} {record[name]:.{digits}g}" for name in ["loss", *names]]
 
 
 def _join(start: list[str], end: list[str], columns: int) -> str:

@@ -8,6 +8,7 @@ import tomllib
 import pytest
 from house import MODULES, PACKAGE, name_of
 
+import jddp
 from jddp.__main__ import COMMANDS, main
 
 
@@ -28,6 +29,13 @@ def test_the_module_is_run_and_its_list_imports_no_library():
     shown = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "jddp train" in shown.stdout
     assert re.findall(r"\| +(jddp|jax|numpy)$", shown.stderr, re.M) == ["jddp"]
+
+
+def test_it_prints_the_version_and_those_of_what_results_depend_on(capsys):
+    assert main(["--version"]) == 0
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first.split() == ["jddp", jddp.__version__]
+    assert {"python", "jax", "flax", "optax"} <= {line.split()[0] for line in others}
 
 
 def test_every_command_of_the_package_is_named_and_the_console_script_is_the_same(capsys):

@@ -120,7 +120,10 @@ def test_a_train_line_says_all_and_fits():
     assert len(train_line(many, 1170)) <= 80
     assert train_line(many, 1170).endswith("ETA 0:15")
     # Beside a bar there is less room: the rate goes before a metric does.
-    assert train_line(RECORD, 1170, columns=69) == line.replace("lr 0.0016  ", "")
+    assert train_line(RECORD, 1170, columns=69) == line.replace("10.8k ex/s  ", "")
+    clipped = train_line(RECORD | {"grad_norm": 1.2345}, 1170)
+    short = "step 400/1170  loss 0.238  accuracy 0.912  grad_norm 1.23  lr 0.0016  ETA 0:15"
+    assert clipped == short
     assert "ETA 2:46:40" in train_line(RECORD | {"step": 0}, 500_000)
     assert train_line({"step": 1, "loss": float("nan")}, 9) == "step 1/9  loss nan"
 

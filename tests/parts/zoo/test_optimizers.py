@@ -41,6 +41,8 @@ def test_a_schedule_is_filled_with_the_peak_rate_and_the_length_of_the_run_after
 
 
 WRONG_SCHEDULES = (
+    ("linear", {}, "Did you mean 'linear_schedule'?"),  # and not 'lion', which is an optimizer
+    ("constant", {}, "Did you mean 'constant_schedule'?"),
     ("cosine", {}, "optimizer.schedule.name: optax has no 'cosine'. Did you mean 'cosine_decay"),
     ("constant_schedule", {"valu": 1}, "kwargs.valu: constant_schedule takes no argument 'valu'"),
     ("polynomial_schedule", {}, "optimizer.schedule.kwargs.end_value is missing"),
@@ -94,6 +96,7 @@ def test_weight_decay_spares_norms_and_biases_unless_told_otherwise(name):
 WRONG_OPTIMIZERS = (
     ("adamv", {}, "optimizer.name: optax has no 'adamv'. Did you mean 'adam"),
     ("SGD", {}, "Did you mean 'sgd'?"),
+    ("linear_schedul", {}, "optax has no 'linear_schedul'."),
     ("contrib.muonn", {}, "Did you mean 'muon'?"),
     ("adamw", {"weight_decy": 1}, "kwargs.weight_decy: adamw takes no argument 'weight_decy'. Did"),
     ("MultiSteps", {}, "optimizer.kwargs.opt is missing"),
