@@ -508,16 +508,21 @@ class DataParallel(Shown):
         run = self._run(self._evaluate, state, params, constants)
         return evaluate_exactly(run, batches, self.mesh, self.steps.num_local_replicas)
 
-    def trace_evaluation(self, state: TrainState, batch: Batch, params: str = "params") -> None:
+    def trace_evaluation(
+        self, state: TrainState, batch: Batch, params: str = "params"
+    ) -> list[str]:
         """Traces `evaluate` for such a batch, so that a mistake in it shows; runs nothing.
 
         Args:
           state: State from `init` or `step`; it is not changed.
           batch: Evaluation rows of this process.
           params: "params", or "ema" for their moving average.
+
+        Returns:
+          The names of what `evaluate` returns.
         """
         trace = self._run(functools.partial(jax.eval_shape, self._evaluate), state, params)
-        next(sums_of(trace, [batch], self.mesh, self.steps.num_local_replicas))
+        return [*next(sums_of(trace, [batch], self.mesh, self.steps.num_local_replicas))]
 
     def predict(
         self,

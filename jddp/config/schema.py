@@ -15,6 +15,7 @@ from jddp.config.keys import keys_of
 from jddp.config.mistakes import ConfigMistakes, describe_mistakes
 from jddp.config.permissions import expand, is_url
 from jddp.errors import ConfigError
+from jddp.zoo.directions import choose_mode
 from jddp.zoo.names import did_you_mean
 
 Kwargs = dict[str, Any]
@@ -40,6 +41,13 @@ def _expanded(path: str) -> str:
     try:
         expanded = str(expand(path))
         return expanded if path.startswith("~") else path
+    except ConfigError as error:
+        raise ValueError(str(error).rstrip(".")) from None
+
+
+def _refuse_unknown_direction(metric: str, mode: str, key: str) -> None:
+    try:
+        choose_mode(metric, mode, key=key)
     except ConfigError as error:
         raise ValueError(str(error).rstrip(".")) from None
 
@@ -305,7 +313,9 @@ class CheckpointConfig(Section):
     keep: int = option(3, "Newest checkpoints to keep.", "none", ge=1)
     keep_every_steps: int | None = option(None, "Checkpoints of its multiples stay.", "none", ge=1)
     best_metric: str | None = option(None, "Metric whose best state is kept, in <run.dir>/best.")
-    best_mode: Literal["min", "max"] = option("min", "Whether smaller or larger is better.")
+    best_mode: Literal["auto", "min", "max"] = option(
+        "auto", "Whether smaller or larger is better; auto: by the metric's name."
+    )
     resume: Literal["auto", "never", "must"] = option(
         "auto", "Resume from the last checkpoint: if there is one, never, or required.", "none"
     )
@@ -313,6 +323,12 @@ class CheckpointConfig(Section):
         None, "Run whose state and place in the data a new run begins with."
     )
     allow_changed: list[str] = option([], "Keys that may differ when this run resumes.", "none")
+
+    @model_validator(mode="after")
+    def _direction_is_known(self) -> "CheckpointConfig":
+        if self.best_metric is not None:
+            _refuse_unknown_direction(self.best_metric, self.best_mode, "best_mode")
+        return self
 
 
 class WatchdogConfig(Section):
@@ -366,16 +382,3 @@ class Config(Section):
                 meant = did_you_mean(key, known)
                 raise ConfigError(f"checkpoint.allow_changed: {key!r} is no key.{meant}")
         return self
-
-
-def default_of(key: str, otherwise: Any) -> Any:
-    """Returns the default of a key, such as "ddp.overlap"; something else for an unknown key."""
-    field = keys_of(Config).get(tuple(key.split(".")))
-    return otherwise if field is None else field.get_default(call_default_factory=True)
-
-
-def effect_of(key: str) -> Effect:
-    """Returns what another value of a key, such as "ddp.overlap", does to the numbers of a run."""
-    field = keys_of(Config).get(tuple(key.split(".")))
-    about: Any = None if field is None else field.json_schema_extra
-    return "numbers" if about is None else about["effect"]

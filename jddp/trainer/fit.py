@@ -20,7 +20,7 @@ from jddp.engine.evaluate import refuse_padding
 from jddp.engine.mesh import as_arrays
 from jddp.engine.state import TrainState
 from jddp.errors import ConfigError
-from jddp.trainer.callbacks import Callback, KeepBest
+from jddp.trainer.callbacks import Callback, watching
 from jddp.trainer.fingerprint import fingerprint
 from jddp.trainer.loop import Loop
 from jddp.trainer.out_of_memory import explained
@@ -105,8 +105,8 @@ def train(
     refuse_unjoined()
     if plan.resume == "must" and kept.directory is None:
         raise ConfigError("resume='must' needs run_dir=, where the run was saved.")
-    if kept.directory is None and any(isinstance(x, KeepBest) for x in callbacks):
-        raise ConfigError("KeepBest (checkpoint.best_metric) needs run_dir=, to keep the best in.")
+    for callback in watching(callbacks):
+        callback.check_plan(plan, kept.directory)
     if isinstance(batches, TrainBatches | WorkerBatches) and batches.is_padded:
         ddp.abstract_state(batches.batch(0))
         full = f"a global batch size that is a multiple of {ddp.steps.num_micro_batches}"

@@ -22,7 +22,7 @@ from jddp.distributed.stopping import StopSignals
 from jddp.distributed.watchdog import Watchdog
 from jddp.engine.state import TrainState, is_float
 from jddp.errors import FileSystemError, NumericsError, ReplicaMismatchError, UsageError
-from jddp.trainer.callbacks import Callback
+from jddp.trainer.callbacks import Callback, conclusions, watching
 from jddp.trainer.fingerprint import uses_rng
 from jddp.trainer.numerics import Numerics, Sent
 from jddp.trainer.plan import Plan
@@ -150,6 +150,7 @@ class Loop:
             self._reporter.note(f"{how} at step {run.step}; nothing to do")
             if run.evaluations:
                 self._reporter.progress.evaluated(run.eval_metrics)
+            self._report_best()
             return
         log_file = contextlib.nullcontext() if files is None else files.logging(jax.process_index())
         with log_file, self._signals:
@@ -174,8 +175,13 @@ class Loop:
         if run.stopped is not None:
             self._reporter.note(f"stopped at step {run.step}: {run.stopped}")
         self._evaluate_and_save(at_end=True)
+        self._report_best()
         for callback in self._callbacks:
             callback.on_end(run)
+
+    def _report_best(self) -> None:
+        for line in conclusions(self._callbacks, self.run):
+            self._reporter.note(line)
 
     def _leave(self) -> None:
         """Saves the state at a signal, for a later process to resume from."""
@@ -284,7 +290,9 @@ class Loop:
             raise UsageError("evaluate= holds no batches. Was the iterator used up before?")
         if batches is self._evaluation:  # an iterator, which can be read only once
             self._evaluation = itertools.chain(first, batches)
-        self._ddp.trace_evaluation(self.run.state, first[0], self._plan.eval_params)
+        names = self._ddp.trace_evaluation(self.run.state, first[0], self._plan.eval_params)
+        for callback in watching(self._callbacks):
+            callback.check(names)
 
     def _evaluate(self) -> None:
         if not self._is_evaluated:

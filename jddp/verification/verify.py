@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import optax
 
-from jddp.config.schema import effect_of
+from jddp.config.effects import effect_of
 from jddp.data_parallel import DataParallel
 from jddp.engine.guard import DynamicScale
 from jddp.engine.mesh import as_arrays

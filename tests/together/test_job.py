@@ -20,15 +20,17 @@ from tiny import ConvNet, loss_fn, make_batch
 
 import jddp
 from jddp.checkpoint.__main__ import main as checkpoint_command
+from jddp.config.effects import effect_of
 from jddp.config.files import dump_values, load_config, read_values
 from jddp.config.keys import keys_of
-from jddp.config.schema import Config, effect_of
+from jddp.config.schema import Config
 from jddp.distributed.watchdog import Limits
 from jddp.errors import ConfigError, DataError, FileSystemError, UsageError
 from jddp.job.job import _facts, build, fit
 from jddp.job.load import load
 from jddp.job.optimizers import optimizer_of
 from jddp.job.preview import memory_table, preview
+from jddp.trainer.reports.run_directory import compare
 from jddp.zoo.models import make_model
 
 MINE = """
@@ -177,13 +179,16 @@ def test_epochs_become_steps_of_all_examples_and_callbacks_are_called(mine):
     assert {path for path in Path().iterdir() if path.name != "__pycache__"} == before
 
 
-def test_checkpoints_stay_as_the_config_says_and_say_with_the_manifest_what_the_run_was(mine):
+def test_checkpoints_stay_as_the_config_says_and_say_with_the_manifest_what_the_run_was(
+    mine, capsys
+):
     section = {"every_steps": 1, "keep": 1, "keep_every_steps": 2, "best_metric": "loss"}
     train = {"num_steps": 5, "eval_every_steps": 1}
     run = fit(own_config(train=train, checkpoint=section, seed=3))
     assert {path.name for path in Path("run/checkpoints").iterdir()} == {"2", "4", "5"}
     best = min(run.evaluations, key=lambda record: record["loss"])
     assert [path.name for path in Path("run/best").iterdir()] == [str(best["step"])]
+    assert f"best loss {best['loss']:.4g} at step {best['step']}" in printed(capsys)
     manifest = read_values(Path("run/manifest.json"))
     assert manifest["versions"]["jax"] == jax.__version__
     assert manifest["data"]["description"].startswith("mine:points: 20 train / 7 test")
@@ -473,6 +478,31 @@ def test_what_changes_roundings_alone_may_change_when_a_run_resumes(mine, capsys
     changed = printed(capsys).partition("changed: ")[2]
     assert all(f"ddp.{name} " in changed for name in ddp)
     close(run.state.params, whole.state.params, atol=0)
+
+
+def checkpointing(**section):
+    return Config(train={"num_steps": 1}, checkpoint=section).model_dump()
+
+
+def test_a_mode_of_the_best_metric_is_compared_by_the_direction_that_it_has():
+    def differences(before, now):
+        return compare(checkpointing(**before), checkpointing(**now))
+
+    same = [
+        ({"best_mode": "min"}, {}),  # without a metric the mode means nothing
+        ({"best_metric": "loss", "best_mode": "min"}, {"best_metric": "loss"}),
+        ({"best_metric": "accuracy"}, {"best_metric": "accuracy", "best_mode": "max"}),
+    ]
+    assert [differences(*pair) for pair in same] == [([], [])] * len(same)
+    lowest = {"best_metric": "accuracy", "best_mode": "min"}
+    refused = ["checkpoint.best_mode is min there, max here"]
+    assert differences(lowest, {"best_metric": "accuracy"}) == (refused, [])
+
+
+def test_a_best_metric_of_unknown_direction_is_refused_with_the_key_that_tells_it():
+    with pytest.raises(ConfigError, match="checkpoint: best_mode 'auto': the name 'score'"):
+        checkpointing(best_metric="score")
+    assert checkpointing(best_metric="score", best_mode="max")
 
 
 def test_what_may_change_is_what_the_docs_say():

@@ -608,16 +608,60 @@ def test_a_run_that_is_stopped_is_evaluated_and_saved_and_then_finished(
 
 def test_early_stopping_waits_for_as_many_evaluations_as_it_has_patience(plain):
     run = jddp.Run(plain, plain.init(0, make_batch(8)), run_dir=None, save=lambda where: None)
-    stopping, stopped = jddp.EarlyStopping("accuracy", mode="max", patience=2), []
+    stopping, stopped = jddp.EarlyStopping("accuracy", patience=2), []
     for accuracy in (0.1, 0.3, 0.2, 0.4, 0.4, 0.1):
         run.evaluations.append({"accuracy": accuracy})
         stopping.on_eval(run, run.eval_metrics)
         stopped.append(run.stopped)
     assert stopped == [None] * 5 + ["accuracy has not improved for 2 evaluations"]
-    with pytest.raises(ConfigError, match=r"no metric 'acuracy'; it has \['accuracy'\]"):
-        jddp.EarlyStopping("acuracy").on_eval(run, run.eval_metrics)
-    with pytest.raises(ConfigError, match="Choose 'min' or 'max'"):
-        jddp.KeepBest(mode="most")
+
+
+def test_the_best_of_a_metric_that_rises_is_the_highest(plain):
+    """As it was reported: the lowest was kept, and a run that rose was stopped."""
+    callbacks = [jddp.KeepBest("accuracy"), jddp.EarlyStopping("accuracy", patience=2)]
+    run = jddp.Run(plain, plain.init(0, make_batch(8)), run_dir=None, save=lambda where: None)
+    for step, accuracy in enumerate((0.30, 0.32, 0.45, 0.42), start=1):
+        run.evaluations.append({"step": step, "accuracy": accuracy})
+        for callback in callbacks:
+            callback.on_eval(run, run.eval_metrics)
+    assert (callbacks[0].step, callbacks[0].best, run.stopped) == (3, 0.45, None)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"metric": "score"}, "mode 'auto': the name 'score' does not show"),
+        ({"metric": "accuracy", "mode": "most"}, "mode 'most' is unknown"),
+        ({"patience": 0}, "patience is at least 1"),
+        ({"min_delta": -1.0}, "min_delta at least 0"),
+    ],
+)
+def test_settings_of_early_stopping_are_refused_where_it_is_made(options, message):
+    with pytest.raises(ConfigError, match=message):
+        jddp.EarlyStopping(**options)
+
+
+UNWATCHED = [
+    (
+        [jddp.EarlyStopping("acuracy", mode="max")],
+        {},
+        "watches 'acuracy'.* accuracy, loss. Did you",
+    ),
+    ([jddp.KeepBest("acuracy", mode="max")], {}, "KeepBest .*watches 'acuracy'"),
+    ([jddp.EarlyStopping("count", mode="max")], {}, "watches 'count', and evaluations return"),
+    ([jddp.KeepBest()], {"evaluate": None}, "KeepBest .*there is no evaluate="),
+    ([jddp.EarlyStopping()], {"eval_every_steps": None}, "needs eval_every_steps="),
+]
+
+
+@pytest.mark.parametrize("callbacks, options, message", UNWATCHED)
+def test_a_metric_that_no_evaluation_returns_is_refused_before_the_first_step(
+    plain, tmp_path, callbacks, options, message
+):
+    recorder = Recorder()
+    with pytest.raises(ConfigError, match=message):
+        fit(plain, batches(), tmp_path, callbacks=[*callbacks, recorder], **options)
+    assert recorder.calls == []
 
 
 @pytest.mark.parametrize("unknown", [np.nan, None], ids=["now", "read from metrics.jsonl"])
@@ -626,7 +670,7 @@ def test_an_evaluation_that_is_not_a_number_is_the_worst_one(plain, unknown):
     run = jddp.Run(plain, plain.init(0, make_batch(8)), run_dir=None, save=saved.append)
     for number, loss in enumerate((unknown, 2.0, unknown, 1.0, unknown, unknown, 3.0), start=1):
         run.step = number
-        run.evaluations.append({"loss": loss})
+        run.evaluations.append({"step": number, "loss": loss})
         for callback in (stopping, best):
             callback.on_eval(run, run.eval_metrics)
         assert (run.stopped is None) == (number < 7)
@@ -643,12 +687,15 @@ SAME = [make_batch(8)] * NUM_STEPS
 EACH = {"evaluate": SAME[:1], "eval_every_steps": 1}
 
 
-def test_the_best_checkpoint_holds_the_state_with_the_best_evaluation(forth_and_back, tmp_path):
+def test_the_best_checkpoint_holds_the_state_with_the_best_evaluation(
+    forth_and_back, tmp_path, capsys
+):
     recorder, keep_best = Recorder(), jddp.KeepBest()
     fit(forth_and_back, SAME, tmp_path, callbacks=[recorder, keep_best], **EACH)
     evaluations = {r["step"]: r["loss"] for r in records(tmp_path) if r["split"] == "eval"}
     assert keep_best.step == min(evaluations, key=evaluations.get) == 2
     assert keep_best.best == evaluations[2]
+    assert f"best loss {evaluations[2]:.4g} at step 2, in {tmp_path}/best/2" in printed(capsys)
     step, best = newest(tmp_path / "best", recorder.states[2])
     assert step == 2
     assert_same(best, recorder.states[2])
@@ -673,6 +720,7 @@ def test_callbacks_remember_the_evaluations_before_a_resume(forth_and_back, tmp_
     callbacks = [jddp.KeepBest(), jddp.EarlyStopping()]
     run = fit(forth_and_back, SAME, tmp_path, callbacks=callbacks, **EACH)
     assert (run.step, run.stopped) == (5, "loss has not improved for 3 evaluations")
+    assert callbacks[0].step == 2
     assert newest(tmp_path / "best", run.state)[0] == 2
 
 

@@ -68,7 +68,15 @@ class Progress:
 
     def note(self, text: str) -> None:
         """Shows a sentence."""
-        self._print(textwrap.fill(text, COLUMNS, subsequent_indent="  "))
+        # A path stays whole, so that it can be copied.
+        lines = textwrap.wrap(
+            text,
+            COLUMNS,
+            subsequent_indent="  ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        self._print("\n".join(lines))
         said.info(text)
 
     def close(self) -> None:

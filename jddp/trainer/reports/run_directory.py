@@ -253,13 +253,14 @@ def compare(before: Values, now: Values) -> tuple[list[str], list[str]]:
       "key is old there, new here" for every key that may not differ, and "key old -> new" for those
       that may: free ones, but for those of one start, and those in `checkpoint.allow_changed`.
     """
+    from jddp.config.effects import default_of, in_effect
     from jddp.config.files import flatten
-    from jddp.config.schema import default_of
 
     # Empty sections are left out.
     old, new = ({key: x for key, x in flatten(y).items() if x != {}} for y in (before, now))
     # A run of an earlier version lacks newer keys, and was trained by their defaults.
     old |= {key: default_of(key, MISSING) for key in new.keys() - old.keys()}
+    old, new = in_effect(old), in_effect(new)
     refused, changed = list[str](), list[str]()
     for key in [key for key in old if old[key] != new.get(key, MISSING)]:
         was, becomes = old[key], new.get(key, MISSING)
@@ -272,7 +273,7 @@ def compare(before: Values, now: Values) -> tuple[list[str], list[str]]:
 
 def is_free(key: str, old: Any, new: Any) -> bool:
     """Whether a key may differ from start to start: no finished step changes but for rounding."""
-    from jddp.config.schema import effect_of
+    from jddp.config.effects import effect_of
 
     return effect_of(key) != "numbers" or (key in LENGTH_KEYS and MISSING in (old, new))
 

@@ -1,0 +1,42 @@
+"""Effects of the keys of a config: their defaults, and what another value does to a run's numbers.
+
+effect_of("ddp.overlap")                       # "rounding"
+in_effect({"checkpoint.best_metric": "loss", "checkpoint.best_mode": "auto"})    # mode: "min"
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jddp.config.keys import keys_of
+from jddp.config.schema import Config, Effect
+from jddp.zoo.directions import direction_of
+
+
+def default_of(key: str, otherwise: Any) -> Any:
+    """Returns the default of a key, such as "ddp.overlap"; something else for an unknown key."""
+    field = keys_of(Config).get(tuple(key.split(".")))
+    return otherwise if field is None else field.get_default(call_default_factory=True)
+
+
+def effect_of(key: str) -> Effect:
+    """Returns what another value of a key, such as "ddp.overlap", does to the numbers of a run."""
+    field = keys_of(Config).get(tuple(key.split(".")))
+    about: Any = None if field is None else field.json_schema_extra
+    return "numbers" if about is None else about["effect"]
+
+
+def in_effect(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns values by dotted keys, such that two that mean the same are equal.
+
+    The mode of the best metric becomes "min" or "max" in the place of "auto", and None where no
+    metric is named.
+    """
+    metric, mode = (values.get(f"checkpoint.best_{name}") for name in ("metric", "mode"))
+    if isinstance(metric, str) and mode == "auto":
+        mode = direction_of(metric)
+    elif metric is None:
+        mode = None
+    return {
+        **values,
+        **({"checkpoint.best_mode": mode} if "checkpoint.best_mode" in values else {}),
+    }
