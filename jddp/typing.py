@@ -34,6 +34,12 @@ Batches = Iterable[Batch]
 Metrics = dict[str, Any]
 # A line of metrics.jsonl: metrics, with their step and split.
 Record = Mapping[str, Any]
+# The names in records that are jddp's own, and that no metric of a loss may have.
+RESERVED = (
+    *("step", "split"),  # of each record
+    *("loss", "count", "examples", "grad_norm", "skipped", "loss_scale"),  # beside the metrics
+    *("learning_rate", "step_seconds", "data_wait_seconds", "examples_per_second"),  # of steps
+)
 
 # `loss_fn(model, batch)`, or one that also names `train`, `constants` or `key`: a loss for each
 # example, or losses and a dict of metrics. Also what `evaluate` and `predict` call in its place.

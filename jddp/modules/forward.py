@@ -208,6 +208,8 @@ def _losses_and_metrics(outputs: Any, rows: int, *, train: bool) -> tuple[Any, M
     if train and not jnp.issubdtype(jnp.result_type(jax.tree.leaves(losses)[0]), jnp.inexact):
         raise ConfigError("loss_fn returned whole numbers, which have no gradient. Return floats.")
     for name, values in {"loss": losses, **metrics}.items():
+        if not isinstance(name, str):
+            raise ConfigError(f"loss_fn returned a metric named {name!r}. Name metrics by text.")
         if not isinstance(values, _NUMBERS | Mean | Metric):
             raise ConfigError(
                 f"loss_fn returned metric {name!r} of {type(values).__name__}. Return an array "

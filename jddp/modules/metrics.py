@@ -25,8 +25,8 @@ from jaxtyping import Array, Float
 
 from jddp.errors import ConfigError
 from jddp.reduce.pairwise import add_in_pairs
+from jddp.typing import RESERVED
 
-RESERVED = ("loss", "count", "grad_norm", "skipped", "loss_scale", "examples")
 WEIGHTS = ("mask", "loss_mask", "weight", "weights")  # what batches call weights of losses
 
 
@@ -131,7 +131,10 @@ def weigh(
       ConfigError: If a shape does not align with the mask, or a metric has a reserved name.
     """
     if taken := sorted(set(metrics) & set(RESERVED)):
-        raise ConfigError(f"Metric name {taken[0]!r} is jddp's own. Rename the metric.")
+        raise ConfigError(
+            f"Metric name {taken[0]!r} is jddp's own, as are {', '.join(RESERVED)}. Rename the "
+            "metric."
+        )
     num_dims = max(1, *(jnp.ndim(x) for x in jax.tree.leaves(losses)))
     sums = {}
     for name, x in {"loss": losses, **metrics}.items():

@@ -24,6 +24,7 @@ from jddp.errors import ConfigError, DataError, FileSystemError, NumericsError, 
 from jddp.errors import ReplicaMismatchError as Mismatch
 from jddp.trainer.reports.metrics_file import MetricsFile
 from jddp.trainer.resume_notes import differences
+from jddp.typing import RESERVED
 
 NUM_STEPS = 6
 SCHEDULE = optax.cosine_decay_schedule(0.1, NUM_STEPS)
@@ -639,6 +640,35 @@ def test_the_best_of_a_metric_that_rises_is_the_highest(plain):
 def test_settings_of_early_stopping_are_refused_where_it_is_made(options, message):
     with pytest.raises(ConfigError, match=message):
         jddp.EarlyStopping(**options)
+
+
+@pytest.mark.parametrize("name", ["step", "split", "step_seconds"])
+def test_an_evaluation_with_a_metric_of_a_reserved_name_is_refused_before_the_first_step(
+    tmp_path, name
+):
+    """The record of the evaluation lost its step, and each resume repeated it."""
+
+    def eval_fn(model, batch, train):
+        losses, metrics = loss_fn(model, batch, train)
+        return losses, {**metrics, name: losses}
+
+    recorder, ddp = Recorder(), wrapped(eval_fn=eval_fn)
+    with pytest.raises(ConfigError, match=f"Metric name '{name}' is jddp's own"):
+        fit(ddp, batches(), tmp_path, callbacks=[recorder])
+    assert recorder.calls == []
+
+
+def test_every_field_of_a_record_but_the_metrics_has_a_reserved_name(tmp_path):
+    options = {"max_grad_norm": 1.0, "loss_scale": "dynamic"}
+    run = fit(wrapped(**options), batches(), tmp_path, learning_rate=lambda step: 0.1)
+    fields = {name for record in run.history for name in record}
+    assert fields - {"accuracy"} == {*RESERVED}
+
+
+def test_a_metric_is_named_by_text():
+    ddp = wrapped(loss=lambda model, batch, train: (loss_fn(model, batch, train)[0], {0: 1.0}))
+    with pytest.raises(ConfigError, match="a metric named 0. Name metrics by text"):
+        ddp.init(0, make_batch(8))
 
 
 UNWATCHED = [

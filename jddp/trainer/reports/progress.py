@@ -16,20 +16,17 @@ import time
 from typing import Any
 
 from jddp.trainer.reports.log_file import said
-from jddp.typing import Record
+from jddp.typing import RESERVED, Record
 
 COLUMNS = 80
 BAR_COLUMNS = 10
 SECONDS_BETWEEN_LINES = 5.0
-# Shown in other places, or not at all.
-TIMING = ("learning_rate", "examples_per_second", "step_seconds", "data_wait_seconds")
-NOT_METRICS = ("step", "split", "loss", "count", "examples", *TIMING)
+BESIDE_METRICS = ("grad_norm", "skipped", "loss_scale")  # shown in their line
 
 
 def is_metric(name: str, value: Any) -> bool:
     """Whether this value of a record is the loss or a metric of the loss function."""
-    others = (*NOT_METRICS, "grad_norm", "skipped", "loss_scale")
-    return isinstance(value, float | int) and (name == "loss" or name not in others)
+    return isinstance(value, float | int) and (name == "loss" or name not in RESERVED)
 
 
 class Progress:
@@ -144,8 +141,8 @@ def train_line(record: Record, num_steps: int, *, columns: int = COLUMNS) -> str
 
 def _metrics(record: Record, digits: int = 4) -> list[str]:
     """The loss, then the metrics of the loss function in their order."""
-    names = [n for n, v in record.items() if n not in NOT_METRICS and isinstance(v, float | int)]
-    return [f"{name} {record[name]:.{digits}g}" for name in ["loss", *names]]
+    shown = [n for n, x in record.items() if n in BESIDE_METRICS or is_metric(n, x)]
+    return [f"{name} {record[name]:.{digits}g}" for name in dict.fromkeys(["loss", *shown])]
 
 
 def _join(start: list[str], end: list[str], columns: int) -> str:

@@ -15,6 +15,7 @@ from jddp.modules.metrics import (
     sum_over_replicas,
     weigh,
 )
+from jddp.typing import RESERVED
 
 ROWS, TABLE = jnp.array([1.0, 2.0, 4.0]), jnp.ones((2, 3))
 
@@ -52,14 +53,20 @@ def test_a_metric_of_rows_counts_where_its_row_has_a_valid_token():
     assert (pair(sums["loss"]), pair(sums["row"])) == ((3, 3), (14, 2))
 
 
-def test_a_shape_that_does_not_align_with_the_mask_and_names_that_jddp_reports_are_refused():
+def test_a_shape_that_does_not_align_with_the_mask_is_refused():
     for shape in ((4,), (3, 5), (2, 3)):
         with pytest.raises(ConfigError, match=r"'loss' has shape .* leading dims"):
             weigh(jnp.ones(shape), {}, mask=jnp.ones((3, 2)))
-    # The loop would take "skipped" for its own, and end the run.
-    for names in (["grad_norm"], ["examples", "count"], ["skipped"]):
-        with pytest.raises(ConfigError, match=f"'{min(names)}' is jddp's own"):
-            weigh(jnp.ones(2), {name: jnp.ones(2) for name in names})
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("name", RESERVED)
+def test_a_metric_may_not_have_a_name_of_a_record_in_training_and_evaluation(name, train):
+    """The loop would take "skipped" for its own, and "step" would replace the step of a record."""
+    whole = Metric(jnp.ones(2), lambda total, count: total)
+    for metric in (jnp.ones(2), whole):
+        with pytest.raises(ConfigError, match=f"'{name}' is jddp's own, as are step, split"):
+            weigh(jnp.ones(2), {"accuracy": jnp.ones(2), name: metric}, train=train)
 
 
 def test_a_tree_is_divided_to_rounding_keeps_its_dtypes_and_a_mean_over_nothing_is_zero():
