@@ -1,15 +1,19 @@
 """`python -m jddp.evaluate RUN [key.path=value]...`: evaluates a finished or interrupted run again.
 
-On the evaluation data of its config, or on others: `data.dir=elsewhere`. Prints loss and metrics.
+On the evaluation data of its config, or on others: `data.dir=elsewhere`. Prints loss and metrics,
+those that are arrays as tables.
 """
 
-import math
 import sys
 from collections.abc import Sequence
 from json import dumps
 from typing import Any
 
 from jddp.config.cli import Parser, add_run_arguments, enter
+from jddp.trainer.reports.metrics_file import as_json
+from jddp.trainer.reports.progress import COLUMNS
+from jddp.trainer.reports.tables import as_text, tables_in
+from jddp.typing import Record
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,8 +35,14 @@ def _evaluate(*, json: bool, **chosen: Any) -> None:
     metrics = run.evaluate()
     if process_index() == 0:
         record = {"step": run.step, "loss": metrics["loss"], **metrics}
-        plain = {name: x if math.isfinite(x) else None for name, x in record.items()}
-        print(dumps(plain) if json else "  ".join(f"{x} {y:.6g}" for x, y in record.items()))
+        print(dumps(as_json(record)) if json else _as_text(record))
+
+
+def _as_text(record: Record) -> str:
+    """Numbers in one line, and a table for each array."""
+    numbers = {name: x for name, x in record.items() if not isinstance(x, list)}
+    line = "  ".join(f"{name} {as_text(x, digits=6)}" for name, x in numbers.items())
+    return "\n".join([line, *tables_in(record, COLUMNS)])
 
 
 if __name__ == "__main__":

@@ -296,7 +296,7 @@ class Totals:
 
         "examples" is a number of rows. A computed value is a float, or a list for an array.
         """
-        values = {name: _value(x) for name, x in self._sums.items()}
+        values = {name: _value(name, x) for name, x in self._sums.items()}
         if "examples" in self._sums:
             values["examples"] = int(self._sums["examples"].total)
         return values
@@ -306,8 +306,25 @@ def _widen(x: np.ndarray) -> np.ndarray:
     return np.asarray(x, np.float64 if x.dtype.kind == "f" else np.int64)
 
 
-def _value(x: Sum) -> Any:
+def _value(name: str, x: Sum) -> Any:
     if not x.count:
         return math.nan
-    computed = x.total / x.count if x.compute is None else x.compute(x.total, float(x.count))
-    return np.asarray(computed).tolist()
+    if x.compute is None:
+        return float(x.total / x.count)
+    computed = x.compute(x.total, float(x.count))
+    try:
+        found = np.asarray(computed)
+    except ValueError:  # lists of different lengths
+        found = np.asarray(None)
+    is_real = jnp.issubdtype(found.dtype, np.bool_) or jnp.issubdtype(found.dtype, np.number)
+    if not is_real or jnp.issubdtype(found.dtype, np.complexfloating):
+        raise ConfigError(
+            f"Metric {name!r}: compute returned {_short(computed)}. Return a number or an array of "
+            "numbers; a jddp.Metric of its own for each value of a dict."
+        )
+    return found.tolist()
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -50,7 +50,7 @@ class Watching(Callback):
 
         Args:
           plan: Settings of the run.
-          directory: Its directory, or None.
+          directory: Directory of the run, or None.
 
         Raises:
           ConfigError: If there is not.

@@ -29,6 +29,7 @@ from jddp.trainer.plan import Plan
 from jddp.trainer.prefetch import Source
 from jddp.trainer.replica_check import Comparison
 from jddp.trainer.reporter import Clock, Reporter
+from jddp.trainer.reports.metrics_file import as_json
 from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.resume_notes import changed_rate, changed_settings, differences
 from jddp.trainer.run import Run
@@ -311,8 +312,8 @@ class Loop:
         self._watchdog.enter("save", run.step)
         beside = {
             "position": self._position,
-            "metrics": run.metrics,
-            "evaluations": run.evaluations,
+            "metrics": as_json(run.metrics),
+            "evaluations": as_json(run.evaluations),
             "stopped": run.stopped,
             "skipped": [self._numerics.skipped, self._numerics.in_a_row],
             "world": self._ddp.steps.topology,

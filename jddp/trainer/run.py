@@ -17,6 +17,7 @@ from jddp.errors import ConfigError, UsageError
 from jddp.html import Shown
 from jddp.trainer.reports.curves import plot
 from jddp.trainer.reports.progress import is_metric
+from jddp.trainer.reports.tables import shape_of
 from jddp.typing import Batches, LossFn, PyTree
 from jddp.zoo.losses import outputs
 
@@ -178,5 +179,7 @@ class Run(Shown):
         lines += [f"  interrupted by {self.interrupted}"] * (self.interrupted is not None)
         for split, record in (("train", self.metrics), ("eval", self.eval_metrics)):
             shown = [f"{name} {x:.4g}" for name, x in record.items() if is_metric(name, x)]
+            arrays = {name: shape_of(x) for name, x in record.items() if isinstance(x, list)}
+            shown += [f"{name} {' x '.join(map(str, shape))}" for name, shape in arrays.items()]
             lines += [f"  {split:<6} {', '.join(shown)}"] * bool(shown)
         return "\n".join([*lines, f"  in {self.run_dir or 'no directory'}"])

@@ -73,7 +73,7 @@ def _direction(name: str) -> str | None:
     words = [word for found in re.findall("[a-z0-9]+", name) if (word := _without_size(found))]
     is_negated = words[:1] in [[word] for word in NEGATED]
     known = {*words, *map("_".join, pairwise(words))}
-    # The last word says what the metric is: an `iou_loss` falls, and so does a `precision_error`.
+    # The last word is the kind of the metric: an `iou_loss` falls, and so does a `precision_error`.
     is_loss = not FALLS.isdisjoint(words[-1:])
     rises, falls = not RISES.isdisjoint(known) and not is_loss, not FALLS.isdisjoint(known)
     if rises == falls or not NEITHER.isdisjoint(words):

@@ -104,6 +104,9 @@ def test_another_model_and_other_rows_are_refused_in_one_line(of_objects):
 
 
 MINE = """
+import jddp
+import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 
 class Net(nn.Module):
@@ -114,6 +117,12 @@ class Net(nn.Module):
 def make(): return Net()
 
 def loss(model, batch): return abs(model(batch["image"])).sum(-1)
+
+def table(model, batch):
+    losses = loss(model, batch)
+    confusion = jddp.Metric(jnp.ones((len(losses), 2, 2), int), lambda total, count: total)
+    recall = jddp.Metric(losses, lambda total, count: np.array([1.0, np.nan]))
+    return losses, {"confusion": confusion, "recall": recall}
 
 def data(): return ({"image": [[1.0]] * 9},) * 2
 """
@@ -165,6 +174,28 @@ def test_a_run_of_a_config_is_evaluated_on_its_data_or_on_others(here, capsys):
     for key in ("optimizer.learning_rate=1", "nothing"):
         assert main(["evaluate", "run", key]) == 2
         assert "an evaluation reads keys of data and loss" in last_line(capsys)
+
+
+def test_metrics_that_are_arrays_are_tables_in_text_and_lists_in_json_and_in_the_records(
+    here, capsys
+):
+    """A run with a confusion matrix, as docs/data.md has it."""
+    own = {"data": {"target": "mine:data", "global_batch_size": 4}, "run": {"dir": "own"}}
+    own |= {"model": {"target": "mine:Net"}, "loss": {"target": "mine:table"}}
+    run = fit(Config(train={"num_steps": 2}, mesh={"num_devices": 2}, **own))
+    tables = ["confusion  0  1", "        0  9  9", "        1  9  9"]
+    tables += ["recall    0    1", "          1  nan"]
+    assert "\n".join(tables) in capsys.readouterr().out
+    assert "confusion 2 x 2, recall 2" in repr(run)
+    assert main(["evaluate", "own", "--trust", "config"]) == 0
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first.startswith("step 2  loss ")
+    assert rest == tables
+    assert main(["evaluate", "own", "--trust", "config", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    (record,) = jddp.Run.open("own", trust="config").evaluations
+    for found in (printed, record):
+        assert (found["confusion"], found["recall"]) == ([[9, 9], [9, 9]], [1.0, None])
 
 
 def test_rows_of_a_file_are_predicted_in_their_order(here, capsys):

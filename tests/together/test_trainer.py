@@ -671,6 +671,13 @@ def test_a_metric_is_named_by_text():
         ddp.init(0, make_batch(8))
 
 
+def test_an_array_has_no_best_value(plain):
+    run = jddp.Run(plain, plain.init(0, make_batch(8)), run_dir=None, save=lambda where: None)
+    run.evaluations.append({"step": 1, "recall": [0.5, 1.0]})
+    with pytest.raises(ConfigError, match="watches 'recall', which is an array"):
+        jddp.EarlyStopping("recall").on_eval(run, run.eval_metrics)
+
+
 UNWATCHED = [
     (
         [jddp.EarlyStopping("acuracy", mode="max")],

@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,14 @@ class MetricsFile:
         self._waiting: list[str] = []
 
     def append(self, record: Record) -> None:
-        """Adds one line. A number that is not finite is written as null, for JSON has none.
+        """Adds one line. A number that is not finite, also in an array, is written as null.
 
         A line that cannot be written is kept, and written with a later one, with one warning: a
         full disk does not end a run.
         """
         if not self._is_writer:
             return
-        plain = {name: _plain(value) for name, value in record.items()}
-        self._waiting.append(json.dumps(plain, allow_nan=False) + "\n")
+        self._waiting.append(json.dumps(as_json(record), allow_nan=False) + "\n")
         size = None
         try:
             with self.path.open("a") as file:
@@ -94,7 +94,11 @@ def _record(line: bytes) -> dict[str, Any] | None:
     return value if isinstance(value, dict) and type(value.get("step")) is int else None
 
 
-def _plain(value: Any) -> Any:
-    """A number as JSON has it; numpy's and JAX's scalars have `item`."""
-    value = value.item() if hasattr(value, "item") else value
+def as_json(value: Any) -> Any:
+    """Returns a value as JSON has it: arrays as nested lists, None for what is not finite."""
+    if isinstance(value, Mapping):
+        return {name: as_json(x) for name, x in value.items()}
+    value = value.tolist() if hasattr(value, "tolist") else value  # of numpy and JAX
+    if isinstance(value, list | tuple):
+        return [as_json(x) for x in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -2,6 +2,8 @@
 
     step 400/1170  loss 0.2384  accuracy 0.9123  lr 0.0016  10.8k ex/s  ETA 0:18
     eval 400  loss 0.361  accuracy 0.869  examples 10000
+    recall     0     1
+            0.81  0.93
 
 Lines fit 80 columns, and all of them go into the process's log file. The remaining time (ETA) is
 computed from the `step_seconds` of the newest record, which excludes compilation.
@@ -16,6 +18,7 @@ import time
 from typing import Any
 
 from jddp.trainer.reports.log_file import said
+from jddp.trainer.reports.tables import tables_in
 from jddp.typing import RESERVED, Record
 
 COLUMNS = 80
@@ -59,9 +62,12 @@ class Progress:
         said.info(train_line(record, self.num_steps))
 
     def evaluated(self, record: Record) -> None:
-        """Shows a record of an evaluation."""
+        """Shows a record of an evaluation, and a table for each metric that is an array."""
         fields = [f"eval {record['step']}", *_metrics(record)]
         self.note(_join(fields, [f"examples {record['examples']:.0f}"], COLUMNS))
+        for line in tables_in(record, COLUMNS):
+            self._print(line)
+            said.info(line)
 
     def note(self, text: str) -> None:
         """Shows a sentence."""

@@ -154,3 +154,11 @@ def test_whole_numbers_are_added_over_replicas_as_whole_numbers():
 def test_a_metric_without_rows_is_refused(values):
     with pytest.raises(ConfigError, match="'metric' holds a scalar, or nothing"):
         reported([(jnp.ones(2), Metric(values, lambda total, count: 0.0), None)])
+
+
+@pytest.mark.parametrize("computed", [{"f1": 1.0}, "text", 1j, None, [[1.0], [1.0, 2.0]]])
+def test_a_metric_that_computes_no_number_is_refused_by_its_name(computed):
+    totals = Totals()
+    totals.add(weigh(jnp.ones(2), {"odd": Metric(jnp.ones(2), lambda *_: computed)}, train=False))
+    with pytest.raises(ConfigError, match="Metric 'odd': compute returned .*Return a number or an"):
+        totals.values()

@@ -6,6 +6,7 @@ import os
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 from runs import contents
 
@@ -16,6 +17,7 @@ from jddp.trainer.reports.log_file import said
 from jddp.trainer.reports.metrics_file import MetricsFile
 from jddp.trainer.reports.progress import Progress, train_line
 from jddp.trainer.reports.run_directory import RunDirectory
+from jddp.trainer.reports.tables import tables_in
 
 CONFIG = {"seed": 1, "run": {"dir": "a"}, "optimizer": {"learning_rate": 1e-3, "kwargs": {}}}
 MANIFEST = {"versions": {"jax": "0.10.2"}, "data": {"sha256": "f" * 64}, "world": (1, 8)}
@@ -312,3 +314,41 @@ def test_a_process_that_does_not_see_the_directory_of_process_0_says_so(tmp_path
         first.check_seen()
         with pytest.raises(FileSystemError, match="Process 0 has .*elsewhere/lock, and process 0"):
             other.check_seen()
+
+
+CONFUSION = """\
+confusion   0   1   2
+        0  90   3   7
+        1   4  88   8
+        2   2   0  99"""
+RECALL = """\
+recall     0     1     2
+         0.9   nan  0.95"""
+
+
+def test_a_metric_that_is_an_array_is_a_table_and_is_as_wide_as_a_terminal():
+    record = {"step": 1, "loss": 1.0, "confusion": [[90, 3, 7], [4, 88, 8], [2, 0, 99]]}
+    record |= {"recall": [0.9, None, 0.95], "name": "text"}
+    assert "\n".join(tables_in(record, 80)) == f"{CONFUSION}\n{RECALL}"
+    long = [*tables_in({"long": [i / 7 for i in range(30)]}, 80)]
+    assert max(map(len, long)) <= 80
+    numbers = [word for line in long[1::2] for word in line.split()]
+    assert numbers == [f"{i / 7:.4g}" for i in range(30)]
+    for array, shape in (([[1] * 90] * 90, "90 x 90"), ([[[1.0]]], "1 x 1 x 1"), ([], "0")):
+        assert [*tables_in({"big": array}, 80)] == [f"big  array of {shape}"]
+
+
+def test_the_line_of_an_evaluation_has_its_tables_below_it(capsys):
+    record = {"step": 4, "split": "eval", "loss": 0.5, "examples": 9, "recall": [0.9, 0.8]}
+    Progress(8, is_writer=True).evaluated(record)
+    lines = ["eval 4  loss 0.5  examples 9", "recall    0    1", "        0.9  0.8"]
+    assert capsys.readouterr().out.splitlines() == lines
+
+
+def test_arrays_are_nested_lists_in_a_record_and_null_where_they_are_not_finite(tmp_path):
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    metrics.append({"step": 1, "a": [[1, float("nan")], [float("inf"), 2.5]], "b": np.ones(2)})
+    metrics.append({"step": 2, "c": np.float32(0.5), "d": np.arange(1)})
+    first, second = metrics.read()
+    assert first == {"step": 1, "a": [[1, None], [None, 2.5]], "b": [1.0, 1.0]}
+    assert second == {"step": 2, "c": 0.5, "d": [0]}
