@@ -22,6 +22,7 @@ from jaxtyping import Array
 
 from jddp.engine.overwritten import put, select
 from jddp.engine.state import Inputs, TrainState, is_float, widened
+from jddp.engine.statistics import RunningStatistics, running_statistics
 from jddp.errors import ConfigError
 from jddp.modules.forward import run_and_settle, trace_state
 from jddp.modules.functional import FlaxModel
@@ -85,7 +86,7 @@ class Accumulated(NamedTuple):
     Attributes:
       grads: Gradients; those of half precision in float32.
       found: The largest values for `overwritten` state.
-      model_state: The model's other state after the last micro-batch.
+      model_state: The model's other state after the last micro-batch, as it is carried.
       sums: Sums of the loss and metrics.
     """
 
@@ -134,18 +135,24 @@ class MicroBatches:
           key: Key of its random numbers in this step.
           loss_scale: Function of the state that returns the loss scale of the step.
         """
-        scale = loss_scale(state)
-        total = self._accumulate(state, self._split(inputs, key), self.num, scale)
+        scale, running = loss_scale(state), self._running(state, inputs)
+        take = self._split(inputs, key)
+        total = self._accumulate(state, running, take, self.num, scale)
         # Back to the parameters' dtypes, in which gradients are planned, sent and given to optax.
         grads = jax.tree.map(lambda g, x: g.astype(x.dtype), total.grads, state.params)
         units = self.units(state.params, total.sums, scale)
-        return Local(Finished((grads, total.found)), total.sums, total.model_state, units)
+        model_state = running.finish(total.model_state)
+        return Local(Finished((grads, total.found)), total.sums, model_state, units)
 
-    def trace(self, state: TrainState, inputs: Inputs) -> tuple[Backward, Sums]:
-        """Traces the backward pass over one micro-batch, without running it; returns sums too."""
+    def trace(self, state: TrainState, inputs: Inputs) -> tuple[Backward, Sums, ModelState]:
+        """Traces the backward pass over one micro-batch, without running it.
+
+        Returns:
+          The traced pass, the sums, and the model's other state after the micro-batch.
+        """
         batch = inputs.rows, state.key, inputs.constants
         run = self.linearize(state, state.model_state, batch)
-        return trace_backward(lambda one: run.backward(one)[0]), run.sums
+        return trace_backward(lambda one: run.backward(one)[0]), run.sums, run.model_state
 
     def varying(self, state: TrainState, inputs: Inputs) -> PyTree:
         """Labels (`jddp.modules.varying`) of the new other state, from shapes of one replica."""
@@ -189,6 +196,9 @@ class MicroBatches:
         start = self.start(params, entries)
         return Units(1 / (entries * start), start, loss_scale, 1.0 if _is_half(params) else start)
 
+    def _running(self, state: TrainState, inputs: Inputs) -> RunningStatistics:
+        return running_statistics(self.model, state.model_state, inputs.rows, self.num)
+
     def _split(self, inputs: Inputs, key: Array) -> Callable[[Number], MicroBatch]:
         """Returns a function of a number that returns the micro-batch."""
         if self.num == 1:
@@ -206,14 +216,20 @@ class MicroBatches:
         return take
 
     def _accumulate(
-        self, state: TrainState, take: Callable[[Number], MicroBatch], num: int, scale: Scale
+        self,
+        state: TrainState,
+        running: RunningStatistics,
+        take: Callable[[Number], MicroBatch],
+        num: int,
+        scale: Scale,
     ) -> Accumulated:
-        """Sums over the first micro-batches, in their order."""
+        """Sums over the first micro-batches, in their order; other state as `running` carries."""
 
-        def one(before: ModelState, i: Number) -> Accumulated:
-            run = self.linearize(state, before, take(i))
+        def one(carried: ModelState, i: Number) -> Accumulated:
+            run = self.linearize(state, running.before(carried), take(i))
             grads, found = run.backward(jnp.float32(scale))
-            return Accumulated(jax.tree.map(run.finish, grads), found, run.model_state, run.sums)
+            carried = running.add(carried, i, run.model_state)
+            return Accumulated(jax.tree.map(run.finish, grads), found, carried, run.sums)
 
         def add(total: Accumulated, i: Array) -> tuple[Accumulated, Sums]:
             more = one(total.model_state, i)
@@ -224,13 +240,13 @@ class MicroBatches:
             return Accumulated(grads, found, more.model_state, {}), more.sums
 
         if num == 0:
-            return Accumulated(None, None, state.model_state, {})
+            return Accumulated(None, None, running.start(), {})
         if num == 1:  # A scan of one iteration would add all gradients to zeros.
-            return one(state.model_state, 0)
+            return one(running.start(), 0)
         # A scan, and not an unrolled loop: the program holds the model once, and one micro-batch's
         # activations are in memory at a time.
         both = widened(state.params), select(self.model, state.model_state)
-        first = Accumulated._make([*jax.tree.map(jnp.zeros_like, both), state.model_state, {}])
+        first = Accumulated._make([*jax.tree.map(jnp.zeros_like, both), running.start(), {}])
         total, sums = lax.scan(add, first, jnp.arange(num))
         return total._replace(sums=jax.tree.map(lambda x: x.sum(0), sums))
 
@@ -243,11 +259,13 @@ class Overlapped(MicroBatches):
     def __call__(self, state: TrainState, inputs: Inputs, key: Array, loss_scale: ScaleOf) -> Local:
         """As `MicroBatches`."""
         take, scale = self._split(inputs, key), loss_scale(state)
+        running = self._running(state, inputs)
         # The last micro-batch stands outside the scan: a loop is one equation, so buckets could
         # only be sent at its end. Only in the last backward pass are the sums of gradients
         # finished, one by one.
-        total = self._accumulate(state, take, self.num - 1, scale)
-        run = self.linearize(state, total.model_state, take(self.num - 1))
+        total = self._accumulate(state, running, take, self.num - 1, scale)
+        carried, last = total.model_state, self.num - 1
+        run = self.linearize(state, running.before(carried), take(last))
         earlier = jax.tree.leaves((total.grads, total.found))
         num = len(jax.tree.leaves(state.params))
 
@@ -264,7 +282,8 @@ class Overlapped(MicroBatches):
         # Sums need no reduction inside the pass: they are sent after it, in one small vector.
         sums = jax.tree.map(jnp.add, total.sums, run.sums) if earlier else run.sums
         units = self.units(state.params, sums, scale)
-        return Local(Running(backward, finish, num), sums, run.model_state, units)
+        model_state = running.finish(running.add(carried, last, run.model_state))
+        return Local(Running(backward, finish, num), sums, model_state, units)
 
     def note(self, plan: BucketPlan, num_looped: int) -> BucketPlan:
         """As `MicroBatches.note`."""

@@ -124,6 +124,7 @@ class CompiledSteps:
             if not self._plans:
                 _warn_of_weights(inputs.rows, traced.sums)
                 _warn_of_constant_keys(traced)
+                _warn_of_micro_batches(traced, spec.backward.num)
             plan = spec.reduction.plan(state.params, traced.ready)
             plan = self._noted(plan, state, traced.num_looped)
             self._plans[form] = plan, traced
@@ -303,6 +304,14 @@ def _warn_of_constant_keys(traced: Traced) -> None:
             "The loss uses random numbers of a key made from constants, such as "
             "jax.random.key(0) or nnx.Rngs(0): they are the same in every step and on every "
             "replica. Give loss_fn an argument `key`, which is another in each."
+        )
+
+
+def _warn_of_micro_batches(traced: Traced, num: int) -> None:
+    if traced.has_batch_statistics:
+        logging.getLogger("jddp").warning(
+            f"accumulate_steps={num}: batch norm takes the statistics of each micro-batch, and not "
+            "of the whole batch, so this is another step than that of the whole batch."
         )
 
 

@@ -12,6 +12,7 @@ import dataclasses
 
 import jax
 from jax import P
+from jax.extend.core import Jaxpr
 from jax.sharding import Mesh
 from jax.stages import Wrapped
 
@@ -21,11 +22,11 @@ from jddp.engine.spec import Step
 from jddp.engine.state import Inputs, TrainState, specs
 from jddp.engine.sync import EveryStep
 from jddp.jaxprs import uses_rng
-from jddp.modules.constant_keys import uses_constant_key
 from jddp.modules.metrics import Sums, mean_tree, means
+from jddp.modules.reached import reached_by, uses_constant_key
 from jddp.reduce.average import compiler_options
 from jddp.reduce.plan import BucketPlan
-from jddp.typing import Grads, Metrics
+from jddp.typing import Grads, Metrics, ModelState
 
 
 def replica_step(
@@ -114,6 +115,8 @@ class Traced:
       sums: Shapes of the sums of loss and metrics.
       uses_rng: Whether one of the passes uses random numbers.
       has_constant_key: Whether the forward pass uses random numbers of a key made from constants.
+      has_batch_statistics: Whether rows reach statistics of a batch norm; False where a step has
+        but one micro-batch, of which nobody asks.
     """
 
     ready: tuple[int | None, ...]
@@ -121,6 +124,7 @@ class Traced:
     sums: Sums
     uses_rng: bool
     has_constant_key: bool
+    has_batch_statistics: bool
 
 
 def trace(step: Step, mesh: Mesh, state: TrainState, inputs: Inputs) -> Traced:
@@ -134,18 +138,36 @@ def trace(step: Step, mesh: Mesh, state: TrainState, inputs: Inputs) -> Traced:
     """
     traced = []
 
-    def replica(state: TrainState, inputs: Inputs) -> Sums:
-        backward, sums = step.backward.trace(state, inputs)
+    def replica(state: TrainState, inputs: Inputs) -> tuple[Sums, ModelState]:
+        backward, sums, model_state = step.backward.trace(state, inputs)
         traced.append(backward)
-        return sums
+        return sums, model_state
 
     # Mapped as the step is, so that a model that names the axis of the replicas can be traced; but
     # nothing is reduced, so specs that are not true do no harm.
     program = over_replicas(replica, mesh, P(), P())
-    forward, sums = jax.make_jaxpr(program, return_shape=True)(state, inputs)
+    forward, (sums, after) = jax.make_jaxpr(program, return_shape=True)(state, inputs)
     (backward,) = traced
     step.replicas.check(forward.jaxpr)
     # Both passes: a custom backward pass may use random numbers where the forward pass does not.
     draws = uses_rng(forward.jaxpr) or uses_rng(backward.traced.jaxpr)
     is_constant = draws and uses_constant_key(forward.jaxpr)
-    return Traced(backward.ready, backward.num_looped, sums, draws, is_constant)
+    is_parted = step.backward.num > 1
+    has_statistics = is_parted and _reach_statistics(step, forward.jaxpr, (state, inputs), after)
+    return Traced(backward.ready, backward.num_looped, sums, draws, is_constant, has_statistics)
+
+
+def _reach_statistics(
+    step: Step, forward: Jaxpr, given: tuple[TrainState, Inputs], after: ModelState
+) -> bool:
+    """Whether rows reach statistics of a batch norm in the traced forward pass."""
+    is_statistic = [
+        step.model.is_statistic(path) for path, _ in jax.tree_util.tree_leaves_with_path(after)
+    ]
+    state, inputs = given
+    rows = jax.tree.map(lambda _: True, inputs.rows)
+    constants = jax.tree.map(lambda _: False, inputs.constants)
+    labels = jax.tree.map(lambda _: False, state), Inputs(rows, constants)
+    reached = reached_by(forward, jax.tree.leaves(labels))
+    of_state = reached[len(reached) - len(is_statistic) :]
+    return any(x and y for x, y in zip(of_state, is_statistic, strict=True))

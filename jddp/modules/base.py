@@ -17,6 +17,8 @@ from jddp.modules.frozen import Frozen, is_frozen
 from jddp.modules.mesh_axes import MeshAxes
 from jddp.typing import Batch, LossFn, ModelState, Params, Path, PyTree
 
+STATISTICS = {"batch_stats", "BatchStat"}  # kinds of state, in Linen and in NNX
+
 
 class FlaxModel(abc.ABC):
     """The interface of a model to a step.
@@ -52,6 +54,16 @@ class FlaxModel(abc.ABC):
         is_own = self.batch_norm == "local" and self.sync.rule(kinds) is None
         is_own = is_own and not self.is_overwritten(path)
         return is_own and jnp.issubdtype(x.dtype, jnp.inexact)
+
+    def is_statistic(self, path: Path) -> bool:
+        """Whether the leaf at `path` is a statistic of a batch norm."""
+        return not is_frozen(path) and not STATISTICS.isdisjoint(self.kinds_at(path))
+
+    def is_global_statistic(self, path: Path, x: Any) -> bool:
+        """Whether `x`, at `path`, is a running statistic of the global batch."""
+        is_global = self.batch_norm == "sync" and self.is_statistic(path)
+        is_global = is_global and self.sync.rule(self.kinds_at(path)) is None
+        return is_global and jnp.issubdtype(x.dtype, jnp.number) and not self.keeps_own(path, x)
 
     def is_overwritten(self, path: Path) -> bool:
         """Whether a step overwrites the leaf at `path` with its gradient: state of fp8 layers."""

@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jddp.errors import ConfigError
-from jddp.modules.base import FlaxModel, name_constants, name_key
+from jddp.modules.base import STATISTICS, FlaxModel, name_constants, name_key
 from jddp.modules.batch_norm import Sync
 from jddp.modules.frozen import thaw
 from jddp.modules.metrics import Mean, Metric, Sums, mask_in, weigh
@@ -23,7 +23,6 @@ from jddp.modules.varying import EQUAL, GROUPED, VARYING, find_varying
 from jddp.typing import Batch, LossFn, ModelState, Params, Path, PyTree
 
 _NUMBERS = jax.Array | np.ndarray | np.generic | float | int
-STATISTICS = {"batch_stats", "BatchStat"}  # kinds of state, in Linen and in NNX
 
 
 def run_forward(

@@ -18,6 +18,9 @@ OWN_NUMBERS = """\
 Each replica draws its own random numbers: it is compared with one device that
 computes the same replica batches with the same numbers. This does not show that
 they add up to the whole batch: verify once more without the randomness."""
+MICRO_BATCHES = """\
+Batch norm takes the statistics of each micro-batch, here and on the one device: with
+accumulate_steps this is another step than that of the whole batch."""
 UNKNOWN = """\
 No cause is known. Does the loss ask which replica it runs on (lax.axis_index), or how many
 rows it sees? Both differ between one device and many."""

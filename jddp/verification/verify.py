@@ -103,6 +103,8 @@ def verify(
     draws = uses_rng(many, batch) and not has_all
     is_repeatable = fingerprint(many, batch) == fingerprint(wrapped(**options), batch)
     found = [] if is_repeatable else [findings.NOT_REPEATABLE]
+    traced = many.steps.traced
+    found += [findings.MICRO_BATCHES] * bool(traced and traced.has_batch_statistics)
     if draws:
         want = _Step(*jax.device_get(side_by_side(many, state, batch, constants)))
         other = state.replace(key=jax.random.fold_in(state.key, 1))

@@ -40,7 +40,7 @@ class NnxNorm(nnx.Module):
 
 
 def squares(model, batch, train):
-    y = model(batch["x"], batch["mask"], train=train)
+    y = model(batch["x"], batch.get("mask"), train=train)
     return (y.astype(jnp.float32) * batch["scale"]) ** 2
 
 
@@ -367,3 +367,58 @@ def test_a_group_without_a_valid_row_leaves_its_statistics_as_they_were():
     # The mean of both groups: one moves halfway, as its momentum says, the other stays.
     want = [0.75 * mean + 0.25 * x.mean(0), 0.75 * var + 0.25 * x.var(0)]
     close(statistics(state), want, rtol=1e-4, atol=0)
+
+
+@in_both
+@pytest.mark.parametrize("overlap, parts", [(False, 4), (True, 2)])
+@pytest.mark.parametrize("num_valid", [16, 13])
+def test_running_statistics_move_once_a_step_however_many_micro_batches(
+    kind, overlap, parts, num_valid
+):
+    """The judge moves them once, towards the mean of the micro-batches' own, by valid rows."""
+    masked = num_valid < 16
+    ddp = wrapped(kind(use_mask=masked), mesh=2, accumulate_steps=parts, overlap=overlap)
+    batch = rows(num_valid)
+    if not masked:
+        del batch["mask"]
+    state = ddp.init(0, batch)
+    old = statistics(state)
+    state, _ = ddp.step(state, batch)
+    # Replicas have halves of the rows, and micro-batches parts of both.
+    own = np.arange(16).reshape(2, parts, -1).swapaxes(0, 1).reshape(parts, -1)
+    valid = [batch["x"][i[i < num_valid]] for i in own]
+    weights = [len(x) for x in valid]
+    means = (
+        np.average([f(x, axis=0) for x in valid], axis=0, weights=weights)
+        for f in (np.mean, np.var)
+    )
+    want = [0.5 * x + 0.5 * y for x, y in zip(old, means, strict=True)]
+    close(statistics(state), want, rtol=1e-4, atol=0)
+    assert_same_on_all_devices(state)
+
+
+def test_statistics_that_no_micro_batch_moves_stay_as_they_are():
+    def frozen(m, x, train):
+        return nn.Dense(4)(nn.BatchNorm(use_running_average=True)(x))
+
+    ddp = jddp.DataParallel(Of(frozen), optax.sgd(0.1), loss_fn, mesh=2, accumulate_steps=3)
+    batch = make_batch(12)
+    state = ddp.init(0, batch)
+    mean = np.random.default_rng(0).normal(size=16).astype(np.float32)
+    kept = {**state.model_state, "batch_stats": {"BatchNorm_0": {"mean": mean, "var": mean**2}}}
+    state = ddp.init(0, batch, params={"params": jax.device_get(state.params), **kept})
+    state, _ = ddp.step(state, batch)
+    equal(jax.device_get(state.model_state), kept)
+
+
+@pytest.mark.parametrize("norm, said", [(nn.BatchNorm, 1), (nn.LayerNorm, 0)])
+def test_fit_says_that_batch_norm_sees_micro_batches(norm, said, caplog):
+    def body(m, x, train):
+        options = {"use_running_average": not train} if norm is nn.BatchNorm else {}
+        return nn.Dense(4)(norm(**options)(x))
+
+    ddp = jddp.DataParallel(Of(body), optax.sgd(0.1), loss_fn, mesh=2, accumulate_steps=2)
+    ddp.fit([make_batch()] * 2, num_steps=2)
+    found = [x.getMessage() for x in caplog.records if "accumulate_steps=2" in x.getMessage()]
+    assert len(found) == said
+    assert all("statistics of each micro-batch" in x for x in found)

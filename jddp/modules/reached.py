@@ -1,11 +1,10 @@
-"""Whether a program uses random numbers of keys that nothing given to it reaches.
+"""What the inputs of a program reach: results, and keys of random numbers.
 
-Such a key is made from constants, as in `jax.random.key(0)` inside a loss, or is closed over: the
-numbers are the same in every step and on every replica. The equations are followed from the inputs
-of the program to the keys of its random numbers.
+A random key that no input reaches is made from constants, as in `jax.random.key(0)` inside a loss,
+or is closed over: its numbers are the same in every step and on every replica.
 
-The analysis reports what it can follow. In a program inside an equation of an unknown kind, nothing
-is looked for.
+The analysis is cautious about results: those of an unknown equation are reached if one of its
+inputs is. In the programs inside of an unknown equation no keys are looked for.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,6 +18,11 @@ from jddp.jaxprs import DRAWING, called
 _KEYED = DRAWING - {"rng_uniform"}
 
 Followed = tuple[list[bool], bool]  # which results are reached; whether a constant key is used
+
+
+def reached_by(jaxpr: Jaxpr, given: Sequence[bool]) -> list[bool]:
+    """Which results of a program those of its inputs reach that are true in `given`."""
+    return _follow(jaxpr, given)[0]
 
 
 def uses_constant_key(jaxpr: Jaxpr) -> bool:
@@ -46,8 +50,8 @@ def _results(eqn: JaxprEqn, given: list[bool]) -> Followed:
         return [any(given)] * len(eqn.outvars), not given[0]
     if name == "cond":
         branches = [_follow(branch.jaxpr, given[1:]) for branch in params["branches"]]
-        labels = [given[0] or any(each) for each in zip(*(x for x, _ in branches), strict=True)]
-        return labels, any(finds for _, finds in branches)
+        results = zip(*(results for results, _ in branches), strict=True)
+        return [given[0] or any(each) for each in results], any(finds for _, finds in branches)
     if name == "scan":
         first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
 
@@ -57,15 +61,21 @@ def _results(eqn: JaxprEqn, given: list[bool]) -> Followed:
         return _loop(given[first:last], body)
     if name == "while":
         first, last = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-        loop = params["body_jaxpr"].jaxpr
-        return _loop(given[last:], lambda carry: _follow(loop, [*given[first:last], *carry]))
+
+        def pass_on(carry: list[bool]) -> Followed:
+            # What decides about the end of the loop reaches all that it carries.
+            (ends,), _ = _follow(params["cond_jaxpr"].jaxpr, [*given[:first], *carry])
+            after, finds = _follow(params["body_jaxpr"].jaxpr, [*given[first:last], *carry])
+            return [ends or x for x in after], finds
+
+        return _loop(given[last:], pass_on)
     if inner := called(eqn):
         return _follow(inner, given)
     return [any(given)] * len(eqn.outvars), False
 
 
 def _loop(carry: list[bool], body: Callable[[list[bool]], Followed]) -> Followed:
-    """What a loop makes of its carry: followed until nothing changes, and only then looked at."""
+    """Follows a loop until nothing changes; keys are judged by the last pass alone."""
     while (results := body(carry)) and any(b > a for a, b in zip(carry, results[0], strict=False)):
         carry = [a or b for a, b in zip(carry, results[0], strict=False)]
     return [*carry, *results[0][len(carry) :]], results[1]
