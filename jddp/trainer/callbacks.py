@@ -4,8 +4,9 @@ Loss and metrics are the same number on every process, so a callback decides the
 all processes, and none waits for another forever.
 """
 
+import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from jddp.trainer.plan import Plan
 from jddp.trainer.run import Run
 from jddp.zoo.directions import choose_mode
 from jddp.zoo.names import did_you_mean
+
+log = logging.getLogger("jddp")
 
 
 class Callback:
@@ -30,6 +33,29 @@ class Callback:
 
     def on_end(self, run: Run) -> None:
         """Called once, after the last step, evaluation and checkpoint."""
+
+
+def call_each(callbacks: Sequence[Callback], hook: Callable[[Callback], None]) -> None:
+    """Calls a hook of every callback, also of those behind one that raises.
+
+    So a callback misses nothing because of another one, and in a job of several processes, each
+    of which calls the same hooks, none waits for a save that a process has left out.
+
+    Raises:
+      BaseException: The first that a hook has raised; later ones are logged.
+    """
+    errors = list[BaseException]()
+    for callback in callbacks:
+        try:
+            hook(callback)
+        except KeyboardInterrupt:  # to leave at once
+            raise
+        except BaseException as error:
+            errors.append(error)
+    for error in errors[1:]:
+        log.error("A callback has failed after another one: %r", error, exc_info=error)
+    if errors:
+        raise errors[0]
 
 
 class Watching(Callback):

@@ -22,7 +22,7 @@ from jddp.distributed.stopping import StopSignals
 from jddp.distributed.watchdog import Watchdog
 from jddp.engine.state import TrainState, is_float
 from jddp.errors import FileSystemError, NumericsError, ReplicaMismatchError, UsageError
-from jddp.trainer.callbacks import Callback, conclusions, watching
+from jddp.trainer.callbacks import Callback, call_each, conclusions, watching
 from jddp.trainer.fingerprint import uses_rng
 from jddp.trainer.numerics import Numerics, Sent
 from jddp.trainer.plan import Plan
@@ -159,7 +159,9 @@ class Loop:
                 self._run_on()
             except _Interrupted:
                 self._leave()
-            except Exception as error:
+            except KeyboardInterrupt:  # the second one, to leave at once
+                raise
+            except BaseException as error:
                 self._save_after(error)
                 raise
 
@@ -177,8 +179,7 @@ class Loop:
             self._reporter.note(f"stopped at step {run.step}: {run.stopped}")
         self._evaluate_and_save(at_end=True)
         self._report_best()
-        for callback in self._callbacks:
-            callback.on_end(run)
+        call_each(self._callbacks, lambda callback: callback.on_end(run))
 
     def _report_best(self) -> None:
         for line in conclusions(self._callbacks, self.run):
@@ -190,31 +191,41 @@ class Loop:
         if self._files is None:
             self._reporter.note(f"{why}: stopped after step {self.run.step}")
         else:
-            self._save_here(why)
+            self._save_here(f"{why}: {self._saved}, from which the same call resumes")
 
-    def _save_here(self, why: str | None) -> None:
-        saved = f"saved step {self.run.step} of {self._plan.num_steps}"
+    @property
+    def _saved(self) -> str:
+        return f"saved step {self.run.step} of {self._plan.num_steps}"
+
+    def _save_here(self, note: str) -> None:
         try:
             self.run.save()
         finally:  # also where a callback raises
             self._saving.wait()
-        self._reporter.note(f"{why}: {saved}, from which the same call resumes")
+        self._reporter.note(note)
 
-    def _save_after(self, error: Exception) -> None:
+    def _save_after(self, error: BaseException) -> None:
         """Saves the state after an exception of a callback, an evaluation or the data.
+
+        The step that was sent last is reported too, without a run directory as well. An exit
+        (`sys.exit`) of a callback is an exception like any other.
 
         Saving needs all processes of a job. Where all of them fail at the same step, as in a
         callback or an evaluation of the same code, they save together; where one fails alone it
         leaves at once, and the last checkpoint stays the newest.
         """
         is_new = self.run.step > self._begun_at and not self.run.state.step.is_deleted()
-        if self._files is None or isinstance(error, RUINED) or not is_new:
+        if isinstance(error, RUINED) or not is_new:
             return
-        with contextlib.suppress(Exception):  # The error that ends the run is to be raised.
+        why = type(error).__name__
+        # The error that ends the run is to be raised.
+        with contextlib.suppress(Exception, SystemExit):
             if self._saving.all_are_at(self.run.step):
-                self._reporter.record_last()
+                self._reporter.finish()
                 self._comparison.finish()
-                self._save_here(type(error).__name__)
+                if self._files is not None:
+                    rest = "mend its cause, and the same call resumes there"
+                    self._save_here(f"{why}: {self._saved}; {rest}")
 
     def close(self, *, failed: bool = False) -> None:
         """Waits for checkpoints and restores the terminal.
@@ -321,5 +332,4 @@ class Loop:
             **self._about,
         }
         self._saving.save(where, run.step, run.state, beside)
-        for callback in self._callbacks:
-            callback.on_save(run)
+        call_each(self._callbacks, lambda callback: callback.on_save(run))

@@ -5,6 +5,7 @@ for NaN and infinity, to the callbacks and, where that is due, to the metrics fi
 """
 
 import contextlib
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -13,12 +14,14 @@ import jax
 import numpy as np
 
 from jddp.modules.rows import count_rows
-from jddp.trainer.callbacks import Callback
+from jddp.trainer.callbacks import Callback, call_each
 from jddp.trainer.numerics import Numerics, Sent
 from jddp.trainer.plan import Plan
 from jddp.trainer.reports.progress import Progress
 from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.run import Run
+
+log = logging.getLogger("jddp")
 
 
 class Clock:
@@ -82,16 +85,31 @@ class Reporter:
     def next(self, sent: Sent | None = None) -> None:
         """Reports the step that waits; `sent`, if given, waits in its place."""
         late, self._waiting = self._waiting, sent
+        if late is not None:
+            self._call(late.step, self._record(late))
+
+    def finish(self) -> None:
+        """Reports the step that waits after a failure; a callback that fails again is logged.
+
+        So records, callbacks and the checkpoint that is saved then end with the same step.
+
+        Raises:
+          NumericsError: If that step must not be saved.
+        """
+        late, self._waiting = self._waiting, None
         if late is None:
             return
         values = self._record(late)
-        for callback in self._callbacks:
-            callback.on_step(self._run, {"step": late.step, **values})
+        try:
+            self._call(late.step, values)
+        except (Exception, SystemExit) as error:
+            log.error("A callback has failed again, at step %d: %r", late.step, error)
 
-    def record_last(self) -> None:
-        """Records the step that waits, without callbacks, where one of them may have failed."""
-        if self._waiting is not None:
-            self._record(self._waiting)
+    def _call(self, step: int, values: Mapping[str, float]) -> None:
+        def on_step(callback: Callback) -> None:
+            callback.on_step(self._run, {"step": step, **values})
+
+        call_each(self._callbacks, on_step)
 
     def _record(self, sent: Sent) -> dict[str, float]:
         """Waits for a step, and records its metrics where that is due; returns them if read."""
@@ -131,8 +149,7 @@ class Reporter:
         run.history.append(record)
         self.progress.evaluated(record)
         try:
-            for callback in self._callbacks:
-                callback.on_eval(run, record)
+            call_each(self._callbacks, lambda callback: callback.on_eval(run, record))
         finally:  # A run that is killed before this evaluates, and calls them, again.
             if self._files is not None:
                 self._files.metrics.append(record)

@@ -2,6 +2,7 @@
 
 import shutil
 import signal
+import sys
 import threading
 import time
 
@@ -115,6 +116,10 @@ class Broken(Exception):
 
 def break_off(*_):
     raise Broken
+
+
+def leave(*_):
+    sys.exit(3)
 
 
 class Tensor:
@@ -519,6 +524,11 @@ def test_a_mistake_in_evaluation_shows_before_the_first_step(tmp_path):
     assert recorder.calls == []
 
 
+class Leaving(jddp.Callback):
+    def on_eval(self, run, metrics):
+        leave()
+
+
 def fails_in(hook):
     """A callback that raises in one of its hooks, at the end of the run at the latest."""
     callback = jddp.Callback()
@@ -536,32 +546,45 @@ BROKEN_OFF = {
     "on_eval": (batches(), {"eval_every_steps": 4, **fails_in("on_eval")}),
     "on_save": (batches(), {"save_every_steps": 4, **fails_in("on_save")}),
     "on_end": (batches(), fails_in("on_end")),
+    "exit": (batches(), {"callbacks": [At(4, leave)]}),
+    "exit in on_eval": (batches(), {"eval_every_steps": 4, "callbacks": [Leaving()]}),
+    "twice": (batches(), {"callbacks": [At(4, break_off), At(5, break_off)]}),
+    "exit after an error": (batches(), {"callbacks": [At(4, break_off), At(5, leave)]}),
 }
 
 
 @pytest.mark.parametrize("source, options", BROKEN_OFF.values(), ids=BROKEN_OFF)
 def test_what_a_run_has_learnt_is_saved_whatever_raises(ddp, tmp_path, source, options):
     options = {"eval_every_steps": None, "save_every_steps": None, **options}
-    with pytest.raises((Broken, DataError, ConfigError)) as caught:
+    recorder = Recorder()
+    options["callbacks"] = [*options.get("callbacks", []), recorder]
+    with pytest.raises((Broken, DataError, ConfigError, SystemExit)) as caught:
         fit(ddp, source, tmp_path / "broken", **options)
     failed = caught.value.run
+    # Callbacks, also those behind one that raises, records and the checkpoint end alike.
+    assert [metrics["step"] for metrics in recorder.metrics] == [*range(1, failed.step + 1)]
+    assert [*recorder.states] == [record["step"] for record in failed.evaluations]
     trained = [x["step"] for x in failed.history if x["split"] == "train"]
     assert trained == [*range(1, failed.step + 1)]
     step, state = newest(tmp_path / "broken" / "checkpoints", failed.state)
     assert step == failed.step
     assert_same(state, failed.state)
     plan = {"eval_every_steps": options["eval_every_steps"], "save_every_steps": None}
-    run, want = (fit(ddp, batches(), tmp_path / name, **plan) for name in ("broken", "whole"))
+    run = fit(ddp, batches(), tmp_path / "broken", callbacks=[recorder], **plan)
+    want = fit(ddp, batches(), tmp_path / "whole", **plan)
+    assert [metrics["step"] for metrics in recorder.metrics] == [*range(1, NUM_STEPS + 1)]
     assert_same(run.state, want.state)
     assert records(tmp_path / "broken") == records(tmp_path / "whole")
     assert run.evaluations == want.evaluations
 
 
 def test_an_error_carries_the_run_without_a_directory_too(plain):
+    recorder = Recorder()
     with pytest.raises(Broken) as caught:
-        plain.fit(batches(), num_steps=6, callbacks=[At(3, break_off)])
+        plain.fit(batches(), num_steps=6, callbacks=[At(3, break_off), recorder])
     run = caught.value.run
     assert run.step == 4
+    assert recorder.metrics[-1]["step"] == 4
     assert plain.evaluate(run.state, EVALUATION) == run.evaluate(EVALUATION)
 
 
