@@ -71,7 +71,7 @@ from jddp.trainer.plan import Plan
 from jddp.trainer.run import Run
 from jddp.typing import Batch, Batches, Grads, LossFn, Metrics, Params, PyTree
 from jddp.zoo.losses import outputs
-from jddp.zoo.names import refuse_unknown
+from jddp.zoo.names import refuses_unknown
 from jddp.zoo.synonyms import OF_DATA_PARALLEL, OF_FIT
 
 
@@ -154,6 +154,7 @@ class DataParallel(Shown):
       steps: Plans, traces and compiled programs of the step, for tools that inspect it.
     """
 
+    @refuses_unknown("DataParallel", OF_DATA_PARALLEL)
     def __init__(
         self,
         model: Any,
@@ -187,9 +188,7 @@ class DataParallel(Shown):
         loss_scale: float | str | None = None,
         eval_fn: LossFn | None = None,
         donate: bool = True,
-        **unknown: Any,
     ) -> None:
-        refuse_unknown(DataParallel, unknown, key="DataParallel", synonyms=OF_DATA_PARALLEL)
         refuse_unjoined()
         self.mesh = make_mesh(mesh, axis_name)
         axis, hardware = axis_of(self.mesh), platform(self.mesh)
@@ -617,6 +616,7 @@ class DataParallel(Shown):
             self._executor.latest = found[0]
         return found
 
+    @refuses_unknown("fit", OF_FIT)
     def fit(
         self,
         batches: Batches | None = None,
@@ -643,7 +643,6 @@ class DataParallel(Shown):
         limits: Limits = LIMITS,
         check_replicas_every_steps: int | None = 500,
         max_consecutive_skips: int = 10,
-        **unknown: Any,
     ) -> Run:
         """Trains for `num_steps`, with evaluation, progress, metrics and checkpoints.
 
@@ -683,7 +682,6 @@ class DataParallel(Shown):
             comparison.
           max_consecutive_skips: Number of steps in a row which `skip_nonfinite` leaves out that
             end the run.
-          **unknown: Unknown options, which are refused, with the option that may be meant.
 
         Returns:
           The finished run: its state, its metrics, its directory.
@@ -699,12 +697,11 @@ class DataParallel(Shown):
           OutOfMemoryError: If a device has less memory than a step needs.
           NumericsError: If the loss is not finite, or too many steps in a row were skipped.
         """
-        refuse_unknown(DataParallel.fit, unknown, key="fit", synonyms=OF_FIT)
         sizes = {"global_batch_size": global_batch_size, "num_epochs": num_epochs, "seed": seed}
         batches, evaluate, length = choose_batches(
             batches, data, evaluate, num_steps, multiple_of=self.steps.num_micro_batches, **sizes
         )
-        if isinstance(state, TrainState):
+        if state is not None and not callable(state):
             self._executor.refuse_taken(state)
         plan = Plan(
             **length,
@@ -720,7 +717,7 @@ class DataParallel(Shown):
             check_replicas_every_steps=check_replicas_every_steps,
             max_consecutive_skips=max_consecutive_skips,
         )
-        kept = Kept(run_dir and folder_or_url(run_dir), config, manifest or {})
+        kept = Kept(None if run_dir is None else folder_or_url(run_dir), config, manifest or {})
         first = functools.partial(self.init, seed) if state is None else state
         return train(self, batches, plan, kept, first, callbacks, limits)
 

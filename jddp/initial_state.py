@@ -11,6 +11,7 @@ rows, given values are replicated.
 import dataclasses
 import functools
 import logging
+import operator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from jddp.engine.executor import call
 from jddp.engine.init import make_init
 from jddp.engine.mesh import from_process_zero, replicate, replicated, sharded
 from jddp.engine.state import Inputs, Layout, Replicated, TrainState, Values, stack_rows
-from jddp.errors import UsageError
+from jddp.errors import ConfigError, UsageError
 from jddp.modules.frozen import thaw
 from jddp.typing import Batch, Params
 
@@ -48,6 +49,7 @@ class InitialState:
         self, seed: int, inputs: Inputs, params: Params = None, *, partial: bool = False
     ) -> TrainState:
         """Makes a state, from arguments as of `jddp.DataParallel.init`."""
+        _check_seed(seed)
         values = self._values(seed, inputs, params, partial=partial)
         # Those of process 0, so that all start with the same.
         example = inputs._replace(rows=from_process_zero(self._example(inputs, values)))
@@ -76,17 +78,26 @@ class InitialState:
         return jax.tree.map(place, state, self._steps.layouts(state))
 
     def refuse_foreign(self, state: TrainState, latest: Any, inputs: Inputs | None) -> None:
-        """Refuses a state whose parameters have other shapes than the latest, or those for inputs.
+        """Refuses a state of other shapes than the latest, or than those for inputs.
+
+        Where there are inputs, for a step, its optimizer's state is compared, too.
 
         Raises:
-          UsageError: If they have, or lie on other devices.
+          UsageError: If they differ, or the state lies on other devices.
         """
         if state.step.committed and state.step.devices() != replicated(self._mesh).device_set:
             raise UsageError("This state lies on other devices: make one with init, or restore it.")
         own = latest or (None if inputs is None else self.shapes(inputs))
+        if own is None or own is state:
+            return
         shapes = functools.partial(jax.tree.map, np.shape)
-        if own not in (None, state) and shapes(own.params) != shapes(state.params):
+        if shapes(own.params) != shapes(state.params):
             raise UsageError("This state has the parameters of another model: make one with init.")
+        if inputs is not None and shapes(own.opt_state) != shapes(state.opt_state):
+            raise UsageError(
+                "This state has the optimizer's state of another optimizer. Make one with init; "
+                "init(params=state.params) keeps the parameters."
+            )
 
     def _split(self, params: Params) -> Values:
         return (self._model.values or (None, None)) if params is None else self._model.split(params)
@@ -135,6 +146,12 @@ class InitialState:
             return np.asarray(x[:num_rows])
 
         return jax.tree.map(share, batch)
+
+
+def _check_seed(seed: Any) -> None:
+    is_whole = hasattr(seed, "__index__") and not isinstance(seed, bool)
+    if not (is_whole and 0 <= operator.index(seed) < 2**32):
+        raise ConfigError(f"seed {seed!r} is no whole number from 0 to {2**32 - 1}. Give one.")
 
 
 def _like(x: Any, wanted: Any) -> Any:

@@ -19,8 +19,10 @@ def folder_or_url(path: str | Path) -> str | Path:
     """As `expand`, but for a URL, which is left as it is.
 
     Raises:
-      ConfigError: If the home directory is not known, or a `Path` was made of a URL.
+      ConfigError: If it is empty, the home directory is not known, or a `Path` was made of a URL.
     """
+    if not str(path):
+        raise ConfigError("run_dir='' names no folder. Give one, or None to keep nothing.")
     return path if is_url(path) else expand(path)
 
 

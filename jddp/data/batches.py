@@ -9,6 +9,7 @@ that all processes together read the rows of one process, in the same order. A p
 padded with real rows, whose mask is 0.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -20,6 +21,8 @@ from jddp.data.order import Order
 from jddp.data.rows import as_examples
 from jddp.errors import ConfigError, DataError
 from jddp.html import Shown
+from jddp.zoo.names import refuses_unknown
+from jddp.zoo.synonyms import OF_BATCHES
 
 ENDLESS = 2**62
 
@@ -33,6 +36,7 @@ class TrainBatches(Shown):
     devices do not divide: "mask" is 0 for padding, and all batches have it.
     """
 
+    @refuses_unknown("TrainBatches", OF_BATCHES)
     def __init__(
         self,
         examples: object,
@@ -195,8 +199,12 @@ def count_steps(
     """The number of batches in some epochs: at least one.
 
     Raises:
+      ConfigError: If the number of epochs is not positive and finite.
       DataError: If only full batches count, and there is none.
     """
+    is_number = isinstance(num_epochs, int | float) and not isinstance(num_epochs, bool)
+    if not (is_number and 0 < num_epochs < math.inf):
+        raise ConfigError(f"num_epochs {num_epochs!r} is no positive number. Give one, such as 2.")
     end = max(1, round(num_epochs * num_examples))
     if not drop_remainder:
         return -(-end // global_batch_size)
@@ -208,6 +216,7 @@ def count_steps(
     return end // global_batch_size
 
 
+@refuses_unknown("eval_batches", OF_BATCHES)
 def eval_batches(
     examples: object, *, global_batch_size: int, process_index: int = 0, num_processes: int = 1
 ) -> _EvalBatches:

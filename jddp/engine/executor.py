@@ -21,7 +21,7 @@ from typing import TypeVar
 
 import jax
 
-from jddp.engine.state import Inputs, TrainState
+from jddp.engine.state import Inputs, TrainState, check_state
 from jddp.errors import ConfigError, UsageError
 from jddp.typing import Metrics, PyTree
 
@@ -79,11 +79,12 @@ class Executor:
             jax.block_until_ready(self._in_flight.popleft())
 
     def refuse_taken(self, state: TrainState) -> None:
-        """Refuses a state whose memory a step has taken.
+        """Refuses a state whose memory a step has taken, or that lies on no device.
 
         Raises:
-          UsageError: If a step has, with the number of its call.
+          UsageError: If a step has, with the number of its call; or if it is no state of a device.
         """
+        check_state(state)
         if state.step.is_deleted():
             # JAX's own error names a buffer, but not the call that took it.
             number = self._taken.get(state)

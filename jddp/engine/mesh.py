@@ -33,7 +33,7 @@ def make_mesh(
       axis_name: Name of the axis; by default that of the given mesh, or else "data".
 
     Raises:
-      ConfigError: If the mesh has several axes, or there are not as many devices.
+      ConfigError: If the mesh has several axes, there are not as many devices, or it is no mesh.
     """
     if isinstance(devices, Mesh):
         if len(devices.axis_names) != 1:
@@ -45,10 +45,22 @@ def make_mesh(
         devices = list(devices.devices.flat)
     elif devices is None:
         devices = jax.devices()
-    elif isinstance(devices, int):
+    elif isinstance(devices, int) and not isinstance(devices, bool):
         devices = _first_devices(devices)
+    elif not _are_devices(devices):
+        raise ConfigError(
+            f"mesh={devices!r} is none. Give a number of devices, devices, a jax.sharding.Mesh of "
+            "one axis, or None for all devices."
+        )
     # Explicit axes, the default of `jax.make_mesh`, refuse host arrays.
     return Mesh(np.array(devices), (axis_name or AXIS,), axis_types=(AxisType.Auto,))
+
+
+def _are_devices(found: object) -> bool:
+    """Whether it is a sequence of devices, at least one."""
+    if isinstance(found, str) or not isinstance(found, Sequence | np.ndarray):
+        return False
+    return len(found) > 0 and all(hasattr(x, "device_kind") for x in found)
 
 
 def axis_of(mesh: Mesh) -> str:

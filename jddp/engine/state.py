@@ -19,6 +19,7 @@ import jax
 from jax import P
 from jax.sharding import NamedSharding
 
+from jddp.errors import UsageError
 from jddp.html import Shown
 from jddp.reduce.plan import in_mebibytes
 from jddp.typing import Batch, HookState, ModelState, OptState, Params, Path, PyTree
@@ -144,6 +145,24 @@ class TrainState(Shown):
     def replace(self, **changes: PyTree) -> "TrainState":
         """Returns a copy with some fields changed."""
         return dataclasses.replace(self, **changes)
+
+
+def check_state(state: object) -> None:
+    """Refuses an object that is no state, or a state that lies on no device.
+
+    Raises:
+      UsageError: If it is one of these, with the state to give.
+    """
+    if not isinstance(state, TrainState):
+        given = f"A state is needed here, and this is of type {type(state).__name__}."
+        if isinstance(getattr(state, "state", None), TrainState):
+            raise UsageError(f"{given} Give its .state.")
+        raise UsageError(f"{given} Give the state that init, step or restore returned.")
+    if not isinstance(state.step, jax.Array):
+        raise UsageError(
+            "This state lies on the host, as jax.device_get returns it. Give the state that init, "
+            "step or restore returned; or start from its values: init(params=state.params)."
+        )
 
 
 class Inputs(NamedTuple):

@@ -20,6 +20,7 @@ from jddp.engine.evaluate import refuse_padding
 from jddp.engine.mesh import as_arrays
 from jddp.engine.state import TrainState
 from jddp.errors import ConfigError
+from jddp.trainer.arguments import check_batches, check_callbacks
 from jddp.trainer.callbacks import Callback, watching
 from jddp.trainer.fingerprint import fingerprint
 from jddp.trainer.loop import Loop
@@ -63,17 +64,11 @@ def choose_batches(
     Raises:
       ConfigError: If one that is needed is missing, or two exclude each other.
     """
-    size, num_epochs = options["global_batch_size"], options["num_epochs"]
-    is_known = (data is None) != (batches is None) and (num_steps is None) != (num_epochs is None)
-    is_sized = num_steps is not None or getattr(batches, "num_epochs", None) == num_epochs
-    is_known = is_known and not isinstance(batches, Mapping)  # which iterates over its keys
-    if not (is_known and (is_sized if data is None else size is not None)):
-        raise ConfigError(
-            "Give batches, num_steps=; or data=, global_batch_size=, and num_steps= or num_epochs=."
-        )
+    size = options["global_batch_size"]
+    num_epochs = check_batches(batches, data, size, num_steps, options["num_epochs"])
     share: Any = {"process_index": jax.process_index(), "num_processes": jax.process_count()}
     if data is not None:
-        batches = TrainBatches(data, **options, **share)
+        batches = TrainBatches(data, **options | {"num_epochs": num_epochs}, **share)
     if isinstance(evaluation, Mapping):
         evaluation = eval_batches(evaluation, global_batch_size=size or 1024, **share)
     # None are left where the run starts from another one, which has ended.
@@ -103,6 +98,7 @@ def train(
       limits: Seconds that a phase may take before its processes are reported as hanging.
     """
     refuse_unjoined()
+    check_callbacks(callbacks)
     if plan.resume == "must" and kept.directory is None:
         raise ConfigError("resume='must' needs run_dir=, where the run was saved.")
     for callback in watching(callbacks):

@@ -57,7 +57,12 @@ class Plan:
     def __post_init__(self) -> None:
         """Refuses wrong settings, before anything is compiled or written."""
         for name in POSITIVE:
-            if (value := getattr(self, name)) is not None and value < 1:
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not hasattr(value, "__index__"):
+                raise ConfigError(f"{name} is a whole number; got {value!r}.")
+            if value < 1:
                 raise ConfigError(f"{name} is at least 1; got {value}.")
         check_choice("resume", self.resume, ("auto", "never", "must"))
         check_choice("eval_params", self.eval_params, ("params", "ema"))

@@ -12,15 +12,18 @@ named on the command line is trusted like a program. This module knows no config
 """
 
 import difflib
+import functools
 import importlib
 import inspect
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from jddp.errors import ConfigError
 
+P = ParamSpec("P")
+Result = TypeVar("Result")
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -176,12 +179,37 @@ def check_arguments(
             raise ConfigError(f"{key}.{name} is missing: {called} needs the argument {name!r}.")
 
 
+def refuses_unknown(
+    called: str, synonyms: Mapping[str, str]
+) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
+    """Makes a function refuse an argument that it does not have in one line, with a suggestion.
+
+    Args:
+      called: Name of the function, for the error.
+      synonyms: Arguments that are meant, by names of others.
+
+    Returns:
+      A decorator; type checkers see the signature of the function itself.
+    """
+
+    def decorate(function: Callable[P, Result]) -> Callable[P, Result]:
+        @functools.wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> Result:
+            refuse_unknown(function, kwargs, key=called, synonyms=synonyms, called=called)
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorate
+
+
 def refuse_unknown(
     function: Any,
     arguments: Iterable[str],
     *,
     key: str,
     synonyms: Mapping[str, str] | None = None,
+    called: str | None = None,
 ) -> None:
     """Refuses arguments that `function` does not have, and suggests a name.
 
@@ -190,6 +218,7 @@ def refuse_unknown(
       arguments: Names of the arguments that were given.
       key: The function, or the config key under which they stand, for the error.
       synonyms: Arguments that are meant, by names of others.
+      called: Name of the function, for the error; by default its own.
 
     Raises:
       ConfigError: For the first one, with the nearest name.
@@ -199,8 +228,8 @@ def refuse_unknown(
     for name in arguments:
         if name not in known:
             meant = did_you_mean(name, words)
-            called = name_of(function)
-            raise ConfigError(f"{key}.{name}: {called} takes no argument {name!r}.{meant}")
+            takes = called or name_of(function)
+            raise ConfigError(f"{key}.{name}: {takes} takes no argument {name!r}.{meant}")
 
 
 def name_of(function: Any) -> str:

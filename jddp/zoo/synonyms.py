@@ -115,3 +115,4 @@ def _arguments(home: str) -> dict[str, str]:
 
 OF_DATA_PARALLEL = _arguments("DataParallel")
 OF_FIT = _arguments("fit")
+OF_BATCHES = {name: x for name, x in OF_FIT.items() if x == "global_batch_size"}

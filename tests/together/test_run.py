@@ -245,21 +245,46 @@ def test_arrays_are_trained_on_and_evaluated_as_batches_of_them_and_as_on_one_de
     close(run.state.params, on_one.state.params)
 
 
+def test_batches_of_some_epochs_end_a_run_that_has_no_other_length():
+    batches = TrainBatches(make_batch(20), global_batch_size=8, num_epochs=2, seed=0)
+    assert wrapped(mesh=1).fit(batches).step == 5
+    batches = TrainBatches(make_batch(20), global_batch_size=8, num_epochs=2, seed=0)
+    assert wrapped(mesh=1).fit(batches, num_steps=3).step == 3
+
+
+OF_DATA = {"data": {"x": np.ones((8, 1))}, "global_batch_size": 4}
 WRONG = [
-    {},
-    {"batches": [], "data": {}, "global_batch_size": 4, "num_steps": 1},
-    {"data": {}, "num_steps": 1},
-    {"data": {}, "global_batch_size": 4},
-    {"data": {}, "global_batch_size": 4, "num_steps": 1, "num_epochs": 1},
-    {"batches": [], "num_epochs": 1},
-    {"batches": {"x": np.ones((4, 1))}, "num_steps": 1},
+    ({}, "batches are missing"),
+    ({"batches": [], **OF_DATA, "num_steps": 1}, "batches and data= exclude each other"),
+    ({"data": {}, "num_steps": 1}, "global_batch_size= is missing"),
+    ({"data": {}, "global_batch_size": 4}, "num_steps= is missing: .*num_epochs="),
+    ({"batches": []}, r"num_steps= is missing: fit\(batches, num_steps="),
+    ({**OF_DATA, "num_steps": 1, "num_epochs": 1}, "num_steps= and num_epochs= exclude"),
+    ({"batches": [], "num_epochs": 1}, "num_epochs=1 counts passes over data="),
+    ({"batches": {"x": np.ones((4, 1))}, "num_steps": 1}, "Give it as data="),
+    ({**OF_DATA, "num_epochs": 0}, "num_epochs 0 is no positive number"),
+    ({**OF_DATA, "num_epochs": -1}, "num_epochs -1 is no positive number"),
+    ({**OF_DATA, "num_epochs": float("nan")}, "num_epochs nan is no positive number"),
+    ({**OF_DATA, "num_epochs": "2"}, "num_epochs '2' is no positive number"),
+    ({"batches": [], "num_steps": 2.0}, "num_steps is a whole number; got 2.0"),
+    ({"batches": [], "num_steps": "2"}, "num_steps is a whole number; got '2'"),
+    ({"batches": [], "num_steps": 0}, "num_steps is at least 1; got 0"),
+    ({"batches": [], "num_steps": 1, "keep": True}, "keep is a whole number; got True"),
+    ({"batches": [], "num_steps": 1, "run_dir": ""}, "run_dir='' names no folder"),
+    ({"batches": [], "num_steps": 1, "callbacks": [print]}, r"callbacks\[0\] .* no method on_step"),
+    (
+        {"batches": [], "num_steps": 1, "callbacks": [jddp.Callback]},
+        r"Give an object: Callback\(\)",
+    ),
+    ({"batches": [], "num_steps": 1, "callbacks": jddp.Callback()}, "Give a list of callbacks"),
 ]
 
 
-def test_fit_without_batches_or_a_length_is_refused():
-    for given in WRONG:
-        with pytest.raises(ConfigError, match="Give batches, num_steps=; or data="):
-            wrapped(mesh=1).fit(**given)
+@pytest.mark.parametrize("given, message", WRONG, ids=[message for _, message in WRONG])
+def test_arguments_of_fit_that_cannot_be_are_refused_before_a_batch_is_read(given, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        wrapped(mesh=1).fit(**given)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.fixture

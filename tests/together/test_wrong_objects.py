@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -107,6 +108,56 @@ def test_a_state_on_other_devices_is_refused_in_one_line():
     for call, given in ((ddp.step, batch), (ddp.evaluate, [batch]), (ddp.predict, [batch])):
         with pytest.raises(UsageError, match="^This state lies on other devices: make one with"):
             call(other, given)
+
+
+def test_what_is_no_state_of_a_device_is_refused_by_name():
+    ddp, batch = wrapped(), make_batch()
+    state = ddp.init(0, batch)
+    run = ddp.fit([batch], num_steps=1, state=state)
+    on_host = jax.device_get(state)
+    for given, message in (
+        (None, "of type NoneType. Give the state that init"),
+        (state.params, "of type dict. Give the state"),
+        (run, "of type Run. Give its .state"),
+        (on_host, r"lies on the host.*init\(params=state.params\)"),
+    ):
+        for call in (ddp.step, ddp.gradients):
+            with pytest.raises(UsageError, match=message):
+                call(given, batch)
+        for call in (ddp.evaluate, ddp.predict):
+            with pytest.raises(UsageError, match=message):
+                call(given, [batch])
+        if given is not None:
+            with pytest.raises(UsageError, match=message):
+                ddp.fit([batch], num_steps=1, state=given)
+
+
+@pytest.mark.parametrize("has_state", [False, True], ids=["first call", "after init"])
+def test_a_state_of_another_optimizer_is_refused_where_the_optimizer_is_used(has_state):
+    ddp, batch = wrapped(), make_batch()
+    other = jddp.DataParallel(MLP(), optax.sgd(0.1, momentum=0.9), loss_fn, mesh=2)
+    state = other.init(0, batch)
+    if has_state:
+        ddp.init(0, batch)
+    for call in (ddp.step, ddp.gradients):
+        with pytest.raises(UsageError, match=r"of another optimizer.*init\(params=state.params\)"):
+            call(state, batch)
+    assert ddp.evaluate(state, [batch]) == other.evaluate(state, [batch])
+
+
+def test_a_seed_or_a_mesh_that_is_none_is_refused_in_one_line():
+    for seed in (-1, 2**32, 0.5, "1", True):
+        with pytest.raises(ConfigError, match=f"^seed {seed!r} is no whole number from 0 to"):
+            wrapped().init(seed, make_batch())
+    for mesh in ("4", True, [], ["cpu:0"], {"data": 4}, 2.0):
+        with pytest.raises(ConfigError, match=re.escape(f"mesh={mesh!r} is none")):
+            jddp.DataParallel(MLP(), optax.adam(0.1), loss_fn, mesh=mesh)
+
+
+@pytest.mark.parametrize("call", [TrainBatches, eval_batches], ids=["train", "eval"])
+def test_batches_name_the_option_that_is_meant(call):
+    with pytest.raises(ConfigError, match="no argument 'batch_size'. Did you mean 'global_batch_s"):
+        call(make_batch(), batch_size=4, seed=0)
 
 
 def no_such_key(model, batch, train):
