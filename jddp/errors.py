@@ -134,7 +134,12 @@ def file_errors(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise FileSystemError(f"{what}: {error.strerror}.") from error
+        raise FileSystemError(f"{what}: {words_of(error)}.") from error
+
+
+def words_of(error: OSError) -> str:
+    """The system's words for an error, without a path; not every error has any."""
+    return error.strerror or str(error) or type(error).__name__
 
 
 def check_choice(name: str, value: object, choices: Collection[object]) -> None:

@@ -42,6 +42,7 @@ from jddp.checkpoint.remote import Remote
 from jddp.checkpoint.resize import empty, on_this_mesh, to_read
 from jddp.checkpoint.writer import SECONDS, Writer
 from jddp.distributed.coordination import from_first
+from jddp.distributed.same_folder import SameFolder
 from jddp.engine.state import Replicated, TrainState
 from jddp.errors import ConfigError, FileSystemError
 from jddp.typing import PyTree
@@ -75,6 +76,7 @@ class Checkpoints:
       remote: The URL to which they are copied, of whose folder this is one; None for none.
       is_written: Whether `save` will be called: the directory is made, and what an ended process
         has left unfinished is removed. Another process may be writing there otherwise.
+      above: Folder of the directory, where that is known from an earlier moment than this one.
 
     Raises:
       FileSystemError: If the directory cannot be made or written.
@@ -88,13 +90,15 @@ class Checkpoints:
         keep_every: int | None = None,
         remote: Remote | None = None,
         is_written: bool = True,
+        above: SameFolder | None = None,
     ) -> None:
         self._directory = Path(directory).absolute()
         try:
             if is_written:
                 self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             surplus = functools.partial(folders.surplus, keep=keep, keep_every=keep_every)
-            self._writer = Writer(self._directory, surplus, remote)
+            above = above or SameFolder(self._directory.parent)
+            self._writer = Writer(self._directory, surplus, remote, above)
             if is_written and jax.process_index() == 0:
                 folders.remove_unfinished(self._directory)
                 (self._directory / "0.new").mkdir()  # finds now whether it can be written

@@ -9,6 +9,7 @@ checkpoints stay.
 
 import asyncio
 import concurrent.futures
+import contextlib
 import errno
 import json
 import logging
@@ -29,6 +30,7 @@ from jddp.checkpoint.arrays import Layouts, describe, in_file
 from jddp.checkpoint.checksums import seal
 from jddp.checkpoint.remote import Remote
 from jddp.distributed.coordination import from_first, gather
+from jddp.distributed.same_folder import SameFolder
 from jddp.engine.digest import digests, find_divergence
 from jddp.errors import FileSystemError, ReplicaMismatchError
 from jddp.typing import PyTree
@@ -49,14 +51,24 @@ class Writer:
       directory: Existing directory of the checkpoints.
       surplus: Function from the steps of all checkpoints, and the one saved, to those to remove.
       remote: The URL to which they are copied; None for none.
+      above: Folder of the directory, into which nothing is written once it is another one.
 
     Attributes:
       surplus: The function above, which may be replaced.
     """
 
-    def __init__(self, directory: Path, surplus: folders.Surplus, remote: Remote | None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        surplus: folders.Surplus,
+        remote: Remote | None,
+        above: SameFolder,
+    ) -> None:
         self._directory, self.surplus, self._remote = directory, surplus, remote
-        self._above = os.stat(directory.parent)
+        self._above, self._own = above, SameFolder(directory)
+        self._above.pin()
+        with contextlib.suppress(FileNotFoundError):
+            self._own.pin()
         # Each process has a directory of its own then, of which that of process 0 is copied.
         self._is_apart = remote is not None and jax.process_count() > 1
         self._handler = _handler_of_first() if self._is_apart else ocp.PyTreeCheckpointHandler()
@@ -83,9 +95,7 @@ class Writer:
         if self._is_apart:
             arrays = _replicated(arrays)
         try:
-            # A run directory that was moved is not made again.
-            if not os.path.samestat(os.stat(self._directory.parent), self._above):
-                raise OSError(f"{self._directory.parent} is another directory than at the start")
+            self._check_place()
             self._directory.mkdir(mode=0o700, exist_ok=True)
             folder = self._folder(step) / "state"
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -104,6 +114,15 @@ class Writer:
         """Waits, and frees the thread, with what it holds, and orbax's resources."""
         self._thread.shutdown()
         self._handler.close()
+
+    def _check_place(self) -> None:
+        """Raises an OSError if the directory would be another run's, or one that was moved.
+
+        A directory that was removed is made again, but no link is followed that was put there.
+        """
+        self._above.check()
+        if self._directory.is_symlink():
+            self._own.check()
 
     def _folder(self, step: int) -> Path:
         return self._directory / f"{step}.new"
@@ -172,6 +191,7 @@ class Writer:
         (folder / "arrays.json").write_text(json.dumps(described, indent=1, default=in_file) + "\n")
         (folder / "run.json").write_text(beside)
         seal(folder)
+        self._check_place()
         folders.commit(self._directory, step)
         for old in self.surplus(folders.finished(self._directory), step):
             folders.remove(self._directory, old)

@@ -20,6 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from jddp.distributed.same_folder import SameFolder
 from jddp.errors import ExitCode
 
 VARIABLE, RESULT = "JDDP_FAILURE_FILE", "JDDP_RESULT_FILE"
@@ -36,6 +37,7 @@ _UNREACHABLE = r"(?:RPC:|while calling) /\S*CoordinationService/(?:Heartbeat|Pol
 ABORT = re.compile(f"{_SILENT}|{_UNREACHABLE}")
 progress: dict[str, Any] = {"step": None, "phase": None}  # of this process, as its watchdog knows
 _path: Path | None = None
+_folder = SameFolder(Path())  # of that file
 
 
 def begin(path: Path | None) -> None:
@@ -44,10 +46,12 @@ def begin(path: Path | None) -> None:
     Args:
       path: A file that no other process writes; None for none.
     """
-    global _path
+    global _path, _folder
     _path = path
     if path is not None:
+        _folder = SameFolder(path.parent)
         with contextlib.suppress(OSError):
+            _folder.pin()
             path.unlink()
 
 
@@ -101,6 +105,8 @@ def write(failure: Mapping[str, Any], path: Path | None = None) -> None:
     if path is None or failure.get("exit_code") in (ExitCode.PREEMPTED, ExitCode.ANOTHER_FAILED):
         return
     with contextlib.suppress(OSError, ValueError):
+        if path == _path:
+            _folder.check()
         text = json.dumps(failure, indent=2) + "\n"
         if path.is_file() and not path.stat().st_size:  # as a pod's /dev/termination-log
             path.write_text(text)

@@ -97,9 +97,9 @@ class Watchdog:
         """Begins to watch. A failure from here on is kept beside the stacks."""
         self.enter(self.phase, 0)
         if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
             if job.process_index() == 0:
                 failure_file.begin(self._path.with_name("failure.json"))
-            self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._open.enter_context(self._path.open("a"))
         if failure.owns_process:
             self._silence = self._open.enter_context(_watch_for_silence(self._file))

@@ -27,6 +27,7 @@ from jddp.job.job import join, test_batches
 from jddp.job.load import Saved, config_in, find_saved, model_in
 from jddp.job.parts import find_loss, find_source
 from jddp.job.trust import is_trusted, refusal
+from jddp.trainer.history import History
 from jddp.trainer.reports.metrics_file import MetricsFile
 from jddp.trainer.run import Run
 from jddp.typing import Batch, LossFn
@@ -84,6 +85,7 @@ def open_run(
         batch_norm="broadcast",  # Statistics are not updated here; they are the same everywhere.
         **(config.ddp.model_dump(include={"axis_name", "compute_dtype"}) if config else {}),
     )
+    history = History()
     run = Run(
         ddp,
         _state_of(ddp, saved),
@@ -94,12 +96,14 @@ def open_run(
         evaluation=config and OwnBatches(config, trusted),
         eval_params=params or saved.evaluated.removesuffix("_params"),
         config=config.model_dump() if config else saved.beside.get("config"),
+        history=history,
     )
     run.step, run.stopped = int(saved.folder.name), saved.beside.get("stopped")
     run.metrics = saved.beside.get("metrics", {})
-    run.history = MetricsFile(run_dir / "metrics.jsonl", is_writer=False).read()
+    records = MetricsFile(run_dir / "metrics.jsonl", is_writer=False)
+    history.begin_with(records.read)
     # The last evaluation came after the checkpoint of its step.
-    run.evaluations = [x for x in run.history if x["step"] <= run.step and x.get("split") == "eval"]
+    run.evaluations = records.read_evaluations(run.step)
     return run
 
 

@@ -19,7 +19,7 @@ from jddp.distributed.watchdog import Limits, Watchdog
 from jddp.engine.evaluate import refuse_padding
 from jddp.engine.mesh import as_arrays
 from jddp.engine.state import TrainState
-from jddp.errors import ConfigError
+from jddp.errors import ConfigError, Error
 from jddp.trainer.arguments import check_batches, check_callbacks
 from jddp.trainer.callbacks import Callback, watching
 from jddp.trainer.fingerprint import fingerprint
@@ -134,5 +134,9 @@ def train(
                 vars(error)["run"] = loop.run
                 loop.close(failed=True)
                 raise
-            loop.close()
+            try:
+                loop.close()
+            except Error as error:
+                vars(error)["run"] = loop.run
+                raise
             return loop.run

@@ -9,7 +9,7 @@ values, so all processes decide the same.
 
 import contextlib
 import itertools
-import json
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -24,6 +24,7 @@ from jddp.engine.state import TrainState, is_float
 from jddp.errors import FileSystemError, NumericsError, ReplicaMismatchError, UsageError
 from jddp.trainer.callbacks import Callback, call_each, conclusions, watching
 from jddp.trainer.fingerprint import uses_rng
+from jddp.trainer.history import History, resume_records
 from jddp.trainer.numerics import Numerics, Sent
 from jddp.trainer.plan import Plan
 from jddp.trainer.prefetch import Source
@@ -36,9 +37,11 @@ from jddp.trainer.run import Run
 from jddp.trainer.saving import Saving
 from jddp.typing import Batch
 
+log = logging.getLogger("jddp")
+
 # After these errors the newest state must not be saved.
 RUINED = (NumericsError, ReplicaMismatchError, jax.errors.JaxRuntimeError)
-SECONDS = 60.0  # for process 0 to read the record of an evaluation
+SECONDS = 600.0  # for process 0 to write what is left of the records
 
 
 class _Interrupted(Exception):
@@ -75,6 +78,7 @@ class Loop:
     ) -> None:
         self._ddp, self._source, self._plan, self._evaluation = ddp, source, plan, plan.evaluation
         self._files, self._callbacks, self._about = files, callbacks, about
+        self._history = History()
         self.run = run = Run(
             ddp,
             state,
@@ -83,14 +87,16 @@ class Loop:
             evaluation=plan.evaluation,
             eval_params=plan.eval_params,
             config=about["config"],
+            history=self._history,
         )
         if not state.step.is_deleted():  # a donated state is refused by the step
             run.step = int(state.step)
         self._saving = Saving(ddp, files, plan)
         self._signals, self._watchdog = StopSignals(), watchdog
         self._comparison = Comparison(plan.check_replicas_every_steps)
-        self._numerics = Numerics(ddp, source, run.run_dir, plan.max_consecutive_skips)
-        self._reporter = Reporter(run, plan, files, callbacks, self._numerics)
+        folder = None if files is None else files.folder
+        self._numerics = Numerics(ddp, source, folder, plan.max_consecutive_skips)
+        self._reporter = Reporter(run, plan, files, callbacks, self._numerics, self._history)
         # The notes are on the checkpoint that the run resumes from.
         self._position, self._notes = source.position, list[str]()
 
@@ -109,19 +115,20 @@ class Loop:
                 ) from error
         if plan.num_epochs is not None:  # They end with their last example.
             plan.num_steps = self._reporter.progress.num_steps = run.step + self._source.num_left
-        if files is not None:
-            files.metrics.truncate_after(run.step)
-            run.history = [x for x in files.metrics.read() if x["step"] <= run.step]
+        recorded = [] if files is None else resume_records(self._history, files, run.step)
         if restored is not None:
             self._notes.insert(0, f"resumed from step {run.step} of {plan.num_steps}")
-            self._restore_evaluation()
+            # Records may have been lost; and the checkpoint came before the evaluation of its step.
+            last = recorded[-1]["step"] if recorded else -1
+            run.evaluations = recorded + [x for x in run.evaluations if x["step"] > last]
 
     def _restore_from(self, beside: Mapping[str, Any]) -> None:
         """Restores the values that were saved beside the state."""
         run, beside = self.run, renamed_run(beside)
         run.stopped = beside["stopped"]
         self._numerics.skipped, self._numerics.in_a_row = map(int, beside["skipped"])
-        run.metrics, run.evaluations = dict(beside["metrics"]), list(beside["evaluations"])
+        run.metrics = dict(beside["metrics"])
+        run.evaluations = [x for x in beside["evaluations"] if x["step"] <= run.step]
         before, now = beside.get("learning_rate"), self._reporter.learning_rate(run.step)
         changes = [changed_settings(beside, self._about), changed_rate(run.step, before, now)]
         if beside["world"] != (world := self._ddp.steps.topology):
@@ -132,13 +139,6 @@ class Loop:
         self._notes += filter(None, changes)
         self._position = beside["position"]
         self._source.move_to(self._position)
-
-    def _restore_evaluation(self) -> None:
-        """Restores the evaluation of the restored step, which came after its checkpoint."""
-        run = self.run
-        found = [x for x in run.history if x.get("split") == "eval" and x["step"] == run.step]
-        shared = from_first("evaluated", json.dumps(found[-1:]), timeout_seconds=SECONDS)
-        run.evaluations += [] if self._is_evaluated else json.loads(shared)
 
     def run_to_the_end(self) -> None:
         """Steps until all are done, a callback has stopped the run or a signal interrupts it."""
@@ -236,7 +236,27 @@ class Loop:
         self._reporter.close()
         if not failed:
             self._watchdog.enter("save", self.run.step)
-        self._saving.close(failed=failed)
+        is_raised = not (failed or self.run.interrupted)
+        try:
+            self._saving.close(failed=failed)
+        except FileSystemError:
+            is_raised = False
+            raise
+        finally:
+            self._finish_records(is_raised=is_raised)
+
+    def _finish_records(self, *, is_raised: bool) -> None:
+        """Writes what is left of the records.
+
+        Raises:
+          FileSystemError: On all processes, if some are lost and `is_raised`; it is logged else.
+        """
+        failure = None if self._files is None else self._files.finish()
+        if not is_raised:
+            if failure is not None:
+                log.error("%s", failure)
+        elif text := from_first("lost", str(failure or ""), timeout_seconds=SECONDS):
+            raise FileSystemError(text)
 
     def _take_steps(self) -> None:
         run, plan = self.run, self._plan
@@ -324,7 +344,7 @@ class Loop:
         beside = {
             "position": self._position,
             "metrics": as_json(run.metrics),
-            "evaluations": as_json(run.evaluations),
+            "evaluations": as_json(run.evaluations[-1:]),  # those before are in the file of metrics
             "stopped": run.stopped,
             "skipped": [self._numerics.skipped, self._numerics.in_a_row],
             "world": self._ddp.steps.topology,

@@ -19,10 +19,11 @@ import numpy as np
 
 from jddp.checkpoint.arrays import by_path
 from jddp.distributed.coordination import gather
+from jddp.distributed.same_folder import SameFolder
 from jddp.engine.evaluate import own_rows
 from jddp.engine.guard import LEAST
 from jddp.engine.state import TrainState
-from jddp.errors import NumericsError
+from jddp.errors import NumericsError, words_of
 from jddp.inspection.outputs import num_outputs
 from jddp.trainer.prefetch import Source
 from jddp.typing import Batch
@@ -64,7 +65,7 @@ class Numerics:
         bring a loss scale down.
     """
 
-    def __init__(self, ddp: Any, source: Source, run_dir: Path | None, most: int) -> None:
+    def __init__(self, ddp: Any, source: Source, run_dir: SameFolder | None, most: int) -> None:
         self._ddp, self._source, self._run_dir, self._most = ddp, source, run_dir, most
         self.skipped = self.in_a_row = 0
         self._skipped_at: float | None = None  # the loss scale of the step before, if skipped
@@ -114,7 +115,7 @@ class Numerics:
                 )
         return ""
 
-    def _keep(self, run_dir: Path, sent: Sent, state: TrainState, loss: float) -> str:
+    def _keep(self, run_dir: SameFolder, sent: Sent, state: TrainState, loss: float) -> str:
         """Writes the diagnostics of the step; returns a sentence on their place and findings."""
         rows = {name: own_rows(x) for name, x in by_path(sent.batch).items()}
         layers = self._layers(sent, state)
@@ -133,8 +134,8 @@ class Numerics:
             "layers_after_step": int(state.step),
             "layers": layers,
         }
-        folder = run_dir / "nonfinite" / f"step_{sent.step}"
-        write_evidence(folder, report, rows)
+        folder = run_dir.path / "nonfinite" / f"step_{sent.step}"
+        write_evidence(folder, report, rows, run_dir)
         wrong = [name for name, layer in layers.items() if layer["not_finite"]]
         kind = "rows" if examples is None else "examples"
         found = [f"inputs of {kind} {_few(broken)}"] * bool(broken)
@@ -168,12 +169,15 @@ def _few(names: list[Any]) -> str:
     return ", ".join(map(str, names[:3])) + more
 
 
-def write_evidence(folder: Path, report: Mapping[str, Any], rows: Mapping[str, np.ndarray]) -> None:
+def write_evidence(
+    folder: Path, report: Mapping[str, Any], rows: Mapping[str, np.ndarray], run_dir: SameFolder
+) -> None:
     """Writes this process's rows and, on process 0, the report; logs a failure.
 
     Numbers that are not finite become text, "nan" or "inf", for JSON has none.
     """
     try:
+        run_dir.check()
         folder.mkdir(parents=True, exist_ok=True)
         # Others than numpy's dtypes, such as bfloat16, could not be read back.
         plain: Any = {k: x.astype("float32") if x.dtype.kind == "V" else x for k, x in rows.items()}
@@ -183,4 +187,4 @@ def write_evidence(folder: Path, report: Mapping[str, Any], rows: Mapping[str, n
             text = json.dumps(worded, indent=2, allow_nan=False)
             (folder / "report.json").write_text(text + "\n")
     except OSError as error:
-        log.error("%s: cannot be written: %s.", folder, error.strerror)
+        log.error("%s: cannot be written: %s.", folder, words_of(error))

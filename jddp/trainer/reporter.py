@@ -15,6 +15,7 @@ import numpy as np
 
 from jddp.modules.rows import count_rows
 from jddp.trainer.callbacks import Callback, call_each
+from jddp.trainer.history import History
 from jddp.trainer.numerics import Numerics, Sent
 from jddp.trainer.plan import Plan
 from jddp.trainer.reports.progress import Progress
@@ -55,11 +56,12 @@ class Reporter:
     """Reports the steps and evaluations of a run.
 
     Args:
-      run: The run, whose records are added to.
+      run: The run.
       plan: Periods of reports.
       files: The run directory, or None.
       callbacks: Callbacks of the run.
       numerics: Check of each step.
+      history: Records of the run, to which those of steps and evaluations are added.
 
     Attributes:
       clock: Time of steps since the last record.
@@ -74,8 +76,9 @@ class Reporter:
         files: RunDirectory | None,
         callbacks: Sequence[Callback],
         numerics: Numerics,
+        history: History,
     ) -> None:
-        self._run, self._plan, self._files = run, plan, files
+        self._run, self._plan, self._files, self._history = run, plan, files, history
         self._callbacks, self._numerics = callbacks, numerics
         self.progress = Progress(plan.num_steps, is_writer=jax.process_index() == 0)
         self.note, self.close = self.progress.note, self.progress.close
@@ -131,7 +134,7 @@ class Reporter:
         if seconds := self.clock.seconds_per_step(step):
             record |= {**seconds, "examples_per_second": rows / seconds["step_seconds"]}
         self._run.metrics = record
-        self._run.history.append(record)
+        self._history.append(record)
         if self._files is not None:
             self._files.metrics.append(record)
         self.progress.log(record)
@@ -146,7 +149,7 @@ class Reporter:
         run = self._run
         record: dict[str, Any] = {"step": run.step, "split": "eval", **metrics}
         run.evaluations.append(record)
-        run.history.append(record)
+        self._history.append(record)
         self.progress.evaluated(record)
         try:
             call_each(self._callbacks, lambda callback: callback.on_eval(run, record))

@@ -15,6 +15,7 @@ from jddp.checkpoint.folders import finished
 from jddp.engine.state import TrainState
 from jddp.errors import ConfigError, UsageError
 from jddp.html import Shown
+from jddp.trainer.history import History
 from jddp.trainer.reports.curves import plot
 from jddp.trainer.reports.progress import is_metric
 from jddp.trainer.reports.tables import shape_of
@@ -31,8 +32,6 @@ class Run(Shown):
       state: The most recent state.
       step: Number of finished optimizer steps.
       metrics: The last train record, a dict of floats.
-      history: The records of training and evaluation in their order, as in `metrics.jsonl`; those
-        before a resume included, where there is a run directory.
       evaluations: The records of all evaluations, those before a resume included.
       run_dir: Folder of the run's files, or None.
       config: The config of the run, or the settings that were kept with it (`fit(config=...)`), as
@@ -52,10 +51,11 @@ class Run(Shown):
         evaluation: Batches | None = None,
         eval_params: str = "params",
         config: Mapping[str, Any] | None = None,
+        history: History | None = None,
     ) -> None:
         self.state, self.step = state, 0
         self.metrics: dict[str, Any] = {}
-        self.evaluations, self.history = list[dict[str, Any]](), list[dict[str, Any]]()
+        self.evaluations, self._history = list[dict[str, Any]](), history or History()
         self.run_dir, self.config = run_dir, config
         self.stopped: str | None = None
         self.interrupted: str | None = None
@@ -99,6 +99,14 @@ class Run(Shown):
         # on a floor above this one.
         opened = importlib.import_module("jddp.job.opened")
         return opened.open_run(run_dir, model, loss_fn, checkpoint, params, mesh=mesh, trust=trust)
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """The records of training and evaluation in their order, as in `metrics.jsonl`.
+
+        With a run directory those before a resume are among them.
+        """
+        return self._history.records()
 
     @property
     def checkpoints(self) -> list[str]:

@@ -126,6 +126,10 @@ class Saving:
             plan = self._plan
             keep, every = (plan.keep, plan.keep_every_steps) if name == LATEST else (1, None)
             self._folders[name] = Checkpoints(
-                self._files.path / name, keep=keep, keep_every=every, remote=self._files.remote
+                self._files.path / name,
+                keep=keep,
+                keep_every=every,
+                remote=self._files.remote,
+                above=self._files.folder,
             )
         return self._folders[name]

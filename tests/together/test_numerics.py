@@ -16,6 +16,7 @@ from tiny import MLP, ConvNet, NnxConvNet, Of, loss_fn, make_batch, take_steps
 
 import jddp
 from jddp.data import ArrayExamples, TrainBatches
+from jddp.distributed.same_folder import SameFolder
 from jddp.errors import NumericsError
 from jddp.trainer.numerics import write_evidence
 
@@ -260,12 +261,12 @@ def test_where_labels_fit_or_outputs_are_not_known_the_learning_rate_is_named(
 def test_evidence_in_half_precision_can_be_read_without_jax(tmp_path, caplog, monkeypatch):
     rows = {"x": np.ones((2, 3), jnp.bfloat16)}
     monkeypatch.setattr(jax, "process_index", lambda: 1)
-    write_evidence(tmp_path, {"loss": float("inf")}, rows)
+    write_evidence(tmp_path, {"loss": float("inf")}, rows, SameFolder(tmp_path))
     with np.load(tmp_path / "process_1.npz") as kept:
         assert kept["x"].dtype == np.float32
     assert not (tmp_path / "report.json").exists()  # which is for the first to write
     # What cannot be written is said, and hides nothing.
-    write_evidence(tmp_path / "process_1.npz" / "step_1", {}, rows)
+    write_evidence(tmp_path / "process_1.npz" / "step_1", {}, rows, SameFolder(tmp_path))
     assert "cannot be written" in caplog.text
 
 

@@ -2,30 +2,62 @@
 
 A run that resumes from step 400 first removes the records of later steps, so that no step is there
 twice. A line is complete or, if the process died in the middle of it, dropped when the file is cut.
-Other lines, such as notes, are kept and are no records.
+Other lines, such as notes, are kept and are no records. The file may have millions of lines: it is
+cut in one pass, without parsing what jddp itself has written.
 """
 
 import contextlib
+import errno
 import json
 import logging
 import math
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple
 
-from jddp.errors import file_errors
+from jddp.distributed.same_folder import SameFolder, write_all
+from jddp.errors import FileSystemError, file_errors, words_of
 from jddp.typing import Record
 
 log = logging.getLogger("jddp")
 
+# Of a record as `append` writes it: its step and its split.
+_OWN = re.compile(rb'\{"step": (\d{1,18}), "split": "(train|eval)".*\}\n')
+# What a file system may report of a write only when it is to be on the disk.
+_REPORTED_LATE = {errno.EIO, errno.ENOSPC, errno.EDQUOT}
+
+
+class Kept(NamedTuple):
+    """What stays of a file when a run resumes.
+
+    Attributes:
+      size: Number of its bytes.
+      evaluations: The records of evaluations in it.
+    """
+
+    size: int
+    evaluations: list[dict[str, Any]]
+
 
 class MetricsFile:
-    """Appends records to `path`; if not `is_writer`, does nothing."""
+    """Appends records to `path`; if not `is_writer`, does nothing.
 
-    def __init__(self, path: Path, *, is_writer: bool = True) -> None:
+    Args:
+      path: Path of the file.
+      is_writer: Whether this process writes.
+      folder: The folder of the file, which must stay the same.
+    """
+
+    def __init__(
+        self, path: Path, *, is_writer: bool = True, folder: SameFolder | None = None
+    ) -> None:
         self.path, self._is_writer = path, is_writer
-        self._waiting: list[str] = []
+        self._folder = folder or SameFolder(path.parent)
+        self._waiting: list[tuple[int, bytes]] = []  # step and line
+        self._failure: OSError | None = None
+        self._is_synced = True
 
     def append(self, record: Record) -> None:
         """Adds one line. A number that is not finite, also in an array, is written as null.
@@ -35,55 +67,142 @@ class MetricsFile:
         """
         if not self._is_writer:
             return
-        self._waiting.append(json.dumps(as_json(record), allow_nan=False) + "\n")
-        size = None
-        try:
-            with self.path.open("a") as file:
-                size = file.tell()
-                file.writelines(self._waiting)
-        except OSError as error:
-            if size is not None:
-                with contextlib.suppress(OSError):
-                    os.truncate(self.path, size)  # Half a line would be joined to the next.
-            if len(self._waiting) == 1:
-                what = f"{self.path}: cannot be written: {error.strerror}."
-                log.error("%s Lines are kept until it can.", what)
-        else:
-            self._waiting.clear()
+        line = json.dumps(as_json(record), allow_nan=False) + "\n"
+        self._waiting.append((int(record["step"]), line.encode()))
+        self._write()
+        if self._failure is not None and len(self._waiting) == 1:
+            what = f"{self.path}: cannot be written: {words_of(self._failure)}."
+            log.error("%s Lines are kept until it can.", what)
 
-    def read(self) -> list[dict[str, Any]]:
+    def finish(self) -> FileSystemError | None:
+        """Writes the lines that were kept, and syncs the file; returns an error if some are lost.
+
+        To be called once, at the end of a run.
+        """
+        if self._waiting:
+            self._write()
+        if self._failure is not None:
+            return self._lost(self._failure)
+        try:
+            self._sync()
+        except OSError as error:
+            if error.errno in _REPORTED_LATE:
+                what = f"{self.path}: cannot be synced to the disk: {words_of(error)}."
+                return FileSystemError(f"{what} Its last records may be lost; checkpoints are not.")
+        return None
+
+    def read(self, size: int | None = None) -> list[dict[str, Any]]:
         """Returns the complete records, in order; none if there is no file yet.
+
+        Args:
+          size: Number of bytes to read; None for all.
 
         Raises:
           FileSystemError: If the file cannot be read.
         """
-        return [record for _, record in self._lines() if record is not None]
+        records, seen = list[dict[str, Any]](), 0
+        for line, step, _ in self._lines():
+            seen += len(line)
+            if size is not None and seen > size:
+                break
+            if step is not None and (record := _record(line)) is not None:
+                records.append(record)
+        return records
 
-    def _lines(self) -> list[tuple[bytes, dict[str, Any] | None]]:
-        """Every line, with its record, or None for other lines."""
-        with file_errors(f"{self.path}: cannot be read"):
-            *whole, torn = self.path.read_bytes().split(b"\n") if self.path.exists() else [b""]
-        # A process may have died while it wrote the last line.
-        return [(line, _record(line)) for line in (*whole, *([torn] if _record(torn) else []))]
-
-    def truncate_after(self, step: int) -> None:
-        """Drops records of later steps than `step`, and torn lines.
+    def read_evaluations(self, until: int) -> list[dict[str, Any]]:
+        """Returns the records of evaluations up to a step, as `read` does.
 
         Raises:
-          FileSystemError: If the file cannot be written.
+          FileSystemError: If the file cannot be read.
         """
-        if not (self._is_writer and self.path.exists()):
-            return
-        kept = [line + b"\n" for line, x in self._lines() if x is None or x["step"] <= step]
+        lines = (line for line, step, is_eval in self._lines() if is_eval and (step or 0) <= until)
+        return [json.loads(line) for line in lines]
+
+    def resume_at(self, step: int) -> Kept:
+        """Drops records of later steps than `step`, and a torn line; returns what stays.
+
+        Raises:
+          FileSystemError: If the file cannot be read or written.
+        """
+        size, seen, evaluations = 0, 0, list[dict[str, Any]]()
+        if not self._is_writer:
+            return Kept(0, evaluations)
+        is_beginning = True  # of the file: what stays
+        for line, of, is_eval in self._lines():
+            if _stays(line, of, step):
+                is_beginning = is_beginning and size == seen and line.endswith(b"\n")
+                size += len(_ended(line))
+                evaluations += [json.loads(line)] if is_eval else []
+            seen += len(line)
         with file_errors(f"{self.path}: cannot be written"):
-            replace_file(self.path, b"".join(kept))
+            if not is_beginning:
+                lines = (_ended(line) for line, of, _ in self._lines() if _stays(line, of, step))
+                self._folder.replace(self.path.name, lines)
+            elif size < seen:
+                with self._folder.open(self.path.name, "r+b") as file:
+                    file.truncate(size)
+        return Kept(size, evaluations)
+
+    def _lost(self, failure: OSError) -> FileSystemError:
+        steps = sorted({step for step, _ in self._waiting})
+        which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+        what = f"{self.path}: cannot be written: {words_of(failure)}."
+        return FileSystemError(
+            f"{what} The records of {which} are lost (lines: {len(self._waiting)}); checkpoints "
+            "are not."
+        )
+
+    def _write(self) -> None:
+        try:
+            with self._folder.open(self.path.name, "a+b") as file:
+                _append(file, b"".join(line for _, line in self._waiting))
+        except OSError as error:
+            self._failure = error
+        else:
+            self._failure, self._is_synced = None, False
+            self._waiting.clear()
+
+    def _sync(self) -> None:
+        if not self._is_synced:
+            with self._folder.open(self.path.name, "rb") as file:
+                os.fsync(file.fileno())
+            self._is_synced = True
+
+    def _lines(self) -> Iterator[tuple[bytes, int | None, bool]]:
+        """Every line, with the step of its record, or None, and whether that is an evaluation."""
+        if not self.path.exists():
+            return
+        with file_errors(f"{self.path}: cannot be read"), self.path.open("rb") as file:
+            for line in file:
+                own = _OWN.fullmatch(line)
+                if own and own[2] == b"train":
+                    yield line, int(own[1]), False
+                elif record := _record(line):
+                    yield line, record["step"], record.get("split") == "eval"
+                else:
+                    yield line, None, False
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Replaces a file atomically: a reader sees the old or the new one, never a part."""
-    beside = path.with_name(path.name + ".partial")
-    beside.write_bytes(content)
-    os.replace(beside, path)
+def _append(file: IO[bytes], content: bytes) -> None:
+    """Appends whole lines, or nothing."""
+    size = file.seek(0, os.SEEK_END)
+    # Of a write that could not be taken back half a line may be left, which these do not continue.
+    is_torn = size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"
+    try:
+        write_all(file, b"\n" + content if is_torn else content)
+    except OSError:
+        with contextlib.suppress(OSError):
+            file.truncate(size)
+        raise
+
+
+def _stays(line: bytes, step: int | None, last: int) -> bool:
+    # A process may have died while it wrote the last line, which is then no record.
+    return line.endswith(b"\n") if step is None else step <= last
+
+
+def _ended(line: bytes) -> bytes:
+    return line if line.endswith(b"\n") else line + b"\n"
 
 
 def _record(line: bytes) -> dict[str, Any] | None:

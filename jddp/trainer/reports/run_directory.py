@@ -24,9 +24,10 @@ from typing import Any
 from jddp.checkpoint import lock
 from jddp.checkpoint.remote import Remote
 from jddp.config.permissions import is_url, refuse_foreign
-from jddp.errors import ConfigError, DataError, FileSystemError
+from jddp.distributed.same_folder import SameFolder
+from jddp.errors import ConfigError, DataError, FileSystemError, file_errors, words_of
 from jddp.trainer.reports.log_file import logging_to
-from jddp.trainer.reports.metrics_file import MetricsFile, replace_file
+from jddp.trainer.reports.metrics_file import MetricsFile
 
 Values = Mapping[str, Any]
 # Of one start, and not of the run: what they change is not reported.
@@ -54,7 +55,9 @@ class RunDirectory:
         self.remote = Remote(str(where)) if is_url(where) else None
         self.path = Path(where) if self.remote is None else self.remote.folder
         self.checkpoints = self.path / "checkpoints"
-        self.metrics = MetricsFile(self.path / "metrics.jsonl", is_writer=is_writer)
+        self.folder = SameFolder(self.path)
+        path = self.path / "metrics.jsonl"
+        self.metrics = MetricsFile(path, is_writer=is_writer, folder=self.folder)
         self._config, self._manifest = self.path / "config.yaml", self.path / "manifest.json"
         self._is_writer, self._holder = is_writer, ""
 
@@ -82,6 +85,8 @@ class RunDirectory:
                 self._refuse_other_data(known, manifest)
             if self._is_writer:
                 self._write(config, starts, manifest)
+            if self.path.exists():
+                self.folder.pin()
         if self.remote is not None:
             self.remote.upload()  # finds now whether it can be written
 
@@ -107,8 +112,9 @@ class RunDirectory:
         try:
             yield
         except (OSError, ValueError) as error:  # a ValueError: an impossible file name
-            name = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) else error
-            text = f"run.dir {self.where}: {name}. Choose a folder that can be written."
+            reason = words_of(error) if isinstance(error, OSError) else str(error)
+            file = f": {name}" if (name := getattr(error, "filename", None)) is not None else ""
+            text = f"run.dir {self.where}: {reason}{file}. Choose a folder that can be written."
             raise FileSystemError(text) from error
 
     @contextlib.contextmanager
@@ -138,6 +144,16 @@ class RunDirectory:
                     except FileSystemError as error:
                         log.warning("Metrics and logs: %s", error)
 
+    def finish(self) -> FileSystemError | None:
+        """Writes what is left to be written; returns an error if something of it is lost."""
+        failure = self.metrics.finish()
+        try:
+            if self.remote is not None:
+                self.remote.upload()
+        except FileSystemError as error:
+            return failure or FileSystemError(f"Metrics and logs are lost: {error}")
+        return failure
+
     def check_seen(self) -> None:
         """Checks that all processes of the job see the directory that process 0 holds.
 
@@ -153,6 +169,7 @@ class RunDirectory:
         # No name on a full disk, no common folder for a URL.
         if holder and self.remote is None and not self._is_writer:
             wait_until_seen(self.path / "lock", holder)
+            self.folder.pin()
 
     @contextlib.contextmanager
     def _locked(self, config: Values | None) -> Iterator[None]:
@@ -165,13 +182,21 @@ class RunDirectory:
                         f"run.dir {self.where} is in use by {holder}. "
                         "Wait for its end, or choose another run.dir."
                     ) from None
-            if config is not None and compare(_read_config(self._config), config)[1]:
-                _write_config(self._config, config)
+                self.folder.pin()
+                if config is not None and compare(_read_config(self._config), config)[1]:
+                    self._write_config(config)
             yield
 
     def logging(self, process_index: int) -> contextlib.AbstractContextManager[None]:
-        """While open, the lines of this process go into its log file."""
-        return logging_to(self.path / "logs" / f"process_{process_index}.log")
+        """While open, the lines of this process go into its log file.
+
+        Raises:
+          FileSystemError: If it cannot be opened.
+        """
+        path = self.path / "logs" / f"process_{process_index}.log"
+        with file_errors(f"{path}: cannot be written"):
+            self.folder.check()
+        return logging_to(path)
 
     def stacks(self, process_index: int) -> Path:
         """The file for the stacks of a process that hangs."""
@@ -223,14 +248,20 @@ class RunDirectory:
             from jddp.config.files import flatten
 
             if not self._config.exists():
-                _write_config(self._config, config)
+                self._write_config(config)
             if flatten(config).get("checkpoint.allow_changed"):
                 manifest = {**manifest, "changed": compare(_read_config(self._config), config)[1]}
         manifest = json.loads(json.dumps(manifest))  # Tuples become lists, as in what was read.
         if manifest not in starts:
             first, *later = *starts, manifest
             values = {**first, "later_starts": later} if later else first
-            replace_file(self._manifest, f"{json.dumps(values, indent=2)}\n".encode())
+            text = f"{json.dumps(values, indent=2)}\n"
+            self.folder.replace(self._manifest.name, [text.encode()])
+
+    def _write_config(self, config: Values) -> None:
+        from jddp.config.files import dump_values
+
+        self.folder.replace(self._config.name, [dump_values(config).encode()])
 
 
 def _read_config(path: Path) -> Values:
@@ -238,12 +269,6 @@ def _read_config(path: Path) -> Values:
     from jddp.config.files import read_values
 
     return read_values(path)
-
-
-def _write_config(path: Path, config: Values) -> None:
-    from jddp.config.files import dump_values
-
-    replace_file(path, dump_values(config).encode())
 
 
 def compare(before: Values, now: Values) -> tuple[list[str], list[str]]:

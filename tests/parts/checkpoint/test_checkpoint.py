@@ -25,6 +25,7 @@ from jddp.checkpoint.__main__ import main as checkpoint_command
 from jddp.checkpoint.checkpoints import Checkpoints
 from jddp.checkpoint.checksums import find_damage
 from jddp.checkpoint.reader import newest_sound, read_newest
+from jddp.distributed.same_folder import SameFolder
 from jddp.engine.state import CommState, TrainState
 from jddp.errors import ConfigError, FileSystemError, UsageError
 
@@ -450,7 +451,7 @@ def test_of_several_writes_that_are_refused_one_is_reported(tmp_path, small_file
     everywhere = jax.NamedSharding(jax.make_mesh((1,), ("data",)), jax.P())
     noise = np.random.default_rng(0).random((30, 10_000))  # which cannot be compressed
     arrays = {str(i): jax.device_put(x, everywhere) for i, x in enumerate(noise)}
-    unwritten = writer.Writer(tmp_path, lambda steps: [], None)
+    unwritten = writer.Writer(tmp_path, lambda steps: [], None, SameFolder(tmp_path.parent))
     for step in range(5):
         unwritten.start(step, arrays, {}, {})
         assert "File too large" in str(unwritten.wait())

@@ -193,7 +193,7 @@ def test_metrics_are_cut_after_a_step_and_lines_of_somebody_else_are_kept_and_pa
     with metrics.path.open("ab") as file:
         file.write(b'{"step": 4, "lo')  # and here a process died
     assert [record["step"] for record in metrics.read()] == [1, 2, 3, 2]
-    metrics.truncate_after(2)
+    metrics.resume_at(2)
     kept = [b'{"step": 2, "split": "train"}', b'{"step": 2, "split": "eval"}']
     lines = metrics.path.read_bytes().splitlines()
     assert lines == [b'{"step": 1, "loss": 0.5}', *OTHER_LINES, *kept]
@@ -207,9 +207,62 @@ def test_metrics_keep_every_digit_lines_stay_json_and_what_cannot_be_read_is_an_
     assert metrics.read() == [{"step": 1, "loss": 0.1 + 0.2, "bad": None}]
     assert MetricsFile(tmp_path / "none").read() == []
     metrics, message = MetricsFile(tmp_path), "cannot be read: Is a directory"
-    for act in (metrics.read, lambda: metrics.truncate_after(1)):
+    for act in (metrics.read, lambda: metrics.resume_at(1)):
         with pytest.raises(FileSystemError, match=rf"{tmp_path.name}: {message}"):
             act()
+
+
+def write_records(path, num_steps):
+    values = {"loss": 2.3456789, "accuracy": 0.123456, "count": 256.0, "step_seconds": 0.123456}
+    with path.open("w") as file:
+        for step in range(1, num_steps + 1):
+            file.write(json.dumps({"step": step, "split": "train", **values}) + "\n")
+            if step % 1000 == 0:
+                file.write(json.dumps({"step": step, "split": "eval", **values}) + "\n")
+
+
+def test_a_long_file_of_metrics_is_cut_in_place_and_only_its_evaluations_are_parsed(
+    tmp_path, monkeypatch
+):
+    write_records(tmp_path / "metrics.jsonl", 20_000)
+    inode, parsed, loads = (tmp_path / "metrics.jsonl").stat().st_ino, [], json.loads
+    monkeypatch.setattr(json, "loads", lambda line: parsed.append(line) or loads(line))
+    kept = MetricsFile(tmp_path / "metrics.jsonl").resume_at(19_500)
+    assert len(parsed) <= 2 * 20
+    assert [x["step"] for x in kept.evaluations] == [*range(1000, 20_000, 1000)]
+    assert (tmp_path / "metrics.jsonl").stat().st_size == kept.size
+    assert (tmp_path / "metrics.jsonl").stat().st_ino == inode
+    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 19_500
+
+
+def test_half_a_line_that_a_full_disk_left_is_not_continued(tmp_path, monkeypatch):
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    metrics.append({"step": 1, "split": "train"})
+    with metrics.path.open("ab") as file:
+        file.write(b'{"step": 2, "spl')
+    metrics.append({"step": 3, "split": "train"})
+    assert [record["step"] for record in metrics.read()] == [1, 3]
+    assert metrics.finish() is None
+
+
+LATE = {
+    errno.EIO: "cannot be synced to the disk: Input/output error. Its last",
+    errno.EINVAL: "None",
+}
+
+
+@pytest.mark.parametrize("number, reported", LATE.items())
+def test_records_that_a_disk_loses_behind_the_write_are_reported(
+    tmp_path, monkeypatch, number, reported
+):
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    metrics.append({"step": 1, "split": "train"})
+
+    def fail(descriptor):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    assert reported in str(metrics.finish())
 
 
 MANIFESTS = ["", "\0", '{"versions": ', "[]", "3", '"x"', "null", "[" * 9999]
@@ -231,7 +284,7 @@ def test_something_else_in_the_place_of_a_file_of_the_run_is_a_file_system_error
     def start():
         prepared(tmp_path)
         with directory.held(), directory.logging(0):
-            directory.metrics.truncate_after(1)
+            directory.metrics.resume_at(1)
 
     directory, path = prepared(tmp_path), tmp_path / name
     path.unlink(missing_ok=True)

@@ -1,0 +1,103 @@
+"""The folder at a path, as long as the path leads to the same one.
+
+    folder = SameFolder(run_dir)
+    folder.pin()                                # once it is there
+    with folder.open("metrics.jsonl", "ab") as file: # an OSError if it is another folder by now
+        ...
+
+A run writes for days into a folder that it knows by its path. Where that folder is moved away, and
+another run's or a link takes its place, nothing may be written there.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+# Written by their owner alone, whatever the umask.
+FILE_MODE = 0o644
+
+
+class SameFolder:
+    """The folder at a path; a link is followed.
+
+    Args:
+      path: Path of the folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._first: os.stat_result | None = None
+
+    def pin(self) -> None:
+        """Takes the folder that is there now, at the first call, for the one that is to stay.
+
+        Raises:
+          OSError: If there is none.
+        """
+        self._first = self._first or os.stat(self.path)
+
+    def check(self) -> None:
+        """Compares the folder with the one that was pinned, if one was.
+
+        Raises:
+          OSError: If the path leads to another one, or to none.
+        """
+        self._compare(os.stat(self.path))
+
+    def open(self, name: str, mode: str) -> IO[Any]:
+        """Opens a file of the folder, unbuffered; a link in its place is not followed.
+
+        Raises:
+          OSError: If it cannot be opened, or the path leads to another folder.
+        """
+
+        def opener(name: str, flags: int) -> int:
+            return os.open(name, flags | os.O_NOFOLLOW, FILE_MODE, dir_fd=folder)
+
+        with self._opened() as folder:
+            return open(name, mode, buffering=0, opener=opener)
+
+    def replace(self, name: str, content: Iterable[bytes]) -> None:
+        """Replaces a file atomically: a reader sees the old or the new one, never a part.
+
+        Raises:
+          OSError: If it cannot be written, or the path leads to another folder.
+        """
+        partial = name + ".partial"
+        with self._opened() as folder:
+            with self.open(partial, "wb") as file:
+                for part in content:
+                    write_all(file, part)
+                os.fsync(file.fileno())
+            os.replace(partial, name, src_dir_fd=folder, dst_dir_fd=folder)
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[int]:
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            self._compare(os.fstat(descriptor))
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def _compare(self, now: os.stat_result) -> None:
+        if self._first is not None and not os.path.samestat(now, self._first):
+            raise OSError(f"{self.path} is another directory than at the start")
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Replaces a file atomically, wherever its folder is.
+
+    Raises:
+      OSError: If it cannot be written.
+    """
+    SameFolder(path.parent).replace(path.name, [content])
+
+
+def write_all(file: IO[bytes], content: bytes) -> None:
+    """Writes to an unbuffered file, which may take a part at a time."""
+    rest = memoryview(content)
+    while rest:
+        rest = rest[file.write(rest) :]
