@@ -37,8 +37,8 @@ from jddp.engine.evaluate import (
 )
 from jddp.engine.executor import Executor, call
 from jddp.engine.guard import choose_guard, unscaled
+from jddp.engine.host_rows import as_arrays
 from jddp.engine.mesh import (
-    as_arrays,
     axis_of,
     copy_off_mesh,
     make_mesh,

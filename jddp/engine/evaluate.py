@@ -21,7 +21,8 @@ from jax.stages import Wrapped
 from jaxtyping import Array, Float
 
 from jddp.engine.executor import call
-from jddp.engine.mesh import as_arrays, from_all_processes, input_specs, over_replicas, put_rows
+from jddp.engine.host_rows import as_arrays
+from jddp.engine.mesh import from_all_processes, input_specs, over_replicas, put_rows
 from jddp.engine.spec import Step
 from jddp.engine.state import Inputs, Values
 from jddp.errors import ConfigError, UsageError

@@ -183,12 +183,6 @@ def _is_key(x: Leaf) -> bool:
     return jnp.issubdtype(getattr(x, "dtype", np.float32), jax.dtypes.prng_key)
 
 
-def as_arrays(batch: Batch) -> Batch:
-    """The batch as arrays, made of whatever numpy can convert, such as PyTorch's tensors."""
-    kept = jax.Array | np.ndarray | jax.ShapeDtypeStruct
-    return jax.tree.map(lambda x: x if isinstance(x, kept) else np.asarray(x), batch)
-
-
 def put_rows(batch: Batch, mesh: Mesh) -> Batch:
     """Puts this process's rows on its devices; rows of all processes make the global batch."""
     sharding = sharded(mesh)

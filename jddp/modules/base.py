@@ -15,6 +15,7 @@ from jddp.errors import ConfigError, UsageError
 from jddp.modules.batch_norm import Sync
 from jddp.modules.frozen import Frozen, is_frozen
 from jddp.modules.mesh_axes import MeshAxes
+from jddp.modules.rows import LEFT_OUT
 from jddp.typing import Batch, LossFn, ModelState, Params, Path, PyTree
 
 STATISTICS = {"batch_stats", "BatchStat"}  # kinds of state, in Linen and in NNX
@@ -186,8 +187,18 @@ def call_loss(loss_fn: LossFn, model: Any, batch: Batch, *, train: bool) -> Any:
         frame = inspect.trace(0)[-1].frame  # of the line that raised it
         if not (asks and any(x is batch for x in frame.f_locals.values())):
             raise
-        held = f"it holds {', '.join(map(str, batch))}" if is_named else "it is none: give dicts"
-        raise ConfigError(f"loss_fn reads the batch as a dict ({reads}), and {held}.") from error
+        if not is_named:
+            raise ConfigError(
+                f"loss_fn reads the batch as a dict, but it is a {type(batch).__name__}. Yield "
+                "dicts, such as {'x': x, 'y': y}."
+            ) from error
+        if (holds := LEFT_OUT.get(error.args[0])) is not None:
+            raise ConfigError(
+                f"loss_fn reads batch[{reads}], which holds {holds}, and a device holds numbers. "
+                "Encode it as numbers before training."
+            ) from error
+        listed = ", ".join(map(str, batch))
+        raise ConfigError(f"loss_fn reads batch[{reads}], and the batch holds {listed}.") from error
 
 
 def stream(key: jax.Array, name: str) -> jax.Array:

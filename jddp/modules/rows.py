@@ -8,6 +8,9 @@ import numpy as np
 from jddp.errors import ConfigError, DataError
 from jddp.typing import Batch
 
+# Columns of batches that hold no numbers and were left out, and what they hold.
+LEFT_OUT: dict[str, str] = {}
+
 
 def count_rows(batch: Batch) -> int:
     """Rows of a batch: the common first dim of its leaves.

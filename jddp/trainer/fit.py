@@ -17,7 +17,7 @@ from jddp.distributed.coordination import agree
 from jddp.distributed.unjoined import refuse_unjoined
 from jddp.distributed.watchdog import Limits, Watchdog
 from jddp.engine.evaluate import refuse_padding
-from jddp.engine.mesh import as_arrays
+from jddp.engine.host_rows import as_arrays
 from jddp.engine.state import TrainState
 from jddp.errors import ConfigError, Error
 from jddp.trainer.arguments import check_batches, check_callbacks
@@ -118,10 +118,10 @@ def train(
     with held, Watchdog(limits, stacks) as watchdog:
         if files is not None:
             files.check_seen()
-        batch = source.peek()
+        batch = as_arrays(source.peek())
         if jax.process_count() > 1:
             agree("model, optimizer or batch", fingerprint(ddp, batch))
-        with explained(ddp, jax.eval_shape(lambda x: x, as_arrays(batch)), watchdog):
+        with explained(ddp, jax.eval_shape(lambda x: x, batch), watchdog):
             state = state(batch) if callable(state) else jax.tree.map(jax.numpy.copy, state)
             if plan.eval_params == "ema" and state.ema_params is None:
                 raise ConfigError("eval_params='ema' needs DataParallel(..., ema_decay=...).")

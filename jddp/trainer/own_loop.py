@@ -27,7 +27,8 @@ from jddp.config.permissions import expand
 from jddp.distributed.coordination import from_first
 from jddp.engine.compiled import CompiledSteps
 from jddp.engine.evaluate import pad_rows, refuse_padding
-from jddp.engine.mesh import as_arrays, from_all_processes
+from jddp.engine.host_rows import as_arrays
+from jddp.engine.mesh import from_all_processes
 from jddp.engine.state import TrainState
 from jddp.errors import ConfigError, FileSystemError, UsageError
 from jddp.modules.rows import check_rows, count_rows

@@ -15,7 +15,7 @@ import jax
 
 from jddp.checkpoint.arrays import by_path
 from jddp.data import TrainBatches
-from jddp.engine.mesh import as_arrays
+from jddp.engine.host_rows import as_arrays
 from jddp.errors import DataError
 from jddp.typing import Batch
 

@@ -20,7 +20,7 @@ import optax
 from jddp.config.effects import effect_of
 from jddp.data_parallel import DataParallel
 from jddp.engine.guard import DynamicScale
-from jddp.engine.mesh import as_arrays
+from jddp.engine.host_rows import as_arrays
 from jddp.engine.replicas import LogicalReplicas
 from jddp.engine.state import TrainState
 from jddp.errors import UsageError

@@ -1,0 +1,115 @@
+"""Columns of a batch that a device cannot hold: left out where no loss reads them, else refused."""
+
+import datetime
+import logging
+
+import jax
+import numpy as np
+import optax
+import pytest
+from tiny import MLP, loss_fn, make_batch
+
+import jddp
+from jddp.errors import ConfigError, DataError
+from jddp.modules.rows import LEFT_OUT
+
+NUM_ROWS = 8
+COLUMNS = {
+    "text": ["a"] * NUM_ROWS,
+    "array of text": np.array(["a", "bc"] * 4),
+    "bytes": np.array([b"a"] * NUM_ROWS),
+    "objects": np.array([{}] * NUM_ROWS, object),
+    "dates": np.array(["2026-01-01"] * NUM_ROWS, "datetime64[D]"),
+    "dates of Python": np.array([datetime.date(2026, 1, 1)] * NUM_ROWS),
+    "ragged": [[1], [1, 2]] * 4,
+    "keys": jax.random.split(jax.random.key(0), NUM_ROWS),
+}
+
+
+def wrapped(loss=loss_fn):
+    return jddp.DataParallel(MLP(), optax.sgd(0.1), loss, mesh=2)
+
+
+def reads_all(model, batch, train):
+    return loss_fn(model, batch, train)[0] + (batch["extra"] != 0)
+
+
+def calls(ddp, state, batch):
+    return {
+        "step": lambda: ddp.step(state, batch),
+        "evaluate": lambda: ddp.evaluate(state, [batch]),
+        "fit": lambda: ddp.fit([batch], num_steps=1),
+        "evaluate of fit": lambda: ddp.fit([make_batch()], num_steps=1, evaluate=[batch]),
+    }
+
+
+@pytest.fixture(autouse=True)
+def nothing_was_reported():
+    LEFT_OUT.clear()
+
+
+@pytest.mark.parametrize("column", COLUMNS.values(), ids=COLUMNS)
+def test_a_column_without_numbers_is_left_out_with_one_notice(column, caplog):
+    batch = make_batch(NUM_ROWS)
+    ddp = wrapped()
+    state = ddp.init(0, batch)
+    want = ddp.evaluate(state, [batch])
+    with caplog.at_level(logging.WARNING, "jddp"):
+        for name, call in calls(ddp, state, {**batch, "extra": column}).items():
+            if name != "step":  # which would take the state
+                found = call()
+                assert name != "evaluate" or found == want
+    notices = [x.getMessage() for x in caplog.records if "left out" in x.getMessage()]
+    assert len(notices) == 1
+    assert notices[0].startswith("batch['extra'] holds ")
+
+
+@pytest.mark.parametrize("name", ["text", "ragged", "keys"])
+def test_a_column_without_numbers_that_the_loss_reads_is_refused_by_name(name):
+    batch = make_batch(NUM_ROWS)
+    ddp = wrapped(reads_all)
+    state = ddp.init(0, {**batch, "extra": np.zeros(NUM_ROWS, np.float32)})
+    for call in calls(ddp, state, {**batch, "extra": COLUMNS[name]}).values():
+        with pytest.raises(ConfigError, match=r"reads batch\['extra'\], which holds .*Encode it"):
+            call()
+
+
+def test_numbers_that_need_64_bits_are_refused_and_others_are_narrowed():
+    batch = make_batch(NUM_ROWS)
+    ddp = wrapped()
+    state = ddp.init(0, batch)
+    for number, dtype in ((2**31, np.int64), (-(2**31) - 1, np.int64), (2**32, np.uint64)):
+        ids = np.array([0] * 7 + [number], dtype)
+        for call in calls(ddp, state, {**batch, "id": ids}).values():
+            with pytest.raises(
+                DataError, match=rf"^batch\['id'\] holds {number}, which needs 64 b"
+            ):
+                call()
+    widest = np.array([2**31 - 1] * 7 + [-(2**31)])
+    assert ddp.evaluate(state, [{**batch, "id": widest}]) == ddp.evaluate(state, [batch])
+
+
+def test_lists_other_byte_orders_and_masked_arrays_are_read_as_they_are_meant():
+    batch = make_batch(NUM_ROWS)
+    ddp = wrapped()
+    state = ddp.init(0, batch)
+    want = ddp.evaluate(state, [batch])
+    x, y = batch["x"], batch["y"]
+    for given in (
+        {"x": x.astype(">f4"), "y": y},
+        {"x": x.tolist(), "y": y.tolist()},
+        {"x": np.ma.MaskedArray(x, False), "y": y},
+    ):
+        assert ddp.evaluate(state, [given]) == want
+    missing = np.ma.MaskedArray(x, x == x.max())
+    with pytest.raises(DataError, match=r"^batch\['x'\] is a masked array.*batch\['mask'\]"):
+        ddp.evaluate(state, [{"x": missing, "y": y}])
+
+
+def test_a_batch_of_no_numbers_at_all_is_refused():
+    with pytest.raises(DataError, match="no column of the batch holds numbers: a, b"):
+        wrapped().init(0, {"a": ["x"], "b": [b"y"]})
+    with pytest.raises(
+        DataError, match=r"the batch holds text \(<U1\), and a device holds numbers"
+    ):
+        wrapped().init(0, (np.array(["x"]), np.ones(1)))
