@@ -1,0 +1,133 @@
+"""Layers with a field axis_name that normalize groups of rows: refused where they are others."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from states import close
+from tiny import Of, loss_fn, make_batch
+
+import jddp
+from jddp.modules import all_rows
+
+GROUP = 4
+
+
+def normalized(x, size, axis_name):
+    """Rows normalized in groups of a size, and statistics: the mean of those of the groups."""
+    groups = x.reshape(-1, size or len(x), x.shape[-1])
+    mean, square = groups.mean(1, keepdims=True), jnp.square(groups).mean(1, keepdims=True)
+    if axis_name is not None:
+        mean, square = jax.lax.pmean((mean, square), axis_name)
+    var = square - jnp.square(mean)
+    y = (groups - mean) * jax.lax.rsqrt(var + 1e-5)
+    return y.reshape(x.shape), mean.mean((0, 1)), var.mean((0, 1))
+
+
+class Ghost(nn.Module):
+    """Ghost batch norm, as model libraries have it; of all rows where no size is given."""
+
+    size: int | None = GROUP
+    axis_name: str | None = None
+
+    @nn.compact
+    def __call__(self, x, use_running_average):
+        kept = [
+            self.variable("batch_stats", name, start, x.shape[-1:])
+            for name, start in (("mean", jnp.zeros), ("var", jnp.ones))
+        ]
+        if use_running_average:
+            return (x - kept[0].value[None]) * jax.lax.rsqrt(kept[1].value[None] + 1e-5)
+        axis_name = None if self.is_initializing() else self.axis_name
+        y, *new = normalized(x, self.size, axis_name)
+        if not self.is_initializing():
+            for variable, value in zip(kept, new, strict=True):
+                variable.value = 0.9 * variable.value + 0.1 * value
+        return y
+
+
+class NnxGhost(nnx.Module):
+    def __init__(self, size=GROUP):
+        self.mean, self.var = nnx.BatchStat(jnp.zeros(16)), nnx.BatchStat(jnp.ones(16))
+        self.size, self.axis_name = size, None
+
+    def __call__(self, x, use_running_average):
+        if use_running_average:
+            return (x - self.mean[...][None]) * jax.lax.rsqrt(self.var[...][None] + 1e-5)
+        y, *new = normalized(x, self.size, self.axis_name)
+        for variable, value in zip((self.mean, self.var), new, strict=True):
+            variable[...] = 0.9 * variable[...] + 0.1 * value
+        return y
+
+
+class NnxNet(nnx.Module):
+    def __init__(self, size=GROUP):
+        self.norm, self.last = NnxGhost(size), nnx.Linear(16, 4, rngs=nnx.Rngs(0))
+
+    def __call__(self, x, train):
+        return self.last(self.norm(x, use_running_average=not train))
+
+
+def linen_net(size=GROUP):
+    def body(m, x, train):
+        return nn.Dense(4)(Ghost(size, name="norm")(x, use_running_average=not train))
+
+    return Of(body)
+
+
+in_both = pytest.mark.parametrize("net", [linen_net, NnxNet])
+
+
+@in_both
+@pytest.mark.parametrize("rows", [8 * GROUP, 16 * GROUP], ids=["a group", "two groups"])
+def test_a_layer_that_normalizes_groups_of_rows_is_refused_under_sync(net, rows):
+    ddp = jddp.DataParallel(net(), optax.sgd(0.1), loss_fn, mesh=8)
+    message = r"batch_norm='sync': '.*norm' \(\w*Ghost\) .* groups of them.*batch_norm='local'"
+    with pytest.raises(jddp.ConfigError, match=message) as caught:
+        ddp.init(0, make_batch(rows))
+    assert "\n" not in str(caught.value)
+
+
+@in_both
+def test_with_local_statistics_it_is_exact(net):
+    batch = make_batch(8 * GROUP)
+    ends = []
+    for mesh in (1, 4):
+        ddp = jddp.DataParallel(net(), optax.sgd(0.1), loss_fn, mesh=mesh, batch_norm="local")
+        state, metrics = ddp.step(ddp.init(0, batch), batch)
+        ends.append(jax.device_get((state.params, metrics)))
+    close(*ends, rtol=1e-4, atol=1e-6)
+
+
+@in_both
+def test_a_layer_of_all_rows_is_compared_once_and_synchronized(net, monkeypatch):
+    compared, agrees = [], all_rows._agrees
+
+    def counted(*given):
+        compared.append(agrees(*given))
+        return compared[-1]
+
+    monkeypatch.setattr(all_rows, "_agrees", counted)
+    monkeypatch.setattr(all_rows, "_COMPARED", {})
+    batch = make_batch(16)
+    report = jddp.verify(net(None), optax.sgd(0.1), loss_fn, batch, mesh=4)
+    assert report.passed, report
+    assert compared == [True]
+
+
+def test_a_layer_that_averages_variances_alone_is_another_model_too():
+    class OfVariances(Ghost):
+        @nn.compact
+        def __call__(self, x, use_running_average):
+            kept = self.variable("batch_stats", "var", jnp.ones, x.shape[-1:])
+            mean, var = x.mean(0), x.var(0)
+            if self.axis_name is not None and not self.is_initializing():
+                mean, var = jax.lax.pmean((mean, var), self.axis_name)
+            kept.value = var
+            return (x - mean[None]) * jax.lax.rsqrt(var[None] + 1e-5)
+
+    model = Of(lambda m, x, train: nn.Dense(4)(OfVariances(None)(x, False)))
+    with pytest.raises(jddp.ConfigError, match="OfVariances"):
+        jddp.DataParallel(model, optax.sgd(0.1), loss_fn, mesh=2).init(0, make_batch(8))
