@@ -101,7 +101,7 @@ def running_statistics(
     # Logical replicas have no batch norm of the global batch: it would take a collective.
     if mask is None or sync.logical_replicas or not any(jax.tree.leaves(chosen)):
         return RunningStatistics(model_state, chosen, equal)
-    valid = (mask > 0).reshape(num, -1).astype(jnp.float32).sum(1)
+    valid = (mask.astype(jnp.float32) > 0).reshape(num, -1).astype(jnp.float32).sum(1)
     # Of all replicas, or their statistics would differ.
     valid = lax.psum(valid, sync.axis)
     weights = jnp.where(valid.sum() > 0, valid / jnp.maximum(valid.sum(), 1), jnp.asarray(equal))

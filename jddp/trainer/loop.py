@@ -224,7 +224,7 @@ class Loop:
                 self._reporter.finish()
                 self._comparison.finish()
                 if self._files is not None:
-                    rest = "mend its cause, and the same call resumes there"
+                    rest = "fix its cause, and the same call resumes there"
                     self._save_here(f"{why}: {self._saved}; {rest}")
 
     def close(self, *, failed: bool = False) -> None:
