@@ -10,8 +10,9 @@ from json import dumps
 from typing import Any
 
 from jddp.config.cli import Parser, add_run_arguments, enter
+from jddp.errors import report
 from jddp.trainer.reports.metrics_file import as_json
-from jddp.trainer.reports.progress import COLUMNS
+from jddp.trainer.reports.progress import COLUMNS, not_finite
 from jddp.trainer.reports.tables import as_text, tables_in
 from jddp.typing import Record
 
@@ -36,6 +37,8 @@ def _evaluate(*, json: bool, **chosen: Any) -> None:
     if process_index() == 0:
         record = {"step": run.step, "loss": metrics["loss"], **metrics}
         print(dumps(as_json(record)) if json else _as_text(record))
+        if found := not_finite(record):
+            report(f"not finite: {found}")
 
 
 def _as_text(record: Record) -> str:

@@ -52,8 +52,8 @@ def call_each(callbacks: Sequence[Callback], hook: Callable[[Callback], None]) -
             raise
         except BaseException as error:
             errors.append(error)
-    for error in errors[1:]:
-        log.error("A callback has failed after another one: %r", error, exc_info=error)
+    for later in errors[1:]:
+        log.error("A callback has failed after another one: %r", later, exc_info=later)
     if errors:
         raise errors[0]
 

@@ -694,6 +694,16 @@ def test_a_metric_is_named_by_text():
         ddp.init(0, make_batch(8))
 
 
+def test_an_evaluation_that_is_not_finite_is_reported_and_costs_nothing(plain, tmp_path, capsys):
+    odd = [{**make_batch(8), "x": np.full((8, 16), np.nan, np.float32)}]
+    run = fit(plain, batches(), tmp_path, evaluate=odd, callbacks=[jddp.KeepBest()])
+    said = printed(capsys)
+    assert said.count("eval 3 is not finite: loss nan. Look for") == 1
+    assert "best loss: none, as no evaluation gave a number" in said
+    evaluated = [x["loss"] for x in records(tmp_path) if x["split"] == "eval"]
+    assert (run.step, evaluated) == (NUM_STEPS, [None, None])
+
+
 def test_an_array_has_no_best_value(plain):
     run = jddp.Run(plain, plain.init(0, make_batch(8)), run_dir=None, save=lambda where: None)
     run.evaluations.append({"step": 1, "recall": [0.5, 1.0]})

@@ -24,12 +24,25 @@ from jddp.typing import RESERVED, Record
 COLUMNS = 80
 BAR_COLUMNS = 10
 SECONDS_BETWEEN_LINES = 5.0
+WAY_OUT = (
+    "Look for examples with NaN, a mask without a valid entry, and batch statistics; the run "
+    "continues."
+)
 BESIDE_METRICS = ("grad_norm", "skipped", "loss_scale")  # shown in their line
 
 
 def is_metric(name: str, value: Any) -> bool:
     """Whether this value of a record is the loss or a metric of the loss function."""
     return isinstance(value, float | int) and (name == "loss" or name not in RESERVED)
+
+
+def not_finite(record: Record) -> str:
+    """The numbers of an evaluation that are NaN or infinite, such as "loss nan"; "" for none.
+
+    Arrays may have them by their nature, such as the recall of a class without examples.
+    """
+    odd = {name: x for name, x in record.items() if isinstance(x, float) and not math.isfinite(x)}
+    return ", ".join(f"{name} {x}" for name, x in odd.items())
 
 
 class Progress:
@@ -65,6 +78,8 @@ class Progress:
         """Shows a record of an evaluation, and a table for each metric that is an array."""
         fields = [f"eval {record['step']}", *_metrics(record)]
         self.note(_join(fields, [f"examples {record['examples']:.0f}"], COLUMNS))
+        if found := not_finite(record):
+            self.note(f"eval {record['step']} is not finite: {found}. {WAY_OUT}")
         for line in tables_in(record, COLUMNS):
             self._print(line)
             said.info(line)

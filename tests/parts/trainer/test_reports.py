@@ -2,6 +2,7 @@ import errno
 import io
 import itertools
 import json
+import math
 import os
 import tempfile
 from pathlib import Path
@@ -405,3 +406,12 @@ def test_arrays_are_nested_lists_in_a_record_and_null_where_they_are_not_finite(
     first, second = metrics.read()
     assert first == {"step": 1, "a": [[1, None], [None, 2.5]], "b": [1.0, 1.0]}
     assert second == {"step": 2, "c": 0.5, "d": [0]}
+
+
+def test_an_evaluation_that_is_not_finite_gets_a_line_and_its_arrays_none(capsys):
+    record = {"step": 4, "loss": math.nan, "f1": math.inf, "examples": 9, "recall": [math.nan, 0.5]}
+    Progress(8, is_writer=True).evaluated(record)
+    lines = " ".join(capsys.readouterr().out.split())
+    assert "eval 4 is not finite: loss nan, f1 inf. Look for examples with NaN" in lines
+    Progress(8, is_writer=True).evaluated({**record, "loss": 1.0, "f1": 0.5})
+    assert "not finite" not in capsys.readouterr().out
