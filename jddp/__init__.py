@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from jddp.reduce.plan import BucketPlan as BucketPlan
     from jddp.reduce.powersgd import powersgd as powersgd
     from jddp.trainer.callbacks import Callback as Callback
-    from jddp.trainer.callbacks import EarlyStopping as EarlyStopping
-    from jddp.trainer.callbacks import KeepBest as KeepBest
     from jddp.trainer.run import Run as Run
+    from jddp.trainer.watching import EarlyStopping as EarlyStopping
+    from jddp.trainer.watching import KeepBest as KeepBest
     from jddp.verification.verify import verify as verify
 
 __version__ = "0.1.0"
@@ -48,9 +48,9 @@ _HOMES = {
     "ConfigError": "errors",
     "DataError": "errors",
     "DataParallel": "data_parallel",
-    "EarlyStopping": "trainer.callbacks",
+    "EarlyStopping": "trainer.watching",
     "Error": "errors",
-    "KeepBest": "trainer.callbacks",
+    "KeepBest": "trainer.watching",
     "LocalSteps": "engine.sync",
     "Mean": "modules.metrics",
     "Metric": "modules.metrics",

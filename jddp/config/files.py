@@ -42,10 +42,15 @@ _ALIKE = re.compile(
 )
 NO_OVERRIDE = "not of the form key.path=value, e.g. train.num_steps=100"
 NOT_READABLE = (ConfigError, ValueError, RecursionError, YAMLError, OmegaConfBaseException)
-# Which keys go together: setting one of them in a later source drops the others, and `kwargs`, from
-# earlier ones.
-NAMED = ("data", "model", "loss", "optimizer", "optimizer.schedule", "ddp.comm_hook")
-RIVALS = {**dict.fromkeys(NAMED, ("name", "target")), "train": ("num_steps", "num_epochs")}
+# Sections, keys of which one is chosen, and keys beside them: choosing another in a later source
+# drops all of them from earlier ones. A function for evaluation belongs to the loss beside it.
+NAMED = ("data", "model", "optimizer", "optimizer.schedule", "ddp.comm_hook")
+RIVALS = [
+    *((section, ("name", "target"), ("kwargs",)) for section in NAMED),
+    ("loss", ("name", "target"), ("kwargs", "eval_target", "eval_kwargs")),
+    ("loss", ("eval_target",), ("eval_kwargs",)),
+    ("train", ("num_steps", "num_epochs"), ()),
+]
 
 
 class Layer(NamedTuple):
@@ -235,12 +240,12 @@ def _merge(layers: Sequence[Layer]) -> Config:
 
 def _drop_rivals(earlier: dict[str, Any], later: dict[str, Any]) -> None:
     """Removes the keys from `earlier` that a choice in `later` replaces."""
-    for section, rivals in RIVALS.items():
+    for section, rivals, beside in RIVALS:
         before, after = _at(earlier, section.split(".")), _at(later, section.split("."))
         if isinstance(before, dict) and isinstance(after, dict):
             chosen = {key: after[key] for key in rivals if after.get(key) is not None}
             if any(before.get(key) != value for key, value in chosen.items()):
-                for key in (*rivals, "kwargs"):
+                for key in (*rivals, *beside):
                     before.pop(key, None)
 
 

@@ -97,6 +97,27 @@ class RunConfig(Section):
     )
 
 
+class StopConfig(Section):
+    """Early stopping: the end of a run whose evaluations have stopped improving."""
+
+    metric: str | None = option(
+        None, "Metric of the evaluation to watch; null never stops.", "none"
+    )
+    patience: int = option(3, "Evaluations without improvement that end the run.", "none", ge=1)
+    mode: Literal["auto", "min", "max"] = option(
+        "auto", "Whether smaller or larger is better; auto: by the metric's name.", "none"
+    )
+    min_delta: float = option(0.0, "Smallest change that is an improvement.", "none", ge=0)
+
+    @model_validator(mode="after")
+    def _metric_is_given(self) -> "StopConfig":
+        if self.metric is not None:
+            _refuse_unknown_direction(self.metric, self.mode, "mode")
+        elif any(getattr(self, x) != y.default for x, y in StopConfig.model_fields.items()):
+            raise ValueError("give 'metric' too, which is watched; train.stop=null never stops")
+        return self
+
+
 class TrainConfig(Section):
     """The length of training, and the intervals of reports."""
 
@@ -115,11 +136,14 @@ class TrainConfig(Section):
     max_consecutive_skips: int = option(
         10, "Steps skipped in a row (ddp.skip_nonfinite) that end the run.", "none", ge=1
     )
+    stop: StopConfig = Field(default_factory=StopConfig)
 
     @model_validator(mode="after")
     def _one_length(self) -> "TrainConfig":
         if (self.num_steps is None) == (self.num_epochs is None):
             raise ValueError("give either 'num_steps' or 'num_epochs'")
+        if self.stop.metric is not None and self.eval_every_steps is None:
+            raise ValueError("stop.metric needs eval_every_steps: it is read at each evaluation")
         return self
 
 
@@ -156,6 +180,16 @@ class LossConfig(NamedSection):
 
     name: str | None = option("cross_entropy", "A loss of jddp.zoo.losses.")
     target: str | None = option(None, "Your own loss_fn(model, batch[, train]).")
+    eval_target: str | None = option(
+        None, "Your own function for evaluation, of that form; or the loss itself."
+    )
+    eval_kwargs: Kwargs = option({}, "Its arguments.")
+
+    @model_validator(mode="after")
+    def _arguments_have_a_function(self) -> "LossConfig":
+        if self.eval_kwargs and self.eval_target is None:
+            raise ValueError("give 'eval_target' too, to which 'eval_kwargs' belong")
+        return self
 
 
 class ScheduleConfig(Section):

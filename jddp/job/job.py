@@ -34,9 +34,10 @@ from jddp.errors import ConfigError, DataError, report
 from jddp.inspection.outputs import num_outputs
 from jddp.job.optimizers import Schedule, optimizer_of
 from jddp.job.parts import Parts, resolve_parts
-from jddp.trainer.callbacks import Callback, KeepBest
+from jddp.trainer.callbacks import Callback
 from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.run import Run
+from jddp.trainer.watching import EarlyStopping, KeepBest
 from jddp.typing import Batch, Batches
 from jddp.verification.verify import Verification, verify
 
@@ -119,6 +120,8 @@ class Job:
         assert self.data is not None, "build(config) has data unless needs_data=False"
         config, best = self.config, self.config.checkpoint
         keep_best = [KeepBest(best.best_metric, mode=best.best_mode)] if best.best_metric else []
+        stop = config.train.stop
+        stopping = [] if stop.metric is None else [EarlyStopping(**stop.model_dump())]
         with contextlib.closing(self.train_batches()) as batches:
             return self.ddp.fit(
                 batches,
@@ -126,14 +129,14 @@ class Job:
                 or (None if config.model.init_from is None else self._init_from_weights),
                 evaluate=test_batches(config, self.data),
                 run_dir=config.run.dir,
-                callbacks=[*keep_best, *callbacks],
+                callbacks=[*keep_best, *stopping, *callbacks],
                 seed=config.seed,
                 save_every_steps=config.checkpoint.every_steps,
                 learning_rate=self.learning_rate,
                 config=config.model_dump(),
                 manifest=self._manifest(),
                 limits=Limits(**config.watchdog.model_dump()),
-                **config.train.model_dump(),
+                **config.train.model_dump(exclude={"stop"}),
                 **config.checkpoint.model_dump(include={"keep", "keep_every_steps", "resume"}),
             )
 
@@ -242,7 +245,8 @@ def build(config: Config, *, needs_data: bool = True) -> Job:
             num_steps = count_steps(num_epochs, len(data.train), size, drops)
     optimizer, learning_rate = optimizer_of(config, num_steps or 1)
     mesh = None if config.mesh.num_devices == "auto" else config.mesh.num_devices
-    ddp = DataParallel(parts.model, optimizer, parts.loss_fn, mesh=mesh, **parts.ddp_options)
+    options = {"mesh": mesh, "eval_fn": parts.eval_fn, **parts.ddp_options}
+    ddp = DataParallel(parts.model, optimizer, parts.loss_fn, **options)
     job = Job(config, parts, ddp, num_steps, learning_rate, data, data_error)
     if config.loss.name in ("cross_entropy", "next_token"):
         _check_outputs(job)

@@ -25,7 +25,7 @@ from jddp.engine.state import TrainState
 from jddp.errors import ConfigError, Error, UsageError
 from jddp.job.job import join, test_batches
 from jddp.job.load import Saved, config_in, find_saved, model_in
-from jddp.job.parts import find_loss, find_source
+from jddp.job.parts import find_eval_fn, find_loss, find_source
 from jddp.job.trust import is_trusted, refusal
 from jddp.trainer.history import History
 from jddp.trainer.reports.metrics_file import MetricsFile
@@ -68,15 +68,17 @@ def open_run(
         config = config_in(run_dir)
     module = model_in(run_dir, config, trust) if model is None else model
     keys = {override.partition("=")[0] for override in overrides or ()}
-    trusted = keys.copy()
-    if config is not None:
-        trusted |= {section for section in READ if is_trusted(section, config, trust, run_dir)}
     if config is not None and overrides is not None:
         if others := sorted({key.partition(".")[0] for key in keys} - {*READ}):
             raise ConfigError(f"{others[0]}: an evaluation reads keys of {' and '.join(READ)}.")
         config = with_overrides(config, overrides)
         join(config, "auto")  # There may be other devices than where it was trained.
     saved = find_saved(run_dir, checkpoint)
+    trusted = set[str]()
+    if config is not None:
+        for key in ("data.target", _loss_key(config)):
+            is_yours = not keys.isdisjoint({key, key.partition(".")[0]})
+            trusted |= {key} if is_yours or is_trusted(key, config, trust, run_dir) else set()
     ddp = SavedModel(
         module,
         make_optimizer("sgd", schedule=lambda step: 0.0)[0],
@@ -154,8 +156,8 @@ class OwnBatches:
         self._data: DataSet | None = None
 
     def __iter__(self) -> Iterator[Batch]:
-        if not {"data", "data.target"} & self._trusted:
-            raise refusal("data", self._config, "batches")
+        if "data.target" not in self._trusted:
+            raise refusal("data.target", self._config, "batches")
         if self._data is None:
             self._data = find_source(self._config).load()
             agree("data set", {"sha256": self._data.sha256})
@@ -163,13 +165,21 @@ class OwnBatches:
 
 
 def _loss_in(config: Config | None, trusted: set[str]) -> LossFn:
-    """The loss of a config; one that cannot be called if there is none, or it is not trusted."""
+    """The loss by which a config evaluates.
+
+    It is one that cannot be called if the config has none, or its code is not trusted.
+    """
     if config is None:
         reason = "A run of DataParallel.fit keeps no loss. Give loss_fn= to Run.open."
         return _refusing(UsageError(reason))
-    if {"loss", "loss.target"} & trusted:
-        return find_loss(config)
-    return _refusing(refusal("loss", config, "loss_fn="))
+    if (key := _loss_key(config)) in trusted:
+        return find_eval_fn(config) or find_loss(config)
+    return _refusing(refusal(key, config, "loss_fn="))
+
+
+def _loss_key(config: Config) -> str:
+    """The key of the function by which a config evaluates."""
+    return "loss.target" if config.loss.eval_target is None else "loss.eval_target"
 
 
 def _refusing(error: UsageError) -> Callable[..., NoReturn]:

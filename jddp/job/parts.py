@@ -39,6 +39,7 @@ class Parts:
       model: A Linen or NNX module.
       source: Source of the data, with their shapes.
       loss_fn: Loss function, `loss_fn(model, batch[, train])`.
+      eval_fn: Function for evaluation, of the same form; None for the loss function.
       ddp_options: Options of `DataParallel` under `ddp`, with the objects that they name.
     """
 
@@ -46,6 +47,7 @@ class Parts:
     model: Any
     source: Source
     loss_fn: Callable[..., Any]
+    eval_fn: Callable[..., Any] | None
     ddp_options: dict[str, Any]
 
 
@@ -67,12 +69,12 @@ def resolve_parts(config: Config) -> Parts:
     attempt(optimizer_of)  # before the data are read, which the number of steps may depend on
     source = attempt(find_source)
     filled = attempt(functools.partial(_model, sizes=source.sizes if source else {}))
-    loss_fn = attempt(find_loss)
+    loss_fn, eval_fn = attempt(find_loss), attempt(find_eval_fn)
     objects = {"comm_hook": attempt(_comm_hook), "local_steps": attempt(_local_steps)}
     if mistakes:
         raise ConfigError("\n".join(mistakes))
     config, model = filled
-    return Parts(config, model, source, loss_fn, config.ddp.model_dump() | objects)
+    return Parts(config, model, source, loss_fn, eval_fn, config.ddp.model_dump() | objects)
 
 
 def find_source(config: Config) -> Source:
@@ -120,9 +122,25 @@ def find_loss(config: Config) -> Callable[..., Any]:
     """The loss that a config names."""
     loss = config.loss
     found = named(loss, "loss", LOSSES, "loss")
-    filled = accepted_names(found, key="loss.target") - loss.kwargs.keys()  # model, batch, train
-    check_arguments(found, loss.kwargs, key="loss.kwargs", filled=filled)
-    return functools.partial(found, **loss.kwargs) if loss.kwargs else found
+    return _with_arguments(found, loss.kwargs, "loss.target", "loss.kwargs")
+
+
+def find_eval_fn(config: Config) -> Callable[..., Any] | None:
+    """The function for evaluation that a config names; None where it evaluates by its loss."""
+    target, key = config.loss.eval_target, "loss.eval_target"
+    if target is None:
+        return None
+    found = resolve_target(target, key=key)
+    return _with_arguments(found, config.loss.eval_kwargs, key, "loss.eval_kwargs")
+
+
+def _with_arguments(
+    function: Callable[..., Any], kwargs: Mapping[str, Any], key: str, kwargs_key: str
+) -> Callable[..., Any]:
+    """A loss with its arguments filled in, which are checked."""
+    filled = accepted_names(function, key=key) - kwargs.keys()  # model, batch, train
+    check_arguments(function, kwargs, key=kwargs_key, filled=filled)
+    return functools.partial(function, **kwargs) if kwargs else function
 
 
 def _local_steps(config: Config) -> LocalSteps | None:

@@ -57,26 +57,25 @@ def resolve_model(config: Config, trust: str | None, run_dir: Path) -> Any:
     return found
 
 
-def is_trusted(section: str, config: Config, trust: str | None, run_dir: Path) -> bool:
-    """Whether the loss or the data that a config names may be imported."""
-    target = getattr(config, section).target
+def is_trusted(key: str, config: Config, trust: str | None, run_dir: Path) -> bool:
+    """Whether the target at a key of a config, of the loss or the data, may be imported."""
+    target = _target_at(key, config)
     if target is None or trust == "config":
         return True
     if trust != "here" or not _lies_here(target, run_dir):
         return False
-    return _is_defined_here(resolve_target(target, key=f"{section}.target"), run_dir)
+    return _is_defined_here(resolve_target(target, key=key), run_dir)
 
 
-def refusal(section: str, config: Config, instead: str) -> UsageError:
+def refusal(key: str, config: Config, instead: str) -> UsageError:
     """The error of a loss, or of data, that may not be imported.
 
     Args:
-      section: Section of the config that names it.
+      key: Key of the config that names it.
       config: Config of the run.
       instead: Argument that can be given in its place.
     """
-    target = getattr(config, section).target
-    what = f"{section}.target {target!r}, which the run directory names, is not imported."
+    what = f"{key} {_target_at(key, config)!r}, which the run directory names, is not imported."
     return UsageError(
         f"{what} Give {instead}; or trust='here', if its code lies in the current folder; or "
         "trust='config', if you trust all code that the config names.",
@@ -92,6 +91,12 @@ def check_trust(trust: str | None) -> None:
       ConfigError: If it is not.
     """
     check_choice("trust", trust, TRUST)
+
+
+def _target_at(key: str, config: Config) -> str | None:
+    section, _, name = key.partition(".")
+    found: str | None = getattr(getattr(config, section), name)
+    return found
 
 
 def _lies_here(target: str, run_dir: Path) -> bool:

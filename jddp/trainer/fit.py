@@ -21,7 +21,7 @@ from jddp.engine.host_rows import as_arrays
 from jddp.engine.state import TrainState
 from jddp.errors import ConfigError, Error
 from jddp.trainer.arguments import check_batches, check_callbacks
-from jddp.trainer.callbacks import Callback, watching
+from jddp.trainer.callbacks import Callback
 from jddp.trainer.fingerprint import fingerprint
 from jddp.trainer.loop import Loop
 from jddp.trainer.out_of_memory import explained
@@ -29,6 +29,7 @@ from jddp.trainer.plan import Plan
 from jddp.trainer.prefetch import Source
 from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.run import Run
+from jddp.trainer.watching import watching
 from jddp.typing import Batch, Batches
 
 LIMITS = Limits()

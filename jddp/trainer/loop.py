@@ -22,7 +22,7 @@ from jddp.distributed.stopping import StopSignals
 from jddp.distributed.watchdog import Watchdog
 from jddp.engine.state import TrainState, is_float
 from jddp.errors import FileSystemError, NumericsError, ReplicaMismatchError, UsageError
-from jddp.trainer.callbacks import Callback, call_each, conclusions, watching
+from jddp.trainer.callbacks import Callback, call_each
 from jddp.trainer.fingerprint import uses_rng
 from jddp.trainer.history import History, resume_records
 from jddp.trainer.numerics import Numerics, Sent
@@ -35,6 +35,7 @@ from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.resume_notes import changed_rate, changed_settings, differences
 from jddp.trainer.run import Run
 from jddp.trainer.saving import Saving
+from jddp.trainer.watching import EarlyStopping, conclusions, judge_again, settings_of, watching
 from jddp.typing import Batch
 
 log = logging.getLogger("jddp")
@@ -99,6 +100,7 @@ class Loop:
         self._reporter = Reporter(run, plan, files, callbacks, self._numerics, self._history)
         # The notes are on the checkpoint that the run resumes from.
         self._position, self._notes = source.position, list[str]()
+        self._stopping_before = list[EarlyStopping]()  # of the run that was saved
 
     def resume(self) -> None:
         """Restores the newest checkpoint, if there is one, and drops the records of later steps."""
@@ -121,6 +123,9 @@ class Loop:
             # Records may have been lost; and the checkpoint came before the evaluation of its step.
             last = recorded[-1]["step"] if recorded else -1
             run.evaluations = recorded + [x for x in run.evaluations if x["step"] > last]
+            if judge_again(run, self._callbacks, self._stopping_before):
+                note = "early stopping has changed: the run that it had stopped continues"
+                self._notes.append(note)
 
     def _restore_from(self, beside: Mapping[str, Any]) -> None:
         """Restores the values that were saved beside the state."""
@@ -129,6 +134,7 @@ class Loop:
         self._numerics.skipped, self._numerics.in_a_row = map(int, beside["skipped"])
         run.metrics = dict(beside["metrics"])
         run.evaluations = [x for x in beside["evaluations"] if x["step"] <= run.step]
+        self._stopping_before = [EarlyStopping(**x) for x in beside.get("early_stopping", [])]
         before, now = beside.get("learning_rate"), self._reporter.learning_rate(run.step)
         changes = [changed_settings(beside, self._about), changed_rate(run.step, before, now)]
         if beside["world"] != (world := self._ddp.steps.topology):
@@ -346,6 +352,7 @@ class Loop:
             "metrics": as_json(run.metrics),
             "evaluations": as_json(run.evaluations[-1:]),  # those before are in the file of metrics
             "stopped": run.stopped,
+            "early_stopping": settings_of(self._callbacks),
             "skipped": [self._numerics.skipped, self._numerics.in_a_row],
             "world": self._ddp.steps.topology,
             "learning_rate": self._reporter.learning_rate(run.step),

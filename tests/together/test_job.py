@@ -21,13 +21,14 @@ from tiny import ConvNet, loss_fn, make_batch
 import jddp
 from jddp.checkpoint.__main__ import main as checkpoint_command
 from jddp.config.effects import effect_of
-from jddp.config.files import dump_values, load_config, read_values
+from jddp.config.files import dump_values, load_config, read_values, with_overrides
 from jddp.config.keys import keys_of
 from jddp.config.schema import Config
 from jddp.distributed.watchdog import Limits
 from jddp.errors import ConfigError, DataError, FileSystemError, UsageError
 from jddp.job.job import _facts, build, fit
 from jddp.job.load import load
+from jddp.job.opened import open_run
 from jddp.job.optimizers import optimizer_of
 from jddp.job.preview import memory_table, preview
 from jddp.trainer.reports.run_directory import compare
@@ -74,6 +75,11 @@ def absolute_error(model, batch, train, power=1):
     y = model(batch["x"], train=train) if hasattr(model, "scope") else model(batch["x"])
     error = abs(y - batch["y"])[:, 0] ** power
     return error, {"close": error < 0.5}
+
+
+def within(model, batch, train, bound=0.5):
+    error, _ = absolute_error(model, batch, train)
+    return error, {"within": error < bound}
 
 
 def greedy(model, batch, train, per_row=1):
@@ -480,6 +486,101 @@ def test_what_changes_roundings_alone_may_change_when_a_run_resumes(mine, capsys
     close(run.state.params, whole.state.params, atol=0)
 
 
+def stopping(num_steps=6, **stop):
+    train = {"num_steps": num_steps, "eval_every_steps": 1, "log_every_steps": 1, "stop": stop}
+    return own_config(train=train, checkpoint={"best_metric": "loss"})
+
+
+def test_a_config_stops_a_run_early_and_a_run_that_is_given_more_patience_continues(mine, capsys):
+    never_better = {"metric": "loss", "min_delta": 1e9}
+    run = fit(stopping(**never_better, patience=2))
+    assert (run.step, run.stopped) == (3, "loss has not improved for 2 evaluations")
+    said = printed(capsys)
+    assert "stopped at step 3: loss has not improved for 2 evaluations" in said
+    assert said.count("best loss ") == 1
+    assert fit(stopping(**never_better, patience=2)).step == 3
+    assert "nothing to do" in printed(capsys)
+    run = fit(stopping(**never_better, patience=4))
+    assert (run.step, run.stopped) == (5, "loss has not improved for 4 evaluations")
+    said = printed(capsys)
+    assert "train.stop.patience 2 -> 4" in said
+    assert "early stopping has changed: the run that it had stopped continues" in said
+    run = fit(stopping())
+    assert (run.step, run.stopped) == (6, None)
+    whole = fit(stopping(), **{"run.dir": "whole"})
+    assert_same(run.state, whole.state)
+
+
+def test_a_run_that_is_given_less_patience_stays_stopped(mine):
+    never_better = {"metric": "loss", "min_delta": 1e9}
+    assert fit(stopping(**never_better, patience=2)).step == 3
+    run = fit(stopping(**never_better, patience=1))
+    assert (run.step, run.stopped) == (3, "loss has not improved for 2 evaluations")
+
+
+def test_a_config_that_watches_what_no_evaluation_returns_is_refused_by_its_key(mine):
+    with pytest.raises(ConfigError, match=r"train.stop.*watches 'closer'.*Did you mean 'close'"):
+        fit(stopping(metric="closer", mode="max"))
+
+
+MISTAKES_OF_STOP = [
+    ({"patience": 5}, "train.stop: give 'metric' too"),
+    ({"metric": "close"}, "train.stop: mode 'auto': the name 'close' does not show"),
+    ({"metric": "loss", "patience": 0}, "train.stop.patience must be greater than or equal to 1"),
+]
+
+
+@pytest.mark.parametrize("section, message", MISTAKES_OF_STOP)
+def test_mistakes_in_early_stopping_are_named_by_their_key(section, message):
+    with pytest.raises(ConfigError, match=message):
+        Config(train={"num_steps": 1, "eval_every_steps": 1, "stop": section})
+
+
+def test_early_stopping_of_a_config_needs_evaluations():
+    with pytest.raises(ConfigError, match=r"train: stop\.metric needs eval_every_steps"):
+        Config(train={"num_steps": 1, "stop": {"metric": "loss"}})
+
+
+EVALUATED = {"target": "mine:absolute_error", "eval_target": "mine:within"}
+
+
+def test_a_config_evaluates_by_its_own_function_in_training_and_afterwards(mine):
+    loss = {**EVALUATED, "eval_kwargs": {"bound": 1e9}}
+    run = fit(own_config(loss=loss))
+    assert "close" in run.metrics
+    assert "within" not in run.metrics
+    assert run.eval_metrics["within"] == 1
+    opened = jddp.Run.open("run", trust="config")
+    assert opened.evaluate() == pytest.approx(run.evaluate())
+    for kwargs, message in (({"bond": 1}, "loss.eval_kwargs.bond"), ({"x": 1}, "no argument 'x'")):
+        with pytest.raises(ConfigError, match=message):
+            build(own_config(loss={**EVALUATED, "eval_kwargs": kwargs}))
+    with pytest.raises(ConfigError, match="loss.eval_target: module 'mine' has no 'withn'"):
+        build(own_config(loss={**EVALUATED, "eval_target": "mine:withn"}))
+    with pytest.raises(ConfigError, match="loss: give 'eval_target' too"):
+        own_config(loss={"target": "mine:within", "eval_kwargs": {"bound": 1}})
+
+
+def test_code_that_evaluates_is_imported_only_where_it_is_trusted(mine):
+    loss = {"name": "mean_squared_error", "eval_target": "mine:within"}
+    fit(own_config(loss=loss))
+    key = "loss.eval_target 'mine:within', which the run directory names, is not imported"
+    with pytest.raises(UsageError, match=key):
+        open_run("run", model=None, trust="package").evaluate([{"x": X, "y": X[:, :1]}])
+    named = open_run("run", trust="here", overrides=["loss.eval_kwargs.bound=1e9"])
+    assert named.evaluate()["within"] == 1
+    # Another loss drops the function that was meant for the first one.
+    other = open_run("run", trust="here", overrides=["loss.target=mine:absolute_error"])
+    assert "close" in other.evaluate()
+
+
+def test_another_function_for_evaluation_drops_the_arguments_of_the_first():
+    files = own_config(loss={**EVALUATED, "eval_kwargs": {"bound": 1.0}})
+    changed = with_overrides(files, {"loss.eval_target": "mine:absolute_error"})
+    assert (changed.loss.target, changed.loss.eval_kwargs) == ("mine:absolute_error", {})
+    assert with_overrides(files, {"loss.name": "cross_entropy"}).loss.eval_target is None
+
+
 def checkpointing(**section):
     return Config(train={"num_steps": 1}, checkpoint=section).model_dump()
 
@@ -533,7 +634,7 @@ def test_a_default_is_the_same_in_a_config_and_in_a_call():
     fits = {**config["train"], **saving, "save_every_steps": saving["every_steps"]}
     fits = {**fits, "seed": config["seed"]}
     left_out = {"num_steps", "num_epochs", "every_steps", "best_metric", "best_mode"}
-    left_out |= {"start_from", "allow_changed"}
+    left_out |= {"start_from", "allow_changed", "stop"}
     own = defaults_of_signature(jddp.DataParallel.fit)
     for name in fits.keys() - left_out:
         assert own[name] == fits[name], name

@@ -18,7 +18,7 @@ from jddp.config.files import dump_values
 from jddp.config.schema import Config
 from jddp.errors import ConfigError, FileSystemError, UsageError
 from jddp.job.job import fit
-from jddp.trainer.callbacks import KeepBest
+from jddp.trainer.watching import KeepBest
 
 OTHER = [make_batch(13, seed=9)]  # two rows more than eight devices have
 

@@ -1,0 +1,224 @@
+"""Callbacks that watch a metric of the evaluations: early stopping, and the best checkpoint.
+
+Their decisions follow from the records of all evaluations: they are the same on every process, and
+in a run that has resumed.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jddp.errors import ConfigError
+from jddp.trainer.callbacks import Callback
+from jddp.trainer.plan import Plan
+from jddp.trainer.run import Run
+from jddp.zoo.directions import choose_mode
+from jddp.zoo.names import did_you_mean
+
+
+class Watching(Callback):
+    """A callback on one metric of the evaluations, with the direction in which it improves.
+
+    Attributes:
+      metric: Name of the metric.
+    """
+
+    called = "Watching"  # in an error, with the key of a config that makes one
+
+    def __init__(self, metric: str, mode: str) -> None:
+        self.metric = metric
+        self._sign = 1.0 if choose_mode(metric, mode, key="mode") == "max" else -1.0
+
+    def check_plan(self, plan: Plan, directory: str | Path | None) -> None:
+        """Refuses a run in which there is nothing to watch.
+
+        Args:
+          plan: Settings of the run.
+          directory: Directory of the run, or None.
+
+        Raises:
+          ConfigError: If there is not.
+        """
+        if plan.evaluation is None:
+            raise ConfigError(f"{self.called} watches evaluations, and there is no evaluate=.")
+
+    def check(self, names: Sequence[str]) -> None:
+        """Refuses a metric that evaluations do not return.
+
+        Args:
+          names: Names of what they return.
+
+        Raises:
+          ConfigError: If the metric is not among them.
+        """
+        if self.metric not in names:
+            listed = ", ".join(sorted(set(names) - {"examples"}))
+            raise ConfigError(
+                f"{self.called} watches {self.metric!r}, and evaluations return {listed}."
+                f"{did_you_mean(self.metric, names)}"
+            )
+
+    def best_of(self, run: Run) -> Mapping[str, Any] | None:
+        """The record of the best evaluation, those before a resume included; None for no number."""
+        best = max(run.evaluations, key=self._goodness, default=None)
+        return None if best is None or self._goodness(best) == -math.inf else best
+
+    def conclusion(self, run: Run) -> str:
+        """A line on the best evaluation of a run that has ended."""
+        if (best := self.best_of(run)) is None:
+            return f"best {self.metric}: none, as no evaluation gave a number"
+        return f"best {self.metric} {best[self.metric]:.4g} at step {best['step']}"
+
+    def _goodness(self, metrics: Mapping[str, Any]) -> float:
+        """The value, with a sign that makes larger better; the least one if it is not a number."""
+        # None in a resumed run, as JSON has no NaN; absent from evaluations before it was watched.
+        value = metrics.get(self.metric)
+        if isinstance(value, list):
+            raise ConfigError(
+                f"{self.called} watches {self.metric!r}, which is an array and has no best value. "
+                "Watch a metric that is a number."
+            )
+        return -math.inf if value is None or math.isnan(value) else self._sign * value
+
+
+class EarlyStopping(Watching):
+    """Ends the run when a metric of the evaluation has stopped improving.
+
+    Args:
+      metric: Name of the metric.
+      mode: Whether larger values are better, "max", or smaller ones, "min". "auto" knows it by the
+        name of the metric: larger for accuracy, f1, auc and the like, smaller for loss, error and
+        the like; for other names give the mode.
+      patience: Number of evaluations without improvement that ends the run.
+      min_delta: Smallest change that counts as an improvement.
+
+    Attributes:
+      settings: The arguments by name, the mode as "max" or "min".
+
+    Raises:
+      ConfigError: If the mode is unknown, or is "auto" and the name has no direction; or if a
+        number breaks its rule.
+    """
+
+    called = "EarlyStopping (train.stop)"
+
+    def __init__(
+        self, metric: str = "loss", *, mode: str = "auto", patience: int = 3, min_delta: float = 0.0
+    ) -> None:
+        super().__init__(metric, mode)
+        self.settings = {
+            "metric": metric,
+            "mode": choose_mode(metric, mode, key="mode"),
+            "patience": patience,
+            "min_delta": min_delta,
+        }
+        if patience < 1 or min_delta < 0:
+            raise ConfigError(
+                f"EarlyStopping: patience is at least 1 and min_delta at least 0; got {patience} "
+                f"and {min_delta}."
+            )
+        self._patience, self._min_delta = patience, min_delta
+
+    def check_plan(self, plan: Plan, directory: str | Path | None) -> None:
+        """Refuses a run that is evaluated at its end alone, where nothing is left to stop."""
+        super().check_plan(plan, directory)
+        if plan.eval_every_steps is None:
+            raise ConfigError(
+                f"{self.called} needs eval_every_steps= (train.eval_every_steps): the run would be "
+                "evaluated at its end alone."
+            )
+
+    def on_eval(self, run: Run, metrics: Mapping[str, float]) -> None:
+        """Counts evaluations since the best one, those before a resume included."""
+        if (reason := self.verdict(run)) is not None:
+            run.stop(reason)
+
+    def verdict(self, run: Run) -> str | None:
+        """The reason to stop after the evaluations so far, or None."""
+        best, waited = -math.inf, 0
+        for goodness in map(self._goodness, run.evaluations):
+            is_better = goodness - best > self._min_delta
+            best, waited = (goodness, 0) if is_better else (best, waited + 1)
+        is_over = waited >= self._patience
+        return f"{self.metric} has not improved for {waited} evaluations" if is_over else None
+
+
+class KeepBest(Watching):
+    """Keeps the checkpoint with the best value of a metric, in `<run_dir>/best`.
+
+    Args:
+      metric: Name of the metric in the evaluation.
+      mode: Whether larger values are better, "max", or smaller ones, "min"; "auto" as for
+        `EarlyStopping`.
+
+    Raises:
+      ConfigError: If the mode is unknown, or is "auto" and the name has no direction.
+
+    Attributes:
+      step: Step of the best value, those before a resume included; None before an evaluation.
+      best: Best value, or None.
+    """
+
+    called = "KeepBest (checkpoint.best_metric)"
+
+    def __init__(self, metric: str = "loss", *, mode: str = "auto") -> None:
+        super().__init__(metric, mode)
+        self.step: int | None = None
+        self.best: float | None = None
+
+    def check_plan(self, plan: Plan, directory: str | Path | None) -> None:
+        """Refuses a run that keeps nothing."""
+        super().check_plan(plan, directory)
+        if directory is None:
+            raise ConfigError(f"{self.called} needs run_dir=, to keep the best in.")
+
+    def on_eval(self, run: Run, metrics: Mapping[str, float]) -> None:
+        """Saves the state if it is the best so far, evaluations before a resume included."""
+        if (best := self.best_of(run)) is not None:
+            self.step, self.best = best["step"], best[self.metric]
+        if best is run.evaluations[-1]:
+            run.save("best")
+
+    def conclusion(self, run: Run) -> str:
+        """A line on the best evaluation, and on the place of its checkpoint."""
+        line = super().conclusion(run)
+        best = self.best_of(run)
+        return line if best is None else f"{line}, in {run.run_dir}/best/{best['step']}"
+
+
+def settings_of(callbacks: Sequence[Callback]) -> list[dict[str, Any]]:
+    """The settings of each early stopping, for a checkpoint."""
+    return [callback.settings for callback in callbacks if isinstance(callback, EarlyStopping)]
+
+
+def judge_again(run: Run, callbacks: Sequence[Callback], before: Sequence[EarlyStopping]) -> bool:
+    """Lets a run continue that early stopping had ended with other settings than today's.
+
+    Args:
+      run: The restored run, with its evaluations.
+      callbacks: Callbacks of the run that resumes.
+      before: Early stopping in the run that was saved.
+
+    Returns:
+      Whether it was stopped, and is not any more.
+    """
+    was_early = run.stopped in [callback.verdict(run) for callback in before]
+    if run.stopped is None or not was_early or settings_of(before) == settings_of(callbacks):
+        return False
+    run.stopped = None
+    for callback in watching(callbacks):
+        if isinstance(callback, EarlyStopping):
+            callback.on_eval(run, run.eval_metrics)
+    return run.stopped is None
+
+
+def watching(callbacks: Sequence[Callback]) -> list[Watching]:
+    """The callbacks that watch a metric; `KeepBest`, whose lines have more, behind the others."""
+    found = [callback for callback in callbacks if isinstance(callback, Watching)]
+    return sorted(found, key=lambda callback: isinstance(callback, KeepBest))
+
+
+def conclusions(callbacks: Sequence[Callback], run: Run) -> list[str]:
+    """Returns a line for each metric that was watched, on its best evaluation."""
+    return [*{x.metric: x.conclusion(run) for x in watching(callbacks)}.values()]
