@@ -35,7 +35,7 @@ from jddp.engine.evaluate import (
     predict_rows,
     sums_of,
 )
-from jddp.engine.executor import Executor, call
+from jddp.engine.executor import Executor, run_compiled
 from jddp.engine.guard import choose_guard, unscaled
 from jddp.engine.host_rows import as_arrays
 from jddp.engine.mesh import (
@@ -386,7 +386,7 @@ class DataParallel(Shown):
         """
         inputs = self._inputs(self.shard_batch(batch), constants)
         self._refuse_foreign(state, inputs)
-        return call(self.steps.gradients_for(state, inputs), state, inputs)
+        return run_compiled(self.steps.gradients_for(state, inputs), state, inputs)
 
     def shard_batch(self, batch: Batch) -> Batch:
         """Places this process's rows on its devices, as `step` does by itself.

@@ -31,6 +31,7 @@ from jddp.checkpoint.checksums import seal
 from jddp.checkpoint.remote import Remote
 from jddp.distributed.coordination import from_first, gather
 from jddp.distributed.same_folder import SameFolder
+from jddp.distributed.waits import computing
 from jddp.engine.digest import digests, find_divergence
 from jddp.errors import FileSystemError, ReplicaMismatchError
 from jddp.typing import PyTree
@@ -232,7 +233,8 @@ def _replicated(arrays: Arrays) -> Arrays:
     """The arrays, whole on every device."""
     sharding: Any = next(iter(arrays.values())).sharding
     everywhere = jax.NamedSharding(sharding.mesh, jax.P())
-    replicated: Arrays = jax.jit(lambda x: x, out_shardings=everywhere)(arrays)
+    with computing(arrays):
+        replicated: Arrays = jax.jit(lambda x: x, out_shardings=everywhere)(arrays)
     return replicated
 
 

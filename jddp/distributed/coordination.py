@@ -12,7 +12,7 @@ import contextlib
 import ctypes
 import json
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from jax._src import distributed, xla_bridge
 from jaxlib import _jax
 
 from jddp.distributed.rendezvous import compare
+from jddp.distributed.waits import awaiting
 
 _AGREE_SECONDS = 120.0  # for which the others may still be busy
 _uses: collections.Counter[str] = collections.Counter()
@@ -67,7 +68,11 @@ def _exchange(key: str, value: str, senders: range, timeout_seconds: float) -> l
         return [value]
     if process_index() in senders:
         publish(f"{name}/{process_index()}", value)
-    return [read(f"{name}/{i}", timeout_seconds, of=i) for i in senders]
+    values = []
+    for i in senders:
+        with awaiting({i}):
+            values.append(read(f"{name}/{i}", timeout_seconds, of=i))
+    return values
 
 
 def agree(subject: str, values: Mapping[str, str]) -> None:
@@ -123,7 +128,7 @@ def try_read(name: str, timeout_seconds: float) -> str | None:
 def published(prefix: str) -> dict[int, str]:
     """The values under `prefix/<number of a process>`, by these numbers; does not wait."""
     with contextlib.suppress(jax.errors.JaxRuntimeError):
-        found = _client().key_value_dir_get(prefix)
+        found = _client().key_value_dir_get(prefix) if is_connected() else []
         return {int(name.rpartition("/")[2]): value for name, value in found}
     return {}
 
@@ -131,17 +136,6 @@ def published(prefix: str) -> dict[int, str]:
 def is_connected() -> bool:
     """Whether processes can reach each other: one may have called `jax.distributed.shutdown`."""
     return _client() is not None
-
-
-def is_waiting_for(processes: Collection[int]) -> bool:
-    """Whether arrays here wait for a computation in which devices of these processes take part."""
-    if not xla_bridge.backends_are_initialized():
-        return False
-    for x in jax.live_arrays():
-        with contextlib.suppress(RuntimeError):  # deleted meanwhile
-            if not (x.is_fully_addressable or x.is_ready()):
-                return any(device.process_index in processes for device in x.sharding.device_set)
-    return False
 
 
 def skip_shutdown() -> None:

@@ -7,6 +7,10 @@ Each keeps that one in its file. A process that loses its connection to another 
 that one's report; for one that was killed, `jddp.launch` writes it into the file that it gives its
 processes, where they read it.
 
+A process that ends without failing reports at its end that it has left, with its exit code, and
+waits for the others. While one of them waits for it, for the same computation or answer for
+`_PATIENCE`, that is the first failure. Where all end at about the same time, none of them waits.
+
 Only a process that the command line owns is ended like this.
 """
 
@@ -19,27 +23,31 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
 import jddp.distributed.coordination as job
 from jddp.distributed import failure_file
+from jddp.distributed.callback_errors import first_callback_error, note_callback_errors
+from jddp.distributed.ending import exit_code, note_exits
 from jddp.distributed.resolve import LAUNCHED
 from jddp.distributed.signals import is_at_prompt
+from jddp.distributed.waits import LongestWait, is_waiting_for
 from jddp.errors import ExitCode, report
 
-_KEY, _GONE, _LEFT = "jddp/failed", "jddp/failed/gone", "jddp/left"
+_KEY, _GONE, _LEFT, _HOST = "jddp/failed", "jddp/failed/gone", "jddp/left", "jddp/host"
 _MOMENT = 1.0  # seconds in which another process that fails reports it
 _POLL_SECONDS = 0.2
-_PATIENCE = 10.0  # seconds in which a computation ends that a process took part in before it left
+_PATIENCE = 6.0  # seconds in which a computation ends that a process took part in before it left
+_CALLBACK_SECONDS = 3.0  # in which an exception of a callback is raised, unless devices wait
 _LINGER_SECONDS = 5.0
 _END_SECONDS = 300.0  # JAX's own limit for the end of a process to wait for the others
 _leaving = threading.Lock()  # of the thread that ends this process
 owns_process = False
 _is_in_job = False  # which hears of the failure of this process
-_waits_since = time.monotonic()  # for a process that has ended without failing
+_of_left, _of_others = LongestWait(), LongestWait()
 
 
 @contextlib.contextmanager
@@ -58,12 +66,15 @@ def owned_process() -> Iterator[None]:
 def watch_over_job() -> None:
     """From here on this process of a job reports its failure, and ends when another fails.
 
-    Called once, after it has joined the job. A notebook is left alone: its kernel lives on.
+    Called after it has joined the job. A notebook is left alone: its kernel lives on.
     """
     global owns_process, _is_in_job
-    if is_at_prompt():
+    if is_at_prompt() or _is_in_job:
         return
     owns_process = _is_in_job = True
+    note_exits()
+    note_callback_errors()
+    job.try_publish(f"{_HOST}/{job.process_index()}", socket.gethostname())
     me, listening = os.getpid(), contextlib.ExitStack()
     listening.enter_context(job.background(_listen))
 
@@ -102,14 +113,16 @@ def _wait_for_others(listening: contextlib.ExitStack) -> None:
 
     Where another fails first, or has waited in vain for this one, JAX's barrier is skipped.
     """
-    until = time.monotonic() + _END_SECONDS
-    while job.is_waiting_for(range(job.num_processes())) and time.monotonic() < until:
+    until, me = time.monotonic() + _END_SECONDS, job.process_index()
+    while is_waiting_for(range(job.num_processes())) and time.monotonic() < until:
         time.sleep(_POLL_SECONDS)  # so that a process that waits later does not wait for this one
     listening.close()  # At exit Python aborts a thread that is inside of JAX.
-    job.publish(f"{_LEFT}/{job.process_index()}", socket.gethostname())
+    job.try_publish(f"{_LEFT}/{me}", json.dumps({"exit_code": exit_code()}))
     while len(job.published(_LEFT)) < job.num_processes() and time.monotonic() < until:
         if _read(_POLL_SECONDS) is not None:
-            job.try_publish(f"{_GONE}/{job.process_index()}", "")
+            job.try_publish(f"{_GONE}/{me}", "")
+            if me == 0:
+                _outlast(range(1, job.num_processes()), _LINGER_SECONDS)
             return job.skip_shutdown()
 
 
@@ -159,14 +172,30 @@ def _listen() -> bool:
         time.sleep(_MOMENT)
         with _leaving:
             _follow(first)
-    left = job.published(_LEFT)
-    if not (left and job.is_waiting_for(left)):
-        _waits_since = time.monotonic()
-    elif time.monotonic() - _waits_since > _PATIENCE:
-        process, host = next(iter(left.items()))
-        early = failure_file.describe(process, None, host=host, step=None, phase=None)
-        job.try_publish(_KEY, json.dumps(early))
+    if (left := job.published(_LEFT)) and _of_left.seconds(left) > _PATIENCE:
+        blame_who_left()
+    error, others = first_callback_error(), {*range(job.num_processes())} - {job.process_index()}
+    if error is not None and _of_others.seconds(others) > _CALLBACK_SECONDS:
+        code = getattr(error, "exit_code", ExitCode.BUG)
+        report(failure_file.headline(failure_file.describe(job.process_index(), code, error)))
+        leave(code, error)
     return False
+
+
+def blame_who_left() -> bool:
+    """Makes a process that has left the first failure; returns whether there is one."""
+    if not (left := job.published(_LEFT) if _is_in_job else {}):
+        return False
+    process, text = next(iter(left.items()))
+    known: dict[str, Any] = {"host": host_of(process), "step": None, "phase": None}
+    early = failure_file.describe(process, json.loads(text)["exit_code"], **known)
+    job.try_publish(_KEY, json.dumps(early))
+    return True
+
+
+def host_of(process: int) -> str | None:
+    """The machine of a process, as it has reported it."""
+    return job.published(_HOST).get(process)
 
 
 def _read(seconds: float) -> dict[str, Any] | None:
@@ -179,8 +208,6 @@ def _follow(first: dict[str, Any]) -> NoReturn:
     """Exits because another process has failed, or was stopped before there was a run to stop."""
     code = first["exit_code"]
     report(failure_file.headline(first))
-    if code is None:  # That process is still ending, and needs JAX's service, which may be here.
-        time.sleep(_LINGER_SECONDS)
     _exit(code if code == ExitCode.PREEMPTED else ExitCode.ANOTHER_FAILED, first)
 
 
@@ -192,8 +219,17 @@ def _exit(code: int, first: dict[str, Any]) -> NoReturn:
     job.try_publish(f"{_GONE}/{job.process_index()}", "")
     if job.process_index() == 0:  # Others abort without JAX's service.
         is_dead = first["exception"] is None and (first["exit_code"] or 0) > 128
-        until = time.monotonic() + 3 * _MOMENT  # for all of them together
-        for process in {*range(1, job.num_processes())} - {first["process"] if is_dead else 0}:
-            job.try_read(f"{_GONE}/{process}", max(0.0, until - time.monotonic()))
-        time.sleep(_MOMENT / 5)  # until they have exited
+        others = {*range(1, job.num_processes())} - {first["process"] if is_dead else 0}
+        has_left = first["process"] in job.published(_LEFT)
+        _outlast(others, 3 * _MOMENT)  # for all of them together
+        if has_left:  # and is still ending: Python may take its time
+            time.sleep(_LINGER_SECONDS)
     os._exit(code)
+
+
+def _outlast(others: Iterable[int], seconds: float) -> None:
+    """Waits until the others have exited, which need JAX's service here."""
+    until = time.monotonic() + seconds
+    for process in others:
+        job.try_read(f"{_GONE}/{process}", max(0.0, until - time.monotonic()))
+    time.sleep(_MOMENT / 5)

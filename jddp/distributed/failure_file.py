@@ -24,8 +24,10 @@ from jddp.distributed.same_folder import SameFolder
 from jddp.errors import ExitCode
 
 VARIABLE, RESULT = "JDDP_FAILURE_FILE", "JDDP_RESULT_FILE"
+_EARLY = "ended too early{}, while others wait for it: give all as many steps and batches"
 _HOW = {
-    None: "ended too early, while others wait for it: give all as many steps and batches",
+    None: _EARLY.format(""),
+    ExitCode.DONE: _EARLY.format(", with exit code 0"),
     ExitCode.PREEMPTED: "was stopped",
     ExitCode.ANOTHER_FAILED: "has lost another process, which has ended without a report",
 }
@@ -87,7 +89,9 @@ def headline(failure: Mapping[str, Any]) -> str:
     if code is not None and code - 128 in set(signal.Signals):
         how = f"failed first, with signal {signal.Signals(code - 128).name}"
         how += " (unless it was sent by hand, the machine was out of memory)" * (code == 137)
-    who = f"process {failure['process']} on {failure['host'] or 'another host'}"
+    process, host = failure["process"], failure["host"]
+    who = "a process on another host" if process is None else f"process {process}"
+    who += f" on {host}" if host else ""
     return ": ".join([f"{who} {how}", *filter(None, exception.values())])
 
 

@@ -27,10 +27,10 @@ _LATER = 30  # seconds, after which JAX gives up too
 
 
 def initialize(identity: Identity, environ: Mapping[str, str] = os.environ) -> None:
-    """Joins the job, before devices are used; nothing is done if your code has joined already.
+    """Joins the job, before devices are used, unless your code has joined it already.
 
-    From here on an exception that nothing catches is written into the file of the first failure, if
-    there is a job or JDDP_FAILURE_FILE is set.
+    From here on this process ends with its job, and an exception that nothing catches is written
+    into the file of the first failure, if there is a job or JDDP_FAILURE_FILE is set.
 
     Raises:
       CoordinatorError: If processes are missing after JDDP_START_SECONDS.
@@ -44,6 +44,8 @@ def initialize(identity: Identity, environ: Mapping[str, str] = os.environ) -> N
 
     if identity.coordinator is not None or environ.get(FAILURE_FILE):
         keep_uncaught(identity.process_id)
+    if jax.distributed.is_initialized():
+        watch_over_job()
     if identity.coordinator is None or jax.distributed.is_initialized():
         return
     # JAX's handler swallows SIGTERM in programs that do not query it; `stopping` has its own.

@@ -146,14 +146,20 @@ class Watchdog:
         self._ticked = now
 
     def _report(self) -> bool:
-        """Writes the stacks, compares the progress of all, and ends the process if it may."""
+        """Writes the stacks, compares the progress of all, and ends the process if it may.
+
+        One that has left is no hang: the job ends because of that.
+        """
         faulthandler.dump_traceback(self._file, all_threads=True)
         self._file.flush()
+        if failure.owns_process and failure.blame_who_left():
+            return True
         progress = self._progress_of_all()
         process, message = describe(progress, self._limits, self._longest_step)
         message += f" Stacks: {self._path or 'above'}."
         if failure.owns_process:
-            known = progress[process] or dict.fromkeys(("host", "step", "phase"))
+            known = progress[process] or {"host": failure.host_of(process)}
+            known = {"step": None, "phase": None, **known}
             failure.end(failure_file.describe(process, ExitCode.HANG, **known), message)
         logging.getLogger("jddp").error("%s", message)
         return True

@@ -18,6 +18,7 @@ import jax
 from jax.sharding import Mesh
 from jax.stages import Wrapped
 
+from jddp.distributed.waits import computing
 from jddp.engine.executor import call
 from jddp.engine.mesh import replicated, sharded
 from jddp.engine.spec import Step
@@ -177,7 +178,9 @@ class CompiledSteps:
     def merged(self, values: Values) -> Values:
         """Values as they are read: per-replica leaves are averaged."""
         keeps_own = self.spec.sync.keeps_own, self.spec.model.keeps_own
-        return merge_rows(values, tuple(map(own_layouts, values, keeps_own)), replicated(self.mesh))
+        layouts = tuple(map(own_layouts, values, keeps_own))
+        with computing(values):
+            return merge_rows(values, layouts, replicated(self.mesh))
 
     def step_for(self, state: TrainState, inputs: Inputs) -> Wrapped:
         """The jitted step for rows of this form; compiles nothing yet.

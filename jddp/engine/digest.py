@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 from jax.stages import Wrapped
 from jaxtyping import Array, UInt32
 
+from jddp.distributed.waits import computing
 from jddp.engine.mesh import axis_of, over_replicas
 from jddp.engine.state import Leaf, name_of
 from jddp.errors import UsageError
@@ -41,7 +42,8 @@ def digests(tree: PyTree) -> UInt32[Array, "replicas leaves"]:
     if any(x.is_deleted() for x in leaves):  # with which JAX would crash
         raise UsageError("This state was given to a step, which reused its memory.")
     layout = tuple(x.sharding.spec for x in leaves)
-    return _on(leaves[0].sharding.mesh, layout)(leaves)
+    with computing(leaves):
+        return _on(leaves[0].sharding.mesh, layout)(leaves)
 
 
 def as_words(found: Found, tree: PyTree) -> list[str]:

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from jax.stages import Wrapped
 from jaxtyping import Array, Float
 
-from jddp.engine.executor import call
+from jddp.engine.executor import run_compiled
 from jddp.engine.host_rows import as_arrays
 from jddp.engine.mesh import from_all_processes, input_specs, over_replicas, put_rows
 from jddp.engine.spec import Step
@@ -88,7 +88,7 @@ def numbered(
     numbers = map(np.uint32, itertools.count())
 
     def run(rows: Batch, valid: Array) -> PyTree:
-        return call(compiled, key, values, next(numbers), inputs._replace(rows=rows), valid)
+        return run_compiled(compiled, key, values, next(numbers), inputs._replace(rows=rows), valid)
 
     return run
 

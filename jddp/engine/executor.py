@@ -21,6 +21,7 @@ from typing import TypeVar
 
 import jax
 
+from jddp.distributed.waits import computing
 from jddp.engine.state import Inputs, TrainState, check_state
 from jddp.errors import ConfigError, UsageError
 from jddp.typing import Metrics, PyTree
@@ -57,7 +58,7 @@ class Executor:
             self._moments.append(time.perf_counter())
         self.num_calls += 1
         with _interrupts_after(state):
-            result = call(step, state, inputs)
+            result = run_compiled(step, state, inputs)
             self.latest = result[0]
         if self._donate:
             self._taken[state] = self.num_calls
@@ -121,6 +122,12 @@ def _interrupts_after(state: TrainState) -> Iterator[None]:
         signal.signal(signal.SIGINT, handle)
         if waiting:
             handle(*waiting[0])
+
+
+def run_compiled(function: Callable[..., Result], *args: PyTree) -> Result:
+    """Calls a compiled function, for which the devices of other processes may be awaited."""
+    with computing(args):
+        return call(function, *args)
 
 
 def call(function: Callable[..., Result], *args: PyTree) -> Result:

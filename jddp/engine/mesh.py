@@ -14,6 +14,7 @@ from jax import P
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 
+from jddp.distributed.waits import awaiting
 from jddp.engine.state import Inputs, Leaf
 from jddp.errors import ConfigError, UsageError
 from jddp.typing import Batch, PyTree
@@ -171,12 +172,16 @@ def copy_off_mesh(x: jax.Array) -> jax.Array:
 
 def from_process_zero(tree: PyTree) -> PyTree:
     """The host arrays of process 0, on every process."""
-    return tree if jax.process_count() == 1 else multihost_utils.broadcast_one_to_all(tree)
+    if jax.process_count() == 1:
+        return tree
+    with awaiting(range(jax.process_count())):
+        return multihost_utils.broadcast_one_to_all(tree)
 
 
 def from_all_processes(number: int) -> np.ndarray:
     """A number of each process, in their order, on every process."""
-    return np.asarray(multihost_utils.process_allgather(np.int32(number)))
+    with awaiting(range(jax.process_count())):
+        return np.asarray(multihost_utils.process_allgather(np.int32(number)))
 
 
 def _is_key(x: Leaf) -> bool:

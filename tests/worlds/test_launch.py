@@ -559,15 +559,15 @@ def scripts(tmp_path_factory):
 def test_a_script_that_ends_in_one_process_ends_its_job_in_seconds_beside_others(scripts, how):
     (what, where), (code, reported), done = how.split(), ENDS[how], scripts[how]
     assert done.code == code, done.err
-    failure, early = done.failure(), "ended too early, while others wait for it: give all as many"
+    failure, early = done.failure(), "ended too early, with exit code 0, while others wait for it:"
     found = (failure["process"], failure["exit_code"], failure["exception"])
     if what == "exit":
         assert found == (1, 3, None)
         assert f"jddp: {failed(1, 'exit code 3')}" in done.err
-        assert f"process 1 on {HOST} {early}" in done.log(0)
+        assert f"jddp: {failed(1, 'exit code 3')}" in done.log(0)
     elif what == "stop":
-        assert found == (1, None, None)
-        assert f"\njddp: process 1 on {HOST} {early} steps and batches (after" in done.err
+        assert found == (1, 0, None)
+        assert f"\njddp: process 1 on {HOST} {early} give all as many steps and " in done.err
     else:
         exception = dict(zip(("type", "message"), reported.split(": "), strict=True))
         assert found == (1, code, exception)

@@ -1,0 +1,103 @@
+"""What this process waits for: computations in which other processes take part, and their answers.
+
+    with computing(args):        # a call that ends when the devices of all have taken part
+        result = compiled(*args)
+    with awaiting({2}):          # an answer of process 2
+        text = read(...)
+    is_waiting_for({2})          # in any thread
+
+A computation is usually sent, and its arrays show that it has not ended. But XLA computes a small
+one on a CPU within the call, when there are no arrays yet.
+"""
+
+import contextlib
+import time
+import weakref
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax._src import xla_bridge
+
+
+@dataclass(eq=False)
+class _Wait:
+    """A wait of one thread: for the devices of these arrays, or for processes by their numbers."""
+
+    what: Any
+
+
+_under_way: set[_Wait] = set()
+
+
+@contextlib.contextmanager
+def computing(arguments: Any) -> Iterator[None]:
+    """While open, this thread sends a computation, or is in it.
+
+    Args:
+      arguments: A tree with arrays of all devices that take part.
+    """
+    with _noted(arguments):
+        yield
+
+
+@contextlib.contextmanager
+def awaiting(processes: Collection[int]) -> Iterator[None]:
+    """While open, this thread waits for an answer of each of these processes."""
+    with _noted(frozenset(processes)):
+        yield
+
+
+@contextlib.contextmanager
+def _noted(what: Any) -> Iterator[None]:
+    _under_way.add(wait := _Wait(what))
+    try:
+        yield
+    finally:
+        _under_way.remove(wait)
+
+
+def is_waiting_for(processes: Collection[int]) -> bool:
+    """Whether this process waits for any of these."""
+    return bool(_awaited(processes))
+
+
+class LongestWait:
+    """How long this process has waited for one and the same thing, as far as it is asked."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[weakref.ref[Any], float]] = []
+
+    def seconds(self, processes: Collection[int]) -> float:
+        """The longest time, since it was seen first, of what is still awaited from these."""
+        now, awaited = time.monotonic(), _awaited(processes)
+        # Weak, or this would keep the memory of arrays; the identity of one that lives is its own.
+        seen = {id(x): since for ref, since in self._seen if (x := ref()) is not None}
+        times = [seen.get(id(x), now) for x in awaited]
+        self._seen = [(weakref.ref(x), since) for x, since in zip(awaited, times, strict=True)]
+        return now - min(times, default=now)
+
+
+def _awaited(processes: Collection[int]) -> list[Any]:
+    """The waits, and the arrays that are not computed yet, in which these processes take part."""
+    found: list[Any] = [x for x in list(_under_way) if _concerns(x.what, processes)]
+    if not xla_bridge.backends_are_initialized():
+        return found
+    for x in jax.live_arrays():
+        with contextlib.suppress(RuntimeError):  # deleted meanwhile
+            if not x.is_fully_addressable and not x.is_ready() and _is_on(x, processes):
+                found.append(x)
+    return found
+
+
+def _concerns(what: Any, processes: Collection[int]) -> bool:
+    if isinstance(what, frozenset):
+        return not what.isdisjoint(processes)
+    arrays = [x for x in jax.tree.leaves(what) if isinstance(x, jax.Array)]
+    return any(not x.is_fully_addressable and _is_on(x, processes) for x in arrays)
+
+
+def _is_on(x: jax.Array, processes: Collection[int]) -> bool:
+    devices: Any = x.sharding.device_set
+    return any(device.process_index in processes for device in devices)

@@ -1,0 +1,83 @@
+"""A process of a job, of which one leaves before the others: python -m workers.leaves HOW NUMBER.
+
+Its step is so small that XLA computes it within the call, on one CPU device, unless it is told.
+"""
+
+import itertools
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen as nn
+
+import jddp
+from jddp import distributed
+from jddp.distributed import coordination, failure
+
+HOW, NUMBER = sys.argv[1], int(sys.argv[2])
+X = np.linspace(-1, 1, 8, dtype=np.float32).reshape(-1, 1)
+BATCH = {"x": X, "y": 2 * X}
+
+distributed.initialize(distributed.resolve_identity())
+IS_ONE = jax.process_index() == NUMBER
+numbers = itertools.count()
+
+
+def leave():
+    """Marks the moment for the test."""
+    Path("left").touch()
+
+
+def measure(loss):
+    if IS_ONE and next(numbers) == 8:
+        leave()
+        raise RuntimeError("a bug in a callback")
+
+
+def loss_fn(model, batch):
+    losses = jnp.square(model(batch["x"]) - batch["y"]).mean(-1)
+    if HOW == "callback":
+        jax.debug.callback(measure, losses.mean())
+    return losses
+
+
+class Callback(jddp.Callback):
+    def on_step(self, run, metrics):
+        if IS_ONE and HOW == "exit" and metrics["step"] == 4:
+            leave()
+            sys.exit(3)
+
+
+def take_steps(num):
+    state = ddp.init(0, BATCH)
+    for _ in range(num):
+        state, metrics = ddp.step(state, BATCH)
+        float(metrics["loss"])
+
+
+def work_on():
+    """Waits until this process has seen often that the other has left, and might judge it."""
+    failure._PATIENCE, seen = 0.0, 0
+    while seen < 3:
+        others = coordination.published(failure._LEFT)
+        seen += bool(others) and not failure._listen()
+
+
+ddp = jddp.DataParallel(nn.Dense(1), optax.sgd(0.1), loss_fn)
+if HOW == "answer":
+    if IS_ONE:
+        leave()
+    else:
+        coordination.gather("never", "", timeout_seconds=600)
+elif HOW == "exit":
+    ddp.fit(itertools.repeat(BATCH), num_steps=10**9, callbacks=[Callback()])
+elif HOW == "ordinary":
+    take_steps(4)
+    if not IS_ONE:
+        work_on()
+else:
+    take_steps(4 if IS_ONE and HOW == "stop" else 10**9)
+    leave()
