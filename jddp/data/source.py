@@ -1,6 +1,6 @@
 """Data sets, and sources that load them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 
@@ -24,12 +24,14 @@ class DataSet:
       test: Examples that it is evaluated on.
       description: One line for the log: name of the data, number of examples.
       sha256: Hash of the data, for the manifest of the run.
+      classes: Names of the classes, in the order of their numbers; empty where there are none.
     """
 
     train: Examples
     test: Examples
     description: str
     sha256: str
+    classes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,14 @@ class Source:
     sizes: Mapping[str, int] = field(default_factory=dict)
 
 
-def make_data_set(name: str, train: object, test: object, *, sha256_hex: str = "") -> DataSet:
+def make_data_set(
+    name: str,
+    train: object,
+    test: object,
+    *,
+    sha256_hex: str = "",
+    classes: Sequence[str] = (),
+) -> DataSet:
     """A data set of two dicts of arrays, or of examples.
 
     Args:
@@ -58,6 +67,7 @@ def make_data_set(name: str, train: object, test: object, *, sha256_hex: str = "
       train: Training data.
       test: Test data.
       sha256_hex: Hash of the data; by default of its sizes and of the rows at both ends.
+      classes: Names of the classes.
 
     Raises:
       DataError: If they cannot be read (see `ArrayExamples` and `as_examples`).
@@ -67,6 +77,7 @@ def make_data_set(name: str, train: object, test: object, *, sha256_hex: str = "
         *both,
         description=f"{name}: {len(both[0]):,} train / {len(both[1]):,} test examples",
         sha256=sha256_hex or sha256(b"".join(map(_fingerprint, both))).hexdigest(),
+        classes=tuple(classes),
     )
 
 

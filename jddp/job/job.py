@@ -205,8 +205,11 @@ class Job:
 
     def _manifest(self) -> dict[str, Any]:
         assert self.data is not None
+        data: dict[str, Any] = {"description": self.data.description, "sha256": self.data.sha256}
+        if self.data.classes:
+            data["classes"] = list(self.data.classes)
         return {
-            "data": {"description": self.data.description, "sha256": self.data.sha256},
+            "data": data,
             "world": {
                 "num_processes": jax.process_count(),
                 "num_devices": self.ddp.mesh.size,

@@ -2,7 +2,8 @@
 
     predict_file("runs/mine", Path("new.npz"), Path("predictions.csv"))
 
-Rows of a file are what the model takes: the transformations of a data source, such as the
+Where the outputs are logits of classes, the likeliest class and its probability come first. Rows
+of a file are what the model takes: the transformations of a data source, such as the
 normalization of images, are not applied to them. Images of a folder are decoded and normalized as
 those of the run's image folder.
 """
@@ -10,7 +11,7 @@ those of the run's image folder.
 import csv
 import io
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,8 @@ def predict_file(run_dir: str | Path, data: Path, out: Path, **chosen: Any) -> i
     rows = _images(data, section) if data.is_dir() else _read(data)
     found = by_path(run.predict(eval_batches(rows, global_batch_size=section["global_batch_size"])))
     arrays = {name or "predictions": x for name, x in found.items()}
+    is_classifier = (run.config or {})["loss"]["name"] == "cross_entropy"
+    arrays = _classified(arrays, _class_names(run.run_dir), is_classifier=is_classifier) | arrays
     if isinstance(rows, FolderExamples):
         arrays = {"file": np.array(rows.files), **arrays}
     with file_errors(f"{out} cannot be written"):
@@ -87,6 +90,35 @@ def _images(folder: Path, section: Mapping[str, Any]) -> FolderExamples:
     if section["name"] != "image_folder":
         raise UsageError(f"--data {folder} is a folder, and the run's data were none of images.")
     return images_in(folder, **section["kwargs"])
+
+
+def _class_names(run_dir: Path | None) -> list[str]:
+    """The names of the classes of a run, if its data had any."""
+    try:
+        manifest = json.loads((Path(run_dir or "") / "manifest.json").read_bytes())
+        return [str(name) for name in manifest["data"]["classes"]]
+    except (OSError, ValueError, LookupError, TypeError):  # of an earlier run, or of other data
+        return []
+
+
+def _classified(
+    arrays: Arrays, names: Sequence[str], *, is_classifier: bool
+) -> dict[str, np.ndarray]:
+    """The likeliest class of each row, by name where it has one, and its probability.
+
+    Nothing where the outputs are no logits: neither was the loss a cross entropy, nor is there one
+    for each class of the data.
+    """
+    logits = arrays.get("predictions", np.zeros(()))
+    is_named = logits.ndim == 2 and len(names) == logits.shape[1]
+    if logits.ndim != 2 or not (is_classifier or is_named):
+        return {}
+    likeliest = logits.argmax(-1)
+    shifted = np.exp(logits.astype(np.float64) - logits.max(-1, keepdims=True))
+    return {
+        "label": np.array(names)[likeliest] if is_named else likeliest,
+        "probability": (shifted.max(-1) / shifted.sum(-1)).astype(np.float32),
+    }
 
 
 def _npz(arrays: Arrays) -> bytes:

@@ -6,6 +6,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import optax
 import pytest
@@ -207,7 +208,11 @@ def test_rows_of_a_file_are_predicted_in_their_order(here, capsys):
     assert "13 rows are predicted in a.jsonl" in capsys.readouterr().out
     with open("a.csv") as file:
         head, *lines = csv.reader(file)
-    assert head == [f"predictions.{i}" for i in range(10)]
+    labels, probabilities = ([line.pop(0) for line in lines] for _ in range(2))
+    assert head == ["label", "probability", *(f"predictions.{i}" for i in range(10))]
+    assert [int(x) for x in labels] == want.argmax(-1).tolist()
+    likeliest = jax.nn.softmax(want).max(-1)
+    np.testing.assert_allclose(np.array(probabilities, np.float32), likeliest, rtol=1e-5)
     read = [json.loads(line)["predictions"] for line in Path("a.jsonl").read_text().splitlines()]
     found = np.load("a.npz", allow_pickle=False)["predictions"]
     for got in (found, np.array(lines, np.float32), np.array(read, np.float32)):

@@ -3,6 +3,9 @@
     data/train/cat/0001.jpg      data/test/cat/0001.jpg
     data/train/dog/0001.jpg      data/test/dog/0001.jpg
 
+Or without the folders train and test: `test_share=0.2` takes that share of the images for testing,
+chosen by a hash of their names, so that an image stays on its side when others are added.
+
 An image is scaled until its shorter side fits, and its middle is kept. Pillow's limit on the number
 of pixels stays as it is: a larger image is refused like one that does not decode.
 """
@@ -12,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,6 +28,27 @@ from jddp.errors import ConfigError, DataError
 ENDINGS = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
 TEST_MARGIN = 0.125
+LAYOUT = (
+    "Images are read from train/CLASS/*.jpg and test/CLASS/*.jpg in data.dir; or from CLASS/*.jpg, "
+    "a share of which is for testing: data.kwargs.test_share=0.2."
+)
+
+
+class Split(NamedTuple):
+    """One side of a split of images into those for training and those for testing.
+
+    Attributes:
+      test_share: Fraction of the images that are for testing.
+      is_test: Whether this side is for testing.
+    """
+
+    test_share: float
+    is_test: bool
+
+    def takes(self, name: str) -> bool:
+        """Whether an image of this name is on this side: a hash of the name is below the share."""
+        draw = int.from_bytes(sha256(name.encode(errors="surrogateescape")).digest()[:8]) / 2**64
+        return (draw < self.test_share) == self.is_test
 
 
 @dataclass(eq=False)
@@ -41,6 +65,7 @@ class FolderExamples:
         an error otherwise.
       is_labelled: Whether there is a folder for each class; otherwise all images in the folder and
         below are taken, with label 0.
+      split: Share of the images that this takes, chosen by their names; None for all.
       files: Paths of the images, relative to `root`, in their order.
       classes: Names of the classes, in the order of their numbers.
 
@@ -55,13 +80,13 @@ class FolderExamples:
     std: float | Sequence[float] = 0.5
     keep_undecodable: bool = False
     is_labelled: bool = True
+    split: Split | None = None
 
     def __post_init__(self) -> None:
         root = self.root
         if not root.is_dir():
-            raise DataError(f"{root}: no such folder. It is needed; see data.dir.")
-        folders = [path.name for path in root.iterdir() if path.is_dir()]
-        self.classes = sorted(folders) if self.is_labelled else [""]
+            raise DataError(f"{root}: no such folder. {LAYOUT}")
+        self.classes = _class_folders(root) if self.is_labelled else [""]
         found = [
             (path.relative_to(root).as_posix(), label)
             for label, name in enumerate(self.classes)
@@ -71,6 +96,13 @@ class FolderExamples:
         if not found:
             where = "in folders of classes" if self.is_labelled else "here or below"
             raise DataError(f"{root}: no images {where}. Put some there.")
+        if empty := sorted({*range(len(self.classes))} - {label for _, label in found}):
+            name = self.classes[empty[0]]
+            raise DataError(
+                f"{root / name}: no images of this class. Put some there, or remove it."
+            )
+        if self.split is not None:
+            found = [(name, label) for name, label in found if self.split.takes(name)]
         self._mean, self._std = per_channel("mean", self.mean, 3), per_channel("std", self.std, 3)
         self.files = [name for name, _ in found]
         self.labels = np.array([label for _, label in found], np.int32)
@@ -92,7 +124,8 @@ class FolderExamples:
             except DataError as error:
                 if not self.keep_undecodable:
                     raise
-                logging.getLogger("jddp").warning("%s It is not counted.", error)
+                reason = str(error).partition(" Remove it")[0]
+                logging.getLogger("jddp").warning("%s It is not counted.", reason)
                 counts[row] = 0
         scaled = images * (1 / (255 * self._std)) - self._mean / self._std
         batch = {"image": scaled.astype(np.float32), "label": self.labels[indices]}
@@ -116,12 +149,21 @@ class FolderExamples:
                 image, kernel = file.convert("RGB"), Image.Resampling.BILINEAR
                 return np.asarray(ImageOps.fit(image, (size, size), kernel, bleed=self.margin / 2))
         except (OSError, SyntaxError, ValueError, *bomb) as error:
-            raise DataError(f"{path}: does not decode ({error}).") from error
+            raise DataError(
+                f"{path}: does not decode ({error}). Remove it, or leave out all such images by "
+                "data.kwargs.undecodable=mask."
+            ) from error
 
     def fingerprint(self) -> str:
         """A hash of names and sizes of all files."""
         sizes = (f"{name} {(self.root / name).stat().st_size}\n" for name in self.files)
         return sha256("".join(sizes).encode()).hexdigest()
+
+
+def _class_folders(root: Path) -> list[str]:
+    """The names of the folders, without hidden ones, which editors and notebooks leave."""
+    folders = (path.name for path in root.iterdir() if path.is_dir())
+    return sorted(name for name in folders if not name.startswith("."))
 
 
 def image_folder(
@@ -132,43 +174,80 @@ def image_folder(
     mean: float | Sequence[float] = MEAN,
     std: float | Sequence[float] = STD,
     undecodable: str = "error",
+    test_share: float | None = None,
 ) -> Source:
-    """The source of a directory with the folders train and test.
+    """The source of a directory with the folders train and test, or with a folder for each class.
 
     Args:
-      directory: Folder of "train" and "test", which have a folder for each class.
+      directory: Folder of "train" and "test", which have a folder for each class; or, with
+        `test_share`, itself the folder of the classes.
       image_size: Height and width, in pixels.
       num_classes: Number of classes, any other is refused; None takes any.
       mean: Value to subtract from pixels over 255; one number, or one per channel.
       std: Divisor after that.
       undecodable: "error", or "mask": such an image is masked out, and named in the log.
+      test_share: Fraction of the images that are for testing, chosen by a hash of their names;
+        None where the folder test has them.
 
     Raises:
       ConfigError: If an argument breaks its rule, or Pillow is not installed.
     """
     if undecodable not in ("error", "mask"):
         raise ConfigError(f"data.kwargs.undecodable: {undecodable!r}. Choose 'error' or 'mask'.")
+    if test_share is not None and not 0 < test_share < 1:
+        raise ConfigError(f"data.kwargs.test_share: {test_share!r} is not between 0 and 1.")
     import_extra("PIL", needed_by="image_folder")
     masks = undecodable == "mask"
 
-    def load() -> DataSet:
-        train, test = (
-            FolderExamples(directory / part, image_size, margin, mean, std, keep_undecodable=masks)
-            for part, margin in (("train", 0.0), ("test", TEST_MARGIN))
+    def examples(part: str, margin: float) -> FolderExamples:
+        split = None if test_share is None else Split(test_share, is_test=part == "test")
+        root = directory if test_share is not None else directory / part
+        found = FolderExamples(
+            root, image_size, margin, mean, std, keep_undecodable=masks, split=split
         )
-        if train.classes != test.classes or num_classes not in (None, len(train.classes)):
+        if not found.files:
             raise DataError(
-                f"{directory}: train has {len(train.classes)} classes, test {len(test.classes)}, "
-                f"and num_classes is {num_classes}. The folders must be the same."
+                f"{root}: test_share={test_share} leaves no image for {part}. Choose another share."
             )
+        return found
+
+    def load() -> DataSet:
+        if test_share is not None and {"train", "test"} <= {*_class_folders(directory)}:
+            raise DataError(f"{directory} has folders train and test. Leave test_share out.")
+        train, test = examples("train", 0.0), examples("test", TEST_MARGIN)
+        _refuse_other_classes(directory, train.classes, test.classes, num_classes)
         digest = sha256((train.fingerprint() + test.fingerprint()).encode()).hexdigest()
-        return make_data_set(f"image_folder {directory}", train, test, sha256_hex=digest)
+        return make_data_set(
+            f"image_folder {directory}",
+            train,
+            test,
+            sha256_hex=digest,
+            classes=train.classes,
+        )
 
     spec = image_spec(image_size, image_size, 3)
     if masks:
         spec["mask"] = ((), np.dtype("float32"))
-    found = num_classes or sum(path.is_dir() for path in (directory / "train").glob("*"))
+    root = directory if test_share is not None else directory / "train"
+    found = num_classes or (len(_class_folders(root)) if root.is_dir() else 0)
     return Source(spec, load, CropAndFlip(), {"num_classes": found} if found else {})
+
+
+def _refuse_other_classes(
+    directory: Path, train: Sequence[str], test: Sequence[str], num_classes: int | None
+) -> None:
+    """Refuses classes that are on one side only, or of another number."""
+    for part, other, names in (("train", "test", train), ("test", "train", test)):
+        if missing := sorted({*names} - {*(test if part == "train" else train)}):
+            raise DataError(
+                f"{directory}: class {missing[0]!r} is in {part} and not in {other}. The folders "
+                "of both must be the same."
+            )
+    if num_classes not in (None, len(train)):
+        raise DataError(
+            f"{directory} has {len(train)} classes, and num_classes is {num_classes}. Leave it "
+            "out, or give the number of folders."
+        )
 
 
 def images_in(

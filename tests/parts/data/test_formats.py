@@ -232,14 +232,42 @@ def test_bad_image_folders_are_refused(folder):
         with pytest.raises(error, match=message):
             images_in(folder, **options).load()
 
-    refused(DataError, "train has 2 classes, test 2, and num_classes is 3", num_classes=3)
+    refused(DataError, "has 2 classes, and num_classes is 3", num_classes=3)
     refused(ConfigError, "undecodable: 'skip'. Choose 'error' or 'mask'", undecodable="skip")
+    refused(ConfigError, "test_share: 1.0 is not between 0 and 1", test_share=1.0)
+    refused(DataError, "has folders train and test. Leave test_share out", test_share=0.2)
     (folder / "train" / "other").mkdir()
-    refused(DataError, "train has 3 classes, test 2")
+    refused(DataError, "train/other: no images of this class. Put some there, or remove it")
+    save_image(folder / "train" / "other" / "a.png", np.zeros((8, 8, 3)))
+    refused(DataError, "class 'other' is in train and not in test")
     (folder / "test").rename(folder / "tset")
-    refused(DataError, "test: no such folder")
+    refused(DataError, r"test: no such folder. .*train/CLASS/.*or from CLASS/.*test_share=0.2")
     with pytest.raises(DataError, match="no images in folders of classes"):
         FolderExamples(folder / "train" / "other", image_size=8)
+    (folder / "train" / "other" / "a.png").write_text("no picture")
+    with pytest.raises(DataError, match="does not decode .* data.kwargs.undecodable=mask"):
+        FolderExamples(folder / "train", image_size=8).decode(6)
+
+
+def test_a_folder_of_classes_is_split_by_the_names_of_its_files(tmp_path):
+    for name in ("dark", "light"):
+        for number in range(40):
+            save_image(tmp_path / name / f"{number}.png", np.zeros((8, 8, 3)))
+    (tmp_path / ".cache").mkdir()
+    source = images_in(tmp_path, test_share=0.25)
+    data = source.load()
+    assert source.sizes == {"num_classes": 2}
+    assert data.classes == ("dark", "light")
+    train, test = {*data.train.files}, {*data.test.files}
+    assert len(train | test) == 80
+    assert not train & test
+    assert 8 <= len(test) <= 32  # 20 on average
+    save_image(tmp_path / "dark" / "more.png", np.zeros((8, 8, 3)))
+    again = images_in(tmp_path, test_share=0.25).load()
+    assert train <= {*again.train.files}
+    assert test <= {*again.test.files}
+    with pytest.raises(DataError, match="leaves no image for test"):
+        images_in(tmp_path, test_share=1e-9).load()
 
 
 def test_a_crop_enlarges_a_part_and_mirrors_it():

@@ -27,7 +27,19 @@ from jddp.data.source import DataSet, Source, image_spec
 from jddp.data.sources.idx import read_idx
 from jddp.errors import ConfigError, DataError
 
-NUM_CLASSES = 10
+CLASSES = (
+    "T-shirt/top",
+    "Trouser",
+    "Pullover",
+    "Dress",
+    "Coat",
+    "Sandal",
+    "Shirt",
+    "Sneaker",
+    "Bag",
+    "Ankle boot",
+)
+NUM_CLASSES = len(CLASSES)
 MEAN, STD = 0.2860, 0.3530  # of the pixels of the 60,000 training images, over 255
 
 _HERE = Path(str(files(__name__)))
@@ -93,7 +105,7 @@ def _load(source: str, root: Path, num_held_out: int) -> DataSet:
     judged = f"{len(test):,} {'held-out' if num_held_out else 'test'}"
     description = f"Fashion-MNIST {source}: {len(train):,} train / {judged} examples"
     digest = sha256("".join(digest for digest, _ in lines).encode()).hexdigest()
-    return DataSet(train, test, description, digest)
+    return DataSet(train, test, description, digest, CLASSES)
 
 
 def _last_of_each_class(labels: np.ndarray, num_of_each: int) -> np.ndarray:
