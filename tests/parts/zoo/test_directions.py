@@ -39,7 +39,11 @@ def test_the_mode_is_as_given_or_that_of_the_name_or_asked_for():
     assert choose_mode("accuracy", "auto", key="mode") == "max"
     assert choose_mode("accuracy", "min", key="mode") == "min"
     assert choose_mode("score", "max", key="mode") == "max"
-    with pytest.raises(ConfigError, match="best_mode 'auto': .*'score'.*Set best_mode to 'max' or"):
+    with pytest.raises(ConfigError, match="better. Did you mean 'accuracy'. Set mode to 'max'"):
+        choose_mode("acuracy", "auto", key="mode")
+    with pytest.raises(
+        ConfigError, match="best_mode 'auto': .*'score'.* better. Set best_mode to 'max' or"
+    ):
         choose_mode("score", "auto", key="best_mode")
     with pytest.raises(ConfigError, match="mode 'most' is unknown. Choose one of 'auto', 'max'"):
         choose_mode("accuracy", "most", key="mode")
