@@ -111,7 +111,8 @@ class Job:
         size = self.config.data.global_batch_size
         in_all = -(-size // self.ddp.steps.num_micro_batches) * self.ddp.steps.num_micro_batches
         rows, spec = in_all // jax.process_count(), self.parts.source.spec
-        if in_all > size:
+        # All batches of a run have a mask if its last is partial.
+        if in_all > size or (self.data is not None and self._plain_batches().is_padded):
             spec = {"mask": ((), np.dtype("float32")), **spec}
         return {n: jax.ShapeDtypeStruct((rows, *dims), dtype) for n, (dims, dtype) in spec.items()}
 
@@ -187,10 +188,15 @@ class Job:
 
     def train_batches(self) -> TrainBatches:
         """This process's training batches, from the first."""
+        batches, num = self._plain_batches(), self.config.data.num_workers
+        return WorkerBatches(batches, num_workers=num) if num else batches
+
+    def _plain_batches(self) -> TrainBatches:
+        """The batches, read by this process itself."""
         assert self.data is not None, "build(config) has data unless needs_data=False"
         config, weights = self.config.data, self.config.data.sample_weights
         passed_on = {"global_batch_size", "drop_remainder", "shuffle", "mixup"}
-        batches = TrainBatches(
+        return TrainBatches(
             self.data.train,
             seed=self.config.seed,
             num_epochs=self.config.train.num_epochs,
@@ -200,8 +206,6 @@ class Job:
             **config.model_dump(include=passed_on),
             **_share(),
         )
-        num = config.num_workers
-        return WorkerBatches(batches, num_workers=num) if num else batches
 
     def _manifest(self) -> dict[str, Any]:
         assert self.data is not None

@@ -708,6 +708,24 @@ def test_commands_read_what_fit_has_written_or_say_what_does(mine):
         load_config(["run"])
 
 
+@pytest.mark.parametrize(
+    "train, drops, is_masked",
+    [
+        ({"num_epochs": 1}, False, True),
+        ({"num_epochs": 2}, False, False),
+        ({"num_epochs": 1}, True, False),
+        ({"num_steps": 3}, False, False),
+    ],
+)
+def test_a_dry_run_compiles_for_the_batches_of_the_run(mine, train, drops, is_masked):
+    """Of 20 rows and 8 a step, the last batch of an epoch is partial, so that all have a mask."""
+    data = {"target": "mine:points", "kwargs": {"slope": 3.0}, "global_batch_size": 8}
+    job = build(own_config(train=train, data=data | {"drop_remainder": drops}))
+    batch = next(iter(job.train_batches()))
+    assert job.batch_spec.keys() == batch.keys()
+    assert ("mask" in batch) == is_masked
+
+
 def test_weights_that_do_not_fit_are_refused_by_the_keys_of_a_config(mine):
     weights = {"params/other": np.ones(3, np.float32)}
     safetensors.numpy.save_file(weights, "other.safetensors")
