@@ -10,6 +10,8 @@ This room knows equations, and nothing of models or steps.
 from collections.abc import Iterator
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
 # Primitives that make random numbers; those that only make keys, such as `random_split`, do not.
@@ -52,6 +54,26 @@ def dtypes(jaxpr: Jaxpr) -> set[Any]:
     """The dtypes of all inputs and results of the equations of a program."""
     variables = (v for eqn in equations(jaxpr) for v in (*eqn.invars, *eqn.outvars))
     return {v.aval.dtype for v in variables if hasattr(v.aval, "dtype")}
+
+
+def quantizations(jaxpr: Jaxpr) -> set[str]:
+    """How a program quantizes: names of dtypes of 8 bits or fewer, and "round".
+
+    Empty where it does not, or takes no maximum, by which numbers would be scaled.
+    """
+    found, has_maximum = set(), False
+    for eqn in equations(jaxpr):
+        has_maximum = has_maximum or eqn.primitive.name == "reduce_max"
+        if eqn.primitive.name == "round":
+            found.add("round")
+        if eqn.primitive.name == "convert_element_type":
+            old, new = (
+                np.dtype(getattr(v.aval, "dtype", bool)) for v in (*eqn.invars, *eqn.outvars)
+            )
+            is_narrowed = jnp.issubdtype(old, jnp.floating) and old.itemsize > new.itemsize == 1
+            if is_narrowed and jnp.issubdtype(new, jnp.number):
+                found.add(new.name)
+    return found if has_maximum else set()
 
 
 def shape_of(v: Any) -> tuple[int, ...]:

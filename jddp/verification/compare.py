@@ -113,6 +113,15 @@ def compare_moves(
     return _worst(what, errors, UPDATE)
 
 
+def not_finite_in_both(got: PyTree, want: PyTree) -> list[str]:
+    """Paths of the leaves that are not finite in both trees."""
+    return [
+        path
+        for path, *both in _leaves(got, want)
+        if not any(bool(np.isfinite(x).all()) for x in both)
+    ]
+
+
 def _worst(what: str, errors: dict[str, float], allowed: float) -> Comparison:
     # NaN is the worst error, but compares as smaller than any.
     leaf = max(errors, key=lambda path: np.nan_to_num(errors[path], nan=math.inf), default="")

@@ -1,6 +1,6 @@
 """The notes of a verification, and the likely causes of a difference."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,9 +21,27 @@ they add up to the whole batch: verify once more without the randomness."""
 MICRO_BATCHES = """\
 Batch norm takes the statistics of each micro-batch, here and on the one device: with
 accumulate_steps this is another step than that of the whole batch."""
+COARSE = """\
+Equal within rounding where products are exact: what differs is coarse arithmetic,
+such as TF32, to which GPUs round the factors of float32 products by default. For
+exact products set jax.config.update("jax_default_matmul_precision", "highest")."""
 UNKNOWN = """\
 No cause is known. Does the loss ask which replica it runs on (lax.axis_index), or how many
 rows it sees? Both differ between one device and many."""
+
+
+def not_finite(names: Iterable[str]) -> str:
+    """The finding that the same numbers are not finite on many devices and on one.
+
+    Args:
+      names: Names of the first of them.
+    """
+    return (
+        f"Not finite, on many devices and on one: {', '.join(names)}.\n"
+        "That is of the model, the loss or the batch, not of the replicas, and leaves\n"
+        "nothing to compare.\n"
+        'jax.config.update("jax_debug_nans", True) names the operation that makes NaN.'
+    )
 
 
 def causes(
@@ -34,6 +52,7 @@ def causes(
     is_scalar: bool,
     is_weighted: bool,
     combined: str | None,
+    quantized: Iterable[str] = (),
 ) -> Iterator[str]:
     """Likely causes of a difference.
 
@@ -45,6 +64,7 @@ def causes(
       is_weighted: Whether the batch has entries that seem to be weights of losses.
       combined: How the gradient of the whole batch follows from those of the replica batches: as
         their "mean", as a mean with other "weights" than their rows, as "neither"; None if unknown.
+      quantized: How the step quantizes, `jddp.jaxprs.quantizations`.
     """
     many, one = losses
     if is_scalar and np.isclose(many * num_devices, one, rtol=_CLOSE):
@@ -59,6 +79,13 @@ def causes(
             "sum(l * w) / sum(w), so all replicas count alike whatever the weights of their rows.\n"
             "Return jddp.Mean(l * w, w): both are summed over all replicas before the division.\n"
             'Or return a loss per row or token, with batch["mask"].'
+        )
+    elif quantized and combined != "mean":
+        yield (
+            f"The step quantizes ({', '.join(sorted(quantized))}), and takes a maximum.\n"
+            "Where the maximum is over rows, as in the backward pass of int8 layers (AQT), a\n"
+            "replica takes that of its own rows, and rounds otherwise than one device does.\n"
+            "Verify without quantization whether all else is equal."
         )
     elif combined == "neither":
         yield (
@@ -77,7 +104,9 @@ def causes(
     if options.get("state_reduction"):
         yield (
             "state_reduction: a layer that normalises with such state uses that of its replica.\n"
-            "If it is a batch norm, jddp.register_batch_norm(cls) gives it the rows of all."
+            "If it is a batch norm, jddp.register_batch_norm(cls) gives it the rows of all. A\n"
+            "ratio of averages, as a codebook is, is no mean of the replicas' ratios: in the\n"
+            "layer, add up counts and sums, jax.lax.psum(x, jddp.AXIS), before they are divided."
         )
     if options.get("comm_hook") is not None:
         yield "A comm_hook reduces gradients: its result need not be their mean."

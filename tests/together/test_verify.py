@@ -158,6 +158,87 @@ def test_what_is_not_one_device_is_found_and_named(given, message):
     assert "<- differs" in str(report)
 
 
+def quantized(x):
+    """Rounds to 8 bits by the largest of all rows, as the backward pass of AQT's int8 does."""
+    scale = 127 / jnp.abs(x).max(0, keepdims=True)
+    return (x * scale).astype(jnp.int8).astype(x.dtype) / scale
+
+
+quantized_backward = jax.custom_vjp(lambda w, x: x @ w)
+quantized_backward.defvjp(
+    lambda w, x: (x @ w, (w, x)),
+    lambda kept, g: (quantized(kept[1]).T @ quantized(g), g @ kept[0].T),
+)
+
+
+def of_int8(m, x, train):
+    return quantized_backward(m.param("w", nn.initializers.lecun_normal(), (16, NUM_CLASSES)), x)
+
+
+def test_quantization_by_a_maximum_over_rows_is_named_and_no_coupling_of_examples():
+    report = verified(Of(of_int8), optimizer=optax.sgd(0.1))
+    assert not report.passed
+    (finding,) = report.findings
+    assert finding.startswith("The step quantizes (int8), and takes a maximum.")
+    assert max(map(len, finding.splitlines())) <= 80
+
+
+def in_tf32(m, x, train):
+    """Products as a GPU takes them: of many rows with factors of 10 bits, unless told otherwise."""
+    w = m.param("w", nn.initializers.lecun_normal(), (16, NUM_CLASSES))
+    if jax.config.jax_default_matmul_precision != "highest" and len(x) >= 16:
+        x, w = (jax.lax.reduce_precision(factor, 8, 10) for factor in (x, w))
+    return x @ w
+
+
+def test_what_differs_by_coarse_products_alone_is_found_and_named():
+    report = verified(Of(in_tf32), optimizer=optax.sgd(0.1))
+    assert not report.passed, report
+    (finding,) = report.findings
+    assert "TF32" in finding
+    assert "jax_default_matmul_precision" in finding
+
+
+def test_what_is_not_finite_on_both_is_named_and_nothing_else_guessed():
+    report = verified(loss=lambda *given: loss_fn(*given)[0] * jnp.nan)
+    assert not report.passed
+    (finding,) = report.findings
+    assert finding.startswith("Not finite, on many devices and on one: loss, the gradient of Dense")
+    assert max(map(len, finding.splitlines())) <= 80
+
+
+class Codebook(nn.Module):
+    """Vector quantization by a codebook that is a ratio of moving averages: sums over counts."""
+
+    axis_name: str | None
+
+    @nn.compact
+    def __call__(self, x, train):
+        x = nn.Dense(4)(x)
+        start = nn.initializers.normal(1.0)
+        sums = self.variable("codebook", "sums", lambda: start(jax.random.key(0), (8, 4)))
+        counts = self.variable("codebook", "counts", jnp.ones, 8)
+        codes = self.variable("codebook", "codes", lambda: start(jax.random.key(0), (8, 4)))
+        nearest = jnp.square(x[:, None] - codes.value[None]).sum(-1).argmin(-1)
+        hits = jax.nn.one_hot(nearest, 8)
+        if train and not self.is_initializing():
+            new = hits.T @ jax.lax.stop_gradient(x), hits.sum(0)
+            if self.axis_name is not None:
+                new = jax.lax.psum(new, self.axis_name)
+            sums.value = 0.5 * sums.value + 0.5 * new[0]
+            counts.value = 0.5 * counts.value + 0.5 * new[1]
+            codes.value = sums.value / jnp.maximum(counts.value, 1e-3)[:, None]
+        return x + jax.lax.stop_gradient(hits @ codes.value - x)
+
+
+def test_a_codebook_is_exact_by_counts_and_sums_over_the_replicas_and_no_mean_of_ratios():
+    batch = make_batch(64)
+    assert verified(Codebook(jddp.AXIS), batch=batch).passed
+    report = verified(Codebook(None), batch=batch, state_reduction={"codebook": "mean"})
+    assert {x.what: x.passed for x in report.comparisons}["other state"] is False
+    assert "add up counts and sums, jax.lax.psum(x, jddp.AXIS)" in report.findings[0]
+
+
 def test_the_worst_leaf_is_named():
     def loss(model, batch, train):
         losses, _ = loss_fn(model, batch, train)
