@@ -29,11 +29,11 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 import jddp.distributed.coordination as job
-from jddp.distributed import failure_file
+from jddp.distributed import early, failure_file
 from jddp.distributed.callback_errors import first_callback_error, note_callback_errors
 from jddp.distributed.ending import exit_code, note_exits
 from jddp.distributed.resolve import LAUNCHED
-from jddp.distributed.signals import is_at_prompt
+from jddp.distributed.signals import is_at_prompt, show_cursor
 from jddp.distributed.waits import LongestWait, is_waiting_for
 from jddp.errors import ExitCode, report
 
@@ -83,6 +83,7 @@ def watch_over_job() -> None:
             _wait_for_others(listening)
 
     atexit.register(end)  # so that it runs before JAX's
+    early.joined(leave)
 
 
 def keep_uncaught(process: int) -> None:
@@ -214,6 +215,7 @@ def _follow(first: dict[str, Any]) -> NoReturn:
 def _exit(code: int, first: dict[str, Any]) -> NoReturn:
     """Exits past every `finally` and barrier, which would wait for the other processes."""
     failure_file.write(first)
+    show_cursor()
     sys.stdout.flush()
     sys.stderr.flush()
     job.try_publish(f"{_GONE}/{job.process_index()}", "")

@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping
 from typing import NoReturn
 
+from jddp.distributed import early
 from jddp.distributed.failure_file import VARIABLE as FAILURE_FILE
 from jddp.distributed.identity import JOB, Identity
 from jddp.distributed.rendezvous import Member, RendezvousClient, connect
@@ -55,19 +56,20 @@ def initialize(identity: Identity, environ: Mapping[str, str] = os.environ) -> N
     if identity.process_id == 0:
         listens = environ.get(_BIND) or bind_address(identity.coordinator)
     rendezvous(identity, listens, environ)
-    # JAX's wait cannot be interrupted, and would end in an abort.
-    with background(lambda: _give_up(identity, seconds), pause_seconds=seconds):
-        jax.distributed.initialize(
-            coordinator_address=identity.coordinator,
-            num_processes=identity.num_processes,
-            process_id=identity.process_id,
-            local_device_ids=identity.local_device_ids,
-            cluster_detection_method="deactivate",
-            coordinator_bind_address=listens,
-            initialization_timeout=seconds + _LATER,
-            heartbeat_timeout_seconds=heartbeat,
-        )
-    watch_over_job()
+    with early.joining():
+        # JAX's wait cannot be interrupted, and would end in an abort.
+        with background(lambda: _give_up(identity, seconds), pause_seconds=seconds):
+            jax.distributed.initialize(
+                coordinator_address=identity.coordinator,
+                num_processes=identity.num_processes,
+                process_id=identity.process_id,
+                local_device_ids=identity.local_device_ids,
+                cluster_detection_method="deactivate",
+                coordinator_bind_address=listens,
+                initialization_timeout=seconds + _LATER,
+                heartbeat_timeout_seconds=heartbeat,
+            )
+        watch_over_job()
     settle_address(identity.coordinator)
 
 

@@ -1,18 +1,21 @@
-"""Signals that ask a process to stop: repeats of them, a user at a prompt, programs kept apart."""
+"""Signals that ask a process to stop: their handlers, repeats of them, a user at a prompt."""
 
 import contextlib
 import math
+import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+from jddp.distributed.forks import in_forked_children
+
 # A second signal within this time is the first once more: schedulers, and GNU `timeout`, signal a
 # process and then its group.
 SAME_SECONDS = 2.0
+Handler = Callable[[int, FrameType | None], None]
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
@@ -22,30 +25,36 @@ def stop_signals() -> tuple[signal.Signals, ...]:
 
 
 @contextlib.contextmanager
-def stop_signals_go_to(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """While open, the stop signals call a handler."""
+def stop_signals_go_to(handler: Handler) -> Iterator[tuple[signal.Signals, ...]]:
+    """While open, the stop signals call a handler, but not those of a forked child.
+
+    Yields:
+      The signals. One for which somebody else installs a handler meanwhile keeps that one.
+    """
     # None stands for a handler that Python cannot restore.
     before = {x: signal.signal(x, handler) or signal.SIG_DFL for x in stop_signals()}
-    try:
-        yield
-    finally:
+
+    def restore() -> None:
         for number, previous in before.items():
-            signal.signal(number, previous)
+            if (now := signal.getsignal(number)) == handler or is_abandoned(now):
+                signal.signal(number, previous)
+        before.clear()
+
+    try:
+        with in_forked_children(restore):
+            yield tuple(before)
+    finally:
+        restore()
 
 
-def start_apart(program: str, *arguments: str) -> subprocess.Popen[bytes]:
-    """Starts a small program of jddp that shares no stream and no Ctrl-C with this process.
+def is_abandoned(handler: Any) -> bool:
+    """Whether this is what a library leaves that has handled a signal for a while.
 
-    Args:
-      program: File of the program, which imports only the standard library.
-      *arguments: Arguments of the program.
-
-    Returns:
-      The process; its standard input, without a buffer, ends with this process.
+    A loop of asyncio sets Python's default when it is closed; one that is not closed leaves a
+    handler that does nothing.
     """
-    command, nowhere = [sys.executable, "-I", "-S", program, *arguments], subprocess.DEVNULL
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": nowhere, "stderr": nowhere}
-    return subprocess.Popen(command, bufsize=0, start_new_session=True, **pipes)
+    is_default = handler in (signal.SIG_DFL, signal.default_int_handler)
+    return is_default or getattr(handler, "__module__", None) == "asyncio.unix_events"
 
 
 class Repeats:
@@ -63,3 +72,16 @@ class Repeats:
 def is_at_prompt() -> bool:
     """Whether this is a Python prompt or a notebook, which continues when a call has ended."""
     return hasattr(sys, "ps1") or "ipykernel" in sys.modules
+
+
+def write_line(text: str) -> None:
+    """Writes a line of jddp's past every buffer and lock that an interrupted thread may hold."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"jddp: {text}\n".encode())
+
+
+def show_cursor() -> None:
+    """Shows the cursor of the terminal again, which a live line has hidden: before `os._exit`."""
+    with contextlib.suppress(OSError):
+        if os.isatty(1):
+            os.write(1, b"\x1b[?25h")

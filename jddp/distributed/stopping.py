@@ -14,14 +14,13 @@ first. In a notebook, whose kernel lives on, it raises `KeyboardInterrupt`.
 
 import contextlib
 import itertools
-import os
 import signal
-import socket
 import threading
-from types import FrameType
 
 import jddp.distributed.coordination as job
-from jddp.distributed.signals import Repeats, is_at_prompt, stop_signals, stop_signals_go_to
+from jddp.distributed import early
+from jddp.distributed.hearing import Hearing
+from jddp.distributed.signals import write_line
 
 _SECONDS = 30.0  # for which the others may be busy, at most
 _numbers = itertools.count()
@@ -40,11 +39,13 @@ class StopSignals:
         self._num_calls = 0
         self._last: int | None = None  # the call whose answer is yes
         self._lock = threading.Lock()
-        self._num_signals, self._repeats = 0, Repeats()
+        self._hearing: Hearing | None = None
         self._open = contextlib.ExitStack()
 
     def agreed(self) -> bool:
         """Whether all stop here."""
+        if self._hearing is not None:
+            self._hearing.renew()
         with self._lock:
             self._num_calls += 1
             return self._last is not None and self._num_calls >= self._last
@@ -54,45 +55,18 @@ class StopSignals:
         if job.num_processes() > 1:
             self._open.enter_context(job.background(self._listen))
         if threading.current_thread() is threading.main_thread():
-            self._take_signals()
+            self._hearing = self._open.enter_context(Hearing(self._hear))
         return self
 
     def __exit__(self, *_: object) -> None:
         """Restores the handlers."""
         self._open.close()
 
-    def _take_signals(self) -> None:
-        reads, writes = socket.socketpair()
-        writes.setblocking(False)
-        self._open.enter_context(reads)
-        self._open.enter_context(job.background(lambda: self._read(reads)))
-        self._open.enter_context(writes)  # closed before that thread is joined: it reads the end
-        self._open.enter_context(stop_signals_go_to(self._handle))
-        # The number of each signal also comes through this socket, while the main thread computes.
-        before = signal.set_wakeup_fd(writes.fileno(), warn_on_full_buffer=False)
-        self._open.callback(signal.set_wakeup_fd, before)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Runs in the main thread, once that runs Python code again."""
-        if self._num_signals > 1 and number == signal.SIGINT:
-            raise KeyboardInterrupt
-
-    def _read(self, wakeups: socket.socket) -> bool:
-        """Reads a signal, also while the main thread computes; returns whether there is no more."""
-        if not (received := wakeups.recv(1)):
-            return True
-        if received[0] in stop_signals() and not self._repeats.is_repeat():
-            self._num_signals += 1
-            name = signal.Signals(received[0]).name
-            if self._num_signals == 1:
-                _write(f"{name}: stopping after the step under way; once more to leave at once")
-                self._ask(name)
-            elif not (is_at_prompt() and received[0] == signal.SIGINT):
-                _write(f"{name} again: leaving at once")
-                os._exit(128 + received[0])
-        return False
-
-    def _ask(self, name: str) -> None:
+    def _hear(self, number: int) -> None:
+        if early.is_early():
+            early.leave(number)
+        name = signal.Signals(number).name
+        write_line(f"{name}: stopping after the step under way; once more to leave at once")
         if job.num_processes() > 1:
             return job.try_publish(self._key, name)
         self._stop(name)
@@ -107,9 +81,3 @@ class StopSignals:
         with self._lock:
             calls = job.gather(self._key, str(self._num_calls), timeout_seconds=_SECONDS)
             self.name, self._last = name, max(map(int, calls)) + 1
-
-
-def _write(text: str) -> None:
-    """Writes a line of jddp's past every buffer and lock that the interrupted thread may hold."""
-    with contextlib.suppress(OSError):
-        os.write(2, f"jddp: {text}\n".encode())

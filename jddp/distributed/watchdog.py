@@ -27,7 +27,7 @@ from typing import IO, Any, TextIO
 
 import jddp.distributed.coordination as job
 from jddp.distributed import failure, failure_file, silence
-from jddp.distributed.signals import start_apart
+from jddp.distributed.apart import started_apart
 from jddp.errors import ExitCode
 
 _ANSWER_SECONDS = 5.0
@@ -174,14 +174,14 @@ class Watchdog:
 
 
 @contextlib.contextmanager
-def _watch_for_silence(stacks: TextIO) -> Iterator[IO[bytes] | None]:
+def _watch_for_silence(stacks: TextIO) -> Iterator[IO[bytes]]:
     """While open, another process ends this one if a thread holds the interpreter's lock too long.
 
     A timer in this process would count a pause (SIGSTOP, Ctrl-Z) too.
     """
     faulthandler.register(signal.SIGQUIT, stacks, chain=True)
-    with start_apart(silence.__file__, str(os.getpid())) as child:
-        yield child.stdin
+    with started_apart(silence.__file__, str(os.getpid())) as silent:
+        yield silent
     faulthandler.unregister(signal.SIGQUIT)
 
 

@@ -15,12 +15,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+from jddp.distributed.apart import started_apart
 from jddp.distributed.failure_file import VARIABLE
-from jddp.distributed.signals import start_apart
 from jddp.errors import file_errors
 from jddp.launcher import cleanup
 from jddp.launcher.output import Output
@@ -58,16 +58,17 @@ class Guard:
     """Kills the process groups that it watches if this process ends without closing it."""
 
     def __init__(self) -> None:
-        self._process: Any = start_apart(cleanup.__file__)
+        self._open = ExitStack()
+        self._input = self._open.enter_context(started_apart(cleanup.__file__))
 
     def watch(self, groups: Iterable[int]) -> None:
         """Replaces the process groups."""
         with suppress(OSError):  # it was killed
-            self._process.stdin.write(f"{' '.join(map(str, groups))}\n".encode())
+            self._input.write(f"{' '.join(map(str, groups))}\n".encode())
 
     def close(self) -> None:
         """Ends the guard."""
-        self._process.communicate()
+        self._open.close()
 
 
 class Group:

@@ -17,7 +17,9 @@ from typing import Any
 import jax
 
 from jddp.config.format_1 import renamed_run
+from jddp.distributed import early
 from jddp.distributed.coordination import from_first
+from jddp.distributed.forks import ending_forked_children
 from jddp.distributed.stopping import StopSignals
 from jddp.distributed.watchdog import Watchdog
 from jddp.engine.state import TrainState, is_float
@@ -162,7 +164,8 @@ class Loop:
         log_file = contextlib.nullcontext() if files is None else files.logging(jax.process_index())
         with log_file, self._signals:
             try:
-                self._run_on()
+                with ending_forked_children():
+                    self._run_on()
             except _Interrupted:
                 self._leave()
             except KeyboardInterrupt:  # the second one, to leave at once
@@ -282,6 +285,7 @@ class Loop:
             self._reporter.next(Sent(run.step, metrics, batch, self._position))
             if run.step == first:
                 jax.block_until_ready(metrics)
+                early.end()
                 self._reporter.clock = Clock(run.step)  # compiled: from here on it is training time
             self._watchdog.enter("step", run.step)
             is_due = self._is_due(plan.eval_every_steps) or self._is_due(plan.save_every_steps)

@@ -23,8 +23,8 @@ from jddp.config.permissions import make_private, refuse_foreign
 from jddp.config.schema import Config
 from jddp.distributed.join import bind_address
 from jddp.errors import ConfigError, Error, FileSystemError
+from jddp.job.command_line import _turn_on_cache
 from jddp.job.load import load
-from jddp.train import _turn_on_cache
 
 PACKAGE = Path(jddp.__file__).parent
 RUN_CODE = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}

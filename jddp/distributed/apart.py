@@ -1,0 +1,29 @@
+"""Starts a small program of jddp that watches this process, and lives on if this one is killed."""
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import IO, Any
+
+from jddp.distributed.forks import in_forked_children
+
+
+@contextlib.contextmanager
+def started_apart(program: str, *arguments: str) -> Iterator[IO[bytes]]:
+    """While open, such a program runs, and shares no stream and no Ctrl-C with this process.
+
+    Args:
+      program: File of the program, which imports only the standard library.
+      *arguments: Arguments of the program.
+
+    Yields:
+      The standard input of the program, without a buffer; it ends with this process.
+    """
+    command, nowhere = [sys.executable, "-I", "-S", program, *arguments], subprocess.DEVNULL
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": nowhere, "stderr": nowhere}
+    with subprocess.Popen(command, bufsize=0, start_new_session=True, **pipes) as process:
+        assert process.stdin is not None
+        # A child that kept it open would keep the program from ending.
+        with in_forked_children(process.stdin.close):
+            yield process.stdin

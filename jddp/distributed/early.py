@@ -1,0 +1,117 @@
+"""A command leaves at once at a stop signal, as long as there is nothing to save.
+
+    with leaves_at_once():       # before imports, which take seconds
+        ...
+        end()                    # the first step has ended
+
+Imports, data, connecting and compiling take minutes at times, more than a scheduler waits. In a job
+the other processes leave too. Once there is something to save, `stopping` hears the signals; after
+that, this process is ending by itself, and only a second signal ends it at once.
+
+Python itself needs a moment before the first line of a program: a signal in it has the system's
+default effect, which is the end by that signal (143 for SIGTERM).
+"""
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import NoReturn
+
+from jddp.distributed.hearing import Hearing
+from jddp.distributed.signals import show_cursor, write_line
+from jddp.errors import ExitCode
+
+_JOIN_SECONDS = 3.0  # in which processes that have found each other connect
+_is_early = False
+_is_settled = threading.Event()  # unless this process is connecting to its job
+_is_settled.set()
+_end_job: Callable[[int, BaseException], NoReturn] | None = None
+
+
+class Stopped(BaseException):
+    """A signal, where there is nothing to save."""
+
+    exit_code = ExitCode.PREEMPTED
+
+
+@contextlib.contextmanager
+def leaves_at_once() -> Iterator[None]:
+    """While open, this process leaves at a stop signal, until `end` is called."""
+    global _is_early
+    if threading.current_thread() is not threading.main_thread():  # which gets no signals
+        yield
+        return
+    before, _is_early = _is_early, True
+    try:
+        with Hearing(_hear):
+            yield
+    finally:
+        _is_early = before
+
+
+@contextlib.contextmanager
+def joining() -> Iterator[None]:
+    """While open, this process connects to others, which would wait in vain for one that leaves.
+
+    It leaves once it can end the job with it, or after a moment.
+    """
+    _is_settled.clear()
+    try:
+        yield
+    finally:
+        _is_settled.set()
+
+
+def joined(end_job: Callable[[int, BaseException], NoReturn]) -> None:
+    """From here on this process ends a job, by calling this with its exit code and the reason."""
+    global _end_job
+    _end_job = end_job
+
+
+def end() -> None:
+    """From here on there is something to save, or to report."""
+    global _is_early
+    _is_early = False
+
+
+def is_early() -> bool:
+    """Whether this process is to leave at once."""
+    return _is_early
+
+
+def leave(number: int) -> NoReturn:
+    """Ends this process, and its job, because of a signal."""
+    error: BaseException
+    if number == signal.SIGINT:
+        code, error = ExitCode.INTERRUPTED, KeyboardInterrupt()
+        text = "interrupted. The same command resumes from the last checkpoint."
+    else:
+        text = f"{signal.Signals(number).name}: stopped before the first step."
+        text += " The same command resumes."
+        code, error = ExitCode.PREEMPTED, Stopped(text)
+    write_line(text)
+    show_cursor()
+    try:
+        _is_settled.wait(_JOIN_SECONDS)
+        if _end_job is not None:
+            _end_job(code, error)
+        _keep(code, error)
+    finally:
+        os._exit(code)
+
+
+def _keep(code: int, error: BaseException) -> None:
+    """Keeps what has ended this process as a failure, if it is one."""
+    from jddp.distributed.failure_file import describe, write
+    from jddp.distributed.resolve import resolve_identity
+
+    write(describe(resolve_identity().process_id, code, error))
+
+
+def _hear(number: int) -> None:
+    if _is_early:
+        leave(number)
+    name = signal.Signals(number).name
+    write_line(f"{name}: leaving once all is written; once more to leave at once")

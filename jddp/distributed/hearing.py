@@ -1,0 +1,142 @@
+"""A thread hears the stop signals, also while the main thread is inside C++.
+
+    with Hearing(hear) as hearing:      # `hear(15)` is called in the thread, at the first SIGTERM
+        ...
+
+Python calls a handler in the main thread, between two bytecodes: so not while XLA compiles, and
+wherever that thread happens to be. What a handler raises is lost in a callback of the garbage
+collector, and ends the process in C++. So the handlers here raise nothing. At once, and in C, the
+number of a signal is written into a pipe (`signal.set_wakeup_fd`), which the thread reads.
+
+The second signal ends the process at once, unless it comes within two seconds: then it repeats the
+first.
+"""
+
+import contextlib
+import fcntl
+import os
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+from jddp.distributed.forks import in_forked_children
+from jddp.distributed.signals import (
+    Repeats,
+    is_abandoned,
+    is_at_prompt,
+    show_cursor,
+    stop_signals,
+    stop_signals_go_to,
+    write_line,
+)
+
+_END = 0  # which is no signal
+
+
+class Hearing:
+    """While open, in the main thread, the stop signals of this process are heard.
+
+    Args:
+      hear: Function that is called in a thread with the first signal, once.
+    """
+
+    def __init__(self, hear: Callable[[int], None]) -> None:
+        self._hear, self._repeats, self._num_heard = hear, Repeats(), 0
+        self._heard = set[int]()  # signals of which the thread knows
+        self._process = os.getpid()
+        self._open = contextlib.ExitStack()
+
+    def __enter__(self) -> "Hearing":
+        """Begins to listen, and then takes the signals."""
+        self._signals = stop_signals()
+        self._reads, self._writes = _pipe()
+        self._open.callback(self._close_pipe)
+        self._thread = threading.Thread(target=self._listen, name="jddp-signals", daemon=True)
+        self._thread.start()
+        self._open.callback(self._end_thread)
+        self._open.enter_context(in_forked_children(self._give_up))
+        self._wakeup_before = signal.set_wakeup_fd(self._writes, warn_on_full_buffer=False)
+        self._open.callback(self._restore_wakeup)
+        self._open.enter_context(stop_signals_go_to(self._handle))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Restores what was there before; in a forked child nothing is left to restore."""
+        self._open.close()
+
+    def renew(self) -> None:
+        """Hears again what a library has handled for a while, and left without a handler.
+
+        Called by the main thread. Handlers and a wake-up descriptor that are in use stay.
+        """
+        for number in self._signals:
+            if is_abandoned(signal.getsignal(number)):
+                signal.signal(number, self._handle)
+        self._is_woken()
+
+    def _is_woken(self) -> bool:
+        """Whether C writes signals into the pipe; if nobody is woken, it does from now on."""
+        before = signal.set_wakeup_fd(self._writes, warn_on_full_buffer=False)
+        if before not in (-1, self._writes):  # of an event loop
+            signal.set_wakeup_fd(before)
+        return before == self._writes
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Runs in the main thread, once that runs Python code again."""
+        if not self._is_woken() or number not in self._heard:
+            self._write(number)
+        if self._num_heard > 1 and number == signal.SIGINT:  # at a prompt, where one may ask so
+            raise KeyboardInterrupt
+
+    def _write(self, number: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._writes, bytes([number]))
+
+    def _listen(self) -> None:
+        while (number := os.read(self._reads, 1)[0]) != _END:
+            self._heard.add(number)
+            if number in self._signals and not self._repeats.is_repeat():
+                self._take(number)
+
+    def _take(self, number: int) -> None:
+        self._num_heard += 1
+        if self._num_heard == 1:
+            self._hear(number)
+        elif not (is_at_prompt() and number == signal.SIGINT):
+            write_line(f"{signal.Signals(number).name} again: leaving at once")
+            show_cursor()
+            os._exit(128 + number)
+
+    def _give_up(self) -> None:
+        """Leaves the pipe to the parent, in a forked child."""
+        self._restore_wakeup()
+        self._open.pop_all()
+        self._close_pipe()
+
+    def _restore_wakeup(self) -> None:
+        if (now := signal.set_wakeup_fd(-1)) not in (-1, self._writes):
+            signal.set_wakeup_fd(now)  # of an event loop, which keeps it
+            return
+        with contextlib.suppress(OSError, ValueError):  # it was closed meanwhile
+            signal.set_wakeup_fd(self._wakeup_before)
+
+    def _end_thread(self) -> None:
+        # Not by the end of the pipe, which a child of another program's fork may keep open.
+        self._write(_END)
+        self._thread.join()
+
+    def _close_pipe(self) -> None:
+        os.close(self._reads)
+        os.close(self._writes)
+
+
+def _pipe() -> tuple[int, int]:
+    """The two ends of a pipe; neither gets the number of a closed standard stream."""
+    ends = []
+    for end in os.pipe():
+        ends.append(fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 3))
+        os.close(end)
+    reads, writes = ends
+    os.set_blocking(writes, False)
+    return reads, writes

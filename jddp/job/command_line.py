@@ -1,0 +1,182 @@
+"""The command line of training, in a process that handles signals already.
+
+Arguments and config are checked before JAX is imported, so that a mistyped key is reported at once.
+A mistake of yours is one line on standard error and an exit code; any other exception keeps its
+traceback. One of several processes that fails exits at once: JAX would hold it, and all others, in
+a shutdown barrier for minutes.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import sys
+import textwrap
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jddp.config.cli import Parser, add_config_arguments, lasting_streams, tell
+from jddp.config.files import dump_values, load_config
+from jddp.config.keys import describe_keys
+from jddp.config.permissions import expand, make_private
+from jddp.config.schema import Config
+from jddp.distributed import early
+from jddp.distributed.failure_file import RESULT, describe, write
+from jddp.distributed.resolve import resolve_identity
+from jddp.distributed.signals import stop_signals
+from jddp.errors import Error, ExitCode, report
+
+if TYPE_CHECKING:
+    from jddp.job.job import Job
+
+EXAMPLES = """\
+examples:
+  python -m jddp.train                             # the default job, in minutes
+  python -m jddp.train train.num_steps=20 run.dir=runs/try
+  python -m jddp.train --config gpt_stdlib optimizer.learning_rate=3e-4
+  python -m jddp.train --config my.yaml model.target=my_models:Net --dry-run
+The same command again resumes from the last checkpoint.
+"""
+
+
+@lasting_streams()
+def run(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit code."""
+    try:
+        return _run(_parse(argv))
+    except (Exception, KeyboardInterrupt) as error:
+        early.end()  # or a signal would replace the exit code
+        return _leave(error)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.help_keys:
+        print(describe_keys(Config))
+        return ExitCode.DONE
+    started = time.monotonic()
+    config, name = load_config(arguments.config, arguments.overrides)
+    if arguments.print_config:
+        print(dump_values(config.model_dump()), end="")
+        return ExitCode.DONE
+    if not arguments.dry_run:  # which writes nothing
+        from jddp.trainer.reports.run_directory import RunDirectory
+
+        RunDirectory(config.run.dir or "", is_writer=True).check_usable()
+        _turn_on_cache()
+    from jddp.distributed.failure import owned_process
+    from jddp.distributed.join import initialize
+
+    identity = resolve_identity()
+    initialize(identity)
+    detected = str(identity) if identity.source else ""
+    with owned_process():
+        return _train(config, name, detected, is_dry_run=arguments.dry_run, started=started)
+
+
+def _train(config: Config, name: str, detected: str, *, is_dry_run: bool, started: float) -> int:
+
+    from jddp.job.job import build
+    from jddp.job.preview import preview
+
+    job = build(config, needs_data=not is_dry_run)
+    if job.is_writer:
+        print(_banner(job, name, detected), flush=True)
+    if is_dry_run:
+        text = preview(job)
+        if job.is_writer:
+            print(f"\n{text}\n\ndry run: nothing was trained or written")
+        return ExitCode.DONE
+    run = job.run()
+    if path := os.environ.get(RESULT):  # for a launcher that asks
+        facts = {"step": run.step, "run_dir": str(config.run.dir), **run.eval_metrics}
+        Path(path).write_text(json.dumps(facts, default=str))
+    if run.interrupted is not None:
+        # Schedulers repeat a signal, and end the others once one has exited; all are to exit with
+        # this code.
+        for number in set(stop_signals()) - {signal.SIGINT}:
+            signal.signal(number, signal.SIG_IGN)
+        return ExitCode.PREEMPTED
+    if job.is_writer:
+        print(f"done     {run.step:,} steps, {time.monotonic() - started:.0f} s in all")
+    return ExitCode.DONE
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(
+        prog="python -m jddp.train",
+        usage="%(prog)s [--config FILE]... [key.path=value]... [--dry-run]",
+        description="Train a Flax model on every device, as configured.",
+        epilog=f"sections of a config:\n  {' '.join(Config.model_fields)}\n\n{EXAMPLES}",
+    )
+    add_config_arguments(parser)
+    add = parser.add_argument
+    add("--dry-run", action="store_true", help="compile, and print the memory of a run")
+    add("--print-config", action="store_true", help="print the resolved config")
+    add("--help-keys", action="store_true", help="print every key, its default and its meaning")
+    return parser.parse_intermixed_args(argv)
+
+
+def _turn_on_cache() -> None:
+    """Turns on the persistent compilation cache of JAX, which is not imported yet."""
+    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        try:
+            cache = expand(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "jddp" / "xla"
+            make_private(cache, "the cache of compiled programs")
+            os.environ["JAX_COMPILATION_CACHE_DIR"] = str(cache)
+        except Error as error:  # without it the start is only slower
+            report(f"{error} Until then the cache is off.")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+
+def _banner(job: "Job", name: str, detected: str) -> str:
+    """A few lines on the job, its devices, and the launcher and rank that were detected."""
+    import jax
+
+    from jddp.config.versions import versions
+
+    config, mesh = job.config, job.ddp.mesh
+    processes, device = jax.process_count(), mesh.devices.flat[0]
+    facts = {
+        "config": name,
+        "data": job.data.description if job.data else f"not here: {job.data_error}",
+        "model": f"{config.model.name or config.model.target}, {job.num_parameters:,} parameters",
+        "run dir": str(config.run.dir),
+    } | ({"job": detected} if detected else {})
+    lines = [
+        f"jddp {versions()['jddp']} | jax {jax.__version__} | {processes} "
+        f"process{'es' * (processes > 1)} x {mesh.size // processes} {device.platform} devices"
+    ]
+    for label, fact in facts.items():
+        lines += textwrap.wrap(f"{label:<9}{fact}", 80, subsequent_indent=" " * 9)
+    return "\n".join(lines)
+
+
+def _leave(error: BaseException) -> int:
+    """Reports an error. Ends one of several processes, and its job, at once; a single one returns.
+
+    Returns:
+      The exit code.
+    """
+    code: int = ExitCode.BUG
+    if isinstance(error, KeyboardInterrupt):
+        code = ExitCode.INTERRUPTED
+        tell("interrupted. The same command resumes from the last checkpoint.")
+    elif isinstance(error, Error):
+        code = error.exit_code
+        tell(error.in_shell)
+    else:
+        traceback.print_exception(error)
+    if "jax" in sys.modules:
+        from jddp.distributed.coordination import num_processes
+        from jddp.distributed.failure import leave
+
+        if num_processes() > 1:
+            leave(code, error)
+    with contextlib.suppress(Error):  # about a number that nobody can tell
+        write(describe(resolve_identity().process_id, code, error))
+    return code
