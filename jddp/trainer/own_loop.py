@@ -110,6 +110,7 @@ def _finish() -> None:
 
 # Not by `atexit`, which comes too late: threads can start no others any more, as a save needs to.
 threading._register_atexit(_finish)  # type: ignore[attr-defined]
+os.register_at_fork(after_in_child=_written.clear)  # which the parent writes, and a child awaits
 
 
 def _is_run(folder: Path) -> bool:

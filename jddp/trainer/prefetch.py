@@ -15,6 +15,7 @@ import jax
 
 from jddp.checkpoint.arrays import by_path
 from jddp.data import TrainBatches
+from jddp.distributed.forks import ending_forked_children
 from jddp.engine.host_rows import as_arrays
 from jddp.errors import DataError
 from jddp.typing import Batch
@@ -116,9 +117,10 @@ class Source:
         first: dict[str, str] = {}
         for step in steps:
             try:
-                while self._num_read < self._before.stop:
-                    self._read()
-                batch, position = self._read()
+                with ending_forked_children():
+                    while self._num_read < self._before.stop:
+                        self._read()
+                    batch, position = self._read()
                 batch = as_arrays(batch)
                 form = {name: _form(x) for name, x in by_path(batch).items()}
                 first = first or form

@@ -1,0 +1,115 @@
+"""Child processes that a callback or the data fork: their signals and errors stay their own."""
+
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+from runs import environment
+
+pytestmark = pytest.mark.processes
+
+# JAX warns of each fork, since a child that used it could hang: these do not.
+PROGRAM = """
+import json, multiprocessing, os, signal, sys, time, warnings
+warnings.filterwarnings("ignore", ".*fork.*")
+import jax, numpy as np, optax
+jax.config.update("jax_num_cpu_devices", 2)
+import jddp
+from jddp.distributed.failure import owned_process
+from jddp.trainer import own_loop
+from jddp.zoo.losses import cross_entropy
+from jddp.zoo.models import MLP
+
+forks, codes, where = multiprocessing.get_context("fork"), [], sys.argv[1]
+
+
+def terminated(target, *given):
+    child = forks.Process(target=target, args=given)
+    child.start()
+    child.terminate()
+    child.join(60)
+    codes.append(child.exitcode)
+
+
+def leave_through_python(code):
+    sys.exit(code)
+
+
+def forked_by_hand(error):
+    child = os.fork()
+    if child == 0:
+        raise error
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+
+def fork():
+    terminated(time.sleep, 1000)
+    with forks.Pool(2) as pool:  # which terminates its processes
+        codes.append(sum(pool.map(abs, [-1, -2])))
+    child = forks.Process(target=leave_through_python, args=(5,))
+    child.start()
+    child.join()
+    codes.append(child.exitcode)
+    forked_by_hand(SystemExit(7))
+    forked_by_hand(RuntimeError("a bug of the child"))
+
+
+class Forking(jddp.Callback):
+    def on_step(self, run, metrics):
+        if where == "callback" and metrics["step"] == 2:
+            fork()
+
+
+def batches():
+    batch = {"image": np.ones((8, 2), np.float32), "label": np.zeros(8, np.int32)}
+    while True:
+        yield batch
+        if where == "data" and not codes:
+            fork()
+
+
+kept = []
+if where == "kept":  # beyond the end of the run
+    class Forking(jddp.Callback):
+        def on_step(self, run, metrics):
+            if metrics["step"] == 2:
+                kept.append(forks.Pool(1))
+                codes.append(sum(kept[0].map(abs, [-3])))
+if where == "saving":  # in a loop of your own
+    class Unfinished:
+        def wait(self):
+            time.sleep(1000 if os.getpid() != me else 0)
+
+    me, own_loop._written["folder"] = os.getpid(), Unfinished()
+    class Forking(jddp.Callback):
+        def on_step(self, run, metrics):
+            if metrics["step"] == 2:
+                child = forks.Process(target=leave_through_python, args=(5,))
+                child.start()
+                child.join()
+                codes.append(child.exitcode)
+ddp = jddp.DataParallel(MLP(widths=(3,)), optax.sgd(0.1), cross_entropy)
+with owned_process():
+    run = ddp.fit(batches(), num_steps=6, run_dir=sys.argv[2], callbacks=[Forking()])
+for pool in kept:
+    pool.terminate()
+print(json.dumps({"step": run.step, "interrupted": run.interrupted, "codes": codes}))
+"""
+
+
+ALL = [-signal.SIGTERM, 3, 5, 7, 1]
+
+
+@pytest.mark.parametrize(
+    "where, codes", [("callback", ALL), ("data", ALL), ("kept", [3]), ("saving", [5])]
+)
+def test_children_that_are_forked_end_alone(tmp_path, where, codes):
+    command = [sys.executable, "-c", PROGRAM, where, str(tmp_path / "run")]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    want = {"step": 6, "interrupted": None, "codes": codes}
+    assert json.loads(done.stdout.splitlines()[-1]) == want, done.stderr
+    assert "called sys.exit" not in done.stderr
+    assert done.stderr.count("RuntimeError: a bug of the child") == codes.count(1)
