@@ -1,5 +1,6 @@
 """The loop: the steps of a bare loop, evaluated, logged and saved when due, and resumed exactly."""
 
+import asyncio
 import shutil
 import signal
 import sys
@@ -398,6 +399,40 @@ def test_a_hangup_that_is_ignored_stays_so(plain):
     finally:
         signal.signal(signal.SIGHUP, before)
     assert (run.interrupted, run.step) == (None, 50)
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_a_signal_is_heard_after_a_callback_has_used_handlers_of_asyncio(plain, closes):
+    loops = []
+
+    def handle_for_a_while(run):
+        loops.append(asyncio.new_event_loop())
+        loops[0].add_signal_handler(signal.SIGTERM, print)
+        loops[0].run_until_complete(asyncio.sleep(0))
+        if closes:
+            loops[0].close()
+
+    late = At(6, lambda run: signal.raise_signal(signal.SIGTERM))
+    callbacks = [At(3, handle_for_a_while), late]
+    before = signal.getsignal(signal.SIGTERM)
+    run = plain.fit(endless(), num_steps=10_000, callbacks=callbacks)
+    assert run.interrupted == "SIGTERM"
+    assert signal.getsignal(signal.SIGTERM) == before
+    loops[0].close()
+
+
+def test_the_event_loop_of_a_notebook_keeps_its_handlers(plain):
+    called = []
+
+    async def notebook():
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, called.append, "heard")
+        plain.fit(batches(2), num_steps=2)
+        signal.raise_signal(signal.SIGUSR1)
+        while not called:
+            await asyncio.sleep(0)
+
+    asyncio.run(notebook())
+    assert called == ["heard"]
 
 
 @pytest.mark.parametrize("every, step", [(3, 3), (None, NUM_STEPS)], ids=["on the way", "last"])
