@@ -189,8 +189,8 @@ def blame_who_left() -> bool:
         return False
     process, text = next(iter(left.items()))
     known: dict[str, Any] = {"host": host_of(process), "step": None, "phase": None}
-    early = failure_file.describe(process, json.loads(text)["exit_code"], **known)
-    job.try_publish(_KEY, json.dumps(early))
+    ended = failure_file.describe(process, json.loads(text)["exit_code"], **known)
+    job.try_publish(_KEY, json.dumps(ended))
     return True
 
 
