@@ -4,18 +4,23 @@
     find_damage(folder)        # the first damaged file, or None
 
 The list is in the form of `sha256sum`, so that `sha256sum --check SHA256SUMS` checks it too. The
-list itself needs no digest: the files in the folder must be the files listed, so that any flipped
-bit of the list is found.
+list itself needs no digest: it begins with the number of its files, and all of them must be there,
+so that any flipped bit or torn end of it is found. A file that is not in the list, such as a note,
+an editor's backup, `.DS_Store` or `.nfs*`, is nobody's damage: it is reported and ignored.
 """
 
 import concurrent.futures
 import hashlib
+import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+log = logging.getLogger("jddp")
+
 NAME = "SHA256SUMS"
+_HEAD = re.compile(r"# ([1-9][0-9]{0,8}) files\n")  # a comment to `sha256sum`
 _LINE = re.compile(r"([0-9a-f]{64})  ([^\n]+)\n")
 
 
@@ -25,8 +30,11 @@ def seal(folder: Path) -> None:
     Raises:
       OSError: If a file cannot be read or synced, or the list cannot be written.
     """
-    listed = _digests(folder, is_synced=True)
+    # Orbax writes no hidden files: they are .nfs*, .DS_Store and the like, and may vanish again.
+    names = [name for name in _files(folder) if not _is_hidden(name)]
+    listed = _digests(folder, names, is_synced=True)
     with (folder / NAME).open("x") as file:
+        file.write(f"# {len(listed)} files\n")
         file.writelines(f"{digest}  {name}\n" for name, digest in listed.items())
         file.flush()
         os.fsync(file.fileno())
@@ -35,22 +43,30 @@ def seal(folder: Path) -> None:
 
 
 def find_damage(folder: Path) -> str | None:
-    """Describes the first file of a folder that is not as it was written; None if there is none."""
+    """Describes the first file of a folder that is not as it was written; None if there is none.
+
+    Files that are in no list are reported in the log, and are no damage.
+    """
     try:
-        text = (folder / NAME).read_bytes().decode()
-        lines = _LINE.findall(text)
-        if not lines or "".join(f"{digest}  {name}\n" for digest, name in lines) != text:
-            return f"{NAME} is torn or altered"
-        listed = {name: digest for digest, name in lines}
-        for name in sorted(listed.keys() ^ set(_files(folder))):
-            return f"{name} is {'missing' if name in listed else 'not listed'}"
-        found = _digests(folder)
-    except (OSError, UnicodeDecodeError) as error:
+        listed = _read_list(folder)
+        there = {*_files(folder)}
+        if missing := sorted(listed.keys() - there):
+            name = missing[0]
+            return f"{name} is {'a link' if (folder / name).is_symlink() else 'missing'}"
+        found = _digests(folder, listed)
+    except (OSError, ValueError) as error:
         return str(error)
     for name, digest in listed.items():
         if found.get(name) != digest:  # a file that was removed meanwhile too
             return f"{name} has another digest than in {NAME}"
+    if strays := sorted(there - listed.keys() - {NAME}):
+        log.warning("%s: not of the checkpoint, and ignored: %s.", folder, _few(strays))
     return None
+
+
+def names_listed(folder: Path) -> list[str]:
+    """The files of a sealed folder, relative to it; the list itself is the last."""
+    return [*_read_list(folder), NAME]
 
 
 def sync_directory(path: Path) -> None:
@@ -62,7 +78,29 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def _digests(folder: Path, *, is_synced: bool = False) -> dict[str, str]:
+def _read_list(folder: Path) -> dict[str, str]:
+    """The digest of each file by its name.
+
+    Raises:
+      OSError: If the list cannot be read.
+      ValueError: If it is torn, altered or a link.
+    """
+    if (folder / NAME).is_symlink():
+        raise ValueError(f"{NAME} is a link")
+    text = (folder / NAME).read_bytes().decode()
+    head = _HEAD.match(text)
+    body = text[head.end() :] if head else text
+    lines = _LINE.findall(body)
+    listed = {name: digest for digest, name in lines}
+    # Lists of earlier versions have no number, and name every file.
+    number = int(head[1]) if head else len({*_files(folder)} - {NAME})
+    is_whole = "".join(f"{digest}  {name}\n" for digest, name in lines) == body
+    if not (is_whole and lines) or len(listed) != number:
+        raise ValueError(f"{NAME} is torn or altered")
+    return listed
+
+
+def _digests(folder: Path, names: Iterable[str], *, is_synced: bool = False) -> dict[str, str]:
     def digest(name: str) -> str:
         with (folder / name).open("rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
@@ -70,19 +108,32 @@ def _digests(folder: Path, *, is_synced: bool = False) -> dict[str, str]:
                 os.fsync(file.fileno())
         return found
 
-    names = sorted(_files(folder))
+    names = sorted(names)
     with concurrent.futures.ThreadPoolExecutor() as pool:  # hashlib releases the interpreter's lock
         return dict(zip(names, pool.map(digest, names), strict=True))
 
 
 def _files(folder: Path) -> Iterator[str]:
-    """Every file below a folder but the list; a link is not followed, and is refused.
+    """Every file below a folder; links are not followed, and they and pipes are no files.
 
     Raises:
-      OSError: If there is a link, or a directory cannot be read.
+      OSError: If a directory cannot be read.
     """
-    for path in folder.rglob("*"):
-        if path.is_symlink():
-            raise OSError(f"{path.relative_to(folder)} is a link")
-        if not path.is_dir() and path != folder / NAME:
-            yield path.relative_to(folder).as_posix()
+    below = [""]
+    while below:
+        above = below.pop()
+        with os.scandir(folder / above) as entries:
+            for entry in entries:
+                name = f"{above}{entry.name}"
+                if entry.is_dir(follow_symlinks=False):
+                    below.append(f"{name}/")
+                elif entry.is_file(follow_symlinks=False):
+                    yield name
+
+
+def _is_hidden(name: str) -> bool:
+    return any(part.startswith(".") for part in name.split("/"))
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -25,7 +25,7 @@ def directory_of(path: Path) -> Path:
 
 def lines(directory: Path) -> Iterator[str]:
     """A line for each checkpoint, damaged ones included: step, size, loss."""
-    for folder in sorted(directory.iterdir(), key=_order):
+    for folder in sorted(filter(Path.is_dir, directory.iterdir()), key=_order):
         with contextlib.suppress(FileNotFoundError):  # of one that a run removes meanwhile
             size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
             yield f"{folder.name:>12}  {size / 2**20:10.1f} MiB  {_metrics(folder)}".rstrip()

@@ -23,7 +23,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from jddp.checkpoint.checksums import NAME as SUMS
-from jddp.checkpoint.checksums import find_damage
+from jddp.checkpoint.checksums import find_damage, names_listed
 from jddp.checkpoint.folders import Surplus, first_line
 from jddp.checkpoint.lease import Lease
 from jddp.config.permissions import folder_or_url
@@ -139,9 +139,8 @@ class Remote:
         above = checkpoint.parent.name
         with self._explained("written"):
             self._remove(f"{above}/{checkpoint.name}")
-            files = [path for path in checkpoint.rglob("*") if path.is_file()]
-            for path in sorted(files, key=lambda path: path.name == SUMS):
-                self._put(path)
+            for name in names_listed(checkpoint):
+                self._put(checkpoint / name)
             complete = filter(None, map(_COMPLETE.fullmatch, self._names(above)))
             for step in surplus([int(match[2]) for match in complete], int(checkpoint.name)):
                 self._remove(f"{above}/{step}")

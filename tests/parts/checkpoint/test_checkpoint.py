@@ -23,7 +23,7 @@ import jddp
 from jddp.checkpoint import folders, writer
 from jddp.checkpoint.__main__ import main as checkpoint_command
 from jddp.checkpoint.checkpoints import Checkpoints
-from jddp.checkpoint.checksums import find_damage
+from jddp.checkpoint.checksums import find_damage, seal
 from jddp.checkpoint.reader import newest_sound, read_newest
 from jddp.distributed.same_folder import SameFolder
 from jddp.engine.state import CommState, TrainState
@@ -342,14 +342,32 @@ def test_the_list_of_files_is_that_of_coreutils_and_every_bit_that_flips_in_any_
     assert find_damage(folder) is None
 
 
-HIDES = f"{'0' * 64}  ../../etc/passwd\n"
+def drop_last_line(path):
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+
+
+def replace_by_link(path):
+    """The same content, outside of the folder."""
+    path.rename(path.parents[2] / f"of {path.name}")
+    path.symlink_to(path.parents[2] / f"of {path.name}")
+
+
+def replace_by_pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+HIDES = f"# 1 files\n{'0' * 64}  ../../etc/passwd\n"
 DAMAGES = {
     "removed": (lambda x: (x / "run.json").unlink(), "run.json is missing"),
-    "added": (lambda x: (x / "state" / "x").touch(), "state/x is not listed"),
     "torn list": (lambda x: os.truncate(x / "SHA256SUMS", 70), "SHA256SUMS is torn"),
     "no list": (lambda x: (x / "SHA256SUMS").unlink(), "No such file"),
     "no text": (lambda x: (x / "SHA256SUMS").write_bytes(b"\xff"), "can't decode"),
-    "a link": (lambda x: (x / "state" / "x").symlink_to("/"), "state/x is a link"),
+    "a line less": (lambda x: drop_last_line(x / "SHA256SUMS"), "SHA256SUMS is torn"),
+    "the list a link": (lambda x: replace_by_link(x / "SHA256SUMS"), "SHA256SUMS is a link"),
+    "a link": (lambda x: replace_by_link(x / "run.json"), "run.json is a link"),
+    "a folder that is a link": (lambda x: replace_by_link(x / "state"), "is missing"),
+    "a pipe": (lambda x: replace_by_pipe(x / "run.json"), "run.json is missing"),
     "a list that hides": (lambda x: (x / "SHA256SUMS").write_text(HIDES), "etc/passwd is missing"),
     "swapped": (lambda x: shutil.copy(x.parent / "2/run.json", x), "run.json has another digest"),
 }
@@ -375,6 +393,43 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(
     (saved / "4" / "run.json").unlink()
     assert checkpoints.restore(like=state).step == 2
     assert names_in(saved) == {"2", "4.damaged", "4.damaged.1"}
+
+
+STRAYS = {
+    "of a file browser": lambda x: (x / ".DS_Store").write_bytes(b"\0\0\0\1Bud1"),
+    "of Windows": lambda x: (x / "state" / "Thumbs.db").write_bytes(b"\xd0\xcf"),
+    "of NFS": lambda x: (x / "state" / "d" / ".nfs0000000001").touch(),
+    "of an editor": lambda x: shutil.copy(x / "run.json", x / "run.json~"),
+    "a note": lambda x: (x / "best so far.txt").write_text("keep this one"),
+    "a folder": lambda x: shutil.copytree(x / "state", x / "copy of state"),
+    "a link": lambda x: (x / "state" / "x").symlink_to("/"),
+    "a link to itself": lambda x: (x / "x").symlink_to("x"),
+    "a pipe": lambda x: os.mkfifo(x / "state" / "pipe"),
+}
+
+
+@pytest.mark.parametrize("add", STRAYS.values(), ids=STRAYS)
+def test_a_file_that_is_in_no_list_is_reported_and_ignored(saved, state, caplog, add):
+    add(saved / "4")
+    (saved / ".DS_Store").touch()
+    checkpoints = Checkpoints(saved, keep=2)
+    assert checkpoints.restore(like=state).step == 4
+    assert names_in(saved) == {"2", "4", ".DS_Store"}
+    equal(read_newest(saved, ["params"]), {"params": state.params})
+    assert checkpoint_command(["list", str(saved)]) == 0
+    lines = {record.getMessage() for record in caplog.records if record.name == "jddp"}
+    is_file = not {"symlink_to", "mkfifo"} & {*add.__code__.co_names}
+    assert {x.rpartition(": ")[0] for x in lines} == (
+        {f"{saved}/4: not of the checkpoint, and ignored"} if is_file else set()
+    )
+
+
+def test_a_file_that_comes_and_goes_while_a_checkpoint_is_sealed_is_not_listed(saved, state):
+    (saved / "4" / "SHA256SUMS").unlink()
+    (saved / "4" / "state" / ".nfs0000000001").touch()
+    seal(saved / "4")
+    (saved / "4" / "state" / ".nfs0000000001").unlink()
+    assert find_damage(saved / "4") is None
 
 
 def test_what_cannot_be_read_or_is_another_array_is_found_though_the_digests_of_files_hold(

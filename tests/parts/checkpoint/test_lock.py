@@ -107,24 +107,24 @@ def test_the_lock_ends_with_its_process_however_that_ends(tmp_path, child):
         holder.stdout.close()
 
 
+LEAVES = """
+import os, sys
+from pathlib import Path
+from jddp.checkpoint import lock
+path = Path(sys.argv[1])
+with lock.held(path) as name:
+    child = os.fork()
+    if child:
+        assert os.waitpid(child, 0)[1] == 0
+        assert path.read_text() == name != ""
+if child:
+    assert path.read_text() == ""
+"""
+
+
 def test_a_child_that_leaves_through_the_holder_s_code_takes_nothing_along(tmp_path):
-    path = tmp_path / "lock"
-
-    def hold_and_fork():
-        with lock.held(path) as name:
-            if child := os.fork():
-                os.waitpid(child, 0)
-                assert path.read_text() == name
-                assert answer_of_another_process(path) == name.strip()
-            return child
-
-    code = 1
-    try:
-        child = hold_and_fork()
-        code = 0
-    finally:
-        if not child:
-            os._exit(code)
+    program = [sys.executable, "-c", LEAVES, str(tmp_path / "lock")]
+    subprocess.run(program, env=environment(), check=True)
 
 
 def test_a_file_system_without_locks_is_reported_and_used(tmp_path, monkeypatch, caplog):

@@ -152,9 +152,9 @@ def test_a_checkpoint_cannot_be_kept_outside_of_its_run_nor_lead_there(run_dir, 
     with contextlib.closing(Checkpoints(folder, keep=1)) as checkpoints:
         assert checkpoints.steps() == [3]  # A link is no checkpoint.
     (folder / "secret").write_text("x")
-    with (folder / "3" / "SHA256SUMS").open("a") as sums:
-        sums.write(f"{'0' * 64}  ../secret\n")
-    assert "../secret" in find_damage(folder / "3")
+    sums = folder / "3" / "SHA256SUMS"
+    sums.write_text(f"# 1 files\n{'0' * 64}  ../secret\n")
+    assert find_damage(folder / "3") == "../secret is missing"
 
 
 def test_a_directory_of_somebody_else_is_not_used(run_dir, tmp_path, monkeypatch):
