@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from jddp.checkpoint.remote import local_copy
 from jddp.config.cli import Parser, enter
@@ -72,10 +73,20 @@ def _export(arguments: argparse.Namespace) -> None:
     from jddp.checkpoint import export, listing, reader
 
     directory = listing.directory_of(arguments.run)
-    step = reader.newest_sound(directory) if arguments.step is None else arguments.step
-    if fault := reader.find_fault(directory / str(step)):
-        raise FileSystemError(f"{directory / str(step)} cannot be read as step {step}: {fault}.")
-    export.export(directory / str(step), arguments.file, None if arguments.all else EXPORTED)
+
+    def find() -> Path:
+        step = reader.newest_sound(directory) if arguments.step is None else arguments.step
+        if fault := reader.find_fault(directory / str(step)):
+            raise FileSystemError(
+                f"{directory / str(step)} cannot be read as step {step}: {fault}."
+            )
+        return directory / str(step)
+
+    def write(folder: Path) -> str:
+        export.export(folder, arguments.file, None if arguments.all else EXPORTED)
+        return folder.name
+
+    step = reader.read_standing(find, write)
     print(f"step {step} is in {arguments.file}, {arguments.file.stat().st_size / 2**20:.2g} MiB")
 
 

@@ -21,10 +21,7 @@ import contextlib
 import functools
 import json
 import logging
-import re
-import sys
 import time
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -178,7 +175,7 @@ class Checkpoints:
         log.error("The checkpoint of step %d is damaged: %s. It is now %s.", step, damage, aside)
 
     def _read(self, step: int, like: TrainState, layouts: TrainState | None) -> Restored | None:
-        """Reads one; or renames it, and returns None, if an array has changed."""
+        """Reads one; returns None if it is removed, or renamed because an array has changed."""
         folder, wanted = self._directory / str(step), by_path(like)
         here = _layouts_of(like, layouts)
         try:
@@ -195,9 +192,13 @@ class Checkpoints:
             with contextlib.closing(ocp.StandardCheckpointHandler()) as handler:
                 given = ocp.args.StandardRestore({n: x for n, x in target.items() if x.size})
                 arrays = empty(target) | handler.restore(epath.Path(folder / "state"), args=given)
-        except (ConfigError, FileSystemError):
+        except ConfigError:
             raise
         except Exception as error:  # orbax raises anything for foreign files
+            if jax.process_count() == 1 and not folder.exists():
+                return None  # A run that trains there has removed it, and named a newer one.
+            if isinstance(error, FileSystemError):
+                raise
             raise self._cannot(f"be read at step {step}", error) from error
         saved_as = beside.pop("step", arrays["step"])
         if damage := find_altered(arrays, described) or find_other_step(folder, saved_as):
@@ -228,23 +229,6 @@ class Checkpoints:
 def _layouts_of(state: TrainState, layouts: TrainState | None) -> Layouts:
     """Layouts by path."""
     return by_path(jax.tree.map(lambda _: Replicated(), state) if layouts is None else layouts)
-
-
-def _is_worth_showing(record: logging.LogRecord) -> bool:
-    # Exceptions of orbax are raised where it saves or reads, and reported in one line.
-    is_error = record.levelno >= logging.ERROR and not record.exc_info
-    return is_error or "orbax" not in Path(record.pathname).parts
-
-
-# Orbax writes some hundred lines a checkpoint to absl's log; a run has its own lines.
-logging.getLogger("absl").addFilter(_is_worth_showing)
-# Of several writes that a disk refuses the first is raised. Asyncio would print others, and Python
-# those that TensorStore reports later, to a loop that orbax has closed.
-_REFUSED, _LATE = re.compile("os_error_code=|'OSError'"), "Event loop is closed"
-logging.getLogger("asyncio").addFilter(lambda x: not _REFUSED.search(str(x.exc_info)))
-_show = sys.unraisablehook
-sys.unraisablehook = lambda x: _show(x) if x.object or str(x.exc_value) != _LATE else None
-warnings.filterwarnings("ignore", "coroutine 'async_serialize_from_host")  # not begun, after that
 
 
 def wait_until_seen(path: Path, text: str = "") -> None:

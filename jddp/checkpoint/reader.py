@@ -12,7 +12,7 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -23,12 +23,16 @@ from jddp.checkpoint.arrays import Described, as_saved, from_file, layouts_in
 from jddp.checkpoint.checksums import find_damage
 from jddp.checkpoint.folders import finished, first_line
 from jddp.checkpoint.format_1 import guess_layouts
+from jddp.checkpoint.quiet import keep_quiet
+from jddp.distributed.same_folder import SameFolder
 from jddp.engine.state import merged
 from jddp.errors import FileSystemError
 from jddp.modules.frozen import thaw
 from jddp.typing import PyTree
 
 PARAMETERS = {"params", "ema_params"}
+TRIES = 20  # of a run that removes checkpoints faster than they can be read
+T = TypeVar("T")
 
 
 def read_newest(directory: Path, fields: Sequence[str]) -> dict[str, PyTree]:
@@ -37,7 +41,43 @@ def read_newest(directory: Path, fields: Sequence[str]) -> dict[str, PyTree]:
     Raises:
       FileSystemError: If there is no such checkpoint, or it cannot be read.
     """
-    return read_values(directory / str(newest_sound(directory)), fields)
+
+    def find() -> Path:
+        return directory / str(newest_sound(directory))
+
+    return read_standing(find, lambda folder: read_values(folder, fields))
+
+
+def read_standing(find: Callable[[], Path], read: Callable[[Path], T]) -> T:
+    """Reads a checkpoint of a run that may be training, and remove it meanwhile.
+
+    Args:
+      find: Function that finds a checkpoint.
+      read: Function that reads it.
+
+    Returns:
+      What `read` returns; of the next checkpoint that `find` returns, where one is removed.
+
+    Raises:
+      FileSystemError: If there is none, or it cannot be read.
+    """
+    for is_last in (*[False] * TRIES, True):
+        folder = SameFolder(find())
+        try:
+            folder.pin()
+            return read(folder.path)
+        except (FileSystemError, OSError):
+            if is_last or not _is_removed(folder):
+                raise
+    raise AssertionError
+
+
+def _is_removed(folder: SameFolder) -> bool:
+    try:
+        folder.check()
+    except OSError:
+        return True
+    return False
 
 
 def read_values(folder: Path, fields: Sequence[str]) -> dict[str, PyTree]:
@@ -81,8 +121,11 @@ def newest_sound(directory: Path) -> int:
 def find_newest(directory: Path, on_damage: Callable[[int, str], None]) -> int | None:
     """The newest step with undamaged files, or None; passes on each newer one with its damage."""
     for step in reversed(finished(directory)):
-        if (damage := find_fault(directory / str(step))) is None:
-            return step
+        try:
+            if (damage := find_fault(directory / str(step))) is None:
+                return step
+        except FileSystemError as error:
+            damage = str(error)
         if not (directory / str(step)).exists():  # a run has removed it, and named a newer one
             return find_newest(directory, on_damage)
         on_damage(step, damage)
@@ -118,6 +161,7 @@ def read(folder: Path, fields: Sequence[str] | None = None) -> dict[str, Any]:
     Raises:
       FileSystemError: If it cannot be read.
     """
+    keep_quiet()
     state, described = epath.Path(folder.absolute()) / "state", read_described(folder)
     try:
         chosen = [n for n in described if fields is None or n.partition("/")[0] in fields]

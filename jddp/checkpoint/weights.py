@@ -21,6 +21,7 @@ from jddp.checkpoint.arrays import by_path
 from jddp.checkpoint.folders import first_line
 from jddp.checkpoint.formats import FORMATS
 from jddp.checkpoint.listing import directory_of
+from jddp.checkpoint.quiet import keep_quiet
 from jddp.checkpoint.reader import read_newest
 from jddp.errors import ConfigError, DataError, FileSystemError
 from jddp.typing import PyTree
@@ -62,6 +63,7 @@ def _read_file(path: Path) -> PyTree:
 
 
 def _read_orbax(path: Path) -> PyTree:
+    keep_quiet()
     with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
         folder = epath.Path(path.absolute())
         names = handler.metadata(folder).tree

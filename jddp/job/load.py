@@ -3,10 +3,10 @@
 A run directory is data; which of the code that it names may be imported, `trust` decides.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from jddp.modules.base import FlaxModel
 from jddp.modules.functional import functional
 from jddp.zoo.models import make_model
 
+T = TypeVar("T")
 STATE_OPTIONS = ("batch_norm", "per_replica", "state_reduction")  # of DataParallel, in run.json
 
 
@@ -53,7 +54,11 @@ def load(run_dir: str | Path, *, model: Any = None, trust: str | None = None) ->
     """
     run_dir = local_copy(run_dir)
     module = model_in(run_dir, config_in(run_dir), trust) if model is None else model
-    saved = find_saved(run_dir)
+    return read_saved(run_dir, None, lambda saved: _filled(module, saved))
+
+
+def _filled(module: Any, saved: "Saved") -> Any:
+    """The module with the parameters that a run itself evaluated."""
     world = saved.beside["world"]
     options = {name: world[name] for name in STATE_OPTIONS if name in world}
     form = functional(module, **options)
@@ -90,17 +95,29 @@ class Saved:
         return [saved[name] for name in (*fields, "model_state")]
 
 
-def find_saved(run_dir: Path, chosen: int | str | None = None) -> Saved:
-    """Finds a checkpoint of a run.
+def read_saved(run_dir: Path, chosen: int | str | None, read: Callable[[Saved], T]) -> T:
+    """Reads a checkpoint of a run, which may be training.
 
     Args:
       run_dir: The run directory.
       chosen: A step; or a folder of checkpoints, such as "best", of which the newest undamaged one
         is taken; or both, "best/400". By default the newest of "checkpoints".
+      read: Function that reads what is needed of it; called again if the run removes it meanwhile.
+
+    Returns:
+      What `read` returns.
 
     Raises:
       FileSystemError: If there is none, or it is damaged.
     """
+
+    def read_folder(folder: Path) -> T:
+        return read(Saved(folder, reader.read_object(folder / "run.json")))
+
+    return reader.read_standing(lambda: _find(run_dir, chosen), read_folder)
+
+
+def _find(run_dir: Path, chosen: int | str | None) -> Path:
     text = "checkpoints" if chosen is None else str(chosen)
     above, _, step = text.rpartition("/")
     directory = run_dir / ((above or "checkpoints") if step.isdecimal() else text)
@@ -110,7 +127,7 @@ def find_saved(run_dir: Path, chosen: int | str | None = None) -> Saved:
         raise FileSystemError(f"{directory} holds no step {step}. Choose one of {steps}.")
     elif fault := reader.find_fault(directory / step):
         raise FileSystemError(f"{directory / step} is damaged: {fault}. Choose another.")
-    return Saved(directory / step, reader.read_object(directory / step / "run.json"))
+    return directory / step
 
 
 def config_in(run_dir: Path) -> Config | None:

@@ -24,7 +24,7 @@ from jddp.engine.mesh import replicate
 from jddp.engine.state import TrainState
 from jddp.errors import ConfigError, Error, UsageError
 from jddp.job.job import join, test_batches
-from jddp.job.load import Saved, config_in, find_saved, model_in
+from jddp.job.load import Saved, config_in, model_in, read_saved
 from jddp.job.parts import find_eval_fn, find_loss, find_source
 from jddp.job.trust import is_trusted, refusal
 from jddp.trainer.history import History
@@ -73,7 +73,6 @@ def open_run(
             raise ConfigError(f"{others[0]}: an evaluation reads keys of {' and '.join(READ)}.")
         config = with_overrides(config, overrides)
         join(config, "auto")  # There may be other devices than where it was trained.
-    saved = find_saved(run_dir, checkpoint)
     trusted = set[str]()
     if config is not None:
         for key in ("data.target", _loss_key(config)):
@@ -87,10 +86,11 @@ def open_run(
         batch_norm="broadcast",  # Statistics are not updated here; they are the same everywhere.
         **(config.ddp.model_dump(include={"axis_name", "compute_dtype"}) if config else {}),
     )
+    saved, state = read_saved(run_dir, checkpoint, lambda saved: (saved, _state_of(ddp, saved)))
     history = History()
     run = Run(
         ddp,
-        _state_of(ddp, saved),
+        state,
         run_dir=run_dir,
         save=_refusing(
             UsageError("An opened run is only read. fit with the same run_dir resumes it.")

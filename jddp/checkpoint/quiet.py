@@ -1,0 +1,29 @@
+"""Keeps orbax and TensorStore from printing what is raised, and reported in one line, elsewhere."""
+
+import functools
+import logging
+import re
+import sys
+import warnings
+from pathlib import Path
+
+# Of several reads or writes that fail the first is raised. Asyncio would print others, and Python
+# those that TensorStore reports later, to a loop that orbax has closed.
+_REFUSED, _LATE = re.compile("os_error_code=|'OSError'"), "Event loop is closed"
+
+
+@functools.cache
+def keep_quiet() -> None:
+    """From here on only errors of these libraries that nobody else reports are printed."""
+    logging.getLogger("absl").addFilter(_is_worth_showing)
+    logging.getLogger("asyncio").addFilter(lambda x: not _REFUSED.search(str(x.exc_info)))
+    show = sys.unraisablehook
+    sys.unraisablehook = lambda x: show(x) if x.object or str(x.exc_value) != _LATE else None
+    # Not begun, after an error.
+    warnings.filterwarnings("ignore", "coroutine 'async_serialize_from_host")
+
+
+def _is_worth_showing(record: logging.LogRecord) -> bool:
+    # Orbax writes some hundred lines a checkpoint to absl's log; a run has its own lines.
+    is_error = record.levelno >= logging.ERROR and not record.exc_info
+    return is_error or "orbax" not in Path(record.pathname).parts

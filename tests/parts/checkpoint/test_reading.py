@@ -1,0 +1,111 @@
+"""Checkpoints that are read while the run that wrote them removes them."""
+
+import contextlib
+import json
+import sys
+import types
+
+import optax
+import pytest
+from runs import write_sealed
+from states import equal
+from tiny import MLP, loss_fn, make_batch
+
+import jddp
+from jddp.checkpoint import checkpoints, reader
+from jddp.checkpoint.__main__ import main as checkpoint_command
+from jddp.checkpoint.checkpoints import Checkpoints
+from jddp.checkpoint.reader import newest_sound, read_newest
+from jddp.errors import FileSystemError
+
+
+@pytest.fixture
+def state():
+    ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, mesh=1)
+    return ddp.init(0, make_batch())
+
+
+@pytest.fixture
+def saved(tmp_path, state):
+    """Checkpoints of steps 2 and 4."""
+    with contextlib.closing(Checkpoints(tmp_path / "saved", keep=2)) as written:
+        for step in (2, 4):
+            written.save(step, state, {})
+    return tmp_path / "saved"
+
+
+def removing(monkeypatch, module, name, folder, run='{"step": 6}'):
+    """Lets a function find that a run has removed the checkpoint, and named a newer one."""
+    function = getattr(module, name)
+
+    def late(*args, **options):
+        if folder.exists():
+            later = folder.rename(folder.with_name("6"))
+            write_sealed(later, "run.json", run)
+        return function(*args, **options)
+
+    monkeypatch.setattr(module, name, late)
+
+
+@pytest.mark.parametrize("name", ["read_described", "read_object", "read"])
+def test_the_next_checkpoint_is_read_where_a_run_removes_one_as_it_is_read(
+    saved, state, monkeypatch, caplog, name
+):
+    removing(monkeypatch, reader, name, saved / "4")
+    equal(read_newest(saved, ["params"]), {"params": state.params})
+    assert not (saved / "4").exists()
+    assert not [x for x in caplog.records if x.name == "jddp"]
+
+
+@pytest.mark.parametrize("name", ["read_described", "read_object"])
+def test_the_next_checkpoint_is_restored_where_a_run_removes_one(saved, state, monkeypatch, name):
+    removing(monkeypatch, checkpoints, name, saved / "4")
+    with contextlib.closing(Checkpoints(saved, keep=1, is_written=False)) as found:
+        assert found.restore(like=state).step == 6
+
+
+def test_a_run_that_removes_faster_than_one_can_read_ends_in_an_error(saved, monkeypatch):
+    def read(folder):
+        later = folder.rename(folder.with_name(str(int(folder.name) + 1)))
+        write_sealed(later, "run.json", json.dumps({"step": int(later.name)}))
+        raise FileSystemError("it is gone")
+
+    with pytest.raises(FileSystemError, match="it is gone"):
+        reader.read_standing(lambda: saved / str(newest_sound(saved)), read)
+    assert newest_sound(saved) == 4 + 1 + reader.TRIES
+
+
+def test_a_checkpoint_that_stays_and_cannot_be_read_is_tried_once(saved):
+    (saved / "4" / "arrays.json").write_text("{")
+    calls = []
+    with pytest.raises(FileSystemError, match="cannot be read"):
+        reader.read_standing(
+            lambda: calls.append(1) or saved / "4", lambda folder: reader.read_described(folder)
+        )
+    assert len(calls) == 1
+
+
+def test_what_a_library_reports_to_a_loop_that_it_has_closed_is_not_printed(saved, capfd):
+    read_newest(saved, ["params"])
+    late = types.SimpleNamespace(object=None, exc_value=RuntimeError("Event loop is closed"))
+    sys.unraisablehook(late)  # else a warning, and here an error
+    assert capfd.readouterr().err == ""
+
+
+def test_the_next_checkpoint_is_exported_where_a_run_removes_one(saved, monkeypatch, capsys):
+    removing(monkeypatch, reader, "read", saved / "4")
+    assert checkpoint_command(["export", str(saved), str(saved / "model.safetensors")]) == 0
+    assert "step 6 is in" in capsys.readouterr().out
+
+
+def test_a_run_is_loaded_and_opened_while_it_removes_checkpoints(tmp_path, monkeypatch):
+    ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, mesh=1)
+    ddp.fit([make_batch(8)] * 4, num_steps=4, run_dir=tmp_path)
+    text = (tmp_path / "checkpoints/4/run.json").read_text().replace('"step": 4}', '"step": 6}')
+    for open_run in (jddp.load, jddp.Run.open):
+        with monkeypatch.context() as patch:
+            removing(patch, reader, "read", tmp_path / "checkpoints/4", text)
+            open_run(tmp_path, model=MLP())
+        assert not (tmp_path / "checkpoints/4").exists()
+        later = (tmp_path / "checkpoints/6").rename(tmp_path / "checkpoints/4")
+        write_sealed(later, "run.json", text.replace('"step": 6}', '"step": 4}'))
