@@ -13,6 +13,8 @@
               them
     goodput   the default job, killed a minute after each of its starts: steps that were not lost,
               in the time that a step takes / all of the time; a round is a life
+    program   digests of the default job's model, loss and optimizer, which a run takes once at its
+              start, of traces that the step needs anyway: seconds, and seconds of this process
     opened    a run that is opened again: evaluation and prediction on its test data / a bare loop
               over `ddp.evaluate` and `ddp.predict`, after the first call of each
 
@@ -275,11 +277,29 @@ def opened(num_rounds: int) -> dict[str, float]:
     return {**ratios, **medians}
 
 
+def program(num_rounds: int) -> dict[str, float]:
+    from jddp.config.versions import source_hash
+
+    ddp, batch = default_job({}), first_batch()
+    state = ddp.init(0, batch)
+    ddp.steps.trace(state, ddp._inputs(batch))  # which the first step does
+    found = []
+    for _ in range(num_rounds):
+        since = time.process_time()
+        seconds = seconds_of(lambda: (ddp.program(state, batch), source_hash()))
+        found.append((seconds, time.process_time() - since))
+    return {
+        "seconds": statistics.median(x for x, _ in found),
+        "seconds of this process": statistics.median(x for _, x in found),
+    }
+
+
 PARTS = {
     "save": save,
     "restart": restart,
     "watching": watching,
     "goodput": goodput,
+    "program": program,
     "opened": opened,
 }
 

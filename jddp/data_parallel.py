@@ -47,6 +47,7 @@ from jddp.engine.mesh import (
     replicate,
 )
 from jddp.engine.optimizer import choose_optimizer
+from jddp.engine.program import Form, Program
 from jddp.engine.replicas import choose_replicas
 from jddp.engine.spec import Step, refuse_pairs
 from jddp.engine.state import Inputs, TrainState, Values
@@ -324,6 +325,17 @@ class DataParallel(Shown):
           batch: This process's rows, or their `jax.ShapeDtypeStruct`s.
         """
         return self.steps.trace(self.abstract_state(batch), self._inputs(batch))
+
+    def program(self, state: TrainState, batch: Batch, form: Form | None = None) -> Program:
+        """Digests of model, loss and optimizer, of traces that a step makes anyway; runs nothing.
+
+        Args:
+          state: A state, for its shapes.
+          batch: This process's rows, or their `jax.ShapeDtypeStruct`s.
+          form: Form of another program to compare with; by default that of these rows.
+        """
+        self.steps.check_rows(batch := as_arrays(batch))
+        return self.steps.program(state, self._inputs(batch), form)
 
     def model(self, state: TrainState, params: str = "params") -> Any:
         """Returns copies: Linen variables, or an NNX module in eval mode.
@@ -672,7 +684,8 @@ class DataParallel(Shown):
           save_every_steps: Steps between checkpoints; None is once, at the end.
           keep: Number of newest checkpoints that stay.
           keep_every_steps: Number of steps at whose multiples checkpoints stay too.
-          resume: "auto" (resume if there is a checkpoint), "never" (there must be none) or "must".
+          resume: "auto" (resume if there is a checkpoint), "never" (there must be none), "must", or
+            "changed" (as "auto", also with another model, loss or optimizer than the run's).
           eval_params: Parameters to evaluate, "params" or "ema".
           learning_rate: Learning rate of a step, for the records.
           config: Settings kept in the run directory; a directory with other ones is refused.

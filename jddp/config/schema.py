@@ -350,8 +350,11 @@ class CheckpointConfig(Section):
     best_mode: Literal["auto", "min", "max"] = option(
         "auto", "Whether smaller or larger is better; auto: by the metric's name."
     )
-    resume: Literal["auto", "never", "must"] = option(
-        "auto", "Resume from the last checkpoint: if there is one, never, or required.", "none"
+    resume: Literal["auto", "never", "must", "changed"] = option(
+        "auto",
+        "Resume from the last checkpoint: if there is one, never, or required; changed: also with "
+        "another model, loss or optimizer than the run's.",
+        "none",
     )
     start_from: PathOrURL | None = option(
         None, "Run whose state and place in the data a new run begins with."

@@ -15,12 +15,13 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.stages import Wrapped
 
 from jddp.distributed.waits import computing
 from jddp.engine.executor import call
 from jddp.engine.mesh import replicated, sharded
+from jddp.engine.program import Form, Program, digest_passes, digest_step, form_of
 from jddp.engine.spec import Step
 from jddp.engine.state import (
     CommState,
@@ -114,12 +115,9 @@ class CompiledSteps:
         spec = self.spec
         if inputs.rows is None:
             return self._noted(spec.reduction.plan(state.params), state), None
-        num_rows = self.count_rows_of_part(inputs.rows)
-        rows, constants = _shapes(inputs)
-        rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype), rows)
         # By the form of one micro-batch: the same micro-batch in a larger batch has the same
         # buckets, and is not traced again.
-        form = _form(part := Inputs(rows, constants))
+        form = _form(part := self._part(inputs))
         if form not in self._plans:
             traced = call(trace, spec, self.mesh, _shapes(state), part)
             if not self._plans:
@@ -132,6 +130,13 @@ class CompiledSteps:
         # Checked for each form of rows: another batch may leave other parameters unused.
         spec.optimizer.unused.check(self._plans[form][0])
         return self._plans[form]
+
+    def _part(self, inputs: Inputs) -> Inputs:
+        """Shapes of the inputs of one micro-batch."""
+        num_rows = self.count_rows_of_part(inputs.rows)
+        rows, constants = _shapes(inputs)
+        rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype), rows)
+        return Inputs(rows, constants)
 
     def _noted(self, plan: BucketPlan, state: TrainState, num_looped: int = 0) -> BucketPlan:
         """The plan, with notes on when buckets are sent, and on parameters that never are."""
@@ -246,6 +251,30 @@ class CompiledSteps:
     def trace(self, state: TrainState, inputs: Inputs) -> jax.stages.Traced:
         """Traces the step for a state and rows of one process, or for their shapes."""
         return call(self.step_for(state, inputs).trace, state, self._global(inputs))
+
+    def program(self, state: TrainState, inputs: Inputs, form: Form | None = None) -> Program:
+        """The digests of what is trained, of traces that a step makes anyway.
+
+        Args:
+          state: A state, or its shapes.
+          inputs: Inputs of this process, or their shapes.
+          form: Form of another program, in which model and loss are traced again where it differs.
+        """
+        step, part = self.trace(state, inputs).jaxpr, self._part(inputs)
+        own, traced = form_of(part.rows, self.mesh.size, self.spec.backward.num), self.traced
+        assert traced is not None  # of these rows, for which the step was traced
+        if form not in (None, own):
+            traced = self._trace_as(form, state, part)
+        digests = {**digest_passes(traced, self.spec.axis), **digest_step(step, self.spec)}
+        return Program(digests, form or own)
+
+    def _trace_as(self, form: Form, state: TrainState, part: Inputs) -> Traced:
+        """Traces the passes over a micro-batch in another form."""
+        backward = dataclasses.replace(self.spec.backward, num=form.num_micro_batches)
+        spec = dataclasses.replace(self.spec, backward=backward)
+        mesh = AbstractMesh((form.num_replicas,), (self.spec.axis,))
+        part = part._replace(rows=form.applied_to(part.rows))
+        return call(trace, spec, mesh, _shapes(self._one(state)), part)
 
     def sent(self, state: TrainState) -> BucketPlan:
         """The plan of the arrays that are sent: gradients, or parameters with local steps."""

@@ -30,6 +30,8 @@ from jddp.reduce.plan import BucketPlan
 from jddp.reduce.reduction import Reduction
 from jddp.typing import Grads, OptState, Params, PyTree
 
+OPTIMIZER = "optimizer_update"  # the scope of the equations of an optimizer
+
 
 @dataclass(frozen=True)
 class ReplicatedOptimizer:
@@ -83,8 +85,10 @@ class ReplicatedOptimizer:
         # Some optimizers, such as `reduce_on_plateau`, ask for the loss: it is global, so that all
         # replicas decide the same.
         tx = optax.with_extra_args_support(self.tx)
-        updates, opt_state = tx.update(grads, state.opt_state, before, value=value)
-        params = self._whole(optax.apply_updates(before, updates), state.params, plan)
+        with jax.named_scope(OPTIMIZER):
+            updates, opt_state = tx.update(grads, state.opt_state, before, value=value)
+            own = optax.apply_updates(before, updates)
+        params = self._whole(own, state.params, plan)
         # After the update, since weight decay and momentum move a parameter also with a gradient of
         # 0.
         after, before = (params, opt_state), (state.params, state.opt_state)

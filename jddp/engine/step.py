@@ -9,24 +9,25 @@ synchronized batch norm.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 from jax import P
-from jax.extend.core import Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import Mesh
 from jax.stages import Wrapped
 
 from jddp.engine.backward import Local
 from jddp.engine.mesh import input_specs, over_replicas, platform
 from jddp.engine.spec import Step
-from jddp.engine.state import Inputs, TrainState, specs
+from jddp.engine.state import Inputs, TrainState, name_of, specs
 from jddp.engine.sync import EveryStep
 from jddp.jaxprs import uses_rng
 from jddp.modules.metrics import Sums, mean_tree, means
 from jddp.modules.reached import reached_by, uses_constant_key
 from jddp.reduce.average import compiler_options
 from jddp.reduce.plan import BucketPlan
-from jddp.typing import Grads, Metrics, ModelState
+from jddp.typing import Grads, Metrics, ModelState, PyTree
 
 
 def replica_step(
@@ -117,6 +118,10 @@ class Traced:
       has_constant_key: Whether the forward pass uses random numbers of a key made from constants.
       has_batch_statistics: Whether rows reach statistics of a batch norm; False where a step has
         but one micro-batch, of which nobody asks.
+      forward: Equations of the forward pass of all replicas. Its results are the sums, the other
+        state of the model, and the constants of the backward pass.
+      backward: Equations of the backward pass of one replica.
+      inputs: Paths of the inputs of the forward pass.
     """
 
     ready: tuple[int | None, ...]
@@ -125,6 +130,9 @@ class Traced:
     uses_rng: bool
     has_constant_key: bool
     has_batch_statistics: bool
+    forward: ClosedJaxpr
+    backward: Jaxpr
+    inputs: tuple[str, ...]
 
 
 def trace(step: Step, mesh: Mesh, state: TrainState, inputs: Inputs) -> Traced:
@@ -138,29 +146,39 @@ def trace(step: Step, mesh: Mesh, state: TrainState, inputs: Inputs) -> Traced:
     """
     traced = []
 
-    def replica(state: TrainState, inputs: Inputs) -> tuple[Sums, ModelState]:
+    def replica(state: TrainState, inputs: Inputs) -> tuple[Sums, ModelState, list[Any]]:
         backward, sums, model_state = step.backward.trace(state, inputs)
         traced.append(backward)
-        return sums, model_state
+        return sums, model_state, backward.traced.consts
 
     # Mapped as the step is, so that a model that names the axis of the replicas can be traced; but
     # nothing is reduced, so specs that are not true do no harm.
     program = over_replicas(replica, mesh, P(), P())
-    forward, (sums, after) = jax.make_jaxpr(program, return_shape=True)(state, inputs)
+    forward, results = jax.make_jaxpr(program, return_shape=True)(state, inputs)
     (backward,) = traced
     step.replicas.check(forward.jaxpr)
     # Both passes: a custom backward pass may use random numbers where the forward pass does not.
     draws = uses_rng(forward.jaxpr) or uses_rng(backward.traced.jaxpr)
-    is_constant = draws and uses_constant_key(forward.jaxpr)
     is_parted = step.backward.num > 1
-    has_statistics = is_parted and _reach_statistics(step, forward.jaxpr, (state, inputs), after)
-    return Traced(backward.ready, backward.num_looped, sums, draws, is_constant, has_statistics)
+    given = state, inputs
+    return Traced(
+        ready=backward.ready,
+        num_looped=backward.num_looped,
+        sums=results[0],
+        uses_rng=draws,
+        has_constant_key=draws and uses_constant_key(forward.jaxpr),
+        has_batch_statistics=is_parted and _reach_statistics(step, forward.jaxpr, given, results),
+        forward=forward,
+        backward=backward.traced.jaxpr,
+        inputs=tuple(name_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(given)),
+    )
 
 
 def _reach_statistics(
-    step: Step, forward: Jaxpr, given: tuple[TrainState, Inputs], after: ModelState
+    step: Step, forward: Jaxpr, given: tuple[TrainState, Inputs], results: PyTree
 ) -> bool:
     """Whether rows reach statistics of a batch norm in the traced forward pass."""
+    _, after, _ = results
     is_statistic = [
         step.model.is_statistic(path) for path, _ in jax.tree_util.tree_leaves_with_path(after)
     ]
@@ -169,5 +187,6 @@ def _reach_statistics(
     constants = jax.tree.map(lambda _: False, inputs.constants)
     labels = jax.tree.map(lambda _: False, state), Inputs(rows, constants)
     reached = reached_by(forward, jax.tree.leaves(labels))
-    of_state = reached[len(reached) - len(is_statistic) :]
+    labels = jax.tree.unflatten(jax.tree.structure(results), reached)
+    of_state = jax.tree.leaves(labels[1])
     return any(x and y for x, y in zip(of_state, is_statistic, strict=True))

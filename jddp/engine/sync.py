@@ -19,6 +19,7 @@ from jax import lax
 from jaxtyping import Array
 
 from jddp.engine.backward import Local
+from jddp.engine.optimizer import OPTIMIZER
 from jddp.engine.state import KeepsOwn, TrainState, is_float, name_of, own_layouts
 from jddp.engine.view import Own, View
 from jddp.errors import ConfigError
@@ -249,8 +250,9 @@ class LocalSteps(EveryStep):
             # Of all parameters, also of those that no gradient reaches.
             mean, _ = reduction(Finished(moved), (), reduction.plan(params))
         # The same on every replica, from the same mean: outer parameters need not be sent.
-        updates, opt_state = self.outer.update(mean, outer["opt_state"], start)
-        params = optax.apply_updates(start, updates)
+        with jax.named_scope(OPTIMIZER):
+            updates, opt_state = self.outer.update(mean, outer["opt_state"], start)
+            params = optax.apply_updates(start, updates)
         return params, {"params": params, "opt_state": opt_state}
 
     def _is_plain(self, state: TrainState) -> Array:

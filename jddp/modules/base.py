@@ -20,6 +20,8 @@ from jddp.typing import Batch, LossFn, ModelState, Params, Path, PyTree
 
 STATISTICS = {"batch_stats", "BatchStat"}  # kinds of state, in Linen and in NNX
 
+LOSS = "loss"  # the scope of the equations of a loss
+
 
 class FlaxModel(abc.ABC):
     """The interface of a model to a step.
@@ -177,10 +179,11 @@ def name_key(loss_fn: LossFn, key: jax.Array) -> LossFn:
 def call_loss(loss_fn: LossFn, model: Any, batch: Batch, *, train: bool) -> Any:
     """Calls a loss, and passes `train` if it has that argument."""
     try:
-        if not takes_train(loss_fn):
-            return loss_fn(model, batch)
-        by_name = "train" in inspect.signature(loss_fn).parameters
-        return loss_fn(model, batch, train=train) if by_name else loss_fn(model, batch, train)
+        with jax.named_scope(LOSS):
+            if not takes_train(loss_fn):
+                return loss_fn(model, batch)
+            by_name = "train" in inspect.signature(loss_fn).parameters
+            return loss_fn(model, batch, train=train) if by_name else loss_fn(model, batch, train)
     except (KeyError, TypeError) as error:
         is_named, reads = isinstance(batch, Mapping), str(error)
         asks = isinstance(error, KeyError) if is_named else "indices must be" in reads

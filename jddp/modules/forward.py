@@ -23,6 +23,7 @@ from jddp.modules.varying import EQUAL, GROUPED, VARYING, find_varying
 from jddp.typing import Batch, LossFn, ModelState, Params, Path, PyTree
 
 _NUMBERS = jax.Array | np.ndarray | np.generic | float | int
+SYNC = "sync_state"  # the scope of the equations by which replicas agree on state
 
 
 def run_forward(
@@ -79,7 +80,8 @@ def run_and_settle(
         return run(params, model_state, *inputs)
     evaluate, labels = trace_state(model, run, params, model_state, *inputs)
     loss, (sums, new) = evaluate()
-    return loss, (sums, settle(model_state, new, labels, model, mask_in(inputs[0])))
+    with jax.named_scope(SYNC):
+        return loss, (sums, settle(model_state, new, labels, model, mask_in(inputs[0])))
 
 
 def trace_state(

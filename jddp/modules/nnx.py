@@ -41,9 +41,9 @@ class NnxModel(FlaxModel):
         casts = Casts(self.compute_dtype)
         module = nnx.merge(self._graph, casts.narrow(params), rngs, model_state["rest"])
         module.train()
-        casts.of_nnx(module)
         sync_nnx(module, self.sync, is_synced=self.batch_norm == "sync")
-        outputs = self.call(loss_fn, module, batch, train=True)
+        with casts.of_nnx(module):
+            outputs = self.call(loss_fn, module, batch, train=True)
         parts: Any = nnx.split(module, nnx.Param, nnx.RngState, ...)
         _, own, _, left = parts
         if _paths(nnx.to_pure_dict(own)) != _paths(params):
@@ -62,8 +62,8 @@ class NnxModel(FlaxModel):
         rngs = jax.tree.map(lambda leaf: _fold(leaf, key), model_state["rngs"])
         casts, state = Casts(self.compute_dtype), {"rngs": rngs, "rest": model_state["rest"]}
         module = self.rebuild(casts.narrow(params), state)
-        casts.of_nnx(module)
-        return self.call(loss_fn, module, batch, train=False)
+        with casts.of_nnx(module):
+            return self.call(loss_fn, module, batch, train=False)
 
     def split(self, values: PyTree) -> tuple[Params, ModelState]:
         """Splits a state by kinds of variables, or takes bare parameters."""

@@ -4,16 +4,21 @@
     params = casts.narrow(params)                     # where the loss begins
     outputs = casts.call(model.__call__, *inputs)     # and where it calls the model
 
+What a loss calls of a model is traced in the scope "model", whether anything is cast or not.
+
 Inputs of the model are cast, and its outputs cast back, so that the loss, like batch
 statistics and the gradients of parameters, is in float32. Layers take the dtype of their inputs
 and parameters; a layer that names another dtype is refused. The policy is that of Micikevicius et
 al., "Mixed Precision Training", ICLR 2018, https://arxiv.org/abs/1710.03740.
 """
 
+import functools
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import jax
@@ -25,9 +30,11 @@ from flax import nnx
 from jddp.errors import ConfigError
 from jddp.typing import PyTree
 
+MODEL = "model"  # the scope of the equations of a model, inside those of its loss
+
 
 class Casts:
-    """The casts of one run of a loss.
+    """The casts of one run of a loss, and the scope of what it calls of the model.
 
     Args:
       dtype: Dtype of the arithmetic; None casts nothing.
@@ -35,7 +42,7 @@ class Casts:
 
     def __init__(self, dtype: np.dtype | None) -> None:
         self._dtype = dtype
-        self._is_inside = dtype is None
+        self._is_inside = False
 
     def narrow(self, tree: PyTree) -> PyTree:
         """The tree with floating arrays in the dtype of the arithmetic."""
@@ -47,7 +54,9 @@ class Casts:
             return method(*args, **kwargs)
         self._is_inside = True
         try:
-            return _cast(method(*self.narrow(args), **self.narrow(kwargs)), "float32")
+            with jax.named_scope(MODEL):
+                outputs = method(*self.narrow(args), **self.narrow(kwargs))
+                return outputs if self._dtype is None else _cast(outputs, "float32")
         finally:
             self._is_inside = False
 
@@ -75,27 +84,44 @@ class Casts:
                 self.check(layer, "/".join(layer.path))
             return self.call(call, *args, **kwargs)
 
-        return nullcontext() if self._dtype is None else nn.intercept_methods(intercept)
+        return nn.intercept_methods(intercept)
 
-    def of_nnx(self, module: nnx.Module) -> None:
-        """Makes the outermost methods of an NNX module cast; it is the step's own copy."""
-        if self._dtype is None:
-            return
-        for path, layer in nnx.iter_modules(module):
+    @contextmanager
+    def of_nnx(self, module: nnx.Module) -> Iterator[None]:
+        """While open, the outermost methods of an NNX module cast; it is the step's own copy."""
+        for path, layer in nnx.iter_modules(module) if self._dtype is not None else ():
             given = getattr(layer, "dtype", self._dtype)
             # An Embed without a dtype takes that of its parameters; a BatchNorm's output would have
             # that of its statistics.
             if given is None or (isinstance(layer, nnx.Embed) and given == layer.param_dtype):
                 object.__setattr__(layer, "dtype", self._dtype)
             self.check(layer, "/".join(map(str, path)))
-        cls: Any = type(module)
-        found = inspect.getmembers(cls, inspect.isfunction)
-        casting = {name: self._casting(method) for name, method in found if _is_own(name)}
-        module.__class__ = type(cls.__name__, (cls,), casting)
+        module.__class__ = _casting_class(type(module))
+        token = _CASTS_HERE.set(self)
+        try:
+            yield
+        finally:
+            _CASTS_HERE.reset(token)
 
-    def _casting(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        # The module is a tree of arrays too, and stays as it is.
-        return lambda module, *args, **kwargs: self.call(partial(function, module), *args, **kwargs)
+
+_CASTS_HERE: ContextVar[Casts] = ContextVar("casts")
+
+
+@functools.cache
+def _casting_class(cls: Any) -> Any:
+    """The class, whose methods are called by the casts of the loss that runs."""
+
+    def casting(function: Callable[..., Any]) -> Callable[..., Any]:
+        def method(module: Any, *args: Any, **kwargs: Any) -> Any:
+            # The module is a tree of arrays too, and stays as it is.
+            return _CASTS_HERE.get().call(partial(function, module), *args, **kwargs)
+
+        return functools.wraps(function)(method)
+
+    found = {name: inspect.getattr_static(cls, name) for name in dir(cls) if _is_own(name)}
+    methods = {name: casting(x) for name, x in found.items() if isinstance(x, FunctionType)}
+    named = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    return type(cls.__name__, (cls,), {**named, **methods})
 
 
 def _is_own(name: str) -> bool:

@@ -36,6 +36,7 @@ from jddp.trainer.reports.metrics_file import as_json
 from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.resume_notes import changed_rate, changed_settings, differences
 from jddp.trainer.run import Run
+from jddp.trainer.same_program import SameProgram
 from jddp.trainer.saving import Saving
 from jddp.trainer.watching import EarlyStopping, conclusions, judge_again, settings_of, watching
 from jddp.typing import Batch
@@ -103,11 +104,15 @@ class Loop:
         # The notes are on the checkpoint that the run resumes from.
         self._position, self._notes = source.position, list[str]()
         self._stopping_before = list[EarlyStopping]()  # of the run that was saved
+        self._program: SameProgram | None = None  # of a run that is kept
 
     def resume(self) -> None:
         """Restores the newest checkpoint, if there is one, and drops the records of later steps."""
         run, files, plan = self.run, self._files, self._plan
-        restored = None if files is None else self._saving.restore(run.state)
+        restored = None
+        if files is not None:
+            restored = self._saving.restore(run.state)
+            self._program = SameProgram(self._ddp, run.state, self._source.peek(), self._about)
         if restored is not None:
             run.step, run.state, beside = restored
             try:
@@ -139,6 +144,8 @@ class Loop:
         self._stopping_before = [EarlyStopping(**x) for x in beside.get("early_stopping", [])]
         before, now = beside.get("learning_rate"), self._reporter.learning_rate(run.step)
         changes = [changed_settings(beside, self._about), changed_rate(run.step, before, now)]
+        if self._program is not None:
+            changes.insert(0, self._program.compare(run.step, beside, self._plan.resume))
         if beside["world"] != (world := self._ddp.steps.topology):
             draws = uses_rng(self._ddp, self._source.peek())
             stateful = any(map(is_float, jax.tree.leaves(run.state.model_state)))
@@ -360,6 +367,7 @@ class Loop:
             "skipped": [self._numerics.skipped, self._numerics.in_a_row],
             "world": self._ddp.steps.topology,
             "learning_rate": self._reporter.learning_rate(run.step),
+            "program": None if self._program is None else self._program.kept,
             **self._about,
         }
         self._saving.save(where, run.step, run.state, beside)

@@ -24,7 +24,7 @@ class Plan:
       save_every_steps: Steps between checkpoints.
       keep: Number of newest checkpoints to keep.
       keep_every_steps: Steps between checkpoints that are kept for good, or None.
-      resume: "auto", "never" or "must".
+      resume: "auto", "never", "must" or "changed".
       evaluation: Evaluation batches, iterated again each time, or None.
       eval_params: "params" or "ema".
       learning_rate: Learning rate as a function of the step, for the records, or None.
@@ -64,5 +64,5 @@ class Plan:
                 raise ConfigError(f"{name} is a whole number; got {value!r}.")
             if value < 1:
                 raise ConfigError(f"{name} is at least 1; got {value}.")
-        check_choice("resume", self.resume, ("auto", "never", "must"))
+        check_choice("resume", self.resume, ("auto", "never", "must", "changed"))
         check_choice("eval_params", self.eval_params, ("params", "ema"))

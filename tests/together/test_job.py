@@ -684,6 +684,24 @@ def test_a_changed_key_is_refused_until_it_is_allowed(mine, capsys):
     assert read_values(Path("run/config.yaml"))["optimizer"]["learning_rate"] == 0.5
 
 
+def test_an_edited_loss_is_another_program_under_the_same_config(mine, capsys):
+    fit(of_steps(2))
+    (mine / "mine.py").write_text(MINE.replace("** power", "** (power + 1)"))
+    del sys.modules["mine"]
+    for num_steps in (2, 4):
+        with pytest.raises(ConfigError, match=r"step 2 .*another loss.*checkpoint\.resume=changed"):
+            fit(of_steps(num_steps))
+    assert fit(of_steps(4), **{"checkpoint.resume": "changed"}).step == 4
+    assert "another program: loss differs" in printed(capsys)
+    # A key that is allowed to change is as good a reason, and so is the length of a schedule.
+    longer = of_steps(5, checkpoint={"allow_changed": ["loss.kwargs.power"]})
+    assert fit(longer, **{"loss.kwargs.power": 3}).step == 5
+    scheduled = {"schedule": "cosine_decay_schedule", "loss": {"target": "mine:absolute_error"}}
+    for num_steps in (2, 4):
+        assert fit(of_steps(num_steps, "scheduled", **scheduled)).step == num_steps
+    assert "another program" not in printed(capsys)
+
+
 def test_a_run_has_one_source_of_weights_and_allows_keys_that_there_are():
     with pytest.raises(ConfigError, match="drop model.init_from"):
         own_config(checkpoint={"start_from": "a"}, model={"target": "mine:Line", "init_from": "b"})

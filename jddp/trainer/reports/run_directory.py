@@ -278,22 +278,39 @@ def compare(before: Values, now: Values) -> tuple[list[str], list[str]]:
       "key is old there, new here" for every key that may not differ, and "key old -> new" for those
       that may: free ones, but for those of one start, and those in `checkpoint.allow_changed`.
     """
-    from jddp.config.effects import default_of, in_effect
-    from jddp.config.files import flatten
-
-    # Empty sections are left out.
-    old, new = ({key: x for key, x in flatten(y).items() if x != {}} for y in (before, now))
-    # A run of an earlier version lacks newer keys, and was trained by their defaults.
-    old |= {key: default_of(key, MISSING) for key in new.keys() - old.keys()}
-    old, new = in_effect(old), in_effect(new)
     refused, changed = list[str](), list[str]()
-    for key in [key for key in old if old[key] != new.get(key, MISSING)]:
-        was, becomes = old[key], new.get(key, MISSING)
-        if not (is_free(key, was, becomes) or key in new.get("checkpoint.allow_changed", [])):
+    allowed = _flat(now).get("checkpoint.allow_changed", [])
+    for key, was, becomes in _differing(before, now):
+        if not (is_free(key, was, becomes) or key in allowed):
             refused.append(f"{key} is {_show(was)} there, {_show(becomes)} here")
         elif key not in KEYS_OF_A_START:
             changed.append(f"{key} {_show(was)} -> {_show(becomes)}")
     return refused, changed
+
+
+def changed_keys(before: Values, now: Values) -> list[str]:
+    """The keys that differ between two configs, and may change the numbers of later steps."""
+    return [key for key, *values in _differing(before, now) if not is_free(key, *values)]
+
+
+def _differing(before: Values, now: Values) -> Iterator[tuple[str, Any, Any]]:
+    """The keys that differ, with the value before and now."""
+    from jddp.config.effects import default_of, in_effect
+
+    old, new = _flat(before), _flat(now)
+    # A run of an earlier version lacks newer keys, and was trained by their defaults.
+    old |= {key: default_of(key, MISSING) for key in new.keys() - old.keys()}
+    old, new = in_effect(old), in_effect(new)
+    for key, was in old.items():
+        if was != (becomes := new.get(key, MISSING)):
+            yield key, was, becomes
+
+
+def _flat(values: Values) -> dict[str, Any]:
+    """Values by dotted keys, without empty sections."""
+    from jddp.config.files import flatten
+
+    return {key: x for key, x in flatten(values).items() if x != {}}
 
 
 def is_free(key: str, old: Any, new: Any) -> bool:

@@ -1,0 +1,117 @@
+"""Whether a run resumes with the model, the loss and the optimizer that it was trained with.
+
+`run.json` of a checkpoint keeps digests of the program, and a run that resumes compares its own.
+Where a config allows a change (`train.num_steps`, `checkpoint.allow_changed`), the parts that its
+keys describe may differ; another version of a package may make other equations of the same code.
+Any other difference is refused, unless `resume="changed"` continues with the new program.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from jddp.config.versions import source_hash
+from jddp.engine.program import PARTS, Form, Program
+from jddp.engine.state import TrainState
+from jddp.errors import ConfigError
+from jddp.trainer.reports.run_directory import changed_keys
+from jddp.typing import Batch
+
+# Packages whose versions may trace other equations of the same code.
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "jddp")
+Kept = dict[str, Any]  # the program as run.json keeps it
+
+
+class SameProgram:
+    """The program of a run, and its comparison with that of a checkpoint.
+
+    Args:
+      ddp: A `jddp.DataParallel`.
+      state: The first state, for its shapes.
+      batch: The first rows of this process, or their shapes.
+      about: Metadata of every checkpoint, with the config, the versions and the plan.
+
+    Attributes:
+      kept: The program for `run.json`, with the changes of the run so far.
+    """
+
+    def __init__(self, ddp: Any, state: TrainState, batch: Batch, about: Mapping[str, Any]) -> None:
+        self._ddp, self._state, self._batch, self._about = ddp, state, batch, about
+        self._program: Program = ddp.program(state, batch)
+        versions = about["manifest"]["versions"]
+        made_by = {name: versions[name] for name in PACKAGES}
+        made_by |= {"code of jddp": source_hash(), "platform": jax.default_backend()}
+        self.kept: Kept = {
+            "digests": dict(self._program.digests),
+            "form": dataclasses.asdict(self._program.form),
+            "made_by": made_by,
+            "changes": [],
+        }
+
+    def compare(self, step: int, beside: Mapping[str, Any], resume: str) -> str | None:
+        """Compares with the program that a checkpoint keeps; records a difference in `kept`.
+
+        Args:
+          step: Step of the checkpoint.
+          beside: Run data of the checkpoint, which in an earlier version hold no program.
+          resume: "changed" to continue with another program.
+
+        Returns:
+          A note on the difference, or None.
+
+        Raises:
+          ConfigError: If a part differs that may not.
+        """
+        before: Kept | None = beside.get("program")
+        if before is None:
+            return None
+        self.kept["changes"] = before["changes"]
+        differ = self._differing(before)
+        if not differ:
+            return None
+        parts, verb = " and ".join(differ), "differs" if len(differ) == 1 else "differ"
+        by = {k: f"{k} {x} -> {self.kept['made_by'][k]}" for k, x in before["made_by"].items()}
+        others = [by[k] for k, x in before["made_by"].items() if x != self.kept["made_by"][k]]
+        refused = [part for part in differ if part not in self._allowed(beside)]
+        if refused and not others and resume != "changed":
+            raise ConfigError(
+                f"The program differs from that of step {step} of this run: another "
+                f"{' and '.join(refused)}, in equations or constants. Undo the change, or choose "
+                "another run.dir; or continue this run with the new program: resume='changed' "
+                "(checkpoint.resume=changed of a config)."
+            )
+        change = {"step": step, "parts": differ, "digests": before["digests"]}
+        self.kept["changes"] = [*before["changes"], {**change, "made_by": before["made_by"]}]
+        if not refused:
+            return None  # The keys that allow it are reported.
+        why = "as resume=changed allows"
+        if others:
+            why = f"as another version may make them ({', '.join(others)})"
+        return f"another program: {parts} {verb} in equations or constants, {why}"
+
+    def _differing(self, before: Kept) -> list[str]:
+        """The parts that differ, of programs in the same form."""
+        form, program = before["form"], self._program
+        rows = {name: (tuple(shape), dtype) for name, (shape, dtype) in form["rows"].items()}
+        form = Form(**{**form, "rows": rows})
+        if form != program.form:
+            try:
+                program = self._ddp.program(self._state, self._batch, form)
+            except Exception:  # of the loss, for which rows of that form are no rows
+                return list(PARTS)
+        return [part for part in PARTS if before["digests"][part] != program.digests[part]]
+
+    def _allowed(self, beside: Mapping[str, Any]) -> set[str]:
+        """Parts that follow from keys of the config which differ, and may."""
+        old, new, allowed = beside.get("config"), self._about["config"], set[str]()
+        if old is None or new is None:
+            return allowed
+        # A schedule without a length of its own has that of the run.
+        if beside["plan"]["num_steps"] != self._about["plan"]["num_steps"]:
+            allowed.add("optimizer")
+        for key in changed_keys(old, new):
+            section = key.partition(".")[0]
+            allowed |= {section} if section in PARTS else set(PARTS)
+        return allowed

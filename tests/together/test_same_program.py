@@ -1,0 +1,232 @@
+"""A run resumes with the model, the loss and the optimizer that it was trained with."""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from tiny import MODELS, NUM_CLASSES, loss_fn, make_batch
+
+import jddp
+from jddp.checkpoint.checksums import seal
+from jddp.errors import ConfigError
+
+WEIGHTS = np.linspace(1, 2, NUM_CLASSES, dtype=np.float32)
+
+
+class MLP(nn.Module):
+    activation: str = "relu"
+    offset: float = 0.0
+
+    @nn.compact
+    def __call__(self, x, train):
+        x = getattr(nn, self.activation)(nn.Dense(8)(x) + self.offset)
+        return nn.Dense(NUM_CLASSES)(x)
+
+
+class NnxMLP(nnx.Module):
+    def __init__(self, activation="relu"):
+        self.first = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
+        self.second = nnx.Linear(8, NUM_CLASSES, rngs=nnx.Rngs(1))
+        self.activation = activation
+
+    def __call__(self, x, train):
+        return self.second(getattr(nnx, self.activation)(self.first(x)))
+
+
+def smooth_loss(model, batch, train):
+    logits = model(batch["x"], train=train)
+    labels = optax.smooth_labels(jax.nn.one_hot(batch["y"], NUM_CLASSES), 0.1)
+    return optax.softmax_cross_entropy(logits, labels)
+
+
+def weighted_by(weights):
+    def loss(model, batch, train):
+        losses, _ = loss_fn(model, batch, train)
+        return losses * jnp.asarray(weights)[batch["y"]]
+
+    return loss
+
+
+@jax.custom_vjp
+def scaled(x):
+    return x
+
+
+scaled.defvjp(lambda x: (x, None), lambda _, g: (2 * g,))
+
+
+def scaled_loss(model, batch, train):
+    return loss_fn(lambda x, train: scaled(model(x, train=train)), batch, train)
+
+
+def wrapped(model=None, optimizer=None, loss=loss_fn, *, mesh=2, **options):
+    return jddp.DataParallel(
+        model or MLP(), optimizer or optax.adamw(1e-3), loss, mesh=mesh, **options
+    )
+
+
+def fit(ddp, path, num_steps=2, *, rows=16, masked=False, **options):
+    batches = [make_batch(rows, masked=masked)] * num_steps
+    return ddp.fit(batches, num_steps=num_steps, run_dir=path, **options)
+
+
+@functools.cache
+def own_digests():
+    return digests()
+
+
+def digests(**options):
+    ddp = wrapped(**options)
+    batch = make_batch()
+    return dict(ddp.program(ddp.init(0, batch), batch).digests)
+
+
+OTHERS = {
+    "an activation": ("model", {"model": MLP(activation="gelu")}),
+    "a constant of the model": ("model", {"model": MLP(offset=0.5)}),
+    "another loss": ("loss", {"loss": smooth_loss}),
+    "a gradient": ("loss", {"loss": scaled_loss}),
+    "weights of classes": ("loss", {"loss": weighted_by(WEIGHTS)}),
+    "a learning rate": ("optimizer", {"optimizer": optax.adamw(1e-2)}),
+    "a schedule": ("optimizer", {"optimizer": optax.adamw(optax.linear_schedule(1e-3, 0, 9))}),
+    "weight decay": ("optimizer", {"optimizer": optax.adamw(1e-3, weight_decay=0.1)}),
+    "clipping": ("optimizer", {"max_grad_norm": 1.0}),
+}
+
+
+@pytest.mark.parametrize("part, options", OTHERS.values(), ids=OTHERS)
+def test_each_part_of_a_program_has_a_digest_of_its_own(part, options):
+    before, after = own_digests(), digests(**options)
+    assert [name for name in before if before[name] != after[name]] == [part]
+
+
+def test_constants_count_by_their_values():
+    one, same, other = (
+        digests(loss=weighted_by(x)) for x in (WEIGHTS, WEIGHTS.copy(), 2 * WEIGHTS)
+    )
+    assert one == same != other
+    rates = [jnp.asarray([0.1, 0.2]), jnp.asarray([0.1, 0.3])]
+    first, second = (
+        digests(optimizer=optax.sgd(lambda i, x=x: x[i % 2]))["optimizer"] for x in rates
+    )
+    assert first != second
+
+
+def test_models_of_nnx_have_a_digest_too():
+    relu, same, gelu = (digests(model=NnxMLP(x)) for x in ("relu", "relu", "gelu"))
+    assert relu == same
+    assert relu["model"] != gelu["model"]
+    assert relu["loss"] == gelu["loss"] == own_digests()["loss"]
+
+
+PROGRAM = """
+import jax
+jax.config.update("jax_num_cpu_devices", 2)
+from test_same_program import *
+ddp = wrapped(MODELS[sys.argv[1]](), optax.adamw(optax.cosine_decay_schedule(1e-3, 5)),
+              weighted_by(WEIGHTS), max_grad_norm=1.0, ema_decay=0.9)
+ddp.lower(make_batch(64))  # what was traced before leaves nothing in a digest
+print(dict(ddp.program(ddp.init(0, make_batch()), make_batch()).digests))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["transformer", "nnx"])
+def test_digests_are_the_same_in_every_process(model):
+    def printed(seed):
+        paths = os.pathsep.join(["tests", "tests/together"])
+        env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
+        command = [sys.executable, "-c", PROGRAM, model]
+        return subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout
+
+    assert printed("1") == printed("2") != ""
+
+
+@pytest.mark.parametrize("name, options", [(n, o) for _, (n, o) in sorted(OTHERS.items())][::4])
+def test_another_program_is_refused_also_where_nothing_is_left_to_do(tmp_path, name, options):
+    fit(wrapped(), tmp_path)
+    for num_steps in (2, 4):
+        with pytest.raises(ConfigError, match=rf"step 2 .* another {name}, .*resume='changed'"):
+            fit(wrapped(**options), tmp_path, num_steps)
+    assert fit(wrapped(), tmp_path, 4).step == 4
+
+
+def test_a_run_continues_with_another_program_on_request_and_records_it(tmp_path, capsys):
+    fit(wrapped(), tmp_path)
+    other = {"model": MLP(activation="tanh"), "optimizer": optax.adamw(1e-2)}
+    fit(wrapped(**other), tmp_path, 4, resume="changed")
+    assert "another program: model and optimizer differ" in capsys.readouterr().out
+    kept = json.loads((tmp_path / "checkpoints/4/run.json").read_text())["program"]
+    (change,) = kept["changes"]
+    assert (change["step"], change["parts"]) == (2, ["model", "optimizer"])
+    assert change["digests"] == own_digests()
+    run = fit(wrapped(**other), tmp_path, 6)  # the program of the newest checkpoint
+    assert "another program" not in capsys.readouterr().out
+    assert run.step == 6
+    with pytest.raises(ConfigError, match="step 6 .* another model and optimizer"):
+        fit(wrapped(), tmp_path, 8)
+
+
+WORLDS = [
+    ({"mesh": 1}, {}),
+    ({"mesh": 8}, {"rows": 32}),
+    ({"accumulate_steps": 4}, {}),
+    ({"shard_optimizer": True}, {"masked": True}),
+    ({"mesh": 4, "layout": "flat", "overlap": True, "bucket_mb": 0.0001}, {"rows": 4}),
+]
+
+
+OF_MODELS = ["conv", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mlp", "nnx"))]
+
+
+@pytest.mark.parametrize("name", OF_MODELS)
+def test_other_devices_batches_and_forms_of_a_step_are_the_same_program(tmp_path, name, capsys):
+    options = {"model": MODELS[name](), "max_grad_norm": 1.0}
+    fit(wrapped(**options), tmp_path, masked=True)
+    for num_steps, (of_step, of_run) in enumerate(WORLDS, start=3):
+        fit(wrapped(**options, **of_step), tmp_path, num_steps, **of_run)
+    assert "another program" not in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="another optimizer"):
+        fit(wrapped(**options, mesh=1, optimizer=optax.adamw(1e-2)), tmp_path, 9)
+
+
+def test_columns_that_nothing_reads_are_no_part_of_a_program(tmp_path):
+    fit(wrapped(), tmp_path)
+    batch = {**make_batch(8), "name": np.arange(8)}
+    assert wrapped().fit([batch] * 4, num_steps=4, run_dir=tmp_path).step == 4
+
+
+def rewrite(path, change):
+    """Changes the program that the only checkpoint keeps, and the digest of its file."""
+    (folder,) = (path / "checkpoints").glob("[0-9]*")
+    beside = json.loads((folder / "run.json").read_text())
+    change(beside)
+    (folder / "run.json").write_text(json.dumps(beside))
+    (folder / "SHA256SUMS").unlink()
+    seal(folder)
+
+
+def test_another_version_of_jax_is_a_note(tmp_path, capsys):
+    for number, rate in enumerate((1e-3, 1e-2)):
+        path = tmp_path / str(number)
+        fit(wrapped(), path)
+        rewrite(path, lambda beside: beside["program"]["made_by"].update(jax="0.0.1"))
+        fit(wrapped(optimizer=optax.adamw(rate)), path, 4)
+        shown = " ".join(capsys.readouterr().out.split())
+        note = f"as another version may make them (jax 0.0.1 -> {jax.__version__})"
+        assert (note in shown) == (rate == 1e-2)
+
+
+def test_a_run_of_an_earlier_version_resumes(tmp_path):
+    fit(wrapped(), tmp_path)
+    rewrite(tmp_path, lambda beside: beside.pop("program"))
+    assert fit(wrapped(optimizer=optax.adamw(1e-2)), tmp_path, 4).step == 4
