@@ -15,15 +15,28 @@ def is_url(path: str | Path) -> bool:
     return re.match(r"[A-Za-z][\w+.-]+://", str(path)) is not None
 
 
-def folder_or_url(path: str | Path) -> str | Path:
-    """As `expand`, but for a URL, which is left as it is.
+def folder_or_url(path: str | Path, *, folder: Path | None = None) -> str | Path:
+    """As `absolute`, but for a URL, which is left as it is.
 
     Raises:
       ConfigError: If it is empty, the home directory is not known, or a `Path` was made of a URL.
     """
     if not str(path):
         raise ConfigError("run_dir='' names no folder. Give one, or None to keep nothing.")
-    return path if is_url(path) else expand(path)
+    return path if is_url(path) else absolute(path, folder=folder)
+
+
+def absolute(path: str | Path, *, folder: Path | None = None) -> Path:
+    """As `expand`, for a path that is used later: a program may change its working directory.
+
+    Args:
+      path: The path.
+      folder: Folder that a relative path belongs to; by default the working directory.
+
+    Raises:
+      ConfigError: As `expand`.
+    """
+    return (folder or Path.cwd()) / expand(path)
 
 
 def expand(path: str | Path) -> Path:

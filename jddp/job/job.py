@@ -21,6 +21,7 @@ from jddp.checkpoint.folders import finished
 from jddp.checkpoint.remote import local_copy
 from jddp.checkpoint.weights import Misfit
 from jddp.config.files import flatten, load_config, with_overrides
+from jddp.config.permissions import folder_or_url
 from jddp.config.schema import Config
 from jddp.config.versions import source_hash, versions
 from jddp.data import DataSet, TrainBatches, WorkerBatches, count_steps, eval_batches, load_weights
@@ -82,6 +83,7 @@ class Job:
       learning_rate: The schedule, or None if the optimizer has its own.
       data: The examples, or None if they are absent and were not needed.
       data_error: Reason for their absence.
+      folder: Working directory when it was built, to which its relative paths belong.
     """
 
     config: Config
@@ -91,6 +93,7 @@ class Job:
     learning_rate: Schedule | None
     data: DataSet | None
     data_error: str = ""
+    folder: Path | None = None
 
     @property
     def is_writer(self) -> bool:
@@ -129,7 +132,7 @@ class Job:
                 state=self._state_of_another(batches)
                 or (None if config.model.init_from is None else self._init_from_weights),
                 evaluate=test_batches(config, self.data),
-                run_dir=config.run.dir,
+                run_dir=self._place(config.run.dir),
                 callbacks=[*keep_best, *stopping, *callbacks],
                 seed=config.seed,
                 save_every_steps=config.checkpoint.every_steps,
@@ -144,8 +147,9 @@ class Job:
     def _init_from_weights(self, batch: Batch) -> TrainState:
         """The first state, whose parameters are read from a file or a run."""
         model, seed = self.config.model, self.config.seed
+        path = self._place(model.init_from)
         try:
-            state = self.ddp.init(seed, batch, model.init_from, partial=model.weights_partial)
+            state = self.ddp.init(seed, batch, path, partial=model.weights_partial)
         except Misfit as error:
             raise ConfigError(
                 f"model.init_from: {model.init_from} does not fit the model at {error.where}. With "
@@ -158,7 +162,8 @@ class Job:
 
         None where nothing is named to start from, or the run has checkpoints of its own.
         """
-        start, directory = self.config.checkpoint.start_from, self.config.run.dir
+        start = self._place(self.config.checkpoint.start_from)
+        directory = self._place(self.config.run.dir)
         if start is None:
             return None
         if directory and (own := local_copy(directory) / "checkpoints").is_dir() and finished(own):
@@ -166,12 +171,18 @@ class Job:
         self.ddp.init(self.config.seed, batches.batch(0))
         found = self.ddp.restore(local_copy(start))
         if found is None or "position" not in found[1]:
-            raise ConfigError(f"checkpoint.start_from: {start} holds no run with a checkpoint.")
+            named = self.config.checkpoint.start_from
+            raise ConfigError(f"checkpoint.start_from: {named} holds no run with a checkpoint.")
         state, beside = found
         batches.set_state(beside["position"]["state"])
         if self.is_writer:
-            report(f"started from step {int(state.step)} of {start}")
+            named = self.config.checkpoint.start_from
+            report(f"started from step {int(state.step)} of {named}")
         return lambda batch: state
+
+    def _place(self, path: str | None) -> str | Path | None:
+        """A path of the config, wherever the program works by now; a URL as it is."""
+        return None if path is None else folder_or_url(path, folder=self.folder)
 
     def verify(self) -> Verification:
         """Compares a step on the mesh with one on a single device, on the first batch.
@@ -194,7 +205,7 @@ class Job:
     def _plain_batches(self) -> TrainBatches:
         """The batches, read by this process itself."""
         assert self.data is not None, "build(config) has data unless needs_data=False"
-        config, weights = self.config.data, self.config.data.sample_weights
+        config, weights = self.config.data, self._place(self.config.data.sample_weights)
         passed_on = {"global_batch_size", "drop_remainder", "shuffle", "mixup"}
         return TrainBatches(
             self.data.train,
@@ -235,6 +246,7 @@ def build(config: Config, *, needs_data: bool = True) -> Job:
       DeviceError: If JAX finds no device.
       ProcessMismatchError: If processes have different configs, versions or data.
     """
+    folder = Path.cwd()
     join(config, config.mesh.num_devices)
     parts = resolve_parts(config)
     config, data, data_error = parts.config, None, ""
@@ -254,7 +266,7 @@ def build(config: Config, *, needs_data: bool = True) -> Job:
     mesh = None if config.mesh.num_devices == "auto" else config.mesh.num_devices
     options = {"mesh": mesh, "eval_fn": parts.eval_fn, **parts.ddp_options}
     ddp = DataParallel(parts.model, optimizer, parts.loss_fn, **options)
-    job = Job(config, parts, ddp, num_steps, learning_rate, data, data_error)
+    job = Job(config, parts, ddp, num_steps, learning_rate, data, data_error, folder)
     if config.loss.name in ("cross_entropy", "next_token"):
         _check_outputs(job)
     return job

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from jddp.checkpoint.arrays import by_path
+from jddp.config.permissions import absolute
 from jddp.data import ArrayExamples, eval_batches
 from jddp.data.sources.image_folder import FolderExamples, images_in
 from jddp.data.sources.mapped import map_npy, map_npz
@@ -53,6 +54,8 @@ def predict_file(run_dir: str | Path, data: Path, out: Path, **chosen: Any) -> i
         raise FileSystemError(f"--out {out}: {out.absolute().parent} is no folder. Make it.")
     if resolve_identity().num_processes > 1:
         raise UsageError("predict writes one file: start it in one process, which has all devices.")
+    # Opening a run may import the module of its model, which may change the working directory.
+    data, out = absolute(data), absolute(out)
     run = open_run(run_dir, **chosen)
     section = (run.config or {})["data"]
     rows = _images(data, section) if data.is_dir() else _read(data)

@@ -23,7 +23,7 @@ import numpy as np
 from jddp.checkpoint.checkpoints import Checkpoints
 from jddp.checkpoint.folders import finished
 from jddp.checkpoint.writer import SECONDS
-from jddp.config.permissions import expand
+from jddp.config.permissions import absolute
 from jddp.distributed.coordination import from_first
 from jddp.engine.compiled import CompiledSteps
 from jddp.engine.evaluate import pad_rows, refuse_padding
@@ -53,7 +53,7 @@ class Saves:
 
     def save(self, directory: str | Path, state: TrainState, extra: Any, keep: int) -> Checkpoints:
         """As `jddp.DataParallel.save`."""
-        step, folder = int(state.step), expand(directory).absolute()
+        step, folder = int(state.step), absolute(directory)
         if keep < 1:
             raise ConfigError(f"keep is at least 1; got {keep}.")
         try:
@@ -87,7 +87,7 @@ class Saves:
 
     def restore(self, directory: str | Path, like: TrainState | None) -> tuple[Any, Any] | None:
         """As `jddp.DataParallel.restore`, onto the devices like `like`."""
-        folder = expand(directory).absolute()
+        folder = absolute(directory)
         if like is None:
             raise UsageError("restore needs the form of a state. Call init first.")
         folder /= LATEST if _is_run(folder) else ""

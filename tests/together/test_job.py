@@ -684,6 +684,22 @@ def test_a_changed_key_is_refused_until_it_is_allowed(mine, capsys):
     assert read_values(Path("run/config.yaml"))["optimizer"]["learning_rate"] == 0.5
 
 
+def test_paths_of_a_config_are_those_of_its_start_whatever_its_parts_do(mine):
+    fit(of_steps(1, "first"))
+    np.save("weights.npy", np.ones(20))
+    Path("other").mkdir()
+    text = "import os\nfrom mine import points as of_mine\n\n"
+    text += "def points():\n    os.chdir('other')\n    return of_mine()\n"
+    (mine / "leaving.py").write_text(text)
+    data = {"target": "leaving:points", "global_batch_size": 8, "sample_weights": "weights.npy"}
+    run = fit(of_steps(2, checkpoint={"start_from": "first"}, data=data))
+    sys.modules.pop("leaving")
+    assert run.step == 2
+    assert run.run_dir == mine / "run"
+    assert {path.name for path in mine.glob("run/*")} >= {"checkpoints", "metrics.jsonl"}
+    assert not any((mine / "other").iterdir())
+
+
 def test_an_edited_loss_is_another_program_under_the_same_config(mine, capsys):
     fit(of_steps(2))
     (mine / "mine.py").write_text(MINE.replace("** power", "** (power + 1)"))

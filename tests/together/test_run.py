@@ -4,6 +4,7 @@ import _thread
 import dataclasses
 import inspect
 import itertools
+import os
 import re
 import signal
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from fsspec.implementations.memory import MemoryFileSystem
+from runs import records
 from states import assert_same, close, equal
 from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch
 
@@ -205,6 +207,31 @@ def test_a_tilde_in_a_path_given_to_the_api_is_the_home_directory(tmp_path, monk
     with pytest.raises(ConfigError, match="'~nobody-here/x' names a home directory that is not"):
         ddp.fit([given], num_steps=1, run_dir="~nobody-here/x")
     assert {"run"} == {path.name for path in tmp_path.iterdir()}
+
+
+class Leave(jddp.Callback):
+    """Changes the working directory, as Hydra or a notebook may."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_step(self, run, metrics):
+        os.chdir(self.folder)
+
+
+def test_a_run_stays_in_its_directory_where_the_program_leaves_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (other := tmp_path / "other").mkdir()
+    given, ddp = make_batch(), wrapped(mesh=1)
+    saving = {"log_every_steps": 1, "save_every_steps": 2, "run_dir": "run"}
+    run = ddp.fit([given] * 5, num_steps=5, callbacks=[Leave(other)], **saving)
+    assert [record["step"] for record in records(tmp_path / "run")] == [1, 2, 3, 4, 5]
+    assert run.checkpoints == [f"checkpoints/{step}" for step in (2, 4, 5)]
+    os.chdir(tmp_path)
+    found = jddp.Run.open("run", model=MLP(), loss_fn=loss_fn, mesh=1)
+    os.chdir(other)
+    assert found.checkpoints == run.checkpoints
+    assert list(other.iterdir()) == []
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/run", "gs://bucket/run", Path("s3://bucket/run")])

@@ -48,7 +48,7 @@ def make_source(
     defaults, kwargs = defaults_of(make), dict(kwargs or {})
     places: dict[str, Any] = {} if source == "embedded" else {"source": source}
     if directory is not None:
-        places["directory"] = Path(directory).expanduser()
+        places["directory"] = Path(directory).expanduser().absolute()
     for place, key in KEYS.items():
         if place in kwargs:
             raise ConfigError(f"data.kwargs: {place!r} belongs into {key}.")

@@ -53,7 +53,7 @@ class RunDirectory:
     def __init__(self, where: str | Path, *, is_writer: bool) -> None:
         self.where = where
         self.remote = Remote(str(where)) if is_url(where) else None
-        self.path = Path(where) if self.remote is None else self.remote.folder
+        self.path = Path(where).absolute() if self.remote is None else self.remote.folder
         self.checkpoints = self.path / "checkpoints"
         self.folder = SameFolder(self.path)
         path = self.path / "metrics.jsonl"
