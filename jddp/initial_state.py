@@ -110,6 +110,8 @@ class InitialState:
         if is_unchecked and partial:
             raise UsageError("init(partial=True) needs params=, and for a Linen model batch=.")
         if is_unchecked:
+            if params is not None and state is None:
+                self._model.refuse_bare(values)
             return values, state
         own_values, own_state = self._model.values or self._own(seed, inputs, with_values=partial)
         values, self.loaded = fit_weights(values, own_values, partial=partial)

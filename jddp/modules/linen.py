@@ -9,6 +9,7 @@ import flax.errors
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.tree_util import DictKey
 from jaxtyping import Array
 
 from jddp.errors import UsageError
@@ -48,6 +49,8 @@ class LinenModel(FlaxModel):
         with casts.of_linen(), synced_linen(self.sync, is_synced=is_synced):
             variables = {"params": casts.narrow(params), **model_state}
             outputs, written = run(variables, batch, rngs=self._streams(key))
+        if "batch_stats" in written and "batch_stats" not in model_state:
+            raise _lacks_statistics("the model")
         return outputs, {name: written.get(name, old) for name, old in model_state.items()}
 
     def evaluate(
@@ -84,6 +87,13 @@ class LinenModel(FlaxModel):
         rest = {k: v for k, v in values.items() if k not in off and not _is_sown(v)}
         return values["params"], rest or None
 
+    def refuse_bare(self, params: Params) -> None:
+        """Refuses parameters of a batch norm without its statistics."""
+        for path, _ in jax.tree_util.tree_leaves_with_path(params):
+            layers = [str(entry.key) for entry in path[:-1] if isinstance(entry, DictKey)]
+            if any("BatchNorm" in layer for layer in layers):
+                raise _lacks_statistics("/".join(layers))
+
     def rebuild(self, params: Params, model_state: ModelState) -> Any:
         """Puts variables together."""
         return {"params": params, **model_state}
@@ -106,6 +116,14 @@ class LinenModel(FlaxModel):
         # Flax serves a stream that is not listed from "params"; "dropout" is listed because models
         # ask `has_rng("dropout")`.
         return {name: stream(key, name) for name in ("params", "dropout")}
+
+
+def _lacks_statistics(layer: str) -> UsageError:
+    return UsageError(
+        f"init: params= were given alone, and {layer} also keeps running statistics, in "
+        "'batch_stats'. Give all variables of the model, init(params=variables); or batch= too, "
+        "from which it makes them."
+    )
 
 
 def _is_sown(collection: PyTree) -> bool:
@@ -182,6 +200,8 @@ def _normalize(
     lowest = jnp.float32 if layer.force_float32_reductions else x.dtype
     exact = x.astype(jnp.promote_types(x.dtype, lowest))
     mean, var, count = batch_norm.moments(layer, exact, mask, sync)
+    if not layer.has_variable("batch_stats", "mean"):
+        raise _lacks_statistics("/".join(layer.path))
     running: list[Array] = [layer.get_variable("batch_stats", n) for n in ("mean", "var")]
     layer.put_variable("batch_stats", "mean", mean)
     layer.put_variable("batch_stats", "var", var)

@@ -12,9 +12,10 @@ from flax import linen as nn
 from flax import nnx
 from judge import assert_same_on_all_devices
 from states import close, equal
-from tiny import Of, loss_fn, make_batch, take_steps
+from tiny import ConvNet, Of, loss_fn, make_batch, take_steps
 
 import jddp
+from jddp.errors import UsageError
 
 
 class Norm(nn.Module):
@@ -422,3 +423,26 @@ def test_fit_says_that_batch_norm_sees_micro_batches(norm, said, caplog):
     found = [x.getMessage() for x in caplog.records if "accumulate_steps=2" in x.getMessage()]
     assert len(found) == said
     assert all("statistics of each micro-batch" in x for x in found)
+
+
+class Named(nn.Module):
+    """A batch norm that its name does not show."""
+
+    @nn.compact
+    def __call__(self, x, train):
+        return nn.Dense(4)(nn.BatchNorm(use_running_average=not train, name="norm")(x))
+
+
+@pytest.mark.parametrize("batch_norm", ["sync", "local"])
+def test_parameters_without_the_statistics_of_their_layers_are_refused(batch_norm):
+    batch = make_batch()
+    for model, is_known in ((ConvNet(), True), (Named(), False)):
+        ddp = jddp.DataParallel(model, optax.sgd(0.1), loss_fn, mesh=2, batch_norm=batch_norm)
+        variables = model.init(jax.random.key(0), batch["x"], train=False)
+        message = "BatchNorm_0" if is_known else "norm|the model"
+        with pytest.raises(UsageError, match=rf"({message}) .*'batch_stats'.*params=variables"):
+            # Where no name shows it, the first trace does.
+            ddp.step(ddp.init(params=variables["params"]), batch)
+        for given in ({"params": variables}, {"params": variables["params"], "batch": batch}):
+            state, _ = ddp.step(ddp.init(**given), batch)
+            assert ddp.evaluate(state, [batch])["examples"] == 16
