@@ -69,6 +69,9 @@ class RunDirectory:
           manifest: Versions, data and topology. `manifest["data"]["sha256"]`, where present, must
             be that of an earlier start, unless the config's `data.allow_changed` is true.
 
+        A run that ended before its first step leaves nothing to resume from: its directory is taken
+        over by another run, with a line.
+
         Raises:
           ConfigError: If the directory holds another run, with the keys that differ.
           DataError: If the data have changed since the run was started.
@@ -78,11 +81,17 @@ class RunDirectory:
         if self.remote is not None:
             self.remote.fetch()
         with self._explained():
-            self._refuse_another_run(config)
             starts, known = self._read_starts()
             data = (config or {}).get("data")  # of any form, where the settings are yours
-            if not (isinstance(data, Mapping) and data.get("allow_changed")):
-                self._refuse_other_data(known, manifest)
+            try:
+                self._refuse_another_run(config)
+                if not (isinstance(data, Mapping) and data.get("allow_changed")):
+                    self._refuse_other_data(known, manifest)
+            except (ConfigError, DataError):
+                if self._has_begun():
+                    raise
+                starts = []
+                self._forget()
             if self._is_writer:
                 self._write(config, starts, manifest)
             if self.path.exists():
@@ -219,6 +228,24 @@ class RunDirectory:
                 "(checkpoint.allow_changed=[key]), or begin a new run with the state of this one "
                 "(checkpoint.start_from)."
             )
+
+    def _has_begun(self) -> bool:
+        """Whether anything in the directory is of a finished step, or not of jddp."""
+        if not (self._config.exists() or self._manifest.exists()):
+            return True
+        folders = [path for path in self.path.iterdir() if path.is_dir() and path.name != "logs"]
+        return any(map(os.listdir, folders)) or any(True for _ in self.metrics.read())
+
+    def _forget(self) -> None:
+        """Removes the settings of a run that never took a step, if it has ended."""
+        if not self._is_writer:
+            return
+        with self._locked(None), self.remote.held() if self.remote else contextlib.nullcontext():
+            self._config.unlink(missing_ok=True)
+            self._manifest.unlink(missing_ok=True)
+        log.warning(
+            "run.dir %s is taken over from a run that ended before its first step.", self.where
+        )
 
     def _read_starts(self) -> tuple[list[Values], list[str]]:
         """The manifests of all starts, and the hashes of their data."""

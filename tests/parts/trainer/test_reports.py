@@ -30,6 +30,11 @@ def prepared(path, config=CONFIG, manifest=MANIFEST, is_writer=True):
     return directory
 
 
+def begun(path, config=CONFIG, manifest=MANIFEST):
+    """The directory of a run that has taken a step."""
+    prepared(path, config, manifest).metrics.append({"step": 1, "split": "train"})
+
+
 def test_a_run_directory_is_made_with_config_and_manifest_which_come_back_without_a_trace(tmp_path):
     directory = prepared(tmp_path / "runs" / "one")
     assert (directory.path / "config.yaml").read_text().startswith("seed: 1\n")
@@ -41,7 +46,7 @@ def test_a_run_directory_is_made_with_config_and_manifest_which_come_back_withou
 
 
 def test_another_config_is_refused_with_the_keys_that_differ_and_nothing_is_lost(tmp_path):
-    prepared(tmp_path)
+    begun(tmp_path)
     before = contents(tmp_path)
     other = {**CONFIG, "seed": 2, "optimizer": {"learning_rate": 1e-2, "kwargs": {"b1": None}}}
     with pytest.raises(ConfigError) as caught:
@@ -56,7 +61,7 @@ def test_all_processes_check_and_only_the_writer_writes(tmp_path):
     reader = prepared(tmp_path / "new", is_writer=False)
     reader.metrics.append({"step": 1})
     assert not (tmp_path / "new").exists()
-    prepared(tmp_path)
+    begun(tmp_path)
     with pytest.raises(ConfigError):
         prepared(tmp_path, {**CONFIG, "seed": 2}, is_writer=False)
 
@@ -67,18 +72,55 @@ def test_a_directory_of_a_run_of_another_kind_or_of_something_else_is_refused(tm
         prepared(tmp_path)
     assert contents(tmp_path) == {Path("metrics.jsonl"): b"precious\n"}
     for _ in range(2):
-        prepared(tmp_path / "objects", None)
+        begun(tmp_path / "objects", None)
         prepared(tmp_path / "settings", {"data": "mnist"})  # of any form
     assert (tmp_path / "settings" / "config.yaml").read_text() == "data: mnist\n"
     with pytest.raises(ConfigError, match="started from objects"):
         prepared(tmp_path / "objects")
-    prepared(tmp_path / "config")
+    begun(tmp_path / "config")
     with pytest.raises(ConfigError, match="started from a config"):
         prepared(tmp_path / "config", None)
 
 
+def test_a_directory_is_taken_over_from_a_run_that_never_took_a_step(tmp_path, caplog):
+    other, of_objects = {**CONFIG, "seed": 2}, None
+    other_data = {**MANIFEST, "data": {"sha256": "0" * 64}}
+    for config, manifest in ((other, MANIFEST), (of_objects, MANIFEST), (CONFIG, other_data)):
+        prepared(tmp_path)
+        (tmp_path / "checkpoints").mkdir(exist_ok=True)
+        (tmp_path / "metrics.jsonl").write_text("a note\n")
+        caplog.clear()
+        prepared(tmp_path, config, manifest, is_writer=False)  # waits for the writer
+        assert not caplog.records
+        prepared(tmp_path, config, manifest)
+        assert "taken over from a run that ended before its first step" in caplog.text
+        caplog.clear()
+        prepared(tmp_path, config, manifest)
+        assert not caplog.records
+        assert "later_starts" not in json.loads((tmp_path / "manifest.json").read_text())
+        (tmp_path / "manifest.json").unlink()
+        (tmp_path / "config.yaml").unlink(missing_ok=True)
+        (tmp_path / "metrics.jsonl").unlink()
+        (tmp_path / "checkpoints").rmdir()
+
+
+def test_a_directory_with_anything_of_a_step_or_in_use_is_not_taken_over(tmp_path):
+    for name in ("checkpoints/4", "checkpoints/4.damaged", "best/2"):
+        path = tmp_path / name.replace("/", "-")
+        prepared(path)
+        (path / name).mkdir(parents=True)
+        with pytest.raises(ConfigError, match="another config"):
+            prepared(path, {**CONFIG, "seed": 2})
+    used = prepared(tmp_path / "used")
+    before = contents(used.path)
+    in_use = pytest.raises(ConfigError, match="in use by another run of this process")
+    with used.held(CONFIG), in_use:
+        prepared(used.path, {**CONFIG, "seed": 2})
+    assert contents(used.path) == {**before, Path("lock"): b""}
+
+
 def test_other_data_under_the_same_config_are_refused(tmp_path):
-    prepared(tmp_path)
+    begun(tmp_path)
     other = {**MANIFEST, "data": {"sha256": "0" * 64}}
     with pytest.raises(DataError, match="started with other data.*data.allow_changed=true"):
         prepared(tmp_path, manifest=other)
