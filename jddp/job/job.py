@@ -5,6 +5,7 @@ run = job.run()
 """
 
 import contextlib
+import dataclasses
 import glob
 import logging
 import math
@@ -187,15 +188,22 @@ class Job:
     def verify(self) -> Verification:
         """Compares a step on the mesh with one on a single device, on the first batch.
 
+        The learning rate is the peak of the schedule: a warm-up begins at 0, where no parameter
+        moves.
+
         Raises:
           UsageError: If there is no second device.
         """
-        optimizer, _ = optimizer_of(self.config, self.num_steps or 1)
+        optimizer, peak = optimizer_of(self.config, self.num_steps or 1, at_peak=True)
         with contextlib.closing(self.train_batches()) as batches:
             batch = next(iter(batches))
         parts, mesh = self.parts, self.ddp.mesh
         options = {"seed": self.config.seed, "mesh": mesh, **parts.ddp_options}
-        return verify(parts.model, optimizer, parts.loss_fn, batch, **options)
+        report = verify(parts.model, optimizer, parts.loss_fn, batch, **options)
+        if peak is None or self.learning_rate is None or np.isclose(peak(0), self.learning_rate(0)):
+            return report
+        note = f"The update is that of the schedule's peak, a learning rate of {peak(0):.3g}."
+        return dataclasses.replace(report, findings=(note, *report.findings))
 
     def train_batches(self) -> TrainBatches:
         """This process's training batches, from the first."""

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import optax
 
 from jddp.config.schema import Config
 from jddp.engine.state import TrainState
@@ -35,8 +37,15 @@ class OptimizerSpec(NamedTuple):
     key: str
 
 
-def optimizer_of(config: Config, num_steps: int = 1) -> tuple[Any, Schedule | None]:
+def optimizer_of(
+    config: Config, num_steps: int = 1, *, at_peak: bool = False
+) -> tuple[Any, Schedule | None]:
     """The optimizer that a config names, and the schedule of the parameters of no group.
+
+    Args:
+      config: The config.
+      num_steps: Number of steps of the run.
+      at_peak: Whether each schedule stays at its peak, for the comparison of a single step.
 
     Raises:
       ConfigError: If a name or an argument is unknown.
@@ -46,6 +55,8 @@ def optimizer_of(config: Config, num_steps: int = 1) -> tuple[Any, Schedule | No
     made: dict[str, Any] = {}
     for name, (factory, peak, kwargs, key) in _specs(config).items():
         rate = make_schedule(**section.schedule.model_dump(), learning_rate=peak, **length)
+        if at_peak:
+            rate = optax.constant_schedule(_peak(rate, max(num_steps, section.warmup_steps + 1)))
         made[name] = make_optimizer(
             factory, schedule=rate, kwargs=kwargs, decay_norms_and_biases=decays, key=key
         )
@@ -56,6 +67,11 @@ def optimizer_of(config: Config, num_steps: int = 1) -> tuple[Any, Schedule | No
     if layers := section.layer_decay.layers:
         optimizer = decay_by_layer(optimizer, layers, section.layer_decay.factor)
     return optimizer, rate
+
+
+def _peak(schedule: Schedule, num_steps: int) -> float:
+    """The highest rate of the first steps."""
+    return float(jax.vmap(schedule)(jnp.arange(num_steps)).max())
 
 
 def optimizer_table(config: Config, state: TrainState) -> Iterator[str]:
