@@ -81,6 +81,7 @@ def _train(config: Config, name: str, detected: str, *, is_dry_run: bool, starte
 
     from jddp.job.job import build
     from jddp.job.preview import preview
+    from jddp.trainer.reports.metrics_file import as_json
 
     job = build(config, needs_data=not is_dry_run)
     if job.is_writer:
@@ -93,7 +94,7 @@ def _train(config: Config, name: str, detected: str, *, is_dry_run: bool, starte
     run = job.run()
     if path := os.environ.get(RESULT):  # for a launcher that asks
         facts = {"step": run.step, "run_dir": str(config.run.dir), **run.eval_metrics}
-        Path(path).write_text(json.dumps(facts, default=str))
+        Path(path).write_text(json.dumps(as_json(facts), default=str))
     if run.interrupted is not None:
         # Schedulers repeat a signal, and end the others once one has exited; all are to exit with
         # this code.
