@@ -103,3 +103,16 @@ def test_a_loop_that_is_killed_ends_bitwise_identical(tmp_path):
         assert process.returncode == 0
         assert first.startswith("resumed from step 1" if name == "killed" else "step 10:")
     assert end_of(tmp_path / "killed") == end_of(tmp_path / "undisturbed")
+
+
+def test_after_an_exit_in_a_callback_of_both_all_that_is_kept_ends_with_the_same_step(tmp_path):
+    port = free_port()
+    values = [(f"127.0.0.1:{port}", "2", str(process)) for process in range(2)]
+    jobs = [dict(zip(VARIABLES, each, strict=True)) for each in values]
+    run_module("workers.exits", tmp_path, jobs, SECONDS)
+    found = [json.loads((tmp_path / f"process_{x}.json").read_text()) for x in range(2)]
+    saved = [int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir()]
+    assert saved == [found[0]["step"]]
+    assert [x["called_for"] for x in found] == [[*range(1, saved[0] + 1)]] * 2
+    assert [x["code"] for x in found] == [3, 3]
+    assert [x["step"] for x in records(tmp_path / "run")] == [*range(1, saved[0] + 1)]
