@@ -97,7 +97,8 @@ class Checkpoints:
             above = above or SameFolder(self._directory.parent)
             self._writer = Writer(self._directory, surplus, remote, above)
             if is_written and jax.process_index() == 0:
-                folders.remove_unfinished(self._directory)
+                if reason := folders.remove_unfinished(self._directory):
+                    log.warning("%s: leftovers cannot be removed: %s.", self._directory, reason)
                 (self._directory / "0.new").mkdir()  # finds now whether it can be written
                 (self._directory / "0.new").rmdir()
         except OSError as error:

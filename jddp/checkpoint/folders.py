@@ -1,14 +1,15 @@
 """The names in a directory of checkpoints, and which checkpoints stay.
 
 `1200` is a finished checkpoint, complete before it got this name. `1300.new` is being written, or
-was when the process ended; `1100.old` is being removed. `1000.damaged` had a wrong digest, and is
-never removed.
+was when the process ended; `1100.old` (or `1100.old.1`) is being removed, or could not
+be. `1000.damaged` had a wrong digest, and is never removed.
 """
 
+import itertools
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from jddp.checkpoint.checksums import NAME, sync_directory
@@ -17,7 +18,7 @@ from jddp.errors import file_errors
 # Those of all steps that are to be removed once a step has been saved.
 Surplus = Callable[[list[int], int], list[int]]
 _STEP = re.compile(r"0|[1-9][0-9]*")  # no other spelling, such as 030, is a name of a checkpoint
-_UNFINISHED = re.compile(rf"({_STEP.pattern})\.(new|old)")
+_UNFINISHED = re.compile(rf"({_STEP.pattern})\.(new|old)(?:\.[0-9]+)?")
 
 
 def finished(directory: Path) -> list[int]:
@@ -42,7 +43,7 @@ def surplus(steps: list[int], saved: int, *, keep: int, keep_every: int | None =
 
 def commit(directory: Path, step: int) -> None:
     """Renames the sealed `<step>.new` to `<step>`, in place of a checkpoint of that name."""
-    there, old = directory / str(step), directory / f"{step}.old"
+    there, old = directory / str(step), _free(directory / f"{step}.old")
     if there.exists():  # from before the run resumed from an older checkpoint
         os.rename(there, old)
     os.rename(directory / f"{step}.new", there)
@@ -50,34 +51,71 @@ def commit(directory: Path, step: int) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def remove(directory: Path, step: int) -> None:
-    """Removes a checkpoint atomically."""
-    old = directory / f"{step}.old"
-    os.rename(directory / str(step), old)
-    sync_directory(directory)
-    shutil.rmtree(old)
+def remove(directory: Path, steps: Iterable[int]) -> str:
+    """Removes checkpoints, each atomically, and what could not be removed before.
+
+    Returns:
+      The reason for which one is still there, or a part of it; empty if none is.
+    """
+    reason = ""
+    for step in steps:
+        try:
+            os.rename(directory / str(step), _free(directory / f"{step}.old"))
+            sync_directory(directory)
+        except OSError as error:
+            reason = reason or first_line(error)
+    return _remove_old(directory) or reason
 
 
-def remove_unfinished(directory: Path) -> None:
-    """Removes what an ended process was writing or removing; names what was replacing another."""
-    for old in directory.glob("*.old"):
-        new, there = old.with_suffix(".new"), old.with_suffix("")
+def remove_unfinished(directory: Path) -> str:
+    """Removes what an ended process was writing or removing; names what was replacing another.
+
+    Returns:
+      The reason for which a part of it is still there; empty if none is.
+    """
+    for _, step in _unfinished(directory, "old"):
+        new, there = directory / f"{step}.new", directory / step
         if (new / NAME).exists() and not there.exists():  # between the two names of `commit`
             os.rename(new, there)
-    for entry in os.scandir(directory):
-        if _UNFINISHED.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
-            shutil.rmtree(entry.path)
+    for path, step in _unfinished(directory, "new"):
+        os.rename(path, _free(directory / f"{step}.old"))  # or a later one would be mixed with it
+    return _remove_old(directory)
 
 
 def set_aside(directory: Path, step: int) -> Path:
     """Renames a damaged checkpoint, and returns its new path."""
-    number, aside = 0, directory / f"{step}.damaged"
-    while aside.exists():
-        number += 1
-        aside = directory / f"{step}.damaged.{number}"
+    aside = _free(directory / f"{step}.damaged")
     os.rename(directory / str(step), aside)
     sync_directory(directory)
     return aside
+
+
+def _unfinished(directory: Path, suffix: str) -> list[tuple[Path, str]]:
+    """The folders of a suffix, each with its step."""
+    with os.scandir(directory) as entries:
+        folders = [Path(x.path) for x in entries if x.is_dir(follow_symlinks=False)]
+    matches = [(path, _UNFINISHED.fullmatch(path.name)) for path in folders]
+    return [(path, match[1]) for path, match in matches if match and match[2] == suffix]
+
+
+def _remove_old(directory: Path) -> str:
+    """Removes what was renamed for that; returns the first reason for which one stays, or ""."""
+    reason = ""
+    for path, _ in _unfinished(directory, "old"):
+        try:
+            shutil.rmtree(path)
+        except OSError as error:
+            reason = reason or first_line(error)
+    return reason
+
+
+def _free(path: Path) -> Path:
+    """The path, or where there is something, the first one with a number that is free."""
+    numbers = itertools.count(1)
+    free = path
+    while os.path.lexists(free):
+        free = path.with_name(f"{path.name}.{next(numbers)}")
+    return free
 
 
 def first_line(error: BaseException) -> str:

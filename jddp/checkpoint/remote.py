@@ -2,7 +2,7 @@
 
     remote = Remote("s3://bucket/run")
     remote.fetch()                              # settings, metrics, logs, the newest checkpoint
-    remote.publish(remote.folder / "checkpoints" / "1200", surplus)
+    remote.publish(remote.folder / "checkpoints" / "1200")
     remote.upload()                             # whatever else has changed: metrics, logs
 
 The machines of a cloud may share no file system. Object storage renames nothing, so a checkpoint is
@@ -125,12 +125,11 @@ class Remote:
                     if not every and find_damage(self.folder / checkpoint) is None:
                         return
 
-    def publish(self, checkpoint: Path, surplus: Surplus) -> None:
-        """Uploads a finished checkpoint, in place of one of its step, and removes what is surplus.
+    def publish(self, checkpoint: Path) -> None:
+        """Uploads a finished checkpoint, in place of one of its step.
 
         Args:
           checkpoint: Folder of the checkpoint, in `folder`.
-          surplus: Function from the steps of all checkpoints, and this one, to those to remove.
 
         Raises:
           FileSystemError: If the URL cannot be written.
@@ -141,8 +140,21 @@ class Remote:
             self._remove(f"{above}/{checkpoint.name}")
             for name in names_listed(checkpoint):
                 self._put(checkpoint / name)
+
+    def remove_surplus(self, above: str, saved: int, surplus: Surplus) -> None:
+        """Removes checkpoints at the URL.
+
+        Args:
+          above: Name of their folder.
+          saved: Step of the one that was saved.
+          surplus: Function from the steps of all checkpoints, and this one, to those to remove.
+
+        Raises:
+          FileSystemError: If one cannot be removed.
+        """
+        with self._explained("cleared of old checkpoints"):
             complete = filter(None, map(_COMPLETE.fullmatch, self._names(above)))
-            for step in surplus([int(match[2]) for match in complete], int(checkpoint.name)):
+            for step in surplus([int(match[2]) for match in complete], saved):
                 self._remove(f"{above}/{step}")
 
     def upload(self) -> None:

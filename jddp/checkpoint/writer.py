@@ -80,7 +80,8 @@ class Writer:
         self._loop = asyncio.new_event_loop()
         weakref.finalize(self, self._loop.close)
         self._last: concurrent.futures.Future[FileSystemError | None] | None = None
-        self._reported = ""  # the kind of the last failure, until a checkpoint is written
+        # The kinds of the last failures, until a checkpoint is written, and old ones removed.
+        self._reported = self._unremoved = ""
 
     def start(self, step: int, arrays: Arrays, beside: Mapping[str, Any], layouts: Layouts) -> None:
         """Waits for the checkpoint before, and for the copy off the devices, but not for writing.
@@ -171,15 +172,13 @@ class Writer:
             try:
                 if not reason:
                     self._commit(step, describe(shapes, found, layouts), beside)
+                    self._remove_surplus(step)
             except (OSError, ValueError, FileSystemError) as error:
                 reason = f"process 0: {folders.first_line(error)}"
         if self._is_apart or (reason and jax.process_index() == 0):
             shutil.rmtree(self._folder(step), ignore_errors=True)
         reason = from_first(f"saved/{step}", reason, timeout_seconds=SECONDS)
-        # By its number, which TensorStore gives too; else without names of files, which differ.
-        numbers = re.findall(r"(?:Errno |error_code=')(\d+)", reason)
-        kind = (numbers or re.split("[\"'/]", reason))[0]
-        is_new, self._reported = kind != self._reported, kind
+        is_new, self._reported = _kind(reason) != self._reported, _kind(reason)
         if not reason:
             return None
         failure = FileSystemError(
@@ -196,10 +195,32 @@ class Writer:
         seal(folder)
         self._check_place()
         folders.commit(self._directory, step)
-        for old in self.surplus(folders.finished(self._directory), step):
-            folders.remove(self._directory, old)
         if self._remote is not None:
-            self._remote.publish(self._directory / str(step), self.surplus)
+            self._remote.publish(self._directory / str(step))
+
+    def _remove_surplus(self, step: int) -> None:
+        """Removes checkpoints that are not to be kept, after one was saved; logs what stays."""
+        try:
+            self._check_place()
+            old = self.surplus(folders.finished(self._directory), step)
+            reason = folders.remove(self._directory, old)
+            if self._remote is not None:
+                self._remote.remove_surplus(self._directory.name, step, self.surplus)
+        except (OSError, FileSystemError) as error:
+            reason = folders.first_line(error)
+        is_new, self._unremoved = _kind(reason) != self._unremoved, _kind(reason)
+        if reason and is_new:
+            log.warning(
+                "%s: step %d is saved, but an older checkpoint cannot be removed: %s. That is "
+                "tried again after each save.",
+                *(self._directory, step, reason),
+            )
+
+
+def _kind(reason: str) -> str:
+    """The number of an error, which TensorStore gives too; else no names of files, which differ."""
+    numbers = re.findall(r"(?:Errno |error_code=')(\d+)", reason)
+    return str((numbers or re.split("[\"'/]", reason))[0])
 
 
 def _refuse_full(folder: Path, arrays: Arrays) -> None:

@@ -1,11 +1,15 @@
 """Checkpoints: what comes back is what went in, bit by bit, onto any mesh that can hold it."""
 
+import contextlib
+import errno
 import json
 import logging
 import os
+import re
 import resource
 import shutil
 import subprocess
+from pathlib import Path
 from unittest import mock
 
 import jax
@@ -452,6 +456,79 @@ def test_if_no_checkpoint_can_be_trusted_nothing_starts_anew(saved, state):
         Checkpoints(saved, keep=2).restore(like=state)
     assert (got.value.exit_code, len(str(got.value).splitlines())) == (74, 1)
     assert names_in(saved) == {"2.damaged", "4.damaged"}
+
+
+@pytest.fixture
+def stuck(monkeypatch):
+    """Names of folders that a file system does not remove, as NFS while a file in them is open."""
+    names, remove = set(), shutil.rmtree
+
+    def refuse(path, ignore_errors=False):
+        if Path(path).name in names:
+            if not ignore_errors:
+                raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+        else:
+            remove(path, ignore_errors=ignore_errors)
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    return names
+
+
+def test_a_checkpoint_is_saved_though_an_older_one_cannot_be_removed(
+    saved, state, stuck, caplog, monkeypatch
+):
+    stuck |= {"2.old", "4.old"}
+    with contextlib.closing(Checkpoints(saved, keep=1)) as checkpoints:
+        for step in (6, 8):
+            checkpoints.save(step, state, {})
+            checkpoints.wait()
+        assert names_in(saved) == {"2.old", "4.old", "6.old", "8"} - {"6.old"}
+        (line,) = [x for x in caplog.records if x.name == "jddp"]
+        assert line.levelname == "WARNING"
+        assert re.fullmatch(
+            rf"{saved}: step 6 is saved, but an older checkpoint cannot be removed: "
+            r".*Directory not empty.*\. That is tried again after each save\.",
+            line.getMessage(),
+        )
+        checkpoints.save(4, state, {})  # in the place of one that was stuck
+        checkpoints.save(4, state, {})
+        checkpoints.wait()
+        assert "4" in names_in(saved)
+        stuck.clear()
+        checkpoints.save(10, state, {})
+    assert names_in(saved) == {"10"}
+
+
+def test_leftovers_that_cannot_be_removed_do_not_keep_a_run_from_its_start(
+    saved, state, stuck, caplog
+):
+    for name in ("6.new", "1.old"):
+        shutil.copytree(saved / "4", saved / name)
+    (saved / "6.new" / "stale").touch()
+    stuck |= {"6.old", "1.old"}
+    with contextlib.closing(Checkpoints(saved, keep=3)) as checkpoints:
+        assert "leftovers cannot be removed: " in caplog.text
+        checkpoints.save(6, state, {})
+    assert names_in(saved) == {"2", "4", "6", "6.old", "1.old"}
+    assert not (saved / "6" / "stale").exists()
+
+
+def test_a_rename_that_is_refused_leaves_the_older_checkpoint_and_is_no_failed_save(
+    saved, state, caplog, monkeypatch
+):
+    rename = os.rename
+
+    def refuse(source, target):
+        if Path(source).name == "2":
+            raise OSError(errno.EIO, "Input/output error", str(source))
+        rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", refuse)
+        with contextlib.closing(Checkpoints(saved, keep=2)) as checkpoints:
+            checkpoints.save(6, state, {})
+    assert names_in(saved) == {"2", "4", "6"}
+    assert "step 6 is saved, but an older checkpoint cannot be removed: [Errno 5]" in caplog.text
 
 
 def test_what_a_process_that_died_was_writing_or_removing_is_no_checkpoint(saved, state):

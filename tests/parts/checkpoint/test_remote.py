@@ -32,7 +32,9 @@ def put(remote, step, text="arrays", folder="checkpoints", **kept):
     (checkpoint / "state" / "d").write_text(text)
     (checkpoint / "run.json").write_text(f'{{"step": {step}}}\n')
     checksums.seal(checkpoint)
-    remote.publish(checkpoint, functools.partial(surplus, **{"keep": 3, **kept}))
+    remote.publish(checkpoint)
+    keep = functools.partial(surplus, **{"keep": 3, **kept})
+    remote.remove_surplus(checkpoint.parent.name, int(checkpoint.name), keep)
 
 
 def complete(url):
@@ -109,7 +111,8 @@ def test_wherever_the_connection_is_cut_what_is_complete_is_whole(num_writes):
     remote = Remote(url)
     remote._files = Cut(remote._files, num_writes)
     # Three files of the older 20 are removed, three are uploaded, and three of 10 are removed.
-    with pytest.raises(FileSystemError, match=f"{url} cannot be written: Could not connect$"):
+    done = "written" if num_writes < 6 else "cleared of old checkpoints"
+    with pytest.raises(FileSystemError, match=f"{url} cannot be {done}: Could not connect$"):
         put(remote, 20, keep=1)
     assert complete(url) == ([10, 20] if num_writes in (0, 6) else [20] if num_writes > 6 else [10])
     put(Remote(url), 20, "at last", keep=1)
