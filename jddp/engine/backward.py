@@ -181,14 +181,20 @@ class MicroBatches:
             return self.forward(params, put(before, found), *batch)
 
         given = state.params, select(self.model, before)
-        _, pullback, (sums, model_state) = jax.vjp(forward, *given, has_aux=True)
+        loss, pullback, (sums, model_state) = jax.vjp(forward, *given, has_aux=True)
         # The loss is a sum over valid entries, not a mean: a replica knows its own count, but the
         # mean needs the global one. With sums, no bucket waits for it.
         start = self.start(state.params, sums["loss"].num_entries * self.num)
         # The guard works leaf by leaf: one decision over all gradients would hold back the first
         # bucket until the last gradient is finished.
         model_state, finish = self.guard(self.model, sums["loss"].count, before, model_state)
-        return Linearized(lambda scale: pullback(scale * start), finish, sums, model_state)
+
+        def backward(scale: Array) -> tuple[Grads, PyTree]:
+            # The cotangent has the dtype of the loss, which may be float64.
+            grads: tuple[Grads, PyTree] = pullback((scale * start).astype(loss.dtype))
+            return grads
+
+        return Linearized(backward, finish, sums, model_state)
 
     def units(self, params: Params, sums: Sums, loss_scale: Scale) -> Units:
         """Factors of the gradients, for parameters and sums of these forms."""

@@ -124,6 +124,7 @@ class CompiledSteps:
                 _warn_of_weights(inputs.rows, traced.sums)
                 _warn_of_constant_keys(traced)
                 _warn_of_micro_batches(traced, spec.backward.num)
+            _refuse_constant_loss(traced)
             plan = spec.reduction.plan(state.params, traced.ready)
             plan = self._noted(plan, state, traced.num_looped)
             self._plans[form] = plan, traced
@@ -319,6 +320,19 @@ class CompiledSteps:
         """Rows of a micro-batch; at least one."""
         # A batch that is empty, or has fewer rows than micro-batches, is planned for as one row.
         return max(1, count_rows(batch) // self.count_micro_batches(batch))
+
+
+def _refuse_constant_loss(traced: Traced) -> None:
+    """Refuses a loss from which no parameter gets a gradient: nothing would be trained.
+
+    Raises:
+      ConfigError: If it is such a loss, whatever `unused_parameters` is: that is about single ones.
+    """
+    if traced.ready and all(ready is None for ready in traced.ready):
+        raise ConfigError(
+            "No gradient reaches any parameter: the loss does not depend on them. Return the loss "
+            "as JAX computes it from the model's outputs, without stop_gradient, numpy or float()."
+        )
 
 
 def _warn_of_weights(batch: Batch, sums: Sums) -> None:

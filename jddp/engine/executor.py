@@ -28,6 +28,7 @@ from jddp.typing import Metrics, PyTree
 
 Result = TypeVar("Result")
 Sent = tuple[TrainState, Metrics]
+_CHECKS = {"jax_debug_nans": jax.debug_nans, "jax_debug_infs": jax.debug_infs}
 _OF_CONSTRAINTS = ("is not found in mesh", "passed to with_sharding_constraint")
 
 
@@ -130,6 +131,21 @@ def run_compiled(function: Callable[..., Result], *args: PyTree) -> Result:
         return call(function, *args)
 
 
+def checks_for_nan() -> list[Callable[[bool], contextlib.AbstractContextManager[None]]]:
+    """The checks of JAX for NaN and infinity that are on: `jax.debug_nans`, `jax.debug_infs`."""
+    return [check for name, check in _CHECKS.items() if getattr(jax.config, name)]
+
+
+def _checked() -> contextlib.AbstractContextManager[None]:
+    """While open, `jax_debug_nans` and `jax_debug_infs` are on in this thread if they are at all.
+
+    JAX leaves the check off in a thread that was in a context with it off, and some of its own
+    functions are, also those that look for the operation that made the first NaN.
+    """
+    checks = checks_for_nan()
+    return checks[0](True) if checks else contextlib.nullcontext()
+
+
 def call(function: Callable[..., Result], *args: PyTree) -> Result:
     """Calls a function that traces the user's model.
 
@@ -137,7 +153,8 @@ def call(function: Callable[..., Result], *args: PyTree) -> Result:
       ConfigError: If the model names an axis that there is not, or uses a value of another trace.
     """
     try:
-        return function(*args)
+        with _checked():
+            return function(*args)
     except ValueError as error:
         # Of a constraint that was imported by name before the first model ran: `modules.mesh_axes`.
         if not any(words in str(error) for words in _OF_CONSTRAINTS):

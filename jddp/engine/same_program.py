@@ -24,6 +24,7 @@ from typing import Any
 import jax
 from jax.extend.mlir import ir, passmanager
 
+from jddp.engine.executor import checks_for_nan
 from jddp.typing import PyTree
 
 Function = Callable[..., PyTree]
@@ -65,6 +66,9 @@ class SameProgram:
         """Calls the function, compiled for arguments of this form."""
         leaves, treedef = jax.tree.flatten(args)
         if any(isinstance(x, jax.core.Tracer) for x in leaves):  # `jax.eval_shape` compiles nothing
+            return self._jitted(*args)
+        # Only a jitted function runs again, operation by operation, to find that of the first NaN.
+        if checks_for_nan():
             return self._jitted(*args)
         # `jax.jit` would compile the unchanged program, so compiled ones are kept here, by the same
         # key: structure, types and shardings.

@@ -216,6 +216,7 @@ def _losses_and_metrics(outputs: Any, rows: int, *, train: bool) -> tuple[Any, M
                 f"loss_fn returned metric {name!r} of {type(values).__name__}. Return an array "
                 "with a value per row, a scalar, a jddp.Mean or a jddp.Metric."
             )
+        _refuse_complex(name, values)
         for shape in map(jnp.shape, jax.tree.leaves(values)):
             if shape and shape[0] != rows:
                 raise ConfigError(
@@ -223,6 +224,19 @@ def _losses_and_metrics(outputs: Any, rows: int, *, train: bool) -> tuple[Any, M
                     "per row (or per token of each row), or a scalar."
                 )
     return losses, metrics
+
+
+def _refuse_complex(name: str, values: Any) -> None:
+    """Refuses complex values, of which the imaginary part would be lost.
+
+    Raises:
+      ConfigError: If there are any.
+    """
+    for x in filter(jnp.iscomplexobj, jax.tree.leaves(values)):
+        raise ConfigError(
+            f"loss_fn returned {name!r} of {jnp.result_type(x)}; losses and metrics are real. "
+            "Return jnp.abs(x) ** 2, x.real or x.imag."
+        )
 
 
 def mask_of(batch: Batch, valid: Array | None) -> Any:

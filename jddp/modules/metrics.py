@@ -11,7 +11,7 @@ in one small vector, and divided once. A loss that divides by a count of its own
 """
 
 import dataclasses
-import itertools
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -125,7 +125,7 @@ def weigh(
         replica; in evaluation, where batches may differ in size, by its rows.
 
     Returns:
-      "loss" and each metric, in float32.
+      "loss" and each metric, in float32; of float64, which `jax_enable_x64` allows, in float64.
 
     Raises:
       ConfigError: If a shape does not align with the mask, or a metric has a reserved name.
@@ -149,7 +149,7 @@ def weigh(
 
 def _sum_mean(name: str, mean: Mean, mask: Array | None, num_rows: int) -> Sum:
     def add_up(x: ArrayLike) -> Array:
-        x = jnp.asarray(x).astype(jnp.float32)
+        x = _widened(jnp.asarray(x))
         if x.ndim and mask is not None:  # Its weights are in it already.
             x = jnp.where(_align(name, x.shape, mask) > 0, x, 0.0)
         return x.sum()
@@ -167,7 +167,7 @@ def mask_in(batch: Any) -> Any:
 
 
 def _sum(name: str, values: Array, mask: Array | None, scalar_count: float) -> Sum:
-    values = jnp.asarray(values).astype(jnp.float32)
+    values = _widened(jnp.asarray(values))
     if values.ndim == 0:
         count = jnp.float32(scalar_count)
         return Sum(values * scalar_count, count, is_scalar=True, is_maskable=False)
@@ -186,7 +186,8 @@ def _sum_tree(name: str, metric: Metric, mask: Array | None, num_dims: int) -> S
         shape = x.shape[:num_dims]
         weights = jnp.ones(shape) if mask is None else _align(name, shape, mask)
         dims = tuple(range(len(shape)))
-        x = x.astype(jnp.int32 if x.dtype.kind in "biu" else jnp.float32)
+        # int32, or int64 where JAX has it.
+        x = x.astype(int) if x.dtype.kind in "biu" else _widened(x)
         counts = jnp.expand_dims(weights > 0, tuple(range(len(shape), x.ndim)))
         return jnp.where(counts, x, 0).sum(dims), weights.sum()
 
@@ -195,6 +196,12 @@ def _sum_tree(name: str, metric: Metric, mask: Array | None, num_dims: int) -> S
         raise ConfigError(f"{name!r} holds a scalar, or nothing. Its values need a dim for rows.")
     totals, counts = zip(*map(add_up, map(jnp.asarray, leaves)), strict=True)
     return Sum(jax.tree.unflatten(treedef, totals), counts[0], compute=metric.compute)
+
+
+def _widened(x: Array) -> Array:
+    """In float32 at least, whole numbers in JAX's default: a sum in half precision is rounded."""
+    is_inexact = jnp.issubdtype(x.dtype, jnp.inexact)
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32) if is_inexact else float)
 
 
 def _align(name: str, shape: tuple[int, ...], mask: Array) -> Array:
@@ -232,15 +239,17 @@ def sum_in_order(sums: Sums, *, axis: str) -> Sums:
 
 
 def _add(sums: Sums, add: Callable[[Array], Array], *, ndim: int) -> Sums:
-    """Adds numbers, which have `ndim` dims before they are added, as one array."""
+    """Adds numbers, which have `ndim` dims before they are added, as one array of each dtype."""
     leaves, treedef = jax.tree.flatten(sums)
-    is_number = [x.ndim == ndim and x.dtype == jnp.float32 for x in leaves]
+    added = dict[int, Array]()
     with jax.named_scope("metrics"):
-        numbers = iter(add(jnp.stack([*itertools.compress(leaves, is_number)], axis=ndim)))
-        added = [
-            next(numbers) if number else add(x) for x, number in zip(leaves, is_number, strict=True)
-        ]
-    return jax.tree.unflatten(treedef, added)
+        for dtype in (jnp.float32, jnp.float64):
+            numbers = [i for i, x in enumerate(leaves) if x.ndim == ndim and x.dtype == dtype]
+            if numbers:
+                total = add(jnp.stack([leaves[i] for i in numbers], axis=ndim))
+                added |= zip(numbers, total, strict=True)
+        all_added = [added[i] if i in added else add(x) for i, x in enumerate(leaves)]
+    return jax.tree.unflatten(treedef, all_added)
 
 
 def mean(total: Float[Array, ""], count: Float[Array, ""]) -> Float[Array, ""]:
@@ -259,11 +268,15 @@ def mean_tree(totals: Any, count: Float[Array, ""]) -> Any:
     One division, then a product per element, which costs a fraction of a division: the same where
     the count is a power of two, else to rounding.
     """
-    inverse = mean(jnp.ones_like(count), count)
+
+    @functools.cache
+    def inverse(dtype: np.dtype) -> Array:
+        divisor = count.astype(jnp.promote_types(count.dtype, dtype))
+        return mean(jnp.ones_like(divisor), divisor).astype(dtype)
 
     def scale(leaf: Array) -> Array:
-        exact = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
-        return (exact * inverse.astype(exact.real.dtype)).astype(leaf.dtype)
+        exact = _widened(leaf)
+        return (exact * inverse(exact.real.dtype)).astype(leaf.dtype)
 
     return jax.tree.map(scale, totals)
 

@@ -43,7 +43,7 @@ class Backward:
 
 
 def trace_backward(pullback: Callable[[Any], PyTree]) -> Backward:
-    """Traces the pullback of `jax.vjp` for a float32 loss, with nothing computed.
+    """Traces the pullback of `jax.vjp` for a float32 cotangent, with nothing computed.
 
     Args:
       pullback: Function from the cotangent of the loss to the tree of gradients.

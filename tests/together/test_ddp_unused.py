@@ -177,12 +177,14 @@ def test_an_optimizer_that_keeps_one_vector_of_all_cannot_skip_and_is_refused():
         ddp.lower(make_rows())
 
 
-@pytest.mark.parametrize("unused", ["zero", "skip"])
-def test_a_loss_that_no_parameter_moves_is_still_the_mean(unused):
+@pytest.mark.parametrize("unused", ["zero", "skip", "error"])
+def test_a_loss_that_no_parameter_reaches_is_refused_before_anything_is_compiled(unused):
     still = Of(lambda m, x: jax.lax.stop_gradient(judge.Net(name="net")(x)))
-    ddp, _ = beside_one_device(still, unused_parameters=unused)
-    assert len(ddp.plan) == 0
-    assert len(ddp.plan.unused) == 4
+    ddp = wrapped(still, unused_parameters=unused)
+    with pytest.raises(ConfigError, match=r"No gradient reaches any parameter: .*stop_gradient"):
+        ddp.init(0, make_rows())
+    with pytest.raises(ConfigError, match="No gradient reaches any parameter"):
+        ddp.trace(make_rows())
 
 
 class Aliases(nnx.Module):

@@ -285,3 +285,33 @@ def test_an_infinity_that_an_optimizer_means_is_saved_and_a_nan_is_not(tmp_path)
         fit(np.nan)
     assert np.isinf(fit(1.0).state.opt_state["best"])
     assert (tmp_path / "1.0" / "checkpoints" / "2").exists()
+
+
+DEBUGGED = {
+    "micro-batches": {"accumulate_steps": 2},
+    "ZeRO-1": {"shard_optimizer": True},
+    "overlap": {"overlap": True},
+    "logical replicas": {"logical_replicas": 4},
+}
+
+
+@pytest.mark.parametrize("options", DEBUGGED.values(), ids=DEBUGGED)
+def test_the_check_for_nan_of_jax_finds_one_also_after_it_was_off_for_a_while(options):
+    def loss(model, batch, train):
+        return jnp.log(batch["sign"] + 0 * model(batch["x"], train=train).sum(-1))
+
+    good = make_batch() | {"sign": np.ones(16, np.float32)}
+    bad = good | {"sign": -good["sign"]}
+    jax.config.update("jax_debug_nans", True)
+    try:
+        with jax.debug_nans(False):  # as functions of JAX do
+            pass
+        ddp = wrapped(loss=loss, skip_nonfinite=False, **options)
+        state, _ = ddp.step(ddp.init(0, good), good)
+        for _ in range(2):
+            with pytest.raises(FloatingPointError, match="nan"):
+                ddp.step(state, bad)
+        with pytest.raises(FloatingPointError, match="nan"):
+            ddp.evaluate(state, [bad])
+    finally:
+        jax.config.update("jax_debug_nans", False)

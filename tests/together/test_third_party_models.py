@@ -403,6 +403,13 @@ def test_a_loss_that_returns_something_else_is_told_what_to_return():
         (lambda losses: (losses, {"top": None}), "metric 'top' of NoneType"),
         (lambda losses: losses > 1, "whole numbers, which have no gradient"),
         (lambda losses: jddp.Mean(losses.astype(int), losses), "returned whole numbers"),
+        (lambda losses: losses * (1 + 1j), "'loss' of complex64; losses and metrics are real"),
+        (lambda losses: jddp.Mean(losses * 1j, losses), "'loss' of complex64"),
+        (lambda losses: (losses, {"wave": losses * 1j}), "'wave' of complex64.*x.real"),
+        (lambda losses: (losses, {"wave": jddp.Metric(losses * 1j, min)}), "'wave' of complex64"),
+        (lambda losses: jax.lax.stop_gradient(losses), "No gradient reaches any parameter"),
+        (lambda losses: jax.lax.stop_gradient(losses).mean(), "does not depend on them"),
+        (lambda losses: 0.5, "No gradient reaches any parameter.*Return the loss as JAX computes"),
     ):
         ddp = wrapped(MLP(), lambda m, batch, train, give=give: give(loss_fn(m, batch, train)[0]))
         with pytest.raises(ConfigError, match=message):
