@@ -10,6 +10,7 @@ link to a file that is no page leads to a page that shows the file, which search
 import argparse
 import ast
 import importlib
+import inspect
 import json
 import os
 import re
@@ -40,6 +41,7 @@ NOTEBOOKS = {
 }
 SITE = ELSEWHERE | NAMES | NOTEBOOKS
 NOT_COPIED = {".py", ".md", ".css"}  # Other files of docs/, such as pictures, are copied.
+NOT_SEARCHED = {"changelog.md", "decisions.md"}  # They name everything, and explain little of it.
 LEXERS = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".sh": "bash", ".sbatch": "bash"}
 
 LINK = re.compile(r"(\]\()([^)\s]+)(\))")
@@ -116,7 +118,8 @@ class Stage:
         def fill(mark: re.Match[str]) -> str:
             return self.linked(MADE[mark[1]](), path, name)
 
-        return MARK.sub(fill, self.linked(path.read_text(), path, name))
+        head = "---\nnosearch: true\n---\n\n" if name in NOT_SEARCHED else ""
+        return head + MARK.sub(fill, self.linked(path.read_text(), path, name))
 
     def notebook(self, path: Path) -> str:
         """A notebook without outputs, with its links as they are on the site."""
@@ -297,8 +300,55 @@ def examples() -> str:
     return "| example | shows |\n| --- | --- |\n" + "\n".join(rows) + "\n"
 
 
+def shipped_models() -> str:
+    """Every model by its name in a config, with its arguments and their defaults."""
+    from jddp.zoo.models import MODELS
+
+    return "\n".join(entry("model", name, found) for name, found in sorted(MODELS.items()))
+
+
+def shipped_losses() -> str:
+    """Every loss by its name in a config, with its arguments and their defaults."""
+    from jddp.zoo.losses import LOSSES
+
+    return "\n".join(entry("loss", name, found) for name, found in sorted(LOSSES.items()))
+
+
+def entry(section: str, name: str, found: Any) -> str:
+    """A model or a loss: its first sentence, and a table of its arguments."""
+    from jddp.zoo.names import defaults_of
+
+    inner = getattr(found, "func", found)
+    fixed = getattr(found, "keywords", {})
+    texts = about_arguments(inner)
+    rows = []
+    for argument, default in defaults_of(inner).items():
+        is_option = argument in texts and default is not inspect.Parameter.empty
+        if is_option and argument not in fixed:
+            rows.append(f"| `{section}.kwargs.{argument}` | `{default}` | {texts[argument]} |\n")
+    table = "".join(["| key | default | meaning |\n| --- | --- | --- |\n", *rows]) if rows else ""
+    first = " ".join((inspect.getdoc(inner) or "").split("\n\n")[0].split())
+    return f"### `{section}.name={name}`\n\n{first}\n\n{table}"
+
+
+def about_arguments(found: Any) -> dict[str, str]:
+    """The text of a docstring on each argument or attribute."""
+    texts: dict[str, str] = {}
+    owners = [found]
+    if isinstance(found, type):
+        owners = [part for kind in reversed(found.__mro__) for part in (kind, kind.__init__)]
+    for owner in owners:
+        text = inspect.getdoc(owner) or ""
+        for part in re.findall(r"^(?:Args|Attributes):\n((?: +.*\n?|\n)+)", text, re.M):
+            for item in re.findall(r"^  (\w+): (.*(?:\n    .*)*)", part, re.M):
+                texts[item[0]] = " ".join(item[1].split())
+    return texts
+
+
 MADE: dict[str, Callable[[], str]] = {
     "api": api,
+    "shipped_losses": shipped_losses,
+    "shipped_models": shipped_models,
     "commands": commands,
     "config_keys": config_keys,
     "examples": examples,

@@ -27,7 +27,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--num-tokens", type=int, default=100, metavar="N", help="tokens to add to a text (100)")
     add("--temperature", type=float, default=1.0, help="0 takes the likeliest token (1.0)")
     add("--seed", type=int, default=0, help="seed of the choice of tokens (0)")
-    add("--tokenizer", type=expand, metavar="FILE", help="of Hugging Face, for tokens but bytes")
+    add(
+        "--tokenizer",
+        type=expand,
+        metavar="FILE",
+        help="Hugging Face tokenizer file; not needed for bytes",
+    )
     return enter(lambda: _predict(**vars(parser.parse_args(argv))))
 
 

@@ -46,7 +46,11 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("run_dir", metavar="RUN", help="a run directory, or its URL")
     add("--checkpoint", metavar="WHICH", help="a step, best, or best/STEP (the newest step)")
-    add("--params", choices=["params", "ema"], help="parameters (those that the run evaluated)")
+    add(
+        "--params",
+        choices=["params", "ema"],
+        help="parameters to use (default: those that the run evaluated with)",
+    )
     trust = "import what the run's config names: from this folder, the model's class, or all of it"
     add("--trust", choices=["here", "package", "config"], help=trust)
 

@@ -66,7 +66,8 @@ class StopSignals:
         if early.is_early():
             early.leave(number)
         name = signal.Signals(number).name
-        write_line(f"{name}: stopping after the step under way; once more to leave at once")
+        again = "press Ctrl-C" if name == "SIGINT" else f"send {name}"
+        write_line(f"{name}: finishing this step, then stopping; {again} again to quit now")
         if job.num_processes() > 1:
             return job.try_publish(self._key, name)
         self._stop(name)

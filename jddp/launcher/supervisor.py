@@ -164,8 +164,9 @@ class Supervisor:
                 sys.exit(128 + self._signals[0])
             place = self._nodes.gather()
         with closing(Group(self._launch, place)) as group:
-            numbers = ", ".join(str(worker.number) for worker in group.running)
-            report(f"process {numbers} of {place.num_processes} here; logs in {self._launch.logs}")
+            numbers = " and ".join(", ".join(str(x.number) for x in group.running).rsplit(", ", 1))
+            started = f"starting process {numbers} of {place.num_processes} on this machine"
+            report(f"{started}; logs in {self._launch.logs}")
             self._watch(group)
             self._ended = time.monotonic()
             self._wait_for_cause(group)

@@ -759,7 +759,7 @@ def test_a_job_continues_where_machines_are_lost_come_or_are_stopped(jobs, golde
             back.process.send_signal(signal.SIGTERM)
             assert (first.end(), back.end()) == (0, 75), (first.err, back.err)
     assert "another machine has connected: stopping, to resume with it" in first.err
-    assert "jddp: process 1 of 2 here" in back.err
+    assert "jddp: starting process 1 of 2 on this machine" in back.err
     assert first.err.count("jddp: process 0 of 1 here") == 2
     assert "restart 1 of 2" in first.err  # what was lost; the rest was in good order
     assert "restart 2 of 2" not in first.err

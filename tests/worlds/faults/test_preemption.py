@@ -35,7 +35,7 @@ def test_a_run_stopped_in_every_way_ends_bitwise_identically(folder, golden):
         with Job(folder, *data, start_new_session=True) as job:
             step = stop(job, *kills, step=step + 20)
         (complaint,) = job.outputs[0][1].splitlines()
-        assert complaint.startswith(f"jddp: {name}: stopping after the step under way")
+        assert complaint.startswith(f"jddp: {name}: finishing this step, then stopping")
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup starts a process
     try:
         job = Job(folder)
@@ -92,7 +92,7 @@ def test_a_second_signal_ends_a_process_at_once(folder):
         (folder / "hang-0").touch()  # so that it cannot stop in good order
         job.wait_for(lambda: (folder / "hangs-0").exists() and stands_still(job))
         job.processes[0].send_signal(signal.SIGTERM)
-        job.wait_for(lambda: "stopping after the step under way" in job.said())
+        job.wait_for(lambda: "finishing this step, then stopping" in job.said())
         job.processes[0].send_signal(signal.SIGTERM)  # at once, which is the first once more
         time.sleep(SAME_SECONDS)
         assert job.processes[0].poll() is None
