@@ -34,7 +34,7 @@ from jddp.trainer.replica_check import Comparison
 from jddp.trainer.reporter import Clock, Reporter
 from jddp.trainer.reports.metrics_file import as_json
 from jddp.trainer.reports.run_directory import RunDirectory
-from jddp.trainer.resume_notes import changed_rate, changed_settings, differences
+from jddp.trainer.resume_notes import changed_rate, changed_settings, differences, length_before
 from jddp.trainer.run import Run
 from jddp.trainer.same_program import SameProgram
 from jddp.trainer.saving import Saving
@@ -143,7 +143,8 @@ class Loop:
         run.evaluations = [x for x in beside["evaluations"] if x["step"] <= run.step]
         self._stopping_before = [EarlyStopping(**x) for x in beside.get("early_stopping", [])]
         before, now = beside.get("learning_rate"), self._reporter.learning_rate(run.step)
-        changes = [changed_settings(beside, self._about), changed_rate(run.step, before, now)]
+        keep = length_before(self._about["config"], beside.get("plan", {}))
+        changes = [changed_settings(beside, self._about), changed_rate(run.step, before, now, keep)]
         if self._program is not None:
             changes.insert(0, self._program.compare(run.step, beside, self._plan.resume))
         if beside["world"] != (world := self._ddp.steps.topology):

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jddp.trainer.reports.run_directory import compare, is_free
+from jddp.zoo.optimizers import schedule_lengths
 
 Topology = Mapping[str, Any]
 
@@ -60,20 +61,42 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> str |
     return f"changed: {', '.join(differ)}; finished steps stay" if differ else None
 
 
-def changed_rate(step: int, before: float | None, now: float | None) -> str | None:
+def changed_rate(
+    step: int, before: float | None, now: float | None, keep: str | None = None
+) -> str | None:
     """A note that the schedule is not the one that finished steps followed, or None.
 
     Args:
       step: Number of finished steps.
       before: Learning rate of the last of them when it was taken; None if that is not known.
       now: Learning rate of it on the schedule that the run resumes with.
+      keep: Key and value that would keep the schedule of before, if they are known.
     """
     # Another platform may round a schedule otherwise.
     if before is None or now is None or math.isclose(before, now, rel_tol=1e-4, abs_tol=1e-12):
         return None
     return (
         f"learning rate: the schedule has changed, step {step} was taken at {before:.4g} and would "
-        f"now be at {now:.4g}. Finished steps stay as they are. A schedule without a length of its "
-        "own has that of the run: optimizer.schedule.kwargs.decay_steps (or transition_steps) of "
-        "the shorter run, without its warm-up, keeps the old one."
+        f"now be at {now:.4g}. Finished steps stay as they are."
+        + ("" if keep is None else f" To keep the old schedule: {keep}.")
     )
+
+
+def length_before(config: Any, plan: Mapping[str, Any]) -> str | None:
+    """The key and value that give a schedule the length that it had; None where it has none.
+
+    Args:
+      config: Config of the run, as nested dicts; or settings of the user, or None.
+      plan: Settings of the run that was saved.
+    """
+    try:
+        optimizer, num_steps = config["optimizer"], plan["num_steps"]
+        schedule = optimizer["schedule"]
+        lengths = schedule_lengths(
+            schedule["name"], num_steps=num_steps, warmup_steps=optimizer["warmup_steps"]
+        )
+        own = schedule["kwargs"]
+    except (LookupError, TypeError, AttributeError):  # settings of the user
+        return None
+    added = [f"optimizer.schedule.kwargs.{n}={x}" for n, x in lengths.items() if n not in own]
+    return added[0] if added else None

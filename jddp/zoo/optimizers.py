@@ -69,6 +69,19 @@ def make_schedule(
     return schedule
 
 
+def schedule_lengths(name: str, *, num_steps: int, warmup_steps: int) -> dict[str, int]:
+    """The arguments that `make_schedule` fills in for a length; empty where a schedule has none.
+
+    Args:
+      name: A function of optax.
+      num_steps: Steps of the run.
+      warmup_steps: Steps of warm-up.
+    """
+    accepted = accepted_names(getattr(optax, name), key="optimizer.schedule.name")
+    length = num_steps if "warmup_steps" in accepted else num_steps - warmup_steps
+    return {argument: max(1, length) for argument in LENGTH_NAMES if argument in accepted}
+
+
 def make_optimizer(
     factory: str | Callable[..., Any],
     *,
