@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from jddp.data.sources.mapped import require_file
 from jddp.errors import DataError
 
 
@@ -29,6 +30,7 @@ def read_idx(path: Path, *, sha256_hex: str | None = None) -> np.ndarray:
     Raises:
       DataError: If the file is missing, is not whole, or holds anything else.
     """
+    require_file(path)
     try:
         packed = path.read_bytes()
     except OSError as error:

@@ -11,6 +11,7 @@ of pixels stays as it is: a larger image is refused like one that does not decod
 """
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -25,6 +26,8 @@ from jddp.data.extras import import_extra
 from jddp.data.source import DataSet, Source, image_spec, make_data_set
 from jddp.errors import ConfigError, DataError
 
+# By what a file begins with, whatever its name. Others that Pillow knows start programs.
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
 ENDINGS = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
 TEST_MARGIN = 0.125
@@ -90,8 +93,7 @@ class FolderExamples:
         found = [
             (path.relative_to(root).as_posix(), label)
             for label, name in enumerate(self.classes)
-            for path in sorted((root / name).rglob("*"))
-            if path.suffix.lower() in ENDINGS
+            for path in _images_in(root / name)
         ]
         if not found:
             where = "in folders of classes" if self.is_labelled else "here or below"
@@ -99,7 +101,7 @@ class FolderExamples:
         if empty := sorted({*range(len(self.classes))} - {label for _, label in found}):
             name = self.classes[empty[0]]
             raise DataError(
-                f"{root / name}: no images of this class. Put some there, or remove it."
+                f"{_shown(root / name)}: no images of this class. Put some there, or remove it."
             )
         if self.split is not None:
             found = [(name, label) for name, label in found if self.split.takes(name)]
@@ -142,7 +144,7 @@ class FolderExamples:
         path, size = self.root / self.files[index], self.image_size
         bomb = (Image.DecompressionBombError, Image.DecompressionBombWarning)
         try:
-            with Image.open(path) as file:
+            with Image.open(path, formats=FORMATS) as file:
                 wanted = size / ((1 - self.margin) * min(file.size))
                 if wanted <= 0.5:  # JPEG is decoded at a fraction of its size
                     file.draft("RGB", (round(file.width * wanted), round(file.height * wanted)))
@@ -150,20 +152,54 @@ class FolderExamples:
                 return np.asarray(ImageOps.fit(image, (size, size), kernel, bleed=self.margin / 2))
         except (OSError, SyntaxError, ValueError, *bomb) as error:
             raise DataError(
-                f"{path}: does not decode ({error}). Remove it, or leave out all such images by "
-                "data.kwargs.undecodable=mask."
+                f"{_shown(path)}: does not decode ({error}). Remove it, or leave out all such "
+                "images by data.kwargs.undecodable=mask."
             ) from error
 
     def fingerprint(self) -> str:
         """A hash of names and sizes of all files."""
         sizes = (f"{name} {(self.root / name).stat().st_size}\n" for name in self.files)
-        return sha256("".join(sizes).encode()).hexdigest()
+        return sha256("".join(sizes).encode(errors="surrogateescape")).hexdigest()
+
+
+def _images_in(folder: Path) -> list[Path]:
+    """The files here and below that end as images do, in the order of their names.
+
+    Raises:
+      DataError: If one is no file, such as a pipe, whose reading would never end.
+    """
+    images = []
+    for path in sorted(path for path in folder.rglob("*") if path.suffix.lower() in ENDINGS):
+        if path.is_file():
+            images.append(path)
+        elif not path.is_dir():
+            raise DataError(f"{_shown(path)}: {_kind_of(path)}, and no image. Remove it.")
+    return images
+
+
+def _kind_of(path: Path) -> str:
+    if path.is_symlink():
+        return "a link that leads to no file"
+    return "a named pipe" if path.is_fifo() else "no file"
+
+
+def _shown(path: Path) -> str:
+    """The path as text that every log can take: its bytes need not be UTF-8."""
+    return os.fsencode(path).decode(errors="backslashreplace")
 
 
 def _class_folders(root: Path) -> list[str]:
-    """The names of the folders, without hidden ones, which editors and notebooks leave."""
-    folders = (path.name for path in root.iterdir() if path.is_dir())
-    return sorted(name for name in folders if not name.startswith("."))
+    """The names of the folders, without hidden ones, which editors and notebooks leave.
+
+    Raises:
+      DataError: If one is a link to a folder that it lies in, whose images would count twice.
+    """
+    folders = [path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    around = {root.resolve(), *root.resolve().parents}
+    for path in folders:
+        if path.is_symlink() and path.resolve() in around:
+            raise DataError(f"{_shown(path)}: a link to a folder that it lies in. Remove it.")
+    return sorted(path.name for path in folders)
 
 
 def image_folder(

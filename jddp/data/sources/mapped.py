@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.lib.format import read_array_header_1_0, read_array_header_2_0, read_magic
 
-from jddp.errors import DataError
+from jddp.errors import DataError, Error
 
 
 class MappedArray(np.memmap):
@@ -47,9 +47,20 @@ def map_npz(path: Path) -> dict[str, np.ndarray]:
     Raises:
       DataError: If the file is missing, is not whole, or holds objects.
     """
+    require_file(path)
     with refusing_damage(path, ".npz file"), zipfile.ZipFile(path) as archive:
         members = archive.infolist()
         return {x.filename.removesuffix(".npy"): _open_member(path, archive, x) for x in members}
+
+
+def require_file(path: Path) -> None:
+    """Refuses what is no file: reading a named pipe would wait for a writer without end.
+
+    Raises:
+      DataError: If something else has this name.
+    """
+    if path.exists() and not path.is_file():
+        raise DataError(f"{path}: not a file, but a folder, a named pipe or a device. Put a file.")
 
 
 @contextlib.contextmanager
@@ -59,7 +70,7 @@ def refusing_damage(where: object, kind: str) -> Iterator[None]:
         yield
     except FileNotFoundError as error:
         raise DataError(f"{where}: no such file. It is needed; see data.dir.") from error
-    except DataError:
+    except Error:
         raise
     except Exception as error:  # parsers raise anything for damaged files
         reason = str(error).partition("\n")[0]
@@ -79,6 +90,7 @@ def _open_member(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo) 
 
 def _map_at(path: Path, offset: int, where: str) -> np.ndarray:
     """The array whose header begins at `offset`."""
+    require_file(path)
     with refusing_damage(where, ".npy file"), path.open("rb") as file:
         file.seek(offset)
         is_old = read_magic(file) == (1, 0)

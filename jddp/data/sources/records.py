@@ -10,13 +10,16 @@ They need the extra jddp[data]. Columns that hold anything but numbers are refus
 """
 
 import contextlib
+import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from jddp.data.extras import import_extra
 from jddp.data.source import Source, source_of
-from jddp.errors import DataError, FileSystemError
+from jddp.data.sources.decoded_rows import DecodedRows, StoredRows
+from jddp.data.sources.mapped import refusing_damage, require_file
+from jddp.errors import DataError, Error, FileSystemError
 from jddp.zoo.names import resolve_target
 
 
@@ -25,12 +28,20 @@ def parquet(*, directory: Path, columns: Sequence[str] | None = None) -> Source:
 
     def read(part: str) -> Any:
         files = _files(directory, part, "parquet")
+        where = f"{directory}/{part}*.parquet"
         try:
             with _quiet_datasets() as datasets:
-                return datasets.Dataset.from_parquet(files, keep_in_memory=False, columns=columns)
-        except OSError as error:  # no home, or a full one
-            reason = f"{directory}: datasets cannot cache these files: {error}."
-            raise FileSystemError(f"{reason} Set HF_HOME to a folder for them.") from error
+                rows = datasets.Dataset.from_parquet(files, keep_in_memory=False, columns=columns)
+        except Error:
+            raise
+        except Exception as error:  # what is raised for damaged files can be anything
+            reason = _reason(error)
+            if isinstance(reason, OSError) and reason.errno is not None:  # no home, or a full one
+                text = f"{directory}: datasets cannot cache these files: {reason}."
+                raise FileSystemError(f"{text} Set HF_HOME to a folder for them.") from error
+            with refusing_damage(_first_damaged(files) or where, "Parquet file"):
+                raise reason from None
+        return DecodedRows(rows, where)
 
     return source_of(f"parquet {directory}", read("train"), read("test"))
 
@@ -41,9 +52,13 @@ def hugging_face(*, directory: Path, columns: Sequence[str] | None = None) -> So
     def read(part: str) -> Any:
         if not (directory / part).is_dir():
             raise DataError(f"{directory / part}: no such folder. It is needed; see data.dir.")
-        with _quiet_datasets() as datasets:
-            rows = datasets.load_from_disk(str(directory / part))
-        return rows.select_columns(list(columns)) if columns else rows
+        where = str(directory / part)
+        with _quiet_datasets() as datasets, refusing_damage(where, "data set of datasets"):
+            rows = datasets.load_from_disk(where)
+            rows = rows.select_columns(list(columns)) if columns else rows
+            # Arrow aborts at places that lie outside of their array. No number is read for this.
+            rows.data.validate(full=True)
+            return DecodedRows(rows, where)
 
     return source_of(f"hugging_face {directory}", read("train"), read("test"))
 
@@ -53,9 +68,15 @@ def array_record(*, directory: Path, decode: str) -> Source:
 
     def read(part: str) -> Any:
         grain = import_extra("grain", needed_by="array_record")
-        records = grain.sources.ArrayRecordDataSource(_files(directory, part, "array_record"))
+        files = _files(directory, part, "array_record")
+        where = f"{directory}/{part}*.array_record"
         function = resolve_target(decode, key="data.kwargs.decode")
-        return grain.MapDataset.source(records).map(function)
+        with refusing_damage(where, "ArrayRecord file"):
+            records = grain.sources.ArrayRecordDataSource(files)
+            num_records = len(records)
+        if not num_records:
+            raise DataError(f"{where}: no records. Write some.")
+        return grain.MapDataset.source(StoredRows(records, where)).map(function)
 
     return source_of(f"array_record {directory}", read("train"), read("test"))
 
@@ -63,12 +84,35 @@ def array_record(*, directory: Path, decode: str) -> Source:
 def _files(root: Path, part: str, ending: str) -> list[str]:
     if not (files := sorted(root.glob(f"{part}*.{ending}"))):
         raise DataError(f"{root}: no files {part}*.{ending}. They are needed; see data.dir.")
+    for path in files:
+        require_file(path)
     return [str(path) for path in files]
+
+
+def _reason(error: BaseException) -> BaseException:
+    """The error of the file system in a chain of errors, else the one that began it."""
+    while not (isinstance(error, OSError) and error.errno is not None):
+        before = error.__cause__ or error.__context__
+        if before is None:
+            break
+        error = before
+    return error
+
+
+def _first_damaged(files: Sequence[str]) -> str | None:
+    """The first of these Parquet files that is not whole."""
+    parquet = import_extra("pyarrow.parquet", needed_by="parquet")
+    for path in files:
+        try:
+            parquet.read_table(path)
+        except Exception:
+            return path
+    return None
 
 
 @contextlib.contextmanager
 def _quiet_datasets() -> Iterator[Any]:
-    """The library `datasets`, without progress bars: a log would have a line for each."""
+    """The library `datasets`, without progress bars, of which a log would have many lines."""
     datasets = import_extra("datasets", needed_by="this data set")
     # Its environment variable has precedence: datasets would warn of every attempt.
     is_ours = datasets.config.HF_DATASETS_DISABLE_PROGRESS_BARS is None
@@ -76,4 +120,7 @@ def _quiet_datasets() -> Iterator[Any]:
         if is_ours and not datasets.are_progress_bars_disabled():
             datasets.disable_progress_bars()
             afterwards.callback(datasets.enable_progress_bars)
+        log = logging.getLogger("datasets")  # of its own view of what is raised too
+        afterwards.callback(log.setLevel, log.level)
+        log.setLevel(logging.CRITICAL)
         yield datasets

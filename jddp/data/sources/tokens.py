@@ -16,7 +16,7 @@ import numpy as np
 
 from jddp.data.examples import Batch
 from jddp.data.source import Source, Spec, make_data_set
-from jddp.data.sources.mapped import map_npy, refusing_damage
+from jddp.data.sources.mapped import map_npy, refusing_damage, require_file
 from jddp.errors import ConfigError, DataError
 
 INDEX = "tokens.json"
@@ -121,6 +121,7 @@ def tokens(
     """
     spec = token_spec(sequence_length)
     if vocab_size is None and (directory / INDEX).exists():
+        require_file(directory / INDEX)
         with refusing_damage(directory / INDEX, "index"):
             vocab_size = int(json.loads((directory / INDEX).read_text())["vocab_size"])
     if not cross_documents:

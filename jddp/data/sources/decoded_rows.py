@@ -1,0 +1,97 @@
+"""Rows of files that another library reads, without what that library would do for them.
+
+The columns of a Parquet file name their own kind. Hugging Face's `datasets` would decode images in
+any format of Pillow, some of which start programs, and fetch those of which it has only an address.
+Here images are decoded from their bytes, in the formats of image folders; sound, video and the like
+are refused. What a library raises for damaged bytes becomes a `DataError`.
+"""
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jddp.data.extras import import_extra
+from jddp.data.sources.image_folder import FORMATS
+from jddp.data.sources.mapped import refusing_damage
+from jddp.errors import DataError
+
+
+class StoredRows:
+    """Rows as a library reads them from files.
+
+    Args:
+      rows: Object with `__len__` and `__getitem__`; `__getitems__`, if any, reads many at once.
+      where: Name of the files, for errors.
+    """
+
+    def __init__(self, rows: Any, where: str) -> None:
+        self._rows, self._where = rows, where
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.__getitems__([int(index)])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """The rows at these indices.
+
+        Raises:
+          DataError: If one cannot be read.
+        """
+        with refusing_damage(self._where, "file of rows"):
+            if hasattr(self._rows, "__getitems__"):
+                return list(self._rows.__getitems__(list(indices)))
+            return [self._rows[index] for index in indices]
+
+
+class DecodedRows(StoredRows):
+    """Rows of a data set of Hugging Face, whose images are decoded here.
+
+    Raises:
+      DataError: If a column holds something else that would be decoded.
+    """
+
+    def __init__(self, rows: Any, where: str) -> None:
+        datasets = import_extra("datasets", needed_by="this data set")
+        self._modes: dict[str, str | None] = {}
+        for name, feature in rows.features.items():
+            if isinstance(feature, datasets.Image):
+                import_extra("PIL", needed_by=f"column {name!r}")
+                self._modes[name] = feature.mode
+                kept = datasets.Image(mode=feature.mode, decode=False)
+                rows = rows.cast_column(name, kept)
+            elif datasets.features.features.require_decoding(feature):
+                raise DataError(
+                    f"{where}: column {name!r} is {type(feature).__name__}, which is not decoded. "
+                    "Leave it out: data.kwargs.columns."
+                )
+        super().__init__(rows.with_format("numpy"), where)
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """The rows at these indices, with images as arrays `(height, width, ...)` of uint8.
+
+        Raises:
+          DataError: If one cannot be read.
+        """
+        rows = super().__getitems__(indices)
+        return [row | self._images_of(row) for row in rows] if self._modes else rows
+
+    def _images_of(self, row: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        return {name: self._decode(name, row[name], mode) for name, mode in self._modes.items()}
+
+    def _decode(self, name: str, stored: Any, mode: str | None) -> np.ndarray:
+        from PIL import Image, ImageOps
+
+        where = f"{self._where}: an image of column {name!r}"
+        if stored is None or stored["bytes"] is None:
+            raise DataError(f"{where} has no bytes, only a path, which is not read. Embed it.")
+        bomb = (Image.DecompressionBombError, Image.DecompressionBombWarning)
+        try:
+            with Image.open(io.BytesIO(stored["bytes"]), formats=FORMATS) as file:
+                image = ImageOps.exif_transpose(file)
+                return np.asarray(image.convert(mode) if mode else image)
+        except (OSError, SyntaxError, ValueError, *bomb) as error:
+            raise DataError(f"{where} does not decode ({error}). Remove it.") from error
