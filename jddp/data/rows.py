@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jddp.data.examples import ArrayExamples, Batch, Examples, in_32_bits
+from jddp.data.examples import ArrayExamples, Batch, Examples, in_32_bits, refuse_masked
 from jddp.errors import DataError
 
 
@@ -56,6 +56,8 @@ class RowExamples:
         )
 
     def _stack(self, name: str, parts: list[Any], indices: np.ndarray) -> np.ndarray:
+        for part in parts:
+            refuse_masked({name: part})
         arrays = [np.asarray(part) for part in parts]
         shapes = {array.shape for array in arrays}
         if len(shapes) > 1 or not {array.dtype.kind for array in arrays} <= {*"biuf"}:
