@@ -12,8 +12,7 @@ whether it has failed; one whose connection breaks without that is lost, and may
 Member 0's end is in `rendezvous_server`.
 """
 
-import contextlib
-import json
+import math
 import os
 import socket
 import time
@@ -22,13 +21,26 @@ from dataclasses import KW_ONLY, asdict, dataclass, field
 from multiprocessing.connection import wait
 from typing import Any
 
-from jddp.errors import CoordinatorError, ProcessMismatchError
+from jddp.distributed.connection import Connection
+from jddp.errors import CoordinatorError, ProcessMismatchError, report
 
 POLL_SECONDS = 0.02
-_LONGEST = 2**20  # bytes of a message
 _SLACK = 5.0  # seconds in which member 0 reports that its time is over, before the others give up
-_PROBES = 4  # unanswered ones, after which a connection is lost
+NOTICE_SECONDS = 5.0  # after which a line reports that members are missing
 Infos = dict[int, dict[str, Any]]  # by the numbers of the members
+
+
+class Notice:
+    """A line on a wait, once, when it has lasted for some seconds."""
+
+    def __init__(self) -> None:
+        self._at = time.monotonic() + NOTICE_SECONDS
+
+    def give(self, text: str) -> None:
+        """Prints the line, if it is time for it."""
+        if time.monotonic() > self._at:
+            report(text)
+            self._at = math.inf
 
 
 @dataclass(frozen=True)
@@ -52,56 +64,13 @@ class Member:
     def __post_init__(self) -> None:
         """Refuses what another program has sent."""
         given = (self.number, self.count, self.same, self.info, self.where)
-        if not all(map(isinstance, given, (int, int, dict, dict, str))):
+        if [*map(type, given)] != [int, int, dict, dict, str]:
             raise TypeError
 
     @property
     def host(self) -> str:
         """The machine that it runs on."""
         return self.where.partition(",")[0]
-
-
-class Connection:
-    """A TCP connection on which each message is a line, an object of JSON.
-
-    Args:
-      stream: The socket.
-      silence_seconds: Time without a sign of life after which the connection breaks.
-    """
-
-    def __init__(self, stream: socket.socket, silence_seconds: int):
-        self._socket, self._lines, self.fileno = stream, stream.makefile("rb"), stream.fileno
-        stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        between = max(1, silence_seconds // (_PROBES + 1))
-        for name, value in (("KEEPIDLE", between), ("KEEPINTVL", between), ("KEEPCNT", _PROBES)):
-            if option := getattr(socket, f"TCP_{name}", None):  # Linux, and macOS in part
-                stream.setsockopt(socket.IPPROTO_TCP, option, value)
-
-    def close(self) -> None:
-        """Closes it."""
-        self._lines.close()
-        self._socket.close()
-
-    def send(self, message: Mapping[str, Any]) -> None:
-        """Sends a message, unless the connection is broken."""
-        self._socket.settimeout(_SLACK)
-        with contextlib.suppress(OSError):
-            self._socket.sendall(json.dumps(message).encode() + b"\n")
-
-    def receive(self, seconds: float) -> dict[str, Any]:
-        """The next message.
-
-        Raises:
-          OSError: If none comes in this time, or the connection is broken or closed.
-          ValueError: If the other end is another program.
-        """
-        self._socket.settimeout(seconds)
-        if not (line := self._lines.readline(_LONGEST)):
-            raise ConnectionError
-        try:
-            return dict(json.loads(line))
-        except (TypeError, RecursionError):
-            raise ValueError from None
 
 
 @dataclass(eq=False)
@@ -210,15 +179,16 @@ def connect(address: str, name: str, until: float) -> socket.socket:
       CoordinatorError: If none does in time.
     """
     host, _, port = address.rpartition(":")
-    since, tries = time.monotonic(), 0
+    since, tries, notice = time.monotonic(), 0, Notice()
     while True:
         tries += 1
         try:
             return socket.create_connection((host.strip("[]"), int(port)), timeout=5)
         except OSError as error:
             reason = error.strerror or str(error)
+        kind = name.partition(" ")[0]
+        notice.give(f"{name} is waiting for {kind} 0 at {address}: {reason}")
         if time.monotonic() > until:
-            kind = name.partition(" ")[0]
             raise CoordinatorError(
                 f"{name} cannot reach {kind} 0 at {address}: {reason}, {tries} times in "
                 f"{time.monotonic() - since:.0f} s. Does {kind} 0 run there, is the port open, was "

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
 
-from jddp.distributed.rendezvous import POLL_SECONDS, Connection, End, Infos, Member, compare
+from jddp.distributed.connection import Connection
+from jddp.distributed.open_files import allow_connections, too_few
+from jddp.distributed.rendezvous import POLL_SECONDS, End, Infos, Member, Notice, compare
 from jddp.errors import CoordinatorError, Error, ProcessMismatchError
 
 PATIENCE_SECONDS = 30.0  # for further members, once there are enough
-_REST_SECONDS = 1.0  # for the rest of a message that has begun
+_MESSAGE_SECONDS = 10.0  # for the first message of a connection, and for the rest of one
 _SHOWN = 8  # numbers of missing members in a message
 
 
@@ -42,6 +44,7 @@ class RendezvousServer(End):
         self._present: dict[Connection, Member] = {}  # that took part in the last round
         self._lost: list[int] = []  # of them
         self._listening = listen(self.listens or self.address)
+        self._listening.setblocking(False)  # a client may have gone before it is accepted
 
     def close(self) -> None:
         """Stops listening, and closes all connections."""
@@ -58,8 +61,10 @@ class RendezvousServer(End):
           is_last: Whether to stop listening before members are answered: the port is free then.
 
         Raises:
-          CoordinatorError: If members are missing; the others raise it too.
-          ProcessMismatchError: If two have the same number, or other settings; likewise.
+          CoordinatorError: If members are missing, or there are more than open files; the others
+            raise it too.
+          ProcessMismatchError: If two have the same number, one has a number out of the range, or
+            other settings; likewise.
         """
         try:
             infos = self._wait_for_all(mine, seconds)
@@ -79,7 +84,8 @@ class RendezvousServer(End):
         return {client: member for client, member in self._waiting.items() if member is not None}
 
     def _wait_for_all(self, mine: Member, seconds: float) -> Infos:
-        until, enough_since = time.monotonic() + seconds, None
+        until, enough_since, notice = time.monotonic() + seconds, None, Notice()
+        allow_connections(mine.count)
         while True:
             members = [mine, *self._members().values()]
             _refuse_mismatch(self.kind, members)
@@ -93,6 +99,9 @@ class RendezvousServer(End):
                     return infos
             if now > until:
                 raise self._missing(infos, mine.count, seconds)
+            missing = f"{mine.count - len(infos)} of {mine.count} {self._plural(mine.count)}"
+            which = _numbers(infos, mine.count)
+            notice.give(f"waiting for {missing} at {self.address} ({self.kind} {which})")
             self._receive(POLL_SECONDS)
 
     def lost(self) -> list[int]:
@@ -129,22 +138,38 @@ class RendezvousServer(End):
             if isinstance(ready, Connection):
                 self._read(ready)
             else:
-                stream = self._listening.accept()[0]
-                self._waiting[Connection(stream, self.silence_seconds)] = None
+                self._accept()
+        late = time.monotonic() - _MESSAGE_SECONDS
+        for client in [x for x in self._waiting if x.begun is not None and x.begun < late]:
+            self._forget(client)
+
+    def _accept(self) -> None:
+        try:
+            stream = self._listening.accept()[0]
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise too_few(len(self._waiting) + 1) from error
+            return  # a client that has gone again
+        self._waiting[Connection(stream, self.silence_seconds)] = None
 
     def _read(self, client: Connection) -> None:
         try:
-            message = client.receive(_REST_SECONDS)
-            if message == {"failed": False}:
-                self._present.pop(client, None)
-            elif "failure" in message and client in self._present:
-                self.failure = dict(message["failure"])
-            elif message.pop("kind", None) == self.kind:
-                self._waiting[client] = Member(**message)
-            else:
+            if not all(self._take(client, message) for message in client.arrived()):
                 self._forget(client)  # with a failure, or another program
         except (OSError, ValueError, TypeError):
             self._forget(client)  # whose connection is lost, or another program
+
+    def _take(self, client: Connection, message: dict[str, Any]) -> bool:
+        """Takes a message; returns whether the connection stays."""
+        if message == {"failed": False}:
+            self._present.pop(client, None)
+        elif "failure" in message and client in self._present:
+            self.failure = dict(message["failure"])
+        elif message.pop("kind", None) == self.kind:
+            self._waiting[client] = Member(**message)
+        else:
+            return False
+        return True
 
     def _forget(self, client: Connection) -> None:
         del self._waiting[client]
@@ -153,14 +178,14 @@ class RendezvousServer(End):
         client.close()
 
     def _missing(self, infos: Infos, count: int, seconds: float) -> CoordinatorError:
-        numbers = [str(number) for number in range(count) if number not in infos]
-        plural = ("es" if self.kind == "process" else "s") * (len(numbers) > 1)
-        more = f" and {len(numbers) - _SHOWN} more" if len(numbers) > _SHOWN else ""
+        who = f"{self._plural(count - len(infos))} {_numbers(infos, count)}"
         return CoordinatorError(
-            f"{self.kind}{plural} {', '.join(numbers[:_SHOWN])}{more} of {count} did not connect "
-            f"to {self.address} within {seconds:.0f} s. Was each started, with its own number, and "
-            "can it reach this address?"
+            f"{who} of {count} did not connect to {self.address} within {seconds:.0f} s. Was each "
+            "started, with its own number, and can it reach this address?"
         )
+
+    def _plural(self, num: int) -> str:
+        return self.kind + ("es" if self.kind == "process" else "s") * (num > 1)
 
 
 def listen(address: str) -> socket.socket:
@@ -187,10 +212,22 @@ def _refuse(client: Connection, error: Error) -> None:
     client.send({"error": str(error), "is_missing": isinstance(error, CoordinatorError)})
 
 
+def _numbers(infos: Infos, count: int) -> str:
+    """The first numbers of members that are missing."""
+    numbers = [str(number) for number in range(count) if number not in infos]
+    more = f" and {len(numbers) - _SHOWN} more" if len(numbers) > _SHOWN else ""
+    return ", ".join(numbers[:_SHOWN]) + more
+
+
 def _refuse_mismatch(kind: str, members: Iterable[Member]) -> None:
     """Raises the first contradiction between members."""
     seen: dict[int, Member] = {}
     for x in members:
+        if not 0 <= x.number < x.count:
+            raise ProcessMismatchError(
+                f"{x.where} has connected as {kind} {x.number} of {x.count}: numbers are from 0 to "
+                f"{x.count - 1}. Give each its own."
+            )
         if (other := seen.setdefault(x.number, x)) is not x:
             raise ProcessMismatchError(
                 f"two have connected as {kind} {x.number}: {other.where}, and {x.where}. "

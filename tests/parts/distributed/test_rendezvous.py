@@ -1,5 +1,6 @@
 """Processes and nodes rendezvous: all are there, or all know what is missing or differs."""
 
+import errno
 import itertools
 import os
 import re
@@ -8,13 +9,15 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
+from types import SimpleNamespace
 
 import jax
 import pytest
-from runs import free_port, wait_until
+from runs import environment, free_port, wait_until
 
-from jddp.distributed import failure, join
+from jddp.distributed import failure, join, rendezvous_server
+from jddp.distributed import rendezvous as rendezvous_module
 from jddp.distributed.identity import VARIABLES, Identity
 from jddp.distributed.join import HEARTBEAT, START, initialize, rendezvous
 from jddp.distributed.rendezvous import Member, RendezvousClient, connect
@@ -126,8 +129,13 @@ OTHER = rf"process 1 \({HERE}\) has another job than process 0: "
         ([(1, 3, B)], f"{OTHER}JDDP_JOB is b there and a here"),
         ([(1, 3)], f"{OTHER}JDDP_JOB is not set there and a here"),
         ([(1, 3, {**A, HEARTBEAT: "9"})], f"{OTHER}{HEARTBEAT} is 9 there and 100 here"),
+        (
+            [(3, 3, A)],
+            f"{HERE} has connected as process 3 of 3: numbers are from 0 to 2",
+        ),
+        ([(-1, 3, A)], f"{HERE} has connected as process -1 of 3: numbers are from 0 to 2"),
     ],
-    ids=["number", "count", "job", "no_job", "heartbeat"],
+    ids=["number", "count", "job", "no_job", "heartbeat", "too_large", "negative"],
 )
 def test_processes_with_one_number_or_of_another_job_are_named_to_all(address, others, reported):
     for error in rendezvous_of((0, 3, A), *others, address=address):
@@ -177,6 +185,97 @@ def test_a_client_that_sends_nothing_or_nonsense_is_no_process(address):
         for each in clients:
             each.close()
     assert str(error).startswith("process 1 of 2 did not connect")
+
+
+def test_half_a_line_holds_up_nobody_and_its_connection_is_closed_in_time(address, monkeypatch):
+    monkeypatch.setattr(rendezvous_server, "_MESSAGE_SECONDS", 0.2)
+    with closing(RendezvousServer("process", address)) as server, ExitStack() as opened:
+        until = time.monotonic() + 5
+        halves = [opened.enter_context(connect(address, "", until)) for _ in range(30)]
+        for half in halves:
+            half.sendall(b'{"kind": "process", ')
+
+        def drip():  # a byte at a time, and never an end
+            while not server_has_closed(halves[0]):
+                with suppress(OSError):
+                    halves[0].sendall(b" ")
+
+        with ThreadPoolExecutor() as threads, closing(RendezvousClient("process", address)) as late:
+            dripping = threads.submit(drip)
+            first = threads.submit(server.gather, Member(0, 2), seconds=60)
+            dripping.result()  # while process 0 waits for process 1
+            second = threads.submit(late.gather, Member(1, 2), seconds=60)
+            assert sorted(first.result()) == sorted(second.result()) == [0, 1]
+        wait_until(lambda: not server.has_newcomer() and all(map(server_has_closed, halves)))
+
+
+def server_has_closed(stream):
+    stream.settimeout(0.01)
+    try:
+        return stream.recv(1) == b""
+    except TimeoutError:
+        return False
+    except OSError:
+        return True
+
+
+FEW_FILES = """
+import resource, sys
+from jddp.distributed.identity import Identity
+from jddp.distributed.join import rendezvous
+
+most = int(sys.argv[3])
+resource.setrlimit(resource.RLIMIT_NOFILE, (40, most))
+try:
+    rendezvous(Identity(sys.argv[1], int(sys.argv[2]), 0), sys.argv[1], {"JDDP_START_SECONDS": "1"})
+except Exception as error:
+    print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], error.exit_code, error)
+"""
+
+
+@pytest.mark.parametrize(
+    "most, limit, reported",
+    [
+        (4000, 2 * 100 + 256, "69 processes 1, 2, 3, 4, 5, 6, 7, 8 and 91 more of 100 did not"),
+        (60, 60, "69 100 connections need as many open files, and the limit here is 60. Raise it"),
+    ],
+)
+def test_the_limit_of_open_files_is_raised_or_named(address, most, limit, reported):
+    command = [sys.executable, "-c", FEW_FILES, address, "100", str(most)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
+    found, _, error = done.stdout.partition(" ")
+    assert int(found) >= limit
+    assert error.startswith(reported), error
+
+
+def test_a_server_without_a_file_for_a_further_connection_names_the_limit(address, monkeypatch):
+    def none_left():
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with closing(RendezvousServer("process", address)) as server:
+        listening = server._listening
+        monkeypatch.setattr(server, "_listening", SimpleNamespace(accept=none_left))
+        monkeypatch.setattr(rendezvous_server, "wait", lambda ends, _: [ends[0]])
+        with pytest.raises(CoordinatorError, match="Raise it: ulimit -n") as caught:
+            server.gather(Member(0, 2), seconds=60)
+        server._listening = listening
+    assert caught.value.exit_code == 69
+
+
+@pytest.mark.parametrize(
+    "number, words",
+    [
+        (0, "waiting for 1 of 2 processes at {} (process 1)"),
+        (1, "process 1 of 2 is waiting for process 0 at {}: Connection refused"),
+    ],
+)
+def test_a_process_that_waits_reports_it_in_a_line_once(
+    address, monkeypatch, capsys, number, words
+):
+    monkeypatch.setattr(rendezvous_module, "NOTICE_SECONDS", 0.05)
+    (error,) = rendezvous_of((number, 2), address=address, seconds=1)
+    assert isinstance(error, CoordinatorError)
+    assert capsys.readouterr().err == f"jddp: {words.format(address)}\n"
 
 
 @pytest.fixture
