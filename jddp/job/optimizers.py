@@ -8,15 +8,20 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import optax
 
 from jddp.config.schema import Config
 from jddp.engine.state import TrainState
 from jddp.modules.frozen import COLLECTION
 from jddp.zoo.groups import REST, Group, by_group, decay_by_layer, groups_of, paths_of, scales_of
 from jddp.zoo.names import accepted_names, defaults_of, name_of, named
-from jddp.zoo.optimizers import MASK_NAMES, decay_mask, factory_of, make_optimizer, make_schedule
+from jddp.zoo.optimizers import (
+    MASK_NAMES,
+    decay_mask,
+    factory_of,
+    hold_peak,
+    make_optimizer,
+    make_schedule,
+)
 
 Schedule = Callable[[int], Any]
 
@@ -56,7 +61,7 @@ def optimizer_of(
     for name, (factory, peak, kwargs, key) in _specs(config).items():
         rate = make_schedule(**section.schedule.model_dump(), learning_rate=peak, **length)
         if at_peak:
-            rate = optax.constant_schedule(_peak(rate, max(num_steps, section.warmup_steps + 1)))
+            rate = hold_peak(rate, max(num_steps, section.warmup_steps + 1))
         made[name] = make_optimizer(
             factory, schedule=rate, kwargs=kwargs, decay_norms_and_biases=decays, key=key
         )
@@ -67,11 +72,6 @@ def optimizer_of(
     if layers := section.layer_decay.layers:
         optimizer = decay_by_layer(optimizer, layers, section.layer_decay.factor)
     return optimizer, rate
-
-
-def _peak(schedule: Schedule, num_steps: int) -> float:
-    """The highest rate of the first steps."""
-    return float(jax.vmap(schedule)(jnp.arange(num_steps)).max())
 
 
 def optimizer_table(config: Config, state: TrainState) -> Iterator[str]:

@@ -82,6 +82,12 @@ def schedule_lengths(name: str, *, num_steps: int, warmup_steps: int) -> dict[st
     return {argument: max(1, length) for argument in LENGTH_NAMES if argument in accepted}
 
 
+def hold_peak(schedule: optax.Schedule, num_steps: int) -> optax.Schedule:
+    """A schedule that stays at the highest rate that another has in its first steps."""
+    rates = jax.vmap(schedule)(jnp.arange(num_steps))
+    return optax.constant_schedule(float(jnp.max(rates)))
+
+
 def make_optimizer(
     factory: str | Callable[..., Any],
     *,
