@@ -103,8 +103,9 @@ class DataParallel(Shown):
       wire_dtype: Dtype to which wider gradients are cast on the wire: "bfloat16" or "float16".
       comm_hook: A `CommHook` that reduces a bucket, in place of the mean.
       batch_norm: Statistics that batch norm uses: "sync" (of the global batch), "broadcast" (of
-        replica 0; with a mask, of the first replica with a valid row) or "local" (each replica its
-        own, averaged when evaluated or read). Axis names of the layers are ignored.
+        replica 0; with a mask, of the first replica with a valid row in the micro-batch)
+        or "local" (each replica its own, averaged when evaluated or read). Axis names of the layers
+        are ignored.
       batch_norm_group_size: Number of neighbouring replicas that share statistics under "sync";
         None for all.
       batch_norm_unbiased: Whether running variances are unbiased, as PyTorch keeps them.

@@ -4,7 +4,8 @@
 
 Whatever numpy can convert becomes an array. A column of a dict that holds no numbers is left out,
 with one notice, since most losses do not read it: one that does is refused where it is traced
-(`modules.base.call_loss`). Whole numbers that JAX would cut to 32 bits are refused.
+(`modules.base.call_loss`). Whole numbers that JAX would cut to 32 bits are refused, and so are
+weights that are given as a mask.
 """
 
 import logging
@@ -32,7 +33,7 @@ def as_arrays(batch: Batch) -> Batch:
 
     Raises:
       DataError: If a leaf that is in no column of a dict holds no numbers, or whole numbers need 64
-        bits, and JAX has 32.
+        bits, and JAX has 32; or if "mask" holds other numbers than 0 and 1.
     """
     if not isinstance(batch, Mapping):
         return _converted("the batch", batch)
@@ -44,7 +45,21 @@ def as_arrays(batch: Batch) -> Batch:
             _leave_out(name, error.holds)
     if batch and not kept:
         raise DataError(f"no column of the batch holds numbers: {', '.join(map(str, batch))}.")
+    _refuse_weights(kept.get("mask"))
     return kept
+
+
+def _refuse_weights(mask: object) -> None:
+    """Refuses a mask on the host that holds anything but 0 and 1."""
+    if not isinstance(mask, np.ndarray) or mask.dtype == bool:
+        return
+    is_mask = (mask == 0) | (mask == 1)
+    if not is_mask.all():
+        raise DataError(
+            f"batch['mask'] holds {mask[~is_mask].flat[0]}: a mask is 1 for an entry that counts "
+            "and 0 for any other. Give weights another name, such as batch['weights'], and return "
+            "jddp.Mean(losses * weights, weights)."
+        )
 
 
 class _NoNumbers(DataError):

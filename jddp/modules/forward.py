@@ -117,7 +117,8 @@ def settle(
     weights, and batch statistics of synced layers, unless they are those of groups, which are
     averaged. Per-replica state is left alone. The rest is combined as declared; else, under
     "broadcast", batch statistics become replica 0's, as with DDP's `broadcast_buffers`; with a
-    mask, those of the first replica that has a valid row, and if none has, the old ones.
+    mask, those of the first replica that has a valid row, and if none has, the old ones. With
+    micro-batches this is done for each of them, so that the replica may be another for each.
 
     Args:
       old: State before the model ran.

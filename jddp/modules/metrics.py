@@ -117,9 +117,9 @@ def weigh(
     Args:
       losses: Losses of any shape whose first dim is b, a scalar (this replica's mean), or a `Mean`.
       metrics: Metrics by name, of shapes as for `losses`.
-      mask: Array with 1 where an entry counts and 0 where it does not; aligned with the leading
-        dims of `losses` and of each metric. A metric with fewer dims than the mask counts where
-        its row has any valid entry.
+      mask: Array with 1 where an entry counts and 0 where it does not; no weights. It is aligned
+        with the leading dims of `losses` and of each metric. A metric with fewer dims than the mask
+        counts where its row has any valid entry.
       num_rows: Number of rows of the replica, and of the entries of a `Mean` of scalars.
       train: Whether to leave out each `Metric`. A scalar then weighs like that of any other
         replica; in evaluation, where batches may differ in size, by its rows.
@@ -205,7 +205,8 @@ def _widened(x: Array) -> Array:
 
 
 def _align(name: str, shape: tuple[int, ...], mask: Array) -> Array:
-    weights = mask.astype(jnp.float32)
+    # A mask on a device may hold anything: an entry counts, once, or it does not.
+    weights = (mask if mask.dtype == bool else mask > 0).astype(jnp.float32)
     if weights.ndim > len(shape):
         weights = weights.max(axis=tuple(range(len(shape), weights.ndim)))
     if weights.shape != shape[: weights.ndim]:

@@ -446,3 +446,18 @@ def test_parameters_without_the_statistics_of_their_layers_are_refused(batch_nor
         for given in ({"params": variables}, {"params": variables["params"], "batch": batch}):
             state, _ = ddp.step(ddp.init(**given), batch)
             assert ddp.evaluate(state, [batch])["examples"] == 16
+
+
+@in_both
+def test_broadcast_chooses_the_replica_with_a_valid_row_anew_for_each_micro_batch(kind):
+    ddp = wrapped(kind(use_mask=True), batch_norm="broadcast", mesh=2, accumulate_steps=2)
+    batch = rows()
+    # Of the first micro-batch replica 0 has no valid row, of the second it has.
+    batch["mask"] = np.arange(16) >= 4
+    state = ddp.init(0, batch)
+    mean, var = statistics(state)
+    state, _ = ddp.step(state, batch)
+    for own in (slice(8, 12), slice(4, 8)):
+        x = batch["x"][own]
+        mean, var = (mean + x.mean(0)) / 2, (var + x.var(0)) / 2
+    close(statistics(state), [mean, var], rtol=1e-4, atol=0)

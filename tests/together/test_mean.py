@@ -192,12 +192,13 @@ def test_padded_training_batches_are_masked_for_arrays_and_refused_for_scalars()
 
 
 def test_a_mask_leaves_out_what_it_forbids_and_weighs_nothing_twice():
-    """Fractions in a mask weigh plain losses; in a `Mean` the user has weighed them already."""
+    """In a `Mean` the user has weighed the losses already."""
 
     def loss(model, batch, train):
-        return jddp.Mean(token_losses(model, batch) * batch["mask"], batch["mask"])
+        return jddp.Mean(token_losses(model, batch) * batch["w"], batch["w"])
 
-    batch = make_batch() | {"mask": weights_of(make_batch()).astype(np.float32)}
+    weights = weights_of(make_batch()).astype(np.float32)
+    batch = make_batch() | {"w": weights, "mask": weights > 0}
     ddp = wrapped(loss)
     state = ddp.init(0, batch)
     want, _ = global_mean(Tagger(), ddp.model(state)["params"], batch)

@@ -22,7 +22,7 @@ ROWS, TABLE = jnp.array([1.0, 2.0, 4.0]), jnp.ones((2, 3))
 
 MASKED = {
     "entries": (ROWS, [1, 0, 1], (5, 2)),
-    "weights": (ROWS, [0.5, 0, 1.0], (4.5, 1.5)),
+    "fractions": (ROWS, [0.5, 0, 1.0], (5, 2)),
     "a NaN does no harm": (jnp.array([1.0, jnp.nan]), [True, False], (1, 1)),
     "whole rows of tokens": (TABLE, [True, False], (3, 3)),
 }
@@ -33,7 +33,7 @@ def pair(sum_):
 
 
 @pytest.mark.parametrize("losses, mask, want", MASKED.values(), ids=MASKED)
-def test_a_mask_keeps_entries_out_of_total_and_count_or_weighs_them(losses, mask, want):
+def test_a_mask_keeps_entries_out_of_total_and_count_and_weighs_none(losses, mask, want):
     assert pair(weigh(losses, {}, mask=jnp.array(mask))["loss"]) == want
 
 
