@@ -35,8 +35,7 @@ def loss_fn(model, batch, train):
 def main(directory, num_steps=200, every=10):
     """Trains to the end, from the newest checkpoint in the directory if there is one."""
     x = np.random.default_rng(0).standard_normal((1000, 8), dtype=np.float32)
-    own = {"process_index": jax.process_index(), "num_processes": jax.process_count()}
-    batches = TrainBatches({"x": x, "y": x[:, :1] ** 2}, global_batch_size=128, seed=0, **own)
+    batches = TrainBatches({"x": x, "y": x[:, :1] ** 2}, global_batch_size=128, seed=0)
     ddp = jddp.DataParallel(Net(), optax.adam(1e-2), loss_fn)
     state = ddp.init(seed=0, batch=batches.batch(0))
     if (found := ddp.restore(directory)) is not None:

@@ -21,8 +21,6 @@ from jax.sharding import Mesh
 
 from jddp.checkpoint.checkpoints import Checkpoints
 from jddp.checkpoint.weights import Loaded
-from jddp.config.permissions import folder_or_url
-from jddp.distributed.unjoined import refuse_unjoined
 from jddp.distributed.watchdog import Limits
 from jddp.engine.average import choose_average, chosen_params
 from jddp.engine.backward import choose_backward
@@ -191,7 +189,6 @@ class DataParallel(Shown):
         eval_fn: LossFn | None = None,
         donate: bool = True,
     ) -> None:
-        refuse_unjoined()
         self.mesh = make_mesh(mesh, axis_name)
         axis, hardware = axis_of(self.mesh), platform(self.mesh)
         sync = Sync(axis, batch_norm_group_size, batch_norm_unbiased, logical_replicas)
@@ -656,6 +653,7 @@ class DataParallel(Shown):
         limits: Limits = LIMITS,
         check_replicas_every_steps: int | None = 500,
         max_consecutive_skips: int = 10,
+        same_batches: bool = False,
     ) -> Run:
         """Trains for `num_steps`, with evaluation, progress, metrics and checkpoints.
 
@@ -696,6 +694,9 @@ class DataParallel(Shown):
             comparison.
           max_consecutive_skips: Number of steps in a row which `skip_nonfinite` leaves out that
             end the run.
+          same_batches: Whether all processes are given the same rows on purpose, as in a benchmark.
+            Otherwise a first batch that several have is refused: of `jddp.data.TrainBatches` and
+            `eval_batches` each reads its own rows.
 
         Returns:
           The finished run: its state, its metrics, its directory.
@@ -706,7 +707,8 @@ class DataParallel(Shown):
           UsageError: If batches are padded, and the loss or a metric is a scalar, or a `jddp.Mean`
             of scalars; or if a step has taken the state.
           DataError: If the batches end before `num_steps`.
-          ProcessMismatchError: If processes have different models, optimizers or batches.
+          ProcessMismatchError: If processes have different models, optimizers, batches or
+            arguments, or the same rows.
           ReplicaMismatchError: If state differs that must be the same on all replicas.
           OutOfMemoryError: If a device has less memory than a step needs.
           NumericsError: If the loss is not finite, or too many steps in a row were skipped.
@@ -730,10 +732,10 @@ class DataParallel(Shown):
             learning_rate=learning_rate,
             check_replicas_every_steps=check_replicas_every_steps,
             max_consecutive_skips=max_consecutive_skips,
+            same_batches=same_batches,
         )
-        kept = Kept(None if run_dir is None else folder_or_url(run_dir), config, manifest or {})
-        first = functools.partial(self.init, seed) if state is None else state
-        return train(self, batches, plan, kept, first, callbacks, limits)
+        kept = Kept.of(run_dir, config, manifest)
+        return train(self, batches, plan, kept, state, callbacks, limits)
 
 
 def _settle_layout(

@@ -14,7 +14,7 @@ from jddp.data.augment import CropAndFlip as CropAndFlip
 from jddp.data.augment import FlipAndShift as FlipAndShift
 from jddp.data.batches import TrainBatches as TrainBatches
 from jddp.data.batches import count_steps as count_steps
-from jddp.data.batches import eval_batches as eval_batches
+from jddp.data.evaluation import eval_batches as eval_batches
 from jddp.data.examples import ArrayExamples as ArrayExamples
 from jddp.data.examples import ImageExamples as ImageExamples
 from jddp.data.rows import RowExamples as RowExamples

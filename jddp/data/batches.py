@@ -1,24 +1,25 @@
-"""Batches of one process: resumable ones for training, each example once for evaluation.
+"""Training batches of one process, which resume at any position.
 
     batches = TrainBatches(examples, global_batch_size=128, seed=0)
     batch = next(batches)              # the rows of this process, a dict of numpy arrays
     batches.get_state()                # {"position": 128}: pass it to set_state to resume
 
-Every process iterates over the same global batches and takes its own contiguous part of each, so
-that all processes together read the rows of one process, in the same order. A partial batch is
-padded with real rows, whose mask is 0.
+Every process iterates over the same global batches and takes its own contiguous part of each (see
+`shares`), so that all processes together read the rows of one process, in the same order. A partial
+batch is padded with real rows, whose mask is 0.
 """
 
 import math
+import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
 from jddp.data.augment import Augment, Mixup
-from jddp.data.examples import Batch, Examples
+from jddp.data.examples import Batch
 from jddp.data.order import Order
 from jddp.data.rows import as_examples
+from jddp.data.shares import Share
 from jddp.errors import ConfigError, DataError
 from jddp.html import Shown
 from jddp.zoo.names import refuses_unknown
@@ -50,8 +51,8 @@ class TrainBatches(Shown):
         augment: Augment | None = None,
         mixup: float | None = None,
         multiple_of: int = 1,
-        process_index: int = 0,
-        num_processes: int = 1,
+        process_index: int | None = None,
+        num_processes: int | None = None,
     ):
         """Starts at position 0.
 
@@ -67,8 +68,9 @@ class TrainBatches(Shown):
           mixup: Parameter of mixup, whose weights are from Beta(mixup, mixup), or None.
           multiple_of: Divisor of the rows of a global batch after padding, such as the number of
             devices.
-          process_index: Number of this process.
-          num_processes: Number of processes, which each take an equal part of a batch.
+          process_index: Number of this process; by default JAX's, once it has joined a job, else 0.
+          num_processes: Number of processes, which each take an equal part of a batch; by default
+            JAX's, else 1.
 
         Raises:
           ConfigError: If the batch does not divide over the processes, or the seed is negative.
@@ -76,6 +78,8 @@ class TrainBatches(Shown):
             example, finite, not negative and somewhere positive.
         """
         self._examples = examples = as_examples(examples)
+        self.share = Share.of(process_index, num_processes)
+        num_processes = self.share.num_processes
         self._rows_in_all = -(-global_batch_size // multiple_of) * multiple_of
         if global_batch_size < 1 or self._rows_in_all % num_processes:
             raise ConfigError(
@@ -100,8 +104,27 @@ class TrainBatches(Shown):
             count_steps(num_epochs, len(examples), global_batch_size, drop_remainder)  # or refuses
             self._end = max(1, round(num_epochs * len(examples)))
         process_batch_size = self._rows_in_all // num_processes
-        self._own = np.arange(process_batch_size) + process_index * process_batch_size
+        first = self.share.process_index * process_batch_size
+        self._own = np.arange(process_batch_size) + first
         self._position = 0
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """What the batches of all processes must have in common, by name."""
+        weights = self._order.weights
+        return {
+            "num_examples": self.num_examples,
+            "global_batch_size": self.global_batch_size,
+            "rows of a batch, with padding": self._rows_in_all,
+            "num_epochs": self.num_epochs,
+            "drop_remainder": self._is_full,
+            "seed": self._order.seed,
+            "shuffle": self._order.shuffle,
+            "weights": None if weights is None else zlib.crc32(weights.tobytes()),
+            "augment": type(self._augment).__name__,
+            "position": self._position,
+            "num_processes": self.share.num_processes,
+        }
 
     def close(self) -> None:
         """Frees resources, of which only `WorkerBatches` has some."""
@@ -170,29 +193,6 @@ class TrainBatches(Shown):
         self._position = min(int(state["position"]), state.get("end", ENDLESS))
 
 
-@dataclass(frozen=True, repr=False)
-class _EvalBatches(Shown):
-    """Evaluation batches, which can be iterated any number of times."""
-
-    examples: Examples
-    global_batch_size: int
-    process_index: int
-    num_processes: int
-
-    def __repr__(self) -> str:
-        return f"evaluation batches: {len(self.examples):,} examples in {len(self):,} batches"
-
-    def __len__(self) -> int:
-        return -(-len(self.examples) // self.global_batch_size)
-
-    def __iter__(self) -> Iterator[Batch]:
-        begin = self.process_index * self.global_batch_size // self.num_processes
-        end = (self.process_index + 1) * self.global_batch_size // self.num_processes
-        for first in range(0, len(self.examples), self.global_batch_size):
-            last = min(first + end, len(self.examples))
-            yield self.examples.take(np.arange(first + begin, last))
-
-
 def count_steps(
     num_epochs: float, num_examples: int, global_batch_size: int, drop_remainder: bool = False
 ) -> int:
@@ -214,34 +214,6 @@ def count_steps(
             f"{global_batch_size}. Take more epochs, a smaller batch, or drop_remainder=False."
         )
     return end // global_batch_size
-
-
-@refuses_unknown("eval_batches", OF_BATCHES)
-def eval_batches(
-    examples: object, *, global_batch_size: int, process_index: int = 0, num_processes: int = 1
-) -> _EvalBatches:
-    """Batches that hold each example exactly once, in order, over all processes together.
-
-    Args:
-      examples: Examples to read, or a dict of arrays with a row for each.
-      global_batch_size: Examples per batch, over all processes.
-      process_index: Number of this process.
-      num_processes: Number of processes, which each take an equal part of a batch.
-
-    Returns:
-      An iterable with a length, the same on every process. The last batch may be smaller, and on
-      some processes empty.
-
-    Raises:
-      ConfigError: If `global_batch_size` is not positive.
-      DataError: If there are no examples.
-    """
-    examples = as_examples(examples)
-    if global_batch_size < 1:
-        raise ConfigError(f"global_batch_size {global_batch_size} is not positive. Take 1 or more.")
-    if len(examples) == 0:
-        raise DataError("the evaluation data holds 0 examples. At least one is needed.")
-    return _EvalBatches(examples, global_batch_size, process_index, num_processes)
 
 
 def _check_weights(weights: np.ndarray, num_examples: int) -> None:

@@ -96,8 +96,8 @@ def _examine(arguments: argparse.Namespace) -> int:
         raise
     findings += [*check_devices(), check_directory(arguments.dir)]
     of_processes = gather("doctor", "\n".join(map(str, findings)), timeout_seconds=120)
-    mesh = make_mesh()
     shared = check_job(arguments.dir)
+    mesh = make_mesh()
     table, right = measure_all_reduce(mesh)
     shared += [*right, *check_links(mesh)]
     if process_index() == 0:

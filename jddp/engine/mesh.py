@@ -14,6 +14,7 @@ from jax import P
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 
+from jddp.distributed.unjoined import refuse_unjoined
 from jddp.distributed.waits import awaiting
 from jddp.engine.state import Inputs, Leaf
 from jddp.errors import ConfigError, UsageError
@@ -35,7 +36,9 @@ def make_mesh(
 
     Raises:
       ConfigError: If the mesh has several axes, there are not as many devices, or it is no mesh.
+      UsageError: If a launcher has started several processes, and this one has not joined them.
     """
+    refuse_unjoined()
     if isinstance(devices, Mesh):
         if len(devices.axis_names) != 1:
             raise ConfigError(

@@ -223,7 +223,6 @@ class Job:
             augment=self.parts.source.augment if config.augment else None,
             multiple_of=self.ddp.steps.num_micro_batches,
             **config.model_dump(include=passed_on),
-            **_share(),
         )
 
     def _manifest(self) -> dict[str, Any]:
@@ -316,7 +315,7 @@ def test_batches(config: Config, data: DataSet) -> Batches:
     """This process's evaluation batches of a job."""
     # Evaluation holds no gradients: rows of one micro-batch fit wherever training fits.
     rows = max(1, config.data.global_batch_size // config.ddp.accumulate_steps)
-    return eval_batches(data.test, global_batch_size=rows, **_share())
+    return eval_batches(data.test, global_batch_size=rows)
 
 
 def _facts(config: Config) -> dict[str, str]:
@@ -329,7 +328,3 @@ def _facts(config: Config) -> dict[str, str]:
     if not flags["JAX_PLATFORMS"]:
         flags["a GPU"] = "there" if glob.glob("/dev/nvidia[0-9]*") else "not there"
     return {**keys, **versions(), **settings, **flags}
-
-
-def _share() -> dict[str, Any]:
-    return {"process_index": jax.process_index(), "num_processes": jax.process_count()}

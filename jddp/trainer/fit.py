@@ -5,12 +5,14 @@ watchdog. It knows the model only as an object that steps and evaluates.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
+from jddp.config.permissions import folder_or_url
 from jddp.config.versions import versions
 from jddp.data import TrainBatches, WorkerBatches, eval_batches
 from jddp.distributed.coordination import agree
@@ -23,6 +25,7 @@ from jddp.errors import ConfigError, Error
 from jddp.trainer.arguments import check_batches, check_callbacks
 from jddp.trainer.callbacks import Callback
 from jddp.trainer.fingerprint import fingerprint
+from jddp.trainer.given import compare_calls, refuse_same_rows
 from jddp.trainer.loop import Loop
 from jddp.trainer.out_of_memory import explained
 from jddp.trainer.plan import Plan
@@ -48,11 +51,22 @@ class Kept(NamedTuple):
     config: Mapping[str, Any] | None
     manifest: Mapping[str, Any]
 
+    @classmethod
+    def of(
+        cls,
+        run_dir: str | Path | None,
+        config: Mapping[str, Any] | None,
+        manifest: Mapping[str, Any] | None,
+    ) -> "Kept":
+        """The files from arguments of `fit`; a relative path is made absolute here."""
+        directory = None if run_dir is None else folder_or_url(run_dir)
+        return cls(directory, config, manifest or {})
+
 
 def choose_batches(
     batches: Any, data: Any, evaluation: Any, num_steps: int | None, **options: Any
 ) -> tuple[Batches, Batches | None, dict[str, Any]]:
-    """Returns batches, evaluation batches and length of a run; makes those of arrays.
+    """Returns batches, evaluation batches, and length and seed of a run; makes those of arrays.
 
     Args:
       batches: Batches of this process, if there are no data.
@@ -67,14 +81,14 @@ def choose_batches(
     """
     size = options["global_batch_size"]
     num_epochs = check_batches(batches, data, size, num_steps, options["num_epochs"])
-    share: Any = {"process_index": jax.process_index(), "num_processes": jax.process_count()}
     if data is not None:
-        batches = TrainBatches(data, **options | {"num_epochs": num_epochs}, **share)
+        batches = TrainBatches(data, **options | {"num_epochs": num_epochs})
     if isinstance(evaluation, Mapping):
-        evaluation = eval_batches(evaluation, global_batch_size=size or 1024, **share)
+        evaluation = eval_batches(evaluation, global_batch_size=size or 1024)
     # None are left where the run starts from another one, which has ended.
     length = max(1, len(batches.positions_left())) if num_steps is None else num_steps
-    return batches, evaluation, {"num_steps": length, "num_epochs": num_epochs}
+    of_run = {"num_steps": length, "num_epochs": num_epochs, "seed": options["seed"]}
+    return batches, evaluation, of_run
 
 
 def train(
@@ -82,7 +96,7 @@ def train(
     batches: Batches,
     plan: Plan,
     kept: Kept,
-    state: TrainState | Callable[[Batch], TrainState],
+    state: TrainState | Callable[[Batch], TrainState] | None,
     callbacks: Sequence[Callback],
     limits: Limits,
 ) -> Run:
@@ -94,12 +108,14 @@ def train(
       plan: Length of the run, and periods of what it does.
       kept: Files of the run.
       state: Initial state, which is copied; or a function of the first batch that makes one, which
-        the first step donates.
+        the first step donates. None makes one from the plan's seed.
       callbacks: Objects as `jddp.Callback` describes them.
       limits: Seconds that a phase may take before its processes are reported as hanging.
     """
     refuse_unjoined()
+    state = functools.partial(ddp.init, plan.seed) if state is None else state
     check_callbacks(callbacks)
+    compare_calls(plan, kept.directory, batches, state)
     if plan.resume == "must" and kept.directory is None:
         raise ConfigError("resume='must' needs run_dir=, where the run was saved.")
     for callback in watching(callbacks):
@@ -120,6 +136,7 @@ def train(
         if files is not None:
             files.check_seen()
         batch = as_arrays(source.peek())
+        refuse_same_rows("batches", batch, plan)
         if jax.process_count() > 1:
             agree("model, optimizer or batch", fingerprint(ddp, batch))
         with explained(ddp, jax.eval_shape(lambda x: x, batch), watchdog):

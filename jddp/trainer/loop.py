@@ -26,6 +26,7 @@ from jddp.engine.state import TrainState, is_float
 from jddp.errors import FileSystemError, NumericsError, ReplicaMismatchError, UsageError
 from jddp.trainer.callbacks import Callback, call_each
 from jddp.trainer.fingerprint import uses_rng
+from jddp.trainer.given import refuse_same_rows
 from jddp.trainer.history import History, resume_records
 from jddp.trainer.numerics import Numerics, Sent
 from jddp.trainer.plan import Plan
@@ -340,6 +341,7 @@ class Loop:
             raise UsageError("evaluate= holds no batches. Was the iterator used up before?")
         if batches is self._evaluation:  # an iterator, which can be read only once
             self._evaluation = itertools.chain(first, batches)
+        refuse_same_rows("evaluate", first[0], self._plan)
         names = self._ddp.trace_evaluation(self.run.state, first[0], self._plan.eval_params)
         for callback in watching(self._callbacks):
             callback.check(names)

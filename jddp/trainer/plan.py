@@ -1,7 +1,7 @@
 """The settings of a run: its length, and the periods of what it does."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from jddp.errors import ConfigError, check_choice
@@ -30,6 +30,8 @@ class Plan:
       learning_rate: Learning rate as a function of the step, for the records, or None.
       check_replicas_every_steps: Steps between comparisons of all replicas.
       max_consecutive_skips: Number of steps skipped in a row that ends the run.
+      seed: Seed of the first state.
+      same_batches: Whether processes may have the same rows.
 
     Raises:
       ConfigError: If a number is not positive, or a choice is unknown.
@@ -48,6 +50,17 @@ class Plan:
     learning_rate: Callable[[int], Any] | None
     check_replicas_every_steps: int | None
     max_consecutive_skips: int
+    seed: int
+    same_batches: bool
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The settings that all processes must have in common, by the names of `fit`'s arguments.
+
+        Batches and functions are left out: they have no text that is the same everywhere.
+        """
+        names = {field.name for field in fields(self)} - {"evaluation", "learning_rate"}
+        return {name: getattr(self, name) for name in sorted(names)}
 
     @property
     def settings(self) -> dict[str, Any]:

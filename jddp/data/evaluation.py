@@ -1,0 +1,87 @@
+"""Evaluation batches of one process: with those of the others, each example exactly once.
+
+    for batch in eval_batches(examples, global_batch_size=1000):
+        ...                            # the rows of this process, a dict of numpy arrays
+
+They can be iterated any number of times. Each process takes an equal part of every batch (see
+`shares`), and as many batches as the others, of which the last may be smaller.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from jddp.data.examples import Batch, Examples
+from jddp.data.rows import as_examples
+from jddp.data.shares import Share
+from jddp.errors import ConfigError, DataError
+from jddp.html import Shown
+from jddp.zoo.names import refuses_unknown
+from jddp.zoo.synonyms import OF_BATCHES
+
+
+@dataclass(frozen=True, repr=False)
+class _EvalBatches(Shown):
+    """Evaluation batches, which can be iterated any number of times."""
+
+    examples: Examples
+    global_batch_size: int
+    share: Share
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """What the batches of all processes must have in common, by name."""
+        return {
+            "num_examples": len(self.examples),
+            "global_batch_size": self.global_batch_size,
+            "num_processes": self.share.num_processes,
+        }
+
+    def __repr__(self) -> str:
+        return f"evaluation batches: {len(self.examples):,} examples in {len(self):,} batches"
+
+    def __len__(self) -> int:
+        return -(-len(self.examples) // self.global_batch_size)
+
+    def __iter__(self) -> Iterator[Batch]:
+        index, num_processes = self.share
+        begin = index * self.global_batch_size // num_processes
+        end = (index + 1) * self.global_batch_size // num_processes
+        for first in range(0, len(self.examples), self.global_batch_size):
+            last = min(first + end, len(self.examples))
+            yield self.examples.take(np.arange(first + begin, last))
+
+
+@refuses_unknown("eval_batches", OF_BATCHES)
+def eval_batches(
+    examples: object,
+    *,
+    global_batch_size: int,
+    process_index: int | None = None,
+    num_processes: int | None = None,
+) -> _EvalBatches:
+    """Batches that hold each example exactly once, in order, over all processes together.
+
+    Args:
+      examples: Examples to read, or a dict of arrays with a row for each.
+      global_batch_size: Examples per batch, over all processes.
+      process_index: Number of this process; by default JAX's, once it has joined a job, else 0.
+      num_processes: Number of processes, which each take an equal part of a batch; by default
+        JAX's, else 1.
+
+    Returns:
+      An iterable with a length, the same on every process. The last batch may be smaller, and on
+      some processes empty.
+
+    Raises:
+      ConfigError: If `global_batch_size` is not positive, or the share is none.
+      DataError: If there are no examples.
+    """
+    examples = as_examples(examples)
+    if global_batch_size < 1:
+        raise ConfigError(f"global_batch_size {global_batch_size} is not positive. Take 1 or more.")
+    if len(examples) == 0:
+        raise DataError("the evaluation data holds 0 examples. At least one is needed.")
+    share = Share.of(process_index, num_processes)
+    return _EvalBatches(examples, global_batch_size, share)

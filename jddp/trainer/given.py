@@ -1,0 +1,133 @@
+"""What the processes of a job were given, compared before the first step.
+
+    compare_calls(plan, kept, batches, state)     # arguments of `fit`, seeds, orders, lengths
+    refuse_same_rows("batches", batch, plan)      # a first batch that several processes have
+
+Processes that differ in these hang in a collective, or compute nonsense; processes that read the
+same rows waste all work but one's, and count every row of an evaluation several times. A job of one
+process exchanges nothing here.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Sized
+from typing import Any
+
+import jax
+import numpy as np
+
+from jddp.checkpoint.arrays import by_path
+from jddp.data.shares import Share
+from jddp.distributed.coordination import agree, gather
+from jddp.engine.host_rows import as_arrays
+from jddp.errors import ProcessMismatchError
+from jddp.trainer.plan import Plan
+from jddp.typing import Batch, Batches
+
+SECONDS = 120.0  # for which the others may still be busy
+# Equal rows whose values fit into fewer bits may be so by chance, or be all that there are.
+LEAST_BITS = 32.0
+MOST_VALUES = 2**16  # that are looked at to see how many bits there are
+
+WAY_OUT = (
+    "Give each process its own rows: jddp.data.TrainBatches and eval_batches do, made once the "
+    "process has joined its job. Where the rows are meant to be the same: same_batches=True."
+)
+
+
+def compare_calls(plan: Plan, directory: Any, batches: Batches, state: Any) -> None:
+    """Compares the arguments of `fit` of all processes.
+
+    Args:
+      plan: Length of the run, and periods of what it does.
+      directory: The run directory, or None.
+      batches: This process's training batches.
+      state: Initial state, or a function that makes one.
+
+    Raises:
+      ProcessMismatchError: On every process, if an argument differs, or several have one share.
+    """
+    if jax.process_count() == 1:
+        return
+    facts = dict(plan.arguments)
+    facts["state"] = "a function" if callable(state) else "a state"
+    facts["run_dir"] = "none" if directory is None else "given"
+    facts |= _about("batches", batches, plan.num_steps)
+    facts["evaluate"] = "none" if plan.evaluation is None else "given"
+    facts |= _about("evaluate", plan.evaluation, math.inf)
+    agree("call of fit", {name: str(value) for name, value in facts.items()})
+    for name, given in (("batches", batches), ("evaluate", plan.evaluation)):
+        share = getattr(given, "share", None)
+        if isinstance(share, Share) and not plan.same_batches:
+            _refuse_equal(name, str(share), f"each reads {share} of the rows")
+
+
+def _about(name: str, batches: Any, most: float) -> dict[str, Any]:
+    """What all processes must have in common in batches, as far as these know it themselves."""
+    known = {}
+    if isinstance(getattr(batches, "share", None), Share):
+        known = batches.settings
+    elif isinstance(batches, Sized):
+        known = {"number of batches": min(len(batches), most)}
+    return {f"{name}: {key}": value for key, value in known.items()}
+
+
+def refuse_same_rows(name: str, batch: Batch, plan: Plan) -> None:
+    """Refuses a first batch that several processes have.
+
+    Args:
+      name: Argument of `fit` from which it comes.
+      batch: The batch, on the host or on devices of this process.
+      plan: Settings of the run, one of which permits it.
+
+    Raises:
+      ProcessMismatchError: On every process, if several have the same rows, and these are neither
+        all alike nor so few and small that they may be the same by chance.
+    """
+    if jax.process_count() > 1 and not plan.same_batches:
+        _refuse_equal(name, digest_of_rows(batch), "the first batch has the same rows on each")
+
+
+def _refuse_equal(name: str, mine: str, how: str) -> None:
+    texts = gather(f"given/{name}", mine, timeout_seconds=SECONDS)
+    for process, text in enumerate(texts):
+        if text and text in texts[:process]:
+            first = texts.index(text)
+            raise ProcessMismatchError(
+                f"{name}= of processes {first} and {process} are the same: {how} ({text}). "
+                f"{WAY_OUT}"
+            )
+
+
+def digest_of_rows(batch: Batch) -> str:
+    """A digest of the rows; empty where equal ones do not show that they are the same.
+
+    That is where all rows of a process are alike, as those of a synthetic batch may be, where all
+    their values fit into a few bits, and where an array is spread over processes.
+    """
+    digest, num_bits = hashlib.sha256(), 0.0
+    for path, x in sorted(by_path(as_arrays(batch)).items()):
+        if isinstance(x, jax.Array) and not x.is_fully_addressable:
+            return ""
+        array = np.asarray(x)
+        if array.dtype.hasobject or array.ndim == 0:
+            continue
+        digest.update(json.dumps([path, str(array.dtype), array.shape]).encode())
+        digest.update(np.ascontiguousarray(array).tobytes())
+        num_bits += bits_in_rows(array)
+    return digest.hexdigest()[:12] if num_bits >= LEAST_BITS else ""
+
+
+def bits_in_rows(array: np.ndarray) -> float:
+    """Bits that choose all values of rows among those that occur; 0 where all rows are alike."""
+    rows = array.reshape(len(array), -1) if array.size else array.reshape(0, 1)
+    if len(rows) == 0 or (len(rows) > 1 and all(_same(row, rows[0]) for row in rows)):
+        return 0.0
+    flat = rows.reshape(-1)[:MOST_VALUES]
+    values = {flat[i : i + 1].tobytes() for i in range(len(flat))}
+    return flat.size * math.log2(len(values))
+
+
+def _same(one: np.ndarray, other: np.ndarray) -> bool:
+    return one.tobytes() == other.tobytes()
