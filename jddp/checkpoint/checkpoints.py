@@ -39,7 +39,7 @@ from jddp.checkpoint.remote import Remote
 from jddp.checkpoint.resize import empty, on_this_mesh, to_read
 from jddp.checkpoint.writer import SECONDS, Writer
 from jddp.distributed.coordination import from_first
-from jddp.distributed.same_folder import SameFolder
+from jddp.distributed.same_folder import SameFolder, make_folder
 from jddp.engine.state import Replicated, TrainState
 from jddp.errors import ConfigError, FileSystemError
 from jddp.typing import PyTree
@@ -92,7 +92,7 @@ class Checkpoints:
         self._directory = Path(directory).absolute()
         try:
             if is_written:
-                self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+                make_folder(self._directory, mode=0o700)
             surplus = functools.partial(folders.surplus, keep=keep, keep_every=keep_every)
             above = above or SameFolder(self._directory.parent)
             self._writer = Writer(self._directory, surplus, remote, above)

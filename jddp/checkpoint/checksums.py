@@ -10,12 +10,15 @@ an editor's backup, `.DS_Store` or `.nfs*`, is nobody's damage: it is reported a
 """
 
 import concurrent.futures
+import contextlib
 import hashlib
 import logging
 import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+from jddp.distributed.same_folder import WRITE_BY_OTHERS, opener
 
 log = logging.getLogger("jddp")
 
@@ -33,12 +36,14 @@ def seal(folder: Path) -> None:
     # Orbax writes no hidden files: they are .nfs*, .DS_Store and the like, and may vanish again.
     names = [name for name in _files(folder) if not _is_hidden(name)]
     listed = _digests(folder, names, is_synced=True)
-    with (folder / NAME).open("x") as file:
+    with open(folder / NAME, "x", opener=opener) as file:
         file.write(f"# {len(listed)} files\n")
         file.writelines(f"{digest}  {name}\n" for name, digest in listed.items())
         file.flush()
         os.fsync(file.fileno())
     for directory in {folder, *(path for path in folder.rglob("*") if path.is_dir())}:
+        with contextlib.suppress(OSError):
+            directory.chmod(directory.stat().st_mode & 0o777 & ~WRITE_BY_OTHERS)
         sync_directory(directory)
 
 
@@ -105,6 +110,9 @@ def _digests(folder: Path, names: Iterable[str], *, is_synced: bool = False) -> 
         with (folder / name).open("rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
             if is_synced:
+                with contextlib.suppress(OSError):  # of a file system without modes
+                    mode = os.fstat(file.fileno()).st_mode
+                    os.fchmod(file.fileno(), mode & 0o777 & ~WRITE_BY_OTHERS)
                 os.fsync(file.fileno())
         return found
 

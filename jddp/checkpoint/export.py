@@ -21,7 +21,7 @@ from jddp.checkpoint.formats import digests_of, format_of
 from jddp.checkpoint.reader import read, read_described, read_object, read_values
 from jddp.engine.mesh import make_mesh, replicate
 from jddp.engine.state import Replicated
-from jddp.errors import DataError, FileSystemError, file_errors
+from jddp.errors import DataError, FileSystemError, file_errors, words_of
 
 
 def export(folder: Path, file: Path, fields: Sequence[str] | None = None) -> None:
@@ -75,7 +75,7 @@ def import_file(file: Path, directory: Path) -> int:
         layouts = {name: layout_of(saved.get(name), x.shape) for name, x in arrays.items()}
         rngs = {n: jax.random.wrap_key_data(jax.device_put(arrays[n]), impl=keys[n]) for n in keys}
     except OSError as error:
-        raise FileSystemError(f"{file} cannot be read: {error.strerror or error}.") from error
+        raise FileSystemError(f"{file} cannot be read: {words_of(error)}.") from error
     except Exception as error:  # parsers raise anything for foreign files
         raise DataError(f"{file} is no export of a checkpoint: {error!r}.") from error
     with contextlib.closing(Checkpoints(directory, keep=2**62)) as checkpoints:

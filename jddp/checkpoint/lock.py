@@ -13,7 +13,6 @@ lacks both there is no lock, with a warning. A forked child does not keep it.
 import contextlib
 import errno
 import fcntl
-import functools
 import logging
 import os
 import socket
@@ -22,12 +21,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from jddp.distributed.forks import in_forked_children
+from jddp.distributed.same_folder import opener
+from jddp.errors import words_of
+
 log = logging.getLogger("jddp")
 
 _BUSY = {errno.EAGAIN, errno.EACCES}
 # Answers of a system or a file system that has no such lock.
 _LACKING = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
-_open: set[IO[bytes]] = set()  # the files that this process holds
 
 
 class InUse(Exception):
@@ -45,15 +47,13 @@ def held(path: Path) -> Iterator[str]:
       InUse: If somebody else holds it.
       OSError: If it cannot be opened, or is a link.
     """
-    _release_in_forked_children()
-    with _opened(path) as file:
+    # A child shares the descriptor, and would keep the lock after the end of its parent.
+    with _opened(path) as file, in_forked_children(file.close):
         if not _is_locked(file):
             raise InUse(_name_of_holder(file))
-        _open.add(file)
         try:
             yield _write_name(file)
         finally:
-            _open.discard(file)
             if not file.closed:  # as it is in a forked child
                 with contextlib.suppress(OSError):
                     file.truncate(0)
@@ -61,7 +61,7 @@ def held(path: Path) -> Iterator[str]:
 
 def _opened(path: Path) -> IO[bytes]:
     # What a link leads to would be emptied.
-    return open(path, "a+b", buffering=0, opener=lambda p, flags: os.open(p, flags | os.O_NOFOLLOW))
+    return open(path, "a+b", buffering=0, opener=lambda p, flags: opener(p, flags | os.O_NOFOLLOW))
 
 
 def _is_locked(file: IO[bytes]) -> bool:
@@ -76,7 +76,7 @@ def _is_locked(file: IO[bytes]) -> bool:
             failure = error
             if error.errno not in _LACKING:
                 break
-    log.warning("%s cannot be locked: %s.", file.name, failure.strerror)
+    log.warning("%s cannot be locked: %s.", file.name, words_of(failure))
     return True
 
 
@@ -108,15 +108,3 @@ def _name_of_holder(file: IO[bytes]) -> str:
 
 def _own_name() -> str:
     return f"process {os.getpid()} on {socket.gethostname()}"
-
-
-@functools.cache
-def _release_in_forked_children() -> None:
-    """A child shares the descriptors of its parent, and would keep the lock after its end."""
-
-    def release() -> None:
-        for file in _open:
-            file.close()
-        _open.clear()
-
-    os.register_at_fork(after_in_child=release)

@@ -31,7 +31,7 @@ from jddp.checkpoint.checksums import seal
 from jddp.checkpoint.quiet import keep_quiet
 from jddp.checkpoint.remote import Remote
 from jddp.distributed.coordination import from_first, gather
-from jddp.distributed.same_folder import SameFolder
+from jddp.distributed.same_folder import SameFolder, make_folder
 from jddp.distributed.waits import computing
 from jddp.engine.digest import digests, find_divergence
 from jddp.errors import FileSystemError, ReplicaMismatchError
@@ -102,7 +102,7 @@ class Writer:
             self._check_place()
             self._directory.mkdir(mode=0o700, exist_ok=True)
             folder = self._folder(step) / "state"
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folder(folder, mode=0o700)
             _refuse_full(folder, arrays)
             if not self._is_apart or jax.process_index() == 0:
                 parts = self._copy(folder, arrays)

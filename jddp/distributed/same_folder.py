@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-# Written by their owner alone, whatever the umask.
-FILE_MODE = 0o644
+# What others may not do with the files and folders of a run, whatever the umask.
+WRITE_BY_OTHERS = 0o022
 
 
 class SameFolder:
@@ -53,11 +53,12 @@ class SameFolder:
           OSError: If it cannot be opened, or the path leads to another folder.
         """
 
-        def opener(name: str, flags: int) -> int:
-            return os.open(name, flags | os.O_NOFOLLOW, FILE_MODE, dir_fd=folder)
+        def open_here(name: str, flags: int) -> int:
+            mode = 0o666 & ~WRITE_BY_OTHERS
+            return os.open(name, flags | os.O_NOFOLLOW, mode, dir_fd=folder)
 
         with self._opened() as folder:
-            return open(name, mode, buffering=0, opener=opener)
+            return open(name, mode, buffering=0, opener=open_here)
 
     def replace(self, name: str, content: Iterable[bytes]) -> None:
         """Replaces a file atomically: a reader sees the old or the new one, never a part.
@@ -85,6 +86,23 @@ class SameFolder:
     def _compare(self, now: os.stat_result) -> None:
         if self._first is not None and not os.path.samestat(now, self._first):
             raise OSError(f"{self.path} is another directory than at the start")
+
+
+def make_folder(path: Path, *, mode: int = 0o777) -> None:
+    """Makes a folder, and those above it, into which no others write, unless it is there.
+
+    Raises:
+      OSError: If it cannot be made.
+    """
+    for above in reversed(path.parents):
+        if not above.exists():
+            above.mkdir(0o777 & ~WRITE_BY_OTHERS, exist_ok=True)
+    path.mkdir(mode & ~WRITE_BY_OTHERS, exist_ok=True)
+
+
+def opener(path: str, flags: int) -> int:
+    """The opener, for `open`, of a file that no others write."""
+    return os.open(path, flags, 0o666 & ~WRITE_BY_OTHERS)
 
 
 def replace_file(path: Path, content: bytes) -> None:

@@ -28,6 +28,7 @@ from typing import IO, Any, TextIO
 import jddp.distributed.coordination as job
 from jddp.distributed import failure, failure_file, silence
 from jddp.distributed.apart import started_apart
+from jddp.distributed.same_folder import make_folder, opener
 from jddp.errors import ExitCode
 
 _ANSWER_SECONDS = 5.0
@@ -97,10 +98,10 @@ class Watchdog:
         """Begins to watch. A failure from here on is kept beside the stacks."""
         self.enter(self.phase, 0)
         if self._path is not None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(self._path.parent)
             if job.process_index() == 0:
                 failure_file.begin(self._path.with_name("failure.json"))
-            self._file = self._open.enter_context(self._path.open("a"))
+            self._file = self._open.enter_context(open(self._path, "a", opener=opener))
         if failure.owns_process:
             self._silence = self._open.enter_context(_watch_for_silence(self._file))
         self._open.enter_context(job.background(self._watch, pause_seconds=_TICK))

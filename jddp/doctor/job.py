@@ -14,6 +14,7 @@ from jddp.config.versions import versions
 from jddp.distributed import coordination
 from jddp.distributed.unjoined import explain, unjoined_job
 from jddp.doctor.finding import BAD, OK, WARN, Finding
+from jddp.errors import words_of
 
 SECONDS = 60.0
 VISIBLE_SECONDS = 15.0  # after which a directory is not shared; NFS caches absence for 3 to 60
@@ -51,7 +52,7 @@ def check_directory(directory: Path) -> Finding:
             probe.write(bytes(2**20))
         free = shutil.disk_usage(there).free / 2**30
     except OSError as error:
-        what = f"{path} cannot be written: {error.strerror}."
+        what = f"{path} cannot be written: {words_of(error)}."
         return Finding(BAD, what, "Make room there, or choose another directory for run.dir.")
     what = f"{there} can be written, {free:,.1f} GiB free"
     if there != path:

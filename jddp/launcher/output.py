@@ -15,7 +15,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from jddp.errors import report
+from jddp.errors import report, words_of
 
 NUM_LINES, _SHOWN = 200, 20  # of standard error that are kept, and shown without a traceback
 _LONGEST = 2**16  # bytes that Linux keeps in a pipe, and of a line before it is shown in parts
@@ -71,7 +71,7 @@ class Output:
         except OSError as error:
             self._file.close()
             with CONSOLE, contextlib.suppress(OSError):
-                report(f"{self.path}: {error.strerror}. The rest is in the terminal alone.")
+                report(f"{self.path}: {words_of(error)}. The rest is in the terminal alone.")
 
     def _show(self, text: bytes, sink: Any) -> bytes:
         """Shows the lines of a text; returns the beginning of one at its end."""

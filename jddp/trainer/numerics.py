@@ -19,7 +19,7 @@ import numpy as np
 
 from jddp.checkpoint.arrays import by_path
 from jddp.distributed.coordination import gather
-from jddp.distributed.same_folder import SameFolder
+from jddp.distributed.same_folder import SameFolder, make_folder, opener, replace_file
 from jddp.engine.evaluate import own_rows
 from jddp.engine.guard import LEAST
 from jddp.engine.state import TrainState
@@ -178,13 +178,15 @@ def write_evidence(
     """
     try:
         run_dir.check()
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         # Others than numpy's dtypes, such as bfloat16, could not be read back.
         plain: Any = {k: x.astype("float32") if x.dtype.kind == "V" else x for k, x in rows.items()}
-        np.savez(folder / f"process_{jax.process_index()}.npz", **plain)
+        rows_file = folder / f"process_{jax.process_index()}.npz"
+        with open(rows_file, "wb", opener=opener) as file:
+            np.savez(file, **plain)
         if jax.process_index() == 0:
             worded = json.loads(json.dumps(report), parse_constant=lambda x: str(float(x)))
             text = json.dumps(worded, indent=2, allow_nan=False)
-            (folder / "report.json").write_text(text + "\n")
+            replace_file(folder / "report.json", f"{text}\n".encode())
     except OSError as error:
         log.error("%s: cannot be written: %s.", folder, words_of(error))

@@ -18,6 +18,7 @@ from jddp.html import Shown
 from jddp.trainer.history import History
 from jddp.trainer.reports.curves import plot
 from jddp.trainer.reports.progress import is_metric
+from jddp.trainer.reports.run_directory import OWN_NAMES
 from jddp.trainer.reports.tables import shape_of
 from jddp.typing import Batches, LossFn, PyTree
 from jddp.zoo.losses import outputs
@@ -138,12 +139,17 @@ class Run(Shown):
         """Writes a checkpoint of the most recent state into a folder of the run directory.
 
         Raises:
-          ConfigError: If `where` is not a plain name.
+          ConfigError: If `where` is not a plain name, or a file of the run itself has it.
         """
         if not _NAME.fullmatch(where):
             raise ConfigError(
                 f"Checkpoints are kept in a folder of the run directory, and {where!r} is no plain "
                 "name of one. Use letters, digits, '_' and '-'."
+            )
+        if where.lower() in OWN_NAMES:  # on a disk where cases are one, too
+            raise ConfigError(
+                f"run.save({where!r}): the run directory has a file or folder of its own of that "
+                "name. Choose another, such as 'kept'."
             )
         self._save(where)
 

@@ -3,9 +3,11 @@
 import contextlib
 import itertools
 import json
+import os
 import resource
 import shutil
 import signal
+import stat
 import time
 
 import optax
@@ -14,7 +16,7 @@ from runs import contents, records
 from tiny import MLP, loss_fn, make_batch
 
 import jddp
-from jddp.errors import FileSystemError, NumericsError
+from jddp.errors import ConfigError, FileSystemError, NumericsError
 from jddp.trainer.reports.metrics_file import MetricsFile
 
 NUM_STEPS = 6
@@ -189,3 +191,25 @@ def test_a_checkpoint_s_run_data_do_not_grow_with_the_run(ddp, tmp_path):
     assert abs(sizes[9] - sizes[3]) < 100, sizes
     saved = json.loads((tmp_path / "checkpoints/9/run.json").read_text())
     assert [x["step"] for x in saved["evaluations"]] == [8]  # that of step 9 came after it
+
+
+@pytest.mark.parametrize("name", ["logs", "LOGS", "lock", "nonfinite"])
+def test_a_checkpoint_is_not_kept_in_a_folder_of_the_run_itself(ddp, tmp_path, name):
+    with pytest.raises(ConfigError, match=rf"^run\.save\('{name}'\): the run directory has a file"):
+        fit(ddp, tmp_path, callbacks=[At(2, lambda run: run.save(name))])
+    assert not (tmp_path / name.lower() / "2").exists()
+
+
+def test_others_write_no_file_of_a_run_whatever_the_umask(ddp, tmp_path):
+    before = os.umask(0)
+    try:
+        batches = [make_batch(8, seed=seed) for seed in range(4)]
+        batches[3]["x"][0] = float("nan")
+        with pytest.raises(NumericsError):
+            ddp.fit(batches, num_steps=4, run_dir=tmp_path / "runs" / "one", save_every_steps=1)
+        ddp.save(tmp_path / "own" / "two", ddp.init(0, batches[0])).wait()
+    finally:
+        os.umask(before)
+    files = [*tmp_path.rglob("*")]
+    assert {"logs", "nonfinite", "SHA256SUMS", "lock", "report.json"} <= {x.name for x in files}
+    assert not [x for x in files if stat.S_IMODE(x.lstat().st_mode) & 0o022]

@@ -14,7 +14,7 @@ import numpy as np
 
 from jddp.data.source import DataSet, Source
 from jddp.data.sources.tokens import TokenExamples, token_spec
-from jddp.errors import DataError
+from jddp.errors import DataError, words_of
 
 VOCAB_SIZE = 256
 
@@ -57,7 +57,9 @@ def _load(root: Path, sequence_length: int) -> DataSet:
         try:
             parts[is_test].append((root / path).read_bytes() + b"\0")
         except OSError as error:
-            raise DataError(f"{root / path}: {error.strerror}. Repair the installation.") from error
+            raise DataError(
+                f"{root / path}: {words_of(error)}. Repair the installation."
+            ) from error
     train, test = b"".join(parts[False]), b"".join(parts[True])
     if not (train and test):
         raise DataError(

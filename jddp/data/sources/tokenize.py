@@ -17,7 +17,7 @@ import numpy as np
 
 from jddp.data.extras import import_extra
 from jddp.data.sources.tokens import DOCUMENTS, INDEX
-from jddp.errors import ConfigError, DataError
+from jddp.errors import ConfigError, DataError, words_of
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def documents_in(paths: Sequence[Path]) -> Iterator[str]:
             try:
                 yield from _documents_of(file)
             except OSError as error:
-                raise DataError(f"{file}: {error.strerror or error}.") from error
+                raise DataError(f"{file}: {words_of(error)}.") from error
             except UnicodeDecodeError as error:
                 raise DataError(f"{file}: not UTF-8 at byte {error.start:,}.") from error
 

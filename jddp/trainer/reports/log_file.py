@@ -10,7 +10,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from jddp.errors import file_errors
+from jddp.distributed.same_folder import make_folder, opener
+from jddp.errors import file_errors, words_of
 
 # Lines that are printed elsewhere already: for the file alone.
 said = logging.getLogger("jddp.lines")
@@ -24,7 +25,7 @@ class _LogFile(logging.FileHandler):
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]
-        reason = getattr(error, "strerror", None) or repr(error)
+        reason = words_of(error) if isinstance(error, OSError) else repr(error)
         if reason not in self.__dict__.setdefault("reported", set()):
             self.__dict__["reported"].add(reason)
             print(f"jddp: {self.baseFilename}: cannot be written: {reason}.", file=sys.stderr)
@@ -38,7 +39,8 @@ def logging_to(path: Path) -> Iterator[None]:
       FileSystemError: If the file cannot be opened.
     """
     with file_errors(f"{path}: cannot be written"):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
+        open(path, "ab", opener=opener).close()
         handler = _LogFile(path, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     loggers = (said, logging.getLogger("jddp"))

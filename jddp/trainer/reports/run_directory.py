@@ -24,7 +24,7 @@ from typing import Any
 from jddp.checkpoint import lock
 from jddp.checkpoint.remote import Remote
 from jddp.config.permissions import is_url, refuse_foreign
-from jddp.distributed.same_folder import SameFolder
+from jddp.distributed.same_folder import SameFolder, make_folder
 from jddp.errors import ConfigError, DataError, FileSystemError, file_errors, words_of
 from jddp.trainer.reports.log_file import logging_to
 from jddp.trainer.reports.metrics_file import MetricsFile
@@ -35,6 +35,8 @@ KEYS_OF_A_START = {"run.dir", "data.dir", "data.allow_changed"}
 KEYS_OF_A_START |= {"checkpoint.resume", "checkpoint.allow_changed"}
 # A schedule without a length has that of the run: to give it that length changes nothing.
 LENGTH_KEYS = {f"optimizer.schedule.kwargs.{x}" for x in ("decay_steps", "transition_steps")}
+# Files and folders of a run whose names could be those of folders of checkpoints.
+OWN_NAMES = {"lock", "logs", "nonfinite"}
 MISSING = object()
 log = logging.getLogger("jddp")
 
@@ -270,7 +272,7 @@ class RunDirectory:
             )
 
     def _write(self, config: Values | None, starts: list[Values], manifest: Values) -> None:
-        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(self.path, mode=0o700)
         if config is not None:
             from jddp.config.files import flatten
 

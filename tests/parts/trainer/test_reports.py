@@ -457,3 +457,20 @@ def test_an_evaluation_that_is_not_finite_gets_a_line_and_its_arrays_none(capsys
     assert "eval 4 is not finite: loss nan, f1 inf. Look for examples with NaN" in lines
     Progress(8, is_writer=True).evaluated({**record, "loss": 1.0, "f1": 0.5})
     assert "not finite" not in capsys.readouterr().out
+
+
+NAMELESS = OSError(errno.EDQUOT, "Disk quota exceeded"), OSError("is another directory")
+
+
+@pytest.mark.parametrize("error", NAMELESS, ids=str)
+def test_an_error_without_a_path_is_reported_in_its_own_words(tmp_path, monkeypatch, error):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(FileSystemError) as caught:
+        prepared(tmp_path / "run")
+    words = error.strerror or str(error)
+    assert str(caught.value) == (
+        f"run.dir {tmp_path / 'run'}: {words}. Choose a folder that can be written."
+    )
