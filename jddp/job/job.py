@@ -25,7 +25,7 @@ from jddp.config.files import flatten, load_config, with_overrides
 from jddp.config.permissions import folder_or_url
 from jddp.config.schema import Config
 from jddp.config.versions import source_hash, versions
-from jddp.data import DataSet, TrainBatches, WorkerBatches, count_steps, eval_batches, load_weights
+from jddp.data import DataSet, TrainBatches, WorkerBatches, eval_batches, load_weights
 from jddp.data_parallel import DataParallel
 from jddp.distributed.coordination import agree
 from jddp.distributed.join import configure_devices, initialize, require_devices
@@ -34,6 +34,7 @@ from jddp.distributed.watchdog import Limits
 from jddp.engine.state import TrainState
 from jddp.errors import ConfigError, DataError, report
 from jddp.inspection.outputs import num_outputs
+from jddp.job.length import num_steps_of
 from jddp.job.optimizers import Schedule, optimizer_of
 from jddp.job.parts import Parts, resolve_parts
 from jddp.trainer.callbacks import Callback
@@ -263,12 +264,10 @@ def build(config: Config, *, needs_data: bool = True) -> Job:
         if needs_data:
             raise
         data_error = str(error)
-    num_steps, num_epochs = config.train.num_steps, config.train.num_epochs
+    num_steps = config.train.num_steps
     if data is not None:
         agree("data set", {"sha256": data.sha256})
-        if num_epochs is not None:
-            size, drops = config.data.global_batch_size, config.data.drop_remainder
-            num_steps = count_steps(num_epochs, len(data.train), size, drops)
+        num_steps = num_steps_of(config, len(data.train), folder)
     optimizer, learning_rate = optimizer_of(config, num_steps or 1)
     mesh = None if config.mesh.num_devices == "auto" else config.mesh.num_devices
     options = {"mesh": mesh, "eval_fn": parts.eval_fn, **parts.ddp_options}

@@ -82,7 +82,7 @@ class Loop:
         watchdog: Watchdog,
     ) -> None:
         self._ddp, self._source, self._plan, self._evaluation = ddp, source, plan, plan.evaluation
-        self._files, self._callbacks, self._about = files, callbacks, about
+        self._files, self._callbacks, self._about = files, callbacks, dict(about)
         self._history = History()
         self.run = run = Run(
             ddp,
@@ -123,8 +123,8 @@ class Loop:
                     f"{run.run_dir} holds, at step {run.step}, a run.json of another version of "
                     f"jddp, or of something else: {error!r}. Choose another run.dir."
                 ) from error
-        if plan.num_epochs is not None:  # They end with their last example.
-            plan.num_steps = self._reporter.progress.num_steps = run.step + self._source.num_left
+        else:
+            self._count_steps()
         recorded = [] if files is None else resume_records(self._history, files, run.step)
         if restored is not None:
             self._notes.insert(0, f"resumed from step {run.step} of {plan.num_steps}")
@@ -139,23 +139,37 @@ class Loop:
         """Restores the values that were saved beside the state."""
         run, beside = self.run, renamed_run(beside)
         run.stopped = beside["stopped"]
-        self._numerics.skipped, self._numerics.in_a_row = map(int, beside["skipped"])
+        self._numerics.restore(beside["skipped"])
         run.metrics = dict(beside["metrics"])
         run.evaluations = [x for x in beside["evaluations"] if x["step"] <= run.step]
         self._stopping_before = [EarlyStopping(**x) for x in beside.get("early_stopping", [])]
+        in_another_world = self._compare_worlds(beside["world"])  # while the first batch is there
+        self._position = beside["position"]
+        self._source.move_to(self._position)
+        self._count_steps()
         before, now = beside.get("learning_rate"), self._reporter.learning_rate(run.step)
         keep = length_before(self._about["config"], beside.get("plan", {}))
         changes = [changed_settings(beside, self._about), changed_rate(run.step, before, now, keep)]
         if self._program is not None:
             changes.insert(0, self._program.compare(run.step, beside, self._plan.resume))
-        if beside["world"] != (world := self._ddp.steps.topology):
-            draws = uses_rng(self._ddp, self._source.peek())
-            stateful = any(map(is_float, jax.tree.leaves(run.state.model_state)))
-            differ = differences(beside["world"], world, uses_rng=draws, has_statistics=stateful)
-            changes.append(differ)
-        self._notes += filter(None, changes)
-        self._position = beside["position"]
-        self._source.move_to(self._position)
+        self._notes += filter(None, [*changes, in_another_world])
+
+    def _compare_worlds(self, before: Mapping[str, Any]) -> str | None:
+        """A note on another topology than that of the checkpoint, or None."""
+        if before == (world := self._ddp.steps.topology):
+            return None
+        draws = uses_rng(self._ddp, self._source.peek())
+        stateful = any(map(is_float, jax.tree.leaves(self.run.state.model_state)))
+        return differences(before, world, uses_rng=draws, has_statistics=stateful)
+
+    def _count_steps(self) -> None:
+        """Counts the steps of some epochs, which end with their last example."""
+        plan = self._plan
+        if plan.num_epochs is not None:
+            plan.num_steps = self._reporter.progress.num_steps = (
+                self.run.step + self._source.num_left
+            )
+            self._about["plan"] = plan.settings
 
     def run_to_the_end(self) -> None:
         """Steps until all are done, a callback has stopped the run or a signal interrupts it."""
@@ -367,7 +381,7 @@ class Loop:
             "evaluations": as_json(run.evaluations[-1:]),  # those before are in the file of metrics
             "stopped": run.stopped,
             "early_stopping": settings_of(self._callbacks),
-            "skipped": [self._numerics.skipped, self._numerics.in_a_row],
+            "skipped": self._numerics.kept,
             "world": self._ddp.steps.topology,
             "learning_rate": self._reporter.learning_rate(run.step),
             "program": None if self._program is None else self._program.kept,

@@ -10,7 +10,7 @@ those from before them; else the state is not finite, and the norms show where.
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,6 +69,17 @@ class Numerics:
         self._ddp, self._source, self._run_dir, self._most = ddp, source, run_dir, most
         self.skipped = self.in_a_row = 0
         self._skipped_at: float | None = None  # the loss scale of the step before, if skipped
+
+    @property
+    def kept(self) -> list[float | None]:
+        """The counts, and the loss scale of the last step if it was skipped, for a checkpoint."""
+        return [self.skipped, self.in_a_row, self._skipped_at]
+
+    def restore(self, kept: Sequence[float | None]) -> None:
+        """Counts on from what a checkpoint keeps; one of an earlier version has no loss scale."""
+        skipped, in_a_row, *scale = kept
+        self.skipped, self.in_a_row = int(skipped or 0), int(in_a_row or 0)
+        self._skipped_at = scale[0] if scale else None
 
     def look(self, sent: Sent, state: TrainState) -> bool:
         """Waits for a step; returns whether it is the first skipped one of a row.

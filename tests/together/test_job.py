@@ -701,6 +701,27 @@ def test_paths_of_a_config_are_those_of_its_start_whatever_its_parts_do(mine):
     assert not any((mine / "other").iterdir())
 
 
+def test_a_schedule_is_as_long_as_epochs_that_go_on_behind_a_partial_batch(mine, capsys):
+    """Of 20 rows and 16 a step, two epochs take 3 steps; one and then another take 4."""
+    for num_epochs, num_steps in ((1, 2), (2, 4), (3, 6)):
+        run = fit(of_epochs(num_epochs))
+        assert run.step == num_steps
+        assert run.metrics["learning_rate"] == pytest.approx(0.05 / num_steps, rel=1e-6)
+    assert "train.num_epochs 2.0 -> 3.0" in printed(capsys)
+    second = fit(of_epochs(4, run={"dir": "second"}, checkpoint={"start_from": "run"}))
+    assert second.step == 8
+    assert second.metrics["learning_rate"] == pytest.approx(0.05 / 8, rel=1e-6)
+    assert fit(of_epochs(2, run={"dir": "whole"})).step == 3
+
+
+def of_epochs(num_epochs, **changes):
+    train = {"num_epochs": num_epochs, "log_every_steps": 1}
+    data = {"target": "mine:points", "global_batch_size": 16}
+    schedule = {"name": "linear_schedule", "kwargs": {"end_value": 0.0}}
+    optimizer = {"target": "mine:plain_sgd", "learning_rate": 0.05, "schedule": schedule}
+    return own_config(**{"train": train, "data": data, "optimizer": optimizer, **changes})
+
+
 def test_an_edited_loss_is_another_program_under_the_same_config(mine, capsys):
     fit(of_steps(2))
     (mine / "mine.py").write_text(MINE.replace("** power", "** (power + 1)"))

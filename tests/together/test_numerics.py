@@ -18,7 +18,7 @@ import jddp
 from jddp.data import ArrayExamples, TrainBatches
 from jddp.distributed.same_folder import SameFolder
 from jddp.errors import NumericsError
-from jddp.trainer.numerics import write_evidence
+from jddp.trainer.numerics import Numerics, Sent, write_evidence
 
 
 def wrapped(model=None, loss=loss_fn, **options):
@@ -315,3 +315,24 @@ def test_the_check_for_nan_of_jax_finds_one_also_after_it_was_off_for_a_while(op
             ddp.evaluate(state, [bad])
     finally:
         jax.config.update("jax_debug_nans", False)
+
+
+def test_a_row_of_skips_is_counted_on_where_a_run_resumes():
+    """Skipped because of other state: the loss is finite, and the loss scale stays."""
+
+    def looked_at(numerics, steps):
+        for step in steps:
+            metrics = {"loss": 1.0, "skipped": float(step), "loss_scale": 8.0}
+            numerics.look(Sent(step, metrics, {}, {}), None)
+        return numerics
+
+    def numerics():
+        return Numerics(None, None, None, 10)
+
+    whole = looked_at(numerics(), range(1, 7))
+    for stop in range(1, 6):
+        resumed = numerics()
+        resumed.restore(json.loads(json.dumps(looked_at(numerics(), range(1, stop + 1)).kept)))
+        assert looked_at(resumed, range(stop + 1, 7)).kept == whole.kept
+    resumed.restore([3, 2])  # of an earlier version
+    assert resumed.kept == [3, 2, None]

@@ -1,6 +1,7 @@
 """The loop: the steps of a bare loop, evaluated, logged and saved when due, and resumed exactly."""
 
 import asyncio
+import json
 import shutil
 import signal
 import sys
@@ -248,6 +249,15 @@ def test_two_hundred_steps_that_stop_anywhere_are_two_hundred_steps(tmp_path):
     run = fit(ddp, endless(), tmp_path / "broken", **plan)
     assert_same(run.state, want.state)
     assert records(tmp_path / "broken") == records(tmp_path / "whole"), f"stopped at {stops}"
+
+
+def test_the_length_of_epochs_that_are_made_longer_is_kept_and_reported(tmp_path, plain, capsys):
+    for num_epochs in (1, 2):
+        rows = {"data": make_batch(20), "global_batch_size": 16, "num_epochs": num_epochs}
+        run = plain.fit(**rows, run_dir=tmp_path)
+    assert "num_steps 2 -> 4" in printed(capsys)
+    kept = json.loads((tmp_path / f"checkpoints/{run.step}/run.json").read_text())
+    assert kept["plan"]["num_steps"] == run.step == 4
 
 
 WORLDS = {
