@@ -353,8 +353,7 @@ class CheckpointConfig(Section):
     )
     resume: Literal["auto", "never", "must", "changed"] = option(
         "auto",
-        "Resume from the last checkpoint: if there is one, never, or required; changed: also with "
-        "another model, loss or optimizer than the run's.",
+        "Resume if there is a checkpoint, never, must; changed: another program too.",
         "none",
     )
     start_from: PathOrURL | None = option(

@@ -41,6 +41,7 @@ class Source:
     def __init__(self, batches: Any, put: Callable[[Batch], Batch]) -> None:
         self._batches, self._iterator, self._put = batches, iter(batches), put
         self._peeked: list[tuple[Batch, Any]] = []
+        self._first: Batch = None  # of `TrainBatches`, until reading begins
         self._num_read, self._before = 0, range(0)  # those before the position to resume from
         self.position: dict[str, Any] = {"num_taken": 0}
         self._ready: queue.Queue[Any] = queue.Queue(DEPTH)
@@ -50,7 +51,9 @@ class Source:
     def peek(self) -> Batch:
         """The first batch, on the host; it stays to be taken."""
         if isinstance(self._batches, TrainBatches):
-            return self._batches.batch(0)  # which starts no workers
+            if self._first is None:
+                self._first = self._batches.batch(0)  # which starts no workers
+            return self._first
         if not self._peeked:
             self._peeked.append(self._read_next())
         return self._peeked[0][0]
@@ -87,6 +90,7 @@ class Source:
           num_batches: Number of batches to read.
           first_step: Number of the step that takes the first of them, for errors.
         """
+        self._first = None
         steps = range(first_step, first_step + num_batches)
         self._thread = threading.Thread(
             target=self._read_ahead, args=(steps,), name="jddp-batches", daemon=True

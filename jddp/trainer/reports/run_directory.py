@@ -53,9 +53,9 @@ class RunDirectory:
     """
 
     def __init__(self, where: str | Path, *, is_writer: bool) -> None:
-        self.where = where
         self.remote = Remote(str(where)) if is_url(where) else None
         self.path = Path(where).absolute() if self.remote is None else self.remote.folder
+        self.where = where if self.remote is not None else _as_typed(self.path)
         self.checkpoints = self.path / "checkpoints"
         self.folder = SameFolder(self.path)
         path = self.path / "metrics.jsonl"
@@ -291,6 +291,11 @@ class RunDirectory:
         from jddp.config.files import dump_values
 
         self.folder.replace(self._config.name, [dump_values(config).encode()])
+
+
+def _as_typed(path: Path) -> Path:
+    """A path as it is named in messages: from the working directory, where it lies below."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def _read_config(path: Path) -> Values:
