@@ -15,6 +15,7 @@ Environ = Mapping[str, str]
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 ADDRESS, COUNT, ID = VARIABLES
 JOB = "JDDP_JOB"  # the same word for all processes of a job, and another for each job
+MOST_PROCESSES = 100_000  # of a job, and hosts of a list: beyond is a typing mistake
 FIRST_PORT, NUM_PORTS = 61440, 4096  # above those that Linux hands out by itself
 
 
@@ -74,6 +75,16 @@ class Names(NamedTuple):
     address: str = ADDRESS
 
 
+def is_number(text: str) -> bool:
+    """Whether a text is a whole number from 0 up, of at most nine digits."""
+    return text.isascii() and text.isdecimal() and len(text) <= 9
+
+
+def shown(text: str) -> str:
+    """A value of a variable for a message, in quotes, and short."""
+    return repr(text if len(text) <= 60 else f"{text[:57]}...")
+
+
 def check_address(address: str, name: str) -> str:
     """Returns an address if it is host:port.
 
@@ -81,11 +92,19 @@ def check_address(address: str, name: str) -> str:
       ConfigError: If it is not.
     """
     host, _, port = address.rpartition(":")
-    if not (host and port.isdecimal() and 0 < int(port) < 2**16):
+    if not (_is_host(host) and is_number(port) and 0 < int(port) < 2**16):
         raise ConfigError(
-            f"{name}={address!r} must be host:port, such as node-0:1234, of process 0."
+            f"{name}={shown(address)} must be host:port, such as node-0:1234, of process 0."
         )
     return address
+
+
+def _is_host(name: str) -> bool:
+    """Whether this may be the name or address of a host, for which the system can look."""
+    try:
+        return bool(name.encode("idna")) and "\0" not in name
+    except UnicodeError:  # an empty part, or one of more than 63 characters
+        return False
 
 
 def identify(
@@ -118,8 +137,12 @@ def identify(
             f"all {len(needed)}; a job of one needs none."
         )
     count, number, given = environ[there], environ[here], environ.get(ADDRESS)
-    if not (count.isdecimal() and number.isdecimal()):
-        raise ConfigError(f"{there}={count!r} and {here}={number!r} must be numbers.")
+    if not (is_number(count) and is_number(number)):
+        raise ConfigError(f"{there}={shown(count)} and {here}={shown(number)} must be numbers.")
+    if int(count) > MOST_PROCESSES:
+        raise ConfigError(
+            f"{there}={count} is more than the {MOST_PROCESSES:,} processes that a job may have."
+        )
     if int(number) >= int(count):
         raise ConfigError(f"{here}={number} must be below {there}={count}.")
     if int(count) == 1 and here != ID:
@@ -149,12 +172,13 @@ def choose_local_devices(environ: Environ, names: Names) -> tuple[int, ...] | No
       ConfigError: If there are more processes than accelerators.
     """
     local_id, num_local = environ.get(names.local_id, ""), environ.get(names.num_local, "")
-    if not local_id.isdecimal() or num_local == "1" or environ.get("JAX_LOCAL_DEVICE_IDS"):
+    if not is_number(local_id) or num_local == "1" or environ.get("JAX_LOCAL_DEVICE_IDS"):
         return None  # JAX reads the last one
     visible = [x for x in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if x.strip()]
     if len(visible) == 1 or environ.get("JAX_PLATFORMS") == "cpu":
         return None
-    share = len(visible) // int(num_local) if visible and num_local.isdecimal() else 1
+    is_shared = bool(visible) and is_number(num_local) and int(num_local) > 0
+    share = len(visible) // int(num_local) if is_shared else 1
     if share == 0:
         raise ConfigError(
             f"{names.num_local}={num_local} processes on this host, and "

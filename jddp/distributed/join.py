@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from jddp.distributed import early
 from jddp.distributed.failure_file import VARIABLE as FAILURE_FILE
-from jddp.distributed.identity import JOB, Identity
+from jddp.distributed.identity import JOB, Identity, is_number, shown
 from jddp.distributed.rendezvous import Member, RendezvousClient, connect
 from jddp.distributed.rendezvous_server import RendezvousServer
 from jddp.errors import ConfigError, DeviceError, ExitCode, report
@@ -128,8 +128,8 @@ def read_seconds(environ: Mapping[str, str], name: str) -> int:
       ConfigError: If that is not a positive number.
     """
     text = environ.get(name) or _DEFAULTS[name]
-    if not text.isdecimal() or int(text) == 0:
-        raise ConfigError(f"{name}={text!r} must be a positive number of seconds.")
+    if not is_number(text) or int(text) == 0:
+        raise ConfigError(f"{name}={shown(text)} must be a positive number of seconds.")
     return int(text)
 
 

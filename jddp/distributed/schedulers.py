@@ -11,7 +11,18 @@ import re
 import socket
 from collections.abc import Callable
 
-from jddp.distributed.identity import ADDRESS, COUNT, Environ, Identity, Names, identify, port_of
+from jddp.distributed.identity import (
+    ADDRESS,
+    COUNT,
+    MOST_PROCESSES,
+    Environ,
+    Identity,
+    Names,
+    identify,
+    is_number,
+    port_of,
+    shown,
+)
 from jddp.errors import ConfigError
 
 Source = Callable[[Environ], Identity | None]
@@ -97,11 +108,12 @@ def kubernetes(environ: Environ) -> Identity | None:
     names = Names(COUNT, _POD)
     if job not in ("", "0"):
         names = Names(COUNT, f"{_JOB} * {_PODS} + {_POD}")
-        are_numbers = all(number.isdecimal() for number in (job, pods, index))
+        are_numbers = all(map(is_number, (job, pods, index)))
         if not (are_numbers and int(index) < int(pods)):
             raise ConfigError(
-                f"{_JOB}={job} and {_PODS}={pods!r} for pod {index} of one of several Jobs, each "
-                f"of which counts from 0: set it to the pods of each, and {COUNT} to those of all."
+                f"{_JOB}={job[:20]} and {_PODS}={shown(pods)} for pod {index[:20]} of one of "
+                "several Jobs, each of which counts from 0: set it to the pods of each, and "
+                f"{COUNT} to those of all."
             )
         environ = {**environ, names.process_id: str(int(job) * int(pods) + int(index))}
 
@@ -114,18 +126,33 @@ def kubernetes(environ: Environ) -> Identity | None:
     return identify(environ, names, address, "an Indexed Job")
 
 
+# A host of a list: characters, and ranges of numbers in brackets.
+_HOST = re.compile(r"(?:[^,\[\]]|\[[\d,-]+\])+")
+_HOSTS = re.compile(rf"{_HOST.pattern}(?:,{_HOST.pattern})*")
 SCHEDULERS: tuple[Source, ...] = (open_mpi, mpich, slurm, kubernetes)
 
 
 def list_hosts(nodes: str) -> list[str]:
-    """Expands one of Slurm's lists of hosts: `n[9-10],m1` is `n9`, `n10`, `m1`."""
-    hosts = []
-    for name in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodes):
+    """Expands one of Slurm's lists of hosts: `n[9-10],m1` is `n9`, `n10`, `m1`.
+
+    Raises:
+      ConfigError: If it is none, or has more hosts than any job.
+    """
+    if not _HOSTS.fullmatch(nodes):
+        raise ConfigError(
+            f"{shown(nodes)} is no list of hosts as Slurm sets it, such as n[1-2],m1."
+        )
+    hosts = list[str]()
+    for name in _HOST.findall(nodes):
         before, bracket, rest = name.partition("[")
         ranges, _, after = rest.partition("]")
         for first, last in re.findall(r"(\d+)(?:-(\d+))?", ranges):
+            if not (is_number(first) and is_number(last or first)):
+                raise ConfigError(f"{shown(nodes)}: numbers of hosts have at most nine digits.")
             numbers = range(int(first), int(last or first) + 1)
-            tails = list_hosts(after) or [""]
+            tails = list_hosts(after) if after else [""]
+            if len(hosts) + len(numbers) * len(tails) > MOST_PROCESSES:
+                raise ConfigError(f"{shown(nodes)} names more than {MOST_PROCESSES:,} hosts.")
             hosts += [f"{before}{x:0{len(first)}}{tail}" for x in numbers for tail in tails]
         hosts += [] if bracket else [name]
     return hosts
@@ -144,12 +171,22 @@ def _of_step(environ: Environ, hosts: list[str]) -> str:
     Slurm sorts the hosts of a step. Tasks are numbered in that order, except for the components of
     a heterogeneous job (HET, and PACK by srun alone), which keep theirs.
     """
+    size, step = environ.get("SLURM_HET_SIZE") or "0", environ.get("SLURM_STEP_ID", "")
+    if not (is_number(size) and int(size) <= MOST_PROCESSES):
+        raise ConfigError(
+            f"SLURM_HET_SIZE={shown(size)} must be the number of components of a job."
+        )
+    if not step:
+        raise ConfigError(
+            "SLURM_STEP_NODELIST is set but SLURM_STEP_ID not: start the tasks with srun, or set "
+            f"{ADDRESS}."
+        )
     components = [
         environ.get(f"SLURM_JOB_NODELIST_{kind}_GROUP_{i}", "")
-        for i in range(int(environ.get("SLURM_HET_SIZE") or 0))
+        for i in range(int(size))
         for kind in ("HET", "PACK")
     ]
-    in_order = [host for nodes in components for host in list_hosts(nodes)]
+    in_order = [host for nodes in filter(None, components) for host in list_hosts(nodes)]
     first = next((host for host in in_order if host in hosts), hosts[0])
     mine = environ.get("SLURMD_NODENAME", first)
     if environ[SLURM.process_id] == "0" and mine != first:
@@ -157,14 +194,16 @@ def _of_step(environ: Environ, hosts: list[str]) -> str:
             f"process 0 is on {mine}, but Slurm's variables name {first} for the others: set "
             f"{ADDRESS} to {mine}:port, for all processes."
         )
-    return f"{first}:{port_of('.'.join((environ['SLURM_JOB_ID'], environ['SLURM_STEP_ID'])))}"
+    return f"{first}:{port_of('.'.join((environ['SLURM_JOB_ID'], step)))}"
 
 
 def _num_sharing(environ: Environ, hosts: list[str]) -> str:
     """Number of tasks that share the visible devices: of `2(x3),1`, by the host's number."""
     visible, there = environ.get("CUDA_VISIBLE_DEVICES", ""), environ.get("SLURM_GPUS_ON_NODE", "")
-    if visible and there.isdecimal() and len(visible.split(",")) < int(there):
+    if visible and is_number(there) and len(visible.split(",")) < int(there):
         return "1"  # Slurm has applied --gpus-per-task or --gpu-bind
     per_node = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    counts = [count for count, times in per_node for _ in range(int(times or 1))]
+    counts = list[str]()
+    for count, times in per_node:
+        counts += [count] * min(int(times[:9] or 1), len(hosts))
     return dict(zip(hosts, counts, strict=False)).get(environ.get("SLURMD_NODENAME", ""), "")
