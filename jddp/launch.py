@@ -22,7 +22,7 @@ from pathlib import Path
 
 from jddp.config.cli import Parser, enter
 from jddp.config.permissions import expand
-from jddp.distributed.identity import check_address
+from jddp.distributed.identity import check_address, loopback
 from jddp.distributed.join import START
 from jddp.errors import UsageError
 from jddp.launcher.supervisor import run_launch
@@ -51,7 +51,7 @@ def plan_launch(arguments: argparse.Namespace) -> Launch:
     host, port = arguments.master_addr, arguments.master_port
     address, name = arguments.coordinator, "--coordinator"
     if host or port:
-        address, name = f"{host or '127.0.0.1'}:{port or 29500}", "--master-addr:--master-port"
+        address, name = f"{host or loopback()}:{port or 29500}", "--master-addr:--master-port"
     given = vars(arguments) | {"command": command}
     given["coordinator"] = None if address is None else check_address(address, name)
     launch = Launch(**{x.name: given[x.name] for x in fields(Launch) if given[x.name] is not None})

@@ -4,6 +4,7 @@ A source passes the names of its variables; their values are checked here, so th
 all sources read alike. Nothing here knows a scheduler.
 """
 
+import socket
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -85,8 +86,18 @@ def shown(text: str) -> str:
     return repr(text if len(text) <= 60 else f"{text[:57]}...")
 
 
+def loopback() -> str:
+    """The host's own address: 127.0.0.1, or [::1] where it has no other."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as here:
+            here.bind(("127.0.0.1", 0))
+    except OSError:
+        return "[::1]"
+    return "127.0.0.1"
+
+
 def check_address(address: str, name: str) -> str:
-    """Returns an address if it is host:port.
+    """Returns an address if it is host:port, with an IPv6 address in brackets.
 
     Raises:
       ConfigError: If it is not.
@@ -96,7 +107,7 @@ def check_address(address: str, name: str) -> str:
         raise ConfigError(
             f"{name}={shown(address)} must be host:port, such as node-0:1234, of process 0."
         )
-    return address
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else address
 
 
 def _is_host(name: str) -> bool:
@@ -152,7 +163,7 @@ def identify(
             f"{source} does not give the address of process 0: set {ADDRESS} to host:port on the "
             "host of process 0, for all processes."
         )
-    check_address(coordinator, ADDRESS if given else names.address)
+    coordinator = check_address(coordinator, ADDRESS if given else names.address)
     devices = choose_local_devices(environ, names)
     return Identity(coordinator, int(count), int(number), devices, source, there)
 

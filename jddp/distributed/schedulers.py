@@ -20,6 +20,7 @@ from jddp.distributed.identity import (
     Names,
     identify,
     is_number,
+    loopback,
     port_of,
     shown,
 )
@@ -61,7 +62,7 @@ def open_mpi(environ: Environ) -> Identity | None:
 
     def address() -> str | None:
         if environ.get(OPEN_MPI.num_local) == environ[OPEN_MPI.num_processes] and job:
-            return f"127.0.0.1:{port_of(job)}"
+            return f"{loopback()}:{port_of(job)}"
         if first := _first_of_slurm(environ):
             return first
         # The daemons are numbered: the one with 0 is the launcher. mpirun ends the other processes.

@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from jddp.distributed.failure_file import write
-from jddp.distributed.identity import JOB
+from jddp.distributed.identity import JOB, loopback
 from jddp.distributed.join import HEARTBEAT, START, bind_address, read_seconds
 from jddp.distributed.rendezvous import Infos, Member, RendezvousClient
 from jddp.distributed.rendezvous_server import RendezvousServer, listen
 from jddp.errors import CoordinatorError
 from jddp.launcher.workers import Launch, Place
 
-LOCAL = "127.0.0.1"
 _NUM_PORTS = 64  # above the coordinator's, of which one is free
 
 
@@ -98,7 +97,7 @@ class Nodes:
 
     def _choose_port(self) -> str:
         """host:port at which the processes connect: a port of node 0 that is free now."""
-        host, _, port = (self._launch.coordinator or f"{LOCAL}:0").rpartition(":")
+        host, _, port = (self._launch.coordinator or f"{loopback()}:0").rpartition(":")
         above = range(int(port) + 1, min(int(port) + _NUM_PORTS, 2**16))
         *ports, last = above if self._launch.num_nodes > 1 else [int(port)]
         for number in ports:

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from clusters.hosts import refuse_without
 from faults.jobs import FEW, assert_alike, result, saved_steps, train_command, variables_of
 from runs import ROOT, environment, free_port, wait_until
 
@@ -24,12 +26,12 @@ from jddp.distributed.resolve import resolve_identity
 from jddp.distributed.signals import SAME_SECONDS
 from jddp.errors import ConfigError, CoordinatorError
 from jddp.launch import main
-from jddp.launcher.nodes import LOCAL, Nodes
+from jddp.launcher.nodes import Nodes
 from jddp.launcher.outcome import DETERMINISTIC
 from jddp.launcher.workers import Launch, Place, environments, split_gpus
 
 SECONDS = 60  # for what takes a few
-HOST = socket.gethostname()
+HOST, LOCAL = socket.gethostname(), "127.0.0.1"
 # A program without JAX: what the launcher does is the same to it.
 PROGRAM = """
 import json, os, signal, sys, time
@@ -717,6 +719,20 @@ def test_a_job_killed_in_each_process_hung_and_signalled_resumes_bitwise_identic
     assert "resumed from step" in done.out
     undisturbed = golden("train.num_steps=600", num_processes=2)
     assert result(jobs, "disturbed") == result(undisturbed.run_dir, ".")
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_host_with_the_address_of_loopback_of_ipv6_alone_starts_a_job(folder):
+    refuse_without("ip", "unshare")
+    (folder / "waits.py").write_text(WAITS)
+    alone = "ip link set lo up; ip addr del 127.0.0.1/8 dev lo; exec "
+    arguments = [sys.executable, "-m", "jddp.launch", "--num-processes", "2", "waits.py"]
+    command = ["unshare", "--net", "sh", "-c", alone + shlex.join(arguments)]
+    pipes = {"capture_output": True, "text": True, "timeout": SECONDS}
+    done = subprocess.run(command, cwd=folder, env=environment(), **pipes)
+    assert done.returncode == 0, done.stderr
+    assert (folder / "begun-0").exists()
 
 
 @pytest.mark.processes

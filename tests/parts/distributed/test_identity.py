@@ -1,10 +1,11 @@
 """What each scheduler's environment makes of a process, and what of it is refused."""
 
+import errno
 import socket
 
 import pytest
 
-from jddp.distributed.identity import FIRST_PORT, NUM_PORTS, Identity, port_of
+from jddp.distributed.identity import FIRST_PORT, NUM_PORTS, Identity, loopback, port_of
 from jddp.distributed.resolve import resolve_identity
 from jddp.distributed.schedulers import list_hosts
 from jddp.errors import ConfigError
@@ -321,3 +322,19 @@ def test_pods_of_a_jobset_connect_at_the_first_of_all(monkeypatch):
     ):
         monkeypatch.setattr(socket, "getfqdn", lambda name=name: name)
         assert resolve(INDEXED | job) == Identity(coordinator, 4, 3)
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_an_address_of_ipv6_is_put_in_brackets(host):
+    master = {"MASTER_ADDR": host, "MASTER_PORT": "29500", "WORLD_SIZE": "2", "RANK": "1"}
+    assert resolve_identity(master).coordinator == "[::1]:29500"
+
+
+def test_the_host_s_own_address_is_of_ipv6_where_it_has_no_other(monkeypatch):
+    assert loopback() == "127.0.0.1"
+
+    def bind(stream, place):
+        raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
+
+    monkeypatch.setattr(socket, "socket", type("Socket", (socket.socket,), {"bind": bind}))
+    assert loopback() == "[::1]"
