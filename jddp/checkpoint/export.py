@@ -9,7 +9,7 @@ JSON.
 
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -18,10 +18,11 @@ import numpy as np
 from jddp.checkpoint.arrays import KEY_IMPLS, by_path, in_file, layout_of, layouts_in
 from jddp.checkpoint.checkpoints import Checkpoints
 from jddp.checkpoint.formats import digests_of, format_of
+from jddp.checkpoint.lock import InUse, held
 from jddp.checkpoint.reader import read, read_described, read_object, read_values
 from jddp.engine.mesh import make_mesh, replicate
 from jddp.engine.state import Replicated
-from jddp.errors import DataError, FileSystemError, file_errors, words_of
+from jddp.errors import ConfigError, DataError, FileSystemError, file_errors, words_of
 
 
 def export(folder: Path, file: Path, fields: Sequence[str] | None = None) -> None:
@@ -63,7 +64,7 @@ def import_file(file: Path, directory: Path) -> int:
       directory: Directory of checkpoints; one of the same step is replaced.
 
     Raises:
-      ConfigError: If the suffix is unknown.
+      ConfigError: If the suffix is unknown, or a run is using the directory.
       DataError: If the file holds something else, or an array of it has changed.
       FileSystemError: If it cannot be read, or the checkpoint cannot be written.
     """
@@ -78,6 +79,29 @@ def import_file(file: Path, directory: Path) -> int:
         raise FileSystemError(f"{file} cannot be read: {words_of(error)}.") from error
     except Exception as error:  # parsers raise anything for foreign files
         raise DataError(f"{file} is no export of a checkpoint: {error!r}.") from error
-    with contextlib.closing(Checkpoints(directory, keep=2**62)) as checkpoints:
+    with _unused(directory), contextlib.closing(Checkpoints(directory, keep=2**62)) as checkpoints:
         checkpoints.save(step, replicate(arrays | rngs, make_mesh(1)), run, layouts)
     return step
+
+
+@contextlib.contextmanager
+def _unused(directory: Path) -> Iterator[None]:
+    """While open, no run begins in the run directory that these checkpoints are of, if any.
+
+    Raises:
+      ConfigError: If one is running there.
+    """
+    run_dir = directory.absolute().parent
+    if not (run_dir / "manifest.json").exists():  # which every run directory has
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        try:
+            with file_errors(f"{run_dir / 'lock'} cannot be opened"):
+                stack.enter_context(held(run_dir / "lock"))
+        except InUse as holder:
+            raise ConfigError(
+                f"{run_dir} is in use by {holder}, which writes its own checkpoints there. Wait "
+                "for its end, or import into another directory."
+            ) from None
+        yield

@@ -234,6 +234,23 @@ def test_a_run_stays_in_its_directory_where_the_program_leaves_its_own(tmp_path,
     assert list(other.iterdir()) == []
 
 
+def test_a_second_run_of_a_process_does_not_train_into_the_directory_of_the_first(tmp_path):
+    given, ddp = make_batch(), wrapped(mesh=1)
+    refused = []
+
+    class Again(jddp.Callback):
+        def on_step(self, run, metrics):
+            with pytest.raises(ConfigError, match="in use by another run of this process") as error:
+                wrapped(mesh=1).fit([given] * 9, num_steps=9, run_dir=tmp_path)
+            refused.append(error)
+
+    run = ddp.fit(
+        [given] * 3, num_steps=3, run_dir=tmp_path, log_every_steps=1, callbacks=[Again()]
+    )
+    assert len(refused) == run.step == 3
+    assert [record["step"] for record in records(tmp_path)] == [1, 2, 3]
+
+
 @pytest.mark.parametrize("url", ["s3://bucket/run", "gs://bucket/run", Path("s3://bucket/run")])
 def test_a_url_given_to_the_api_is_refused_before_a_folder_is_made(tmp_path, monkeypatch, url):
     monkeypatch.chdir(tmp_path)

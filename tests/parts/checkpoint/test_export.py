@@ -18,7 +18,7 @@ from states import assert_same
 from tiny import ConvNet, loss_fn, make_batch
 
 import jddp
-from jddp.checkpoint import reader
+from jddp.checkpoint import lock, reader
 from jddp.checkpoint.__main__ import main
 from jddp.checkpoint.checkpoints import Checkpoints
 from jddp.checkpoint.reader import read, read_values
@@ -121,6 +121,21 @@ def test_a_model_is_exported_for_other_programs(run, tmp_path, capsys):
     tree = flax.serialization.msgpack_restore((tmp_path / "x.msgpack").read_bytes())
     want = read_values(path / "checkpoints" / "1", ["params"])
     jax.tree.map(np.testing.assert_array_equal, tree["params"], want["params"])
+
+
+def test_nothing_is_imported_into_the_directory_of_a_run_that_is_running(run, tmp_path, capsys):
+    path, _ = run
+    file, live = tmp_path / "all.msgpack", tmp_path / "live"
+    assert main(["export", str(path), str(file), "--all"]) == 0
+    live.mkdir()
+    (live / "manifest.json").write_text("{}")
+    command = ["import", str(file), str(live / "checkpoints")]
+    with lock.held(live / "lock"):
+        assert main(command) == 2
+        assert "is in use by another run of this process" in capsys.readouterr().err
+        assert not (live / "checkpoints").exists()
+    assert main(command) == 0
+    assert (live / "checkpoints" / "3").is_dir()
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "msgpack"])
