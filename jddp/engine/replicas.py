@@ -88,6 +88,10 @@ class Devices:
         """Returns the mean number of valid entries of a replica, from the sums over all."""
         return sums["loss"].count / self.total(lax.axis_size(self.axis))
 
+    def separate(self, function: Function, state: TrainState, *given: PyTree) -> PyTree:
+        """Returns `function(*given)`, which XLA may fuse with the computation of its arguments."""
+        return function(*given)
+
     def overwrite(self, model_state: ModelState, values: PyTree) -> ModelState:
         """Returns the state with the largest of all replicas' values from the backward pass."""
         return largest_of_replicas(self.model, put(model_state, values), self.axis)
@@ -182,6 +186,22 @@ class LogicalReplicas(Devices):
         """As `Devices.sum`, of rows."""
         return sum_in_order(lax.optimization_barrier(sums), axis=self.axis)
 
+    def separate(self, function: Function, state: TrainState, *given: PyTree) -> PyTree:
+        """Returns `function(*given)`, with nothing of it fused with what made its arguments.
+
+        Sums are cut out of what a device has received, in other slices for each number of devices.
+        Fused with them, one of two products is added before it is rounded, as in `gradient / count
+        + momentum * 0.9`, and which one it is depends on the slices.
+        """
+        # A branch that is always taken, which XLA cannot know: it drops barriers on CPUs before it
+        # fuses, but fuses nothing across the edge of a branch.
+        shapes = jax.eval_shape(function, *given)
+
+        def never(*given: PyTree) -> PyTree:
+            return jax.tree.map(functools.partial(_filler, state.key), shapes)
+
+        return lax.cond(state.step >= 0, function, never, *given)
+
     def evaluate(self, function: Evaluate, key: Array, rows: Batch, valid: Array) -> Sums:
         """As `Devices.evaluate`."""
         num, first = self._own_replicas()
@@ -216,6 +236,12 @@ def _key(state: TrainState, replica: Array) -> Array:
     # A function of the base key, the step and the replica; micro-batch and stream are folded in
     # later. So numbers differ in all four, and a resumed run repeats them from the one saved key.
     return jax.random.fold_in(jax.random.fold_in(state.key, state.step), replica)
+
+
+def _filler(key: Array, x: Array) -> Array:
+    """Some array of the shape and dtype of `x`; keys cannot be zero."""
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return jnp.broadcast_to(key, x.shape) if is_key else jnp.zeros(x.shape, x.dtype)
 
 
 def _agree(model: FlaxModel, old: ModelState, rows: ModelState, labels: PyTree) -> ModelState:

@@ -16,6 +16,7 @@ from jax import P
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import Mesh
 from jax.stages import Wrapped
+from jaxtyping import Array
 
 from jddp.engine.backward import Local
 from jddp.engine.mesh import input_specs, over_replicas, platform
@@ -27,7 +28,7 @@ from jddp.modules.metrics import Sums, mean_tree, means
 from jddp.modules.reached import reached_by, uses_constant_key
 from jddp.reduce.average import compiler_options
 from jddp.reduce.plan import BucketPlan
-from jddp.typing import Grads, Metrics, ModelState, PyTree
+from jddp.typing import Grads, Metrics, ModelState, OptState, Params, PyTree
 
 
 def replica_step(
@@ -36,10 +37,14 @@ def replica_step(
     """One optimizer step on one replica's share of the batch."""
     local = step.replicas.run(step.backward, step.guard.scale, state, inputs)
     grads, after, metrics = global_mean(step, plan, state, local)
-    # Clipped after the mean: clipped on each replica, the result would depend on how rows are
-    # spread.
-    grads, norm = step.clip(grads, step.view)
-    params, opt_state = step.optimizer.update(grads, state, plan, step.view, metrics["loss"])
+
+    def update(grads: Grads, loss: Array) -> tuple[Params, OptState, Metrics]:
+        # Clipped after the mean: clipped on each replica, the result would depend on how rows are
+        # spread.
+        grads, norm = step.clip(grads, step.view)
+        return *step.optimizer.update(grads, state, plan, step.view, loss), norm
+
+    params, opt_state, norm = step.replicas.separate(update, state, grads, metrics["loss"])
     after = after.replace(step=state.step + 1, params=params, opt_state=opt_state)
     # After the update, since an outer step averages parameters; before the moving average, which is
     # to follow the parameters that replicas then share.

@@ -1,5 +1,8 @@
 """A step on logical replicas is bitwise identical on any number of devices."""
 
+import functools
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -84,6 +87,90 @@ def test_gradients_of_a_division_by_a_sum_are_bitwise_equal_on_one_device(
         ddp = wrapped(num, Of(function), optimizer=optax.sgd(0.1))
         found.append(bits(ddp.gradients(ddp.init(3, batch), batch)))
     assert found[0] == found[1]
+
+
+MOMENTUM = optax.sgd(0.1, momentum=0.9)
+# Those that need a line search or a value of the loss are left out.
+PLAIN = [
+    "adabelief",
+    "adadelta",
+    "adafactor",
+    "adagrad",
+    "adam",
+    "adamax",
+    "adamaxw",
+    "adamw",
+    "adan",
+    "amsgrad",
+    "fromage",
+    "lamb",
+    "lars",
+    "lion",
+    "nadam",
+    "nadamw",
+    "novograd",
+    "optimistic_gradient_descent",
+    "radam",
+    "rmsprop",
+    "rprop",
+    "sgd",
+    "sign_sgd",
+    "sm3",
+    "yogi",
+]
+OPTIMIZERS = {name: getattr(optax, name)(1e-2) for name in PLAIN}
+OPTIMIZERS["noisy_sgd"] = optax.noisy_sgd(1e-2, key=0)
+OPTIMIZERS["clipped momentum"] = optax.chain(optax.clip_by_global_norm(0.1), MOMENTUM)
+OPTIMIZERS["nesterov"] = optax.sgd(0.1, momentum=0.9, nesterov=True)
+OFTEN = ("adam", "lamb", "nesterov")
+ALL = [x if x in OFTEN else pytest.param(x, marks=pytest.mark.long) for x in OPTIMIZERS]
+
+
+def odd(num_outputs):
+    return {"model": Of(functools.partial(one_layer, num_outputs)), "loss": squares}
+
+
+def one_layer(num_outputs, m, x, train):
+    return nn.Dense(num_outputs)(x)
+
+
+def squares(model, batch, train):
+    return jnp.square(model(batch["x"], train=train)).sum(-1)
+
+
+def optimizer_fusions(num):
+    """Operations of each fused computation of the compiled step that has some of the optimizer."""
+    ddp = wrapped(num, optimizer=MOMENTUM, **odd(5))
+    ddp.init(0, BATCHES[0])
+    bodies = re.findall(r"^%?\S*fused\S* [^\n]*\{\n(.*?)^\}", compiled_text(ddp), re.S | re.M)
+    fused = [body for body in bodies if "optimizer_update" in body]
+    return sorted(sorted(re.findall(r"= \S+ ([\w-]+)\(", body)) for body in fused)
+
+
+def compiled_text(ddp):
+    return ddp.lower(BATCHES[0]).compile().as_text()
+
+
+# Which product of `gradient / count + momentum * 0.9` is rounded depended on what it was fused
+# with, though not on every processor.
+def test_the_optimizer_is_compiled_alike_and_with_nothing_else_on_any_number_of_devices(
+    as_users_compile,
+):
+    one, *others = map(optimizer_fusions, (1, 2, 4, 8))
+    assert one
+    assert all(operations == one for operations in others)
+    assert not any("slice" in operations for operations in one)
+
+
+@pytest.mark.parametrize("num_outputs", [3, 5, 6])
+def test_momentum_of_odd_sizes_is_bitwise_equal(num_outputs, as_users_compile):
+    assert_same_bits(optimizer=MOMENTUM, evaluated=BATCHES, **odd(num_outputs))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_any_optimizer_is_bitwise_equal_with_odd_sizes(name, as_users_compile):
+    numbers = (1, 8) if name in OFTEN else (1, 2, 4, 8)
+    assert_same_bits(numbers, optimizer=OPTIMIZERS[name], evaluated=BATCHES, **odd(5))
 
 
 OPTIONS = {
