@@ -159,10 +159,10 @@ class Supervisor:
 
     def _attempt(self) -> Failure | None:
         """Waits for the other machines, then for the first failure, and ends the group."""
-        with stop_signals_go_to(lambda number, frame: sys.exit(128 + number)):
-            if self._signals:
-                sys.exit(128 + self._signals[0])
+        with stop_signals_go_to(self._leave):
+            self._leave_if_stopped()
             place = self._nodes.gather()
+            self._leave_if_stopped()  # where Python has dropped what the handler raised
         with closing(Group(self._launch, place)) as group:
             numbers = " and ".join(", ".join(str(x.number) for x in group.running).rsplit(", ", 1))
             started = f"starting process {numbers} of {place.num_processes} on this machine"
@@ -205,6 +205,14 @@ class Supervisor:
             with CONSOLE:  # or lines of another process would come in between
                 report(str(failure))
         return failure
+
+    def _leave(self, number: int, frame: FrameType | None) -> None:
+        self._take_signal(number, frame)
+        self._leave_if_stopped()
+
+    def _leave_if_stopped(self) -> None:
+        if self._signals:
+            sys.exit(128 + self._signals[0])
 
     def _take_signal(self, number: int, frame: FrameType | None) -> None:
         if not self._repeats.is_repeat():
