@@ -5,6 +5,7 @@ watchdog. It knows the model only as an object that steps and evaluates.
 """
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -60,7 +61,8 @@ class Kept(NamedTuple):
     ) -> "Kept":
         """The files from arguments of `fit`; a relative path is made absolute here."""
         directory = None if run_dir is None else folder_or_url(run_dir)
-        return cls(directory, config, manifest or {})
+        # Copies, which the caller does not change while the run keeps them.
+        return cls(directory, copy.deepcopy(config), copy.deepcopy(manifest or {}))
 
 
 def choose_batches(

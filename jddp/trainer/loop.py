@@ -8,6 +8,7 @@ values, so all processes decide the same.
 """
 
 import contextlib
+import copy
 import itertools
 import logging
 import time
@@ -91,7 +92,7 @@ class Loop:
             save=self._save,
             evaluation=plan.evaluation,
             eval_params=plan.eval_params,
-            config=about["config"],
+            config=copy.deepcopy(about["config"]),
             history=self._history,
         )
         if not state.step.is_deleted():  # a donated state is refused by the step

@@ -5,6 +5,7 @@ read and not yet taken do not count: the position is that of the batch taken las
 """
 
 import base64
+import copy
 import logging
 import queue
 import threading
@@ -155,16 +156,22 @@ class Source:
     def _get_state(self) -> Any:
         if hasattr(self._iterator, "get_state"):
             state = self._iterator.get_state()
-            is_bytes = isinstance(state, bytes)
-            return {"base64": base64.b64encode(state).decode()} if is_bytes else state
-        return self._batches.state_dict() if hasattr(self._batches, "state_dict") else None
+            if isinstance(state, bytes):
+                return {"base64": base64.b64encode(state).decode()}
+        elif hasattr(self._batches, "state_dict"):
+            state = self._batches.state_dict()
+        else:
+            return None
+        # The iterator may go on to change it in place, while batches are read ahead.
+        return copy.deepcopy(state)
 
     def _set_state(self, state: Any) -> bool:
         if hasattr(self._iterator, "set_state"):
             is_bytes = isinstance(state, dict) and state.keys() == {"base64"}
-            self._iterator.set_state(base64.b64decode(state["base64"]) if is_bytes else state)
+            own = base64.b64decode(state["base64"]) if is_bytes else copy.deepcopy(state)
+            self._iterator.set_state(own)
         elif hasattr(self._batches, "load_state_dict"):
-            self._batches.load_state_dict(state)
+            self._batches.load_state_dict(copy.deepcopy(state))
             self._iterator = iter(self._batches)
         else:
             return False

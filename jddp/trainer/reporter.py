@@ -5,6 +5,7 @@ for NaN and infinity, to the callbacks and, where that is due, to the metrics fi
 """
 
 import contextlib
+import copy
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -133,7 +134,7 @@ class Reporter:
             record["learning_rate"] = self.learning_rate(step)
         if seconds := self.clock.seconds_per_step(step):
             record |= {**seconds, "examples_per_second": rows / seconds["step_seconds"]}
-        self._run.metrics = record
+        self._run.metrics = copy.deepcopy(record)  # a callback may change it
         self._history.append(record)
         if self._files is not None:
             self._files.metrics.append(record)
@@ -148,11 +149,13 @@ class Reporter:
         """Reports an evaluation of the newest state."""
         run = self._run
         record: dict[str, Any] = {"step": run.step, "split": "eval", **metrics}
-        run.evaluations.append(record)
+        run.evaluations.append(copy.deepcopy(record))
         self._history.append(record)
         self.progress.evaluated(record)
         try:
-            call_each(self._callbacks, lambda callback: callback.on_eval(run, record))
+            call_each(
+                self._callbacks, lambda callback: callback.on_eval(run, copy.deepcopy(record))
+            )
         finally:  # A run that is killed before this evaluates, and calls them, again.
             if self._files is not None:
                 self._files.metrics.append(record)

@@ -569,6 +569,31 @@ def test_a_mistake_in_evaluation_shows_before_the_first_step(tmp_path):
     assert recorder.calls == []
 
 
+class Changing(jddp.Callback):
+    """Changes whatever it is handed."""
+
+    def on_step(self, run, metrics):
+        metrics.clear()
+        run.metrics.clear()
+        run.config["mine"].append("a callback was here")
+        SETTINGS["mine"].append("so was the caller")
+
+    def on_eval(self, run, metrics):
+        metrics.clear()
+
+
+SETTINGS = {"mine": [1]}
+
+
+def test_a_callback_that_changes_what_it_gets_changes_no_record_and_no_checkpoint(plain, tmp_path):
+    run = fit(plain, batches(), tmp_path / "run", callbacks=[Changing()], config=SETTINGS)
+    lines = records(tmp_path / "run")
+    assert [x["loss"] > 0 for x in lines] == [True] * len(lines)
+    assert run.eval_metrics["loss"] == lines[-1]["loss"]
+    (last,) = (tmp_path / "run" / "checkpoints").glob(f"{NUM_STEPS}/run.json")
+    assert json.loads(last.read_text())["config"] == {"mine": [1]}
+
+
 class Leaving(jddp.Callback):
     def on_eval(self, run, metrics):
         leave()

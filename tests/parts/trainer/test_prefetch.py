@@ -121,6 +121,52 @@ def test_the_position_is_that_of_the_batch_taken_last(make, num_taken, is_peeked
     assert resumed.position["num_taken"] == num_taken + 3
 
 
+class InPlace:
+    """Batches whose position is one nested dict, which it changes in place and hands out."""
+
+    def __init__(self):
+        self.state = {"epoch": {"next": 0}}
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.state["epoch"]["next"] += 1
+        return self.state["epoch"]["next"] - 1
+
+    def get_state(self):
+        return self.state
+
+    def set_state(self, state):
+        self.state = state
+
+
+class InPlaceLoader(InPlace):
+    get_state = set_state = property()  # it has none of these
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+@pytest.mark.parametrize("make", [InPlace, InPlaceLoader])
+def test_a_position_is_a_copy_which_the_iterator_cannot_change(make):
+    source = started(make(), 20)
+    take(source, 4)
+    position = source.position
+    take(source, 3)
+    source.close()
+    assert position["state"] == {"epoch": {"next": 4}}
+    for _ in range(2):  # nor one that has resumed from it
+        resumed = Source(make(), put)
+        resumed.move_to(position)
+        resumed.start(3)
+        assert take(resumed, 3) == [4, 5, 6]
+        resumed.close()
+
+
 def test_batches_without_a_position_are_read_again_with_a_loud_notice(caplog):
     source = Source(iter(range(9)), put)
     source.move_to({"num_taken": 4})
