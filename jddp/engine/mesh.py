@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 
@@ -94,6 +95,7 @@ def over_replicas(
         function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )
 
+    @functools.wraps(function)  # whose name is that of the compiled program
     def call(*given: PyTree) -> PyTree:
         _refuse_other_mesh(mesh)
         return mapped(*given)
