@@ -162,7 +162,7 @@ class Source:
             state = self._batches.state_dict()
         else:
             return None
-        # The iterator may go on to change it in place, while batches are read ahead.
+        # The iterator may change it in place, while batches are read ahead.
         return copy.deepcopy(state)
 
     def _set_state(self, state: Any) -> bool:
