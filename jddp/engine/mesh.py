@@ -193,11 +193,19 @@ def _is_key(x: Leaf) -> bool:
     return jnp.issubdtype(getattr(x, "dtype", np.float32), jax.dtypes.prng_key)
 
 
+def _kept(x: Leaf) -> Leaf:
+    """A copy of a host array that could still be written: on CPUs JAX takes its memory as it is."""
+    is_open = isinstance(x, np.ndarray) and x.flags.writeable
+    return x.copy() if is_open else x
+
+
 def put_rows(batch: Batch, mesh: Mesh) -> Batch:
     """Puts this process's rows on its devices; rows of all processes make the global batch."""
     sharding = sharded(mesh)
     if all(getattr(x, "sharding", None) == sharding for x in jax.tree.leaves(batch)):
         return batch  # by an earlier call; `device_put` takes longer to find out
+    if platform(mesh) == "cpu":
+        batch = jax.tree.map(_kept, batch)
     if jax.process_count() == 1:
         return jax.device_put(batch, sharding)
 

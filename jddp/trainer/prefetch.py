@@ -130,7 +130,8 @@ class Source:
                 form = {name: _form(x) for name, x in by_path(batch).items()}
                 first = first or form
                 _refuse_another_form(step, first, form)
-                item = self._put(batch), position
+                # The iterator may overwrite the batch once it is asked for the next.
+                item = jax.block_until_ready(self._put(batch)), position
             except BaseException as error:  # raised in the loop
                 item = error, {}
             self._ready.put(item)
