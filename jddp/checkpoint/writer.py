@@ -28,6 +28,7 @@ from etils import epath
 from jddp.checkpoint import folders
 from jddp.checkpoint.arrays import Layouts, describe, in_file
 from jddp.checkpoint.checksums import seal
+from jddp.checkpoint.memory import keep_level
 from jddp.checkpoint.quiet import keep_quiet
 from jddp.checkpoint.remote import Remote
 from jddp.distributed.coordination import from_first, gather
@@ -67,6 +68,7 @@ class Writer:
         above: SameFolder,
     ) -> None:
         keep_quiet()
+        keep_level()
         self._directory, self.surplus, self._remote = directory, surplus, remote
         self._above, self._own = above, SameFolder(directory)
         self._above.pin()

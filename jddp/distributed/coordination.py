@@ -61,11 +61,11 @@ def from_first(key: str, value: str, *, timeout_seconds: float) -> str:
 
 
 def _exchange(key: str, value: str, senders: range, timeout_seconds: float) -> list[str]:
+    if num_processes() == 1:
+        return [value]
     with _lock:
         _uses[key] += 1
         name = f"jddp/{key}/{_uses[key]}"
-    if num_processes() == 1:
-        return [value]
     if process_index() in senders:
         publish(f"{name}/{process_index()}", value)
     values = []

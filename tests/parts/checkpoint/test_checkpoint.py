@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import gc
 import json
 import logging
 import os
@@ -9,6 +10,7 @@ import re
 import resource
 import shutil
 import subprocess
+import tracemalloc
 from pathlib import Path
 from unittest import mock
 
@@ -678,3 +680,23 @@ def test_a_directory_that_cannot_be_made_is_an_error_and_one_that_was_moved_is_n
     checkpoints.save(3, state, {})
     checkpoints.close()
     assert names_in(tmp_path / "run" / "saved") == {"3"}
+
+
+def test_saves_leave_little_memory_behind(tmp_path, state):
+    def taken(steps):
+        for step in steps:
+            checkpoints.save(step, state, {})
+        checkpoints.wait()
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    with contextlib.closing(Checkpoints(tmp_path, keep=1)) as checkpoints:
+        taken(range(5))
+        tracemalloc.start()
+        try:
+            before = taken(range(5, 15))
+            grown = taken(range(15, 45)) - before
+        finally:
+            tracemalloc.stop()
+    # Of these saves 17 kB each were left, of which TensorStore still keeps the names of arrays.
+    assert grown / 30 < 8_000
