@@ -8,6 +8,8 @@ from typing import IO, Any
 
 from jddp.distributed.forks import in_forked_children
 
+END_SECONDS = 5.0  # for the program to end once its input has
+
 
 @contextlib.contextmanager
 def started_apart(program: str, *arguments: str) -> Iterator[IO[bytes]]:
@@ -25,5 +27,19 @@ def started_apart(program: str, *arguments: str) -> Iterator[IO[bytes]]:
     with subprocess.Popen(command, bufsize=0, start_new_session=True, **pipes) as process:
         assert process.stdin is not None
         # A child that kept it open would keep the program from ending.
-        with in_forked_children(process.stdin.close):
-            yield process.stdin
+        try:
+            with in_forked_children(process.stdin.close):
+                yield process.stdin
+        finally:
+            _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends a program by the end of its input; kills one that does not run, as after SIGSTOP."""
+    assert process.stdin is not None
+    with contextlib.suppress(OSError):  # it was killed
+        process.stdin.close()
+    try:
+        process.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
