@@ -6,108 +6,73 @@ as a key of a config. docs/trainers.md has the same as a table, with the differe
 
 from typing import NamedTuple
 
+# An argument of Python, of `fit` or else of `DataParallel` (or an object of jddp); the key of a
+# config; and names elsewhere. A dash is none.
+_TABLE = """
+fit.num_steps          train.num_steps         max_steps total_steps num_training_steps
+fit.num_epochs         train.num_epochs        max_epochs num_train_epochs epochs n_epochs
+fit.global_batch_size  data.global_batch_size  batch_size train_batch_size
+fit.global_batch_size  data.global_batch_size  per_device_train_batch_size
+accumulate_steps       ddp.accumulate_steps    gradient_accumulation_steps accumulate_grad_batches
+accumulate_steps       ddp.accumulate_steps    grad_accum_steps
+max_grad_norm          ddp.max_grad_norm       gradient_clip_val gradient_clip clip_grad_norm
+max_grad_norm          ddp.max_grad_norm       clip_grad grad_clip max_norm
+compute_dtype          ddp.compute_dtype       precision mixed_precision bf16 fp16 half_precision
+compute_dtype          ddp.compute_dtype       autocast amp
+loss_scale             ddp.loss_scale          grad_scaler dynamic_loss_scale
+-                      optimizer.learning_rate lr
+-                      optimizer.schedule.name lr_scheduler lr_scheduler_type scheduler
+-                      optimizer.warmup_steps  num_warmup_steps
+fit.log_every_steps    train.log_every_steps   logging_steps log_every_n_steps
+fit.eval_every_steps   train.eval_every_steps  eval_steps val_check_interval eval_interval
+fit.evaluate           -                       eval_dataset val_dataloaders val_loader
+fit.evaluate           -                       validation_data
+fit.run_dir            run.dir                 output_dir default_root_dir log_dir save_dir
+fit.run_dir            run.dir                 workdir
+fit.save_every_steps   checkpoint.every_steps  save_steps every_n_train_steps save_interval
+fit.keep               checkpoint.keep         save_total_limit save_top_k max_to_keep
+jddp.KeepBest          checkpoint.best_metric  metric_for_best_model monitor
+-                      checkpoint.best_mode    greater_is_better
+jddp.EarlyStopping     train.stop.metric       early_stopping early_stop early_stopping_metric
+jddp.EarlyStopping     train.stop.patience     patience early_stopping_patience
+-                      train.stop.min_delta    early_stopping_threshold min_delta
+eval_fn                loss.eval_target        compute_metrics eval_fn
+fit.resume             checkpoint.resume       resume_from_checkpoint ckpt_path
+fit.callbacks          -                       logger loggers report_to
+-                      data.num_workers        dataloader_num_workers workers
+fit.seed               seed                    random_seed seed_everything
+batch_norm             ddp.batch_norm          sync_batchnorm sync_bn broadcast_buffers
+unused_parameters      ddp.unused_parameters   find_unused_parameters ddp_find_unused_parameters
+bucket_mb              ddp.bucket_mb           bucket_cap_mb
+shard_optimizer        ddp.shard_optimizer     zero zero_stage zero1
+ema_decay              ddp.ema_decay           ema model_ema
+mesh                   mesh.num_devices        devices gpus num_gpus n_gpu device_ids
+mesh                   mesh.num_devices        process_group nproc_per_node
+"""
+
 
 class Option(NamedTuple):
     """An option, and the names that others have for it.
 
     Attributes:
+      argument: Argument of `DataParallel`, "fit." and one of `fit`, or an object that replaces it;
+        empty for none.
       key: Key of a config; empty for none.
-      home: "DataParallel" or "fit", which takes it in Python; empty for neither.
-      argument: Name of the argument there, or the object that replaces it.
-      names: Names elsewhere, separated by spaces.
+      names: Names elsewhere.
     """
 
-    key: str
-    home: str
     argument: str
-    names: str
-
-    def seen_from(self, home: str) -> str:
-        """The argument, as it is written for someone who calls `home`."""
-        return self.argument if self.home in (home, "") else f"{self.home}({self.argument}=)"
+    key: str
+    names: list[str]
 
 
-_STEP, _FIT = "DataParallel", "fit"
-OPTIONS = (
-    Option("train.num_steps", _FIT, "num_steps", "max_steps total_steps num_training_steps"),
-    Option("train.num_epochs", _FIT, "num_epochs", "max_epochs num_train_epochs epochs n_epochs"),
-    Option(
-        "data.global_batch_size",
-        _FIT,
-        "global_batch_size",
-        "batch_size train_batch_size per_device_train_batch_size",
-    ),
-    Option(
-        "ddp.accumulate_steps",
-        _STEP,
-        "accumulate_steps",
-        "gradient_accumulation_steps accumulate_grad_batches grad_accum_steps",
-    ),
-    Option(
-        "ddp.max_grad_norm",
-        _STEP,
-        "max_grad_norm",
-        "gradient_clip_val gradient_clip clip_grad_norm clip_grad grad_clip max_norm",
-    ),
-    Option(
-        "ddp.compute_dtype",
-        _STEP,
-        "compute_dtype",
-        "precision mixed_precision bf16 fp16 half_precision autocast amp",
-    ),
-    Option("ddp.loss_scale", _STEP, "loss_scale", "grad_scaler dynamic_loss_scale"),
-    Option("optimizer.learning_rate", "", "", "lr"),
-    Option("optimizer.schedule.name", "", "", "lr_scheduler lr_scheduler_type scheduler"),
-    Option("optimizer.warmup_steps", "", "", "num_warmup_steps"),
-    Option("train.log_every_steps", _FIT, "log_every_steps", "logging_steps log_every_n_steps"),
-    Option(
-        "train.eval_every_steps",
-        _FIT,
-        "eval_every_steps",
-        "eval_steps val_check_interval eval_interval",
-    ),
-    Option("", _FIT, "evaluate", "eval_dataset val_dataloaders val_loader validation_data"),
-    Option("run.dir", _FIT, "run_dir", "output_dir default_root_dir log_dir save_dir workdir"),
-    Option(
-        "checkpoint.every_steps",
-        _FIT,
-        "save_every_steps",
-        "save_steps every_n_train_steps save_interval",
-    ),
-    Option("checkpoint.keep", _FIT, "keep", "save_total_limit save_top_k max_to_keep"),
-    Option("checkpoint.best_metric", "", "jddp.KeepBest", "metric_for_best_model monitor"),
-    Option("checkpoint.best_mode", "", "", "greater_is_better"),
-    Option(
-        "train.stop.metric",
-        "",
-        "jddp.EarlyStopping",
-        "early_stopping early_stop early_stopping_metric",
-    ),
-    Option("train.stop.patience", "", "jddp.EarlyStopping", "patience early_stopping_patience"),
-    Option("train.stop.min_delta", "", "", "early_stopping_threshold min_delta"),
-    Option("loss.eval_target", _STEP, "eval_fn", "compute_metrics eval_fn"),
-    Option("checkpoint.resume", _FIT, "resume", "resume_from_checkpoint ckpt_path"),
-    Option("", _FIT, "callbacks", "logger loggers report_to"),
-    Option("data.num_workers", "", "", "dataloader_num_workers workers"),
-    Option("seed", _FIT, "seed", "random_seed seed_everything"),
-    Option("ddp.batch_norm", _STEP, "batch_norm", "sync_batchnorm sync_bn broadcast_buffers"),
-    Option(
-        "ddp.unused_parameters",
-        _STEP,
-        "unused_parameters",
-        "find_unused_parameters ddp_find_unused_parameters",
-    ),
-    Option("ddp.bucket_mb", _STEP, "bucket_mb", "bucket_cap_mb"),
-    Option("ddp.shard_optimizer", _STEP, "shard_optimizer", "zero zero_stage zero1"),
-    Option("ddp.ema_decay", _STEP, "ema_decay", "ema model_ema"),
-    Option(
-        "mesh.num_devices",
-        _STEP,
-        "mesh",
-        "devices gpus num_gpus n_gpu device_ids process_group nproc_per_node",
-    ),
-)
-KEYS = {name: option.key for option in OPTIONS if option.key for name in option.names.split()}
+def _read(row: str) -> Option:
+    argument, key, *names = row.split()
+    return Option(argument.strip("-"), key.strip("-"), names)
+
+
+OPTIONS = [_read(row) for row in _TABLE.strip().splitlines()]
+KEYS = {name: option.key for option in OPTIONS if option.key for name in option.names}
 
 
 def _arguments(home: str) -> dict[str, str]:
@@ -117,9 +82,12 @@ def _arguments(home: str) -> dict[str, str]:
     """
     meant = dict[str, str]()
     for option in OPTIONS:
-        if option.argument:
-            names = [option.argument, *option.names.split()]
-            meant |= dict.fromkeys(names, option.seen_from(home))
+        owner, _, name = option.argument.rpartition(".")
+        if not name:
+            continue
+        owner = owner or "DataParallel"
+        shown = {"jddp": f"jddp.{name}", home: name}.get(owner, f"{owner}({name}=)")
+        meant |= dict.fromkeys([name, *option.names], shown)
     return meant
 
 

@@ -18,14 +18,15 @@ PAGE = Path(__file__).parents[3] / "docs" / "trainers.md"
 
 def test_every_option_that_is_suggested_exists():
     known = {".".join(path) for path in keys_of(Config)}
-    takes = {"DataParallel": jddp.DataParallel, "fit": jddp.DataParallel.fit}
+    takes = {"": jddp.DataParallel, "fit": jddp.DataParallel.fit}
     for option in OPTIONS:
         assert option.key in known | {""}
-        if option.home:
-            assert option.argument in inspect.signature(takes[option.home]).parameters
-        elif option.argument:
-            assert hasattr(jddp, option.argument.removeprefix("jddp."))
-    names = [name for option in OPTIONS for name in option.names.split()]
+        owner, _, name = option.argument.rpartition(".")
+        if owner == "jddp":
+            assert hasattr(jddp, name)
+        elif name:
+            assert name in inspect.signature(takes[owner]).parameters
+    names = [name for option in OPTIONS for name in option.names]
     assert len(names) == len(set(names))
 
 
