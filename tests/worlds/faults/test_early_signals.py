@@ -13,7 +13,7 @@ from faults.jobs import Job
 from jddp.errors import ExitCode
 
 pytestmark = pytest.mark.processes
-EVERY_STEP = ["train.log_every_steps=1"]
+EVERY_STEP = ["train.log_every_steps=1", "train.num_steps=1000000"]  # which no job reaches
 EARLY = "stopped before the first step. The same command resumes."
 
 
