@@ -3,7 +3,7 @@
     describe(tree, found, layouts)  # {"params/Dense_0/kernel": {"shape": [16, 4], ...}}
 
 In the file a layout is "replicated", {"per_replica": "mean"} (or "sum", "reset": its rule for
-another number of replicas) or {"sharded": [16, 4]} (the whole shape). Format 1 has none.
+another number of replicas) or {"sharded": [16, 4]} (the whole shape).
 """
 
 import math
@@ -16,7 +16,7 @@ from jddp.engine.digest import as_words, digests
 from jddp.engine.state import Layout, PerReplica, Replicated, Sharded, name_of
 from jddp.typing import PyTree
 
-Layouts = Mapping[str, Any]  # a `Layout` by path; None where it is not known
+Layouts = Mapping[str, Layout]  # by path
 Described = dict[str, dict[str, Any]]
 # Implementations of PRNG keys, by the names of their dtypes.
 KEY_IMPLS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
@@ -33,11 +33,11 @@ def describe(tree: PyTree, found: Any, layouts: Layouts) -> Described:
     Args:
       tree: Arrays, or their shapes and shardings.
       found: Digests from `jddp.engine.digest`.
-      layouts: Layouts by path; empty for a checkpoint of format 1.
+      layouts: Layouts by path.
     """
     words = as_words(found, tree)
     return {
-        name: dict(shape=[*x.shape], dtype=str(x.dtype), digest=word, layout=layouts.get(name))
+        name: dict(shape=[*x.shape], dtype=str(x.dtype), digest=word, layout=layouts[name])
         for (name, x), word in zip(by_path(tree).items(), words, strict=True)
     }
 
@@ -50,9 +50,8 @@ def find_altered(arrays: PyTree, described: Described) -> str | None:
 
 
 def layouts_in(described: Described) -> Layouts:
-    """The layouts that a checkpoint has recorded; empty if it is of format 1."""
-    found = {name: about["layout"] for name, about in described.items()}
-    return {} if None in found.values() else found
+    """The layouts that a checkpoint has recorded."""
+    return {name: about["layout"] for name, about in described.items()}
 
 
 def in_file(layout: Layout) -> Any:
@@ -68,7 +67,7 @@ def in_file(layout: Layout) -> Any:
 
 
 def from_file(about: Any) -> dict[str, Any]:
-    """An entry of the file with its layout, which is None in format 1.
+    """An entry of the file with its layout.
 
     Raises:
       ValueError: If it describes no array.
@@ -79,7 +78,7 @@ def from_file(about: Any) -> dict[str, Any]:
     raise ValueError(f"{about} describes no array")
 
 
-def layout_of(words: Any, shape: Sequence[int]) -> Layout | None:
+def layout_of(words: Any, shape: Sequence[int]) -> Layout:
     """The layout of an array, from JSON.
 
     Raises:
@@ -87,7 +86,7 @@ def layout_of(words: Any, shape: Sequence[int]) -> Layout | None:
     """
     match words:
         case None:
-            return None
+            raise ValueError("an array has no layout: an older version of jddp saved it")
         case "replicated":
             return Replicated()
         case {"per_replica": "mean" | "sum" | "reset" as rule} if any(shape[:1]):

@@ -33,7 +33,6 @@ from etils import epath
 from jddp.checkpoint import folders
 from jddp.checkpoint.arrays import Layouts, by_path, difference, find_altered, layouts_in
 from jddp.checkpoint.checksums import NAME as SUMS
-from jddp.checkpoint.format_1 import guess_layouts
 from jddp.checkpoint.reader import find_newest, find_other_step, read_described, read_object
 from jddp.checkpoint.remote import Remote
 from jddp.checkpoint.resize import empty, on_this_mesh, to_read
@@ -181,9 +180,7 @@ class Checkpoints:
         here = _layouts_of(like, layouts)
         try:
             described, beside = read_described(folder), read_object(folder / "run.json")
-            like_one = {n: (x, x.one_device_shape(wanted[n].shape)) for n, x in here.items()}
-            saved_by = beside.get("world", {}).get("num_devices", 1)
-            there = layouts_in(described) or guess_layouts(described, like_one, saved_by)
+            there = layouts_in(described)
             if differ := difference(described, wanted, there, here):
                 raise ConfigError(
                     f"{self._directory} holds, at step {step}, another model, optimizer or mesh. "

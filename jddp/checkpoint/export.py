@@ -72,8 +72,8 @@ def import_file(file: Path, directory: Path) -> int:
     try:
         arrays, about = read_file(file)
         step, run, keys = int(about["step"]), about["run"], about["keys"]
-        saved = about.get("layouts", {})  # none from a checkpoint of format 1
-        layouts = {name: layout_of(saved.get(name), x.shape) for name, x in arrays.items()}
+        saved = about["layouts"]
+        layouts = {name: layout_of(saved[name], x.shape) for name, x in arrays.items()}
         rngs = {n: jax.random.wrap_key_data(jax.device_put(arrays[n]), impl=keys[n]) for n in keys}
     except OSError as error:
         raise FileSystemError(f"{file} cannot be read: {words_of(error)}.") from error

@@ -22,7 +22,6 @@ from flax.traverse_util import unflatten_dict
 from jddp.checkpoint.arrays import Described, as_saved, from_file, layouts_in
 from jddp.checkpoint.checksums import find_damage
 from jddp.checkpoint.folders import finished, first_line
-from jddp.checkpoint.format_1 import guess_layouts
 from jddp.checkpoint.quiet import keep_quiet
 from jddp.distributed.same_folder import SameFolder
 from jddp.engine.state import merged
@@ -83,15 +82,14 @@ def _is_removed(folder: SameFolder) -> bool:
 def read_values(folder: Path, fields: Sequence[str]) -> dict[str, PyTree]:
     """Returns fields of the state in one checkpoint as they are evaluated, in nested dicts.
 
-    Per-replica arrays, parameters under `local_steps` or statistics, are averaged. A checkpoint of
-    format 1 does not record which statistics are per replica. All keys are strings, also where the
-    state had numbers.
+    Per-replica arrays, parameters under `local_steps` or statistics, are averaged. All keys are
+    strings, also where the state had numbers.
 
     Raises:
       FileSystemError: If it cannot be read.
     """
     described, leaves = read_described(folder), read(folder, fields)
-    layouts = layouts_in(described) or guess_layouts(described, {}, 1)
+    layouts = layouts_in(described)
     values = {name: merged(x, layouts[name]) for name, x in leaves.items()}
     found = {field: {} for field in fields} | unflatten_dict(values, sep="/")
     if "model_state" in found:  # with the parameters that were not trained

@@ -92,7 +92,7 @@ class Writer:
           step: Number of finished optimizer steps.
           arrays: Arrays by their paths, on the devices; they may be donated afterwards.
           beside: The run data, as JSON.
-          layouts: Layouts by path; empty for a checkpoint of format 1.
+          layouts: Layouts by path.
         """
         self.wait()
         text = json.dumps({**beside, "step": step}) + "\n"

@@ -21,7 +21,6 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from jddp.config.format_1 import renamed
 from jddp.config.mistakes import ConfigMistakes, Mistake
 from jddp.config.permissions import expand
 from jddp.config.schema import Config
@@ -119,11 +118,9 @@ def read_values(path: Path, origin: str | None = None) -> dict[str, Any]:
     """
     try:
         refuse_unsafe(path.read_text(encoding="utf-8"))
-        values = _plain(OmegaConf.load(path))
+        return _plain(OmegaConf.load(path))
     except (OSError, *NOT_READABLE) as error:
         raise ConfigError(f"{origin or path}: cannot be read: {_one_line(error)}") from error
-    # Of the files that are read, only that of a run directory may be of format 1.
-    return renamed(values) if path.with_name("manifest.json").exists() else values
 
 
 def refuse_unsafe(text: str, above: int = 0) -> None:

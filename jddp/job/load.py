@@ -12,15 +12,12 @@ import jax
 import jax.numpy as jnp
 
 from jddp.checkpoint import reader
-from jddp.checkpoint.arrays import layouts_in
 from jddp.checkpoint.folders import finished
-from jddp.checkpoint.format_1 import merge_by_model
 from jddp.checkpoint.remote import local_copy
 from jddp.config.files import read_values
 from jddp.config.schema import Config
 from jddp.errors import FileSystemError, UsageError
 from jddp.job.trust import check_trust, resolve_model
-from jddp.modules.base import FlaxModel
 from jddp.modules.functional import functional
 from jddp.zoo.models import make_model
 
@@ -62,7 +59,7 @@ def _filled(module: Any, saved: "Saved") -> Any:
     world = saved.beside["world"]
     options = {name: world[name] for name in STATE_OPTIONS if name in world}
     form = functional(module, **options)
-    values, state = saved.read(form, [saved.evaluated])
+    values, state = saved.read([saved.evaluated])
     if form.values is not None:
         values, state = _as(form.values[0], values), _as(form.values[1], state)
     filled = form.rebuild(*jax.tree.map(jnp.asarray, (values, state)))
@@ -87,11 +84,9 @@ class Saved:
         is_ema = self.beside.get("plan", {}).get("eval_params") == "ema"
         return "ema_params" if is_ema else "params"
 
-    def read(self, form: FlaxModel, fields: Sequence[str]) -> list[Any]:
+    def read(self, fields: Sequence[str]) -> list[Any]:
         """The fields, and the model's other state, with the replicas' own averaged."""
         saved = reader.read_values(self.folder, [*fields, "model_state"])
-        if not layouts_in(reader.read_described(self.folder)):
-            saved["model_state"] = merge_by_model(saved["model_state"], form.keeps_own)
         return [saved[name] for name in (*fields, "model_state")]
 
 

@@ -135,7 +135,7 @@ class SavedModel(DataParallel):
 
 def _state_of(ddp: DataParallel, saved: Saved) -> TrainState:
     form = ddp.spec.model
-    params, ema, key, model_state = saved.read(form, ["params", "ema_params", "key"])
+    params, ema, key, model_state = saved.read(["params", "ema_params", "key"])
     try:
         state = ddp.init(0, params={"params": params, "model_state": model_state})
         average = fit_weights(ema, state.params, partial=False)[0] if ema else None

@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 
-from jddp.config.format_1 import renamed_run
 from jddp.distributed import early
 from jddp.distributed.coordination import from_first
 from jddp.distributed.forks import ending_forked_children
@@ -138,7 +137,7 @@ class Loop:
 
     def _restore_from(self, beside: Mapping[str, Any]) -> None:
         """Restores the values that were saved beside the state."""
-        run, beside = self.run, renamed_run(beside)
+        run = self.run
         run.stopped = beside["stopped"]
         self._numerics.restore(beside["skipped"])
         run.metrics = dict(beside["metrics"])

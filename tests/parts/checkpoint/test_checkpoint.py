@@ -266,6 +266,7 @@ RELAID = {
     "too large a whole": ("step", {"sharded": [2]}, FileSystemError, "describes no arrays"),
     "no such rule": ("comm_state/hook", {"per_replica": "max"}, FileSystemError, "is no layout"),
     "no layout": ("comm_state/hook", 0, FileSystemError, "is no layout of shape"),
+    "an older version": ("key", None, FileSystemError, "no layout: an older version of jddp"),
 }
 
 

@@ -197,6 +197,7 @@ def test_a_mistake_is_one_line(run, tmp_path, monkeypatch, capsys):
     (tmp_path / "there.msgpack").write_bytes(b"\x80")
     safetensors.numpy.save_file({"x": np.ones(2)}, tmp_path / "foreign.safetensors")
     about = {"step": 1, "run": {}, "dtypes": {"x": "float64"}, "keys": {"key": "rbg"}}
+    about["layouts"] = {"x": "replicated"}
     keyless = {"metadata": {"jddp": json.dumps(about)}}
     safetensors.numpy.save_file({"x": np.ones(2)}, tmp_path / "keyless.safetensors", **keyless)
     narrow = jax.device_put(jnp.ones(4, jnp.int4), run[1].step.sharding)
