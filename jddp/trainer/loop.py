@@ -199,6 +199,9 @@ class Loop:
 
     def _run_on(self) -> None:
         run = self.run
+        if not self._notes and self._source.begins_at:
+            begins = f"{self._source.begins_at:,}"
+            self._reporter.note(f"batches begin at position {begins}, where their iterator was")
         for note in self._notes:
             self._reporter.note(note)
         if self._notes and self._is_due(self._plan.eval_every_steps):

@@ -60,6 +60,12 @@ class Source:
         return self._peeked[0][0]
 
     @property
+    def begins_at(self) -> int:
+        """Number of examples that `TrainBatches` had delivered already; 0 for other batches."""
+        is_known = isinstance(self._batches, TrainBatches)
+        return self._batches.get_state()["position"] if is_known else 0
+
+    @property
     def num_left(self) -> int:
         """Number of batches to come, of some epochs."""
         return len(self._batches.positions_left())

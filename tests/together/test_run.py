@@ -296,6 +296,14 @@ def test_batches_of_some_epochs_end_a_run_that_has_no_other_length():
     assert wrapped(mesh=1).fit(batches, num_steps=3).step == 3
 
 
+def test_a_second_run_of_one_iterator_prints_where_it_begins(capsys):
+    batches, ddp = TrainBatches(make_batch(20), global_batch_size=8, seed=0), wrapped(mesh=1)
+    ddp.fit(batches, num_steps=3)
+    assert "begin at position" not in capsys.readouterr().out
+    ddp.fit(batches, num_steps=3)
+    assert "batches begin at position 24, where their iterator was" in capsys.readouterr().out
+
+
 OF_DATA = {"data": {"x": np.ones((8, 1))}, "global_batch_size": 4}
 WRONG = [
     ({}, "batches are missing"),
