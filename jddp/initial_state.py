@@ -23,7 +23,7 @@ from jddp.config.permissions import expand
 from jddp.engine.compiled import CompiledSteps
 from jddp.engine.executor import call
 from jddp.engine.init import make_init
-from jddp.engine.mesh import from_process_zero, replicate, replicated, sharded
+from jddp.engine.mesh import connect, from_process_zero, replicate, replicated, sharded
 from jddp.engine.state import Inputs, Layout, Replicated, TrainState, Values, stack_rows
 from jddp.errors import ConfigError, UsageError
 from jddp.modules.frozen import thaw
@@ -50,6 +50,7 @@ class InitialState:
     ) -> TrainState:
         """Makes a state, from arguments as of `jddp.DataParallel.init`."""
         _check_seed(seed)
+        connect(self._mesh)
         values = self._values(seed, inputs, params, partial=partial)
         # Those of process 0, so that all start with the same.
         example = inputs._replace(rows=from_process_zero(self._example(inputs, values)))

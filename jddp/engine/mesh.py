@@ -15,6 +15,7 @@ from jax import P
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 
+from jddp.distributed import gloo
 from jddp.distributed.unjoined import refuse_unjoined
 from jddp.distributed.waits import awaiting
 from jddp.engine.state import Inputs, Leaf
@@ -173,6 +174,25 @@ def _fetch(x: Leaf) -> Leaf:
 def copy_off_mesh(x: jax.Array) -> jax.Array:
     """A copy of a replicated array, bound to no device."""
     return jnp.copy(_fetch(x)) if _is_key(x) else jnp.array(np.asarray(_fetch(x)))
+
+
+@functools.cache
+def connect(mesh: Mesh) -> None:
+    """Connects the devices of all processes, once for a mesh; every process calls it.
+
+    On CPUs each group of devices connects at its first collective, and prints lines about it: these
+    are the groups of all replicas, and of one device of each process.
+    """
+    if jax.process_count() == 1 or platform(mesh) != "cpu":
+        return
+    axis = axis_of(mesh)
+    add = over_replicas(lambda x: jax.lax.psum(x, axis), mesh, P(axis), P())
+    local = np.ones(len(mesh.local_devices), np.int32)
+    ones = jax.make_array_from_process_local_data(sharded(mesh), local)
+    with awaiting(range(jax.process_count())), gloo.unprinted():
+        from_process_zero(np.int32(0))
+        # Second, since it ends only when every device has been through the first.
+        jax.block_until_ready(jax.jit(add)(ones))
 
 
 def from_process_zero(tree: PyTree) -> PyTree:

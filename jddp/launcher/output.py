@@ -15,6 +15,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from jddp.distributed import gloo
 from jddp.errors import report, words_of
 
 NUM_LINES, _SHOWN = 200, 20  # of standard error that are kept, and shown without a traceback
@@ -81,7 +82,7 @@ class Output:
         if sink is sys.stderr:
             self._errors.extend(line.decode(errors="replace").rstrip() for line in lines)
         # gloo prints a line for each connection between CPU devices.
-        shown = b"".join(self._prefix + x for x in lines if not x.startswith(b"[Gloo] Rank "))
+        shown = b"".join(self._prefix + x for x in lines if not x.startswith(gloo.PREFIX))
         with CONSOLE, contextlib.suppress(OSError, ValueError):
             if hasattr(sink, "buffer"):
                 sink.buffer.write(shown)
