@@ -18,7 +18,7 @@ COMMANDS = {
     "predict": "write what a run predicts for rows, images or a text",
     "verify": "compare a step on all devices with one on a single device",
     "doctor": "check this host, or this job, before training",
-    "checkpoint": "list, verify, export and import checkpoints",
+    "checkpoint": "list, verify and export checkpoints",
     "data": "write token files",
 }
 TABLE = "\n".join(f"  jddp {name:<11} {about}" for name, about in COMMANDS.items())

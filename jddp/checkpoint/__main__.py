@@ -1,4 +1,4 @@
-"""`python -m jddp.checkpoint list | verify | export | import`: manages checkpoints."""
+"""`python -m jddp.checkpoint list | verify | export`: manages checkpoints."""
 
 import argparse
 import os
@@ -35,10 +35,6 @@ def _parser() -> Parser:
         command = commands.add_parser(name, help=text, description=text.capitalize() + ".")
         command.set_defaults(command=run)
         add = command.add_argument
-        if name == "import":
-            add("file", type=expand, help="a file that export has written")
-            add("directory", type=expand, help="directory of checkpoints, such as RUN/checkpoints")
-            continue
         add("run", type=local_copy, help="a run directory, its URL, or a folder of checkpoints")
         if name == "export":
             add("file", type=expand, help="a new file: *.safetensors or *.msgpack")
@@ -90,18 +86,10 @@ def _export(arguments: argparse.Namespace) -> None:
     print(f"step {step} is in {arguments.file}, {arguments.file.stat().st_size / 2**20:.2g} MiB")
 
 
-def _import(arguments: argparse.Namespace) -> None:
-    from jddp.checkpoint.export import import_file
-
-    step = import_file(arguments.file, arguments.directory)
-    print(f"{arguments.directory / str(step)} is a checkpoint with the arrays of {arguments.file}")
-
-
 COMMANDS = {
     "list": (_list, "list the checkpoints of a run"),
     "verify": (_verify, "compare every file and every array with its digest"),
     "export": (_export, "write the values of a model into one file"),
-    "import": (_import, "make a checkpoint from such a file"),
 }
 
 

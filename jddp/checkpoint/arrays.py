@@ -74,11 +74,11 @@ def from_file(about: Any) -> dict[str, Any]:
     """
     match about:
         case {"shape": [*dims], "dtype": str(), "digest": str(), **rest} if _is_shape(dims):
-            return {**about, "layout": layout_of(rest.get("layout"), dims)}
+            return {**about, "layout": _layout_of(rest.get("layout"), dims)}
     raise ValueError(f"{about} describes no array")
 
 
-def layout_of(words: Any, shape: Sequence[int]) -> Layout:
+def _layout_of(words: Any, shape: Sequence[int]) -> Layout:
     """The layout of an array, from JSON.
 
     Raises:

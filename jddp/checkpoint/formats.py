@@ -1,7 +1,7 @@
 """Files that hold named arrays: safetensors and Flax's msgpack.
 
     file = Path("weights.safetensors")
-    arrays, about = format_of(file).read(file)   # arrays by their names, and the object of a text
+    arrays = format_of(file).read(file)   # by their names
 
 Both formats hold numbers and names, and no code. Beside the arrays `export` writes a text of JSON,
 which files of other programs lack.
@@ -34,8 +34,8 @@ class Format(NamedTuple):
     pack: Callable[[Arrays, str], bytes]
     parse: Callable[[Path], tuple[Arrays, Any]]
 
-    def read(self, file: Path) -> tuple[Arrays, Any]:
-        """What `parse` returns.
+    def read(self, file: Path) -> Arrays:
+        """The arrays in a file, by their names.
 
         Raises:
           ValueError: If an array has another digest than the text gives.
@@ -44,7 +44,7 @@ class Format(NamedTuple):
         digests = (about or {}).get("digests")
         if digests is not None and digests != digests_of(arrays):
             raise ValueError("an array has changed since it was exported")
-        return arrays, about
+        return arrays
 
 
 def digests_of(arrays: Arrays) -> dict[str, str]:

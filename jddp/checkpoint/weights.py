@@ -56,7 +56,7 @@ def read_weights(path: Path) -> PyTree:
 
 
 def _read_file(path: Path) -> PyTree:
-    arrays, _ = FORMATS[path.suffix].read(path)
+    arrays = FORMATS[path.suffix].read(path)
     separator = "/" if any("/" in name for name in arrays) else "."
     found = {name: x for name, x in arrays.items() if hasattr(x, "dtype")}
     return unflatten_dict(found, sep=separator)

@@ -12,16 +12,16 @@ import numpy as np
 import optax
 import pytest
 import safetensors
-import safetensors.numpy
 from runs import write_sealed
-from states import assert_same
 from tiny import ConvNet, loss_fn, make_batch
 
 import jddp
-from jddp.checkpoint import lock, reader
+from jddp.checkpoint import reader
 from jddp.checkpoint.__main__ import main
+from jddp.checkpoint.arrays import by_path
 from jddp.checkpoint.checkpoints import Checkpoints
-from jddp.checkpoint.reader import read, read_values
+from jddp.checkpoint.formats import format_of
+from jddp.checkpoint.reader import read_values
 from jddp.checkpoint.weights import read_weights
 from jddp.engine.mesh import make_mesh, replicate
 from jddp.errors import DataError
@@ -123,71 +123,49 @@ def test_a_model_is_exported_for_other_programs(run, tmp_path, capsys):
     jax.tree.map(np.testing.assert_array_equal, tree["params"], want["params"])
 
 
-def test_nothing_is_imported_into_the_directory_of_a_run_that_is_running(run, tmp_path, capsys):
-    path, _ = run
-    file, live = tmp_path / "all.msgpack", tmp_path / "live"
-    assert main(["export", str(path), str(file), "--all"]) == 0
-    live.mkdir()
-    (live / "manifest.json").write_text("{}")
-    command = ["import", str(file), str(live / "checkpoints")]
-    with lock.held(live / "lock"):
-        assert main(command) == 2
-        assert "is in use by another run of this process" in capsys.readouterr().err
-        assert not (live / "checkpoints").exists()
-    assert main(command) == 0
-    assert (live / "checkpoints" / "3").is_dir()
-
-
-@pytest.mark.parametrize("suffix", ["safetensors", "msgpack"])
-def test_what_was_exported_as_a_whole_comes_back_bitwise_identical(run, tmp_path, suffix, capsys):
-    path, state = run
-    file, again = tmp_path / f"all.{suffix}", tmp_path / "again" / "checkpoints"
-    assert main(["export", str(path), str(file), "--all"]) == 0
-    assert main(["import", str(file), str(again)]) == 0
-    assert main(["verify", str(again)]) == 0
-    restored = Checkpoints(again, keep=2).restore(like=state)
-    assert (restored.step, restored.beside["position"]) == (3, BESIDE["position"])
-    assert_same(restored.state, state)
-    for name in ("3/arrays.json", "3/run.json"):
-        one, other = (json.loads((x / name).read_text()) for x in (path / "checkpoints", again))
-        assert one == other
-
-
 MISTAKES = (
     ("export run x.npz", 2, "has no known format. Let it end in .safetensors or .msgpack"),
     ("export run there.msgpack", 74, "cannot be written: File exists"),
     ("export run x.msgpack --step 2", 74, "cannot be read"),
     ("export narrow x.safetensors", 2, "Let the file end in .msgpack"),
     ("export nowhere x.msgpack", 2, "nowhere holds no checkpoints"),
-    ("import there.msgpack again", 65, "is no export of a checkpoint"),
-    ("import foreign.safetensors again", 65, "is no export of a checkpoint"),
-    ("import keyless.safetensors again", 65, "is no export of a checkpoint: KeyError('key')"),
-    ("import nowhere.msgpack again", 74, "cannot be read: No such file"),
-    ("import there.npz again", 2, "has no known format"),
     ("list nowhere", 2, "nowhere holds no checkpoints. Name a run directory"),
 )
 
 
-def test_arrays_of_64_bits_are_verified_and_imported_as_they_are(tmp_path, capsys):
+def test_arrays_of_64_bits_are_verified_and_exported_as_they_are(tmp_path):
     with jax.enable_x64(True), contextlib.closing(Checkpoints(tmp_path / "a", keep=1)) as saved:
         saved.save(3, replicate({"x": np.array([1 / 3])}, make_mesh(1)), {})
     assert main(["verify", str(tmp_path / "a")]) == 0
-    assert main(["export", "--all", str(tmp_path / "a"), str(tmp_path / "x.msgpack")]) == 0
-    assert main(["import", str(tmp_path / "x.msgpack"), str(tmp_path / "b")]) == 0
-    assert read(tmp_path / "b" / "3")["x"].tolist() == [1 / 3]
+    file = tmp_path / "x.msgpack"
+    assert main(["export", "--all", str(tmp_path / "a"), str(file)]) == 0
+    assert format_of(file).read(file)["x"].tolist() == [1 / 3]
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "msgpack"])
-def test_a_bit_that_flips_in_an_export_is_found_when_it_is_imported(run, tmp_path, suffix, capsys):
+def test_the_whole_state_is_exported_bitwise_identical(run, tmp_path, suffix):
+    path, state = run
+    file = tmp_path / f"all.{suffix}"
+    assert main(["export", str(path), str(file), "--all"]) == 0
+    want = {
+        name: jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+        for name, x in by_path(state).items()
+    }
+    arrays = format_of(file).read(file)
+    assert arrays.keys() == want.keys()
+    for name, x in want.items():
+        assert arrays[name].dtype == x.dtype, name
+        np.testing.assert_array_equal(arrays[name], x, err_msg=name)
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "msgpack"])
+def test_a_bit_that_flips_in_an_export_is_found_when_it_is_read(run, tmp_path, suffix):
     file = tmp_path / f"all.{suffix}"
     assert main(["export", str(run[0]), str(file)]) == 0
     kernel = read_values(run[0] / "checkpoints" / "3", ["params"])["params"]["Conv_0"]["kernel"]
     exported = bytearray(file.read_bytes())
     exported[exported.index(kernel.tobytes()) + 5] ^= 1
     file.write_bytes(exported)
-    assert main(["import", str(file), str(tmp_path / "b")]) == 65
-    message = f"all.{suffix} is no export of a checkpoint: ValueError('an array has changed"
-    assert message in capsys.readouterr().err
     with pytest.raises(DataError, match="holds no weights: an array has changed since"):
         read_weights(file)
 
@@ -195,11 +173,6 @@ def test_a_bit_that_flips_in_an_export_is_found_when_it_is_imported(run, tmp_pat
 def test_a_mistake_is_one_line(run, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there.msgpack").write_bytes(b"\x80")
-    safetensors.numpy.save_file({"x": np.ones(2)}, tmp_path / "foreign.safetensors")
-    about = {"step": 1, "run": {}, "dtypes": {"x": "float64"}, "keys": {"key": "rbg"}}
-    about["layouts"] = {"x": "replicated"}
-    keyless = {"metadata": {"jddp": json.dumps(about)}}
-    safetensors.numpy.save_file({"x": np.ones(2)}, tmp_path / "keyless.safetensors", **keyless)
     narrow = jax.device_put(jnp.ones(4, jnp.int4), run[1].step.sharding)
     checkpoints = Checkpoints(tmp_path / "narrow/checkpoints", keep=1)
     checkpoints.save(1, run[1].replace(params={"x": narrow}), {})
