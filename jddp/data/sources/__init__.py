@@ -53,7 +53,8 @@ def make_source(
         if place in kwargs:
             raise ConfigError(f"data.kwargs: {place!r} belongs into {key}.")
         if place in places and place not in defaults:
-            raise ConfigError(f"data.name={name} has no {key}. Leave out {key}={places[place]}.")
+            given = {"source": source, "directory": directory}[place]
+            raise ConfigError(f"data.name={name} has no {key}. Leave out {key}={given}.")
     if defaults.get("directory") is inspect.Parameter.empty and directory is None:
         raise ConfigError(f"data.name={name} reads a directory. Give data.dir.")
     check_arguments(make, kwargs, key="data.kwargs", filled=KEYS)
