@@ -53,7 +53,7 @@ from jddp.engine.sync import EveryStep, LocalSteps
 from jddp.engine.view import choose_clip
 from jddp.html import Shown
 from jddp.initial_state import InitialState
-from jddp.inspection.explain import Explanation, explain, logging_data, measure
+from jddp.inspection.explain import Explanation, explain
 from jddp.inspection.memory import Memory, measure_memory
 from jddp.inspection.norms import Layers, diagnose
 from jddp.modules.batch_norm import Sync
@@ -457,27 +457,6 @@ class DataParallel(Shown):
         state, inputs = self.abstract_state(batch), self._inputs(batch)
         lowered = self.steps.lower(state, inputs, accumulate_steps)
         return measure_memory(lowered, state, inputs.rows, self.mesh)
-
-    def stats(self, batch: Batch = None) -> dict[str, Any]:
-        """The facts of DDP's logging data, under DDP's names where they are the same.
-
-        Args:
-          batch: This process's rows, or their shapes: then the step is compiled for them, and its
-            collectives are counted; and the reduction alone is timed.
-
-        Returns:
-          Bytes, sizes and counts. "avg_step_seconds" is the mean time between calls of `step`,
-          None before the third: that of a step, where the loop now and then waits for a result.
-          With `batch`, also "num_collectives" of the compiled step, and "reduce_seconds", the
-          median of the reduction with nothing beside it.
-
-        Raises:
-          UsageError: If there is no state yet.
-        """
-        facts = logging_data(self.steps, self._executor)
-        if batch is not None:
-            facts |= measure(self.steps, self.abstract_state(batch), self._inputs(batch))
-        return facts
 
     def diagnose(self, state: TrainState, batch: Batch) -> Layers:
         """Measures parameters and gradients of the next step, layer by layer; changes nothing.

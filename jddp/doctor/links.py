@@ -5,7 +5,8 @@ import itertools
 import json
 import socket
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+import timeit
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +18,6 @@ from jax.sharding import Mesh
 from jddp.distributed.coordination import gather
 from jddp.doctor.finding import BAD, OK, WARN, Finding
 from jddp.engine.mesh import AXIS, from_process_zero, over_replicas, put_rows
-from jddp.inspection.explain import median_seconds
 
 SIZES = tuple(4 * 2**k for k in range(10, 25, 2))  # 4 KiB to 64 MiB
 ROUNDS = 7
@@ -63,7 +63,7 @@ def measure_all_reduce(
         rows = put_rows(np.repeat(ranks, size // 4, axis=1), mesh)
         summed = np.asarray(run(rows).addressable_data(0))
         wrong += [size] * bool((summed != total).any())
-        seconds = median_seconds(functools.partial(run, rows), ROUNDS)
+        seconds = _median_seconds(functools.partial(run, rows))
         moved = 2 * (mesh.size - 1) / mesh.size * size
         table.append(Exchange(size, seconds, moved / seconds))
         if from_process_zero(np.float64(seconds)) > SLOW_SECONDS:
@@ -105,7 +105,7 @@ def _seconds_between(mesh: Mesh, here: int, there: int, size: int) -> float:
 
     run = jax.jit(over_replicas(replica, mesh, (), P(AXIS)))
     jax.block_until_ready(run())
-    return median_seconds(run, ROUNDS)
+    return _median_seconds(run)
 
 
 def compare_links(
@@ -135,3 +135,9 @@ def compare_links(
     if not found:
         slowest = max(times.values())
         yield Finding(OK, f"{size >> 10} KiB there and back: {1e3 * slowest:.2f} ms at most")
+
+
+def _median_seconds(run: Callable[[], Any]) -> float:
+    """The median time of a computation, without the first run, which may compile."""
+    _, *seconds = timeit.repeat(lambda: jax.block_until_ready(run()), repeat=ROUNDS, number=1)
+    return statistics.median(seconds)

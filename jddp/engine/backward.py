@@ -113,7 +113,6 @@ class MicroBatches:
     start: Callable[[Params, int], float]
     guard: Callable[..., Guarded]
     num: int
-    overlaps = False
 
     @functools.cached_property
     def forward(self) -> Callable[..., tuple[Array, tuple[Sums, ModelState]]]:
@@ -259,8 +258,6 @@ class MicroBatches:
 
 class Overlapped(MicroBatches):
     """As `MicroBatches`; the reduction runs the last backward pass, outside of the loop."""
-
-    overlaps = True
 
     def __call__(self, state: TrainState, inputs: Inputs, key: Array, loss_scale: ScaleOf) -> Local:
         """As `MicroBatches`."""

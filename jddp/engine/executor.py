@@ -13,7 +13,6 @@ import collections
 import contextlib
 import signal
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -41,13 +40,11 @@ class Executor:
 
     Attributes:
       latest: The newest state that is whole; None before there is one.
-      num_calls: Number of steps that were sent.
     """
 
     def __init__(self, *, donate: bool, platform: str) -> None:
         self.latest: TrainState | None = None
-        self.num_calls = 0
-        self._moments: collections.deque[float] = collections.deque(maxlen=101)
+        self._num_calls = 0
         self._donate, self._platform = donate, platform
         self._in_flight: collections.deque[Metrics] = collections.deque()
         # Weak, or the handle of every old state would be kept for the sake of a message.
@@ -55,23 +52,15 @@ class Executor:
 
     def send(self, step: Callable[..., Sent], state: TrainState, inputs: Inputs) -> Sent:
         """Sends a step; returns its result, which need not be computed yet."""
-        if self.num_calls:  # The first is left out of the times: it compiles.
-            self._moments.append(time.perf_counter())
-        self.num_calls += 1
+        self._num_calls += 1
         with _interrupts_after(state):
             result = run_compiled(step, state, inputs)
             self.latest = result[0]
         if self._donate:
-            self._taken[state] = self.num_calls
+            self._taken[state] = self._num_calls
         if self._platform == "cpu":
             self._wait_for_room(result[1])
         return result
-
-    @property
-    def mean_seconds(self) -> float | None:
-        """Mean time between the last hundred calls; None before there are two to count."""
-        num = len(self._moments) - 1
-        return (self._moments[-1] - self._moments[0]) / num if num > 0 else None
 
     def _wait_for_room(self, metrics: Metrics) -> None:
         # XLA:CPU deadlocks in its rendezvous once some thirty programs of many devices are waiting

@@ -1,34 +1,22 @@
 """Describes what a step sends: the plan, and the collectives of its compiled program.
 
     print(ddp.explain(batch))      # text in a terminal, HTML in a notebook
-    ddp.stats()                    # DDP's logging data, as a dict
 
-This module reads plans and programs; it times the reduction without the rest of the step.
+This module reads plans and programs, and runs nothing.
 """
 
 import dataclasses
-import functools
 import re
-import statistics
-import timeit
-from collections.abc import Callable
-from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import P, lax
 
 from jddp.engine.compiled import CompiledSteps
-from jddp.engine.executor import Executor
-from jddp.engine.mesh import over_replicas, platform
-from jddp.engine.state import Inputs, TrainState, enter
+from jddp.engine.mesh import platform
+from jddp.engine.state import Inputs, TrainState
 from jddp.engine.sync import LocalSteps
-from jddp.errors import UsageError
 from jddp.html import Shown
 from jddp.inspection.collectives import Collective, collectives
 from jddp.inspection.hlo import read_program
-from jddp.reduce.average import compiler_options
-from jddp.reduce.gradients import Finished
 from jddp.reduce.plan import BucketPlan, in_mebibytes
 
 GRADIENTS, PARAMETERS = "gradients", "parameters, in outer steps"
@@ -130,66 +118,3 @@ def _purpose(collective: Collective) -> str:
 
 def _direction(collective: Collective) -> str:
     return "backward" if "transpose(" in collective.op_name else "forward"
-
-
-def logging_data(steps: CompiledSteps, executor: Executor) -> dict[str, Any]:
-    """The fields of DDP's `_get_ddp_logging_data`, under its names where they mean the same.
-
-    Raises:
-      UsageError: If nothing has been planned yet.
-    """
-    spec, plan, mesh = steps.spec, steps.plan, steps.mesh
-    if plan is None:
-        raise UsageError("stats needs a plan, which init makes. Call init first.")
-    return {
-        "world_size": mesh.size,
-        "rank": jax.process_index(),
-        "backend_name": platform(mesh),
-        "iteration": executor.num_calls,
-        "num_parameter_tensors": sum(len(b.leaves) for b in plan.buckets) + len(plan.unused),
-        "dtypes": ", ".join(sorted({bucket.dtype.name for bucket in plan.buckets})),
-        "wire_dtypes": ", ".join(sorted({bucket.wire_dtype.name for bucket in plan.buckets})),
-        "wire_bytes": plan.wire_bytes,
-        "num_buckets_reduced": len(plan),
-        "bucket_sizes": [bucket.bytes for bucket in plan.buckets],
-        "initial_bucket_size_limits": list(spec.reduction.bucket_bytes),
-        "layout": spec.reduction.packing.layout,
-        "overlap": spec.backward.overlaps,
-        "comm_hook": spec.reduction.hook_name,
-        "accumulate_steps": spec.backward.num,
-        "local_steps": getattr(spec.sync, "every", None),
-        "batch_norm": spec.model.batch_norm,
-        "unused_parameters": list(plan.unused),
-        "avg_step_seconds": executor.mean_seconds,
-    }
-
-
-def measure(steps: CompiledSteps, state: TrainState, inputs: Inputs) -> dict[str, Any]:
-    """Counts the collectives of a compiled step, and times its reduction.
-
-    Args:
-      steps: Steps that have planned.
-      state: State of the step, or its shapes.
-      inputs: Inputs of the step, or their shapes.
-    """
-    compiled, spec = explain(steps, state, inputs).compiled, steps.spec
-    reduction, plan, mesh = spec.reduction, steps.plan, steps.mesh
-    assert plan is not None
-    params = jax.eval_shape(functools.partial(enter, layouts=steps.layouts(state)), state).params
-
-    def replica() -> Any:
-        # Different values on each replica, or the compiler would compute the mean in advance.
-        own = lax.axis_index(spec.axis)
-        grads = jax.tree.map(lambda x: (jnp.zeros(x.shape) + own).astype(x.dtype), params)
-        return reduction(Finished(grads), reduction.hook.init(plan), plan)[0]
-
-    options = compiler_options(reduction, platform(mesh))
-    run = jax.jit(over_replicas(replica, mesh, (), P()), compiler_options=options)
-    num_collectives = sum(x.num_runs or 1 for x in compiled)
-    return {"num_collectives": num_collectives, "reduce_seconds": median_seconds(run, 6)}
-
-
-def median_seconds(run: Callable[[], Any], num_runs: int) -> float:
-    """The median time of a computation, without the first run, which may compile."""
-    _, *seconds = timeit.repeat(lambda: jax.block_until_ready(run()), repeat=num_runs, number=1)
-    return statistics.median(seconds)

@@ -130,10 +130,9 @@ def test_verify_takes_the_axis_over(options, dropout):
     assert report.is_side_by_side == bool(dropout)
 
 
-def test_a_run_along_another_axis_resumes_and_is_explained_and_timed(tmp_path):
+def test_a_run_along_another_axis_resumes_and_is_explained(tmp_path):
     ddp = named("batch", axis_name="batch", shard_optimizer=True)
     for num in (2, 4):
         run = ddp.fit([rows()] * num, num_steps=num, run_dir=tmp_path, save_every_steps=2)
     equal(run.state.params, take_steps(ddp, [rows()] * 4)[0].params)
     assert "all-gather" in str(ddp.explain(rows()))
-    assert ddp.stats(rows())["reduce_seconds"] > 0

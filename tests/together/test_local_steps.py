@@ -230,9 +230,7 @@ def test_an_explanation_tells_what_travels_when():
         assert part in text
     assert max(map(len, str(reported).splitlines())) <= 80
     assert "sent every 16 steps" in str(ddp.plan)
-    stats = ddp.stats(make_rows())  # of the parameters of one replica
-    assert (stats["local_steps"], stats["wire_bytes"]) == (16, 100)
-    assert stats["reduce_seconds"] > 0
+    assert ddp.plan.wire_bytes == 100  # of the parameters of one replica
 
 
 def configured(**options):

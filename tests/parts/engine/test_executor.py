@@ -17,11 +17,8 @@ class Computed:
 
 @pytest.mark.parametrize("platform, waited_for", [("cpu", [0, 1, 2]), ("gpu", [])])
 def test_at_most_four_steps_are_in_flight_on_cpus(platform, waited_for):
-    executor, waited, times = Executor(donate=False, platform=platform), [], []
+    executor, waited = Executor(donate=False, platform=platform), []
     for i in range(7):
         executor.send(lambda state, inputs, i=i: (state, Computed(i, waited)), f"state {i}", None)
-        times.append(executor.mean_seconds)
     assert waited == waited_for
     assert executor.latest == "state 6"
-    assert times[:2] == [None, None]  # The first call compiles, and one moment is no time.
-    assert min(times[2:]) > 0

@@ -81,7 +81,7 @@ def test_of_full_rank_it_equals_one_device(options):
     """Three steps, so that what is remembered, which is rounding, has come back."""
     batches = [make_rows(seed=i) for i in range(3)]
     ddp, _ = beside_one_device(Net(), batches=batches, comm_hook=powersgd(rank=4), **options)
-    assert ddp.stats()["comm_hook"] == "powersgd"
+    assert "comm_hook 'powersgd'" in str(ddp.plan)
 
 
 @in_both_places
