@@ -2,16 +2,20 @@
 
 import contextlib
 import itertools
+import multiprocessing
 import os
+import pathlib
 import signal
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
+from grain._src.python.dataset.transformations import process_prefetch
 from runs import environment
 
-from jddp.data import ArrayExamples, TrainBatches, WorkerBatches
+from jddp.data import ArrayExamples, TrainBatches, WorkerBatches, workers
 from jddp.errors import ConfigError, DataError
 
 pytestmark = pytest.mark.processes
@@ -75,6 +79,53 @@ def test_an_error_in_a_process_arrives_and_one_that_dies_ends_the_reading(in_wor
     os.kill(victim, signal.SIGKILL)
     with pytest.raises(DataError, match="a process that reads data has died .*num_workers"):
         list(itertools.islice(reading, 100))
+
+
+class Deaf(Watched):
+    """Examples of which one is read for ever, after a file says so."""
+
+    def take(self, indices):
+        if 4 in indices:
+            self.reached.touch()
+            threading.Event().wait()
+        return super().take(indices)
+
+
+@pytest.fixture
+def grain_kills_none(monkeypatch):
+    monkeypatch.setattr(process_prefetch, "_PROCESS_KILL_TIMEOUT_S", None)
+
+
+@pytest.mark.usefixtures("grain_kills_none")
+def test_workers_that_are_stopped_continue_and_end_with_the_reading(monkeypatch):
+    monkeypatch.setattr(workers, "END_SECONDS", 300)
+    reading = WorkerBatches(batches(), num_workers=2)
+    next(reading)
+    started = multiprocessing.active_children()
+    assert len(started) == 2
+    for worker in started:
+        os.kill(worker.pid, signal.SIGSTOP)
+        while "(stopped)" not in pathlib.Path(f"/proc/{worker.pid}/status").read_text():
+            os.sched_yield()
+    reading.close()
+    assert [worker.exitcode for worker in started] == [0, 0]
+
+
+@pytest.mark.usefixtures("grain_kills_none")
+def test_a_worker_that_does_not_end_is_killed_and_no_other_child(tmp_path, monkeypatch):
+    monkeypatch.setattr(workers, "END_SECONDS", 0.1)
+    examples = Deaf({"x": np.arange(40)})
+    examples.reached = tmp_path / "reached"
+    other = multiprocessing.get_context("fork").Process(target=signal.pause)
+    other.start()
+    endless = TrainBatches(examples, global_batch_size=4, seed=0, shuffle=False)
+    with contextlib.closing(WorkerBatches(endless, num_workers=2)) as reading:
+        next(reading)
+        while not examples.reached.exists():
+            os.sched_yield()
+    assert multiprocessing.active_children() == [other]
+    other.kill()
+    other.join()
 
 
 def test_without_grain_there_are_no_workers(monkeypatch):
