@@ -22,7 +22,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from jddp.distributed.connection import Connection
-from jddp.errors import CoordinatorError, ProcessMismatchError, report
+from jddp.errors import CoordinatorError, ProcessMismatchError, report, words_of
 
 POLL_SECONDS = 0.02
 _SLACK = 5.0  # seconds in which member 0 reports that its time is over, before the others give up
@@ -185,7 +185,7 @@ def connect(address: str, name: str, until: float) -> socket.socket:
         try:
             return socket.create_connection((host.strip("[]"), int(port)), timeout=5)
         except OSError as error:
-            reason = error.strerror or str(error)
+            reason = words_of(error)
         kind = name.partition(" ")[0]
         notice.give(f"{name} is waiting for {kind} 0 at {address}: {reason}")
         if time.monotonic() > until:

@@ -11,7 +11,7 @@ from typing import Any
 from jddp.distributed.connection import Connection
 from jddp.distributed.open_files import allow_connections, too_few
 from jddp.distributed.rendezvous import POLL_SECONDS, End, Infos, Member, Notice, compare
-from jddp.errors import CoordinatorError, Error, ProcessMismatchError
+from jddp.errors import CoordinatorError, Error, ProcessMismatchError, words_of
 
 PATIENCE_SECONDS = 30.0  # for further members, once there are enough
 _MESSAGE_SECONDS = 10.0  # for the first message of a connection, and for the rest of one
@@ -201,7 +201,7 @@ def listen(address: str) -> socket.socket:
         return socket.create_server(place[:2], family=family, backlog=1024, dualstack_ipv6=both)
     except OSError as error:
         is_taken = error.errno == errno.EADDRINUSE
-        reason = "is taken" if is_taken else f"cannot be used: {error.strerror}"
+        reason = "is taken" if is_taken else f"cannot be used: {words_of(error)}"
         raise CoordinatorError(
             f"port {port} of {host} {reason}. "
             "Give all processes another, or let jddp.launch choose one."

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from jddp.data.sources.mapped import require_file
-from jddp.errors import DataError
+from jddp.errors import DataError, words_of
 
 
 def read_idx(path: Path, *, sha256_hex: str | None = None) -> np.ndarray:
@@ -34,7 +34,7 @@ def read_idx(path: Path, *, sha256_hex: str | None = None) -> np.ndarray:
     try:
         packed = path.read_bytes()
     except OSError as error:
-        raise DataError(f"{path}: {error.strerror or error}. This data file is needed.") from error
+        raise DataError(f"{path}: {words_of(error)}. This data file is needed.") from error
     try:
         plain = gzip.decompress(packed) if path.suffix == ".gz" else packed
     except (EOFError, OSError, zlib.error) as error:

@@ -416,3 +416,12 @@ def test_a_first_process_that_waits_in_vain_reports_it_in_one_line(address):
         assert done.returncode == 69, done.stderr
         assert done.stderr.startswith(f"jddp: {reported}")
         assert done.stderr.count("\n") == 1
+
+
+def test_a_port_that_cannot_be_used_is_an_error_with_the_reason(monkeypatch):
+    def refuse(*_, **__):
+        raise OSError("address family is not there")  # without the system's words
+
+    monkeypatch.setattr(socket, "create_server", refuse)
+    with pytest.raises(CoordinatorError, match="cannot be used: address family is not there"):
+        rendezvous_server.listen("127.0.0.1:1234")
