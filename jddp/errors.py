@@ -7,6 +7,8 @@ Any other exception is a bug of jddp and keeps its traceback.
 
 import contextlib
 import enum
+import logging
+import re
 import sys
 from collections.abc import Collection, Iterator
 
@@ -153,6 +155,34 @@ def check_choice(name: str, value: object, choices: Collection[object]) -> None:
         raise ConfigError(f"{name} {value!r} is unknown. Choose one of {listed}.")
 
 
+# Control characters, of which terminals take some for commands, signs that turn the direction of
+# writing, other ends of lines, and bytes of a file name that are no text. A tab stays.
+_UNPRINTABLE = re.compile(r"[^\t -~\xa0-\u2027\u202f-\u2065\u206a-\ud7ff\ue000-\U0010ffff]")
+
+
+def printable(text: str) -> str:
+    """The text in one line, with characters that are not to be printed as escapes of Python."""
+    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def printable_lines(text: str) -> str:
+    """The text with each of its lines printable."""
+    return "\n".join(map(printable, text.split("\n")))
+
+
+def show(text: str) -> None:
+    """Prints lines on standard output, printable: names in them may come from anywhere."""
+    print(printable_lines(text), flush=True)
+
+
 def report(text: str) -> None:
-    """Prints a line of jddp's on standard error."""
-    print(f"jddp: {text}", file=sys.stderr, flush=True)
+    """Prints a line of jddp's on standard error, printable."""
+    print(f"jddp: {printable_lines(text)}", file=sys.stderr, flush=True)
+
+
+def _make_printable(record: logging.LogRecord) -> bool:
+    record.msg, record.args = printable_lines(record.getMessage()), ()
+    return True
+
+
+logging.getLogger("jddp").addFilter(_make_printable)

@@ -10,7 +10,7 @@ from json import dumps
 from typing import Any
 
 from jddp.config.cli import Parser, add_run_arguments, enter
-from jddp.errors import report
+from jddp.errors import printable, report, show
 from jddp.trainer.reports.metrics_file import as_json
 from jddp.trainer.reports.progress import COLUMNS, not_finite
 from jddp.trainer.reports.tables import as_text, tables_in
@@ -36,7 +36,7 @@ def _evaluate(*, json: bool, **chosen: Any) -> None:
     metrics = run.evaluate()
     if process_index() == 0:
         record = {"step": run.step, "loss": metrics["loss"], **metrics}
-        print(dumps(as_json(record)) if json else _as_text(record))
+        show(dumps(as_json(record)) if json else _as_text(record))
         if found := not_finite(record):
             report(f"not finite: {found}")
 
@@ -44,7 +44,7 @@ def _evaluate(*, json: bool, **chosen: Any) -> None:
 def _as_text(record: Record) -> str:
     """Numbers in one line, and a table for each array."""
     numbers = {name: x for name, x in record.items() if not isinstance(x, list)}
-    line = "  ".join(f"{name} {as_text(x, digits=6)}" for name, x in numbers.items())
+    line = "  ".join(f"{printable(name)} {as_text(x, digits=6)}" for name, x in numbers.items())
     return "\n".join([line, *tables_in(record, COLUMNS)])
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from jddp.config.cli import Parser, enter
 from jddp.config.permissions import expand
+from jddp.errors import show
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,8 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _start(directory: Path) -> None:
     from jddp.config.project import start_project
 
-    print(f"{directory} holds {', '.join(start_project(directory))}")
-    print(f"Start with: cd {directory} && jddp train --config config.yaml")
+    show(f"{directory} holds {', '.join(start_project(directory))}")
+    show(f"Start with: cd {directory} && jddp train --config config.yaml")
 
 
 if __name__ == "__main__":

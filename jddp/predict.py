@@ -10,7 +10,7 @@ from typing import Any
 
 from jddp.config.cli import Parser, add_run_arguments, enter
 from jddp.config.permissions import expand
-from jddp.errors import UsageError
+from jddp.errors import UsageError, show
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,11 +44,11 @@ def _predict(*, data: Any, out: Any, prompt: str | None, **chosen: Any) -> None:
         from jddp.job.opened import open_run
         from jddp.job.sampling import continue_text
 
-        print(continue_text(open_run(**run, mesh=1), prompt, **chosen))
+        show(continue_text(open_run(**run, mesh=1), prompt, **chosen))
     else:
         from jddp.job.predictions import predict_file
 
-        print(f"{predict_file(data=data, out=out, **run):,} rows are predicted in {out}")
+        show(f"{predict_file(data=data, out=out, **run):,} rows are predicted in {out}")
 
 
 if __name__ == "__main__":

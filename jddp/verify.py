@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from jddp.config.cli import Parser, add_config_arguments, enter
-from jddp.errors import ExitCode
+from jddp.errors import ExitCode, show
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,7 +27,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     from jddp.job.job import build
 
     report = build(config).verify()
-    print(f"{name}: {report}")
+    show(f"{name}: {report}")
     return ExitCode.DONE if report.passed else ExitCode.REPLICA_MISMATCH
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from jddp.checkpoint.remote import local_copy
 from jddp.config.cli import Parser, enter
 from jddp.config.permissions import expand
-from jddp.errors import FileSystemError
+from jddp.errors import FileSystemError, show
 
 EXPORTED = ["params", "ema_params", "model_state"]
 
@@ -58,7 +58,7 @@ def _verify(arguments: argparse.Namespace) -> None:
         damage = listing.find_any_damage(directory / str(step))
         if (directory / str(step)).exists():  # a run may have removed it meanwhile
             num_damaged += damage is not None
-            print(f"{step:>12}  {damage or 'all files and arrays are as they were saved'}")
+            show(f"{step:>12}  {damage or 'all files and arrays are as they were saved'}")
     if num_damaged:
         raise FileSystemError(
             f"{directory}: {num_damaged} damaged. A run renames them to *.damaged."
@@ -83,7 +83,7 @@ def _export(arguments: argparse.Namespace) -> None:
         return folder.name
 
     step = reader.read_standing(find, write)
-    print(f"step {step} is in {arguments.file}, {arguments.file.stat().st_size / 2**20:.2g} MiB")
+    show(f"step {step} is in {arguments.file}, {arguments.file.stat().st_size / 2**20:.2g} MiB")
 
 
 COMMANDS = {

@@ -8,7 +8,7 @@ from jddp.checkpoint import reader
 from jddp.checkpoint.arrays import find_altered
 from jddp.checkpoint.folders import finished
 from jddp.engine.mesh import make_mesh, replicate
-from jddp.errors import ConfigError, FileSystemError
+from jddp.errors import ConfigError, FileSystemError, printable
 
 
 def directory_of(path: Path) -> Path:
@@ -28,7 +28,8 @@ def lines(directory: Path) -> Iterator[str]:
     for folder in sorted(filter(Path.is_dir, directory.iterdir()), key=_order):
         with contextlib.suppress(FileNotFoundError):  # of one that a run removes meanwhile
             size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-            yield f"{folder.name:>12}  {size / 2**20:10.1f} MiB  {_metrics(folder)}".rstrip()
+            line = f"{folder.name:>12}  {size / 2**20:10.1f} MiB  {_metrics(folder)}"
+            yield printable(line.rstrip())
 
 
 def _order(folder: Path) -> tuple[int, str]:

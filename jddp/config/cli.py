@@ -57,7 +57,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 def tell(message: str) -> None:
     """Prints a message on standard error."""
-    for line in message.splitlines():
+    for line in message.split("\n"):
         report(line)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from jddp.config.cli import Parser, enter
 from jddp.config.permissions import expand
+from jddp.errors import show
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,8 +41,8 @@ def _tokenize(arguments: argparse.Namespace) -> None:
         shard_tokens=arguments.shard_tokens,
     )
     for part, num_tokens in index["tokens"].items():
-        print(f"{part:5}  {index['documents'][part]:,} documents, {num_tokens:,} tokens")
-    print(
+        show(f"{part:5}  {index['documents'][part]:,} documents, {num_tokens:,} tokens")
+    show(
         f"train with data.name=tokens data.dir={arguments.directory} "
         f"data.kwargs.sequence_length=... , and a model of vocab_size {index['vocab_size']:,}"
     )

@@ -19,7 +19,7 @@ from jddp.config.cli import Parser, enter
 from jddp.config.permissions import expand
 from jddp.distributed.failure_file import VARIABLE, headline, read
 from jddp.doctor.finding import BAD, Finding
-from jddp.errors import CoordinatorError, ExitCode, FileSystemError, UsageError
+from jddp.errors import CoordinatorError, ExitCode, FileSystemError, UsageError, show, words_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,9 +69,9 @@ def _print_failures(run: Path) -> int:
     for path, failure in failures.items():
         when = "{time}, in phase {phase} after step {step}" if failure["phase"] else "{time}"
         trace = str(failure["traceback"] or "").splitlines()
-        print(path, headline(failure), when.format_map(failure), *trace, sep="\n  ")
+        show("\n  ".join([str(path), headline(failure), when.format_map(failure), *trace]))
     if not failures:
-        print(f"{run} holds no first failure")
+        show(f"{run} holds no first failure")
     return ExitCode.DONE
 
 
@@ -92,7 +92,7 @@ def _examine(arguments: argparse.Namespace) -> int:
     try:
         initialize(identity)
     except CoordinatorError:
-        print(*findings, sep="\n")  # one of which may be the reason
+        show("\n".join(map(str, findings)))  # one of which may be the reason
         raise
     findings += [*check_devices(), check_directory(arguments.dir)]
     of_processes = gather("doctor", "\n".join(map(str, findings)), timeout_seconds=120)
@@ -113,8 +113,8 @@ def _print(of_processes: list[str], shared: list[Finding], table: list[Any]) -> 
         if process and _without_names(text) == _without_names(of_processes[0]):
             print(f"process {process}: as process 0")
         else:
-            print(f"process {process}\n{text}")
-    print("together", *shared, sep="\n")
+            show(f"process {process}\n{text}")
+    show("\n".join(["together", *map(str, shared)]))
     print("\nall-reduce", f"{'size':>10} {'time':>13} {'bandwidth':>14}", *table, sep="\n")
 
 
@@ -129,9 +129,9 @@ def _plot(table: list[Any], file: Path) -> None:
     try:
         plot_bandwidth([(x.size, x.bandwidth) for x in table]).savefig(file)
     except (OSError, ValueError) as error:  # a ValueError lists the supported formats
-        reason = getattr(error, "strerror", None) or error
+        reason = words_of(error) if isinstance(error, OSError) else error
         raise FileSystemError(f"{file} cannot be written: {reason}.") from error
-    print(f"\n{file}")
+    show(f"\n{file}")
 
 
 if __name__ == "__main__":

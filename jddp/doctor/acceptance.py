@@ -29,7 +29,7 @@ from jddp.doctor.devices import check_devices
 from jddp.doctor.finding import BAD, OK, WARN, Finding
 from jddp.doctor.links import measure_all_reduce
 from jddp.engine.mesh import make_mesh
-from jddp.errors import DeviceError, ExitCode, file_errors
+from jddp.errors import DeviceError, ExitCode, file_errors, show
 from jddp.verification.verify import verify
 from jddp.zoo.losses import cross_entropy
 from jddp.zoo.models import CNN
@@ -86,7 +86,7 @@ def accept(file: Path, *, platform: str, num_devices: int) -> ExitCode:
     parts = [bandwidth(devices), equality(devices), resumed]
     with file_errors(f"{file} cannot be written"):
         file.write_text(page(parts, devices))
-    print(*(part.finding for part in parts), f"\n{file}", sep="\n")
+    show("\n".join([*(str(part.finding) for part in parts), "", str(file)]))
     is_good = all(part.finding.level != BAD for part in parts)
     return ExitCode.DONE if is_good else ExitCode.REPLICA_MISMATCH
 

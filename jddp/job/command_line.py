@@ -28,7 +28,7 @@ from jddp.distributed import early
 from jddp.distributed.failure_file import RESULT, describe, write
 from jddp.distributed.resolve import resolve_identity
 from jddp.distributed.signals import stop_signals
-from jddp.errors import Error, ExitCode, report
+from jddp.errors import Error, ExitCode, report, show
 
 if TYPE_CHECKING:
     from jddp.job.job import Job
@@ -85,11 +85,11 @@ def _train(config: Config, name: str, detected: str, *, is_dry_run: bool, starte
 
     job = build(config, needs_data=not is_dry_run)
     if job.is_writer:
-        print(_banner(job, name, detected), flush=True)
+        show(_banner(job, name, detected))
     if is_dry_run:
         text = preview(job)
         if job.is_writer:
-            print(f"\n{text}\n\ndry run: nothing was trained or written")
+            show(f"\n{text}\n\ndry run: nothing was trained or written")
         return ExitCode.DONE
     run = job.run()
     if path := os.environ.get(RESULT):  # for a launcher that asks

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jddp.distributed.same_folder import make_folder, opener
-from jddp.errors import file_errors, words_of
+from jddp.errors import file_errors, printable_lines, report, words_of
 
 # Lines that are printed elsewhere already: for the file alone.
 said = logging.getLogger("jddp.lines")
@@ -28,7 +28,14 @@ class _LogFile(logging.FileHandler):
         reason = words_of(error) if isinstance(error, OSError) else repr(error)
         if reason not in self.__dict__.setdefault("reported", set()):
             self.__dict__["reported"].add(reason)
-            print(f"jddp: {self.baseFilename}: cannot be written: {reason}.", file=sys.stderr)
+            report(f"{self.baseFilename}: cannot be written: {reason}.")
+
+
+class _Lines(logging.Formatter):
+    """Lines with their time, of which no name or traceback of others writes to a terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable_lines(super().format(record))
 
 
 @contextlib.contextmanager
@@ -42,7 +49,7 @@ def logging_to(path: Path) -> Iterator[None]:
         make_folder(path.parent)
         open(path, "ab", opener=opener).close()
         handler = _LogFile(path, encoding="utf-8", errors="backslashreplace")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    handler.setFormatter(_Lines("%(asctime)s %(levelname)s %(message)s"))
     loggers = (said, logging.getLogger("jddp"))
     for logger in loggers:
         logger.addHandler(handler)

@@ -17,6 +17,7 @@ import textwrap
 import time
 from typing import Any
 
+from jddp.errors import printable, printable_lines
 from jddp.trainer.reports.log_file import said
 from jddp.trainer.reports.tables import tables_in
 from jddp.typing import RESERVED, Record
@@ -42,7 +43,7 @@ def not_finite(record: Record) -> str:
     Arrays may have them by their nature, such as the recall of a class without examples.
     """
     odd = {name: x for name, x in record.items() if isinstance(x, float) and not math.isfinite(x)}
-    return ", ".join(f"{name} {x}" for name, x in odd.items())
+    return ", ".join(f"{printable(name)} {x}" for name, x in odd.items())
 
 
 class Progress:
@@ -104,12 +105,13 @@ class Progress:
             self._bar = None
 
     def _print(self, line: str) -> None:
+        text = printable_lines(line)
         # A run continues without its terminal or pipe.
         with contextlib.suppress(OSError, ValueError):
             if self._bar:
-                self._bar.console.print(line, markup=False, soft_wrap=True)  # above the bar
+                self._bar.console.print(text, markup=False, soft_wrap=True)  # above the bar
             elif self._is_writer:
-                print(line, file=self._stream, flush=True)
+                print(text, file=self._stream, flush=True)
 
 
 def _is_watched(stream: Any) -> bool:
@@ -163,7 +165,8 @@ def train_line(record: Record, num_steps: int, *, columns: int = COLUMNS) -> str
 def _metrics(record: Record, digits: int = 4) -> list[str]:
     """The loss, then the metrics of the loss function in their order."""
     shown = [n for n, x in record.items() if n in BESIDE_METRICS or is_metric(n, x)]
-    return [f"{name} {record[name]:.{digits}g}" for name in dict.fromkeys(["loss", *shown])]
+    names = dict.fromkeys(["loss", *shown])
+    return [f"{printable(name)} {record[name]:.{digits}g}" for name in names]
 
 
 def _join(start: list[str], end: list[str], columns: int) -> str:

@@ -15,6 +15,7 @@ its shape; records hold it as a whole, as nested lists.
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from jddp.errors import printable
 from jddp.typing import Record
 
 MOST_LINES = 40
@@ -30,7 +31,7 @@ def tables_in(record: Record, columns: int) -> Iterator[str]:
     """
     for name, value in record.items():
         if isinstance(value, list):
-            yield from table_of(name, value, columns)
+            yield from table_of(printable(name), value, columns)
 
 
 def table_of(name: str, values: Sequence[Any], columns: int) -> list[str]:
