@@ -5,7 +5,7 @@
         end()                    # the first step has ended
 
 Imports, data, connecting and compiling take minutes at times, more than a scheduler waits. In a job
-the other processes leave too. Once there is something to save, `stopping` hears the signals; after
+the other processes leave too. Once there is something to save, `requests` hears the signals; after
 that, this process is ending by itself, and only a second signal ends it at once.
 
 Python itself needs a moment before the first line of a program: a signal in it has the system's

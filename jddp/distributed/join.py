@@ -49,7 +49,7 @@ def initialize(identity: Identity, environ: Mapping[str, str] = os.environ) -> N
         watch_over_job()
     if identity.coordinator is None or jax.distributed.is_initialized():
         return
-    # JAX's handler swallows SIGTERM in programs that do not query it; `stopping` has its own.
+    # JAX's handler swallows SIGTERM in programs that do not query it; `requests` has its own.
     jax.config.update("jax_enable_preemption_service", False)
     seconds, heartbeat = (read_seconds(environ, name) for name in (START, HEARTBEAT))
     listens = None

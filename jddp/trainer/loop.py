@@ -4,11 +4,12 @@
 
 A step's metrics are read after the next step has been sent (`reporter`), so the devices never wait
 for the host, and the host is never more than two steps ahead. Every decision is taken from global
-values, so all processes decide the same.
+values or agreed upon, so all processes decide the same.
 """
 
 import contextlib
 import copy
+import functools
 import itertools
 import logging
 import time
@@ -18,9 +19,9 @@ from typing import Any
 import jax
 
 from jddp.distributed import early
-from jddp.distributed.coordination import from_first
+from jddp.distributed.coordination import from_first, num_processes
 from jddp.distributed.forks import ending_forked_children
-from jddp.distributed.stopping import StopSignals
+from jddp.distributed.requests import Requests
 from jddp.distributed.watchdog import Watchdog
 from jddp.engine.state import TrainState, is_float
 from jddp.errors import FileSystemError, NumericsError, ReplicaMismatchError, UsageError
@@ -38,7 +39,7 @@ from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.resume_notes import changed_rate, changed_settings, differences, length_before
 from jddp.trainer.run import Run
 from jddp.trainer.same_program import SameProgram
-from jddp.trainer.saving import Saving
+from jddp.trainer.saving import LATEST, Saving
 from jddp.trainer.watching import EarlyStopping, conclusions, judge_again, settings_of, watching
 from jddp.typing import Batch
 
@@ -88,16 +89,18 @@ class Loop:
             ddp,
             state,
             run_dir=None if files is None else files.path,
-            save=self._save,
+            save=self._ask_to_save,
             evaluation=plan.evaluation,
             eval_params=plan.eval_params,
             config=copy.deepcopy(about["config"]),
             history=self._history,
         )
+        run.ask_to_stop = functools.partial(self._ask, "stop")
         if not state.step.is_deleted():  # a donated state is refused by the step
             run.step = int(state.step)
         self._saving = Saving(ddp, files, plan)
-        self._signals, self._watchdog = StopSignals(), watchdog
+        self._requests, self._watchdog = Requests(), watchdog
+        self._signal: str | None = None  # at which all stop
         self._comparison = Comparison(plan.check_replicas_every_steps)
         folder = None if files is None else files.folder
         self._numerics = Numerics(ddp, source, folder, plan.max_consecutive_skips)
@@ -185,7 +188,7 @@ class Loop:
             self._report_best()
             return
         log_file = contextlib.nullcontext() if files is None else files.logging(jax.process_index())
-        with log_file, self._signals:
+        with log_file, self._requests:
             try:
                 with ending_forked_children():
                     self._run_on()
@@ -215,6 +218,7 @@ class Loop:
         self._evaluate_and_save(at_end=True)
         self._report_best()
         call_each(self._callbacks, lambda callback: callback.on_end(run))
+        self._act(self._requests.last())
 
     def _report_best(self) -> None:
         for line in conclusions(self._callbacks, self.run):
@@ -222,7 +226,7 @@ class Loop:
 
     def _leave(self) -> None:
         """Saves the state at a signal, for a later process to resume from."""
-        why = self.run.interrupted = self._signals.name
+        why = self.run.interrupted = self._signal
         if self._files is None:
             self._reporter.note(f"{why}: stopped after step {self.run.step}")
         else:
@@ -234,7 +238,8 @@ class Loop:
 
     def _save_here(self, note: str) -> None:
         try:
-            self.run.save()
+            self._act(self._requests.last())
+            self._save(LATEST)
         finally:  # also where a callback raises
             self._saving.wait()
         self._reporter.note(note)
@@ -299,7 +304,8 @@ class Loop:
         self._source.start(plan.num_steps - run.step, first)
         self._watchdog.enter("compile", run.step)
         while not self._is_over:
-            if self._signals.agreed():
+            self._act(self._requests.due())
+            if self._is_over or self._signal is not None:
                 break
             with self._reporter.clock.waiting():
                 batch = next(self._source)
@@ -317,9 +323,11 @@ class Loop:
             is_due = self._is_due(plan.eval_every_steps) or self._is_due(plan.save_every_steps)
             if is_due or self._numerics.in_a_row:  # which may end the run with this state
                 self._reporter.next()
+                self._act(self._requests.due())
             if is_due and not self._is_over:  # at the end all is due
                 self._evaluate_and_save()
         self._reporter.next()
+        self._act(self._requests.due())
         self._comparison.finish()
         if not self._is_over:
             raise _Interrupted
@@ -339,13 +347,13 @@ class Loop:
         """Evaluates and saves where due; at the end, where not yet done at this step."""
         paused, run, plan = time.perf_counter(), self.run, self._plan
         if self._files is not None and (at_end or self._is_due(plan.save_every_steps)):
-            run.save()
+            self._save(LATEST)
             if at_end or not run.evaluations:  # where a mistake in evaluation would show
                 self._saving.settle()
         if at_end or self._is_due(plan.eval_every_steps):
             self._evaluate()
         if at_end and self._files is not None and run.stopped is not None:
-            run.save()  # An evaluation may have stopped it, which a checkpoint records.
+            self._save(LATEST)  # An evaluation may have stopped it, which a checkpoint records.
         self._watchdog.enter("step", run.step)
         self._reporter.clock.pause(time.perf_counter() - paused)
 
@@ -367,13 +375,37 @@ class Loop:
         if not self._is_evaluated:
             batches, params = self._batches_until_stopped(), self._plan.eval_params
             self._reporter.evaluated(self._ddp.evaluate(self.run.state, batches, params))
+            self._act(self._requests.due())
 
     def _batches_until_stopped(self) -> Iterator[Batch]:
         for batch in self._evaluation or ():
             self._watchdog.enter("evaluation", self.run.step)
-            if self._signals.agreed():
+            self._act(self._requests.due())
+            if self._signal is not None:
                 raise _Interrupted
             yield batch
+
+    def _ask_to_save(self, where: str) -> None:
+        self._saving.require_directory()
+        self._ask("save", where)
+
+    def _ask(self, what: str, value: str) -> None:
+        """Asks all processes to stop or save, where they agree on a step; one does it at once."""
+        if num_processes() > 1 and self._requests.is_open:
+            self._requests.ask(f"{what} {value}")
+        else:
+            self._act([f"{what} {value}"])
+
+    def _act(self, requests: Sequence[str]) -> None:
+        run, phase = self.run, self._watchdog.phase
+        for what, _, value in (request.partition(" ") for request in requests):
+            if what == "save":
+                self._save(value)
+                self._watchdog.enter(phase, run.step)
+            elif what == "stop":
+                run.stopped = run.stopped or value
+            else:
+                self._signal = self._signal or value
 
     def _save(self, where: str) -> None:
         run = self.run

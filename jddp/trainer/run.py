@@ -48,7 +48,7 @@ class Run(Shown):
         state: TrainState,
         *,
         run_dir: Path | None,
-        save: Callable[..., None],
+        save: Callable[[str], None],
         evaluation: Batches | None = None,
         eval_params: str = "params",
         config: Mapping[str, Any] | None = None,
@@ -61,6 +61,7 @@ class Run(Shown):
         self.stopped: str | None = None
         self.interrupted: str | None = None
         self._ddp, self._save = ddp, save
+        self.ask_to_stop: Callable[[str], None] | None = None  # of the processes of a job
         self._evaluation, self._eval_params = evaluation, eval_params
 
     @staticmethod
@@ -132,11 +133,21 @@ class Run(Shown):
         return self.evaluations[-1] if self.evaluations else {}
 
     def stop(self, reason: str) -> None:
-        """Ends the run after the current step; `reason` is reported."""
-        self.stopped = self.stopped or reason
+        """Ends the run after the current step; `reason` is reported.
+
+        In a job of several processes one may call it, or all: they stop after the same step, the
+        current one if all call it there. `run.stopped` is set then.
+        """
+        if self.ask_to_stop is None:
+            self.stopped = self.stopped or reason
+        else:
+            self.ask_to_stop(reason)
 
     def save(self, where: str = "checkpoints") -> None:
         """Writes a checkpoint of the most recent state into a folder of the run directory.
+
+        In a job of several processes one may call it, or all. It is written after the callback, at
+        the step at which all of them can, the current one if all call it there.
 
         Raises:
           ConfigError: If `where` is not a plain name, or a file of the run itself has it.

@@ -119,17 +119,26 @@ class Saving:
             with contextlib.suppress(*[Error] * failed):
                 checkpoints.close()
 
-    def _folder(self, name: str) -> Checkpoints:
+    def require_directory(self) -> RunDirectory:
+        """The run directory.
+
+        Raises:
+          ConfigError: If there is none.
+        """
         if self._files is None:
             raise ConfigError("Saving needs a directory: fit(..., run_dir=...).")
+        return self._files
+
+    def _folder(self, name: str) -> Checkpoints:
+        files = self.require_directory()
         if name not in self._folders:
             plan = self._plan
             keep, every = (plan.keep, plan.keep_every_steps) if name == LATEST else (1, None)
             self._folders[name] = Checkpoints(
-                self._files.path / name,
+                files.path / name,
                 keep=keep,
                 keep_every=every,
-                remote=self._files.remote,
-                above=self._files.folder,
+                remote=files.remote,
+                above=files.folder,
             )
         return self._folders[name]

@@ -206,10 +206,10 @@ def judge_again(run: Run, callbacks: Sequence[Callback], before: Sequence[EarlyS
     was_early = run.stopped in [callback.verdict(run) for callback in before]
     if run.stopped is None or not was_early or settings_of(before) == settings_of(callbacks):
         return False
-    run.stopped = None
-    for callback in watching(callbacks):
-        if isinstance(callback, EarlyStopping):
-            callback.on_eval(run, run.eval_metrics)
+    verdicts = [
+        callback.verdict(run) for callback in callbacks if isinstance(callback, EarlyStopping)
+    ]
+    run.stopped = next(filter(None, verdicts), None)
     return run.stopped is None
 
 

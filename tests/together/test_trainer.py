@@ -21,8 +21,8 @@ from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch
 import jddp
 from jddp.checkpoint.checkpoints import Checkpoints
 from jddp.data import ArrayExamples, TrainBatches
+from jddp.distributed.requests import Requests
 from jddp.distributed.signals import stop_signals
-from jddp.distributed.stopping import StopSignals
 from jddp.errors import ConfigError, DataError, FileSystemError, NumericsError, UsageError
 from jddp.errors import ReplicaMismatchError as Mismatch
 from jddp.trainer.reports.metrics_file import MetricsFile
@@ -466,8 +466,8 @@ def test_an_evaluation_that_a_signal_breaks_off_is_made_up_for(plain, tmp_path, 
 def test_a_run_that_a_signal_stops_before_its_first_step_evaluates_nothing_of_it(
     plain, tmp_path, monkeypatch
 ):
-    asked, stop = threading.Event(), StopSignals._stop
-    monkeypatch.setattr(StopSignals, "_stop", lambda *given: (stop(*given), asked.set()))
+    asked, ask = threading.Event(), Requests.ask
+    monkeypatch.setattr(Requests, "ask", lambda *given: (ask(*given), asked.set()))
 
     class Interrupting(list):
         def __iter__(self):  # as it is traced

@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 from runs import ROOT, environment, free_port, records
+from workers.asks import AT, LENGTH
 from workers.job import train_everything
 from workers.start import run_module
 
@@ -116,3 +117,25 @@ def test_after_an_exit_in_a_callback_of_both_all_that_is_kept_ends_with_the_same
     assert [x["called_for"] for x in found] == [[*range(1, saved[0] + 1)]] * 2
     assert [x["code"] for x in found] == [3, 3]
     assert [x["step"] for x in records(tmp_path / "run")] == [*range(1, saved[0] + 1)]
+
+
+@pytest.mark.slow
+def test_what_one_process_asks_all_do_at_one_step_and_what_all_ask_at_that_one(tmp_path):
+    address = f"127.0.0.1:{free_port()}"
+    jobs = [dict(zip(VARIABLES, (address, "2", str(x)), strict=True)) for x in range(2)]
+    run_module("workers.asks", tmp_path, jobs, SECONDS)
+    first, second = (json.loads((tmp_path / f"process_{x}.json").read_text()) for x in range(2))
+    for name in ("stop 0", "stop 1"):
+        assert first[name]["stopped"] == second[name]["stopped"] == "time limit"
+        assert AT <= first[name]["step"] == second[name]["step"] < LENGTH
+    assert [first[x]["step"] for x in ("save", "thread", "last")] == [LENGTH] * 3
+    for name, folders in (("save", ["kept", "end"]), ("thread", ["button"]), ("last", ["both"])):
+        assert first[name]["saved"] == second[name]["saved"]
+        assert {x.partition("/")[0] for x in first[name]["checkpoints"]} == {
+            "checkpoints",
+            *folders,
+        }
+    # Both asked: at the step of the call, which would have been saved and evaluated there anyway.
+    for both in (first["both"], second["both"]):
+        assert both["asked_at"] == both["step"] == AT
+        assert both["checkpoints"] == [f"both/{AT}", f"checkpoints/{AT}"]

@@ -1,0 +1,138 @@
+"""What any one process of a job asks for, such as to stop, all do at the same place.
+
+    with Requests() as requests:
+        requests.ask("save best")        # on one process, or on all, in any thread
+        for what in requests.due():      # called as often, at the same places, by every process
+            ...
+
+A process that asks publishes the number of its next call of `due` through the coordination service.
+Each process answers that number, or that of its own next call if it is further, and all act at the
+largest: there they exchange what has been asked. Where all ask at one place, that is their next
+call. Nothing is sent before a process asks.
+
+A stop signal asks, too. The second one ends a process at once, unless it comes within two seconds:
+then it repeats the first. In a notebook, whose kernel lives on, it raises `KeyboardInterrupt`.
+"""
+
+import contextlib
+import itertools
+import json
+import signal
+import threading
+from collections.abc import Iterable
+
+import jddp.distributed.coordination as job
+from jddp.distributed import early
+from jddp.distributed.hearing import Hearing
+from jddp.distributed.signals import write_line
+from jddp.distributed.waits import awaiting
+
+_ANSWER_SECONDS = 30.0  # in which the threads of all processes answer
+_DAY = 86_400.0  # no limit: the watchdog, and the end of another process, end a wait for the others
+_LAST_SECONDS = 600.0  # from the end of one process to that of the last
+_numbers = itertools.count()
+
+
+class Requests:
+    """While open, a place is agreed upon for what a process asks, or a signal ("signal SIGTERM").
+
+    Attributes:
+      is_open: Whether all processes call `due`.
+    """
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self._key = f"jddp/requests/{next(_numbers)}"
+        self._num_calls = self._num_rounds = 0
+        self._asked = list[str]()  # by this process, and not done yet
+        self._at: int | None = None  # the call at which all act
+        self._changed = threading.Condition()
+        self._hearing: Hearing | None = None
+        self._open = contextlib.ExitStack()
+
+    def ask(self, what: str) -> None:
+        """Asks all processes to do something at one of their next calls of `due`."""
+        with self._changed:
+            self._asked.append(what)
+            self._propose()
+
+    def due(self) -> list[str]:
+        """What all do here, in the order of the processes; it differs on none of them."""
+        if self._hearing is not None:
+            self._hearing.renew()
+        with self._changed:
+            if self._asked and self._at is None:
+                self._wait_for_answers()
+            self._num_calls += 1
+            if self._at is None or self._num_calls < self._at:
+                return []
+            mine, self._asked = json.dumps(self._asked), []
+        of_all = job.gather(f"{self._round}/asked", mine, timeout_seconds=_DAY)
+        with self._changed:
+            self._at, self._num_rounds = None, self._num_rounds + 1
+            if self._asked:  # meanwhile, in another thread
+                self._propose()
+            self._changed.notify_all()
+        return _in_order(of_all)
+
+    def last(self) -> list[str]:
+        """What is left to do, where all processes come at their ends."""
+        with self._changed:
+            mine, self._asked = json.dumps(self._asked), []
+        of_all = job.gather(f"{self._key}/last", mine, timeout_seconds=_LAST_SECONDS)
+        return _in_order(of_all)
+
+    def __enter__(self) -> "Requests":
+        """Handles the signals, if this is the main thread, and listens to the others."""
+        if job.num_processes() > 1:
+            self._open.enter_context(job.background(self._listen))
+        if threading.current_thread() is threading.main_thread():
+            self._hearing = self._open.enter_context(Hearing(self._hear))
+        self.is_open = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Restores the handlers."""
+        self.is_open = False
+        self._open.close()
+
+    @property
+    def _round(self) -> str:
+        return f"{self._key}/{self._num_rounds}"
+
+    def _propose(self) -> None:
+        if self._at is None and job.num_processes() == 1:
+            self._at = self._num_calls + 1
+        elif self._at is None:
+            job.try_publish(self._round, str(self._num_calls + 1))
+
+    def _wait_for_answers(self) -> None:
+        with awaiting(set(range(job.num_processes())) - {job.process_index()}):
+            while self._at is None and job.is_connected():
+                self._changed.wait(1.0)
+
+    def _hear(self, number: int) -> None:
+        if early.is_early():
+            early.leave(number)
+        name = signal.Signals(number).name
+        again = "press Ctrl-C" if name == "SIGINT" else f"send {name}"
+        write_line(f"{name}: finishing this step, then stopping; {again} again to quit now")
+        self.ask(f"signal {name}")
+
+    def _listen(self) -> bool:
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._at is None, 1.0):
+                return False
+            name = self._round
+        if (proposed := job.try_read(name, 1.0)) is None:
+            return not job.is_connected()
+        with self._changed:
+            mine = str(max(int(proposed), self._num_calls + 1))
+            calls = job.gather(f"{name}/calls", mine, timeout_seconds=_ANSWER_SECONDS)
+            self._at = max(map(int, calls))
+            self._changed.notify_all()
+        return False
+
+
+def _in_order(asked: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(what for text in asked for what in json.loads(text)))
