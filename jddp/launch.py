@@ -103,7 +103,7 @@ def _parser() -> Parser:
     add("--ray", nargs="?", const="auto", metavar="ADDRESS", help="start all N on a Ray cluster")
     add("--logs", type=expand, help="folder for the output of each process (logs/DATE-TIME-PID)")
     add("--start-seconds", type=_positive, help="rendezvous timeout (300)")
-    add("--grace-seconds", type=float, help="from SIGTERM to SIGKILL (10)")
+    add("--grace-seconds", type=float, help="from SIGTERM to SIGKILL (30)")
     add("-m", dest="module", nargs=argparse.REMAINDER, help="a module to run, and its arguments")
     add("script", nargs=argparse.REMAINDER, help="a script to run, and its arguments")
     return parser

@@ -3,12 +3,13 @@
     group = Group(launch, place)
     while group.running and not group.failed():
         group.poll()
-    group.close(moment_seconds=2, grace_seconds=10)
+    group.close(moment_seconds=2, grace_seconds=30)
 
 Each has its own session, so that its child processes end with it, and so that Ctrl-C in a terminal
 does not reach it. All are killed if the launcher is (`cleanup`). Nothing here imports JAX.
 """
 
+import math
 import os
 import signal
 import subprocess
@@ -99,6 +100,7 @@ class Group:
                 raise PermissionError(0, "it cannot be written")
         self.running, self.ended = list[Worker](), list[Worker]()
         self._guard, self._num_sent = Guard(), 0
+        self._grace_seconds, self._until = launch.grace_seconds, math.inf
         try:
             for number, environ in enumerate(environs, start=place.first):
                 log = launch.logs / f"process_{number}.log"
@@ -139,8 +141,15 @@ class Group:
         """Sends signals, but for those that it has sent before; returns the number of all."""
         for number in signals[self._num_sent :]:
             self.signal(number)
+        if signals and self._num_sent == 0:
+            self._until = time.monotonic() + self._grace_seconds
         self._num_sent = len(signals)
         return self._num_sent
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether processes run that have not ended within the grace after the first signal."""
+        return bool(self.running) and time.monotonic() > self._until
 
     def close(self, *, moment_seconds: float = 0.0, grace_seconds: float = 0.0) -> None:
         """Ends all processes and their children: waits, then sends SIGTERM, then kills."""

@@ -86,6 +86,19 @@ def first_failure(group: Group, lost: Sequence[int]) -> Failure | None:
     return Failure(data, text, seconds, ("" if named else data["traceback"]) or said)
 
 
+def kill_overdue(group: Group, number: int) -> Failure:
+    """Kills the processes that have not ended after a signal to the launcher."""
+    seconds, name = time.monotonic() - group.began, signal.Signals(number).name
+    late = ", ".join(f"process {worker.number}" for worker in group.running)
+    text = f"{name}: killed after --grace-seconds, as it had not ended: {late}."
+    first = group.running[0].number
+    group.close()
+    reason = {"type": "jddp.launch", "message": text}
+    data = describe(first, 128 + number, exception=reason)
+    write(data, group.failure_file)
+    return Failure(data, text, seconds)
+
+
 def _found(worker: Worker, path: Path) -> dict[str, Any]:
     """The failure of a process that has written none."""
     data, said = describe(worker.number, worker.returncode), worker.output.stderr_end()

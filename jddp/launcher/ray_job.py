@@ -31,7 +31,7 @@ from jddp.distributed.signals import Repeats, stop_signals_go_to
 from jddp.errors import ConfigError, CoordinatorError, DeviceError, ExitCode, UsageError, report
 from jddp.launcher.group import POLL_SECONDS, Group
 from jddp.launcher.nodes import free_address
-from jddp.launcher.outcome import DETERMINISTIC, Failure, first_failure
+from jddp.launcher.outcome import DETERMINISTIC, Failure, first_failure, kill_overdue
 from jddp.launcher.workers import Launch, Place
 
 with suppress(ImportError):  # which `launch_on_ray` reports
@@ -135,10 +135,11 @@ def _work(launch: Launch, board: Any, folder: str, environ: dict[str, str]) -> N
         while not group.wait(_ASK_SECONDS):
             number, first = tell()
             group.forward([signal.SIGTERM] * number)
-            if first is not None and first.code != ExitCode.PREEMPTED:
+            if group.is_overdue or (first is not None and first.code != ExitCode.PREEMPTED):
                 break
         group.wait(_MOMENT)
-        failure = first_failure(group, [])  # and not what it ends with after this one's signals
+        late = kill_overdue(group, signal.SIGTERM) if group.is_overdue else None
+        failure = late or first_failure(group, [])  # and not what this one's signals lead to
         group.close(grace_seconds=launch.grace_seconds)
         first = _settle(tell, failure)
         if first is None and os.listdir(new):  # Ray keeps metrics that come with a checkpoint.

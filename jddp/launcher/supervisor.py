@@ -22,7 +22,14 @@ from jddp.distributed.signals import Repeats, stop_signals_go_to
 from jddp.errors import CoordinatorError, ExitCode, report
 from jddp.launcher.group import POLL_SECONDS, Group
 from jddp.launcher.nodes import Nodes
-from jddp.launcher.outcome import CONSEQUENCES, DETERMINISTIC, SOON, Failure, first_failure
+from jddp.launcher.outcome import (
+    CONSEQUENCES,
+    DETERMINISTIC,
+    SOON,
+    Failure,
+    first_failure,
+    kill_overdue,
+)
 from jddp.launcher.output import CONSOLE
 from jddp.launcher.workers import Launch
 
@@ -169,19 +176,26 @@ class Supervisor:
             report(f"{started}; logs in {self._launch.logs}")
             self._watch(group)
             self._ended = time.monotonic()
+            if group.is_overdue and not group.failed():
+                return self._report(kill_overdue(group, self._signals[0]))
             self._wait_for_cause(group)
             failure = self._first_failure(group)
             in_order = {worker.returncode for worker in group.failed()} == {ExitCode.PREEMPTED}
             if in_order or self._signals or self._makes_room:
-                group.wait(_SAVE_SECONDS, lambda: group.forward(self._signals) > 1)
-            group.close(moment_seconds=_MOMENT, grace_seconds=self._launch.grace_seconds)
+                group.wait(
+                    _SAVE_SECONDS, lambda: group.forward(self._signals) > 1 or group.is_overdue
+                )
+            if not group.is_overdue:
+                group.close(moment_seconds=_MOMENT, grace_seconds=self._launch.grace_seconds)
+            group.close()
             return failure or self._first_failure(group)
 
     def _watch(self, group: Group) -> None:
         """Waits until a process or a machine has failed, or the group is to end."""
         self._makes_room = False  # stops all, to restart with a machine that has connected
         while not group.wait(POLL_SECONDS) and not group.failed():
-            if group.forward(self._signals) > 1 or self._nodes.lost(group.failure_file):
+            num_signals, lost = group.forward(self._signals), self._nodes.lost(group.failure_file)
+            if num_signals > 1 or lost or group.is_overdue:
                 break
             if not self._makes_room and self._nodes.has_newcomer():
                 self._makes_room = True
@@ -199,9 +213,12 @@ class Supervisor:
 
     def _first_failure(self, group: Group) -> Failure | None:
         """The first failure that is known by now; prints it."""
-        if failure := first_failure(group, self._nodes.lost(group.failure_file)):
-            self._nodes.send_failure(failure.data)
-        if failure and failure.code != ExitCode.PREEMPTED and not self._has_changed(failure):
+        failure = first_failure(group, self._nodes.lost(group.failure_file))
+        return failure and self._report(failure)
+
+    def _report(self, failure: Failure) -> Failure:
+        self._nodes.send_failure(failure.data)
+        if failure.code != ExitCode.PREEMPTED and not self._has_changed(failure):
             with CONSOLE:  # or lines of another process would come in between
                 report(str(failure))
         return failure

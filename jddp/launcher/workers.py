@@ -37,7 +37,8 @@ class Launch:
         lost; None for all.
       logs: Folder for the output of the processes.
       max_restarts: Number of times that all are restarted when one fails.
-      grace_seconds: Time from SIGTERM until a process is killed.
+      grace_seconds: Time from SIGTERM until a process is killed, also in which a job that is
+        stopped by a signal takes its last step and saves.
       ray: host:port of the head of a Ray cluster, or "auto"; None for this machine without Ray.
     """
 
@@ -50,7 +51,7 @@ class Launch:
     min_processes: int | None = None
     logs: Path = field(default_factory=_name_logs)
     max_restarts: int = 0
-    grace_seconds: float = 10.0
+    grace_seconds: float = 30.0
     ray: str | None = None
 
 

@@ -47,6 +47,8 @@ for what, _, code in (x.partition(":") for x in told):
     if what == "ignore":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         Path(f"ignores-{me}").touch()
+    elif what == "save":
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
     elif what == "write":
         failure = {"process": 5, "host": "h5", "exit_code": 65, "traceback": "Trace of process 5"}
         failure["exception"] = {"type": "DataError", "message": "bad"}
@@ -407,7 +409,7 @@ def test_a_signal_is_handed_on_and_ends_the_job_without_a_restart(folder, name):
 
 @pytest.mark.processes
 def test_two_signals_at_once_are_one_and_the_second_ends_those_who_ignore_the_first(folder):
-    options = ["--num-processes", 1, "--grace-seconds", 0.1]
+    options = ["--num-processes", 1, "--grace-seconds", SECONDS]
     with Launched(folder, *options, "program.py", "ignore-0", "stay") as launched:
         launched.wait_for("ignores-0", "stays-0")
         for _ in range(2):
@@ -416,6 +418,21 @@ def test_two_signals_at_once_are_one_and_the_second_ends_those_who_ignore_the_fi
         assert launched.process.poll() is None
         launched.process.send_signal(signal.SIGINT)
         assert launched.end() == 128 + signal.SIGINT, launched.err
+        assert_gone(folder)
+
+
+@pytest.mark.processes
+def test_a_job_that_does_not_end_is_killed_when_the_grace_after_one_signal_is_over(folder):
+    options = ["--num-processes", 2, "--max-restarts", 3, "--grace-seconds", 0.5]
+    with Launched(folder, *options, "program.py", "ignore-0", "save-1", "stay") as launched:
+        launched.wait_for("stays-0", "stays-1")
+        os.kill(int((folder / "pid-1").read_text()), signal.SIGSTOP)  # which could save otherwise
+        launched.process.send_signal(signal.SIGTERM)
+        assert launched.end() == 128 + signal.SIGTERM, launched.err
+        killed = "SIGTERM: killed after --grace-seconds, as it had not ended: process 0, process 1."
+        assert killed in launched.err
+        assert "not restarted: SIGTERM has stopped the job" in launched.err
+        assert launched.failure()["exception"]["message"] == killed
         assert_gone(folder)
 
 
