@@ -59,7 +59,7 @@ from jddp.inspection.norms import Layers, diagnose
 from jddp.modules.batch_norm import Sync
 from jddp.modules.frozen import Frozen, thaw
 from jddp.modules.functional import functional, refuse_constants
-from jddp.reduce.average import bucket_sizes, choose_layout, make_reduction
+from jddp.reduce.average import BUCKET_MB, bucket_sizes, choose_layout, make_reduction
 from jddp.reduce.hooks import as_is
 from jddp.reduce.packing import Layout, choose_packing
 from jddp.reduce.plan import BucketPlan
@@ -90,10 +90,6 @@ class DataParallel(Shown):
         as `lax.pmean(x, "batch")`; by default that of the given mesh, or else "data".
       bucket_mb: Largest size of a gradient bucket on the wire, in MiB; or sizes of the first, the
         second, ..., of which the last repeats.
-      first_bucket_mb: Largest size of the first bucket, in MiB, if `bucket_mb` is one number, and
-        larger.
-      last_bucket_mb: Largest size of the bucket that is ready last, in MiB, if it is to be smaller:
-        no compute is left to overlap it with.
       layout: Form of a bucket: "leaf" (gradients as they are), "flat" (one vector), or "auto": flat
         on GPUs, leaf elsewhere.
       overlap: Whether buckets are reduced inside the backward pass, each where its last gradient is
@@ -163,9 +159,7 @@ class DataParallel(Shown):
         *,
         mesh: Mesh | Sequence[jax.Device] | int | None = None,
         axis_name: str | None = None,
-        bucket_mb: float | Sequence[float] = 25,
-        first_bucket_mb: float = 1,
-        last_bucket_mb: float | None = None,
+        bucket_mb: float | Sequence[float] = BUCKET_MB,
         layout: str = "auto",
         overlap: bool | str = "auto",
         wire_dtype: Any = None,
@@ -209,7 +203,7 @@ class DataParallel(Shown):
         packed = choose_packing(
             chosen, comm_hook, hardware, is_sharded=shard_optimizer, num=logical_replicas
         )
-        sizes = bucket_sizes(bucket_mb, first_bucket_mb, last_bucket_mb)
+        sizes = bucket_sizes(bucket_mb)
         seen = unscaled if is_scaled else as_is
         reduction = make_reduction(axis, packed, sizes, wire_dtype, seen)
         sharded_by = reduction if shard_optimizer else None

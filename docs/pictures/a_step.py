@@ -110,7 +110,7 @@ def buckets() -> str:
         picture.arrow(EDGE + 236, y + height / 2, EDGE + 260, y + height / 2)
         _gauge(picture, i, bytes_of(names), y + height / 2)
         y += height + 12
-    y = picture.notes(y, "first_bucket_mb=1, bucket_mb=2.5 (25 by default)")
+    y = picture.notes(y, "bucket_mb=(1, 2.5); by default (1, 25)")
     return picture.svg(y + 8)
 
 

@@ -63,10 +63,11 @@ def make(**options):
 #
 # The backward pass finishes the last layer first, so the buckets are filled from the last layer.
 # Gradients of a bucket are sent together: one large message costs less than many small ones.
-# `bucket_mb` is the most that a bucket holds, 25 MiB unless you say otherwise, as in PyTorch.
+# `bucket_mb` is the most that a bucket holds: 1 MiB for the first and 25 MiB for the others, unless
+# you say otherwise, as in PyTorch.
 
 # %%
-ddp = make(bucket_mb=0.2, first_bucket_mb=0.1)
+ddp = make(bucket_mb=(0.1, 0.2))
 state = ddp.init(seed=0, batch=batch)
 ddp.plan
 

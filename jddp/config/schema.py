@@ -288,11 +288,7 @@ class DdpConfig(Section):
 
     axis_name: str | None = option(None, "Name of the axis of the replicas; or data.", "none")
     bucket_mb: Size | Annotated[list[Size], Field(min_length=1)] = option(
-        25.0, "Size of a bucket, in MiB; or a list, of which the last repeats.", "rounding"
-    )
-    first_bucket_mb: float = option(1, "Size of the first bucket, in MiB.", "rounding", gt=0)
-    last_bucket_mb: float | None = option(
-        None, "Size of the last bucket, in MiB.", "rounding", gt=0
+        [1.0, 25.0], "Size of a bucket, in MiB; or a list, of which the last repeats.", "rounding"
     )
     layout: Literal["auto", "leaf", "flat"] = option(
         "auto", "Buckets reduced leaf by leaf, or packed into one vector.", "rounding"

@@ -23,40 +23,33 @@ from jddp.reduce.reduction import Reduction
 from jddp.typing import Grads, HookState, Params
 
 GPUS = ("gpu", "cuda", "rocm")
-Sizes = tuple[tuple[int, ...], int | None]  # of the buckets, and of the last, in bytes
+# A small first bucket is complete early, so that the network is busy from nearly the beginning of
+# the backward pass. PyTorch DDP's first bucket is 1 MiB for that reason.
+BUCKET_MB = (1, 25)
 
 
-def bucket_sizes(
-    bucket_mb: float | Sequence[float], first_bucket_mb: float, last_bucket_mb: float | None
-) -> Sizes:
-    """Returns the largest sizes of the buckets, and that of the last or None, in bytes.
+def bucket_sizes(bucket_mb: float | Sequence[float]) -> tuple[int, ...]:
+    """Returns the largest sizes of the buckets, of which the last repeats, in bytes.
 
     Args:
       bucket_mb: Size of the buckets, or sizes of the first, the second, ..., in MiB.
-      first_bucket_mb: Size of the first bucket, in MiB, if `bucket_mb` is one number.
-      last_bucket_mb: Size of the last bucket, in MiB, or None.
 
     Raises:
       ConfigError: If one is not positive.
     """
     sizes = [bucket_mb] if isinstance(bucket_mb, int | float) else list(bucket_mb)
-    # A small first bucket is complete early, so that the network is busy from nearly the beginning
-    # of the backward pass. PyTorch DDP's first bucket is 1 MiB for that reason.
-    if isinstance(bucket_mb, int | float) and first_bucket_mb < bucket_mb:
-        sizes.insert(0, first_bucket_mb)
-    given = [*sizes, first_bucket_mb, *([] if last_bucket_mb is None else [last_bucket_mb])]
-    if not sizes or min(given) <= 0:
+    if not sizes or min(sizes) <= 0:
         raise ConfigError(
-            f"A bucket holds at least one byte: got bucket_mb={bucket_mb}, first_bucket_mb="
-            f"{first_bucket_mb}, last_bucket_mb={last_bucket_mb}. Give positive sizes, in MiB."
+            f"A bucket holds at least one byte: got bucket_mb={bucket_mb}. Give positive sizes, in "
+            "MiB."
         )
-    return tuple(map(_bytes, sizes)), None if last_bucket_mb is None else _bytes(last_bucket_mb)
+    return tuple(map(_bytes, sizes))
 
 
 def make_reduction(
     axis: str,
     packed: Packed,
-    sizes: Sizes,
+    sizes: tuple[int, ...],
     wire_dtype: DTypeLike | None,
     seen: Callable[[CommHook, Units], CommHook] = as_is,
 ) -> Reduction:
@@ -77,16 +70,14 @@ def make_reduction(
     packing, hook, name = packed
     seen = seen if name else as_is
     dtype = half_precision("wire_dtype", wire_dtype)
-    return Reduction(axis, *sizes, packing, hook, name, dtype, seen)
+    return Reduction(axis, sizes, packing, hook, name, dtype, seen)
 
 
 def average_gradients(
     axis: str = "data",
-    bucket_mb: float | Sequence[float] = 25,
+    bucket_mb: float | Sequence[float] = BUCKET_MB,
     layout: str = "auto",
     *,
-    first_bucket_mb: float = 1,
-    last_bucket_mb: float | None = None,
     wire_dtype: DTypeLike | None = None,
     comm_hook: CommHook | None = None,
 ) -> optax.GradientTransformation:
@@ -106,8 +97,6 @@ def average_gradients(
       bucket_mb: Largest size of a bucket, in MiB; or sizes of the first, the second, ..., of which
         the last repeats.
       layout: "leaf", "flat", or "auto": flat on GPUs, leaf elsewhere.
-      first_bucket_mb: Largest size of the first bucket, in MiB, if `bucket_mb` is one number.
-      last_bucket_mb: Largest size of the last bucket, in MiB, if it is to be smaller.
       wire_dtype: Dtype to which wider gradients are cast on the wire: "bfloat16" or "float16".
       comm_hook: A `CommHook` that reduces a bucket, in place of the mean. Each replica has its own
         hook state.
@@ -117,7 +106,7 @@ def average_gradients(
         all replicas.
     """
     chosen, _ = choose_layout(layout, False, jax.default_backend)
-    sizes = bucket_sizes(bucket_mb, first_bucket_mb, last_bucket_mb)
+    sizes = bucket_sizes(bucket_mb)
     reduction = make_reduction(axis, bucketed(chosen, comm_hook), sizes, wire_dtype)
 
     def init(params: Params) -> HookState:

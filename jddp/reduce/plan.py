@@ -118,7 +118,6 @@ def plan_buckets(
     tree: PyTree,
     *,
     bucket_bytes: int | Sequence[int],
-    last_bucket_bytes: int | None = None,
     ready: Sequence[int | None] | None = None,
     wire_dtype: np.dtype | None = None,
 ) -> BucketPlan:
@@ -134,8 +133,6 @@ def plan_buckets(
       tree: Gradients, or their shapes and dtypes from `jax.eval_shape`.
       bucket_bytes: Largest size of a bucket on the wire, in bytes; or the sizes of the first, the
         second, ... of each dtype, of which the last repeats.
-      last_bucket_bytes: Largest size of the bucket that is complete last, in bytes, if it is to be
-        smaller than the others.
       ready: Position in the backward pass at which each leaf is finished; None for a leaf that no
         gradient reaches.
       wire_dtype: Dtype to which wider floats are cast on the wire.
@@ -166,8 +163,7 @@ def plan_buckets(
     rank = {leaf.position: (when[leaf.position], -leaf.position) for leaf in leaves}
     sent = [leaf for leaf in leaves if leaf.bytes and when[leaf.position] is not None]
     sent.sort(key=lambda leaf: rank[leaf.position])
-    last = _last_bucket(sent, last_bucket_bytes)
-    groups = [*_fill(sent[: len(sent) - len(last)], limits), *([last] if last else [])]
+    groups = _fill(sent, limits)
     # Buckets of several dtypes fill side by side, and may be complete in another order than that in
     # which they were opened. All replicas reduce in this one order, or collectives would hang.
     groups.sort(key=lambda group: rank[group[-1].position])
@@ -192,20 +188,6 @@ def _fill(leaves: Sequence[_Leaf], limits: Sequence[int]) -> list[list[_Leaf]]:
         filling[leaf.dtype].append(leaf)
         room[leaf.dtype] -= leaf.bytes
     return groups
-
-
-def _last_bucket(leaves: Sequence[_Leaf], limit: int | None) -> list[_Leaf]:
-    """The leaves at the end that share a dtype and fit into `limit` bytes together."""
-    # No compute is left behind which the last bucket could be hidden: the smaller it is, the
-    # shorter the step waits for it.
-    last: list[_Leaf] = []
-    room = limit or 0
-    for leaf in reversed(leaves):
-        room -= leaf.bytes
-        if room < 0 or leaf.dtype != leaves[-1].dtype:
-            break
-        last.insert(0, leaf)
-    return last
 
 
 def _bucket(group: Sequence[_Leaf]) -> Bucket:

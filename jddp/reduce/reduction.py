@@ -42,7 +42,6 @@ class Reduction:
     Attributes:
       axis: Name of the mapped axis.
       bucket_bytes: Largest sizes of the buckets, first to last; the last repeats.
-      last_bucket_bytes: Largest size of the bucket that is complete last, or None for no other.
       packing: Form in which a bucket is sent.
       hook: Hook that reduces packed buckets.
       hook_name: Name of a custom hook, for reports; "" for the mean.
@@ -52,7 +51,6 @@ class Reduction:
 
     axis: str
     bucket_bytes: tuple[int, ...]
-    last_bucket_bytes: int | None
     packing: Whole
     hook: CommHook
     hook_name: str
@@ -72,7 +70,6 @@ class Reduction:
         plan = plan_buckets(
             tree,
             bucket_bytes=self.bucket_bytes,
-            last_bucket_bytes=self.last_bucket_bytes,
             ready=ready,
             wire_dtype=self.wire_dtype,
         )

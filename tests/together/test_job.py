@@ -476,7 +476,7 @@ def test_more_epochs_begin_with_the_example_behind_the_last_one(mine, capsys, si
 
 
 def test_what_changes_roundings_alone_may_change_when_a_run_resumes(mine, capsys):
-    ddp = {"bucket_mb": 1e-5, "first_bucket_mb": 8e-6, "last_bucket_mb": 4e-6}
+    ddp = {"bucket_mb": [8e-6, 1e-5]}
     ddp |= {"layout": "flat", "overlap": True, "axis_name": "batch"}
     optimizer = {"name": "sgd", "schedule": {"name": "constant_schedule"}}
     whole = fit(own_config(run={"dir": "whole"}, train={"num_steps": 6}, optimizer=optimizer))

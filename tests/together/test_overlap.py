@@ -72,7 +72,7 @@ def test_the_plan_follows_the_network_and_not_the_alphabet():
         x = nn.tanh(nn.Dense(16, name="c_second")(x))
         return nn.Dense(4, name="a_last")(x)
 
-    ddp = wrapped(Of(net), bucket_mb=1100 * BYTES, first_bucket_mb=300 * BYTES)
+    ddp = wrapped(Of(net), bucket_mb=[300 * BYTES, 1100 * BYTES])
     ddp.abstract_state(make_batch())
     layers = [{path.partition("/")[0] for path in bucket.paths} for bucket in ddp.plan.buckets]
     assert layers == [{"a_last"}, {"c_second"}, {"b_first"}]

@@ -69,8 +69,9 @@ def test_the_page_does_what_the_library_does(layout, bucket_bytes):
     optimizer = optax.adam(1e-2)
     rows = np.random.default_rng(0).standard_normal((24, 6), dtype=np.float32)
     batch = {"x": rows[:, :4], "y": rows[:, 4:], "mask": np.float32(np.arange(24) < 19)}
-    size = {"bucket_mb": bucket_bytes / 2**20, "first_bucket_mb": bucket_bytes / 2**20}
-    ddp = jddp.DataParallel(model, optimizer, squared_error, mesh=mesh, layout=layout, **size)
+    ddp = jddp.DataParallel(
+        model, optimizer, squared_error, mesh=mesh, layout=layout, bucket_mb=bucket_bytes / 2**20
+    )
     state = ddp.init(seed=0, batch=batch)
     params = ddp.model(state)["params"]
     # The page goes by the order of the tree, which is what jddp falls back on.

@@ -15,7 +15,13 @@ from states import equal
 
 import jddp
 from jddp.errors import ConfigError
-from jddp.reduce.average import bucket_sizes, choose_layout, compiler_options, make_reduction
+from jddp.reduce.average import (
+    BUCKET_MB,
+    bucket_sizes,
+    choose_layout,
+    compiler_options,
+    make_reduction,
+)
 from jddp.reduce.gradients import Finished
 from jddp.reduce.packing import bucketed, exchange_mean, scatter_mean
 from jddp.reduce.plan import plan_buckets
@@ -24,11 +30,13 @@ MIB = 2**20
 BFLOAT16 = np.dtype(jnp.bfloat16)
 
 
-def reduction(platform="cpu", *, layout="auto", comm_hook=None, wire_dtype=None, **sizes):
+def reduction(
+    platform="cpu", *, layout="auto", comm_hook=None, wire_dtype=None, bucket_mb=BUCKET_MB
+):
     """From a user's options; only these matter to a test."""
-    sizes = {"bucket_mb": 25, "first_bucket_mb": 1, "last_bucket_mb": None} | sizes
     chosen, _ = choose_layout(layout, False, lambda: platform)
-    return make_reduction("data", bucketed(chosen, comm_hook), bucket_sizes(**sizes), wire_dtype)
+    sizes = bucket_sizes(bucket_mb)
+    return make_reduction("data", bucketed(chosen, comm_hook), sizes, wire_dtype)
 
 
 def shape(size, dtype="float32"):
@@ -90,24 +98,6 @@ def test_what_no_gradient_reaches_is_named_and_not_sent_and_an_empty_tree_needs_
     plan = plan_buckets({}, bucket_bytes=100)
     assert (len(plan), plan.wire_bytes) == (0, 0)
     assert "0 buckets" in str(plan)
-
-
-WIDE, NARROW = (10, "float64"), (10, "float32")
-
-
-def test_the_bucket_that_is_complete_last_can_be_small():
-    assert planned([10] * 5, 160) == [[0, 1, 2, 3], [4]]
-    for leaves, limit, last, buckets in (
-        ([10] * 5, 160, 80, [[0, 1, 2], [3, 4]]),
-        ([WIDE, NARROW, NARROW], 400, 400, [[0], [1, 2]]),
-        ([10] * 5, 160, 120, [[0, 1], [2, 3, 4]]),
-        ([10] * 3, 160, 79, [[0, 1], [2]]),
-        ([NARROW, WIDE, NARROW], 400, 400, [[0], [1], [2]]),
-        ([WIDE, NARROW, NARROW], 400, 40, [[0], [1], [2]]),
-        ([WIDE, NARROW, WIDE, WIDE], 400, 400, [[0], [1], [2, 3]]),
-        ([10, 10, 30], 160, 80, [[0, 1], [2]]),  # a last leaf that is not small
-    ):
-        assert planned(leaves, limit, last_bucket_bytes=last) == buckets
 
 
 def test_a_narrow_wire_counts_its_own_bytes():
@@ -228,16 +218,16 @@ def test_auto_is_flat_and_overlapped_on_gpus_and_leaf_and_not_elsewhere():
             choose_layout(layout, overlap, lambda: "cpu")
 
 
-def test_a_first_bucket_is_smaller_and_options_out_of_their_range_are_refused():
+def test_sizes_of_buckets_and_options_out_of_their_range_are_refused():
     for options, sizes in (
         ({}, (MIB, 25 * MIB)),
         ({"bucket_mb": 0.5}, (MIB // 2,)),
+        ({"bucket_mb": 50}, (50 * MIB,)),
         ({"bucket_mb": [0.5, 8, 25]}, (MIB // 2, 8 * MIB, 25 * MIB)),
         ({"bucket_mb": 1e-9}, (1,)),
     ):
         assert reduction(**options).bucket_bytes == sizes
     sizes = {"bucket_mb": 0}, {"bucket_mb": []}, {"bucket_mb": [1, -1]}
-    sizes += {"first_bucket_mb": 0}, {"last_bucket_mb": 0}
     for options, message in (
         ({"wire_dtype": "int8"}, "'int8' is unknown. Choose one of 'bfloat16', 'float16'"),
         ({"wire_dtype": "bf16"}, "wire_dtype 'bf16'"),
@@ -268,9 +258,9 @@ def test_the_defaults_are_those_of_the_wrapper():
     functions = jddp.average_gradients, jddp.DataParallel
     ours, wrapper = (inspect.signature(function).parameters for function in functions)
     shared = ours.keys() & wrapper.keys()
-    assert {"bucket_mb", "first_bucket_mb", "layout", "wire_dtype"} <= shared
+    assert {"bucket_mb", "layout", "wire_dtype"} <= shared
     assert all(ours[name].default == wrapper[name].default for name in shared)
-    assert (ours["bucket_mb"].default, ours["first_bucket_mb"].default) == (25, 1)
+    assert ours["bucket_mb"].default == (1, 25)
 
 
 SIX = {"a": shape(2**18), "b": shape(300_000_000), "z": shape(3, "float16")}
