@@ -23,6 +23,8 @@ from typing import Any
 
 from jddp.checkpoint import lock
 from jddp.checkpoint.remote import Remote
+from jddp.config.effects import default_of, effect_of, in_effect
+from jddp.config.files import dump_values, flatten, read_values
 from jddp.config.permissions import is_url, refuse_foreign
 from jddp.distributed.same_folder import SameFolder, make_folder
 from jddp.errors import ConfigError, DataError, FileSystemError, file_errors, words_of
@@ -194,7 +196,7 @@ class RunDirectory:
                         "Wait for its end, or choose another run.dir."
                     ) from None
                 self.folder.pin()
-                if config is not None and compare(_read_config(self._config), config)[1]:
+                if config is not None and compare(read_values(self._config), config)[1]:
                     self._write_config(config)
             yield
 
@@ -214,7 +216,7 @@ class RunDirectory:
         return self.path / "logs" / f"process_{process_index}.stacks"
 
     def _refuse_another_run(self, config: Values | None) -> None:
-        before, other = _read_config(self._config) if self._config.exists() else None, ""
+        before, other = read_values(self._config) if self._config.exists() else None, ""
         if before is None and not self._manifest.exists():
             strangers = [p.name for p in (self.metrics.path, self.checkpoints) if p.exists()]
             other = f"{' and '.join(strangers)} of something else" if strangers else ""
@@ -274,12 +276,10 @@ class RunDirectory:
     def _write(self, config: Values | None, starts: list[Values], manifest: Values) -> None:
         make_folder(self.path, mode=0o700)
         if config is not None:
-            from jddp.config.files import flatten
-
             if not self._config.exists():
                 self._write_config(config)
             if flatten(config).get("checkpoint.allow_changed"):
-                manifest = {**manifest, "changed": compare(_read_config(self._config), config)[1]}
+                manifest = {**manifest, "changed": compare(read_values(self._config), config)[1]}
         manifest = json.loads(json.dumps(manifest))  # Tuples become lists, as in what was read.
         if manifest not in starts:
             first, *later = *starts, manifest
@@ -288,21 +288,12 @@ class RunDirectory:
             self.folder.replace(self._manifest.name, [text.encode()])
 
     def _write_config(self, config: Values) -> None:
-        from jddp.config.files import dump_values
-
         self.folder.replace(self._config.name, [dump_values(config).encode()])
 
 
 def _as_typed(path: Path) -> Path:
     """A path as it is named in messages: from the working directory, where it lies below."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-
-
-def _read_config(path: Path) -> Values:
-    # Imported only with a config: objects train without pydantic and OmegaConf.
-    from jddp.config.files import read_values
-
-    return read_values(path)
 
 
 def compare(before: Values, now: Values) -> tuple[list[str], list[str]]:
@@ -329,8 +320,6 @@ def changed_keys(before: Values, now: Values) -> list[str]:
 
 def _differing(before: Values, now: Values) -> Iterator[tuple[str, Any, Any]]:
     """The keys that differ, with the value before and now."""
-    from jddp.config.effects import default_of, in_effect
-
     old, new = _flat(before), _flat(now)
     # A run of an earlier version lacks newer keys, and was trained by their defaults.
     old |= {key: default_of(key, MISSING) for key in new.keys() - old.keys()}
@@ -342,15 +331,11 @@ def _differing(before: Values, now: Values) -> Iterator[tuple[str, Any, Any]]:
 
 def _flat(values: Values) -> dict[str, Any]:
     """Values by dotted keys, without empty sections."""
-    from jddp.config.files import flatten
-
     return {key: x for key, x in flatten(values).items() if x != {}}
 
 
 def is_free(key: str, old: Any, new: Any) -> bool:
     """Whether a key may differ from start to start: no finished step changes but for rounding."""
-    from jddp.config.effects import effect_of
-
     return effect_of(key) != "numbers" or (key in LENGTH_KEYS and MISSING in (old, new))
 
 

@@ -2,7 +2,6 @@
 
 import ast
 import importlib
-import os
 import subprocess
 import sys
 
@@ -107,29 +106,6 @@ assert "jax" not in sys.modules
 
 def test_importing_jddp_its_config_or_its_data_imports_nothing_heavy():
     subprocess.run([sys.executable, "-c", LIGHT], check=True)
-
-
-WITHOUT_CONFIGS = """
-import sys
-for library in ("grain", "omegaconf", "pydantic"):
-    sys.modules[library] = None  # Importing it raises.
-import jax, numpy as np, optax
-jax.config.update("jax_num_cpu_devices", 2)
-import jddp, jddp.inspection
-from jddp.zoo.losses import cross_entropy
-from jddp.zoo.models import MLP
-batch = {"image": np.ones((8, 2), np.float32), "label": np.zeros(8, np.int32)}
-for mesh in (1, 2):  # the second resumes where the first has ended, on another number of devices
-    ddp = jddp.DataParallel(MLP(widths=(3,)), optax.sgd(0.1), cross_entropy, mesh=mesh)
-    run = ddp.fit([batch] * 4, num_steps=2, evaluate=[batch], run_dir=sys.argv[1])
-assert run.step == 2, run
-"""
-
-
-@pytest.mark.slow
-def test_objects_train_without_the_libraries_that_configs_and_loaders_need(tmp_path):
-    program = [sys.executable, "-c", WITHOUT_CONFIGS, str(tmp_path / "run")]
-    subprocess.run(program, env={**os.environ, "JAX_PLATFORMS": "cpu"}, check=True)
 
 
 def test_public_names_are_sorted_and_all_there_also_after_the_import_of_every_module():
