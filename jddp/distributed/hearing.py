@@ -44,7 +44,6 @@ class Hearing:
     def __init__(self, hear: Callable[[int], None]) -> None:
         self._hear, self._repeats, self._num_heard = hear, Repeats(), 0
         self._heard = set[int]()  # signals of which the thread knows
-        self._process = os.getpid()
         self._open = contextlib.ExitStack()
 
     def __enter__(self) -> "Hearing":
