@@ -7,19 +7,28 @@ another number of replicas) or {"sharded": [16, 4]} (the whole shape).
 """
 
 import math
+import os
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
+from jddp.distributed.coordination import num_processes
 from jddp.engine.digest import as_words, digests
 from jddp.engine.state import Layout, PerReplica, Replicated, Sharded, name_of
+from jddp.errors import ConfigError, printable
 from jddp.typing import PyTree
 
 Layouts = Mapping[str, Layout]  # by path
 Described = dict[str, dict[str, Any]]
 # Implementations of PRNG keys, by the names of their dtypes.
 KEY_IMPLS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
+KINDS = [x.dtype for x in vars(jnp).values() if isinstance(getattr(x, "dtype", None), np.dtype)]
+DTYPES = {str(dtype): dtype for dtype in KINDS}
+MOST_DIMS, MOST_REPLICAS = 32, 2**20
 
 
 def by_path(tree: PyTree) -> dict[str, Any]:
@@ -40,6 +49,19 @@ def describe(tree: PyTree, found: Any, layouts: Layouts) -> Described:
         name: dict(shape=[*x.shape], dtype=str(x.dtype), digest=word, layout=layouts[name])
         for (name, x), word in zip(by_path(tree).items(), words, strict=True)
     }
+
+
+def check_names(tree: PyTree) -> None:
+    """Refuses a state of which a checkpoint would be taken for a forged one.
+
+    Raises:
+      ConfigError: If the path of an array leads out of its folder, or cannot be printed.
+    """
+    if odd := [name for name in by_path(tree) if not _is_name(name)]:
+        raise ConfigError(
+            f"an array of the state has the path {odd[0]!r}, which no checkpoint can have. Give "
+            "it another name."
+        )
 
 
 def find_altered(arrays: PyTree, described: Described) -> str | None:
@@ -66,16 +88,51 @@ def in_file(layout: Layout) -> Any:
     raise TypeError(f"{layout} is no layout")
 
 
-def from_file(about: Any) -> dict[str, Any]:
-    """An entry of the file with its layout.
+def from_file(entries: Mapping[str, Any]) -> Described:
+    """The entries of the file with their layouts.
 
     Raises:
-      ValueError: If it describes no array.
+      ValueError: If they describe no arrays, or more than all hosts of the job have memory for.
     """
+    described = {name: _entry(name, about) for name, about in entries.items()}
+    forms = map(_stored_form, described.values())
+    size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in forms)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * num_processes()
+    if size > memory:
+        raise ValueError(f"they would have {size:.3g} bytes, and the memory has {memory:.3g}")
+    return described
+
+
+def _entry(name: str, about: Any) -> dict[str, Any]:
     match about:
-        case {"shape": [*dims], "dtype": str(), "digest": str(), **rest} if _is_shape(dims):
+        case {"shape": [*dims], "dtype": str(dtype), "digest": str(), **rest} if (
+            _is_name(name) and _is_shape(dims) and (dtype in DTYPES or dtype in KEY_IMPLS)
+        ):
             return {**about, "layout": _layout_of(rest.get("layout"), dims)}
-    raise ValueError(f"{about} describes no array")
+    raise ValueError(f"{reprlib.repr(name)} is {reprlib.repr(about)}")
+
+
+def find_unlike(described: Described, stored: Mapping[str, Any]) -> str | None:
+    """Names an array that is stored with another shape or dtype than described; None if none is.
+
+    Args:
+      described: The description of a checkpoint's arrays.
+      stored: Shapes and dtypes by path, as orbax knows them; it stores no empty arrays.
+    """
+    forms = {name: _stored_form(about) for name, about in described.items()}
+    wanted = {name: form for name, form in forms.items() if 0 not in form[0]}
+    found = {name: (tuple(x.shape), np.dtype(x.dtype)) for name, x in stored.items()}
+    differ = [name for name in {**wanted, **found} if wanted.get(name) != found.get(name)]
+    return f"{reprlib.repr(differ[0])} is not the array that is stored" if differ else None
+
+
+def _stored_form(about: Mapping[str, Any]) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Shape and dtype of an array in a checkpoint, where keys are numbers."""
+    shape, dtype = tuple(about["shape"]), about["dtype"]
+    if dtype not in KEY_IMPLS:
+        return shape, DTYPES[dtype]
+    words = jax.random.key_data(jax.random.key(0, impl=KEY_IMPLS[dtype]))
+    return shape + words.shape, words.dtype
 
 
 def _layout_of(words: Any, shape: Sequence[int]) -> Layout:
@@ -91,13 +148,21 @@ def _layout_of(words: Any, shape: Sequence[int]) -> Layout:
             return Replicated()
         case {"per_replica": "mean" | "sum" | "reset" as rule} if any(shape[:1]):
             return PerReplica(rule)
-        case {"sharded": [*whole]} if _is_shape(whole) and math.prod(whole) <= math.prod(shape):
-            return Sharded(tuple(whole))
-    raise ValueError(f"{words} is no layout of shape {shape}")
+        case {"sharded": [*whole]} if _is_shape(whole):
+            if 0 <= math.prod(shape) - math.prod(whole) < MOST_REPLICAS:  # its padding
+                return Sharded(tuple(whole))
+    raise ValueError(f"{reprlib.repr(words)} is no layout of shape {reprlib.repr(shape)}")
 
 
 def _is_shape(dims: Sequence[Any]) -> bool:
-    return all(type(dim) is int and dim >= 0 for dim in dims)
+    is_array = len(dims) <= MOST_DIMS
+    return is_array and all(type(dim) is int and 0 <= dim < 2**63 for dim in dims)
+
+
+def _is_name(name: str) -> bool:
+    """Whether an array may have this path: it stays below its folder, and can be printed."""
+    parts = name.split("/")
+    return printable(name) == name and parts[0] != "" and not {".", ".."} & {*parts}
 
 
 def as_saved(words: Any, dtype: str) -> Any:

@@ -31,7 +31,14 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jddp.checkpoint import folders
-from jddp.checkpoint.arrays import Layouts, by_path, difference, find_altered, layouts_in
+from jddp.checkpoint.arrays import (
+    Layouts,
+    by_path,
+    check_names,
+    difference,
+    find_altered,
+    layouts_in,
+)
 from jddp.checkpoint.checksums import NAME as SUMS
 from jddp.checkpoint.reader import find_newest, find_other_step, read_described, read_object
 from jddp.checkpoint.remote import Remote
@@ -125,6 +132,7 @@ class Checkpoints:
           beside: The run data, as JSON.
           layouts: Layouts of its leaves; None where all are replicated.
         """
+        check_names(state)
         self._writer.start(step, by_path(state), beside, _layouts_of(state, layouts))
 
     def keep(self, num: int) -> None:
@@ -140,9 +148,11 @@ class Checkpoints:
             another number of replicas, and its optimizer sharded or not: see `resize`.
 
         Raises:
-          ConfigError: If the checkpoint is of another model or optimizer than `like`.
+          ConfigError: If the checkpoint is of another model or optimizer than `like`, or the path
+            of an array in `like` leads out of its folder, or cannot be printed.
           FileSystemError: If there are checkpoints, but none is valid and readable.
         """
+        check_names(like)
         self._writer.wait()
         there = self.steps()
         while (step := self._newest_sound()) is not None:

@@ -19,7 +19,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from flax.traverse_util import unflatten_dict
 
-from jddp.checkpoint.arrays import Described, as_saved, from_file, layouts_in
+from jddp.checkpoint.arrays import Described, as_saved, find_unlike, from_file, layouts_in
 from jddp.checkpoint.checksums import find_damage
 from jddp.checkpoint.folders import finished, first_line
 from jddp.checkpoint.quiet import keep_quiet
@@ -179,13 +179,27 @@ def read_described(folder: Path) -> Described:
     """The description of a checkpoint's arrays, as `arrays.describe` made it.
 
     Raises:
-      FileSystemError: If the file holds something else.
+      FileSystemError: If the file describes no arrays, or others than orbax has stored.
     """
     path = folder / "arrays.json"
     try:
-        return {name: from_file(about) for name, about in read_object(path).items()}
+        described = from_file(read_object(path))
     except ValueError as error:
         raise FileSystemError(f"{path} describes no arrays: {error}.") from error
+    if unlike := find_unlike(described, _stored(folder)):
+        raise FileSystemError(f"{path} describes other arrays: {unlike}.")
+    return described
+
+
+def _stored(folder: Path) -> dict[str, Any]:
+    """Shapes and dtypes of the arrays in a checkpoint by path, as orbax knows them."""
+    keep_quiet()
+    state = epath.Path(folder.absolute()) / "state"
+    try:
+        with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
+            return dict(handler.metadata(state).tree)
+    except Exception as error:  # orbax raises anything for foreign files
+        raise FileSystemError(f"{state} cannot be read: {first_line(error)}") from error
 
 
 def read_object(path: Path) -> dict[str, Any]:
