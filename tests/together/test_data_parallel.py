@@ -69,8 +69,7 @@ def test_a_step_traces_under_strict_promotion():
 
 
 def noise(m, x):
-    m.param("w", nn.initializers.ones, ())
-    return jax.random.uniform(m.make_rng("noise"), x.shape)
+    return m.param("w", nn.initializers.ones, ()) * jax.random.uniform(m.make_rng("noise"), x.shape)
 
 
 class NnxNoise(nnx.Module):
@@ -78,14 +77,14 @@ class NnxNoise(nnx.Module):
         self.w, self.rngs = nnx.Param(jnp.ones(())), rngs
 
     def __call__(self, x):
-        return self.rngs.noise.uniform(x.shape)
+        return self.w[...] * self.rngs.noise.uniform(x.shape)
 
 
 @pytest.mark.parametrize("model", [Of(noise), NnxNoise(nnx.Rngs(noise=3))], ids=["linen", "nnx"])
 def test_keys_differ_per_replica_and_step_and_repeat_from_a_state(model):
     def loss(model, batch):
         own = jax.nn.one_hot(jax.lax.axis_index("data"), 8) * model(batch["x"])[0, 0]
-        return jnp.float32(0), {f"replica {i}": own[i] * 8 for i in range(8)}
+        return 0 * own.sum(), {f"replica {i}": own[i] * 8 for i in range(8)}
 
     ddp, batch = wrapped(model, loss=loss, donate=False), make_batch(8)
     start = ddp.init(0, batch)
