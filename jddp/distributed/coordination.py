@@ -11,6 +11,7 @@ import collections
 import contextlib
 import ctypes
 import json
+import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -136,6 +137,19 @@ def published(prefix: str) -> dict[int, str]:
 def is_connected() -> bool:
     """Whether processes can reach each other: one may have called `jax.distributed.shutdown`."""
     return _client() is not None
+
+
+def take_sigterm_back() -> None:
+    """Gives SIGTERM back to its handler in Python, or the system's, where JAX has taken it.
+
+    `jax.distributed.initialize` of a program, without that of jddp, has a handler in C++ of which
+    Python does not know, and which reports a signal only to a program that asks JAX.
+    """
+    is_taken = distributed.global_state.preemption_sync_manager is not None
+    handler = signal.getsignal(signal.SIGTERM)
+    in_main = threading.current_thread() is threading.main_thread()
+    if is_taken and in_main and handler is not None:
+        signal.signal(signal.SIGTERM, handler)
 
 
 def skip_shutdown() -> None:

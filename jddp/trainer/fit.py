@@ -16,7 +16,7 @@ import jax
 from jddp.config.permissions import folder_or_url
 from jddp.config.versions import versions
 from jddp.data import TrainBatches, WorkerBatches, eval_batches
-from jddp.distributed.coordination import agree
+from jddp.distributed.coordination import agree, take_sigterm_back
 from jddp.distributed.unjoined import refuse_unjoined
 from jddp.distributed.watchdog import Limits, Watchdog
 from jddp.engine.evaluate import refuse_padding
@@ -115,6 +115,7 @@ def train(
       limits: Seconds that a phase may take before its processes are reported as hanging.
     """
     refuse_unjoined()
+    take_sigterm_back()
     state = functools.partial(ddp.init, plan.seed) if state is None else state
     check_callbacks(callbacks)
     compare_calls(plan, kept.directory, batches, state)

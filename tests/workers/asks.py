@@ -71,6 +71,10 @@ def train_all(folder):
     fit("save", Asks(lambda run: run.save("kept"), of=[1]), SavesAtEnd())
     fit("thread", Asks(in_a_thread, of=[1]))
     fit("both", Asks(stop_and_save, of=[0, 1]), save_every_steps=AT)
+    best, stop = jddp.KeepBest("loss"), jddp.EarlyStopping("loss", patience=1, min_delta=1e9)
+    evaluated = {"evaluate": [make_batch(8, seed=2 + jax.process_index())], "eval_every_steps": 2}
+    fit("watched", Asks(id, of=[]), best, stop, **evaluated)
+    found["watched"]["best"] = best.step
     fit("last", Asks(stop_and_save, of=[1], at=LENGTH))
     return found
 

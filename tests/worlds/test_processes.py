@@ -139,3 +139,6 @@ def test_what_one_process_asks_all_do_at_one_step_and_what_all_ask_at_that_one(t
     for both in (first["both"], second["both"]):
         assert both["asked_at"] == both["step"] == AT
         assert both["checkpoints"] == [f"both/{AT}", f"checkpoints/{AT}"]
+    for watched in (first["watched"], second["watched"]):  # two evaluations, of steps 2 and 4
+        assert watched["step"] == 4
+        assert watched["checkpoints"] == [f"best/{watched['best']}", "checkpoints/4"]

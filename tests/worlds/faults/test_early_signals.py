@@ -2,18 +2,38 @@
 
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import wait_until
+from runs import environment, free_port, wait_until
 
 from faults.jobs import Job
 from jddp.errors import ExitCode
 
 pytestmark = pytest.mark.processes
 EVERY_STEP = ["train.log_every_steps=1", "train.num_steps=1000000"]  # which no job reaches
+# Whose job the program has joined by itself, with JAX's own handler of SIGTERM.
+JOINED = """
+import itertools, signal, sys
+import jax
+jax.distributed.initialize(sys.argv[1], 1, 0, cluster_detection_method="deactivate")
+import optax
+import jddp
+from tiny import MLP, loss_fn, make_batch
+
+def batches():
+    for number in itertools.count(1):
+        if number == int(sys.argv[2]):
+            signal.raise_signal(signal.SIGTERM)
+        yield make_batch(8)
+
+run = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn).fit(batches(), num_steps=10**9)
+print(run.interrupted)
+"""
 EARLY = "stopped before the first step. The same command resumes."
 
 
@@ -73,3 +93,13 @@ def test_a_signal_at_a_random_moment_before_the_first_step_ends_with_75(folder):
 @pytest.mark.long
 def test_200_signals_at_random_moments_before_the_first_step_end_with_75_within_5_seconds(folder):
     assert signal_at_random_moments(folder, 200, 0, 5.0) > 100
+
+
+@pytest.mark.parametrize("at_batch, code, said", [(1, -signal.SIGTERM, ""), (9, 0, "SIGTERM\n")])
+def test_fit_hears_a_signal_where_the_program_has_joined_by_jax_alone(at_batch, code, said):
+    arguments = [f"127.0.0.1:{free_port()}", str(at_batch)]
+    command = [sys.executable, "-c", JOINED, *arguments]
+    ended = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, check=False, timeout=120
+    )
+    assert (ended.returncode, ended.stdout[-8:]) == (code, said), ended.stderr
