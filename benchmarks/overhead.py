@@ -17,6 +17,8 @@
               start, of traces that the step needs anyway: seconds, and seconds of this process
     opened    a run that is opened again: evaluation and prediction on its test data / a bare loop
               over `ddp.evaluate` and `ddp.predict`, after the first call of each
+    leaves    the first step of models of 100, 400 and 1,200 scalars, traced and compiled: `init`
+              and `step`, and `fit`, in seconds of this process / plain `jit` of both on one device
 
 Contenders take turns; a ratio is the median over the rounds. The last line is JSON.
 """
@@ -294,7 +296,77 @@ def program(num_rounds: int) -> dict[str, float]:
     }
 
 
+def leaves(num_rounds: int, nums: tuple[int, ...] = (100, 400, 1200)) -> dict[str, float]:
+    import jax
+
+    found: dict[str, float] = {}
+    for act in first_steps(2).values():  # which imports
+        act()
+    for num in nums:
+        acts = first_steps(num)
+        seconds: dict[str, list[float]] = {name: [] for name in acts}
+        for _ in range(num_rounds):
+            for name, act in acts.items():
+                jax.clear_caches()
+                since = time.process_time()
+                with contextlib.redirect_stdout(io.StringIO()):
+                    jax.block_until_ready(act())
+                seconds[name].append(time.process_time() - since)
+        found[f"{num} leaves: plain seconds"] = statistics.median(seconds["plain"])
+        for name in ("step", "fit"):
+            pairs = zip(seconds[name], seconds["plain"], strict=True)
+            found[f"{num} leaves: {name} / plain"] = statistics.median(a / b for a, b in pairs)
+    return found
+
+
+def first_steps(num: int) -> dict[str, Callable[[], Any]]:
+    """Functions that trace, compile and take the first step of a model of scalars."""
+    import jax
+    import optax
+    from flax import linen as nn
+
+    import jddp
+
+    class Scalars(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            return sum(self.param(f"s{i}", nn.initializers.ones, ()) * x for i in range(num))
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        return (model(batch["x"]) - batch["y"]) ** 2
+
+    model, tx = Scalars(), optax.adam(1e-3)
+    batch = {name: np.ones(8, np.float32) for name in "xy"}
+
+    def plain() -> Any:
+        @jax.jit
+        def init(x: Any) -> Any:
+            params = model.init(jax.random.key(0), x)
+            return params, tx.init(params)
+
+        @jax.jit
+        def step(params: Any, opt_state: Any, batch: Any) -> Any:
+            def loss(params: Any) -> Any:
+                return loss_fn(lambda x: model.apply(params, x), batch).mean()
+
+            value, grads = jax.value_and_grad(loss)(params)
+            updates, opt_state = tx.update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state, value
+
+        return step(*init(batch["x"]), batch)
+
+    def replicated() -> Any:
+        ddp = jddp.DataParallel(model, tx, loss_fn)
+        return ddp.step(ddp.init(0, batch), batch)
+
+    def fitted() -> Any:
+        return jddp.DataParallel(model, tx, loss_fn).fit([batch], num_steps=1).state
+
+    return {"plain": plain, "step": replicated, "fit": fitted}
+
+
 PARTS = {
+    "leaves": leaves,
     "save": save,
     "restart": restart,
     "watching": watching,

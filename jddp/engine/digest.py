@@ -10,7 +10,7 @@ the digest of the whole, on any number of devices.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from jddp.engine.state import Leaf, name_of
 from jddp.errors import UsageError
 from jddp.typing import PyTree
 
+SMALL = 2**14  # elements
 Found = Array | np.ndarray  # result of `digests`
 
 
@@ -91,14 +92,27 @@ def is_split(x: Leaf) -> bool:
 def _on(mesh: Mesh, layout: Sequence[P]) -> Wrapped:
     def on_replica(leaves: list[Array]) -> UInt32[Array, "replicas leaves"]:
         replica = lax.axis_index(axis_of(mesh))
-        found = [
-            _digest(x, replica * x.size if any(spec) else 0)
-            for x, spec in zip(leaves, layout, strict=True)
-        ]
+        found, groups = [], _alike(leaves, layout)
+        for group in groups:
+            offset = replica * leaves[group[0]].size if any(layout[group[0]]) else 0
+            alike = jnp.stack([leaves[i] for i in group])
+            found.append(jax.vmap(functools.partial(_digest, offset=offset))(alike))
+        places = np.argsort(np.concatenate(groups))
         # Every process gets all digests: each must find a mismatch by itself, and name the replica.
-        return lax.all_gather(jnp.stack(found), axis_of(mesh))
+        return lax.all_gather(jnp.concatenate(found)[places], axis_of(mesh))
 
     return jax.jit(over_replicas(on_replica, mesh, (list(layout),), P()))
+
+
+def _alike(leaves: list[Array], layout: Sequence[P]) -> list[list[int]]:
+    """Places of the leaves whose digests are computed at once: small ones that are alike."""
+    # Operations of its own for each of many scalars take XLA long to compile. A large leaf stays
+    # alone: it would be copied.
+    groups: dict[Hashable, list[int]] = {}
+    for i, (x, spec) in enumerate(zip(leaves, layout, strict=True)):
+        alone = i if x.size > SMALL else None
+        groups.setdefault((x.shape, x.dtype, spec, alone), []).append(i)
+    return list(groups.values())
 
 
 def _digest(x: Array, offset: int | Array) -> UInt32[Array, ""]:

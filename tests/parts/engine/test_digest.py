@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from jax import P
 
-from jddp.engine.digest import as_words, digests, find_divergence
+from jddp.engine.digest import _on, as_words, digests, find_divergence
 from jddp.engine.mesh import make_mesh
 from jddp.errors import UsageError
+from jddp.jaxprs import equations
 
 DTYPES = ["float32", "bfloat16", "float16", "float8_e4m3fn", "int8", "uint32", "bool", "complex64"]
 DTYPES += ["int4", "float4_e2m1fn"]
@@ -97,3 +98,22 @@ def test_the_digest_of_known_words_is_what_its_definition_says():
     words = np.random.default_rng(1).integers(0, 2**32, 100, dtype=np.uint32)
     want = sum(mix(int(w), place) for place, w in enumerate(words)) % 2**32
     assert word(words) == f"{want:08x}"
+
+
+def test_small_arrays_that_are_alike_are_digested_at_once_each_as_if_alone():
+    rng = np.random.default_rng(0)
+    arrays = [rng.normal(size=shape).astype(np.float32) for shape in [(), (4, 3), ()] * 5]
+    arrays += [rng.normal(size=(4, 3)).astype("bfloat16"), np.zeros(2**15, np.float32)]
+    tree = [put(x) for x in arrays] + [put(x, spec=P("data")) for x in arrays[1:2] * 2]
+    assert as_words(digests(tree), tree) == [word(x) for x in [*arrays, arrays[1], arrays[1]]]
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_the_operations_on_many_small_arrays_are_those_on_a_few(split):
+    spec = P("data") if split else P()
+
+    def num_equations(num):
+        leaves = [put(np.zeros(2 * split + 2, np.float32), spec=spec)] * num
+        return len([*equations(jax.make_jaxpr(_on(make_mesh(2), (spec,) * num))(leaves).jaxpr)])
+
+    assert num_equations(100) == num_equations(10)

@@ -83,6 +83,16 @@ def test_each_figure_has_a_row_and_a_place_in_the_line_of_json(figures):
 
 
 @pytest.mark.slow
+def test_the_first_step_is_timed_for_each_number_of_leaves():
+    code = f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r}); import overhead, json"
+    *_, line = run("-c", f"{code}; print(json.dumps(overhead.leaves(1, (3, 20))))")
+    figures = ("plain seconds", "step / plain", "fit / plain")
+    found = json.loads(line)
+    assert list(found) == [f"{num} leaves: {figure}" for num in (3, 20) for figure in figures]
+    assert min(found.values()) > 0
+
+
+@pytest.mark.slow
 def test_mutants_are_made_and_the_tests_notice_them():
     """Two of hundreds; benchmarks/README.md has the score of all."""
     files = ["--files", "jddp/reduce/plan.py"]
