@@ -786,14 +786,14 @@ def test_a_job_continues_where_machines_are_lost_come_or_are_stopped(jobs, golde
         first.wait_for_step("elastic", 80)
         (jobs / "hang-0").touch()
         with start(1, 1) as back:
-            first.wait_for_words(log, "SIGTERM: stopping")
+            first.wait_for_words(log, "SIGTERM: finishing this step")
             (jobs / "hang-0").unlink()
             first.wait_for_words(log, "num_processes 2 (was 1)")
             back.process.send_signal(signal.SIGTERM)
             assert (first.end(), back.end()) == (0, 75), (first.err, back.err)
     assert "another machine has connected: stopping, to resume with it" in first.err
     assert "jddp: starting process 1 of 2 on this machine" in back.err
-    assert first.err.count("jddp: process 0 of 1 here") == 2
+    assert first.err.count("jddp: starting process 0 of 1 on this machine") == 2
     assert "restart 1 of 2" in first.err  # what was lost; the rest was in good order
     assert "restart 2 of 2" not in first.err
     whole = golden(*few, "mesh.num_devices=4")
