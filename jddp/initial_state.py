@@ -23,7 +23,7 @@ from jddp.config.permissions import expand
 from jddp.engine.compiled import CompiledSteps
 from jddp.engine.executor import call
 from jddp.engine.init import make_init
-from jddp.engine.mesh import connect, from_process_zero, replicate, replicated, sharded
+from jddp.engine.mesh import connect, from_process_zero, is_key, replicate, replicated, sharded
 from jddp.engine.state import Inputs, Layout, Replicated, TrainState, Values, stack_rows
 from jddp.errors import ConfigError, UsageError
 from jddp.modules.frozen import thaw
@@ -146,7 +146,8 @@ class InitialState:
         def share(x: Any) -> Any:
             if isinstance(x, jax.ShapeDtypeStruct):
                 return jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype)
-            return np.asarray(x[:num_rows])
+            own = x[:num_rows]
+            return own if is_key(own) else np.asarray(own)
 
         return jax.tree.map(share, batch)
 

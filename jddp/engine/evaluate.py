@@ -199,7 +199,9 @@ def pad_rows(batch: Batch, room: int) -> tuple[Batch, np.ndarray]:
     if rows == room:
         return batch, valid
 
-    def pad(x: Array | np.ndarray) -> np.ndarray:
+    def pad(x: Array | np.ndarray) -> Array | np.ndarray:
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return x[np.minimum(np.arange(room), rows - 1)]
         widths = [(0, room - rows)] + [(0, 0)] * (x.ndim - 1)
         # By a real row: rows of zeros can make NaN in a model, such as log 0 or 0 / 0.
         return np.pad(x, widths, mode="edge" if rows else "constant")

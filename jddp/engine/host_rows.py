@@ -101,10 +101,6 @@ def _array(where: str, x: object) -> Leaf:
       DataError: If a whole number needs 64 bits, or values of a masked array are missing.
     """
     if isinstance(x, jax.Array | jax.ShapeDtypeStruct):
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            raise _NoNumbers(
-                where, "keys of random numbers (jax.random.key_data has their numbers)"
-            )
         return x
     if np.ma.is_masked(x):
         raise DataError(

@@ -155,7 +155,7 @@ def replicate(tree: PyTree, mesh: Mesh) -> PyTree:
     def put(x: Leaf) -> jax.Array:
         if getattr(x, "sharding", None) == sharding:
             return x
-        if _is_key(x):
+        if is_key(x):
             # A typed key cannot be put on devices of other processes; its data can.
             data = put(jax.random.key_data(x))
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
@@ -173,7 +173,7 @@ def _fetch(x: Leaf) -> Leaf:
 
 def copy_off_mesh(x: jax.Array) -> jax.Array:
     """A copy of a replicated array, bound to no device."""
-    return jnp.copy(_fetch(x)) if _is_key(x) else jnp.array(np.asarray(_fetch(x)))
+    return jnp.copy(_fetch(x)) if is_key(x) else jnp.array(np.asarray(_fetch(x)))
 
 
 @functools.cache
@@ -199,8 +199,14 @@ def from_process_zero(tree: PyTree) -> PyTree:
     """The host arrays of process 0, on every process."""
     if jax.process_count() == 1:
         return tree
+    data = jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
     with awaiting(range(jax.process_count())):
-        return multihost_utils.broadcast_one_to_all(tree)
+        found = multihost_utils.broadcast_one_to_all(data)
+
+    def restore(x: Leaf, own: Leaf) -> Leaf:
+        return jax.random.wrap_key_data(x, impl=jax.random.key_impl(own)) if is_key(own) else x
+
+    return jax.tree.map(restore, found, tree)
 
 
 def from_all_processes(number: int) -> np.ndarray:
@@ -209,7 +215,8 @@ def from_all_processes(number: int) -> np.ndarray:
         return np.asarray(multihost_utils.process_allgather(np.int32(number)))
 
 
-def _is_key(x: Leaf) -> bool:
+def is_key(x: Leaf) -> bool:
+    """Whether it is a typed key of random numbers, or an array of them."""
     return jnp.issubdtype(getattr(x, "dtype", np.float32), jax.dtypes.prng_key)
 
 
@@ -233,6 +240,9 @@ def put_rows(batch: Batch, mesh: Mesh) -> Batch:
         # Already a global array, of which this process holds a part: it must not be joined again.
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             return jax.device_put(leaf, sharding)
+        if is_key(leaf):
+            data = put(jax.random.key_data(leaf))
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
         return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
 
     return jax.tree.map(put, batch)

@@ -22,7 +22,6 @@ COLUMNS = {
     "dates": np.array(["2026-01-01"] * NUM_ROWS, "datetime64[D]"),
     "dates of Python": np.array([datetime.date(2026, 1, 1)] * NUM_ROWS),
     "ragged": [[1], [1, 2]] * 4,
-    "keys": jax.random.split(jax.random.key(0), NUM_ROWS),
 }
 
 
@@ -64,7 +63,7 @@ def test_a_column_without_numbers_is_left_out_with_one_notice(column, caplog):
     assert notices[0].startswith("batch['extra'] holds ")
 
 
-@pytest.mark.parametrize("name", ["text", "ragged", "keys"])
+@pytest.mark.parametrize("name", ["text", "ragged"])
 def test_a_column_without_numbers_that_the_loss_reads_is_refused_by_name(name):
     batch = make_batch(NUM_ROWS)
     ddp = wrapped(reads_all)
@@ -104,6 +103,18 @@ def test_lists_other_byte_orders_and_masked_arrays_are_read_as_they_are_meant():
     missing = np.ma.MaskedArray(x, x == x.max())
     with pytest.raises(DataError, match=r"^batch\['x'\] is a masked array.*batch\['mask'\]"):
         ddp.evaluate(state, [{"x": missing, "y": y}])
+
+
+def test_keys_are_rows_as_numbers_are():
+    def draws(model, batch, train):
+        noise = jax.vmap(jax.random.uniform)(batch["key"])
+        return loss_fn(model, batch, train)[0] * 0 + noise
+
+    ddp, keys = wrapped(draws), jax.random.split(jax.random.key(0), NUM_ROWS - 1)
+    batch = {**make_batch(NUM_ROWS - 1), "key": keys}  # which do not divide over two devices
+    state = ddp.init(0, {**make_batch(NUM_ROWS), "key": jax.random.split(keys[0], NUM_ROWS)})
+    want = float(jax.vmap(jax.random.uniform)(keys).mean())
+    assert ddp.evaluate(state, [batch])["loss"] == pytest.approx(want, rel=1e-6)
 
 
 def test_a_batch_of_no_numbers_at_all_is_refused():
