@@ -627,6 +627,7 @@ def test_a_default_is_the_same_in_a_config_and_in_a_call():
     ddp, own = config["ddp"], defaults_of_signature(jddp.DataParallel.__init__)
     named = ("comm_hook", "local_steps")  # sections, whose default makes None
     empty = {"per_replica": (), "frozen": (), "state_reduction": None}
+    ddp["bucket_mb"] = tuple(ddp["bucket_mb"])  # YAML has lists
     for name in ddp.keys() - set(named):
         assert ddp[name] == own[name] or (not ddp[name] and own[name] == empty[name]), name
     assert all(own[name] is None for name in named)
