@@ -355,8 +355,8 @@ def test_a_model_that_trains_where_it_has_keys_for_dropout_is_evaluated_without(
 
 def test_batches_of_one_evaluation_draw_other_numbers_and_evaluations_the_same():
     def noise(m, x, train):
-        m.param("number", nn.initializers.zeros, (1,))
-        return jax.random.normal(m.make_rng("noise"), (len(x),))
+        number = m.param("number", nn.initializers.zeros, (1,))
+        return number + jax.random.normal(m.make_rng("noise"), (len(x),))
 
     ddp = wrapped(Of(noise), lambda model, batch, train: model(batch["x"], train))
     state = ddp.init(0, make_rows())
