@@ -302,7 +302,7 @@ class DdpConfig(Section):
     comm_hook: CommHookConfig = Field(default_factory=CommHookConfig)
     unused_parameters: Literal["zero", "skip", "error"] = option(
         "zero",
-        "What to do with parameters that get no gradient: use zeros, skip their update, or fail.",
+        "Parameters that get no gradient: use zeros, skip their update, or fail.",
     )
     batch_norm: Literal["sync", "broadcast", "local"] = option(
         "sync", "Batch statistics: of the global batch, replica 0's, or each replica's."
