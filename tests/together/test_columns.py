@@ -21,7 +21,7 @@ COLUMNS = {
     "objects": np.array([{}] * NUM_ROWS, object),
     "dates": np.array(["2026-01-01"] * NUM_ROWS, "datetime64[D]"),
     "dates of Python": np.array([datetime.date(2026, 1, 1)] * NUM_ROWS),
-    "ragged": [[1], [1, 2]] * 4,
+    "unequal rows": [[1], [1, 2]] * 4,
 }
 
 
@@ -63,7 +63,7 @@ def test_a_column_without_numbers_is_left_out_with_one_notice(column, caplog):
     assert notices[0].startswith("batch['extra'] holds ")
 
 
-@pytest.mark.parametrize("name", ["text", "ragged"])
+@pytest.mark.parametrize("name", ["text", "unequal rows"])
 def test_a_column_without_numbers_that_the_loss_reads_is_refused_by_name(name):
     batch = make_batch(NUM_ROWS)
     ddp = wrapped(reads_all)
