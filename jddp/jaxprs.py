@@ -39,6 +39,22 @@ def called(eqn: JaxprEqn) -> Jaxpr | None:
     return None
 
 
+def carried(scan: JaxprEqn) -> tuple[int, int]:
+    """Where the carry of a scan begins and ends among its inputs: after constants, before slices.
+
+    By shapes, since JAX versions name the numbers of inputs differently: a step gets a slice of an
+    array over which the scan runs, and anything else whole.
+    """
+    (body,) = jaxprs_in_params(scan.params)
+    num_sliced = sum(
+        shape_of(x) != shape_of(v) for x, v in zip(scan.invars, body.invars, strict=True)
+    )
+    results = zip(scan.outvars, body.outvars, strict=True)
+    num_carried = sum(shape_of(x) == shape_of(v) for x, v in results)
+    last = len(scan.invars) - num_sliced
+    return last - num_carried, last
+
+
 def axes_of(eqn: JaxprEqn) -> tuple[Any, ...]:
     """The axes that an equation works over: names of mapped axes, and numbers of dims."""
     axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))

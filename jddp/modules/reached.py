@@ -12,7 +12,7 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from jddp.jaxprs import DRAWING, called
+from jddp.jaxprs import DRAWING, called, carried
 
 # The first input of each of these is the key, or the first half of one.
 _KEYED = DRAWING - {"rng_uniform"}
@@ -53,7 +53,7 @@ def _results(eqn: JaxprEqn, given: list[bool]) -> Followed:
         results = zip(*(results for results, _ in branches), strict=True)
         return [given[0] or any(each) for each in results], any(finds for _, finds in branches)
     if name == "scan":
-        first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
+        first, last = carried(eqn)
 
         def body(carry: list[bool]) -> Followed:
             return _follow(params["jaxpr"].jaxpr, [*given[:first], *carry, *given[last:]])

@@ -17,7 +17,7 @@ import jax
 from jax.core import eval_jaxpr
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from jddp.jaxprs import axes_of, called
+from jddp.jaxprs import axes_of, called, carried
 from jddp.typing import PyTree
 
 EQUAL, GROUPED, VARYING = range(3)
@@ -72,7 +72,7 @@ def _results(eqn: JaxprEqn, given: list[int], axis: str) -> list[int]:
         branches = (follow(branch.jaxpr, given[1:]) for branch in params["branches"])
         return [max(given[0], *labels) for labels in zip(*branches, strict=True)]
     if name == "scan":
-        first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
+        first, last = carried(eqn)
 
         def body(carry: list[int]) -> list[int]:
             return follow(params["jaxpr"].jaxpr, [*given[:first], *carry, *given[last:]])

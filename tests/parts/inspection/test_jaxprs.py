@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jddp.jaxprs import axes_of, called, dtypes, equations, uses_rng
+from jddp.jaxprs import axes_of, called, carried, dtypes, equations, uses_rng
 
 KEY, X = jax.random.key(0), jnp.ones(3)
 
@@ -33,6 +33,27 @@ def test_equations_are_found_however_deep_they_are():
     assert "sin" not in [eqn.primitive.name for eqn in program.eqns]
     order = ["jit", "remat2", "while", "scan", "cond", "sin"]
     assert [name for name in names if name in order] == order
+
+
+@pytest.mark.parametrize("constants", [(), (X, 2.0)])
+@pytest.mark.parametrize("slices", [(), (jnp.ones((1, 3)), jnp.ones(1))])
+def test_the_carry_of_a_scan_is_behind_constants_and_before_slices(constants, slices):
+    """Also where a slice, or a constant, looks like the carry."""
+
+    def function(constants, carry, slices):
+        def body(carry, x):
+            added = sum((jnp.sum(v) for v in constants), 0.0)
+            return jax.tree.map(lambda c: c + added, carry), (carry[0], x)
+
+        return lax.scan(body, carry, slices, length=1)
+
+    (scan,) = (
+        eqn
+        for eqn in traced(function, constants, (X, 3.0), slices).eqns
+        if eqn.primitive.name == "scan"
+    )
+    first = len(constants)
+    assert carried(scan) == (first, first + 2)
 
 
 DRAWS = {
