@@ -238,7 +238,7 @@ def _key(state: TrainState, replica: Array) -> Array:
     return jax.random.fold_in(jax.random.fold_in(state.key, state.step), replica)
 
 
-def _filler(key: Array, x: Array) -> Array:
+def _filler(key: Array, x: jax.ShapeDtypeStruct) -> Array:
     """Some array of the shape and dtype of `x`; keys cannot be zero."""
     is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     return jnp.broadcast_to(key, x.shape) if is_key else jnp.zeros(x.shape, x.dtype)
