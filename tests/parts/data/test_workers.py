@@ -116,7 +116,7 @@ def test_a_worker_that_does_not_end_is_killed_and_no_other_child(tmp_path, monke
     monkeypatch.setattr(workers, "END_SECONDS", 0.1)
     examples = Deaf({"x": np.arange(40)})
     examples.reached = tmp_path / "reached"
-    other = multiprocessing.get_context("fork").Process(target=signal.pause)
+    other = multiprocessing.get_context("spawn").Process(target=signal.pause)
     other.start()
     endless = TrainBatches(examples, global_batch_size=4, seed=0, shuffle=False)
     with contextlib.closing(WorkerBatches(endless, num_workers=2)) as reading:
