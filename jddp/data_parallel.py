@@ -39,6 +39,7 @@ from jddp.engine.host_rows import as_arrays
 from jddp.engine.mesh import (
     axis_of,
     copy_off_mesh,
+    is_of_several_processes,
     make_mesh,
     platform,
     put_rows,
@@ -201,7 +202,12 @@ class DataParallel(Shown):
         chosen, overlaps = _settle_layout(layout, overlap, self.mesh, local_steps, logical_replicas)
         is_scaled = loss_scale is not None
         packed = choose_packing(
-            chosen, comm_hook, hardware, is_sharded=shard_optimizer, num=logical_replicas
+            chosen,
+            comm_hook,
+            hardware,
+            on_network=is_of_several_processes(self.mesh),
+            is_sharded=shard_optimizer,
+            num=logical_replicas,
         )
         sizes = bucket_sizes(bucket_mb)
         seen = unscaled if is_scaled else as_is

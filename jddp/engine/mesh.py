@@ -148,6 +148,11 @@ def platform(mesh: Mesh) -> str:
     return str(mesh.devices.flat[0].platform)
 
 
+def is_of_several_processes(mesh: Mesh) -> bool:
+    """Whether the devices of the mesh are of several processes."""
+    return len({device.process_index for device in mesh.devices.flat}) > 1
+
+
 def replicate(tree: PyTree, mesh: Mesh) -> PyTree:
     """Puts a host or device tree, keys included, on every device of the mesh."""
     sharding = replicated(mesh)

@@ -39,16 +39,18 @@ class Whole:
 
     Attributes:
       layout: "leaf" or "flat": whether only the small leaves of a bucket share an array, or all.
+      small_bytes: In the leaf layout, the size from which a leaf is sent alone.
     """
 
     layout: Layout
+    small_bytes: int = SMALL_BYTES
     keeps_shards = False  # Whether each replica gets its shard of the mean, and not all of it.
 
     def members(self, planned: Bucket) -> tuple[tuple[int, ...], ...]:
         """Which leaves of a bucket share an array on the wire, by their places in it."""
         # Packing copies. For a large leaf that costs more than it saves where the compiler fuses
         # leaves itself; a small one alone would cost gloo a round of the network.
-        limit = math.inf if self.layout == "flat" else SMALL_BYTES / planned.dtype.itemsize
+        limit = math.inf if self.layout == "flat" else self.small_bytes / planned.dtype.itemsize
         alone = [(i,) for i, shape in enumerate(planned.shapes) if math.prod(shape) >= limit]
         packed = tuple(i for i in range(len(planned.leaves)) if (i,) not in alone)
         return (packed, *alone) if packed else tuple(alone)
@@ -111,14 +113,21 @@ class Rows(Whole):
 Packed = tuple[Whole, CommHook, str]
 
 
-def bucketed(layout: Layout, hook: CommHook | None) -> Packed:
+def bucketed(layout: Layout, hook: CommHook | None, *, on_network: bool = True) -> Packed:
     """Whole leaves, and the hook that averages them: a custom one, which is checked, or the mean.
+
+    Args:
+      layout: "leaf" or "flat".
+      hook: A custom hook, or None.
+      on_network: Whether the devices may be of several processes. Where they are not, packing small
+        leaves would save nothing, and each leaf that is cut from a vector costs XLA:CPU a kernel of
+        its own: leaves of one shape would no longer be compiled once.
 
     Raises:
       ConfigError: If it is no hook; in the step, if it returns a bucket or state of another form.
     """
     if hook is None:
-        return Whole(layout), narrow(mean()), ""
+        return Whole(layout, SMALL_BYTES if on_network else 0), narrow(mean()), ""
     if not (isinstance(hook, CommHook) and callable(hook.init) and callable(hook.reduce)):
         raise ConfigError(
             f"comm_hook is {type(hook).__name__}. Give a jddp.CommHook(init, reduce) of functions."
@@ -148,7 +157,13 @@ def pairwise(layout: Layout, num: int) -> Packed:
 
 
 def choose_packing(
-    layout: Layout, hook: CommHook | None, platform: str, *, is_sharded: bool, num: int | None
+    layout: Layout,
+    hook: CommHook | None,
+    platform: str,
+    *,
+    on_network: bool,
+    is_sharded: bool,
+    num: int | None,
 ) -> Packed:
     """Returns a packing with its hook, and the hook's name.
 
@@ -156,6 +171,7 @@ def choose_packing(
       layout: "leaf" or "flat".
       hook: A custom hook, or None.
       platform: The hardware.
+      on_network: Whether the devices are of several processes.
       is_sharded: Whether a replica needs only its shard of the mean.
       num: Number of logical replicas, or None.
     """
@@ -163,7 +179,7 @@ def choose_packing(
         return pairwise(layout, num)
     # A custom hook promises the mean of whole leaves; each replica then takes its shard of it.
     if not is_sharded or hook is not None:
-        return bucketed(layout, hook)
+        return bucketed(layout, hook, on_network=on_network or platform != "cpu")
     average = exchange_mean if platform == "cpu" else scatter_mean
     return Sharded(layout), narrow(mean(average)), ""
 
