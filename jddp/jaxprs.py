@@ -12,11 +12,14 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
 # Primitives that make random numbers; those that only make keys, such as `random_split`, do not.
 DRAWING = {"random_bits", "random_gamma", "rng_bit_generator", "rng_uniform", "threefry2x32"}
 LOOPS = {"scan", "while"}
+PRODUCTS = {"dot_general", "conv_general_dilated"}
+EXACT = ((lax.Precision.HIGHEST,) * 2, lax.DotAlgorithmPreset.F32_F32_F32)
 
 
 def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
@@ -70,6 +73,19 @@ def dtypes(jaxpr: Jaxpr) -> set[Any]:
     """The dtypes of all inputs and results of the equations of a program."""
     variables = (v for eqn in equations(jaxpr) for v in (*eqn.invars, *eqn.outvars))
     return {v.aval.dtype for v in variables if hasattr(v.aval, "dtype")}
+
+
+def coarse_products(jaxpr: Jaxpr) -> bool:
+    """Whether a float32 product or convolution allows hardware to round its factors.
+
+    It does at any precision but the highest; a precision that is not set is None.
+    """
+    return any(
+        eqn.primitive.name in PRODUCTS
+        and {v.aval.dtype for v in eqn.invars} == {np.dtype(np.float32)}
+        and eqn.params["precision"] not in EXACT
+        for eqn in equations(jaxpr)
+    )
 
 
 def quantizations(jaxpr: Jaxpr) -> set[str]:

@@ -21,10 +21,6 @@ they add up to the whole batch: verify once more without the randomness."""
 MICRO_BATCHES = """\
 Batch norm takes the statistics of each micro-batch, here and on the one device: with
 accumulate_steps this is another step than that of the whole batch."""
-COARSE = """\
-Equal within rounding where products are exact: what differs is coarse arithmetic,
-such as TF32, to which GPUs round the factors of float32 products by default. For
-exact products set jax.config.update("jax_default_matmul_precision", "highest")."""
 UNKNOWN = """\
 No cause is known. Does the loss ask which replica it runs on (lax.axis_index), or how many
 rows it sees? Both differ between one device and many."""
@@ -41,6 +37,21 @@ def not_finite(names: Iterable[str]) -> str:
         "That is of the model, the loss or the batch, not of the replicas, and leaves\n"
         "nothing to compare.\n"
         'jax.config.update("jax_debug_nans", True) names the operation that makes NaN.'
+    )
+
+
+def coarse(precision: str | None) -> str:
+    """The finding that training rounds the factors of products, which were compared exactly.
+
+    Args:
+      precision: Value of `jax_default_matmul_precision` in training.
+    """
+    used = repr(precision) if precision else "the device's default, TF32 on A100 and newer"
+    return (
+        "float32 products and convolutions were compared at 'highest' precision.\n"
+        f"Training will use {used}.\n"
+        "TF32 rounds their factors to 11 bits. To train with exact products:\n"
+        'jax.config.update("jax_default_matmul_precision", "highest").'
     )
 
 

@@ -22,10 +22,11 @@ from jddp.config.effects import effect_of
 from jddp.data_parallel import DataParallel
 from jddp.engine.guard import DynamicScale
 from jddp.engine.host_rows import as_arrays
+from jddp.engine.mesh import platform
 from jddp.engine.replicas import LogicalReplicas
 from jddp.engine.state import Inputs, TrainState
 from jddp.errors import UsageError
-from jddp.jaxprs import dtypes, quantizations
+from jddp.jaxprs import coarse_products, dtypes, quantizations
 from jddp.modules.metrics import weights_in
 from jddp.modules.rows import count_rows
 from jddp.trainer.fingerprint import fingerprint, uses_rng
@@ -48,8 +49,8 @@ _OF_NO_ONE_DEVICE = {
     "batch_norm_group_size": "statistics are those of groups, which a single device does not have",
     "local_steps": "replicas differ by design, and a single device has one set of parameters",
 }
-_SMALL = 0.1  # error of gradients that may be the rounding of coarse products
 _ROUNDINGS = {np.dtype(jax.numpy.bfloat16): 2**-8, np.dtype(np.float16): 2**-11}
+_TF32_ROUNDING = 2**-11
 
 
 class _Step(NamedTuple):
@@ -75,7 +76,8 @@ def verify(
     Loss, metrics, gradients and other state must agree to 1e-4 of the largest entry of an array, or
     eight roundings of the coarsest floating dtype in the step. An update must agree to 5 % of its
     norm in each leaf, except where a gradient may be the rounding of zero, which Adam scales up to
-    a whole step.
+    a whole step. On GPUs float32 products and convolutions are compared at `highest` precision,
+    unless the program names another for them; the findings say which precision training will use.
 
     Args:
       model: The model, as for `jddp.DataParallel`.
@@ -99,15 +101,13 @@ def verify(
         ddp = DataParallel(model, optimizer, loss_fn, **options | {"donate": False})
         return ddp if constants is None else ddp.with_constants(constants)
 
-    report = _compared(wrapped, options, as_arrays(batch), seed, constants)
-    is_small = all(x.error < _SMALL for x in report.comparisons[:2])  # False for NaN
-    if report.passed or not is_small or _precision() == "highest":
-        return report
+    rows = as_arrays(batch)
+    compared = functools.partial(_compared, wrapped, options, rows, seed, constants)
+    if not _is_coarse(wrapped(**options), rows):
+        return compared()
     with jax.default_matmul_precision("highest"):
-        exact = _compared(wrapped, options, as_arrays(batch), seed, constants)
-    if not exact.passed:
-        return report
-    return dataclasses.replace(report, findings=(*exact.findings, findings.COARSE))
+        report = compared()
+    return dataclasses.replace(report, findings=(*report.findings, findings.coarse(_precision())))
 
 
 def _compared(
@@ -164,7 +164,12 @@ def _compared(
     return Verification(many.mesh.size, count_rows(batch), draws, comparisons, tuple(found))
 
 
-def _precision() -> Any:
+def _is_coarse(ddp: DataParallel, batch: Batch) -> bool:
+    """Whether the hardware rounds factors of float32 products, as GPUs do to those of TF32."""
+    return platform(ddp.mesh) != "cpu" and coarse_products(ddp.trace(batch).jaxpr.jaxpr)
+
+
+def _precision() -> str | None:
     return getattr(jax.config, "jax_default_matmul_precision")  # noqa: B009  # unknown to mypy
 
 
@@ -271,7 +276,10 @@ def _compare(
     got: _Step, want: _Step, many: DataParallel, state: TrainState, batch: Batch
 ) -> tuple[Comparison, ...]:
     computed = dtypes(many.trace(batch).jaxpr.jaxpr)
-    allowed = max([1e-4, *(8 * size for dtype, size in _ROUNDINGS.items() if dtype in computed)])
+    roundings = [size for dtype, size in _ROUNDINGS.items() if dtype in computed]
+    if _is_coarse(many, batch):  # by a precision that the model names itself
+        roundings.append(_TF32_ROUNDING)
+    allowed = max([1e-4, *(8 * size for size in roundings)])
     layouts = many.steps.layouts(state).model_state
     # A loss scale depends on the rows of a replica, and a scalar loss counts once a replica.
     left_out = {"loss_scale", *["count"] * ("loss" in many.steps.scalars)}

@@ -1,5 +1,6 @@
 """`jddp.verify`: what it passes, and the mistakes that it finds and names."""
 
+import functools
 import re
 
 import jax
@@ -183,20 +184,79 @@ def test_quantization_by_a_maximum_over_rows_is_named_and_no_coupling_of_example
     assert max(map(len, finding.splitlines())) <= 80
 
 
-def in_tf32(m, x, train):
-    """Products as a GPU takes them: of many rows with factors of 10 bits, unless told otherwise."""
-    w = m.param("w", nn.initializers.lecun_normal(), (16, NUM_CLASSES))
-    if jax.config.jax_default_matmul_precision != "highest" and len(x) >= 16:
-        x, w = (jax.lax.reduce_precision(factor, 8, 10) for factor in (x, w))
-    return x @ w
+def rounded(x):
+    """Has the 11 significant bits of TF32, unless products are to be exact."""
+    is_exact = jax.config.jax_default_matmul_precision == "highest"
+    return x if is_exact else jax.lax.reduce_precision(x, 8, 10)
 
 
-def test_what_differs_by_coarse_products_alone_is_found_and_named():
-    report = verified(Of(in_tf32), optimizer=optax.sgd(0.1))
-    assert not report.passed, report
+rounded_factor = jax.custom_vjp(rounded)
+rounded_factor.defvjp(lambda x: (rounded(x), None), lambda _, g: (g,))
+rounded_cotangent = jax.custom_vjp(lambda x: x)
+rounded_cotangent.defvjp(lambda x: (x, None), lambda _, g: (rounded(g),))
+
+
+def in_tf32(x, w, dims, precision=None, **_):
+    """A product as GPUs take it: of rounded factors, and for few rows by another kernel."""
+    x, w = rounded_factor(x), rounded_factor(w)
+    product = functools.partial(jax.lax.dot, precision=precision)
+    if len(x) < 64:
+        first, second = (product(x[:, i::2], w[i::2]) for i in range(2))
+        return rounded_cotangent(first + second)
+    return rounded_cotangent(product(x, w))
+
+
+def six_layers_in_tf32(m, x, train):
+    for _ in range(6):
+        x = nn.tanh(nn.Dense(128, dot_general=in_tf32)(x))
+    return nn.Dense(NUM_CLASSES, dot_general=in_tf32)(x)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    monkeypatch.setattr("jddp.verification.verify.platform", lambda mesh: "gpu")
+
+
+def compared_in_tf32():
+    return verified(Of(six_layers_in_tf32), batch=make_batch(256), optimizer=optax.sgd(0.1))
+
+
+def test_tf32_alone_makes_gradients_differ():
+    report = compared_in_tf32()
+    assert [x.what for x in report.comparisons if not x.passed] == ["gradients"]
+    assert report.comparisons[1].error < 1e-2
+
+
+@pytest.mark.parametrize("precision", [None, "tensorfloat32"])
+def test_products_are_compared_exactly_on_a_gpu_and_the_precision_of_training_is_named(
+    gpu, precision
+):
+    with jax.default_matmul_precision(precision):
+        report = compared_in_tf32()
+    assert report.passed, report
+    assert report.comparisons[1].error < 1e-5
     (finding,) = report.findings
-    assert "TF32" in finding
-    assert "jax_default_matmul_precision" in finding
+    used = repr(precision) if precision else "the device's default, TF32 on A100 and newer"
+    assert f"Training will use {used}." in finding
+    assert max(map(len, finding.splitlines())) <= 80
+
+
+def test_a_precision_that_is_set_is_kept_on_a_gpu(gpu):
+    with jax.default_matmul_precision("highest"):
+        report = verified(MLP())
+    assert (report.passed, report.findings) == (True, ())
+    assert {x.allowed for x in report.comparisons} == {1e-4, 0.05}
+    report = verified(MLP(dtype=jnp.bfloat16))
+    assert (report.passed, report.findings) == (True, ())  # no product of float32
+
+
+def test_products_of_a_precision_that_the_model_names_are_allowed_its_roundings(gpu):
+    def coarse(m, x, train):
+        return nn.Dense(NUM_CLASSES, precision="default")(x)
+
+    report = verified(Of(coarse))
+    assert report.passed, report
+    assert {x.allowed for x in report.comparisons} == {8 * 2**-11, 0.05}
 
 
 def test_what_is_not_finite_on_both_is_named_and_nothing_else_guessed():
