@@ -39,7 +39,7 @@ class Whole:
 
     Attributes:
       layout: "leaf" or "flat": whether only the small leaves of a bucket share an array, or all.
-      small_bytes: In the leaf layout, the size from which a leaf is sent alone.
+      small_bytes: Size from which a leaf is sent alone, in the leaf layout.
     """
 
     layout: Layout
