@@ -447,16 +447,19 @@ class DataParallel(Shown):
         """
         return explain(self.steps, self.abstract_state(batch), self._inputs(batch))
 
-    def memory(self, batch: Batch, *, accumulate_steps: int | None = None) -> Memory:
+    def memory(
+        self, batch: Batch, *, accumulate_steps: int | None = None, autotune: bool = True
+    ) -> Memory:
         """Compiles the step and reports what it needs of each device's memory; runs nothing.
 
         Args:
           batch: This process's rows, or their `jax.ShapeDtypeStruct`s.
           accumulate_steps: Number of micro-batches of another step, to compare with.
+          autotune: Whether the compiler may try kernels on GPUs, as for a step that runs.
         """
         state, inputs = self.abstract_state(batch), self._inputs(batch)
         lowered = self.steps.lower(state, inputs, accumulate_steps)
-        return measure_memory(lowered, state, inputs.rows, self.mesh)
+        return measure_memory(lowered, state, inputs.rows, self.mesh, autotune=autotune)
 
     def diagnose(self, state: TrainState, batch: Batch) -> Layers:
         """Measures parameters and gradients of the next step, layer by layer; changes nothing.

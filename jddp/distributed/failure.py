@@ -35,7 +35,7 @@ from jddp.distributed.ending import exit_code, note_exits
 from jddp.distributed.resolve import LAUNCHED
 from jddp.distributed.signals import is_at_prompt, show_cursor
 from jddp.distributed.waits import LongestWait, is_waiting_for
-from jddp.errors import ExitCode, report
+from jddp.errors import Error, ExitCode, report
 
 _KEY, _GONE, _LEFT, _HOST = "jddp/failed", "jddp/failed/gone", "jddp/left", "jddp/host"
 _MOMENT = 1.0  # seconds in which another process that fails reports it
@@ -148,8 +148,10 @@ def leave(code: int, error: BaseException) -> NoReturn:
 
 
 def _is_consequence(error: BaseException) -> bool:
+    if isinstance(error, Error):  # which names its own reason, such as a storage that is away
+        return False
     text = "".join(traceback.format_exception_only(error))
-    return any(lost in text for lost in failure_file.LOST)
+    return failure_file.IS_LOST.search(text) is not None
 
 
 def end(failure: dict[str, Any], message: str) -> NoReturn:

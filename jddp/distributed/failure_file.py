@@ -31,9 +31,20 @@ _HOW = {
     ExitCode.PREEMPTED: "was stopped",
     ExitCode.ANOTHER_FAILED: "has lost another process, which has ended without a report",
 }
-# Messages of gloo and JAX for a process that has ended, and of JAX before it aborts: no heartbeat
-# of these processes, or none of the coordinator. They give it in no other form.
-LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
+# Words of gloo, JAX and NCCL for a process that has ended; tests have whole messages, and sources.
+LOST = (
+    r"Connection closed by (?:remote )?peer|Connection reset by peer",  # gloo, NCCL's sockets
+    r"Broken pipe|Socket closed",  # gloo, gRPC
+    r"remote process exited or there was a network error",  # NCCL: ncclRemoteError
+    # ncclSystemError: of a peer, unless NCCL has named what is missing here.
+    r"unhandled system error(?!.*(?:out of memory|shared memory|No space left))",
+    r"NET/\w+ : Got completion from peer",  # NCCL over InfiniBand
+    r"(?i:NCCL ?communicator (?:was |already )?aborted)",  # XLA, once NCCL has failed
+    r"GetKeyValue\(\) timed out with key: \S*_topology/",  # JAX, while devices start
+)
+IS_LOST = re.compile("|".join(LOST), re.DOTALL)
+# Of JAX before it aborts: no heartbeat of these processes, or none of the coordinator. It gives it
+# in no other form.
 _SILENT = r"unhealthy \(stopped sending heartbeats\):(?:\s+\d+)+"
 _UNREACHABLE = r"(?:RPC:|while calling) /\S*CoordinationService/(?:Heartbeat|PollForError)"
 ABORT = re.compile(f"{_SILENT}|{_UNREACHABLE}")

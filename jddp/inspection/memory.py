@@ -16,6 +16,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from jddp.engine.mesh import platform
 from jddp.engine.state import TrainState
 from jddp.html import Shown
 from jddp.inspection.hlo import Computation, Program, Shape, read_program
@@ -23,6 +24,11 @@ from jddp.typing import Batch, PyTree
 
 FIELDS = ("parameters", "gradients", "optimizer", "other_state", "batch", "temporaries")
 _PREFIX = re.compile(r"(?:jit\([^)]*\)/)?(?:shard_map/)?")
+# Autotuning runs kernels on the GPUs, and on those of all processes of a job together.
+_WITHOUT_AUTOTUNING: dict[str, Any] = {
+    "xla_gpu_autotune_level": 0,
+    "xla_gpu_shard_autotuning": False,
+}
 _MAKE_NOTHING = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call"}
 
 
@@ -104,7 +110,12 @@ class Memory(Shown):
 
 
 def measure_memory(
-    lowered: jax.stages.Lowered, state: TrainState, batch: Batch, mesh: Mesh
+    lowered: jax.stages.Lowered,
+    state: TrainState,
+    batch: Batch,
+    mesh: Mesh,
+    *,
+    autotune: bool = True,
 ) -> Memory:
     """Compiles a step and reads the memory that it needs.
 
@@ -113,8 +124,10 @@ def measure_memory(
       state: State of the step, or its shapes.
       batch: The rows of this process, or their shapes.
       mesh: The devices that it runs on.
+      autotune: Whether the compiler may try kernels on GPUs.
     """
-    compiled = lowered.compile()
+    options = None if autotune or platform(mesh) != "gpu" else _WITHOUT_AUTOTUNING
+    compiled = lowered.compile(compiler_options=options)
     analysis, text = compiled.memory_analysis(), compiled.as_text()
     assert analysis is not None, "CPUs and GPUs have one"
     gradients = _bytes_per_device(state.params)

@@ -1,6 +1,13 @@
-"""What fits on a device where a step does not, and the error of one that is out of memory."""
+"""What fits on a device where a step does not, and the error of one that is out of memory.
+
+It is recognized by the words of XLA, CUDA, cuDNN, cuBLAS and NCCL. What would fit is compiled
+without autotuning, which would run kernels on a full GPU. A job of several processes compiles
+nothing then: all of them take part in autotuning, and only some may be out of memory.
+"""
 
 import contextlib
+import functools
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +23,37 @@ NOTHING_FITS = (
     "One row at a time is too much: choose a smaller model, an optimizer with less state, or "
     "devices with more memory."
 )
+_FITS = (
+    "It fits, so something else takes the memory: another program on the device (nvidia-smi lists "
+    "them), arrays that this program keeps, larger batches in evaluation, fragmentation, or NCCL "
+    "and CUDA graphs, for which a smaller XLA_CLIENT_MEM_FRACTION leaves more."
+)
+_NO_LIBRARY = (
+    "It fits. cuDNN and cuBLAS take memory of their own, and have none where another program is on "
+    "the device (nvidia-smi lists them) or JAX has taken all: a smaller XLA_CLIENT_MEM_FRACTION "
+    "leaves more. Or the library is of another version than JAX needs."
+)
+_TOGETHER = (
+    "What would fit is compiled by all processes together: jddp.train --dry-run, or "
+    "ddp.memory(batch) on each of them."
+)
+# A whole message of each, and its source, stand in tests/parts/trainer/test_out_of_memory.py.
+WORDS = (
+    r"Out of memory (?:while trying to allocate|allocating)",  # XLA's clients of GPUs and CPUs
+    r"ran out of memory",  # its allocator (BFC), and its command buffers (CUDA graphs)
+    r"[Ff]ailed to allocate",  # its requests, constants and scratch memory
+    r"CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation",  # CUDA: driver and runtime
+    r"Cuda failure (?:\d+ )?'out of memory'",  # NCCL, which allocates for itself
+    r"CU[A-Z]+_STATUS_ALLOC_FAILED|the resource allocation failed",  # cuDNN, cuBLAS, cuSOLVER
+    # Whatever else has no memory, but the memory that the threads of one kernel share.
+    r"RESOURCE_EXHAUSTED: (?!(?:Shared|Tensor) memory size limit)[^\n]*[Mm]emory",
+)
+# Of libraries that do not start: mostly for want of memory.
+LIBRARIES = (
+    r"DNN library initialization failed|[Cc]ould not create cudnn handle",
+    r"[Ff]ailed to create cublas handle",
+)
+_WORDS, _LIBRARIES = (re.compile("|".join(words)) for words in (WORDS + LIBRARIES, LIBRARIES))
 
 
 @contextlib.contextmanager
@@ -28,49 +66,64 @@ def explained(ddp: Any, batch: Batch, watchdog: Watchdog) -> Iterator[None]:
       watchdog: Watchdog, which has the phase and allows time for compiling smaller steps.
 
     Raises:
-      OutOfMemoryError: With the largest arrays, and what would fit.
+      OutOfMemoryError: With the largest arrays, and what would fit; or with what else takes memory.
     """
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        if not ("RESOURCE_EXHAUSTED" in str(error) and "memory" in str(error).lower()):
+        if not _WORDS.search(str(error)):
             raise
-        phase = watchdog.phase
+        phase, reason = watchdog.phase, str(error).partition("\n")[0][:300]
         watchdog.enter("compile", 0)
-        explanation = OutOfMemoryError(_explain(ddp, batch, phase))
+        text = f"out of memory in phase {phase}: {_explain(ddp, batch, reason)}"
+        explanation = OutOfMemoryError(text)
         vars(explanation).update(vars(error))  # with the run, if one had begun
         raise explanation from error
 
 
-def _explain(ddp: Any, batch: Batch, phase: str) -> str:
-    memory = ddp.memory(batch)
+def _explain(ddp: Any, batch: Batch, reason: str) -> str:
+    if jax.process_count() > 1:
+        return f"{reason}. {_TOGETHER}"
+    try:
+        return _explain_compiled(ddp, batch, reason)
+    except (RuntimeError, MemoryError):  # of XLA, which may need memory to compile
+        return f"{reason}."
+
+
+def _explain_compiled(ddp: Any, batch: Batch, reason: str) -> str:
+    memory = ddp.memory(batch, autotune=False)
     needs, has = in_words(memory.total), in_words(memory.limit)
-    found = f"out of memory in phase {phase}: a step needs {needs} of each device, which has {has}"
+    found = f"a step needs {needs} of each device, which has {has}"
+    if memory.fits:
+        why = _NO_LIBRARY if _LIBRARIES.search(reason) else _FITS
+        return f"{found}. {why} XLA reports: {reason}"
     large = [f"{in_words(x.bytes)} {x}" for x in memory.largest if x.bytes > memory.total / 100]
     if large:
         found += f". The largest arrays: {', '.join(large)}"
-    ways = ", or ".join(ways_out(ddp, batch, memory))
+    ways = ", or ".join(ways_out(ddp, batch, memory, autotune=False))
     return f"{found}. " + (f"What would fit: {ways}." if ways else NOTHING_FITS)
 
 
-def ways_out(ddp: Any, batch: Batch, memory: Memory) -> Iterator[str]:
+def ways_out(ddp: Any, batch: Batch, memory: Memory, *, autotune: bool = True) -> Iterator[str]:
     """More micro-batches and a smaller batch with which a step fits, as compiled; if any.
 
     Args:
       ddp: A `jddp.DataParallel`, which steps.
       batch: Shapes of this process's rows.
       memory: Memory of the step, which is too much.
+      autotune: Whether the compiler may try kernels on the devices.
     """
+    measure = functools.partial(ddp.memory, autotune=autotune)
     accumulate_steps, num_rows = ddp.spec.backward.num, count_rows(batch)
     of_replica = num_rows // len(ddp.mesh.local_devices) // accumulate_steps
     for cut in memory.cuts(of_replica):
         num_steps = accumulate_steps * cut
-        if (needed := ddp.memory(batch, accumulate_steps=num_steps)).fits:
+        if (needed := measure(batch, accumulate_steps=num_steps)).fits:
             yield f"accumulate_steps={num_steps} ({in_words(needed.total)})"
             break
     for cut in memory.cuts(of_replica):
         rows = num_rows // cut
         fewer = jax.tree.map(lambda x, rows=rows: x.update(shape=(rows, *x.shape[1:])), batch)
-        if (needed := ddp.memory(fewer)).fits:
+        if (needed := measure(fewer)).fits:
             yield f"a global batch of {rows * jax.process_count()} ({in_words(needed.total)})"
             break

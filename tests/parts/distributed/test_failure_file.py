@@ -10,9 +10,10 @@ import pytest
 from runs import environment, free_port
 
 from jddp import train
-from jddp.distributed import failure_file
+from jddp.distributed import failure, failure_file
 from jddp.distributed.failure_file import VARIABLE, describe, headline, read, write
 from jddp.distributed.identity import VARIABLES
+from jddp.errors import FileSystemError
 
 
 @pytest.fixture(autouse=True)
@@ -129,6 +130,58 @@ def test_a_mistake_in_the_arguments_is_kept_with_the_number_of_the_process(tmp_p
 )
 def test_a_failure_is_a_sentence_for_people(code, error, known, sentence):
     assert sentence.lstrip(".") in headline(describe(1, code, error, **{"host": "h", **known}))
+
+
+NCCL = "INTERNAL: NCCL operation ncclGroupEnd() failed:"
+LAST = "Last NCCL warning(error) log entry (may be unrelated)"
+GONE = f"{NCCL} remote process exited or there was a network error. {LAST} ''."
+NO_SHM = f"{LAST} 'Error while creating shared memory segment /dev/shm/nccl-x (size 9637888)'."
+
+
+# [0.10.2]: a text in the CUDA plugin of that version.
+@pytest.mark.parametrize(
+    "message, is_lost",
+    [
+        pytest.param("Connection closed by peer [127.0.0.1]:1", True, id="gloo"),
+        pytest.param("Read error: Connection reset by peer", True, id="gloo, NCCL (nccl#2076)"),
+        pytest.param("Call to recv failed : Broken pipe", True, id="gloo, NCCL (nccl#795)"),
+        pytest.param("UNAVAILABLE: Socket closed", True, id="gRPC"),
+        pytest.param(GONE, True, id="jax#19307"),
+        pytest.param(f"{NCCL} unhandled system error. {LAST} ''.", True, id="nccl#1039"),
+        pytest.param(
+            f"{NCCL} internal error. {LAST} 'Net : Connection closed by remote peer a100'.",
+            True,
+            id="nccl#795",
+        ),
+        pytest.param(
+            f"{NCCL} internal error. {LAST} 'NET/IB : Got completion from peer 10.0.0.1<4>'.",
+            True,
+            id="nccl#1664",
+        ),
+        pytest.param("INTERNAL: NcclCommunicator aborted", True, id="[0.10.2]"),
+        pytest.param("INTERNAL: NcclCommunicator already aborted", True, id="[0.10.2], twice"),
+        pytest.param("NCCL communicator was aborted on rank 0.", True, id="Search-R1#170"),
+        pytest.param(
+            "GetKeyValue() timed out with key: cuda:local_topology/cuda/1 and duration: 2m",
+            True,
+            id="XLA's coordination service",
+        ),
+        pytest.param(f"{NCCL} unhandled system error.\n{NO_SHM}", False, id="nccl-tests#166"),
+        pytest.param(
+            f"{NCCL} unhandled system error. {LAST} 'Cuda failure 2 'out of memory''.",
+            False,
+            id="jax#4950",
+        ),
+        pytest.param(f"{NCCL} unhandled cuda error.", False, id="nccl#1410"),
+        pytest.param(f"{NCCL} invalid usage. {LAST} 'Duplicate GPU'.", False, id="nccl#103"),
+        pytest.param(
+            "GetKeyValue() timed out with key: jddp/save/1/0 and duration: 2m", False, id="jddp"
+        ),
+    ],
+)
+def test_only_the_loss_of_another_process_is_a_consequence(message, is_lost):
+    assert failure._is_consequence(RuntimeError(message)) == is_lost
+    assert not failure._is_consequence(FileSystemError(message))  # which has its own reason
 
 
 SCRIPT = """
