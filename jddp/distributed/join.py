@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from jddp.distributed import early
 from jddp.distributed.failure_file import VARIABLE as FAILURE_FILE
+from jddp.distributed.gpus import Missing, may_use_gpus, plugin_errors, why_missing
 from jddp.distributed.identity import JOB, Identity, is_number, shown
 from jddp.distributed.rendezvous import Member, RendezvousClient, connect
 from jddp.distributed.rendezvous_server import RendezvousServer
@@ -24,6 +25,7 @@ START, HEARTBEAT = "JDDP_START_SECONDS", "JDDP_HEARTBEAT_SECONDS"
 _DEFAULTS = {START: "300", HEARTBEAT: "100"}
 _BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 VIRTUAL_DEVICES = 8
+_PLATFORMS = "jax_platforms"  # JAX_PLATFORMS, unless a program has set it
 _LATER = 30  # seconds, after which JAX gives up too
 
 
@@ -102,23 +104,32 @@ def configure_devices(num_devices: int | str, *, num_processes: int = 1) -> None
     jax.config.update("jax_num_cpu_devices", max(1, in_all // num_processes))
 
 
-def require_devices() -> None:
+def require_devices() -> Missing | None:
     """Starts the devices of this process; a job of several calls it after they have connected.
+
+    Returns:
+      What is missing, where JAX computes on CPUs although a driver or a plugin suggests a GPU.
 
     Raises:
       DeviceError: If JAX finds none of the platform that it is to use.
     """
     import jax
 
-    try:
-        jax.local_devices()
-    except (RuntimeError, AssertionError) as error:
-        wanted = os.environ.get("JAX_PLATFORMS")
-        reason = (str(error).splitlines() or ["no reason given"])[0]
-        raise DeviceError(
-            f"JAX finds no device for JAX_PLATFORMS={wanted}: {reason}. Does nvidia-smi show it "
-            "here, and is jax[cuda12] installed? JAX_PLATFORMS=cpu computes without one."
-        ) from error
+    wanted = getattr(jax.config, _PLATFORMS)
+    with plugin_errors() as reasons:
+        try:
+            found = jax.local_devices()
+        except (RuntimeError, AssertionError) as error:
+            reason = next(iter([*str(error).splitlines(), *reasons, "no reason given"]))
+            missing = (may_use_gpus(wanted) and why_missing(reasons)) or (
+                "Does nvidia-smi show it here, and is jax[cuda12] installed?"
+            )
+            raise DeviceError(
+                f"JAX finds no device for JAX_PLATFORMS={wanted}: {reason.rstrip('.')}. {missing} "
+                "JAX_PLATFORMS=cpu computes without one."
+            ) from error
+    is_meant = found[0].platform != "cpu" or not may_use_gpus(wanted)
+    return None if is_meant else why_missing(reasons)
 
 
 def read_seconds(environ: Mapping[str, str], name: str) -> int:

@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jddp.config.cli import Parser, enter
+from jddp.config.cli import Parser, enter, tell
 from jddp.config.permissions import expand
 from jddp.distributed.failure_file import VARIABLE, headline, read
 from jddp.doctor.finding import BAD, Finding
-from jddp.errors import CoordinatorError, ExitCode, FileSystemError, UsageError, show, words_of
+from jddp.errors import Error, ExitCode, FileSystemError, UsageError, show, words_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,8 +76,10 @@ def _print_failures(run: Path) -> int:
 
 
 def _examine(arguments: argparse.Namespace) -> int:
-    from jddp.distributed.coordination import gather, process_index
-    from jddp.distributed.join import configure_devices, initialize
+    from jddp.distributed.coordination import agree, gather, num_processes, process_index
+    from jddp.distributed.failure import leave
+    from jddp.distributed.gpus import gpu_facts
+    from jddp.distributed.join import configure_devices, initialize, require_devices
     from jddp.distributed.resolve import resolve_identity
     from jddp.doctor.devices import check_devices
     from jddp.doctor.host import check_host
@@ -91,10 +93,15 @@ def _examine(arguments: argparse.Namespace) -> int:
     configure_devices(per_process * identity.num_processes, num_processes=identity.num_processes)
     try:
         initialize(identity)
-    except CoordinatorError:
+        agree("devices", gpu_facts(os.environ))  # before they start, which would wait
+        missing = require_devices()
+    except Error as error:
         show("\n".join(map(str, findings)))  # one of which may be the reason
+        if num_processes() > 1:
+            tell(str(error))
+            leave(error.exit_code, error)  # the others wait for the devices of this process
         raise
-    findings += [*check_devices(), check_directory(arguments.dir)]
+    findings += [*check_devices(missing), check_directory(arguments.dir)]
     of_processes = gather("doctor", "\n".join(map(str, findings)), timeout_seconds=120)
     shared = check_job(arguments.dir)
     mesh = make_mesh()

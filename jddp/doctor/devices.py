@@ -2,47 +2,41 @@
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import jax
 
-from jddp.doctor.finding import BAD, OK, Finding
-
-# The oldest driver that each CUDA runs with: NVIDIA's table of minor version compatibility.
-OLDEST_DRIVER = {"12": 525, "13": 580}
+from jddp.distributed.gpus import OLDEST_DRIVER, ON_PURPOSE, Missing, driver_version
+from jddp.doctor.finding import BAD, OK, WARN, Finding
 
 
-def check_devices() -> Iterator[Finding]:
-    """Checks the devices of this process, which initializes them."""
+def check_devices(missing: Missing | None = None) -> Iterator[Finding]:
+    """Checks the devices of this process.
+
+    Args:
+      missing: What is missing, where CPUs are used and a GPU was to be expected.
+    """
     here, everywhere = jax.local_devices(), jax.devices()
     kind = f"{here[0].platform} devices here ({here[0].device_kind})"
     yield Finding(OK, f"{len(here)} {kind}, {len(everywhere)} in all")
-    driver = Path("/proc/driver/nvidia/version")
-    text = driver.read_text() if driver.exists() else ""
-    yield from check_driver(text, here[0].platform, str(here[0].client.platform_version))
+    if missing is not None:
+        yield Finding(BAD, f"JAX runs on CPUs. {missing.what}", f"{missing.fix} {ON_PURPOSE}")
+    if here[0].platform == "gpu":
+        yield from check_driver(driver_version(), str(here[0].client.platform_version))
 
 
-def check_driver(text: str, platform: str, runtime: str) -> Iterator[Finding]:
-    """Whether GPUs of the host are used, with a CUDA that their driver supports.
+def check_driver(version: int | None, runtime: str) -> Iterator[Finding]:
+    """Whether the driver supports the CUDA of JAX, which uses the GPUs.
 
     Args:
-      text: Version of the driver as the kernel reports it; empty where there is none.
-      platform: Platform of JAX's devices.
+      version: Version of the driver; None where it is not known.
       runtime: Runtime of JAX, such as "cuda 12090".
     """
-    found = re.search(r"Kernel Module(?: for \S+)?\s+(\d+)[.\d]*", text)
-    if found is None:
-        return
-    version = int(found[1])
-    if platform != "gpu":
-        newest = max((x for x, oldest in OLDEST_DRIVER.items() if version >= oldest), default="12")
-        what = f"There is an NVIDIA driver ({version}), and JAX runs on {platform}."
-        fix = f"pip install 'jddp[cuda{newest}]', and JAX_PLATFORMS must not exclude GPUs."
-        yield Finding(BAD, what, fix)
+    if version is None:
         return
     cuda = re.search(r"cuda (\d{2})", runtime)
-    if cuda and version < OLDEST_DRIVER.get(cuda[1], 0):
-        what = f"The driver is {version}, and CUDA {cuda[1]} needs {OLDEST_DRIVER[cuda[1]]}."
-        yield Finding(BAD, what, "A newer driver, or jddp[cuda12].")
+    oldest = OLDEST_DRIVER.get(cuda[1], 0) if cuda else 0
+    if version < oldest:  # with a package of forward compatibility
+        what = f"The driver is {version}, and CUDA {runtime[5:7]} needs {oldest}; JAX has GPUs."
+        yield Finding(WARN, what, "A newer driver, or jddp[cuda12], if kernels fail to load.")
     else:
         yield Finding(OK, f"NVIDIA driver {version}")

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from jddp.config.versions import versions
+from jddp.distributed.gpus import num_nvidia
 from jddp.doctor.finding import BAD, OK, WARN, Finding
 
 
@@ -17,11 +18,10 @@ def check_host(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
     yield Finding(OK, ", ".join(f"{name} {version}" for name, version in versions().items()))
     name = socket.gethostname()
     yield check_name(name, addresses_of(name))
-    num_gpus = len([*Path("/dev").glob("nvidia[0-9]*")])
     links = _names("/sys/class/infiniband")
     shared = Path("/dev/shm")
     size = shutil.disk_usage(shared).total if shared.is_dir() else None
-    yield from check_shared_memory(size, num_gpus)
+    yield from check_shared_memory(size, num_nvidia())
     yield from check_locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], links)
     yield from check_interfaces(_names("/sys/class/net"), links, environ)
 

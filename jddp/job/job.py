@@ -6,7 +6,6 @@ run = job.run()
 
 import contextlib
 import dataclasses
-import glob
 import logging
 import math
 import os
@@ -27,7 +26,8 @@ from jddp.config.schema import Config
 from jddp.config.versions import source_hash, versions
 from jddp.data import DataSet, TrainBatches, WorkerBatches, eval_batches, load_weights
 from jddp.data_parallel import DataParallel
-from jddp.distributed.coordination import agree
+from jddp.distributed.coordination import agree, process_index
+from jddp.distributed.gpus import ON_PURPOSE, gpu_facts
 from jddp.distributed.join import configure_devices, initialize, require_devices
 from jddp.distributed.resolve import resolve_identity
 from jddp.distributed.watchdog import Limits
@@ -295,7 +295,9 @@ def join(config: Config, num_devices: int | str) -> None:
         configure_devices(num_devices, num_processes=identity.num_processes)
     initialize(identity)
     agree("config or version", _facts(config))
-    require_devices()
+    missing = require_devices()
+    if missing is not None and process_index() == 0:
+        report(f"JAX runs on CPUs. {missing} {ON_PURPOSE}")
 
 
 def _check_outputs(job: Job) -> None:
@@ -323,7 +325,4 @@ def _facts(config: Config) -> dict[str, str]:
     settings = {name: str(getattr(jax.config, name)) for name in SETTINGS}
     flags = {name: os.environ.get(name, "") for name in ("XLA_FLAGS", "JAX_PLATFORMS")}
     flags["code of jddp"] = source_hash()
-    # A process without a GPU would take its CPU, and wait for others that have one.
-    if not flags["JAX_PLATFORMS"]:
-        flags["a GPU"] = "there" if glob.glob("/dev/nvidia[0-9]*") else "not there"
-    return {**keys, **versions(), **settings, **flags}
+    return {**gpu_facts(os.environ), **keys, **versions(), **settings, **flags}

@@ -3,7 +3,6 @@
 Decided before anything is started: the number, coordinator and devices of each process.
 """
 
-import glob
 import os
 import time
 from collections.abc import Mapping
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jddp.distributed.gpus import num_nvidia
 from jddp.distributed.identity import JOB, VARIABLES
 from jddp.distributed.resolve import LAUNCHED
 from jddp.errors import ConfigError
@@ -76,7 +76,7 @@ class Place:
 
 def environments(launch: Launch, place: Place, environ: Mapping[str, str]) -> list[dict[str, str]]:
     """The environment variables of each process on this machine."""
-    made, gpus = [], split_gpus(launch, environ, len(glob.glob("/dev/nvidia[0-9]*")))
+    made, gpus = [], split_gpus(launch, environ, num_nvidia())
     for process_id, share in enumerate(gpus, start=place.first):
         own: dict[str, Any] = {JOB: place.job, LAUNCHED: place.source}
         own |= zip(VARIABLES, (place.coordinator, place.num_processes, process_id), strict=True)

@@ -14,6 +14,7 @@ import pytest
 from runs import environment, free_port
 
 from jddp.distributed.failure_file import VARIABLE, describe, write
+from jddp.distributed.gpus import Missing
 from jddp.distributed.identity import VARIABLES
 from jddp.doctor import __main__ as doctor
 from jddp.doctor import acceptance, devices, host, job, links
@@ -60,23 +61,98 @@ def test_interfaces_are_read_as_nccl_reads_them():
         assert levels(host.check_interfaces(["eth0"], ["mlx5_0"], environ)) == want
 
 
-DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}.54.14  Thu"
-
-
-def test_a_driver_is_held_against_what_jax_runs_on():
-    for version, platform, runtime, want in (
-        (None, "cpu", "", []),
-        (550, "gpu", "cuda 12090", ["ok"]),
-        (550, "gpu", "cuda 13000", ["bad"]),
-        (580, "gpu", "cuda 13000", ["ok"]),
-        (550, "cpu", "", ["bad"]),
-        (470, "cpu", "", ["bad"]),
+def test_a_driver_is_held_against_the_cuda_of_jax():
+    for version, runtime, want in (
+        (None, "cuda 12090", []),
+        (550, "cuda 12090", ["ok"]),
+        (550, "cuda 13000", ["warn"]),  # JAX has GPUs: by forward compatibility
+        (580, "cuda 13000", ["ok"]),
     ):
-        text = DRIVER.format(version) if version else ""
-        found = list(devices.check_driver(text, platform, runtime))
-        assert levels(found) == want
-        if platform == "cpu" and found:
-            assert "jddp[cuda12]" in found[0].fix
+        assert levels(devices.check_driver(version, runtime)) == want
+
+
+def test_a_plugin_without_a_gpu_is_bad_and_cpus_that_were_chosen_are_not():
+    missing = Missing("JAX's plugin cuda12 is installed, and this host has no driver for it.", "Do")
+    count, found = devices.check_devices(missing)
+    assert (count.level, found.level) == ("ok", "bad")
+    assert found.what == f"JAX runs on CPUs. {missing.what}"
+    assert found.fix == "Do JAX_PLATFORMS=cpu, if CPUs are meant."
+    assert levels(devices.check_devices()) == ["ok"]
+
+
+PLUGIN = """
+def initialize():
+    raise RuntimeError("Unable to load CUDA. Is it installed?")
+"""
+
+
+@pytest.fixture
+def with_plugin(tmp_path):
+    """Variables of a process in which JAX's plugin for CUDA is installed, and finds no GPU."""
+    package = tmp_path / "packages" / "jax_plugins" / "xla_cuda12"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(PLUGIN)
+    path = os.pathsep.join([environment()["PYTHONPATH"], str(tmp_path / "packages")])
+    return environment(PYTHONPATH=path, JAX_PLATFORMS="")
+
+
+def run(words, folder, variables, **others):
+    command = [sys.executable, *words]
+    return subprocess.run(
+        command, cwd=folder, env=variables | others, capture_output=True, text=True
+    )
+
+
+@pytest.mark.processes
+def test_a_plugin_without_a_gpu_is_reported_by_the_doctor_and_in_one_line_of_training(
+    with_plugin, tmp_path
+):
+    examined = run(["-m", "jddp.doctor", "--num-devices", "2"], tmp_path, with_plugin)
+    assert examined.returncode == 69, examined.stderr
+    assert examined.stderr == ""
+    assert "bad   JAX runs on CPUs. JAX's plugin cuda12 is installed, and this" in examined.stdout
+    training = ["-m", "jddp.train", "--dry-run", "model.name=mlp", "mesh.num_devices=2"]
+    (line,) = run(training, tmp_path, with_plugin).stderr.splitlines()
+    assert line.startswith("jddp: JAX runs on CPUs. JAX's plugin cuda12 is installed, and this ")
+    assert run(training, tmp_path, with_plugin, JAX_PLATFORMS="cpu").stderr == ""
+    refused = run(["-m", "jddp.doctor"], tmp_path, with_plugin, JAX_PLATFORMS="cuda")
+    assert refused.returncode == 69
+    (line,) = refused.stderr.splitlines()
+    assert line.startswith("jddp: JAX finds no device for JAX_PLATFORMS=cuda: Unable to load CUDA")
+    assert "jax 0" in refused.stdout  # what was found before
+
+
+WITH_GPU = """
+import sys
+from jddp.distributed import gpus
+from jddp.doctor.__main__ import main
+gpus.num_nvidia = lambda: 1
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.processes
+def test_a_host_without_a_gpu_ends_all_before_the_devices_start(with_plugin, tmp_path):
+    def end(words, variables):
+        numbers = [(f"127.0.0.1:{port}", "2", str(process)) for process in range(2)]
+        joined = [dict(zip(VARIABLES, x, strict=True)) for x in numbers]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        running = [
+            subprocess.Popen([sys.executable, *word], env=with_plugin | own | other, **pipes)
+            for word, own, other in zip(words, joined, variables, strict=True)
+        ]
+        errors = [process.communicate(timeout=120)[1] for process in running]
+        return [process.returncode for process in running], errors
+
+    port, plain = free_port(), ["-m", "jddp.doctor"]
+    codes, errors = end([["-c", WITH_GPU], plain], [{}, {}])
+    assert codes == [78, 78], errors
+    assert all("a GPU is absent there and present here" in error for error in errors)
+    port = free_port()
+    codes, errors = end([plain, plain], [{"JAX_PLATFORMS": "cpu"}, {"JAX_PLATFORMS": "cuda"}])
+    assert set(codes) <= {69, 81}, errors
+    assert codes[1] == 69
+    assert "JAX finds no device for JAX_PLATFORMS=cuda" in errors[1]
 
 
 def test_another_version_a_late_clock_and_a_directory_not_all_see_are_reported(tmp_path):

@@ -1,0 +1,131 @@
+"""The GPUs of this host as files, drivers and packages show them, before JAX looks for any.
+
+    gpu_facts(os.environ)             # compared between the processes of a job
+    why_missing(reasons)              # where JAX has none: what is missing, and the way out
+
+Where its plugin for GPUs fails, JAX computes on CPUs. Where a process of a job has no GPU and
+others have one, these wait for it in the first exchange of their devices.
+"""
+
+import contextlib
+import logging
+import pkgutil
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path("/")
+# The oldest driver that each CUDA runs with: NVIDIA's table of minor version compatibility.
+OLDEST_DRIVER = {"12": 525, "13": 580}
+PLATFORMS = {"cuda", "gpu", "rocm"}  # of JAX_PLATFORMS
+ON_PURPOSE = "JAX_PLATFORMS=cpu, if CPUs are meant."
+INSTALL = (
+    "pip install 'jddp[cuda12]'; cuda13 needs a driver from 580 on, and GPUs newer than V100 and "
+    "P100."
+)
+_CONTAINER = (
+    "A container needs --gpus all (Docker), --device nvidia.com/gpu=all (Podman) or the limit "
+    "nvidia.com/gpu (Kubernetes)."
+)
+
+
+class Missing(NamedTuple):
+    """Why JAX has no GPU.
+
+    Attributes:
+      what: Description of what is missing.
+      fix: Way out.
+    """
+
+    what: str
+    fix: str
+
+    def __str__(self) -> str:
+        """Both, in one line."""
+        return f"{self.what} {self.fix}"
+
+
+def num_nvidia() -> int:
+    """Number of NVIDIA's GPUs that this host or container has."""
+    return len([*ROOT.glob("dev/nvidia[0-9]*")])
+
+
+def num_amd() -> int:
+    """Number of AMD's GPUs that this host or container has."""
+    return len([*ROOT.glob("dev/dri/renderD*")]) if (ROOT / "dev/kfd").exists() else 0
+
+
+def driver_version() -> int | None:
+    """Version of NVIDIA's driver as the kernel reports it, also in a container without GPUs."""
+    path = ROOT / "proc/driver/nvidia/version"
+    text = path.read_text() if path.exists() else ""
+    found = re.search(r"Kernel Module(?: for \S+)?\s+(\d+)[.\d]*", text)
+    return int(found[1]) if found else None
+
+
+def plugins() -> list[str]:
+    """JAX's plugins for GPUs that are installed, such as cuda12."""
+    try:
+        import jax_plugins
+    except ImportError:
+        return []
+    names = [module.name for module in pkgutil.iter_modules(jax_plugins.__path__)]
+    kinds = re.compile(r"xla_((?:cuda|rocm)\d+)")
+    return sorted(found[1] for name in names if (found := kinds.fullmatch(name)))
+
+
+def may_use_gpus(platforms: str | None) -> bool:
+    """Whether JAX_PLATFORMS leaves JAX the choice of GPUs."""
+    return not platforms or not PLATFORMS.isdisjoint(platforms.split(","))
+
+
+def gpu_facts(environ: Mapping[str, str]) -> dict[str, str]:
+    """Facts that all processes of a job must share: without a GPU one would take its CPU."""
+    is_there = may_use_gpus(environ.get("JAX_PLATFORMS")) and num_nvidia() + num_amd() > 0
+    return {"a GPU": "present" if is_there else "absent"}
+
+
+def why_missing(reasons: Sequence[str] = ()) -> Missing | None:
+    """Why JAX has no GPU here; None where neither plugin nor driver suggests that there is one.
+
+    Args:
+      reasons: What JAX's plugins have raised.
+    """
+    version, installed = driver_version(), plugins()
+    cuda = next((name[4:] for name in installed if name.startswith("cuda")), "")
+    if version is None:
+        what = "JAX's plugin {} is installed, and this host has no driver for it."
+        fix = "Install the driver, or uninstall the plugin where there is no GPU."
+        return Missing(what.format(", ".join(installed)), fix) if installed else None
+    if not num_nvidia():
+        return Missing(f"NVIDIA's driver is {version}, and there is no /dev/nvidia*.", _CONTAINER)
+    if not cuda:
+        what = f"NVIDIA's driver is {version}, and JAX has no plugin for it."
+        return Missing(what, INSTALL)
+    if version < (oldest := OLDEST_DRIVER.get(cuda, 0)):
+        what = f"NVIDIA's driver is {version}, and CUDA {cuda} needs {oldest}."
+        older = ", or jddp[cuda12]" if version >= OLDEST_DRIVER["12"] else ""
+        return Missing(what, f"Install a newer driver{older}.")
+    reason = "".join(f": {reason.rstrip('.')}" for reason in reasons[:1])
+    what = f"NVIDIA's driver is {version}, and JAX's plugin cuda{cuda} finds no GPU{reason}."
+    return Missing(what, "LD_LIBRARY_PATH must not name another CUDA or cuDNN than pip's.")
+
+
+@contextlib.contextmanager
+def plugin_errors() -> Iterator[list[str]]:
+    """While open, errors of JAX's plugins are collected, which JAX logs with their tracebacks."""
+    reasons = list[str]()
+
+    def collect(record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if error is not None:
+            reasons.append((str(error).splitlines() or [type(error).__name__])[0])
+        return error is None
+
+    logger = logging.getLogger("jax._src.xla_bridge")
+    logger.addFilter(collect)
+    try:
+        yield reasons
+    finally:
+        logger.removeFilter(collect)

@@ -1,0 +1,126 @@
+"""Where JAX has no GPU, a line names what is missing: the files of a host, a driver, a plugin."""
+
+import logging
+
+import jax
+import pytest
+
+from jddp.distributed import gpus, join
+from jddp.distributed.gpus import gpu_facts, plugin_errors, why_missing
+from jddp.errors import DeviceError
+
+VERSION = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}.54.14  Thu"
+
+
+@pytest.fixture
+def host(tmp_path, monkeypatch):
+    """Makes a host: its driver, its numbers of GPUs, and the plugins that are installed."""
+    monkeypatch.setattr(gpus, "ROOT", tmp_path)
+
+    def make(*, driver=None, nvidia=0, amd=0, plugins=()):
+        names = [f"dev/nvidia{i}" for i in range(nvidia)] + ["dev/nvidiactl"] * (nvidia > 0)
+        names += [f"dev/dri/renderD{128 + i}" for i in range(amd)] + ["dev/kfd"] * (amd > 0)
+        for name in names:
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).touch()
+        if driver:
+            (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
+            (tmp_path / "proc/driver/nvidia/version").write_text(VERSION.format(driver))
+        monkeypatch.setattr(gpus, "plugins", lambda: list(plugins))
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "there, words",
+    [
+        ({}, None),
+        ({"amd": 1}, None),
+        ({"plugins": ["cuda12"]}, ["plugin cuda12 is installed, and this host has no driver"]),
+        (
+            {"driver": 550, "plugins": ["cuda12"]},
+            ["driver is 550, and there is no /dev/nvidia*", "--gpus all"],
+        ),
+        ({"driver": 550}, ["there is no /dev/nvidia*"]),
+        ({"driver": 580, "nvidia": 1}, ["has no plugin for it", "pip install 'jddp[cuda12]'"]),
+        (
+            {"driver": 550, "nvidia": 1, "plugins": ["cuda13"]},
+            ["driver is 550, and CUDA 13 needs 580", "or jddp[cuda12]"],
+        ),
+        (
+            {"driver": 470, "nvidia": 1, "plugins": ["cuda12"]},
+            ["driver is 470, and CUDA 12 needs 525", "Install a newer driver."],
+        ),
+        (
+            {"driver": 550, "nvidia": 1, "plugins": ["cuda12"]},
+            ["plugin cuda12 finds no GPU: Outdated cuDNN installation found. "],
+        ),
+    ],
+)
+def test_what_is_missing_is_named_with_a_way_out(host, there, words):
+    host(**there)
+    found = why_missing(["Outdated cuDNN installation found."])
+    assert (found is None) == (words is None)
+    assert all(word in str(found) for word in words or ())
+    assert "\n" not in str(found)
+
+
+def test_a_process_has_a_gpu_where_there_is_a_file_and_the_platforms_allow_it(host):
+    host()
+    assert gpu_facts({}) == {"a GPU": "absent"}
+    host(nvidia=2)
+    for platforms, is_there in (("", True), ("cuda", True), ("cuda,cpu", True), ("cpu", False)):
+        want = "present" if is_there else "absent"
+        assert gpu_facts({"JAX_PLATFORMS": platforms}) == {"a GPU": want}
+
+
+def test_amd_counts_where_its_driver_is(host):
+    host(amd=2)
+    assert gpus.num_amd() == 2
+    assert gpu_facts({}) == {"a GPU": "present"}
+    (gpus.ROOT / "dev/kfd").unlink()  # the render nodes are those of a display
+    assert gpus.num_amd() == 0
+
+
+def fail_to_load():
+    try:
+        raise RuntimeError("Unable to load CUDA. Is it installed?\nmore")
+    except RuntimeError:
+        logging.getLogger("jax._src.xla_bridge").exception("Jax plugin configuration error")
+
+
+def test_errors_of_plugins_are_collected_without_their_tracebacks(caplog):
+    with plugin_errors() as reasons:
+        fail_to_load()
+        logging.getLogger("jax._src.xla_bridge").warning("another")
+    assert reasons == ["Unable to load CUDA. Is it installed?"]
+    assert [record.message for record in caplog.records] == ["another"]
+    fail_to_load()
+    assert len(caplog.records) == 2
+
+
+def test_a_platform_without_a_device_is_an_error_in_one_line_that_names_what_is_missing(
+    host, monkeypatch
+):
+    def no_device():
+        fail_to_load()
+        raise AssertionError
+
+    host(driver=550, plugins=["cuda12"])
+    monkeypatch.setattr(jax, "local_devices", no_device)
+    monkeypatch.setattr(join, "may_use_gpus", lambda wanted: True)
+    with pytest.raises(
+        DeviceError, match=r"Unable to load CUDA. Is .*\. NVIDIA's driver is 550, and"
+    ):
+        join.require_devices()
+
+
+def test_cpus_are_reported_where_a_gpu_was_to_be_expected_and_cpus_were_not_chosen(
+    host, monkeypatch
+):
+    host(plugins=["cuda12"])
+    assert join.require_devices() is None  # JAX_PLATFORMS=cpu
+    monkeypatch.setattr(join, "may_use_gpus", lambda wanted: True)
+    assert "plugin cuda12 is installed" in str(join.require_devices())
+    host(plugins=[])
+    assert join.require_devices() is None
