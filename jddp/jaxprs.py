@@ -82,7 +82,7 @@ def coarse_products(jaxpr: Jaxpr) -> bool:
     """
     return any(
         eqn.primitive.name in PRODUCTS
-        and {v.aval.dtype for v in eqn.invars} == {np.dtype(np.float32)}
+        and {dtype_of(v) for v in eqn.invars} == {np.dtype(np.float32)}
         and eqn.params["precision"] not in EXACT
         for eqn in equations(jaxpr)
     )
@@ -99,9 +99,7 @@ def quantizations(jaxpr: Jaxpr) -> set[str]:
         if eqn.primitive.name == "round":
             found.add("round")
         if eqn.primitive.name == "convert_element_type":
-            old, new = (
-                np.dtype(getattr(v.aval, "dtype", bool)) for v in (*eqn.invars, *eqn.outvars)
-            )
+            old, new = map(dtype_of, (*eqn.invars, *eqn.outvars))
             is_narrowed = jnp.issubdtype(old, jnp.floating) and old.itemsize > new.itemsize == 1
             if is_narrowed and jnp.issubdtype(new, jnp.number):
                 found.add(new.name)
@@ -111,3 +109,8 @@ def quantizations(jaxpr: Jaxpr) -> set[str]:
 def shape_of(v: Any) -> tuple[int, ...]:
     """The shape of a variable or number; () of what is no array."""
     return getattr(v.aval, "shape", ())
+
+
+def dtype_of(v: Any) -> np.dtype[Any]:
+    """The dtype of a variable or number; bool of what is no array."""
+    return np.dtype(getattr(v.aval, "dtype", bool))
