@@ -7,6 +7,7 @@ which can be anything.
 This room knows equations, and nothing of models or steps.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,8 @@ from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 DRAWING = {"random_bits", "random_gamma", "rng_bit_generator", "rng_uniform", "threefry2x32"}
 LOOPS = {"scan", "while"}
 PRODUCTS = {"dot_general", "conv_general_dilated"}
+# Up to here a dtype has all whole numbers: a sum of more ones than that does not grow.
+LARGEST_COUNTS = {np.dtype(jnp.bfloat16): 2**8, np.dtype(np.float16): 2**11}
 EXACT = ((lax.Precision.HIGHEST,) * 2, lax.DotAlgorithmPreset.F32_F32_F32)
 
 
@@ -86,6 +89,24 @@ def coarse_products(jaxpr: Jaxpr) -> bool:
         and eqn.params["precision"] not in EXACT
         for eqn in equations(jaxpr)
     )
+
+
+def long_sums(jaxpr: Jaxpr) -> set[tuple[str, str, int]]:
+    """Sums in 16 bits of more terms than their dtype counts to: primitive, dtype, terms.
+
+    A reduction's terms are those of one result; those of a scatter may all be added to one row.
+    """
+    found = set()
+    for eqn in equations(jaxpr):
+        if (name := eqn.primitive.name) == "reduce_sum":
+            terms = math.prod(shape_of(eqn.invars[0])[axis] for axis in axes_of(eqn))
+        elif name == "scatter-add":
+            terms = math.prod(shape_of(eqn.invars[1])[:-1])
+        else:
+            continue
+        if terms > LARGEST_COUNTS.get(dtype := dtype_of(eqn.outvars[0]), math.inf):
+            found.add((name, dtype.name, terms))
+    return found
 
 
 def quantizations(jaxpr: Jaxpr) -> set[str]:

@@ -55,6 +55,21 @@ def coarse(precision: str | None) -> str:
     )
 
 
+def long_sums(found: Iterable[tuple[str, str, int]]) -> str:
+    """The finding that sums lose digits.
+
+    Args:
+      found: Primitive, dtype and number of terms of each, `jddp.jaxprs.long_sums`.
+    """
+    sums = "".join(f"  {name} of {num:,} terms in {dtype}\n" for name, dtype, num in sorted(found))
+    return (
+        "Sums of many terms lose digits in 16 bits, and may alone make a difference:\n"
+        f"{sums}"
+        "To add up in float32, gather float32 rows of an embedding and cast them then;\n"
+        "add a float32 bias, and cast the result."
+    )
+
+
 def causes(
     options: Mapping[str, Any],
     *,

@@ -26,7 +26,7 @@ from jddp.engine.mesh import platform
 from jddp.engine.replicas import LogicalReplicas
 from jddp.engine.state import Inputs, TrainState
 from jddp.errors import UsageError
-from jddp.jaxprs import coarse_products, dtypes, quantizations
+from jddp.jaxprs import coarse_products, dtypes, long_sums, quantizations
 from jddp.modules.metrics import weights_in
 from jddp.modules.rows import count_rows
 from jddp.trainer.fingerprint import fingerprint, uses_rng
@@ -144,6 +144,8 @@ def _compared(
         alone = _first_state(one, seed, batch, values if isinstance(values, Mapping) else None)
         want = _step(one, alone, batch if has_all else _in_order(batch, many))
     comparisons = _compare(got, want, many, state, batch)
+    if sums := long_sums(many.trace(batch).jaxpr.jaxpr):
+        found.append(findings.long_sums(sums))
     if names := _not_finite(got, want):
         found.append(findings.not_finite(names))
     elif not all(comparison.passed for comparison in comparisons):

@@ -259,6 +259,26 @@ def test_products_of_a_precision_that_the_model_names_are_allowed_its_roundings(
     assert {x.allowed for x in report.comparisons} == {8 * 2**-11, 0.05}
 
 
+def cast_before_the_gather(m, x, train):
+    return nn.Embed(311, NUM_CLASSES, dtype=jnp.bfloat16)(x).mean(1).astype(jnp.float32)
+
+
+def cast_after_the_gather(m, x, train):
+    rows = nn.Embed(311, NUM_CLASSES)(x).astype(jnp.bfloat16)
+    return rows.mean(1).astype(jnp.float32)
+
+
+def test_a_long_sum_in_16_bits_is_a_finding_and_no_failure():
+    tokens = np.arange(64 * 40, dtype=np.int32).reshape(64, 40) % 311
+    batch = {"x": tokens, "y": make_batch(64)["y"]}
+    report = verified(Of(cast_before_the_gather), batch=batch)
+    assert report.passed, report
+    (finding,) = report.findings
+    assert "scatter-add of 320 terms in bfloat16" in finding
+    assert max(map(len, finding.splitlines())) <= 80
+    assert verified(Of(cast_after_the_gather), batch=batch).findings == ()
+
+
 def test_what_is_not_finite_on_both_is_named_and_nothing_else_guessed():
     report = verified(loss=lambda *given: loss_fn(*given)[0] * jnp.nan)
     assert not report.passed

@@ -8,6 +8,7 @@ References:
   both embeds the tokens and scores them. https://arxiv.org/abs/1608.05859
 """
 
+import jax.numpy as jnp
 from flax import linen as nn
 from jax import Array
 from jaxtyping import Float, Int
@@ -37,12 +38,13 @@ class GPT(Transformer):
                 "max_length, or shorten the sequences."
             )
         init = nn.initializers.normal(0.02)
-        embed = nn.Embed(self.vocab_size, self.width, dtype=self.dtype, embedding_init=init)
+        embed = nn.Embed(self.vocab_size, self.width, embedding_init=init)
         positions = self.param("positions", init, (self.max_length, self.width))
-        x = embed(tokens)
-        x = x + positions[None, :t].astype(x.dtype)
+        # Cast after the gather: its gradient, a sum over tokens, is in the dtype of the table.
+        x = embed(tokens) + positions[None, :t]
+        x = x.astype(self.dtype or x.dtype)
         # Two branches a block add up in the residual stream: GPT-2 scales their ends for it.
         inits = {"kernel_init": init}
         inits["output_init"] = nn.initializers.normal(0.02 / (2 * self.num_layers) ** 0.5)
         x = self.apply_blocks(x, train=train, is_causal=True, **inits)
-        return embed.attend(x).astype("float32")
+        return jnp.dot(x, embed.embedding.T.astype(x.dtype)).astype("float32")

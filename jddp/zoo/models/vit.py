@@ -41,6 +41,6 @@ class ViT(Transformer):
         x = nn.Conv(self.width, patch, strides=patch, padding="VALID", dtype=self.dtype)(images)
         x = x.reshape(b, -1, self.width)
         positions = self.param("positions", nn.initializers.normal(0.02), (1, *x.shape[1:]))
-        x = x + positions.astype(x.dtype)
+        x = (x + positions).astype(x.dtype)  # The gradient of positions, a sum, is in their dtype.
         x = self.apply_blocks(x, train=train, is_causal=False).mean(axis=1)
         return nn.Dense(self.num_classes, dtype=self.dtype)(x).astype("float32")

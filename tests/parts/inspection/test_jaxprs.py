@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jddp.jaxprs import axes_of, called, carried, dtypes, equations, uses_rng
+from jddp.jaxprs import axes_of, called, carried, dtypes, equations, long_sums, uses_rng
 
 KEY, X = jax.random.key(0), jnp.ones(3)
 
@@ -108,6 +108,26 @@ def test_dtypes_are_those_of_arrays_and_not_of_names():
     program = traced(jax.jit(named), X)
     assert "bf16[" in str(program)
     assert jnp.bfloat16 not in dtypes(program)
+
+
+def sum_of(num, dtype):
+    return lambda x: lax.reduce_sum_p.bind(
+        jnp.broadcast_to(x.astype(dtype), (num, 3)), axes=(0,), out_sharding=None
+    )
+
+
+def scatter_of(num, dtype):
+    rows = jnp.arange(num) % 3
+    return jax.grad(lambda x: x.astype(dtype)[rows].astype(jnp.float32).sum())
+
+
+@pytest.mark.parametrize("make, name", [(sum_of, "reduce_sum"), (scatter_of, "scatter-add")])
+def test_a_sum_is_long_if_its_dtype_does_not_count_so_far(make, name):
+    for dtype, longest in (("bfloat16", 2**8), ("float16", 2**11)):
+        assert not long_sums(traced(make(longest, dtype), X))
+        found = long_sums(traced(in_branches_of_loops(make(longest + 1, dtype)), X))
+        assert found == {(name, dtype, longest + 1)}
+    assert not long_sums(traced(make(5000, "float32"), X))
 
 
 def test_a_call_is_told_from_a_loop_and_from_a_reduction():
