@@ -81,13 +81,16 @@ def _examine(arguments: argparse.Namespace) -> int:
     from jddp.distributed.gpus import gpu_facts
     from jddp.distributed.join import configure_devices, initialize, require_devices
     from jddp.distributed.resolve import resolve_identity
+    from jddp.doctor.busy import check_busy
     from jddp.doctor.devices import check_devices
     from jddp.doctor.host import check_host
     from jddp.doctor.job import check_directory, check_job
     from jddp.doctor.links import check_links, measure_all_reduce
     from jddp.engine.mesh import make_mesh
 
-    findings = list(check_host())
+    # A job that runs on these GPUs may need the memory that JAX would take at once.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    findings = [*check_host(), *check_busy()]
     identity = resolve_identity()
     per_process = max(1, arguments.num_devices // identity.num_processes)
     configure_devices(per_process * identity.num_processes, num_processes=identity.num_processes)

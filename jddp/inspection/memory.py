@@ -16,6 +16,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from jddp.distributed.nvidia_smi import smallest_bytes
 from jddp.engine.mesh import platform
 from jddp.engine.state import TrainState
 from jddp.html import Shown
@@ -66,7 +67,7 @@ class Memory(Shown):
       other_state: Bytes of batch statistics and the like.
       batch: Bytes of the rows of one device.
       temporaries: Bytes that the compiler needs besides, mostly for activations.
-      limit: Bytes of the device's memory.
+      limit: Bytes of the device's memory; infinite where it is not known.
       largest: The largest arrays that the program makes.
     """
 
@@ -76,7 +77,7 @@ class Memory(Shown):
     other_state: int
     batch: int
     temporaries: int
-    limit: int
+    limit: float
     largest: tuple[Array, ...] = ()
 
     @property
@@ -98,7 +99,7 @@ class Memory(Shown):
         """A table in 80 columns: the memory that a device needs, and that it has."""
         rows = {field: getattr(self, field) for field in FIELDS}
         rows |= {"sum": self.total, "the device has": self.limit}
-        sizes = (f"  {name.replace('_', ' '):<15}{x / 2**20:>12,.2f}" for name, x in rows.items())
+        sizes = (f"  {name.replace('_', ' '):<15}{_in_mib(x):>12}" for name, x in rows.items())
         return "\n".join(["memory per device, MiB", *sizes])
 
     def cuts(self, num_rows: int) -> Iterator[int]:
@@ -161,8 +162,14 @@ def _made_in(program: Program, computation: Computation) -> Iterator[Array]:
                 yield from _made_in(program, program.computations[name])
 
 
+def _in_mib(size: float) -> str:
+    return "unknown" if size == math.inf else f"{size / 2**20:,.2f}"
+
+
 def in_words(size: float) -> str:
     """Bytes in MiB or GiB, such as "12.5 GiB"."""
+    if size == math.inf:
+        return "an unknown size"
     return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"
 
 
@@ -177,7 +184,10 @@ def _bytes_per_device(tree: PyTree) -> int:
     return sum(map(size, jax.tree.leaves(tree)))
 
 
-def _device_limit(devices: list[jax.Device]) -> int:
-    # Virtual devices share the memory of their host.
-    share = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(devices)
-    return int((devices[0].memory_stats() or {}).get("bytes_limit", share))
+def _device_limit(devices: list[jax.Device]) -> float:
+    known = (devices[0].memory_stats() or {}).get("bytes_limit")
+    if known is None and devices[0].platform == "cpu":
+        # Virtual devices share the memory of their host.
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(devices)
+    # A GPU has no statistics under XLA_PYTHON_CLIENT_ALLOCATOR=platform.
+    return known or smallest_bytes() or math.inf

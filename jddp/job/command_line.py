@@ -62,7 +62,9 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.print_config:
         print(dump_values(config.model_dump()), end="")
         return ExitCode.DONE
-    if not arguments.dry_run:  # which writes nothing
+    if arguments.dry_run:  # beside a job that may need the memory of these GPUs
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    else:  # a dry run writes nothing
         from jddp.trainer.reports.run_directory import RunDirectory
 
         RunDirectory(config.run.dir or "", is_writer=True).check_usable()

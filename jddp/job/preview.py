@@ -5,6 +5,8 @@
 Sizes per device come from the compiler. The effect of options of the model is estimated from them.
 """
 
+import dataclasses
+import math
 import textwrap
 
 import jax
@@ -13,6 +15,7 @@ from jddp.inspection.memory import Memory, in_words
 from jddp.job.job import Job
 from jddp.job.optimizers import optimizer_table
 from jddp.trainer.out_of_memory import NOTHING_FITS, ways_out
+from jddp.trainer.prefetch import NUM_AHEAD
 from jddp.zoo.names import accepted_names
 
 
@@ -47,9 +50,13 @@ def _arithmetic(job: Job) -> list[str]:
 
 def memory_table(job: Job, memory: Memory) -> list[str]:
     """Returns lines with the memory that a device needs and has."""
+    memory = dataclasses.replace(memory, batch=(1 + NUM_AHEAD) * memory.batch)
+    table = f"{memory!r}\nbatch: that of a step, and {NUM_AHEAD} that are prefetched"
+    if memory.limit == math.inf:
+        return [table, "the device does not report its memory: whether it fits is unknown"]
     if memory.fits:
-        return [repr(memory), f"fits: {memory.total / memory.limit:.1%} of the device"]
-    return [repr(memory), "does not fit; what would make it smaller", *_ways_out(job, memory)]
+        return [table, f"fits: {memory.total / memory.limit:.1%} of the device"]
+    return [table, "does not fit; what would make it smaller", *_ways_out(job, memory)]
 
 
 def _ways_out(job: Job, memory: Memory) -> list[str]:

@@ -23,6 +23,7 @@ from jddp.typing import Batch
 
 # Batches that wait on the devices: one more than the next, as reading may take longer at times.
 DEPTH = 2
+NUM_AHEAD = DEPTH + 1  # batches on the devices beside that of the step: one waits for its place
 _END = object()
 
 

@@ -2,6 +2,7 @@ import dataclasses
 import inspect
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -350,6 +351,10 @@ def test_what_does_not_fit_comes_with_options_that_would(mine):
     tight = memory_table(job, dataclasses.replace(memory, limit=memory.fixed))
     assert "One row at a time is too much: choose a smaller model" in tight[2]
     assert all(len(line) <= 80 for line in tight[2:])
+    held = re.search(r"batch +([\d.]+)\n", lines[0])
+    assert float(held[1]) == pytest.approx(4 * memory.batch / 2**20, abs=0.005)
+    unknown = memory_table(job, dataclasses.replace(memory, limit=math.inf))
+    assert unknown[1:] == ["the device does not report its memory: whether it fits is unknown"]
 
 
 SCALES = "boundaries_and_scales: {10: 0.5}"

@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 
@@ -180,9 +181,12 @@ def test_each_mistake_is_one_line_and_a_code_of_its_own(here, capsys, arguments,
     assert message in line
 
 
-def test_a_dry_run_writes_nothing_and_fits_a_terminal(here, folder, capsys):
-    before = contents(folder)
+def test_a_dry_run_writes_nothing_and_fits_a_terminal(here, folder, capsys, monkeypatch):
+    before, preallocate = contents(folder), "XLA_PYTHON_CLIENT_PREALLOCATE"
+    monkeypatch.setenv(preallocate, "")  # so that it is as before in the end
+    monkeypatch.delenv(preallocate)
     assert here("--dry-run", "run.dir=runs/dry") == 0
+    assert os.environ[preallocate] == "false"  # a job may need the memory
     out = capsys.readouterr().out
     assert "memory per device, MiB" in out
     assert all(len(line) <= 80 for line in out.splitlines())

@@ -199,9 +199,12 @@ def test_sums_over_the_devices_are_right_and_timed_and_a_wrong_one_is_reported(m
     assert "64, 128 bytes" in found.what
 
 
-def test_one_process_is_examined(capsys, tmp_path):
-    picture = tmp_path / "bandwidth.png"
+def test_one_process_is_examined(capsys, tmp_path, monkeypatch):
+    picture, preallocate = tmp_path / "bandwidth.png", "XLA_PYTHON_CLIENT_PREALLOCATE"
+    monkeypatch.setenv(preallocate, "")  # so that it is as before in the end
+    monkeypatch.delenv(preallocate)
     assert main(["--dir", str(tmp_path), "--plot", str(picture)]) == 0
+    assert os.environ[preallocate] == "false"  # a job may need the memory
     text = capsys.readouterr().out
     assert "one process: nothing to agree on" in text
     assert "8 cpu devices here" in text

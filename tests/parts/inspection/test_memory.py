@@ -1,5 +1,7 @@
 """The memory of a step is known before it runs; where it is too much, the error says what fits."""
 
+import dataclasses
+import math
 import os
 import re
 
@@ -12,6 +14,7 @@ from tiny import MLP, loss_fn, make_batch
 
 import jddp
 from jddp.errors import OutOfMemoryError
+from jddp.inspection import memory as memory_module
 from jddp.inspection.hlo import read_program
 from jddp.inspection.memory import largest_arrays
 
@@ -91,3 +94,22 @@ def test_the_largest_arrays_are_named_by_what_made_them():
     largest = largest_arrays(read_program(text))
     assert str(largest[0]).startswith("f32[64,64] of wide/while/body/")
     assert [x.bytes for x in largest] == sorted((x.bytes for x in largest), reverse=True)
+
+
+class Device:
+    """A device with these statistics."""
+
+    def __init__(self, platform, stats):
+        self.platform, self.memory_stats = platform, lambda: stats
+
+
+def test_the_memory_of_the_host_is_never_that_of_a_gpu(monkeypatch):
+    monkeypatch.setattr(memory_module, "smallest_bytes", lambda: None)
+    limit = memory_module._device_limit
+    assert limit([Device("gpu", {"bytes_limit": 7})]) == 7
+    assert limit([Device("cpu", None)] * 4) == HOST // 4
+    assert limit([Device("gpu", None)]) == math.inf  # XLA_PYTHON_CLIENT_ALLOCATOR=platform
+    unknown = dataclasses.replace(wrapped(loss_fn).memory(make_batch(8)), limit=math.inf)
+    assert re.search(r"the device has +unknown", repr(unknown))
+    monkeypatch.setattr(memory_module, "smallest_bytes", lambda: 2**30)
+    assert limit([Device("gpu", None)]) == 2**30

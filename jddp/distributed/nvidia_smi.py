@@ -1,0 +1,77 @@
+"""What NVIDIA's program `nvidia-smi` reports of the GPUs that this process may use.
+
+Without the program, which a container may lack, there are none. It takes about a second, and
+several where a driver has to start first.
+"""
+
+import subprocess
+from typing import NamedTuple
+
+_SECONDS = 60
+
+
+class Gpu(NamedTuple):
+    """A GPU.
+
+    Attributes:
+      uuid: Name that no other GPU has.
+      kind: Name of the product.
+      used_mib: Memory in use; None where it is not reported.
+      total_mib: Memory in all; None where it is not reported.
+    """
+
+    uuid: str
+    kind: str
+    used_mib: int | None
+    total_mib: int | None
+
+
+class Program(NamedTuple):
+    """A process that computes on a GPU; in a container those outside of it are not seen.
+
+    Attributes:
+      gpu: UUID of the GPU.
+      pid: Number of the process.
+      name: Name of its program.
+    """
+
+    gpu: str
+    pid: str
+    name: str
+
+
+def list_gpus() -> list[Gpu]:
+    """The GPUs, in the order of their numbers."""
+    rows = _query("--query-gpu=uuid,name,memory.used,memory.total", 4)
+    return [Gpu(uuid, kind, _number(used), _number(total)) for uuid, kind, used, total in rows]
+
+
+def list_programs() -> list[Program]:
+    """The processes that compute on them."""
+    return [Program(*row) for row in _query("--query-compute-apps=gpu_uuid,pid,process_name", 3)]
+
+
+def smallest_bytes() -> int | None:
+    """Memory of the smallest GPU; None where it is not known."""
+    known = [gpu.total_mib for gpu in list_gpus() if gpu.total_mib is not None]
+    return min(known) * 2**20 if known else None
+
+
+def run(*arguments: str) -> list[str]:
+    """The lines that it prints; none if it is absent, fails or hangs."""
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=_SECONDS, check=True
+        )
+    except (OSError, subprocess.SubprocessError, UnicodeError):
+        return []
+    return done.stdout.splitlines()
+
+
+def _query(what: str, num_columns: int) -> list[list[str]]:
+    rows = (line.split(", ") for line in run(what, "--format=csv,noheader,nounits"))
+    return [row for row in rows if len(row) == num_columns]
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isdecimal() else None
