@@ -1,10 +1,12 @@
 """The devices of JAX, compared with those of the host."""
 
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import jax
 
+from jddp.distributed.atomics import FLAG, lacks_atomics
 from jddp.distributed.gpus import OLDEST_DRIVER, ON_PURPOSE, Missing, driver_version
 from jddp.doctor.finding import BAD, OK, WARN, Finding
 
@@ -21,7 +23,9 @@ def check_devices(missing: Missing | None = None) -> Iterator[Finding]:
     if missing is not None:
         yield Finding(BAD, f"JAX runs on CPUs. {missing.what}", f"{missing.fix} {ON_PURPOSE}")
     if here[0].platform == "gpu":
-        yield from check_driver(driver_version(), str(here[0].client.platform_version))
+        runtime = str(here[0].client.platform_version)
+        yield from check_driver(driver_version(), runtime)
+        yield from check_atomics(runtime, os.environ)
 
 
 def check_driver(version: int | None, runtime: str) -> Iterator[Finding]:
@@ -29,14 +33,29 @@ def check_driver(version: int | None, runtime: str) -> Iterator[Finding]:
 
     Args:
       version: Version of the driver; None where it is not known.
-      runtime: Runtime of JAX, such as "cuda 12090".
+      runtime: Runtime of JAX, such as "PJRT C API cuda 12090".
     """
     if version is None:
         return
-    cuda = re.search(r"cuda (\d{2})", runtime)
-    oldest = OLDEST_DRIVER.get(cuda[1], 0) if cuda else 0
+    cuda = "".join(re.findall(r"cuda (\d{2})", runtime))
+    oldest = OLDEST_DRIVER.get(cuda, 0)
     if version < oldest:  # with a package of forward compatibility
-        what = f"The driver is {version}, and CUDA {runtime[5:7]} needs {oldest}; JAX has GPUs."
+        what = f"The driver is {version}, and CUDA {cuda} needs {oldest}; JAX has GPUs."
         yield Finding(WARN, what, "A newer driver, or jddp[cuda12], if kernels fail to load.")
     else:
         yield Finding(OK, f"NVIDIA driver {version}")
+
+
+def check_atomics(runtime: str, environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Whether this jaxlib compiles atomic adds for the GPUs.
+
+    Args:
+      runtime: Runtime of JAX, such as "PJRT C API cuda 12090".
+      environ: Environment, with XLA_FLAGS.
+    """
+    if "cuda" in runtime and lacks_atomics(environ):
+        what = "jaxlib 0.10.2 to 0.11.0 add gradients of embeddings up to 450 times slower."
+        fix = (
+            f"jddp.train sets XLA_FLAGS={FLAG}; set it for your own programs, or use a newer JAX, "
+        )
+        yield Finding(WARN, what, f"{fix}which needs Python 3.12.")

@@ -25,6 +25,7 @@ from jddp.config.keys import describe_keys
 from jddp.config.permissions import expand, make_private
 from jddp.config.schema import Config
 from jddp.distributed import early
+from jddp.distributed.atomics import add_flag
 from jddp.distributed.failure_file import RESULT, describe, write
 from jddp.distributed.resolve import resolve_identity
 from jddp.distributed.signals import stop_signals
@@ -62,6 +63,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.print_config:
         print(dump_values(config.model_dump()), end="")
         return ExitCode.DONE
+    add_flag(os.environ)
     if arguments.dry_run:  # beside a job that may need the memory of these GPUs
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     else:  # a dry run writes nothing

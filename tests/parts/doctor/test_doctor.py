@@ -13,6 +13,7 @@ import jax
 import pytest
 from runs import environment, free_port
 
+from jddp.distributed import atomics
 from jddp.distributed.failure_file import VARIABLE, describe, write
 from jddp.distributed.gpus import Missing
 from jddp.distributed.identity import VARIABLES
@@ -64,11 +65,21 @@ def test_interfaces_are_read_as_nccl_reads_them():
 def test_a_driver_is_held_against_the_cuda_of_jax():
     for version, runtime, want in (
         (None, "cuda 12090", []),
-        (550, "cuda 12090", ["ok"]),
-        (550, "cuda 13000", ["warn"]),  # JAX has GPUs: by forward compatibility
+        (550, "PJRT C API\ncuda 12090", ["ok"]),
+        (550, "PJRT C API\ncuda 13000", ["warn"]),  # JAX has GPUs: by forward compatibility
         (580, "cuda 13000", ["ok"]),
     ):
         assert levels(devices.check_driver(version, runtime)) == want
+
+
+def test_slow_scatters_are_named_with_their_flag_unless_it_is_set(monkeypatch):
+    monkeypatch.setattr(atomics, "version", lambda package: "0.10.2")
+    cuda, is_set = "PJRT C API\ncuda 12090", {"XLA_FLAGS": atomics.FLAG}
+    (found,) = devices.check_atomics(cuda, {})
+    assert found.level == "warn"
+    assert f"XLA_FLAGS={atomics.FLAG};" in found.fix
+    assert levels(devices.check_atomics(cuda, is_set)) == []
+    assert levels(devices.check_atomics("rocm 60000", {})) == []
 
 
 def test_a_plugin_without_a_gpu_is_bad_and_cpus_that_were_chosen_are_not():
