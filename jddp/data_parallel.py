@@ -124,8 +124,8 @@ class DataParallel(Shown):
         optimizer's state only for that shard (ZeRO, stage 1). The optimizer must be separable (work
         element by element), which is read from its equations.
       logical_replicas: Number of replicas on which a step is defined, a multiple of the number of
-        devices: results are bitwise identical on any number of devices that divides it. None for
-        one replica a device.
+        devices: results are bitwise identical on any number of CPU devices that divides it; on
+        GPUs see docs/bitwise.md. None for one replica a device.
       local_steps: A `LocalSteps`: each replica takes steps alone, and parameters are synchronized
         now and then. The mean of the replicas is evaluated, predicted with and exported.
       max_grad_norm: Global norm to which the averaged gradient is clipped; with `local_steps`, each

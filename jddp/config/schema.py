@@ -324,7 +324,7 @@ class DdpConfig(Section):
         False, "Optimizer state and update split over the replicas (ZeRO 1).", "rounding"
     )
     logical_replicas: int | None = option(
-        None, "Logical replicas: bitwise identical on any devices that divide them.", ge=1
+        None, "Logical replicas: bitwise identical on any CPU devices that divide them.", ge=1
     )
     local_steps: LocalStepsConfig = Field(default_factory=LocalStepsConfig)
     max_grad_norm: float | None = option(None, "Clip the mean gradient to this.", gt=0)

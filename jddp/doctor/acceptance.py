@@ -123,7 +123,9 @@ def kill_and_resume(folder: Path, devices: Sequence[jax.Device], *, num_steps: i
     whole, killed = folder / "whole", folder / "killed"
 
     def start(*words: str) -> subprocess.Popen[bytes]:
-        command, env = [sys.executable, "-m", *words], os.environ | {"XLA_FLAGS": flags}
+        # NVLS adds in the switch, where two calls may differ.
+        env = os.environ | {"XLA_FLAGS": flags, "NCCL_NVLS_ENABLE": "0"}
+        command = [sys.executable, "-m", *words]
         return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
     start("jddp.launch", f"--logs={folder}/logs", "-m", *train, f"run.dir={whole}").communicate()

@@ -8,6 +8,10 @@ References:
   both embeds the tokens and scores them. https://arxiv.org/abs/1608.05859
 """
 
+from collections.abc import Callable
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jax import Array
@@ -17,16 +21,42 @@ from jddp.errors import ConfigError
 from jddp.zoo.models.transformer import Transformer
 
 
+@jax.custom_vjp
+def gather_rows(table: Float[Array, "vocab width"], tokens: Int[Array, "b t"]) -> Array:
+    """The rows of the tokens; their gradient is a product with one-hot rows, and no scatter.
+
+    The backward pass costs 2 * tokens * vocab * width operations, and one-hot rows of
+    tokens * vocab entries where XLA does not fuse them.
+    """
+    return table[tokens]
+
+
+def _table_gradient(kept: tuple[Array, Array], rows: Float[Array, "b t width"]) -> Any:
+    table, tokens = kept
+    is_token = jax.nn.one_hot(tokens, len(table), dtype=rows.dtype)
+    return jnp.einsum("btv,btw->vw", is_token, rows), None
+
+
+gather_rows.defvjp(lambda table, tokens: (table[tokens], (table, tokens)), _table_gradient)
+GATHERS: dict[str, Callable[[Array, Array], Array]] = {
+    "scatter": lambda table, tokens: table[tokens],
+    "one_hot": gather_rows,
+}
+
+
 class GPT(Transformer):
     """Token embeddings and learned positions through a stack of causal blocks.
 
     Attributes:
       vocab_size: Number of different tokens; 256 for bytes.
       max_length: Tokens of the longest sequence.
+      embedding_gradient: How the gradient of the embeddings is added up: by a "scatter", or by a
+        product with "one_hot" rows, which is the same each time on GPUs, too.
     """
 
     vocab_size: int = 256
     max_length: int = 256
+    embedding_gradient: str = "scatter"
 
     @nn.compact
     def __call__(self, tokens: Int[Array, "b t"], train: bool = False) -> Float[Array, "b t vocab"]:
@@ -37,11 +67,15 @@ class GPT(Transformer):
                 f"sequences of {t} tokens are longer than max_length {self.max_length}. Raise "
                 "max_length, or shorten the sequences."
             )
+        if self.embedding_gradient not in GATHERS:
+            chosen = self.embedding_gradient
+            raise ConfigError(f"embedding_gradient {chosen!r} is neither 'scatter' nor 'one_hot'.")
         init = nn.initializers.normal(0.02)
         embed = nn.Embed(self.vocab_size, self.width, embedding_init=init)
         positions = self.param("positions", init, (self.max_length, self.width))
         # Cast after the gather: its gradient, a sum over tokens, is in the dtype of the table.
-        x = embed(tokens) + positions[None, :t]
+        gather = GATHERS[self.embedding_gradient]
+        x = gather(embed.embedding, tokens) + positions[None, :t]
         x = x.astype(self.dtype or x.dtype)
         # Two branches a block add up in the residual stream: GPT-2 scales their ends for it.
         inits = {"kernel_init": init}

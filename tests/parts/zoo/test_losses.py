@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
@@ -47,6 +48,24 @@ def test_a_model_that_names_a_mask_is_told_which_rows_count():
     unmasked = {"image": LOGITS, "label": LABELS}
     got, want = (cross_entropy(identity, each, True)[0] for each in (batch, unmasked))
     np.testing.assert_array_equal(got, want)
+
+
+def test_next_token_is_the_cross_entropy_of_optax_without_a_scatter():
+    logits = jax.random.normal(jax.random.key(0), (2, 3, 5))
+    tokens = jnp.array([[0, 2, 1, 4], [1, 0, 0, 3]])
+
+    def losses(logits):
+        return next_token(lambda _: logits, {"tokens": tokens}, True)[0]
+
+    def of_optax(logits):
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+
+    np.testing.assert_allclose(losses(logits), of_optax(logits), rtol=1e-6)
+    got, want = (jax.grad(lambda x, f=f: f(x).sum())(logits) for f in (losses, of_optax))
+    np.testing.assert_allclose(got, want, atol=1e-6)
+    assert "scatter" not in str(jax.make_jaxpr(jax.grad(lambda x: losses(x).sum()))(logits))
+    unknown = next_token(lambda _: logits, {"tokens": tokens.at[0, 1].set(5)}, True)[0]
+    assert jnp.isnan(unknown).tolist() == [[True, False, False], [False] * 3]
 
 
 def test_next_token_scores_each_token_by_those_before_it():

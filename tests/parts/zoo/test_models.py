@@ -94,6 +94,22 @@ def test_gradients_of_embeddings_are_added_up_in_float32():
     assert reduced.format("4x4x8", "4x8") in text
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_gradient_by_one_hot_rows_equals_that_by_a_scatter(dtype):
+    model, _ = TINY["gpt"]
+    tokens = jnp.array([[0, 2, 2, 10, 2, 0], [3, 3, 0, 1, 7, 2]])
+    variables = model.init(jax.random.key(0), tokens)
+    grads = []
+    for how in ("scatter", "one_hot"):
+        chosen = model.clone(embedding_gradient=how, dtype=dtype)
+        gradient = jax.grad(lambda x, m=chosen: jnp.square(m.apply(x, tokens)).sum())
+        assert ("scatter" in str(jax.make_jaxpr(gradient)(variables))) == (how == "scatter")
+        grads.append(gradient(variables)["params"])
+    assert_trees_close(*grads)
+    with pytest.raises(ConfigError, match="'sort' is neither 'scatter' nor 'one_hot'"):
+        model.clone(embedding_gradient="sort").init(jax.random.key(0), tokens)
+
+
 @pytest.mark.parametrize("name", ["cnn", "gpt", "vit"])
 def test_bfloat16_arithmetic_is_used_and_close(name):
     model, inputs = TINY[name]
