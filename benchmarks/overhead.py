@@ -18,13 +18,15 @@
     opened    a run that is opened again: evaluation and prediction on its test data / a bare loop
               over `ddp.evaluate` and `ddp.predict`, after the first call of each
     leaves    the first step of models of 100, 400 and 1,200 scalars, traced and compiled: `init`
-              and `step`, and `fit`, in seconds of this process / plain `jit` of both on one device
+              and `step`, and `fit`, in seconds of this process / plain `jit` of both, with the
+              batch split over the same devices
 
 Contenders take turns; a ratio is the median over the rounds. The last line is JSON.
 """
 
 import argparse
 import contextlib
+import functools
 import io
 import itertools
 import json
@@ -338,8 +340,13 @@ def first_steps(num: int) -> dict[str, Callable[[], Any]]:
     model, tx = Scalars(), optax.adam(1e-3)
     batch = {name: np.ones(8, np.float32) for name in "xy"}
 
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
+    everywhere, by_rows = (
+        jax.sharding.NamedSharding(mesh, jax.P(*axes)) for axes in ((), ("data",))
+    )
+
     def plain() -> Any:
-        @jax.jit
+        @functools.partial(jax.jit, out_shardings=everywhere)
         def init(x: Any) -> Any:
             params = model.init(jax.random.key(0), x)
             return params, tx.init(params)
@@ -353,7 +360,7 @@ def first_steps(num: int) -> dict[str, Callable[[], Any]]:
             updates, opt_state = tx.update(grads, opt_state, params)
             return optax.apply_updates(params, updates), opt_state, value
 
-        return step(*init(batch["x"]), batch)
+        return step(*init(batch["x"]), jax.device_put(batch, by_rows))
 
     def replicated() -> Any:
         ddp = jddp.DataParallel(model, tx, loss_fn)
