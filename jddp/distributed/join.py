@@ -33,7 +33,8 @@ def initialize(identity: Identity, environ: Mapping[str, str] = os.environ) -> N
     """Joins the job, before devices are used, unless your code has joined it already.
 
     From here on this process ends with its job, and an exception that nothing catches is written
-    into the file of the first failure, if there is a job or JDDP_FAILURE_FILE is set.
+    into the file of the first failure, if there is a job or JDDP_FAILURE_FILE is set. JAX's cache
+    of compiled programs stays on where all processes share its folder.
 
     Raises:
       CoordinatorError: If processes are missing after JDDP_START_SECONDS.
@@ -44,6 +45,7 @@ def initialize(identity: Identity, environ: Mapping[str, str] = os.environ) -> N
 
     from jddp.distributed.coordination import background
     from jddp.distributed.failure import keep_uncaught, watch_over_job
+    from jddp.distributed.program_cache import use_if_shared
 
     if identity.coordinator is not None or environ.get(FAILURE_FILE):
         keep_uncaught(identity.process_id)
@@ -73,6 +75,7 @@ def initialize(identity: Identity, environ: Mapping[str, str] = os.environ) -> N
             )
         watch_over_job()
     settle_address(identity.coordinator)
+    use_if_shared()
 
 
 def configure_devices(num_devices: int | str, *, num_processes: int = 1) -> None:

@@ -88,8 +88,9 @@ def _train(config: Config, name: str, detected: str, *, is_dry_run: bool, starte
     from jddp.trainer.reports.metrics_file import as_json
 
     job = build(config, needs_data=not is_dry_run)
+    banner = _banner(job, name, detected)  # by all: whatever compiles there, none does so alone
     if job.is_writer:
-        show(_banner(job, name, detected))
+        show(banner)
     if is_dry_run:
         text = preview(job)
         if job.is_writer:
