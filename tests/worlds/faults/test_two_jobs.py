@@ -42,5 +42,6 @@ def test_a_directory_that_not_all_processes_of_a_job_see_is_named_before_trainin
         assert job.codes() == [81, 74], job.outputs
     assert not job.num_steps()
     assert not job.saved()
-    assert "jddp: Process 0 has here/lock, and process 1 does not." in job.said(1)
-    assert "failed first, with exit code 74: FileSystemError: Process 0 has here/lock" in job.said()
+    what = f"Process 0 has {other}/here/lock, and process 1 does not."
+    assert f"jddp: {what}" in job.said(1)
+    assert f"failed first, with exit code 74: FileSystemError: {what}" in job.said()
