@@ -144,7 +144,8 @@ def test_a_nan_in_the_rows_of_one_process_is_found_by_all(folder):
     with Job(folder, *options, num_processes=2) as job:
         job.wait_for_step(20)
         (folder / "nan-1").touch()
-        assert job.codes() == [80, 80], job.outputs
+        # On a busy machine the end of one may reach the other before it ends by itself.
+        assert sorted(job.codes()) in ([80, 80], [80, 81]), job.outputs
     (evidence,) = (job.run_dir / "nonfinite").iterdir()
     report = json.loads((evidence / "report.json").read_text())
     assert (report["skipped_in_a_row"], report["metrics"]["skipped"]) == (4, 4)
@@ -152,5 +153,5 @@ def test_a_nan_in_the_rows_of_one_process_is_found_by_all(folder):
     rows = [dict(np.load(evidence / f"process_{process}.npz")) for process in range(2)]
     assert [int(np.isnan(x["x"]).any(1).sum()) for x in rows] == [0, 1]
     for _, said in job.outputs:
-        assert f"jddp: The loss is nan at step {report['step']}, the last of 4 in a row" in said
+        assert f"The loss is nan at step {report['step']}, the last of 4 in a row" in said
     assert not job.saved()
