@@ -11,6 +11,7 @@ import contextlib
 import logging
 import pkgutil
 import re
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -110,6 +111,25 @@ def why_missing(reasons: Sequence[str] = ()) -> Missing | None:
     reason = "".join(f": {reason.rstrip('.')}" for reason in reasons[:1])
     what = f"NVIDIA's driver is {version}, and JAX's plugin cuda{cuda} finds no GPU{reason}."
     return Missing(what, "LD_LIBRARY_PATH must not name another CUDA or cuDNN than pip's.")
+
+
+def shared_memory() -> int:
+    """Size of /dev/shm in bytes; 0 where there is none."""
+    path = ROOT / "dev/shm"
+    return shutil.disk_usage(path).total if path.is_dir() else 0
+
+
+def small_shared_memory(num_gpus: int) -> Missing | None:
+    """What NCCL lacks to connect the GPUs of a host, if anything.
+
+    Args:
+      num_gpus: Number of GPUs.
+    """
+    if num_gpus == 0 or (size := shared_memory()) >= 2**30:
+        return None
+    holds = f"holds {size / 2**20:,.0f} MiB" if size else "is not there"
+    what = f"/dev/shm {holds}, and NCCL needs more for {num_gpus} GPUs."
+    return Missing(what, "In a container: --shm-size=16g, or --ipc=host.")
 
 
 @contextlib.contextmanager

@@ -128,8 +128,8 @@ def require_devices() -> Missing | None:
                 "Does nvidia-smi show it here, and is jax[cuda12] installed?"
             )
             raise DeviceError(
-                f"JAX finds no device for JAX_PLATFORMS={wanted}: {reason.rstrip('.')}. {missing} "
-                "JAX_PLATFORMS=cpu computes without one."
+                f"JAX finds no device for JAX_PLATFORMS={wanted or '(not set)'}: "
+                f"{reason.rstrip('.')}. {missing} JAX_PLATFORMS=cpu computes without one."
             ) from error
     is_meant = found[0].platform != "cpu" or not may_use_gpus(wanted)
     return None if is_meant else why_missing(reasons)

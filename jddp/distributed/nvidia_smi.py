@@ -4,6 +4,7 @@ Without the program, which a container may lack, there are none. It takes about 
 several where a driver has to start first.
 """
 
+import re
 import subprocess
 from typing import NamedTuple
 
@@ -38,6 +39,32 @@ class Program(NamedTuple):
     gpu: str
     pid: str
     name: str
+
+
+class Listed(NamedTuple):
+    """A GPU and the instances into which MIG divides it.
+
+    Attributes:
+      uuid: UUID of the GPU.
+      instances: UUIDs of its MIG instances; empty without MIG.
+    """
+
+    uuid: str
+    instances: tuple[str, ...] = ()
+
+
+def list_devices() -> list[Listed]:
+    """The GPUs with their MIG instances, in the order of their numbers."""
+    found = list[Listed]()
+    for line in run("-L"):
+        uuid = re.search(r"\(UUID: ([^)]+)\)", line)
+        if uuid is None:
+            continue
+        if line.startswith("GPU"):
+            found.append(Listed(uuid[1]))
+        elif found:
+            found[-1] = Listed(found[-1].uuid, (*found[-1].instances, uuid[1]))
+    return found
 
 
 def list_gpus() -> list[Gpu]:

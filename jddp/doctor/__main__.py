@@ -76,6 +76,9 @@ def _print_failures(run: Path) -> int:
 
 
 def _examine(arguments: argparse.Namespace) -> int:
+    import jax
+
+    from jddp.distributed.chosen_gpus import refuse_gpus
     from jddp.distributed.coordination import agree, gather, num_processes, process_index
     from jddp.distributed.failure import leave
     from jddp.distributed.gpus import gpu_facts
@@ -97,6 +100,7 @@ def _examine(arguments: argparse.Namespace) -> int:
     try:
         initialize(identity)
         agree("devices", gpu_facts(os.environ))  # before they start, which would wait
+        refuse_gpus(identity)
         missing = require_devices()
     except Error as error:
         show("\n".join(map(str, findings)))  # one of which may be the reason
@@ -107,7 +111,7 @@ def _examine(arguments: argparse.Namespace) -> int:
     findings += [*check_devices(missing), check_directory(arguments.dir)]
     of_processes = gather("doctor", "\n".join(map(str, findings)), timeout_seconds=120)
     shared = check_job(arguments.dir)
-    mesh = make_mesh()
+    mesh = make_mesh(jax.devices())  # of different kinds, too
     table, right = measure_all_reduce(mesh)
     shared += [*right, *check_links(mesh)]
     if process_index() == 0:

@@ -9,6 +9,7 @@ import jax
 from jddp.distributed.atomics import FLAG, lacks_atomics
 from jddp.distributed.gpus import OLDEST_DRIVER, ON_PURPOSE, Missing, driver_version
 from jddp.doctor.finding import BAD, OK, WARN, Finding
+from jddp.engine.mesh import kinds_of
 
 
 def check_devices(missing: Missing | None = None) -> Iterator[Finding]:
@@ -20,6 +21,9 @@ def check_devices(missing: Missing | None = None) -> Iterator[Finding]:
     here, everywhere = jax.local_devices(), jax.devices()
     kind = f"{here[0].platform} devices here ({here[0].device_kind})"
     yield Finding(OK, f"{len(here)} {kind}, {len(everywhere)} in all")
+    if mixed := kinds_of(everywhere):
+        what = f"The devices are {mixed}: each step waits for the slowest."
+        yield Finding(WARN, what, "Choose by CUDA_VISIBLE_DEVICES, or exclude the host.")
     if missing is not None:
         yield Finding(BAD, f"JAX runs on CPUs. {missing.what}", f"{missing.fix} {ON_PURPOSE}")
     if here[0].platform == "gpu":

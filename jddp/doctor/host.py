@@ -3,13 +3,12 @@
 import ipaddress
 import os
 import resource
-import shutil
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from jddp.config.versions import versions
-from jddp.distributed.gpus import num_nvidia
+from jddp.distributed.gpus import num_nvidia, shared_memory, small_shared_memory
 from jddp.doctor.finding import BAD, OK, WARN, Finding
 
 
@@ -19,9 +18,7 @@ def check_host(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
     name = socket.gethostname()
     yield check_name(name, addresses_of(name))
     links = _names("/sys/class/infiniband")
-    shared = Path("/dev/shm")
-    size = shutil.disk_usage(shared).total if shared.is_dir() else None
-    yield from check_shared_memory(size, num_nvidia())
+    yield from check_shared_memory(num_nvidia())
     yield from check_locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], links)
     yield from check_interfaces(_names("/sys/class/net"), links, environ)
 
@@ -48,16 +45,13 @@ def check_name(name: str, addresses: Sequence[str]) -> Finding:
     return Finding(OK, f"{name} resolves to {listed}")
 
 
-def check_shared_memory(size: int | None, num_gpus: int) -> Iterator[Finding]:
+def check_shared_memory(num_gpus: int) -> Iterator[Finding]:
     """Whether NCCL has enough of /dev/shm, through which GPUs of a host may communicate."""
-    if size is None or not num_gpus:
-        return
-    if size < 2**30:
-        what = f"/dev/shm holds {size / 2**20:,.0f} MiB, and NCCL needs more for {num_gpus} GPUs."
-        fix = "In a container: --shm-size=16g, or --ipc=host."
-        yield Finding(BAD if num_gpus > 1 else WARN, what, fix)
-    else:
-        yield Finding(OK, f"/dev/shm holds {size / 2**30:,.1f} GiB")
+    small = small_shared_memory(num_gpus)
+    if small is not None:
+        yield Finding(BAD if num_gpus > 1 else WARN, *small)
+    elif num_gpus:
+        yield Finding(OK, f"/dev/shm holds {shared_memory() / 2**30:,.1f} GiB")
 
 
 def check_locked_memory(limit: int, links: Sequence[str]) -> Iterator[Finding]:

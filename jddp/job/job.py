@@ -26,8 +26,9 @@ from jddp.config.schema import Config
 from jddp.config.versions import source_hash, versions
 from jddp.data import DataSet, TrainBatches, WorkerBatches, eval_batches, load_weights
 from jddp.data_parallel import DataParallel
+from jddp.distributed.chosen_gpus import refuse_gpus
 from jddp.distributed.coordination import agree, process_index
-from jddp.distributed.gpus import ON_PURPOSE, gpu_facts
+from jddp.distributed.gpus import ON_PURPOSE, Missing, gpu_facts, small_shared_memory
 from jddp.distributed.join import configure_devices, initialize, require_devices
 from jddp.distributed.resolve import resolve_identity
 from jddp.distributed.watchdog import Limits
@@ -286,6 +287,7 @@ def join(config: Config, num_devices: int | str) -> None:
       num_devices: Number of devices of all processes, or "auto".
 
     Raises:
+      ConfigError: If processes share a GPU, or one is not there.
       DeviceError: If JAX finds no device.
       ProcessMismatchError: If processes have different configs or versions.
     """
@@ -295,9 +297,20 @@ def join(config: Config, num_devices: int | str) -> None:
         configure_devices(num_devices, num_processes=identity.num_processes)
     initialize(identity)
     agree("config or version", _facts(config))
+    refuse_gpus(identity)
     missing = require_devices()
-    if missing is not None and process_index() == 0:
+    if process_index() == 0:
+        _report_lacks(missing)
+
+
+def _report_lacks(missing: Missing | None) -> None:
+    """Reports what this host lacks: a GPU, or the memory through which GPUs communicate."""
+    if missing is not None:
         report(f"JAX runs on CPUs. {missing} {ON_PURPOSE}")
+    elif jax.default_backend() == "gpu" and jax.device_count() > 1:
+        small = small_shared_memory(jax.local_device_count())
+        if small is not None:
+            report(str(small))
 
 
 def _check_outputs(job: Job) -> None:

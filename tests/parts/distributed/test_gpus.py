@@ -1,6 +1,7 @@
 """Where JAX has no GPU, a line names what is missing: the files of a host, a driver, a plugin."""
 
 import logging
+import shutil
 
 import jax
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from jddp.distributed import gpus, join
 from jddp.distributed.gpus import gpu_facts, plugin_errors, why_missing
 from jddp.errors import DeviceError
+from jddp.job import job
 
 VERSION = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}.54.14  Thu"
 
@@ -124,3 +126,20 @@ def test_cpus_are_reported_where_a_gpu_was_to_be_expected_and_cpus_were_not_chos
     assert "plugin cuda12 is installed" in str(join.require_devices())
     host(plugins=[])
     assert join.require_devices() is None
+
+
+def test_the_shared_memory_is_that_of_the_file_system_or_none(host):
+    host(nvidia=2)
+    assert str(gpus.small_shared_memory(2)).startswith("/dev/shm is not there, and NCCL needs more")
+    (gpus.ROOT / "dev/shm").mkdir()
+    assert gpus.shared_memory() == shutil.disk_usage(gpus.ROOT).total
+    assert gpus.small_shared_memory(0) is None
+
+
+def test_training_reports_small_shared_memory_only_where_gpus_communicate(monkeypatch, capsys):
+    monkeypatch.setattr(gpus, "shared_memory", lambda: 2**26)
+    for backend, num, is_told in (("gpu", 8, True), ("gpu", 1, False), ("cpu", 8, False)):
+        monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
+        monkeypatch.setattr(jax, "device_count", lambda num=num: num)
+        job._report_lacks(None)
+        assert ("jddp: /dev/shm holds 64 MiB, and" in capsys.readouterr().err) == is_told

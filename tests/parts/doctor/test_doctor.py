@@ -8,12 +8,13 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
 from runs import environment, free_port
 
-from jddp.distributed import atomics
+from jddp.distributed import atomics, gpus
 from jddp.distributed.failure_file import VARIABLE, describe, write
 from jddp.distributed.gpus import Missing
 from jddp.distributed.identity import VARIABLES
@@ -44,11 +45,18 @@ def test_a_name_that_leads_to_loopback_or_nowhere_is_reported():
         assert ("JAX_COORDINATOR_ADDRESS" in finding.fix) == (level != "ok")
 
 
-def test_shared_memory_matters_where_there_are_gpus_and_locked_memory_to_infiniband():
+def test_shared_memory_matters_where_there_are_gpus_and_locked_memory_to_infiniband(monkeypatch):
     small, some = 2**26, ["mlx5_0"]
-    for size, num_gpus, want in ((small, 1, "warn"), (small, 4, "bad"), (2**34, 4, "ok")):
-        assert levels(host.check_shared_memory(size, num_gpus)) == [want]
-    assert levels([*host.check_shared_memory(small, 0), *host.check_shared_memory(None, 4)]) == []
+    for size, num_gpus, want in (
+        (small, 0, []),
+        (small, 1, ["warn"]),
+        (small, 4, ["bad"]),
+        (0, 4, ["bad"]),  # there is none
+        (2**34, 4, ["ok"]),
+    ):
+        for module in (gpus, host):
+            monkeypatch.setattr(module, "shared_memory", lambda size=size: size)
+        assert levels(host.check_shared_memory(num_gpus)) == want
     for limit, found, want in ((2**16, some, "bad"), (resource.RLIM_INFINITY, some, "ok")):
         assert levels(host.check_locked_memory(limit, found)) == [want]
     assert levels(host.check_locked_memory(2**16, [])) == []
@@ -80,6 +88,16 @@ def test_slow_scatters_are_named_with_their_flag_unless_it_is_set(monkeypatch):
     assert f"XLA_FLAGS={atomics.FLAG};" in found.fix
     assert levels(devices.check_atomics(cuda, is_set)) == []
     assert levels(devices.check_atomics("rocm 60000", {})) == []
+
+
+def test_devices_of_several_kinds_are_reported(monkeypatch):
+    kinds = ["H100"] * 4 + ["T400"]
+    mixed = [SimpleNamespace(platform="tpu", device_kind=kind) for kind in kinds]
+    monkeypatch.setattr(jax, "local_devices", lambda: mixed)
+    monkeypatch.setattr(jax, "devices", lambda: mixed)
+    _, found = devices.check_devices()
+    assert found.level == "warn"
+    assert "4 x H100 and 1 x T400" in found.what
 
 
 def test_a_plugin_without_a_gpu_is_bad_and_cpus_that_were_chosen_are_not():
@@ -135,35 +153,51 @@ def test_a_plugin_without_a_gpu_is_reported_by_the_doctor_and_in_one_line_of_tra
 
 WITH_GPU = """
 import sys
-from jddp.distributed import gpus
+from jddp.distributed import chosen_gpus, gpus
+gpus.num_nvidia = chosen_gpus.num_nvidia = lambda: 1
 from jddp.doctor.__main__ import main
-gpus.num_nvidia = lambda: 1
 sys.exit(main(sys.argv[1:]))
 """
+PLAIN = ["-m", "jddp.doctor"]
+
+
+def end_together(words, variables):
+    """The exit codes and errors of the two processes of a job."""
+    port = free_port()
+    numbers = [(f"127.0.0.1:{port}", "2", str(process)) for process in range(2)]
+    joined = [dict(zip(VARIABLES, x, strict=True)) for x in numbers]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    running = [
+        subprocess.Popen([sys.executable, *word], env=own | other, **pipes)
+        for word, own, other in zip(words, joined, variables, strict=True)
+    ]
+    errors = [process.communicate(timeout=120)[1] for process in running]
+    return [process.returncode for process in running], errors
 
 
 @pytest.mark.processes
-def test_a_host_without_a_gpu_ends_all_before_the_devices_start(with_plugin, tmp_path):
-    def end(words, variables):
-        numbers = [(f"127.0.0.1:{port}", "2", str(process)) for process in range(2)]
-        joined = [dict(zip(VARIABLES, x, strict=True)) for x in numbers]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        running = [
-            subprocess.Popen([sys.executable, *word], env=with_plugin | own | other, **pipes)
-            for word, own, other in zip(words, joined, variables, strict=True)
-        ]
-        errors = [process.communicate(timeout=120)[1] for process in running]
-        return [process.returncode for process in running], errors
-
-    port, plain = free_port(), ["-m", "jddp.doctor"]
-    codes, errors = end([["-c", WITH_GPU], plain], [{}, {}])
+def test_a_host_without_a_gpu_ends_all_before_the_devices_start(with_plugin):
+    codes, errors = end_together([["-c", WITH_GPU], PLAIN], [with_plugin] * 2)
     assert codes == [78, 78], errors
     assert all("a GPU is absent there and present here" in error for error in errors)
-    port = free_port()
-    codes, errors = end([plain, plain], [{"JAX_PLATFORMS": "cpu"}, {"JAX_PLATFORMS": "cuda"}])
+    platforms = [with_plugin | {"JAX_PLATFORMS": name} for name in ("cpu", "cuda")]
+    codes, errors = end_together([PLAIN] * 2, platforms)
     assert set(codes) <= {69, 81}, errors
     assert codes[1] == 69
     assert "JAX finds no device for JAX_PLATFORMS=cuda" in errors[1]
+
+
+@pytest.mark.processes
+def test_two_processes_on_one_gpu_end_before_the_devices_start(with_plugin, tmp_path):
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H100 (UUID: GPU-a)'\n")
+    program.chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    visible = with_plugin | {"PATH": path, "CUDA_VISIBLE_DEVICES": "0"}
+    codes, errors = end_together([["-c", WITH_GPU]] * 2, [visible] * 2)
+    assert codes == [2, 2], errors
+    for error in errors:
+        assert "processes 0 and 1 have the same GPU, GPU-a, and NCCL connects no two" in error
 
 
 def test_another_version_a_late_clock_and_a_directory_not_all_see_are_reported(tmp_path):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jddp.distributed.join import configure_devices
+from jddp.engine import mesh as mesh_module
 from jddp.engine.mesh import copy_off_mesh, make_mesh, over_replicas, replicate, sharded
 from jddp.errors import ConfigError
 from jddp.modules.rows import check_rows
@@ -90,3 +91,13 @@ def test_a_compiled_program_has_the_name_of_its_function(mesh):
 
     program = jax.jit(over_replicas(step, mesh, jax.P(), jax.P())).lower(jnp.ones(2)).as_text()
     assert "module @jit_step" in program
+
+
+def test_devices_of_several_kinds_in_a_mesh_that_was_not_chosen_are_reported(monkeypatch, caplog):
+    kinds = dict(zip(jax.devices(), ["H100"] * 7 + ["T400"], strict=True))
+    monkeypatch.setattr(mesh_module, "kinds_of", lambda found: " and ".join(map(kinds.get, found)))
+    make_mesh(jax.devices()[-2:])
+    assert caplog.records == []
+    make_mesh(8)
+    (record,) = caplog.records
+    assert "H100 and T400: each step waits for the slowest" in record.getMessage()
