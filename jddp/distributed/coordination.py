@@ -61,12 +61,41 @@ def from_first(key: str, value: str, *, timeout_seconds: float) -> str:
     return _exchange(key, value, range(1), timeout_seconds)[0]
 
 
+def collect(key: str, value: str, *, timeout_seconds: float) -> list[str]:
+    """As `gather`, for an exchange that is repeated without end: for each batch, say.
+
+    Process 0 alone reads all values, and removes those of the exchange before.
+    """
+    if num_processes() == 1:
+        return [value]
+    number = _count(key)
+    name = f"jddp/{key}/{number}"
+    if process_index() != 0:
+        publish(f"{name}/{process_index()}", value)
+        with awaiting({0}):
+            found: list[str] = json.loads(read(f"{name}/all", timeout_seconds, of=0))
+        return found
+    values = [value]
+    for i in range(1, num_processes()):
+        with awaiting({i}):
+            values.append(read(f"{name}/{i}", timeout_seconds, of=i))
+    publish(f"{name}/all", json.dumps(values))
+    # Which all have read, or they would not have sent a value to this exchange.
+    _client().key_value_delete(f"jddp/{key}/{number - 1}")
+    return values
+
+
+def _count(key: str) -> int:
+    """The number of this use of a key, from 1."""
+    with _lock:
+        _uses[key] += 1
+        return _uses[key]
+
+
 def _exchange(key: str, value: str, senders: range, timeout_seconds: float) -> list[str]:
     if num_processes() == 1:
         return [value]
-    with _lock:
-        _uses[key] += 1
-        name = f"jddp/{key}/{_uses[key]}"
+    name = f"jddp/{key}/{_count(key)}"
     if process_index() in senders:
         publish(f"{name}/{process_index()}", value)
     values = []

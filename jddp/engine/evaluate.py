@@ -182,9 +182,10 @@ def _place(batches: Batches, mesh: Mesh, num_shares: int) -> Iterator[_Placed]:
     room = 0
     for batch in map(as_arrays, batches):
         num_rows = count_rows(batch)
-        # All processes must run the same program, so they agree on the size of each batch first. A
-        # process whose batch is empty takes part with padding alone.
-        rows = from_all_processes(num_rows)
+        # All processes must run the same program, so they agree on the size of each batch first,
+        # by way of their hosts: devices still compute the batch before. A process whose batch is
+        # empty takes part with padding alone.
+        rows = from_all_processes(num_rows, "evaluate")
         fitting = max(1, math.ceil(rows.max() / num_shares)) * num_shares
         # A partial batch is padded to the size of a full one, for which the program is compiled.
         room = fitting if (rows == fitting).all() else max(room, fitting)

@@ -134,7 +134,7 @@ def pad_for_step(batch: Batch, steps: CompiledSteps, num_rows: int | None = None
     batch = as_arrays(batch)
     rows, num_parts = count_rows(batch), steps.num_local_replicas * steps.spec.backward.num
     if num_rows is None:
-        most = max(1, int(from_all_processes(rows).max()))
+        most = max(1, int(from_all_processes(rows, "pad").max()))
         num_rows = -(-most // num_parts) * num_parts
     check_rows(num_rows, num_parts, f"{num_parts} micro-batches of this process")
     if rows > num_rows:

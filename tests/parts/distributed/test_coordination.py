@@ -1,0 +1,84 @@
+"""Processes exchange values between their hosts, as often as they like; no device takes part."""
+
+import json
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import optax
+import pytest
+from runs import environment, free_port
+from tiny import MLP, loss_fn, make_batch
+
+import jddp
+from jddp.distributed.identity import VARIABLES
+
+NUM_ROUNDS = 50
+SIZES = [[5, 3, 0, 2], [4, 0, 8, 1]]  # of evaluation batches, by process: of four devices each
+SCRIPT = """
+import json
+import sys
+
+from jddp.distributed import initialize, resolve_identity
+from jddp.distributed.join import configure_devices
+
+configure_devices(8, num_processes=2)
+initialize(resolve_identity())
+
+import jax
+import optax
+from jax.experimental import multihost_utils
+from tiny import MLP, loss_fn, make_batch
+
+import jddp
+from jddp.distributed import coordination
+
+num_rounds, sizes = json.loads(sys.argv[1])
+me = jax.process_index()
+found = []
+for i in range(num_rounds):
+    found.append(coordination.collect("test", f"{me}/{i}", timeout_seconds=100))
+assert found == [[f"0/{i}", f"1/{i}"] for i in range(num_rounds)], found
+coordination.gather("end", "", timeout_seconds=100)
+kept = [name for name, _ in coordination._client().key_value_dir_get("jddp/test")]
+assert {name.split("/")[2] for name in kept} == {str(num_rounds)}, kept
+
+multihost_utils.process_allgather = None  # which devices compute
+ddp, rows, at = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn), make_batch(23), 0
+state, batches = ddp.init(0, make_batch(8)), []
+for pair in zip(*sizes, strict=True):
+    begin = at + sum(pair[:me])
+    batches.append({name: x[begin : begin + pair[me]] for name, x in rows.items()})
+    at += sum(pair)
+padded = ddp.pad(batches[0])
+print(json.dumps({**ddp.evaluate(state, batches), "padded": len(padded["mask"])}))
+"""
+
+
+@pytest.mark.processes
+def test_evaluation_of_uneven_batches_is_exact_though_no_device_counts_rows():
+    address, processes = f"127.0.0.1:{free_port()}", []
+    command = [sys.executable, "-c", SCRIPT, json.dumps([NUM_ROUNDS, SIZES])]
+    for number in range(2):
+        given = dict(zip(VARIABLES, (address, "2", str(number)), strict=True))
+        pipe = subprocess.PIPE
+        processes.append(
+            subprocess.Popen(command, env=environment(**given), stdout=pipe, stderr=pipe, text=True)
+        )
+    try:
+        ends = [process.communicate(timeout=240) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()  # does nothing to one that has ended
+            process.wait()
+    assert [process.returncode for process in processes] == [0, 0], ends
+    first, second = (json.loads(said.splitlines()[-1]) for said, _ in ends)
+    ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, mesh=jax.devices()[:1])
+    want = ddp.evaluate(ddp.init(0, make_batch(8)), [make_batch(23)])
+    assert first == second
+    assert first.pop("padded") == 8
+    assert first["examples"] == want["examples"] == 23
+    assert first.keys() == want.keys()
+    for name in want:
+        np.testing.assert_allclose(first[name], want[name], rtol=1e-6)
