@@ -13,12 +13,11 @@ from collections.abc import Mapping, Sequence
 
 from jddp.distributed.coordination import gather, num_processes
 from jddp.distributed.gpus import may_use_gpus, num_nvidia, plugins
-from jddp.distributed.identity import Identity, shown
+from jddp.distributed.identity import CUDA, Identity, shown
 from jddp.distributed.nvidia_smi import Listed, list_devices
 from jddp.errors import ConfigError
 
 _SECONDS = 120.0
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def refuse_gpus(identity: Identity, environ: Mapping[str, str] = os.environ) -> None:
@@ -28,7 +27,7 @@ def refuse_gpus(identity: Identity, environ: Mapping[str, str] = os.environ) -> 
       ConfigError: On every process, if any has such a GPU.
     """
     uses_cuda = any(name.startswith("cuda") for name in plugins())
-    is_open = num_processes() > 1 or _VISIBLE in environ
+    is_open = num_processes() > 1 or CUDA in environ
     own, mistake = list[str](), ""
     if uses_cuda and is_open and num_nvidia() and may_use_gpus(environ.get("JAX_PLATFORMS")):
         try:
@@ -45,14 +44,14 @@ def choose(
     """UUIDs of the GPUs, or of the MIG instance, that a process has.
 
     Args:
-      environ: Environment, with CUDA_VISIBLE_DEVICES.
+      environ: Environment, with CUDACUDA_DEVICES.
       local_ids: Numbers of its GPUs among the visible ones; None for all.
       listed: The GPUs of the host; empty if they are not known.
 
     Raises:
       ConfigError: If one is not there.
     """
-    text = environ.get(_VISIBLE)
+    text = environ.get(CUDA)
     if not listed and any(name.isdecimal() for name in _names(text or "")):
         return []
     if text is None:
@@ -63,7 +62,7 @@ def choose(
         visible = [_find(name, text, listed) for name in _names(text)]
         if len(visible) > 1 and any(map(_is_mig, visible)):
             raise ConfigError(
-                f"{_VISIBLE}={shown(text)}: CUDA shows a process the first MIG instance alone. "
+                f"{CUDA}={shown(text)}: CUDA shows a process the first MIG instance alone. "
                 "Name one."
             )
     if local_ids is None or not visible:
@@ -100,7 +99,7 @@ def check(of_processes: Sequence[tuple[list[str], str]]) -> None:
                 raise ConfigError(
                     f"processes {other} and {process} have the same GPU, {uuid}, and NCCL connects "
                     "no two on one: start one process for each GPU, or one for all, and leave "
-                    f"{_VISIBLE} to the launcher."
+                    f"{CUDA} to the launcher."
                 )
 
 
@@ -123,7 +122,7 @@ def _find(name: str, text: str, listed: Sequence[Listed]) -> str:
         if _is_mig(name) and (gpu.uuid in name or name in gpu.instances):
             return name
     raise ConfigError(
-        f"{_VISIBLE}={shown(text)}: there is no {name[:60]} among the {len(listed)} GPUs here, of "
+        f"{CUDA}={shown(text)}: there is no {name[:60]} among the {len(listed)} GPUs here, of "
         "nvidia-smi -L. Unset it, if it was set for another host."
     )
 

@@ -53,8 +53,12 @@ def num_nvidia() -> int:
 
 
 def num_amd() -> int:
-    """Number of AMD's GPUs that this host or container has."""
-    return len([*ROOT.glob("dev/dri/renderD*")]) if (ROOT / "dev/kfd").exists() else 0
+    """Number of AMD's GPUs that this host or container has, and JAX has a plugin for.
+
+    The processor of many a laptop has one too, on which nobody computes.
+    """
+    is_for_jax = (ROOT / "dev/kfd").exists() and any(name.startswith("rocm") for name in plugins())
+    return len([*ROOT.glob("dev/dri/renderD*")]) if is_for_jax else 0
 
 
 def driver_version() -> int | None:
@@ -95,10 +99,11 @@ def why_missing(reasons: Sequence[str] = ()) -> Missing | None:
     """
     version, installed = driver_version(), plugins()
     cuda = next((name[4:] for name in installed if name.startswith("cuda")), "")
+    reason = "".join(f": {reason.rstrip('.')}" for reason in reasons[:1])
     if version is None:
-        what = "JAX's plugin {} is installed, and this host has no driver for it."
+        lacks = f"finds no GPU{reason}" if num_amd() else "is installed, and no driver for it"
         fix = "Install the driver, or uninstall the plugin where there is no GPU."
-        return Missing(what.format(", ".join(installed)), fix) if installed else None
+        return Missing(f"JAX's plugin {', '.join(installed)} {lacks}.", fix) if installed else None
     if not num_nvidia():
         return Missing(f"NVIDIA's driver is {version}, and there is no /dev/nvidia*.", _CONTAINER)
     if not cuda:
@@ -108,7 +113,6 @@ def why_missing(reasons: Sequence[str] = ()) -> Missing | None:
         what = f"NVIDIA's driver is {version}, and CUDA {cuda} needs {oldest}."
         older = ", or jddp[cuda12]" if version >= OLDEST_DRIVER["12"] else ""
         return Missing(what, f"Install a newer driver{older}.")
-    reason = "".join(f": {reason.rstrip('.')}" for reason in reasons[:1])
     what = f"NVIDIA's driver is {version}, and JAX's plugin cuda{cuda} finds no GPU{reason}."
     return Missing(what, "LD_LIBRARY_PATH must not name another CUDA or cuDNN than pip's.")
 

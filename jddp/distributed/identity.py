@@ -16,6 +16,8 @@ Environ = Mapping[str, str]
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 ADDRESS, COUNT, ID = VARIABLES
 JOB = "JDDP_JOB"  # the same word for all processes of a job, and another for each job
+# Of NVIDIA, and two of AMD: HIP chooses among those that ROCR leaves.
+CUDA, HIP, ROCR = (f"{runtime}_VISIBLE_DEVICES" for runtime in ("CUDA", "HIP", "ROCR"))
 MOST_PROCESSES = 100_000  # of a job, and hosts of a list: beyond is a typing mistake
 FIRST_PORT, NUM_PORTS = 61440, 4096  # above those that Linux hands out by itself
 
@@ -168,6 +170,11 @@ def identify(
     return Identity(coordinator, int(count), int(number), devices, source, there)
 
 
+def visible_in(environ: Environ, default: str = CUDA) -> str:
+    """The variable that lists the visible GPUs; `default` if none is set."""
+    return next((name for name in (CUDA, HIP, ROCR) if name in environ), default)
+
+
 def port_of(job: str) -> int:
     """A port that all processes of a job compute, and another job is unlikely to."""
     return FIRST_PORT + zlib.crc32(job.encode()) % NUM_PORTS
@@ -185,7 +192,8 @@ def choose_local_devices(environ: Environ, names: Names) -> tuple[int, ...] | No
     local_id, num_local = environ.get(names.local_id, ""), environ.get(names.num_local, "")
     if not is_number(local_id) or num_local == "1" or environ.get("JAX_LOCAL_DEVICE_IDS"):
         return None  # JAX reads the last one
-    visible = [x for x in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if x.strip()]
+    variable = visible_in(environ)
+    visible = [x for x in environ.get(variable, "").split(",") if x.strip()]
     if len(visible) == 1 or environ.get("JAX_PLATFORMS") == "cpu":
         return None
     is_shared = bool(visible) and is_number(num_local) and int(num_local) > 0
@@ -193,7 +201,7 @@ def choose_local_devices(environ: Environ, names: Names) -> tuple[int, ...] | No
     if share == 0:
         raise ConfigError(
             f"{names.num_local}={num_local} processes on this host, and "
-            f"CUDA_VISIBLE_DEVICES={environ['CUDA_VISIBLE_DEVICES']} for them: start no more "
-            "processes than there are devices."
+            f"{variable}={environ[variable]} for them: start no more processes than there are "
+            "devices."
         )
     return tuple(range(int(local_id) * share, (int(local_id) + 1) * share))

@@ -23,6 +23,7 @@ from jddp.distributed.identity import (
     loopback,
     port_of,
     shown,
+    visible_in,
 )
 from jddp.errors import ConfigError
 
@@ -200,7 +201,7 @@ def _of_step(environ: Environ, hosts: list[str]) -> str:
 
 def _num_sharing(environ: Environ, hosts: list[str]) -> str:
     """Number of tasks that share the visible devices: of `2(x3),1`, by the host's number."""
-    visible, there = environ.get("CUDA_VISIBLE_DEVICES", ""), environ.get("SLURM_GPUS_ON_NODE", "")
+    visible, there = environ.get(visible_in(environ), ""), environ.get("SLURM_GPUS_ON_NODE", "")
     if visible and is_number(there) and len(visible.split(",")) < int(there):
         return "1"  # Slurm has applied --gpus-per-task or --gpu-bind
     per_node = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))

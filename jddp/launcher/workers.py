@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jddp.distributed.gpus import num_nvidia
-from jddp.distributed.identity import JOB, VARIABLES
+from jddp.distributed.gpus import num_amd, num_nvidia
+from jddp.distributed.identity import CUDA, JOB, ROCR, VARIABLES, visible_in
 from jddp.distributed.resolve import LAUNCHED
 from jddp.errors import ConfigError
 
@@ -76,11 +76,12 @@ class Place:
 
 def environments(launch: Launch, place: Place, environ: Mapping[str, str]) -> list[dict[str, str]]:
     """The environment variables of each process on this machine."""
-    made, gpus = [], split_gpus(launch, environ, num_nvidia())
+    made, variable = [], visible_in(environ, CUDA if num_nvidia() or not num_amd() else ROCR)
+    gpus = split_gpus(launch, environ, num_nvidia() or num_amd())
     for process_id, share in enumerate(gpus, start=place.first):
         own: dict[str, Any] = {JOB: place.job, LAUNCHED: place.source}
         own |= zip(VARIABLES, (place.coordinator, place.num_processes, process_id), strict=True)
-        own |= {"JAX_NUM_CPU_DEVICES": launch.devices_per_process, "CUDA_VISIBLE_DEVICES": share}
+        own |= {"JAX_NUM_CPU_DEVICES": launch.devices_per_process, variable: share}
         own = {name: str(value) for name, value in own.items() if value is not None}
         # A kill loses buffered output.
         made.append({"PYTHONUNBUFFERED": "1", **environ, **own})
@@ -93,7 +94,7 @@ def split_gpus(launch: Launch, environ: Mapping[str, str], num_there: int) -> li
     Raises:
       ConfigError: If there are fewer than the processes need.
     """
-    listed = environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(num_there))))
+    listed = environ.get(visible_in(environ), ",".join(map(str, range(num_there))))
     visible = [name.strip() for name in listed.split(",") if name.strip() not in ("", "-1")]
     if not visible or environ.get("JAX_PLATFORMS") == "cpu" or num_there == 0:
         return [None] * launch.num_processes

@@ -26,6 +26,7 @@ from jddp.distributed.resolve import resolve_identity
 from jddp.distributed.signals import SAME_SECONDS
 from jddp.errors import ConfigError, CoordinatorError
 from jddp.launch import main
+from jddp.launcher import workers
 from jddp.launcher.nodes import Nodes
 from jddp.launcher.outcome import DETERMINISTIC
 from jddp.launcher.workers import Launch, Place, environments, split_gpus
@@ -230,6 +231,20 @@ def test_processes_share_the_gpus_that_are_visible_unless_they_are_for_cpus(
             split_gpus(launch, environ, num_there)
     on_cpus = environ | {"JAX_PLATFORMS": "cpu"}
     assert split_gpus(launch, on_cpus, num_there) == [None] * num_processes
+
+
+@pytest.mark.parametrize(
+    "environ, variable, shares",
+    [
+        ({}, "ROCR_VISIBLE_DEVICES", ["0,1", "2,3"]),
+        ({"HIP_VISIBLE_DEVICES": "4,5"}, "HIP_VISIBLE_DEVICES", ["4", "5"]),
+    ],
+)
+def test_processes_share_the_gpus_of_amd(monkeypatch, environ, variable, shares):
+    monkeypatch.setattr(workers, "num_nvidia", lambda: 0)
+    monkeypatch.setattr(workers, "num_amd", lambda: 4)
+    made = environments(Launch(("x.py",), 2), Place("a:1", 2, 0, "job"), environ)
+    assert [own[variable] for own in made] == shares
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2])

@@ -38,7 +38,8 @@ def host(tmp_path, monkeypatch):
     [
         ({}, None),
         ({"amd": 1}, None),
-        ({"plugins": ["cuda12"]}, ["plugin cuda12 is installed, and this host has no driver"]),
+        ({"amd": 1, "plugins": ["rocm7"]}, ["plugin rocm7 finds no GPU: Outdated"]),
+        ({"plugins": ["cuda12"]}, ["plugin cuda12 is installed, and no driver for it"]),
         (
             {"driver": 550, "plugins": ["cuda12"]},
             ["driver is 550, and there is no /dev/nvidia*", "--gpus all"],
@@ -76,11 +77,13 @@ def test_a_process_has_a_gpu_where_there_is_a_file_and_the_platforms_allow_it(ho
         assert gpu_facts({"JAX_PLATFORMS": platforms}) == {"a GPU": want}
 
 
-def test_amd_counts_where_its_driver_is(host):
-    host(amd=2)
+def test_amd_counts_where_its_driver_and_plugin_are(host):
+    host(amd=2, plugins=["rocm7"])
     assert gpus.num_amd() == 2
     assert gpu_facts({}) == {"a GPU": "present"}
     (gpus.ROOT / "dev/kfd").unlink()  # the render nodes are those of a display
+    assert gpus.num_amd() == 0
+    host(amd=2)  # nobody computes on it
     assert gpus.num_amd() == 0
 
 

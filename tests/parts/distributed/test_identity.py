@@ -192,6 +192,10 @@ GPUS = env("CUDA_VISIBLE_DEVICES=0,1,2,3")
         (STEP | GPUS | {"JAX_PLATFORMS": "cpu"}, None),
         (STEP | {"SLURM_STEP_TASKS_PER_NODE": "1(x4)", "SLURM_LOCALID": "0"}, None),
         (STEP | {"SLURM_STEP_TASKS_PER_NODE": "3,1", "SLURM_LOCALID": "0"}, None),
+        (STEP | env("ROCR_VISIBLE_DEVICES=0"), None),  # AMD's
+        (STEP | env("ROCR_VISIBLE_DEVICES=0,1,2,3"), (2, 3)),
+        (STEP | env("ROCR_VISIBLE_DEVICES=0,1,2,3 HIP_VISIBLE_DEVICES=0,1"), (1,)),
+        (STEP | env("ROCR_VISIBLE_DEVICES=0,1,2,3 SLURM_GPUS_ON_NODE=8"), None),
         (JAX, None),
         (INDEXED, None),
     ],
@@ -232,6 +236,7 @@ def test_hosts_of_a_heterogeneous_job_are_distinguished_by_name(host, ids):
 
 
 FOUR_SHARE_TWO = env("CUDA_VISIBLE_DEVICES=0,1 SLURM_STEP_TASKS_PER_NODE=4(x2)")
+ON_AMD = env("ROCR_VISIBLE_DEVICES=0,1 SLURM_STEP_TASKS_PER_NODE=4(x2)")
 NUMBER_IN_ALL = r"JOB_INDEX \* PROCESSES_IN_JOB \+ JOB_COMPLETION_INDEX=3 must be below JAX_NUM"
 GIVES_NOT = "does not give the address of process 0: set JAX_COORDINATOR_ADDRESS"
 OMPI_RANK = "OMPI_COMM_WORLD_RANK"
@@ -253,6 +258,10 @@ MISTAKES = [
     (STEP | env("SLURM_PROCID=x"), "SLURM_PROCID='x' must be numbers"),
     (STEP | env("SLURM_PROCID="), "SLURM_STEP_NUM_TASKS set but SLURM_PROCID not"),
     (STEP | FOUR_SHARE_TWO, "PER_NODE=4 processes on this host, and CUDA_VISIBLE_DEVICES=0,1 for"),
+    (
+        STEP | env("ROCR_VISIBLE_DEVICES=0,1 SLURM_STEP_TASKS_PER_NODE=4(x2)"),
+        "ROCR_VISIBLE_DEV.*=0,1",
+    ),
     (TORCHRUN | env("RANK=7"), "RANK=7 must be below WORLD_SIZE=4"),
     (TORCHRUN | env("MASTER_PORT=http"), "MASTER_ADDR:MASTER_PORT='b:http' must be host:port"),
     (TORCHRUN | env("RANK="), "set but RANK not"),

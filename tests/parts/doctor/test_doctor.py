@@ -101,7 +101,7 @@ def test_devices_of_several_kinds_are_reported(monkeypatch):
 
 
 def test_a_plugin_without_a_gpu_is_bad_and_cpus_that_were_chosen_are_not():
-    missing = Missing("JAX's plugin cuda12 is installed, and this host has no driver for it.", "Do")
+    missing = Missing("JAX's plugin cuda12 is installed, and no driver for it.", "Do")
     count, found = devices.check_devices(missing)
     assert (count.level, found.level) == ("ok", "bad")
     assert found.what == f"JAX runs on CPUs. {missing.what}"
@@ -139,10 +139,12 @@ def test_a_plugin_without_a_gpu_is_reported_by_the_doctor_and_in_one_line_of_tra
     examined = run(["-m", "jddp.doctor", "--num-devices", "2"], tmp_path, with_plugin)
     assert examined.returncode == 69, examined.stderr
     assert examined.stderr == ""
-    assert "bad   JAX runs on CPUs. JAX's plugin cuda12 is installed, and this" in examined.stdout
+    assert "bad   JAX runs on CPUs. JAX's plugin cuda12 is installed, and no" in examined.stdout
     training = ["-m", "jddp.train", "--dry-run", "model.name=mlp", "mesh.num_devices=2"]
     (line,) = run(training, tmp_path, with_plugin).stderr.splitlines()
-    assert line.startswith("jddp: JAX runs on CPUs. JAX's plugin cuda12 is installed, and this ")
+    assert line.startswith(
+        "jddp: JAX runs on CPUs. JAX's plugin cuda12 is installed, and no driver "
+    )
     assert run(training, tmp_path, with_plugin, JAX_PLATFORMS="cpu").stderr == ""
     refused = run(["-m", "jddp.doctor"], tmp_path, with_plugin, JAX_PLATFORMS="cuda")
     assert refused.returncode == 69
