@@ -5,11 +5,18 @@ It writes them from C++ to standard output, several for each process, and has no
 
 import contextlib
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
 
-PREFIX = b"[Gloo] Rank "
+# Threads of several devices write parts of lines at once, so a line may lack its beginning.
+_OF_GLOO = re.compile(rb"\[Gloo\] Rank | is connected to \d+ peer ranks")
+
+
+def is_of_gloo(line: bytes) -> bool:
+    """Whether a line of standard output is one of gloo's, or a part of one."""
+    return _OF_GLOO.search(line) is not None
 
 
 @contextlib.contextmanager
@@ -30,4 +37,4 @@ def unprinted() -> Iterator[None]:
             os.dup2(before, 1)
             os.close(before)
             taken.seek(0)
-            os.write(1, b"".join(line for line in taken if not line.startswith(PREFIX)))
+            os.write(1, b"".join(line for line in taken if not is_of_gloo(line)))

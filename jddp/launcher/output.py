@@ -82,7 +82,7 @@ class Output:
         if sink is sys.stderr:
             self._errors.extend(line.decode(errors="replace").rstrip() for line in lines)
         # gloo prints a line for each connection between CPU devices.
-        shown = b"".join(self._prefix + x for x in lines if not x.startswith(gloo.PREFIX))
+        shown = b"".join(self._prefix + x for x in lines if not gloo.is_of_gloo(x))
         with CONSOLE, contextlib.suppress(OSError, ValueError):
             if hasattr(sink, "buffer"):
                 sink.buffer.write(shown)
