@@ -1,4 +1,4 @@
-"""Trains ResNet-50, ViT-B/16 and GPT-2 124M on one GPU: jddp, a step by hand, and PyTorch.
+"""Trains ResNet-50, ViT-B/16 and GPT-2 124M on GPUs: jddp, a step by hand, and PyTorch.
 
     python3 benchmarks/gpu.py --out gpu.json
     python3 benchmarks/gpu.py --only gpt2_124m --rounds 15
@@ -8,12 +8,17 @@
 It ends within --budget-seconds (520), and needs no network, and of jddp only this checkout.
 
     by_hand          a jitted step with Flax and optax for one device
-    jddp             jddp.DataParallel
+    jddp             jddp.DataParallel, with batch norm of each replica, as PyTorch has it
+    jddp_sync        the same with synchronized batch norm, jddp's default; ResNet-50 alone has any
     jddp_cudnn       the same with attention by cuDNN, as PyTorch has it
     jddp_of_8        jddp, compiled for eight GPUs of which seven and the network are mocked: what
                      being one of many costs beside the network. It computes nonsense
-    torch            DistributedDataParallel over one process, eager
+    jddp_sync_of_8   the same with synchronized batch norm
+    torch            DistributedDataParallel, eager
     torch_compiled   the same through torch.compile
+
+Where there are several GPUs, jddp uses all in one process and PyTorch has a process for each; the
+step by hand, and one of eight, use the first. Rates are those of one GPU.
 
 All train on the same rows with arithmetic in bfloat16, the JAX ones also the same network object.
 Each has a process of its own; they build one at a time, since kernels are chosen by timing them,
@@ -21,7 +26,9 @@ and then take turns of --turn-seconds, in another order each round. A step's tim
 the rounds, ratios are medians of ratios within a round. Compiling, choosing kernels and warming up
 come before. A contender that fails is shown with the reason, and the others continue. Peak memory
 is the most that the framework's allocator gave out; JAX's includes choosing kernels, PyTorch's does
-not.
+not. The loss is that after warming up; the JAX contenders start from the same values, and a row
+says where its loss is not that by hand: by 1 %; on several GPUs, with their rows, and for PyTorch,
+which starts from other values, by 10 %.
 MFU is over the dense peak of the device (gpu_jobs.py has these and counts operations).
 """
 
@@ -42,7 +49,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_crew import ROOT, Contender, Facts, Failure
-from gpu_jobs import JOBS, PEAKS, SMOKE_JOBS, Job
+from gpu_jobs import JOBS, PEAKS, SMOKE_JOBS, Job, runs
 
 # In the order in which they build, as far as they are ready to.
 SCRIPTS = {
@@ -51,27 +58,36 @@ SCRIPTS = {
     "torch_compiled": "gpu_torch.py",
     "jddp_cudnn": "gpu_jax.py",
     "torch": "gpu_torch.py",
+    "jddp_sync": "gpu_jax.py",
     "jddp_of_8": "gpu_jax.py",
+    "jddp_sync_of_8": "gpu_jax.py",
 }
 COMPARED = {"by_hand": "/ by hand", "torch_compiled": "/ torch comp."}
 NUM_DEVICES = 8
 MOST_OF_WHAT_IS_LEFT = 0.6
 GRACE_SECONDS = 15  # for a turn that began in time
+# Allowed differences of losses from that by hand: from the same values and rows, and from others.
+SAME_START, OTHER_START = 0.01, 0.1
 COLUMNS = f"{'':10} {'':14} {'a second':>16} {'step':>9} {'spread':>6} {'MFU':>6} {'peak':>9}" + (
-    "".join(f" {title:>13}" for title in COMPARED.values())
+    "".join(f" {title:>13}" for title in COMPARED.values()) + f" {'loss':>7}"
 )
 
 
-def environment(name: str, *, is_smoke: bool, cache: str) -> dict[str, str]:
-    """The environment of a contender's process."""
+def environment(name: str, *, smoke: int, cache: str) -> dict[str, str]:
+    """The environment of a contender's process; `smoke` virtual devices, or 0 for GPUs."""
+    is_one_of_8 = name.endswith("_of_8")
     environ = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "2"}
-    if is_smoke:
+    if smoke:
         environ |= {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         environ |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-        return environ | {"JAX_NUM_CPU_DEVICES": str(NUM_DEVICES if name == "jddp_of_8" else 1)}
+        return environ | {"JAX_NUM_CPU_DEVICES": str(NUM_DEVICES if is_one_of_8 else smoke)}
     # Later contenders use the kernels that the first has chosen: the same choice for all.
     environ |= {"JAX_PLATFORMS": "cuda", "JAX_COMPILATION_CACHE_DIR": cache}
-    if name == "jddp_of_8":
+    if is_one_of_8:
+        # Mocked processes choose no kernels, and a real one would wait for theirs.
+        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_shard_autotuning=false"
+        first, _, _ = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")
+        environ |= {"XLA_FLAGS": flags.strip(), "CUDA_VISIBLE_DEVICES": first}
         environ |= {"JAX_MOCK_GPU_TOPOLOGY": f"1x{NUM_DEVICES}x1"}
     return environ
 
@@ -80,19 +96,18 @@ class Race:
     """The contenders of one job."""
 
     def __init__(
-        self, name: str, job: Job, contenders: list[str], measured: "Measured", *, is_smoke: bool
+        self, name: str, job: Job, contenders: list[str], measured: "Measured", *, smoke: int
     ) -> None:
         self._name, self._job, self._measured = name, job, measured
         self._cache = tempfile.mkdtemp(prefix="gpu-benchmark-")
-        has_cudnn = not is_smoke and job.model != "resnet50"
-        names = [each for each in SCRIPTS if each in contenders]
+        names = [each for each in SCRIPTS if each in contenders and runs(each, job)]
         self._running = {
             each: Contender(
-                [SCRIPTS[each], name, each, *["smoke"] * is_smoke],
-                environment(each, is_smoke=is_smoke, cache=self._cache),
+                [SCRIPTS[each], name, each, *(["smoke"] if smoke else [])],
+                environment(each, smoke=smoke, cache=self._cache),
             )
             for each in names
-            if has_cudnn or each != "jddp_cudnn"
+            if not (smoke and each == "jddp_cudnn")
         }
 
     def build(self, build_by: float) -> None:
@@ -231,7 +246,19 @@ def format_row(name: str, job: Job, contender: str, facts: dict[str, Facts]) -> 
         f"{row['spread']:6.1%} {'n/a' if row['mfu'] is None else format(row['mfu'], '.1%'):>6} "
         + (f"{row['peak_bytes'] / 2**30:5.1f} GiB" if row["peak_bytes"] else f"{'n/a':>9}")
         + "".join(f" {'n/a' if x is None else format(x, '.3f'):>13}" for x in shown)
+        + f" {float(row['early_loss']):7.3f}{verdict(contender, row, facts.get('by_hand'))}"
     )
+
+
+def verdict(contender: str, row: Facts, by_hand: Facts | None) -> str:
+    """The end of a row whose loss is not that by hand; one of eight computes nonsense."""
+    if by_hand is None or "early_loss" not in by_hand or contender.endswith("_of_8"):
+        return ""
+    has_its_rows = row["devices"] == by_hand["devices"] and not contender.startswith("torch")
+    difference = float(row["early_loss"]) / float(by_hand["early_loss"]) - 1
+    if abs(difference) <= (SAME_START if has_its_rows else OTHER_START):  # False for NaN
+        return ""
+    return f"  LOSS DIFFERS by {difference:+.1%}"
 
 
 def rounded(facts: Facts) -> Facts:
@@ -256,7 +283,7 @@ def race(arguments: argparse.Namespace) -> None:
     print(COLUMNS, flush=True)
     for i, (name, job) in enumerate(jobs.items()):
         share = (end_by - time.monotonic()) / (len(jobs) - i)
-        contest = Race(name, job, arguments.contenders, measured, is_smoke=arguments.smoke)
+        contest = Race(name, job, arguments.contenders, measured, smoke=arguments.smoke)
         now = time.monotonic()
         try:
             contest.build(now + 0.8 * share)
@@ -281,7 +308,15 @@ def main() -> None:
     parser.add_argument("--turn-seconds", type=float, default=0.5, help="0.5 by default")
     parser.add_argument("--budget-seconds", type=float, default=520, help="520 by default")
     parser.add_argument("--out", type=Path, help="a file for the JSON, written at every step")
-    parser.add_argument("--smoke", action="store_true", help="tiny networks, on the CPU")
+    parser.add_argument(
+        "--smoke",
+        type=int,
+        nargs="?",
+        const=1,
+        default=0,
+        metavar="NUM",
+        help="tiny networks, on NUM virtual devices of the CPU, 1 by default",
+    )
     parser.add_argument("--compile-only", action="store_true", help="compile, without a GPU")
     parser.add_argument(
         "--target", default="h100_sxm", help="a key of modelled.GPUS, or a file that --out made"

@@ -9,13 +9,13 @@ from typing import Any
 import jax
 from gpu_crew import one_line
 from gpu_jax import lower
-from gpu_jobs import JOBS
+from gpu_jobs import JOBS, runs
 
 from jddp.inspection.collectives import collectives
 from jddp.inspection.hlo import read_program
 from modelled import GPUS, described_mesh, make_network, walk
 
-NUM_DEVICES = {"by_hand": 1, "jddp": 1, "jddp_of_8": 8}
+NUM_DEVICES = {"by_hand": 1, "jddp": 1, "jddp_of_8": 8, "jddp_sync_of_8": 8}
 
 
 def compile_all(names: list[str], target: str) -> None:
@@ -27,21 +27,23 @@ def compile_all(names: list[str], target: str) -> None:
     """
     gpu = target if target in GPUS else json.loads(Path(target).read_text())["target_description"]
     print(
-        f"{'':10} {'':10} {'arguments':>10} {'temporary':>10} {'TFLOP':>7} {'formula':>7} "
+        f"{'':10} {'':14} {'arguments':>10} {'temporary':>10} {'TFLOP':>7} {'formula':>7} "
         f"{'exchanges':>9} {'large':>5} {'modelled':>9}"
     )
     results: dict[str, dict[str, dict[str, Any]]] = {}
     for name in names:
         for contender, num_devices in NUM_DEVICES.items():
+            if not runs(contender, JOBS[name]):
+                continue
             results.setdefault(name, {})[contender] = row = {}
             try:
                 row |= compile_one(name, contender, gpu, num_devices)
             except jax.errors.JaxRuntimeError as error:  # of XLA, which runs no kernels to choose
                 row["failure"] = one_line(str(error))
-                print(f"{name:10} {contender:10} {row['failure']}", flush=True)
+                print(f"{name:10} {contender:14} {row['failure']}", flush=True)
                 continue
             print(
-                f"{name:10} {contender:10} {row['argument_bytes'] / 2**30:6.2f} GiB "
+                f"{name:10} {contender:14} {row['argument_bytes'] / 2**30:6.2f} GiB "
                 f"{row['temporary_bytes'] / 2**30:6.2f} GiB {row['flops'] / 1e12:7.2f} "
                 f"{row['formula_flops'] / 1e12:7.2f} {row['exchanges']:9} {row['large']:5} "
                 f"{row['modelled_seconds'] * 1e3:6.1f} ms",

@@ -43,15 +43,19 @@ def loss_fn(model: Any, batch: Any, train: bool) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
 
 
-def make_ddp(job: Job, mesh: Mesh | None = None, attention: str = "xla") -> jddp.DataParallel:
-    """As users write it; each replica keeps its own batch norm, as with PyTorch's DDP."""
+def make_ddp(
+    job: Job, mesh: Mesh | None = None, attention: str = "xla", batch_norm: str = "local"
+) -> jddp.DataParallel:
+    """As users write it; by default each replica has its own batch norm, as with PyTorch's DDP."""
     model, optimizer = make_model(job, attention), make_optimizer(job)
-    return jddp.DataParallel(model, optimizer, loss_fn, mesh=mesh, batch_norm="local")
+    return jddp.DataParallel(model, optimizer, loss_fn, mesh=mesh, batch_norm=batch_norm)
 
 
-def start_jddp(job: Job, attention: str = "xla") -> Started:
-    ddp = make_ddp(job, attention=attention)
-    state = ddp.init(seed=0, batch=job.batch(rows=jax.local_device_count()))
+def start_jddp(job: Job, **options: str) -> Started:
+    """Starts from the values of the step by hand, so that losses can be compared."""
+    ddp, rows = make_ddp(job, **options), job.batch(rows=jax.local_device_count())
+    params, model_state, _ = jax.jit(partial(first_state, job))(rows)
+    state = ddp.init(seed=0, batch=rows, params={"params": params, **model_state})
     return ddp.step, state, ddp.shard_batch(job.batch(rows=job.rows * jax.local_device_count()))
 
 
@@ -93,7 +97,9 @@ def start_by_hand(job: Job) -> Started:
 CONTENDERS: dict[str, Callable[[Job], Started]] = {
     "by_hand": start_by_hand,
     "jddp": start_jddp,
+    "jddp_sync": partial(start_jddp, batch_norm="sync"),
     "jddp_of_8": start_jddp,  # Eight devices, by its environment.
+    "jddp_sync_of_8": partial(start_jddp, batch_norm="sync"),
     "jddp_cudnn": partial(start_jddp, attention="cudnn"),
 }
 
@@ -119,10 +125,11 @@ def build(begun: Started, contender: str, prepared_seconds: float) -> tuple[Fact
         peak = (device.memory_stats() or {}).get("peak_bytes_in_use")
         return {"seconds": seconds, "peak_bytes": peak, "loss": float(metrics["loss"])}
 
-    turn(WARM_UP_STEPS)  # Compiles, and chooses kernels.
+    warmed_up = turn(WARM_UP_STEPS)  # Compiles, and chooses kernels.
     facts = {
+        "early_loss": warmed_up["loss"],
         "device": device.device_kind,
-        "devices": jax.device_count(),
+        "devices": 1 if contender == "by_hand" else jax.device_count(),
         "versions": versions(),
         "build_seconds": prepared_seconds + time.perf_counter() - started,
         "step_seconds": turn(WARM_UP_STEPS)["seconds"],
@@ -158,7 +165,8 @@ def lower(job: Job, contender: str, mesh: Mesh) -> jax.stages.Lowered:
     dtypes = {name: x.dtype for name, x in job.batch(rows=1).items()}
     if contender != "by_hand":
         batch = {k: jax.ShapeDtypeStruct(shapes[k], dtypes[k]) for k in shapes}
-        return make_ddp(job, mesh).lower(batch)
+        batch_norm = "sync" if "sync" in contender else "local"
+        return make_ddp(job, mesh, batch_norm=batch_norm).lower(batch)
     sharding = NamedSharding(mesh, P())
     place = partial(jax.ShapeDtypeStruct, sharding=sharding)
     batch = {k: place(shapes[k], dtypes[k]) for k in shapes}

@@ -12,14 +12,37 @@ from typing import Any
 
 import numpy as np
 
-# Dense bfloat16, in FLOP/s, from the vendor's data sheets, by what the device calls itself.
+# Dense bfloat16 with sums in float32, in FLOP/s, by what the device calls itself. From NVIDIA's
+# data sheets, with their TFLOP/s; where one has only the rate with sparsity, it is half of it.
 PEAKS = {
+    # 312. "NVIDIA A100 Tensor Core GPU", data sheet 1758950, r4. https://www.nvidia.com/a100
     "NVIDIA A100-SXM4-40GB": 312e12,
     "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100-PCIE-40GB": 312e12,
     "NVIDIA A100 80GB PCIe": 312e12,
+    # SXM 1,979 and NVL 1,671 with sparsity; the PCIe card had 1,513.
+    # https://resources.nvidia.com/en-us-tensor-core/nvidia-tensor-core-gpu-datasheet
     "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H100 NVL": 835e12,
     "NVIDIA H100 PCIe": 756e12,
+    # SXM 1,979 and NVL 1,671 with sparsity. https://www.nvidia.com/en-us/data-center/h200/
     "NVIDIA H200": 989e12,
+    "NVIDIA H200 NVL": 835e12,
+    # 1,979 with sparsity. https://www.nvidia.com/en-us/data-center/grace-hopper-superchip/
+    "NVIDIA GH200 480GB": 989e12,
+    "NVIDIA GH200 144G HBM3e": 989e12,
+    # Eight have 36,000 with sparsity. https://www.nvidia.com/en-us/data-center/hgx/
+    "NVIDIA B200": 2250e12,
+    # 362.05. https://www.nvidia.com/en-us/data-center/l40s/
+    "NVIDIA L40S": 362e12,
+    # "NVIDIA Ampere GA102 GPU Architecture", v2, tables 2 and 3.
+    "NVIDIA GeForce RTX 3090": 71e12,
+    "NVIDIA RTX A6000": 154.8e12,
+    # "NVIDIA Ada GPU Architecture", v2, table 2 and appendix; 1,457 in fp8 with sparsity.
+    "NVIDIA GeForce RTX 4090": 165.2e12,
+    "NVIDIA RTX 6000 Ada Generation": 364.2e12,
+    # "NVIDIA RTX Blackwell GPU Architecture", table 3.
+    "NVIDIA GeForce RTX 5090": 209.5e12,
 }
 
 
@@ -113,3 +136,9 @@ SMOKE_JOBS = {
     "vit_b16": Job("vit", TINY | {"patch_size": 4, "num_classes": 5}, 8, image_size=8),
     "gpt2_124m": Job("gpt", TINY | {"max_length": 8, "vocab_size": 11}, 8),
 }
+
+
+def runs(contender: str, job: Job) -> bool:
+    """Whether a contender differs from others on this job: by attention, or by batch norm."""
+    has_batch_norm = job.model == "resnet50"
+    return ("cudnn" if has_batch_norm else "sync") not in contender

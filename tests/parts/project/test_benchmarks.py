@@ -1,5 +1,6 @@
 """The benchmarks run; what they measure is for an idle machine to say."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -132,8 +133,9 @@ def test_the_wire_carries_the_parameters_and_no_more():
 def contend(tmp_path, *options, **environment):
     """What `gpu.py` prints of each contender, and what it knows."""
     out = tmp_path / "gpu.json"
-    quick = ["--smoke", "--rounds", 2, "--turn-seconds", 0.01, "--out", out]
-    _, *rows, line = run(BENCHMARKS / "gpu.py", *quick, *options, **environment)
+    quick = ["--rounds", 2, "--turn-seconds", 0.01, "--out", out]
+    smoke = [] if "--smoke" in options else ["--smoke"]
+    _, *rows, line = run(BENCHMARKS / "gpu.py", *smoke, *quick, *options, **environment)
     assert json.loads(line) == json.loads(out.read_text())
     return {tuple(row.split()[:2]): row for row in rows}, json.loads(line)
 
@@ -167,6 +169,69 @@ def test_contenders_that_fail_say_why_in_their_rows_and_the_others_continue(tmp_
         assert contenders[name]["devices"] == num_devices
         assert contenders[name]["speed_over_by_hand"] > 0
         assert contenders[name]["speed_over_torch_compiled"] is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num", [1, 2])
+def test_all_devices_are_used_by_jddp_and_by_processes_of_torch(tmp_path, num):
+    only = ["--only", "resnet50", "--contenders", "by_hand", "jddp", "jddp_sync", "torch"]
+    rows, measured = contend(tmp_path, "--smoke", num, *only)
+    contenders = measured["results"]["resnet50"]["contenders"]
+    devices = {"by_hand": 1, "jddp": num, "jddp_sync": num, "torch": num}
+    assert {name: row["devices"] for name, row in contenders.items()} == devices
+    allowed = 0.01 if num == 1 else 0.3  # of other rows
+    losses = {name: row["early_loss"] for name, row in contenders.items()}
+    assert losses["jddp"] == pytest.approx(losses["by_hand"], rel=allowed)
+    assert "LOSS DIFFERS" not in rows["resnet50", "jddp"]
+    assert all(f"{row['early_loss']:.3f}" in rows["resnet50", n] for n, row in contenders.items())
+
+
+def gpu_module(monkeypatch, name):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module(name)
+
+
+def test_a_loss_that_is_not_that_by_hand_is_shown(monkeypatch):
+    gpu = gpu_module(monkeypatch, "gpu")
+    job = gpu.SMOKE_JOBS["resnet50"]
+    other = {"turns": [1.0], "device": "cpu", "devices": 1, "peak_bytes": None}
+    losses = {"by_hand": 2.0, "jddp": 2.01, "jddp_sync": 2.1, "torch": 2.1, "jddp_of_8": 9.0}
+    facts = {name: other | {"early_loss": loss} for name, loss in losses.items()}
+    rows = {name: gpu.format_row("resnet50", job, name, facts) for name in facts}
+    assert {name for name in rows if "LOSS DIFFERS" in rows[name]} == {"jddp_sync"}
+    assert rows["jddp_sync"].endswith("2.100  LOSS DIFFERS by +5.0%")
+    several = other | {"devices": 2, "early_loss": 2.1}
+    assert gpu.verdict("jddp", several, facts["by_hand"]) == ""  # of more rows
+    assert gpu.verdict("jddp", several | {"early_loss": "nan"}, facts["by_hand"])
+    assert gpu.verdict("jddp", several, {"failure": "out of time"}) == ""
+
+
+def test_one_of_eight_chooses_its_kernels_alone_and_on_one_gpu(monkeypatch):
+    gpu = gpu_module(monkeypatch, "gpu")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=here")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
+    for name in ("jddp_of_8", "jddp_sync_of_8"):
+        environ = gpu.environment(name, smoke=0, cache="cache")
+        assert environ["XLA_FLAGS"] == "--xla_dump_to=here --xla_gpu_shard_autotuning=false"
+        assert environ["CUDA_VISIBLE_DEVICES"] == "3"
+        assert environ["JAX_MOCK_GPU_TOPOLOGY"] == "1x8x1"
+    assert "XLA_FLAGS" not in gpu.environment("jddp", smoke=0, cache="cache")
+
+
+def test_batch_norm_is_compared_where_there_is_any_and_attention_where_there_is_any(monkeypatch):
+    jobs = gpu_module(monkeypatch, "gpu_jobs")
+    of = {
+        name: {x for x in ("jddp_sync", "jddp_cudnn") if jobs.runs(x, job)}
+        for name, job in jobs.JOBS.items()
+    }
+    attention = {"jddp_cudnn"}
+    assert of == {"resnet50": {"jddp_sync"}, "vit_b16": attention, "gpt2_124m": attention}
+
+
+def test_peaks_are_of_gpus_by_their_own_names(monkeypatch):
+    peaks = gpu_module(monkeypatch, "gpu_jobs").PEAKS
+    assert all(name.startswith("NVIDIA ") for name in peaks)
+    assert peaks["NVIDIA H100 NVL"] < peaks["NVIDIA H100 80GB HBM3"] < peaks["NVIDIA B200"]
 
 
 @pytest.mark.slow
