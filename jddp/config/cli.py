@@ -110,4 +110,15 @@ def enter(run: Callable[[], int | None]) -> int:
         return run() or ExitCode.DONE
     except Error as error:
         tell(error.in_shell)
+        leave_job(error.exit_code, error)
         return error.exit_code
+
+
+def leave_job(code: int, error: BaseException) -> None:
+    """Ends one of several processes, and its job, at once, if this is one."""
+    if "jax" in sys.modules:
+        from jddp.distributed.coordination import num_processes
+        from jddp.distributed.failure import leave
+
+        if num_processes() > 1:
+            leave(code, error)

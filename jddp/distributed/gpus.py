@@ -99,10 +99,11 @@ def why_missing(reasons: Sequence[str] = ()) -> Missing | None:
     """
     version, installed = driver_version(), plugins()
     cuda = next((name[4:] for name in installed if name.startswith("cuda")), "")
-    reason = "".join(f": {reason.rstrip('.')}" for reason in reasons[:1])
+    reason = "".join(f": {reason.rstrip('.?')}" for reason in reasons[:1])
     if version is None:
         lacks = f"finds no GPU{reason}" if num_amd() else "is installed, and no driver for it"
         fix = "Install the driver, or uninstall the plugin where there is no GPU."
+        fix += f" {_CONTAINER}" if cuda else ""
         return Missing(f"JAX's plugin {', '.join(installed)} {lacks}.", fix) if installed else None
     if not num_nvidia():
         return Missing(f"NVIDIA's driver is {version}, and there is no /dev/nvidia*.", _CONTAINER)

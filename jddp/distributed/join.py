@@ -129,7 +129,7 @@ def require_devices() -> Missing | None:
             )
             raise DeviceError(
                 f"JAX finds no device for JAX_PLATFORMS={wanted or '(not set)'}: "
-                f"{reason.rstrip('.')}. {missing} JAX_PLATFORMS=cpu computes without one."
+                f"{reason.rstrip('.?')}. {missing} JAX_PLATFORMS=cpu computes without one."
             ) from error
     is_meant = found[0].platform != "cpu" or not may_use_gpus(wanted)
     return None if is_meant else why_missing(reasons)

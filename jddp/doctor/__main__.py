@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jddp.config.cli import Parser, enter, tell
+from jddp.config.cli import Parser, enter
 from jddp.config.permissions import expand
 from jddp.distributed.failure_file import VARIABLE, headline, read
 from jddp.doctor.finding import BAD, Finding
@@ -79,8 +79,7 @@ def _examine(arguments: argparse.Namespace) -> int:
     import jax
 
     from jddp.distributed.chosen_gpus import refuse_gpus
-    from jddp.distributed.coordination import agree, gather, num_processes, process_index
-    from jddp.distributed.failure import leave
+    from jddp.distributed.coordination import agree, gather, process_index
     from jddp.distributed.gpus import gpu_facts
     from jddp.distributed.join import configure_devices, initialize, require_devices
     from jddp.distributed.resolve import resolve_identity
@@ -102,11 +101,8 @@ def _examine(arguments: argparse.Namespace) -> int:
         agree("devices", gpu_facts(os.environ))  # before they start, which would wait
         refuse_gpus(identity)
         missing = require_devices()
-    except Error as error:
+    except Error:
         show("\n".join(map(str, findings)))  # one of which may be the reason
-        if num_processes() > 1:
-            tell(str(error))
-            leave(error.exit_code, error)  # the others wait for the devices of this process
         raise
     findings += [*check_devices(missing), check_directory(arguments.dir)]
     of_processes = gather("doctor", "\n".join(map(str, findings)), timeout_seconds=120)

@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import signal
-import sys
 import textwrap
 import time
 import traceback
@@ -19,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jddp.config.cli import Parser, add_config_arguments, lasting_streams, tell
+from jddp.config.cli import Parser, add_config_arguments, lasting_streams, leave_job, tell
 from jddp.config.files import dump_values, load_config
 from jddp.config.keys import describe_keys
 from jddp.config.permissions import expand, make_private
@@ -177,12 +176,7 @@ def _leave(error: BaseException) -> int:
         tell(error.in_shell)
     else:
         traceback.print_exception(error)
-    if "jax" in sys.modules:
-        from jddp.distributed.coordination import num_processes
-        from jddp.distributed.failure import leave
-
-        if num_processes() > 1:
-            leave(code, error)
+    leave_job(code, error)
     with contextlib.suppress(Error):  # about a number that nobody can tell
         write(describe(resolve_identity().process_id, code, error))
     return code

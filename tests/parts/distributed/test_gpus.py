@@ -39,7 +39,7 @@ def host(tmp_path, monkeypatch):
         ({}, None),
         ({"amd": 1}, None),
         ({"amd": 1, "plugins": ["rocm7"]}, ["plugin rocm7 finds no GPU: Outdated"]),
-        ({"plugins": ["cuda12"]}, ["plugin cuda12 is installed, and no driver for it"]),
+        ({"plugins": ["cuda12"]}, ["cuda12 is installed, and no driver for it", "--gpus all"]),
         (
             {"driver": 550, "plugins": ["cuda12"]},
             ["driver is 550, and there is no /dev/nvidia*", "--gpus all"],
@@ -114,9 +114,7 @@ def test_a_platform_without_a_device_is_an_error_in_one_line_that_names_what_is_
     host(driver=550, plugins=["cuda12"])
     monkeypatch.setattr(jax, "local_devices", no_device)
     monkeypatch.setattr(join, "may_use_gpus", lambda wanted: True)
-    with pytest.raises(
-        DeviceError, match=r"Unable to load CUDA. Is .*\. NVIDIA's driver is 550, and"
-    ):
+    with pytest.raises(DeviceError, match=r"CUDA. Is it installed\. NVIDIA's driver is 550, and"):
         join.require_devices()
 
 
