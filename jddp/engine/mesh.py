@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import P
 from jax.experimental import multihost_utils
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from jddp.distributed import gloo
 from jddp.distributed.coordination import collect
@@ -90,7 +90,7 @@ def _are_devices(found: object) -> bool:
     return len(found) > 0 and all(hasattr(x, "device_kind") for x in found)
 
 
-def axis_of(mesh: Mesh) -> str:
+def axis_of(mesh: Mesh | AbstractMesh) -> str:
     """The name of the axis of a mesh that has one."""
     return str(mesh.axis_names[0])
 
@@ -106,7 +106,10 @@ def mapped_over(axis: str) -> Iterator[None]:
 
 
 def over_replicas(
-    function: Callable[..., PyTree], mesh: Mesh, in_specs: PyTree, out_specs: PyTree
+    function: Callable[..., PyTree],
+    mesh: Mesh | AbstractMesh,
+    in_specs: PyTree,
+    out_specs: PyTree,
 ) -> Callable[..., PyTree]:
     """Maps a replica's function over the mesh; it must return equal values for `P()`."""
     # Unchecked: the check refuses plain RNNs, scans from zeros, conds with a constant branch, and
@@ -125,7 +128,7 @@ def over_replicas(
     return call
 
 
-def _refuse_other_mesh(mesh: Mesh) -> None:
+def _refuse_other_mesh(mesh: Mesh | AbstractMesh) -> None:
     context = jax.sharding.get_abstract_mesh()
     if not context.empty and context != mesh.abstract_mesh:
         raise UsageError(

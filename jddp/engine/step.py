@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax import P
 from jax.extend.core import ClosedJaxpr, Jaxpr
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.stages import Wrapped
 from jaxtyping import Array
 
@@ -140,7 +140,7 @@ class Traced:
     inputs: tuple[str, ...]
 
 
-def trace(step: Step, mesh: Mesh, state: TrainState, inputs: Inputs) -> Traced:
+def trace(step: Step, mesh: Mesh | AbstractMesh, state: TrainState, inputs: Inputs) -> Traced:
     """Traces a replica's forward and backward pass. Computes nothing.
 
     Args:
