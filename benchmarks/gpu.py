@@ -26,9 +26,9 @@ and then take turns of --turn-seconds, in another order each round. A step's tim
 the rounds, ratios are medians of ratios within a round. Compiling, choosing kernels and warming up
 come before. A contender that fails is shown with the reason, and the others continue. Peak memory
 is the most that the framework's allocator gave out; JAX's includes choosing kernels, PyTorch's does
-not. The loss is that after warming up; the JAX contenders start from the same values, and a row
-says where its loss is not that by hand: by 1 %; on several GPUs, with their rows, and for PyTorch,
-which starts from other values, by 10 %.
+not. The loss is that after warming up; the JAX contenders start from the same values, and a row is
+marked where its loss is not that by hand: by 1 %; on several GPUs, with their rows, and for
+PyTorch, which starts from other values, by 10 %.
 MFU is over the dense peak of the device (gpu_jobs.py has these and counts operations).
 """
 
