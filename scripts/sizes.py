@@ -148,7 +148,7 @@ def sizes() -> list[Size]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     facade = of_class(PACKAGE / "data_parallel.py", "DataParallel")
     return [
-        Size("jddp/", code, 16_900, 16_000),
+        Size("jddp/", code, 17_400, 16_000),
         Size("lines of DataParallel", facade, 250, 250),
         Size("rooms at the top level", len(rooms), 20, 20),
         Size("floors", len(floors), 10, 10),
