@@ -44,7 +44,7 @@ def choose(
     """UUIDs of the GPUs, or of the MIG instance, that a process has.
 
     Args:
-      environ: Environment, with CUDACUDA_DEVICES.
+      environ: Environment, with CUDA_VISIBLE_DEVICES.
       local_ids: Numbers of its GPUs among the visible ones; None for all.
       listed: The GPUs of the host; empty if they are not known.
 
