@@ -245,6 +245,7 @@ def test_a_scalar_loss_beside_weights_is_warned_about_once(name, caplog):
 @pytest.mark.parametrize(
     "by_row, parts, fills", [(False, 1, True), (False, 2, False), (True, 1, True)]
 )
+@pytest.mark.slow
 def test_verify_advises_a_mean_and_the_advice_is_right(by_row, parts, fills):
     """What each replica divides by its own count. No name in the batch gives the weights away."""
 
@@ -294,6 +295,7 @@ def global_mean_of(x):
     return jax.lax.pmean(x.mean((0, 1)), jddp.AXIS)
 
 
+@pytest.mark.slow
 def test_verify_advises_means_over_all_replicas_for_a_balancing_loss_and_is_right():
     batch = make_batch()
     batch["inputs"] = np.sort(batch["inputs"].ravel()).reshape(batch["inputs"].shape)

@@ -65,6 +65,7 @@ def wait_until_printed(client, word):
         message = client.get_iopub_msg(timeout=SECONDS)
 
 
+@pytest.mark.slow
 def test_an_interrupt_stops_behind_a_step_and_the_same_call_resumes(kernel):
     manager, client = kernel
     run_cell(client, SETUP)

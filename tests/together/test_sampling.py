@@ -64,6 +64,7 @@ def trained(tmp_path_factory):
     return folder / "run"
 
 
+@pytest.mark.slow
 def test_the_likeliest_tokens_are_those_of_the_model_on_the_whole_sequence(gpt):
     """Beyond the length of its sequences the model sees the last tokens alone."""
     found = sample(gpt, [3, 1], 12, length=LENGTH, temperature=0)

@@ -237,6 +237,7 @@ def test_a_run_directory_with_a_run_or_without_or_of_another_model_is_refused(dd
     assert fit(plain, batches(), tmp_path, resume="must").step == NUM_STEPS
 
 
+@pytest.mark.slow
 def test_two_hundred_steps_that_stop_anywhere_are_two_hundred_steps(tmp_path):
     ddp = wrapped(NnxConvNet(nnx.Rngs(0), dropout_rate=0.3), optax.adamw(0.01), ema_decay=0.9)
     plan = {"num_steps": 200, "log_every_steps": 7, "eval_every_steps": 90, "save_every_steps": 30}
@@ -269,6 +270,7 @@ WORLDS = {
 
 
 @pytest.mark.parametrize("model, worlds", WORLDS.values(), ids=WORLDS)
+@pytest.mark.slow
 def test_a_run_moves_from_world_to_world_up_to_rounding(tmp_path, capsys, model, worlds):
     def train(world, run_dir, num_steps):
         options = dict(zip(("mesh", "accumulate_steps"), world, strict=True))

@@ -330,6 +330,7 @@ def test_the_worst_leaf_is_named():
     assert apart == {"gradients": "Dense_1/bias", "update": "Dense_1/bias"}
 
 
+@pytest.mark.slow
 def test_random_numbers_of_the_host_or_of_one_key_are_found_and_nan_is_never_the_same():
     draw = np.random.default_rng().uniform
     report = verified(loss=lambda *given: loss_fn(*given)[0] * draw(1, 2))
@@ -348,6 +349,7 @@ def test_what_cannot_be_compared_is_refused():
 JOB = ["model.name=mlp", "data.global_batch_size=16", "mesh.num_devices=4"]
 
 
+@pytest.mark.slow
 def test_a_job_is_verified_from_the_command_line(capsys):
     assert main(JOB) == 0
     assert "4 devices vs one, 16 examples: equal within rounding" in capsys.readouterr().out

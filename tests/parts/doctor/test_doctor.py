@@ -362,6 +362,7 @@ def test_bandwidths_stand_beside_published_ones_and_a_wrong_sum_fails(monkeypatc
     assert acceptance.bandwidth(two, sizes=(1,)).finding.level == "bad"
 
 
+@pytest.mark.slow
 def test_devices_that_equal_one_pass_and_others_fail(monkeypatch):
     two = jax.devices()[:2]
     part = acceptance.equality(two)
