@@ -27,6 +27,7 @@ from jddp.typing import HookState, PyTree
 
 Layout = Literal["leaf", "flat"]
 SMALL_BYTES = 64 * 1024  # Smaller leaves are packed: a copy costs less than a round of the network.
+MANY = 64  # leaves of a bucket that are packed where there is no network
 NOTES = {
     "leaf": ("layout leaf", "XLA fuses the buckets: all of them on CPUs, up to their size on GPUs"),
     "flat": ("layout flat",),
@@ -39,21 +40,24 @@ class Whole:
 
     Attributes:
       layout: "leaf" or "flat": whether only the small leaves of a bucket share an array, or all.
-      small_bytes: Size from which a leaf is sent alone, in the leaf layout.
+      max_packed: In the leaf layout, the most leaves of a bucket that share an array; where there
+        are more small ones, all are sent alone.
     """
 
     layout: Layout
-    small_bytes: int = SMALL_BYTES
+    max_packed: float = math.inf
     keeps_shards = False  # Whether each replica gets its shard of the mean, and not all of it.
 
     def members(self, planned: Bucket) -> tuple[tuple[int, ...], ...]:
         """Which leaves of a bucket share an array on the wire, by their places in it."""
         # Packing copies. For a large leaf that costs more than it saves where the compiler fuses
         # leaves itself; a small one alone would cost gloo a round of the network.
-        limit = math.inf if self.layout == "flat" else self.small_bytes / planned.dtype.itemsize
-        alone = [(i,) for i, shape in enumerate(planned.shapes) if math.prod(shape) >= limit]
-        packed = tuple(i for i in range(len(planned.leaves)) if (i,) not in alone)
-        return (packed, *alone) if packed else tuple(alone)
+        limit = math.inf if self.layout == "flat" else SMALL_BYTES / planned.dtype.itemsize
+        packed = [i for i, shape in enumerate(planned.shapes) if math.prod(shape) < limit]
+        if self.layout == "leaf" and len(packed) > self.max_packed:
+            packed = []
+        alone = sorted({*range(len(planned.leaves))}.difference(packed))
+        return ((tuple(packed),) if packed else ()) + tuple((i,) for i in alone)
 
     def pack(self, leaves: list[jax.Array], axis: str) -> jax.Array:
         """The array in which these leaves are sent."""
@@ -119,15 +123,15 @@ def bucketed(layout: Layout, hook: CommHook | None, *, on_network: bool = True) 
     Args:
       layout: "leaf" or "flat".
       hook: A custom hook, or None.
-      on_network: Whether the devices may be of several processes. Where they are not, packing small
-        leaves would save nothing, and each leaf that is cut from a vector costs XLA:CPU a kernel of
-        its own: leaves of one shape would no longer be compiled once.
+      on_network: Whether the devices may be of several processes. Where they are not, packing many
+        leaves saves less than it costs: XLA:CPU compiles a kernel for each leaf that is cut from a
+        vector, and for leaves as they are one for each shape.
 
     Raises:
       ConfigError: If it is no hook; in the step, if it returns a bucket or state of another form.
     """
     if hook is None:
-        return Whole(layout, SMALL_BYTES if on_network else 0), narrow(mean()), ""
+        return Whole(layout, math.inf if on_network else MANY), narrow(mean()), ""
     if not (isinstance(hook, CommHook) and callable(hook.init) and callable(hook.reduce)):
         raise ConfigError(
             f"comm_hook is {type(hook).__name__}. Give a jddp.CommHook(init, reduce) of functions."

@@ -369,8 +369,7 @@ def test_a_network_in_nnx_compiles_to_what_it_does_in_linen():
     """So it costs a step the same: leaves are plain on the hot path."""
     batch, seen = {"image": np.ones((16, 28, 28, 1), np.float32), "label": np.arange(16) % 10}, []
     for model in (CNN(), CNN_NNX(rngs=nnx.Rngs(0))):
-        # Packed: which gradients XLA combines depends on the order of their names.
-        compiled = wrapped(model, cross_entropy, layout="flat").lower(batch).compile()
+        compiled = wrapped(model, cross_entropy).lower(batch).compile()
         cost = compiled.cost_analysis()
         ops = collections.Counter(re.findall(r"= \S+ ([\w-]+)\(", compiled.as_text()))
         seen.append((ops, cost["flops"], cost["bytes accessed"]))

@@ -23,7 +23,7 @@ from jddp.reduce.average import (
     make_reduction,
 )
 from jddp.reduce.gradients import Finished
-from jddp.reduce.packing import bucketed, exchange_mean, scatter_mean
+from jddp.reduce.packing import MANY, bucketed, choose_packing, exchange_mean, scatter_mean
 from jddp.reduce.plan import plan_buckets
 
 MIB = 2**20
@@ -182,6 +182,25 @@ def test_the_leaf_layout_packs_small_leaves_and_sends_large_ones_as_they_are():
     got = averaged(mesh, tree, bucket_bytes=2**20, layout="leaf", comm_hook=hook)
     assert sorted(seen) == [(128, 128), (200, 100), (15 + 128 * 127 + 1,)]
     equal(got, jax.tree.map(lambda x: x.mean(0), tree))
+
+
+@pytest.mark.parametrize(
+    ("num_leaves", "options", "num_arrays"),
+    [
+        (MANY, {}, 1),
+        (MANY + 1, {}, MANY + 1),  # of one shape, for which one kernel is compiled
+        (MANY + 1, {"on_network": True}, 1),
+        (MANY + 1, {"platform": "gpu"}, 1),
+        (MANY + 1, {"layout": "flat"}, 1),
+    ],
+)
+def test_many_small_leaves_are_sent_alone_within_a_process_of_cpus(num_leaves, options, num_arrays):
+    chosen = {"layout": "leaf", "hook": None, "platform": "cpu", "on_network": False, **options}
+    packing, _, _ = choose_packing(**chosen, is_sharded=False, num=None)
+    (bucket,) = plan_buckets([np.float32(0)] * num_leaves, bucket_bytes=MIB).buckets
+    members = packing.members(bucket)
+    assert len(members) == num_arrays
+    assert sorted(i for each in members for i in each) == list(range(num_leaves))
 
 
 def test_averaging_what_is_averaged_changes_nothing(mesh):
