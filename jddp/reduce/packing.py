@@ -40,8 +40,8 @@ class Whole:
 
     Attributes:
       layout: "leaf" or "flat": whether only the small leaves of a bucket share an array, or all.
-      max_packed: In the leaf layout, the most leaves of a bucket that share an array; where there
-        are more small ones, all are sent alone.
+      max_packed: Largest number of leaves that share an array in the leaf layout; where a bucket
+        has more small ones, all are sent alone.
     """
 
     layout: Layout
