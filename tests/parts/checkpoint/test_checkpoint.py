@@ -683,7 +683,6 @@ def test_a_directory_that_cannot_be_made_is_an_error_and_one_that_was_moved_is_n
     assert names_in(tmp_path / "run" / "saved") == {"3"}
 
 
-@pytest.mark.slow
 def test_saves_leave_little_memory_behind(tmp_path, state):
     def taken(steps):
         for step in steps:
