@@ -3,11 +3,13 @@
 import json
 import os
 import socket
+import subprocess
 import time
 from pathlib import Path
 
 import jddp
 from jddp.checkpoint import checksums
+from jddp.distributed.identity import VARIABLES
 
 ROOT = Path(jddp.__file__).parents[1]
 TIMINGS = ("step_seconds", "examples_per_second", "data_wait_seconds")
@@ -26,6 +28,27 @@ def free_port():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
+
+
+def run_job(command, *of_processes):
+    """Runs a command in a job of a process for each set of variables; returns what each wrote.
+
+    That is pairs of the texts of both streams. Each process has to end with 0.
+    """
+    address, num = f"127.0.0.1:{free_port()}", str(len(of_processes))
+    processes = []
+    for number, variables in enumerate(of_processes):
+        given = dict(zip(VARIABLES, (address, num, str(number)), strict=True)) | variables
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        processes.append(subprocess.Popen(command, env=environment(**given), **streams))
+    try:
+        ends = [process.communicate(timeout=240) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()  # does nothing to one that has ended
+            process.wait()
+    assert [process.returncode for process in processes] == [0] * len(processes), ends
+    return ends
 
 
 def wait_until(condition, *processes, said=lambda: "not in time", seconds=120, pause=0.01):

@@ -1,18 +1,16 @@
 """Processes exchange values between their hosts, as often as they like; no device takes part."""
 
 import json
-import subprocess
 import sys
 
 import jax
 import numpy as np
 import optax
 import pytest
-from runs import environment, free_port
+from runs import run_job
 from tiny import MLP, loss_fn, make_batch
 
 import jddp
-from jddp.distributed.identity import VARIABLES
 
 NUM_ROUNDS = 50
 SIZES = [[5, 3, 0, 2], [4, 0, 8, 1]]  # of evaluation batches, by process: of four devices each
@@ -58,21 +56,8 @@ print(json.dumps({**ddp.evaluate(state, batches), "padded": len(padded["mask"])}
 
 @pytest.mark.processes
 def test_evaluation_of_uneven_batches_is_exact_though_no_device_counts_rows():
-    address, processes = f"127.0.0.1:{free_port()}", []
     command = [sys.executable, "-c", SCRIPT, json.dumps([NUM_ROUNDS, SIZES])]
-    for number in range(2):
-        given = dict(zip(VARIABLES, (address, "2", str(number)), strict=True))
-        pipe = subprocess.PIPE
-        processes.append(
-            subprocess.Popen(command, env=environment(**given), stdout=pipe, stderr=pipe, text=True)
-        )
-    try:
-        ends = [process.communicate(timeout=240) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()  # does nothing to one that has ended
-            process.wait()
-    assert [process.returncode for process in processes] == [0, 0], ends
+    ends = run_job(command, {}, {})
     first, second = (json.loads(said.splitlines()[-1]) for said, _ in ends)
     ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, mesh=jax.devices()[:1])
     want = ddp.evaluate(ddp.init(0, make_batch(8)), [make_batch(23)])

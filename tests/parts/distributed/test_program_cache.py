@@ -1,16 +1,14 @@
 """The cache of compiled programs is used where all processes of a job share it, else by none."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import jax
 import pytest
-from runs import environment, free_port
+from runs import run_job
 
 from jddp.distributed import program_cache
-from jddp.distributed.identity import VARIABLES
 from jddp.distributed.program_cache import use_if_shared
 
 
@@ -95,23 +93,13 @@ print(jax.config.jax_enable_compilation_cache)
 @pytest.mark.processes
 @pytest.mark.parametrize("is_shared", [True, False])
 def test_two_processes_use_one_folder_and_none_of_two(tmp_path, is_shared):
-    address, processes = f"127.0.0.1:{free_port()}", []
-    for number in range(2):
-        given = dict(zip(VARIABLES, (address, "2", str(number)), strict=True))
-        given["JAX_COMPILATION_CACHE_DIR"] = str(tmp_path / str(0 if is_shared else number))
-        given["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-        given["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-        command, pipe = [sys.executable, "-c", SCRIPT], subprocess.PIPE
-        processes.append(
-            subprocess.Popen(command, env=environment(**given), stdout=pipe, stderr=pipe, text=True)
-        )
-    try:
-        ends = [process.communicate(timeout=240) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()  # does nothing to one that has ended
-            process.wait()
-    assert [process.returncode for process in processes] == [0, 0], ends
+    every = {
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    folders = [str(tmp_path / str(0 if is_shared else number)) for number in range(2)]
+    of_processes = [{**every, "JAX_COMPILATION_CACHE_DIR": folder} for folder in folders]
+    ends = run_job([sys.executable, "-c", SCRIPT], *of_processes)
     assert [said for said, _ in ends] == [f"{is_shared}\n"] * 2
     lines = [line for _, errors in ends for line in errors.splitlines() if "is off" in line]
     assert len(lines) == (0 if is_shared else 1)
