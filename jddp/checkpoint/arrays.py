@@ -142,8 +142,6 @@ def _layout_of(words: Any, shape: Sequence[int]) -> Layout:
       ValueError: If no array of this shape has such a layout.
     """
     match words:
-        case None:
-            raise ValueError("an array has no layout: an older version of jddp saved it")
         case "replicated":
             return Replicated()
         case {"per_replica": "mean" | "sum" | "reset" as rule} if any(shape[:1]):

@@ -40,7 +40,7 @@ from jddp.checkpoint.arrays import (
     layouts_in,
 )
 from jddp.checkpoint.checksums import NAME as SUMS
-from jddp.checkpoint.reader import find_newest, find_other_step, read_described, read_object
+from jddp.checkpoint.reader import find_newest, read_described, read_object
 from jddp.checkpoint.remote import Remote
 from jddp.checkpoint.resize import empty, on_this_mesh, to_read
 from jddp.checkpoint.writer import SECONDS, Writer
@@ -208,10 +208,10 @@ class Checkpoints:
             if isinstance(error, FileSystemError):
                 raise
             raise self._cannot(f"be read at step {step}", error) from error
-        saved_as = beside.pop("step", arrays["step"])
-        if damage := find_altered(arrays, described) or find_other_step(folder, saved_as):
+        if damage := find_altered(arrays, described):
             self._set_aside(step, damage)
             return None
+        del beside["step"]
         leaves = [on_this_mesh(arrays[n], x, there[n]) for n, x in wanted.items()]
         return Restored(step, jax.tree.unflatten(jax.tree.structure(like), leaves), beside)
 

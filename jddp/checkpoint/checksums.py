@@ -23,7 +23,6 @@ from jddp.distributed.same_folder import WRITE_BY_OTHERS, opener
 log = logging.getLogger("jddp")
 
 NAME = "SHA256SUMS"
-_HEAD = re.compile(r"# ([1-9][0-9]{0,8}) files\n")  # a comment to `sha256sum`
 _LINE = re.compile(r"([0-9a-f]{64})  ([^\n]+)\n")
 
 
@@ -37,8 +36,7 @@ def seal(folder: Path) -> None:
     names = [name for name in _files(folder) if not _is_hidden(name)]
     listed = _digests(folder, names, is_synced=True)
     with open(folder / NAME, "x", opener=opener) as file:
-        file.write(f"# {len(listed)} files\n")
-        file.writelines(f"{digest}  {name}\n" for name, digest in listed.items())
+        file.write(_text_of(listed))
         file.flush()
         os.fsync(file.fileno())
     for directory in {folder, *(path for path in folder.rglob("*") if path.is_dir())}:
@@ -93,16 +91,16 @@ def _read_list(folder: Path) -> dict[str, str]:
     if (folder / NAME).is_symlink():
         raise ValueError(f"{NAME} is a link")
     text = (folder / NAME).read_bytes().decode()
-    head = _HEAD.match(text)
-    body = text[head.end() :] if head else text
-    lines = _LINE.findall(body)
-    listed = {name: digest for digest, name in lines}
-    # Lists of earlier versions have no number, and name every file.
-    number = int(head[1]) if head else len({*_files(folder)} - {NAME})
-    is_whole = "".join(f"{digest}  {name}\n" for digest, name in lines) == body
-    if not (is_whole and lines) or len(listed) != number:
+    listed = {name: digest for digest, name in _LINE.findall(text)}
+    if not listed or _text_of(listed) != text:
         raise ValueError(f"{NAME} is torn or altered")
     return listed
+
+
+def _text_of(listed: dict[str, str]) -> str:
+    """The list of files and digests as text, of which the first line is a comment."""
+    lines = [f"{digest}  {name}\n" for name, digest in listed.items()]
+    return f"# {len(lines)} files\n{''.join(lines)}"
 
 
 def _digests(folder: Path, names: Iterable[str], *, is_synced: bool = False) -> dict[str, str]:

@@ -133,20 +133,13 @@ def find_newest(directory: Path, on_damage: Callable[[int, str], None]) -> int |
 def find_fault(folder: Path) -> str | None:
     """Describes the damage of a checkpoint: a changed file, or the number of another step.
 
-    Older versions did not write the step into `run.json`: their folders pass here, and are compared
-    with the array of that name where all arrays are read.
-
     Raises:
       FileSystemError: If `run.json` holds no object.
     """
-    damage = find_damage(folder)
-    return damage or find_other_step(folder, read_object(folder / "run.json").get("step"))
-
-
-def find_other_step(folder: Path, step: Any) -> str | None:
-    """Describes that a checkpoint was saved as another step than its folder's; None if not."""
-    is_other = step is not None and str(step) != folder.name
-    return f"it was saved as step {step}" if is_other else None
+    if (damage := find_damage(folder)) is not None:
+        return damage
+    step = read_object(folder / "run.json").get("step")
+    return None if str(step) == folder.name else f"it was saved as step {step}"
 
 
 def read(folder: Path, fields: Sequence[str] | None = None) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from jddp.data.examples import Batch, Examples
+from jddp.data.extras import import_extra
 from jddp.errors import ConfigError
 
 
@@ -130,15 +131,14 @@ class Mixup:
         Raises:
           ConfigError: If the examples are not images with labels.
         """
-        from scipy.special import betaincinv  # Only this needs it, and it takes a while.
-
+        scipy = import_extra("scipy.special", needed_by="data.mixup")  # which takes a while
         if not {"image", "label"} <= batch.keys():
             held = ", ".join(batch)
             raise ConfigError(f"data.mixup mixes images with labels, and the data hold {held}.")
         others = self.examples.take((uniform[:, -2] * len(self.examples)).astype(np.int64))
         if self.augment is not None:
             batch, others = (self.augment(rows, uniform[:, :-2]) for rows in (batch, others))
-        share = betaincinv(self.parameter, self.parameter, uniform[:, -1]).astype(np.float32)
+        share = scipy.betaincinv(self.parameter, self.parameter, uniform[:, -1]).astype(np.float32)
         by_image = share.reshape(-1, *[1] * (batch["image"].ndim - 1))
         mixed = by_image * batch["image"] + (1 - by_image) * others["image"]
         mask = {"mask": batch["mask"] * others["mask"]} if "mask" in batch else {}

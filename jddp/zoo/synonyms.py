@@ -43,7 +43,7 @@ fit.callbacks          -                       logger loggers report_to
 fit.seed               seed                    random_seed seed_everything
 batch_norm             ddp.batch_norm          sync_batchnorm sync_bn broadcast_buffers
 unused_parameters      ddp.unused_parameters   find_unused_parameters ddp_find_unused_parameters
-bucket_mb              ddp.bucket_mb           bucket_cap_mb first_bucket_mb last_bucket_mb
+bucket_mb              ddp.bucket_mb           bucket_cap_mb
 shard_optimizer        ddp.shard_optimizer     zero zero_stage zero1
 ema_decay              ddp.ema_decay           ema model_ema
 mesh                   mesh.num_devices        devices gpus num_gpus n_gpu device_ids

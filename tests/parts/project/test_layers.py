@@ -2,8 +2,10 @@
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
+import tomllib
 
 import pytest
 from house import MODULES, PACKAGE, name_of, room_of
@@ -47,6 +49,8 @@ def names_used(path):
                 yield from (f"{module}.{alias.name}" for alias in names)
             case ast.Attribute(value=ast.Name(id="jax"), attr=attr):
                 yield f"jax.{attr}"
+            case ast.Call(func=ast.Name(id="import_extra"), args=[ast.Constant(value=name)]):
+                yield name
 
 
 def reaches(name, target):
@@ -90,6 +94,21 @@ def test_libraries_come_in_by_few_doors_and_jax_not_in_what_runs_before_it():
     assert not {x: found for x, rooms in HOMES.items() if (found := rooms_using(x) - rooms)}
     using = [name_of(path) for path in MODULES if any(reaches(x, "jax") for x in USED[path])]
     assert not [name for name in using for room in WITHOUT_JAX if reaches(name, f"jddp.{room}")]
+
+
+# Packages whose names are not those of their modules, and those that come with another.
+PACKAGES = {"orbax": "orbax-checkpoint", "PIL": "pillow", "yaml": "pyyaml"}
+PACKAGES |= {"jaxlib": "jax", "jax_plugins": "jax", "fsspec": "s3fs"}
+PACKAGES |= {"absl": "grain", "pyarrow": "datasets"}
+
+
+def test_every_package_that_is_imported_is_declared():
+    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
+    groups = [project["dependencies"], *project["optional-dependencies"].values()]
+    declared = {re.match(r"[\w-]+", package)[0] for group in groups for package in group}
+    used = {name.partition(".")[0] for names in USED.values() for name in names}
+    others = used - sys.stdlib_module_names - {"jddp"}
+    assert {PACKAGES.get(name, name) for name in others} <= declared
 
 
 LIGHT = """
