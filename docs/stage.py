@@ -157,6 +157,7 @@ class Stage:
             to = str(found.relative_to(DOCS))
         else:
             to = self.shown.setdefault(found, f"files/{found.relative_to(ROOT)}.md")
+            anchor = ""  # A file is shown as text, which has none.
         return os.path.relpath(to, Path(name).parent) + (f"#{anchor}" if anchor else "")
 
     def show(self, path: Path) -> str:

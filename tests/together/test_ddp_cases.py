@@ -1,4 +1,4 @@
-"""PyTorch DDP's cases of numerical equality (NUM) and of buckets (BKT): see docs/ddp_cases.md."""
+"""PyTorch DDP's cases of numerical equality (NUM) and of buckets (BKT): see README.md here."""
 
 import jax.numpy as jnp
 import judge

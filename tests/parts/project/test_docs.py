@@ -16,7 +16,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from runs import ROOT
 
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+FOLDERS = ("*.md", "docs/**/*.md", "tests/**/*.md")
+PAGES = sorted(page for folder in FOLDERS for page in ROOT.glob(folder))
 ANCHOR = re.compile(r"`((?:jddp|examples|tests)/[\w/]+\.py):([\w.]+)`(?:\]\(([^)]*)\))?")
 TEST = re.compile(r"`(?:tests/)?((?:parts|together|worlds)/[\w/]+\.py)`(?:, `([\w ]+)`)?")
 QUOTE = re.compile(ANCHOR.pattern + r"[^`]*?:?\n\n```python\n(.*?)```", re.DOTALL)

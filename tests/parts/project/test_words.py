@@ -17,7 +17,11 @@ INSTEAD = {word: terms for words, terms in ROWS for word in re.findall("`(.+?)`"
 PHRASES = "|".join(r"\s+".join(map(re.escape, word.split())) for word in INSTEAD)
 FORBIDDEN = re.compile(rf"\b({PHRASES})\b(?!/|-all-to-all)", re.I)  # but in paths and in HLO
 NAMES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md")
-PAGES = [*map(ROOT.joinpath, NAMES), *sorted(ROOT.glob("docs/*.md"))]
+PAGES = [
+    *map(ROOT.joinpath, NAMES),
+    *sorted(ROOT.glob("docs/*.md")),
+    *sorted(ROOT.glob("tests/**/*.md")),
+]
 PAGES.append(ROOT / "benchmarks" / "README.md")
 FOLDERS = ("jddp/**/*.py", "examples/**/*.py", "benchmarks/**/*.py", "docs/**/*.py")
 CODE = [path for folder in FOLDERS for path in sorted(ROOT.glob(folder))]
