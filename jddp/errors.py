@@ -185,4 +185,5 @@ def _make_printable(record: logging.LogRecord) -> bool:
     return True
 
 
-logging.getLogger("jddp").addFilter(_make_printable)
+log = logging.getLogger("jddp")
+log.addFilter(_make_printable)

@@ -1,0 +1,224 @@
+"""Figures of how jddp is built, read from its source without importing it: `sizes.py` prints them.
+
+modules = read_modules()                # {"jddp.zoo.paths": its syntax tree, ...}
+reached("jddp.engine.step", imports(modules))
+"""
+
+import ast
+import re
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "jddp"
+Modules = Mapping[str, ast.Module]
+Imports = Mapping[str, set[str]]  # names of modules, by those of the modules that import them
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def paths() -> dict[str, Path]:
+    """The files of all modules, by the names of the modules."""
+    files = sorted(PACKAGE.rglob("*.py"))
+    names = (".".join(x.relative_to(ROOT).with_suffix("").parts) for x in files)
+    return {name.removesuffix(".__init__"): x for name, x in zip(names, files, strict=True)}
+
+
+def read_modules() -> dict[str, ast.Module]:
+    """The syntax trees of all modules, by their names."""
+    return {name: ast.parse(path.read_text()) for name, path in paths().items()}
+
+
+def room_of(name: str) -> str:
+    """The package of a module below jddp, or itself where it is in none."""
+    return name.removeprefix("jddp.").partition(".")[0]
+
+
+def imports(modules: Modules) -> dict[str, set[str]]:
+    """The modules of jddp that each imports: in functions, for types and by a string too."""
+    found = {
+        name: {_module_in(target, modules) for target in _targets(tree)} - {""}
+        for name, tree in modules.items()
+    }
+    found["jddp"] = set()  # It names the modules of all public names, and imports one when asked.
+    return found
+
+
+def _targets(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=names):
+                yield from (alias.name for alias in names)
+            case ast.ImportFrom(module=str(module), names=names):
+                yield from (f"{module}.{alias.name}" for alias in names)
+            case ast.Call(
+                func=ast.Attribute(attr="import_module"), args=[ast.Constant(value=name)]
+            ):
+                yield str(name)
+
+
+def _module_in(target: str, modules: Modules) -> str:
+    """The module that is imported as this, or that holds the name; empty for no module of jddp."""
+    if target in modules:
+        return target
+    above = target.rpartition(".")[0]
+    return above if above in modules else ""
+
+
+def reached(name: str, imported: Imports) -> set[str]:
+    """The modules that one imports, directly or through others."""
+    found, below = set[str](), {name}
+    while below:
+        found |= below
+        below = set().union(*(imported[x] for x in below)) - found
+    return found - {name}
+
+
+def circles(imported: Imports) -> list[set[str]]:
+    """The largest sets of modules that import each other, directly or through others."""
+    below = {name: reached(name, imported) for name in imported}
+    found = {frozenset({name, *(x for x in below[name] if name in below[x])}) for name in imported}
+    return [set(names) for names in found if len(names) > 1]
+
+
+def count_names(modules: Modules, name: str) -> int:
+    """Counts the places that use a name."""
+    nodes = (node for tree in modules.values() for node in ast.walk(tree))
+    return sum(isinstance(node, ast.Name) and node.id == name for node in nodes)
+
+
+def defined_twice(modules: Modules) -> list[str]:
+    """Public classes, functions and types that several modules define, but for `main`."""
+    homes = Counter(name for tree in modules.values() for name in {*_definitions(tree)})
+    return sorted(name for name, count in homes.items() if count > 1 and name != "main")
+
+
+def _definitions(tree: ast.Module) -> Iterator[str]:
+    for node in tree.body:
+        match node:
+            case ast.ClassDef(name=name) | ast.FunctionDef(name=name) if not name.startswith("_"):
+                yield name
+            case ast.Assign(targets=[ast.Name(id=name)]) if re.match("[A-Z][a-z]", name):
+                yield name
+
+
+def functions(
+    node: ast.AST, name: str = "", is_public: bool = True
+) -> Iterator[tuple[Function, str, bool]]:
+    """Every function below `node`, its name with its classes, and whether users may call it."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, Function | ast.ClassDef):
+            yield from functions(child, name, is_public)
+            continue
+        own = f"{name}.{child.name}".strip(".")
+        is_known = is_public and is_public_name(child.name)
+        if isinstance(child, ast.ClassDef):
+            yield from functions(child, own, is_known)
+        else:
+            yield child, own, is_known
+            yield from functions(child, own, False)
+
+
+def is_public_name(name: str) -> bool:
+    """Whether a name is for users: `__init__` is, `_step` is not."""
+    return not name.startswith("_") or name.endswith("__")
+
+
+def count_parameters(function: Function, is_public: bool) -> int:
+    """Counts parameters, without self and the options of a public function."""
+    positional = [x.arg for x in (*function.args.posonlyargs, *function.args.args)]
+    has_self = positional[:1] in (["self"], ["cls"])
+    return len(positional) - has_self + len(function.args.kwonlyargs) * (not is_public)
+
+
+def largest_tuple(function: Function) -> int:
+    """Counts the items of the largest tuple that a function is annotated to return."""
+    sizes = [0]
+    for node in ast.walk(function.returns) if function.returns else ():
+        match node:
+            case ast.Subscript(value=ast.Name(id="tuple"), slice=ast.Tuple(elts=items)):
+                is_open = any(getattr(item, "value", None) is ... for item in items)
+                sizes.append(1 if is_open else len(items))
+    return max(sizes)
+
+
+def options_of(modules: Modules, function: str) -> int:
+    """Counts the keyword-only parameters of the function of a name that has the most."""
+    every = (found for tree in modules.values() for found in functions(tree))
+    counts = [len(node.args.kwonlyargs) for node, name, _ in every if name == function]
+    return max(counts, default=0)
+
+
+def members_of(tree: ast.Module, name: str) -> int:
+    """Counts the public methods, properties and attributes that a class defines."""
+    found = set[str]()
+    for node in _class(tree, name).body:
+        match node:
+            case ast.FunctionDef(name=name) | ast.AnnAssign(target=ast.Name(id=name)):
+                found.add(name)
+    return sum(not name.startswith("_") for name in found)
+
+
+def _class(tree: ast.Module, name: str) -> ast.ClassDef:
+    return next(x for x in tree.body if isinstance(x, ast.ClassDef) and x.name == name)
+
+
+def questions_to_parts(modules: Modules, spec: str) -> list[str]:
+    """Places that ask by `isinstance` which part of a step they have.
+
+    Args:
+      modules: The modules.
+      spec: Module that holds the step; the classes of modules of its room, and of reduce, that it
+        imports are parts.
+    """
+    homes = [x for x in imports(modules)[spec] if room_of(x) in (room_of(spec), "reduce")]
+    parts = {x.name for home in homes for x in modules[home].body if isinstance(x, ast.ClassDef)}
+    return [
+        f"{name}:{node.lineno}"
+        for name, tree in modules.items()
+        for node in ast.walk(tree)
+        if name != spec and _asks_for(node, parts)
+    ]
+
+
+def _asks_for(node: ast.AST, classes: set[str]) -> bool:
+    match node:
+        case ast.Call(func=ast.Name(id="isinstance"), args=[_, kind]):
+            return any(isinstance(x, ast.Name) and x.id in classes for x in ast.walk(kind))
+    return False
+
+
+def effects_at_import(tree: ast.Module) -> list[int]:
+    """Lines of a module that change what another module holds, when it is imported.
+
+    They are calls for their effect of what was imported, and assignments to its attributes.
+    """
+    imported = {
+        (alias.asname or alias.name).partition(".")[0]
+        for node in tree.body
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    }
+    found = []
+    for node in tree.body:
+        match node:
+            case (
+                ast.Expr(value=ast.Call(func=target))
+                | ast.Assign(targets=[ast.Attribute() | ast.Subscript() as target])
+            ) if _root(target) in imported:
+                found.append(node.lineno)
+    return found
+
+
+def _root(node: ast.AST) -> str:
+    """The name with which a chain of attributes, calls and items begins."""
+    while not isinstance(node, ast.Name):
+        node = next(ast.iter_child_nodes(node))
+    return node.id
+
+
+def median_and_decile(numbers: Iterable[int]) -> tuple[int, int]:
+    """The median, and the ninth decile."""
+    ordered = sorted(numbers)
+    return round(statistics.median(ordered)), ordered[len(ordered) * 9 // 10]
