@@ -34,10 +34,11 @@ from cosmic_ray.work_item import MutationSpec, TestOutcome
 ROOT = Path(__file__).resolve().parent.parent
 STEP = ["data_parallel", "step", "ddp_accumulation", "parameters", "ddp_unused"]
 HEART = {  # the tests of each file, those that notice most first
-    "jddp/engine/backward.py": [
+    "jddp/engine/micro_batches.py": [
         *STEP,
         *("overlap", "hooks", "ddp_hooks", "loss_scale", "fp8", "state_reduction", "replica"),
     ],
+    "jddp/engine/schedule.py": [*STEP, "overlap"],
     "jddp/engine/step.py": [*STEP, "constants", "verify"],
     "jddp/modules/metrics.py": ["metrics", "data_parallel", "mean", "overlap", "logical_replicas"],
     "jddp/reduce/average.py": ["reduce", "hooks", "loss_scale", "peers"],
@@ -53,7 +54,7 @@ HEART = {  # the tests of each file, those that notice most first
     "jddp/reduce/shards.py": ["reduce", "shard_optimizer"],
 }
 TESTS = HEART | {
-    "jddp/engine/average.py": ["data_parallel", "local_steps", "shard_optimizer"],
+    "jddp/engine/clip.py": ["parameters", "shard_optimizer", "local_steps"],
     "jddp/engine/compiled.py": [
         *("data_parallel", "explain", "constants", "hooks", "local_steps", "memory"),
     ],
@@ -62,7 +63,9 @@ TESTS = HEART | {
     "jddp/engine/executor.py": ["data_parallel", "constants", "explain", "run", "trainer"],
     "jddp/engine/guard.py": ["loss_scale", "numerics"],
     "jddp/engine/init.py": ["data_parallel", "weights", "parameters"],
+    "jddp/engine/logical_replicas.py": ["logical_replicas"],
     "jddp/engine/mesh.py": ["mesh", "data_parallel", "axis_name"],
+    "jddp/engine/moving_average.py": ["data_parallel", "local_steps", "shard_optimizer"],
     "jddp/engine/optimizer.py": ["shard_optimizer", "ddp_unused", "data_parallel"],
     "jddp/engine/overwritten.py": ["fp8"],
     "jddp/engine/replica.py": ["replica", "state_reduction"],
@@ -73,7 +76,7 @@ TESTS = HEART | {
     "jddp/engine/state.py": ["replica", "local_steps", "shard_optimizer", "run", "checkpoint"],
     "jddp/engine/sync.py": ["local_steps"],
     "jddp/engine/unused.py": ["ddp_unused"],
-    "jddp/engine/view.py": ["parameters", "shard_optimizer", "local_steps"],
+    "jddp/engine/view.py": ["shard_optimizer", "local_steps"],
 }
 # cosmic-ray replaces each operator by all others, ten mutants of one kind: one stands for
 # them. `|` is left out: here it joins types and dicts.

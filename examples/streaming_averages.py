@@ -6,7 +6,8 @@ Each replica trains alone for `every` steps; then one fragment of the parameters
 next one after `every` more steps, and so on in turn. The bytes of an outer step are 1 / fragments
 of those of `jddp.LocalSteps`, and its peak on the network is as much lower.
 
-A mode of synchronization is a subclass of `jddp.LocalSteps`: one file, and no change in jddp.
+What replicas do in an outer step is an object that `jddp.LocalSteps` is given: one file, and no
+change in jddp.
 
 References:
   Douillard et al., "Streaming DiLoCo with overlapping communication", 2025.
@@ -27,8 +28,8 @@ from jddp.reduce.gradients import Finished
 
 
 @dataclasses.dataclass(frozen=True)
-class StreamingSteps(jddp.LocalSteps):
-    """As `jddp.LocalSteps`, with the mean of another fragment at each outer step.
+class NextFragment:
+    """An outer step that averages one fragment of the parameters, and in the next one another.
 
     Attributes:
       num_fragments: Parts of the parameters: every n-th array is in the same one.
@@ -38,9 +39,9 @@ class StreamingSteps(jddp.LocalSteps):
 
     def init(self, params):
         """Returns what replicas share: also which fragment is next."""
-        return {**super().init(params), "turn": jnp.int32(0)}
+        return {"params": params, "turn": jnp.int32(0)}
 
-    def outer_step(self, reduction, params, outer):
+    def __call__(self, reduction, params, outer):
         """Averages the fragment whose turn it is; the others stay each replica's own."""
 
         def average(fragment):
@@ -71,7 +72,7 @@ def main(num_steps=60, every=5):
     batch, losses = {"x": x, "y": np.tanh(x[:, :3])}, []
     for num_fragments in (1, 2, 4):
         model = nn.Sequential([nn.Dense(32), nn.tanh, nn.Dense(3)])
-        local_steps = StreamingSteps(every, num_fragments=num_fragments)
+        local_steps = jddp.LocalSteps(every, NextFragment(num_fragments))
         ddp = jddp.DataParallel(model, optax.adam(1e-2), loss_fn, local_steps=local_steps)
         state = ddp.init(seed=0, batch=batch)
         for _ in range(num_steps):

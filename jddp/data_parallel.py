@@ -22,8 +22,7 @@ from jax.sharding import Mesh
 from jddp.checkpoint.checkpoints import Checkpoints
 from jddp.checkpoint.weights import Loaded
 from jddp.distributed.watchdog import Limits
-from jddp.engine.average import choose_average, chosen_params
-from jddp.engine.backward import choose_backward
+from jddp.engine.clip import choose_clip
 from jddp.engine.compiled import CompiledSteps
 from jddp.engine.evaluate import (
     evaluate_exactly,
@@ -45,13 +44,14 @@ from jddp.engine.mesh import (
     put_rows,
     replicate,
 )
+from jddp.engine.moving_average import choose_average, chosen_params
 from jddp.engine.optimizer import choose_optimizer
 from jddp.engine.program import Form, Program
 from jddp.engine.replicas import choose_replicas
+from jddp.engine.schedule import choose_backward
 from jddp.engine.spec import Step, refuse_pairs
 from jddp.engine.state import Inputs, TrainState, Values
 from jddp.engine.sync import EveryStep, LocalSteps
-from jddp.engine.view import choose_clip
 from jddp.html import Shown
 from jddp.initial_state import InitialState
 from jddp.inspection.explain import Explanation, explain

@@ -97,8 +97,8 @@ class CompiledSteps:
             "accumulate_steps": self.spec.backward.num,
             "batch_norm": model.batch_norm,
             "batch_norm_group_size": sync.group_size,
-            "logical_replicas": getattr(self.spec.replicas, "num", None),
-            "local_steps": getattr(self.spec.sync, "every", None),
+            "logical_replicas": self.spec.replicas.num,
+            "local_steps": self.spec.sync.every,
         }
 
     def plan_for(self, state: TrainState, inputs: Inputs) -> None:
@@ -142,7 +142,7 @@ class CompiledSteps:
     def _noted(self, plan: BucketPlan, state: TrainState, num_looped: int = 0) -> BucketPlan:
         """The plan, with notes on when buckets are sent, and on parameters that never are."""
         plan = plan.noted(*describe_frozen(state.model_state))
-        return self.spec.sync.note(self.spec.backward.note(plan, num_looped))
+        return self.spec.sync.note(self.spec.backward.schedule.note(plan, num_looped))
 
     def comm_state(self) -> CommState:
         """The first state of the reduction, on one replica.

@@ -18,21 +18,21 @@ References:
 
 import dataclasses
 import functools
+from typing import final
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from jddp.engine.backward import Scale
+from jddp.engine.micro_batches import Scale
+from jddp.engine.parts import Guard, Outcome, View
 from jddp.engine.state import KeepsOwn, TrainState, own_layouts
-from jddp.engine.view import View
 from jddp.errors import ConfigError
 from jddp.modules.metrics import mean_tree
 from jddp.reduce.hooks import CommHook, GradBucket, Units
-from jddp.typing import HookState, Metrics, PyTree
+from jddp.typing import HookState, PyTree
 
-Outcome = tuple[TrainState, Metrics]
 DYNAMIC = "dynamic"
 FIRST = 2.0**16
 LEAST, MOST = 1.0, 2.0**24
@@ -65,6 +65,7 @@ def adjust(before: LossScale, is_finite: Array, *, interval: int = GROWTH_INTERV
     )
 
 
+@final
 @dataclasses.dataclass(frozen=True)
 class NoGuard:
     """Every step counts, whatever its numbers are.
@@ -74,90 +75,120 @@ class NoGuard:
     """
 
     loss_scale: float
+    follows_overflows = False
 
     def init(self) -> PyTree:
-        """Returns the first `CommState.loss_scale`; () for nothing."""
+        """Returns (): the scale is fixed."""
         return ()
 
     def scale(self, state: TrainState) -> Scale:
-        """Returns the loss scale of the step that starts from this state."""
+        """Returns the fixed scale."""
         return self.loss_scale
 
     def accept(self, before: TrainState, after: TrainState, numbers: PyTree, view: View) -> Outcome:
-        """Returns the state that a step ends with, and metrics of the guard.
-
-        Args:
-          before: State before the step, of one replica.
-          after: State that the step has computed.
-          numbers: Loss and gradients, which must be finite.
-          view: View of the replica on the mean gradient.
-        """
+        """Returns the state as it is, and no metric."""
         return after, {}
 
 
+@final
 @dataclasses.dataclass(frozen=True)
-class SkipNonfinite(NoGuard):
+class SkipNonfinite:
     """A step counts only if its loss, gradients and other state are finite.
 
     Attributes:
+      loss_scale: Factor of the loss in the backward pass.
       keeps_own: Whether each replica has its own of a leaf of `model_state`, by path and leaf.
     """
 
+    loss_scale: float
     keeps_own: KeepsOwn
+    follows_overflows = False
+
+    def init(self) -> PyTree:
+        """Returns (): the scale is fixed."""
+        return ()
+
+    def scale(self, state: TrainState) -> Scale:
+        """Returns the fixed scale."""
+        return self.loss_scale
 
     def accept(self, before: TrainState, after: TrainState, numbers: PyTree, view: View) -> Outcome:
-        """Returns the state after a good step, else that before it; and "skipped"."""
-        states = before.model_state, after.model_state
-        # What was not finite in other state before the step may stay so.
-        stays = [
-            (jnp.isfinite(new) | ~jnp.isfinite(old)).all()
-            for old, new in zip(*map(jax.tree.leaves, states), strict=True)
-            if jnp.issubdtype(new.dtype, jnp.inexact)
-        ]
-        fits = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(numbers)]).all()
-        # 2 if a loss or gradient is not finite, else 1 if a number of other state is not.
-        found = jnp.where(fits, jnp.where(jnp.stack([fits, *stays]).all(), 0, 1), 2)
-        layouts = jax.tree.leaves(own_layouts(states[1], self.keeps_own))
-        # The verdict must be the same on all replicas: one that skipped alone would from then on
-        # have other parameters, and take other branches, in which collectives would wait forever.
-        # The mean gradient shows every replica the same; shards and per-replica values do not, so
-        # the largest finding is taken.
-        if view.differs or any(layout.is_per_replica for layout in layouts):
-            with jax.named_scope("metrics"):
-                found = lax.pmax(found, view.axis)
-        return self._choose(found, before, after)
-
-    def _choose(self, found: Array, before: TrainState, after: TrainState) -> Outcome:
-        choose = functools.partial(jnp.where, found == 0)
-        # The step counts, though it is skipped: its batch is consumed, and repeated with the same
-        # number it would use the same random numbers.
-        skipped = before.replace(step=after.step, skipped=before.skipped + 1)
-        # `where`, and not a `cond`: both states are there, and XLA fuses the choice with the
-        # update.
-        after = jax.tree.map(choose, after, skipped)
-        return after, {"skipped": after.skipped.astype(jnp.float32)}
+        """Returns the state after a good step, else the state before it; and "skipped"."""
+        found = find_nonfinite(before, after, numbers, view, self.keeps_own)
+        return after_good_step(found, before, after)
 
 
-class DynamicScale(SkipNonfinite):
-    """As `SkipNonfinite`, with a loss scale that begins with `loss_scale` and follows overflows."""
+@final
+@dataclasses.dataclass(frozen=True)
+class DynamicScale:
+    """As `SkipNonfinite`, with a loss scale that follows overflows.
+
+    Attributes:
+      first: The first loss scale.
+      keeps_own: Whether each replica has its own of a leaf of `model_state`, by path and leaf.
+    """
+
+    first: float
+    keeps_own: KeepsOwn
+    follows_overflows = True
 
     def init(self) -> PyTree:
         """Returns the first `LossScale`."""
-        return LossScale(jnp.float32(self.loss_scale), jnp.int32(0))
+        return LossScale(jnp.float32(self.first), jnp.int32(0))
 
     def scale(self, state: TrainState) -> Scale:
         """Returns the scale that the last step has left."""
         return state.comm_state.loss_scale.scale
 
-    def _choose(self, found: Array, before: TrainState, after: TrainState) -> Outcome:
-        after, metrics = super()._choose(found, before, after)
+    def accept(self, before: TrainState, after: TrainState, numbers: PyTree, view: View) -> Outcome:
+        """Also returns the next loss scale, and in "loss_scale" the scale of this step."""
+        found = find_nonfinite(before, after, numbers, view, self.keeps_own)
+        after, metrics = after_good_step(found, before, after)
         # A smaller scale is no help to other state, which the forward pass writes.
         scale = adjust(before.comm_state.loss_scale, found < 2)
         after = after.replace(comm_state=dataclasses.replace(after.comm_state, loss_scale=scale))
         return after, {**metrics, "loss_scale": self.scale(before)}
 
 
-def choose_guard(loss_scale: float | str | None, skips: bool, keeps_own: KeepsOwn) -> NoGuard:
+def find_nonfinite(
+    before: TrainState, after: TrainState, numbers: PyTree, view: View, keeps_own: KeepsOwn
+) -> Array:
+    """Returns 2 if a loss or gradient is not finite, else 1 if a number of other state is not.
+
+    The verdict is the same on every replica; it is 0 where all is finite.
+    """
+    states = before.model_state, after.model_state
+    # What was not finite in other state before the step may stay so.
+    stays = [
+        (jnp.isfinite(new) | ~jnp.isfinite(old)).all()
+        for old, new in zip(*map(jax.tree.leaves, states), strict=True)
+        if jnp.issubdtype(new.dtype, jnp.inexact)
+    ]
+    fits = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(numbers)]).all()
+    found = jnp.where(fits, jnp.where(jnp.stack([fits, *stays]).all(), 0, 1), 2)
+    layouts = jax.tree.leaves(own_layouts(states[1], keeps_own))
+    # The verdict must be the same on all replicas: one that skipped alone would from then on have
+    # other parameters, and take other branches, in which collectives would wait forever. The mean
+    # gradient shows every replica the same; shards and per-replica values do not, so the largest
+    # finding is taken.
+    if view.differs or any(layout.is_per_replica for layout in layouts):
+        with jax.named_scope("metrics"):
+            found = lax.pmax(found, view.axis)
+    return found
+
+
+def after_good_step(found: Array, before: TrainState, after: TrainState) -> Outcome:
+    """Returns the state after the step if nothing was found, else before it; and "skipped"."""
+    choose = functools.partial(jnp.where, found == 0)
+    # The step counts, though it is skipped: its batch is consumed, and repeated with the same
+    # number it would use the same random numbers.
+    skipped = before.replace(step=after.step, skipped=before.skipped + 1)
+    # `where`, and not a `cond`: both states are there, and XLA fuses the choice with the update.
+    after = jax.tree.map(choose, after, skipped)
+    return after, {"skipped": after.skipped.astype(jnp.float32)}
+
+
+def choose_guard(loss_scale: float | str | None, skips: bool, keeps_own: KeepsOwn) -> Guard:
     """Returns the guard of these options, as `jddp.DataParallel` describes them.
 
     Raises:

@@ -15,16 +15,18 @@ References:
 """
 
 from dataclasses import dataclass
+from typing import final
 
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
+from jddp.engine.parts import Optimizer, Unused, View
 from jddp.engine.separable import at_least_1d, why_not_split
 from jddp.engine.state import Replicated, Sharded, TrainState
-from jddp.engine.unused import UNUSED, Zero
-from jddp.engine.view import View
+from jddp.engine.unused import UNUSED
+from jddp.engine.view import own_shards
 from jddp.errors import ConfigError, check_choice
 from jddp.reduce.plan import BucketPlan
 from jddp.reduce.reduction import Reduction
@@ -33,6 +35,7 @@ from jddp.typing import Grads, OptState, Params, PyTree
 OPTIMIZER = "optimizer_update"  # the scope of the equations of an optimizer
 
 
+@final
 @dataclass(frozen=True)
 class ReplicatedOptimizer:
     """Each replica updates all parameters.
@@ -44,92 +47,69 @@ class ReplicatedOptimizer:
     """
 
     tx: optax.GradientTransformation
-    unused: Zero
+    unused: Unused
     num_micro_batches: int
 
     def init(self, params: Params) -> OptState:
-        """Returns the first state, on one replica."""
-        # It may keep the parameters themselves: each leaf needs a buffer of its own.
-        return jax.tree.map(jnp.copy, self.tx.init(params))
+        """Returns the state for all parameters."""
+        return own_copy(self.tx.init(params))
 
     def layouts(self, params: Params) -> PyTree:
-        """Returns the `Layout` of each leaf of the state, for parameters of these shapes."""
+        """Returns that all leaves are replicated."""
         return jax.tree.map(lambda _: Replicated(), jax.eval_shape(self.tx.init, params))
 
     def check(self, params: Params, num_replicas: int) -> None:
-        """Refuses an optimizer that the step cannot use.
+        """Refuses an optimizer that accumulates gradients beside micro-batches.
 
         Raises:
-          ConfigError: If it accumulates gradients beside micro-batches.
+          ConfigError: If it does.
         """
-        # Only the state for the parameters themselves shows it: an optimizer may name them.
-        if self.num_micro_batches > 1 and _is_multi_steps(jax.eval_shape(self.tx.init, params)):
-            raise ConfigError(
-                "optax.MultiSteps beside accumulate_steps would reduce once per micro-batch and "
-                "count steps twice. Drop optax.MultiSteps: accumulate_steps reduces once for all."
-            )
+        refuse_multi_steps(self.tx, params, self.num_micro_batches)
 
     def update(
         self, grads: Grads, state: TrainState, plan: BucketPlan, view: View, value: Array
     ) -> tuple[Params, OptState]:
-        """Returns one replica's new parameters and optimizer state.
-
-        Args:
-          grads: The averaged gradients, or the replica's shards of them, by `view`.
-          state: State before the step, of one replica.
-          plan: The buckets.
-          view: View of the replica on the mean gradient.
-          value: Loss of the step, for optimizers that ask for it.
-        """
-        before, grads = self._own(state.params, View(view.axis)), self._own(grads, view)
-        # Some optimizers, such as `reduce_on_plateau`, ask for the loss: it is global, so that all
-        # replicas decide the same.
-        tx = optax.with_extra_args_support(self.tx)
-        with jax.named_scope(OPTIMIZER):
-            updates, opt_state = tx.update(grads, state.opt_state, before, value=value)
-            own = optax.apply_updates(before, updates)
-        params = self._whole(own, state.params, plan)
+        """Updates all parameters."""
+        after = updated(self.tx, grads, state.opt_state, state.params, value)
         # After the update, since weight decay and momentum move a parameter also with a gradient of
         # 0.
-        after, before = (params, opt_state), (state.params, state.opt_state)
-        return self.unused(after, before, params, plan)
-
-    def _own(self, tree: PyTree, view: View) -> PyTree:
-        """The part of parameters or gradients, seen by `view`, that this replica updates."""
-        return tree
-
-    def _whole(self, own: Params, before: Params, plan: BucketPlan) -> Params:
-        """The whole parameters, from those that each replica has updated."""
-        return own
+        return self.unused(after, (state.params, state.opt_state), after[0], plan)
 
 
+@final
 @dataclass(frozen=True)
-class Zero1(ReplicatedOptimizer):
+class Zero1:
     """Each replica updates its shard of each parameter.
 
     Attributes:
+      tx: A separable optax optimizer.
+      unused: Treatment of parameters that no gradient reaches.
+      num_micro_batches: Number of micro-batches of a step.
       reduction: Reduction of the gradients, by whose buckets shards of parameters are gathered.
     """
 
+    tx: optax.GradientTransformation
+    unused: Unused
+    num_micro_batches: int
     reduction: Reduction
 
     def init(self, params: Params) -> OptState:
-        """As `ReplicatedOptimizer.init`, of a shard."""
-        return super().init(self._own(params, View(self.reduction.axis)))
+        """Returns the state for the replica's shards of all parameters."""
+        return own_copy(self.tx.init(own_shards(params, self.reduction.axis)))
 
     def layouts(self, params: Params) -> PyTree:
-        """As `ReplicatedOptimizer.layouts`."""
+        """Returns that arrays are sharded."""
         opt_state = jax.eval_shape(self.tx.init, at_least_1d(params))
         # Scalars, such as a count of steps, are the same for every shard.
         return jax.tree.map(lambda x: Sharded(x.shape) if x.shape else Replicated(), opt_state)
 
     def check(self, params: Params, num_replicas: int) -> None:
-        """As `ReplicatedOptimizer.check`.
+        """Refuses an optimizer that accumulates, or that is not separable.
 
         Raises:
-          ConfigError: Also if elements of the update depend on others, with the operation.
+          ConfigError: If it is one, with the operation by which elements depend on others.
         """
-        super().check(params, num_replicas)
+        refuse_multi_steps(self.tx, params, self.num_micro_batches)
         if reason := why_not_split(self.tx, params, num_replicas):
             raise ConfigError(
                 "shard_optimizer=True gives each replica a shard of each array, and this optimizer "
@@ -138,13 +118,54 @@ class Zero1(ReplicatedOptimizer):
                 "skip_nonfinite=True."
             )
 
-    def _own(self, tree: PyTree, view: View) -> PyTree:
-        return view.shards(tree)
-
-    def _whole(self, own: Params, before: Params, plan: BucketPlan) -> Params:
+    def update(
+        self, grads: Grads, state: TrainState, plan: BucketPlan, view: View, value: Array
+    ) -> tuple[Params, OptState]:
+        """Updates a shard of each parameter, and gathers the shards of all replicas."""
+        before = own_shards(state.params, view.axis)
+        own, opt_state = updated(self.tx, view.shards(grads), state.opt_state, before, value)
         # At the end of the step, not before the next: `state.params` is always complete, to be
         # evaluated, saved and compared.
-        return self.reduction.gather(own, before, plan)
+        params = self.reduction.gather(own, state.params, plan)
+        after, before = (params, opt_state), (state.params, state.opt_state)
+        return self.unused(after, before, params, plan)
+
+
+def updated(
+    tx: optax.GradientTransformation,
+    grads: Grads,
+    opt_state: OptState,
+    params: Params,
+    value: Array,
+) -> tuple[Params, OptState]:
+    """Returns parameters and optimizer state after an update by an optax optimizer."""
+    # Some optimizers, such as `reduce_on_plateau`, ask for the loss: it is global, so that all
+    # replicas decide the same.
+    tx = optax.with_extra_args_support(tx)
+    with jax.named_scope(OPTIMIZER):
+        updates, opt_state = tx.update(grads, opt_state, params, value=value)
+        return optax.apply_updates(params, updates), opt_state
+
+
+def own_copy(opt_state: OptState) -> OptState:
+    """Copies a first state: it may keep the parameters, and each leaf needs its own buffer."""
+    return jax.tree.map(jnp.copy, opt_state)
+
+
+def refuse_multi_steps(
+    tx: optax.GradientTransformation, params: Params, num_micro_batches: int
+) -> None:
+    """Refuses `optax.MultiSteps` beside micro-batches.
+
+    Raises:
+      ConfigError: If there are both.
+    """
+    # Only the state for the parameters themselves shows it: an optimizer may name them.
+    if num_micro_batches > 1 and _is_multi_steps(jax.eval_shape(tx.init, params)):
+        raise ConfigError(
+            "optax.MultiSteps beside accumulate_steps would reduce once per micro-batch and "
+            "count steps twice. Drop optax.MultiSteps: accumulate_steps reduces once for all."
+        )
 
 
 def choose_optimizer(
@@ -152,7 +173,7 @@ def choose_optimizer(
     unused_parameters: str,
     sharded_by: Reduction | None,
     num_micro_batches: int,
-) -> ReplicatedOptimizer:
+) -> Optimizer:
     """Returns the update of an optax optimizer.
 
     Args:

@@ -1,44 +1,31 @@
-"""Which rows a replica has, and in what order results of all replicas are added.
+"""A replica on each device: which rows it has, and how results of all replicas are added.
 
-Devices           a replica on each device; sums in the order of the all-reduce
-LogicalReplicas   a fixed number of them, of which a device runs several one after the other;
-                  sums in one order, so that results do not depend on the number of devices
-
-local = replicas.run(backward, loss_scale, state, inputs)    sums over the rows of this device
-sums = replicas.sum(local.sums)                              sums over all replicas
+The other choice is `jddp.engine.logical_replicas`.
 """
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import final
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Jaxpr
 from jax.stages import Wrapped
 from jaxtyping import Array, Float
 
-from jddp.engine.backward import Local, MicroBatches, ScaleOf
-from jddp.engine.overwritten import largest_of_replicas, largest_of_rows, put
-from jddp.engine.same_program import Function, Options, Places, SameProgram
-from jddp.engine.state import Inputs, TrainState, enter, leave, own_layouts
-from jddp.errors import ConfigError
-from jddp.jaxprs import axes_of, equations
-from jddp.modules.forward import combine
+from jddp.engine.logical_replicas import LogicalReplicas
+from jddp.engine.micro_batches import Local, MicroBatches, ScaleOf
+from jddp.engine.overwritten import largest_of_replicas, put
+from jddp.engine.parts import Evaluate, Function, Options, Places, Replicas
+from jddp.engine.state import Inputs, TrainState, enter, key_of_replica, leave
 from jddp.modules.functional import FlaxModel
-from jddp.modules.metrics import Sums, sum_in_order, sum_over_replicas
-from jddp.modules.rows import check_rows, split_rows
-from jddp.reduce.gradients import Finished
-from jddp.reduce.pairwise import sum_in_pairs
-from jddp.typing import Batch, ModelState, Path, PyTree
-
-Evaluate = Callable[[Batch, Array, Array], Sums]  # of a replica's rows, which count, and its key
+from jddp.modules.metrics import Sums, sum_over_replicas
+from jddp.typing import Batch, ModelState, PyTree
 
 
+@final
 @dataclass(frozen=True)
 class Devices:
-    """A replica on each device.
+    """A replica on each device; sums in the order of the all-reduce.
 
     Attributes:
       axis: Name of the axis of the replicas.
@@ -47,180 +34,59 @@ class Devices:
 
     axis: str
     model: FlaxModel
-    noun = "devices"  # in messages
+    num = None
+    noun = "devices"
 
     def total(self, num_devices: int) -> int:
-        """Returns the number of replicas on so many devices.
-
-        Raises:
-          ConfigError: If they do not divide over the devices.
-        """
+        """Returns the number of devices."""
         return num_devices
 
     def jit(self, function: Function, options: Options = None, donated: Places = ()) -> Wrapped:
-        """Returns the function jitted, with options of XLA and the donated arguments."""
+        """Jits by `jax.jit`."""
         return jax.jit(function, compiler_options=options, donate_argnums=donated)
 
     def enter(self, state: PyTree, layouts: PyTree) -> PyTree:
-        """Returns the state as one replica sees it, from this device's part of the global one."""
+        """Squeezes the replica dim."""
         return enter(state, layouts)
 
     def leave(self, state: PyTree, layouts: PyTree) -> PyTree:
-        """Returns this device's part of the global state; the inverse of `enter`."""
+        """Adds the replica dim."""
         return leave(state, layouts)
 
     def check(self, forward: Jaxpr) -> None:
-        """Refuses models that these replicas cannot run, by their traced forward pass."""
+        """Refuses nothing."""
 
     def run(
         self, backward: MicroBatches, loss_scale: ScaleOf, state: TrainState, inputs: Inputs
     ) -> Local:
-        """Returns gradients, sums and new state of the rows of this device."""
+        """Runs all rows of the device as those of one replica."""
         # By the replica's number: with one key for all, dropout would drop the same units on each.
-        key = _key(state, lax.axis_index(self.axis))
+        key = key_of_replica(state, lax.axis_index(self.axis))
         return backward(state, inputs, key, loss_scale)
 
     def sum(self, sums: Sums) -> Sums:
-        """Returns sums over all replicas."""
+        """Sums by one all-reduce."""
         return sum_over_replicas(sums, axis=self.axis)
 
     def mean_count(self, sums: Sums) -> Float[Array, ""]:
-        """Returns the mean number of valid entries of a replica, from the sums over all."""
-        return sums["loss"].count / self.total(lax.axis_size(self.axis))
+        """Divides by the number of devices."""
+        return sums["loss"].count / lax.axis_size(self.axis)
 
     def separate(self, function: Function, state: TrainState, *given: PyTree) -> PyTree:
-        """Returns `function(*given)`, which XLA may fuse with the computation of its arguments."""
+        """Lets XLA fuse the function with the computation of its arguments."""
         return function(*given)
 
     def overwrite(self, model_state: ModelState, values: PyTree) -> ModelState:
-        """Returns the state with the largest of all replicas' values from the backward pass."""
+        """Takes the largest values by one all-reduce."""
         return largest_of_replicas(self.model, put(model_state, values), self.axis)
 
     def evaluate(self, function: Evaluate, key: Array, rows: Batch, valid: Array) -> Sums:
-        """Returns `function(rows, valid, key)` summed over all replicas."""
+        """Evaluates all rows of the device at once."""
         key = jax.random.fold_in(key, lax.axis_index(self.axis))
         return sum_over_replicas(function(rows, valid, key), axis=self.axis)
 
 
-@dataclass(frozen=True)
-class LogicalReplicas(Devices):
-    """A fixed number of replicas, whatever the number of devices.
-
-    The computation of a replica stands between barriers, and so do the sums: else fusion would
-    depend on the number of replicas that a device runs.
-
-    Attributes:
-      num: Number of logical replicas.
-    """
-
-    num: int
-    noun = "logical replicas"
-
-    def total(self, num_devices: int) -> int:
-        """As `Devices.total`."""
-        check_rows(self.num, num_devices, f"{num_devices} devices", "logical_replicas")
-        return self.num
-
-    def jit(self, function: Function, options: Options = None, donated: Places = ()) -> Wrapped:
-        """As `Devices.jit`, to a program that XLA simplifies the same way on any mesh."""
-        return SameProgram(function, options, donated)
-
-    def enter(self, state: PyTree, layouts: PyTree) -> PyTree:
-        """Returns the state as it is: a device has a row for each of its replicas."""
-        return state
-
-    leave = enter
-
-    def check(self, forward: Jaxpr) -> None:
-        """Refuses a model or loss with a collective: replicas run one after the other.
-
-        Raises:
-          ConfigError: If there is one, with its name.
-        """
-        found = (eqn.primitive.name for eqn in equations(forward) if self.axis in axes_of(eqn))
-        if name := next(found, None):
-            raise ConfigError(
-                f"logical_replicas={self.num} runs replicas one after the other, and this model or "
-                f"loss has a collective, {name!r} over axis {self.axis!r}. If it is a batch "
-                "norm, choose batch_norm='local': each replica its own statistics. Else leave the "
-                "collective out."
-            )
-
-    def run(
-        self, backward: MicroBatches, loss_scale: ScaleOf, state: TrainState, inputs: Inputs
-    ) -> Local:
-        """As `Devices.run`; gradients, sums and per-replica state are rows, still to be summed."""
-        num, first = self._own_replicas()
-        rows = split_rows(inputs.rows, num)
-        layouts = own_layouts(state.model_state, self.model.keeps_own)
-
-        def own(i: int | Array) -> tuple[Batch, TrainState]:
-            model_state = jax.tree.map(
-                lambda x, k: x[i] if k.is_per_replica else x, state.model_state, layouts
-            )
-            return jax.tree.map(lambda x: x[i], rows), state.replace(model_state=model_state)
-
-        def one(i: Array) -> tuple[PyTree, PyTree]:
-            # Barriers on both sides: a replica's program is compiled the same whether it is one of
-            # many in a loop or the only one, which decides about the last bit.
-            its_rows, replica = lax.optimization_barrier(own(i))
-            given = inputs._replace(rows=its_rows)
-            local = backward(replica, given, _key(replica, first + i), loss_scale)
-            grads, found = local.grads.tree()
-            kept = local.sums, put(local.model_state, found)
-            return lax.optimization_barrier((grads, kept))
-
-        # Gradients are summed pairwise as they are made: a row for each replica would take as many
-        # times the memory of the parameters.
-        grads, (sums, states) = sum_in_pairs(one, num)
-        its_rows, replica = jax.eval_shape(own, 0)
-        labels = backward.varying(replica, inputs._replace(rows=its_rows))
-        # A maximum is the same in any order, so it needs no tree of sums.
-        states = largest_of_rows(self.model, states)
-        model_state = _agree(self.model, state.model_state, states, labels)
-        model_state = lax.optimization_barrier(model_state)
-        units = backward.units(state.params, sums, loss_scale(state))
-        return Local(Finished((grads, {})), sums, model_state, units)
-
-    def sum(self, sums: Sums) -> Sums:
-        """As `Devices.sum`, of rows."""
-        return sum_in_order(lax.optimization_barrier(sums), axis=self.axis)
-
-    def separate(self, function: Function, state: TrainState, *given: PyTree) -> PyTree:
-        """Returns `function(*given)`, with nothing of it fused with what made its arguments.
-
-        Sums are cut out of what a device has received, in other slices for each number of devices.
-        Fused with them, one of two products is added before it is rounded, as in `gradient / count
-        + momentum * 0.9`, and which one it is depends on the slices.
-        """
-        # A branch that is always taken, which XLA cannot know: it drops barriers on CPUs before it
-        # fuses, but fuses nothing across the edge of a branch.
-        shapes = jax.eval_shape(function, *given)
-
-        def never(*given: PyTree) -> PyTree:
-            return jax.tree.map(functools.partial(_filler, state.key), shapes)
-
-        return lax.cond(state.step >= 0, function, never, *given)
-
-    def evaluate(self, function: Evaluate, key: Array, rows: Batch, valid: Array) -> Sums:
-        """As `Devices.evaluate`."""
-        num, first = self._own_replicas()
-        keys = jax.vmap(functools.partial(jax.random.fold_in, key))(first + jnp.arange(num))
-        split = split_rows((rows, valid), num)
-
-        def between_barriers(given: PyTree) -> Sums:
-            sums: Sums = lax.optimization_barrier(function(*lax.optimization_barrier(given)))
-            return sums
-
-        return sum_in_order(lax.map(between_barriers, (*split, keys)), axis=self.axis)
-
-    def _own_replicas(self) -> tuple[int, Array]:
-        """How many replicas this device has, and the number of the first."""
-        num = self.num // lax.axis_size(self.axis)
-        return num, lax.axis_index(self.axis) * num
-
-
-def choose_replicas(axis: str, model: FlaxModel, num: int | None, num_devices: int) -> Devices:
+def choose_replicas(axis: str, model: FlaxModel, num: int | None, num_devices: int) -> Replicas:
     """Returns logical replicas of this number, or the devices.
 
     Raises:
@@ -229,28 +95,3 @@ def choose_replicas(axis: str, model: FlaxModel, num: int | None, num_devices: i
     replicas = Devices(axis, model) if num is None else LogicalReplicas(axis, model, num)
     replicas.total(num_devices)
     return replicas
-
-
-def _key(state: TrainState, replica: Array) -> Array:
-    """The key of a replica in the step that starts from a state."""
-    # A function of the base key, the step and the replica; micro-batch and stream are folded in
-    # later. So numbers differ in all four, and a resumed run repeats them from the one saved key.
-    return jax.random.fold_in(jax.random.fold_in(state.key, state.step), replica)
-
-
-def _filler(key: Array, x: jax.ShapeDtypeStruct) -> Array:
-    """Some array of the shape and dtype of `x`; keys cannot be zero."""
-    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return jnp.broadcast_to(key, x.shape) if is_key else jnp.zeros(x.shape, x.dtype)
-
-
-def _agree(model: FlaxModel, old: ModelState, rows: ModelState, labels: PyTree) -> ModelState:
-    """Combines the state after the step of the replicas of this device, which are in rows."""
-
-    def agree(path: Path, before: Array, rows: Array, label: int) -> Array:
-        if model.keeps_own(path, rows):
-            return rows
-        rule = model.sync.rule(model.kinds_at(path))
-        return combine(path, rule, before, rows, model.sync) if rule and label else rows[0]
-
-    return jax.tree_util.tree_map_with_path(agree, old, rows, labels)

@@ -18,18 +18,16 @@ inlines them before it partitions, and operations of two calls may be equal too.
 This room knows programs in StableHLO, and nothing of what they compute.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 import jax
 from jax.extend.mlir import ir, passmanager
 
 from jddp.engine.executor import checks_for_nan
+from jddp.engine.parts import Function, Options, Places
 from jddp.typing import PyTree
 
-Function = Callable[..., PyTree]
-Options = dict[str, Any] | None
-Places = tuple[int, ...]
 Operation = Any  # of MLIR, whose classes a type checker does not know
 DISABLED = "xla_disable_hlo_passes"
 

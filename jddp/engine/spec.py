@@ -1,23 +1,34 @@
 """A step as a value made of parts, one for each question; and which options go together.
 
-    step.backward       MicroBatches | Overlapped   how a replica's rows become gradients
-    step.replicas       Devices | LogicalReplicas   which rows a replica has, how sums are added
-    step.reduction      Reduction(packing, hook)    in what form gradients are sent
-    step.sync           EveryStep | LocalSteps      when replicas synchronize
+    step.backward     MicroBatches, by a Schedule      how a replica's rows become gradients
+    step.replicas     Devices, LogicalReplicas         which rows a replica has, how sums are added
+    step.reduction    Reduction, by a Packing, a hook  in what form gradients are sent
+    step.sync         EveryStep, LocalSteps            when replicas synchronize
+    step.clip         NoClip, ClipByGlobalNorm         what the mean gradient is clipped to
+    step.optimizer    ReplicatedOptimizer, Zero1       which parameters a replica updates
+    step.average      NoAverage, Ema                   a moving average of the parameters
+    step.guard        NoGuard, SkipNonfinite, DynamicScale    which steps count, the loss scale
 
-Each option chooses a part, once and in its own module; the step itself tests no option.
+What each part promises is written in `engine.parts`. Each option chooses a part, once and in its
+own module; the step itself tests no option.
 """
 
 import functools
 from dataclasses import dataclass
+from typing import final
 
-from jddp.engine.average import NoAverage
-from jddp.engine.backward import MicroBatches
-from jddp.engine.guard import NoGuard
-from jddp.engine.optimizer import ReplicatedOptimizer
-from jddp.engine.replicas import Devices
-from jddp.engine.sync import EveryStep
-from jddp.engine.view import Clip, Shard, View
+from jddp.engine.micro_batches import MicroBatches
+from jddp.engine.parts import (
+    Average,
+    Clip,
+    Guard,
+    Optimizer,
+    Replicas,
+    Synchronization,
+    View,
+)
+from jddp.engine.sync import LocalSteps
+from jddp.engine.view import ShardOfMean, WholeMean
 from jddp.errors import ConfigError
 from jddp.modules.functional import FlaxModel
 from jddp.reduce.reduction import Reduction
@@ -35,6 +46,7 @@ REFUSED = {
 }
 
 
+@final
 @dataclass(frozen=True)
 class Step:
     """The parts of a step.
@@ -55,13 +67,13 @@ class Step:
     model: FlaxModel
     eval_fn: LossFn
     backward: MicroBatches
-    replicas: Devices
+    replicas: Replicas
     reduction: Reduction
-    sync: EveryStep
+    sync: Synchronization
     clip: Clip
-    optimizer: ReplicatedOptimizer
-    average: NoAverage
-    guard: NoGuard
+    optimizer: Optimizer
+    average: Average
+    guard: Guard
 
     @property
     def axis(self) -> str:
@@ -73,7 +85,8 @@ class Step:
         """The view of one replica on the mean gradient, from packing and synchronization."""
         # Derived and never chosen: a step that took a shard for the whole would be wrong without an
         # error, or wait for a collective that no other replica starts.
-        return self.sync.view((Shard if self.reduction.packing.keeps_shards else View)(self.axis))
+        view = ShardOfMean if self.reduction.packing.keeps_shards else WholeMean
+        return self.sync.view(view(self.axis))
 
 
 def refuse_pairs(**given: object) -> None:
@@ -85,7 +98,7 @@ def refuse_pairs(**given: object) -> None:
     Raises:
       ConfigError: If a pair of them is given, with the reason; or if local_steps is a number.
     """
-    if not isinstance(every := given["local_steps"], EveryStep | None):
+    if not isinstance(every := given["local_steps"], LocalSteps | None):
         raise ConfigError(f"local_steps={every!r}: give jddp.LocalSteps(every={every!r}), or None.")
     # By names of options, and in one table: the parts themselves know nothing of each other.
     for pair, why in REFUSED.items():

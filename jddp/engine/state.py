@@ -199,6 +199,13 @@ def own_layouts(tree: PyTree, keeps_own: KeepsOwn) -> PyTree:
     )
 
 
+def key_of_replica(state: TrainState, replica: jax.Array) -> jax.Array:
+    """The key of a replica in the step that starts from a state."""
+    # A function of the base key, the step and the replica; micro-batch and stream are folded in
+    # later. So numbers differ in all four, and a resumed run repeats them from the one saved key.
+    return jax.random.fold_in(jax.random.fold_in(state.key, state.step), replica)
+
+
 def name_of(path: Path) -> str:
     """The name of a leaf: the entries of its path."""
     return jax.tree_util.keystr(path, simple=True, separator="/")

@@ -18,8 +18,8 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.stages import Wrapped
 from jaxtyping import Array
 
-from jddp.engine.backward import Local
 from jddp.engine.mesh import input_specs, over_replicas, platform
+from jddp.engine.micro_batches import Local
 from jddp.engine.spec import Step
 from jddp.engine.state import Inputs, TrainState, name_of, specs
 from jddp.engine.sync import EveryStep

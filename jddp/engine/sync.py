@@ -4,13 +4,16 @@
     LocalSteps    steps 1 to H    each replica alone: its rows, its gradient, its optimizer
                   after step H    outer parameters - own ─► bucketed mean ─► outer optimizer ─► all
 
-An outer step takes the mean difference for a gradient. With SGD of rate 1 it gives the mean of the
-parameters; with Nesterov momentum it is that of DiLoCo.
+An outer step (`MeanDifference`) takes the mean difference for a gradient. With SGD of rate 1 it
+gives the mean of the parameters; with Nesterov momentum it is the outer step of DiLoCo.
 
 This room knows when replicas synchronize and what they send, and nothing of models or losses.
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
+from typing import final
 
 import jax
 import jax.numpy as jnp
@@ -18,90 +21,106 @@ import optax
 from jax import lax
 from jaxtyping import Array
 
-from jddp.engine.backward import Local
+from jddp.engine.micro_batches import Local
 from jddp.engine.optimizer import OPTIMIZER
+from jddp.engine.parts import Averaged, OuterStep, View
 from jddp.engine.state import KeepsOwn, TrainState, is_float, name_of, own_layouts
-from jddp.engine.view import Own, View
+from jddp.engine.view import OwnGradient
 from jddp.errors import ConfigError
 from jddp.reduce.gradients import Finished
 from jddp.reduce.plan import BucketPlan
 from jddp.reduce.reduction import Reduction
-from jddp.typing import Grads, HookState, ModelState, Params, Path, PyTree
+from jddp.typing import ModelState, Params, Path, PyTree
 
-Mean = tuple[tuple[Grads, PyTree], HookState]
 MEAN = optax.sgd(1.0)
 
 
+@final
+@dataclasses.dataclass(frozen=True)
 class EveryStep:
     """Replicas average gradients in each step, and so hold the same parameters."""
 
+    every = None
+    start = 0
+
     def init(self, params: Params) -> PyTree:
-        """Returns the first `CommState.outer`; () for nothing."""
+        """Returns (): parameters are equal, and nothing else is shared."""
         return ()
 
     def check(self, model_state: ModelState, keeps_own: KeepsOwn) -> None:
-        """Refuses other state of the model on which replicas cannot agree.
-
-        Args:
-          model_state: Shapes of one replica's other state.
-          keeps_own: Function of path and leaf: whether each replica has its own.
-        """
+        """Refuses nothing: replicas may agree on any state in each step."""
 
     def keeps_own(self, path: Path, x: PyTree) -> bool:
-        """Whether each replica has its own of a leaf of parameters or the optimizer's state."""
+        """Returns False for every leaf."""
         return False
 
     def layouts(self, state: TrainState, layouts: TrainState) -> TrainState:
-        """Returns the layouts of a state whose parameters these replicas have."""
+        """Returns the layouts as they are."""
         return layouts
 
     def sent(self, reduction: Reduction, plan: BucketPlan, params: Params) -> BucketPlan:
-        """Returns the plan of the arrays that are sent, from that of the gradients of a step."""
+        """Returns the plan of the gradients."""
         return plan
 
     def note(self, plan: BucketPlan) -> BucketPlan:
-        """Returns the plan with a note on when it is used."""
+        """Notes nothing."""
         return plan
 
     def view(self, of_packing: View) -> View:
-        """Returns the view of a replica on the mean gradient, from that of the packing."""
+        """Returns the view of the packing."""
         return of_packing
 
-    def mean(self, reduction: Reduction, plan: BucketPlan, local: Local, state: TrainState) -> Mean:
-        """Averages gradients.
-
-        Args:
-          reduction: Reduction of the gradients.
-          plan: The buckets.
-          local: Results of this replica.
-          state: State before the step.
-
-        Returns:
-          The gradients that the replica updates by, with values for overwritten state; and the new
-          state of the hook.
-        """
+    def mean(
+        self, reduction: Reduction, plan: BucketPlan, local: Local, state: TrainState
+    ) -> Averaged:
+        """Averages the gradients of all replicas."""
         return reduction(local.grads, state.comm_state.hook, plan, local.units)
 
     def count(self, state: TrainState, own: Array, mean: Array) -> Array:
-        """Returns the count that gradients are divided by: a replica's own, or the mean of all."""
+        """Returns the mean count."""
         return mean
 
     def settle(
         self, reduction: Reduction, local: Local, before: TrainState, after: TrainState
     ) -> TrainState:
-        """Returns the state after the step, synchronized where that is due.
-
-        Args:
-          reduction: Reduction of parameters.
-          local: Results of this replica.
-          before: State before the step.
-          after: State after it.
-        """
+        """Returns the state as it is: replicas have synchronized."""
         return after
 
 
+@final
 @dataclasses.dataclass(frozen=True)
-class LocalSteps(EveryStep):
+class MeanDifference:
+    """An outer step with the mean difference for a gradient.
+
+    Attributes:
+      tx: Optimizer of the outer parameters.
+    """
+
+    tx: optax.GradientTransformation
+
+    def init(self, params: Params) -> dict[str, PyTree]:
+        """Returns outer parameters, and the outer optimizer's state."""
+        return {"params": params, "opt_state": self.tx.init(params)}
+
+    def __call__(
+        self, reduction: Reduction, params: Params, outer: dict[str, PyTree]
+    ) -> tuple[Params, dict[str, PyTree]]:
+        """Returns the same parameters for all replicas, and their shared state."""
+        start = outer["params"]
+        with jax.named_scope("outer_step"):
+            moved = jax.tree.map(jnp.subtract, start, params)
+            # Of all parameters, also of those that no gradient reaches.
+            mean, _ = reduction(Finished(moved), (), reduction.plan(params))
+        # The same on every replica, from the same mean: outer parameters need not be sent.
+        with jax.named_scope(OPTIMIZER):
+            updates, opt_state = self.tx.update(mean, outer["opt_state"], start)
+            params = optax.apply_updates(start, updates)
+        return params, {"params": params, "opt_state": opt_state}
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class LocalSteps:
     """Local steps of each replica, between outer steps in which parameters are averaged.
 
         jddp.LocalSteps(every=16)                                              # their mean
@@ -112,7 +131,8 @@ class LocalSteps(EveryStep):
       every: Number of steps from one outer step to the next.
       outer: Optimizer of the outer step, which takes the mean of (parameters after the last outer
         step - own) for a gradient of those parameters. By default SGD of rate 1, which gives the
-        mean of the replicas' parameters.
+        mean of the replicas' parameters. Or an outer step of your own, such as one that averages
+        parts of the parameters in turn: an object like `jddp.engine.parts.OuterStep`.
       start: Number of first steps that are plain ones, with gradients averaged in each.
 
     Steps that `skip_nonfinite` leaves out are not counted.
@@ -128,7 +148,7 @@ class LocalSteps(EveryStep):
     """
 
     every: int
-    outer: optax.GradientTransformation = MEAN
+    outer: optax.GradientTransformation | OuterStep = MEAN
     start: int = 0
 
     def __post_init__(self) -> None:
@@ -140,14 +160,14 @@ class LocalSteps(EveryStep):
             )
 
     def init(self, params: Params) -> PyTree:
-        """Returns the shared state: outer parameters, and the outer optimizer's state."""
-        return {"params": params, "opt_state": self.outer.init(params)}
+        """Returns the shared state of outer steps."""
+        return self._outer_step.init(params)
 
     def check(self, model_state: ModelState, keeps_own: KeepsOwn) -> None:
-        """As `EveryStep.check`.
+        """Refuses floating leaves of which not each replica has its own.
 
         Raises:
-          ConfigError: If there is a floating leaf of which not each replica has its own.
+          ConfigError: If there is one, with its name.
         """
         for path, x in jax.tree_util.tree_leaves_with_path(model_state):
             if is_float(x) and not keeps_own(path, x):
@@ -159,31 +179,34 @@ class LocalSteps(EveryStep):
                 )
 
     def keeps_own(self, path: Path, x: PyTree) -> bool:
-        """As `EveryStep.keeps_own`: floating values differ between outer steps."""
+        """Returns True for floating leaves, which differ between outer steps."""
         return is_float(x)
 
     def layouts(self, state: TrainState, layouts: TrainState) -> TrainState:
-        """As `EveryStep.layouts`."""
+        """Returns layouts of which parameters, their average and the optimizer are per replica."""
         own = {name: getattr(state, name) for name in ("params", "ema_params", "opt_state")}
         return layouts.replace(**{k: own_layouts(x, self.keeps_own) for k, x in own.items()})
 
     def sent(self, reduction: Reduction, plan: BucketPlan, params: Params) -> BucketPlan:
-        """As `EveryStep.sent`: all parameters, also those that no gradient reaches."""
+        """Plans all parameters, also those that no gradient reaches."""
         return self.note(reduction.plan(params))
 
     def note(self, plan: BucketPlan) -> BucketPlan:
-        """As `EveryStep.note`."""
+        """Notes how often parameters are sent."""
         when = f"local_steps: sent every {self.every} steps"
-        when += f", and in each of the first {self.start}" * bool(self.start)
+        if self.start:
+            when += f", and in each of the first {self.start}"
         return plan.noted(when)
 
     def view(self, of_packing: View) -> View:
-        """As `EveryStep.view`: a gradient of its own."""
-        return Own(of_packing.axis)
+        """Returns the view of a gradient of its own."""
+        return OwnGradient(of_packing.axis)
 
-    def mean(self, reduction: Reduction, plan: BucketPlan, local: Local, state: TrainState) -> Mean:
-        """As `EveryStep.mean`: averages in the first `start` steps alone."""
-        average, hook = super().mean, state.comm_state.hook
+    def mean(
+        self, reduction: Reduction, plan: BucketPlan, local: Local, state: TrainState
+    ) -> Averaged:
+        """Averages in the first `start` steps alone."""
+        hook = state.comm_state.hook
         # Without plain steps no gradient is ever averaged, and the program needs no branch for it.
         if not self.start:
             return local.grads.tree(), hook
@@ -191,19 +214,18 @@ class LocalSteps(EveryStep):
         # steps and of skipped steps are the same everywhere.
         return lax.cond(
             self._is_plain(state),
-            lambda: average(reduction, plan, local, state),
+            lambda: reduction(local.grads, hook, plan, local.units),
             lambda: (local.grads.tree(), hook),
         )
 
     def count(self, state: TrainState, own: Array, mean: Array) -> Array:
-        """As `EveryStep.count`."""
-        # A local gradient is divided by the replica's own count, since no other replica adds to it.
+        """Returns the mean in plain steps, else the count of the replica whose gradient it is."""
         return jnp.where(self._is_plain(state), mean, own)
 
     def settle(
         self, reduction: Reduction, local: Local, before: TrainState, after: TrainState
     ) -> TrainState:
-        """As `EveryStep.settle`.
+        """Takes an outer step where one is due.
 
         A replica without a valid entry keeps its parameters, and counts the step.
         """
@@ -222,38 +244,23 @@ class LocalSteps(EveryStep):
         taken = before.step - before.skipped + 1
         is_due = ((taken - self.start) % self.every == 0).astype(jnp.int32)
 
-        branches = [
+        branches: list[Callable[[Params, PyTree], tuple[Params, PyTree]]] = [
             lambda params, outer: (params, outer),
-            lambda params, outer: self.outer_step(reduction, params, outer),
+            functools.partial(self._outer_step, reduction),
+        ]
+        if self.start:
             # In the plain steps parameters are equal already, and the outer ones follow without a
             # message.
-            *[lambda params, outer: (params, {**outer, "params": params})] * (self.start > 0),
-        ]
+            branches.append(lambda params, outer: (params, {**outer, "params": params}))
         chosen = jnp.where(taken <= self.start, 2, is_due)
         params, outer = lax.switch(chosen, branches, params, before.comm_state.outer)
         comm_state = dataclasses.replace(after.comm_state, outer=outer)
         return after.replace(params=params, opt_state=opt_state, comm_state=comm_state)
 
-    def outer_step(
-        self, reduction: Reduction, params: Params, outer: PyTree
-    ) -> tuple[Params, PyTree]:
-        """Returns the same parameters for all replicas, and their shared state.
-
-        Args:
-          reduction: Reduction of the differences.
-          params: Parameters of this replica.
-          outer: Shared state since the last outer step.
-        """
-        start = outer["params"]
-        with jax.named_scope("outer_step"):
-            moved = jax.tree.map(jnp.subtract, start, params)
-            # Of all parameters, also of those that no gradient reaches.
-            mean, _ = reduction(Finished(moved), (), reduction.plan(params))
-        # The same on every replica, from the same mean: outer parameters need not be sent.
-        with jax.named_scope(OPTIMIZER):
-            updates, opt_state = self.outer.update(mean, outer["opt_state"], start)
-            params = optax.apply_updates(start, updates)
-        return params, {"params": params, "opt_state": opt_state}
+    @property
+    def _outer_step(self) -> OuterStep:
+        is_optimizer = isinstance(self.outer, optax.GradientTransformation)
+        return MeanDifference(self.outer) if is_optimizer else self.outer
 
     def _is_plain(self, state: TrainState) -> Array:
         return state.step - state.skipped < self.start

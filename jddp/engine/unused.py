@@ -10,40 +10,48 @@ known by its path, which ends in that of the parameter.
 """
 
 from collections.abc import Collection, Mapping
+from typing import final
 
 import jax
 import jax.numpy as jnp
 
+from jddp.engine.parts import Unused
 from jddp.engine.state import Leaf, name_of
 from jddp.errors import ConfigError
 from jddp.reduce.plan import BucketPlan
 from jddp.typing import Params, Path, PyTree
 
 
+@final
 class Zero:
     """The optimizer gets zeros for unused parameters."""
 
     def check(self, plan: BucketPlan) -> None:
-        """Refuses a plan with unused parameters, where they are not allowed."""
+        """Refuses nothing."""
 
     def __call__(self, new: PyTree, old: PyTree, params: Params, plan: BucketPlan) -> PyTree:
-        """Returns the parameters and optimizer state to keep of an update; see `take_back`."""
+        """Keeps the whole update."""
         return new
 
 
-class Skip(Zero):
+@final
+class Skip:
     """Unused parameters are left alone."""
 
+    def check(self, plan: BucketPlan) -> None:
+        """Refuses nothing."""
+
     def __call__(self, new: PyTree, old: PyTree, params: Params, plan: BucketPlan) -> PyTree:
-        """As `Zero`."""
+        """Takes the update of unused parameters back; see `take_back`."""
         return take_back(new, old, params, plan.unused) if plan.unused else new
 
 
-class Refuse(Zero):
+@final
+class Refuse:
     """Unused parameters are refused."""
 
     def check(self, plan: BucketPlan) -> None:
-        """As `Zero.check`.
+        """Refuses a plan with unused parameters.
 
         Raises:
           ConfigError: If there are any, with their names.
@@ -54,8 +62,12 @@ class Refuse(Zero):
                 "choose unused_parameters='zero' or 'skip'."
             )
 
+    def __call__(self, new: PyTree, old: PyTree, params: Params, plan: BucketPlan) -> PyTree:
+        """Keeps the whole update: no parameter is unused."""
+        return new
 
-UNUSED = {"zero": Zero, "skip": Skip, "error": Refuse}
+
+UNUSED: dict[str, type[Unused]] = {"zero": Zero, "skip": Skip, "error": Refuse}
 
 
 def take_back(new: PyTree, old: PyTree, params: Params, unused: Collection[str]) -> PyTree:

@@ -1,18 +1,14 @@
-"""The view of one replica on the mean gradient, and clipping, which needs the norm of the whole.
+"""How much of the mean gradient a replica holds.
 
-    View     all of it, the same on every replica
-    Shard    its shard
-    Own      a gradient of its own
-
-A number that is computed from the gradient and must be the same on every replica, such as its norm,
-is taken by the view.
-
-    grads, metrics = clip(grads, view)
+WholeMean      all of it, the same on every replica
+ShardOfMean    its shard
+OwnGradient    a gradient of its own
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import final
 
 import jax
 import jax.numpy as jnp
@@ -20,14 +16,13 @@ import optax
 from jax import lax
 from jaxtyping import Array, Float
 
-from jddp.engine.state import widened
-from jddp.errors import ConfigError
 from jddp.reduce.shards import own_shard
-from jddp.typing import Grads, Metrics
+from jddp.typing import Grads, PyTree
 
 
+@final
 @dataclasses.dataclass(frozen=True)
-class View:
+class WholeMean:
     """All of the mean gradient, on every replica: nothing needs to be sent.
 
     Attributes:
@@ -35,28 +30,35 @@ class View:
     """
 
     axis: str
-    differs = False  # Whether replicas hold different numbers.
+    differs = False
 
     def norm(self, grads: Grads) -> Float[Array, ""]:
-        """Returns the global norm of the gradient that the replica updates by."""
+        """Returns the norm, which is the same on every replica."""
         return optax.tree.norm(grads)
 
     def metric(self, x: Float[Array, ""]) -> Float[Array, ""]:
-        """Returns the number to report for all replicas, from what each computed."""
+        """Returns the number, which is the same on every replica."""
         return x
 
     def shards(self, grads: Grads) -> Grads:
-        """Returns the replica's shard of the gradient."""
-        return jax.tree.map(functools.partial(own_shard, axis=self.axis), grads)
+        """Cuts the replica's shard out of the whole."""
+        return own_shards(grads, self.axis)
 
     def whole(self, grads: Grads, gather: Callable[[Grads], Grads]) -> Grads:
-        """Returns the whole gradient; `gather` makes it of the shards of all replicas."""
+        """Returns the gradient as it is."""
         return grads
 
 
-class Shard(View):
-    """The replica's shard of the mean gradient."""
+@final
+@dataclasses.dataclass(frozen=True)
+class ShardOfMean:
+    """The replica's shard of the mean gradient.
 
+    Attributes:
+      axis: Name of the axis of the replicas.
+    """
+
+    axis: str
     differs = True
 
     def norm(self, grads: Grads) -> Float[Array, ""]:
@@ -66,19 +68,34 @@ class Shard(View):
             # nothing.
             return jnp.sqrt(lax.psum(optax.tree.norm(grads, squared=True), self.axis))
 
+    def metric(self, x: Float[Array, ""]) -> Float[Array, ""]:
+        """Returns the number, which was taken over all shards."""
+        return x
+
     def shards(self, grads: Grads) -> Grads:
-        """As `View.shards`."""
+        """Returns the shard as it is."""
         return grads
 
     def whole(self, grads: Grads, gather: Callable[[Grads], Grads]) -> Grads:
-        """As `View.whole`."""
+        """Gathers the shards of all replicas."""
         return gather(grads)
 
 
-class Own(View):
-    """The replica's own gradient, which is no mean: replicas take local steps."""
+@final
+@dataclasses.dataclass(frozen=True)
+class OwnGradient:
+    """The replica's own gradient, which is no mean: replicas take local steps.
 
+    Attributes:
+      axis: Name of the axis of the replicas.
+    """
+
+    axis: str
     differs = True
+
+    def norm(self, grads: Grads) -> Float[Array, ""]:
+        """Returns the norm of the replica's own gradient."""
+        return optax.tree.norm(grads)
 
     def metric(self, x: Float[Array, ""]) -> Float[Array, ""]:
         """Returns the mean over the replicas."""
@@ -87,39 +104,15 @@ class Own(View):
             # step the same on all of them.
             return lax.pmean(x, self.axis)
 
+    def shards(self, grads: Grads) -> Grads:
+        """Cuts a shard out of the replica's gradient."""
+        return own_shards(grads, self.axis)
 
-Clip = Callable[[Grads, View], tuple[Grads, Metrics]]
-
-
-def no_clip(grads: Grads, view: View) -> tuple[Grads, Metrics]:
-    """Returns the gradients as they are, and no metric."""
-    return grads, {}
-
-
-def clip_by_global_norm(grads: Grads, view: View, *, limit: float) -> tuple[Grads, Metrics]:
-    """Scales gradients down to a global norm, as optax's function of this name does.
-
-    Returns:
-      The clipped gradients, and "grad_norm": their norm before.
-    """
-    # In float32, since the squares of a norm of 256 overflow float16.
-    exact = widened(grads)
-    norm = view.norm(exact)
-    # The operations of optax's own clipping, so that results equal those of one device.
-    clipped = jax.tree.map(
-        lambda x: jnp.where(norm < limit, x, x / norm.astype(x.dtype) * limit), exact
-    )
-    return optax.tree.cast_like(clipped, grads), {"grad_norm": view.metric(norm)}
+    def whole(self, grads: Grads, gather: Callable[[Grads], Grads]) -> Grads:
+        """Returns the gradient as it is."""
+        return grads
 
 
-def choose_clip(limit: float | None) -> Clip:
-    """Returns the clipping to this global norm.
-
-    Raises:
-      ConfigError: If it is not positive.
-    """
-    if limit is None:
-        return no_clip
-    if not limit > 0:
-        raise ConfigError(f"max_grad_norm is positive, or None; got {limit}.")
-    return functools.partial(clip_by_global_norm, limit=limit)
+def own_shards(tree: PyTree, axis: str) -> PyTree:
+    """Returns this replica's shards of arrays that it has as a whole."""
+    return jax.tree.map(functools.partial(own_shard, axis=axis), tree)

@@ -12,8 +12,8 @@ import jax
 
 from jddp.engine.compiled import CompiledSteps
 from jddp.engine.mesh import platform
+from jddp.engine.parts import Synchronization
 from jddp.engine.state import Inputs, TrainState
-from jddp.engine.sync import LocalSteps
 from jddp.html import Shown
 from jddp.inspection.collectives import Collective, collectives
 from jddp.inspection.hlo import read_program
@@ -32,14 +32,14 @@ class Explanation(Shown):
       num_devices: Number of devices on which the step runs.
       platform: Their hardware.
       compiled: The collectives of the compiled program, in its order.
-      local_steps: How often replicas synchronize, if not in each step.
+      sync: How often replicas synchronize.
     """
 
     plan: BucketPlan
     num_devices: int
     platform: str
     compiled: tuple[Collective, ...]
-    local_steps: LocalSteps | None = None
+    sync: Synchronization
 
     @property
     def bytes_per_step(self) -> float:
@@ -50,8 +50,9 @@ class Explanation(Shown):
         return sum(x.bytes * self._runs(x) for x in self.compiled)
 
     def _runs(self, collective: Collective) -> float:
-        if self.local_steps is not None and (purpose := _purpose(collective)) in SENT:
-            return 1 / self.local_steps.every if purpose == PARAMETERS else 0
+        every, purpose = self.sync.every, _purpose(collective)
+        if every is not None and purpose in SENT:
+            return 1 / every if purpose == PARAMETERS else 0
         return collective.num_runs or 1
 
     def __repr__(self) -> str:
@@ -73,11 +74,11 @@ class Explanation(Shown):
         return "\n".join([*lines, "", *self._sentences()])
 
     def _sentences(self) -> list[str]:
-        local, wire = self.local_steps, in_mebibytes(self.plan.wire_bytes)
+        local, wire = self.sync, in_mebibytes(self.plan.wire_bytes)
         ring = in_mebibytes(2 * (self.num_devices - 1) / self.num_devices * self.plan.wire_bytes)
         moves = f"{wire} MiB; a ring of {self.num_devices} devices moves"
         into = f"{ring} MiB into and out of each."
-        if local is None:
+        if local.every is None:
             return [f"Gradients of an optimizer step are {moves}", into]
         plain = f"Each of the first {local.start} steps sends gradients, as many bytes."
         return [
@@ -91,13 +92,13 @@ class Explanation(Shown):
 
 def explain(steps: CompiledSteps, state: TrainState, inputs: Inputs) -> Explanation:
     """Compiles the step for a state and rows, or their shapes, and reads what it sends."""
-    lowered, sync = steps.lower(state, inputs), steps.spec.sync
+    lowered = steps.lower(state, inputs)
     return Explanation(
         plan=steps.sent(state),
         num_devices=steps.mesh.size,
         platform=platform(steps.mesh),
         compiled=collectives(read_program(lowered.compile().as_text() or "")),
-        local_steps=sync if isinstance(sync, LocalSteps) else None,
+        sync=steps.spec.sync,
     )
 
 

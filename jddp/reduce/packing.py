@@ -12,7 +12,7 @@ reduce-scatter.
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Literal, Protocol, final
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from jddp.reduce.shards import own_shard, pack, shard_shape, unpack
 from jddp.typing import HookState, PyTree
 
 Layout = Literal["leaf", "flat"]
+Members = tuple[tuple[int, ...], ...]  # of the arrays of a bucket
 SMALL_BYTES = 64 * 1024  # Smaller leaves are packed: a copy costs less than a round of the network.
 MANY = 64  # leaves of a bucket that are packed where there is no network
 NOTES = {
@@ -34,87 +35,143 @@ NOTES = {
 }
 
 
+class Packing(Protocol):
+    """The form in which the gradients of a bucket are sent, and what of their mean a replica gets.
+
+    Its methods are passed one array's leaves at a time: `members` decides which leaves share one.
+    """
+
+    @property
+    def layout(self) -> Layout:
+        """Whether only the small leaves of a bucket share an array ("leaf"), or all ("flat")."""
+
+    @property
+    def keeps_shards(self) -> bool:
+        """Whether each replica gets its shard of the mean, and not all of it."""
+
+    def members(self, planned: Bucket) -> Members:
+        """Returns which leaves of a bucket share an array on the wire, by their places in it."""
+
+    def pack(self, leaves: list[jax.Array], axis: str) -> jax.Array:
+        """Returns the array in which these leaves are sent."""
+
+    def unpack(self, bucket: GradBucket, axis: str) -> list[jax.Array]:
+        """Returns the gradients of a bucket that has been reduced, in the order of the plan."""
+
+    def alone(self, leaf: jax.Array, axis: str) -> jax.Array:
+        """Returns the mean of a gradient that is in no bucket: it is the same on all replicas."""
+
+
+def members_of(planned: Bucket, layout: Layout, max_packed: float = math.inf) -> Members:
+    """Returns which leaves of a bucket share an array, by their places in it."""
+    # Packing copies. For a large leaf that costs more than it saves where the compiler fuses leaves
+    # itself; a small one alone would cost gloo a round of the network.
+    limit = math.inf if layout == "flat" else SMALL_BYTES / planned.dtype.itemsize
+    packed = [i for i, shape in enumerate(planned.shapes) if math.prod(shape) < limit]
+    if layout == "leaf" and len(packed) > max_packed:
+        packed = []
+    alone = sorted({*range(len(planned.leaves))}.difference(packed))
+    return ((tuple(packed),) if packed else ()) + tuple((i,) for i in alone)
+
+
+@final
 @dataclasses.dataclass(frozen=True)
 class Whole:
     """Leaves as they are, those that share an array as one vector.
 
     Attributes:
-      layout: "leaf" or "flat": whether only the small leaves of a bucket share an array, or all.
+      layout: "leaf" or "flat".
       max_packed: Largest number of leaves that share an array in the leaf layout; where a bucket
         has more small ones, all are sent alone.
     """
 
     layout: Layout
     max_packed: float = math.inf
-    keeps_shards = False  # Whether each replica gets its shard of the mean, and not all of it.
+    keeps_shards = False
 
-    def members(self, planned: Bucket) -> tuple[tuple[int, ...], ...]:
-        """Which leaves of a bucket share an array on the wire, by their places in it."""
-        # Packing copies. For a large leaf that costs more than it saves where the compiler fuses
-        # leaves itself; a small one alone would cost gloo a round of the network.
-        limit = math.inf if self.layout == "flat" else SMALL_BYTES / planned.dtype.itemsize
-        packed = [i for i, shape in enumerate(planned.shapes) if math.prod(shape) < limit]
-        if self.layout == "leaf" and len(packed) > self.max_packed:
-            packed = []
-        alone = sorted({*range(len(planned.leaves))}.difference(packed))
-        return ((tuple(packed),) if packed else ()) + tuple((i,) for i in alone)
+    def members(self, planned: Bucket) -> Members:
+        """Lets at most `max_packed` small leaves share an array, or in the flat layout all."""
+        return members_of(planned, self.layout, self.max_packed)
 
     def pack(self, leaves: list[jax.Array], axis: str) -> jax.Array:
-        """The array in which these leaves are sent."""
+        """Makes one vector of several leaves, and in the flat layout also of one."""
         if len(leaves) > 1 or self.layout == "flat":
             return jnp.concatenate([leaf.ravel() for leaf in leaves])
         return leaves[0]
 
     def unpack(self, bucket: GradBucket, axis: str) -> list[jax.Array]:
-        """The gradients of a bucket that has been reduced, in the order of the plan."""
+        """Cuts vectors into the leaves."""
         return bucket.leaves
 
     def alone(self, leaf: jax.Array, axis: str) -> jax.Array:
-        """The mean of a gradient that is in no bucket, since it is the same on all replicas."""
+        """Returns the leaf."""
         return leaf
 
 
-class Sharded(Whole):
-    """Leaves cut to (replicas, shard), of whose mean a replica gets its row, its `own_shard`."""
+@final
+@dataclasses.dataclass(frozen=True)
+class Sharded:
+    """Leaves cut to (replicas, shard), of whose mean a replica gets its row, its `own_shard`.
 
+    Attributes:
+      layout: "leaf" or "flat".
+    """
+
+    layout: Layout
     keeps_shards = True
 
+    def members(self, planned: Bucket) -> Members:
+        """Lets small leaves share an array, or in the flat layout all."""
+        return members_of(planned, self.layout)
+
     def pack(self, leaves: list[jax.Array], axis: str) -> jax.Array:
-        """As `Whole.pack`."""
+        """Cuts the leaves, side by side."""
         return pack(leaves, lax.axis_size(axis))
 
     def unpack(self, bucket: GradBucket, axis: str) -> list[jax.Array]:
-        """As `Whole.unpack`."""
+        """Cuts the replica's rows into its shards of the leaves."""
         num = lax.axis_size(axis)
         return leaves_of(bucket, lambda row, of: split(row, [shard_shape(x, num) for x in of]))
 
     def alone(self, leaf: jax.Array, axis: str) -> jax.Array:
-        """As `Whole.alone`."""
+        """Returns the replica's shard of the leaf."""
         return own_shard(leaf, axis)
 
 
-class Rows(Whole):
+@final
+@dataclasses.dataclass(frozen=True)
+class Rows:
     """Rows of sums, cut to (rows, replicas, shard), of which a replica gets the whole mean.
 
     A barrier keeps the compiler from fusing the mean with its uses: the fusion, and so the last
     bit, would depend on the number of rows.
+
+    Attributes:
+      layout: "leaf" or "flat".
     """
 
+    layout: Layout
+    keeps_shards = False
+
+    def members(self, planned: Bucket) -> Members:
+        """Lets small leaves share an array, or in the flat layout all."""
+        return members_of(planned, self.layout)
+
     def pack(self, leaves: list[jax.Array], axis: str) -> jax.Array:
-        """As `Whole.pack`."""
+        """Cuts each row of the leaves, side by side."""
         return jax.vmap(lambda *rows: pack(rows, lax.axis_size(axis)))(*leaves)
 
     def unpack(self, bucket: GradBucket, axis: str) -> list[jax.Array]:
-        """As `Whole.unpack`."""
+        """Puts the leaves together from the rows of all replicas."""
         return lax.optimization_barrier(leaves_of(bucket, unpack))
 
     def alone(self, leaf: jax.Array, axis: str) -> jax.Array:
-        """As `Whole.alone`."""
+        """Returns one of the rows, which are equal."""
         return leaf[0]
 
 
 # A packing, its hook, and the name of a custom hook; "" for none.
-Packed = tuple[Whole, CommHook, str]
+Packed = tuple[Packing, CommHook, str]
 
 
 def bucketed(layout: Layout, hook: CommHook | None, *, on_network: bool = True) -> Packed:

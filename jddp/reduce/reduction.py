@@ -29,7 +29,7 @@ from jax import lax
 
 from jddp.reduce.gradients import Gradients
 from jddp.reduce.hooks import PLAIN, CommHook, GradBucket, Units, as_is
-from jddp.reduce.packing import NOTES, Whole
+from jddp.reduce.packing import NOTES, Packing
 from jddp.reduce.plan import BucketPlan, plan_buckets
 from jddp.reduce.shards import unpack
 from jddp.typing import Grads, HookState, Params, PyTree
@@ -51,7 +51,7 @@ class Reduction:
 
     axis: str
     bucket_bytes: tuple[int, ...]
-    packing: Whole
+    packing: Packing
     hook: CommHook
     hook_name: str
     wire_dtype: np.dtype | None

@@ -20,10 +20,8 @@ import optax
 
 from jddp.config.effects import effect_of
 from jddp.data_parallel import DataParallel
-from jddp.engine.guard import DynamicScale
 from jddp.engine.host_rows import as_arrays
 from jddp.engine.mesh import platform
-from jddp.engine.replicas import LogicalReplicas
 from jddp.engine.state import Inputs, TrainState
 from jddp.errors import UsageError
 from jddp.jaxprs import coarse_products, dtypes, long_sums, quantizations
@@ -126,7 +124,7 @@ def _compared(
     state = _first_state(many, seed, batch)
     got = _step(many, state, batch)
     # With logical replicas one device has all of them too, and uses the same random numbers.
-    has_all = isinstance(many.spec.replicas, LogicalReplicas)
+    has_all = many.spec.replicas.num is not None
     draws = uses_rng(many, batch) and not has_all
     is_repeatable = fingerprint(many, batch) == fingerprint(wrapped(**options), batch)
     found = [] if is_repeatable else [findings.NOT_REPEATABLE]
@@ -216,7 +214,7 @@ def _step(ddp: DataParallel, state: TrainState, batch: Batch) -> _Step:
 def _first_state(ddp: DataParallel, seed: int, batch: Batch, params: Params = None) -> TrainState:
     """A first state; its loss scale, if it has one, is reduced until a step is not skipped."""
     state = ddp.init(seed, batch, params)
-    while isinstance(ddp.spec.guard, DynamicScale):
+    while ddp.spec.guard.follows_overflows:
         after = ddp.step(state, batch)[0].comm_state
         if not after.loss_scale.scale < state.comm_state.loss_scale.scale:
             break

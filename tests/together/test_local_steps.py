@@ -253,7 +253,7 @@ def test_a_config_describes_it():
     for optimizer in (plan.outer, DILOCO):
         updates, _ = optimizer.update(grads, optimizer.init(params), params)
         np.testing.assert_allclose(updates["w"], [-1.33, -2.66], rtol=1e-6)
-    assert (job.num_parameters, type(plain.ddp.spec.sync)) == (plain.num_parameters, EveryStep)
+    assert (job.num_parameters, plain.ddp.spec.sync) == (plain.num_parameters, EveryStep())
 
 
 def test_a_finished_run_is_read_as_the_mean_of_its_replicas(tmp_path):

@@ -13,7 +13,7 @@ from test_option_pairs import hold_options
 from tiny import MLP, MODELS, NUM_CLASSES, Of, Transformer, loss_fn, make_batch, take_steps
 
 import jddp
-from jddp.engine.backward import MicroBatches, Overlapped
+from jddp.engine.schedule import AfterPasses, InsideLastPass
 from jddp.reduce.backward import trace_backward
 
 BYTES = 1 / 2**20
@@ -165,5 +165,5 @@ def test_a_scanned_stack_of_layers_is_ready_all_at_once_and_still_right():
 
 def test_on_gpus_nothing_is_packed_for_a_single_one(monkeypatch):
     monkeypatch.setattr("jddp.data_parallel.platform", lambda mesh: "gpu")
-    kinds = [type(wrapped(mesh=num).spec.backward) for num in (1, 2)]
-    assert kinds == [MicroBatches, Overlapped]
+    schedules = [wrapped(mesh=num).spec.backward.schedule for num in (1, 2)]
+    assert schedules == [AfterPasses(), InsideLastPass()]

@@ -183,7 +183,7 @@ def test_a_streaming_step_averages_one_fragment_and_then_the_next():
     batch = {"x": np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)}
     batch["y"] = batch["x"][:, :2]
     model = nn.Sequential([nn.Dense(5), nn.tanh, nn.Dense(2)])
-    streaming = load("streaming_averages")["StreamingSteps"](every=1)
+    streaming = jddp.LocalSteps(1, load("streaming_averages")["NextFragment"]())
     options = {"loss_fn": squared_error, "optimizer": optax.sgd(0.1)}
     ddp = jddp.DataParallel(model, **options, local_steps=streaming)
     state, (want, _) = ddp.init(0, batch), take_steps(jddp.DataParallel(model, **options), [batch])

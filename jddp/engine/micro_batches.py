@@ -1,8 +1,7 @@
-"""Gradients of one replica: its rows run forward and backward.
+"""Gradients of one replica: its rows run forward and backward, one micro-batch after the other.
 
-    MicroBatches    one micro-batch after the other, or all rows as one; one reduction for all
-    Overlapped      the same, but the last backward pass is run by the reduction, bucket by bucket,
-                    and each bucket is sent while the pass continues
+    MicroBatches    the rows in equal parts, of which there may be one; one reduction for all
+    Schedule        when their gradients leave, see `engine.schedule`
 
 The loss is summed over the valid entries, so gradients are those of a sum, and the step divides
 them by the global count.
@@ -13,7 +12,7 @@ This room knows models, losses and masks, and nothing of optimizers or meshes.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, final
 
 import jax
 import jax.numpy as jnp
@@ -23,13 +22,12 @@ from jaxtyping import Array
 from jddp.engine.overwritten import put, select
 from jddp.engine.state import Inputs, TrainState, is_float, widened
 from jddp.engine.statistics import RunningStatistics, running_statistics
-from jddp.errors import ConfigError
 from jddp.modules.forward import run_and_settle, trace_state
 from jddp.modules.functional import FlaxModel
 from jddp.modules.metrics import Sums
 from jddp.modules.rows import split_rows
 from jddp.reduce.backward import Backward, trace_backward
-from jddp.reduce.gradients import Finished, Gradients, Running
+from jddp.reduce.gradients import Gradients
 from jddp.reduce.hooks import Units, power_of_two_within
 from jddp.reduce.plan import BucketPlan
 from jddp.typing import Batch, Grads, LossFn, ModelState, Params, Path, PyTree
@@ -96,6 +94,29 @@ class Accumulated(NamedTuple):
     sums: Sums
 
 
+class Schedule(Protocol):
+    """When gradients leave: after the backward passes of a replica, or inside the last one."""
+
+    def __call__(
+        self,
+        passes: "MicroBatches",
+        state: TrainState,
+        inputs: Inputs,
+        key: Array,
+        loss_scale: ScaleOf,
+    ) -> Local:
+        """Runs a replica's rows forward and backward; see `MicroBatches.__call__`."""
+
+    def note(self, plan: BucketPlan, num_looped: int) -> BucketPlan:
+        """Returns the plan with notes on when buckets leave.
+
+        Args:
+          plan: The buckets.
+          num_looped: `Backward.num_looped`.
+        """
+
+
+@final
 @dataclass(frozen=True)
 class MicroBatches:
     """The rows of a replica in equal parts, one after the other: gradient accumulation.
@@ -106,6 +127,7 @@ class MicroBatches:
       start: Function that returns the first cotangent, `start_if_half` or `start_per_entry`.
       guard: Function `keep_all`, or `drop_empty` where a model makes NaN of no valid rows.
       num: Number of micro-batches.
+      schedule: When gradients leave.
     """
 
     model: FlaxModel
@@ -113,6 +135,7 @@ class MicroBatches:
     start: Callable[[Params, int], float]
     guard: Callable[..., Guarded]
     num: int
+    schedule: Schedule
 
     @functools.cached_property
     def forward(self) -> Callable[..., tuple[Array, tuple[Sums, ModelState]]]:
@@ -134,14 +157,7 @@ class MicroBatches:
           key: Key of its random numbers in this step.
           loss_scale: Function of the state that returns the loss scale of the step.
         """
-        scale, running = loss_scale(state), self._running(state, inputs)
-        take = self._split(inputs, key)
-        total = self._accumulate(state, running, take, self.num, scale)
-        # Back to the parameters' dtypes, in which gradients are planned, sent and given to optax.
-        grads = jax.tree.map(lambda g, x: g.astype(x.dtype), total.grads, state.params)
-        units = self.units(state.params, total.sums, scale)
-        model_state = running.finish(total.model_state)
-        return Local(Finished((grads, total.found)), total.sums, model_state, units)
+        return self.schedule(self, state, inputs, key, loss_scale)
 
     def trace(self, state: TrainState, inputs: Inputs) -> tuple[Backward, Sums, ModelState]:
         """Traces the backward pass over one micro-batch, without running it.
@@ -155,17 +171,8 @@ class MicroBatches:
 
     def varying(self, state: TrainState, inputs: Inputs) -> PyTree:
         """Labels (`jddp.modules.varying`) of the new other state, from shapes of one replica."""
-        first = jax.eval_shape(lambda *given: self._split(*given)(0), inputs, state.key)
+        first = jax.eval_shape(lambda *given: self.split(*given)(0), inputs, state.key)
         return trace_state(self.model, self.forward, state.params, state.model_state, *first)[1]
-
-    def note(self, plan: BucketPlan, num_looped: int) -> BucketPlan:
-        """Returns the plan with notes on when buckets leave.
-
-        Args:
-          plan: The buckets.
-          num_looped: `Backward.num_looped`.
-        """
-        return plan.noted("overlap off: buckets leave after the backward pass")
 
     def linearize(self, state: TrainState, before: ModelState, batch: MicroBatch) -> Linearized:
         """Runs a micro-batch forward.
@@ -201,10 +208,11 @@ class MicroBatches:
         start = self.start(params, entries)
         return Units(1 / (entries * start), start, loss_scale, 1.0 if _is_half(params) else start)
 
-    def _running(self, state: TrainState, inputs: Inputs) -> RunningStatistics:
+    def running(self, state: TrainState, inputs: Inputs) -> RunningStatistics:
+        """Returns the running statistics over the micro-batches, from the state before the step."""
         return running_statistics(self.model, state.model_state, inputs.rows, self.num)
 
-    def _split(self, inputs: Inputs, key: Array) -> Callable[[Number], MicroBatch]:
+    def split(self, inputs: Inputs, key: Array) -> Callable[[Number], MicroBatch]:
         """Returns a function of a number that returns the micro-batch."""
         if self.num == 1:
             return lambda i: (inputs.rows, key, inputs.constants)
@@ -220,7 +228,7 @@ class MicroBatches:
 
         return take
 
-    def _accumulate(
+    def accumulate(
         self,
         state: TrainState,
         running: RunningStatistics,
@@ -254,69 +262,6 @@ class MicroBatches:
         first = Accumulated._make([*jax.tree.map(jnp.zeros_like, both), running.start(), {}])
         total, sums = lax.scan(add, first, jnp.arange(num))
         return total._replace(sums=jax.tree.map(lambda x: x.sum(0), sums))
-
-
-class Overlapped(MicroBatches):
-    """As `MicroBatches`; the reduction runs the last backward pass, outside of the loop."""
-
-    def __call__(self, state: TrainState, inputs: Inputs, key: Array, loss_scale: ScaleOf) -> Local:
-        """As `MicroBatches`."""
-        take, scale = self._split(inputs, key), loss_scale(state)
-        running = self._running(state, inputs)
-        # The last micro-batch stands outside the scan: a loop is one equation, so buckets could
-        # only be sent at its end. Only in the last backward pass are the sums of gradients
-        # finished, one by one.
-        total = self._accumulate(state, running, take, self.num - 1, scale)
-        carried, last = total.model_state, self.num - 1
-        run = self.linearize(state, running.before(carried), take(last))
-        earlier = jax.tree.leaves((total.grads, total.found))
-        num = len(jax.tree.leaves(state.params))
-
-        def finish(i: int, x: Array) -> Array:
-            # NaN of an empty micro-batch is replaced before the earlier gradients are added to it.
-            x = run.finish(x) if i < num else x
-            if not earlier:
-                return x
-            if i >= num:
-                return jnp.maximum(earlier[i], x)
-            return (x.astype(earlier[i].dtype) + earlier[i]).astype(x.dtype)
-
-        backward = trace_backward(lambda one: run.backward(one * scale))
-        # Sums need no reduction inside the pass: they are sent after it, in one small vector.
-        sums = jax.tree.map(jnp.add, total.sums, run.sums) if earlier else run.sums
-        units = self.units(state.params, sums, scale)
-        model_state = running.finish(running.add(carried, last, run.model_state))
-        return Local(Running(backward, finish, num), sums, model_state, units)
-
-    def note(self, plan: BucketPlan, num_looped: int) -> BucketPlan:
-        """As `MicroBatches.note`."""
-        looped = f"{num_looped} gradients leave a loop at once: they are ready at its end"
-        when = "overlap on: buckets leave inside the backward pass"
-        return plan.noted(when, *[looped] * bool(num_looped))
-
-
-def choose_backward(
-    model: FlaxModel, loss_fn: LossFn, num: int, *, overlaps: bool, is_scaled: bool
-) -> MicroBatches:
-    """Returns how gradients are computed.
-
-    Args:
-      model: The model.
-      loss_fn: The loss.
-      num: Number of micro-batches.
-      overlaps: Whether buckets are sent inside the backward pass.
-      is_scaled: Whether there is a loss scale.
-
-    Raises:
-      ConfigError: If the number is less than 1.
-    """
-    if num < 1:
-        raise ConfigError(f"accumulate_steps is at least 1; got {num}.")
-    start = start_per_entry if is_scaled else start_if_half
-    # Statistics of the global batch have valid rows wherever the step has; those of one replica's
-    # rows may have none, and 0 / 0 is NaN.
-    guard = keep_all if model.batch_norm == "sync" else drop_empty
-    return (Overlapped if overlaps else MicroBatches)(model, loss_fn, start, guard, num)
 
 
 def keep_all(model: FlaxModel, count: Array, before: ModelState, after: ModelState) -> Guarded:

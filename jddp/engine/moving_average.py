@@ -5,28 +5,33 @@ Ema          an exponential moving average
 """
 
 import dataclasses
+from typing import final
 
 import optax
 
+from jddp.engine.parts import Average
 from jddp.engine.state import TrainState, widened
 from jddp.errors import ConfigError, check_choice
 from jddp.typing import Params
 
 
+@final
+@dataclasses.dataclass(frozen=True)
 class NoAverage:
     """Keeps no average."""
 
     def init(self, params: Params) -> Params:
-        """Returns the first average; None for nothing."""
+        """Returns None."""
         return None
 
     def __call__(self, after: TrainState) -> TrainState:
-        """Returns the state with the average moved towards its parameters."""
+        """Returns the state as it is."""
         return after
 
 
+@final
 @dataclasses.dataclass(frozen=True)
-class Ema(NoAverage):
+class Ema:
     """Keeps an exponential moving average, which begins with the first parameters.
 
     Attributes:
@@ -36,12 +41,12 @@ class Ema(NoAverage):
     decay: float
 
     def init(self, params: Params) -> Params:
-        """As `NoAverage.init`, in float32 at least."""
+        """Returns the parameters, in float32 at least."""
         # In bfloat16 a decay of 0.999 is 1, and the average would never move.
         return widened(params)
 
     def __call__(self, after: TrainState) -> TrainState:
-        """As `NoAverage`."""
+        """Moves the average towards the parameters."""
         # Each replica averages what it holds: parameters that are equal give equal averages, so
         # nothing is sent. With local steps each replica has its own average, which is merged when
         # read.
@@ -49,7 +54,7 @@ class Ema(NoAverage):
         return after.replace(ema_params=moved)
 
 
-def choose_average(decay: float | None) -> NoAverage:
+def choose_average(decay: float | None) -> Average:
     """Returns the average of this decay.
 
     Raises:
