@@ -1,0 +1,59 @@
+"""Two replicas under a bare `jax.shard_map`, for tests of a part of the step by itself."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import P
+
+from jddp.engine.micro_batches import Local
+from jddp.engine.state import CommState, TrainState
+from jddp.modules.metrics import Sum
+from jddp.reduce.average import make_reduction
+from jddp.reduce.gradients import Finished
+from jddp.reduce.hooks import PLAIN
+from jddp.reduce.packing import choose_packing
+
+AXIS = "data"
+
+
+def on_two(function, *rows):
+    """Calls a function on each of two replicas with its row of each array.
+
+    Returns the results of both, on the host: each array has a row for each replica.
+    """
+
+    def replica(*rows):
+        own = jax.tree.map(lambda x: x[0], rows)
+        return jax.tree.map(lambda x: jnp.asarray(x)[None], function(*own))
+
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), (AXIS,))
+    mapped = jax.shard_map(replica, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False)
+    return jax.device_get(jax.jit(mapped)(*jax.tree.map(jnp.asarray, rows)))
+
+
+def state_of(params, **fields):
+    """A state of one replica before its first step."""
+    fields = {
+        "step": jnp.int32(0),
+        "params": params,
+        "ema_params": None,
+        "model_state": {},
+        "opt_state": (),
+        "comm_state": CommState(),
+        "skipped": jnp.int32(0),
+        "key": jax.random.key(0),
+        **fields,
+    }
+    return TrainState(**fields)
+
+
+def local_of(grads, count=1.0):
+    """What a replica has computed from rows with so many valid entries."""
+    sums = {"loss": Sum(jnp.float32(0), jnp.asarray(count, jnp.float32))}
+    return Local(Finished((grads, {})), sums, {}, PLAIN)
+
+
+def reduction_of(layout="leaf", *, wire_dtype=None, hook=None, is_sharded=False, num=None):
+    """A reduction of buckets of at most 64 bytes."""
+    packed = choose_packing(layout, hook, "cpu", on_network=True, is_sharded=is_sharded, num=num)
+    return make_reduction(AXIS, packed, (64,), wire_dtype)
