@@ -21,6 +21,10 @@
               and `step`, and `fit`, in seconds of this process / plain `jit` of both, with the
               batch split over the same devices
 
+    digest    the digests by which replicas are compared, for ResNet-50 with SGD and momentum:
+              traced and compiled, which a start without a cache waits for, in seconds of this process
+              / operations of its own for each leaf, as XLA compiles by default
+
 Contenders take turns; a ratio is the median over the rounds. The last line is JSON.
 """
 
@@ -300,6 +304,43 @@ def program(num_rounds: int) -> dict[str, float]:
     }
 
 
+def digest(num_rounds: int) -> dict[str, float]:
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    import jddp
+    from jddp.engine.digest import _digest, _on
+    from jddp.engine.mesh import make_mesh
+    from jddp.zoo.losses import cross_entropy
+    from jddp.zoo.models import resnet50
+
+    mesh = make_mesh(1)
+    ddp = jddp.DataParallel(resnet50(), optax.sgd(0.1, momentum=0.9), cross_entropy, mesh=mesh)
+    batch = {"image": np.zeros((1, 224, 224, 3), np.float32), "label": np.zeros(1, np.int32)}
+    leaves = jax.tree.leaves(ddp.abstract_state(batch))
+
+    def alone(leaves: Any) -> Any:
+        return jnp.stack([_digest.__wrapped__(x, 0) for x in leaves])
+
+    def compiled(function: Any) -> float:
+        jax.clear_caches()
+        since = time.process_time()
+        function().lower(leaves).compile()
+        return time.process_time() - since
+
+    layout = (jax.P(),) * len(leaves)
+    acts = {"alone": lambda: jax.jit(alone), "ours": lambda: _on.__wrapped__(mesh, layout)}
+    found = [{name: compiled(act) for name, act in acts.items()} for _ in range(num_rounds)]
+    return {
+        "leaves": len(leaves),
+        "shapes": len({(x.shape, x.dtype) for x in leaves}),
+        "seconds": statistics.median(x["ours"] for x in found),
+        "seconds, each leaf alone": statistics.median(x["alone"] for x in found),
+        "ratio": statistics.median(x["ours"] / x["alone"] for x in found),
+    }
+
+
 def leaves(num_rounds: int, nums: tuple[int, ...] = (100, 400, 1200)) -> dict[str, float]:
     import jax
 
@@ -382,6 +423,7 @@ PARTS = {
     "goodput": goodput,
     "program": program,
     "opened": opened,
+    "digest": digest,
 }
 
 

@@ -27,6 +27,9 @@ from jddp.errors import UsageError
 from jddp.typing import PyTree
 
 SMALL = 2**14  # elements
+# XLA:CPU would write all mixed words into memory, and add them up in several kernels, which take
+# most of the time of compiling. It is no pass of other hardware.
+_OPTIONS = {"xla_disable_hlo_passes": "tree_reduction_rewriter"}
 Found = Array | np.ndarray  # result of `digests`
 
 
@@ -95,19 +98,23 @@ def _on(mesh: Mesh, layout: Sequence[P]) -> Wrapped:
         found, groups = [], _alike(leaves, layout)
         for group in groups:
             offset = replica * leaves[group[0]].size if any(layout[group[0]]) else 0
-            alike = jnp.stack([leaves[i] for i in group])
-            found.append(jax.vmap(functools.partial(_digest, offset=offset))(alike))
+            if len(group) == 1:
+                found.append(_digest(leaves[group[0]], offset)[None])
+            else:
+                alike = jnp.stack([leaves[i] for i in group])
+                found.append(jax.vmap(_digest, in_axes=(0, None))(alike, offset))
         places = np.argsort(np.concatenate(groups))
         # Every process gets all digests: each must find a mismatch by itself, and name the replica.
         return lax.all_gather(jnp.concatenate(found)[places], axis_of(mesh))
 
-    return jax.jit(over_replicas(on_replica, mesh, (list(layout),), P()))
+    function = over_replicas(on_replica, mesh, (list(layout),), P())
+    return jax.jit(function, compiler_options=_OPTIONS)
 
 
 def _alike(leaves: list[Array], layout: Sequence[P]) -> list[list[int]]:
     """Places of the leaves whose digests are computed at once: small ones that are alike."""
     # Operations of its own for each of many scalars take XLA long to compile. A large leaf stays
-    # alone: it would be copied.
+    # alone, since it would be copied: large ones of one shape call one function.
     groups: dict[Hashable, list[int]] = {}
     for i, (x, spec) in enumerate(zip(leaves, layout, strict=True)):
         alone = i if x.size > SMALL else None
@@ -115,6 +122,7 @@ def _alike(leaves: list[Array], layout: Sequence[P]) -> list[list[int]]:
     return list(groups.values())
 
 
+@jax.jit  # traced and lowered once for each shape
 def _digest(x: Array, offset: int | Array) -> UInt32[Array, ""]:
     """The digest of a device's part of an array, which begins at element `offset` of the whole."""
     words = _words(x)

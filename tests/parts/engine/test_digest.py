@@ -114,6 +114,24 @@ def test_the_operations_on_many_small_arrays_are_those_on_a_few(split):
 
     def num_equations(num):
         leaves = [put(np.zeros(2 * split + 2, np.float32), spec=spec)] * num
-        return len([*equations(jax.make_jaxpr(_on(make_mesh(2), (spec,) * num))(leaves).jaxpr)])
+        return len([*equations(_on(make_mesh(2), (spec,) * num).trace(leaves).jaxpr.jaxpr)])
 
     assert num_equations(100) == num_equations(10)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_large_arrays_of_one_shape_are_computed_by_one_function(split):
+    spec = P("data") if split else P()
+
+    def lowered(num_leaves, num_shapes=1):
+        shapes = [(2**14, 2 + 2 * (i % num_shapes)) for i in range(num_leaves)]
+        leaves = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
+        return _on(make_mesh(2), (spec,) * num_leaves).lower(leaves)
+
+    def num_functions(*nums):
+        return lowered(*nums).as_text().count("func.func private @_digest")
+
+    assert num_functions(3, 3) == num_functions(12, 3) == num_functions(12) + 2
+    # No word is written to memory: each kernel adds up what it mixes.
+    compiled = lowered(3, 3).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 2**14
