@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from json import dumps
 from typing import Any
 
-from jddp.config.cli import Parser, add_run_arguments, enter
+from jddp.config.cli import Parser, add_run_arguments, enter, share_gpus
 from jddp.errors import printable, report, show
 from jddp.trainer.reports.metrics_file import as_json
 from jddp.trainer.reports.progress import COLUMNS, not_finite
@@ -32,6 +32,7 @@ def _evaluate(*, json: bool, **chosen: Any) -> None:
     from jddp.distributed.coordination import process_index
     from jddp.job.opened import open_run
 
+    share_gpus()  # with the run, which may still train
     run = open_run(**chosen)
     metrics = run.evaluate()
     if process_index() == 0:

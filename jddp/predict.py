@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from jddp.config.cli import Parser, add_run_arguments, enter
+from jddp.config.cli import Parser, add_run_arguments, enter, share_gpus
 from jddp.config.permissions import expand
 from jddp.errors import UsageError, show
 
@@ -40,6 +40,7 @@ def _predict(*, data: Any, out: Any, prompt: str | None, **chosen: Any) -> None:
     run = {name: chosen.pop(name) for name in ("run_dir", "checkpoint", "params", "trust")}
     if (data is None) != (out is None):
         raise UsageError("--data needs --out FILE, and --prompt prints the text. See --help.")
+    share_gpus()  # with the run, which may still train
     if prompt is not None:
         from jddp.job.opened import open_run
         from jddp.job.sampling import continue_text

@@ -8,7 +8,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from jddp.config.cli import Parser, add_config_arguments, enter
+from jddp.config.cli import Parser, add_config_arguments, enter, share_gpus
 from jddp.errors import ExitCode, show
 
 
@@ -26,6 +26,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     config, name = load_config(arguments.config, arguments.overrides)
     from jddp.job.job import build
 
+    share_gpus()  # with a job that may run there
     report = build(config).verify()
     show(f"{name}: {report}")
     return ExitCode.DONE if report.passed else ExitCode.REPLICA_MISMATCH

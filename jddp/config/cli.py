@@ -55,6 +55,11 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     add("--trust", choices=["here", "package", "config"], help=trust)
 
 
+def share_gpus() -> None:
+    """Leaves memory of GPUs to other programs, of which JAX, not started yet, would take most."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+
 def tell(message: str) -> None:
     """Prints a message on standard error."""
     for line in message.split("\n"):

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jddp.config.cli import Parser, enter
+from jddp.config.cli import Parser, enter, share_gpus
 from jddp.config.permissions import expand
 from jddp.distributed.failure_file import VARIABLE, headline, read
 from jddp.doctor.finding import BAD, Finding
@@ -90,8 +90,7 @@ def _examine(arguments: argparse.Namespace) -> int:
     from jddp.doctor.links import check_links, measure_all_reduce
     from jddp.engine.mesh import make_mesh
 
-    # A job that runs on these GPUs may need the memory that JAX would take at once.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    share_gpus()  # with a job that may run there
     findings = [*check_host(), *check_busy()]
     identity = resolve_identity()
     per_process = max(1, arguments.num_devices // identity.num_processes)

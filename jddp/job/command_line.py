@@ -18,7 +18,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jddp.config.cli import Parser, add_config_arguments, lasting_streams, leave_job, tell
+from jddp.config.cli import (
+    Parser,
+    add_config_arguments,
+    lasting_streams,
+    leave_job,
+    share_gpus,
+    tell,
+)
 from jddp.config.files import dump_values, load_config
 from jddp.config.keys import describe_keys
 from jddp.config.permissions import expand, make_private
@@ -63,8 +70,8 @@ def _run(arguments: argparse.Namespace) -> int:
         print(dump_values(config.model_dump()), end="")
         return ExitCode.DONE
     add_flag(os.environ)
-    if arguments.dry_run:  # beside a job that may need the memory of these GPUs
-        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if arguments.dry_run:
+        share_gpus()  # with a job that may run there
     else:  # a dry run writes nothing
         from jddp.trainer.reports.run_directory import RunDirectory
 

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -175,6 +176,18 @@ def test_a_run_of_a_config_is_evaluated_on_its_data_or_on_others(here, capsys):
     for key in ("optimizer.learning_rate=1", "nothing"):
         assert main(["evaluate", "run", key]) == 2
         assert "an evaluation reads keys of data and loss" in last_line(capsys)
+
+
+@pytest.mark.parametrize(
+    "given", [["evaluate"], ["predict", "--data", "data/new.npz", "--out", "a.npz"]]
+)
+def test_commands_leave_the_memory_of_gpus_to_a_run_that_may_still_train(here, given, monkeypatch):
+    preallocate = "XLA_PYTHON_CLIENT_PREALLOCATE"
+    monkeypatch.setenv(preallocate, "")  # so that it is as before in the end
+    monkeypatch.delenv(preallocate)
+    command, *options = given
+    assert main([command, "run", *options]) == 0
+    assert os.environ[preallocate] == "false"
 
 
 def test_metrics_that_are_arrays_are_tables_in_text_and_lists_in_json_and_in_the_records(
