@@ -82,6 +82,8 @@ class Casts:
         ) -> Any:
             if (layer := context.module).scope is not None:
                 self.check(layer, "/".join(layer.path))
+            if self._dtype and isinstance(layer, nn.Embed) and context.method_name == "__call__":
+                call = partial(_cast_rows, layer, call, self._dtype)
             return self.call(call, *args, **kwargs)
 
         return nn.intercept_methods(intercept)
@@ -96,6 +98,8 @@ class Casts:
             if given is None or (isinstance(layer, nnx.Embed) and given == layer.param_dtype):
                 object.__setattr__(layer, "dtype", self._dtype)
             self.check(layer, "/".join(map(str, path)))
+            if isinstance(layer, nnx.Embed):
+                layer.__class__ = _embedding_class(type(layer))
         module.__class__ = _casting_class(type(module))
         token = _CASTS_HERE.set(self)
         try:
@@ -122,6 +126,35 @@ def _casting_class(cls: Any) -> Any:
     methods = {name: casting(x) for name, x in found.items() if isinstance(x, FunctionType)}
     named = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
     return type(cls.__name__, (cls,), {**named, **methods})
+
+
+def _cast_rows(layer: Any, call: Callable[..., Any], dtype: Any, *args: Any, **kwargs: Any) -> Any:
+    """Looks up rows of an `Embed`, which are cast, and not their table.
+
+    The gradient of a row is a sum over tokens, in the dtype in which it was looked up. Of a table
+    that was cast already, it is cast once more, at the end, as those of other parameters are.
+    """
+    own = layer.promote_dtype
+    object.__setattr__(layer, "promote_dtype", _widen)
+    try:
+        return call(*args, **kwargs).astype(dtype)
+    finally:
+        object.__setattr__(layer, "promote_dtype", own)
+
+
+def _widen(*tables: Any, **_: Any) -> list[Any]:
+    return [x.astype(jnp.promote_types(x.dtype, "float32")) for x in jax.tree.leaves(tables)]
+
+
+@functools.cache
+def _embedding_class(cls: Any) -> Any:
+    """The class of `nnx.Embed` whose rows are cast."""
+
+    def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        return _cast_rows(layer, partial(cls.__call__, layer), layer.dtype, *args, **kwargs)
+
+    named = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    return type(cls.__name__, (cls,), {**named, "__call__": call})
 
 
 def _is_own(name: str) -> bool:

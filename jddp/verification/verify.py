@@ -143,7 +143,7 @@ def _compared(
         want = _step(one, alone, batch if has_all else _in_order(batch, many))
     comparisons = _compare(got, want, many, state, batch)
     if sums := long_sums(many.trace(batch).jaxpr.jaxpr):
-        found.append(findings.long_sums(sums))
+        found.append(findings.long_sums(sums, options.get("compute_dtype")))
     if names := _not_finite(got, want):
         found.append(findings.not_finite(names))
     elif not all(comparison.passed for comparison in comparisons):

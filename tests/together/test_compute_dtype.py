@@ -1,5 +1,7 @@
 """`compute_dtype`: a model computes in a narrower dtype than that of its parameters."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -95,6 +97,44 @@ def test_layers_without_a_dtype_get_narrow_arrays_and_the_loss_wide_ones(model):
 
     ddp = wrapped(model, loss, compute_dtype=jnp.bfloat16)
     state, _ = take_steps(ddp, BATCHES[:1])
+    assert ddp.evaluate(state, BATCHES)["examples"] == 32
+
+
+class Words(nnx.Module):
+    def __init__(self):
+        self.table = nnx.Embed(5, 3, rngs=nnx.Rngs(0))
+
+    def __call__(self, y):
+        return look_up(self.table, y)
+
+
+def look_up(table, y):
+    rows = table(y)
+    scores = table.attend(rows)
+    assert rows.dtype == scores.dtype
+    return scores.sum(-1) + rows.sum(-1)
+
+
+def words(module, y):
+    return look_up(nn.Embed(5, 3), y)
+
+
+@pytest.mark.parametrize(
+    "make", [Words, lambda: Of(words), lambda: nnx.Embed(5, 3, rngs=nnx.Rngs(0))]
+)
+@pytest.mark.parametrize("compute_dtype", [None, "bfloat16"])
+def test_the_gradient_of_an_embedding_is_added_up_in_float32(make, compute_dtype):
+    def loss(model, batch):
+        outputs = model(batch["y"])
+        assert outputs.dtype == "float32"
+        return outputs.reshape(len(outputs), -1).sum(-1)
+
+    ddp = wrapped(make(), loss, compute_dtype=compute_dtype)
+    text = ddp.lower(BATCHES[0]).as_text()
+    scatters = re.findall(r'"stablehlo.scatter".*?\}\) : \(tensor<([^>]*)>', text, re.S)
+    assert scatters == ["5x3xf32"]
+    assert ("bf16" in text) == (compute_dtype is not None)
+    state, _ = take_steps(ddp, BATCHES)
     assert ddp.evaluate(state, BATCHES)["examples"] == 32
 
 

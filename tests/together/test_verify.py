@@ -276,7 +276,23 @@ def test_a_long_sum_in_16_bits_is_a_finding_and_no_failure():
     (finding,) = report.findings
     assert "scatter-add of 320 terms in bfloat16" in finding
     assert max(map(len, finding.splitlines())) <= 80
+    assert "compute_dtype" not in finding
     assert verified(Of(cast_after_the_gather), batch=batch).findings == ()
+
+
+def test_a_long_sum_in_the_dtype_of_compute_dtype_names_the_option():
+    def gather(dtype, m, x, train):
+        table = m.param("table", nn.initializers.normal(1.0), (311, NUM_CLASSES))
+        return table.astype(dtype)[x].mean(1)
+
+    tokens = np.arange(64 * 40, dtype=np.int32).reshape(64, 40) % 311
+    batch = {"x": tokens, "y": make_batch(64)["y"]}
+    found = []
+    for dtype in ("bfloat16", "float32"):
+        model = Of(functools.partial(gather, dtype))
+        report = verified(model, batch=batch, compute_dtype="bfloat16")
+        found.append(["compute_dtype casts" in finding for finding in report.findings])
+    assert found == [[True], []]
 
 
 def test_what_is_not_finite_on_both_is_named_and_nothing_else_guessed():

@@ -74,11 +74,11 @@ class GPT(Transformer):
         embed = nn.Embed(self.vocab_size, self.width, embedding_init=init)
         positions = self.param("positions", init, (self.max_length, self.width))
         # Cast after the gather: its gradient, a sum over tokens, is in the dtype of the table.
-        gather = GATHERS[self.embedding_gradient]
-        x = gather(embed.embedding, tokens) + positions[None, :t]
-        x = x.astype(self.dtype or x.dtype)
+        table, gather = embed.embedding, GATHERS[self.embedding_gradient]
+        x = gather(table.astype("float32"), tokens) + positions[None, :t]
+        x = x.astype(self.dtype or table.dtype)
         # Two branches a block add up in the residual stream: GPT-2 scales their ends for it.
         inits = {"kernel_init": init}
         inits["output_init"] = nn.initializers.normal(0.02 / (2 * self.num_layers) ** 0.5)
         x = self.apply_blocks(x, train=train, is_causal=True, **inits)
-        return jnp.dot(x, embed.embedding.T.astype(x.dtype)).astype("float32")
+        return jnp.dot(x, table.T.astype(x.dtype)).astype("float32")
