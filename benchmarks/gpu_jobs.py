@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 # Dense bfloat16 with sums in float32, in FLOP/s, by what the device calls itself. From NVIDIA's
-# data sheets, with their TFLOP/s; where one has only the rate with sparsity, it is half of it.
+# documents, with their TFLOP/s; where one has only the rate with sparsity, it is half of it. All
+# but those of the GH200 were found again, 2026-11-25, in copies of these or in tables of others.
 PEAKS = {
     # 312. "NVIDIA A100 Tensor Core GPU", data sheet 1758950, r4. https://www.nvidia.com/a100
     "NVIDIA A100-SXM4-40GB": 312e12,
@@ -33,15 +34,19 @@ PEAKS = {
     "NVIDIA GH200 144G HBM3e": 989e12,
     # Eight have 36,000 with sparsity. https://www.nvidia.com/en-us/data-center/hgx/
     "NVIDIA B200": 2250e12,
-    # 362.05. https://www.nvidia.com/en-us/data-center/l40s/
+    # 362.05 beside 733 with sparsity, half of which is 366: the lower one.
+    # https://www.nvidia.com/en-us/data-center/l40s/
     "NVIDIA L40S": 362e12,
-    # "NVIDIA Ampere GA102 GPU Architecture", v2, tables 2 and 3.
+    # Tables 2 and 3.
+    # https://www.nvidia.com/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.pdf
     "NVIDIA GeForce RTX 3090": 71e12,
     "NVIDIA RTX A6000": 154.8e12,
-    # "NVIDIA Ada GPU Architecture", v2, table 2 and appendix; 1,457 in fp8 with sparsity.
+    # Table 2 and appendix; the RTX 6000 has 1,457 in fp8 with sparsity.
+    # https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf
     "NVIDIA GeForce RTX 4090": 165.2e12,
     "NVIDIA RTX 6000 Ada Generation": 364.2e12,
-    # "NVIDIA RTX Blackwell GPU Architecture", table 3.
+    # Table 3, at https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/
+    # nvidia-rtx-blackwell-gpu-architecture.pdf
     "NVIDIA GeForce RTX 5090": 209.5e12,
 }
 
