@@ -22,8 +22,8 @@
               batch split over the same devices
 
     digest    the digests by which replicas are compared, for ResNet-50 with SGD and momentum:
-              traced and compiled, which a start without a cache waits for, in seconds of this process
-              / operations of its own for each leaf, as XLA compiles by default
+              traced and compiled, which a start without a cache waits for, in seconds of this
+              process / operations of its own for each leaf, as XLA compiles by default
 
 Contenders take turns; a ratio is the median over the rounds. The last line is JSON.
 """

@@ -60,7 +60,7 @@ def long_sums(found: Iterable[tuple[str, str, int]], compute_dtype: Any = None) 
 
     Args:
       found: Primitive, dtype and number of terms of each, `jddp.jaxprs.long_sums`.
-      compute_dtype: That of `jddp.DataParallel`.
+      compute_dtype: Dtype to which parameters are cast; None casts nothing.
     """
     cast = "compute_dtype casts parameters before the model reads them.\n" if compute_dtype else ""
     sums = "".join(f"  {name} of {num:,} terms in {dtype}\n" for name, dtype, num in sorted(found))
