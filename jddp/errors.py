@@ -181,7 +181,8 @@ def report(text: str) -> None:
 
 
 def _make_printable(record: logging.LogRecord) -> bool:
-    record.msg, record.args = printable_lines(record.getMessage()), ()
+    record.msg = printable_lines(record.getMessage())
+    record.args = ()
     return True
 
 

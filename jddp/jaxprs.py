@@ -98,13 +98,15 @@ def long_sums(jaxpr: Jaxpr) -> set[tuple[str, str, int]]:
     """
     found = set()
     for eqn in equations(jaxpr):
-        if (name := eqn.primitive.name) == "reduce_sum":
+        name = eqn.primitive.name
+        if name == "reduce_sum":
             terms = math.prod(shape_of(eqn.invars[0])[axis] for axis in axes_of(eqn))
         elif name == "scatter-add":
             terms = math.prod(shape_of(eqn.invars[1])[:-1])
         else:
             continue
-        if terms > LARGEST_COUNTS.get(dtype := dtype_of(eqn.outvars[0]), math.inf):
+        dtype = dtype_of(eqn.outvars[0])
+        if terms > LARGEST_COUNTS.get(dtype, math.inf):
             found.add((name, dtype.name, terms))
     return found
 
@@ -114,7 +116,8 @@ def quantizations(jaxpr: Jaxpr) -> set[str]:
 
     Empty where it does not, or takes no maximum, by which numbers would be scaled.
     """
-    found, has_maximum = set(), False
+    found = set()
+    has_maximum = False
     for eqn in equations(jaxpr):
         has_maximum = has_maximum or eqn.primitive.name == "reduce_max"
         if eqn.primitive.name == "round":

@@ -53,7 +53,8 @@ def _list(arguments: argparse.Namespace) -> None:
 def _verify(arguments: argparse.Namespace) -> None:
     from jddp.checkpoint import folders, listing
 
-    directory, num_damaged = listing.directory_of(arguments.run), 0
+    directory = listing.directory_of(arguments.run)
+    num_damaged = 0
     for step in folders.finished(directory):
         damage = listing.find_any_damage(directory / str(step))
         if (directory / str(step)).exists():  # a run may have removed it meanwhile

@@ -28,7 +28,8 @@ Described = dict[str, dict[str, Any]]
 KEY_IMPLS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
 KINDS = [x.dtype for x in vars(jnp).values() if isinstance(getattr(x, "dtype", None), np.dtype)]
 DTYPES = {str(dtype): dtype for dtype in KINDS}
-MOST_DIMS, MOST_REPLICAS = 32, 2**20
+MOST_DIMS = 32
+MOST_REPLICAS = 2**20
 
 
 def by_path(tree: PyTree) -> dict[str, Any]:
@@ -128,7 +129,8 @@ def find_unlike(described: Described, stored: Mapping[str, Any]) -> str | None:
 
 def _stored_form(about: Mapping[str, Any]) -> tuple[tuple[int, ...], np.dtype[Any]]:
     """Shape and dtype of an array in a checkpoint, where keys are numbers."""
-    shape, dtype = tuple(about["shape"]), about["dtype"]
+    shape = tuple(about["shape"])
+    dtype = about["dtype"]
     if dtype not in KEY_IMPLS:
         return shape, DTYPES[dtype]
     words = jax.random.key_data(jax.random.key(0, impl=KEY_IMPLS[dtype]))
@@ -197,5 +199,7 @@ def difference(
         for depth, part in enumerate(parts, 1):
             lines.setdefault(parts[:depth], "  " * depth + part)
         lines[parts] += f": {saved.get(name, 'absent')} there, {own.get(name, 'absent')} here"
-    more = [f"  and {len(differ) - most} more"] * (len(differ) > most)
-    return "\n".join([*lines.values(), *more])
+    shown = [*lines.values()]
+    if len(differ) > most:
+        shown.append(f"  and {len(differ) - most} more")
+    return "\n".join(shown)

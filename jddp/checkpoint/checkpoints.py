@@ -186,10 +186,12 @@ class Checkpoints:
 
     def _read(self, step: int, like: TrainState, layouts: TrainState | None) -> Restored | None:
         """Reads one; returns None if it is removed, or renamed because an array has changed."""
-        folder, wanted = self._directory / str(step), by_path(like)
+        folder = self._directory / str(step)
+        wanted = by_path(like)
         here = _layouts_of(like, layouts)
         try:
-            described, beside = read_described(folder), read_object(folder / "run.json")
+            described = read_described(folder)
+            beside = read_object(folder / "run.json")
             there = layouts_in(described)
             if differ := difference(described, wanted, there, here):
                 raise ConfigError(

@@ -43,7 +43,8 @@ def surplus(steps: list[int], saved: int, *, keep: int, keep_every: int | None =
 
 def commit(directory: Path, step: int) -> None:
     """Renames the sealed `<step>.new` to `<step>`, in place of a checkpoint of that name."""
-    there, old = directory / str(step), _free(directory / f"{step}.old")
+    there = directory / str(step)
+    old = _free(directory / f"{step}.old")
     if there.exists():  # from before the run resumed from an older checkpoint
         os.rename(there, old)
     os.rename(directory / f"{step}.new", there)
@@ -74,7 +75,8 @@ def remove_unfinished(directory: Path) -> str:
       The reason for which a part of it is still there; empty if none is.
     """
     for _, step in _unfinished(directory, "old"):
-        new, there = directory / f"{step}.new", directory / step
+        new = directory / f"{step}.new"
+        there = directory / step
         if (new / NAME).exists() and not there.exists():  # between the two names of `commit`
             os.rename(new, there)
     for path, step in _unfinished(directory, "new"):

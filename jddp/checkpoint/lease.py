@@ -33,10 +33,13 @@ class Lease:
     """
 
     def __init__(self, files: Any, path: str, url: str) -> None:
-        self._files, self._path, self._url = files, path, url
+        self._files = files
+        self._path = path
+        self._url = url
         holder = f"process {os.getpid()} on {socket.gethostname()}"
         self._mine = f"{holder}\n{secrets.token_hex(8)}\n"
-        self._is_over, self._taken_by = threading.Event(), ""
+        self._is_over = threading.Event()
+        self._taken_by = ""
         self._thread = threading.Thread(target=self._renew, name="jddp-lease", daemon=True)
 
     def check(self) -> None:
@@ -50,9 +53,12 @@ class Lease:
         Raises:
           ConfigError: If another process holds it.
         """
-        seen, since = "", 0.0
+        seen = ""
+        since = 0.0
         while not self._is_made():
-            before, seen, now = seen, self._read(), time.monotonic()
+            before = seen
+            seen = self._read()
+            now = time.monotonic()
             if before and seen and seen != before:
                 in_use = f"run.dir {self._url} is in use by {_holder(seen)}"
                 raise ConfigError(f"{in_use}. Wait for its end, or choose another run.dir.")

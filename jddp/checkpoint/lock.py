@@ -93,9 +93,10 @@ def _flock(file: IO[bytes]) -> None:
 
 
 def _write_name(file: IO[bytes]) -> str:
+    name = f"{_own_name()}\n"
     with contextlib.suppress(OSError):  # A full disk has locks, and no room for a name.
         file.truncate(0)
-        file.write((name := f"{_own_name()}\n").encode())
+        file.write(name.encode())
         return name
     return ""
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 # Of several reads or writes that fail the first is raised. Asyncio would print others, and Python
 # those that TensorStore reports later, to a loop that orbax has closed.
-_REFUSED, _LATE = re.compile("os_error_code=|'OSError'"), "Event loop is closed"
+_REFUSED = re.compile("os_error_code=|'OSError'")
+_LATE = "Event loop is closed"
 
 
 @functools.cache

@@ -60,15 +60,16 @@ def read_standing(find: Callable[[], Path], read: Callable[[Path], T]) -> T:
     Raises:
       FileSystemError: If there is none, or it cannot be read.
     """
-    for is_last in (*[False] * TRIES, True):
+    tries_left = TRIES
+    while True:
         folder = SameFolder(find())
         try:
             folder.pin()
             return read(folder.path)
         except (FileSystemError, OSError):
-            if is_last or not _is_removed(folder):
+            if tries_left == 0 or not _is_removed(folder):
                 raise
-    raise AssertionError
+        tries_left -= 1
 
 
 def _is_removed(folder: SameFolder) -> bool:
@@ -88,7 +89,8 @@ def read_values(folder: Path, fields: Sequence[str]) -> dict[str, PyTree]:
     Raises:
       FileSystemError: If it cannot be read.
     """
-    described, leaves = read_described(folder), read(folder, fields)
+    described = read_described(folder)
+    leaves = read(folder, fields)
     layouts = layouts_in(described)
     values = {name: merged(x, layouts[name]) for name, x in leaves.items()}
     found = {field: {} for field in fields} | unflatten_dict(values, sep="/")
@@ -153,7 +155,8 @@ def read(folder: Path, fields: Sequence[str] | None = None) -> dict[str, Any]:
       FileSystemError: If it cannot be read.
     """
     keep_quiet()
-    state, described = epath.Path(folder.absolute()) / "state", read_described(folder)
+    state = epath.Path(folder.absolute()) / "state"
+    described = read_described(folder)
     try:
         chosen = [n for n in described if fields is None or n.partition("/")[0] in fields]
         forms = {n: (described[n]["shape"], described[n]["dtype"]) for n in chosen}

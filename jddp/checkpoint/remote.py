@@ -166,8 +166,10 @@ class Remote:
         with self._explained("written"):
             for path in self.folder.rglob("*"):
                 name = path.relative_to(self.folder).as_posix()
-                is_own = name != _LOCK and not _IN_A_CHECKPOINT.fullmatch(name) and path.is_file()
-                if is_own and self._known.get(path) != (version := _version(path)):
+                if name == _LOCK or _IN_A_CHECKPOINT.fullmatch(name) or not path.is_file():
+                    continue
+                version = _version(path)
+                if self._known.get(path) != version:
                     self._put(path)
                     self._known[path] = version
 

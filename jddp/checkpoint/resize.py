@@ -20,7 +20,8 @@ from jddp.engine.state import Layout, PerReplica, Shape, merged
 
 def to_read(shape: Sequence[int], layout: Layout, want: Any) -> jax.ShapeDtypeStruct:
     """Shape and sharding to read an array in, which may have been saved on another mesh."""
-    mesh, sharding = want.sharding.mesh, want.sharding
+    mesh = want.sharding.mesh
+    sharding = want.sharding
     if tuple(shape) != want.shape:
         fits = not layout.is_per_replica and shape and shape[0] % mesh.size == 0
         sharding = sharded(mesh) if fits else replicated(mesh)

@@ -92,8 +92,11 @@ class Loaded:
     def __str__(self) -> str:
         """One to three sentences."""
         text = f"{len(self.taken)} of {len(self.taken) + len(self.made)} arrays were loaded."
-        text += f" Initialized: {', '.join(self.made)}." * bool(self.made)
-        return text + f" Not used: {', '.join(self.unused)}." * bool(self.unused)
+        if self.made:
+            text += f" Initialized: {', '.join(self.made)}."
+        if self.unused:
+            text += f" Not used: {', '.join(self.unused)}."
+        return text
 
 
 class Misfit(ConfigError):
@@ -128,7 +131,8 @@ def fit_weights(given: PyTree, wanted: PyTree, *, partial: bool) -> tuple[PyTree
     found, own = by_path(given), by_path(wanted)
     there, here = ({name: np.shape(x) for name, x in tree.items()} for tree in (found, own))
     taken = [name for name, shape in here.items() if there.get(name) == shape]
-    unused, missing = [n for n in found if n not in own], [n for n in own if n not in taken]
+    unused = [name for name in found if name not in own]
+    missing = [name for name in own if name not in taken]
     if (differ := sorted({*missing, *unused})) and not partial:
         name = differ[0]
         raise Misfit(

@@ -69,8 +69,11 @@ class Writer:
     ) -> None:
         keep_quiet()
         keep_level()
-        self._directory, self.surplus, self._remote = directory, surplus, remote
-        self._above, self._own = above, SameFolder(directory)
+        self._directory = directory
+        self.surplus = surplus
+        self._remote = remote
+        self._above = above
+        self._own = SameFolder(directory)
         self._above.pin()
         with contextlib.suppress(FileNotFoundError):
             self._own.pin()
@@ -96,7 +99,8 @@ class Writer:
         """
         self.wait()
         text = json.dumps({**beside, "step": step}) + "\n"
-        reason, parts = "", []
+        reason = ""
+        parts = []
         saved = jax.tree.map(_shape, arrays), digests(arrays), layouts
         if self._is_apart:
             arrays = _replicated(arrays)
@@ -180,7 +184,8 @@ class Writer:
         if self._is_apart or (reason and jax.process_index() == 0):
             shutil.rmtree(self._folder(step), ignore_errors=True)
         reason = from_first(f"saved/{step}", reason, timeout_seconds=SECONDS)
-        is_new, self._reported = _kind(reason) != self._reported, _kind(reason)
+        is_new = _kind(reason) != self._reported
+        self._reported = _kind(reason)
         if not reason:
             return None
         failure = FileSystemError(
@@ -210,7 +215,8 @@ class Writer:
                 self._remote.remove_surplus(self._directory.name, step, self.surplus)
         except (OSError, FileSystemError) as error:
             reason = folders.first_line(error)
-        is_new, self._unremoved = _kind(reason) != self._unremoved, _kind(reason)
+        is_new = _kind(reason) != self._unremoved
+        self._unremoved = _kind(reason)
         if reason and is_new:
             log.warning(
                 "%s: step %d is saved, but an older checkpoint cannot be removed: %s. That is "

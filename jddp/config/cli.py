@@ -36,7 +36,8 @@ class Parser(argparse.ArgumentParser):
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of a config: `--config FILE`, repeatedly, and `key.path=value`."""
-    add, files = parser.add_argument, "a YAML file or the name of a preset; later ones win"
+    add = parser.add_argument
+    files = "a YAML file or the name of a preset; later ones win"
     add("overrides", nargs="*", metavar="key.path=value", help="change a key; the last one wins")
     add("--config", action="append", default=[], metavar="FILE", help=files)
 

@@ -196,7 +196,8 @@ def _no_override(word: str) -> str:
 
 
 def _parse(overrides: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
-    values, mistakes = OmegaConf.create(), []
+    values = OmegaConf.create()
+    mistakes = []
     for override in overrides:
         key, equals, value = override.partition("=")
         try:
@@ -205,7 +206,8 @@ def _parse(overrides: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
                 refuse_unsafe(given, override.count("."))
                 OmegaConf.update(values, override, overrides[override], force_add=True)
             elif equals and all(key.split(".")):
-                refuse_unsafe(value := _decoded(value), key.count("."))
+                value = _decoded(value)
+                refuse_unsafe(value, key.count("."))
                 values.merge_with_dotlist([f"{key}={value}"])
             else:
                 raise ConfigError(_no_override(override))

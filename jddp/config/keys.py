@@ -17,9 +17,11 @@ def keys_of(schema: Schema, above: Path = ()) -> dict[Path, FieldInfo]:
     """Returns every plain key by its path, section by section."""
     keys: dict[Path, FieldInfo] = {}
     for name, field in schema.model_fields.items():
-        path, kind = (*above, name), field.annotation
+        path = (*above, name)
+        kind = field.annotation
         if field.description is None and get_args(kind):  # sections by name
-            path, kind = (*path, ANY), get_args(kind)[1]
+            path = (*path, ANY)
+            kind = get_args(kind)[1]
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             keys |= keys_of(kind, path)
         else:

@@ -43,7 +43,8 @@ def describe_mistakes(error: ValidationError, schema: type[BaseModel]) -> list[M
 
 
 def _sentence(path: Path, details: list[Any], keys: Sequence[Path]) -> str:
-    key, detail = ".".join(path), details[0]
+    key = ".".join(path)
+    detail = details[0]
     match detail["type"]:
         case "extra_forbidden":
             return f"unknown key {key!r}.{_nearest_key(path, keys)}"

@@ -97,7 +97,8 @@ def _between(images: np.ndarray, places: np.ndarray, *, axis: int) -> np.ndarray
     shape = [len(images), 1, 1, 1]
     shape[axis] = places.shape[1]
     share = (places - below).astype(images.dtype).reshape(shape)
-    low, high = below.reshape(shape), np.minimum(below + 1, images.shape[axis] - 1).reshape(shape)
+    low = below.reshape(shape)
+    high = np.minimum(below + 1, images.shape[axis] - 1).reshape(shape)
     low_pixels = np.take_along_axis(images, low, axis)
     return low_pixels + share * (np.take_along_axis(images, high, axis) - low_pixels)
 

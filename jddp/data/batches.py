@@ -95,11 +95,13 @@ class TrainBatches(Shown):
             )
         if weights is not None:
             _check_weights(weights, len(examples))
-        self.num_examples, self.num_epochs = len(examples), num_epochs
+        self.num_examples = len(examples)
+        self.num_epochs = num_epochs
         self.global_batch_size = global_batch_size
         self._order = Order(len(examples), seed, shuffle, weights)
         self._augment = augment if mixup is None else Mixup(examples, mixup, augment)
-        self._end, self._is_full = ENDLESS, drop_remainder or num_epochs is None
+        self._end = ENDLESS
+        self._is_full = drop_remainder or num_epochs is None
         if num_epochs is not None:
             count_steps(num_epochs, len(examples), global_batch_size, drop_remainder)  # or refuses
             self._end = max(1, round(num_epochs * len(examples)))

@@ -129,7 +129,8 @@ class ImageExamples:
                 f"labels are {labels.dtype}{labels.shape} for {len(images)} images. They need one "
                 "whole number each."
             )
-        self._images, self._labels = images, labels
+        self._images = images
+        self._labels = labels
         divisor = per_channel("std", std, images.shape[-1])
         self._scale = np.float32(1 / 255) / divisor
         self._offset = per_channel("mean", mean, images.shape[-1]) / divisor
@@ -184,7 +185,8 @@ def check_numbers(name: str, array: np.ndarray, row_names: Sequence[int] | np.nd
     if is_narrow or not array.size or (limits.min <= array.min() and array.max() <= limits.max):
         return
     is_wrong = ~((limits.min <= array) & (array <= limits.max))
-    wrong_rows, first = np.flatnonzero(is_wrong.reshape(len(array), -1).any(1)), array[is_wrong][0]
+    wrong_rows = np.flatnonzero(is_wrong.reshape(len(array), -1).any(1))
+    first = array[is_wrong][0]
     what = f"holds {first}, which needs 64 bits" if np.isfinite(first) else "holds NaN or infinity"
     raise DataError(
         f"array '{name}' {what}, first in row {row_names[wrong_rows[0]]}. Remove or fix the "

@@ -76,7 +76,8 @@ class Order:
 
         They depend on seed, epoch and example: not on the batch that the example is in.
         """
-        epochs, indices = positions // self.num_examples, self.examples_at(positions)
+        epochs = positions // self.num_examples
+        indices = self.examples_at(positions)
         bits = indices.astype(np.uint64)
         for epoch in np.unique(epochs):
             bits[epochs == epoch] ^= _keys("augment", self.seed, int(epoch))[0]

@@ -44,7 +44,8 @@ class WorkerBatches(TrainBatches):
     def __init__(self, batches: TrainBatches, *, num_workers: int) -> None:
         import_extra("grain", needed_by="data.num_workers")
         vars(self).update(vars(batches))
-        self._batches, self._num_workers = batches, num_workers  # workers get the plain batches
+        self._batches = batches  # which workers get
+        self._num_workers = num_workers
         self._iterator: Any = None
         self._workers: list[BaseProcess] = []
 

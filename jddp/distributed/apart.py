@@ -22,7 +22,8 @@ def started_apart(program: str, *arguments: str) -> Iterator[IO[bytes]]:
     Yields:
       The standard input of the program, without a buffer; it ends with this process.
     """
-    command, nowhere = [sys.executable, "-I", "-S", program, *arguments], subprocess.DEVNULL
+    command = [sys.executable, "-I", "-S", program, *arguments]
+    nowhere = subprocess.DEVNULL
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": nowhere, "stderr": nowhere}
     with subprocess.Popen(command, bufsize=0, start_new_session=True, **pipes) as process:
         assert process.stdin is not None

@@ -28,7 +28,8 @@ def refuse_gpus(identity: Identity, environ: Mapping[str, str] = os.environ) -> 
     """
     uses_cuda = any(name.startswith("cuda") for name in plugins())
     is_open = num_processes() > 1 or CUDA in environ
-    own, mistake = list[str](), ""
+    own = list[str]()
+    mistake = ""
     if uses_cuda and is_open and num_nvidia() and may_use_gpus(environ.get("JAX_PLATFORMS")):
         try:
             own = choose(environ, identity.local_device_ids, list_devices())

@@ -31,7 +31,8 @@ class Connection:
     """
 
     def __init__(self, stream: socket.socket, silence_seconds: int):
-        self._socket, self.fileno = stream, stream.fileno
+        self._socket = stream
+        self.fileno = stream.fileno
         self._received = b""
         self.begun: float | None = time.monotonic()
         stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -91,7 +92,8 @@ class Connection:
             if len(line) >= _LONGEST:
                 raise ValueError(f"a message of more than {_LONGEST} bytes")
             return None
-        self._received, self.begun = rest, time.monotonic() if rest else None
+        self._received = rest
+        self.begun = time.monotonic() if rest else None
         try:
             return dict(json.loads(line))
         except (TypeError, RecursionError):

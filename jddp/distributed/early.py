@@ -43,7 +43,8 @@ def leaves_at_once() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # which gets no signals
         yield
         return
-    before, _is_early = _is_early, True
+    before = _is_early
+    _is_early = True
     try:
         with Hearing(_hear):
             yield
@@ -85,12 +86,14 @@ def leave(number: int) -> NoReturn:
     """Ends this process, and its job, because of a signal."""
     error: BaseException
     if number == signal.SIGINT:
-        code, error = ExitCode.INTERRUPTED, KeyboardInterrupt()
+        code = ExitCode.INTERRUPTED
+        error = KeyboardInterrupt()
         text = "interrupted. The same command resumes from the last checkpoint."
     else:
         text = f"{signal.Signals(number).name}: stopped before the first step."
         text += " The same command resumes."
-        code, error = ExitCode.PREEMPTED, Stopped(text)
+        code = ExitCode.PREEMPTED
+        error = Stopped(text)
     write_line(text)
     show_cursor()
     try:

@@ -25,7 +25,8 @@ def note_exits() -> None:
     frame = sys._current_frames()[threading.main_thread().ident or 0]
     while frame.f_back is not None:
         frame = frame.f_back
-    _frame, leave = frame, sys.exit
+    _frame = frame
+    leave = sys.exit
 
     def exit(status: Any = None, /) -> NoReturn:
         _last[:] = [status]

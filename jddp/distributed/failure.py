@@ -54,7 +54,8 @@ _of_left, _of_others = LongestWait(), LongestWait()
 def owned_process() -> Iterator[None]:
     """While open, a command owns this process: it may be ended, and is if another fails."""
     global owns_process
-    before, owns_process = owns_process, True
+    before = owns_process
+    owns_process = True
     try:
         yield
     except SystemExit as error:  # of a user's code: a command would take it for its own exit
@@ -75,7 +76,8 @@ def watch_over_job() -> None:
     note_exits()
     note_callback_errors()
     job.try_publish(f"{_HOST}/{job.process_index()}", socket.gethostname())
-    me, listening = os.getpid(), contextlib.ExitStack()
+    me = os.getpid()
+    listening = contextlib.ExitStack()
     listening.enter_context(job.background(_listen))
 
     def end() -> None:
@@ -92,7 +94,8 @@ def keep_uncaught(process: int) -> None:
     Args:
       process: Number of this process.
     """
-    me, show = os.getpid(), sys.excepthook
+    me = os.getpid()
+    show = sys.excepthook
 
     def fail(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         with _leaving:  # or another thread reports the reason, and ends this process
@@ -114,7 +117,8 @@ def _wait_for_others(listening: contextlib.ExitStack) -> None:
 
     Where another fails first, or has waited in vain for this one, JAX's barrier is skipped.
     """
-    until, me = time.monotonic() + _END_SECONDS, job.process_index()
+    until = time.monotonic() + _END_SECONDS
+    me = job.process_index()
     while is_waiting_for(range(job.num_processes())) and time.monotonic() < until:
         time.sleep(_POLL_SECONDS)  # so that a process that waits later does not wait for this one
     listening.close()  # At exit Python aborts a thread that is inside of JAX.
@@ -177,7 +181,8 @@ def _listen() -> bool:
             _follow(first)
     if (left := job.published(_LEFT)) and _of_left.seconds(left) > _PATIENCE:
         blame_who_left()
-    error, others = first_callback_error(), {*range(job.num_processes())} - {job.process_index()}
+    error = first_callback_error()
+    others = {*range(job.num_processes())} - {job.process_index()}
     if error is not None and _of_others.seconds(others) > _CALLBACK_SECONDS:
         code = getattr(error, "exit_code", ExitCode.BUG)
         report(failure_file.headline(failure_file.describe(job.process_index(), code, error)))
@@ -187,7 +192,8 @@ def _listen() -> bool:
 
 def blame_who_left() -> bool:
     """Makes a process that has left the first failure; returns whether there is one."""
-    if not (left := job.published(_LEFT) if _is_in_job else {}):
+    left = job.published(_LEFT) if _is_in_job else {}
+    if not left:
         return False
     process, text = next(iter(left.items()))
     known: dict[str, Any] = {"host": host_of(process), "step": None, "phase": None}

@@ -95,12 +95,15 @@ def describe(
 
 def headline(failure: Mapping[str, Any]) -> str:
     """A failure in one line, for people."""
-    code, exception = failure["exit_code"], failure["exception"] or {}
+    code = failure["exit_code"]
+    exception = failure["exception"] or {}
     how = _HOW.get(code, f"failed first, with exit code {code}")
     if code is not None and code - 128 in set(signal.Signals):
         how = f"failed first, with signal {signal.Signals(code - 128).name}"
-        how += " (unless it was sent by hand, the machine was out of memory)" * (code == 137)
-    process, host = failure["process"], failure["host"]
+        if code == 137:
+            how += " (unless it was sent by hand, the machine was out of memory)"
+    process = failure["process"]
+    host = failure["host"]
     who = "a process on another host" if process is None else f"process {process}"
     who += f" on {host}" if host else ""
     return ": ".join([f"{who} {how}", *filter(None, exception.values())])

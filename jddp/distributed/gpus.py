@@ -97,7 +97,8 @@ def why_missing(reasons: Sequence[str] = ()) -> Missing | None:
     Args:
       reasons: What JAX's plugins have raised.
     """
-    version, installed = driver_version(), plugins()
+    version = driver_version()
+    installed = plugins()
     cuda = next((name[4:] for name in installed if name.startswith("cuda")), "")
     reason = "".join(f": {reason.rstrip('.?')}" for reason in reasons[:1])
     if version is None:

@@ -42,7 +42,9 @@ class Hearing:
     """
 
     def __init__(self, hear: Callable[[int], None]) -> None:
-        self._hear, self._repeats, self._num_heard = hear, Repeats(), 0
+        self._hear = hear
+        self._repeats = Repeats()
+        self._num_heard = 0
         self._heard = set[int]()  # signals of which the thread knows
         self._open = contextlib.ExitStack()
 

@@ -45,8 +45,8 @@ class Identity:
 
     def __str__(self) -> str:
         """One line: the numbers, and the launcher that has set them."""
-        plural = "es" * (self.num_processes > 1)
-        text = f"{self.num_processes} process{plural}, set by {self.source}"
+        processes = "process" if self.num_processes == 1 else "processes"
+        text = f"{self.num_processes} {processes}, set by {self.source}"
         if self.coordinator is not None:
             text += f"; process {self.process_id}; coordinator {self.coordinator}; "
             ids = ", ".join(map(str, self.local_device_ids or ()))
@@ -139,7 +139,9 @@ def identify(
       HalfSetError: If only some are.
       ConfigError: If the numbers or the address break their rules.
     """
-    there, here, needed = names.num_processes, names.process_id, names.needed or names[:2]
+    there = names.num_processes
+    here = names.process_id
+    needed = names.needed or names[:2]
     if not (are_set := [name for name in needed if environ.get(name)]):
         return None
     if missing := [name for name in needed if name not in are_set]:
@@ -149,7 +151,9 @@ def identify(
             f"{', '.join(are_set)} set but {', '.join(missing)} not. A job of many processes needs "
             f"all {len(needed)}; a job of one needs none."
         )
-    count, number, given = environ[there], environ[here], environ.get(ADDRESS)
+    count = environ[there]
+    number = environ[here]
+    given = environ.get(ADDRESS)
     if not (is_number(count) and is_number(number)):
         raise ConfigError(f"{there}={shown(count)} and {here}={shown(number)} must be numbers.")
     if int(count) > MOST_PROCESSES:

@@ -160,7 +160,8 @@ def rendezvous(identity: Identity, listens: str | None, environ: Mapping[str, st
       ProcessMismatchError: If two have the same number, or different settings.
     """
     assert identity.coordinator is not None
-    coordinator, seconds = identity.coordinator, read_seconds(environ, START)
+    coordinator = identity.coordinator
+    seconds = read_seconds(environ, START)
     same = {JOB: environ.get(JOB, "not set"), HEARTBEAT: str(read_seconds(environ, HEARTBEAT))}
     mine = Member(identity.process_id, identity.num_processes, same)
     me = f"process {mine.number} of {mine.count}"

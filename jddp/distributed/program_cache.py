@@ -38,7 +38,8 @@ def use_if_shared() -> None:
         return
     jax.config.update(_IS_ON, False)
     if is_first:
-        blind, where = len(seen) - seen.count(_SEEN), place or "a cache, which it has not"
+        blind = len(seen) - seen.count(_SEEN)
+        where = place or "a cache, which it has not"
         report(
             f"the cache of compiled programs is off: {blind} of {len(seen)} processes do not see "
             f"what process 0 writes into {where}, and would wait for what it does not compile. Set "

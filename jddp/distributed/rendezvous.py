@@ -100,7 +100,8 @@ class RendezvousClient(End):
         """Closes the connection."""
         if self._server is not None:
             self._server.close()
-        self._server, self._has_lost = None, False
+        self._server = None
+        self._has_lost = False
 
     def lost(self) -> list[int]:
         """Member 0, if it is no longer connected, or has left with a failure."""
@@ -179,7 +180,9 @@ def connect(address: str, name: str, until: float) -> socket.socket:
       CoordinatorError: If none does in time.
     """
     host, _, port = address.rpartition(":")
-    since, tries, notice = time.monotonic(), 0, Notice()
+    since = time.monotonic()
+    tries = 0
+    notice = Notice()
     while True:
         tries += 1
         try:

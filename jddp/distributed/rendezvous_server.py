@@ -74,8 +74,11 @@ class RendezvousServer(End):
             raise
         if is_last:
             self._listening.close()
-        self._present, self._lost, self.failure = self._members(), [], None
-        self._waiting, self._is_first_round = dict.fromkeys(self._waiting), False
+        self._present = self._members()
+        self._lost = []
+        self.failure = None
+        self._waiting = dict.fromkeys(self._waiting)
+        self._is_first_round = False
         for client in self._present:
             client.send({"infos": infos})
         return infos
@@ -84,12 +87,15 @@ class RendezvousServer(End):
         return {client: member for client, member in self._waiting.items() if member is not None}
 
     def _wait_for_all(self, mine: Member, seconds: float) -> Infos:
-        until, enough_since, notice = time.monotonic() + seconds, None, Notice()
+        until = time.monotonic() + seconds
+        enough_since = None
+        notice = Notice()
         allow_connections(mine.count)
         while True:
             members = [mine, *self._members().values()]
             _refuse_mismatch(self.kind, members)
-            infos, now = {member.number: member.info for member in members}, time.monotonic()
+            infos = {member.number: member.info for member in members}
+            now = time.monotonic()
             if len(infos) == mine.count:
                 return infos
             if self.is_enough is not None and self.is_enough(infos):
@@ -185,7 +191,9 @@ class RendezvousServer(End):
         )
 
     def _plural(self, num: int) -> str:
-        return self.kind + ("es" if self.kind == "process" else "s") * (num > 1)
+        if num == 1:
+            return self.kind
+        return "processes" if self.kind == "process" else f"{self.kind}s"
 
 
 def listen(address: str) -> socket.socket:

@@ -66,10 +66,12 @@ class Requests:
             self._num_calls += 1
             if self._at is None or self._num_calls < self._at:
                 return []
-            mine, self._asked = json.dumps(self._asked), []
+            mine = json.dumps(self._asked)
+            self._asked = []
         of_all = job.gather(f"{self._round}/asked", mine, timeout_seconds=_DAY)
         with self._changed:
-            self._at, self._num_rounds = None, self._num_rounds + 1
+            self._at = None
+            self._num_rounds += 1
             if self._asked:  # meanwhile, in another thread
                 self._propose()
             self._changed.notify_all()
@@ -78,7 +80,8 @@ class Requests:
     def last(self) -> list[str]:
         """What is left to do, where all processes come at their ends."""
         with self._changed:
-            mine, self._asked = json.dumps(self._asked), []
+            mine = json.dumps(self._asked)
+            self._asked = []
         of_all = job.gather(f"{self._key}/last", mine, timeout_seconds=_LAST_SECONDS)
         return _in_order(of_all)
 

@@ -173,7 +173,8 @@ def _of_step(environ: Environ, hosts: list[str]) -> str:
     Slurm sorts the hosts of a step. Tasks are numbered in that order, except for the components of
     a heterogeneous job (HET, and PACK by srun alone), which keep theirs.
     """
-    size, step = environ.get("SLURM_HET_SIZE") or "0", environ.get("SLURM_STEP_ID", "")
+    size = environ.get("SLURM_HET_SIZE") or "0"
+    step = environ.get("SLURM_STEP_ID", "")
     if not (is_number(size) and int(size) <= MOST_PROCESSES):
         raise ConfigError(
             f"SLURM_HET_SIZE={shown(size)} must be the number of components of a job."
@@ -201,7 +202,8 @@ def _of_step(environ: Environ, hosts: list[str]) -> str:
 
 def _num_sharing(environ: Environ, hosts: list[str]) -> str:
     """Number of tasks that share the visible devices: of `2(x3),1`, by the host's number."""
-    visible, there = environ.get(visible_in(environ), ""), environ.get("SLURM_GPUS_ON_NODE", "")
+    visible = environ.get(visible_in(environ), "")
+    there = environ.get("SLURM_GPUS_ON_NODE", "")
     if visible and is_number(there) and len(visible.split(",")) < int(there):
         return "1"  # Slurm has applied --gpus-per-task or --gpu-bind
     per_node = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))

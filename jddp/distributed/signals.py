@@ -65,7 +65,9 @@ class Repeats:
 
     def is_repeat(self) -> bool:
         """Whether the signal that has come now is only a repeat."""
-        before, self._first = self._first, min(self._first, now := time.monotonic())
+        now = time.monotonic()
+        before = self._first
+        self._first = min(self._first, now)
         return before <= now < before + SAME_SECONDS
 
 

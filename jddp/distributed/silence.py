@@ -18,7 +18,8 @@ _PATIENCE = 5.0  # seconds in which stacks are written
 
 def main(process: int) -> None:
     """Runs until the process ends, or is ended."""
-    left, number = float("inf"), signal.SIGQUIT
+    left = float("inf")
+    number = signal.SIGQUIT
     while _state(process) != "gone":
         if select.select([0], [], [], _TICK)[0]:
             if not (received := os.read(0, 4096)):
@@ -28,7 +29,8 @@ def main(process: int) -> None:
             left -= _TICK
         if left < 0:
             os.kill(process, number)
-            number, left = signal.SIGKILL, _PATIENCE  # SIGQUIT may have been ignored from the start
+            number = signal.SIGKILL  # SIGQUIT may have been ignored from the start
+            left = _PATIENCE
 
 
 def _state(process: int) -> str:

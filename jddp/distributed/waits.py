@@ -51,7 +51,8 @@ def awaiting(processes: Collection[int]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _noted(what: Any) -> Iterator[None]:
-    _under_way.add(wait := _Wait(what))
+    wait = _Wait(what)
+    _under_way.add(wait)
     try:
         yield
     finally:
@@ -71,7 +72,8 @@ class LongestWait:
 
     def seconds(self, processes: Collection[int]) -> float:
         """The longest time, since it was seen first, of what is still awaited from these."""
-        now, awaited = time.monotonic(), _awaited(processes)
+        now = time.monotonic()
+        awaited = _awaited(processes)
         # Weak, or this would keep the memory of arrays; the identity of one that lives is its own.
         seen = {id(x): since for ref, since in self._seen if (x := ref()) is not None}
         times = [seen.get(id(x), now) for x in awaited]

@@ -74,10 +74,14 @@ class Watchdog:
     """
 
     def __init__(self, limits: Limits, stacks: Path | None) -> None:
-        self._limits, self._path = limits, stacks
+        self._limits = limits
+        self._path = stacks
         self._key = f"jddp/hang/{next(_numbers)}"
-        self._ran, self._ticked = 0.0, time.monotonic()  # seconds, and when they were counted last
-        self.phase, self._step, self._since = "start", 0, 0.0
+        self._ran = 0.0  # seconds
+        self._ticked = time.monotonic()  # when they were counted last
+        self.phase = "start"
+        self._step = 0
+        self._since = 0.0
         self._longest_step = 0.0
         self._open = contextlib.ExitStack()
         self._file: TextIO = sys.stderr
@@ -89,7 +93,9 @@ class Watchdog:
         if phase == self.phase == "step":
             self._longest_step = max(self._longest_step, now - self._since)
         is_new = phase != self.phase
-        self.phase, self._step, self._since = phase, step, now
+        self.phase = phase
+        self._step = step
+        self._since = now
         failure_file.progress.update(step=step, phase=phase)
         if is_new:  # a thread that holds the interpreter's lock from here on prevents the next tick
             self._report_limit()
@@ -168,7 +174,8 @@ class Watchdog:
     def _progress_of_all(self) -> Progress:
         own: dict[str, Any] = {"host": socket.gethostname(), "phase": self.phase}
         own |= {"step": self._step, "seconds": self._ran - self._since}
-        me, numbers = job.process_index(), range(job.num_processes())
+        me = job.process_index()
+        numbers = range(job.num_processes())
         job.try_publish(f"{self._key}/{me}", json.dumps(own))
         texts = [job.try_read(f"{self._key}/{i}", _ANSWER_SECONDS) for i in numbers]
         return {i: own if i == me else json.loads(x or "null") for i, x in enumerate(texts)}
@@ -201,7 +208,7 @@ def describe(progress: Progress, limits: Limits, longest_step: float) -> tuple[i
     silent = [process for process in progress if process not in known]
     behind = min(known, key=lambda i: (known[i]["step"], -known[i]["seconds"]))
     x = known.pop(behind)
-    unanswered = f"process {', '.join(map(str, silent))} does not answer; " * bool(silent)
+    unanswered = f"process {', '.join(map(str, silent))} does not answer; " if silent else ""
     headline = (
         f"no progress: {unanswered}process {behind} on {x['host']} is in phase {x['phase']} after "
         f"step {x['step']} for {x['seconds']:.0f} s; the limit is "

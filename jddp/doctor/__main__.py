@@ -36,7 +36,8 @@ def _parser() -> Parser:
     add("--dir", type=expand, default=Path("runs"), help=shared)
     add("--plot", type=expand, metavar="FILE", help="write a plot of the bandwidths, .png or .svg")
     add("--num-devices", type=int, default=8, help="virtual CPU devices, where there is no GPU (8)")
-    page, about = Path("gpu_acceptance.md"), "measure and compare GPUs, kill a run; write a page"
+    page = Path("gpu_acceptance.md")
+    about = "measure and compare GPUs, kill a run; write a page"
     add("--gpu-acceptance", nargs="?", const=page, type=expand, metavar="PAGE", help=about)
     trial = "cpu tries --gpu-acceptance on virtual devices (gpu)"
     add("--platform", choices=["gpu", "cpu"], default="gpu", help=trial)
@@ -55,7 +56,8 @@ def _accept(arguments: argparse.Namespace) -> int:
 
     if (num := resolve_identity().num_processes) > 1:
         raise UsageError(f"--gpu-acceptance starts its own runs: start it once, not as {num}.")
-    page, num_devices = arguments.gpu_acceptance, arguments.num_devices
+    page = arguments.gpu_acceptance
+    num_devices = arguments.num_devices
     return accept(page, platform=arguments.platform, num_devices=num_devices)
 
 

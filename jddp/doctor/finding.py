@@ -22,7 +22,8 @@ class Finding(NamedTuple):
 
     def __str__(self) -> str:
         """Lines of at most 80 columns, the first with the level."""
-        head, rest = f"  {self.level:<4}  ", " " * 8
+        head = f"  {self.level:<4}  "
+        rest = " " * 8
         what = textwrap.wrap(self.what, COLUMNS, initial_indent=head, subsequent_indent=rest)
         fix = textwrap.wrap(self.fix, COLUMNS, initial_indent=rest, subsequent_indent=rest)
         return "\n".join([*what, *fix])

@@ -120,9 +120,9 @@ def _sight(directory: Path) -> list[float | None]:
             file.write_text("")
     coordination.from_first("doctor/written", "", timeout_seconds=SECONDS)
     start = time.monotonic()
-    while not (is_seen := file.exists()) and time.monotonic() - start < VISIBLE_SECONDS:
+    while not file.exists() and time.monotonic() - start < VISIBLE_SECONDS:
         time.sleep(0.02)
-    late = time.monotonic() - start if is_seen else None
+    late = time.monotonic() - start if file.exists() else None
     shared = coordination.gather("doctor/seen", json.dumps(late), timeout_seconds=SECONDS)
     if coordination.process_index() == 0:
         file.unlink(missing_ok=True)

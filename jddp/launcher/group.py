@@ -48,7 +48,8 @@ class Worker(subprocess.Popen[bytes]):
         pipes: dict[str, Any] = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
         pipes["stdin"] = subprocess.DEVNULL
         super().__init__(command, bufsize=0, env=environ, start_new_session=True, **pipes)
-        self.number, self.output = number, Output(f"[{number}] ", log, self)
+        self.number = number
+        self.output = Output(f"[{number}] ", log, self)
 
     def kill(self) -> None:
         """Kills it and its child processes."""
@@ -98,9 +99,12 @@ class Group:
             launch.logs.mkdir(parents=True, exist_ok=True)
             if not os.access(launch.logs, os.W_OK):
                 raise PermissionError(0, "it cannot be written")
-        self.running, self.ended = list[Worker](), list[Worker]()
-        self._guard, self._num_sent = Guard(), 0
-        self._grace_seconds, self._until = launch.grace_seconds, math.inf
+        self.running = list[Worker]()
+        self.ended = list[Worker]()
+        self._guard = Guard()
+        self._num_sent = 0
+        self._grace_seconds = launch.grace_seconds
+        self._until = math.inf
         try:
             for number, environ in enumerate(environs, start=place.first):
                 log = launch.logs / f"process_{number}.log"

@@ -39,7 +39,8 @@ class Nodes:
         self._same = {JOB: environ.get(JOB, "not set")}
         self._end: RendezvousServer | RendezvousClient | None = None
         if launch.coordinator is not None and launch.num_nodes > 1:
-            address, silence = launch.coordinator, read_seconds(environ, HEARTBEAT)
+            address = launch.coordinator
+            silence = read_seconds(environ, HEARTBEAT)
             if launch.node_rank == 0:
                 enough = self._is_enough if launch.min_processes else None
                 about: dict[str, Any] = {"silence_seconds": silence, "is_enough": enough}
@@ -76,7 +77,8 @@ class Nodes:
 
         Node 0 also keeps the failure that another has sent, if there is none in the file.
         """
-        end, lost = self._end, self._end.lost() if self._end is not None else []
+        end = self._end
+        lost = self._end.lost() if self._end is not None else []
         if isinstance(end, RendezvousServer) and end.failure and not failure_file.exists():
             write(end.failure, failure_file)
         return lost

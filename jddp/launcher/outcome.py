@@ -63,7 +63,8 @@ def first_failure(group: Group, lost: Sequence[int]) -> Failure | None:
       group: The processes here.
       lost: Numbers of other machines that were lost.
     """
-    failed, seconds = group.failed(), time.monotonic() - group.began
+    failed = group.failed()
+    seconds = time.monotonic() - group.began
     if not failed and not lost:
         return None
     by_themselves = [worker for worker in failed if worker.returncode not in CONSEQUENCES]
@@ -88,7 +89,8 @@ def first_failure(group: Group, lost: Sequence[int]) -> Failure | None:
 
 def kill_overdue(group: Group, number: int) -> Failure:
     """Kills the processes that have not ended after a signal to the launcher."""
-    seconds, name = time.monotonic() - group.began, signal.Signals(number).name
+    seconds = time.monotonic() - group.began
+    name = signal.Signals(number).name
     late = ", ".join(f"process {worker.number}" for worker in group.running)
     text = f"{name}: killed after --grace-seconds, as it had not ended: {late}."
     first = group.running[0].number
@@ -101,7 +103,8 @@ def kill_overdue(group: Group, number: int) -> Failure:
 
 def _found(worker: Worker, path: Path) -> dict[str, Any]:
     """The failure of a process that has written none."""
-    data, said = describe(worker.number, worker.returncode), worker.output.stderr_end()
+    data = describe(worker.number, worker.returncode)
+    said = worker.output.stderr_end()
     if worker.returncode == -signal.SIGABRT and (lost := ABORT.search(said)):
         data["exit_code"] = ExitCode.ANOTHER_FAILED
         data["exception"] = {"type": "JAX", "message": " ".join(lost[0].split())}

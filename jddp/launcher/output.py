@@ -33,7 +33,8 @@ class Output:
     """
 
     def __init__(self, prefix: str, path: Path, process: subprocess.Popen[bytes]):
-        self._prefix, self.path = prefix.encode(), path
+        self._prefix = prefix.encode()
+        self.path = path
         self._file = path.open("ab", buffering=0)
         self._errors: collections.deque[str] = collections.deque(maxlen=NUM_LINES)
         self._thread = threading.Thread(target=self._copy, args=[process], daemon=True)
@@ -78,7 +79,8 @@ class Output:
         """Shows the lines of a text; returns the beginning of one at its end."""
         *lines, rest = re.split(rb"(?<=[\r\n])", text)
         if len(rest) > _LONGEST:
-            lines, rest = [*lines, rest + b"\n"], b""
+            lines = [*lines, rest + b"\n"]
+            rest = b""
         if sink is sys.stderr:
             self._errors.extend(line.decode(errors="replace").rstrip() for line in lines)
         # gloo prints a line for each connection between CPU devices.

@@ -50,14 +50,16 @@ class _Board:
     """What is passed on to all workers; an actor."""
 
     def __init__(self) -> None:
-        self._job, self._num_signals = "", 0
+        self._job = ""
+        self._num_signals = 0
         self._first: Failure | None = None
 
     def tell(self, job: str = "", failure: Failure | None = None, num_signals: int = 0) -> Any:
         """Takes a failure of an attempt, and the number of signals; returns that, and the first."""
         self._num_signals = max(self._num_signals, num_signals)
         if job not in ("", self._job):
-            self._job, self._first = job, None
+            self._job = job
+            self._first = None
         if failure and (self._first is None or self._first.code == ExitCode.ANOTHER_FAILED):
             self._first = failure
         return self._num_signals, self._first
@@ -86,7 +88,8 @@ def launch_on_ray(launch: Launch, address: str) -> int:
         raise UsageError("a job on Ray needs Ray 2.60 or newer: pip install 'jddp[ray]'.")
     os.environ.update(_DEFAULTS | os.environ)
     launch = replace(launch, logs=launch.logs.absolute())
-    num_processes, enough = launch.num_processes, launch.min_processes or launch.num_processes
+    num_processes = launch.num_processes
+    enough = launch.min_processes or launch.num_processes
     with ExitStack() as stack:
         if not ray.is_initialized():
             _connect(address)
@@ -118,7 +121,8 @@ def _work(launch: Launch, board: Any, folder: str, environ: dict[str, str]) -> N
         os.chdir(folder)
     os.environ.update(environ)
     context = ray.train.get_context()
-    chosen, rank = None, context.get_world_rank()
+    chosen = None
+    rank = context.get_world_rank()
     if rank == 0:
         chosen = free_address(f"{ray.util.get_node_ip_address()}:0"), secrets.token_hex(8)
     coordinator, job = ray.train.collective.broadcast_from_rank_zero(chosen)
@@ -153,7 +157,8 @@ def _work(launch: Launch, board: Any, folder: str, environ: dict[str, str]) -> N
 
 def _settle(tell: Any, failure: Failure | None) -> Failure | None:
     """Reports a failure; returns the first, for which a consequence of it waits a moment."""
-    until, (_, first) = time.monotonic() + _MOMENT, tell(failure)
+    until = time.monotonic() + _MOMENT
+    _, first = tell(failure)
     while first and first.code == ExitCode.ANOTHER_FAILED and time.monotonic() < until:
         time.sleep(POLL_SECONDS)
         _, first = tell()
@@ -183,8 +188,12 @@ def _missing(each: Mapping[str, int], num_processes: int) -> str:
 
 def _fit(trainer: Any, board: Any, missing: Any) -> Exception | None:
     """Runs the trainer in a thread, while this one takes the signals; returns its error."""
-    errors, signals, repeats = list[Exception](), list[int](), Repeats()
-    seconds, since, said = read_seconds(os.environ, START), 0.0, ""
+    errors = list[Exception]()
+    signals = list[int]()
+    repeats = Repeats()
+    seconds = read_seconds(os.environ, START)
+    since = 0.0
+    said = ""
 
     def fit() -> None:
         try:
@@ -193,7 +202,8 @@ def _fit(trainer: Any, board: Any, missing: Any) -> Exception | None:
             errors.append(error)
 
     def take(number: int, frame: object) -> None:
-        signals.extend([number] * (not repeats.is_repeat()))
+        if not repeats.is_repeat():
+            signals.append(number)
 
     thread = threading.Thread(target=fit, name="jddp-ray", daemon=True)
     with stop_signals_go_to(take):
@@ -201,7 +211,8 @@ def _fit(trainer: Any, board: Any, missing: Any) -> Exception | None:
         while thread.is_alive():
             thread.join(_ASK_SECONDS)
             board.tell.remote(num_signals=len(signals))
-            before, said = said, missing()
+            before = said
+            said = missing()
             since = since if before and said else time.monotonic()
             if said and time.monotonic() - since > seconds:
                 raise DeviceError(f"{said}. Ask for less, or start more nodes.")

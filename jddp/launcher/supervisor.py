@@ -99,7 +99,8 @@ class Supervisor:
     def __init__(self, launch: Launch):
         self._launch = launch
         self._num_restarts = self._num_hasty = 0  # the latter in a row, after a short attempt each
-        self._signals, self._repeats = list[int](), Repeats()
+        self._signals = list[int]()
+        self._repeats = Repeats()
 
     def run(self) -> int:
         """Starts, watches and restarts; returns the exit code of the first failure, or 0.
@@ -109,10 +110,12 @@ class Supervisor:
           ProcessMismatchError: If they were started with other numbers.
           SystemExit: If a signal comes while they are awaited.
         """
-        self._nodes, code = Nodes(self._launch), None
+        self._nodes = Nodes(self._launch)
+        code = None
         with stop_signals_go_to(self._take_signal):
             try:
-                return (code := self._run())
+                code = self._run()
+                return code
             finally:
                 self._nodes.close(failed=code not in (ExitCode.DONE, ExitCode.PREEMPTED))
 
@@ -157,7 +160,8 @@ class Supervisor:
             report(f"not restarted: {held[0]}")
             return False
         until = self._ended + min(_FIRST_PAUSE * 2**self._num_hasty, _LONGEST_PAUSE)
-        self._num_restarts, self._num_hasty = self._num_restarts + 1, self._num_hasty + 1
+        self._num_restarts += 1
+        self._num_hasty += 1
         seconds = round(max(0.0, until - time.monotonic()))
         report(f"restart {self._num_restarts} of {most} {f'in {seconds} s' if seconds else 'now'}")
         while not self._signals and time.monotonic() < until:
@@ -194,7 +198,8 @@ class Supervisor:
         """Waits until a process or a machine has failed, or the group is to end."""
         self._makes_room = False  # stops all, to restart with a machine that has connected
         while not group.wait(POLL_SECONDS) and not group.failed():
-            num_signals, lost = group.forward(self._signals), self._nodes.lost(group.failure_file)
+            num_signals = group.forward(self._signals)
+            lost = self._nodes.lost(group.failure_file)
             if num_signals > 1 or lost or group.is_overdue:
                 break
             if not self._makes_room and self._nodes.has_newcomer():
@@ -204,9 +209,11 @@ class Supervisor:
 
     def _wait_for_cause(self, group: Group) -> None:
         """Waits a moment for the failure that has caused those of the processes here."""
-        until, is_alone = time.monotonic() + _MOMENT, self._launch.num_nodes == 1
+        until = time.monotonic() + _MOMENT
+        is_alone = self._launch.num_nodes == 1
         while not group.failure_file.exists() and time.monotonic() < until:
-            lost, has_ended = self._nodes.lost(group.failure_file), group.wait(POLL_SECONDS)
+            lost = self._nodes.lost(group.failure_file)
+            has_ended = group.wait(POLL_SECONDS)
             codes = {worker.returncode for worker in group.failed()}
             if codes - CONSEQUENCES or (has_ended and (lost or is_alone or not codes)):
                 break

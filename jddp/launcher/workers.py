@@ -76,7 +76,8 @@ class Place:
 
 def environments(launch: Launch, place: Place, environ: Mapping[str, str]) -> list[dict[str, str]]:
     """The environment variables of each process on this machine."""
-    made, variable = [], visible_in(environ, CUDA if num_nvidia() or not num_amd() else ROCR)
+    made = []
+    variable = visible_in(environ, CUDA if num_nvidia() or not num_amd() else ROCR)
     gpus = split_gpus(launch, environ, num_nvidia() or num_amd())
     for process_id, share in enumerate(gpus, start=place.first):
         own: dict[str, Any] = {JOB: place.job, LAUNCHED: place.source}

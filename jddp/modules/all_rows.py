@@ -61,7 +61,8 @@ def check_all_rows(
     Raises:
       ConfigError: If the layer is another one over several replicas.
     """
-    num, inputs = sync.num_replicas, _split(given)
+    num = sync.num_replicas
+    inputs = _split(given)
     if num == 1 or not inputs.rows:
         return
     shapes = jax.tree.map(lambda x: (x.shape, str(x.dtype)), state)

@@ -193,7 +193,8 @@ def call_loss(loss_fn: LossFn, model: Any, batch: Batch, *, train: bool) -> Any:
             by_name = "train" in inspect.signature(loss_fn).parameters
             return loss_fn(model, batch, train=train) if by_name else loss_fn(model, batch, train)
     except (KeyError, TypeError) as error:
-        is_named, reads = isinstance(batch, Mapping), str(error)
+        is_named = isinstance(batch, Mapping)
+        reads = str(error)
         asks = isinstance(error, KeyError) if is_named else "indices must be" in reads
         frame = inspect.trace(0)[-1].frame  # of the line that raised it
         if not (asks and any(x is batch for x in frame.f_locals.values())):

@@ -92,7 +92,10 @@ class Sync:
     def groups(self) -> list[list[int]] | None:
         """The replicas of each group, where there are several."""
         size = self.group_size
-        if size is None or size == (num_replicas := lax.axis_size(self.axis)):
+        if size is None:
+            return None
+        num_replicas = lax.axis_size(self.axis)
+        if size == num_replicas:
             return None
         return [list(range(first, first + size)) for first in range(0, num_replicas, size)]
 

@@ -64,5 +64,7 @@ def thaw(params: Params, model_state: ModelState) -> tuple[Params, ModelState]:
 def describe_frozen(model_state: ModelState) -> list[str]:
     """A sentence on the parameters that are not trained; none where there are none."""
     leaves = jax.tree.leaves(model_state.get(COLLECTION, {}))
+    if not leaves:
+        return []
     size = in_mebibytes(sum(x.size * x.dtype.itemsize for x in leaves))
-    return [f"{len(leaves)} frozen leaves, {size} MiB: neither trained nor sent"] * bool(leaves)
+    return [f"{len(leaves)} frozen leaves, {size} MiB: neither trained nor sent"]

@@ -68,7 +68,8 @@ def functional(
     else:
         raise _no_module(model)
     sync = dataclasses.replace(sync or Sync("data"), rules=tuple(rules.items()))
-    form.batch_norm, form.sync = batch_norm, sync
+    form.batch_norm = batch_norm
+    form.sync = sync
     form.per_replica = tuple(per_replica)
     form.compute_dtype = half_precision("compute_dtype", compute_dtype)
     form.frozen = [frozen] if isinstance(frozen, str) else frozen
@@ -110,6 +111,7 @@ def sync_batch_norm(model: Any, axis: str = "data") -> Any:
             with synced_linen(sync):
                 return super().apply(*args, **kwargs)
 
-    Synced.__name__, Synced.__qualname__ = type(model).__name__, type(model).__qualname__
+    Synced.__name__ = type(model).__name__
+    Synced.__qualname__ = type(model).__qualname__
     names = [field.name for field in dataclasses.fields(model) if field.init]
     return Synced(**{name: getattr(model, name) for name in names if name != "parent"})

@@ -29,7 +29,8 @@ class LinenModel(FlaxModel):
     _OFF = ("perturbations",)
 
     def __init__(self, module: nn.Module) -> None:
-        self.module, self.axes = module, MeshAxes()
+        self.module = module
+        self.axes = MeshAxes()
 
     def init(self, loss_fn: LossFn, key: jax.Array, batch: Batch) -> tuple[Params, ModelState]:
         """Runs the loss under `nn.init`."""
@@ -45,7 +46,8 @@ class LinenModel(FlaxModel):
         """Runs the loss with all but the parameters mutable."""
         loss = functools.partial(self.call, loss_fn, train=True)
         run = nn.apply(loss, self.module, mutable=nn.DenyList(("params", *self._OFF)))
-        is_synced, casts = self.batch_norm == "sync", Casts(self.compute_dtype)
+        is_synced = self.batch_norm == "sync"
+        casts = Casts(self.compute_dtype)
         with casts.of_linen(), synced_linen(self.sync, is_synced=is_synced):
             variables = {"params": casts.narrow(params), **model_state}
             outputs, written = run(variables, batch, rngs=self._streams(key))
@@ -168,7 +170,8 @@ def _check_all_rows(layer: nn.Module, given: tuple[Any, Any], sync: Sync) -> Non
     clone = functools.partial(layer.clone, parent=None, name=None)
 
     def run(axis: str | None, variables: PyTree, args: Any, kwargs: Any) -> tuple[PyTree, PyTree]:
-        alone, streams = clone(axis_name=axis), {"dropout": jax.random.key(0)}
+        alone = clone(axis_name=axis)
+        streams = {"dropout": jax.random.key(0)}
         return alone.apply(variables, *args, **kwargs, mutable=["batch_stats"], rngs=streams)
 
     what = f"{'/'.join(layer.path)!r} ({type(layer).__name__})"

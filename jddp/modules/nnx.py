@@ -60,7 +60,8 @@ class NnxModel(FlaxModel):
     ) -> Any:
         """Runs the loss with a module of these values, in eval mode."""
         rngs = jax.tree.map(lambda leaf: _fold(leaf, key), model_state["rngs"])
-        casts, state = Casts(self.compute_dtype), {"rngs": rngs, "rest": model_state["rest"]}
+        casts = Casts(self.compute_dtype)
+        state = {"rngs": rngs, "rest": model_state["rest"]}
         module = self.rebuild(casts.narrow(params), state)
         with casts.of_nnx(module):
             return self.call(loss_fn, module, batch, train=False)
@@ -161,7 +162,8 @@ def _synced_class(cls: type[nnx.BatchNorm], sync: Sync, is_synced: bool) -> type
             object.__setattr__(self, "axis_name", named)
             return y
 
-    Synced.__name__, Synced.__qualname__ = cls.__name__, cls.__qualname__
+    Synced.__name__ = cls.__name__
+    Synced.__qualname__ = cls.__qualname__
     return Synced
 
 
@@ -179,7 +181,8 @@ def _compared_class(cls: Any, name: str, sync: Sync) -> type:
             outputs = alone(*args, **kwargs)
             return outputs, nnx.to_pure_dict(nnx.state(alone, nnx.BatchStat))
 
-        what, values = f"{name!r} ({cls.__name__})", nnx.to_pure_dict(state)
+        what = f"{name!r} ({cls.__name__})"
+        values = nnx.to_pure_dict(state)
         check_all_rows(what, run, graph, values, (args, kwargs), sync)
         return self(*args, **kwargs)
 
@@ -199,9 +202,12 @@ def _normalize(
 ) -> Array:
     exact = jnp.promote_types(x.dtype, jnp.float32)
     mean, var, count = batch_norm.moments(layer, x.astype(exact), mask, sync)
-    running, dtype = (layer.mean[...], layer.var[...]), layer.dtype
+    running = (layer.mean[...], layer.var[...])
+    dtype = layer.dtype
     # A layer of low precision would round these statistics, so it computes in `exact`.
-    layer.mean[...], layer.var[...], layer.dtype = mean, var, exact
+    layer.mean[...] = mean
+    layer.var[...] = var
+    layer.dtype = exact
     y = call(x, use_running_average=True)
     layer.mean[...] = batch_norm.move(layer.momentum, running[0], mean, count)
     layer.var[...] = batch_norm.move(layer.momentum, running[1], sync.kept(var, count), count)

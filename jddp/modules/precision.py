@@ -80,7 +80,8 @@ class Casts:
         def intercept(
             call: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext
         ) -> Any:
-            if (layer := context.module).scope is not None:
+            layer = context.module
+            if layer.scope is not None:
                 self.check(layer, "/".join(layer.path))
             if self._dtype and isinstance(layer, nn.Embed) and context.method_name == "__call__":
                 call = partial(_cast_rows, layer, call, self._dtype)

@@ -45,7 +45,8 @@ def _follow(jaxpr: Jaxpr, given: Sequence[bool]) -> Followed:
 
 
 def _results(eqn: JaxprEqn, given: list[bool]) -> Followed:
-    name, params = eqn.primitive.name, eqn.params
+    name = eqn.primitive.name
+    params = eqn.params
     if name in _KEYED:
         return [any(given)] * len(eqn.outvars), not given[0]
     if name == "cond":
@@ -60,7 +61,8 @@ def _results(eqn: JaxprEqn, given: list[bool]) -> Followed:
 
         return _loop(given[first:last], body)
     if name == "while":
-        first, last = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+        first = params["cond_nconsts"]
+        last = params["cond_nconsts"] + params["body_nconsts"]
 
         def pass_on(carry: list[bool]) -> Followed:
             # What decides about the end of the loop reaches all that it carries.

@@ -35,7 +35,8 @@ def check_rows(rows: int, divisor: int, what: str, called: str = "rows") -> None
       ConfigError: If `rows` is not a positive multiple of `divisor`.
     """
     if rows == 0 or rows % divisor:
-        below, above = rows // divisor * divisor, math.ceil(max(rows, 1) / divisor) * divisor
+        below = rows // divisor * divisor
+        above = math.ceil(max(rows, 1) / divisor) * divisor
         sizes = f"{above}" if below == 0 else f"{below} and {above}"
         raise ConfigError(f"{rows} {called} do not divide over {what}. Nearest that do: {sizes}.")
 

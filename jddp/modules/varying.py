@@ -62,7 +62,9 @@ def _follow(jaxpr: Jaxpr, given: Sequence[int], axis: str) -> list[int]:
 
 
 def _results(eqn: JaxprEqn, given: list[int], axis: str) -> list[int]:
-    name, params, num = eqn.primitive.name, eqn.params, len(eqn.outvars)
+    name = eqn.primitive.name
+    params = eqn.params
+    num = len(eqn.outvars)
     follow = functools.partial(_follow, axis=axis)
     if axis in axes_of(eqn):
         if name not in EQUALISING:
@@ -79,7 +81,8 @@ def _results(eqn: JaxprEqn, given: list[int], axis: str) -> list[int]:
 
         return _loop(given[first:last], body)
     if name == "while":
-        first, last = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+        first = params["cond_nconsts"]
+        last = params["cond_nconsts"] + params["body_nconsts"]
 
         def pass_on(carry: list[int]) -> list[int]:
             # Replicas that leave the loop at other times carry other values.

@@ -78,7 +78,8 @@ def _direction(name: str) -> str | None:
     known = {*words, *map("_".join, pairwise(words))}
     # The last word is the kind of the metric: an `iou_loss` falls, and so does a `precision_error`.
     is_loss = not FALLS.isdisjoint(words[-1:])
-    rises, falls = not RISES.isdisjoint(known) and not is_loss, not FALLS.isdisjoint(known)
+    rises = not RISES.isdisjoint(known) and not is_loss
+    falls = not FALLS.isdisjoint(known)
     if rises == falls or not NEITHER.isdisjoint(words):
         return None
     return "max" if rises != is_negated else "min"

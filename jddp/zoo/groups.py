@@ -110,7 +110,8 @@ def scales_of(layers: Sequence[str], factor: float, paths: Sequence[str]) -> dic
     Raises:
       ConfigError: If a pattern matches no parameter, or its parentheses no number.
     """
-    key, layer_of = "optimizer.layer_decay.layers", dict[str, tuple[int, int]]()
+    key = "optimizer.layer_decay.layers"
+    layer_of = dict[str, tuple[int, int]]()
     for row, pattern in reversed([*enumerate(layers)]):
         for path, match in select([pattern], paths, key=key).items():
             number = "".join(match.groups(default="")) or "0"

@@ -90,7 +90,8 @@ def next_token(
       in the vocabulary is NaN.
     """
     (tokens,) = _fields(batch, "next_token", "tokens")
-    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    inputs = tokens[:, :-1]
+    targets = tokens[:, 1:]
     logits = call_model(model, inputs, train)
     # A masked sum takes the logit of the target: the gradient of an index is a scatter, which on
     # GPUs is deterministic in serial loops alone.

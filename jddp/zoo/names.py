@@ -36,7 +36,8 @@ def did_you_mean(name: str, known: Iterable[str] | Mapping[str, str]) -> str:
     compared, a value is suggested.
     """
     words = known if isinstance(known, Mapping) else {word: word for word in sorted(known)}
-    typed, lowered = name.lower(), {key.lower(): word for key, word in words.items()}
+    typed = name.lower()
+    lowered = {key.lower(): word for key, word in words.items()}
     near = (
         difflib.get_close_matches(typed, lowered, n=1)
         or sorted((w for w in lowered if typed in w), key=len)
@@ -59,7 +60,8 @@ def look_up(name: str, known: Mapping[str, Any], *, key: str, kind: str) -> Any:
       ConfigError: If it is not known.
     """
     if name not in known:
-        meant, listed = did_you_mean(name, known.keys()), ", ".join(sorted(known))
+        meant = did_you_mean(name, known.keys())
+        listed = ", ".join(sorted(known))
         raise ConfigError(f"{key}: no {kind} {name!r}.{meant} Known: {listed}.")
     return known[name]
 
@@ -169,7 +171,8 @@ def check_arguments(
       ConfigError: For the first argument that the function does not take, or lacks.
     """
     accepted_names(function, key=key)
-    called, parameters = name_of(function), _parameters(function)
+    called = name_of(function)
+    parameters = _parameters(function)
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         refuse_unknown(function, arguments, key=key)
     for parameter in parameters:

@@ -51,7 +51,8 @@ def make_schedule(
     factory = find_attribute(optax, name, called="optax", key=f"{key}.name", is_meant=_is_schedule)
     accepted = accepted_names(factory, key=f"{key}.name")
     warms_up = "warmup_steps" in accepted
-    length, filled = num_steps - warmup_steps, dict[str, Any]()
+    length = num_steps - warmup_steps
+    filled = dict[str, Any]()
     if warms_up:  # which for optax is a part of the length, and shorter
         own = kwargs.get("warmup_steps", warmup_steps)
         length = max(num_steps, own + 1) if isinstance(own, int) else num_steps

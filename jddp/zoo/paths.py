@@ -18,7 +18,8 @@ def select(patterns: Iterable[str], paths: Iterable[str], *, key: str) -> dict[s
     Raises:
       ConfigError: If one is no regular expression, or matches no path, with the nearest ones.
     """
-    paths, matches = [*paths], dict[str, re.Match[str]]()
+    paths = [*paths]
+    matches = dict[str, re.Match[str]]()
     for pattern in patterns:
         try:
             found = {x: match for x in paths if (match := re.fullmatch(pattern, x))}

@@ -45,7 +45,8 @@ def make_source(
       ConfigError: If there is no such source, or an argument breaks its rule.
     """
     make = look_up(name, SOURCES, key="data.name", kind="data set")
-    defaults, kwargs = defaults_of(make), dict(kwargs or {})
+    defaults = defaults_of(make)
+    kwargs = dict(kwargs or {})
     places: dict[str, Any] = {} if source == "embedded" else {"source": source}
     if directory is not None:
         places["directory"] = Path(directory).expanduser().absolute()

@@ -27,7 +27,8 @@ class StoredRows:
     """
 
     def __init__(self, rows: Any, where: str) -> None:
-        self._rows, self._where = rows, where
+        self._rows = rows
+        self._where = where
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -105,7 +105,8 @@ class FolderExamples:
             )
         if self.split is not None:
             found = [(name, label) for name, label in found if self.split.takes(name)]
-        self._mean, self._std = per_channel("mean", self.mean, 3), per_channel("std", self.std, 3)
+        self._mean = per_channel("mean", self.mean, 3)
+        self._std = per_channel("std", self.std, 3)
         self.files = [name for name, _ in found]
         self.labels = np.array([label for _, label in found], np.int32)
 
@@ -141,14 +142,16 @@ class FolderExamples:
         """
         from PIL import Image, ImageOps
 
-        path, size = self.root / self.files[index], self.image_size
+        path = self.root / self.files[index]
+        size = self.image_size
         bomb = (Image.DecompressionBombError, Image.DecompressionBombWarning)
         try:
             with Image.open(path, formats=FORMATS) as file:
                 wanted = size / ((1 - self.margin) * min(file.size))
                 if wanted <= 0.5:  # JPEG is decoded at a fraction of its size
                     file.draft("RGB", (round(file.width * wanted), round(file.height * wanted)))
-                image, kernel = file.convert("RGB"), Image.Resampling.BILINEAR
+                image = file.convert("RGB")
+                kernel = Image.Resampling.BILINEAR
                 return np.asarray(ImageOps.fit(image, (size, size), kernel, bleed=self.margin / 2))
         except (OSError, SyntaxError, ValueError, *bomb) as error:
             raise DataError(
@@ -250,7 +253,8 @@ def image_folder(
     def load() -> DataSet:
         if test_share is not None and {"train", "test"} <= {*_class_folders(directory)}:
             raise DataError(f"{directory} has folders train and test. Leave test_share out.")
-        train, test = examples("train", 0.0), examples("test", TEST_MARGIN)
+        train = examples("train", 0.0)
+        test = examples("test", TEST_MARGIN)
         _refuse_other_classes(directory, train.classes, test.classes, num_classes)
         digest = sha256((train.fingerprint() + test.fingerprint()).encode()).hexdigest()
         return make_data_set(

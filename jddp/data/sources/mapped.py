@@ -96,7 +96,8 @@ def _map_at(path: Path, offset: int, where: str) -> np.ndarray:
         is_old = read_magic(file) == (1, 0)
         read_header = read_array_header_1_0 if is_old else read_array_header_2_0
         shape, is_fortran, dtype = read_header(file)
-        begin, there = file.tell(), os.fstat(file.fileno()).st_size
+        begin = file.tell()
+        there = os.fstat(file.fileno()).st_size
     if dtype.hasobject:
         raise DataError(f"{where}: holds Python objects, which are not read. Write numbers.")
     end = begin + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize

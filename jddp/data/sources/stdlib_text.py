@@ -32,7 +32,8 @@ def python_stdlib(*, sequence_length: int = 256) -> Source:
     Raises:
       ConfigError: If it is not positive.
     """
-    spec, root = token_spec(sequence_length), Path(sysconfig.get_path("stdlib"))
+    spec = token_spec(sequence_length)
+    root = Path(sysconfig.get_path("stdlib"))
     return Source(spec, lambda: _load(root, sequence_length), sizes={"vocab_size": VOCAB_SIZE})
 
 

@@ -161,7 +161,9 @@ class _Part:
     """Files of one split, written one after the other."""
 
     def __init__(self, directory: Path, name: str, shard_tokens: int) -> None:
-        self._directory, self._name, self._shard_tokens = directory, name, shard_tokens
+        self._directory = directory
+        self._name = name
+        self._shard_tokens = shard_tokens
         self._documents: list[np.ndarray] = []
         self._num_shards = self._in_shard = self.num_tokens = self.num_documents = 0
 
@@ -180,4 +182,6 @@ class _Part:
         ends = np.cumsum([len(tokens) for tokens in self._documents])
         np.save(self._directory / f"{stem}.npy", np.concatenate(self._documents))
         np.save(self._directory / f"{stem}{DOCUMENTS}", np.concatenate([[0], ends[:-1]]))
-        self._documents, self._in_shard, self._num_shards = [], 0, self._num_shards + 1
+        self._documents = []
+        self._in_shard = 0
+        self._num_shards += 1

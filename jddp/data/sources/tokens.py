@@ -51,8 +51,10 @@ class TokenExamples:
                     f"{_name(tokens)}tokens are {tokens.dtype}{tokens.shape}. They need one row of "
                     "whole numbers."
                 )
-        self._shards, self._documents = shards, documents
-        self._sequence_length, self._vocab_size = sequence_length, vocab_size
+        self._shards = shards
+        self._documents = documents
+        self._sequence_length = sequence_length
+        self._vocab_size = vocab_size
         sizes = [max(0, len(tokens) - 1) // sequence_length for tokens in shards]
         self._ends = np.cumsum(sizes)
         if not sum(sizes):
@@ -90,7 +92,8 @@ class TokenExamples:
         return batch
 
     def _read(self, tokens: np.ndarray, places: np.ndarray) -> np.ndarray:
-        taken, size = tokens[places], self._vocab_size or 2**31  # they become int32
+        taken = tokens[places]
+        size = self._vocab_size or 2**31  # as they become int32
         if (is_wrong := (taken < 0) | (taken >= size)).any():
             place = places[is_wrong][0]
             raise DataError(

@@ -33,7 +33,8 @@ class CNN(nn.Module):
         self, images: Float[Array, "b h w c"], train: bool = False, mask: Mask = None
     ) -> Float[Array, "b classes"]:
         """The logits, in float32; batch norm leaves out images of mask 0."""
-        x, counts = images, None if mask is None else mask[:, None, None, None] > 0
+        x = images
+        counts = None if mask is None else mask[:, None, None, None] > 0
         for width in self.widths:
             x = nn.Conv(width, (3, 3), strides=2, use_bias=False, dtype=self.dtype)(x)
             norm = nn.BatchNorm(use_running_average=not train, momentum=0.9, dtype=self.dtype)
@@ -81,7 +82,8 @@ class CNN_NNX(nnx.Module):
         self, images: Float[Array, "b h w c"], mask: Mask = None
     ) -> Float[Array, "b classes"]:
         """The logits, in float32; batch norm leaves out images of mask 0."""
-        x, counts = images, None if mask is None else mask[:, None, None, None] > 0
+        x = images
+        counts = None if mask is None else mask[:, None, None, None] > 0
         for conv, norm in zip(self.convs, self.norms, strict=True):
             x = nnx.relu(norm(conv(x), mask=counts))
         return self.dense(x.reshape(len(x), -1)).astype("float32")

@@ -79,7 +79,8 @@ def fashion_mnist(
         )
     root = _HERE if source == "embedded" else directory or _DEBIAN
     load = functools.partial(_load, source, root, num_held_out)
-    spec, sizes = image_spec(28, 28, 1), {"num_classes": NUM_CLASSES}
+    spec = image_spec(28, 28, 1)
+    sizes = {"num_classes": NUM_CLASSES}
     return Source(spec, load, FlipAndShift(max_shift), sizes)
 
 
