@@ -40,7 +40,7 @@ def called(eqn: JaxprEqn) -> Jaxpr | None:
     """
     for inner in jaxprs_in_params(eqn.params):
         own, given = (*inner.invars, *inner.outvars), (*eqn.invars, *eqn.outvars)
-        if eqn.primitive.name not in LOOPS and [*map(shape_of, own)] == [*map(shape_of, given)]:
+        if eqn.primitive.name not in LOOPS and [*map(aval_shape, own)] == [*map(aval_shape, given)]:
             return inner
     return None
 
@@ -53,10 +53,10 @@ def carried(scan: JaxprEqn) -> tuple[int, int]:
     """
     (body,) = jaxprs_in_params(scan.params)
     num_sliced = sum(
-        shape_of(x) != shape_of(v) for x, v in zip(scan.invars, body.invars, strict=True)
+        aval_shape(x) != aval_shape(v) for x, v in zip(scan.invars, body.invars, strict=True)
     )
     results = zip(scan.outvars, body.outvars, strict=True)
-    num_carried = sum(shape_of(x) == shape_of(v) for x, v in results)
+    num_carried = sum(aval_shape(x) == aval_shape(v) for x, v in results)
     last = len(scan.invars) - num_sliced
     return last - num_carried, last
 
@@ -67,7 +67,7 @@ def axes_of(eqn: JaxprEqn) -> tuple[Any, ...]:
     return axes if isinstance(axes, tuple) else (axes,)
 
 
-def uses_rng(jaxpr: Jaxpr) -> bool:
+def has_random_bits(jaxpr: Jaxpr) -> bool:
     """Whether a program uses random numbers."""
     return any(eqn.primitive.name in DRAWING for eqn in equations(jaxpr))
 
@@ -91,7 +91,7 @@ def coarse_products(jaxpr: Jaxpr) -> bool:
     )
 
 
-def long_sums(jaxpr: Jaxpr) -> set[tuple[str, str, int]]:
+def sums_in_16_bits(jaxpr: Jaxpr) -> set[tuple[str, str, int]]:
     """Sums in 16 bits of more terms than their dtype counts to: primitive, dtype, terms.
 
     A reduction's terms are those of one result; those of a scatter may all be added to one row.
@@ -100,9 +100,9 @@ def long_sums(jaxpr: Jaxpr) -> set[tuple[str, str, int]]:
     for eqn in equations(jaxpr):
         name = eqn.primitive.name
         if name == "reduce_sum":
-            terms = math.prod(shape_of(eqn.invars[0])[axis] for axis in axes_of(eqn))
+            terms = math.prod(aval_shape(eqn.invars[0])[axis] for axis in axes_of(eqn))
         elif name == "scatter-add":
-            terms = math.prod(shape_of(eqn.invars[1])[:-1])
+            terms = math.prod(aval_shape(eqn.invars[1])[:-1])
         else:
             continue
         dtype = dtype_of(eqn.outvars[0])
@@ -130,7 +130,7 @@ def quantizations(jaxpr: Jaxpr) -> set[str]:
     return found if has_maximum else set()
 
 
-def shape_of(v: Any) -> tuple[int, ...]:
+def aval_shape(v: Any) -> tuple[int, ...]:
     """The shape of a variable or number; () of what is no array."""
     return getattr(v.aval, "shape", ())
 

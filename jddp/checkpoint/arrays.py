@@ -1,6 +1,6 @@
 """The description of a checkpoint's arrays: for each path its shape, dtype, digest and layout.
 
-    describe(tree, found, layouts)  # {"params/Dense_0/kernel": {"shape": [16, 4], ...}}
+    describe_arrays(tree, found, layouts)  # {"params/Dense_0/kernel": {"shape": [16, 4], ...}}
 
 In the file a layout is "replicated", {"per_replica": "mean"} (or "sum", "reset": its rule for
 another number of replicas) or {"sharded": [16, 4]} (the whole shape).
@@ -37,7 +37,7 @@ def by_path(tree: PyTree) -> dict[str, Any]:
     return {name_of(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-def describe(tree: PyTree, found: Any, layouts: Layouts) -> Described:
+def describe_arrays(tree: PyTree, found: Any, layouts: Layouts) -> Described:
     """Describes every array.
 
     Args:
@@ -67,7 +67,7 @@ def check_names(tree: PyTree) -> None:
 
 def find_altered(arrays: PyTree, described: Described) -> str | None:
     """Names an array on the devices that is not the one described; None if there is none."""
-    found = describe(arrays, digests(arrays), layouts_in(described))
+    found = describe_arrays(arrays, digests(arrays), layouts_in(described))
     differ = [name for name in {**described, **found} if described.get(name) != found.get(name)]
     return f"{differ[0]} is not the array that was saved" if differ else None
 
@@ -166,7 +166,7 @@ def _is_name(name: str) -> bool:
 
 
 def as_saved(words: Any, dtype: str) -> Any:
-    """An array of a dtype named as by `describe`, from the numbers that orbax reads without it."""
+    """An array of a dtype named as by `describe_arrays`, from the numbers in a file."""
     impl = KEY_IMPLS.get(dtype)
     return words if impl is None else jax.random.wrap_key_data(words, impl=impl)
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from jddp.checkpoint.arrays import KEY_IMPLS, by_path, in_file, layouts_in
 from jddp.checkpoint.formats import digests_of, format_of
-from jddp.checkpoint.reader import read, read_described, read_object, read_values
+from jddp.checkpoint.reader import read_arrays, read_described, read_object, read_values
 from jddp.engine.state import Replicated
 from jddp.errors import file_errors
 
@@ -33,7 +33,7 @@ def export(folder: Path, file: Path, fields: Sequence[str] | None = None) -> Non
       FileSystemError: If the checkpoint cannot be read, or the file cannot be written.
     """
     pack = format_of(file).pack
-    leaves = read(folder) if fields is None else by_path(read_values(folder, fields))
+    leaves = read_arrays(folder) if fields is None else by_path(read_values(folder, fields))
     layouts = dict.fromkeys(leaves, Replicated()) if fields else layouts_in(read_described(folder))
     keys = {name: impl for name, x in leaves.items() if (impl := KEY_IMPLS.get(str(x.dtype)))}
     arrays = {n: np.asarray(jax.random.key_data(x) if n in keys else x) for n, x in leaves.items()}

@@ -21,7 +21,7 @@ from flax.traverse_util import unflatten_dict
 from jddp.checkpoint.arrays import by_path
 from jddp.errors import ConfigError
 
-Arrays = dict[str, np.ndarray]
+HostArrays = dict[str, np.ndarray]
 KEY = "jddp"  # of the text
 
 
@@ -31,10 +31,10 @@ class Format(NamedTuple):
     The text is read as its object, or None where there is none.
     """
 
-    pack: Callable[[Arrays, str], bytes]
-    parse: Callable[[Path], tuple[Arrays, Any]]
+    pack: Callable[[HostArrays, str], bytes]
+    parse: Callable[[Path], tuple[HostArrays, Any]]
 
-    def read(self, file: Path) -> Arrays:
+    def read(self, file: Path) -> HostArrays:
         """The arrays in a file, by their names.
 
         Raises:
@@ -47,7 +47,7 @@ class Format(NamedTuple):
         return arrays
 
 
-def digests_of(arrays: Arrays) -> dict[str, str]:
+def digests_of(arrays: HostArrays) -> dict[str, str]:
     """The SHA-256 of each array's bytes."""
     return {name: hashlib.sha256(x.tobytes()).hexdigest() for name, x in arrays.items()}
 
@@ -63,14 +63,14 @@ def format_of(file: Path) -> Format:
     return FORMATS[file.suffix]
 
 
-def _pack_safetensors(arrays: Arrays, about: str) -> bytes:
+def _pack_safetensors(arrays: HostArrays, about: str) -> bytes:
     try:
         return safetensors.numpy.save(arrays, metadata={KEY: about})
     except safetensors.SafetensorError as error:
         raise ConfigError(f"safetensors: {error}. Let the file end in .msgpack.") from error
 
 
-def _read_safetensors(file: Path) -> tuple[Arrays, Any]:
+def _read_safetensors(file: Path) -> tuple[HostArrays, Any]:
     with safetensors.safe_open(file, "numpy") as opened:
         about = json.loads((opened.metadata() or {}).get(KEY, "null"))
         if about is None:
@@ -82,11 +82,11 @@ def _read_safetensors(file: Path) -> tuple[Arrays, Any]:
     return arrays, about
 
 
-def _pack_msgpack(arrays: Arrays, about: str) -> bytes:
+def _pack_msgpack(arrays: HostArrays, about: str) -> bytes:
     return serialization.msgpack_serialize({**unflatten_dict(arrays, sep="/"), KEY: about})
 
 
-def _read_msgpack(file: Path) -> tuple[Arrays, Any]:
+def _read_msgpack(file: Path) -> tuple[HostArrays, Any]:
     tree = serialization.msgpack_restore(file.read_bytes())
     about = json.loads(tree.pop(KEY, "null"))
     return by_path(tree), about

@@ -53,7 +53,7 @@ def find_any_damage(folder: Path) -> str | None:
         if (fault := reader.find_fault(folder)) is not None:
             return fault
         described = reader.read_described(folder)
-        arrays = replicate(reader.read(folder), make_mesh(1))
+        arrays = replicate(reader.read_arrays(folder), make_mesh(1))
     except FileSystemError as error:
         return str(error)
     return find_altered(arrays, described)

@@ -90,7 +90,7 @@ def read_values(folder: Path, fields: Sequence[str]) -> dict[str, PyTree]:
       FileSystemError: If it cannot be read.
     """
     described = read_described(folder)
-    leaves = read(folder, fields)
+    leaves = read_arrays(folder, fields)
     layouts = layouts_in(described)
     values = {name: merged(x, layouts[name]) for name, x in leaves.items()}
     found = {field: {} for field in fields} | unflatten_dict(values, sep="/")
@@ -144,7 +144,7 @@ def find_fault(folder: Path) -> str | None:
     return None if str(step) == folder.name else f"it was saved as step {step}"
 
 
-def read(folder: Path, fields: Sequence[str] | None = None) -> dict[str, Any]:
+def read_arrays(folder: Path, fields: Sequence[str] | None = None) -> dict[str, Any]:
     """Returns fields of the state in one checkpoint: numpy arrays, and JAX's PRNG keys, by path.
 
     Args:
@@ -172,7 +172,7 @@ def read(folder: Path, fields: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def read_described(folder: Path) -> Described:
-    """The description of a checkpoint's arrays, as `arrays.describe` made it.
+    """The description of a checkpoint's arrays, as `arrays.describe_arrays` made it.
 
     Raises:
       FileSystemError: If the file describes no arrays, or others than orbax has stored.

@@ -26,7 +26,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jddp.checkpoint import folders
-from jddp.checkpoint.arrays import Layouts, describe, in_file
+from jddp.checkpoint.arrays import Layouts, describe_arrays, in_file
 from jddp.checkpoint.checksums import seal
 from jddp.checkpoint.memory import keep_level
 from jddp.checkpoint.quiet import keep_quiet
@@ -38,8 +38,8 @@ from jddp.engine.digest import digests, find_divergence
 from jddp.errors import FileSystemError, ReplicaMismatchError
 from jddp.typing import PyTree
 
-Arrays = Mapping[str, jax.Array]
-Saved = tuple[PyTree, jax.Array, Layouts]  # shapes of arrays, their digests and their layouts
+DeviceArrays = Mapping[str, jax.Array]
+Snapshot = tuple[PyTree, jax.Array, Layouts]  # shapes of arrays, their digests and their layouts
 log = logging.getLogger("jddp")
 
 SECONDS = 1800.0  # that a process may take to write its part
@@ -88,7 +88,9 @@ class Writer:
         # The kinds of the last failures, until a checkpoint is written, and old ones removed.
         self._reported = self._unremoved = ""
 
-    def start(self, step: int, arrays: Arrays, beside: Mapping[str, Any], layouts: Layouts) -> None:
+    def start(
+        self, step: int, arrays: DeviceArrays, beside: Mapping[str, Any], layouts: Layouts
+    ) -> None:
         """Waits for the checkpoint before, and for the copy off the devices, but not for writing.
 
         Args:
@@ -137,7 +139,7 @@ class Writer:
     def _folder(self, step: int) -> Path:
         return self._directory / f"{step}.new"
 
-    def _copy(self, folder: Path, arrays: Arrays) -> list[Any]:
+    def _copy(self, folder: Path, arrays: DeviceArrays) -> list[Any]:
         """Copies arrays to the host, and returns the futures of writing them."""
         written = {name: x for name, x in arrays.items() if x.size}  # Orbax refuses empty ones.
         arguments = ocp.args.PyTreeSave(written, ocdbt_target_data_file_size=FILE_BYTES)
@@ -150,7 +152,7 @@ class Writer:
         return self._thread.submit(begin).result()
 
     def _finish(
-        self, step: int, parts: list[Any], reason: str, saved: Saved, beside: str
+        self, step: int, parts: list[Any], reason: str, saved: Snapshot, beside: str
     ) -> FileSystemError | None:
         """Makes a checkpoint of its parts once they are written; returns the error if it cannot.
 
@@ -177,7 +179,7 @@ class Writer:
         if jax.process_index() == 0:
             try:
                 if not reason:
-                    self._commit(step, describe(shapes, found, layouts), beside)
+                    self._commit(step, describe_arrays(shapes, found, layouts), beside)
                     self._remove_surplus(step)
             except (OSError, ValueError, FileSystemError) as error:
                 reason = f"process 0: {folders.first_line(error)}"
@@ -231,7 +233,7 @@ def _kind(reason: str) -> str:
     return str((numbers or re.split("[\"'/]", reason))[0])
 
 
-def _refuse_full(folder: Path, arrays: Arrays) -> None:
+def _refuse_full(folder: Path, arrays: DeviceArrays) -> None:
     """Raises for a full disk before orbax does, whose errors are longer."""
     room = os.statvfs(folder)
     # Half of the arrays' size: they may be written smaller than they are.
@@ -260,12 +262,12 @@ def _handler_of_first() -> ocp.PyTreeCheckpointHandler:
     )
 
 
-def _replicated(arrays: Arrays) -> Arrays:
+def _replicated(arrays: DeviceArrays) -> DeviceArrays:
     """The arrays, whole on every device."""
     sharding: Any = next(iter(arrays.values())).sharding
     everywhere = jax.NamedSharding(sharding.mesh, jax.P())
     with computing(arrays):
-        replicated: Arrays = jax.jit(lambda x: x, out_shardings=everywhere)(arrays)
+        replicated: DeviceArrays = jax.jit(lambda x: x, out_shardings=everywhere)(arrays)
     return replicated
 
 

@@ -83,7 +83,7 @@ def load_config(
         name = str(targets[0]).rpartition(":")[2]
     else:
         paths = [find_config(file) for file in files or [DEFAULT_PRESET]]
-        layers = [Layer(origin, read_values(path, origin)) for origin, path in paths]
+        layers = [Layer(origin, read_yaml(path, origin)) for origin, path in paths]
         name = _decoded("+".join(path.stem for _, path in paths))
     config = _merge([*layers, Layer("command line", given)])
     if config.run.dir is None:
@@ -105,7 +105,7 @@ def dump_values(values: Mapping[str, Any]) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(dict(values)))
 
 
-def read_values(path: Path, origin: str | None = None) -> dict[str, Any]:
+def read_yaml(path: Path, origin: str | None = None) -> dict[str, Any]:
     """Returns the values of a YAML file as they stand there: no `${...}` is followed.
 
     Args:

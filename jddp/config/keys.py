@@ -8,14 +8,14 @@ from typing import get_args
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-Path = tuple[str, ...]
+KeyPath = tuple[str, ...]
 Schema = type[BaseModel]
 ANY = "NAME"
 
 
-def keys_of(schema: Schema, above: Path = ()) -> dict[Path, FieldInfo]:
+def keys_of(schema: Schema, above: KeyPath = ()) -> dict[KeyPath, FieldInfo]:
     """Returns every plain key by its path, section by section."""
-    keys: dict[Path, FieldInfo] = {}
+    keys: dict[KeyPath, FieldInfo] = {}
     for name, field in schema.model_fields.items():
         path = (*above, name)
         kind = field.annotation
@@ -29,7 +29,7 @@ def keys_of(schema: Schema, above: Path = ()) -> dict[Path, FieldInfo]:
     return keys
 
 
-def is_at(key: Path, place: Path) -> bool:
+def is_at(key: KeyPath, place: KeyPath) -> bool:
     """Whether a place in nested values is that of a key, or of a value inside of it."""
     return len(key) <= len(place) and all(x in (ANY, y) for x, y in zip(key, place, strict=False))
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ValidationError
 
-from jddp.config.keys import Path, is_at, keys_of
+from jddp.config.keys import KeyPath, is_at, keys_of
 from jddp.errors import ConfigError
 from jddp.zoo.names import did_you_mean
 from jddp.zoo.synonyms import KEYS
@@ -18,7 +18,7 @@ from jddp.zoo.synonyms import KEYS
 class Mistake(NamedTuple):
     """A mistake in one key, with the path to it from the top of the config."""
 
-    path: Path
+    path: KeyPath
     text: str
 
 
@@ -33,7 +33,7 @@ class ConfigMistakes(ConfigError):
 def describe_mistakes(error: ValidationError, schema: type[BaseModel]) -> list[Mistake]:
     """Returns one mistake for each key in `error`, in the order of the schema."""
     keys = list(keys_of(schema))
-    complaints: dict[Path, list[Any]] = {}
+    complaints: dict[KeyPath, list[Any]] = {}
     for detail in error.errors(include_url=False):
         place = tuple(map(str, detail["loc"]))
         # Behind a key pydantic adds the branch of a union that was tried.
@@ -42,7 +42,7 @@ def describe_mistakes(error: ValidationError, schema: type[BaseModel]) -> list[M
     return [Mistake(path, _sentence(path, found, keys)) for path, found in complaints.items()]
 
 
-def _sentence(path: Path, details: list[Any], keys: Sequence[Path]) -> str:
+def _sentence(path: KeyPath, details: list[Any], keys: Sequence[KeyPath]) -> str:
     key = ".".join(path)
     detail = details[0]
     match detail["type"]:
@@ -56,7 +56,7 @@ def _sentence(path: Path, details: list[Any], keys: Sequence[Path]) -> str:
     return f"{key} must be {' or '.join(dict.fromkeys(rules))}, not {detail['input']!r}."
 
 
-def _nearest_key(path: Path, keys: Sequence[Path]) -> str:
+def _nearest_key(path: KeyPath, keys: Sequence[KeyPath]) -> str:
     """Suggests the key that is meant.
 
     It is that of a name of another trainer; else a sibling; else the full path of a key of like

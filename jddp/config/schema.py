@@ -52,7 +52,7 @@ def _refuse_unknown_direction(metric: str, mode: str, key: str) -> None:
         raise ValueError(str(error).rstrip(".")) from None
 
 
-Path = Annotated[str, AfterValidator(_expanded)]
+ExpandedPath = Annotated[str, AfterValidator(_expanded)]
 PathOrURL = Annotated[str, AfterValidator(lambda path: path if is_url(path) else _expanded(path))]
 
 
@@ -153,10 +153,14 @@ class DataConfig(NamedSection):
     name: str | None = option("fashion_mnist", "A data set of jddp.data.")
     target: str | None = option(None, "Your own callable that returns (train, test).")
     source: str = option("embedded", "Fashion-MNIST: 'embedded' (15,000) or 'full'.")
-    dir: Path | None = option(None, "Folder of the files, for data sets that have one.", "none")
+    dir: ExpandedPath | None = option(
+        None, "Folder of the files, for data sets that have one.", "none"
+    )
     global_batch_size: int = option(128, "Examples a step, over all replicas.", ge=1)
     shuffle: bool = option(True, "A new order each epoch, from the seed.")
-    sample_weights: Path | None = option(None, "A .npy file: how often each example is wanted.")
+    sample_weights: ExpandedPath | None = option(
+        None, "A .npy file: how often each example is wanted."
+    )
     drop_remainder: bool = option(False, "Drop the last partial batch, instead of padding it.")
     augment: bool = option(True, "Random changes to examples, where the set has any.")
     mixup: float | None = option(None, "Mix two images, by weights from Beta(mixup, mixup).", gt=0)
@@ -169,7 +173,7 @@ class ModelConfig(NamedSection):
 
     name: str | None = option("cnn", "A model of jddp.zoo.models.")
     target: str | None = option(None, "Your own Flax module class, Linen or NNX.")
-    init_from: Path | None = option(
+    init_from: ExpandedPath | None = option(
         None, "Initial weights: .safetensors, .msgpack, a run directory, orbax's folder."
     )
     weights_partial: bool = option(False, "Keep the model's arrays where given ones do not fit.")

@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from jddp.data.examples import Batch, Examples
+from jddp.data.examples import Examples, NumpyBatch
 from jddp.data.extras import import_extra
 from jddp.errors import ConfigError
 
@@ -22,7 +22,7 @@ class Augment(Protocol):
     def num_draws(self) -> int:
         """Number of random numbers that one example needs."""
 
-    def __call__(self, batch: Batch, uniform: np.ndarray) -> Batch:
+    def __call__(self, batch: NumpyBatch, uniform: np.ndarray) -> NumpyBatch:
         """The changed batch; the argument is not modified.
 
         Args:
@@ -42,7 +42,7 @@ class FlipAndShift:
     max_shift: int = 2
     num_draws = 3
 
-    def __call__(self, batch: Batch, uniform: np.ndarray) -> Batch:
+    def __call__(self, batch: NumpyBatch, uniform: np.ndarray) -> NumpyBatch:
         """Reads every pixel of the new images from its place in the old ones."""
         images = batch["image"]
         num_rows, height, width = images.shape[:3]
@@ -71,7 +71,7 @@ class CropAndFlip:
     widest: float = 4 / 3
     num_draws = 5
 
-    def __call__(self, batch: Batch, uniform: np.ndarray) -> Batch:
+    def __call__(self, batch: NumpyBatch, uniform: np.ndarray) -> NumpyBatch:
         """Reads every pixel of the new images between four pixels of the old ones."""
         images = batch["image"]
         height, width = images.shape[1:3]
@@ -126,7 +126,7 @@ class Mixup:
         """Random numbers of the augmentation, and two for the other image and its weight."""
         return 2 if self.augment is None else self.augment.num_draws + 2
 
-    def __call__(self, batch: Batch, uniform: np.ndarray) -> Batch:
+    def __call__(self, batch: NumpyBatch, uniform: np.ndarray) -> NumpyBatch:
         """The images, with "other_label" and "share", by which the loss weights the two labels.
 
         Raises:

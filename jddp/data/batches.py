@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from jddp.data.augment import Augment, Mixup
-from jddp.data.examples import Batch
+from jddp.data.examples import NumpyBatch
 from jddp.data.order import Order
 from jddp.data.rows import as_examples
 from jddp.data.shares import Share
@@ -137,7 +137,7 @@ class TrainBatches(Shown):
         is_short = not self._is_full and (self._end - self._position) % self.global_batch_size > 0
         return is_short or self._rows_in_all > self.global_batch_size
 
-    def batch(self, position: int) -> Batch:
+    def batch(self, position: int) -> NumpyBatch:
         """This process's rows of the global batch that begins at a position of the run."""
         end = min(position + self.global_batch_size, self._end)
         positions = np.minimum(position + self._own, end - 1)
@@ -156,10 +156,10 @@ class TrainBatches(Shown):
         end = "endless" if self._end == ENDLESS else f"{len(self.positions_left()):,} steps left"
         return f"{head}, at position {self._position:,}, {end}"
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[NumpyBatch]:
         return self
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> NumpyBatch:
         if not self.positions_left():
             raise StopIteration
         batch = self.batch(self._position)

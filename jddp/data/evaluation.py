@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jddp.data.examples import Batch, Examples
+from jddp.data.examples import Examples, NumpyBatch
 from jddp.data.rows import as_examples
 from jddp.data.shares import Share
 from jddp.errors import ConfigError, DataError
@@ -44,7 +44,7 @@ class _EvalBatches(Shown):
     def __len__(self) -> int:
         return -(-len(self.examples) // self.global_batch_size)
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[NumpyBatch]:
         index, num_processes = self.share
         begin = index * self.global_batch_size // num_processes
         end = (index + 1) * self.global_batch_size // num_processes

@@ -12,7 +12,7 @@ import numpy as np
 
 from jddp.errors import DataError
 
-Batch = dict[str, np.ndarray]
+NumpyBatch = dict[str, np.ndarray]
 
 # The dtypes that JAX would convert to; done here so that specs are known beforehand.
 _NARROW = {"float64": np.float32, "int64": np.int32, "uint64": np.uint32}
@@ -25,7 +25,7 @@ class Examples(Protocol):
     def __len__(self) -> int:
         """The number of examples."""
 
-    def take(self, indices: np.ndarray) -> Batch:
+    def take(self, indices: np.ndarray) -> NumpyBatch:
         """The examples at `indices`, in that order, stacked into one array per name."""
 
 
@@ -71,7 +71,7 @@ class ArrayExamples:
         labels = self._arrays.get("label", np.zeros(1))
         return int(labels.max()) + 1 if labels.dtype.kind in "iu" else 0
 
-    def take(self, indices: np.ndarray) -> Batch:
+    def take(self, indices: np.ndarray) -> NumpyBatch:
         """The rows at `indices` of every array.
 
         Raises:
@@ -138,7 +138,7 @@ class ImageExamples:
     def __len__(self) -> int:
         return len(self._images)
 
-    def take(self, indices: np.ndarray) -> Batch:
+    def take(self, indices: np.ndarray) -> NumpyBatch:
         """float32 images `(b, height, width, channels)` and int32 labels `(b,)`.
 
         Raises:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jddp.data.examples import ArrayExamples, Batch, Examples, in_32_bits, refuse_masked
+from jddp.data.examples import ArrayExamples, Examples, NumpyBatch, in_32_bits, refuse_masked
 from jddp.errors import DataError
 
 
@@ -29,7 +29,7 @@ class RowExamples:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def take(self, indices: np.ndarray) -> Batch:
+    def take(self, indices: np.ndarray) -> NumpyBatch:
         """The rows at `indices`, stacked by name.
 
         Raises:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from jddp.data.batches import TrainBatches
-from jddp.data.examples import Batch
+from jddp.data.examples import NumpyBatch
 from jddp.data.extras import import_extra
 from jddp.errors import DataError
 
@@ -52,7 +52,7 @@ class WorkerBatches(TrainBatches):
     def __repr__(self) -> str:
         return f"WorkerBatches, {self._num_workers} processes\n{super().__repr__()}"
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> NumpyBatch:
         try:
             batch = self._next()
         except RuntimeError as error:

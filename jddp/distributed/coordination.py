@@ -20,7 +20,7 @@ import jax
 from jax._src import distributed, xla_bridge
 from jaxlib import _jax
 
-from jddp.distributed.rendezvous import compare
+from jddp.distributed.rendezvous import refuse_differences
 from jddp.distributed.waits import awaiting
 
 _AGREE_SECONDS = 120.0  # for which the others may still be busy
@@ -119,7 +119,7 @@ def agree(subject: str, values: Mapping[str, str]) -> None:
     """
     texts = gather(f"agree/{subject}", json.dumps(values), timeout_seconds=_AGREE_SECONDS)
     of_all = ((str(process), json.loads(text)) for process, text in enumerate(texts))
-    compare("process", subject, of_all)
+    refuse_differences("process", subject, of_all)
 
 
 def publish(name: str, value: str) -> None:

@@ -82,7 +82,7 @@ def is_early() -> bool:
     return _is_early
 
 
-def leave(number: int) -> NoReturn:
+def leave_early(number: int) -> NoReturn:
     """Ends this process, and its job, because of a signal."""
     error: BaseException
     if number == signal.SIGINT:
@@ -107,14 +107,14 @@ def leave(number: int) -> NoReturn:
 
 def _keep(code: int, error: BaseException) -> None:
     """Keeps what has ended this process as a failure, if it is one."""
-    from jddp.distributed.failure_file import describe, write
+    from jddp.distributed.failure_file import describe_failure, write_failure
     from jddp.distributed.resolve import resolve_identity
 
-    write(describe(resolve_identity().process_id, code, error))
+    write_failure(describe_failure(resolve_identity().process_id, code, error))
 
 
 def _hear(number: int) -> None:
     if _is_early:
-        leave(number)
+        leave_early(number)
     name = signal.Signals(number).name
     write_line(f"{name}: leaving once all is written; once more to leave at once")

@@ -106,7 +106,7 @@ def keep_uncaught(process: int) -> None:
         if _is_in_job and job.is_connected():
             leave(getattr(error, "exit_code", code), error)
         if not _is_consequence(error):
-            failure_file.write(failure_file.describe(process, code, error))
+            failure_file.write_failure(failure_file.describe_failure(process, code, error))
 
     if not (is_at_prompt() or getattr(show, "__module__", "") == __name__):
         sys.excepthook = fail
@@ -144,7 +144,7 @@ def leave(code: int, error: BaseException) -> NoReturn:
         if first is not None:
             _follow(first)
         code = ExitCode.ANOTHER_FAILED if is_consequence else code
-        failure = failure_file.describe(job.process_index(), code, error)
+        failure = failure_file.describe_failure(job.process_index(), code, error)
         if is_consequence:
             report(failure_file.headline(failure))
         job.try_publish(_KEY, json.dumps(failure))  # unless another was faster
@@ -158,7 +158,7 @@ def _is_consequence(error: BaseException) -> bool:
     return failure_file.IS_LOST.search(text) is not None
 
 
-def end(failure: dict[str, Any], message: str) -> NoReturn:
+def end_process(failure: dict[str, Any], message: str) -> NoReturn:
     """Ends this process at once, for a failure that all processes know."""
     with _leaving:
         report(message)
@@ -171,7 +171,7 @@ def _listen() -> bool:
     if not job.is_connected():
         return True
     file = os.environ.get(failure_file.VARIABLE, "") if os.environ.get(LAUNCHED) else ""
-    found = failure_file.read(Path(file))
+    found = failure_file.read_failure(Path(file))
     if found and found["exit_code"] != ExitCode.HANG:  # of which all know
         job.try_publish(_KEY, json.dumps(found))
     first = _read(0.5)
@@ -185,7 +185,9 @@ def _listen() -> bool:
     others = {*range(job.num_processes())} - {job.process_index()}
     if error is not None and _of_others.seconds(others) > _CALLBACK_SECONDS:
         code = getattr(error, "exit_code", ExitCode.BUG)
-        report(failure_file.headline(failure_file.describe(job.process_index(), code, error)))
+        report(
+            failure_file.headline(failure_file.describe_failure(job.process_index(), code, error))
+        )
         leave(code, error)
     return False
 
@@ -197,7 +199,7 @@ def blame_who_left() -> bool:
         return False
     process, text = next(iter(left.items()))
     known: dict[str, Any] = {"host": host_of(process), "step": None, "phase": None}
-    ended = failure_file.describe(process, json.loads(text)["exit_code"], **known)
+    ended = failure_file.describe_failure(process, json.loads(text)["exit_code"], **known)
     job.try_publish(_KEY, json.dumps(ended))
     return True
 
@@ -222,7 +224,7 @@ def _follow(first: dict[str, Any]) -> NoReturn:
 
 def _exit(code: int, first: dict[str, Any]) -> NoReturn:
     """Exits past every `finally` and barrier, which would wait for the other processes."""
-    failure_file.write(first)
+    failure_file.write_failure(first)
     show_cursor()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,6 +1,6 @@
 """The first failure of a job as data: one small JSON file, for launchers, schedulers and people.
 
-    write(describe(1, ExitCode.DATA, error))     # no file is replaced, and nothing is raised
+    write_failure(describe_failure(1, ExitCode.DATA, error))   # replaces no file, raises nothing
 
 The process that fails writes it, one that ends because of it writes the same, and `jddp.launch`
 writes it for a process that it finds dead. docs/failure_file.md describes its fields. Nothing here
@@ -68,7 +68,7 @@ def begin(path: Path | None) -> None:
             path.unlink()
 
 
-def describe(
+def describe_failure(
     process: int | None, exit_code: int | None, error: BaseException | None = None, **known: Any
 ) -> dict[str, Any]:
     """A failure as data.
@@ -109,7 +109,7 @@ def headline(failure: Mapping[str, Any]) -> str:
     return ": ".join([f"{who} {how}", *filter(None, exception.values())])
 
 
-def write(failure: Mapping[str, Any], path: Path | None = None) -> None:
+def write_failure(failure: Mapping[str, Any], path: Path | None = None) -> None:
     """Keeps a failure, unless there is one already; raises nothing.
 
     A job that was stopped, and a process that has lost another, are no first failures.
@@ -134,9 +134,9 @@ def write(failure: Mapping[str, Any], path: Path | None = None) -> None:
             os.link(new.name, path)  # which fails if another was first
 
 
-def read(path: Path) -> dict[str, Any] | None:
+def read_failure(path: Path) -> dict[str, Any] | None:
     """The failure in a file; None if there is none."""
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
-        failure = describe(None, None) | json.loads(path.read_text())
+        failure = describe_failure(None, None) | json.loads(path.read_text())
         return failure if headline(failure) else None  # which raises where a field is another
     return None

@@ -17,7 +17,7 @@ from jddp.distributed import early
 from jddp.distributed.failure_file import VARIABLE as FAILURE_FILE
 from jddp.distributed.gpus import Missing, may_use_gpus, plugin_errors, why_missing
 from jddp.distributed.identity import JOB, Identity, is_number, shown
-from jddp.distributed.rendezvous import Member, RendezvousClient, connect
+from jddp.distributed.rendezvous import Member, RendezvousClient, connect_to
 from jddp.distributed.rendezvous_server import RendezvousServer
 from jddp.errors import ConfigError, DeviceError, ExitCode, report
 
@@ -168,12 +168,12 @@ def rendezvous(identity: Identity, listens: str | None, environ: Mapping[str, st
     if mine.number == 0:
         with contextlib.closing(RendezvousServer("process", coordinator, listens)) as server:
             # It finds its own name now, which JAX would look up only twice a minute.
-            connect(coordinator, me, time.monotonic() + seconds).close()
+            connect_to(coordinator, me, time.monotonic() + seconds).close()
             server.gather(mine, seconds=seconds, is_last=True)
         return
     with contextlib.closing(RendezvousClient("process", coordinator)) as client:
         client.gather(mine, seconds=seconds)
-    connect(coordinator, me, time.monotonic() + seconds).close()  # JAX listens now
+    connect_to(coordinator, me, time.monotonic() + seconds).close()  # JAX listens now
 
 
 def bind_address(coordinator: str) -> str:

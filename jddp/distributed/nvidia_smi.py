@@ -27,7 +27,7 @@ class Gpu(NamedTuple):
     total_mib: int | None
 
 
-class Program(NamedTuple):
+class GpuProcess(NamedTuple):
     """A process that computes on a GPU; in a container those outside of it are not seen.
 
     Attributes:
@@ -56,7 +56,7 @@ class Listed(NamedTuple):
 def list_devices() -> list[Listed]:
     """The GPUs with their MIG instances, in the order of their numbers."""
     found = list[Listed]()
-    for line in run("-L"):
+    for line in run_program("-L"):
         uuid = re.search(r"\(UUID: ([^)]+)\)", line)
         if uuid is None:
             continue
@@ -73,9 +73,9 @@ def list_gpus() -> list[Gpu]:
     return [Gpu(uuid, kind, _number(used), _number(total)) for uuid, kind, used, total in rows]
 
 
-def list_programs() -> list[Program]:
+def list_programs() -> list[GpuProcess]:
     """The processes that compute on them."""
-    return [Program(*row) for row in _query("--query-compute-apps=gpu_uuid,pid,process_name", 3)]
+    return [GpuProcess(*row) for row in _query("--query-compute-apps=gpu_uuid,pid,process_name", 3)]
 
 
 def smallest_bytes() -> int | None:
@@ -84,7 +84,7 @@ def smallest_bytes() -> int | None:
     return min(known) * 2**20 if known else None
 
 
-def run(*arguments: str) -> list[str]:
+def run_program(*arguments: str) -> list[str]:
     """The lines that it prints; none if it is absent, fails or hangs."""
     try:
         done = subprocess.run(
@@ -96,7 +96,7 @@ def run(*arguments: str) -> list[str]:
 
 
 def _query(what: str, num_columns: int) -> list[list[str]]:
-    rows = (line.split(", ") for line in run(what, "--format=csv,noheader,nounits"))
+    rows = (line.split(", ") for line in run_program(what, "--format=csv,noheader,nounits"))
     return [row for row in rows if len(row) == num_columns]
 
 

@@ -153,7 +153,7 @@ class RendezvousClient(End):
     def _ask(self, mine: Member, until: float) -> dict[str, Any]:
         """Member 0's answer."""
         if self._server is None:
-            stream = connect(self.address, f"{self.kind} {mine.number} of {mine.count}", until)
+            stream = connect_to(self.address, f"{self.kind} {mine.number} of {mine.count}", until)
             self._server = Connection(stream, self.silence_seconds)
         self.send({"kind": self.kind, **asdict(mine)})
         try:
@@ -173,7 +173,7 @@ class RendezvousClient(End):
         return {int(number): info for number, info in answer["infos"].items()}
 
 
-def connect(address: str, name: str, until: float) -> socket.socket:
+def connect_to(address: str, name: str, until: float) -> socket.socket:
     """A connection, as soon as a program listens there.
 
     Raises:
@@ -200,7 +200,9 @@ def connect(address: str, name: str, until: float) -> socket.socket:
         time.sleep(POLL_SECONDS)
 
 
-def compare(kind: str, subject: str, members: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
+def refuse_differences(
+    kind: str, subject: str, members: Iterable[tuple[str, Mapping[str, Any]]]
+) -> None:
     """Compares the values of all members with those of member 0, which comes first.
 
     Args:

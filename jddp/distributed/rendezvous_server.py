@@ -10,7 +10,7 @@ from typing import Any
 
 from jddp.distributed.connection import Connection
 from jddp.distributed.open_files import allow_connections, too_few
-from jddp.distributed.rendezvous import POLL_SECONDS, End, Infos, Member, Notice, compare
+from jddp.distributed.rendezvous import POLL_SECONDS, End, Infos, Member, Notice, refuse_differences
 from jddp.errors import CoordinatorError, Error, ProcessMismatchError, words_of
 
 PATIENCE_SECONDS = 30.0  # for further members, once there are enough
@@ -242,4 +242,4 @@ def _refuse_mismatch(kind: str, members: Iterable[Member]) -> None:
                 "Give each its own number."
             )
     each = ((f"{x.number} ({x.where})", {"count": str(x.count)} | x.same) for x in seen.values())
-    compare(kind, "job", each)
+    refuse_differences(kind, "job", each)

@@ -116,7 +116,7 @@ class Requests:
 
     def _hear(self, number: int) -> None:
         if early.is_early():
-            early.leave(number)
+            early.leave_early(number)
         name = signal.Signals(number).name
         again = "press Ctrl-C" if name == "SIGINT" else f"send {name}"
         write_line(f"{name}: finishing this step, then stopping; {again} again to quit now")

@@ -8,7 +8,7 @@ import contextlib
 import os
 
 from jddp.distributed.identity import VARIABLES, Environ, HalfSetError, Identity, Names, identify
-from jddp.distributed.schedulers import SCHEDULERS, Source, torchrun
+from jddp.distributed.schedulers import SCHEDULERS, Resolver, torchrun
 from jddp.distributed.signals import is_at_prompt
 from jddp.errors import ConfigError
 
@@ -88,7 +88,7 @@ def _from_arguments(coordinator: str, num_processes: str, process_id: str) -> Id
     return found
 
 
-def _refuse_other_numbers(found: Identity, source: Source, environ: Environ) -> None:
+def _refuse_other_numbers(found: Identity, source: Resolver, environ: Environ) -> None:
     """Refuses numbers of JAX's variables that contradict those of the scheduler.
 
     A job may have more processes than its scheduler has tasks, if each task starts several; but it

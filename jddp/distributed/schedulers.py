@@ -27,7 +27,7 @@ from jddp.distributed.identity import (
 )
 from jddp.errors import ConfigError
 
-Source = Callable[[Environ], Identity | None]
+Resolver = Callable[[Environ], Identity | None]
 KUBERNETES_PORT = 8476  # each pod has an address of its own
 _POD, _JOB, _PODS = "JOB_COMPLETION_INDEX", "JOB_INDEX", "PROCESSES_IN_JOB"
 _MASTER = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
@@ -131,7 +131,7 @@ def kubernetes(environ: Environ) -> Identity | None:
 # A host of a list: characters, and ranges of numbers in brackets.
 _HOST = re.compile(r"(?:[^,\[\]]|\[[\d,-]+\])+")
 _HOSTS = re.compile(rf"{_HOST.pattern}(?:,{_HOST.pattern})*")
-SCHEDULERS: tuple[Source, ...] = (open_mpi, mpich, slurm, kubernetes)
+SCHEDULERS: tuple[Resolver, ...] = (open_mpi, mpich, slurm, kubernetes)
 
 
 def list_hosts(nodes: str) -> list[str]:

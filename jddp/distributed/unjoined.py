@@ -43,7 +43,7 @@ def unjoined_job(environ: Environ = os.environ) -> Identity | None:
     return job if job is not None and jax.process_count() == 1 else None
 
 
-def explain(job: Identity) -> tuple[str, str]:
+def explain_unjoined(job: Identity) -> tuple[str, str]:
     """What is wrong where a process has not joined this job, and the way out."""
     what = (
         f"{job.source} has started {job.num_processes} processes, of which this is number "
@@ -64,4 +64,4 @@ def refuse_unjoined() -> None:
       UsageError: If a launcher's variables describe a job of several, and JAX has one process.
     """
     if (job := unjoined_job()) is not None:
-        raise UsageError(" ".join(explain(job)))
+        raise UsageError(" ".join(explain_unjoined(job)))

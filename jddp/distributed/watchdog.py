@@ -34,7 +34,7 @@ from jddp.errors import ExitCode
 _ANSWER_SECONDS = 5.0
 _TICK = 0.5  # seconds
 _numbers = itertools.count()
-Progress = Mapping[int, Mapping[str, Any] | None]  # of each process; None for no answer
+ProgressOfAll = Mapping[int, Mapping[str, Any] | None]  # of each process; None for no answer
 
 
 @dataclass(frozen=True)
@@ -162,16 +162,18 @@ class Watchdog:
         if failure.owns_process and failure.blame_who_left():
             return True
         progress = self._progress_of_all()
-        process, message = describe(progress, self._limits, self._longest_step)
+        process, message = describe_hang(progress, self._limits, self._longest_step)
         message += f" Stacks: {self._path or 'above'}."
         if failure.owns_process:
             known = progress[process] or {"host": failure.host_of(process)}
             known = {"step": None, "phase": None, **known}
-            failure.end(failure_file.describe(process, ExitCode.HANG, **known), message)
+            failure.end_process(
+                failure_file.describe_failure(process, ExitCode.HANG, **known), message
+            )
         logging.getLogger("jddp").error("%s", message)
         return True
 
-    def _progress_of_all(self) -> Progress:
+    def _progress_of_all(self) -> ProgressOfAll:
         own: dict[str, Any] = {"host": socket.gethostname(), "phase": self.phase}
         own |= {"step": self._step, "seconds": self._ran - self._since}
         me = job.process_index()
@@ -193,7 +195,7 @@ def _watch_for_silence(stacks: TextIO) -> Iterator[IO[bytes]]:
     faulthandler.unregister(signal.SIGQUIT)
 
 
-def describe(progress: Progress, limits: Limits, longest_step: float) -> tuple[int, str]:
+def describe_hang(progress: ProgressOfAll, limits: Limits, longest_step: float) -> tuple[int, str]:
     """Names the process that blocks the job: one that does not answer, else the one behind.
 
     Args:

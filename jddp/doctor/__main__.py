@@ -17,7 +17,7 @@ from typing import Any
 
 from jddp.config.cli import Parser, enter, share_gpus
 from jddp.config.permissions import expand
-from jddp.distributed.failure_file import VARIABLE, headline, read
+from jddp.distributed.failure_file import VARIABLE, headline, read_failure
 from jddp.doctor.finding import BAD, Finding
 from jddp.errors import Error, ExitCode, FileSystemError, UsageError, show, words_of
 
@@ -67,7 +67,9 @@ def _print_failures(run: Path) -> int:
         raise FileSystemError(f"{run} is no folder. Give that of a run, or of a launch's logs.")
     paths = [path for folder in (run, run / "logs") for path in folder.glob("failure*.json")]
     paths += [Path(path) for path in [os.environ.get(VARIABLE)] if path]
-    failures = {path: failure for path in sorted(paths) if (failure := read(path)) is not None}
+    failures = {
+        path: failure for path in sorted(paths) if (failure := read_failure(path)) is not None
+    }
     for path, failure in failures.items():
         when = "{time}, in phase {phase} after step {step}" if failure["phase"] else "{time}"
         trace = str(failure["traceback"] or "").splitlines()

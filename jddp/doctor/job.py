@@ -12,7 +12,7 @@ from pathlib import Path
 
 from jddp.config.versions import versions
 from jddp.distributed import coordination
-from jddp.distributed.unjoined import explain, unjoined_job
+from jddp.distributed.unjoined import explain_unjoined, unjoined_job
 from jddp.doctor.finding import BAD, OK, WARN, Finding
 from jddp.errors import words_of
 
@@ -28,7 +28,7 @@ def check_job(directory: Path) -> list[Finding]:
       directory: Directory of runs, which has to be shared.
     """
     if (job := unjoined_job()) is not None:
-        return [Finding(BAD, *explain(job))]
+        return [Finding(BAD, *explain_unjoined(job))]
     if coordination.num_processes() == 1:
         return [Finding(OK, "one process: nothing to agree on")]
     shared = coordination.gather("doctor/versions", json.dumps(versions()), timeout_seconds=SECONDS)

@@ -17,7 +17,7 @@ import optax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
 from jaxtyping import Array
 
-from jddp.jaxprs import called, shape_of
+from jddp.jaxprs import aval_shape, called
 from jddp.reduce.shards import shard_shape
 from jddp.typing import OptState, Params, PyTree
 
@@ -114,7 +114,7 @@ def _follow(jaxpr: Jaxpr, given: Sequence[str]) -> list[str]:
     """The label of each result: UNIFORM, SPLIT, or the operation that mixed elements."""
     known = dict(zip(jaxpr.invars, given, strict=True))
     # A constant array has the shape of the whole: it would have to be cut as the parameters are.
-    known |= {v: "constant" if shape_of(v) else UNIFORM for v in jaxpr.constvars}
+    known |= {v: "constant" if aval_shape(v) else UNIFORM for v in jaxpr.constvars}
 
     def label(v: Var | Literal) -> str:
         return UNIFORM if isinstance(v, Literal) else known[v]
@@ -136,7 +136,7 @@ def _results(eqn: JaxprEqn, given: list[str]) -> list[str]:
         ]
     if inner := called(eqn):
         return _follow(inner, given)
-    arrays = {shape for v in (*eqn.invars, *eqn.outvars) if (shape := shape_of(v))}
+    arrays = {shape for v in (*eqn.invars, *eqn.outvars) if (shape := aval_shape(v))}
     if not arrays or (joined == UNIFORM and name in ELEMENTWISE | RESHAPING):
         return [UNIFORM] * num
     if name in ELEMENTWISE and len(arrays) == 1:

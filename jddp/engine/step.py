@@ -23,7 +23,7 @@ from jddp.engine.micro_batches import Local
 from jddp.engine.spec import Step
 from jddp.engine.state import Inputs, TrainState, name_of, specs
 from jddp.engine.sync import EveryStep
-from jddp.jaxprs import uses_rng
+from jddp.jaxprs import has_random_bits
 from jddp.modules.metrics import Sums, mean_tree, means
 from jddp.modules.reached import reached_by, uses_constant_key
 from jddp.reduce.average import compiler_options
@@ -163,7 +163,7 @@ def trace(step: Step, mesh: Mesh | AbstractMesh, state: TrainState, inputs: Inpu
     (backward,) = traced
     step.replicas.check(forward.jaxpr)
     # Both passes: a custom backward pass may use random numbers where the forward pass does not.
-    draws = uses_rng(forward.jaxpr) or uses_rng(backward.traced.jaxpr)
+    draws = has_random_bits(forward.jaxpr) or has_random_bits(backward.traced.jaxpr)
     is_parted = step.backward.num > 1
     given = state, inputs
     return Traced(

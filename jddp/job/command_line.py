@@ -32,7 +32,7 @@ from jddp.config.permissions import expand, make_private
 from jddp.config.schema import Config
 from jddp.distributed import early
 from jddp.distributed.atomics import add_flag
-from jddp.distributed.failure_file import RESULT, describe, write
+from jddp.distributed.failure_file import RESULT, describe_failure, write_failure
 from jddp.distributed.resolve import resolve_identity
 from jddp.distributed.signals import stop_signals
 from jddp.errors import Error, ExitCode, report, show
@@ -185,5 +185,5 @@ def _leave(error: BaseException) -> int:
         traceback.print_exception(error)
     leave_job(code, error)
     with contextlib.suppress(Error):  # about a number that nobody can tell
-        write(describe(resolve_identity().process_id, code, error))
+        write_failure(describe_failure(resolve_identity().process_id, code, error))
     return code

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jddp.checkpoint import reader
 from jddp.checkpoint.folders import finished
 from jddp.checkpoint.remote import local_copy
-from jddp.config.files import read_values
+from jddp.config.files import read_yaml
 from jddp.config.schema import Config
 from jddp.errors import FileSystemError, UsageError
 from jddp.job.trust import check_trust, resolve_model
@@ -134,7 +134,7 @@ def config_in(run_dir: Path) -> Config | None:
     """
     path = run_dir / "config.yaml"
     if path.exists():
-        return Config(**read_values(path))
+        return Config(**read_yaml(path))
     if not (run_dir / "checkpoints").is_dir():
         raise UsageError(
             f"{run_dir} is no run directory: it holds neither config.yaml nor checkpoints. Name "

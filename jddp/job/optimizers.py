@@ -12,8 +12,16 @@ import jax
 from jddp.config.schema import Config
 from jddp.engine.state import TrainState
 from jddp.modules.frozen import COLLECTION
-from jddp.zoo.groups import REST, Group, by_group, decay_by_layer, groups_of, paths_of, scales_of
-from jddp.zoo.names import accepted_names, defaults_of, name_of, named
+from jddp.zoo.groups import (
+    REST,
+    ParameterGroup,
+    by_group,
+    decay_by_layer,
+    groups_of,
+    paths_of,
+    scales_of,
+)
+from jddp.zoo.names import accepted_names, defaults_of, name_of_callable, named
 from jddp.zoo.optimizers import (
     MASK_NAMES,
     decay_mask,
@@ -67,7 +75,7 @@ def optimizer_of(
         )
     optimizer, rate = made[REST]
     if section.groups:
-        groups = {n: Group(section.groups[n].patterns, made[n][0]) for n in section.groups}
+        groups = {n: ParameterGroup(section.groups[n].patterns, made[n][0]) for n in section.groups}
         optimizer = by_group(groups, optimizer)
     if layers := section.layer_decay.layers:
         optimizer = decay_by_layer(optimizer, layers, section.layer_decay.factor)
@@ -96,7 +104,8 @@ def optimizer_table(config: Config, state: TrainState) -> Iterator[str]:
         filled = accepted_names(spec.factory, key=spec.key) & {*MASK_NAMES} - spec.kwargs.keys()
         if filled and not (masks[path] or section.decay_norms_and_biases):
             decay = 0.0
-        yield f"{rate:10.4g} {decay:8.4g}  {name_of(spec.factory):12} {groups[path]:12} {path}"
+        name = name_of_callable(spec.factory)
+        yield f"{rate:10.4g} {decay:8.4g}  {name:12} {groups[path]:12} {path}"
     for path in frozen:
         yield f"{'frozen':>10} {'':35}{path}"
     for _, _, kwargs, key in specs.values():

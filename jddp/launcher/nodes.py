@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from jddp.distributed.failure_file import write
+from jddp.distributed.failure_file import write_failure
 from jddp.distributed.identity import JOB, loopback
 from jddp.distributed.join import HEARTBEAT, START, bind_address, read_seconds
 from jddp.distributed.rendezvous import Infos, Member, RendezvousClient
@@ -80,7 +80,7 @@ class Nodes:
         end = self._end
         lost = self._end.lost() if self._end is not None else []
         if isinstance(end, RendezvousServer) and end.failure and not failure_file.exists():
-            write(end.failure, failure_file)
+            write_failure(end.failure, failure_file)
         return lost
 
     def send_failure(self, failure: Mapping[str, Any]) -> None:

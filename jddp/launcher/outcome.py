@@ -8,7 +8,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jddp.distributed.failure_file import ABORT, describe, headline, read, write
+from jddp.distributed.failure_file import (
+    ABORT,
+    describe_failure,
+    headline,
+    read_failure,
+    write_failure,
+)
 from jddp.errors import ExitCode
 from jddp.launcher.group import Group, Worker
 
@@ -68,18 +74,18 @@ def first_failure(group: Group, lost: Sequence[int]) -> Failure | None:
     if not failed and not lost:
         return None
     by_themselves = [worker for worker in failed if worker.returncode not in CONSEQUENCES]
-    data = read(group.failure_file)
+    data = read_failure(group.failure_file)
     if data is None and lost and not by_themselves:
         text = f"node {lost[0]} was lost."
         reason = {"type": "jddp.launch", "message": text}
-        data = describe(None, ExitCode.ANOTHER_FAILED, host=None, exception=reason)
+        data = describe_failure(None, ExitCode.ANOTHER_FAILED, host=None, exception=reason)
         with suppress(OSError), group.failure_file.open("x") as file:
             json.dump(data, file)  # for processes that wait for those there
         return Failure(data, text, seconds)
     data = data or _found([*by_themselves, *failed][0], group.failure_file)
     named = [worker for worker in failed if worker.number == data["process"]]
     if named and data["exit_code"] is None:
-        data = describe(named[0].number, named[0].returncode)
+        data = describe_failure(named[0].number, named[0].returncode)
     text = f"{headline(data)} (after {seconds:.1f} s)."
     if named:
         text += f" Its whole output is in {named[0].output.path}."
@@ -96,17 +102,17 @@ def kill_overdue(group: Group, number: int) -> Failure:
     first = group.running[0].number
     group.close()
     reason = {"type": "jddp.launch", "message": text}
-    data = describe(first, 128 + number, exception=reason)
-    write(data, group.failure_file)
+    data = describe_failure(first, 128 + number, exception=reason)
+    write_failure(data, group.failure_file)
     return Failure(data, text, seconds)
 
 
 def _found(worker: Worker, path: Path) -> dict[str, Any]:
     """The failure of a process that has written none."""
-    data = describe(worker.number, worker.returncode)
+    data = describe_failure(worker.number, worker.returncode)
     said = worker.output.stderr_end()
     if worker.returncode == -signal.SIGABRT and (lost := ABORT.search(said)):
         data["exit_code"] = ExitCode.ANOTHER_FAILED
         data["exception"] = {"type": "JAX", "message": " ".join(lost[0].split())}
-    write(data, path)
-    return read(path) or data  # another may have been faster
+    write_failure(data, path)
+    return read_failure(path) or data  # another may have been faster

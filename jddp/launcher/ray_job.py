@@ -24,7 +24,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from jddp.distributed.failure_file import RESULT, describe, write
+from jddp.distributed.failure_file import RESULT, describe_failure, write_failure
 from jddp.distributed.identity import check_address
 from jddp.distributed.join import START, read_seconds
 from jddp.distributed.signals import Repeats, stop_signals_go_to
@@ -227,10 +227,10 @@ def _conclude(first: Failure | None, error: Exception | None) -> int:
         failures = getattr(error, "worker_failures", {}).values()
         lost = [x for x in failures if isinstance(x, ray.exceptions.RayError)]
         text = f"Ray has lost a worker: {' '.join(str([*lost, error][0]).split())}"
-        first = Failure(describe(None, ExitCode.ANOTHER_FAILED), text)
+        first = Failure(describe_failure(None, ExitCode.ANOTHER_FAILED), text)
     if first is None:
         return ExitCode.DONE
     if first.code != ExitCode.PREEMPTED:
         report(str(first))
-    write(first.data)
+    write_failure(first.data)
     return first.code

@@ -131,7 +131,7 @@ class Supervisor:
             report(f"not restarted: {error}")
         if failure is None:
             return ExitCode.DONE
-        failure_file.write(failure.data)  # where this launcher's own starter wants it
+        failure_file.write_failure(failure.data)  # where this launcher's own starter wants it
         return failure.code
 
     def _has_changed(self, failure: Failure) -> bool:

@@ -27,11 +27,10 @@ from jddp.modules.rows import split_rows
 from jddp.typing import Batch, PyTree
 
 # `run(axis_name, state, args, kwargs)` returns the outputs of a layer and its new statistics.
-Run = Callable[[str | None, PyTree, Any, Any], tuple[PyTree, PyTree]]
+CallOnRows = Callable[[str | None, PyTree, Any, Any], tuple[PyTree, PyTree]]
 
-_MOST_ENTRIES = (
-    2**24
-)  # of the rows of all replicas; with more than this, two replicas stand for all
+# Entries in the rows of all replicas; with more than this, two replicas stand for all.
+_MOST_ENTRIES = 2**24
 _ALLOWED = 0.05  # of a norm: far more than roundings, far less than what an outlier makes
 _COMPARED: dict[Hashable, bool] = {}
 
@@ -46,7 +45,7 @@ class _Inputs(NamedTuple):
 
 
 def check_all_rows(
-    what: str, run: Run, form: Hashable, state: PyTree, given: tuple[Any, Any], sync: Sync
+    what: str, run: CallOnRows, form: Hashable, state: PyTree, given: tuple[Any, Any], sync: Sync
 ) -> None:
     """Refuses a layer whose statistics, averaged over replicas, are not those of all its rows.
 
@@ -101,7 +100,7 @@ def _split(given: Any) -> _Inputs:
     return _Inputs(rows, others, restore, (treedef, told))
 
 
-def _agrees(run: Run, state: PyTree, inputs: _Inputs, num: int, axis: str) -> bool:
+def _agrees(run: CallOnRows, state: PyTree, inputs: _Inputs, num: int, axis: str) -> bool:
     """Whether a layer gives on all rows what it gives over replicas; True where it cannot tell."""
     num = num if num * max(math.prod(x.shape) for x in inputs.rows) <= _MOST_ENTRIES else 2
     rng = np.random.default_rng(0)

@@ -16,7 +16,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jddp.errors import ConfigError
 from jddp.reduce.plan import in_mebibytes
 from jddp.typing import ModelState, Params, Path
-from jddp.zoo.paths import select
+from jddp.zoo.paths import match_paths
 
 COLLECTION = "params"
 Frozen = Sequence[str] | Callable[[str], bool]
@@ -44,7 +44,9 @@ def freeze(params: Params, model_state: ModelState, frozen: Frozen) -> tuple[Par
         return params, model_state
     leaves = flatten_dict(params, keep_empty_nodes=True)
     names = {"/".join(map(str, path)): path for path in leaves}
-    is_chosen = frozen if callable(frozen) else select(frozen, names, key="frozen").__contains__
+    is_chosen = (
+        frozen if callable(frozen) else match_paths(frozen, names, key="frozen").__contains__
+    )
     still = {path: leaves[path] for name, path in names.items() if is_chosen(name)}
     trained = {path: x for path, x in leaves.items() if path not in still}
     if not (still and trained):

@@ -24,7 +24,7 @@ from jddp.engine.host_rows import as_arrays
 from jddp.engine.mesh import platform
 from jddp.engine.state import Inputs, TrainState
 from jddp.errors import UsageError
-from jddp.jaxprs import coarse_products, dtypes, long_sums, quantizations
+from jddp.jaxprs import coarse_products, dtypes, quantizations, sums_in_16_bits
 from jddp.modules.metrics import weights_in
 from jddp.modules.rows import count_rows
 from jddp.trainer.fingerprint import fingerprint, uses_rng
@@ -142,7 +142,7 @@ def _compared(
         alone = _first_state(one, seed, batch, values if isinstance(values, Mapping) else None)
         want = _step(one, alone, batch if has_all else _in_order(batch, many))
     comparisons = _compare(got, want, many, state, batch)
-    if sums := long_sums(many.trace(batch).jaxpr.jaxpr):
+    if sums := sums_in_16_bits(many.trace(batch).jaxpr.jaxpr):
         found.append(findings.long_sums(sums, options.get("compute_dtype")))
     if names := _not_finite(got, want):
         found.append(findings.not_finite(names))

@@ -1,6 +1,6 @@
 """Optimizers for groups of parameters, and rates that fall from layer to layer.
 
-    optimizer = by_group({"head": Group(["head/.*"], optax.sgd(0.1))}, optax.adamw(1e-4))
+    optimizer = by_group({"head": ParameterGroup(["head/.*"], optax.sgd(0.1))}, optax.adamw(1e-4))
     optimizer = decay_by_layer(optimizer, ["embed.*", "block_([0-9]+)/.*"], 0.75)
 
 Both are optimizers of optax, so that every part of a step treats them as any other.
@@ -19,12 +19,12 @@ import optax
 
 from jddp.errors import ConfigError
 from jddp.typing import Grads, Params, PyTree
-from jddp.zoo.paths import select
+from jddp.zoo.paths import match_paths
 
 REST = "rest"  # label of the parameters of no group
 
 
-class Group(NamedTuple):
+class ParameterGroup(NamedTuple):
     """An optimizer, and the parameters that it updates.
 
     Attributes:
@@ -37,7 +37,7 @@ class Group(NamedTuple):
 
 
 def by_group(
-    groups: Mapping[str, Group], rest: optax.GradientTransformation
+    groups: Mapping[str, ParameterGroup], rest: optax.GradientTransformation
 ) -> optax.GradientTransformation:
     """Returns an optimizer with one for each group, and one for the rest.
 
@@ -68,7 +68,9 @@ def groups_of(patterns: Mapping[str, Sequence[str]], paths: Sequence[str]) -> di
     """
     found = dict.fromkeys(paths, REST)
     for name, chosen in reversed([*patterns.items()]):
-        found |= dict.fromkeys(select(chosen, paths, key=f"optimizer.groups.{name}.patterns"), name)
+        found |= dict.fromkeys(
+            match_paths(chosen, paths, key=f"optimizer.groups.{name}.patterns"), name
+        )
     return found
 
 
@@ -113,7 +115,7 @@ def scales_of(layers: Sequence[str], factor: float, paths: Sequence[str]) -> dic
     key = "optimizer.layer_decay.layers"
     layer_of = dict[str, tuple[int, int]]()
     for row, pattern in reversed([*enumerate(layers)]):
-        for path, match in select([pattern], paths, key=key).items():
+        for path, match in match_paths([pattern], paths, key=key).items():
             number = "".join(match.groups(default="")) or "0"
             if not number.isdecimal():
                 raise ConfigError(f"{key}: {pattern!r} finds {number!r} in {path}, and no number.")

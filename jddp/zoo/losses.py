@@ -22,7 +22,7 @@ from jddp.errors import ConfigError
 from jddp.typing import LossFn
 
 Model = Callable[..., Any]  # a bound Linen module, or an NNX module in the right mode
-Batch = Mapping[str, Array]
+ArrayBatch = Mapping[str, Array]
 
 # Names that modules have for the argument of training or evaluation, with its value in training.
 _MODES = {"train": True, "training": True, "is_training": True, "deterministic": False}
@@ -41,7 +41,7 @@ def call_model(model: Model, inputs: Array, train: bool, mask: Array | None = No
 
 
 def cross_entropy(
-    model: Model, batch: Batch, train: bool, *, label_smoothing: float = 0.0
+    model: Model, batch: ArrayBatch, train: bool, *, label_smoothing: float = 0.0
 ) -> tuple[Float[Array, "b"], dict[str, Array]]:
     """The softmax cross entropy of `batch["image"]` and `batch["label"]`, in nats, and "accuracy".
 
@@ -76,7 +76,7 @@ def _cross_entropy(
 
 
 def next_token(
-    model: Model, batch: Batch, train: bool
+    model: Model, batch: ArrayBatch, train: bool
 ) -> tuple[Float[Array, "b t"], dict[str, Array]]:
     """The cross entropy of each of `batch["tokens"]` given those before it, and "accuracy".
 
@@ -101,7 +101,7 @@ def next_token(
     return jax.nn.logsumexp(logits, axis=-1) - known, {"accuracy": logits.argmax(-1) == targets}
 
 
-def mean_squared_error(model: Model, batch: Batch, train: bool) -> Float[Array, "b"]:
+def mean_squared_error(model: Model, batch: ArrayBatch, train: bool) -> Float[Array, "b"]:
     """The squared error of the model at `batch["x"]`, averaged over the outputs of each example.
 
     Args:
@@ -119,7 +119,7 @@ def mean_squared_error(model: Model, batch: Batch, train: bool) -> Float[Array, 
     return jnp.square(predictions - y).reshape(len(y), -1).mean(axis=1)
 
 
-def outputs(model: Model, batch: Batch) -> Any:
+def outputs(model: Model, batch: ArrayBatch) -> Any:
     """The outputs of a model in evaluation mode for the inputs of one of these losses."""
     for name in ("image", "tokens", "x"):
         if name in batch:
@@ -135,7 +135,7 @@ _LOSSES: tuple[Any, ...] = (cross_entropy, mean_squared_error, next_token)
 LOSSES: dict[str, LossFn] = {loss.__name__: loss for loss in _LOSSES}
 
 
-def _fields(batch: Batch, loss: str, *names: str) -> list[Array]:
+def _fields(batch: ArrayBatch, loss: str, *names: str) -> list[Array]:
     if missing := [name for name in names if name not in batch]:
         raise ConfigError(
             f"loss {loss!r} reads {', '.join(names)}, and the batch holds {', '.join(batch)}: "

@@ -23,7 +23,7 @@ from typing import Any, ParamSpec, TypeVar
 from jddp.errors import ConfigError
 
 P = ParamSpec("P")
-Result = TypeVar("Result")
+Returned = TypeVar("Returned")
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -171,7 +171,7 @@ def check_arguments(
       ConfigError: For the first argument that the function does not take, or lacks.
     """
     accepted_names(function, key=key)
-    called = name_of(function)
+    called = name_of_callable(function)
     parameters = _parameters(function)
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         refuse_unknown(function, arguments, key=key)
@@ -184,7 +184,7 @@ def check_arguments(
 
 def refuses_unknown(
     called: str, synonyms: Mapping[str, str]
-) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
+) -> Callable[[Callable[P, Returned]], Callable[P, Returned]]:
     """Makes a function refuse an argument that it does not have in one line, with a suggestion.
 
     Args:
@@ -195,9 +195,9 @@ def refuses_unknown(
       A decorator; type checkers see the signature of the function itself.
     """
 
-    def decorate(function: Callable[P, Result]) -> Callable[P, Result]:
+    def decorate(function: Callable[P, Returned]) -> Callable[P, Returned]:
         @functools.wraps(function)
-        def checked(*args: P.args, **kwargs: P.kwargs) -> Result:
+        def checked(*args: P.args, **kwargs: P.kwargs) -> Returned:
             refuse_unknown(function, kwargs, key=called, synonyms=synonyms, called=called)
             return function(*args, **kwargs)
 
@@ -231,11 +231,11 @@ def refuse_unknown(
     for name in arguments:
         if name not in known:
             meant = did_you_mean(name, words)
-            takes = called or name_of(function)
+            takes = called or name_of_callable(function)
             raise ConfigError(f"{key}.{name}: {takes} takes no argument {name!r}.{meant}")
 
 
-def name_of(function: Any) -> str:
+def name_of_callable(function: Any) -> str:
     """Returns the name of a function, a class or a `functools.partial` of one."""
     inner = getattr(function, "func", function)
     return getattr(inner, "__name__", type(inner).__name__)

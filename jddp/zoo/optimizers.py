@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 
 from jddp.errors import ConfigError
-from jddp.zoo.names import accepted_names, check_arguments, find_attribute, name_of
+from jddp.zoo.names import accepted_names, check_arguments, find_attribute, name_of_callable
 
 Arguments = Mapping[str, Any]
 NOTHING: Arguments = MappingProxyType({})
@@ -121,7 +121,9 @@ def make_optimizer(
     arguments = {n: v for n, v in filled.items() if n in accepted} | dict(kwargs)
     optimizer = _call(make, arguments, key=f"{key}.kwargs")
     if not isinstance(optimizer, optax.GradientTransformation):
-        raise ConfigError(f"{key}: {name_of(make)} gives {type(optimizer).__name__}, no optimizer.")
+        raise ConfigError(
+            f"{key}: {name_of_callable(make)} gives {type(optimizer).__name__}, no optimizer."
+        )
     return optimizer, schedule if arguments.get("learning_rate") is schedule else None
 
 
@@ -140,7 +142,7 @@ def factory_of(factory: str | Callable[..., Any], *, key: str) -> Callable[..., 
 
 
 def _is_schedule(found: Any) -> bool:
-    name = name_of(found)
+    name = name_of_callable(found)
     return name.endswith("_schedule") and not name.startswith("scale_by")
 
 
@@ -170,4 +172,4 @@ def _call(make: Any, arguments: Arguments, *, key: str) -> Any:
     except (TypeError, ValueError) as error:
         if not make.__module__.startswith("optax"):
             raise  # An error of your code, with its traceback.
-        raise ConfigError(f"{key}: {name_of(make)} refuses them: {error}") from error
+        raise ConfigError(f"{key}: {name_of_callable(make)} refuses them: {error}") from error

@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from jddp.errors import ConfigError
 
 
-def select(patterns: Iterable[str], paths: Iterable[str], *, key: str) -> dict[str, re.Match[str]]:
+def match_paths(
+    patterns: Iterable[str], paths: Iterable[str], *, key: str
+) -> dict[str, re.Match[str]]:
     """Returns the paths that a pattern matches, each with its first match.
 
     Args:

@@ -13,7 +13,7 @@ from jddp.config.files import load_config
 from jddp.job.job import build
 from jddp.job.optimizers import optimizer_of, optimizer_table
 from jddp.job.preview import preview
-from jddp.zoo.groups import Group, by_group, decay_by_layer, scales_of
+from jddp.zoo.groups import ParameterGroup, by_group, decay_by_layer, scales_of
 
 OPTIONS = {
     "mean": {},
@@ -31,7 +31,7 @@ LAYERS = ["embed/.*", "block_([0-9]+)/.*"]
 def test_each_group_trains_as_by_its_own_optimizer_on_one_device(options):
     """The judge updates each layer by itself, with the optimizers of optax alone."""
     alone, is_still = {"first": optax.adam(0.01), "last": optax.sgd(0.1, 0.9)}, "frozen" in options
-    optimizer = by_group({"head": Group(["last/.*"], alone["last"])}, alone["first"])
+    optimizer = by_group({"head": ParameterGroup(["last/.*"], alone["last"])}, alone["first"])
     optimizer = decay_by_layer(optimizer, ["first/kernel"] * (not is_still), 0.5)
     ddp = wrapped(Net(), optimizer=optimizer, **options)
     state = ddp.init(0, make_rows())
@@ -67,7 +67,7 @@ def test_layers_are_counted_downwards_from_what_no_pattern_matches():
 
 def test_the_first_group_that_matches_has_the_parameter():
     rates = [("one", ["a"], 1.0), ("two", ["a|b"], 2.0)]
-    groups = {name: Group(patterns, optax.sgd(rate)) for name, patterns, rate in rates}
+    groups = {name: ParameterGroup(patterns, optax.sgd(rate)) for name, patterns, rate in rates}
     tx, params = by_group(groups, optax.sgd(3.0)), dict.fromkeys("abc", 1.0)
     assert tx.update(params, tx.init(params))[0] == {"a": -1, "b": -2, "c": -3}
 
@@ -151,7 +151,7 @@ def test_groups_that_cannot_be_are_refused_in_one_line(keys, message):
 
 
 def test_patterns_that_match_nothing_or_no_number_are_refused():
-    optimizer = by_group({"head": Group(["lost/.*"], optax.sgd(0.1))}, optax.sgd(0.1))
+    optimizer = by_group({"head": ParameterGroup(["lost/.*"], optax.sgd(0.1))}, optax.sgd(0.1))
     lost = r"groups.head.patterns: 'lost/.*' matches no"
 
     def traced(parts):

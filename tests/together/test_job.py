@@ -22,7 +22,7 @@ from tiny import ConvNet, loss_fn, make_batch
 import jddp
 from jddp.checkpoint.__main__ import main as checkpoint_command
 from jddp.config.effects import effect_of
-from jddp.config.files import dump_values, load_config, read_values, with_overrides
+from jddp.config.files import dump_values, load_config, read_yaml, with_overrides
 from jddp.config.keys import keys_of
 from jddp.config.schema import Config
 from jddp.distributed.watchdog import Limits
@@ -196,7 +196,7 @@ def test_checkpoints_stay_as_the_config_says_and_say_with_the_manifest_what_the_
     best = min(run.evaluations, key=lambda record: record["loss"])
     assert [path.name for path in Path("run/best").iterdir()] == [str(best["step"])]
     assert f"best loss {best['loss']:.4g} at step {best['step']}" in printed(capsys)
-    manifest = read_values(Path("run/manifest.json"))
+    manifest = read_yaml(Path("run/manifest.json"))
     assert manifest["versions"]["jax"] == jax.__version__
     assert manifest["data"]["description"].startswith("mine:points: 20 train / 7 test")
     assert manifest["world"] == {"num_processes": 1, "num_devices": 2, "device_kind": "cpu"}
@@ -296,7 +296,7 @@ def test_a_run_directory_is_data_and_imports_nothing_without_trust(mine):
     text = config.read_text()
     config.write_text(text.replace("slope: 3.0", "slope: ${oc.env:HOME}"))
     load("run", trust="package")
-    assert read_values(config)["data"]["kwargs"]["slope"] == "${oc.env:HOME}"
+    assert read_yaml(config)["data"]["kwargs"]["slope"] == "${oc.env:HOME}"
     for target, trust in (("jddp.zoo.models:MODELS", None), ("mine:points", "package")):
         config.write_text(text.replace("mine:Line", target))
         with pytest.raises(UsageError, match="is no Flax module class"):
@@ -426,7 +426,7 @@ def test_a_longer_run_is_as_if_it_had_been_as_long_from_the_start(mine, capsys):
     for change in ("num_steps 3 -> 7", "log_every_steps 1 -> 2", "eval_every_steps null -> 2"):
         assert f"train.{change}" in reported
     assert "learning rate: the schedule" not in reported
-    assert read_values(Path("run/config.yaml"))["train"]["num_steps"] == 7
+    assert read_yaml(Path("run/config.yaml"))["train"]["num_steps"] == 7
     assert_same(run.state, fit(of_steps(7, "whole")).state)
     assert fit(of_steps(3)).step == 7
     assert "num_steps=3: the run is at step 7 already" in printed(capsys)
@@ -688,7 +688,7 @@ def test_a_changed_key_is_refused_until_it_is_allowed(mine, capsys):
     changed = ["train.num_steps 2 -> 3", "optimizer.learning_rate 0.05 -> 0.5"]
     assert later["changed"] == changed
     assert fit(of_steps(4), **rate).step == 4
-    assert read_values(Path("run/config.yaml"))["optimizer"]["learning_rate"] == 0.5
+    assert read_yaml(Path("run/config.yaml"))["optimizer"]["learning_rate"] == 0.5
 
 
 def test_paths_of_a_config_are_those_of_its_start_whatever_its_parts_do(mine):

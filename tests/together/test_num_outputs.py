@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from jddp.config.files import load_config, read_values, with_overrides
+from jddp.config.files import load_config, read_yaml, with_overrides
 from jddp.config.schema import Config
 from jddp.data import ArrayExamples, make_source
 from jddp.data.sources.tokenize import BYTES, write_tokens
@@ -49,7 +49,7 @@ def outputs_of(job):
 
 def test_the_number_of_classes_is_filled_in_and_kept_with_the_run(folders):
     run = fit(config(folders))
-    assert read_values(run.run_dir / "config.yaml")["model"]["kwargs"] == {"num_classes": 5}
+    assert read_yaml(run.run_dir / "config.yaml")["model"]["kwargs"] == {"num_classes": 5}
     assert load(run.run_dir)(jnp.zeros((1, 8, 8, 3))).shape == (1, 5)
     assert fit(config(folders)).step == 2  # the same config again: nothing to do
     # A default that is right is not written into a config.

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jddp.data.augment import CropAndFlip
-from jddp.data.examples import Batch, per_channel
+from jddp.data.examples import NumpyBatch, per_channel
 from jddp.data.extras import import_extra
 from jddp.data.source import DataSet, Source, image_spec, make_data_set
 from jddp.errors import ConfigError, DataError
@@ -37,7 +37,7 @@ LAYOUT = (
 )
 
 
-class Split(NamedTuple):
+class HashSplit(NamedTuple):
     """One side of a split of images into those for training and those for testing.
 
     Attributes:
@@ -83,7 +83,7 @@ class FolderExamples:
     std: float | Sequence[float] = 0.5
     keep_undecodable: bool = False
     is_labelled: bool = True
-    split: Split | None = None
+    split: HashSplit | None = None
 
     def __post_init__(self) -> None:
         root = self.root
@@ -113,7 +113,7 @@ class FolderExamples:
     def __len__(self) -> int:
         return len(self.files)
 
-    def take(self, indices: np.ndarray) -> Batch:
+    def take(self, indices: np.ndarray) -> NumpyBatch:
         """float32 "image" `(b, size, size, 3)`, int32 "label", and "mask" if some may be missing.
 
         Raises:
@@ -239,7 +239,7 @@ def image_folder(
     masks = undecodable == "mask"
 
     def examples(part: str, margin: float) -> FolderExamples:
-        split = None if test_share is None else Split(test_share, is_test=part == "test")
+        split = None if test_share is None else HashSplit(test_share, is_test=part == "test")
         root = directory if test_share is not None else directory / part
         found = FolderExamples(
             root, image_size, margin, mean, std, keep_undecodable=masks, split=split

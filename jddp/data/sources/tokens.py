@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jddp.data.examples import Batch
+from jddp.data.examples import NumpyBatch
 from jddp.data.source import Source, Spec, make_data_set
 from jddp.data.sources.mapped import map_npy, refusing_damage, require_file
 from jddp.errors import ConfigError, DataError
@@ -68,7 +68,7 @@ class TokenExamples:
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def take(self, indices: np.ndarray) -> Batch:
+    def take(self, indices: np.ndarray) -> NumpyBatch:
         """int32 tokens `(b, t + 1)`: inputs are all but the last, targets all but the first.
 
         Returns:

@@ -24,7 +24,7 @@ from typing import Any
 from jddp.checkpoint import lock
 from jddp.checkpoint.remote import Remote
 from jddp.config.effects import default_of, effect_of, in_effect
-from jddp.config.files import dump_values, flatten, read_values
+from jddp.config.files import dump_values, flatten, read_yaml
 from jddp.config.permissions import is_url, refuse_foreign
 from jddp.distributed.same_folder import SameFolder, make_folder
 from jddp.errors import ConfigError, DataError, FileSystemError, file_errors, words_of
@@ -196,7 +196,7 @@ class RunDirectory:
                         "Wait for its end, or choose another run.dir."
                     ) from None
                 self.folder.pin()
-                if config is not None and compare(read_values(self._config), config)[1]:
+                if config is not None and compare(read_yaml(self._config), config)[1]:
                     self._write_config(config)
             yield
 
@@ -216,7 +216,7 @@ class RunDirectory:
         return self.path / "logs" / f"process_{process_index}.stacks"
 
     def _refuse_another_run(self, config: Values | None) -> None:
-        before, other = read_values(self._config) if self._config.exists() else None, ""
+        before, other = read_yaml(self._config) if self._config.exists() else None, ""
         if before is None and not self._manifest.exists():
             strangers = [p.name for p in (self.metrics.path, self.checkpoints) if p.exists()]
             other = f"{' and '.join(strangers)} of something else" if strangers else ""
@@ -279,7 +279,7 @@ class RunDirectory:
             if not self._config.exists():
                 self._write_config(config)
             if flatten(config).get("checkpoint.allow_changed"):
-                manifest = {**manifest, "changed": compare(read_values(self._config), config)[1]}
+                manifest = {**manifest, "changed": compare(read_yaml(self._config), config)[1]}
         manifest = json.loads(json.dumps(manifest))  # Tuples become lists, as in what was read.
         if manifest not in starts:
             first, *later = *starts, manifest

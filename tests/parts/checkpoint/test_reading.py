@@ -47,7 +47,7 @@ def removing(monkeypatch, module, name, folder, run='{"step": 6}'):
     monkeypatch.setattr(module, name, late)
 
 
-@pytest.mark.parametrize("name", ["read_described", "read_object", "read"])
+@pytest.mark.parametrize("name", ["read_described", "read_object", "read_arrays"])
 def test_the_next_checkpoint_is_read_where_a_run_removes_one_as_it_is_read(
     saved, state, monkeypatch, caplog, name
 ):
@@ -93,7 +93,7 @@ def test_what_a_library_reports_to_a_loop_that_it_has_closed_is_not_printed(save
 
 
 def test_the_next_checkpoint_is_exported_where_a_run_removes_one(saved, monkeypatch, capsys):
-    removing(monkeypatch, reader, "read", saved / "4")
+    removing(monkeypatch, reader, "read_arrays", saved / "4")
     assert checkpoint_command(["export", str(saved), str(saved / "model.safetensors")]) == 0
     assert "step 6 is in" in capsys.readouterr().out
 
@@ -104,7 +104,7 @@ def test_a_run_is_loaded_and_opened_while_it_removes_checkpoints(tmp_path, monke
     text = (tmp_path / "checkpoints/4/run.json").read_text().replace('"step": 4}', '"step": 6}')
     for open_run in (jddp.load, jddp.Run.open):
         with monkeypatch.context() as patch:
-            removing(patch, reader, "read", tmp_path / "checkpoints/4", text)
+            removing(patch, reader, "read_arrays", tmp_path / "checkpoints/4", text)
             open_run(tmp_path, model=MLP())
         assert not (tmp_path / "checkpoints/4").exists()
         later = (tmp_path / "checkpoints/6").rename(tmp_path / "checkpoints/4")

@@ -18,7 +18,7 @@ from tiny import MLP, loss_fn, make_batch
 import jddp
 from jddp.checkpoint.checkpoints import Checkpoints
 from jddp.checkpoint.checksums import find_damage
-from jddp.config.files import dump_values, load_config, read_values
+from jddp.config.files import dump_values, load_config, read_yaml
 from jddp.config.permissions import make_private, refuse_foreign
 from jddp.config.schema import Config
 from jddp.distributed.join import bind_address
@@ -139,7 +139,7 @@ def test_yaml_of_no_config_is_refused_in_a_line_and_an_alias_is_followed(tmp_pat
         assert not Path("canary").exists()
     for text, values in (("", {}), ("a: &k {x: 1}\nb: *k\n", {"a": {"x": 1}, "b": {"x": 1}})):
         Path("config.yaml").write_text(text)
-        assert read_values(Path("config.yaml")) == values
+        assert read_yaml(Path("config.yaml")) == values
 
 
 def test_a_checkpoint_cannot_be_kept_outside_of_its_run_nor_lead_there(run_dir, trained):

@@ -19,7 +19,7 @@ SLICED = [Listed("GPU-aa-1"), Listed("GPU-bb-2", ("MIG-x", "MIG-y"))]
 
 
 def test_gpus_and_their_mig_instances_are_read_from_nvidia_smi(monkeypatch):
-    monkeypatch.setattr(nvidia_smi, "run", lambda *given: LINES.splitlines())
+    monkeypatch.setattr(nvidia_smi, "run_program", lambda *given: LINES.splitlines())
     assert list_devices() == SLICED
 
 

@@ -11,7 +11,13 @@ from runs import environment, free_port
 
 from jddp import train
 from jddp.distributed import failure, failure_file
-from jddp.distributed.failure_file import VARIABLE, describe, headline, read, write
+from jddp.distributed.failure_file import (
+    VARIABLE,
+    describe_failure,
+    headline,
+    read_failure,
+    write_failure,
+)
 from jddp.distributed.identity import VARIABLES
 from jddp.errors import FileSystemError
 
@@ -32,7 +38,7 @@ def raised(error):
 
 def test_a_failure_has_these_fields():
     before = datetime.now(UTC)
-    failure = describe(1, 65, raised(ValueError("the headline\nand more")))
+    failure = describe_failure(1, 65, raised(ValueError("the headline\nand more")))
     trace, moment = failure["traceback"], failure["time"]
     want = {"process": 1, "host": socket.gethostname(), "exit_code": 65, "step": 7, "phase": "step"}
     want["exception"] = {"type": "ValueError", "message": "the headline"}
@@ -50,16 +56,16 @@ class Speechless(Exception):
 
 @pytest.mark.parametrize("error", [Speechless(), ValueError("x" * 10_000), ValueError("\ud800")])
 def test_a_failure_fits_a_pod_s_termination_message_whatever_the_error(tmp_path, error):
-    write(describe(0, 1, raised(error)), tmp_path / "failure.json")
+    write_failure(describe_failure(0, 1, raised(error)), tmp_path / "failure.json")
     assert 0 < (tmp_path / "failure.json").stat().st_size < 4096
-    assert read(tmp_path / "failure.json")["exception"]["type"] == type(error).__name__
+    assert read_failure(tmp_path / "failure.json")["exception"]["type"] == type(error).__name__
 
 
 def test_the_first_failure_stays_and_a_stopped_job_or_the_loss_of_another_are_none(tmp_path):
     path = tmp_path / "failure.json"
     for process, code in enumerate((75, 81, 1, 1)):
-        write(describe(process, code), path)
-    assert read(path)["process"] == 2
+        write_failure(describe_failure(process, code), path)
+    assert read_failure(path)["process"] == 2
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -68,28 +74,28 @@ def test_an_empty_file_is_filled_as_that_of_a_pod_is(tmp_path):
     path.touch()
     number = path.stat().st_ino
     for process in (1, 0):
-        write(describe(process, 1), path)
-    assert read(path)["process"] == 1
+        write_failure(describe_failure(process, 1), path)
+    assert read_failure(path)["process"] == 1
     assert path.stat().st_ino == number  # it is mounted, and cannot be replaced
 
 
 def test_the_variable_wins_over_the_file_of_a_run(tmp_path, monkeypatch):
     failure_file.begin(tmp_path / "of-run")
-    write(describe(0, 1))
+    write_failure(describe_failure(0, 1))
     monkeypatch.setenv(VARIABLE, str(tmp_path / "of-variable"))
-    write(describe(1, 1))
-    assert read(tmp_path / "of-run")["process"] == 0
-    assert read(tmp_path / "of-variable")["process"] == 1
+    write_failure(describe_failure(1, 1))
+    assert read_failure(tmp_path / "of-run")["process"] == 0
+    assert read_failure(tmp_path / "of-variable")["process"] == 1
     failure_file.begin(tmp_path / "of-run")  # the run begins again
-    assert read(tmp_path / "of-run") is None
+    assert read_failure(tmp_path / "of-run") is None
 
 
 def test_a_file_without_a_failure_is_none(tmp_path):
     path = tmp_path / "failure.json"
-    assert read(path) is None
+    assert read_failure(path) is None
     for text in ("", "[]", "{", "3", '{"exception": "no"}', '{"exit_code": "1"}', "[" * 10_000):
         path.write_text(text)
-        assert read(path) is None, text[:20]
+        assert read_failure(path) is None, text[:20]
 
 
 @pytest.mark.parametrize("where", ["nowhere/failure.json", "file/failure.json", "folder", "\0"])
@@ -100,7 +106,7 @@ def test_a_path_that_cannot_be_written_changes_nothing_else(tmp_path, monkeypatc
         monkeypatch.setenv(VARIABLE, str(tmp_path / where))
         assert train.main(["no.such.key=1"]) == 2
         assert capsys.readouterr().err.count("\n") == 1
-    write(describe(0, 1), tmp_path / where)
+    write_failure(describe_failure(0, 1), tmp_path / where)
     assert {path.name for path in tmp_path.rglob("*")} == {"file", "folder"}
 
 
@@ -111,7 +117,7 @@ def test_a_mistake_in_the_arguments_is_kept_with_the_number_of_the_process(tmp_p
     for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"):
         monkeypatch.setenv(name, "4")
     assert train.main(["no.such.key=1"]) == 2
-    failure = read(path)
+    failure = read_failure(path)
     assert (failure["process"], failure["exit_code"]) == (3, 2)
     assert "unknown key 'no'" in failure["exception"]["message"]
 
@@ -129,7 +135,9 @@ def test_a_mistake_in_the_arguments_is_kept_with_the_number_of_the_process(tmp_p
     ],
 )
 def test_a_failure_is_a_sentence_for_people(code, error, known, sentence):
-    assert sentence.lstrip(".") in headline(describe(1, code, error, **{"host": "h", **known}))
+    assert sentence.lstrip(".") in headline(
+        describe_failure(1, code, error, **{"host": "h", **known})
+    )
 
 
 NCCL = "INTERNAL: NCCL operation ncclGroupEnd() failed:"
@@ -209,7 +217,7 @@ def test_a_script_that_asks_for_its_job_keeps_its_end(tmp_path, error, numbers, 
     done = subprocess.run(command, env=environ, capture_output=True, text=True)
     assert done.returncode
     assert done.stderr.count("Traceback") == 1
-    failure = read(path)
+    failure = read_failure(path)
     assert (failure and failure["exit_code"]) == code
     if code is not None:
         assert failure["process"] == (1 if numbers else 0)
@@ -239,7 +247,7 @@ failure.job.num_processes = lambda: 64
 failure._MOMENT = 0.2
 exit, began = os._exit, time.monotonic()
 os._exit = lambda code: exit(code if 0.6 < time.monotonic() - began < 10 else 1)
-failure.end(failure_file.describe(7, 137), "the end")
+failure.end_process(failure_file.describe_failure(7, 137), "the end")
 """
 
 

@@ -20,7 +20,7 @@ from jddp.distributed import failure, join, rendezvous_server
 from jddp.distributed import rendezvous as rendezvous_module
 from jddp.distributed.identity import VARIABLES, Identity
 from jddp.distributed.join import HEARTBEAT, START, initialize, rendezvous
-from jddp.distributed.rendezvous import Member, RendezvousClient, connect
+from jddp.distributed.rendezvous import Member, RendezvousClient, connect_to
 from jddp.distributed.rendezvous_server import RendezvousServer
 from jddp.distributed.resolve import resolve_identity
 from jddp.errors import ConfigError, CoordinatorError, ProcessMismatchError
@@ -173,7 +173,7 @@ STRANGE += [_ODD % key for key in (b"same", b"more", b"where")]
 
 def test_a_client_that_sends_nothing_or_nonsense_is_no_process(address):
     def client(said):
-        opened = connect(address, "", time.monotonic() + 5)
+        opened = connect_to(address, "", time.monotonic() + 5)
         with suppress(OSError):
             opened.sendall(said)
         return opened
@@ -191,7 +191,7 @@ def test_half_a_line_holds_up_nobody_and_its_connection_is_closed_in_time(addres
     monkeypatch.setattr(rendezvous_server, "_MESSAGE_SECONDS", 0.2)
     with closing(RendezvousServer("process", address)) as server, ExitStack() as opened:
         until = time.monotonic() + 5
-        halves = [opened.enter_context(connect(address, "", until)) for _ in range(30)]
+        halves = [opened.enter_context(connect_to(address, "", until)) for _ in range(30)]
         for half in halves:
             half.sendall(b'{"kind": "process", ')
 

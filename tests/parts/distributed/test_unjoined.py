@@ -20,7 +20,7 @@ from test_identity import (
 from tiny import MLP, loss_fn, make_batch
 
 import jddp
-from jddp.distributed.unjoined import explain, started_job
+from jddp.distributed.unjoined import explain_unjoined, started_job
 from jddp.doctor.job import check_job
 from jddp.errors import UsageError
 
@@ -47,7 +47,7 @@ def test_the_numbers_of_a_launcher_describe_its_job_with_or_without_an_address(
     for given in (environ, environ | ADDRESS):
         job = started_job(given)
         assert (job.source, job.num_processes, job.process_id) == (source, 4, 3)
-        what, way_out = explain(job)
+        what, way_out = explain_unjoined(job)
         assert what.startswith(f"{source} has started 4 processes, of which this is number 3, but")
         assert "`distributed.initialize(distributed.resolve_identity())`" in way_out
         assert way_out.endswith(f"To train by itself on purpose, unset {count_in}.")

@@ -12,7 +12,7 @@ import pytest
 from runs import environment, wait_until
 
 from jddp.distributed import silence
-from jddp.distributed.watchdog import Limits, Watchdog, describe
+from jddp.distributed.watchdog import Limits, Watchdog, describe_hang
 
 
 def at(step, phase="step", seconds=200.0):
@@ -29,7 +29,7 @@ def test_the_process_that_is_behind_or_silent_is_blamed():
         ({0: at(7), 1: None, 2: at(7)}, 1, "process 1 does not answer; process 0 on node"),
         ({0: at(9, "evaluation"), 1: at(9, "save", 300)}, 1, "process 1 on node is in phase save"),
     ):
-        blamed, text = describe(progress, Limits(), 0.0)
+        blamed, text = describe_hang(progress, Limits(), 0.0)
         assert blamed == process
         assert reported in text
 

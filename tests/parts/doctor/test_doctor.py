@@ -15,7 +15,7 @@ import pytest
 from runs import environment, free_port
 
 from jddp.distributed import atomics, gpus
-from jddp.distributed.failure_file import VARIABLE, describe, write
+from jddp.distributed.failure_file import VARIABLE, describe_failure, write_failure
 from jddp.distributed.gpus import Missing
 from jddp.distributed.identity import VARIABLES
 from jddp.doctor import __main__ as doctor
@@ -323,7 +323,7 @@ def test_the_first_failures_of_a_run_or_of_a_launch_are_printed(tmp_path, monkey
     (tmp_path / "logs").mkdir()
     kept = [tmp_path / "logs" / "failure.json", tmp_path / "failure_a1.json", tmp_path / "of-pod"]
     for number, path in enumerate(kept):
-        write(describe(number, 65, ValueError("damaged"), **known), path)
+        write_failure(describe_failure(number, 65, ValueError("damaged"), **known), path)
     (tmp_path / "logs" / "failure_a2.json").write_text("{")
     monkeypatch.setenv(VARIABLE, str(kept[2]))
     assert main([str(tmp_path)]) == 0

@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jddp.jaxprs import axes_of, called, carried, dtypes, equations, long_sums, uses_rng
+from jddp.jaxprs import (
+    axes_of,
+    called,
+    carried,
+    dtypes,
+    equations,
+    has_random_bits,
+    sums_in_16_bits,
+)
 
 KEY, X = jax.random.key(0), jnp.ones(3)
 
@@ -69,15 +77,17 @@ DRAWS = {
 
 @pytest.mark.parametrize("function", DRAWS.values(), ids=DRAWS)
 def test_who_draws_random_numbers_is_known_and_names_and_keys_alone_are_none(function):
-    assert uses_rng(traced(function, KEY))
+    assert has_random_bits(traced(function, KEY))
 
     def random_bits(x):
         return 2 * x
 
     program = traced(jax.jit(random_bits), X)
     assert "random_bits" in str(program)
-    assert not uses_rng(program)
-    assert not uses_rng(traced(lambda key: jax.random.split(jax.random.fold_in(key, 1)), KEY))
+    assert not has_random_bits(program)
+    assert not has_random_bits(
+        traced(lambda key: jax.random.split(jax.random.fold_in(key, 1)), KEY)
+    )
 
 
 COLLECTIVES = {
@@ -124,10 +134,10 @@ def scatter_of(num, dtype):
 @pytest.mark.parametrize("make, name", [(sum_of, "reduce_sum"), (scatter_of, "scatter-add")])
 def test_a_sum_is_long_if_its_dtype_does_not_count_so_far(make, name):
     for dtype, longest in (("bfloat16", 2**8), ("float16", 2**11)):
-        assert not long_sums(traced(make(longest, dtype), X))
-        found = long_sums(traced(in_branches_of_loops(make(longest + 1, dtype)), X))
+        assert not sums_in_16_bits(traced(make(longest, dtype), X))
+        found = sums_in_16_bits(traced(in_branches_of_loops(make(longest + 1, dtype)), X))
         assert found == {(name, dtype, longest + 1)}
-    assert not long_sums(traced(make(5000, "float32"), X))
+    assert not sums_in_16_bits(traced(make(5000, "float32"), X))
 
 
 def test_a_call_is_told_from_a_loop_and_from_a_reduction():

@@ -11,7 +11,7 @@ from jddp.zoo.names import (
     check_arguments,
     did_you_mean,
     find_attribute,
-    name_of,
+    name_of_callable,
     resolve_target,
 )
 
@@ -78,7 +78,7 @@ def test_arguments_are_known_and_held_against_the_signature_without_a_call():
     assert accepted_names(NnxNet, key="k") == {"width", "rngs"}
     assert "width" in accepted_names(LinenNet, key="k")
     assert "b" in accepted_names(functools.partial(function, a=1), key="k")
-    assert name_of(functools.partial(function, a=1)) == "function"
+    assert name_of_callable(functools.partial(function, a=1)) == "function"
     with pytest.raises(ConfigError, match="k names 3, which cannot be called"):
         accepted_names(3, key="k")
     check_arguments(NnxNet, {"width": 1}, key="k", filled=["rngs"])

@@ -7,7 +7,7 @@ import pytest
 from runs import records
 
 from faults.jobs import Job, assert_same_run
-from jddp.checkpoint.reader import read
+from jddp.checkpoint.reader import read_arrays
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -18,7 +18,7 @@ PLAIN = ["model.kwargs.dropout_rate=0.0", "optimizer.name=sgd"]
 def values(job):
     """Parameters and statistics of the last checkpoint."""
     path = job.run_dir / "checkpoints" / str(job.last_saved())
-    return read(path, ["params", "ema_params", "model_state"])
+    return read_arrays(path, ["params", "ema_params", "model_state"])
 
 
 @pytest.mark.long
