@@ -19,7 +19,7 @@ from jddp.config.cli import Parser, enter, share_gpus
 from jddp.config.permissions import expand
 from jddp.distributed.failure_file import VARIABLE, headline, read_failure
 from jddp.doctor.finding import BAD, Finding
-from jddp.errors import Error, ExitCode, FileSystemError, UsageError, show, words_of
+from jddp.errors import Error, ExitCode, FileSystemError, UsageError, show
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,7 +34,6 @@ def _parser() -> Parser:
     add("run", type=expand, nargs="?", help="only print the first failures of this run directory")
     shared = "a directory on a file system that all processes see (runs)"
     add("--dir", type=expand, default=Path("runs"), help=shared)
-    add("--plot", type=expand, metavar="FILE", help="write a plot of the bandwidths, .png or .svg")
     add("--num-devices", type=int, default=8, help="virtual CPU devices, where there is no GPU (8)")
     page = Path("gpu_acceptance.md")
     about = "measure and compare GPUs, kill a run; write a page"
@@ -115,8 +114,6 @@ def _examine(arguments: argparse.Namespace) -> int:
     shared += [*right, *check_links(mesh)]
     if process_index() == 0:
         _print(of_processes, shared, table)
-        if arguments.plot:
-            _plot(table, arguments.plot)
     levels = {finding.level for finding in (*findings, *shared)}
     return ExitCode.UNAVAILABLE if BAD in levels else ExitCode.DONE
 
@@ -134,17 +131,6 @@ def _print(of_processes: list[str], shared: list[Finding], table: list[Any]) -> 
 def _without_names(text: str) -> str:
     """Findings without the host's name and addresses."""
     return "\n".join(line for line in text.splitlines() if " resolves to " not in line)
-
-
-def _plot(table: list[Any], file: Path) -> None:
-    from jddp.trainer.reports.curves import plot_bandwidth
-
-    try:
-        plot_bandwidth([(x.size, x.bandwidth) for x in table]).savefig(file)
-    except (OSError, ValueError) as error:  # a ValueError lists the supported formats
-        reason = words_of(error) if isinstance(error, OSError) else error
-        raise FileSystemError(f"{file} cannot be written: {reason}.") from error
-    show(f"\n{file}")
 
 
 if __name__ == "__main__":

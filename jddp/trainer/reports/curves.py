@@ -1,4 +1,4 @@
-"""Plots: a run's loss and metrics over its steps, and an all-reduce's bandwidth over sizes."""
+"""Plots a run's loss and metrics over its steps."""
 
 import io
 from collections.abc import Sequence
@@ -34,26 +34,6 @@ def plot(history: Sequence[Record]) -> Any:
         panel.set(xlabel="step", title=name)
         panel.grid(alpha=0.3)
         panel.legend()
-    return figure
-
-
-def plot_bandwidth(table: Sequence[tuple[int, float]]) -> Any:
-    """Draws bandwidths over sizes, on logarithmic axes.
-
-    Args:
-      table: Rows of bytes, and bytes per second.
-
-    Returns:
-      A `matplotlib.figure.Figure`.
-
-    Raises:
-      UsageError: If matplotlib is not installed.
-    """
-    figure = _figure_class()(figsize=(5, 3.2), layout="constrained")
-    panel = figure.subplots()
-    panel.loglog([size / 2**20 for size, _ in table], [speed / 1e9 for _, speed in table], "o-")
-    panel.set(xlabel="MiB on each device", ylabel="GB/s", title="all-reduce")
-    panel.grid(alpha=0.3)
     return figure
 
 
