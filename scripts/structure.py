@@ -165,20 +165,25 @@ def _class(tree: ast.Module, name: str) -> ast.ClassDef:
 
 
 def questions_to_parts(modules: Modules, spec: str) -> list[str]:
-    """Places that ask by `isinstance` which part of a step they have.
+    """Places that ask by `isinstance` which part of a step they have: final classes of its rooms.
 
     Args:
       modules: The modules.
-      spec: Module that holds the step; the classes of modules of its room, and of reduce, that it
-        imports are parts.
+      spec: Module that may ask: it holds the step.
     """
-    homes = [x for x in imports(modules)[spec] if room_of(x) in (room_of(spec), "reduce")]
-    parts = {x.name for home in homes for x in modules[home].body if isinstance(x, ast.ClassDef)}
+    parts = {
+        node.name
+        for name, tree in modules.items()
+        if room_of(name) in ("engine", "reduce")
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and "final" in map(ast.unparse, node.decorator_list)
+    }
     return [
         f"{name}:{node.lineno}"
         for name, tree in modules.items()
+        if name != spec
         for node in ast.walk(tree)
-        if name != spec and _asks_for(node, parts)
+        if _asks_for(node, parts)
     ]
 
 

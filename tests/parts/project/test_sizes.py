@@ -53,7 +53,7 @@ def h():
 def test_questions_to_parts_are_counted_outside_of_the_module_of_the_step():
     modules = read(
         **{"engine.spec": "from jddp.engine.guard import Guard\nisinstance(x, Guard)"},
-        **{"engine.guard": "class Guard: ..."},
-        verify="isinstance(x, list | Guard)\nisinstance(x, list)",
+        **{"engine.guard": "@final\nclass Guard: ...\nclass State: ..."},
+        verify="isinstance(x, list | Guard)\nisinstance(x, State)",
     )
     assert structure.questions_to_parts(modules, "jddp.engine.spec") == ["jddp.verify:1"]
