@@ -25,8 +25,8 @@ from jddp.config.permissions import expand
 from jddp.distributed.identity import check_address, loopback
 from jddp.distributed.join import START
 from jddp.errors import UsageError
+from jddp.launcher.environments import Launch
 from jddp.launcher.supervisor import run_launch
-from jddp.launcher.workers import Launch
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -28,7 +28,7 @@ from etils import epath
 from jddp.checkpoint import folders
 from jddp.checkpoint.arrays import Layouts, describe_arrays, in_file
 from jddp.checkpoint.checksums import seal
-from jddp.checkpoint.memory import keep_level
+from jddp.checkpoint.counters import keep_level
 from jddp.checkpoint.quiet import keep_quiet
 from jddp.checkpoint.remote import Remote
 from jddp.distributed.coordination import from_first, gather

@@ -17,7 +17,7 @@ from jddp.data.batches import count_steps as count_steps
 from jddp.data.evaluation import eval_batches as eval_batches
 from jddp.data.examples import ArrayExamples as ArrayExamples
 from jddp.data.examples import ImageExamples as ImageExamples
-from jddp.data.rows import RowExamples as RowExamples
+from jddp.data.row_examples import RowExamples as RowExamples
 from jddp.data.source import DataSet as DataSet
 from jddp.data.source import Source as Source
 from jddp.data.source import make_data_set as make_data_set

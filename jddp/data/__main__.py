@@ -32,7 +32,8 @@ def _parser() -> Parser:
 def _tokenize(arguments: argparse.Namespace) -> None:
     from jddp.data.sources.tokenize import BYTES, documents_in, tokenizer_in, write_tokens
 
-    chosen, end = arguments.tokenizer, arguments.end_of_document
+    chosen = arguments.tokenizer
+    end = arguments.end_of_document
     index = write_tokens(
         documents_in(arguments.texts),
         arguments.directory,

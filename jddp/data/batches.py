@@ -18,7 +18,7 @@ import numpy as np
 from jddp.data.augment import Augment, Mixup
 from jddp.data.examples import NumpyBatch
 from jddp.data.order import Order
-from jddp.data.rows import as_examples
+from jddp.data.row_examples import as_examples
 from jddp.data.shares import Share
 from jddp.errors import ConfigError, DataError
 from jddp.html import Shown

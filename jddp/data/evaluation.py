@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jddp.data.examples import Examples, NumpyBatch
-from jddp.data.rows import as_examples
+from jddp.data.row_examples import as_examples
 from jddp.data.shares import Share
 from jddp.errors import ConfigError, DataError
 from jddp.html import Shown

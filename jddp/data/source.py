@@ -8,7 +8,7 @@ import numpy as np
 
 from jddp.data.augment import Augment
 from jddp.data.examples import Examples
-from jddp.data.rows import as_examples
+from jddp.data.row_examples import as_examples
 
 Spec = dict[str, tuple[tuple[int, ...], np.dtype]]
 

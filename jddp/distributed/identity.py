@@ -19,7 +19,8 @@ JOB = "JDDP_JOB"  # the same word for all processes of a job, and another for ea
 # Of NVIDIA, and two of AMD: HIP chooses among those that ROCR leaves.
 CUDA, HIP, ROCR = (f"{runtime}_VISIBLE_DEVICES" for runtime in ("CUDA", "HIP", "ROCR"))
 MOST_PROCESSES = 100_000  # of a job, and hosts of a list: beyond is a typing mistake
-FIRST_PORT, NUM_PORTS = 61440, 4096  # above those that Linux hands out by itself
+FIRST_PORT = 61440  # above those that Linux hands out by itself
+NUM_PORTS = 4096
 
 
 @dataclass(frozen=True)

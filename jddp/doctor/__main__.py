@@ -86,10 +86,10 @@ def _examine(arguments: argparse.Namespace) -> int:
     from jddp.distributed.gpus import gpu_facts
     from jddp.distributed.join import configure_devices, initialize, require_devices
     from jddp.distributed.resolve import resolve_identity
+    from jddp.doctor.agreement import check_directory, check_job
     from jddp.doctor.busy import check_busy
     from jddp.doctor.devices import check_devices
     from jddp.doctor.host import check_host
-    from jddp.doctor.job import check_directory, check_job
     from jddp.doctor.links import check_links, measure_all_reduce
     from jddp.engine.mesh import make_mesh
 

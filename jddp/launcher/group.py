@@ -24,8 +24,8 @@ from jddp.distributed.apart import started_apart
 from jddp.distributed.failure_file import VARIABLE
 from jddp.errors import file_errors
 from jddp.launcher import cleanup
+from jddp.launcher.environments import Launch, Place, environments
 from jddp.launcher.output import Output
-from jddp.launcher.workers import Launch, Place, environments
 
 POLL_SECONDS = 0.02
 

@@ -17,7 +17,7 @@ from jddp.distributed.join import HEARTBEAT, START, bind_address, read_seconds
 from jddp.distributed.rendezvous import Infos, Member, RendezvousClient
 from jddp.distributed.rendezvous_server import RendezvousServer, listen
 from jddp.errors import CoordinatorError
-from jddp.launcher.workers import Launch, Place
+from jddp.launcher.environments import Launch, Place
 
 _NUM_PORTS = 64  # above the coordinator's, of which one is free
 

@@ -18,7 +18,8 @@ from typing import Any
 from jddp.distributed import gloo
 from jddp.errors import report, words_of
 
-NUM_LINES, _SHOWN = 200, 20  # of standard error that are kept, and shown without a traceback
+NUM_LINES = 200  # of standard error that are kept
+_SHOWN = 20  # of them, without a traceback
 _LONGEST = 2**16  # bytes that Linux keeps in a pipe, and of a line before it is shown in parts
 CONSOLE = threading.Lock()  # of who prints lines that belong together
 

@@ -29,10 +29,10 @@ from jddp.distributed.identity import check_address
 from jddp.distributed.join import START, read_seconds
 from jddp.distributed.signals import Repeats, stop_signals_go_to
 from jddp.errors import ConfigError, CoordinatorError, DeviceError, ExitCode, UsageError, report
+from jddp.launcher.environments import Launch, Place
 from jddp.launcher.group import POLL_SECONDS, Group
 from jddp.launcher.nodes import free_address
 from jddp.launcher.outcome import DETERMINISTIC, Failure, first_failure, kill_overdue
-from jddp.launcher.workers import Launch, Place
 
 with suppress(ImportError):  # which `launch_on_ray` reports
     import ray.train.collective

@@ -20,6 +20,7 @@ from types import FrameType
 from jddp.distributed import failure_file
 from jddp.distributed.signals import Repeats, stop_signals_go_to
 from jddp.errors import CoordinatorError, ExitCode, report
+from jddp.launcher.environments import Launch
 from jddp.launcher.group import POLL_SECONDS, Group
 from jddp.launcher.nodes import Nodes
 from jddp.launcher.outcome import (
@@ -31,7 +32,6 @@ from jddp.launcher.outcome import (
     kill_overdue,
 )
 from jddp.launcher.output import CONSOLE
-from jddp.launcher.workers import Launch
 
 _MOMENT = 2.0  # seconds in which others fail too, and processes of jddp end by themselves
 _SAVE_SECONDS = 600.0  # which the others may need to save, where one was stopped by a signal

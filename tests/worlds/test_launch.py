@@ -26,10 +26,9 @@ from jddp.distributed.resolve import resolve_identity
 from jddp.distributed.signals import SAME_SECONDS
 from jddp.errors import ConfigError, CoordinatorError
 from jddp.launch import main
-from jddp.launcher import workers
+from jddp.launcher.environments import Launch, Place, environments, split_gpus
 from jddp.launcher.nodes import Nodes
 from jddp.launcher.outcome import DETERMINISTIC
-from jddp.launcher.workers import Launch, Place, environments, split_gpus
 
 SECONDS = 60  # for what takes a few
 HOST, LOCAL = socket.gethostname(), "127.0.0.1"
@@ -241,8 +240,8 @@ def test_processes_share_the_gpus_that_are_visible_unless_they_are_for_cpus(
     ],
 )
 def test_processes_share_the_gpus_of_amd(monkeypatch, environ, variable, shares):
-    monkeypatch.setattr(workers, "num_nvidia", lambda: 0)
-    monkeypatch.setattr(workers, "num_amd", lambda: 4)
+    monkeypatch.setattr("jddp.launcher.environments.num_nvidia", lambda: 0)
+    monkeypatch.setattr("jddp.launcher.environments.num_amd", lambda: 4)
     made = environments(Launch(("x.py",), 2), Place("a:1", 2, 0, "job"), environ)
     assert [own[variable] for own in made] == shares
 

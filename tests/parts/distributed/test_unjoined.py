@@ -21,7 +21,7 @@ from tiny import MLP, loss_fn, make_batch
 
 import jddp
 from jddp.distributed.unjoined import explain_unjoined, started_job
-from jddp.doctor.job import check_job
+from jddp.doctor.agreement import check_job
 from jddp.errors import UsageError
 
 ALONE = env("JAX_NUM_PROCESSES=1 JAX_PROCESS_ID=0")

@@ -18,7 +18,7 @@ from jddp.distributed import atomics, gpus
 from jddp.distributed.failure_file import VARIABLE, describe_failure, write_failure
 from jddp.distributed.gpus import Missing
 from jddp.distributed.identity import VARIABLES
-from jddp.doctor import acceptance, devices, host, job, links
+from jddp.doctor import acceptance, agreement, devices, host, links
 from jddp.doctor.__main__ import main
 from jddp.doctor.finding import Finding
 from jddp.engine.mesh import make_mesh
@@ -201,15 +201,15 @@ def test_two_processes_on_one_gpu_end_before_the_devices_start(with_plugin, tmp_
 
 
 def test_another_version_a_late_clock_and_a_directory_not_all_see_are_reported(tmp_path):
-    (found,) = job.compare_versions([{"jax": "0.10.2"}, {"jax": "0.10.2"}, {"jax": "0.11.0"}])
+    (found,) = agreement.compare_versions([{"jax": "0.10.2"}, {"jax": "0.10.2"}, {"jax": "0.11.0"}])
     assert found.level == "bad"
     assert "jax is 0.10.2, 0.11.0: process 2" in found.what
-    assert levels(job.compare_clocks([(0.2, 0.01), (-0.3, 0.01)])) == ["ok"]
-    assert levels(job.compare_clocks([(4.0, 3.5)])) == ["ok"]  # nobody can tell
-    (found,) = job.compare_clocks([(0.0, 0.01), (-90.0, 0.01)])
+    assert levels(agreement.compare_clocks([(0.2, 0.01), (-0.3, 0.01)])) == ["ok"]
+    assert levels(agreement.compare_clocks([(4.0, 3.5)])) == ["ok"]  # nobody can tell
+    (found,) = agreement.compare_clocks([(0.0, 0.01), (-90.0, 0.01)])
     assert "process 2 is 90.0 s behind" in found.what
-    assert levels(job.compare_sight(tmp_path, [0.0, 0.4])) == ["ok"]
-    (found,) = job.compare_sight(tmp_path, [0.0, None, 0.1, None])
+    assert levels(agreement.compare_sight(tmp_path, [0.0, 0.4])) == ["ok"]
+    (found,) = agreement.compare_sight(tmp_path, [0.0, None, 0.1, None])
     assert found.level == "bad"
     assert "process 1, 3 does not see" in found.what
 
@@ -284,7 +284,7 @@ def test_processes_are_examined_together(tmp_path):
 
 
 def findings_of(directory):
-    found = job.check_directory(directory)
+    found = agreement.check_directory(directory)
     return {found.level: found}
 
 

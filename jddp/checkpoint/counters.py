@@ -1,4 +1,4 @@
-"""Keeps a save from leaving memory behind.
+"""Keeps orbax from asking for counters, which leaves memory behind at each save.
 
 Orbax asks TensorStore for its counters around every save, to log a throughput that jddp does not
 show, and TensorStore's answer is never freed: some 25 kB for each save.
