@@ -124,7 +124,7 @@ def leave_job(code: int, error: BaseException) -> None:
     """Ends one of several processes, and its job, at once, if this is one."""
     if "jax" in sys.modules:
         from jddp.distributed.coordination import num_processes
-        from jddp.distributed.failure import leave
+        from jddp.distributed.failure import end_job
 
         if num_processes() > 1:
-            leave(code, error)
+            end_job(code, error)

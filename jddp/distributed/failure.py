@@ -85,7 +85,7 @@ def watch_over_job() -> None:
             _wait_for_others(listening)
 
     atexit.register(end)  # so that it runs before JAX's
-    early.joined(leave)
+    early.joined(end_job)
 
 
 def keep_uncaught(process: int) -> None:
@@ -104,7 +104,7 @@ def keep_uncaught(process: int) -> None:
         if os.getpid() != me:  # a fork of it
             return
         if _is_in_job and job.is_connected():
-            leave(getattr(error, "exit_code", code), error)
+            end_job(getattr(error, "exit_code", code), error)
         if not _is_consequence(error):
             failure_file.write_failure(failure_file.describe_failure(process, code, error))
 
@@ -131,7 +131,7 @@ def _wait_for_others(listening: contextlib.ExitStack) -> None:
             return job.skip_shutdown()
 
 
-def leave(code: int, error: BaseException) -> NoReturn:
+def end_job(code: int, error: BaseException) -> NoReturn:
     """Ends this process of a job at once, and with it the others.
 
     Args:
@@ -188,7 +188,7 @@ def _listen() -> bool:
         report(
             failure_file.headline(failure_file.describe_failure(job.process_index(), code, error))
         )
-        leave(code, error)
+        end_job(code, error)
     return False
 
 
