@@ -281,22 +281,3 @@ def test_how_to_cite_agrees_with_the_package_and_the_version_is_the_same_in_all_
     assert {"cff-version", "message", "title", "authors"} <= set(citation)
     assert citation["license"] == PROJECT["license"]
     subprocess.run([ROOT / "scripts" / "release", "--check"], check=True)
-
-
-SIGNATURES = """
-class Plan:
-    def make(self, a, b, *, option=None) -> tuple[int, tuple[int, int, int]] | None: ...
-    def _make(self, a, b, *, option=None) -> tuple[int, ...]: ...
-"""
-
-
-def test_sizes_count_code_parameters_and_items_of_returned_tuples():
-    spec = importlib.util.spec_from_file_location("sizes", ROOT / "scripts" / "sizes.py")
-    sizes = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sizes)
-    assert sizes.code_lines('"""Text."""\n\nx = [\n    1,  # one\n]\n# end\n') == {3, 4, 5}
-    (public, name, _), (private, _, is_public) = sizes.functions(sizes.ast.parse(SIGNATURES))
-    assert (name, is_public) == ("Plan.make", False)
-    assert sizes.count_parameters(public, is_public=True) == 2  # without public options
-    assert sizes.count_parameters(private, is_public=False) == 3
-    assert (sizes.largest_tuple(public), sizes.largest_tuple(private)) == (3, 1)

@@ -3,6 +3,7 @@
 import ast
 
 import pytest
+import sizes
 import structure
 
 
@@ -57,3 +58,20 @@ def test_questions_to_parts_are_counted_outside_of_the_module_of_the_step():
         verify="isinstance(x, list | Guard)\nisinstance(x, State)",
     )
     assert structure.questions_to_parts(modules, "jddp.engine.spec") == ["jddp.verify:1"]
+
+
+SIGNATURES = """
+class Plan:
+    def make(self, a, b, *, option=None) -> tuple[int, tuple[int, int, int]] | None: ...
+    def _make(self, a, b, *, option=None) -> tuple[int, ...]: ...
+"""
+
+
+def test_lines_of_code_parameters_and_items_of_returned_tuples_are_counted():
+    assert sizes.code_lines('"""Text."""\n\nx = [\n    1,  # one\n]\n# end\n') == {3, 4, 5}
+    found = structure.functions(ast.parse(SIGNATURES))
+    (public, name, _), (private, _, is_public) = found
+    assert (name, is_public) == ("Plan.make", False)
+    assert structure.count_parameters(public, is_public=True) == 2  # without public options
+    assert structure.count_parameters(private, is_public=False) == 3
+    assert (structure.largest_tuple(public), structure.largest_tuple(private)) == (3, 1)
