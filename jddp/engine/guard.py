@@ -209,12 +209,14 @@ def unscaled(hook: CommHook, units: Units) -> CommHook:
 
     Hook state, such as an error of compression, would otherwise be of the scale of another step.
     """
+
     # The scale is traced and changes between steps, so it cannot stand in the bucket, whose `scale`
     # is static: the hook is wrapped in each step.
-    scale = jnp.float32(units.hidden * units.loss_scale)
-
     def reduce(bucket: GradBucket, state: HookState, axis: str) -> tuple[GradBucket, HookState]:
-        plain = dataclasses.replace(mean_tree(bucket, scale), scale=bucket.scale * units.hidden)
+        # Without a loss scale too, float16 would not hold sums over all entries.
+        hidden = 1.0 if bucket.planned.dtype == jnp.float16 else units.backward_scale
+        scale = jnp.float32(hidden * units.loss_scale)
+        plain = dataclasses.replace(mean_tree(bucket, scale), scale=bucket.scale * hidden)
         got, state = hook.reduce(plain, state, axis)
         return dataclasses.replace(mean_tree(got, 1 / scale), scale=bucket.scale), state
 

@@ -124,7 +124,7 @@ class MicroBatches:
     Attributes:
       model: The model.
       loss_fn: The loss.
-      start: Function that returns the first cotangent, `start_if_half` or `start_per_entry`.
+      start: Function that returns `Units.backward_scale`, `start_if_half` or `start_per_entry`.
       guard: Function `keep_all`, or `drop_empty` where a model makes NaN of no valid rows.
       num: Number of micro-batches.
       schedule: When gradients leave.
@@ -204,9 +204,8 @@ class MicroBatches:
 
     def units(self, params: Params, sums: Sums, loss_scale: Scale) -> Units:
         """Factors of the gradients, for parameters and sums of these forms."""
-        entries = sums["loss"].num_entries * self.num
-        start = self.start(params, entries)
-        return Units(1 / (entries * start), start, loss_scale, 1.0 if _is_half(params) else start)
+        num_entries = sums["loss"].num_entries * self.num
+        return Units(self.start(params, num_entries), loss_scale, num_entries)
 
     def running(self, state: TrainState, inputs: Inputs) -> RunningStatistics:
         """Returns the running statistics over the micro-batches, from the state before the step."""
@@ -308,8 +307,5 @@ def start_per_entry(params: Params, num_entries: int) -> float:
 
 def start_if_half(params: Params, num_entries: int) -> float:
     """Returns `start_per_entry` where parameters are float16, else 1."""
-    return start_per_entry(params, num_entries) if _is_half(params) else 1.0
-
-
-def _is_half(params: Params) -> bool:
-    return any(x.dtype == jnp.float16 for x in jax.tree.leaves(params))
+    is_half = any(x.dtype == jnp.float16 for x in jax.tree.leaves(params))
+    return start_per_entry(params, num_entries) if is_half else 1.0

@@ -90,24 +90,47 @@ def split(vector: jax.Array, shapes: Sequence[Shape]) -> list[jax.Array]:
 
 
 class Units(NamedTuple):
-    """Factors of the gradients when they are reduced.
+    """The pair of factors by which gradients differ from those of the summed loss.
+
+    Both are in the cotangent from which the backward pass starts, and the step divides by both in
+    the end, with the mean count. A power of two costs no digit. In a step of 1,000 entries, whose
+    summed loss has the gradient g:
+
+        parameters                            float32    float16    float32    float16
+        option loss_scale                     None       None       1,024      1,024
+        -----------------------------------------------------------------------------
+        backward_scale                        1          2^-10      2^-10      2^-10
+        loss_scale                            1          1          2^10       2^10
+        the backward pass starts from         1          2^-10      1          1
+        on the wire                           g          2^-10 g    g          g
+        GradBucket.scale there                1 / 1,000  1.024      1.024      1.024
+        a custom hook is passed               g          2^-10 g    g          2^-10 g
+        GradBucket.scale there                1 / 1,000  1.024      1 / 1,000  1.024
+        in the end divided by, with the count 1          2^-10      1          1
+
+    On the wire `GradBucket.scale`, which is static, leaves out the loss scale, which is traced. A
+    custom hook is passed the gradients that it would get without the option (`engine.guard`).
 
     Attributes:
-      scale: Factor that makes of them gradients of this replica's mean loss, `GradBucket.scale`.
-      start: Cotangent that the backward pass starts from, but for the loss scale; a power of two.
+      backward_scale: The largest power of two within 1 / `num_entries`, where sums of gradients
+        could overflow float16 (parameters in float16, or a loss scale); else 1.
       loss_scale: The loss scale of the step; it may be traced.
-      hidden: Factor in `start` that a custom hook does not see.
+      num_entries: Number of entries of the summed loss, masked ones counted.
     """
 
-    scale: float = 1.0
-    start: float = 1.0
+    backward_scale: float = 1.0
     loss_scale: Any = 1.0
-    hidden: float = 1.0
+    num_entries: int = 1
 
     @property
     def cotangent(self) -> float | jax.Array:
-        """The factor of the gradients that the step divides by in the end."""
-        return self.start * self.loss_scale
+        """What the backward pass starts from, and what the step divides by in the end."""
+        return self.backward_scale * self.loss_scale
+
+    @property
+    def bucket_scale(self) -> float:
+        """Factor that makes of gradients those of the mean loss, but for the loss scale."""
+        return 1 / (self.num_entries * self.backward_scale)
 
 
 PLAIN = Units()

@@ -99,7 +99,7 @@ class Reduction:
         # One order for all replicas, that of the plan: a collective waits for the same one
         # everywhere. The hook state passes from bucket to bucket.
         for index, planned in enumerate(plan.buckets):
-            bucket = self._pack(run.take(planned.leaves), plan, index, units.scale)
+            bucket = self._pack(run.take(planned.leaves), plan, index, units.bucket_scale)
             # The bucket before is unpacked only after this barrier: unpacked where it was sent, it
             # would make the backward pass wait for the network.
             bucket, flying = run.hold(bucket, flying)
