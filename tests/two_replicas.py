@@ -50,7 +50,7 @@ def state_of(params, **fields):
 def local_of(grads, count=1.0):
     """What a replica has computed from rows with so many valid entries."""
     sums = {"loss": Sum(jnp.float32(0), jnp.asarray(count, jnp.float32))}
-    return Local(Finished((grads, {})), sums, {}, PLAIN)
+    return Local(Finished(grads), sums, {}, PLAIN)
 
 
 def reduction_of(layout="leaf", *, wire_dtype=None, hook=None, is_sharded=False, num=None):

@@ -17,7 +17,6 @@ from jax.stages import Wrapped
 from jaxtyping import Array, Float
 
 from jddp.engine.micro_batches import Local, MicroBatches, ScaleOf
-from jddp.engine.overwritten import largest_of_replicas, largest_of_rows, put
 from jddp.engine.parts import Evaluate, Function, Options, Places
 from jddp.engine.same_program import SameProgram
 from jddp.engine.state import Inputs, TrainState, key_of_replica, own_layouts
@@ -103,21 +102,18 @@ class LogicalReplicas:
             its_rows, replica = lax.optimization_barrier(own(i))
             given = inputs._replace(rows=its_rows)
             local = backward(replica, given, key_of_replica(replica, first + i), loss_scale)
-            grads, found = local.grads.tree()
-            kept = local.sums, put(local.model_state, found)
-            return lax.optimization_barrier((grads, kept))
+            kept = local.sums, local.model_state
+            return lax.optimization_barrier((local.grads.tree(), kept))
 
         # Gradients are summed pairwise as they are made: a row for each replica would take as many
         # times the memory of the parameters.
         grads, (sums, states) = sum_in_pairs(one, num)
         its_rows, replica = jax.eval_shape(own, 0)
         labels = backward.varying(replica, inputs._replace(rows=its_rows))
-        # A maximum is the same in any order, so it needs no tree of sums.
-        states = largest_of_rows(self.model, states)
         model_state = _agree(self.model, state.model_state, states, labels)
         model_state = lax.optimization_barrier(model_state)
         units = backward.units(state.params, sums, loss_scale(state))
-        return Local(Finished((grads, {})), sums, model_state, units)
+        return Local(Finished(grads), sums, model_state, units)
 
     def sum(self, sums: Sums) -> Sums:
         """Sums rows in one order."""
@@ -142,10 +138,6 @@ class LogicalReplicas:
             return jax.tree.map(functools.partial(_filler, state.key), shapes)
 
         return lax.cond(state.step >= 0, function, never, *given)
-
-    def overwrite(self, model_state: ModelState, values: PyTree) -> ModelState:
-        """Takes the largest values of all devices, of each of which there is one row."""
-        return largest_of_replicas(self.model, put(model_state, values), self.axis)
 
     def evaluate(self, function: Evaluate, key: Array, rows: Batch, valid: Array) -> Sums:
         """Evaluates one replica after the other."""

@@ -19,7 +19,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from jddp.engine.overwritten import put, select
 from jddp.engine.state import Inputs, TrainState, is_float, widened
 from jddp.engine.statistics import RunningStatistics, running_statistics
 from jddp.modules.forward import run_and_settle, trace_state
@@ -44,9 +43,9 @@ class Local:
     """Results of one replica from its rows.
 
     Attributes:
-      grads: Gradients of the summed loss, in `units`; and values for `overwritten` state.
+      grads: Gradients of the summed loss, in `units`.
       sums: Sums of the loss and metrics.
-      model_state: The model's other state after the rows, but for overwritten values.
+      model_state: The model's other state after the rows.
       units: Factors of the gradients.
     """
 
@@ -65,14 +64,13 @@ class Linearized(NamedTuple):
     """A micro-batch that has run forward, and its backward pass.
 
     Attributes:
-      backward: Function of the loss scale that returns gradients, and values for `overwritten`
-        state.
+      backward: Function of the loss scale that returns gradients.
       finish: Function applied to each gradient where it is taken from the backward pass.
       sums: Sums of the loss and metrics.
       model_state: The model's other state after it.
     """
 
-    backward: Callable[[Array], tuple[Grads, PyTree]]
+    backward: Callable[[Array], Grads]
     finish: Callable[[Array], Array]
     sums: Sums
     model_state: ModelState
@@ -83,13 +81,11 @@ class Accumulated(NamedTuple):
 
     Attributes:
       grads: Gradients; those of half precision in float32.
-      found: The largest values for `overwritten` state.
       model_state: The model's other state after the last micro-batch, as it is carried.
       sums: Sums of the loss and metrics.
     """
 
     grads: Grads
-    found: PyTree
     model_state: ModelState
     sums: Sums
 
@@ -167,7 +163,7 @@ class MicroBatches:
         """
         batch = inputs.rows, state.key, inputs.constants
         run = self.linearize(state, state.model_state, batch)
-        return trace_backward(lambda one: run.backward(one)[0]), run.sums, run.model_state
+        return trace_backward(run.backward), run.sums, run.model_state
 
     def varying(self, state: TrainState, inputs: Inputs) -> PyTree:
         """Labels (`jddp.modules.varying`) of the new other state, from shapes of one replica."""
@@ -183,11 +179,10 @@ class MicroBatches:
           batch: The micro-batch.
         """
 
-        def forward(params: Params, found: PyTree) -> tuple[Array, tuple[Sums, ModelState]]:
-            return self.forward(params, put(before, found), *batch)
+        def forward(params: Params) -> tuple[Array, tuple[Sums, ModelState]]:
+            return self.forward(params, before, *batch)
 
-        given = state.params, select(self.model, before)
-        loss, pullback, (sums, model_state) = jax.vjp(forward, *given, has_aux=True)
+        loss, pullback, (sums, model_state) = jax.vjp(forward, state.params, has_aux=True)
         # The loss is a sum over valid entries, not a mean: a replica knows its own count, but the
         # mean needs the global one. With sums, no bucket waits for it.
         start = self.start(state.params, sums["loss"].num_entries * self.num)
@@ -195,9 +190,9 @@ class MicroBatches:
         # bucket until the last gradient is finished.
         model_state, finish = self.guard(self.model, sums["loss"].count, before, model_state)
 
-        def backward(scale: Array) -> tuple[Grads, PyTree]:
+        def backward(scale: Array) -> Grads:
             # The cotangent has the dtype of the loss, which may be float64.
-            grads: tuple[Grads, PyTree] = pullback((scale * start).astype(loss.dtype))
+            (grads,) = pullback((scale * start).astype(loss.dtype))
             return grads
 
         return Linearized(backward, finish, sums, model_state)
@@ -239,26 +234,24 @@ class MicroBatches:
 
         def one(carried: ModelState, i: Number) -> Accumulated:
             run = self.linearize(state, running.before(carried), take(i))
-            grads, found = run.backward(jnp.float32(scale))
-            carried = running.add(carried, i, run.model_state)
-            return Accumulated(jax.tree.map(run.finish, grads), found, carried, run.sums)
+            grads = jax.tree.map(run.finish, run.backward(jnp.float32(scale)))
+            return Accumulated(grads, running.add(carried, i, run.model_state), run.sums)
 
         def add(total: Accumulated, i: Array) -> tuple[Accumulated, Sums]:
             more = one(total.model_state, i)
             # Added in float32: in half precision a micro-batch's gradient is rounded away once the
             # sum of the earlier ones is a few hundred times larger.
             grads = jax.tree.map(lambda x, g: x + g.astype(x.dtype), total.grads, more.grads)
-            found = jax.tree.map(jnp.maximum, total.found, more.found)
-            return Accumulated(grads, found, more.model_state, {}), more.sums
+            return Accumulated(grads, more.model_state, {}), more.sums
 
         if num == 0:
-            return Accumulated(None, None, running.start(), {})
+            return Accumulated(None, running.start(), {})
         if num == 1:  # A scan of one iteration would add all gradients to zeros.
             return one(running.start(), 0)
         # A scan, and not an unrolled loop: the program holds the model once, and one micro-batch's
         # activations are in memory at a time.
-        both = widened(state.params), select(self.model, state.model_state)
-        first = Accumulated._make([*jax.tree.map(jnp.zeros_like, both), running.start(), {}])
+        zeros = jax.tree.map(jnp.zeros_like, widened(state.params))
+        first = Accumulated(zeros, running.start(), {})
         total, sums = lax.scan(add, first, jnp.arange(num))
         return total._replace(sums=jax.tree.map(lambda x: x.sum(0), sums))
 

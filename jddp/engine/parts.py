@@ -31,7 +31,7 @@ Evaluate = Callable[[Batch, Array, Array], Sums]  # of a replica's rows, which c
 Function = Callable[..., PyTree]
 Options = dict[str, PyTree] | None
 Places = tuple[int, ...]
-Averaged = tuple[tuple[Grads, PyTree], HookState]
+Averaged = tuple[Grads, HookState]
 Outcome = tuple[TrainState, Metrics]
 
 
@@ -86,9 +86,6 @@ class Replicas(Protocol):
 
     def separate(self, function: Function, state: TrainState, *given: PyTree) -> PyTree:
         """Returns `function(*given)`, kept apart from the computation of its arguments or not."""
-
-    def overwrite(self, model_state: ModelState, values: PyTree) -> ModelState:
-        """Returns the state with the largest of all replicas' values from the backward pass."""
 
     def evaluate(self, function: Evaluate, key: Array, rows: Batch, valid: Array) -> Sums:
         """Returns `function(rows, valid, key)` summed over all replicas."""
@@ -146,8 +143,7 @@ class Synchronization(Protocol):
           state: State before the step.
 
         Returns:
-          The gradients that the replica updates by, with values for overwritten state; and the new
-          state of the hook.
+          The gradients that the replica updates by, and the new state of the hook.
         """
 
     def count(self, state: TrainState, own: Array, mean: Array) -> Array:

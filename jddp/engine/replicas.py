@@ -14,12 +14,11 @@ from jaxtyping import Array, Float
 
 from jddp.engine.logical_replicas import LogicalReplicas
 from jddp.engine.micro_batches import Local, MicroBatches, ScaleOf
-from jddp.engine.overwritten import largest_of_replicas, put
 from jddp.engine.parts import Evaluate, Function, Options, Places, Replicas
 from jddp.engine.state import Inputs, TrainState, enter, key_of_replica, leave
 from jddp.modules.functional import FlaxModel
 from jddp.modules.metrics import Sums, sum_over_replicas
-from jddp.typing import Batch, ModelState, PyTree
+from jddp.typing import Batch, PyTree
 
 
 @final
@@ -75,10 +74,6 @@ class Devices:
     def separate(self, function: Function, state: TrainState, *given: PyTree) -> PyTree:
         """Lets XLA fuse the function with the computation of its arguments."""
         return function(*given)
-
-    def overwrite(self, model_state: ModelState, values: PyTree) -> ModelState:
-        """Takes the largest values by one all-reduce."""
-        return largest_of_replicas(self.model, put(model_state, values), self.axis)
 
     def evaluate(self, function: Evaluate, key: Array, rows: Batch, valid: Array) -> Sums:
         """Evaluates all rows of the device at once."""

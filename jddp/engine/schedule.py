@@ -53,7 +53,7 @@ class AfterPasses:
         grads = jax.tree.map(lambda g, x: g.astype(x.dtype), total.grads, state.params)
         units = passes.units(state.params, total.sums, scale)
         model_state = running.finish(total.model_state)
-        return Local(Finished((grads, total.found)), total.sums, model_state, units)
+        return Local(Finished(grads), total.sums, model_state, units)
 
     def note(self, plan: BucketPlan, num_looped: int) -> BucketPlan:
         """Notes that nothing is overlapped."""
@@ -82,16 +82,13 @@ class InsideLastPass:
         total = passes.accumulate(state, running, take, passes.num - 1, scale)
         carried, last = total.model_state, passes.num - 1
         run = passes.linearize(state, running.before(carried), take(last))
-        earlier = jax.tree.leaves((total.grads, total.found))
-        num = len(jax.tree.leaves(state.params))
+        earlier = jax.tree.leaves(total.grads)
 
         def finish(i: int, x: Array) -> Array:
             # NaN of an empty micro-batch is replaced before the earlier gradients are added to it.
-            x = run.finish(x) if i < num else x
+            x = run.finish(x)
             if not earlier:
                 return x
-            if i >= num:
-                return jnp.maximum(earlier[i], x)
             return (x.astype(earlier[i].dtype) + earlier[i]).astype(x.dtype)
 
         backward = trace_backward(lambda one: run.backward(one * scale))
@@ -99,7 +96,7 @@ class InsideLastPass:
         sums = jax.tree.map(jnp.add, total.sums, run.sums) if earlier else run.sums
         units = passes.units(state.params, sums, scale)
         model_state = running.finish(running.add(carried, last, run.model_state))
-        return Local(Running(backward, finish, num), sums, model_state, units)
+        return Local(Running(backward, finish), sums, model_state, units)
 
     def note(self, plan: BucketPlan, num_looped: int) -> BucketPlan:
         """Notes that buckets overlap with the pass, and which gradients a loop holds back."""

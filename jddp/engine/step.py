@@ -60,14 +60,14 @@ def global_mean(
     step: Step, plan: BucketPlan, state: TrainState, local: Local
 ) -> tuple[Grads, TrainState, Metrics]:
     """The mean gradient and the metrics of the global batch, and the state that its rows leave."""
-    (grads, found), hook = step.sync.mean(step.reduction, plan, local, state)
-    model_state = step.replicas.overwrite(local.model_state, found)
+    grads, hook = step.sync.mean(step.reduction, plan, local, state)
     sums = step.replicas.sum(local.sums)
     # Gradients of sums have been averaged; divided by the mean count they are the global mean.
     count = step.sync.count(state, local.count, step.replicas.mean_count(sums))
     grads = mean_tree(grads, count * local.units.cotangent)
     comm_state = dataclasses.replace(state.comm_state, hook=hook)
-    return grads, state.replace(model_state=model_state, comm_state=comm_state), means(sums)
+    after = state.replace(model_state=local.model_state, comm_state=comm_state)
+    return grads, after, means(sums)
 
 
 def replica_gradients(

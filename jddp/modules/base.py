@@ -19,6 +19,7 @@ from jddp.modules.rows import LEFT_OUT
 from jddp.typing import Batch, LossFn, ModelState, Params, Path, PyTree
 
 STATISTICS = {"batch_stats", "BatchStat"}  # kinds of state, in Linen and in NNX
+OVERWRITTEN = "_overwrite_with_gradient"  # the kind of the scales of fp8 layers
 
 LOSS = "loss"  # the scope of the equations of a loss
 
@@ -55,7 +56,6 @@ class FlaxModel(abc.ABC):
         if not set(self.per_replica).isdisjoint(kinds):
             return jnp.issubdtype(x.dtype, jnp.number)
         is_own = self.batch_norm == "local" and self.sync.rule(kinds) is None
-        is_own = is_own and not self.is_overwritten(path)
         return is_own and jnp.issubdtype(x.dtype, jnp.inexact)
 
     def is_statistic(self, path: Path) -> bool:
@@ -68,20 +68,23 @@ class FlaxModel(abc.ABC):
         is_global = is_global and self.sync.rule(self.kinds_at(path)) is None
         return is_global and jnp.issubdtype(x.dtype, jnp.number) and not self.keeps_own(path, x)
 
-    def is_overwritten(self, path: Path) -> bool:
-        """Whether a step overwrites the leaf at `path` with its gradient: state of fp8 layers."""
-        return "_overwrite_with_gradient" in self.kinds_at(path)
-
     def check_kinds(self, model_state: ModelState) -> None:
-        """Refuses a `per_replica` or `state_reduction` that names nothing.
+        """Refuses options that name nothing, and state that a gradient is to overwrite.
 
         Raises:
-          ConfigError: If no leaf is of such a kind.
+          ConfigError: If no leaf is of a kind of `per_replica` or `state_reduction`; or if there
+            are scales of fp8 layers.
         """
         leaves = jax.tree_util.tree_leaves_with_path(model_state)
         there = set[str]().union(
             *(self.kinds_at(path) for path, _ in leaves if not is_frozen(path))
         )
+        if OVERWRITTEN in there:
+            raise ConfigError(
+                f"The model keeps {OVERWRITTEN!r}: its fp8 layers expect that gradients replace "
+                "their scales, which a step of jddp does not do. Leave fp8 out, and compute in "
+                "half precision with compute_dtype='bfloat16'."
+            )
         rules = dict(self.sync.rules)
         for option, kinds in (("per_replica", self.per_replica), ("state_reduction", rules)):
             if unknown := sorted(set(kinds) - there):

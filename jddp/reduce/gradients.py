@@ -34,7 +34,6 @@ class Finished:
 
     def __init__(self, tree: Grads) -> None:
         self._leaves, self.treedef = jax.tree.flatten(tree)
-        self.num = len(self._leaves)
 
     def start(self) -> "Finished":
         """A pass over the gradients, which has no state."""
@@ -62,13 +61,12 @@ class Running:
 
     Args:
       backward: The traced backward pass.
-      finish: Function of a leaf's position and value that returns the leaf to send, or to keep. It
-        is called for one leaf at a time, so that no bucket waits for leaves of another.
-      num: Number of leaves that are gradients: the first ones.
+      finish: Function of a leaf's position and value that returns the leaf to send. It is
+        called for one leaf at a time, so that no bucket waits for leaves of another.
     """
 
-    def __init__(self, backward: Backward, finish: Callable[[int, Any], Any], num: int) -> None:
-        self.backward, self.finish, self.num = backward, finish, num
+    def __init__(self, backward: Backward, finish: Callable[[int, Any], Any]) -> None:
+        self.backward, self.finish = backward, finish
         self.treedef = backward.treedef
 
     def start(self) -> "Pass":
@@ -77,9 +75,7 @@ class Running:
 
     def tree(self) -> PyTree:
         """All results of the pass."""
-        run, sent = self.start(), range(self.num)
-        leaves = [*run.take(sent), *run.rest(sent).values()]
-        return jax.tree.unflatten(self.treedef, leaves)
+        return jax.tree.unflatten(self.treedef, self.start().take(range(self.treedef.num_leaves)))
 
 
 class Pass:
@@ -117,8 +113,7 @@ class Pass:
         """
         self._run(len(self._jaxpr.eqns))
         left = [i for i in range(self._grads.treedef.num_leaves) if i not in done]
-        made, finish, num = self._outputs(left), self._grads.finish, self._grads.num
-        return {i: finish(i, x) if i >= num else x for i, x in zip(left, made, strict=True)}
+        return dict(zip(left, self._outputs(left), strict=True))
 
     def _run(self, end: int) -> None:
         eqns = self._jaxpr.eqns[self._num_done : end]

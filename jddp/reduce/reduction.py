@@ -109,12 +109,10 @@ class Reduction:
                 bucket, comm_state = hook.reduce(bucket, comm_state, self.axis)
             flying = [bucket]
         # Leaves in no bucket: gradients that are zero on every replica, so that nothing is sent for
-        # them, and results of the pass that are no gradients.
+        # them.
         rest = run.rest({i for planned in plan.buckets for i in planned.leaves})
         done |= self._arrived(flying)
-        done |= {
-            i: self.packing.alone(x, self.axis) if i < grads.num else x for i, x in rest.items()
-        }
+        done |= {i: self.packing.alone(x, self.axis) for i, x in rest.items()}
         return jax.tree.unflatten(grads.treedef, [done[i] for i in sorted(done)]), comm_state
 
     def gather(self, shards: Params, like: Params, plan: BucketPlan) -> Params:

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from flax import nnx
 from runs import environment
 from tiny import MLP, MODELS, Of, loss_fn, make_batch
 
@@ -158,6 +159,21 @@ def test_a_seed_or_a_mesh_that_is_none_is_refused_in_one_line():
 def test_batches_name_the_option_that_is_meant(call):
     with pytest.raises(ConfigError, match="no argument 'batch_size'. Did you mean 'global_batch_s"):
         call(make_batch(), batch_size=4, seed=0)
+
+
+class Fp8(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        return nn.Dense(4, dot_general_cls=nn.Fp8DirectDotGeneralOp)(x)
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_a_model_with_fp8_layers_is_refused(kind):
+    model, batch = Fp8(), make_batch()
+    if kind == "nnx":
+        model = nnx.bridge.ToNNX(model, rngs=nnx.Rngs(0)).lazy_init(batch["x"], train=True)
+    with pytest.raises(ConfigError, match="_overwrite_with_gradient': its fp8 layers expect that"):
+        wrapped(model=model).init(0, batch)
 
 
 def no_such_key(model, batch, train):

@@ -40,7 +40,7 @@ def run(num, *, overlaps, dtype=np.float32, scale=1.0, is_scaled=False, mode="sy
         local = backward(state, inputs, state.key, lambda state: scale)
         units.append(local.units)
         loss = local.sums["loss"]
-        return local.grads.tree()[0]["w"], loss.total, loss.count
+        return local.grads.tree()["w"], loss.total, loss.count
 
     return *on_two(replica, X, MASK), units[0]
 
@@ -70,7 +70,7 @@ def test_gradients_of_half_precision_are_added_in_float32():
     def replica(x):
         state = state_of({"w": jnp.ones((), jnp.float16)})
         local = backward(state, Inputs({"x": x.astype(jnp.float16)}), state.key, lambda state: 1.0)
-        return local.grads.tree()[0]["w"].astype(jnp.float32) / local.units.cotangent
+        return local.grads.tree()["w"].astype(jnp.float32) / local.units.cotangent
 
     assert on_two(replica, np.float32([[4096, 1, 1, 2]] * 2)).tolist() == [4100] * 2
 

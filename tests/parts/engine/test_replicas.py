@@ -18,7 +18,7 @@ from jddp.modules.metrics import Sum
 from jddp.reduce.hooks import PLAIN
 
 ROWS = np.float32([[1, 2, 3, 4], [5, 6, 7, 8]])  # four on each device
-MODEL = types.SimpleNamespace(is_overwritten=lambda path: False, keeps_own=lambda path, x: False)
+MODEL = types.SimpleNamespace(keeps_own=lambda path, x: False)
 DEVICES, LOGICAL = Devices(AXIS, MODEL), LogicalReplicas(AXIS, MODEL, 4)
 
 
@@ -45,7 +45,7 @@ def run(replicas):
     def replica(rows):
         local = replicas.run(SumsOfRows(), lambda state: 2.0, state_of({}), Inputs(rows))
         sums = replicas.sum(local.sums)
-        return local.grads.tree()[0], sums["loss"].total, replicas.mean_count(sums)
+        return local.grads.tree(), sums["loss"].total, replicas.mean_count(sums)
 
     return on_two(replica, ROWS)
 

@@ -23,7 +23,7 @@ def mean(sync, step):
 
     def replica(grad, count):
         state, local = state_of({"w": grad}, step=jnp.int32(step)), local_of({"w": grad}, count)
-        (grads, _), _ = sync.mean(REDUCTION, REDUCTION.plan({"w": grad}), local, state)
+        grads, _ = sync.mean(REDUCTION, REDUCTION.plan({"w": grad}), local, state)
         return grads["w"], sync.count(state, local.count, jnp.float32(6))
 
     return [x.tolist() for x in on_two(replica, GRADS, np.float32([4, 8]))]

@@ -57,10 +57,10 @@ def test_the_table_of_units(
     def replica(x):
         state = state_of({"w": jnp.ones((), dtype)})
         local = backward(state, Inputs({"x": x}), state.key, lambda state: loss_scale or 1.0)
-        grads, units, plan = local.grads.tree()[0], local.units, reduction.plan(state.params)
+        grads, units, plan = local.grads.tree(), local.units, reduction.plan(state.params)
         found["units"] = units
         reduced, given = reduction(local.grads, jnp.zeros(()), plan, units)
-        mean = mean_tree(reduced[0], local.count * units.cotangent)
+        mean = mean_tree(reduced, local.count * units.cotangent)
         return grads["w"].astype(jnp.float32), given, mean["w"].astype(jnp.float32)
 
     sent, given, mean = on_two(replica, np.ones((2, 1000), np.float32))
