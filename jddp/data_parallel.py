@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 from jddp.checkpoint.checkpoints import Checkpoints
 from jddp.checkpoint.weights import Loaded
 from jddp.distributed.watchdog import Limits
+from jddp.engine.bitwise.rows_of_sums import pack_rows
 from jddp.engine.clip import choose_clip
 from jddp.engine.compiled import CompiledSteps
 from jddp.engine.evaluate import (
@@ -201,14 +202,16 @@ class DataParallel(Shown):
         )
         chosen, overlaps = _settle_layout(layout, overlap, self.mesh, local_steps, logical_replicas)
         is_scaled = loss_scale is not None
-        packed = choose_packing(
-            chosen,
-            comm_hook,
-            hardware,
-            on_network=is_of_several_processes(self.mesh),
-            is_sharded=shard_optimizer,
-            num=logical_replicas,
-        )
+        if logical_replicas is None:
+            packed = choose_packing(
+                chosen,
+                comm_hook,
+                hardware,
+                on_network=is_of_several_processes(self.mesh),
+                is_sharded=shard_optimizer,
+            )
+        else:
+            packed = pack_rows(chosen, logical_replicas)
         sizes = bucket_sizes(bucket_mb)
         seen = unscaled if is_scaled else as_is
         reduction = make_reduction(axis, packed, sizes, wire_dtype, seen)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import P
 
+from jddp.engine.bitwise.rows_of_sums import pack_rows
 from jddp.engine.micro_batches import Local
 from jddp.engine.state import CommState, TrainState
 from jddp.modules.metrics import Sum
@@ -55,5 +56,7 @@ def local_of(grads, count=1.0):
 
 def reduction_of(layout="leaf", *, wire_dtype=None, hook=None, is_sharded=False, num=None):
     """A reduction of buckets of at most 64 bytes."""
-    packed = choose_packing(layout, hook, "cpu", on_network=True, is_sharded=is_sharded, num=num)
+    packed = choose_packing(layout, hook, "cpu", on_network=True, is_sharded=is_sharded)
+    if num is not None:
+        packed = pack_rows(layout, num)
     return make_reduction(AXIS, packed, (64,), wire_dtype)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jddp.engine.parts import Clip, View
+from jddp.engine.protocols import Clip, View
 from jddp.engine.state import widened
 from jddp.errors import ConfigError
 from jddp.typing import Grads, Metrics

@@ -26,7 +26,7 @@ from jax import lax
 from jaxtyping import Array
 
 from jddp.engine.micro_batches import Scale
-from jddp.engine.parts import Guard, Outcome, View
+from jddp.engine.protocols import Guard, Outcome, View
 from jddp.engine.state import KeepsOwn, TrainState, own_layouts
 from jddp.errors import ConfigError
 from jddp.modules.metrics import mean_tree

@@ -9,7 +9,7 @@ from typing import final
 
 import optax
 
-from jddp.engine.parts import Average
+from jddp.engine.protocols import Average
 from jddp.engine.state import TrainState, widened
 from jddp.errors import ConfigError, check_choice
 from jddp.typing import Params

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
-from jddp.engine.parts import Optimizer, Unused, View
+from jddp.engine.protocols import Optimizer, Unused, View
 from jddp.engine.separable import at_least_1d, why_not_split
 from jddp.engine.state import Replicated, Sharded, TrainState
 from jddp.engine.unused import UNUSED

@@ -1,6 +1,6 @@
 """A replica on each device: which rows it has, and how results of all replicas are added.
 
-The other choice is `jddp.engine.logical_replicas`.
+The other choice, a fixed number of replicas, is in `jddp.engine.bitwise`.
 """
 
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ from jax.extend.core import Jaxpr
 from jax.stages import Wrapped
 from jaxtyping import Array, Float
 
-from jddp.engine.logical_replicas import LogicalReplicas
+from jddp.engine.bitwise.logical_replicas import LogicalReplicas
 from jddp.engine.micro_batches import Local, MicroBatches, ScaleOf
-from jddp.engine.parts import Evaluate, Function, Options, Places, Replicas
+from jddp.engine.protocols import Evaluate, Function, Options, Places, Replicas
 from jddp.engine.state import Inputs, TrainState, enter, key_of_replica, leave
 from jddp.modules.functional import FlaxModel
 from jddp.modules.metrics import Sums, sum_over_replicas

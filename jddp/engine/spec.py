@@ -1,16 +1,16 @@
 """A step as a value made of parts, one for each question; and which options go together.
 
-    step.backward     MicroBatches, by a Schedule      how a replica's rows become gradients
-    step.replicas     Devices, LogicalReplicas         which rows a replica has, how sums are added
-    step.reduction    Reduction, by a Packing, a hook  in what form gradients are sent
-    step.sync         EveryStep, LocalSteps            when replicas synchronize
-    step.clip         NoClip, ClipByGlobalNorm         what the mean gradient is clipped to
-    step.optimizer    ReplicatedOptimizer, Zero1       which parameters a replica updates
-    step.average      NoAverage, Ema                   a moving average of the parameters
-    step.guard        NoGuard, SkipNonfinite, DynamicScale    which steps count, the loss scale
+    step.backward     MicroBatches, with a Schedule           how rows become gradients
+    step.replicas     Devices | LogicalReplicas               rows of a replica, order of sums
+    step.reduction    Reduction, with a Packing and a hook    in what form gradients are sent
+    step.sync         EveryStep | LocalSteps                  when replicas synchronize
+    step.clip         NoClip | ClipByGlobalNorm               limit of the mean gradient
+    step.optimizer    ReplicatedOptimizer | Zero1             parameters that a replica updates
+    step.average      NoAverage | Ema                         moving average of the parameters
+    step.guard        NoGuard | SkipNonfinite | DynamicScale  steps that count, the loss scale
 
-What each part promises is written in `engine.parts`. Each option chooses a part, once and in its
-own module; the step itself tests no option.
+What each part promises is written in `engine.protocols`. An option chooses a part, once and in the
+part's own module; the step itself tests no option.
 """
 
 import functools
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import final
 
 from jddp.engine.micro_batches import MicroBatches
-from jddp.engine.parts import (
+from jddp.engine.protocols import (
     Average,
     Clip,
     Guard,

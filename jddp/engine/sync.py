@@ -23,7 +23,7 @@ from jaxtyping import Array
 
 from jddp.engine.micro_batches import Local
 from jddp.engine.optimizer import OPTIMIZER
-from jddp.engine.parts import Averaged, OuterStep, View
+from jddp.engine.protocols import Averaged, OuterStep, View
 from jddp.engine.state import KeepsOwn, TrainState, is_float, name_of, own_layouts
 from jddp.engine.view import OwnGradient
 from jddp.errors import ConfigError
@@ -132,7 +132,7 @@ class LocalSteps:
       outer: Optimizer of the outer step, which takes the mean of (parameters after the last outer
         step - own) for a gradient of those parameters. By default SGD of rate 1, which gives the
         mean of the replicas' parameters. Or an outer step of your own, such as one that averages
-        parts of the parameters in turn: an object like `jddp.engine.parts.OuterStep`.
+        parts of the parameters in turn: an object like `jddp.engine.protocols.OuterStep`.
       start: Number of first steps that are plain ones, with gradients averaged in each.
 
     Steps that `skip_nonfinite` leaves out are not counted.

@@ -15,7 +15,7 @@ from typing import final
 import jax
 import jax.numpy as jnp
 
-from jddp.engine.parts import Unused
+from jddp.engine.protocols import Unused
 from jddp.engine.state import Leaf, name_of
 from jddp.errors import ConfigError
 from jddp.reduce.plan import BucketPlan

@@ -12,7 +12,7 @@ import jax
 
 from jddp.engine.compiled import CompiledSteps
 from jddp.engine.mesh import platform
-from jddp.engine.parts import Synchronization
+from jddp.engine.protocols import Synchronization
 from jddp.engine.state import Inputs, TrainState
 from jddp.html import Shown
 from jddp.inspection.collectives import Collective, collectives

@@ -24,7 +24,6 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from jddp.errors import ConfigError
-from jddp.reduce.pairwise import add_in_pairs
 from jddp.typing import RESERVED
 
 WEIGHTS = ("mask", "loss_mask", "weight", "weights")  # what batches call weights of losses
@@ -231,15 +230,10 @@ def count_valid_rows(mask: Array) -> Float[Array, ""]:
 
 def sum_over_replicas(sums: Sums, *, axis: str) -> Sums:
     """Adds totals and counts over `axis`: one all-reduce of one small vector, and of each array."""
-    return _add(sums, lambda x: lax.psum(x, axis), ndim=0)
+    return add_sums(sums, lambda x: lax.psum(x, axis), ndim=0)
 
 
-def sum_in_order(sums: Sums, *, axis: str) -> Sums:
-    """Adds totals and counts of logical replicas in one order: see `jddp.reduce.pairwise`."""
-    return _add(sums, lambda x: add_in_pairs(lax.all_gather(x, axis, tiled=True)), ndim=1)
-
-
-def _add(sums: Sums, add: Callable[[Array], Array], *, ndim: int) -> Sums:
+def add_sums(sums: Sums, add: Callable[[Array], Array], *, ndim: int) -> Sums:
     """Adds numbers, which have `ndim` dims before they are added, as one array of each dtype."""
     leaves, treedef = jax.tree.flatten(sums)
     added = dict[int, Array]()

@@ -3,11 +3,10 @@
     Whole      as they are, or in one vector; each gets the whole mean
     Sharded    cut into a shard for each replica (`shards`); each gets its shard of the mean, and a
                separable optimizer needs no more
-    Rows       rows of sums, as `sum_in_pairs` makes them, cut as well; each gets the whole mean
 
 Only some hooks can reduce the arrays of a packing, so both are made together: `bucketed` for a hook
-that averages what it is given, `pairwise` for sums in one order, and in `choose_packing` a
-reduce-scatter.
+that averages what it is given, and in `choose_packing` a reduce-scatter. The packing of logical
+replicas is `jddp.engine.bitwise.rows_of_sums`.
 """
 
 import dataclasses
@@ -22,7 +21,7 @@ from jddp.errors import ConfigError, check_choice
 from jddp.reduce.hooks import ON_RESIZE, CommHook, GradBucket, leaves_of, mean, narrow, split
 from jddp.reduce.pairwise import add_in_pairs
 from jddp.reduce.plan import Bucket
-from jddp.reduce.shards import own_shard, pack, shard_shape, unpack
+from jddp.reduce.shards import own_shard, pack, shard_shape
 from jddp.typing import HookState, PyTree
 
 Layout = Literal["leaf", "flat"]
@@ -138,38 +137,6 @@ class Sharded:
         return own_shard(leaf, axis)
 
 
-@final
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """Rows of sums, cut to (rows, replicas, shard), of which a replica gets the whole mean.
-
-    A barrier keeps the compiler from fusing the mean with its uses: the fusion, and so the last
-    bit, would depend on the number of rows.
-
-    Attributes:
-      layout: "leaf" or "flat".
-    """
-
-    layout: Layout
-    keeps_shards = False
-
-    def members(self, planned: Bucket) -> Members:
-        """Lets small leaves share an array, or in the flat layout all."""
-        return members_of(planned, self.layout)
-
-    def pack(self, leaves: list[jax.Array], axis: str) -> jax.Array:
-        """Cuts each row of the leaves, side by side."""
-        return jax.vmap(lambda *rows: pack(rows, lax.axis_size(axis)))(*leaves)
-
-    def unpack(self, bucket: GradBucket, axis: str) -> list[jax.Array]:
-        """Puts the leaves together from the rows of all replicas."""
-        return lax.optimization_barrier(leaves_of(bucket, unpack))
-
-    def alone(self, leaf: jax.Array, axis: str) -> jax.Array:
-        """Returns one of the rows, which are equal."""
-        return leaf[0]
-
-
 # A packing, its hook, and the name of a custom hook; "" for none.
 Packed = tuple[Packing, CommHook, str]
 
@@ -198,25 +165,6 @@ def bucketed(layout: Layout, hook: CommHook | None, *, on_network: bool = True) 
     return Whole(layout), _checked(narrow(hook), name), name
 
 
-def pairwise(layout: Layout, num: int) -> Packed:
-    """Rows of sums of `num` gradients in all, and a hook that makes their mean in one order.
-
-    Each replica gets its shard of all rows, continues the sum where they end, and then all shards
-    are gathered: the bytes of an all-reduce in a ring where each replica has one row.
-    """
-
-    def reduce(bucket: GradBucket, state: HookState, axis: str) -> tuple[GradBucket, HookState]:
-        def mean(x: jax.Array) -> jax.Array:
-            # Not an all-reduce: NCCL and gloo add in an order that depends on the number of
-            # devices.
-            rows = lax.all_to_all(x, axis, split_axis=1, concat_axis=0, tiled=True)
-            return lax.all_gather(add_in_pairs(rows[:, 0]) / num, axis)
-
-        return jax.tree.map(mean, bucket), state
-
-    return Rows(layout), CommHook(lambda plan: (), reduce), ""
-
-
 def choose_packing(
     layout: Layout,
     hook: CommHook | None,
@@ -224,7 +172,6 @@ def choose_packing(
     *,
     on_network: bool,
     is_sharded: bool,
-    num: int | None,
 ) -> Packed:
     """Returns a packing with its hook, and the hook's name.
 
@@ -234,10 +181,7 @@ def choose_packing(
       platform: The hardware.
       on_network: Whether the devices are of several processes.
       is_sharded: Whether a replica needs only its shard of the mean.
-      num: Number of logical replicas, or None.
     """
-    if num is not None:
-        return pairwise(layout, num)
     # A custom hook promises the mean of whole leaves; each replica then takes its shard of it.
     if not is_sharded or hook is not None:
         return bucketed(layout, hook, on_network=on_network or platform != "cpu")

@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 from two_replicas import AXIS, local_of, on_two, state_of
 
-from jddp.engine.logical_replicas import LogicalReplicas
+from jddp.engine.bitwise.logical_replicas import LogicalReplicas
 from jddp.engine.replicas import Devices, choose_replicas
 from jddp.engine.state import Inputs, PerReplica, Replicated
 from jddp.errors import ConfigError

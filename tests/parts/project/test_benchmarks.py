@@ -113,10 +113,10 @@ def test_coverage_is_printed_by_room():
 
 @pytest.mark.slow
 def test_the_time_of_tests_is_printed_by_cause_and_file():
-    rows = run(BENCHMARKS / "time_by_cause.py", "tests/parts/reduce/test_pairwise.py")
+    rows = run(BENCHMARKS / "time_by_cause.py", "tests/parts/engine/test_sums_of_calls.py")
     names, *lines = [row.split() for row in rows if row.startswith(("seconds", "all", "parts"))]
     assert names[1:] == ["imports", "tracing", "lowering", "compiling", "processes", "the", "rest"]
-    assert [line[0] for line in lines] == ["all", "parts/reduce/test_pairwise.py"]
+    assert [line[0] for line in lines] == ["all", "parts/engine/test_sums_of_calls.py"]
     _, imports, _, lowering, *_ = lines[0]
     assert min(float(imports), float(lowering)) > 0
 

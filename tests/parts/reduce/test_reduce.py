@@ -196,7 +196,7 @@ def test_the_leaf_layout_packs_small_leaves_and_sends_large_ones_as_they_are():
 )
 def test_many_small_leaves_are_sent_alone_within_a_process_of_cpus(num_leaves, options, num_arrays):
     chosen = {"layout": "leaf", "hook": None, "platform": "cpu", "on_network": False, **options}
-    packing, _, _ = choose_packing(**chosen, is_sharded=False, num=None)
+    packing, _, _ = choose_packing(**chosen, is_sharded=False)
     (bucket,) = plan_buckets([np.float32(0)] * num_leaves, bucket_bytes=MIB).buckets
     members = packing.members(bucket)
     assert len(members) == num_arrays

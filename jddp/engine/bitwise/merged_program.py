@@ -8,7 +8,7 @@ users of an operand: `a / broadcast(b)` becomes `a * broadcast(1 / b)` only wher
 one user. A softmax divides by its sum twice, forward and backward: with merged broadcasts it keeps
 the division, with unmerged ones it loses it, and the last bit differs.
 
-    step = SameProgram(step, options, donated)   # in the place of jax.jit(step, ...)
+    step = MergedProgram(step, options, donated)   # in the place of jax.jit(step, ...)
 
 So equal operations are merged here, before XLA, on any number of devices, and XLA's own pass is
 switched off: the partitioner then finds nothing to merge. Calls are inlined first, because XLA
@@ -25,14 +25,14 @@ import jax
 from jax.extend.mlir import ir, passmanager
 
 from jddp.engine.executor import checks_for_nan
-from jddp.engine.parts import Function, Options, Places
+from jddp.engine.protocols import Function, Options, Places
 from jddp.typing import PyTree
 
 Operation = Any  # of MLIR, whose classes a type checker does not know
 DISABLED = "xla_disable_hlo_passes"
 
 
-class SameProgram:
+class MergedProgram:
     """A jitted function, in whose program equal operations are merged before it is compiled.
 
     Args:

@@ -16,18 +16,19 @@ from jax.extend.core import Jaxpr
 from jax.stages import Wrapped
 from jaxtyping import Array, Float
 
+from jddp.engine.bitwise.merged_program import MergedProgram
+from jddp.engine.bitwise.sums_of_calls import sum_in_pairs
 from jddp.engine.micro_batches import Local, MicroBatches, ScaleOf
-from jddp.engine.parts import Evaluate, Function, Options, Places
-from jddp.engine.same_program import SameProgram
+from jddp.engine.protocols import Evaluate, Function, Options, Places
 from jddp.engine.state import Inputs, TrainState, key_of_replica, own_layouts
 from jddp.errors import ConfigError
 from jddp.jaxprs import axes_of, equations
 from jddp.modules.forward import combine
 from jddp.modules.functional import FlaxModel
-from jddp.modules.metrics import Sums, sum_in_order
+from jddp.modules.metrics import Sums, add_sums
 from jddp.modules.rows import check_rows, split_rows
 from jddp.reduce.gradients import Finished
-from jddp.reduce.pairwise import sum_in_pairs
+from jddp.reduce.pairwise import add_in_pairs
 from jddp.typing import Batch, ModelState, Path, PyTree
 
 
@@ -54,7 +55,7 @@ class LogicalReplicas:
 
     def jit(self, function: Function, options: Options = None, donated: Places = ()) -> Wrapped:
         """Jits to a program that XLA simplifies the same way on any mesh."""
-        return SameProgram(function, options, donated)
+        return MergedProgram(function, options, donated)
 
     def enter(self, state: PyTree, layouts: PyTree) -> PyTree:
         """Returns the state as it is: a device has a row for each of its replicas."""
@@ -155,6 +156,11 @@ class LogicalReplicas:
         """How many replicas this device has, and the number of the first."""
         num = self.num // lax.axis_size(self.axis)
         return num, lax.axis_index(self.axis) * num
+
+
+def sum_in_order(sums: Sums, *, axis: str) -> Sums:
+    """Adds rows of totals and counts, of logical replicas of all devices, in one order."""
+    return add_sums(sums, lambda x: add_in_pairs(lax.all_gather(x, axis, tiled=True)), ndim=1)
 
 
 def _filler(key: Array, x: jax.ShapeDtypeStruct) -> Array:

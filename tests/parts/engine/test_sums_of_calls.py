@@ -4,7 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jddp.reduce.pairwise import add_in_pairs, sum_in_pairs
+from jddp.engine.bitwise.sums_of_calls import sum_in_pairs
+from jddp.reduce.pairwise import add_in_pairs
 
 
 def numbers(num):
