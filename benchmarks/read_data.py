@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jddp.config.cli import Parser, add_config_arguments, enter
+from jddp.config.cli import Parser, add_config_arguments, run_command
 from jddp.config.files import load_config
 from jddp.data.order import Order
 from jddp.job.job import build
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_config_arguments(parser)
     parser.add_argument("--seconds", type=float, default=3.0, help="for each stage (3)")
     arguments = parser.parse_args(argv)
-    return enter(lambda: bench(arguments))
+    return run_command(lambda: bench(arguments))
 
 
 def bench(arguments: argparse.Namespace) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from json import dumps
 from typing import Any
 
-from jddp.config.cli import Parser, add_run_arguments, enter, share_gpus
+from jddp.config.cli import Parser, add_run_arguments, run_command, share_gpus
 from jddp.errors import printable, report, show
 from jddp.trainer.reports.metrics_file import as_json
 from jddp.trainer.reports.progress import COLUMNS, not_finite
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("overrides", nargs="*", metavar="key.path=value", help="change a key of data or loss")
     add("--json", action="store_true", help="print one JSON object")
-    return enter(lambda: _evaluate(**vars(parser.parse_intermixed_args(argv))))
+    return run_command(lambda: _evaluate(**vars(parser.parse_intermixed_args(argv))))
 
 
 def _evaluate(*, json: bool, **chosen: Any) -> None:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jddp.config.cli import Parser, enter
+from jddp.config.cli import Parser, run_command
 from jddp.config.permissions import expand
 from jddp.errors import show
 
@@ -17,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     description = "Write a config, a model, a loss and data, which train as they are."
     parser = Parser(prog="python -m jddp.init", description=description)
     parser.add_argument("directory", type=expand, help="a new folder")
-    return enter(lambda: _start(**vars(parser.parse_args(argv))))
+    return run_command(lambda: _start(**vars(parser.parse_args(argv))))
 
 
 def _start(directory: Path) -> None:

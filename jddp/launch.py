@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from jddp.config.cli import Parser, enter
+from jddp.config.cli import Parser, run_command
 from jddp.config.permissions import expand
 from jddp.distributed.identity import check_address, loopback
 from jddp.distributed.join import START
@@ -31,7 +31,7 @@ from jddp.launcher.supervisor import run_launch
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code of the first process that failed, or 0."""
-    return enter(lambda: _run(_parser().parse_args(argv)))
+    return run_command(lambda: _run(_parser().parse_args(argv)))
 
 
 def _run(arguments: argparse.Namespace) -> int:

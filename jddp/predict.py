@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from jddp.config.cli import Parser, add_run_arguments, enter, share_gpus
+from jddp.config.cli import Parser, add_run_arguments, run_command, share_gpus
 from jddp.config.permissions import expand
 from jddp.errors import UsageError, show
 
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="FILE",
         help="Hugging Face tokenizer file; not needed for bytes",
     )
-    return enter(lambda: _predict(**vars(parser.parse_args(argv))))
+    return run_command(lambda: _predict(**vars(parser.parse_args(argv))))
 
 
 def _predict(*, data: Any, out: Any, prompt: str | None, **chosen: Any) -> None:

@@ -8,7 +8,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from jddp.config.cli import Parser, add_config_arguments, enter, share_gpus
+from jddp.config.cli import Parser, add_config_arguments, run_command, share_gpus
 from jddp.errors import ExitCode, show
 
 
@@ -17,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     description = "Compare a step of a job on its devices with the same step on one device."
     parser = Parser(prog="python -m jddp.verify", description=description)
     add_config_arguments(parser)
-    return enter(lambda: _verify(parser.parse_intermixed_args(argv)))
+    return run_command(lambda: _verify(parser.parse_intermixed_args(argv)))
 
 
 def _verify(arguments: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jddp.checkpoint.remote import local_copy
-from jddp.config.cli import Parser, enter
+from jddp.config.cli import Parser, run_command
 from jddp.config.permissions import expand
 from jddp.errors import FileSystemError, show
 
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with jax.enable_x64(True):  # Else arrays of 64 bits would be cast to 32.
             arguments.command(arguments)
 
-    return enter(run)
+    return run_command(run)
 
 
 def _parser() -> Parser:

@@ -110,7 +110,7 @@ def _lasting(stream: Any) -> Any:
 
 
 @lasting_streams()
-def enter(run: Callable[[], int | None]) -> int:
+def run_command(run: Callable[[], int | None]) -> int:
     """Runs a command; returns its exit code."""
     try:
         return run() or ExitCode.DONE

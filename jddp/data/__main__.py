@@ -5,14 +5,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jddp.config.cli import Parser, enter
+from jddp.config.cli import Parser, run_command
 from jddp.config.permissions import expand
 from jddp.errors import show
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
-    return enter(lambda: _tokenize(_parser().parse_args(argv)))
+    return run_command(lambda: _tokenize(_parser().parse_args(argv)))
 
 
 def _parser() -> Parser:

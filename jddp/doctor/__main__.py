@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jddp.config.cli import Parser, enter, share_gpus
+from jddp.config.cli import Parser, run_command, share_gpus
 from jddp.config.permissions import expand
 from jddp.distributed.failure_file import VARIABLE, headline, read_failure
 from jddp.doctor.finding import BAD, Finding
@@ -24,7 +24,7 @@ from jddp.errors import Error, ExitCode, FileSystemError, UsageError, show
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
-    return enter(lambda: _run(_parser().parse_args(argv)))
+    return run_command(lambda: _run(_parser().parse_args(argv)))
 
 
 def _parser() -> Parser:

@@ -14,7 +14,7 @@ from tiny import MLP, loss_fn, make_batch
 import jddp
 from jddp import errors
 from jddp.checkpoint.__main__ import main as checkpoint
-from jddp.config.cli import enter
+from jddp.config.cli import run_command
 from jddp.data.sources import make_source
 from jddp.doctor.__main__ import main as doctor
 from jddp.evaluate import main as evaluate
@@ -97,7 +97,7 @@ def test_an_image_that_does_not_decode_is_named_with_escapes(tmp_path, printed, 
         images = make_source("image_folder", directory=str(tmp_path), kwargs=kwargs)
         images.load().train.take(np.arange(1))
 
-    assert enter(read) == 65
+    assert run_command(read) == 65
     printed()
     read(undecodable="mask")
     check(caplog.text)

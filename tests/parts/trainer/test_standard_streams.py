@@ -7,12 +7,12 @@ import sys
 import pytest
 from runs import ROOT
 
-from jddp.config.cli import enter
+from jddp.config.cli import run_command
 from jddp.errors import ConfigError
 
 PROGRAM = """
 import os, sys
-from jddp.config.cli import enter
+from jddp.config.cli import run_command
 
 def run():
     kept = os.open("kept", os.O_CREAT | os.O_WRONLY)  # which must not become a standard stream
@@ -25,7 +25,7 @@ def run():
         file.write("yes")
     return 3
 
-sys.exit(enter(run))
+sys.exit(run_command(run))
 """
 BROKEN = {
     "head": "| head -n 1",
@@ -59,5 +59,5 @@ def test_a_mistake_is_told_after_the_streams_are_put_back():
     def run():
         raise ConfigError("a mistake")
 
-    assert enter(run) == 2
+    assert run_command(run) == 2
     assert (sys.stdout, sys.stderr) == before
