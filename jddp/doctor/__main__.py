@@ -5,7 +5,7 @@ all together examine clocks, the shared directory and the network. Each finding 
 Exit code 0, or 69 if something will stop a job.
 
 `python -m jddp.doctor RUN_DIR` prints the first failure of a run, and examines nothing.
-`python -m jddp.doctor --gpu-acceptance` takes five minutes on GPUs, and writes a page.
+`python -m jddp.doctor --gpu-acceptance` tries what GPUs do with jddp, and writes a page.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def _parser() -> Parser:
     add("--dir", type=expand, default=Path("runs"), help=shared)
     add("--num-devices", type=int, default=8, help="virtual CPU devices, where there is no GPU (8)")
     page = Path("gpu_acceptance.md")
-    about = "measure and compare GPUs, kill a run; write a page"
+    about = "try and measure the GPUs in minutes; write a page"
     add("--gpu-acceptance", nargs="?", const=page, type=expand, metavar="PAGE", help=about)
     trial = "cpu tries --gpu-acceptance on virtual devices (gpu)"
     add("--platform", choices=["gpu", "cpu"], default="gpu", help=trial)
@@ -51,7 +51,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _accept(arguments: argparse.Namespace) -> int:
     from jddp.distributed.resolve import resolve_identity
-    from jddp.doctor.acceptance import accept
+    from jddp.doctor.acceptance.run import accept
 
     if (num := resolve_identity().num_processes) > 1:
         raise UsageError(f"--gpu-acceptance starts its own runs: start it once, not as {num}.")

@@ -1,7 +1,6 @@
 """The doctor names what will make a job fail, and what mends it."""
 
 import io
-import json
 import os
 import re
 import resource
@@ -18,11 +17,10 @@ from jddp.distributed import atomics, gpus
 from jddp.distributed.failure_file import VARIABLE, describe_failure, write_failure
 from jddp.distributed.gpus import Missing
 from jddp.distributed.identity import VARIABLES
-from jddp.doctor import acceptance, agreement, devices, host, links
+from jddp.doctor import agreement, devices, host, links
 from jddp.doctor.__main__ import main
 from jddp.doctor.finding import Finding
 from jddp.engine.mesh import make_mesh
-from jddp.zoo.losses import cross_entropy
 
 
 def levels(findings):
@@ -329,73 +327,3 @@ def test_the_first_failures_of_a_run_or_of_a_launch_are_printed(tmp_path, monkey
     assert main([str(tmp_path / "absent")]) == 74
     absent = f"{tmp_path}/absent is no folder. Give that of a run, or of a launch's logs."
     assert capsys.readouterr().err == f"jddp: {absent}\n"
-
-
-# --- GPU acceptance ------------------------------------------------------------------------------
-
-
-def test_the_acceptance_of_gpus_is_refused_on_cpus_in_one_line(monkeypatch, tmp_path, capsys):
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # which it would set
-    page = tmp_path / "page.md"
-    assert main(["--gpu-acceptance", str(page)]) == 69
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("jddp: --gpu-acceptance needs two GPUs or more, and JAX has 8 cpu")
-    assert err.count("\n") == 1
-    assert not page.exists()
-
-
-def test_bandwidths_stand_beside_published_ones_and_a_wrong_sum_fails(monkeypatch):
-    two = jax.devices()[:2]
-    part = acceptance.bandwidth(two, sizes=(1, 2))
-    assert part.finding.level == "ok"
-    assert re.search(r"^\| 1 \| [\d.]+ \| [\d.]+ \| 72 \|$", part.details, re.M)
-    assert re.search(r"^\| 2 \| [\d.]+ \| [\d.]+ \|  \|$", part.details, re.M)
-    monkeypatch.setattr(links.lax, "psum", lambda x, axis: x * 0.0)
-    assert acceptance.bandwidth(two, sizes=(1,)).finding.level == "bad"
-
-
-@pytest.mark.slow
-def test_devices_that_equal_one_pass_and_others_fail(monkeypatch):
-    two = jax.devices()[:2]
-    part = acceptance.equality(two)
-    assert part.finding == ("ok", "a step on 2 devices equals one device", "")
-    assert "gradients" in part.details
-
-    def own_mean(model, batch, train):  # an error of 1/2 of each gradient
-        losses, metrics = cross_entropy(model, batch, train)
-        return losses.sum() / 64, metrics
-
-    monkeypatch.setattr(acceptance, "cross_entropy", own_mean)
-    assert acceptance.equality(two).finding.level == "bad"
-
-
-def test_the_last_arrays_of_a_run_are_those_of_its_newest_checkpoint(tmp_path):
-    assert acceptance.last_arrays(tmp_path) == {}
-    for step in (9, 10):
-        folder = tmp_path / "checkpoints" / str(step)
-        folder.mkdir(parents=True)
-        (folder / "arrays.json").write_text(json.dumps({"step": {"sha256": str(step)}}))
-    assert acceptance.steps_of(tmp_path) == [9, 10]
-    assert acceptance.last_arrays(tmp_path) == {"step": {"sha256": "10"}}
-
-
-def test_a_page_of_cpus_is_no_result_of_gpus():
-    part = acceptance.Part("Kill and resume", Finding("bad", "it is NOT"), "details")
-    text = acceptance.page([part], jax.devices()[:2])
-    assert text.startswith("# A trial of the GPU acceptance on CPUs: no result of GPUs\n")
-    assert "\n| Kill and resume | bad: it is NOT |\n" in text
-    assert text.endswith("\n## Kill and resume\n\ndetails\n")
-
-
-@pytest.mark.slow
-def test_the_acceptance_runs_on_two_virtual_devices_and_writes_its_page(tmp_path):
-    page = tmp_path / "page.md"
-    command = [sys.executable, "-m", "jddp.doctor", "--gpu-acceptance", page, "--platform", "cpu"]
-    command += ["--num-devices", "2"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True)
-    assert done.returncode == 0, done.stderr
-    results = re.findall(r"^\| .+ \| (\w+): (.+) \|$", page.read_text(), re.M)
-    assert [level for level, _ in results] == ["ok"] * 3
-    assert re.fullmatch(r"a run killed after step [24]0 and resumed is .+", results[2][1])
-    assert [path.name for path in tmp_path.iterdir()] == ["page.md"]

@@ -1,0 +1,9 @@
+"""Acceptance of a machine with one GPU or several, in minutes, and a page of its result.
+
+    run.py      starts each part as a process of its own, and writes the page
+    part.py     runs one part: the main program of these processes
+    parts.py    the table of all parts: name, title, function, time limit
+
+The process that starts the parts never uses a device, so that GPUs in exclusive mode stay free for
+the parts, and one that crashes or hangs ends alone.
+"""

@@ -1,0 +1,77 @@
+"""The devices of the machine, and what `nvidia-smi` reports of them."""
+
+import os
+from collections.abc import Iterator, Sequence
+
+import jax
+
+from jddp.distributed import nvidia_smi
+from jddp.distributed.gpus import INSTALL, may_use_gpus, why_missing
+from jddp.distributed.join import require_devices
+from jddp.doctor.acceptance.published import topology
+from jddp.doctor.acceptance.result import Machine, PartResult, worst
+from jddp.doctor.busy import check_busy
+from jddp.doctor.devices import check_devices
+from jddp.errors import DeviceError
+from jddp.inspection.memory import in_words
+
+# Fields of nvidia-smi --query-gpu that are the same in all drivers, and their names on the page.
+FIELDS = {
+    "name": "GPU",
+    "driver_version": "driver",
+    "memory.total": "memory",
+    "power.limit": "power limit",
+    "clocks.max.sm": "highest clock of the SMs",
+    "clocks.max.memory": "highest clock of the memory",
+    "ecc.mode.current": "ECC",
+    "mig.mode.current": "MIG",
+    "compute_mode": "compute mode",
+    "pcie.link.gen.max": "PCIe generation",
+    "pcie.link.width.max": "PCIe lanes",
+}
+
+
+def find_devices(machine: Machine) -> PartResult:
+    """Starts the devices, and describes the machine.
+
+    Raises:
+      DeviceError: If there is none of the platform.
+    """
+    others = list(check_busy())  # before this process is one of those on the GPUs
+    missing = require_devices()
+    devices = jax.devices()
+    if devices[0].platform != machine.platform:
+        raise DeviceError(
+            f"--gpu-acceptance finds no GPU. {missing or _why_none()} --platform cpu tries the "
+            "procedure without one."
+        )
+    findings = [*check_devices(), *others]
+    limit = (devices[0].memory_stats() or {}).get("bytes_limit")
+    details = [str(finding) for finding in findings]
+    details += [f"        JAX may use {in_words(limit)} of each"] if limit else []
+    details += [
+        "",
+        *digest(nvidia_smi.run_program(f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader")),
+    ]
+    details += [line for line in nvidia_smi.run_program("-q") if line.startswith("CUDA Version")]
+    details += ["", *topology()]
+    text = "\n".join(details).rstrip()
+    facts = {"num_devices": len(devices), "kind": devices[0].device_kind}
+    return PartResult(*worst(*findings), details=f"```text\n{text}\n```", facts=facts)
+
+
+def _why_none() -> str:
+    if not may_use_gpus(os.environ.get("JAX_PLATFORMS")):
+        return f"JAX_PLATFORMS={os.environ['JAX_PLATFORMS']} excludes them."
+    return str(why_missing() or f"There is neither a driver nor a plugin of JAX for any. {INSTALL}")
+
+
+def digest(lines: Sequence[str]) -> Iterator[str]:
+    """The fields of each GPU; GPUs of which all are equal stand together."""
+    alike: dict[str, list[int]] = {}
+    for number, line in enumerate(lines):
+        alike.setdefault(line, []).append(number)
+    for line, numbers in alike.items():
+        yield f"nvidia-smi, GPU {', '.join(map(str, numbers))}"
+        for name, value in zip(FIELDS.values(), line.split(", "), strict=False):
+            yield f"  {name:<28}{value}"

@@ -1,0 +1,115 @@
+"""Starts the parts one after the other, each as a process of its own, and writes the page.
+
+A part that takes too long is killed with all that it has started; one that fails is "bad", with the
+end of its output. The others still run.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from jddp.distributed.atomics import add_flag
+from jddp.distributed.gpus import may_use_gpus
+from jddp.doctor.acceptance.page import page, verdict
+from jddp.doctor.acceptance.part import PROGRAM, read_result
+from jddp.doctor.acceptance.parts import PARTS
+from jddp.doctor.acceptance.result import SKIP, Machine, Part, PartResult
+from jddp.doctor.finding import BAD, Finding
+from jddp.errors import DeviceError, ExitCode, file_errors, show
+
+_LAST_LINES = 15
+_END_SECONDS = 10
+_SLOWER = 4  # a trial on CPUs, which may be shared with much else
+_ERROR = "jddp: "  # begins the line of an error
+
+
+def accept(file: Path, *, platform: str, num_devices: int) -> ExitCode:
+    """Runs all parts, writes the page, and returns the exit code of the command.
+
+    Args:
+      file: Page to write, in Markdown.
+      platform: "gpu"; "cpu" tries the procedure on virtual devices, and accepts no GPU.
+      num_devices: Number of virtual devices.
+
+    Raises:
+      DeviceError: If there is no device of the platform.
+      FileSystemError: If the page cannot be written.
+    """
+    environ = environment(os.environ, platform, num_devices)
+    with file_errors(f"{file} cannot be written"):
+        file.touch()  # before minutes are spent
+    parts = [run_part("devices", Machine(platform), environ)]
+    if not (facts := parts[0].result.facts):
+        file.unlink()
+        raise DeviceError(_error_of(parts[0].result))
+    machine = Machine(platform, **facts)
+    for name in PARTS:
+        if name != "devices":
+            parts.append(run_part(name, machine, environ))
+        show(f"{parts[-1].title}\n{Finding(*parts[-1].result[:3])}")
+    with file_errors(f"{file} cannot be written"):
+        file.write_text(page(parts, machine, environ))
+    show(f"\n{verdict(parts)}: {file}")
+    is_good = all(part.result.level != BAD for part in parts)
+    return ExitCode.DONE if is_good else ExitCode.REPLICA_MISMATCH
+
+
+def _error_of(result: PartResult) -> str:
+    """The error by which a part has ended, in one line; else how it has ended."""
+    errors = [x for x in result.details.splitlines() if x.startswith(_ERROR)]
+    return errors[-1].removeprefix(_ERROR) if errors else f"the devices do not start: {result.what}"
+
+
+def environment(environ: Mapping[str, str], platform: str, num_devices: int) -> dict[str, str]:
+    """The environment of all parts: their devices, and no memory of a GPU taken in advance."""
+    made = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **environ}
+    platforms = made.get("JAX_PLATFORMS")
+    if platform == "cpu":
+        made |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(num_devices)}
+        made["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # nothing is measured, and compiling is long
+    elif platforms and may_use_gpus(platforms) and "cpu" not in platforms.split(","):
+        made["JAX_PLATFORMS"] = f"{platforms},cpu"  # with which a step is compared
+    add_flag(made)
+    return made
+
+
+def run_part(name: str, machine: Machine, environ: Mapping[str, str]) -> Part:
+    """Runs a part in a process of its own."""
+    task = PARTS[name]
+    if task.needs_several and machine.num_devices < 2:
+        return Part(task.title, PartResult(SKIP, "not tried: one device"))
+    flags = f"{environ.get('XLA_FLAGS', '')} {task.environ.get('XLA_FLAGS', '')}".strip()
+    limit = task.seconds * (1 if machine.is_gpu else _SLOWER)
+    began = time.monotonic()
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, name, *map(str, machine)],
+        env={**environ, **task.environ, "XLA_FLAGS": flags},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=limit)
+        how = f"ended with exit code {process.returncode}"
+    except subprocess.TimeoutExpired:
+        how = f"exceeded {limit} s"
+        _kill(process)
+        output, _ = process.communicate(timeout=_END_SECONDS)
+    finally:
+        _kill(process)
+    last = "\n".join(output.splitlines()[-_LAST_LINES:])
+    failed = PartResult(BAD, how, details=f"```text\n{last}\n```")
+    return Part(task.title, read_result(output) or failed, time.monotonic() - began)
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """Kills a part and the processes of its session; `jddp.launch` ends its own after it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
