@@ -51,9 +51,10 @@ def adam() -> Any:
 
 
 def gpt(machine: Machine, size: str, num_devices: int) -> Workload:
-    """A GPT, whose gradient of the embeddings is a scatter, with eight rows a device."""
+    """A GPT, whose gradient of the embeddings is a scatter, with a few rows a device."""
     model = GPT(**(_GPTS[size] if machine.is_gpu else _TINY))
-    shape = (8 if machine.is_gpu else 2) * num_devices, model.max_length + 1
+    rows = 8 if machine.is_gpu and size != "large" else 4
+    shape = rows * num_devices, model.max_length + 1
     tokens = np.random.default_rng(0).integers(model.vocab_size, size=shape, dtype=np.int32)
     return Workload(model, next_token, {"tokens": tokens})
 

@@ -17,7 +17,7 @@ _NUM_STEPS = 5
 
 def overlap(machine: Machine) -> PartResult:
     """Records traces of some steps, and reads the shares of their collectives."""
-    job, found = gpt(machine, "medium", machine.num_devices), {}
+    job, found = gpt(machine, "medium", machine.num_devices), []
     for is_on in (True, False):
         size = BUCKET_MB[machine.platform]
         ddp = job.replicate(layout="flat", overlap=is_on, bucket_mb=size)
@@ -26,36 +26,23 @@ def overlap(machine: Machine) -> PartResult:
             with jax.profiler.trace(folder):
                 step_seconds(ddp, job.batch, _NUM_STEPS)
             paths = Path(folder).rglob("*.trace.json.gz")
-            found[is_on] = shares(event for path in paths for event in read_trace(path))
-    return judge_overlap(found)
+            found.append(shares(event for path in paths for event in read_trace(path)))
+    if machine.is_gpu or any(found):
+        return judge_overlap(*found)
+    return PartResult(SKIP, "traces are recorded and read; those of CPUs have no lanes of a device")
 
 
-def judge_overlap(found: Mapping[bool, Mapping[str, Covered]]) -> PartResult:
-    """The result for the shares of each device, by whether overlap is on."""
-    sums = {
-        is_on: Covered(*map(sum, zip(*by.values(), strict=True)))
-        for is_on, by in found.items()
-        if by
-    }
-    if not sums:
-        return PartResult(SKIP, "traces are recorded and read; they have no lanes of a device")
-    lines = [
-        "| overlap | device | collectives, ms | beside kernels |",
-        "| --- | --- | ---: | ---: |",
-    ]
-    for is_on, by in found.items():
-        for device, share in by.items():
-            row = f"| {share.collectives / 1e3:.2f} | {_percent(share)} |"
-            lines.append(f"| {'on' if is_on else 'off'} | {device} {row}")
-    details = "\n".join(lines)
-    if not all(share.collectives for share in sums.values()) or len(sums) < 2:
-        return PartResult(WARN, "the trace shows no collective", details=details)
-    what = f"{_percent(sums[True])} of the collectives beside kernels; {_percent(sums[False])} off"
-    on, off = (sums[is_on].beside / sums[is_on].collectives for is_on in (True, False))
-    if on > off:
+def judge_overlap(on: Mapping[str, Covered], off: Mapping[str, Covered]) -> PartResult:
+    """The result for the shares of each device, with overlap on and off."""
+    sums = [Covered(*map(sum, zip(*by.values(), strict=True))) for by in (on, off) if by]
+    if len(sums) < 2 or not all(x.collectives for x in sums):
+        fix = "Is CUPTI of the same CUDA installed? Without it a profile has no kernels."
+        return PartResult(WARN, "the trace shows no collective", fix)
+    lines = ["| overlap | collectives, ms | beside kernels |", "| --- | ---: | ---: |"]
+    for name, x in zip(("on", "off"), sums, strict=True):
+        lines.append(f"| {name} | {x.collectives / 1e3:.2f} | {x.share:.0%} |")
+    details = "\n".join([*lines, "", f"Sums over {len(on)} devices, {_NUM_STEPS} steps and more."])
+    what = f"{sums[0].share:.0%} of the collectives beside kernels, {sums[1].share:.0%} when off"
+    if sums[0].share > sums[1].share:
         return PartResult(OK, what, details=details)
     return PartResult(WARN, what, "overlap does not help here: overlap=False is as good.", details)
-
-
-def _percent(share: Covered) -> str:
-    return f"{share.beside / share.collectives:.0%}" if share.collectives else "-"

@@ -5,7 +5,7 @@ The last line of its output is the result, as JSON. A part that fails has none.
 
 import json
 
-from jddp.config.cli import enter
+from jddp.config.cli import run_command
 from jddp.doctor.acceptance.parts import PARTS
 from jddp.doctor.acceptance.result import Machine, PartResult
 
@@ -21,7 +21,7 @@ def main(arguments: list[str]) -> int:
     """Runs the part that is named, and returns an exit code."""
     name, platform, num_devices, kind = arguments
     machine = Machine(platform, int(num_devices), kind)
-    return enter(lambda: print(write_result(PARTS[name].function(machine)), flush=True))
+    return run_command(lambda: print(write_result(PARTS[name].function(machine)), flush=True))
 
 
 def write_result(result: PartResult) -> str:

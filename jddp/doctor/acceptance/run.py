@@ -6,7 +6,6 @@ end of its output. The others still run.
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -21,6 +20,8 @@ from jddp.doctor.acceptance.parts import PARTS
 from jddp.doctor.acceptance.result import SKIP, Machine, Part, PartResult
 from jddp.doctor.finding import BAD, Finding
 from jddp.errors import DeviceError, ExitCode, file_errors, show
+from jddp.launcher import cleanup
+from jddp.launcher.group import Guard
 
 _LAST_LINES = 15
 _END_SECONDS = 10
@@ -85,31 +86,25 @@ def run_part(name: str, machine: Machine, environ: Mapping[str, str]) -> Part:
         return Part(task.title, PartResult(SKIP, "not tried: one device"))
     flags = f"{environ.get('XLA_FLAGS', '')} {task.environ.get('XLA_FLAGS', '')}".strip()
     limit = task.seconds * (1 if machine.is_gpu else _SLOWER)
-    began = time.monotonic()
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, name, *map(str, machine)],
-        env={**environ, **task.environ, "XLA_FLAGS": flags},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=limit)
-        how = f"ended with exit code {process.returncode}"
-    except subprocess.TimeoutExpired:
-        how = f"exceeded {limit} s"
-        _kill(process)
-        output, _ = process.communicate(timeout=_END_SECONDS)
-    finally:
-        _kill(process)
+    began, how = time.monotonic(), ""
+    with contextlib.closing(Guard()) as guard:  # which kills what is left of it
+        process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, name, *map(str, machine)],
+            env={**environ, **task.environ, "XLA_FLAGS": flags},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        guard.watch([process.pid])
+        try:
+            output, _ = process.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            how = f"exceeded {limit} s"
+            cleanup.kill(process.pid)
+            output, _ = process.communicate(timeout=_END_SECONDS)
+    how = how or f"ended with exit code {process.returncode}"
     last = "\n".join(output.splitlines()[-_LAST_LINES:])
     failed = PartResult(BAD, how, details=f"```text\n{last}\n```")
     return Part(task.title, read_result(output) or failed, time.monotonic() - began)
-
-
-def _kill(process: subprocess.Popen[str]) -> None:
-    """Kills a part and the processes of its session; `jddp.launch` ends its own after it."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)

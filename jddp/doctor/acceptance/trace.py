@@ -1,7 +1,7 @@
 """Reads which kernels ran beside each other from a trace of `jax.profiler`.
 
-    for device, share in shares(read_trace(path)).items():
-        print(device, share.beside / share.collectives)
+    for device, covered in shares(read_trace(path)).items():
+        print(device, covered.share)
 
 In the trace a GPU is a process named "/device:GPU:0", and its streams are threads named
 "Stream #118(MemcpyD2H,Compute)"; the other threads repeat what the streams do by layer and module.
@@ -30,6 +30,11 @@ class Covered(NamedTuple):
 
     collectives: float
     beside: float
+
+    @property
+    def share(self) -> float:
+        """That part, of one."""
+        return self.beside / self.collectives
 
 
 def read_trace(path: Path) -> list[dict[str, Any]]:

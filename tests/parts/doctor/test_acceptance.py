@@ -24,7 +24,6 @@ from jddp.doctor.acceptance.result import SKIP, Machine, Part, PartResult
 from jddp.doctor.acceptance.trace import Covered, read_trace, shares
 from jddp.zoo.losses import cross_entropy
 
-START = subprocess.Popen
 ONE = Machine("gpu", 1, "NVIDIA H200")
 GPUS, TWO = Machine("gpu", 8, "NVIDIA H200"), Machine("cpu", 2, "cpu")
 ONE_GPU = "NVIDIA H100 80GB HBM3, 570.86.15, 81559 MiB, 700.00 W, 1980 MHz, 2619 MHz, "
@@ -144,13 +143,13 @@ def test_a_share_is_the_time_of_collectives_beside_kernels_of_any_stream(tmp_pat
 
 def test_overlap_is_judged_by_both_settings():
     on, off = {"GPU:0": Covered(100, 80), "GPU:1": Covered(100, 60)}, {"GPU:0": Covered(100, 5)}
-    result = overlap.judge_overlap({True: on, False: off})
+    result = overlap.judge_overlap(on, off)
     assert result.level == "ok"
-    assert result.what == "70% of the collectives beside kernels; 5% off"
-    assert "| on | GPU:1 | 0.10 | 60% |" in result.details
-    assert overlap.judge_overlap({True: off, False: on}).level == "warn"
-    assert overlap.judge_overlap({True: {"GPU:0": Covered(0, 0)}, False: off}).level == "warn"
-    assert overlap.judge_overlap({True: {}, False: {}}).level == SKIP
+    assert result.what == "70% of the collectives beside kernels, 5% when off"
+    assert "\n| on | 0.20 | 70% |\n| off | 0.10 | 5% |\n" in result.details
+    assert overlap.judge_overlap(off, on).level == "warn"
+    for nothing in ({}, {"GPU:0": Covered(0, 0)}):
+        assert overlap.judge_overlap(nothing, off).what == "the trace shows no collective"
 
 
 # --- judgements -----------------------------------------------------------------------------------
@@ -241,11 +240,7 @@ def test_parts_get_their_devices_and_flags_beside_those_that_are_set():
 
 def started(monkeypatch, program, **options):
     """The result of a part whose process runs this program of Python."""
-
-    def replaced(command, env, **others):
-        return START([sys.executable, "-c", program], env=env, **others)
-
-    monkeypatch.setattr(run.subprocess, "Popen", replaced)
+    monkeypatch.setattr(run, "PROGRAM", program)
     monkeypatch.setitem(PARTS, "test", Task("A test", lambda _: None, **options))
     return run.run_part("test", ONE, environment(XLA_FLAGS="--xla_a=1"))
 
