@@ -8,6 +8,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,11 +21,9 @@ from jddp.doctor.acceptance.parts import PARTS
 from jddp.doctor.acceptance.result import SKIP, Machine, Part, PartResult
 from jddp.doctor.finding import BAD, Finding
 from jddp.errors import DeviceError, ExitCode, file_errors, show
-from jddp.launcher import cleanup
 from jddp.launcher.group import Guard
 
 _LAST_LINES = 15
-_END_SECONDS = 10
 _SLOWER = 4  # a trial on CPUs, which may be shared with much else
 _ERROR = "jddp: "  # begins the line of an error
 
@@ -42,11 +41,13 @@ def accept(file: Path, *, platform: str, num_devices: int) -> ExitCode:
       FileSystemError: If the page cannot be written.
     """
     environ = environment(os.environ, platform, num_devices)
+    is_new = not file.exists()
     with file_errors(f"{file} cannot be written"):
         file.touch()  # before minutes are spent
     parts = [run_part("devices", Machine(platform), environ)]
     if not (facts := parts[0].result.facts):
-        file.unlink()
+        if is_new:
+            file.unlink()
         raise DeviceError(_error_of(parts[0].result))
     machine = Machine(platform, **facts)
     for name in PARTS:
@@ -86,25 +87,27 @@ def run_part(name: str, machine: Machine, environ: Mapping[str, str]) -> Part:
         return Part(task.title, PartResult(SKIP, "not tried: one device"))
     flags = f"{environ.get('XLA_FLAGS', '')} {task.environ.get('XLA_FLAGS', '')}".strip()
     limit = task.seconds * (1 if machine.is_gpu else _SLOWER)
-    began, how = time.monotonic(), ""
-    with contextlib.closing(Guard()) as guard:  # which kills what is left of it
-        process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, name, *map(str, machine)],
-            env={**environ, **task.environ, "XLA_FLAGS": flags},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-        guard.watch([process.pid])
-        try:
-            output, _ = process.communicate(timeout=limit)
-        except subprocess.TimeoutExpired:
-            how = f"exceeded {limit} s"
-            cleanup.kill(process.pid)
-            output, _ = process.communicate(timeout=_END_SECONDS)
-    how = how or f"ended with exit code {process.returncode}"
+    began = time.monotonic()
+    with tempfile.TemporaryFile("w+", errors="replace") as log:
+        with contextlib.closing(Guard()) as guard:  # which kills what is left of it
+            process = subprocess.Popen(
+                [sys.executable, "-c", PROGRAM, name, *map(str, machine)],
+                env={**environ, **task.environ, "XLA_FLAGS": flags},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            guard.watch([process.pid])
+            try:
+                how = f"ended with exit code {process.wait(limit)}"
+            except subprocess.TimeoutExpired:
+                how = f"exceeded {limit} s"
+        process.wait()
+        log.seek(0)
+        output = log.read()
     last = "\n".join(output.splitlines()[-_LAST_LINES:])
     failed = PartResult(BAD, how, details=f"```text\n{last}\n```")
-    return Part(task.title, read_result(output) or failed, time.monotonic() - began)
+    result = read_result(output) or failed
+    given = "".join(f"`{name}={value}`\n" for name, value in task.environ.items())
+    details = f"With\n{given}\n{result.details}" if given else result.details
+    return Part(task.title, result._replace(details=details), time.monotonic() - began)

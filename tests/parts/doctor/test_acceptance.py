@@ -268,14 +268,16 @@ def test_a_part_has_its_own_variables_and_its_flags_after_those_of_the_user(monk
     line = write_result(PartResult("ok", "FLAGS"))
     program = f"import os; print({line!r}.replace('FLAGS', os.environ['XLA_FLAGS']))"
     part = started(monkeypatch, program, seconds=60, environ={"XLA_FLAGS": "--xla_b=2"})
-    assert part.result == PartResult("ok", "--xla_a=1 --xla_b=2")
+    assert part.result[:2] == ("ok", "--xla_a=1 --xla_b=2")
+    assert part.result.details == "With\n`XLA_FLAGS=--xla_b=2`\n\n"
     monkeypatch.setitem(PARTS, "test", Task("A test", lambda _: None, 60, needs_several=True))
     part = run.run_part("test", ONE, {})
     assert part == ("A test", PartResult(SKIP, "not tried: one device"), 0.0)
 
 
 def test_without_a_gpu_one_line_has_the_reason(monkeypatch, tmp_path, capfd):
-    file = tmp_path / "page.md"
+    file, earlier = tmp_path / "page.md", tmp_path / "earlier.md"
+    earlier.write_text("an earlier page")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     assert main(["--gpu-acceptance", str(file)]) == 69
     out, err = capfd.readouterr()
@@ -285,6 +287,8 @@ def test_without_a_gpu_one_line_has_the_reason(monkeypatch, tmp_path, capfd):
         "tries the procedure without one.\n"
     )
     assert not file.exists()
+    assert main(["--gpu-acceptance", str(earlier)]) == 69
+    assert earlier.read_text() == "an earlier page"
 
 
 def test_what_is_missing_is_named_as_training_names_it(monkeypatch, tmp_path):
