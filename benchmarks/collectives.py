@@ -32,9 +32,10 @@ def main() -> None:
     for bucket_mb, layout in itertools.product((0.1, 1, 25), ("leaf", "flat")):
         options = {"bucket_mb": bucket_mb, "layout": layout}
         ddp = jddp.DataParallel(CNN(), optax.adamw(1e-3), cross_entropy, **options)
-        program = read_program(ddp.lower(batch).compile().as_text())
+        program = read_program(ddp.steps.lower(batch).compile().as_text())
         sizes = [found.num_elements for found in collectives(program)]
-        print(f"{bucket_mb:9} {layout:>6} {len(ddp.plan):7} {len(sizes):11}  {sizes}")
+        plan = ddp.steps.planned(batch).plan
+        print(f"{bucket_mb:9} {layout:>6} {len(plan):7} {len(sizes):11}  {sizes}")
 
 
 if __name__ == "__main__":

@@ -31,7 +31,6 @@ from jax.flatten_util import ravel_pytree
 from step_time import Turn, compare, machine, stepping
 
 import jddp
-from jddp.trainer.fingerprint import uses_rng
 
 # step_time has put tests/ on the path.
 from models import GALLERY, Example  # isort: skip
@@ -68,12 +67,14 @@ def error_and_judge(example: Example, batch: Any) -> tuple[float, str]:
     got, want = (jax.tree.leaves(jax.device_get(x.opt_state.trace)) for x in (got, want))
     difference = max(np.abs(a - b).max() for a, b in zip(got, want, strict=True))
     largest = max(np.abs(x).max() for x in want)
-    return float(difference / largest), "replicas" if uses_rng(ddp, batch) else "whole batch"
+    return float(difference / largest), "replicas" if ddp.steps.planned(
+        batch
+    ).uses_rng else "whole batch"
 
 
 def count_all_reduces(example: Example, batch: Any) -> int:
     ddp = jddp.DataParallel(example.model(), OPTIMIZER, example.loss_fn, **example.options)
-    found = [x for x in ddp.explain(batch).compiled if x.op == "all-reduce"]
+    found = [x for x in jddp.explain(ddp, batch).compiled if x.op == "all-reduce"]
     return sum(x.num_runs or 1 for x in found)
 
 

@@ -166,7 +166,7 @@ def lower(job: Job, contender: str, mesh: Mesh) -> jax.stages.Lowered:
     if contender != "by_hand":
         batch = {k: jax.ShapeDtypeStruct(shapes[k], dtypes[k]) for k in shapes}
         batch_norm = "sync" if "sync" in contender else "local"
-        return make_ddp(job, mesh, batch_norm=batch_norm).lower(batch)
+        return make_ddp(job, mesh, batch_norm=batch_norm).steps.lower(batch)
     sharding = NamedSharding(mesh, P())
     place = partial(jax.ShapeDtypeStruct, sharding=sharding)
     batch = {k: place(shapes[k], dtypes[k]) for k in shapes}

@@ -65,7 +65,7 @@ def main() -> None:
         reference = peak(by_hand(job))
         for layout in ("auto", "leaf", "flat"):
             ddp = jddp.DataParallel(job.model, job.optimizer, loss_fn, layout=layout)
-            found = peak(ddp.lower(job.batch).compile())
+            found = peak(ddp.steps.lower(job.batch).compile())
             print(f"{name:<8}{layout:<6} {found:>12,} bytes {found / reference:>9.3f}")
 
 

@@ -89,7 +89,7 @@ def measure(name: str, num_steps: int) -> tuple[dict[str, float], Turn]:
     made = job(name)
     ddp, batch = made.ddp, made.train_batches().batch(0)
     state = ddp.init(0, batch)
-    found = collectives(read_program(ddp.lower(batch).as_text("hlo", debug_info=True)))
+    found = collectives(read_program(ddp.steps.lower(batch).as_text("hlo", debug_info=True)))
     row = {
         "wire_kib": sum(moved(x, ddp.mesh.size) for x in found) / 1024,
         "optimizer_kib": bytes_on_a_device(state.opt_state) / 1024,

@@ -73,7 +73,7 @@ def made_state(num_megabytes: int) -> Any:
 def save(num_rounds: int, num_megabytes: int = 500) -> dict[str, float]:
     import jax
 
-    from jddp.checkpoint.checkpoints import Checkpoints
+    from jddp.checkpoint.checkpoints import CheckpointFolder
     from jddp.checkpoint.checksums import _digests, _files
     from jddp.engine.digest import digests
 
@@ -81,7 +81,7 @@ def save(num_rounds: int, num_megabytes: int = 500) -> dict[str, float]:
     names = ("copy", "blocking", "background", "files", "arrays")
     found: dict[str, list[float]] = {name: [] for name in names}
     folder = Path(tempfile.mkdtemp())
-    checkpoints = Checkpoints(folder, keep=1)
+    checkpoints = CheckpointFolder(folder, keep=1)
     for step in range(num_rounds + 1):
         copy = seconds_of(lambda: jax.tree.map(force_copy, state))
         blocking = seconds_of(lambda step=step: checkpoints.save(step, state, {}))
@@ -253,19 +253,18 @@ def fitted(ddp: Any, batch: Any, num_steps: int) -> float:
             at[metrics["step"]] = time.perf_counter()
 
     with contextlib.redirect_stdout(io.StringIO()):
-        ddp.fit(itertools.repeat(batch), num_steps=num_steps + 2, callbacks=[Moments()])
+        jddp.fit(ddp, itertools.repeat(batch), num_steps=num_steps + 2, callbacks=[Moments()])
     return (at[num_steps + 1] - at[1]) / num_steps
 
 
 def opened(num_rounds: int) -> dict[str, float]:
-    from jddp import Run
     from jddp.config.files import load_config
     from jddp.job.job import build, test_batches
 
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         overrides = {"run.dir": f"{folder}/run", "train.num_steps": 2}
         job = build(load_config([], overrides)[0])
-        ddp, state, again = job.ddp, job.run().state, Run.open(f"{folder}/run")
+        ddp, state, again = job.ddp, job.run().state, jddp.open_run(f"{folder}/run")
 
         def rows() -> Any:
             return test_batches(job.config, job.data)
@@ -292,11 +291,11 @@ def program(num_rounds: int) -> dict[str, float]:
 
     ddp, batch = default_job({}), first_batch()
     state = ddp.init(0, batch)
-    ddp.steps.trace(state, ddp._inputs(batch))  # which the first step does
+    ddp.steps.trace(batch, state)  # which the first step does
     found = []
     for _ in range(num_rounds):
         since = time.process_time()
-        seconds = seconds_of(lambda: (ddp.program(state, batch), source_hash()))
+        seconds = seconds_of(lambda: (ddp.steps.program(state, batch), source_hash()))
         found.append((seconds, time.process_time() - since))
     return {
         "seconds": statistics.median(x for x, _ in found),
@@ -318,7 +317,7 @@ def digest(num_rounds: int) -> dict[str, float]:
     mesh = make_mesh(1)
     ddp = jddp.DataParallel(resnet50(), optax.sgd(0.1, momentum=0.9), cross_entropy, mesh=mesh)
     batch = {"image": np.zeros((1, 224, 224, 3), np.float32), "label": np.zeros(1, np.int32)}
-    leaves = jax.tree.leaves(ddp.abstract_state(batch))
+    leaves = jax.tree.leaves(ddp.steps.abstract_state(batch))
 
     def alone(leaves: Any) -> Any:
         return jnp.stack([_digest.__wrapped__(x, 0) for x in leaves])
@@ -410,7 +409,7 @@ def first_steps(num: int) -> dict[str, Callable[[], Any]]:
         return ddp.step(ddp.init(0, batch), batch)
 
     def fitted() -> Any:
-        return jddp.DataParallel(model, tx, loss_fn).fit([batch], num_steps=1).state
+        return jddp.fit(jddp.DataParallel(model, tx, loss_fn), [batch], num_steps=1).state
 
     return {"plain": plain, "step": replicated, "fit": fitted}
 

@@ -13,7 +13,7 @@ is within the noise.
     trivial   the same, a model of one number: the cost of the call itself
     pmap      ddp.step / a pmap step by hand, the default job's network
     nnx       ddp.step of the default job's network in NNX / the same in Linen
-    loop      ddp.fit with its reports / a bare loop over ddp.step, on the same host batches
+    loop      jddp.fit with its reports / a bare loop over ddp.step, on the same host batches
 """
 
 import argparse
@@ -187,7 +187,7 @@ class Stopwatch:
 
 
 def looping(job: Job, *, in_fit: bool) -> Turn:
-    """Returns a turn of 24 steps, by `ddp.fit` into a run directory or by a loop of three lines."""
+    """Returns a turn of 24 steps, by `jddp.fit` into a run directory or a loop of three lines."""
     ddp = jddp.DataParallel(job.model, job.optimizer, loss_fn)
     state, batches, num_steps = ddp.init(seed=0, batch=job.batch), Stopwatch(job.batch), 24
 
@@ -195,7 +195,7 @@ def looping(job: Job, *, in_fit: bool) -> Turn:
         nonlocal state
         with tempfile.TemporaryDirectory() as run_dir, silence():
             options = {"run_dir": run_dir, "log_every_steps": 10, "state": state}
-            state = ddp.fit(batches, num_steps=int(state.step) + num_steps, **options).state
+            state = jddp.fit(ddp, batches, num_steps=int(state.step) + num_steps, **options).state
         return batches.seconds_per_step()
 
     def loop() -> float:

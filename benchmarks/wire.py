@@ -20,7 +20,7 @@ from jddp.inspection.hlo import read_program  # noqa: E402
 
 
 def gradients(ddp, batch):
-    found = collectives(read_program(ddp.lower(batch).as_text("hlo", debug_info=True)))
+    found = collectives(read_program(ddp.steps.lower(batch).as_text("hlo", debug_info=True)))
     return [x for x in found if "bucket_" in x.op_name]
 
 
@@ -30,14 +30,14 @@ def main() -> None:
         batch = JOBS[job].batch()
         for layout, dtype in [("leaf", None), ("flat", None), ("flat", "bfloat16")]:
             ddp = data_parallel(job, layout=layout, wire_dtype=dtype)
-            params = ddp.abstract_state(batch).params
+            params = ddp.steps.abstract_state(batch).params
             size = sum(x.size for x in jax.tree.leaves(params)) * (2 if dtype else 4)
             sent = sum(x.bytes for x in gradients(ddp, batch))
-            text = ddp.lower(batch).compile().as_text()
+            text = ddp.steps.lower(batch).compile().as_text()
             count = sum("bucket_" in x.op_name for x in collectives(read_program(text)))
             name = dtype or "float32"
             row = f"{job:<8}{layout:<6} {name:<9} {sent:>12,} {sent / size:>8.4f}"
-            print(f"{row} {count:>8} {len(ddp.plan):>7}")
+            print(f"{row} {count:>8} {len(ddp.steps.planned(batch).plan):>7}")
 
 
 if __name__ == "__main__":

@@ -48,9 +48,10 @@ LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 FENCE = re.compile(r"^```.*?^```", re.M | re.S)
 MARK = re.compile(r"^<!-- made: (.+) -->$", re.M)
 
-# The 26 public names, in groups for readers.
+# The public names, in groups for readers.
 API = {
-    "Training": ["DataParallel", "TrainState", "Run", "BucketPlan", "verify"],
+    "Training": ["DataParallel", "TrainState", "fit", "Run", "open_run", "Checkpoints"],
+    "Reports": ["BucketPlan", "explain", "memory", "diagnose", "verify"],
     "Losses, metrics, models": [
         "Mean",
         "Metric",
@@ -61,7 +62,7 @@ API = {
     ],
     "Gradients": ["average_gradients", "CommHook", "powersgd", "LocalSteps", "AXIS"],
     "Callbacks": ["Callback", "EarlyStopping", "KeepBest"],
-    "Jobs": ["Config", "fit", "load", "launch"],
+    "Jobs": ["Config", "train", "launch"],
     "Errors": ["Error", "ConfigError", "DataError"],
 }
 # Keys of a config have a page, and the methods of local steps are called by the engine alone.

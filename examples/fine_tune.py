@@ -54,7 +54,7 @@ def pretrain(file, num_steps):
         return loss_fn(model, batch | {"label": jax.numpy.asarray(labels)[batch["label"]]})
 
     ddp = jddp.DataParallel(Net(2, seed=1), optax.adamw(1e-3), is_shoes)
-    run = ddp.fit(data=SOURCE.load().train, global_batch_size=128, num_steps=num_steps)
+    run = jddp.fit(ddp, data=SOURCE.load().train, global_batch_size=128, num_steps=num_steps)
     model, arrays = ddp.model(run.state), {}
     for name in ("first", "second"):
         layer = getattr(model, name)
@@ -81,7 +81,7 @@ def tune(params, num_steps, *, rank=0, frozen=()):
     batches = TrainBatches(data.train, global_batch_size=128, seed=0)
     state = ddp.init(0, next(iter(batches)), params=params, partial=True)
     num_bytes = sum(x.nbytes for x in jax.tree.leaves(state.opt_state))
-    run = ddp.fit(batches, num_steps=num_steps, state=state)
+    run = jddp.fit(ddp, batches, num_steps=num_steps, state=state)
     found = ddp.evaluate(run.state, eval_batches(data.test, global_batch_size=500))
     return ddp.model(run.state), found, ddp.plan.wire_bytes, num_bytes
 

@@ -1,4 +1,4 @@
-"""A loop of your own that may be killed at any instant: started again, it ends bitwise identical.
+"""Your own loop, which may be killed at any instant: started again, it ends bitwise identical.
 
     python examples/own_loop.py runs/own_loop    # kill it, and start it again
 
@@ -38,7 +38,8 @@ def main(directory, num_steps=200, every=10):
     batches = TrainBatches({"x": x, "y": x[:, :1] ** 2}, global_batch_size=128, seed=0)
     ddp = jddp.DataParallel(Net(), optax.adam(1e-2), loss_fn)
     state = ddp.init(seed=0, batch=batches.batch(0))
-    if (found := ddp.restore(directory)) is not None:
+    checkpoints = jddp.Checkpoints(directory)
+    if (found := checkpoints.restore(ddp)) is not None:
         state, extra = found
         batches.set_state(extra)
         print(f"resumed from step {int(state.step)}")
@@ -46,8 +47,9 @@ def main(directory, num_steps=200, every=10):
         state, metrics = ddp.step(state, next(batches))
         if step % every == 0:
             print(f"step {step}: loss {metrics['loss']:.4f}", flush=True)
-            ddp.save(directory, state, batches.get_state())  # while the next steps are taken
-    ddp.save(directory, state, batches.get_state()).wait()
+            checkpoints.save(ddp, state, batches.get_state())  # while the next steps are taken
+    checkpoints.save(ddp, state, batches.get_state())
+    checkpoints.wait()
     return state
 
 

@@ -63,8 +63,8 @@ def batches(num_batches, bad=()):
 def main(num_steps=101, bad=(50,)):
     """Trains through a bad batch, and returns the run and the steps at which it went back."""
     ddp, roll_back = jddp.DataParallel(ToyModel(), optax.sgd(0.1), loss_fn), RollBack()
-    run = ddp.fit(
-        batches(num_steps, bad), num_steps=num_steps, callbacks=[roll_back], log_every_steps=20
+    run = jddp.fit(
+        ddp, batches(num_steps, bad), num_steps=num_steps, callbacks=[roll_back], log_every_steps=20
     )
     print(f"went back at steps {roll_back.steps}; the last loss is {run.metrics['loss']:.4f}")
     return run, roll_back.steps

@@ -67,7 +67,7 @@ def main(num_steps=200):
         state = ddp.init(seed=0, batch=batch)
         for _ in range(num_steps):
             state, metrics = ddp.step(state, batch)
-        program = read_program(ddp.lower(batch).as_text("hlo"))
+        program = read_program(ddp.steps.lower(batch).as_text("hlo"))
         ends[name] = float(metrics["loss"]), sum(found.bytes for found in collectives(program))
         print(f"{name}: loss {ends[name][0]:.4f}, the collectives hold {ends[name][1]:,} bytes")
     return ends

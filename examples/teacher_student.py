@@ -70,13 +70,13 @@ def main(num_steps=300):
     test_batches = eval_batches(data.test, global_batch_size=2000)
 
     ddp = jddp.DataParallel(TEACHER, optax.adam(2e-3), labelled_loss)
-    taught = ddp.fit(batches, num_steps=num_steps, evaluate=test_batches)
+    taught = jddp.fit(ddp, batches, num_steps=num_steps, evaluate=test_batches)
     teacher = ddp.model(taught.state)
 
     ddp = jddp.DataParallel(STUDENT, optax.adam(5e-3), distilled_loss, eval_fn=judge)
     unlabelled = ({"image": batch["image"]} for batch in batches)
-    learned = ddp.with_constants(teacher).fit(
-        unlabelled, num_steps=num_steps, evaluate=test_batches
+    learned = jddp.fit(
+        ddp.with_constants(teacher), unlabelled, num_steps=num_steps, evaluate=test_batches
     )
     ends = {name: learned.eval_metrics[name] for name in ("accuracy", "agrees")}
     return {"teacher": taught.eval_metrics["accuracy"], **ends}

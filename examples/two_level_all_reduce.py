@@ -65,7 +65,7 @@ def main(num_steps=50, num_local=4):
             state, metrics = ddp.step(state, batch)
         print(f"loss {metrics['loss']:.5f} with", "two levels" if hook else "one all-reduce")
         ends.append(jax.device_get(state.params))
-    print(ddp.explain(batch))
+    print(jddp.explain(ddp, batch))
     return ends
 
 

@@ -20,8 +20,11 @@ if TYPE_CHECKING:
     from jddp.errors import ConfigError as ConfigError
     from jddp.errors import DataError as DataError
     from jddp.errors import Error as Error
-    from jddp.job.job import fit as fit
-    from jddp.job.load import load as load
+    from jddp.inspection.explain import explain as explain
+    from jddp.inspection.memory import memory as memory
+    from jddp.inspection.norms import diagnose as diagnose
+    from jddp.job.job import train as train
+    from jddp.job.opened import open_run as open_run
     from jddp.launcher.supervisor import launch as launch
     from jddp.modules.batch_norm import register_batch_norm as register_batch_norm
     from jddp.modules.functional import sync_batch_norm as sync_batch_norm
@@ -32,6 +35,8 @@ if TYPE_CHECKING:
     from jddp.reduce.plan import BucketPlan as BucketPlan
     from jddp.reduce.powersgd import powersgd as powersgd
     from jddp.trainer.callbacks import Callback as Callback
+    from jddp.trainer.fit import fit as fit
+    from jddp.trainer.own_loop import Checkpoints as Checkpoints
     from jddp.trainer.run import Run as Run
     from jddp.trainer.watching import EarlyStopping as EarlyStopping
     from jddp.trainer.watching import KeepBest as KeepBest
@@ -43,6 +48,7 @@ _HOMES = {
     "AXIS": "engine.mesh",
     "BucketPlan": "reduce.plan",
     "Callback": "trainer.callbacks",
+    "Checkpoints": "trainer.own_loop",
     "CommHook": "reduce.hooks",
     "Config": "config.schema",
     "ConfigError": "errors",
@@ -58,13 +64,17 @@ _HOMES = {
     "TrainState": "engine.state",
     "all_gather": "engine.replica",
     "average_gradients": "reduce.average",
-    "fit": "job.job",
+    "diagnose": "inspection.norms",
+    "explain": "inspection.explain",
+    "fit": "trainer.fit",
     "launch": "launcher.supervisor",
-    "load": "job.load",
+    "memory": "inspection.memory",
+    "open_run": "job.opened",
     "powersgd": "reduce.powersgd",
     "register_batch_norm": "modules.batch_norm",
     "replica_key": "engine.replica",
     "sync_batch_norm": "modules.functional",
+    "train": "job.job",
     "verify": "verification.verify",
 }
 

@@ -6,23 +6,22 @@
     metrics = ddp.evaluate(state, batches)       # exact over every example
 
 This room checks the user's options, and places batches. The step itself is defined in
-`engine.step`; `engine.compiled` plans and compiles it for rows of one form.
+`engine.step`; `engine.compiled` plans and compiles it for rows of one form. Training, saving and
+reports are functions of their own rooms: `jddp.fit(ddp, ...)`, `jddp.Checkpoints`, `jddp.explain`.
 """
 
 import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import optax
 from jax.sharding import Mesh
 
-from jddp.checkpoint.checkpoints import Checkpoints
 from jddp.checkpoint.weights import Loaded
-from jddp.distributed.watchdog import Limits
 from jddp.engine.bitwise.rows_of_sums import pack_rows
+from jddp.engine.calls import run_compiled
 from jddp.engine.clip import choose_clip
 from jddp.engine.compiled import CompiledSteps
 from jddp.engine.evaluate import (
@@ -33,7 +32,7 @@ from jddp.engine.evaluate import (
     predict_rows,
     sums_of,
 )
-from jddp.engine.executor import Executor, run_compiled
+from jddp.engine.executor import Executor
 from jddp.engine.guard import choose_guard, unscaled
 from jddp.engine.host_rows import as_arrays
 from jddp.engine.mesh import (
@@ -43,11 +42,10 @@ from jddp.engine.mesh import (
     make_mesh,
     platform,
     put_rows,
-    replicate,
 )
 from jddp.engine.moving_average import choose_average, chosen_params
 from jddp.engine.optimizer import choose_optimizer
-from jddp.engine.program import Form, Program
+from jddp.engine.padding import pad_for_step
 from jddp.engine.replicas import choose_replicas
 from jddp.engine.schedule import choose_backward
 from jddp.engine.spec import Step, refuse_pairs
@@ -55,25 +53,17 @@ from jddp.engine.state import Inputs, TrainState, Values
 from jddp.engine.sync import EveryStep, LocalSteps
 from jddp.html import Shown
 from jddp.initial_state import InitialState
-from jddp.inspection.explain import Explanation, explain
-from jddp.inspection.memory import Memory, measure_memory
-from jddp.inspection.norms import Layers, diagnose
 from jddp.modules.batch_norm import Sync
 from jddp.modules.frozen import Frozen, thaw
-from jddp.modules.functional import functional, refuse_constants
+from jddp.modules.functional import functional
 from jddp.reduce.average import BUCKET_MB, bucket_sizes, choose_layout, make_reduction
 from jddp.reduce.hooks import as_is
 from jddp.reduce.packing import Layout, choose_packing
 from jddp.reduce.plan import BucketPlan
-from jddp.trainer.callbacks import Callback
-from jddp.trainer.fit import LIMITS, Kept, choose_batches, train
-from jddp.trainer.own_loop import Saves, pad_for_step
-from jddp.trainer.plan import Plan
-from jddp.trainer.run import Run
 from jddp.typing import Batch, Batches, Grads, LossFn, Metrics, Params, PyTree
 from jddp.zoo.losses import outputs
 from jddp.zoo.names import refuses_unknown
-from jddp.zoo.synonyms import OF_DATA_PARALLEL, OF_FIT
+from jddp.zoo.synonyms import OF_DATA_PARALLEL
 
 
 class DataParallel(Shown):
@@ -148,8 +138,7 @@ class DataParallel(Shown):
 
     Attributes:
       mesh: The mesh of devices.
-      spec: The parts of a step.
-      steps: Plans, traces and compiled programs of the step, for tools that inspect it.
+      steps: The step before it runs: its parts, rows, plans, traces and programs.
     """
 
     @refuses_unknown("DataParallel", OF_DATA_PARALLEL)
@@ -216,7 +205,7 @@ class DataParallel(Shown):
         seen = unscaled if is_scaled else as_is
         reduction = make_reduction(axis, packed, sizes, wire_dtype, seen)
         sharded_by = reduction if shard_optimizer else None
-        self.spec = Step(
+        spec = Step(
             model=flax_model,
             eval_fn=eval_fn or loss_fn,
             backward=choose_backward(
@@ -230,12 +219,11 @@ class DataParallel(Shown):
             average=choose_average(ema_decay),
             guard=choose_guard(loss_scale, skip_nonfinite, flax_model.keeps_own),
         )
-        self._constants: PyTree = None
         self._executor = Executor(donate=donate, platform=hardware)
-        self._evaluate = make_evaluate(self.spec, self.mesh)
-        self.steps = CompiledSteps(self.spec, self.mesh, donate=donate)
-        self._first, self._saves = InitialState(self.steps), Saves(self.steps)
-        predict = functools.partial(make_predict, self.spec, self.mesh)
+        self._evaluate = make_evaluate(spec, self.mesh)
+        self.steps = CompiledSteps(spec, self.mesh, donate=donate)
+        self._first = InitialState(self.steps)
+        predict = functools.partial(make_predict, spec, self.mesh)
         self._predict = functools.lru_cache(maxsize=8)(predict)
 
     def __repr__(self) -> str:
@@ -245,17 +233,22 @@ class DataParallel(Shown):
 
     @property
     def plan(self) -> BucketPlan | None:
-        """The buckets of the last rows; None before `init`.
+        """The buckets of the rows of the last `init` or `step`; None before `init`.
 
         Their order is that in which the traced backward pass finishes the gradients; a guess until
         a batch has been seen, which `init` of an NNX model does not need.
         """
-        return self.steps.plan
+        planned = self._executor.planned
+        return None if planned is None else planned.plan
 
     @property
     def latest(self) -> TrainState | None:
         """The newest state of `init` or `step`, also if an interrupt kept you from getting it."""
         return self._executor.latest
+
+    @latest.setter
+    def latest(self, state: TrainState | None) -> None:
+        self._executor.latest = state
 
     def with_constants(self, constants: PyTree) -> "DataParallel":
         """Returns the same object, each call of which passes these constants to the loss.
@@ -267,9 +260,8 @@ class DataParallel(Shown):
         Raises:
           ConfigError: If neither `loss_fn` nor `eval_fn` names `constants`.
         """
-        refuse_constants(self.spec.backward.loss_fn, self.spec.eval_fn)
         bound = copy.copy(self)
-        bound._constants = replicate(constants, self.mesh)
+        bound.steps = self.steps.with_constants(constants)
         return bound
 
     def init(
@@ -298,45 +290,16 @@ class DataParallel(Shown):
           UsageError: If a Linen model has neither `batch` nor `params`, or `partial` no `batch`.
           ConfigError: If `params` does not fit the model.
         """
-        inputs = self._inputs(as_arrays(batch), constants)
-        self._executor.latest = state = self._first.make(seed, inputs, params, partial=partial)
-        return state
+        inputs = self.steps.inputs(as_arrays(batch), constants)
+        first = self._first.make(seed, inputs, params, partial=partial)
+        self._executor.latest = first.state
+        self._executor.planned = first.planned
+        return first.state
 
     @property
     def loaded(self) -> Loaded | None:
         """Report on the last `init(params=...)`, array by array; None before one."""
         return self._first.loaded
-
-    def _inputs(self, batch: Batch, constants: PyTree = None) -> Inputs:
-        bound = self if constants is None else self.with_constants(constants)
-        return Inputs(batch, bound._constants)
-
-    def abstract_state(self, batch: Batch) -> TrainState:
-        """Shapes, dtypes and shardings of the state, with nothing allocated.
-
-        Args:
-          batch: Rows of this process, or their shapes.
-        """
-        return self._first.shapes(self._inputs(batch))
-
-    def trace(self, batch: Batch) -> jax.stages.Traced:
-        """Traces the step for the shapes of `batch`, with nothing allocated, compiled or run.
-
-        Args:
-          batch: This process's rows, or their `jax.ShapeDtypeStruct`s.
-        """
-        return self.steps.trace(self.abstract_state(batch), self._inputs(batch))
-
-    def program(self, state: TrainState, batch: Batch, form: Form | None = None) -> Program:
-        """Digests of model, loss and optimizer, of traces that a step makes anyway; runs nothing.
-
-        Args:
-          state: A state, for its shapes.
-          batch: This process's rows, or their `jax.ShapeDtypeStruct`s.
-          form: Form of another program to compare with; by default that of these rows.
-        """
-        self.steps.check_rows(batch := as_arrays(batch))
-        return self.steps.program(state, self._inputs(batch), form)
 
     def model(self, state: TrainState, params: str = "params") -> Any:
         """Returns copies: Linen variables, or an NNX module in eval mode.
@@ -346,16 +309,23 @@ class DataParallel(Shown):
           params: "params", or "ema" for their moving average.
         """
         values = self._values(state, params)
-        return self.spec.model.rebuild(*thaw(*jax.tree.map(copy_off_mesh, values)))
+        return self.steps.spec.model.rebuild(*thaw(*jax.tree.map(copy_off_mesh, values)))
 
-    def _refuse_foreign(self, state: TrainState, inputs: Inputs | None = None) -> None:
-        """Refuses a state that a step has taken, or whose parameters are those of another model."""
+    def check(self, state: TrainState) -> None:
+        """Refuses a state that a step has taken, or whose parameters are those of another model.
+
+        Raises:
+          UsageError: If it is such a state, or lies on other devices.
+        """
+        self._check(state)
+
+    def _check(self, state: TrainState, inputs: Inputs | None = None) -> None:
         self._executor.refuse_taken(state)
         self._first.refuse_foreign(state, self._executor.latest, inputs)
 
     def _values(self, state: TrainState, params: str = "params") -> Values:
         """The chosen parameters and the other state, with the replicas' own averaged."""
-        self._refuse_foreign(state)
+        self._check(state)
         return self.steps.merged((chosen_params(state, params), state.model_state))
 
     def step(
@@ -379,8 +349,8 @@ class DataParallel(Shown):
           ConfigError: If the rows do not divide over the devices, or a shape is wrong.
           UsageError: If the state has already been given to a step.
         """
-        inputs = self._inputs(self.shard_batch(batch), constants)
-        self._refuse_foreign(state, inputs)
+        inputs = self.steps.inputs(self.shard_batch(batch), constants)
+        self._check(state, inputs)
         return self._executor.send(self.steps.step_for(state, inputs), state, inputs)
 
     def gradients(
@@ -397,9 +367,9 @@ class DataParallel(Shown):
           The gradient of the global mean loss, averaged over all replicas and not clipped, of the
           structure of `state.params`; and the metrics.
         """
-        inputs = self._inputs(self.shard_batch(batch), constants)
-        self._refuse_foreign(state, inputs)
-        return run_compiled(self.steps.gradients_for(state, inputs), state, inputs)
+        inputs = self.steps.inputs(self.shard_batch(batch), constants)
+        self._check(state, inputs)
+        return run_compiled(self.steps.gradients_for(state, inputs).run, state, inputs)
 
     def shard_batch(self, batch: Batch) -> Batch:
         """Places this process's rows on its devices, as `step` does by itself.
@@ -408,7 +378,7 @@ class DataParallel(Shown):
           ConfigError: If the rows do not divide over the devices and `accumulate_steps`.
         """
         batch = as_arrays(batch)
-        self.steps.check_rows(batch)
+        self.steps.rows.check(batch)
         return put_rows(batch, self.mesh)
 
     def pad(self, batch: Batch, num_rows: int | None = None) -> Batch:
@@ -430,52 +400,10 @@ class DataParallel(Shown):
           UsageError: If rows are added, and the loss or a metric is a scalar, or a `jddp.Mean` of
             scalars: padding cannot be masked in it.
         """
-        if not self.steps.sums:
-            self.abstract_state(batch)  # which traces the loss
-        return pad_for_step(batch, self.steps, num_rows)
-
-    def lower(self, batch: Batch) -> jax.stages.Lowered:
-        """Lowers the step for the shapes of `batch`, with nothing allocated or run.
-
-        Args:
-          batch: This process's rows, or their `jax.ShapeDtypeStruct`s.
-        """
-        return self.steps.lower(self.abstract_state(batch), self._inputs(batch))
-
-    def explain(self, batch: Batch) -> Explanation:
-        """Compiles the step and reports what it sends, beside what was planned; runs nothing.
-
-        Args:
-          batch: This process's rows, or their `jax.ShapeDtypeStruct`s.
-        """
-        return explain(self.steps, self.abstract_state(batch), self._inputs(batch))
-
-    def memory(
-        self, batch: Batch, *, accumulate_steps: int | None = None, autotune: bool = True
-    ) -> Memory:
-        """Compiles the step and reports what it needs of each device's memory; runs nothing.
-
-        Args:
-          batch: This process's rows, or their `jax.ShapeDtypeStruct`s.
-          accumulate_steps: Number of micro-batches of another step, to compare with.
-          autotune: Whether the compiler may try kernels on GPUs, as for a step that runs.
-        """
-        state, inputs = self.abstract_state(batch), self._inputs(batch)
-        lowered = self.steps.lower(state, inputs, accumulate_steps)
-        return measure_memory(lowered, state, inputs.rows, self.mesh, autotune=autotune)
-
-    def diagnose(self, state: TrainState, batch: Batch) -> Layers:
-        """Measures parameters and gradients of the next step, layer by layer; changes nothing.
-
-        Args:
-          state: State from `init` or `step`.
-          batch: This process's rows.
-
-        Returns:
-          For each parameter, by its path: "parameter" and "gradient", the norms of it and of its
-          averaged gradient, and "not_finite", how many numbers of that gradient are not.
-        """
-        return diagnose(self._values(state)[0], self.gradients(state, batch)[0])
+        planned = self._executor.planned
+        # Those of the last rows, or else of these, for which the loss is traced.
+        sums = (planned and planned.sums) or self.steps.planned(batch).sums
+        return pad_for_step(batch, self.steps.rows, sums, num_rows)
 
     def evaluate(
         self, state: TrainState, batches: Batches, params: str = "params", constants: PyTree = None
@@ -500,7 +428,7 @@ class DataParallel(Shown):
             `jddp.Mean` of scalars: padding cannot be masked in it.
         """
         run = self._run(self._evaluate, state, params, constants)
-        return evaluate_exactly(run, batches, self.mesh, self.steps.num_local_replicas)
+        return evaluate_exactly(run, batches, self.mesh, self.steps.rows.num_local_replicas)
 
     def trace_evaluation(
         self, state: TrainState, batch: Batch, params: str = "params"
@@ -516,7 +444,7 @@ class DataParallel(Shown):
           The names of what `evaluate` returns.
         """
         trace = self._run(functools.partial(jax.eval_shape, self._evaluate), state, params)
-        return [*next(sums_of(trace, [batch], self.mesh, self.steps.num_local_replicas))]
+        return [*next(sums_of(trace, [batch], self.mesh, self.steps.rows.num_local_replicas))]
 
     def predict(
         self,
@@ -551,176 +479,8 @@ class DataParallel(Shown):
         self, compiled: Any, state: TrainState, params: str, constants: PyTree = None
     ) -> Callable[[Batch, Any], Any]:
         """Returns `run(rows, valid)`, which calls a compiled function with a state's values."""
-        values, inputs = self._values(state, params), self._inputs(None, constants)
+        values, inputs = self._values(state, params), self.steps.inputs(None, constants)
         return numbered(compiled, state.key, values, inputs)
-
-    def save(
-        self, directory: str | Path, state: TrainState, extra: Any = None, *, keep: int = 3
-    ) -> Checkpoints:
-        """Saves a state in a loop of your own, as `fit` does; returns once it is copied.
-
-        Every process calls it. Writing continues in the background, and ends before the next save
-        begins or the process ends; a process that is killed meanwhile leaves the checkpoint before.
-        What the file system refuses is logged, and loses only that checkpoint. What was saved last,
-        the same state and `extra`, is not written again; another state of its step replaces it.
-
-        Args:
-          directory: Directory of the checkpoints of this training alone, on a file system that all
-            processes share; made if it is missing.
-          state: State from `init`, `step` or `restore`; the next step may take it.
-          extra: Values that `restore` returns beside the state, as JSON: a position in the data,
-            metrics, None. Tuples come back as lists, keys of dicts as strings.
-          keep: Number of newest checkpoints that stay.
-
-        Returns:
-          An object whose `wait()` returns once all is written, and raises a `FileSystemError` if
-          the last state could not be: call it after the last save.
-
-        Raises:
-          ConfigError: If `extra` is no JSON; if the directory is of a run of `fit`, or holds
-            checkpoints that were not restored first, or of later steps.
-          FileSystemError: If the directory cannot be made or written.
-          NumericsError: If the state is not finite.
-          ReplicaMismatchError: At the next call, if state differs that must be the same on all
-            replicas.
-          UsageError: If a step has taken the state, or it is of another model.
-        """
-        self._refuse_foreign(state)
-        return self._saves.save(directory, state, extra, keep)
-
-    def restore(self, directory: str | Path) -> tuple[TrainState, Any] | None:
-        """Returns the newest undamaged state of a directory, and its `extra` values.
-
-        Every process calls it, after `init`. The state may be of another number of devices or
-        processes, and its optimizer sharded or not. Nothing is written, so that another process may
-        be saving there; but a damaged checkpoint is renamed, and the one before is read.
-
-        Args:
-          directory: A directory of `save`, or the run directory of `fit`, whose checkpoints have
-            their run data in place of extra values.
-
-        Returns:
-          The state and the extra values; None where there is no checkpoint.
-
-        Raises:
-          UsageError: If there was no `init`, which gives the form of the state.
-          ConfigError: If the state is of another model or optimizer, with the paths that differ.
-          FileSystemError: If there are checkpoints, but none is undamaged and readable.
-        """
-        if (found := self._saves.restore(directory, self.latest)) is not None:
-            self._executor.latest = found[0]
-        return found
-
-    @refuses_unknown("fit", OF_FIT)
-    def fit(
-        self,
-        batches: Batches | None = None,
-        *,
-        data: Any = None,
-        global_batch_size: int | None = None,
-        num_epochs: float | None = None,
-        num_steps: int | None = None,
-        state: TrainState | Callable[[Batch], TrainState] | None = None,
-        evaluate: Batches | Mapping[str, Any] | None = None,
-        run_dir: str | Path | None = None,
-        callbacks: Sequence[Callback] = (),
-        seed: int = 0,
-        log_every_steps: int = 50,
-        eval_every_steps: int | None = None,
-        save_every_steps: int | None = None,
-        keep: int = 3,
-        keep_every_steps: int | None = None,
-        resume: str = "auto",
-        eval_params: str = "params",
-        learning_rate: Callable[[int], Any] | None = None,
-        config: Mapping[str, Any] | None = None,
-        manifest: Mapping[str, Any] | None = None,
-        limits: Limits = LIMITS,
-        check_replicas_every_steps: int | None = 500,
-        max_consecutive_skips: int = 10,
-        same_batches: bool = False,
-    ) -> Run:
-        """Trains for `num_steps`, with evaluation, progress, metrics and checkpoints.
-
-        Args:
-          batches: This process's training batches. An object with `get_state` and `set_state`
-            resumes where it was; any other iterable is fast-forwarded.
-          data: Instead of batches, a dict of arrays with a row for each example, or a data set of
-            such, the same on every process; `seed` is that of their order too. For other options
-            give `jddp.data.TrainBatches` as batches.
-          global_batch_size: Examples per step, over all processes, of `data`.
-          num_epochs: Number of passes over `data`; the last batch may be partial and is padded. A
-            run that resumes ends with their last example, too.
-          num_steps: Optimizer steps in all, those of a resumed run included; with `data` either
-            these or epochs.
-          state: The state to start from, which is copied, so that it stays yours, with
-            `run.evaluate()` of an earlier run: the devices hold both as long as you keep it. A
-            function of the first batch that makes the state holds but one. By default
-            `init(seed, <the first batch>)`.
-          evaluate: This process's evaluation batches, iterated from the beginning each time; or a
-            dict of arrays, the same on every process.
-          run_dir: Directory for metrics and checkpoints, or its URL, such as "s3://bucket/run",
-            for which fsspec needs `jddp[s3]` or the like; None keeps nothing.
-          callbacks: Objects as `jddp.Callback` describes them.
-          seed: Seed of the first state's PRNG key.
-          log_every_steps: Steps between train records.
-          eval_every_steps: Steps between evaluations; None is once, at the end.
-          save_every_steps: Steps between checkpoints; None is once, at the end.
-          keep: Number of newest checkpoints that stay.
-          keep_every_steps: Number of steps at whose multiples checkpoints stay too.
-          resume: "auto" (resume if there is a checkpoint), "never" (there must be none), "must", or
-            "changed" (as "auto", also with another model, loss or optimizer than the run's).
-          eval_params: Parameters to evaluate, "params" or "ema".
-          learning_rate: Learning rate of a step, for the records.
-          config: Settings kept in the run directory; a directory with other ones is refused.
-          manifest: Facts kept beside them.
-          limits: Seconds that a phase may take before its processes are reported as hanging.
-          check_replicas_every_steps: Steps between comparisons of all replicas; None for no
-            comparison.
-          max_consecutive_skips: Number of steps in a row which `skip_nonfinite` leaves out that
-            end the run.
-          same_batches: Whether all processes are given the same rows on purpose, as in a benchmark.
-            Otherwise a first batch that several have is refused: of `jddp.data.TrainBatches` and
-            `eval_batches` each reads its own rows.
-
-        Returns:
-          The finished run: its state, its metrics, its directory.
-
-        Raises:
-          ConfigError: If an option is unknown or breaks its rule, or the run directory holds
-            another run, or is in use.
-          UsageError: If batches are padded, and the loss or a metric is a scalar, or a `jddp.Mean`
-            of scalars; or if a step has taken the state.
-          DataError: If the batches end before `num_steps`.
-          ProcessMismatchError: If processes have different models, optimizers, batches or
-            arguments, or the same rows.
-          ReplicaMismatchError: If state differs that must be the same on all replicas.
-          OutOfMemoryError: If a device has less memory than a step needs.
-          NumericsError: If the loss is not finite, or too many steps in a row were skipped.
-        """
-        sizes = {"global_batch_size": global_batch_size, "num_epochs": num_epochs, "seed": seed}
-        batches, evaluate, length = choose_batches(
-            batches, data, evaluate, num_steps, multiple_of=self.steps.num_micro_batches, **sizes
-        )
-        if state is not None and not callable(state):
-            self._executor.refuse_taken(state)
-        plan = Plan(
-            **length,
-            log_every_steps=log_every_steps,
-            eval_every_steps=eval_every_steps,
-            save_every_steps=save_every_steps,
-            keep=keep,
-            keep_every_steps=keep_every_steps,
-            resume=resume,
-            evaluation=evaluate,
-            eval_params=eval_params,
-            learning_rate=learning_rate,
-            check_replicas_every_steps=check_replicas_every_steps,
-            max_consecutive_skips=max_consecutive_skips,
-            same_batches=same_batches,
-        )
-        kept = Kept.of(run_dir, config, manifest)
-        return train(self, batches, plan, kept, state, callbacks, limits)
 
 
 def _settle_layout(

@@ -2,7 +2,6 @@
 
     first = InitialState(steps)
     state = first.make(seed, inputs, params=None)       # the same on every device
-    shapes = first.shapes(inputs)                       # with nothing allocated
 
 Processes start with the same state: new values are made on every device from the same seed and
 rows, given values are replicated.
@@ -13,21 +12,28 @@ import functools
 import logging
 import operator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jddp.checkpoint.weights import Loaded, fit_weights, read_weights
 from jddp.config.permissions import expand
+from jddp.engine.calls import call
 from jddp.engine.compiled import CompiledSteps
-from jddp.engine.executor import call
-from jddp.engine.init import make_init
-from jddp.engine.mesh import connect, from_process_zero, is_key, replicate, replicated, sharded
-from jddp.engine.state import Inputs, Layout, Replicated, TrainState, Values, stack_rows
+from jddp.engine.mesh import connect, from_process_zero, replicate, replicated, sharded
+from jddp.engine.planned import Planned
+from jddp.engine.state import Inputs, TrainState, Values, stack_rows
 from jddp.errors import ConfigError, UsageError
 from jddp.modules.frozen import thaw
-from jddp.typing import Batch, Params
+from jddp.typing import Params
+
+
+class First(NamedTuple):
+    """A first state, and the plan of the step for the rows that it was made with."""
+
+    state: TrainState
+    planned: Planned
 
 
 class InitialState:
@@ -42,41 +48,27 @@ class InitialState:
 
     def __init__(self, steps: CompiledSteps) -> None:
         self.loaded: Loaded | None = None
-        self._model, self._steps, self._mesh = steps.spec.model, steps, steps.mesh
-        self._init = make_init(steps.spec, steps.mesh)
+        self._model = steps.spec.model
+        self._steps = steps
+        self._mesh = steps.mesh
 
     def make(
         self, seed: int, inputs: Inputs, params: Params = None, *, partial: bool = False
-    ) -> TrainState:
-        """Makes a state, from arguments as of `jddp.DataParallel.init`."""
+    ) -> First:
+        """Makes a state, from arguments as of `jddp.DataParallel.init`, and its plan."""
         _check_seed(seed)
         connect(self._mesh)
+        steps = self._steps
         values = self._values(seed, inputs, params, partial=partial)
         # Those of process 0, so that all start with the same.
-        example = inputs._replace(rows=from_process_zero(self._example(inputs, values)))
-        state = call(self._init, np.uint32(seed), example, *replicate(values, self._mesh))
+        example = inputs._replace(rows=from_process_zero(steps.example(inputs.rows, values)))
+        state = call(steps.init, np.uint32(seed), example, *replicate(values, self._mesh))
         self._model.check_kinds(state.model_state)
-        self._steps.plan_for(state, inputs)
-        outer, comm_state = state.comm_state.outer, replicate(self._steps.comm_state(), self._mesh)
+        planned = steps.plan(state, inputs)
+        outer, comm_state = state.comm_state.outer, replicate(steps.comm_state(planned), self._mesh)
         state = state.replace(comm_state=dataclasses.replace(comm_state, outer=outer))
-        layouts, num = self._steps.layouts(state), self._steps.num_replicas
-        return stack_rows(state, layouts, sharded(self._mesh), num)
-
-    def shapes(self, inputs: Inputs) -> TrainState:
-        """Shapes, dtypes and shardings of a state."""
-        values = self._split(None)
-        example = inputs._replace(rows=self._example(inputs, values))
-        state = call(jax.eval_shape, self._init, np.uint32(0), example, *values)
-        self._steps.plan_for(state, inputs)
-        outer, comm_state = state.comm_state.outer, jax.eval_shape(self._steps.comm_state)
-        state = state.replace(comm_state=dataclasses.replace(comm_state, outer=outer))
-
-        def place(x: Any, layout: Layout) -> jax.ShapeDtypeStruct:
-            sharding = (replicated if layout == Replicated() else sharded)(self._mesh)
-            shape = (self._steps.num_replicas, *x.shape) if layout.is_per_replica else x.shape
-            return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
-
-        return jax.tree.map(place, state, self._steps.layouts(state))
+        layouts, num = steps.layouts(state), steps.rows.num_replicas
+        return First(stack_rows(state, layouts, sharded(self._mesh), num), planned)
 
     def refuse_foreign(self, state: TrainState, latest: Any, inputs: Inputs | None) -> None:
         """Refuses a state of other shapes than the latest, or than those for inputs.
@@ -88,7 +80,7 @@ class InitialState:
         """
         if state.step.committed and state.step.devices() != replicated(self._mesh).device_set:
             raise UsageError("This state lies on other devices: make one with init, or restore it.")
-        own = latest or (None if inputs is None else self.shapes(inputs))
+        own = latest or (None if inputs is None else self._steps.shapes(inputs))
         if own is None or own is state:
             return
         shapes = functools.partial(jax.tree.map, np.shape)
@@ -126,30 +118,10 @@ class InitialState:
     def _own(self, seed: int, inputs: Inputs, *, with_values: bool) -> Values:
         """Values that the model makes by itself, or their shapes."""
         if with_values:
-            made = self.make(seed, inputs)
+            made = self.make(seed, inputs).state
             return thaw(*self._steps.merged((made.params, made.model_state)))
-        shapes = self.shapes(inputs)
+        shapes = self._steps.shapes(inputs)
         return thaw(*jax.eval_shape(self._steps.merged, (shapes.params, shapes.model_state)))
-
-    def _example(self, inputs: Inputs, values: Values) -> Batch:
-        """The rows that one replica sees, or their shapes; None where nothing is to be made."""
-        batch = inputs.rows
-        if None not in values or (batch is None and values[0] is not None):
-            return None
-        if batch is None:
-            raise UsageError(
-                "init needs batch= (example rows, for their shapes) or params=: a Linen model "
-                "makes its parameters by running the loss."
-            )
-        num_rows = self._steps.count_rows_of_part(batch)
-
-        def share(x: Any) -> Any:
-            if isinstance(x, jax.ShapeDtypeStruct):
-                return jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype)
-            own = x[:num_rows]
-            return own if is_key(own) else np.asarray(own)
-
-        return jax.tree.map(share, batch)
 
 
 def _check_seed(seed: Any) -> None:

@@ -66,6 +66,8 @@ def compile_gpt2(*, num_hosts=1, devices_per_host=8, **options):
 
 
 def _compile(ddp, batch):
-    compiled = ddp.lower(batch).compile()
+    compiled = ddp.steps.lower(batch).compile()
     temporary_bytes = compiled.memory_analysis().temp_size_in_bytes
-    return Compiled(ddp.plan, read_program(compiled.as_text()), temporary_bytes)
+    return Compiled(
+        ddp.steps.planned(batch).plan, read_program(compiled.as_text()), temporary_bytes
+    )

@@ -74,7 +74,7 @@ def wrapped(model, loss=squares, *, optimizer=None, **options):
 
 def start(ddp, batch):
     """A first state with numbers of ours: Flax's own take a second to compile."""
-    if ddp.spec.model.values is not None:
+    if ddp.steps.spec.model.values is not None:
         return ddp.init(0, batch)
     rng = np.random.default_rng(0)
 
@@ -82,7 +82,7 @@ def start(ddp, batch):
         values = rng.normal(size=x.shape) + (1j * rng.normal(size=x.shape) if is_complex(x) else 0)
         return (0.5 * values).astype(x.dtype)
 
-    shapes = ddp.abstract_state(batch)
+    shapes = ddp.steps.abstract_state(batch)
     given = {"params": shapes.params, **shapes.model_state}
     return ddp.init(0, batch, params=jax.tree.map(numbers, given))
 
@@ -101,7 +101,7 @@ def beside_one_device(
         ddp = wrapped(model, loss, **PLACES[place], **options)
         state = start(ddp, batches[0])
         if all_steps is None:
-            optimizer = ddp.spec.optimizer.tx
+            optimizer = ddp.steps.spec.optimizer.tx
             all_steps = steps_of_one_device(model, optimizer, alone or loss, state, batches)
         first = on_one_device(state)
         for batch, (want, want_metrics) in zip(batches, all_steps, strict=True):
@@ -132,7 +132,7 @@ def steps_of_one_device(model, optimizer, loss, state, batches):
 
 def sent(ddp, batch=None):
     """The collectives of the compiled step."""
-    text = ddp.lower(make_rows() if batch is None else batch).compile().as_text()
+    text = ddp.steps.lower(make_rows() if batch is None else batch).compile().as_text()
     return collectives(read_program(text))
 
 

@@ -15,7 +15,6 @@ from flax import nnx
 
 from jddp.engine.state import Inputs
 from jddp.engine.step import replica_step
-from jddp.trainer.fingerprint import uses_rng
 
 
 def mean_over_valid(values, mask):
@@ -69,9 +68,10 @@ def whole_batch_step(model, optimizer, loss_fn):
     return step
 
 
-def vmapped_step(ddp, num_replicas):
+def vmapped_step(ddp, num_replicas, batch):
     """The step of `ddp` with its replicas side by side on one device."""
-    replica = functools.partial(replica_step, ddp.spec, ddp.plan)
+    plan = ddp.steps.planned(batch).plan
+    replica = functools.partial(replica_step, ddp.steps.spec, plan)
     mapped = jax.vmap(replica, in_axes=(None, 0), axis_name="data")
 
     @jax.jit
@@ -84,9 +84,9 @@ def vmapped_step(ddp, num_replicas):
 
 def one_device_step(ddp, model, loss_fn, batch):
     """The judge of `ddp.step` for any model and any form of loss: one of the two above."""
-    if uses_rng(ddp, batch):
-        return vmapped_step(ddp, ddp.mesh.size)
-    return whole_batch_step(model, ddp.spec.optimizer.tx, with_metrics(loss_fn))
+    if ddp.steps.planned(batch).uses_rng:
+        return vmapped_step(ddp, ddp.mesh.size, batch)
+    return whole_batch_step(model, ddp.steps.spec.optimizer.tx, with_metrics(loss_fn))
 
 
 def with_metrics(loss_fn):

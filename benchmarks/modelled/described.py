@@ -2,7 +2,7 @@
 
     mesh = described_mesh("h100_sxm", num_hosts=2, devices_per_host=4)
     ddp = jddp.DataParallel(model, optimizer, loss_fn, mesh=mesh)
-    program = ddp.lower(batch_shapes).compile().as_text()
+    program = ddp.steps.lower(batch_shapes).compile().as_text()
 
 It needs JAX's plugin for CUDA, and neither a GPU nor a driver. Nothing can be put on these devices:
 they serve for lowering and compiling alone.

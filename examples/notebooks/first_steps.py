@@ -133,7 +133,7 @@ state = ddp.init(seed=0, batch=batches.batch(0))
 ddp
 
 # %%
-print(ddp.explain(batches.batch(0)))
+print(jddp.explain(ddp, batches.batch(0)))
 
 # %% [markdown]
 # Each batch norm sends its sums in the forward pass, and their gradients in the backward pass,
@@ -175,7 +175,8 @@ except KeyboardInterrupt:
 
 # %%
 folder = tempfile.TemporaryDirectory(prefix="jddp-")  # a path of your own, to keep it
-run = ddp.fit(
+run = jddp.fit(
+    ddp,
     batches,
     num_steps=NUM_STEPS,
     state=ddp.latest,

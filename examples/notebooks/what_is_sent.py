@@ -14,7 +14,7 @@
 # # See what a step sends
 #
 # Data parallelism costs what is sent between devices. jddp shows it twice: `ddp.plan` lists the
-# *buckets* in which gradients are to be sent, `ddp.explain` the collectives of the compiled step.
+# *buckets* in which gradients are to be sent, `jddp.explain` the collectives of the compiled step.
 # Neither needs a network: here are eight virtual devices of one CPU.
 
 # %%
@@ -80,7 +80,7 @@ ddp.plan
 # pass still runs.
 
 # %%
-ddp.explain(batch)
+jddp.explain(ddp, batch)
 
 
 # %% [markdown]
@@ -137,7 +137,7 @@ for name, options in MODES.items():
 # The last was PowerSGD: its collectives hold thin factors, and the biases.
 
 # %%
-ddp.explain(batch)
+jddp.explain(ddp, batch)
 
 # %% [markdown]
 # ## What it costs in accuracy

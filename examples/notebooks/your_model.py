@@ -159,7 +159,7 @@ def eval_fn(model, batch):
 
 folder = tempfile.TemporaryDirectory(prefix="jddp-")  # a path of your own, to keep it
 ddp = jddp.DataParallel(model, optimizer, loss_fn, eval_fn=eval_fn)
-run = ddp.fit(batches, num_steps=100, evaluate=test_batches, run_dir=folder.name)
+run = jddp.fit(ddp, batches, num_steps=100, evaluate=test_batches, run_dir=folder.name)
 
 # %%
 accuracy = np.asarray(run.evaluate()["by_depth"])
@@ -170,11 +170,11 @@ for depth in range(1, DEPTHS):
 # ## Use it afterwards
 #
 # `run.model` is an NNX module like yours, with the trained parameters and in eval mode. The run
-# directory holds the same: `jddp.load` gives the model to any other program, on any number of
+# directory holds the same: `jddp.open_run` opens it in any other program, on any number of
 # devices.
 
 # %%
-trained = jddp.load(folder.name, model=Reader(nnx.Rngs(0)))
+trained = jddp.open_run(folder.name, model=Reader(nnx.Rngs(0))).model
 words = test["words"][:3]
 guesses = np.asarray(trained(words).argmax(-1))
 for sentence, depths in zip(words, guesses, strict=True):

@@ -1,6 +1,6 @@
 """Checkpoints: the complete state of a run for resumption, with digests that prove it unchanged.
 
-    checkpoints = Checkpoints(directory, keep=3)
+    checkpoints = CheckpointFolder(directory, keep=3)
     checkpoints.save(step, state, {"position": 10})
     found = checkpoints.restore(like=state)  # the newest with valid digests, or None
     checkpoints.close()                      # waits for what is still being written
@@ -69,7 +69,7 @@ class Restored(NamedTuple):
     beside: dict[str, Any]
 
 
-class Checkpoints:
+class CheckpointFolder:
     """The numbered checkpoints in one directory.
 
     Args:

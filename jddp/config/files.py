@@ -178,8 +178,8 @@ def find_config(name: str) -> tuple[str, Path]:
         return name, path
     if path.is_dir():
         raise ConfigError(
-            f"--config {name}: is a directory. Name its config.yaml; a run of DataParallel.fit has "
-            "none: jddp.load(directory, model=...) and python -m jddp.checkpoint read it."
+            f"--config {name}: is a directory. Name its config.yaml; a run of jddp.fit has "
+            "none: jddp.open_run(directory, model=...) and python -m jddp.checkpoint read it."
         )
     presets = {path.stem: path for folder in PRESETS for path in sorted(folder.glob("*.yaml"))}
     if name in presets:

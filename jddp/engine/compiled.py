@@ -1,31 +1,40 @@
-"""One step for each form of rows: its buckets planned, its program compiled.
+"""The steps of one spec on one mesh: planned and compiled for each form of rows.
 
 A jitted step belongs to rows of one structure, shapes and dtypes; and rows of another form may use
 other parameters, so they have other buckets too.
 
     steps = CompiledSteps(spec, mesh, donate=True)
-    steps.plan_for(state, inputs)                # traces, computes nothing
-    state, metrics = steps.step_for(state, inputs)(state, inputs)
+    steps.planned(batch).plan                           # traces, computes nothing
+    sent = steps.step_for(state, steps.inputs(batch))
+    state, metrics = sent.run(state, inputs)
+
+Nothing here depends on which rows came last: a plan is a value, and a program belongs to it.
 """
 
+import copy
 import dataclasses
 import functools
-import logging
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
+import numpy as np
+from jax.sharding import Mesh
 from jax.stages import Wrapped
 
 from jddp.distributed.waits import computing
-from jddp.engine.executor import call
-from jddp.engine.mesh import replicated, sharded
+from jddp.engine.calls import call
+from jddp.engine.init import make_init
+from jddp.engine.mesh import is_key, replicate, replicated, sharded
+from jddp.engine.planned import Planned, Plans, form_key, shapes_of
 from jddp.engine.program import Form, Program, digest_passes, digest_step, form_of
+from jddp.engine.row_split import RowSplit
 from jddp.engine.spec import Step
 from jddp.engine.state import (
     CommState,
     Inputs,
+    Layout,
+    Leaf,
     PerReplica,
     Replicated,
     TrainState,
@@ -34,15 +43,25 @@ from jddp.engine.state import (
     merge_rows,
     own_layouts,
 )
-from jddp.engine.step import Traced, make_gradients, make_step, trace
+from jddp.engine.step import make_gradients, make_step
+from jddp.engine.topology import topology_of
 from jddp.errors import ConfigError, UsageError
-from jddp.modules.frozen import describe_frozen, thaw
-from jddp.modules.metrics import Sums, weights_in
-from jddp.modules.rows import check_rows, count_rows
+from jddp.modules.frozen import thaw
+from jddp.modules.functional import refuse_constants
 from jddp.reduce.plan import BucketPlan
 from jddp.typing import Batch, PyTree
 
-Planned = tuple[BucketPlan, Traced | None]  # of rows of one form; no traced passes without rows
+
+class Compiled(NamedTuple):
+    """A step for rows of one form.
+
+    Attributes:
+      planned: Plan of the step.
+      run: Jitted function.
+    """
+
+    planned: Planned
+    run: Wrapped
 
 
 class CompiledSteps:
@@ -56,104 +75,129 @@ class CompiledSteps:
     Attributes:
       spec: The parts of the step.
       mesh: The devices.
-      plan: The `BucketPlan` of the last rows; None before any.
-      traced: Facts from the traced passes over the last rows; None before any.
+      rows: Division of rows over replicas and micro-batches.
+      init: The jitted function that makes a first state, `jddp.engine.init.make_init`.
     """
 
     def __init__(self, spec: Step, mesh: Mesh, *, donate: bool) -> None:
-        self.plan: BucketPlan | None = None
-        self.traced: Traced | None = None
-        self.spec, self.mesh = spec, mesh
-        self._plans: dict[Hashable, Planned] = {}  # by the form of one micro-batch
-        # By what makes it, and the form of all rows.
-        self._jitted: dict[Hashable, tuple[Planned, Wrapped]] = {}
+        self.spec = spec
+        self.mesh = mesh
+        self.rows = RowSplit.of(spec, mesh)
+        self.init = make_init(spec, mesh)
+        self._constants: PyTree = None
+        self._plans = Plans(spec, mesh, self.rows)
+        self._hook_plans: list[BucketPlan] = []  # the last one, for which hook state was made
+        self._jitted: dict[Hashable, Compiled] = {}  # by what makes it, and the form of all rows
         self._make_step = functools.partial(make_step, donate=donate)
 
     def __str__(self) -> str:
         """The model, its devices, and the micro-batches of a step, if there are several."""
         num, kind = self.spec.backward.num, self.mesh.devices.flat[0].device_kind
-        parts = f", {num} micro-batches a step" * (num > 1)
+        parts = f", {num} micro-batches a step" if num > 1 else ""
         return f"{self.spec.model.name} on {self.mesh.size} x {kind}{parts}"
-
-    @property
-    def sums(self) -> Sums:
-        """Shapes of the sums of loss and metrics of the last rows; none before any."""
-        return {} if self.traced is None else self.traced.sums
-
-    @property
-    def scalars(self) -> tuple[str, ...]:
-        """Names of the loss and metrics that are scalars, for the last rows."""
-        return tuple(name for name, x in self.sums.items() if x.is_scalar)
 
     @property
     def topology(self) -> dict[str, Any]:
         """Processes, devices and options by which a step divides its rows and statistics."""
-        model, sync = self.spec.model, self.spec.model.sync
-        kept = {"per_replica": [*model.per_replica], "state_reduction": dict(sync.rules)}
-        return {
-            **{name: kinds for name, kinds in kept.items() if kinds},
-            "num_processes": jax.process_count(),
-            "num_devices": self.mesh.size,
-            "accumulate_steps": self.spec.backward.num,
-            "batch_norm": model.batch_norm,
-            "batch_norm_group_size": sync.group_size,
-            "logical_replicas": self.spec.replicas.num,
-            "local_steps": self.spec.sync.every,
-        }
+        return topology_of(self.spec, self.mesh)
 
-    def plan_for(self, state: TrainState, inputs: Inputs) -> None:
-        """Plans buckets for one replica's state, as measured if there is a batch.
+    def with_constants(self, constants: PyTree) -> "CompiledSteps":
+        """The same steps, whose inputs have these constants; programs are shared.
+
+        Raises:
+          ConfigError: If neither loss names `constants`.
+        """
+        refuse_constants(self.spec.backward.loss_fn, self.spec.eval_fn)
+        bound = copy.copy(self)
+        bound._constants = replicate(constants, self.mesh)
+        return bound
+
+    def inputs(self, batch: Batch, constants: PyTree = None) -> Inputs:
+        """The inputs of a step: rows, and constants if the loss takes some."""
+        bound = self if constants is None else self.with_constants(constants)
+        return Inputs(batch, bound._constants)
+
+    def planned(self, batch: Batch) -> Planned:
+        """The plan for rows of this process, or for their shapes."""
+        inputs = self.inputs(batch)
+        return self.plan(self._first(inputs), inputs)
+
+    def plan(self, state: TrainState, inputs: Inputs) -> Planned:
+        """The plan for the first state of one replica, or its shapes, and inputs of this process.
 
         Raises:
           ConfigError: If no gradient reaches a parameter, and unused_parameters is "error"; or if
             state of the model must be the same on all replicas, and local_steps lets it differ.
         """
         self.spec.sync.check(thaw({}, state.model_state)[1], self.spec.model.keeps_own)
-        self.plan, self.traced = self._plan(state, inputs)
+        return self._plans.of(state, inputs)
 
-    def _plan(self, state: TrainState, inputs: Inputs) -> Planned:
-        spec = self.spec
-        if inputs.rows is None:
-            return self._noted(spec.reduction.plan(state.params), state), None
-        # By the form of one micro-batch: the same micro-batch in a larger batch has the same
-        # buckets, and is not traced again.
-        form = _form(part := self._part(inputs))
-        if form not in self._plans:
-            traced = call(trace, spec, self.mesh, _shapes(state), part)
-            if not self._plans:
-                _warn_of_weights(inputs.rows, traced.sums)
-                _warn_of_constant_keys(traced)
-                _warn_of_micro_batches(traced, spec.backward.num)
-            _refuse_constant_loss(traced)
-            plan = spec.reduction.plan(state.params, traced.ready)
-            plan = self._noted(plan, state, traced.num_looped)
-            self._plans[form] = plan, traced
-        # Checked for each form of rows: another batch may leave other parameters unused.
-        spec.optimizer.unused.check(self._plans[form][0])
-        return self._plans[form]
+    def abstract_state(self, batch: Batch) -> TrainState:
+        """Shapes, dtypes and shardings of a state, with nothing allocated.
 
-    def _part(self, inputs: Inputs) -> Inputs:
-        """Shapes of the inputs of one micro-batch."""
-        num_rows = self.count_rows_of_part(inputs.rows)
-        rows, constants = _shapes(inputs)
-        rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype), rows)
-        return Inputs(rows, constants)
+        Args:
+          batch: Rows of this process, or their shapes.
+        """
+        return self.shapes(self.inputs(batch))
 
-    def _noted(self, plan: BucketPlan, state: TrainState, num_looped: int = 0) -> BucketPlan:
-        """The plan, with notes on when buckets are sent, and on parameters that never are."""
-        plan = plan.noted(*describe_frozen(state.model_state))
-        return self.spec.sync.note(self.spec.backward.schedule.note(plan, num_looped))
+    def shapes(self, inputs: Inputs) -> TrainState:
+        """Shapes, dtypes and shardings of a state, for inputs of this process or their shapes."""
+        state = self._first(inputs)
+        comm_state = functools.partial(self.comm_state, self.plan(state, inputs))
+        outer, comm_state = state.comm_state.outer, jax.eval_shape(comm_state)
+        state = state.replace(comm_state=dataclasses.replace(comm_state, outer=outer))
 
-    def comm_state(self) -> CommState:
+        def place(x: Leaf, layout: Layout) -> jax.ShapeDtypeStruct:
+            sharding = (replicated if layout == Replicated() else sharded)(self.mesh)
+            shape = (self.rows.num_replicas, *x.shape) if layout.is_per_replica else x.shape
+            return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
+
+        return jax.tree.map(place, state, self.layouts(state))
+
+    def _first(self, inputs: Inputs) -> TrainState:
+        """Shapes of the first state of one replica, but for the state of a hook."""
+        values = self.spec.model.values or (None, None)
+        example = inputs._replace(rows=self.example(inputs.rows, values))
+        state: TrainState = call(jax.eval_shape, self.init, np.uint32(0), example, *values)
+        return state
+
+    def example(self, batch: Batch, values: Values) -> Batch:
+        """The rows with which a model makes its values, or their shapes.
+
+        Args:
+          batch: Rows of this process, or their shapes.
+          values: Values that are known; None where nothing is to be made.
+
+        Raises:
+          UsageError: If rows are needed, and there are none.
+        """
+        if None not in values or (batch is None and values[0] is not None):
+            return None
+        if batch is None:
+            raise UsageError(
+                "init needs batch= (example rows, for their shapes) or params=: a Linen model "
+                "makes its parameters by running the loss."
+            )
+        num_rows = self.rows.of_micro_batch(batch)
+
+        def share(x: Leaf) -> Leaf:
+            if isinstance(x, jax.ShapeDtypeStruct):
+                return jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype)
+            own = x[:num_rows]
+            return own if is_key(own) else np.asarray(own)
+
+        return jax.tree.map(share, batch)
+
+    def comm_state(self, planned: Planned) -> CommState:
         """The first state of the reduction, on one replica.
 
         Raises:
-          UsageError: If a hook has state, and no rows have been planned for.
+          UsageError: If a hook has state, and its buckets were planned without rows.
           ConfigError: If its state is not a tree of arrays.
         """
-        assert self.plan is not None
-        memory = self.spec.reduction.hook.init(self.plan)
-        if jax.tree.leaves(memory) and not self._plans:
+        memory = self.spec.reduction.hook.init(planned.plan)
+        self._hook_plans[:] = [planned.plan]
+        if jax.tree.leaves(memory) and planned.traced is None:
             raise UsageError(
                 "This comm_hook keeps state for each bucket, and buckets are planned from "
                 "the traced backward pass: init needs batch= (example rows, for their shapes)."
@@ -188,33 +232,35 @@ class CompiledSteps:
         with computing(values):
             return merge_rows(values, layouts, replicated(self.mesh))
 
-    def step_for(self, state: TrainState, inputs: Inputs) -> Wrapped:
-        """The jitted step for rows of this form; compiles nothing yet.
+    def step_for(self, state: TrainState, inputs: Inputs) -> Compiled:
+        """The step for rows of this form; compiles nothing yet.
 
         Raises:
           UsageError: If a comm_hook has state of buckets that these rows do not have.
         """
         return self._for(self._make_step, state, inputs)
 
-    def gradients_for(self, state: TrainState, inputs: Inputs) -> Wrapped:
-        """The jitted step as far as its averaged gradients."""
+    def gradients_for(self, state: TrainState, inputs: Inputs) -> Compiled:
+        """The step as far as its averaged gradients."""
         return self._for(make_gradients, state, inputs)
 
-    def _for(self, make: Callable[..., Wrapped], state: TrainState, inputs: Inputs) -> Wrapped:
+    def _for(self, make: Callable[..., Wrapped], state: TrainState, inputs: Inputs) -> Compiled:
         # By hand, and not by `jax.jit`'s cache, since a form of rows has its own plan.
-        form = make, _form(inputs)
+        form = make, form_key(inputs)
         if form not in self._jitted:
-            plan, traced = self._plan(self._one(state), inputs)
+            planned = self._plans.of(self._one(state), inputs)
             # Hook state is kept by bucket: with another plan it would be added to other gradients.
-            if jax.tree.leaves(state.comm_state.hook) and self.plan not in (None, plan):
+            if jax.tree.leaves(state.comm_state.hook) and self._hook_plans not in (
+                [],
+                [planned.plan],
+            ):
                 raise UsageError(
                     "These rows use other parameters than those that the comm_hook was made for: "
                     "its state is of other buckets. Give init a batch that uses them too."
                 )
-            jitted = make(self.spec, plan, self.mesh, self.layouts(state))
-            self._jitted[form] = (plan, traced), jitted
-        (self.plan, self.traced), jitted = self._jitted[form]
-        return jitted
+            run = make(self.spec, planned.plan, self.mesh, self.layouts(state))
+            self._jitted[form] = Compiled(planned, run)
+        return self._jitted[form]
 
     def _one(self, state: TrainState) -> TrainState:
         """Shapes of one replica's state, from those of the global one."""
@@ -222,21 +268,24 @@ class CompiledSteps:
         one: TrainState = jax.eval_shape(lambda state: enter(state, layouts), state)
         return one
 
-    def lower(
-        self, state: TrainState, inputs: Inputs, accumulate_steps: int | None = None
-    ) -> jax.stages.Lowered:
-        """Lowers the step for a state and rows of one process, or for their shapes.
+    def lower(self, batch: Batch, accumulate_steps: int | None = None) -> jax.stages.Lowered:
+        """Lowers the step for rows of this process, with nothing allocated or run.
 
         With `accumulate_steps` it is another step, with as many micro-batches.
+
+        Args:
+          batch: This process's rows, or their `jax.ShapeDtypeStruct`s.
+          accumulate_steps: Number of micro-batches, if not that of the options.
         """
+        state, inputs = self.abstract_state(batch), self.inputs(batch)
         step = self.step_for(state, inputs)
+        run = step.run
         if accumulate_steps is not None:
-            assert self.plan is not None
             # The plan stays: micro-batches change when gradients are finished, not which they are.
             backward = dataclasses.replace(self.spec.backward, num=accumulate_steps)
             spec = dataclasses.replace(self.spec, backward=backward)
-            step = self._make_step(spec, self.plan, self.mesh, self.layouts(state))
-        return call(step.lower, state, self._global(inputs))
+            run = self._make_step(spec, step.planned.plan, self.mesh, self.layouts(state))
+        return call(run.lower, state, self._global(inputs))
 
     def _global(self, inputs: Inputs) -> Inputs:
         """The shapes of the rows of all processes together."""
@@ -247,126 +296,41 @@ class CompiledSteps:
             return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharded(self.mesh))
 
         # As JAX would take them: a host's 64-bit numbers are of no such shape on devices.
-        return inputs._replace(rows=jax.tree.map(everywhere, _shapes(inputs.rows)))
+        return inputs._replace(rows=jax.tree.map(everywhere, shapes_of(inputs.rows)))
 
-    def trace(self, state: TrainState, inputs: Inputs) -> jax.stages.Traced:
-        """Traces the step for a state and rows of one process, or for their shapes."""
-        return call(self.step_for(state, inputs).trace, state, self._global(inputs))
-
-    def program(self, state: TrainState, inputs: Inputs, form: Form | None = None) -> Program:
-        """The digests of what is trained, of traces that a step makes anyway.
+    def trace(self, batch: Batch, state: TrainState | None = None) -> jax.stages.Traced:
+        """Traces the step for rows of this process, with nothing allocated, compiled or run.
 
         Args:
-          state: A state, or its shapes.
-          inputs: Inputs of this process, or their shapes.
-          form: Form of another program, in which model and loss are traced again where it differs.
+          batch: This process's rows, or their `jax.ShapeDtypeStruct`s.
+          state: A state, for its shapes, if there is one already.
         """
-        step, part = self.trace(state, inputs).jaxpr, self._part(inputs)
-        own, traced = form_of(part.rows, self.mesh.size, self.spec.backward.num), self.traced
+        inputs = self.inputs(batch)
+        state = self.abstract_state(batch) if state is None else state
+        return call(self.step_for(state, inputs).run.trace, state, self._global(inputs))
+
+    def program(self, state: TrainState, batch: Batch, form: Form | None = None) -> Program:
+        """Digests of model, loss and optimizer, of traces that a step makes anyway; runs nothing.
+
+        Args:
+          state: A state, for its shapes.
+          batch: This process's rows, or their `jax.ShapeDtypeStruct`s.
+          form: Form of another program to compare with, in which model and loss are traced again
+            where it differs; by default that of these rows.
+        """
+        self.rows.check(batch)
+        inputs, step = self.inputs(batch), self.trace(batch, state).jaxpr
+        own = form_of(self._plans.micro_batch(inputs).rows, self.mesh.size, self.spec.backward.num)
+        traced = self.step_for(state, inputs).planned.traced
         assert traced is not None  # of these rows, for which the step was traced
         if form not in (None, own):
-            traced = self._trace_as(form, state, part)
+            traced = self._plans.trace_as(form, self._one(state), inputs)
         digests = {**digest_passes(traced, self.spec.axis), **digest_step(step, self.spec)}
         return Program(digests, form or own)
 
-    def _trace_as(self, form: Form, state: TrainState, part: Inputs) -> Traced:
-        """Traces the passes over a micro-batch in another form."""
-        backward = dataclasses.replace(self.spec.backward, num=form.num_micro_batches)
-        spec = dataclasses.replace(self.spec, backward=backward)
-        mesh = AbstractMesh((form.num_replicas,), (self.spec.axis,))
-        part = part._replace(rows=form.applied_to(part.rows))
-        return call(trace, spec, mesh, _shapes(self._one(state)), part)
-
-    def sent(self, state: TrainState) -> BucketPlan:
+    def sent(self, batch: Batch) -> BucketPlan:
         """The plan of the arrays that are sent: gradients, or parameters with local steps."""
-        assert self.plan is not None
-        return self.spec.sync.sent(self.spec.reduction, self.plan, self._one(state).params)
-
-    @property
-    def num_replicas(self) -> int:
-        """Replicas of all processes together: one a device, or logical ones."""
-        return self.spec.replicas.total(self.mesh.size)
-
-    @property
-    def num_micro_batches(self) -> int:
-        """Micro-batches of a step, of all replicas: a divisor of the global batch size."""
-        return self.num_replicas * self.spec.backward.num
-
-    @property
-    def num_local_replicas(self) -> int:
-        """Replicas of this process."""
-        return self.num_replicas // self.mesh.size * len(self.mesh.local_devices)
-
-    def count_micro_batches(self, batch: Batch) -> int:
-        """Micro-batches of all replicas that have rows of this batch."""
-        leaves = jax.tree.leaves(batch)
-        # An array with rows on other processes is the global batch; any other holds this process's
-        # rows.
-        on_all = all(isinstance(x, jax.Array) and not x.is_fully_addressable for x in leaves)
-        return (self.num_replicas if on_all else self.num_local_replicas) * self.spec.backward.num
-
-    def check_rows(self, batch: Batch) -> None:
-        """Refuses rows that are not a multiple of the micro-batches.
-
-        Raises:
-          ConfigError: If they are not, with the sizes that would be.
-        """
-        num, num_parts = self.spec.backward.num, self.count_micro_batches(batch)
-        what = f"{num_parts // num} {self.spec.replicas.noun}"
-        what += f" times accumulate_steps={num}" * (num > 1)
-        check_rows(count_rows(batch), num_parts, what)
-
-    def count_rows_of_part(self, batch: Batch) -> int:
-        """Rows of a micro-batch; at least one."""
-        # A batch that is empty, or has fewer rows than micro-batches, is planned for as one row.
-        return max(1, count_rows(batch) // self.count_micro_batches(batch))
-
-
-def _refuse_constant_loss(traced: Traced) -> None:
-    """Refuses a loss from which no parameter gets a gradient: nothing would be trained.
-
-    Raises:
-      ConfigError: If it is such a loss, whatever `unused_parameters` is: that is about single ones.
-    """
-    if traced.ready and all(ready is None for ready in traced.ready):
-        raise ConfigError(
-            "No gradient reaches any parameter: the loss does not depend on them. Return the loss "
-            "as JAX computes it from the model's outputs, without stop_gradient, numpy or float()."
+        state = self.abstract_state(batch)
+        return self.spec.sync.sent(
+            self.spec.reduction, self.planned(batch).plan, self._one(state).params
         )
-
-
-def _warn_of_weights(batch: Batch, sums: Sums) -> None:
-    if (names := weights_in(batch)) and sums["loss"].is_scalar:
-        logging.getLogger("jddp").warning(
-            f"The loss is a scalar, and the batch has {names[0]!r}: replicas are weighted equally, "
-            "whatever the weights of their rows. If the loss is sum(l * w) / sum(w), return "
-            "jddp.Mean(l * w, w) instead."
-        )
-
-
-def _warn_of_constant_keys(traced: Traced) -> None:
-    if traced.has_constant_key:
-        logging.getLogger("jddp").warning(
-            "The loss uses random numbers of a key made from constants, such as "
-            "jax.random.key(0) or nnx.Rngs(0): they are the same in every step and on every "
-            "replica. Give loss_fn an argument `key`, which is another in each."
-        )
-
-
-def _warn_of_micro_batches(traced: Traced, num: int) -> None:
-    if traced.has_batch_statistics:
-        logging.getLogger("jddp").warning(
-            f"accumulate_steps={num}: batch norm takes the statistics of each micro-batch, and not "
-            "of the whole batch, so this is another step than that of the whole batch."
-        )
-
-
-def _form(tree: PyTree) -> Hashable:
-    """The form that a jitted function is compiled for: structure, shapes and dtypes."""
-    leaves, treedef = jax.tree.flatten(tree)
-    return treedef, tuple((x.shape, x.dtype) for x in leaves)
-
-
-def _shapes(tree: PyTree) -> PyTree:
-    """Shapes and dtypes, as JAX would take them."""
-    return jax.eval_shape(lambda x: x, tree)

@@ -20,9 +20,10 @@ from jax.sharding import Mesh
 from jax.stages import Wrapped
 from jaxtyping import Array, Float
 
-from jddp.engine.executor import run_compiled
+from jddp.engine.calls import run_compiled
 from jddp.engine.host_rows import as_arrays
 from jddp.engine.mesh import from_all_processes, input_specs, over_replicas, put_rows
+from jddp.engine.padding import pad_rows, refuse_padding
 from jddp.engine.spec import Step
 from jddp.engine.state import Inputs, Values
 from jddp.errors import ConfigError, UsageError
@@ -191,38 +192,3 @@ def _place(batches: Batches, mesh: Mesh, num_shares: int) -> Iterator[_Placed]:
         room = fitting if (rows == fitting).all() else max(room, fitting)
         placed, valid = put_rows(pad_rows(batch, room), mesh)
         yield _Placed(placed, valid, num_rows, int(rows.min()), room)
-
-
-def pad_rows(batch: Batch, room: int) -> tuple[Batch, np.ndarray]:
-    """Pads a batch to `room` rows with copies of its last; also returns which rows count."""
-    rows = count_rows(batch)
-    valid = (np.arange(room) < rows).astype(np.float32)
-    if rows == room:
-        return batch, valid
-
-    def pad(x: Array | np.ndarray) -> Array | np.ndarray:
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            return x[np.minimum(np.arange(room), rows - 1)]
-        widths = [(0, room - rows)] + [(0, 0)] * (x.ndim - 1)
-        # By a real row: rows of zeros can make NaN in a model, such as log 0 or 0 / 0.
-        return np.pad(x, widths, mode="edge" if rows else "constant")
-
-    return jax.tree.map(pad, batch), valid
-
-
-def refuse_padding(sums: Sums, instead: str) -> None:
-    """Refuses rows of padding beside a loss or metric that cannot leave them out.
-
-    Args:
-      sums: Sums of the loss and metrics.
-      instead: Other way out, for the message.
-
-    Raises:
-      UsageError: If there is a scalar, or a `Mean` of scalars.
-    """
-    for name, x in sums.items():
-        if not x.is_maskable:
-            raise UsageError(
-                f"{name!r} is a scalar, so rows of padding cannot be kept out of it. Return one "
-                f"value per row, or a jddp.Mean of totals and counts per row; or {instead}."
-            )

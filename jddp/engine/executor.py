@@ -14,21 +14,19 @@ import contextlib
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FrameType
-from typing import TypeVar
 
 import jax
 
-from jddp.distributed.waits import computing
+from jddp.engine.calls import run_compiled
+from jddp.engine.compiled import Compiled
+from jddp.engine.planned import Planned
 from jddp.engine.state import Inputs, TrainState, check_state
-from jddp.errors import ConfigError, UsageError
-from jddp.typing import Metrics, PyTree
+from jddp.errors import UsageError
+from jddp.typing import Metrics
 
-Result = TypeVar("Result")
 Sent = tuple[TrainState, Metrics]
-_CHECKS = {"jax_debug_nans": jax.debug_nans, "jax_debug_infs": jax.debug_infs}
-_OF_CONSTRAINTS = ("is not found in mesh", "passed to with_sharding_constraint")
 
 
 class Executor:
@@ -40,21 +38,25 @@ class Executor:
 
     Attributes:
       latest: The newest state that is whole; None before there is one.
+      planned: The plan of the rows that it was made with; None before there are some.
     """
 
     def __init__(self, *, donate: bool, platform: str) -> None:
         self.latest: TrainState | None = None
+        self.planned: Planned | None = None
         self._num_calls = 0
-        self._donate, self._platform = donate, platform
+        self._donate = donate
+        self._platform = platform
         self._in_flight: collections.deque[Metrics] = collections.deque()
         # Weak, or the handle of every old state would be kept for the sake of a message.
         self._taken: weakref.WeakKeyDictionary[TrainState, int] = weakref.WeakKeyDictionary()
 
-    def send(self, step: Callable[..., Sent], state: TrainState, inputs: Inputs) -> Sent:
+    def send(self, step: Compiled, state: TrainState, inputs: Inputs) -> Sent:
         """Sends a step; returns its result, which need not be computed yet."""
         self._num_calls += 1
+        self.planned = step.planned
         with _interrupts_after(state):
-            result = run_compiled(step, state, inputs)
+            result = run_compiled(step.run, state, inputs)
             self.latest = result[0]
         if self._donate:
             self._taken[state] = self._num_calls
@@ -112,57 +114,3 @@ def _interrupts_after(state: TrainState) -> Iterator[None]:
         signal.signal(signal.SIGINT, handle)
         if waiting:
             handle(*waiting[0])
-
-
-def run_compiled(function: Callable[..., Result], *args: PyTree) -> Result:
-    """Calls a compiled function, for which the devices of other processes may be awaited."""
-    with computing(args):
-        return call(function, *args)
-
-
-def checks_for_nan() -> list[Callable[[bool], contextlib.AbstractContextManager[None]]]:
-    """The checks of JAX for NaN and infinity that are on: `jax.debug_nans`, `jax.debug_infs`."""
-    return [check for name, check in _CHECKS.items() if getattr(jax.config, name)]
-
-
-def _checked() -> contextlib.AbstractContextManager[None]:
-    """While open, `jax_debug_nans` and `jax_debug_infs` are on in this thread if they are at all.
-
-    JAX leaves the check off in a thread that was in a context with it off, and some of its own
-    functions are, also those that look for the operation that made the first NaN.
-    """
-    checks = checks_for_nan()
-    return checks[0](True) if checks else contextlib.nullcontext()
-
-
-def call(function: Callable[..., Result], *args: PyTree) -> Result:
-    """Calls a function that traces the user's model.
-
-    Raises:
-      ConfigError: If the model names an axis that there is not, or uses a value of another trace.
-    """
-    try:
-        with _checked():
-            return function(*args)
-    except ValueError as error:
-        # Of a constraint that was imported by name before the first model ran: `modules.mesh_axes`.
-        if not any(words in str(error) for words in _OF_CONSTRAINTS):
-            raise
-        raise ConfigError(
-            f"The model or loss constrains an array to axes of a mesh ({error}), and here each "
-            "replica has its own rows whole. Call it as jax.lax.with_sharding_constraint, which is "
-            "then left out; or leave it out."
-        ) from error
-    except NameError as error:
-        if "unbound axis name" not in str(error):
-            raise
-        name = str(error).split("unbound axis name:")[-1].strip().split(" ")[0].rstrip(".")
-        raise ConfigError(
-            f"The model or loss uses axis {name!r}, which is not the axis of the replicas. Name "
-            f"that so: DataParallel(..., axis_name={name!r}), ddp.axis_name={name} in a config."
-        ) from error
-    except jax.errors.UnexpectedTracerError as error:
-        raise ConfigError(
-            "The model or loss uses a value of another trace, such as one that it kept from an "
-            "earlier call. Hand it what it needs in the batch, or as constants=."
-        ) from error

@@ -1,6 +1,6 @@
 """Describes what a step sends: the plan, and the collectives of its compiled program.
 
-    print(ddp.explain(batch))      # text in a terminal, HTML in a notebook
+    print(jddp.explain(ddp, batch))      # text in a terminal, HTML in a notebook
 
 This module reads plans and programs, and runs nothing.
 """
@@ -10,14 +10,14 @@ import re
 
 import jax
 
-from jddp.engine.compiled import CompiledSteps
 from jddp.engine.mesh import platform
 from jddp.engine.protocols import Synchronization
-from jddp.engine.state import Inputs, TrainState
+from jddp.engine.trainable import Trainable
 from jddp.html import Shown
 from jddp.inspection.collectives import Collective, collectives
 from jddp.inspection.hlo import read_program
 from jddp.reduce.plan import BucketPlan, in_mebibytes
+from jddp.typing import Batch
 
 GRADIENTS, PARAMETERS = "gradients", "parameters, in outer steps"
 SENT = (GRADIENTS, PARAMETERS)
@@ -90,15 +90,20 @@ class Explanation(Shown):
         ]
 
 
-def explain(steps: CompiledSteps, state: TrainState, inputs: Inputs) -> Explanation:
-    """Compiles the step for a state and rows, or their shapes, and reads what it sends."""
-    lowered = steps.lower(state, inputs)
+def explain(ddp: Trainable, batch: Batch) -> Explanation:
+    """Compiles a step and reports what it sends, beside what was planned; runs nothing.
+
+    Args:
+      ddp: A `jddp.DataParallel`.
+      batch: This process's rows, or their `jax.ShapeDtypeStruct`s.
+    """
+    compiled = ddp.steps.lower(batch).compile()
     return Explanation(
-        plan=steps.sent(state),
-        num_devices=steps.mesh.size,
-        platform=platform(steps.mesh),
-        compiled=collectives(read_program(lowered.compile().as_text() or "")),
-        sync=steps.spec.sync,
+        plan=ddp.steps.sent(batch),
+        num_devices=ddp.mesh.size,
+        platform=platform(ddp.mesh),
+        compiled=collectives(read_program(compiled.as_text() or "")),
+        sync=ddp.steps.spec.sync,
     )
 
 

@@ -1,6 +1,6 @@
 """Memory that a step needs on each device, as the compiler has assigned it.
 
-    print(ddp.memory(batch).total)
+    print(jddp.memory(ddp, batch).total)
 
 The memory of smaller batches is estimated: activations are proportional to the rows that are
 computed at once, the rest is not.
@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from jddp.distributed.nvidia_smi import smallest_bytes
 from jddp.engine.mesh import platform
-from jddp.engine.state import TrainState
+from jddp.engine.trainable import Trainable
 from jddp.html import Shown
 from jddp.inspection.hlo import Computation, Program, Shape, read_program
 from jddp.typing import Batch, PyTree
@@ -110,25 +109,21 @@ class Memory(Shown):
                 yield parts
 
 
-def measure_memory(
-    lowered: jax.stages.Lowered,
-    state: TrainState,
-    batch: Batch,
-    mesh: Mesh,
-    *,
-    autotune: bool = True,
+def memory(
+    ddp: Trainable, batch: Batch, *, accumulate_steps: int | None = None, autotune: bool = True
 ) -> Memory:
-    """Compiles a step and reads the memory that it needs.
+    """Compiles a step and reports what it needs of each device's memory; runs nothing.
 
     Args:
-      lowered: The step.
-      state: State of the step, or its shapes.
-      batch: The rows of this process, or their shapes.
-      mesh: The devices that it runs on.
-      autotune: Whether the compiler may try kernels on GPUs.
+      ddp: A `jddp.DataParallel`.
+      batch: This process's rows, or their `jax.ShapeDtypeStruct`s.
+      accumulate_steps: Number of micro-batches of another step, to compare with.
+      autotune: Whether the compiler may try kernels on GPUs, as for a step that runs.
     """
+    mesh = ddp.mesh
     options = None if autotune or platform(mesh) != "gpu" else _WITHOUT_AUTOTUNING
-    compiled = lowered.compile(compiler_options=options)
+    compiled = ddp.steps.lower(batch, accumulate_steps).compile(compiler_options=options)
+    state = ddp.steps.abstract_state(batch)
     analysis, text = compiled.memory_analysis(), compiled.as_text()
     assert analysis is not None, "CPUs and GPUs have one"
     gradients = _bytes_per_device(state.params)

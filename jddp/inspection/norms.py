@@ -4,18 +4,28 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jddp.typing import Grads, Params
+from jddp.engine.state import TrainState
+from jddp.engine.trainable import Trainable
+from jddp.typing import Batch
 
 Layers = dict[str, dict[str, float]]
 
 
-def diagnose(params: Params, grads: Grads) -> Layers:
-    """Measures averaged gradients beside the parameters.
+def diagnose(ddp: Trainable, state: TrainState, batch: Batch) -> Layers:
+    """Measures parameters and gradients of the next step, layer by layer; changes nothing.
+
+    Args:
+      ddp: A `jddp.DataParallel`.
+      state: State from `init` or `step`.
+      batch: This process's rows.
 
     Returns:
-      For each parameter, by its path: "parameter" and "gradient", which are norms, and
-      "not_finite", how many numbers of the gradient are not.
+      For each parameter, by its path: "parameter" and "gradient", the norms of it and of its
+      averaged gradient, and "not_finite", how many numbers of that gradient are not.
     """
+    ddp.check(state)
+    params, _ = ddp.steps.merged((state.params, state.model_state))
+    grads, _ = ddp.gradients(state, batch)
     measured = jax.device_get(jax.jit(jax.tree.map, static_argnums=0)(_measure, params, grads))
     layers: Layers = {}
     for path, value in jax.tree_util.tree_leaves_with_path(measured):

@@ -1,17 +1,16 @@
 """How many outputs a model has, to compare with the classes or the vocabulary of the data."""
 
-from typing import Any
-
 import jax
 import numpy as np
 
 from jddp.engine.evaluate import make_predict
 from jddp.engine.state import Inputs
+from jddp.engine.trainable import Trainable
 from jddp.typing import Batch
 from jddp.zoo.losses import outputs
 
 
-def num_outputs(ddp: Any, batch: Batch) -> int | None:
+def num_outputs(ddp: Trainable, batch: Batch) -> int | None:
     """Size of the last dim of the model's outputs; None where that cannot be known.
 
     Args:
@@ -21,10 +20,10 @@ def num_outputs(ddp: Any, batch: Batch) -> int | None:
     num = ddp.mesh.size
     rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((num, *x.shape[1:]), x.dtype), batch)
     try:
-        state = ddp.abstract_state(batch)
+        state = ddp.steps.abstract_state(batch)
         values = jax.eval_shape(ddp.steps.merged, (state.params, state.model_state))
         given = state.key, values, np.uint32(0), Inputs(rows, None), np.ones(num, "float32")
-        shapes = jax.eval_shape(make_predict(ddp.spec, ddp.mesh, outputs), *given)
+        shapes = jax.eval_shape(make_predict(ddp.steps.spec, ddp.mesh, outputs), *given)
         (found,) = jax.tree.leaves(shapes)
         return int(found.shape[1:][-1])
     # The model has other inputs or outputs, or trains while it is evaluated: a step reports it.

@@ -39,6 +39,8 @@ from jddp.job.length import num_steps_of
 from jddp.job.optimizers import Schedule, optimizer_of
 from jddp.job.parts import Parts, resolve_parts
 from jddp.trainer.callbacks import Callback
+from jddp.trainer.fit import fit
+from jddp.trainer.own_loop import Checkpoints
 from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.run import Run
 from jddp.trainer.watching import EarlyStopping, KeepBest
@@ -49,7 +51,7 @@ from jddp.verification.verify import Verification, verify
 SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion")
 
 
-def fit(
+def train(
     config: Config | str | Path, *, callbacks: Sequence[Callback] = (), **overrides: Any
 ) -> Run:
     """Trains what a config describes: the command line as a function.
@@ -106,7 +108,7 @@ class Job:
     @property
     def num_parameters(self) -> int:
         """Number of trained elements of the model."""
-        params = self.ddp.abstract_state(self.batch_spec).params
+        params = self.ddp.steps.abstract_state(self.batch_spec).params
         # Of one replica: each may have its own.
         shapes = (leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(params))
         return sum(map(math.prod, shapes))
@@ -115,7 +117,8 @@ class Job:
     def batch_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
         """The shapes of one batch of this process."""
         size = self.config.data.global_batch_size
-        in_all = -(-size // self.ddp.steps.num_micro_batches) * self.ddp.steps.num_micro_batches
+        num_parts = self.ddp.steps.rows.num_micro_batches
+        in_all = -(-size // num_parts) * num_parts
         rows, spec = in_all // jax.process_count(), self.parts.source.spec
         # All batches of a run have a mask if its last is partial.
         if in_all > size or (self.data is not None and self._plain_batches().is_padded):
@@ -130,7 +133,8 @@ class Job:
         stop = config.train.stop
         stopping = [] if stop.metric is None else [EarlyStopping(**stop.model_dump())]
         with contextlib.closing(self.train_batches()) as batches:
-            return self.ddp.fit(
+            return fit(
+                self.ddp,
                 batches,
                 state=self._state_of_another(batches)
                 or (None if config.model.init_from is None else self._init_from_weights),
@@ -172,7 +176,7 @@ class Job:
         if directory and (own := local_copy(directory) / "checkpoints").is_dir() and finished(own):
             return None
         self.ddp.init(self.config.seed, batches.batch(0))
-        found = self.ddp.restore(local_copy(start))
+        found = Checkpoints(local_copy(start)).restore(self.ddp)
         if found is None or "position" not in found[1]:
             named = self.config.checkpoint.start_from
             raise ConfigError(f"checkpoint.start_from: {named} holds no run with a checkpoint.")
@@ -223,7 +227,7 @@ class Job:
             num_epochs=self.config.train.num_epochs,
             weights=None if weights is None else load_weights(Path(weights)),
             augment=self.parts.source.augment if config.augment else None,
-            multiple_of=self.ddp.steps.num_micro_batches,
+            multiple_of=self.ddp.steps.rows.num_micro_batches,
             **config.model_dump(include=passed_on),
         )
 

@@ -1,4 +1,4 @@
-"""Opens a run from its directory as the object that `fit` returns; `jddp.Run.open` calls it.
+"""`jddp.open_run`: opens a run from its directory as the object that `jddp.fit` returns.
 
 Only the parts of a config that an evaluation needs are made: a run opens also where the code of its
 optimizer, hook or callbacks is gone. Arrays of which each replica had its own are averaged when
@@ -24,8 +24,8 @@ from jddp.engine.mesh import replicate
 from jddp.engine.state import TrainState
 from jddp.errors import ConfigError, Error, UsageError
 from jddp.job.job import join, test_batches
-from jddp.job.load import Saved, config_in, model_in, read_saved
 from jddp.job.parts import find_eval_fn, find_loss, find_source
+from jddp.job.saved import Saved, config_in, model_in, read_saved
 from jddp.job.trust import is_trusted, refusal
 from jddp.trainer.history import History
 from jddp.trainer.reports.metrics_file import MetricsFile
@@ -38,30 +38,43 @@ READ = ("data", "loss")  # sections of a config that an evaluation reads
 
 def open_run(
     run_dir: str | Path,
+    *,
     model: Any = None,
     loss_fn: LossFn | None = None,
     checkpoint: int | str | None = None,
     params: str | None = None,
-    *,
     mesh: Any = None,
     trust: str | None = None,
     overrides: Sequence[str] | None = None,
 ) -> Run:
-    """Opens a run; arguments are those of `jddp.Run.open`, and one more.
+    """Opens a finished or interrupted run, on any number of devices; it changes nothing there.
+
+    It evaluates and predicts, and its `model` is that of the checkpoint. To train further, call
+    `fit` again with the same `run_dir`. The directory is not trusted: of the names in its config
+    only the model, the loss and the data are resolved, and only inside jddp unless `trust` permits
+    more.
 
     Args:
       run_dir: A run directory, or its URL.
-      model: The module, in place of that of the config.
-      loss_fn: The loss, in place of that of the config.
-      checkpoint: The checkpoint; by default the newest.
-      params: "params" or "ema".
-      mesh: Devices.
-      trust: What may be imported.
+      model: The module that was trained, in place of the one that the config names. A run of
+        `jddp.fit` has no config, and needs it.
+      loss_fn: The loss for `evaluate`, in place of the one that the config names.
+      checkpoint: A step; or a folder of checkpoints, "best", of which the newest is taken; or both,
+        "best/400", as in `run.checkpoints`. By default the newest of "checkpoints".
+      params: Parameters to use, "params" or "ema"; by default those that the run evaluated.
+      mesh: Devices, as of `jddp.DataParallel`; by default all.
+      trust: Code of the config that may be imported: by default models, losses and data of jddp
+        alone; "here" for code that lies in the current folder too; "package" for the module class
+        of the model, wherever it is, which runs the code of its package; "config" for all that the
+        config names.
       overrides: Changed keys of data or loss, `key.path=value`, of a command, which joins the
         processes of its job. A target in them is trusted.
 
     Raises:
-      ConfigError: If a key is unknown, or would not change an evaluation.
+      UsageError: If there is no run, or the model is not trusted, or not given.
+      ConfigError: If the config cannot be read, the checkpoint is of another model, or a key is
+        unknown or would not change an evaluation.
+      FileSystemError: If there is no such checkpoint, or it is damaged.
     """
     run_dir, config = local_copy(run_dir), None
     with contextlib.suppress(*[ConfigMistakes] * (model is not None)):  # of fit(config=settings)
@@ -134,7 +147,7 @@ class SavedModel(DataParallel):
 
 
 def _state_of(ddp: DataParallel, saved: Saved) -> TrainState:
-    form = ddp.spec.model
+    form = ddp.steps.spec.model
     params, ema, key, model_state = saved.read(["params", "ema_params", "key"])
     try:
         state = ddp.init(0, params={"params": params, "model_state": model_state})
@@ -170,7 +183,7 @@ def _loss_in(config: Config | None, trusted: set[str]) -> LossFn:
     It is one that cannot be called if the config has none, or its code is not trusted.
     """
     if config is None:
-        reason = "A run of DataParallel.fit keeps no loss. Give loss_fn= to Run.open."
+        reason = "A run of jddp.fit keeps no loss. Give loss_fn= to open_run."
         return _refusing(UsageError(reason))
     if (key := _loss_key(config)) in trusted:
         return find_eval_fn(config) or find_loss(config)

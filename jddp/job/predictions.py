@@ -78,7 +78,7 @@ def _read(path: Path) -> ArrayExamples:
     if not (given := [arrays[name] for name in INPUTS if name in arrays]):
         raise DataError(
             f"{path} holds {', '.join(arrays)}, and no inputs. Name them image, tokens or x; for "
-            "others there is, in Python, jddp.Run.open(run_dir).predict(batches, function)."
+            "others there is, in Python, jddp.open_run(run_dir).predict(batches, function)."
         )
     if given[0].ndim == 4 and given[0].dtype.kind != "f":
         raise DataError(

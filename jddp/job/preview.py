@@ -12,6 +12,7 @@ import textwrap
 import jax
 
 from jddp.inspection.memory import Memory, in_words
+from jddp.inspection.memory import memory as memory_of
 from jddp.job.job import Job
 from jddp.job.optimizers import optimizer_table
 from jddp.trainer.out_of_memory import NOTHING_FITS, ways_out
@@ -21,9 +22,14 @@ from jddp.zoo.names import accepted_names
 
 def preview(job: Job) -> str:
     """Returns batch arithmetic, mesh, bucket plan, groups of the optimizer and memory."""
-    memory = job.ddp.memory(job.batch_spec)
-    optimizers = optimizer_table(job.config, job.ddp.abstract_state(job.batch_spec))
-    parts = [_arithmetic(job), [str(job.ddp.plan)], optimizers, memory_table(job, memory)]
+    memory = memory_of(job.ddp, job.batch_spec)
+    optimizers = optimizer_table(job.config, job.ddp.steps.abstract_state(job.batch_spec))
+    parts = [
+        _arithmetic(job),
+        [str(job.ddp.steps.planned(job.batch_spec).plan)],
+        optimizers,
+        memory_table(job, memory),
+    ]
     return "\n\n".join(filter(None, map("\n".join, parts)))
 
 

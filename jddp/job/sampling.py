@@ -1,6 +1,6 @@
 """Continues a text with the language model of a saved run.
 
-    run = jddp.Run.open("runs/gpt_stdlib", mesh=1)
+    run = jddp.open_run("runs/gpt_stdlib", mesh=1)
     print(continue_text(run, "def ", num_tokens=200, temperature=0.8))
     tokens = sample(run, [100, 101, 102], 200, length=128)     # any run whose model scores tokens
 
@@ -30,7 +30,7 @@ def continue_text(run: Run, prompt: str, *, tokenizer: Path | None = None, **sam
     """Returns a prompt and its continuation by the model of a run of a config.
 
     Args:
-      run: The run, such as `jddp.Run.open(run_dir, mesh=1)`.
+      run: The run, such as `jddp.open_run(run_dir, mesh=1)`.
       prompt: Text to continue, of one token or more.
       tokenizer: A file of Hugging Face's tokenizers, for a run on tokens that are not bytes.
       **sampling: Number of tokens, temperature and seed, as of `sample`.

@@ -134,6 +134,10 @@ class FlaxModel(abc.ABC):
     def rebuild(self, params: Params, model_state: ModelState) -> Any:
         """Returns the model in Flax's own form: Linen variables, or an NNX module in eval mode."""
 
+    def bound(self, rebuilt: Any) -> Any:
+        """Returns what `rebuild` has returned as an object to call: a Linen module is bound."""
+        return rebuilt
+
 
 def takes_train(loss_fn: LossFn) -> bool:
     """Whether `loss_fn` is `loss_fn(model, batch, train)`, by its signature."""

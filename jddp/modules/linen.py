@@ -100,6 +100,10 @@ class LinenModel(FlaxModel):
         """Puts variables together."""
         return {"params": params, **model_state}
 
+    def bound(self, rebuilt: Any) -> Any:
+        """Binds the module to variables."""
+        return self.module.bind(rebuilt)
+
     def kinds_at(self, path: Path) -> Sequence[str]:
         """The collection."""
         return [path[0].key]

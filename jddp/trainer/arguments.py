@@ -6,7 +6,9 @@ Each mistake names what is missing, or what excludes what, and the way out.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jddp.data import TrainBatches, eval_batches
 from jddp.errors import ConfigError
+from jddp.typing import Batches
 
 METHODS = ("on_step", "on_eval", "on_save", "on_end")  # of a callback
 
@@ -58,6 +60,34 @@ def check_batches(
         example = "fit(batches, num_steps=...)" if data is None else of_data
         raise ConfigError(f"num_steps= is missing: {example}.")
     return own if num_steps is None and num_epochs is None else num_epochs
+
+
+def choose_batches(
+    batches: Any, data: Any, evaluation: Any, num_steps: int | None, **options: Any
+) -> tuple[Batches, Batches | None, dict[str, Any]]:
+    """Returns batches, evaluation batches, and length and seed of a run; makes those of arrays.
+
+    Args:
+      batches: Batches of this process, if there are no data.
+      data: A dict of arrays or a data set, the same on every process, if there are no batches.
+      evaluation: Batches of this process, a dict of arrays, or None.
+      num_steps: Number of optimizer steps, if there is no number of epochs.
+      **options: Options of `TrainBatches`: None for those that are not given. A number of epochs
+        goes with `TrainBatches` of as many, too.
+
+    Raises:
+      ConfigError: If one that is needed is missing, or two exclude each other.
+    """
+    size = options["global_batch_size"]
+    num_epochs = check_batches(batches, data, size, num_steps, options["num_epochs"])
+    if data is not None:
+        batches = TrainBatches(data, **options | {"num_epochs": num_epochs})
+    if isinstance(evaluation, Mapping):
+        evaluation = eval_batches(evaluation, global_batch_size=size or 1024)
+    # None are left where the run starts from another one, which has ended.
+    length = max(1, len(batches.positions_left())) if num_steps is None else num_steps
+    of_run = {"num_steps": length, "num_epochs": num_epochs, "seed": options["seed"]}
+    return batches, evaluation, of_run
 
 
 def check_callbacks(callbacks: Sequence[Any]) -> None:

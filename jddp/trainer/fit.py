@@ -1,163 +1,135 @@
-"""`train`, the function behind `jddp.DataParallel.fit` and the command line.
+"""`jddp.fit`: trains with evaluation, progress, metrics and checkpoints.
 
-It prepares the run directory, compares the processes of a job, and runs the training loop under a
-watchdog. It knows the model only as an object that steps and evaluates.
+run = jddp.fit(ddp, batches, num_steps=1000, evaluate=test_batches, run_dir="runs/mine")
 """
 
-import contextlib
-import copy
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
-
-from jddp.config.permissions import folder_or_url
-from jddp.config.versions import versions
-from jddp.data import TrainBatches, WorkerBatches, eval_batches
-from jddp.distributed.coordination import agree, take_sigterm_back
-from jddp.distributed.unjoined import refuse_unjoined
-from jddp.distributed.watchdog import Limits, Watchdog
-from jddp.engine.evaluate import refuse_padding
-from jddp.engine.host_rows import as_arrays
+from jddp.distributed.watchdog import Limits
 from jddp.engine.state import TrainState
-from jddp.errors import ConfigError, Error
-from jddp.trainer.arguments import check_batches, check_callbacks
+from jddp.engine.trainable import Trainable
+from jddp.trainer.arguments import choose_batches
 from jddp.trainer.callbacks import Callback
-from jddp.trainer.fingerprint import fingerprint
-from jddp.trainer.given import compare_calls, refuse_same_rows
-from jddp.trainer.loop import Loop
-from jddp.trainer.out_of_memory import explained
 from jddp.trainer.plan import Plan
-from jddp.trainer.prefetch import Source
-from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.run import Run
-from jddp.trainer.watching import watching
+from jddp.trainer.start import Kept, start
 from jddp.typing import Batch, Batches
+from jddp.zoo.names import refuses_unknown
+from jddp.zoo.synonyms import OF_FIT
 
 LIMITS = Limits()
 
 
-class Kept(NamedTuple):
-    """The files of a run.
-
-    Attributes:
-      directory: Folder for metrics and checkpoints, or its URL; None keeps nothing.
-      config: Settings of the run; a directory with other ones is refused.
-      manifest: Further facts, such as versions.
-    """
-
-    directory: str | Path | None
-    config: Mapping[str, Any] | None
-    manifest: Mapping[str, Any]
-
-    @classmethod
-    def of(
-        cls,
-        run_dir: str | Path | None,
-        config: Mapping[str, Any] | None,
-        manifest: Mapping[str, Any] | None,
-    ) -> "Kept":
-        """The files from arguments of `fit`; a relative path is made absolute here."""
-        directory = None if run_dir is None else folder_or_url(run_dir)
-        # Copies, which the caller does not change while the run keeps them.
-        return cls(directory, copy.deepcopy(config), copy.deepcopy(manifest or {}))
-
-
-def choose_batches(
-    batches: Any, data: Any, evaluation: Any, num_steps: int | None, **options: Any
-) -> tuple[Batches, Batches | None, dict[str, Any]]:
-    """Returns batches, evaluation batches, and length and seed of a run; makes those of arrays.
+@refuses_unknown("fit", OF_FIT)
+def fit(
+    ddp: Trainable,
+    batches: Batches | None = None,
+    *,
+    data: Any = None,
+    global_batch_size: int | None = None,
+    num_epochs: float | None = None,
+    num_steps: int | None = None,
+    state: TrainState | Callable[[Batch], TrainState] | None = None,
+    evaluate: Batches | Mapping[str, Any] | None = None,
+    run_dir: str | Path | None = None,
+    callbacks: Sequence[Callback] = (),
+    seed: int = 0,
+    log_every_steps: int = 50,
+    eval_every_steps: int | None = None,
+    save_every_steps: int | None = None,
+    keep: int = 3,
+    keep_every_steps: int | None = None,
+    resume: str = "auto",
+    eval_params: str = "params",
+    learning_rate: Callable[[int], Any] | None = None,
+    config: Mapping[str, Any] | None = None,
+    manifest: Mapping[str, Any] | None = None,
+    limits: Limits = LIMITS,
+    check_replicas_every_steps: int | None = 500,
+    max_consecutive_skips: int = 10,
+    same_batches: bool = False,
+) -> Run:
+    """Trains for `num_steps`, with evaluation, progress, metrics and checkpoints.
 
     Args:
-      batches: Batches of this process, if there are no data.
-      data: A dict of arrays or a data set, the same on every process, if there are no batches.
-      evaluation: Batches of this process, a dict of arrays, or None.
-      num_steps: Number of optimizer steps, if there is no number of epochs.
-      **options: Options of `TrainBatches`: None for those that are not given. A number of epochs
-        goes with `TrainBatches` of as many, too.
+      ddp: A `jddp.DataParallel`.
+      batches: This process's training batches. An object with `get_state` and `set_state`
+        resumes where it was; any other iterable is fast-forwarded.
+      data: Instead of batches, a dict of arrays with a row for each example, or a data set of
+        such, the same on every process; `seed` is that of their order too. For other options
+        give `jddp.data.TrainBatches` as batches.
+      global_batch_size: Examples per step, over all processes, of `data`.
+      num_epochs: Number of passes over `data`; the last batch may be partial and is padded. A
+        run that resumes ends with their last example, too.
+      num_steps: Optimizer steps in all, those of a resumed run included; with `data` either
+        these or epochs.
+      state: The state to start from, which is copied, so that it stays yours, with
+        `run.evaluate()` of an earlier run: the devices hold both as long as you keep it. A
+        function of the first batch that makes the state holds but one. By default
+        `init(seed, <the first batch>)`.
+      evaluate: This process's evaluation batches, iterated from the beginning each time; or a
+        dict of arrays, the same on every process.
+      run_dir: Directory for metrics and checkpoints, or its URL, such as "s3://bucket/run",
+        for which fsspec needs `jddp[s3]` or the like; None keeps nothing.
+      callbacks: Objects as `jddp.Callback` describes them.
+      seed: Seed of the first state's PRNG key.
+      log_every_steps: Steps between train records.
+      eval_every_steps: Steps between evaluations; None is once, at the end.
+      save_every_steps: Steps between checkpoints; None is once, at the end.
+      keep: Number of newest checkpoints that stay.
+      keep_every_steps: Number of steps at whose multiples checkpoints stay too.
+      resume: "auto" (resume if there is a checkpoint), "never" (there must be none), "must", or
+        "changed" (as "auto", also with another model, loss or optimizer than the run's).
+      eval_params: Parameters to evaluate, "params" or "ema".
+      learning_rate: Learning rate of a step, for the records.
+      config: Settings kept in the run directory; a directory with other ones is refused.
+      manifest: Facts kept beside them.
+      limits: Seconds that a phase may take before its processes are reported as hanging.
+      check_replicas_every_steps: Steps between comparisons of all replicas; None for no
+        comparison.
+      max_consecutive_skips: Number of steps in a row which `skip_nonfinite` leaves out that
+        end the run.
+      same_batches: Whether all processes are given the same rows on purpose, as in a benchmark.
+        Otherwise a first batch that several have is refused: of `jddp.data.TrainBatches` and
+        `eval_batches` each reads its own rows.
+
+    Returns:
+      The finished run: its state, its metrics, its directory.
 
     Raises:
-      ConfigError: If one that is needed is missing, or two exclude each other.
+      ConfigError: If an option is unknown or breaks its rule, or the run directory holds
+        another run, or is in use.
+      UsageError: If batches are padded, and the loss or a metric is a scalar, or a `jddp.Mean`
+        of scalars; or if a step has taken the state.
+      DataError: If the batches end before `num_steps`.
+      ProcessMismatchError: If processes have different models, optimizers, batches or
+        arguments, or the same rows.
+      ReplicaMismatchError: If state differs that must be the same on all replicas.
+      OutOfMemoryError: If a device has less memory than a step needs.
+      NumericsError: If the loss is not finite, or too many steps in a row were skipped.
     """
-    size = options["global_batch_size"]
-    num_epochs = check_batches(batches, data, size, num_steps, options["num_epochs"])
-    if data is not None:
-        batches = TrainBatches(data, **options | {"num_epochs": num_epochs})
-    if isinstance(evaluation, Mapping):
-        evaluation = eval_batches(evaluation, global_batch_size=size or 1024)
-    # None are left where the run starts from another one, which has ended.
-    length = max(1, len(batches.positions_left())) if num_steps is None else num_steps
-    of_run = {"num_steps": length, "num_epochs": num_epochs, "seed": options["seed"]}
-    return batches, evaluation, of_run
-
-
-def train(
-    ddp: Any,
-    batches: Batches,
-    plan: Plan,
-    kept: Kept,
-    state: TrainState | Callable[[Batch], TrainState] | None,
-    callbacks: Sequence[Callback],
-    limits: Limits,
-) -> Run:
-    """Trains to the end of the plan, resuming from the last checkpoint in the run directory.
-
-    Args:
-      ddp: Usually a `jddp.DataParallel`.
-      batches: This process's training batches.
-      plan: Length of the run, and periods of what it does.
-      kept: Files of the run.
-      state: Initial state, which is copied; or a function of the first batch that makes one, which
-        the first step donates. None makes one from the plan's seed.
-      callbacks: Objects as `jddp.Callback` describes them.
-      limits: Seconds that a phase may take before its processes are reported as hanging.
-    """
-    refuse_unjoined()
-    take_sigterm_back()
-    state = functools.partial(ddp.init, plan.seed) if state is None else state
-    check_callbacks(callbacks)
-    compare_calls(plan, kept.directory, batches, state)
-    if plan.resume == "must" and kept.directory is None:
-        raise ConfigError("resume='must' needs run_dir=, where the run was saved.")
-    for callback in watching(callbacks):
-        callback.check_plan(plan, kept.directory)
-    if isinstance(batches, TrainBatches | WorkerBatches) and batches.is_padded:
-        ddp.abstract_state(batches.batch(0))
-        full = f"a global batch size that is a multiple of {ddp.steps.num_micro_batches}"
-        where = "drop_remainder=True of jddp.data.TrainBatches (data.drop_remainder of a config)"
-        refuse_padding(ddp.steps.sums, f"let batches be full: {full}, and {where}")
-    files, manifest = None, {"versions": versions(), **kept.manifest}
-    if kept.directory is not None:
-        files = RunDirectory(kept.directory, is_writer=jax.process_index() == 0)
-        files.prepare(kept.config, manifest)
-    source = Source(batches, ddp.shard_batch)
-    stacks = None if files is None else files.stacks(jax.process_index())
-    held = contextlib.nullcontext() if files is None else files.held(kept.config)
-    with held, Watchdog(limits, stacks) as watchdog:
-        if files is not None:
-            files.check_seen()
-        batch = as_arrays(source.peek())
-        refuse_same_rows("batches", batch, plan)
-        if jax.process_count() > 1:
-            agree("model, optimizer or batch", fingerprint(ddp, batch))
-        with explained(ddp, jax.eval_shape(lambda x: x, batch), watchdog):
-            state = state(batch) if callable(state) else jax.tree.map(jax.numpy.copy, state)
-            if plan.eval_params == "ema" and state.ema_params is None:
-                raise ConfigError("eval_params='ema' needs DataParallel(..., ema_decay=...).")
-            about = {"config": kept.config, "manifest": manifest, "plan": plan.settings}
-            loop = Loop(ddp, source, state, plan, files, callbacks, about, watchdog)
-            try:
-                loop.resume()
-                loop.run_to_the_end()
-            except BaseException as error:
-                vars(error)["run"] = loop.run
-                loop.close(failed=True)
-                raise
-            try:
-                loop.close()
-            except Error as error:
-                vars(error)["run"] = loop.run
-                raise
-            return loop.run
+    sizes = {"global_batch_size": global_batch_size, "num_epochs": num_epochs, "seed": seed}
+    batches, evaluate, length = choose_batches(
+        batches, data, evaluate, num_steps, multiple_of=ddp.steps.rows.num_micro_batches, **sizes
+    )
+    if state is not None and not callable(state):
+        ddp.check(state)
+    plan = Plan(
+        **length,
+        log_every_steps=log_every_steps,
+        eval_every_steps=eval_every_steps,
+        save_every_steps=save_every_steps,
+        keep=keep,
+        keep_every_steps=keep_every_steps,
+        resume=resume,
+        evaluation=evaluate,
+        eval_params=eval_params,
+        learning_rate=learning_rate,
+        check_replicas_every_steps=check_replicas_every_steps,
+        max_consecutive_skips=max_consecutive_skips,
+        same_batches=same_batches,
+    )
+    kept = Kept.of(run_dir, config, manifest)
+    return start(ddp, batches, plan, kept, state, callbacks, limits)

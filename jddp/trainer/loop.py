@@ -24,9 +24,9 @@ from jddp.distributed.forks import ending_forked_children
 from jddp.distributed.requests import Requests
 from jddp.distributed.watchdog import Watchdog
 from jddp.engine.state import TrainState, is_float
+from jddp.engine.trainable import Trainable
 from jddp.errors import FileSystemError, NumericsError, ReplicaMismatchError, UsageError
 from jddp.trainer.callbacks import Callback, call_each
-from jddp.trainer.fingerprint import uses_rng
 from jddp.trainer.given import refuse_same_rows
 from jddp.trainer.history import History, resume_records
 from jddp.trainer.numerics import Numerics, Sent
@@ -73,7 +73,7 @@ class Loop:
 
     def __init__(
         self,
-        ddp: Any,
+        ddp: Trainable,
         source: Source,
         state: TrainState,
         plan: Plan,
@@ -161,7 +161,7 @@ class Loop:
         """A note on another topology than that of the checkpoint, or None."""
         if before == (world := self._ddp.steps.topology):
             return None
-        draws = uses_rng(self._ddp, self._source.peek())
+        draws = self._ddp.steps.planned(self._source.peek()).uses_rng
         stateful = any(map(is_float, jax.tree.leaves(self.run.state.model_state)))
         return differences(before, world, uses_rng=draws, has_statistics=stateful)
 

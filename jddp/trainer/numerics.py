@@ -23,7 +23,9 @@ from jddp.distributed.same_folder import SameFolder, make_folder, opener, replac
 from jddp.engine.evaluate import own_rows
 from jddp.engine.guard import LEAST
 from jddp.engine.state import TrainState
+from jddp.engine.trainable import Trainable
 from jddp.errors import NumericsError, words_of
+from jddp.inspection.norms import diagnose
 from jddp.inspection.outputs import num_outputs
 from jddp.trainer.prefetch import Source
 from jddp.typing import Batch
@@ -65,8 +67,13 @@ class Numerics:
         bring a loss scale down.
     """
 
-    def __init__(self, ddp: Any, source: Source, run_dir: SameFolder | None, most: int) -> None:
-        self._ddp, self._source, self._run_dir, self._most = ddp, source, run_dir, most
+    def __init__(
+        self, ddp: Trainable, source: Source, run_dir: SameFolder | None, most: int
+    ) -> None:
+        self._ddp = ddp
+        self._source = source
+        self._run_dir = run_dir
+        self._most = most
         self.skipped = self.in_a_row = 0
         self._skipped_at: float | None = None  # the loss scale of the step before, if skipped
 
@@ -160,7 +167,7 @@ class Numerics:
         steps_ahead = int(state.step) - sent.step + 1
         before = state.replace(step=state.step - steps_ahead)
         try:
-            return self._ddp.diagnose(before, sent.batch)
+            return diagnose(self._ddp, before, sent.batch)
         except jax.errors.JaxRuntimeError as error:  # must not hide the first error
             log.warning("The norms of the layers cannot be computed: %s", error)
             return {}

@@ -9,13 +9,14 @@ import contextlib
 import functools
 import re
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 
 from jddp.distributed.watchdog import Watchdog
+from jddp.engine.trainable import Trainable
 from jddp.errors import OutOfMemoryError
 from jddp.inspection.memory import Memory, in_words
+from jddp.inspection.memory import memory as memory_of
 from jddp.modules.rows import count_rows
 from jddp.typing import Batch
 
@@ -35,7 +36,7 @@ _NO_LIBRARY = (
 )
 _TOGETHER = (
     "What would fit is compiled by all processes together: jddp.train --dry-run, or "
-    "ddp.memory(batch) on each of them."
+    "jddp.memory(ddp, batch) on each of them."
 )
 # A whole message of each, and its source, stand in tests/parts/trainer/test_out_of_memory.py.
 WORDS = (
@@ -57,7 +58,7 @@ _WORDS, _LIBRARIES = (re.compile("|".join(words)) for words in (WORDS + LIBRARIE
 
 
 @contextlib.contextmanager
-def explained(ddp: Any, batch: Batch, watchdog: Watchdog) -> Iterator[None]:
+def explained(ddp: Trainable, batch: Batch, watchdog: Watchdog) -> Iterator[None]:
     """While open, out of memory on a device becomes an error with an explanation.
 
     Args:
@@ -81,7 +82,7 @@ def explained(ddp: Any, batch: Batch, watchdog: Watchdog) -> Iterator[None]:
         raise explanation from error
 
 
-def _explain(ddp: Any, batch: Batch, reason: str) -> str:
+def _explain(ddp: Trainable, batch: Batch, reason: str) -> str:
     if jax.process_count() > 1:
         return f"{reason}. {_TOGETHER}"
     try:
@@ -90,8 +91,8 @@ def _explain(ddp: Any, batch: Batch, reason: str) -> str:
         return f"{reason}."
 
 
-def _explain_compiled(ddp: Any, batch: Batch, reason: str) -> str:
-    memory = ddp.memory(batch, autotune=False)
+def _explain_compiled(ddp: Trainable, batch: Batch, reason: str) -> str:
+    memory = memory_of(ddp, batch, autotune=False)
     needs, has = in_words(memory.total), in_words(memory.limit)
     found = f"a step needs {needs} of each device, which has {has}"
     if memory.fits:
@@ -104,7 +105,9 @@ def _explain_compiled(ddp: Any, batch: Batch, reason: str) -> str:
     return f"{found}. " + (f"What would fit: {ways}." if ways else NOTHING_FITS)
 
 
-def ways_out(ddp: Any, batch: Batch, memory: Memory, *, autotune: bool = True) -> Iterator[str]:
+def ways_out(
+    ddp: Trainable, batch: Batch, memory: Memory, *, autotune: bool = True
+) -> Iterator[str]:
     """More micro-batches and a smaller batch with which a step fits, as compiled; if any.
 
     Args:
@@ -113,8 +116,8 @@ def ways_out(ddp: Any, batch: Batch, memory: Memory, *, autotune: bool = True) -
       memory: Memory of the step, which is too much.
       autotune: Whether the compiler may try kernels on the devices.
     """
-    measure = functools.partial(ddp.memory, autotune=autotune)
-    accumulate_steps, num_rows = ddp.spec.backward.num, count_rows(batch)
+    measure = functools.partial(memory_of, ddp, autotune=autotune)
+    accumulate_steps, num_rows = ddp.steps.rows.accumulate_steps, count_rows(batch)
     of_replica = num_rows // len(ddp.mesh.local_devices) // accumulate_steps
     for cut in memory.cuts(of_replica):
         num_steps = accumulate_steps * cut

@@ -1,9 +1,9 @@
-"""A loop of your own: its saves, in the format of `fit`, and batches that do not divide.
+"""`jddp.Checkpoints`: the checkpoints of your own loop, in the format of `jddp.fit`.
 
-    saves = Saves(steps)
-    found = saves.restore(directory, like=state)         # (state, extra), or None
-    batch = pad_for_step(batch, steps)                   # batch["mask"] is 0 for padding
-    saves.save(directory, state, {"epoch": 3}, keep=3)   # written in the background
+    checkpoints = jddp.Checkpoints("checkpoints", keep=3)
+    found = checkpoints.restore(ddp)                  # (state, extra), or None
+    checkpoints.save(ddp, state, {"epoch": 3})        # written in the background
+    checkpoints.wait()                                # once, after the last
 
 A directory holds the checkpoints of one training: the first state is saved where there is none, or
 after the newest was restored, and steps only grow. So the newest checkpoint is the one to resume
@@ -11,6 +11,7 @@ from, and no other training's is removed or replaced.
 """
 
 import contextlib
+import functools
 import json
 import os
 import threading
@@ -18,44 +19,68 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from jddp.checkpoint.checkpoints import Checkpoints
+from jddp.checkpoint.checkpoints import CheckpointFolder
 from jddp.checkpoint.folders import finished
 from jddp.checkpoint.writer import SECONDS
 from jddp.config.permissions import absolute
 from jddp.distributed.coordination import from_first
-from jddp.engine.compiled import CompiledSteps
-from jddp.engine.evaluate import pad_rows, refuse_padding
-from jddp.engine.host_rows import as_arrays
-from jddp.engine.mesh import from_all_processes
 from jddp.engine.state import TrainState
+from jddp.engine.trainable import Trainable
 from jddp.errors import ConfigError, FileSystemError, UsageError
-from jddp.modules.rows import check_rows, count_rows
 from jddp.trainer.saving import LATEST, refuse_unsound
-from jddp.typing import Batch
 
 # By directory, for all objects of this process: one waits for what another is still writing.
-_written: dict[Path, Checkpoints] = {}
+_written: dict[Path, CheckpointFolder] = {}
 
 
-class Saves:
-    """The checkpoints of a loop of your own.
+class Checkpoints:
+    """The checkpoints of your own loop.
+
+    Writing continues in the background, and ends before the next save begins or the process ends; a
+    process that is killed meanwhile leaves the checkpoint before.
 
     Args:
-      steps: The compiled steps, which have the layouts of a state.
+      directory: Directory of the checkpoints of one training, on a file system that all processes
+        share; made by the first save if it is missing. For `restore` also the run directory of
+        `jddp.fit`.
+      keep: Number of newest checkpoints that stay.
+
+    Raises:
+      ConfigError: If `keep` is below 1.
     """
 
-    def __init__(self, steps: CompiledSteps) -> None:
-        self._steps = steps
-        # What was saved or restored last, by directory: step, state and extra values.
-        self._last: dict[Path, tuple[int, weakref.ref[TrainState], str]] = {}
-
-    def save(self, directory: str | Path, state: TrainState, extra: Any, keep: int) -> Checkpoints:
-        """As `jddp.DataParallel.save`."""
-        step, folder = int(state.step), absolute(directory)
+    def __init__(self, directory: str | Path, *, keep: int = 3) -> None:
         if keep < 1:
             raise ConfigError(f"keep is at least 1; got {keep}.")
+        self._directory = absolute(directory)
+        self._keep = keep
+        # What was saved or restored last, by folder: step, state and extra values.
+        self._last: dict[Path, tuple[int, weakref.ref[TrainState], str]] = {}
+
+    def save(self, ddp: Trainable, state: TrainState, extra: Any = None) -> None:
+        """Saves a state, as `jddp.fit` does; returns once it is copied.
+
+        Every process calls it. What the file system refuses is logged, and loses only that
+        checkpoint. What was saved last, the same state and `extra`, is not written again; another
+        state of its step replaces it.
+
+        Args:
+          ddp: The `jddp.DataParallel` that has made the state.
+          state: State from `init`, `step` or `restore`; the next step may take it.
+          extra: Values that `restore` returns beside the state, as JSON: a position in the data,
+            metrics, None. Tuples come back as lists, keys of dicts as strings.
+
+        Raises:
+          ConfigError: If `extra` is no JSON; if the directory is of a run of `fit`, or holds
+            checkpoints that were not restored first, or of later steps.
+          FileSystemError: If the directory cannot be made or written.
+          NumericsError: If the state is not finite.
+          ReplicaMismatchError: At the next call, if state differs that must be the same on all
+            replicas.
+          UsageError: If a step has taken the state, or it is of another model.
+        """
+        ddp.check(state)
+        step, folder = int(state.step), self._directory
         try:
             now = step, weakref.ref(state), json.dumps(extra)
         except (TypeError, ValueError, RecursionError) as error:
@@ -63,13 +88,13 @@ class Saves:
         self._refuse_directory(folder, step)
         refuse_unsound(step, state)
         if folder not in _written:
-            _written[folder] = Checkpoints(folder, keep=keep)
-        _written[folder].keep(keep)
+            _finish_at_exit()
+            _written[folder] = CheckpointFolder(folder, keep=self._keep)
+        _written[folder].keep(self._keep)
         if self._last.get(folder) != now:
-            beside = {"extra": extra, "world": self._steps.topology}
-            _written[folder].save(step, state, beside, self._steps.layouts(state))
+            beside = {"extra": extra, "world": dict(ddp.steps.topology)}
+            _written[folder].save(step, state, beside, ddp.steps.layouts(state))
             self._last[folder] = now
-        return _written[folder]
 
     def _refuse_directory(self, folder: Path, step: int) -> None:
         """Refuses a directory where this state would not be the newest of its training."""
@@ -85,20 +110,48 @@ class Saves:
                 f"{step} does not come. Call restore first, or choose another directory."
             )
 
-    def restore(self, directory: str | Path, like: TrainState | None) -> tuple[Any, Any] | None:
-        """As `jddp.DataParallel.restore`, onto the devices like `like`."""
-        folder = absolute(directory)
+    def restore(self, ddp: Trainable) -> tuple[TrainState, Any] | None:
+        """Returns the newest undamaged state, and its `extra` values.
+
+        Every process calls it, after `ddp.init`. The state may be of another number of devices or
+        processes, and its optimizer sharded or not. Nothing is written, so that another process may
+        be saving there; but a damaged checkpoint is renamed, and the one before is read.
+
+        Args:
+          ddp: A `jddp.DataParallel`, of the same model and optimizer.
+
+        Returns:
+          The state and the extra values; None where there is no checkpoint. The checkpoints of
+          `jddp.fit` have their run data in place of extra values.
+
+        Raises:
+          UsageError: If there was no `init`, which gives the form of the state.
+          ConfigError: If the state is of another model or optimizer, with the paths that differ.
+          FileSystemError: If there are checkpoints, but none is undamaged and readable.
+        """
+        like = ddp.latest
         if like is None:
             raise UsageError("restore needs the form of a state. Call init first.")
-        folder /= LATEST if _is_run(folder) else ""
+        own = self._directory
+        folder = own / LATEST if _is_run(own) else own
         if _newest_in(folder) is None:
             return None
-        with contextlib.closing(Checkpoints(folder, keep=1, is_written=False)) as checkpoints:
-            found = checkpoints.restore(like, self._steps.layouts(like))
+        with contextlib.closing(CheckpointFolder(folder, keep=1, is_written=False)) as checkpoints:
+            found = checkpoints.restore(like, ddp.steps.layouts(like))
         assert found is not None  # of none that is undamaged it raises
         extra = found.beside.get("extra", found.beside)
         self._last[folder] = found.step, weakref.ref(found.state), json.dumps(extra)
+        ddp.latest = found.state
         return found.state, extra
+
+    def wait(self) -> None:
+        """Waits until all is written. Call it after the last save.
+
+        Raises:
+          FileSystemError: If the last state could not be written.
+        """
+        if self._directory in _written:
+            _written[self._directory].wait()
 
 
 def _finish() -> None:
@@ -108,9 +161,12 @@ def _finish() -> None:
             checkpoints.wait()
 
 
-# Not by `atexit`, which comes too late: threads can start no others any more, as a save needs to.
-threading._register_atexit(_finish)  # type: ignore[attr-defined]
-os.register_at_fork(after_in_child=_written.clear)  # which the parent writes, and a child awaits
+@functools.cache
+def _finish_at_exit() -> None:
+    """Has all be written before the process ends; registered by the first save."""
+    # Not by `atexit`, which comes too late: threads can start no others any more, as a save needs.
+    threading._register_atexit(_finish)  # type: ignore[attr-defined]
+    os.register_at_fork(after_in_child=_written.clear)  # which the parent writes, a child awaits
 
 
 def _is_run(folder: Path) -> bool:
@@ -125,22 +181,3 @@ def _newest_in(folder: Path) -> int | None:
     there = finished(folder) if os.path.isdir(folder) else []
     text = from_first("steps", json.dumps(max(there, default=None)), timeout_seconds=SECONDS)
     return json.loads(text)
-
-
-def pad_for_step(batch: Batch, steps: CompiledSteps, num_rows: int | None = None) -> Batch:
-    """As `jddp.DataParallel.pad`, for a loss that was traced."""
-    if not isinstance(batch, dict):
-        raise ConfigError(f"pad adds 'mask' to a dict of arrays; got {type(batch).__name__}.")
-    batch = as_arrays(batch)
-    rows, num_parts = count_rows(batch), steps.num_local_replicas * steps.spec.backward.num
-    if num_rows is None:
-        most = max(1, int(from_all_processes(rows, "pad").max()))
-        num_rows = -(-most // num_parts) * num_parts
-    check_rows(num_rows, num_parts, f"{num_parts} micro-batches of this process")
-    if rows > num_rows:
-        raise ConfigError(f"pad: the batch has {rows} rows, more than num_rows={num_rows}.")
-    if rows < num_rows:
-        refuse_padding(steps.sums, f"give batches of {num_rows} rows")
-    padded, valid = pad_rows(batch, num_rows)
-    mask = np.asarray(padded.get("mask", valid), np.float32)
-    return {**padded, "mask": mask * np.expand_dims(valid, tuple(range(1, mask.ndim)))}

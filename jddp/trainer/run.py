@@ -1,11 +1,10 @@
 """A run in progress or finished: the object that callbacks get and `fit` returns.
 
-run = ddp.fit(batches, num_steps=1000, evaluate=test_batches)
+run = jddp.fit(ddp, batches, num_steps=1000, evaluate=test_batches)
 run.plot(); run.history; run.evaluate(other_batches); run.predict(batches)
-run = jddp.Run.open(run_dir)  # the same of a run that has ended
+run = jddp.open_run(run_dir)  # the same of a run that has ended
 """
 
-import importlib
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 from jddp.checkpoint.folders import finished
 from jddp.engine.state import TrainState
+from jddp.engine.trainable import Trainable
 from jddp.errors import ConfigError, UsageError
 from jddp.html import Shown
 from jddp.trainer.history import History
@@ -20,7 +20,7 @@ from jddp.trainer.reports.curves import plot
 from jddp.trainer.reports.progress import is_metric
 from jddp.trainer.reports.run_directory import OWN_NAMES
 from jddp.trainer.reports.tables import shape_of
-from jddp.typing import Batches, LossFn, PyTree
+from jddp.typing import Batches, PyTree
 from jddp.zoo.losses import outputs
 
 _NAME = re.compile(r"\w[\w-]*", re.ASCII)
@@ -44,7 +44,7 @@ class Run(Shown):
 
     def __init__(
         self,
-        ddp: Any,
+        ddp: Trainable,
         state: TrainState,
         *,
         run_dir: Path | None,
@@ -63,44 +63,6 @@ class Run(Shown):
         self._ddp, self._save = ddp, save
         self.ask_to_stop: Callable[[str], None] | None = None  # of the processes of a job
         self._evaluation, self._eval_params = evaluation, eval_params
-
-    @staticmethod
-    def open(
-        run_dir: str | Path,
-        *,
-        model: Any = None,
-        loss_fn: LossFn | None = None,
-        checkpoint: int | str | None = None,
-        params: str | None = None,
-        mesh: Any = None,
-        trust: str | None = None,
-    ) -> "Run":
-        """Opens a finished or interrupted run, on any number of devices; it changes nothing there.
-
-        It evaluates and predicts. To train further, call `fit` again with the same `run_dir`.
-
-        Args:
-          run_dir: A run directory, or its URL.
-          model: The module that was trained, in place of the one that the config names. A run of
-            `DataParallel.fit` has no config, and needs it.
-          loss_fn: The loss for `evaluate`, in place of the one that the config names.
-          checkpoint: A step; or a folder of checkpoints, "best", of which the newest is taken; or
-            both, "best/400", as in `run.checkpoints`. By default the newest of "checkpoints".
-          params: Parameters to use, "params" or "ema"; by default those that the run evaluated.
-          mesh: Devices, as of `jddp.DataParallel`; by default all.
-          trust: What of the config may be imported, as in `jddp.load`: by default models, losses
-            and data of jddp alone; "here" for what is defined in the current folder too;
-            "package" for the class of the model; "config" for all.
-
-        Raises:
-          UsageError: If there is no run, or the model is not trusted, or not given.
-          ConfigError: If the config cannot be read, or the checkpoint is of another model.
-          FileSystemError: If there is no such checkpoint, or it is damaged.
-        """
-        # By name, when it is called: configs name models, losses and data, and a job resolves them,
-        # on a floor above this one.
-        opened = importlib.import_module("jddp.job.opened")
-        return opened.open_run(run_dir, model, loss_fn, checkpoint, params, mesh=mesh, trust=trust)
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -124,8 +86,7 @@ class Run(Shown):
         It has the parameters that `evaluate` uses.
         """
         found = self._ddp.model(self.state, self._eval_params)
-        linen = getattr(self._ddp.spec.model, "module", None)
-        return found if linen is None else linen.bind(found)
+        return self._ddp.steps.spec.model.bound(found)
 
     @property
     def eval_metrics(self) -> dict[str, Any]:

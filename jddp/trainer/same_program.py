@@ -15,6 +15,7 @@ import jax
 from jddp.config.versions import source_hash
 from jddp.engine.program import PARTS, Form, Program
 from jddp.engine.state import TrainState
+from jddp.engine.trainable import Trainable
 from jddp.errors import ConfigError
 from jddp.trainer.reports.run_directory import changed_keys
 from jddp.typing import Batch
@@ -37,9 +38,14 @@ class SameProgram:
       kept: The program for `run.json`, with the changes of the run so far.
     """
 
-    def __init__(self, ddp: Any, state: TrainState, batch: Batch, about: Mapping[str, Any]) -> None:
-        self._ddp, self._state, self._batch, self._about = ddp, state, batch, about
-        self._program: Program = ddp.program(state, batch)
+    def __init__(
+        self, ddp: Trainable, state: TrainState, batch: Batch, about: Mapping[str, Any]
+    ) -> None:
+        self._ddp = ddp
+        self._state = state
+        self._batch = batch
+        self._about = about
+        self._program: Program = ddp.steps.program(state, batch)
         versions = about["manifest"]["versions"]
         made_by = {name: versions[name] for name in PACKAGES}
         made_by |= {"code of jddp": source_hash(), "platform": jax.default_backend()}
@@ -98,7 +104,7 @@ class SameProgram:
         form = Form(**{**form, "rows": rows})
         if form != program.form:
             try:
-                program = self._ddp.program(self._state, self._batch, form)
+                program = self._ddp.steps.program(self._state, self._batch, form)
             except Exception:  # of the loss, for which rows of that form are no rows
                 return list(PARTS)
         return [part for part in PARTS if before["digests"][part] != program.digests[part]]

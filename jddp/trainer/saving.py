@@ -7,9 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jddp.checkpoint.checkpoints import Checkpoints, Restored
+from jddp.checkpoint.checkpoints import CheckpointFolder, Restored
 from jddp.distributed.coordination import gather
 from jddp.engine.state import TrainState, is_float
+from jddp.engine.trainable import Trainable
 from jddp.errors import ConfigError, Error, FileSystemError, NumericsError
 from jddp.trainer.plan import Plan
 from jddp.trainer.reports.run_directory import RunDirectory
@@ -54,9 +55,9 @@ class Saving:
       plan: Number of checkpoints to keep, and whether to resume.
     """
 
-    def __init__(self, ddp: Any, files: RunDirectory | None, plan: Plan) -> None:
+    def __init__(self, ddp: Trainable, files: RunDirectory | None, plan: Plan) -> None:
         self._ddp, self._files, self._plan = ddp, files, plan
-        self._folders: dict[str, Checkpoints] = {}
+        self._folders: dict[str, CheckpointFolder] = {}
         self._last: dict[str, tuple[int, Any]] = {}  # step and reason to stop, by folder
 
     def restore(self, state: TrainState) -> Restored | None:
@@ -129,12 +130,12 @@ class Saving:
             raise ConfigError("Saving needs a directory: fit(..., run_dir=...).")
         return self._files
 
-    def _folder(self, name: str) -> Checkpoints:
+    def _folder(self, name: str) -> CheckpointFolder:
         files = self.require_directory()
         if name not in self._folders:
             plan = self._plan
             keep, every = (plan.keep, plan.keep_every_steps) if name == LATEST else (1, None)
-            self._folders[name] = Checkpoints(
+            self._folders[name] = CheckpointFolder(
                 files.path / name,
                 keep=keep,
                 keep_every=every,

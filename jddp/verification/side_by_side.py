@@ -30,7 +30,7 @@ def side_by_side(
       The averaged gradients, the new state, and the metrics.
     """
     assert ddp.plan is not None
-    spec, plan, first = ddp.spec, ddp.plan, ddp.mesh.devices.flat[0]
+    spec, plan, first = ddp.steps.spec, ddp.plan, ddp.mesh.devices.flat[0]
     layouts = ddp.steps.layouts(state)
     axes = jax.tree.map(lambda layout: None if layout == Replicated() else 0, layouts)
 

@@ -27,7 +27,7 @@ from jddp.errors import UsageError
 from jddp.jaxprs import coarse_products, dtypes, quantizations, sums_in_16_bits
 from jddp.modules.metrics import weights_in
 from jddp.modules.rows import count_rows
-from jddp.trainer.fingerprint import fingerprint, uses_rng
+from jddp.trainer.fingerprint import fingerprint
 from jddp.typing import Batch, Grads, LossFn, Metrics, ModelState, Params, PyTree
 from jddp.verification import findings
 from jddp.verification.compare import (
@@ -124,12 +124,13 @@ def _compared(
     state = _first_state(many, seed, batch)
     got = _step(many, state, batch)
     # With logical replicas one device has all of them too, and uses the same random numbers.
-    has_all = many.spec.replicas.num is not None
-    draws = uses_rng(many, batch) and not has_all
+    has_all = many.steps.spec.replicas.num is not None
+    draws = many.steps.planned(batch).uses_rng and not has_all
     is_repeatable = fingerprint(many, batch) == fingerprint(wrapped(**options), batch)
     found = [] if is_repeatable else [findings.NOT_REPEATABLE]
-    traced = many.steps.traced
-    found += [findings.MICRO_BATCHES] * bool(traced and traced.has_batch_statistics)
+    planned = many.steps.planned(batch)
+    if planned.traced is not None and planned.traced.has_batch_statistics:
+        found.append(findings.MICRO_BATCHES)
     if draws:
         want = _Step(*jax.device_get(side_by_side(many, state, batch, constants)))
         other = state.replace(key=jax.random.fold_in(state.key, 1))
@@ -142,7 +143,7 @@ def _compared(
         alone = _first_state(one, seed, batch, values if isinstance(values, Mapping) else None)
         want = _step(one, alone, batch if has_all else _in_order(batch, many))
     comparisons = _compare(got, want, many, state, batch)
-    if sums := sums_in_16_bits(many.trace(batch).jaxpr.jaxpr):
+    if sums := sums_in_16_bits(many.steps.trace(batch).jaxpr.jaxpr):
         found.append(findings.long_sums(sums, options.get("compute_dtype")))
     if names := _not_finite(got, want):
         found.append(findings.not_finite(names))
@@ -155,7 +156,7 @@ def _compared(
             options,
             num_devices=many.mesh.size,
             losses=(float(got.metrics["loss"]), float(want.metrics["loss"])),
-            is_scalar="loss" in many.steps.scalars,
+            is_scalar="loss" in planned.scalars,
             is_weighted=bool(weights_in(batch)),
             combined=combined,
             quantized=_quantizations(many, state, batch, constants),
@@ -166,7 +167,7 @@ def _compared(
 
 def _is_coarse(ddp: DataParallel, batch: Batch) -> bool:
     """Whether the hardware rounds factors of float32 products, as GPUs do to those of TF32."""
-    return platform(ddp.mesh) != "cpu" and coarse_products(ddp.trace(batch).jaxpr.jaxpr)
+    return platform(ddp.mesh) != "cpu" and coarse_products(ddp.steps.trace(batch).jaxpr.jaxpr)
 
 
 def _precision() -> str | None:
@@ -187,7 +188,7 @@ def _quantizations(
 ) -> set[str]:
     """How loss and backward pass quantize; an optimizer may too, and is left out."""
     inputs = Inputs(ddp.shard_batch(batch), constants)
-    traced = ddp.steps.gradients_for(state, inputs).trace(state, inputs)
+    traced = ddp.steps.gradients_for(state, inputs).run.trace(state, inputs)
     return quantizations(traced.jaxpr.jaxpr)
 
 
@@ -203,8 +204,8 @@ def _options_of_one(many: DataParallel, options: Mapping[str, Any]) -> dict[str,
     """Options of the step of one device: those that change more than roundings."""
     given = {name: x for name, x in options.items() if effect_of(f"ddp.{name}") == "numbers"}
     # The axis may be that of a given mesh; and batch norm sees micro-batches.
-    place = {"axis_name": many.spec.axis, "mesh": many.mesh.devices.flat[:1].tolist()}
-    return given | _SENDS_NOTHING | place | {"accumulate_steps": many.spec.backward.num}
+    place = {"axis_name": many.steps.spec.axis, "mesh": many.mesh.devices.flat[:1].tolist()}
+    return given | _SENDS_NOTHING | place | {"accumulate_steps": many.steps.spec.backward.num}
 
 
 def _step(ddp: DataParallel, state: TrainState, batch: Batch) -> _Step:
@@ -214,7 +215,7 @@ def _step(ddp: DataParallel, state: TrainState, batch: Batch) -> _Step:
 def _first_state(ddp: DataParallel, seed: int, batch: Batch, params: Params = None) -> TrainState:
     """A first state; its loss scale, if it has one, is reduced until a step is not skipped."""
     state = ddp.init(seed, batch, params)
-    while ddp.spec.guard.follows_overflows:
+    while ddp.steps.spec.guard.follows_overflows:
         after = ddp.step(state, batch)[0].comm_state
         if not after.loss_scale.scale < state.comm_state.loss_scale.scale:
             break
@@ -224,7 +225,7 @@ def _first_state(ddp: DataParallel, seed: int, batch: Batch, params: Params = No
 
 def _in_order(batch: Batch, ddp: DataParallel) -> Batch:
     """The rows in the order in which the devices take them, by micro-batches."""
-    shares, parts = ddp.mesh.size, ddp.spec.backward.num
+    shares, parts = ddp.mesh.size, ddp.steps.spec.backward.num
 
     def reorder(x: Any) -> Any:
         x = np.asarray(x)
@@ -243,10 +244,11 @@ def _combined(
     proportional to their counts; where the loss couples examples it is no mean of them.
     """
     share = np.arange(count_rows(batch)) * num_shares // count_rows(batch)
+    is_scalar = "loss" in one.steps.planned(batch).scalars
 
     def gradient(is_taken: np.ndarray) -> tuple[list[np.ndarray], float]:
         grads, metrics = one.gradients(state, jax.tree.map(lambda x: x[is_taken], batch))
-        count = float(is_taken.sum() if "loss" in one.steps.scalars else metrics["count"])
+        count = float(is_taken.sum() if is_scalar else metrics["count"])
         return [exact(x) for x in jax.tree.leaves(jax.device_get(grads))], count
 
     whole, _ = gradient(share >= 0)
@@ -275,14 +277,14 @@ def _same(a: _Step, b: _Step) -> bool:
 def _compare(
     got: _Step, want: _Step, many: DataParallel, state: TrainState, batch: Batch
 ) -> tuple[Comparison, ...]:
-    computed = dtypes(many.trace(batch).jaxpr.jaxpr)
+    computed = dtypes(many.steps.trace(batch).jaxpr.jaxpr)
     roundings = [size for dtype, size in _ROUNDINGS.items() if dtype in computed]
     if _is_coarse(many, batch):  # by a precision that the model names itself
         roundings.append(_TF32_ROUNDING)
     allowed = max([1e-4, *(8 * size for size in roundings)])
     layouts = many.steps.layouts(state).model_state
     # A loss scale depends on the rows of a replica, and a scalar loss counts once a replica.
-    left_out = {"loss_scale", *["count"] * ("loss" in many.steps.scalars)}
+    left_out = {"loss_scale", *["count"] * ("loss" in many.steps.planned(batch).scalars)}
 
     def means(step: _Step) -> Metrics:
         return {name: x for name, x in step.metrics.items() if name not in left_out}

@@ -133,6 +133,6 @@ def test_verify_takes_the_axis_over(options, dropout):
 def test_a_run_along_another_axis_resumes_and_is_explained(tmp_path):
     ddp = named("batch", axis_name="batch", shard_optimizer=True)
     for num in (2, 4):
-        run = ddp.fit([rows()] * num, num_steps=num, run_dir=tmp_path, save_every_steps=2)
+        run = jddp.fit(ddp, [rows()] * num, num_steps=num, run_dir=tmp_path, save_every_steps=2)
     equal(run.state.params, take_steps(ddp, [rows()] * 4)[0].params)
-    assert "all-gather" in str(ddp.explain(rows()))
+    assert "all-gather" in str(jddp.explain(ddp, rows()))

@@ -419,7 +419,7 @@ def test_fit_says_that_batch_norm_sees_micro_batches(norm, said, caplog):
         return nn.Dense(4)(norm(**options)(x))
 
     ddp = jddp.DataParallel(Of(body), optax.sgd(0.1), loss_fn, mesh=2, accumulate_steps=2)
-    ddp.fit([make_batch()] * 2, num_steps=2)
+    jddp.fit(ddp, [make_batch()] * 2, num_steps=2)
     found = [x.getMessage() for x in caplog.records if "accumulate_steps=2" in x.getMessage()]
     assert len(found) == said
     assert all("statistics of each micro-batch" in x for x in found)

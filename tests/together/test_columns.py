@@ -37,8 +37,8 @@ def calls(ddp, state, batch):
     return {
         "step": lambda: ddp.step(state, batch),
         "evaluate": lambda: ddp.evaluate(state, [batch]),
-        "fit": lambda: ddp.fit([batch], num_steps=1),
-        "evaluate of fit": lambda: ddp.fit([make_batch()], num_steps=1, evaluate=[batch]),
+        "fit": lambda: jddp.fit(ddp, [batch], num_steps=1),
+        "evaluate of fit": lambda: jddp.fit(ddp, [make_batch()], num_steps=1, evaluate=[batch]),
     }
 
 

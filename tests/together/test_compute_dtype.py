@@ -12,7 +12,7 @@ from states import equal
 from tiny import MODELS, Of, loss_fn, make_batch, take_steps
 
 import jddp
-from jddp.job.job import fit
+from jddp.job.job import train
 
 BATCHES = [make_batch(), make_batch(seed=1)]
 
@@ -130,7 +130,7 @@ def test_the_gradient_of_an_embedding_is_added_up_in_float32(make, compute_dtype
         return outputs.reshape(len(outputs), -1).sum(-1)
 
     ddp = wrapped(make(), loss, compute_dtype=compute_dtype)
-    text = ddp.lower(BATCHES[0]).as_text()
+    text = ddp.steps.lower(BATCHES[0]).as_text()
     scatters = re.findall(r'"stablehlo.scatter".*?\}\) : \(tensor<([^>]*)>', text, re.S)
     assert scatters == ["5x3xf32"]
     assert ("bf16" in text) == (compute_dtype is not None)
@@ -159,6 +159,6 @@ def test_a_job_is_evaluated_in_its_compute_dtype_when_it_is_opened_again(tmp_pat
         mesh={"num_devices": 2},
         ddp={"compute_dtype": "bfloat16", "frozen": ["Dense_0/.*"]},
     )
-    run = fit(config)
-    assert jddp.Run.open(tmp_path, mesh=2).evaluate() == run.evaluate()
+    run = train(config)
+    assert jddp.open_run(tmp_path, mesh=2).evaluate() == run.evaluate()
     assert list(run.state.params) == ["Dense_1"]

@@ -66,14 +66,14 @@ def test_constants_given_once_serve_every_call(tmp_path):
     batch = make_batch()
     ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), scaled_loss)
     given = ddp.with_constants(constants_of(2))
-    run = given.fit([batch] * 3, num_steps=3, evaluate=[batch], run_dir=tmp_path)
+    run = jddp.fit(given, [batch] * 3, num_steps=3, evaluate=[batch], run_dir=tmp_path)
     state = ddp.init(0, batch, constants=constants_of(2))
     for _ in range(3):
         state, _ = ddp.step(state, batch, constants=constants_of(2))
     equal(run.state.params, state.params)
     assert given.latest is ddp.latest
-    assert "gradients" in str(given.explain(batch))
-    assert given.memory(batch).total > 0
+    assert "gradients" in str(jddp.explain(given, batch))
+    assert jddp.memory(given, batch).total > 0
 
 
 def test_a_loss_that_names_constants_is_not_run_without_nor_another_with_them():

@@ -15,7 +15,7 @@ from states import close, equal
 from tiny import MLP, NUM_CLASSES, ConvNet, NnxConvNet, Of, loss_fn, make_batch, take_steps
 
 import jddp
-from jddp.checkpoint.checkpoints import Checkpoints
+from jddp.checkpoint.checkpoints import CheckpointFolder
 from jddp.errors import ConfigError, DataError, UsageError
 
 
@@ -133,7 +133,7 @@ def test_every_device_holds_as_many_bytes_in_init_step_evaluate_and_save(model, 
     ddp._evaluate = lambda *args: check(args) or evaluate(*args)
     ddp.evaluate(state, [batch, make_batch(5)])
     before = buffers()
-    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints = CheckpointFolder(tmp_path, keep=1)
     checkpoints.save(1, state, {})
     # Orbax looks at the shards of replica 0, and copies to the host; the digests are one array.
     assert len(buffers() - before) <= ddp.mesh.size
@@ -363,7 +363,7 @@ def test_a_loop_that_never_waits_does_not_choke_the_cpu():
 def test_shapes_alone_lower_the_step_with_nothing_allocated():
     ddp = wrapped(ConvNet())
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), make_batch())
-    abstract, state = ddp.abstract_state(shapes), ddp.init(0, make_batch())
+    abstract, state = ddp.steps.abstract_state(shapes), ddp.init(0, make_batch())
     assert jax.tree.structure(abstract) == jax.tree.structure(state)
     jax.tree.map(lambda a, x: (a.shape, a.dtype) == (x.shape, x.dtype) or 1 / 0, abstract, state)
-    assert "all_reduce" in ddp.lower(shapes).as_text()
+    assert "all_reduce" in ddp.steps.lower(shapes).as_text()

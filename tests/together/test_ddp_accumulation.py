@@ -60,7 +60,7 @@ def test_memory_does_not_grow_with_k(place):
 
     def temporaries(num_parts):
         ddp = wrapped(wide, mesh=2, accumulate_steps=num_parts, **place)
-        compiled = ddp.lower(make_rows(2 * 32 * num_parts)).compile()
+        compiled = ddp.steps.lower(make_rows(2 * 32 * num_parts)).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
     assert temporaries(12) <= temporaries(3) + 9 * 16

@@ -60,8 +60,8 @@ def test_bucket_sizes_of_two_dtypes_are_those_computed_by_hand():
     """BKT-7: kernels of 64 and of 32 bytes, last first, a cap of 100."""
     dtypes = ("float32", "float32", "bfloat16", "float32", "bfloat16", "bfloat16", "bfloat16")
     ddp = wrapped(Layers(dtypes), bucket_mb=100 / 2**20)
-    ddp.abstract_state(make_rows())
-    got = [(b.dtype.name, b.bytes, [int(p[6]) for p in b.paths]) for b in ddp.plan.buckets]
+    plan = ddp.steps.planned(make_rows()).plan
+    got = [(b.dtype.name, b.bytes, [int(p[6]) for p in b.paths]) for b in plan.buckets]
     want = [("bfloat16", 96, [6, 5, 4]), ("float32", 64, [3]), ("bfloat16", 32, [2])]
     assert got == [*want, ("float32", 64, [1]), ("float32", 64, [0])]
 

@@ -11,7 +11,7 @@ from states import assert_same, equal
 from tiny import take_steps
 
 import jddp
-from jddp.checkpoint.checkpoints import Checkpoints
+from jddp.checkpoint.checkpoints import CheckpointFolder
 from jddp.errors import ConfigError
 
 
@@ -130,7 +130,7 @@ def test_the_mean_of_powersgd_is_the_same_in_each_of_a_hundred_steps(place, feed
 def test_what_powersgd_remembers_is_saved_and_the_next_ten_steps_are_the_same(tmp_path):
     """HK-9, bitwise."""
     hook = jddp.powersgd(start_step=2, min_compression_rate=0.1)
-    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints = CheckpointFolder(tmp_path, keep=1)
     ddp, state = step(Net(), comm_hook=hook, num_steps=5)
     assert np.asarray(state.comm_state.hook["unsent"]["first/kernel"]).any()
     checkpoints.save(5, state, {}, ddp.steps.layouts(state))
@@ -178,4 +178,4 @@ COMES = {"returns another dtype": r".*of bfloat16\[.*that it is given: .* of flo
 def test_a_hook_that_breaks_its_contract_is_refused_with_the_reason(name):
     """While the step is traced: before anything is compiled or sent."""
     with pytest.raises(ConfigError, match="comm_hook" + COMES.get(name, "")):
-        wrapped(Net(), comm_hook=WRONG[name]).lower(make_rows())
+        wrapped(Net(), comm_hook=WRONG[name]).steps.lower(make_rows())

@@ -174,7 +174,7 @@ def test_every_optimizer_leaves_skipped_parameters_and_their_state_alone(name):
 def test_an_optimizer_that_keeps_one_vector_of_all_cannot_skip_and_is_refused():
     ddp = wrapped(SOMETIMES, optimizer=optax.flatten(adamw()), unused_parameters="skip")
     with pytest.raises(ConfigError, match="unused_parameters='skip'"):
-        ddp.lower(make_rows())
+        ddp.steps.lower(make_rows())
 
 
 @pytest.mark.parametrize("unused", ["zero", "skip", "error"])
@@ -184,7 +184,7 @@ def test_a_loss_that_no_parameter_reaches_is_refused_before_anything_is_compiled
     with pytest.raises(ConfigError, match=r"No gradient reaches any parameter: .*stop_gradient"):
         ddp.init(0, make_rows())
     with pytest.raises(ConfigError, match="No gradient reaches any parameter"):
-        ddp.trace(make_rows())
+        ddp.steps.trace(make_rows())
 
 
 class Aliases(nnx.Module):
@@ -244,7 +244,7 @@ def test_what_other_batches_use_is_averaged_too(place, batches):
     """UNU-10, UNU-4: another form of batch is another trace, and may use other parameters."""
     ddp = wrapped(EXTRA, of_batch, **place)
     state = start(ddp, batches[0])
-    want = judge.steps_of_one_device(EXTRA, ddp.spec.optimizer.tx, of_batch, state, batches)
+    want = judge.steps_of_one_device(EXTRA, ddp.steps.spec.optimizer.tx, of_batch, state, batches)
     for batch, (one, _) in zip(batches, want, strict=True):
         state, _ = ddp.step(state, batch)
         # Float32 sums of 16 rows in another order.

@@ -66,7 +66,7 @@ def test_records_have_the_digits_of_double_precision(tmp_path):
     try:
         ddp = jddp.DataParallel(MODEL, optax.sgd(0.1), loss_fn, mesh=2)
         want = float(ddp.step(ddp.init(0, BATCH), BATCH)[1]["loss"])
-        ddp.fit([BATCH], num_steps=1, run_dir=tmp_path)
+        jddp.fit(ddp, [BATCH], num_steps=1, run_dir=tmp_path)
     finally:
         jax.config.update("jax_enable_x64", False)
     record, *_ = records(tmp_path)

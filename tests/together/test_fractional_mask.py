@@ -26,7 +26,7 @@ def fractional():
 CALLS = {
     "step": lambda ddp, state: ddp.step(state, fractional()),
     "evaluate": lambda ddp, state: ddp.evaluate(state, [fractional()]),
-    "fit": lambda ddp, state: ddp.fit([fractional()], num_steps=1),
+    "fit": lambda ddp, state: jddp.fit(ddp, [fractional()], num_steps=1),
     "pad": lambda ddp, state: ddp.pad(fractional()),
 }
 

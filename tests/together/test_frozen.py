@@ -30,9 +30,10 @@ def test_the_other_parameters_train_as_if_the_frozen_ones_were_constants(options
 
 def test_frozen_parameters_are_neither_sent_nor_in_the_optimizer_state():
     ddp, full = (wrapped(Net(), frozen=patterns) for patterns in (["first/.*"], []))
-    shapes, whole = (x.abstract_state(make_rows()) for x in (ddp, full))
+    shapes, whole = (x.steps.abstract_state(make_rows()) for x in (ddp, full))
     num_frozen = sum(x.size for x in jax.tree.leaves(whole.params["first"]))
-    assert full.plan.wire_bytes - ddp.plan.wire_bytes == 4 * num_frozen
+    plans = [x.steps.planned(make_rows()).plan for x in (full, ddp)]
+    assert plans[0].wire_bytes - plans[1].wire_bytes == 4 * num_frozen
     momentum = [sum(x.size for x in jax.tree.leaves(s.opt_state)) for s in (whole, shapes)]
     assert momentum[0] - momentum[1] == num_frozen
     assert "2 frozen leaves, 7.63e-05 MiB: neither trained nor sent" in str(ddp)
@@ -45,8 +46,10 @@ def test_a_run_with_frozen_parameters_is_read_as_that_of_a_whole_model(tmp_path,
     batch, options = make_batch(), {"mesh": 2, "batch_norm": batch_norm}
     frozen = {"frozen": lambda path: "kernel" in path, "ema_decay": 0.5}
     ddp = jddp.DataParallel(model, optax.adam(0.1), loss_fn, **frozen, **options)
-    run = ddp.fit([batch] * 2, num_steps=2, evaluate=[batch], eval_params="ema", run_dir=tmp_path)
-    opened = jddp.Run.open(tmp_path, model=model, loss_fn=loss_fn, mesh=2)
+    run = jddp.fit(
+        ddp, [batch] * 2, num_steps=2, evaluate=[batch], eval_params="ema", run_dir=tmp_path
+    )
+    opened = jddp.open_run(tmp_path, model=model, loss_fn=loss_fn, mesh=2)
     assert opened.evaluate([batch]) == run.evaluate([batch])
     saved = read_newest(tmp_path / "checkpoints", ["params", "model_state"])
     assert "params" not in saved["model_state"]

@@ -13,7 +13,7 @@ from oracle import on_one_device, one_device_step
 from states import assert_same, copied
 
 import jddp
-from jddp.checkpoint.checkpoints import Checkpoints
+from jddp.checkpoint.checkpoints import CheckpointFolder
 
 REPLICAS, ROWS = 8, 16
 SOURCES = sorted(set(Path(models.__file__).parent.glob("*.py")) - {Path(models.__file__)})
@@ -65,14 +65,16 @@ def test_eight_devices_train_a_model_as_one_does_with_reductions_at_the_end(exam
 def test_eight_devices_train_evaluate_and_resume_a_model_as_one_does(example, tmp_path):
     ddp, state = train_beside_one_device(example, "flat-ready")
     # A loss that is one number cannot leave out rows that fill up the devices.
-    sizes = (16, 16) if "loss" in ddp.steps.scalars else (16, 16, 5)
+    sizes = (
+        (16, 16) if "loss" in ddp.steps.planned(example.make_batch(16, 16)).scalars else (16, 16, 5)
+    )
     before = copied(state)
     evaluated = ddp.evaluate(state, [example.make_batch(rows, rows) for rows in sizes])
     assert evaluated["examples"] == sum(sizes)
     assert np.isfinite(list(evaluated.values())).all()
     assert_same(state, before)
 
-    with contextlib.closing(Checkpoints(tmp_path, keep=1)) as checkpoints:
+    with contextlib.closing(CheckpointFolder(tmp_path, keep=1)) as checkpoints:
         checkpoints.save(2, state, {})
         restored = checkpoints.restore(like=state).state
     last = example.make_batch(ROWS, seed=2)

@@ -95,7 +95,7 @@ def test_a_dry_run_lists_how_each_parameter_is_trained():
     assert rows["Dense_0/kernel"] == ["0.02", "0.1", "adamw", "last"]
     assert rows["Dense_0/bias"] == ["frozen"]
     job = build(config)
-    names = jax.tree.leaves(job.ddp.abstract_state(job.batch_spec).params)
+    names = jax.tree.leaves(job.ddp.steps.abstract_state(job.batch_spec).params)
     assert len(rows) == len(names) + 1
 
 
@@ -105,7 +105,7 @@ def test_the_table_of_a_dry_run_says_that_a_mask_of_yours_is_not_counted(mask):
     keys = {"optimizer.kwargs": {"weight_decay": 0.1, "mask": mask}, "optimizer.name": "adamw"}
     keys["optimizer.groups.last.patterns"] = ["last/.*"]
     config, _ = load_config([], {**keys, "optimizer.learning_rate": 0.01})
-    state = wrapped(Net()).abstract_state(make_rows())
+    state = wrapped(Net()).steps.abstract_state(make_rows())
     lines = [" ".join(line.split()) for line in optimizer_table(config, state)]
     assert "0.01 0.1 adamw rest first/bias" in lines
     keys = ["optimizer", "optimizer.groups.last"] * (mask is not None)
@@ -156,7 +156,7 @@ def test_patterns_that_match_nothing_or_no_number_are_refused():
 
     def traced(parts):
         ddp = wrapped(Net(), optimizer=optimizer, accumulate_steps=parts)
-        return ddp.abstract_state(make_rows())
+        return ddp.steps.abstract_state(make_rows())
 
     nearest = "layer_decay.layers: 'embd/.*' matches no whole path .*nearest are 'embed/w'"
     for make, message in (

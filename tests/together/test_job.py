@@ -28,7 +28,6 @@ from jddp.config.schema import Config
 from jddp.distributed.watchdog import Limits
 from jddp.errors import ConfigError, DataError, FileSystemError, UsageError
 from jddp.job.job import _facts, build, fit
-from jddp.job.load import load
 from jddp.job.opened import open_run
 from jddp.job.optimizers import optimizer_of
 from jddp.job.preview import memory_table, preview
@@ -150,7 +149,7 @@ def test_ones_own_data_model_loss_and_optimizer_are_trained_and_given_back(mine,
     assert run.metrics["learning_rate"] == pytest.approx(0.0125)  # cosine, after 2 of 3 steps
     assert run.eval_metrics["examples"] == 7
     # Of test examples of which the slope is 3.
-    losses = (np.asarray(load("run", trust="package")(X[:7])) - 3 * X[:7, :1]) ** 2
+    losses = (np.asarray(open_run("run", trust="package").model(X[:7])) - 3 * X[:7, :1]) ** 2
     assert run.eval_metrics["loss"] == pytest.approx(losses.mean(), rel=1e-5)
 
 
@@ -162,7 +161,7 @@ HOOKS = [({}, ""), ({"name": "mean"}, ""), (POWERSGD, "powersgd"), (OWN, "scaled
 @pytest.mark.parametrize("values, name", HOOKS, ids=["default", "mean", "powersgd", "custom"])
 def test_the_hook_of_a_config_reduces_its_gradients(mine, values, name):
     job = build(own_config(ddp=hook(**values)))
-    assert job.ddp.spec.reduction.hook_name == name
+    assert job.ddp.steps.spec.reduction.hook_name == name
     job.run()
 
 
@@ -290,24 +289,24 @@ def test_a_run_directory_is_data_and_imports_nothing_without_trust(mine):
     fit(own_config())
     sys.modules.pop("mine")
     with pytest.raises(UsageError, match=r"'mine:Line'.* is not imported.*trust='package'"):
-        load("run")
+        open_run("run")
     assert "mine" not in sys.modules
     config = Path("run/config.yaml")
     text = config.read_text()
     config.write_text(text.replace("slope: 3.0", "slope: ${oc.env:HOME}"))
-    load("run", trust="package")
+    open_run("run", trust="package")
     assert read_yaml(config)["data"]["kwargs"]["slope"] == "${oc.env:HOME}"
     for target, trust in (("jddp.zoo.models:MODELS", None), ("mine:points", "package")):
         config.write_text(text.replace("mine:Line", target))
         with pytest.raises(UsageError, match="is no Flax module class"):
-            load("run", trust=trust)
+            open_run("run", trust=trust)
     with pytest.raises(UsageError, match="nowhere is no run directory"):
-        load("nowhere")
+        open_run("nowhere")
     config.write_text(text)
     shutil.rmtree("run/checkpoints")
     Path("run/checkpoints").mkdir()
     with pytest.raises(FileSystemError, match="run/checkpoints holds no finished checkpoint"):
-        load("run", trust="package")
+        open_run("run", trust="package")
 
 
 def test_a_preview_says_what_a_run_would_be_and_writes_nothing(mine):
@@ -340,13 +339,13 @@ def test_what_does_not_fit_comes_with_options_that_would(mine):
     # An eighth of the host, which two devices share, for every row.
     loss = {"target": "mine:greedy", "kwargs": {"per_row": host // 8 // 4}}
     job = build(own_config(data=data, loss=loss))
-    memory = job.ddp.memory(job.batch_spec)
+    memory = jddp.memory(job.ddp, job.batch_spec)
     lines = memory_table(job, memory)
     assert lines[1] == "does not fit; what would make it smaller"
     (parts,) = re.findall(r"^  accumulate_steps=(\d+) \(.*iB\)$", lines[2])
     (rows,) = re.findall(r"^  a global batch of (\d+) \(.*iB\)$", lines[3])
-    assert job.ddp.memory(job.batch_spec, accumulate_steps=int(parts)).fits
-    assert not job.ddp.memory(job.batch_spec, accumulate_steps=int(parts) // 2).fits
+    assert jddp.memory(job.ddp, job.batch_spec, accumulate_steps=int(parts)).fits
+    assert not jddp.memory(job.ddp, job.batch_spec, accumulate_steps=int(parts) // 2).fits
     assert 1 < int(rows) < 32
     tight = memory_table(job, dataclasses.replace(memory, limit=memory.fixed))
     assert "One row at a time is too much: choose a smaller model" in tight[2]
@@ -556,7 +555,7 @@ def test_a_config_evaluates_by_its_own_function_in_training_and_afterwards(mine)
     assert "close" in run.metrics
     assert "within" not in run.metrics
     assert run.eval_metrics["within"] == 1
-    opened = jddp.Run.open("run", trust="config")
+    opened = jddp.open_run("run", trust="config")
     assert opened.evaluate() == pytest.approx(run.evaluate())
     for kwargs, message in (({"bond": 1}, "loss.eval_kwargs.bond"), ({"x": 1}, "no argument 'x'")):
         with pytest.raises(ConfigError, match=message):
@@ -642,7 +641,7 @@ def test_a_default_is_the_same_in_a_config_and_in_a_call():
     fits = {**fits, "seed": config["seed"]}
     left_out = {"num_steps", "num_epochs", "every_steps", "best_metric", "best_mode"}
     left_out |= {"start_from", "allow_changed", "stop"}
-    own = defaults_of_signature(jddp.DataParallel.fit)
+    own = defaults_of_signature(jddp.fit)
     for name in fits.keys() - left_out:
         assert own[name] == fits[name], name
     assert config["watchdog"] == dataclasses.asdict(Limits())
@@ -671,9 +670,9 @@ def test_a_run_at_a_url_starts_from_another_once(mine):
 def test_settings_of_your_own_may_have_names_of_keys(tmp_path):
     ddp = jddp.DataParallel(ConvNet(), optax.sgd(0.1), loss_fn, mesh=2)
     options = {"num_steps": 1, "run_dir": tmp_path}
-    ddp.fit([make_batch()], config={"checkpoint": "mine", "seed": 1}, **options)
+    jddp.fit(ddp, [make_batch()], config={"checkpoint": "mine", "seed": 1}, **options)
     with pytest.raises(ConfigError, match="seed is 1 there, 2 here"):
-        ddp.fit([make_batch()], config={"checkpoint": "mine", "seed": 2}, **options)
+        jddp.fit(ddp, [make_batch()], config={"checkpoint": "mine", "seed": 2}, **options)
 
 
 def test_a_changed_key_is_refused_until_it_is_allowed(mine, capsys):
@@ -757,13 +756,13 @@ def test_a_run_has_one_source_of_weights_and_allows_keys_that_there_are():
 
 def test_commands_read_what_fit_has_written_or_say_what_does(mine):
     ddp = jddp.DataParallel(ConvNet(), optax.sgd(0.1), loss_fn, mesh=2)
-    run = ddp.fit([make_batch(8)], num_steps=1, run_dir="objects")
+    run = jddp.fit(ddp, [make_batch(8)], num_steps=1, run_dir="objects")
     for command in (["list", "objects"], ["verify", "objects"]):
         assert checkpoint_command(command) == 0
     assert checkpoint_command(["export", "objects", "model.safetensors"]) == 0
     found = safetensors.numpy.load_file("model.safetensors")["params/Dense_0/kernel"]
     np.testing.assert_array_equal(found, run.state.params["Dense_0"]["kernel"])
-    with pytest.raises(ConfigError, match=r"--config objects: is a directory.* jddp\.load\("):
+    with pytest.raises(ConfigError, match=r"--config objects: is a directory.* jddp\.open_run\("):
         load_config(["objects"])
     fit(own_config())
     with pytest.raises(ConfigError, match=r"--config run: is a directory. Name its config\.yaml"):

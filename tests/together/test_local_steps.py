@@ -14,7 +14,7 @@ from test_option_pairs import hold_options
 from tiny import ConvNet, Of, loss_fn, make_batch
 
 import jddp
-from jddp.checkpoint.checkpoints import Checkpoints
+from jddp.checkpoint.checkpoints import CheckpointFolder
 from jddp.checkpoint.export import export
 from jddp.engine.digest import digests, find_divergence
 from jddp.engine.sync import EveryStep
@@ -143,7 +143,7 @@ def test_what_is_read_is_the_mean_of_the_replicas():
     assert_close(got, want, rtol=ROUNDING)
     got, want = (host(x.gradients(begin(x), batches[0])) for x, _ in ways)
     assert_close(got, want, rtol=ROUNDING)
-    norm = ddp.diagnose(state, batches[0])["first/kernel"]["parameter"]
+    norm = jddp.diagnose(ddp, state, batches[0])["first/kernel"]["parameter"]
     np.testing.assert_allclose(norm, np.linalg.norm(mean["first"]["kernel"]), rtol=1e-6)
 
 
@@ -183,7 +183,7 @@ def test_a_run_that_stops_between_outer_steps_resumes_bitwise(tmp_path):
         options = {"ema_decay": 0.9, **local(outer=DILOCO, start=1)}
         ddp = wrapped(Net(), optimizer=optax.adam(1e-2), **options)
         every = {"check_replicas_every_steps": 1, "log_every_steps": 1}
-        return ddp.fit(batches_of(8), num_steps=num_steps, run_dir=run_dir, **every)
+        return jddp.fit(ddp, batches_of(8), num_steps=num_steps, run_dir=run_dir, **every)
 
     want = train(8, tmp_path / "whole")
     for num_steps in (3, 6, 8):  # outer steps are after 4 and 7
@@ -195,7 +195,7 @@ def test_a_run_that_stops_between_outer_steps_resumes_bitwise(tmp_path):
 def test_on_another_number_of_replicas_each_begins_with_the_mean(tmp_path, num):
     options = {"optimizer": optax.sgd(0.1, momentum=0.9), **local(outer=DILOCO)}
     ddp, (*_, old) = taken(batches_of(4, rows=24), **options)
-    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints = CheckpointFolder(tmp_path, keep=1)
     checkpoints.save(4, old, {"world": ddp.steps.topology}, ddp.steps.layouts(old))
     checkpoints.close()
     other = wrapped(Net(), mesh=num, **options)
@@ -216,7 +216,7 @@ def test_on_another_number_of_replicas_each_begins_with_the_mean(tmp_path, num):
 
 def test_an_explanation_tells_what_travels_when():
     ddp = wrapped(Net(), bucket_mb=25, **local(16, start=100))
-    reported = ddp.explain(make_rows())
+    reported = jddp.explain(ddp, make_rows())
     # Loss and count each step; twenty-five parameters each sixteenth; four bytes each.
     assert reported.bytes_per_step == 4 * (2 + 25 / 16)
     text = " ".join(str(reported).split())
@@ -229,8 +229,9 @@ def test_an_explanation_tells_what_travels_when():
     ):
         assert part in text
     assert max(map(len, str(reported).splitlines())) <= 80
-    assert "sent every 16 steps" in str(ddp.plan)
-    assert ddp.plan.wire_bytes == 100  # of the parameters of one replica
+    plan = ddp.steps.planned(make_rows()).plan
+    assert "sent every 16 steps" in str(plan)
+    assert plan.wire_bytes == 100  # of the parameters of one replica
 
 
 def configured(**options):
@@ -247,20 +248,20 @@ def configured(**options):
 def test_a_config_describes_it():
     outer = {"learning_rate": 0.7, "kwargs": {"momentum": 0.9, "nesterov": True}}
     job, plain = build(configured(every=16, start=3, outer=outer)), build(configured())
-    plan = job.ddp.spec.sync
+    plan = job.ddp.steps.spec.sync
     assert (plan.every, plan.start) == (16, 3)
     params, grads = {"w": np.ones(2, np.float32)}, {"w": np.array([1.0, 2.0], np.float32)}
     for optimizer in (plan.outer, DILOCO):
         updates, _ = optimizer.update(grads, optimizer.init(params), params)
         np.testing.assert_allclose(updates["w"], [-1.33, -2.66], rtol=1e-6)
-    assert (job.num_parameters, plain.ddp.spec.sync) == (plain.num_parameters, EveryStep())
+    assert (job.num_parameters, plain.ddp.steps.spec.sync) == (plain.num_parameters, EveryStep())
 
 
 def test_a_finished_run_is_read_as_the_mean_of_its_replicas(tmp_path):
-    run = jddp.fit(configured(every=3), **{"run.dir": str(tmp_path / "run")})
+    run = jddp.train(configured(every=3), **{"run.dir": str(tmp_path / "run")})
     mean = mean_of(run.state.params)
     assert len(np.unique(np.asarray(jax.tree.leaves(run.state.params)[0]), axis=0)) == 4
-    assert_close(host(jddp.load(tmp_path / "run").variables["params"]), mean, rtol=1e-6)
+    assert_close(host(jddp.open_run(tmp_path / "run").model.variables["params"]), mean, rtol=1e-6)
     export(tmp_path / "run/checkpoints/2", tmp_path / "weights.safetensors", ["params"])
     for path in (tmp_path / "run", tmp_path / "weights.safetensors"):
         job = build(configured())

@@ -148,7 +148,7 @@ def optimizer_fusions(num):
 
 
 def compiled_text(ddp):
-    return ddp.lower(BATCHES[0]).compile().as_text()
+    return ddp.steps.lower(BATCHES[0]).compile().as_text()
 
 
 # Which product of `gradient / count + momentum * 0.9` is rounded depended on what it was fused
@@ -209,7 +209,7 @@ def test_a_run_moved_from_eight_devices_to_one_and_to_four_ends_with_the_same_bi
     def params(folder, worlds):
         for num, num_steps in worlds:
             ddp = wrapped(num, MODELS["transformer"](dropout_rate=0.2))
-            run = ddp.fit(BATCHES * 3, num_steps=num_steps, run_dir=tmp_path / folder)
+            run = jddp.fit(ddp, BATCHES * 3, num_steps=num_steps, run_dir=tmp_path / folder)
         return bits(run.state.params)
 
     moved = params("moved", [(8, 2), (1, 4), (4, 6)])

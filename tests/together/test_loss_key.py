@@ -95,7 +95,7 @@ def test_a_resumed_run_repeats_the_keys_of_its_loss(tmp_path):
     def losses(num_steps, run_dir):
         ddp = jddp.DataParallel(Dropping(nnx.Rngs(0)), optax.sgd(0.1), of_streams, mesh=2)
         rows = [make_batch(seed=i) for i in range(4)]
-        return ddp.fit(rows, num_steps=num_steps, run_dir=run_dir, log_every_steps=1).history
+        return jddp.fit(ddp, rows, num_steps=num_steps, run_dir=run_dir, log_every_steps=1).history
 
     whole = losses(4, tmp_path / "whole")
     losses(2, tmp_path / "parts")
@@ -183,7 +183,9 @@ WARNED = {
 @pytest.mark.parametrize("loss, model, warned", WARNED.values(), ids=WARNED)
 def test_fit_warns_of_keys_made_from_constants(loss, model, warned, caplog):
     with caplog.at_level(logging.WARNING, "jddp"):
-        jddp.DataParallel(model, optax.sgd(0.1), loss, mesh=2).fit([make_batch()], num_steps=1)
+        jddp.fit(
+            jddp.DataParallel(model, optax.sgd(0.1), loss, mesh=2), [make_batch()], num_steps=1
+        )
     said = [x.getMessage() for x in caplog.records if "made from constants" in x.getMessage()]
     assert len(said) == warned
     assert all("argument `key`" in x and "\n" not in x for x in said)

@@ -102,7 +102,7 @@ def test_what_is_reported_of_gradients_is_without_the_scale():
     for scale in (None, 2.0**10):
         ddp = wrapped(MLP(), loss_scale=scale, max_grad_norm=0.1)
         state = ddp.init(0, batch)
-        found = ddp.diagnose(state, batch), ddp.gradients(state, batch)
+        found = jddp.diagnose(ddp, state, batch), ddp.gradients(state, batch)
         results.append((found, ddp.evaluate(state, [batch]), ddp.step(state, batch)[1]))
     equal(*results)
 
@@ -220,7 +220,7 @@ def test_a_run_resumes_with_its_scale_on_any_number_of_devices(tmp_path):
 
     def fit(num_steps, mesh=4, **plan):
         ddp = wrapped(loss=weighed, optimizer=optax.sgd(1e-2), mesh=mesh)
-        return ddp.fit(batches, num_steps=num_steps, **plan)
+        return jddp.fit(ddp, batches, num_steps=num_steps, **plan)
 
     at_once = fit(6)
     assert scale_of(at_once.state)[0] < 2.0**16
@@ -241,17 +241,17 @@ def test_a_run_resumes_with_its_scale_on_any_number_of_devices(tmp_path):
 
 def test_a_checkpoint_without_a_scale_does_not_resume_with_one(tmp_path):
     plan = {"save_every_steps": 1, "run_dir": tmp_path}
-    wrapped(loss_scale=None).fit([make_batch()], num_steps=1, **plan)
+    jddp.fit(wrapped(loss_scale=None), [make_batch()], num_steps=1, **plan)
     with pytest.raises(ConfigError, match=r"saved from:\n  comm_state\n    loss_scale\n"):
-        wrapped().fit([make_batch()] * 2, num_steps=2, **plan)
-    run = wrapped(loss_scale=2.0**8).fit([make_batch()] * 2, num_steps=2, **plan)
+        jddp.fit(wrapped(), [make_batch()] * 2, num_steps=2, **plan)
+    run = jddp.fit(wrapped(loss_scale=2.0**8), [make_batch()] * 2, num_steps=2, **plan)
     assert run.step == 2
 
 
 def test_steps_that_bring_the_scale_down_do_not_end_a_run(tmp_path):
     batches = [with_weights(make_batch(seed=seed), 2.0**9) for seed in range(16)]
     plan = {"run_dir": tmp_path, "max_consecutive_skips": 1, "log_every_steps": 1}
-    run = wrapped(loss=weighed, optimizer=optax.sgd(1e-4)).fit(batches, num_steps=16, **plan)
+    run = jddp.fit(wrapped(loss=weighed, optimizer=optax.sgd(1e-4)), batches, num_steps=16, **plan)
     num_skipped = int(run.state.skipped)
     assert 3 < num_skipped < 12
     found = [(x["loss_scale"], x["skipped"]) for x in records(tmp_path)[:num_skipped]]
@@ -270,7 +270,7 @@ def test_gradients_that_no_scale_makes_finite_end_a_run_once_it_is_one(tmp_path,
     batches = [with_weights(make_batch(seed=i), x) for i, x in enumerate(weights)]
     plan = {"run_dir": tmp_path, "max_consecutive_skips": 3}
     with pytest.raises(NumericsError, match=f"at step {step}, the last of 3 in a row") as caught:
-        wrapped(loss=loss).fit(batches, num_steps=30, **plan)
+        jddp.fit(wrapped(loss=loss), batches, num_steps=30, **plan)
     assert caught.value.exit_code == 80
     report = json.loads((tmp_path / f"nonfinite/step_{step}/report.json").read_text())
     assert (report["metrics"]["loss_scale"] == 1) == (step == report["metrics"]["skipped"] == 19)
@@ -278,7 +278,7 @@ def test_gradients_that_no_scale_makes_finite_end_a_run_once_it_is_one(tmp_path,
 
 @pytest.mark.parametrize("given", [None, "dynamic", 1, 1024, 2.0**24])
 def test_it_may_be(given):
-    guard = wrapped(loss_scale=given).spec.guard
+    guard = wrapped(loss_scale=given).steps.spec.guard
     assert guard.follows_overflows == (given == "dynamic")
     assert given == "dynamic" or guard.loss_scale == (given or 1)
     assert load_config([], {"ddp.loss_scale": given})[0].ddp.loss_scale == given

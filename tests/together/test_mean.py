@@ -185,10 +185,10 @@ def test_padded_training_batches_are_masked_for_arrays_and_refused_for_scalars()
     rows = make_batch(37)
     plan = {"seed": 0, "num_epochs": 4, "multiple_of": 8}
     batches = TrainBatches(ArrayExamples(rows), global_batch_size=32, **plan)
-    run = wrapped(as_arrays).fit(batches, num_steps=4)
+    run = jddp.fit(wrapped(as_arrays), batches, num_steps=4)
     assert int(run.state.step) == 4
     with pytest.raises(UsageError, match="jddp.Mean of totals and counts per row"):
-        wrapped(as_scalars).fit(batches, num_steps=4)
+        jddp.fit(wrapped(as_scalars), batches, num_steps=4)
 
 
 def test_a_mask_leaves_out_what_it_forbids_and_weighs_nothing_twice():
@@ -233,10 +233,10 @@ def test_a_scalar_loss_beside_weights_is_warned_about_once(name, caplog):
     batch = make_batch() | {name: np.ones((32, LENGTH), np.float32)}
     with caplog.at_level(logging.WARNING, logger="jddp"):
         for loss in (as_scalars, token_losses):  # They weigh rightly.
-            wrapped(loss).fit([batch], num_steps=1)
+            jddp.fit(wrapped(loss), [batch], num_steps=1)
         ddp = wrapped(scalar)
-        ddp.fit([batch] * 3, num_steps=3, evaluate=[batch])
-        ddp.fit([jax.tree.map(lambda x: x[:16], batch)] * 3, num_steps=3)
+        jddp.fit(ddp, [batch] * 3, num_steps=3, evaluate=[batch])
+        jddp.fit(ddp, [jax.tree.map(lambda x: x[:16], batch)] * 3, num_steps=3)
     (warning,) = [x.getMessage() for x in caplog.records if "scalar" in x.getMessage()]
     assert f"the batch has {name!r}" in warning
     assert "jddp.Mean" in warning

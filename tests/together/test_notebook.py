@@ -22,7 +22,7 @@ from states import assert_same
 from tiny import MLP, loss_fn, make_batch
 ddp = jddp.DataParallel(MLP(), optax.adam(0.01), loss_fn)
 def fit(num_steps):
-    return ddp.fit(itertools.repeat(make_batch(8)), num_steps=num_steps, run_dir="run")
+    return jddp.fit(ddp, itertools.repeat(make_batch(8)), num_steps=num_steps, run_dir="run")
 """
 CHECK = """
 again = fit(run.step + 5)

@@ -15,8 +15,8 @@ from jddp.data import ArrayExamples, make_source
 from jddp.data.sources.tokenize import BYTES, write_tokens
 from jddp.errors import ConfigError
 from jddp.inspection.outputs import num_outputs
-from jddp.job.job import build, fit
-from jddp.job.load import load
+from jddp.job.job import build, train
+from jddp.job.opened import open_run
 
 
 @pytest.fixture
@@ -48,10 +48,10 @@ def outputs_of(job):
 
 
 def test_the_number_of_classes_is_filled_in_and_kept_with_the_run(folders):
-    run = fit(config(folders))
+    run = train(config(folders))
     assert read_yaml(run.run_dir / "config.yaml")["model"]["kwargs"] == {"num_classes": 5}
-    assert load(run.run_dir)(jnp.zeros((1, 8, 8, 3))).shape == (1, 5)
-    assert fit(config(folders)).step == 2  # the same config again: nothing to do
+    assert open_run(run.run_dir).model(jnp.zeros((1, 8, 8, 3))).shape == (1, 5)
+    assert train(config(folders)).step == 2  # the same config again: nothing to do
     # A default that is right is not written into a config.
     made, _ = load_config((), ["model.target=jddp.zoo.models:CNN", "mesh.num_devices=2"])
     assert build(made).config.model.kwargs == {}

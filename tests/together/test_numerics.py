@@ -123,7 +123,7 @@ def test_other_state_that_is_not_finite_leaves_the_loss_scale_alone():
 def test_other_state_that_stays_not_finite_ends_the_run(options):
     ddp = wrapped(Of(keeping), kept_loss, **AVERAGED, **options)
     with pytest.raises(NumericsError, match="3 in a row .* other state are not finite"):
-        ddp.fit([flagged(0, -1)] * 8, num_steps=8, max_consecutive_skips=3)
+        jddp.fit(ddp, [flagged(0, -1)] * 8, num_steps=8, max_consecutive_skips=3)
 
 
 def test_steps_that_are_finite_have_the_bits_of_those_that_none_watches():
@@ -144,7 +144,7 @@ def test_layers_are_measured_as_one_device_would_measure_them():
     batch, ddp = make_batch(8), wrapped(mesh=4)
     state = ddp.init(0, batch)
     before = copied(state)
-    layers = ddp.diagnose(state, batch)
+    layers = jddp.diagnose(ddp, state, batch)
     assert_same(state, before)
 
     def mean(params):
@@ -157,7 +157,7 @@ def test_layers_are_measured_as_one_device_would_measure_them():
         found = reported["parameter"], reported["gradient"]
         np.testing.assert_allclose(found, norms, rtol=1e-5)
         assert reported["not_finite"] == 0
-    reported = ddp.diagnose(state, broken(batch, 5))
+    reported = jddp.diagnose(ddp, state, broken(batch, 5))
     assert reported["Dense_0/kernel"]["not_finite"] == 16 * 16
 
 
@@ -171,7 +171,9 @@ def batches(*wrong):
 
 
 def test_a_run_skips_counts_and_says_so_once_for_a_row(tmp_path, capsys):
-    run = wrapped().fit(batches(2, 4, 5), run_dir=tmp_path, max_consecutive_skips=3, **SKIPPING)
+    run = jddp.fit(
+        wrapped(), batches(2, 4, 5), run_dir=tmp_path, max_consecutive_skips=3, **SKIPPING
+    )
     assert [record["skipped"] for record in records(tmp_path)] == [0, 1, 1, 2, 3, 3, 3, 3]
     assert [r["step"] for r in records(tmp_path) if r["loss"] is None] == [2, 4, 5]
     said = capsys.readouterr().out
@@ -184,7 +186,7 @@ def test_a_run_skips_counts_and_says_so_once_for_a_row(tmp_path, capsys):
 def test_too_many_skips_in_a_row_end_the_run_with_the_evidence(tmp_path, save_every_steps):
     plan = {"max_consecutive_skips": 3, "save_every_steps": save_every_steps, **SKIPPING}
     with pytest.raises(NumericsError, match="at step 6, the last of 3 in a row") as caught:
-        wrapped(ConvNet(dropout_rate=0.3)).fit(batches(2, 4, 5, 6), run_dir=tmp_path, **plan)
+        jddp.fit(wrapped(ConvNet(dropout_rate=0.3)), batches(2, 4, 5, 6), run_dir=tmp_path, **plan)
     assert caught.value.exit_code == 80
     assert "Not finite: inputs of rows 3; gradients of " in str(caught.value)
     report = json.loads((tmp_path / "nonfinite" / "step_6" / "report.json").read_text())
@@ -193,7 +195,7 @@ def test_too_many_skips_in_a_row_end_the_run_with_the_evidence(tmp_path, save_ev
     assert report["layers_after_step"] == 6
     ddp = wrapped(ConvNet(dropout_rate=0.3))
     state, _ = take_steps(ddp, batches(2, 4, 5, 6)[:5])
-    layers = ddp.diagnose(state, batches(6)[5])
+    layers = jddp.diagnose(ddp, state, batches(6)[5])
     assert report["layers"] == jax.tree.map(lambda x: str(x) if x != x else x, layers)
     with np.load(tmp_path / "nonfinite" / "step_6" / "process_0.npz") as rows:
         np.testing.assert_array_equal(rows["x"], batches(6)[5]["x"])
@@ -201,10 +203,10 @@ def test_too_many_skips_in_a_row_end_the_run_with_the_evidence(tmp_path, save_ev
 
 def test_steps_skipped_before_a_resume_count_in_the_row(tmp_path):
     plan = {"run_dir": tmp_path, "save_every_steps": 1, "max_consecutive_skips": 3}
-    wrapped().fit(batches(2, 3, 4), num_steps=3, **plan)
+    jddp.fit(wrapped(), batches(2, 3, 4), num_steps=3, **plan)
     with pytest.raises(NumericsError, match="at step 4, the last of 3 in a row"):
-        wrapped().fit(batches(2, 3, 4), num_steps=8, **plan)
-    run = wrapped().fit(batches(2, 3, 4), num_steps=8, **{**plan, "max_consecutive_skips": 4})
+        jddp.fit(wrapped(), batches(2, 3, 4), num_steps=8, **plan)
+    run = jddp.fit(wrapped(), batches(2, 3, 4), num_steps=8, **{**plan, "max_consecutive_skips": 4})
     assert (run.step, int(run.state.skipped)) == (8, 3)
 
 
@@ -219,7 +221,7 @@ def test_the_evidence_names_examples_where_batches_know_them(tmp_path, skip, rep
     examples = TrainBatches(Damaged(make_batch(40)), global_batch_size=8, seed=0)
     plan = {"run_dir": tmp_path, "max_consecutive_skips": 1}
     with pytest.raises(NumericsError, match=reported):
-        wrapped(skip_nonfinite=skip).fit(examples, num_steps=20, **plan)
+        jddp.fit(wrapped(skip_nonfinite=skip), examples, num_steps=20, **plan)
     (folder,) = (tmp_path / "nonfinite").iterdir()
     report = json.loads((folder / "report.json").read_text())
     assert report["inputs_not_finite"]
@@ -239,7 +241,7 @@ def test_labels_beyond_the_outputs_are_named_before_the_learning_rate(options):
     ddp = wrapped(loss=cross_entropy, **{"skip_nonfinite": False, **options})
     message = "'label' reaches 4 there.*4 outputs, for 0 ... 3"
     with pytest.raises(NumericsError, match=message) as caught:
-        ddp.fit([batch] * 3, num_steps=3, max_consecutive_skips=2)
+        jddp.fit(ddp, [batch] * 3, num_steps=3, max_consecutive_skips=2)
     assert "learning rate" not in str(caught.value)
 
 
@@ -254,7 +256,7 @@ def test_where_labels_fit_or_outputs_are_not_known_the_learning_rate_is_named(
     unknown = {"z": batch["x"], "y": np.full(8, 9, np.int32)}
     for loss, rows in ((loss_fn, batch), (of_other_inputs, unknown)):
         with pytest.raises(NumericsError, match=r"at step 1\. Lower the learning rate"):
-            wrapped(loss=loss, skip_nonfinite=False).fit([rows], num_steps=1)
+            jddp.fit(wrapped(loss=loss, skip_nonfinite=False), [rows], num_steps=1)
     assert not list(tmp_path.iterdir())  # no directory, no evidence
 
 
@@ -279,7 +281,7 @@ def test_an_infinity_that_an_optimizer_means_is_saved_and_a_nan_is_not(tmp_path)
         odd = optax.GradientTransformation(lambda params: first, update)
         ddp = jddp.DataParallel(MLP(), odd, loss_fn, mesh=2)
         plan = {"run_dir": tmp_path / str(more), "save_every_steps": 1}
-        return ddp.fit([make_batch(8)] * 2, num_steps=2, **plan)
+        return jddp.fit(ddp, [make_batch(8)] * 2, num_steps=2, **plan)
 
     with pytest.raises(NumericsError, match="The state is not finite after step 1"):
         fit(np.nan)

@@ -73,10 +73,10 @@ def test_the_plan_follows_the_network_and_not_the_alphabet():
         return nn.Dense(4, name="a_last")(x)
 
     ddp = wrapped(Of(net), bucket_mb=[300 * BYTES, 1100 * BYTES])
-    ddp.abstract_state(make_batch())
-    layers = [{path.partition("/")[0] for path in bucket.paths} for bucket in ddp.plan.buckets]
+    plan = ddp.steps.planned(make_batch()).plan
+    layers = [{path.partition("/")[0] for path in bucket.paths} for bucket in plan.buckets]
     assert layers == [{"a_last"}, {"c_second"}, {"b_first"}]
-    assert "as the backward pass finishes them" in str(ddp.plan)
+    assert "as the backward pass finishes them" in str(plan)
 
 
 def test_the_order_of_an_nnx_model_is_a_guess_until_a_batch_was_seen():
@@ -104,7 +104,7 @@ def test_numbers_do_not_depend_on_the_place(name, parts):
 def operations(ddp, batch):
     """The chain of the lowered step: a barrier before each reduction, products in between."""
     letters = {"optimization_barrier": "b", "all_reduce": "r", "dot_general": "."}
-    found = re.findall(rf"stablehlo\.({'|'.join(letters)})", ddp.lower(batch).as_text())
+    found = re.findall(rf"stablehlo\.({'|'.join(letters)})", ddp.steps.lower(batch).as_text())
     return "".join(letters[name] for name in found)
 
 
@@ -115,11 +115,12 @@ def test_a_bucket_leaves_where_its_last_gradient_is_made():
     # first layer, and its bias; its kernel. The one vector of loss and metrics is reduced last.
     assert operations(ready, make_batch()) == "..br.br.br.brr"
     assert operations(end, make_batch()) == ".....rrrrr"
-    assert "overlap on: buckets leave inside the backward pass" in str(ready.plan)
-    assert "overlap off: buckets leave after the backward pass" in str(end.plan)
+    plans = [str(ddp.steps.planned(make_batch()).plan) for ddp in (ready, end)]
+    assert "overlap on: buckets leave inside the backward pass" in plans[0]
+    assert "overlap off: buckets leave after the backward pass" in plans[1]
     # A barrier holds the bucket, what the rest of the pass needs, and the bucket before; there is
     # none before the first bucket, and nothing goes on after the last.
-    text = ready.lower(make_batch()).as_text()
+    text = ready.steps.lower(make_batch()).as_text()
     barriers = [line for line in text.splitlines() if "optimization_barrier" in line]
     held = [len(re.findall(r"%[\w#]+", line.split("=")[1])) for line in barriers]
     assert held == [1 + 1, 1 + 1 + 1, 1 + 1 + 1, 1 + 1]
@@ -142,9 +143,10 @@ def test_buckets_leave_inside_the_pass_beside_micro_batches_and_other_state(mode
     )
     assert operations(ready, batch).endswith("br.br.br.brr")
     assert "b" not in operations(at_end, batch)
-    layers = [bucket.paths[-1].partition("/")[0] for bucket in ready.plan.buckets]
+    plans = [ddp.steps.planned(batch).plan for ddp in (ready, at_end)]
+    layers = [bucket.paths[-1].partition("/")[0] for bucket in plans[0].buckets]
     assert layers == ["Dense_1", "Dense_1", "Dense_0", "Dense_0"]
-    assert at_end.plan.buckets == ready.plan.buckets
+    assert plans[0].buckets == plans[1].buckets
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -158,12 +160,13 @@ def test_an_empty_micro_batch_adds_nothing_wherever_buckets_leave(mode, overlap)
 
 def test_a_scanned_stack_of_layers_is_ready_all_at_once_and_still_right():
     ddp = wrapped(Transformer(), overlap=True, bucket_mb=200 * BYTES)
-    assert len(collectives(ddp.lower(make_batch()).compile().as_text())) == len(ddp.plan) + 1
-    layers = [path for bucket in ddp.plan.buckets for path in bucket.paths if "Scan" in path]
-    assert f"{len(layers)} gradients leave a loop at once" in str(ddp.plan)
+    plan = ddp.steps.planned(make_batch()).plan
+    assert len(collectives(ddp.steps.lower(make_batch()).compile().as_text())) == len(plan) + 1
+    layers = [path for bucket in plan.buckets for path in bucket.paths if "Scan" in path]
+    assert f"{len(layers)} gradients leave a loop at once" in str(plan)
 
 
 def test_on_gpus_nothing_is_packed_for_a_single_one(monkeypatch):
     monkeypatch.setattr("jddp.data_parallel.platform", lambda mesh: "gpu")
-    schedules = [wrapped(mesh=num).spec.backward.schedule for num in (1, 2)]
+    schedules = [wrapped(mesh=num).steps.spec.backward.schedule for num in (1, 2)]
     assert schedules == [AfterPasses(), InsideLastPass()]

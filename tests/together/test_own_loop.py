@@ -1,4 +1,4 @@
-"""What a loop of your own gets from `DataParallel` beside its steps: saves, and padding."""
+"""Your own loop: `jddp.Checkpoints`, and padding."""
 
 import shutil
 import subprocess
@@ -28,48 +28,54 @@ def started(ddp):
 
 def test_what_was_saved_is_restored_on_another_number_of_devices(tmp_path, capsys):
     ddp, other = wrapped(shard_optimizer=True, mesh=4), wrapped()
+    saved = jddp.Checkpoints(tmp_path, keep=2)
     state = started(ddp)
     for i in range(1, 5):
         state, metrics = take_steps(ddp, [make_batch(seed=i)], state)
         extra = {"position": i, "loss": float(metrics["loss"])}
-        saved = ddp.save(tmp_path, state, extra, keep=2)  # and the next step takes its memory
+        saved.save(ddp, state, extra)  # and the next step takes its memory
     kept = copied(state)
     saved.wait()
     before = (tmp_path / "4").stat().st_ino
-    ddp.save(tmp_path, state, extra, keep=2).wait()  # the same again, which is not written
+    saved.save(ddp, state, extra)  # the same again, which is not written
+    saved.wait()
     assert (tmp_path / "4").stat().st_ino == before
     assert checkpoint_command(["verify", str(tmp_path)]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["3", "4"]
     started(other)
-    state, restored = other.restore(tmp_path)
+    elsewhere = jddp.Checkpoints(tmp_path, keep=1)
+    state, restored = elsewhere.restore(other)
     assert restored == extra
     equal(state.params, kept.params)
-    other.save(tmp_path, take_steps(other, [make_batch()], state)[0], keep=1).wait()
+    elsewhere.save(other, take_steps(other, [make_batch()], state)[0])
+    elsewhere.wait()
     assert [path.name for path in tmp_path.iterdir()] == ["5"]
-    assert ddp.restore(tmp_path)[1] is None
+    assert saved.restore(ddp)[1] is None
 
 
 def test_a_run_of_fit_is_restored_and_left_as_it_is(tmp_path):
     ddp = wrapped()
-    run = ddp.fit([make_batch()] * 2, num_steps=2, run_dir=tmp_path)
-    state, beside = ddp.restore(tmp_path)
+    run = jddp.fit(ddp, [make_batch()] * 2, num_steps=2, run_dir=tmp_path)
+    state, beside = jddp.Checkpoints(tmp_path).restore(ddp)
     assert_same(state, run.state)
     assert beside["position"] == {"num_taken": 2}
     for directory in (tmp_path, tmp_path / "checkpoints"):
         with pytest.raises(ConfigError, match="is of a run of fit"):
-            ddp.save(directory, state)
+            jddp.Checkpoints(directory).save(ddp, state)
 
 
 def test_a_restore_finds_nothing_makes_nothing_and_leaves_alone_what_is_being_written(tmp_path):
     ddp, reader = wrapped(), wrapped()
     with pytest.raises(UsageError, match="Call init first"):
-        reader.restore(tmp_path)
+        jddp.Checkpoints(tmp_path).restore(reader)
     started(reader)
-    assert reader.restore(tmp_path / "a" / "b") is None
+    assert jddp.Checkpoints(tmp_path / "a" / "b").restore(reader) is None
     assert not (tmp_path / "a").exists()
-    ddp.save(tmp_path, started(ddp)).wait()
+    saved = jddp.Checkpoints(tmp_path)
+    saved.save(ddp, started(ddp))
+    saved.wait()
     shutil.copytree(tmp_path / "0", tmp_path / "7.new")
-    assert reader.restore(tmp_path)[0].step == 0
+    assert jddp.Checkpoints(tmp_path).restore(reader)[0].step == 0
     assert (tmp_path / "7.new").exists()
 
 
@@ -82,17 +88,21 @@ REFUSED = [
 ]
 
 
+def save_in(directory, ddp, state, *, extra=None, **options):
+    jddp.Checkpoints(directory, **options).save(ddp, state, extra)
+
+
 def test_a_save_that_cannot_be_is_refused_in_one_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     earlier, ddp = wrapped(), wrapped(ConvNet())
-    earlier.save("there", started(earlier))
+    jddp.Checkpoints("there").save(earlier, started(earlier))
     state = started(ddp)
     for given, error, reported in REFUSED:
         with pytest.raises(error, match=reported) as caught:
-            ddp.save(**{"directory": "here", "state": state} | given)
+            save_in(**{"directory": "here", "ddp": ddp, "state": state} | given)
         assert "\n" not in str(caught.value)
     with pytest.raises(ConfigError, match="holds, at step 0, another model"):
-        ddp.restore("there")
+        jddp.Checkpoints("there").restore(ddp)
 
 
 def test_a_state_that_is_older_taken_or_not_finite_is_not_saved(tmp_path):
@@ -100,29 +110,33 @@ def test_a_state_that_is_older_taken_or_not_finite_is_not_saved(tmp_path):
     first = started(ddp)
     old = copied(first)
     state, _ = take_steps(ddp, [make_batch()], first)
-    ddp.save(tmp_path, state)
+    saved = jddp.Checkpoints(tmp_path)
+    saved.save(ddp, state)
     with pytest.raises(UsageError, match="This state was given to step call 1"):
-        ddp.save(tmp_path, first)
+        saved.save(ddp, first)
     with pytest.raises(ConfigError, match="from which this state of step 0 does not come"):
-        ddp.save(tmp_path, old)
+        saved.save(ddp, old)
     with pytest.raises(NumericsError, match="not finite after step 1"):
-        ddp.save(tmp_path, state.replace(params=jax.tree.map(jnp.log, state.params)))
+        saved.save(ddp, state.replace(params=jax.tree.map(jnp.log, state.params)))
     assert [path.name for path in tmp_path.iterdir()] == ["1"]
 
 
 def test_a_save_that_fails_is_logged_and_raised_by_wait_and_the_next_is_tried(tmp_path, caplog):
     ddp = wrapped()
     state = started(ddp)
-    ddp.save(tmp_path, state).wait()
+    saved = jddp.Checkpoints(tmp_path)
+    saved.save(ddp, state)
+    saved.wait()
     state, _ = take_steps(ddp, [make_batch()], state)
     (tmp_path / "1.new").write_text("in the way")
-    saved = ddp.save(tmp_path, state)
+    saved.save(ddp, state)
     with pytest.raises(FileSystemError, match="step 1 cannot be saved"):
         saved.wait()
     assert "step 1 cannot be saved" in caplog.text
     state, _ = take_steps(ddp, [make_batch()], state)
-    ddp.save(tmp_path, state).wait()
-    assert ddp.restore(tmp_path)[0].step == 2
+    saved.save(ddp, state)
+    saved.wait()
+    assert saved.restore(ddp)[0].step == 2
 
 
 @pytest.mark.parametrize("rows, masked", [(1, False), (5, True), (8, False), (13, True)])
@@ -172,7 +186,7 @@ import sys
 import jddp, optax
 from tiny import MLP, loss_fn, make_batch
 ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn)
-ddp.save(sys.argv[1], ddp.init(0, make_batch()))
+jddp.Checkpoints(sys.argv[1]).save(ddp, ddp.init(0, make_batch()))
 raise KeyError("a mistake")
 """
 

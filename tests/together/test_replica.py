@@ -215,7 +215,7 @@ def test_a_second_evaluation_of_what_each_replica_has_compiles_nothing(caplog):
 def test_a_run_goes_on_with_what_each_replica_had(make, kind, tmp_path):
     def fit(num_steps, run_dir):
         options = {"num_steps": num_steps, "run_dir": tmp_path / run_dir}
-        return wrapped(make(), per_replica=[kind]).fit([make_batch()] * 4, **options).state
+        return jddp.fit(wrapped(make(), per_replica=[kind]), [make_batch()] * 4, **options).state
 
     fit(2, "twice")
     got, want = fit(4, "twice"), fit(4, "once")

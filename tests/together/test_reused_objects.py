@@ -62,8 +62,8 @@ def assert_same(found, want):
 
 def test_a_batch_may_be_overwritten_by_the_next_in_fit_a_step_and_an_evaluation():
     ddp = wrapped()
-    want = ddp.fit(fresh(), num_steps=8, evaluate=fresh())
-    run = ddp.fit(Reused(), num_steps=8, evaluate=fresh())
+    want = jddp.fit(ddp, fresh(), num_steps=8, evaluate=fresh())
+    run = jddp.fit(ddp, Reused(), num_steps=8, evaluate=fresh())
     assert_same(run.state.params, want.state.params)
     assert ddp.evaluate(run.state, Reused()) == want.evaluate()
     state = ddp.init(0, make_batch())
@@ -93,10 +93,10 @@ class Scribbles(Callback):
 
 def test_a_saved_position_stays_where_it_was_though_the_iterator_moves_its_own(tmp_path):
     with pytest.raises(ValueError, match="mine"):
-        wrapped().fit(Reused(), num_steps=8, run_dir=tmp_path, callbacks=[Fails()])
+        jddp.fit(wrapped(), Reused(), num_steps=8, run_dir=tmp_path, callbacks=[Fails()])
     batches = Reused()
-    run = wrapped().fit(batches, num_steps=8, run_dir=tmp_path)
-    assert_same(run.state.params, wrapped().fit(fresh(), num_steps=8).state.params)
+    run = jddp.fit(wrapped(), batches, num_steps=8, run_dir=tmp_path)
+    assert_same(run.state.params, jddp.fit(wrapped(), fresh(), num_steps=8).state.params)
 
 
 def test_what_a_callback_changes_is_its_own(tmp_path):
@@ -110,10 +110,12 @@ def test_what_a_callback_changes_is_its_own(tmp_path):
 
     plan = {"num_steps": 4, "evaluate": fresh(2), "eval_every_steps": 2, "log_every_steps": 1}
     callbacks = [Scribbles(), Sees()]
-    run = wrapped().fit(fresh(), **plan, callbacks=callbacks, config=config, run_dir=tmp_path)
+    run = jddp.fit(wrapped(), fresh(), **plan, callbacks=callbacks, config=config, run_dir=tmp_path)
     assert config == given
     assert [record["loss"] for record in run.evaluations] == [x["loss"] for x in seen]
     assert all(x["loss"] > 0 and "table" not in x for x in run.evaluations)
     assert run.metrics["step"] == 4
-    again = wrapped().fit(fresh(), **plan, config=config, run_dir=tmp_path)  # of the same config
+    again = jddp.fit(
+        wrapped(), fresh(), **plan, config=config, run_dir=tmp_path
+    )  # of the same config
     assert again.step == 4

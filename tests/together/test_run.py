@@ -34,7 +34,7 @@ def wrapped(model=None, **options):
 def fit(num_steps=4, **options):
     batches = [make_batch(seed=seed) for seed in range(8)]
     options = {"evaluate": [make_batch(13, seed=9)], "log_every_steps": 1, **options}
-    return wrapped().fit(batches, num_steps=num_steps, eval_every_steps=2, **options)
+    return jddp.fit(wrapped(), batches, num_steps=num_steps, eval_every_steps=2, **options)
 
 
 # A run directory may be a URL: a run resumes from it on a machine that has nothing of it.
@@ -59,7 +59,7 @@ def test_a_run_stays_usable_when_another_starts_from_its_state():
     first = fit(2)
     before = first.evaluate()
     batches = [make_batch(seed=seed) for seed in range(2, 4)]
-    second = wrapped().fit(batches, num_steps=4, state=first.state)
+    second = jddp.fit(wrapped(), batches, num_steps=4, state=first.state)
     assert first.evaluate() == before
     assert len(first.predict(function=logits_of)["label"]) == 13
     assert_same(second.state, fit(4).state)
@@ -68,8 +68,8 @@ def test_a_run_stays_usable_when_another_starts_from_its_state():
 def test_a_function_may_make_the_first_state():
     ddp = wrapped()
     batches = [make_batch(seed=seed) for seed in range(4)]
-    run = ddp.fit(batches, num_steps=4, state=lambda batch: ddp.init(3, batch))
-    assert_same(run.state, ddp.fit(batches, num_steps=4, seed=3).state)
+    run = jddp.fit(ddp, batches, num_steps=4, state=lambda batch: ddp.init(3, batch))
+    assert_same(run.state, jddp.fit(ddp, batches, num_steps=4, seed=3).state)
 
 
 def test_a_run_remembers_its_records_and_draws_a_panel_for_the_loss_and_for_each_metric():
@@ -125,16 +125,17 @@ def test_an_interrupt_while_a_step_is_sent_comes_when_its_state_is_kept(monkeypa
     state = ddp.init(0, batch)
     state, _ = ddp.step(state, batch)
     rows = ddp.shard_batch(batch)
-    inputs = ddp._inputs(rows)
+    inputs = ddp.steps.inputs(rows)
     compiled = ddp.steps.step_for(state, inputs)
 
     def taken_then_interrupted(state, inputs):
-        result = compiled(state, inputs)
+        result = compiled.run(state, inputs)
         assert state.step.is_deleted()
         signal.raise_signal(signal.SIGINT)
         return result
 
-    monkeypatch.setattr(ddp.steps, "step_for", lambda *_: taken_then_interrupted)
+    sent = compiled._replace(run=taken_then_interrupted)
+    monkeypatch.setattr(ddp.steps, "step_for", lambda *_: sent)
     with pytest.raises(KeyboardInterrupt):
         ddp.step(state, rows)
     monkeypatch.undo()
@@ -187,7 +188,7 @@ def test_what_a_cell_ends_with_says_what_it_is_in_text_and_in_html():
     ]
     assert repr(jax.eval_shape(lambda: state)).startswith("TrainState, its shapes")
     run = fit()
-    for shown in (ddp, state, run, ddp.plan, ddp.explain(batch)):
+    for shown in (ddp, state, run, ddp.plan, jddp.explain(ddp, batch)):
         assert max(map(len, str(shown).splitlines())) <= 80 or shown is run
         assert shown._repr_html_().startswith("<")
     ddp.step(state, batch)
@@ -198,14 +199,14 @@ def test_a_tilde_in_a_path_given_to_the_api_is_the_home_directory(tmp_path, monk
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     given, ddp = make_batch(), wrapped(mesh=1)
-    run = ddp.fit([given], num_steps=1, run_dir="~/run")
+    run = jddp.fit(ddp, [given], num_steps=1, run_dir="~/run")
     assert run.run_dir == tmp_path / "run"
     ddp.init(0, given, params="~/run")
     assert checkpoint_command(["verify", "~/run"]) == 0
     with pytest.raises(UsageError, match="^" + re.escape(f"{tmp_path}/run holds a run")):
-        jddp.load("~/run")
+        jddp.open_run("~/run")
     with pytest.raises(ConfigError, match="'~nobody-here/x' names a home directory that is not"):
-        ddp.fit([given], num_steps=1, run_dir="~nobody-here/x")
+        jddp.fit(ddp, [given], num_steps=1, run_dir="~nobody-here/x")
     assert {"run"} == {path.name for path in tmp_path.iterdir()}
 
 
@@ -224,11 +225,11 @@ def test_a_run_stays_in_its_directory_where_the_program_leaves_its_own(tmp_path,
     (other := tmp_path / "other").mkdir()
     given, ddp = make_batch(), wrapped(mesh=1)
     saving = {"log_every_steps": 1, "save_every_steps": 2, "run_dir": "run"}
-    run = ddp.fit([given] * 5, num_steps=5, callbacks=[Leave(other)], **saving)
+    run = jddp.fit(ddp, [given] * 5, num_steps=5, callbacks=[Leave(other)], **saving)
     assert [record["step"] for record in records(tmp_path / "run")] == [1, 2, 3, 4, 5]
     assert run.checkpoints == [f"checkpoints/{step}" for step in (2, 4, 5)]
     os.chdir(tmp_path)
-    found = jddp.Run.open("run", model=MLP(), loss_fn=loss_fn, mesh=1)
+    found = jddp.open_run("run", model=MLP(), loss_fn=loss_fn, mesh=1)
     os.chdir(other)
     assert found.checkpoints == run.checkpoints
     assert list(other.iterdir()) == []
@@ -241,11 +242,11 @@ def test_a_second_run_of_a_process_does_not_train_into_the_directory_of_the_firs
     class Again(jddp.Callback):
         def on_step(self, run, metrics):
             with pytest.raises(ConfigError, match="in use by another run of this process") as error:
-                wrapped(mesh=1).fit([given] * 9, num_steps=9, run_dir=tmp_path)
+                jddp.fit(wrapped(mesh=1), [given] * 9, num_steps=9, run_dir=tmp_path)
             refused.append(error)
 
-    run = ddp.fit(
-        [given] * 3, num_steps=3, run_dir=tmp_path, log_every_steps=1, callbacks=[Again()]
+    run = jddp.fit(
+        ddp, [given] * 3, num_steps=3, run_dir=tmp_path, log_every_steps=1, callbacks=[Again()]
     )
     assert len(refused) == run.step == 3
     assert [record["step"] for record in records(tmp_path)] == [1, 2, 3]
@@ -257,10 +258,10 @@ def test_a_url_given_to_the_api_is_refused_before_a_folder_is_made(tmp_path, mon
     given, ddp = make_batch(), wrapped(mesh=1)
     said = r"is a URL, and only a run directory|pip install 'jddp\[s3\]'"
     for call in (
-        lambda: ddp.fit([given], num_steps=1, run_dir=url),
+        lambda: jddp.fit(ddp, [given], num_steps=1, run_dir=url),
         lambda: ddp.init(0, given, params=url),
-        lambda: jddp.fit("gpt_stdlib", **{"run.dir": str(url)}),
-        lambda: jddp.load(url),
+        lambda: jddp.train("gpt_stdlib", **{"run.dir": str(url)}),
+        lambda: jddp.open_run(url).model,
     ):
         with pytest.raises(ConfigError, match=said) as caught:
             call()
@@ -270,7 +271,7 @@ def test_a_url_given_to_the_api_is_refused_before_a_folder_is_made(tmp_path, mon
 
 
 def test_the_signature_of_fit_names_every_option_of_a_run():
-    options = inspect.signature(jddp.DataParallel.fit).parameters
+    options = inspect.signature(jddp.fit).parameters
     plan = {field.name for field in dataclasses.fields(Plan)} - {"evaluation"}
     assert plan | {"evaluate", "run_dir", "callbacks", "state", "limits"} <= options.keys()
 
@@ -279,28 +280,28 @@ def test_arrays_are_trained_on_and_evaluated_as_batches_of_them_and_as_on_one_de
     data, test = make_batch(20), make_batch(7, seed=1)
     given = {"data": data, "global_batch_size": 12, "num_epochs": 2, "evaluate": test, "seed": 3}
     ddp, one = (wrapped(mesh=size) for size in (4, 1))
-    run, on_one = ddp.fit(**given), one.fit(**given)
+    run, on_one = jddp.fit(ddp, **given), jddp.fit(one, **given)
     batches = TrainBatches(data, global_batch_size=12, num_epochs=2, seed=3)
-    want = ddp.fit(batches, num_steps=4, evaluate=[test], seed=3)  # the last batch is partial
+    want = jddp.fit(ddp, batches, num_steps=4, evaluate=[test], seed=3)  # the last batch is partial
     equal((run.state.params, run.eval_metrics), (want.state.params, want.eval_metrics))
     assert run.eval_metrics["examples"] == 7
-    assert ddp.fit(**given, state=run.state).step == 8
+    assert jddp.fit(ddp, **given, state=run.state).step == 8
     # Sums of twelve rows in another order, in four steps.
     close(run.state.params, on_one.state.params)
 
 
 def test_batches_of_some_epochs_end_a_run_that_has_no_other_length():
     batches = TrainBatches(make_batch(20), global_batch_size=8, num_epochs=2, seed=0)
-    assert wrapped(mesh=1).fit(batches).step == 5
+    assert jddp.fit(wrapped(mesh=1), batches).step == 5
     batches = TrainBatches(make_batch(20), global_batch_size=8, num_epochs=2, seed=0)
-    assert wrapped(mesh=1).fit(batches, num_steps=3).step == 3
+    assert jddp.fit(wrapped(mesh=1), batches, num_steps=3).step == 3
 
 
 def test_a_second_run_of_one_iterator_prints_where_it_begins(capsys):
     batches, ddp = TrainBatches(make_batch(20), global_batch_size=8, seed=0), wrapped(mesh=1)
-    ddp.fit(batches, num_steps=3)
+    jddp.fit(ddp, batches, num_steps=3)
     assert "begin at position" not in capsys.readouterr().out
-    ddp.fit(batches, num_steps=3)
+    jddp.fit(ddp, batches, num_steps=3)
     assert "batches begin at position 24, where their iterator was" in capsys.readouterr().out
 
 
@@ -335,7 +336,7 @@ WRONG = [
 @pytest.mark.parametrize("given, message", WRONG, ids=[message for _, message in WRONG])
 def test_arguments_of_fit_that_cannot_be_are_refused_before_a_batch_is_read(given, message):
     with pytest.raises(ConfigError, match=message) as caught:
-        wrapped(mesh=1).fit(**given)
+        jddp.fit(wrapped(mesh=1), **given)
     assert "\n" not in str(caught.value)
 
 
@@ -351,7 +352,7 @@ def test_a_run_at_a_url_resumes_bitwise_identically(url, tmp_path, capsys):
     assert_same(resumed.state.params, whole.state.params)
     losses = [[x["loss"] for x in run.history] for run in (resumed, whole)]
     assert losses[0] == losses[1]
-    equal(jddp.load(url, model=MLP()).variables["params"], whole.state.params)
+    equal(jddp.open_run(url, model=MLP()).model.variables["params"], whole.state.params)
     assert checkpoint_command(["verify", url]) == 0
     verified = [line.split()[0] for line in capsys.readouterr().out.splitlines()[-3:]]
     assert verified == ["4", "6", "8"]

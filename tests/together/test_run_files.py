@@ -39,7 +39,7 @@ class At(jddp.Callback):
 def fit(ddp, run_dir, num_steps=NUM_STEPS, **options):
     batches = [make_batch(8, seed=seed) for seed in range(num_steps)]
     plan = {"num_steps": num_steps, "log_every_steps": 1, **options}
-    return ddp.fit(batches, evaluate=[make_batch(8)], run_dir=run_dir, **plan)
+    return jddp.fit(ddp, batches, evaluate=[make_batch(8)], run_dir=run_dir, **plan)
 
 
 def trained(run_dir):
@@ -103,7 +103,7 @@ def test_evidence_of_a_step_is_not_written_into_another_run(tmp_path, caplog):
         (tmp_path / "run").mkdir()
 
     with pytest.raises(NumericsError):
-        ddp.fit(batches, num_steps=4, run_dir=tmp_path / "run", callbacks=[At(2, swap)])
+        jddp.fit(ddp, batches, num_steps=4, run_dir=tmp_path / "run", callbacks=[At(2, swap)])
     assert not list((tmp_path / "run").iterdir())
     assert "another directory than at the start" in caplog.text
 
@@ -206,8 +206,12 @@ def test_others_write_no_file_of_a_run_whatever_the_umask(ddp, tmp_path):
         batches = [make_batch(8, seed=seed) for seed in range(4)]
         batches[3]["x"][0] = float("nan")
         with pytest.raises(NumericsError):
-            ddp.fit(batches, num_steps=4, run_dir=tmp_path / "runs" / "one", save_every_steps=1)
-        ddp.save(tmp_path / "own" / "two", ddp.init(0, batches[0])).wait()
+            jddp.fit(
+                ddp, batches, num_steps=4, run_dir=tmp_path / "runs" / "one", save_every_steps=1
+            )
+        saved = jddp.Checkpoints(tmp_path / "own" / "two")
+        saved.save(ddp, ddp.init(0, batches[0]))
+        saved.wait()
     finally:
         os.umask(before)
     files = [*tmp_path.rglob("*")]

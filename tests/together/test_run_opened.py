@@ -19,7 +19,7 @@ from jddp.__main__ import main
 from jddp.config.files import dump_values
 from jddp.config.schema import Config
 from jddp.errors import ConfigError, FileSystemError, UsageError
-from jddp.job.job import fit
+from jddp.job.job import train
 from jddp.trainer.watching import KeepBest
 
 OTHER = [make_batch(13, seed=9)]  # two rows more than eight devices have
@@ -27,7 +27,7 @@ OTHER = [make_batch(13, seed=9)]  # two rows more than eight devices have
 
 @pytest.fixture(scope="module", params=["linen", "nnx"])
 def of_objects(request, tmp_path_factory):
-    """A run of `DataParallel.fit` whose replicas have their own statistics, and its model."""
+    """A run of `jddp.fit` whose replicas have their own statistics, and its model."""
     model = ConvNet() if request.param == "linen" else NnxConvNet(nnx.Rngs(0))
     options = {"batch_norm": "local", "ema_decay": 0.5, "mesh": 2}
     ddp = jddp.DataParallel(model, optax.sgd(0.1), loss_fn, **options)
@@ -35,21 +35,21 @@ def of_objects(request, tmp_path_factory):
     plan = {"num_steps": 4, "evaluate": OTHER, "eval_every_steps": 2, "eval_params": "ema"}
     plan |= {"run_dir": tmp_path_factory.mktemp("objects") / "run", "save_every_steps": 2}
     config = {"note": "mine"} if request.param == "linen" else None
-    run = ddp.fit(batches, **plan, callbacks=[KeepBest("loss", mode="min")], config=config)
+    run = jddp.fit(ddp, batches, **plan, callbacks=[KeepBest("loss", mode="min")], config=config)
     return run, model
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 8])
 def test_an_opened_run_is_the_run_that_was_trained(of_objects, num_devices):
     run, model = of_objects
-    opened = jddp.Run.open(run.run_dir, model=model, loss_fn=loss_fn, mesh=num_devices)
+    opened = jddp.open_run(run.run_dir, model=model, loss_fn=loss_fn, mesh=num_devices)
     assert opened.evaluate(OTHER) == pytest.approx(run.evaluate())
     np.testing.assert_allclose(opened.predict(OTHER), run.predict(), rtol=1e-5, atol=1e-6)
     for name in ("step", "history", "evaluations", "config", "checkpoints", "stopped"):
         assert getattr(opened, name) == getattr(run, name), name
     assert opened.eval_metrics == run.eval_metrics
     assert len(opened.plot().axes) == 2
-    loaded, x = jddp.load(run.run_dir, model=model), make_batch(8)["x"]
+    loaded, x = jddp.open_run(run.run_dir, model=model).model, make_batch(8)["x"]
     for found in (run.model, opened.model):
         options = {"train": False} if isinstance(model, ConvNet) else {}
         np.testing.assert_allclose(found(x, **options), loaded(x, **options), rtol=1e-6)
@@ -59,7 +59,7 @@ def test_any_checkpoint_is_opened_with_either_parameters(of_objects):
     run, model = of_objects
 
     def losses(**chosen):
-        opened = jddp.Run.open(run.run_dir, model=model, loss_fn=loss_fn, **chosen)
+        opened = jddp.open_run(run.run_dir, model=model, loss_fn=loss_fn, **chosen)
         return opened.step, opened.evaluate(OTHER)["loss"]
 
     best = min(run.evaluations, key=lambda record: record["loss"])
@@ -78,8 +78,8 @@ def test_any_checkpoint_is_opened_with_either_parameters(of_objects):
 def test_what_a_run_of_objects_does_not_keep_is_asked_for(of_objects):
     run, model = of_objects
     with pytest.raises(ConfigError if run.config else UsageError, match="'note'|Give model="):
-        jddp.Run.open(run.run_dir)
-    opened = jddp.Run.open(run.run_dir, model=model)
+        jddp.open_run(run.run_dir)
+    opened = jddp.open_run(run.run_dir, model=model)
     with pytest.raises(UsageError, match="keeps no loss. Give loss_fn="):
         opened.evaluate(OTHER)
     with pytest.raises(UsageError, match="has no evaluation batches"):
@@ -87,18 +87,18 @@ def test_what_a_run_of_objects_does_not_keep_is_asked_for(of_objects):
     with pytest.raises(UsageError, match="is only read"):
         opened.save()
     with pytest.raises(UsageError, match="is no run directory"):
-        jddp.Run.open(run.run_dir / "logs")
+        jddp.open_run(run.run_dir / "logs")
 
 
 def test_another_model_and_other_rows_are_refused_in_one_line(of_objects):
     run, model = of_objects
     with pytest.raises(ConfigError, match="do not fit") as caught:
-        jddp.Run.open(run.run_dir, model=MLP(), loss_fn=loss_fn).evaluate(OTHER)
+        jddp.open_run(run.run_dir, model=MLP(), loss_fn=loss_fn).evaluate(OTHER)
     assert "\n" not in str(caught.value)
     if isinstance(model, ConvNet):
         with pytest.raises(ConfigError, match="is not of the model NnxConvNet. .* at 10 places"):
-            jddp.Run.open(run.run_dir, model=NnxConvNet(nnx.Rngs(0)))
-    opened = jddp.Run.open(run.run_dir, model=model)
+            jddp.open_run(run.run_dir, model=NnxConvNet(nnx.Rngs(0)))
+    opened = jddp.open_run(run.run_dir, model=model)
     with pytest.raises(ConfigError, match="Give rows of the shape and dtype"):
         opened.predict([{"x": np.ones((8, 5), np.float32)}])
     with pytest.raises(ConfigError, match="holds y, of which none"):
@@ -146,7 +146,7 @@ def of_config(tmp_path_factory):
         mesh={"num_devices": 2},
         run={"dir": str(folder / "run")},
     )
-    return folder, fit(config)
+    return folder, train(config)
 
 
 @pytest.fixture
@@ -164,8 +164,8 @@ def last_line(capsys):
 
 
 def test_a_run_of_a_config_is_evaluated_on_its_data_or_on_others(here, capsys):
-    assert jddp.Run.open("run").evaluate() == pytest.approx(here.evaluate())
-    assert jddp.Config(**jddp.Run.open("run").config).data.name == "npz"
+    assert jddp.open_run("run").evaluate() == pytest.approx(here.evaluate())
+    assert jddp.Config(**jddp.open_run("run").config).data.name == "npz"
     assert main(["evaluate", "run"]) == 0
     assert f"step 3  loss {here.eval_metrics['loss']:.6g}" in capsys.readouterr().out
     shutil.move("data/new.npz", "data/test.npz")
@@ -196,7 +196,7 @@ def test_metrics_that_are_arrays_are_tables_in_text_and_lists_in_json_and_in_the
     """A run with a confusion matrix, as docs/data.md has it."""
     own = {"data": {"target": "mine:data", "global_batch_size": 4}, "run": {"dir": "own"}}
     own |= {"model": {"target": "mine:Net"}, "loss": {"target": "mine:table"}}
-    run = fit(Config(train={"num_steps": 2}, mesh={"num_devices": 2}, **own))
+    run = train(Config(train={"num_steps": 2}, mesh={"num_devices": 2}, **own))
     tables = ["confusion  0  1", "        0  9  9", "        1  9  9"]
     tables += ["recall    0    1", "          1  nan"]
     assert "\n".join(tables) in capsys.readouterr().out
@@ -207,7 +207,7 @@ def test_metrics_that_are_arrays_are_tables_in_text_and_lists_in_json_and_in_the
     assert rest == tables
     assert main(["evaluate", "own", "--trust", "config", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
-    (record,) = jddp.Run.open("own", trust="config").evaluations
+    (record,) = jddp.open_run("own", trust="config").evaluations
     for found in (printed, record):
         assert (found["confusion"], found["recall"]) == ([[9, 9], [9, 9]], [1.0, None])
 
@@ -256,9 +256,9 @@ def test_mistakes_of_predict_are_one_line_with_a_code(here, capsys):
 
 def test_code_that_a_run_directory_names_is_imported_only_where_it_is_trusted(here, capsys):
     sections = {name: {"target": f"mine:{name}"} for name in ("loss", "data")}
-    config = Config(**jddp.Run.open("run").config | sections)
+    config = Config(**jddp.open_run("run").config | sections)
     Path("run/config.yaml").write_text(dump_values(config.model_dump()))
-    opened = jddp.Run.open("run")
+    opened = jddp.open_run("run")
     assert opened.predict([{"image": np.ones((3, 2, 2, 1), np.float32)}]).shape == (3, 10)
     with pytest.raises(UsageError, match="loss.target 'mine:loss', .* Give loss_fn=; or trust="):
         opened.evaluate([{"image": np.ones((3, 2, 2, 1), np.float32)}])
@@ -267,13 +267,13 @@ def test_code_that_a_run_directory_names_is_imported_only_where_it_is_trusted(he
     assert "mine" not in sys.modules
     assert main(["evaluate", "run"]) == 2
     with pytest.raises(ConfigError, match="trust 'all' is unknown"):
-        jddp.Run.open("run", trust="all")
+        jddp.open_run("run", trust="all")
 
 
 def test_a_run_whose_code_lies_in_the_current_folder_is_opened_by_one_flag(here, capsys):
     own = {"data": {"target": "mine:data", "global_batch_size": 4}, "run": {"dir": "own"}}
     own |= {"model": {"target": "mine:make"}, "loss": {"target": "mine:loss"}}
-    fit(Config(train={"num_steps": 2}, mesh={"num_devices": 2}, **own))
+    train(Config(train={"num_steps": 2}, mesh={"num_devices": 2}, **own))
     assert main(["evaluate", "own"]) == 2
     line = last_line(capsys)
     assert "--trust here" in line
@@ -297,7 +297,7 @@ def test_trust_here_covers_neither_what_a_file_imports_nor_the_run_directory(
     Path("own/planted.py").write_text(f"open('canary', 'w')\n{planted}")
     with Path("mine.py").open("a") as file:
         file.write("from os import system\n")
-    values = jddp.Run.open("run").config
+    values = jddp.open_run("run").config
     command = {"name": None, "target": target, "kwargs": {"command": "touch canary"}}
     Path("own/config.yaml").write_text(dump_values(values | {"model": command}))
     assert main(["evaluate", "own", "--trust", "here"]) == 2
@@ -308,10 +308,10 @@ def test_trust_here_covers_neither_what_a_file_imports_nor_the_run_directory(
 def test_a_trusted_config_evaluates_its_own_code_or_names_what_is_gone(here, capsys):
     own = {"data": {"target": "mine:data", "global_batch_size": 4}, "run": {"dir": "own"}}
     own |= {"model": {"target": "mine:make"}, "loss": {"target": "mine:loss"}}
-    fit(Config(train={"num_steps": 2}, mesh={"num_devices": 2}, **own))
+    train(Config(train={"num_steps": 2}, mesh={"num_devices": 2}, **own))
     with pytest.raises(UsageError, match="is no Flax module class"):
-        jddp.Run.open("own", trust="package")
-    assert jddp.Run.open("own", trust="config").evaluate()["examples"] == 9
+        jddp.open_run("own", trust="package")
+    assert jddp.open_run("own", trust="config").evaluate()["examples"] == 9
     assert main(["evaluate", "own", "--trust", "config", "data.target=mine:data"]) == 0
     Path("mine.py").unlink()
     sys.modules.pop("mine")

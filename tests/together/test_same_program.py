@@ -76,7 +76,7 @@ def wrapped(model=None, optimizer=None, loss=loss_fn, *, mesh=2, **options):
 
 def fit(ddp, path, num_steps=2, *, rows=16, masked=False, **options):
     batches = [make_batch(rows, masked=masked)] * num_steps
-    return ddp.fit(batches, num_steps=num_steps, run_dir=path, **options)
+    return jddp.fit(ddp, batches, num_steps=num_steps, run_dir=path, **options)
 
 
 @functools.cache
@@ -87,7 +87,7 @@ def own_digests():
 def digests(**options):
     ddp = wrapped(**options)
     batch = make_batch()
-    return dict(ddp.program(ddp.init(0, batch), batch).digests)
+    return dict(ddp.steps.program(ddp.init(0, batch), batch).digests)
 
 
 OTHERS = {
@@ -134,8 +134,8 @@ jax.config.update("jax_num_cpu_devices", 2)
 from test_same_program import *
 ddp = wrapped(MODELS[sys.argv[1]](), optax.adamw(optax.cosine_decay_schedule(1e-3, 5)),
               weighted_by(WEIGHTS), max_grad_norm=1.0, ema_decay=0.9)
-ddp.lower(make_batch(64))  # what was traced before leaves nothing in a digest
-print(dict(ddp.program(ddp.init(0, make_batch()), make_batch()).digests))
+ddp.steps.lower(make_batch(64))  # what was traced before leaves nothing in a digest
+print(dict(ddp.steps.program(ddp.init(0, make_batch()), make_batch()).digests))
 """
 
 
@@ -202,7 +202,7 @@ def test_other_devices_batches_and_forms_of_a_step_are_the_same_program(tmp_path
 def test_columns_that_nothing_reads_are_no_part_of_a_program(tmp_path):
     fit(wrapped(), tmp_path)
     batch = {**make_batch(8), "name": np.arange(8)}
-    assert wrapped().fit([batch] * 4, num_steps=4, run_dir=tmp_path).step == 4
+    assert jddp.fit(wrapped(), [batch] * 4, num_steps=4, run_dir=tmp_path).step == 4
 
 
 def rewrite(path, change):

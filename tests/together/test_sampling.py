@@ -10,7 +10,7 @@ from jddp.__main__ import main
 from jddp.config.schema import Config
 from jddp.data.sources.tokenize import BYTES, write_tokens
 from jddp.errors import ConfigError, UsageError
-from jddp.job.job import fit
+from jddp.job.job import train
 from jddp.job.sampling import continue_text, sample
 from jddp.zoo.losses import next_token
 from jddp.zoo.models import GPT
@@ -31,7 +31,7 @@ class Counts(nn.Module):
 
 def run_of(model, loss=next_token):
     ddp = jddp.DataParallel(model, optax.sgd(0.1), loss, mesh=1)
-    return ddp.fit([{"tokens": np.zeros((1, LENGTH + 1), np.int32)}], num_steps=1)
+    return jddp.fit(ddp, [{"tokens": np.zeros((1, LENGTH + 1), np.int32)}], num_steps=1)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("text")
     write_tokens(["abab" * 40 + str(i) for i in range(20)], folder / "tokens", tokenizer=BYTES)
     sizes = {"num_layers": 1, "num_heads": 2, "width": 16, "max_length": LENGTH}
-    fit(
+    train(
         Config(
             data={
                 "name": "tokens",
@@ -93,7 +93,7 @@ def test_a_command_continues_a_text(trained, capsys):
     command = ["predict", str(trained), "--temperature", "0", "--num-tokens", "9", "--prompt"]
     assert main([*command, "aba"]) == 0
     assert capsys.readouterr().out == "aba" + "bababa" + "bab\n"
-    opened = jddp.Run.open(trained, mesh=1)
+    opened = jddp.open_run(trained, mesh=1)
     assert continue_text(opened, "b", num_tokens=3, seed=1) != continue_text(
         opened, "b", num_tokens=3, temperature=100.0, seed=1
     )
@@ -131,7 +131,7 @@ def test_models_and_runs_of_no_text_are_refused(trained, tmp_path, capsys):
         assert reported in capsys.readouterr().err
     (trained.parent / "tokens" / "tokens.json").unlink()  # of what tokenizer, nobody knows then
     with pytest.raises(ConfigError, match="are no bytes. Give --tokenizer FILE"):
-        continue_text(jddp.Run.open(trained), "a")
+        continue_text(jddp.open_run(trained), "a")
     other = Config(
         data={"name": "npz", "dir": str(tmp_path), "global_batch_size": 2},
         model={"name": "mlp"},
@@ -141,6 +141,6 @@ def test_models_and_runs_of_no_text_are_refused(trained, tmp_path, capsys):
     )
     for part in ("train", "test"):
         np.savez(tmp_path / part, image=np.ones((4, 2, 2, 1), np.float32), label=np.arange(4))
-    fit(other)
+    train(other)
     with pytest.raises(UsageError, match="are no tokens that jddp knows"):
-        continue_text(jddp.Run.open(tmp_path / "run"), "a")
+        continue_text(jddp.open_run(tmp_path / "run"), "a")

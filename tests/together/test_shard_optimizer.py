@@ -10,7 +10,7 @@ from judge import Net, assert_close, host, in_both_places, make_rows, sent, star
 from tiny import MODELS, Of, loss_fn, make_batch, take_steps
 
 import jddp
-from jddp.checkpoint.checkpoints import Checkpoints
+from jddp.checkpoint.checkpoints import CheckpointFolder
 from jddp.errors import ConfigError
 from jddp.reduce.shards import pack, shard_shape, unpack
 from jddp.zoo.optimizers import decay_mask
@@ -90,7 +90,7 @@ def test_a_replica_keeps_its_share_of_the_optimizer_and_two_percent():
         ddp = wrapped(Of(wide), optimizer=optax.adam(1e-3), mesh=8, shard_optimizer=sharded)
         arrays = jax.tree.leaves(start(ddp, make_rows()).opt_state)
         kept[sharded] = sum(x.addressable_shards[0].data.nbytes for x in arrays)
-        assert ddp.memory(make_rows()).optimizer == kept[sharded]
+        assert jddp.memory(ddp, make_rows()).optimizer == kept[sharded]
     assert kept[True] <= (1 / 8 + 0.02) * kept[False]
 
 
@@ -107,7 +107,7 @@ def test_what_travels_is_each_gradient_out_and_each_parameter_back(place):
         assert len(sizes["all-to-all"]) == len(sizes["all-gather"]) == len(ddp.plan)
     clipped = wrapped(Net(), shard_optimizer=True, max_grad_norm=1.0, **place)
     assert sorted(x.num_elements for x in sent(clipped) if x.op == "all-reduce") == [1, 2]
-    rows = str(ddp.explain(make_rows())).splitlines()
+    rows = str(jddp.explain(ddp, make_rows())).splitlines()
     purposes = {tuple(row.split()[3:4] + row.split()[5:]) for row in rows if " f32 " in row}
     assert {("all-to-all", "gradients"), ("all-gather", "parameters,", "updated")} <= purposes
 
@@ -142,7 +142,7 @@ def test_a_checkpoint_resumes_sharded_or_whole_on_any_number_of_devices(tmp_path
     alone, state = made(False, 1)
     for step, (sharded, num) in enumerate([(True, 8), (True, 4), (False, 2), (True, 3)]):
         ddp, moving = made(sharded, num)
-        checkpoints = Checkpoints(tmp_path, keep=2)
+        checkpoints = CheckpointFolder(tmp_path, keep=2)
         if step:
             restored = checkpoints.restore(moving, ddp.steps.layouts(moving))
             assert restored.step == step
@@ -161,4 +161,4 @@ def test_a_checkpoint_resumes_sharded_or_whole_on_any_number_of_devices(tmp_path
         assert_close(host(moving.params), host(state.params), rtol=ROUNDING)
     other, like = made(True, 4, optax.sgd(0.1, momentum=0.9))
     with pytest.raises(ConfigError, match="another model, optimizer"):
-        Checkpoints(tmp_path, keep=1).restore(like, other.steps.layouts(like))
+        CheckpointFolder(tmp_path, keep=1).restore(like, other.steps.layouts(like))

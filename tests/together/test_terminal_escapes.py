@@ -59,7 +59,7 @@ def test_a_run_prints_and_logs_the_names_of_its_directory_and_metrics_as_escapes
     ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), with_metric, mesh=1)
     batches = [make_batch(8)] * 2
     for _ in range(2):  # the second time it is finished
-        ddp.fit(batches, num_steps=2, evaluate=batches, run_dir=run_dir, log_every_steps=1)
+        jddp.fit(ddp, batches, num_steps=2, evaluate=batches, run_dir=run_dir, log_every_steps=1)
         assert "\neval 9" not in printed()
     (log,) = (run_dir / "logs").glob("*.log")
     text = log.read_text()
@@ -70,7 +70,7 @@ def test_a_run_prints_and_logs_the_names_of_its_directory_and_metrics_as_escapes
 def test_commands_print_names_of_a_run_as_escapes(tmp_path, printed):
     run_dir = tmp_path / EVIL
     ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, mesh=1)
-    ddp.fit([make_batch(8)] * 2, num_steps=2, run_dir=run_dir)
+    jddp.fit(ddp, [make_batch(8)] * 2, num_steps=2, run_dir=run_dir)
     folder = run_dir / "checkpoints" / "2"
     about = json.loads((folder / "run.json").read_text())
     write_sealed(folder, "run.json", json.dumps(about | {"evaluations": [{FORGED: 1}]}))

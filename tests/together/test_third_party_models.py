@@ -102,7 +102,7 @@ def test_vmapped_batch_norms_are_one_all_reduce_a_direction(name):
     ddp = wrapped(NORMED[name], layout="flat")
     ddp.init(0, make_batch())
     purposes = collections.Counter()
-    for row in str(ddp.explain(make_batch())).splitlines():
+    for row in str(jddp.explain(ddp, make_batch())).splitlines():
         if "the model, " in row:
             purposes[row.split("the model, ")[1]] += int(row.split()[0])
     assert purposes == {"forward": 1, "backward": 1}
@@ -369,7 +369,7 @@ def test_a_network_in_nnx_compiles_to_what_it_does_in_linen():
     """So it costs a step the same: leaves are plain on the hot path."""
     batch, seen = {"image": np.ones((16, 28, 28, 1), np.float32), "label": np.arange(16) % 10}, []
     for model in (CNN(), CNN_NNX(rngs=nnx.Rngs(0))):
-        compiled = wrapped(model, cross_entropy).lower(batch).compile()
+        compiled = wrapped(model, cross_entropy).steps.lower(batch).compile()
         cost = compiled.cost_analysis()
         ops = collections.Counter(re.findall(r"= \S+ ([\w-]+)\(", compiled.as_text()))
         seen.append((ops, cost["flops"], cost["bytes accessed"]))

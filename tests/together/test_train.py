@@ -254,4 +254,4 @@ def test_fit_refuses_a_run_directory_that_cannot_be_used_before_the_data_are_rea
     (tmp_path / "file").write_text("")
     given = {"data.target": "nowhere:data", "run.dir": str(tmp_path / "file")}
     with pytest.raises(FileSystemError, match=r"run\.dir .*file: Not a directory"):
-        jddp.fit("fashion_mnist_cnn", **given)
+        jddp.train("fashion_mnist_cnn", **given)

@@ -19,7 +19,7 @@ from states import assert_same, close, copied
 from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch
 
 import jddp
-from jddp.checkpoint.checkpoints import Checkpoints
+from jddp.checkpoint.checkpoints import CheckpointFolder
 from jddp.data import ArrayExamples, TrainBatches
 from jddp.distributed.requests import Requests
 from jddp.distributed.signals import stop_signals
@@ -78,7 +78,7 @@ def bare_loop(ddp, source, num_steps, *, seed=0):
 
 def newest(path, like):
     """The newest checkpoint in a directory, and its step."""
-    checkpoints = Checkpoints(path, keep=1)
+    checkpoints = CheckpointFolder(path, keep=1)
     step, state, _ = checkpoints.restore(like=like)
     checkpoints.close()
     return step, state
@@ -139,7 +139,9 @@ def test_fit_takes_bitwise_the_steps_of_a_bare_loop_on_whatever_can_become_array
     ddp, recorder = wrapped(model), Recorder()
     state, metrics = bare_loop(ddp, batches(), NUM_STEPS, seed=3)
     tensors = (jax.tree.map(Tensor, batch) for batch in batches())
-    run = ddp.fit(tensors, num_steps=NUM_STEPS, seed=3, callbacks=[recorder], log_every_steps=4)
+    run = jddp.fit(
+        ddp, tensors, num_steps=NUM_STEPS, seed=3, callbacks=[recorder], log_every_steps=4
+    )
     assert_same(run.state, state)
     want = [{"step": step, **values} for step, values in enumerate(metrics, start=1)]
     assert recorder.metrics == want
@@ -148,7 +150,7 @@ def test_fit_takes_bitwise_the_steps_of_a_bare_loop_on_whatever_can_become_array
 
 
 def test_evaluation_comes_at_the_end_from_batches_that_can_be_read_but_once(plain):
-    run = plain.fit(batches(), num_steps=3, evaluate=iter(EVALUATION))
+    run = jddp.fit(plain, batches(), num_steps=3, evaluate=iter(EVALUATION))
     want = plain.evaluate(run.state, EVALUATION)
     assert run.evaluations == [{"step": 3, "split": "eval", **want}]
     assert want["examples"] == 8
@@ -158,7 +160,7 @@ def test_the_metrics_file_holds_a_line_for_each_report(ddp, tmp_path):
     _, metrics = bare_loop(ddp, batches(), 5)
     plan = {"num_steps": 5, "eval_every_steps": 4, "log_every_steps": 2}
     plan |= {"evaluate": EVALUATION, "learning_rate": SCHEDULE}
-    run = ddp.fit(batches(), run_dir=tmp_path, **plan)
+    run = jddp.fit(ddp, batches(), run_dir=tmp_path, **plan)
     lines = MetricsFile(tmp_path / "metrics.jsonl").read()
     steps = [(line["step"], line["split"]) for line in lines]
     assert steps == [(2, "train"), (4, "train"), (4, "eval"), (5, "train"), (5, "eval")]
@@ -177,13 +179,13 @@ def test_the_metrics_file_holds_a_line_for_each_report(ddp, tmp_path):
 def test_a_state_that_has_steps_behind_it_takes_only_those_that_are_left(plain, tmp_path):
     (want, _), (state, _) = (bare_loop(plain, batches(), num) for num in (NUM_STEPS, 4))
     plan = {"num_steps": NUM_STEPS, "run_dir": tmp_path, "log_every_steps": 1}
-    run = plain.fit(batches()[4:], state=state, **plan)
+    run = jddp.fit(plain, batches()[4:], state=state, **plan)
     assert_same(run.state, want)
     assert [record["step"] for record in records(tmp_path)] == [5, 6]
     assert newest(tmp_path / "checkpoints", want)[0] == NUM_STEPS
     plain.step(state, make_batch(8))
     with pytest.raises(UsageError, match="This state was given to step call"):
-        plain.fit(batches(), num_steps=NUM_STEPS, state=state)
+        jddp.fit(plain, batches(), num_steps=NUM_STEPS, state=state)
 
 
 def scalar_loss(model, batch, train):
@@ -197,15 +199,15 @@ def test_padding_is_refused_for_a_loss_that_is_a_scalar():
     with pytest.raises(
         UsageError, match="'loss' is a scalar, .* a multiple of 4, and drop_remainder"
     ):
-        ddp.fit(padded, num_steps=4)
+        jddp.fit(ddp, padded, num_steps=4)
     full = TrainBatches(examples, global_batch_size=4, **plan)
-    assert ddp.fit(full, num_steps=5).step == 5
+    assert jddp.fit(ddp, full, num_steps=5).step == 5
 
 
 def fit(ddp, source, run_dir, **options):
     plan = {"log_every_steps": 1, "eval_every_steps": 3, "save_every_steps": 2}
     plan |= {"num_steps": NUM_STEPS, "evaluate": EVALUATION, "run_dir": run_dir}
-    return ddp.fit(source, **plan | options)
+    return jddp.fit(ddp, source, **plan | options)
 
 
 def test_a_finished_run_trains_nothing_and_appends_nothing(plain, tmp_path, capsys):
@@ -220,7 +222,7 @@ def test_a_finished_run_trains_nothing_and_appends_nothing(plain, tmp_path, caps
         assert_same(run.state, want.state)
         assert (run.step, run.metrics, run.history) == (6, want.metrics, want.history)
     assert "num_steps=2: the run is at step 6 already" in printed(capsys)
-    plain.fit(batches(), num_steps=2, state=run.state)
+    jddp.fit(plain, batches(), num_steps=2, state=run.state)
     assert "the run is at step 6 already" in printed(capsys)
 
 
@@ -257,7 +259,7 @@ def test_two_hundred_steps_that_stop_anywhere_are_two_hundred_steps(tmp_path):
 def test_the_length_of_epochs_that_are_made_longer_is_kept_and_reported(tmp_path, plain, capsys):
     for num_epochs in (1, 2):
         rows = {"data": make_batch(20), "global_batch_size": 16, "num_epochs": num_epochs}
-        run = plain.fit(**rows, run_dir=tmp_path)
+        run = jddp.fit(plain, **rows, run_dir=tmp_path)
     assert "num_steps 2 -> 4" in printed(capsys)
     kept = json.loads((tmp_path / f"checkpoints/{run.step}/run.json").read_text())
     assert kept["plan"]["num_steps"] == run.step == 4
@@ -370,7 +372,7 @@ def test_no_checkpoint_is_made_of_replicas_that_differ(plain, tmp_path):
     first = plain.init(0, make_batch(8))
     assert newest(tmp_path / "checkpoints", first)[0] == 2
     with pytest.raises(Mismatch, match="After step 0 params/Dense_0/kernel differs on"):
-        plain.fit(batches(), num_steps=2, state=bent(first))
+        jddp.fit(plain, batches(), num_steps=2, state=bent(first))
 
 
 def test_a_signal_interrupts_a_run_and_the_same_call_resumes_it(plain, tmp_path, capsys):
@@ -399,7 +401,7 @@ def test_a_signal_interrupts_a_run_and_the_same_call_resumes_it(plain, tmp_path,
 def test_two_signals_at_once_are_one(plain, tmp_path, saves):
     twice = [At(3, lambda run: signal.raise_signal(signal.SIGTERM))] * 2
     run_dir = tmp_path if saves else None
-    run = plain.fit(endless(), num_steps=10_000, callbacks=twice, run_dir=run_dir)
+    run = jddp.fit(plain, endless(), num_steps=10_000, callbacks=twice, run_dir=run_dir)
     assert run.interrupted == "SIGTERM"
     assert int(run.state.step) == run.step < 10_000
     assert [path.name for path in tmp_path.glob("checkpoints/*")] == [str(run.step)] * saves
@@ -409,7 +411,7 @@ def test_a_hangup_that_is_ignored_stays_so(plain):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as `nohup` has it
     try:
         callbacks = [At(3, lambda run: signal.raise_signal(signal.SIGHUP))]
-        run = plain.fit(batches(50), num_steps=50, callbacks=callbacks)
+        run = jddp.fit(plain, batches(50), num_steps=50, callbacks=callbacks)
     finally:
         signal.signal(signal.SIGHUP, before)
     assert (run.interrupted, run.step) == (None, 50)
@@ -429,7 +431,7 @@ def test_a_signal_is_heard_after_a_callback_has_used_handlers_of_asyncio(plain, 
     late = At(6, lambda run: signal.raise_signal(signal.SIGTERM))
     callbacks = [At(3, handle_for_a_while), late]
     before = signal.getsignal(signal.SIGTERM)
-    run = plain.fit(endless(), num_steps=10_000, callbacks=callbacks)
+    run = jddp.fit(plain, endless(), num_steps=10_000, callbacks=callbacks)
     assert run.interrupted == "SIGTERM"
     assert signal.getsignal(signal.SIGTERM) == before
     loops[0].close()
@@ -440,7 +442,7 @@ def test_the_event_loop_of_a_notebook_keeps_its_handlers(plain):
 
     async def notebook():
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, called.append, "heard")
-        plain.fit(batches(2), num_steps=2)
+        jddp.fit(plain, batches(2), num_steps=2)
         signal.raise_signal(signal.SIGUSR1)
         while not called:
             await asyncio.sleep(0)
@@ -501,7 +503,9 @@ def test_a_run_in_another_thread_leaves_the_signals_alone(plain):
 
     seen, before = [], handlers()
     look = At(1, lambda run: seen.append(handlers()))
-    thread = threading.Thread(target=lambda: plain.fit(batches(), num_steps=2, callbacks=[look]))
+    thread = threading.Thread(
+        target=lambda: jddp.fit(plain, batches(), num_steps=2, callbacks=[look])
+    )
     thread.start()
     thread.join()
     assert seen == [before]
@@ -525,7 +529,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_is_logged_and_spares_the_checkpo
     assert logged == [log_every_steps == 1] * 3 + [False]
     assert "ERROR ended by:" in log
     assert "NumericsError: The loss is nan at step 4" in log
-    plain.fit(batches(), num_steps=1, run_dir=tmp_path / "other")
+    jddp.fit(plain, batches(), num_steps=1, run_dir=tmp_path / "other")
     assert (tmp_path / "logs" / "process_0.log").read_text() == log
     mended = fit(plain, batches(), tmp_path, **plan)
     assert_same(mended.state, bare_loop(plain, batches(), NUM_STEPS)[0])
@@ -655,7 +659,7 @@ def test_what_a_run_has_learnt_is_saved_whatever_raises(ddp, tmp_path, source, o
 def test_an_error_carries_the_run_without_a_directory_too(plain):
     recorder = Recorder()
     with pytest.raises(Broken) as caught:
-        plain.fit(batches(), num_steps=6, callbacks=[At(3, break_off), recorder])
+        jddp.fit(plain, batches(), num_steps=6, callbacks=[At(3, break_off), recorder])
     run = caught.value.run
     assert run.step == 4
     assert recorder.metrics[-1]["step"] == 4
@@ -670,9 +674,9 @@ def test_a_batch_of_another_form_is_refused_with_its_step_and_both_forms(plain):
         (r"x float16 \(rows, 16\); the first .* x float32", {"x": x.astype(np.float16), "y": y}),
     ):
         with pytest.raises(DataError, match=f"step 4: .* has {message}"):
-            plain.fit([*batches(3), batch, *batches(2)], num_steps=6)
+            jddp.fit(plain, [*batches(3), batch, *batches(2)], num_steps=6)
     # Rows alone may differ.
-    assert plain.fit([make_batch(8), make_batch(4), make_batch(8)], num_steps=3).step == 3
+    assert jddp.fit(plain, [make_batch(8), make_batch(4), make_batch(8)], num_steps=3).step == 3
 
 
 def test_callbacks_are_called_for_every_step_and_in_order(plain, tmp_path):
@@ -884,7 +888,7 @@ def test_parameters_that_are_not_finite_are_not_saved_though_the_loss_was(tmp_pa
     ddp = wrapped(loss=loss)
     flagged = [{**make_batch(8), "flag": np.full(8, flag, np.float32)} for flag in (1, 1, 0, 1)]
     with pytest.raises(NumericsError, match="not finite after step 3"):
-        ddp.fit(flagged, num_steps=4, run_dir=tmp_path, save_every_steps=1)
+        jddp.fit(ddp, flagged, num_steps=4, run_dir=tmp_path, save_every_steps=1)
     step, state = newest(tmp_path / "checkpoints", ddp.init(0, flagged[0]))
     assert step == 2
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.params))

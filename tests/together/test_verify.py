@@ -13,7 +13,6 @@ from tiny import MLP, MODELS, NUM_CLASSES, ConvNet, Of, loss_fn, make_batch
 
 import jddp
 from jddp.errors import UsageError
-from jddp.trainer.fingerprint import uses_rng
 from jddp.verification.compare import Comparison, Verification
 from jddp.verification.findings import MICRO_BATCHES
 from jddp.verify import main
@@ -83,7 +82,7 @@ def test_a_step_draws_if_its_loss_does_forward_or_backward(function, draws):
         return jax.jit(function)(loss_fn(model, batch, train)[0])
 
     ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss)
-    assert uses_rng(ddp, make_batch()) == draws
+    assert ddp.steps.planned(make_batch()).uses_rng == draws
 
 
 def test_an_optimizer_that_draws_is_judged_beside_the_whole_batch():
@@ -103,7 +102,7 @@ def test_rows_of_a_form_seen_before_bring_back_what_was_found_of_them():
     ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss)
     batch = make_batch()
     for rows, found in ((batch, (False, ())), (batch | {"z": batch["y"]}, (True, ("loss",)))) * 2:
-        assert (uses_rng(ddp, rows), ddp.steps.scalars) == found
+        assert (ddp.steps.planned(rows).uses_rng, ddp.steps.planned(rows).scalars) == found
 
 
 def of_one_key(model, batch, train):

@@ -79,7 +79,7 @@ def test_fit_knows_the_names_of_its_options_before_it_reads_a_batch():
     for foreign in ("num_workers", "eval_batches", *meant):
         said = f"Did you mean '{meant[foreign]}'" if foreign in meant else ""
         with pytest.raises(ConfigError, match=f"fit.{foreign}: .*{re.escape(said)}"):
-            wrapped().fit(never(), num_steps=2, **{foreign: 3})
+            jddp.fit(wrapped(), never(), num_steps=2, **{foreign: 3})
 
 
 @pytest.mark.parametrize("model", ["mlp", "nnx"])
@@ -114,7 +114,7 @@ def test_a_state_on_other_devices_is_refused_in_one_line():
 def test_what_is_no_state_of_a_device_is_refused_by_name():
     ddp, batch = wrapped(), make_batch()
     state = ddp.init(0, batch)
-    run = ddp.fit([batch], num_steps=1, state=state)
+    run = jddp.fit(ddp, [batch], num_steps=1, state=state)
     on_host = jax.device_get(state)
     for given, message in (
         (None, "of type NoneType. Give the state that init"),
@@ -130,7 +130,7 @@ def test_what_is_no_state_of_a_device_is_refused_by_name():
                 call(given, [batch])
         if given is not None:
             with pytest.raises(UsageError, match=message):
-                ddp.fit([batch], num_steps=1, state=given)
+                jddp.fit(ddp, [batch], num_steps=1, state=given)
 
 
 @pytest.mark.parametrize("has_state", [False, True], ids=["first call", "after init"])
@@ -185,7 +185,11 @@ def test_a_key_that_the_batch_lacks_is_named_beside_those_that_it_has(model):
     ddp, batch = wrapped(no_such_key, MODELS[model]()), make_batch()
     state = ddp.init(0, {"image": batch["x"], "y": batch["y"]})
     reported = r"loss_fn reads batch\['image'\], and the batch holds x, y\."
-    calls = [(ddp.abstract_state, batch), (ddp.step, state, batch), (ddp.evaluate, state, [batch])]
+    calls = [
+        (ddp.steps.abstract_state, batch),
+        (ddp.step, state, batch),
+        (ddp.evaluate, state, [batch]),
+    ]
     for call, *given in calls:
         with pytest.raises(ConfigError, match=reported):
             call(*given)

@@ -57,7 +57,7 @@ def train_all(folder):
     def fit(name, *callbacks, **options):
         batches = itertools.repeat(make_batch(8, seed=jax.process_index()))
         options = {"run_dir": folder / name, "save_every_steps": None, **options}
-        run = ddp.fit(batches, num_steps=LENGTH, callbacks=callbacks, **options)
+        run = jddp.fit(ddp, batches, num_steps=LENGTH, callbacks=callbacks, **options)
         found[name] = {
             "step": run.step,
             "stopped": run.stopped,

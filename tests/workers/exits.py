@@ -39,7 +39,7 @@ if __name__ == "__main__":
     options = {"num_steps": 20, "run_dir": folder / "run", "log_every_steps": 1}
     try:
         batches = itertools.repeat(make_batch(8, seed=jax.process_index()))
-        ddp.fit(batches, callbacks=[Exits(), recorder], **options)
+        jddp.fit(ddp, batches, callbacks=[Exits(), recorder], **options)
     except SystemExit as error:
         found = {"code": error.code, "step": error.run.step, "called_for": recorder.steps}
         (folder / f"process_{jax.process_index()}.json").write_text(json.dumps(found))

@@ -41,7 +41,7 @@ class Steps(jddp.Callback):
 def fit(given, num_steps=2, **options):
     try:
         options = {"callbacks": [Steps()], **options}
-        return ddp.fit(given, num_steps=num_steps, **options)
+        return jddp.fit(ddp, given, num_steps=num_steps, **options)
     except jddp.Error as error:
         print(error.exit_code, error, flush=True)
 

@@ -65,7 +65,8 @@ def train_everything(folder, process_index, num_processes):
     for _ in range(3):
         state, metrics = ddp.step(state, next(source))
         losses.append(float(metrics["loss"]))
-    saved = ddp.save(folder / "own", state, {"losses": losses})
+    saved = jddp.Checkpoints(folder / "own")
+    saved.save(ddp, state, {"losses": losses})
     parts = [{k: x[part] for k, x in TEST.items()} for part in PARTS[num_processes][process_index]]
     evaluated = ddp.evaluate(state, parts)
     keep(folder / f"step_{process_index}.npz", {"losses": losses, **evaluated}, state)
@@ -73,12 +74,13 @@ def train_everything(folder, process_index, num_processes):
     saved.wait()
     own = made()
     own.init(seed=4, batch=source.batch(0))
-    state, extra = own.restore(folder / "own")
+    state, extra = jddp.Checkpoints(folder / "own").restore(own)
     state, _ = own.step(state, next(source))
     keep(folder / f"own_{process_index}.npz", extra | own.evaluate(state, parts), state)
 
     def fit(*callbacks, ddp=ddp, run_dir=folder / "run"):
-        return ddp.fit(
+        return jddp.fit(
+            ddp,
             batches(),
             num_steps=4,
             seed=3,

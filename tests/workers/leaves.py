@@ -74,7 +74,7 @@ if HOW == "answer":
         coordination.gather("never", "", timeout_seconds=600)
 elif HOW == "exit":
     options = {"callbacks": [Callback()], "same_batches": True}
-    ddp.fit(itertools.repeat(BATCH), num_steps=10**9, **options)
+    jddp.fit(ddp, itertools.repeat(BATCH), num_steps=10**9, **options)
 elif HOW == "ordinary":
     take_steps(4)
     if not IS_ONE:

@@ -12,7 +12,7 @@ import optax
 from tiny import MLP, loss_fn, make_batch
 
 import jddp
-from jddp.checkpoint.checkpoints import Checkpoints
+from jddp.checkpoint.checkpoints import CheckpointFolder
 
 
 def made():
@@ -23,7 +23,7 @@ def made():
 
 def main(directory):
     ddp, state = made()
-    checkpoints = Checkpoints(directory, keep=1)
+    checkpoints = CheckpointFolder(directory, keep=1)
     for step in (1, 2):
         state, _ = ddp.step(state, make_batch(seed=step))
         np.save(directory.parent / f"{step}.npy", np.asarray(state.params["Dense_0"]["kernel"]))

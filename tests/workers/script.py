@@ -54,4 +54,4 @@ if WHERE == "loop":
         state, metrics = ddp.step(state, make_batch(8))
     print("the loss is", float(metrics["loss"]))
 else:
-    ddp.fit(batches(), num_steps=20, callbacks=[Callback()])
+    jddp.fit(ddp, batches(), num_steps=20, callbacks=[Callback()])

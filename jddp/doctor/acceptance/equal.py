@@ -7,6 +7,7 @@ import jax
 from jddp.doctor.acceptance.jobs import Workload, adam, cnn, gpt
 from jddp.doctor.acceptance.result import Machine, PartResult
 from jddp.doctor.finding import BAD, OK, WARN
+from jddp.inspection.explain import explain
 from jddp.verification.compare import Comparison, compare
 from jddp.verification.verify import Verification, verify
 
@@ -57,7 +58,8 @@ def buckets(machine: Machine) -> PartResult:
     most = BUCKET_MB[machine.platform]
     options = {"bucket_mb": most, "layout": "flat"}
     with jax.default_matmul_precision("highest"):
-        report, explained = _verified(job, **options), job.replicate(**options).explain(job.batch)
+        report = _verified(job, **options)
+        explained = explain(job.replicate(**options), job.batch)
     sent = [x.bytes for x in explained.compiled if x.op == "all-reduce"]
     large = sum(size > most * 2**20 / 2 for size in sent)
     details = f"```text\n{report}\n\n{explained}\n```"

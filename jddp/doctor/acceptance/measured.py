@@ -8,7 +8,8 @@ from jddp.doctor.acceptance.result import SKIP, Machine, PartResult
 from jddp.doctor.finding import OK, WARN, Finding
 from jddp.doctor.links import measure_all_reduce
 from jddp.engine.mesh import make_mesh
-from jddp.inspection.memory import in_words
+from jddp.inspection.explain import explain
+from jddp.inspection.memory import in_words, memory
 
 _SIZES = {"gpu": (1, 4, 16, 64, 256), "cpu": (1, 2)}  # MiB
 _NUM_STEPS = {"gpu": 20, "cpu": 4}
@@ -67,11 +68,11 @@ def judge_scaling(ratio: float, machine: Machine) -> Finding:
     return Finding(WARN, f"{what} ({ratio / num:.0%})", fix)
 
 
-def memory(machine: Machine) -> PartResult:
+def peak_memory(machine: Machine) -> PartResult:
     """The memory that is predicted for a step, and the peak of some steps."""
     job = gpt(machine, "medium", machine.num_devices)
     ddp = job.replicate()
-    predicted = ddp.memory(job.batch)
+    predicted = memory(ddp, job.batch)
     step_seconds(ddp, job.batch, 2)
     known = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.devices()]
     finding = judge_memory(predicted.total, max((x for x in known if x), default=None))
@@ -95,7 +96,7 @@ def batch_norm(machine: Machine) -> PartResult:
     lines = ["| batch norm | step | all-reduces |", "| --- | ---: | ---: |"]
     for mode in ("sync", "local"):
         ddp = job.replicate(batch_norm=mode)
-        num = sum(x.op == "all-reduce" for x in ddp.explain(job.batch).compiled)
+        num = sum(x.op == "all-reduce" for x in explain(ddp, job.batch).compiled)
         times[mode] = step_seconds(ddp, job.batch, _NUM_STEPS[machine.platform])
         lines.append(f"| {mode} | {1e3 * times[mode]:.2f} ms | {num} |")
     what = f"a step takes {times['sync'] / times['local']:.2f} times as long as with local"

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from jddp.doctor.acceptance.equal import buckets, parity, user_verify
 from jddp.doctor.acceptance.machine import find_devices
-from jddp.doctor.acceptance.measured import bandwidth, batch_norm, memory, scaling
+from jddp.doctor.acceptance.measured import bandwidth, batch_norm, peak_memory, scaling
 from jddp.doctor.acceptance.overlap import overlap
 from jddp.doctor.acceptance.repeated import DETERMINISTIC, repeats
 from jddp.doctor.acceptance.result import Machine, PartResult
@@ -43,7 +43,7 @@ PARTS = {
     "bandwidth": Task("All-reduce", bandwidth, 90, needs_several=True),
     "scaling": Task("Scaling", scaling, 240, needs_several=True),
     "overlap": Task("Overlap", overlap, 180, needs_several=True),
-    "memory": Task("Memory", memory, 120, environ=_NO_AUTOTUNING),
+    "memory": Task("Memory", peak_memory, 120, environ=_NO_AUTOTUNING),
     "resume": Task("Kill and resume", kill_and_resume, 240, environ=DETERMINISTIC),
     "kill_one": Task("Kill of one process", kill_one, 180, needs_several=True),
     "batch_norm": Task("Batch norm", batch_norm, 120, needs_several=True),

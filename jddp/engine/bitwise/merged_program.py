@@ -24,7 +24,7 @@ from typing import Any
 import jax
 from jax.extend.mlir import ir, passmanager
 
-from jddp.engine.executor import checks_for_nan
+from jddp.engine.calls import checks_for_nan
 from jddp.engine.protocols import Function, Options, Places
 from jddp.typing import PyTree
 

@@ -28,7 +28,7 @@ from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch
 import jddp
 from jddp.checkpoint import folders, writer
 from jddp.checkpoint.__main__ import main as checkpoint_command
-from jddp.checkpoint.checkpoints import Checkpoints
+from jddp.checkpoint.checkpoints import CheckpointFolder
 from jddp.checkpoint.checksums import find_damage, seal
 from jddp.checkpoint.reader import newest_sound, read_newest
 from jddp.distributed.same_folder import SameFolder
@@ -58,7 +58,7 @@ def state():
 
 @pytest.fixture
 def checkpoints(tmp_path):
-    opened = Checkpoints(tmp_path / "checkpoints", keep=3)
+    opened = CheckpointFolder(tmp_path / "checkpoints", keep=3)
     yield opened
     opened.close()
 
@@ -139,7 +139,7 @@ def test_a_restored_state_takes_the_same_steps_and_is_donated(checkpoints, model
 
 
 def test_training_may_continue_while_a_checkpoint_is_being_written(tmp_path):
-    checkpoints = Checkpoints(tmp_path, keep=5)
+    checkpoints = CheckpointFolder(tmp_path, keep=5)
     ddp, copies = wrapped(optimizer=optax.adam(0.1)), {}
     state = ddp.init(0, make_batch())
     for step in range(1, 6):
@@ -149,13 +149,13 @@ def test_training_may_continue_while_a_checkpoint_is_being_written(tmp_path):
     state = stepped(ddp, 3, state)
     checkpoints.close()
     for step in range(5, 0, -1):
-        assert_same(Checkpoints(tmp_path, keep=5).restore(like=state).state, copies[step])
+        assert_same(CheckpointFolder(tmp_path, keep=5).restore(like=state).state, copies[step])
         shutil.rmtree(tmp_path / str(step))
 
 
 def test_a_step_that_is_saved_again_or_of_an_earlier_life_of_the_run_is_replaced(tmp_path, state):
     for life in ("first", "second"):
-        checkpoints = Checkpoints(tmp_path, keep=2)
+        checkpoints = CheckpointFolder(tmp_path, keep=2)
         assert (checkpoints.restore(like=state) is None) == (life == "first")
         for beside in ({}, {"life": life}):
             checkpoints.save(30, state, beside)
@@ -175,7 +175,7 @@ def test_a_process_that_dies_as_it_replaces_a_checkpoint_loses_none(saved, state
         pytest.raises(KeyboardInterrupt),
     ):
         folders.commit(saved, 4)
-    assert Checkpoints(saved, keep=1).restore(like=state).step == 4
+    assert CheckpointFolder(saved, keep=1).restore(like=state).step == 4
     assert names_in(saved) == {"4"}
 
 
@@ -184,7 +184,7 @@ def names_in(path):
 
 
 def save_all(path, state, steps, **options):
-    checkpoints = Checkpoints(path, **options)
+    checkpoints = CheckpointFolder(path, **options)
     for step in steps:
         checkpoints.save(step, state, {"position": step})
     checkpoints.close()
@@ -236,7 +236,7 @@ def every_layout(tmp_path_factory):
     options = {"batch_norm": "local", "comm_hook": memory("sum"), "shard_optimizer": True}
     ddp = wrapped(ConvNet(), optax.adam(0.1), mesh=4, **options)
     state, directory = stepped(ddp, 2), tmp_path_factory.mktemp("layouts")
-    checkpoints = Checkpoints(directory, keep=1)
+    checkpoints = CheckpointFolder(directory, keep=1)
     checkpoints.save(2, state, {"world": ddp.steps.topology}, ddp.steps.layouts(state))
     checkpoints.close()
     return ddp, state, directory
@@ -280,7 +280,7 @@ def test_a_layout_that_was_changed_is_found_as_a_shape_is(
     described[name]["layout"] = layout
     write_sealed(directory / "2", "arrays.json", json.dumps(described))
     with pytest.raises(error, match=reported):
-        Checkpoints(directory, keep=1).restore(state, ddp.steps.layouts(state))
+        CheckpointFolder(directory, keep=1).restore(state, ddp.steps.layouts(state))
 
 
 MANY = {f"w{i}": jnp.ones(3) for i in range(10, 56)}
@@ -389,7 +389,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(
 ):
     damage(saved / "4")
     before = contents(saved / "4")
-    checkpoints = Checkpoints(saved, keep=2)
+    checkpoints = CheckpointFolder(saved, keep=2)
     step, restored, beside = checkpoints.restore(like=state)
     assert (step, beside) == (2, {"position": 2})
     assert_same(restored, state)
@@ -422,7 +422,7 @@ STRAYS = {
 def test_a_file_that_is_in_no_list_is_reported_and_ignored(saved, state, caplog, add):
     add(saved / "4")
     (saved / ".DS_Store").touch()
-    checkpoints = Checkpoints(saved, keep=2)
+    checkpoints = CheckpointFolder(saved, keep=2)
     assert checkpoints.restore(like=state).step == 4
     assert names_in(saved) == {"2", "4", ".DS_Store"}
     equal(read_newest(saved, ["params"]), {"params": state.params})
@@ -448,18 +448,18 @@ def test_what_cannot_be_read_or_is_another_array_is_found_though_the_digests_of_
     described = described_in(saved / "4")  # Whoever wrote the files may have been wrong already.
     described["params/Dense_1/kernel"]["digest"] = "00000000"
     write_sealed(saved / "4", "arrays.json", json.dumps(described))
-    assert Checkpoints(saved, keep=2).restore(like=state).step == 2
+    assert CheckpointFolder(saved, keep=2).restore(like=state).step == 2
     assert "params/Dense_1/kernel is not the array that was saved" in caplog.text
     write_sealed(saved / "2", "state/_METADATA", "[]")
     with pytest.raises(FileSystemError, match=r"\A.*/2/state cannot be read: .*\Z"):  # one line
-        Checkpoints(saved, keep=2).restore(like=state)
+        CheckpointFolder(saved, keep=2).restore(like=state)
 
 
 def test_if_no_checkpoint_can_be_trusted_nothing_starts_anew(saved, state):
     for step in ("2", "4"):
         (saved / step / "arrays.json").unlink()
     with pytest.raises(FileSystemError, match="but all are damaged: they are now ") as got:
-        Checkpoints(saved, keep=2).restore(like=state)
+        CheckpointFolder(saved, keep=2).restore(like=state)
     assert (got.value.exit_code, len(str(got.value).splitlines())) == (74, 1)
     assert names_in(saved) == {"2.damaged", "4.damaged"}
 
@@ -484,7 +484,7 @@ def test_a_checkpoint_is_saved_though_an_older_one_cannot_be_removed(
     saved, state, stuck, caplog, monkeypatch
 ):
     stuck |= {"2.old", "4.old"}
-    with contextlib.closing(Checkpoints(saved, keep=1)) as checkpoints:
+    with contextlib.closing(CheckpointFolder(saved, keep=1)) as checkpoints:
         for step in (6, 8):
             checkpoints.save(step, state, {})
             checkpoints.wait()
@@ -512,7 +512,7 @@ def test_leftovers_that_cannot_be_removed_do_not_keep_a_run_from_its_start(
         shutil.copytree(saved / "4", saved / name)
     (saved / "6.new" / "stale").touch()
     stuck |= {"6.old", "1.old"}
-    with contextlib.closing(Checkpoints(saved, keep=3)) as checkpoints:
+    with contextlib.closing(CheckpointFolder(saved, keep=3)) as checkpoints:
         assert "leftovers cannot be removed: " in caplog.text
         checkpoints.save(6, state, {})
     assert names_in(saved) == {"2", "4", "6", "6.old", "1.old"}
@@ -531,7 +531,7 @@ def test_a_rename_that_is_refused_leaves_the_older_checkpoint_and_is_no_failed_s
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "rename", refuse)
-        with contextlib.closing(Checkpoints(saved, keep=2)) as checkpoints:
+        with contextlib.closing(CheckpointFolder(saved, keep=2)) as checkpoints:
             checkpoints.save(6, state, {})
     assert names_in(saved) == {"2", "4", "6"}
     assert "step 6 is saved, but an older checkpoint cannot be removed: [Errno 5]" in caplog.text
@@ -541,7 +541,7 @@ def test_what_a_process_that_died_was_writing_or_removing_is_no_checkpoint(saved
     for name in ("6.new", "1.old", "02", "030", "007.new"):
         shutil.copytree(saved / "4", saved / name)
     (saved / "notes").mkdir()  # A user's, as is a folder whose number begins with a zero.
-    checkpoints = Checkpoints(saved, keep=2)
+    checkpoints = CheckpointFolder(saved, keep=2)
     assert names_in(saved) == {"2", "4", "notes", "02", "030", "007.new"}
     assert checkpoints.restore(like=state).step == 4
     assert checkpoint_command(["list", str(saved)]) == 0
@@ -572,7 +572,7 @@ def test_values_can_be_read_without_the_program_that_wrote_them(saved, state, tm
 def test_those_who_log_information_are_spared_orbax(tmp_path, state, caplog):
     with caplog.at_level(logging.DEBUG, logger="absl"):
         save_all(tmp_path, state, (1, 2), keep=1)
-        Checkpoints(tmp_path, keep=1).restore(like=state)
+        CheckpointFolder(tmp_path, keep=1).restore(like=state)
     assert [record for record in caplog.records if record.name == "absl"] == []
 
 
@@ -613,7 +613,7 @@ def renamed(checkpoints, tmp_path):
 
 def test_a_checkpoint_under_another_number_is_set_aside(renamed, caplog):
     path, state = renamed
-    restored = Checkpoints(path, keep=3).restore(like=state)
+    restored = CheckpointFolder(path, keep=3).restore(like=state)
     assert (restored.step, restored.beside) == (1, {"position": 1})
     assert "The checkpoint of step 3 is damaged: it was saved as step 2" in caplog.text
     assert names_in(path) == {"1", "3.damaged"}
@@ -636,7 +636,7 @@ def test_a_checkpoint_under_another_number_is_neither_read_nor_exported(
 
 
 def test_a_failure_that_lasts_is_reported_once_and_again_after_a_success(tmp_path, state, caplog):
-    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints = CheckpointFolder(tmp_path, keep=1)
     for step in range(1, 9):
         in_the_way = tmp_path / (f"{step}.new" if step != 4 else "notes")
         in_the_way.write_text("")
@@ -647,14 +647,14 @@ def test_a_failure_that_lasts_is_reported_once_and_again_after_a_success(tmp_pat
     assert [line.split(" cannot")[0].split(": ")[1] for line in reported] == ["step 1", "step 5"]
     with pytest.raises(FileSystemError, match="step 8 cannot be saved: process 0: "):
         checkpoints.close()
-    assert Checkpoints(tmp_path, keep=1).restore(like=state).step == 4
+    assert CheckpointFolder(tmp_path, keep=1).restore(like=state).step == 4
 
 
 def test_a_disk_that_fills_up_during_a_save_is_reported_once(tmp_path, state, caplog, monkeypatch):
     by_tensorstore = ValueError("RESOURCE_EXHAUSTED: write to '1' [os_error_code='28']")
     errors = [by_tensorstore, OSError(28, "No space left on device", "2")]
     monkeypatch.setattr(writer.Writer, "_copy", mock.Mock(side_effect=errors))
-    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints = CheckpointFolder(tmp_path, keep=1)
     for step in (1, 2):
         checkpoints.save(step, state, {})
     with pytest.raises(FileSystemError, match="step 2 cannot be saved"):
@@ -667,8 +667,8 @@ def test_a_directory_that_cannot_be_made_is_an_error_and_one_that_was_moved_is_n
 ):
     (tmp_path / "file").touch()
     with pytest.raises(FileSystemError, match="file/run cannot be opened for checkpoints: "):
-        Checkpoints(tmp_path / "file" / "run", keep=1)
-    checkpoints = Checkpoints(tmp_path / "run" / "saved", keep=1)
+        CheckpointFolder(tmp_path / "file" / "run", keep=1)
+    checkpoints = CheckpointFolder(tmp_path / "run" / "saved", keep=1)
     checkpoints.save(1, state, {})
     checkpoints.wait()
     (tmp_path / "run").rename(tmp_path / "moved")
@@ -689,7 +689,7 @@ def test_saves_leave_little_memory_behind(tmp_path, state):
         gc.collect()
         return tracemalloc.get_traced_memory()[0]
 
-    with contextlib.closing(Checkpoints(tmp_path, keep=1)) as checkpoints:
+    with contextlib.closing(CheckpointFolder(tmp_path, keep=1)) as checkpoints:
         taken(range(5))
         tracemalloc.start()
         try:

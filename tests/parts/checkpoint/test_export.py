@@ -19,7 +19,7 @@ import jddp
 from jddp.checkpoint import reader
 from jddp.checkpoint.__main__ import main
 from jddp.checkpoint.arrays import by_path
-from jddp.checkpoint.checkpoints import Checkpoints
+from jddp.checkpoint.checkpoints import CheckpointFolder
 from jddp.checkpoint.formats import format_of
 from jddp.checkpoint.reader import read_values
 from jddp.checkpoint.weights import read_weights
@@ -37,7 +37,7 @@ def original(tmp_path_factory):
     )
     ddp = jddp.DataParallel(ConvNet(), optimizer, loss_fn, mesh=2, ema_decay=0.5)
     run_dir = tmp_path_factory.mktemp("run")
-    checkpoints = Checkpoints(run_dir / "checkpoints", keep=2)
+    checkpoints = CheckpointFolder(run_dir / "checkpoints", keep=2)
     state = ddp.init(0, make_batch())
     for step in (1, 2, 3):
         state, _ = ddp.step(state, make_batch(seed=step))
@@ -134,7 +134,10 @@ MISTAKES = (
 
 
 def test_arrays_of_64_bits_are_verified_and_exported_as_they_are(tmp_path):
-    with jax.enable_x64(True), contextlib.closing(Checkpoints(tmp_path / "a", keep=1)) as saved:
+    with (
+        jax.enable_x64(True),
+        contextlib.closing(CheckpointFolder(tmp_path / "a", keep=1)) as saved,
+    ):
         saved.save(3, replicate({"x": np.array([1 / 3])}, make_mesh(1)), {})
     assert main(["verify", str(tmp_path / "a")]) == 0
     file = tmp_path / "x.msgpack"
@@ -174,7 +177,7 @@ def test_a_mistake_is_one_line(run, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there.msgpack").write_bytes(b"\x80")
     narrow = jax.device_put(jnp.ones(4, jnp.int4), run[1].step.sharding)
-    checkpoints = Checkpoints(tmp_path / "narrow/checkpoints", keep=1)
+    checkpoints = CheckpointFolder(tmp_path / "narrow/checkpoints", keep=1)
     checkpoints.save(1, run[1].replace(params={"x": narrow}), {})
     checkpoints.close()
     before = sorted(tmp_path.rglob("*"))

@@ -15,7 +15,7 @@ import jddp
 from jddp.checkpoint import reader
 from jddp.checkpoint.__main__ import main
 from jddp.checkpoint.arrays import from_file
-from jddp.checkpoint.checkpoints import Checkpoints
+from jddp.checkpoint.checkpoints import CheckpointFolder
 from jddp.errors import ConfigError, FileSystemError
 
 KERNEL = "params/Dense_0/kernel"  # of shape (16, 16)
@@ -54,7 +54,7 @@ def ddp():
 def trained(ddp, tmp_path_factory):
     """A finished run; nobody changes it."""
     folder = tmp_path_factory.mktemp("runs") / "run"
-    ddp.fit([make_batch(8)] * 2, num_steps=2, run_dir=folder)
+    jddp.fit(ddp, [make_batch(8)] * 2, num_steps=2, run_dir=folder)
     return folder
 
 
@@ -82,7 +82,7 @@ def refused(ddp, run, capsys):
     with pytest.raises(FileSystemError, match=r"arrays\.json describes") as error:
         reader.read_newest(checkpoints, ["params"])
     assert "\n" not in str(error.value)
-    opened = Checkpoints(checkpoints, keep=1)
+    opened = CheckpointFolder(checkpoints, keep=1)
     with (
         contextlib.closing(opened),
         pytest.raises(FileSystemError, match=r"arrays\.json describes"),
@@ -107,7 +107,7 @@ def test_a_name_that_leads_elsewhere_or_writes_to_a_terminal_is_damage(
     assert "describes no arrays" in line
     assert line.isprintable()
     with (
-        contextlib.closing(Checkpoints(tmp_path / "own", keep=1)) as opened,
+        contextlib.closing(CheckpointFolder(tmp_path / "own", keep=1)) as opened,
         pytest.raises(ConfigError, match="an array of the state has the path"),
     ):
         opened.restore({name: jnp.ones(2)})

@@ -70,7 +70,7 @@ def test_safetensors_of_anybody_s_are_taken_by_their_names_and_cast_to_what_the_
 
 @pytest.mark.parametrize("kind", [ConvNet, NnxConvNet])
 def test_a_run_and_what_is_exported_of_it_are_taken(tmp_path, kind):
-    run = wrapped(make(kind)).fit([make_batch()] * 2, num_steps=2, run_dir=tmp_path / "run")
+    run = jddp.fit(wrapped(make(kind)), [make_batch()] * 2, num_steps=2, run_dir=tmp_path / "run")
     for name in ("out.safetensors", "out.msgpack"):
         assert checkpoint_main(["export", str(tmp_path / "run"), str(tmp_path / name)]) == 0
     fresh = wrapped(make(kind, seed=1))

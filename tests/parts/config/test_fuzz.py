@@ -15,7 +15,7 @@ from tiny import MLP, loss_fn, make_batch
 
 import jddp
 from jddp.checkpoint.__main__ import main
-from jddp.checkpoint.checkpoints import Checkpoints
+from jddp.checkpoint.checkpoints import CheckpointFolder
 from jddp.checkpoint.checksums import NAME, seal
 from jddp.config.files import flatten, load_config
 from jddp.config.schema import Config
@@ -68,7 +68,7 @@ def ddp():
 def run(ddp, tmp_path_factory):
     """A finished run; nobody changes it."""
     folder = tmp_path_factory.mktemp("runs") / "run"
-    return ddp.fit([make_batch(8)] * 2, num_steps=2, run_dir=folder)
+    return jddp.fit(ddp, [make_batch(8)] * 2, num_steps=2, run_dir=folder)
 
 
 def places(value, above=()):
@@ -117,7 +117,7 @@ def test_a_run_whose_data_have_another_form_is_refused(ddp, run, tmp_path, forge
     beside = json.loads((checkpoint / "run.json").read_text())
     write_sealed(checkpoint, "run.json", json.dumps(beside | forged))
     with pytest.raises(FileSystemError, match="run.json of another version of jddp"):
-        ddp.fit([make_batch(8)] * 3, num_steps=3, run_dir=folder)
+        jddp.fit(ddp, [make_batch(8)] * 3, num_steps=3, run_dir=folder)
 
 
 @settings(FUZZ, max_examples=20)
@@ -130,7 +130,7 @@ def test_a_checkpoint_is_what_was_saved_or_is_refused(ddp, run, tmp_path, data):
     like = ddp.init(0, make_batch(8))
 
     def restore():
-        with contextlib.closing(Checkpoints(folder / "checkpoints", keep=1)) as checkpoints:
+        with contextlib.closing(CheckpointFolder(folder / "checkpoints", keep=1)) as checkpoints:
             return checkpoints.restore(like)
 
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
@@ -139,6 +139,8 @@ def test_a_checkpoint_is_what_was_saved_or_is_refused(ddp, run, tmp_path, data):
     restored = taken_or_refused(restore)
     if restored is not None:
         assert_same(restored.state, run.state)
-    again = taken_or_refused(lambda: ddp.fit([make_batch(8)] * 3, num_steps=3, run_dir=folder))
+    again = taken_or_refused(
+        lambda: jddp.fit(ddp, [make_batch(8)] * 3, num_steps=3, run_dir=folder)
+    )
     if again is not None:
         assert again.step == 3 or again.stopped

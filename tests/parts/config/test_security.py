@@ -16,7 +16,7 @@ from runs import environment
 from tiny import MLP, loss_fn, make_batch
 
 import jddp
-from jddp.checkpoint.checkpoints import Checkpoints
+from jddp.checkpoint.checkpoints import CheckpointFolder
 from jddp.checkpoint.checksums import find_damage
 from jddp.config.files import dump_values, load_config, read_yaml
 from jddp.config.permissions import make_private, refuse_foreign
@@ -24,7 +24,6 @@ from jddp.config.schema import Config
 from jddp.distributed.join import bind_address
 from jddp.errors import ConfigError, Error, FileSystemError
 from jddp.job.command_line import _turn_on_cache
-from jddp.job.load import load
 
 PACKAGE = Path(jddp.__file__).parent
 RUN_CODE = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
@@ -33,7 +32,7 @@ SECRET = "xyzzy-4711-canary"
 
 def train(folder):
     ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, mesh=2)
-    return ddp.fit([make_batch(8)] * 3, num_steps=3, run_dir=folder)
+    return jddp.fit(ddp, [make_batch(8)] * 3, num_steps=3, run_dir=folder)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +83,7 @@ import shutil
 shutil.rmtree("run/checkpoints/4")
 assert main(options) == 0
 import jddp
-jddp.load("run")
+jddp.open_run("run")
 assert main(["train.num_steps=9", "run.dir=odd", "optimizer.learning_rate=1e38"]) == 80
 assert not found, found
 """
@@ -149,7 +148,7 @@ def test_a_checkpoint_cannot_be_kept_outside_of_its_run_nor_lead_there(run_dir, 
     assert [path.name for path in trained.run_dir.parent.iterdir()] == ["run"]
     folder = run_dir / "checkpoints"
     os.symlink(trained.run_dir / "checkpoints/3", folder / "4")
-    with contextlib.closing(Checkpoints(folder, keep=1)) as checkpoints:
+    with contextlib.closing(CheckpointFolder(folder, keep=1)) as checkpoints:
         assert checkpoints.steps() == [3]  # A link is no checkpoint.
     (folder / "secret").write_text("x")
     sums = folder / "3" / "SHA256SUMS"

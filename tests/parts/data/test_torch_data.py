@@ -46,8 +46,8 @@ def test_a_loader_trains_and_is_evaluated_as_arrays_are(tensors, num_workers):
     loader = torch.utils.data.DataLoader(tensors, **options)
     arrays = [(ROWS["x"][i : i + 8], ROWS["y"][i : i + 8]) for i in range(0, 32, 8)]
     ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, mesh=4)
-    got = ddp.fit(loader, num_steps=4, evaluate=loader)
-    want = ddp.fit(arrays, num_steps=4, evaluate=arrays)
+    got = jddp.fit(ddp, loader, num_steps=4, evaluate=loader)
+    want = jddp.fit(ddp, arrays, num_steps=4, evaluate=arrays)
     equal(got.state.params, want.state.params)
     assert got.eval_metrics == want.eval_metrics
 

@@ -82,14 +82,14 @@ def test_the_class_fit_and_the_doctor_refuse_one_process_of_several(monkeypatch,
     ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, mesh=2)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    ddp.fit([make_batch(4)], num_steps=1)
+    jddp.fit(ddp, [make_batch(4)], num_steps=1)
     for name, value in LAUNCHED.items():
         monkeypatch.setenv(name, value)
     refused = "jddp.launch has started 4 processes, of which this is number 3, but"
     with pytest.raises(UsageError, match=refused):
         jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn)
     with pytest.raises(UsageError, match=refused):
-        ddp.fit([make_batch(4)], num_steps=1, run_dir=tmp_path / "run")
+        jddp.fit(ddp, [make_batch(4)], num_steps=1, run_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()
     (finding,) = check_job(tmp_path)
     assert finding.level == "bad"

@@ -2,6 +2,7 @@
 
 import pytest
 
+from jddp.engine.compiled import Compiled
 from jddp.engine.executor import Executor
 
 
@@ -19,6 +20,7 @@ class Computed:
 def test_at_most_four_steps_are_in_flight_on_cpus(platform, waited_for):
     executor, waited = Executor(donate=False, platform=platform), []
     for i in range(7):
-        executor.send(lambda state, inputs, i=i: (state, Computed(i, waited)), f"state {i}", None)
+        step = Compiled(None, lambda state, inputs, i=i: (state, Computed(i, waited)))
+        executor.send(step, f"state {i}", None)
     assert waited == waited_for
     assert executor.latest == "state 6"

@@ -15,8 +15,9 @@ WAYS = {"leaf": {"layout": "leaf"}, "flat": {"layout": "flat"}, "overlap": {"ove
 
 def step_collectives(model, batch=None, **options):
     ddp = jddp.DataParallel(model, optax.adam(1e-3), loss_fn, **options)
-    text = ddp.lower(make_batch() if batch is None else batch).compile().as_text()
-    return ddp.plan, collectives(text)
+    batch = make_batch() if batch is None else batch
+    text = ddp.steps.lower(batch).compile().as_text()
+    return ddp.steps.planned(batch).plan, collectives(text)
 
 
 @pytest.mark.parametrize("bucket_mb", [0.1 * KIB, 0.5 * KIB, 25])
@@ -53,7 +54,7 @@ def test_evaluation_sends_one_small_vector_and_making_the_state_nothing():
     state = ddp.init(0, batch)
     rows, valid = ddp.shard_batch((batch, batch["x"][:, 0]))
     values = state.params, state.model_state
-    lowered = ddp._evaluate.lower(state.key, values, 0, ddp._inputs(rows), valid)
+    lowered = ddp._evaluate.lower(state.key, values, 0, ddp.steps.inputs(rows), valid)
     assert collectives(lowered.compile().as_text()) == [("all-reduce", 6)]
-    example = ddp._inputs(jax.tree.map(lambda x: x[:2], batch))
-    assert collectives(ddp._first._init.lower(0, example, None, None).compile().as_text()) == []
+    example = ddp.steps.inputs(jax.tree.map(lambda x: x[:2], batch))
+    assert collectives(ddp.steps.init.lower(0, example, None, None).compile().as_text()) == []

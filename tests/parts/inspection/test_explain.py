@@ -16,14 +16,14 @@ def wrapped(model=None, **options):
 
 def test_an_explanation_counts_what_the_compiled_step_sends():
     ddp = wrapped(ConvNet(), bucket_mb=0.1 * KIB, layout="flat", wire_dtype="bfloat16")
-    reported = ddp.explain(make_batch())
+    reported = jddp.explain(ddp, make_batch())
     assert max(map(len, str(reported).splitlines())) <= 80
     assert reported._repr_html_().startswith("<pre")
-    program = ddp.lower(make_batch()).compile().as_text()
+    program = ddp.steps.lower(make_batch()).compile().as_text()
     found = [(x.op, x.num_elements) for x in reported.compiled]
     assert found == collectives(program)
     rows = [line.split() for line in str(reported).splitlines()]
-    assert [row[0] for row in rows if row[-1:] == ["gradients"]] == [str(len(ddp.plan))]
+    assert [row[0] for row in rows if row[-1:] == ["gradients"]] == [str(len(reported.plan))]
     assert [row[0] for row in rows if row[-2:] == ["and", "metrics"]] == ["1"]
     assert [row[0] for row in rows if "model," in row] == ["1", "1"]  # batch norm, either way
 

@@ -35,7 +35,7 @@ def test_everything_that_a_notebook_shows_is_shown_by_one_helper_which_escapes_i
 def test_memory_is_a_table_of_what_a_device_needs_and_html_keeps_its_columns():
     ddp, batch = jddp.DataParallel(MLP(), optax.adam(0.1), loss_fn, mesh=2), make_batch()
     ddp.init(0, batch)
-    memory = ddp.memory(batch)
+    memory = jddp.memory(ddp, batch)
     for shown in (ddp, ddp.plan, memory):  # where <pre> inherits a proportional font
         assert shown._repr_html_().startswith('<pre style="font-family: monospace;')
     lines = repr(memory).splitlines()

@@ -36,17 +36,17 @@ def wrapped(loss, mesh=2, **options):
 def test_what_is_too_much_ends_with_what_would_fit(tmp_path):
     batch, ddp = make_batch(32), wrapped(greedy)
     with pytest.raises(OutOfMemoryError) as caught:
-        ddp.fit([batch] * 2, num_steps=2, run_dir=tmp_path)
+        jddp.fit(ddp, [batch] * 2, num_steps=2, run_dir=tmp_path)
     text = str(caught.value)
     assert caught.value.exit_code == 77
     assert text.startswith("out of memory in phase ")
     assert f"f32[16,{PER_ROW}] of " in text
     parts, rows = map(int, re.findall(r"accumulate_steps=(\d+) .* global batch of (\d+)", text)[0])
-    assert ddp.memory(batch, accumulate_steps=parts).fits
-    assert not ddp.memory(batch, accumulate_steps=parts // 2).fits
-    assert ddp.memory(make_batch(rows)).fits
-    assert not ddp.memory(make_batch(rows * 2)).fits
-    run = wrapped(loss_fn).fit([batch], num_steps=1)
+    assert jddp.memory(ddp, batch, accumulate_steps=parts).fits
+    assert not jddp.memory(ddp, batch, accumulate_steps=parts // 2).fits
+    assert jddp.memory(ddp, make_batch(rows)).fits
+    assert not jddp.memory(ddp, make_batch(rows * 2)).fits
+    run = jddp.fit(wrapped(loss_fn), [batch], num_steps=1)
     assert run.step == 1  # this process is none the worse for it
 
 
@@ -69,13 +69,13 @@ def test_where_one_row_is_too_much_nothing_is_suggested_and_other_errors_stay_wh
         (failing, 1, jax.errors.JaxRuntimeError, "no space"),
     ):
         with pytest.raises(error, match=message):
-            wrapped(loss, mesh).fit([make_batch(4)], num_steps=1)
+            jddp.fit(wrapped(loss, mesh), [make_batch(4)], num_steps=1)
 
 
 def test_memory_is_that_of_the_arrays_of_a_state():
     ddp = wrapped(loss_fn, ema_decay=0.5)
     state = ddp.init(0, make_batch(8))
-    memory = ddp.memory(make_batch(8))
+    memory = jddp.memory(ddp, make_batch(8))
     num_bytes = sum(x.nbytes for x in jax.tree.leaves(state.params))
     assert (memory.parameters, memory.gradients) == (2 * num_bytes, num_bytes)
     assert memory.optimizer == 2 * num_bytes + 4  # two moments, and a count
@@ -109,7 +109,7 @@ def test_the_memory_of_the_host_is_never_that_of_a_gpu(monkeypatch):
     assert limit([Device("gpu", {"bytes_limit": 7})]) == 7
     assert limit([Device("cpu", None)] * 4) == HOST // 4
     assert limit([Device("gpu", None)]) == math.inf  # XLA_PYTHON_CLIENT_ALLOCATOR=platform
-    unknown = dataclasses.replace(wrapped(loss_fn).memory(make_batch(8)), limit=math.inf)
+    unknown = dataclasses.replace(jddp.memory(wrapped(loss_fn), make_batch(8)), limit=math.inf)
     assert re.search(r"the device has +unknown", repr(unknown))
     monkeypatch.setattr(memory_module, "smallest_bytes", lambda: 2**30)
     assert limit([Device("gpu", None)]) == 2**30

@@ -71,7 +71,7 @@ def test_every_field_of_the_files_of_a_run_is_in_the_page(tmp_path):
     ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, max_grad_norm=1.0, skip_nonfinite=True)
     batch = make_batch(16)
     options = {"evaluate": [batch], "run_dir": tmp_path, "log_every_steps": 1}
-    ddp.fit([batch] * 2, num_steps=2, learning_rate=lambda step: 0.1, **options)
+    jddp.fit(ddp, [batch] * 2, num_steps=2, learning_rate=lambda step: 0.1, **options)
     (folder,) = (tmp_path / "checkpoints").iterdir()
     described = page("run_directory")
     named = set(re.findall(r"`(\w+)`", described))
@@ -203,7 +203,7 @@ def test_options_and_keys_that_the_page_on_trainers_names_are_there():
     rows = [re.split(r" \| |<br>", row)[-2:] for row in table.strip().splitlines()[2:]]
     keys = {".".join(path) for path in keys_of(jddp.Config)}
     assert {key for _, cell in rows for key in re.findall(r"`([\w.]+)`", cell)} <= keys
-    called = (jddp.DataParallel, jddp.DataParallel.fit, TrainBatches)
+    called = (jddp.DataParallel, jddp.fit, TrainBatches)
     options = {name for function in called for name in inspect.signature(function).parameters}
     named = {name for cell, _ in rows for name in re.findall(r"`(\w+)=`", cell)}
     assert len(named) > 10

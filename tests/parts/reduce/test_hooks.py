@@ -32,7 +32,7 @@ def average(tree, num_replicas=8, **options):
 
 def wire_dtypes(ddp, batch):
     """Dtype and elements of each all-reduce as it was asked for: XLA:CPU widens bfloat16."""
-    lowered = ddp.lower(batch).as_text().split("stablehlo.all_reduce")[1:]
+    lowered = ddp.steps.lower(batch).as_text().split("stablehlo.all_reduce")[1:]
     shapes = [text.split("}) : (tensor<")[1].split(">")[0] for text in lowered]
     return sorted((shape.split("x")[-1], shape.split("x")[:-1]) for shape in shapes)
 
@@ -47,7 +47,8 @@ def test_a_narrow_wire_carries_half_the_bytes(place, wire_dtype):
     assert [dtype for dtype, _ in sent].count("f32") == 1  # loss and metrics
     assert {dtype for dtype, _ in sent} == {"f32", name}
     assert {dtype for dtype, _ in sent_wide} == {"f32"}
-    assert narrow.plan.wire_bytes * 2 == wide.plan.wire_bytes
+    plans = [ddp.steps.planned(make_batch()).plan for ddp in (narrow, wide)]
+    assert plans[0].wire_bytes * 2 == plans[1].wire_bytes
 
 
 @pytest.mark.parametrize("dtype, wire_dtype", [(np.float32, "float16"), (np.float16, None)])
@@ -134,7 +135,7 @@ def test_a_hook_is_given_what_travels_and_its_scale(wire_dtype, scale):
 
     options = {"comm_hook": jddp.CommHook(lambda plan: (), reduce), "wire_dtype": wire_dtype}
     ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, **options)
-    ddp.lower(make_batch(48))
+    ddp.steps.lower(make_batch(48))
     assert seen == {(wire_dtype or "float32", scale)}
 
 

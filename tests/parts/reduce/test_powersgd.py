@@ -27,11 +27,10 @@ from states import assert_same, copied
 from tiny import MLP, ConvNet, loss_fn, make_batch, take_steps
 
 import jddp
-from jddp.checkpoint.checkpoints import Checkpoints
+from jddp.checkpoint.checkpoints import CheckpointFolder
 from jddp.errors import ConfigError
 from jddp.inspection.collectives import collectives
 from jddp.inspection.hlo import read_program
-from jddp.trainer.fingerprint import uses_rng
 
 SIDES = 8, 6
 
@@ -147,7 +146,9 @@ def test_without_warm_start_each_step_looks_another_way_and_nothing_but_the_coun
     """The same gradient three times, of which one column of Q sees another part each time."""
     x = matrices()
     ddp = linear(powersgd(error_feedback=False, warm_start=False))
-    assert not uses_rng(ddp, {"x": x})  # What it draws is no random number of the model.
+    assert not ddp.steps.planned(
+        {"x": x}
+    ).uses_rng  # What it draws is no random number of the model.
     state, ends = ddp.init(0, {"x": x}), []
     for _ in range(3):
         state = through(ddp, [{"x": x}], state)
@@ -204,7 +205,7 @@ def test_complex_gradients_travel_exactly():
 def bytes_by_bucket(ddp, batch):
     """Bytes of each gradient collective that the lowered step asks for, by its bucket."""
     found = collections.defaultdict(list)
-    for x in collectives(read_program(ddp.lower(batch).as_text("hlo", debug_info=True))):
+    for x in collectives(read_program(ddp.steps.lower(batch).as_text("hlo", debug_info=True))):
         if bucket := re.search(r"\bbucket_(\d+)/", x.op_name):
             found[int(bucket[1])].append(x.bytes)
     return found
@@ -232,10 +233,11 @@ def test_a_bucket_sends_its_factors_in_two_collectives(model, rank, rate, dtype,
     options = {"comm_hook": powersgd(rank, min_compression_rate=rate), "wire_dtype": dtype, **place}
     ddp = wrapped(model, loss_fn, bucket_mb=300 / 2**20, **options)
     found = bytes_by_bucket(ddp, make_batch())
-    assert len(ddp.plan) > 1 or isinstance(model, ConvNet)
-    for index, bucket in enumerate(ddp.plan.buckets):
+    plan = ddp.steps.planned(make_batch()).plan
+    assert len(plan) > 1 or isinstance(model, ConvNet)
+    for index, bucket in enumerate(plan.buckets):
         assert sorted(found[index]) == sorted(promised(bucket, rank, rate))
-    assert sum(map(sum, found.values())) < 0.9 * ddp.plan.wire_bytes  # convolutions of 36 numbers
+    assert sum(map(sum, found.values())) < 0.9 * plan.wire_bytes  # convolutions of 36 numbers
     if place["layout"] == "flat" and dtype is None:  # What is asked for is what is compiled.
         compiled = [x.bytes for x in sent(ddp, make_batch()) if "bucket_" in x.op_name]
         assert sorted(compiled) == sorted(itertools.chain(*found.values()))
@@ -280,7 +282,7 @@ def test_it_draws_the_same_whatever_kind_of_key_jax_makes(kind):
 
 def test_all_gradients_survive_8_replicas_that_become_4_and_8_again(tmp_path):
     x = [matrices(seed=i) for i in range(9)]
-    checkpoints, state, seen = Checkpoints(tmp_path, keep=9), None, 0
+    checkpoints, state, seen = CheckpointFolder(tmp_path, keep=9), None, 0
     for size in (8, 4, 8):
         ddp = linear(powersgd(), mesh=size)
         if state is not None:

@@ -1,7 +1,6 @@
 """Out of memory is recognized by the words of each library, and its explanation is true."""
 
 import dataclasses
-import functools
 import re
 from types import SimpleNamespace
 
@@ -10,9 +9,12 @@ import numpy as np
 import pytest
 
 from jddp.engine.mesh import make_mesh
+from jddp.engine.row_split import RowSplit
 from jddp.errors import OutOfMemoryError
 from jddp.inspection import memory as memory_module
-from jddp.inspection.memory import FIELDS, Memory, measure_memory
+from jddp.inspection.memory import FIELDS, Memory
+from jddp.inspection.memory import memory as memory_of
+from jddp.trainer import out_of_memory
 from jddp.trainer.out_of_memory import LIBRARIES, WORDS, explained
 
 ALLOCATES = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 4770354232 bytes."
@@ -71,7 +73,7 @@ class Stepping:
     """What an explanation asks of a `DataParallel`; a step of one micro-batch needs `memory`."""
 
     def __init__(self, memory=MEMORY):
-        self.spec = SimpleNamespace(backward=SimpleNamespace(num=1))
+        self.steps = SimpleNamespace(rows=RowSplit(1, 1, 1, "device"))
         self.mesh = SimpleNamespace(local_devices=jax.local_devices()[:1])
         self.measured, self._memory = [], memory
 
@@ -81,6 +83,13 @@ class Stepping:
             raise self._memory
         rows = batch["x"].shape[0] // accumulate_steps
         return dataclasses.replace(self._memory, temporaries=self._memory.temporaries * rows // 8)
+
+
+@pytest.fixture(autouse=True)
+def _measured_by_the_object_itself(monkeypatch):
+    monkeypatch.setattr(
+        out_of_memory, "memory_of", lambda ddp, batch, **how: ddp.memory(batch, **how)
+    )
 
 
 def explain(message, ddp=None):
@@ -165,6 +174,6 @@ def test_autotuning_is_left_out_on_gpus_alone(monkeypatch, platform, autotune, o
 
     state = SimpleNamespace(params={}, ema_params={}, opt_state={}, model_state={}, comm_state={})
     seen = SimpleNamespace(compile=compile_with)
-    measure = functools.partial(measure_memory, seen, state, BATCH, mesh)
-    assert measure(autotune=autotune).fits
+    steps = SimpleNamespace(lower=lambda *_: seen, abstract_state=lambda _: state)
+    assert memory_of(SimpleNamespace(mesh=mesh, steps=steps), BATCH, autotune=autotune).fits
     assert given == [options]

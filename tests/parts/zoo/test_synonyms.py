@@ -18,7 +18,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "trainers.md"
 
 def test_every_option_that_is_suggested_exists():
     known = {".".join(path) for path in keys_of(Config)}
-    takes = {"": jddp.DataParallel, "fit": jddp.DataParallel.fit}
+    takes = {"": jddp.DataParallel, "fit": jddp.fit}
     for option in OPTIONS:
         assert option.key in known | {""}
         owner, _, name = option.argument.rpartition(".")

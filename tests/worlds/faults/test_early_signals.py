@@ -31,7 +31,8 @@ def batches():
             signal.raise_signal(signal.SIGTERM)
         yield make_batch(8)
 
-run = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn).fit(batches(), num_steps=10**9)
+ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn)
+run = jddp.fit(ddp, batches(), num_steps=10**9)
 print(run.interrupted)
 """
 EARLY = "stopped before the first step. The same command resumes."

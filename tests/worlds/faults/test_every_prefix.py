@@ -9,7 +9,7 @@ from runs import environment
 from workers.save_twice import made
 
 from faults.crashes import Disk, record, write
-from jddp.checkpoint.checkpoints import Checkpoints
+from jddp.checkpoint.checkpoints import CheckpointFolder
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def test_a_save_that_is_cut_anywhere_leaves_the_last_checkpoint_or_one_before(re
     restored = []
     for number, (is_finished, disk) in enumerate(states_of_the_disk(*recorded)):
         write(disk, tmp_path / str(number))
-        checkpoints = Checkpoints(tmp_path / str(number), keep=1)
+        checkpoints = CheckpointFolder(tmp_path / str(number), keep=1)
         step, got, beside = checkpoints.restore(like=like)
         assert beside == {"saved": step}
         assert not is_finished or step == 2, f"step 2 was there and is gone: {sorted(disk)}"

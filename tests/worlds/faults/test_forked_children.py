@@ -92,7 +92,7 @@ if where == "saving":  # in a loop of your own
                 codes.append(child.exitcode)
 ddp = jddp.DataParallel(MLP(widths=(3,)), optax.sgd(0.1), cross_entropy)
 with owned_process():
-    run = ddp.fit(batches(), num_steps=6, run_dir=sys.argv[2], callbacks=[Forking()])
+    run = jddp.fit(ddp, batches(), num_steps=6, run_dir=sys.argv[2], callbacks=[Forking()])
 for pool in kept:
     pool.terminate()
 print(json.dumps({"step": run.step, "interrupted": run.interrupted, "codes": codes}))

@@ -3,67 +3,20 @@
 A run directory is data; which of the code that it names may be imported, `trust` decides.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import jax
-import jax.numpy as jnp
-
 from jddp.checkpoint import reader
 from jddp.checkpoint.folders import finished
-from jddp.checkpoint.remote import local_copy
 from jddp.config.files import read_yaml
 from jddp.config.schema import Config
 from jddp.errors import FileSystemError, UsageError
 from jddp.job.trust import check_trust, resolve_model
-from jddp.modules.functional import functional
 from jddp.zoo.models import make_model
 
 T = TypeVar("T")
-STATE_OPTIONS = ("batch_norm", "per_replica", "state_reduction")  # of DataParallel, in run.json
-
-
-def load(run_dir: str | Path, *, model: Any = None, trust: str | None = None) -> Any:
-    """Returns the model of a run, with the values of its newest checkpoint.
-
-    The directory is not trusted: of all names in its config only the model is resolved, and only
-    inside `jddp.zoo.models` unless `trust` permits more. `jddp.Run.open` gives the whole run.
-
-    Args:
-      run_dir: A run directory, or its URL.
-      model: The module to fill, in place of the one that the config names. A run of
-        `DataParallel.fit` has no config, and needs it.
-      trust: "here" to import a model whose code lies in the current folder; "package" to import the
-        module class that the config names, wherever it is, which runs the code of its package;
-        "config" to also call a function that the config names.
-
-    Returns:
-      A bound Linen module, or an NNX module in eval mode, with the parameters that the run itself
-      evaluated: their moving average under `train.eval_params=ema`.
-
-    Raises:
-      UsageError: If the model is not trusted, or no module class, or not given for a run that has
-        no config; or if there is no run.
-      ConfigError: If the config cannot be read.
-      FileSystemError: If there is no checkpoint.
-    """
-    run_dir = local_copy(run_dir)
-    module = model_in(run_dir, config_in(run_dir), trust) if model is None else model
-    return read_saved(run_dir, None, lambda saved: _filled(module, saved))
-
-
-def _filled(module: Any, saved: "Saved") -> Any:
-    """The module with the parameters that a run itself evaluated."""
-    world = saved.beside["world"]
-    options = {name: world[name] for name in STATE_OPTIONS if name in world}
-    form = functional(module, **options)
-    values, state = saved.read([saved.evaluated])
-    if form.values is not None:
-        values, state = _as(form.values[0], values), _as(form.values[1], state)
-    filled = form.rebuild(*jax.tree.map(jnp.asarray, (values, state)))
-    return module.bind(filled) if isinstance(filled, Mapping) else filled
 
 
 @dataclass(frozen=True)
@@ -126,7 +79,7 @@ def _find(run_dir: Path, chosen: int | str | None) -> Path:
 
 
 def config_in(run_dir: Path) -> Config | None:
-    """The config of a run; None for a run of `DataParallel.fit`, which keeps none.
+    """The config of a run; None for a run of `jddp.fit`, which keeps none.
 
     Raises:
       UsageError: If there is no run.
@@ -147,22 +100,12 @@ def model_in(run_dir: Path, config: Config | None, trust: str | None) -> Any:
     """The module that a config names, as far as `trust` permits."""
     check_trust(trust)
     if config is None:
-        keeps_none = f"{run_dir} holds a run of DataParallel.fit, which keeps no config."
+        keeps_none = f"{run_dir} holds a run of jddp.fit, which keeps no config."
         raise UsageError(
             f"{keeps_none} Give model=, the module that was trained.",
             in_shell=f"{keeps_none} A command cannot make its model; in Python there is "
-            "jddp.Run.open(run_dir, model=, loss_fn=).",
+            "jddp.open_run(run_dir, model=, loss_fn=).",
         )
     section = config.model
     found = section.name if section.target is None else resolve_model(config, trust, run_dir)
     return make_model(found, kwargs=section.kwargs)
-
-
-def _as(own: Any, found: Any) -> Any:
-    """Gives values that were read the keys of the module's own, some of which are numbers.
-
-    A module keeps its random keys, which are never used in evaluation.
-    """
-    if isinstance(own, dict):
-        return {key: _as(value, found.get(str(key), {})) for key, value in own.items()}
-    return own if jnp.issubdtype(own.dtype, jax.dtypes.prng_key) else found

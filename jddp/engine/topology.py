@@ -1,0 +1,28 @@
+"""Processes, devices and options by which a step divides its rows and statistics.
+
+A checkpoint keeps them, and a run that resumes reports where they differ.
+"""
+
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jddp.engine.spec import Step
+
+
+def topology_of(spec: Step, mesh: Mesh) -> dict[str, Any]:
+    """The topology of a step on a mesh, as `run.json` keeps it."""
+    model = spec.model
+    sync = model.sync
+    kept = {"per_replica": [*model.per_replica], "state_reduction": dict(sync.rules)}
+    return {
+        **{name: kinds for name, kinds in kept.items() if kinds},
+        "num_processes": jax.process_count(),
+        "num_devices": mesh.size,
+        "accumulate_steps": spec.backward.num,
+        "batch_norm": model.batch_norm,
+        "batch_norm_group_size": sync.group_size,
+        "logical_replicas": spec.replicas.num,
+        "local_steps": spec.sync.every,
+    }

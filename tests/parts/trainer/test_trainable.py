@@ -1,0 +1,56 @@
+"""A loop knows a `Trainable` and nothing else: an object without model, mesh or program will do."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jddp
+from jddp.engine.mesh import make_mesh, replicate
+from jddp.engine.program import PARTS, Form, Program
+from jddp.engine.row_split import RowSplit
+from jddp.engine.state import CommState, Replicated, TrainState
+
+BATCHES = [{"x": np.float32([i])} for i in range(6)]
+
+
+class Adding:
+    """Adds up its rows; its state before it runs is known to itself."""
+
+    mesh, latest, topology = make_mesh(1), None, {}
+    rows = RowSplit(1, 1, 1, "device")
+    steps = property(lambda self: self)
+
+    def init(self, seed=0, batch=None):
+        values = {"params": {"sum": jnp.float32(0)}, "step": jnp.int32(0), "skipped": jnp.int32(0)}
+        empty = {"ema_params": None, "model_state": {}, "opt_state": (), "comm_state": CommState()}
+        return replicate(TrainState(**values, **empty, key=jax.random.key(seed)), self.mesh)
+
+    def step(self, state, batch):
+        total = state.params["sum"] + batch["x"].sum()
+        return state.replace(step=state.step + 1, params={"sum": total}), {"loss": total}
+
+    def evaluate(self, state, batches, params):
+        return {"loss": float(state.params["sum"]), "examples": len(list(batches))}
+
+    def trace_evaluation(self, state, batch, params):
+        return ["loss", "examples"]
+
+    def layouts(self, state):
+        return jax.tree.map(lambda _: Replicated(), state)
+
+    def program(self, state, batch, form=None):
+        return Program(dict.fromkeys(PARTS, "a sum"), form or Form({}, 1, 1))
+
+    shard_batch = staticmethod(lambda batch: batch)
+
+
+def test_an_object_that_only_adds_is_trained_evaluated_saved_and_resumed(tmp_path, capsys):
+    def fit(num_steps):
+        options = {"run_dir": tmp_path, "evaluate": BATCHES[:2], "log_every_steps": 1}
+        return jddp.fit(Adding(), BATCHES, num_steps=num_steps, **options)
+
+    assert [x["loss"] for x in fit(3).history] == [0, 1, 3, 3]
+    run = fit(6)
+    assert "resumed from step 3 of 6" in capsys.readouterr().out
+    assert float(run.state.params["sum"]) == sum(range(6))
+    assert run.eval_metrics["loss"] == 15
