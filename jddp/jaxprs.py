@@ -1,20 +1,20 @@
 """Facts read from the equations of a traced program, and of the programs inside it.
 
 A loop, a branch and a jitted function are one equation each, with programs of its own. `equations`
-walks into all of them. The text of a program is no place to look: it holds names of functions too,
-which can be anything.
+walks into all of them, and `follow` follows values through them. The text of a program is no place
+to look: it holds names of functions too, which can be anything.
 
 This room knows equations, and nothing of models or steps.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 
 # Primitives that make random numbers; those that only make keys, such as `random_split`, do not.
 DRAWING = {"random_bits", "random_gamma", "rng_bit_generator", "rng_uniform", "threefry2x32"}
@@ -22,6 +22,10 @@ LOOPS = {"scan", "while"}
 PRODUCTS = {"dot_general", "conv_general_dilated"}
 # Up to here a dtype has all whole numbers: a sum of more ones than that does not grow.
 LARGEST_COUNTS = {np.dtype(jnp.bfloat16): 2**8, np.dtype(np.float16): 2**11}
+# The labels of results, and whether something was found in what makes them.
+Followed = tuple[list[int], bool]
+# What an equation makes of the labels of its inputs; None for an equation that a rule leaves alone.
+Rule = Callable[[JaxprEqn, list[int]], Followed | None]
 EXACT = ((lax.Precision.HIGHEST,) * 2, lax.DotAlgorithmPreset.F32_F32_F32)
 
 
@@ -138,3 +142,76 @@ def aval_shape(v: Any) -> tuple[int, ...]:
 def dtype_of(v: Any) -> np.dtype[Any]:
     """The dtype of a variable or number; bool of what is no array."""
     return np.dtype(getattr(v.aval, "dtype", bool))
+
+
+def follow(jaxpr: Jaxpr, given: Sequence[int], rule: Rule) -> Followed:
+    """Follows labels from the inputs of a program to its results.
+
+    A result has the largest label of the inputs that reach it, and a constant has 0. Branches,
+    loops and calls are followed too, a loop until nothing changes. A label may be too large, never
+    too small: results of an equation of another kind have the largest label of its inputs.
+
+    Args:
+      jaxpr: The program.
+      given: A label for each input.
+      rule: Rule for some of the equations; it is also asked for those of the programs inside.
+
+    Returns:
+      A label for each result, and whether the rule has found something, in a loop in the last pass.
+    """
+    labels = dict(zip(jaxpr.invars, given, strict=True))
+    found = False
+
+    def label_of(v: Any) -> int:
+        return 0 if isinstance(v, Literal) else labels.get(v, 0)
+
+    for eqn in jaxpr.eqns:
+        inputs = [*map(label_of, eqn.invars)]
+        results, finds = rule(eqn, inputs) or _follow_inside(eqn, inputs, rule)
+        found = found or finds
+        labels |= zip(eqn.outvars, results, strict=True)
+    return [*map(label_of, jaxpr.outvars)], found
+
+
+def _follow_inside(eqn: JaxprEqn, given: list[int], rule: Rule) -> Followed:
+    params = eqn.params
+    match eqn.primitive.name:
+        case "cond":
+            branches = [follow(branch.jaxpr, given[1:], rule) for branch in params["branches"]]
+            results = zip(*(labels for labels, _ in branches), strict=True)
+            found = any(finds for _, finds in branches)
+            return [max(given[0], *labels) for labels in results], found
+        case "scan":
+            first, last = carried(eqn)
+            return _follow_loop(
+                given[first:last],
+                lambda carry: follow(
+                    params["jaxpr"].jaxpr, [*given[:first], *carry, *given[last:]], rule
+                ),
+            )
+        case "while":
+            first = params["cond_nconsts"]
+            last = first + params["body_nconsts"]
+
+            def body(carry: list[int]) -> Followed:
+                # What decides about the end of the loop reaches all that it carries.
+                (ends,), _ = follow(params["cond_jaxpr"].jaxpr, [*given[:first], *carry], rule)
+                after, found = follow(
+                    params["body_jaxpr"].jaxpr, [*given[first:last], *carry], rule
+                )
+                return [max(ends, label) for label in after], found
+
+            return _follow_loop(given[last:], body)
+    if inner := called(eqn):
+        return follow(inner, given, rule)
+    return [max(given, default=0)] * len(eqn.outvars), False
+
+
+def _follow_loop(carry: list[int], body: Callable[[list[int]], Followed]) -> Followed:
+    """Labels of the results of a loop: its carry, after any number of steps, and stacked ones."""
+    while True:
+        results, found = body(carry)
+        grown = [max(pair) for pair in zip(carry, results, strict=False)]
+        if grown == carry:
+            return [*carry, *results[len(carry) :]], found
+        carry = grown

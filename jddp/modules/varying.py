@@ -5,19 +5,17 @@ number of the replica does. A collective over all replicas, such as `lax.psum`, 
 returns equal again. So the program shows which state of a model depends on the rows of a
 replica, whatever layer wrote it.
 
-The analysis is cautious: results of an unknown equation vary if one of its inputs does, and a loop
-is followed until nothing changes. An equal value may be taken for varying; never the reverse.
+An equal value may be taken for varying; never the reverse.
 """
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 from jax.core import eval_jaxpr
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import JaxprEqn
 
-from jddp.jaxprs import axes_of, called, carried
+from jddp.jaxprs import Followed, axes_of, follow
 from jddp.typing import PyTree
 
 EQUAL, GROUPED, VARYING = range(3)
@@ -47,57 +45,15 @@ def find_varying(
         leaves = jax.tree.leaves(tuple(given))
         return like_results(eval_jaxpr(traced.jaxpr, traced.consts, *leaves))
 
-    return evaluate, like_results(_follow(traced.jaxpr, jax.tree.leaves(tuple(labels)), axis))
+    equalize = functools.partial(_equalize, axis=axis)
+    found, _ = follow(traced.jaxpr, jax.tree.leaves(tuple(labels)), equalize)
+    return evaluate, like_results(found)
 
 
-def _follow(jaxpr: Jaxpr, given: Sequence[int], axis: str) -> list[int]:
-    known = dict(zip(jaxpr.invars, given, strict=True))
-
-    def label(v: Any) -> int:
-        return EQUAL if isinstance(v, Literal) else known.get(v, EQUAL)  # of a constant
-
-    for eqn in jaxpr.eqns:
-        known |= zip(eqn.outvars, _results(eqn, [*map(label, eqn.invars)], axis), strict=True)
-    return [*map(label, jaxpr.outvars)]
-
-
-def _results(eqn: JaxprEqn, given: list[int], axis: str) -> list[int]:
-    name = eqn.primitive.name
-    params = eqn.params
-    num = len(eqn.outvars)
-    follow = functools.partial(_follow, axis=axis)
-    if axis in axes_of(eqn):
-        if name not in EQUALISING:
-            return [VARYING] * num
-        return [EQUAL if params.get("axis_index_groups") is None else GROUPED] * num
-    if name == "cond":
-        branches = (follow(branch.jaxpr, given[1:]) for branch in params["branches"])
-        return [max(given[0], *labels) for labels in zip(*branches, strict=True)]
-    if name == "scan":
-        first, last = carried(eqn)
-
-        def body(carry: list[int]) -> list[int]:
-            return follow(params["jaxpr"].jaxpr, [*given[:first], *carry, *given[last:]])
-
-        return _loop(given[first:last], body)
-    if name == "while":
-        first = params["cond_nconsts"]
-        last = params["cond_nconsts"] + params["body_nconsts"]
-
-        def pass_on(carry: list[int]) -> list[int]:
-            # Replicas that leave the loop at other times carry other values.
-            (leaves,) = follow(params["cond_jaxpr"].jaxpr, [*given[:first], *carry])
-            after = follow(params["body_jaxpr"].jaxpr, [*given[first:last], *carry])
-            return [max(leaves, label) for label in after]
-
-        return _loop(given[last:], pass_on)
-    if inner := called(eqn):
-        return follow(inner, given)
-    return [max(given, default=EQUAL)] * num
-
-
-def _loop(carry: list[int], body: Callable[[list[int]], list[int]]) -> list[int]:
-    """Labels of the results of a loop: its carry, after any number of steps, and stacked ones."""
-    while (results := body(carry)) and any(b > a for a, b in zip(carry, results, strict=False)):
-        carry = [max(pair) for pair in zip(carry, results, strict=False)]
-    return [*carry, *results[len(carry) :]]
+def _equalize(eqn: JaxprEqn, given: list[int], axis: str) -> Followed | None:
+    if axis not in axes_of(eqn):
+        return None
+    label = VARYING
+    if eqn.primitive.name in EQUALISING:
+        label = EQUAL if eqn.params.get("axis_index_groups") is None else GROUPED
+    return [label] * len(eqn.outvars), False

@@ -12,6 +12,7 @@ from jddp.jaxprs import (
     carried,
     dtypes,
     equations,
+    follow,
     has_random_bits,
     sums_in_16_bits,
 )
@@ -150,3 +151,40 @@ def test_a_call_is_told_from_a_loop_and_from_a_reduction():
     for function, is_call in ((jax.jit(jnp.tanh), True), (loop, False), (reduction, False)):
         (eqn,) = traced(function, X).eqns[-1:]
         assert (called(eqn) is not None) == is_call, eqn.primitive.name
+
+
+def finds_products(eqn, labels):
+    """Leaves all equations to `follow`, but finds products."""
+    product = eqn.primitive.name == "mul"
+    return ([max(labels)] * len(eqn.outvars), True) if product else None
+
+
+def chosen(i, x, y):
+    return lax.switch(i, [lambda x, y: x, lambda x, y: y], x, y)
+
+
+def counted(x, y):
+    return lax.while_loop(lambda both: both[0] < y, lambda both: (both[0] + 1, both[1] + 1), (x, x))
+
+
+def passed_on(x, y, z):
+    """In each step of the scan a label goes one further."""
+    return lax.scan(lambda carry, _: ((z, carry[0], carry[1]), carry[2]), (x, y, x), length=3)
+
+
+FOLLOWED = {
+    "constants": (lambda x: (x + 1, jnp.ones(2)), [3], [3, 0], False),
+    "the largest": (lambda x, y: (x + y, y), [1, 2], [2, 2], False),
+    "a product": (lambda x, y: x * y, [1, 2], [2], True),
+    "a call": (lambda x, y: jax.jit(lambda x, y: (y, x * 2))(x, y), [1, 2], [2, 1], True),
+    "a branch": (chosen, [0, 1, 2], [2], False),
+    "what chooses a branch": (chosen, [3, 1, 2], [3], False),
+    "what ends a loop": (counted, [1, 2], [2, 2], False),
+    "what goes round": (passed_on, [0, 1, 2], [2, 2, 2, 2], False),
+}
+
+
+@pytest.mark.parametrize("function, given, wanted, found", FOLLOWED.values(), ids=FOLLOWED)
+def test_labels_are_followed_from_the_inputs_to_the_results(function, given, wanted, found):
+    program = traced(function, *[0] * len(given))
+    assert follow(program, given, finds_products) == (wanted, found)
