@@ -30,6 +30,8 @@ Path = tuple[Any, ...]
 # Examples: a tree of arrays that have one row for each, on the host or on the devices.
 Batch = PyTree
 Batches = Iterable[Batch]
+# An object of JSON, or of YAML: nested values by name.
+JsonObject = dict[str, Any]
 # Metrics by name, "loss" among them: scalars of a step, or results of an evaluation.
 Metrics = dict[str, Any]
 # A line of metrics.jsonl: metrics, with their step and split.

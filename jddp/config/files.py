@@ -25,6 +25,7 @@ from jddp.config.mistakes import ConfigMistakes, Mistake
 from jddp.config.permissions import expand
 from jddp.config.schema import Config
 from jddp.errors import ConfigError
+from jddp.typing import JsonObject
 from jddp.zoo.names import did_you_mean
 
 DEFAULT_PRESET = "fashion_mnist_cnn"
@@ -56,7 +57,7 @@ class Layer(NamedTuple):
     """The values of one source, and its name in an error."""
 
     origin: str
-    values: dict[str, Any]
+    values: JsonObject
 
 
 def load_config(
@@ -105,7 +106,7 @@ def dump_values(values: Mapping[str, Any]) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(dict(values)))
 
 
-def read_yaml(path: Path, origin: str | None = None) -> dict[str, Any]:
+def read_yaml(path: Path, origin: str | None = None) -> JsonObject:
     """Returns the values of a YAML file as they stand there: no `${...}` is followed.
 
     Args:
@@ -195,7 +196,7 @@ def _no_override(word: str) -> str:
     return NO_OVERRIDE
 
 
-def _parse(overrides: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
+def _parse(overrides: Sequence[str] | Mapping[str, Any]) -> JsonObject:
     values = OmegaConf.create()
     mistakes = []
     for override in overrides:
@@ -222,7 +223,7 @@ def _parse(overrides: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _merge(layers: Sequence[Layer]) -> Config:
-    merged: dict[str, Any] = {}
+    merged: JsonObject = {}
     for layer in layers:
         _drop_rivals(merged, layer.values)
         merged = _plain(OmegaConf.merge(merged, layer.values))
@@ -237,7 +238,7 @@ def _merge(layers: Sequence[Layer]) -> Config:
         raise ConfigMistakes(lines) from None
 
 
-def _drop_rivals(earlier: dict[str, Any], later: dict[str, Any]) -> None:
+def _drop_rivals(earlier: JsonObject, later: JsonObject) -> None:
     """Removes the keys from `earlier` that a choice in `later` replaces."""
     for section, rivals, beside in RIVALS:
         before, after = _at(earlier, section.split(".")), _at(later, section.split("."))
@@ -261,7 +262,7 @@ def _at(values: Any, path: Sequence[str]) -> Any:
     return values
 
 
-def _plain(values: Any) -> dict[str, Any]:
+def _plain(values: Any) -> JsonObject:
     """Returns nested dicts in which interpolations are still text."""
     plain: Any = OmegaConf.to_container(values, resolve=False)
     if not isinstance(plain, dict):
@@ -281,9 +282,9 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def flatten(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+def flatten(values: Mapping[str, Any], above: str = "") -> JsonObject:
     """Nested values by their dotted keys; tuples become lists, as YAML gives them back."""
-    flat: dict[str, Any] = {}
+    flat: JsonObject = {}
     for name, value in values.items():
         key = f"{above}{name}"
         value = list(value) if isinstance(value, tuple) else value

@@ -9,8 +9,8 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import Mapping
-from typing import Any
+
+from jddp.typing import JsonObject
 
 _LONGEST = 2**20  # bytes of a message
 _CHUNK = 2**16
@@ -45,13 +45,13 @@ class Connection:
         """Closes it."""
         self._socket.close()
 
-    def send(self, message: Mapping[str, Any]) -> None:
+    def send(self, message: JsonObject) -> None:
         """Sends a message, unless the connection is broken."""
         self._socket.settimeout(_SEND_SECONDS)
         with contextlib.suppress(OSError):
             self._socket.sendall(json.dumps(message).encode() + b"\n")
 
-    def receive(self, seconds: float) -> dict[str, Any]:
+    def receive(self, seconds: float) -> JsonObject:
         """The next message.
 
         Raises:
@@ -65,7 +65,7 @@ class Connection:
             self._read(left)
         return message
 
-    def arrived(self) -> list[dict[str, Any]]:
+    def arrived(self) -> list[JsonObject]:
         """The messages that are complete by now, of a connection on which something has come.
 
         Raises:
@@ -86,7 +86,7 @@ class Connection:
         self.begun = self.begun or time.monotonic()
         self._received += chunk
 
-    def _next(self) -> dict[str, Any] | None:
+    def _next(self) -> JsonObject | None:
         line, end, rest = self._received.partition(b"\n")
         if not end:
             if len(line) >= _LONGEST:

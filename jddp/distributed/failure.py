@@ -26,7 +26,7 @@ import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import jddp.distributed.coordination as job
 from jddp.distributed import early, failure_file
@@ -36,6 +36,7 @@ from jddp.distributed.resolve import LAUNCHED
 from jddp.distributed.signals import is_at_prompt, show_cursor
 from jddp.distributed.waits import LongestWait, is_waiting_for
 from jddp.errors import Error, ExitCode, report
+from jddp.typing import JsonObject
 
 _KEY, _GONE, _LEFT, _HOST = "jddp/failed", "jddp/failed/gone", "jddp/left", "jddp/host"
 _MOMENT = 1.0  # seconds in which another process that fails reports it
@@ -158,7 +159,7 @@ def _is_consequence(error: BaseException) -> bool:
     return failure_file.IS_LOST.search(text) is not None
 
 
-def end_process(failure: dict[str, Any], message: str) -> NoReturn:
+def end_process(failure: JsonObject, message: str) -> NoReturn:
     """Ends this process at once, for a failure that all processes know."""
     with _leaving:
         report(message)
@@ -198,7 +199,7 @@ def blame_who_left() -> bool:
     if not left:
         return False
     process, text = next(iter(left.items()))
-    known: dict[str, Any] = {"host": host_of(process), "step": None, "phase": None}
+    known: JsonObject = {"host": host_of(process), "step": None, "phase": None}
     ended = failure_file.describe_failure(process, json.loads(text)["exit_code"], **known)
     job.try_publish(_KEY, json.dumps(ended))
     return True
@@ -209,20 +210,20 @@ def host_of(process: int) -> str | None:
     return job.published(_HOST).get(process)
 
 
-def _read(seconds: float) -> dict[str, Any] | None:
+def _read(seconds: float) -> JsonObject | None:
     """The failure of the first process that failed, if one does in this time."""
     text = job.try_read(_KEY, seconds)
     return None if text is None else dict(json.loads(text))
 
 
-def _follow(first: dict[str, Any]) -> NoReturn:
+def _follow(first: JsonObject) -> NoReturn:
     """Exits because another process has failed, or was stopped before there was a run to stop."""
     code = first["exit_code"]
     report(failure_file.headline(first))
     _exit(code if code == ExitCode.PREEMPTED else ExitCode.ANOTHER_FAILED, first)
 
 
-def _exit(code: int, first: dict[str, Any]) -> NoReturn:
+def _exit(code: int, first: JsonObject) -> NoReturn:
     """Exits past every `finally` and barrier, which would wait for the other processes."""
     failure_file.write_failure(first)
     show_cursor()

@@ -15,13 +15,13 @@ import signal
 import socket
 import tempfile
 import traceback
-from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from jddp.distributed.same_folder import SameFolder
 from jddp.errors import ExitCode
+from jddp.typing import JsonObject
 
 VARIABLE, RESULT = "JDDP_FAILURE_FILE", "JDDP_RESULT_FILE"
 _EARLY = "ended too early{}, while others wait for it: give all as many steps and batches"
@@ -48,7 +48,7 @@ IS_LOST = re.compile("|".join(LOST), re.DOTALL)
 _SILENT = r"unhealthy \(stopped sending heartbeats\):(?:\s+\d+)+"
 _UNREACHABLE = r"(?:RPC:|while calling) /\S*CoordinationService/(?:Heartbeat|PollForError)"
 ABORT = re.compile(f"{_SILENT}|{_UNREACHABLE}")
-progress: dict[str, Any] = {"step": None, "phase": None}  # of this process, as its watchdog knows
+progress: JsonObject = {"step": None, "phase": None}  # of this process, as its watchdog knows
 _path: Path | None = None
 _folder = SameFolder(Path())  # of that file
 
@@ -70,7 +70,7 @@ def begin(path: Path | None) -> None:
 
 def describe_failure(
     process: int | None, exit_code: int | None, error: BaseException | None = None, **known: Any
-) -> dict[str, Any]:
+) -> JsonObject:
     """A failure as data.
 
     Args:
@@ -81,7 +81,7 @@ def describe_failure(
     """
     if exit_code is not None and exit_code < 0:
         exit_code = 128 - exit_code
-    failure: dict[str, Any] = {"process": process, "host": socket.gethostname()}
+    failure: JsonObject = {"process": process, "host": socket.gethostname()}
     failure |= {"exit_code": exit_code, "exception": None, "traceback": None, **progress}
     failure["time"] = datetime.now(UTC).isoformat()
     if error is not None:
@@ -93,7 +93,7 @@ def describe_failure(
     return {name: known.get(name, value) for name, value in failure.items()}
 
 
-def headline(failure: Mapping[str, Any]) -> str:
+def headline(failure: JsonObject) -> str:
     """A failure in one line, for people."""
     code = failure["exit_code"]
     exception = failure["exception"] or {}
@@ -109,7 +109,7 @@ def headline(failure: Mapping[str, Any]) -> str:
     return ": ".join([f"{who} {how}", *filter(None, exception.values())])
 
 
-def write_failure(failure: Mapping[str, Any], path: Path | None = None) -> None:
+def write_failure(failure: JsonObject, path: Path | None = None) -> None:
     """Keeps a failure, unless there is one already; raises nothing.
 
     A job that was stopped, and a process that has lost another, are no first failures.
@@ -134,7 +134,7 @@ def write_failure(failure: Mapping[str, Any], path: Path | None = None) -> None:
             os.link(new.name, path)  # which fails if another was first
 
 
-def read_failure(path: Path) -> dict[str, Any] | None:
+def read_failure(path: Path) -> JsonObject | None:
     """The failure in a file; None if there is none."""
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
         failure = describe_failure(None, None) | json.loads(path.read_text())

@@ -23,11 +23,12 @@ from typing import Any
 
 from jddp.distributed.connection import Connection
 from jddp.errors import CoordinatorError, ProcessMismatchError, report, words_of
+from jddp.typing import JsonObject
 
 POLL_SECONDS = 0.02
 _SLACK = 5.0  # seconds in which member 0 reports that its time is over, before the others give up
 NOTICE_SECONDS = 5.0  # after which a line reports that members are missing
-Infos = dict[int, dict[str, Any]]  # by the numbers of the members
+Infos = dict[int, JsonObject]  # by the numbers of the members
 
 
 class Notice:
@@ -58,7 +59,7 @@ class Member:
     number: int
     count: int
     same: dict[str, str] = field(default_factory=dict)
-    info: dict[str, Any] = field(default_factory=dict)
+    info: JsonObject = field(default_factory=dict)
     where: str = field(default_factory=lambda: f"{socket.gethostname()}, pid {os.getpid()}")
 
     def __post_init__(self) -> None:
@@ -93,7 +94,7 @@ class RendezvousClient(End):
     """The end of a member other than 0, which connects to member 0 and awaits its answer."""
 
     _server: Any = None  # a Connection, once there is one
-    _goodbye: dict[str, Any] | None = None  # of member 0
+    _goodbye: JsonObject | None = None  # of member 0
     _has_lost = False
 
     def close(self) -> None:
@@ -112,12 +113,12 @@ class RendezvousClient(End):
                 self._has_lost = True
         return [0] if self._has_lost or self._goodbye == {"failed": True} else []
 
-    def send(self, message: Mapping[str, Any]) -> None:
+    def send(self, message: JsonObject) -> None:
         """Sends member 0 a message, if it is connected."""
         if self._server is not None:
             self._server.send(message)
 
-    def send_failure(self, failure: Mapping[str, Any]) -> None:
+    def send_failure(self, failure: JsonObject) -> None:
         """Informs member 0 of the first failure here."""
         self.send({"failure": failure})
 
@@ -150,7 +151,7 @@ class RendezvousClient(End):
             f"at {self.address} in {seconds:.0f} s. Is it another program that listens there?"
         )
 
-    def _ask(self, mine: Member, until: float) -> dict[str, Any]:
+    def _ask(self, mine: Member, until: float) -> JsonObject:
         """Member 0's answer."""
         if self._server is None:
             stream = connect_to(self.address, f"{self.kind} {mine.number} of {mine.count}", until)
@@ -164,7 +165,7 @@ class RendezvousClient(End):
                 "starting job: the job has started already, or it is another program."
             ) from None
 
-    def _read_answer(self, answer: dict[str, Any]) -> Infos:
+    def _read_answer(self, answer: JsonObject) -> Infos:
         if "error" in answer:
             kind = CoordinatorError if answer["is_missing"] else ProcessMismatchError
             raise kind(answer["error"])

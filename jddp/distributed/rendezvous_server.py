@@ -12,6 +12,7 @@ from jddp.distributed.connection import Connection
 from jddp.distributed.open_files import allow_connections, too_few
 from jddp.distributed.rendezvous import POLL_SECONDS, End, Infos, Member, Notice, refuse_differences
 from jddp.errors import CoordinatorError, Error, ProcessMismatchError, words_of
+from jddp.typing import JsonObject
 
 PATIENCE_SECONDS = 30.0  # for further members, once there are enough
 _MESSAGE_SECONDS = 10.0  # for the first message of a connection, and for the rest of one
@@ -35,7 +36,7 @@ class RendezvousServer(End):
 
     listens: str | None = None
     is_enough: Callable[[Infos], bool] | None = None
-    failure: dict[str, Any] | None = None
+    failure: JsonObject | None = None
 
     def __post_init__(self) -> None:
         """Listens."""
@@ -165,7 +166,7 @@ class RendezvousServer(End):
         except (OSError, ValueError, TypeError):
             self._forget(client)  # whose connection is lost, or another program
 
-    def _take(self, client: Connection, message: dict[str, Any]) -> bool:
+    def _take(self, client: Connection, message: JsonObject) -> bool:
         """Takes a message; returns whether the connection stays."""
         if message == {"failed": False}:
             self._present.pop(client, None)

@@ -30,6 +30,7 @@ from jddp.distributed import failure, failure_file, silence
 from jddp.distributed.apart import started_apart
 from jddp.distributed.same_folder import make_folder, opener
 from jddp.errors import ExitCode
+from jddp.typing import JsonObject
 
 _ANSWER_SECONDS = 5.0
 _TICK = 0.5  # seconds
@@ -174,7 +175,7 @@ class Watchdog:
         return True
 
     def _progress_of_all(self) -> ProgressOfAll:
-        own: dict[str, Any] = {"host": socket.gethostname(), "phase": self.phase}
+        own: JsonObject = {"host": socket.gethostname(), "phase": self.phase}
         own |= {"step": self._step, "seconds": self._ran - self._since}
         me = job.process_index()
         numbers = range(job.num_processes())

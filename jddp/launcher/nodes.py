@@ -18,6 +18,7 @@ from jddp.distributed.rendezvous import Infos, Member, RendezvousClient
 from jddp.distributed.rendezvous_server import RendezvousServer, listen
 from jddp.errors import CoordinatorError
 from jddp.launcher.environments import Launch, Place
+from jddp.typing import JsonObject
 
 _NUM_PORTS = 64  # above the coordinator's, of which one is free
 
@@ -56,7 +57,7 @@ class Nodes:
           ProcessMismatchError: If two are the same node, or were started with other numbers.
         """
         launch = self._launch
-        info: dict[str, Any] = {"processes": launch.num_processes}
+        info: JsonObject = {"processes": launch.num_processes}
         if launch.node_rank == 0:
             info |= {"coordinator": self._choose_port(), "job": secrets.token_hex(8)}
         infos: Infos = {0: info}
@@ -83,7 +84,7 @@ class Nodes:
             write_failure(end.failure, failure_file)
         return lost
 
-    def send_failure(self, failure: Mapping[str, Any]) -> None:
+    def send_failure(self, failure: JsonObject) -> None:
         """Informs node 0, whose processes may wait for one here, of the failure of an attempt."""
         if isinstance(self._end, RendezvousClient):
             self._end.send_failure(failure)

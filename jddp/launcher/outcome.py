@@ -3,10 +3,10 @@
 import json
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jddp.distributed.failure_file import (
     ABORT,
@@ -17,6 +17,7 @@ from jddp.distributed.failure_file import (
 )
 from jddp.errors import ExitCode
 from jddp.launcher.group import Group, Worker
+from jddp.typing import JsonObject
 
 # Failures that a restart with the same command repeats.
 DETERMINISTIC = {ExitCode.USAGE, ExitCode.DATA, ExitCode.OUT_OF_MEMORY}
@@ -36,7 +37,7 @@ class Failure(NamedTuple):
       text: Traceback, or the end of standard error.
     """
 
-    data: Mapping[str, Any]
+    data: JsonObject
     headline: str
     seconds: float = 0.0
     text: str = ""
@@ -107,7 +108,7 @@ def kill_overdue(group: Group, number: int) -> Failure:
     return Failure(data, text, seconds)
 
 
-def _found(worker: Worker, path: Path) -> dict[str, Any]:
+def _found(worker: Worker, path: Path) -> JsonObject:
     """The failure of a process that has written none."""
     data = describe_failure(worker.number, worker.returncode)
     said = worker.output.stderr_end()
