@@ -19,7 +19,7 @@ from jddp.data.examples import ArrayExamples as ArrayExamples
 from jddp.data.examples import ImageExamples as ImageExamples
 from jddp.data.row_examples import RowExamples as RowExamples
 from jddp.data.source import DataSet as DataSet
-from jddp.data.source import Source as Source
+from jddp.data.source import DataSource as DataSource
 from jddp.data.source import make_data_set as make_data_set
 from jddp.data.source import source_of as source_of
 from jddp.data.source import spec_of as spec_of

@@ -35,7 +35,7 @@ class DataSet:
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """A data set that can be loaded, with the shapes of one example, known before loading.
 
     Attributes:
@@ -81,14 +81,14 @@ def make_data_set(
     )
 
 
-def source_of(name: str, train: object, test: object) -> Source:
+def source_of(name: str, train: object, test: object) -> DataSource:
     """A source of data that are opened already.
 
     Raises:
       DataError: If they cannot be read.
     """
     data = make_data_set(name, train, test)
-    return Source(spec_of(data.train), lambda: data)
+    return DataSource(spec_of(data.train), lambda: data)
 
 
 def image_spec(*shape: int) -> Spec:

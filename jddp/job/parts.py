@@ -11,7 +11,7 @@ from typing import Any
 
 from jddp.config.files import with_overrides
 from jddp.config.schema import Config, NamedSection
-from jddp.data import Source, make_source, source_of
+from jddp.data import DataSource, make_source, source_of
 from jddp.engine.sync import LocalSteps
 from jddp.errors import ConfigError
 from jddp.job.optimizers import optimizer_of
@@ -45,7 +45,7 @@ class Parts:
 
     config: Config
     model: Any
-    source: Source
+    source: DataSource
     loss_fn: Callable[..., Any]
     eval_fn: Callable[..., Any] | None
     ddp_options: dict[str, Any]
@@ -77,7 +77,7 @@ def resolve_parts(config: Config) -> Parts:
     return Parts(config, model, source, loss_fn, eval_fn, config.ddp.model_dump() | objects)
 
 
-def find_source(config: Config) -> Source:
+def find_source(config: Config) -> DataSource:
     """The source of the data that a config names."""
     data = config.data
     if data.name is not None:

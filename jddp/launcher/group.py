@@ -56,7 +56,7 @@ class Worker(subprocess.Popen[bytes]):
         cleanup.kill(self.pid)
 
 
-class Guard:
+class Cleanup:
     """Kills the process groups that it watches if this process ends without closing it."""
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class Group:
                 raise PermissionError(0, "it cannot be written")
         self.running = list[Worker]()
         self.ended = list[Worker]()
-        self._guard = Guard()
+        self._guard = Cleanup()
         self._num_sent = 0
         self._grace_seconds = launch.grace_seconds
         self._until = math.inf

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jddp.data.source import Source
+from jddp.data.source import DataSource
 from jddp.data.sources.arrays_on_disk import idx, npy, npz
 from jddp.data.sources.fashion_mnist import fashion_mnist
 from jddp.data.sources.image_folder import image_folder
@@ -20,9 +20,9 @@ from jddp.data.sources.tokens import tokens
 from jddp.errors import ConfigError
 from jddp.zoo.names import check_arguments, defaults_of, look_up
 
-_FORMATS: tuple[Callable[..., Source], ...] = (array_record, fashion_mnist, hugging_face, idx)
+_FORMATS: tuple[Callable[..., DataSource], ...] = (array_record, fashion_mnist, hugging_face, idx)
 _FORMATS += (image_folder, npy, npz, parquet, python_stdlib, tokens)
-SOURCES: dict[str, Callable[..., Source]] = {make.__name__: make for make in _FORMATS}
+SOURCES: dict[str, Callable[..., DataSource]] = {make.__name__: make for make in _FORMATS}
 KEYS = {"source": "data.source", "directory": "data.dir"}
 
 
@@ -32,7 +32,7 @@ def make_source(
     source: str = "embedded",
     directory: str | None = None,
     kwargs: Mapping[str, Any] | None = None,
-) -> Source:
+) -> DataSource:
     """The source of that name; it reads no example before `load()`.
 
     Args:

@@ -16,7 +16,7 @@ import numpy as np
 
 from jddp.data.augment import FlipAndShift
 from jddp.data.examples import ImageExamples
-from jddp.data.source import Source, image_spec, make_data_set, source_of
+from jddp.data.source import DataSource, image_spec, make_data_set, source_of
 from jddp.data.sources.idx import read_idx
 from jddp.data.sources.mapped import map_npy, map_npz
 from jddp.errors import DataError
@@ -33,7 +33,7 @@ def npy(
     mean: float | Sequence[float] = 0.5,
     std: float | Sequence[float] = 0.5,
     max_shift: int = 2,
-) -> Source:
+) -> DataSource:
     """The source of labelled square images in a directory.
 
     Args:
@@ -62,7 +62,7 @@ def idx(
     mean: float = 0.5,
     std: float = 0.5,
     max_shift: int = 2,
-) -> Source:
+) -> DataSource:
     """The source of labelled square grey images in four IDX files, which are read into memory.
 
     Args:
@@ -88,7 +88,7 @@ def idx(
 
 def _images(
     name: str, read: Read, shape: tuple[int, ...], num_classes: int, max_shift: int, **scale: Any
-) -> Source:
+) -> DataSource:
     """The source of images and labels that `read` returns for "train" and for "test"."""
 
     def examples(part: str) -> ImageExamples:
@@ -106,7 +106,7 @@ def _images(
             )
         return ImageExamples(images, labels, **scale)
 
-    return Source(
+    return DataSource(
         image_spec(*shape),
         lambda: make_data_set(name, examples("train"), examples("test")),
         FlipAndShift(max_shift),
@@ -114,7 +114,7 @@ def _images(
     )
 
 
-def npz(*, directory: Path) -> Source:
+def npz(*, directory: Path) -> DataSource:
     """The source of any arrays in a directory: all those of train.npz and of test.npz.
 
     Args:

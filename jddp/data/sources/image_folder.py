@@ -23,7 +23,7 @@ import numpy as np
 from jddp.data.augment import CropAndFlip
 from jddp.data.examples import NumpyBatch, per_channel
 from jddp.data.extras import import_extra
-from jddp.data.source import DataSet, Source, image_spec, make_data_set
+from jddp.data.source import DataSet, DataSource, image_spec, make_data_set
 from jddp.errors import ConfigError, DataError
 
 # By what a file begins with, whatever its name. Others that Pillow knows start programs.
@@ -214,7 +214,7 @@ def image_folder(
     std: float | Sequence[float] = STD,
     undecodable: str = "error",
     test_share: float | None = None,
-) -> Source:
+) -> DataSource:
     """The source of a directory with the folders train and test, or with a folder for each class.
 
     Args:
@@ -270,7 +270,7 @@ def image_folder(
         spec["mask"] = ((), np.dtype("float32"))
     root = directory if test_share is not None else directory / "train"
     found = num_classes or (len(_class_folders(root)) if root.is_dir() else 0)
-    return Source(spec, load, CropAndFlip(), {"num_classes": found} if found else {})
+    return DataSource(spec, load, CropAndFlip(), {"num_classes": found} if found else {})
 
 
 def _refuse_other_classes(

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from jddp.data.extras import import_extra
-from jddp.data.source import Source, source_of
+from jddp.data.source import DataSource, source_of
 from jddp.data.sources.decoded_rows import DecodedRows, StoredRows
 from jddp.data.sources.mapped import refusing_damage, require_file
 from jddp.errors import DataError, Error, FileSystemError
 from jddp.zoo.names import resolve_target
 
 
-def parquet(*, directory: Path, columns: Sequence[str] | None = None) -> Source:
+def parquet(*, directory: Path, columns: Sequence[str] | None = None) -> DataSource:
     """The source of Parquet files in a directory; `columns` chooses, None takes all."""
 
     def read(part: str) -> Any:
@@ -46,7 +46,7 @@ def parquet(*, directory: Path, columns: Sequence[str] | None = None) -> Source:
     return source_of(f"parquet {directory}", read("train"), read("test"))
 
 
-def hugging_face(*, directory: Path, columns: Sequence[str] | None = None) -> Source:
+def hugging_face(*, directory: Path, columns: Sequence[str] | None = None) -> DataSource:
     """The source of data sets that were saved to disk; `columns` chooses, None takes all."""
 
     def read(part: str) -> Any:
@@ -63,7 +63,7 @@ def hugging_face(*, directory: Path, columns: Sequence[str] | None = None) -> So
     return source_of(f"hugging_face {directory}", read("train"), read("test"))
 
 
-def array_record(*, directory: Path, decode: str) -> Source:
+def array_record(*, directory: Path, decode: str) -> DataSource:
     """The source of ArrayRecord files; `decode`, a target, makes a row of the bytes of a record."""
 
     def read(part: str) -> Any:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jddp.data.source import DataSet, Source
+from jddp.data.source import DataSet, DataSource
 from jddp.data.sources.tokens import TokenExamples, token_spec
 from jddp.errors import DataError, words_of
 
@@ -23,7 +23,7 @@ _SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "idl
 _MACHINE_MADE = ("_sysconfigdata", "config-")  # written when this interpreter was built
 
 
-def python_stdlib(*, sequence_length: int = 256) -> Source:
+def python_stdlib(*, sequence_length: int = 256) -> DataSource:
     """The source of the standard library's text.
 
     Args:
@@ -34,7 +34,7 @@ def python_stdlib(*, sequence_length: int = 256) -> Source:
     """
     spec = token_spec(sequence_length)
     root = Path(sysconfig.get_path("stdlib"))
-    return Source(spec, lambda: _load(root, sequence_length), sizes={"vocab_size": VOCAB_SIZE})
+    return DataSource(spec, lambda: _load(root, sequence_length), sizes={"vocab_size": VOCAB_SIZE})
 
 
 def source_files(root: Path) -> list[Path]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from jddp.data.examples import NumpyBatch
-from jddp.data.source import Source, Spec, make_data_set
+from jddp.data.source import DataSource, Spec, make_data_set
 from jddp.data.sources.mapped import map_npy, refusing_damage, require_file
 from jddp.errors import ConfigError, DataError
 
@@ -109,7 +109,7 @@ def tokens(
     sequence_length: int,
     vocab_size: int | None = None,
     cross_documents: bool = True,
-) -> Source:
+) -> DataSource:
     """The source of tokens in a directory.
 
     Args:
@@ -138,7 +138,7 @@ def tokens(
         documents = None if cross_documents else [*map(map_npy, begin)]
         return make(*map(map_npy, paths), documents=documents)
 
-    return Source(
+    return DataSource(
         spec=spec,
         load=lambda: make_data_set(f"tokens {directory}", examples("train"), examples("test")),
         sizes={"vocab_size": vocab_size} if vocab_size else {},

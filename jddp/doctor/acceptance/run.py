@@ -21,7 +21,7 @@ from jddp.doctor.acceptance.parts import PARTS
 from jddp.doctor.acceptance.result import SKIP, Machine, Part, PartResult
 from jddp.doctor.finding import BAD, Finding
 from jddp.errors import DeviceError, ExitCode, file_errors, show
-from jddp.launcher.group import Guard
+from jddp.launcher.group import Cleanup
 
 _LAST_LINES = 15
 _SLOWER = 4  # a trial on CPUs, which may be shared with much else
@@ -89,7 +89,7 @@ def run_part(name: str, machine: Machine, environ: Mapping[str, str]) -> Part:
     limit = task.seconds * (1 if machine.is_gpu else _SLOWER)
     began = time.monotonic()
     with tempfile.TemporaryFile("w+", errors="replace") as log:
-        with contextlib.closing(Guard()) as guard:  # which kills what is left of it
+        with contextlib.closing(Cleanup()) as guard:  # which kills what is left of it
             process = subprocess.Popen(
                 [sys.executable, "-c", PROGRAM, name, *map(str, machine)],
                 env={**environ, **task.environ, "XLA_FLAGS": flags},

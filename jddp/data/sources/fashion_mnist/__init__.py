@@ -23,7 +23,7 @@ import numpy as np
 
 from jddp.data.augment import FlipAndShift
 from jddp.data.examples import ImageExamples
-from jddp.data.source import DataSet, Source, image_spec
+from jddp.data.source import DataSet, DataSource, image_spec
 from jddp.data.sources.idx import read_idx
 from jddp.errors import ConfigError, DataError
 
@@ -53,7 +53,7 @@ def fashion_mnist(
     directory: Path | None = None,
     num_held_out: int = 0,
     max_shift: int = 2,
-) -> Source:
+) -> DataSource:
     """The source of Fashion-MNIST.
 
     Args:
@@ -81,7 +81,7 @@ def fashion_mnist(
     load = functools.partial(_load, source, root, num_held_out)
     spec = image_spec(28, 28, 1)
     sizes = {"num_classes": NUM_CLASSES}
-    return Source(spec, load, FlipAndShift(max_shift), sizes)
+    return DataSource(spec, load, FlipAndShift(max_shift), sizes)
 
 
 def _load(source: str, root: Path, num_held_out: int) -> DataSet:
