@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jddp.config.schema import Config as Config
     from jddp.data_parallel import DataParallel as DataParallel
+    from jddp.engine.for_losses import all_gather as all_gather
+    from jddp.engine.for_losses import replica_key as replica_key
     from jddp.engine.mesh import AXIS as AXIS
-    from jddp.engine.replica import all_gather as all_gather
-    from jddp.engine.replica import replica_key as replica_key
     from jddp.engine.state import TrainState as TrainState
     from jddp.engine.sync import LocalSteps as LocalSteps
     from jddp.errors import ConfigError as ConfigError
@@ -62,7 +62,7 @@ _HOMES = {
     "Metric": "modules.metrics",
     "Run": "trainer.run",
     "TrainState": "engine.state",
-    "all_gather": "engine.replica",
+    "all_gather": "engine.for_losses",
     "average_gradients": "reduce.average",
     "diagnose": "inspection.norms",
     "explain": "inspection.explain",
@@ -72,7 +72,7 @@ _HOMES = {
     "open_run": "job.opened",
     "powersgd": "reduce.powersgd",
     "register_batch_norm": "modules.batch_norm",
-    "replica_key": "engine.replica",
+    "replica_key": "engine.for_losses",
     "sync_batch_norm": "modules.functional",
     "train": "job.job",
     "verify": "verification.verify",

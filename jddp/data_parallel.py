@@ -24,7 +24,7 @@ from jddp.engine.bitwise.rows_of_sums import pack_rows
 from jddp.engine.calls import run_compiled
 from jddp.engine.clip import choose_clip
 from jddp.engine.compiled import CompiledSteps
-from jddp.engine.evaluate import (
+from jddp.engine.evaluation import (
     evaluate_exactly,
     make_evaluate,
     make_predict,
@@ -58,7 +58,7 @@ from jddp.modules.frozen import Frozen, thaw
 from jddp.modules.functional import functional
 from jddp.reduce.average import BUCKET_MB, bucket_sizes, choose_layout, make_reduction
 from jddp.reduce.hooks import as_is
-from jddp.reduce.packing import Layout, choose_packing
+from jddp.reduce.packing import BucketLayout, choose_packing
 from jddp.reduce.plan import BucketPlan
 from jddp.typing import Batch, Batches, Grads, LossFn, Metrics, Params, PyTree
 from jddp.zoo.losses import outputs
@@ -485,7 +485,7 @@ class DataParallel(Shown):
 
 def _settle_layout(
     layout: str, overlap: bool | str, mesh: Mesh, local: LocalSteps | None, logical: int | None
-) -> tuple[Layout, bool]:
+) -> tuple[BucketLayout, bool]:
     """Layout and overlap; there is nothing to overlap where a step sends no gradients."""
     # Under local steps the program, which holds steps with and without a mean, would hold the
     # backward pass twice.

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from jddp.engine.mesh import replicated, sharded
-from jddp.engine.state import Layout, PerReplica, Shape, merged
+from jddp.engine.state import Layout, PerReplica, merged
+from jddp.reduce.shards import Shape
 
 
 def to_read(shape: Sequence[int], layout: Layout, want: Any) -> jax.ShapeDtypeStruct:

@@ -26,7 +26,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxprs_i
 
 from jddp.typing import PyTree
 
-Found = dict[str, list[str]]  # digests of programs inside an equation, by part
+ByPart = dict[str, list[str]]  # digests of programs inside an equation, by part
 Operand = Var | Literal
 
 # Parameters of equations that say where something lies, or how it is called; no numbers follow.
@@ -98,7 +98,7 @@ class Reader:
 
         for eqn in jaxpr.eqns:
             part = self._part_of(eqn, part)
-            found: Found = defaultdict(list)
+            found: ByPart = defaultdict(list)
             params = self._params(eqn, part, found)
             if part is not None:
                 given = [name(v, part) for v in eqn.invars]
@@ -118,7 +118,7 @@ class Reader:
         found = next((part for part in reversed(self._parts) if part in scopes), None)
         return before if found is None and self._follows and not scopes else found
 
-    def _params(self, eqn: JaxprEqn, part: str | None, found: Found) -> list[str]:
+    def _params(self, eqn: JaxprEqn, part: str | None, found: ByPart) -> list[str]:
         """Texts of an equation's parameters; adds to `found` the digests of programs in them."""
         if part is None:  # Nothing of it counts but what has a scope inside.
             for inner in jaxprs_in_params(eqn.params):
@@ -136,7 +136,7 @@ class Reader:
         is_shape = name.endswith(_SHAPES) and not self._with_shapes
         return not is_shape and name != "name" and not any(word in name for word in _UNREAD)
 
-    def _text_of(self, x: PyTree, part: str | None, found: Found) -> str:
+    def _text_of(self, x: PyTree, part: str | None, found: ByPart) -> str:
         """Text of a parameter: a value, a program, or a nest of them."""
         if isinstance(x, ClosedJaxpr):
             return self._program(x.jaxpr, x.consts, part, found)
@@ -192,7 +192,7 @@ class Reader:
         return f"{_name(x.dtype)}{x.shape}" if self._with_shapes else _name(x.dtype)
 
     def _program(
-        self, jaxpr: Jaxpr, consts: Sequence[PyTree], part: str | None, found: Found
+        self, jaxpr: Jaxpr, consts: Sequence[PyTree], part: str | None, found: ByPart
     ) -> str:
         """Adds the digests of a program inside another one to those of their parts."""
         key = id(jaxpr), part

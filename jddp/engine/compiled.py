@@ -24,7 +24,7 @@ from jax.stages import Wrapped
 
 from jddp.distributed.waits import computing
 from jddp.engine.calls import call
-from jddp.engine.init import make_init
+from jddp.engine.first_state import make_init
 from jddp.engine.mesh import is_key, replicate, replicated, sharded
 from jddp.engine.planned import Planned, Plans, form_key, shapes_of
 from jddp.engine.program import Form, Program, digest_passes, digest_step, form_of
@@ -76,7 +76,7 @@ class CompiledSteps:
       spec: The parts of the step.
       mesh: The devices.
       rows: Division of rows over replicas and micro-batches.
-      init: The jitted function that makes a first state, `jddp.engine.init.make_init`.
+      init: The jitted function that makes a first state, `jddp.engine.first_state.make_init`.
     """
 
     def __init__(self, spec: Step, mesh: Mesh, *, donate: bool) -> None:

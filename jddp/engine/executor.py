@@ -26,7 +26,7 @@ from jddp.engine.state import Inputs, TrainState, check_state
 from jddp.errors import UsageError
 from jddp.typing import Metrics
 
-Sent = tuple[TrainState, Metrics]
+Stepped = tuple[TrainState, Metrics]
 
 
 class Executor:
@@ -51,7 +51,7 @@ class Executor:
         # Weak, or the handle of every old state would be kept for the sake of a message.
         self._taken: weakref.WeakKeyDictionary[TrainState, int] = weakref.WeakKeyDictionary()
 
-    def send(self, step: Compiled, state: TrainState, inputs: Inputs) -> Sent:
+    def send(self, step: Compiled, state: TrainState, inputs: Inputs) -> Stepped:
         """Sends a step; returns its result, which need not be computed yet."""
         self._num_calls += 1
         self.planned = step.planned

@@ -26,7 +26,7 @@ from jax import lax
 from jaxtyping import Array
 
 from jddp.engine.micro_batches import Scale
-from jddp.engine.protocols import Guard, Outcome, View
+from jddp.engine.protocols import Outcome, StepGuard, View
 from jddp.engine.state import KeepsOwn, TrainState, own_layouts
 from jddp.errors import ConfigError
 from jddp.modules.metrics import mean_tree
@@ -188,7 +188,7 @@ def after_good_step(found: Array, before: TrainState, after: TrainState) -> Outc
     return after, {"skipped": after.skipped.astype(jnp.float32)}
 
 
-def choose_guard(loss_scale: float | str | None, skips: bool, keeps_own: KeepsOwn) -> Guard:
+def choose_guard(loss_scale: float | str | None, skips: bool, keeps_own: KeepsOwn) -> StepGuard:
     """Returns the guard of these options, as `jddp.DataParallel` describes them.
 
     Raises:

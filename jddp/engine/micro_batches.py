@@ -1,7 +1,7 @@
 """Gradients of one replica: its rows run forward and backward, one micro-batch after the other.
 
-    MicroBatches    the rows in equal parts, of which there may be one; one reduction for all
-    Schedule        when their gradients leave, see `engine.schedule`
+    MicroBatches        the rows in equal parts, of which there may be one; one reduction for all
+    BackwardSchedule    when their gradients leave, see `engine.schedule`
 
 The loss is summed over the valid entries, so gradients are those of a sum, and the step divides
 them by the global count.
@@ -90,7 +90,7 @@ class Accumulated(NamedTuple):
     sums: Sums
 
 
-class Schedule(Protocol):
+class BackwardSchedule(Protocol):
     """When gradients leave: after the backward passes of a replica, or inside the last one."""
 
     def __call__(
@@ -131,7 +131,7 @@ class MicroBatches:
     start: Callable[[Params, int], float]
     guard: Callable[..., Guarded]
     num: int
-    schedule: Schedule
+    schedule: BackwardSchedule
 
     @functools.cached_property
     def forward(self) -> Callable[..., tuple[Array, tuple[Sums, ModelState]]]:

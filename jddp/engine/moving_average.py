@@ -9,7 +9,7 @@ from typing import final
 
 import optax
 
-from jddp.engine.protocols import Average
+from jddp.engine.protocols import MovingAverage
 from jddp.engine.state import TrainState, widened
 from jddp.errors import ConfigError, check_choice
 from jddp.typing import Params
@@ -54,7 +54,7 @@ class Ema:
         return after.replace(ema_params=moved)
 
 
-def choose_average(decay: float | None) -> Average:
+def choose_average(decay: float | None) -> MovingAverage:
     """Returns the average of this decay.
 
     Raises:

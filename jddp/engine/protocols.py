@@ -5,8 +5,8 @@
     View               how much of the mean gradient does a replica hold?
     Clip               what is the mean gradient clipped to?
     Optimizer          which parameters does a replica update?
-    Average            is there a moving average of the parameters?
-    Guard              which steps count, and what is the loss scale?
+    MovingAverage      is there a moving average of the parameters?
+    StepGuard          which steps count, and what is the loss scale?
 
 Each is implemented by final classes, chosen once from the options (`engine.spec.Step`), so that the
 step tests no option. A part knows nothing of another but what its methods are passed. Where a
@@ -270,7 +270,7 @@ class Optimizer(Protocol):
         """
 
 
-class Average(Protocol):
+class MovingAverage(Protocol):
     """Whether there is a moving average of the parameters, to evaluate with."""
 
     def init(self, params: Params) -> Params:
@@ -280,7 +280,7 @@ class Average(Protocol):
         """Returns the state with the average moved towards its parameters."""
 
 
-class Guard(Protocol):
+class StepGuard(Protocol):
     """Which steps count, and what the loss scale is."""
 
     @property

@@ -1,6 +1,6 @@
 """A step as a value made of parts, one for each question; and which options go together.
 
-    step.backward     MicroBatches, with a Schedule           how rows become gradients
+    step.backward     MicroBatches, with a BackwardSchedule   how rows become gradients
     step.replicas     Devices | LogicalReplicas               rows of a replica, order of sums
     step.reduction    Reduction, with a Packing and a hook    in what form gradients are sent
     step.sync         EveryStep | LocalSteps                  when replicas synchronize
@@ -19,11 +19,11 @@ from typing import final
 
 from jddp.engine.micro_batches import MicroBatches
 from jddp.engine.protocols import (
-    Average,
     Clip,
-    Guard,
+    MovingAverage,
     Optimizer,
     Replicas,
+    StepGuard,
     Synchronization,
     View,
 )
@@ -72,8 +72,8 @@ class Step:
     sync: Synchronization
     clip: Clip
     optimizer: Optimizer
-    average: Average
-    guard: Guard
+    average: MovingAverage
+    guard: StepGuard
 
     @property
     def axis(self) -> str:

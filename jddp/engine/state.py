@@ -22,9 +22,9 @@ from jax.sharding import NamedSharding
 from jddp.errors import UsageError
 from jddp.html import Shown
 from jddp.reduce.plan import in_mebibytes
+from jddp.reduce.shards import Shape
 from jddp.typing import Batch, HookState, ModelState, OptState, Params, Path, PyTree
 
-Shape = tuple[int, ...]
 Leaf = PyTree  # One of a tree: an array of the host or of the devices, or its shape and dtype.
 KeepsOwn = Callable[[Path, Leaf], bool]  # whether each replica has its own of a leaf
 Values = tuple[Params, ModelState]  # what a model computes with

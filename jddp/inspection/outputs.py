@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from jddp.engine.evaluate import make_predict
+from jddp.engine.evaluation import make_predict
 from jddp.engine.state import Inputs
 from jddp.engine.trainable import Trainable
 from jddp.typing import Batch

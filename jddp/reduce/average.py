@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jddp.errors import ConfigError, check_choice
 from jddp.reduce.gradients import Finished
 from jddp.reduce.hooks import CommHook, Units, as_is, varies
-from jddp.reduce.packing import Layout, Packed, bucketed
+from jddp.reduce.packing import BucketLayout, Packed, bucketed
 from jddp.reduce.plan import MEBIBYTE
 from jddp.reduce.reduction import Reduction
 from jddp.typing import Grads, HookState, Params
@@ -131,7 +131,7 @@ def average_gradients(
 
 def choose_layout(
     layout: str, overlap: bool | str, platform: Callable[[], str]
-) -> tuple[Layout, bool]:
+) -> tuple[BucketLayout, bool]:
     """Returns a layout, and whether buckets are sent inside the backward pass; resolves "auto".
 
     Args:
@@ -142,7 +142,7 @@ def choose_layout(
     Raises:
       ConfigError: If a value is unknown, or the two cannot be combined.
     """
-    check_choice("layout", layout, ("auto", *get_args(Layout)))
+    check_choice("layout", layout, ("auto", *get_args(BucketLayout)))
     if overlap not in (True, False, "auto"):
         raise ConfigError(f"overlap is True, False or 'auto'; got {overlap!r}.")
     if layout == "leaf" and overlap is True:
@@ -156,7 +156,7 @@ def choose_layout(
         overlap = on_gpu and layout != "leaf"
     if layout == "auto":
         layout = "flat" if on_gpu or overlap else "leaf"
-    return cast(Layout, layout), bool(overlap)
+    return cast(BucketLayout, layout), bool(overlap)
 
 
 def half_precision(option: str, dtype: DTypeLike | None) -> np.dtype | None:

@@ -3,7 +3,7 @@
     init(plan) -> comm_state                                    once, from the plan
     reduce(bucket, comm_state, axis) -> bucket, comm_state      inside the step, for each bucket
 
-`mean` is the default. `narrow` puts a smaller dtype on the wire, around any hook. A custom
+`mean_hook` is the default. `narrow` puts a smaller dtype on the wire, around any hook. A custom
 hook sees each bucket as a pytree of arrays:
 
     def reduce(bucket, comm_state, axis):
@@ -30,8 +30,8 @@ from jddp.reduce.plan import Bucket, BucketPlan
 from jddp.reduce.shards import Shape
 from jddp.typing import HookState, PyTree
 
-Average = Callable[[PyTree, str], PyTree]
-Split = Callable[[jax.Array, list[Shape]], list[jax.Array]]
+TakeMean = Callable[[PyTree, str], PyTree]
+SplitVector = Callable[[jax.Array, list[Shape]], list[jax.Array]]
 
 
 @jax.tree_util.register_dataclass
@@ -73,7 +73,7 @@ class GradBucket:
         return dataclasses.replace(self, values=values)
 
 
-def leaves_of(bucket: GradBucket, split: Split) -> list[jax.Array]:
+def leaves_of(bucket: GradBucket, split: SplitVector) -> list[jax.Array]:
     """The leaves of a bucket, in the order of the plan: `split(value, shapes)` for each array."""
     shapes = bucket.planned.shapes
     leaves: dict[int, jax.Array] = {}
@@ -169,7 +169,7 @@ def _pmean(tree: PyTree, axis: str) -> PyTree:
     return tree if is_alone else lax.pmean(tree, axis)
 
 
-def mean(average: Average = _pmean) -> CommHook:
+def mean_hook(average: TakeMean = _pmean) -> CommHook:
     """The exact mean, as `mean_over` takes it; a hook without state."""
 
     def reduce(bucket: GradBucket, state: HookState, axis: str) -> tuple[GradBucket, HookState]:
@@ -178,7 +178,7 @@ def mean(average: Average = _pmean) -> CommHook:
     return CommHook(lambda plan: (), reduce)
 
 
-def mean_over(axis: str, tree: PyTree, average: Average = _pmean) -> PyTree:
+def mean_over(axis: str, tree: PyTree, average: TakeMean = _pmean) -> PyTree:
     """The mean of a tree of arrays over the replicas of `axis`, by `lax.pmean` or `average`.
 
     float16 is scaled down on the wire, so that its sum fits where its mean does.

@@ -1,8 +1,8 @@
-"""In what form the gradients of a bucket are sent, and what of their mean each replica gets.
+"""Packings: forms in which the gradients of a bucket are sent, and what each replica gets.
 
-    Whole      as they are, or in one vector; each gets the whole mean
-    Sharded    cut into a shard for each replica (`shards`); each gets its shard of the mean, and a
-               separable optimizer needs no more
+    WholeLeaves      as they are, or in one vector; each replica gets the whole mean
+    ShardedLeaves    cut into a shard for each replica (`shards`), which gets its shard of the mean;
+                     a separable optimizer needs no more
 
 Only some hooks can reduce the arrays of a packing, so both are made together: `bucketed` for a hook
 that averages what it is given, and in `choose_packing` a reduce-scatter. The packing of logical
@@ -18,13 +18,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jddp.errors import ConfigError, check_choice
-from jddp.reduce.hooks import ON_RESIZE, CommHook, GradBucket, leaves_of, mean, narrow, split
+from jddp.reduce.hooks import ON_RESIZE, CommHook, GradBucket, leaves_of, mean_hook, narrow, split
 from jddp.reduce.pairwise import add_in_pairs
 from jddp.reduce.plan import Bucket
 from jddp.reduce.shards import own_shard, pack, shard_shape
 from jddp.typing import HookState, PyTree
 
-Layout = Literal["leaf", "flat"]
+BucketLayout = Literal["leaf", "flat"]
 Members = tuple[tuple[int, ...], ...]  # of the arrays of a bucket
 SMALL_BYTES = 64 * 1024  # Smaller leaves are packed: a copy costs less than a round of the network.
 MANY = 64  # leaves of a bucket that are packed where there is no network
@@ -41,7 +41,7 @@ class Packing(Protocol):
     """
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> BucketLayout:
         """Whether only the small leaves of a bucket share an array ("leaf"), or all ("flat")."""
 
     @property
@@ -61,7 +61,7 @@ class Packing(Protocol):
         """Returns the mean of a gradient that is in no bucket: it is the same on all replicas."""
 
 
-def members_of(planned: Bucket, layout: Layout, max_packed: float = math.inf) -> Members:
+def members_of(planned: Bucket, layout: BucketLayout, max_packed: float = math.inf) -> Members:
     """Returns which leaves of a bucket share an array, by their places in it."""
     # Packing copies. For a large leaf that costs more than it saves where the compiler fuses leaves
     # itself; a small one alone would cost gloo a round of the network.
@@ -75,7 +75,7 @@ def members_of(planned: Bucket, layout: Layout, max_packed: float = math.inf) ->
 
 @final
 @dataclasses.dataclass(frozen=True)
-class Whole:
+class WholeLeaves:
     """Leaves as they are, those that share an array as one vector.
 
     Attributes:
@@ -84,7 +84,7 @@ class Whole:
         has more small ones, all are sent alone.
     """
 
-    layout: Layout
+    layout: BucketLayout
     max_packed: float = math.inf
     keeps_shards = False
 
@@ -109,14 +109,14 @@ class Whole:
 
 @final
 @dataclasses.dataclass(frozen=True)
-class Sharded:
+class ShardedLeaves:
     """Leaves cut to (replicas, shard), of whose mean a replica gets its row, its `own_shard`.
 
     Attributes:
       layout: "leaf" or "flat".
     """
 
-    layout: Layout
+    layout: BucketLayout
     keeps_shards = True
 
     def members(self, planned: Bucket) -> Members:
@@ -141,7 +141,7 @@ class Sharded:
 Packed = tuple[Packing, CommHook, str]
 
 
-def bucketed(layout: Layout, hook: CommHook | None, *, on_network: bool = True) -> Packed:
+def bucketed(layout: BucketLayout, hook: CommHook | None, *, on_network: bool = True) -> Packed:
     """Whole leaves, and the hook that averages them: a custom one, which is checked, or the mean.
 
     Args:
@@ -155,18 +155,18 @@ def bucketed(layout: Layout, hook: CommHook | None, *, on_network: bool = True) 
       ConfigError: If it is no hook; in the step, if it returns a bucket or state of another form.
     """
     if hook is None:
-        return Whole(layout, math.inf if on_network else MANY), narrow(mean()), ""
+        return WholeLeaves(layout, math.inf if on_network else MANY), narrow(mean_hook()), ""
     if not (isinstance(hook, CommHook) and callable(hook.init) and callable(hook.reduce)):
         raise ConfigError(
             f"comm_hook is {type(hook).__name__}. Give a jddp.CommHook(init, reduce) of functions."
         )
     check_choice("comm_hook: on_resize", hook.on_resize, ON_RESIZE)
     name = getattr(hook.reduce, "__name__", repr(hook.reduce))
-    return Whole(layout), _checked(narrow(hook), name), name
+    return WholeLeaves(layout), _checked(narrow(hook), name), name
 
 
 def choose_packing(
-    layout: Layout,
+    layout: BucketLayout,
     hook: CommHook | None,
     platform: str,
     *,
@@ -186,7 +186,7 @@ def choose_packing(
     if not is_sharded or hook is not None:
         return bucketed(layout, hook, on_network=on_network or platform != "cpu")
     average = exchange_mean if platform == "cpu" else scatter_mean
-    return Sharded(layout), narrow(mean(average)), ""
+    return ShardedLeaves(layout), narrow(mean_hook(average)), ""
 
 
 def _checked(hook: CommHook, name: str) -> CommHook:

@@ -10,7 +10,7 @@ import jax
 from jax import lax
 
 from jddp.reduce.hooks import CommHook, GradBucket, leaves_of
-from jddp.reduce.packing import Layout, Members, Packed, members_of
+from jddp.reduce.packing import BucketLayout, Members, Packed, members_of
 from jddp.reduce.pairwise import add_in_pairs
 from jddp.reduce.plan import Bucket
 from jddp.reduce.shards import pack, unpack
@@ -29,7 +29,7 @@ class RowsOfSums:
       layout: "leaf" or "flat".
     """
 
-    layout: Layout
+    layout: BucketLayout
     keeps_shards = False
 
     def members(self, planned: Bucket) -> Members:
@@ -49,7 +49,7 @@ class RowsOfSums:
         return leaf[0]
 
 
-def pack_rows(layout: Layout, num: int) -> Packed:
+def pack_rows(layout: BucketLayout, num: int) -> Packed:
     """Rows of sums of `num` gradients in all, and a hook that makes their mean in one order.
 
     Each replica gets its shard of all rows, continues the sum where they end, and then all shards
