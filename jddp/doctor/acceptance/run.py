@@ -50,10 +50,13 @@ def accept(file: Path, *, platform: str, num_devices: int) -> ExitCode:
             file.unlink()
         raise DeviceError(_error_of(parts[0].result))
     machine = Machine(platform, **facts)
-    for name in PARTS:
-        if name != "devices":
-            parts.append(run_part(name, machine, environ))
-        show(f"{parts[-1].title}\n{Finding(*parts[-1].result[:3])}")
+    with tempfile.TemporaryDirectory(prefix="jddp-") as cache:
+        # Of programs and of chosen kernels, which parts have in common.
+        cached = {"JAX_COMPILATION_CACHE_DIR": cache, **environ}
+        for name in PARTS:
+            if name != "devices":
+                parts.append(run_part(name, machine, cached))
+            show(f"{parts[-1].title}\n{Finding(*parts[-1].result[:3])}")
     with file_errors(f"{file} cannot be written"):
         file.write_text(page(parts, machine, environ))
     show(f"\n{verdict(parts)}: {file}")
