@@ -9,7 +9,7 @@ from jddp.doctor.acceptance.result import SKIP, Machine, Part
 from jddp.doctor.finding import BAD, WARN
 
 # Variables that change programs, memory or the network.
-_MATTERS = re.compile(r"XLA_|NCCL_|JAX_|CUDA_VISIBLE|HIP_VISIBLE|ROCR_VISIBLE|TF_|LD_LIBRARY")
+_MATTERS = re.compile(r"(?:XLA|NCCL|JAX|CUDA)_|(?:HIP|ROCR)_VISIBLE|LD_LIBRARY_PATH")
 
 
 def page(parts: Sequence[Part], machine: Machine, environ: Mapping[str, str]) -> str:

@@ -111,6 +111,6 @@ def run_part(name: str, machine: Machine, environ: Mapping[str, str]) -> Part:
     last = "\n".join(output.splitlines()[-_LAST_LINES:])
     failed = PartResult(BAD, how, details=f"```text\n{last}\n```")
     result = read_result(output) or failed
-    given = "".join(f"`{name}={value}`\n" for name, value in task.environ.items())
-    details = f"With\n{given}\n{result.details}" if given else result.details
+    given = ", ".join(f"`{name}={value}`" for name, value in task.environ.items())
+    details = "\n\n".join(filter(None, (given, result.details)))
     return Part(task.title, result._replace(details=details), time.monotonic() - began)

@@ -269,10 +269,37 @@ def test_a_part_has_its_own_variables_and_its_flags_after_those_of_the_user(monk
     program = f"import os; print({line!r}.replace('FLAGS', os.environ['XLA_FLAGS']))"
     part = started(monkeypatch, program, seconds=60, environ={"XLA_FLAGS": "--xla_b=2"})
     assert part.result[:2] == ("ok", "--xla_a=1 --xla_b=2")
-    assert part.result.details == "With\n`XLA_FLAGS=--xla_b=2`\n\n"
+    assert part.result.details == "`XLA_FLAGS=--xla_b=2`"
     monkeypatch.setitem(PARTS, "test", Task("A test", lambda _: None, 60, needs_several=True))
     part = run.run_part("test", ONE, {})
     assert part == ("A test", PartResult(SKIP, "not tried: one device"), 0.0)
+
+
+PARENT = """
+import sys
+from pathlib import Path
+from jax._src import xla_bridge
+from jddp.doctor.acceptance import run
+run.PROGRAM = sys.argv[1]
+code = run.accept(Path("page.md"), platform="gpu", num_devices=8)
+assert not xla_bridge._backends
+sys.exit(code)
+"""
+
+
+def test_what_starts_the_parts_holds_no_device_and_a_bad_part_refuses_the_machine(tmp_path):
+    facts = {"num_devices": 1, "kind": "NVIDIA H200"}
+    line = write_result(PartResult("ok", "it is so", facts=facts))
+    child = f"import sys; 'memory' in sys.argv and sys.exit('lost'); print({line!r})"
+    command = [sys.executable, "-c", PARENT, child]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 76, done.stderr
+    assert done.stdout.endswith("\nRefused: Memory: page.md\n")
+    text = (tmp_path / "page.md").read_text()
+    assert text.startswith("# GPU acceptance\n\n**Refused: Memory.**\n\n1 x NVIDIA H200, ")
+    assert "\n| Parity | ok: it is so | 0 |\n" in text
+    assert "\n| Scaling | skip: not tried: one device | 0 |\n" in text
+    assert "\n## Memory\n\n`XLA_FLAGS=--xla_gpu_autotune_level=0`\n\n```text\nlost\n```\n" in text
 
 
 def test_without_a_gpu_one_line_has_the_reason(monkeypatch, tmp_path, capfd):
