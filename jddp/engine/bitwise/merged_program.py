@@ -12,8 +12,9 @@ the division, with unmerged ones it loses it, and the last bit differs.
 
 So equal operations are merged here, before XLA, on any number of devices, and XLA's own pass is
 switched off: the partitioner then finds nothing to merge. Calls are inlined first, because XLA
-inlines them before it partitions, and operations of two calls may be equal too. Passes that
-`XLA_FLAGS` disables run in such a program: an option replaces the flag of its name.
+inlines them before it partitions, and operations of two calls may be equal too. On GPUs two more
+passes are off (`PASSES`). Passes that `XLA_FLAGS` disables run in such a program: an option
+replaces the flag of its name.
 
 This room knows programs in StableHLO, and nothing of what they compute.
 """
@@ -30,6 +31,10 @@ from jddp.typing import PyTree
 
 Operation = Any  # of MLIR, whose classes a type checker does not know
 DISABLED = "xla_disable_hlo_passes"
+# They depend on the number of partitions: what is merged before or after other rewrites; on GPUs
+# alone, too, what is simplified before the partitioner, where products are not yet in one form, and
+# which sums share a kernel, by the order in which they stand.
+PASSES = ("cse", "spmd-simplify", "multi_output_fusion")
 
 
 class MergedProgram:
@@ -42,9 +47,7 @@ class MergedProgram:
     """
 
     def __init__(self, function: Function, options: Options, donated: Places) -> None:
-        # XLA's own pass would merge operations in other places, before or after other rewrites, by
-        # the number of partitions.
-        passes = ",".join(filter(None, [(options or {}).get(DISABLED), "cse"]))
+        passes = ",".join(filter(None, [(options or {}).get(DISABLED), *PASSES]))
         options = {**(options or {}), DISABLED: passes}
         self._jitted = jax.jit(function, compiler_options=options, donate_argnums=donated)
         self.trace = self._jitted.trace
