@@ -93,7 +93,7 @@ def imported(modules: structure.Modules) -> list[Figure]:
     return [
         Figure("circles of imports", len(circles), 0, 0, names),
         Figure("modules that data_parallel imports", len(facade), 87, 50),
-        Figure("modules that engine/step imports", len(step), 50, 32),
+        Figure("modules that engine/step imports", len(step), 42, 32),
     ]
 
 
@@ -120,7 +120,7 @@ def named(modules: structure.Modules, lines: dict[str, set[int]]) -> list[Figure
         Figure("options of fit", fit, 23, 16),
         Figure("public members of DataParallel", members, 14, 14),
         Figure("public names", len(public), 31, 31),
-        Figure("isinstance on a part", len(parts), 1, 0, ", ".join(parts)),
+        Figure("isinstance on a part", len(parts), 0, 0, ", ".join(parts)),
         Figure("effects at import", len(effects), 1, 0, ", ".join(effects)),
     ]
 

@@ -21,8 +21,8 @@ from jaxtyping import Array
 
 from jddp.engine.state import Inputs, TrainState, is_float, widened
 from jddp.engine.statistics import RunningStatistics, running_statistics
+from jddp.modules.base import FlaxModel
 from jddp.modules.forward import run_and_settle, trace_state
-from jddp.modules.functional import FlaxModel
 from jddp.modules.metrics import Sums
 from jddp.modules.rows import split_rows
 from jddp.reduce.backward import Backward, trace_backward

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
-from jddp.engine.protocols import Optimizer, Unused, View
+from jddp.engine.protocols import OPTIMIZER, Optimizer, Unused, View
 from jddp.engine.separable import at_least_1d, why_not_split
 from jddp.engine.state import Replicated, Sharded, TrainState
 from jddp.engine.unused import UNUSED
@@ -31,8 +31,6 @@ from jddp.errors import ConfigError, check_choice
 from jddp.reduce.plan import BucketPlan
 from jddp.reduce.reduction import Reduction
 from jddp.typing import Grads, OptState, Params, PyTree
-
-OPTIMIZER = "optimizer_update"  # the scope of the equations of an optimizer
 
 
 @final

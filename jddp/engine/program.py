@@ -15,7 +15,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 
 from jddp.engine.canonical import Reader
-from jddp.engine.optimizer import OPTIMIZER
+from jddp.engine.protocols import OPTIMIZER
 from jddp.engine.spec import Step
 from jddp.engine.state import Leaf, name_of
 from jddp.engine.step import Traced

@@ -27,6 +27,8 @@ from jddp.reduce.plan import BucketPlan
 from jddp.reduce.reduction import Reduction
 from jddp.typing import Batch, Grads, HookState, Metrics, ModelState, OptState, Params, Path, PyTree
 
+OPTIMIZER = "optimizer_update"  # the scope of the equations of an optimizer
+
 Evaluate = Callable[[Batch, Array, Array], Sums]  # of a replica's rows, which count, and its key
 Function = Callable[..., PyTree]
 Options = dict[str, PyTree] | None

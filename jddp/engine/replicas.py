@@ -16,7 +16,7 @@ from jddp.engine.bitwise.logical_replicas import LogicalReplicas
 from jddp.engine.micro_batches import Local, MicroBatches, ScaleOf
 from jddp.engine.protocols import Evaluate, Function, Options, Places, Replicas
 from jddp.engine.state import Inputs, TrainState, enter, key_of_replica, leave
-from jddp.modules.functional import FlaxModel
+from jddp.modules.base import FlaxModel
 from jddp.modules.metrics import Sums, sum_over_replicas
 from jddp.typing import Batch, PyTree
 

@@ -25,7 +25,7 @@ from jddp.engine.micro_batches import (
 )
 from jddp.engine.state import Inputs, TrainState
 from jddp.errors import ConfigError
-from jddp.modules.functional import FlaxModel
+from jddp.modules.base import FlaxModel
 from jddp.reduce.backward import trace_backward
 from jddp.reduce.gradients import Finished, Running
 from jddp.reduce.plan import BucketPlan

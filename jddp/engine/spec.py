@@ -30,7 +30,7 @@ from jddp.engine.protocols import (
 from jddp.engine.sync import LocalSteps
 from jddp.engine.view import ShardOfMean, WholeMean
 from jddp.errors import ConfigError
-from jddp.modules.functional import FlaxModel
+from jddp.modules.base import FlaxModel
 from jddp.reduce.reduction import Reduction
 from jddp.typing import LossFn
 

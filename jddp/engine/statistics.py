@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from jddp.modules.functional import FlaxModel
+from jddp.modules.base import FlaxModel
 from jddp.modules.metrics import mask_in
 from jddp.typing import Batch, ModelState, PyTree
 

@@ -22,8 +22,7 @@ from jax import lax
 from jaxtyping import Array
 
 from jddp.engine.micro_batches import Local
-from jddp.engine.optimizer import OPTIMIZER
-from jddp.engine.protocols import Averaged, OuterStep, View
+from jddp.engine.protocols import OPTIMIZER, Averaged, OuterStep, View
 from jddp.engine.state import KeepsOwn, TrainState, is_float, name_of, own_layouts
 from jddp.engine.view import OwnGradient
 from jddp.errors import ConfigError

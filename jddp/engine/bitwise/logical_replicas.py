@@ -23,8 +23,8 @@ from jddp.engine.protocols import Evaluate, Function, Options, Places
 from jddp.engine.state import Inputs, TrainState, key_of_replica, own_layouts
 from jddp.errors import ConfigError
 from jddp.jaxprs import axes_of, equations
+from jddp.modules.base import FlaxModel
 from jddp.modules.forward import combine
-from jddp.modules.functional import FlaxModel
 from jddp.modules.metrics import Sums, add_sums
 from jddp.modules.rows import check_rows, split_rows
 from jddp.reduce.gradients import Finished
