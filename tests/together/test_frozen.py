@@ -36,7 +36,7 @@ def test_frozen_parameters_are_neither_sent_nor_in_the_optimizer_state():
     assert plans[0].wire_bytes - plans[1].wire_bytes == 4 * num_frozen
     momentum = [sum(x.size for x in jax.tree.leaves(s.opt_state)) for s in (whole, shapes)]
     assert momentum[0] - momentum[1] == num_frozen
-    assert "2 frozen leaves, 7.63e-05 MiB: neither trained nor sent" in str(ddp)
+    assert "2 frozen leaves, 7.63e-05 MiB: neither trained nor sent" in str(plans[1])
 
 
 @pytest.mark.parametrize("model", [ConvNet(), NnxConvNet(nnx.Rngs(0))], ids=["linen", "nnx"])
