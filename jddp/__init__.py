@@ -5,8 +5,6 @@ module when it is first used.
 """
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -24,7 +22,6 @@ if TYPE_CHECKING:
     from jddp.inspection.memory import memory as memory
     from jddp.inspection.norms import diagnose as diagnose
     from jddp.job.job import train as train
-    from jddp.job.opened import open_run as open_run
     from jddp.launcher.supervisor import launch as launch
     from jddp.modules.batch_norm import register_batch_norm as register_batch_norm
     from jddp.modules.functional import sync_batch_norm as sync_batch_norm
@@ -34,6 +31,7 @@ if TYPE_CHECKING:
     from jddp.reduce.hooks import CommHook as CommHook
     from jddp.reduce.plan import BucketPlan as BucketPlan
     from jddp.reduce.powersgd import powersgd as powersgd
+    from jddp.runs.opened import open_run as open_run
     from jddp.trainer.callbacks import Callback as Callback
     from jddp.trainer.fit import fit as fit
     from jddp.trainer.own_loop import Checkpoints as Checkpoints
@@ -69,7 +67,7 @@ _HOMES = {
     "fit": "trainer.fit",
     "launch": "launcher.supervisor",
     "memory": "inspection.memory",
-    "open_run": "job.opened",
+    "open_run": "runs.opened",
     "powersgd": "reduce.powersgd",
     "register_batch_norm": "modules.batch_norm",
     "replica_key": "engine.for_losses",
@@ -79,18 +77,6 @@ _HOMES = {
 }
 
 __all__ = sorted(_HOMES)
-
-
-class _Package(ModuleType):
-    """Keeps `jddp.verify` a function where the module of that name has been imported too."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Sets an attribute; the import of a submodule calls this."""
-        if not (name in _HOMES and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:

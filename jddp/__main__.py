@@ -35,8 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command that is named first with the other arguments; returns its exit code."""
     name, *rest = (sys.argv[1:] if argv is None else argv) or [""]
     if name in COMMANDS:
-        inner = ".__main__" if name in ("doctor", "checkpoint", "data") else ""
-        return int(importlib.import_module(f"jddp.{name}{inner}").main(rest))
+        return int(importlib.import_module(f"jddp.commands.{name}").main(rest))
     if name == "--version":
         found = versions()
         print(f"jddp {found.pop('jddp')}")

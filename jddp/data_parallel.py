@@ -19,6 +19,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
+from jddp.checkpoint.initial_state import InitialState
 from jddp.checkpoint.weights import Loaded
 from jddp.engine.bitwise.rows_of_sums import pack_rows
 from jddp.engine.calls import run_compiled
@@ -52,7 +53,6 @@ from jddp.engine.spec import Step, refuse_pairs
 from jddp.engine.state import Inputs, TrainState, Values
 from jddp.engine.sync import EveryStep, LocalSteps
 from jddp.html import Shown
-from jddp.initial_state import InitialState
 from jddp.modules.batch_norm import Sync
 from jddp.modules.frozen import Frozen, thaw
 from jddp.modules.functional import functional

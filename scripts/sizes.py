@@ -121,7 +121,7 @@ def named(modules: structure.Modules, lines: dict[str, set[int]]) -> list[Figure
         Figure("public members of DataParallel", members, 14, 14),
         Figure("public names", len(public), 31, 31),
         Figure("isinstance on a part", len(parts), 0, 0, ", ".join(parts)),
-        Figure("effects at import", len(effects), 1, 0, ", ".join(effects)),
+        Figure("effects at import", len(effects), 0, 0, ", ".join(effects)),
     ]
 
 

@@ -31,8 +31,13 @@ def read_modules() -> dict[str, ast.Module]:
 
 
 def room_of(name: str) -> str:
-    """The package of a module below jddp, or itself where it is in none."""
-    return name.removeprefix("jddp.").partition(".")[0]
+    """The package of a module below jddp, or itself where it is in none.
+
+    Modules that are run and never imported, `jddp.train` and its like, belong to the commands.
+    """
+    room, _, inner = name.removeprefix("jddp.").partition(".")
+    is_door = inner == "__main__" or ((PACKAGE / "commands" / f"{room}.py").exists() and not inner)
+    return "commands" if is_door or room == "__main__" else room
 
 
 def imports(modules: Modules) -> dict[str, set[str]]:

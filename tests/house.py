@@ -9,9 +9,13 @@ FRONT_DOOR = PACKAGE / "__init__.py"  # Names every room, and imports none until
 MODULES = sorted(set(PACKAGE.rglob("*.py")) - {FRONT_DOOR})
 
 
+# Modules of three lines, which are run, `python -m jddp.train`, and never imported.
+DOORS = {path for path in MODULES if path.name == "__main__.py"}
+DOORS |= {PACKAGE / path.name for path in (PACKAGE / "commands").glob("[a-z]*.py")} & {*MODULES}
+
+
 def room_of(path):
-    is_door = path.name == "__main__.py"  # Also that of a package below.
-    return "__main__" if is_door else path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    return "commands" if path in DOORS else path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
 def name_of(path):

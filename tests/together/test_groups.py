@@ -9,10 +9,10 @@ from judge import Net, make_rows, wrapped
 from states import close
 
 import jddp
+from jddp.commands.preview import preview
 from jddp.config.files import load_config
 from jddp.job.job import build
 from jddp.job.optimizers import optimizer_of, optimizer_table
-from jddp.job.preview import preview
 from jddp.zoo.groups import ParameterGroup, by_group, decay_by_layer, scales_of
 
 OPTIONS = {

@@ -20,7 +20,8 @@ from states import assert_same, close
 from tiny import ConvNet, loss_fn, make_batch
 
 import jddp
-from jddp.checkpoint.__main__ import main as checkpoint_command
+from jddp.commands.checkpoint import main as checkpoint_command
+from jddp.commands.preview import memory_table, preview
 from jddp.config.effects import effect_of
 from jddp.config.files import dump_values, load_config, read_yaml, with_overrides
 from jddp.config.keys import keys_of
@@ -28,9 +29,8 @@ from jddp.config.schema import Config
 from jddp.distributed.watchdog import Limits
 from jddp.errors import ConfigError, DataError, FileSystemError, UsageError
 from jddp.job.job import _facts, build, fit
-from jddp.job.opened import open_run
 from jddp.job.optimizers import optimizer_of
-from jddp.job.preview import memory_table, preview
+from jddp.runs.opened import open_run
 from jddp.trainer.reports.run_directory import compare
 from jddp.zoo.models import make_model
 

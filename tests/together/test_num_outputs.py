@@ -16,7 +16,7 @@ from jddp.data.sources.tokenize import BYTES, write_tokens
 from jddp.errors import ConfigError
 from jddp.inspection.outputs import num_outputs
 from jddp.job.job import build, train
-from jddp.job.opened import open_run
+from jddp.runs.opened import open_run
 
 
 @pytest.fixture

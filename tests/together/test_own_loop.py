@@ -14,7 +14,7 @@ from states import assert_same, close, copied, equal
 from tiny import MLP, ConvNet, loss_fn, make_batch, take_steps
 
 import jddp
-from jddp.checkpoint.__main__ import main as checkpoint_command
+from jddp.commands.checkpoint import main as checkpoint_command
 from jddp.errors import ConfigError, FileSystemError, NumericsError, UsageError
 
 

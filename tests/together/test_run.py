@@ -21,7 +21,7 @@ from states import assert_same, close, equal
 from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch
 
 import jddp
-from jddp.checkpoint.__main__ import main as checkpoint_command
+from jddp.commands.checkpoint import main as checkpoint_command
 from jddp.data import TrainBatches
 from jddp.errors import ConfigError, FileSystemError, UsageError
 from jddp.trainer.plan import Plan

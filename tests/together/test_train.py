@@ -7,10 +7,10 @@ import pytest
 from runs import contents, environment, free_port, records
 
 import jddp
+from jddp.commands.train import main
 from jddp.config.files import load_config
 from jddp.config.schema import Config
 from jddp.errors import FileSystemError
-from jddp.train import main
 
 MINE = """
 from pathlib import Path
@@ -218,7 +218,7 @@ def test_help_fits_a_screen_and_names_every_section_and_key(capsys):
 
 LIGHT = """
 import sys
-from jddp.train import main
+from jddp.commands.train import main
 for arguments in (["sede=3"], ["--print-config"], ["--help-keys"], ["run.dir=in_the_way/run"]):
     code = main(["--config", "line.yaml", *arguments])
 sys.exit(", ".join({"jax", "numpy", "flax", "optax", "rich"} & sys.modules.keys()) or code)

@@ -12,10 +12,10 @@ from flax import linen as nn
 from tiny import MLP, MODELS, NUM_CLASSES, ConvNet, Of, loss_fn, make_batch
 
 import jddp
+from jddp.commands.verify import main
 from jddp.errors import UsageError
 from jddp.verification.compare import Comparison, Verification
 from jddp.verification.findings import MICRO_BATCHES
-from jddp.verify import main
 
 
 def verified(model=None, loss=loss_fn, batch=None, optimizer=None, **options):

@@ -21,11 +21,11 @@ from faults.jobs import FEW, assert_alike, result, saved_steps, train_command, v
 from runs import ROOT, environment, free_port, wait_until
 
 import jddp
+from jddp.commands.launch import main
 from jddp.distributed.failure import owned_process
 from jddp.distributed.resolve import resolve_identity
 from jddp.distributed.signals import SAME_SECONDS
 from jddp.errors import ConfigError, CoordinatorError
-from jddp.launch import main
 from jddp.launcher.environments import Launch, Place, environments, split_gpus
 from jddp.launcher.nodes import Nodes
 from jddp.launcher.outcome import DETERMINISTIC

@@ -27,10 +27,10 @@ from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch
 
 import jddp
 from jddp.checkpoint import folders, writer
-from jddp.checkpoint.__main__ import main as checkpoint_command
 from jddp.checkpoint.checkpoints import CheckpointFolder
 from jddp.checkpoint.checksums import find_damage, seal
 from jddp.checkpoint.reader import newest_sound, read_newest
+from jddp.commands.checkpoint import main as checkpoint_command
 from jddp.distributed.same_folder import SameFolder
 from jddp.engine.state import CommState, TrainState
 from jddp.errors import ConfigError, FileSystemError, UsageError

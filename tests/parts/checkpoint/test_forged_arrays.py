@@ -13,9 +13,9 @@ from tiny import MLP, loss_fn, make_batch
 
 import jddp
 from jddp.checkpoint import reader
-from jddp.checkpoint.__main__ import main
 from jddp.checkpoint.arrays import from_file
 from jddp.checkpoint.checkpoints import CheckpointFolder
+from jddp.commands.checkpoint import main
 from jddp.errors import ConfigError, FileSystemError
 
 KERNEL = "params/Dense_0/kernel"  # of shape (16, 16)

@@ -13,9 +13,9 @@ from tiny import MLP, loss_fn, make_batch
 
 import jddp
 from jddp.checkpoint import checkpoints, reader
-from jddp.checkpoint.__main__ import main as checkpoint_command
 from jddp.checkpoint.checkpoints import CheckpointFolder
 from jddp.checkpoint.reader import newest_sound, read_newest
+from jddp.commands.checkpoint import main as checkpoint_command
 from jddp.errors import FileSystemError
 
 

@@ -18,7 +18,7 @@ from states import equal
 from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch, take_steps
 
 import jddp
-from jddp.checkpoint.__main__ import main as checkpoint_main
+from jddp.commands.checkpoint import main as checkpoint_main
 from jddp.errors import ConfigError, DataError, FileSystemError, UsageError
 
 

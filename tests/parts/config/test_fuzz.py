@@ -14,9 +14,9 @@ from states import assert_same
 from tiny import MLP, loss_fn, make_batch
 
 import jddp
-from jddp.checkpoint.__main__ import main
 from jddp.checkpoint.checkpoints import CheckpointFolder
 from jddp.checkpoint.checksums import NAME, seal
+from jddp.commands.checkpoint import main
 from jddp.config.files import flatten, load_config
 from jddp.config.schema import Config
 from jddp.errors import Error, FileSystemError

@@ -18,12 +18,12 @@ from tiny import MLP, loss_fn, make_batch
 import jddp
 from jddp.checkpoint.checkpoints import CheckpointFolder
 from jddp.checkpoint.checksums import find_damage
+from jddp.commands.training import _turn_on_cache
 from jddp.config.files import dump_values, load_config, read_yaml
 from jddp.config.permissions import make_private, refuse_foreign
 from jddp.config.schema import Config
 from jddp.distributed.join import bind_address
 from jddp.errors import ConfigError, Error, FileSystemError
-from jddp.job.command_line import _turn_on_cache
 
 PACKAGE = Path(jddp.__file__).parent
 RUN_CODE = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
@@ -75,7 +75,7 @@ WATCHED = """
 import sys
 found = []
 sys.addaudithook(lambda event, what: event == "pickle.find_class" and found.append(what))
-from jddp.train import main
+from jddp.commands.train import main
 options = ["train.num_steps=4", "checkpoint.every_steps=2", "run.dir=run", "mesh.num_devices=2"]
 options += ["train.log_every_steps=1", "data.global_batch_size=8", "checkpoint.keep=9"]
 assert main(options) == 0

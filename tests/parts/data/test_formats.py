@@ -14,6 +14,7 @@ import pytest
 import read_data
 from PIL import Image
 
+from jddp.commands.data import main
 from jddp.data import (
     CropAndFlip,
     RowExamples,
@@ -23,7 +24,6 @@ from jddp.data import (
     make_source,
     spec_of,
 )
-from jddp.data.__main__ import main
 from jddp.data.sources.image_folder import FolderExamples
 from jddp.data.sources.mapped import MappedArray, map_npy, map_npz
 from jddp.data.sources.tokenize import BYTES, documents_in, tokenizer_in, write_tokens

@@ -11,9 +11,9 @@ import jax
 import pytest
 from runs import environment, wait_until
 
+from jddp.commands.doctor import main
 from jddp.distributed import gpus
 from jddp.doctor import links
-from jddp.doctor.__main__ import main
 from jddp.doctor.acceptance import equal, machine, measured, overlap, repeated, run, runs
 from jddp.doctor.acceptance.jobs import Workload, cnn
 from jddp.doctor.acceptance.page import page, verdict

@@ -13,12 +13,12 @@ import jax
 import pytest
 from runs import environment, free_port
 
+from jddp.commands.doctor import main
 from jddp.distributed import atomics, gpus
 from jddp.distributed.failure_file import VARIABLE, describe_failure, write_failure
 from jddp.distributed.gpus import Missing
 from jddp.distributed.identity import VARIABLES
 from jddp.doctor import agreement, devices, host, links
-from jddp.doctor.__main__ import main
 from jddp.doctor.finding import Finding
 from jddp.engine.mesh import make_mesh
 
@@ -153,7 +153,7 @@ WITH_GPU = """
 import sys
 from jddp.distributed import chosen_gpus, gpus
 gpus.num_nvidia = chosen_gpus.num_nvidia = lambda: 1
-from jddp.doctor.__main__ import main
+from jddp.commands.doctor import main
 sys.exit(main(sys.argv[1:]))
 """
 PLAIN = ["-m", "jddp.doctor"]

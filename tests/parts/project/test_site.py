@@ -244,17 +244,17 @@ def shell_lines(text):
 def test_commands_options_keys_and_files_of_shell_lines_are_there(path):
     wrong = []
     shared = "\n".join(x.read_text() for x in ROOT.glob("jddp/config/*.py"))
-    body = ROOT / "jddp" / "job" / "command_line.py"  # of jddp.train
+    commands = ROOT / "jddp" / "commands"
+    body = commands / "training.py"  # of jddp.train
     for line in shell_lines(path.read_text()):
         files = re.findall(r"(?<![\w/.])(?:scripts|benchmarks|examples|configs)/[\w./]+", line)
         wrong += [file for file in files if not (ROOT / file).exists()]
         for part in re.split(r"&&|\|\|?|;|\bsrun\b|\$\(", line):
             for command in re.split(r"(?:python3?|--| ) ?-m (?=jddp)|\bjddp (?=[a-z])", part)[1:]:
                 name, *words = re.sub(r"'| \S+\.py .*", " ", command).split()
-                module = ROOT / "jddp" / name.removeprefix("jddp.").replace(".", "/")
-                code = module / "__main__.py" if module.is_dir() else module.with_suffix(".py")
+                code = commands / f"{name.removeprefix('jddp.')}.py"
                 known = code.read_text() + shared if code.exists() else ""
-                known += body.read_text() if "jddp.job.command_line" in known else ""
+                known += body.read_text() if "jddp.commands.training" in known else ""
                 wrong += [name] * (not known)
                 options = [x.partition("=")[0] for x in words if x.startswith("--")]
                 wrong += [x for x in options if known and f'"{x}"' not in known]

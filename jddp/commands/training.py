@@ -89,8 +89,8 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _train(config: Config, name: str, detected: str, *, is_dry_run: bool, started: float) -> int:
 
+    from jddp.commands.preview import preview
     from jddp.job.job import build
-    from jddp.job.preview import preview
     from jddp.trainer.reports.metrics_file import as_json
 
     job = build(config, needs_data=not is_dry_run)

@@ -44,7 +44,7 @@ def continue_text(run: Run, prompt: str, *, tokenizer: Path | None = None, **sam
     if source is None or "tokens" not in source.spec:
         raise UsageError(
             f"--prompt: the data of {run.run_dir} are no tokens that jddp knows (data.name). Give "
-            "--data; or call jddp.job.sampling.sample with tokens of your own."
+            "--data; or call jddp.runs.sampling.sample with tokens of your own."
         )
     coder = BYTES if tokenizer is None else tokenizer_in(tokenizer)
     if tokenizer is None and source.sizes.get("vocab_size") != BYTES.vocab_size:

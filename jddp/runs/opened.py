@@ -25,8 +25,8 @@ from jddp.engine.state import TrainState
 from jddp.errors import ConfigError, Error, UsageError
 from jddp.job.job import join, test_batches
 from jddp.job.parts import find_eval_fn, find_loss, find_source
-from jddp.job.saved import Saved, config_in, model_in, read_saved
 from jddp.job.trust import is_trusted, refusal
+from jddp.runs.saved import Saved, config_in, model_in, read_saved
 from jddp.trainer.history import History
 from jddp.trainer.reports.metrics_file import MetricsFile
 from jddp.trainer.run import Run

@@ -1,0 +1,132 @@
+"""`python -m jddp.doctor`: preflight check of a machine or of a job.
+
+Run it as the job is run, under the same launcher: every process examines its host and devices, and
+all together examine clocks, the shared directory and the network. Each finding comes with its fix.
+Exit code 0, or 69 if something will stop a job.
+
+`python -m jddp.doctor RUN_DIR` prints the first failure of a run, and examines nothing.
+`python -m jddp.doctor --gpu-acceptance` tries what GPUs do with jddp, and writes a page.
+"""
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jddp.config.cli import Parser, run_command, share_gpus
+from jddp.config.permissions import expand
+from jddp.distributed.failure_file import VARIABLE, headline, read_failure
+from jddp.doctor.finding import BAD, Finding
+from jddp.errors import Error, ExitCode, FileSystemError, UsageError, show
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit code."""
+    return run_command(lambda: _run(_parser().parse_args(argv)))
+
+
+def _parser() -> Parser:
+    about = "Check for causes of failed jobs, and print their fixes."
+    parser = Parser(prog="python -m jddp.doctor", description=about)
+    add = parser.add_argument
+    add("run", type=expand, nargs="?", help="only print the first failures of this run directory")
+    shared = "a directory on a file system that all processes see (runs)"
+    add("--dir", type=expand, default=Path("runs"), help=shared)
+    add("--num-devices", type=int, default=8, help="virtual CPU devices, where there is no GPU (8)")
+    page = Path("gpu_acceptance.md")
+    about = "try and measure the GPUs in minutes; write a page"
+    add("--gpu-acceptance", nargs="?", const=page, type=expand, metavar="PAGE", help=about)
+    trial = "cpu tries --gpu-acceptance on virtual devices (gpu)"
+    add("--platform", choices=["gpu", "cpu"], default="gpu", help=trial)
+    return parser
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.gpu_acceptance is not None:
+        return _accept(arguments)
+    return _examine(arguments) if arguments.run is None else _print_failures(arguments.run)
+
+
+def _accept(arguments: argparse.Namespace) -> int:
+    from jddp.distributed.resolve import resolve_identity
+    from jddp.doctor.acceptance.run import accept
+
+    if (num := resolve_identity().num_processes) > 1:
+        raise UsageError(f"--gpu-acceptance starts its own runs: start it once, not as {num}.")
+    page = arguments.gpu_acceptance
+    num_devices = arguments.num_devices
+    return accept(page, platform=arguments.platform, num_devices=num_devices)
+
+
+def _print_failures(run: Path) -> int:
+    """Prints the failures in the files of a run, or a launch's logs, and in JDDP_FAILURE_FILE."""
+    if not run.is_dir():
+        raise FileSystemError(f"{run} is no folder. Give that of a run, or of a launch's logs.")
+    paths = [path for folder in (run, run / "logs") for path in folder.glob("failure*.json")]
+    paths += [Path(path) for path in [os.environ.get(VARIABLE)] if path]
+    failures = {
+        path: failure for path in sorted(paths) if (failure := read_failure(path)) is not None
+    }
+    for path, failure in failures.items():
+        when = "{time}, in phase {phase} after step {step}" if failure["phase"] else "{time}"
+        trace = str(failure["traceback"] or "").splitlines()
+        show("\n  ".join([str(path), headline(failure), when.format_map(failure), *trace]))
+    if not failures:
+        show(f"{run} holds no first failure")
+    return ExitCode.DONE
+
+
+def _examine(arguments: argparse.Namespace) -> int:
+    import jax
+
+    from jddp.distributed.chosen_gpus import refuse_gpus
+    from jddp.distributed.coordination import agree, gather, process_index
+    from jddp.distributed.gpus import gpu_facts
+    from jddp.distributed.join import configure_devices, initialize, require_devices
+    from jddp.distributed.resolve import resolve_identity
+    from jddp.doctor.agreement import check_directory, check_job
+    from jddp.doctor.busy import check_busy
+    from jddp.doctor.devices import check_devices
+    from jddp.doctor.host import check_host
+    from jddp.doctor.links import check_links, measure_all_reduce
+    from jddp.engine.mesh import make_mesh
+
+    share_gpus()  # with a job that may run there
+    findings = [*check_host(), *check_busy()]
+    identity = resolve_identity()
+    per_process = max(1, arguments.num_devices // identity.num_processes)
+    configure_devices(per_process * identity.num_processes, num_processes=identity.num_processes)
+    try:
+        initialize(identity)
+        agree("devices", gpu_facts(os.environ))  # before they start, which would wait
+        refuse_gpus(identity)
+        missing = require_devices()
+    except Error:
+        show("\n".join(map(str, findings)))  # one of which may be the reason
+        raise
+    findings += [*check_devices(missing), check_directory(arguments.dir)]
+    of_processes = gather("doctor", "\n".join(map(str, findings)), timeout_seconds=120)
+    shared = check_job(arguments.dir)
+    mesh = make_mesh(jax.devices())  # of different kinds, too
+    table, right = measure_all_reduce(mesh)
+    shared += [*right, *check_links(mesh)]
+    if process_index() == 0:
+        _print(of_processes, shared, table)
+    levels = {finding.level for finding in (*findings, *shared)}
+    return ExitCode.UNAVAILABLE if BAD in levels else ExitCode.DONE
+
+
+def _print(of_processes: list[str], shared: list[Finding], table: list[Any]) -> None:
+    for process, text in enumerate(of_processes):
+        if process and _without_names(text) == _without_names(of_processes[0]):
+            print(f"process {process}: as process 0")
+        else:
+            show(f"process {process}\n{text}")
+    show("\n".join(["together", *map(str, shared)]))
+    print("\nall-reduce", f"{'size':>10} {'time':>13} {'bandwidth':>14}", *table, sep="\n")
+
+
+def _without_names(text: str) -> str:
+    """Findings without the host's name and addresses."""
+    return "\n".join(line for line in text.splitlines() if " resolves to " not in line)

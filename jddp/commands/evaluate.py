@@ -1,0 +1,48 @@
+"""`python -m jddp.evaluate RUN [key.path=value]...`: evaluates a finished or interrupted run again.
+
+On the evaluation data of its config, or on others: `data.dir=elsewhere`. Prints loss and metrics,
+those that are arrays as tables.
+"""
+
+from collections.abc import Sequence
+from json import dumps
+from typing import Any
+
+from jddp.config.cli import Parser, add_run_arguments, run_command, share_gpus
+from jddp.errors import printable, report, show
+from jddp.trainer.reports.metrics_file import as_json
+from jddp.trainer.reports.progress import COLUMNS, not_finite
+from jddp.trainer.reports.tables import as_text, tables_in
+from jddp.typing import Record
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit code."""
+    description = "Evaluate a run again: on its evaluation data, or on others (data.KEY=VALUE)."
+    parser = Parser(prog="python -m jddp.evaluate", description=description)
+    add_run_arguments(parser)
+    add = parser.add_argument
+    add("overrides", nargs="*", metavar="key.path=value", help="change a key of data or loss")
+    add("--json", action="store_true", help="print one JSON object")
+    return run_command(lambda: _evaluate(**vars(parser.parse_intermixed_args(argv))))
+
+
+def _evaluate(*, json: bool, **chosen: Any) -> None:
+    from jddp.distributed.coordination import process_index
+    from jddp.runs.opened import open_run
+
+    share_gpus()  # with the run, which may still train
+    run = open_run(**chosen)
+    metrics = run.evaluate()
+    if process_index() == 0:
+        record = {"step": run.step, "loss": metrics["loss"], **metrics}
+        show(dumps(as_json(record)) if json else _as_text(record))
+        if found := not_finite(record):
+            report(f"not finite: {found}")
+
+
+def _as_text(record: Record) -> str:
+    """Numbers in one line, and a table for each array."""
+    numbers = {name: x for name, x in record.items() if not isinstance(x, list)}
+    line = "  ".join(f"{printable(name)} {as_text(x, digits=6)}" for name, x in numbers.items())
+    return "\n".join([line, *tables_in(record, COLUMNS)])

@@ -1,0 +1,117 @@
+"""`python -m jddp.launch --num-processes N ... -m package.module`: starts the processes of a job.
+
+Starts a program once for each process of a job on this machine, passes each its
+rank, shows their output, and ends and restarts them together. The program may
+be any that joins the job by `jax.distributed` as jddp does, or by
+JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID.
+
+    python -m jddp.launch --num-processes 2 -m jddp.train --config gpt_stdlib
+    python -m jddp.launch --num-processes 4 --max-restarts 3 my_script.py --my 1
+    python -m jddp.launch --ray node-0:6379 --num-processes 4 -m jddp.train
+    python -m jddp.launch --num-nodes 2 --node-rank 0 --coordinator n0:1234 ...
+    (and on the other node the same, with --node-rank 1)
+"""
+
+import argparse
+import functools
+import os
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+
+from jddp.config.cli import Parser, run_command
+from jddp.config.permissions import expand
+from jddp.distributed.identity import check_address, loopback
+from jddp.distributed.join import START
+from jddp.errors import UsageError
+from jddp.launcher.environments import Launch
+from jddp.launcher.supervisor import run_launch
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code of the first process that failed, or 0."""
+    return run_command(lambda: _run(_parser().parse_args(argv)))
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.start_seconds is not None:
+        os.environ[START] = str(arguments.start_seconds)  # which the processes inherit
+    return run_launch(plan_launch(arguments))
+
+
+def plan_launch(arguments: argparse.Namespace) -> Launch:
+    """The launch that the arguments describe.
+
+    Raises:
+      ConfigError: If the coordinator is not host:port.
+      UsageError: If they cannot be combined.
+    """
+    command = ("-m", *arguments.module) if arguments.module else tuple(arguments.script)
+    host, port = arguments.master_addr, arguments.master_port
+    address, name = arguments.coordinator, "--coordinator"
+    if host or port:
+        address, name = f"{host or loopback()}:{port or 29500}", "--master-addr:--master-port"
+    given = vars(arguments) | {"command": command}
+    given["coordinator"] = None if address is None else check_address(address, name)
+    launch = Launch(**{x.name: given[x.name] for x in fields(Launch) if given[x.name] is not None})
+    nodes, rank, script = launch.num_nodes, launch.node_rank, "".join(command[:1])
+    is_one, has_rank = nodes == 1, arguments.node_rank is not None
+    may_shrink = launch.max_restarts and (launch.ray or not is_one)
+    is_there = script == "-m" or Path(script).is_file()
+    both = (host or port) and arguments.coordinator
+    mistakes = {
+        "--coordinator replaces --master-addr and --master-port: give either one.": both,
+        "nothing to start: end with -m package.module, or with script.py.": not command,
+        f"there is no script {script!r}. Options of the launcher come before it.": not is_there,
+        f"--num-nodes {nodes} needs --coordinator host:port, of node 0, and --node-rank, another "
+        "on each node.": not (is_one or (address and has_rank)),
+        f"{address}: processes connect at a port above it. Give a lower one.": (
+            not is_one and str(address).endswith(":65535")
+        ),
+        f"--node-rank {rank} must be below --num-nodes {nodes}, from 0 up.": rank >= nodes,
+        "--ray places all processes: give no options of nodes and coordinator.": (
+            launch.ray and (address or has_rank or not is_one)
+        ),
+        "--min-processes is for a job that may lose machines: it needs --ray, or --num-nodes 2 or "
+        "more, and --max-restarts.": launch.min_processes and not may_shrink,
+    }
+    if made := [mistake for mistake, is_made in mistakes.items() if is_made]:
+        raise UsageError(made[0])
+    return launch
+
+
+def _parser() -> Parser:
+    usage = "%(prog)s --num-processes N [...] (-m MODULE | SCRIPT) [...]"
+    about = str(__doc__).partition("\n\n")[2]
+    parser = Parser(prog="python -m jddp.launch", usage=usage, description=about)
+
+    def add(name: str, peer: str = "", **how: object) -> None:
+        how = {"metavar": "N"} | how if how.get("type") in (_positive, _count) else how
+        peers = (peer, peer.replace("-", "_").replace("__", "--", 1)) if peer else ()
+        parser.add_argument(*dict.fromkeys((name, *peers)), **how)  # type: ignore[arg-type]
+
+    add("--num-processes", "--nproc-per-node", type=_positive, help="processes per node (1)")
+    add("--devices-per-process", type=_positive, help="CPU devices, or GPUs, of each process")
+    add("--max-restarts", "--max-restarts", type=_count, help="restarts of the job (0)")
+    add("--num-nodes", "--nnodes", type=_positive, help="machines of the job (1)")
+    add("--node-rank", "--node-rank", type=_count, help="number of this machine, from 0")
+    add("--coordinator", help="host:port on node 0; a free port here if it is the only one")
+    add("--min-processes", type=_positive, help="elastic: enough to continue if a machine is lost")
+    add("--master-addr", "--master-addr", help="host of --coordinator")
+    add("--master-port", "--master-port", help="port of --coordinator")
+    add("--ray", nargs="?", const="auto", metavar="ADDRESS", help="start all N on a Ray cluster")
+    add("--logs", type=expand, help="folder for the output of each process (logs/DATE-TIME-PID)")
+    add("--start-seconds", type=_positive, help="rendezvous timeout (300)")
+    add("--grace-seconds", type=float, help="from SIGTERM to SIGKILL (30)")
+    add("-m", dest="module", nargs=argparse.REMAINDER, help="a module to run, and its arguments")
+    add("script", nargs=argparse.REMAINDER, help="a script to run, and its arguments")
+    return parser
+
+
+def _count(text: str, least: int = 0) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from {least} up")
+    return int(text)
+
+
+_positive = functools.partial(_count, least=1)

@@ -1,0 +1,51 @@
+"""`python -m jddp.predict RUN ...`: predictions of a run for rows, images, or a text.
+
+`--data FILE --out FILE` writes the outputs of the model for each row, in their order, as .npz, .csv
+or .jsonl; `--prompt TEXT` prints a continuation of a text.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jddp.config.cli import Parser, add_run_arguments, run_command, share_gpus
+from jddp.config.permissions import expand
+from jddp.errors import UsageError, show
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit code."""
+    description = "Write the outputs of a run's model for each row, or continue a text with it."
+    parser = Parser(prog="python -m jddp.predict", description=description)
+    add_run_arguments(parser)
+    add = parser.add_mutually_exclusive_group(required=True).add_argument
+    data = "a .npz file with image, tokens or x, a .npy file of one, or a folder of images"
+    add("--data", type=expand, metavar="FILE", help=data)
+    add("--prompt", metavar="TEXT", help="a text to continue, by a language model")
+    add = parser.add_argument
+    add("--out", type=expand, metavar="FILE", help="to write: *.npz, *.csv, *.jsonl")
+    add("--num-tokens", type=int, default=100, metavar="N", help="tokens to add to a text (100)")
+    add("--temperature", type=float, default=1.0, help="0 takes the likeliest token (1.0)")
+    add("--seed", type=int, default=0, help="seed of the choice of tokens (0)")
+    add(
+        "--tokenizer",
+        type=expand,
+        metavar="FILE",
+        help="Hugging Face tokenizer file; not needed for bytes",
+    )
+    return run_command(lambda: _predict(**vars(parser.parse_args(argv))))
+
+
+def _predict(*, data: Any, out: Any, prompt: str | None, **chosen: Any) -> None:
+    run = {name: chosen.pop(name) for name in ("run_dir", "checkpoint", "params", "trust")}
+    if (data is None) != (out is None):
+        raise UsageError("--data needs --out FILE, and --prompt prints the text. See --help.")
+    share_gpus()  # with the run, which may still train
+    if prompt is not None:
+        from jddp.runs.opened import open_run
+        from jddp.runs.sampling import continue_text
+
+        show(continue_text(open_run(**run, mesh=1), prompt, **chosen))
+    else:
+        from jddp.runs.predictions import predict_file
+
+        show(f"{predict_file(data=data, out=out, **run):,} rows are predicted in {out}")
