@@ -115,7 +115,7 @@ def test_a_run_directory_that_names_a_command_runs_none(tmp_path, monkeypatch, s
     (tmp_path / "config.yaml").write_text(dump_values(config.model_dump()))
     refusal = "no Flax module class" if trust else "'os:system', which .* is not imported"
     with pytest.raises(Error, match=refusal if section == "model" else "checkpoint"):
-        load(tmp_path, trust=trust)
+        jddp.open_run(tmp_path, trust=trust)
     assert not (tmp_path / "canary").exists()
 
 

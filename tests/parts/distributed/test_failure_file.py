@@ -9,7 +9,6 @@ from datetime import UTC, datetime
 import pytest
 from runs import environment, free_port
 
-from jddp import train
 from jddp.distributed import failure, failure_file
 from jddp.distributed.failure_file import (
     VARIABLE,
@@ -20,6 +19,7 @@ from jddp.distributed.failure_file import (
 )
 from jddp.distributed.identity import VARIABLES
 from jddp.errors import FileSystemError
+from jddp.train import main
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +104,7 @@ def test_a_path_that_cannot_be_written_changes_nothing_else(tmp_path, monkeypatc
     (tmp_path / "folder").mkdir()
     if where != "\0":
         monkeypatch.setenv(VARIABLE, str(tmp_path / where))
-        assert train.main(["no.such.key=1"]) == 2
+        assert main(["no.such.key=1"]) == 2
         assert capsys.readouterr().err.count("\n") == 1
     write_failure(describe_failure(0, 1), tmp_path / where)
     assert {path.name for path in tmp_path.rglob("*")} == {"file", "folder"}
@@ -116,7 +116,7 @@ def test_a_mistake_in_the_arguments_is_kept_with_the_number_of_the_process(tmp_p
     monkeypatch.setenv("RANK", "3")
     for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"):
         monkeypatch.setenv(name, "4")
-    assert train.main(["no.such.key=1"]) == 2
+    assert main(["no.such.key=1"]) == 2
     failure = read_failure(path)
     assert (failure["process"], failure["exit_code"]) == (3, 2)
     assert "unknown key 'no'" in failure["exception"]["message"]
