@@ -244,11 +244,11 @@ def bare_loop(ddp: Any, batch: Any, num_steps: int) -> float:
 
 def fitted(ddp: Any, batch: Any, num_steps: int) -> float:
     """Seconds a step in `fit`, between the same two moments."""
-    from jddp import Callback
+    import jddp
 
     at: dict[int, float] = {}
 
-    class Moments(Callback):
+    class Moments(jddp.Callback):
         def on_step(self, run: Any, metrics: Any) -> None:
             at[metrics["step"]] = time.perf_counter()
 
@@ -258,6 +258,7 @@ def fitted(ddp: Any, batch: Any, num_steps: int) -> float:
 
 
 def opened(num_rounds: int) -> dict[str, float]:
+    import jddp
     from jddp.config.files import load_config
     from jddp.job.job import build, test_batches
 
