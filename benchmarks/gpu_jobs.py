@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 # Dense bfloat16 with sums in float32, in FLOP/s, by what the device calls itself. From NVIDIA's
-# documents, with their TFLOP/s; where one has only the rate with sparsity, it is half of it. All
-# but those of the GH200 were found again, 2026-11-25, in copies of these or in tables of others.
+# documents, with their TFLOP/s; where one has only the rate with sparsity, it is half of it.
+# They were found again, 2026-11-25, in copies of these or in tables of others; those of the H200 in
+# tables alone (the NVL as 836), and those of the GH200 not.
 PEAKS = {
     # 312. "NVIDIA A100 Tensor Core GPU", data sheet 1758950, r4. https://www.nvidia.com/a100
     "NVIDIA A100-SXM4-40GB": 312e12,

@@ -28,7 +28,7 @@ from jddp.config.keys import keys_of
 from jddp.config.schema import Config
 from jddp.distributed.watchdog import Limits
 from jddp.errors import ConfigError, DataError, FileSystemError, UsageError
-from jddp.job.job import _facts, build, fit
+from jddp.job.job import _facts, build, train
 from jddp.job.optimizers import optimizer_of
 from jddp.runs.opened import open_run
 from jddp.trainer.reports.run_directory import compare
@@ -143,8 +143,8 @@ GIVEN_BACK = [("Line", {}, "params"), ("LineNnx", {}, "params"), ("Line", OF_EAC
 @pytest.mark.parametrize("name, ddp, params", GIVEN_BACK, ids=["linen", "nnx", "averages"])
 def test_ones_own_data_model_loss_and_optimizer_are_trained_and_given_back(mine, name, ddp, params):
     changes = {"model": {"target": f"mine:{name}"}, "ddp": ddp}
-    train = {"num_steps": 3, "log_every_steps": 1, "eval_params": params}
-    run = fit(own_config(train=train, **changes), **{"optimizer.learning_rate": 0.05})
+    length = {"num_steps": 3, "log_every_steps": 1, "eval_params": params}
+    run = train(own_config(train=length, **changes), **{"optimizer.learning_rate": 0.05})
     assert run.step == 3
     assert run.metrics["learning_rate"] == pytest.approx(0.0125)  # cosine, after 2 of 3 steps
     assert run.eval_metrics["examples"] == 7
@@ -177,7 +177,7 @@ def test_epochs_become_steps_of_all_examples_and_callbacks_are_called(mine):
     count = jddp.Callback()
     count.on_step = lambda run, metrics: steps.append(metrics["step"])
     data = {"target": "mine:points", "global_batch_size": 12}
-    run = fit(own_config(train={"num_epochs": 2}, run={}, data=data), callbacks=[count])
+    run = train(own_config(train={"num_epochs": 2}, run={}, data=data), callbacks=[count])
     # 2 epochs of 20 examples, 12 a step, of which the last has those that are left.
     assert steps == [1, 2, 3, 4]
     assert (run.step, run.metrics["count"]) == (4, 4)
@@ -189,8 +189,8 @@ def test_checkpoints_stay_as_the_config_says_and_say_with_the_manifest_what_the_
     mine, capsys
 ):
     section = {"every_steps": 1, "keep": 1, "keep_every_steps": 2, "best_metric": "loss"}
-    train = {"num_steps": 5, "eval_every_steps": 1}
-    run = fit(own_config(train=train, checkpoint=section, seed=3))
+    length = {"num_steps": 5, "eval_every_steps": 1}
+    run = train(own_config(train=length, checkpoint=section, seed=3))
     assert {path.name for path in Path("run/checkpoints").iterdir()} == {"2", "4", "5"}
     best = min(run.evaluations, key=lambda record: record["loss"])
     assert [path.name for path in Path("run/best").iterdir()] == [str(best["step"])]
@@ -263,7 +263,7 @@ def test_a_target_that_is_wrong_is_one_clear_line(mine):
 def test_a_batch_that_does_not_divide_over_all_devices_trains_as_on_one(mine):
     def trained(num_devices):
         data = {"target": "mine:points", "global_batch_size": 12}
-        return fit(own_config(data=data, mesh={"num_devices": num_devices}))
+        return train(own_config(data=data, mesh={"num_devices": num_devices}))
 
     one, eight = trained(1), trained(8)
     assert eight.metrics["count"] == one.metrics["count"] == 12
@@ -286,7 +286,7 @@ def test_weights_of_a_file_say_how_often_an_example_is_read(mine):
 
 
 def test_a_run_directory_is_data_and_imports_nothing_without_trust(mine):
-    fit(own_config())
+    train(own_config())
     sys.modules.pop("mine")
     with pytest.raises(UsageError, match=r"'mine:Line'.* is not imported.*trust='package'"):
         open_run("run")
@@ -418,22 +418,22 @@ def of_steps(num_steps, run_dir="run", *, schedule="constant_schedule", train=()
 
 
 def test_a_longer_run_is_as_if_it_had_been_as_long_from_the_start(mine, capsys):
-    fit(of_steps(3))
+    train(of_steps(3))
     assert "->" not in printed(capsys)
-    run = fit(of_steps(7, train={"log_every_steps": 2, "eval_every_steps": 2}))
+    run = train(of_steps(7, train={"log_every_steps": 2, "eval_every_steps": 2}))
     reported = printed(capsys)
     for change in ("num_steps 3 -> 7", "log_every_steps 1 -> 2", "eval_every_steps null -> 2"):
         assert f"train.{change}" in reported
     assert "learning rate: the schedule" not in reported
     assert read_yaml(Path("run/config.yaml"))["train"]["num_steps"] == 7
-    assert_same(run.state, fit(of_steps(7, "whole")).state)
-    assert fit(of_steps(3)).step == 7
+    assert_same(run.state, train(of_steps(7, "whole")).state)
+    assert train(of_steps(3)).step == 7
     assert "num_steps=3: the run is at step 7 already" in printed(capsys)
 
 
 def test_a_schedule_follows_the_length_of_a_run_or_is_kept_in_a_longer_one(mine, capsys):
     def cosine(num_steps, folder, **kwargs):
-        run = fit(of_steps(num_steps, folder, schedule="cosine_decay_schedule", kwargs=kwargs))
+        run = train(of_steps(num_steps, folder, schedule="cosine_decay_schedule", kwargs=kwargs))
         return run, printed(capsys)
 
     for folder in ("follows", "kept"):
@@ -483,9 +483,9 @@ def test_what_changes_roundings_alone_may_change_when_a_run_resumes(mine, capsys
     ddp = {"bucket_mb": [8e-6, 1e-5]}
     ddp |= {"layout": "flat", "overlap": True, "axis_name": "batch"}
     optimizer = {"name": "sgd", "schedule": {"name": "constant_schedule"}}
-    whole = fit(own_config(run={"dir": "whole"}, train={"num_steps": 6}, optimizer=optimizer))
-    fit(own_config(optimizer=optimizer))
-    run = fit(own_config(train={"num_steps": 6}, ddp=ddp, optimizer=optimizer))
+    whole = train(own_config(run={"dir": "whole"}, train={"num_steps": 6}, optimizer=optimizer))
+    train(own_config(optimizer=optimizer))
+    run = train(own_config(train={"num_steps": 6}, ddp=ddp, optimizer=optimizer))
     changed = printed(capsys).partition("changed: ")[2]
     assert all(f"ddp.{name} " in changed for name in ddp)
     close(run.state.params, whole.state.params, atol=0)
@@ -498,34 +498,34 @@ def stopping(num_steps=6, **stop):
 
 def test_a_config_stops_a_run_early_and_a_run_that_is_given_more_patience_continues(mine, capsys):
     never_better = {"metric": "loss", "min_delta": 1e9}
-    run = fit(stopping(**never_better, patience=2))
+    run = train(stopping(**never_better, patience=2))
     assert (run.step, run.stopped) == (3, "loss has not improved for 2 evaluations")
     said = printed(capsys)
     assert "stopped at step 3: loss has not improved for 2 evaluations" in said
     assert said.count("best loss ") == 1
-    assert fit(stopping(**never_better, patience=2)).step == 3
+    assert train(stopping(**never_better, patience=2)).step == 3
     assert "nothing to do" in printed(capsys)
-    run = fit(stopping(**never_better, patience=4))
+    run = train(stopping(**never_better, patience=4))
     assert (run.step, run.stopped) == (5, "loss has not improved for 4 evaluations")
     said = printed(capsys)
     assert "train.stop.patience 2 -> 4" in said
     assert "early stopping has changed: the run that it had stopped continues" in said
-    run = fit(stopping())
+    run = train(stopping())
     assert (run.step, run.stopped) == (6, None)
-    whole = fit(stopping(), **{"run.dir": "whole"})
+    whole = train(stopping(), **{"run.dir": "whole"})
     assert_same(run.state, whole.state)
 
 
 def test_a_run_that_is_given_less_patience_stays_stopped(mine):
     never_better = {"metric": "loss", "min_delta": 1e9}
-    assert fit(stopping(**never_better, patience=2)).step == 3
-    run = fit(stopping(**never_better, patience=1))
+    assert train(stopping(**never_better, patience=2)).step == 3
+    run = train(stopping(**never_better, patience=1))
     assert (run.step, run.stopped) == (3, "loss has not improved for 2 evaluations")
 
 
 def test_a_config_that_watches_what_no_evaluation_returns_is_refused_by_its_key(mine):
     with pytest.raises(ConfigError, match=r"train.stop.*watches 'closer'.*Did you mean 'close'"):
-        fit(stopping(metric="closer", mode="max"))
+        train(stopping(metric="closer", mode="max"))
 
 
 MISTAKES_OF_STOP = [
@@ -551,7 +551,7 @@ EVALUATED = {"target": "mine:absolute_error", "eval_target": "mine:within"}
 
 def test_a_config_evaluates_by_its_own_function_in_training_and_afterwards(mine):
     loss = {**EVALUATED, "eval_kwargs": {"bound": 1e9}}
-    run = fit(own_config(loss=loss))
+    run = train(own_config(loss=loss))
     assert "close" in run.metrics
     assert "within" not in run.metrics
     assert run.eval_metrics["within"] == 1
@@ -568,7 +568,7 @@ def test_a_config_evaluates_by_its_own_function_in_training_and_afterwards(mine)
 
 def test_code_that_evaluates_is_imported_only_where_it_is_trusted(mine):
     loss = {"name": "mean_squared_error", "eval_target": "mine:within"}
-    fit(own_config(loss=loss))
+    train(own_config(loss=loss))
     key = "loss.eval_target 'mine:within', which the run directory names, is not imported"
     with pytest.raises(UsageError, match=key):
         open_run("run", model=None, trust="package").evaluate([{"x": X, "y": X[:, :1]}])
@@ -648,23 +648,23 @@ def test_a_default_is_the_same_in_a_config_and_in_a_call():
 
 
 def test_a_new_run_starts_with_the_optimizer_and_the_place_in_the_data_of_another(mine, capsys):
-    whole = fit(of_steps(5, "whole"))
-    fit(of_steps(3, "first"))
+    whole = train(of_steps(5, "whole"))
+    train(of_steps(3, "first"))
     second = of_steps(5, "second", checkpoint={"start_from": "first"})
-    assert_same(fit(second).state, whole.state)
+    assert_same(train(second).state, whole.state)
     assert "started from step 3 of first" in capsys.readouterr().err
     shutil.rmtree("first")
-    assert_same(fit(second, **{"train.num_steps": 6}).state, fit(of_steps(6, "whole")).state)
+    assert_same(train(second, **{"train.num_steps": 6}).state, train(of_steps(6, "whole")).state)
     with pytest.raises(ConfigError, match="start_from: mine.py holds no run"):
-        fit(of_steps(5, "third", checkpoint={"start_from": "mine.py"}))
+        train(of_steps(5, "third", checkpoint={"start_from": "mine.py"}))
 
 
 def test_a_run_at_a_url_starts_from_another_once(mine):
-    fit(of_steps(2, "first"))
+    train(of_steps(2, "first"))
     at_url = {"run_dir": "memory:///second", "checkpoint": {"start_from": "first"}}
-    assert fit(of_steps(3, **at_url)).step == 3
+    assert train(of_steps(3, **at_url)).step == 3
     shutil.rmtree("first")
-    assert fit(of_steps(4, **at_url)).step == 4
+    assert train(of_steps(4, **at_url)).step == 4
 
 
 def test_settings_of_your_own_may_have_names_of_keys(tmp_path):
@@ -676,29 +676,29 @@ def test_settings_of_your_own_may_have_names_of_keys(tmp_path):
 
 
 def test_a_changed_key_is_refused_until_it_is_allowed(mine, capsys):
-    fit(of_steps(2))
+    train(of_steps(2))
     rate = {"optimizer.learning_rate": 0.5}
     message = r"checkpoint.allow_changed=\[key\].*checkpoint.start_from"
     with pytest.raises(ConfigError, match=message):
-        fit(of_steps(4), **rate)
-    assert fit(of_steps(3), **rate, **{"checkpoint.allow_changed": [*rate]}).step == 3
+        train(of_steps(4), **rate)
+    assert train(of_steps(3), **rate, **{"checkpoint.allow_changed": [*rate]}).step == 3
     assert "optimizer.learning_rate 0.05 -> 0.5" in printed(capsys)
     (later,) = json.loads(Path("run/manifest.json").read_text())["later_starts"]
     changed = ["train.num_steps 2 -> 3", "optimizer.learning_rate 0.05 -> 0.5"]
     assert later["changed"] == changed
-    assert fit(of_steps(4), **rate).step == 4
+    assert train(of_steps(4), **rate).step == 4
     assert read_yaml(Path("run/config.yaml"))["optimizer"]["learning_rate"] == 0.5
 
 
 def test_paths_of_a_config_are_those_of_its_start_whatever_its_parts_do(mine):
-    fit(of_steps(1, "first"))
+    train(of_steps(1, "first"))
     np.save("weights.npy", np.ones(20))
     Path("other").mkdir()
     text = "import os\nfrom mine import points as of_mine\n\n"
     text += "def points():\n    os.chdir('other')\n    return of_mine()\n"
     (mine / "leaving.py").write_text(text)
     data = {"target": "leaving:points", "global_batch_size": 8, "sample_weights": "weights.npy"}
-    run = fit(of_steps(2, checkpoint={"start_from": "first"}, data=data))
+    run = train(of_steps(2, checkpoint={"start_from": "first"}, data=data))
     sys.modules.pop("leaving")
     assert run.step == 2
     assert run.run_dir == mine / "run"
@@ -709,14 +709,14 @@ def test_paths_of_a_config_are_those_of_its_start_whatever_its_parts_do(mine):
 def test_a_schedule_is_as_long_as_epochs_that_go_on_behind_a_partial_batch(mine, capsys):
     """Of 20 rows and 16 a step, two epochs take 3 steps; one and then another take 4."""
     for num_epochs, num_steps in ((1, 2), (2, 4), (3, 6)):
-        run = fit(of_epochs(num_epochs))
+        run = train(of_epochs(num_epochs))
         assert run.step == num_steps
         assert run.metrics["learning_rate"] == pytest.approx(0.05 / num_steps, rel=1e-6)
     assert "train.num_epochs 2.0 -> 3.0" in printed(capsys)
-    second = fit(of_epochs(4, run={"dir": "second"}, checkpoint={"start_from": "run"}))
+    second = train(of_epochs(4, run={"dir": "second"}, checkpoint={"start_from": "run"}))
     assert second.step == 8
     assert second.metrics["learning_rate"] == pytest.approx(0.05 / 8, rel=1e-6)
-    assert fit(of_epochs(2, run={"dir": "whole"})).step == 3
+    assert train(of_epochs(2, run={"dir": "whole"})).step == 3
 
 
 def of_epochs(num_epochs, **changes):
@@ -728,20 +728,20 @@ def of_epochs(num_epochs, **changes):
 
 
 def test_an_edited_loss_is_another_program_under_the_same_config(mine, capsys):
-    fit(of_steps(2))
+    train(of_steps(2))
     (mine / "mine.py").write_text(MINE.replace("** power", "** (power + 1)"))
     del sys.modules["mine"]
     for num_steps in (2, 4):
         with pytest.raises(ConfigError, match=r"step 2 .*another loss.*checkpoint\.resume=changed"):
-            fit(of_steps(num_steps))
-    assert fit(of_steps(4), **{"checkpoint.resume": "changed"}).step == 4
+            train(of_steps(num_steps))
+    assert train(of_steps(4), **{"checkpoint.resume": "changed"}).step == 4
     assert "another program: loss differs" in printed(capsys)
     # A key that is allowed to change is as good a reason, and so is the length of a schedule.
     longer = of_steps(5, checkpoint={"allow_changed": ["loss.kwargs.power"]})
-    assert fit(longer, **{"loss.kwargs.power": 3}).step == 5
+    assert train(longer, **{"loss.kwargs.power": 3}).step == 5
     scheduled = {"schedule": "cosine_decay_schedule", "loss": {"target": "mine:absolute_error"}}
     for num_steps in (2, 4):
-        assert fit(of_steps(num_steps, "scheduled", **scheduled)).step == num_steps
+        assert train(of_steps(num_steps, "scheduled", **scheduled)).step == num_steps
     assert "another program" not in printed(capsys)
 
 
@@ -764,7 +764,7 @@ def test_commands_read_what_fit_has_written_or_say_what_does(mine):
     np.testing.assert_array_equal(found, run.state.params["Dense_0"]["kernel"])
     with pytest.raises(ConfigError, match=r"--config objects: is a directory.* jddp\.open_run\("):
         load_config(["objects"])
-    fit(own_config())
+    train(own_config())
     with pytest.raises(ConfigError, match=r"--config run: is a directory. Name its config\.yaml"):
         load_config(["run"])
 
@@ -793,10 +793,12 @@ def test_weights_that_do_not_fit_are_refused_by_the_keys_of_a_config(mine):
     model = {"target": "mine:Line", "init_from": "other.safetensors"}
     refusal = r"^model.init_from: other.safetensors does not fit the model at \d places.*"
     with pytest.raises(ConfigError, match=refusal + "model.weights_partial=true"):
-        fit(own_config(model=model))
+        train(own_config(model=model))
 
 
 def test_weights_of_a_config_are_in_the_first_state(mine):
-    first = fit(own_config())
-    again = fit(own_config(model={"target": "mine:Line", "init_from": "run"}, run={"dir": "again"}))
+    first = train(own_config())
+    again = train(
+        own_config(model={"target": "mine:Line", "init_from": "run"}, run={"dir": "again"})
+    )
     assert again.evaluations[-1]["loss"] != first.evaluations[-1]["loss"]

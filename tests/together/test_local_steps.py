@@ -126,7 +126,7 @@ def test_between_outer_steps_travel_the_loss_and_its_count_and_a_number_for_each
     # Before the start gradients travel, in a branch of their own, where each is ready.
     assert sometimes == [(False, 25)] * (begins > 0) + [(True, 25)]
     narrow = wrapped(Net(), **READY, wire_dtype="bfloat16", **local(start=begins))
-    text = narrow.lower(make_rows()).as_text()
+    text = narrow.steps.lower(make_rows()).as_text()
     assert ("optimization_barrier" in text) == (begins > 0)
     # As asked for: XLA:CPU adds in float32 what is bfloat16.
     assert "tensor<25xbf16>" in text

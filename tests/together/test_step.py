@@ -59,9 +59,10 @@ def test_n_devices_equal_one_device_for_every_pair_of_settings(
     # Buckets of 200 bytes: several, with leaves larger than one.
     options = {"mesh": replicas, "bucket_mb": 200 / 2**20, **PLACES[place]}
     ddp = jddp.DataParallel(module, optimizer, loss_fn, **options)
-    state = ddp.init(seed=1, batch=make_batch(masked=masked))
+    batch = make_batch(masked=masked)
+    state = ddp.init(seed=1, batch=batch)
     whole = whole_batch_step(module, optimizer, loss_fn)
-    judge = vmapped_step(ddp, replicas) if dropout else whole
+    judge = vmapped_step(ddp, replicas, batch) if dropout else whole
     for step in range(2):
         batch = make_batch(seed=step, masked=masked)
         before = on_one_device(state)
