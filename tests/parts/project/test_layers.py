@@ -51,6 +51,10 @@ def names_used(path):
                 yield f"jax.{attr}"
             case ast.Call(func=ast.Name(id="import_extra"), args=[ast.Constant(value=name)]):
                 yield name
+            case ast.Call(
+                func=ast.Attribute(attr="import_module"), args=[ast.Constant(value=name)]
+            ):
+                yield name
 
 
 def reaches(name, target):
