@@ -15,7 +15,7 @@
 #
 # In data parallelism every device holds a copy of the model, a *replica*, and gets a part of each
 # batch. Once per step the gradients are averaged, and all replicas make the same update. Here that
-# happens on eight virtual devices of one CPU; where there are GPUs, they are used instead.
+# happens on eight virtual devices of one CPU, or on GPUs if there are any.
 #
 # The notebook is kept as a script: Jupyter opens it with
 # [jupytext](https://jupytext.readthedocs.io), `scripts/notebook` runs it and writes an `.ipynb`
@@ -80,9 +80,9 @@ draw([np.flatnonzero(test["label"] == i)[0] for i in range(10)], test["label"])
 # ## Model and loss
 #
 # The model is plain Flax. The loss runs on one replica's rows, and returns one number for each of
-# them: jddp takes the mean over all replicas. Metrics of the evaluation alone are in a separate
-# function, `judge`. A `jddp.Metric` is a metric computed from sums over all examples, such as a
-# confusion matrix.
+# them: jddp takes the mean over all replicas. Metrics that only the evaluation needs are in a
+# separate function, `judge`. A `jddp.Metric` is a metric computed from sums over all examples, such
+# as a confusion matrix.
 
 
 # %%
@@ -137,13 +137,14 @@ print(jddp.explain(ddp, batches.batch(0)))
 
 # %% [markdown]
 # Each batch norm sends its sums in the forward pass, and their gradients in the backward pass,
-# where XLA merges one of them with the loss: statistics are those of the global batch, so that
+# where XLA merges one of them with the loss. The statistics are taken over the global batch, so
 # eight devices train as one.
 #
 # ## Your own loop
 #
-# A step takes the state and 256 rows, splits the rows over the devices, and returns before it is
-# done. Reading a metric waits for it, so a loop reads one only sometimes.
+# A step takes the state and 256 rows, splits the rows over the devices, and returns before the
+# devices have finished. Reading a metric waits for the step, so a loop should not read one at every
+# step.
 
 # %%
 for number, batch in enumerate(itertools.islice(batches, 20), start=1):
@@ -154,8 +155,8 @@ for number, batch in enumerate(itertools.islice(batches, 20), start=1):
 state
 
 # %% [markdown]
-# A step donates the state before it. If a loop is interrupted before the new state has been
-# assigned, nothing is lost: the most recent state is `ddp.latest`.
+# A step reuses the memory of the state that it is given (donation). If a loop is interrupted before
+# the new state has been assigned, nothing is lost: the most recent state is `ddp.latest`.
 
 # %%
 try:
@@ -169,9 +170,9 @@ except KeyboardInterrupt:
 # %% [markdown]
 # ## The training loop of jddp
 #
-# `fit` continues from there, with evaluations, records and checkpoints. Interrupted, it finishes
-# the current step, saves, and returns; then the same call, with the same `run_dir`, resumes, and
-# the result is bitwise identical.
+# `fit` continues from there, with evaluations, records and checkpoints. If it is interrupted, it
+# finishes the current step, saves, and returns. The same call, with the same `run_dir`, then
+# resumes, and the result is bitwise identical.
 
 # %%
 folder = tempfile.TemporaryDirectory(prefix="jddp-")  # a path of your own, to keep it

@@ -13,9 +13,9 @@
 # %% [markdown]
 # # See what a step sends
 #
-# Data parallelism costs what is sent between devices. jddp shows it twice: `ddp.plan` lists the
-# *buckets* in which gradients are to be sent, `jddp.explain` the collectives of the compiled step.
-# Neither needs a network: here are eight virtual devices of one CPU.
+# The cost of data parallelism is the data sent between devices. jddp shows it twice: `ddp.plan`
+# lists the *buckets* in which gradients are to be sent, and `jddp.explain` lists the collectives of
+# the compiled step. Neither needs a network: this notebook uses eight virtual devices of one CPU.
 
 # %%
 import jax
@@ -63,8 +63,8 @@ def make(**options):
 #
 # The backward pass finishes the last layer first, so the buckets are filled from the last layer.
 # Gradients of a bucket are sent together: one large message costs less than many small ones.
-# `bucket_mb` is the most that a bucket holds: 1 MiB for the first and 25 MiB for the others, unless
-# you say otherwise, as in PyTorch.
+# `bucket_mb` is the largest size of a bucket; by default, as in PyTorch, 1 MiB for the first and 25
+# MiB for the others.
 
 # %%
 ddp = make(bucket_mb=(0.1, 0.2))
@@ -86,10 +86,10 @@ jddp.explain(ddp, batch)
 # %% [markdown]
 # ## Fewer bytes
 #
-# A dtype for the wire, and *communication hooks* around the reduction of a bucket. `bfloat16` is
-# half of float32. PowerSGD sends two thin factors of each matrix. A hook of your own is two
-# functions: this one sends int8 numbers with one scale for all replicas, and keeps its rounding
-# error for the next step (error feedback).
+# Two options send fewer bytes: a dtype for the wire, and *communication hooks*, which reduce a
+# bucket in place of the mean. `bfloat16` takes half the bytes of float32. PowerSGD sends two thin
+# factors of each matrix. A hook of your own is two functions: the hook below sends int8 numbers
+# with one scale for all replicas, and keeps its rounding error for the next step (error feedback).
 
 
 # %%
@@ -134,7 +134,7 @@ for name, options in MODES.items():
     print(f"{name:17} loss {losses[name][-1]:.4f}")
 
 # %% [markdown]
-# The last was PowerSGD: its collectives hold thin factors, and the biases.
+# The last mode was PowerSGD: its collectives send thin factors, and the biases.
 
 # %%
 jddp.explain(ddp, batch)
@@ -142,7 +142,8 @@ jddp.explain(ddp, batch)
 # %% [markdown]
 # ## What it costs in accuracy
 #
-# Fewer bytes are not free. Here is the loss of each over its steps; try it with a model of yours.
+# Fewer bytes are not free. Here is the loss of each mode over its steps; try it with your own
+# model.
 
 # %%
 figure, panel = plt.subplots(figsize=(7, 4), layout="constrained")
@@ -155,6 +156,6 @@ plt.show()
 # %% [markdown]
 # ## Next steps
 #
-# [The life of a gradient](../../docs/life_of_a_gradient.md) follows one through the code,
-# [Modes of a step](../../docs/modes.md) has every mode, and
-# [the measurements](../../benchmarks/README.md) what they cost.
+# [The life of a gradient](../../docs/life_of_a_gradient.md) follows one gradient through the code,
+# [Modes of a step](../../docs/modes.md) describes every mode, and [the
+# measurements](../../benchmarks/README.md) show their costs.

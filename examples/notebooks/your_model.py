@@ -13,9 +13,9 @@
 # %% [markdown]
 # # Train your own model
 #
-# A model of yours, in `flax.nnx` or `flax.linen`, needs no change: no base class, and no name of a
-# mesh axis. Here it reads sentences of different lengths, so that the loss has a mask and the mean
-# is over tokens. `jddp.verify` shows whether eight devices train it as one would.
+# Your model, in `flax.nnx` or `flax.linen`, needs no change: no base class, and no name of a mesh
+# axis. The model of this notebook reads sentences of different lengths, so the loss has a mask, and
+# the mean is over tokens. `jddp.verify` shows whether eight devices train it as one device does.
 
 # %%
 import tempfile
@@ -35,8 +35,8 @@ jax.device_count()
 # %% [markdown]
 # ## Data: a dict of arrays
 #
-# Made up: each sentence has up to 20 brackets, and the class of a bracket is the depth that it is
-# at. `weight` is 0 where a sentence has ended.
+# The data are made up: each sentence has up to 20 brackets, and the class of a bracket is its
+# depth. `weight` is 0 after the end of a sentence.
 
 # %%
 LENGTH, DEPTHS = 20, 6
@@ -123,8 +123,8 @@ jddp.verify(model, optimizer, loss_fn, batches.batch(0))
 
 
 # %% [markdown]
-# And the mistake: a loss that divides by the words of its own replica. It is a scalar, of which
-# jddp warns; the program runs, and trains on other gradients. `verify` finds the difference and its
+# Now the mistake: a loss that divides by the number of words of its own replica. It is a scalar, so
+# jddp warns; the program runs, but trains on other gradients. `verify` finds the difference and its
 # cause.
 
 
@@ -142,7 +142,7 @@ jddp.verify(without_dropout, optimizer, wrong_loss_fn, batches.batch(0))
 # %% [markdown]
 # ## Train, with metrics of your own
 #
-# Metrics of the evaluation that are no means over examples are computed from sums:
+# Evaluation metrics that are not means over examples are computed from sums:
 # `jddp.Metric(values, compute)`. Here it is the accuracy for each depth.
 
 
@@ -170,7 +170,7 @@ for depth in range(1, DEPTHS):
 # ## Use it afterwards
 #
 # `run.model` is an NNX module like yours, with the trained parameters and in eval mode. The run
-# directory holds the same: `jddp.open_run` opens it in any other program, on any number of
+# directory holds the same model: `jddp.open_run` opens it in any other program, on any number of
 # devices.
 
 # %%
@@ -183,6 +183,7 @@ for sentence, depths in zip(words, guesses, strict=True):
 # %% [markdown]
 # ## Next steps
 #
-# [Losses](../../docs/losses.md) have every form of a loss, [fine-tuning](../../docs/fine_tuning.md)
-# has pretrained weights and frozen layers, and [models](../../docs/models.md) has those that are
-# not Flax. [From Python](../../docs/python.md) has checkpoints for a loop of your own.
+# [Losses](../../docs/losses.md) describes every form of a loss,
+# [fine-tuning](../../docs/fine_tuning.md) pretrained weights and frozen layers, and
+# [models](../../docs/models.md) models that are not Flax. [From Python](../../docs/python.md) has
+# checkpoints for a loop of your own.
