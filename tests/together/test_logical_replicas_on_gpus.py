@@ -70,7 +70,7 @@ def test_all_computations_that_sum_are_the_same_on_one_two_and_eight_gpus(name):
     def on(num_devices):
         mesh = described_mesh("h100_sxm", devices_per_host=num_devices)
         ddp = jddp.DataParallel(model, optax.sgd(0.1), loss_fn, mesh=mesh, **options)
-        return computations_that_sum(ddp.lower(batch).compile().as_text())
+        return computations_that_sum(ddp.steps.lower(batch).compile().as_text())
 
     one, two, eight = map(on, (1, 2, 8))
     assert one.total() > 20
