@@ -12,7 +12,7 @@ This room knows models, losses and masks, and nothing of optimizers or meshes.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, final
+from typing import NamedTuple, Protocol, final, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -90,6 +90,7 @@ class Accumulated(NamedTuple):
     sums: Sums
 
 
+@runtime_checkable
 class BackwardSchedule(Protocol):
     """When gradients leave: after the backward passes of a replica, or inside the last one."""
 

@@ -14,7 +14,7 @@ method runs on the host, its first line ends in that.
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from jax.extend.core import Jaxpr
 from jax.stages import Wrapped
@@ -37,6 +37,7 @@ Averaged = tuple[Grads, HookState]
 Outcome = tuple[TrainState, Metrics]
 
 
+@runtime_checkable
 class Replicas(Protocol):
     """Which rows a replica has, and in what order results of all replicas are added.
 
@@ -93,6 +94,7 @@ class Replicas(Protocol):
         """Returns `function(rows, valid, key)` summed over all replicas."""
 
 
+@runtime_checkable
 class Synchronization(Protocol):
     """When replicas synchronize, and what they send."""
 
@@ -164,6 +166,7 @@ class Synchronization(Protocol):
         """
 
 
+@runtime_checkable
 class OuterStep(Protocol):
     """How replicas agree on parameters after local steps; a part of `jddp.LocalSteps`."""
 
@@ -182,6 +185,7 @@ class OuterStep(Protocol):
         """
 
 
+@runtime_checkable
 class View(Protocol):
     """How much of the mean gradient a replica holds.
 
@@ -210,6 +214,7 @@ class View(Protocol):
         """Returns the whole gradient; `gather` makes it of the shards of all replicas."""
 
 
+@runtime_checkable
 class Clip(Protocol):
     """What the mean gradient is clipped to."""
 
@@ -217,6 +222,7 @@ class Clip(Protocol):
         """Returns the clipped gradients, and metrics of them."""
 
 
+@runtime_checkable
 class Unused(Protocol):
     """What becomes of parameters that no gradient reaches; a part of `Optimizer`."""
 
@@ -238,6 +244,7 @@ class Unused(Protocol):
         """
 
 
+@runtime_checkable
 class Optimizer(Protocol):
     """Which parameters a replica updates, and by what optimizer."""
 
@@ -272,6 +279,7 @@ class Optimizer(Protocol):
         """
 
 
+@runtime_checkable
 class MovingAverage(Protocol):
     """Whether there is a moving average of the parameters, to evaluate with."""
 
@@ -282,6 +290,7 @@ class MovingAverage(Protocol):
         """Returns the state with the average moved towards its parameters."""
 
 
+@runtime_checkable
 class StepGuard(Protocol):
     """Which steps count, and what the loss scale is."""
 

@@ -5,7 +5,7 @@ loop knows these methods, and nothing else of the object.
 """
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 from jax.sharding import Mesh
@@ -19,6 +19,7 @@ from jddp.reduce.plan import BucketPlan
 from jddp.typing import Batch, Batches, Grads, LossFn, Metrics, PyTree
 
 
+@runtime_checkable
 class Steps(Protocol):
     """A step, known before it runs: its rows, its state, its program."""
 
@@ -56,6 +57,7 @@ class Steps(Protocol):
         """Digests of model, loss and optimizer; runs nothing."""
 
 
+@runtime_checkable
 class Trainable(Protocol):
     """An object that takes steps, evaluates and predicts; `jddp.DataParallel` documents each.
 

@@ -11,7 +11,7 @@ replicas is `jddp.engine.bitwise.rows_of_sums`.
 
 import dataclasses
 import math
-from typing import Literal, Protocol, final
+from typing import Literal, Protocol, final, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ NOTES = {
 }
 
 
+@runtime_checkable
 class Packing(Protocol):
     """The form in which the gradients of a bucket are sent, and what of their mean a replica gets.
 
