@@ -107,6 +107,9 @@ class CheckpointFolder:
                     log.warning("%s: leftovers cannot be removed: %s.", self._directory, reason)
                 (self._directory / "0.new").mkdir()  # finds now whether it can be written
                 (self._directory / "0.new").rmdir()
+            if is_written:
+                # Process 0 would take what a faster process has begun to write for leftovers.
+                from_first("opened", self._directory.name, timeout_seconds=SECONDS)
         except OSError as error:
             raise self._cannot("be opened for checkpoints", error) from error
 
