@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 import pytest
 from runs import environment, free_port
 
+from jddp.commands.train import main
 from jddp.distributed import failure, failure_file
 from jddp.distributed.failure_file import (
     VARIABLE,
@@ -19,7 +20,6 @@ from jddp.distributed.failure_file import (
 )
 from jddp.distributed.identity import VARIABLES
 from jddp.errors import FileSystemError
-from jddp.train import main
 
 
 @pytest.fixture(autouse=True)

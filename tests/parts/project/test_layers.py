@@ -87,6 +87,8 @@ def test_rooms_import_only_from_floors_below():
         for name in USED[path]:
             package, _, rest = name.partition(".")
             target = rest.partition(".")[0]
+            if name == "jddp" and path in DOORS:  # for its public function of the same name
+                continue
             # From jddp itself, which is no room, nothing is imported.
             is_below = FLOOR_OF.get(target, len(FLOORS)) < FLOOR_OF[room]
             if package == "jddp" and target != room and not is_below:
@@ -99,7 +101,7 @@ def test_no_module_imports_a_door_which_imports_a_command_alone():
     used = set().union(*USED.values())
     assert not [x for x in used for door in doors if x == f"{door}.main"]
     for path in DOORS - {PACKAGE / "__main__.py"}:
-        (command,) = USED[path] - {"sys"}
+        (command,) = USED[path] - {"sys", "jddp"}
         assert command.startswith("jddp.commands.")
 
 
@@ -145,7 +147,7 @@ def test_public_names_are_sorted_and_all_there_also_after_the_import_of_every_mo
     assert set(jddp.__all__) <= set(dir(jddp))
     with pytest.raises(AttributeError, match="nonesuch"):
         _ = jddp.nonesuch
-    for path in {*MODULES} - DOORS:
+    for path in MODULES:
         importlib.import_module(name_of(path))
     for name in jddp.__all__:
         public = getattr(jddp, name)
