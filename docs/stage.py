@@ -318,7 +318,7 @@ def shipped_losses() -> str:
 
 def entry(section: str, name: str, found: Any) -> str:
     """A model or a loss: its first sentence, and a table of its arguments."""
-    from jddp.zoo.names import defaults_of
+    from jddp.names import defaults_of
 
     inner = getattr(found, "func", found)
     fixed = getattr(found, "keywords", {})

@@ -56,14 +56,14 @@ from jddp.html import Shown
 from jddp.modules.batch_norm import Sync
 from jddp.modules.frozen import Frozen, thaw
 from jddp.modules.functional import functional
+from jddp.names import refuses_unknown
+from jddp.names.synonyms import OF_DATA_PARALLEL
 from jddp.reduce.average import BUCKET_MB, bucket_sizes, choose_layout, make_reduction
 from jddp.reduce.hooks import as_is
 from jddp.reduce.packing import BucketLayout, choose_packing
 from jddp.reduce.plan import BucketPlan
 from jddp.typing import Batch, Batches, Grads, LossFn, Metrics, Params, PyTree
 from jddp.zoo.losses import outputs
-from jddp.zoo.names import refuses_unknown
-from jddp.zoo.synonyms import OF_DATA_PARALLEL
 
 
 class DataParallel(Shown):

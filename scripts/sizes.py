@@ -25,7 +25,7 @@ import structure
 from structure import PACKAGE, ROOT, room_of
 
 DOORS = "commands"  # The floor of test_layers.py whose rooms only parse and call.
-UNTYPED = {"modules", "zoo"}  # Rooms in which users' models and functions may be anything.
+UNTYPED = {"modules", "names", "zoo"}  # Rooms in which users' models and functions may be anything.
 NOT_CODE = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -151,7 +151,7 @@ def whole(modules: structure.Modules, num_lines: int) -> list[Figure]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return [
         Figure("jddp/", num_lines, 18_700, 16_000),
-        Figure("rooms at the top level", len(rooms), 20, 20),
+        Figure("rooms at the top level", len(rooms), 23, 23),
         Figure("floors", len(floors), 10, 10),
         Figure("dependencies", len(project["dependencies"]), 12, 12),
     ]

@@ -1,6 +1,6 @@
 """Figures of how jddp is built, read from its source without importing it: `sizes.py` prints them.
 
-modules = read_modules()                # {"jddp.zoo.paths": its syntax tree, ...}
+modules = read_modules()                # {"jddp.paths": its syntax tree, ...}
 reached("jddp.engine.step", imports(modules))
 """
 

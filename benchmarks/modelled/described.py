@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh
 
 from jddp.engine.mesh import AXIS
 from jddp.errors import ConfigError
-from jddp.zoo.names import did_you_mean
+from jddp.names import did_you_mean
 from modelled.gpus import GPUS, target_config
 
 

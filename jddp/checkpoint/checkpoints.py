@@ -45,9 +45,9 @@ from jddp.checkpoint.remote import Remote
 from jddp.checkpoint.resize import empty, on_this_mesh, to_read
 from jddp.checkpoint.writer import SECONDS, Writer
 from jddp.distributed.coordination import from_first
-from jddp.distributed.same_folder import SameFolder, make_folder
 from jddp.engine.state import Replicated, TrainState
 from jddp.errors import ConfigError, FileSystemError
+from jddp.files import SameFolder, make_folder
 from jddp.typing import PyTree
 
 log = logging.getLogger("jddp")

@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from jddp.distributed.same_folder import WRITE_BY_OTHERS, opener
+from jddp.files import WRITE_BY_OTHERS, opener, sync_directory
 
 log = logging.getLogger("jddp")
 
@@ -70,15 +70,6 @@ def find_damage(folder: Path) -> str | None:
 def names_listed(folder: Path) -> list[str]:
     """The files of a sealed folder, relative to it; the list itself is the last."""
     return [*_read_list(folder), NAME]
-
-
-def sync_directory(path: Path) -> None:
-    """Writes the entries of a directory to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _read_list(folder: Path) -> dict[str, str]:

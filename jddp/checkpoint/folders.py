@@ -12,8 +12,9 @@ import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from jddp.checkpoint.checksums import NAME, sync_directory
+from jddp.checkpoint.checksums import NAME
 from jddp.errors import file_errors
+from jddp.files import sync_directory
 
 # Those of all steps that are to be removed once a step has been saved.
 Surplus = Callable[[list[int], int], list[int]]

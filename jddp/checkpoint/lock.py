@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import IO
 
 from jddp.distributed.forks import in_forked_children
-from jddp.distributed.same_folder import opener
 from jddp.errors import words_of
+from jddp.files import opener
 
 log = logging.getLogger("jddp")
 

@@ -23,9 +23,9 @@ from jddp.checkpoint.arrays import Described, as_saved, find_unlike, from_file, 
 from jddp.checkpoint.checksums import find_damage
 from jddp.checkpoint.folders import finished, first_line
 from jddp.checkpoint.quiet import keep_quiet
-from jddp.distributed.same_folder import SameFolder
 from jddp.engine.state import merged
 from jddp.errors import FileSystemError
+from jddp.files import SameFolder
 from jddp.modules.frozen import thaw
 from jddp.typing import PyTree
 

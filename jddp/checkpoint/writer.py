@@ -32,10 +32,10 @@ from jddp.checkpoint.counters import keep_level
 from jddp.checkpoint.quiet import keep_quiet
 from jddp.checkpoint.remote import Remote
 from jddp.distributed.coordination import from_first, gather
-from jddp.distributed.same_folder import SameFolder, make_folder
 from jddp.distributed.waits import computing
 from jddp.engine.digest import digests, find_divergence
 from jddp.errors import FileSystemError, ReplicaMismatchError
+from jddp.files import SameFolder, make_folder
 from jddp.typing import PyTree
 
 DeviceArrays = Mapping[str, jax.Array]

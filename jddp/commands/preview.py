@@ -15,9 +15,9 @@ from jddp.inspection.memory import Memory, in_words
 from jddp.inspection.memory import memory as memory_of
 from jddp.job.job import Job
 from jddp.job.optimizers import optimizer_table
+from jddp.names import accepted_names
 from jddp.trainer.out_of_memory import NOTHING_FITS, ways_out
 from jddp.trainer.prefetch import NUM_AHEAD
-from jddp.zoo.names import accepted_names
 
 
 def preview(job: Job) -> str:

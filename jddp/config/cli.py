@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jddp.errors import Error, ExitCode, UsageError, report
-from jddp.zoo.names import did_you_mean
+from jddp.names import did_you_mean
 
 
 class Parser(argparse.ArgumentParser):

@@ -9,7 +9,7 @@ from typing import Any
 
 from jddp.config.keys import keys_of
 from jddp.config.schema import Config, Effect
-from jddp.zoo.directions import direction_of
+from jddp.names.directions import direction_of
 
 
 def default_of(key: str, otherwise: Any) -> Any:

@@ -25,8 +25,8 @@ from jddp.config.mistakes import ConfigMistakes, Mistake
 from jddp.config.permissions import expand
 from jddp.config.schema import Config
 from jddp.errors import ConfigError
+from jddp.names import did_you_mean
 from jddp.typing import JsonObject
-from jddp.zoo.names import did_you_mean
 
 DEFAULT_PRESET = "fashion_mnist_cnn"
 # A wheel carries the presets inside the package, a checkout beside it.

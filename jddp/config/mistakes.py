@@ -11,8 +11,8 @@ from pydantic import BaseModel, ValidationError
 
 from jddp.config.keys import KeyPath, is_at, keys_of
 from jddp.errors import ConfigError
-from jddp.zoo.names import did_you_mean
-from jddp.zoo.synonyms import KEYS
+from jddp.names import did_you_mean
+from jddp.names.synonyms import KEYS
 
 
 class Mistake(NamedTuple):

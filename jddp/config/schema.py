@@ -15,8 +15,8 @@ from jddp.config.keys import keys_of
 from jddp.config.mistakes import ConfigMistakes, describe_mistakes
 from jddp.config.permissions import expand, is_url
 from jddp.errors import ConfigError
-from jddp.zoo.directions import choose_mode
-from jddp.zoo.names import did_you_mean
+from jddp.names import did_you_mean
+from jddp.names.directions import choose_mode
 
 Kwargs = dict[str, Any]
 Effect = Literal["none", "rounding", "numbers"]

@@ -22,8 +22,8 @@ from jddp.data.row_examples import as_examples
 from jddp.data.shares import Share
 from jddp.errors import ConfigError, DataError
 from jddp.html import Shown
-from jddp.zoo.names import refuses_unknown
-from jddp.zoo.synonyms import OF_BATCHES
+from jddp.names import refuses_unknown
+from jddp.names.synonyms import OF_BATCHES
 
 ENDLESS = 2**62
 

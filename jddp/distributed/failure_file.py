@@ -19,8 +19,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from jddp.distributed.same_folder import SameFolder
 from jddp.errors import ExitCode
+from jddp.files import SameFolder
 from jddp.typing import JsonObject
 
 VARIABLE, RESULT = "JDDP_FAILURE_FILE", "JDDP_RESULT_FILE"

@@ -28,8 +28,8 @@ from typing import IO, Any, TextIO
 import jddp.distributed.coordination as job
 from jddp.distributed import failure, failure_file, silence
 from jddp.distributed.apart import started_apart
-from jddp.distributed.same_folder import make_folder, opener
 from jddp.errors import ExitCode
+from jddp.files import make_folder, opener
 from jddp.typing import JsonObject
 
 _ANSWER_SECONDS = 5.0

@@ -12,6 +12,7 @@ import jax
 from jddp.config.schema import Config
 from jddp.engine.state import TrainState
 from jddp.modules.frozen import COLLECTION
+from jddp.names import accepted_names, defaults_of, name_of_callable, named
 from jddp.zoo.groups import (
     REST,
     ParameterGroup,
@@ -21,7 +22,6 @@ from jddp.zoo.groups import (
     paths_of,
     scales_of,
 )
-from jddp.zoo.names import accepted_names, defaults_of, name_of_callable, named
 from jddp.zoo.optimizers import (
     MASK_NAMES,
     decay_mask,

@@ -15,11 +15,11 @@ from jddp.data import DataSource, make_source, source_of
 from jddp.engine.sync import LocalSteps
 from jddp.errors import ConfigError
 from jddp.job.optimizers import optimizer_of
+from jddp.names import accepted_names, check_arguments, defaults_of, named, resolve_target
 from jddp.reduce.hooks import CommHook
 from jddp.reduce.powersgd import powersgd
 from jddp.zoo.losses import LOSSES
 from jddp.zoo.models import MODELS, make_model
-from jddp.zoo.names import accepted_names, check_arguments, defaults_of, named, resolve_target
 from jddp.zoo.optimizers import make_optimizer
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from jddp.config.schema import Config
 from jddp.errors import UsageError, check_choice
+from jddp.names import resolve_target
 from jddp.zoo.models import is_module_class
-from jddp.zoo.names import resolve_target
 
 TRUST = (None, "here", "package", "config")
 OWN_MODELS = "jddp.zoo.models"

@@ -24,8 +24,8 @@ from jddp.data import ArrayExamples, eval_batches
 from jddp.data.sources.image_folder import FolderExamples, images_in
 from jddp.data.sources.mapped import map_npy, map_npz
 from jddp.distributed.resolve import resolve_identity
-from jddp.distributed.same_folder import replace_file
 from jddp.errors import DataError, FileSystemError, UsageError, file_errors
+from jddp.files import replace_file
 from jddp.runs.opened import open_run
 
 INPUTS = ("image", "tokens", "x")  # as `jddp.zoo.losses.outputs` looks for them

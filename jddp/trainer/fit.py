@@ -10,14 +10,14 @@ from typing import Any
 from jddp.distributed.watchdog import Limits
 from jddp.engine.state import TrainState
 from jddp.engine.trainable import Trainable
+from jddp.names import refuses_unknown
+from jddp.names.synonyms import OF_FIT
 from jddp.trainer.arguments import choose_batches
 from jddp.trainer.callbacks import Callback
 from jddp.trainer.plan import Plan
 from jddp.trainer.run import Run
 from jddp.trainer.start import Kept, start
 from jddp.typing import Batch, Batches
-from jddp.zoo.names import refuses_unknown
-from jddp.zoo.synonyms import OF_FIT
 
 LIMITS = Limits()
 

@@ -19,12 +19,12 @@ import numpy as np
 
 from jddp.checkpoint.arrays import by_path
 from jddp.distributed.coordination import gather
-from jddp.distributed.same_folder import SameFolder, make_folder, opener, replace_file
 from jddp.engine.evaluation import own_rows
 from jddp.engine.guard import LEAST
 from jddp.engine.state import TrainState
 from jddp.engine.trainable import Trainable
 from jddp.errors import NumericsError, words_of
+from jddp.files import SameFolder, make_folder, opener, replace_file
 from jddp.inspection.norms import diagnose
 from jddp.inspection.outputs import num_outputs
 from jddp.trainer.prefetch import Source

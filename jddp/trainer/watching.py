@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from jddp.errors import ConfigError
+from jddp.names import did_you_mean
+from jddp.names.directions import choose_mode
 from jddp.trainer.callbacks import Callback
 from jddp.trainer.plan import Plan
 from jddp.trainer.run import Run
-from jddp.zoo.directions import choose_mode
-from jddp.zoo.names import did_you_mean
 
 
 class Watching(Callback):

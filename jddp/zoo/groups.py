@@ -18,8 +18,8 @@ import jax
 import optax
 
 from jddp.errors import ConfigError
+from jddp.paths import match_paths
 from jddp.typing import Grads, Params, PyTree
-from jddp.zoo.paths import match_paths
 
 REST = "rest"  # label of the parameters of no group
 

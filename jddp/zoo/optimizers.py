@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 
 from jddp.errors import ConfigError
-from jddp.zoo.names import accepted_names, check_arguments, find_attribute, name_of_callable
+from jddp.names import accepted_names, check_arguments, find_attribute, name_of_callable
 
 Arguments = Mapping[str, Any]
 NOTHING: Arguments = MappingProxyType({})

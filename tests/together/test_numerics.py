@@ -16,8 +16,8 @@ from tiny import MLP, ConvNet, NnxConvNet, Of, loss_fn, make_batch, take_steps
 
 import jddp
 from jddp.data import ArrayExamples, TrainBatches
-from jddp.distributed.same_folder import SameFolder
 from jddp.errors import NumericsError
+from jddp.files import SameFolder
 from jddp.trainer.numerics import Numerics, Sent, write_evidence
 
 

@@ -18,7 +18,7 @@ from jddp.data.sources.records import array_record, hugging_face, parquet
 from jddp.data.sources.stdlib_text import python_stdlib
 from jddp.data.sources.tokens import tokens
 from jddp.errors import ConfigError
-from jddp.zoo.names import check_arguments, defaults_of, look_up
+from jddp.names import check_arguments, defaults_of, look_up
 
 _FORMATS: tuple[Callable[..., DataSource], ...] = (array_record, fashion_mnist, hugging_face, idx)
 _FORMATS += (image_folder, npy, npz, parquet, python_stdlib, tokens)

@@ -20,7 +20,7 @@ from jddp.data.source import DataSource, source_of
 from jddp.data.sources.decoded_rows import DecodedRows, StoredRows
 from jddp.data.sources.mapped import refusing_damage, require_file
 from jddp.errors import DataError, Error, FileSystemError
-from jddp.zoo.names import resolve_target
+from jddp.names import resolve_target
 
 
 def parquet(*, directory: Path, columns: Sequence[str] | None = None) -> DataSource:

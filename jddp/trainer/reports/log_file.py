@@ -10,8 +10,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from jddp.distributed.same_folder import make_folder, opener
 from jddp.errors import file_errors, printable_lines, report, words_of
+from jddp.files import make_folder, opener
 
 # Lines that are printed elsewhere already: for the file alone.
 said = logging.getLogger("jddp.lines")

@@ -17,8 +17,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from jddp.distributed.same_folder import SameFolder, write_all
 from jddp.errors import FileSystemError, file_errors, words_of
+from jddp.files import SameFolder, write_all
 from jddp.typing import Record
 
 log = logging.getLogger("jddp")

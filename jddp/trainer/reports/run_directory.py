@@ -26,8 +26,8 @@ from jddp.checkpoint.remote import Remote
 from jddp.config.effects import default_of, effect_of, in_effect
 from jddp.config.files import dump_values, flatten, read_yaml
 from jddp.config.permissions import is_url, refuse_foreign
-from jddp.distributed.same_folder import SameFolder, make_folder
 from jddp.errors import ConfigError, DataError, FileSystemError, file_errors, words_of
+from jddp.files import SameFolder, make_folder
 from jddp.trainer.reports.log_file import logging_to
 from jddp.trainer.reports.metrics_file import MetricsFile
 

@@ -18,12 +18,12 @@ from flax import linen as nn
 from flax import nnx
 
 from jddp.errors import ConfigError
+from jddp.names import accepted_names, check_arguments, did_you_mean, look_up
 from jddp.zoo.models.cnn import CNN, CNN_NNX
 from jddp.zoo.models.gpt import GPT
 from jddp.zoo.models.mlp import MLP
 from jddp.zoo.models.resnet import ResNet, resnet18, resnet50
 from jddp.zoo.models.vit import ViT
-from jddp.zoo.names import accepted_names, check_arguments, did_you_mean, look_up
 
 Module = nn.Module | nnx.Module
 

@@ -31,9 +31,9 @@ from jddp.checkpoint.checkpoints import CheckpointFolder
 from jddp.checkpoint.checksums import find_damage, seal
 from jddp.checkpoint.reader import newest_sound, read_newest
 from jddp.commands.checkpoint import main as checkpoint_command
-from jddp.distributed.same_folder import SameFolder
 from jddp.engine.state import CommState, TrainState
 from jddp.errors import ConfigError, FileSystemError, UsageError
+from jddp.files import SameFolder
 
 NUM_REPLICAS = 4
 

@@ -15,9 +15,9 @@ import jddp
 # From the ground up. A new room is put here; docs/pictures/make.py draws them for
 # docs/architecture.md.
 FLOORS = {
-    "ground": {"errors", "typing", "html", "jaxprs"},
-    "numbers and processes": {"reduce", "zoo", "distributed"},
-    "what a job is given": {"modules", "config", "data", "launcher"},
+    "ground": {"errors", "typing", "files", "html", "jaxprs"},
+    "names, numbers and processes": {"names", "paths", "reduce", "distributed"},
+    "what a job is given": {"modules", "zoo", "config", "data", "launcher"},
     "the step": {"engine"},
     "what became of a step": {"checkpoint", "inspection"},
     "training": {"data_parallel", "trainer"},
@@ -35,7 +35,7 @@ HOMES |= {"fsspec": {"checkpoint"}, "omegaconf": {"config"}, "pydantic": {"confi
 HOMES |= {"matplotlib": {"trainer"}, "rich": {"trainer"}, "jax.shard_map": {"engine"}}
 HOMES |= {"jax.distributed": {"distributed"}, "jax._src": {"distributed"}}
 HOMES |= {"jax.experimental.multihost_utils": {"engine"}}
-WITHOUT_JAX = {"data", "config", "zoo.names", "errors", "trainer.reports"}
+WITHOUT_JAX = {"data", "config", "names", "paths", "files", "errors", "trainer.reports"}
 
 
 def names_used(path):

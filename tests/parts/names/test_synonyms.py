@@ -11,7 +11,7 @@ from jddp.config.files import load_config
 from jddp.config.keys import keys_of
 from jddp.config.schema import Config
 from jddp.errors import ConfigError
-from jddp.zoo.synonyms import KEYS, OPTIONS
+from jddp.names.synonyms import KEYS, OPTIONS
 
 PAGE = Path(__file__).parents[3] / "docs" / "trainers.md"
 

@@ -3,7 +3,7 @@
 import pytest
 
 from jddp.errors import ConfigError
-from jddp.zoo.directions import FALLS, NEITHER, RISES, choose_mode, direction_of
+from jddp.names.directions import FALLS, NEITHER, RISES, choose_mode, direction_of
 
 RISING = """
     accuracy val_accuracy top5_accuracy test/accuracy accuracy@5 accuracy_class_3 ValAccuracy acc1

@@ -1,4 +1,4 @@
-"""Names in a config: suggestions for mistyped ones, the objects they name, their arguments.
+"""Names that users type: suggestions for mistyped ones, the objects they name, their arguments.
 
 A config gives models, losses, optimizers and their arguments by name. Here a mistyped name gets a
 suggestion, `package.module:Name` becomes the object it names, and arguments are checked against a
@@ -8,7 +8,8 @@ signature before anything is called.
     check_arguments(optax.adamw, {"b3": 0.9}, key="optimizer.kwargs")  # ConfigError: ... 'b2'?
 
 Resolving a target imports the module it names, which runs that module's code: a config that is
-named on the command line is trusted like a program. This module knows no config keys.
+named on the command line is trusted like a program. No config key is known here. `synonyms` has the
+names that other trainers have for options, `directions` reads a metric's direction from its name.
 """
 
 import difflib

@@ -1,4 +1,4 @@
-"""The folder at a path, as long as the path leads to the same one.
+"""Files and folders that no others write: replaced atomically, and never in another folder.
 
     folder = SameFolder(run_dir)
     folder.pin()                                # once it is there
@@ -119,3 +119,12 @@ def write_all(file: IO[bytes], content: bytes) -> None:
     rest = memoryview(content)
     while rest:
         rest = rest[file.write(rest) :]
+
+
+def sync_directory(path: Path) -> None:
+    """Writes the entries of a directory to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -6,7 +6,7 @@ from flax import linen as nn
 from flax import nnx
 
 from jddp.errors import ConfigError
-from jddp.zoo.names import (
+from jddp.names import (
     accepted_names,
     check_arguments,
     did_you_mean,
