@@ -14,7 +14,7 @@ COMMANDS = {
     "init": "start a project: a config, a model, a loss and data to change",
     "train": "train a model from a config",
     "launch": "start the processes of a job, on one host or several",
-    "evaluate": "evaluate a run again, on its data or on others",
+    "evaluate": "evaluate a run again, on its data or on other data",
     "predict": "write what a run predicts for rows, images or a text",
     "verify": "compare a step on all devices with one on a single device",
     "doctor": "check this host, or this job, before training",

@@ -1,1 +1,1 @@
-"""The commands: each parses its arguments and calls what does the work."""
+"""The commands: each parses its arguments and calls the function that does the work."""

@@ -61,7 +61,7 @@ def _verify(arguments: argparse.Namespace) -> None:
             show(f"{step:>12}  {damage or 'all files and arrays are as they were saved'}")
     if num_damaged:
         raise FileSystemError(
-            f"{directory}: {num_damaged} damaged. A run renames them to *.damaged."
+            f"{directory}: {num_damaged} damaged checkpoints. A run renames them to *.damaged."
         )
 
 

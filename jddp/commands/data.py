@@ -20,8 +20,8 @@ def _parser() -> Parser:
     tokenize = commands.add_parser("tokenize", help="write token files from text")
     add = tokenize.add_argument
     add("directory", type=expand, help="output directory; must hold no token files yet")
-    add("texts", type=expand, nargs="+", help="files, folders, .jsonl with a document per line")
-    add("--tokenizer", default="bytes", help="bytes, or a file of Hugging Face's tokenizers")
+    add("texts", type=expand, nargs="+", help="files or folders; a document per line of a .jsonl")
+    add("--tokenizer", default="bytes", help="bytes, or a Hugging Face tokenizer file")
     add("--end-of-document", metavar="TOKEN", help="token after each document; zero for bytes")
     add("--test-share", type=float, default=0.1, help="fraction of documents for testing (0.1)")
     add("--shard-tokens", type=int, default=2**27, help="tokens per file (2^27)")

@@ -1,11 +1,11 @@
 """`python -m jddp.doctor`: preflight check of a machine or of a job.
 
-Run it as the job is run, under the same launcher: every process examines its host and devices, and
-all together examine clocks, the shared directory and the network. Each finding comes with its fix.
-Exit code 0, or 69 if something will stop a job.
+Start it the way you start the job, under the same launcher: every process examines its host and
+devices, and all together examine clocks, the shared directory and the network. Each finding comes
+with its fix. The exit code is 0, or 69 if a finding will stop a job.
 
 `python -m jddp.doctor RUN_DIR` prints the first failure of a run, and examines nothing.
-`python -m jddp.doctor --gpu-acceptance` tries what GPUs do with jddp, and writes a page.
+`python -m jddp.doctor --gpu-acceptance` tries jddp on the GPUs, and writes a page.
 """
 
 import argparse
@@ -31,11 +31,11 @@ def _parser() -> Parser:
     parser = Parser(prog="python -m jddp.doctor", description=about)
     add = parser.add_argument
     add("run", type=expand, nargs="?", help="only print the first failures of this run directory")
-    shared = "a directory on a file system that all processes see (runs)"
+    shared = "a directory that all processes share (runs)"
     add("--dir", type=expand, default=Path("runs"), help=shared)
-    add("--num-devices", type=int, default=8, help="virtual CPU devices, where there is no GPU (8)")
+    add("--num-devices", type=int, default=8, help="virtual CPU devices if there is no GPU (8)")
     page = Path("gpu_acceptance.md")
-    about = "try and measure the GPUs in minutes; write a page"
+    about = "test and measure the GPUs in minutes; write a page"
     add("--gpu-acceptance", nargs="?", const=page, type=expand, metavar="PAGE", help=about)
     trial = "cpu tries --gpu-acceptance on virtual devices (gpu)"
     add("--platform", choices=["gpu", "cpu"], default="gpu", help=trial)
@@ -53,7 +53,7 @@ def _accept(arguments: argparse.Namespace) -> int:
     from jddp.doctor.acceptance.run import accept
 
     if (num := resolve_identity().num_processes) > 1:
-        raise UsageError(f"--gpu-acceptance starts its own runs: start it once, not as {num}.")
+        raise UsageError(f"--gpu-acceptance is started once, and not as {num} processes.")
     page = arguments.gpu_acceptance
     num_devices = arguments.num_devices
     return accept(page, platform=arguments.platform, num_devices=num_devices)
@@ -62,7 +62,7 @@ def _accept(arguments: argparse.Namespace) -> int:
 def _print_failures(run: Path) -> int:
     """Prints the failures in the files of a run, or a launch's logs, and in JDDP_FAILURE_FILE."""
     if not run.is_dir():
-        raise FileSystemError(f"{run} is no folder. Give that of a run, or of a launch's logs.")
+        raise FileSystemError(f"{run} is not a folder. Name a run directory, or a launch's logs.")
     paths = [path for folder in (run, run / "logs") for path in folder.glob("failure*.json")]
     paths += [Path(path) for path in [os.environ.get(VARIABLE)] if path]
     failures = {
@@ -73,7 +73,7 @@ def _print_failures(run: Path) -> int:
         trace = str(failure["traceback"] or "").splitlines()
         show("\n  ".join([str(path), headline(failure), when.format_map(failure), *trace]))
     if not failures:
-        show(f"{run} holds no first failure")
+        show(f"{run} has no first failure")
     return ExitCode.DONE
 
 
@@ -99,7 +99,7 @@ def _examine(arguments: argparse.Namespace) -> int:
     configure_devices(per_process * identity.num_processes, num_processes=identity.num_processes)
     try:
         initialize(identity)
-        agree("devices", gpu_facts(os.environ))  # before they start, which would wait
+        agree("devices", gpu_facts(os.environ))  # before they start: they would wait
         refuse_gpus(identity)
         missing = require_devices()
     except Error:
@@ -120,7 +120,7 @@ def _examine(arguments: argparse.Namespace) -> int:
 def _print(of_processes: list[str], shared: list[Finding], table: list[Any]) -> None:
     for process, text in enumerate(of_processes):
         if process and _without_names(text) == _without_names(of_processes[0]):
-            print(f"process {process}: as process 0")
+            print(f"process {process}: same as process 0")
         else:
             show(f"process {process}\n{text}")
     show("\n".join(["together", *map(str, shared)]))

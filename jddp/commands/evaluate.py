@@ -1,7 +1,7 @@
 """`python -m jddp.evaluate RUN [key.path=value]...`: evaluates a finished or interrupted run again.
 
-On the evaluation data of its config, or on others: `data.dir=elsewhere`. Prints loss and metrics,
-those that are arrays as tables.
+It evaluates on the evaluation data of its config, or on other data: `data.dir=elsewhere`. It prints
+loss and metrics; metrics that are arrays are printed as tables.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from jddp.typing import Record
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
-    description = "Evaluate a run again: on its evaluation data, or on others (data.KEY=VALUE)."
+    description = "Evaluate a run again, on its evaluation data or on other data (data.KEY=VALUE)."
     parser = Parser(prog="python -m jddp.evaluate", description=description)
     add_run_arguments(parser)
     add = parser.add_argument

@@ -1,6 +1,6 @@
 """`python -m jddp.init DIRECTORY`: starts a project, with a config, a model, a loss and data.
 
-They train as they are; put yours in their place.
+They train as they are; replace them by yours.
 """
 
 from collections.abc import Sequence

@@ -44,7 +44,7 @@ def plan_launch(arguments: argparse.Namespace) -> Launch:
 
     Raises:
       ConfigError: If the coordinator is not host:port.
-      UsageError: If they cannot be combined.
+      UsageError: If the arguments cannot be combined.
     """
     command = ("-m", *arguments.module) if arguments.module else tuple(arguments.script)
     host, port = arguments.master_addr, arguments.master_port
@@ -60,16 +60,16 @@ def plan_launch(arguments: argparse.Namespace) -> Launch:
     is_there = script == "-m" or Path(script).is_file()
     both = (host or port) and arguments.coordinator
     mistakes = {
-        "--coordinator replaces --master-addr and --master-port: give either one.": both,
+        "--coordinator replaces --master-addr and --master-port: give only one of them.": both,
         "nothing to start: end with -m package.module, or with script.py.": not command,
-        f"there is no script {script!r}. Options of the launcher come before it.": not is_there,
-        f"--num-nodes {nodes} needs --coordinator host:port, of node 0, and --node-rank, another "
-        "on each node.": not (is_one or (address and has_rank)),
-        f"{address}: processes connect at a port above it. Give a lower one.": (
+        f"there is no script {script!r}. Options of the launcher come first.": not is_there,
+        f"--num-nodes {nodes} needs --coordinator host:port, of node 0, and --node-rank, which "
+        "differs on each node.": not (is_one or (address and has_rank)),
+        f"{address}: processes connect at a port above this one. Give a lower one.": (
             not is_one and str(address).endswith(":65535")
         ),
         f"--node-rank {rank} must be below --num-nodes {nodes}, from 0 up.": rank >= nodes,
-        "--ray places all processes: give no options of nodes and coordinator.": (
+        "--ray places all processes: leave out the options for nodes and coordinator.": (
             launch.ray and (address or has_rank or not is_one)
         ),
         "--min-processes is for a job that may lose machines: it needs --ray, or --num-nodes 2 or "
@@ -91,15 +91,15 @@ def _parser() -> Parser:
         parser.add_argument(*dict.fromkeys((name, *peers)), **how)  # type: ignore[arg-type]
 
     add("--num-processes", "--nproc-per-node", type=_positive, help="processes per node (1)")
-    add("--devices-per-process", type=_positive, help="CPU devices, or GPUs, of each process")
+    add("--devices-per-process", type=_positive, help="GPUs, or CPU devices, of each process")
     add("--max-restarts", "--max-restarts", type=_count, help="restarts of the job (0)")
     add("--num-nodes", "--nnodes", type=_positive, help="machines of the job (1)")
     add("--node-rank", "--node-rank", type=_count, help="number of this machine, from 0")
-    add("--coordinator", help="host:port on node 0; a free port here if it is the only one")
-    add("--min-processes", type=_positive, help="elastic: enough to continue if a machine is lost")
+    add("--coordinator", help="host:port on node 0; with one node, a free port")
+    add("--min-processes", type=_positive, help="elastic: fewest processes to resume with")
     add("--master-addr", "--master-addr", help="host of --coordinator")
     add("--master-port", "--master-port", help="port of --coordinator")
-    add("--ray", nargs="?", const="auto", metavar="ADDRESS", help="start all N on a Ray cluster")
+    add("--ray", nargs="?", const="auto", metavar="ADDRESS", help="start on a Ray cluster")
     add("--logs", type=expand, help="folder for the output of each process (logs/DATE-TIME-PID)")
     add("--start-seconds", type=_positive, help="rendezvous timeout (300)")
     add("--grace-seconds", type=float, help="from SIGTERM to SIGKILL (30)")

@@ -18,14 +18,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m jddp.predict", description=description)
     add_run_arguments(parser)
     add = parser.add_mutually_exclusive_group(required=True).add_argument
-    data = "a .npz file with image, tokens or x, a .npy file of one, or a folder of images"
+    data = "a .npz file with image, tokens or x; a .npy file; or a folder of images"
     add("--data", type=expand, metavar="FILE", help=data)
-    add("--prompt", metavar="TEXT", help="a text to continue, by a language model")
+    add("--prompt", metavar="TEXT", help="a text that a language model continues")
     add = parser.add_argument
-    add("--out", type=expand, metavar="FILE", help="to write: *.npz, *.csv, *.jsonl")
+    add("--out", type=expand, metavar="FILE", help="output file: *.npz, *.csv or *.jsonl")
     add("--num-tokens", type=int, default=100, metavar="N", help="tokens to add to a text (100)")
     add("--temperature", type=float, default=1.0, help="0 takes the likeliest token (1.0)")
-    add("--seed", type=int, default=0, help="seed of the choice of tokens (0)")
+    add("--seed", type=int, default=0, help="seed for choosing tokens (0)")
     add(
         "--tokenizer",
         type=expand,
@@ -38,7 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _predict(*, data: Any, out: Any, prompt: str | None, **chosen: Any) -> None:
     run = {name: chosen.pop(name) for name in ("run_dir", "checkpoint", "params", "trust")}
     if (data is None) != (out is None):
-        raise UsageError("--data needs --out FILE, and --prompt prints the text. See --help.")
+        raise UsageError(
+            "--data needs --out FILE; --prompt prints a text, without --out. See --help."
+        )
     share_gpus()  # with the run, which may still train
     if prompt is not None:
         from jddp.runs.opened import open_run
@@ -48,4 +50,4 @@ def _predict(*, data: Any, out: Any, prompt: str | None, **chosen: Any) -> None:
     else:
         from jddp.runs.predictions import predict_file
 
-        show(f"{predict_file(data=data, out=out, **run):,} rows are predicted in {out}")
+        show(f"predictions for {predict_file(data=data, out=out, **run):,} rows are in {out}")

@@ -2,7 +2,7 @@
 
     print(preview(job))
 
-Sizes per device come from the compiler. The effect of options of the model is estimated from them.
+Sizes per device come from the compiler; the effect of a model's options is estimated from them.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ def _arithmetic(job: Job) -> list[str]:
     share, padding = rows // mesh.size, f" and {rows - size} of padding" * (rows > size)
     micro = f" in {parts} micro-batches of {share // parts}" if parts > 1 else ""
     if job.data is None or job.num_steps is None:
-        length = f"{job.num_steps or 'unknown'}: the data are not here"
+        length = f"{job.num_steps or 'unknown'}: the data is not on this machine"
     else:
         epochs = job.num_steps * size / len(job.data.train)
         length = f"{job.num_steps:,} = {epochs:.4g} epochs of {len(job.data.train):,} examples"
@@ -57,16 +57,16 @@ def _arithmetic(job: Job) -> list[str]:
 def memory_table(job: Job, memory: Memory) -> list[str]:
     """Returns lines with the memory that a device needs and has."""
     memory = dataclasses.replace(memory, batch=(1 + NUM_AHEAD) * memory.batch)
-    table = f"{memory!r}\nbatch: that of a step, and {NUM_AHEAD} that are prefetched"
+    table = f"{memory!r}\nbatch: one batch for the step, and {NUM_AHEAD} prefetched batches"
     if memory.limit == math.inf:
         return [table, "the device does not report its memory: whether it fits is unknown"]
     if memory.fits:
         return [table, f"fits: {memory.total / memory.limit:.1%} of the device"]
-    return [table, "does not fit; what would make it smaller", *_ways_out(job, memory)]
+    return [table, "does not fit; these settings would make it smaller", *_ways_out(job, memory)]
 
 
 def _ways_out(job: Job, memory: Memory) -> list[str]:
-    """Returns the options that would make it fit, with the memory that they would need."""
+    """Returns the settings that would make it fit, with the memory that they would need."""
     ways = list(ways_out(job.ddp, job.batch_spec, memory))
     half = memory.fixed + (memory.batch + memory.temporaries) // 2
     if _takes(job, "dtype") and half <= memory.limit:
@@ -77,6 +77,6 @@ def _ways_out(job: Job, memory: Memory) -> list[str]:
 
 
 def _takes(job: Job, name: str) -> bool:
-    """Whether the model takes an argument that saves memory, and was not given it."""
+    """Whether the model takes this argument, which saves memory, and did not get it."""
     given = job.config.model.kwargs.get(name)
     return not given and name in accepted_names(type(job.parts.model), key="model")

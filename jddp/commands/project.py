@@ -1,4 +1,4 @@
-"""The first files of a project: examples/project, which are copied into a folder."""
+"""Copies the first files of a project, examples/project, into a folder."""
 
 import shutil
 from pathlib import Path

@@ -1,7 +1,7 @@
 """The command line of training: `python -m jddp.train [--config FILE]... [key.path=value]...`.
 
-What it imports takes seconds, in which a scheduler may send a signal already. So nothing is
-imported here but what handles signals; the command line itself is `jddp.commands.training`.
+Its imports take seconds, in which a scheduler may already send a signal. So this module imports
+only the handling of signals; the command line itself is `jddp.commands.training`.
 """
 
 from collections.abc import Sequence

@@ -2,8 +2,8 @@
 
 Arguments and config are checked before JAX is imported, so that a mistyped key is reported at once.
 A mistake of yours is one line on standard error and an exit code; any other exception keeps its
-traceback. One of several processes that fails exits at once: JAX would hold it, and all others, in
-a shutdown barrier for minutes.
+traceback. If one of several processes fails, it exits at once: JAX would hold all of them in a
+shutdown barrier for minutes.
 """
 
 import argparse
@@ -46,7 +46,7 @@ examples:
   python -m jddp.train train.num_steps=20 run.dir=runs/try
   python -m jddp.train --config gpt_stdlib optimizer.learning_rate=3e-4
   python -m jddp.train --config my.yaml model.target=my_models:Net --dry-run
-The same command again resumes from the last checkpoint.
+Run the same command again to resume from the last checkpoint.
 """
 
 
@@ -94,7 +94,7 @@ def _train(config: Config, name: str, detected: str, *, is_dry_run: bool, starte
     from jddp.trainer.reports.metrics_file import as_json
 
     job = build(config, needs_data=not is_dry_run)
-    banner = _banner(job, name, detected)  # by all: whatever compiles there, none does so alone
+    banner = _banner(job, name, detected)  # on all: it may compile, which no process may do alone
     if job.is_writer:
         show(banner)
     if is_dry_run:
@@ -107,8 +107,8 @@ def _train(config: Config, name: str, detected: str, *, is_dry_run: bool, starte
         facts = {"step": run.step, "run_dir": str(config.run.dir), **run.eval_metrics}
         Path(path).write_text(json.dumps(as_json(facts), default=str))
     if run.interrupted is not None:
-        # Schedulers repeat a signal, and end the others once one has exited; all are to exit with
-        # this code.
+        # Schedulers repeat a signal, and end the other processes when one has exited; all are to
+        # exit with this code.
         for number in set(stop_signals()) - {signal.SIGINT}:
             signal.signal(number, signal.SIG_IGN)
         return ExitCode.PREEMPTED
@@ -146,7 +146,7 @@ def _turn_on_cache() -> None:
 
 
 def _banner(job: "Job", name: str, detected: str) -> str:
-    """A few lines on the job, its devices, and the launcher and rank that were detected."""
+    """A few lines about the job, its devices, and the launcher and rank that were detected."""
     import jax
 
     from jddp.config.versions import versions
@@ -169,7 +169,7 @@ def _banner(job: "Job", name: str, detected: str) -> str:
 
 
 def _leave(error: BaseException) -> int:
-    """Reports an error. Ends one of several processes, and its job, at once; a single one returns.
+    """Reports an error. A process of a job ends at once, and its job too; a single one returns.
 
     Returns:
       The exit code.
@@ -184,6 +184,6 @@ def _leave(error: BaseException) -> int:
     else:
         traceback.print_exception(error)
     leave_job(code, error)
-    with contextlib.suppress(Error):  # about a number that nobody can tell
+    with contextlib.suppress(Error):  # the number of this process is not known
         write_failure(describe_failure(resolve_identity().process_id, code, error))
     return code

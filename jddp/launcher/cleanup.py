@@ -2,8 +2,8 @@
 
     123 456      the process groups that run now
 
-The input ends when the launcher has ended, perhaps killed: then those of the last line are killed,
-which are the workers, and the processes that read their data.
+The input ends when the launcher ends, even if it was killed. Then the groups of the last line are
+killed: the workers, and the processes that read their data.
 """
 
 import contextlib

@@ -31,14 +31,14 @@ class Launch:
       num_nodes: Number of machines of the job.
       node_rank: Number of this machine.
       coordinator: host:port on node 0; None for a free port of this machine.
-      devices_per_process: CPU devices of each, or GPUs where there are any; None leaves the first
-        to JAX, and splits the second evenly.
-      min_processes: Number of processes on all machines with which the job resumes if a machine is
-        lost; None for all.
+      devices_per_process: Number of GPUs of each process, or of CPU devices if there are no GPUs.
+        None splits GPUs evenly, and leaves the number of CPU devices to JAX.
+      min_processes: Smallest number of processes, on all machines, with which the job resumes after
+        it has lost a machine; None for all.
       logs: Folder for the output of the processes.
-      max_restarts: Number of times that all are restarted when one fails.
-      grace_seconds: Time from SIGTERM until a process is killed, also in which a job that is
-        stopped by a signal takes its last step and saves.
+      max_restarts: Number of times that all processes are restarted after one has failed.
+      grace_seconds: Time from SIGTERM until a process is killed; in this time a job that a signal
+        has stopped takes its last step and saves.
       ray: host:port of the head of a Ray cluster, or "auto"; None for this machine without Ray.
     """
 
@@ -90,10 +90,10 @@ def environments(launch: Launch, place: Place, environ: Mapping[str, str]) -> li
 
 
 def split_gpus(launch: Launch, environ: Mapping[str, str], num_there: int) -> list[str | None]:
-    """GPUs of each process, of those that are visible here; None where there are none to share.
+    """The visible GPUs of this machine, split over its processes; None for each without any.
 
     Raises:
-      ConfigError: If there are fewer than the processes need.
+      ConfigError: If there are fewer GPUs than the processes need.
     """
     listed = environ.get(visible_in(environ), ",".join(map(str, range(num_there))))
     visible = [name.strip() for name in listed.split(",") if name.strip() not in ("", "-1")]
@@ -102,8 +102,8 @@ def split_gpus(launch: Launch, environ: Mapping[str, str], num_there: int) -> li
     share = launch.devices_per_process or len(visible) // launch.num_processes
     if share * launch.num_processes > len(visible) or share == 0:
         raise ConfigError(
-            f"{launch.num_processes} processes with {max(share, 1)} GPUs each, and "
-            f"{len(visible)} are visible: {','.join(visible)}. Start fewer, or set "
+            f"{launch.num_processes} processes need {max(share, 1)} GPUs each, and "
+            f"{len(visible)} GPUs are visible: {','.join(visible)}. Start fewer processes, or set "
             "JAX_PLATFORMS=cpu."
         )
     firsts = range(0, share * launch.num_processes, share)

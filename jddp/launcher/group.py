@@ -5,8 +5,9 @@
         group.poll()
     group.close(moment_seconds=2, grace_seconds=30)
 
-Each has its own session, so that its child processes end with it, and so that Ctrl-C in a terminal
-does not reach it. All are killed if the launcher is (`cleanup`). Nothing here imports JAX.
+Each process has its own session, so that its child processes end with it, and so that Ctrl-C in a
+terminal does not reach it. All are killed if the launcher is killed (`cleanup`). Nothing here
+imports JAX.
 """
 
 import math
@@ -82,9 +83,9 @@ class Group:
 
     Attributes:
       running: The processes that run.
-      ended: The others, in the order of their ends.
-      began: When they were started, by `time.monotonic`.
-      failure_file: File of the first failure, of this attempt alone.
+      ended: The processes that have ended, in that order.
+      began: Time of the start, by `time.monotonic`.
+      failure_file: File for the first failure of this attempt.
 
     Raises:
       ConfigError: If there are more processes than devices.
@@ -124,7 +125,7 @@ class Group:
             worker.output.close()
 
     def wait(self, seconds: float, is_over: Callable[[], bool] = lambda: False) -> bool:
-        """Waits for the end of all, or until it is over; returns whether all have ended."""
+        """Waits until all have ended, `is_over`, or time is up; returns whether all have ended."""
         until = time.monotonic() + seconds
         self.poll()
         while self.running and time.monotonic() <= until and not is_over():
@@ -142,7 +143,7 @@ class Group:
             worker.send_signal(number)  # nothing is sent if it has just ended
 
     def forward(self, signals: Sequence[int]) -> int:
-        """Sends signals, but for those that it has sent before; returns the number of all."""
+        """Sends the signals that were not sent before; returns the number of all signals."""
         for number in signals[self._num_sent :]:
             self.signal(number)
         if signals and self._num_sent == 0:
@@ -152,7 +153,7 @@ class Group:
 
     @property
     def is_overdue(self) -> bool:
-        """Whether processes run that have not ended within the grace after the first signal."""
+        """Whether a process still runs when the grace period after the first signal is over."""
         return bool(self.running) and time.monotonic() > self._until
 
     def close(self, *, moment_seconds: float = 0.0, grace_seconds: float = 0.0) -> None:

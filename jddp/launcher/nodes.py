@@ -1,7 +1,7 @@
-"""Launchers of several machines agree, before each attempt, on the machines that take part.
+"""The launchers of several machines agree, before each attempt, on the machines that take part.
 
-That of node 0 listens at the coordinator's port as long as it runs, and the others stay connected
-to it. The processes they start connect at another port above that one.
+The launcher of node 0 listens at the coordinator's port as long as it runs, and the others stay
+connected to it. The processes that they start connect at another port above this one.
 """
 
 import os
@@ -31,7 +31,7 @@ class Nodes:
       environ: The environment.
 
     Raises:
-      CoordinatorError: If node 0 cannot listen there.
+      CoordinatorError: If node 0 cannot listen at the coordinator's port.
     """
 
     def __init__(self, launch: Launch, environ: Mapping[str, str] = os.environ):
@@ -50,11 +50,11 @@ class Nodes:
                 self._end = RendezvousClient("node", address, silence_seconds=silence)
 
     def gather(self) -> Place:
-        """Waits for the others.
+        """Waits for the other machines; returns the place of this one.
 
         Raises:
           CoordinatorError: If machines are missing after JDDP_START_SECONDS, or node 0 has left.
-          ProcessMismatchError: If two are the same node, or were started with other numbers.
+          ProcessMismatchError: If two machines have one rank, or different numbers or JDDP_JOB.
         """
         launch = self._launch
         info: JsonObject = {"processes": launch.num_processes}
@@ -69,14 +69,14 @@ class Nodes:
         return Place(infos[0]["coordinator"], sum(numbers.values()), first, infos[0]["job"])
 
     def has_newcomer(self) -> bool:
-        """Whether, at node 0 of a job that may change, a machine waits for the next attempt."""
+        """Whether a machine waits for the next attempt: at node 0, of a job that may change."""
         may_change = self._launch.min_processes is not None
         return may_change and isinstance(self._end, RendezvousServer) and self._end.has_newcomer()
 
     def lost(self, failure_file: Path) -> list[int]:
         """Machines of this attempt that were lost; only node 0 is connected to all.
 
-        Node 0 also keeps the failure that another has sent, if there is none in the file.
+        Node 0 also writes a failure that another machine has sent, if the file has none.
         """
         end = self._end
         lost = self._end.lost() if self._end is not None else []
@@ -85,12 +85,12 @@ class Nodes:
         return lost
 
     def send_failure(self, failure: JsonObject) -> None:
-        """Informs node 0, whose processes may wait for one here, of the failure of an attempt."""
+        """Sends node 0 the failure of an attempt: its processes may wait for one here."""
         if isinstance(self._end, RendezvousClient):
             self._end.send_failure(failure)
 
     def close(self, *, failed: bool) -> None:
-        """Leaves; if with a failure, the attempt of the others ends too."""
+        """Leaves the job; after a failure, the attempt of the other machines ends too."""
         if self._end is not None:
             self._end.say_goodbye(failed=failed)
             self._end.close()
@@ -110,6 +110,6 @@ class Nodes:
 
 
 def free_address(address: str) -> str:
-    """The address if its port is free, any free one for 0; else raises a CoordinatorError."""
+    """The address, with a free port for 0; raises a CoordinatorError if its port is taken."""
     with listen(bind_address(address)) as listening:
         return f"{address.rpartition(':')[0]}:{listening.getsockname()[1]}"

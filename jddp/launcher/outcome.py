@@ -61,10 +61,10 @@ class Failure(NamedTuple):
 
 
 def first_failure(group: Group, lost: Sequence[int]) -> Failure | None:
-    """The failure to report of an attempt, which is decided here alone; None if there is none.
+    """The failure to report for an attempt; None if there is none. Nothing else decides it.
 
-    It is the one in the file, else of the process here that ended first and not because of another,
-    else a lost machine, else whatever ended first.
+    It is the failure in the file; else the first process here that has ended by itself; else a lost
+    machine; else the first process that has ended.
 
     Args:
       group: The processes here.
@@ -81,7 +81,7 @@ def first_failure(group: Group, lost: Sequence[int]) -> Failure | None:
         reason = {"type": "jddp.launch", "message": text}
         data = describe_failure(None, ExitCode.ANOTHER_FAILED, host=None, exception=reason)
         with suppress(OSError), group.failure_file.open("x") as file:
-            json.dump(data, file)  # for processes that wait for those there
+            json.dump(data, file)  # for processes that wait for that machine
         return Failure(data, text, seconds)
     data = data or _found([*by_themselves, *failed][0], group.failure_file)
     named = [worker for worker in failed if worker.number == data["process"]]
@@ -99,7 +99,7 @@ def kill_overdue(group: Group, number: int) -> Failure:
     seconds = time.monotonic() - group.began
     name = signal.Signals(number).name
     late = ", ".join(f"process {worker.number}" for worker in group.running)
-    text = f"{name}: killed after --grace-seconds, as it had not ended: {late}."
+    text = f"{name}: killed after --grace-seconds, because it had not ended: {late}."
     first = group.running[0].number
     group.close()
     reason = {"type": "jddp.launch", "message": text}

@@ -1,7 +1,7 @@
-"""Output of the processes of a group: all of it in a file each, and line by line in the terminal.
+"""The output of a group's processes: a file for each, and line by line in the terminal.
 
 A thread reads both streams of a process, so that no process waits for a full pipe. Output that
-cannot be written, on a full disk or a closed terminal, is dropped, with a message for the disk.
+cannot be written, to a full disk or a closed terminal, is dropped; a full disk is reported.
 """
 
 import collections
@@ -21,7 +21,7 @@ from jddp.errors import report, words_of
 NUM_LINES = 200  # of standard error that are kept
 _SHOWN = 20  # of them, without a traceback
 _LONGEST = 2**16  # bytes that Linux keeps in a pipe, and of a line before it is shown in parts
-CONSOLE = threading.Lock()  # of who prints lines that belong together
+CONSOLE = threading.Lock()  # held while lines that belong together are printed
 
 
 class Output:
@@ -52,7 +52,7 @@ class Output:
         return "\n".join(lines[starts[-1] :] if starts else lines[-_SHOWN:])
 
     def _copy(self, process: Any) -> None:
-        """Copies both to their ends; what was printed before an error comes before it."""
+        """Copies both streams to their ends, with lines before an error before that error."""
         sinks = {process.stdout: sys.stdout, process.stderr: sys.stderr}
         rests = dict.fromkeys(sinks, b"")
         while sinks:
@@ -74,7 +74,7 @@ class Output:
         except OSError as error:
             self._file.close()
             with CONSOLE, contextlib.suppress(OSError):
-                report(f"{self.path}: {words_of(error)}. The rest is in the terminal alone.")
+                report(f"{self.path}: {words_of(error)}. The rest is only in the terminal.")
 
     def _show(self, text: bytes, sink: Any) -> bytes:
         """Shows the lines of a text; returns the beginning of one at its end."""

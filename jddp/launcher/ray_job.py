@@ -4,8 +4,8 @@
 
 Ray places the workers, restarts all of them after a failure, and shows their output. A worker takes
 its rank from Ray Train, and runs the program as `jddp.launch` does (`group`): Ray needs the threads
-and signals of a worker for itself. An actor beside the driver, the board, has what is passed on to
-all workers: signals of the driver, and the first failure.
+and signals of a worker for itself. An actor beside the driver, the board, passes signals of the
+driver and the first failure to all workers.
 """
 
 import json
@@ -42,12 +42,12 @@ with suppress(ImportError):  # which `launch_on_ray` reports
 _ASK_SECONDS = 0.5  # from one question to the board to the next
 _MOMENT = 2.0  # seconds in which a process ends by itself after the failure of another
 _PASSED_ON = ("JAX_", "JDDP_", "NCCL_", "PYTHONPATH", "XDG_CACHE_HOME", "XLA_")
-# Workers start where the driver is, and not in a folder of Ray's; a failure is seen sooner.
+# Workers start in the driver's folder, not in a folder of Ray; failures are noticed sooner.
 _DEFAULTS = {"RAY_CHDIR_TO_TRIAL_DIR": "0", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5"}
 
 
 class _Board:
-    """What is passed on to all workers; an actor."""
+    """An actor that passes signals and the first failure to all workers."""
 
     def __init__(self) -> None:
         self._job = ""
@@ -55,7 +55,7 @@ class _Board:
         self._first: Failure | None = None
 
     def tell(self, job: str = "", failure: Failure | None = None, num_signals: int = 0) -> Any:
-        """Takes a failure of an attempt, and the number of signals; returns that, and the first."""
+        """Takes a failure and a number of signals; returns the number and the first failure."""
         self._num_signals = max(self._num_signals, num_signals)
         if job not in ("", self._job):
             self._job = job
@@ -69,14 +69,14 @@ def launch_on_ray(launch: Launch, address: str) -> int:
     """Runs a launch on a Ray cluster, to its end; `jddp.launch(..., ray=address)` calls this.
 
     Args:
-      launch: Command, and number of processes on all nodes. Each has `devices_per_process` GPUs if
-        the cluster has any, else CPU devices, and as many CPUs of Ray; 1 unless given. Ray restarts
-        all when one fails.
+      launch: Command, and number of processes on all nodes. Each process gets
+        `devices_per_process` GPUs (default 1) if the cluster has any, else as many CPU devices and
+        CPUs of Ray. Ray restarts all processes when one fails.
       address: host:port of the head of the cluster; "auto" for RAY_ADDRESS, or this machine's. It
-        is not used in a program that is connected already.
+        is ignored in a program that is already connected.
 
     Returns:
-      The exit code of the first process that failed, 128 and a signal's number for a signal, or 0.
+      The exit code of the first process that failed (128 plus the number of a signal), or 0.
 
     Raises:
       ConfigError: If the address is not host:port.
@@ -117,7 +117,7 @@ def _work(launch: Launch, board: Any, folder: str, environ: dict[str, str]) -> N
     """Runs the process of a worker; raises for Ray to restart all."""
     if not ray.get_runtime_context().runtime_env.get("working_dir"):
         if not os.path.isdir(folder):
-            raise ConfigError(f"{socket.gethostname()} has no folder {folder}, as the driver has.")
+            raise ConfigError(f"{socket.gethostname()} has no folder {folder}; the driver has one.")
         os.chdir(folder)
     os.environ.update(environ)
     context = ray.train.get_context()
@@ -177,13 +177,13 @@ def _connect(address: str) -> None:
 
 
 def _missing(each: Mapping[str, int], num_processes: int) -> str:
-    """What is asked of the cluster and what is there, if that is too little."""
+    """The resources that the job needs and the cluster has, if they are too few; else empty."""
     there = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     if sum(min(int(x.get(k, 0) // n) for k, n in each.items()) for x in there) >= num_processes:
         return ""
     asked = " and ".join(f"{number} {name}" for name, number in each.items())
     has = ", ".join(" and ".join(f"{x.get(name, 0):g} {name}" for name in each) for x in there)
-    return f"asked are {num_processes} processes of {asked} each; the nodes of Ray have {has}"
+    return f"{num_processes} processes need {asked} each, and the nodes of Ray have {has}"
 
 
 def _fit(trainer: Any, board: Any, missing: Any) -> Exception | None:

@@ -1,12 +1,12 @@
 """Watches a group of processes: finds the first failure, and restarts all if that may help.
 
-All are ended when one fails, and all are restarted with the same command: a job of jddp resumes
-from its last checkpoint. It is not restarted after a failure that would repeat: a mistake in
-config, code or data, numbers that are not finite, and the same message twice in a row within a
-minute. Nor is a job that a signal has stopped.
+When one process fails, all are ended, and all are restarted with the same command: a job of jddp
+resumes from its last checkpoint. A job is not restarted after a failure that would repeat: a
+mistake in config, code or data, numbers that are not finite, and the same message twice in a row
+within a minute. Nor is a job that a signal has stopped.
 
-Where a job may run on fewer processes, the others resume without a machine that has left without a
-failure. When one connects again, all stop and restart with it.
+If a job may run on fewer processes, the others resume without a machine that has left without a
+failure. When a machine connects again, all stop and restart with it.
 """
 
 import signal
@@ -35,8 +35,8 @@ from jddp.launcher.output import CONSOLE
 
 _MOMENT = 2.0  # seconds in which others fail too, and processes of jddp end by themselves
 _SAVE_SECONDS = 600.0  # which the others may need to save, where one was stopped by a signal
-# Seconds from a failure to a restart, if all have ended by then: twice as long before each further
-# one, until an attempt lasts a minute.
+# Seconds from a failure to the restart, if all have ended by then. They double with each restart,
+# until an attempt lasts a minute.
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 
 
@@ -48,7 +48,7 @@ def launch(
     logs: str | Path | None = None,
     ray: str | None = None,
 ) -> int:
-    """Runs a program as the processes of a job on this machine, or on a Ray cluster, to its end.
+    """Starts the processes of a job, here or on a Ray cluster, and waits until it ends.
 
         code = jddp.launch("-m", "jddp.train", "--config", "gpt_stdlib", num_processes=2)
 
@@ -58,15 +58,15 @@ def launch(
     Args:
       *command: Arguments of Python: a script, or "-m" and a module, with its arguments.
       num_processes: Number of processes to start.
-      devices_per_process: CPU devices of each, or GPUs where there are any; None leaves the first
-        to JAX, and splits the second evenly.
-      max_restarts: Number of times that all are restarted when one fails.
-      logs: Folder for the output of the processes, logs/DATE-TIME-PID unless given.
-      ray: host:port of the head of a Ray cluster, "auto" for the one of this machine or
-        RAY_ADDRESS; None for this machine without Ray.
+      devices_per_process: Number of GPUs of each process, or of CPU devices if there are no GPUs.
+        None splits GPUs evenly, and leaves the number of CPU devices to JAX.
+      max_restarts: Number of times that all processes are restarted after one has failed.
+      logs: Folder for the output of the processes; by default logs/DATE-TIME-PID.
+      ray: host:port of the head of a Ray cluster; "auto" for RAY_ADDRESS, or the cluster on this
+        machine; None for this machine without Ray.
 
     Returns:
-      The exit code of the first process that failed, 128 and a signal's number for a signal, or 0.
+      The exit code of the first process that failed (128 plus the number of a signal), or 0.
 
     Raises:
       ConfigError: If there are more processes than devices.
@@ -98,7 +98,7 @@ class Supervisor:
 
     def __init__(self, launch: Launch):
         self._launch = launch
-        self._num_restarts = self._num_hasty = 0  # the latter in a row, after a short attempt each
+        self._num_restarts = self._num_hasty = 0  # the second: in a row, each after a short attempt
         self._signals = list[int]()
         self._repeats = Repeats()
 
@@ -107,8 +107,8 @@ class Supervisor:
 
         Raises:
           CoordinatorError: If other machines are missing.
-          ProcessMismatchError: If they were started with other numbers.
-          SystemExit: If a signal comes while they are awaited.
+          ProcessMismatchError: If other machines were started with different numbers.
+          SystemExit: If a signal comes while it waits for them.
         """
         self._nodes = Nodes(self._launch)
         code = None
@@ -131,11 +131,11 @@ class Supervisor:
             report(f"not restarted: {error}")
         if failure is None:
             return ExitCode.DONE
-        failure_file.write_failure(failure.data)  # where this launcher's own starter wants it
+        failure_file.write_failure(failure.data)  # for the program that has started this launcher
         return failure.code
 
     def _has_changed(self, failure: Failure) -> bool:
-        """Whether all have only stopped because a machine has left, or has connected."""
+        """Whether all have stopped only because a machine has left or has connected."""
         in_order = self._launch.min_processes is not None and failure.code == ExitCode.PREEMPTED
         return (in_order or self._makes_room) and not self._signals
 
@@ -173,7 +173,7 @@ class Supervisor:
         with stop_signals_go_to(self._leave):
             self._leave_if_stopped()
             place = self._nodes.gather()
-            self._leave_if_stopped()  # where Python has dropped what the handler raised
+            self._leave_if_stopped()  # if Python has dropped the exception of the handler
         with closing(Group(self._launch, place)) as group:
             numbers = " and ".join(", ".join(str(x.number) for x in group.running).rsplit(", ", 1))
             started = f"starting process {numbers} of {place.num_processes} on this machine"
@@ -208,7 +208,7 @@ class Supervisor:
                 group.signal(signal.SIGTERM)
 
     def _wait_for_cause(self, group: Group) -> None:
-        """Waits a moment for the failure that has caused those of the processes here."""
+        """Waits a moment for the failure that has caused the failures of the processes here."""
         until = time.monotonic() + _MOMENT
         is_alone = self._launch.num_nodes == 1
         while not group.failure_file.exists() and time.monotonic() < until:

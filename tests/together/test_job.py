@@ -328,7 +328,8 @@ def test_a_preview_says_what_a_run_would_be_and_writes_nothing(mine):
     kwargs = {"image_size": 8, "num_classes": 10}
     absent = {"name": "npy", "dir": "nowhere", "global_batch_size": 8, "kwargs": kwargs}
     config = own_config(data=absent, model={"name": "cnn"}, loss={}, train={"num_epochs": 3})
-    assert "steps    unknown: the data are not here" in preview(build(config, needs_data=False))
+    found = preview(build(config, needs_data=False))
+    assert "steps    unknown: the data is not on this machine" in found
     with pytest.raises(DataError):
         build(config)
 
@@ -341,7 +342,7 @@ def test_what_does_not_fit_comes_with_options_that_would(mine):
     job = build(own_config(data=data, loss=loss))
     memory = jddp.memory(job.ddp, job.batch_spec)
     lines = memory_table(job, memory)
-    assert lines[1] == "does not fit; what would make it smaller"
+    assert lines[1] == "does not fit; these settings would make it smaller"
     (parts,) = re.findall(r"^  accumulate_steps=(\d+) \(.*iB\)$", lines[2])
     (rows,) = re.findall(r"^  a global batch of (\d+) \(.*iB\)$", lines[3])
     assert jddp.memory(job.ddp, job.batch_spec, accumulate_steps=int(parts)).fits

@@ -218,7 +218,7 @@ def test_rows_of_a_file_are_predicted_in_their_order(here, capsys):
     np.save("new.npy", rows["image"])
     for data, out in (("data/new.npz", "a.npz"), ("new.npy", "a.csv"), ("data/new.npz", "a.jsonl")):
         assert main(["predict", "run", "--data", data, "--out", out]) == 0
-    assert "13 rows are predicted in a.jsonl" in capsys.readouterr().out
+    assert "predictions for 13 rows are in a.jsonl" in capsys.readouterr().out
     with open("a.csv") as file:
         head, *lines = csv.reader(file)
     labels, probabilities = ([line.pop(0) for line in lines] for _ in range(2))

@@ -214,8 +214,8 @@ def test_nodes_count_their_processes_together_whatever_each_starts(address):
         (1, None, None, 4, ["0,1,2,3"]),
         (2, None, "", 8, [None, None]),
         (2, None, "-1", 8, [None, None]),
-        (3, None, "0,1", 2, "3 processes with .* 2 are visible: 0,1"),
-        (2, 2, "0,1", 2, "2 processes with .* 2 are visible: 0,1"),
+        (3, None, "0,1", 2, "3 processes need .* 2 GPUs are visible: 0,1"),
+        (2, 2, "0,1", 2, "2 processes need .* 2 GPUs are visible: 0,1"),
     ],
 )
 def test_processes_share_the_gpus_that_are_visible_unless_they_are_for_cpus(
@@ -266,7 +266,7 @@ def test_a_port_that_is_taken_is_refused(num_nodes):
         ("--max-restarts -1 -m x", "--max-restarts"),
         ("--devices-per-process 0 -m x", "'0' is not a number from 1 up"),
         ("--num-nodes 2 -m x", "--num-nodes 2 needs --coordinator host:port"),
-        ("--num-nodes 2 --coordinator h:1 -m x", "and --node-rank, another on each node"),
+        ("--num-nodes 2 --coordinator h:1 -m x", "and --node-rank, which differs on each node"),
         ("--min-processes 1 --max-restarts 1 -m x", "it needs --ray, or --num-nodes 2 or more"),
         ("--ray --num-nodes 2 --node-rank 0 --coordinator h:1 -m x", "--ray places all processes"),
         ("--ray script.py", "nothing to start"),
@@ -443,7 +443,8 @@ def test_a_job_that_does_not_end_is_killed_when_the_grace_after_one_signal_is_ov
         os.kill(int((folder / "pid-1").read_text()), signal.SIGSTOP)  # which could save otherwise
         launched.process.send_signal(signal.SIGTERM)
         assert launched.end() == 128 + signal.SIGTERM, launched.err
-        killed = "SIGTERM: killed after --grace-seconds, as it had not ended: process 0, process 1."
+        killed = "SIGTERM: killed after --grace-seconds, because it had not ended: process 0, "
+        killed += "process 1."
         assert killed in launched.err
         assert "not restarted: SIGTERM has stopped the job" in launched.err
         assert launched.failure()["exception"]["message"] == killed
@@ -501,7 +502,7 @@ def test_a_folder_for_logs_of_no_use_is_refused_and_a_full_disk_costs_the_log_al
     done = launch(folder, "program.py", "speak-0")
     assert done.code == 0, done.err
     assert done.out.endswith("[0] no end of a line\n")
-    full = "logs/process_0.log: No space left on device. The rest is in the terminal alone."
+    full = "logs/process_0.log: No space left on device. The rest is only in the terminal."
     assert done.err.count(full) == 1
 
 

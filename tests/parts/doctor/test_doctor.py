@@ -275,7 +275,7 @@ def test_processes_are_examined_together(tmp_path):
     ends = [process.communicate(timeout=120) for process in running]
     assert [process.returncode for process in running] == [0, 0], ends
     text = ends[0][0]
-    words = ("2 processes are connected", "clocks are within", "all see", "process 1: as process 0")
+    words = ("2 processes are connected", "clocks are within", "all see", "1: same as process 0")
     for each in (*words, "1 KiB there and back: ", "1024 KiB there and back: "):
         assert each in text
     assert list(tmp_path.iterdir()) == []
@@ -309,7 +309,7 @@ def test_a_directory_is_reported_with_its_room_as_absent_full_or_no_place(tmp_pa
 def test_the_first_failures_of_a_run_or_of_a_launch_are_printed(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv(VARIABLE, raising=False)
     assert main([str(tmp_path)]) == 0
-    assert capsys.readouterr().out == f"{tmp_path} holds no first failure\n"
+    assert capsys.readouterr().out == f"{tmp_path} has no first failure\n"
     known = {"host": "n1", "step": 7, "phase": "step", "time": "2026-11-23T15:26:26+00:00"}
     (tmp_path / "logs").mkdir()
     kept = [tmp_path / "logs" / "failure.json", tmp_path / "failure_a1.json", tmp_path / "of-pod"]
@@ -325,5 +325,5 @@ def test_the_first_failures_of_a_run_or_of_a_launch_are_printed(tmp_path, monkey
         assert f"{path}\n  {how}\n  {when}\n  ValueError: damaged\n" in text
     assert text.count("failed first") == 3
     assert main([str(tmp_path / "absent")]) == 74
-    absent = f"{tmp_path}/absent is no folder. Give that of a run, or of a launch's logs."
+    absent = f"{tmp_path}/absent is not a folder. Name a run directory, or a launch's logs."
     assert capsys.readouterr().err == f"jddp: {absent}\n"

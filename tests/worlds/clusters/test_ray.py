@@ -217,7 +217,7 @@ def test_an_address_without_a_cluster_and_a_cluster_that_is_too_small_are_one_li
     with cluster.launch(launch=asked) as job:
         assert job.end(SECONDS) == ExitCode.UNAVAILABLE
     *_, line = job.err.splitlines()
-    asked = "asked are 5 processes of 1 CPU each; the nodes of Ray have 1 CPU, 1 CPU"
+    asked = "5 processes need 1 CPU each, and the nodes of Ray have 1 CPU, 1 CPU"
     assert line == f"jddp: {asked}. Ask for less, or start more nodes."
 
 
