@@ -1,4 +1,4 @@
-"""Runs inside each training process of a job: processes join, agree, fail and stop together.
+"""Code of each training process of a job: processes join, agree, fail and stop together.
 
 `distributed.initialize(distributed.resolve_identity())` joins the job, before devices are used.
 """

@@ -1,4 +1,4 @@
-"""Starts a small program of jddp that watches this process, and lives on if this one is killed."""
+"""Starts a small program that watches this process, and that survives if this one is killed."""
 
 import contextlib
 import subprocess
@@ -8,12 +8,12 @@ from typing import IO, Any
 
 from jddp.distributed.forks import in_forked_children
 
-END_SECONDS = 5.0  # for the program to end once its input has
+END_SECONDS = 5.0  # for the program to end after its input
 
 
 @contextlib.contextmanager
 def started_apart(program: str, *arguments: str) -> Iterator[IO[bytes]]:
-    """While open, such a program runs, and shares no stream and no Ctrl-C with this process.
+    """While open, the program runs; it shares no stream and no Ctrl-C with this process.
 
     Args:
       program: File of the program, which imports only the standard library.
@@ -36,7 +36,7 @@ def started_apart(program: str, *arguments: str) -> Iterator[IO[bytes]]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a program by the end of its input; kills one that does not run, as after SIGSTOP."""
+    """Ends a program by the end of its input; kills it if it does not run, as after SIGSTOP."""
     assert process.stdin is not None
     with contextlib.suppress(OSError):  # it was killed
         process.stdin.close()

@@ -1,7 +1,7 @@
-"""The first exception of a callback in a compiled program, such as one of `jax.debug.callback`.
+"""The first exception of a callback in a compiled program, such as `jax.debug.callback`.
 
-The program fails on the device that has called it. Where other devices wait for that one in a
-collective, its arrays are never computed, and the exception is raised nowhere: JAX only logs it.
+The program fails on the device that has called the callback. If other devices wait for this device
+in a collective, the arrays are never computed, and the exception is not raised: JAX only logs it.
 """
 
 import logging
@@ -11,7 +11,7 @@ _found: list[BaseException] = []
 
 
 def note_callback_errors() -> None:
-    """From here on the first is kept."""
+    """From here on the first exception is kept."""
     for name in _LOGGERS:
         logger = logging.getLogger(name)
         if _note not in logger.filters:

@@ -1,10 +1,10 @@
-"""The GPUs of each process of a job: there, its own, and such that NCCL connects them.
+"""Checks that the GPUs of each process of a job exist, are its own, and that NCCL connects them.
 
     refuse_gpus(identity)      # every process calls it, before devices start
 
-CUDA leaves out GPUs that are not there without a word, and NCCL connects neither MIG instances nor
-two processes on one GPU, which it reports minutes later. Numbers are compared as UUIDs, since each
-task of a scheduler may count its own from 0. Where there is no `nvidia-smi`, only UUIDs are known.
+CUDA silently leaves out GPUs that do not exist. NCCL connects neither MIG instances nor two
+processes on one GPU, and reports this only minutes later. Numbers are compared as UUIDs, because
+each task of a scheduler may count its GPUs from 0. Without `nvidia-smi` only UUIDs are known.
 """
 
 import json
@@ -21,7 +21,7 @@ _SECONDS = 120.0
 
 
 def refuse_gpus(identity: Identity, environ: Mapping[str, str] = os.environ) -> None:
-    """Refuses GPUs that are not there, MIG instances of a job, and those of two processes.
+    """Refuses GPUs that do not exist, MIG instances in a job, and GPUs that two processes share.
 
     Raises:
       ConfigError: On every process, if any has such a GPU.
@@ -50,7 +50,7 @@ def choose(
       listed: The GPUs of the host; empty if they are not known.
 
     Raises:
-      ConfigError: If one is not there.
+      ConfigError: If one does not exist.
     """
     text = environ.get(CUDA)
     if not listed and any(name.isdecimal() for name in _names(text or "")):
@@ -63,14 +63,13 @@ def choose(
         visible = [_find(name, text, listed) for name in _names(text)]
         if len(visible) > 1 and any(map(_is_mig, visible)):
             raise ConfigError(
-                f"{CUDA}={shown(text)}: CUDA shows a process the first MIG instance alone. "
-                "Name one."
+                f"{CUDA}={shown(text)}: CUDA shows a process only its first MIG instance. Name one."
             )
     if local_ids is None or not visible:
         return visible
     if max(local_ids) >= len(visible):
         raise ConfigError(
-            f"local device {max(local_ids)} is not there: this process sees {len(visible)} GPUs. "
+            f"local device {max(local_ids)} does not exist: this process sees {len(visible)} GPUs. "
             "Start no more processes than there are devices."
         )
     return [visible[i] for i in local_ids]
@@ -93,13 +92,13 @@ def check(of_processes: Sequence[tuple[list[str], str]]) -> None:
         for uuid in own if is_job else ():
             if _is_mig(uuid):
                 raise ConfigError(
-                    f"process {process} has the MIG instance {uuid}, and NCCL connects none: train "
-                    "with one process on each, apart, or turn MIG off (nvidia-smi -mig 0)."
+                    f"process {process} has the MIG instance {uuid}, and NCCL connects none: "
+                    "train with one process for each alone, or turn MIG off (nvidia-smi -mig 0)."
                 )
             if (other := owners.setdefault(uuid, process)) != process:
                 raise ConfigError(
-                    f"processes {other} and {process} have the same GPU, {uuid}, and NCCL connects "
-                    "no two on one: start one process for each GPU, or one for all, and leave "
+                    f"processes {other} and {process} have the same GPU, {uuid}, and NCCL cannot "
+                    "connect them: start one process for each GPU, or one for all GPUs, and leave "
                     f"{CUDA} to the launcher."
                 )
 
@@ -123,8 +122,8 @@ def _find(name: str, text: str, listed: Sequence[Listed]) -> str:
         if _is_mig(name) and (gpu.uuid in name or name in gpu.instances):
             return name
     raise ConfigError(
-        f"{CUDA}={shown(text)}: there is no {name[:60]} among the {len(listed)} GPUs here, of "
-        "nvidia-smi -L. Unset it, if it was set for another host."
+        f"{CUDA}={shown(text)}: {name[:60]} is none of the {len(listed)} GPUs that nvidia-smi -L "
+        "lists here. Unset the variable if it was set for another host."
     )
 
 

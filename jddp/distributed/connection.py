@@ -2,7 +2,7 @@
 
 connection.send({"kind": "process"})
 connection.receive(seconds=5)        # the next message, or an error when the time is over
-connection.arrived()                 # those that are complete by now; waits for nothing
+connection.arrived()                 # the messages that are complete by now; does not wait
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from jddp.typing import JsonObject
 _LONGEST = 2**20  # bytes of a message
 _CHUNK = 2**16
 _SEND_SECONDS = 5.0
-_PROBES = 4  # unanswered ones, after which a connection is lost
+_PROBES = 4  # unanswered probes, after which a connection is lost
 
 
 class Connection:
@@ -26,8 +26,8 @@ class Connection:
       silence_seconds: Time without a sign of life after which the connection breaks.
 
     Attributes:
-      begun: When what arrived last began, by `time.monotonic`: a message that is not complete yet,
-        or the connection, on which nothing has come; None after a message.
+      begun: Time at which an incomplete message began, by `time.monotonic`, or the connection if
+        nothing has arrived on it; None after a message.
     """
 
     def __init__(self, stream: socket.socket, silence_seconds: int):
@@ -66,7 +66,7 @@ class Connection:
         return message
 
     def arrived(self) -> list[JsonObject]:
-        """The messages that are complete by now, of a connection on which something has come.
+        """The messages that are complete by now, if something has arrived on the connection.
 
         Raises:
           OSError: If the connection is broken or closed.

@@ -1,10 +1,10 @@
 """Messages between the processes of a job, without a device: JAX's coordination service.
 
-    votes = gather("save/100", "", timeout_seconds=600)      # of every process, in their order
-    step = from_first("restore", "100", timeout_seconds=60)  # of process 0
+    votes = gather("save/100", "", timeout_seconds=600)      # from every process, in their order
+    step = from_first("restore", "100", timeout_seconds=60)  # from process 0
 
-Collectives would do for most messages, but not for those about a device that hangs or a process
-that fails. In a job of one process each call returns that process's own value.
+Collectives would do for most messages, but not for messages about a device that hangs or a process
+that fails. In a job of one process each call returns its own value.
 """
 
 import collections
@@ -23,7 +23,7 @@ from jaxlib import _jax
 from jddp.distributed.rendezvous import refuse_differences
 from jddp.distributed.waits import awaiting
 
-_AGREE_SECONDS = 120.0  # for which the others may still be busy
+_AGREE_SECONDS = 120.0  # the other processes may still be busy
 _uses: collections.Counter[str] = collections.Counter()
 _lock = threading.Lock()
 
@@ -42,29 +42,29 @@ def gather(key: str, value: str, *, timeout_seconds: float) -> list[str]:
     """The values of all processes, in their order.
 
     Args:
-      key: Name of the exchange. Each process calls as often with the same key as the others.
+      key: Name of the exchange. All processes call equally often with the same key.
       value: Value of this process.
       timeout_seconds: Time to wait for each of the others.
 
     Raises:
-      TimeoutError: If a process has not answered by then; it is named.
+      TimeoutError: If a process has not answered in this time; the message names it.
     """
     return _exchange(key, value, range(num_processes()), timeout_seconds)
 
 
 def from_first(key: str, value: str, *, timeout_seconds: float) -> str:
-    """The value of process 0, on every process; those of the others are ignored.
+    """The value of process 0, on every process; other values are ignored.
 
     Raises:
-      TimeoutError: If process 0 has not answered by then.
+      TimeoutError: If process 0 has not answered in this time.
     """
     return _exchange(key, value, range(1), timeout_seconds)[0]
 
 
 def collect(key: str, value: str, *, timeout_seconds: float) -> list[str]:
-    """As `gather`, for an exchange that is repeated without end: for each batch, say.
+    """Like `gather`, for an exchange that is repeated endlessly, for example for each batch.
 
-    Process 0 alone reads all values, and removes those of the exchange before.
+    Only process 0 reads all values, and removes the values of the previous exchange.
     """
     if num_processes() == 1:
         return [value]
@@ -80,7 +80,7 @@ def collect(key: str, value: str, *, timeout_seconds: float) -> list[str]:
         with awaiting({i}):
             values.append(read(f"{name}/{i}", timeout_seconds, of=i))
     publish(f"{name}/all", json.dumps(values))
-    # Which all have read, or they would not have sent a value to this exchange.
+    # All have read it, or they would not have sent a value to this exchange.
     _client().key_value_delete(f"jddp/{key}/{number - 1}")
     return values
 
@@ -108,7 +108,7 @@ def _exchange(key: str, value: str, senders: range, timeout_seconds: float) -> l
 def agree(subject: str, values: Mapping[str, str]) -> None:
     """Compares the values of all processes with those of process 0, before their first collective.
 
-    Processes with different code, configs or data hang or compute nonsense, without an error.
+    Processes with different code, configs or data would hang, or compute nonsense without an error.
 
     Args:
       subject: Common name of the values, for the error.
@@ -131,7 +131,7 @@ def read(name: str, timeout_seconds: float, *, of: int) -> str:
     """The value under a name, as soon as it is published.
 
     Raises:
-      TimeoutError: If process `of` has not published it by then.
+      TimeoutError: If process `of` has not published it in this time.
     """
     try:
         return str(_client().blocking_key_value_get(name, int(timeout_seconds * 1000)))
@@ -142,14 +142,14 @@ def read(name: str, timeout_seconds: float, *, of: int) -> str:
 
 
 def try_publish(name: str, value: str) -> None:
-    """Publishes a value in a job, unless another process was first, or process 0 has gone."""
+    """Publishes a value in a job, unless another process was first, or process 0 has left."""
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         if is_connected():
             publish(name, value)
 
 
 def try_read(name: str, timeout_seconds: float) -> str | None:
-    """The value under a name; None if there is none by then, or no job, or process 0 has gone."""
+    """The value under a name; None without one in time, without a job, or without process 0."""
     with contextlib.suppress(TimeoutError, jax.errors.JaxRuntimeError):
         return read(name, timeout_seconds, of=0) if is_connected() else None
     return None
@@ -169,10 +169,10 @@ def is_connected() -> bool:
 
 
 def take_sigterm_back() -> None:
-    """Gives SIGTERM back to its handler in Python, or the system's, where JAX has taken it.
+    """Gives SIGTERM back to its handler in Python, or to the system, if JAX has taken it.
 
-    `jax.distributed.initialize` of a program, without that of jddp, has a handler in C++ of which
-    Python does not know, and which reports a signal only to a program that asks JAX.
+    If a program calls `jax.distributed.initialize` itself, JAX has a handler in C++ of which Python
+    does not know, and which reports a signal only to a program that asks JAX.
     """
     is_taken = distributed.global_state.preemption_sync_manager is not None
     handler = signal.getsignal(signal.SIGTERM)

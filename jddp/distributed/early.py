@@ -1,15 +1,15 @@
-"""A command leaves at once at a stop signal, as long as there is nothing to save.
+"""A command exits at once on a stop signal, as long as there is nothing to save.
 
     with leaves_at_once():       # before imports, which take seconds
         ...
         end()                    # the first step has ended
 
-Imports, data, connecting and compiling take minutes at times, more than a scheduler waits. In a job
-the other processes leave too. Once there is something to save, `requests` hears the signals; after
-that, this process is ending by itself, and only a second signal ends it at once.
+Imports, data, connecting and compiling can take minutes, longer than a scheduler waits. In a job
+the other processes exit too. Once there is something to save, `requests` takes the signals. After
+that, the process is already ending, and only a second signal ends it at once.
 
-Python itself needs a moment before the first line of a program: a signal in it has the system's
-default effect, which is the end by that signal (143 for SIGTERM).
+Python itself needs a moment before the first line of a program. A signal in this moment has the
+system's default effect: the process ends by that signal (143 for SIGTERM).
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from jddp.distributed.hearing import Hearing
 from jddp.distributed.signals import show_cursor, write_line
 from jddp.errors import ExitCode
 
-_JOIN_SECONDS = 3.0  # in which processes that have found each other connect
+_JOIN_SECONDS = 3.0  # in which processes connect once they have found each other
 _is_early = False
 _is_settled = threading.Event()  # unless this process is connecting to its job
 _is_settled.set()
@@ -31,14 +31,14 @@ _end_job: Callable[[int, BaseException], NoReturn] | None = None
 
 
 class Stopped(BaseException):
-    """A signal, where there is nothing to save."""
+    """A signal arrived while there was nothing to save."""
 
     exit_code = ExitCode.PREEMPTED
 
 
 @contextlib.contextmanager
 def leaves_at_once() -> Iterator[None]:
-    """While open, this process leaves at a stop signal, until `end` is called."""
+    """While open, this process exits at once on a stop signal, until `end` is called."""
     global _is_early
     if threading.current_thread() is not threading.main_thread():  # which gets no signals
         yield
@@ -54,9 +54,9 @@ def leaves_at_once() -> Iterator[None]:
 
 @contextlib.contextmanager
 def joining() -> Iterator[None]:
-    """While open, this process connects to others, which would wait in vain for one that leaves.
+    """While open, this process connects to others, which would wait in vain if it exited.
 
-    It leaves once it can end the job with it, or after a moment.
+    On a signal it exits once it can also end the job, or after a moment.
     """
     _is_settled.clear()
     try:
@@ -78,7 +78,7 @@ def end() -> None:
 
 
 def is_early() -> bool:
-    """Whether this process is to leave at once."""
+    """Whether this process is to exit at once."""
     return _is_early
 
 
@@ -106,7 +106,7 @@ def leave_early(number: int) -> NoReturn:
 
 
 def _keep(code: int, error: BaseException) -> None:
-    """Keeps what has ended this process as a failure, if it is one."""
+    """Keeps the reason for the end of this process, if it is a failure."""
     from jddp.distributed.failure_file import describe_failure, write_failure
     from jddp.distributed.resolve import resolve_identity
 
@@ -117,4 +117,4 @@ def _hear(number: int) -> None:
     if _is_early:
         leave_early(number)
     name = signal.Signals(number).name
-    write_line(f"{name}: leaving once all is written; once more to leave at once")
+    write_line(f"{name}: exiting when all is written; send it again to exit now")

@@ -3,8 +3,9 @@
     note_exits()          # once, early
     exit_code()           # in a function of `atexit`
 
-The frame in which the program began is kept: where it has returned, the code is 0. Where `sys.exit`
-has ended it, the code is that of the last call. A bare `raise SystemExit(3)` is not known.
+The frame in which the program began is kept: if it has returned, the code is 0. If `sys.exit` has
+ended it, the code is the argument of the last call. The code of a bare `raise SystemExit(3)` is not
+known.
 """
 
 import dis

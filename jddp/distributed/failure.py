@@ -1,17 +1,17 @@
 """A process that fails reports it to the others, and the whole job ends.
 
-Without this the others wait for it in a collective, then for minutes in JAX's shutdown barrier, and
-end with unrelated errors. Here the first process that fails publishes its failure (`failure_file`)
-at the coordinator, which decides who was first; the others print it and exit (`ANOTHER_FAILED`).
-Each keeps that one in its file. A process that loses its connection to another waits a moment for
-that one's report; for one that was killed, `jddp.launch` writes it into the file that it gives its
-processes, where they read it.
+Without this, the others would wait for it in a collective, then for minutes in JAX's shutdown
+barrier, and end with unrelated errors. Here the first process that fails publishes its failure
+(`failure_file`) at the coordinator, which decides which process was first. The others print this
+failure, keep it in their files and exit (`ANOTHER_FAILED`). A process that loses its connection to
+another one waits a moment for a report from it. For a process that was killed, `jddp.launch` writes
+the report into the file that it gives its processes, and they read it there.
 
 A process that ends without failing reports at its end that it has left, with its exit code, and
-waits for the others. While one of them waits for it, for the same computation or answer for
-`_PATIENCE`, that is the first failure. Where all end at about the same time, none of them waits.
+waits for the others. If one of them waits for it longer than `_PATIENCE`, for the same computation
+or answer, that is the first failure. If all end at about the same time, none of them waits.
 
-Only a process that the command line owns is ended like this.
+Only a process that the command line owns is ended in this way.
 """
 
 import atexit
@@ -39,7 +39,7 @@ from jddp.errors import Error, ExitCode, report
 from jddp.typing import JsonObject
 
 _KEY, _GONE, _LEFT, _HOST = "jddp/failed", "jddp/failed/gone", "jddp/left", "jddp/host"
-_MOMENT = 1.0  # seconds in which another process that fails reports it
+_MOMENT = 1.0  # seconds in which another process that fails reports its failure
 _POLL_SECONDS = 0.2
 _PATIENCE = 6.0  # seconds in which a computation ends that a process took part in before it left
 _CALLBACK_SECONDS = 3.0  # in which an exception of a callback is raised, unless devices wait
@@ -47,7 +47,7 @@ _LINGER_SECONDS = 5.0
 _END_SECONDS = 300.0  # JAX's own limit for the end of a process to wait for the others
 _leaving = threading.Lock()  # of the thread that ends this process
 owns_process = False
-_is_in_job = False  # which hears of the failure of this process
+_is_in_job = False  # then the job gets the failure of this process
 _of_left, _of_others = LongestWait(), LongestWait()
 
 
@@ -60,7 +60,7 @@ def owned_process() -> Iterator[None]:
     try:
         yield
     except SystemExit as error:  # of a user's code: a command would take it for its own exit
-        raise RuntimeError(f"the code of a user called sys.exit: {error!r}") from error
+        raise RuntimeError(f"user code called sys.exit: {error!r}") from error
     finally:
         owns_process = before
 
@@ -68,7 +68,7 @@ def owned_process() -> Iterator[None]:
 def watch_over_job() -> None:
     """From here on this process of a job reports its failure, and ends when another fails.
 
-    Called after it has joined the job. A notebook is left alone: its kernel lives on.
+    Called after it has joined the job. A notebook is left alone: its kernel continues.
     """
     global owns_process, _is_in_job
     if is_at_prompt() or _is_in_job:
@@ -90,7 +90,7 @@ def watch_over_job() -> None:
 
 
 def keep_uncaught(process: int) -> None:
-    """From here on an exception that nothing catches is kept, and ends the job if it is joined.
+    """From here on an uncaught exception is kept, and ends the job if this process has joined it.
 
     Args:
       process: Number of this process.
@@ -116,7 +116,7 @@ def keep_uncaught(process: int) -> None:
 def _wait_for_others(listening: contextlib.ExitStack) -> None:
     """Delays the end of this process, whose exit code only Python knows, until all end.
 
-    Where another fails first, or has waited in vain for this one, JAX's barrier is skipped.
+    If another one fails first, or has waited in vain for this one, JAX's barrier is skipped.
     """
     until = time.monotonic() + _END_SECONDS
     me = job.process_index()
@@ -137,7 +137,7 @@ def end_job(code: int, error: BaseException) -> NoReturn:
 
     Args:
       code: The exit code, unless this is only the consequence of another process's failure.
-      error: What has ended it.
+      error: Exception that has ended it.
     """
     is_consequence = _is_consequence(error)
     first = _read(2 * _MOMENT) if is_consequence else None
@@ -241,7 +241,7 @@ def _exit(code: int, first: JsonObject) -> NoReturn:
 
 
 def _outlast(others: Iterable[int], seconds: float) -> None:
-    """Waits until the others have exited, which need JAX's service here."""
+    """Waits until the others have exited: they need JAX's service in this process."""
     until = time.monotonic() + seconds
     for process in others:
         job.try_read(f"{_GONE}/{process}", max(0.0, until - time.monotonic()))

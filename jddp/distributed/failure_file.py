@@ -2,9 +2,9 @@
 
     write_failure(describe_failure(1, ExitCode.DATA, error))   # replaces no file, raises nothing
 
-The process that fails writes it, one that ends because of it writes the same, and `jddp.launch`
-writes it for a process that it finds dead. docs/failure_file.md describes its fields. Nothing here
-imports JAX.
+The process that fails writes the file. A process that ends because of that failure writes the same,
+and `jddp.launch` writes it for a process that it finds dead. docs/failure_file.md describes the
+fields. Nothing here imports JAX.
 """
 
 import contextlib
@@ -24,12 +24,12 @@ from jddp.files import SameFolder
 from jddp.typing import JsonObject
 
 VARIABLE, RESULT = "JDDP_FAILURE_FILE", "JDDP_RESULT_FILE"
-_EARLY = "ended too early{}, while others wait for it: give all as many steps and batches"
+_EARLY = "ended too early{}, while others wait for it: give all equally many steps and batches"
 _HOW = {
     None: _EARLY.format(""),
     ExitCode.DONE: _EARLY.format(", with exit code 0"),
     ExitCode.PREEMPTED: "was stopped",
-    ExitCode.ANOTHER_FAILED: "has lost another process, which has ended without a report",
+    ExitCode.ANOTHER_FAILED: "has lost another process, which ended without a report",
 }
 # Words of gloo, JAX and NCCL for a process that has ended; tests have whole messages, and sources.
 LOST = (
@@ -43,8 +43,8 @@ LOST = (
     r"GetKeyValue\(\) timed out with key: \S*_topology/",  # JAX, while devices start
 )
 IS_LOST = re.compile("|".join(LOST), re.DOTALL)
-# Of JAX before it aborts: no heartbeat of these processes, or none of the coordinator. It gives it
-# in no other form.
+# Messages of JAX before it aborts: no heartbeat of these processes, or none of the coordinator. JAX
+# reports it in no other form.
 _SILENT = r"unhealthy \(stopped sending heartbeats\):(?:\s+\d+)+"
 _UNREACHABLE = r"(?:RPC:|while calling) /\S*CoordinationService/(?:Heartbeat|PollForError)"
 ABORT = re.compile(f"{_SILENT}|{_UNREACHABLE}")
@@ -75,7 +75,7 @@ def describe_failure(
 
     Args:
       process: Number of the process.
-      exit_code: What it ends with, or minus a signal; None if only it knows.
+      exit_code: Exit code of the process, or minus a signal; None if it is not known.
       error: The exception that ends it.
       **known: Other values, of a process that is not this one.
     """
@@ -116,7 +116,7 @@ def write_failure(failure: JsonObject, path: Path | None = None) -> None:
 
     Args:
       failure: The failure.
-      path: The file; None for that of this process, if it has one.
+      path: The file; None for the file of this process, if it has one.
     """
     given = os.environ.get(VARIABLE)
     path = path or (Path(given) if given else _path)

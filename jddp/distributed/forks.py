@@ -1,11 +1,11 @@
-"""What a forked child does not keep: it gives it up before a signal can reach it.
+"""Resources that a forked child gives up before a signal can reach it.
 
     with in_forked_children(give_up):       # as long as there is something to give up
         ...
 
 A child of `multiprocessing` or `os.fork` has the handlers, pipes and files of its parent. A signal
-to the child would be taken for one to the parent, and a pipe whose end somebody waits for would
-stay open as long as the child lives.
+to the child would count as one to the parent, and a pipe would stay open as long as the child
+lives, although a reader waits for its end.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ _masks = threading.local()  # of the thread that forks
 
 @contextlib.contextmanager
 def in_forked_children(give_up: Callable[[], None]) -> Iterator[None]:
-    """While open, each forked child calls this before anything else; the last one opened first."""
+    """While open, each forked child calls this function first; in reverse order of opening."""
     _register()
     _given_up.append(give_up)
     try:
@@ -36,7 +36,7 @@ def in_forked_children(give_up: Callable[[], None]) -> Iterator[None]:
 def ending_forked_children() -> Iterator[None]:
     """While open, an exception in a forked child ends that child, as if Python had ended it.
 
-    Outside it would be taken for one of the parent, whose files the child could write.
+    Outside, it would count as an exception of the parent, whose files the child could write.
     """
     parent = os.getpid()
     try:
@@ -67,7 +67,7 @@ def _register() -> None:
 
 
 def _hold() -> None:
-    """Holds back signals to the child until it has given up what is the parent's."""
+    """Holds back signals to the child until it has given up the resources of the parent."""
     stops = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, stops)
 

@@ -1,6 +1,6 @@
 """Leaves out the lines in which gloo, JAX's transport on CPUs, reports each of its connections.
 
-It writes them from C++ to standard output, several for each process, and has no switch for them.
+gloo writes them from C++ to standard output, several for each process, and cannot be silenced.
 """
 
 import contextlib
@@ -21,10 +21,10 @@ def is_of_gloo(line: bytes) -> bool:
 
 @contextlib.contextmanager
 def unprinted() -> Iterator[None]:
-    """While open, standard output is collected; then lines of gloo are dropped, and others follow.
+    """While open, standard output is collected; at the end it is printed without lines of gloo.
 
-    It is open for milliseconds, while groups of devices connect: a process that is killed then
-    loses what it has printed meanwhile.
+    It is open for milliseconds, while groups of devices connect. A process that is killed in this
+    time loses its output of this time.
     """
     sys.stdout.flush()
     with tempfile.TemporaryFile() as taken:

@@ -1,10 +1,10 @@
 """The GPUs of this host as files, drivers and packages show them, before JAX looks for any.
 
     gpu_facts(os.environ)             # compared between the processes of a job
-    why_missing(reasons)              # where JAX has none: what is missing, and the way out
+    why_missing(reasons)              # if JAX has none: the missing part, and the way out
 
-Where its plugin for GPUs fails, JAX computes on CPUs. Where a process of a job has no GPU and
-others have one, these wait for it in the first exchange of their devices.
+If its plugin for GPUs fails, JAX computes on CPUs. If one process of a job has no GPU and others
+have one, the others wait for it in the first exchange of their devices.
 """
 
 import contextlib
@@ -20,9 +20,9 @@ ROOT = Path("/")
 # The oldest driver that each CUDA runs with: NVIDIA's table of minor version compatibility.
 OLDEST_DRIVER = {"12": 525, "13": 580}
 PLATFORMS = {"cuda", "gpu", "rocm"}  # of JAX_PLATFORMS
-ON_PURPOSE = "JAX_PLATFORMS=cpu, if CPUs are meant."
+ON_PURPOSE = "Set JAX_PLATFORMS=cpu if you want CPUs."
 INSTALL = (
-    "pip install 'jddp[cuda12]'; cuda13 needs a driver from 580 on, and GPUs newer than V100 and "
+    "pip install 'jddp[cuda12]'; cuda13 needs driver 580 or newer, and GPUs newer than V100 and "
     "P100."
 )
 _CONTAINER = (
@@ -48,14 +48,14 @@ class Missing(NamedTuple):
 
 
 def num_nvidia() -> int:
-    """Number of NVIDIA's GPUs that this host or container has."""
+    """Number of NVIDIA GPUs of this host or container."""
     return len([*ROOT.glob("dev/nvidia[0-9]*")])
 
 
 def num_amd() -> int:
-    """Number of AMD's GPUs that this host or container has, and JAX has a plugin for.
+    """Number of AMD GPUs of this host or container; 0 if JAX has no plugin for them.
 
-    The processor of many a laptop has one too, on which nobody computes.
+    Many laptop processors have one too, on which nobody computes.
     """
     is_for_jax = (ROOT / "dev/kfd").exists() and any(name.startswith("rocm") for name in plugins())
     return len([*ROOT.glob("dev/dri/renderD*")]) if is_for_jax else 0
@@ -81,66 +81,66 @@ def plugins() -> list[str]:
 
 
 def may_use_gpus(platforms: str | None) -> bool:
-    """Whether JAX_PLATFORMS leaves JAX the choice of GPUs."""
+    """Whether JAX_PLATFORMS permits GPUs."""
     return not platforms or not PLATFORMS.isdisjoint(platforms.split(","))
 
 
 def gpu_facts(environ: Mapping[str, str]) -> dict[str, str]:
-    """Facts that all processes of a job must share: without a GPU one would take its CPU."""
+    """Facts that must be equal on all processes: one without a GPU would use its CPU."""
     is_there = may_use_gpus(environ.get("JAX_PLATFORMS")) and num_nvidia() + num_amd() > 0
     return {"a GPU": "present" if is_there else "absent"}
 
 
 def why_missing(reasons: Sequence[str] = ()) -> Missing | None:
-    """Why JAX has no GPU here; None where neither plugin nor driver suggests that there is one.
+    """Why JAX has no GPU here; None if neither a plugin nor a driver suggests that there is one.
 
     Args:
-      reasons: What JAX's plugins have raised.
+      reasons: Errors that JAX's plugins have raised.
     """
     version = driver_version()
     installed = plugins()
     cuda = next((name[4:] for name in installed if name.startswith("cuda")), "")
     reason = "".join(f": {reason.rstrip('.?')}" for reason in reasons[:1])
     if version is None:
-        lacks = f"finds no GPU{reason}" if num_amd() else "is installed, and no driver for it"
-        fix = "Install the driver, or uninstall the plugin where there is no GPU."
+        lacks = f"finds no GPU{reason}" if num_amd() else "is installed, but no driver for it"
+        fix = "Install the driver; or uninstall the plugin if there is no GPU."
         fix += f" {_CONTAINER}" if cuda else ""
         return Missing(f"JAX's plugin {', '.join(installed)} {lacks}.", fix) if installed else None
     if not num_nvidia():
-        return Missing(f"NVIDIA's driver is {version}, and there is no /dev/nvidia*.", _CONTAINER)
+        return Missing(f"NVIDIA's driver is {version}, but there is no /dev/nvidia*.", _CONTAINER)
     if not cuda:
-        what = f"NVIDIA's driver is {version}, and JAX has no plugin for it."
+        what = f"NVIDIA's driver is {version}, but JAX has no plugin for it."
         return Missing(what, INSTALL)
     if version < (oldest := OLDEST_DRIVER.get(cuda, 0)):
-        what = f"NVIDIA's driver is {version}, and CUDA {cuda} needs {oldest}."
+        what = f"NVIDIA's driver is {version}, but CUDA {cuda} needs {oldest}."
         older = ", or jddp[cuda12]" if version >= OLDEST_DRIVER["12"] else ""
         return Missing(what, f"Install a newer driver{older}.")
-    what = f"NVIDIA's driver is {version}, and JAX's plugin cuda{cuda} finds no GPU{reason}."
-    return Missing(what, "LD_LIBRARY_PATH must not name another CUDA or cuDNN than pip's.")
+    what = f"NVIDIA's driver is {version}, but JAX's plugin cuda{cuda} finds no GPU{reason}."
+    return Missing(what, "LD_LIBRARY_PATH must name no CUDA or cuDNN but pip's.")
 
 
 def shared_memory() -> int:
-    """Size of /dev/shm in bytes; 0 where there is none."""
+    """Size of /dev/shm in bytes; 0 if there is none."""
     path = ROOT / "dev/shm"
     return shutil.disk_usage(path).total if path.is_dir() else 0
 
 
 def small_shared_memory(num_gpus: int) -> Missing | None:
-    """What NCCL lacks to connect the GPUs of a host, if anything.
+    """The shared memory that NCCL lacks to connect the GPUs of a host, if any.
 
     Args:
       num_gpus: Number of GPUs.
     """
     if num_gpus == 0 or (size := shared_memory()) >= 2**30:
         return None
-    holds = f"holds {size / 2**20:,.0f} MiB" if size else "is not there"
-    what = f"/dev/shm {holds}, and NCCL needs more for {num_gpus} GPUs."
-    return Missing(what, "In a container: --shm-size=16g, or --ipc=host.")
+    holds = f"holds {size / 2**20:,.0f} MiB" if size else "does not exist"
+    what = f"/dev/shm {holds}, but NCCL needs more for {num_gpus} GPUs."
+    return Missing(what, "In a container, start it with --shm-size=16g or --ipc=host.")
 
 
 @contextlib.contextmanager
 def plugin_errors() -> Iterator[list[str]]:
-    """While open, errors of JAX's plugins are collected, which JAX logs with their tracebacks."""
+    """While open, errors of JAX's plugins are collected; JAX would log them with tracebacks."""
     reasons = list[str]()
 
     def collect(record: logging.LogRecord) -> bool:

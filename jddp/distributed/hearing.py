@@ -1,12 +1,12 @@
-"""A thread hears the stop signals, also while the main thread is inside C++.
+"""A thread receives the stop signals, even while the main thread is inside C++.
 
     with Hearing(hear) as hearing:      # `hear(15)` is called in the thread, at the first SIGTERM
         ...
 
-Python calls a handler in the main thread, between two bytecodes: so not while XLA compiles, and
-wherever that thread happens to be. What a handler raises is lost in a callback of the garbage
-collector, and ends the process in C++. So the handlers here raise nothing. At once, and in C, the
-number of a signal is written into a pipe (`signal.set_wakeup_fd`), which the thread reads.
+Python calls a handler in the main thread, between two bytecodes: not while XLA compiles, and
+wherever that thread happens to be. An exception of a handler is lost in a callback of the garbage
+collector, and ends the process in C++. So the handlers here raise nothing. C code writes the number
+of a signal into a pipe at once (`signal.set_wakeup_fd`), and the thread reads the pipe.
 
 The second signal ends the process at once, unless it comes within two seconds: then it repeats the
 first.
@@ -35,7 +35,7 @@ _END = 0  # which is no signal
 
 
 class Hearing:
-    """While open, in the main thread, the stop signals of this process are heard.
+    """While open, in the main thread, a thread receives the stop signals of this process.
 
     Args:
       hear: Function that is called in a thread with the first signal, once.
@@ -45,11 +45,11 @@ class Hearing:
         self._hear = hear
         self._repeats = Repeats()
         self._num_heard = 0
-        self._heard = set[int]()  # signals of which the thread knows
+        self._heard = set[int]()  # signals that the thread has received
         self._open = contextlib.ExitStack()
 
     def __enter__(self) -> "Hearing":
-        """Begins to listen, and then takes the signals."""
+        """Starts the thread, and then takes the signals."""
         self._signals = stop_signals()
         self._reads, self._writes = _pipe()
         self._open.callback(self._close_pipe)
@@ -63,13 +63,13 @@ class Hearing:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Restores what was there before; in a forked child nothing is left to restore."""
+        """Restores the earlier handlers; in a forked child there is nothing left to restore."""
         self._open.close()
 
     def renew(self) -> None:
-        """Hears again what a library has handled for a while, and left without a handler.
+        """Takes signals back that a library has handled for a while, and left without a handler.
 
-        Called by the main thread. Handlers and a wake-up descriptor that are in use stay.
+        Called in the main thread. Handlers and a wake-up descriptor that are in use stay.
         """
         for number in self._signals:
             if is_abandoned(signal.getsignal(number)):
@@ -77,17 +77,17 @@ class Hearing:
         self._is_woken()
 
     def _is_woken(self) -> bool:
-        """Whether C writes signals into the pipe; if nobody is woken, it does from now on."""
+        """Whether C writes signals into the pipe; starts this if no other program is woken."""
         before = signal.set_wakeup_fd(self._writes, warn_on_full_buffer=False)
         if before not in (-1, self._writes):  # of an event loop
             signal.set_wakeup_fd(before)
         return before == self._writes
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Runs in the main thread, once that runs Python code again."""
+        """Runs in the main thread, once it runs Python code again."""
         if not self._is_woken() or number not in self._heard:
             self._write(number)
-        if self._num_heard > 1 and number == signal.SIGINT:  # at a prompt, where one may ask so
+        if self._num_heard > 1 and number == signal.SIGINT:  # at a prompt, an ordinary request
             raise KeyboardInterrupt
 
     def _write(self, number: int) -> None:
@@ -105,7 +105,7 @@ class Hearing:
         if self._num_heard == 1:
             self._hear(number)
         elif not (is_at_prompt() and number == signal.SIGINT):
-            write_line(f"{signal.Signals(number).name} again: leaving at once")
+            write_line(f"{signal.Signals(number).name} again: exiting now")
             show_cursor()
             os._exit(128 + number)
 

@@ -1,7 +1,7 @@
 """The identity of a process in its job, from the environment that its launcher sets.
 
-A source passes the names of its variables; their values are checked here, so that the mistakes of
-all sources read alike. Nothing here knows a scheduler.
+A source passes the names of its variables; their values are checked here, so that
+all sources report mistakes in the same way. Nothing here knows a scheduler.
 """
 
 import socket
@@ -15,11 +15,11 @@ from jddp.errors import ConfigError
 Environ = Mapping[str, str]
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 ADDRESS, COUNT, ID = VARIABLES
-JOB = "JDDP_JOB"  # the same word for all processes of a job, and another for each job
+JOB = "JDDP_JOB"  # an identifier of the job, the same for all its processes
 # Of NVIDIA, and two of AMD: HIP chooses among those that ROCR leaves.
 CUDA, HIP, ROCR = (f"{runtime}_VISIBLE_DEVICES" for runtime in ("CUDA", "HIP", "ROCR"))
-MOST_PROCESSES = 100_000  # of a job, and hosts of a list: beyond is a typing mistake
-FIRST_PORT = 61440  # above those that Linux hands out by itself
+MOST_PROCESSES = 100_000  # of a job, and hosts of a list: more is a typing mistake
+FIRST_PORT = 61440  # above the ports that Linux assigns by itself
 NUM_PORTS = 4096
 
 
@@ -31,10 +31,10 @@ class Identity:
       coordinator: host:port of process 0, or None for a job of one process.
       num_processes: Number of processes of the job.
       process_id: Number of this process, from 0.
-      local_device_ids: Those of the host's accelerators that are this process's; None for all it
-        sees.
-      source: Launcher that has set the numbers; empty where there is none.
-      count_in: Variable with the number of processes; empty where there is none.
+      local_device_ids: Numbers of this process's accelerators among those of the host; None for all
+        that it sees.
+      source: Launcher that has set the numbers; empty if there is none.
+      count_in: Variable with the number of processes; empty if there is none.
     """
 
     coordinator: str | None = None
@@ -67,7 +67,7 @@ class Names(NamedTuple):
       process_id: Variable with the number of this process.
       num_local: Variable with the number of processes on this host.
       local_id: Variable with the number of this process among those on this host.
-      needed: All variables that the source needs, if more than the first two.
+      needed: All variables that the source needs, if it needs more than the first two.
       address: Name of the address of process 0, for messages.
     """
 
@@ -85,12 +85,12 @@ def is_number(text: str) -> bool:
 
 
 def shown(text: str) -> str:
-    """A value of a variable for a message, in quotes, and short."""
+    """The value of a variable for a message: quoted, and shortened."""
     return repr(text if len(text) <= 60 else f"{text[:57]}...")
 
 
 def loopback() -> str:
-    """The host's own address: 127.0.0.1, or [::1] where it has no other."""
+    """The loopback address of this host: 127.0.0.1, or [::1] if it has no other."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as here:
             here.bind(("127.0.0.1", 0))
@@ -114,7 +114,7 @@ def check_address(address: str, name: str) -> str:
 
 
 def _is_host(name: str) -> bool:
-    """Whether this may be the name or address of a host, for which the system can look."""
+    """Whether this may be the name or address of a host that the system can look up."""
     try:
         return bool(name.encode("idna")) and "\0" not in name
     except UnicodeError:  # an empty part, or one of more than 63 characters
@@ -124,7 +124,7 @@ def _is_host(name: str) -> bool:
 def identify(
     environ: Environ, names: Names, address: Callable[[], str | None], source: str
 ) -> Identity | None:
-    """An identity from the numbers under these names; a scheduler's only task is alone.
+    """The identity that the variables of these names describe; a scheduler's only task is alone.
 
     Args:
       environ: The environment.
@@ -133,11 +133,11 @@ def identify(
       source: Launcher that has set the numbers.
 
     Returns:
-      None if none of the variables is set, or only the numbers of a job of one, as containers have
-      them.
+      None if none of the variables is set, or only the numbers of a job of one process, which
+      some containers set.
 
     Raises:
-      HalfSetError: If only some are.
+      HalfSetError: If only some are set.
       ConfigError: If the numbers or the address break their rules.
     """
     there = names.num_processes
@@ -150,7 +150,7 @@ def identify(
             return None
         raise HalfSetError(
             f"{', '.join(are_set)} set but {', '.join(missing)} not. A job of many processes needs "
-            f"all {len(needed)}; a job of one needs none."
+            f"all {len(needed)} variables; a job of one process needs none."
         )
     count = environ[there]
     number = environ[here]
@@ -181,22 +181,22 @@ def visible_in(environ: Environ, default: str = CUDA) -> str:
 
 
 def port_of(job: str) -> int:
-    """A port that all processes of a job compute, and another job is unlikely to."""
+    """A port: the same for all processes of a job, and probably another one for another job."""
     return FIRST_PORT + zlib.crc32(job.encode()) % NUM_PORTS
 
 
 def choose_local_devices(environ: Environ, names: Names) -> tuple[int, ...] | None:
-    """Accelerators of this process, of those it sees, where it shares them with others.
+    """Numbers of this process's accelerators, among those that it sees; None if it has them all.
 
-    The processes of a host share the visible ones evenly, which is one each if their number is not
-    set. Those that a scheduler has given to this process alone are not shared.
+    The processes of a host share its visible accelerators evenly: one each if the list, or the
+    number of processes, is not set. A process keeps those that a scheduler has given to it alone.
 
     Raises:
       ConfigError: If there are more processes than accelerators.
     """
     local_id, num_local = environ.get(names.local_id, ""), environ.get(names.num_local, "")
     if not is_number(local_id) or num_local == "1" or environ.get("JAX_LOCAL_DEVICE_IDS"):
-        return None  # JAX reads the last one
+        return None  # JAX reads JAX_LOCAL_DEVICE_IDS
     variable = visible_in(environ)
     visible = [x for x in environ.get(variable, "").split(",") if x.strip()]
     if len(visible) == 1 or environ.get("JAX_PLATFORMS") == "cpu":

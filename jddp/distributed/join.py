@@ -1,8 +1,8 @@
 """A process gets its devices, and joins its job within a time limit.
 
-The identity is passed to `jax.distributed` explicitly; JAX's own detection is off. JAX waits five
-minutes for missing processes and aborts, with a page about its own tasks. Here processes hold a
-rendezvous on the same port before JAX starts, and JAX's own connecting has a time limit.
+The identity is passed to `jax.distributed` explicitly; JAX's own detection is off. JAX would wait
+five minutes for missing processes, then abort and print a page about its own tasks. Here processes
+hold a rendezvous on the same port before JAX starts, and JAX's own connecting has a time limit.
 """
 
 import contextlib
@@ -32,13 +32,13 @@ _LATER = 30  # seconds, after which JAX gives up too
 def initialize(identity: Identity, environ: Mapping[str, str] = os.environ) -> None:
     """Joins the job, before devices are used, unless your code has joined it already.
 
-    From here on this process ends with its job, and an exception that nothing catches is written
-    into the file of the first failure, if there is a job or JDDP_FAILURE_FILE is set. JAX's cache
-    of compiled programs stays on where all processes share its folder.
+    From here on this process ends with its job. An uncaught exception is written into the file of
+    the first failure, if there is a job or JDDP_FAILURE_FILE is set. JAX's cache of compiled
+    programs stays on if all processes share its folder.
 
     Raises:
       CoordinatorError: If processes are missing after JDDP_START_SECONDS.
-      ProcessMismatchError: If two have the same number, or counts, JDDP_JOB or
+      ProcessMismatchError: If two processes have the same number, or their counts, JDDP_JOB or
         JDDP_HEARTBEAT_SECONDS differ.
     """
     import jax
@@ -82,9 +82,9 @@ def configure_devices(num_devices: int | str, *, num_processes: int = 1) -> None
     """Sets the number of CPU devices, before JAX looks for any.
 
     Args:
-      num_devices: Number of devices of all processes together. "auto" makes eight virtual CPU
-        devices, which are used only where there is no accelerator, unless the environment gives a
-        number; a number here wins over the environment.
+      num_devices: Number of devices of all processes together; it overrides the environment.
+        "auto" makes eight virtual CPU devices, unless the environment has a number; they are used
+        only if there is no accelerator.
       num_processes: Number of processes of the job.
 
     Raises:
@@ -102,19 +102,19 @@ def configure_devices(num_devices: int | str, *, num_processes: int = 1) -> None
             f"mesh.num_devices={in_all} does not divide over {num_processes} processes. "
             f"Choose a multiple of {num_processes}."
         )
-    # An option of JAX, not a flag of XLA: it is refused once the backend runs, where a flag would
-    # be ignored.
+    # An option of JAX, not a flag of XLA: once the backend runs JAX refuses the option, but would
+    # ignore a flag.
     jax.config.update("jax_num_cpu_devices", max(1, in_all // num_processes))
 
 
 def require_devices() -> Missing | None:
-    """Starts the devices of this process; a job of several calls it after they have connected.
+    """Starts the devices of this process; processes of a job call it after they have connected.
 
     Returns:
-      What is missing, where JAX computes on CPUs although a driver or a plugin suggests a GPU.
+      The missing part, if JAX computes on CPUs although a driver or a plugin suggests a GPU.
 
     Raises:
-      DeviceError: If JAX finds none of the platform that it is to use.
+      DeviceError: If JAX finds no device of the platform that it is to use.
     """
     import jax
 
@@ -136,10 +136,10 @@ def require_devices() -> Missing | None:
 
 
 def read_seconds(environ: Mapping[str, str], name: str) -> int:
-    """How long processes wait for each other: to START, or for a sign of life, a HEARTBEAT.
+    """The seconds that processes wait for each other: at the START, or for a HEARTBEAT.
 
     Raises:
-      ConfigError: If that is not a positive number.
+      ConfigError: If the variable is not a positive number.
     """
     text = environ.get(name) or _DEFAULTS[name]
     if not is_number(text) or int(text) == 0:
@@ -148,7 +148,7 @@ def read_seconds(environ: Mapping[str, str], name: str) -> int:
 
 
 def rendezvous(identity: Identity, listens: str | None, environ: Mapping[str, str]) -> None:
-    """Returns when all processes are there, and JAX may listen, or listens.
+    """Waits until all processes are there; then JAX may listen in process 0, or already listens.
 
     Args:
       identity: Identity of this process.
@@ -157,7 +157,7 @@ def rendezvous(identity: Identity, listens: str | None, environ: Mapping[str, st
 
     Raises:
       CoordinatorError: If processes are missing after the time limit.
-      ProcessMismatchError: If two have the same number, or different settings.
+      ProcessMismatchError: If two processes have the same number, or different settings.
     """
     assert identity.coordinator is not None
     coordinator = identity.coordinator
@@ -167,7 +167,7 @@ def rendezvous(identity: Identity, listens: str | None, environ: Mapping[str, st
     me = f"process {mine.number} of {mine.count}"
     if mine.number == 0:
         with contextlib.closing(RendezvousServer("process", coordinator, listens)) as server:
-            # It finds its own name now, which JAX would look up only twice a minute.
+            # It resolves its own name now: JAX would try only twice a minute.
             connect_to(coordinator, me, time.monotonic() + seconds).close()
             server.gather(mine, seconds=seconds, is_last=True)
         return
@@ -177,16 +177,16 @@ def rendezvous(identity: Identity, listens: str | None, environ: Mapping[str, st
 
 
 def bind_address(coordinator: str) -> str:
-    """The address on which process 0 listens: of the coordinator's interface alone.
+    """The address on which process 0 listens: only on the coordinator's interface.
 
-    JAX would listen on all interfaces, and without authentication.
+    JAX would listen on all interfaces, without authentication.
 
     Args:
       coordinator: host:port of process 0.
 
     Returns:
-      address:port; of all interfaces if the host's name has no address of this machine but
-      loopback, and is no name of loopback: then other hosts reach it by another address.
+      address:port. It stands for all interfaces if the host's name resolves only to loopback on
+      this machine, and is not itself a name of loopback: other hosts then use another address.
     """
     host, _, port = coordinator.rpartition(":")
     everywhere = f"[::]:{port}" if socket.has_dualstack_ipv6() else f"0.0.0.0:{port}"
@@ -205,9 +205,9 @@ def bind_address(coordinator: str) -> str:
 def settle_address(coordinator: str) -> None:
     """Chooses the address at which gloo, which connects CPU devices, listens. All call it.
 
-    By itself it takes that of its host's name. On Debian that is 127.0.1.1, which no other host can
-    reach, and in some containers there is none. Then it is the address by which this host and
-    process 0 reach each other.
+    gloo itself would take the address of the host's name. On Debian this is 127.0.1.1, which no
+    other host can reach, and in some containers there is none. In these cases jddp chooses the
+    address by which this host and process 0 reach each other.
 
     Args:
       coordinator: host:port of process 0, to which all are connected.
@@ -226,7 +226,7 @@ def settle_address(coordinator: str) -> None:
 
 
 def leads_to_itself(name: str) -> bool:
-    """Whether a name has no address, or one of loopback."""
+    """Whether a name has no address, or a loopback address."""
     with contextlib.suppress(OSError):
         return _is_loopback(str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]))
     return True

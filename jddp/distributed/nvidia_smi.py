@@ -1,7 +1,7 @@
-"""What NVIDIA's program `nvidia-smi` reports of the GPUs that this process may use.
+"""The report of NVIDIA's program `nvidia-smi` on the GPUs that this process may use.
 
-Without the program, which a container may lack, there are none. It takes about a second, and
-several where a driver has to start first.
+Without the program, which a container may lack, the report is empty. The program takes about a
+second, or several if a driver has to start first.
 """
 
 import re
@@ -15,10 +15,10 @@ class Gpu(NamedTuple):
     """A GPU.
 
     Attributes:
-      uuid: Name that no other GPU has.
+      uuid: Unique name.
       kind: Name of the product.
-      used_mib: Memory in use; None where it is not reported.
-      total_mib: Memory in all; None where it is not reported.
+      used_mib: Memory in use; None if it is not reported.
+      total_mib: Memory in all; None if it is not reported.
     """
 
     uuid: str
@@ -28,7 +28,7 @@ class Gpu(NamedTuple):
 
 
 class GpuProcess(NamedTuple):
-    """A process that computes on a GPU; in a container those outside of it are not seen.
+    """A process that computes on a GPU; a container does not see processes outside of it.
 
     Attributes:
       gpu: UUID of the GPU.
@@ -74,12 +74,12 @@ def list_gpus() -> list[Gpu]:
 
 
 def list_programs() -> list[GpuProcess]:
-    """The processes that compute on them."""
+    """The processes that compute on the GPUs."""
     return [GpuProcess(*row) for row in _query("--query-compute-apps=gpu_uuid,pid,process_name", 3)]
 
 
 def smallest_bytes() -> int | None:
-    """Memory of the smallest GPU; None where it is not known."""
+    """Memory of the smallest GPU; None if it is not known."""
     known = [gpu.total_mib for gpu in list_gpus() if gpu.total_mib is not None]
     return min(known) * 2**20 if known else None
 

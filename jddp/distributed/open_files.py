@@ -1,4 +1,4 @@
-"""Open files that a process needs for the connections to all others: the soft limit is raised.
+"""Raises the soft limit of open files, for the connections of a process to all others.
 
 `ulimit -n` is 1,024 in many shells, and 256 on macOS; each connection is an open file.
 """
@@ -10,15 +10,15 @@ from pathlib import Path
 
 from jddp.errors import CoordinatorError
 
-_SPARE = 256  # of libraries, and for connections of other programs
+_SPARE = 256  # for libraries, and for connections of other programs
 _PER_CONNECTION = 2  # to the process itself, and to JAX's service
 
 
 def allow_connections(num: int) -> None:
-    """Raises the limit of open files, where that may be needed for so many connections.
+    """Raises the limit of open files, if this number of connections may need it.
 
     Raises:
-      CoordinatorError: If the limit that root has set is lower than their number.
+      CoordinatorError: If the hard limit is lower than their number.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _num_open() + _PER_CONNECTION * num + _SPARE
@@ -35,7 +35,7 @@ def too_few(num: int, limit: int | None = None) -> CoordinatorError:
     """The error of a process that has fewer open files than connections."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if limit is None else limit
     return CoordinatorError(
-        f"{num} connections need as many open files, and the limit here is {limit}. Raise it: "
+        f"{num} connections need as many open files, but the limit here is {limit}. Raise it: "
         f"ulimit -n {_num_open() + _PER_CONNECTION * num + _SPARE} (or the hard limit of the "
         "service that starts the job)."
     )

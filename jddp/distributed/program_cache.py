@@ -1,8 +1,9 @@
 """The persistent cache of compiled programs, whose folder all processes of a job have to share.
 
-Every process reads it, and JAX writes it in process 0 alone. In a folder that the others do not see
-process 0 finds at the next start what they compile; and XLA's autotuner on GPUs divides its work
-over all processes, so that they wait, for up to a day, for one that does not compile.
+Every process reads the cache, and only process 0 writes it. If the others do not see its folder,
+process 0 finds programs there at the next start that the others have to compile. XLA's autotuner on
+GPUs divides its work over all processes: they would wait, up to a day, for one that does not
+compile.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ _NONE, _SEEN, _UNSEEN = "no cache", "seen", "not seen"
 
 
 def use_if_shared() -> None:
-    """Switches the cache off unless all processes see in it what process 0 writes there.
+    """Switches the cache off unless all processes see a file that process 0 writes there.
 
     Every process of a job calls it, before it compiles anything.
     """
@@ -39,16 +40,16 @@ def use_if_shared() -> None:
     jax.config.update(_IS_ON, False)
     if is_first:
         blind = len(seen) - seen.count(_SEEN)
-        where = place or "a cache, which it has not"
+        where = place or "a cache that it does not have"
         report(
             f"the cache of compiled programs is off: {blind} of {len(seen)} processes do not see "
-            f"what process 0 writes into {where}, and would wait for what it does not compile. Set "
-            "XDG_CACHE_HOME to a directory that all of them share."
+            f"the files of process 0 in {where}, and would wait for programs that it does not "
+            "compile. Set XDG_CACHE_HOME to a directory that all of them share."
         )
 
 
 def _write_mark(place: str) -> str:
-    """Writes a file of a new name; returns its name, or the place if that is a URL."""
+    """Writes a file with a new name; returns this name, or the place if it is a URL."""
     if "://" in place or not place:
         return place
     name = f".jddp-{secrets.token_hex(8)}"

@@ -5,11 +5,11 @@
     client = RendezvousClient("process", "node-0:1234")       # the others connect to it
     infos = client.gather(mine, seconds=300)
 
-Each client sends a line. When all have, each is answered by a line: the information of every
-member, or the same error for all: a missing member, a number that two of them have, different
-settings. A connection may stay open for further rounds. A member that leaves for good reports
-whether it has failed; one whose connection breaks without that is lost, and may connect again.
-Member 0's end is in `rendezvous_server`.
+Each client sends a line. When all have sent one, each gets a line as its answer: the information of
+every member, or an error, the same for all: a missing member, a number that two members have, or
+different settings. A connection may stay open for further rounds. A member that leaves for good
+reports whether it has failed. A member whose connection breaks without this report is lost, and may
+connect again. Member 0's end is in `rendezvous_server`.
 """
 
 import math
@@ -32,13 +32,13 @@ Infos = dict[int, JsonObject]  # by the numbers of the members
 
 
 class Notice:
-    """A line on a wait, once, when it has lasted for some seconds."""
+    """Prints one line about a wait that has lasted for some seconds."""
 
     def __init__(self) -> None:
         self._at = time.monotonic() + NOTICE_SECONDS
 
     def give(self, text: str) -> None:
-        """Prints the line, if it is time for it."""
+        """Prints the line if it is due."""
         if time.monotonic() > self._at:
             report(text)
             self._at = math.inf
@@ -63,7 +63,7 @@ class Member:
     where: str = field(default_factory=lambda: f"{socket.gethostname()}, pid {os.getpid()}")
 
     def __post_init__(self) -> None:
-        """Refuses what another program has sent."""
+        """Refuses a message of another program."""
         given = (self.number, self.count, self.same, self.info, self.where)
         if [*map(type, given)] != [int, int, dict, dict, str]:
             raise TypeError
@@ -79,8 +79,8 @@ class End:
     """One end of a rendezvous.
 
     Attributes:
-      kind: What members are called: "process" or "node".
-      address: host:port under which member 0 is reached.
+      kind: Name of a member: "process" or "node".
+      address: host:port of member 0.
       silence_seconds: Time without a sign of life after which a member is lost.
     """
 
@@ -123,7 +123,7 @@ class RendezvousClient(End):
         self.send({"failure": failure})
 
     def say_goodbye(self, *, failed: bool) -> None:
-        """Informs member 0 that this one leaves for good."""
+        """Informs member 0 that this member leaves for good."""
         self.send({"failed": failed})
 
     def gather(self, mine: Member, *, seconds: float) -> Infos:
@@ -178,7 +178,7 @@ def connect_to(address: str, name: str, until: float) -> socket.socket:
     """A connection, as soon as a program listens there.
 
     Raises:
-      CoordinatorError: If none does in time.
+      CoordinatorError: If no program does in time.
     """
     host, _, port = address.rpartition(":")
     since = time.monotonic()
@@ -207,12 +207,12 @@ def refuse_differences(
     """Compares the values of all members with those of member 0, which comes first.
 
     Args:
-      kind: What members are called: "process" or "node".
+      kind: Name of a member: "process" or "node".
       subject: Common name of the values.
-      members: Number of each member, perhaps with where it runs, and its values by name.
+      members: Number of each member, perhaps with its place, and its values by name.
 
     Raises:
-      ProcessMismatchError: If any differs.
+      ProcessMismatchError: If a value differs.
     """
     (_, first), *others = members
     for member, other in others:

@@ -1,4 +1,4 @@
-"""Member 0's end of a rendezvous: it listens, and sends each the information of all members."""
+"""Member 0's end of a rendezvous: it listens, and sends each member the information of all."""
 
 import errno
 import socket
@@ -14,7 +14,7 @@ from jddp.distributed.rendezvous import POLL_SECONDS, End, Infos, Member, Notice
 from jddp.errors import CoordinatorError, Error, ProcessMismatchError, words_of
 from jddp.typing import JsonObject
 
-PATIENCE_SECONDS = 30.0  # for further members, once there are enough
+PATIENCE_SECONDS = 30.0  # for further members, when there are enough
 _MESSAGE_SECONDS = 10.0  # for the first message of a connection, and for the rest of one
 _SHOWN = 8  # numbers of missing members in a message
 
@@ -24,11 +24,11 @@ class RendezvousServer(End):
     """Member 0's end.
 
     Attributes:
-      listens: host:port to listen on, if that is another.
-      is_enough: Whether these members would do without the missing ones; None if all are needed.
-        Missing ones are awaited for `PATIENCE_SECONDS` all the same, except for those that were
-        here in an earlier round and have left.
-      failure: The failure that one of them has sent since the last round.
+      listens: host:port to listen on, if it differs from the address.
+      is_enough: Function that returns whether these members suffice; None if all are needed.
+        Missing members are still awaited for `PATIENCE_SECONDS`, except for members that took part
+        in an earlier round and have left.
+      failure: The failure that a member has sent since the last round.
 
     Raises:
       CoordinatorError: If the port is taken, or the address is not one of this machine.
@@ -41,9 +41,9 @@ class RendezvousServer(End):
     def __post_init__(self) -> None:
         """Listens."""
         self._is_first_round = True
-        self._waiting: dict[Connection, Member | None] = {}  # all, and who awaits an answer
-        self._present: dict[Connection, Member] = {}  # that took part in the last round
-        self._lost: list[int] = []  # of them
+        self._waiting: dict[Connection, Member | None] = {}  # with who awaits an answer
+        self._present: dict[Connection, Member] = {}  # took part in the last round
+        self._lost: list[int] = []  # members of the last round
         self._listening = listen(self.listens or self.address)
         self._listening.setblocking(False)  # a client may have gone before it is accepted
 
@@ -59,13 +59,13 @@ class RendezvousServer(End):
         Args:
           mine: Member 0.
           seconds: Time to wait for all.
-          is_last: Whether to stop listening before members are answered: the port is free then.
+          is_last: Whether to stop listening before the members get their answers, to free the port.
 
         Raises:
-          CoordinatorError: If members are missing, or there are more than open files; the others
-            raise it too.
-          ProcessMismatchError: If two have the same number, one has a number out of the range, or
-            other settings; likewise.
+          CoordinatorError: If members are missing, or more than the limit of open files. The other
+            members raise it too.
+          ProcessMismatchError: If two have the same number, or one has a number out of range, or
+            different settings. The other members raise it too.
         """
         try:
             infos = self._wait_for_all(mine, seconds)
@@ -117,15 +117,15 @@ class RendezvousServer(End):
         return self._lost
 
     def say_goodbye(self, *, failed: bool) -> None:
-        """Informs all that this member leaves for good."""
+        """Informs all members that this one leaves for good."""
         for client in self._waiting:
             client.send({"failed": failed})
 
     def has_newcomer(self) -> bool:
         """Whether a member waits that did not take part in the last round.
 
-        One with the number of a member that did is that member after a lost connection, if it is of
-        the same machine, and is refused if not.
+        A member with the number of one that did take part is that one after a lost connection, if
+        it is on the same machine; otherwise it is refused.
         """
         self._receive(0.0)
         newcomers = [(x, member) for x, member in self._members().items() if x not in self._present]
@@ -167,7 +167,7 @@ class RendezvousServer(End):
             self._forget(client)  # whose connection is lost, or another program
 
     def _take(self, client: Connection, message: JsonObject) -> bool:
-        """Takes a message; returns whether the connection stays."""
+        """Takes a message; returns whether the connection stays open."""
         if message == {"failed": False}:
             self._present.pop(client, None)
         elif "failure" in message and client in self._present:
@@ -213,7 +213,7 @@ def listen(address: str) -> socket.socket:
         reason = "is taken" if is_taken else f"cannot be used: {words_of(error)}"
         raise CoordinatorError(
             f"port {port} of {host} {reason}. "
-            "Give all processes another, or let jddp.launch choose one."
+            "Give all processes another port, or let jddp.launch choose one."
         ) from error
 
 

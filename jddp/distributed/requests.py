@@ -1,17 +1,18 @@
-"""What any one process of a job asks for, such as to stop, all do at the same place.
+"""All processes of a job do what one of them requests, such as a stop, at the same place.
 
     with Requests() as requests:
         requests.ask("save best")        # on one process, or on all, in any thread
         for what in requests.due():      # called as often, at the same places, by every process
             ...
 
-A process that asks publishes the number of its next call of `due` through the coordination service.
-Each process answers that number, or that of its own next call if it is further, and all act at the
-largest: there they exchange what has been asked. Where all ask at one place, that is their next
-call. Nothing is sent before a process asks.
+A process with a request publishes the number of its next call of `due` through the coordination
+service. Each process answers with this number, or with the number of its own next call if that is
+larger. All act at the call with the largest number, and exchange their requests there; if all
+processes are at the same call, it is the next one. Nothing is sent before a process has a request.
 
-A stop signal asks, too. The second one ends a process at once, unless it comes within two seconds:
-then it repeats the first. In a notebook, whose kernel lives on, it raises `KeyboardInterrupt`.
+A stop signal is a request, too. A second signal ends a process at once, unless it comes within two
+seconds: then it only repeats the first. In a notebook, whose kernel continues, it raises
+`KeyboardInterrupt`.
 """
 
 import contextlib
@@ -28,13 +29,13 @@ from jddp.distributed.signals import write_line
 from jddp.distributed.waits import awaiting
 
 _ANSWER_SECONDS = 30.0  # in which the threads of all processes answer
-_DAY = 86_400.0  # no limit: the watchdog, and the end of another process, end a wait for the others
-_LAST_SECONDS = 600.0  # from the end of one process to that of the last
+_DAY = 86_400.0  # no limit: the watchdog, or the end of another process, ends the wait
+_LAST_SECONDS = 600.0  # from the end of the first process to the end of the last
 _numbers = itertools.count()
 
 
 class Requests:
-    """While open, a place is agreed upon for what a process asks, or a signal ("signal SIGTERM").
+    """While open, processes agree on a place for each request, or signal ("signal SIGTERM").
 
     Attributes:
       is_open: Whether all processes call `due`.
@@ -44,20 +45,20 @@ class Requests:
         self.is_open = False
         self._key = f"jddp/requests/{next(_numbers)}"
         self._num_calls = self._num_rounds = 0
-        self._asked = list[str]()  # by this process, and not done yet
+        self._asked = list[str]()  # requests of this process that are not done yet
         self._at: int | None = None  # the call at which all act
         self._changed = threading.Condition()
         self._hearing: Hearing | None = None
         self._open = contextlib.ExitStack()
 
     def ask(self, what: str) -> None:
-        """Asks all processes to do something at one of their next calls of `due`."""
+        """Requests that all processes do something at one of their next calls of `due`."""
         with self._changed:
             self._asked.append(what)
             self._propose()
 
     def due(self) -> list[str]:
-        """What all do here, in the order of the processes; it differs on none of them."""
+        """The requests to do here, in the order of the processes; the same on all of them."""
         if self._hearing is not None:
             self._hearing.renew()
         with self._changed:
@@ -78,7 +79,7 @@ class Requests:
         return _in_order(of_all)
 
     def last(self) -> list[str]:
-        """What is left to do, where all processes come at their ends."""
+        """The requests that are left, at the ends of all processes."""
         with self._changed:
             mine = json.dumps(self._asked)
             self._asked = []

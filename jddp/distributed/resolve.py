@@ -1,7 +1,7 @@
 """Finds which process of a job this is: one small function for each launcher, tried in order.
 
-JAX's own detection is not used: it takes a notebook inside a Slurm allocation for a job, and Open
-MPI's launcher for the first process.
+JAX's own detection is not used: it mistakes a notebook inside a Slurm allocation for a job, and
+Open MPI's launcher for the first process.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from jddp.distributed.signals import is_at_prompt
 from jddp.errors import ConfigError
 
 _, COUNT, ID = VARIABLES
-LAUNCHED = "JDDP_LAUNCHED"  # by jddp: its variables are JAX's, whatever is around it
+LAUNCHED = "JDDP_LAUNCHED"  # by jddp: JAX's variables count, whatever scheduler is around
 
 
 def resolve_identity(
@@ -26,9 +26,9 @@ def resolve_identity(
 ) -> Identity:
     """Finds out which process of which job this is.
 
-    The three arguments win over everything. Then the first launcher that has set its variables:
-    jddp's own, JAX's variables, torchrun, Open MPI, MPICH, a step of Slurm, an Indexed Job of
-    Kubernetes. Where none has, this process is alone.
+    The three arguments override everything. Otherwise the first launcher that has set its variables
+    decides: jddp's own, JAX's variables, torchrun, Open MPI, MPICH, a step of Slurm, an Indexed Job
+    of Kubernetes. If none has, this process is alone.
 
     Args:
       environ: The environment.
@@ -67,7 +67,7 @@ def resolve_identity(
 
 
 def jax_variables(environ: Environ) -> Identity | None:
-    """The three variables, which jddp's launcher sets, also on Ray, and Kubeflow's JAX runtime.
+    """The three variables that jddp's launcher sets, also on Ray, and Kubeflow's JAX runtime.
 
     jddp's launcher has split the devices, whatever scheduler is around it.
     """
@@ -89,10 +89,10 @@ def _from_arguments(coordinator: str, num_processes: str, process_id: str) -> Id
 
 
 def _refuse_other_numbers(found: Identity, source: Resolver, environ: Environ) -> None:
-    """Refuses numbers of JAX's variables that contradict those of the scheduler.
+    """Refuses numbers in JAX's variables that contradict the numbers of the scheduler.
 
-    A job may have more processes than its scheduler has tasks, if each task starts several; but it
-    cannot have fewer, and of as many each has its own number.
+    A job may have more processes than its scheduler has tasks, if each task starts several. It
+    cannot have fewer. If it has as many, both numbers of a process must be equal.
     """
     other = None
     with contextlib.suppress(ConfigError):
@@ -104,7 +104,7 @@ def _refuse_other_numbers(found: Identity, source: Resolver, environ: Environ) -
         raise ConfigError(
             f"{COUNT}={found.num_processes} and {ID}={found.process_id}, but {other.source} has "
             f"started process {other.process_id} of {other.num_processes}. Unset {COUNT} and {ID}, "
-            "or give each process its own."
+            "or give each process its own number."
         )
 
 

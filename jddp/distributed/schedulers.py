@@ -1,10 +1,10 @@
 """Identities from the environment variables of torchrun, MPI, Slurm and Kubernetes.
 
-Each function reads the environment and nothing else, and returns None where its launcher has not
-started this process.
+Each function reads only the environment, and returns None if its launcher has not started this
+process.
 
-MPI is tried before Slurm, since `mpirun` inside an allocation starts its daemons as a step of
-Slurm, whose numbers its processes inherit.
+MPI is tried before Slurm, because `mpirun` inside an allocation starts its daemons as a step of
+Slurm, and its processes inherit the numbers of this step.
 """
 
 import re
@@ -40,7 +40,7 @@ SLURM = Names("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_TASKS_PER_NODE
 
 
 def torchrun(environ: Environ) -> Identity | None:
-    """The variables of torchrun, and of other launchers that set the same.
+    """The variables of torchrun, and of other launchers that set the same variables.
 
     torchrun itself listens on MASTER_PORT, and keeps that port over restarts.
     """
@@ -57,7 +57,7 @@ def torchrun(environ: Environ) -> Identity | None:
 
 
 def open_mpi(environ: Environ) -> Identity | None:
-    """A process of Open MPI's mpirun, version 4 or 5, which set different variables."""
+    """A process of Open MPI's mpirun, version 4 or 5: they set different variables."""
     uri, space = environ.get("OMPI_MCA_orte_hnp_uri", ""), environ.get("PMIX_NAMESPACE", "")
     job = uri.partition(".")[0] or space
 
@@ -71,8 +71,8 @@ def open_mpi(environ: Environ) -> Identity | None:
         if daemon and daemon[1] != "0" and environ[OPEN_MPI.process_id] == "0":
             here = f"{environ.get('PMIX_HOSTNAME', socket.gethostname())}:{port_of(job)}"
             raise ConfigError(
-                f"mpirun runs on another host than process 0: give it -x {ADDRESS}={here}, so that "
-                "all processes find the first."
+                f"mpirun and process 0 run on different hosts: give mpirun -x {ADDRESS}={here}, so "
+                "that all processes find process 0."
             )
         launcher = re.search(r"tcp://([\d.]+)", uri) or re.match(r"prte(?:run)?-(.+)-\d+@", space)
         return f"{launcher[1]}:{port_of(job)}" if launcher else None
@@ -89,7 +89,7 @@ def mpich(environ: Environ) -> Identity | None:
 
 
 def slurm(environ: Environ) -> Identity | None:
-    """A task of a step; a batch script and a shell inside an allocation are none."""
+    """A task of a step; a batch script or a shell inside an allocation is none."""
     if not (environ.get("SLURM_JOB_ID") and environ.get("SLURM_STEP_NODELIST")):
         return None
     hosts = list_hosts(environ["SLURM_STEP_NODELIST"])
@@ -106,7 +106,7 @@ def kubernetes(environ: Environ) -> Identity | None:
     """
     index, job, pods = (environ.get(name, "") for name in (_POD, _JOB, _PODS))
     if not (index and environ.get(COUNT)):
-        return None  # an array of jobs of one process each
+        return None  # an array of jobs with one process each
     names = Names(COUNT, _POD)
     if job not in ("", "0"):
         names = Names(COUNT, f"{_JOB} * {_PODS} + {_POD}")
@@ -114,8 +114,8 @@ def kubernetes(environ: Environ) -> Identity | None:
         if not (are_numbers and int(index) < int(pods)):
             raise ConfigError(
                 f"{_JOB}={job[:20]} and {_PODS}={shown(pods)} for pod {index[:20]} of one of "
-                "several Jobs, each of which counts from 0: set it to the pods of each, and "
-                f"{COUNT} to those of all."
+                f"several Jobs, each of which counts from 0: set {_PODS} to the number of pods of "
+                f"each Job, and {COUNT} to the number of all pods."
             )
         environ = {**environ, names.process_id: str(int(job) * int(pods) + int(index))}
 
@@ -135,14 +135,14 @@ SCHEDULERS: tuple[Resolver, ...] = (open_mpi, mpich, slurm, kubernetes)
 
 
 def list_hosts(nodes: str) -> list[str]:
-    """Expands one of Slurm's lists of hosts: `n[9-10],m1` is `n9`, `n10`, `m1`.
+    """Expands a list of hosts of Slurm: `n[9-10],m1` is `n9`, `n10`, `m1`.
 
     Raises:
-      ConfigError: If it is none, or has more hosts than any job.
+      ConfigError: If it is not such a list, or has more hosts than any job.
     """
     if not _HOSTS.fullmatch(nodes):
         raise ConfigError(
-            f"{shown(nodes)} is no list of hosts as Slurm sets it, such as n[1-2],m1."
+            f"{shown(nodes)} is not a list of hosts as Slurm sets it, such as n[1-2],m1."
         )
     hosts = list[str]()
     for name in _HOST.findall(nodes):
@@ -171,7 +171,7 @@ def _of_step(environ: Environ, hosts: list[str]) -> str:
     """Host of the first task of a step, and a port for each step.
 
     Slurm sorts the hosts of a step. Tasks are numbered in that order, except for the components of
-    a heterogeneous job (HET, and PACK by srun alone), which keep theirs.
+    a heterogeneous job (HET; PACK is set only by srun), which keep their order.
     """
     size = environ.get("SLURM_HET_SIZE") or "0"
     step = environ.get("SLURM_STEP_ID", "")
@@ -201,7 +201,7 @@ def _of_step(environ: Environ, hosts: list[str]) -> str:
 
 
 def _num_sharing(environ: Environ, hosts: list[str]) -> str:
-    """Number of tasks that share the visible devices: of `2(x3),1`, by the host's number."""
+    """Number of tasks that share the visible devices: an entry of `2(x3),1`, by host."""
     visible = environ.get(visible_in(environ), "")
     there = environ.get("SLURM_GPUS_ON_NODE", "")
     if visible and is_number(there) and len(visible.split(",")) < int(there):

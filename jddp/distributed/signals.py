@@ -1,4 +1,4 @@
-"""Signals that ask a process to stop: their handlers, repeats of them, a user at a prompt."""
+"""Signals that ask a process to stop: handlers, repeated signals, a user at a prompt."""
 
 import contextlib
 import math
@@ -12,7 +12,7 @@ from typing import Any
 
 from jddp.distributed.forks import in_forked_children
 
-# A second signal within this time is the first once more: schedulers, and GNU `timeout`, signal a
+# A second signal within this time repeats the first: schedulers, and GNU `timeout`, signal a
 # process and then its group.
 SAME_SECONDS = 2.0
 Handler = Callable[[int, FrameType | None], None]
@@ -29,7 +29,7 @@ def stop_signals_go_to(handler: Handler) -> Iterator[tuple[signal.Signals, ...]]
     """While open, the stop signals call a handler, but not those of a forked child.
 
     Yields:
-      The signals. One for which somebody else installs a handler meanwhile keeps that one.
+      The signals. If a library installs a handler for one of them meanwhile, it keeps that handler.
     """
     # None stands for a handler that Python cannot restore.
     before = {x: signal.signal(x, handler) or signal.SIG_DFL for x in stop_signals()}
@@ -48,9 +48,9 @@ def stop_signals_go_to(handler: Handler) -> Iterator[tuple[signal.Signals, ...]]
 
 
 def is_abandoned(handler: Any) -> bool:
-    """Whether this is what a library leaves that has handled a signal for a while.
+    """Whether a library has left this handler behind, after it has handled a signal for a while.
 
-    A loop of asyncio sets Python's default when it is closed; one that is not closed leaves a
+    A loop of asyncio sets Python's default when it is closed; a loop that is not closed leaves a
     handler that does nothing.
     """
     is_default = handler in (signal.SIG_DFL, signal.default_int_handler)
@@ -64,7 +64,7 @@ class Repeats:
         self._first = math.inf
 
     def is_repeat(self) -> bool:
-        """Whether the signal that has come now is only a repeat."""
+        """Whether the signal that has just come is only a repeat."""
         now = time.monotonic()
         before = self._first
         self._first = min(self._first, now)
@@ -77,13 +77,13 @@ def is_at_prompt() -> bool:
 
 
 def write_line(text: str) -> None:
-    """Writes a line of jddp's past every buffer and lock that an interrupted thread may hold."""
+    """Writes a line directly, past all buffers and locks that an interrupted thread may hold."""
     with contextlib.suppress(OSError):
         os.write(2, f"jddp: {text}\n".encode())
 
 
 def show_cursor() -> None:
-    """Shows the cursor of the terminal again, which a live line has hidden: before `os._exit`."""
+    """Shows the cursor again, which a live line has hidden; for use before `os._exit`."""
     with contextlib.suppress(OSError):
         if os.isatty(1):
             os.write(1, b"\x1b[?25h")

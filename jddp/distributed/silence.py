@@ -1,9 +1,9 @@
 """Ends a process that has been silent for too long: python silence.py PID.
 
-On its standard input it reads repeatedly how many seconds may pass until the next time. Time in
-which the process is stopped (SIGSTOP, Ctrl-Z) does not count, nor does time in which this one is
-(a virtual machine that is paused). At SIGQUIT the process writes its stacks; a shell's background
-job may ignore it, so SIGKILL follows. This module imports nothing of jddp.
+Its standard input gives repeatedly the number of seconds that may pass until the next number. Time
+in which the process is stopped (SIGSTOP, Ctrl-Z) does not count, nor does time in which this
+program is stopped (a paused virtual machine). On SIGQUIT the process writes its stacks; a shell's
+background job may ignore SIGQUIT, so SIGKILL follows. This module imports nothing of jddp.
 """
 
 import os
@@ -34,7 +34,7 @@ def main(process: int) -> None:
 
 
 def _state(process: int) -> str:
-    """The letter that `ps` prints, where T and t are stopped; "gone" if there is no process."""
+    """The letter that `ps` prints (T and t: stopped); "gone" if there is no process."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

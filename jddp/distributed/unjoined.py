@@ -2,10 +2,10 @@
 
     refuse_unjoined()    # before anything is compiled
 
-Without this a program that forgets to join is trained once by each of its processes.
+Without this, a program that forgets to join would train once in each of its processes.
 
-What counts are the numbers that the launcher has set, also where nothing gives the address of
-process 0: several processes were started, whether or not they could connect.
+Only the numbers count that the launcher has set, even if nothing gives the address of process 0:
+several processes were started, whether or not they could connect.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from jddp.distributed.resolve import resolve_identity
 from jddp.errors import ConfigError, UsageError
 
 JOIN = "from jddp import distributed", "distributed.initialize(distributed.resolve_identity())"
-# Of process 0, where a launcher gives none, so that the numbers alone decide.
+# Address of process 0 if a launcher gives none, so that the numbers alone decide.
 _ADDRESS = {ADDRESS: "process-0:1"}
 _MASTER = {"MASTER_ADDR": "process-0", "MASTER_PORT": "1"}
 
@@ -24,7 +24,7 @@ _MASTER = {"MASTER_ADDR": "process-0", "MASTER_PORT": "1"}
 def started_job(environ: Environ = os.environ) -> Identity | None:
     """The job of several processes that a launcher's variables describe; None for a job of one.
 
-    Variables of which only some are set, or that contradict each other, describe none.
+    Incomplete or contradictory variables describe none.
     """
     given = {name: value for name, value in environ.items() if value}
     for address in (_ADDRESS, _ADDRESS | _MASTER):
@@ -36,7 +36,7 @@ def started_job(environ: Environ = os.environ) -> Identity | None:
 
 
 def unjoined_job(environ: Environ = os.environ) -> Identity | None:
-    """The job that a launcher describes, where JAX has one process, which has not joined it."""
+    """The job that a launcher describes, if JAX has one process, which has not joined the job."""
     import jax
 
     job = started_job(environ)
@@ -44,7 +44,7 @@ def unjoined_job(environ: Environ = os.environ) -> Identity | None:
 
 
 def explain_unjoined(job: Identity) -> tuple[str, str]:
-    """What is wrong where a process has not joined this job, and the way out."""
+    """The mistake of a process that has not joined this job, and the way out."""
     what = (
         f"{job.source} has started {job.num_processes} processes, of which this is number "
         f"{job.process_id}, but it has not joined them: each would train by itself."

@@ -1,13 +1,13 @@
-"""What this process waits for: computations in which other processes take part, and their answers.
+"""Records the computations and answers of other processes for which this process waits.
 
-    with computing(args):        # a call that ends when the devices of all have taken part
+    with computing(args):        # a call that ends when all devices have taken part
         result = compiled(*args)
     with awaiting({2}):          # an answer of process 2
         text = read(...)
     is_waiting_for({2})          # in any thread
 
-A computation is usually sent, and its arrays show that it has not ended. But XLA computes a small
-one on a CPU within the call, when there are no arrays yet.
+Usually a computation is only sent, and its arrays show that it has not ended. But XLA computes a
+small one on a CPU within the call, when there are no arrays yet.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ _under_way: set[_Wait] = set()
 
 @contextlib.contextmanager
 def computing(arguments: Any) -> Iterator[None]:
-    """While open, this thread sends a computation, or is in it.
+    """While open, this thread sends or runs a computation.
 
     Args:
       arguments: A tree with arrays of all devices that take part.
@@ -60,21 +60,21 @@ def _noted(what: Any) -> Iterator[None]:
 
 
 def is_waiting_for(processes: Collection[int]) -> bool:
-    """Whether this process waits for any of these."""
+    """Whether this process waits for any of these processes."""
     return bool(_awaited(processes))
 
 
 class LongestWait:
-    """How long this process has waited for one and the same thing, as far as it is asked."""
+    """The time for which this process has waited for the same thing, measured between calls."""
 
     def __init__(self) -> None:
         self._seen: list[tuple[weakref.ref[Any], float]] = []
 
     def seconds(self, processes: Collection[int]) -> float:
-        """The longest time, since it was seen first, of what is still awaited from these."""
+        """The longest wait for one thing from these processes, since a call first saw it."""
         now = time.monotonic()
         awaited = _awaited(processes)
-        # Weak, or this would keep the memory of arrays; the identity of one that lives is its own.
+        # Weak, or this would keep the memory of arrays; ids are unique while their arrays live.
         seen = {id(x): since for ref, since in self._seen if (x := ref()) is not None}
         times = [seen.get(id(x), now) for x in awaited]
         self._seen = [(weakref.ref(x), since) for x, since in zip(awaited, times, strict=True)]

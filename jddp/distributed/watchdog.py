@@ -1,10 +1,11 @@
 """Detects that a job makes no progress, and names the process that is behind.
 
-A process that hangs is healthy to JAX, whose heartbeats come from another thread, and all others
-wait for it in a collective for ever. So each process watches itself: every phase has a time limit.
-Where one passes, all write their stacks and publish their progress, and the process that is behind,
-or that does not answer, is named. A process that the command line owns then ends (`HANG`). Time in
-which this process did not run (SIGSTOP, Ctrl-Z, a paused virtual machine) does not count.
+JAX takes a process that hangs for healthy, because its heartbeats come from another thread, and all
+others wait for it in a collective for ever. So each process watches itself: every phase has a time
+limit. If a limit is exceeded, all processes write their stacks and publish their progress, and a
+message names the process that is behind or does not answer. A process that the command line owns
+then ends (`HANG`). Time in which this process did not run (SIGSTOP, Ctrl-Z, a paused virtual
+machine) does not count.
 
     with Watchdog(Limits(), stacks=Path("logs/process_0.stacks")) as watchdog:
         watchdog.enter("step", 17)            # and again with each step
@@ -45,9 +46,9 @@ class Limits:
     Attributes:
       start_seconds: Time to make the first state, and to read a checkpoint.
       compile_seconds: Time of the first step.
-      step_seconds: Time of a later step; None is thirty times the longest so far, and at least two
-        minutes.
-      evaluation_seconds: Time of a batch of an evaluation, the first of which is compiled.
+      step_seconds: Time of a later step; None means thirty times the longest step so far, and at
+        least two minutes.
+      evaluation_seconds: Time of one batch of an evaluation; the first includes compilation.
       save_seconds: Time that the loop waits for a checkpoint.
     """
 
@@ -79,7 +80,7 @@ class Watchdog:
         self._path = stacks
         self._key = f"jddp/hang/{next(_numbers)}"
         self._ran = 0.0  # seconds
-        self._ticked = time.monotonic()  # when they were counted last
+        self._ticked = time.monotonic()  # time of the last count
         self.phase = "start"
         self._step = 0
         self._since = 0.0
@@ -102,7 +103,7 @@ class Watchdog:
             self._report_limit()
 
     def __enter__(self) -> "Watchdog":
-        """Begins to watch. A failure from here on is kept beside the stacks."""
+        """Begins to watch. From here on a failure is kept beside the stacks."""
         self.enter(self.phase, 0)
         if self._path is not None:
             make_folder(self._path.parent)
@@ -142,13 +143,13 @@ class Watchdog:
         return not job.is_connected() or (late is not None and self._report())
 
     def _report_limit(self) -> None:
-        """Passes to the process that watches this one how long it may be silent from now on."""
+        """Passes the allowed time of silence to the process that watches this one."""
         if self._silence is not None:
             with contextlib.suppress(OSError):  # it was killed
                 self._silence.write(b"%f\n" % (self._limit + 30))
 
     def _tick(self) -> None:
-        """Counts the time since the last call, unless it is so long that nothing ran in it."""
+        """Counts the time since the last call, unless the process did not run in it."""
         now = time.monotonic()
         self._ran += min(now - self._ticked, 2 * _TICK)
         self._ticked = now
@@ -156,7 +157,7 @@ class Watchdog:
     def _report(self) -> bool:
         """Writes the stacks, compares the progress of all, and ends the process if it may.
 
-        One that has left is no hang: the job ends because of that.
+        If a process has left, it is not a hang: the job ends because of that.
         """
         faulthandler.dump_traceback(self._file, all_threads=True)
         self._file.flush()
@@ -197,7 +198,7 @@ def _watch_for_silence(stacks: TextIO) -> Iterator[IO[bytes]]:
 
 
 def describe_hang(progress: ProgressOfAll, limits: Limits, longest_step: float) -> tuple[int, str]:
-    """Names the process that blocks the job: one that does not answer, else the one behind.
+    """Names the process that blocks the job: one that does not answer, or else the slowest.
 
     Args:
       progress: Host, phase, steps and seconds in the phase of each process; None for no answer.
@@ -205,7 +206,7 @@ def describe_hang(progress: ProgressOfAll, limits: Limits, longest_step: float) 
       longest_step: Seconds of the longest step so far.
 
     Returns:
-      Its number, and a paragraph on all.
+      Its number, and a paragraph about all processes.
     """
     known = {process: found for process, found in sorted(progress.items()) if found is not None}
     silent = [process for process in progress if process not in known]

@@ -4,7 +4,6 @@
     findings += check_job(directory)               # called by every process
     table = measure_all_reduce(make_mesh())
 
-They cover causes of failures that are hard to diagnose in a job of many processes: host names that
-resolve to loopback, unused GPUs, limits of containers, clocks, directories that are not shared, and
-slow links.
+They find causes of failures that are hard to diagnose in a job of many processes: host names that
+resolve to loopback, unused GPUs, container limits, clocks, unshared directories, and slow links.
 """

@@ -17,20 +17,20 @@ from jddp.doctor.finding import BAD, OK, WARN, Finding
 from jddp.errors import words_of
 
 SECONDS = 60.0
-VISIBLE_SECONDS = 15.0  # after which a directory is not shared; NFS caches absence for 3 to 60
+VISIBLE_SECONDS = 15.0  # then a directory counts as not shared; NFS caches absence for 3 to 60
 CLOSE_SECONDS = 1.0
 
 
 def check_job(directory: Path) -> list[Finding]:
-    """Compares all processes; every one of them calls it, and gets the same findings.
+    """Compares all processes. Every process calls it, and gets the same findings.
 
     Args:
-      directory: Directory of runs, which has to be shared.
+      directory: Directory of runs, which must be shared.
     """
     if (job := unjoined_job()) is not None:
         return [Finding(BAD, *explain_unjoined(job))]
     if coordination.num_processes() == 1:
-        return [Finding(OK, "one process: nothing to agree on")]
+        return [Finding(OK, "one process: nothing to compare")]
     shared = coordination.gather("doctor/versions", json.dumps(versions()), timeout_seconds=SECONDS)
     return [
         Finding(OK, f"{len(shared)} processes are connected"),
@@ -41,7 +41,7 @@ def check_job(directory: Path) -> list[Finding]:
 
 
 def check_directory(directory: Path) -> Finding:
-    """Whether a directory, or the nearest one above it that exists, takes a mebibyte.
+    """Whether a mebibyte can be written into a directory, or the nearest existing one above it.
 
     Every process of a run writes into its directory.
     """
@@ -56,14 +56,14 @@ def check_directory(directory: Path) -> Finding:
         return Finding(BAD, what, "Make room there, or choose another directory for run.dir.")
     what = f"{there} can be written, {free:,.1f} GiB free"
     if there != path:
-        return Finding(WARN, f"{path} does not exist; {what}.", f"mkdir -p {path}, if it is meant.")
+        return Finding(WARN, f"{path} does not exist; {what}.", f"If it is right: mkdir -p {path}.")
     if free < 1:
         return Finding(WARN, f"{what}.", "Make room: a run keeps several checkpoints.")
     return Finding(OK, what)
 
 
 def compare_versions(shared: list[Mapping[str, str]]) -> Iterator[Finding]:
-    """Whether processes run the same packages.
+    """Whether all processes run the same packages.
 
     Args:
       shared: Versions by package, of each process.
@@ -72,12 +72,12 @@ def compare_versions(shared: list[Mapping[str, str]]) -> Iterator[Finding]:
     for name in sorted(differ):
         found = [other.get(name, "absent") for other in shared]
         process = next(i for i, version in enumerate(found) if version != found[0])
-        what = f"{name} is {', '.join(dict.fromkeys(found))}: process {process} has another than "
-        yield Finding(BAD, f"{what}process 0.", "Install the same everywhere.")
+        what = f"{name} is {', '.join(dict.fromkeys(found))}: process {process} differs from "
+        yield Finding(BAD, f"{what}process 0.", "Install the same version everywhere.")
 
 
 def _clocks() -> list[tuple[float, float]]:
-    """Seconds by which each clock is ahead of that of process 0, and their uncertainty."""
+    """Seconds by which each clock is ahead of process 0's clock, and their uncertainty."""
     found = []
     for i in range(1, coordination.num_processes()):
         name = f"jddp/doctor/clock/{i}"
@@ -102,9 +102,9 @@ def compare_clocks(clocks: list[tuple[float, float]]) -> Iterator[Finding]:
     """
     wrong = {i: x for i, (x, width) in enumerate(clocks, 1) if abs(x) - width > CLOSE_SECONDS}
     for i, ahead in wrong.items():
-        where = f"{abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} that of process 0"
-        what = f"The clock of process {i} is {where}: logs and files will seem to be out of order."
-        yield Finding(WARN, what, "Synchronize the clocks: chrony, or systemd-timesyncd.")
+        where = f"{abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} process 0's"
+        what = f"The clock of process {i} is {where}: logs and files will seem out of order."
+        yield Finding(WARN, what, "Synchronize the clocks with chrony or systemd-timesyncd.")
     if not wrong:
         most = max((abs(ahead) + width for ahead, width in clocks), default=0.0)
         yield Finding(OK, f"clocks are within {1e3 * most:,.0f} ms of each other")
@@ -137,9 +137,9 @@ def compare_sight(directory: Path, seen: list[float | None]) -> Iterator[Finding
       seen: Seconds until each process saw a new file in it; None for never.
     """
     if blind := [i for i, late in enumerate(seen) if late is None]:
-        what = f"{directory.absolute()}: process {', '.join(map(str, blind))} does not see in "
-        what += f"{VISIBLE_SECONDS:.0f} s what process 0 writes there."
-        yield Finding(BAD, what, "Put run.dir into a directory that all hosts share.")
+        what = f"{directory.absolute()}: process {', '.join(map(str, blind))} does not see, within "
+        what += f"{VISIBLE_SECONDS:.0f} s, a file that process 0 writes there."
+        yield Finding(BAD, what, "Use a run.dir in a directory that all hosts share.")
         return
     latest = max(late for late in seen if late is not None)
-    yield Finding(OK, f"all see {directory.absolute()}, the last {1e3 * latest:,.0f} ms late")
+    yield Finding(OK, f"all see {directory.absolute()}, the last one after {1e3 * latest:,.0f} ms")

@@ -1,15 +1,15 @@
-"""Whether the GPUs of this host are free, before JAX takes memory of them."""
+"""Whether the GPUs of this host are free, before JAX takes their memory."""
 
 from collections.abc import Iterator
 
 from jddp.distributed.nvidia_smi import Gpu, list_gpus, list_programs
 from jddp.doctor.finding import OK, WARN, Finding
 
-_IDLE_MIB = 1024  # that a driver takes by itself, at most
+_IDLE_MIB = 1024  # the most that a driver takes by itself
 
 
 def check_busy() -> Iterator[Finding]:
-    """Lists used memory and programs of each GPU that `nvidia-smi` reports, if any is in use."""
+    """Lists used memory and programs of each GPU that `nvidia-smi` reports as in use."""
     gpus, programs = list_gpus(), list_programs()
     is_busy = False
     for number, gpu in enumerate(gpus):
@@ -18,7 +18,7 @@ def check_busy() -> Iterator[Finding]:
             is_busy = True
             by = ", ".join(names) or "programs that are not seen from here"
             what = f"GPU {number} ({gpu.kind}) is in use by {by}{_memory(gpu)}."
-            fix = "Choose others by CUDA_VISIBLE_DEVICES. XLA_PYTHON_CLIENT_PREALLOCATE=false lets "
+            fix = "Set CUDA_VISIBLE_DEVICES to others. XLA_PYTHON_CLIENT_PREALLOCATE=false lets "
             yield Finding(WARN, what, f"{fix}programs share a GPU.")
     if gpus and not is_busy:
         yield Finding(OK, f"{len(gpus)} GPUs, and no other program on them")

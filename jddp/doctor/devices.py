@@ -1,4 +1,4 @@
-"""The devices of JAX, compared with those of the host."""
+"""Checks the devices of JAX against the devices of the host."""
 
 import os
 import re
@@ -16,14 +16,14 @@ def check_devices(missing: Missing | None = None) -> Iterator[Finding]:
     """Checks the devices of this process.
 
     Args:
-      missing: What is missing, where CPUs are used and a GPU was to be expected.
+      missing: The missing part, if CPUs are used although a GPU was to be expected.
     """
     here, everywhere = jax.local_devices(), jax.devices()
     kind = f"{here[0].platform} devices here ({here[0].device_kind})"
     yield Finding(OK, f"{len(here)} {kind}, {len(everywhere)} in all")
     if mixed := kinds_of(everywhere):
         what = f"The devices are {mixed}: each step waits for the slowest."
-        yield Finding(WARN, what, "Choose by CUDA_VISIBLE_DEVICES, or exclude the host.")
+        yield Finding(WARN, what, "Choose with CUDA_VISIBLE_DEVICES, or exclude the host.")
     if missing is not None:
         yield Finding(BAD, f"JAX runs on CPUs. {missing.what}", f"{missing.fix} {ON_PURPOSE}")
     if here[0].platform == "gpu":
@@ -33,10 +33,10 @@ def check_devices(missing: Missing | None = None) -> Iterator[Finding]:
 
 
 def check_driver(version: int | None, runtime: str) -> Iterator[Finding]:
-    """Whether the driver supports the CUDA of JAX, which uses the GPUs.
+    """Whether the driver supports JAX's CUDA.
 
     Args:
-      version: Version of the driver; None where it is not known.
+      version: Version of the driver; None if it is not known.
       runtime: Runtime of JAX, such as "PJRT C API cuda 12090".
     """
     if version is None:
@@ -44,8 +44,9 @@ def check_driver(version: int | None, runtime: str) -> Iterator[Finding]:
     cuda = "".join(re.findall(r"cuda (\d{2})", runtime))
     oldest = OLDEST_DRIVER.get(cuda, 0)
     if version < oldest:  # with a package of forward compatibility
-        what = f"The driver is {version}, and CUDA {cuda} needs {oldest}; JAX has GPUs."
-        yield Finding(WARN, what, "A newer driver, or jddp[cuda12], if kernels fail to load.")
+        what = f"The driver is {version}, but CUDA {cuda} needs {oldest}; JAX still finds GPUs."
+        fix = "Install a newer driver, or jddp[cuda12], if kernels fail to load."
+        yield Finding(WARN, what, fix)
     else:
         yield Finding(OK, f"NVIDIA driver {version}")
 

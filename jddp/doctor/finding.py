@@ -13,7 +13,7 @@ class Finding(NamedTuple):
     Attributes:
       level: "ok"; "warn", if it may slow a job down or confuse; "bad", if it will stop a job.
       what: Description of the finding.
-      fix: Fix, where it is not ok.
+      fix: Fix, if the level is not ok.
     """
 
     level: str

@@ -1,4 +1,4 @@
-"""Checks of a host without JAX: its name, its limits, its interfaces."""
+"""Checks a host without JAX: its name, its limits, its interfaces."""
 
 import ipaddress
 import os
@@ -34,19 +34,19 @@ def addresses_of(name: str) -> list[str]:
 
 def check_name(name: str, addresses: Sequence[str]) -> Finding:
     """Whether other hosts can reach this one by its name."""
-    way_out = f"Name an address instead, JAX_COORDINATOR_ADDRESS=<address>:<port>, or give {name} "
-    way_out += "its own in /etc/hosts."
+    way_out = f"Set JAX_COORDINATOR_ADDRESS=<address>:<port>, or give {name} its own address in "
+    way_out += "/etc/hosts."
     if not addresses:
         return Finding(WARN, f"{name}, the name of this host, resolves to no address.", way_out)
     listed = ", ".join(addresses)
     if all(ipaddress.ip_address(address).is_loopback for address in addresses):
-        what = f"{name} resolves to {listed} alone: other hosts would reach themselves by it."
+        what = f"{name} resolves only to {listed}: other hosts would reach themselves by it."
         return Finding(WARN, what, f"A job on this host alone is fine. {way_out}")
     return Finding(OK, f"{name} resolves to {listed}")
 
 
 def check_shared_memory(num_gpus: int) -> Iterator[Finding]:
-    """Whether NCCL has enough of /dev/shm, through which GPUs of a host may communicate."""
+    """Whether /dev/shm is large enough for NCCL, which may connect GPUs of a host through it."""
     small = small_shared_memory(num_gpus)
     if small is not None:
         yield Finding(BAD if num_gpus > 1 else WARN, *small)
@@ -55,7 +55,7 @@ def check_shared_memory(num_gpus: int) -> Iterator[Finding]:
 
 
 def check_locked_memory(limit: int, links: Sequence[str]) -> Iterator[Finding]:
-    """Whether memory may be locked as InfiniBand needs it.
+    """Whether the limit of locked memory suffices for InfiniBand.
 
     Args:
       limit: Limit in bytes, or RLIM_INFINITY.
@@ -66,20 +66,20 @@ def check_locked_memory(limit: int, links: Sequence[str]) -> Iterator[Finding]:
     if limit == resource.RLIM_INFINITY:
         yield Finding(OK, "memory may be locked without a limit")
     else:
-        what = f"Only {limit / 2**20:,.0f} MiB may be locked: InfiniBand registers what it sends."
-        yield Finding(BAD, what, "ulimit -l unlimited; in a container --ulimit memlock=-1.")
+        what = f"Only {limit / 2**20:,.0f} MiB may be locked: InfiniBand locks what it sends."
+        yield Finding(BAD, what, "Set ulimit -l unlimited; in a container --ulimit memlock=-1.")
 
 
 def check_interfaces(
     interfaces: Sequence[str], links: Sequence[str], environ: Mapping[str, str]
 ) -> Iterator[Finding]:
-    """Whether NCCL is configured for interfaces that exist.
+    """Whether the interfaces that NCCL is configured for exist.
 
     Args:
       interfaces: Names of the network interfaces.
       links: InfiniBand devices.
-      environ: Environment, in which NCCL_SOCKET_IFNAME is a list of beginnings of names; "=" makes
-        them whole names, "^" excludes them.
+      environ: Environment. NCCL_SOCKET_IFNAME in it is a list of prefixes; with "=" they are whole
+        names, and "^" excludes them.
     """
     rest = [name for name in interfaces if name != "lo"]
     yield Finding(OK, f"interfaces {', '.join(rest) or 'none but loopback'}")
@@ -88,11 +88,11 @@ def check_interfaces(
         names = asked.lstrip("=").split(",")
         is_whole = asked.startswith("=")
         if not any(x == n or (x.startswith(n) and not is_whole) for x in interfaces for n in names):
-            what = f"NCCL_SOCKET_IFNAME={asked}, and there is no such interface."
+            what = f"NCCL_SOCKET_IFNAME={asked}, but there is no such interface."
             yield Finding(BAD, what, f"Name one of {', '.join(interfaces)}, or leave it unset.")
     if links and environ.get("NCCL_IB_DISABLE", "0") != "0":
         what = f"NCCL_IB_DISABLE leaves {', '.join(links)} unused."
-        yield Finding(WARN, what, "Unset it, unless the links are known to be bad.")
+        yield Finding(WARN, what, "Unset it, unless you know that the links are bad.")
     elif links:
         yield Finding(OK, f"InfiniBand {', '.join(links)}")
 

@@ -1,4 +1,4 @@
-"""Checks of the network: right sums, bandwidth of an all-reduce, slow hosts and links."""
+"""Checks the network: right sums, bandwidth of an all-reduce, slow hosts and links."""
 
 import functools
 import itertools
@@ -21,10 +21,10 @@ from jddp.engine.mesh import AXIS, from_process_zero, over_replicas, put_rows
 
 SIZES = tuple(4 * 2**k for k in range(10, 25, 2))  # 4 KiB to 64 MiB
 ROUNDS = 7
-SLOW_SECONDS = 0.5  # after which no larger size is measured
+SLOW_SECONDS = 0.5  # above this no larger size is measured
 LINK_SIZES = (2**10, 2**20)
-SLOW_RATIO = 3.0  # a link that takes so many times as long as the others is slow,
-LATE_SECONDS = 2e-3  # if it takes that much more
+SLOW_RATIO = 3.0  # a link is slow if it takes this many times as long as the others,
+LATE_SECONDS = 2e-3  # and this much longer
 _SECONDS = 120.0
 
 
@@ -34,7 +34,7 @@ class Exchange(NamedTuple):
     Attributes:
       size: Bytes on each device.
       seconds: Median of several runs.
-      bandwidth: Bytes per second into and out of each device, of 2 (N - 1) / N that a ring moves.
+      bandwidth: Bytes per second into and out of each device: a ring moves 2 (N - 1) / N sizes.
     """
 
     size: int
@@ -72,7 +72,7 @@ def measure_all_reduce(
             break
     if wrong:
         what = f"Sums of {', '.join(map(str, wrong))} bytes over the devices came out wrong."
-        fix = "Exclude devices one by one (CUDA_VISIBLE_DEVICES, --nodelist) to find which."
+        fix = "Exclude devices one by one (CUDA_VISIBLE_DEVICES, --nodelist) to find a faulty one."
         return table, [Finding(BAD, what, fix)]
     return table, [Finding(OK, f"sums over {mesh.size} devices are right, in {len(table)} sizes")]
 
@@ -80,8 +80,8 @@ def measure_all_reduce(
 def check_links(mesh: Mesh) -> Iterator[Finding]:
     """Names the host, or else the link, that takes much longer than the others.
 
-    Every process calls it: small and larger arrays go back and forth on a ring of hosts, or of
-    processes where there is one host, between the first devices of both ends.
+    Every process calls it. Small and larger arrays go back and forth on a ring of hosts (of
+    processes, if there is one host), between the first devices of both ends.
     """
     devices = reversed(list(enumerate(mesh.devices.flat)))
     places = {device.process_index: place for place, device in devices}  # the first of each
@@ -115,7 +115,7 @@ def compare_links(
 ) -> Iterator[Finding]:
     """Names the slow hosts and links.
 
-    A host is slow if it is far from both of its neighbours, which have nearer ones.
+    A host is slow if both of its links are slow, and its neighbours have a fast link.
 
     Args:
       times: Seconds of a round trip, by the processes at both ends.
@@ -132,7 +132,7 @@ def compare_links(
     found |= {f"the link from {names[a]} to {names[b]}": times[a, b] for a, b in links}
     for name, seconds in found.items():
         what = f"{name} takes {1e3 * seconds:.2f} ms for {size >> 10} KiB there and back, others "
-        what += f"{1e3 * usual:.2f} ms: every step waits for it."
+        what += f"take {1e3 * usual:.2f} ms: every step waits for it."
         yield Finding(WARN, what, "Check its link, or exclude the host.")
     if not found:
         slowest = max(times.values())

@@ -11,7 +11,7 @@ from jddp.inspection.explain import explain
 from jddp.verification.compare import Comparison, compare
 from jddp.verification.verify import Verification, verify
 
-# Against the CPU, whose kernels are of another library. TF32 would be off by 1e-3 and more.
+# The CPU's kernels are from another library. TF32 would be off by 1e-3 and more.
 _TO_CPU = 5e-4
 BUCKET_MB = {"gpu": 25.0, "cpu": 0.02}
 
@@ -66,7 +66,7 @@ def buckets(machine: Machine) -> PartResult:
     result = _judged(report.passed, "one device", details)
     what = f"{result.what}; {len(sent)} all-reduces of {sum(sent) / 2**20:.1f} MiB, {large} large"
     if result.level == OK and large < 2:
-        fix = "The compiler has merged the buckets: several large messages were not tried."
+        fix = "The compiler has merged the buckets, so several large messages were not tried."
         return result._replace(level=WARN, what=what, fix=fix)
     return result._replace(what=what)
 

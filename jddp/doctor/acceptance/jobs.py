@@ -1,4 +1,4 @@
-"""The models and batches that the parts train, by the platform."""
+"""The models and batches that the parts train, for each platform."""
 
 import time
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from jddp.zoo.models import CNN, GPT, ResNet
 from jddp.zoo.models.resnet import BasicBlock
 from jddp.zoo.optimizers import make_optimizer
 
-# Of "medium" the gradients are 64 MiB; "large" is GPT-2 124M.
+# The gradients of "medium" are 64 MiB; "large" is GPT-2 124M.
 _TINY = {"vocab_size": 64, "num_layers": 1, "num_heads": 2, "width": 32, "max_length": 16}
 _GPTS: dict[str, dict[str, Any]] = {
     "small": {"num_layers": 2, "num_heads": 4, "width": 128, "max_length": 128},
@@ -41,7 +41,7 @@ class Workload(NamedTuple):
     batch: dict[str, np.ndarray]
 
     def replicate(self, mesh: Any = None, **options: Any) -> DataParallel:
-        """The model on all devices, or those of `mesh`."""
+        """The model on all devices, or on the devices of `mesh`."""
         return DataParallel(self.model, adam(), self.loss, mesh=mesh, **options)
 
 
@@ -51,7 +51,7 @@ def adam() -> Any:
 
 
 def gpt(machine: Machine, size: str, num_devices: int) -> Workload:
-    """A GPT, whose gradient of the embeddings is a scatter, with a few rows a device."""
+    """A GPT with a few rows per device; the gradient of its embeddings is a scatter."""
     model = GPT(**(_GPTS[size] if machine.is_gpu else _TINY))
     rows = 8 if machine.is_gpu and size != "large" else 4
     shape = rows * num_devices, model.max_length + 1

@@ -1,4 +1,4 @@
-"""The devices of the machine, and what `nvidia-smi` reports of them."""
+"""The devices of the machine, and the report of `nvidia-smi` on them."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -37,7 +37,7 @@ def find_devices(machine: Machine) -> PartResult:
     Raises:
       DeviceError: If there is none of the platform.
     """
-    others = list(check_busy())  # before this process is one of those on the GPUs
+    others = list(check_busy())  # before this process uses the GPUs
     missing = require_devices()
     devices = jax.devices()
     if devices[0].platform != machine.platform:
@@ -63,11 +63,11 @@ def find_devices(machine: Machine) -> PartResult:
 def _why_none() -> str:
     if not may_use_gpus(os.environ.get("JAX_PLATFORMS")):
         return f"JAX_PLATFORMS={os.environ['JAX_PLATFORMS']} excludes them."
-    return str(why_missing() or f"There is neither a driver nor a plugin of JAX for any. {INSTALL}")
+    return str(why_missing() or f"There is neither a driver nor a JAX plugin for GPUs. {INSTALL}")
 
 
 def digest(lines: Sequence[str]) -> Iterator[str]:
-    """The fields of each GPU; GPUs of which all are equal stand together."""
+    """The fields of each GPU; GPUs with equal fields are listed together."""
     alike: dict[str, list[int]] = {}
     for number, line in enumerate(lines):
         alike.setdefault(line, []).append(number)

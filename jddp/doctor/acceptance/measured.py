@@ -1,4 +1,4 @@
-"""What is measured: bandwidth, scaling, memory, and the price of synchronized batch norm."""
+"""Measurements: bandwidth, scaling, memory, and the cost of synchronized batch norm."""
 
 import jax
 
@@ -18,7 +18,7 @@ LEAST_MEMORY, MOST_MEMORY = 0.8, 1.3  # peak, relative to the prediction
 
 
 def bandwidth(machine: Machine) -> PartResult:
-    """Times all-reduces, checks their sums, and compares the largest with a published one."""
+    """Times all-reduces, checks their sums, and compares the largest with a published figure."""
     sizes = [size << 20 for size in _SIZES[machine.platform]]
     table, (sums,) = measure_all_reduce(make_mesh(jax.devices()), sizes)
     lines = ["| MiB | ms | GB/s |", "| ---: | ---: | ---: |"]
@@ -34,16 +34,16 @@ def bandwidth(machine: Machine) -> PartResult:
 def judge_bandwidth(rate: float, row: Published | None) -> Finding:
     """Compares GB/s of the largest message with a published figure."""
     if row is None:
-        return Finding(OK, f"sums are right; {rate:.1f} GB/s, and none published for this machine")
-    what = f"{rate:.0f} GB/s, and {row.bandwidth:g} are published for {row.link}"
+        return Finding(OK, f"sums are right; {rate:.1f} GB/s; none is published for this machine")
+    what = f"{rate:.0f} GB/s; {row.bandwidth:g} GB/s are published for {row.link}"
     if rate >= row.bandwidth / 2:
         return Finding(OK, f"sums are right; {what}")
-    fix = "Look at NCCL_DEBUG=INFO and nvidia-smi topo -m: which links does NCCL use?"
+    fix = "Check with NCCL_DEBUG=INFO and nvidia-smi topo -m which links NCCL uses."
     return Finding(WARN, what, fix)
 
 
 def scaling(machine: Machine) -> PartResult:
-    """Tokens a second on one device and on all, with as many rows on each."""
+    """Tokens a second on one device and on all, with equally many rows on each."""
     rates, lines = {}, ["| devices | step | tokens a second |", "| ---: | ---: | ---: |"]
     for num in (1, machine.num_devices):
         job = gpt(machine, "large", num)
@@ -57,19 +57,19 @@ def scaling(machine: Machine) -> PartResult:
 
 
 def judge_scaling(ratio: float, machine: Machine) -> Finding:
-    """Compares the rate of all devices, relative to that of one, with their number."""
+    """Compares the rate of all devices, relative to the rate of one, with their number."""
     num = machine.num_devices
     what = f"{num} devices train {ratio:.2f} times as fast as one"
     if not machine.is_gpu:
-        return Finding(OK, f"{what}; virtual devices share their processor")
+        return Finding(OK, f"{what}; virtual devices share one processor")
     if ratio >= LEAST_EFFICIENCY * num:
         return Finding(OK, f"{what} ({ratio / num:.0%})")
-    fix = "Compare the bandwidth and the overlap; a step of a few ms is bound by launches."
+    fix = "Look at bandwidth and overlap; in a step of a few ms, kernel launches dominate."
     return Finding(WARN, f"{what} ({ratio / num:.0%})", fix)
 
 
 def peak_memory(machine: Machine) -> PartResult:
-    """The memory that is predicted for a step, and the peak of some steps."""
+    """The predicted memory of a step, and the peak of a few steps."""
     job = gpt(machine, "medium", machine.num_devices)
     ddp = job.replicate()
     predicted = memory(ddp, job.batch)
@@ -87,7 +87,7 @@ def judge_memory(predicted: int, peak: int | None) -> Finding:
     what = f"{said}, peak {in_words(peak)}: {peak / predicted:.2f} times"
     if LEAST_MEMORY <= peak / predicted <= MOST_MEMORY:
         return Finding(OK, what)
-    return Finding(WARN, what, "--dry-run is as far off: leave more memory than it reports.")
+    return Finding(WARN, what, "--dry-run has the same error: leave more memory free.")
 
 
 def batch_norm(machine: Machine) -> PartResult:

@@ -1,4 +1,4 @@
-"""How much of the collectives runs beside other kernels, with `overlap` on and off."""
+"""The share of the collectives that runs beside other kernels, with `overlap` on and off."""
 
 import tempfile
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ _NUM_STEPS = 5
 
 
 def overlap(machine: Machine) -> PartResult:
-    """Records traces of some steps, and reads the shares of their collectives."""
+    """Records traces of a few steps, and reads the shares of their collectives."""
     job, found = gpt(machine, "medium", machine.num_devices), []
     for is_on in (True, False):
         size = BUCKET_MB[machine.platform]
@@ -29,14 +29,14 @@ def overlap(machine: Machine) -> PartResult:
             found.append(shares(event for path in paths for event in read_trace(path)))
     if machine.is_gpu or any(found):
         return judge_overlap(*found)
-    return PartResult(SKIP, "traces are recorded and read; those of CPUs have no lanes of a device")
+    return PartResult(SKIP, "traces are recorded and read; traces of CPUs have no device lanes")
 
 
 def judge_overlap(on: Mapping[str, Covered], off: Mapping[str, Covered]) -> PartResult:
     """The result for the shares of each device, with overlap on and off."""
     sums = [Covered(*map(sum, zip(*by.values(), strict=True))) for by in (on, off) if by]
     if len(sums) < 2 or not all(x.collectives for x in sums):
-        fix = "Is CUPTI of the same CUDA installed? Without it a profile has no kernels."
+        fix = "Install CUPTI of the same CUDA: without it a profile has no kernels."
         return PartResult(WARN, "the trace shows no collective", fix)
     lines = ["| overlap | collectives, ms | beside kernels |", "| --- | ---: | ---: |"]
     for name, x in zip(("on", "off"), sums, strict=True):
@@ -45,4 +45,4 @@ def judge_overlap(on: Mapping[str, Covered], off: Mapping[str, Covered]) -> Part
     what = f"{sums[0].share:.0%} of the collectives beside kernels, {sums[1].share:.0%} when off"
     if sums[0].share > sums[1].share:
         return PartResult(OK, what, details=details)
-    return PartResult(WARN, what, "overlap does not help here: overlap=False is as good.", details)
+    return PartResult(WARN, what, "overlap does not help here: overlap=False is as fast.", details)

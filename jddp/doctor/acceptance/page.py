@@ -18,7 +18,7 @@ def page(parts: Sequence[Part], machine: Machine, environ: Mapping[str, str]) ->
 
 
 def verdict(parts: Sequence[Part]) -> str:
-    """One sentence: whether the machine is accepted, and which parts are not as they should be."""
+    """One sentence: whether the machine is accepted, and the parts that are bad or warn."""
     bad, warn, skipped = (
         [part.title for part in parts if part.result.level == level] for level in (BAD, WARN, SKIP)
     )
@@ -31,7 +31,7 @@ def verdict(parts: Sequence[Part]) -> str:
 
 
 def _head(parts: Sequence[Part], machine: Machine, environ: Mapping[str, str]) -> Iterator[str]:
-    is_trial = "" if machine.is_gpu else " on CPUs: a trial, no result of GPUs"
+    is_trial = "" if machine.is_gpu else " on CPUs: a trial, not a result of GPUs"
     yield from (f"# GPU acceptance{is_trial}", "", f"**{verdict(parts)}.**", "")
     seconds = sum(part.seconds for part in parts)
     devices = f"{machine.num_devices} x {machine.kind}"

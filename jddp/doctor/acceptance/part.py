@@ -18,7 +18,7 @@ MARK = "jddp-part "
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the part that is named, and returns an exit code."""
+    """Runs the named part, and returns an exit code."""
     name, platform, num_devices, kind = arguments
     machine = Machine(platform, int(num_devices), kind)
     return run_command(lambda: print(write_result(PARTS[name].function(machine)), flush=True))
@@ -30,6 +30,6 @@ def write_result(result: PartResult) -> str:
 
 
 def read_result(output: str) -> PartResult | None:
-    """The result in the output of a part; None if it failed before."""
+    """The result in the output of a part; None if the part has failed."""
     lines = [line for line in output.splitlines() if line.startswith(MARK)]
     return PartResult(**json.loads(lines[-1].removeprefix(MARK))) if lines else None

@@ -1,4 +1,4 @@
-"""The table of the parts, in their order on the page."""
+"""The table of the parts, in the order of the page."""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -30,7 +30,7 @@ class Task(NamedTuple):
     environ: Mapping[str, str] = {}
 
 
-# Choosing kernels takes memory that the prediction of a step does not count.
+# The choice of kernels takes memory that the prediction of a step does not count.
 _NO_AUTOTUNING = {"XLA_FLAGS": "--xla_gpu_autotune_level=0"}
 
 PARTS = {

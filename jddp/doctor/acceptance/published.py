@@ -2,8 +2,8 @@
 
     found = choose_figure("NVIDIA H200", link_of(topology()))
 
-They are bus bandwidths, as nccl-tests counts them, of messages of 256 MiB and more in one machine.
-A figure without a source does not enter the table.
+They are bus bandwidths as in nccl-tests, for messages of 256 MiB and more in one machine. The table
+has no figure without a source.
 """
 
 import re
@@ -58,7 +58,7 @@ def topology() -> list[str]:
 
 
 def choose_figure(kind: str, link: str | None) -> Published | None:
-    """The figure for a GPU and its link; None where none is published, or the link is unclear.
+    """The figure for a GPU and its link; None if none is published, or the link is unclear.
 
     Args:
       kind: Name of the GPU.

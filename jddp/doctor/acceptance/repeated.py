@@ -38,8 +38,8 @@ def judge_runs(num_different: int, num: int) -> PartResult:
     if is_required:
         return PartResult(BAD, f"{what}, with {FLAG} and NCCL_NVLS_ENABLE=0")
     words = (
-        "Not deterministic, which is usual: a scatter adds by atomic operations. Where runs are to "
-        f"be bitwise identical, set XLA_FLAGS={FLAG} and NCCL_NVLS_ENABLE=0."
+        "Not deterministic, as usual: a scatter adds with atomic operations. For bitwise identical "
+        f"runs, set XLA_FLAGS={FLAG} and NCCL_NVLS_ENABLE=0."
     )
     return PartResult(OK, what, details=words)
 

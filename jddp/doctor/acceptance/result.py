@@ -1,4 +1,4 @@
-"""What a part is given, and what it returns."""
+"""The input and the result of a part."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ class Machine(NamedTuple):
     Attributes:
       platform: "gpu" or "cpu".
       num_devices: Number of devices.
-      kind: Name of the first.
+      kind: Name of the first device.
     """
 
     platform: str
@@ -23,17 +23,17 @@ class Machine(NamedTuple):
 
     @property
     def is_gpu(self) -> bool:
-        """Whether they are GPUs, and sizes are to be large."""
+        """Whether the devices are GPUs: then sizes are large."""
         return self.platform == "gpu"
 
 
 class PartResult(NamedTuple):
-    """The result of a part, as its process passes it on.
+    """The result of a part, as its process returns it.
 
     Attributes:
       level: Level of a finding, or "skip".
       what: The result, in a few words.
-      fix: Fix, where it is not ok.
+      fix: Fix, if the level is not ok.
       details: Measurements, in Markdown.
       facts: Further facts for the process that starts the parts.
     """
@@ -60,5 +60,5 @@ class Part(NamedTuple):
 
 
 def worst(*findings: Finding) -> Finding:
-    """The first finding that is not ok, or else the first."""
+    """The first finding that is not ok; if all are ok, the first."""
     return next((finding for finding in findings if finding.level != OK), findings[0])

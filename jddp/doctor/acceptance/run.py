@@ -1,7 +1,7 @@
-"""Starts the parts one after the other, each as a process of its own, and writes the page.
+"""Starts the parts one after the other, each in its own process, and writes the page.
 
-A part that takes too long is killed with all that it has started; one that fails is "bad", with the
-end of its output. The others still run.
+A part that takes too long is killed with all processes that it has started. A part that fails is
+"bad", with the end of its output. The other parts still run.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from jddp.errors import DeviceError, ExitCode, file_errors, show
 from jddp.launcher.group import Cleanup
 
 _LAST_LINES = 15
-_SLOWER = 4  # a trial on CPUs, which may be shared with much else
+_SLOWER = 4  # a trial on CPUs, which other programs may use too
 _ERROR = "jddp: "  # begins the line of an error
 
 
@@ -51,7 +51,7 @@ def accept(file: Path, *, platform: str, num_devices: int) -> ExitCode:
         raise DeviceError(_error_of(parts[0].result))
     machine = Machine(platform, **facts)
     with tempfile.TemporaryDirectory(prefix="jddp-") as cache:
-        # Of programs and of chosen kernels, which parts have in common.
+        # For programs and chosen kernels, which the parts share.
         cached = {"JAX_COMPILATION_CACHE_DIR": cache, **environ}
         for name in PARTS:
             if name != "devices":
@@ -65,26 +65,26 @@ def accept(file: Path, *, platform: str, num_devices: int) -> ExitCode:
 
 
 def _error_of(result: PartResult) -> str:
-    """The error by which a part has ended, in one line; else how it has ended."""
+    """The error that has ended a part, in one line; without one, the way in which it ended."""
     errors = [x for x in result.details.splitlines() if x.startswith(_ERROR)]
     return errors[-1].removeprefix(_ERROR) if errors else f"the devices do not start: {result.what}"
 
 
 def environment(environ: Mapping[str, str], platform: str, num_devices: int) -> dict[str, str]:
-    """The environment of all parts: their devices, and no memory of a GPU taken in advance."""
+    """The environment of all parts: devices, and no GPU memory taken in advance."""
     made = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **environ}
     platforms = made.get("JAX_PLATFORMS")
     if platform == "cpu":
         made |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(num_devices)}
         made["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # nothing is measured, and compiling is long
     elif platforms and may_use_gpus(platforms) and "cpu" not in platforms.split(","):
-        made["JAX_PLATFORMS"] = f"{platforms},cpu"  # with which a step is compared
+        made["JAX_PLATFORMS"] = f"{platforms},cpu"  # a step is compared with it
     add_flag(made)
     return made
 
 
 def run_part(name: str, machine: Machine, environ: Mapping[str, str]) -> Part:
-    """Runs a part in a process of its own."""
+    """Runs a part in its own process."""
     task = PARTS[name]
     if task.needs_several and machine.num_devices < 2:
         return Part(task.title, PartResult(SKIP, "not tried: one device"))
@@ -92,7 +92,7 @@ def run_part(name: str, machine: Machine, environ: Mapping[str, str]) -> Part:
     limit = task.seconds * (1 if machine.is_gpu else _SLOWER)
     began = time.monotonic()
     with tempfile.TemporaryFile("w+", errors="replace") as log:
-        with contextlib.closing(Cleanup()) as guard:  # which kills what is left of it
+        with contextlib.closing(Cleanup()) as guard:  # which kills its remaining processes
             process = subprocess.Popen(
                 [sys.executable, "-c", PROGRAM, name, *map(str, machine)],
                 env={**environ, **task.environ, "XLA_FLAGS": flags},

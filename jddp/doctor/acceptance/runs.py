@@ -1,4 +1,4 @@
-"""Runs of `jddp.train` that are killed: whole, and resumed, and one process of several.
+"""Kills runs of `jddp.train`: a whole run, which resumes, and one process of several.
 
 These parts start processes and use no device themselves.
 """
@@ -24,17 +24,17 @@ from jddp.doctor.finding import BAD, OK, WARN
 
 _CACHE = "XDG_CACHE_HOME"
 _SIZES = {"gpu": (4, 128, 128, 1500), "cpu": (1, 32, 16, 90)}  # layers, width, tokens, steps
-_SOON = 30  # seconds in which a job ends after one of its processes
+_SOON = 30  # seconds in which a job ends after one of its processes has ended
 _FREE_SECONDS, _FREE_MIB = 10, 1024
 _LAST_LINES = 12
-# One without a scatter: its deterministic kernels need no serial loop.
+# Without a scatter, deterministic kernels need no serial loop.
 _MODEL = "a GPT with embedding_gradient=one_hot, which has no scatter"
 
 
 def kill_and_resume(machine: Machine) -> PartResult:
-    """Trains, and again with a SIGKILL; compares the last states bitwise.
+    """Trains once, and once with a SIGKILL; compares the last states bitwise.
 
-    Each of the three starts has a cache of compiled programs of its own, which is empty.
+    Each of the three starts has its own empty cache of compiled programs.
     """
     with TemporaryDirectory(prefix="jddp-") as name:
         folder = Path(name)
@@ -56,12 +56,12 @@ def kill_and_resume(machine: Machine) -> PartResult:
     elif process.returncode >= 0 or f"resumed from step {at} " not in text:
         level, what = WARN, "the run ended before it could be killed: nothing was resumed"
     last = "\n".join(text.splitlines()[-(1 if level == OK else _LAST_LINES) :])
-    words = f"Trained: {_MODEL}. Each start compiles: none sees the cache of another."
+    words = f"Trained: {_MODEL}. Each start has its own cache, and compiles."
     return PartResult(level, what, details=f"{words}\n\n```text\n{last}\n```")
 
 
 def kill_one(machine: Machine) -> PartResult:
-    """Kills one process of a job: the others have to end, with one first failure."""
+    """Kills one process of a job: the others must end, with one first failure."""
     num, before = machine.num_devices if machine.is_gpu else 2, _used_mib()
     with TemporaryDirectory(prefix="jddp-") as name:
         folder = Path(name)
@@ -107,7 +107,7 @@ def last_arrays(run: Path) -> dict[str, object]:
 
 
 def _train(machine: Machine, folder: Path, num_devices: int | None = None) -> list[str]:
-    """Arguments that train the GPT on random tokens, which are written first."""
+    """Writes random tokens; returns the arguments that train the GPT on them."""
     layers, width, length, steps = _SIZES[machine.platform]
     rng = np.random.default_rng(0)
     for name, rows in (("train", 1024), ("test", 8)):
@@ -137,7 +137,7 @@ def _wait(condition: Callable[[], bool], seconds: float = 600) -> None:
 
 
 def _processes(folder: Path, *variables: str) -> list[int]:
-    """The processes that a run has started, and that have these variables; older ones first."""
+    """The processes of a run that have these variables, older ones first."""
     wanted, found = {f"{_CACHE}={folder}/a", *variables}, list[int]()
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):  # it has ended, or is of another user

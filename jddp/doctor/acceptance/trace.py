@@ -1,10 +1,10 @@
-"""Reads which kernels ran beside each other from a trace of `jax.profiler`.
+"""Reads from a trace of `jax.profiler` which kernels ran at the same time.
 
     for device, covered in shares(read_trace(path)).items():
         print(device, covered.share)
 
 In the trace a GPU is a process named "/device:GPU:0", and its streams are threads named
-"Stream #118(MemcpyD2H,Compute)"; the other threads repeat what the streams do by layer and module.
+"Stream #118(MemcpyD2H,Compute)"; other threads repeat the streams by layer and module.
 A trace of CPUs has no such process. https://github.com/marin-community/marin/issues/3345
 """
 
@@ -21,7 +21,7 @@ _COPY = re.compile(r"memcpy|memset", re.IGNORECASE)
 
 
 class Covered(NamedTuple):
-    """Collectives of a device, and how much of them was beside other kernels; microseconds.
+    """Time of a device's collectives, and the part of it beside other kernels; microseconds.
 
     Attributes:
       collectives: Time in which a collective ran.
@@ -33,7 +33,7 @@ class Covered(NamedTuple):
 
     @property
     def share(self) -> float:
-        """That part, of one."""
+        """The part beside other kernels, as a fraction."""
         return self.beside / self.collectives
 
 
@@ -44,7 +44,7 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
 
 
 def shares(events: Iterable[Mapping[str, Any]]) -> dict[str, Covered]:
-    """The share of each device, by its name; empty where the trace has no streams of devices."""
+    """The times of each device, by name; empty if the trace has no streams of devices."""
     events = list(events)
     devices = _names(events, "process_name", r"/device:(GPU:\d+).*")
     streams = _names(events, "thread_name", r"(Stream #.*)")

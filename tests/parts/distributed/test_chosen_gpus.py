@@ -50,14 +50,14 @@ def test_the_gpus_of_a_process_are_known_by_their_uuids(visible, ids, listed, wa
 @pytest.mark.parametrize(
     "visible, ids, listed, reported",
     [
-        ("4,5", None, PLAIN, "='4,5': there is no 4 among the 3 GPUs here"),
-        ("0,GPU-dd-4", None, PLAIN, "there is no GPU-dd-4 among"),
-        ("MIG-z", None, SLICED, "there is no MIG-z among"),
-        ("cuda:0", None, PLAIN, "there is no cuda:0 among"),
-        ("MIG-x,MIG-y", None, [], "shows a process the first MIG instance alone"),
-        ("MIG-x,MIG-y", None, SLICED, "shows a process the first MIG instance alone"),
-        ("0", (1,), PLAIN, "local device 1 is not there: this process sees 1 GPUs"),
-        (None, (7,), PLAIN, "local device 7 is not there: this process sees 3 GPUs"),
+        ("4,5", None, PLAIN, "='4,5': 4 is none of the 3 GPUs"),
+        ("0,GPU-dd-4", None, PLAIN, "GPU-dd-4 is none of the 3 GPUs"),
+        ("MIG-z", None, SLICED, "MIG-z is none of the"),
+        ("cuda:0", None, PLAIN, "cuda:0 is none of the"),
+        ("MIG-x,MIG-y", None, [], "shows a process only its first MIG instance"),
+        ("MIG-x,MIG-y", None, SLICED, "shows a process only its first MIG instance"),
+        ("0", (1,), PLAIN, "local device 1 does not exist: this process sees 1 GPUs"),
+        (None, (7,), PLAIN, "local device 7 does not exist: this process sees 3 GPUs"),
     ],
 )
 def test_a_gpu_that_is_not_there_is_refused_in_one_line(visible, ids, listed, reported):
@@ -97,7 +97,7 @@ def test_nvidia_smi_is_asked_only_where_cuda_may_choose_other_gpus(monkeypatch):
     refuse_gpus(Identity(), {})  # every GPU, for one process
     refuse_gpus(Identity(), {"CUDA_VISIBLE_DEVICES": "9", "JAX_PLATFORMS": "cpu"})
     monkeypatch.setattr(chosen_gpus, "list_devices", lambda: PLAIN)
-    with pytest.raises(ConfigError, match="there is no 9 among the 3 GPUs here"):
+    with pytest.raises(ConfigError, match="9 is none of the 3 GPUs"):
         refuse_gpus(Identity(), {"CUDA_VISIBLE_DEVICES": "9"})
     monkeypatch.setattr(chosen_gpus, "list_devices", list)  # there is no such program
     refuse_gpus(Identity(), {"CUDA_VISIBLE_DEVICES": "9"})

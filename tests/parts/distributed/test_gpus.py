@@ -39,20 +39,20 @@ def host(tmp_path, monkeypatch):
         ({}, None),
         ({"amd": 1}, None),
         ({"amd": 1, "plugins": ["rocm7"]}, ["plugin rocm7 finds no GPU: Outdated"]),
-        ({"plugins": ["cuda12"]}, ["cuda12 is installed, and no driver for it", "--gpus all"]),
+        ({"plugins": ["cuda12"]}, ["cuda12 is installed, but no driver for it", "--gpus all"]),
         (
             {"driver": 550, "plugins": ["cuda12"]},
-            ["driver is 550, and there is no /dev/nvidia*", "--gpus all"],
+            ["driver is 550, but there is no /dev/nvidia*", "--gpus all"],
         ),
         ({"driver": 550}, ["there is no /dev/nvidia*"]),
         ({"driver": 580, "nvidia": 1}, ["has no plugin for it", "pip install 'jddp[cuda12]'"]),
         (
             {"driver": 550, "nvidia": 1, "plugins": ["cuda13"]},
-            ["driver is 550, and CUDA 13 needs 580", "or jddp[cuda12]"],
+            ["driver is 550, but CUDA 13 needs 580", "or jddp[cuda12]"],
         ),
         (
             {"driver": 470, "nvidia": 1, "plugins": ["cuda12"]},
-            ["driver is 470, and CUDA 12 needs 525", "Install a newer driver."],
+            ["driver is 470, but CUDA 12 needs 525", "Install a newer driver."],
         ),
         (
             {"driver": 550, "nvidia": 1, "plugins": ["cuda12"]},
@@ -114,7 +114,7 @@ def test_a_platform_without_a_device_is_an_error_in_one_line_that_names_what_is_
     host(driver=550, plugins=["cuda12"])
     monkeypatch.setattr(jax, "local_devices", no_device)
     monkeypatch.setattr(join, "may_use_gpus", lambda wanted: True)
-    with pytest.raises(DeviceError, match=r"CUDA. Is it installed\. NVIDIA's driver is 550, and"):
+    with pytest.raises(DeviceError, match=r"CUDA. Is it installed\. NVIDIA's driver is 550, but"):
         join.require_devices()
 
 
@@ -131,7 +131,7 @@ def test_cpus_are_reported_where_a_gpu_was_to_be_expected_and_cpus_were_not_chos
 
 def test_the_shared_memory_is_that_of_the_file_system_or_none(host):
     host(nvidia=2)
-    assert str(gpus.small_shared_memory(2)).startswith("/dev/shm is not there, and NCCL needs more")
+    assert str(gpus.small_shared_memory(2)).startswith("/dev/shm does not exist, but NCCL needs")
     (gpus.ROOT / "dev/shm").mkdir()
     assert gpus.shared_memory() == shutil.disk_usage(gpus.ROOT).total
     assert gpus.small_shared_memory(0) is None
@@ -143,4 +143,4 @@ def test_training_reports_small_shared_memory_only_where_gpus_communicate(monkey
         monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
         monkeypatch.setattr(jax, "device_count", lambda num=num: num)
         job._report_lacks(None)
-        assert ("jddp: /dev/shm holds 64 MiB, and" in capsys.readouterr().err) == is_told
+        assert ("jddp: /dev/shm holds 64 MiB, but" in capsys.readouterr().err) == is_told

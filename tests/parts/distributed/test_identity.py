@@ -268,12 +268,12 @@ MISTAKES = [
     (env("RANK=1"), "RANK set but MASTER_ADDR, MASTER_PORT, WORLD_SIZE not"),
     (OPEN_MPI_5 | {OMPI_RANK: ""}, f"OMPI_COMM_WORLD_SIZE set but {OMPI_RANK} not"),
     (OPEN_MPI, f"Open MPI {GIVES_NOT}"),
-    (OPEN_MPI_4 | FIRST, rf"give it -x JAX_.*=n2:{port_of('1531576320')}, so that all"),
-    (OPEN_MPI_5 | FIRST, "mpirun runs on another host than process 0: give it -x JAX_.*=n2:"),
+    (OPEN_MPI_4 | FIRST, rf"give mpirun -x JAX_.*=n2:{port_of('1531576320')}, so that all"),
+    (OPEN_MPI_5 | FIRST, "mpirun and process 0 run on different hosts: give mpirun -x JAX_.*=n2:"),
     (MPICH, f"MPICH {GIVES_NOT}"),
     (MPICH | env("JAX_COORDINATOR_ADDRESS=z"), "JAX_COORDINATOR_ADDRESS='z' must be host:"),
     (INDEXED | env("JAX_NUM_PROCESSES=3"), "JOB_COMPLETION_INDEX=3 must be below"),
-    (INDEXED | env("JOB_INDEX=1"), "JOB_INDEX=1 and PROCESSES_IN_JOB=''.* set it to the pods"),
+    (INDEXED | env("JOB_INDEX=1"), "JOB_INDEX=1 and PROCESSES_IN_JOB=''.* set PROCESSES_IN_JOB to"),
     (INDEXED | env("JOB_INDEX=x"), "JOB_INDEX=x and PROCESSES_IN_JOB=''"),
     (INDEXED | SECOND_JOB | env("PROCESSES_IN_JOB=1"), "PROCESSES_IN_JOB='1'"),
     (INDEXED | SECOND_JOB | env("JAX_NUM_PROCESSES=2"), NUMBER_IN_ALL),
@@ -296,7 +296,7 @@ MISTAKES = [
     (STEP | env("SLURM_STEP_NODELIST=a[1-999]b[1-999]"), "names more than 100,000 hosts"),
     (STEP | {"SLURM_STEP_NODELIST": f"n[{'1' * 5000}]"}, "have at most nine digits"),
     *(
-        (STEP | {"SLURM_STEP_NODELIST": x}, "is no list of hosts")
+        (STEP | {"SLURM_STEP_NODELIST": x}, "is not a list of hosts")
         for x in ("[[[[", "n[1", "n]", ",")
     ),
     (STEP | env("SLURM_HET_SIZE=abc"), "SLURM_HET_SIZE='abc' must be the number of components"),

@@ -51,7 +51,7 @@ def test_a_folder_that_one_process_does_not_see_is_used_by_none(here, monkeypatc
     assert not jax.config.jax_enable_compilation_cache
     assert not any(here.iterdir())
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"is off: 1 of 3 processes do not see what process 0 writes into {here}" in line
+    assert f"is off: 1 of 3 processes do not see the files of process 0 in {here}" in line
     assert "XDG_CACHE_HOME" in line
 
 

@@ -237,7 +237,7 @@ except Exception as error:
     "most, limit, reported",
     [
         (4000, 2 * 100 + 256, "69 processes 1, 2, 3, 4, 5, 6, 7, 8 and 91 more of 100 did not"),
-        (60, 60, "69 100 connections need as many open files, and the limit here is 60. Raise it"),
+        (60, 60, "69 100 connections need as many open files, but the limit here is 60. Raise it"),
     ],
 )
 def test_the_limit_of_open_files_is_raised_or_named(address, most, limit, reported):

@@ -159,7 +159,7 @@ def test_half_of_the_published_bandwidth_is_enough():
     row = choose_figure("NVIDIA H200", "NVLink")
     assert measured.judge_bandwidth(300, row).level == "ok"
     slow = measured.judge_bandwidth(200, row)
-    assert (slow.level, slow.what) == ("warn", "200 GB/s, and 442 are published for NVLink")
+    assert (slow.level, slow.what) == ("warn", "200 GB/s; 442 GB/s are published for NVLink")
     assert measured.judge_bandwidth(1, None).level == "ok"
 
 
@@ -325,7 +325,7 @@ def test_what_is_missing_is_named_as_training_names_it(monkeypatch, tmp_path):
     (tmp_path / "proc/driver/nvidia/version").write_text(driver)
     monkeypatch.setattr(gpus, "ROOT", tmp_path)
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
-    with pytest.raises(Exception, match=r"NVIDIA's driver is 570, and there is no /dev/nvidia"):
+    with pytest.raises(Exception, match=r"NVIDIA's driver is 570, but there is no /dev/nvidia"):
         machine.find_devices(Machine("gpu"))
 
 
@@ -354,7 +354,9 @@ def test_the_page_begins_with_the_verdict_and_a_table_of_the_parts():
     assert "\nNCCL_DEBUG=INFO\nXLA_FLAGS=--xla_a=1\n" in text
     assert "HOME" not in text
     assert text.endswith("\n## Parity\n\nas measured\n\n## Memory\n\nless\n")
-    assert page(parts, TWO, {}).startswith("# GPU acceptance on CPUs: a trial, no result of GPUs\n")
+    assert page(parts, TWO, {}).startswith(
+        "# GPU acceptance on CPUs: a trial, not a result of GPUs\n"
+    )
 
 
 def accepted(tmp_path, num_devices):

@@ -31,8 +31,8 @@ def test_a_name_that_leads_to_loopback_or_nowhere_is_reported():
     for addresses, level, text in (
         (["10.0.0.5"], "ok", "node-3 resolves to 10.0.0.5"),
         (["10.0.0.5", "127.0.1.1"], "ok", "10.0.0.5, 127.0.1.1"),
-        (["127.0.1.1"], "warn", "127.0.1.1 alone"),
-        (["::1"], "warn", "::1 alone"),
+        (["127.0.1.1"], "warn", "only to 127.0.1.1"),
+        (["::1"], "warn", "only to ::1"),
         ([], "warn", "resolves to no address"),
     ):
         finding = host.check_name("node-3", addresses)
@@ -97,11 +97,11 @@ def test_devices_of_several_kinds_are_reported(monkeypatch):
 
 
 def test_a_plugin_without_a_gpu_is_bad_and_cpus_that_were_chosen_are_not():
-    missing = Missing("JAX's plugin cuda12 is installed, and no driver for it.", "Do")
+    missing = Missing("JAX's plugin cuda12 is installed, but no driver for it.", "Do")
     count, found = devices.check_devices(missing)
     assert (count.level, found.level) == ("ok", "bad")
     assert found.what == f"JAX runs on CPUs. {missing.what}"
-    assert found.fix == "Do JAX_PLATFORMS=cpu, if CPUs are meant."
+    assert found.fix == "Do Set JAX_PLATFORMS=cpu if you want CPUs."
     assert levels(devices.check_devices()) == ["ok"]
 
 
@@ -195,7 +195,7 @@ def test_two_processes_on_one_gpu_end_before_the_devices_start(with_plugin, tmp_
     codes, errors = end_together([["-c", WITH_GPU]] * 2, [visible] * 2)
     assert codes == [2, 2], errors
     for error in errors:
-        assert "processes 0 and 1 have the same GPU, GPU-a, and NCCL connects no two" in error
+        assert "processes 0 and 1 have the same GPU, GPU-a, and NCCL cannot" in error
 
 
 def test_another_version_a_late_clock_and_a_directory_not_all_see_are_reported(tmp_path):
@@ -249,7 +249,7 @@ def test_one_process_is_examined(capsys, tmp_path, monkeypatch):
     assert main(["--dir", str(tmp_path)]) == 0
     assert os.environ[preallocate] == "false"  # a job may need the memory
     text = capsys.readouterr().out
-    assert "one process: nothing to agree on" in text
+    assert "one process: nothing to compare" in text
     assert "8 cpu devices here" in text
     assert "GB/s" in text
     assert max(map(len, text.splitlines())) <= 80

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 SECONDS = 240  # in which processes start and end on a machine that is busy
 PROMISED = 10  # seconds until the others know, twice which are allowed
-EARLY = "ended too early, with exit code 0, while others wait for it: give all as many steps"
+EARLY = "ended too early, with exit code 0, while others wait for it: give all equally many steps"
 BUG = "failed first, with exit code 1: RuntimeError: a bug in a callback"
 
 

@@ -129,7 +129,7 @@ def test_a_process_whose_peer_is_killed_leaves_soon(folder):
     assert codes == [ANOTHER_FAILED, -signal.SIGKILL], job.outputs
     assert seconds < SECONDS
     assert "process 0 on " in job.said()
-    assert "has lost another process, which has ended without a report: " in job.said()
+    assert "has lost another process, which ended without a report: " in job.said()
     assert not (job.run_dir / "logs" / "failure.json").exists()  # nobody knows the first
 
 

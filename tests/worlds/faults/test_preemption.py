@@ -100,4 +100,4 @@ def test_a_second_signal_ends_a_process_at_once(folder):
         since = time.monotonic()
         assert job.codes() == [128 + signal.SIGINT], job.outputs
         assert time.monotonic() - since < 5
-    assert "SIGINT again: leaving at once" in job.said()
+    assert "SIGINT again: exiting now" in job.said()
