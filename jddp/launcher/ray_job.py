@@ -24,17 +24,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from jddp.distributed.failure_file import RESULT, describe_failure, write_failure
+from jddp.distributed.failure_file import RESULT, describe_failure
 from jddp.distributed.identity import check_address
 from jddp.distributed.join import START, read_seconds
-from jddp.distributed.signals import Repeats, stop_signals_go_to
 from jddp.errors import ConfigError, CoordinatorError, DeviceError, ExitCode, UsageError, report
 from jddp.launcher.environments import Launch, Place
 from jddp.launcher.group import POLL_SECONDS, Group
 from jddp.launcher.nodes import free_address
 from jddp.launcher.outcome import DETERMINISTIC, Failure, first_failure, kill_overdue
+from jddp.launcher.runner import Signals
 
-with suppress(ImportError):  # which `launch_on_ray` reports
+with suppress(ImportError):  # which `RayRunner` reports
     import ray.train.collective
     from ray.train.v2.api.config import FailureConfig, RunConfig, ScalingConfig
     from ray.train.v2.jax import JaxConfig, JaxTrainer
@@ -65,8 +65,8 @@ class _Board:
         return self._num_signals, self._first
 
 
-def launch_on_ray(launch: Launch, address: str) -> int:
-    """Runs a launch on a Ray cluster, to its end; `jddp.launch(..., ray=address)` calls this.
+class RayRunner:
+    """Runs the processes of a launch on a Ray cluster, which places and restarts them.
 
     Args:
       launch: Command, and number of processes on all nodes. Each process gets
@@ -75,42 +75,60 @@ def launch_on_ray(launch: Launch, address: str) -> int:
       address: host:port of the head of the cluster; "auto" for RAY_ADDRESS, or this machine's. It
         is ignored in a program that is already connected.
 
-    Returns:
-      The exit code of the first process that failed (128 plus the number of a signal), or 0.
-
     Raises:
-      ConfigError: If the address is not host:port.
-      CoordinatorError: If no cluster answers there.
-      DeviceError: If the cluster is too small for JDDP_START_SECONDS.
       UsageError: If Ray is not installed.
     """
-    if "ray.train.v2.jax" not in sys.modules:
-        raise UsageError("a job on Ray needs Ray 2.60 or newer: pip install 'jddp[ray]'.")
-    os.environ.update(_DEFAULTS | os.environ)
-    launch = replace(launch, logs=launch.logs.absolute())
-    num_processes = launch.num_processes
-    enough = launch.min_processes or launch.num_processes
-    with ExitStack() as stack:
-        if not ray.is_initialized():
-            _connect(address)
-            stack.callback(ray.shutdown)
-        here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
-        board: Any = ray.remote(_Board).options(num_cpus=0, label_selector=here).remote()
-        environ = {name: x for name, x in os.environ.items() if name.startswith(_PASSED_ON)}
-        has_gpus = ray.cluster_resources().get("GPU") and os.environ.get("JAX_PLATFORMS") != "cpu"
-        num_devices = launch.devices_per_process or 1
-        each = {"GPU": num_devices, "CPU": 1} if has_gpus else {"CPU": num_devices}
-        limit = FailureConfig(max_failures=launch.max_restarts)
-        workers = (enough, num_processes) if launch.min_processes else num_processes
-        asked = ScalingConfig(num_workers=workers, use_gpu="GPU" in each, resources_per_worker=each)
-        kept = RunConfig(storage_path=str(launch.logs), failure_config=limit)
-        work = partial(_work, launch, board, os.getcwd(), environ)
-        # Ray leaves jax.distributed, and the GPUs, to the child.
-        trainer = JaxTrainer(work, jax_config=JaxConfig(), scaling_config=asked, run_config=kept)
-        report(f"{num_processes} processes on Ray; logs in {launch.logs}")
-        error = _fit(trainer, board, partial(_missing, each, enough))
-        _, first = ray.get(board.tell.remote())
-    return _conclude(first, error)  # below the last lines of Ray
+
+    def __init__(self, launch: Launch, address: str):
+        if "ray.train.v2.jax" not in sys.modules:
+            raise UsageError("a job on Ray needs Ray 2.60 or newer: pip install 'jddp[ray]'.")
+        self._launch = replace(launch, logs=launch.logs.absolute())
+        self._address = address
+
+    def run(self, signals: Signals) -> Failure | None:
+        """Has Ray Train start and restart the processes, as `Runner` does.
+
+        Raises:
+          ConfigError: If the address is not host:port.
+          CoordinatorError: If no cluster answers there.
+          DeviceError: If the cluster is too small for JDDP_START_SECONDS.
+          SystemExit: If a signal comes before the cluster has answered.
+        """
+        launch = self._launch
+        os.environ.update(_DEFAULTS | os.environ)
+        with ExitStack() as stack:
+            if not ray.is_initialized():
+                stack.callback(ray.shutdown)
+                with signals.exiting():
+                    _connect(self._address)
+            stack.enter_context(signals.received())  # Ray has a handler of its own from here on
+            here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
+            board: Any = ray.remote(_Board).options(num_cpus=0, label_selector=here).remote()
+            each = _resources(launch.devices_per_process or 1)
+            report(f"{launch.num_processes} processes on Ray; logs in {launch.logs}")
+            missing = partial(_missing, each, launch.min_processes or launch.num_processes)
+            error = _fit(_trainer(launch, board, each), board, missing, signals)
+            _, first = ray.get(board.tell.remote())
+        return _conclude(first, error)  # below the last lines of Ray
+
+
+def _resources(num_devices: int) -> dict[str, int]:
+    """What a process asks of Ray."""
+    has_gpus = ray.cluster_resources().get("GPU") and os.environ.get("JAX_PLATFORMS") != "cpu"
+    return {"GPU": num_devices, "CPU": 1} if has_gpus else {"CPU": num_devices}
+
+
+def _trainer(launch: Launch, board: Any, each: dict[str, int]) -> Any:
+    """The trainer of Ray Train, one worker for each process."""
+    environ = {name: x for name, x in os.environ.items() if name.startswith(_PASSED_ON)}
+    most, least = launch.num_processes, launch.min_processes
+    workers = (least, most) if least else most
+    asked = ScalingConfig(num_workers=workers, use_gpu="GPU" in each, resources_per_worker=each)
+    limit = FailureConfig(max_failures=launch.max_restarts)
+    kept = RunConfig(storage_path=str(launch.logs), failure_config=limit)
+    work = partial(_work, launch, board, os.getcwd(), environ)
+    # Ray leaves jax.distributed, and the GPUs, to the child.
+    return JaxTrainer(work, jax_config=JaxConfig(), scaling_config=asked, run_config=kept)
 
 
 def _work(launch: Launch, board: Any, folder: str, environ: dict[str, str]) -> None:
@@ -133,7 +151,9 @@ def _work(launch: Launch, board: Any, folder: str, environ: dict[str, str]) -> N
 
     with TemporaryDirectory() as new:
         os.environ[RESULT] = str(Path(new, "result.json"))
-        if tell()[0]:  # stopped while no process ran
+        if tell()[0]:
+            code = ExitCode.PREEMPTED
+            tell(Failure(describe_failure(rank, code), "was stopped while no process ran"))
             return
         group = Group(replace(launch, num_processes=1), place)
         while not group.wait(_ASK_SECONDS):
@@ -186,13 +206,11 @@ def _missing(each: Mapping[str, int], num_processes: int) -> str:
     return f"{num_processes} processes need {asked} each, and the nodes of Ray have {has}"
 
 
-def _fit(trainer: Any, board: Any, missing: Any) -> Exception | None:
-    """Runs the trainer in a thread, while this one takes the signals; returns its error."""
+def _fit(trainer: Any, board: Any, missing: Any, signals: Signals) -> Exception | None:
+    """Runs the trainer in a thread, while signals are passed on; returns its error."""
     errors = list[Exception]()
-    signals = list[int]()
-    repeats = Repeats()
     seconds = read_seconds(os.environ, START)
-    since = 0.0
+    since = time.monotonic()
     said = ""
 
     def fit() -> None:
@@ -201,36 +219,29 @@ def _fit(trainer: Any, board: Any, missing: Any) -> Exception | None:
         except Exception as error:
             errors.append(error)
 
-    def take(number: int, frame: object) -> None:
-        if not repeats.is_repeat():
-            signals.append(number)
-
     thread = threading.Thread(target=fit, name="jddp-ray", daemon=True)
-    with stop_signals_go_to(take):
-        thread.start()
-        while thread.is_alive():
-            thread.join(_ASK_SECONDS)
-            board.tell.remote(num_signals=len(signals))
-            before = said
-            said = missing()
-            since = since if before and said else time.monotonic()
-            if said and time.monotonic() - since > seconds:
-                raise DeviceError(f"{said}. Ask for less, or start more nodes.")
-            if said not in ("", before):
-                report(f"{said}; waiting for more, at most {seconds} s")
+    thread.start()
+    while thread.is_alive():
+        thread.join(_ASK_SECONDS)
+        board.tell.remote(num_signals=len(signals.numbers))
+        before = said
+        said = missing()
+        if not said:
+            since = time.monotonic()
+        elif time.monotonic() - since > seconds:
+            raise DeviceError(f"{said}. Ask for less, or start more nodes.")
+        elif said != before:
+            report(f"{said}; waiting for more, at most {seconds} s")
     return errors[0] if errors else None
 
 
-def _conclude(first: Failure | None, error: Exception | None) -> int:
-    """Reports the first failure; returns the exit code."""
+def _conclude(first: Failure | None, error: Exception | None) -> Failure | None:
+    """Reports and returns the first failure."""
     if error is not None and (first is None or first.code == ExitCode.ANOTHER_FAILED):
         failures = getattr(error, "worker_failures", {}).values()
         lost = [x for x in failures if isinstance(x, ray.exceptions.RayError)]
         text = f"Ray has lost a worker: {' '.join(str([*lost, error][0]).split())}"
         first = Failure(describe_failure(None, ExitCode.ANOTHER_FAILED), text)
-    if first is None:
-        return ExitCode.DONE
-    if first.code != ExitCode.PREEMPTED:
+    if first is not None and first.code != ExitCode.PREEMPTED:
         report(str(first))
-    write_failure(first.data)
-    return first.code
+    return first

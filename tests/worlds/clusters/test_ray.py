@@ -195,6 +195,15 @@ def test_a_second_job_in_the_same_directory_is_refused(cluster):
     assert "is in use by process" in said[said.rindex("failed first") :]
 
 
+def test_a_job_that_is_stopped_before_its_processes_run_is_to_be_resumed(cluster):
+    with cluster.launch(*FEW, run="early") as job:
+        job.wait_until(lambda: (cluster.folder / "logs-early").exists())
+        job.process.send_signal(signal.SIGTERM)
+        said = end(job)
+    assert job.code == ExitCode.PREEMPTED, said
+    assert not list((cluster.folder / "logs-early").glob("process_*.log"))
+
+
 @pytest.mark.long
 def test_a_signal_to_the_driver_saves_and_the_job_resumes(cluster):
     with cluster.launch(*LONG, run="stopped") as job:

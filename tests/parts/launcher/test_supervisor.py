@@ -1,0 +1,52 @@
+"""A launch is supervised wherever its processes run."""
+
+import json
+import os
+import signal
+
+import pytest
+
+from jddp.distributed.failure_file import VARIABLE, describe_failure
+from jddp.errors import ExitCode
+from jddp.launcher.outcome import Failure
+from jddp.launcher.runner import Signals
+from jddp.launcher.supervisor import supervise
+
+
+class FakeRunner:
+    """Processes that a signal stops while they run, and that then have failed or not."""
+
+    def __init__(self, failure):
+        self.failure = failure
+        self.received = []
+
+    def run(self, signals):
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)  # at once: a repeat of the first
+        self.received = signals.numbers
+        return self.failure
+
+
+def test_the_first_failure_of_a_runner_is_the_exit_code_and_is_written(tmp_path, monkeypatch):
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "failure.json"))
+    runner = FakeRunner(Failure(describe_failure(3, ExitCode.DATA), "process 3 failed"))
+    before = signal.getsignal(signal.SIGTERM)
+    assert supervise(runner) == ExitCode.DATA
+    assert runner.received == [signal.SIGTERM]
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert json.loads((tmp_path / "failure.json").read_text())["process"] == 3
+
+
+def test_a_runner_without_a_failure_is_done(tmp_path, monkeypatch):
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "failure.json"))
+    assert supervise(FakeRunner(None)) == ExitCode.DONE
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_signal_exits_while_others_are_awaited_and_also_one_that_came_before():
+    signals = Signals()
+    with signals.received(), pytest.raises(SystemExit) as ended, signals.exiting():
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert ended.value.code == 128 + signal.SIGTERM
+    with pytest.raises(SystemExit), signals.exiting():
+        raise AssertionError("the block is not entered")
