@@ -41,13 +41,13 @@ from jddp.checkpoint.arrays import (
 )
 from jddp.checkpoint.checksums import NAME as SUMS
 from jddp.checkpoint.reader import find_newest, read_described, read_object
-from jddp.checkpoint.remote import Remote
 from jddp.checkpoint.resize import empty, on_this_mesh, to_read
+from jddp.checkpoint.storage import LocalFolder, Storage
 from jddp.checkpoint.writer import SECONDS, Writer
 from jddp.distributed.coordination import from_first
 from jddp.engine.state import Replicated, TrainState
 from jddp.errors import ConfigError, FileSystemError
-from jddp.files import SameFolder, make_folder
+from jddp.files import make_folder
 from jddp.typing import PyTree
 
 log = logging.getLogger("jddp")
@@ -76,10 +76,9 @@ class CheckpointFolder:
       directory: Directory of the checkpoints; made if it is missing.
       keep: Number of the newest checkpoints that stay.
       keep_every: Interval in steps; checkpoints at its multiples stay too.
-      remote: The URL to which they are copied, of whose folder this is one; None for none.
+      storage: Where they are kept, of whose folder this is one; by default in the folder above.
       is_written: Whether `save` will be called: the directory is made, and what an ended process
         has left unfinished is removed. Another process may be writing there otherwise.
-      above: Folder of the directory, where that is known from an earlier moment than this one.
 
     Raises:
       FileSystemError: If the directory cannot be made or written.
@@ -91,17 +90,16 @@ class CheckpointFolder:
         *,
         keep: int,
         keep_every: int | None = None,
-        remote: Remote | None = None,
+        storage: Storage | None = None,
         is_written: bool = True,
-        above: SameFolder | None = None,
     ) -> None:
         self._directory = Path(directory).absolute()
         try:
             if is_written:
                 make_folder(self._directory, mode=0o700)
             surplus = functools.partial(folders.surplus, keep=keep, keep_every=keep_every)
-            above = above or SameFolder(self._directory.parent)
-            self._writer = Writer(self._directory, surplus, remote, above)
+            storage = storage or LocalFolder(self._directory.parent)
+            self._writer = Writer(self._directory, surplus, storage)
             if is_written and jax.process_index() == 0:
                 if reason := folders.remove_unfinished(self._directory):
                     log.warning("%s: leftovers cannot be removed: %s.", self._directory, reason)

@@ -26,27 +26,12 @@ from jddp.checkpoint.checksums import NAME as SUMS
 from jddp.checkpoint.checksums import find_damage, names_listed
 from jddp.checkpoint.folders import Surplus, first_line
 from jddp.checkpoint.lease import Lease
-from jddp.config.permissions import folder_or_url
 from jddp.errors import ConfigError, FileSystemError
+from jddp.files import SameFolder
 
 _COMPLETE = re.compile(rf"([\w-]+/(0|[1-9][0-9]*))/{SUMS}", re.ASCII)
 _LOCK = "lock"
 _IN_A_CHECKPOINT = re.compile(r"[\w-]+/[0-9]+(\.\w+)*/.+", re.ASCII)
-
-
-def local_copy(path: str | Path) -> Path:
-    """Returns the folder; of a URL a copy with all its checkpoints, until this process ends.
-
-    Raises:
-      ConfigError: If the packages for such URLs are not installed.
-      FileSystemError: If it cannot be read.
-    """
-    where = folder_or_url(path)
-    if isinstance(where, Path):
-        return where
-    remote = Remote(where)
-    remote.fetch(every=True)
-    return remote.folder
 
 
 class Remote:
@@ -56,15 +41,18 @@ class Remote:
       url: URL of a directory, of any kind that fsspec knows.
 
     Attributes:
-      url: The URL.
+      name: The URL.
       folder: The folder, which is removed when the process ends.
+      pinned: The same folder, as long as its path leads to it.
 
     Raises:
       ConfigError: If the packages for such URLs are not installed.
     """
 
+    is_shared = False
+
     def __init__(self, url: str) -> None:
-        self.url = url
+        self.name: str | Path = url
         try:
             import fsspec
 
@@ -74,6 +62,7 @@ class Remote:
                 f"{url}: {error}. pip install 'jddp[s3]' or 'jddp[gs]', or give a folder."
             ) from error
         self.folder = _own_folder()
+        self.pinned = SameFolder(self.folder)
         atexit.register(shutil.rmtree, self.folder, ignore_errors=True)
         self._lease: Lease | None = None
         self._known: dict[Path, tuple[int, int]] = {}  # what is there as it is here
@@ -99,7 +88,7 @@ class Remote:
             with self._explained("locked"):
                 self._files.makedirs(self._root, exist_ok=True)
                 path = f"{self._root}/{_LOCK}"
-                self._lease = stack.enter_context(Lease(self._files, path, self.url))
+                self._lease = stack.enter_context(Lease(self._files, path, str(self.name)))
             yield
 
     def fetch(self, *, every: bool = False) -> None:
@@ -202,7 +191,7 @@ class Remote:
         except ConfigError:
             raise
         except Exception as error:  # The clients of storage services raise anything.
-            raise FileSystemError(f"{self.url} cannot be {done}: {first_line(error)}") from error
+            raise FileSystemError(f"{self.name} cannot be {done}: {first_line(error)}") from error
 
 
 def _own_folder() -> Path:

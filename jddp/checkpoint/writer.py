@@ -30,7 +30,7 @@ from jddp.checkpoint.arrays import Layouts, describe_arrays, in_file
 from jddp.checkpoint.checksums import seal
 from jddp.checkpoint.counters import keep_level
 from jddp.checkpoint.quiet import keep_quiet
-from jddp.checkpoint.remote import Remote
+from jddp.checkpoint.storage import Storage
 from jddp.distributed.coordination import from_first, gather
 from jddp.distributed.waits import computing
 from jddp.engine.digest import digests, find_divergence
@@ -53,32 +53,25 @@ class Writer:
     Args:
       directory: Existing directory of the checkpoints.
       surplus: Function from the steps of all checkpoints, and the one saved, to those to remove.
-      remote: The URL to which they are copied; None for none.
-      above: Folder of the directory, into which nothing is written once it is another one.
+      storage: Where they are kept; its folder has the directory, into which nothing is written
+        once it is another one.
 
     Attributes:
       surplus: The function above, which may be replaced.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        surplus: folders.Surplus,
-        remote: Remote | None,
-        above: SameFolder,
-    ) -> None:
+    def __init__(self, directory: Path, surplus: folders.Surplus, storage: Storage) -> None:
         keep_quiet()
         keep_level()
         self._directory = directory
         self.surplus = surplus
-        self._remote = remote
-        self._above = above
+        self._storage = storage
         self._own = SameFolder(directory)
-        self._above.pin()
+        self._storage.pinned.pin()
         with contextlib.suppress(FileNotFoundError):
             self._own.pin()
         # Each process has a directory of its own then, of which that of process 0 is copied.
-        self._is_apart = remote is not None and jax.process_count() > 1
+        self._is_apart = not storage.is_shared and jax.process_count() > 1
         self._handler = _handler_of_first() if self._is_apart else ocp.PyTreeCheckpointHandler()
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "jddp-save")
         # It stays open, since TensorStore reports to it also what it writes after a failure.
@@ -132,7 +125,7 @@ class Writer:
 
         A directory that was removed is made again, but no link is followed that was put there.
         """
-        self._above.check()
+        self._storage.pinned.check()
         if self._directory.is_symlink():
             self._own.check()
 
@@ -204,8 +197,7 @@ class Writer:
         seal(folder)
         self._check_place()
         folders.commit(self._directory, step)
-        if self._remote is not None:
-            self._remote.publish(self._directory / str(step))
+        self._storage.publish(self._directory / str(step))
 
     def _remove_surplus(self, step: int) -> None:
         """Removes checkpoints that are not to be kept, after one was saved; logs what stays."""
@@ -213,8 +205,7 @@ class Writer:
             self._check_place()
             old = self.surplus(folders.finished(self._directory), step)
             reason = folders.remove(self._directory, old)
-            if self._remote is not None:
-                self._remote.remove_surplus(self._directory.name, step, self.surplus)
+            self._storage.remove_surplus(self._directory.name, step, self.surplus)
         except (OSError, FileSystemError) as error:
             reason = folders.first_line(error)
         is_new = _kind(reason) != self._unremoved

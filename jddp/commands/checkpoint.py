@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from jddp.checkpoint.remote import local_copy
+from jddp.checkpoint.storage import local_copy
 from jddp.config.cli import Parser, run_command
 from jddp.config.permissions import expand
 from jddp.errors import FileSystemError, show

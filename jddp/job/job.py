@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from jddp.checkpoint.folders import finished
-from jddp.checkpoint.remote import local_copy
+from jddp.checkpoint.storage import local_copy
 from jddp.checkpoint.weights import Misfit
 from jddp.config.files import flatten, load_config, with_overrides
 from jddp.config.permissions import folder_or_url

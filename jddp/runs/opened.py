@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from jddp.checkpoint.remote import local_copy
+from jddp.checkpoint.storage import local_copy
 from jddp.checkpoint.weights import Misfit, fit_weights
 from jddp.config.files import with_overrides
 from jddp.config.mistakes import ConfigMistakes

@@ -3,10 +3,12 @@
 run = jddp.fit(ddp, batches, num_steps=1000, evaluate=test_batches, run_dir="runs/mine")
 """
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jddp.config.permissions import folder_or_url
 from jddp.distributed.watchdog import Limits
 from jddp.engine.state import TrainState
 from jddp.engine.trainable import Trainable
@@ -131,5 +133,7 @@ def fit(
         max_consecutive_skips=max_consecutive_skips,
         same_batches=same_batches,
     )
-    kept = Kept.of(run_dir, config, manifest)
+    directory = None if run_dir is None else folder_or_url(run_dir)
+    # Copies, which you do not change while the run keeps them.
+    kept = Kept(directory, copy.deepcopy(config), copy.deepcopy(manifest or {}))
     return start(ddp, batches, plan, kept, state, callbacks, limits)

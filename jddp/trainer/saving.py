@@ -136,10 +136,6 @@ class Saving:
             plan = self._plan
             keep, every = (plan.keep, plan.keep_every_steps) if name == LATEST else (1, None)
             self._folders[name] = CheckpointFolder(
-                files.path / name,
-                keep=keep,
-                keep_every=every,
-                remote=files.remote,
-                above=files.folder,
+                files.path / name, keep=keep, keep_every=every, storage=files.storage
             )
         return self._folders[name]

@@ -5,7 +5,6 @@ watchdog. It knows the model only as an object that steps and evaluates.
 """
 
 import contextlib
-import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jddp.config.permissions import folder_or_url
 from jddp.config.versions import versions
 from jddp.data import TrainBatches, WorkerBatches
 from jddp.distributed.coordination import agree, take_sigterm_back
@@ -50,18 +48,6 @@ class Kept(NamedTuple):
     directory: str | Path | None
     config: Mapping[str, Any] | None
     manifest: Mapping[str, Any]
-
-    @classmethod
-    def of(
-        cls,
-        run_dir: str | Path | None,
-        config: Mapping[str, Any] | None,
-        manifest: Mapping[str, Any] | None,
-    ) -> "Kept":
-        """The files from arguments of `fit`; a relative path is made absolute here."""
-        directory = None if run_dir is None else folder_or_url(run_dir)
-        # Copies, which the caller does not change while the run keeps them.
-        return cls(directory, copy.deepcopy(config), copy.deepcopy(manifest or {}))
 
 
 def start(

@@ -15,7 +15,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 from jddp.errors import FileSystemError, file_errors, words_of
 from jddp.files import SameFolder, write_all
@@ -27,18 +27,6 @@ log = logging.getLogger("jddp")
 _OWN = re.compile(rb'\{"step": (\d{1,18}), "split": "(train|eval)".*\}\n')
 # What a file system may report of a write only when it is to be on the disk.
 _REPORTED_LATE = {errno.EIO, errno.ENOSPC, errno.EDQUOT}
-
-
-class Kept(NamedTuple):
-    """What stays of a file when a run resumes.
-
-    Attributes:
-      size: Number of its bytes.
-      evaluations: The records of evaluations in it.
-    """
-
-    size: int
-    evaluations: list[dict[str, Any]]
 
 
 class MetricsFile:
@@ -118,15 +106,18 @@ class MetricsFile:
         lines = (line for line, step, is_eval in self._lines() if is_eval and (step or 0) <= until)
         return [json.loads(line) for line in lines]
 
-    def resume_at(self, step: int) -> Kept:
-        """Drops records of later steps than `step`, and a torn line; returns what stays.
+    def resume_at(self, step: int) -> tuple[int, list[dict[str, Any]]]:
+        """Drops records of later steps than `step`, and a torn line.
+
+        Returns:
+          The number of bytes that stay, and the records of evaluations in them.
 
         Raises:
           FileSystemError: If the file cannot be read or written.
         """
         size, seen, evaluations = 0, 0, list[dict[str, Any]]()
         if not self._is_writer:
-            return Kept(0, evaluations)
+            return 0, evaluations
         is_beginning = True  # of the file: what stays
         for line, of, is_eval in self._lines():
             if _stays(line, of, step):
@@ -141,7 +132,7 @@ class MetricsFile:
             elif size < seen:
                 with self._folder.open(self.path.name, "r+b") as file:
                     file.truncate(size)
-        return Kept(size, evaluations)
+        return size, evaluations
 
     def _lost(self, failure: OSError) -> FileSystemError:
         steps = sorted({step for step, _ in self._waiting})

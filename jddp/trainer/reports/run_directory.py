@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from jddp.checkpoint import lock
-from jddp.checkpoint.remote import Remote
+from jddp.checkpoint.storage import storage_at
 from jddp.config.effects import default_of, effect_of, in_effect
 from jddp.config.files import dump_values, flatten, read_yaml
-from jddp.config.permissions import is_url, refuse_foreign
+from jddp.config.permissions import refuse_foreign
 from jddp.errors import ConfigError, DataError, FileSystemError, file_errors, words_of
-from jddp.files import SameFolder, make_folder
+from jddp.files import make_folder
 from jddp.trainer.reports.log_file import logging_to
 from jddp.trainer.reports.metrics_file import MetricsFile
 
@@ -55,11 +55,10 @@ class RunDirectory:
     """
 
     def __init__(self, where: str | Path, *, is_writer: bool) -> None:
-        self.remote = Remote(str(where)) if is_url(where) else None
-        self.path = Path(where).absolute() if self.remote is None else self.remote.folder
-        self.where = where if self.remote is not None else _as_typed(self.path)
+        self.storage = storage_at(where)
+        self.path, self.where = self.storage.folder, self.storage.name
         self.checkpoints = self.path / "checkpoints"
-        self.folder = SameFolder(self.path)
+        self.folder = self.storage.pinned
         path = self.path / "metrics.jsonl"
         self.metrics = MetricsFile(path, is_writer=is_writer, folder=self.folder)
         self._config, self._manifest = self.path / "config.yaml", self.path / "manifest.json"
@@ -82,8 +81,7 @@ class RunDirectory:
           FileSystemError: If it cannot be read or written.
         """
         self.check_usable()
-        if self.remote is not None:
-            self.remote.fetch()
+        self.storage.fetch()
         with self._explained():
             starts, known = self._read_starts()
             data = (config or {}).get("data")  # of any form, where the settings are yours
@@ -100,8 +98,7 @@ class RunDirectory:
                 self._write(config, starts, manifest)
             if self.path.exists():
                 self.folder.pin()
-        if self.remote is not None:
-            self.remote.upload()  # finds now whether it can be written
+        self.storage.upload()  # finds now whether it can be written
 
     def check_usable(self) -> None:
         """Checks that the directory can be made or written, without doing it.
@@ -109,8 +106,7 @@ class RunDirectory:
         Raises:
           FileSystemError: If it cannot, or belongs to another user.
         """
-        if self.remote is not None:
-            self.remote.check()
+        self.storage.check()
         with self._explained():
             refuse_foreign(self.path, "run.dir")
             above = self.path.absolute().parents
@@ -143,26 +139,20 @@ class RunDirectory:
         Raises:
           ConfigError: If another run holds it.
         """
-        with contextlib.ExitStack() as stack:
-            if self._is_writer:
-                stack.enter_context(self._locked(config))
-                if self.remote is not None:
-                    stack.enter_context(self.remote.held())
+        with self._locked(config) if self._is_writer else contextlib.nullcontext():
             try:
                 yield
             finally:
-                if self.remote is not None:
-                    try:
-                        self.remote.upload()
-                    except FileSystemError as error:
-                        log.warning("Metrics and logs: %s", error)
+                try:
+                    self.storage.upload()
+                except FileSystemError as error:
+                    log.warning("Metrics and logs: %s", error)
 
     def finish(self) -> FileSystemError | None:
         """Writes what is left to be written; returns an error if something of it is lost."""
         failure = self.metrics.finish()
         try:
-            if self.remote is not None:
-                self.remote.upload()
+            self.storage.upload()
         except FileSystemError as error:
             return failure or FileSystemError(f"Metrics and logs are lost: {error}")
         return failure
@@ -180,7 +170,7 @@ class RunDirectory:
 
         holder = from_first("held", self._holder, timeout_seconds=SECONDS)
         # No name on a full disk, no common folder for a URL.
-        if holder and self.remote is None and not self._is_writer:
+        if holder and self.storage.is_shared and not self._is_writer:
             wait_until_seen(self.path / "lock", holder)
             self.folder.pin()
 
@@ -198,7 +188,8 @@ class RunDirectory:
                 self.folder.pin()
                 if config is not None and compare(read_yaml(self._config), config)[1]:
                     self._write_config(config)
-            yield
+            with self.storage.held():
+                yield
 
     def logging(self, process_index: int) -> contextlib.AbstractContextManager[None]:
         """While open, the lines of this process go into its log file.
@@ -244,7 +235,7 @@ class RunDirectory:
         """Removes the settings of a run that never took a step, if it has ended."""
         if not self._is_writer:
             return
-        with self._locked(None), self.remote.held() if self.remote else contextlib.nullcontext():
+        with self._locked(None):
             self._config.unlink(missing_ok=True)
             self._manifest.unlink(missing_ok=True)
         log.warning(
@@ -289,11 +280,6 @@ class RunDirectory:
 
     def _write_config(self, config: Values) -> None:
         self.folder.replace(self._config.name, [dump_values(config).encode()])
-
-
-def _as_typed(path: Path) -> Path:
-    """A path as it is named in messages: from the working directory, where it lies below."""
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def compare(before: Values, now: Values) -> tuple[list[str], list[str]]:

@@ -30,10 +30,10 @@ from jddp.checkpoint import folders, writer
 from jddp.checkpoint.checkpoints import CheckpointFolder
 from jddp.checkpoint.checksums import find_damage, seal
 from jddp.checkpoint.reader import newest_sound, read_newest
+from jddp.checkpoint.storage import LocalFolder
 from jddp.commands.checkpoint import main as checkpoint_command
 from jddp.engine.state import CommState, TrainState
 from jddp.errors import ConfigError, FileSystemError, UsageError
-from jddp.files import SameFolder
 
 NUM_REPLICAS = 4
 
@@ -589,7 +589,7 @@ def test_of_several_writes_that_are_refused_one_is_reported(tmp_path, small_file
     everywhere = jax.NamedSharding(jax.make_mesh((1,), ("data",)), jax.P())
     noise = np.random.default_rng(0).random((30, 10_000))  # which cannot be compressed
     arrays = {str(i): jax.device_put(x, everywhere) for i, x in enumerate(noise)}
-    unwritten = writer.Writer(tmp_path, lambda steps: [], None, SameFolder(tmp_path.parent))
+    unwritten = writer.Writer(tmp_path, lambda steps: [], LocalFolder(tmp_path.parent))
     for step in range(5):
         unwritten.start(step, arrays, {}, {})
         assert "File too large" in str(unwritten.wait())

@@ -13,7 +13,8 @@ from runs import contents, environment
 
 from jddp.checkpoint import checksums
 from jddp.checkpoint.folders import finished, surplus
-from jddp.checkpoint.remote import Remote, local_copy
+from jddp.checkpoint.remote import Remote
+from jddp.checkpoint.storage import local_copy
 from jddp.errors import ConfigError, FileSystemError
 
 NUMBERS = itertools.count()

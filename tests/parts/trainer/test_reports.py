@@ -270,10 +270,10 @@ def test_a_long_file_of_metrics_is_cut_in_place_and_only_its_evaluations_are_par
     write_records(tmp_path / "metrics.jsonl", 20_000)
     inode, parsed, loads = (tmp_path / "metrics.jsonl").stat().st_ino, [], json.loads
     monkeypatch.setattr(json, "loads", lambda line: parsed.append(line) or loads(line))
-    kept = MetricsFile(tmp_path / "metrics.jsonl").resume_at(19_500)
+    size, evaluations = MetricsFile(tmp_path / "metrics.jsonl").resume_at(19_500)
     assert len(parsed) <= 2 * 20
-    assert [x["step"] for x in kept.evaluations] == [*range(1000, 20_000, 1000)]
-    assert (tmp_path / "metrics.jsonl").stat().st_size == kept.size
+    assert [x["step"] for x in evaluations] == [*range(1000, 20_000, 1000)]
+    assert (tmp_path / "metrics.jsonl").stat().st_size == size
     assert (tmp_path / "metrics.jsonl").stat().st_ino == inode
     assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 19_500
 
