@@ -7,7 +7,7 @@ import numpy as np
 import optax
 
 import jddp
-from jddp.inspection.hlo import Program, read_program
+from jddp.inspection.hlo import HloProgram, read_program
 from jddp.reduce.hooks import CommHook
 from jddp.reduce.plan import BucketPlan
 from jddp.zoo.losses import cross_entropy, next_token
@@ -37,7 +37,7 @@ class Compiled:
     """
 
     plan: BucketPlan
-    program: Program
+    program: HloProgram
     temporary_bytes: int
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from jddp.errors import UsageError
-from jddp.inspection.hlo import Computation, Instruction, Program, Shape
+from jddp.inspection.hlo import Computation, HloProgram, HloShape, Instruction
 from modelled.gpus import Gpu
 
 # They name, view or order what is there already.
@@ -48,7 +48,7 @@ class Cost:
         return Cost(self.seconds + other.seconds, self.num_products + other.num_products)
 
 
-def cost(program: Program, computation: Computation, instruction: Instruction, gpu: Gpu) -> Cost:
+def cost(program: HloProgram, computation: Computation, instruction: Instruction, gpu: Gpu) -> Cost:
     """Returns what one instruction of `computation` costs.
 
     Raises:
@@ -74,7 +74,7 @@ def cost(program: Program, computation: Computation, instruction: Instruction, g
     return Cost(max(seconds, by_memory) + gpu.kernel_seconds, bool(operations))
 
 
-def _cost_of_control(program: Program, instruction: Instruction, gpu: Gpu) -> Cost:
+def _cost_of_control(program: HloProgram, instruction: Instruction, gpu: Gpu) -> Cost:
     parts = []
     for name in instruction.runs:
         inner = program.computations[name]
@@ -92,7 +92,7 @@ def _cost_of_control(program: Program, instruction: Instruction, gpu: Gpu) -> Co
 
 
 def _operations(
-    program: Program, computation: Computation, instruction: Instruction
+    program: HloProgram, computation: Computation, instruction: Instruction
 ) -> Iterator[tuple[str, float]]:
     """Yields the kind and the operations of each product and convolution, at 16-bit speed."""
     op = instruction.op
@@ -153,16 +153,16 @@ def _count_convolution(computation: Computation, instruction: Instruction, calle
     return 2 * outputs.size * (weights.size // features) * _slowdown(first)
 
 
-def _operand_shapes(computation: Computation, instruction: Instruction) -> list[Shape]:
+def _operand_shapes(computation: Computation, instruction: Instruction) -> list[HloShape]:
     return [operand.shapes[0] for operand in computation.operands(instruction)]
 
 
-def _slowdown(operand: Shape) -> float:
+def _slowdown(operand: HloShape) -> float:
     """How much longer than with 16-bit numbers: 32 bits (as TF32) take twice as long."""
     return max(1.0, operand.bytes / max(1, operand.size) / 2)
 
 
-def _bytes_moved(program: Program, computation: Computation, instruction: Instruction) -> int:
+def _bytes_moved(program: HloProgram, computation: Computation, instruction: Instruction) -> int:
     """Bytes read and written. Of what a fusion only slices, the slices count."""
     read = 0
     inner = program.computations[instruction.runs[0]] if instruction.op == "fusion" else None

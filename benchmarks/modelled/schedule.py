@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from jddp.errors import UsageError
 from jddp.inspection.collectives import collectives_of
-from jddp.inspection.hlo import Instruction, Program
+from jddp.inspection.hlo import HloProgram, Instruction
 from modelled.cost import Cost, cost
 from modelled.gpus import Gpu, Network
 
@@ -80,7 +80,7 @@ class Timeline:
         return sum(x.waited_seconds for x in self.small) / self.step_seconds
 
 
-def walk(program: Program, gpu: Gpu, network: Network) -> Timeline:
+def walk(program: HloProgram, gpu: Gpu, network: Network) -> Timeline:
     """Models one run of a scheduled program.
 
     Args:
@@ -126,7 +126,7 @@ class _Payload:
     share: float
 
 
-def _payload(program: Program, instruction: Instruction) -> _Payload | None:
+def _payload(program: HloProgram, instruction: Instruction) -> _Payload | None:
     found = list(collectives_of(program, program.entry, instruction))
     for each in found:
         if each.op not in _SHARES or instruction.op in ("while", "conditional", "call"):

@@ -11,7 +11,7 @@ from typing import Any
 from jddp.config.cli import Parser, add_run_arguments, run_command, share_gpus
 from jddp.errors import printable, report, show
 from jddp.trainer.reports.metrics_file import as_json
-from jddp.trainer.reports.progress import COLUMNS, not_finite
+from jddp.trainer.reports.progress import COLUMNS, not_finite_values
 from jddp.trainer.reports.tables import as_text, tables_in
 from jddp.typing import Record
 
@@ -37,7 +37,7 @@ def _evaluate(*, json: bool, **chosen: Any) -> None:
     if process_index() == 0:
         record = {"step": run.step, "loss": metrics["loss"], **metrics}
         show(dumps(as_json(record)) if json else _as_text(record))
-        if found := not_finite(record):
+        if found := not_finite_values(record):
             report(f"not finite: {found}")
 
 

@@ -11,7 +11,7 @@ fusion that holds the collective; a part of an ordinary fusion; any of these in 
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from jddp.inspection.hlo import Computation, Instruction, Program, Shape
+from jddp.inspection.hlo import Computation, HloProgram, HloShape, Instruction
 
 _COLLECTIVES = {"all-gather", "all-reduce", "all-to-all", "ragged-all-to-all", "reduce-scatter"}
 _COLLECTIVES |= {"collective-broadcast", "collective-permute"}
@@ -44,13 +44,13 @@ class Collective(NamedTuple):
     num_runs: int | None = 1
 
 
-def collectives(program: Program) -> tuple[Collective, ...]:
+def collectives(program: HloProgram) -> tuple[Collective, ...]:
     """Returns every exchange between devices, in the order of the program."""
     return tuple(collectives_of(program, program.entry, *program.entry.instructions))
 
 
 def collectives_of(
-    program: Program, computation: Computation, *instructions: Instruction
+    program: HloProgram, computation: Computation, *instructions: Instruction
 ) -> Iterator[Collective]:
     """Yields the collectives of some instructions, and of the computations that they run."""
     for instruction in instructions:
@@ -76,7 +76,7 @@ def collectives_of(
                     )
 
 
-def _payload(computation: Computation, instruction: Instruction) -> tuple[Shape, ...]:
+def _payload(computation: Computation, instruction: Instruction) -> tuple[HloShape, ...]:
     """The operands, or the results if they are larger: the whole arrays that are sent."""
     given = tuple(s for x in computation.operands(instruction) for s in x.shapes)
     results = instruction.shapes

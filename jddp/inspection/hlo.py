@@ -29,7 +29,7 @@ _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 
 
-class Shape(NamedTuple):
+class HloShape(NamedTuple):
     """The dtype and dims of one array, as XLA names them: "bf16", (256, 1000)."""
 
     dtype: str
@@ -62,7 +62,7 @@ class Instruction(NamedTuple):
 
     name: str
     op: str
-    shapes: tuple[Shape, ...]
+    shapes: tuple[HloShape, ...]
     operands: tuple[str, ...]
     number: int | None
     runs: tuple[str, ...]
@@ -103,7 +103,7 @@ class Computation:
         return [self.by_name[name] for name in instruction.operands]
 
 
-class Program(NamedTuple):
+class HloProgram(NamedTuple):
     """A compiled program.
 
     Attributes:
@@ -117,7 +117,7 @@ class Program(NamedTuple):
     is_scheduled: bool
 
 
-def read_program(text: str) -> Program:
+def read_program(text: str) -> HloProgram:
     """Returns the program whose text XLA prints, such as that of `jax.stages.Compiled.as_text()`.
 
     Raises:
@@ -133,7 +133,7 @@ def read_program(text: str) -> Program:
             f"A compiled program has a computation marked ENTRY, and this text of {len(text)} "
             "characters has none. Give jitted.lower(...).compile().as_text()."
         )
-    return Program(entry, computations, "is_scheduled=true" in text[:10_000])
+    return HloProgram(entry, computations, "is_scheduled=true" in text[:10_000])
 
 
 def _read_instruction(line: str) -> Instruction:
@@ -165,10 +165,10 @@ def _closing(line: str, start: int) -> int:
     raise UsageError(f"A bracket is not closed in {line.strip()[:120]!r}.")
 
 
-def _read_shapes(text: str) -> tuple[Shape, ...]:
+def _read_shapes(text: str) -> tuple[HloShape, ...]:
     # A dynamic dim, "<=8", counts with its bound.
     return tuple(
-        Shape(dtype, tuple(int(dim.strip("<=")) for dim in dims.split(",") if dim))
+        HloShape(dtype, tuple(int(dim.strip("<=")) for dim in dims.split(",") if dim))
         for dtype, dims in _ARRAY.findall(text)
         if dtype not in ("token", "opaque")
     )

@@ -19,7 +19,7 @@ from jddp.distributed.nvidia_smi import smallest_bytes
 from jddp.engine.mesh import platform
 from jddp.engine.trainable import Trainable
 from jddp.html import Shown
-from jddp.inspection.hlo import Computation, Program, Shape, read_program
+from jddp.inspection.hlo import Computation, HloProgram, HloShape, read_program
 from jddp.typing import Batch, PyTree
 
 FIELDS = ("parameters", "gradients", "optimizer", "other_state", "batch", "temporaries")
@@ -41,7 +41,7 @@ class Array:
       origin: Layer and operation that made it, by JAX's names.
     """
 
-    shape: Shape
+    shape: HloShape
     origin: str
 
     @property
@@ -141,13 +141,13 @@ def memory(
     )
 
 
-def largest_arrays(program: Program, most: int = 3) -> tuple[Array, ...]:
+def largest_arrays(program: HloProgram, most: int = 3) -> tuple[Array, ...]:
     """The largest arrays, larger ones first; those of one origin and size count once."""
     made = dict.fromkeys(_made_in(program, program.entry))
     return tuple(sorted(made, key=lambda array: -array.bytes)[:most])
 
 
-def _made_in(program: Program, computation: Computation) -> Iterator[Array]:
+def _made_in(program: HloProgram, computation: Computation) -> Iterator[Array]:
     for instruction in computation.instructions:
         if instruction.op not in _MAKE_NOTHING:
             origin = _PREFIX.sub("", instruction.op_name, count=1)

@@ -7,7 +7,7 @@ in one small vector, and divided once. A loss that divides by a count of its own
 
     sums = weigh(losses, {"accuracy": hits}, mask=batch["mask"])   # per replica
     sums = sum_over_replicas(sums, axis="data")                    # the same on every replica
-    accuracy = mean(sums["accuracy"].total, sums["accuracy"].count)
+    accuracy = divide(sums["accuracy"].total, sums["accuracy"].count)
 """
 
 import dataclasses
@@ -247,14 +247,14 @@ def add_sums(sums: Sums, add: Callable[[Array], Array], *, ndim: int) -> Sums:
     return jax.tree.unflatten(treedef, all_added)
 
 
-def mean(total: Float[Array, ""], count: Float[Array, ""]) -> Float[Array, ""]:
+def divide(total: Float[Array, ""], count: Float[Array, ""]) -> Float[Array, ""]:
     """Divides a total by its count; nothing valid gives zero."""
     return total / jnp.where(count == 0, 1.0, count)
 
 
 def means(sums: Sums) -> dict[str, Float[Array, ""]]:
     """Means of loss and metrics, and "count": the valid entries of the loss."""
-    return {n: mean(x.total, x.count) for n, x in sums.items()} | {"count": sums["loss"].count}
+    return {n: divide(x.total, x.count) for n, x in sums.items()} | {"count": sums["loss"].count}
 
 
 def mean_tree(totals: Any, count: Float[Array, ""]) -> Any:
@@ -267,7 +267,7 @@ def mean_tree(totals: Any, count: Float[Array, ""]) -> Any:
     @functools.cache
     def inverse(dtype: np.dtype) -> Array:
         divisor = count.astype(jnp.promote_types(count.dtype, dtype))
-        return mean(jnp.ones_like(divisor), divisor).astype(dtype)
+        return divide(jnp.ones_like(divisor), divisor).astype(dtype)
 
     def scale(leaf: Array) -> Array:
         exact = _widened(leaf)

@@ -18,7 +18,7 @@ from jddp.trainer.arguments import choose_batches
 from jddp.trainer.callbacks import Callback
 from jddp.trainer.plan import Plan
 from jddp.trainer.run import Run
-from jddp.trainer.start import Kept, start
+from jddp.trainer.start import RunFiles, start
 from jddp.typing import Batch, Batches
 
 LIMITS = Limits()
@@ -135,5 +135,5 @@ def fit(
     )
     directory = None if run_dir is None else folder_or_url(run_dir)
     # Copies, which you do not change while the run keeps them.
-    kept = Kept(directory, copy.deepcopy(config), copy.deepcopy(manifest or {}))
+    kept = RunFiles(directory, copy.deepcopy(config), copy.deepcopy(manifest or {}))
     return start(ddp, batches, plan, kept, state, callbacks, limits)

@@ -32,7 +32,7 @@ from jddp.trainer.history import History, resume_records
 from jddp.trainer.numerics import Numerics, Sent
 from jddp.trainer.plan import Plan
 from jddp.trainer.prefetch import Source
-from jddp.trainer.replica_check import Comparison
+from jddp.trainer.replica_check import ReplicaCheck
 from jddp.trainer.reporter import Clock, Reporter
 from jddp.trainer.reports.metrics_file import as_json
 from jddp.trainer.reports.run_directory import RunDirectory
@@ -101,7 +101,7 @@ class Loop:
         self._saving = Saving(ddp, files, plan)
         self._requests, self._watchdog = Requests(), watchdog
         self._signal: str | None = None  # at which all stop
-        self._comparison = Comparison(plan.check_replicas_every_steps)
+        self._comparison = ReplicaCheck(plan.check_replicas_every_steps)
         folder = None if files is None else files.folder
         self._numerics = Numerics(ddp, source, folder, plan.max_consecutive_skips)
         self._reporter = Reporter(run, plan, files, callbacks, self._numerics, self._history)

@@ -7,7 +7,7 @@ from jddp.engine.state import TrainState
 from jddp.errors import ReplicaMismatchError
 
 
-class Comparison:
+class ReplicaCheck:
     """A comparison of all replicas of a state: started on the devices, read one step later.
 
     Args:

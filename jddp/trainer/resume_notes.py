@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from jddp.trainer.reports.run_directory import compare, is_free
+from jddp.trainer.reports.run_directory import compare_keys, is_free
 from jddp.zoo.optimizers import schedule_lengths
 
 Topology = Mapping[str, Any]
@@ -54,7 +54,7 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> str |
       now: Those values of the run that resumes.
     """
     if now["config"] is not None and before.get("config") is not None:
-        differ = compare(before["config"], now["config"])[1]
+        differ = compare_keys(before["config"], now["config"])[1]
     else:
         old = before.get("plan", now["plan"])
         differ = [f"{k} {old[k]} -> {x}" for k, x in now["plan"].items() if old.get(k, x) != x]

@@ -18,11 +18,10 @@ from jddp.engine.state import TrainState
 from jddp.engine.trainable import Trainable
 from jddp.errors import ConfigError
 from jddp.trainer.reports.run_directory import changed_keys
-from jddp.typing import Batch
+from jddp.typing import Batch, JsonObject
 
 # Packages whose versions may trace other equations of the same code.
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "jddp")
-Kept = dict[str, Any]  # the program as run.json keeps it
 
 
 class SameProgram:
@@ -49,7 +48,7 @@ class SameProgram:
         versions = about["manifest"]["versions"]
         made_by = {name: versions[name] for name in PACKAGES}
         made_by |= {"code of jddp": source_hash(), "platform": jax.default_backend()}
-        self.kept: Kept = {
+        self.kept: JsonObject = {
             "digests": dict(self._program.digests),
             "form": dataclasses.asdict(self._program.form),
             "made_by": made_by,
@@ -70,7 +69,7 @@ class SameProgram:
         Raises:
           ConfigError: If a part differs that may not.
         """
-        before: Kept | None = beside.get("program")
+        before: JsonObject | None = beside.get("program")
         if before is None:
             return None
         self.kept["changes"] = before["changes"]
@@ -97,7 +96,7 @@ class SameProgram:
             why = f"as another version may make them ({', '.join(others)})"
         return f"another program: {parts} {verb} in equations or constants, {why}"
 
-    def _differing(self, before: Kept) -> list[str]:
+    def _differing(self, before: JsonObject) -> list[str]:
         """The parts that differ, of programs in the same form."""
         form, program = before["form"], self._program
         rows = {name: (tuple(shape), dtype) for name, (shape, dtype) in form["rows"].items()}

@@ -36,7 +36,7 @@ from jddp.trainer.watching import watching
 from jddp.typing import Batch, Batches
 
 
-class Kept(NamedTuple):
+class RunFiles(NamedTuple):
     """The files of a run.
 
     Attributes:
@@ -54,7 +54,7 @@ def start(
     ddp: Trainable,
     batches: Batches,
     plan: Plan,
-    kept: Kept,
+    kept: RunFiles,
     state: TrainState | Callable[[Batch], TrainState] | None,
     callbacks: Sequence[Callback],
     limits: Limits,

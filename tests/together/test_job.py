@@ -31,7 +31,7 @@ from jddp.errors import ConfigError, DataError, FileSystemError, UsageError
 from jddp.job.job import _facts, build, train
 from jddp.job.optimizers import optimizer_of
 from jddp.runs.opened import open_run
-from jddp.trainer.reports.run_directory import compare
+from jddp.trainer.reports.run_directory import compare_keys
 from jddp.zoo.models import make_model
 
 MINE = """
@@ -593,7 +593,7 @@ def checkpointing(**section):
 
 def test_a_mode_of_the_best_metric_is_compared_by_the_direction_that_it_has():
     def differences(before, now):
-        return compare(checkpointing(**before), checkpointing(**now))
+        return compare_keys(checkpointing(**before), checkpointing(**now))
 
     same = [
         ({"best_mode": "min"}, {}),  # without a metric the mode means nothing

@@ -37,7 +37,7 @@ def is_metric(name: str, value: Any) -> bool:
     return isinstance(value, float | int) and (name == "loss" or name not in RESERVED)
 
 
-def not_finite(record: Record) -> str:
+def not_finite_values(record: Record) -> str:
     """The numbers of an evaluation that are NaN or infinite, such as "loss nan"; "" for none.
 
     Arrays may have them by their nature, such as the recall of a class without examples.
@@ -79,7 +79,7 @@ class Progress:
         """Shows a record of an evaluation, and a table for each metric that is an array."""
         fields = [f"eval {record['step']}", *_metrics(record)]
         self.note(_join(fields, [f"examples {record['examples']:.0f}"], COLUMNS))
-        if found := not_finite(record):
+        if found := not_finite_values(record):
             self.note(f"eval {record['step']} is not finite: {found}. {WAY_OUT}")
         for line in tables_in(record, COLUMNS):
             self._print(line)

@@ -31,7 +31,7 @@ from jddp.files import make_folder
 from jddp.trainer.reports.log_file import logging_to
 from jddp.trainer.reports.metrics_file import MetricsFile
 
-Values = Mapping[str, Any]
+Settings = Mapping[str, Any]
 # Of one start, and not of the run: what they change is not reported.
 KEYS_OF_A_START = {"run.dir", "data.dir", "data.allow_changed"}
 KEYS_OF_A_START |= {"checkpoint.resume", "checkpoint.allow_changed"}
@@ -64,7 +64,7 @@ class RunDirectory:
         self._config, self._manifest = self.path / "config.yaml", self.path / "manifest.json"
         self._is_writer, self._holder = is_writer, ""
 
-    def prepare(self, config: Values | None, manifest: Values) -> None:
+    def prepare(self, config: Settings | None, manifest: Settings) -> None:
         """Makes the directory, or checks that an existing one is of the same run.
 
         Args:
@@ -127,7 +127,7 @@ class RunDirectory:
             raise FileSystemError(text) from error
 
     @contextlib.contextmanager
-    def held(self, config: Values | None = None) -> Iterator[None]:
+    def held(self, config: Settings | None = None) -> Iterator[None]:
         """While open, the directory is locked: another run that would write there is refused.
 
         The lock ends with the process, however that ends. Where a file system has no locks there
@@ -175,7 +175,7 @@ class RunDirectory:
             self.folder.pin()
 
     @contextlib.contextmanager
-    def _locked(self, config: Values | None) -> Iterator[None]:
+    def _locked(self, config: Settings | None) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             with self._explained():
                 try:
@@ -186,7 +186,7 @@ class RunDirectory:
                         "Wait for its end, or choose another run.dir."
                     ) from None
                 self.folder.pin()
-                if config is not None and compare(read_yaml(self._config), config)[1]:
+                if config is not None and compare_keys(read_yaml(self._config), config)[1]:
                     self._write_config(config)
             with self.storage.held():
                 yield
@@ -206,7 +206,7 @@ class RunDirectory:
         """The file for the stacks of a process that hangs."""
         return self.path / "logs" / f"process_{process_index}.stacks"
 
-    def _refuse_another_run(self, config: Values | None) -> None:
+    def _refuse_another_run(self, config: Settings | None) -> None:
         before, other = read_yaml(self._config) if self._config.exists() else None, ""
         if before is None and not self._manifest.exists():
             strangers = [p.name for p in (self.metrics.path, self.checkpoints) if p.exists()]
@@ -216,7 +216,7 @@ class RunDirectory:
             other = f"a run that was started {started}"
         if other:
             raise ConfigError(f"run.dir {self.where} holds {other}. Choose another run.dir.")
-        if before is not None and config is not None and (keys := compare(before, config)[0]):
+        if before is not None and config is not None and (keys := compare_keys(before, config)[0]):
             raise ConfigError(
                 f"run.dir {self.where} holds a run of another config: {'; '.join(keys)}. "
                 "Choose another run.dir, or the same config to resume; or continue with these keys "
@@ -242,7 +242,7 @@ class RunDirectory:
             "run.dir %s is taken over from a run that ended before its first step.", self.where
         )
 
-    def _read_starts(self) -> tuple[list[Values], list[str]]:
+    def _read_starts(self) -> tuple[list[Settings], list[str]]:
         """The manifests of all starts, and the hashes of their data."""
         try:
             first = json.loads(self._manifest.read_bytes()) if self._manifest.exists() else {}
@@ -255,7 +255,7 @@ class RunDirectory:
                 f"{self._manifest} is damaged: {reason}. Restore it, or choose another run.dir."
             ) from error
 
-    def _refuse_other_data(self, known: list[str], manifest: Values) -> None:
+    def _refuse_other_data(self, known: list[str], manifest: Settings) -> None:
         now = manifest.get("data", {}).get("sha256")
         if known and now and now not in known:
             raise DataError(
@@ -264,13 +264,13 @@ class RunDirectory:
                 "data.allow_changed=true."
             )
 
-    def _write(self, config: Values | None, starts: list[Values], manifest: Values) -> None:
+    def _write(self, config: Settings | None, starts: list[Settings], manifest: Settings) -> None:
         make_folder(self.path, mode=0o700)
         if config is not None:
             if not self._config.exists():
                 self._write_config(config)
             if flatten(config).get("checkpoint.allow_changed"):
-                manifest = {**manifest, "changed": compare(read_yaml(self._config), config)[1]}
+                manifest = {**manifest, "changed": compare_keys(read_yaml(self._config), config)[1]}
         manifest = json.loads(json.dumps(manifest))  # Tuples become lists, as in what was read.
         if manifest not in starts:
             first, *later = *starts, manifest
@@ -278,11 +278,11 @@ class RunDirectory:
             text = f"{json.dumps(values, indent=2)}\n"
             self.folder.replace(self._manifest.name, [text.encode()])
 
-    def _write_config(self, config: Values) -> None:
+    def _write_config(self, config: Settings) -> None:
         self.folder.replace(self._config.name, [dump_values(config).encode()])
 
 
-def compare(before: Values, now: Values) -> tuple[list[str], list[str]]:
+def compare_keys(before: Settings, now: Settings) -> tuple[list[str], list[str]]:
     """Compares the config of a run with that with which it resumes.
 
     Returns:
@@ -299,12 +299,12 @@ def compare(before: Values, now: Values) -> tuple[list[str], list[str]]:
     return refused, changed
 
 
-def changed_keys(before: Values, now: Values) -> list[str]:
+def changed_keys(before: Settings, now: Settings) -> list[str]:
     """The keys that differ between two configs, and may change the numbers of later steps."""
     return [key for key, *values in _differing(before, now) if not is_free(key, *values)]
 
 
-def _differing(before: Values, now: Values) -> Iterator[tuple[str, Any, Any]]:
+def _differing(before: Settings, now: Settings) -> Iterator[tuple[str, Any, Any]]:
     """The keys that differ, with the value before and now."""
     old, new = _flat(before), _flat(now)
     # A run of an earlier version lacks newer keys, and was trained by their defaults.
@@ -315,7 +315,7 @@ def _differing(before: Values, now: Values) -> Iterator[tuple[str, Any, Any]]:
             yield key, was, becomes
 
 
-def _flat(values: Values) -> dict[str, Any]:
+def _flat(values: Settings) -> dict[str, Any]:
     """Values by dotted keys, without empty sections."""
     return {key: x for key, x in flatten(values).items() if x != {}}
 

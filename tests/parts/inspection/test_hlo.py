@@ -11,7 +11,7 @@ from jax.experimental import topologies
 
 from jddp.errors import ConfigError, UsageError
 from jddp.inspection.collectives import collectives
-from jddp.inspection.hlo import Shape, read_program
+from jddp.inspection.hlo import HloShape, read_program
 from modelled import GPUS, Network, described_mesh, make_network, walk
 from modelled.cost import cost
 from modelled.gpus import MEBIBYTE, target_config
@@ -96,7 +96,7 @@ def test_an_instruction_is_read_with_its_shapes_operands_and_attributes():
     )
     read = last(make_program(line))
     assert (read.name, read.op) == ("a.1", "fusion")
-    assert read.shapes == (Shape("f32", (2, 3)), Shape("bf16", ()), Shape("s32", (4,)))
+    assert read.shapes == (HloShape("f32", (2, 3)), HloShape("bf16", ()), HloShape("s32", (4,)))
     assert read.bytes == 24 + 2 + 16
     assert read.operands == ("v", "x")
     assert read.runs == ("reducing",)

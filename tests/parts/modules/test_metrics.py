@@ -10,7 +10,7 @@ from jddp.modules.metrics import (
     Metric,
     Totals,
     count_valid_rows,
-    mean,
+    divide,
     mean_tree,
     sum_over_replicas,
     weigh,
@@ -74,7 +74,7 @@ def test_a_tree_is_divided_to_rounding_keeps_its_dtypes_and_a_mean_over_nothing_
     got = mean_tree(tree, jnp.float32(0))
     assert {k: x.dtype for k, x in got.items()} == {k: x.dtype for k, x in tree.items()}
     np.testing.assert_array_equal(mean_tree(tree, jnp.float32(4))["b"], [0.25, 0.25])
-    assert float(mean(jnp.float32(0), jnp.float32(0))) == 0
+    assert float(divide(jnp.float32(0), jnp.float32(0))) == 0
     totals = jnp.asarray(np.random.default_rng(0).normal(size=1000), jnp.float32)
     for count in (7.0, 41.0, 96.0):
         got = mean_tree(totals, jnp.float32(count))
