@@ -1,6 +1,6 @@
-"""The arguments of `fit`, checked before anything is read: which go together, and of what kind.
+"""Checks the arguments of `fit` before anything is read: their combinations and types.
 
-Each mistake names what is missing, or what excludes what, and the way out.
+Each message names the missing argument, or the conflict, and the way out.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from jddp.data import TrainBatches, eval_batches
 from jddp.errors import ConfigError
 from jddp.typing import Batches
 
-METHODS = ("on_step", "on_eval", "on_save", "on_end")  # of a callback
+METHODS = ("on_step", "on_eval", "on_save", "on_end")  # methods of a callback
 
 
 def check_batches(
@@ -20,9 +20,9 @@ def check_batches(
     num_steps: int | None,
     num_epochs: float | None,
 ) -> float | None:
-    """Returns the number of epochs, or None for a number of steps; refuses what does not fit.
+    """Returns the number of epochs, or None if steps are counted; refuses conflicting arguments.
 
-    `TrainBatches` of some epochs end with the last of them, where no length is given.
+    If no length is given, `TrainBatches` with a number of epochs end with the last epoch.
 
     Args:
       batches: Batches of this process, or None.
@@ -65,15 +65,15 @@ def check_batches(
 def choose_batches(
     batches: Any, data: Any, evaluation: Any, num_steps: int | None, **options: Any
 ) -> tuple[Batches, Batches | None, dict[str, Any]]:
-    """Returns batches, evaluation batches, and length and seed of a run; makes those of arrays.
+    """Returns batches, evaluation batches, length and seed of a run; makes batches of arrays.
 
     Args:
       batches: Batches of this process, if there are no data.
       data: A dict of arrays or a data set, the same on every process, if there are no batches.
       evaluation: Batches of this process, a dict of arrays, or None.
       num_steps: Number of optimizer steps, if there is no number of epochs.
-      **options: Options of `TrainBatches`: None for those that are not given. A number of epochs
-        goes with `TrainBatches` of as many, too.
+      **options: Options of `TrainBatches`; None for an option that is not given. A number of
+        epochs may also be given beside `TrainBatches` with the same number.
 
     Raises:
       ConfigError: If one that is needed is missing, or two exclude each other.
@@ -91,10 +91,10 @@ def choose_batches(
 
 
 def check_callbacks(callbacks: Sequence[Any]) -> None:
-    """Refuses callbacks that have not the methods of one.
+    """Refuses objects that lack a method of a callback.
 
     Raises:
-      ConfigError: If it is no sequence, or an object in it lacks a method.
+      ConfigError: If this is not a sequence, or an object in it lacks a method.
     """
     if not isinstance(callbacks, list | tuple):
         raise ConfigError(

@@ -1,7 +1,7 @@
-"""Callbacks, which are called with reduced values only.
+"""Callbacks, which get only reduced values.
 
-Loss and metrics are the same number on every process, so a callback decides the same from them on
-all processes, and none waits for another forever.
+Loss and metrics are equal on every process. So a callback makes the same decision on all processes,
+and no process waits for another one forever.
 """
 
 import logging
@@ -29,19 +29,19 @@ class Callback:
 
 
 def call_each(callbacks: Sequence[Callback], hook: Callable[[Callback], None]) -> None:
-    """Calls a hook of every callback, also of those behind one that raises.
+    """Calls a hook of every callback, even after one has raised.
 
-    So a callback misses nothing because of another one, and in a job of several processes, each
-    of which calls the same hooks, none waits for a save that a process has left out.
+    So no callback misses a call because of another one. In a job all processes call the same hooks,
+    and none waits for a save that another process has left out.
 
     Raises:
-      BaseException: The first that a hook has raised; later ones are logged.
+      BaseException: The first exception of a hook; later ones are logged.
     """
     errors = list[BaseException]()
     for callback in callbacks:
         try:
             hook(callback)
-        except KeyboardInterrupt:  # to leave at once
+        except KeyboardInterrupt:  # to exit at once
             raise
         except BaseException as error:
             errors.append(error)

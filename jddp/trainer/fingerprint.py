@@ -8,7 +8,7 @@ from jddp.typing import Batch
 
 
 def fingerprint(ddp: Trainable, batch: Batch) -> dict[str, str]:
-    """Returns what processes that step together must have in common.
+    """Returns facts that must be equal on all processes that step together.
 
     Args:
       ddp: A `jddp.DataParallel`.

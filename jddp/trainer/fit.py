@@ -58,44 +58,43 @@ def fit(
     Args:
       ddp: A `jddp.DataParallel`.
       batches: This process's training batches. An object with `get_state` and `set_state`
-        resumes where it was; any other iterable is fast-forwarded.
-      data: Instead of batches, a dict of arrays with a row for each example, or a data set of
-        such, the same on every process; `seed` is that of their order too. For other options
-        give `jddp.data.TrainBatches` as batches.
-      global_batch_size: Examples per step, over all processes, of `data`.
+        resumes at its position; any other iterable is fast-forwarded.
+      data: Instead of batches: a dict of arrays with a row for each example, or a data set of
+        such rows, the same on every process. `seed` also seeds the order of its examples. For
+        other options pass `jddp.data.TrainBatches` as batches.
+      global_batch_size: Examples per step of `data`, over all processes.
       num_epochs: Number of passes over `data`; the last batch may be partial and is padded. A
-        run that resumes ends with their last example, too.
-      num_steps: Optimizer steps in all, those of a resumed run included; with `data` either
-        these or epochs.
-      state: The state to start from, which is copied, so that it stays yours, with
-        `run.evaluate()` of an earlier run: the devices hold both as long as you keep it. A
-        function of the first batch that makes the state holds but one. By default
-        `init(seed, <the first batch>)`.
+        resumed run ends with the last example of these passes, too.
+      num_steps: Total number of optimizer steps, including steps before a resume; with `data`
+        give either steps or epochs.
+      state: The state to start from. It is copied and stays usable, but the devices hold both as
+        long as you keep it. A function that makes the state from the first batch avoids the
+        copy. By default `init(seed, <the first batch>)`.
       evaluate: This process's evaluation batches, iterated from the beginning each time; or a
         dict of arrays, the same on every process.
-      run_dir: Directory for metrics and checkpoints, or its URL, such as "s3://bucket/run",
-        for which fsspec needs `jddp[s3]` or the like; None keeps nothing.
-      callbacks: Objects as `jddp.Callback` describes them.
+      run_dir: Directory for metrics and checkpoints, or its URL, such as "s3://bucket/run", for
+        which fsspec needs an extra such as `jddp[s3]`; None keeps nothing.
+      callbacks: Objects with the methods of `jddp.Callback`.
       seed: Seed of the first state's PRNG key.
       log_every_steps: Steps between train records.
-      eval_every_steps: Steps between evaluations; None is once, at the end.
-      save_every_steps: Steps between checkpoints; None is once, at the end.
+      eval_every_steps: Steps between evaluations; None evaluates once, at the end.
+      save_every_steps: Steps between checkpoints; None saves once, at the end.
       keep: Number of newest checkpoints that stay.
-      keep_every_steps: Number of steps at whose multiples checkpoints stay too.
-      resume: "auto" (resume if there is a checkpoint), "never" (there must be none), "must", or
-        "changed" (as "auto", also with another model, loss or optimizer than the run's).
+      keep_every_steps: Interval in steps; checkpoints at its multiples stay too.
+      resume: "auto" (resume if there is a checkpoint), "never" (there must be none), "must"
+        (there must be one), or "changed" (like "auto", even if model, loss or optimizer changed).
       eval_params: Parameters to evaluate, "params" or "ema".
-      learning_rate: Learning rate of a step, for the records.
-      config: Settings kept in the run directory; a directory with other ones is refused.
-      manifest: Facts kept beside them.
+      learning_rate: Learning rate as a function of the step, for the records.
+      config: Settings to keep in the run directory; a directory with others is refused.
+      manifest: Facts to keep beside the settings.
       limits: Seconds that a phase may take before its processes are reported as hanging.
       check_replicas_every_steps: Steps between comparisons of all replicas; None for no
         comparison.
-      max_consecutive_skips: Number of steps in a row which `skip_nonfinite` leaves out that
-        end the run.
-      same_batches: Whether all processes are given the same rows on purpose, as in a benchmark.
-        Otherwise a first batch that several have is refused: of `jddp.data.TrainBatches` and
-        `eval_batches` each reads its own rows.
+      max_consecutive_skips: Number of steps in a row, skipped by `skip_nonfinite`, that ends the
+        run.
+      same_batches: Whether all processes get the same rows on purpose, as in a benchmark.
+        Otherwise a first batch that several processes have is refused. With
+        `jddp.data.TrainBatches` and `eval_batches` each process reads its own rows.
 
     Returns:
       The finished run: its state, its metrics, its directory.
@@ -103,12 +102,12 @@ def fit(
     Raises:
       ConfigError: If an option is unknown or breaks its rule, or the run directory holds
         another run, or is in use.
-      UsageError: If batches are padded, and the loss or a metric is a scalar, or a `jddp.Mean`
-        of scalars; or if a step has taken the state.
+      UsageError: If batches are padded while the loss or a metric is a scalar, or a `jddp.Mean`
+        of scalars; or if a step has already taken the state.
       DataError: If the batches end before `num_steps`.
       ProcessMismatchError: If processes have different models, optimizers, batches or
         arguments, or the same rows.
-      ReplicaMismatchError: If state differs that must be the same on all replicas.
+      ReplicaMismatchError: If replicas that must be identical differ.
       OutOfMemoryError: If a device has less memory than a step needs.
       NumericsError: If the loss is not finite, or too many steps in a row were skipped.
     """

@@ -1,11 +1,11 @@
-"""What the processes of a job were given, compared before the first step.
+"""Compares the arguments and batches of a job's processes before the first step.
 
     compare_calls(plan, kept, batches, state)     # arguments of `fit`, seeds, orders, lengths
     refuse_same_rows("batches", batch, plan)      # a first batch that several processes have
 
-Processes that differ in these hang in a collective, or compute nonsense; processes that read the
-same rows waste all work but one's, and count every row of an evaluation several times. A job of one
-process exchanges nothing here.
+Processes with different arguments hang in a collective, or compute nonsense. Processes that read
+the same rows repeat each other's work, and count every row of an evaluation several times. A job of
+one process exchanges nothing here.
 """
 
 import hashlib
@@ -25,14 +25,14 @@ from jddp.errors import ProcessMismatchError
 from jddp.trainer.plan import Plan
 from jddp.typing import Batch, Batches
 
-SECONDS = 120.0  # for which the others may still be busy
-# Equal rows whose values fit into fewer bits may be so by chance, or be all that there are.
+SECONDS = 120.0  # the other processes may still be busy
+# Rows whose values fit into fewer bits may be equal by chance, or because there are no others.
 LEAST_BITS = 32.0
-MOST_VALUES = 2**16  # that are looked at to see how many bits there are
+MOST_VALUES = 2**16  # values that are read to count the bits
 
 WAY_OUT = (
-    "Give each process its own rows: jddp.data.TrainBatches and eval_batches do, made once the "
-    "process has joined its job. Where the rows are meant to be the same: same_batches=True."
+    "Give each process its own rows: jddp.data.TrainBatches and eval_batches do, if you make them "
+    "after the process has joined its job. If equal rows are intended: same_batches=True."
 )
 
 
@@ -46,7 +46,7 @@ def compare_calls(plan: Plan, directory: Any, batches: Batches, state: Any) -> N
       state: Initial state, or a function that makes one.
 
     Raises:
-      ProcessMismatchError: On every process, if an argument differs, or several have one share.
+      ProcessMismatchError: On every process, if an argument differs, or two read one share.
     """
     if jax.process_count() == 1:
         return
@@ -64,7 +64,7 @@ def compare_calls(plan: Plan, directory: Any, batches: Batches, state: Any) -> N
 
 
 def _about(name: str, batches: Any, most: float) -> dict[str, Any]:
-    """What all processes must have in common in batches, as far as these know it themselves."""
+    """Facts about batches that must be equal on all processes, as far as the batches know them."""
     known = {}
     if isinstance(getattr(batches, "share", None), Share):
         known = batches.settings
@@ -82,8 +82,8 @@ def refuse_same_rows(name: str, batch: Batch, plan: Plan) -> None:
       plan: Settings of the run, one of which permits it.
 
     Raises:
-      ProcessMismatchError: On every process, if several have the same rows, and these are neither
-        all alike nor so few and small that they may be the same by chance.
+      ProcessMismatchError: On every process, if several have the same rows, unless all rows are
+        equal, or so few and small that they may be the same by chance.
     """
     if jax.process_count() > 1 and not plan.same_batches:
         _refuse_equal(name, digest_of_rows(batch), "the first batch has the same rows on each")
@@ -101,10 +101,10 @@ def _refuse_equal(name: str, mine: str, how: str) -> None:
 
 
 def digest_of_rows(batch: Batch) -> str:
-    """A digest of the rows; empty where equal ones do not show that they are the same.
+    """A digest of the rows; empty if equal digests would not prove that rows are the same.
 
-    That is where all rows of a process are alike, as those of a synthetic batch may be, where all
-    their values fit into a few bits, and where an array is spread over processes.
+    This holds if all rows of a process are equal, as in a synthetic batch, if all values fit into a
+    few bits, and if an array is spread over processes.
     """
     digest, num_bits = hashlib.sha256(), 0.0
     for path, x in sorted(by_path(as_arrays(batch)).items()):
@@ -120,7 +120,7 @@ def digest_of_rows(batch: Batch) -> str:
 
 
 def bits_in_rows(array: np.ndarray) -> float:
-    """Bits that choose all values of rows among those that occur; 0 where all rows are alike."""
+    """Bits that encode all values of the rows, among the values that occur; 0 if all are equal."""
     rows = array.reshape(len(array), -1) if array.size else array.reshape(0, 1)
     if len(rows) == 0 or (len(rows) > 1 and all(_same(row, rows[0]) for row in rows)):
         return 0.0

@@ -1,7 +1,7 @@
-"""The records of a run in their order, of which those before a resume are read when asked for.
+"""The records of a run, in order; records before a resume are read only on demand.
 
-A run of weeks leaves millions of lines. To resume it needs its evaluations alone, so the others
-stay in their file until somebody draws them.
+A run of weeks leaves millions of lines. To resume, it needs only its evaluations, so the other
+records stay in their file until they are plotted.
 """
 
 import json
@@ -23,7 +23,7 @@ class History:
         self._read_earlier: Callable[[], Records] | None = None
 
     def begin_with(self, read: Callable[[], Records]) -> None:
-        """Puts earlier records, which `read` returns, before all that are appended."""
+        """Puts earlier records, which `read` returns, before all appended records."""
         self._read_earlier = read
 
     def append(self, record: dict[str, Any]) -> None:
@@ -39,9 +39,9 @@ class History:
 
 
 def resume_records(history: History, files: RunDirectory, step: int) -> Records:
-    """Drops the records of later steps; returns the evaluations that stay, the same everywhere.
+    """Drops the records of later steps; returns the remaining evaluations, equal on all processes.
 
-    Process 0 alone reads the file now.
+    Only process 0 reads the file now.
 
     Raises:
       FileSystemError: If it cannot be read or written.

@@ -2,9 +2,9 @@
 
     send step t+1 ─► read the metrics of step t ─► report, evaluate, save where due
 
-A step's metrics are read after the next step has been sent (`reporter`), so the devices never wait
-for the host, and the host is never more than two steps ahead. Every decision is taken from global
-values or agreed upon, so all processes decide the same.
+A step's metrics are read after the next step has been sent (`reporter`). So the devices never wait
+for the host, and the host is never more than two steps ahead. Every decision depends on global
+values, or is agreed upon, so all processes make the same decisions.
 """
 
 import contextlib
@@ -47,11 +47,11 @@ log = logging.getLogger("jddp")
 
 # After these errors the newest state must not be saved.
 RUINED = (NumericsError, ReplicaMismatchError, jax.errors.JaxRuntimeError)
-SECONDS = 600.0  # for process 0 to write what is left of the records
+SECONDS = 600.0  # for process 0 to write the remaining records
 
 
 class _Interrupted(Exception):
-    """A signal, at which all processes stop here."""
+    """A signal has come, and all processes stop here."""
 
 
 class Loop:
@@ -63,7 +63,7 @@ class Loop:
       state: Initial state, unless there is a checkpoint.
       plan: Length of the run, and periods of what it does.
       files: The run directory, or None.
-      callbacks: Objects that are called with reduced values.
+      callbacks: Callbacks, which get reduced values.
       about: Metadata for every checkpoint: config, versions, ...
       watchdog: Watchdog, which gets each step and phase.
 
@@ -123,8 +123,8 @@ class Loop:
                 self._restore_from(beside)
             except (LookupError, TypeError, ValueError, AttributeError) as error:
                 raise FileSystemError(
-                    f"{run.run_dir} holds, at step {run.step}, a run.json of another version of "
-                    f"jddp, or of something else: {error!r}. Choose another run.dir."
+                    f"{run.run_dir} holds, at step {run.step}, a run.json that this version of "
+                    f"jddp cannot read: {error!r}. Choose another run.dir."
                 ) from error
         else:
             self._count_steps()
@@ -175,7 +175,7 @@ class Loop:
             self._about["plan"] = plan.settings
 
     def run_to_the_end(self) -> None:
-        """Steps until all are done, a callback has stopped the run or a signal interrupts it."""
+        """Takes steps until all are done, a callback stops the run, or a signal interrupts it."""
         run, files, num_steps = self.run, self._files, self._plan.num_steps
         self._begun_at = run.step
         if run.step > num_steps:
@@ -247,12 +247,12 @@ class Loop:
     def _save_after(self, error: BaseException) -> None:
         """Saves the state after an exception of a callback, an evaluation or the data.
 
-        The step that was sent last is reported too, without a run directory as well. An exit
+        The step that was sent last is reported too, even without a run directory. An exit
         (`sys.exit`) of a callback is an exception like any other.
 
-        Saving needs all processes of a job. Where all of them fail at the same step, as in a
-        callback or an evaluation of the same code, they save together; where one fails alone it
-        leaves at once, and the last checkpoint stays the newest.
+        Saving needs all processes of a job. If all of them fail at the same step, for example in
+        the same callback or evaluation, they save together. If one fails alone, it exits at once,
+        and the last checkpoint stays the newest.
         """
         is_new = self.run.step > self._begun_at and not self.run.state.step.is_deleted()
         if isinstance(error, RUINED) or not is_new:
@@ -270,7 +270,7 @@ class Loop:
     def close(self, *, failed: bool = False) -> None:
         """Waits for checkpoints and restores the terminal.
 
-        After a failure no other process is waited for, and no second error raised.
+        After a failure it waits for no other process, and raises no second error.
         """
         self._source.close()
         self._reporter.close()
@@ -286,10 +286,10 @@ class Loop:
             self._finish_records(is_raised=is_raised)
 
     def _finish_records(self, *, is_raised: bool) -> None:
-        """Writes what is left of the records.
+        """Writes the remaining records.
 
         Raises:
-          FileSystemError: On all processes, if some are lost and `is_raised`; it is logged else.
+          FileSystemError: On all processes, if records are lost and `is_raised`; else it is logged.
         """
         failure = None if self._files is None else self._files.finish()
         if not is_raised:
@@ -344,16 +344,16 @@ class Loop:
         return every is not None and self.run.step > 0 and self.run.step % every == 0
 
     def _evaluate_and_save(self, *, at_end: bool = False) -> None:
-        """Evaluates and saves where due; at the end, where not yet done at this step."""
+        """Evaluates and saves if due; at the end, if not yet done at this step."""
         paused, run, plan = time.perf_counter(), self.run, self._plan
         if self._files is not None and (at_end or self._is_due(plan.save_every_steps)):
             self._save(LATEST)
-            if at_end or not run.evaluations:  # where a mistake in evaluation would show
+            if at_end or not run.evaluations:  # so that mistakes in evaluation show
                 self._saving.settle()
         if at_end or self._is_due(plan.eval_every_steps):
             self._evaluate()
         if at_end and self._files is not None and run.stopped is not None:
-            self._save(LATEST)  # An evaluation may have stopped it, which a checkpoint records.
+            self._save(LATEST)  # An evaluation may have stopped the run; a checkpoint records this.
         self._watchdog.enter("step", run.step)
         self._reporter.clock.pause(time.perf_counter() - paused)
 
@@ -363,7 +363,7 @@ class Loop:
             return
         batches = iter(self._evaluation)
         if not (first := list(itertools.islice(batches, 1))):
-            raise UsageError("evaluate= holds no batches. Was the iterator used up before?")
+            raise UsageError("evaluate= holds no batches. Was its iterator already used up?")
         if batches is self._evaluation:  # an iterator, which can be read only once
             self._evaluation = itertools.chain(first, batches)
         refuse_same_rows("evaluate", first[0], self._plan)
@@ -390,7 +390,7 @@ class Loop:
         self._ask("save", where)
 
     def _ask(self, what: str, value: str) -> None:
-        """Asks all processes to stop or save, where they agree on a step; one does it at once."""
+        """Requests a stop or save of all processes at a common step; one alone acts at once."""
         if num_processes() > 1 and self._requests.is_open:
             self._requests.ask(f"{what} {value}")
         else:

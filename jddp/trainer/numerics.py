@@ -1,7 +1,7 @@
-"""Steps with NaN or infinity: counted, and after too many in a row the end of the run.
+"""Counts steps with NaN or infinity, and ends the run after too many in a row.
 
-Diagnostics are kept in the run directory. Where such steps are skipped the state and the norms are
-those from before them; else the state is not finite, and the norms show where.
+Diagnostics are kept in the run directory. If such steps are skipped, state and norms are from
+before them; otherwise the state is not finite, and the norms show where.
 
     nonfinite/step_120/report.json      loss, examples, position, key, norms of each layer
     nonfinite/step_120/process_0.npz    the rows that process 0 gave to the step
@@ -59,12 +59,12 @@ class Numerics:
       ddp: A `jddp.DataParallel`, which takes the steps.
       source: The training batches.
       run_dir: Folder of the run, for the diagnostics; None keeps none.
-      most: Number of steps skipped in a row that ends the run.
+      most: Number of skipped steps in a row that ends the run.
 
     Attributes:
-      skipped: Number of steps skipped in all.
-      in_a_row: Number of steps skipped since the last one that was taken, without those that only
-        bring a loss scale down.
+      skipped: Total number of skipped steps.
+      in_a_row: Number of skipped steps since the last one that was taken, not counting steps that
+        only lower the loss scale.
     """
 
     def __init__(
@@ -83,13 +83,13 @@ class Numerics:
         return [self.skipped, self.in_a_row, self._skipped_at]
 
     def restore(self, kept: Sequence[Any]) -> None:
-        """Counts on from what a checkpoint keeps; one of an earlier version has no loss scale."""
+        """Continues to count from a checkpoint; one of an earlier version has no loss scale."""
         skipped, in_a_row, *scale = kept
         self.skipped, self.in_a_row = int(skipped), int(in_a_row)
         self._skipped_at = scale[0] if scale else None
 
     def look(self, sent: Sent, state: TrainState) -> bool:
-        """Waits for a step; returns whether it is the first skipped one of a row.
+        """Waits for a step; returns whether it is the first one skipped in a row.
 
         Args:
           sent: The step.
@@ -122,19 +122,19 @@ class Numerics:
         return f"{found}.{kept} {way_out}; the last checkpoint is from before."
 
     def _labels_beyond(self, batch: Batch) -> str:
-        """A sentence on labels or tokens of a batch that the model has no output for, or ""."""
+        """A sentence about labels or tokens for which the model has no output, or ""."""
         outputs = num_outputs(self._ddp, batch) or 1
         for name in LABELS if outputs > 1 and isinstance(batch, Mapping) else ():
             x = batch.get(name, np.zeros(1))
             if x.dtype.kind in "iu" and (highest := int(x.max())) >= outputs:
                 return (
-                    f"{name!r} reaches {highest} there, and the model has {outputs} outputs, for 0 "
+                    f"{name!r} reaches {highest} there, but the model has {outputs} outputs, for 0 "
                     f"... {outputs - 1}: give it more (num_classes, vocab_size), or fix the data"
                 )
         return ""
 
     def _keep(self, run_dir: SameFolder, sent: Sent, state: TrainState, loss: float) -> str:
-        """Writes the diagnostics of the step; returns a sentence on their place and findings."""
+        """Writes the diagnostics of the step; returns a sentence about their place and findings."""
         rows = {name: own_rows(x) for name, x in by_path(sent.batch).items()}
         layers = self._layers(sent, state)
         examples, broken = self._source.examples_before(sent.position), _broken_rows(rows)
@@ -163,7 +163,7 @@ class Numerics:
         return f" {folder} has its rows and norms.{not_finite}"
 
     def _layers(self, sent: Sent, state: TrainState) -> dict[str, dict[str, float]]:
-        """Norms of that step if its state is still there; with the same random numbers."""
+        """Norms of the step, with the same random numbers, if its state is still there."""
         steps_ahead = int(state.step) - sent.step + 1
         before = state.replace(step=state.step - steps_ahead)
         try:
@@ -192,7 +192,7 @@ def write_evidence(
 ) -> None:
     """Writes this process's rows and, on process 0, the report; logs a failure.
 
-    Numbers that are not finite become text, "nan" or "inf", for JSON has none.
+    Numbers that are not finite become text, "nan" or "inf", because JSON has neither.
     """
     try:
         run_dir.check()

@@ -1,8 +1,8 @@
-"""What fits on a device where a step does not, and the error of one that is out of memory.
+"""The error of a step that is out of memory, with smaller steps that would fit.
 
-It is recognized by the words of XLA, CUDA, cuDNN, cuBLAS and NCCL. What would fit is compiled
-without autotuning, which would run kernels on a full GPU. A job of several processes compiles
-nothing then: all of them take part in autotuning, and only some may be out of memory.
+It is recognized by the messages of XLA, CUDA, cuDNN, cuBLAS and NCCL. Smaller steps are compiled
+without autotuning, which would run kernels on a full GPU. A job of several processes then compiles
+nothing: all processes take part in autotuning, and only some may be out of memory.
 """
 
 import contextlib
@@ -30,12 +30,12 @@ _FITS = (
     "and CUDA graphs, for which a smaller XLA_CLIENT_MEM_FRACTION leaves more."
 )
 _NO_LIBRARY = (
-    "It fits. cuDNN and cuBLAS take memory of their own, and have none where another program is on "
-    "the device (nvidia-smi lists them) or JAX has taken all: a smaller XLA_CLIENT_MEM_FRACTION "
-    "leaves more. Or the library is of another version than JAX needs."
+    "It fits. cuDNN and cuBLAS need memory of their own, and get none if another program is on the "
+    "device (nvidia-smi lists them) or JAX has taken all: a smaller XLA_CLIENT_MEM_FRACTION leaves "
+    "more. Or the version of the library is not the one that JAX needs."
 )
 _TOGETHER = (
-    "What would fit is compiled by all processes together: jddp.train --dry-run, or "
+    "To find what would fit, all processes must compile together: run jddp.train --dry-run, or "
     "jddp.memory(ddp, batch) on each of them."
 )
 # A whole message of each, and its source, stand in tests/parts/trainer/test_out_of_memory.py.
@@ -108,12 +108,12 @@ def _explain_compiled(ddp: Trainable, batch: Batch, reason: str) -> str:
 def ways_out(
     ddp: Trainable, batch: Batch, memory: Memory, *, autotune: bool = True
 ) -> Iterator[str]:
-    """More micro-batches and a smaller batch with which a step fits, as compiled; if any.
+    """The number of micro-batches, and the smaller batch, with which a compiled step fits, if any.
 
     Args:
       ddp: A `jddp.DataParallel`, which steps.
       batch: Shapes of this process's rows.
-      memory: Memory of the step, which is too much.
+      memory: Memory of the step, which does not fit.
       autotune: Whether the compiler may try kernels on the devices.
     """
     measure = functools.partial(memory_of, ddp, autotune=autotune)

@@ -5,9 +5,9 @@
     checkpoints.save(ddp, state, {"epoch": 3})        # written in the background
     checkpoints.wait()                                # once, after the last
 
-A directory holds the checkpoints of one training: the first state is saved where there is none, or
-after the newest was restored, and steps only grow. So the newest checkpoint is the one to resume
-from, and no other training's is removed or replaced.
+A directory holds the checkpoints of one training. The first save needs a directory without
+checkpoints, or a restore of the newest one, and steps only grow. So a training resumes from the
+newest checkpoint, and no checkpoint of another training is removed or replaced.
 """
 
 import contextlib
@@ -29,15 +29,15 @@ from jddp.engine.trainable import Trainable
 from jddp.errors import ConfigError, FileSystemError, UsageError
 from jddp.trainer.saving import LATEST, refuse_unsound
 
-# By directory, for all objects of this process: one waits for what another is still writing.
+# By directory, for all objects of this process: one waits for checkpoints that another writes.
 _written: dict[Path, CheckpointFolder] = {}
 
 
 class Checkpoints:
     """The checkpoints of your own loop.
 
-    Writing continues in the background, and ends before the next save begins or the process ends; a
-    process that is killed meanwhile leaves the checkpoint before.
+    Writing continues in the background, and ends before the next save begins or the process ends.
+    If the process is killed meanwhile, the previous checkpoint is still there.
 
     Args:
       directory: Directory of the checkpoints of one training, on a file system that all processes
@@ -60,9 +60,9 @@ class Checkpoints:
     def save(self, ddp: Trainable, state: TrainState, extra: Any = None) -> None:
         """Saves a state, as `jddp.fit` does; returns once it is copied.
 
-        Every process calls it. What the file system refuses is logged, and loses only that
-        checkpoint. What was saved last, the same state and `extra`, is not written again; another
-        state of its step replaces it.
+        Every process calls it. An error of the file system is logged, and loses only this
+        checkpoint. The state and `extra` that were saved last are not written again; another state
+        of the same step replaces them.
 
         Args:
           ddp: The `jddp.DataParallel` that has made the state.
@@ -71,12 +71,11 @@ class Checkpoints:
             metrics, None. Tuples come back as lists, keys of dicts as strings.
 
         Raises:
-          ConfigError: If `extra` is no JSON; if the directory is of a run of `fit`, or holds
+          ConfigError: If `extra` is not JSON; if the directory belongs to a run of `fit`, or holds
             checkpoints that were not restored first, or of later steps.
           FileSystemError: If the directory cannot be made or written.
           NumericsError: If the state is not finite.
-          ReplicaMismatchError: At the next call, if state differs that must be the same on all
-            replicas.
+          ReplicaMismatchError: At the next call, if replicas that must be identical differ.
           UsageError: If a step has taken the state, or it is of another model.
         """
         ddp.check(state)
@@ -84,7 +83,7 @@ class Checkpoints:
         try:
             now = step, weakref.ref(state), json.dumps(extra)
         except (TypeError, ValueError, RecursionError) as error:
-            raise ConfigError(f"extra= is no JSON: {error}. Give numbers, text, dicts.") from error
+            raise ConfigError(f"extra= is not JSON: {error}. Give numbers, text, dicts.") from error
         self._refuse_directory(folder, step)
         refuse_unsound(step, state)
         if folder not in _written:
@@ -100,29 +99,29 @@ class Checkpoints:
         """Refuses a directory where this state would not be the newest of its training."""
         if _is_run(folder) or _is_run(folder.parent):
             raise ConfigError(
-                f"{folder} is of a run of fit, which resumes from its own checkpoints alone. Save "
-                "into another directory; restore reads from this one too."
+                f"{folder} belongs to a run of fit, which resumes only from its own checkpoints. "
+                "Save into another directory; restore also reads from this one."
             )
         last = self._last.get(folder)
         if (last is None or step < last[0]) and (there := _newest_in(folder)) is not None:
             raise ConfigError(
-                f"{folder} holds a checkpoint of step {there}, from which this state of step "
-                f"{step} does not come. Call restore first, or choose another directory."
+                f"{folder} holds a checkpoint of step {there}, and this state of step {step} does "
+                "not come from it. Call restore first, or choose another directory."
             )
 
     def restore(self, ddp: Trainable) -> tuple[TrainState, Any] | None:
         """Returns the newest undamaged state, and its `extra` values.
 
-        Every process calls it, after `ddp.init`. The state may be of another number of devices or
-        processes, and its optimizer sharded or not. Nothing is written, so that another process may
-        be saving there; but a damaged checkpoint is renamed, and the one before is read.
+        Every process calls it, after `ddp.init`. The state may be from another number of devices or
+        processes, and its optimizer sharded or not. Nothing is written, so another process may be
+        saving there; but a damaged checkpoint is renamed, and the one before it is read.
 
         Args:
           ddp: A `jddp.DataParallel`, of the same model and optimizer.
 
         Returns:
-          The state and the extra values; None where there is no checkpoint. The checkpoints of
-          `jddp.fit` have their run data in place of extra values.
+          The state and the extra values; None if there is no checkpoint. Checkpoints of `jddp.fit`
+          have their run data in place of extra values.
 
         Raises:
           UsageError: If there was no `init`, which gives the form of the state.
@@ -155,7 +154,7 @@ class Checkpoints:
 
 
 def _finish() -> None:
-    """Waits until all is written; what the file system refuses has been logged."""
+    """Waits until all is written; errors of the file system have been logged."""
     for checkpoints in _written.values():
         with contextlib.suppress(FileSystemError):
             checkpoints.wait()
@@ -163,10 +162,10 @@ def _finish() -> None:
 
 @functools.cache
 def _finish_at_exit() -> None:
-    """Has all be written before the process ends; registered by the first save."""
-    # Not by `atexit`, which comes too late: threads can start no others any more, as a save needs.
+    """Writes everything before the process ends; registered by the first save."""
+    # Not with `atexit`, which is too late: a save starts threads, which is no longer possible then.
     threading._register_atexit(_finish)  # type: ignore[attr-defined]
-    os.register_at_fork(after_in_child=_written.clear)  # which the parent writes, a child awaits
+    os.register_at_fork(after_in_child=_written.clear)  # the parent writes them, no child
 
 
 def _is_run(folder: Path) -> bool:

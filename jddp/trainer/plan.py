@@ -13,11 +13,11 @@ POSITIVE += ["keep_every_steps", "check_replicas_every_steps", "max_consecutive_
 
 @dataclass
 class Plan:
-    """The settings of a run; periods are in optimizer steps, None is once, at the end.
+    """The settings of a run; periods are in optimizer steps, and None means once, at the end.
 
     Attributes:
-      num_steps: Total number of optimizer steps, those before a resume included. With a number of
-        epochs it is counted again where the run resumes, for they end with their last example.
+      num_steps: Total number of optimizer steps, including steps before a resume. With a number of
+        epochs it is counted again when the run resumes: epochs end with their last example.
       num_epochs: Number of passes over the data, or None.
       log_every_steps: Steps between train records.
       eval_every_steps: Steps between evaluations.
@@ -29,7 +29,7 @@ class Plan:
       eval_params: "params" or "ema".
       learning_rate: Learning rate as a function of the step, for the records, or None.
       check_replicas_every_steps: Steps between comparisons of all replicas.
-      max_consecutive_skips: Number of steps skipped in a row that ends the run.
+      max_consecutive_skips: Number of skipped steps in a row that ends the run.
       seed: Seed of the first state.
       same_batches: Whether processes may have the same rows.
 
@@ -55,7 +55,7 @@ class Plan:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The settings that all processes must have in common, by the names of `fit`'s arguments.
+        """The settings that must be equal on all processes, by the names of `fit`'s arguments.
 
         Batches and functions are left out: they have no text that is the same everywhere.
         """
@@ -64,7 +64,7 @@ class Plan:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings that may differ when a run resumes, and how it is evaluated, by name."""
+        """The settings that may differ when a run resumes, and `eval_params`, by name."""
         return {name: getattr(self, name) for name in (*POSITIVE, "eval_params")}
 
     def __post_init__(self) -> None:

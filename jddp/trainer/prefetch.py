@@ -1,7 +1,7 @@
 """Training batches, prefetched to the devices.
 
 A thread reads ahead and places batches on the devices while the step computes. Batches that were
-read and not yet taken do not count: the position is that of the batch taken last.
+read but not yet taken do not count: the position belongs to the batch that was taken last.
 """
 
 import base64
@@ -21,9 +21,9 @@ from jddp.engine.host_rows import as_arrays
 from jddp.errors import DataError
 from jddp.typing import Batch
 
-# Batches that wait on the devices: one more than the next, as reading may take longer at times.
+# Batches that wait on the devices: one more than needed, because reading sometimes takes longer.
 DEPTH = 2
-NUM_AHEAD = DEPTH + 1  # batches on the devices beside that of the step: one waits for its place
+NUM_AHEAD = DEPTH + 1  # batches on the devices beside the step's batch: one waits for its place
 _END = object()
 
 
@@ -31,9 +31,9 @@ class Source:
     """Prefetched batches that can be repositioned.
 
     Args:
-      batches: Iterable of batches. Its iterator may have `get_state` and `set_state`, as grain's
-        have, or it may have `state_dict` and `load_state_dict`, as torchdata's and those of
-        Hugging Face have. Any others are counted, and read from their start again on resume.
+      batches: Iterable of batches. Its iterator may have `get_state` and `set_state`, as in grain,
+        or it may have `state_dict` and `load_state_dict`, as in torchdata and Hugging Face. Other
+        batches are counted, and read again from the start on resume.
       put: Function that places a batch on the devices.
 
     Attributes:
@@ -51,7 +51,7 @@ class Source:
         self._thread: threading.Thread | None = None
 
     def peek(self) -> Batch:
-        """The first batch, on the host; it stays to be taken."""
+        """The first batch, on the host, without taking it."""
         if isinstance(self._batches, TrainBatches):
             if self._first is None:
                 self._first = self._batches.batch(0)  # which starts no workers
@@ -62,7 +62,7 @@ class Source:
 
     @property
     def begins_at(self) -> int:
-        """Number of examples that `TrainBatches` had delivered already; 0 for other batches."""
+        """Number of examples that `TrainBatches` had already delivered; 0 for other batches."""
         is_known = isinstance(self._batches, TrainBatches)
         return self._batches.get_state()["position"] if is_known else 0
 
@@ -77,7 +77,7 @@ class Source:
         return self._batches.examples_before(position["state"]).tolist() if is_known else None
 
     def move_to(self, position: dict[str, Any]) -> None:
-        """Moves to a saved position; batches without a state will be read again up to there."""
+        """Moves to a saved position; batches without a state are read again up to it."""
         num_taken, state = position["num_taken"], position.get("state")
         if state is not None and self._set_state(state):
             self._peeked.clear()
@@ -85,7 +85,7 @@ class Source:
         elif num_taken:
             logging.getLogger("jddp").warning(
                 "The training iterator cannot be repositioned: replaying %d batches, which is "
-                "right if they are the same each time. With get_state and set_state it would be "
+                "correct if they are the same each time. With get_state and set_state it would be "
                 "repositioned.",
                 num_taken,
             )
@@ -109,7 +109,7 @@ class Source:
         """The next batch, on the devices.
 
         Raises:
-          DataError: If there is none.
+          DataError: If there is no further batch.
         """
         batch, position = self._ready.get()
         if isinstance(batch, BaseException):
@@ -187,7 +187,7 @@ class Source:
 
 
 def _form(x: Any) -> str:
-    """Dtype and dims of a leaf of a batch; batches may differ in rows, and in nothing else."""
+    """Dtype and dims of a leaf of a batch; batches may differ only in their rows."""
     dims = ", ".join(map(str, ("rows", *x.shape[1:])))
     dtype = jax.dtypes.canonicalize_dtype(x.dtype) if x.dtype.kind in "iufc" else x.dtype
     return f"{dtype} ({dims})"

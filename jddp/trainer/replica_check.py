@@ -19,7 +19,7 @@ class ReplicaCheck:
         self._begun: tuple[int, Any, TrainState] | None = None
 
     def begin(self, step: int, state: TrainState) -> None:
-        """Digests a state after `step` finished steps, where due; asynchronous."""
+        """Digests a state after `step` finished steps, if due; asynchronous."""
         if self._every and step % self._every == 0 and state.step.sharding.mesh.size > 1:
             self._begun = step, digests(state), state
 
@@ -34,7 +34,7 @@ class ReplicaCheck:
         (step, found, state), self._begun = self._begun, None
         if (difference := find_divergence(found, state)) is not None:
             raise ReplicaMismatchError(
-                f"After step {step} {difference}. No checkpoint is made of this state; existing "
-                "ones are of identical replicas. Exclude that device, or look for code that "
-                "depends on the host."
+                f"After step {step} {difference}. This state is not saved; existing checkpoints "
+                "are from identical replicas. Exclude that device, or look for code that depends "
+                "on the host."
             )

@@ -1,7 +1,7 @@
-"""The metrics of each step, read after the next step was sent, and reported.
+"""Reads the metrics of each step after the next step was sent, and reports them.
 
 A step's metrics are read late, so that the devices never wait for the host. They go to the check
-for NaN and infinity, to the callbacks and, where that is due, to the metrics file and the terminal.
+for NaN and infinity, to the callbacks and, if due, to the metrics file and the terminal.
 """
 
 import contextlib
@@ -62,11 +62,11 @@ class Reporter:
       files: The run directory, or None.
       callbacks: Callbacks of the run.
       numerics: Check of each step.
-      history: Records of the run, to which those of steps and evaluations are added.
+      history: Records of the run, to which the records of steps and evaluations are added.
 
     Attributes:
       clock: Time of steps since the last record.
-      progress: Printer of what is reported.
+      progress: Printer of the reports.
       note: Function that prints a sentence.
     """
 
@@ -84,7 +84,7 @@ class Reporter:
         self.progress = Progress(plan.num_steps, is_writer=jax.process_index() == 0)
         self.note, self.close = self.progress.note, self.progress.close
         self.clock = Clock(0)
-        self._waiting: Sent | None = None  # the newest step, whose metrics were not yet read
+        self._waiting: Sent | None = None  # the newest step, whose metrics are not read yet
 
     def next(self, sent: Sent | None = None) -> None:
         """Reports the step that waits; `sent`, if given, waits in its place."""
@@ -95,7 +95,7 @@ class Reporter:
     def finish(self) -> None:
         """Reports the step that waits after a failure; a callback that fails again is logged.
 
-        So records, callbacks and the checkpoint that is saved then end with the same step.
+        So records, callbacks and the last checkpoint end with the same step.
 
         Raises:
           NumericsError: If that step must not be saved.
@@ -116,9 +116,9 @@ class Reporter:
         call_each(self._callbacks, on_step)
 
     def _record(self, sent: Sent) -> dict[str, float]:
-        """Waits for a step, and records its metrics where that is due; returns them if read."""
+        """Waits for a step, and records its metrics if due; returns them if they were read."""
         step = sent.step
-        if self._numerics.look(sent, self._run.state):  # at each: none behind it may be saved
+        if self._numerics.look(sent, self._run.state):  # at each step: no later state may be saved
             self.note(f"step {step} is skipped: its loss, gradients or other state are not finite")
         is_logged = step % self._plan.log_every_steps == 0 or step == self._plan.num_steps
         if not (is_logged or self._callbacks):
@@ -141,7 +141,7 @@ class Reporter:
         self.progress.log(record)
 
     def learning_rate(self, step: int) -> float | None:
-        """The learning rate of a step, numbered from 1; None where there is none or no schedule."""
+        """The learning rate of a step, numbered from 1; None without a step or a schedule."""
         schedule = self._plan.learning_rate
         return None if schedule is None or step < 1 else float(np.asarray(schedule(step - 1)))
 

@@ -1,6 +1,6 @@
-"""Notes on a resumed run: another topology, other settings, another schedule.
+"""Notes on a resumed run: a different topology, different settings, a different schedule.
 
-Which keys of a config may differ at all follows from their effect, in `config.schema`.
+The effect of a key, in `config.schema`, decides whether it may differ at all.
 """
 
 import math
@@ -16,7 +16,7 @@ Topology = Mapping[str, Any]
 def differences(
     before: Topology, now: Topology, *, uses_rng: bool, has_statistics: bool
 ) -> str | None:
-    """A note on how two topologies differ and what that changes; None if they do not.
+    """A note on the difference of two topologies and its effect; None if they are equal.
 
     Args:
       before: Number of processes, of devices and of micro-batches, and the mode of batch norm, by
@@ -47,11 +47,11 @@ def differences(
 
 
 def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """A note on the settings that differ from those that the run was saved with, or None.
+    """A note on the settings that have changed since the run was saved, or None.
 
     Args:
-      before: Values saved beside the state, among them "config", or where that is None "plan".
-      now: Those values of the run that resumes.
+      before: Values that were saved beside the state, among them "config", or "plan" without one.
+      now: The same values of the run that resumes.
     """
     if now["config"] is not None and before.get("config") is not None:
         differ = compare_keys(before["config"], now["config"])[1]
@@ -64,15 +64,15 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> str |
 def changed_rate(
     step: int, before: float | None, now: float | None, keep: str | None = None
 ) -> str | None:
-    """A note that the schedule is not the one that finished steps followed, or None.
+    """A note that the schedule differs from the one that finished steps followed, or None.
 
     Args:
       step: Number of finished steps.
-      before: Learning rate of the last of them when it was taken; None if that is not known.
-      now: Learning rate of it on the schedule that the run resumes with.
-      keep: Key and value that would keep the schedule of before, if they are known.
+      before: Learning rate with which the last of them was taken; None if it is not known.
+      now: Learning rate of this step on the schedule with which the run resumes.
+      keep: Key and value that would keep the earlier schedule, if they are known.
     """
-    # Another platform may round a schedule otherwise.
+    # Another platform may round a schedule differently.
     if before is None or now is None or math.isclose(before, now, rel_tol=1e-4, abs_tol=1e-12):
         return None
     return (
@@ -83,7 +83,7 @@ def changed_rate(
 
 
 def length_before(config: Any, plan: Mapping[str, Any]) -> str | None:
-    """The key and value that give a schedule the length that it had; None where it has none.
+    """The key and value that give a schedule its earlier length; None if it has no length.
 
     Args:
       config: Config of the run, as nested dicts; or settings of the user, or None.

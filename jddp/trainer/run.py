@@ -2,7 +2,7 @@
 
 run = jddp.fit(ddp, batches, num_steps=1000, evaluate=test_batches)
 run.plot(); run.history; run.evaluate(other_batches); run.predict(batches)
-run = jddp.open_run(run_dir)  # the same of a run that has ended
+run = jddp.open_run(run_dir)  # the same for a run that has ended
 """
 
 import re
@@ -33,13 +33,13 @@ class Run(Shown):
       state: The most recent state.
       step: Number of finished optimizer steps.
       metrics: The last train record, a dict of floats.
-      evaluations: The records of all evaluations, those before a resume included.
+      evaluations: The records of all evaluations, including those before a resume.
       run_dir: Folder of the run's files, or None.
-      config: The config of the run, or the settings that were kept with it (`fit(config=...)`), as
-        nested dicts; None without. `jddp.Config(**run.config)` makes the object.
+      config: The config of the run, or the settings of `fit(config=...)`, as nested dicts; or None.
+        `jddp.Config(**run.config)` makes the object.
       stopped: Reason for which a callback has ended the run, or None.
-      interrupted: Name of the signal that stopped the run before its end; it is saved, and resumes
-        when it is started again. Or None.
+      interrupted: Name of the signal that stopped the run before its end, or None. Such a run is
+        saved, and resumes when it is started again.
     """
 
     def __init__(
@@ -66,9 +66,9 @@ class Run(Shown):
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """The records of training and evaluation in their order, as in `metrics.jsonl`.
+        """The records of training and evaluation, in order, as in `metrics.jsonl`.
 
-        With a run directory those before a resume are among them.
+        With a run directory they include the records before a resume.
         """
         return self._history.records()
 
@@ -96,8 +96,8 @@ class Run(Shown):
     def stop(self, reason: str) -> None:
         """Ends the run after the current step; `reason` is reported.
 
-        In a job of several processes one may call it, or all: they stop after the same step, the
-        current one if all call it there. `run.stopped` is set then.
+        In a job of several processes one or all may call it. They stop after the same step, which
+        is the current one if all call it there. `run.stopped` is set then.
         """
         if self.ask_to_stop is None:
             self.stopped = self.stopped or reason
@@ -107,21 +107,21 @@ class Run(Shown):
     def save(self, where: str = "checkpoints") -> None:
         """Writes a checkpoint of the most recent state into a folder of the run directory.
 
-        In a job of several processes one may call it, or all. It is written after the callback, at
-        the step at which all of them can, the current one if all call it there.
+        In a job of several processes one or all may call it. The checkpoint is written after the
+        callback, at a step that all processes have in common: the current one if all call it there.
 
         Raises:
-          ConfigError: If `where` is not a plain name, or a file of the run itself has it.
+          ConfigError: If `where` is not a plain name, or is the name of a file of the run itself.
         """
         if not _NAME.fullmatch(where):
             raise ConfigError(
-                f"Checkpoints are kept in a folder of the run directory, and {where!r} is no plain "
-                "name of one. Use letters, digits, '_' and '-'."
+                f"Checkpoints are kept in a folder of the run directory, and {where!r} is not a "
+                "plain name. Use letters, digits, '_' and '-'."
             )
-        if where.lower() in OWN_NAMES:  # on a disk where cases are one, too
+        if where.lower() in OWN_NAMES:  # also on a disk that ignores case
             raise ConfigError(
-                f"run.save({where!r}): the run directory has a file or folder of its own of that "
-                "name. Choose another, such as 'kept'."
+                f"run.save({where!r}): the run directory uses this name for its own files. Choose "
+                "another name, such as 'kept'."
             )
         self._save(where)
 

@@ -1,8 +1,8 @@
-"""Whether a run resumes with the model, the loss and the optimizer that it was trained with.
+"""Checks that a run resumes with the model, the loss and the optimizer that it was trained with.
 
 `run.json` of a checkpoint keeps digests of the program, and a run that resumes compares its own.
-Where a config allows a change (`train.num_steps`, `checkpoint.allow_changed`), the parts that its
-keys describe may differ; another version of a package may make other equations of the same code.
+If a config allows a change (`train.num_steps`, `checkpoint.allow_changed`), the parts that its keys
+describe may differ. Another version of a package may trace the same code to different equations.
 Any other difference is refused, unless `resume="changed"` continues with the new program.
 """
 
@@ -20,12 +20,12 @@ from jddp.errors import ConfigError
 from jddp.trainer.reports.run_directory import changed_keys
 from jddp.typing import Batch, JsonObject
 
-# Packages whose versions may trace other equations of the same code.
+# Packages of which another version may trace the same code to different equations.
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "jddp")
 
 
 class SameProgram:
-    """The program of a run, and its comparison with that of a checkpoint.
+    """The program of a run, and its comparison with the program of a checkpoint.
 
     Args:
       ddp: A `jddp.DataParallel`.
@@ -60,7 +60,7 @@ class SameProgram:
 
         Args:
           step: Step of the checkpoint.
-          beside: Run data of the checkpoint, which in an earlier version hold no program.
+          beside: Run data of the checkpoint; earlier versions kept no program in it.
           resume: "changed" to continue with another program.
 
         Returns:
@@ -82,7 +82,7 @@ class SameProgram:
         refused = [part for part in differ if part not in self._allowed(beside)]
         if refused and not others and resume != "changed":
             raise ConfigError(
-                f"The program differs from that of step {step} of this run: another "
+                f"The program differs from the program of step {step} of this run: another "
                 f"{' and '.join(refused)}, in equations or constants. Undo the change, or choose "
                 "another run.dir; or continue this run with the new program: resume='changed' "
                 "(checkpoint.resume=changed of a config)."
@@ -104,7 +104,7 @@ class SameProgram:
         if form != program.form:
             try:
                 program = self._ddp.steps.program(self._state, self._batch, form)
-            except Exception:  # of the loss, for which rows of that form are no rows
+            except Exception:  # of the loss, which does not accept rows of that form
                 return list(PARTS)
         return [part for part in PARTS if before["digests"][part] != program.digests[part]]
 
@@ -113,7 +113,7 @@ class SameProgram:
         old, new, allowed = beside.get("config"), self._about["config"], set[str]()
         if old is None or new is None:
             return allowed
-        # A schedule without a length of its own has that of the run.
+        # A schedule without its own length has the length of the run.
         if beside["plan"]["num_steps"] != self._about["plan"]["num_steps"]:
             allowed.add("optimizer")
         for key in changed_keys(old, new):

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: restores the newest, and saves states that are finite."""
+"""Restores a run from its newest checkpoint, and saves states that are finite."""
 
 import contextlib
 from collections.abc import Mapping
@@ -15,8 +15,8 @@ from jddp.errors import ConfigError, Error, FileSystemError, NumericsError
 from jddp.trainer.plan import Plan
 from jddp.trainer.reports.run_directory import RunDirectory
 
-LATEST = "checkpoints"  # the folder of those to resume from; all others hold one each
-SECONDS = 2.0  # between the first and the last process that fail by the same mistake
+LATEST = "checkpoints"  # the folder to resume from; each other folder holds one checkpoint
+SECONDS = 2.0  # between the first and the last process that fail with the same mistake
 
 
 @jax.jit
@@ -33,7 +33,7 @@ def _is_sound(state: TrainState) -> jax.Array:
 
 
 def refuse_unsound(step: int, state: TrainState) -> None:
-    """Refuses a state from which no run could resume.
+    """Refuses a state from which a run could not resume.
 
     Raises:
       NumericsError: If it is not finite.
@@ -41,7 +41,7 @@ def refuse_unsound(step: int, state: TrainState) -> None:
     if not _is_sound(state):
         raise NumericsError(
             f"The state is not finite after step {step}: a loss, a gradient or an update was not. "
-            "It is not saved; the last checkpoint is from before. skip_nonfinite=True leaves out "
+            "It is not saved; the last checkpoint is older. skip_nonfinite=True leaves out "
             "such steps."
         )
 
@@ -61,10 +61,10 @@ class Saving:
         self._last: dict[str, tuple[int, Any]] = {}  # step and reason to stop, by folder
 
     def restore(self, state: TrainState) -> Restored | None:
-        """The newest checkpoint, placed on the devices like `state`; None where there is none.
+        """The newest checkpoint, placed on the devices like `state`; None if there is none.
 
         Raises:
-          ConfigError: If there must be one and is not, or the other way round.
+          ConfigError: If there must be a checkpoint and there is none, or the other way round.
         """
         latest = self._folder(LATEST)
         steps, path = latest.steps(), self._files and self._files.where
@@ -83,10 +83,10 @@ class Saving:
         return restored
 
     def save(self, where: str, step: int, state: TrainState, beside: Mapping[str, Any]) -> None:
-        """Hands a state over for writing, unless it was saved or restored last.
+        """Starts writing a state, unless it is the one that was saved or restored last.
 
         Raises:
-          NumericsError: If no run could resume from it.
+          NumericsError: If a run could not resume from it.
         """
         refuse_unsound(step, state)
         if (now := (step, beside["stopped"])) != self._last.get(where):
@@ -94,15 +94,15 @@ class Saving:
             self._last[where] = now
 
     def all_are_at(self, step: int) -> bool:
-        """Whether all processes ask this of the same step, within seconds of each other."""
+        """Whether all processes call this for the same step, within seconds of each other."""
         with contextlib.suppress(TimeoutError, jax.errors.JaxRuntimeError):
             return bool(gather(f"saved at an error/{step}", "", timeout_seconds=SECONDS))
         return False
 
     def settle(self) -> None:
-        """Waits for the newest checkpoint where a process that fails would break off its writing.
+        """Waits for the newest checkpoint, if a process that fails would interrupt its writing.
 
-        Saving has logged what the file system refuses, and `close` raises it.
+        Errors of the file system have been logged; `close` raises them.
         """
         if jax.process_count() > 1:
             with contextlib.suppress(FileSystemError):
@@ -113,7 +113,7 @@ class Saving:
         self._folder(LATEST).wait()
 
     def close(self, *, failed: bool) -> None:
-        """Waits for all of them; after a failure, whose error is to be raised, only if alone."""
+        """Waits for all checkpoints; after a failure, which raises its own error, only if alone."""
         if failed and jax.process_count() > 1:
             return  # Others may wait for this process, as it would for them.
         for checkpoints in self._folders.values():

@@ -1,7 +1,7 @@
 """`start`, the function behind `jddp.fit` and the command line.
 
 It prepares the run directory, compares the processes of a job, and runs the training loop under a
-watchdog. It knows the model only as an object that steps and evaluates.
+watchdog. It knows a model only as an object that steps and evaluates.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ class RunFiles(NamedTuple):
 
     Attributes:
       directory: Folder for metrics and checkpoints, or its URL; None keeps nothing.
-      config: Settings of the run; a directory with other ones is refused.
+      config: Settings of the run; a directory with different settings is refused.
       manifest: Further facts, such as versions.
     """
 
@@ -68,7 +68,7 @@ def start(
       kept: Files of the run.
       state: Initial state, which is copied; or a function of the first batch that makes one, which
         the first step donates. None makes one from the plan's seed.
-      callbacks: Objects as `jddp.Callback` describes them.
+      callbacks: Objects with the methods of `jddp.Callback`.
       limits: Seconds that a phase may take before its processes are reported as hanging.
     """
     refuse_unjoined()

@@ -1,7 +1,7 @@
 """Callbacks that watch a metric of the evaluations: early stopping, and the best checkpoint.
 
-Their decisions follow from the records of all evaluations: they are the same on every process, and
-in a run that has resumed.
+Their decisions depend only on the records of all evaluations: they are the same on every process,
+and in a resumed run.
 """
 
 import math
@@ -24,7 +24,7 @@ class Watching(Callback):
       metric: Name of the metric.
     """
 
-    called = "Watching"  # in an error, with the key of a config that makes one
+    called = "Watching"  # its name in errors, with the key of the config
 
     def __init__(self, metric: str, mode: str) -> None:
         self.metric = metric
@@ -38,16 +38,16 @@ class Watching(Callback):
           directory: Directory of the run, or None.
 
         Raises:
-          ConfigError: If there is not.
+          ConfigError: If there are no evaluations.
         """
         if plan.evaluation is None:
-            raise ConfigError(f"{self.called} watches evaluations, and there is no evaluate=.")
+            raise ConfigError(f"{self.called} watches evaluations, but there is no evaluate=.")
 
     def check(self, names: Sequence[str]) -> None:
         """Refuses a metric that evaluations do not return.
 
         Args:
-          names: Names of what they return.
+          names: Names of the values that they return.
 
         Raises:
           ConfigError: If the metric is not among them.
@@ -55,19 +55,19 @@ class Watching(Callback):
         if self.metric not in names:
             listed = ", ".join(sorted(set(names) - {"examples"}))
             raise ConfigError(
-                f"{self.called} watches {self.metric!r}, and evaluations return {listed}."
+                f"{self.called} watches {self.metric!r}, but evaluations return {listed}."
                 f"{did_you_mean(self.metric, names)}"
             )
 
     def best_of(self, run: Run) -> Mapping[str, Any] | None:
-        """The record of the best evaluation, those before a resume included; None for no number."""
+        """The record of the best evaluation, also before a resume; None if none has a number."""
         best = max(run.evaluations, key=self._goodness, default=None)
         return None if best is None or self._goodness(best) == -math.inf else best
 
     def conclusion(self, run: Run) -> str:
-        """A line on the best evaluation of a run that has ended."""
+        """A line about the best evaluation of a run that has ended."""
         if (best := self.best_of(run)) is None:
-            return f"best {self.metric}: none, as no evaluation gave a number"
+            return f"best {self.metric}: none, because no evaluation gave a number"
         return f"best {self.metric} {best[self.metric]:.4g} at step {best['step']}"
 
     def _goodness(self, metrics: Mapping[str, Any]) -> float:
@@ -87,9 +87,9 @@ class EarlyStopping(Watching):
 
     Args:
       metric: Name of the metric.
-      mode: Whether larger values are better, "max", or smaller ones, "min". "auto" knows it by the
-        name of the metric: larger for accuracy, f1, auc and the like, smaller for loss, error and
-        the like; for other names give the mode.
+      mode: "max" if larger values are better, "min" if smaller ones are. "auto" decides by the name
+        of the metric: larger for accuracy, f1, auc and similar names, smaller for loss, error and
+        similar names; for other names give the mode.
       patience: Number of evaluations without improvement that ends the run.
       min_delta: Smallest change that counts as an improvement.
 
@@ -121,16 +121,16 @@ class EarlyStopping(Watching):
         self._patience, self._min_delta = patience, min_delta
 
     def check_plan(self, plan: Plan, directory: str | Path | None) -> None:
-        """Refuses a run that is evaluated at its end alone, where nothing is left to stop."""
+        """Refuses a run that is evaluated only at its end, when nothing is left to stop."""
         super().check_plan(plan, directory)
         if plan.eval_every_steps is None:
             raise ConfigError(
-                f"{self.called} needs eval_every_steps= (train.eval_every_steps): the run would be "
-                "evaluated at its end alone."
+                f"{self.called} needs eval_every_steps= (train.eval_every_steps): without it the "
+                "run is evaluated only at its end."
             )
 
     def on_eval(self, run: Run, metrics: Mapping[str, float]) -> None:
-        """Counts evaluations since the best one, those before a resume included."""
+        """Counts evaluations since the best one, also before a resume."""
         if (reason := self.verdict(run)) is not None:
             run.stop(reason)
 
@@ -149,14 +149,14 @@ class KeepBest(Watching):
 
     Args:
       metric: Name of the metric in the evaluation.
-      mode: Whether larger values are better, "max", or smaller ones, "min"; "auto" as for
+      mode: "max" if larger values are better, "min" if smaller ones are; "auto" as for
         `EarlyStopping`.
 
     Raises:
       ConfigError: If the mode is unknown, or is "auto" and the name has no direction.
 
     Attributes:
-      step: Step of the best value, those before a resume included; None before an evaluation.
+      step: Step of the best value, also before a resume; None before an evaluation.
       best: Best value, or None.
     """
 
@@ -171,17 +171,17 @@ class KeepBest(Watching):
         """Refuses a run that keeps nothing."""
         super().check_plan(plan, directory)
         if directory is None:
-            raise ConfigError(f"{self.called} needs run_dir=, to keep the best in.")
+            raise ConfigError(f"{self.called} needs run_dir=, to keep the best checkpoint there.")
 
     def on_eval(self, run: Run, metrics: Mapping[str, float]) -> None:
-        """Saves the state if it is the best so far, evaluations before a resume included."""
+        """Saves the state if it is the best so far, also compared with those before a resume."""
         if (best := self.best_of(run)) is not None:
             self.step, self.best = best["step"], best[self.metric]
         if best is run.evaluations[-1]:
             run.save("best")
 
     def conclusion(self, run: Run) -> str:
-        """A line on the best evaluation, and on the place of its checkpoint."""
+        """A line about the best evaluation, and the place of its checkpoint."""
         line = super().conclusion(run)
         best = self.best_of(run)
         return line if best is None else f"{line}, in {run.run_dir}/best/{best['step']}"
@@ -193,7 +193,7 @@ def settings_of(callbacks: Sequence[Callback]) -> list[dict[str, Any]]:
 
 
 def judge_again(run: Run, callbacks: Sequence[Callback], before: Sequence[EarlyStopping]) -> bool:
-    """Lets a run continue that early stopping had ended with other settings than today's.
+    """Lets a run continue that early stopping has ended with settings that have changed since.
 
     Args:
       run: The restored run, with its evaluations.
@@ -201,7 +201,7 @@ def judge_again(run: Run, callbacks: Sequence[Callback], before: Sequence[EarlyS
       before: Early stopping in the run that was saved.
 
     Returns:
-      Whether it was stopped, and is not any more.
+      Whether the run was stopped, and continues now.
     """
     was_early = run.stopped in [callback.verdict(run) for callback in before]
     if run.stopped is None or not was_early or settings_of(before) == settings_of(callbacks):
@@ -214,11 +214,11 @@ def judge_again(run: Run, callbacks: Sequence[Callback], before: Sequence[EarlyS
 
 
 def watching(callbacks: Sequence[Callback]) -> list[Watching]:
-    """The callbacks that watch a metric; `KeepBest`, whose lines have more, behind the others."""
+    """The callbacks that watch a metric; `KeepBest`, whose lines are longer, after the others."""
     found = [callback for callback in callbacks if isinstance(callback, Watching)]
     return sorted(found, key=lambda callback: isinstance(callback, KeepBest))
 
 
 def conclusions(callbacks: Sequence[Callback], run: Run) -> list[str]:
-    """Returns a line for each metric that was watched, on its best evaluation."""
+    """Returns a line about the best evaluation for each metric that was watched."""
     return [*{x.metric: x.conclusion(run) for x in watching(callbacks)}.values()]

@@ -60,7 +60,7 @@ def test_a_run_of_fit_is_restored_and_left_as_it_is(tmp_path):
     assert_same(state, run.state)
     assert beside["position"] == {"num_taken": 2}
     for directory in (tmp_path, tmp_path / "checkpoints"):
-        with pytest.raises(ConfigError, match="is of a run of fit"):
+        with pytest.raises(ConfigError, match="belongs to a run of fit"):
             jddp.Checkpoints(directory).save(ddp, state)
 
 
@@ -80,11 +80,11 @@ def test_a_restore_finds_nothing_makes_nothing_and_leaves_alone_what_is_being_wr
 
 
 REFUSED = [
-    ({"extra": {"loss": np.float32(1)}}, ConfigError, "extra= is no JSON: .*float32"),
+    ({"extra": {"loss": np.float32(1)}}, ConfigError, "extra= is not JSON: .*float32"),
     ({"keep": 0}, ConfigError, "keep is at least 1; got 0"),
     ({"directory": "s3://bucket/run"}, ConfigError, "is a URL"),
     ({"directory": "/dev/null/run"}, FileSystemError, "cannot be opened"),
-    ({"directory": "there"}, ConfigError, "holds a checkpoint of step 0, from"),
+    ({"directory": "there"}, ConfigError, "holds a checkpoint of step 0, and"),
 ]
 
 
@@ -114,7 +114,7 @@ def test_a_state_that_is_older_taken_or_not_finite_is_not_saved(tmp_path):
     saved.save(ddp, state)
     with pytest.raises(UsageError, match="This state was given to step call 1"):
         saved.save(ddp, first)
-    with pytest.raises(ConfigError, match="from which this state of step 0 does not come"):
+    with pytest.raises(ConfigError, match="this state of step 0 does not come"):
         saved.save(ddp, old)
     with pytest.raises(NumericsError, match="not finite after step 1"):
         saved.save(ddp, state.replace(params=jax.tree.map(jnp.log, state.params)))

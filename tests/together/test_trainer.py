@@ -777,7 +777,7 @@ def test_an_evaluation_that_is_not_finite_is_reported_and_costs_nothing(plain, t
     run = fit(plain, batches(), tmp_path, evaluate=odd, callbacks=[jddp.KeepBest()])
     said = printed(capsys)
     assert said.count("eval 3 is not finite: loss nan. Look for") == 1
-    assert "best loss: none, as no evaluation gave a number" in said
+    assert "best loss: none, because no evaluation gave a number" in said
     evaluated = [x["loss"] for x in records(tmp_path) if x["split"] == "eval"]
     assert (run.step, evaluated) == (NUM_STEPS, [None, None])
 
@@ -796,7 +796,7 @@ UNWATCHED = [
         "watches 'acuracy'.* accuracy, loss. Did you",
     ),
     ([jddp.KeepBest("acuracy", mode="max")], {}, "KeepBest .*watches 'acuracy'"),
-    ([jddp.EarlyStopping("count", mode="max")], {}, "watches 'count', and evaluations return"),
+    ([jddp.EarlyStopping("count", mode="max")], {}, "watches 'count', but evaluations return"),
     ([jddp.KeepBest()], {"evaluate": None}, "KeepBest .*there is no evaluate="),
     ([jddp.EarlyStopping()], {"eval_every_steps": None}, "needs eval_every_steps="),
 ]

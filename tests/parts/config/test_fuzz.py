@@ -116,7 +116,7 @@ def test_a_run_whose_data_have_another_form_is_refused(ddp, run, tmp_path, forge
     checkpoint = folder / "checkpoints" / "2"
     beside = json.loads((checkpoint / "run.json").read_text())
     write_sealed(checkpoint, "run.json", json.dumps(beside | forged))
-    with pytest.raises(FileSystemError, match="run.json of another version of jddp"):
+    with pytest.raises(FileSystemError, match="a run.json that this version of jddp cannot"):
         jddp.fit(ddp, [make_batch(8)] * 3, num_steps=3, run_dir=folder)
 
 
