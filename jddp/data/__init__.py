@@ -1,6 +1,6 @@
-"""Host batches of real examples, in an order that depends on nothing but the seed.
+"""Host batches of examples, in an order that depends only on the seed.
 
-    source = make_source("fashion_mnist")           # has shapes, has read nothing
+    source = make_source("fashion_mnist")           # knows the shapes; has read nothing
     data = source.load()                            # reads and checks the files
     for batch in TrainBatches(data.train, global_batch_size=128, seed=0, augment=source.augment):
         ...                                         # a dict of numpy arrays, endlessly

@@ -1,6 +1,6 @@
 """Augmentation: random changes of training examples that keep their labels valid.
 
-A change is a function of random numbers that depend on the seed, the epoch and the example, and
+A change is a function of random numbers, which depend on the seed, the epoch and the example, but
 not on the batch or the process.
 """
 
@@ -105,11 +105,11 @@ def _between(images: np.ndarray, places: np.ndarray, *, axis: int) -> np.ndarray
 
 @dataclass(frozen=True)
 class Mixup:
-    """Blends each image with another, once both are augmented, and keeps both labels: mixup.
+    """Mixup: blends each augmented image with another one, and keeps both labels.
 
     Attributes:
-      examples: Examples, of which one is blended with each image.
-      parameter: Parameter of the weights, which are from Beta(parameter, parameter).
+      examples: Examples; one of them is blended with each image.
+      parameter: Parameter of the weights, which are drawn from Beta(parameter, parameter).
       augment: Augmentation of both images, or None.
 
     References:
@@ -123,7 +123,7 @@ class Mixup:
 
     @property
     def num_draws(self) -> int:
-        """Random numbers of the augmentation, and two for the other image and its weight."""
+        """Random numbers for the augmentation, and two for the other image and its weight."""
         return 2 if self.augment is None else self.augment.num_draws + 2
 
     def __call__(self, batch: NumpyBatch, uniform: np.ndarray) -> NumpyBatch:
@@ -135,7 +135,7 @@ class Mixup:
         scipy = import_extra("scipy.special", needed_by="data.mixup")  # which takes a while
         if not {"image", "label"} <= batch.keys():
             held = ", ".join(batch)
-            raise ConfigError(f"data.mixup mixes images with labels, and the data hold {held}.")
+            raise ConfigError(f"data.mixup mixes images with labels, but the data has {held}.")
         others = self.examples.take((uniform[:, -2] * len(self.examples)).astype(np.int64))
         if self.augment is not None:
             batch, others = (self.augment(rows, uniform[:, :-2]) for rows in (batch, others))

@@ -5,8 +5,8 @@
     batches.get_state()                # {"position": 128}: pass it to set_state to resume
 
 Every process iterates over the same global batches and takes its own contiguous part of each (see
-`shares`), so that all processes together read the rows of one process, in the same order. A partial
-batch is padded with real rows, whose mask is 0.
+`shares`). So all processes together read the same rows as a single process, in the same order. A
+partial batch is padded with real rows, whose mask is 0.
 """
 
 import math
@@ -29,12 +29,12 @@ ENDLESS = 2**62
 
 
 class TrainBatches(Shown):
-    """An iterator over the batches of one process, endless or for some epochs.
+    """An iterator over the batches of one process, endless or for a number of epochs.
 
-    Batch `s` holds positions `s * global_batch_size` onwards of the run (see `order`). Epochs
+    Batch `s` holds the positions of the run from `s * global_batch_size` on (see `order`). Epochs
     follow each other without a gap: a batch may straddle two of them, no example is dropped, and
-    only the last batch of a run can be partial. It is then padded, as is every batch that the
-    devices do not divide: "mask" is 0 for padding, and all batches have it.
+    only the last batch of a run can be partial. A partial batch is padded, and so is every batch
+    that does not divide over the devices. All batches then have a "mask", which is 0 for padding.
     """
 
     @refuses_unknown("TrainBatches", OF_BATCHES)
@@ -60,22 +60,22 @@ class TrainBatches(Shown):
           examples: Examples to read, or a dict of arrays with a row for each.
           global_batch_size: Examples per step, over all processes.
           seed: Seed of the order and the augmentation; not negative.
-          num_epochs: Number of epochs; None never ends.
+          num_epochs: Number of epochs; None for endless batches.
           drop_remainder: Whether to end with the last full batch, instead of padding a partial one.
           shuffle: Whether each epoch is a new permutation, or the order of the data.
           weights: Sample weights, `(n,)`: relative frequency of each example.
           augment: Augmentation of rows, or None.
-          mixup: Parameter of mixup, whose weights are from Beta(mixup, mixup), or None.
+          mixup: Parameter of mixup: weights are drawn from Beta(mixup, mixup). None for no mixup.
           multiple_of: Divisor of the rows of a global batch after padding, such as the number of
             devices.
           process_index: Number of this process; by default JAX's, once it has joined a job, else 0.
-          num_processes: Number of processes, which each take an equal part of a batch; by default
-            JAX's, else 1.
+          num_processes: Number of processes; each takes an equal part of a batch. By default JAX's
+            number, else 1.
 
         Raises:
           ConfigError: If the batch does not divide over the processes, or the seed is negative.
-          DataError: If there are fewer examples than one batch holds, or weights are not one per
-            example, finite, not negative and somewhere positive.
+          DataError: If there are fewer examples than a batch holds; or if there is not one weight
+            per example, a weight is negative or not finite, or none is positive.
         """
         self._examples = examples = as_examples(examples)
         self.share = Share.of(process_index, num_processes)
@@ -87,10 +87,10 @@ class TrainBatches(Shown):
                 f"processes. {_nearest_multiples(global_batch_size, num_processes)}"
             )
         if seed < 0:
-            raise ConfigError(f"seed {seed} is negative. Take 0 or any larger whole number.")
+            raise ConfigError(f"seed {seed} is negative. Choose 0 or a larger whole number.")
         if len(examples) < global_batch_size:
             raise DataError(
-                f"the training data holds {len(examples)} examples, and one global batch "
+                f"the training data holds {len(examples)} examples, but one global batch needs "
                 f"{global_batch_size}. Give more examples, or a smaller batch."
             )
         if weights is not None:
@@ -112,7 +112,7 @@ class TrainBatches(Shown):
 
     @property
     def settings(self) -> dict[str, object]:
-        """What the batches of all processes must have in common, by name."""
+        """Settings that must be equal for the batches of all processes, by name."""
         weights = self._order.weights
         return {
             "num_examples": self.num_examples,
@@ -129,11 +129,11 @@ class TrainBatches(Shown):
         }
 
     def close(self) -> None:
-        """Frees resources, of which only `WorkerBatches` has some."""
+        """Frees resources; only `WorkerBatches` has any."""
 
     @property
     def is_padded(self) -> bool:
-        """Whether a batch may be padded: then all have a "mask"."""
+        """Whether a batch may be padded: then all batches have a "mask"."""
         is_short = not self._is_full and (self._end - self._position) % self.global_batch_size > 0
         return is_short or self._rows_in_all > self.global_batch_size
 
@@ -171,7 +171,7 @@ class TrainBatches(Shown):
         self._position += self.global_batch_size
 
     def positions_left(self) -> range:
-        """Positions of the batches that are not yet delivered; very many if they never end."""
+        """Positions of the batches that are not yet delivered; very many if they are endless."""
         end = self._end - (self.global_batch_size - 1) * self._is_full
         return range(self._position, end, self.global_batch_size)
 
@@ -182,10 +182,10 @@ class TrainBatches(Shown):
         return self._order.examples_at(np.arange(first, min(end, self._end)))
 
     def get_state(self) -> dict[str, int]:
-        """The number of examples delivered, which is all that is needed to resume from here.
+        """The number of delivered examples, which suffices to resume from here.
 
-        It does not depend on processes, devices or the size of a batch. After a partial last batch
-        "end" is the position at which the examples ended, for a run that is made longer.
+        It does not depend on processes, devices or the batch size. After a partial last batch,
+        "end" is the position at which the examples ended, for a run that is extended.
         """
         end = {"end": self._end} if self._position > self._end else {}
         return {"position": self._position} | end
@@ -198,15 +198,15 @@ class TrainBatches(Shown):
 def count_steps(
     num_epochs: float, num_examples: int, global_batch_size: int, drop_remainder: bool = False
 ) -> int:
-    """The number of batches in some epochs: at least one.
+    """The number of batches in a number of epochs: at least one.
 
     Raises:
       ConfigError: If the number of epochs is not positive and finite.
-      DataError: If only full batches count, and there is none.
+      DataError: If only full batches count, and there are none.
     """
     is_number = isinstance(num_epochs, int | float) and not isinstance(num_epochs, bool)
     if not (is_number and 0 < num_epochs < math.inf):
-        raise ConfigError(f"num_epochs {num_epochs!r} is no positive number. Give one, such as 2.")
+        raise ConfigError(f"num_epochs {num_epochs!r} is not a positive number, such as 2.")
     end = max(1, round(num_epochs * num_examples))
     if not drop_remainder:
         return -(-end // global_batch_size)
@@ -222,7 +222,7 @@ def _check_weights(weights: np.ndarray, num_examples: int) -> None:
     if weights.shape != (num_examples,):
         raise DataError(f"weights have shape {weights.shape} for {num_examples} examples.")
     if not (np.isfinite(weights).all() and (weights >= 0).all() and (weights > 0).any()):
-        raise DataError("weights must be finite and not negative, and one of them positive.")
+        raise DataError("weights must be finite and not negative, and at least one positive.")
 
 
 def _nearest_multiples(size: int, factor: int) -> str:

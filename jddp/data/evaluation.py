@@ -1,10 +1,10 @@
-"""Evaluation batches of one process: with those of the others, each example exactly once.
+"""Evaluation batches of one process; all processes together have each example exactly once.
 
     for batch in eval_batches(examples, global_batch_size=1000):
         ...                            # the rows of this process, a dict of numpy arrays
 
 They can be iterated any number of times. Each process takes an equal part of every batch (see
-`shares`), and as many batches as the others, of which the last may be smaller.
+`shares`), and all processes take the same number of batches. The last one may be smaller.
 """
 
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ class _EvalBatches(Shown):
 
     @property
     def settings(self) -> dict[str, object]:
-        """What the batches of all processes must have in common, by name."""
+        """Settings that must be equal for the batches of all processes, by name."""
         return {
             "num_examples": len(self.examples),
             "global_batch_size": self.global_batch_size,
@@ -67,15 +67,15 @@ def eval_batches(
       examples: Examples to read, or a dict of arrays with a row for each.
       global_batch_size: Examples per batch, over all processes.
       process_index: Number of this process; by default JAX's, once it has joined a job, else 0.
-      num_processes: Number of processes, which each take an equal part of a batch; by default
-        JAX's, else 1.
+      num_processes: Number of processes; each takes an equal part of a batch. By default JAX's
+        number, else 1.
 
     Returns:
       An iterable with a length, the same on every process. The last batch may be smaller, and on
       some processes empty.
 
     Raises:
-      ConfigError: If `global_batch_size` is not positive, or the share is none.
+      ConfigError: If `global_batch_size` is not positive, or there is no such process.
       DataError: If there are no examples.
     """
     examples = as_examples(examples)

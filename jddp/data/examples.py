@@ -1,8 +1,8 @@
-"""Numbered examples: how many there are, and the rows at given indices as one batch.
+"""Numbered examples: their number, and the rows at given indices as one batch.
 
-That is the whole interface of a data set. Two kinds are here: arrays as they are
-(`ArrayExamples`), and images that are kept as bytes and normalized when read (`ImageExamples`).
-Mistakes that can be found when they are made are refused then.
+This is the whole interface of a data set. Two kinds are here: arrays as they are (`ArrayExamples`),
+and images that are kept as bytes and normalized when they are read (`ImageExamples`). Mistakes that
+can be found at the start are refused at the start.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from jddp.errors import DataError
 
 NumpyBatch = dict[str, np.ndarray]
 
-# The dtypes that JAX would convert to; done here so that specs are known beforehand.
+# The dtypes to which JAX would convert; done here so that specs are known beforehand.
 _NARROW = {"float64": np.float32, "int64": np.int32, "uint64": np.uint32}
 
 
@@ -58,7 +58,9 @@ class ArrayExamples:
         lengths = {name: len(array) for name, array in self._arrays.items()}
         if len(set(lengths.values())) != 1:
             listed = ", ".join(f"{name} {length}" for name, length in lengths.items())
-            raise DataError(f"arrays have different lengths: {listed}. All need one row each.")
+            raise DataError(
+                f"arrays have different lengths: {listed}. Each needs a row per example."
+            )
         if not next(iter(lengths.values())):
             raise DataError(f"arrays {sorted(lengths)} hold 0 examples. At least one is needed.")
 
@@ -67,7 +69,7 @@ class ArrayExamples:
 
     @property
     def num_classes(self) -> int:
-        """Smallest number of classes for the labels; 0 without whole numbers in "label"."""
+        """Smallest number of classes that covers the labels; 0 without whole numbers in "label"."""
         labels = self._arrays.get("label", np.zeros(1))
         return int(labels.max()) + 1 if labels.dtype.kind in "iu" else 0
 
@@ -81,16 +83,16 @@ class ArrayExamples:
 
 
 def per_channel(name: str, given: float | Sequence[float], num_channels: int) -> np.ndarray:
-    """float32: one number, or one for each channel of the images.
+    """One float32 number, or one for each channel of the images.
 
     Raises:
-      DataError: If there are others.
+      DataError: If their number differs.
     """
     numbers = np.asarray(given, np.float32)
     if numbers.shape not in ((), (num_channels,)):
         raise DataError(
-            f"{name} has {numbers.size} numbers, and images have {num_channels} channels. Give one "
-            "number, or one for each."
+            f"{name} has {numbers.size} numbers, but images have {num_channels} channels. Give one "
+            "number, or one for each channel."
         )
     return numbers
 
@@ -109,14 +111,14 @@ class ImageExamples:
         """Checks shapes; reads no image, so that a memory-mapped array stays on disk.
 
         Args:
-          images: Array `(n, height, width, channels)`: uint8, which is divided by 255 and
-            normalized, or floating point, which is used as it is.
+          images: Array `(n, height, width, channels)`: uint8 is divided by 255 and normalized,
+            floating point is used as it is.
           labels: Whole numbers from 0, `(n,)`.
           mean: Value to subtract, in the range 0 to 1; one number, or one per channel.
-          std: Divisor after that.
+          std: Divisor after the subtraction.
 
         Raises:
-          DataError: If there are no images, or shapes or dtypes are not as above.
+          DataError: If there are no images, or shapes or dtypes differ from the above.
         """
         if images.ndim != 4 or len(images) == 0:
             raise DataError(
@@ -126,8 +128,8 @@ class ImageExamples:
             raise DataError(f"images are {images.dtype}. They need uint8 or floating point.")
         if labels.shape != images.shape[:1] or labels.dtype.kind not in "iu":
             raise DataError(
-                f"labels are {labels.dtype}{labels.shape} for {len(images)} images. They need one "
-                "whole number each."
+                f"labels are {labels.dtype}{labels.shape} for {len(images)} images. Each image "
+                "needs one whole number."
             )
         self._images = images
         self._labels = labels
@@ -154,7 +156,7 @@ class ImageExamples:
 
 
 def in_32_bits(name: str, array: np.ndarray, row_names: Sequence[int] | np.ndarray) -> np.ndarray:
-    """The array in 32 bits, in the byte order of this machine: JAX takes no other.
+    """The array in 32 bits, in the byte order of this machine: JAX accepts no other.
 
     Raises:
       DataError: If a number is not finite, or needs 64 bits.
@@ -164,10 +166,10 @@ def in_32_bits(name: str, array: np.ndarray, row_names: Sequence[int] | np.ndarr
 
 
 def refuse_masked(arrays: Mapping[str, object]) -> None:
-    """Refuses masked arrays with missing values, which a plain array would have as any others.
+    """Refuses masked arrays with missing values, which would count as ordinary values.
 
     Raises:
-      DataError: If there is one.
+      DataError: If there is such an array.
     """
     for name, array in arrays.items():
         if np.ma.is_masked(array):
@@ -181,7 +183,7 @@ def check_numbers(name: str, array: np.ndarray, row_names: Sequence[int] | np.nd
     """Refuses NaN, infinity and numbers that need 64 bits, and names the first row that has one."""
     limits = np.finfo(np.float32) if array.dtype.kind == "f" else np.iinfo(np.int32)
     is_narrow = array.dtype.kind in "biu" and array.dtype.itemsize < 8
-    # No array of the same size is made, unless there is a mistake in it.
+    # No array of the same size is made, unless it contains a mistake.
     if is_narrow or not array.size or (limits.min <= array.min() and array.max() <= limits.max):
         return
     is_wrong = ~((limits.min <= array) & (array <= limits.max))

@@ -1,4 +1,4 @@
-"""Libraries that only some data need: those of the extra jddp[data]."""
+"""Imports libraries that only some data needs: those of the extra jddp[data]."""
 
 import importlib
 from typing import Any
@@ -7,7 +7,7 @@ from jddp.errors import ConfigError
 
 
 def import_extra(name: str, *, needed_by: str) -> Any:
-    """The library of that name.
+    """The library with this name.
 
     Raises:
       ConfigError: If it is not installed.

@@ -5,9 +5,9 @@ epoch is a permutation of all examples, and epochs follow each other without a g
 depends on batch sizes, processes or devices, so a run keeps its order when any of them changes,
 and resumes at any position without replaying the ones before.
 
-No permutation is stored: a Feistel network maps each index by itself, so that a billion examples
-cost no more than ten. With sample weights, an epoch takes each example as often as its weight asks
-for, rounded down or up, instead of sampling at random.
+No permutation is stored: a Feistel network maps each index by itself, so a billion examples cost no
+more than ten. With sample weights, an epoch takes each example as often as its weight demands,
+rounded down or up, instead of sampling at random.
 
 References:
   Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002, section 5, for the
@@ -26,7 +26,7 @@ import numpy as np
 
 _STREAMS = {"order": 0, "augment": 1, "weights": 2}
 
-# All permutations of few examples are equally frequent with so many; with twelve they are not.
+# With this number all permutations of few examples are equally frequent; with twelve they are not.
 NUM_ROUNDS = 16
 
 
@@ -38,8 +38,8 @@ class Order:
       num_examples: Number of examples of one epoch.
       seed: Seed of the permutations.
       shuffle: Whether each epoch is a new permutation, or in the order of the data.
-      weights: Sample weights, `(num_examples,)`: relative frequency of each example; None weights
-        all equally.
+      weights: Sample weights, `(num_examples,)`: relative frequency of each example; None for equal
+        weights.
     """
 
     num_examples: int
@@ -74,7 +74,7 @@ class Order:
     def uniform(self, positions: np.ndarray, num_draws: int) -> np.ndarray:
         """Random numbers in [0, 1) for the examples at these positions, `(b, num_draws)`.
 
-        They depend on seed, epoch and example: not on the batch that the example is in.
+        They depend on seed, epoch and example, not on the batch that has the example.
         """
         epochs = positions // self.num_examples
         indices = self.examples_at(positions)

@@ -1,7 +1,7 @@
 """Data sets of other libraries, read row by row: PyTorch, Hugging Face, grain, plain lists.
 
-An object with `__len__` and `__getitem__` is a data set: a row is a dict of arrays or numbers, or a
-tuple of them, with names given. Rows are stacked into batches here.
+An object with `__len__` and `__getitem__` is a data set. A row is a dict of arrays or numbers, or a
+tuple of them if names are given. This module stacks rows into batches.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ class RowExamples:
         Raises:
           DataError: If a row has no names, rows differ in shape, or hold no numbers.
         """
-        if not len(indices):  # of a process that has no row of the last batch
+        if not len(indices):  # on a process without a row in the last batch
             return {name: x[:0] for name, x in self.take(np.zeros(1, int)).items()}
         if hasattr(self._rows, "__getitems__"):
             rows = self._rows.__getitems__(indices.tolist())
@@ -71,15 +71,15 @@ class RowExamples:
 
 
 def as_examples(data: object) -> Examples:
-    """Examples of a dict of arrays, of a data set of rows, or as they are.
+    """Examples from a dict of arrays or a data set of rows; `Examples` are returned as they are.
 
     Raises:
-      DataError: If it is neither.
+      DataError: If the data is none of these.
     """
     if isinstance(data, Mapping):
         return ArrayExamples(data)
     if isinstance(data, Examples) and not (hasattr(data, "with_format") or hasattr(data, "dtype")):
-        return data  # `take` of Hugging Face has the first rows; that of an array, elements
+        return data  # Hugging Face's `take` returns the first rows; an array's, elements
     if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, tuple):
         return RowExamples(data)
     raise DataError(

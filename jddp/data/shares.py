@@ -1,9 +1,9 @@
-"""The share of the rows that a process reads: its number, of the processes that read together.
+"""The share of the rows that a process reads: its number, and the number of processes.
 
-    Share.of(None, None)      # this process's, where JAX has joined a job; else all rows
+    Share.of(None, None)      # this process's share if JAX has joined a job; else all rows
     Share.of(1, 4)            # as given
 
-No device is looked for: JAX's number of this process is known as soon as it has joined its job.
+This starts no device: JAX knows the number of this process as soon as it has joined its job.
 """
 
 import sys
@@ -24,12 +24,12 @@ class Share(NamedTuple):
     num_processes: int
 
     def __str__(self) -> str:
-        """As a sentence has it."""
+        """Text for a sentence."""
         return f"share {self.process_index} of {self.num_processes}"
 
     @classmethod
     def of(cls, process_index: int | None, num_processes: int | None) -> "Share":
-        """The share with these numbers; for None those of this process in its job.
+        """The share with these numbers; None stands for the numbers of this process in its job.
 
         Raises:
           ConfigError: If there is no such process.

@@ -24,7 +24,7 @@ class DataSet:
       test: Examples that it is evaluated on.
       description: One line for the log: name of the data, number of examples.
       sha256: Hash of the data, for the manifest of the run.
-      classes: Names of the classes, in the order of their numbers; empty where there are none.
+      classes: Names of the classes, in the order of their numbers; empty if there are none.
     """
 
     train: Examples
@@ -42,8 +42,8 @@ class DataSource:
       spec: Shape and dtype of each array of one example, without the leading batch dim.
       load: Function that reads and checks the data.
       augment: Augmentation of training examples, or `None`.
-      sizes: Number of classes, or of tokens, as models call it: "num_classes" or "vocab_size";
-        empty where only the examples would show it.
+      sizes: Number of classes or tokens, by its name in models: "num_classes" or "vocab_size";
+        empty if only the examples show it.
     """
 
     spec: Spec
@@ -63,14 +63,14 @@ def make_data_set(
     """A data set of two dicts of arrays, or of examples.
 
     Args:
-      name: First words of its description.
+      name: First words of the description.
       train: Training data.
       test: Test data.
       sha256_hex: Hash of the data; by default of its sizes and of the rows at both ends.
       classes: Names of the classes.
 
     Raises:
-      DataError: If they cannot be read (see `ArrayExamples` and `as_examples`).
+      DataError: If the data cannot be read (see `ArrayExamples` and `as_examples`).
     """
     both = as_examples(train), as_examples(test)
     return DataSet(
@@ -82,10 +82,10 @@ def make_data_set(
 
 
 def source_of(name: str, train: object, test: object) -> DataSource:
-    """A source of data that are opened already.
+    """A source of data that is already open.
 
     Raises:
-      DataError: If they cannot be read.
+      DataError: If the data cannot be read.
     """
     data = make_data_set(name, train, test)
     return DataSource(spec_of(data.train), lambda: data)
@@ -103,7 +103,7 @@ def spec_of(examples: Examples) -> Spec:
 
 
 def _fingerprint(examples: Examples) -> bytes:
-    """The hash of the number of examples and of the rows at both ends: all may be terabytes."""
+    """A hash of the number of examples and the rows at both ends: the whole may be terabytes."""
     num_rows = min(_NUM_FINGERPRINT_ROWS, len(examples))
     ends = np.r_[:num_rows, len(examples) - num_rows : len(examples)]
     digest = sha256(str(len(examples)).encode())

@@ -1,10 +1,10 @@
-"""Training batches read by worker processes, for data that are expensive to read.
+"""Training batches read by worker processes, for data that is expensive to read.
 
     batches = WorkerBatches(TrainBatches(examples, ...), num_workers=4)
 
 Grain starts the workers, sends them positions of the run, and returns their batches through shared
-memory, in order. A batch is found by its position, without reading those before it, so batches
-are those of one process, and a resumed run starts at its position.
+memory, in order. A batch is found by its position, without reading earlier batches. So batches are
+the same as without workers, and a resumed run starts at its position.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ class WorkerBatches(TrainBatches):
     def __init__(self, batches: TrainBatches, *, num_workers: int) -> None:
         import_extra("grain", needed_by="data.num_workers")
         vars(self).update(vars(batches))
-        self._batches = batches  # which workers get
+        self._batches = batches  # for the workers
         self._num_workers = num_workers
         self._iterator: Any = None
         self._workers: list[BaseProcess] = []
@@ -59,11 +59,11 @@ class WorkerBatches(TrainBatches):
             if "terminated unexpectedly" not in str(error):
                 raise
             raise DataError(
-                f"a process that reads data has died ({error}). Was it short of memory? Take fewer "
-                "data.num_workers, or 0 to see what happens."
+                f"a process that reads data has died ({error}). Was it short of memory? Set a "
+                "smaller data.num_workers, or 0 to see the error."
             ) from error
         self.advance()
-        # Copied out of the shared memory, which is freed here: at exit Python would warn of a leak.
+        # Copied from the shared memory, which is freed here: at exit Python would warn of a leak.
         return {name: np.array(array) for name, array in batch.items()}
 
     def _start(self) -> Any:
@@ -115,8 +115,8 @@ class WorkerBatches(TrainBatches):
 def _ending(workers: list[BaseProcess]) -> Iterator[None]:
     """While open, workers that do not end within `END_SECONDS` are killed.
 
-    Grain waits 25 seconds for each. One that is stopped (SIGSTOP) continues first, so that it
-    gives back the locks that grain waits for without a limit.
+    Grain waits 25 seconds for each. A worker that is stopped (SIGSTOP) continues first, so that it
+    releases the locks for which grain waits without a limit.
     """
 
     def kill() -> None:

@@ -315,7 +315,7 @@ WRONG = [
     ({**OF_DATA, "num_steps": 1, "num_epochs": 1}, "num_steps= and num_epochs= exclude"),
     ({"batches": [], "num_epochs": 1}, "num_epochs=1 counts passes over data="),
     ({"batches": {"x": np.ones((4, 1))}, "num_steps": 1}, "Give it as data="),
-    ({**OF_DATA, "num_epochs": 0}, "num_epochs 0 is no positive number"),
+    ({**OF_DATA, "num_epochs": 0}, "num_epochs 0 is not a positive number"),
     ({**OF_DATA, "num_epochs": -1}, "num_epochs -1 is no positive number"),
     ({**OF_DATA, "num_epochs": float("nan")}, "num_epochs nan is no positive number"),
     ({**OF_DATA, "num_epochs": "2"}, "num_epochs '2' is no positive number"),

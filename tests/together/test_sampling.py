@@ -125,7 +125,11 @@ def test_models_and_runs_of_no_text_are_refused(trained, tmp_path, capsys):
     for arguments, code, reported in (
         (["--prompt", "a", "--out", "b.csv"], 2, "--prompt prints the text"),
         (["--data", "a.npz"], 2, "--data needs --out"),
-        (["--prompt", "a", "--tokenizer", str(tmp_path / "no.json")], 2, "no file of tokenizers"),
+        (
+            ["--prompt", "a", "--tokenizer", str(tmp_path / "no.json")],
+            2,
+            "not a Hugging Face tokenizer file",
+        ),
     ):
         assert main(["predict", str(trained), *arguments]) == code
         assert reported in capsys.readouterr().err

@@ -165,7 +165,7 @@ MISTAKES = [
     (["nowhere"], 2, "'nowhere': not of the form key.path=value, e.g. train.num_steps=100"),
     (["--config"], 2, "expected one argument"),
     (["--config", "nowhere.yaml"], 2, "--config nowhere.yaml: no such file or preset."),
-    (["data.global_batch_size=1000"], 65, "examples, and one global batch 1000"),
+    (["data.global_batch_size=1000"], 65, "examples, but one global batch needs 1000"),
     (["model.target=mine:Lien"], 2, "module 'mine' has no 'Lien'. Did you mean 'Line'?"),
     (["data.kwargs.num_broken_rows=1"], 65, "array 'y' holds NaN or infinity"),
     (["optimizer.learning_rate=1e30", "run.dir=runs/nan"], 80, "The loss is "),

@@ -1,8 +1,8 @@
 """Sources of data by name.
 
 `fashion_mnist` is shipped with jddp, `python_stdlib` reads the library of the running interpreter,
-all others read a directory of yours, in the format of their name. A source that can be read from
-a directory, or in more than one version, has an argument `directory` or `source`.
+and all others read your directory, in the format of their name. A source that reads a directory has
+an argument `directory`; a source with several versions has an argument `source`.
 """
 
 import inspect
@@ -33,11 +33,11 @@ def make_source(
     directory: str | None = None,
     kwargs: Mapping[str, Any] | None = None,
 ) -> DataSource:
-    """The source of that name; it reads no example before `load()`.
+    """The source with this name; it reads no example before `load()`.
 
     Args:
       name: A key of `SOURCES`.
-      source: "embedded", or "full" where the data has a larger part that is not shipped.
+      source: "embedded"; or "full", if the data has a larger part that is not shipped.
       directory: Folder of the data, for sources that read one; `~` is the home directory.
       kwargs: Further arguments of the source.
 

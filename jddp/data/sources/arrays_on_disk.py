@@ -1,11 +1,11 @@
-"""Your arrays in a directory, memory-mapped where the format allows it.
+"""Your arrays in a directory, memory-mapped if the format allows it.
 
 - `idx`: grey images and labels as MNIST and its relatives are published, read into memory;
 - `npy`: images and labels in train_images.npy, train_labels.npy, test_images.npy, test_labels.npy;
-- `npz`: any arrays by name in train.npz and test.npz; those that are compressed are read at once.
+- `npz`: any arrays by name in train.npz and test.npz; compressed arrays are read at once.
 
-Headers are checked when the files are opened, rows when they are read. The hash of such data is
-of its sizes and of the rows at both ends: reading all of it could take hours.
+Headers are checked when the files are opened, rows when they are read. The hash of such data covers
+its sizes and the rows at both ends: reading all of it could take hours.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,8 +37,8 @@ def npy(
     """The source of labelled square images in a directory.
 
     Args:
-      directory: Folder of the four files: images `(n, size, size, channels)` of uint8, or of
-        floating point that is normalized already, and whole-number labels `(n,)`.
+      directory: Folder of the four files: images `(n, size, size, channels)` in uint8, or in
+        floating point and already normalized, and whole-number labels `(n,)`.
       image_size: Height and width, in pixels.
       num_classes: Number of classes; labels are below it.
       num_channels: 1 for grey, 3 for colour.
@@ -95,14 +95,14 @@ def _images(
         images, labels = read(part)
         if images.shape[1:] != shape:
             raise DataError(
-                f"{name}: {part} has images of shape {images.shape[1:]}, and image_size and "
+                f"{name}: {part} has images of shape {images.shape[1:]}, but image_size and "
                 f"num_channels ask for {shape}. Change one of the two."
             )
         lowest, highest = labels.min(initial=0), labels.max(initial=0)
         if lowest < 0 or highest >= num_classes:
             raise DataError(
-                f"{name}: {part}: labels reach from {lowest} to {highest}. With num_classes "
-                f"{num_classes} they must lie in 0 ... {num_classes - 1}."
+                f"{name}: {part}: labels range from {lowest} to {highest}. With num_classes "
+                f"{num_classes} they must be in 0 ... {num_classes - 1}."
             )
         return ImageExamples(images, labels, **scale)
 
@@ -115,13 +115,13 @@ def _images(
 
 
 def npz(*, directory: Path) -> DataSource:
-    """The source of any arrays in a directory: all those of train.npz and of test.npz.
+    """The source of all arrays in train.npz and test.npz in a directory.
 
     Args:
-      directory: Folder of the two files, of arrays that are equally long: one row per example.
+      directory: Folder of the two files; their arrays have one row per example.
 
     Raises:
-      DataError: If the files are missing or damaged, or no examples can be made of them.
+      DataError: If the files are missing or damaged, or do not hold examples.
     """
     parts = (map_npz(directory / f"{part}.npz") for part in ("train", "test"))
     return source_of(f"npz {directory}", *parts)
@@ -135,5 +135,5 @@ def load_weights(path: Path) -> np.ndarray:
     """
     weights = map_npy(path)
     if weights.dtype.kind not in "iuf":
-        raise DataError(f"{path}: {weights.dtype} are no weights. Write numbers.")
+        raise DataError(f"{path}: weights cannot be {weights.dtype}. Write numbers.")
     return np.asarray(weights, np.float64)

@@ -1,9 +1,9 @@
-"""Rows of files that another library reads, without what that library would do for them.
+"""Rows of files that another library reads, decoded here and not by that library.
 
-The columns of a Parquet file name their own kind. Hugging Face's `datasets` would decode images in
-any format of Pillow, some of which start programs, and fetch those of which it has only an address.
-Here images are decoded from their bytes, in the formats of image folders; sound, video and the like
-are refused. What a library raises for damaged bytes becomes a `DataError`.
+The columns of a Parquet file name their type. Hugging Face's `datasets` would decode images in any
+format of Pillow, some of which start programs, and would download images that are only addresses.
+Here images are decoded from their bytes, in the formats of image folders; sound, video and similar
+types are refused. The exceptions of a library for damaged bytes become a `DataError`.
 """
 
 import io
@@ -52,7 +52,7 @@ class DecodedRows(StoredRows):
     """Rows of a data set of Hugging Face, whose images are decoded here.
 
     Raises:
-      DataError: If a column holds something else that would be decoded.
+      DataError: If a column holds another type that would be decoded.
     """
 
     def __init__(self, rows: Any, where: str) -> None:

@@ -20,15 +20,15 @@ from jddp.errors import DataError, words_of
 
 
 def read_idx(path: Path, *, sha256_hex: str | None = None) -> np.ndarray:
-    """The array in an IDX file, after checking that it is the one expected (read-only).
+    """The array in an IDX file, read-only, after a check of its hash.
 
     Args:
       path: The file; gzipped if it ends in .gz.
-      sha256_hex: Expected hash of the unpacked content: packed bytes differ from one distribution
-        of the same data to the next. None takes any.
+      sha256_hex: Expected hash of the unpacked content (packed bytes differ between distributions
+        of the same data). None accepts any.
 
     Raises:
-      DataError: If the file is missing, is not whole, or holds anything else.
+      DataError: If the file is missing, incomplete, or holds anything else.
     """
     require_file(path)
     try:

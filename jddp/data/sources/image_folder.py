@@ -3,11 +3,11 @@
     data/train/cat/0001.jpg      data/test/cat/0001.jpg
     data/train/dog/0001.jpg      data/test/dog/0001.jpg
 
-Or without the folders train and test: `test_share=0.2` takes that share of the images for testing,
-chosen by a hash of their names, so that an image stays on its side when others are added.
+Without the folders train and test, `test_share=0.2` uses this share of the images for testing. A
+hash of its name chooses an image, so that it stays on its side when others are added.
 
 An image is scaled until its shorter side fits, and its middle is kept. Pillow's limit on the number
-of pixels stays as it is: a larger image is refused like one that does not decode.
+of pixels applies: a larger image is refused like one that does not decode.
 """
 
 import logging
@@ -26,7 +26,7 @@ from jddp.data.extras import import_extra
 from jddp.data.source import DataSet, DataSource, image_spec, make_data_set
 from jddp.errors import ConfigError, DataError
 
-# By what a file begins with, whatever its name. Others that Pillow knows start programs.
+# By the first bytes of a file, whatever its name. Other formats of Pillow start programs.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
 ENDINGS = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
@@ -49,7 +49,7 @@ class HashSplit(NamedTuple):
     is_test: bool
 
     def takes(self, name: str) -> bool:
-        """Whether an image of this name is on this side: a hash of the name is below the share."""
+        """Whether an image with this name is on this side: a hash of the name decides."""
         draw = int.from_bytes(sha256(name.encode(errors="surrogateescape")).digest()[:8]) / 2**64
         return (draw < self.test_share) == self.is_test
 
@@ -67,8 +67,8 @@ class FolderExamples:
       keep_undecodable: Whether an image that does not decode becomes a black one of mask 0; it is
         an error otherwise.
       is_labelled: Whether there is a folder for each class; otherwise all images in the folder and
-        below are taken, with label 0.
-      split: Share of the images that this takes, chosen by their names; None for all.
+        below it are used, with label 0.
+      split: Share of the images to use, chosen by their names; None for all.
       files: Paths of the images, relative to `root`, in their order.
       classes: Names of the classes, in the order of their numbers.
 
@@ -166,17 +166,17 @@ class FolderExamples:
 
 
 def _images_in(folder: Path) -> list[Path]:
-    """The files here and below that end as images do, in the order of their names.
+    """The image files in a folder and below, by their endings, in the order of their names.
 
     Raises:
-      DataError: If one is no file, such as a pipe, whose reading would never end.
+      DataError: If one is not a file, but a pipe, for example, which would never end.
     """
     images = []
     for path in sorted(path for path in folder.rglob("*") if path.suffix.lower() in ENDINGS):
         if path.is_file():
             images.append(path)
         elif not path.is_dir():
-            raise DataError(f"{_shown(path)}: {_kind_of(path)}, and no image. Remove it.")
+            raise DataError(f"{_shown(path)}: {_kind_of(path)}, not an image. Remove it.")
     return images
 
 
@@ -187,21 +187,21 @@ def _kind_of(path: Path) -> str:
 
 
 def _shown(path: Path) -> str:
-    """The path as text that every log can take: its bytes need not be UTF-8."""
+    """The path as text that every log accepts: its bytes need not be UTF-8."""
     return os.fsencode(path).decode(errors="backslashreplace")
 
 
 def _class_folders(root: Path) -> list[str]:
-    """The names of the folders, without hidden ones, which editors and notebooks leave.
+    """The names of the folders, without hidden ones, which editors and notebooks make.
 
     Raises:
-      DataError: If one is a link to a folder that it lies in, whose images would count twice.
+      DataError: If one is a link to a folder above it, whose images would count twice.
     """
     folders = [path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")]
     around = {root.resolve(), *root.resolve().parents}
     for path in folders:
         if path.is_symlink() and path.resolve() in around:
-            raise DataError(f"{_shown(path)}: a link to a folder that it lies in. Remove it.")
+            raise DataError(f"{_shown(path)}: a link to a folder that contains it. Remove it.")
     return sorted(path.name for path in folders)
 
 
@@ -221,12 +221,12 @@ def image_folder(
       directory: Folder of "train" and "test", which have a folder for each class; or, with
         `test_share`, itself the folder of the classes.
       image_size: Height and width, in pixels.
-      num_classes: Number of classes, any other is refused; None takes any.
+      num_classes: Number of classes; any other number is refused. None accepts any.
       mean: Value to subtract from pixels over 255; one number, or one per channel.
       std: Divisor after that.
       undecodable: "error", or "mask": such an image is masked out, and named in the log.
       test_share: Fraction of the images that are for testing, chosen by a hash of their names;
-        None where the folder test has them.
+        None if they are in the folder test.
 
     Raises:
       ConfigError: If an argument breaks its rule, or Pillow is not installed.
@@ -276,7 +276,7 @@ def image_folder(
 def _refuse_other_classes(
     directory: Path, train: Sequence[str], test: Sequence[str], num_classes: int | None
 ) -> None:
-    """Refuses classes that are on one side only, or of another number."""
+    """Refuses classes that only one side has, and a wrong number of classes."""
     for part, other, names in (("train", "test", train), ("test", "train", test)):
         if missing := sorted({*names} - {*(test if part == "train" else train)}):
             raise DataError(
@@ -285,7 +285,7 @@ def _refuse_other_classes(
             )
     if num_classes not in (None, len(train)):
         raise DataError(
-            f"{directory} has {len(train)} classes, and num_classes is {num_classes}. Leave it "
+            f"{directory} has {len(train)} classes, but num_classes is {num_classes}. Leave it "
             "out, or give the number of folders."
         )
 
@@ -298,7 +298,7 @@ def images_in(
     std: float | Sequence[float] = STD,
     **others: Any,
 ) -> FolderExamples:
-    """All images in a folder and below, as those for testing of a source with these arguments.
+    """All images in a folder and below, prepared like the test images of such a source.
 
     Args:
       directory: The folder; its images need no labels.

@@ -3,8 +3,8 @@
     array = map_npy(Path("train_images.npy"))
     arrays = map_npz(Path("train.npz"))           # by name
 
-No format here can hold a pickle. A mapped array that is pickled for another process is opened
-there again, not copied.
+No format here can hold a pickle. If a mapped array is pickled for another process, it is opened
+again there, and not copied.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ def map_npy(path: Path) -> np.ndarray:
 
 
 def map_npz(path: Path) -> dict[str, np.ndarray]:
-    """The arrays in a .npz file, by name; those that are compressed are read into memory.
+    """The arrays in a .npz file, by name; compressed arrays are read into memory.
 
     Raises:
       DataError: If the file is missing, is not whole, or holds objects.
@@ -54,18 +54,18 @@ def map_npz(path: Path) -> dict[str, np.ndarray]:
 
 
 def require_file(path: Path) -> None:
-    """Refuses what is no file: reading a named pipe would wait for a writer without end.
+    """Refuses anything but a file: a read of a named pipe would wait for a writer forever.
 
     Raises:
-      DataError: If something else has this name.
+      DataError: If the path is not a file.
     """
     if path.exists() and not path.is_file():
-        raise DataError(f"{path}: not a file, but a folder, a named pipe or a device. Put a file.")
+        raise DataError(f"{path}: not a file, but a folder, a named pipe or a device. Replace it.")
 
 
 @contextlib.contextmanager
 def refusing_damage(where: object, kind: str) -> Iterator[None]:
-    """While open, what reading a missing or damaged file raises becomes a `DataError`."""
+    """While open, errors from reading a missing or damaged file become a `DataError`."""
     try:
         yield
     except FileNotFoundError as error:

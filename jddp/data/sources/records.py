@@ -3,7 +3,7 @@
 - `parquet`: train*.parquet and test*.parquet;
 - `hugging_face`: the folders train and test, written by `datasets.Dataset.save_to_disk`;
 - `array_record`: train*.array_record and test*.array_record, with a function that makes a dict of
-  arrays of the bytes of a record.
+  arrays from the bytes of a record.
 
 They need the extra jddp[data]. Columns that hold anything but numbers are refused, unless
 `columns` leaves them out.
@@ -24,7 +24,7 @@ from jddp.names import resolve_target
 
 
 def parquet(*, directory: Path, columns: Sequence[str] | None = None) -> DataSource:
-    """The source of Parquet files in a directory; `columns` chooses, None takes all."""
+    """The source of Parquet files in a directory, with these columns (None for all)."""
 
     def read(part: str) -> Any:
         files = _files(directory, part, "parquet")
@@ -34,7 +34,7 @@ def parquet(*, directory: Path, columns: Sequence[str] | None = None) -> DataSou
                 rows = datasets.Dataset.from_parquet(files, keep_in_memory=False, columns=columns)
         except Error:
             raise
-        except Exception as error:  # what is raised for damaged files can be anything
+        except Exception as error:  # damaged files can raise anything
             reason = _reason(error)
             if isinstance(reason, OSError) and reason.errno is not None:  # no home, or a full one
                 text = f"{directory}: datasets cannot cache these files: {reason}."
@@ -47,7 +47,7 @@ def parquet(*, directory: Path, columns: Sequence[str] | None = None) -> DataSou
 
 
 def hugging_face(*, directory: Path, columns: Sequence[str] | None = None) -> DataSource:
-    """The source of data sets that were saved to disk; `columns` chooses, None takes all."""
+    """The source of data sets that were saved to disk, with these columns (None for all)."""
 
     def read(part: str) -> Any:
         if not (directory / part).is_dir():
@@ -56,7 +56,7 @@ def hugging_face(*, directory: Path, columns: Sequence[str] | None = None) -> Da
         with _quiet_datasets() as datasets, refusing_damage(where, "data set of datasets"):
             rows = datasets.load_from_disk(where)
             rows = rows.select_columns(list(columns)) if columns else rows
-            # Arrow aborts at places that lie outside of their array. No number is read for this.
+            # Arrow aborts at places outside of their array. This check reads no numbers.
             rows.data.validate(full=True)
             return DecodedRows(rows, where)
 
@@ -64,7 +64,7 @@ def hugging_face(*, directory: Path, columns: Sequence[str] | None = None) -> Da
 
 
 def array_record(*, directory: Path, decode: str) -> DataSource:
-    """The source of ArrayRecord files; `decode`, a target, makes a row of the bytes of a record."""
+    """The source of ArrayRecord files; the target `decode` makes a row from a record's bytes."""
 
     def read(part: str) -> Any:
         grain = import_extra("grain", needed_by="array_record")
@@ -90,7 +90,7 @@ def _files(root: Path, part: str, ending: str) -> list[str]:
 
 
 def _reason(error: BaseException) -> BaseException:
-    """The error of the file system in a chain of errors, else the one that began it."""
+    """The file-system error in a chain of errors; without one, the first error."""
     while not (isinstance(error, OSError) and error.errno is not None):
         before = error.__cause__ or error.__context__
         if before is None:
@@ -100,7 +100,7 @@ def _reason(error: BaseException) -> BaseException:
 
 
 def _first_damaged(files: Sequence[str]) -> str | None:
-    """The first of these Parquet files that is not whole."""
+    """The first of these Parquet files that is incomplete."""
     parquet = import_extra("pyarrow.parquet", needed_by="parquet")
     for path in files:
         try:
@@ -112,7 +112,7 @@ def _first_damaged(files: Sequence[str]) -> str | None:
 
 @contextlib.contextmanager
 def _quiet_datasets() -> Iterator[Any]:
-    """The library `datasets`, without progress bars, of which a log would have many lines."""
+    """The library `datasets` without progress bars, which would fill a log with lines."""
     datasets = import_extra("datasets", needed_by="this data set")
     # Its environment variable has precedence: datasets would warn of every attempt.
     is_ours = datasets.config.HF_DATASETS_DISABLE_PROGRESS_BARS is None

@@ -1,8 +1,8 @@
 """Text that is on every machine: the source files of the running Python's standard library.
 
-About 11 MB of Python, read as bytes (a vocabulary of 256), with a zero byte after each file. A
-hash of its name puts about one file in ten into the test split, so that adding or removing a file
-moves no other. The text changes with the version of Python: its hash is in the log.
+The text is about 11 MB of Python, read as bytes (a vocabulary of 256), with a zero byte after each
+file. A hash of the file's name puts about one file in ten into the test split, so that adding or
+removing a file moves no other. The text depends on the version of Python: its hash is in the log.
 """
 
 import os
@@ -30,7 +30,7 @@ def python_stdlib(*, sequence_length: int = 256) -> DataSource:
       sequence_length: Bytes that are predicted per example.
 
     Raises:
-      ConfigError: If it is not positive.
+      ConfigError: If the length is not positive.
     """
     spec = token_spec(sequence_length)
     root = Path(sysconfig.get_path("stdlib"))
@@ -38,7 +38,7 @@ def python_stdlib(*, sequence_length: int = 256) -> DataSource:
 
 
 def source_files(root: Path) -> list[Path]:
-    """The source files under `root` that count as text, relative to it, in one order everywhere."""
+    """The source files under `root` that count as text: relative paths, in a fixed order."""
     found = []
     for directory, subdirectories, names in os.walk(root):
         subdirectories[:] = [name for name in subdirectories if _is_text(name)]

@@ -2,8 +2,8 @@
 
     write_tokens(documents_in([Path("books")]), Path("data/tokens"), tokenizer=BYTES)
 
-A hash of its text puts a document into the test split or the training split, so that neither order
-nor number of files moves one. No more than one file of tokens is held in memory.
+A hash of its text puts a document into the test split or the training split, so the order and the
+number of files do not matter. At most one file of tokens is held in memory.
 """
 
 import json
@@ -26,7 +26,7 @@ class Tokenizer:
 
     Attributes:
       name: Name of the tokenizer, for tokens.json.
-      vocab_size: Number of different tokens, which are below it.
+      vocab_size: Number of different tokens; all tokens are below it.
       encode: Function that returns the tokens of a text.
       decode: Function that returns the text of tokens.
       end_of_document: Token to put after each document, or None.
@@ -54,14 +54,14 @@ def tokenizer_in(path: Path, *, end_of_document: str | None = None) -> Tokenizer
       end_of_document: Token that ends a document, as text; None for none.
 
     Raises:
-      ConfigError: If `tokenizers` is not installed, it cannot read the file, or the token is
+      ConfigError: If `tokenizers` is not installed or cannot read the file, or if the token is
         unknown.
     """
     tokenizers = import_extra("tokenizers", needed_by="--tokenizer FILE")
     try:
         found = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers has no class of errors
-        raise ConfigError(f"{path}: no file of tokenizers ({error}).") from error
+        raise ConfigError(f"{path}: not a Hugging Face tokenizer file ({error}).") from error
     end = None if end_of_document is None else found.token_to_id(end_of_document)
     if end is None and end_of_document is not None:
         raise ConfigError(f"{path} has no token {end_of_document!r}. Name one of its tokens.")
@@ -73,13 +73,13 @@ def tokenizer_in(path: Path, *, end_of_document: str | None = None) -> Tokenizer
 
 
 def documents_in(paths: Sequence[Path]) -> Iterator[str]:
-    """The documents in files: a .jsonl has one in "text" of each line, any other file is one.
+    """The documents in files: "text" of each line of a .jsonl, or any other file as a whole.
 
     Args:
       paths: Files, and folders whose files are read in the order of their names.
 
     Raises:
-      DataError: If there is no such file, or one is not UTF-8, or a line has no "text".
+      DataError: If a file is missing or not UTF-8, or a line has no "text".
     """
     for path in paths:
         files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
@@ -101,7 +101,7 @@ def _documents_of(file: Path) -> Iterator[str]:
             try:
                 yield bytes(json.loads(line)["text"], "utf-8").decode()  # of Unicode, and no null
             except (ValueError, KeyError, TypeError) as error:
-                raise DataError(f'{file}: line {number} is no object with "text".') from error
+                raise DataError(f'{file}: line {number} is not an object with "text".') from error
 
 
 def write_tokens(
@@ -112,7 +112,7 @@ def write_tokens(
     test_share: float = 0.1,
     shard_tokens: int = 2**27,
 ) -> dict[str, Any]:
-    """Writes files of tokens, the beginnings of documents in them, and tokens.json.
+    """Writes token files, the positions at which documents begin, and tokens.json.
 
     Args:
       documents: Texts of the documents.
@@ -129,7 +129,7 @@ def write_tokens(
       DataError: If a split gets no document.
     """
     if not 0 < test_share < 1 or shard_tokens < 1:
-        raise ConfigError("the test share lies between 0 and 1, and a shard holds a token or more.")
+        raise ConfigError("The test share must be between 0 and 1, and shard_tokens at least 1.")
     directory.mkdir(parents=True, exist_ok=True)
     if any(directory.glob("*.npy")):
         raise ConfigError(f"{directory} holds .npy files already. Choose another folder.")
@@ -145,7 +145,7 @@ def write_tokens(
     for name, part in parts.items():
         part.end_shard()
         if not part.num_documents:
-            raise DataError(f"no document came to {name}. Give more, or another test share.")
+            raise DataError(f"{name} gets no document. Give more documents, or another test share.")
     index = {
         "tokenizer": tokenizer.name,
         "vocab_size": tokenizer.vocab_size,

@@ -1,10 +1,10 @@
-"""Windows of long sequences of tokens, to predict each token from those before it.
+"""Windows of long token sequences, to predict each token from the tokens before it.
 
     python -m jddp.data tokenize data/tokens book1.txt book2.txt     writes these files
 
-A directory holds train.npy and test.npy, or several files of each (train-00000.npy, ...): one row
-of uint16 or uint32 each, memory-mapped. Beside it, train-00000.documents.npy has the beginnings of
-documents; tokens.json has the tokenizer and the sizes.
+A directory holds train.npy and test.npy, or several files of each (train-00000.npy, ...). Each file
+is one row of uint16 or uint32, memory-mapped. Beside it, train-00000.documents.npy has the
+positions at which documents begin; tokens.json has the tokenizer and the sizes.
 """
 
 import functools
@@ -24,7 +24,7 @@ DOCUMENTS = ".documents.npy"
 
 
 class TokenExamples:
-    """Windows of long sequences: each token but the first of one is predicted once per epoch."""
+    """Windows of long sequences: each token but a sequence's first is predicted once per epoch."""
 
     def __init__(
         self,
@@ -33,17 +33,17 @@ class TokenExamples:
         vocab_size: int | None = None,
         documents: Sequence[np.ndarray] | None = None,
     ):
-        """Cuts sequences into windows that overlap by one token; a remainder is not used.
+        """Cuts sequences into windows that overlap by one token; the remainder is not used.
 
         Args:
           shards: Sequences `(n,)` of whole numbers, in memory or memory-mapped.
           sequence_length: Predictions per example, `t`; a window holds `t + 1` tokens.
-          vocab_size: Number of tokens, others are refused when read; None takes any from 0.
-          documents: Positions at which documents begin in each sequence, in rising order. Their
-            first tokens are then not predicted: "mask" is 0 there.
+          vocab_size: Number of tokens; larger ones are refused when read. None accepts any from 0.
+          documents: Positions at which documents begin in each sequence, in rising order. First
+            tokens of documents are then not predicted: "mask" is 0 there.
 
         Raises:
-          DataError: If no sequence is long enough for one window, or one is no row of integers.
+          DataError: If no sequence is long enough for a window, or one is not a row of integers.
         """
         for tokens in shards:
             if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
@@ -72,7 +72,7 @@ class TokenExamples:
         """int32 tokens `(b, t + 1)`: inputs are all but the last, targets all but the first.
 
         Returns:
-          "tokens", and float32 "mask" `(b, t)` where documents are known.
+          "tokens", and float32 "mask" `(b, t)` if documents are known.
 
         Raises:
           DataError: If a token is negative, or not below `vocab_size`.
@@ -97,7 +97,7 @@ class TokenExamples:
         if (is_wrong := (taken < 0) | (taken >= size)).any():
             place = places[is_wrong][0]
             raise DataError(
-                f"{_name(tokens)}token {tokens[place]} at {place:,} does not lie in 0 ... "
+                f"{_name(tokens)}token {tokens[place]} at {place:,} is not in 0 ... "
                 f"{size - 1}. Raise vocab_size, or give the tokens of the right tokenizer."
             )
         return taken
@@ -115,8 +115,8 @@ def tokens(
     Args:
       directory: Folder of the shards.
       sequence_length: Tokens that are predicted per example.
-      vocab_size: Number of tokens, larger ones are refused; by default that of tokens.json.
-      cross_documents: Whether the first token of a document is predicted from the one before.
+      vocab_size: Number of tokens; larger ones are refused. By default from tokens.json.
+      cross_documents: Whether a document's first token is predicted from the previous document.
 
     Raises:
       ConfigError: If an argument breaks its rule.
@@ -146,9 +146,9 @@ def tokens(
 
 
 def token_spec(sequence_length: int) -> Spec:
-    """The spec of windows that predict so many tokens; refuses a length that predicts nothing."""
+    """The spec of windows of this length; refuses a length that predicts nothing."""
     if sequence_length < 1:
-        raise ConfigError(f"sequence_length {sequence_length} is not positive. Take 1 or more.")
+        raise ConfigError(f"sequence_length {sequence_length} is not positive. Choose 1 or more.")
     return {"tokens": ((sequence_length + 1,), np.dtype("int32"))}
 
 

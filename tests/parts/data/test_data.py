@@ -236,7 +236,7 @@ UNCUT = (
     (OF_FOUR, ConfigError, r"10 does not divide over 4 .* 8 and 12"),
     (OF_FOUR | {"size": 3}, ConfigError, r"3 does not divide over 4 .* Smallest that does: 4"),
     ({"seed": -1}, ConfigError, "seed -1 is negative"),
-    ({"examples": 4}, DataError, "holds 4 examples, and one global batch 10"),
+    ({"examples": 4}, DataError, "holds 4 examples, but one global batch needs 10"),
     (A_PART, DataError, "0.4 epochs of 20 examples do not fill a batch of 10"),
     ({"weights": np.ones(3)}, DataError, r"weights have shape \(3,\) for 20 examples"),
 )
@@ -247,7 +247,7 @@ def test_batches_that_cannot_be_cut_are_refused():
         with pytest.raises(error, match=message):
             train_batches(**{"examples": 20, "size": 10} | options)
     for bad in (np.zeros(20), np.full(20, np.nan), np.arange(20) - 1.0):
-        with pytest.raises(DataError, match="finite and not negative, and one of them positive"):
+        with pytest.raises(DataError, match="finite and not negative, and at least one positive"):
             train_batches(20, 10, weights=bad)
     with pytest.raises(ConfigError, match="batch_size 0"):
         eval_batches(numbered(4), global_batch_size=0)
@@ -301,7 +301,7 @@ def test_mixup_lays_another_image_over_each_and_keeps_both_labels():
     np.testing.assert_allclose(batch["image"][:, 1], mixed, rtol=1e-5)
     assert set(batch["label"][batch["mask"] > 0]) <= {0, 1, 2, 3, 4}
     np.testing.assert_array_equal(batch["mask"], (batch["label"] < 5) & (batch["other_label"] < 5))
-    with pytest.raises(ConfigError, match="mixes images with labels, and the data hold x"):
+    with pytest.raises(ConfigError, match="mixes images with labels, but the data has x"):
         next(train_batches(10, mixup=0.4))
 
 
@@ -368,12 +368,12 @@ def test_token_directory_yields_windows_or_is_refused(tmp_path):
     for bad, kwargs, message in (
         (b"\x93NUMPY", {}, r"not a whole \.npy file"),
         (shard, {"sequence_length": 21}, "21 tokens are too few"),
-        (shard, {"vocab_size": 20}, "token 20 at 20 does not lie in 0 ... 19"),
-        (shard.astype(int) - 3, {}, "token -3 at 0 does not lie in 0 ... 20"),
+        (shard, {"vocab_size": 20}, "token 20 at 20 is not in 0 ... 19"),
+        (shard.astype(int) - 3, {}, "token -3 at 0 is not in 0 ... 20"),
         (
             shard.astype(int) + 2**31,
             {"vocab_size": None},
-            "token 2147483648 at 0 does not lie in 0 ... 2147483647",
+            "token 2147483648 at 0 is not in 0 ... 2147483647",
         ),
         (np.zeros((3, 3), np.uint16), {}, r"tokens are uint16\(3, 3\)"),
     ):
@@ -475,12 +475,12 @@ def test_own_arrays_become_a_data_set_in_32_bits_or_are_refused():
 
 BAD_IMAGES = (
     ({"image_size": 9}, r"images of shape \(8, 8, 3\), .* ask for \(9, 9, 3\)"),
-    ({"labels": np.arange(6) + 5}, "reach from 0 to 10. With num_classes 10"),
-    ({"labels": np.arange(6) - 1}, "reach from -1 to 4"),
-    ({"labels": np.zeros(6)}, "whole number each"),
+    ({"labels": np.arange(6) + 5}, "range from 0 to 10. With num_classes 10"),
+    ({"labels": np.arange(6) - 1}, "range from -1 to 4"),
+    ({"labels": np.zeros(6)}, "Each image needs one whole number"),
     ({"dtype": np.int64}, "need uint8 or floating point"),
     ({"num_train": 0}, r"n > 0"),
-    ({"mean": [0.5, 0.5]}, "mean has 2 numbers, and images have 3 channels"),
+    ({"mean": [0.5, 0.5]}, "mean has 2 numbers, but images have 3 channels"),
     ({"std": [[0.5]]}, "std has 1 numbers"),
 )
 

@@ -145,7 +145,7 @@ def test_idx_files_are_read_as_mnist_is_published(tmp_path, is_packed):
     rows = take_all(data.test)
     np.testing.assert_allclose(rows["image"][..., 0] * 255, images, rtol=1e-6)
     np.testing.assert_array_equal(rows["label"], labels)
-    for bad, message in (({"num_classes": 2}, "reach from 0 to 2"), ({"image_size": 5}, "Change")):
+    for bad, message in (({"num_classes": 2}, "range from 0 to 2"), ({"image_size": 5}, "Change")):
         with pytest.raises(DataError, match=message):
             of_folder(**bad).load()
     if not is_packed:
@@ -193,7 +193,7 @@ def images_in(folder, **kwargs):
 
 
 def test_images_in_folders_have_the_class_of_their_folder(folder):
-    with pytest.raises(DataError, match="mean has 2 numbers, and images have 3 channels"):
+    with pytest.raises(DataError, match="mean has 2 numbers, but images have 3 channels"):
         images_in(folder, mean=[0.5, 0.5]).load()
     source = images_in(folder, mean=0.0, std=1.0)
     data = source.load()
@@ -232,7 +232,7 @@ def test_bad_image_folders_are_refused(folder):
         with pytest.raises(error, match=message):
             images_in(folder, **options).load()
 
-    refused(DataError, "has 2 classes, and num_classes is 3", num_classes=3)
+    refused(DataError, "has 2 classes, but num_classes is 3", num_classes=3)
     refused(ConfigError, "undecodable: 'skip'. Choose 'error' or 'mask'", undecodable="skip")
     refused(ConfigError, "test_share: 1.0 is not between 0 and 1", test_share=1.0)
     refused(DataError, "has folders train and test. Leave test_share out", test_share=0.2)
@@ -347,7 +347,7 @@ def test_a_tokenizer_of_hugging_face_writes_its_own_tokens(tmp_path):
     assert set(" ".join(t.split()) for t in texts if t) < {" ".join(t.split()) for t in TEXTS}
     with pytest.raises(ConfigError, match="has no token '<eos>'"):
         tokenizer_in(path, end_of_document="<eos>")
-    with pytest.raises(ConfigError, match=r"nothing\.json: no file of tokenizers"):
+    with pytest.raises(ConfigError, match=r"nothing\.json: not a Hugging Face tokenizer file"):
         tokenizer_in(tmp_path / "nothing.json")
 
 
@@ -364,9 +364,9 @@ def test_documents_are_files_and_lines_of_jsonl(tmp_path):
     found = documents_in([tmp_path / "b", tmp_path / "three.jsonl"])
     assert [*found] == ["one", "two", "three", "four"]
     for name, message in (
-        ("bad.jsonl", r'bad\.jsonl: line 2 is no object with "text"'),
-        ("null.jsonl", r'null\.jsonl: line 1 is no object with "text"'),
-        ("half.jsonl", r'half\.jsonl: line 1 is no object with "text"'),
+        ("bad.jsonl", r'bad\.jsonl: line 2 is not an object with "text"'),
+        ("null.jsonl", r'null\.jsonl: line 1 is not an object with "text"'),
+        ("half.jsonl", r'half\.jsonl: line 1 is not an object with "text"'),
         ("bad.txt", r"bad\.txt: not UTF-8 at byte 3"),
         ("none.txt", r"none\.txt: No such file"),
     ):
@@ -381,7 +381,7 @@ def test_bad_token_files_are_named_with_the_place(tmp_path):
     tokens[77] = 300
     np.save(path, tokens)
     source = make_source("tokens", directory=str(directory), kwargs={"sequence_length": 8})
-    with pytest.raises(DataError, match=r"train-00000\.npy: token 300 at 77 does not lie in 0"):
+    with pytest.raises(DataError, match=r"train-00000\.npy: token 300 at 77 is not in 0"):
         source.load()
     for index in ("{", "{}", '{"vocab_size": null}'):
         (directory / "tokens.json").write_text(index)
@@ -389,7 +389,7 @@ def test_bad_token_files_are_named_with_the_place(tmp_path):
             make_source("tokens", directory=str(directory), kwargs={"sequence_length": 8})
     with pytest.raises(ConfigError, match=r"holds \.npy files already"):
         written(tmp_path)
-    with pytest.raises(DataError, match="no document came to test"):
+    with pytest.raises(DataError, match="test gets no document"):
         write_tokens(TEXTS[:1], tmp_path / "few", tokenizer=BYTES)
     with pytest.raises(ConfigError, match="between 0 and 1"):
         write_tokens(TEXTS, tmp_path / "all", tokenizer=BYTES, test_share=1.0)

@@ -194,7 +194,7 @@ def test_a_pipe_or_a_link_to_itself_among_images_is_named(folder, name):
 
 def test_a_class_that_is_a_link_to_a_folder_around_it_is_named(folder):
     (folder / "train" / "again").symlink_to(folder / "train")
-    with pytest.raises(DataError, match="again: a link to a folder that it lies in"):
+    with pytest.raises(DataError, match="again: a link to a folder that contains it"):
         images_in(folder)
 
 

@@ -1,11 +1,11 @@
 """Fashion-MNIST: 28 x 28 grey images of clothes in ten classes, beside this file.
 
-Two sources, never mixed, and neither replaces the other silently:
+There are two sources, which are never mixed; neither replaces the other silently:
 
 - `embedded`: the complete official test set (10,000 images, the original files) and 15,000 images
   of the official training set, 1,500 of each class, chosen by `scripts/make_fashion_mnist.py`.
-- `full`: all 60,000 training images and the same test set, from a directory that holds the four
-  original files; without one, where the Debian package `dataset-fashion-mnist` puts them.
+- `full`: all 60,000 training images and the same test set, from a directory with the four original
+  files; by default the directory of the Debian package `dataset-fashion-mnist`.
 
 Every file is checked against its SHA-256 before it is used.
 
@@ -60,7 +60,7 @@ def fashion_mnist(
       source: "embedded" or "full".
       directory: Folder of the four original files, for "full" only.
       num_held_out: Number of training examples, equally many of each class, that are held out and
-        replace the test set, for tuning without it. A multiple of ten.
+        replace the test set, so that you can tune without it. A multiple of ten.
       max_shift: Largest move of a training image by augmentation, in pixels.
 
     Raises:
@@ -70,12 +70,12 @@ def fashion_mnist(
         raise ConfigError(f"source '{source}' of fashion_mnist is neither 'embedded' nor 'full'.")
     if directory is not None and source != "full":
         raise ConfigError(
-            f"directory '{directory}' is not read with source 'embedded'. Ask for source 'full', "
+            f"directory '{directory}' is not read with source 'embedded'. Choose source 'full', "
             "or leave the directory out."
         )
     if num_held_out < 0 or num_held_out % NUM_CLASSES:
         raise ConfigError(
-            f"num_held_out {num_held_out} is not a multiple of {NUM_CLASSES}, as many per class."
+            f"num_held_out {num_held_out} is not a multiple of {NUM_CLASSES} (classes)."
         )
     root = _HERE if source == "embedded" else directory or _DEBIAN
     load = functools.partial(_load, source, root, num_held_out)
