@@ -1,4 +1,4 @@
-"""The description of a checkpoint's arrays: for each path its shape, dtype, digest and layout.
+"""Describes a checkpoint's arrays: shape, dtype, digest and layout of each, by path.
 
     describe_arrays(tree, found, layouts)  # {"params/Dense_0/kernel": {"shape": [16, 4], ...}}
 
@@ -53,7 +53,7 @@ def describe_arrays(tree: PyTree, found: Any, layouts: Layouts) -> Described:
 
 
 def check_names(tree: PyTree) -> None:
-    """Refuses a state of which a checkpoint would be taken for a forged one.
+    """Refuses a state whose checkpoint would look like a forged one.
 
     Raises:
       ConfigError: If the path of an array leads out of its folder, or cannot be printed.
@@ -66,7 +66,7 @@ def check_names(tree: PyTree) -> None:
 
 
 def find_altered(arrays: PyTree, described: Described) -> str | None:
-    """Names an array on the devices that is not the one described; None if there is none."""
+    """Names an array on the devices that differs from its description; None if none does."""
     found = describe_arrays(arrays, digests(arrays), layouts_in(described))
     differ = [name for name in {**described, **found} if described.get(name) != found.get(name)]
     return f"{differ[0]} is not the array that was saved" if differ else None
@@ -93,7 +93,7 @@ def from_file(entries: Mapping[str, Any]) -> Described:
     """The entries of the file with their layouts.
 
     Raises:
-      ValueError: If they describe no arrays, or more than all hosts of the job have memory for.
+      ValueError: If they do not describe arrays, or arrays larger than the memory of all hosts.
     """
     described = {name: _entry(name, about) for name, about in entries.items()}
     forms = map(_stored_form, described.values())
@@ -114,7 +114,7 @@ def _entry(name: str, about: Any) -> dict[str, Any]:
 
 
 def find_unlike(described: Described, stored: Mapping[str, Any]) -> str | None:
-    """Names an array that is stored with another shape or dtype than described; None if none is.
+    """Names an array whose stored shape or dtype differs from its description; None if none does.
 
     Args:
       described: The description of a checkpoint's arrays.
@@ -160,7 +160,7 @@ def _is_shape(dims: Sequence[Any]) -> bool:
 
 
 def _is_name(name: str) -> bool:
-    """Whether an array may have this path: it stays below its folder, and can be printed."""
+    """Whether an array may have this path: it stays in its folder, and is printable."""
     parts = name.split("/")
     return printable(name) == name and parts[0] != "" and not {".", ".."} & {*parts}
 
@@ -172,7 +172,7 @@ def as_saved(words: Any, dtype: str) -> Any:
 
 
 def _form(shape: Sequence[int], dtype: Any, layout: Layout) -> str:
-    """Shape and dtype of an array on a single device, the same for any number of devices."""
+    """Shape and dtype of an array on one device, equal for any number of devices."""
     rule = f" per replica ({layout.on_resize})" if isinstance(layout, PerReplica) else ""
     return f"{layout.one_device_shape(tuple(shape))} {dtype}{rule}"
 
@@ -180,7 +180,7 @@ def _form(shape: Sequence[int], dtype: Any, layout: Layout) -> str:
 def difference(
     described: Described, wanted: Mapping[str, Any], there: Layouts, here: Layouts, most: int = 20
 ) -> str:
-    """A tree of the paths at which two sets of arrays differ on a device; empty if they do not.
+    """A tree of the paths at which two sets of arrays differ on a device; empty if none differ.
 
     Args:
       described: Description of the checkpoint.

@@ -13,8 +13,9 @@ A checkpoint is a folder with the step as its name:
     SHA256SUMS      digests of all other files, for `sha256sum --check` too
 
 Every process calls `save` and `restore`. Arrays that are split over the processes are written by
-their owners, all else by process 0. A checkpoint gets its name once all of it has been read back
-and is on the disk. One with a wrong digest is renamed, never removed, and the one before is used.
+their owners, everything else by process 0. A checkpoint gets its name when all of it has been read
+back and is on the disk. A checkpoint with a wrong digest is renamed, never removed, and the one
+before it is used.
 """
 
 import contextlib
@@ -77,8 +78,8 @@ class CheckpointFolder:
       keep: Number of the newest checkpoints that stay.
       keep_every: Interval in steps; checkpoints at its multiples stay too.
       storage: Where they are kept, of whose folder this is one; by default in the folder above.
-      is_written: Whether `save` will be called: the directory is made, and what an ended process
-        has left unfinished is removed. Another process may be writing there otherwise.
+      is_written: Whether `save` will be called: the directory is made, and unfinished files of an
+        ended process are removed. Another process may be writing there otherwise.
 
     Raises:
       FileSystemError: If the directory cannot be made or written.
@@ -124,14 +125,14 @@ class CheckpointFolder:
     ) -> None:
         """Copies the state off the devices, and writes it in the background.
 
-        An error of the file system is logged, and loses only this checkpoint: those before it stay,
-        and the next is tried. `close` raises the error if the last one failed.
+        An error of the file system is logged, and loses only this checkpoint: earlier ones stay,
+        and the next one is tried. `close` raises the error if the last one failed.
 
         Args:
           step: Number of finished optimizer steps; a checkpoint of the same step is replaced.
           state: The training state.
           beside: The run data, as JSON.
-          layouts: Layouts of its leaves; None where all are replicated.
+          layouts: Layouts of its leaves; None if all are replicated.
         """
         check_names(state)
         self._writer.start(step, by_path(state), beside, _layouts_of(state, layouts))
@@ -145,12 +146,12 @@ class CheckpointFolder:
 
         Args:
           like: State with the structure, shapes and shardings to restore to; not changed.
-          layouts: Layouts of its leaves; None where all are replicated. The checkpoint may be of
+          layouts: Layouts of its leaves; None if all are replicated. The checkpoint may be from
             another number of replicas, and its optimizer sharded or not: see `resize`.
 
         Raises:
-          ConfigError: If the checkpoint is of another model or optimizer than `like`, or the path
-            of an array in `like` leads out of its folder, or cannot be printed.
+          ConfigError: If the checkpoint is from another model or optimizer than `like`, or the path
+            of an array in `like` leads out of its folder, or is not printable.
           FileSystemError: If there are checkpoints, but none is valid and readable.
         """
         check_names(like)
@@ -186,7 +187,7 @@ class CheckpointFolder:
         log.error("The checkpoint of step %d is damaged: %s. It is now %s.", step, damage, aside)
 
     def _read(self, step: int, like: TrainState, layouts: TrainState | None) -> Restored | None:
-        """Reads one; returns None if it is removed, or renamed because an array has changed."""
+        """Reads a checkpoint; None if it was removed, or renamed because an array has changed."""
         folder = self._directory / str(step)
         wanted = by_path(like)
         here = _layouts_of(like, layouts)
@@ -246,7 +247,7 @@ def wait_until_seen(path: Path, text: str = "") -> None:
     """Waits for a file that process 0 has written, with this text in it.
 
     Raises:
-      FileSystemError: If it does not come.
+      FileSystemError: If the file does not appear.
     """
     until = time.monotonic() + SEEN_SECONDS
     while not (path.exists() and text in path.read_text()):

@@ -1,12 +1,12 @@
-"""The sha256 of every file in a folder, in a list that makes the folder a checkpoint.
+"""Lists the SHA-256 of every file in a folder; this list makes the folder a checkpoint.
 
     seal(folder)               # reads every file back, and syncs all of it to the disk
     find_damage(folder)        # the first damaged file, or None
 
-The list is in the form of `sha256sum`, so that `sha256sum --check SHA256SUMS` checks it too. The
-list itself needs no digest: it begins with the number of its files, and all of them must be there,
-so that any flipped bit or torn end of it is found. A file that is not in the list, such as a note,
-an editor's backup, `.DS_Store` or `.nfs*`, is nobody's damage: it is reported and ignored.
+The list has the format of `sha256sum`, so `sha256sum --check SHA256SUMS` checks it too. The list
+itself needs no digest: it begins with the number of its files, and all of them must be there, so
+any flipped bit or torn end is found. A file that is not in the list, such as a note, an editor's
+backup, `.DS_Store` or `.nfs*`, is not damage: it is reported and ignored.
 """
 
 import concurrent.futures
@@ -46,9 +46,9 @@ def seal(folder: Path) -> None:
 
 
 def find_damage(folder: Path) -> str | None:
-    """Describes the first file of a folder that is not as it was written; None if there is none.
+    """Describes the first file of a folder that has changed since it was written; None if none has.
 
-    Files that are in no list are reported in the log, and are no damage.
+    Files that are not in the list are reported in the log, and are not damage.
     """
     try:
         listed = _read_list(folder)

@@ -1,7 +1,7 @@
-"""Keeps orbax from asking for counters, which leaves memory behind at each save.
+"""Keeps orbax from requesting counters, which leaks memory at each save.
 
-Orbax asks TensorStore for its counters around every save, to log a throughput that jddp does not
-show, and TensorStore's answer is never freed: some 25 kB for each save.
+Orbax requests TensorStore's counters around every save, to log a throughput that jddp does not
+show. TensorStore never frees its answer: about 25 kB for each save.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ import functools
 
 @functools.cache
 def keep_level() -> None:
-    """From here on orbax does not ask for them."""
+    """From here on orbax requests no counters."""
     # Its function has no public name: without the private one there is nothing to keep.
     with contextlib.suppress(ImportError, AttributeError):
         from orbax.checkpoint._src.serialization import tensorstore_utils

@@ -2,8 +2,7 @@
 
     export(folder, Path("weights.safetensors"), ["params", "model_state"])
 
-The formats (`formats`) have no random keys, layouts, digests or run data: these are in a text of
-JSON.
+The formats (`formats`) have no random keys, layouts, digests or run data: these are in a JSON text.
 """
 
 import json
@@ -26,7 +25,7 @@ def export(folder: Path, file: Path, fields: Sequence[str] | None = None) -> Non
     Args:
       folder: Folder of the checkpoint.
       file: New file, whose suffix is that of the format.
-      fields: Fields of the state, with the values that are evaluated; None for all, unmerged.
+      fields: Fields of the state, with the evaluated values; None for all, unmerged.
 
     Raises:
       ConfigError: If the suffix is unknown, or the format lacks a dtype.

@@ -1,8 +1,8 @@
 """The names in a directory of checkpoints, and which checkpoints stay.
 
 `1200` is a finished checkpoint, complete before it got this name. `1300.new` is being written, or
-was when the process ended; `1100.old` (or `1100.old.1`) is being removed, or could not
-be. `1000.damaged` had a wrong digest, and is never removed.
+was being written when the process ended. `1100.old` (or `1100.old.1`) is being removed, or could
+not be removed. `1000.damaged` had a wrong digest, and is never removed.
 """
 
 import itertools
@@ -54,10 +54,10 @@ def commit(directory: Path, step: int) -> None:
 
 
 def remove(directory: Path, steps: Iterable[int]) -> str:
-    """Removes checkpoints, each atomically, and what could not be removed before.
+    """Removes checkpoints, each atomically, and those that could not be removed before.
 
     Returns:
-      The reason for which one is still there, or a part of it; empty if none is.
+      The reason why one, or a part of it, is still there; empty if none is.
     """
     reason = ""
     for step in steps:
@@ -70,10 +70,10 @@ def remove(directory: Path, steps: Iterable[int]) -> str:
 
 
 def remove_unfinished(directory: Path) -> str:
-    """Removes what an ended process was writing or removing; names what was replacing another.
+    """Removes the unfinished folders of an ended process; names one that was replacing another.
 
     Returns:
-      The reason for which a part of it is still there; empty if none is.
+      The reason why a part of them is still there; empty if none is.
     """
     for _, step in _unfinished(directory, "old"):
         new = directory / f"{step}.new"
@@ -102,7 +102,7 @@ def _unfinished(directory: Path, suffix: str) -> list[tuple[Path, str]]:
 
 
 def _remove_old(directory: Path) -> str:
-    """Removes what was renamed for that; returns the first reason for which one stays, or ""."""
+    """Removes folders that were renamed for removal; returns why the first one stays, or ""."""
     reason = ""
     for path, _ in _unfinished(directory, "old"):
         try:
@@ -113,7 +113,7 @@ def _remove_old(directory: Path) -> str:
 
 
 def _free(path: Path) -> Path:
-    """The path, or where there is something, the first one with a number that is free."""
+    """The path; or, if it exists, the first free one with a number."""
     numbers = itertools.count(1)
     free = path
     while os.path.lexists(free):

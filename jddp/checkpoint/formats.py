@@ -3,7 +3,7 @@
     file = Path("weights.safetensors")
     arrays = format_of(file).read(file)   # by their names
 
-Both formats hold numbers and names, and no code. Beside the arrays `export` writes a text of JSON,
+Both formats hold numbers and names, and no code. Beside the arrays `export` writes a JSON text,
 which files of other programs lack.
 """
 
@@ -26,9 +26,9 @@ KEY = "jddp"  # of the text
 
 
 class Format(NamedTuple):
-    """Functions from arrays and a text to the bytes of a file, and from a file to both.
+    """Functions from arrays and a JSON text to the bytes of a file, and from a file to both.
 
-    The text is read as its object, or None where there is none.
+    The text is read as its object, or as None if there is none.
     """
 
     pack: Callable[[HostArrays, str], bytes]
@@ -38,7 +38,7 @@ class Format(NamedTuple):
         """The arrays in a file, by their names.
 
         Raises:
-          ValueError: If an array has another digest than the text gives.
+          ValueError: If the digest of an array differs from the text.
         """
         arrays, about = self.parse(file)
         digests = (about or {}).get("digests")

@@ -1,10 +1,10 @@
-"""The first state of training: made by the model from one seed, or given, whole or in part.
+"""Makes the first state of training: by the model from a seed, or from given values.
 
     first = InitialState(steps)
     state = first.make(seed, inputs, params=None)       # the same on every device
 
-Processes start with the same state: new values are made on every device from the same seed and
-rows, given values are replicated.
+All processes start with the same state: new values are made on every device from the same seed and
+rows, and given values are replicated.
 """
 
 import dataclasses
@@ -40,10 +40,10 @@ class InitialState:
     """Makes first states.
 
     Args:
-      steps: Steps that plan for the rows, on the mesh on which the state will lie.
+      steps: Steps that plan for the rows, on the mesh of the state.
 
     Attributes:
-      loaded: Report on the values that were given last; None before any.
+      loaded: Report on the values that were given last; None before the first.
     """
 
     def __init__(self, steps: CompiledSteps) -> None:
@@ -71,12 +71,12 @@ class InitialState:
         return First(stack_rows(state, layouts, sharded(self._mesh), num), planned)
 
     def refuse_foreign(self, state: TrainState, latest: Any, inputs: Inputs | None) -> None:
-        """Refuses a state of other shapes than the latest, or than those for inputs.
+        """Refuses a state whose shapes differ from the latest state, or from the state for inputs.
 
-        Where there are inputs, for a step, its optimizer's state is compared, too.
+        If there are inputs, for a step, the optimizer's state is compared, too.
 
         Raises:
-          UsageError: If they differ, or the state lies on other devices.
+          UsageError: If they differ, or the state is on other devices.
         """
         if state.step.committed and state.step.devices() != replicated(self._mesh).device_set:
             raise UsageError("This state lies on other devices: make one with init, or restore it.")
@@ -96,7 +96,7 @@ class InitialState:
         return (self._model.values or (None, None)) if params is None else self._model.split(params)
 
     def _values(self, seed: int, inputs: Inputs, params: Params, *, partial: bool) -> Values:
-        """Given values, checked against those of the model, if they are known."""
+        """Given values, checked against the values of the model if these are known."""
         is_path = isinstance(params, str | Path)
         values, state = self._split(read_weights(expand(params)) if is_path else params)
         is_unchecked = params is None or (self._model.values is None and inputs.rows is None)
@@ -131,6 +131,6 @@ def _check_seed(seed: Any) -> None:
 
 
 def _like(x: Any, wanted: Any) -> Any:
-    """A floating array in another floating dtype; all else as it is."""
+    """A floating array in another floating dtype; other arrays unchanged."""
     both = (jax.numpy.issubdtype(v.dtype, np.floating) for v in (x, wanted))
     return np.asarray(x).astype(wanted.dtype) if all(both) else x

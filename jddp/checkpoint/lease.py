@@ -4,10 +4,11 @@
         ...                                     # another process that asks for it is refused
         lease.check()                           # raises if another has taken it all the same
 
-Storage has no locks that end with a process. What it has is a file that only one can make
-(`open(..., "xb")`). A process that finds it waits until it changes, and is refused; a file that has
-not changed for `LEASE_SECONDS` is of a process that was killed, and is taken over. A holder that
-was stopped or cut off for so long may find that it has lost the lease, and writes no more.
+Storage has no locks that end with a process, but it has files that only one process can make
+(`open(..., "xb")`). A process that finds the file waits: if the file changes, the process is
+refused. A file that has not changed for `LEASE_SECONDS` belongs to a process that was killed, and
+is taken over. A holder that was stopped or cut off for that long may find that it has lost the
+lease, and writes no more.
 """
 
 import contextlib
@@ -48,7 +49,7 @@ class Lease:
             raise OSError(f"{self._taken_by} has taken over: this process was not heard of")
 
     def __enter__(self) -> "Lease":
-        """Takes it, and renews it until the end.
+        """Takes the file, and renews it until the end.
 
         Raises:
           ConfigError: If another process holds it.

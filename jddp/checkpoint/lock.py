@@ -1,13 +1,13 @@
-"""A lock file: one holder at a time, until it releases the file or ends, however it ends.
+"""A lock file with one holder at a time, until it releases the file or ends in any way.
 
-    with held(run_dir / "lock") as name:     # InUse if somebody else has it, also in this process
-        ...                                  # `name` stands in the file meanwhile
+    with held(run_dir / "lock") as name:     # InUse if another holder has it, also in this process
+        ...                                  # meanwhile `name` is in the file
 
-The lock belongs to an open file description (`F_OFD_SETLK` of Linux), and not to the process, as
-`fcntl.lockf` would have it: such a lock ends as soon as the process closes any descriptor of the
-file, as a copy or an upload of the directory does, and two threads of one process share it. Where
-the system or the file system lacks these locks it is `flock`, which behaves alike, and where it
-lacks both there is no lock, with a warning. A forked child does not keep it.
+The lock belongs to an open file description (`F_OFD_SETLK` of Linux), not to the process as with
+`fcntl.lockf`. A lock of a process would end as soon as the process closes any descriptor of the
+file, as a copy or an upload of the directory does, and two threads of one process would share it.
+If the system or the file system lacks these locks, the lock is `flock`, which behaves alike; if it
+lacks both, there is no lock, with a warning. A forked child does not keep it.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ _LACKING = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
 
 
 class InUse(Exception):
-    """Somebody else holds the file; the text is the name of the holder."""
+    """Another holder has the file; the text is its name."""
 
 
 @contextlib.contextmanager
@@ -44,7 +44,7 @@ def held(path: Path) -> Iterator[str]:
       The holder's name, which is in the file; empty if it could not be written.
 
     Raises:
-      InUse: If somebody else holds it.
+      InUse: If another holder has it.
       OSError: If it cannot be opened, or is a link.
     """
     # A child shares the descriptor, and would keep the lock after the end of its parent.
@@ -60,12 +60,12 @@ def held(path: Path) -> Iterator[str]:
 
 
 def _opened(path: Path) -> IO[bytes]:
-    # What a link leads to would be emptied.
+    # The target of a link would be emptied.
     return open(path, "a+b", buffering=0, opener=lambda p, flags: opener(p, flags | os.O_NOFOLLOW))
 
 
 def _is_locked(file: IO[bytes]) -> bool:
-    """Locks an open file; returns whether it is not somebody else's."""
+    """Locks an open file; returns False if another holder has it."""
     for lock in (_lock_description, _flock):
         try:
             lock(file)

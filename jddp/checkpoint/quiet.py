@@ -1,4 +1,4 @@
-"""Keeps orbax and TensorStore from printing what is raised, and reported in one line, elsewhere."""
+"""Keeps orbax and TensorStore from printing errors that jddp reports in one line."""
 
 import functools
 import logging
@@ -7,15 +7,15 @@ import sys
 import warnings
 from pathlib import Path
 
-# Of several reads or writes that fail the first is raised. Asyncio would print others, and Python
-# those that TensorStore reports later, to a loop that orbax has closed.
+# If several reads or writes fail, the first error is raised. Asyncio would print the others, and
+# Python errors that TensorStore reports later, to a loop that orbax has closed.
 _REFUSED = re.compile("os_error_code=|'OSError'")
 _LATE = "Event loop is closed"
 
 
 @functools.cache
 def keep_quiet() -> None:
-    """From here on only errors of these libraries that nobody else reports are printed."""
+    """From here on these libraries print only errors that are not reported elsewhere."""
     logging.getLogger("absl").addFilter(_is_worth_showing)
     logging.getLogger("asyncio").addFilter(lambda x: not _REFUSED.search(str(x.exc_info)))
     show = sys.unraisablehook

@@ -2,9 +2,9 @@
 
     values = read_newest(run_dir / "checkpoints", ["params", "model_state"])
 
-Restoring a state to resume training needs a state of the same structure. To examine a finished run
-the values are enough: on any number of devices, without the optimizer's state. No code that the
-run names is called, and nothing is written: damaged checkpoints are skipped.
+A restore that resumes training needs a state of the same structure. To examine a finished run the
+values are enough: on any number of devices, without the optimizer's state. No code that the run
+names is called, and nothing is written: damaged checkpoints are skipped.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from jddp.modules.frozen import thaw
 from jddp.typing import PyTree
 
 PARAMETERS = {"params", "ema_params"}
-TRIES = 20  # of a run that removes checkpoints faster than they can be read
+TRIES = 20  # if a run removes checkpoints faster than they can be read
 T = TypeVar("T")
 
 
@@ -48,14 +48,14 @@ def read_newest(directory: Path, fields: Sequence[str]) -> dict[str, PyTree]:
 
 
 def read_standing(find: Callable[[], Path], read: Callable[[Path], T]) -> T:
-    """Reads a checkpoint of a run that may be training, and remove it meanwhile.
+    """Reads a checkpoint of a run that may still train, and may remove the checkpoint meanwhile.
 
     Args:
       find: Function that finds a checkpoint.
       read: Function that reads it.
 
     Returns:
-      What `read` returns; of the next checkpoint that `find` returns, where one is removed.
+      The result of `read`; if a checkpoint is removed, for the next one that `find` returns.
 
     Raises:
       FileSystemError: If there is none, or it cannot be read.
@@ -83,8 +83,8 @@ def _is_removed(folder: SameFolder) -> bool:
 def read_values(folder: Path, fields: Sequence[str]) -> dict[str, PyTree]:
     """Returns fields of the state in one checkpoint as they are evaluated, in nested dicts.
 
-    Per-replica arrays, parameters under `local_steps` or statistics, are averaged. All keys are
-    strings, also where the state had numbers.
+    Per-replica arrays (parameters under `local_steps`, or statistics) are averaged. All keys are
+    strings, even if the state had numbers.
 
     Raises:
       FileSystemError: If it cannot be read.
@@ -119,7 +119,7 @@ def newest_sound(directory: Path) -> int:
 
 
 def find_newest(directory: Path, on_damage: Callable[[int, str], None]) -> int | None:
-    """The newest step with undamaged files, or None; passes on each newer one with its damage."""
+    """The newest step with undamaged files, or None; reports newer ones with their damage."""
     for step in reversed(finished(directory)):
         try:
             if (damage := find_fault(directory / str(step))) is None:
@@ -172,10 +172,10 @@ def read_arrays(folder: Path, fields: Sequence[str] | None = None) -> dict[str, 
 
 
 def read_described(folder: Path) -> Described:
-    """The description of a checkpoint's arrays, as `arrays.describe_arrays` made it.
+    """The description of a checkpoint's arrays, as made by `arrays.describe_arrays`.
 
     Raises:
-      FileSystemError: If the file describes no arrays, or others than orbax has stored.
+      FileSystemError: If the file does not describe arrays, or not those that orbax has stored.
     """
     path = folder / "arrays.json"
     try:

@@ -1,8 +1,8 @@
 """Fits a state that was saved by one number of replicas to another.
 
-Replicated arrays stay as they are. Per-replica arrays have a row for each replica. On another
-number of replicas they begin with the mean, a part of the sum or a reset, by the rule of their
-layout. An optimizer's state may be whole or sharded, and is converted.
+Replicated arrays stay as they are. Per-replica arrays have a row for each replica; on another
+number of replicas they start with the mean, a part of the sum, or a reset, as their layout states.
+An optimizer's state may be whole or sharded, and is converted.
 """
 
 import functools
@@ -20,7 +20,7 @@ from jddp.reduce.shards import Shape
 
 
 def to_read(shape: Sequence[int], layout: Layout, want: Any) -> jax.ShapeDtypeStruct:
-    """Shape and sharding to read an array in, which may have been saved on another mesh."""
+    """Shape and sharding for reading an array, which may have been saved on another mesh."""
     mesh = want.sharding.mesh
     sharding = want.sharding
     if tuple(shape) != want.shape:
@@ -30,7 +30,7 @@ def to_read(shape: Sequence[int], layout: Layout, want: Any) -> jax.ShapeDtypeSt
 
 
 def empty(shapes: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """The arrays without elements, which are in no file: orbax refuses them."""
+    """The arrays without elements, which no file has: orbax refuses them."""
     return {n: jnp.zeros_like(x, device=x.sharding) for n, x in shapes.items() if not x.size}
 
 

@@ -3,7 +3,7 @@
     tree = read_weights(Path("weights.safetensors"))
     params, loaded = fit_weights(tree, model_params, partial=True)
 
-Accepted are safetensors, Flax's msgpack, the checkpoints of a run, and any other folder that orbax
+It accepts safetensors, Flax's msgpack, the checkpoints of a run, and any other folder that orbax
 has written. All of them hold numbers and names, and no code.
 """
 
@@ -30,8 +30,8 @@ from jddp.typing import PyTree
 def read_weights(path: Path) -> PyTree:
     """The arrays in a file or folder, as nested dicts by the parts of their names.
 
-    Names are split at "/", or where none has one at ".". From a run the parameters and the model's
-    other state are read, from its newest checkpoint with valid digests.
+    Names are split at "/", or at "." if no name has a "/". From a run it reads the parameters and
+    the model's other state, in the newest checkpoint with valid digests.
 
     Raises:
       ConfigError: If the format is unknown.
@@ -77,7 +77,7 @@ class Loaded:
 
     Attributes:
       taken: Weights that the model now has.
-      made: Weights of the model that were not given, with the shapes where they differ.
+      made: Weights of the model that were not given, or given in another shape.
       unused: Given weights that the model does not have.
     """
 
@@ -115,12 +115,12 @@ class Misfit(ConfigError):
 
 
 def fit_weights(given: PyTree, wanted: PyTree, *, partial: bool) -> tuple[PyTree, Loaded]:
-    """Gives each leaf of a model the array of its path.
+    """Gives each leaf of a model the array with its path.
 
     Args:
       given: Tree of arrays.
-      wanted: Tree of the model; where `partial`, with values.
-      partial: Whether the model keeps its own leaf where none is given, or one of another shape.
+      wanted: Tree of the model; with values if `partial`.
+      partial: Whether the model keeps its own leaf if none is given, or one of another shape.
 
     Returns:
       A tree of the structure of `wanted`, and the use of the given weights.

@@ -1,6 +1,6 @@
 """Writes checkpoints in the background, on all processes together.
 
-    copy off the devices ─► write ─► all have written? ─► seal ─► name ─► remove what is surplus
+    copy off the devices ─► write ─► all have written? ─► seal ─► name ─► remove surplus ones
     (the loop waits)        (each its part)               (process 0)
 
 If any process cannot write its part, no checkpoint is made, all get the reason, and earlier
@@ -84,7 +84,7 @@ class Writer:
     def start(
         self, step: int, arrays: DeviceArrays, beside: Mapping[str, Any], layouts: Layouts
     ) -> None:
-        """Waits for the checkpoint before, and for the copy off the devices, but not for writing.
+        """Waits for the previous checkpoint and the copy off the devices, but not for writing.
 
         Args:
           step: Number of finished optimizer steps.
@@ -121,9 +121,9 @@ class Writer:
         self._handler.close()
 
     def _check_place(self) -> None:
-        """Raises an OSError if the directory would be another run's, or one that was moved.
+        """Raises an OSError if the directory belongs to another run, or was moved.
 
-        A directory that was removed is made again, but no link is followed that was put there.
+        A directory that was removed is made again, but a link in its place is not followed.
         """
         self._storage.pinned.check()
         if self._directory.is_symlink():
@@ -147,12 +147,12 @@ class Writer:
     def _finish(
         self, step: int, parts: list[Any], reason: str, saved: Snapshot, beside: str
     ) -> FileSystemError | None:
-        """Makes a checkpoint of its parts once they are written; returns the error if it cannot.
+        """Completes a checkpoint when its parts are written; returns the error if it cannot.
 
         Args:
           step: Number of finished optimizer steps.
           parts: Futures of writing the arrays of this process.
-          reason: Reason for which this process cannot write them; empty for none.
+          reason: Reason why this process cannot write them; empty if it can.
           saved: The arrays.
           beside: Text of the run data.
 
@@ -200,7 +200,7 @@ class Writer:
         self._storage.publish(self._directory / str(step))
 
     def _remove_surplus(self, step: int) -> None:
-        """Removes checkpoints that are not to be kept, after one was saved; logs what stays."""
+        """Removes checkpoints that are no longer kept, after a save; logs those that stay."""
         try:
             self._check_place()
             old = self.surplus(folders.finished(self._directory), step)
@@ -225,7 +225,7 @@ def _kind(reason: str) -> str:
 
 
 def _refuse_full(folder: Path, arrays: DeviceArrays) -> None:
-    """Raises for a full disk before orbax does, whose errors are longer."""
+    """Raises an error for a full disk before orbax does: its errors are longer."""
     room = os.statvfs(folder)
     # Half of the arrays' size: they may be written smaller than they are.
     least = sum(x.size * x.dtype.itemsize for x in arrays.values()) // 2 + LEAST_BYTES
@@ -234,16 +234,16 @@ def _refuse_full(folder: Path, arrays: DeviceArrays) -> None:
 
 
 class _AnyNumber:
-    """Accepts what one process of several has written, which orbax takes for an accident."""
+    """Accepts files of one process of several, which orbax would take for an accident."""
 
     def validate_all_array_metadatas(self, array_metadatas: Any) -> None:
         """Raises nothing."""
 
 
 def _handler_of_first() -> ocp.PyTreeCheckpointHandler:
-    """A handler that process 0 alone calls, and which writes whole arrays.
+    """A handler that only process 0 calls, and that writes whole arrays.
 
-    Orbax's own lets processes share the writing, and wait for each other's files.
+    Orbax's own handler lets processes share the writing, and wait for each other's files.
     """
     store = ocp.type_handlers.get_type_handler(jax.Array)._array_metadata_store  # of random keys
     arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=False, array_metadata_store=store)

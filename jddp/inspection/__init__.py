@@ -1,1 +1,1 @@
-"""Reads a compiled step: its collectives, its memory, and norms of each layer."""
+"""Reads a compiled step: its collectives, its memory, and the norms of each layer."""

@@ -3,9 +3,9 @@
     for collective in collectives(read_program(text)):
         print(collective.op, collective.bytes, collective.is_async)
 
-A collective hides in a program in several forms, all of which are found: a plain instruction; a
-pair `-start` and `-done`, which may still be marked to run in one piece; such a pair around a
-fusion that holds the collective; a part of an ordinary fusion; any of these in a loop or a branch.
+A collective has several forms in a program, and all are found: a plain instruction; a pair `-start`
+and `-done`, which may still be marked to run in one piece; such a pair around a fusion that
+contains the collective; a part of an ordinary fusion; any of these in a loop or a branch.
 """
 
 from collections.abc import Iterator
@@ -22,15 +22,15 @@ class Collective(NamedTuple):
 
     Attributes:
       name: Name of the instruction.
-      op_name: Operation of the traced step that it came from, such as
-        "jit(step)/shard_map/bucket_0/psum"; of several that the compiler has merged, one.
+      op_name: Operation of the traced step from which it comes, such as
+        "jit(step)/shard_map/bucket_0/psum"; if the compiler has merged several, one of them.
       op: Name of the collective: "all-reduce", "all-gather", "reduce-scatter", ...
       dtypes: Dtypes of the arrays that are sent, each once, in order.
       num_elements: Elements of all these arrays, as they are before a scatter or after a gather.
       bytes: Bytes of all these arrays.
       is_async: Whether other instructions can run while it does.
       is_in_loop: Whether it is in the body of a loop.
-      num_runs: Number of times it runs in all; None if the compiler does not know, as in a branch.
+      num_runs: Total number of runs; None if the compiler does not know it, as in a branch.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Describes what a step sends: the plan, and the collectives of its compiled program.
+"""Describes the communication of a step: the plan, and the collectives of its program.
 
     print(jddp.explain(ddp, batch))      # text in a terminal, HTML in a notebook
 
@@ -25,7 +25,7 @@ SENT = (GRADIENTS, PARAMETERS)
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Explanation(Shown):
-    """The communication of a compiled step; `str` of it is made for a terminal of 80 columns.
+    """The communication of a compiled step; its `str` fits a terminal of 80 columns.
 
     Attributes:
       plan: The buckets.
@@ -91,7 +91,7 @@ class Explanation(Shown):
 
 
 def explain(ddp: Trainable, batch: Batch) -> Explanation:
-    """Compiles a step and reports what it sends, beside what was planned; runs nothing.
+    """Compiles a step and reports the bytes that it sends, beside the plan; runs nothing.
 
     Args:
       ddp: A `jddp.DataParallel`.

@@ -55,8 +55,8 @@ class Instruction(NamedTuple):
       shapes: Results: one array, or all arrays of a tuple, however nested.
       operands: Names of the instructions that it reads.
       number: Position of a parameter; None for other instructions.
-      runs: Names of the computations that it runs as they stand: those of a fusion, a call, a loop
-        or a branch, but not the sum that a reduction applies.
+      runs: Names of the computations that it runs unchanged: of a fusion, a call, a loop or a
+        branch, but not the sum that a reduction applies.
       attributes: The text behind the operands.
     """
 
@@ -118,10 +118,10 @@ class HloProgram(NamedTuple):
 
 
 def read_program(text: str) -> HloProgram:
-    """Returns the program whose text XLA prints, such as that of `jax.stages.Compiled.as_text()`.
+    """Returns the program in a text of XLA, such as `jax.stages.Compiled.as_text()`.
 
     Raises:
-      UsageError: If the text is no such program.
+      UsageError: If the text is not such a program.
     """
     computations, entry = {}, None
     for mark, name, body in _COMPUTATION.findall(text):

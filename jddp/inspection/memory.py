@@ -1,9 +1,9 @@
-"""Memory that a step needs on each device, as the compiler has assigned it.
+"""The memory that a step needs on each device, as assigned by the compiler.
 
     print(jddp.memory(ddp, batch).total)
 
 The memory of smaller batches is estimated: activations are proportional to the rows that are
-computed at once, the rest is not.
+computed at once, and the rest is constant.
 """
 
 import math
@@ -65,8 +65,8 @@ class Memory(Shown):
       optimizer: Bytes of the optimizer's state.
       other_state: Bytes of batch statistics and the like.
       batch: Bytes of the rows of one device.
-      temporaries: Bytes that the compiler needs besides, mostly for activations.
-      limit: Bytes of the device's memory; infinite where it is not known.
+      temporaries: Other bytes that the compiler needs, mostly for activations.
+      limit: Bytes of the device's memory; infinite if it is not known.
       largest: The largest arrays that the program makes.
     """
 
@@ -81,7 +81,7 @@ class Memory(Shown):
 
     @property
     def total(self) -> int:
-        """Bytes in all."""
+        """Total number of bytes."""
         return self.fixed + self.batch + self.temporaries
 
     @property
@@ -95,14 +95,14 @@ class Memory(Shown):
         return self.total <= self.limit
 
     def __repr__(self) -> str:
-        """A table in 80 columns: the memory that a device needs, and that it has."""
+        """A table in 80 columns: the memory that a device needs, and the memory that it has."""
         rows = {field: getattr(self, field) for field in FIELDS}
         rows |= {"sum": self.total, "the device has": self.limit}
         sizes = (f"  {name.replace('_', ' '):<15}{_in_mib(x):>12}" for name, x in rows.items())
         return "\n".join(["memory per device, MiB", *sizes])
 
     def cuts(self, num_rows: int) -> Iterator[int]:
-        """Numbers of micro-batches, from the smallest, with which a step would fit by estimate."""
+        """Numbers of micro-batches, in rising order, with which a step is estimated to fit."""
         room = self.limit - self.fixed
         for parts in range(2, num_rows + 1):
             if num_rows % parts == 0 and (self.batch + self.temporaries) / parts <= room:
@@ -112,12 +112,12 @@ class Memory(Shown):
 def memory(
     ddp: Trainable, batch: Batch, *, accumulate_steps: int | None = None, autotune: bool = True
 ) -> Memory:
-    """Compiles a step and reports what it needs of each device's memory; runs nothing.
+    """Compiles a step and reports the memory that it needs on each device; runs nothing.
 
     Args:
       ddp: A `jddp.DataParallel`.
       batch: This process's rows, or their `jax.ShapeDtypeStruct`s.
-      accumulate_steps: Number of micro-batches of another step, to compare with.
+      accumulate_steps: Number of micro-batches of another step, for comparison.
       autotune: Whether the compiler may try kernels on GPUs, as for a step that runs.
     """
     mesh = ddp.mesh

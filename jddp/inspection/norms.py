@@ -1,4 +1,4 @@
-"""Norms of parameters and gradients of each layer, to find where numbers overflow first."""
+"""Norms of the parameters and gradients of each layer, to find the first overflow."""
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +20,8 @@ def diagnose(ddp: Trainable, state: TrainState, batch: Batch) -> Layers:
       batch: This process's rows.
 
     Returns:
-      For each parameter, by its path: "parameter" and "gradient", the norms of it and of its
-      averaged gradient, and "not_finite", how many numbers of that gradient are not.
+      For each parameter, by its path: "parameter" and "gradient", the norms of the parameter and of
+      its averaged gradient, and "not_finite", the number of non-finite values in the gradient.
     """
     ddp.check(state)
     params, _ = ddp.steps.merged((state.params, state.model_state))

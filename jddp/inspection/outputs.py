@@ -1,4 +1,4 @@
-"""How many outputs a model has, to compare with the classes or the vocabulary of the data."""
+"""The number of outputs of a model, to compare with the classes or vocabulary of the data."""
 
 import jax
 import numpy as np
@@ -11,7 +11,7 @@ from jddp.zoo.losses import outputs
 
 
 def num_outputs(ddp: Trainable, batch: Batch) -> int | None:
-    """Size of the last dim of the model's outputs; None where that cannot be known.
+    """Size of the last dim of the model's outputs; None if it cannot be known.
 
     Args:
       ddp: A `jddp.DataParallel`.

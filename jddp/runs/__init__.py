@@ -1,1 +1,1 @@
-"""Runs that have ended: opened from their directories, to evaluate and to predict."""
+"""Opens runs that have ended from their directories, to evaluate and to predict."""

@@ -1,8 +1,8 @@
 """`jddp.open_run`: opens a run from its directory as the object that `jddp.fit` returns.
 
-Only the parts of a config that an evaluation needs are made: a run opens also where the code of its
-optimizer, hook or callbacks is gone. Arrays of which each replica had its own are averaged when
-they are read, so that all values are the same on every device, whatever their number.
+It makes only the parts of a config that an evaluation needs, so a run opens even if the code of its
+optimizer, hook or callbacks is gone. Arrays of which each replica had its own copy are averaged
+when they are read, so all values are the same on every device, for any number of devices.
 """
 
 import contextlib
@@ -47,33 +47,33 @@ def open_run(
     trust: str | None = None,
     overrides: Sequence[str] | None = None,
 ) -> Run:
-    """Opens a finished or interrupted run, on any number of devices; it changes nothing there.
+    """Opens a finished or interrupted run, on any number of devices, without changing it.
 
-    It evaluates and predicts, and its `model` is that of the checkpoint. To train further, call
-    `fit` again with the same `run_dir`. The directory is not trusted: of the names in its config
-    only the model, the loss and the data are resolved, and only inside jddp unless `trust` permits
-    more.
+    The run evaluates and predicts, and its `model` is the model of the checkpoint. To train
+    further, call `fit` again with the same `run_dir`. The directory is not trusted: only the names
+    of the model, the loss and the data in its config are resolved, and only inside jddp unless
+    `trust` permits more.
 
     Args:
       run_dir: A run directory, or its URL.
-      model: The module that was trained, in place of the one that the config names. A run of
-        `jddp.fit` has no config, and needs it.
-      loss_fn: The loss for `evaluate`, in place of the one that the config names.
-      checkpoint: A step; or a folder of checkpoints, "best", of which the newest is taken; or both,
-        "best/400", as in `run.checkpoints`. By default the newest of "checkpoints".
-      params: Parameters to use, "params" or "ema"; by default those that the run evaluated.
-      mesh: Devices, as of `jddp.DataParallel`; by default all.
-      trust: Code of the config that may be imported: by default models, losses and data of jddp
-        alone; "here" for code that lies in the current folder too; "package" for the module class
-        of the model, wherever it is, which runs the code of its package; "config" for all that the
+      model: The module that was trained, instead of the one in the config. A run of `jddp.fit` has
+        no config, and needs it.
+      loss_fn: The loss for `evaluate`, instead of the one in the config.
+      checkpoint: A step; or a folder of checkpoints, "best", to use its newest; or both,
+        "best/400", as in `run.checkpoints`. By default the newest in "checkpoints".
+      params: Parameters to use, "params" or "ema"; by default the ones that the run evaluated.
+      mesh: Devices, as in `jddp.DataParallel`; by default all.
+      trust: Code of the config that may be imported. By default only models, losses and data of
+        jddp; "here" also permits code in the current folder; "package" permits the module class of
+        the model anywhere, which runs the code of its package; "config" permits all code that the
         config names.
-      overrides: Changed keys of data or loss, `key.path=value`, of a command, which joins the
+      overrides: Changed keys of data or loss, `key.path=value`, from a command, which joins the
         processes of its job. A target in them is trusted.
 
     Raises:
       UsageError: If there is no run, or the model is not trusted, or not given.
-      ConfigError: If the config cannot be read, the checkpoint is of another model, or a key is
-        unknown or would not change an evaluation.
+      ConfigError: If the config cannot be read, the checkpoint is from another model, or a key is
+        unknown or does not affect an evaluation.
       FileSystemError: If there is no such checkpoint, or it is damaged.
     """
     run_dir, config = local_copy(run_dir), None
@@ -85,7 +85,7 @@ def open_run(
         if others := sorted({key.partition(".")[0] for key in keys} - {*READ}):
             raise ConfigError(f"{others[0]}: an evaluation reads keys of {' and '.join(READ)}.")
         config = with_overrides(config, overrides)
-        join(config, "auto")  # There may be other devices than where it was trained.
+        join(config, "auto")  # The devices may differ from those of the training.
     trusted = set[str]()
     if config is not None:
         for key in ("data.target", _loss_key(config)):
@@ -124,7 +124,7 @@ def open_run(
 
 @contextlib.contextmanager
 def _one_line() -> Iterator[None]:
-    """While open, errors of Flax and JAX about shapes are one line."""
+    """While open, errors of Flax and JAX about shapes become one line."""
     try:
         yield
     except Error:
@@ -140,7 +140,7 @@ def _one_line() -> Iterator[None]:
 
 
 class SavedModel(DataParallel):
-    """A model of a checkpoint. Rows or values that do not fit the model are one line."""
+    """A model of a checkpoint. Rows or values that do not fit it raise an error of one line."""
 
     evaluate = _one_line()(DataParallel.evaluate)
     predict = _one_line()(DataParallel.predict)
@@ -162,7 +162,7 @@ def _state_of(ddp: DataParallel, saved: Saved) -> TrainState:
 
 
 class OwnBatches:
-    """The evaluation batches of a config, whose data are read when they are first iterated."""
+    """The evaluation batches of a config; data is read when they are first iterated."""
 
     def __init__(self, config: Config, trusted: set[str]) -> None:
         self._config, self._trusted = config, trusted
@@ -178,9 +178,9 @@ class OwnBatches:
 
 
 def _loss_in(config: Config | None, trusted: set[str]) -> LossFn:
-    """The loss by which a config evaluates.
+    """The loss with which a config evaluates.
 
-    It is one that cannot be called if the config has none, or its code is not trusted.
+    A call of it raises an error if the config has no loss, or its code is not trusted.
     """
     if config is None:
         reason = "A run of jddp.fit keeps no loss. Give loss_fn= to open_run."
@@ -191,7 +191,7 @@ def _loss_in(config: Config | None, trusted: set[str]) -> LossFn:
 
 
 def _loss_key(config: Config) -> str:
-    """The key of the function by which a config evaluates."""
+    """The key of the function with which a config evaluates."""
     return "loss.target" if config.loss.eval_target is None else "loss.eval_target"
 
 

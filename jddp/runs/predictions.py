@@ -1,11 +1,11 @@
-"""Predicts rows of a file, or images of a folder, with a saved run, and writes them row by row.
+"""Writes the predictions of a saved run for rows of a file, or images of a folder.
 
     predict_file("runs/mine", Path("new.npz"), Path("predictions.csv"))
 
-Where the outputs are logits of classes, the likeliest class and its probability come first. Rows
-of a file are what the model takes: the transformations of a data source, such as the
-normalization of images, are not applied to them. Images of a folder are decoded and normalized as
-those of the run's image folder.
+If the outputs are logits of classes, the likeliest class and its probability come first. Rows of a
+file are passed to the model as they are: the transformations of a data source, such as the
+normalization of images, are not applied. Images of a folder are decoded and normalized like the
+images of the run's image folder.
 """
 
 import csv
@@ -38,14 +38,14 @@ def predict_file(run_dir: str | Path, data: Path, out: Path, **chosen: Any) -> i
 
     Args:
       run_dir: A run directory, or its URL.
-      data: A .npz file of arrays by name, a .npy file of the inputs, or a folder of images, whose
-        names are then written too.
+      data: A .npz file of arrays by name, a .npy file of the inputs, or a folder of images; then
+        their names are written too.
       out: A file to write: .npz, .csv or .jsonl.
       **chosen: Further arguments of `open_run`.
 
     Raises:
       UsageError: If the suffix of a file is unknown, or there are several processes.
-      DataError: If the file holds no inputs, or pixels in place of normalized images.
+      DataError: If the file holds no inputs, or pixels instead of normalized images.
       FileSystemError: If `out` cannot be written.
     """
     if out.suffix not in WRITERS:
@@ -71,7 +71,7 @@ def predict_file(run_dir: str | Path, data: Path, out: Path, **chosen: Any) -> i
 
 
 def _read(path: Path) -> ArrayExamples:
-    """The rows of a file, in which there are inputs."""
+    """The rows of a file with inputs."""
     if path.suffix not in (".npz", ".npy"):
         raise UsageError(f"--data {path}: rows are read from .npz and .npy. Convert them.")
     arrays = map_npz(path) if path.suffix == ".npz" else {"x": map_npy(path)}
@@ -96,7 +96,7 @@ def _images(folder: Path, section: Mapping[str, Any]) -> FolderExamples:
 
 
 def _class_names(run_dir: Path | None) -> list[str]:
-    """The names of the classes of a run, if its data had any."""
+    """The names of a run's classes, if its data has any."""
     try:
         manifest = json.loads((Path(run_dir or "") / "manifest.json").read_bytes())
         return [str(name) for name in manifest["data"]["classes"]]
@@ -107,10 +107,10 @@ def _class_names(run_dir: Path | None) -> list[str]:
 def _classified(
     arrays: Arrays, names: Sequence[str], *, is_classifier: bool
 ) -> dict[str, np.ndarray]:
-    """The likeliest class of each row, by name where it has one, and its probability.
+    """The likeliest class of each row, by name if it has one, and its probability.
 
-    Nothing where the outputs are no logits: neither was the loss a cross entropy, nor is there one
-    for each class of the data.
+    Empty if the outputs are not logits: the loss is no cross entropy, and the number of outputs is
+    not the number of classes.
     """
     logits = arrays.get("predictions", np.zeros(()))
     is_named = logits.ndim == 2 and len(names) == logits.shape[1]

@@ -4,8 +4,8 @@
     print(continue_text(run, "def ", num_tokens=200, temperature=0.8))
     tokens = sample(run, [100, 101, 102], 200, length=128)     # any run whose model scores tokens
 
-Plain and exact: for each token the model sees the whole window again, as long as the sequences that
-it was trained on, and nothing is kept from one token to the next.
+It is plain and exact: for each token the model sees the whole window again, which is as long as its
+training sequences, and nothing is kept from one token to the next.
 """
 
 from collections.abc import Sequence
@@ -27,17 +27,17 @@ from jddp.zoo.losses import call_model
 
 
 def continue_text(run: Run, prompt: str, *, tokenizer: Path | None = None, **sampling: Any) -> str:
-    """Returns a prompt and its continuation by the model of a run of a config.
+    """Returns a prompt and its continuation by the model of a run with a config.
 
     Args:
       run: The run, such as `jddp.open_run(run_dir, mesh=1)`.
       prompt: Text to continue, of one token or more.
-      tokenizer: A file of Hugging Face's tokenizers, for a run on tokens that are not bytes.
-      **sampling: Number of tokens, temperature and seed, as of `sample`.
+      tokenizer: A Hugging Face tokenizer file, for a run on tokens that are not bytes.
+      **sampling: Number of tokens, temperature and seed, as in `sample`.
 
     Raises:
-      UsageError: If the data of the run were no text, or an argument breaks its rule.
-      ConfigError: If a tokenizer is needed, cannot be read, or is not that of the model.
+      UsageError: If the run's data is not text, or an argument breaks its rule.
+      ConfigError: If a tokenizer is missing, cannot be read, or does not fit the model.
     """
     config = Config(**run.config) if run.config else None
     source = find_source(config) if config and config.data.name else None
@@ -71,10 +71,10 @@ def sample(
         position from those before it.
       tokens: One token or more.
       num_tokens: Number of tokens to add.
-      length: Longest sequence that the model sees; of more tokens the last are seen.
+      length: Length of the longest sequence that the model sees: the last tokens of a longer one.
       temperature: Divisor of the logits; 0 takes the most likely token.
       seed: Seed of the random choices.
-      vocab_size: Number of tokens to choose from; by default those of the model.
+      vocab_size: Number of tokens to choose from; by default all tokens of the model.
 
     Raises:
       UsageError: If an argument breaks its rule.

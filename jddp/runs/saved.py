@@ -1,6 +1,6 @@
 """Reads a finished or interrupted run from its directory: its config, its model, its checkpoints.
 
-A run directory is data; which of the code that it names may be imported, `trust` decides.
+A run directory is data; `trust` decides which code that it names may be imported.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ class Saved:
         return "ema_params" if is_ema else "params"
 
     def read(self, fields: Sequence[str]) -> list[Any]:
-        """The fields, and the model's other state, with the replicas' own averaged."""
+        """The fields, and the model's other state; per-replica arrays are averaged."""
         saved = reader.read_values(self.folder, [*fields, "model_state"])
         return [saved[name] for name in (*fields, "model_state")]
 
@@ -48,15 +48,15 @@ def read_saved(run_dir: Path, chosen: int | str | None, read: Callable[[Saved], 
 
     Args:
       run_dir: The run directory.
-      chosen: A step; or a folder of checkpoints, such as "best", of which the newest undamaged one
-        is taken; or both, "best/400". By default the newest of "checkpoints".
-      read: Function that reads what is needed of it; called again if the run removes it meanwhile.
+      chosen: A step; or a folder of checkpoints, such as "best", to use its newest undamaged one;
+        or both, "best/400". By default the newest in "checkpoints".
+      read: Function that reads a checkpoint; called again if the run removes it meanwhile.
 
     Returns:
-      What `read` returns.
+      The result of `read`.
 
     Raises:
-      FileSystemError: If there is none, or it is damaged.
+      FileSystemError: If there is no checkpoint, or it is damaged.
     """
 
     def read_folder(folder: Path) -> T:

@@ -123,7 +123,7 @@ def test_models_and_runs_of_no_text_are_refused(trained, tmp_path, capsys):
             length=LENGTH,
         )
     for arguments, code, reported in (
-        (["--prompt", "a", "--out", "b.csv"], 2, "--prompt prints the text"),
+        (["--prompt", "a", "--out", "b.csv"], 2, "--prompt prints a text"),
         (["--data", "a.npz"], 2, "--data needs --out"),
         (
             ["--prompt", "a", "--tokenizer", str(tmp_path / "no.json")],

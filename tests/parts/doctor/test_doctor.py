@@ -135,11 +135,11 @@ def test_a_plugin_without_a_gpu_is_reported_by_the_doctor_and_in_one_line_of_tra
     examined = run(["-m", "jddp.doctor", "--num-devices", "2"], tmp_path, with_plugin)
     assert examined.returncode == 69, examined.stderr
     assert examined.stderr == ""
-    assert "bad   JAX runs on CPUs. JAX's plugin cuda12 is installed, and no" in examined.stdout
+    assert "bad   JAX runs on CPUs. JAX's plugin cuda12 is installed, but no" in examined.stdout
     training = ["-m", "jddp.train", "--dry-run", "model.name=mlp", "mesh.num_devices=2"]
     (line,) = run(training, tmp_path, with_plugin).stderr.splitlines()
     assert line.startswith(
-        "jddp: JAX runs on CPUs. JAX's plugin cuda12 is installed, and no driver "
+        "jddp: JAX runs on CPUs. JAX's plugin cuda12 is installed, but no driver "
     )
     assert run(training, tmp_path, with_plugin, JAX_PLATFORMS="cpu").stderr == ""
     refused = run(["-m", "jddp.doctor"], tmp_path, with_plugin, JAX_PLATFORMS="cuda")

@@ -150,7 +150,7 @@ def test_mpirun_on_the_first_host_or_with_the_option_that_it_needs_on_a_third(cl
     if host == "h3":
         with cluster.job("h3", *command, *train_command(run, *FEW)) as job:
             assert job.end() == 2
-        needs = re.search(r"jddp: mpirun runs on another .* give it (-x) (\S+=h1:\d+)", job.text)
+        needs = re.search(r"jddp: mpirun and process 0 .* give mpirun (-x) (\S+=h1:\d+)", job.text)
         assert needs, job.text
         assert not (cluster.folder / run).exists()
         command += needs.groups()
