@@ -12,7 +12,6 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from jddp.config.cli import Parser, run_command, share_gpus
 from jddp.config.permissions import expand
@@ -117,7 +116,7 @@ def _examine(arguments: argparse.Namespace) -> int:
     return ExitCode.UNAVAILABLE if BAD in levels else ExitCode.DONE
 
 
-def _print(of_processes: list[str], shared: list[Finding], table: list[Any]) -> None:
+def _print(of_processes: list[str], shared: list[Finding], table: Sequence[object]) -> None:
     for process, text in enumerate(of_processes):
         if process and _without_names(text) == _without_names(of_processes[0]):
             print(f"process {process}: same as process 0")

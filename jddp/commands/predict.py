@@ -26,12 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--num-tokens", type=int, default=100, metavar="N", help="tokens to add to a text (100)")
     add("--temperature", type=float, default=1.0, help="0 takes the likeliest token (1.0)")
     add("--seed", type=int, default=0, help="seed for choosing tokens (0)")
-    add(
-        "--tokenizer",
-        type=expand,
-        metavar="FILE",
-        help="Hugging Face tokenizer file; not needed for bytes",
-    )
+    tokenizer = "Hugging Face tokenizer file; not needed for bytes"
+    add("--tokenizer", type=expand, metavar="FILE", help=tokenizer)
     return run_command(lambda: _predict(**vars(parser.parse_args(argv))))
 
 

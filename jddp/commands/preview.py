@@ -38,7 +38,7 @@ def _arithmetic(job: Job) -> list[str]:
     size, parts = config.data.global_batch_size, config.ddp.accumulate_steps
     processes = jax.process_count()
     rows = processes * next(iter(job.batch_spec.values())).shape[0]
-    share, padding = rows // mesh.size, f" and {rows - size} of padding" * (rows > size)
+    share, padding = rows // mesh.size, (f" and {rows - size} of padding" if rows > size else "")
     micro = f" in {parts} micro-batches of {share // parts}" if parts > 1 else ""
     if job.data is None or job.num_steps is None:
         length = f"{job.num_steps or 'unknown'}: the data is not on this machine"
@@ -47,7 +47,7 @@ def _arithmetic(job: Job) -> list[str]:
         length = f"{job.num_steps:,} = {epochs:.4g} epochs of {len(job.data.train):,} examples"
     return [
         f"mesh     data={mesh.size} x {mesh.devices.flat[0].device_kind}, "
-        f"{processes} process{'es' * (processes > 1)}",
+        f"{processes} process{'es' if processes > 1 else ''}",
         f"batch    {size} a step{padding} = {processes} x {rows // processes} a process "
         f"= {mesh.size} x {share} a replica{micro}",
         f"steps    {length}",

@@ -106,10 +106,7 @@ def mapped_over(axis: str) -> Iterator[None]:
 
 
 def over_replicas(
-    function: Callable[..., PyTree],
-    mesh: Mesh | AbstractMesh,
-    in_specs: PyTree,
-    out_specs: PyTree,
+    function: Callable[..., PyTree], mesh: Mesh | AbstractMesh, in_specs: PyTree, out_specs: PyTree
 ) -> Callable[..., PyTree]:
     """Maps a replica's function over the mesh; it must return equal values for `P()`."""
     # Unchecked: the check refuses plain RNNs, scans from zeros, conds with a constant branch, and

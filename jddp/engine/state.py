@@ -139,7 +139,8 @@ class TrainState(Shown):
             leaves = jax.tree.leaves(getattr(self, field))
             size = in_mebibytes(sum(x.size * x.dtype.itemsize for x in leaves))
             numbers = f"{sum(x.size for x in leaves):,} numbers in {len(leaves)} arrays"
-            lines += [f"  {field:<12} {numbers}, {size} MiB"] * bool(leaves)
+            if leaves:
+                lines.append(f"  {field:<12} {numbers}, {size} MiB")
         return "\n".join(lines)
 
     def replace(self, **changes: PyTree) -> "TrainState":

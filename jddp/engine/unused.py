@@ -104,7 +104,7 @@ def take_back(new: PyTree, old: PyTree, params: Params, unused: Collection[str])
 def _entries(path: Path) -> tuple[str, ...]:
     # A parameter of the name "count" is in a dict, an optimizer's own is a field: ".count".
     return tuple(
-        "." * isinstance(entry, jax.tree_util.GetAttrKey)
+        ("." if isinstance(entry, jax.tree_util.GetAttrKey) else "")
         + jax.tree_util.keystr((entry,), simple=True)
         for entry in path
     )

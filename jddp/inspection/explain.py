@@ -82,7 +82,7 @@ class Explanation(Shown):
             return [f"Gradients of an optimizer step are {moves}", into]
         plain = f"Each of the first {local.start} steps sends gradients, as many bytes."
         return [
-            *[plain] * bool(local.start),
+            *([plain] if local.start else []),
             f"Replicas synchronize every {local.every} steps. Differences of parameters then are",
             f"{moves} {into}",
             "Each array counted once, all collectives are "

@@ -156,7 +156,7 @@ class Numerics:
         write_evidence(folder, report, rows, run_dir)
         wrong = [name for name, layer in layers.items() if layer["not_finite"]]
         kind = "rows" if examples is None else "examples"
-        found = [f"inputs of {kind} {_few(broken)}"] * bool(broken)
+        found = [f"inputs of {kind} {_few(broken)}"] if broken else []
         if wrong and self.in_a_row:  # else the state is not finite as a whole
             found.append(f"gradients of {_few(wrong)}")
         not_finite = f" Not finite: {'; '.join(found)}." if found else ""

@@ -57,7 +57,7 @@ class Checkpoints:
         # What was saved or restored last, by folder: step, state and extra values.
         self._last: dict[Path, tuple[int, weakref.ref[TrainState], str]] = {}
 
-    def save(self, ddp: Trainable, state: TrainState, extra: Any = None) -> None:
+    def save(self, ddp: Trainable, state: TrainState, extra: object = None) -> None:
         """Saves a state, as `jddp.fit` does; returns once it is copied.
 
         Every process calls it. An error of the file system is logged, and loses only this

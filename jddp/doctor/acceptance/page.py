@@ -26,7 +26,7 @@ def verdict(parts: Sequence[Part]) -> str:
         return f"Refused: {', '.join(bad)}"
     text = "Accepted"
     if warn:
-        text += f" with {len(warn)} warning{'s' * (len(warn) > 1)}: {', '.join(warn)}"
+        text += f" with {len(warn)} warning{'s' if len(warn) > 1 else ''}: {', '.join(warn)}"
     return f"{text}; without {', '.join(skipped)}" if skipped else text
 
 

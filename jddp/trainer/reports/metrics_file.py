@@ -15,11 +15,11 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from jddp.errors import FileSystemError, file_errors, words_of
 from jddp.files import SameFolder, write_all
-from jddp.typing import Record
+from jddp.typing import JsonObject, Record
 
 log = logging.getLogger("jddp")
 
@@ -79,7 +79,7 @@ class MetricsFile:
                 return FileSystemError(f"{what} Its last records may be lost; checkpoints are not.")
         return None
 
-    def read(self, size: int | None = None) -> list[dict[str, Any]]:
+    def read(self, size: int | None = None) -> list[JsonObject]:
         """Returns the complete records, in order; none if there is no file yet.
 
         Args:
@@ -88,7 +88,7 @@ class MetricsFile:
         Raises:
           FileSystemError: If the file cannot be read.
         """
-        records, seen = list[dict[str, Any]](), 0
+        records, seen = list[JsonObject](), 0
         for line, step, _ in self._lines():
             seen += len(line)
             if size is not None and seen > size:
@@ -97,7 +97,7 @@ class MetricsFile:
                 records.append(record)
         return records
 
-    def read_evaluations(self, until: int) -> list[dict[str, Any]]:
+    def read_evaluations(self, until: int) -> list[JsonObject]:
         """Returns the records of evaluations up to a step, as `read` does.
 
         Raises:
@@ -106,7 +106,7 @@ class MetricsFile:
         lines = (line for line, step, is_eval in self._lines() if is_eval and (step or 0) <= until)
         return [json.loads(line) for line in lines]
 
-    def resume_at(self, step: int) -> tuple[int, list[dict[str, Any]]]:
+    def resume_at(self, step: int) -> tuple[int, list[JsonObject]]:
         """Drops records of later steps than `step`, and a torn line.
 
         Returns:
@@ -115,7 +115,7 @@ class MetricsFile:
         Raises:
           FileSystemError: If the file cannot be read or written.
         """
-        size, seen, evaluations = 0, 0, list[dict[str, Any]]()
+        size, seen, evaluations = 0, 0, list[JsonObject]()
         if not self._is_writer:
             return 0, evaluations
         is_beginning = True  # of the file: what stays
@@ -123,7 +123,8 @@ class MetricsFile:
             if _stays(line, of, step):
                 is_beginning = is_beginning and size == seen and line.endswith(b"\n")
                 size += len(_ended(line))
-                evaluations += [json.loads(line)] if is_eval else []
+                if is_eval:
+                    evaluations.append(json.loads(line))
             seen += len(line)
         with file_errors(f"{self.path}: cannot be written"):
             if not is_beginning:
@@ -196,7 +197,7 @@ def _ended(line: bytes) -> bytes:
     return line if line.endswith(b"\n") else line + b"\n"
 
 
-def _record(line: bytes) -> dict[str, Any] | None:
+def _record(line: bytes) -> JsonObject | None:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
@@ -204,7 +205,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
     return value if isinstance(value, dict) and type(value.get("step")) is int else None
 
 
-def as_json(value: Any) -> Any:
+def as_json(value: object) -> object:
     """Returns a value as JSON has it: arrays as nested lists, None for what is not finite."""
     if isinstance(value, Mapping):
         return {name: as_json(x) for name, x in value.items()}

@@ -212,7 +212,7 @@ class RunDirectory:
             strangers = [p.name for p in (self.metrics.path, self.checkpoints) if p.exists()]
             other = f"{' and '.join(strangers)} of something else" if strangers else ""
         elif (before is None) != (config is None):
-            started = ("from a config", "from objects, by jddp.fit")[before is None]
+            started = "from objects, by jddp.fit" if before is None else "from a config"
             other = f"a run that was started {started}"
         if other:
             raise ConfigError(f"run.dir {self.where} holds {other}. Choose another run.dir.")
