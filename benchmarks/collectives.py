@@ -30,7 +30,7 @@ def main() -> None:
     }
     print(f"{'bucket_mb':>9} {'layout':>6} {'buckets':>7} {'all-reduces':>11}  elements of each")
     for bucket_mb, layout in itertools.product((0.1, 1, 25), ("leaf", "flat")):
-        options = {"bucket_mb": bucket_mb, "layout": layout}
+        options = {"reduction": jddp.Reduction(bucket_mb=bucket_mb, layout=layout)}
         ddp = jddp.DataParallel(CNN(), optax.adamw(1e-3), cross_entropy, **options)
         program = read_program(ddp.steps.lower(batch).compile().as_text())
         sizes = [found.num_elements for found in collectives(program)]

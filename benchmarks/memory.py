@@ -64,7 +64,9 @@ def main() -> None:
         job = JOBS[name]()
         reference = peak(by_hand(job))
         for layout in ("auto", "leaf", "flat"):
-            ddp = jddp.DataParallel(job.model, job.optimizer, loss_fn, layout=layout)
+            ddp = jddp.DataParallel(
+                job.model, job.optimizer, loss_fn, reduction=jddp.Reduction(layout=layout)
+            )
             found = peak(ddp.steps.lower(job.batch).compile())
             print(f"{name:<8}{layout:<6} {found:>12,} bytes {found / reference:>9.3f}")
 

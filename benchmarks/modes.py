@@ -40,28 +40,29 @@ from jddp.job.job import build
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 EVERY = 16  # steps between two outer steps
 OWN = {"ddp.batch_norm": "local"}  # as modes need that do not synchronize in each layer
-POWERSGD = {"ddp.comm_hook.name": "powersgd"}
+LOCAL = {"ddp.strategy": "local_steps", "ddp.strategy.every": EVERY}
+POWERSGD = {"ddp.reduction.hook.name": "powersgd"}
 MODES: dict[str, dict[str, Any]] = {
     "mean": {},
-    "bfloat16": {"ddp.wire_dtype": "bfloat16"},
-    "float16": {"ddp.wire_dtype": "float16"},
-    "PowerSGD, rank 1": {**POWERSGD, "ddp.comm_hook.kwargs.rank": 1},
-    "PowerSGD, rank 2": {**POWERSGD, "ddp.comm_hook.kwargs.rank": 2},
-    "PowerSGD, rank 4": {**POWERSGD, "ddp.comm_hook.kwargs.rank": 4},
-    "signs": {"ddp.comm_hook.target": "send_signs:send_signs"},
-    "split optimizer": {"ddp.shard_optimizer": True},
+    "bfloat16": {"ddp.reduction": "bfloat16"},
+    "float16": {"ddp.reduction": "float16"},
+    "PowerSGD, rank 1": {**POWERSGD, "ddp.reduction.hook.kwargs.rank": 1},
+    "PowerSGD, rank 2": {**POWERSGD, "ddp.reduction.hook.kwargs.rank": 2},
+    "PowerSGD, rank 4": {**POWERSGD, "ddp.reduction.hook.kwargs.rank": 4},
+    "signs": {"ddp.reduction.hook.target": "send_signs:send_signs"},
+    "split optimizer": {"ddp.strategy": "zero1"},
     "own statistics": OWN,
-    "8 shards": {**OWN, "ddp.logical_replicas": 8},
-    "averages": {**OWN, "ddp.local_steps.every": EVERY},
+    "8 shards": {**OWN, "ddp.strategy": "logical_replicas", "ddp.strategy.number": 8},
+    "averages": {**OWN, **LOCAL},
     "DiLoCo": {
         **OWN,
-        "ddp.local_steps.every": EVERY,
-        "ddp.local_steps.outer.learning_rate": 0.7,
-        "ddp.local_steps.outer.kwargs.momentum": 0.9,
-        "ddp.local_steps.outer.kwargs.nesterov": True,
+        **LOCAL,
+        "ddp.strategy.outer.learning_rate": 0.7,
+        "ddp.strategy.outer.kwargs.momentum": 0.9,
+        "ddp.strategy.outer.kwargs.nesterov": True,
     },
 }
-AT_WORK = {"ddp.comm_hook.kwargs.start_step": 0}  # of what begins later, when it is measured
+AT_WORK = {"ddp.reduction.hook.kwargs.start_step": 0}  # of what begins later, when it is measured
 MEAN, AGAIN = "mean", "mean again"
 
 

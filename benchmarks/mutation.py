@@ -54,7 +54,7 @@ HEART = {  # the tests of each file, those that notice most first
         "ddp_hooks",
     ],
     "jddp/reduce/plan.py": ["reduce", "hooks"],
-    "jddp/reduce/reduction.py": [
+    "jddp/reduce/reducer.py": [
         "reduction",
         *("reduce", "overlap", "hooks", "ddp_hooks", "ddp_accumulation", "ddp_unused"),
         "shard_optimizer",

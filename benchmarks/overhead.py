@@ -185,7 +185,7 @@ def watching(num_rounds: int, num_steps: int = 50) -> dict[str, float]:
     from jddp.engine.digest import digests, find_divergence
 
     plain, skipping = (default_job({"ddp.skip_nonfinite": skip}) for skip in (False, True))
-    scaling = default_job({"ddp.loss_scale": "dynamic"})
+    scaling = default_job({"ddp.precision.loss_scale": "dynamic"})
     batch = plain.shard_batch(first_batch())
     names = ("bare", "fit", "skipping", "scaling", "digest")
     found: dict[str, list[float]] = {name: [] for name in names}

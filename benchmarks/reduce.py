@@ -24,8 +24,13 @@ from pathlib import Path
 from crew import Crew, jddp_crew, torch_crew
 from jobs import JOBS
 
+import jddp
+
 Contender = tuple[Crew, dict[str, object]]
-SIZES = [{"layout": "leaf"}, *({"layout": "flat", "bucket_mb": mb} for mb in (1, 4, 25))]
+SIZES = [
+    {"reduction": jddp.Reduction(layout="leaf")},
+    *({"reduction": jddp.Reduction(bucket_mb=mb, layout="flat")} for mb in (1, 4, 25)),
+]
 
 
 def race(contenders: Mapping[str, Contender], *, num_steps: int, rounds: int) -> dict[str, list]:

@@ -15,6 +15,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 from crew_jddp import data_parallel  # noqa: E402  # The number of devices comes first.
 from jobs import JOBS  # noqa: E402
 
+import jddp  # noqa: E402
 from jddp.inspection.collectives import collectives  # noqa: E402
 from jddp.inspection.hlo import read_program  # noqa: E402
 
@@ -29,7 +30,7 @@ def main() -> None:
     for job in sys.argv[1:]:
         batch = JOBS[job].batch()
         for layout, dtype in [("leaf", None), ("flat", None), ("flat", "bfloat16")]:
-            ddp = data_parallel(job, layout=layout, wire_dtype=dtype)
+            ddp = data_parallel(job, reduction=jddp.Reduction(wire_dtype=dtype, layout=layout))
             params = ddp.steps.abstract_state(batch).params
             size = sum(x.size for x in jax.tree.leaves(params)) * (2 if dtype else 4)
             sent = sum(x.bytes for x in gradients(ddp, batch))

@@ -60,13 +60,21 @@ API = {
         "sync_batch_norm",
         "register_batch_norm",
     ],
-    "Gradients": ["average_gradients", "CommHook", "powersgd", "LocalSteps", "AXIS"],
+    "Options": [
+        "Reduction",
+        "SyncBatchNorm",
+        "Precision",
+        "ZeRO1",
+        "LogicalReplicas",
+        "LocalSteps",
+    ],
+    "Gradients": ["average_gradients", "CommHook", "powersgd", "AXIS"],
     "Callbacks": ["Callback", "EarlyStopping", "KeepBest"],
     "Jobs": ["Config", "train", "launch"],
     "Errors": ["Error", "ConfigError", "DataError"],
 }
 # Keys of a config have a page, and the methods of local steps are called by the engine alone.
-WITHOUT_MEMBERS = ("Config", "LocalSteps")
+WITHOUT_MEMBERS = ("Config", "LocalSteps", "Reduction", "SyncBatchNorm", "Precision")
 
 
 class Stage:

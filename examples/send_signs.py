@@ -5,7 +5,7 @@
 A replica sends the signs of its gradient and, for each leaf, the mean of their absolute values. It
 keeps the compression error, and adds it to the next gradient (EF-SignSGD: Karimireddy et al., ICML
 2019, https://arxiv.org/abs/1901.09847). In a config the hook is
-`ddp.comm_hook.target=send_signs:send_signs`.
+`ddp.reduction.hook.target=send_signs:send_signs`.
 """
 
 import jax
@@ -63,7 +63,9 @@ def main(num_steps=200):
     batch = {"x": x, "y": np.sin(x)}
     for name, hook in {"mean": None, "signs": send_signs()}.items():
         model = nn.Sequential([nn.Dense(64), nn.tanh, nn.Dense(16)])
-        ddp = jddp.DataParallel(model, optax.adam(1e-3), loss_fn, comm_hook=hook)
+        ddp = jddp.DataParallel(
+            model, optax.adam(1e-3), loss_fn, reduction=jddp.Reduction(hook=hook)
+        )
         state = ddp.init(seed=0, batch=batch)
         for _ in range(num_steps):
             state, metrics = ddp.step(state, batch)

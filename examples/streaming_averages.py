@@ -41,7 +41,7 @@ class NextFragment:
         """Returns what replicas share: also which fragment is next."""
         return {"params": params, "turn": jnp.int32(0)}
 
-    def __call__(self, reduction, params, outer):
+    def __call__(self, reducer, params, outer):
         """Averages the fragment whose turn it is; the others stay each replica's own."""
 
         def average(fragment):
@@ -49,7 +49,7 @@ class NextFragment:
             start = jax.tree.leaves(outer["params"])
             chosen = range(fragment, len(leaves), self.num_fragments)
             moved = [start[i] - leaves[i] for i in chosen]
-            mean, _ = reduction(Finished(moved), (), reduction.plan(moved))
+            mean, _ = reducer(Finished(moved), (), reducer.plan(moved))
             for i, difference in zip(chosen, mean, strict=True):
                 leaves[i] = start[i] = start[i] - difference
             return treedef.unflatten(leaves), treedef.unflatten(start)
@@ -73,7 +73,7 @@ def main(num_steps=60, every=5):
     for num_fragments in (1, 2, 4):
         model = nn.Sequential([nn.Dense(32), nn.tanh, nn.Dense(3)])
         local_steps = jddp.LocalSteps(every, NextFragment(num_fragments))
-        ddp = jddp.DataParallel(model, optax.adam(1e-2), loss_fn, local_steps=local_steps)
+        ddp = jddp.DataParallel(model, optax.adam(1e-2), loss_fn, strategy=local_steps)
         state = ddp.init(seed=0, batch=batch)
         for _ in range(num_steps):
             state, metrics = ddp.step(state, batch)

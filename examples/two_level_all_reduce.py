@@ -59,7 +59,9 @@ def main(num_steps=50, num_local=4):
     ends = []
     for hook in (None, two_level(num_local)):
         model = nn.Sequential([nn.Dense(33), nn.tanh, nn.Dense(3)])
-        ddp = jddp.DataParallel(model, optax.adam(1e-2), loss_fn, layout="flat", comm_hook=hook)
+        ddp = jddp.DataParallel(
+            model, optax.adam(1e-2), loss_fn, reduction=jddp.Reduction(layout="flat", hook=hook)
+        )
         state = ddp.init(seed=0, batch=batch)
         for _ in range(num_steps):
             state, metrics = ddp.step(state, batch)

@@ -8,12 +8,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jddp.config.options import Precision as Precision
+    from jddp.config.options import Reduction as Reduction
+    from jddp.config.options import SyncBatchNorm as SyncBatchNorm
     from jddp.config.schema import Config as Config
     from jddp.data_parallel import DataParallel as DataParallel
     from jddp.engine.for_losses import all_gather as all_gather
     from jddp.engine.for_losses import replica_key as replica_key
     from jddp.engine.mesh import AXIS as AXIS
     from jddp.engine.state import TrainState as TrainState
+    from jddp.engine.strategy import LogicalReplicas as LogicalReplicas
+    from jddp.engine.strategy import ZeRO1 as ZeRO1
     from jddp.engine.sync import LocalSteps as LocalSteps
     from jddp.errors import ConfigError as ConfigError
     from jddp.errors import DataError as DataError
@@ -56,10 +61,15 @@ _HOMES = {
     "Error": "errors",
     "KeepBest": "trainer.watching",
     "LocalSteps": "engine.sync",
+    "LogicalReplicas": "engine.strategy",
     "Mean": "modules.metrics",
     "Metric": "modules.metrics",
+    "Precision": "config.options",
+    "Reduction": "config.options",
     "Run": "trainer.run",
+    "SyncBatchNorm": "config.options",
     "TrainState": "engine.state",
+    "ZeRO1": "engine.strategy",
     "all_gather": "engine.for_losses",
     "average_gradients": "reduce.average",
     "diagnose": "inspection.norms",

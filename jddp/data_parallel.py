@@ -21,6 +21,13 @@ from jax.sharding import Mesh
 
 from jddp.checkpoint.initial_state import InitialState
 from jddp.checkpoint.weights import Loaded
+from jddp.config.options import (
+    BatchNormConfig,
+    Precision,
+    PrecisionConfig,
+    Reduction,
+    SyncBatchNorm,
+)
 from jddp.engine.bitwise.rows_of_sums import pack_rows
 from jddp.engine.calls import run_compiled
 from jddp.engine.clip import choose_clip
@@ -47,21 +54,23 @@ from jddp.engine.mesh import (
 from jddp.engine.moving_average import choose_average, chosen_params
 from jddp.engine.optimizer import choose_optimizer
 from jddp.engine.padding import pad_for_step
+from jddp.engine.refused_pairs import refuse_pairs
 from jddp.engine.replicas import choose_replicas
 from jddp.engine.schedule import choose_backward
-from jddp.engine.spec import Step, refuse_pairs
+from jddp.engine.spec import Step
 from jddp.engine.state import Inputs, TrainState, Values
-from jddp.engine.sync import EveryStep, LocalSteps
+from jddp.engine.strategy import Strategy, StrategyParts, choose_strategy
 from jddp.html import Shown
 from jddp.modules.batch_norm import Sync
 from jddp.modules.frozen import Frozen, thaw
 from jddp.modules.functional import functional
 from jddp.names import refuses_unknown
 from jddp.names.synonyms import OF_DATA_PARALLEL
-from jddp.reduce.average import BUCKET_MB, bucket_sizes, choose_layout, make_reduction
+from jddp.reduce.average import bucket_sizes, choose_layout, make_reducer
 from jddp.reduce.hooks import as_is
-from jddp.reduce.packing import BucketLayout, choose_packing
+from jddp.reduce.packing import choose_packing
 from jddp.reduce.plan import BucketPlan
+from jddp.reduce.reducer import Reducer
 from jddp.typing import Batch, Batches, Grads, LossFn, Metrics, Params, PyTree
 from jddp.zoo.losses import outputs
 
@@ -77,59 +86,38 @@ class DataParallel(Shown):
         `jddp.Mean(total, count)`; alone or with a dict of metrics of such forms. An argument
         `constants` is passed the tree of `step(..., constants=)`, whole on every replica; an
         argument `key` a PRNG key, another in every step, replica and micro-batch.
-      mesh: A mesh of one axis, devices, a number of them, or None for all.
-      axis_name: Name of the axis of the replicas, for models and losses that use one by name, such
-        as `lax.pmean(x, "batch")`; by default that of the given mesh, or else "data".
-      bucket_mb: Largest size of a gradient bucket on the wire, in MiB; or sizes of the first, the
-        second, ..., of which the last repeats.
-      layout: Form of a bucket: "leaf" (gradients as they are), "flat" (one vector), or "auto": flat
-        on GPUs, leaf elsewhere.
-      overlap: Whether buckets are reduced inside the backward pass, each where its last gradient is
-        made, and not after it; or "auto": on several GPUs. The numbers are the same.
-      wire_dtype: Dtype to which wider gradients are cast on the wire: "bfloat16" or "float16".
-      comm_hook: A `CommHook` that reduces a bucket, in place of the mean.
+      mesh: A mesh of one axis, devices, a number of them, or None for all. The name of the axis, by
+        default "data", is for models and losses that use one, such as `lax.pmean(x, "batch")`.
+      strategy: "ddp" (replicas are equal and average gradients in each step), "zero1" (the same,
+        and each replica keeps a shard of the optimizer's state), a `jddp.LogicalReplicas`
+        (results are bitwise identical on any number of devices), or a `jddp.LocalSteps` (replicas
+        take steps alone, and average parameters now and then).
+      reduction: Form in which gradients are averaged: "bfloat16" or "float16" on the wire, or a
+        `jddp.Reduction` with sizes of buckets, overlap, or a communication hook.
       batch_norm: Statistics that batch norm uses: "sync" (of the global batch), "broadcast" (of
         replica 0; with a mask, of the first replica with a valid row in the micro-batch)
-        or "local" (each replica its own, averaged when evaluated or read). Axis names of the layers
-        are ignored.
-      batch_norm_group_size: Number of neighbouring replicas that share statistics under "sync";
-        None for all.
-      batch_norm_unbiased: Whether running variances are unbiased, as PyTorch keeps them.
-      per_replica: Names of the state beside the parameters that each replica keeps for itself:
-        collections (Linen), or classes of variables (NNX). Their arrays are neither synchronized
-        nor compared; they are averaged when evaluated or read, whole numbers rounded down.
+        or "local" (each replica its own, averaged when evaluated or read); or a
+        `jddp.SyncBatchNorm`, for groups of replicas. Axis names of the layers are ignored.
+      precision: "bfloat16" or "float16" for the model's arithmetic, the second with a dynamic loss
+        scale; or a `jddp.Precision`.
+      state: Rules for state beside the parameters that depends on a replica's rows or random
+        numbers, by name of its collection (Linen) or class of variables (NNX): "mean", "sum" (of
+        what each has added, exact for whole numbers) or "first" (replica 0's) in each step; or
+        "per_replica": each keeps its own, which is neither synchronized nor compared, and is
+        averaged when evaluated or read, whole numbers rounded down. Such state is refused without a
+        rule, unless it is that of a batch norm; equal state is left as it is.
       frozen: Parameters that are not trained: regular expressions for whole paths, such as
         "backbone/.*", or a function of a path. They are not differentiated, sent or updated, and
         have no optimizer state; they stand in `state.model_state["params"]`.
-      compute_dtype: "bfloat16" or "float16": dtype to which parameters and inputs of the model are
-        cast where the loss calls it. Its outputs are cast back: the loss, batch statistics,
-        gradients and the optimizer are in float32. A layer with another dtype is refused. In NNX a
-        submodule that the loss itself calls returns this dtype: cast what it returns.
-      state_reduction: Rules by which replicas synchronize, in each step, other state that depends
-        on their rows or random numbers, by name of the collection or class: "mean", "sum" (of what
-        each has added, exact for whole numbers) or "first" (replica 0's). Such state is refused
-        without a rule, unless it is that of a batch norm; equal state is left as it is.
       accumulate_steps: Number of micro-batches into which each replica's rows are split, run one
         after the other, with one reduction for all.
-      shard_optimizer: Whether each replica updates its shard of every parameter, and keeps the
-        optimizer's state only for that shard (ZeRO, stage 1). The optimizer must be separable (work
-        element by element), which is read from its equations.
-      logical_replicas: Number of replicas on which a step is defined, a multiple of the number of
-        devices: results are bitwise identical on any number of CPU devices that divides it; on
-        GPUs see docs/bitwise.md. None for one replica a device.
-      local_steps: A `LocalSteps`: each replica takes steps alone, and parameters are synchronized
-        now and then. The mean of the replicas is evaluated, predicted with and exported.
-      max_grad_norm: Global norm to which the averaged gradient is clipped; with `local_steps`, each
+      max_grad_norm: Global norm to which the averaged gradient is clipped; with `LocalSteps`, each
         replica clips its own.
       ema_decay: Decay of `ema_params`, a moving average of the parameters; None for none.
       unused_parameters: Treatment of parameters that no gradient reaches: "zero" (the optimizer
         gets zeros), "skip" (it leaves them alone), "error" (they are refused, by name).
       skip_nonfinite: Whether a step is skipped, which changes nothing but counts, if its loss or
         gradients are not finite, or it would make other state so.
-      loss_scale: A power of two by which each replica's mean loss is multiplied in the backward
-        pass, for models that compute in float16, so that small gradients do not become zero.
-        Averaged gradients are divided by it. "dynamic" adapts it as PyTorch's GradScaler does, and
-        skips steps whose gradients overflow, as `skip_nonfinite` does.
       eval_fn: The loss for evaluation; by default `loss_fn` with `train=False`.
       donate: Whether `step` reuses the memory of the state that it is given.
 
@@ -149,75 +137,53 @@ class DataParallel(Shown):
         loss_fn: LossFn,
         *,
         mesh: Mesh | Sequence[jax.Device] | int | None = None,
-        axis_name: str | None = None,
-        bucket_mb: float | Sequence[float] = BUCKET_MB,
-        layout: str = "auto",
-        overlap: bool | str = "auto",
-        wire_dtype: Any = None,
-        comm_hook: Any = None,
-        batch_norm: str = "sync",
-        batch_norm_group_size: int | None = None,
-        batch_norm_unbiased: bool = False,
-        per_replica: Sequence[str] = (),
+        strategy: Strategy = "ddp",
+        reduction: str | Reduction | None = None,
+        batch_norm: str | SyncBatchNorm = "sync",
+        precision: str | Precision | None = None,
+        state: Mapping[str, str] | None = None,
         frozen: Frozen = (),
-        compute_dtype: Any = None,
-        state_reduction: Mapping[str, str] | None = None,
         accumulate_steps: int = 1,
-        shard_optimizer: bool = False,
-        logical_replicas: int | None = None,
-        local_steps: LocalSteps | None = None,
         max_grad_norm: float | None = None,
         ema_decay: float | None = None,
         unused_parameters: str = "zero",
         skip_nonfinite: bool = False,
-        loss_scale: float | str | None = None,
         eval_fn: LossFn | None = None,
         donate: bool = True,
     ) -> None:
-        self.mesh = make_mesh(mesh, axis_name)
-        axis, hardware = axis_of(self.mesh), platform(self.mesh)
-        sync = Sync(axis, batch_norm_group_size, batch_norm_unbiased, logical_replicas)
-        flax_model = functional(
-            model, batch_norm, sync, per_replica, state_reduction, frozen, compute_dtype
-        )
-        sync.check(self.mesh.size, batch_norm)
-        refuse_pairs(
-            logical_replicas=logical_replicas,
-            local_steps=local_steps,
-            shard_optimizer=shard_optimizer,
-            comm_hook=comm_hook,
-            wire_dtype=wire_dtype,
-            overlap=overlap is True,
-        )
-        chosen, overlaps = _settle_layout(layout, overlap, self.mesh, local_steps, logical_replicas)
-        is_scaled = loss_scale is not None
-        if logical_replicas is None:
-            packed = choose_packing(
-                chosen,
-                comm_hook,
-                hardware,
-                on_network=is_of_several_processes(self.mesh),
-                is_sharded=shard_optimizer,
-            )
-        else:
-            packed = pack_rows(chosen, logical_replicas)
-        sizes = bucket_sizes(bucket_mb)
-        seen = unscaled if is_scaled else as_is
-        reduction = make_reduction(axis, packed, sizes, wire_dtype, seen)
-        sharded_by = reduction if shard_optimizer else None
+        self.mesh = make_mesh(mesh)
+        hardware = platform(self.mesh)
+        kept = choose_strategy(strategy)
+        sent = Reduction.chosen(reduction, "reduction")
+        normed = BatchNormConfig.chosen(batch_norm, "batch_norm")
+        computed = PrecisionConfig.chosen(precision, "precision")
+        refuse_pairs(kept, sent)
+        sync = Sync(axis_of(self.mesh), normed.group_size, normed.unbiased, kept.num_logical)
+        sync.check(self.mesh.size)
+        flax_model = functional(model, normed.name, sync, state, frozen, computed.compute_dtype)
+        reducer, overlaps = _choose_reducer(sent, kept, self.mesh, computed)
         spec = Step(
             model=flax_model,
             eval_fn=eval_fn or loss_fn,
             backward=choose_backward(
-                flax_model, loss_fn, accumulate_steps, overlaps=overlaps, is_scaled=is_scaled
+                flax_model,
+                loss_fn,
+                accumulate_steps,
+                overlaps=overlaps,
+                is_scaled=computed.loss_scale is not None,
             ),
-            replicas=choose_replicas(axis, flax_model, logical_replicas, self.mesh.size),
-            reduction=reduction,
-            sync=local_steps or EveryStep(),
+            replicas=choose_replicas(reducer.axis, flax_model, kept.num_logical, self.mesh.size),
+            reducer=reducer,
+            sync=kept.sync,
             clip=choose_clip(max_grad_norm),
-            optimizer=choose_optimizer(optimizer, unused_parameters, sharded_by, accumulate_steps),
+            optimizer=choose_optimizer(
+                optimizer,
+                unused_parameters,
+                reducer if kept.shards_optimizer else None,
+                accumulate_steps,
+            ),
             average=choose_average(ema_decay),
-            guard=choose_guard(loss_scale, skip_nonfinite, flax_model.keeps_own),
+            guard=choose_guard(computed.loss_scale, skip_nonfinite, flax_model.keeps_own),
         )
         self._executor = Executor(donate=donate, platform=hardware)
         self._evaluate = make_evaluate(spec, self.mesh)
@@ -341,7 +307,7 @@ class DataParallel(Shown):
 
         Returns:
           The new state, and global means: "loss", the metrics of `loss_fn`, "count" (the valid
-          loss entries), "grad_norm" (before clipping; with `local_steps` the mean of the replicas'
+          loss entries), "grad_norm" (before clipping; with `LocalSteps` the mean of the replicas'
           own) where `max_grad_norm` is set, "skipped" (all steps skipped so far) where
           `skip_nonfinite` is, and "loss_scale" (this step's) where that is dynamic.
 
@@ -483,14 +449,26 @@ class DataParallel(Shown):
         return numbered(compiled, state.key, values, inputs)
 
 
-def _settle_layout(
-    layout: str, overlap: bool | str, mesh: Mesh, local: LocalSteps | None, logical: int | None
-) -> tuple[BucketLayout, bool]:
-    """Layout and overlap; there is nothing to overlap where a step sends no gradients."""
-    # Under local steps the program, which holds steps with and without a mean, would hold the
-    # backward pass twice.
-    is_alone = mesh.size == 1 or local is not None or logical is not None
-    never_sends = local is not None and not local.start
-    if (overlap == "auto" and is_alone) or (overlap is True and never_sends):
-        overlap = False
-    return choose_layout(layout, overlap, lambda: platform(mesh))
+def _choose_reducer(
+    sent: Reduction, kept: StrategyParts, mesh: Mesh, computed: PrecisionConfig
+) -> tuple[Reducer, bool]:
+    """The reducer of the gradients, and whether it works inside the backward pass."""
+    # There is nothing to overlap where a step sends no gradients; and where some steps do, the
+    # program, which holds steps with and without a mean, would hold the backward pass twice.
+    sends = mesh.size > 1 and kept.sync.every is None and kept.num_logical is None
+    overlap = sent.overlap if sends or sent.overlap is True else False
+    hardware = platform(mesh)
+    layout, overlaps = choose_layout(sent.layout, overlap, lambda: hardware)
+    if kept.num_logical is None:
+        packed = choose_packing(
+            layout,
+            sent.hook,
+            hardware,
+            on_network=is_of_several_processes(mesh),
+            is_sharded=kept.shards_optimizer,
+        )
+    else:
+        packed = pack_rows(layout, kept.num_logical)
+    seen = as_is if computed.loss_scale is None else unscaled
+    sizes = bucket_sizes(sent.bucket_mb)
+    return make_reducer(axis_of(mesh), packed, sizes, sent.wire_dtype, seen), overlaps

@@ -18,11 +18,11 @@ from modelled import described_mesh
 NO_REDUCTION = CommHook(lambda plan: (), lambda bucket, comm_state, axis: (bucket, comm_state))
 
 VARIANTS = {
-    "none": {"layout": "leaf", "overlap": False, "comm_hook": NO_REDUCTION},
-    "leaf, end": {"layout": "leaf", "overlap": False},
-    "flat, end": {"layout": "flat", "overlap": False},
-    "flat, ready": {"layout": "flat", "overlap": True},
-    "sharded": {"layout": "flat", "overlap": True, "shard_optimizer": True},
+    "none": {"reduction": jddp.Reduction(layout="leaf", overlap=False, hook=NO_REDUCTION)},
+    "leaf, end": {"reduction": jddp.Reduction(layout="leaf", overlap=False)},
+    "flat, end": {"reduction": jddp.Reduction(layout="flat", overlap=False)},
+    "flat, ready": {"reduction": jddp.Reduction(layout="flat", overlap=True)},
+    "sharded": {"reduction": jddp.Reduction(layout="flat", overlap=True), "strategy": "zero1"},
 }
 
 

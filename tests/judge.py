@@ -20,10 +20,24 @@ BUCKET_MB = 80 / 2**20  # Several buckets even of a tiny model.
 # Flat buckets that are reduced at the end are held to those that are reduced when they are ready by
 # tests/together/test_overlap.py.
 PLACES = {
-    "leaf-end": {"layout": "leaf", "overlap": False},
-    "flat-ready": {"layout": "flat", "overlap": True},
+    "leaf-end": {"reduction": jddp.Reduction(layout="leaf", overlap=False)},
+    "flat-ready": {"reduction": jddp.Reduction(layout="flat", overlap=True)},
 }
 in_both_places = pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+
+
+def joined(*given, **more):
+    """Options of DataParallel; two reductions become one, with the values that either sets."""
+    options = {}
+    for name, value in (pair for each in (*given, more) for pair in each.items()):
+        if name == "reduction":
+            reductions = [jddp.Reduction.chosen(x, name) for x in (options.get(name), value)]
+            values = [
+                {field: getattr(x, field) for field in x.model_fields_set} for x in reductions
+            ]
+            value = jddp.Reduction(**values[0] | values[1])
+        options[name] = value
+    return options
 
 
 class Net(nn.Module):
@@ -68,7 +82,7 @@ def squares(model, batch):
 def wrapped(model, loss=squares, *, optimizer=None, **options):
     # The state of momentum is, after one step, the gradient.
     optimizer = optimizer or optax.sgd(0.1, momentum=0.9)
-    options = {"mesh": REPLICAS, "bucket_mb": BUCKET_MB, **options}
+    options = joined({"mesh": REPLICAS, "reduction": jddp.Reduction(bucket_mb=BUCKET_MB)}, options)
     return jddp.DataParallel(model, optimizer, loss, **options)
 
 
@@ -98,7 +112,7 @@ def beside_one_device(
     batches = batches or [make_rows(), make_rows(seed=1)]
     all_steps = None
     for place in places:
-        ddp = wrapped(model, loss, **PLACES[place], **options)
+        ddp = wrapped(model, loss, **joined(PLACES[place], options))
         state = start(ddp, batches[0])
         if all_steps is None:
             optimizer = ddp.steps.spec.optimizer.tx

@@ -9,7 +9,7 @@ from jddp.engine.bitwise.rows_of_sums import pack_rows
 from jddp.engine.micro_batches import Local
 from jddp.engine.state import CommState, TrainState
 from jddp.modules.metrics import Sum
-from jddp.reduce.average import make_reduction
+from jddp.reduce.average import make_reducer
 from jddp.reduce.gradients import Finished
 from jddp.reduce.hooks import PLAIN
 from jddp.reduce.packing import choose_packing
@@ -59,4 +59,4 @@ def reduction_of(layout="leaf", *, wire_dtype=None, hook=None, is_sharded=False,
     packed = choose_packing(layout, hook, "cpu", on_network=True, is_sharded=is_sharded)
     if num is not None:
         packed = pack_rows(layout, num)
-    return make_reduction(AXIS, packed, (64,), wire_dtype)
+    return make_reducer(AXIS, packed, (64,), wire_dtype)

@@ -128,7 +128,9 @@ def judge(model, batch):
 NUM_STEPS = 200
 
 rate = optax.cosine_onecycle_schedule(NUM_STEPS, 0.01)
-ddp = jddp.DataParallel(Net(), optax.adamw(rate), loss_fn, eval_fn=judge, bucket_mb=0.05)
+ddp = jddp.DataParallel(
+    Net(), optax.adamw(rate), loss_fn, eval_fn=judge, reduction=jddp.Reduction(bucket_mb=0.05)
+)
 state = ddp.init(seed=0, batch=batches.batch(0))
 ddp
 

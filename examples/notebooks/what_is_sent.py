@@ -63,11 +63,11 @@ def make(**options):
 #
 # The backward pass finishes the last layer first, so the buckets are filled from the last layer.
 # Gradients of a bucket are sent together: one large message costs less than many small ones.
-# `bucket_mb` is the largest size of a bucket; by default, as in PyTorch, 1 MiB for the first and 25
-# MiB for the others.
+# `bucket_mb` of `jddp.Reduction` is the largest size of a bucket; by default, as in PyTorch, 1 MiB
+# for the first and 25 MiB for the others.
 
 # %%
-ddp = make(bucket_mb=(0.1, 0.2))
+ddp = make(reduction=jddp.Reduction(bucket_mb=(0.1, 0.2)))
 state = ddp.init(seed=0, batch=batch)
 ddp.plan
 
@@ -86,10 +86,11 @@ jddp.explain(ddp, batch)
 # %% [markdown]
 # ## Fewer bytes
 #
-# Two options send fewer bytes: a dtype for the wire, and *communication hooks*, which reduce a
-# bucket in place of the mean. `bfloat16` takes half the bytes of float32. PowerSGD sends two thin
-# factors of each matrix. A hook of your own is two functions: the hook below sends int8 numbers
-# with one scale for all replicas, and keeps its rounding error for the next step (error feedback).
+# Two kinds of `reduction` send fewer bytes: a dtype for the wire, and *communication hooks*, which
+# reduce a bucket in place of the mean. `bfloat16` takes half the bytes of float32. PowerSGD sends
+# two thin factors of each matrix. A hook of your own is two functions: the hook below sends int8
+# numbers with one scale for all replicas, and keeps its rounding error for the next step (error
+# feedback).
 
 
 # %%
@@ -119,9 +120,9 @@ def eight_bits():
 
 MODES = {
     "float32": {},
-    "bfloat16": {"wire_dtype": "bfloat16"},
-    "int8, a hook": {"comm_hook": eight_bits()},
-    "PowerSGD, rank 2": {"comm_hook": jddp.powersgd(rank=2, start_step=0)},
+    "bfloat16": {"reduction": "bfloat16"},
+    "int8, a hook": {"reduction": jddp.Reduction(hook=eight_bits())},
+    "PowerSGD, rank 2": {"reduction": jddp.Reduction(hook=jddp.powersgd(rank=2, start_step=0))},
 }
 
 losses = {}

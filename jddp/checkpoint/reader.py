@@ -83,7 +83,7 @@ def _is_removed(folder: SameFolder) -> bool:
 def read_values(folder: Path, fields: Sequence[str]) -> dict[str, PyTree]:
     """Returns fields of the state in one checkpoint as they are evaluated, in nested dicts.
 
-    Per-replica arrays (parameters under `local_steps`, or statistics) are averaged. All keys are
+    Per-replica arrays (parameters under `LocalSteps`, or statistics) are averaged. All keys are
     strings, even if the state had numbers.
 
     Raises:

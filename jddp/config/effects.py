@@ -1,6 +1,6 @@
 """Effects of the keys of a config: their defaults, and what another value does to a run's numbers.
 
-effect_of("ddp.overlap")                       # "rounding"
+effect_of("ddp.reduction.overlap")             # "rounding"
 in_effect({"checkpoint.best_metric": "loss", "checkpoint.best_mode": "auto"})    # mode: "min"
 """
 
@@ -8,21 +8,31 @@ from collections.abc import Mapping
 from typing import Any
 
 from jddp.config.keys import keys_of
-from jddp.config.schema import Config, Effect
+from jddp.config.schema import Config
+from jddp.config.sections import Effect
 from jddp.names.directions import direction_of
 
 
 def default_of(key: str, otherwise: Any) -> Any:
-    """Returns the default of a key, such as "ddp.overlap"; something else for an unknown key."""
+    """Returns the default of a key, such as "ddp.ema_decay"; something else for an unknown key."""
     field = keys_of(Config).get(tuple(key.split(".")))
     return otherwise if field is None else field.get_default(call_default_factory=True)
 
 
-def effect_of(key: str) -> Effect:
-    """Returns what another value of a key, such as "ddp.overlap", does to the numbers of a run."""
+def effect_of(key: str, *values: Any) -> Effect:
+    """Returns what another value of a key does to the numbers of a run.
+
+    Args:
+      key: The key, such as "ddp.reduction.overlap".
+      *values: The two values; without them the effect is that of any two.
+    """
     field = keys_of(Config).get(tuple(key.split(".")))
     about: Any = None if field is None else field.json_schema_extra
-    return "numbers" if about is None else about["effect"]
+    if about is None:
+        return "numbers"
+    if values and all(value in about["alike"] for value in values):
+        return "rounding"
+    return about["effect"]
 
 
 def in_effect(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,8 +22,10 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from jddp.config.mistakes import ConfigMistakes, Mistake
+from jddp.config.options import BatchNormConfig, PrecisionConfig, ReductionConfig, StrategyConfig
 from jddp.config.permissions import expand
 from jddp.config.schema import Config
+from jddp.config.sections import WordedSection
 from jddp.errors import ConfigError
 from jddp.names import did_you_mean
 from jddp.typing import JsonObject
@@ -44,13 +46,23 @@ NO_OVERRIDE = "not of the form key.path=value, e.g. train.num_steps=100"
 NOT_READABLE = (ConfigError, ValueError, RecursionError, YAMLError, OmegaConfBaseException)
 # Sections, keys of which one is chosen, and keys beside them: choosing another in a later source
 # drops all of them from earlier ones. A function for evaluation belongs to the loss beside it.
-NAMED = ("data", "model", "optimizer", "optimizer.schedule", "ddp.comm_hook")
+NAMED = ("data", "model", "optimizer", "optimizer.schedule", "ddp.reduction.hook")
 RIVALS = [
     *((section, ("name", "target"), ("kwargs",)) for section in NAMED),
     ("loss", ("name", "target"), ("kwargs", "eval_target", "eval_kwargs")),
     ("loss", ("eval_target",), ("eval_kwargs",)),
     ("train", ("num_steps", "num_epochs"), ()),
+    ("ddp.strategy", ("name",), ("every", "start", "outer", "number")),
+    ("ddp.batch_norm", ("name",), ("group_size", "unbiased")),
+    ("ddp.precision", ("compute_dtype",), ("loss_scale",)),
 ]
+# Sections for which a word may stand: `ddp.strategy=zero1`.
+WORDED: dict[str, type[WordedSection]] = {
+    "ddp.strategy": StrategyConfig,
+    "ddp.reduction": ReductionConfig,
+    "ddp.batch_norm": BatchNormConfig,
+    "ddp.precision": PrecisionConfig,
+}
 
 
 class Layer(NamedTuple):
@@ -205,11 +217,13 @@ def _parse(overrides: Sequence[str] | Mapping[str, Any]) -> JsonObject:
             if isinstance(overrides, Mapping):
                 given = json.dumps(overrides[override], default=str, skipkeys=True)
                 refuse_unsafe(given, override.count("."))
-                OmegaConf.update(values, override, overrides[override], force_add=True)
+                spelled = _spelled_out(override, overrides[override])
+                OmegaConf.update(values, override, spelled, force_add=True)
             elif equals and all(key.split(".")):
                 value = _decoded(value)
                 refuse_unsafe(value, key.count("."))
-                values.merge_with_dotlist([f"{key}={value}"])
+                alone = _plain(OmegaConf.from_dotlist([f"{key}={value}"]))
+                values.merge_with(_spelled_out("", alone))
             else:
                 raise ConfigError(_no_override(override))
         except (*NOT_READABLE, IndexError) as error:
@@ -222,8 +236,19 @@ def _parse(overrides: Sequence[str] | Mapping[str, Any]) -> JsonObject:
     return _plain(values)
 
 
+def _spelled_out(key: str, value: object) -> Any:
+    """The value of a key, in which sections for which a word stands have their keys."""
+    if isinstance(value, str) and key in WORDED:
+        return WORDED[key].of_word(value)
+    if isinstance(value, dict):
+        above = f"{key}." if key else ""
+        return {name: _spelled_out(f"{above}{name}", x) for name, x in value.items()}
+    return value
+
+
 def _merge(layers: Sequence[Layer]) -> Config:
     merged: JsonObject = {}
+    layers = [x._replace(values=_spelled_out("", x.values)) for x in layers]
     for layer in layers:
         _drop_rivals(merged, layer.values)
         merged = _plain(OmegaConf.merge(merged, layer.values))

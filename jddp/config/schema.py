@@ -2,39 +2,23 @@
 
     Config(train={"num_steps": 100}, model={"name": "mlp"}).optimizer.learning_rate
 
-Sections are frozen and reject unknown keys. They hold names and numbers; which models, data sets
-and optimizers exist is checked in their packages.
+Sections hold names and numbers; which models, data sets and optimizers exist is checked in their
+packages. `options` has the sections that are options of `DataParallel`, too.
 """
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 from pydantic.functional_validators import AfterValidator
 
 from jddp.config.keys import keys_of
 from jddp.config.mistakes import ConfigMistakes, describe_mistakes
+from jddp.config.options import DdpConfig
 from jddp.config.permissions import expand, is_url
+from jddp.config.sections import Kwargs, NamedSection, Section, option
 from jddp.errors import ConfigError
 from jddp.names import did_you_mean
 from jddp.names.directions import choose_mode
-
-Kwargs = dict[str, Any]
-Effect = Literal["none", "rounding", "numbers"]
-
-
-def option(default: Any, description: str, effect: Effect = "numbers", **rules: Any) -> Any:
-    """Declares a key of a config.
-
-    Args:
-      default: Value where the key is not given.
-      description: One line on its meaning.
-      effect: What another value does to the numbers of a run. "none": all steps are bitwise the
-        same, though there may be more of them. "rounding": they are the same up to rounding, but
-        for random numbers, statistics and hooks of each replica, micro-batch or bucket. "numbers":
-        steps, evaluations or the state kept as best are others, so it is another run.
-      **rules: Bounds of its values, as `pydantic.Field` takes them.
-    """
-    return Field(default, description=description, json_schema_extra={"effect": effect}, **rules)
 
 
 def _expanded(path: str) -> str:
@@ -54,39 +38,6 @@ def _refuse_unknown_direction(metric: str, mode: str, key: str) -> None:
 
 ExpandedPath = Annotated[str, AfterValidator(_expanded)]
 PathOrURL = Annotated[str, AfterValidator(lambda path: path if is_url(path) else _expanded(path))]
-
-
-class Section(BaseModel):
-    """A part of the config: immutable, without unknown keys."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _empty_is_default(cls, values: Any) -> Any:
-        """A section whose keys are all commented out reads as None."""
-        return {} if values is None else values
-
-
-class NamedSection(Section):
-    """A part that is chosen by a registered name or by the user's own target, never both."""
-
-    name: str | None = option(None, "A registered name.")
-    target: str | None = option(None, "Your own, as package.module:Name.")
-    kwargs: Kwargs = option({}, "Its arguments.")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _target_replaces_default_name(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values.get("target") is not None:
-            return {"name": None, **values}
-        return values
-
-    @model_validator(mode="after")
-    def _one_of_both(self) -> "NamedSection":
-        if (self.name is None) == (self.target is None):
-            raise ValueError("give either 'name' or 'target'")
-        return self
 
 
 class RunConfig(Section):
@@ -253,90 +204,7 @@ class MeshConfig(Section):
     num_devices: Annotated[int, Field(ge=1)] | Literal["auto"] = option(
         "auto", "Devices of all processes; auto: all GPUs, else 8 virtual CPUs.", "rounding"
     )
-
-
-Size = Annotated[float, Field(gt=0)]
-
-
-class CommHookConfig(NamedSection):
-    """The communication hook, which averages the buckets of all replicas."""
-
-    name: str | None = option("mean", "mean, which is exact, or powersgd.")
-    target: str | None = option(None, "Your own callable that returns a jddp.CommHook.")
-
-
-class OuterConfig(NamedSection):
-    """The outer optimizer, whose gradient is the mean change of the replicas' parameters."""
-
-    name: str | None = option("sgd", "Any optimizer optax.<name>.")
-    target: str | None = option(None, "Your own callable that returns an optax optimizer.")
-    learning_rate: float = option(1.0, "Learning rate; 1 with SGD: the replicas' mean.", gt=0)
-
-
-class LocalStepsConfig(Section):
-    """Steps that each replica takes alone, between synchronizations of the parameters."""
-
-    every: int | None = option(None, "Steps to a synchronization; null averages gradients.", ge=1)
-    start: int = option(0, "Number of first steps that average gradients.", ge=0)
-    outer: OuterConfig = Field(default_factory=OuterConfig)
-
-    @model_validator(mode="after")
-    def _every_is_given(self) -> "LocalStepsConfig":
-        if self.every is None and (self.start or self.outer != OuterConfig()):
-            raise ValueError("give 'every' too, the steps from one synchronization to the next")
-        return self
-
-
-class DdpConfig(Section):
-    """Replication: the options of `jddp.DataParallel`."""
-
-    axis_name: str | None = option(None, "Name of the axis of the replicas; or data.", "none")
-    bucket_mb: Size | Annotated[list[Size], Field(min_length=1)] = option(
-        [1.0, 25.0], "Size of a bucket, in MiB; or a list, of which the last repeats.", "rounding"
-    )
-    layout: Literal["auto", "leaf", "flat"] = option(
-        "auto", "Buckets reduced leaf by leaf, or packed into one vector.", "rounding"
-    )
-    overlap: bool | Literal["auto"] = option(
-        "auto", "Buckets reduced inside the backward pass, or after it; auto: on GPUs.", "rounding"
-    )
-    wire_dtype: Literal["bfloat16", "float16"] | None = option(
-        None, "The dtype to which wider gradients are cast on the wire."
-    )
-    comm_hook: CommHookConfig = Field(default_factory=CommHookConfig)
-    unused_parameters: Literal["zero", "skip", "error"] = option(
-        "zero",
-        "Parameters that get no gradient: use zeros, skip their update, or fail.",
-    )
-    batch_norm: Literal["sync", "broadcast", "local"] = option(
-        "sync", "Batch statistics: of the global batch, replica 0's, or each replica's."
-    )
-    batch_norm_group_size: int | None = option(
-        None, "Neighbouring replicas that share statistics under sync; or all.", ge=1
-    )
-    per_replica: list[str] = option([], "Collections, or variable classes, that differ by replica.")
-    compute_dtype: Literal["bfloat16", "float16"] | None = option(
-        None, "Dtype of the model's arithmetic; its parameters and the loss are float32."
-    )
-    frozen: list[str] = option([], "Parameters that are not trained: expressions for paths.")
-    state_reduction: dict[str, Literal["mean", "sum", "first"]] = option(
-        {}, "By collection or class: how replicas agree on state made from their rows."
-    )
-    batch_norm_unbiased: bool = option(False, "Unbiased running variances, as PyTorch has them.")
-    accumulate_steps: int = option(1, "Micro-batches of one optimizer step.", "rounding", ge=1)
-    shard_optimizer: bool = option(
-        False, "Optimizer state and update split over the replicas (ZeRO 1).", "rounding"
-    )
-    logical_replicas: int | None = option(
-        None, "Logical replicas: bitwise identical on any CPU devices that divide them.", ge=1
-    )
-    local_steps: LocalStepsConfig = Field(default_factory=LocalStepsConfig)
-    max_grad_norm: float | None = option(None, "Clip the mean gradient to this.", gt=0)
-    ema_decay: float | None = option(None, "Decay of the parameters' moving average.", gt=0, lt=1)
-    skip_nonfinite: bool = option(False, "Skip steps if loss, gradients or state are not finite.")
-    loss_scale: float | Literal["dynamic"] | None = option(
-        None, "For float16: a power of two, or dynamic, adapted by skipping steps."
-    )
+    axis_name: str = option("data", "Name of the axis of the replicas.", "none")
 
 
 class CheckpointConfig(Section):

@@ -60,7 +60,7 @@ def call(function: Callable[..., Result], *args: PyTree) -> Result:
         name = str(error).split("unbound axis name:")[-1].strip().split(" ")[0].rstrip(".")
         raise ConfigError(
             f"The model or loss uses axis {name!r}, which is not the axis of the replicas. Name "
-            f"that so: DataParallel(..., axis_name={name!r}), ddp.axis_name={name} in a config."
+            f"that so: mesh=jax.make_mesh((n,), ({name!r},)), mesh.axis_name={name} in a config."
         ) from error
     except jax.errors.UnexpectedTracerError as error:
         raise ConfigError(

@@ -127,7 +127,7 @@ class CompiledSteps:
 
         Raises:
           ConfigError: If no gradient reaches a parameter, and unused_parameters is "error"; or if
-            state of the model must be the same on all replicas, and local_steps lets it differ.
+            state of the model must be the same on all replicas, and LocalSteps lets it differ.
         """
         self.spec.sync.check(thaw({}, state.model_state)[1], self.spec.model.keeps_own)
         return self._plans.of(state, inputs)
@@ -189,21 +189,21 @@ class CompiledSteps:
         return jax.tree.map(share, batch)
 
     def comm_state(self, planned: Planned) -> CommState:
-        """The first state of the reduction, on one replica.
+        """The first state of the reducer, on one replica.
 
         Raises:
           UsageError: If a hook has state, and its buckets were planned without rows.
           ConfigError: If its state is not a tree of arrays.
         """
-        memory = self.spec.reduction.hook.init(planned.plan)
+        memory = self.spec.reducer.hook.init(planned.plan)
         self._hook_plans[:] = [planned.plan]
         if jax.tree.leaves(memory) and planned.traced is None:
             raise UsageError(
-                "This comm_hook keeps state for each bucket, and buckets are planned from "
+                "This hook keeps state for each bucket, and buckets are planned from "
                 "the traced backward pass: init needs batch= (example rows, for their shapes)."
             )
         if not all(hasattr(x, "dtype") for x in jax.tree.leaves(memory)):
-            raise ConfigError(f"comm_hook: init returns {memory}. It must return arrays.")
+            raise ConfigError(f"reduction.hook: init returns {memory}. It must return arrays.")
         return CommState(
             # numpy arrays become JAX's, of JAX's widths: a float64 array would not have the dtype
             # with which a step returns it.
@@ -216,7 +216,7 @@ class CompiledSteps:
         spec, everywhere = self.spec, jax.tree.map(lambda _: Replicated(), state)
         # Hook state differs per replica, such as an error of compression. It is declared so, since
         # JAX would let it leave a `shard_map` as replicated, and keep replica 0's.
-        rule = spec.reduction.hook.on_resize.replace("drop", "reset")
+        rule = spec.reducer.hook.on_resize.replace("drop", "reset")
         hook = jax.tree.map(lambda _: PerReplica(rule), state.comm_state.hook)
         layouts: TrainState = everywhere.replace(
             model_state=own_layouts(state.model_state, spec.model.keeps_own),
@@ -236,7 +236,7 @@ class CompiledSteps:
         """The step for rows of this form; compiles nothing yet.
 
         Raises:
-          UsageError: If a comm_hook has state of buckets that these rows do not have.
+          UsageError: If a hook has state of buckets that these rows do not have.
         """
         return self._for(self._make_step, state, inputs)
 
@@ -255,7 +255,7 @@ class CompiledSteps:
                 [planned.plan],
             ):
                 raise UsageError(
-                    "These rows use other parameters than those that the comm_hook was made for: "
+                    "These rows use other parameters than those that the hook was made for: "
                     "its state is of other buckets. Give init a batch that uses them too."
                 )
             run = make(self.spec, planned.plan, self.mesh, self.layouts(state))
@@ -332,5 +332,5 @@ class CompiledSteps:
         """The plan of the arrays that are sent: gradients, or parameters with local steps."""
         state = self.abstract_state(batch)
         return self.spec.sync.sent(
-            self.spec.reduction, self.planned(batch).plan, self._one(state).params
+            self.spec.reducer, self.planned(batch).plan, self._one(state).params
         )

@@ -29,7 +29,7 @@ from jddp.engine.unused import UNUSED
 from jddp.engine.view import own_shards
 from jddp.errors import ConfigError, check_choice
 from jddp.reduce.plan import BucketPlan
-from jddp.reduce.reduction import Reduction
+from jddp.reduce.reducer import Reducer
 from jddp.typing import Grads, OptState, Params, PyTree
 
 
@@ -83,17 +83,17 @@ class Zero1:
       tx: A separable optax optimizer.
       unused: Treatment of parameters that no gradient reaches.
       num_micro_batches: Number of micro-batches of a step.
-      reduction: Reduction of the gradients, by whose buckets shards of parameters are gathered.
+      reducer: Reducer of the gradients, by whose buckets shards of parameters are gathered.
     """
 
     tx: optax.GradientTransformation
     unused: Unused
     num_micro_batches: int
-    reduction: Reduction
+    reducer: Reducer
 
     def init(self, params: Params) -> OptState:
         """Returns the state for the replica's shards of all parameters."""
-        return own_copy(self.tx.init(own_shards(params, self.reduction.axis)))
+        return own_copy(self.tx.init(own_shards(params, self.reducer.axis)))
 
     def layouts(self, params: Params) -> PyTree:
         """Returns that arrays are sharded."""
@@ -110,8 +110,8 @@ class Zero1:
         refuse_multi_steps(self.tx, params, self.num_micro_batches)
         if reason := why_not_split(self.tx, params, num_replicas):
             raise ConfigError(
-                "shard_optimizer=True gives each replica a shard of each array, and this optimizer "
-                f"does not work element by element: it {reason}. Choose shard_optimizer=False; or, "
+                "strategy='zero1' gives each replica a shard of each array, and this optimizer "
+                f"does not work element by element: it {reason}. Choose strategy='ddp'; or, "
                 "if it is clipping, max_grad_norm= in its place, and for apply_if_finite "
                 "skip_nonfinite=True."
             )
@@ -124,7 +124,7 @@ class Zero1:
         own, opt_state = updated(self.tx, view.shards(grads), state.opt_state, before, value)
         # At the end of the step, not before the next: `state.params` is always complete, to be
         # evaluated, saved and compared.
-        params = self.reduction.gather(own, state.params, plan)
+        params = self.reducer.gather(own, state.params, plan)
         after, before = (params, opt_state), (state.params, state.opt_state)
         return self.unused(after, before, params, plan)
 
@@ -169,7 +169,7 @@ def refuse_multi_steps(
 def choose_optimizer(
     tx: optax.GradientTransformation,
     unused_parameters: str,
-    sharded_by: Reduction | None,
+    sharded_by: Reducer | None,
     num_micro_batches: int,
 ) -> Optimizer:
     """Returns the update of an optax optimizer.
@@ -177,7 +177,7 @@ def choose_optimizer(
     Args:
       tx: The optimizer.
       unused_parameters: "zero", "skip" or "error".
-      sharded_by: Reduction of the gradients, where each replica updates its shard; else None.
+      sharded_by: Reducer of the gradients, where each replica updates its shard; else None.
       num_micro_batches: Number of micro-batches of a step.
 
     Raises:

@@ -81,7 +81,7 @@ class Plans:
         """
         spec = self._spec
         if inputs.rows is None:
-            return Planned(self._noted(spec.reduction.plan(state.params), state))
+            return Planned(self._noted(spec.reducer.plan(state.params), state))
         # By the form of one micro-batch: the same micro-batch in a larger batch has the same
         # buckets, and is not traced again.
         part = self.micro_batch(inputs)
@@ -93,7 +93,7 @@ class Plans:
                 _warn_of_constant_keys(traced)
                 _warn_of_micro_batches(traced, spec.backward.num)
             _refuse_constant_loss(traced)
-            plan = spec.reduction.plan(state.params, traced.ready)
+            plan = spec.reducer.plan(state.params, traced.ready)
             self._planned[form] = Planned(self._noted(plan, state, traced.num_looped), traced)
         # Checked for each form of rows: another batch may leave other parameters unused.
         spec.optimizer.unused.check(self._planned[form].plan)

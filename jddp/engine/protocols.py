@@ -24,7 +24,7 @@ from jddp.engine.micro_batches import Local, MicroBatches, Scale, ScaleOf
 from jddp.engine.state import Inputs, KeepsOwn, TrainState
 from jddp.modules.metrics import Sums
 from jddp.reduce.plan import BucketPlan
-from jddp.reduce.reduction import Reduction
+from jddp.reduce.reducer import Reducer
 from jddp.typing import Batch, Grads, HookState, Metrics, ModelState, OptState, Params, Path, PyTree
 
 OPTIMIZER = "optimizer_update"  # the scope of the equations of an optimizer
@@ -126,7 +126,7 @@ class Synchronization(Protocol):
     def layouts(self, state: TrainState, layouts: TrainState) -> TrainState:
         """Returns the layouts of a state whose parameters these replicas have."""
 
-    def sent(self, reduction: Reduction, plan: BucketPlan, params: Params) -> BucketPlan:
+    def sent(self, reducer: Reducer, plan: BucketPlan, params: Params) -> BucketPlan:
         """Returns the plan of the arrays that are sent, from the plan of a step's gradients."""
 
     def note(self, plan: BucketPlan) -> BucketPlan:
@@ -135,13 +135,11 @@ class Synchronization(Protocol):
     def view(self, of_packing: "View") -> "View":
         """Returns the view of a replica on the mean gradient, from the view of the packing."""
 
-    def mean(
-        self, reduction: Reduction, plan: BucketPlan, local: Local, state: TrainState
-    ) -> Averaged:
+    def mean(self, reducer: Reducer, plan: BucketPlan, local: Local, state: TrainState) -> Averaged:
         """Averages gradients.
 
         Args:
-          reduction: Reduction of the gradients.
+          reducer: Reducer of the gradients.
           plan: The buckets.
           local: Results of this replica.
           state: State before the step.
@@ -154,12 +152,12 @@ class Synchronization(Protocol):
         """Returns the count that gradients are divided by: a replica's own, or the mean of all."""
 
     def settle(
-        self, reduction: Reduction, local: Local, before: TrainState, after: TrainState
+        self, reducer: Reducer, local: Local, before: TrainState, after: TrainState
     ) -> TrainState:
         """Returns the state after the step, synchronized where that is due.
 
         Args:
-          reduction: Reduction of parameters.
+          reducer: Reducer of parameters.
           local: Results of this replica.
           before: State before the step.
           after: State after it.
@@ -174,12 +172,12 @@ class OuterStep(Protocol):
         """Returns the first shared state: a dict with "params", the parameters of all replicas."""
 
     def __call__(
-        self, reduction: Reduction, params: Params, outer: dict[str, PyTree]
+        self, reducer: Reducer, params: Params, outer: dict[str, PyTree]
     ) -> tuple[Params, dict[str, PyTree]]:
         """Returns the replica's parameters after the outer step, and the shared state.
 
         Args:
-          reduction: Reduction of differences of parameters.
+          reducer: Reducer of differences of parameters.
           params: Parameters of this replica.
           outer: Shared state since the last outer step.
         """

@@ -12,7 +12,7 @@ from jax.extend.core import Jaxpr
 from jax.stages import Wrapped
 from jaxtyping import Array, Float
 
-from jddp.engine.bitwise.logical_replicas import LogicalReplicas
+from jddp.engine.bitwise.logical_replicas import FixedReplicas
 from jddp.engine.micro_batches import Local, MicroBatches, ScaleOf
 from jddp.engine.protocols import Evaluate, Function, Options, Places, Replicas
 from jddp.engine.state import Inputs, TrainState, enter, key_of_replica, leave
@@ -87,6 +87,6 @@ def choose_replicas(axis: str, model: FlaxModel, num: int | None, num_devices: i
     Raises:
       ConfigError: If they do not divide over the devices.
     """
-    replicas = Devices(axis, model) if num is None else LogicalReplicas(axis, model, num)
+    replicas = Devices(axis, model) if num is None else FixedReplicas(axis, model, num)
     replicas.total(num_devices)
     return replicas

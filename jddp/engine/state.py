@@ -93,7 +93,7 @@ class CommState:
     Attributes:
       hook: State of the `CommHook`.
       loss_scale: A `LossScale`, where it is dynamic.
-      outer: Under `local_steps`, the parameters after the last outer step, and the outer
+      outer: Under `LocalSteps`, the parameters after the last outer step, and the outer
         optimizer's state.
     """
 

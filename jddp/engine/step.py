@@ -48,7 +48,7 @@ def replica_step(
     after = after.replace(step=state.step + 1, params=params, opt_state=opt_state)
     # After the update, since an outer step averages parameters; before the moving average, which is
     # to follow the parameters that replicas then share.
-    after = step.sync.settle(step.reduction, local, state, after)
+    after = step.sync.settle(step.reducer, local, state, after)
     after = step.average(after)
     # Last, so that a step that is not finite changes nothing but counts, whatever part made it so.
     # The verdict is the same on every replica.
@@ -60,7 +60,7 @@ def global_mean(
     step: Step, plan: BucketPlan, state: TrainState, local: Local
 ) -> tuple[Grads, TrainState, Metrics]:
     """The mean gradient and the metrics of the global batch, and the state that its rows leave."""
-    grads, hook = step.sync.mean(step.reduction, plan, local, state)
+    grads, hook = step.sync.mean(step.reducer, plan, local, state)
     sums = step.replicas.sum(local.sums)
     # Gradients of sums have been averaged; divided by the mean count they are the global mean.
     count = step.sync.count(state, local.count, step.replicas.mean_count(sums))
@@ -77,7 +77,7 @@ def replica_gradients(
     local = step.replicas.run(step.backward, step.guard.scale, state, inputs)
     grads, _, metrics = global_mean(step, plan, state, local)
     # With ZeRO-1 a replica holds its shard of the mean: only this function gathers the rest.
-    grads = step.view.whole(grads, lambda shards: step.reduction.gather(shards, state.params, plan))
+    grads = step.view.whole(grads, lambda shards: step.reducer.gather(shards, state.params, plan))
     return grads, metrics
 
 
@@ -95,7 +95,7 @@ def make_step(
     # Old and new state share memory: without donation a step needs parameters and optimizer state
     # twice.
     donated = (0,) if donate else ()
-    return spec.replicas.jit(mapped, compiler_options(spec.reduction, platform(mesh)), donated)
+    return spec.replicas.jit(mapped, compiler_options(spec.reducer, platform(mesh)), donated)
 
 
 def make_gradients(spec: Step, plan: BucketPlan, mesh: Mesh, layouts: TrainState) -> Wrapped:
@@ -108,7 +108,7 @@ def make_gradients(spec: Step, plan: BucketPlan, mesh: Mesh, layouts: TrainState
 
     in_specs = (specs(layouts, spec.axis), input_specs(mesh))
     mapped = over_replicas(gradients, mesh, in_specs, P())
-    return spec.replicas.jit(mapped, compiler_options(spec.reduction, platform(mesh)))
+    return spec.replicas.jit(mapped, compiler_options(spec.reducer, platform(mesh)))
 
 
 @dataclasses.dataclass(frozen=True)

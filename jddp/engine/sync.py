@@ -28,7 +28,7 @@ from jddp.engine.view import OwnGradient
 from jddp.errors import ConfigError
 from jddp.reduce.gradients import Finished
 from jddp.reduce.plan import BucketPlan
-from jddp.reduce.reduction import Reduction
+from jddp.reduce.reducer import Reducer
 from jddp.typing import ModelState, Params, Path, PyTree
 
 MEAN = optax.sgd(1.0)
@@ -57,7 +57,7 @@ class EveryStep:
         """Returns the layouts as they are."""
         return layouts
 
-    def sent(self, reduction: Reduction, plan: BucketPlan, params: Params) -> BucketPlan:
+    def sent(self, reducer: Reducer, plan: BucketPlan, params: Params) -> BucketPlan:
         """Returns the plan of the gradients."""
         return plan
 
@@ -69,18 +69,16 @@ class EveryStep:
         """Returns the view of the packing."""
         return of_packing
 
-    def mean(
-        self, reduction: Reduction, plan: BucketPlan, local: Local, state: TrainState
-    ) -> Averaged:
+    def mean(self, reducer: Reducer, plan: BucketPlan, local: Local, state: TrainState) -> Averaged:
         """Averages the gradients of all replicas."""
-        return reduction(local.grads, state.comm_state.hook, plan, local.units)
+        return reducer(local.grads, state.comm_state.hook, plan, local.units)
 
     def count(self, state: TrainState, own: Array, mean: Array) -> Array:
         """Returns the mean count."""
         return mean
 
     def settle(
-        self, reduction: Reduction, local: Local, before: TrainState, after: TrainState
+        self, reducer: Reducer, local: Local, before: TrainState, after: TrainState
     ) -> TrainState:
         """Returns the state as it is: replicas have synchronized."""
         return after
@@ -102,14 +100,14 @@ class MeanDifference:
         return {"params": params, "opt_state": self.tx.init(params)}
 
     def __call__(
-        self, reduction: Reduction, params: Params, outer: dict[str, PyTree]
+        self, reducer: Reducer, params: Params, outer: dict[str, PyTree]
     ) -> tuple[Params, dict[str, PyTree]]:
         """Returns the same parameters for all replicas, and their shared state."""
         start = outer["params"]
         with jax.named_scope("outer_step"):
             moved = jax.tree.map(jnp.subtract, start, params)
             # Of all parameters, also of those that no gradient reaches.
-            mean, _ = reduction(Finished(moved), (), reduction.plan(params))
+            mean, _ = reducer(Finished(moved), (), reducer.plan(params))
         # The same on every replica, from the same mean: outer parameters need not be sent.
         with jax.named_scope(OPTIMIZER):
             updates, opt_state = self.tx.update(mean, outer["opt_state"], start)
@@ -154,7 +152,7 @@ class LocalSteps:
         """Refuses numbers out of range."""
         if self.every < 1 or self.start < 0:
             raise ConfigError(
-                "local_steps: every is at least 1 and start at least 0; got "
+                "LocalSteps: every is at least 1 and start at least 0; got "
                 f"every={self.every}, start={self.start}."
             )
 
@@ -171,10 +169,10 @@ class LocalSteps:
         for path, x in jax.tree_util.tree_leaves_with_path(model_state):
             if is_float(x) and not keeps_own(path, x):
                 raise ConfigError(
-                    f"local_steps: replicas would have to agree on {name_of(path)!r} in each step, "
+                    f"LocalSteps: replicas would have to agree on {name_of(path)!r} in each step, "
                     "and between outer steps nothing is to be sent. Choose batch_norm='local', or "
-                    "name its collection in per_replica=: each replica then has its own, and their "
-                    "mean is evaluated."
+                    "declare its collection 'per_replica' in state=: each replica then has its "
+                    "own, and their mean is evaluated."
                 )
 
     def keeps_own(self, path: Path, x: PyTree) -> bool:
@@ -186,13 +184,13 @@ class LocalSteps:
         own = {name: getattr(state, name) for name in ("params", "ema_params", "opt_state")}
         return layouts.replace(**{k: own_layouts(x, self.keeps_own) for k, x in own.items()})
 
-    def sent(self, reduction: Reduction, plan: BucketPlan, params: Params) -> BucketPlan:
+    def sent(self, reducer: Reducer, plan: BucketPlan, params: Params) -> BucketPlan:
         """Plans all parameters, also those that no gradient reaches."""
-        return self.note(reduction.plan(params))
+        return self.note(reducer.plan(params))
 
     def note(self, plan: BucketPlan) -> BucketPlan:
         """Notes how often parameters are sent."""
-        when = f"local_steps: sent every {self.every} steps"
+        when = f"LocalSteps: sent every {self.every} steps"
         if self.start:
             when += f", and in each of the first {self.start}"
         return plan.noted(when)
@@ -201,9 +199,7 @@ class LocalSteps:
         """Returns the view of a gradient of its own."""
         return OwnGradient(of_packing.axis)
 
-    def mean(
-        self, reduction: Reduction, plan: BucketPlan, local: Local, state: TrainState
-    ) -> Averaged:
+    def mean(self, reducer: Reducer, plan: BucketPlan, local: Local, state: TrainState) -> Averaged:
         """Averages in the first `start` steps alone."""
         hook = state.comm_state.hook
         # Without plain steps no gradient is ever averaged, and the program needs no branch for it.
@@ -213,7 +209,7 @@ class LocalSteps:
         # steps and of skipped steps are the same everywhere.
         return lax.cond(
             self._is_plain(state),
-            lambda: reduction(local.grads, hook, plan, local.units),
+            lambda: reducer(local.grads, hook, plan, local.units),
             lambda: (local.grads.tree(), hook),
         )
 
@@ -222,7 +218,7 @@ class LocalSteps:
         return jnp.where(self._is_plain(state), mean, own)
 
     def settle(
-        self, reduction: Reduction, local: Local, before: TrainState, after: TrainState
+        self, reducer: Reducer, local: Local, before: TrainState, after: TrainState
     ) -> TrainState:
         """Takes an outer step where one is due.
 
@@ -245,7 +241,7 @@ class LocalSteps:
 
         branches: list[Callable[[Params, PyTree], tuple[Params, PyTree]]] = [
             lambda params, outer: (params, outer),
-            functools.partial(self._outer_step, reduction),
+            functools.partial(self._outer_step, reducer),
         ]
         if self.start:
             # In the plain steps parameters are equal already, and the outer ones follow without a

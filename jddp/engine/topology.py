@@ -15,9 +15,9 @@ def topology_of(spec: Step, mesh: Mesh) -> dict[str, Any]:
     """The topology of a step on a mesh, as `run.json` keeps it."""
     model = spec.model
     sync = model.sync
-    kept = {"per_replica": [*model.per_replica], "state_reduction": dict(sync.rules)}
+    state = {**dict.fromkeys(model.per_replica, "per_replica"), **dict(sync.rules)}
     return {
-        **{name: kinds for name, kinds in kept.items() if kinds},
+        **({"state": state} if state else {}),
         "num_processes": jax.process_count(),
         "num_devices": mesh.size,
         "accumulate_steps": spec.backward.num,

@@ -43,7 +43,7 @@ class Explanation(Shown):
 
     @property
     def bytes_per_step(self) -> float:
-        """Bytes that a step sends on average; under `local_steps` after the plain first ones.
+        """Bytes that a step sends on average; under `LocalSteps` after the plain first ones.
 
         Each array counts once, whatever the algorithm of the network.
         """

@@ -32,6 +32,7 @@ from jddp.distributed.gpus import ON_PURPOSE, Missing, gpu_facts, small_shared_m
 from jddp.distributed.join import configure_devices, initialize, require_devices
 from jddp.distributed.resolve import resolve_identity
 from jddp.distributed.watchdog import Limits
+from jddp.engine.mesh import make_mesh
 from jddp.engine.state import TrainState
 from jddp.errors import ConfigError, DataError, report
 from jddp.inspection.outputs import num_outputs
@@ -274,7 +275,8 @@ def build(config: Config, *, needs_data: bool = True) -> Job:
         agree("data set", {"sha256": data.sha256})
         num_steps = num_steps_of(config, len(data.train), folder)
     optimizer, learning_rate = optimizer_of(config, num_steps or 1)
-    mesh = None if config.mesh.num_devices == "auto" else config.mesh.num_devices
+    num_devices = None if config.mesh.num_devices == "auto" else config.mesh.num_devices
+    mesh = make_mesh(num_devices, config.mesh.axis_name)
     options = {"mesh": mesh, "eval_fn": parts.eval_fn, **parts.ddp_options}
     ddp = DataParallel(parts.model, optimizer, parts.loss_fn, **options)
     job = Job(config, parts, ddp, num_steps, learning_rate, data, data_error, folder)

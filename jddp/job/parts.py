@@ -10,8 +10,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from jddp.config.files import with_overrides
-from jddp.config.schema import Config, NamedSection
+from jddp.config.options import (
+    BatchNormConfig,
+    CommHookConfig,
+    Precision,
+    Reduction,
+    StrategyConfig,
+    SyncBatchNorm,
+)
+from jddp.config.schema import Config
+from jddp.config.sections import NamedSection
 from jddp.data import DataSource, make_source, source_of
+from jddp.engine.strategy import LogicalReplicas, Strategy
 from jddp.engine.sync import LocalSteps
 from jddp.errors import ConfigError
 from jddp.job.optimizers import optimizer_of
@@ -70,11 +80,11 @@ def resolve_parts(config: Config) -> Parts:
     source = attempt(find_source)
     filled = attempt(functools.partial(_model, sizes=source.sizes if source else {}))
     loss_fn, eval_fn = attempt(find_loss), attempt(find_eval_fn)
-    objects = {"comm_hook": attempt(_comm_hook), "local_steps": attempt(_local_steps)}
+    options = attempt(_ddp_options)
     if mistakes:
         raise ConfigError("\n".join(mistakes))
     config, model = filled
-    return Parts(config, model, source, loss_fn, eval_fn, config.ddp.model_dump() | objects)
+    return Parts(config, model, source, loss_fn, eval_fn, options)
 
 
 def find_source(config: Config) -> DataSource:
@@ -102,13 +112,27 @@ def _model(config: Config, sizes: Mapping[str, int]) -> tuple[Config, Any]:
     return config, make_model(factory, kwargs=config.model.kwargs, seed=config.seed)
 
 
-def _comm_hook(config: Config) -> Any:
-    section = config.ddp.comm_hook
-    make = named(section, "ddp.comm_hook", COMM_HOOKS, "hook")
-    check_arguments(make, section.kwargs, key="ddp.comm_hook.kwargs")
+def _ddp_options(config: Config) -> dict[str, Any]:
+    """Options of `DataParallel`, with the objects that the config names."""
+    ddp = config.ddp
+    objects = {
+        "strategy": _strategy(ddp.strategy),
+        "reduction": Reduction(
+            hook=_hook(ddp.reduction.hook), **ddp.reduction.model_dump(exclude={"hook"})
+        ),
+        "batch_norm": _batch_norm(ddp.batch_norm),
+        "precision": Precision(**ddp.precision.model_dump()),
+    }
+    return ddp.model_dump(exclude={*objects}) | objects
+
+
+def _hook(section: CommHookConfig) -> CommHook | None:
+    key = "ddp.reduction.hook"
+    make = named(section, key, COMM_HOOKS, "hook")
+    check_arguments(make, section.kwargs, key=f"{key}.kwargs")
     hook = make(**section.kwargs)
     if make is not mean and not isinstance(hook, CommHook):
-        raise _wrong(section, "ddp.comm_hook", hook, "a jddp.CommHook")
+        raise _wrong(section, key, hook, "a jddp.CommHook")
     return hook
 
 
@@ -143,12 +167,24 @@ def _with_arguments(
     return functools.partial(function, **kwargs) if kwargs else function
 
 
-def _local_steps(config: Config) -> LocalSteps | None:
-    section, key = config.ddp.local_steps, "ddp.local_steps.outer"
-    outer = section.outer
-    if section.every is None:
-        return None
+def _batch_norm(section: BatchNormConfig) -> str | SyncBatchNorm:
+    if section.name == "sync":
+        return SyncBatchNorm(group_size=section.group_size, unbiased=section.unbiased)
+    return section.name
+
+
+def _strategy(section: StrategyConfig) -> Strategy:
+    match section.name:
+        case "local_steps":
+            return _local_steps(section)
+        case "logical_replicas":
+            return LogicalReplicas(section.number or 0)
+    return section.name
+
+
+def _local_steps(section: StrategyConfig) -> LocalSteps:
+    outer, key = section.outer, "ddp.strategy.outer"
     optimizer, _ = make_optimizer(
         named(outer, key), schedule=lambda step: outer.learning_rate, kwargs=outer.kwargs, key=key
     )
-    return LocalSteps(section.every, optimizer, section.start)
+    return LocalSteps(section.every or 0, optimizer, section.start)

@@ -72,8 +72,8 @@ class FlaxModel(abc.ABC):
         """Refuses options that name nothing, and state that a gradient is to overwrite.
 
         Raises:
-          ConfigError: If no leaf is of a kind of `per_replica` or `state_reduction`; or if there
-            are scales of fp8 layers.
+          ConfigError: If no leaf is of a kind that `state` names; or if there are scales of fp8
+            layers.
         """
         leaves = jax.tree_util.tree_leaves_with_path(model_state)
         there = set[str]().union(
@@ -83,15 +83,15 @@ class FlaxModel(abc.ABC):
             raise ConfigError(
                 f"The model keeps {OVERWRITTEN!r}: its fp8 layers expect that gradients replace "
                 "their scales, which a step of jddp does not do. Leave fp8 out, and compute in "
-                "half precision with compute_dtype='bfloat16'."
+                "half precision with precision='bfloat16'."
             )
-        rules = dict(self.sync.rules)
-        for option, kinds in (("per_replica", self.per_replica), ("state_reduction", rules)):
-            if unknown := sorted(set(kinds) - there):
-                raise ConfigError(
-                    f"{option} names {unknown[0]!r}, and the model keeps "
-                    f"{', '.join(sorted(there)) or 'nothing'} beside its parameters."
-                )
+        declared = {*self.per_replica, *dict(self.sync.rules)}
+        unknown = sorted(declared - there)
+        if unknown:
+            raise ConfigError(
+                f"state names {unknown[0]!r}, and the model keeps "
+                f"{', '.join(sorted(there)) or 'nothing'} beside its parameters."
+            )
 
     @abc.abstractmethod
     def kinds_at(self, path: Path) -> Sequence[str]:

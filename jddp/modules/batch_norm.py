@@ -54,21 +54,16 @@ class Sync:
     logical_replicas: int | None = None
     rules: tuple[tuple[str, str], ...] = ()
 
-    def check(self, num_replicas: int, mode: str) -> None:
-        """Refuses options that break their rules.
+    def check(self, num_replicas: int) -> None:
+        """Refuses groups that replicas do not divide into.
 
         Raises:
           ConfigError: If there are no such groups.
         """
-        if mode != "sync" and (self.group_size is not None or self.unbiased):
-            raise ConfigError(
-                f"batch_norm_group_size and batch_norm_unbiased are options of batch_norm='sync'; "
-                f"batch_norm is {mode!r}. Leave them out."
-            )
-        if self.group_size is not None and (self.group_size < 1 or num_replicas % self.group_size):
+        if self.group_size is not None and num_replicas % self.group_size:
             sizes = [k for k in range(1, num_replicas + 1) if num_replicas % k == 0]
             raise ConfigError(
-                f"batch_norm_group_size={self.group_size} does not divide {num_replicas} replicas. "
+                f"batch_norm.group_size={self.group_size} does not divide {num_replicas} replicas. "
                 f"Choose one of {sizes}."
             )
 
@@ -165,7 +160,7 @@ def give_axis(layer: Any, path: str, sync: Sync, *, is_synced: bool) -> None:
         if not hasattr(layer, "axis_index_groups"):
             raise ConfigError(
                 f"{path!r} is a batch norm of its own that knows no groups of replicas. Leave "
-                "batch_norm_group_size out, or give it a field axis_index_groups."
+                "batch_norm.group_size out, or give it a field axis_index_groups."
             )
         object.__setattr__(layer, "axis_index_groups", sync.groups)
 

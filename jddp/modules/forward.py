@@ -166,9 +166,9 @@ def _undeclared(path: Path, kind: str, *, is_statistic: bool) -> ConfigError:
             "batch_norm='local', of which jddp.verify shows how far it is from one device."
         )
     return ConfigError(
-        f"state_reduction: {name!r} depends on the rows or random numbers of each replica, and no "
-        f"rule is declared for {kind!r}. Declare state_reduction={{{kind!r}: 'sum'}}, 'mean' or "
-        f"'first' (replica 0's); or keep one for each replica: per_replica=[{kind!r}]."
+        f"state: {name!r} depends on the rows or random numbers of each replica, and no rule is "
+        f"declared for {kind!r}. Declare state={{{kind!r}: 'sum'}}, 'mean' or 'first' (replica "
+        "0's); or 'per_replica', with which each keeps its own."
     )
 
 
@@ -190,7 +190,7 @@ def combine(path: Path, rule: str, before: Array, rows: Array, sync: Sync) -> Ar
     if not jnp.issubdtype(rows.dtype, jnp.number if rule == "sum" else jnp.inexact):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         raise ConfigError(
-            f"state_reduction={rule!r} does not fit {name!r} of {rows.dtype}: a mean is of "
+            f"state: the rule {rule!r} does not fit {name!r} of {rows.dtype}: a mean is of "
             "floating values, a sum of numbers. Choose 'sum' or 'first'."
         )
     if rule == "sum":

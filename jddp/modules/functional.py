@@ -10,7 +10,7 @@ eval mode.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from flax import linen as nn
@@ -27,6 +27,7 @@ from jddp.reduce.average import half_precision
 
 MODES = ("sync", "broadcast", "local")
 REDUCTIONS = ("mean", "sum", "first")
+OWN = "per_replica"
 
 __all__ = [
     "FlaxModel",
@@ -42,22 +43,21 @@ def functional(
     model: Any,
     batch_norm: str = "sync",
     sync: Sync | None = None,
-    per_replica: Sequence[str] = (),
-    state_reduction: Mapping[str, str] | None = None,
+    state: Mapping[str, str] | None = None,
     frozen: Frozen = (),
     compute_dtype: DTypeLike | None = None,
 ) -> FlaxModel:
     """Returns the functional form of a Linen or NNX module, with options as `FlaxModel` has them.
 
     Raises:
-      ConfigError: If `model` is neither, or `batch_norm` or a `state_reduction` is unknown.
+      ConfigError: If `model` is neither, or `batch_norm` or a rule of `state` is unknown.
     """
-    rules = dict(state_reduction or {})
+    rules = dict(state or {})
     for kind, rule in rules.items():
-        if rule not in REDUCTIONS or kind in per_replica:
+        if rule not in (*REDUCTIONS, OWN):
             raise ConfigError(
-                f"state_reduction={{{kind!r}: {rule!r}}}: replicas agree by one of "
-                f"{list(REDUCTIONS)}, or each keeps its own (per_replica). Choose one of these."
+                f"state={{{kind!r}: {rule!r}}}: replicas agree by one of {list(REDUCTIONS)}, or "
+                f"each keeps its own: {OWN!r}. Choose one of these."
             )
     check_choice("batch_norm", batch_norm, MODES)
     form: FlaxModel
@@ -67,10 +67,12 @@ def functional(
         form = NnxModel(model)
     else:
         raise _no_module(model)
-    sync = dataclasses.replace(sync or Sync("data"), rules=tuple(rules.items()))
+    sync = dataclasses.replace(
+        sync or Sync("data"), rules=tuple((kind, x) for kind, x in rules.items() if x != OWN)
+    )
     form.batch_norm = batch_norm
     form.sync = sync
-    form.per_replica = tuple(per_replica)
+    form.per_replica = tuple(kind for kind, rule in rules.items() if rule == OWN)
     form.compute_dtype = half_precision("compute_dtype", compute_dtype)
     form.frozen = [frozen] if isinstance(frozen, str) else frozen
     form.name = type(model).__name__

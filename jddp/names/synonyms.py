@@ -17,9 +17,9 @@ accumulate_steps       ddp.accumulate_steps    gradient_accumulation_steps accum
 accumulate_steps       ddp.accumulate_steps    grad_accum_steps
 max_grad_norm          ddp.max_grad_norm       gradient_clip_val gradient_clip clip_grad_norm
 max_grad_norm          ddp.max_grad_norm       clip_grad grad_clip max_norm
-compute_dtype          ddp.compute_dtype       precision mixed_precision bf16 fp16 half_precision
-compute_dtype          ddp.compute_dtype       autocast amp
-loss_scale             ddp.loss_scale          grad_scaler dynamic_loss_scale
+precision              ddp.precision           mixed_precision bf16 fp16 half_precision autocast amp
+precision              ddp.precision           compute_dtype precision
+precision              ddp.precision.loss_scale loss_scale grad_scaler dynamic_loss_scale
 -                      optimizer.learning_rate lr
 -                      optimizer.schedule.name lr_scheduler lr_scheduler_type scheduler
 -                      optimizer.warmup_steps  num_warmup_steps
@@ -43,8 +43,9 @@ fit.callbacks          -                       logger loggers report_to
 fit.seed               seed                    random_seed seed_everything
 batch_norm             ddp.batch_norm          sync_batchnorm sync_bn broadcast_buffers
 unused_parameters      ddp.unused_parameters   find_unused_parameters ddp_find_unused_parameters
-bucket_mb              ddp.bucket_mb           bucket_cap_mb
-shard_optimizer        ddp.shard_optimizer     zero zero_stage zero1
+reduction              ddp.reduction.bucket_mb bucket_cap_mb bucket_mb
+reduction              ddp.reduction           wire_dtype layout overlap comm_hook
+strategy               ddp.strategy            zero zero_stage zero1 shard_optimizer
 ema_decay              ddp.ema_decay           ema model_ema
 mesh                   mesh.num_devices        devices gpus num_gpus n_gpu device_ids
 mesh                   mesh.num_devices        process_group nproc_per_node

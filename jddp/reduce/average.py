@@ -1,4 +1,4 @@
-"""A `Reduction` from the options of a user, and what "auto" is on which hardware.
+"""A `Reducer` from the options of a user, and what "auto" is on which hardware.
 
 XLA merges collectives that it was given separately, unless an option forbids it:
 `compiler_options` returns these options, for one function.
@@ -19,7 +19,7 @@ from jddp.reduce.gradients import Finished
 from jddp.reduce.hooks import CommHook, Units, as_is, varies
 from jddp.reduce.packing import BucketLayout, Packed, bucketed
 from jddp.reduce.plan import MEBIBYTE
-from jddp.reduce.reduction import Reduction
+from jddp.reduce.reducer import Reducer
 from jddp.typing import Grads, HookState, Params
 
 GPUS = ("gpu", "cuda", "rocm")
@@ -46,14 +46,14 @@ def bucket_sizes(bucket_mb: float | Sequence[float]) -> tuple[int, ...]:
     return tuple(map(_bytes, sizes))
 
 
-def make_reduction(
+def make_reducer(
     axis: str,
     packed: Packed,
     sizes: tuple[int, ...],
     wire_dtype: DTypeLike | None,
     seen: Callable[[CommHook, Units], CommHook] = as_is,
-) -> Reduction:
-    """Makes a `Reduction` from options as a user gives them.
+) -> Reducer:
+    """Makes a `Reducer` from options as a user gives them.
 
     Args:
       axis: Name of the mapped axis.
@@ -70,7 +70,7 @@ def make_reduction(
     packing, hook, name = packed
     seen = seen if name else as_is
     dtype = half_precision("wire_dtype", wire_dtype)
-    return Reduction(axis, sizes, packing, hook, name, dtype, seen)
+    return Reducer(axis, sizes, packing, hook, name, dtype, seen)
 
 
 def average_gradients(
@@ -107,11 +107,11 @@ def average_gradients(
     """
     chosen, _ = choose_layout(layout, False, jax.default_backend)
     sizes = bucket_sizes(bucket_mb)
-    reduction = make_reduction(axis, bucketed(chosen, comm_hook), sizes, wire_dtype)
+    reducer = make_reducer(axis, bucketed(chosen, comm_hook), sizes, wire_dtype)
 
     def init(params: Params) -> HookState:
         # Stateless hooks need no plan, and then any tree will do.
-        return reduction.hook.init(reduction.plan(params))
+        return reducer.hook.init(reducer.plan(params))
 
     def update(updates: Grads, state: HookState, params: Params = None) -> tuple[Grads, HookState]:
         # Under check_vma=True an axis index has a varying type. Without the check no type varies,
@@ -124,7 +124,7 @@ def average_gradients(
                 "their mean would be N times too large. Build the step with check_vma=False, or "
                 f"take the gradient at jax.lax.pcast(params, {axis!r}, to='varying')."
             )
-        return reduction(Finished(updates), state, reduction.plan(updates))
+        return reducer(Finished(updates), state, reducer.plan(updates))
 
     return optax.GradientTransformation(init, update)
 
@@ -140,16 +140,9 @@ def choose_layout(
       platform: Function that returns the hardware.
 
     Raises:
-      ConfigError: If a value is unknown, or the two cannot be combined.
+      ConfigError: If the layout is unknown.
     """
     check_choice("layout", layout, ("auto", *get_args(BucketLayout)))
-    if overlap not in (True, False, "auto"):
-        raise ConfigError(f"overlap is True, False or 'auto'; got {overlap!r}.")
-    if layout == "leaf" and overlap is True:
-        raise ConfigError(
-            "overlap=True waits for a bucket as a whole, and layout='leaf' reduces its leaves "
-            "one by one. Choose layout='flat', or overlap=False."
-        )
     # Called only where the answer matters: asking for the platform starts JAX's backend.
     on_gpu = "auto" in (layout, overlap) and platform() in GPUS
     if overlap == "auto":
@@ -174,7 +167,7 @@ def _bytes(mebibytes: float) -> int:
     return max(1, int(mebibytes * MEBIBYTE))
 
 
-def compiler_options(reduction: Reduction, platform: str) -> dict[str, Any]:
+def compiler_options(reducer: Reducer, platform: str) -> dict[str, Any]:
     """Returns options for `jax.jit` with which XLA leaves the buckets as they are.
 
     On GPUs the combiner merges all-reduces up to 30 MiB: its threshold becomes 0 for flat buckets
@@ -182,7 +175,7 @@ def compiler_options(reduction: Reduction, platform: str) -> dict[str, Any]:
     for flat buckets, and left on to fuse single leaves; and a finer analysis avoids copies of
     donated parameters. A flag that the user has set in `XLA_FLAGS` wins.
     """
-    packing = reduction.packing
+    packing = reducer.packing
     is_flat = packing.layout == "flat"
     options: dict[str, Any] = {}
     if platform == "cpu":
@@ -192,7 +185,7 @@ def compiler_options(reduction: Reduction, platform: str) -> dict[str, Any]:
             options["xla_disable_hlo_passes"] = "cpu-all-reduce-combiner"
     elif platform in GPUS:
         # The last size repeats, so it is that of all buckets but the first few.
-        threshold = 0 if is_flat else reduction.bucket_bytes[-1]
+        threshold = 0 if is_flat else reducer.bucket_bytes[-1]
         # ZeRO-1 sends shards of gradients and gathers parameters, for which XLA has other
         # thresholds.
         kinds = ("reduce_scatter", "all_gather") if packing.keeps_shards else ("all_reduce",)

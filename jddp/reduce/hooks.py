@@ -10,7 +10,7 @@ hook sees each bucket as a pytree of arrays:
         signs = jax.tree.map(jnp.sign, bucket)
         return jax.lax.pmean(signs, axis), comm_state
 
-    jddp.DataParallel(..., comm_hook=jddp.CommHook(lambda plan: (), reduce))
+    jddp.Reduction(hook=jddp.CommHook(lambda plan: (), reduce))
 
 or, by `leaves` and `with_leaves`, as the gradients one by one. `powersgd` is a hook with state.
 """

@@ -159,9 +159,9 @@ def bucketed(layout: BucketLayout, hook: CommHook | None, *, on_network: bool = 
         return WholeLeaves(layout, math.inf if on_network else MANY), narrow(mean_hook()), ""
     if not (isinstance(hook, CommHook) and callable(hook.init) and callable(hook.reduce)):
         raise ConfigError(
-            f"comm_hook is {type(hook).__name__}. Give a jddp.CommHook(init, reduce) of functions."
+            f"The hook is {type(hook).__name__}. Give a jddp.CommHook(init, reduce) of functions."
         )
-    check_choice("comm_hook: on_resize", hook.on_resize, ON_RESIZE)
+    check_choice("hook: on_resize", hook.on_resize, ON_RESIZE)
     name = getattr(hook.reduce, "__name__", repr(hook.reduce))
     return WholeLeaves(layout), _checked(narrow(hook), name), name
 
@@ -197,7 +197,7 @@ def _checked(hook: CommHook, name: str) -> CommHook:
         # another form would be cut into wrong leaves.
         if _form(got) != (given := _form((bucket, state))):
             raise ConfigError(
-                f"comm_hook {name!r} returns {_form(got)}. It must return a bucket and a comm_state"
+                f"hook {name!r} returns {_form(got)}. It must return a bucket and a comm_state"
                 f" of the structure, shapes and dtypes that it is given: {given}."
             )
         return got

@@ -1,6 +1,6 @@
 """PowerSGD: gradients are sent as two thin factors; what these leave out is sent later.
 
-    ddp = jddp.DataParallel(model, optimizer, loss_fn, comm_hook=jddp.powersgd(rank=2))
+    reduction = jddp.Reduction(hook=jddp.powersgd(rank=2))
 
 A gradient of m x n numbers is a matrix M, of which each replica has its own. With the Q of the step
 before, of r columns of n numbers,

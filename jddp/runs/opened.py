@@ -16,11 +16,12 @@ from jddp.checkpoint.storage import local_copy
 from jddp.checkpoint.weights import Misfit, fit_weights
 from jddp.config.files import with_overrides
 from jddp.config.mistakes import ConfigMistakes
+from jddp.config.options import Precision
 from jddp.config.schema import Config
 from jddp.data import DataSet
 from jddp.data_parallel import DataParallel
 from jddp.distributed.coordination import agree
-from jddp.engine.mesh import replicate
+from jddp.engine.mesh import make_mesh, replicate
 from jddp.engine.state import TrainState
 from jddp.errors import ConfigError, Error, UsageError
 from jddp.job.job import join, test_batches
@@ -95,9 +96,9 @@ def open_run(
         module,
         make_optimizer("sgd", schedule=lambda step: 0.0)[0],
         loss_fn or _loss_in(config, trusted),
-        mesh=mesh,
+        mesh=make_mesh(mesh, config.mesh.axis_name if config else None),
         batch_norm="broadcast",  # Statistics are not updated here; they are the same everywhere.
-        **(config.ddp.model_dump(include={"axis_name", "compute_dtype"}) if config else {}),
+        precision=Precision(compute_dtype=config.ddp.precision.compute_dtype) if config else None,
     )
     saved, state = read_saved(run_dir, checkpoint, lambda saved: (saved, _state_of(ddp, saved)))
     history = History()

@@ -1,9 +1,11 @@
 """The notes of a verification, and the likely causes of a difference."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
+
+from jddp.engine.spec import Step
 
 _CLOSE = 1e-3
 NOT_REPEATABLE = """\
@@ -62,7 +64,7 @@ def long_sums(found: Iterable[tuple[str, str, int]], compute_dtype: Any = None) 
       found: Primitive, dtype and number of terms of each, `jddp.jaxprs.long_sums`.
       compute_dtype: Dtype to which parameters are cast; None casts nothing.
     """
-    cast = "compute_dtype casts parameters before the model reads them.\n" if compute_dtype else ""
+    cast = "precision casts parameters before the model reads them.\n" if compute_dtype else ""
     sums = "".join(f"  {name} of {num:,} terms in {dtype}\n" for name, dtype, num in sorted(found))
     return (
         "Sums of many terms lose digits in 16 bits, and may alone make a difference:\n"
@@ -73,7 +75,7 @@ def long_sums(found: Iterable[tuple[str, str, int]], compute_dtype: Any = None) 
 
 
 def causes(
-    options: Mapping[str, Any],
+    spec: Step,
     *,
     num_devices: int,
     losses: tuple[float, float],
@@ -85,7 +87,7 @@ def causes(
     """Likely causes of a difference.
 
     Args:
-      options: Options of `jddp.DataParallel`.
+      spec: The step of many devices.
       num_devices: Number of devices that were compared with one.
       losses: Losses of many devices, and of one.
       is_scalar: Whether the loss function returns a scalar.
@@ -123,18 +125,18 @@ def causes(
             "are multiplied or squared, as in the balancing loss of a mixture of experts,\n"
             "take each mean over all replicas first: jax.lax.pmean(mean, jddp.AXIS)."
         )
-    mode = options.get("batch_norm", "sync")
+    mode = spec.model.batch_norm
     if mode != "sync":
         yield (
             f"batch_norm={mode!r}: each replica normalises with the statistics of its own rows.\n"
             "With 'sync', the default, it uses those of the global batch."
         )
-    if options.get("state_reduction"):
+    if spec.model.sync.rules:
         yield (
-            "state_reduction: a layer that normalises with such state uses that of its replica.\n"
+            "state: a layer that normalises with such state uses that of its replica.\n"
             "If it is a batch norm, jddp.register_batch_norm(cls) gives it the rows of all. A\n"
             "ratio of averages, as a codebook is, is no mean of the replicas' ratios: in the\n"
             "layer, add up counts and sums, jax.lax.psum(x, jddp.AXIS), before they are divided."
         )
-    if options.get("comm_hook") is not None:
-        yield "A comm_hook reduces gradients: its result need not be their mean."
+    if spec.reducer.hook_name:
+        yield "A hook reduces gradients: its result need not be their mean."

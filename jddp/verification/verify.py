@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
-from jddp.config.effects import effect_of
 from jddp.data_parallel import DataParallel
 from jddp.engine.host_rows import as_arrays
 from jddp.engine.mesh import platform
+from jddp.engine.spec import Step
 from jddp.engine.state import Inputs, TrainState
 from jddp.errors import UsageError
 from jddp.jaxprs import coarse_products, dtypes, quantizations, sums_in_16_bits
@@ -42,16 +43,11 @@ from jddp.verification.side_by_side import side_by_side
 
 __all__ = ["Verification", "verify"]
 
-_SENDS_NOTHING = {"wire_dtype": None, "comm_hook": None}
-_OF_NO_ONE_DEVICE = {
-    "batch_norm_group_size": "statistics are those of groups, which a single device does not have",
-    "local_steps": "replicas differ by design, and a single device has one set of parameters",
-}
 _ROUNDINGS = {np.dtype(jax.numpy.bfloat16): 2**-8, np.dtype(np.float16): 2**-11}
 _TF32_ROUNDING = 2**-11
 
 
-class _Step(NamedTuple):
+class _Taken(NamedTuple):
     """Results of a step, on the host."""
 
     gradients: Grads
@@ -93,15 +89,17 @@ def verify(
       UsageError: If there is one device only, or several processes, or groups of batch norm, which
         by design are no single device.
     """
-    _refuse(options)
+    if jax.process_count() > 1:
+        raise UsageError("verify needs the whole batch on one device: run it in one process.")
 
     def wrapped(**options: Any) -> DataParallel:
         ddp = DataParallel(model, optimizer, loss_fn, **options | {"donate": False})
         return ddp if constants is None else ddp.with_constants(constants)
 
-    rows = as_arrays(batch)
+    many, rows = wrapped(**options), as_arrays(batch)
+    _refuse(many.steps.spec)
     compared = functools.partial(_compared, wrapped, options, rows, seed, constants)
-    if not _is_coarse(wrapped(**options), rows):
+    if not _is_coarse(many, rows):
         return compared()
     with jax.default_matmul_precision("highest"):
         report = compared()
@@ -132,7 +130,7 @@ def _compared(
     if planned.traced is not None and planned.traced.has_batch_statistics:
         found.append(findings.MICRO_BATCHES)
     if draws:
-        want = _Step(*jax.device_get(side_by_side(many, state, batch, constants)))
+        want = _Taken(*jax.device_get(side_by_side(many, state, batch, constants)))
         other = state.replace(key=jax.random.fold_in(state.key, 1))
         is_same = _same(got, _step(many, other, batch))
         found.append(findings.SAME_NUMBERS if is_same else findings.OWN_NUMBERS)
@@ -144,7 +142,7 @@ def _compared(
         want = _step(one, alone, batch if has_all else _in_order(batch, many))
     comparisons = _compare(got, want, many, state, batch)
     if sums := sums_in_16_bits(many.steps.trace(batch).jaxpr.jaxpr):
-        found.append(findings.long_sums(sums, options.get("compute_dtype")))
+        found.append(findings.long_sums(sums, many.steps.spec.model.compute_dtype))
     if names := _not_finite(got, want):
         found.append(findings.not_finite(names))
     elif not all(comparison.passed for comparison in comparisons):
@@ -153,7 +151,7 @@ def _compared(
             plain = wrapped(**here | {"accumulate_steps": 1})
             combined = _combined(plain, alone, batch, many.mesh.size, comparisons[1].allowed)
         causes = findings.causes(
-            options,
+            many.steps.spec,
             num_devices=many.mesh.size,
             losses=(float(got.metrics["loss"]), float(want.metrics["loss"])),
             is_scalar="loss" in planned.scalars,
@@ -174,7 +172,7 @@ def _precision() -> str | None:
     return getattr(jax.config, "jax_default_matmul_precision")  # noqa: B009  # unknown to mypy
 
 
-def _not_finite(got: _Step, want: _Step) -> list[str]:
+def _not_finite(got: _Taken, want: _Taken) -> list[str]:
     """What is not finite on both: metrics by their names, and the first gradients."""
     grads = not_finite_in_both(got.gradients, want.gradients)
     return [
@@ -192,24 +190,34 @@ def _quantizations(
     return quantizations(traced.jaxpr.jaxpr)
 
 
-def _refuse(options: Mapping[str, Any]) -> None:
-    if jax.process_count() > 1:
-        raise UsageError("verify needs the whole batch on one device: run it in one process.")
-    for name, why in _OF_NO_ONE_DEVICE.items():
-        if options.get(name) is not None:
-            raise UsageError(f"With {name} {why}: leave it out of verify.")
+def _refuse(spec: Step) -> None:
+    """Refuses options that one device cannot have."""
+    if spec.model.sync.group_size is not None:
+        raise UsageError(
+            "With batch_norm.group_size statistics are those of groups, which a single device does "
+            "not have: leave it out of verify."
+        )
+    if spec.sync.every is not None:
+        raise UsageError(
+            "With LocalSteps replicas differ by design, and a single device has one set of "
+            "parameters: leave it out of verify."
+        )
 
 
 def _options_of_one(many: DataParallel, options: Mapping[str, Any]) -> dict[str, Any]:
     """Options of the step of one device: those that change more than roundings."""
-    given = {name: x for name, x in options.items() if effect_of(f"ddp.{name}") == "numbers"}
+    given = {name: x for name, x in options.items() if name not in ("reduction", "strategy")}
+    spec = many.steps.spec
+    if spec.replicas.num is not None:
+        given["strategy"] = options["strategy"]
     # The axis may be that of a given mesh; and batch norm sees micro-batches.
-    place = {"axis_name": many.steps.spec.axis, "mesh": many.mesh.devices.flat[:1].tolist()}
-    return given | _SENDS_NOTHING | place | {"accumulate_steps": many.steps.spec.backward.num}
+    given["mesh"] = Mesh(many.mesh.devices.flat[:1], many.mesh.axis_names)
+    given["accumulate_steps"] = spec.backward.num
+    return given
 
 
-def _step(ddp: DataParallel, state: TrainState, batch: Batch) -> _Step:
-    return _Step(*jax.device_get((ddp.gradients(state, batch)[0], *ddp.step(state, batch))))
+def _step(ddp: DataParallel, state: TrainState, batch: Batch) -> _Taken:
+    return _Taken(*jax.device_get((ddp.gradients(state, batch)[0], *ddp.step(state, batch))))
 
 
 def _first_state(ddp: DataParallel, seed: int, batch: Batch, params: Params = None) -> TrainState:
@@ -269,13 +277,13 @@ def _dot(a: list[np.ndarray], b: list[np.ndarray]) -> float:
     return float(sum(np.vdot(x, y).real for x, y in zip(a, b, strict=True)))
 
 
-def _same(a: _Step, b: _Step) -> bool:
+def _same(a: _Taken, b: _Taken) -> bool:
     same = functools.partial(np.array_equal, equal_nan=True)
     return bool(jax.tree.all(jax.tree.map(same, a.gradients, b.gradients)))
 
 
 def _compare(
-    got: _Step, want: _Step, many: DataParallel, state: TrainState, batch: Batch
+    got: _Taken, want: _Taken, many: DataParallel, state: TrainState, batch: Batch
 ) -> tuple[Comparison, ...]:
     computed = dtypes(many.steps.trace(batch).jaxpr.jaxpr)
     roundings = [size for dtype, size in _ROUNDINGS.items() if dtype in computed]
@@ -286,10 +294,10 @@ def _compare(
     # A loss scale depends on the rows of a replica, and a scalar loss counts once a replica.
     left_out = {"loss_scale", *["count"] * ("loss" in many.steps.planned(batch).scalars)}
 
-    def means(step: _Step) -> Metrics:
+    def means(step: _Taken) -> Metrics:
         return {name: x for name, x in step.metrics.items() if name not in left_out}
 
-    def shared(step: _Step) -> ModelState:
+    def shared(step: _Taken) -> ModelState:
         kept = step.state.model_state
         return jax.tree.map(lambda x, y: None if y.is_per_replica else x, kept, layouts)
 

@@ -34,12 +34,13 @@ KINDS = {
 MODES = [*((kind, "sync", {}) for kind in KINDS), ("linen copy", "local", {})]
 MODES += [("nnx copy", "broadcast", {})]
 # The mode decides where the axis of the replicas has the name too.
-MODES += [("linen", mode, {"axis_name": "batch"}) for mode in ("sync", "local")]
-MODES += [(kind, "local", {"logical_replicas": 4}) for kind in ("linen", "nnx copy")]
+MODES += [("linen", mode, {"mesh": "batch"}) for mode in ("sync", "local")]
+MODES += [(kind, "local", {"strategy": jddp.LogicalReplicas(4)}) for kind in ("linen", "nnx copy")]
 
 
 def trained(model, **options):
-    options = {"mesh": 2, **options}
+    axis = options.pop("mesh", "data")
+    options["mesh"] = axis if isinstance(axis, int) else on_axis(axis)
     ddp, batch = jddp.DataParallel(model, optax.sgd(0.1), squares, **options), rows()
     state, metrics = take_steps(ddp, [batch] * 2)
     return jax.device_get((state.params, statistics(state), metrics))
@@ -48,7 +49,7 @@ def trained(model, **options):
 @pytest.mark.parametrize("kind, mode, options", MODES)
 def test_a_batch_norm_that_names_an_axis_is_that_which_names_none(kind, mode, options):
     got = trained(KINDS[kind]("batch"), batch_norm=mode, **options)
-    equal(got, trained(KINDS[kind](None), batch_norm=mode, **{**options, "axis_name": None}))
+    equal(got, trained(KINDS[kind](None), batch_norm=mode, **{**options, "mesh": 2}))
 
 
 def lanes(m, x, mask, train):
@@ -97,17 +98,20 @@ def on_axis(axis):
 
 OPTIONS = {
     "mesh": {"mesh": on_axis("batch")},
-    "both": {"mesh": on_axis("rows"), "axis_name": "batch"},
-    "parts": {"axis_name": "batch", "accumulate_steps": 2, "overlap": True},
-    "sharded": {"axis_name": "batch", "shard_optimizer": True, "max_grad_norm": 0.1},
-    "local": {"axis_name": "batch", "local_steps": jddp.LocalSteps(2), "max_grad_norm": 0.1},
+    "parts": {
+        "mesh": on_axis("batch"),
+        "accumulate_steps": 2,
+        "reduction": jddp.Reduction(overlap=True),
+    },
+    "sharded": {"mesh": on_axis("batch"), "strategy": "zero1", "max_grad_norm": 0.1},
+    "local": {"mesh": on_axis("batch"), "strategy": jddp.LocalSteps(2), "max_grad_norm": 0.1},
 }
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_an_axis_of_another_name_gives_the_same_bits(options):
     ends = []
-    plain = {name: x for name, x in options.items() if name not in ("axis_name", "mesh")}
+    plain = {name: x for name, x in options.items() if name != "mesh"}
     for axis, given in [("batch", options), ("data", plain)]:
         ddp, batch = named(axis, 0.3, skip_nonfinite=True, **given), rows()
         assert ddp.mesh.axis_names == (axis,)
@@ -115,23 +119,22 @@ def test_an_axis_of_another_name_gives_the_same_bits(options):
         scores = ddp.evaluate(state, [batch])
         outputs = ddp.predict(state, [batch], lambda model, batch: model(batch["x"], False))
         keys = jax.random.key_data(jddp.replica_key(state))
-        found = digests(state) if "local_steps" not in options else ()
+        is_equal = not isinstance(options.get("strategy"), jddp.LocalSteps)
+        found = digests(state) if is_equal else ()
         ends.append(jax.device_get((state.params, metrics, scores, outputs, keys, found)))
     equal(*ends)
 
 
-@pytest.mark.parametrize(
-    "options, dropout", [({"mesh": on_axis("batch")}, 0.0), ({"axis_name": "batch"}, 0.3)]
-)
-def test_verify_takes_the_axis_over(options, dropout):
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_verify_takes_the_axis_over(dropout):
     batch = {name: x for name, x in rows().items() if name != "mask"}
-    report = named("batch", dropout, make=jddp.verify, batch=batch, **options)
+    report = named("batch", dropout, make=jddp.verify, batch=batch, mesh=on_axis("batch"))
     assert report.passed, report
     assert report.is_side_by_side == bool(dropout)
 
 
 def test_a_run_along_another_axis_resumes_and_is_explained(tmp_path):
-    ddp = named("batch", axis_name="batch", shard_optimizer=True)
+    ddp = named("batch", mesh=on_axis("batch"), strategy="zero1")
     for num in (2, 4):
         run = jddp.fit(ddp, [rows()] * num, num_steps=num, run_dir=tmp_path, save_every_steps=2)
     equal(run.state.params, take_steps(ddp, [rows()] * 4)[0].params)

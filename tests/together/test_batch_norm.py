@@ -10,7 +10,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
-from judge import assert_same_on_all_devices
+from judge import assert_same_on_all_devices, joined
 from states import close, equal
 from tiny import ConvNet, Of, loss_fn, make_batch, take_steps
 
@@ -139,7 +139,9 @@ def test_an_unbiased_running_variance_divides_by_one_less(kind, num_valid, dtype
     """Statistics are exact in a layer of low precision too."""
     batch, states = rows(num_valid), []
     for unbiased in (False, True):
-        ddp = wrapped(kind(use_mask=True, dtype=dtype), batch_norm_unbiased=unbiased)
+        ddp = wrapped(
+            kind(use_mask=True, dtype=dtype), batch_norm=jddp.SyncBatchNorm(unbiased=unbiased)
+        )
         states.append(ddp.step(ddp.init(0, batch), batch)[0])
     x = batch["x"][:num_valid]
     for ddof, state in enumerate(states):
@@ -237,7 +239,7 @@ def test_a_library_s_own_copy_of_the_class_is_synchronised_too(model):
         ends.append(jax.device_get((state.params, statistics(state), metrics)))
         assert ddp.evaluate(state, [batch])["examples"] == 16
     close(*ends, rtol=1e-4, atol=1e-5)
-    grouped = wrapped(model, batch_norm_group_size=2)
+    grouped = wrapped(model, batch_norm=jddp.SyncBatchNorm(group_size=2))
     with pytest.raises(jddp.ConfigError, match="knows no groups of replicas"):
         grouped.init(0, batch)
 
@@ -261,7 +263,12 @@ def test_a_registered_batch_norm_is_that_of_one_device(model, overlap):
     # Each replica has the same row twice, so that both micro-batches are the whole batch.
     batch, ends = jax.tree.map(lambda x: np.repeat(x[:8], 2, axis=0), rows()), []
     for options in ({"mesh": 1}, {}, {"accumulate_steps": 2}):
-        ddp = jddp.DataParallel(model, optax.sgd(0.5), squares, overlap=overlap, **options)
+        ddp = jddp.DataParallel(
+            model,
+            optax.sgd(0.5),
+            squares,
+            **joined(options, reduction=jddp.Reduction(overlap=overlap)),
+        )
         state, metrics = take_steps(ddp, [batch] * 2)
         ends.append(jax.device_get((state.params, statistics(state), metrics["loss"])))
         assert ddp.evaluate(state, [batch])["examples"] == 16
@@ -283,7 +290,7 @@ def test_a_group_of_replicas_is_a_device_of_its_own(model, size):
         state, metrics = ddp.step(ddp.init(0, rows()), batch)
         return state, jax.device_get((state.params, statistics(state), metrics["loss"]))
 
-    state, got = step(np.arange(16), mesh=4, batch_norm_group_size=size)
+    state, got = step(np.arange(16), mesh=4, batch_norm=jddp.SyncBatchNorm(group_size=size))
     each = [step(group, mesh=1)[1] for group in np.split(np.arange(16), 4 // size)]
     # Sums of at most 16 rows in another order.
     close(got, jax.tree.map(lambda *leaves: np.mean(leaves, 0), *each), rtol=1e-4)
@@ -292,10 +299,10 @@ def test_a_group_of_replicas_is_a_device_of_its_own(model, size):
 
 def test_groups_and_classes_that_there_cannot_be_are_refused():
     for options, message in (
-        ({"batch_norm_group_size": 3, "mesh": 4}, r"=3 does not divide 4 .*\[1, 2, 4\]"),
-        ({"batch_norm_group_size": 0}, "=0 does not divide"),
-        ({"batch_norm_group_size": 2, "batch_norm": "local"}, "batch_norm is 'local'"),
-        ({"batch_norm_unbiased": True, "batch_norm": "broadcast"}, "batch_norm is 'broadcast'"),
+        (
+            {"batch_norm": jddp.SyncBatchNorm(group_size=3), "mesh": 4},
+            r"=3 does not divide 4 .*\[1, 2, 4\]",
+        ),
     ):
         with pytest.raises(jddp.ConfigError, match=message):
             wrapped(Norm(), **options)
@@ -360,7 +367,7 @@ def test_a_batch_without_a_valid_row_leaves_the_statistics_as_they_were(kind, mo
 
 
 def test_a_group_without_a_valid_row_leaves_its_statistics_as_they_were():
-    ddp = wrapped(Norm(use_mask=True), batch_norm_group_size=2, mesh=4)
+    ddp = wrapped(Norm(use_mask=True), batch_norm=jddp.SyncBatchNorm(group_size=2), mesh=4)
     state = ddp.init(0, rows())
     mean, var = statistics(state)
     state, _ = ddp.step(state, rows(num_valid=8))  # all of the first group
@@ -378,7 +385,12 @@ def test_running_statistics_move_once_a_step_however_many_micro_batches(
 ):
     """The judge moves them once, towards the mean of the micro-batches' own, by valid rows."""
     masked = num_valid < 16
-    ddp = wrapped(kind(use_mask=masked), mesh=2, accumulate_steps=parts, overlap=overlap)
+    ddp = wrapped(
+        kind(use_mask=masked),
+        mesh=2,
+        accumulate_steps=parts,
+        reduction=jddp.Reduction(overlap=overlap),
+    )
     batch = rows(num_valid)
     if not masked:
         del batch["mask"]

@@ -39,7 +39,7 @@ def cast_by_hand(model, batch, train):
 @pytest.mark.parametrize("name", ["mlp", "recurrent", "transformer"])
 def test_it_is_bitwise_the_model_cast_by_hand(name):
     results = []
-    for loss, options in ((cast_by_hand, {}), (loss_fn, {"compute_dtype": "bfloat16"})):
+    for loss, options in ((cast_by_hand, {}), (loss_fn, {"precision": "bfloat16"})):
         ddp = wrapped(MODELS[name](dtype=None), loss, **options)
         state, _ = take_steps(ddp, BATCHES)
         assert {x.dtype.name for x in jax.tree.leaves(state.params)} == {"float32"}
@@ -53,7 +53,10 @@ def test_statistics_are_those_of_layers_that_have_the_dtype_themselves(name, bat
     """Bitwise, until scales that layers of a dtype leave wide differ from 1."""
     results = []
     for dtype, compute_dtype in ((jnp.bfloat16, None), (None, "bfloat16")):
-        options = {"batch_norm": batch_norm, "compute_dtype": compute_dtype}
+        options = {
+            "batch_norm": batch_norm,
+            "precision": jddp.Precision(compute_dtype=compute_dtype),
+        }
         ddp = wrapped(MODELS[name](dtype=dtype), **options)
         evaluated = ddp.evaluate(ddp.init(0, BATCHES[0]), BATCHES)
         state, metrics = take_steps(ddp, BATCHES[:1])
@@ -95,7 +98,7 @@ def test_layers_without_a_dtype_get_narrow_arrays_and_the_loss_wide_ones(model):
         assert {x.dtype.name for x in [*outputs, batch["x"]]} == {"float32"}
         return sum(outputs)
 
-    ddp = wrapped(model, loss, compute_dtype=jnp.bfloat16)
+    ddp = wrapped(model, loss, precision=jddp.Precision(compute_dtype=jnp.bfloat16))
     state, _ = take_steps(ddp, BATCHES[:1])
     assert ddp.evaluate(state, BATCHES)["examples"] == 32
 
@@ -129,7 +132,7 @@ def test_the_gradient_of_an_embedding_is_added_up_in_float32(make, compute_dtype
         assert outputs.dtype == "float32"
         return outputs.reshape(len(outputs), -1).sum(-1)
 
-    ddp = wrapped(make(), loss, compute_dtype=compute_dtype)
+    ddp = wrapped(make(), loss, precision=jddp.Precision(compute_dtype=compute_dtype))
     text = ddp.steps.lower(BATCHES[0]).as_text()
     scatters = re.findall(r'"stablehlo.scatter".*?\}\) : \(tensor<([^>]*)>', text, re.S)
     assert scatters == ["5x3xf32"]
@@ -144,10 +147,12 @@ def test_other_widths_are_refused():
     for model, dtype, message in (
         (nn.Dense(1, dtype=jnp.float32), "float16", of_its_own),
         (wide, "float16", of_its_own),
-        (nn.Dense(1), jnp.float32, "compute_dtype 'float32' is unknown. Choose one"),
+        (nn.Dense(1), jnp.float32, "compute_dtype must be 'bfloat16' or 'float16', not"),
     ):
         with pytest.raises(jddp.ConfigError, match=message):
-            wrapped(model, lambda m, b: m(b["x"]), compute_dtype=dtype).init(0, BATCHES[0])
+            wrapped(
+                model, lambda m, b: m(b["x"]), precision=jddp.Precision(compute_dtype=dtype)
+            ).init(0, BATCHES[0])
 
 
 def test_a_job_is_evaluated_in_its_compute_dtype_when_it_is_opened_again(tmp_path):
@@ -157,7 +162,7 @@ def test_a_job_is_evaluated_in_its_compute_dtype_when_it_is_opened_again(tmp_pat
         data={"global_batch_size": 64},
         model={"name": "mlp", "kwargs": {"widths": [8]}},
         mesh={"num_devices": 2},
-        ddp={"compute_dtype": "bfloat16", "frozen": ["Dense_0/.*"]},
+        ddp={"precision": "bfloat16", "frozen": ["Dense_0/.*"]},
     )
     run = train(config)
     assert jddp.open_run(tmp_path, mesh=2).evaluate() == run.evaluate()

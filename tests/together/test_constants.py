@@ -29,7 +29,11 @@ def test_constants_reach_every_replica_and_micro_batch_whole(mesh, accumulate_st
         return scaled_loss(model, batch, train, jax.tree.map(jnp.asarray, constants_of(3)))
 
     batch, ends = make_batch(), []
-    options = {"mesh": mesh, "accumulate_steps": accumulate_steps, "overlap": overlap}
+    options = {
+        "mesh": mesh,
+        "accumulate_steps": accumulate_steps,
+        "reduction": jddp.Reduction(overlap=overlap),
+    }
     # On the host, or as parameters of another model are: no step takes their memory.
     on_devices = jax.device_put(constants_of(3), jax.NamedSharding(mesh, jax.P()))
     cases = ((scaled_loss, constants_of(3)), (scaled_loss, on_devices), (written_out, None))
@@ -99,10 +103,10 @@ def test_gradients_are_those_that_a_step_takes_and_change_nothing(model, mesh):
     close(host(metrics), {name: float(stepped[name]) for name in metrics})
 
 
-SPLIT = {"overlap": True, "accumulate_steps": 2}
+SPLIT = {"reduction": jddp.Reduction(overlap=True), "accumulate_steps": 2}
 
 
-@pytest.mark.parametrize("options", [{"overlap": False}, SPLIT], ids=len)
+@pytest.mark.parametrize("options", [{"reduction": jddp.Reduction(overlap=False)}, SPLIT], ids=len)
 def test_a_model_is_traced_once_to_make_it_and_once_for_each_form_of_rows(options):
     traced = []
 

@@ -14,6 +14,7 @@ from judge import (
     Net,
     beside_one_device,
     in_both_places,
+    joined,
     make_rows,
     start,
     wrapped,
@@ -89,7 +90,10 @@ def test_a_hook_sees_each_bucket_once_however_many_micro_batches_there_are(place
         return jax.tree.map(lambda x: x / 2, jax.lax.pmean(doubled, axis)), comm_state
 
     hooks = (None, jddp.CommHook(lambda plan: (), reduce))
-    plain, ddp = (wrapped(Net(), comm_hook=x, accumulate_steps=4, **place) for x in hooks)
+    plain, ddp = (
+        wrapped(Net(), accumulate_steps=4, **joined(place, reduction=jddp.Reduction(hook=x)))
+        for x in hooks
+    )
     got, want = (x.step(start(x, make_rows()), make_rows())[0].params for x in (ddp, plain))
     assert_same(got, want)
     assert calls == list(range(len(ddp.plan)))
@@ -103,7 +107,10 @@ def test_replicas_may_use_other_layers_in_each_micro_batch():
 
 def test_evaluation_in_between_leaves_no_trace():
     """ACC-1, ACC-5: what is run without gradients is added to nothing."""
-    options, batch = {"accumulate_steps": 2, "donate": False, "overlap": True}, make_batch(32)
+    options, batch = (
+        {"accumulate_steps": 2, "donate": False, "reduction": jddp.Reduction(overlap=True)},
+        make_batch(32),
+    )
     ddp = jddp.DataParallel(ConvNet(), optax.adam(0.1), loss_fn, **options)
     state = ddp.init(0, batch)
     want, kept = ddp.step(state, batch)[0], copied(state)
@@ -122,7 +129,7 @@ def test_two_micro_batches_draw_random_numbers_of_their_own(overlap):
         kept = model(batch["x"], train=train).mean(-1)
         return kept, {"square": kept**2}
 
-    options = {"mesh": 1, "accumulate_steps": 2, "overlap": overlap}
+    options = {"mesh": 1, "accumulate_steps": 2, "reduction": jddp.Reduction(overlap=overlap)}
     ddp = jddp.DataParallel(Of(drop), optax.sgd(0.1), loss, **options)
     batch = {"x": np.ones((2, 101), np.float32)}  # odd: two draws hardly keep alike many
     _, metrics = ddp.step(ddp.init(0, batch), batch)

@@ -7,8 +7,10 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
-from judge import WIDTH, beside_one_device, in_both_places, make_rows, sent, wrapped
+from judge import WIDTH, beside_one_device, in_both_places, joined, make_rows, sent, wrapped
 from tiny import Of
+
+import jddp
 
 
 @in_both_places
@@ -51,7 +53,7 @@ def test_caps_are_taken_in_order_and_the_last_repeats():
         ([1, 1, 1000], [64, 64, 192]),
     ):
         for model, batch in ((Layers(("float32",) * 5), make_rows()), (Nnx(), None)):
-            ddp = wrapped(model, bucket_mb=[cap / 2**20 for cap in caps])
+            ddp = wrapped(model, reduction=jddp.Reduction(bucket_mb=[cap / 2**20 for cap in caps]))
             ddp.init(0, batch)
             assert [bucket.bytes for bucket in ddp.plan.buckets] == want
 
@@ -59,7 +61,7 @@ def test_caps_are_taken_in_order_and_the_last_repeats():
 def test_bucket_sizes_of_two_dtypes_are_those_computed_by_hand():
     """BKT-7: kernels of 64 and of 32 bytes, last first, a cap of 100."""
     dtypes = ("float32", "float32", "bfloat16", "float32", "bfloat16", "bfloat16", "bfloat16")
-    ddp = wrapped(Layers(dtypes), bucket_mb=100 / 2**20)
+    ddp = wrapped(Layers(dtypes), reduction=jddp.Reduction(bucket_mb=100 / 2**20))
     plan = ddp.steps.planned(make_rows()).plan
     got = [(b.dtype.name, b.bytes, [int(p[6]) for p in b.paths]) for b in plan.buckets]
     want = [("bfloat16", 96, [6, 5, 4]), ("float32", 64, [3]), ("bfloat16", 32, [2])]
@@ -71,6 +73,9 @@ def test_a_bucket_of_unused_parameters_is_not_sent():
     small = 2  # the loss and its count
     for used, want in ((1, [small, 16]), (2, [small, 16, 16])):
         model = Layers(("float32",) * 2, used=used)
-        ddp = wrapped(model, bucket_mb=64 / 2**20, **judge.PLACES["flat-ready"])
+        ddp = wrapped(
+            model,
+            **joined(judge.PLACES["flat-ready"], reduction=jddp.Reduction(bucket_mb=64 / 2**20)),
+        )
         assert sorted(x.num_elements for x in sent(ddp)) == want
     beside_one_device(Layers(("float32",) * 2, used=1), places=["flat-ready"])

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from judge import PLACES, Net, Plane, host, in_both_places, make_rows, sent, start, wrapped
+from judge import PLACES, Net, Plane, host, in_both_places, joined, make_rows, sent, start, wrapped
 from states import assert_same, equal
 from tiny import take_steps
 
@@ -37,12 +37,15 @@ MEAN = stateless(lax.pmean)
 DIVIDED_BEFORE = stateless(lambda b, axis: lax.psum(scaled(b, 1 / 4), axis))
 HOOKS = {
     # The same arithmetic: the same bits.
-    "mean": ({"comm_hook": MEAN}, 0),
-    "sum, divided before": ({"comm_hook": DIVIDED_BEFORE}, 0),
+    "mean": ({"reduction": jddp.Reduction(hook=MEAN)}, 0),
+    "sum, divided before": ({"reduction": jddp.Reduction(hook=DIVIDED_BEFORE)}, 0),
     # Replicas are four, and eight bits a number: 4 * 2^-8. Eleven bits: 4 * 2^-11.
-    "bfloat16": ({"wire_dtype": "bfloat16"}, 2**-6),
-    "float16": ({"wire_dtype": "float16"}, 2**-9),
-    "bfloat16 around a hook": ({"wire_dtype": "bfloat16", "comm_hook": MEAN}, 2**-6),
+    "bfloat16": ({"reduction": "bfloat16"}, 2**-6),
+    "float16": ({"reduction": "float16"}, 2**-9),
+    "bfloat16 around a hook": (
+        {"reduction": jddp.Reduction(wire_dtype="bfloat16", hook=MEAN)},
+        2**-6,
+    ),
 }
 
 
@@ -50,7 +53,7 @@ HOOKS = {
 def test_parameters_are_those_without_a_hook(place):
     want = host(step(Net(), **place)[1].params)
     for name, (options, rtol) in HOOKS.items():
-        got = host(step(Net(), **options, **place)[1].params)
+        got = host(step(Net(), **joined(options, place))[1].params)
         for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
             np.testing.assert_allclose(a, b, rtol=0, atol=rtol * np.abs(b).max(), err_msg=name)
 
@@ -58,7 +61,10 @@ def test_parameters_are_those_without_a_hook(place):
 @in_both_places
 def test_a_hook_that_does_nothing_sends_nothing(place):
     """HK-1, noop: what then travels is the loss; each replica goes its own way."""
-    ddp, state = step(Net(), comm_hook=stateless(lambda bucket, axis: bucket), **place)
+    ddp, state = step(
+        Net(),
+        **joined(place, reduction=jddp.Reduction(hook=stateless(lambda bucket, axis: bucket))),
+    )
     assert [x.num_elements for x in sent(ddp)] == [2]
     first, second, *_ = state.params["first"]["kernel"].addressable_shards
     assert not np.array_equal(first.data, second.data)
@@ -91,13 +97,13 @@ OF_ITS_OWN = stateless(lambda b, axis: jax.tree.map(lambda x: jnp.full_like(x, 2
     ids=["mean", "HK-3, ten times and by two", "HK-4, of its own"],
 )
 def test_what_a_hook_returns_is_the_gradient(hook, gradient, place):
-    assert_moves_by(gradient, num_steps=1, comm_hook=hook, **place)
+    assert_moves_by(gradient, num_steps=1, **joined(place, reduction=jddp.Reduction(hook=hook)))
 
 
 @in_both_places
 @pytest.mark.parametrize("wire_dtype", [None, "float16"])
 def test_the_mean_is_the_same_in_each_of_a_hundred_steps(place, wire_dtype):
-    assert_moves_by(1.5, wire_dtype=wire_dtype, **place)
+    assert_moves_by(1.5, **joined(place, reduction=jddp.Reduction(wire_dtype=wire_dtype)))
 
 
 @pytest.mark.parametrize("feedback", [True, False])
@@ -107,7 +113,10 @@ def test_before_it_begins_powersgd_is_no_hook(feedback, warm, rank, place):
     """HK-2: three steps before the start, one behind it."""
     options = {"error_feedback": feedback, "warm_start": warm, "rank": rank}
     hook = jddp.powersgd(start_step=3, min_compression_rate=0.1, **options)
-    ends = [wrapped(Net(), comm_hook=x, **PLACES[place]) for x in (hook, None)]
+    ends = [
+        wrapped(Net(), **joined(PLACES[place], reduction=jddp.Reduction(hook=x)))
+        for x in (hook, None)
+    ]
     states = [start(ddp, make_rows()) for ddp in ends]
     for i in range(4):
         states = [ddp.step(s, make_rows(seed=i))[0] for ddp, s in zip(ends, states, strict=True)]
@@ -124,17 +133,19 @@ def test_the_mean_of_powersgd_is_the_same_in_each_of_a_hundred_steps(place, feed
     """HK-6: of a gradient of rank 1, and so to rounding; two steps travel exactly."""
     hook = jddp.powersgd(start_step=2, min_compression_rate=1, error_feedback=feedback)
     # More weights than rank 1 sends. Float32 sums of a hundred numbers; P and Q round in each.
-    assert_moves_by(1.5, shape=(6, 5), rtol=2e-5, comm_hook=hook, **place)
+    assert_moves_by(
+        1.5, shape=(6, 5), rtol=2e-5, **joined(place, reduction=jddp.Reduction(hook=hook))
+    )
 
 
 def test_what_powersgd_remembers_is_saved_and_the_next_ten_steps_are_the_same(tmp_path):
     """HK-9, bitwise."""
     hook = jddp.powersgd(start_step=2, min_compression_rate=0.1)
     checkpoints = CheckpointFolder(tmp_path, keep=1)
-    ddp, state = step(Net(), comm_hook=hook, num_steps=5)
+    ddp, state = step(Net(), reduction=jddp.Reduction(hook=hook), num_steps=5)
     assert np.asarray(state.comm_state.hook["unsent"]["first/kernel"]).any()
     checkpoints.save(5, state, {}, ddp.steps.layouts(state))
-    other = wrapped(Net(), optimizer=optax.sgd(1.0), comm_hook=hook)
+    other = wrapped(Net(), optimizer=optax.sgd(1.0), reduction=jddp.Reduction(hook=hook))
     like = other.init(1, make_rows())
     restored = checkpoints.restore(like, other.steps.layouts(like)).state
     checkpoints.close()
@@ -147,10 +158,10 @@ def test_what_powersgd_remembers_is_saved_and_the_next_ten_steps_are_the_same(tm
 
 def test_what_is_no_hook_is_refused_when_it_is_given():
     for hook in ("bfloat16", lax.pmean, (len, len), jddp.CommHook, jddp.CommHook(len, "mean")):
-        with pytest.raises(ConfigError, match="comm_hook is .* Give a jddp.CommHook"):
-            wrapped(Net(), comm_hook=hook)
+        with pytest.raises(ConfigError, match="hook is .* Give a jddp.CommHook"):
+            wrapped(Net(), reduction=jddp.Reduction(hook=hook))
     with pytest.raises(ConfigError, match="comm_hook"):  # Its state is no array.
-        wrapped(Net(), comm_hook=remembering("words", ())).init(0, make_rows())
+        wrapped(Net(), reduction=jddp.Reduction(hook=remembering("words", ()))).init(0, make_rows())
 
 
 def remembering(initial, new):
@@ -178,4 +189,4 @@ COMES = {"returns another dtype": r".*of bfloat16\[.*that it is given: .* of flo
 def test_a_hook_that_breaks_its_contract_is_refused_with_the_reason(name):
     """While the step is traced: before anything is compiled or sent."""
     with pytest.raises(ConfigError, match="comm_hook" + COMES.get(name, "")):
-        wrapped(Net(), comm_hook=WRONG[name]).steps.lower(make_rows())
+        wrapped(Net(), reduction=jddp.Reduction(hook=WRONG[name])).steps.lower(make_rows())

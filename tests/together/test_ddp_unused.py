@@ -68,7 +68,7 @@ def test_skipped_parameters_and_their_state_stay_and_the_others_train_as_if_alon
     """UNU-4: as where unused ones get zeros, which are one device's; also in shards."""
     ends = []
     for policy, sharded in (("zero", False), ("skip", False), ("skip", True)):
-        options = {"unused_parameters": policy, "shard_optimizer": sharded, **place}
+        options = {"unused_parameters": policy, "strategy": "zero1" if sharded else "ddp", **place}
         ddp = wrapped(SOMETIMES, optimizer=adamw(), **options)
         state = start(ddp, make_rows())
         first = host(state.replace(key=0))

@@ -29,10 +29,10 @@ def loss_fn(model, batch):
 OPTIONS = {
     "plain": {},
     "micro-batches": {"accumulate_steps": 3},
-    "ZeRO-1": {"shard_optimizer": True},
-    "overlap": {"overlap": True, "accumulate_steps": 2, "layout": "flat"},
-    "logical replicas": {"logical_replicas": 4},
-    "a loss scale": {"loss_scale": "dynamic"},
+    "ZeRO-1": {"strategy": "zero1"},
+    "overlap": {"reduction": jddp.Reduction(layout="flat", overlap=True), "accumulate_steps": 2},
+    "logical replicas": {"strategy": jddp.LogicalReplicas(4)},
+    "a loss scale": {"precision": jddp.Precision(loss_scale="dynamic")},
 }
 
 

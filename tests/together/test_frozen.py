@@ -15,9 +15,9 @@ from jddp.checkpoint.reader import read_newest
 
 OPTIONS = {
     "mean": {},
-    "ZeRO": {"shard_optimizer": True},
-    "overlap": {"overlap": True, "layout": "flat"},
-    "local SGD": {"local_steps": jddp.LocalSteps(2), "ema_decay": 0.5},
+    "ZeRO": {"strategy": "zero1"},
+    "overlap": {"reduction": jddp.Reduction(layout="flat", overlap=True)},
+    "local SGD": {"strategy": jddp.LocalSteps(2), "ema_decay": 0.5},
     "guard": {"skip_nonfinite": True, "max_grad_norm": 0.05, "accumulate_steps": 2},
 }
 

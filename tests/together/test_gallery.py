@@ -7,7 +7,7 @@ import models
 import numpy as np
 import optax
 import pytest
-from judge import PLACES, assert_close_step, assert_same_on_all_devices
+from judge import PLACES, assert_close_step, assert_same_on_all_devices, joined
 from models import GALLERY
 from oracle import on_one_device, one_device_step
 from states import assert_same, copied
@@ -39,7 +39,11 @@ def train_beside_one_device(example, place):
     """Two steps on eight devices and on one, compared; returns the wrapper and its last state."""
     batches = [example.make_batch(ROWS, seed) for seed in range(2)]
     # Buckets of 1 KiB: several, with leaves larger than one.
-    options = {"mesh": REPLICAS, "bucket_mb": 2**-10, **PLACES[place], **example.options}
+    options = joined(
+        {"mesh": REPLICAS, "reduction": jddp.Reduction(bucket_mb=2**-10)},
+        PLACES[place],
+        example.options,
+    )
     optimizer = optax.sgd(0.1, momentum=0.9)
     ddp = jddp.DataParallel(example.model(), optimizer, example.loss_fn, **options)
     state = ddp.init(0, batches[0])

@@ -17,10 +17,10 @@ from jddp.zoo.groups import ParameterGroup, by_group, decay_by_layer, scales_of
 
 OPTIONS = {
     "mean": {},
-    "ZeRO": {"shard_optimizer": True},
-    "overlap": {"overlap": True, "layout": "flat"},
+    "ZeRO": {"strategy": "zero1"},
+    "overlap": {"reduction": jddp.Reduction(layout="flat", overlap=True)},
     "accumulation": {"accumulate_steps": 2},
-    "logical replicas": {"logical_replicas": 4, "mesh": 2},
+    "logical replicas": {"strategy": jddp.LogicalReplicas(4), "mesh": 2},
     "frozen": {"frozen": ["first/kernel"]},
 }
 PATHS = ["embed/w", "block_0/w", "block_2/w", "block_10/w", "head/w"]

@@ -25,6 +25,12 @@ from jddp.commands.preview import memory_table, preview
 from jddp.config.effects import effect_of
 from jddp.config.files import dump_values, load_config, read_yaml, with_overrides
 from jddp.config.keys import keys_of
+from jddp.config.options import (
+    BatchNormConfig,
+    PrecisionConfig,
+    ReductionConfig,
+    StrategyConfig,
+)
 from jddp.config.schema import Config
 from jddp.distributed.watchdog import Limits
 from jddp.errors import ConfigError, DataError, FileSystemError, UsageError
@@ -117,7 +123,7 @@ def mine(tmp_path, monkeypatch):
 
 
 def hook(**values):
-    return {"comm_hook": values}
+    return {"reduction": {"hook": values}}
 
 
 def own_config(**changes):
@@ -161,15 +167,19 @@ HOOKS = [({}, ""), ({"name": "mean"}, ""), (POWERSGD, "powersgd"), (OWN, "scaled
 @pytest.mark.parametrize("values, name", HOOKS, ids=["default", "mean", "powersgd", "custom"])
 def test_the_hook_of_a_config_reduces_its_gradients(mine, values, name):
     job = build(own_config(ddp=hook(**values)))
-    assert job.ddp.steps.spec.reduction.hook_name == name
+    assert job.ddp.steps.spec.reducer.hook_name == name
     job.run()
 
 
 def test_a_hook_that_is_named_later_drops_the_arguments_of_the_first(mine):
     first = own_config(ddp=hook(name="powersgd", kwargs={"rank": 2}))
     Path("first.yaml").write_text(dump_values(first.model_dump()))
-    config, _ = load_config(["first.yaml"], ["ddp.comm_hook.target=mine:scale"])
-    assert config.ddp.comm_hook.model_dump() == {"name": None, "target": "mine:scale", "kwargs": {}}
+    config, _ = load_config(["first.yaml"], ["ddp.reduction.hook.target=mine:scale"])
+    assert config.ddp.reduction.hook.model_dump() == {
+        "name": None,
+        "target": "mine:scale",
+        "kwargs": {},
+    }
 
 
 def test_epochs_become_steps_of_all_examples_and_callbacks_are_called(mine):
@@ -241,11 +251,19 @@ WRONG_TARGETS = [
     ("data", own("points", slop=1), "Did you mean 'slope'?"),
     ("loss", own("absolute_error", powr=1), "Did you mean 'power'?"),
     ("optimizer", own("points"), "points gives tuple, no optimizer."),
-    ("ddp", hook(name="powersg"), "ddp.comm_hook.name: no hook 'powersg'. Did you mean 'power"),
-    ("ddp", hook(name="powersgd", kwargs={"rnk": 1}), "ddp.comm_hook.kwargs.rnk: powersgd takes"),
+    (
+        "ddp",
+        hook(name="powersg"),
+        "ddp.reduction.hook.name: no hook 'powersg'. Did you mean 'power",
+    ),
+    (
+        "ddp",
+        hook(name="powersgd", kwargs={"rnk": 1}),
+        "ddp.reduction.hook.kwargs.rnk: powersgd takes",
+    ),
     ("ddp", hook(name="powersgd", kwargs={"rank": 0}), "powersgd: got rank=0"),
-    ("ddp", hook(kwargs={"rank": 1}), "ddp.comm_hook.kwargs.rank: mean takes no argument"),
-    ("ddp", hook(target="mine:scal"), "ddp.comm_hook.target: module 'mine' has no 'scal'."),
+    ("ddp", hook(kwargs={"rank": 1}), "ddp.reduction.hook.kwargs.rank: mean takes no argument"),
+    ("ddp", hook(target="mine:scal"), "ddp.reduction.hook.target: module 'mine' has no 'scal'."),
     ("ddp", hook(target="mine:number"), "mine:number gives int. It must give a"),
 ]
 
@@ -481,14 +499,15 @@ def test_more_epochs_begin_with_the_example_behind_the_last_one(mine, capsys, si
 
 
 def test_what_changes_roundings_alone_may_change_when_a_run_resumes(mine, capsys):
-    ddp = {"bucket_mb": [8e-6, 1e-5]}
-    ddp |= {"layout": "flat", "overlap": True, "axis_name": "batch"}
+    reduction = {"bucket_mb": [8e-6, 1e-5], "layout": "flat", "overlap": True}
+    given = {"ddp": {"reduction": reduction}, "mesh": {"num_devices": 2, "axis_name": "batch"}}
     optimizer = {"name": "sgd", "schedule": {"name": "constant_schedule"}}
     whole = train(own_config(run={"dir": "whole"}, train={"num_steps": 6}, optimizer=optimizer))
     train(own_config(optimizer=optimizer))
-    run = train(own_config(train={"num_steps": 6}, ddp=ddp, optimizer=optimizer))
+    run = train(own_config(train={"num_steps": 6}, optimizer=optimizer, **given))
     changed = printed(capsys).partition("changed: ")[2]
-    assert all(f"ddp.{name} " in changed for name in ddp)
+    assert all(f"ddp.reduction.{name} " in changed for name in reduction)
+    assert "mesh.axis_name " in changed
     close(run.state.params, whole.state.params, atol=0)
 
 
@@ -630,12 +649,14 @@ def defaults_of_signature(function):
 def test_a_default_is_the_same_in_a_config_and_in_a_call():
     config = Config(train={"num_steps": 1}).model_dump()
     ddp, own = config["ddp"], defaults_of_signature(jddp.DataParallel.__init__)
-    named = ("comm_hook", "local_steps")  # sections, whose default makes None
-    empty = {"per_replica": (), "frozen": (), "state_reduction": None}
-    ddp["bucket_mb"] = tuple(ddp["bucket_mb"])  # YAML has lists
-    for name in ddp.keys() - set(named):
+    words = {"strategy": StrategyConfig, "batch_norm": BatchNormConfig}
+    words |= {"reduction": ReductionConfig, "precision": PrecisionConfig}
+    empty = {"state": None, "frozen": ()}
+    for name in ddp.keys() - words.keys():
         assert ddp[name] == own[name] or (not ddp[name] and own[name] == empty[name]), name
-    assert all(own[name] is None for name in named)
+    for name, section in words.items():
+        assert section.chosen(own[name], name).model_dump() == ddp[name]
+    assert jddp.Reduction().hook is None
 
     saving = config["checkpoint"]
     fits = {**config["train"], **saving, "save_every_steps": saving["every_steps"]}

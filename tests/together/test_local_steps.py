@@ -8,7 +8,18 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from judge import REPLICAS, Net, assert_close, host, make_rows, sent, squares, start, wrapped
+from judge import (
+    REPLICAS,
+    Net,
+    assert_close,
+    host,
+    joined,
+    make_rows,
+    sent,
+    squares,
+    start,
+    wrapped,
+)
 from states import assert_same
 from test_option_pairs import hold_options
 from tiny import ConvNet, Of, loss_fn, make_batch
@@ -28,7 +39,7 @@ ROUNDING = 1e-5
 
 
 def local(every=3, **options):
-    return {"local_steps": jddp.LocalSteps(every, **options)}
+    return {"strategy": jddp.LocalSteps(every, **options)}
 
 
 def begin(ddp, batch=None):
@@ -125,7 +136,8 @@ def test_between_outer_steps_travel_the_loss_and_its_count_and_a_number_for_each
     sometimes = [("outer_step/" in x.op_name, x.num_elements) for x in found if x.num_runs is None]
     # Before the start gradients travel, in a branch of their own, where each is ready.
     assert sometimes == [(False, 25)] * (begins > 0) + [(True, 25)]
-    narrow = wrapped(Net(), **READY, wire_dtype="bfloat16", **local(start=begins))
+    ready = READY if begins else {}
+    narrow = wrapped(Net(), **joined(ready, local(start=begins), reduction="bfloat16"))
     text = narrow.steps.lower(make_rows()).as_text()
     assert ("optimization_barrier" in text) == (begins > 0)
     # As asked for: XLA:CPU adds in float32 what is bfloat16.
@@ -162,13 +174,13 @@ def of_images(**options):
 
 def test_what_does_not_go_with_it_is_refused():
     agree = r"agree on 'batch_stats/.*batch_norm='local'"
-    named = "ddp.local_steps.outer.name.*Did you mean 'sgd'"
+    named = "ddp.strategy.outer.name.*Did you mean 'sgd'"
     for make, reported in (
         (lambda: local(0), "every is at least 1 and start at least 0; got every=0"),
         (lambda: local(start=-1), "got every=3, start=-1"),
         (lambda: of_images(batch_norm="sync", **local()).init(0, make_batch()), agree),
         (lambda: of_images(batch_norm="broadcast", **local()).init(0, make_batch()), agree),
-        (lambda: build(configured(start=8)), "give 'every' too"),
+        (lambda: build(configured(start=8)), "local_steps needs 'every'"),
         (lambda: build(configured(every=8, outer={"name": "sgdd"})), named),
         (lambda: build(configured(every=8, outer={"kwargs": {"momentun": 1}})), "'momentum'"),
     ):
@@ -215,7 +227,7 @@ def test_on_another_number_of_replicas_each_begins_with_the_mean(tmp_path, num):
 
 
 def test_an_explanation_tells_what_travels_when():
-    ddp = wrapped(Net(), bucket_mb=25, **local(16, start=100))
+    ddp = wrapped(Net(), reduction=jddp.Reduction(bucket_mb=25), **local(16, start=100))
     reported = jddp.explain(ddp, make_rows())
     # Loss and count each step; twenty-five parameters each sixteenth; four bytes each.
     assert reported.bytes_per_step == 4 * (2 + 25 / 16)
@@ -241,7 +253,7 @@ def configured(**options):
         data={"global_batch_size": 16},
         mesh={"num_devices": 4},
         checkpoint={"every_steps": 2},
-        ddp={"local_steps": options},
+        ddp={"strategy": {"name": "local_steps", **options} if options else {}},
     )
 
 

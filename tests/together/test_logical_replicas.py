@@ -10,7 +10,7 @@ import optax
 import pytest
 from flax import linen as nn
 from jax import lax
-from judge import BUCKET_MB, assert_close, host, sent
+from judge import BUCKET_MB, assert_close, host, joined, sent
 from models import GALLERY
 from tiny import MODELS, NUM_CLASSES, Of, loss_fn, make_batch
 
@@ -23,8 +23,10 @@ PARTIAL = [make_batch(13, seed=9), make_batch(5, seed=8)]
 
 
 def wrapped(num, model=None, loss=loss_fn, **options):
-    options = {"optimizer": optax.adam(1e-2), "logical_replicas": SHARDS, **options}
-    options = {"batch_norm": "local", "bucket_mb": BUCKET_MB, **options}
+    options = {"optimizer": optax.adam(1e-2), "strategy": jddp.LogicalReplicas(SHARDS), **options}
+    options = joined(
+        {"batch_norm": "local", "reduction": jddp.Reduction(bucket_mb=BUCKET_MB)}, options
+    )
     model, optimizer = model or MODELS["mlp"](dropout_rate=0.2), options.pop("optimizer")
     return jddp.DataParallel(model, optimizer, loss, mesh=num, **options)
 
@@ -175,9 +177,12 @@ def test_any_optimizer_is_bitwise_equal_with_odd_sizes(name, as_users_compile):
 
 OPTIONS = {
     "parts, clipping, an average": {"accumulate_steps": 2, "max_grad_norm": 0.1, "ema_decay": 0.9},
-    "no power of two": {"numbers": (1, 3, 4), "rows": 24, "logical_replicas": 12},
-    "a mask, flat buckets": {"masked": True, "layout": "flat"},
-    "a loss scale": {"loss_scale": "dynamic", "model": MODELS["mlp"](dtype=jnp.float16)},
+    "no power of two": {"numbers": (1, 3, 4), "rows": 24, "strategy": jddp.LogicalReplicas(12)},
+    "a mask, flat buckets": {"masked": True, "reduction": jddp.Reduction(layout="flat")},
+    "a loss scale": {
+        "precision": jddp.Precision(loss_scale="dynamic"),
+        "model": MODELS["mlp"](dtype=jnp.float16),
+    },
     "momentum": {"optimizer": optax.sgd(0.1, momentum=0.9), "skip_nonfinite": True},
 }
 SLOW = ("conv", "transformer", "scanned_transformer", "parts, clipping, an average")
@@ -218,7 +223,8 @@ def test_a_run_moved_from_eight_devices_to_one_and_to_four_ends_with_the_same_bi
 
 def test_as_many_shards_as_devices_are_the_replicas_that_there_always_were():
     options = {"optimizer": optax.sgd(0.1, momentum=0.9), "model": MODELS["conv"](dropout_rate=0.2)}
-    ordered, plain = (trained(8, **options, logical_replicas=n) for n in (8, None))
+    strategies = (jddp.LogicalReplicas(8), "ddp")
+    ordered, plain = (trained(8, **options, strategy=strategy) for strategy in strategies)
     # The same keys and statistics; the mean in another order.
     for got, want in zip(ordered, plain, strict=True):
         assert_close(got, want, rtol=1e-5)
@@ -226,7 +232,7 @@ def test_as_many_shards_as_devices_are_the_replicas_that_there_always_were():
 
 @pytest.mark.parametrize("layout", ["leaf", "flat"])
 def test_the_bytes_are_those_of_a_ring(layout):
-    ddp = wrapped(4, layout=layout)
+    ddp = wrapped(4, reduction=jddp.Reduction(layout=layout))
     state = ddp.init(0, BATCHES[0])
     gradients = [x for x in sent(ddp, BATCHES[0]) if "bucket_" in x.op_name]
     padded = sum(4 * -(-x.size // 4) for x in jax.tree.leaves(state.params))
@@ -244,8 +250,14 @@ def meeting(model, batch, train):
 
 # Other pairs of options: test_option_pairs.py.
 REFUSED = [
-    ({"logical_replicas": 6}, "6 logical_replicas do not divide over 4 devices. .*: 4 and 8"),
-    ({"overlap": True}, "overlap cannot be combined: gradients of several replicas"),
+    (
+        {"strategy": jddp.LogicalReplicas(6)},
+        "6 LogicalReplicas do not divide over 4 devices. .*: 4 and 8",
+    ),
+    (
+        {"reduction": jddp.Reduction(overlap=True)},
+        "overlap=True cannot be combined: gradients of several replicas",
+    ),
     ({"model": MODELS["conv"](), "batch_norm": "sync"}, "choose batch_norm='local'"),
     ({"loss": meeting}, "this model or loss has a collective, 'psum"),
 ]
@@ -263,7 +275,10 @@ def test_what_would_change_bits_is_refused():
 
 @pytest.mark.parametrize("dropout_rate", [0.0, 0.2])
 def test_verify_holds_it_against_one_device(dropout_rate):
-    model, options = MODELS["mlp"](dropout_rate=dropout_rate), {"logical_replicas": SHARDS}
+    model, options = (
+        MODELS["mlp"](dropout_rate=dropout_rate),
+        {"strategy": jddp.LogicalReplicas(SHARDS)},
+    )
     report = jddp.verify(model, optax.sgd(0.1), loss_fn, BATCHES[0], mesh=4, **options)
     assert report.passed, str(report)
     assert all(comparison.error == 0 for comparison in report.comparisons), str(report)

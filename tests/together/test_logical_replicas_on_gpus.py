@@ -65,7 +65,7 @@ def computations_that_sum(text):
 @pytest.mark.parametrize("name", JOBS)
 def test_all_computations_that_sum_are_the_same_on_one_two_and_eight_gpus(name):
     model, loss_fn, batch = JOBS[name]
-    options = {"logical_replicas": 8, "batch_norm": "local"}
+    options = {"strategy": jddp.LogicalReplicas(8), "batch_norm": "local"}
 
     def on(num_devices):
         mesh = described_mesh("h100_sxm", devices_per_host=num_devices)

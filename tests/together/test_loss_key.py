@@ -55,9 +55,9 @@ def drawn(state, step, replica, micro_batch=None):
 OPTIONS = {
     "plain": {},
     "micro-batches": {"accumulate_steps": 2},
-    "overlap": {"accumulate_steps": 2, "overlap": True},
-    "logical replicas": {"mesh": 2, "logical_replicas": REPLICAS},
-    "local steps": {"local_steps": jddp.LocalSteps(2)},
+    "overlap": {"accumulate_steps": 2, "reduction": jddp.Reduction(overlap=True)},
+    "logical replicas": {"mesh": 2, "strategy": jddp.LogicalReplicas(REPLICAS)},
+    "local steps": {"strategy": jddp.LocalSteps(2)},
 }
 
 

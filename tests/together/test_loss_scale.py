@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from judge import PLACES, assert_same_on_all_devices
+from judge import PLACES, assert_same_on_all_devices, joined
 from runs import records
 from states import assert_same, close, copied, equal
 from tiny import MLP, ConvNet, Of, loss_fn, make_batch, take_steps
@@ -28,7 +28,7 @@ SMALL = 2.0**-26
 
 
 def wrapped(model=HALF, loss=loss_fn, **options):
-    options = {"mesh": 4, "loss_scale": "dynamic", **options}
+    options = {"mesh": 4, "precision": jddp.Precision(loss_scale="dynamic"), **options}
     return jddp.DataParallel(model, options.pop("optimizer", optax.sgd(0.1)), loss, **options)
 
 
@@ -68,7 +68,7 @@ def test_gradients_that_float16_would_lose_are_those_of_float32():
     batch = make_batch(32)
 
     def gradients(model, loss_scale, **options):
-        ddp = wrapped(model, small, loss_scale=loss_scale, **options)
+        ddp = wrapped(model, small, precision=jddp.Precision(loss_scale=loss_scale), **options)
         state = ddp.init(0, batch)
         if loss_scale == "dynamic":
             state = with_scale(state, 2.0**20)  # where it would grow to
@@ -80,7 +80,7 @@ def test_gradients_that_float16_would_lose_are_those_of_float32():
     for scale, options in (
         (2.0**20, PLACES["leaf-end"]),
         ("dynamic", {**PLACES["flat-ready"], "accumulate_steps": 2}),
-        ("dynamic", {"layout": "flat", "wire_dtype": "float16"}),
+        ("dynamic", {"reduction": jddp.Reduction(wire_dtype="float16", layout="flat")}),
     ):
         close(gradients(HALF, scale, **options), want, rtol=0, atol=atol)
 
@@ -89,7 +89,12 @@ def test_float16_trains_as_float32_does_with_finite_gradients():
     """MP-1, with a loss whose gradients float16 alone would lose."""
     ends = {}
     for model, scale in ((MLP(), None), (HALF, "dynamic"), (HALF, None)):
-        ddp = wrapped(model, small, loss_scale=scale, optimizer=optax.sgd(0.5 / SMALL))
+        ddp = wrapped(
+            model,
+            small,
+            precision=jddp.Precision(loss_scale=scale),
+            optimizer=optax.sgd(0.5 / SMALL),
+        )
         state, metrics = take_steps(ddp, [make_batch()] * 20)
         assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(state.params))
         ends[model.dtype, scale] = float(metrics["loss"]) / SMALL
@@ -100,7 +105,7 @@ def test_float16_trains_as_float32_does_with_finite_gradients():
 def test_what_is_reported_of_gradients_is_without_the_scale():
     batch, results = make_batch(), []
     for scale in (None, 2.0**10):
-        ddp = wrapped(MLP(), loss_scale=scale, max_grad_norm=0.1)
+        ddp = wrapped(MLP(), precision=jddp.Precision(loss_scale=scale), max_grad_norm=0.1)
         state = ddp.init(0, batch)
         found = jddp.diagnose(ddp, state, batch), ddp.gradients(state, batch)
         results.append((found, ddp.evaluate(state, [batch]), ddp.step(state, batch)[1]))
@@ -117,17 +122,27 @@ def test_parameters_of_float16_have_a_scale_too():
     want = 2.0**-16  # which float16 holds; what leads to it is smaller
     mean = jddp.CommHook(lambda plan: (), lambda b, s, axis: (jax.lax.pmean(b, axis), s))
     for scale, hook, found in ((None, None, 0.0), (2.0**12, None, want), (2.0**12, mean, want)):
-        ddp = wrapped(half, loss, mesh=2, loss_scale=scale, comm_hook=hook)
+        ddp = wrapped(
+            half,
+            loss,
+            mesh=2,
+            reduction=jddp.Reduction(hook=hook),
+            precision=jddp.Precision(loss_scale=scale),
+        )
         assert float(ddp.gradients(ddp.init(0, batch), batch)[0]["w"]) == found, (scale, hook)
 
 
 UNCHANGED = {
     "plain": {},
-    "ready": {**PLACES["flat-ready"], "bucket_mb": 1e-4, "accumulate_steps": 2},
+    "ready": joined(
+        PLACES["flat-ready"], {"reduction": jddp.Reduction(bucket_mb=1e-4), "accumulate_steps": 2}
+    ),
     "clipped": {"max_grad_norm": 0.1, "ema_decay": 0.9, "optimizer": optax.adam(1e-2)},
-    "narrow": {"wire_dtype": "bfloat16"},
-    "sharded": {"shard_optimizer": True, "optimizer": optax.adam(1e-2)},
-    "hook": {"comm_hook": jddp.powersgd(start_step=1, min_compression_rate=0.1)},
+    "narrow": {"reduction": "bfloat16"},
+    "sharded": {"strategy": "zero1", "optimizer": optax.adam(1e-2)},
+    "hook": {
+        "reduction": jddp.Reduction(hook=jddp.powersgd(start_step=1, min_compression_rate=0.1))
+    },
 }
 
 
@@ -135,7 +150,7 @@ UNCHANGED = {
 def test_a_float32_model_has_the_same_bits_whatever_the_scale(name):
     options, ends = {"skip_nonfinite": True, **UNCHANGED[name]}, []
     for scale in (None, 2.0**24, "dynamic"):
-        ddp = wrapped(MLP(), **options, loss_scale=scale)
+        ddp = wrapped(MLP(), **options, precision=jddp.Precision(loss_scale=scale))
         state = ddp.init(0, make_batch(32))
         for seed in range(3):
             if scale == "dynamic":
@@ -150,17 +165,22 @@ def test_verify_passes_where_the_first_steps_overflow():
     def loss(model, batch, train):
         return 2.0**12 * loss_fn(model, batch, train)[0]
 
-    options = {"loss_scale": "dynamic", "accumulate_steps": 2, **PLACES["flat-ready"], "mesh": 4}
+    options = {
+        "precision": jddp.Precision(loss_scale="dynamic"),
+        "accumulate_steps": 2,
+        **PLACES["flat-ready"],
+        "mesh": 4,
+    }
     report = jddp.verify(HALF, optax.sgd(2.0**-14), loss, make_batch(32), **options)
     assert report.passed, report
 
 
 OVERFLOWING = {
     "end": (15, {"ema_decay": 0.9}),
-    "ready": (0, {**PLACES["flat-ready"], "wire_dtype": "float16"}),
-    "sharded": (15, {"shard_optimizer": True, "max_grad_norm": 1.0}),
-    "logical replicas": (0, {"logical_replicas": 16, "batch_norm": "local"}),
-    "local steps": (15, {"local_steps": jddp.LocalSteps(every=3), "batch_norm": "local"}),
+    "ready": (0, joined(PLACES["flat-ready"], {"reduction": "float16"})),
+    "sharded": (15, {"strategy": "zero1", "max_grad_norm": 1.0}),
+    "logical replicas": (0, {"strategy": jddp.LogicalReplicas(16), "batch_norm": "local"}),
+    "local steps": (15, {"strategy": jddp.LocalSteps(every=3), "batch_norm": "local"}),
 }
 
 
@@ -241,10 +261,17 @@ def test_a_run_resumes_with_its_scale_on_any_number_of_devices(tmp_path):
 
 def test_a_checkpoint_without_a_scale_does_not_resume_with_one(tmp_path):
     plan = {"save_every_steps": 1, "run_dir": tmp_path}
-    jddp.fit(wrapped(loss_scale=None), [make_batch()], num_steps=1, **plan)
+    jddp.fit(
+        wrapped(precision=jddp.Precision(loss_scale=None)), [make_batch()], num_steps=1, **plan
+    )
     with pytest.raises(ConfigError, match=r"saved from:\n  comm_state\n    loss_scale\n"):
         jddp.fit(wrapped(), [make_batch()] * 2, num_steps=2, **plan)
-    run = jddp.fit(wrapped(loss_scale=2.0**8), [make_batch()] * 2, num_steps=2, **plan)
+    run = jddp.fit(
+        wrapped(precision=jddp.Precision(loss_scale=2.0**8)),
+        [make_batch()] * 2,
+        num_steps=2,
+        **plan,
+    )
     assert run.step == 2
 
 
@@ -278,15 +305,15 @@ def test_gradients_that_no_scale_makes_finite_end_a_run_once_it_is_one(tmp_path,
 
 @pytest.mark.parametrize("given", [None, "dynamic", 1, 1024, 2.0**24])
 def test_it_may_be(given):
-    guard = wrapped(loss_scale=given).steps.spec.guard
+    guard = wrapped(precision=jddp.Precision(loss_scale=given)).steps.spec.guard
     assert guard.follows_overflows == (given == "dynamic")
     assert given == "dynamic" or guard.loss_scale == (given or 1)
-    assert load_config([], {"ddp.loss_scale": given})[0].ddp.loss_scale == given
+    assert load_config([], {"ddp.precision.loss_scale": given})[0].ddp.precision.loss_scale == given
 
 
 def test_it_may_not_be():
     for given in (0, -2, 0.5, 1000, 3, 2.0**25, float("inf"), float("nan"), True, "static"):
-        with pytest.raises(ConfigError, match="loss_scale is 'dynamic', a power of two from 1 to"):
-            wrapped(loss_scale=given)
-    with pytest.raises(ConfigMistakes, match=r"ddp\.loss_scale"):
-        load_config([], {"ddp.loss_scale": "dynamc"})
+        with pytest.raises(ConfigError, match="loss_scale (is|must be a) .*'dynamic'"):
+            wrapped(precision=jddp.Precision(loss_scale=given))
+    with pytest.raises(ConfigMistakes, match=r"ddp\.precision\.loss_scale"):
+        load_config([], {"ddp.precision.loss_scale": "dynamc"})

@@ -100,11 +100,17 @@ ROUNDING = 1e-5  # float32 sums in another order
 
 OPTIONS = {
     "plain": {},
-    "overlap": {"layout": "flat", "overlap": True, "accumulate_steps": 2, "bucket_mb": 1e-4},
-    "logical replicas": {"logical_replicas": 8, "accumulate_steps": 2},
-    "sharded optimizer": {"shard_optimizer": True, "loss_scale": "dynamic"},
-    "bfloat16 wire": {"wire_dtype": "bfloat16"},
-    "float16 wire and a loss scale": {"wire_dtype": "float16", "loss_scale": 64.0},
+    "overlap": {
+        "reduction": jddp.Reduction(bucket_mb=1e-4, layout="flat", overlap=True),
+        "accumulate_steps": 2,
+    },
+    "logical replicas": {"strategy": jddp.LogicalReplicas(8), "accumulate_steps": 2},
+    "sharded optimizer": {"precision": jddp.Precision(loss_scale="dynamic"), "strategy": "zero1"},
+    "bfloat16 wire": {"reduction": "bfloat16"},
+    "float16 wire and a loss scale": {
+        "reduction": "float16",
+        "precision": jddp.Precision(loss_scale=64.0),
+    },
 }
 
 
@@ -121,7 +127,7 @@ def test_steps_and_evaluation_are_those_of_the_global_mean(form, name):
 )
 def test_a_model_in_float16_learns_what_one_in_float32_does(form, loss_scale):
     batch = make_batch()
-    ddp = wrapped(FORMS[form], Tagger(jnp.float16), loss_scale=loss_scale)
+    ddp = wrapped(FORMS[form], Tagger(jnp.float16), precision=jddp.Precision(loss_scale=loss_scale))
     state = ddp.init(0, batch)
     params = jax.tree.map(lambda x: x.astype(jnp.float32), ddp.model(state)["params"])
     for _ in range(4):  # A scale that is too large halves, in steps that are skipped.
@@ -164,7 +170,7 @@ def cut(rows, *ends):
     [
         (as_arrays, 45, (0, 16, 32, 48), {}),
         (as_rows, 45, (0, 16, 32, 48), {}),
-        (as_arrays, 45, (0, 16, 32, 48), {"logical_replicas": 16}),
+        (as_arrays, 45, (0, 16, 32, 48), {"strategy": jddp.LogicalReplicas(16)}),
         (as_scalars, 32, (0, 16), {}),
     ],
 )

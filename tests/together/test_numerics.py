@@ -56,8 +56,12 @@ SKIPPED = {
     "everything": (0, ConvNet(dropout_rate=0.3), {"ema_decay": 0.5}),
     "local": (7, ConvNet(), {"batch_norm": "local", "mesh": 4}),
     "nnx": (0, NnxConvNet(nnx.Rngs(0)), {"accumulate_steps": 2}),
-    "hook": (7, MLP(), {"comm_hook": counting(), "max_grad_norm": 1.0}),
-    "ready": (0, MLP(), {"layout": "flat", "overlap": True, "wire_dtype": "bfloat16"}),
+    "hook": (7, MLP(), {"reduction": jddp.Reduction(hook=counting()), "max_grad_norm": 1.0}),
+    "ready": (
+        0,
+        MLP(),
+        {"reduction": jddp.Reduction(wire_dtype="bfloat16", layout="flat", overlap=True)},
+    ),
     "alone": (7, MLP(), {"mesh": 1, "unused_parameters": "skip"}),
 }
 
@@ -82,7 +86,7 @@ def keeping(m, x, flag):
     return nn.Dense(1)(x) + 0 * highest.value.astype(x.dtype).clip(0)
 
 
-AVERAGED = {"state_reduction": {"kept": "mean"}}
+AVERAGED = {"state": {"kept": "mean"}}
 
 
 def kept_loss(model, batch, train):
@@ -93,7 +97,7 @@ def kept_loss(model, batch, train):
 ELSEWHERE = {
     "gradient": (MLP(), slope, 0, {}),
     "averaged": (Of(keeping), kept_loss, -1, AVERAGED),
-    "per replica": (Of(keeping), kept_loss, -1, {"per_replica": ["kept"]}),
+    "per replica": (Of(keeping), kept_loss, -1, {"state": {"kept": "per_replica"}}),
 }
 
 
@@ -112,14 +116,16 @@ def test_what_is_not_finite_elsewhere_is_skipped_on_all_replicas(model, loss, fl
 
 
 def test_other_state_that_is_not_finite_leaves_the_loss_scale_alone():
-    ddp = wrapped(Of(keeping), kept_loss, loss_scale="dynamic", batch_norm="local")
+    ddp = wrapped(
+        Of(keeping), kept_loss, precision=jddp.Precision(loss_scale="dynamic"), batch_norm="local"
+    )
     state, first = take_steps(ddp, [flagged(0, 1)])
     state, last = take_steps(ddp, [flagged(0, -1), flagged(0, 1)], state)
     assert int(state.skipped) == 1
     assert float(last["loss_scale"]) == float(first["loss_scale"])
 
 
-@pytest.mark.parametrize("options", [{}, {"loss_scale": "dynamic"}])
+@pytest.mark.parametrize("options", [{}, {"precision": jddp.Precision(loss_scale="dynamic")}])
 def test_other_state_that_stays_not_finite_ends_the_run(options):
     ddp = wrapped(Of(keeping), kept_loss, **AVERAGED, **options)
     with pytest.raises(NumericsError, match="3 in a row .* other state are not finite"):
@@ -291,9 +297,9 @@ def test_an_infinity_that_an_optimizer_means_is_saved_and_a_nan_is_not(tmp_path)
 
 DEBUGGED = {
     "micro-batches": {"accumulate_steps": 2},
-    "ZeRO-1": {"shard_optimizer": True},
-    "overlap": {"overlap": True},
-    "logical replicas": {"logical_replicas": 4},
+    "ZeRO-1": {"strategy": "zero1"},
+    "overlap": {"reduction": jddp.Reduction(overlap=True)},
+    "logical replicas": {"strategy": jddp.LogicalReplicas(4)},
 }
 
 
@@ -324,7 +330,11 @@ def test_a_row_of_skips_is_counted_on_where_a_run_resumes():
 
     def looked_at(numerics, steps):
         for step in steps:
-            metrics = {"loss": 1.0, "skipped": float(step), "loss_scale": 8.0}
+            metrics = {
+                "loss": 1.0,
+                "skipped": float(step),
+                "precision": jddp.Precision(loss_scale=8.0),
+            }
             numerics.look(Sent(step, metrics, {}, {}), None)
         return numerics
 

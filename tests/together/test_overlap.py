@@ -8,6 +8,7 @@ import optax
 import pytest
 from compiled import collectives
 from flax import linen as nn
+from judge import joined
 from states import close
 from test_option_pairs import hold_options
 from tiny import MLP, MODELS, NUM_CLASSES, Of, Transformer, loss_fn, make_batch, take_steps
@@ -72,7 +73,7 @@ def test_the_plan_follows_the_network_and_not_the_alphabet():
         x = nn.tanh(nn.Dense(16, name="c_second")(x))
         return nn.Dense(4, name="a_last")(x)
 
-    ddp = wrapped(Of(net), bucket_mb=[300 * BYTES, 1100 * BYTES])
+    ddp = wrapped(Of(net), reduction=jddp.Reduction(bucket_mb=[300 * BYTES, 1100 * BYTES]))
     plan = ddp.steps.planned(make_batch()).plan
     layers = [{path.partition("/")[0] for path in bucket.paths} for bucket in plan.buckets]
     assert layers == [{"a_last"}, {"c_second"}, {"b_first"}]
@@ -90,10 +91,21 @@ def test_the_order_of_an_nnx_model_is_a_guess_until_a_batch_was_seen():
 @pytest.mark.parametrize("name, parts", [("transformer", 1), ("nnx", 2)])
 def test_numbers_do_not_depend_on_the_place(name, parts):
     """tests/together/test_step.py holds all models in one of these places to one device."""
-    options, ends = {"layout": "flat", "bucket_mb": 200 * BYTES, "accumulate_steps": parts}, []
+    options, ends = (
+        {
+            "reduction": jddp.Reduction(bucket_mb=200 * BYTES, layout="flat"),
+            "accumulate_steps": parts,
+        },
+        [],
+    )
     for overlap in (False, True):
         optimizer = optax.sgd(0.2, momentum=0.9)
-        ddp = jddp.DataParallel(MODELS[name](), optimizer, loss_fn, overlap=overlap, **options)
+        ddp = jddp.DataParallel(
+            MODELS[name](),
+            optimizer,
+            loss_fn,
+            **joined(options, reduction=jddp.Reduction(overlap=overlap)),
+        )
         state, metrics = take_steps(ddp, [make_batch(32, masked=True)] * 2)
         ends.append((state.params, state.opt_state, metrics))
     assert len(ddp.plan) > 1
@@ -109,8 +121,11 @@ def operations(ddp, batch):
 
 
 def test_a_bucket_leaves_where_its_last_gradient_is_made():
-    options = {"bucket_mb": 200 * BYTES, "layout": "flat"}
-    ready, end = (wrapped(overlap=overlap, **options) for overlap in (True, False))
+    options = {"reduction": jddp.Reduction(bucket_mb=200 * BYTES, layout="flat")}
+    ready, end = (
+        wrapped(**joined(options, reduction=jddp.Reduction(overlap=overlap)))
+        for overlap in (True, False)
+    )
     # Two products forward. Then, backward: the last bias; the last kernel; what goes on to the
     # first layer, and its bias; its kernel. The one vector of loss and metrics is reduced last.
     assert operations(ready, make_batch()) == "..br.br.br.brr"
@@ -124,8 +139,8 @@ def test_a_bucket_leaves_where_its_last_gradient_is_made():
     barriers = [line for line in text.splitlines() if "optimization_barrier" in line]
     held = [len(re.findall(r"%[\w#]+", line.split("=")[1])) for line in barriers]
     assert held == [1 + 1, 1 + 1 + 1, 1 + 1 + 1, 1 + 1]
-    with pytest.raises(jddp.ConfigError, match="overlap is True, False or 'auto'; got 'ready'"):
-        wrapped(overlap="ready", local_steps=jddp.LocalSteps(2))
+    with pytest.raises(jddp.ConfigError, match="overlap must be .* or 'auto', not 'ready'"):
+        wrapped(reduction=jddp.Reduction(overlap="ready"), strategy=jddp.LocalSteps(2))
 
 
 @pytest.mark.parametrize("mode, parts", [("local", 2), ("broadcast", 1)])
@@ -136,10 +151,18 @@ def test_buckets_leave_inside_the_pass_beside_micro_batches_and_other_state(mode
         x = nn.BatchNorm(not train)(nn.Dense(16)(x))
         return nn.Dense(NUM_CLASSES)(nn.relu(x))
 
-    options = {"layout": "flat", "bucket_mb": 200 * BYTES, "accumulate_steps": parts}
+    options = {
+        "reduction": jddp.Reduction(bucket_mb=200 * BYTES, layout="flat"),
+        "accumulate_steps": parts,
+    }
     overlaps, batch = (True, False), make_batch(32, masked=True)
     ready, at_end = (
-        wrapped(Of(normed), overlap=overlap, batch_norm=mode, **options) for overlap in overlaps
+        wrapped(
+            Of(normed),
+            batch_norm=mode,
+            **joined(options, reduction=jddp.Reduction(overlap=overlap)),
+        )
+        for overlap in overlaps
     )
     assert operations(ready, batch).endswith("br.br.br.brr")
     assert "b" not in operations(at_end, batch)
@@ -153,13 +176,17 @@ def test_buckets_leave_inside_the_pass_beside_micro_batches_and_other_state(mode
 @pytest.mark.parametrize("mode", ["local", "broadcast"])
 def test_an_empty_micro_batch_adds_nothing_wherever_buckets_leave(mode, overlap):
     """It makes neither NaN, nor zeros of what the replica's other micro-batch has added."""
-    options = {"layout": "flat", "overlap": overlap, "batch_norm": mode, "accumulate_steps": 2}
+    options = {
+        "reduction": jddp.Reduction(layout="flat", overlap=overlap),
+        "batch_norm": mode,
+        "accumulate_steps": 2,
+    }
     # In three steps this mask leaves a replica's first micro-batch empty, and another's last one.
     hold_options(options, norm="batch", mask="row", evaluates=False)
 
 
 def test_a_scanned_stack_of_layers_is_ready_all_at_once_and_still_right():
-    ddp = wrapped(Transformer(), overlap=True, bucket_mb=200 * BYTES)
+    ddp = wrapped(Transformer(), reduction=jddp.Reduction(bucket_mb=200 * BYTES, overlap=True))
     plan = ddp.steps.planned(make_batch()).plan
     assert len(collectives(ddp.steps.lower(make_batch()).compile().as_text())) == len(plan) + 1
     layers = [path for bucket in plan.buckets for path in bucket.paths if "Scan" in path]

@@ -27,7 +27,7 @@ def started(ddp):
 
 
 def test_what_was_saved_is_restored_on_another_number_of_devices(tmp_path, capsys):
-    ddp, other = wrapped(shard_optimizer=True, mesh=4), wrapped()
+    ddp, other = wrapped(strategy="zero1", mesh=4), wrapped()
     saved = jddp.Checkpoints(tmp_path, keep=2)
     state = started(ddp)
     for i in range(1, 5):

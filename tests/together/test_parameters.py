@@ -14,6 +14,7 @@ from flax import nnx
 from judge import WIDTH, Net, beside_one_device, host, in_both_places, make_rows, start, wrapped
 from tiny import Of
 
+import jddp
 from jddp.errors import ConfigError
 
 KERNEL = nn.initializers.normal()
@@ -78,7 +79,9 @@ def test_n_devices_equal_one_device(name):
     beside_one_device(MODELS[name]())
 
 
-@pytest.mark.parametrize("options", [{"accumulate_steps": 2}, {"logical_replicas": 8}], ids="".join)
+@pytest.mark.parametrize(
+    "options", [{"accumulate_steps": 2}, {"strategy": jddp.LogicalReplicas(8)}], ids="".join
+)
 def test_rows_without_elements_are_cut_like_others(options):
     batch, ends = make_rows(), []
     for given in (batch, {**batch, "none": np.zeros((len(batch["x"]), 0), np.float32)}):
@@ -112,7 +115,7 @@ def test_the_imaginary_part_of_a_complex_gradient_arrives(place):
 
 def test_complex_and_real_parameters_travel_in_buckets_of_their_own():
     """NUM-6: one cap that would hold all."""
-    ddp = wrapped(Complex(), bucket_mb=25)
+    ddp = wrapped(Complex(), reduction=jddp.Reduction(bucket_mb=25))
     ddp.init(0, make_rows())
     assert {b.dtype.name: b.bytes for b in ddp.plan.buckets} == {"complex64": 96, "float32": 16}
 
@@ -161,7 +164,7 @@ def test_a_norm_whose_square_float16_cannot_hold_is_clipped_all_the_same(shard_o
         return w.astype(jnp.float32).sum() * x[:, 0]
 
     batch, options = {"x": np.full((judge.ROWS, 1), 300, np.float32)}, {"max_grad_norm": 1.0}
-    options |= {"optimizer": optax.sgd(1.0), "shard_optimizer": shard_optimizer}
+    options |= {"optimizer": optax.sgd(1.0), "strategy": "zero1" if shard_optimizer else "ddp"}
     ddp = wrapped(Of(steep), lambda m, b: m(b["x"]), **options)
     state, metrics = ddp.step(ddp.init(0, batch), batch)
     assert (metrics["grad_norm"], metrics["grad_norm"].dtype) == (600, jnp.float32)

@@ -68,18 +68,18 @@ def by_name(model, batch, train):
 
 NAMES_ITS_AXIS = ConvNet(WIDTHS, axis_name="batch")
 BY_HAND = {
-    "pmap": (True, ConvNet(WIDTHS), loss_fn, {}),
-    "shard_map": (False, ConvNet(WIDTHS), loss_fn, {}),
-    "unchanged": (True, NAMES_ITS_AXIS, loss_fn, {}),
-    "by name": (True, NAMES_ITS_AXIS, by_name, {"axis_name": "batch"}),
+    "pmap": (True, ConvNet(WIDTHS), loss_fn, "data"),
+    "shard_map": (False, ConvNet(WIDTHS), loss_fn, "data"),
+    "unchanged": (True, NAMES_ITS_AXIS, loss_fn, "data"),
+    "by name": (True, NAMES_ITS_AXIS, by_name, "batch"),
 }
 
 
-@pytest.mark.parametrize("is_pmap, model, loss, options", BY_HAND.values(), ids=BY_HAND)
-def test_a_trainer_written_by_hand_gets_the_same_numbers(is_pmap, model, loss, options):
+@pytest.mark.parametrize("is_pmap, model, loss, axis", BY_HAND.values(), ids=BY_HAND)
+def test_a_trainer_written_by_hand_gets_the_same_numbers(is_pmap, model, loss, axis):
     schedule = optax.cosine_decay_schedule(0.1, 10)
     optimizer = optax.sgd(schedule, momentum=0.9, nesterov=True)
-    ddp = jddp.DataParallel(model, optimizer, loss, **options)
+    ddp = jddp.DataParallel(model, optimizer, loss, mesh=jax.make_mesh((8,), (axis,)))
     state = ddp.init(seed=0, batch=next(image_batches()))
     variables = ddp.model(state)
     params, model_state = variables["params"], {"batch_stats": variables["batch_stats"]}
@@ -172,7 +172,7 @@ def test_average_gradients_refuses_gradients_that_are_already_the_same_everywher
     assert "\n" not in str(error.value)
 
 
-LEAF, FLAT = {"layout": "leaf"}, {"layout": "flat", "bucket_mb": 1e-4}
+LEAF, FLAT = {"layout": "leaf"}, {"layout": "flat"}
 SERVED = [(1, each_replicas_own, True, LEAF), (8, each_replicas_own, True, FLAT)]
 SERVED += [(8, summed_by_jax, False, FLAT)]
 

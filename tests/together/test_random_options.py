@@ -21,6 +21,7 @@ from jax import lax
 from judge import assert_close, host
 
 import jddp
+from jddp.config.options import BatchNormConfig, PrecisionConfig
 
 FEATURES, TOKENS, CLASSES, ROWS, STEPS = 3, 4, 3, 16, 3
 MIB = 2**20
@@ -101,9 +102,29 @@ class Case:
     fails: bool
     options: dict
 
+    @functools.cached_property
+    def chosen(self):
+        """The options, one value a name."""
+        strategy, state = self.options["strategy"], self.options.get("state") or {}
+        reduction = jddp.Reduction.chosen(self.options["reduction"], "reduction")
+        norm = BatchNormConfig.chosen(self.options["batch_norm"], "batch_norm")
+        precision = PrecisionConfig.chosen(self.options["precision"], "precision")
+        return {
+            **self.options,
+            **reduction.model_dump(),
+            **precision.model_dump(),
+            "batch_norm": norm.name,
+            "batch_norm_group_size": norm.group_size,
+            "local_steps": strategy if isinstance(strategy, jddp.LocalSteps) else None,
+            "per_replica": "per_replica" in state.values(),
+            "synchronized": bool({"sum", "mean", "first"} & {*state.values()}),
+        }
+
     @property
     def replicas(self):
-        return self.options.get("logical_replicas") or self.options["mesh"]
+        strategy = self.options["strategy"]
+        is_logical = isinstance(strategy, jddp.LogicalReplicas)
+        return strategy.number if is_logical else self.options["mesh"]
 
 
 OPTIMIZERS = {
@@ -125,62 +146,58 @@ def choose(seed):
     mask = maybe(*masks, default="no", chance=0.7) if form in ("tokens", "rows") else "no"
     norm = maybe("batch", "layer", default="none", chance=0.7)
     model = Net(norm, *(rng.random() < chance for chance in (0.3, 0.25, 0.2)))
+    strategies = "zero1", jddp.LogicalReplicas(8), jddp.LocalSteps(2)
     options = {
         "mesh": rng.choice([1, 2, 4, 8]),
-        "bucket_mb": rng.choice([40 / MIB, 25]),
-        "layout": rng.choice(["leaf", "flat"]),
-        "overlap": rng.choice([False, True]),
+        "strategy": maybe(*strategies, default="ddp", chance=0.5),
         "batch_norm": maybe("local", "broadcast", default="sync"),
-        "batch_norm_group_size": maybe(2, default=None, chance=0.15),
         "accumulate_steps": maybe(2, default=1),
-        "wire_dtype": maybe("bfloat16", "float16", default=None),
-        "comm_hook": maybe(jddp.CommHook(lambda plan: (), halves), default=None, chance=0.15),
         "max_grad_norm": maybe(0.05, default=None),
         "ema_decay": maybe(0.5, default=None),
         "unused_parameters": maybe("skip", "error", default="zero"),
-        "shard_optimizer": maybe(True, default=False, chance=0.25),
-        "logical_replicas": maybe(8, default=None, chance=0.2),
-        "local_steps": maybe(jddp.LocalSteps(2), default=None, chance=0.2),
-        "loss_scale": maybe(2.0**6, "dynamic", default=None, chance=0.2),
         "skip_nonfinite": maybe(True, default=False, chance=0.2),
     }
+    reduction = {
+        "bucket_mb": rng.choice([40 / MIB, 25]),
+        "layout": rng.choice(["leaf", "flat"]),
+        "overlap": rng.choice([False, True]),
+        "wire_dtype": maybe("bfloat16", "float16", default=None),
+        "hook": maybe(jddp.CommHook(lambda plan: (), halves), default=None, chance=0.15),
+    }
+    loss_scale = maybe(2.0**6, "dynamic", default=None, chance=0.2)
+    if maybe(True, default=False, chance=0.15):
+        options["batch_norm"] = jddp.SyncBatchNorm(group_size=2)
+        options["mesh"] = max(2, options["mesh"])
     if model.counts:
-        declared = {"state_reduction": {"counts": "sum"}}
-        options |= maybe({"per_replica": ("counts",)}, {}, default=declared)
+        options["state"] = {"counts": maybe("per_replica", default="sum")}
     if rng.random() < 0.8:
-        options |= without_refusals(model, options)
-    mask = change_what_has_no_judge(model, mask, options)
-    skips = options["skip_nonfinite"] or options["loss_scale"] == "dynamic"
+        change_what_is_refused(model, options, reduction)
+    if loss_scale == "dynamic" and reduction["wire_dtype"] == "float16":
+        reduction["wire_dtype"] = "bfloat16"  # or the first steps are skipped until the scale fits
+    options["reduction"] = jddp.Reduction(**reduction)
+    options["precision"] = jddp.Precision(loss_scale=loss_scale)
+    # The statistics of a group without a valid row are anything, and so is what is counted of them.
+    has_groups = model.norm == "batch" and isinstance(options["batch_norm"], jddp.SyncBatchNorm)
+    if mask == "empty" and has_groups and model.counts:
+        mask = "row"
+    skips = options["skip_nonfinite"] or loss_scale == "dynamic"
     optimizer = rng.choice(["sgd", "adamw"])
     return Case(model, form, mask, optimizer, skips and rng.random() < 0.6, options)
 
 
-def without_refusals(model, options):
-    """Changes of options that are known to be refused together, so that most sets are run."""
-    alone = {"shard_optimizer": False, "comm_hook": None}
-    if model.norm == "batch":
-        alone |= {"batch_norm": "local", "batch_norm_group_size": None}
-    changes = {}
-    if options["overlap"]:
-        changes |= {"layout": "flat"}
-    if options["batch_norm_group_size"]:
-        changes |= {"batch_norm": "sync", "mesh": max(2, options["mesh"])}
-    if options["logical_replicas"]:
-        changes |= alone | {"overlap": False, "local_steps": None, "wire_dtype": None}
-    elif options["local_steps"]:
-        changes |= alone
+def change_what_is_refused(model, options, reduction):
+    """Changes options that are known to be refused together, so that most sets are run."""
+    strategy = options["strategy"]
+    if reduction["overlap"]:
+        reduction["layout"] = "flat"
+    if isinstance(strategy, jddp.LogicalReplicas | jddp.LocalSteps):
+        reduction |= {"hook": None, "overlap": False}
+        if model.norm == "batch":
+            options["batch_norm"] = "local"
+    if isinstance(strategy, jddp.LogicalReplicas):
+        reduction["wire_dtype"] = None
     if model.unused and options["unused_parameters"] == "error":
-        changes |= {"unused_parameters": "zero"}
-    return changes
-
-
-def change_what_has_no_judge(model, mask, options):
-    """Changes options where one device does not say what is right; returns the mask."""
-    if options["loss_scale"] == "dynamic" and options["wire_dtype"] == "float16":
-        options["wire_dtype"] = "bfloat16"  # or the first steps are skipped until the scale fits
-    has_groups = model.norm == "batch" and options["batch_norm_group_size"]
-    # The statistics of a group without a valid row are anything, and so is what is counted of them.
-    return "row" if mask == "empty" and has_groups and model.counts else mask
+        options["unused_parameters"] = "zero"
 
 
 def halves(bucket, state, axis):
@@ -274,9 +291,9 @@ class Moves:
     """
 
     def __init__(self, case, replicas, split):
-        is_moved = case.model.norm == "batch" and case.options["batch_norm"] == "sync"
+        is_moved = case.model.norm == "batch" and case.chosen["batch_norm"] == "sync"
         self.replicas = replicas if is_moved else []
-        mask = split.get("mask", np.ones((1, case.options["accumulate_steps"])))
+        mask = split.get("mask", np.ones((1, case.chosen["accumulate_steps"])))
         valid = mask.swapaxes(0, 1).reshape(mask.shape[1], -1).sum(1)
         self.weights = valid / valid.sum()
         self.first = [replica.model_state["batch_stats"] for replica in self.replicas]
@@ -313,17 +330,17 @@ class OneDevice:
     """Takes the steps of a case, one piece after the other."""
 
     def __init__(self, case, params, model_state):
-        names = list(params) if case.options.get("frozen") else []
+        names = list(params) if case.chosen.get("frozen") else []
         self.frozen = {name: params.pop(name) for name in names if name == "first"}
         self.case, opt_state = case, OPTIMIZERS[case.optimizer]().init(params)
         self.replicas = [Replica(params, opt_state, model_state) for _ in range(case.replicas)]
         self.ema, self.together, self.taken = params, params, 0
-        if plan := case.options["local_steps"]:
+        if plan := case.chosen["local_steps"]:
             self.outer = plan.outer.init(params)
 
     def groups(self):
         """The replicas that are run as one: those that share batch statistics."""
-        options, num = self.case.options, self.case.replicas
+        options, num = self.case.chosen, self.case.replicas
         if self.case.model.norm == "batch" and options["batch_norm"] == "sync" and num > 1:
             size = options["batch_norm_group_size"] or num
             return [[*range(i, i + size)] for i in range(0, num, size)]
@@ -332,7 +349,7 @@ class OneDevice:
     def gradients(self, batch):
         """For each group: the sum of its gradients, its sums, and whether it has any entry."""
         case, num = self.case, self.case.replicas
-        parts = case.options["accumulate_steps"]
+        parts = case.chosen["accumulate_steps"]
         split = {k: x.reshape(num, parts, -1, *x.shape[1:]) for k, x in batch.items()}
         run = run_piece(case.model, case.form, True)
         grads, sums, moves = {}, {}, Moves(case, self.replicas, split)
@@ -351,7 +368,7 @@ class OneDevice:
                     grad = jax.tree.map(np.zeros_like, replica.params)
                     total, right = 0.0, right if case.form in MEANS else 0.0
                     kept = replica.model_state.get("batch_stats")
-                    is_own = case.options["batch_norm"] == "local"
+                    is_own = case.chosen["batch_norm"] == "local"
                     keeps = case.model.norm == "batch" and ("mask" in rows or is_own)
                     state = {**state, "batch_stats": kept} if keeps else state
                 if first is None and rows.get("mask", np.ones(1)).any():  # weights are no mask
@@ -368,7 +385,7 @@ class OneDevice:
 
     def settle(self, states, first):
         """State beside the parameters, as the options have it agree."""
-        options = self.case.options
+        options = self.case.chosen
         new = {i: state for key, state in states.items() for i in key}
         old = [replica.model_state for replica in self.replicas]
         for i, replica in enumerate(self.replicas):
@@ -378,14 +395,14 @@ class OneDevice:
                 state["batch_stats"] = jax.tree.map(lambda *x: np.mean(x, 0), *valid)
             if "batch_stats" in state and options["batch_norm"] == "broadcast":
                 state["batch_stats"] = new[first]["batch_stats"]
-            if "counts" in state and options.get("state_reduction"):
+            if "counts" in state and options["synchronized"]:
                 moved = [new[k[0]]["counts"]["seen"] - old[k[0]]["counts"]["seen"] for k in states]
                 state["counts"] = {"seen": sum(moved, old[i]["counts"]["seen"])}
             replica.model_state = state
 
     def step(self, batch):
         """One optimizer step; the metrics."""
-        options, before = self.case.options, [dataclasses.replace(r) for r in self.replicas]
+        options, before = self.case.chosen, [dataclasses.replace(r) for r in self.replicas]
         with np.errstate(invalid="ignore"):
             grads, sums = self.gradients(batch)
             total = np.sum([*sums.values()], 0)
@@ -431,7 +448,7 @@ class OneDevice:
             )
             return
         params = host(params)
-        if self.case.model.unused and self.case.options["unused_parameters"] == "skip":
+        if self.case.model.unused and self.case.chosen["unused_parameters"] == "skip":
             params["unused"] = replica.params["unused"]
         replica.params, replica.opt_state = params, host(opt_state)
 
@@ -445,8 +462,8 @@ class OneDevice:
         return jax.tree.map(mean, *map(of, self.replicas))
 
     def variables(self):
-        options, found = self.case.options, {"params": self.mean(self.whole)}
-        if not options.get("per_replica"):
+        options, found = self.case.chosen, {"params": self.mean(self.whole)}
+        if not options["per_replica"]:
             found |= self.mean(lambda r: r.model_state)
         if options["ema_decay"]:
             found["ema"] = self.ema | self.frozen
@@ -476,7 +493,7 @@ def hold(case, *, evaluates=True, num_steps=STEPS, rtol=None):
         return str(refusal)
     variables = host(ddp.model(state))
     one = OneDevice(case, variables.pop("params"), variables)
-    rtol = TOLERANCES[case.options["wire_dtype"]] if rtol is None else rtol
+    rtol = TOLERANCES[case.chosen["wire_dtype"]] if rtol is None else rtol
     for number in range(num_steps):
         batch = make_batch(case, number)
         try:
@@ -516,11 +533,11 @@ def numbers(metrics, like):
 def variables_of(case, ddp, state):
     """All that is compared: as it is read, the moving average, the parameters of each replica."""
     found = host(ddp.model(state))
-    if case.options.get("per_replica"):
+    if case.chosen["per_replica"]:
         found = {"params": found["params"]}
-    if case.options["ema_decay"]:
+    if case.chosen["ema_decay"]:
         found["ema"] = host(ddp.model(state, params="ema"))["params"]
-    if case.options["local_steps"]:
+    if case.chosen["local_steps"]:
         found["replicas"] = host(state.params)
     return found
 
@@ -537,7 +554,8 @@ def test_a_random_set_of_options_equals_one_device_or_is_refused(seed):
 def test_sixty_random_sets_give_every_option_several_values():
     seen = {}
     for case in map(choose, range(60)):
-        for name, value in case.options.items():
+        for name, value in case.chosen.items():
             seen.setdefault(name, set()).add(str(value)[:9])
     alone = {name for name, values in seen.items() if len(values) == 1}
-    assert alone == {"per_replica", "state_reduction"}
+    # The whole objects, whose values are here by name; and a dtype that this page leaves alone.
+    assert alone <= {"reduction", "precision", "state", "compute_dtype"}

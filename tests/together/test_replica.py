@@ -164,7 +164,7 @@ def own_of(model_state):
 
 @in_both
 def test_what_is_declared_per_replica_differs_and_no_digest_minds(make, kind):
-    batch, ddp = make_batch(), wrapped(make(), per_replica=[kind])
+    batch, ddp = make_batch(), wrapped(make(), state={**dict.fromkeys([kind], "per_replica")})
     state, _ = take_steps(ddp, [batch] * 2)
     rows = host(own_of(state.model_state))
     assert rows.shape == (8, 16, 4)
@@ -181,7 +181,7 @@ def test_what_is_declared_per_replica_differs_and_no_digest_minds(make, kind):
 def test_a_replica_without_valid_rows_keeps_its_state_and_counts_the_step():
     make, kind = WANDERERS["linen"]
     batch = make_batch() | {"mask": np.float32(np.arange(16) < 2)}  # the rows of replica 0
-    ddp = wrapped(make(), per_replica=[kind], batch_norm="local")
+    ddp = wrapped(make(), state={**dict.fromkeys([kind], "per_replica")}, batch_norm="local")
     state, _ = take_steps(ddp, [batch])
     own = host(state.model_state["own"])
     assert [bool(row.any()) for row in own["w"]] == [True, *[False] * 7]
@@ -200,7 +200,7 @@ def test_the_mean_of_whole_numbers_is_rounded_down_and_fits_where_they_do(dtype,
 
 def test_a_second_evaluation_of_what_each_replica_has_compiles_nothing(caplog):
     make, kind = WANDERERS["linen"]
-    batch, ddp = make_batch(), wrapped(make(), per_replica=[kind])
+    batch, ddp = make_batch(), wrapped(make(), state={**dict.fromkeys([kind], "per_replica")})
     state, _ = take_steps(ddp, [batch])
     first = ddp.evaluate(state, [batch])
     with jax.log_compiles():
@@ -215,7 +215,11 @@ def test_a_second_evaluation_of_what_each_replica_has_compiles_nothing(caplog):
 def test_a_run_goes_on_with_what_each_replica_had(make, kind, tmp_path):
     def fit(num_steps, run_dir):
         options = {"num_steps": num_steps, "run_dir": tmp_path / run_dir}
-        return jddp.fit(wrapped(make(), per_replica=[kind]), [make_batch()] * 4, **options).state
+        return jddp.fit(
+            wrapped(make(), state={**dict.fromkeys([kind], "per_replica")}),
+            [make_batch()] * 4,
+            **options,
+        ).state
 
     fit(2, "twice")
     got, want = fit(4, "twice"), fit(4, "once")
@@ -226,9 +230,9 @@ def test_a_run_goes_on_with_what_each_replica_had(make, kind, tmp_path):
 def test_what_is_drawn_and_not_declared_is_refused_and_a_declared_mean_is_one_for_all(make, kind):
     with pytest.raises(ConfigError, match=f"random numbers of each replica.*{kind}"):
         take_steps(wrapped(make()), [make_batch()])
-    state, _ = take_steps(wrapped(make(), state_reduction={kind: "mean"}), [make_batch()])
+    state, _ = take_steps(wrapped(make(), state={kind: "mean"}), [make_batch()])
     leaf = own_of(state.model_state)
     assert leaf.shape == (16, 4)
     assert len({np.asarray(x.data).tobytes() for x in leaf.addressable_shards}) == 1
     with pytest.raises(ConfigError, match=f"'owned', and the model keeps .*{kind}"):
-        wrapped(make(), per_replica=["owned"]).init(0, make_batch())
+        wrapped(make(), state={"owned": "per_replica"}).init(0, make_batch())

@@ -180,8 +180,11 @@ WORLDS = [
     ({"mesh": 1}, {}),
     ({"mesh": 8}, {"rows": 32}),
     ({"accumulate_steps": 4}, {}),
-    ({"shard_optimizer": True}, {"masked": True}),
-    ({"mesh": 4, "layout": "flat", "overlap": True, "bucket_mb": 0.0001}, {"rows": 4}),
+    ({"strategy": "zero1"}, {"masked": True}),
+    (
+        {"mesh": 4, "reduction": jddp.Reduction(bucket_mb=0.0001, layout="flat", overlap=True)},
+        {"rows": 4},
+    ),
 ]
 
 

@@ -48,7 +48,9 @@ MIXING = {
 def test_parameters_are_those_of_the_whole_update(name):
     ends = []
     for sharded in (True, False):
-        ddp = wrapped(Net(), optimizer=OPTIMIZERS[name], ema_decay=0.9, shard_optimizer=sharded)
+        ddp = wrapped(
+            Net(), optimizer=OPTIMIZERS[name], ema_decay=0.9, strategy="zero1" if sharded else "ddp"
+        )
         batches = [make_rows(seed=i) for i in range(4)]
         state, metrics = take_steps(ddp, batches, start(ddp, batches[0]))
         ends.append(host((state.params, state.ema_params, metrics)))
@@ -77,7 +79,7 @@ def test_an_optimizer_that_mixes_elements_is_refused_with_the_reason(name):
     other = "something else with arrays of other shapes"
     message = r"does not work element by element: it .*max_grad_norm" if name in MIXING else other
     with pytest.raises(ConfigError, match=message):
-        start(wrapped(Net(), optimizer=optimizer, shard_optimizer=True), make_rows())
+        start(wrapped(Net(), optimizer=optimizer, strategy="zero1"), make_rows())
 
 
 def test_a_replica_keeps_its_share_of_the_optimizer_and_two_percent():
@@ -87,7 +89,9 @@ def test_a_replica_keeps_its_share_of_the_optimizer_and_two_percent():
 
     kept = {}
     for sharded in (True, False):
-        ddp = wrapped(Of(wide), optimizer=optax.adam(1e-3), mesh=8, shard_optimizer=sharded)
+        ddp = wrapped(
+            Of(wide), optimizer=optax.adam(1e-3), mesh=8, strategy="zero1" if sharded else "ddp"
+        )
         arrays = jax.tree.leaves(start(ddp, make_rows()).opt_state)
         kept[sharded] = sum(x.addressable_shards[0].data.nbytes for x in arrays)
         assert jddp.memory(ddp, make_rows()).optimizer == kept[sharded]
@@ -96,16 +100,16 @@ def test_a_replica_keeps_its_share_of_the_optimizer_and_two_percent():
 
 @in_both_places
 def test_what_travels_is_each_gradient_out_and_each_parameter_back(place):
-    ddp = wrapped(Net(), shard_optimizer=True, **place)
+    ddp = wrapped(Net(), strategy="zero1", **place)
     state, found = start(ddp, make_rows()), sent(ddp)
     sizes = {op: [x.num_elements for x in found if x.op == op] for op in {x.op for x in found}}
     padded = sum(4 * shard_shape(x.shape, 4)[0] for x in jax.tree.leaves(state.params))
     # CPUs send the rows of a bucket to whom they belong and add them there: as many bytes.
     assert sum(sizes["all-to-all"]) == sum(sizes["all-gather"]) == padded
     assert sizes["all-reduce"] == [2]  # The loss and the count.
-    if place["layout"] == "flat":
+    if place["reduction"].layout == "flat":
         assert len(sizes["all-to-all"]) == len(sizes["all-gather"]) == len(ddp.plan)
-    clipped = wrapped(Net(), shard_optimizer=True, max_grad_norm=1.0, **place)
+    clipped = wrapped(Net(), strategy="zero1", max_grad_norm=1.0, **place)
     assert sorted(x.num_elements for x in sent(clipped) if x.op == "all-reduce") == [1, 2]
     rows = str(jddp.explain(ddp, make_rows())).splitlines()
     purposes = {tuple(row.split()[3:4] + row.split()[5:]) for row in rows if " f32 " in row}
@@ -115,7 +119,7 @@ def test_what_travels_is_each_gradient_out_and_each_parameter_back(place):
 @pytest.mark.parametrize("dropout_rate", [0.0, 0.2])
 def test_verify_holds_it_against_one_device_or_its_shares_side_by_side(dropout_rate):
     model, batch = MODELS["mlp"](dropout_rate=dropout_rate), make_batch()
-    report = jddp.verify(model, optax.adam(1e-3), loss_fn, batch, shard_optimizer=True)
+    report = jddp.verify(model, optax.adam(1e-3), loss_fn, batch, strategy="zero1")
     assert report.passed, str(report)
     assert report.is_side_by_side == (dropout_rate > 0)
 
@@ -136,7 +140,7 @@ def test_a_checkpoint_resumes_sharded_or_whole_on_any_number_of_devices(tmp_path
     batch, optimizer = make_rows(24), optax.adam(1e-2)
 
     def made(sharded, num, optimizer=optimizer):
-        ddp = wrapped(Net(), optimizer=optimizer, mesh=num, shard_optimizer=sharded)
+        ddp = wrapped(Net(), optimizer=optimizer, mesh=num, strategy="zero1" if sharded else "ddp")
         return ddp, start(ddp, batch)
 
     alone, state = made(False, 1)

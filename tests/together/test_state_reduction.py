@@ -80,15 +80,15 @@ def test_counts_of_rows_that_are_not_declared_are_refused_by_name(name, mode):
     "name, options",
     [
         ("linen", {}),
-        ("linen", {"accumulate_steps": 2, "overlap": True}),
-        ("nnx", {"logical_replicas": 8, "mesh": 2, "accumulate_steps": 2}),
+        ("linen", {"accumulate_steps": 2, "reduction": jddp.Reduction(overlap=True)}),
+        ("nnx", {"strategy": jddp.LogicalReplicas(8), "mesh": 2, "accumulate_steps": 2}),
     ],
     ids=["plain", "overlap", "nnx on logical replicas"],
 )
 def test_a_sum_over_replicas_is_the_count_of_one_device(name, options):
     """Calls count micro-batches, and are no sum. All options are in test_option_pairs."""
     make, kind = COUNTERS[name]
-    ddp, state = train(make(), state_reduction={kind: "sum"}, **options)
+    ddp, state = train(make(), state={kind: "sum"}, **options)
     parts = {"accumulate_steps": options.get("accumulate_steps", 1)}
     equal(counted(state), counted(train(make(), mesh=1, **parts)[1]))
     assert find_divergence(digests(state), state) is None
@@ -97,14 +97,14 @@ def test_a_sum_over_replicas_is_the_count_of_one_device(name, options):
 
 @in_both
 def test_the_first_is_replica_zero_s_and_the_same_everywhere(make, kind):
-    _, state = train(make(), 1, state_reduction={kind: "first"})
+    _, state = train(make(), 1, state={kind: "first"})
     equal(counted(state)[0], signs_of(make_batch(32, seed=0)["x"][:4]))
     assert find_divergence(digests(state), state) is None
 
 
 @in_both
 def test_counts_may_be_kept_by_each_replica(make, kind):
-    ddp, state = train(make(), per_replica=[kind])
+    ddp, state = train(make(), state={kind: "per_replica"})
     seen, calls = counted(state)
     np.testing.assert_array_equal(seen.sum(1), [3 * 4] * 8)
     np.testing.assert_array_equal(calls, [3] * 8)
@@ -117,21 +117,19 @@ def test_counts_may_be_kept_by_each_replica(make, kind):
 
 
 def test_names_and_rules_that_are_not_known_are_refused():
-    both = {"state_reduction": {"counts": "sum"}, "per_replica": ["counts"]}
     of_ints = "'mean' does not fit '.*seen' of int32"
     for make, options, message in (
-        (Counts, {"state_reduction": {"count": "sum"}}, "names 'count', and .* counts"),
-        (Counts, {"state_reduction": {"counts": "max"}}, "'max'}: .*'mean', 'sum', 'first'"),
-        (Counts, both, "per_replica"),
-        (Counts, {"state_reduction": {"counts": "mean"}}, of_ints),
-        (NnxCounts, {"state_reduction": {"Count": "mean"}}, of_ints),
+        (Counts, {"state": {"count": "sum"}}, "names 'count', and .* counts"),
+        (Counts, {"state": {"counts": "max"}}, "'max'}: .*'mean', 'sum', 'first'"),
+        (Counts, {"state": {"counts": "mean"}}, of_ints),
+        (NnxCounts, {"state": {"Count": "mean"}}, of_ints),
     ):
         with pytest.raises(jddp.ConfigError, match=message):
             train(make(), 1, **options)
 
 
 def test_verify_passes_declared_counts():
-    options = {"state_reduction": {"counts": "sum"}}
+    options = {"state": {"counts": "sum"}}
     report = jddp.verify(Counts(), optax.sgd(0.1), loss_fn, make_batch(32), **options)
     assert report.passed, report
 
@@ -148,8 +146,12 @@ def test_a_declared_mean_is_that_of_one_device_and_of_logical_replicas_bitwise()
     with pytest.raises(jddp.ConfigError, match="'ema/center' depends on the rows"):
         train(Of(codebook), 1)
     ends = [
-        train(Of(codebook), state_reduction={"ema": "mean"}, **options)[1]
-        for options in ({}, {"logical_replicas": 8, "mesh": 1}, {"logical_replicas": 8, "mesh": 4})
+        train(Of(codebook), state={"ema": "mean"}, **options)[1]
+        for options in (
+            {},
+            {"strategy": jddp.LogicalReplicas(8), "mesh": 1},
+            {"strategy": jddp.LogicalReplicas(8), "mesh": 4},
+        )
     ]
     equal(*(end.model_state for end in ends[1:]))
     _, one = train(Of(codebook), mesh=1)
@@ -218,7 +220,7 @@ APART = {
 @pytest.mark.parametrize("functions, options", [(EQUAL, {}), (APART, {"kept": "first"})])
 def test_state_that_is_the_same_on_all_replicas_needs_no_rule(functions, options):
     """What is not is the same once it has a rule."""
-    _, state = train(written(functions), 1, mesh=2, state_reduction=options)
+    _, state = train(written(functions), 1, mesh=2, state=options)
     assert find_divergence(digests(state), state) is None
 
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from judge import PLACES, assert_close_step
+from judge import PLACES, assert_close_step, joined
 from oracle import on_one_device, vmapped_step, whole_batch_step
 from tiny import MODELS, loss_fn, make_batch
 
@@ -57,7 +57,9 @@ def test_n_devices_equal_one_device_for_every_pair_of_settings(
     module = MODELS[model](dtype=jnp.dtype(dtype), dropout_rate=dropout)
     optimizer = optax.sgd(0.5, momentum=0.9)
     # Buckets of 200 bytes: several, with leaves larger than one.
-    options = {"mesh": replicas, "bucket_mb": 200 / 2**20, **PLACES[place]}
+    options = joined(
+        {"mesh": replicas, "reduction": jddp.Reduction(bucket_mb=200 / 2**20)}, PLACES[place]
+    )
     ddp = jddp.DataParallel(module, optimizer, loss_fn, **options)
     batch = make_batch(masked=masked)
     state = ddp.init(seed=1, batch=batch)

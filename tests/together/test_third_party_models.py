@@ -99,7 +99,7 @@ def test_a_batch_norm_that_is_shared_or_vmapped_is_synchronised(model, caplog):
 
 @pytest.mark.parametrize("name", ["vmapped", "nnx vmapped"])
 def test_vmapped_batch_norms_are_one_all_reduce_a_direction(name):
-    ddp = wrapped(NORMED[name], layout="flat")
+    ddp = wrapped(NORMED[name], reduction=jddp.Reduction(layout="flat"))
     ddp.init(0, make_batch())
     purposes = collections.Counter()
     for row in str(jddp.explain(ddp, make_batch())).splitlines():

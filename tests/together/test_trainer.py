@@ -760,7 +760,7 @@ def test_an_evaluation_with_a_metric_of_a_reserved_name_is_refused_before_the_fi
 
 
 def test_every_field_of_a_record_but_the_metrics_has_a_reserved_name(tmp_path):
-    options = {"max_grad_norm": 1.0, "loss_scale": "dynamic"}
+    options = {"max_grad_norm": 1.0, "precision": jddp.Precision(loss_scale="dynamic")}
     run = fit(wrapped(**options), batches(), tmp_path, learning_rate=lambda step: 0.1)
     fields = {name for record in run.history for name in record}
     assert fields - {"accuracy"} == {*RESERVED}

@@ -34,7 +34,9 @@ def test_models_pass_with_and_without_random_numbers(name, dropout_rate):
 
 
 PASSING = [{"accumulate_steps": 2, "max_grad_norm": 0.1, "ema_decay": 0.9, "mesh": 4}]
-PASSING += [{"batch_norm_unbiased": True, "skip_nonfinite": True, "donate": True}]
+PASSING += [
+    {"batch_norm": jddp.SyncBatchNorm(unbiased=True), "skip_nonfinite": True, "donate": True}
+]
 
 
 @pytest.mark.parametrize("options", PASSING, ids="-".join)
@@ -45,7 +47,7 @@ def test_options_pass(options):
 
 
 def test_coarse_numbers_are_allowed_their_roundings():
-    report = verified(MLP(dtype=jnp.bfloat16), wire_dtype="bfloat16")
+    report = verified(MLP(dtype=jnp.bfloat16), reduction="bfloat16")
     assert report.passed, report
     assert {x.allowed for x in report.comparisons} == {8 * 2**-8, 0.05}
 
@@ -137,13 +139,13 @@ def own_norm(m, x, train):
 SUM = {"loss": lambda *given: loss_fn(*given)[0].sum()}
 MASKED = {"loss": a_mean_under_a_mask, "batch": make_batch(masked=True)}
 LOCAL, BROADCAST = ({"model": ConvNet(), "batch_norm": mode} for mode in ("local", "broadcast"))
-OWN = {"model": Of(own_norm), "state_reduction": {"running": "mean"}}
+OWN = {"model": Of(own_norm), "state": {"running": "mean"}}
 WRONG = {
     "a sum": (SUM, "is a sum over its rows: over the whole batch it is 8 times"),
     "a mean under a mask": (MASKED, "replicas count alike whatever the weights of their rows"),
     "local statistics": (LOCAL, "'local': each replica normalises with the statistics of its own"),
     "broadcast statistics": (BROADCAST, "'broadcast': each"),
-    "own statistics": (OWN, "state_reduction: a layer that normalises .* that of its replica"),
+    "own statistics": (OWN, "state: a layer that normalises .* that of its replica"),
     "coupled examples": ({"loss": rows_against_rows}, "The loss couples examples"),
     "the replica": ({"loss": asks_for_the_replica}, r"which replica it runs on \(lax.axis_index\)"),
 }
@@ -289,8 +291,8 @@ def test_a_long_sum_in_the_dtype_of_compute_dtype_names_the_option():
     found = []
     for dtype in ("bfloat16", "float32"):
         model = Of(functools.partial(gather, dtype))
-        report = verified(model, batch=batch, compute_dtype="bfloat16")
-        found.append(["compute_dtype casts" in finding for finding in report.findings])
+        report = verified(model, batch=batch, precision="bfloat16")
+        found.append(["precision casts" in finding for finding in report.findings])
     assert found == [[True], []]
 
 
@@ -329,7 +331,7 @@ class Codebook(nn.Module):
 def test_a_codebook_is_exact_by_counts_and_sums_over_the_replicas_and_no_mean_of_ratios():
     batch = make_batch(64)
     assert verified(Codebook(jddp.AXIS), batch=batch).passed
-    report = verified(Codebook(None), batch=batch, state_reduction={"codebook": "mean"})
+    report = verified(Codebook(None), batch=batch, state={"codebook": "mean"})
     assert {x.what: x.passed for x in report.comparisons}["other state"] is False
     assert "add up counts and sums, jax.lax.psum(x, jddp.AXIS)" in report.findings[0]
 
@@ -358,7 +360,7 @@ def test_what_cannot_be_compared_is_refused():
     with pytest.raises(UsageError, match="there is one"):
         verified(ConvNet(), mesh=1)
     with pytest.raises(UsageError, match="a single device does not have"):
-        verified(ConvNet(), batch_norm_group_size=2)
+        verified(ConvNet(), batch_norm=jddp.SyncBatchNorm(group_size=2))
 
 
 JOB = ["model.name=mlp", "data.global_batch_size=16", "mesh.num_devices=4"]

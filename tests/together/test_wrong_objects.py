@@ -36,7 +36,7 @@ for optimizer in (optax.adam, of_nnx, "adam"):
     except jddp.ConfigError as error:
         print(error)
 try:
-    jddp.DataParallel(MLP(), optax.adam(0.1), loss_fn, local_steps=16)
+    jddp.DataParallel(MLP(), optax.adam(0.1), loss_fn, strategy=16)
 except jddp.ConfigError as error:
     print(error)
 """
@@ -46,17 +46,17 @@ def test_an_optimizer_or_local_steps_that_are_none_are_refused_with_what_to_give
     command = [sys.executable, "-c", WRONG]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
     *lines, steps = done.stdout.splitlines()
-    assert steps == "local_steps=16: give jddp.LocalSteps(every=16), or None."
+    assert steps.startswith("strategy=16 is none. Choose 'ddp', 'zero1', jddp.LogicalReplicas")
     kinds = [line.partition("optimizer is of type ")[2].split(".")[0] for line in lines]
     assert kinds == ["function", "Optimizer", "str"]
     way_out = "optax.adam(1e-3), not optax.adam; of an nnx.Optimizer its .tx."
     assert all(line.endswith(way_out) for line in lines)
 
 
-MEANT = {"bucket_cap_mb": "bucket_mb", "find_unused_parameters": "unused_parameters"}
+MEANT = {"bucket_cap_mb": "reduction", "find_unused_parameters": "unused_parameters"}
 MEANT |= {"broadcast_buffers": "batch_norm", "process_group": "mesh", "device_ids": "mesh"}
 MEANT |= {"gradient_accumulation_steps": "accumulate_steps", "max_norm": "max_grad_norm"}
-MEANT |= {"wire_dtyp": "wire_dtype", "precision": "compute_dtype"}
+MEANT |= {"wire_dtype": "reduction", "mixed_precision": "precision", "zero_stage": "strategy"}
 MEANT |= {"gradient_clip_val": "max_grad_norm", "gradient_clip": "max_grad_norm"}
 MEANT |= {"run_dir": "fit(run_dir=)", "logger": "fit(callbacks=)", "max_steps": "fit(num_steps=)"}
 

@@ -121,8 +121,9 @@ def train_case(folder, name, **options):
         MODELS[case["model"]](**case["sizes"]),
         OPTIMIZERS[optimizer](**settings),
         loss_fn,
-        bucket_mb=case["bucket_mb"],
-        layout="flat" if case["bucket_mb"] < 1 else "auto",
+        reduction=jddp.Reduction(
+            bucket_mb=case["bucket_mb"], layout="flat" if case["bucket_mb"] < 1 else "auto"
+        ),
         **options,
     )
     state = ddp.init(params=unflatten_dict(params, sep="/"))

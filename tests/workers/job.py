@@ -98,7 +98,7 @@ def train_everything(folder, process_index, num_processes):
         run = fit()
     keep(folder / f"fit_{process_index}.npz", run.eval_metrics, run.state)
 
-    options = {"max_grad_norm": 0.5, "shard_optimizer": True}
+    options = {"max_grad_norm": 0.5, "strategy": "zero1"}
     split = jddp.DataParallel(ConvNet(), optax.sgd(0.2, momentum=0.9), loss_fn, **options)
     try:
         fit(BreakOff(), ddp=split, run_dir=folder / "split")

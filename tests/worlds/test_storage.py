@@ -135,7 +135,7 @@ def worker_of(launcher):
 
 def test_processes_that_share_no_folder_resume_at_a_url_bitwise_identically(storage):
     launch = ["-m", "jddp.launch", "--num-processes", "2", "--max-restarts", "1", "--logs", "logs"]
-    options = ["ddp.shard_optimizer=true", "ddp.ema_decay=null"]
+    options = ["ddp.strategy=zero1", "ddp.ema_decay=null"]
     out, status = storage.run(*launch, *TRAIN, *options, "run.dir=whole")
     assert status == 0, out
     job = storage.start(*launch, *TRAIN, *options, f"run.dir={URL}", "checkpoint.every_steps=200")

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 
+from jddp.config.options import Reduction
 from jddp.doctor.acceptance.jobs import Workload, adam, cnn, gpt
 from jddp.doctor.acceptance.result import Machine, PartResult
 from jddp.doctor.finding import BAD, OK, WARN
@@ -56,7 +57,7 @@ def buckets(machine: Machine) -> PartResult:
     """A GPT whose gradients are sent in buckets that are too large for XLA's own kernel."""
     job = gpt(machine, "medium", machine.num_devices)
     most = BUCKET_MB[machine.platform]
-    options = {"bucket_mb": most, "layout": "flat"}
+    options = {"reduction": Reduction(bucket_mb=most, layout="flat")}
     with jax.default_matmul_precision("highest"):
         report = _verified(job, **options)
         explained = explain(job.replicate(**options), job.batch)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax
 
+from jddp.config.options import Reduction
 from jddp.doctor.acceptance.equal import BUCKET_MB
 from jddp.doctor.acceptance.jobs import gpt, step_seconds
 from jddp.doctor.acceptance.result import SKIP, Machine, PartResult
@@ -20,7 +21,7 @@ def overlap(machine: Machine) -> PartResult:
     job, found = gpt(machine, "medium", machine.num_devices), []
     for is_on in (True, False):
         size = BUCKET_MB[machine.platform]
-        ddp = job.replicate(layout="flat", overlap=is_on, bucket_mb=size)
+        ddp = job.replicate(reduction=Reduction(bucket_mb=size, layout="flat", overlap=is_on))
         step_seconds(ddp, job.batch, _NUM_STEPS)  # which compiles
         with tempfile.TemporaryDirectory(prefix="jddp-") as folder:
             with jax.profiler.trace(folder):

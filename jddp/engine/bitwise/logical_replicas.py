@@ -34,7 +34,7 @@ from jddp.typing import Batch, ModelState, Path, PyTree
 
 @final
 @dataclass(frozen=True)
-class LogicalReplicas:
+class FixedReplicas:
     """A fixed number of replicas, whatever the number of devices.
 
     Attributes:
@@ -50,7 +50,7 @@ class LogicalReplicas:
 
     def total(self, num_devices: int) -> int:
         """Returns `num`, if it divides over the devices."""
-        check_rows(self.num, num_devices, f"{num_devices} devices", "logical_replicas")
+        check_rows(self.num, num_devices, f"{num_devices} devices", "LogicalReplicas")
         return self.num
 
     def jit(self, function: Function, options: Options = None, donated: Places = ()) -> Wrapped:
@@ -74,7 +74,7 @@ class LogicalReplicas:
         found = (eqn.primitive.name for eqn in equations(forward) if self.axis in axes_of(eqn))
         if name := next(found, None):
             raise ConfigError(
-                f"logical_replicas={self.num} runs replicas one after the other, and this model or "
+                f"LogicalReplicas({self.num}) runs replicas one after the other, and this model or "
                 f"loss has a collective, {name!r} over axis {self.axis!r}. If it is a batch "
                 "norm, choose batch_norm='local': each replica its own statistics. Else leave the "
                 "collective out."

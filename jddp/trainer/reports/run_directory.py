@@ -322,7 +322,7 @@ def _flat(values: Settings) -> dict[str, Any]:
 
 def is_free(key: str, old: Any, new: Any) -> bool:
     """Whether a key may differ from start to start: no finished step changes but for rounding."""
-    return effect_of(key) != "numbers" or (key in LENGTH_KEYS and MISSING in (old, new))
+    return effect_of(key, old, new) != "numbers" or (key in LENGTH_KEYS and MISSING in (old, new))
 
 
 def _show(value: Any) -> str:

@@ -211,7 +211,7 @@ ON_TWO = {"sum": lambda x: x.sum(0) / 2, "mean": lambda x: x.mean(0), "drop": la
 
 @pytest.mark.parametrize("rule", ON_TWO)
 def test_what_replicas_have_of_their_own_follows_its_rule_on_another_mesh(checkpoints, rule):
-    options = {"batch_norm": "local", "comm_hook": memory(rule)}
+    options = {"batch_norm": "local", "reduction": jddp.Reduction(hook=memory(rule))}
     before, after = (wrapped(ConvNet(), mesh=size, **options) for size in (4, 2))
     state = stepped(before, 2)
     checkpoints.save(2, state, {}, before.steps.layouts(state))
@@ -233,7 +233,11 @@ def test_what_replicas_have_of_their_own_follows_its_rule_on_another_mesh(checkp
 @pytest.fixture(scope="module")
 def every_layout(tmp_path_factory):
     """The wrapper and the state of a checkpoint with arrays of every layout, and its folder."""
-    options = {"batch_norm": "local", "comm_hook": memory("sum"), "shard_optimizer": True}
+    options = {
+        "batch_norm": "local",
+        "reduction": jddp.Reduction(hook=memory("sum")),
+        "strategy": "zero1",
+    }
     ddp = wrapped(ConvNet(), optax.adam(0.1), mesh=4, **options)
     state, directory = stepped(ddp, 2), tmp_path_factory.mktemp("layouts")
     checkpoints = CheckpointFolder(directory, keep=1)

@@ -50,7 +50,7 @@ def test_later_sources_win_the_run_is_named_after_its_files_and_1e_3_is_a_number
 
 def test_a_dumped_config_reads_back_to_the_same_values(file):
     overrides = ["model.kwargs.name='1e-3'", "optimizer.kwargs.eps=1e-30"]
-    overrides += ["ddp.bucket_mb=[0.1, 25]", "ddp.wire_dtype=bfloat16"]
+    overrides += ["ddp.reduction.bucket_mb=[0.1, 25]", "ddp.reduction.wire_dtype=bfloat16"]
     # Text that YAML 1.1 takes for something else.
     odd = ("1:30", "017", "yes", "1_000", "0o17", "08")
     overrides += [f"model.kwargs.x{i}='{text}'" for i, text in enumerate(odd)]
@@ -77,8 +77,8 @@ RULES = {
     "optimizer.learning_rate=.nan": "finite number, not nan",
     "optimizer.learning_rate=null": "valid number, not None",
     "ddp.ema_decay=1": "less than 1, not 1",
-    "ddp.bucket_mb=0": "greater than 0 or a valid list, not 0",
-    "ddp.first_bucket_mb=1": "unknown key 'ddp.first_bucket_mb'. Did you mean 'bucket_mb'?",
+    "ddp.reduction.bucket_mb=0": "greater than 0 or a valid list, not 0",
+    "ddp.first_bucket_mb=1": "'ddp.first_bucket_mb'. Did you mean 'ddp.reduction.bucket_mb'?",
     "checkpoint.resume=always": "'auto', 'never', 'must' or 'changed'",
     "model.kwargs=[1]": "valid dictionary, not [1]",
     "data.name=null": "data: give either 'name' or 'target'.",
@@ -89,12 +89,18 @@ RULES = {
 
 def test_every_mistake_is_reported_at_once_with_its_source_and_key(file):
     files = [file("train: {num_steps: 10}\noptimizer: {learning_rat: 0.1}\nmesh: {num_devices: 0}")]
-    given = ["optimizer.learning_rate=-1", "sede=3", "warmup_steps=3", "ddp.layout=leav", "model=3"]
+    given = [
+        "optimizer.learning_rate=-1",
+        "sede=3",
+        "warmup_steps=3",
+        "ddp.reduction.layout=leav",
+        "model=3",
+    ]
     given += ["optimizer.lr=0.1"]
     assert sorted(mistakes_in(files, given)) == [
         f"{files[0]}: mesh.num_devices must be greater than or equal to 1 or 'auto', not 0.",
         f"{files[0]}: unknown key 'optimizer.learning_rat'. Did you mean 'learning_rate'?",
-        "command line: ddp.layout must be 'auto', 'leaf' or 'flat', not 'leav'.",
+        "command line: ddp.reduction.layout must be 'auto', 'leaf' or 'flat', not 'leav'.",
         "command line: model must be a section of keys, not 3.",
         "command line: optimizer.learning_rate must be greater than 0, not -1.",
         "command line: unknown key 'optimizer.lr'. Did you mean 'learning_rate'?",

@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 from two_replicas import AXIS, local_of, on_two, state_of
 
-from jddp.engine.bitwise.logical_replicas import LogicalReplicas
+from jddp.engine.bitwise.logical_replicas import FixedReplicas
 from jddp.engine.replicas import Devices, choose_replicas
 from jddp.engine.state import Inputs, PerReplica, Replicated
 from jddp.errors import ConfigError
@@ -19,7 +19,7 @@ from jddp.reduce.hooks import PLAIN
 
 ROWS = np.float32([[1, 2, 3, 4], [5, 6, 7, 8]])  # four on each device
 MODEL = types.SimpleNamespace(keeps_own=lambda path, x: False)
-DEVICES, LOGICAL = Devices(AXIS, MODEL), LogicalReplicas(AXIS, MODEL, 4)
+DEVICES, LOGICAL = Devices(AXIS, MODEL), FixedReplicas(AXIS, MODEL, 4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +109,7 @@ def test_logical_replicas_divide_over_the_devices():
     assert [x.total(2) for x in (DEVICES, LOGICAL)] == [2, 4]
     assert [x.num for x in (DEVICES, LOGICAL)] == [None, 4]
     assert choose_replicas(AXIS, MODEL, None, 2) == DEVICES
-    with pytest.raises(ConfigError, match="logical_replicas"):
+    with pytest.raises(ConfigError, match="LogicalReplicas"):
         choose_replicas(AXIS, MODEL, 3, 2)
 
 

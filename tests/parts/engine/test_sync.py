@@ -90,8 +90,8 @@ def test_an_outer_step_of_your_own_decides_what_replicas_agree_on():
         def init(self, params):
             return {"params": params}
 
-        def __call__(self, reduction, params, outer):
-            largest = {"w": lax.pmax(params["w"], reduction.axis)}
+        def __call__(self, reducer, params, outer):
+            largest = {"w": lax.pmax(params["w"], reducer.axis)}
             return largest, {"params": largest}
 
     assert settled(LocalSteps(1, Largest()), 0, [5, 7]) == ([7, 7], [7, 7])
@@ -119,7 +119,7 @@ def test_a_plan_shows_how_often_it_is_sent():
     plan = REDUCTION.plan({"w": jnp.ones(2)})
     assert EveryStep().note(plan) == EveryStep().sent(REDUCTION, plan, {}) == plan
     note = LocalSteps(4, start=2).sent(REDUCTION, plan, {"w": jnp.ones(2)}).notes[-1]
-    assert note == "local_steps: sent every 4 steps, and in each of the first 2"
+    assert note == "LocalSteps: sent every 4 steps, and in each of the first 2"
     assert (EveryStep().every, LocalSteps(4).every) == (None, 4)
 
 

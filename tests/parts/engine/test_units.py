@@ -13,7 +13,7 @@ from jddp.engine.schedule import choose_backward
 from jddp.engine.state import Inputs
 from jddp.modules.functional import functional
 from jddp.modules.metrics import mean_tree
-from jddp.reduce.average import make_reduction
+from jddp.reduce.average import make_reducer
 from jddp.reduce.packing import bucketed
 
 POWER = 2.0**-10
@@ -52,7 +52,7 @@ def test_the_table_of_units(
 
     packed = bucketed("leaf", jddp.CommHook(lambda plan: jnp.zeros(()), note))
     seen_by = {"seen": unscaled} if is_scaled else {}
-    reduction = make_reduction("data", packed, (64,), None, **seen_by)
+    reduction = make_reducer("data", packed, (64,), None, **seen_by)
 
     def replica(x):
         state = state_of({"w": jnp.ones((), dtype)})

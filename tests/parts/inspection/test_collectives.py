@@ -10,7 +10,11 @@ from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch
 import jddp
 
 KIB = 1 / 1024
-WAYS = {"leaf": {"layout": "leaf"}, "flat": {"layout": "flat"}, "overlap": {"overlap": True}}
+WAYS = {
+    "leaf": {"reduction": jddp.Reduction(layout="leaf")},
+    "flat": {"reduction": jddp.Reduction(layout="flat")},
+    "overlap": {"reduction": jddp.Reduction(overlap=True)},
+}
 
 
 def step_collectives(model, batch=None, **options):
@@ -22,21 +26,25 @@ def step_collectives(model, batch=None, **options):
 
 @pytest.mark.parametrize("bucket_mb", [0.1 * KIB, 0.5 * KIB, 25])
 def test_flat_buckets_survive_compilation_and_one_small_vector_travels_beside_them(bucket_mb):
-    plan, found = step_collectives(MLP(), layout="flat", bucket_mb=bucket_mb)
+    plan, found = step_collectives(
+        MLP(), reduction=jddp.Reduction(bucket_mb=bucket_mb, layout="flat")
+    )
     assert {op for op, _ in found} == {"all-reduce"}
     sizes = sorted(size for _, size in found)
     small = 4  # loss and accuracy, each a total and a count
     assert sizes == sorted([small, *(bucket.size for bucket in plan.buckets)])
     assert len(plan) == {0.1 * KIB: 4, 0.5 * KIB: 2, 25: 1}[bucket_mb]
     # XLA:CPU makes one collective of all leaves, the small vector included.
-    _, found = step_collectives(MLP(), layout="leaf", bucket_mb=bucket_mb)
+    _, found = step_collectives(MLP(), reduction=jddp.Reduction(bucket_mb=bucket_mb, layout="leaf"))
     assert [size for _, size in found] == [sum(sizes)]
 
 
 @pytest.mark.parametrize("model", [ConvNet(), NnxConvNet(nnx.Rngs(0))], ids=["linen", "nnx"])
 def test_synced_batch_norm_adds_one_collective_a_direction_and_local_none(model):
     for batch_norm, num in (("sync", 2), ("local", 0)):
-        plan, found = step_collectives(model, layout="flat", batch_norm=batch_norm)
+        plan, found = step_collectives(
+            model, reduction=jddp.Reduction(layout="flat"), batch_norm=batch_norm
+        )
         assert len(found) == len(plan) + 1 + num
 
 

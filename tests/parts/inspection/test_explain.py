@@ -15,7 +15,10 @@ def wrapped(model=None, **options):
 
 
 def test_an_explanation_counts_what_the_compiled_step_sends():
-    ddp = wrapped(ConvNet(), bucket_mb=0.1 * KIB, layout="flat", wire_dtype="bfloat16")
+    ddp = wrapped(
+        ConvNet(),
+        reduction=jddp.Reduction(wire_dtype="bfloat16", bucket_mb=0.1 * KIB, layout="flat"),
+    )
     reported = jddp.explain(ddp, make_batch())
     assert max(map(len, str(reported).splitlines())) <= 80
     assert reported._repr_html_().startswith("<pre")
@@ -31,7 +34,9 @@ def test_an_explanation_counts_what_the_compiled_step_sends():
 @pytest.mark.parametrize("name", ["", "max"])
 def test_a_plan_names_the_hook(name):
     """HK-8."""
-    ddp = wrapped(comm_hook=jddp.CommHook(lambda plan: (), max) if name else None)
+    ddp = wrapped(
+        reduction=jddp.Reduction(hook=jddp.CommHook(lambda plan: (), max) if name else None)
+    )
     ddp.init(0, make_batch())
     # The plan's bytes are those before a hook: it says so.
-    assert ("comm_hook 'max'" in str(ddp.plan)) == (name == "max")
+    assert ("hook 'max'" in str(ddp.plan)) == (name == "max")

@@ -17,7 +17,8 @@ PAGE = Path(__file__).parents[3] / "docs" / "trainers.md"
 
 
 def test_every_option_that_is_suggested_exists():
-    known = {".".join(path) for path in keys_of(Config)}
+    paths = [path[:length] for path in keys_of(Config) for length in range(1, len(path) + 1)]
+    known = {".".join(path) for path in paths}
     takes = {"": jddp.DataParallel, "fit": jddp.fit}
     for option in OPTIONS:
         assert option.key in known | {""}
@@ -32,12 +33,12 @@ def test_every_option_that_is_suggested_exists():
 
 def test_a_key_of_another_trainer_is_given_the_key_that_is_meant():
     for name, meant in (
-        ("train.precision", "ddp.compute_dtype"),
+        ("train.precision", "ddp.precision"),
         ("optimizer.gradient_clip_val", "ddp.max_grad_norm"),
         ("train.output_dir", "run.dir"),
         ("optimizer.lr", "learning_rate"),
         ("train.max_step", "num_steps"),
-        ("bf16", "ddp.compute_dtype"),
+        ("bf16", "ddp.precision"),
     ):
         with pytest.raises(ConfigError, match=f"'{name}'. Did you mean '{meant}'"):
             load_config([], [f"{name}=1"])

@@ -70,7 +70,11 @@ def test_the_page_does_what_the_library_does(layout, bucket_bytes):
     rows = np.random.default_rng(0).standard_normal((24, 6), dtype=np.float32)
     batch = {"x": rows[:, :4], "y": rows[:, 4:], "mask": np.float32(np.arange(24) < 19)}
     ddp = jddp.DataParallel(
-        model, optimizer, squared_error, mesh=mesh, layout=layout, bucket_mb=bucket_bytes / 2**20
+        model,
+        optimizer,
+        squared_error,
+        mesh=mesh,
+        reduction=jddp.Reduction(bucket_mb=bucket_bytes / 2**20, layout=layout),
     )
     state = ddp.init(seed=0, batch=batch)
     params = ddp.model(state)["params"]
@@ -185,7 +189,7 @@ def test_a_streaming_step_averages_one_fragment_and_then_the_next():
     model = nn.Sequential([nn.Dense(5), nn.tanh, nn.Dense(2)])
     streaming = jddp.LocalSteps(1, load("streaming_averages")["NextFragment"]())
     options = {"loss_fn": squared_error, "optimizer": optax.sgd(0.1)}
-    ddp = jddp.DataParallel(model, **options, local_steps=streaming)
+    ddp = jddp.DataParallel(model, **options, strategy=streaming)
     state, (want, _) = ddp.init(0, batch), take_steps(jddp.DataParallel(model, **options), [batch])
     want = jax.tree.leaves(want.params)
     for averaged in (0, 1):

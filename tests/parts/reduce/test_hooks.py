@@ -8,7 +8,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from jax import P, lax
-from judge import in_both_places
+from judge import in_both_places, joined
 from states import close
 from tiny import MLP, NnxConvNet, loss_fn, make_batch, take_steps
 
@@ -41,7 +41,12 @@ def wire_dtypes(ddp, batch):
 @in_both_places
 def test_a_narrow_wire_carries_half_the_bytes(place, wire_dtype):
     wide = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, **place)
-    narrow = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, wire_dtype=wire_dtype, **place)
+    narrow = jddp.DataParallel(
+        MLP(),
+        optax.sgd(0.1),
+        loss_fn,
+        **joined(place, reduction=jddp.Reduction(wire_dtype=wire_dtype)),
+    )
     sent, sent_wide = wire_dtypes(narrow, make_batch()), wire_dtypes(wide, make_batch())
     name = {"bfloat16": "bf16", "float16": "f16"}[jnp.dtype(wire_dtype).name]
     assert [dtype for dtype, _ in sent].count("f32") == 1  # loss and metrics
@@ -72,7 +77,7 @@ def test_a_float16_wire_holds_sums_over_many_entries():
         def __call__(self, x):
             return x * self.param("scale", nn.initializers.ones, ())
 
-    options = {"wire_dtype": "float16", "accumulate_steps": 2}
+    options = {"reduction": "float16", "accumulate_steps": 2}
     ddp = jddp.DataParallel(Scale(), optax.sgd(1.0), lambda m, b: m(b["x"]), **options)
     state, _ = take_steps(ddp, [{"x": np.full((512,), 2.0**12, np.float32)}])
     assert float(state.params["scale"]) == 1 - 2.0**12
@@ -109,7 +114,9 @@ def counting(plan_seen, calls):
 @in_both_places
 def test_a_hook_sees_every_bucket_and_its_memory_is_each_replica_s_own(place):
     plans, calls = [], []
-    options = {"comm_hook": counting(plans, calls), "bucket_mb": 200 * BYTES, **place}
+    options = joined(
+        {"reduction": jddp.Reduction(bucket_mb=200 * BYTES, hook=counting(plans, calls))}, place
+    )
     ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, **options)
     batch = make_batch(32)
     state, _ = take_steps(ddp, [batch] * 3)
@@ -133,7 +140,11 @@ def test_a_hook_is_given_what_travels_and_its_scale(wire_dtype, scale):
         seen.update((x.dtype.name, bucket.scale) for x in bucket.values)
         return lax.pmean(bucket, axis), comm_state
 
-    options = {"comm_hook": jddp.CommHook(lambda plan: (), reduce), "wire_dtype": wire_dtype}
+    options = {
+        "reduction": jddp.Reduction(
+            wire_dtype=wire_dtype, hook=jddp.CommHook(lambda plan: (), reduce)
+        )
+    }
     ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, **options)
     ddp.steps.lower(make_batch(48))
     assert seen == {(wire_dtype or "float32", scale)}
@@ -152,18 +163,23 @@ def test_a_hook_may_take_its_gradients_one_by_one(place):
     def gradients(**options):
         model = nn.Sequential([nn.Dense(256), nn.Dense(256), nn.Dense(4)])
         loss, batch = (lambda model, batch: model(batch["x"]).sum(-1)), make_batch(16)
-        ddp = jddp.DataParallel(model, optax.sgd(0.1), loss, **options, **place)
+        ddp = jddp.DataParallel(model, optax.sgd(0.1), loss, **joined(place, options))
         return ddp.gradients(ddp.init(0, batch), batch)[0]
 
-    got, want = gradients(comm_hook=jddp.CommHook(lambda plan: (), reduce)), gradients()
+    got, want = (
+        gradients(reduction=jddp.Reduction(hook=jddp.CommHook(lambda plan: (), reduce))),
+        gradients(),
+    )
     close(got, want, rtol=1e-6)  # sums of eight, in another order
     assert all(tuple(shapes) == planned for shapes, planned, _ in seen)
-    assert max(num for *_, num in seen) == (2 if place["layout"] == "leaf" else 1)
+    assert max(num for *_, num in seen) == (2 if place["reduction"].layout == "leaf" else 1)
 
 
 def test_a_hook_that_remembers_needs_a_batch_to_plan_by():
     hook = counting([], [])
-    ddp = jddp.DataParallel(NnxConvNet(nnx.Rngs(0)), optax.sgd(0.1), loss_fn, comm_hook=hook)
+    ddp = jddp.DataParallel(
+        NnxConvNet(nnx.Rngs(0)), optax.sgd(0.1), loss_fn, reduction=jddp.Reduction(hook=hook)
+    )
     with pytest.raises(jddp.Error, match="init needs batch="):
         ddp.init()
     batch = make_batch()

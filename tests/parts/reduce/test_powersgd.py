@@ -19,6 +19,7 @@ from judge import (
     beside_one_device,
     host,
     in_both_places,
+    joined,
     make_rows,
     sent,
     wrapped,
@@ -63,7 +64,12 @@ def matrices(num=16, *, seed=0):
 
 
 def linear(hook, **options):
-    return wrapped(Linear(), output, optimizer=optax.sgd(1.0), comm_hook=hook, **options)
+    return wrapped(
+        Linear(),
+        output,
+        optimizer=optax.sgd(1.0),
+        **joined(options, reduction=jddp.Reduction(hook=hook)),
+    )
 
 
 def through(ddp, batches, state=None):
@@ -79,8 +85,10 @@ def one_step(x, hook, **options):
 def test_of_full_rank_it_equals_one_device(options):
     """Three steps, so that what is remembered, which is rounding, has come back."""
     batches = [make_rows(seed=i) for i in range(3)]
-    ddp, _ = beside_one_device(Net(), batches=batches, comm_hook=powersgd(rank=4), **options)
-    assert "comm_hook 'powersgd'" in str(ddp.plan)
+    ddp, _ = beside_one_device(
+        Net(), batches=batches, **joined(options, reduction=jddp.Reduction(hook=powersgd(rank=4)))
+    )
+    assert "hook 'powersgd'" in str(ddp.plan)
 
 
 @in_both_places
@@ -164,7 +172,12 @@ def test_without_warm_start_each_step_looks_another_way_and_nothing_but_the_coun
 def test_a_narrow_wire_rounds_and_no_more(place, dtype, eps):
     batches = [{"x": matrices(seed=i)} for i in range(3)]
     wide, narrow = (
-        host(through(linear(powersgd(2), wire_dtype=wire, **place), batches).params)
+        host(
+            through(
+                linear(powersgd(2), **joined(place, reduction=jddp.Reduction(wire_dtype=wire))),
+                batches,
+            ).params
+        )
         for wire in (None, dtype)
     )
     for name, want in wide.items():
@@ -177,7 +190,12 @@ def test_a_narrow_wire_rounds_and_no_more(place, dtype, eps):
 @pytest.mark.parametrize("dtype, eps", [(jnp.bfloat16, 2**-7), (jnp.float16, 2**-10)])
 def test_half_precision_parameters_keep_their_dtype_and_remember_in_float32(place, dtype, eps):
     x = matrices()
-    ddp = wrapped(Linear(dtype), output, optimizer=optax.sgd(1.0), comm_hook=powersgd(6), **place)
+    ddp = wrapped(
+        Linear(dtype),
+        output,
+        optimizer=optax.sgd(1.0),
+        **joined(place, reduction=jddp.Reduction(hook=powersgd(6))),
+    )
     state = through(ddp, [{"x": x}])
     assert {a.dtype for a in jax.tree.leaves(state.params)} == {np.dtype(dtype)}
     assert {a.dtype.name for a in jax.tree.leaves(state.comm_state.hook)} == {"float32", "int32"}
@@ -195,7 +213,10 @@ class Complex(nn.Module):
 def test_complex_gradients_travel_exactly():
     x, options = np.round(8 * matrices()), {"optimizer": optax.sgd(1.0)}
     plain, ours = (
-        through(wrapped(Complex(), output, comm_hook=hook, **options), [{"x": x}])
+        through(
+            wrapped(Complex(), output, **joined(options, reduction=jddp.Reduction(hook=hook))),
+            [{"x": x}],
+        )
         for hook in (None, powersgd())
     )
     assert list(ours.comm_state.hook["unsent"]) == []
@@ -230,15 +251,26 @@ def promised(bucket, rank, rate):
     ids=["mlp", "narrow", "conv"],
 )
 def test_a_bucket_sends_its_factors_in_two_collectives(model, rank, rate, dtype, place):
-    options = {"comm_hook": powersgd(rank, min_compression_rate=rate), "wire_dtype": dtype, **place}
-    ddp = wrapped(model, loss_fn, bucket_mb=300 / 2**20, **options)
+    options = joined(
+        {
+            "reduction": jddp.Reduction(
+                wire_dtype=dtype, hook=powersgd(rank, min_compression_rate=rate)
+            )
+        },
+        place,
+    )
+    ddp = wrapped(
+        model, loss_fn, **joined(options, reduction=jddp.Reduction(bucket_mb=300 / 2**20))
+    )
     found = bytes_by_bucket(ddp, make_batch())
     plan = ddp.steps.planned(make_batch()).plan
     assert len(plan) > 1 or isinstance(model, ConvNet)
     for index, bucket in enumerate(plan.buckets):
         assert sorted(found[index]) == sorted(promised(bucket, rank, rate))
     assert sum(map(sum, found.values())) < 0.9 * plan.wire_bytes  # convolutions of 36 numbers
-    if place["layout"] == "flat" and dtype is None:  # What is asked for is what is compiled.
+    if (
+        place["reduction"].layout == "flat" and dtype is None
+    ):  # What is asked for is what is compiled.
         compiled = [x.bytes for x in sent(ddp, make_batch()) if "bucket_" in x.op_name]
         assert sorted(compiled) == sorted(itertools.chain(*found.values()))
 

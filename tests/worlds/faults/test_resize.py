@@ -46,7 +46,12 @@ def test_a_run_moves_from_two_processes_to_one_and_to_four(folder, golden):
         np.testing.assert_allclose(one["loss"], other["loss"], rtol=1e-3)
 
 
-SHARDS = ["ddp.logical_replicas=8", "ddp.batch_norm=local", "checkpoint.every_steps=50"]
+SHARDS = [
+    "ddp.strategy=logical_replicas",
+    "ddp.strategy.number=8",
+    "ddp.batch_norm=local",
+    "checkpoint.every_steps=50",
+]
 
 
 def test_logical_shards_resume_bitwise_identically_wherever_they_are_carried(folder, golden):

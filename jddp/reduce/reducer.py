@@ -36,7 +36,7 @@ from jddp.typing import Grads, HookState, Params, PyTree
 
 
 @dataclass(frozen=True)
-class Reduction:
+class Reducer:
     """How gradients become their mean over the replicas.
 
     Attributes:
@@ -76,7 +76,7 @@ class Reduction:
         order = "as the backward pass finishes them" if ready else "last leaf first, by guess"
         notes = [f"order: {order}", *NOTES[self.packing.layout]]
         if self.hook_name:
-            notes.append(f"comm_hook {self.hook_name!r} decides what of these bytes is sent")
+            notes.append(f"hook {self.hook_name!r} decides what of these bytes is sent")
         return plan.noted(*notes)
 
     def __call__(

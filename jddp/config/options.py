@@ -1,0 +1,220 @@
+"""Options of `jddp.DataParallel` that take a word or an object, and their sections of a config.
+
+    jddp.DataParallel(..., reduction=jddp.Reduction(wire_dtype="bfloat16", bucket_mb=25))
+    ddp: {reduction: {wire_dtype: bfloat16, bucket_mb: 25}}                        # the same
+
+Type, bounds, default, text and effect of each value stand here, for both.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, Strict, model_validator
+
+from jddp.config.sections import NamedSection, ObjectSection, Section, WordedSection, option
+
+
+def _name_of_dtype(given: object) -> object:
+    """The name of a dtype such as `jnp.bfloat16`; something else as it is."""
+    return getattr(getattr(given, "dtype", given), "name", given)
+
+
+HalfPrecision = Annotated[Literal["bfloat16", "float16"] | None, BeforeValidator(_name_of_dtype)]
+Size = Annotated[float, Field(gt=0)]
+Sizes = Annotated[list[Size], Strict(False), Field(min_length=1)]
+
+
+class OuterConfig(NamedSection):
+    """The outer optimizer, whose gradient is the mean change of the replicas' parameters."""
+
+    name: str | None = option("sgd", "Any optimizer optax.<name>.")
+    target: str | None = option(None, "Your own callable that returns an optax optimizer.")
+    learning_rate: float = option(1.0, "Learning rate; 1 with SGD: the replicas' mean.", gt=0)
+
+
+# Of which the first must be given.
+_KEYS_OF_STRATEGIES = {"local_steps": ("every", "start", "outer"), "logical_replicas": ("number",)}
+
+
+class StrategyConfig(WordedSection):
+    """How parameters and the optimizer's state are kept, and when replicas synchronize."""
+
+    name: Literal["ddp", "zero1", "local_steps", "logical_replicas"] = option(
+        "ddp",
+        "zero1 shards the optimizer's state; the others have the keys below.",
+        alike=("ddp", "zero1"),
+    )
+    every: int | None = option(None, "local_steps: steps from one outer step to the next.", ge=1)
+    start: int = option(0, "local_steps: number of first steps that average gradients.", ge=0)
+    outer: OuterConfig = Field(default_factory=OuterConfig)
+    number: int | None = option(
+        None, "logical_replicas: bitwise identical on any CPU devices that divide it.", ge=1
+    )
+
+    @classmethod
+    def of_word(cls, word: object) -> dict[str, object]:
+        """Returns the name of a strategy."""
+        return {"name": word}
+
+    @model_validator(mode="after")
+    def _keys_belong_to_the_name(self) -> "StrategyConfig":
+        fields = type(self).model_fields
+        for name, keys in _KEYS_OF_STRATEGIES.items():
+            if self.name == name and getattr(self, keys[0]) is None:
+                raise ValueError(f"{name} needs {keys[0]!r}")
+            for key in keys:
+                default = fields[key].get_default(call_default_factory=True)
+                if self.name != name and getattr(self, key) != default:
+                    raise ValueError(f"{key!r} belongs to {name}, and the name is {self.name}")
+        return self
+
+
+class CommHookConfig(NamedSection):
+    """The communication hook, which averages the buckets of all replicas."""
+
+    name: str | None = option("mean", "mean, which is exact, or powersgd.")
+    target: str | None = option(None, "Your own callable that returns a jddp.CommHook.")
+
+
+class BucketSection(WordedSection):
+    """The form in which gradients are sent."""
+
+    wire_dtype: HalfPrecision = option(
+        None, "The dtype to which wider gradients are cast on the wire."
+    )
+    bucket_mb: Size | Sizes = option(
+        [1.0, 25.0], "Size of a bucket, in MiB; or a list, of which the last repeats.", "rounding"
+    )
+    layout: Literal["auto", "leaf", "flat"] = option(
+        "auto", "Buckets reduced leaf by leaf, or packed into one vector.", "rounding"
+    )
+    overlap: bool | Literal["auto"] = option(
+        "auto", "Buckets reduced inside the backward pass, or after it; auto: on GPUs.", "rounding"
+    )
+
+    @classmethod
+    def of_word(cls, word: object) -> dict[str, object]:
+        """Returns the dtype on the wire."""
+        return {"wire_dtype": word}
+
+
+class ReductionConfig(BucketSection):
+    """How gradients are averaged."""
+
+    hook: CommHookConfig = Field(default_factory=CommHookConfig)
+
+
+class Reduction(ObjectSection, BucketSection):
+    """How gradients are averaged.
+
+        jddp.Reduction(wire_dtype="bfloat16")          # or reduction="bfloat16"
+        jddp.Reduction(hook=jddp.powersgd(rank=4))
+
+    Attributes:
+      wire_dtype: Dtype to which wider gradients are cast on the wire: "bfloat16" or "float16".
+      bucket_mb: Largest size of a gradient bucket on the wire, in MiB; or sizes of the first, the
+        second, ..., of which the last repeats.
+      layout: Form of a bucket: "leaf" (gradients as they are), "flat" (one vector), or "auto": flat
+        on GPUs, leaf elsewhere.
+      overlap: Whether buckets are reduced inside the backward pass, each where its last gradient is
+        made, and not after it; or "auto": on several GPUs. The numbers are the same.
+      hook: A `jddp.CommHook` that reduces a bucket, in place of the mean.
+
+    Raises:
+      ConfigError: If a value breaks its rule.
+    """
+
+    hook: Any = option(None, "A jddp.CommHook in place of the mean.")
+
+
+class BatchNormConfig(WordedSection):
+    """The statistics that batch norm uses."""
+
+    name: Literal["sync", "broadcast", "local"] = option(
+        "sync", "Batch statistics: of the global batch, replica 0's, or each replica's."
+    )
+    group_size: int | None = option(
+        None, "sync: neighbouring replicas that share statistics; or all.", ge=1
+    )
+    unbiased: bool = option(False, "sync: unbiased running variances, as PyTorch has them.")
+
+    @classmethod
+    def of_word(cls, word: object) -> dict[str, object]:
+        """Returns the name of a kind of statistics."""
+        return {"name": word}
+
+    @model_validator(mode="after")
+    def _of_sync_alone(self) -> "BatchNormConfig":
+        if self.name != "sync" and (self.group_size is not None or self.unbiased):
+            raise ValueError(f"'group_size' and 'unbiased' belong to sync, not to {self.name}")
+        return self
+
+
+class SyncBatchNorm(ObjectSection, BatchNormConfig):
+    """Batch norm with the statistics of the global batch, or of groups of replicas.
+
+    Attributes:
+      group_size: Number of neighbouring replicas that share statistics; None for all.
+      unbiased: Whether running variances are unbiased, as PyTorch keeps them.
+
+    Raises:
+      ConfigError: If a value breaks its rule.
+    """
+
+    name: Literal["sync"] = option("sync", "Always sync.")
+
+
+class PrecisionConfig(WordedSection):
+    """The precision of the model's arithmetic."""
+
+    compute_dtype: HalfPrecision = option(
+        None, "Dtype of the model's arithmetic; its parameters and the loss are float32."
+    )
+    loss_scale: float | Literal["dynamic"] | None = option(
+        None, "For float16: a power of two, or dynamic, adapted by skipping steps."
+    )
+
+    @classmethod
+    def of_word(cls, word: object) -> dict[str, object]:
+        """Returns the dtype, for float16 with the loss scale that it needs."""
+        scale = {"loss_scale": "dynamic"} if word == "float16" else {}
+        return {"compute_dtype": word, **scale}
+
+
+class Precision(ObjectSection, PrecisionConfig):
+    """The precision of the model's arithmetic.
+
+        jddp.Precision(compute_dtype="float16", loss_scale=1024)     # "float16" scales dynamically
+
+    Attributes:
+      compute_dtype: "bfloat16" or "float16": dtype to which parameters and inputs of the model are
+        cast where the loss calls it. Its outputs are cast back: the loss, batch statistics,
+        gradients and the optimizer are in float32. A layer with another dtype is refused. In NNX a
+        submodule that the loss itself calls returns this dtype: cast what it returns.
+      loss_scale: A power of two by which each replica's mean loss is multiplied in the backward
+        pass, for models that compute in float16, so that small gradients do not become zero.
+        Averaged gradients are divided by it. "dynamic" adapts it as PyTorch's GradScaler does, and
+        skips steps whose gradients overflow, as `skip_nonfinite` does.
+
+    Raises:
+      ConfigError: If a value breaks its rule.
+    """
+
+
+class DdpConfig(Section):
+    """Replication: the options of `jddp.DataParallel`."""
+
+    strategy: StrategyConfig = Field(default_factory=StrategyConfig)
+    reduction: ReductionConfig = Field(default_factory=ReductionConfig)
+    batch_norm: BatchNormConfig = Field(default_factory=BatchNormConfig)
+    precision: PrecisionConfig = Field(default_factory=PrecisionConfig)
+    state: dict[str, Literal["mean", "sum", "first", "per_replica"]] = option(
+        {}, "By collection or class: replicas agree by this rule, or keep their own."
+    )
+    frozen: list[str] = option([], "Parameters that are not trained: expressions for paths.")
+    accumulate_steps: int = option(1, "Micro-batches of one optimizer step.", "rounding", ge=1)
+    max_grad_norm: float | None = option(None, "Clip the mean gradient to this.", gt=0)
+    ema_decay: float | None = option(None, "Decay of the parameters' moving average.", gt=0, lt=1)
+    skip_nonfinite: bool = option(False, "Skip steps if loss, gradients or state are not finite.")
+    unused_parameters: Literal["zero", "skip", "error"] = option(
+        "zero", "Parameters that get no gradient: use zeros, skip their update, or fail."
+    )

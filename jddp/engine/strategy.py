@@ -1,0 +1,88 @@
+"""Strategies: how parameters and the optimizer's state are kept, and when replicas synchronize.
+
+    "ddp"                equal on all replicas, which average gradients in each step
+    "zero1"              the same, and each replica keeps a shard of the optimizer's state
+    LogicalReplicas(8)   the same, with sums in one order whatever the number of devices
+    LocalSteps(16)       each replica's own, averaged every 16 steps
+
+One is chosen, and decides on several parts of the step together.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+from jddp.engine.protocols import Synchronization
+from jddp.engine.sync import EveryStep, LocalSteps
+from jddp.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class ZeRO1:
+    """Each replica updates its shard of every parameter, and keeps the optimizer's state for it.
+
+    The optimizer must be separable (work element by element), which is read from its equations.
+
+    References:
+      Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+      2020, stage 1. https://arxiv.org/abs/1910.02054.
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class LogicalReplicas:
+    """A step that is defined on a fixed number of replicas, whatever the number of devices.
+
+    Results are bitwise identical on any number of CPU devices that divides the number of replicas;
+    on GPUs see docs/bitwise.md.
+
+    Attributes:
+      number: Number of replicas.
+
+    Raises:
+      ConfigError: If there is less than one.
+    """
+
+    number: int
+
+    def __post_init__(self) -> None:
+        """Refuses a number out of range."""
+        if self.number < 1:
+            raise ConfigError(f"LogicalReplicas: number is at least 1; got {self.number}.")
+
+
+Strategy = str | ZeRO1 | LogicalReplicas | LocalSteps
+
+
+class StrategyParts(NamedTuple):
+    """The parts of a step that follow from a strategy.
+
+    Attributes:
+      sync: Synchronization of the replicas.
+      shards_optimizer: Whether each replica updates its shard of the parameters.
+      num_logical: Number of logical replicas; None for one replica a device.
+    """
+
+    sync: Synchronization = EveryStep()
+    shards_optimizer: bool = False
+    num_logical: int | None = None
+
+
+def choose_strategy(strategy: Strategy) -> StrategyParts:
+    """Returns the parts of a strategy.
+
+    Raises:
+      ConfigError: If it is none.
+    """
+    match strategy:
+        case "ddp":
+            return StrategyParts()
+        case "zero1" | ZeRO1():
+            return StrategyParts(shards_optimizer=True)
+        case LogicalReplicas():
+            return StrategyParts(num_logical=strategy.number)
+        case LocalSteps():
+            return StrategyParts(sync=strategy)
+    raise ConfigError(
+        f"strategy={strategy!r} is none. Choose 'ddp', 'zero1', jddp.LogicalReplicas(number) or "
+        "jddp.LocalSteps(every)."
+    )
