@@ -299,7 +299,7 @@ def test_weights_of_a_file_say_how_often_an_example_is_read(mine):
     np.testing.assert_array_equal(rows, X[[3, 7]])
     assert counts.tolist() == [10, 10]
     np.save("weights.npy", np.array(["a"] * 20))
-    with pytest.raises(DataError, match=r"weights\.npy: <U1 are no weights"):
+    with pytest.raises(DataError, match=r"weights\.npy: weights cannot be <U1"):
         build(own_config(data=data)).train_batches()
 
 
