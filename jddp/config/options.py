@@ -176,8 +176,9 @@ class PrecisionConfig(WordedSection):
     @classmethod
     def of_word(cls, word: object) -> dict[str, object]:
         """Returns the dtype, for float16 with the loss scale that it needs."""
-        scale = {"loss_scale": "dynamic"} if word == "float16" else {}
-        return {"compute_dtype": word, **scale}
+        dtype = _name_of_dtype(word)
+        scale = {"loss_scale": "dynamic"} if dtype == "float16" else {}
+        return {"compute_dtype": dtype, **scale}
 
 
 class Precision(ObjectSection, PrecisionConfig):

@@ -1,7 +1,9 @@
 """What the sections of a config have in common: they are immutable, and know no other keys.
 
-class MeshConfig(Section):
-    num_devices: int = option(8, "Devices of all processes.", "rounding", ge=1)
+    class MeshConfig(Section):
+        num_devices: int = option(8, "Devices of all processes.", "rounding", ge=1)
+
+`options` and `schema` are made of them.
 """
 
 from collections.abc import Sequence
