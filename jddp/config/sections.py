@@ -7,7 +7,7 @@
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -15,6 +15,7 @@ from jddp.config.mistakes import ConfigMistakes, describe_mistakes
 
 Kwargs = dict[str, Any]
 Effect = Literal["none", "rounding", "numbers"]
+Chosen = TypeVar("Chosen", bound="WordedSection")
 
 
 def option(
@@ -88,7 +89,7 @@ class WordedSection(Section):
         return cls.of_word(values) if isinstance(values, str) else values
 
     @classmethod
-    def chosen(cls, given: "str | WordedSection | None", option: str) -> Self:
+    def chosen(cls: type[Chosen], given: object, option: str) -> Chosen:
         """Returns the section that a user of Python has given, or that a word stands for.
 
         Args:

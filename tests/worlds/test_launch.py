@@ -601,7 +601,7 @@ def test_a_script_that_ends_in_one_process_ends_its_job_in_seconds_beside_others
         assert f"jddp: {failed(1, 'exit code 3')}" in done.log(0)
     elif what == "stop":
         assert found == (1, 0, None)
-        assert f"\njddp: process 1 on {HOST} {early} give all as many steps and " in done.err
+        assert f"\njddp: process 1 on {HOST} {early} give all equally many steps and " in done.err
     else:
         exception = dict(zip(("type", "message"), reported.split(": "), strict=True))
         assert found == (1, code, exception)
