@@ -9,7 +9,7 @@ storage.upload()
 import contextlib
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from jddp.checkpoint.folders import Surplus
 from jddp.checkpoint.remote import Remote
@@ -17,6 +17,7 @@ from jddp.config.permissions import folder_or_url, is_url
 from jddp.files import SameFolder
 
 
+@runtime_checkable
 class Storage(Protocol):
     """The place of a run directory, and the folder of this machine in which its files are.
 

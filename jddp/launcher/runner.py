@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from jddp.distributed.signals import Repeats, stop_signals_go_to
 from jddp.launcher.outcome import Failure
@@ -53,6 +53,7 @@ class Signals:
             sys.exit(128 + self.numbers[0])
 
 
+@runtime_checkable
 class Runner(Protocol):
     """Runs the processes of a launch to the end of the last attempt."""
 
