@@ -28,7 +28,6 @@ from jddp.config.options import (
     Reduction,
     SyncBatchNorm,
 )
-from jddp.engine.bitwise.rows_of_sums import pack_rows
 from jddp.engine.calls import run_compiled
 from jddp.engine.clip import choose_clip
 from jddp.engine.compiled import CompiledSteps
@@ -41,12 +40,10 @@ from jddp.engine.evaluation import (
     sums_of,
 )
 from jddp.engine.executor import Executor
-from jddp.engine.guard import choose_guard, unscaled
+from jddp.engine.guard import choose_guard
 from jddp.engine.host_rows import as_arrays
 from jddp.engine.mesh import (
-    axis_of,
     copy_off_mesh,
-    is_of_several_processes,
     make_mesh,
     platform,
     put_rows,
@@ -54,23 +51,19 @@ from jddp.engine.mesh import (
 from jddp.engine.moving_average import choose_average, chosen_params
 from jddp.engine.optimizer import choose_optimizer
 from jddp.engine.padding import pad_for_step
-from jddp.engine.refused_pairs import refuse_pairs
+from jddp.engine.reducers import choose_reducer
 from jddp.engine.replicas import choose_replicas
 from jddp.engine.schedule import choose_backward
 from jddp.engine.spec import Step
 from jddp.engine.state import Inputs, TrainState, Values
-from jddp.engine.strategy import Strategy, StrategyParts, choose_strategy
+from jddp.engine.strategy import Strategy, choose_strategy
 from jddp.html import Shown
 from jddp.modules.batch_norm import Sync
 from jddp.modules.frozen import Frozen, thaw
 from jddp.modules.functional import functional
 from jddp.names import refuses_unknown
 from jddp.names.synonyms import OF_DATA_PARALLEL
-from jddp.reduce.average import bucket_sizes, choose_layout, make_reducer
-from jddp.reduce.hooks import as_is
-from jddp.reduce.packing import choose_packing
 from jddp.reduce.plan import BucketPlan
-from jddp.reduce.reducer import Reducer
 from jddp.typing import Batch, Batches, Grads, LossFn, Metrics, Params, PyTree
 from jddp.zoo.losses import outputs
 
@@ -152,40 +145,37 @@ class DataParallel(Shown):
         donate: bool = True,
     ) -> None:
         self.mesh = make_mesh(mesh)
-        hardware = platform(self.mesh)
-        kept = choose_strategy(strategy)
+        parts = choose_strategy(strategy)
         sent = Reduction.chosen(reduction, "reduction")
-        normed = BatchNormConfig.chosen(batch_norm, "batch_norm")
-        computed = PrecisionConfig.chosen(precision, "precision")
-        refuse_pairs(kept, sent)
-        sync = Sync(axis_of(self.mesh), normed.group_size, normed.unbiased, kept.num_logical)
+        statistics = BatchNormConfig.chosen(batch_norm, "batch_norm")
+        arithmetic = PrecisionConfig.chosen(precision, "precision")
+        is_scaled = arithmetic.loss_scale is not None
+        reducer, overlaps = choose_reducer(sent, parts, self.mesh, is_scaled=is_scaled)
+        sync = Sync(reducer.axis, statistics.group_size, statistics.unbiased, parts.num_logical)
         sync.check(self.mesh.size)
-        flax_model = functional(model, normed.name, sync, state, frozen, computed.compute_dtype)
-        reducer, overlaps = _choose_reducer(sent, kept, self.mesh, computed)
+        flax_model = functional(
+            model, statistics.name, sync, state, frozen, arithmetic.compute_dtype
+        )
         spec = Step(
             model=flax_model,
             eval_fn=eval_fn or loss_fn,
             backward=choose_backward(
-                flax_model,
-                loss_fn,
-                accumulate_steps,
-                overlaps=overlaps,
-                is_scaled=computed.loss_scale is not None,
+                flax_model, loss_fn, accumulate_steps, overlaps=overlaps, is_scaled=is_scaled
             ),
-            replicas=choose_replicas(reducer.axis, flax_model, kept.num_logical, self.mesh.size),
+            replicas=choose_replicas(reducer.axis, flax_model, parts.num_logical, self.mesh.size),
             reducer=reducer,
-            sync=kept.sync,
+            sync=parts.sync,
             clip=choose_clip(max_grad_norm),
             optimizer=choose_optimizer(
                 optimizer,
                 unused_parameters,
-                reducer if kept.shards_optimizer else None,
+                reducer if parts.shards_optimizer else None,
                 accumulate_steps,
             ),
             average=choose_average(ema_decay),
-            guard=choose_guard(computed.loss_scale, skip_nonfinite, flax_model.keeps_own),
+            guard=choose_guard(arithmetic.loss_scale, skip_nonfinite, flax_model.keeps_own),
         )
-        self._executor = Executor(donate=donate, platform=hardware)
+        self._executor = Executor(donate=donate, platform=platform(self.mesh))
         self._evaluate = make_evaluate(spec, self.mesh)
         self.steps = CompiledSteps(spec, self.mesh, donate=donate)
         self._first = InitialState(self.steps)
@@ -447,28 +437,3 @@ class DataParallel(Shown):
         """Returns `run(rows, valid)`, which calls a compiled function with a state's values."""
         values, inputs = self._values(state, params), self.steps.inputs(None, constants)
         return numbered(compiled, state.key, values, inputs)
-
-
-def _choose_reducer(
-    sent: Reduction, kept: StrategyParts, mesh: Mesh, computed: PrecisionConfig
-) -> tuple[Reducer, bool]:
-    """The reducer of the gradients, and whether it works inside the backward pass."""
-    # There is nothing to overlap where a step sends no gradients; and where some steps do, the
-    # program, which holds steps with and without a mean, would hold the backward pass twice.
-    sends = mesh.size > 1 and kept.sync.every is None and kept.num_logical is None
-    overlap = sent.overlap if sends or sent.overlap is True else False
-    hardware = platform(mesh)
-    layout, overlaps = choose_layout(sent.layout, overlap, lambda: hardware)
-    if kept.num_logical is None:
-        packed = choose_packing(
-            layout,
-            sent.hook,
-            hardware,
-            on_network=is_of_several_processes(mesh),
-            is_sharded=kept.shards_optimizer,
-        )
-    else:
-        packed = pack_rows(layout, kept.num_logical)
-    seen = as_is if computed.loss_scale is None else unscaled
-    sizes = bucket_sizes(sent.bucket_mb)
-    return make_reducer(axis_of(mesh), packed, sizes, sent.wire_dtype, seen), overlaps

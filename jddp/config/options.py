@@ -50,11 +50,6 @@ class StrategyConfig(WordedSection):
         None, "logical_replicas: bitwise identical on any CPU devices that divide it.", ge=1
     )
 
-    @classmethod
-    def of_word(cls, word: object) -> dict[str, object]:
-        """Returns the name of a strategy."""
-        return {"name": word}
-
     @model_validator(mode="after")
     def _keys_belong_to_the_name(self) -> "StrategyConfig":
         fields = type(self).model_fields
@@ -78,6 +73,8 @@ class CommHookConfig(NamedSection):
 class BucketSection(WordedSection):
     """The form in which gradients are sent."""
 
+    WORD = "wire_dtype"
+
     wire_dtype: HalfPrecision = option(
         None, "The dtype to which wider gradients are cast on the wire."
     )
@@ -90,11 +87,6 @@ class BucketSection(WordedSection):
     overlap: bool | Literal["auto"] = option(
         "auto", "Buckets reduced inside the backward pass, or after it; auto: on GPUs.", "rounding"
     )
-
-    @classmethod
-    def of_word(cls, word: object) -> dict[str, object]:
-        """Returns the dtype on the wire."""
-        return {"wire_dtype": word}
 
 
 class ReductionConfig(BucketSection):
@@ -136,11 +128,6 @@ class BatchNormConfig(WordedSection):
         None, "sync: neighbouring replicas that share statistics; or all.", ge=1
     )
     unbiased: bool = option(False, "sync: unbiased running variances, as PyTorch has them.")
-
-    @classmethod
-    def of_word(cls, word: object) -> dict[str, object]:
-        """Returns the name of a kind of statistics."""
-        return {"name": word}
 
     @model_validator(mode="after")
     def _of_sync_alone(self) -> "BatchNormConfig":

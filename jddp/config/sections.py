@@ -6,8 +6,9 @@
 `options` and `schema` are made of them.
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -76,12 +77,18 @@ class NamedSection(Section):
 
 
 class WordedSection(Section):
-    """A section for which a word can stand, in a config and in Python."""
+    """A section for which a word can stand, in a config and in Python.
+
+    Attributes:
+      WORD: The key whose value the word is.
+    """
+
+    WORD: ClassVar[str] = "name"
 
     @classmethod
     def of_word(cls, word: object) -> dict[str, object]:
         """Returns the values for which the word stands, by key."""
-        raise NotImplementedError
+        return {cls.WORD: word}
 
     @model_validator(mode="before")
     @classmethod
@@ -101,13 +108,8 @@ class WordedSection(Section):
         """
         if isinstance(given, cls):
             return given
-        try:
+        with _one_line_each(cls, f"{option}={given!r}"):
             return cls(**({} if given is None else cls.of_word(given)))
-        except ValidationError as error:
-            mistakes = describe_mistakes(error, cls)
-            raise ConfigMistakes(
-                [x._replace(text=f"{option}={given!r}: {x.text}") for x in mistakes]
-            ) from None
 
 
 class ObjectSection(Section):
@@ -116,11 +118,16 @@ class ObjectSection(Section):
     if not TYPE_CHECKING:  # Type checkers make the signature from the fields.
 
         def __init__(self, **values):
-            try:
+            with _one_line_each(type(self), f"jddp.{type(self).__name__}"):
                 super().__init__(**values)
-            except ValidationError as error:
-                mistakes = describe_mistakes(error, type(self))
-                name = f"jddp.{type(self).__name__}"
-                raise ConfigMistakes(
-                    [x._replace(text=f"{name}: {x.text}") for x in mistakes]
-                ) from None
+
+
+@contextlib.contextmanager
+def _one_line_each(schema: type[Section], called: str) -> Iterator[None]:
+    """Describes the mistakes of a section in the words of a config, each after what was called."""
+    try:
+        yield
+    except ValidationError as error:
+        mistakes = describe_mistakes(error, schema)
+        lines = [x._replace(text=f"{called}: {x.text}") for x in mistakes]
+        raise ConfigMistakes(lines) from None

@@ -10,7 +10,7 @@ from judge import joined, squares
 from test_random_options import MIB, Case, Net, halves, hold
 
 import jddp
-from jddp.engine.refused_pairs import REFUSED
+from jddp.engine.reducers import REFUSED
 
 # An option with a value that is not its default, and what makes that value possible at all.
 VALUES = {

@@ -1,7 +1,7 @@
 """Packages import only from floors below their own, and libraries are imported by few of them."""
 
 import ast
-import importlib
+import importlib.util
 import re
 import subprocess
 import sys
@@ -149,6 +149,7 @@ def test_public_names_are_sorted_and_all_there_also_after_the_import_of_every_mo
         _ = jddp.nonesuch
     for path in MODULES:
         importlib.import_module(name_of(path))
+        assert importlib.util.find_spec(name_of(path)) is not None
     for name in jddp.__all__:
         public = getattr(jddp, name)
         assert callable(public) or isinstance(public, str), f"{name} is {public}"

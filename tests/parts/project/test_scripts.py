@@ -44,17 +44,12 @@ def commands(page):
                 yield words
 
 
-def is_module(name):
-    """Whether there is such a module; after its import, `jddp.train` is a function without spec."""
-    return name in sys.modules or importlib.util.find_spec(name) is not None
-
-
 def is_there(words):
     """Whether what a command starts exists, and each config that it names."""
     if words[0].startswith("scripts/"):
         exists = os.access(ROOT / words[0], os.X_OK)
     else:
-        exists = is_module(words[2])
+        exists = importlib.util.find_spec(words[2]) is not None
     configs = [word for word in words if word.startswith("configs/")]
     return exists and all((ROOT / config).exists() for config in configs)
 
@@ -276,7 +271,7 @@ def test_templates_of_issues_are_forms_that_ask_for_commands_there_are():
         assert len({field["id"] for field in fields}) == len(fields)
         modules = re.findall(r"python -m ([\w.]+)", path.read_text())
         assert "jddp.doctor" in modules
-        assert all(map(is_module, modules))
+        assert all(importlib.util.find_spec(name) for name in modules)
         named = re.findall(r"[\w/]+\.md", path.read_text())
         assert all((ROOT / name).exists() for name in named)
 

@@ -23,7 +23,7 @@ from jddp.config.files import flatten
 from jddp.config.keys import is_at, keys_of
 from jddp.data import TrainBatches
 from jddp.doctor.devices import OLDEST_DRIVER
-from jddp.engine.refused_pairs import REFUSED
+from jddp.engine.reducers import REFUSED
 from jddp.errors import ExitCode
 from jddp.launcher.outcome import DETERMINISTIC
 
