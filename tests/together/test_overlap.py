@@ -194,6 +194,6 @@ def test_a_scanned_stack_of_layers_is_ready_all_at_once_and_still_right():
 
 
 def test_on_gpus_nothing_is_packed_for_a_single_one(monkeypatch):
-    monkeypatch.setattr("jddp.data_parallel.platform", lambda mesh: "gpu")
+    monkeypatch.setattr("jddp.engine.reducers.platform", lambda mesh: "gpu")
     schedules = [wrapped(mesh=num).steps.spec.backward.schedule for num in (1, 2)]
     assert schedules == [AfterPasses(), InsideLastPass()]
