@@ -32,6 +32,8 @@ Batch = PyTree
 Batches = Iterable[Batch]
 # An object of JSON, or of YAML: nested values by name.
 JsonObject = dict[str, Any]
+# Settings or facts by name, perhaps nested, which are only read: a config, a manifest.
+Settings = Mapping[str, Any]
 # Metrics by name, "loss" among them: scalars of a step, or results of an evaluation.
 Metrics = dict[str, Any]
 # A line of metrics.jsonl: metrics, with their step and split.

@@ -25,10 +25,10 @@ from jddp.engine.state import TrainState
 from jddp.engine.trainable import Trainable
 from jddp.errors import NumericsError, words_of
 from jddp.files import SameFolder, make_folder, opener, replace_file
-from jddp.inspection.norms import diagnose
+from jddp.inspection.norms import Layers, diagnose
 from jddp.inspection.outputs import num_outputs
 from jddp.trainer.prefetch import Source
-from jddp.typing import Batch
+from jddp.typing import Batch, JsonObject, Metrics, Settings
 
 WAY_OUT = "Lower the learning rate, clip with max_grad_norm, or look at the data"
 LABELS = ("label", "labels", "target", "targets", "y", "tokens")
@@ -47,9 +47,9 @@ class Sent(NamedTuple):
     """
 
     step: int
-    metrics: Mapping[str, Any]
+    metrics: Metrics
     batch: Batch
-    position: Any
+    position: JsonObject
 
 
 class Numerics:
@@ -82,7 +82,7 @@ class Numerics:
         """The counts, and the loss scale of the last step if it was skipped, for a checkpoint."""
         return [self.skipped, self.in_a_row, self._skipped_at]
 
-    def restore(self, kept: Sequence[Any]) -> None:
+    def restore(self, kept: Sequence[float]) -> None:
         """Continues to count from a checkpoint; one of an earlier version has no loss scale."""
         skipped, in_a_row, *scale = kept
         self.skipped, self.in_a_row = int(skipped), int(in_a_row)
@@ -162,7 +162,7 @@ class Numerics:
         not_finite = f" Not finite: {'; '.join(found)}." if found else ""
         return f" {folder} has its rows and norms.{not_finite}"
 
-    def _layers(self, sent: Sent, state: TrainState) -> dict[str, dict[str, float]]:
+    def _layers(self, sent: Sent, state: TrainState) -> Layers:
         """Norms of the step, with the same random numbers, if its state is still there."""
         steps_ahead = int(state.step) - sent.step + 1
         before = state.replace(step=state.step - steps_ahead)
@@ -182,13 +182,13 @@ def _broken_rows(rows: Mapping[str, np.ndarray]) -> list[int]:
     return [p * num_rows + i for p, found in enumerate(all_broken) for i in json.loads(found)]
 
 
-def _few(names: list[Any]) -> str:
+def _few(names: Sequence[object]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(map(str, names[:3])) + more
 
 
 def write_evidence(
-    folder: Path, report: Mapping[str, Any], rows: Mapping[str, np.ndarray], run_dir: SameFolder
+    folder: Path, report: Settings, rows: Mapping[str, np.ndarray], run_dir: SameFolder
 ) -> None:
     """Writes this process's rows and, on process 0, the report; logs a failure.
 

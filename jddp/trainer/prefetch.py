@@ -19,7 +19,7 @@ from jddp.data import TrainBatches
 from jddp.distributed.forks import ending_forked_children
 from jddp.engine.host_rows import as_arrays
 from jddp.errors import DataError
-from jddp.typing import Batch
+from jddp.typing import Batch, JsonObject, PyTree
 
 # Batches that wait on the devices: one more than needed, because reading sometimes takes longer.
 DEPTH = 2
@@ -42,10 +42,10 @@ class Source:
 
     def __init__(self, batches: Any, put: Callable[[Batch], Batch]) -> None:
         self._batches, self._iterator, self._put = batches, iter(batches), put
-        self._peeked: list[tuple[Batch, Any]] = []
+        self._peeked: list[tuple[Batch, object]] = []
         self._first: Batch = None  # of `TrainBatches`, until reading begins
         self._num_read, self._before = 0, range(0)  # those before the position to resume from
-        self.position: dict[str, Any] = {"num_taken": 0}
+        self.position: JsonObject = {"num_taken": 0}
         self._ready: queue.Queue[Any] = queue.Queue(DEPTH)
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
@@ -71,12 +71,12 @@ class Source:
         """Number of batches to come, of some epochs."""
         return len(self._batches.positions_left())
 
-    def examples_before(self, position: dict[str, Any]) -> list[int] | None:
+    def examples_before(self, position: JsonObject) -> list[int] | None:
         """Numbers of the examples in the global batch that ends there; None if unknown."""
         is_known = isinstance(self._batches, TrainBatches)
         return self._batches.examples_before(position["state"]).tolist() if is_known else None
 
-    def move_to(self, position: dict[str, Any]) -> None:
+    def move_to(self, position: JsonObject) -> None:
         """Moves to a saved position; batches without a state are read again up to it."""
         num_taken, state = position["num_taken"], position.get("state")
         if state is not None and self._set_state(state):
@@ -145,14 +145,14 @@ class Source:
             if self._closed.is_set() or isinstance(item[0], BaseException):
                 return
 
-    def _read(self) -> tuple[Batch, dict[str, Any]]:
+    def _read(self) -> tuple[Batch, JsonObject]:
         """The next batch, on the host, and the position after it."""
         batch, state = self._peeked.pop() if self._peeked else self._read_next()
         self._num_read += 1
         own = {} if state is None else {"state": state}
         return batch, {"num_taken": self._num_read, **own}
 
-    def _read_next(self) -> tuple[Batch, Any]:
+    def _read_next(self) -> tuple[Batch, object]:
         batch = next(self._iterator, _END)
         if batch is _END:
             raise DataError(
@@ -161,7 +161,7 @@ class Source:
             )
         return batch, self._get_state()
 
-    def _get_state(self) -> Any:
+    def _get_state(self) -> object:
         if hasattr(self._iterator, "get_state"):
             state = self._iterator.get_state()
             if isinstance(state, bytes):
@@ -186,7 +186,7 @@ class Source:
         return True
 
 
-def _form(x: Any) -> str:
+def _form(x: PyTree) -> str:
     """Dtype and dims of a leaf of a batch; batches may differ only in their rows."""
     dims = ", ".join(map(str, ("rows", *x.shape[1:])))
     dtype = jax.dtypes.canonicalize_dtype(x.dtype) if x.dtype.kind in "iufc" else x.dtype

@@ -4,17 +4,14 @@ The effect of a key, in `config.schema`, decides whether it may differ at all.
 """
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 from jddp.trainer.reports.run_directory import compare_keys, is_free
+from jddp.typing import Settings
 from jddp.zoo.optimizers import schedule_lengths
-
-Topology = Mapping[str, Any]
 
 
 def differences(
-    before: Topology, now: Topology, *, uses_rng: bool, has_statistics: bool
+    before: Settings, now: Settings, *, uses_rng: bool, has_statistics: bool
 ) -> str | None:
     """A note on the difference of two topologies and its effect; None if they are equal.
 
@@ -46,7 +43,7 @@ def differences(
     return f"{exact}; {'; '.join(inexact) or 'all else is equal within rounding'}"
 
 
-def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+def changed_settings(before: Settings, now: Settings) -> str | None:
     """A note on the settings that have changed since the run was saved, or None.
 
     Args:
@@ -82,18 +79,20 @@ def changed_rate(
     )
 
 
-def length_before(config: Any, plan: Mapping[str, Any]) -> str | None:
+def length_before(config: Settings | None, plan: Settings) -> str | None:
     """The key and value that give a schedule its earlier length; None if it has no length.
 
     Args:
       config: Config of the run, as nested dicts; or settings of the user, or None.
       plan: Settings of the run that was saved.
     """
+    if config is None:
+        return None
     try:
-        optimizer, num_steps = config["optimizer"], plan["num_steps"]
+        optimizer = config["optimizer"]
         schedule = optimizer["schedule"]
         lengths = schedule_lengths(
-            schedule["name"], num_steps=num_steps, warmup_steps=optimizer["warmup_steps"]
+            schedule["name"], num_steps=plan["num_steps"], warmup_steps=optimizer["warmup_steps"]
         )
         own = schedule["kwargs"]
     except (LookupError, TypeError, AttributeError):  # settings of the user

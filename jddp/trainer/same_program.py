@@ -7,8 +7,6 @@ Any other difference is refused, unless `resume="changed"` continues with the ne
 """
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
 
 import jax
 
@@ -18,12 +16,13 @@ from jddp.engine.state import TrainState
 from jddp.engine.trainable import Trainable
 from jddp.errors import ConfigError
 from jddp.trainer.reports.run_directory import changed_keys
-from jddp.typing import Batch, JsonObject
+from jddp.typing import Batch, JsonObject, Settings
 
 # Packages of which another version may trace the same code to different equations.
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "jddp")
 
 
+@dataclasses.dataclass(eq=False)
 class SameProgram:
     """The program of a run, and its comparison with the program of a checkpoint.
 
@@ -34,18 +33,18 @@ class SameProgram:
       about: Metadata of every checkpoint, with the config, the versions and the plan.
 
     Attributes:
-      kept: The program for `run.json`, with the changes of the run so far.
+      kept: The program as `run.json` keeps it, with the changes of the run so far.
     """
 
-    def __init__(
-        self, ddp: Trainable, state: TrainState, batch: Batch, about: Mapping[str, Any]
-    ) -> None:
-        self._ddp = ddp
-        self._state = state
-        self._batch = batch
-        self._about = about
-        self._program: Program = ddp.steps.program(state, batch)
-        versions = about["manifest"]["versions"]
+    ddp: Trainable
+    state: TrainState
+    batch: Batch
+    about: Settings
+
+    def __post_init__(self) -> None:
+        """Takes the digests of the program."""
+        self._program: Program = self.ddp.steps.program(self.state, self.batch)
+        versions = self.about["manifest"]["versions"]
         made_by = {name: versions[name] for name in PACKAGES}
         made_by |= {"code of jddp": source_hash(), "platform": jax.default_backend()}
         self.kept: JsonObject = {
@@ -55,7 +54,7 @@ class SameProgram:
             "changes": [],
         }
 
-    def compare(self, step: int, beside: Mapping[str, Any], resume: str) -> str | None:
+    def compare(self, step: int, beside: Settings, resume: str) -> str | None:
         """Compares with the program that a checkpoint keeps; records a difference in `kept`.
 
         Args:
@@ -76,9 +75,8 @@ class SameProgram:
         differ = self._differing(before)
         if not differ:
             return None
-        parts, verb = " and ".join(differ), "differs" if len(differ) == 1 else "differ"
-        by = {k: f"{k} {x} -> {self.kept['made_by'][k]}" for k, x in before["made_by"].items()}
-        others = [by[k] for k, x in before["made_by"].items() if x != self.kept["made_by"][k]]
+        now = self.kept["made_by"]
+        others = [f"{k} {x} -> {now[k]}" for k, x in before["made_by"].items() if x != now[k]]
         refused = [part for part in differ if part not in self._allowed(beside)]
         if refused and not others and resume != "changed":
             raise ConfigError(
@@ -94,27 +92,31 @@ class SameProgram:
         why = "as resume=changed allows"
         if others:
             why = f"as another version may make them ({', '.join(others)})"
-        return f"another program: {parts} {verb} in equations or constants, {why}"
+        verb = "differs" if len(differ) == 1 else "differ"
+        return f"another program: {' and '.join(differ)} {verb} in equations or constants, {why}"
 
     def _differing(self, before: JsonObject) -> list[str]:
         """The parts that differ, of programs in the same form."""
-        form, program = before["form"], self._program
+        program = self._program
+        form = before["form"]
         rows = {name: (tuple(shape), dtype) for name, (shape, dtype) in form["rows"].items()}
         form = Form(**{**form, "rows": rows})
         if form != program.form:
             try:
-                program = self._ddp.steps.program(self._state, self._batch, form)
+                program = self.ddp.steps.program(self.state, self.batch, form)
             except Exception:  # of the loss, which does not accept rows of that form
                 return list(PARTS)
         return [part for part in PARTS if before["digests"][part] != program.digests[part]]
 
-    def _allowed(self, beside: Mapping[str, Any]) -> set[str]:
+    def _allowed(self, beside: Settings) -> set[str]:
         """Parts that follow from keys of the config which differ, and may."""
-        old, new, allowed = beside.get("config"), self._about["config"], set[str]()
+        old = beside.get("config")
+        new = self.about["config"]
+        allowed = set[str]()
         if old is None or new is None:
             return allowed
         # A schedule without its own length has the length of the run.
-        if beside["plan"]["num_steps"] != self._about["plan"]["num_steps"]:
+        if beside["plan"]["num_steps"] != self.about["plan"]["num_steps"]:
             allowed.add("optimizer")
         for key in changed_keys(old, new):
             section = key.partition(".")[0]

@@ -1,8 +1,6 @@
 """Restores a run from its newest checkpoint, and saves states that are finite."""
 
 import contextlib
-from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +12,7 @@ from jddp.engine.trainable import Trainable
 from jddp.errors import ConfigError, Error, FileSystemError, NumericsError
 from jddp.trainer.plan import Plan
 from jddp.trainer.reports.run_directory import RunDirectory
+from jddp.typing import Settings
 
 LATEST = "checkpoints"  # the folder to resume from; each other folder holds one checkpoint
 SECONDS = 2.0  # between the first and the last process that fail with the same mistake
@@ -58,7 +57,7 @@ class Saving:
     def __init__(self, ddp: Trainable, files: RunDirectory | None, plan: Plan) -> None:
         self._ddp, self._files, self._plan = ddp, files, plan
         self._folders: dict[str, CheckpointFolder] = {}
-        self._last: dict[str, tuple[int, Any]] = {}  # step and reason to stop, by folder
+        self._last: dict[str, tuple[int, str | None]] = {}  # step and reason to stop, by folder
 
     def restore(self, state: TrainState) -> Restored | None:
         """The newest checkpoint, placed on the devices like `state`; None if there is none.
@@ -82,7 +81,7 @@ class Saving:
             self._last[LATEST] = restored.step, restored.beside.get("stopped")
         return restored
 
-    def save(self, where: str, step: int, state: TrainState, beside: Mapping[str, Any]) -> None:
+    def save(self, where: str, step: int, state: TrainState, beside: Settings) -> None:
         """Starts writing a state, unless it is the one that was saved or restored last.
 
         Raises:
@@ -116,8 +115,9 @@ class Saving:
         """Waits for all checkpoints; after a failure, which raises its own error, only if alone."""
         if failed and jax.process_count() > 1:
             return  # Others may wait for this process, as it would for them.
+        ignored = (Error,) if failed else ()
         for checkpoints in self._folders.values():
-            with contextlib.suppress(*[Error] * failed):
+            with contextlib.suppress(*ignored):
                 checkpoints.close()
 
     def require_directory(self) -> RunDirectory:

@@ -19,7 +19,6 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from jddp.checkpoint import lock
 from jddp.checkpoint.storage import storage_at
@@ -30,8 +29,8 @@ from jddp.errors import ConfigError, DataError, FileSystemError, file_errors, wo
 from jddp.files import make_folder
 from jddp.trainer.reports.log_file import logging_to
 from jddp.trainer.reports.metrics_file import MetricsFile
+from jddp.typing import JsonObject, Settings
 
-Settings = Mapping[str, Any]
 # Of one start, and not of the run: what they change is not reported.
 KEYS_OF_A_START = {"run.dir", "data.dir", "data.allow_changed"}
 KEYS_OF_A_START |= {"checkpoint.resume", "checkpoint.allow_changed"}
@@ -304,7 +303,7 @@ def changed_keys(before: Settings, now: Settings) -> list[str]:
     return [key for key, *values in _differing(before, now) if not is_free(key, *values)]
 
 
-def _differing(before: Settings, now: Settings) -> Iterator[tuple[str, Any, Any]]:
+def _differing(before: Settings, now: Settings) -> Iterator[tuple[str, object, object]]:
     """The keys that differ, with the value before and now."""
     old, new = _flat(before), _flat(now)
     # A run of an earlier version lacks newer keys, and was trained by their defaults.
@@ -315,15 +314,17 @@ def _differing(before: Settings, now: Settings) -> Iterator[tuple[str, Any, Any]
             yield key, was, becomes
 
 
-def _flat(values: Settings) -> dict[str, Any]:
+def _flat(values: Settings) -> JsonObject:
     """Values by dotted keys, without empty sections."""
     return {key: x for key, x in flatten(values).items() if x != {}}
 
 
-def is_free(key: str, old: Any, new: Any) -> bool:
+def is_free(key: str, old: object, new: object) -> bool:
     """Whether a key may differ from start to start: no finished step changes but for rounding."""
     return effect_of(key, old, new) != "numbers" or (key in LENGTH_KEYS and MISSING in (old, new))
 
 
-def _show(value: Any) -> str:
-    return "absent" if value is MISSING else "null" if value is None else str(value)
+def _show(value: object) -> str:
+    if value is MISSING:
+        return "absent"
+    return "null" if value is None else str(value)
