@@ -28,7 +28,6 @@ from jddp.job.job import join, test_batches
 from jddp.job.parts import find_eval_fn, find_loss, find_source
 from jddp.job.trust import is_trusted, refusal
 from jddp.runs.saved import Saved, config_in, model_in, read_saved
-from jddp.trainer.history import History
 from jddp.trainer.reports.metrics_file import MetricsFile
 from jddp.trainer.run import Run
 from jddp.typing import Batch, LossFn
@@ -78,7 +77,8 @@ def open_run(
       FileSystemError: If there is no such checkpoint, or it is damaged.
     """
     run_dir, config = local_copy(run_dir), None
-    with contextlib.suppress(*[ConfigMistakes] * (model is not None)):  # of fit(config=settings)
+    ignored = () if model is None else (ConfigMistakes,)  # of fit(config=settings)
+    with contextlib.suppress(*ignored):
         config = config_in(run_dir)
     module = model_in(run_dir, config, trust) if model is None else model
     keys = {override.partition("=")[0] for override in overrides or ()}
@@ -101,7 +101,6 @@ def open_run(
         precision=Precision(compute_dtype=config.ddp.precision.compute_dtype) if config else None,
     )
     saved, state = read_saved(run_dir, checkpoint, lambda saved: (saved, _state_of(ddp, saved)))
-    history = History()
     run = Run(
         ddp,
         state,
@@ -109,15 +108,14 @@ def open_run(
         save=_refusing(
             UsageError("An opened run is only read. fit with the same run_dir resumes it.")
         ),
-        evaluation=config and OwnBatches(config, trusted),
+        evaluation=None if config is None else OwnBatches(config, trusted),
         eval_params=params or saved.evaluated.removesuffix("_params"),
         config=config.model_dump() if config else saved.beside.get("config"),
-        history=history,
     )
     run.step, run.stopped = int(saved.folder.name), saved.beside.get("stopped")
     run.metrics = saved.beside.get("metrics", {})
     records = MetricsFile(run_dir / "metrics.jsonl", is_writer=False)
-    history.begin_with(records.read)
+    run.read_earlier = records.read
     # The last evaluation came after the checkpoint of its step.
     run.evaluations = records.read_evaluations(run.step)
     return run
@@ -197,7 +195,7 @@ def _loss_key(config: Config) -> str:
 
 
 def _refusing(error: UsageError) -> Callable[..., NoReturn]:
-    def refuse(*args: Any) -> NoReturn:
+    def refuse(*args: object) -> NoReturn:
         raise error
 
     return refuse

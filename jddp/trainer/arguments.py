@@ -3,19 +3,18 @@
 Each message names the missing argument, or the conflict, and the way out.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
-from jddp.data import TrainBatches, eval_batches
+from jddp.data import TrainBatches
 from jddp.errors import ConfigError
 from jddp.typing import Batches
 
 METHODS = ("on_step", "on_eval", "on_save", "on_end")  # methods of a callback
 
 
-def check_batches(
-    batches: Any,
-    data: Any,
+def epochs_of(
+    batches: Batches | None,
+    data: object,
     global_batch_size: int | None,
     num_steps: int | None,
     num_epochs: float | None,
@@ -49,7 +48,7 @@ def check_batches(
         )
     if num_steps is not None and num_epochs is not None:
         raise ConfigError("num_steps= and num_epochs= exclude each other: give one of them.")
-    own = getattr(batches, "num_epochs", None)
+    own = batches.num_epochs if isinstance(batches, TrainBatches) else None
     if num_epochs is not None and data is None and own != num_epochs:
         raise ConfigError(
             f"num_epochs={num_epochs!r} counts passes over data=, or over "
@@ -62,35 +61,14 @@ def check_batches(
     return own if num_steps is None and num_epochs is None else num_epochs
 
 
-def choose_batches(
-    batches: Any, data: Any, evaluation: Any, num_steps: int | None, **options: Any
-) -> tuple[Batches, Batches | None, dict[str, Any]]:
-    """Returns batches, evaluation batches, length and seed of a run; makes batches of arrays.
-
-    Args:
-      batches: Batches of this process, if there are no data.
-      data: A dict of arrays or a data set, the same on every process, if there are no batches.
-      evaluation: Batches of this process, a dict of arrays, or None.
-      num_steps: Number of optimizer steps, if there is no number of epochs.
-      **options: Options of `TrainBatches`; None for an option that is not given. A number of
-        epochs may also be given beside `TrainBatches` with the same number.
-
-    Raises:
-      ConfigError: If one that is needed is missing, or two exclude each other.
-    """
-    size = options["global_batch_size"]
-    num_epochs = check_batches(batches, data, size, num_steps, options["num_epochs"])
-    if data is not None:
-        batches = TrainBatches(data, **options | {"num_epochs": num_epochs})
-    if isinstance(evaluation, Mapping):
-        evaluation = eval_batches(evaluation, global_batch_size=size or 1024)
+def steps_left(batches: Batches) -> int:
+    """Number of steps until the end of `TrainBatches` of some epochs."""
+    assert isinstance(batches, TrainBatches), "others have a number of steps"
     # None are left where the run starts from another one, which has ended.
-    length = max(1, len(batches.positions_left())) if num_steps is None else num_steps
-    of_run = {"num_steps": length, "num_epochs": num_epochs, "seed": options["seed"]}
-    return batches, evaluation, of_run
+    return max(1, len(batches.positions_left()))
 
 
-def check_callbacks(callbacks: Sequence[Any]) -> None:
+def check_callbacks(callbacks: object) -> None:
     """Refuses objects that lack a method of a callback.
 
     Raises:

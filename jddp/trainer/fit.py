@@ -6,20 +6,23 @@ run = jddp.fit(ddp, batches, num_steps=1000, evaluate=test_batches, run_dir="run
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+
+from jax.typing import ArrayLike
 
 from jddp.config.permissions import folder_or_url
+from jddp.config.versions import versions
+from jddp.data import TrainBatches, eval_batches
 from jddp.distributed.watchdog import Limits
 from jddp.engine.state import TrainState
 from jddp.engine.trainable import Trainable
 from jddp.names import refuses_unknown
 from jddp.names.synonyms import OF_FIT
-from jddp.trainer.arguments import choose_batches
+from jddp.trainer.arguments import epochs_of, steps_left
 from jddp.trainer.callbacks import Callback
 from jddp.trainer.plan import Plan
 from jddp.trainer.run import Run
-from jddp.trainer.start import RunFiles, start
-from jddp.typing import Batch, Batches
+from jddp.trainer.start import start
+from jddp.typing import Batch, Batches, Settings
 
 LIMITS = Limits()
 
@@ -29,12 +32,12 @@ def fit(
     ddp: Trainable,
     batches: Batches | None = None,
     *,
-    data: Any = None,
+    data: object = None,
     global_batch_size: int | None = None,
     num_epochs: float | None = None,
     num_steps: int | None = None,
     state: TrainState | Callable[[Batch], TrainState] | None = None,
-    evaluate: Batches | Mapping[str, Any] | None = None,
+    evaluate: Batches | Mapping[str, object] | None = None,
     run_dir: str | Path | None = None,
     callbacks: Sequence[Callback] = (),
     seed: int = 0,
@@ -45,9 +48,9 @@ def fit(
     keep_every_steps: int | None = None,
     resume: str = "auto",
     eval_params: str = "params",
-    learning_rate: Callable[[int], Any] | None = None,
-    config: Mapping[str, Any] | None = None,
-    manifest: Mapping[str, Any] | None = None,
+    learning_rate: Callable[[int], ArrayLike] | None = None,
+    config: Settings | None = None,
+    manifest: Settings | None = None,
     limits: Limits = LIMITS,
     check_replicas_every_steps: int | None = 500,
     max_consecutive_skips: int = 10,
@@ -111,14 +114,24 @@ def fit(
       OutOfMemoryError: If a device has less memory than a step needs.
       NumericsError: If the loss is not finite, or too many steps in a row were skipped.
     """
-    sizes = {"global_batch_size": global_batch_size, "num_epochs": num_epochs, "seed": seed}
-    batches, evaluate, length = choose_batches(
-        batches, data, evaluate, num_steps, multiple_of=ddp.steps.rows.num_micro_batches, **sizes
-    )
+    num_epochs = epochs_of(batches, data, global_batch_size, num_steps, num_epochs)
+    if batches is None:
+        assert global_batch_size is not None, "it was checked"
+        batches = TrainBatches(
+            data,
+            global_batch_size=global_batch_size,
+            num_epochs=num_epochs,
+            seed=seed,
+            multiple_of=ddp.steps.rows.num_micro_batches,
+        )
+    if isinstance(evaluate, Mapping):
+        evaluate = eval_batches(evaluate, global_batch_size=global_batch_size or 1024)
     if state is not None and not callable(state):
         ddp.check(state)
     plan = Plan(
-        **length,
+        num_steps=steps_left(batches) if num_steps is None else num_steps,
+        num_epochs=num_epochs,
+        seed=seed,
         log_every_steps=log_every_steps,
         eval_every_steps=eval_every_steps,
         save_every_steps=save_every_steps,
@@ -131,8 +144,11 @@ def fit(
         check_replicas_every_steps=check_replicas_every_steps,
         max_consecutive_skips=max_consecutive_skips,
         same_batches=same_batches,
+        run_dir=None if run_dir is None else folder_or_url(run_dir),
+        # Copies, which the caller does not change while the run keeps them.
+        config=copy.deepcopy(config),
+        manifest={"versions": versions(), **copy.deepcopy(manifest or {})},
+        callbacks=callbacks,
+        limits=limits,
     )
-    directory = None if run_dir is None else folder_or_url(run_dir)
-    # Copies, which you do not change while the run keeps them.
-    kept = RunFiles(directory, copy.deepcopy(config), copy.deepcopy(manifest or {}))
-    return start(ddp, batches, plan, kept, state, callbacks, limits)
+    return start(ddp, batches, plan, state)

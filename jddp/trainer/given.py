@@ -1,6 +1,6 @@
 """Compares the arguments and batches of a job's processes before the first step.
 
-    compare_calls(plan, kept, batches, state)     # arguments of `fit`, seeds, orders, lengths
+    compare_calls(plan, batches, state)           # arguments of `fit`, seeds, orders, lengths
     refuse_same_rows("batches", batch, plan)      # a first batch that several processes have
 
 Processes with different arguments hang in a collective, or compute nonsense. Processes that read
@@ -12,7 +12,6 @@ import hashlib
 import json
 import math
 from collections.abc import Sized
-from typing import Any
 
 import jax
 import numpy as np
@@ -22,7 +21,7 @@ from jddp.data.shares import Share
 from jddp.distributed.coordination import agree, gather
 from jddp.engine.host_rows import as_arrays
 from jddp.errors import ProcessMismatchError
-from jddp.trainer.plan import Plan
+from jddp.trainer.plan import COMMON, Plan
 from jddp.typing import Batch, Batches
 
 SECONDS = 120.0  # the other processes may still be busy
@@ -36,12 +35,11 @@ WAY_OUT = (
 )
 
 
-def compare_calls(plan: Plan, directory: Any, batches: Batches, state: Any) -> None:
+def compare_calls(plan: Plan, batches: Batches, state: object) -> None:
     """Compares the arguments of `fit` of all processes.
 
     Args:
       plan: Length of the run, and periods of what it does.
-      directory: The run directory, or None.
       batches: This process's training batches.
       state: Initial state, or a function that makes one.
 
@@ -50,9 +48,9 @@ def compare_calls(plan: Plan, directory: Any, batches: Batches, state: Any) -> N
     """
     if jax.process_count() == 1:
         return
-    facts = dict(plan.arguments)
+    facts: dict[str, object] = {name: getattr(plan, name) for name in COMMON}
     facts["state"] = "a function" if callable(state) else "a state"
-    facts["run_dir"] = "none" if directory is None else "given"
+    facts["run_dir"] = "none" if plan.run_dir is None else "given"
     facts |= _about("batches", batches, plan.num_steps)
     facts["evaluate"] = "none" if plan.evaluation is None else "given"
     facts |= _about("evaluate", plan.evaluation, math.inf)
@@ -63,10 +61,10 @@ def compare_calls(plan: Plan, directory: Any, batches: Batches, state: Any) -> N
             _refuse_equal(name, str(share), f"each reads {share} of the rows")
 
 
-def _about(name: str, batches: Any, most: float) -> dict[str, Any]:
+def _about(name: str, batches: object, most: float) -> dict[str, object]:
     """Facts about batches that must be equal on all processes, as far as the batches know them."""
     known = {}
-    if isinstance(getattr(batches, "share", None), Share):
+    if isinstance(getattr(batches, "share", None), Share) and hasattr(batches, "settings"):
         known = batches.settings
     elif isinstance(batches, Sized):
         known = {"number of batches": min(len(batches), most)}
@@ -106,7 +104,8 @@ def digest_of_rows(batch: Batch) -> str:
     This holds if all rows of a process are equal, as in a synthetic batch, if all values fit into a
     few bits, and if an array is spread over processes.
     """
-    digest, num_bits = hashlib.sha256(), 0.0
+    digest = hashlib.sha256()
+    num_bits = 0.0
     for path, x in sorted(by_path(as_arrays(batch)).items()):
         if isinstance(x, jax.Array) and not x.is_fully_addressable:
             return ""

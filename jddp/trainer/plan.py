@@ -1,14 +1,20 @@
 """The settings of a run: its length, and the periods of what it does."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
+from jax.typing import ArrayLike
+
+from jddp.distributed.watchdog import Limits
 from jddp.errors import ConfigError, check_choice
-from jddp.typing import Batches
+from jddp.trainer.callbacks import Callback
+from jddp.typing import Batches, JsonObject, Settings
 
-POSITIVE = ["num_steps", "log_every_steps", "eval_every_steps", "save_every_steps", "keep"]
-POSITIVE += ["keep_every_steps", "check_replicas_every_steps", "max_consecutive_skips"]
+PERIODS = ("log_every_steps", "eval_every_steps", "save_every_steps", "keep_every_steps")
+POSITIVE = (*PERIODS, "num_steps", "keep", "check_replicas_every_steps", "max_consecutive_skips")
+# What all processes must have in common. Batches and functions have no text that is the same.
+COMMON = sorted((*POSITIVE, "num_epochs", "resume", "eval_params", "seed", "same_batches"))
 
 
 @dataclass
@@ -32,6 +38,11 @@ class Plan:
       max_consecutive_skips: Number of skipped steps in a row that ends the run.
       seed: Seed of the first state.
       same_batches: Whether processes may have the same rows.
+      run_dir: Folder for metrics and checkpoints, or its URL; None keeps nothing.
+      config: Settings of the run; a directory with other ones is refused.
+      manifest: Further facts, such as versions.
+      callbacks: Objects as `jddp.Callback` describes them.
+      limits: Seconds that a phase may take before its processes are reported as hanging.
 
     Raises:
       ConfigError: If a number is not positive, or a choice is unknown.
@@ -47,23 +58,19 @@ class Plan:
     resume: str
     evaluation: Batches | None
     eval_params: str
-    learning_rate: Callable[[int], Any] | None
+    learning_rate: Callable[[int], ArrayLike] | None
     check_replicas_every_steps: int | None
     max_consecutive_skips: int
     seed: int
     same_batches: bool
+    run_dir: str | Path | None
+    config: Settings | None
+    manifest: Settings
+    callbacks: Sequence[Callback]
+    limits: Limits
 
     @property
-    def arguments(self) -> dict[str, Any]:
-        """The settings that must be equal on all processes, by the names of `fit`'s arguments.
-
-        Batches and functions are left out: they have no text that is the same everywhere.
-        """
-        names = {field.name for field in fields(self)} - {"evaluation", "learning_rate"}
-        return {name: getattr(self, name) for name in sorted(names)}
-
-    @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> JsonObject:
         """The settings that may differ when a run resumes, and `eval_params`, by name."""
         return {name: getattr(self, name) for name in (*POSITIVE, "eval_params")}
 

@@ -1,6 +1,6 @@
 """The bitwise comparison of all replicas during training."""
 
-from typing import Any
+import jax
 
 from jddp.engine.digest import digests, find_divergence
 from jddp.engine.state import TrainState
@@ -16,7 +16,7 @@ class ReplicaCheck:
 
     def __init__(self, every: int | None) -> None:
         self._every = every
-        self._begun: tuple[int, Any, TrainState] | None = None
+        self._begun: tuple[int, jax.Array, TrainState] | None = None
 
     def begin(self, step: int, state: TrainState) -> None:
         """Digests a state after `step` finished steps, if due; asynchronous."""

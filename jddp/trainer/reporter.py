@@ -6,22 +6,23 @@ for NaN and infinity, to the callbacks and, if due, to the metrics file and the 
 
 import contextlib
 import copy
+import dataclasses
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 import jax
 import numpy as np
 
 from jddp.modules.rows import count_rows
 from jddp.trainer.callbacks import Callback, call_each
-from jddp.trainer.history import History
 from jddp.trainer.numerics import Numerics, Sent
 from jddp.trainer.plan import Plan
 from jddp.trainer.reports.progress import Progress
 from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.run import Run
+from jddp.trainer.watching import watching
+from jddp.typing import JsonObject
 
 log = logging.getLogger("jddp")
 
@@ -53,6 +54,7 @@ class Clock:
         return {"step_seconds": seconds, "data_wait_seconds": waited}
 
 
+@dataclasses.dataclass(eq=False)
 class Reporter:
     """Reports the steps and evaluations of a run.
 
@@ -60,9 +62,7 @@ class Reporter:
       run: The run.
       plan: Periods of reports.
       files: The run directory, or None.
-      callbacks: Callbacks of the run.
       numerics: Check of each step.
-      history: Records of the run, to which the records of steps and evaluations are added.
 
     Attributes:
       clock: Time of steps since the last record.
@@ -70,19 +70,15 @@ class Reporter:
       note: Function that prints a sentence.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        plan: Plan,
-        files: RunDirectory | None,
-        callbacks: Sequence[Callback],
-        numerics: Numerics,
-        history: History,
-    ) -> None:
-        self._run, self._plan, self._files, self._history = run, plan, files, history
-        self._callbacks, self._numerics = callbacks, numerics
-        self.progress = Progress(plan.num_steps, is_writer=jax.process_index() == 0)
-        self.note, self.close = self.progress.note, self.progress.close
+    run: Run
+    plan: Plan
+    files: RunDirectory | None
+    numerics: Numerics
+
+    def __post_init__(self) -> None:
+        """Begins the display of progress."""
+        self.progress = Progress(self.plan.num_steps, is_writer=jax.process_index() == 0)
+        self.note = self.progress.note
         self.clock = Clock(0)
         self._waiting: Sent | None = None  # the newest step, whose metrics are not read yet
 
@@ -111,17 +107,17 @@ class Reporter:
 
     def _call(self, step: int, values: Mapping[str, float]) -> None:
         def on_step(callback: Callback) -> None:
-            callback.on_step(self._run, {"step": step, **values})
+            callback.on_step(self.run, {"step": step, **values})
 
-        call_each(self._callbacks, on_step)
+        call_each(self.plan.callbacks, on_step)
 
     def _record(self, sent: Sent) -> dict[str, float]:
         """Waits for a step, and records its metrics if due; returns them if they were read."""
         step = sent.step
-        if self._numerics.look(sent, self._run.state):  # at each step: no later state may be saved
+        if self.numerics.look(sent, self.run.state):  # at each step: no later state may be saved
             self.note(f"step {step} is skipped: its loss, gradients or other state are not finite")
-        is_logged = step % self._plan.log_every_steps == 0 or step == self._plan.num_steps
-        if not (is_logged or self._callbacks):
+        is_logged = step % self.plan.log_every_steps == 0 or step == self.plan.num_steps
+        if not (is_logged or self.plan.callbacks):
             return {}
         values = {name: float(x) for name, x in jax.device_get(dict(sent.metrics)).items()}
         if is_logged:
@@ -129,33 +125,39 @@ class Reporter:
         return values
 
     def _log(self, step: int, values: Mapping[str, float], rows: int) -> None:
-        record: dict[str, Any] = {"step": step, "split": "train", **values}
-        if self._plan.learning_rate is not None:
+        record: JsonObject = {"step": step, "split": "train", **values}
+        if self.plan.learning_rate is not None:
             record["learning_rate"] = self.learning_rate(step)
         if seconds := self.clock.seconds_per_step(step):
             record |= {**seconds, "examples_per_second": rows / seconds["step_seconds"]}
-        self._run.metrics = copy.deepcopy(record)  # a callback may change it
-        self._history.append(record)
-        if self._files is not None:
-            self._files.metrics.append(record)
+        self.run.metrics = copy.deepcopy(record)  # a callback may change it
+        self.run.records.append(record)
+        if self.files is not None:
+            self.files.metrics.append(record)
         self.progress.log(record)
 
     def learning_rate(self, step: int) -> float | None:
         """The learning rate of a step, numbered from 1; None without a step or a schedule."""
-        schedule = self._plan.learning_rate
+        schedule = self.plan.learning_rate
         return None if schedule is None or step < 1 else float(np.asarray(schedule(step - 1)))
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
         """Reports an evaluation of the newest state."""
-        run = self._run
-        record: dict[str, Any] = {"step": run.step, "split": "eval", **metrics}
+        run = self.run
+        record: JsonObject = {"step": run.step, "split": "eval", **metrics}
         run.evaluations.append(copy.deepcopy(record))
-        self._history.append(record)
+        self.run.records.append(record)
         self.progress.evaluated(record)
         try:
             call_each(
-                self._callbacks, lambda callback: callback.on_eval(run, copy.deepcopy(record))
+                self.plan.callbacks, lambda callback: callback.on_eval(run, copy.deepcopy(record))
             )
         finally:  # A run that is killed before this evaluates, and calls them, again.
-            if self._files is not None:
-                self._files.metrics.append(record)
+            if self.files is not None:
+                self.files.metrics.append(record)
+
+    def report_best(self) -> None:
+        """Prints a line for each metric that was watched, on its best evaluation."""
+        lines = {x.metric: x.conclusion(self.run) for x in watching(self.plan.callbacks)}
+        for line in lines.values():
+            self.note(line)

@@ -6,7 +6,7 @@ run = jddp.open_run(run_dir)  # the same for a run that has ended
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,11 @@ from jddp.engine.state import TrainState
 from jddp.engine.trainable import Trainable
 from jddp.errors import ConfigError, UsageError
 from jddp.html import Shown
-from jddp.trainer.history import History
 from jddp.trainer.reports.curves import plot
 from jddp.trainer.reports.progress import is_metric
 from jddp.trainer.reports.run_directory import OWN_NAMES
 from jddp.trainer.reports.tables import shape_of
-from jddp.typing import Batches, PyTree
+from jddp.typing import Batches, JsonObject, LossFn, Metrics, PyTree, Settings
 from jddp.zoo.losses import outputs
 
 _NAME = re.compile(r"\w[\w-]*", re.ASCII)
@@ -51,12 +50,13 @@ class Run(Shown):
         save: Callable[[str], None],
         evaluation: Batches | None = None,
         eval_params: str = "params",
-        config: Mapping[str, Any] | None = None,
-        history: History | None = None,
+        config: Settings | None = None,
     ) -> None:
         self.state, self.step = state, 0
-        self.metrics: dict[str, Any] = {}
-        self.evaluations, self._history = list[dict[str, Any]](), history or History()
+        self.metrics: Metrics = {}
+        self.evaluations: list[JsonObject] = []
+        self.records: list[JsonObject] = []  # since it began or resumed
+        self.read_earlier: Callable[[], list[JsonObject]] | None = None  # for `history`
         self.run_dir, self.config = run_dir, config
         self.stopped: str | None = None
         self.interrupted: str | None = None
@@ -65,12 +65,16 @@ class Run(Shown):
         self._evaluation, self._eval_params = evaluation, eval_params
 
     @property
-    def history(self) -> list[dict[str, Any]]:
+    def history(self) -> list[JsonObject]:
         """The records of training and evaluation, in order, as in `metrics.jsonl`.
 
         With a run directory they include the records before a resume.
         """
-        return self._history.records()
+        # A run of weeks leaves millions of records, and resumes without them.
+        if self.read_earlier is not None:
+            self.records[:0] = self.read_earlier()
+            self.read_earlier = None
+        return self.records
 
     @property
     def checkpoints(self) -> list[str]:
@@ -89,7 +93,7 @@ class Run(Shown):
         return self._ddp.steps.spec.model.bound(found)
 
     @property
-    def eval_metrics(self) -> dict[str, Any]:
+    def eval_metrics(self) -> JsonObject:
         """The record of the last evaluation; empty before the first."""
         return self.evaluations[-1] if self.evaluations else {}
 
@@ -125,7 +129,7 @@ class Run(Shown):
             )
         self._save(where)
 
-    def evaluate(self, batches: Batches | None = None) -> dict[str, Any]:
+    def evaluate(self, batches: Batches | None = None) -> Metrics:
         """Evaluates the most recent state, as `jddp.DataParallel.evaluate` does.
 
         Args:
@@ -133,9 +137,7 @@ class Run(Shown):
         """
         return dict(self._ddp.evaluate(self.state, self._given(batches), self._eval_params))
 
-    def predict(
-        self, batches: Batches | None = None, function: Callable[..., PyTree] = outputs
-    ) -> PyTree:
+    def predict(self, batches: Batches | None = None, function: LossFn = outputs) -> PyTree:
         """The outputs of the most recent model for each row, as `jddp.DataParallel.predict` does.
 
         Args:
@@ -161,11 +163,14 @@ class Run(Shown):
     def __repr__(self) -> str:
         """Step, metrics and directory, a line each."""
         lines = [f"Run at step {self.step:,}"]
-        lines += [f"  stopped: {self.stopped}"] * (self.stopped is not None)
-        lines += [f"  interrupted by {self.interrupted}"] * (self.interrupted is not None)
+        if self.stopped is not None:
+            lines.append(f"  stopped: {self.stopped}")
+        if self.interrupted is not None:
+            lines.append(f"  interrupted by {self.interrupted}")
         for split, record in (("train", self.metrics), ("eval", self.eval_metrics)):
             shown = [f"{name} {x:.4g}" for name, x in record.items() if is_metric(name, x)]
             arrays = {name: shape_of(x) for name, x in record.items() if isinstance(x, list)}
             shown += [f"{name} {' x '.join(map(str, shape))}" for name, shape in arrays.items()]
-            lines += [f"  {split:<6} {', '.join(shown)}"] * bool(shown)
+            if shown:
+                lines.append(f"  {split:<6} {', '.join(shown)}")
         return "\n".join([*lines, f"  in {self.run_dir or 'no directory'}"])

@@ -6,8 +6,6 @@ and in a resumed run.
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
 from jddp.errors import ConfigError
 from jddp.names import did_you_mean
@@ -15,6 +13,7 @@ from jddp.names.directions import choose_mode
 from jddp.trainer.callbacks import Callback
 from jddp.trainer.plan import Plan
 from jddp.trainer.run import Run
+from jddp.typing import JsonObject, Record
 
 
 class Watching(Callback):
@@ -30,12 +29,11 @@ class Watching(Callback):
         self.metric = metric
         self._sign = 1.0 if choose_mode(metric, mode, key="mode") == "max" else -1.0
 
-    def check_plan(self, plan: Plan, directory: str | Path | None) -> None:
+    def check_plan(self, plan: Plan) -> None:
         """Refuses a run in which there is nothing to watch.
 
         Args:
           plan: Settings of the run.
-          directory: Directory of the run, or None.
 
         Raises:
           ConfigError: If there are no evaluations.
@@ -59,7 +57,7 @@ class Watching(Callback):
                 f"{did_you_mean(self.metric, names)}"
             )
 
-    def best_of(self, run: Run) -> Mapping[str, Any] | None:
+    def best_of(self, run: Run) -> Record | None:
         """The record of the best evaluation, also before a resume; None if none has a number."""
         best = max(run.evaluations, key=self._goodness, default=None)
         return None if best is None or self._goodness(best) == -math.inf else best
@@ -70,7 +68,7 @@ class Watching(Callback):
             return f"best {self.metric}: none, because no evaluation gave a number"
         return f"best {self.metric} {best[self.metric]:.4g} at step {best['step']}"
 
-    def _goodness(self, metrics: Mapping[str, Any]) -> float:
+    def _goodness(self, metrics: Record) -> float:
         """The value, with a sign that makes larger better; the least one if it is not a number."""
         # None in a resumed run, as JSON has no NaN; absent from evaluations before it was watched.
         value = metrics.get(self.metric)
@@ -107,7 +105,7 @@ class EarlyStopping(Watching):
         self, metric: str = "loss", *, mode: str = "auto", patience: int = 3, min_delta: float = 0.0
     ) -> None:
         super().__init__(metric, mode)
-        self.settings = {
+        self.settings: JsonObject = {
             "metric": metric,
             "mode": choose_mode(metric, mode, key="mode"),
             "patience": patience,
@@ -118,11 +116,10 @@ class EarlyStopping(Watching):
                 f"EarlyStopping: patience is at least 1 and min_delta at least 0; got {patience} "
                 f"and {min_delta}."
             )
-        self._patience, self._min_delta = patience, min_delta
 
-    def check_plan(self, plan: Plan, directory: str | Path | None) -> None:
+    def check_plan(self, plan: Plan) -> None:
         """Refuses a run that is evaluated only at its end, when nothing is left to stop."""
-        super().check_plan(plan, directory)
+        super().check_plan(plan)
         if plan.eval_every_steps is None:
             raise ConfigError(
                 f"{self.called} needs eval_every_steps= (train.eval_every_steps): without it the "
@@ -136,11 +133,14 @@ class EarlyStopping(Watching):
 
     def verdict(self, run: Run) -> str | None:
         """The reason to stop after the evaluations so far, or None."""
-        best, waited = -math.inf, 0
+        best = -math.inf
+        waited = 0
         for goodness in map(self._goodness, run.evaluations):
-            is_better = goodness - best > self._min_delta
-            best, waited = (goodness, 0) if is_better else (best, waited + 1)
-        is_over = waited >= self._patience
+            waited += 1
+            if goodness - best > self.settings["min_delta"]:
+                best = goodness
+                waited = 0
+        is_over = waited >= self.settings["patience"]
         return f"{self.metric} has not improved for {waited} evaluations" if is_over else None
 
 
@@ -167,10 +167,10 @@ class KeepBest(Watching):
         self.step: int | None = None
         self.best: float | None = None
 
-    def check_plan(self, plan: Plan, directory: str | Path | None) -> None:
+    def check_plan(self, plan: Plan) -> None:
         """Refuses a run that keeps nothing."""
-        super().check_plan(plan, directory)
-        if directory is None:
+        super().check_plan(plan)
+        if plan.run_dir is None:
             raise ConfigError(f"{self.called} needs run_dir=, to keep the best checkpoint there.")
 
     def on_eval(self, run: Run, metrics: Mapping[str, float]) -> None:
@@ -187,7 +187,7 @@ class KeepBest(Watching):
         return line if best is None else f"{line}, in {run.run_dir}/best/{best['step']}"
 
 
-def settings_of(callbacks: Sequence[Callback]) -> list[dict[str, Any]]:
+def settings_of(callbacks: Sequence[Callback]) -> list[JsonObject]:
     """The settings of each early stopping, for a checkpoint."""
     return [callback.settings for callback in callbacks if isinstance(callback, EarlyStopping)]
 
@@ -217,8 +217,3 @@ def watching(callbacks: Sequence[Callback]) -> list[Watching]:
     """The callbacks that watch a metric; `KeepBest`, whose lines are longer, after the others."""
     found = [callback for callback in callbacks if isinstance(callback, Watching)]
     return sorted(found, key=lambda callback: isinstance(callback, KeepBest))
-
-
-def conclusions(callbacks: Sequence[Callback], run: Run) -> list[str]:
-    """Returns a line about the best evaluation for each metric that was watched."""
-    return [*{x.metric: x.conclusion(run) for x in watching(callbacks)}.values()]

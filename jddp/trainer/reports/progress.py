@@ -15,7 +15,7 @@ import os
 import sys
 import textwrap
 import time
-from typing import Any
+from typing import Any, TextIO
 
 from jddp.errors import printable, printable_lines
 from jddp.trainer.reports.log_file import said
@@ -32,7 +32,7 @@ WAY_OUT = (
 BESIDE_METRICS = ("grad_norm", "skipped", "loss_scale")  # shown in their line
 
 
-def is_metric(name: str, value: Any) -> bool:
+def is_metric(name: str, value: object) -> bool:
     """Whether this value of a record is the loss or a metric of the loss function."""
     return isinstance(value, float | int) and (name == "loss" or name not in RESERVED)
 
@@ -58,8 +58,10 @@ class Progress:
     """
 
     def __init__(self, num_steps: int, *, is_writer: bool) -> None:
-        self.num_steps, self._is_writer = num_steps, is_writer
-        self._stream, self._printed_at = sys.stdout, -math.inf
+        self.num_steps = num_steps
+        self._is_writer = is_writer
+        self._stream = sys.stdout
+        self._printed_at = -math.inf
         is_live = is_writer and _is_watched(self._stream)
         self._bar = _live_line(num_steps, self._stream) if is_live else None
 
@@ -68,8 +70,8 @@ class Progress:
         now = time.monotonic()
         if self._bar:
             line = train_line(record, self.num_steps, columns=COLUMNS - BAR_COLUMNS - 1)
-            total, done = self.num_steps, record["step"]
-            self._bar.update(self._bar.task_ids[0], description=line, total=total, completed=done)
+            done = {"total": self.num_steps, "completed": record["step"]}
+            self._bar.update(self._bar.task_ids[0], description=line, **done)
         elif record["step"] >= self.num_steps or now >= self._printed_at + SECONDS_BETWEEN_LINES:
             self._printed_at = now
             self._print(train_line(record, self.num_steps))
@@ -89,11 +91,7 @@ class Progress:
         """Shows a sentence."""
         # A path stays whole, so that it can be copied.
         lines = textwrap.wrap(
-            text,
-            COLUMNS,
-            subsequent_indent="  ",
-            break_long_words=False,
-            break_on_hyphens=False,
+            text, COLUMNS, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
         )
         self._print("\n".join(lines))
         said.info(text)
@@ -114,7 +112,7 @@ class Progress:
                 print(text, file=self._stream, flush=True)
 
 
-def _is_watched(stream: Any) -> bool:
+def _is_watched(stream: TextIO) -> bool:
     """Whether this is the terminal that the process runs in.
 
     Open MPI gives every process a pseudo-terminal, whose output goes into a pipe. There one live
@@ -126,7 +124,7 @@ def _is_watched(stream: Any) -> bool:
         return False
 
 
-def _live_line(num_steps: int, stream: Any) -> Any:
+def _live_line(num_steps: int, stream: TextIO) -> Any:
     """A bar and a line at the bottom of a terminal."""
     from rich.console import Console  # Only a terminal needs it, and it costs 0.1 s.
     from rich.progress import BarColumn, TextColumn
@@ -146,13 +144,15 @@ def train_line(record: Record, num_steps: int, *, columns: int = COLUMNS) -> str
     Where it does not, the speed is left out, then digits, then the last metrics: the rate stays.
     """
     step = record["step"]
-    rate, speed, time_left = list[str](), list[str](), list[str]()
+    rate = list[str]()
+    speed = list[str]()
+    time_left = list[str]()
     if (value := record.get("learning_rate")) is not None:
-        rate = [f"lr {value:.2g}"]
+        rate.append(f"lr {value:.2g}")
     if (value := record.get("examples_per_second")) is not None:
-        speed = [f"{_short(value)} ex/s"]
+        speed.append(f"{_short(value)} ex/s")
     if (seconds := record.get("step_seconds")) is not None:
-        time_left = [f"ETA {_duration((num_steps - step) * seconds)}"]
+        time_left.append(f"ETA {_duration((num_steps - step) * seconds)}")
     head = f"step {step}/{num_steps}"
     full, short = ([head, *_metrics(record, digits)] for digits in (4, 3))
     for start, end in ((full, rate + speed), (full, rate), (short, rate)):
