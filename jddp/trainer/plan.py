@@ -11,8 +11,8 @@ from jddp.errors import ConfigError, check_choice
 from jddp.trainer.callbacks import Callback
 from jddp.typing import Batches, JsonObject, Settings
 
-PERIODS = ("log_every_steps", "eval_every_steps", "save_every_steps", "keep_every_steps")
-POSITIVE = (*PERIODS, "num_steps", "keep", "check_replicas_every_steps", "max_consecutive_skips")
+POSITIVE = ["num_steps", "log_every_steps", "eval_every_steps", "save_every_steps", "keep"]
+POSITIVE += ["keep_every_steps", "check_replicas_every_steps", "max_consecutive_skips"]
 # What all processes must have in common. Batches and functions have no text that is the same.
 COMMON = sorted((*POSITIVE, "num_epochs", "resume", "eval_params", "seed", "same_batches"))
 
