@@ -69,6 +69,7 @@ API = {
         "LocalSteps",
     ],
     "Gradients": ["average_gradients", "CommHook", "powersgd", "AXIS"],
+    "Parts of a run": ["Checks", "Evaluation", "Keep"],
     "Callbacks": ["Callback", "EarlyStopping", "KeepBest"],
     "Jobs": ["Config", "train", "launch"],
     "Errors": ["Error", "ConfigError", "DataError"],

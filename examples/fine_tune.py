@@ -54,7 +54,7 @@ def pretrain(file, num_steps):
         return loss_fn(model, batch | {"label": jax.numpy.asarray(labels)[batch["label"]]})
 
     ddp = jddp.DataParallel(Net(2, seed=1), optax.adamw(1e-3), is_shoes)
-    run = jddp.fit(ddp, data=SOURCE.load().train, global_batch_size=128, num_steps=num_steps)
+    run = jddp.fit(ddp, SOURCE.load().train, global_batch_size=128, num_steps=num_steps)
     model, arrays = ddp.model(run.state), {}
     for name in ("first", "second"):
         layer = getattr(model, name)

@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from jddp.trainer.callbacks import Callback as Callback
     from jddp.trainer.fit import fit as fit
     from jddp.trainer.own_loop import Checkpoints as Checkpoints
+    from jddp.trainer.plan import Checks as Checks
+    from jddp.trainer.plan import Evaluation as Evaluation
+    from jddp.trainer.plan import Keep as Keep
     from jddp.trainer.run import Run as Run
     from jddp.trainer.watching import EarlyStopping as EarlyStopping
     from jddp.trainer.watching import KeepBest as KeepBest
@@ -52,6 +55,7 @@ _HOMES = {
     "BucketPlan": "reduce.plan",
     "Callback": "trainer.callbacks",
     "Checkpoints": "trainer.own_loop",
+    "Checks": "trainer.plan",
     "CommHook": "reduce.hooks",
     "Config": "config.schema",
     "ConfigError": "errors",
@@ -59,6 +63,8 @@ _HOMES = {
     "DataParallel": "data_parallel",
     "EarlyStopping": "trainer.watching",
     "Error": "errors",
+    "Evaluation": "trainer.plan",
+    "Keep": "trainer.plan",
     "KeepBest": "trainer.watching",
     "LocalSteps": "engine.sync",
     "LogicalReplicas": "engine.strategy",

@@ -39,11 +39,13 @@ from jddp.inspection.outputs import num_outputs
 from jddp.job.length import num_steps_of
 from jddp.job.optimizers import Schedule, optimizer_of
 from jddp.job.parts import Parts, resolve_parts
+from jddp.trainer.arguments import steps_left
 from jddp.trainer.callbacks import Callback
-from jddp.trainer.fit import fit
 from jddp.trainer.own_loop import Checkpoints
+from jddp.trainer.plan import Checks, Keep, Plan
 from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.run import Run
+from jddp.trainer.start import start
 from jddp.trainer.watching import EarlyStopping, KeepBest
 from jddp.typing import Batch, Batches
 from jddp.verification.verify import Verification, verify
@@ -134,23 +136,32 @@ class Job:
         stop = config.train.stop
         stopping = [] if stop.metric is None else [EarlyStopping(**stop.model_dump())]
         with contextlib.closing(self.train_batches()) as batches:
-            return fit(
-                self.ddp,
-                batches,
-                state=self._state_of_another(batches)
-                or (None if config.model.init_from is None else self._init_from_weights),
-                evaluate=test_batches(config, self.data),
-                run_dir=self._place(config.run.dir),
-                callbacks=[*keep_best, *stopping, *callbacks],
-                seed=config.seed,
+            state = self._state_of_another(batches)
+            if state is None and config.model.init_from is not None:
+                state = self._init_from_weights
+            plan = Plan(
+                num_steps=config.train.num_steps or steps_left(batches),
+                num_epochs=config.train.num_epochs,
+                log_every_steps=config.train.log_every_steps,
+                eval_every_steps=config.train.eval_every_steps,
                 save_every_steps=config.checkpoint.every_steps,
+                keep=Keep(config.checkpoint.keep, config.checkpoint.keep_every_steps),
+                resume=config.checkpoint.resume,
+                evaluation=test_batches(config, self.data),
+                eval_params=config.train.eval_params,
                 learning_rate=self.learning_rate,
+                checks=Checks(
+                    replicas_every_steps=config.train.check_replicas_every_steps,
+                    max_consecutive_skips=config.train.max_consecutive_skips,
+                    limits=Limits(**config.watchdog.model_dump()),
+                ),
+                seed=config.seed,
+                run_dir=self._place(config.run.dir),
                 config=config.model_dump(),
-                manifest=self._manifest(),
-                limits=Limits(**config.watchdog.model_dump()),
-                **config.train.model_dump(exclude={"stop"}),
-                **config.checkpoint.model_dump(include={"keep", "keep_every_steps", "resume"}),
+                facts=self._facts(),
+                callbacks=[*keep_best, *stopping, *callbacks],
             )
+            return start(self.ddp, batches, plan, state)
 
     def _init_from_weights(self, batch: Batch) -> TrainState:
         """The first state, whose parameters are read from a file or a run."""
@@ -232,7 +243,7 @@ class Job:
             **config.model_dump(include=passed_on),
         )
 
-    def _manifest(self) -> dict[str, Any]:
+    def _facts(self) -> dict[str, Any]:
         assert self.data is not None
         data: dict[str, Any] = {"description": self.data.description, "sha256": self.data.sha256}
         if self.data.classes:

@@ -38,6 +38,12 @@ jddp.EarlyStopping     train.stop.patience     patience early_stopping_patience
 -                      train.stop.min_delta    early_stopping_threshold min_delta
 eval_fn                loss.eval_target        compute_metrics eval_fn
 fit.resume             checkpoint.resume       resume_from_checkpoint ckpt_path
+jddp.Keep              checkpoint.keep_every_steps keep_every_steps
+jddp.Evaluation        train.eval_params       eval_params
+jddp.Checks            train.max_consecutive_skips max_consecutive_skips
+jddp.Checks            train.check_replicas_every_steps check_replicas_every_steps
+jddp.Checks            -                       same_batches limits
+fit.batches            -                       data train_dataset train_dataloader train_dataloaders
 fit.callbacks          -                       logger loggers report_to
 -                      data.num_workers        dataloader_num_workers workers
 fit.seed               seed                    random_seed seed_everything

@@ -13,8 +13,7 @@ METHODS = ("on_step", "on_eval", "on_save", "on_end")  # methods of a callback
 
 
 def epochs_of(
-    batches: Batches | None,
-    data: object,
+    batches: object,
     global_batch_size: int | None,
     num_steps: int | None,
     num_epochs: float | None,
@@ -24,39 +23,37 @@ def epochs_of(
     If no length is given, `TrainBatches` with a number of epochs end with the last epoch.
 
     Args:
-      batches: Batches of this process, or None.
-      data: Arrays or a data set, or None.
-      global_batch_size: Examples per step, of data.
+      batches: Batches of this process; or with a batch size, arrays or a data set.
+      global_batch_size: Examples per step, of arrays or a data set.
       num_steps: Number of optimizer steps, or None.
-      num_epochs: Number of epochs, of data or of the batches themselves, or None.
+      num_epochs: Number of epochs, or None.
 
     Raises:
       ConfigError: If one that is needed is missing, or two exclude each other.
     """
-    if batches is not None and data is not None:
-        raise ConfigError("batches and data= exclude each other: give one of them.")
-    if batches is None and data is None:
+    are_batches = global_batch_size is None
+    if are_batches and isinstance(batches, Mapping):  # which iterates over its keys
         raise ConfigError(
-            "batches are missing: fit(batches, num_steps=...), or "
-            "fit(data=..., global_batch_size=..., num_steps=...)."
+            "global_batch_size= is missing: a dict of arrays is split into batches of that size."
         )
-    if isinstance(batches, Mapping):  # which iterates over its keys
-        raise ConfigError("batches is a dict of arrays. Give it as data=, with global_batch_size=.")
-    if data is not None and global_batch_size is None:
+    if not are_batches and isinstance(batches, TrainBatches):
         raise ConfigError(
-            "global_batch_size= is missing: data= is split into batches of that size."
+            f"global_batch_size={global_batch_size!r} splits arrays or a data set, and these are "
+            "batches already. Leave it out."
         )
     if num_steps is not None and num_epochs is not None:
         raise ConfigError("num_steps= and num_epochs= exclude each other: give one of them.")
     own = batches.num_epochs if isinstance(batches, TrainBatches) else None
-    if num_epochs is not None and data is None and own != num_epochs:
+    if num_epochs is not None and are_batches and own != num_epochs:
         raise ConfigError(
-            f"num_epochs={num_epochs!r} counts passes over data=, or over "
-            f"jddp.data.TrainBatches(num_epochs={num_epochs!r}). For other batches give num_steps=."
+            f"num_epochs={num_epochs!r} counts passes over arrays or a data set, which need "
+            f"global_batch_size=, or over jddp.data.TrainBatches(num_epochs={num_epochs!r}). For "
+            "other batches give num_steps=."
         )
     if num_steps is None and num_epochs is None and own is None:
-        of_data = "fit(data=..., global_batch_size=..., num_steps=...), or num_epochs="
-        example = "fit(batches, num_steps=...)" if data is None else of_data
+        example = "fit(ddp, batches, num_steps=...)"
+        if not are_batches:
+            example = "fit(ddp, data, global_batch_size=..., num_steps=...), or num_epochs="
         raise ConfigError(f"num_steps= is missing: {example}.")
     return own if num_steps is None and num_epochs is None else num_epochs
 

@@ -21,7 +21,7 @@ from jddp.data.shares import Share
 from jddp.distributed.coordination import agree, gather
 from jddp.engine.host_rows import as_arrays
 from jddp.errors import ProcessMismatchError
-from jddp.trainer.plan import COMMON, Plan
+from jddp.trainer.plan import Plan
 from jddp.typing import Batch, Batches
 
 SECONDS = 120.0  # the other processes may still be busy
@@ -31,7 +31,8 @@ MOST_VALUES = 2**16  # values that are read to count the bits
 
 WAY_OUT = (
     "Give each process its own rows: jddp.data.TrainBatches and eval_batches do, if you make them "
-    "after the process has joined its job. If equal rows are intended: same_batches=True."
+    "after the process has joined its job. If equal rows are intended: "
+    "checks=jddp.Checks(same_batches=True)."
 )
 
 
@@ -48,7 +49,7 @@ def compare_calls(plan: Plan, batches: Batches, state: object) -> None:
     """
     if jax.process_count() == 1:
         return
-    facts: dict[str, object] = {name: getattr(plan, name) for name in COMMON}
+    facts: dict[str, object] = {**plan.common}
     facts["state"] = "a function" if callable(state) else "a state"
     facts["run_dir"] = "none" if plan.run_dir is None else "given"
     facts |= _about("batches", batches, plan.num_steps)
@@ -57,7 +58,7 @@ def compare_calls(plan: Plan, batches: Batches, state: object) -> None:
     agree("call of fit", {name: str(value) for name, value in facts.items()})
     for name, given in (("batches", batches), ("evaluate", plan.evaluation)):
         share = getattr(given, "share", None)
-        if isinstance(share, Share) and not plan.same_batches:
+        if isinstance(share, Share) and not plan.checks.same_batches:
             _refuse_equal(name, str(share), f"each reads {share} of the rows")
 
 
@@ -83,7 +84,7 @@ def refuse_same_rows(name: str, batch: Batch, plan: Plan) -> None:
       ProcessMismatchError: On every process, if several have the same rows, unless all rows are
         equal, or so few and small that they may be the same by chance.
     """
-    if jax.process_count() > 1 and not plan.same_batches:
+    if jax.process_count() > 1 and not plan.checks.same_batches:
         _refuse_equal(name, digest_of_rows(batch), "the first batch has the same rows on each")
 
 

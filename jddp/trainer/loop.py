@@ -92,9 +92,9 @@ class Loop:
             self.run.step = int(state.step)
         self.saving = Saving(self.ddp, files, plan)
         folder = None if files is None else files.folder
-        self.numerics = Numerics(self.ddp, self.source, folder, plan.max_consecutive_skips)
+        self.numerics = Numerics(self.ddp, self.source, folder, plan.checks.max_consecutive_skips)
         self.reporter = Reporter(self.run, plan, files, self.numerics)
-        self.replica_check = ReplicaCheck(plan.check_replicas_every_steps)
+        self.replica_check = ReplicaCheck(plan.checks.replicas_every_steps)
         self.requests = Requests()
         self.signal: str | None = None
         self.position = self.source.position

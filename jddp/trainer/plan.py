@@ -1,20 +1,108 @@
-"""The settings of a run: its length, and the periods of what it does."""
+"""The settings of a run: its length, its periods, its checkpoints, evaluations and checks."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from jax.typing import ArrayLike
 
+from jddp.config.versions import versions
 from jddp.distributed.watchdog import Limits
 from jddp.errors import ConfigError, check_choice
 from jddp.trainer.callbacks import Callback
 from jddp.typing import Batches, JsonObject, Settings
 
-POSITIVE = ["num_steps", "log_every_steps", "eval_every_steps", "save_every_steps", "keep"]
-POSITIVE += ["keep_every_steps", "check_replicas_every_steps", "max_consecutive_skips"]
-# What all processes must have in common. Batches and functions have no text that is the same.
-COMMON = sorted((*POSITIVE, "num_epochs", "resume", "eval_params", "seed", "same_batches"))
+LIMITS = Limits()
+
+
+def check_counts(**counts: int | None) -> None:
+    """Refuses counts that are no positive whole numbers; None is none.
+
+    Raises:
+      ConfigError: If one is not, with its name.
+    """
+    for name, value in counts.items():
+        if value is None:
+            continue
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise ConfigError(f"{name} is a whole number; got {value!r}.")
+        if value < 1:
+            raise ConfigError(f"{name} is at least 1; got {value}.")
+
+
+@dataclass(frozen=True)
+class Keep:
+    """The checkpoints of a run that stay.
+
+    Attributes:
+      newest: Number of newest checkpoints.
+      every_steps: Interval in steps; checkpoints at its multiples stay too.
+
+    Raises:
+      ConfigError: If a number is not positive.
+    """
+
+    newest: int = 3
+    every_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuses numbers that are not positive."""
+        check_counts(keep=self.newest, keep_every_steps=self.every_steps)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Evaluations of a run.
+
+    Attributes:
+      batches: This process's batches, iterated from the beginning each time; or a dict of arrays,
+        the same on every process; or None.
+      params: Parameters to evaluate, "params" or "ema".
+
+    Raises:
+      ConfigError: If the parameters are unknown.
+    """
+
+    batches: Batches | Mapping[str, object] | None
+    params: str = "params"
+
+    def __post_init__(self) -> None:
+        """Refuses unknown parameters."""
+        check_choice("eval_params", self.params, ("params", "ema"))
+
+
+@dataclass(frozen=True)
+class Checks:
+    """What a run checks of its processes and steps.
+
+    Attributes:
+      replicas_every_steps: Steps between comparisons of all replicas; None for no comparison.
+      max_consecutive_skips: Number of steps in a row, skipped by `skip_nonfinite`, that ends the
+        run.
+      same_batches: Whether all processes get the same rows on purpose, as in a benchmark.
+        Otherwise a first batch that several processes have is refused. With
+        `jddp.data.TrainBatches` and `eval_batches` each process reads its own rows.
+      limits: Seconds that a phase may take before its processes are reported as hanging.
+
+    Raises:
+      ConfigError: If a number is not positive.
+    """
+
+    replicas_every_steps: int | None = 500
+    max_consecutive_skips: int = 10
+    same_batches: bool = False
+    limits: Limits = LIMITS
+
+    def __post_init__(self) -> None:
+        """Refuses numbers that are not positive."""
+        check_counts(
+            check_replicas_every_steps=self.replicas_every_steps,
+            max_consecutive_skips=self.max_consecutive_skips,
+        )
+
+
+KEEP = Keep()
+CHECKS = Checks()
 
 
 @dataclass
@@ -28,61 +116,78 @@ class Plan:
       log_every_steps: Steps between train records.
       eval_every_steps: Steps between evaluations.
       save_every_steps: Steps between checkpoints.
-      keep: Number of newest checkpoints to keep.
-      keep_every_steps: Steps between checkpoints that are kept for good, or None.
+      keep: The checkpoints that stay.
       resume: "auto", "never", "must" or "changed".
       evaluation: Evaluation batches, iterated again each time, or None.
       eval_params: "params" or "ema".
       learning_rate: Learning rate as a function of the step, for the records, or None.
-      check_replicas_every_steps: Steps between comparisons of all replicas.
-      max_consecutive_skips: Number of skipped steps in a row that ends the run.
+      checks: What the run checks of its processes and steps.
       seed: Seed of the first state.
-      same_batches: Whether processes may have the same rows.
       run_dir: Folder for metrics and checkpoints, or its URL; None keeps nothing.
       config: Settings of the run; a directory with other ones is refused.
-      manifest: Further facts, such as versions.
+      facts: Facts to keep beside the settings.
       callbacks: Objects as `jddp.Callback` describes them.
-      limits: Seconds that a phase may take before its processes are reported as hanging.
 
     Raises:
       ConfigError: If a number is not positive, or a choice is unknown.
     """
 
     num_steps: int
-    num_epochs: float | None
-    log_every_steps: int
-    eval_every_steps: int | None
-    save_every_steps: int | None
-    keep: int
-    keep_every_steps: int | None
-    resume: str
-    evaluation: Batches | None
-    eval_params: str
-    learning_rate: Callable[[int], ArrayLike] | None
-    check_replicas_every_steps: int | None
-    max_consecutive_skips: int
-    seed: int
-    same_batches: bool
-    run_dir: str | Path | None
-    config: Settings | None
-    manifest: Settings
-    callbacks: Sequence[Callback]
-    limits: Limits
+    num_epochs: float | None = None
+    log_every_steps: int = 50
+    eval_every_steps: int | None = None
+    save_every_steps: int | None = None
+    keep: Keep = KEEP
+    resume: str = "auto"
+    evaluation: Batches | None = None
+    eval_params: str = "params"
+    learning_rate: Callable[[int], ArrayLike] | None = None
+    checks: Checks = CHECKS
+    seed: int = 0
+    run_dir: str | Path | None = None
+    config: Settings | None = None
+    facts: Settings = field(default_factory=dict)
+    callbacks: Sequence[Callback] = ()
+
+    @property
+    def manifest(self) -> JsonObject:
+        """The facts, and the versions of the software."""
+        return {"versions": versions(), **self.facts}
 
     @property
     def settings(self) -> JsonObject:
         """The settings that may differ when a run resumes, and `eval_params`, by name."""
-        return {name: getattr(self, name) for name in (*POSITIVE, "eval_params")}
+        return {
+            "num_steps": self.num_steps,
+            "log_every_steps": self.log_every_steps,
+            "eval_every_steps": self.eval_every_steps,
+            "save_every_steps": self.save_every_steps,
+            "keep": self.keep.newest,
+            "keep_every_steps": self.keep.every_steps,
+            "check_replicas_every_steps": self.checks.replicas_every_steps,
+            "max_consecutive_skips": self.checks.max_consecutive_skips,
+            "eval_params": self.eval_params,
+        }
+
+    @property
+    def common(self) -> JsonObject:
+        """The settings that all processes of a job must have in common, by name.
+
+        Batches and functions have no text that is the same.
+        """
+        return self.settings | {
+            "num_epochs": self.num_epochs,
+            "resume": self.resume,
+            "seed": self.seed,
+            "same_batches": self.checks.same_batches,
+        }
 
     def __post_init__(self) -> None:
         """Refuses wrong settings, before anything is compiled or written."""
-        for name in POSITIVE:
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not hasattr(value, "__index__"):
-                raise ConfigError(f"{name} is a whole number; got {value!r}.")
-            if value < 1:
-                raise ConfigError(f"{name} is at least 1; got {value}.")
+        check_counts(
+            num_steps=self.num_steps,
+            log_every_steps=self.log_every_steps,
+            eval_every_steps=self.eval_every_steps,
+            save_every_steps=self.save_every_steps,
+        )
         check_choice("resume", self.resume, ("auto", "never", "must", "changed"))
-        check_choice("eval_params", self.eval_params, ("params", "ema"))

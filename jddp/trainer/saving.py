@@ -134,7 +134,7 @@ class Saving:
         files = self.require_directory()
         if name not in self._folders:
             plan = self._plan
-            keep, every = (plan.keep, plan.keep_every_steps) if name == LATEST else (1, None)
+            keep, every = (plan.keep.newest, plan.keep.every_steps) if name == LATEST else (1, None)
             self._folders[name] = CheckpointFolder(
                 files.path / name, keep=keep, keep_every=every, storage=files.storage
             )

@@ -57,12 +57,12 @@ def start(ddp: Trainable, batches: Batches, plan: Plan, state: FirstState | None
         callback.check_plan(plan)
     _refuse_padding(ddp, batches)
     if plan.run_dir is None:
-        with Watchdog(plan.limits, None) as watchdog:
+        with Watchdog(plan.checks.limits, None) as watchdog:
             return _train(ddp, batches, plan, state, None, watchdog)
     files = RunDirectory(plan.run_dir, is_writer=jax.process_index() == 0)
     files.prepare(plan.config, plan.manifest)
     stacks = files.stacks(jax.process_index())
-    with files.held(plan.config), Watchdog(plan.limits, stacks) as watchdog:
+    with files.held(plan.config), Watchdog(plan.checks.limits, stacks) as watchdog:
         files.check_seen()
         return _train(ddp, batches, plan, state, files, watchdog)
 

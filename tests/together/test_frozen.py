@@ -47,7 +47,7 @@ def test_a_run_with_frozen_parameters_is_read_as_that_of_a_whole_model(tmp_path,
     frozen = {"frozen": lambda path: "kernel" in path, "ema_decay": 0.5}
     ddp = jddp.DataParallel(model, optax.adam(0.1), loss_fn, **frozen, **options)
     run = jddp.fit(
-        ddp, [batch] * 2, num_steps=2, evaluate=[batch], eval_params="ema", run_dir=tmp_path
+        ddp, [batch] * 2, num_steps=2, evaluate=jddp.Evaluation([batch], "ema"), run_dir=tmp_path
     )
     opened = jddp.open_run(tmp_path, model=model, loss_fn=loss_fn, mesh=2)
     assert opened.evaluate([batch]) == run.evaluate([batch])

@@ -658,15 +658,21 @@ def test_a_default_is_the_same_in_a_config_and_in_a_call():
         assert section.chosen(own[name], name).model_dump() == ddp[name]
     assert jddp.Reduction().hook is None
 
-    saving = config["checkpoint"]
-    fits = {**config["train"], **saving, "save_every_steps": saving["every_steps"]}
-    fits = {**fits, "seed": config["seed"]}
-    left_out = {"num_steps", "num_epochs", "every_steps", "best_metric", "best_mode"}
-    left_out |= {"start_from", "allow_changed", "stop"}
+    saving, length = config["checkpoint"], config["train"]
     own = defaults_of_signature(jddp.fit)
-    for name in fits.keys() - left_out:
-        assert own[name] == fits[name], name
-    assert config["watchdog"] == dataclasses.asdict(Limits())
+    for name in ("log_every_steps", "eval_every_steps"):
+        assert own[name] == length[name]
+    assert own["seed"] == config["seed"]
+    assert own["resume"] == saving["resume"]
+    assert own["save_every_steps"] == saving["every_steps"]
+    assert own["keep"] == saving["keep"]
+    assert jddp.Keep() == jddp.Keep(saving["keep"], saving["keep_every_steps"])
+    assert jddp.Evaluation(None) == jddp.Evaluation(None, length["eval_params"])
+    assert own["checks"] == jddp.Checks(
+        replicas_every_steps=length["check_replicas_every_steps"],
+        max_consecutive_skips=length["max_consecutive_skips"],
+        limits=Limits(**config["watchdog"]),
+    )
 
 
 def test_a_new_run_starts_with_the_optimizer_and_the_place_in_the_data_of_another(mine, capsys):

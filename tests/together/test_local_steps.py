@@ -194,7 +194,7 @@ def test_a_run_that_stops_between_outer_steps_resumes_bitwise(tmp_path):
     def train(num_steps, run_dir):
         options = {"ema_decay": 0.9, **local(outer=DILOCO, start=1)}
         ddp = wrapped(Net(), optimizer=optax.adam(1e-2), **options)
-        every = {"check_replicas_every_steps": 1, "log_every_steps": 1}
+        every = {"checks": jddp.Checks(1), "log_every_steps": 1}
         return jddp.fit(ddp, batches_of(8), num_steps=num_steps, run_dir=run_dir, **every)
 
     want = train(8, tmp_path / "whole")

@@ -277,7 +277,11 @@ def test_a_checkpoint_without_a_scale_does_not_resume_with_one(tmp_path):
 
 def test_steps_that_bring_the_scale_down_do_not_end_a_run(tmp_path):
     batches = [with_weights(make_batch(seed=seed), 2.0**9) for seed in range(16)]
-    plan = {"run_dir": tmp_path, "max_consecutive_skips": 1, "log_every_steps": 1}
+    plan = {
+        "run_dir": tmp_path,
+        "checks": jddp.Checks(max_consecutive_skips=1),
+        "log_every_steps": 1,
+    }
     run = jddp.fit(wrapped(loss=weighed, optimizer=optax.sgd(1e-4)), batches, num_steps=16, **plan)
     num_skipped = int(run.state.skipped)
     assert 3 < num_skipped < 12
@@ -295,7 +299,7 @@ def test_gradients_that_no_scale_makes_finite_end_a_run_once_it_is_one(tmp_path,
 
     weights = [np.nan if i >= nan_from else 1.0 for i in range(30)]
     batches = [with_weights(make_batch(seed=i), x) for i, x in enumerate(weights)]
-    plan = {"run_dir": tmp_path, "max_consecutive_skips": 3}
+    plan = {"run_dir": tmp_path, "checks": jddp.Checks(max_consecutive_skips=3)}
     with pytest.raises(NumericsError, match=f"at step {step}, the last of 3 in a row") as caught:
         jddp.fit(wrapped(loss=loss), batches, num_steps=30, **plan)
     assert caught.value.exit_code == 80

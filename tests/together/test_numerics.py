@@ -26,6 +26,10 @@ def wrapped(model=None, loss=loss_fn, **options):
     return jddp.DataParallel(model or MLP(), optax.adam(0.01), loss, **options)
 
 
+def skips(number):
+    return jddp.Checks(max_consecutive_skips=number)
+
+
 def counting():
     """A hook with a memory, which every step changes."""
 
@@ -129,7 +133,7 @@ def test_other_state_that_is_not_finite_leaves_the_loss_scale_alone():
 def test_other_state_that_stays_not_finite_ends_the_run(options):
     ddp = wrapped(Of(keeping), kept_loss, **AVERAGED, **options)
     with pytest.raises(NumericsError, match="3 in a row .* other state are not finite"):
-        jddp.fit(ddp, [flagged(0, -1)] * 8, num_steps=8, max_consecutive_skips=3)
+        jddp.fit(ddp, [flagged(0, -1)] * 8, num_steps=8, checks=skips(3))
 
 
 def test_steps_that_are_finite_have_the_bits_of_those_that_none_watches():
@@ -177,9 +181,7 @@ def batches(*wrong):
 
 
 def test_a_run_skips_counts_and_says_so_once_for_a_row(tmp_path, capsys):
-    run = jddp.fit(
-        wrapped(), batches(2, 4, 5), run_dir=tmp_path, max_consecutive_skips=3, **SKIPPING
-    )
+    run = jddp.fit(wrapped(), batches(2, 4, 5), run_dir=tmp_path, checks=skips(3), **SKIPPING)
     assert [record["skipped"] for record in records(tmp_path)] == [0, 1, 1, 2, 3, 3, 3, 3]
     assert [r["step"] for r in records(tmp_path) if r["loss"] is None] == [2, 4, 5]
     said = capsys.readouterr().out
@@ -190,7 +192,7 @@ def test_a_run_skips_counts_and_says_so_once_for_a_row(tmp_path, capsys):
 
 @pytest.mark.parametrize("save_every_steps", [3, None])
 def test_too_many_skips_in_a_row_end_the_run_with_the_evidence(tmp_path, save_every_steps):
-    plan = {"max_consecutive_skips": 3, "save_every_steps": save_every_steps, **SKIPPING}
+    plan = {"checks": skips(3), "save_every_steps": save_every_steps, **SKIPPING}
     with pytest.raises(NumericsError, match="at step 6, the last of 3 in a row") as caught:
         jddp.fit(wrapped(ConvNet(dropout_rate=0.3)), batches(2, 4, 5, 6), run_dir=tmp_path, **plan)
     assert caught.value.exit_code == 80
@@ -208,11 +210,11 @@ def test_too_many_skips_in_a_row_end_the_run_with_the_evidence(tmp_path, save_ev
 
 
 def test_steps_skipped_before_a_resume_count_in_the_row(tmp_path):
-    plan = {"run_dir": tmp_path, "save_every_steps": 1, "max_consecutive_skips": 3}
+    plan = {"run_dir": tmp_path, "save_every_steps": 1, "checks": skips(3)}
     jddp.fit(wrapped(), batches(2, 3, 4), num_steps=3, **plan)
     with pytest.raises(NumericsError, match="at step 4, the last of 3 in a row"):
         jddp.fit(wrapped(), batches(2, 3, 4), num_steps=8, **plan)
-    run = jddp.fit(wrapped(), batches(2, 3, 4), num_steps=8, **{**plan, "max_consecutive_skips": 4})
+    run = jddp.fit(wrapped(), batches(2, 3, 4), num_steps=8, **{**plan, "checks": skips(4)})
     assert (run.step, int(run.state.skipped)) == (8, 3)
 
 
@@ -225,7 +227,7 @@ def test_the_evidence_names_examples_where_batches_know_them(tmp_path, skip, rep
             return batch
 
     examples = TrainBatches(Damaged(make_batch(40)), global_batch_size=8, seed=0)
-    plan = {"run_dir": tmp_path, "max_consecutive_skips": 1}
+    plan = {"run_dir": tmp_path, "checks": skips(1)}
     with pytest.raises(NumericsError, match=reported):
         jddp.fit(wrapped(skip_nonfinite=skip), examples, num_steps=20, **plan)
     (folder,) = (tmp_path / "nonfinite").iterdir()
@@ -247,7 +249,7 @@ def test_labels_beyond_the_outputs_are_named_before_the_learning_rate(options):
     ddp = wrapped(loss=cross_entropy, **{"skip_nonfinite": False, **options})
     message = "'label' reaches 4 there.*4 outputs, for 0 ... 3"
     with pytest.raises(NumericsError, match=message) as caught:
-        jddp.fit(ddp, [batch] * 3, num_steps=3, max_consecutive_skips=2)
+        jddp.fit(ddp, [batch] * 3, num_steps=3, checks=skips(2))
     assert "learning rate" not in str(caught.value)
 
 

@@ -272,13 +272,15 @@ def test_a_url_given_to_the_api_is_refused_before_a_folder_is_made(tmp_path, mon
 
 def test_the_signature_of_fit_names_every_option_of_a_run():
     options = inspect.signature(jddp.fit).parameters
-    plan = {field.name for field in dataclasses.fields(Plan)} - {"evaluation"}
-    assert plan | {"evaluate", "run_dir", "callbacks", "state", "limits"} <= options.keys()
+    plan = {field.name for field in dataclasses.fields(Plan)}
+    plan -= {"evaluation", "eval_params"}  # Both are of `evaluate`.
+    plan -= {"facts"}  # Facts that only the command line knows.
+    assert plan | {"evaluate", "state"} <= options.keys()
 
 
 def test_arrays_are_trained_on_and_evaluated_as_batches_of_them_and_as_on_one_device():
     data, test = make_batch(20), make_batch(7, seed=1)
-    given = {"data": data, "global_batch_size": 12, "num_epochs": 2, "evaluate": test, "seed": 3}
+    given = {"batches": data, "global_batch_size": 12, "num_epochs": 2, "evaluate": test, "seed": 3}
     ddp, one = (wrapped(mesh=size) for size in (4, 1))
     run, on_one = jddp.fit(ddp, **given), jddp.fit(one, **given)
     batches = TrainBatches(data, global_batch_size=12, num_epochs=2, seed=3)
@@ -305,16 +307,20 @@ def test_a_second_run_of_one_iterator_prints_where_it_begins(capsys):
     assert "batches begin at position 24, where their iterator was" in capsys.readouterr().out
 
 
-OF_DATA = {"data": {"x": np.ones((8, 1))}, "global_batch_size": 4}
+OF_DATA = {"batches": {"x": np.ones((8, 1))}, "global_batch_size": 4}
 WRONG = [
-    ({}, "batches are missing"),
-    ({"batches": [], **OF_DATA, "num_steps": 1}, "batches and data= exclude each other"),
-    ({"data": {}, "num_steps": 1}, "global_batch_size= is missing"),
-    ({"data": {}, "global_batch_size": 4}, "num_steps= is missing: .*num_epochs="),
-    ({"batches": []}, r"num_steps= is missing: fit\(batches, num_steps="),
+    ({"batches": {}, "num_steps": 1}, "global_batch_size= is missing"),
+    ({"batches": {}, "global_batch_size": 4}, "num_steps= is missing: .*num_epochs="),
+    (
+        {
+            "batches": TrainBatches(make_batch(8), global_batch_size=4, seed=0),
+            "global_batch_size": 4,
+        },
+        "global_batch_size=4 splits arrays .* are batches already",
+    ),
+    ({"batches": []}, r"num_steps= is missing: fit\(ddp, batches, num_steps="),
     ({**OF_DATA, "num_steps": 1, "num_epochs": 1}, "num_steps= and num_epochs= exclude"),
-    ({"batches": [], "num_epochs": 1}, "num_epochs=1 counts passes over data="),
-    ({"batches": {"x": np.ones((4, 1))}, "num_steps": 1}, "Give it as data="),
+    ({"batches": [], "num_epochs": 1}, "num_epochs=1 counts passes over arrays or a data set"),
     ({**OF_DATA, "num_epochs": 0}, "num_epochs 0 is not a positive number"),
     ({**OF_DATA, "num_epochs": -1}, "num_epochs -1 is not a positive number"),
     ({**OF_DATA, "num_epochs": float("nan")}, "num_epochs nan is not a positive number"),

@@ -32,7 +32,7 @@ def of_objects(request, tmp_path_factory):
     options = {"batch_norm": "local", "ema_decay": 0.5, "mesh": 2}
     ddp = jddp.DataParallel(model, optax.sgd(0.1), loss_fn, **options)
     batches = [make_batch(8, seed=seed) for seed in range(4)]
-    plan = {"num_steps": 4, "evaluate": OTHER, "eval_every_steps": 2, "eval_params": "ema"}
+    plan = {"num_steps": 4, "evaluate": jddp.Evaluation(OTHER, "ema"), "eval_every_steps": 2}
     plan |= {"run_dir": tmp_path_factory.mktemp("objects") / "run", "save_every_steps": 2}
     config = {"note": "mine"} if request.param == "linen" else None
     run = jddp.fit(ddp, batches, **plan, callbacks=[KeepBest("loss", mode="min")], config=config)

@@ -258,7 +258,7 @@ def test_two_hundred_steps_that_stop_anywhere_are_two_hundred_steps(tmp_path):
 
 def test_the_length_of_epochs_that_are_made_longer_is_kept_and_reported(tmp_path, plain, capsys):
     for num_epochs in (1, 2):
-        rows = {"data": make_batch(20), "global_batch_size": 16, "num_epochs": num_epochs}
+        rows = {"batches": make_batch(20), "global_batch_size": 16, "num_epochs": num_epochs}
         run = jddp.fit(plain, **rows, run_dir=tmp_path)
     assert "num_steps 2 -> 4" in printed(capsys)
     kept = json.loads((tmp_path / f"checkpoints/{run.step}/run.json").read_text())
@@ -355,11 +355,16 @@ def bend(run):
     run.state = bent(run.state)
 
 
-RARELY = {"eval_every_steps": None, "check_replicas_every_steps": None}
+RARELY = {"eval_every_steps": None, "checks": jddp.Checks(replicas_every_steps=None)}
 
 
 def test_a_replica_that_drifts_off_by_one_bit_is_found_and_named(plain, tmp_path):
-    plan = {**RARELY, "check_replicas_every_steps": 10, "save_every_steps": None, "num_steps": 40}
+    plan = {
+        **RARELY,
+        "checks": jddp.Checks(replicas_every_steps=10),
+        "save_every_steps": None,
+        "num_steps": 40,
+    }
     message = r"^After step 20 .*params/Dense_0/.*differs on replica 1 \(process 0\)"
     with pytest.raises(Mismatch, match=message) as caught:
         fit(plain, endless(), tmp_path, callbacks=[At(13, bend)], **plan)
@@ -542,8 +547,7 @@ OUT_OF_RANGE = [
     ({"save_every_steps": -1}, "save_every_steps is at least 1"),
     ({"keep": 0}, "keep is at least 1"),
     ({"resume": "sometimes"}, "resume 'sometimes' is unknown"),
-    ({"eval_params": "average"}, "eval_params 'average' is unknown"),
-    ({"run_dir": None, "eval_params": "ema"}, "eval_params='ema' needs"),
+    ({"run_dir": None, "evaluate": jddp.Evaluation(EVALUATION, "ema")}, "eval_params='ema' needs"),
     ({"run_dir": None, "resume": "must"}, "resume='must' needs run_dir"),
     ({"run_dir": None, "callbacks": [jddp.KeepBest()]}, "KeepBest .* needs run_dir="),
 ]
@@ -558,6 +562,15 @@ def test_options_out_of_their_range_are_refused_before_anything_is_written(plain
             fit(plain, batches(), **given)
     assert not (tmp_path / "run").exists()
     assert recorder.calls == []
+
+
+def test_parts_of_a_run_refuse_values_out_of_their_range_when_they_are_made():
+    with pytest.raises(ConfigError, match="eval_params 'average' is unknown"):
+        jddp.Evaluation(EVALUATION, "average")
+    with pytest.raises(ConfigError, match="keep_every_steps is at least 1; got 0"):
+        jddp.Keep(3, every_steps=0)
+    with pytest.raises(ConfigError, match="max_consecutive_skips is a whole number; got 2.5"):
+        jddp.Checks(max_consecutive_skips=2.5)
 
 
 def test_a_mistake_in_evaluation_shows_before_the_first_step(tmp_path):

@@ -61,7 +61,7 @@ fit(of_this_process(), evaluate=[make_batch(6)])
 print("now all is well", flush=True)
 run = fit(batches(), evaluate=eval_batches(TEST, global_batch_size=8), callbacks=[])
 print("evaluated", run.eval_metrics["examples"], flush=True)
-fit([make_batch(4)] * 4, same_batches=True, callbacks=[])
+fit([make_batch(4)] * 4, checks=jddp.Checks(same_batches=True), callbacks=[])
 constant = {name: np.repeat(x[:1], 4, 0) for name, x in make_batch(1).items()}
 fit([constant] * 4, callbacks=[])
 print("the end", flush=True)

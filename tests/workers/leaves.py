@@ -73,7 +73,7 @@ if HOW == "answer":
     else:
         coordination.gather("never", "", timeout_seconds=600)
 elif HOW == "exit":
-    options = {"callbacks": [Callback()], "same_batches": True}
+    options = {"callbacks": [Callback()], "checks": jddp.Checks(same_batches=True)}
     jddp.fit(ddp, itertools.repeat(BATCH), num_steps=10**9, **options)
 elif HOW == "ordinary":
     take_steps(4)
