@@ -28,6 +28,7 @@ from jddp.config.options import (
     Reduction,
     SyncBatchNorm,
 )
+from jddp.distributed.unjoined import refuse_unjoined
 from jddp.engine.calls import run_compiled
 from jddp.engine.clip import choose_clip
 from jddp.engine.compiled import CompiledSteps
@@ -42,12 +43,7 @@ from jddp.engine.evaluation import (
 from jddp.engine.executor import Executor
 from jddp.engine.guard import choose_guard
 from jddp.engine.host_rows import as_arrays
-from jddp.engine.mesh import (
-    copy_off_mesh,
-    make_mesh,
-    platform,
-    put_rows,
-)
+from jddp.engine.mesh import copy_off_mesh, make_mesh, platform, put_rows
 from jddp.engine.moving_average import choose_average, chosen_params
 from jddp.engine.optimizer import choose_optimizer
 from jddp.engine.padding import pad_for_step
@@ -116,6 +112,7 @@ class DataParallel(Shown):
 
     Raises:
       ConfigError: If an option breaks its rule.
+      UsageError: If a launcher has started several processes, and this one has not joined them.
 
     Attributes:
       mesh: The mesh of devices.
@@ -144,6 +141,7 @@ class DataParallel(Shown):
         eval_fn: LossFn | None = None,
         donate: bool = True,
     ) -> None:
+        refuse_unjoined()
         self.mesh = make_mesh(mesh)
         parts = choose_strategy(strategy)
         sent = Reduction.chosen(reduction, "reduction")

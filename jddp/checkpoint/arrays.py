@@ -18,7 +18,7 @@ import numpy as np
 
 from jddp.distributed.coordination import num_processes
 from jddp.engine.digest import as_words, digests
-from jddp.engine.state import Layout, PerReplica, Replicated, Sharded, name_of
+from jddp.engine.state import Layout, PerReplica, Replicated, Sharded, by_path
 from jddp.errors import ConfigError, printable
 from jddp.typing import PyTree
 
@@ -30,11 +30,6 @@ KINDS = [x.dtype for x in vars(jnp).values() if isinstance(getattr(x, "dtype", N
 DTYPES = {str(dtype): dtype for dtype in KINDS}
 MOST_DIMS = 32
 MOST_REPLICAS = 2**20
-
-
-def by_path(tree: PyTree) -> dict[str, Any]:
-    """The leaves of a tree by their paths, such as "params/Dense_0/kernel", in the tree's order."""
-    return {name_of(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def describe_arrays(tree: PyTree, found: Any, layouts: Layouts) -> Described:

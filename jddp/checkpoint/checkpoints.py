@@ -32,21 +32,14 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jddp.checkpoint import folders
-from jddp.checkpoint.arrays import (
-    Layouts,
-    by_path,
-    check_names,
-    difference,
-    find_altered,
-    layouts_in,
-)
+from jddp.checkpoint.arrays import Layouts, check_names, difference, find_altered, layouts_in
 from jddp.checkpoint.checksums import NAME as SUMS
 from jddp.checkpoint.reader import find_newest, read_described, read_object
 from jddp.checkpoint.resize import empty, on_this_mesh, to_read
 from jddp.checkpoint.storage import LocalFolder, Storage
 from jddp.checkpoint.writer import SECONDS, Writer
 from jddp.distributed.coordination import from_first
-from jddp.engine.state import Replicated, TrainState
+from jddp.engine.state import Replicated, TrainState, by_path
 from jddp.errors import ConfigError, FileSystemError
 from jddp.files import make_folder
 from jddp.typing import PyTree

@@ -12,10 +12,10 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jddp.checkpoint.arrays import KEY_IMPLS, by_path, in_file, layouts_in
+from jddp.checkpoint.arrays import KEY_IMPLS, in_file, layouts_in
 from jddp.checkpoint.formats import digests_of, format_of
 from jddp.checkpoint.reader import read_arrays, read_described, read_object, read_values
-from jddp.engine.state import Replicated
+from jddp.engine.state import Replicated, by_path
 from jddp.errors import file_errors
 
 

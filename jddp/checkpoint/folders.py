@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from jddp.checkpoint.checksums import NAME
-from jddp.errors import file_errors
+from jddp.errors import ConfigError, file_errors
 from jddp.files import sync_directory
 
 # Those of all steps that are to be removed once a step has been saved.
@@ -31,6 +31,18 @@ def finished(directory: Path) -> list[int]:
     with file_errors(f"{directory} cannot be read"):
         names = [x.name for x in os.scandir(directory) if x.is_dir(follow_symlinks=False)]
     return sorted(int(name) for name in names if _STEP.fullmatch(name))
+
+
+def directory_of(path: Path) -> Path:
+    """The checkpoints of a run directory; or the directory itself, if it holds some.
+
+    Raises:
+      ConfigError: If there are none.
+    """
+    for directory in (path / "checkpoints", path):
+        if directory.is_dir() and (directory.name == "checkpoints" or finished(directory)):
+            return directory
+    raise ConfigError(f"{path} holds no checkpoints. Name a run directory.")
 
 
 def surplus(steps: list[int], saved: int, *, keep: int, keep_every: int | None = None) -> list[int]:

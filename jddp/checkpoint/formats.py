@@ -18,7 +18,7 @@ import safetensors.numpy
 from flax import serialization
 from flax.traverse_util import unflatten_dict
 
-from jddp.checkpoint.arrays import by_path
+from jddp.engine.state import by_path
 from jddp.errors import ConfigError
 
 HostArrays = dict[str, np.ndarray]

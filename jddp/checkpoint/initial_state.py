@@ -21,8 +21,9 @@ from jddp.checkpoint.weights import Loaded, fit_weights, read_weights
 from jddp.config.permissions import expand
 from jddp.engine.calls import call
 from jddp.engine.compiled import CompiledSteps
-from jddp.engine.mesh import connect, from_process_zero, replicate, replicated, sharded
+from jddp.engine.mesh import replicate, replicated, sharded
 from jddp.engine.planned import Planned
+from jddp.engine.processes import connect, from_process_zero
 from jddp.engine.state import Inputs, TrainState, Values, stack_rows
 from jddp.errors import ConfigError, UsageError
 from jddp.modules.frozen import thaw

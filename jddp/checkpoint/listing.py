@@ -6,21 +6,8 @@ from pathlib import Path
 
 from jddp.checkpoint import reader
 from jddp.checkpoint.arrays import find_altered
-from jddp.checkpoint.folders import finished
 from jddp.engine.mesh import make_mesh, replicate
-from jddp.errors import ConfigError, FileSystemError, printable
-
-
-def directory_of(path: Path) -> Path:
-    """The checkpoints of a run directory; or the directory itself, if it holds some.
-
-    Raises:
-      ConfigError: If there are none.
-    """
-    for directory in (path / "checkpoints", path):
-        if directory.is_dir() and (directory.name == "checkpoints" or finished(directory)):
-            return directory
-    raise ConfigError(f"{path} holds no checkpoints. Name a run directory.")
+from jddp.errors import FileSystemError, printable
 
 
 def lines(directory: Path) -> Iterator[str]:

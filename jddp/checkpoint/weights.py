@@ -17,12 +17,11 @@ import orbax.checkpoint as ocp
 from etils import epath
 from flax.traverse_util import unflatten_dict
 
-from jddp.checkpoint.arrays import by_path
-from jddp.checkpoint.folders import first_line
+from jddp.checkpoint.folders import directory_of, first_line
 from jddp.checkpoint.formats import FORMATS
-from jddp.checkpoint.listing import directory_of
 from jddp.checkpoint.quiet import keep_quiet
 from jddp.checkpoint.reader import read_newest
+from jddp.engine.state import by_path
 from jddp.errors import ConfigError, DataError, FileSystemError
 from jddp.typing import PyTree
 

@@ -43,16 +43,16 @@ def _parser() -> Parser:
 
 
 def _list(arguments: argparse.Namespace) -> None:
-    from jddp.checkpoint.listing import directory_of, lines
+    from jddp.checkpoint import folders, listing
 
-    for line in lines(directory_of(arguments.run)):
+    for line in listing.lines(folders.directory_of(arguments.run)):
         print(line)
 
 
 def _verify(arguments: argparse.Namespace) -> None:
     from jddp.checkpoint import folders, listing
 
-    directory = listing.directory_of(arguments.run)
+    directory = folders.directory_of(arguments.run)
     num_damaged = 0
     for step in folders.finished(directory):
         damage = listing.find_any_damage(directory / str(step))
@@ -66,9 +66,9 @@ def _verify(arguments: argparse.Namespace) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> None:
-    from jddp.checkpoint import export, listing, reader
+    from jddp.checkpoint import export, folders, reader
 
-    directory = listing.directory_of(arguments.run)
+    directory = folders.directory_of(arguments.run)
 
     def find() -> Path:
         step = reader.newest_sound(directory) if arguments.step is None else arguments.step

@@ -13,17 +13,15 @@ import ctypes
 import json
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 from jax._src import distributed, xla_bridge
 from jaxlib import _jax
 
-from jddp.distributed.rendezvous import refuse_differences
 from jddp.distributed.waits import awaiting
 
-_AGREE_SECONDS = 120.0  # the other processes may still be busy
 _uses: collections.Counter[str] = collections.Counter()
 _lock = threading.Lock()
 
@@ -103,23 +101,6 @@ def _exchange(key: str, value: str, senders: range, timeout_seconds: float) -> l
         with awaiting({i}):
             values.append(read(f"{name}/{i}", timeout_seconds, of=i))
     return values
-
-
-def agree(subject: str, values: Mapping[str, str]) -> None:
-    """Compares the values of all processes with those of process 0, before their first collective.
-
-    Processes with different code, configs or data would hang, or compute nonsense without an error.
-
-    Args:
-      subject: Common name of the values, for the error.
-      values: The values of this process, by name.
-
-    Raises:
-      ProcessMismatchError: On every process, if any differs.
-    """
-    texts = gather(f"agree/{subject}", json.dumps(values), timeout_seconds=_AGREE_SECONDS)
-    of_all = ((str(process), json.loads(text)) for process, text in enumerate(texts))
-    refuse_differences("process", subject, of_all)
 
 
 def publish(name: str, value: str) -> None:

@@ -32,8 +32,8 @@ import jddp.distributed.coordination as job
 from jddp.distributed import early, failure_file
 from jddp.distributed.callback_errors import first_callback_error, note_callback_errors
 from jddp.distributed.ending import exit_code, note_exits
-from jddp.distributed.resolve import LAUNCHED
-from jddp.distributed.signals import is_at_prompt, show_cursor
+from jddp.distributed.resolve import LAUNCHED, is_at_prompt
+from jddp.distributed.signals import show_cursor
 from jddp.distributed.waits import LongestWait, is_waiting_for
 from jddp.errors import Error, ExitCode, report
 from jddp.typing import JsonObject

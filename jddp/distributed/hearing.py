@@ -21,10 +21,10 @@ from collections.abc import Callable
 from types import FrameType
 
 from jddp.distributed.forks import in_forked_children
+from jddp.distributed.resolve import is_at_prompt
 from jddp.distributed.signals import (
     Repeats,
     is_abandoned,
-    is_at_prompt,
     show_cursor,
     stop_signals,
     stop_signals_go_to,

@@ -1,10 +1,9 @@
-"""Signals that ask a process to stop: handlers, repeated signals, a user at a prompt."""
+"""Signals that ask a process to stop: handlers and repeated signals."""
 
 import contextlib
 import math
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -69,11 +68,6 @@ class Repeats:
         before = self._first
         self._first = min(self._first, now)
         return before <= now < before + SAME_SECONDS
-
-
-def is_at_prompt() -> bool:
-    """Whether this is a Python prompt or a notebook, which continues when a call has ended."""
-    return hasattr(sys, "ps1") or "ipykernel" in sys.modules
 
 
 def write_line(text: str) -> None:

@@ -17,7 +17,8 @@ from jax.sharding import Mesh
 
 from jddp.distributed.coordination import gather
 from jddp.doctor.finding import BAD, OK, WARN, Finding
-from jddp.engine.mesh import AXIS, from_process_zero, over_replicas, put_rows
+from jddp.engine.mesh import AXIS, over_replicas, put_rows
+from jddp.engine.processes import from_process_zero
 
 SIZES = tuple(4 * 2**k for k in range(10, 25, 2))  # 4 KiB to 64 MiB
 ROUNDS = 7

@@ -22,8 +22,9 @@ from jaxtyping import Array, Float
 
 from jddp.engine.calls import run_compiled
 from jddp.engine.host_rows import as_arrays
-from jddp.engine.mesh import from_all_processes, input_specs, over_replicas, put_rows
+from jddp.engine.mesh import input_specs, over_replicas, put_rows
 from jddp.engine.padding import pad_rows, refuse_padding
+from jddp.engine.processes import from_all_processes
 from jddp.engine.spec import Step
 from jddp.engine.state import Inputs, Values
 from jddp.errors import ConfigError, UsageError

@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jddp.engine.host_rows import as_arrays
-from jddp.engine.mesh import from_all_processes
+from jddp.engine.processes import from_all_processes
 from jddp.engine.row_split import RowSplit
 from jddp.errors import ConfigError, UsageError
 from jddp.modules.metrics import Sums

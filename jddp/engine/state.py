@@ -212,6 +212,11 @@ def name_of(path: Path) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
+def by_path(tree: PyTree) -> dict[str, Any]:
+    """The leaves of a tree by their paths, such as "params/Dense_0/kernel", in the tree's order."""
+    return {name_of(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+
+
 def is_float(x: Leaf) -> bool:
     """Whether a leaf is of floating values: whole numbers count steps, and keys are shared."""
     return jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)

@@ -26,8 +26,9 @@ from jddp.config.schema import Config
 from jddp.config.versions import source_hash, versions
 from jddp.data import DataSet, TrainBatches, WorkerBatches, eval_batches, load_weights
 from jddp.data_parallel import DataParallel
+from jddp.distributed.agree import agree
 from jddp.distributed.chosen_gpus import refuse_gpus
-from jddp.distributed.coordination import agree, process_index
+from jddp.distributed.coordination import process_index
 from jddp.distributed.gpus import ON_PURPOSE, Missing, gpu_facts, small_shared_memory
 from jddp.distributed.join import configure_devices, initialize, require_devices
 from jddp.distributed.resolve import resolve_identity

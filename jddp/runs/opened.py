@@ -20,7 +20,7 @@ from jddp.config.options import Precision
 from jddp.config.schema import Config
 from jddp.data import DataSet
 from jddp.data_parallel import DataParallel
-from jddp.distributed.coordination import agree
+from jddp.distributed.agree import agree
 from jddp.engine.mesh import make_mesh, replicate
 from jddp.engine.state import TrainState
 from jddp.errors import ConfigError, Error, UsageError

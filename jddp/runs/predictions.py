@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from jddp.checkpoint.arrays import by_path
 from jddp.config.permissions import absolute
 from jddp.data import ArrayExamples, eval_batches
 from jddp.data.sources.image_folder import FolderExamples, images_in
 from jddp.data.sources.mapped import map_npy, map_npz
 from jddp.distributed.resolve import resolve_identity
+from jddp.engine.state import by_path
 from jddp.errors import DataError, FileSystemError, UsageError, file_errors
 from jddp.files import replace_file
 from jddp.runs.opened import open_run

@@ -2,7 +2,7 @@
 
 import hashlib
 
-from jddp.checkpoint.arrays import by_path
+from jddp.engine.state import by_path
 from jddp.engine.trainable import Trainable
 from jddp.typing import Batch
 

@@ -16,10 +16,11 @@ from collections.abc import Sized
 import jax
 import numpy as np
 
-from jddp.checkpoint.arrays import by_path
 from jddp.data.shares import Share
-from jddp.distributed.coordination import agree, gather
+from jddp.distributed.agree import agree
+from jddp.distributed.coordination import gather
 from jddp.engine.host_rows import as_arrays
+from jddp.engine.state import by_path
 from jddp.errors import ProcessMismatchError
 from jddp.trainer.plan import Plan
 from jddp.typing import Batch, Batches

@@ -17,11 +17,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jddp.checkpoint.arrays import by_path
 from jddp.distributed.coordination import gather
 from jddp.engine.evaluation import own_rows
 from jddp.engine.guard import LEAST
-from jddp.engine.state import TrainState
+from jddp.engine.state import TrainState, by_path
 from jddp.engine.trainable import Trainable
 from jddp.errors import NumericsError, words_of
 from jddp.files import SameFolder, make_folder, opener, replace_file

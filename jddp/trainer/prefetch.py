@@ -14,10 +14,10 @@ from typing import Any
 
 import jax
 
-from jddp.checkpoint.arrays import by_path
 from jddp.data import TrainBatches
 from jddp.distributed.forks import ending_forked_children
 from jddp.engine.host_rows import as_arrays
+from jddp.engine.state import by_path
 from jddp.errors import DataError
 from jddp.typing import Batch, JsonObject, PyTree
 

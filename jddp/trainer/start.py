@@ -10,7 +10,8 @@ from collections.abc import Callable
 import jax
 
 from jddp.data import TrainBatches
-from jddp.distributed.coordination import agree, take_sigterm_back
+from jddp.distributed.agree import agree
+from jddp.distributed.coordination import take_sigterm_back
 from jddp.distributed.unjoined import refuse_unjoined
 from jddp.distributed.watchdog import Watchdog
 from jddp.engine.host_rows import as_arrays

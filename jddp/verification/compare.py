@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jddp.checkpoint.arrays import by_path
+from jddp.engine.state import by_path
 from jddp.html import Shown
 from jddp.typing import Grads, PyTree
 

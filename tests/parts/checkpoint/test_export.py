@@ -17,13 +17,13 @@ from tiny import ConvNet, loss_fn, make_batch
 
 import jddp
 from jddp.checkpoint import reader
-from jddp.checkpoint.arrays import by_path
 from jddp.checkpoint.checkpoints import CheckpointFolder
 from jddp.checkpoint.formats import format_of
 from jddp.checkpoint.reader import read_values
 from jddp.checkpoint.weights import read_weights
 from jddp.commands.checkpoint import main
 from jddp.engine.mesh import make_mesh, replicate
+from jddp.engine.state import by_path
 from jddp.errors import DataError
 
 BESIDE = {"position": {"num_taken": 3}, "evaluations": [{"step": 3, "loss": 0.25}]}
