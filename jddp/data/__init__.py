@@ -10,21 +10,15 @@
 named data set. This package knows numpy and files, and nothing of JAX, devices or configs.
 """
 
-from jddp.data.augment import CropAndFlip as CropAndFlip
-from jddp.data.augment import FlipAndShift as FlipAndShift
 from jddp.data.batches import TrainBatches as TrainBatches
 from jddp.data.batches import count_steps as count_steps
 from jddp.data.evaluation import eval_batches as eval_batches
 from jddp.data.examples import ArrayExamples as ArrayExamples
-from jddp.data.examples import ImageExamples as ImageExamples
 from jddp.data.row_examples import RowExamples as RowExamples
 from jddp.data.source import DataSet as DataSet
 from jddp.data.source import DataSource as DataSource
 from jddp.data.source import make_data_set as make_data_set
 from jddp.data.source import source_of as source_of
-from jddp.data.source import spec_of as spec_of
-from jddp.data.sources import SOURCES as SOURCES
 from jddp.data.sources import make_source as make_source
 from jddp.data.sources.arrays_on_disk import load_weights as load_weights
-from jddp.data.sources.tokens import TokenExamples as TokenExamples
 from jddp.data.workers import WorkerBatches as WorkerBatches

@@ -8,13 +8,13 @@ and `-done`, which may still be marked to run in one piece; such a pair around a
 contains the collective; a part of an ordinary fusion; any of these in a loop or a branch.
 """
 
+import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from jddp.inspection.hlo import Computation, HloProgram, HloShape, Instruction
 
-_COLLECTIVES = {"all-gather", "all-reduce", "all-to-all", "ragged-all-to-all", "reduce-scatter"}
-_COLLECTIVES |= {"collective-broadcast", "collective-permute"}
+_COLLECTIVE = re.compile(r"all-(gather|reduce)|(\w+-)?all-to-all|reduce-scatter|collective-\w+")
 
 
 class Collective(NamedTuple):
@@ -55,7 +55,7 @@ def collectives_of(
     """Yields the collectives of some instructions, and of the computations that they run."""
     for instruction in instructions:
         kind = instruction.op.removesuffix("-start")
-        if kind in _COLLECTIVES:
+        if _COLLECTIVE.fullmatch(kind):
             payload = _payload(computation, instruction)
             yield Collective(
                 name=instruction.name,
@@ -78,7 +78,7 @@ def collectives_of(
 
 def _payload(computation: Computation, instruction: Instruction) -> tuple[HloShape, ...]:
     """The operands, or the results if they are larger: the whole arrays that are sent."""
-    given = tuple(s for x in computation.operands(instruction) for s in x.shapes)
+    given = tuple(shape for x in computation.operands(instruction) for shape in x.shapes)
     results = instruction.shapes
     if len(results) > len(given):  # The start of a pair holds its operands, results and more.
         results = results[len(given) : 2 * len(given)]
@@ -86,11 +86,11 @@ def _payload(computation: Computation, instruction: Instruction) -> tuple[HloSha
 
 
 def _times(instruction: Instruction, num_runs: int | None) -> int | None:
-    """The number of runs in all of a collective that runs `num_runs` times per instruction."""
+    """Total number of runs of a collective that runs `num_runs` times per instruction."""
     times = {"conditional": None, "while": instruction.trip_count}.get(instruction.op, 1)
     return None if times is None or num_runs is None else times * num_runs
 
 
 def _is_async(instruction: Instruction) -> bool:
-    # A pair with nothing between is marked to run in one piece, on the stream that computes.
+    # A pair with nothing in between is marked to run in one piece, on the compute stream.
     return instruction.op.endswith("-start") and '"is_sync":true' not in instruction.attributes

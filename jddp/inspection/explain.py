@@ -43,9 +43,9 @@ class Explanation(Shown):
 
     @property
     def bytes_per_step(self) -> float:
-        """Bytes that a step sends on average; under `LocalSteps` after the plain first ones.
+        """Average number of bytes that a step sends; with `LocalSteps`, after its plain steps.
 
-        Each array counts once, whatever the algorithm of the network.
+        Each array counts once, whatever algorithm the network uses.
         """
         return sum(x.bytes * self._runs(x) for x in self.compiled)
 
@@ -74,15 +74,18 @@ class Explanation(Shown):
         return "\n".join([*lines, "", *self._sentences()])
 
     def _sentences(self) -> list[str]:
-        local, wire = self.sync, in_mebibytes(self.plan.wire_bytes)
-        ring = in_mebibytes(2 * (self.num_devices - 1) / self.num_devices * self.plan.wire_bytes)
-        moves = f"{wire} MiB; a ring of {self.num_devices} devices moves"
-        into = f"{ring} MiB into and out of each."
+        local = self.sync
+        wire_bytes = self.plan.wire_bytes
+        ring_bytes = 2 * (self.num_devices - 1) / self.num_devices * wire_bytes
+        moves = f"{in_mebibytes(wire_bytes)} MiB; a ring of {self.num_devices} devices moves"
+        into = f"{in_mebibytes(ring_bytes)} MiB into and out of each."
         if local.every is None:
             return [f"Gradients of an optimizer step are {moves}", into]
-        plain = f"Each of the first {local.start} steps sends gradients, as many bytes."
+        lines = []
+        if local.start:
+            lines.append(f"Each of the first {local.start} steps sends gradients, as many bytes.")
         return [
-            *([plain] if local.start else []),
+            *lines,
             f"Replicas synchronize every {local.every} steps. Differences of parameters then are",
             f"{moves} {into}",
             "Each array counted once, all collectives are "

@@ -81,7 +81,7 @@ class Instruction(NamedTuple):
 
     @property
     def trip_count(self) -> int | None:
-        """Of a loop, its number of iterations, where the compiler knows it."""
+        """Number of iterations of a loop; None if the compiler does not know it."""
         found = _TRIP_COUNT.search(self.attributes)
         return int(found[1]) if found else None
 
@@ -118,20 +118,21 @@ class HloProgram(NamedTuple):
 
 
 def read_program(text: str) -> HloProgram:
-    """Returns the program in a text of XLA, such as `jax.stages.Compiled.as_text()`.
+    """Parses the text of a compiled program, such as `jax.stages.Compiled.as_text()`.
 
     Raises:
       UsageError: If the text is not such a program.
     """
-    computations, entry = {}, None
+    computations = {}
+    entry = None
     for mark, name, body in _COMPUTATION.findall(text):
         lines = filter(str.strip, body.splitlines())
         computations[name] = Computation(name, tuple(map(_read_instruction, lines)))
         entry = computations[name] if mark else entry
     if entry is None:
         raise UsageError(
-            f"A compiled program has a computation marked ENTRY, and this text of {len(text)} "
-            "characters has none. Give jitted.lower(...).compile().as_text()."
+            f"This text of {len(text)} characters is no compiled program: no computation is marked "
+            "ENTRY. Give jitted.lower(...).compile().as_text()."
         )
     return HloProgram(entry, computations, "is_scheduled=true" in text[:10_000])
 
@@ -139,8 +140,8 @@ def read_program(text: str) -> HloProgram:
 def _read_instruction(line: str) -> Instruction:
     line = _COMMENT.sub("", line)
     if not (head := _INSTRUCTION.match(line)):
-        text = f"{line.strip()[:120]!r} has no operation with a name and a shape"
-        raise UsageError(f"This is no instruction of a compiled program: {text}.")
+        text = line.strip()[:120]
+        raise UsageError(f"{text!r} is no instruction: it has no operation with a name and shape.")
     name, shapes, op = head.groups()
     end = _closing(line, head.end() - 1)
     operands, attributes = line[head.end() : end], line[end + 1 :]
@@ -189,9 +190,9 @@ def _read_runs(op: str, attributes: str) -> tuple[str, ...]:
 
 
 def _bits(dtype: str) -> int:
-    """The width of an element: "f32" has 32 bits, and so has any name with that number first."""
+    """The width of an element in bits, which is the first number in the name of its dtype."""
     if dtype == "pred":
         return 8
     if not (width := re.match(r"[a-z]+(\d+)", dtype)):
-        raise UsageError(f"{dtype!r} is no dtype of XLA whose width is known.")
+        raise UsageError(f"{dtype!r} is no dtype of XLA that jddp knows the width of.")
     return int(width[1])

@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 
@@ -24,9 +23,9 @@ from jddp.typing import Batch, PyTree
 
 FIELDS = ("parameters", "gradients", "optimizer", "other_state", "batch", "temporaries")
 _PREFIX = re.compile(r"(?:jit\([^)]*\)/)?(?:shard_map/)?")
-# Autotuning runs kernels on the GPUs, and on those of all processes of a job together.
-_WITHOUT_AUTOTUNING: dict[str, Any] = {
-    "xla_gpu_autotune_level": 0,
+# Autotuning runs kernels on the GPUs, and in a job on the GPUs of all its processes together.
+_WITHOUT_AUTOTUNING: dict[str, str | bool] = {
+    "xla_gpu_autotune_level": "0",
     "xla_gpu_shard_autotuning": False,
 }
 _MAKE_NOTHING = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call"}
@@ -52,7 +51,8 @@ class Array:
     def __str__(self) -> str:
         """Shape and origin."""
         dims = ",".join(map(str, self.shape.dims))
-        return f"{self.shape.dtype}[{dims}]" + (f" of {self.origin}" if self.origin else "")
+        text = f"{self.shape.dtype}[{dims}]"
+        return f"{text} of {self.origin}" if self.origin else text
 
 
 @dataclass(frozen=True, repr=False)
@@ -95,18 +95,18 @@ class Memory(Shown):
         return self.total <= self.limit
 
     def __repr__(self) -> str:
-        """A table in 80 columns: the memory that a device needs, and the memory that it has."""
+        """A table of 80 columns: memory that the step needs on a device, and the device's own."""
         rows = {field: getattr(self, field) for field in FIELDS}
         rows |= {"sum": self.total, "the device has": self.limit}
         sizes = (f"  {name.replace('_', ' '):<15}{_in_mib(x):>12}" for name, x in rows.items())
         return "\n".join(["memory per device, MiB", *sizes])
 
     def cuts(self, num_rows: int) -> Iterator[int]:
-        """Numbers of micro-batches, in rising order, with which a step is estimated to fit."""
+        """Numbers of micro-batches with which a step is estimated to fit, in rising order."""
         room = self.limit - self.fixed
-        for parts in range(2, num_rows + 1):
-            if num_rows % parts == 0 and (self.batch + self.temporaries) / parts <= room:
-                yield parts
+        for num in range(2, num_rows + 1):
+            if num_rows % num == 0 and (self.batch + self.temporaries) / num <= room:
+                yield num
 
 
 def memory(
@@ -142,7 +142,7 @@ def memory(
 
 
 def largest_arrays(program: HloProgram, most: int = 3) -> tuple[Array, ...]:
-    """The largest arrays, larger ones first; those of one origin and size count once."""
+    """The largest arrays, in descending order; arrays of one origin and shape count once."""
     made = dict.fromkeys(_made_in(program, program.entry))
     return tuple(sorted(made, key=lambda array: -array.bytes)[:most])
 
@@ -171,8 +171,8 @@ def in_words(size: float) -> str:
 def _bytes_per_device(tree: PyTree) -> int:
     """Bytes of the shards of all leaves on one device."""
 
-    def size(leaf: Any) -> int:
-        sharding = getattr(leaf, "sharding", None)
+    def size(leaf: jax.ShapeDtypeStruct) -> int:
+        sharding = getattr(leaf, "sharding", None)  # which an array of the host lacks
         shape = sharding.shard_shape(leaf.shape) if sharding else leaf.shape
         return math.prod(shape) * leaf.dtype.itemsize
 

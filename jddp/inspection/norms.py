@@ -12,7 +12,7 @@ Layers = dict[str, dict[str, float]]
 
 
 def diagnose(ddp: Trainable, state: TrainState, batch: Batch) -> Layers:
-    """Measures parameters and gradients of the next step, layer by layer; changes nothing.
+    """Measures the parameters and gradients of the next step, layer by layer; changes nothing.
 
     Args:
       ddp: A `jddp.DataParallel`.
@@ -29,8 +29,8 @@ def diagnose(ddp: Trainable, state: TrainState, batch: Batch) -> Layers:
     measured = jax.device_get(jax.jit(jax.tree.map, static_argnums=0)(_measure, params, grads))
     layers: Layers = {}
     for path, value in jax.tree_util.tree_leaves_with_path(measured):
-        *names, what = (jax.tree_util.keystr((key,), simple=True) for key in path)
-        layers.setdefault("/".join(names), {})[what] = float(value)
+        name, _, norm = jax.tree_util.keystr(path, simple=True, separator="/").rpartition("/")
+        layers.setdefault(name, {})[norm] = float(value)
     return layers
 
 

@@ -26,6 +26,6 @@ def num_outputs(ddp: Trainable, batch: Batch) -> int | None:
         shapes = jax.eval_shape(make_predict(ddp.steps.spec, ddp.mesh, outputs), *given)
         (found,) = jax.tree.leaves(shapes)
         return int(found.shape[1:][-1])
-    # The model has other inputs or outputs, or trains while it is evaluated: a step reports it.
+    # The model has other inputs or outputs, or needs a mode of its own: a step will report it.
     except Exception:
         return None

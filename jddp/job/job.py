@@ -49,7 +49,8 @@ from jddp.trainer.run import Run
 from jddp.trainer.start import start
 from jddp.trainer.watching import EarlyStopping, KeepBest
 from jddp.typing import Batch, Batches
-from jddp.verification.verify import Verification, verify
+from jddp.verification.compare import Verification
+from jddp.verification.verify import verify
 
 # Options of JAX that change the results of a program.
 SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion")

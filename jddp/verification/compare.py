@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import numpy as np
@@ -39,7 +38,7 @@ class Comparison:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Verification(Shown):
-    """The report of `jddp.verify`; `str` of it is made for a terminal of 80 columns.
+    """The report of `jddp.verify`; its `str` fits a terminal of 80 columns.
 
     Attributes:
       num_devices: Number of devices that were compared with one.
@@ -80,13 +79,16 @@ class Verification(Shown):
 def compare(
     what: str, got: PyTree, want: PyTree, *, allowed: float, floor: float = 0.1
 ) -> Comparison:
-    """Compares leaf by leaf, relative to its size or, if that is larger, `floor` of the largest.
+    """Compares leaf by leaf; errors are relative to the leaf's largest entry.
 
-    A bias before a batch norm has a gradient of zero, of which only rounding is left.
+    A leaf counts as no smaller than `floor` times the largest leaf: a bias before a batch norm has
+    a gradient of zero, of which only rounding is left.
     """
     leaves = _leaves(got, want)
-    largest = max((_size(b) for _, _, b in leaves), default=0.0)
-    errors = {path: _size(a - b) / (max(_size(b), floor * largest) or 1.0) for path, a, b in leaves}
+    largest = max((_size(b) for _, (_, b) in leaves), default=0.0)
+    errors = {
+        path: _size(a - b) / (max(_size(b), floor * largest) or 1.0) for path, (a, b) in leaves
+    }
     return _worst(what, errors, allowed)
 
 
@@ -103,9 +105,10 @@ def compare_moves(
       grads: Gradients of one device.
       noise: Part of the largest gradient in a leaf that may be the rounding of zero.
     """
-    errors, leaves = {}, _leaves(got, want, before, grads)
-    largest = max((_size(grad) for *_, grad in leaves), default=0.0)
-    for path, a, b, start, grad in leaves:
+    errors = {}
+    leaves = _leaves(got, want, before, grads)
+    largest = max((_size(grad) for _, (*_, grad) in leaves), default=0.0)
+    for path, (a, b, start, grad) in leaves:
         counts = np.abs(grad) > noise * max(_size(grad), 0.1 * largest)
         error, update = (float(np.linalg.norm(x[counts])) for x in (a - b, b - start))
         if error or update:  # and not where the learning rate begins at zero
@@ -116,9 +119,7 @@ def compare_moves(
 def not_finite_in_both(got: PyTree, want: PyTree) -> list[str]:
     """Paths of the leaves that are not finite in both trees."""
     return [
-        path
-        for path, *both in _leaves(got, want)
-        if not any(bool(np.isfinite(x).all()) for x in both)
+        path for path, both in _leaves(got, want) if not any(np.isfinite(x).all() for x in both)
     ]
 
 
@@ -128,19 +129,19 @@ def _worst(what: str, errors: dict[str, float], allowed: float) -> Comparison:
     return Comparison(what, leaf, errors.get(leaf, 0.0), allowed)
 
 
-def _leaves(*trees: PyTree) -> list[tuple[Any, ...]]:
-    """Path and numbers of each leaf of trees of one structure, in double precision."""
+def _leaves(*trees: PyTree) -> list[tuple[str, list[np.ndarray]]]:
+    """For each leaf its path, and its arrays in all trees, in double precision."""
     return [
-        (path, *map(exact, leaves))
+        (path, list(map(exact, leaves)))
         for path, *leaves in zip(by_path(trees[0]), *map(jax.tree.leaves, trees), strict=True)
         if not jax.numpy.issubdtype(leaves[0].dtype, jax.dtypes.prng_key)
     ]
 
 
-def exact(x: Any) -> np.ndarray:
+def exact(x: jax.Array | np.ndarray) -> np.ndarray:
     """An array in double precision."""
     return np.asarray(x).astype(np.promote_types(x.dtype, np.float64))
 
 
-def _size(x: Any) -> float:
+def _size(x: np.ndarray) -> float:
     return float(np.abs(x).max(initial=0.0))

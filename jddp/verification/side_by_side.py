@@ -1,6 +1,6 @@
-"""The step of many replicas on one device, side by side by `jax.vmap`.
+"""Runs the step of many replicas on one device, side by side under `jax.vmap`.
 
-N devices must equal it where each replica draws its own random numbers.
+N devices must equal it if each replica draws its own random numbers.
 """
 
 import functools
@@ -18,10 +18,10 @@ from jddp.typing import Batch, Grads, Metrics, PyTree
 def side_by_side(
     ddp: DataParallel, state: TrainState, batch: Batch, constants: PyTree
 ) -> tuple[Grads, TrainState, Metrics]:
-    """Takes the step of `ddp` for all replicas on its first device.
+    """Takes the step of all replicas of `ddp` on its first device.
 
     Args:
-      ddp: Step of many replicas, which has run on such rows.
+      ddp: Model of many replicas, which has taken a step on such rows.
       state: State of `ddp`; it is not changed.
       batch: Rows that divide over the devices.
       constants: Constants of the step.
@@ -30,7 +30,8 @@ def side_by_side(
       The averaged gradients, the new state, and the metrics.
     """
     assert ddp.plan is not None
-    spec, plan, first = ddp.steps.spec, ddp.plan, ddp.mesh.devices.flat[0]
+    spec = ddp.steps.spec
+    plan = ddp.plan
     layouts = ddp.steps.layouts(state)
     axes = jax.tree.map(lambda layout: None if layout == Replicated() else 0, layouts)
 
@@ -40,7 +41,7 @@ def side_by_side(
 
     split = functools.partial(split_rows, num=ddp.mesh.size)
     state = jax.tree.map(lambda x, y: split(x) if isinstance(y, Sharded) else x, state, layouts)
-    given = jax.device_put((state, Inputs(split(batch), constants)), first)
+    given = jax.device_put((state, Inputs(split(batch), constants)), ddp.mesh.devices.flat[0])
     replica = mapped_over(spec.axis)(replica)
     mapped = jax.jit(jax.vmap(replica, in_axes=(axes, Inputs(0, None)), axis_name=spec.axis))
     grads, new, metrics = mapped(*given)

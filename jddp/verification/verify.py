@@ -11,7 +11,7 @@ that runs the N replica batches side by side, with the N keys.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -41,10 +41,9 @@ from jddp.verification.compare import (
 )
 from jddp.verification.side_by_side import side_by_side
 
-__all__ = ["Verification", "verify"]
-
 _ROUNDINGS = {np.dtype(jax.numpy.bfloat16): 2**-8, np.dtype(np.float16): 2**-11}
 _TF32_ROUNDING = 2**-11
+_is_same = functools.partial(np.array_equal, equal_nan=True)
 
 
 class _Taken(NamedTuple):
@@ -65,7 +64,7 @@ def verify(
     constants: PyTree = None,
     **options: Any,
 ) -> Verification:
-    """Compares a step of N devices with that of one device on the whole batch.
+    """Compares a step on N devices with a step on one device over the whole batch.
 
     Loss, metrics, gradients and other state must agree to 1e-4 of the largest entry of an array, or
     eight roundings of the coarsest floating dtype in the step. An update must agree to 5 % of its
@@ -86,8 +85,8 @@ def verify(
       The comparisons, each with its worst leaf, and likely causes of differences.
 
     Raises:
-      UsageError: If there is one device only, or several processes, or groups of batch norm, which
-        by design are no single device.
+      UsageError: If there is one device only, or several processes, or an option by which replicas
+        differ from one device by design: groups of batch norm, or local steps.
     """
     if jax.process_count() > 1:
         raise UsageError("verify needs the whole batch on one device: run it in one process.")
@@ -96,14 +95,16 @@ def verify(
         ddp = DataParallel(model, optimizer, loss_fn, **options | {"donate": False})
         return ddp if constants is None else ddp.with_constants(constants)
 
-    many, rows = wrapped(**options), as_arrays(batch)
+    many = wrapped(**options)
+    rows = as_arrays(batch)
     _refuse(many.steps.spec)
     compared = functools.partial(_compared, wrapped, options, rows, seed, constants)
     if not _is_coarse(many, rows):
         return compared()
     with jax.default_matmul_precision("highest"):
         report = compared()
-    return dataclasses.replace(report, findings=(*report.findings, findings.coarse(_precision())))
+    precision = getattr(jax.config, "jax_default_matmul_precision")  # noqa: B009  # unknown to mypy
+    return dataclasses.replace(report, findings=(*report.findings, findings.coarse(precision)))
 
 
 def _compared(
@@ -116,8 +117,8 @@ def _compared(
     many = wrapped(**options)
     if many.mesh.size < 2:
         raise UsageError(
-            "verify compares many devices with one, and there is one. For virtual ones call "
-            "jax.config.update('jax_num_cpu_devices', 8) before anything else of JAX."
+            "verify compares several devices with one, and there is only one. For virtual devices, "
+            "call jax.config.update('jax_num_cpu_devices', 8) before anything else of JAX."
         )
     state = _first_state(many, seed, batch)
     got = _step(many, state, batch)
@@ -131,9 +132,9 @@ def _compared(
         found.append(findings.MICRO_BATCHES)
     if draws:
         want = _Taken(*jax.device_get(side_by_side(many, state, batch, constants)))
-        other = state.replace(key=jax.random.fold_in(state.key, 1))
-        is_same = _same(got, _step(many, other, batch))
-        found.append(findings.SAME_NUMBERS if is_same else findings.OWN_NUMBERS)
+        again = _step(many, state.replace(key=jax.random.fold_in(state.key, 1)), batch)
+        same = jax.tree.map(_is_same, got.gradients, again.gradients)
+        found.append(findings.SAME_NUMBERS if jax.tree.all(same) else findings.OWN_NUMBERS)
     else:
         here = _options_of_one(many, options)
         one = wrapped(**here)
@@ -150,30 +151,40 @@ def _compared(
         if not (draws or has_all or jax.tree.leaves(alone.model_state)):
             plain = wrapped(**here | {"accumulate_steps": 1})
             combined = _combined(plain, alone, batch, many.mesh.size, comparisons[1].allowed)
-        causes = findings.causes(
-            many.steps.spec,
-            num_devices=many.mesh.size,
-            losses=(float(got.metrics["loss"]), float(want.metrics["loss"])),
-            is_scalar="loss" in planned.scalars,
-            is_weighted=bool(weights_in(batch)),
-            combined=combined,
-            quantized=_quantizations(many, state, batch, constants),
-        )
-        found += list(causes) or [findings.UNKNOWN] * is_repeatable
+        quantized = _quantizations(many, state, batch, constants)
+        causes = [*_causes(many, got, want, batch, combined, quantized)]
+        if is_repeatable and not causes:
+            causes = [findings.UNKNOWN]
+        found += causes
     return Verification(many.mesh.size, count_rows(batch), draws, comparisons, tuple(found))
 
 
+def _causes(
+    many: DataParallel,
+    got: _Taken,
+    want: _Taken,
+    batch: Batch,
+    combined: str | None,
+    quantized: set[str],
+) -> Iterator[str]:
+    return findings.causes(
+        many.steps.spec,
+        num_devices=many.mesh.size,
+        losses=(float(got.metrics["loss"]), float(want.metrics["loss"])),
+        is_scalar="loss" in many.steps.planned(batch).scalars,
+        is_weighted=bool(weights_in(batch)),
+        combined=combined,
+        quantized=quantized,
+    )
+
+
 def _is_coarse(ddp: DataParallel, batch: Batch) -> bool:
-    """Whether the hardware rounds factors of float32 products, as GPUs do to those of TF32."""
+    """Whether the hardware rounds the factors of float32 products, as GPUs do with TF32."""
     return platform(ddp.mesh) != "cpu" and coarse_products(ddp.steps.trace(batch).jaxpr.jaxpr)
 
 
-def _precision() -> str | None:
-    return getattr(jax.config, "jax_default_matmul_precision")  # noqa: B009  # unknown to mypy
-
-
 def _not_finite(got: _Taken, want: _Taken) -> list[str]:
-    """What is not finite on both: metrics by their names, and the first gradients."""
+    """Names of metrics, and of the first gradient, that are not finite on both."""
     grads = not_finite_in_both(got.gradients, want.gradients)
     return [
         *not_finite_in_both(got.metrics, want.metrics),
@@ -184,7 +195,7 @@ def _not_finite(got: _Taken, want: _Taken) -> list[str]:
 def _quantizations(
     ddp: DataParallel, state: TrainState, batch: Batch, constants: PyTree
 ) -> set[str]:
-    """How loss and backward pass quantize; an optimizer may too, and is left out."""
+    """How the loss and its backward pass quantize; the optimizer is left out."""
     inputs = Inputs(ddp.shard_batch(batch), constants)
     traced = ddp.steps.gradients_for(state, inputs).run.trace(state, inputs)
     return quantizations(traced.jaxpr.jaxpr)
@@ -194,23 +205,23 @@ def _refuse(spec: Step) -> None:
     """Refuses options that one device cannot have."""
     if spec.model.sync.group_size is not None:
         raise UsageError(
-            "With batch_norm.group_size statistics are those of groups, which a single device does "
-            "not have: leave it out of verify."
+            "With batch_norm.group_size each group of replicas has its own statistics, which one "
+            "device cannot have: verify without it."
         )
     if spec.sync.every is not None:
         raise UsageError(
-            "With LocalSteps replicas differ by design, and a single device has one set of "
-            "parameters: leave it out of verify."
+            "With LocalSteps replicas differ by design, and one device has one set of parameters: "
+            "verify without it."
         )
 
 
 def _options_of_one(many: DataParallel, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of the step of one device: those that change more than roundings."""
+    """Options of the step on one device: all but the ones that change only roundings."""
     given = {name: x for name, x in options.items() if name not in ("reduction", "strategy")}
     spec = many.steps.spec
     if spec.replicas.num is not None:
         given["strategy"] = options["strategy"]
-    # The axis may be that of a given mesh; and batch norm sees micro-batches.
+    # The axis has the name that a given mesh chose; and batch norm sees micro-batches.
     given["mesh"] = Mesh(many.mesh.devices.flat[:1], many.mesh.axis_names)
     given["accumulate_steps"] = spec.backward.num
     return given
@@ -232,12 +243,12 @@ def _first_state(ddp: DataParallel, seed: int, batch: Batch, params: Params = No
 
 
 def _in_order(batch: Batch, ddp: DataParallel) -> Batch:
-    """The rows in the order in which the devices take them, by micro-batches."""
-    shares, parts = ddp.mesh.size, ddp.steps.spec.backward.num
+    """The rows in the order in which the devices compute them, by micro-batches."""
+    num_shares = ddp.mesh.size
+    num_micro_batches = ddp.steps.spec.backward.num
 
-    def reorder(x: Any) -> Any:
-        x = np.asarray(x)
-        split = x.reshape(shares, parts, len(x) // shares // parts, *x.shape[1:])
+    def reorder(x: np.ndarray) -> np.ndarray:
+        split = x.reshape(num_shares, num_micro_batches, -1, *x.shape[1:])
         return split.swapaxes(0, 1).reshape(x.shape)
 
     return jax.tree.map(reorder, batch)
@@ -246,10 +257,10 @@ def _in_order(batch: Batch, ddp: DataParallel) -> Batch:
 def _combined(
     one: DataParallel, state: TrainState, batch: Batch, num_shares: int, allowed: float
 ) -> str:
-    """How the gradient of all rows follows from that of a replica batch and that of the rest.
+    """How the gradient of all rows follows from the gradients of a replica batch and of the rest.
 
     The gradient of sum(l * w) / sum(w) is a mean of the two, with weights that need not be
-    proportional to their counts; where the loss couples examples it is no mean of them.
+    proportional to their counts; if the loss couples examples, it is no mean of them.
     """
     share = np.arange(count_rows(batch)) * num_shares // count_rows(batch)
     is_scalar = "loss" in one.steps.planned(batch).scalars
@@ -277,11 +288,6 @@ def _dot(a: list[np.ndarray], b: list[np.ndarray]) -> float:
     return float(sum(np.vdot(x, y).real for x, y in zip(a, b, strict=True)))
 
 
-def _same(a: _Taken, b: _Taken) -> bool:
-    same = functools.partial(np.array_equal, equal_nan=True)
-    return bool(jax.tree.all(jax.tree.map(same, a.gradients, b.gradients)))
-
-
 def _compare(
     got: _Taken, want: _Taken, many: DataParallel, state: TrainState, batch: Batch
 ) -> tuple[Comparison, ...]:
@@ -291,8 +297,9 @@ def _compare(
         roundings.append(_TF32_ROUNDING)
     allowed = max([1e-4, *(8 * size for size in roundings)])
     layouts = many.steps.layouts(state).model_state
-    # A loss scale depends on the rows of a replica, and a scalar loss counts once a replica.
-    left_out = {"loss_scale", *["count"] * ("loss" in many.steps.planned(batch).scalars)}
+    left_out = {"loss_scale"}  # which depends on the rows of a replica
+    if "loss" in many.steps.planned(batch).scalars:
+        left_out.add("count")  # A scalar loss counts once a replica.
 
     def means(step: _Taken) -> Metrics:
         return {name: x for name, x in step.metrics.items() if name not in left_out}
@@ -301,7 +308,8 @@ def _compare(
         kept = step.state.model_state
         return jax.tree.map(lambda x, y: None if y.is_per_replica else x, kept, layouts)
 
-    before, moved = jax.device_get(state.params), (got.state.params, want.state.params)
+    before = jax.device_get(state.params)
+    moved = got.state.params, want.state.params
     return (
         compare("loss and metrics", means(got), means(want), allowed=allowed, floor=1e-6),
         compare("gradients", got.gradients, want.gradients, allowed=allowed),

@@ -186,7 +186,7 @@ def test_what_does_not_go_with_it_is_refused():
     ):
         with pytest.raises(ConfigError, match=reported):
             make()
-    with pytest.raises(UsageError, match="leave it out of verify"):
+    with pytest.raises(UsageError, match="verify without it"):
         jddp.verify(Net(), optax.sgd(0.1), squares, make_rows(), **local())
 
 

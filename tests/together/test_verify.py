@@ -141,11 +141,11 @@ MASKED = {"loss": a_mean_under_a_mask, "batch": make_batch(masked=True)}
 LOCAL, BROADCAST = ({"model": ConvNet(), "batch_norm": mode} for mode in ("local", "broadcast"))
 OWN = {"model": Of(own_norm), "state": {"running": "mean"}}
 WRONG = {
-    "a sum": (SUM, "is a sum over its rows: over the whole batch it is 8 times"),
-    "a mean under a mask": (MASKED, "replicas count alike whatever the weights of their rows"),
-    "local statistics": (LOCAL, "'local': each replica normalises with the statistics of its own"),
+    "a sum": (SUM, "is a sum over rows: the loss of the whole batch is 8 times"),
+    "a mean under a mask": (MASKED, "all replicas count alike, whatever the weights"),
+    "local statistics": (LOCAL, "'local': each replica normalises with statistics of its own"),
     "broadcast statistics": (BROADCAST, "'broadcast': each"),
-    "own statistics": (OWN, "state: a layer that normalises .* that of its replica"),
+    "own statistics": (OWN, "state: a layer that normalises .* the state of its replica"),
     "coupled examples": ({"loss": rows_against_rows}, "The loss couples examples"),
     "the replica": ({"loss": asks_for_the_replica}, r"which replica it runs on \(lax.axis_index\)"),
 }
@@ -333,7 +333,7 @@ def test_a_codebook_is_exact_by_counts_and_sums_over_the_replicas_and_no_mean_of
     assert verified(Codebook(jddp.AXIS), batch=batch).passed
     report = verified(Codebook(None), batch=batch, state={"codebook": "mean"})
     assert {x.what: x.passed for x in report.comparisons}["other state"] is False
-    assert "add up counts and sums, jax.lax.psum(x, jddp.AXIS)" in report.findings[0]
+    assert "sum counts and totals with jax.lax.psum(x, jddp.AXIS)" in report.findings[0]
 
 
 def test_the_worst_leaf_is_named():
@@ -351,15 +351,15 @@ def test_the_worst_leaf_is_named():
 def test_random_numbers_of_the_host_or_of_one_key_are_found_and_nan_is_never_the_same():
     draw = np.random.default_rng().uniform
     report = verified(loss=lambda *given: loss_fn(*given)[0] * draw(1, 2))
-    assert "another program each time it is traced" in report.findings[0]
+    assert "Two traces of the step give different programs" in report.findings[0]
     assert "not from the key of the step" in verified(loss=of_one_key).findings[0]
     assert not verified(loss=lambda *given: loss_fn(*given)[0] * jnp.nan).passed
 
 
 def test_what_cannot_be_compared_is_refused():
-    with pytest.raises(UsageError, match="there is one"):
+    with pytest.raises(UsageError, match="there is only one"):
         verified(ConvNet(), mesh=1)
-    with pytest.raises(UsageError, match="a single device does not have"):
+    with pytest.raises(UsageError, match="one device cannot have"):
         verified(ConvNet(), batch_norm=jddp.SyncBatchNorm(group_size=2))
 
 

@@ -9,8 +9,8 @@ from jddp.doctor.acceptance.jobs import Workload, adam, cnn, gpt
 from jddp.doctor.acceptance.result import Machine, PartResult
 from jddp.doctor.finding import BAD, OK, WARN
 from jddp.inspection.explain import explain
-from jddp.verification.compare import Comparison, compare
-from jddp.verification.verify import Verification, verify
+from jddp.verification.compare import Comparison, Verification, compare
+from jddp.verification.verify import verify
 
 # The CPU's kernels are from another library. TF32 would be off by 1e-3 and more.
 _TO_CPU = 5e-4

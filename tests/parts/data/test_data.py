@@ -17,20 +17,20 @@ from hypothesis import strategies as st
 from states import equal
 
 from jddp.data import (
-    SOURCES,
     ArrayExamples,
-    FlipAndShift,
-    ImageExamples,
-    TokenExamples,
     TrainBatches,
     eval_batches,
     make_data_set,
     make_source,
-    spec_of,
 )
+from jddp.data.augment import FlipAndShift
+from jddp.data.examples import ImageExamples
 from jddp.data.order import Order
+from jddp.data.source import spec_of
+from jddp.data.sources import SOURCES
 from jddp.data.sources.idx import parse_idx
 from jddp.data.sources.stdlib_text import source_files
+from jddp.data.sources.tokens import TokenExamples
 from jddp.errors import ConfigError, DataError
 
 embedded = importlib.import_module("jddp.data.sources.fashion_mnist")  # not the function

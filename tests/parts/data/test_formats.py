@@ -16,17 +16,17 @@ from PIL import Image
 
 from jddp.commands.data import main
 from jddp.data import (
-    CropAndFlip,
     RowExamples,
-    TokenExamples,
     eval_batches,
     make_data_set,
     make_source,
-    spec_of,
 )
+from jddp.data.augment import CropAndFlip
+from jddp.data.source import spec_of
 from jddp.data.sources.image_folder import FolderExamples
 from jddp.data.sources.mapped import MappedArray, map_npy, map_npz
 from jddp.data.sources.tokenize import BYTES, documents_in, tokenizer_in, write_tokens
+from jddp.data.sources.tokens import TokenExamples
 from jddp.errors import ConfigError, DataError, FileSystemError
 
 X = np.arange(24, dtype=np.float32).reshape(8, 3)
