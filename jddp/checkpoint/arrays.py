@@ -55,7 +55,7 @@ def check_names(tree: PyTree) -> None:
     """
     if odd := [name for name in by_path(tree) if not _is_name(name)]:
         raise ConfigError(
-            f"an array of the state has the path {odd[0]!r}, which no checkpoint can have. Give "
+            f"an array of the state has the path {odd[0]!r}, which a checkpoint cannot store. Give "
             "it another name."
         )
 
@@ -95,7 +95,7 @@ def from_file(entries: Mapping[str, Any]) -> Described:
     size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in forms)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * num_processes()
     if size > memory:
-        raise ValueError(f"they would have {size:.3g} bytes, and the memory has {memory:.3g}")
+        raise ValueError(f"they would need {size:.3g} bytes, but the memory has {memory:.3g}")
     return described
 
 
@@ -175,14 +175,14 @@ def _form(shape: Sequence[int], dtype: Any, layout: Layout) -> str:
 def difference(
     described: Described, wanted: Mapping[str, Any], there: Layouts, here: Layouts, most: int = 20
 ) -> str:
-    """A tree of the paths at which two sets of arrays differ on a device; empty if none differ.
+    """The paths at which two sets of arrays differ on a device, as a tree; empty if none differ.
 
     Args:
       described: Description of the checkpoint.
       wanted: Arrays of the program.
       there: Layouts of the checkpoint.
       here: Layouts of the program.
-      most: Number of paths that are shown, those of parameters first.
+      most: Number of paths to show; parameters come first.
     """
     saved = {n: _form(x["shape"], x["dtype"], there[n]) for n, x in described.items()}
     own = {n: _form(x.shape, x.dtype, here[n]) for n, x in wanted.items()}

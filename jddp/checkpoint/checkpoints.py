@@ -70,7 +70,7 @@ class CheckpointFolder:
       directory: Directory of the checkpoints; made if it is missing.
       keep: Number of the newest checkpoints that stay.
       keep_every: Interval in steps; checkpoints at its multiples stay too.
-      storage: Where they are kept, of whose folder this is one; by default in the folder above.
+      storage: Storage of the run, whose folder contains `directory`; by default the folder above.
       is_written: Whether `save` will be called: the directory is made, and unfinished files of an
         ended process are removed. Another process may be writing there otherwise.
 
@@ -100,7 +100,7 @@ class CheckpointFolder:
                 (self._directory / "0.new").mkdir()  # finds now whether it can be written
                 (self._directory / "0.new").rmdir()
             if is_written:
-                # Process 0 would take what a faster process has begun to write for leftovers.
+                # Else process 0 could mistake the first files of a faster process for leftovers.
                 from_first("opened", self._directory.name, timeout_seconds=SECONDS)
         except OSError as error:
             raise self._cannot("be opened for checkpoints", error) from error
@@ -155,8 +155,8 @@ class CheckpointFolder:
                 return restored
         if there:
             raise FileSystemError(
-                f"{self._directory} holds checkpoints, but all are damaged: they are now "
-                "*.damaged. Put back an undamaged copy, or choose another directory to start from "
+                f"{self._directory} holds checkpoints, but all are damaged: they are now named "
+                "*.damaged. Restore an undamaged copy, or choose another directory to start from "
                 "step 0."
             )
         return None
@@ -177,7 +177,9 @@ class CheckpointFolder:
             aside = folders.set_aside(self._directory, step)
         except OSError as error:
             raise self._cannot(f"have its damaged step {step} renamed", error) from error
-        log.error("The checkpoint of step %d is damaged: %s. It is now %s.", step, damage, aside)
+        log.error(
+            "The checkpoint of step %d is damaged: %s. It is kept as %s.", step, damage, aside
+        )
 
     def _read(self, step: int, like: TrainState, layouts: TrainState | None) -> Restored | None:
         """Reads a checkpoint; None if it was removed, or renamed because an array has changed."""
@@ -190,8 +192,8 @@ class CheckpointFolder:
             there = layouts_in(described)
             if differ := difference(described, wanted, there, here):
                 raise ConfigError(
-                    f"{self._directory} holds, at step {step}, another model, optimizer or mesh. "
-                    f"Choose another directory, or the job that it was saved from:\n{differ}"
+                    f"{self._directory}: step {step} is from another model, optimizer or mesh. "
+                    f"Choose another directory, or resume with the job that saved it:\n{differ}"
                 )
             target = {n: to_read(described[n]["shape"], there[n], x) for n, x in wanted.items()}
             with contextlib.closing(ocp.StandardCheckpointHandler()) as handler:
@@ -237,7 +239,7 @@ def _layouts_of(state: TrainState, layouts: TrainState | None) -> Layouts:
 
 
 def wait_until_seen(path: Path, text: str = "") -> None:
-    """Waits for a file that process 0 has written, with this text in it.
+    """Waits until a file that process 0 has written is there and contains this text.
 
     Raises:
       FileSystemError: If the file does not appear.
@@ -246,7 +248,7 @@ def wait_until_seen(path: Path, text: str = "") -> None:
     while not (path.exists() and text in path.read_text()):
         if time.monotonic() > until:
             raise FileSystemError(
-                f"Process 0 has {path}, and process {jax.process_index()} does not. All "
-                "processes need the same directory, on a shared file system."
+                f"Process {jax.process_index()} does not see {path}, which process 0 has written. "
+                "All processes need the same directory, on a shared file system."
             )
         time.sleep(0.1)

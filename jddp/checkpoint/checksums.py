@@ -46,7 +46,7 @@ def seal(folder: Path) -> None:
 
 
 def find_damage(folder: Path) -> str | None:
-    """Describes the first file of a folder that has changed since it was written; None if none has.
+    """Describes the first file of a folder that is missing or has changed; None if none is.
 
     Files that are not in the list are reported in the log, and are not damage.
     """
@@ -61,9 +61,9 @@ def find_damage(folder: Path) -> str | None:
         return str(error)
     for name, digest in listed.items():
         if found.get(name) != digest:  # a file that was removed meanwhile too
-            return f"{name} has another digest than in {NAME}"
+            return f"{name} does not match its digest in {NAME}"
     if strays := sorted(there - listed.keys() - {NAME}):
-        log.warning("%s: not of the checkpoint, and ignored: %s.", folder, _few(strays))
+        log.warning("%s: ignored, as no part of the checkpoint: %s.", folder, _few(strays))
     return None
 
 
@@ -89,7 +89,7 @@ def _read_list(folder: Path) -> dict[str, str]:
 
 
 def _text_of(listed: dict[str, str]) -> str:
-    """The list of files and digests as text, of which the first line is a comment."""
+    """The list as text: a comment with the number of files, then a line for each file."""
     lines = [f"{digest}  {name}\n" for name, digest in listed.items()]
     return f"# {len(lines)} files\n{''.join(lines)}"
 
@@ -111,7 +111,7 @@ def _digests(folder: Path, names: Iterable[str], *, is_synced: bool = False) -> 
 
 
 def _files(folder: Path) -> Iterator[str]:
-    """Every file below a folder; links are not followed, and they and pipes are no files.
+    """Every regular file below a folder; links are not followed.
 
     Raises:
       OSError: If a directory cannot be read.

@@ -10,7 +10,7 @@ import functools
 
 @functools.cache
 def keep_level() -> None:
-    """From here on orbax requests no counters."""
+    """From the first call on, orbax requests no counters."""
     # Its function has no public name: without the private one there is nothing to keep.
     with contextlib.suppress(ImportError, AttributeError):
         from orbax.checkpoint._src.serialization import tensorstore_utils

@@ -24,7 +24,7 @@ def export(folder: Path, file: Path, fields: Sequence[str] | None = None) -> Non
 
     Args:
       folder: Folder of the checkpoint.
-      file: New file, whose suffix is that of the format.
+      file: New file, whose suffix names the format.
       fields: Fields of the state, with the evaluated values; None for all, unmerged.
 
     Raises:

@@ -16,7 +16,7 @@ from jddp.checkpoint.checksums import NAME
 from jddp.errors import ConfigError, file_errors
 from jddp.files import sync_directory
 
-# Those of all steps that are to be removed once a step has been saved.
+# Function from the steps of all checkpoints, and the step just saved, to the steps to remove.
 Surplus = Callable[[list[int], int], list[int]]
 _STEP = re.compile(r"0|[1-9][0-9]*")  # no other spelling, such as 030, is a name of a checkpoint
 _UNFINISHED = re.compile(rf"({_STEP.pattern})\.(new|old)(?:\.[0-9]+)?")
@@ -46,16 +46,16 @@ def directory_of(path: Path) -> Path:
 
 
 def surplus(steps: list[int], saved: int, *, keep: int, keep_every: int | None = None) -> list[int]:
-    """Steps to remove: all but the `keep` up to the one saved, and the multiples of `keep_every`.
+    """Steps to remove: all but the newest `keep`, and but multiples of `keep_every`.
 
-    Later ones, from before the run resumed from an earlier step, are the first to be removed.
+    Steps above the saved one are from before the run resumed at an earlier step: they go first.
     """
     oldest = sorted(steps, key=lambda step: (step <= saved, step))[:-keep]
     return [step for step in oldest if keep_every is None or step % keep_every != 0]
 
 
 def commit(directory: Path, step: int) -> None:
-    """Renames the sealed `<step>.new` to `<step>`, in place of a checkpoint of that name."""
+    """Renames the sealed `<step>.new` to `<step>`, replacing a checkpoint of that name."""
     there = directory / str(step)
     old = _free(directory / f"{step}.old")
     if there.exists():  # from before the run resumed from an older checkpoint
@@ -66,10 +66,10 @@ def commit(directory: Path, step: int) -> None:
 
 
 def remove(directory: Path, steps: Iterable[int]) -> str:
-    """Removes checkpoints, each atomically, and those that could not be removed before.
+    """Removes checkpoints, each atomically, and the remains of earlier removals.
 
     Returns:
-      The reason why one, or a part of it, is still there; empty if none is.
+      The reason of the first failure; empty if everything was removed.
     """
     reason = ""
     for step in steps:
@@ -82,10 +82,10 @@ def remove(directory: Path, steps: Iterable[int]) -> str:
 
 
 def remove_unfinished(directory: Path) -> str:
-    """Removes the unfinished folders of an ended process; names one that was replacing another.
+    """Removes the unfinished folders of an ended process, after completing its last replacement.
 
     Returns:
-      The reason why a part of them is still there; empty if none is.
+      The reason of the first failure; empty if everything was removed.
     """
     for _, step in _unfinished(directory, "old"):
         new = directory / f"{step}.new"
@@ -106,7 +106,7 @@ def set_aside(directory: Path, step: int) -> Path:
 
 
 def _unfinished(directory: Path, suffix: str) -> list[tuple[Path, str]]:
-    """The folders of a suffix, each with its step."""
+    """The folders with a suffix, each with its step."""
     with os.scandir(directory) as entries:
         folders = [Path(x.path) for x in entries if x.is_dir(follow_symlinks=False)]
     matches = [(path, _UNFINISHED.fullmatch(path.name)) for path in folders]
@@ -114,7 +114,7 @@ def _unfinished(directory: Path, suffix: str) -> list[tuple[Path, str]]:
 
 
 def _remove_old(directory: Path) -> str:
-    """Removes folders that were renamed for removal; returns why the first one stays, or ""."""
+    """Removes folders that were renamed for removal; returns the reason of the first failure."""
     reason = ""
     for path, _ in _unfinished(directory, "old"):
         try:

@@ -26,9 +26,9 @@ KEY = "jddp"  # of the text
 
 
 class Format(NamedTuple):
-    """Functions from arrays and a JSON text to the bytes of a file, and from a file to both.
+    """Packs arrays and a JSON text into the bytes of a file, and parses a file into both.
 
-    The text is read as its object, or as None if there is none.
+    The text is returned as its object; None if the file has none.
     """
 
     pack: Callable[[HostArrays, str], bytes]
@@ -59,7 +59,7 @@ def format_of(file: Path) -> Format:
       ConfigError: If the suffix is unknown.
     """
     if file.suffix not in FORMATS:
-        raise ConfigError(f"{file} has no known format. Let it end in {' or '.join(FORMATS)}.")
+        raise ConfigError(f"{file}: unknown format. Use a name in {' or '.join(FORMATS)}.")
     return FORMATS[file.suffix]
 
 
@@ -67,7 +67,7 @@ def _pack_safetensors(arrays: HostArrays, about: str) -> bytes:
     try:
         return safetensors.numpy.save(arrays, metadata={KEY: about})
     except safetensors.SafetensorError as error:
-        raise ConfigError(f"safetensors: {error}. Let the file end in .msgpack.") from error
+        raise ConfigError(f"safetensors: {error}. Use a file name in .msgpack.") from error
 
 
 def _read_safetensors(file: Path) -> tuple[HostArrays, Any]:

@@ -56,12 +56,12 @@ class InitialState:
     def make(
         self, seed: int, inputs: Inputs, params: Params = None, *, partial: bool = False
     ) -> First:
-        """Makes a state, from arguments as of `jddp.DataParallel.init`, and its plan."""
+        """Makes a state and its plan; the arguments are those of `jddp.DataParallel.init`."""
         _check_seed(seed)
         connect(self._mesh)
         steps = self._steps
         values = self._values(seed, inputs, params, partial=partial)
-        # Those of process 0, so that all start with the same.
+        # The rows of process 0, so that all processes start with the same state.
         example = inputs._replace(rows=from_process_zero(steps.example(inputs.rows, values)))
         state = call(steps.init, np.uint32(seed), example, *replicate(values, self._mesh))
         self._model.check_kinds(state.model_state)
@@ -89,7 +89,7 @@ class InitialState:
             raise UsageError("This state has the parameters of another model: make one with init.")
         if inputs is not None and shapes(own.opt_state) != shapes(state.opt_state):
             raise UsageError(
-                "This state has the optimizer's state of another optimizer. Make one with init; "
+                "This state is from another optimizer. Make one with init; "
                 "init(params=state.params) keeps the parameters."
             )
 
@@ -97,7 +97,7 @@ class InitialState:
         return (self._model.values or (None, None)) if params is None else self._model.split(params)
 
     def _values(self, seed: int, inputs: Inputs, params: Params, *, partial: bool) -> Values:
-        """Given values, checked against the values of the model if these are known."""
+        """The given values, checked against the model's own if these are known."""
         is_path = isinstance(params, str | Path)
         values, state = self._split(read_weights(expand(params)) if is_path else params)
         is_unchecked = params is None or (self._model.values is None and inputs.rows is None)
@@ -117,7 +117,7 @@ class InitialState:
         return (jax.tree.map(_like, values, own_values) if is_path else values), state
 
     def _own(self, seed: int, inputs: Inputs, *, with_values: bool) -> Values:
-        """Values that the model makes by itself, or their shapes."""
+        """The model's own initial values, or their shapes."""
         if with_values:
             made = self.make(seed, inputs).state
             return thaw(*self._steps.merged((made.params, made.model_state)))

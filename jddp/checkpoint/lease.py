@@ -44,12 +44,12 @@ class Lease:
         self._thread = threading.Thread(target=self._renew, name="jddp-lease", daemon=True)
 
     def check(self) -> None:
-        """Raises an OSError if another process has taken it."""
+        """Raises an OSError if another process has taken the lease."""
         if self._taken_by:
-            raise OSError(f"{self._taken_by} has taken over: this process was not heard of")
+            raise OSError(f"{self._taken_by} has taken over: this process did not renew its lease")
 
     def __enter__(self) -> "Lease":
-        """Takes the file, and renews it until the end.
+        """Takes the lease, and renews it in the background.
 
         Raises:
           ConfigError: If another process holds it.
@@ -62,7 +62,7 @@ class Lease:
             now = time.monotonic()
             if before and seen and seen != before:
                 in_use = f"run.dir {self._url} is in use by {_holder(seen)}"
-                raise ConfigError(f"{in_use}. Wait for its end, or choose another run.dir.")
+                raise ConfigError(f"{in_use}. Wait until it ends, or choose another run.dir.")
             since = since if seen == before else now
             if seen and now - since > LEASE_SECONDS:
                 self._files.rm_file(self._path)
@@ -71,7 +71,7 @@ class Lease:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Releases it, unless another has taken it."""
+        """Releases the lease, unless another process has taken it."""
         self._is_over.set()
         self._thread.join()
         with contextlib.suppress(Exception):

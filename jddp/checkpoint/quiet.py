@@ -15,7 +15,7 @@ _LATE = "Event loop is closed"
 
 @functools.cache
 def keep_quiet() -> None:
-    """From here on these libraries print only errors that are not reported elsewhere."""
+    """From the first call on, these libraries print only errors that jddp does not report."""
     logging.getLogger("absl").addFilter(_is_worth_showing)
     logging.getLogger("asyncio").addFilter(lambda x: not _REFUSED.search(str(x.exc_info)))
     show = sys.unraisablehook

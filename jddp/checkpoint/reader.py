@@ -48,14 +48,14 @@ def read_newest(directory: Path, fields: Sequence[str]) -> dict[str, PyTree]:
 
 
 def read_standing(find: Callable[[], Path], read: Callable[[Path], T]) -> T:
-    """Reads a checkpoint of a run that may still train, and may remove the checkpoint meanwhile.
+    """Reads a checkpoint of a run that may still be training, and may remove the checkpoint.
 
     Args:
       find: Function that finds a checkpoint.
       read: Function that reads it.
 
     Returns:
-      The result of `read`; if a checkpoint is removed, for the next one that `find` returns.
+      The result of `read`. If the checkpoint is removed, the next one that `find` returns is read.
 
     Raises:
       FileSystemError: If there is none, or it cannot be read.
@@ -119,7 +119,7 @@ def newest_sound(directory: Path) -> int:
 
 
 def find_newest(directory: Path, on_damage: Callable[[int, str], None]) -> int | None:
-    """The newest step with undamaged files, or None; reports newer ones with their damage."""
+    """The newest step with undamaged files, or None; calls `on_damage` for each newer step."""
     for step in reversed(finished(directory)):
         try:
             if (damage := find_fault(directory / str(step))) is None:
@@ -175,7 +175,7 @@ def read_described(folder: Path) -> Described:
     """The description of a checkpoint's arrays, as made by `arrays.describe_arrays`.
 
     Raises:
-      FileSystemError: If the file does not describe arrays, or not those that orbax has stored.
+      FileSystemError: If the file does not describe the arrays that orbax has stored.
     """
     path = folder / "arrays.json"
     try:
@@ -199,7 +199,7 @@ def _stored(folder: Path) -> dict[str, Any]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The object in a file of JSON.
+    """The object in a JSON file.
 
     Raises:
       FileSystemError: If the file cannot be read, or holds something else.
@@ -209,5 +209,5 @@ def read_object(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise FileSystemError(f"{path} cannot be read: {first_line(error)}") from error
     if not isinstance(values, dict):
-        raise FileSystemError(f"{path} holds no object.")
+        raise FileSystemError(f"{path} is no JSON object.")
     return values

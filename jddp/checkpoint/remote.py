@@ -1,13 +1,13 @@
-"""A run directory at a URL: a local folder has its files, and they are copied to the URL.
+"""A run directory at a URL: its files are in a local folder, and are copied to the URL.
 
     remote = Remote("s3://bucket/run")
     remote.fetch()                              # settings, metrics, logs, the newest checkpoint
     remote.publish(remote.folder / "checkpoints" / "1200")
     remote.upload()                             # whatever else has changed: metrics, logs
 
-The machines of a cloud may share no file system. Object storage renames nothing, so a checkpoint is
-complete where its list of digests is there, which is uploaded last and removed first. What is
-fetched is compared with that list, like any checkpoint.
+The machines of a cloud may share no file system. Object storage cannot rename, so a checkpoint is
+complete if its list of digests is there, which is uploaded last and removed first. A downloaded
+checkpoint is compared with that list, like any other.
 """
 
 import atexit
@@ -35,7 +35,7 @@ _IN_A_CHECKPOINT = re.compile(r"[\w-]+/[0-9]+(\.\w+)*/.+", re.ASCII)
 
 
 class Remote:
-    """Files at a URL, and a folder of this process with those it has read or written.
+    """Files at a URL, and the local folder of this process, with the files that it has copied.
 
     Args:
       url: URL of a directory, of any kind that fsspec knows.
@@ -65,7 +65,7 @@ class Remote:
         self.pinned = SameFolder(self.folder)
         atexit.register(shutil.rmtree, self.folder, ignore_errors=True)
         self._lease: Lease | None = None
-        self._known: dict[Path, tuple[int, int]] = {}  # what is there as it is here
+        self._known: dict[Path, tuple[int, int]] = {}  # versions that the URL has too
 
     def check(self) -> None:
         """Checks that the URL can be read.
@@ -78,10 +78,10 @@ class Remote:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """While open, another process that asks for the URL is refused.
+        """While open, holds the lease of the URL: other processes that ask for it are refused.
 
         Raises:
-          ConfigError: If another process has asked for it.
+          ConfigError: If another process holds it.
           FileSystemError: If the URL cannot be written.
         """
         with contextlib.ExitStack() as stack:
@@ -92,10 +92,10 @@ class Remote:
             yield
 
     def fetch(self, *, every: bool = False) -> None:
-        """Copies settings, metrics and logs here, and the newest checkpoint that is not damaged.
+        """Downloads settings, metrics, logs and the newest undamaged checkpoint.
 
         Args:
-          every: Whether to copy all checkpoints.
+          every: Whether to download all checkpoints.
 
         Raises:
           FileSystemError: If the URL cannot be read.
@@ -115,7 +115,7 @@ class Remote:
                         return
 
     def publish(self, checkpoint: Path) -> None:
-        """Uploads a finished checkpoint, in place of one of its step.
+        """Uploads a finished checkpoint, replacing one of the same step.
 
         Args:
           checkpoint: Folder of the checkpoint, in `folder`.
@@ -134,9 +134,10 @@ class Remote:
         """Removes checkpoints at the URL.
 
         Args:
-          above: Name of their folder.
-          saved: Step of the one that was saved.
-          surplus: Function from the steps of all checkpoints, and this one, to those to remove.
+          above: Name of the folder of checkpoints.
+          saved: Step that was just saved.
+          surplus: Function from the steps of all checkpoints, and the step just saved, to the steps
+            to remove.
 
         Raises:
           FileSystemError: If one cannot be removed.
@@ -147,7 +148,7 @@ class Remote:
                 self._remove(f"{above}/{step}")
 
     def upload(self) -> None:
-        """Uploads files that have changed and are of no checkpoint.
+        """Uploads changed files that are not part of a checkpoint.
 
         Raises:
           FileSystemError: If the URL cannot be written.
@@ -163,7 +164,7 @@ class Remote:
                     self._known[path] = version
 
     def _names(self, below: str) -> list[str]:
-        """The names of all files below a directory, relative to the run's."""
+        """The names of all files below a directory, relative to the run directory."""
         self._files.invalidate_cache()
         paths = self._files.find(f"{self._root}/{below}".rstrip("/"))
         names = [str(path)[len(self._root) :].lstrip("/") for path in paths]
@@ -195,9 +196,9 @@ class Remote:
 
 
 def _own_folder() -> Path:
-    """A folder that is locked while this process lives; removes those of others that were killed.
+    """Makes a folder that stays locked while this process lives; removes those of killed processes.
 
-    Its name has that of the host, since locks of a network's file system may hold on one host only.
+    Its name contains the host's name: on a network file system, locks may hold on one host only.
     """
     name = f"jddp-run-{socket.gethostname()}-"
     for old in Path(tempfile.gettempdir()).glob(f"{name}*"):

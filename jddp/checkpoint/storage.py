@@ -1,8 +1,8 @@
-"""Where a run directory is kept: in a local folder, or at a URL.
+"""The storage of a run directory: a local folder, or a URL.
 
 storage = storage_at("s3://bucket/run")
 storage.fetch()                             # whatever a run needs to resume
-...                                         # which reads and writes storage.folder
+...                                         # the run reads and writes storage.folder
 storage.upload()
 """
 
@@ -19,11 +19,11 @@ from jddp.files import SameFolder
 
 @runtime_checkable
 class Storage(Protocol):
-    """The place of a run directory, and the folder of this machine in which its files are.
+    """The place of a run directory, and the local folder with its files.
 
     Attributes:
-      name: The path or URL, as messages have it.
-      folder: The folder, with what was fetched and what is to be uploaded.
+      name: The path or URL, as messages show it.
+      folder: The local folder, with fetched files and files to upload.
       pinned: The same folder, as long as its path leads to it.
       is_shared: Whether all processes of a job read and write the same folder.
     """
@@ -37,23 +37,23 @@ class Storage(Protocol):
         """Checks that the place can be read; raises a FileSystemError if it cannot."""
 
     def held(self) -> AbstractContextManager[None]:
-        """While open, a process of another machine that asks for it is refused."""
+        """While open, processes of other machines that ask for the place are refused."""
 
     def fetch(self, *, every: bool = False) -> None:
-        """Gets settings, metrics, logs and the newest checkpoint, or every one, into the folder."""
+        """Copies settings, metrics, logs and the newest checkpoint, or all, into the folder."""
 
     def publish(self, checkpoint: Path) -> None:
-        """Keeps a finished checkpoint of the folder, in place of one of its step."""
+        """Stores a finished checkpoint of the folder, replacing one of the same step."""
 
     def remove_surplus(self, above: str, saved: int, surplus: Surplus) -> None:
-        """Removes checkpoints from the place that are not to be kept after one was saved."""
+        """Removes stored checkpoints that are no longer kept once a step has been saved."""
 
     def upload(self) -> None:
-        """Keeps files of the folder that have changed and are of no checkpoint."""
+        """Stores changed files of the folder that are not part of a checkpoint."""
 
 
 class LocalFolder:
-    """A folder of this machine, or of a file system that machines share: nothing is copied.
+    """A folder of this machine or of a shared file system: nothing is copied.
 
     Args:
       path: Path of the folder.
@@ -69,23 +69,23 @@ class LocalFolder:
         self.name: str | Path = self.folder.relative_to(here) if inside else self.folder
 
     def check(self) -> None:
-        """Does nothing: the folder may be made yet."""
+        """Does nothing: the folder may not exist yet."""
 
     def held(self) -> AbstractContextManager[None]:
         """Does nothing: the lock of the folder itself is enough."""
         return contextlib.nullcontext()
 
     def fetch(self, *, every: bool = False) -> None:
-        """Does nothing: all is there."""
+        """Does nothing: all files are there."""
 
     def publish(self, checkpoint: Path) -> None:
-        """Does nothing: it is there."""
+        """Does nothing: the checkpoint is there."""
 
     def remove_surplus(self, above: str, saved: int, surplus: Surplus) -> None:
-        """Does nothing: who saves removes them."""
+        """Does nothing: the writer has removed them."""
 
     def upload(self) -> None:
-        """Does nothing: all is there."""
+        """Does nothing: all files are there."""
 
 
 def storage_at(where: str | Path) -> Storage:
@@ -98,7 +98,7 @@ def storage_at(where: str | Path) -> Storage:
 
 
 def local_copy(path: str | Path) -> Path:
-    """Returns the folder; of a URL a copy with all its checkpoints, until this process ends.
+    """Returns the folder; for a URL, a copy with all checkpoints that lasts while the process does.
 
     Raises:
       ConfigError: If the packages for such URLs are not installed.

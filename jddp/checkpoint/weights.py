@@ -38,12 +38,12 @@ def read_weights(path: Path) -> PyTree:
       FileSystemError: If it cannot be read.
     """
     if not path.exists():
-        raise FileSystemError(f"{path} is not there.")
+        raise FileSystemError(f"{path} does not exist.")
     if path.is_dir() and not (path / "_METADATA").exists():
         return read_newest(directory_of(path), ["params", "model_state"])
     if not (path.is_dir() or path.suffix in FORMATS):
         raise ConfigError(
-            f"{path} has no known format. Weights are read from {', '.join(FORMATS)}, a run "
+            f"{path}: unknown format. Weights are read from {', '.join(FORMATS)}, a run "
             "directory, or a folder that orbax has written."
         )
     try:
@@ -72,10 +72,10 @@ def _read_orbax(path: Path) -> PyTree:
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """The use of given weights, by path.
+    """The weights that a model took from a file or tree, by path.
 
     Attributes:
-      taken: Weights that the model now has.
+      taken: Weights that the model took.
       made: Weights of the model that were not given, or given in another shape.
       unused: Given weights that the model does not have.
     """
@@ -85,7 +85,7 @@ class Loaded:
     unused: tuple[str, ...]
 
     def __add__(self, other: "Loaded") -> "Loaded":
-        """The use of two trees together."""
+        """The weights of both trees."""
         return Loaded(self.taken + other.taken, self.made + other.made, self.unused + other.unused)
 
     def __str__(self) -> str:
@@ -114,7 +114,7 @@ class Misfit(ConfigError):
 
 
 def fit_weights(given: PyTree, wanted: PyTree, *, partial: bool) -> tuple[PyTree, Loaded]:
-    """Gives each leaf of a model the array with its path.
+    """Replaces each leaf of a model by the given array at the same path.
 
     Args:
       given: Tree of arrays.

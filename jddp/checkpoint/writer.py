@@ -52,9 +52,10 @@ class Writer:
 
     Args:
       directory: Existing directory of the checkpoints.
-      surplus: Function from the steps of all checkpoints, and the one saved, to those to remove.
-      storage: Where they are kept; its folder has the directory, into which nothing is written
-        once it is another one.
+      surplus: Function from the steps of all checkpoints, and the step just saved, to the steps to
+        remove.
+      storage: Storage of the run, whose folder contains the directory. Once that path leads to
+        another folder, nothing is written.
 
     Attributes:
       surplus: The function above, which may be replaced.
@@ -70,15 +71,15 @@ class Writer:
         self._storage.pinned.pin()
         with contextlib.suppress(FileNotFoundError):
             self._own.pin()
-        # Each process has a directory of its own then, of which that of process 0 is copied.
+        # Each process then has a directory of its own, and process 0's is copied.
         self._is_apart = not storage.is_shared and jax.process_count() > 1
         self._handler = _handler_of_first() if self._is_apart else ocp.PyTreeCheckpointHandler()
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "jddp-save")
-        # It stays open, since TensorStore reports to it also what it writes after a failure.
+        # It stays open: after a failure TensorStore still reports later writes to it.
         self._loop = asyncio.new_event_loop()
         weakref.finalize(self, self._loop.close)
         self._last: concurrent.futures.Future[FileSystemError | None] | None = None
-        # The kinds of the last failures, until a checkpoint is written, and old ones removed.
+        # The kinds of the last failures to save and to remove, empty after a success.
         self._reported = self._unremoved = ""
 
     def start(
@@ -116,7 +117,7 @@ class Writer:
         return None if self._last is None else self._last.result()
 
     def close(self) -> None:
-        """Waits, and frees the thread, with what it holds, and orbax's resources."""
+        """Waits, and frees the thread and orbax's resources."""
         self._thread.shutdown()
         self._handler.close()
 
@@ -153,7 +154,7 @@ class Writer:
           step: Number of finished optimizer steps.
           parts: Futures of writing the arrays of this process.
           reason: Reason why this process cannot write them; empty if it can.
-          saved: The arrays.
+          saved: Description of the arrays.
           beside: Text of the run data.
 
         Raises:
@@ -212,14 +213,14 @@ class Writer:
         self._unremoved = _kind(reason)
         if reason and is_new:
             log.warning(
-                "%s: step %d is saved, but an older checkpoint cannot be removed: %s. That is "
-                "tried again after each save.",
+                "%s: step %d is saved, but an older checkpoint cannot be removed: %s. The removal "
+                "is tried again after each save.",
                 *(self._directory, step, reason),
             )
 
 
 def _kind(reason: str) -> str:
-    """The number of an error, which TensorStore gives too; else no names of files, which differ."""
+    """The kind of a failure: its error number, or its text up to the first file name."""
     numbers = re.findall(r"(?:Errno |error_code=')(\d+)", reason)
     return str((numbers or re.split("[\"'/]", reason))[0])
 
@@ -234,7 +235,7 @@ def _refuse_full(folder: Path, arrays: DeviceArrays) -> None:
 
 
 class _AnyNumber:
-    """Accepts files of one process of several, which orbax would take for an accident."""
+    """Accepts files of one process of several, which orbax would refuse."""
 
     def validate_all_array_metadatas(self, array_metadatas: Any) -> None:
         """Raises nothing."""

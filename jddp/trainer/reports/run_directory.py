@@ -182,7 +182,7 @@ class RunDirectory:
                 except lock.InUse as holder:
                     raise ConfigError(
                         f"run.dir {self.where} is in use by {holder}. "
-                        "Wait for its end, or choose another run.dir."
+                        "Wait until it ends, or choose another run.dir."
                     ) from None
                 self.folder.pin()
                 if config is not None and compare_keys(read_yaml(self._config), config)[1]:

@@ -312,7 +312,7 @@ def test_what_differs_is_refused_as_a_tree_and_never_cast_or_cut_to_fit(
     with pytest.raises(ConfigError) as caught:
         checkpoints.restore(like=of(wanted))
     first, *lines = str(caught.value).splitlines()
-    assert "holds, at step 3, another model, optimizer or mesh. Choose another directory" in first
+    assert "step 3 is from another model, optimizer or mesh. Choose another directory" in first
     assert lines[0] == "  params"
     assert "\n".join(lines).endswith(f"    {tree}")
 
@@ -383,7 +383,10 @@ DAMAGES = {
     "a pipe": (lambda x: replace_by_pipe(x / "run.json"), "run.json is missing"),
     "a list without a number": (lambda x: drop_line(x / "SHA256SUMS", 0), "SHA256SUMS is torn"),
     "a list that hides": (lambda x: (x / "SHA256SUMS").write_text(HIDES), "etc/passwd is missing"),
-    "swapped": (lambda x: shutil.copy(x.parent / "2/run.json", x), "run.json has another digest"),
+    "swapped": (
+        lambda x: shutil.copy(x.parent / "2/run.json", x),
+        "run.json does not match its digest",
+    ),
 }
 
 
@@ -400,7 +403,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(
     (line,) = [record.getMessage() for record in caplog.records if record.name == "jddp"]
     assert line.startswith("The checkpoint of step 4 is damaged: ")
     assert reported in line
-    assert line.endswith(f"It is now {saved}/4.damaged.")
+    assert line.endswith(f"It is kept as {saved}/4.damaged.")
     assert contents(saved / "4.damaged") == before
     checkpoints.save(4, state, {"position": "again"})  # and the run comes by once more
     assert checkpoints.restore(like=state).beside == {"position": "again"}
@@ -434,7 +437,7 @@ def test_a_file_that_is_in_no_list_is_reported_and_ignored(saved, state, caplog,
     lines = {record.getMessage() for record in caplog.records if record.name == "jddp"}
     is_file = not {"symlink_to", "mkfifo"} & {*add.__code__.co_names}
     assert {x.rpartition(": ")[0] for x in lines} == (
-        {f"{saved}/4: not of the checkpoint, and ignored"} if is_file else set()
+        {f"{saved}/4: ignored, as no part of the checkpoint"} if is_file else set()
     )
 
 
@@ -497,7 +500,7 @@ def test_a_checkpoint_is_saved_though_an_older_one_cannot_be_removed(
         assert line.levelname == "WARNING"
         assert re.fullmatch(
             rf"{saved}: step 6 is saved, but an older checkpoint cannot be removed: "
-            r".*Directory not empty.*\. That is tried again after each save\.",
+            r".*Directory not empty.*\. The removal is tried again after each save\.",
             line.getMessage(),
         )
         checkpoints.save(4, state, {})  # in the place of one that was stuck

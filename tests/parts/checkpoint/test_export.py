@@ -124,10 +124,10 @@ def test_a_model_is_exported_for_other_programs(run, tmp_path, capsys):
 
 
 MISTAKES = (
-    ("export run x.npz", 2, "has no known format. Let it end in .safetensors or .msgpack"),
+    ("export run x.npz", 2, "unknown format. Use a name in .safetensors or .msgpack"),
     ("export run there.msgpack", 74, "cannot be written: File exists"),
     ("export run x.msgpack --step 2", 74, "cannot be read"),
-    ("export narrow x.safetensors", 2, "Let the file end in .msgpack"),
+    ("export narrow x.safetensors", 2, "Use a file name in .msgpack"),
     ("export nowhere x.msgpack", 2, "nowhere holds no checkpoints"),
     ("list nowhere", 2, "nowhere holds no checkpoints. Name a run directory"),
 )

@@ -119,5 +119,5 @@ def test_an_array_that_is_left_out_or_is_not_there_is_damage(ddp, forged, capsys
 
 def test_arrays_are_refused_that_all_together_are_more_than_the_memory():
     one = EMPTY | {"shape": [2**37], "dtype": "int8"}  # 128 GiB
-    with pytest.raises(ValueError, match=r"they would have 1\.41e\+16 bytes"):
+    with pytest.raises(ValueError, match=r"they would need 1\.41e\+16 bytes"):
         from_file({f"params/{i}": one for i in range(102_400)})

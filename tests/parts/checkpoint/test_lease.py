@@ -34,7 +34,7 @@ def test_a_second_run_is_refused_and_writes_nothing_until_the_first_has_ended(ur
     with first.held():
         (second.path / "logs").mkdir()
         (second.path / "logs" / "process_0.log").write_text("second")
-        reason = f"run.dir {url} is in use by process {os.getpid()} on .* Wait for its end"
+        reason = f"run.dir {url} is in use by process {os.getpid()} on .* Wait until it ends"
         with pytest.raises(ConfigError, match=reason), second.held():
             pytest.fail("it is held")
         files, lock = lock_of(url)

@@ -95,10 +95,10 @@ def test_msgpack_of_flax_and_a_folder_of_orbax_are_taken_with_their_statistics(t
 
 def test_a_file_that_holds_no_weights_is_one_line(tmp_path):
     for name, content, error, message in (
-        ("absent.safetensors", None, FileSystemError, "is not there"),
+        ("absent.safetensors", None, FileSystemError, "does not exist"),
         ("w.safetensors", b"nonsense", DataError, "holds no weights"),
         ("w.msgpack", b"\xc1nonsense", DataError, "holds no weights"),
-        ("w.pickle", b"", ConfigError, "has no known format"),
+        ("w.pickle", b"", ConfigError, "unknown format"),
     ):
         if content is not None:
             (tmp_path / name).write_bytes(content)

@@ -408,7 +408,7 @@ def test_a_process_that_does_not_see_the_directory_of_process_0_says_so(tmp_path
         monkeypatch.setattr(coordination, "from_first", lambda *_, **how: holder)
         first, other = (RunDirectory(path, is_writer=False) for path in paths)
         first.check_seen()
-        with pytest.raises(FileSystemError, match="Process 0 has .*elsewhere/lock, and process 0"):
+        with pytest.raises(FileSystemError, match="Process 0 does not see .*elsewhere/lock"):
             other.check_seen()
 
 

@@ -19,7 +19,7 @@ def test_a_second_job_in_the_same_directory_is_refused_and_disturbs_nothing(fold
         with Job(folder) as second:
             assert second.codes() == [2], second.outputs
         assert f"is in use by process {job.processes[0].pid} on " in second.said()
-        assert "Wait for its end, or choose another run.dir" in second.said()
+        assert "Wait until it ends, or choose another run.dir" in second.said()
         job.processes[0].send_signal(signal.SIGCONT)
         assert job.codes() == [0], job.outputs
     assert_same_run(job, golden())
@@ -42,6 +42,6 @@ def test_a_directory_that_not_all_processes_of_a_job_see_is_named_before_trainin
         assert job.codes() == [81, 74], job.outputs
     assert not job.num_steps()
     assert not job.saved()
-    what = f"Process 0 has {other}/here/lock, and process 1 does not."
+    what = f"Process 1 does not see {other}/here/lock, which process 0 has written."
     assert f"jddp: {what}" in job.said(1)
     assert f"failed first, with exit code 74: FileSystemError: {what}" in job.said()
