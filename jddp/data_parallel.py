@@ -430,8 +430,12 @@ class DataParallel(Shown):
         return predict_rows(run, batches, self.mesh)
 
     def _run(
-        self, compiled: Any, state: TrainState, params: str, constants: PyTree = None
-    ) -> Callable[[Batch, Any], Any]:
+        self,
+        compiled: Callable[..., PyTree],
+        state: TrainState,
+        params: str,
+        constants: PyTree = None,
+    ) -> Callable[[Batch, jax.Array], PyTree]:
         """Returns `run(rows, valid)`, which calls a compiled function with a state's values."""
         values, inputs = self._values(state, params), self.steps.inputs(None, constants)
         return numbered(compiled, state.key, values, inputs)

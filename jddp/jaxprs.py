@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
 
 # Primitives that make random numbers; those that only make keys, such as `random_split`, do not.
 DRAWING = {"random_bits", "random_gamma", "rng_bit_generator", "rng_uniform", "threefry2x32"}
@@ -76,7 +76,7 @@ def has_random_bits(jaxpr: Jaxpr) -> bool:
     return any(eqn.primitive.name in DRAWING for eqn in equations(jaxpr))
 
 
-def dtypes(jaxpr: Jaxpr) -> set[Any]:
+def dtypes(jaxpr: Jaxpr) -> set[np.dtype]:
     """The dtypes of all inputs and results of the equations of a program."""
     variables = (v for eqn in equations(jaxpr) for v in (*eqn.invars, *eqn.outvars))
     return {v.aval.dtype for v in variables if hasattr(v.aval, "dtype")}
@@ -134,12 +134,12 @@ def quantizations(jaxpr: Jaxpr) -> set[str]:
     return found if has_maximum else set()
 
 
-def aval_shape(v: Any) -> tuple[int, ...]:
+def aval_shape(v: Var | Literal) -> tuple[int, ...]:
     """The shape of a variable or number; () of what is no array."""
     return getattr(v.aval, "shape", ())
 
 
-def dtype_of(v: Any) -> np.dtype[Any]:
+def dtype_of(v: Var | Literal) -> np.dtype:
     """The dtype of a variable or number; bool of what is no array."""
     return np.dtype(getattr(v.aval, "dtype", bool))
 
@@ -162,7 +162,7 @@ def follow(jaxpr: Jaxpr, given: Sequence[int], rule: Rule) -> Followed:
     labels = dict(zip(jaxpr.invars, given, strict=True))
     found = False
 
-    def label_of(v: Any) -> int:
+    def label_of(v: Var | Literal) -> int:
         return 0 if isinstance(v, Literal) else labels.get(v, 0)
 
     for eqn in jaxpr.eqns:

@@ -12,6 +12,8 @@ from typing import Any
 
 # A nest of dicts, tuples and registered classes with arrays, shapes, specs or None as leaves.
 PyTree = Any
+# One leaf of a tree: an array of the host or of the devices, or its shape and dtype.
+Leaf = PyTree
 
 # The parameters of a model, which are differentiated and updated by the optimizer.
 Params = PyTree

@@ -20,10 +20,10 @@ from jddp.distributed.coordination import num_processes
 from jddp.engine.digest import as_words, digests
 from jddp.engine.state import Layout, PerReplica, Replicated, Sharded, by_path
 from jddp.errors import ConfigError, printable
-from jddp.typing import PyTree
+from jddp.typing import JsonObject, Leaf, PyTree, Settings
 
 Layouts = Mapping[str, Layout]  # by path
-Described = dict[str, dict[str, Any]]
+Described = dict[str, JsonObject]
 # Implementations of PRNG keys, by the names of their dtypes.
 KEY_IMPLS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
 KINDS = [x.dtype for x in vars(jnp).values() if isinstance(getattr(x, "dtype", None), np.dtype)]
@@ -32,7 +32,7 @@ MOST_DIMS = 32
 MOST_REPLICAS = 2**20
 
 
-def describe_arrays(tree: PyTree, found: Any, layouts: Layouts) -> Described:
+def describe_arrays(tree: PyTree, found: PyTree, layouts: Layouts) -> Described:
     """Describes every array.
 
     Args:
@@ -72,7 +72,7 @@ def layouts_in(described: Described) -> Layouts:
     return {name: about["layout"] for name, about in described.items()}
 
 
-def in_file(layout: Layout) -> Any:
+def in_file(layout: Layout) -> object:
     """A layout as JSON."""
     match layout:
         case PerReplica(rule):
@@ -84,7 +84,7 @@ def in_file(layout: Layout) -> Any:
     raise TypeError(f"{layout} is no layout")
 
 
-def from_file(entries: Mapping[str, Any]) -> Described:
+def from_file(entries: Settings) -> Described:
     """The entries of the file with their layouts.
 
     Raises:
@@ -99,7 +99,7 @@ def from_file(entries: Mapping[str, Any]) -> Described:
     return described
 
 
-def _entry(name: str, about: Any) -> dict[str, Any]:
+def _entry(name: str, about: Any) -> JsonObject:
     match about:
         case {"shape": [*dims], "dtype": str(dtype), "digest": str(), **rest} if (
             _is_name(name) and _is_shape(dims) and (dtype in DTYPES or dtype in KEY_IMPLS)
@@ -108,7 +108,7 @@ def _entry(name: str, about: Any) -> dict[str, Any]:
     raise ValueError(f"{reprlib.repr(name)} is {reprlib.repr(about)}")
 
 
-def find_unlike(described: Described, stored: Mapping[str, Any]) -> str | None:
+def find_unlike(described: Described, stored: Mapping[str, Leaf]) -> str | None:
     """Names an array whose stored shape or dtype differs from its description; None if none does.
 
     Args:
@@ -122,7 +122,7 @@ def find_unlike(described: Described, stored: Mapping[str, Any]) -> str | None:
     return f"{reprlib.repr(differ[0])} is not the array that is stored" if differ else None
 
 
-def _stored_form(about: Mapping[str, Any]) -> tuple[tuple[int, ...], np.dtype[Any]]:
+def _stored_form(about: Settings) -> tuple[tuple[int, ...], np.dtype[Any]]:
     """Shape and dtype of an array in a checkpoint, where keys are numbers."""
     shape = tuple(about["shape"])
     dtype = about["dtype"]
@@ -132,7 +132,7 @@ def _stored_form(about: Mapping[str, Any]) -> tuple[tuple[int, ...], np.dtype[An
     return shape + words.shape, words.dtype
 
 
-def _layout_of(words: Any, shape: Sequence[int]) -> Layout:
+def _layout_of(words: object, shape: Sequence[int]) -> Layout:
     """The layout of an array, from JSON.
 
     Raises:
@@ -149,7 +149,7 @@ def _layout_of(words: Any, shape: Sequence[int]) -> Layout:
     raise ValueError(f"{reprlib.repr(words)} is no layout of shape {reprlib.repr(shape)}")
 
 
-def _is_shape(dims: Sequence[Any]) -> bool:
+def _is_shape(dims: Sequence[object]) -> bool:
     is_array = len(dims) <= MOST_DIMS
     return is_array and all(type(dim) is int and 0 <= dim < 2**63 for dim in dims)
 
@@ -160,20 +160,20 @@ def _is_name(name: str) -> bool:
     return printable(name) == name and parts[0] != "" and not {".", ".."} & {*parts}
 
 
-def as_saved(words: Any, dtype: str) -> Any:
+def as_saved(words: Leaf, dtype: str) -> Leaf:
     """An array of a dtype named as by `describe_arrays`, from the numbers in a file."""
     impl = KEY_IMPLS.get(dtype)
     return words if impl is None else jax.random.wrap_key_data(words, impl=impl)
 
 
-def _form(shape: Sequence[int], dtype: Any, layout: Layout) -> str:
+def _form(shape: Sequence[int], dtype: object, layout: Layout) -> str:
     """Shape and dtype of an array on one device, equal for any number of devices."""
     rule = f" per replica ({layout.on_resize})" if isinstance(layout, PerReplica) else ""
     return f"{layout.one_device_shape(tuple(shape))} {dtype}{rule}"
 
 
 def difference(
-    described: Described, wanted: Mapping[str, Any], there: Layouts, here: Layouts, most: int = 20
+    described: Described, wanted: Mapping[str, Leaf], there: Layouts, here: Layouts, most: int = 20
 ) -> str:
     """The paths at which two sets of arrays differ on a device, as a tree; empty if none differ.
 

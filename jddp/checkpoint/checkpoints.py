@@ -23,9 +23,8 @@ import functools
 import json
 import logging
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
@@ -42,7 +41,7 @@ from jddp.distributed.coordination import from_first
 from jddp.engine.state import Replicated, TrainState, by_path
 from jddp.errors import ConfigError, FileSystemError
 from jddp.files import make_folder
-from jddp.typing import PyTree
+from jddp.typing import JsonObject, PyTree, Settings
 
 log = logging.getLogger("jddp")
 
@@ -60,7 +59,7 @@ class Restored(NamedTuple):
 
     step: int
     state: TrainState
-    beside: dict[str, Any]
+    beside: JsonObject
 
 
 class CheckpointFolder:
@@ -113,9 +112,7 @@ class CheckpointFolder:
         """
         return folders.finished(self._directory)
 
-    def save(
-        self, step: int, state: TrainState, beside: Mapping[str, Any], layouts: PyTree = None
-    ) -> None:
+    def save(self, step: int, state: TrainState, beside: Settings, layouts: PyTree = None) -> None:
         """Copies the state off the devices, and writes it in the background.
 
         An error of the file system is logged, and loses only this checkpoint: earlier ones stay,

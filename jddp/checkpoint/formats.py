@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import safetensors.numpy
@@ -20,6 +20,7 @@ from flax.traverse_util import unflatten_dict
 
 from jddp.engine.state import by_path
 from jddp.errors import ConfigError
+from jddp.typing import Settings
 
 HostArrays = dict[str, np.ndarray]
 KEY = "jddp"  # of the text
@@ -32,7 +33,7 @@ class Format(NamedTuple):
     """
 
     pack: Callable[[HostArrays, str], bytes]
-    parse: Callable[[Path], tuple[HostArrays, Any]]
+    parse: Callable[[Path], tuple[HostArrays, Settings | None]]
 
     def read(self, file: Path) -> HostArrays:
         """The arrays in a file, by their names.
@@ -70,7 +71,7 @@ def _pack_safetensors(arrays: HostArrays, about: str) -> bytes:
         raise ConfigError(f"safetensors: {error}. Use a file name in .msgpack.") from error
 
 
-def _read_safetensors(file: Path) -> tuple[HostArrays, Any]:
+def _read_safetensors(file: Path) -> tuple[HostArrays, Settings | None]:
     with safetensors.safe_open(file, "numpy") as opened:
         about = json.loads((opened.metadata() or {}).get(KEY, "null"))
         if about is None:
@@ -86,7 +87,7 @@ def _pack_msgpack(arrays: HostArrays, about: str) -> bytes:
     return serialization.msgpack_serialize({**unflatten_dict(arrays, sep="/"), KEY: about})
 
 
-def _read_msgpack(file: Path) -> tuple[HostArrays, Any]:
+def _read_msgpack(file: Path) -> tuple[HostArrays, Settings | None]:
     tree = serialization.msgpack_restore(file.read_bytes())
     about = json.loads(tree.pop(KEY, "null"))
     return by_path(tree), about

@@ -12,7 +12,7 @@ import functools
 import logging
 import operator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -27,7 +27,7 @@ from jddp.engine.processes import connect, from_process_zero
 from jddp.engine.state import Inputs, TrainState, Values, stack_rows
 from jddp.errors import ConfigError, UsageError
 from jddp.modules.frozen import thaw
-from jddp.typing import Params
+from jddp.typing import Leaf, Params
 
 
 class First(NamedTuple):
@@ -71,7 +71,9 @@ class InitialState:
         layouts, num = steps.layouts(state), steps.rows.num_replicas
         return First(stack_rows(state, layouts, sharded(self._mesh), num), planned)
 
-    def refuse_foreign(self, state: TrainState, latest: Any, inputs: Inputs | None) -> None:
+    def refuse_foreign(
+        self, state: TrainState, latest: TrainState | None, inputs: Inputs | None
+    ) -> None:
         """Refuses a state whose shapes differ from the latest state, or from the state for inputs.
 
         If there are inputs, for a step, the optimizer's state is compared, too.
@@ -125,13 +127,13 @@ class InitialState:
         return thaw(*jax.eval_shape(self._steps.merged, (shapes.params, shapes.model_state)))
 
 
-def _check_seed(seed: Any) -> None:
+def _check_seed(seed: int) -> None:
     is_whole = hasattr(seed, "__index__") and not isinstance(seed, bool)
     if not (is_whole and 0 <= operator.index(seed) < 2**32):
         raise ConfigError(f"seed {seed!r} is no whole number from 0 to {2**32 - 1}. Give one.")
 
 
-def _like(x: Any, wanted: Any) -> Any:
+def _like(x: Leaf, wanted: Leaf) -> Leaf:
     """A floating array in another floating dtype; other arrays unchanged."""
     both = (jax.numpy.issubdtype(v.dtype, np.floating) for v in (x, wanted))
     return np.asarray(x).astype(wanted.dtype) if all(both) else x

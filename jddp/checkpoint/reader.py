@@ -12,7 +12,7 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -27,7 +27,7 @@ from jddp.engine.state import merged
 from jddp.errors import FileSystemError
 from jddp.files import SameFolder
 from jddp.modules.frozen import thaw
-from jddp.typing import PyTree
+from jddp.typing import JsonObject, Leaf, PyTree
 
 PARAMETERS = {"params", "ema_params"}
 TRIES = 20  # if a run removes checkpoints faster than they can be read
@@ -144,7 +144,7 @@ def find_fault(folder: Path) -> str | None:
     return None if str(step) == folder.name else f"it was saved as step {step}"
 
 
-def read_arrays(folder: Path, fields: Sequence[str] | None = None) -> dict[str, Any]:
+def read_arrays(folder: Path, fields: Sequence[str] | None = None) -> dict[str, Leaf]:
     """Returns fields of the state in one checkpoint: numpy arrays, and JAX's PRNG keys, by path.
 
     Args:
@@ -187,7 +187,7 @@ def read_described(folder: Path) -> Described:
     return described
 
 
-def _stored(folder: Path) -> dict[str, Any]:
+def _stored(folder: Path) -> dict[str, Leaf]:
     """Shapes and dtypes of the arrays in a checkpoint by path, as orbax knows them."""
     keep_quiet()
     state = epath.Path(folder.absolute()) / "state"
@@ -198,7 +198,7 @@ def _stored(folder: Path) -> dict[str, Any]:
         raise FileSystemError(f"{state} cannot be read: {first_line(error)}") from error
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> JsonObject:
     """The object in a JSON file.
 
     Raises:

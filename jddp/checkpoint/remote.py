@@ -20,7 +20,6 @@ import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from jddp.checkpoint.checksums import NAME as SUMS
 from jddp.checkpoint.checksums import find_damage, names_listed
@@ -213,6 +212,6 @@ def _own_folder() -> Path:
     return folder.rename(folder.with_name(folder.name.replace("jddp-new-", name)))
 
 
-def _version(path: Path) -> Any:
+def _version(path: Path) -> tuple[int, int]:
     facts = path.stat()
     return facts.st_mtime_ns, facts.st_size

@@ -8,18 +8,19 @@ An optimizer's state may be whole or sharded, and is converted.
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
+from jax.stages import Wrapped
 
 from jddp.engine.mesh import replicated, sharded
 from jddp.engine.state import Layout, PerReplica, merged
 from jddp.reduce.shards import Shape
+from jddp.typing import Leaf
 
 
-def to_read(shape: Sequence[int], layout: Layout, want: Any) -> jax.ShapeDtypeStruct:
+def to_read(shape: Sequence[int], layout: Layout, want: Leaf) -> jax.ShapeDtypeStruct:
     """Shape and sharding for reading an array, which may have been saved on another mesh."""
     mesh = want.sharding.mesh
     sharding = want.sharding
@@ -47,7 +48,7 @@ def on_this_mesh(x: jax.Array, want: jax.Array, layout: Layout) -> jax.Array:
 
 
 @functools.lru_cache(maxsize=64)
-def _cut_again(size: int, shape: Shape, sharding: NamedSharding) -> Any:
+def _cut_again(size: int, shape: Shape, sharding: NamedSharding) -> Wrapped:
     """Converts an array of `size` elements, whole or sharded, to a shape padded with zeros."""
 
     def again(x: jax.Array) -> jax.Array:

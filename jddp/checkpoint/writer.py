@@ -26,7 +26,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jddp.checkpoint import folders
-from jddp.checkpoint.arrays import Layouts, describe_arrays, in_file
+from jddp.checkpoint.arrays import Described, Layouts, describe_arrays, in_file
 from jddp.checkpoint.checksums import seal
 from jddp.checkpoint.counters import keep_level
 from jddp.checkpoint.quiet import keep_quiet
@@ -36,7 +36,7 @@ from jddp.distributed.waits import computing
 from jddp.engine.digest import digests, find_divergence
 from jddp.errors import FileSystemError, ReplicaMismatchError
 from jddp.files import SameFolder, make_folder
-from jddp.typing import PyTree
+from jddp.typing import PyTree, Settings
 
 DeviceArrays = Mapping[str, jax.Array]
 Snapshot = tuple[PyTree, jax.Array, Layouts]  # shapes of arrays, their digests and their layouts
@@ -82,9 +82,7 @@ class Writer:
         # The kinds of the last failures to save and to remove, empty after a success.
         self._reported = self._unremoved = ""
 
-    def start(
-        self, step: int, arrays: DeviceArrays, beside: Mapping[str, Any], layouts: Layouts
-    ) -> None:
+    def start(self, step: int, arrays: DeviceArrays, beside: Settings, layouts: Layouts) -> None:
         """Waits for the previous checkpoint and the copy off the devices, but not for writing.
 
         Args:
@@ -190,7 +188,7 @@ class Writer:
         log.log(logging.ERROR if is_new else logging.DEBUG, "%s", failure)
         return failure
 
-    def _commit(self, step: int, described: Mapping[str, Any], beside: str) -> None:
+    def _commit(self, step: int, described: Described, beside: str) -> None:
         folder = self._folder(step)
         self._handler.finalize(epath.Path(folder / "state"))
         (folder / "arrays.json").write_text(json.dumps(described, indent=1, default=in_file) + "\n")
@@ -237,7 +235,7 @@ def _refuse_full(folder: Path, arrays: DeviceArrays) -> None:
 class _AnyNumber:
     """Accepts files of one process of several, which orbax would refuse."""
 
-    def validate_all_array_metadatas(self, array_metadatas: Any) -> None:
+    def validate_all_array_metadatas(self, array_metadatas: object) -> None:
         """Raises nothing."""
 
 

@@ -4,7 +4,7 @@ import contextlib
 import subprocess
 import sys
 from collections.abc import Iterator
-from typing import IO, Any
+from typing import IO
 
 from jddp.distributed.forks import in_forked_children
 
@@ -24,8 +24,14 @@ def started_apart(program: str, *arguments: str) -> Iterator[IO[bytes]]:
     """
     command = [sys.executable, "-I", "-S", program, *arguments]
     nowhere = subprocess.DEVNULL
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": nowhere, "stderr": nowhere}
-    with subprocess.Popen(command, bufsize=0, start_new_session=True, **pipes) as process:
+    with subprocess.Popen(
+        command,
+        bufsize=0,
+        stdin=subprocess.PIPE,
+        stdout=nowhere,
+        stderr=nowhere,
+        start_new_session=True,
+    ) as process:
         assert process.stdin is not None
         # A child that kept it open would keep the program from ending.
         try:

@@ -173,7 +173,7 @@ def skip_shutdown() -> None:
 def listen_at(address: str) -> None:
     """Lets gloo, which connects CPU devices, listen at this address; before devices are used."""
 
-    def make_client() -> Any:
+    def make_client() -> object:
         collectives = _jax.make_gloo_tcp_collectives(distributed_client=_client(), hostname=address)
         return xla_bridge.make_cpu_client(collectives=collectives)
 

@@ -12,10 +12,10 @@ import dis
 import sys
 import threading
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 _frame: FrameType | None = None
-_last: list[Any] = []  # of the last call of `sys.exit`
+_last: list[object] = []  # of the last call of `sys.exit`
 
 
 def note_exits() -> None:
@@ -29,7 +29,7 @@ def note_exits() -> None:
     _frame = frame
     leave = sys.exit
 
-    def exit(status: Any = None, /) -> NoReturn:
+    def exit(status: str | int | None = None, /) -> NoReturn:
         _last[:] = [status]
         leave(status)
 

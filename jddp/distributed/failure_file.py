@@ -17,7 +17,6 @@ import tempfile
 import traceback
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from jddp.errors import ExitCode
 from jddp.files import SameFolder
@@ -69,7 +68,7 @@ def begin(path: Path | None) -> None:
 
 
 def describe_failure(
-    process: int | None, exit_code: int | None, error: BaseException | None = None, **known: Any
+    process: int | None, exit_code: int | None, error: BaseException | None = None, **known: object
 ) -> JsonObject:
     """A failure as data.
 

@@ -16,14 +16,13 @@ import math
 import os
 import socket
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from multiprocessing.connection import wait
-from typing import Any
 
 from jddp.distributed.connection import Connection
 from jddp.errors import CoordinatorError, ProcessMismatchError, report, words_of
-from jddp.typing import JsonObject
+from jddp.typing import JsonObject, Settings
 
 POLL_SECONDS = 0.02
 _SLACK = 5.0  # seconds in which member 0 reports that its time is over, before the others give up
@@ -93,7 +92,7 @@ class End:
 class RendezvousClient(End):
     """The end of a member other than 0, which connects to member 0 and awaits its answer."""
 
-    _server: Any = None  # a Connection, once there is one
+    _server: Connection | None = None
     _goodbye: JsonObject | None = None  # of member 0
     _has_lost = False
 
@@ -106,7 +105,7 @@ class RendezvousClient(End):
 
     def lost(self) -> list[int]:
         """Member 0, if it is no longer connected, or has left with a failure."""
-        if self._server is not None and self._goodbye is None and wait([self._server], 0):
+        if self._server is not None and self._goodbye is None and wait([self._server.fileno()], 0):
             try:
                 self._goodbye = self._server.receive(_SLACK)
             except (OSError, ValueError):
@@ -201,9 +200,7 @@ def connect_to(address: str, name: str, until: float) -> socket.socket:
         time.sleep(POLL_SECONDS)
 
 
-def refuse_differences(
-    kind: str, subject: str, members: Iterable[tuple[str, Mapping[str, Any]]]
-) -> None:
+def refuse_differences(kind: str, subject: str, members: Iterable[tuple[str, Settings]]) -> None:
     """Compares the values of all members with those of member 0, which comes first.
 
     Args:

@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
 
 from jddp.distributed.forks import in_forked_children
 
@@ -46,7 +45,7 @@ def stop_signals_go_to(handler: Handler) -> Iterator[tuple[signal.Signals, ...]]
         restore()
 
 
-def is_abandoned(handler: Any) -> bool:
+def is_abandoned(handler: object) -> bool:
     """Whether a library has left this handler behind, after it has handled a signal for a while.
 
     A loop of asyncio sets Python's default when it is closed; a loop that is not closed leaves a

@@ -15,24 +15,26 @@ import time
 import weakref
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 from jax._src import xla_bridge
+
+from jddp.typing import PyTree
 
 
 @dataclass(eq=False)
 class _Wait:
     """A wait of one thread: for the devices of these arrays, or for processes by their numbers."""
 
-    what: Any
+    what: PyTree
 
 
+_Awaited = _Wait | jax.Array
 _under_way: set[_Wait] = set()
 
 
 @contextlib.contextmanager
-def computing(arguments: Any) -> Iterator[None]:
+def computing(arguments: PyTree) -> Iterator[None]:
     """While open, this thread sends or runs a computation.
 
     Args:
@@ -50,7 +52,7 @@ def awaiting(processes: Collection[int]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _noted(what: Any) -> Iterator[None]:
+def _noted(what: PyTree) -> Iterator[None]:
     wait = _Wait(what)
     _under_way.add(wait)
     try:
@@ -68,7 +70,7 @@ class LongestWait:
     """The time for which this process has waited for the same thing, measured between calls."""
 
     def __init__(self) -> None:
-        self._seen: list[tuple[weakref.ref[Any], float]] = []
+        self._seen: list[tuple[weakref.ref[_Awaited], float]] = []
 
     def seconds(self, processes: Collection[int]) -> float:
         """The longest wait for one thing from these processes, since a call first saw it."""
@@ -81,9 +83,9 @@ class LongestWait:
         return now - min(times, default=now)
 
 
-def _awaited(processes: Collection[int]) -> list[Any]:
+def _awaited(processes: Collection[int]) -> list[_Awaited]:
     """The waits, and the arrays that are not computed yet, in which these processes take part."""
-    found: list[Any] = [x for x in list(_under_way) if _concerns(x.what, processes)]
+    found: list[_Awaited] = [x for x in list(_under_way) if _concerns(x.what, processes)]
     if not xla_bridge.backends_are_initialized():
         return found
     for x in jax.live_arrays():
@@ -93,7 +95,7 @@ def _awaited(processes: Collection[int]) -> list[Any]:
     return found
 
 
-def _concerns(what: Any, processes: Collection[int]) -> bool:
+def _concerns(what: PyTree, processes: Collection[int]) -> bool:
     if isinstance(what, frozenset):
         return not what.isdisjoint(processes)
     arrays = [x for x in jax.tree.leaves(what) if isinstance(x, jax.Array)]
@@ -101,5 +103,5 @@ def _concerns(what: Any, processes: Collection[int]) -> bool:
 
 
 def _is_on(x: jax.Array, processes: Collection[int]) -> bool:
-    devices: Any = x.sharding.device_set
+    devices: set[jax.Device] = x.sharding.device_set
     return any(device.process_index in processes for device in devices)

@@ -24,19 +24,19 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, TextIO
+from typing import IO, TextIO
 
 import jddp.distributed.coordination as job
 from jddp.distributed import failure, failure_file, silence
 from jddp.distributed.apart import started_apart
 from jddp.errors import ExitCode
 from jddp.files import make_folder, opener
-from jddp.typing import JsonObject
+from jddp.typing import JsonObject, Settings
 
 _ANSWER_SECONDS = 5.0
 _TICK = 0.5  # seconds
 _numbers = itertools.count()
-ProgressOfAll = Mapping[int, Mapping[str, Any] | None]  # of each process; None for no answer
+ProgressOfAll = Mapping[int, Settings | None]  # of each process; None for no answer
 
 
 @dataclass(frozen=True)

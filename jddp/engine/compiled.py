@@ -15,7 +15,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -34,7 +34,6 @@ from jddp.engine.state import (
     CommState,
     Inputs,
     Layout,
-    Leaf,
     PerReplica,
     Replicated,
     TrainState,
@@ -49,7 +48,7 @@ from jddp.errors import ConfigError, UsageError
 from jddp.modules.frozen import thaw
 from jddp.modules.functional import refuse_constants
 from jddp.reduce.plan import BucketPlan
-from jddp.typing import Batch, PyTree
+from jddp.typing import Batch, Leaf, PyTree, Settings
 
 
 class Compiled(NamedTuple):
@@ -97,7 +96,7 @@ class CompiledSteps:
         return f"{self.spec.model.name} on {self.mesh.size} x {kind}{parts}"
 
     @property
-    def topology(self) -> dict[str, Any]:
+    def topology(self) -> Settings:
         """Processes, devices and options by which a step divides its rows and statistics."""
         return topology_of(self.spec, self.mesh)
 

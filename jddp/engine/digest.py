@@ -22,9 +22,9 @@ from jaxtyping import Array, UInt32
 
 from jddp.distributed.waits import computing
 from jddp.engine.mesh import axis_of, over_replicas
-from jddp.engine.state import Leaf, name_of
+from jddp.engine.state import name_of
 from jddp.errors import UsageError
-from jddp.typing import PyTree
+from jddp.typing import Leaf, PyTree
 
 SMALL = 2**14  # elements
 # XLA:CPU would write all mixed words into memory, and add them up in several kernels, which take

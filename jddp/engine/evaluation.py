@@ -10,7 +10,7 @@ the devices; they are added up on the host in float64, so that counts stay whole
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -85,7 +85,7 @@ def _mapped(replica: Callable[..., PyTree], mesh: Mesh, out_specs: P) -> Callabl
 
 def numbered(
     compiled: Callable[..., PyTree], key: Array, values: Values, inputs: Inputs
-) -> Callable[[Batch, Any], Any]:
+) -> Callable[[Batch, Array], PyTree]:
     """Returns `run(rows, valid)`: a call of `evaluate` or `predict` for the next batch."""
     numbers = map(np.uint32, itertools.count())
 
@@ -96,7 +96,7 @@ def numbered(
 
 
 def evaluate_exactly(
-    run: Callable[[Batch, Any], Sums], batches: Batches, mesh: Mesh, num_shares: int
+    run: Callable[[Batch, Array], Sums], batches: Batches, mesh: Mesh, num_shares: int
 ) -> Metrics:
     """Returns the means of the sums of `run`, over all rows of `batches`.
 
@@ -121,7 +121,7 @@ def evaluate_exactly(
 
 
 def sums_of(
-    run: Callable[[Batch, Any], Sums], batches: Batches, mesh: Mesh, num_shares: int
+    run: Callable[[Batch, Array], Sums], batches: Batches, mesh: Mesh, num_shares: int
 ) -> Iterator[Sums]:
     """Sums of `run` for each batch, or their shapes; refuses padding as `evaluate_exactly`."""
     for placed in _place(batches, mesh, num_shares):
@@ -132,7 +132,7 @@ def sums_of(
         yield sums
 
 
-def predict_rows(run: Callable[[Batch, Any], PyTree], batches: Batches, mesh: Mesh) -> PyTree:
+def predict_rows(run: Callable[[Batch, Array], PyTree], batches: Batches, mesh: Mesh) -> PyTree:
     """Returns the results of `run` for all rows of `batches` of this process, in their order.
 
     Args:

@@ -10,16 +10,14 @@ weights that are given as a mask.
 
 import logging
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jddp.engine.state import Leaf
 from jddp.errors import DataError
 from jddp.modules.rows import LEFT_OUT
-from jddp.typing import Batch, PyTree
+from jddp.typing import Batch, Leaf, PyTree
 
 _KINDS = "biufc"
 _INSTEAD = "Encode it as numbers, or leave it out of the batch"
@@ -37,7 +35,7 @@ def as_arrays(batch: Batch) -> Batch:
     """
     if not isinstance(batch, Mapping):
         return _converted("the batch", batch)
-    kept = dict[Any, Any]()
+    kept = dict[str, Batch]()
     for name, column in batch.items():
         try:
             kept[name] = _converted(f"batch[{name!r}]", column)

@@ -16,9 +16,9 @@ import numpy as np
 from jax import P
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
-from jddp.engine.state import Inputs, Leaf
+from jddp.engine.state import Inputs
 from jddp.errors import ConfigError, UsageError
-from jddp.typing import Batch, PyTree
+from jddp.typing import Batch, Leaf, PyTree
 
 AXIS = "data"
 AXIS_HERE: ContextVar[str] = ContextVar("axis", default=AXIS)  # of the traced step

@@ -16,8 +16,7 @@ from jddp.distributed import gloo
 from jddp.distributed.coordination import collect
 from jddp.distributed.waits import awaiting
 from jddp.engine.mesh import axis_of, is_key, over_replicas, platform, sharded
-from jddp.engine.state import Leaf
-from jddp.typing import PyTree
+from jddp.typing import Leaf, PyTree
 
 _DAY_SECONDS = 86_400.0  # A watchdog decides sooner.
 

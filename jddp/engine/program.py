@@ -17,11 +17,11 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 from jddp.engine.canonical import Reader
 from jddp.engine.protocols import OPTIMIZER
 from jddp.engine.spec import Step
-from jddp.engine.state import Leaf, name_of
+from jddp.engine.state import name_of
 from jddp.engine.step import Traced
 from jddp.modules.base import LOSS
 from jddp.modules.precision import MODEL
-from jddp.typing import Batch, Path
+from jddp.typing import Batch, Leaf, Path
 
 PARTS = ("model", "loss", "optimizer")
 

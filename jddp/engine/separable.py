@@ -9,7 +9,6 @@ This room knows optimizers and equations, and nothing of meshes or steps.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ from jaxtyping import Array
 
 from jddp.jaxprs import aval_shape, called
 from jddp.reduce.shards import shard_shape
-from jddp.typing import OptState, Params, PyTree
+from jddp.typing import OptState, Params, PyTree, Settings
 
 UNIFORM, SPLIT = "one number for all elements", "an element for each"
 _NAMES = """
@@ -78,26 +77,26 @@ def find_mixing(function: Callable[..., PyTree], *shapes: PyTree) -> str:
     return "" if label in (UNIFORM, SPLIT) else label
 
 
-def is_same(function: Callable[..., PyTree], some: Sequence[Any], others: Sequence[Any]) -> bool:
+def is_same(function: Callable[..., PyTree], some: PyTree, others: PyTree) -> bool:
     """Whether `function` has the same equations for arguments of other shapes, shapes aside."""
     return _form(_trace(function, some)) == _form(_trace(function, others))
 
 
-def _trace(function: Callable[..., PyTree], shapes: Sequence[Any]) -> Jaxpr:
+def _trace(function: Callable[..., PyTree], shapes: Sequence[PyTree]) -> Jaxpr:
     with jax.disable_jit():  # so that calls of jitted functions are inlined
         return jax.make_jaxpr(function)(*shapes).jaxpr
 
 
-def _form(jaxpr: Jaxpr) -> list[Any]:
+def _form(jaxpr: Jaxpr) -> list[object]:
     """The equations and the flow of values between them, without shapes."""
-    places: dict[Any, int] = {}
+    places: dict[Var, int] = {}
 
     def place(v: Var | Literal) -> object:
         if isinstance(v, Literal):
             return str(v)
         return places.setdefault(v, len(places)), getattr(v.aval, "dtype", None)
 
-    def settings(params: dict[str, Any]) -> Iterator[Any]:
+    def settings(params: Settings) -> Iterator[object]:
         for name, x in params.items():
             # Shapes differ between an array and its shard by definition; all else must be equal.
             if not name.endswith(("shape", "dimensions")):

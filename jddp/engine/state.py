@@ -13,7 +13,7 @@ and every reader would see replica 0's.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax import P
@@ -23,9 +23,8 @@ from jddp.errors import UsageError
 from jddp.html import Shown
 from jddp.reduce.plan import in_mebibytes
 from jddp.reduce.shards import Shape
-from jddp.typing import Batch, HookState, ModelState, OptState, Params, Path, PyTree
+from jddp.typing import Batch, HookState, Leaf, ModelState, OptState, Params, Path, PyTree
 
-Leaf = PyTree  # One of a tree: an array of the host or of the devices, or its shape and dtype.
 KeepsOwn = Callable[[Path, Leaf], bool]  # whether each replica has its own of a leaf
 Values = tuple[Params, ModelState]  # what a model computes with
 
@@ -119,14 +118,14 @@ class TrainState(Shown):
       key: Base key of all random numbers.
     """
 
-    step: Any
+    step: Leaf
     params: Params
     ema_params: Params
     model_state: ModelState
     opt_state: OptState
     comm_state: CommState
-    skipped: Any
-    key: Any
+    skipped: Leaf
+    key: Leaf
 
     def __repr__(self) -> str:
         """Its contents, in numbers and bytes; waits for the devices."""
@@ -212,7 +211,7 @@ def name_of(path: Path) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def by_path(tree: PyTree) -> dict[str, Any]:
+def by_path(tree: PyTree) -> dict[str, Leaf]:
     """The leaves of a tree by their paths, such as "params/Dense_0/kernel", in the tree's order."""
     return {name_of(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
 

@@ -9,7 +9,6 @@ synchronized batch norm.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 from jax import P
@@ -28,7 +27,7 @@ from jddp.modules.metrics import Sums, mean_tree, means
 from jddp.modules.reached import reached_by, uses_constant_key
 from jddp.reduce.average import compiler_options
 from jddp.reduce.plan import BucketPlan
-from jddp.typing import Grads, Metrics, ModelState, OptState, Params, PyTree
+from jddp.typing import Grads, Leaf, Metrics, ModelState, OptState, Params, PyTree
 
 
 def replica_step(
@@ -151,7 +150,7 @@ def trace(step: Step, mesh: Mesh | AbstractMesh, state: TrainState, inputs: Inpu
     """
     traced = []
 
-    def replica(state: TrainState, inputs: Inputs) -> tuple[Sums, ModelState, list[Any]]:
+    def replica(state: TrainState, inputs: Inputs) -> tuple[Sums, ModelState, list[Leaf]]:
         backward, sums, model_state = step.backward.trace(state, inputs)
         traced.append(backward)
         return sums, model_state, backward.traced.consts

@@ -3,15 +3,14 @@
 A checkpoint keeps them, and a run that resumes reports where they differ.
 """
 
-from typing import Any
-
 import jax
 from jax.sharding import Mesh
 
 from jddp.engine.spec import Step
+from jddp.typing import Settings
 
 
-def topology_of(spec: Step, mesh: Mesh) -> dict[str, Any]:
+def topology_of(spec: Step, mesh: Mesh) -> Settings:
     """The topology of a step on a mesh, as `run.json` keeps it."""
     model = spec.model
     sync = model.sync

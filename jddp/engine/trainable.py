@@ -4,7 +4,6 @@
 loop knows these methods, and nothing else of the object.
 """
 
-from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -16,7 +15,7 @@ from jddp.engine.row_split import RowSplit
 from jddp.engine.spec import Step
 from jddp.engine.state import TrainState, Values
 from jddp.reduce.plan import BucketPlan
-from jddp.typing import Batch, Batches, Grads, LossFn, Metrics, PyTree
+from jddp.typing import Batch, Batches, Grads, LossFn, Metrics, PyTree, Settings
 
 
 @runtime_checkable
@@ -32,7 +31,7 @@ class Steps(Protocol):
         """Division of rows over replicas and micro-batches."""
 
     @property
-    def topology(self) -> Mapping[str, Any]:
+    def topology(self) -> Settings:
         """Processes, devices and options by which a step divides rows; a checkpoint keeps them."""
 
     def layouts(self, state: TrainState) -> TrainState:

@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 
 from jddp.engine.protocols import Unused
-from jddp.engine.state import Leaf, name_of
+from jddp.engine.state import name_of
 from jddp.errors import ConfigError
 from jddp.reduce.plan import BucketPlan
-from jddp.typing import Params, Path, PyTree
+from jddp.typing import Leaf, Params, Path, PyTree
 
 
 @final

@@ -6,7 +6,7 @@ XLA merges collectives that it was given separately, unless an option forbids it
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, cast, get_args
+from typing import cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -167,7 +167,7 @@ def _bytes(mebibytes: float) -> int:
     return max(1, int(mebibytes * MEBIBYTE))
 
 
-def compiler_options(reducer: Reducer, platform: str) -> dict[str, Any]:
+def compiler_options(reducer: Reducer, platform: str) -> dict[str, bool | int | str]:
     """Returns options for `jax.jit` with which XLA leaves the buckets as they are.
 
     On GPUs the combiner merges all-reduces up to 30 MiB: its threshold becomes 0 for flat buckets
@@ -177,7 +177,7 @@ def compiler_options(reducer: Reducer, platform: str) -> dict[str, Any]:
     """
     packing = reducer.packing
     is_flat = packing.layout == "flat"
-    options: dict[str, Any] = {}
+    options: dict[str, bool | int | str] = {}
     if platform == "cpu":
         options["xla_cpu_copy_insertion_use_region_analysis"] = True
         # Merged buckets would all wait for the last of them.

@@ -14,14 +14,13 @@ A loop is one equation: gradients that a `lax.scan` over layers stacks up are fi
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.core import eval_jaxpr
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from jddp.typing import PyTree
+from jddp.typing import Leaf, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Backward:
     num_looped: int
 
 
-def trace_backward(pullback: Callable[[Any], PyTree]) -> Backward:
+def trace_backward(pullback: Callable[[jax.Array], PyTree]) -> Backward:
     """Traces the pullback of `jax.vjp` for a float32 cotangent, with nothing computed.
 
     Args:
@@ -71,7 +70,7 @@ def _ready(jaxpr: Jaxpr) -> tuple[int | None, ...]:
     return tuple(None if isinstance(v, Literal) else finished.get(v) for v in jaxpr.outvars)
 
 
-def _open(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+def _open(jaxpr: Jaxpr, consts: Sequence[Leaf], args: Sequence[Leaf]) -> list[Leaf]:
     """Evaluates equation by equation; a jitted function in the place of its call."""
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
     for eqn in jaxpr.eqns:
@@ -84,7 +83,7 @@ def _open(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]
     return [v.val if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]
 
 
-def evaluate(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], values: dict[Var, Any]) -> dict[Var, Any]:
+def evaluate(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], values: dict[Var, Leaf]) -> dict[Var, Leaf]:
     """Returns the results of some equations of a jaxpr, from the values of earlier variables."""
     made = [var for eqn in eqns for var in eqn.outvars]
     # In the order of first use, not of a set: the program, and so its text and its compiled form in

@@ -15,7 +15,6 @@ arrived. The collective between two barriers is overlapped with the pass.
 """
 
 from collections.abc import Callable, Container, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +23,7 @@ from jax.extend.core import Literal, Var
 
 from jddp.reduce.backward import Backward, evaluate, variables
 from jddp.reduce.hooks import GradBucket
-from jddp.typing import Grads, PyTree
+from jddp.typing import Grads, Leaf, PyTree
 
 Held = tuple[GradBucket, list[GradBucket]]
 
@@ -43,7 +42,7 @@ class Finished:
         """The gradients as they are."""
         return jax.tree.unflatten(self.treedef, self._leaves)
 
-    def take(self, leaves: Sequence[int]) -> list[Any]:
+    def take(self, leaves: Sequence[int]) -> list[Leaf]:
         """The gradients at these positions."""
         return [self._leaves[i] for i in leaves]
 
@@ -51,7 +50,7 @@ class Finished:
         """Both as they are: nothing waits for them."""
         return bucket, flying
 
-    def rest(self, done: Container[int]) -> dict[int, Any]:
+    def rest(self, done: Container[int]) -> dict[int, Leaf]:
         """The gradients at other positions than `done`."""
         return {i: x for i, x in enumerate(self._leaves) if i not in done}
 
@@ -65,7 +64,7 @@ class Running:
         called for one leaf at a time, so that no bucket waits for leaves of another.
     """
 
-    def __init__(self, backward: Backward, finish: Callable[[int, Any], Any]) -> None:
+    def __init__(self, backward: Backward, finish: Callable[[int, Leaf], Leaf]) -> None:
         self.backward, self.finish = backward, finish
         self.treedef = backward.treedef
 
@@ -90,7 +89,7 @@ class Pass:
         self._values = dict(zip(inputs, (*traced.consts, jnp.float32(1)), strict=True))
         self._made: set[Var] = set()
 
-    def take(self, leaves: Sequence[int]) -> list[Any]:
+    def take(self, leaves: Sequence[int]) -> list[Leaf]:
         """Runs up to the last of these gradients; to the end, if it never reaches one of them."""
         ready = [self._grads.backward.ready[i] for i in leaves]
         self._run(max((len(self._jaxpr.eqns) if end is None else end for end in ready), default=0))
@@ -106,7 +105,7 @@ class Pass:
         self._values.update(zip(crossing, values, strict=True))
         return bucket, flying
 
-    def rest(self, done: Container[int]) -> dict[int, Any]:
+    def rest(self, done: Container[int]) -> dict[int, Leaf]:
         """Runs to the end; the leaves at other positions than `done`.
 
         Gradients among them, of unused parameters, are as the pass makes them: zero.
@@ -122,11 +121,11 @@ class Pass:
         self._values |= evaluate(self._jaxpr, eqns, self._values)
         self._made |= {var for eqn in eqns for var in eqn.outvars}
 
-    def _outputs(self, leaves: Sequence[int]) -> list[Any]:
+    def _outputs(self, leaves: Sequence[int]) -> list[Leaf]:
         outvars = (self._jaxpr.outvars[i] for i in leaves)
         return [v.val if isinstance(v, Literal) else self._values[v] for v in outvars]
 
-    def _crossing(self) -> dict[Var, Any]:
+    def _crossing(self) -> dict[Var, Leaf]:
         """Values that this pass has made so far and still needs: the frontier of its dataflow."""
         # Residuals of the forward pass do not cross: they were there before, so a barrier on them
         # would only keep XLA from fusing their use.

@@ -19,7 +19,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -119,7 +119,7 @@ class Units(NamedTuple):
     """
 
     backward_scale: float = 1.0
-    loss_scale: Any = 1.0
+    loss_scale: float | jax.Array = 1.0
     num_entries: int = 1
 
     @property

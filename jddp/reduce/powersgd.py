@@ -15,7 +15,6 @@ so that from step to step P and Q come nearer to the largest singular vectors of
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +28,7 @@ from jddp.reduce.hooks import CommHook, GradBucket, mean_over
 from jddp.reduce.plan import Bucket, BucketPlan
 from jddp.typing import PyTree
 
-State = dict[str, Any]
+State = dict[str, PyTree]
 # Rounding leaves this fraction of a column in the span of those before it, which is no direction.
 ROUNDING = 1e-5
 

@@ -20,7 +20,6 @@ configs.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +31,7 @@ from jddp.reduce.hooks import PLAIN, CommHook, GradBucket, Units, as_is
 from jddp.reduce.packing import NOTES, Packing
 from jddp.reduce.plan import BucketPlan, plan_buckets
 from jddp.reduce.shards import unpack
-from jddp.typing import Grads, HookState, Params, PyTree
+from jddp.typing import Grads, HookState, Leaf, Params, PyTree
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ class Reducer:
           A tree like `grads`, the same on every replica; and the hook's new state.
         """
         run, hook = grads.start(), self.seen(self.hook, units)
-        done: dict[int, Any] = {}
+        done: dict[int, Leaf] = {}
         flying: list[GradBucket] = []
         # One order for all replicas, that of the plan: a collective waits for the same one
         # everywhere. The hook state passes from bucket to bucket.
@@ -144,15 +143,15 @@ class Reducer:
                 leaves[i] = array
         return jax.tree.unflatten(treedef, leaves)
 
-    def _pack(self, leaves: list[Any], plan: BucketPlan, index: int, scale: float) -> GradBucket:
+    def _pack(self, leaves: list[Leaf], plan: BucketPlan, index: int, scale: float) -> GradBucket:
         planned, is_last = plan.buckets[index], index == len(plan) - 1
         members = self.packing.members(planned)
         values = [self.packing.pack([leaves[i] for i in places], self.axis) for places in members]
         return GradBucket(values, planned, members, index, is_last, scale)
 
-    def _arrived(self, flying: list[GradBucket]) -> dict[int, Any]:
+    def _arrived(self, flying: list[GradBucket]) -> dict[int, Leaf]:
         """The gradients of buckets, by their positions in the tree."""
-        done: dict[int, Any] = {}
+        done: dict[int, Leaf] = {}
         for x in flying:
             done |= zip(x.planned.leaves, self.packing.unpack(x, self.axis), strict=True)
         return done
