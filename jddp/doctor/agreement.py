@@ -53,12 +53,12 @@ def check_directory(directory: Path) -> Finding:
         free = shutil.disk_usage(there).free / 2**30
     except OSError as error:
         what = f"{path} cannot be written: {words_of(error)}."
-        return Finding(BAD, what, "Make room there, or choose another directory for run.dir.")
+        return Finding(BAD, what, "Free some space, or choose another directory for run.dir.")
     what = f"{there} can be written, {free:,.1f} GiB free"
     if there != path:
         return Finding(WARN, f"{path} does not exist; {what}.", f"If it is right: mkdir -p {path}.")
     if free < 1:
-        return Finding(WARN, f"{what}.", "Make room: a run keeps several checkpoints.")
+        return Finding(WARN, f"{what}.", "Free some space: a run keeps several checkpoints.")
     return Finding(OK, what)
 
 

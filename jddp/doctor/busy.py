@@ -16,10 +16,10 @@ def check_busy() -> Iterator[Finding]:
         names = [f"{x.name} ({x.pid})" for x in programs if x.gpu == gpu.uuid]
         if names or (gpu.used_mib or 0) > _IDLE_MIB:
             is_busy = True
-            by = ", ".join(names) or "programs that are not seen from here"
+            by = ", ".join(names) or "programs that are not visible from here"
             what = f"GPU {number} ({gpu.kind}) is in use by {by}{_memory(gpu)}."
-            fix = "Set CUDA_VISIBLE_DEVICES to others. XLA_PYTHON_CLIENT_PREALLOCATE=false lets "
-            yield Finding(WARN, what, f"{fix}programs share a GPU.")
+            fix = "Choose other GPUs with CUDA_VISIBLE_DEVICES, or let programs share a GPU with "
+            yield Finding(WARN, what, f"{fix}XLA_PYTHON_CLIENT_PREALLOCATE=false.")
     if gpus and not is_busy:
         yield Finding(OK, f"{len(gpus)} GPUs, and no other program on them")
 

@@ -7,7 +7,7 @@ import socket
 import statistics
 import timeit
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -89,9 +89,12 @@ def check_links(mesh: Mesh) -> Iterator[Finding]:
     hosts = gather("doctor/hosts", socket.gethostname(), timeout_seconds=_SECONDS)
     names = [f"process {i} on {host}" for i, host in enumerate(hosts)]
     members = sorted({hosts[i]: i for i in sorted(places, reverse=True)}.values())
-    members = members if len(members) > 1 else sorted(places)
-    ring = list(itertools.pairwise([*members, *members[:1]]))[: len(members) if members[2:] else 1]
-    for size in LINK_SIZES if members[1:] else ():
+    if len(members) == 1:
+        members = sorted(places)
+    ring = list(itertools.pairwise(members))
+    if len(members) > 2:
+        ring.append((members[-1], members[0]))
+    for size in LINK_SIZES if ring else ():
         mine = [_seconds_between(mesh, places[a], places[b], size) for a, b in ring]
         shared = gather("doctor/links", json.dumps(mine), timeout_seconds=_SECONDS)
         times = {link: json.loads(shared[link[0]])[i] for i, link in enumerate(ring)}
@@ -101,7 +104,7 @@ def check_links(mesh: Mesh) -> Iterator[Finding]:
 def _seconds_between(mesh: Mesh, here: int, there: int, size: int) -> float:
     """Round trip of an array of `size` bytes, measured by the processes of both devices."""
 
-    def replica() -> Any:
+    def replica() -> jax.Array:
         sent = jnp.ones(size // 4) * lax.axis_index(AXIS)
         arrived = lax.ppermute(sent, AXIS, [(here, there), (there, here)])
         return lax.ppermute(arrived, AXIS, [(here, there), (there, here)])
@@ -140,7 +143,7 @@ def compare_links(
         yield Finding(OK, f"{size >> 10} KiB there and back: {1e3 * slowest:.2f} ms at most")
 
 
-def _median_seconds(run: Callable[[], Any]) -> float:
+def _median_seconds(run: Callable[[], object]) -> float:
     """The median time of a computation, without the first run, which may compile."""
     _, *seconds = timeit.repeat(lambda: jax.block_until_ready(run()), repeat=ROUNDS, number=1)
     return statistics.median(seconds)

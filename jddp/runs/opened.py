@@ -8,9 +8,10 @@ when they are read, so all values are the same on every device, for any number o
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import jax
+from jax.sharding import Mesh
 
 from jddp.checkpoint.storage import local_copy
 from jddp.checkpoint.weights import Misfit, fit_weights
@@ -31,6 +32,7 @@ from jddp.runs.saved import Saved, config_in, model_in, read_saved
 from jddp.trainer.reports.metrics_file import MetricsFile
 from jddp.trainer.run import Run
 from jddp.typing import Batch, LossFn
+from jddp.zoo.models import Module
 from jddp.zoo.optimizers import make_optimizer
 
 READ = ("data", "loss")  # sections of a config that an evaluation reads
@@ -39,11 +41,11 @@ READ = ("data", "loss")  # sections of a config that an evaluation reads
 def open_run(
     run_dir: str | Path,
     *,
-    model: Any = None,
+    model: Module | None = None,
     loss_fn: LossFn | None = None,
     checkpoint: int | str | None = None,
     params: str | None = None,
-    mesh: Any = None,
+    mesh: Mesh | Sequence[jax.Device] | int | None = None,
     trust: str | None = None,
     overrides: Sequence[str] | None = None,
 ) -> Run:
@@ -76,7 +78,8 @@ def open_run(
         unknown or does not affect an evaluation.
       FileSystemError: If there is no such checkpoint, or it is damaged.
     """
-    run_dir, config = local_copy(run_dir), None
+    run_dir = local_copy(run_dir)
+    config = None
     ignored = () if model is None else (ConfigMistakes,)  # of fit(config=settings)
     with contextlib.suppress(*ignored):
         config = config_in(run_dir)
@@ -84,7 +87,9 @@ def open_run(
     keys = {override.partition("=")[0] for override in overrides or ()}
     if config is not None and overrides is not None:
         if others := sorted({key.partition(".")[0] for key in keys} - {*READ}):
-            raise ConfigError(f"{others[0]}: an evaluation reads keys of {' and '.join(READ)}.")
+            raise ConfigError(
+                f"{others[0]}: an evaluation reads only the keys of {' and '.join(READ)}."
+            )
         config = with_overrides(config, overrides)
         join(config, "auto")  # The devices may differ from those of the training.
     trusted = set[str]()
@@ -106,7 +111,7 @@ def open_run(
         state,
         run_dir=run_dir,
         save=_refusing(
-            UsageError("An opened run is only read. fit with the same run_dir resumes it.")
+            UsageError("An opened run is read-only. To resume it, call fit with the same run_dir.")
         ),
         evaluation=None if config is None else OwnBatches(config, trusted),
         eval_params=params or saved.evaluated.removesuffix("_params"),
@@ -123,7 +128,7 @@ def open_run(
 
 @contextlib.contextmanager
 def _one_line() -> Iterator[None]:
-    """While open, errors of Flax and JAX about shapes become one line."""
+    """While open, errors of Flax and JAX about shapes become a `ConfigError` of one line."""
     try:
         yield
     except Error:
@@ -133,13 +138,13 @@ def _one_line() -> Iterator[None]:
             raise
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ConfigError(
-            "The saved values, the model and the rows do not fit together. Give rows of the shape "
-            f"and dtype that the run was trained on, and the model of the checkpoint. {reason}"
+            "The saved values, the model and the rows do not fit together. Give the model of the "
+            f"checkpoint, and rows of the shape and dtype that it was trained on. {reason}"
         ) from error
 
 
 class SavedModel(DataParallel):
-    """A model of a checkpoint. Rows or values that do not fit it raise an error of one line."""
+    """The model of a checkpoint. Rows that do not fit it raise an error of one line."""
 
     evaluate = _one_line()(DataParallel.evaluate)
     predict = _one_line()(DataParallel.predict)
@@ -153,7 +158,8 @@ def _state_of(ddp: DataParallel, saved: Saved) -> TrainState:
         average = fit_weights(ema, state.params, partial=False)[0] if ema else None
     except Misfit as error:
         raise ConfigError(
-            f"{saved.folder} is not of the model {form.name}: they differ at {error.where}."
+            f"{saved.folder} does not fit the model {form.name} at {error.where}. Give the model "
+            "that was trained."
         ) from error
     step = jax.numpy.asarray(int(saved.folder.name), state.step.dtype)
     key = key if jax.tree.leaves(key) else state.key
@@ -179,10 +185,10 @@ class OwnBatches:
 def _loss_in(config: Config | None, trusted: set[str]) -> LossFn:
     """The loss with which a config evaluates.
 
-    A call of it raises an error if the config has no loss, or its code is not trusted.
+    Without a config, or if its code is not trusted, the returned function raises an error.
     """
     if config is None:
-        reason = "A run of jddp.fit keeps no loss. Give loss_fn= to open_run."
+        reason = "A run of jddp.fit does not save its loss. Give loss_fn= to open_run."
         return _refusing(UsageError(reason))
     if (key := _loss_key(config)) in trusted:
         return find_eval_fn(config) or find_loss(config)

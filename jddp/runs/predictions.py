@@ -27,6 +27,7 @@ from jddp.engine.state import by_path
 from jddp.errors import DataError, FileSystemError, UsageError, file_errors
 from jddp.files import replace_file
 from jddp.runs.opened import open_run
+from jddp.typing import Settings
 
 INPUTS = ("image", "tokens", "x")  # as `jddp.zoo.losses.outputs` looks for them
 
@@ -51,9 +52,9 @@ def predict_file(run_dir: str | Path, data: Path, out: Path, **chosen: Any) -> i
     if out.suffix not in WRITERS:
         raise UsageError(f"--out {out}: predictions are written to {', '.join(WRITERS)}.")
     if not out.absolute().parent.is_dir():
-        raise FileSystemError(f"--out {out}: {out.absolute().parent} is no folder. Make it.")
+        raise FileSystemError(f"--out {out}: the folder {out.absolute().parent} does not exist.")
     if resolve_identity().num_processes > 1:
-        raise UsageError("predict writes one file: start it in one process, which has all devices.")
+        raise UsageError("predict writes one file: run it in one process, which has all devices.")
     # Opening a run may import the module of its model, which may change the working directory.
     data, out = absolute(data), absolute(out)
     run = open_run(run_dir, **chosen)
@@ -77,26 +78,26 @@ def _read(path: Path) -> ArrayExamples:
     arrays = map_npz(path) if path.suffix == ".npz" else {"x": map_npy(path)}
     if not (given := [arrays[name] for name in INPUTS if name in arrays]):
         raise DataError(
-            f"{path} holds {', '.join(arrays)}, and no inputs. Name them image, tokens or x; for "
-            "others there is, in Python, jddp.open_run(run_dir).predict(batches, function)."
+            f"{path} holds {', '.join(arrays)}, but no inputs: name them image, tokens or x. For "
+            "other names, use jddp.open_run(run_dir).predict(batches, function) in Python."
         )
     if given[0].ndim == 4 and given[0].dtype.kind != "f":
         raise DataError(
-            f"{path}: images are {given[0].dtype}. Give them in floating point, normalized as the "
-            "run's own."
+            f"{path}: images are {given[0].dtype}. Give floating-point images, normalized like the "
+            "images of the run."
         )
     return ArrayExamples(arrays)
 
 
-def _images(folder: Path, section: Mapping[str, Any]) -> FolderExamples:
-    """The images of a folder, as the data of a run's config decode them."""
+def _images(folder: Path, section: Settings) -> FolderExamples:
+    """The images of a folder, decoded like the images of the run."""
     if section["name"] != "image_folder":
-        raise UsageError(f"--data {folder} is a folder, and the run's data were none of images.")
+        raise UsageError(f"--data {folder} is a folder, but the run was not trained on one.")
     return images_in(folder, **section["kwargs"])
 
 
 def _class_names(run_dir: Path | None) -> list[str]:
-    """The names of a run's classes, if its data has any."""
+    """The names of a run's classes, if its data names them."""
     try:
         manifest = json.loads((Path(run_dir or "") / "manifest.json").read_bytes())
         return [str(name) for name in manifest["data"]["classes"]]
@@ -109,8 +110,8 @@ def _classified(
 ) -> dict[str, np.ndarray]:
     """The likeliest class of each row, by name if it has one, and its probability.
 
-    Empty if the outputs are not logits: the loss is no cross entropy, and the number of outputs is
-    not the number of classes.
+    Empty if the outputs are not logits: the loss is not cross entropy, and the number of outputs
+    is not the number of class names.
     """
     logits = arrays.get("predictions", np.zeros(()))
     is_named = logits.ndim == 2 and len(names) == logits.shape[1]

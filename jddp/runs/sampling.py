@@ -4,8 +4,8 @@
     print(continue_text(run, "def ", num_tokens=200, temperature=0.8))
     tokens = sample(run, [100, 101, 102], 200, length=128)     # any run whose model scores tokens
 
-It is plain and exact: for each token the model sees the whole window again, which is as long as its
-training sequences, and nothing is kept from one token to the next.
+It is simple and exact: for each token the model reads the whole window again, which is as long as a
+training sequence. Nothing is cached between tokens.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from jddp.errors import ConfigError, UsageError
 from jddp.job.parts import find_source
 from jddp.trainer.run import Run
 from jddp.typing import Batch
-from jddp.zoo.losses import call_model
+from jddp.zoo.losses import Model, call_model
 
 
 def continue_text(run: Run, prompt: str, *, tokenizer: Path | None = None, **sampling: Any) -> str:
@@ -43,12 +43,12 @@ def continue_text(run: Run, prompt: str, *, tokenizer: Path | None = None, **sam
     source = find_source(config) if config and config.data.name else None
     if source is None or "tokens" not in source.spec:
         raise UsageError(
-            f"--prompt: the data of {run.run_dir} are no tokens that jddp knows (data.name). Give "
-            "--data; or call jddp.runs.sampling.sample with tokens of your own."
+            f"--prompt: {run.run_dir} was not trained on tokens that jddp can read (data.name). "
+            "Use --data; or call jddp.runs.sampling.sample with your own tokens."
         )
     coder = BYTES if tokenizer is None else tokenizer_in(tokenizer)
     if tokenizer is None and source.sizes.get("vocab_size") != BYTES.vocab_size:
-        raise ConfigError("--prompt: the tokens of the run are no bytes. Give --tokenizer FILE.")
+        raise ConfigError("--prompt: the run's tokens are not bytes. Give --tokenizer FILE.")
     length, size = source.spec["tokens"][0][0] - 1, coder.vocab_size
     tokens = sample(run, coder.encode(prompt), length=length, vocab_size=size, **sampling)
     return coder.decode(tokens)
@@ -67,8 +67,8 @@ def sample(
     """Returns tokens and their continuation by the model of a run.
 
     Args:
-      run: A run of which the model returns logits `(b, t, vocab)` for "tokens" `(b, t)`, each
-        position from those before it.
+      run: A run whose model returns logits `(b, t, vocab)` for "tokens" `(b, t)`, each position
+        computed from earlier ones.
       tokens: One token or more.
       num_tokens: Number of tokens to add.
       length: Length of the longest sequence that the model sees: the last tokens of a longer one.
@@ -83,8 +83,8 @@ def sample(
     found = [int(token) for token in tokens]
     if not found or num_tokens < 1 or not 0 <= temperature < np.inf:
         raise UsageError(
-            f"{len(found)} tokens of a prompt, {num_tokens} to add, temperature {temperature}: "
-            "a prompt has a token or more, one or more are added, and the temperature is 0 or more."
+            f"The prompt has {len(found)} tokens, num_tokens is {num_tokens} and temperature "
+            f"{temperature}: the first two must be at least 1, and temperature at least 0."
         )
     rng = np.random.default_rng(seed)
     for _ in range(num_tokens):
@@ -94,8 +94,8 @@ def sample(
         (logits,) = run.predict([batch], _logits_of_next)
         if vocab_size is not None and vocab_size > len(logits):
             raise ConfigError(
-                f"The tokenizer has {vocab_size:,} tokens, and the model {len(logits):,}. Give the "
-                "tokenizer of its data."
+                f"The tokenizer has {vocab_size:,} tokens, but the model {len(logits):,}. Give the "
+                "tokenizer of the run's data."
             )
         logits = logits[:vocab_size].astype(np.float64)
         # The largest of logits with Gumbel noise is distributed as their softmax.
@@ -104,9 +104,9 @@ def sample(
     return found
 
 
-def _logits_of_next(model: Any, batch: Batch) -> Float[Array, "b vocab"]:
+def _logits_of_next(model: Model, batch: Batch) -> Float[Array, "b vocab"]:
     """The logits of the token after the last of each row."""
     logits = call_model(model, batch["tokens"], train=False)
     if logits.ndim != 3:
-        raise ConfigError(f"The model gives {logits.shape} for tokens. It needs (b, t, vocab).")
+        raise ConfigError(f"The model returns logits of shape {logits.shape}, not (b, t, vocab).")
     return jnp.take_along_axis(logits, batch["last"][:, None, None], axis=1)[:, 0]

@@ -6,7 +6,7 @@ A run directory is data; `trust` decides which code that it names may be importe
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from jddp.checkpoint import reader
 from jddp.checkpoint.folders import finished
@@ -14,7 +14,8 @@ from jddp.config.files import read_yaml
 from jddp.config.schema import Config
 from jddp.errors import FileSystemError, UsageError
 from jddp.job.trust import check_trust, resolve_model
-from jddp.zoo.models import make_model
+from jddp.typing import JsonObject, PyTree
+from jddp.zoo.models import Module, make_model
 
 T = TypeVar("T")
 
@@ -29,7 +30,7 @@ class Saved:
     """
 
     folder: Path
-    beside: dict[str, Any]
+    beside: JsonObject
 
     @property
     def evaluated(self) -> str:
@@ -37,7 +38,7 @@ class Saved:
         is_ema = self.beside.get("plan", {}).get("eval_params") == "ema"
         return "ema_params" if is_ema else "params"
 
-    def read(self, fields: Sequence[str]) -> list[Any]:
+    def read(self, fields: Sequence[str]) -> list[PyTree]:
         """The fields, and the model's other state; per-replica arrays are averaged."""
         saved = reader.read_values(self.folder, [*fields, "model_state"])
         return [saved[name] for name in (*fields, "model_state")]
@@ -90,20 +91,20 @@ def config_in(run_dir: Path) -> Config | None:
         return Config(**read_yaml(path))
     if not (run_dir / "checkpoints").is_dir():
         raise UsageError(
-            f"{run_dir} is no run directory: it holds neither config.yaml nor checkpoints. Name "
-            "the run.dir, or run_dir=, of a run."
+            f"{run_dir} is no run directory: it has neither config.yaml nor checkpoints. Give the "
+            "run.dir or run_dir= of a run."
         )
     return None
 
 
-def model_in(run_dir: Path, config: Config | None, trust: str | None) -> Any:
+def model_in(run_dir: Path, config: Config | None, trust: str | None) -> Module:
     """The module that a config names, as far as `trust` permits."""
     check_trust(trust)
     if config is None:
-        keeps_none = f"{run_dir} holds a run of jddp.fit, which keeps no config."
+        keeps_none = f"{run_dir} holds a run of jddp.fit, which saves no config."
         raise UsageError(
             f"{keeps_none} Give model=, the module that was trained.",
-            in_shell=f"{keeps_none} A command cannot make its model; in Python there is "
+            in_shell=f"{keeps_none} A command cannot make its model. In Python, use "
             "jddp.open_run(run_dir, model=, loss_fn=).",
         )
     section = config.model

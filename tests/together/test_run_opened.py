@@ -80,11 +80,11 @@ def test_what_a_run_of_objects_does_not_keep_is_asked_for(of_objects):
     with pytest.raises(ConfigError if run.config else UsageError, match="'note'|Give model="):
         jddp.open_run(run.run_dir)
     opened = jddp.open_run(run.run_dir, model=model)
-    with pytest.raises(UsageError, match="keeps no loss. Give loss_fn="):
+    with pytest.raises(UsageError, match="does not save its loss. Give loss_fn="):
         opened.evaluate(OTHER)
     with pytest.raises(UsageError, match="has no evaluation batches"):
         opened.evaluate()
-    with pytest.raises(UsageError, match="is only read"):
+    with pytest.raises(UsageError, match="is read-only"):
         opened.save()
     with pytest.raises(UsageError, match="is no run directory"):
         jddp.open_run(run.run_dir / "logs")
@@ -96,10 +96,10 @@ def test_another_model_and_other_rows_are_refused_in_one_line(of_objects):
         jddp.open_run(run.run_dir, model=MLP(), loss_fn=loss_fn).evaluate(OTHER)
     assert "\n" not in str(caught.value)
     if isinstance(model, ConvNet):
-        with pytest.raises(ConfigError, match="is not of the model NnxConvNet. .* at 10 places"):
+        with pytest.raises(ConfigError, match="does not fit the model NnxConvNet.* at 10 places"):
             jddp.open_run(run.run_dir, model=NnxConvNet(nnx.Rngs(0)))
     opened = jddp.open_run(run.run_dir, model=model)
-    with pytest.raises(ConfigError, match="Give rows of the shape and dtype"):
+    with pytest.raises(ConfigError, match="rows of the shape and dtype"):
         opened.predict([{"x": np.ones((8, 5), np.float32)}])
     with pytest.raises(ConfigError, match="holds y, of which none"):
         opened.predict([{"y": OTHER[0]["y"]}])
@@ -175,7 +175,7 @@ def test_a_run_of_a_config_is_evaluated_on_its_data_or_on_others(here, capsys):
     assert record["loss"] != here.eval_metrics["loss"]
     for key in ("optimizer.learning_rate=1", "nothing"):
         assert main(["evaluate", "run", key]) == 2
-        assert "an evaluation reads keys of data and loss" in last_line(capsys)
+        assert "an evaluation reads only the keys of data and loss" in last_line(capsys)
 
 
 @pytest.mark.parametrize(
@@ -238,13 +238,13 @@ def test_mistakes_of_predict_are_one_line_with_a_code(here, capsys):
     for name, arrays in files.items():
         np.savez(name, **arrays)
     for data, out, code, reason in (
-        ("y.npz", "a.csv", 65, "holds label, and no inputs"),
-        ("wide.npz", "a.csv", 2, "Give rows of the shape"),
+        ("y.npz", "a.csv", 65, "holds label, but no inputs"),
+        ("wide.npz", "a.csv", 2, "rows of the shape"),
         ("pixels.npz", "a.csv", 65, "images are bool"),
         ("none.npz", "a.csv", 65, "no such file"),
         ("mine.py", "a.csv", 2, "rows are read from .npz and .npy"),
         ("data/new.npz", "a.txt", 2, "predictions are written to .npz, .csv, .jsonl"),
-        ("data/new.npz", "no/a.csv", 74, "is no folder"),
+        ("data/new.npz", "no/a.csv", 74, "does not exist"),
     ):
         assert main(["predict", "run", "--data", data, "--out", out]) == code
         line = last_line(capsys)

@@ -100,8 +100,8 @@ def test_a_command_continues_a_text(trained, capsys):
 
 
 REFUSED = {
-    "nothing to continue": ([], {"num_tokens": 1}, UsageError, "0 tokens of a prompt"),
-    "nothing to add": ([1], {"num_tokens": 0}, UsageError, "0 to add"),
+    "nothing to continue": ([], {"num_tokens": 1}, UsageError, "The prompt has 0 tokens"),
+    "nothing to add": ([1], {"num_tokens": 0}, UsageError, "num_tokens is 0"),
     "cold": ([1], {"num_tokens": 1, "temperature": -1.0}, UsageError, "temperature -1"),
     "NaN": ([1], {"num_tokens": 1, "temperature": np.nan}, UsageError, "temperature nan"),
     "vocabulary": ([1], {"num_tokens": 1, "vocab_size": 99}, ConfigError, "has 99 tokens"),
@@ -115,7 +115,7 @@ def test_what_cannot_be_continued_is_refused(gpt, tokens, given, error, reported
 
 
 def test_models_and_runs_of_no_text_are_refused(trained, tmp_path, capsys):
-    with pytest.raises(ConfigError, match=r"gives \(1, 8\) for tokens. It needs \(b, t, vocab\)"):
+    with pytest.raises(ConfigError, match=r"logits of shape \(1, 8\), not \(b, t, vocab\)"):
         sample(
             run_of(Counts(num_dims=2), lambda model, batch: model(batch["tokens"]).sum(-1)),
             [0],
@@ -134,7 +134,7 @@ def test_models_and_runs_of_no_text_are_refused(trained, tmp_path, capsys):
         assert main(["predict", str(trained), *arguments]) == code
         assert reported in capsys.readouterr().err
     (trained.parent / "tokens" / "tokens.json").unlink()  # of what tokenizer, nobody knows then
-    with pytest.raises(ConfigError, match="are no bytes. Give --tokenizer FILE"):
+    with pytest.raises(ConfigError, match="are not bytes. Give --tokenizer FILE"):
         continue_text(jddp.open_run(trained), "a")
     other = Config(
         data={"name": "npz", "dir": str(tmp_path), "global_batch_size": 2},
@@ -146,5 +146,5 @@ def test_models_and_runs_of_no_text_are_refused(trained, tmp_path, capsys):
     for part in ("train", "test"):
         np.savez(tmp_path / part, image=np.ones((4, 2, 2, 1), np.float32), label=np.arange(4))
     train(other)
-    with pytest.raises(UsageError, match="are no tokens that jddp knows"):
+    with pytest.raises(UsageError, match="was not trained on tokens that jddp can read"):
         continue_text(jddp.open_run(tmp_path / "run"), "a")

@@ -1,7 +1,5 @@
 """Whether results are right: against one device, against the CPU, with large buckets."""
 
-from typing import Any
-
 import jax
 
 from jddp.config.options import Reduction
@@ -57,10 +55,10 @@ def buckets(machine: Machine) -> PartResult:
     """A GPT whose gradients are sent in buckets that are too large for XLA's own kernel."""
     job = gpt(machine, "medium", machine.num_devices)
     most = BUCKET_MB[machine.platform]
-    options = {"reduction": Reduction(bucket_mb=most, layout="flat")}
+    reduction = Reduction(bucket_mb=most, layout="flat")
     with jax.default_matmul_precision("highest"):
-        report = _verified(job, **options)
-        explained = explain(job.replicate(**options), job.batch)
+        report = _verified(job, reduction)
+        explained = explain(job.replicate(reduction=reduction), job.batch)
     sent = [x.bytes for x in explained.compiled if x.op == "all-reduce"]
     large = sum(size > most * 2**20 / 2 for size in sent)
     details = f"```text\n{report}\n\n{explained}\n```"
@@ -72,8 +70,8 @@ def buckets(machine: Machine) -> PartResult:
     return result._replace(what=what)
 
 
-def _verified(job: Workload, **options: Any) -> Verification:
-    return verify(job.model, adam(), job.loss, job.batch, **options)
+def _verified(job: Workload, reduction: Reduction | None = None) -> Verification:
+    return verify(job.model, adam(), job.loss, job.batch, reduction=reduction)
 
 
 def _judged(is_good: bool, others: str, details: str) -> PartResult:

@@ -1,22 +1,24 @@
 """The models and batches that the parts train, for each platform."""
 
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import optax
 
 from jddp.data_parallel import DataParallel
 from jddp.doctor.acceptance.result import Machine
-from jddp.typing import LossFn
+from jddp.typing import JsonObject, LossFn
 from jddp.zoo.losses import cross_entropy, next_token
-from jddp.zoo.models import CNN, GPT, ResNet
+from jddp.zoo.models import CNN, GPT, Module, ResNet
 from jddp.zoo.models.resnet import BasicBlock
 from jddp.zoo.optimizers import make_optimizer
 
 # The gradients of "medium" are 64 MiB; "large" is GPT-2 124M.
 _TINY = {"vocab_size": 64, "num_layers": 1, "num_heads": 2, "width": 32, "max_length": 16}
-_GPTS: dict[str, dict[str, Any]] = {
+_GPTS: dict[str, JsonObject] = {
     "small": {"num_layers": 2, "num_heads": 4, "width": 128, "max_length": 128},
     "medium": {"vocab_size": 8192, "num_layers": 4, "num_heads": 8, "width": 512},
     "large": {
@@ -36,16 +38,16 @@ class Workload(NamedTuple):
       batch: Rows for some devices.
     """
 
-    model: Any
+    model: Module
     loss: LossFn
     batch: dict[str, np.ndarray]
 
-    def replicate(self, mesh: Any = None, **options: Any) -> DataParallel:
+    def replicate(self, mesh: Sequence[jax.Device] | None = None, **options: Any) -> DataParallel:
         """The model on all devices, or on the devices of `mesh`."""
         return DataParallel(self.model, adam(), self.loss, mesh=mesh, **options)
 
 
-def adam() -> Any:
+def adam() -> optax.GradientTransformation:
     """The optimizer of all parts."""
     return make_optimizer("adamw", schedule=lambda step: 1e-3)[0]
 

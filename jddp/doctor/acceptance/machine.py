@@ -35,7 +35,7 @@ def find_devices(machine: Machine) -> PartResult:
     """Starts the devices, and describes the machine.
 
     Raises:
-      DeviceError: If there is none of the platform.
+      DeviceError: If the platform has no device.
     """
     others = list(check_busy())  # before this process uses the GPUs
     missing = require_devices()

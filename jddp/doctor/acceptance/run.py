@@ -37,7 +37,7 @@ def accept(file: Path, *, platform: str, num_devices: int) -> ExitCode:
       num_devices: Number of virtual devices.
 
     Raises:
-      DeviceError: If there is no device of the platform.
+      DeviceError: If the platform has no device.
       FileSystemError: If the page cannot be written.
     """
     environ = environment(os.environ, platform, num_devices)
@@ -65,7 +65,7 @@ def accept(file: Path, *, platform: str, num_devices: int) -> ExitCode:
 
 
 def _error_of(result: PartResult) -> str:
-    """The error that has ended a part, in one line; without one, the way in which it ended."""
+    """The error that ended a part, in one line; without an error, how the part ended."""
     errors = [x for x in result.details.splitlines() if x.startswith(_ERROR)]
     return errors[-1].removeprefix(_ERROR) if errors else f"the devices do not start: {result.what}"
 

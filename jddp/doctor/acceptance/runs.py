@@ -86,9 +86,12 @@ def kill_one(machine: Machine) -> PartResult:
     }
     found = [what for what, is_wrong in wrong.items() if is_wrong]
     what = f"{num} processes ended in {seconds:.1f} s, exit code {launcher.returncode}, none left"
-    level = BAD if found else WARN if seconds > _SOON else OK
     lines = output.splitlines()
-    lines = lines if found else [line for line in lines if line.startswith("jddp: ")]
+    if found:
+        level = BAD
+    else:
+        level = WARN if seconds > _SOON else OK
+        lines = [line for line in lines if line.startswith("jddp: ")]
     last = "\n".join(lines[-_LAST_LINES:])
     return PartResult(level, "; ".join(found) or what, details=f"```text\n{last}\n```")
 

@@ -11,9 +11,11 @@ A trace of CPUs has no such process. https://github.com/marin-community/marin/is
 import gzip
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from jddp.typing import JsonObject
 
 Span = tuple[float, float]
 _COLLECTIVE = re.compile(r"nccl|all-?_?reduce", re.IGNORECASE)
@@ -37,13 +39,13 @@ class Covered(NamedTuple):
         return self.beside / self.collectives
 
 
-def read_trace(path: Path) -> list[dict[str, Any]]:
+def read_trace(path: Path) -> list[JsonObject]:
     """The events of a `*.trace.json.gz`."""
     with gzip.open(path, "rt") as file:
         return json.load(file)["traceEvents"]
 
 
-def shares(events: Iterable[Mapping[str, Any]]) -> dict[str, Covered]:
+def shares(events: Iterable[JsonObject]) -> dict[str, Covered]:
     """The times of each device, by name; empty if the trace has no streams of devices."""
     events = list(events)
     devices = _names(events, "process_name", r"/device:(GPU:\d+).*")
@@ -61,9 +63,9 @@ def shares(events: Iterable[Mapping[str, Any]]) -> dict[str, Covered]:
     return {device: _share(*spans) for device, spans in sorted(kernels.items())}
 
 
-def _names(events: Iterable[Mapping[str, Any]], kind: str, pattern: str) -> dict[Any, str]:
+def _names(events: Iterable[JsonObject], kind: str, pattern: str) -> dict[tuple[object, ...], str]:
     """Names of processes by (pid,), or of threads by (pid, tid), that match."""
-    found: dict[Any, str] = {}
+    found: dict[tuple[object, ...], str] = {}
     for event in events:
         if event.get("ph") == "M" and event.get("name") == kind:
             name = re.fullmatch(pattern, event["args"]["name"])
